@@ -1,0 +1,56 @@
+"""The loss scale that never changes."""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from optax_lossscale import _validation
+from optax_lossscale._loss_scale import AxisName, LossScale
+
+
+class FixedLossScale(LossScale):
+    """A constant loss scale; nothing is checked, and no step is skipped.
+
+    The scale is configuration, not state: compiled steps hold it as a constant,
+    and a scale of 1 compiles to no scaling at all.
+
+    Source: TensorFlow's `FixedLossScale`.
+
+    Args:
+      scale: the loss scale, from 1.18e-38 to 2**126, the range in which it and
+        its reciprocal are normal float32 numbers.
+
+    Raises:
+      ValueError: if `scale` is not such a number.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> ls = ols.FixedLossScale(128)
+      >>> float(ls())
+      128.0
+      >>> ls.update({"w": jnp.array([jnp.nan])})
+      (FixedLossScale(128.0), True)
+    """
+
+    loss_scale: np.float32 = dataclasses.field(init=False)  # pyrefly: ignore[bad-override]
+
+    def __init__(self, scale: float):
+        _validation.scale("scale", scale, largest=2.0**126)
+        super().__init__(float(scale))
+
+    def __repr__(self) -> str:
+        return f"FixedLossScale({self.initial_scale})"
+
+    def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
+        """This very loss scale."""
+        return self
+
+    def update(self, grads: Any, axis_name: AxisName | None = None) -> tuple[Self, bool]:
+        """This very loss scale, and True: the gradients are not looked at."""
+        return self, True
+
+    def get_config(self) -> dict[str, Any]:
+        return {"class_name": type(self).__name__, "config": {"scale": self.initial_scale}}

@@ -1,0 +1,80 @@
+"""A loss scale from what a user may call one, and from where it is kept."""
+
+from numbers import Real
+from typing import Any
+
+import jax
+
+from optax_lossscale._dynamic import DynamicLossScale
+from optax_lossscale._fixed import FixedLossScale
+from optax_lossscale._loss_scale import LossScale
+
+
+def get(identifier: Any) -> LossScale:
+    """The loss scale that an identifier stands for.
+
+    Args:
+      identifier: `None` for no scaling, a `FixedLossScale` of 1; an int or float for
+        a `FixedLossScale`; `"dynamic"` for a `DynamicLossScale`; a `LossScale` for
+        itself; a dict from `get_config` for the loss scale that it describes.
+
+    Returns:
+      A `LossScale`.
+
+    Raises:
+      ValueError: for anything else.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> ols.get(128)
+      FixedLossScale(128.0)
+      >>> ols.get("dynamic") == ols.DynamicLossScale()
+      True
+    """
+    match identifier:
+        case LossScale():
+            return identifier
+        case None:
+            return FixedLossScale(1)
+        case "dynamic":
+            return DynamicLossScale()
+        case dict():
+            return LossScale.from_config(identifier)
+        case Real() if not isinstance(identifier, bool):
+            return FixedLossScale(float(identifier))
+    raise ValueError(
+        "a loss scale is None (no scaling), a number (fixed), 'dynamic', a LossScale, or a dict "
+        f"from get_config(); got {identifier!r}"
+    )
+
+
+def get_loss_scale(state: Any) -> LossScale:
+    """The one loss scale in an optimizer state, however deep it lies.
+
+    Args:
+      state: a state of `with_loss_scale`'s transformation, or of anything that
+        holds one: `optax.chain`, `optax.MultiSteps`, a train state. A `LossScale`
+        is its own.
+
+    Returns:
+      The `LossScale`.
+
+    Raises:
+      ValueError: if the state holds no loss scale, or more than one.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import optax_lossscale as ols
+      >>> tx = optax.chain(ols.with_loss_scale(optax.adam(1e-3), 128), optax.scale(0.5))
+      >>> ols.get_loss_scale(tx.init({"w": jnp.ones(3)}))
+      FixedLossScale(128.0)
+    """
+    is_loss_scale = lambda x: isinstance(x, LossScale)
+    found = [x for x in jax.tree.leaves(state, is_leaf=is_loss_scale) if is_loss_scale(x)]
+    if len(found) != 1:
+        raise ValueError(
+            f"expected exactly one loss scale in the state, found {len(found)} in a "
+            f"{type(state).__name__}. Wrap the optimizer in with_loss_scale once and pass the "
+            "state that its init returned, or pass the LossScale itself."
+        )
+    return found[0]

@@ -1,0 +1,130 @@
+"""From a loss function to scaled gradients."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale._get import get_loss_scale
+
+
+def scale_loss(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
+    """The loss times the loss scale, to be differentiated by other means.
+
+    Args:
+      loss: a real floating-point scalar.
+      loss_scale: a `LossScale`, or an optimizer state that holds exactly one.
+
+    Returns:
+      The scaled loss, shape (), float32 or wider.
+
+    Raises:
+      TypeError: if the loss is not a real floating-point scalar.
+      ValueError: if `loss_scale` holds no loss scale, or several.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> float(ols.scale_loss(0.5, ols.FixedLossScale(128)))
+      64.0
+    """
+    try:
+        loss = jnp.asarray(loss)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"the loss must be a scalar, got {type(loss).__name__}; for a function that returns "
+            "(loss, aux) say has_aux=True"
+        ) from None
+    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(
+            "the loss must be a real floating-point scalar, got shape "
+            f"{loss.shape} and dtype {loss.dtype}; reduce it, with jnp.mean say"
+        )
+    return get_loss_scale(loss_scale).scale(loss)
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    loss_scale: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **kwargs: Any,
+) -> Callable[..., tuple[Any, Any]]:
+    """As `jax.value_and_grad`, but the gradients are those of the scaled loss.
+
+    Args:
+      fun: a function that returns a real floating-point scalar, or with `has_aux` a
+        pair of that and anything.
+      loss_scale: a `LossScale`, or an optimizer state that holds exactly one.
+      argnums: which positional arguments to differentiate.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      **kwargs: further arguments of `jax.value_and_grad`.
+
+    Returns:
+      A function of `fun`'s arguments that returns `(value, scaled_grads)`: the value
+      is `fun`'s own, not scaled, bit for bit; the gradients are *still scaled*, as
+      `with_loss_scale`'s transformation takes them.
+
+    Raises:
+      ValueError: if `loss_scale` holds no loss scale, or several.
+      TypeError: when called, if the loss is not a real floating-point scalar.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> loss, grad = ols.value_and_grad(jnp.square, ols.FixedLossScale(8))(3.0)
+      >>> float(loss), float(grad)
+      (9.0, 48.0)
+    """
+    loss_scale = get_loss_scale(loss_scale)
+
+    def scaled_fun(*args, **kw):
+        value = fun(*args, **kw)
+        loss = value[0] if has_aux else value
+        return scale_loss(loss, loss_scale), value
+
+    scaled_value_and_grad = jax.value_and_grad(scaled_fun, argnums, has_aux=True, **kwargs)
+
+    @functools.wraps(fun)
+    def value_and_scaled_grad(*args, **kw):
+        (_, value), scaled_grads = scaled_value_and_grad(*args, **kw)
+        return value, scaled_grads
+
+    return value_and_scaled_grad
+
+
+def grad(
+    fun: Callable[..., Any],
+    loss_scale: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """As `jax.grad`, but the gradients are those of the scaled loss.
+
+    Args:
+      fun: as for `value_and_grad`, as are the other arguments.
+      loss_scale: a `LossScale`, or an optimizer state that holds exactly one.
+      argnums: which positional arguments to differentiate.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      **kwargs: further arguments of `jax.value_and_grad`.
+
+    Returns:
+      A function of `fun`'s arguments that returns the scaled gradients, or with
+      `has_aux` the pair `(scaled_grads, aux)`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> float(ols.grad(jnp.square, ols.FixedLossScale(8))(3.0))
+      48.0
+    """
+    with_value = value_and_grad(fun, loss_scale, argnums, has_aux, **kwargs)
+
+    @functools.wraps(fun)
+    def scaled_grad(*args, **kw):
+        value, scaled_grads = with_value(*args, **kw)
+        return (scaled_grads, value[1]) if has_aux else scaled_grads
+
+    return scaled_grad

@@ -1,0 +1,263 @@
+"""The abstract loss scale: what every loss scale is, has and does."""
+
+import abc
+import dataclasses
+from collections.abc import Hashable
+from typing import Any, Literal, Self, TypeVar, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import GetAttrKey
+
+from optax_lossscale import _validation
+from optax_lossscale._finite import all_finite
+from optax_lossscale._precision import at_least_float32, is_inexact
+
+T = TypeVar("T")
+AxisName = Hashable
+
+
+def state(default: Any = dataclasses.MISSING, *, init: Literal[False] = False) -> Any:
+    """Declares a field of a `LossScale` that changes from step to step: an array leaf.
+
+    Args:
+      default: its first value. A bool, int or float becomes a bool, int32 or float32 scalar;
+        arrays are taken as they are. Without a default, `__post_init__` sets it.
+      init: False: state is no argument of the constructor.
+
+    Returns:
+      A dataclass field.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> class Counting(ols.LossScale):
+      ...     overflows: jax.Array = ols.state(0)
+      ...
+      ...     def adjust(self, grads_finite):
+      ...         return self.replace(overflows=self.overflows + ~grads_finite)
+      >>> ls, _ = Counting().update({"w": jnp.array(jnp.inf)})
+      >>> print(ls.overflows, ls.overflows.dtype)
+      1 int32
+    """
+    # NumPy scalars: strongly typed, impossible to donate away, and made without waking
+    # a JAX backend, which a module that builds its optimizer before
+    # `jax.distributed.initialize` must not do.
+    strong = {bool: np.bool_, int: np.int32, float: np.float32}.get(type(default))
+    default = strong(default) if strong else default
+    return dataclasses.field(init=init, default=default, metadata={"state": True})
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, state))
+@dataclasses.dataclass(frozen=True)
+class LossScale(abc.ABC):
+    """A number that the loss is multiplied by, and the rule by which it adapts.
+
+    A loss scale is immutable: `update` and `adjust` return a new one. Subclass it
+    and write `adjust` to have a strategy of your own; subclassing alone makes it a
+    frozen dataclass and a pytree:
+
+    - its fields are *configuration*, arguments of the constructor: static under
+      `jit`, written by `get_config`;
+    - those declared with `state` are *state*: array leaves, changed by `replace`.
+
+    Attributes:
+      initial_scale: the loss scale before the first step; configuration.
+      loss_scale: the loss scale now, float32, shape (); state.
+
+    Raises:
+      ValueError: if `initial_scale` is not a positive, normal float32.
+
+    Example:
+      A scale that halves at an overflow and creeps up otherwise:
+
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> class Creeping(ols.LossScale):
+      ...     rate: float = 1.01
+      ...
+      ...     def adjust(self, grads_finite):
+      ...         factor = jnp.where(grads_finite, self.rate, 0.5)
+      ...         return self.replace(loss_scale=self.loss_scale * factor)
+      >>> ls = Creeping(initial_scale=1000.0)
+      >>> ls, should_apply = ls.update({"w": jnp.array([jnp.inf])})
+      >>> print(ls(), should_apply)
+      500.0 False
+    """
+
+    initial_scale: float = 2.0**15
+    loss_scale: jax.Array = state()  # shape=(), dtype=float32
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        dataclasses.dataclass(frozen=True)(cls)
+        _register(cls)
+
+    def __post_init__(self):
+        initial_scale = _validation.scale("initial_scale", self.initial_scale)
+        self._set(initial_scale=initial_scale, loss_scale=np.float32(initial_scale))
+
+    def _set(self, **values: Any) -> None:
+        """Sets fields of an instance under construction, which is frozen later."""
+        vars(self).update(values)
+
+    def __call__(self) -> jax.Array:
+        """The current loss scale: float32, shape ()."""
+        return jnp.asarray(self.loss_scale, jnp.float32)
+
+    @abc.abstractmethod
+    def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
+        """The loss scale after one step, from the flag alone.
+
+        Args:
+          grads_finite: whether the step's gradients were finite; bool, shape ().
+
+        Returns:
+          The new loss scale, with the structure and dtypes of this one.
+        """
+
+    def update(
+        self, grads: Any, axis_name: AxisName | None = None
+    ) -> tuple[Self, jax.Array | bool]:
+        """Checks the gradients and adapts the scale to what it finds.
+
+        Args:
+          grads: the unscaled gradients, any pytree; `None` leaves are ignored.
+          axis_name: under `pmap` or `shard_map`, the axis or axes over which all
+            replicas decide alike: one that overflows makes all of them skip. The
+            only communication is one scalar.
+
+        Returns:
+          The new loss scale, and `should_apply`: whether the gradients may be
+          applied; a bool, shape (), or the Python bool True where nothing was
+          checked.
+        """
+        finite = all_finite(grads)
+        if axis_name is not None:
+            finite = lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
+        return self.adjust(finite), finite
+
+    def scale(self, tree: T) -> T:
+        """Every inexact leaf times the loss scale.
+
+        Args:
+          tree: a loss, or any pytree. `None`, integer and float0 leaves pass through.
+
+        Returns:
+          The scaled tree. 8- and 16-bit floats become float32, as a float16 loss
+          times 2**16 would be infinite; wider ones keep their dtype.
+        """
+        scale = self()
+
+        def scaled(x):
+            x = jnp.asarray(at_least_float32(x))
+            return x * scale.astype(jnp.finfo(x.dtype).dtype)
+
+        return jax.tree.map(lambda x: scaled(x) if is_inexact(x) else x, tree)
+
+    def unscale(self, tree: T) -> T:
+        """Every inexact leaf divided by the loss scale.
+
+        Args:
+          tree: any pytree, of gradients as a rule. `None`, integer and float0
+            leaves pass through.
+
+        Returns:
+          The unscaled tree. 8- and 16-bit floats become float32, in which they do
+          not underflow again; wider ones keep their dtype. For a power of two the
+          result is exact.
+        """
+        scale = self()
+        # XLA turns x / scale into x * (1 / scale), and above 2**126 that reciprocal
+        # is subnormal and flushed to zero. Two factors keep it a normal number.
+        shift = jnp.where(scale > 2.0**100, jnp.float32(0.25), jnp.float32(1.0))
+        reciprocal = 1 / (scale * shift)
+
+        def unscaled(x):
+            x = jnp.asarray(at_least_float32(x))
+            dtype = jnp.finfo(x.dtype).dtype
+            return x * shift.astype(dtype) * reciprocal.astype(dtype)
+
+        return jax.tree.map(lambda x: unscaled(x) if is_inexact(x) else x, tree)
+
+    def replace(self, **state: jax.typing.ArrayLike) -> Self:
+        """A copy with new values of the named state fields, in the dtypes they had."""
+        names, _ = _split(type(self))
+        if unknown := sorted(set(state) - set(names)):
+            raise TypeError(
+                f"{type(self).__name__} has no state {', '.join(unknown)}; its state fields are "
+                f"{', '.join(names)}. For another configuration construct a new loss scale."
+            )
+        new = {k: jnp.asarray(v, getattr(self, k).dtype) for k, v in state.items()}
+        return _with_attributes(type(self), vars(self) | new)
+
+    def get_config(self) -> dict[str, Any]:
+        """The class's name and its configuration, JSON-able; the state is left out."""
+        config = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+        return {"class_name": type(self).__name__, "config": config}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "LossScale":
+        """The loss scale that `get_config` described, in its initial state.
+
+        Args:
+          config: `{"class_name": …, "config": {…}}`, naming this class or any
+            subclass of it that has been defined. Of two with one name, the one
+            defined last.
+
+        Raises:
+          ValueError: for a malformed config, an unknown class or an unknown key.
+
+        Example:
+          >>> import optax_lossscale as ols
+          >>> config = ols.FixedLossScale(128).get_config()
+          >>> config
+          {'class_name': 'FixedLossScale', 'config': {'scale': 128.0}}
+          >>> ols.LossScale.from_config(config)
+          FixedLossScale(128.0)
+        """
+        if not isinstance(config, dict) or set(config) != {"class_name", "config"}:
+            raise ValueError(
+                "a loss scale's config is a dict with the keys 'class_name' and 'config', as "
+                f"get_config() returns it; got {config!r}"
+            )
+        classes = {c.__name__: c for c in _subclasses(cls) if not c.__abstractmethods__}
+        if config["class_name"] not in classes:
+            raise ValueError(
+                f"no loss scale is named {config['class_name']!r}; there are "
+                f"{', '.join(sorted(classes))}. Import the module that defines yours first."
+            )
+        return _validation.construct(classes[config["class_name"]], config["config"])
+
+
+def _split(cls: type[LossScale]) -> tuple[list[str], list[str]]:
+    """The names of a class's state fields, and of its other, static fields."""
+    fields = dataclasses.fields(cls)
+    is_state = lambda f: f.metadata.get("state", False)
+    return [f.name for f in fields if is_state(f)], [f.name for f in fields if not is_state(f)]
+
+
+def _with_attributes(cls: type, attributes: dict[str, Any]) -> Any:
+    """An instance made without `__init__`, which would validate and start afresh."""
+    self = object.__new__(cls)
+    vars(self).update(attributes)
+    return self
+
+
+def _subclasses(cls: type[LossScale]) -> list[type[LossScale]]:
+    return [cls, *(d for c in cls.__subclasses__() for d in _subclasses(c))]
+
+
+def _register(cls: type[LossScale]) -> None:
+    def flatten_with_keys(self):
+        state, static = _split(cls)
+        leaves = [(GetAttrKey(name), getattr(self, name)) for name in state]
+        return leaves, tuple((name, getattr(self, name)) for name in static)
+
+    def unflatten(static, leaves):
+        state, _ = _split(cls)
+        return _with_attributes(cls, dict(static) | dict(zip(state, leaves, strict=True)))
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)

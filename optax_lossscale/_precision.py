@@ -1,0 +1,35 @@
+"""Which leaves of a tree are numbers to scale, and the dtypes that leaves are kept in."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether a leaf is a floating-point or complex number, of any width."""
+    return jnp.issubdtype(_dtype(x), jnp.inexact)
+
+
+def at_least_float32(x: Any) -> Any:
+    """8- and 16-bit floats as float32; everything else as it came."""
+    if not is_inexact(x) or _dtype(x).itemsize >= 4:
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(dtype=jnp.dtype(jnp.float32))
+    return jnp.asarray(x, jnp.float32)
+
+
+def strong(x: Any, dtype: Any = None) -> Any:
+    """`x` in its own or the given dtype, never weakly typed: that would trace anew."""
+    dtype = dtype or _dtype(x)
+    is_number = isinstance(x, (bool, int, float, complex))
+    if not is_number and x.dtype == dtype and not getattr(x, "weak_type", False):
+        return x
+    return lax.convert_element_type(x, dtype)
+
+
+def _dtype(x: Any) -> np.dtype:
+    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)

@@ -1,0 +1,77 @@
+"""What a constructor's argument may be, and the errors that say so."""
+
+import inspect
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import Any, NoReturn
+
+import numpy as np
+
+SMALLEST = float(np.finfo(np.float32).tiny)
+LARGEST = float(np.finfo(np.float32).max)
+LARGEST_INT = int(np.iinfo(np.int32).max)
+
+
+def refuse(name: str, value: Any, allowed: str) -> NoReturn:
+    raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+
+def real(name: str, value: Any, allowed: str) -> float:
+    """A finite Python float."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        refuse(name, value, allowed)
+    if not math.isfinite(value):
+        refuse(name, value, allowed)
+    return float(value)
+
+
+def scale(name: str, value: Any, largest: float = LARGEST) -> float:
+    """A number that float32 holds as a positive, normal value."""
+    allowed = f"a number between {SMALLEST:.4g} and {largest:.4g}, float32's normal range"
+    if not SMALLEST <= real(name, value, allowed) <= largest:
+        refuse(name, value, allowed)
+    return float(value)
+
+
+def count(name: str, value: Any) -> int:
+    """An int from 1 to the int32 maximum."""
+    allowed = f"an int between 1 and {LARGEST_INT}"
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        refuse(name, value, allowed)
+    if not 1 <= int(value) <= LARGEST_INT:
+        refuse(name, value, allowed)
+    return int(value)
+
+
+def growth_factor(name: str, value: Any) -> float:
+    """A finite number of at least 1."""
+    allowed = "a finite number of at least 1"
+    if real(name, value, allowed) < 1:
+        refuse(name, value, allowed)
+    return float(value)
+
+
+def backoff_factor(name: str, value: Any) -> float:
+    """A number in (0, 1]."""
+    allowed = "a number in (0, 1]"
+    if not 0 < real(name, value, allowed) <= 1:
+        refuse(name, value, allowed)
+    return float(value)
+
+
+def one_of(name: str, value: Any, options: tuple[Any, ...]) -> None:
+    """One of a few values."""
+    if type(value) is not type(options[0]) or value not in options:
+        refuse(name, value, f"one of {', '.join(map(repr, options))}")
+
+
+def construct(cls: Callable[..., Any], config: Any) -> Any:
+    """`cls(**config)`, where an unknown key is a `ValueError` that lists the known."""
+    allowed = list(inspect.signature(cls).parameters)
+    if not isinstance(config, dict) or not set(config) <= set(allowed):
+        raise ValueError(
+            f"the config of a {cls.__name__} is a dict with keys among {', '.join(allowed)}; "
+            f"got {config!r}"
+        )
+    return cls(**config)

@@ -1,0 +1,143 @@
+"""All replicas decide alike, and every leaf keeps its placement."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ols
+
+LS = ols.DynamicLossScale(initial_scale=1024, growth_interval=2)
+PARAMS = {"w": jnp.ones((8, 4)), "b": jnp.zeros(8)}
+REPLICAS = 4
+
+
+def loss_fn(params, x):
+    return jnp.mean((params["w"] @ x) ** 2) + jnp.sum(params["b"] ** 2)
+
+
+def batches(bad=None):
+    """One vector a replica; the one of `bad` overflows."""
+    x = jnp.arange(4.0 * REPLICAS).reshape(REPLICAS, 4) / 16
+    return x if bad is None else x.at[bad].set(jnp.inf)
+
+
+@pytest.mark.parametrize("bad", [None, 0, 3])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_pmap(bad, reduced):
+    tx = ols.with_loss_scale(optax.adam(1e-2), LS, axis_name="replica")
+
+    def step(params, state, x):
+        grads = ols.grad(loss_fn, state)(params, x)
+        if reduced:
+            grads = jax.lax.pmean(grads, "replica")
+        return tx.apply_gradients(grads, state, params)
+
+    spread = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), tree)
+    before = (spread(PARAMS), spread(tx.init(PARAMS)))
+    after = jax.pmap(step, axis_name="replica")(*before, batches(bad))
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, before)
+    np.testing.assert_array_equal(after[1].should_apply, [bad is None] * REPLICAS)
+    np.testing.assert_array_equal(
+        after[1].loss_scale.loss_scale, [1024 if bad is None else 512] * 4
+    )
+    if bad is not None:
+        chex.assert_trees_all_equal(after[0], before[0])
+        chex.assert_trees_all_equal(after[1].inner_state, before[1].inner_state)
+
+
+def test_without_axis_name_replicas_decide_alone():
+    update = lambda g: LS.update(g)[1]
+    flags = jax.pmap(update)(jnp.array([1.0, jnp.inf, 1.0, jnp.nan]))
+    np.testing.assert_array_equal(flags, [True, False, True, False])
+    agreed = jax.pmap(lambda g: LS.update(g, axis_name="i")[1], axis_name="i")
+    np.testing.assert_array_equal(agreed(jnp.array([1.0, jnp.inf, 1.0, jnp.nan])), [False] * 4)
+
+
+@pytest.mark.parametrize("bad", [None, 2])
+@pytest.mark.parametrize("way", ["update", "apply_gradients"])
+def test_shard_map_with_replicated_parameters(bad, way):
+    mesh = jax.make_mesh((REPLICAS,), ("data",), axis_types=(AxisType.Auto,))
+    tx = ols.with_loss_scale(optax.adam(1e-2), LS, axis_name="data")
+
+    def step(params, state, x):
+        grads = jax.lax.pmean(ols.grad(loss_fn, state)(params, x[0]), "data")
+        if way == "apply_gradients":
+            return tx.apply_gradients(grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    before = (PARAMS, tx.init(PARAMS))
+    mapped = jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=(P(), P()))
+    )
+    after = mapped(*before, batches(bad))
+    assert bool(after[1].should_apply) == (bad is None)
+    if bad is not None:
+        chex.assert_trees_all_equal(after[0], PARAMS)
+
+
+@pytest.mark.parametrize("bad", [None, 2])
+@pytest.mark.parametrize("way", ["update", "apply_gradients"])
+def test_shard_map_with_sharded_parameters(bad, way):
+    """Each device holds a shard of the parameters and of its gradients, none reduced."""
+    mesh = jax.make_mesh((REPLICAS,), ("model",), axis_types=(AxisType.Auto,))
+    tx = ols.with_loss_scale(optax.sgd(1.0, momentum=0.9), LS, axis_name="model")
+
+    def step(params, state, grads):
+        if way == "apply_gradients":
+            return tx.apply_gradients(grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    grads = PARAMS if bad is None else {**PARAMS, "b": PARAMS["b"].at[2 * bad].set(jnp.nan)}
+    state = tx.init(PARAMS)
+    specs = jax.tree.map(lambda x: P("model") if x.ndim else P(), state)
+    mapped = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(P("model"), specs, P("model")),
+            out_specs=(P("model"), specs),
+        )
+    )
+    params, state = mapped(PARAMS, state, grads)
+    assert bool(state.should_apply) == (bad is None)
+    applied = jax.tree.map(lambda p: p - p / 1024, PARAMS)
+    expected = applied if bad is None else PARAMS
+    chex.assert_trees_all_equal(params, expected)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("way", ["update", "apply_gradients"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_sharded_jit_keeps_every_placement(axis_type, way, dtype):
+    mesh = jax.make_mesh((REPLICAS,), ("model",), axis_types=(axis_type,))
+    tx = ols.with_loss_scale(optax.adamw(1e-2), LS)
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def step(grads, state, params):
+        if way == "apply_gradients":
+            return tx.apply_gradients(grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with jax.set_mesh(mesh):
+        shard = lambda x: jax.device_put(x, NamedSharding(mesh, P("model") if x.ndim else P()))
+        params = jax.tree.map(lambda p: shard(p.astype(dtype)), PARAMS)
+        state = jax.tree.map(shard, tx.init(params))
+        for finite in (True, False, True):
+            bad = 0.0 if finite else jnp.inf
+            grads = jax.tree.map(lambda p: shard(p + bad), params)  # noqa: B023
+            new = step(grads, state, params)
+            for old_leaf, new_leaf in zip(
+                jax.tree.leaves((params, state)), jax.tree.leaves(new), strict=True
+            ):
+                assert new_leaf.sharding.is_equivalent_to(old_leaf.sharding, new_leaf.ndim)
+            params, state = new
+            assert bool(state.should_apply) == finite

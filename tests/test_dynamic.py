@@ -1,0 +1,169 @@
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def run(ls, finite):
+    """Scales after each step of a compiled loop, and the loss scale at its end."""
+    step = lambda ls, finite: (ls.adjust(finite),) * 2
+    ls, history = jax.jit(lambda ls, f: jax.lax.scan(step, ls, f))(ls, jnp.array(finite, bool))
+    return list(np.asarray(history.loss_scale)), ls
+
+
+def rules(ls, finite):
+    """The same by the documented rules, in plain Python."""
+    scale, counter, left = np.float32(ls.initial_scale), 0, ls.hysteresis
+    times = lambda factor: np.float32(np.float64(scale) * factor)
+    scales = []
+    for ok in finite:
+        if ok:
+            counter += 1
+            if ls.hysteresis_refill == "finite":
+                left = ls.hysteresis
+            if counter == ls.growth_interval:
+                counter, left = 0, ls.hysteresis
+                with np.errstate(over="ignore"):
+                    if times(ls.growth_factor) <= np.float32(ls.max_scale):
+                        scale = times(ls.growth_factor)
+                    elif ls.clip_growth:
+                        scale = np.float32(ls.max_scale)
+        else:
+            counter = 0
+            if left > 1:
+                left -= 1
+            else:
+                scale = max(times(ls.backoff_factor), np.float32(ls.min_scale))
+                left = ls.hysteresis if ls.hysteresis_refill == "rescale" else 1
+        scales.append(scale)
+    return scales
+
+
+configs = st.fixed_dictionaries(
+    {
+        "initial_scale": st.sampled_from([1.0, 1.5, 1000.0, 2.0**15, 1e38]),
+        "growth_interval": st.integers(1, 5),
+        "growth_factor": st.sampled_from([1.0, 1.1, 1.5, 2.0, 3.0, 1000.0]),
+        "backoff_factor": st.sampled_from([1.0, 0.8, 0.5, 0.3, 1 / 3, 0.1]),
+        "min_scale": st.sampled_from([2.0**-126, 0.01, 1.0]),
+        "max_scale": st.sampled_from([2e38, LARGEST]),
+        "hysteresis": st.integers(1, 4),
+        "hysteresis_refill": st.sampled_from(["growth", "rescale", "finite"]),
+        "clip_growth": st.booleans(),
+    }
+)
+
+
+@hypothesis.given(configs, st.lists(st.booleans(), min_size=40, max_size=40))
+@hypothesis.settings(deadline=None, max_examples=60)
+def test_follows_its_documented_rules(config, finite):
+    ls = ols.DynamicLossScale(**config)
+    assert run(ls, finite)[0] == rules(ls, finite)
+
+
+def test_default_is_tensorflows():
+    scales, _ = run(ols.DynamicLossScale(), [True] * 4000 + [False] * 20 + [True] * 1999)
+    assert scales[1998:2000] == [2**15, 2**16]
+    assert scales[3999] == 2**17
+    assert scales[4000:4003] == [2**16, 2**15, 2**14]
+    assert scales[4019:] == [1] * 2000
+
+
+def test_one_overflow_starts_the_run_anew():
+    ls = ols.DynamicLossScale(initial_scale=8, growth_interval=3)
+    assert run(ls, [1, 1, 0, 1, 1, 1])[0] == [8, 8, 4, 4, 4, 8]
+
+
+def test_hysteresis_tolerates():
+    ls = ols.DynamicLossScale(initial_scale=1024, growth_interval=2, hysteresis=3)
+    assert run(ls, [0, 0, 0, 0])[0] == [1024, 1024, 512, 256]
+
+
+@pytest.mark.parametrize(
+    ("refill", "expected"),
+    [
+        ("growth", [1024, 1024, 512, 256, 128, 128, 256, 256, 128]),
+        ("rescale", [1024, 1024, 512, 512, 256, 256, 512, 512, 256]),
+        ("finite", [1024, 1024, 1024, 512, 256, 256, 512, 512, 256]),
+    ],
+)
+def test_hysteresis_refills(refill, expected):
+    ls = ols.DynamicLossScale(
+        initial_scale=1024, growth_interval=2, hysteresis=2, hysteresis_refill=refill
+    )
+    assert run(ls, [0, 1, 0, 0, 0, 1, 1, 0, 0])[0] == expected
+
+
+def test_growth_past_the_cap_is_refused_or_clipped():
+    config = {"initial_scale": 1000, "growth_interval": 1, "max_scale": 3000}
+    assert run(ols.DynamicLossScale(**config), [1, 1, 0, 1])[0] == [2000, 2000, 1000, 2000]
+    clipped = ols.DynamicLossScale(**config, clip_growth=True)
+    assert run(clipped, [1, 1, 0, 1])[0] == [2000, 3000, 1500, 3000]
+
+
+@pytest.mark.parametrize("clip_growth", [False, True])
+@pytest.mark.parametrize("factor", [2.0, 3.0, 1.1])
+def test_scale_stays_finite_and_positive(clip_growth, factor):
+    ls = ols.DynamicLossScale(
+        initial_scale=1.0,
+        growth_interval=1,
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        min_scale=float(np.finfo(np.float32).tiny),
+        clip_growth=clip_growth,
+    )
+    up, top = run(ls, [True] * 2000)
+    assert np.isfinite(up).all()
+    assert up[-1] > LARGEST / (factor + 0.01)
+    down, bottom = run(top, [False] * 4000)
+    assert (np.array(down) >= np.finfo(np.float32).tiny).all()
+    assert run(bottom, [True])[0][0] > bottom()
+
+
+def backed_off(divisor, scales):
+    ls = ols.DynamicLossScale(backoff_factor=1 / divisor, min_scale=2.0**-126)
+    return ls.replace(loss_scale=scales).adjust(False).loss_scale
+
+
+@pytest.mark.parametrize("divisor", [3.0, 1.5, 10.0, 7.0])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_backing_off_by_a_reciprocal_divides(divisor, compiled):
+    scales = np.random.default_rng(0).uniform(1, 1e6, 300).astype(np.float32)
+    f = functools.partial(backed_off, divisor)
+    one, many = (jax.jit(f), jax.jit(jax.vmap(f))) if compiled else (f, jax.vmap(f))
+    np.testing.assert_array_equal(many(scales), scales / np.float32(divisor))
+    np.testing.assert_array_equal([one(s) for s in scales[:20]], scales[:20] / np.float32(divisor))
+
+
+def test_counters_do_not_overflow():
+    ls = ols.DynamicLossScale(growth_interval=2**31 - 1).replace(growth_counter=2**31 - 2)
+    grown = ls.adjust(True)
+    assert (grown.growth_counter, grown()) == (0, 2**16)
+
+
+BAD = {
+    "initial_scale": [0, -1, np.inf, np.nan, True, "x", None, 1e39, 0.5],
+    "growth_interval": [0, -1, 1.0, 2.5, True, None, "x", 2**31],
+    "growth_factor": [0.99, 0, -2, np.inf, np.nan, True, "x", None],
+    "backoff_factor": [0, 1.01, -0.5, np.inf, np.nan, True, "x", None],
+    "min_scale": [0, -1, np.inf, np.nan, True, None, 1e-40, 2.0**16],
+    "max_scale": [0, np.inf, np.nan, True, None, 1e39, 2.0**14],
+    "hysteresis": [0, -1, 1.0, True, None],
+    "hysteresis_refill": ["never", None, 1, True],
+    "clip_growth": [1, None, "yes"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(k, v) for k, vs in BAD.items() for v in vs])
+def test_bad_arguments(name, value):
+    named = "initial_scale" if value in (2.0**16, 2.0**14) else name
+    with pytest.raises(ValueError, match=f"{named} must be .*, got "):
+        ols.DynamicLossScale(**{name: value})

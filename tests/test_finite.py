@@ -1,0 +1,105 @@
+import chex
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+
+FLOAT8 = [
+    jnp.float8_e3m4,
+    jnp.float8_e4m3,
+    jnp.float8_e4m3b11fnuz,
+    jnp.float8_e4m3fn,
+    jnp.float8_e4m3fnuz,
+    jnp.float8_e5m2,
+    jnp.float8_e5m2fnuz,
+]
+DTYPES = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64, jnp.complex64, *FLOAT8]
+SIZES = [1, 2, 7, 64, 1_000, 65_537, 1_000_003, 4_194_304]
+
+
+def not_finite(dtype):
+    """The NaNs and infinities that the dtype has."""
+    values = [np.nan, np.inf, -np.inf]
+    if dtype == jnp.complex64:
+        values += [complex(0, np.nan), complex(0, np.inf), complex(np.inf, np.nan)]
+    values = [np.asarray(v, dtype) for v in values]
+    with np.errstate(invalid="ignore"):
+        return [v for v in values if not np.isfinite(v.astype(np.complex64))]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: jnp.dtype(d).name)
+def test_finds_what_is_planted_anywhere(dtype, size):
+    rng = np.random.default_rng(size)
+    x = np.clip(rng.normal(size=size), -4, 4).astype(dtype)
+    edges = {0, 1, 2, size // 2, size - 3, size - 2, size - 1} & set(range(size))
+    positions = sorted(edges | {int(i) for i in rng.integers(0, size, 10)})
+    with jax.enable_x64(True):
+        check = jax.jit(ols.all_finite)
+        assert check(jnp.array(x))
+        for bad in not_finite(dtype):
+            for i in positions:
+                kept = x[i]
+                x[i] = bad
+                assert not check(jnp.array(x)), f"{bad} at {i} of {size} missed"
+                x[i] = kept
+        assert check(jnp.array(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: jnp.dtype(d).name)
+def test_what_is_odd_but_finite_is_finite(dtype):
+    with jax.enable_x64(True):
+        info = jnp.finfo(dtype)
+        extremes = [info.max, info.min, info.tiny, info.smallest_subnormal, -0.0, 0.0]
+        x = jnp.asarray(np.asarray(extremes, dtype))
+        assert x.dtype == dtype
+        assert jax.jit(ols.all_finite)(jnp.tile(x, 1000))
+
+
+@hypothesis.given(
+    hnp.arrays(
+        st.sampled_from([np.float16, np.float32]),
+        hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=9),
+        elements=st.floats(width=16),
+    )
+)
+@hypothesis.settings(deadline=None)
+def test_agrees_with_numpy(x):
+    assert bool(ols.all_finite([x])) == bool(np.isfinite(x).all())
+
+
+def test_all_positions_of_a_small_tree():
+    tree = {"a": jnp.ones((3, 2)), "b": [jnp.ones(()), None, jnp.ones((0,))], "c": jnp.ones(5)}
+    leaves, treedef = jax.tree.flatten(tree)
+    for k, leaf in enumerate(leaves):
+        for i in range(leaf.size):
+            planted = [*leaves[:k], leaf.reshape(-1).at[i].set(jnp.nan), *leaves[k + 1 :]]
+            assert not ols.all_finite(jax.tree.unflatten(treedef, planted))
+
+
+def test_ignores_what_is_not_a_float():
+    float0 = np.zeros(3, jax.dtypes.float0)
+    key = jax.random.key(0)
+    tree = {"none": None, "int": jnp.arange(3), "bool": True, "float0": float0, "key": key}
+    assert ols.all_finite(tree)
+    assert not ols.all_finite(tree | {"float": np.nan})
+
+
+@pytest.mark.parametrize("tree", [{}, (), None, [None], {"a": jnp.ones((0, 3))}])
+def test_nothing_is_finite(tree):
+    flag = ols.all_finite(tree)
+    chex.assert_shape(flag, ())
+    assert flag.dtype == bool
+    assert flag
+
+
+def test_abstractly_and_batched():
+    shape = jax.eval_shape(ols.all_finite, {"w": jax.ShapeDtypeStruct((3, 4), jnp.float16)})
+    assert (shape.shape, shape.dtype) == ((), bool)
+    flags = jax.vmap(ols.all_finite)(jnp.array([[1.0, 2.0], [jnp.inf, 0.0], [3.0, jnp.nan]]))
+    np.testing.assert_array_equal(flags, [True, False, False])

@@ -1,0 +1,29 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+
+
+def test_never_changes_and_checks_nothing():
+    ls = ols.FixedLossScale(128)
+    assert ls.update({"w": jnp.array([jnp.nan])}) == (ls, True)
+    assert ls.update({"w": jnp.ones(2)})[1] is True
+    assert ls.adjust(False) == ls
+
+
+def test_has_no_state_and_is_compiled_in():
+    ls = ols.FixedLossScale(scale=128)
+    assert jax.tree.leaves(ls) == []
+    assert repr(ls) == "FixedLossScale(128.0)"
+    assert hash(ls) == hash(ols.FixedLossScale(128.0))
+    assert ls != ols.FixedLossScale(64)
+
+
+@pytest.mark.parametrize(
+    "bad", [0, -1, np.inf, np.nan, True, np.True_, "8", None, [8], 1e39, 2.0**127, 1e-39, 1j]
+)
+def test_bad_scale(bad):
+    with pytest.raises(ValueError, match=r"scale must be a number between .* got "):
+        ols.FixedLossScale(bad)

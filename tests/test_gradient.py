@@ -1,0 +1,98 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array(0.5)}
+LS = ols.DynamicLossScale(initial_scale=1024)
+
+
+def loss_fn(params, x=1.0):
+    return jnp.sin(params["w"] * x).sum() / 3 + params["b"] ** 2
+
+
+def test_loss_is_the_functions_own_bit_for_bit():
+    loss, _ = jax.jit(ols.value_and_grad(loss_fn, LS))(PARAMS)
+    assert loss == jax.jit(loss_fn)(PARAMS)
+    half = lambda p: loss_fn(p).astype(jnp.float16)
+    loss, _ = ols.value_and_grad(half, LS)(PARAMS)
+    assert loss.dtype == jnp.float16
+    assert loss == half(PARAMS)
+
+
+def test_gradients_are_still_scaled():
+    _, grads = ols.value_and_grad(loss_fn, LS)(PARAMS, x=2.0)
+    expected = jax.tree.map(lambda g: g * 1024, jax.grad(loss_fn)(PARAMS, x=2.0))
+    chex.assert_trees_all_equal(grads, expected)
+    chex.assert_trees_all_equal(ols.grad(loss_fn, LS)(PARAMS, x=2.0), expected)
+
+
+def test_rescues_gradients_that_float16_flushes():
+    tiny = lambda p: jnp.sum(p.astype(jnp.float16).astype(jnp.float32)) * 1e-8
+    params = jnp.ones(3)
+    assert (jax.grad(tiny)(params) == 0).all()
+    rescued = LS.unscale(ols.grad(tiny, LS)(params))
+    np.testing.assert_allclose(rescued, 1e-8, rtol=1e-2)
+
+
+def test_float16_loss_may_be_scaled_by_more_than_float16_holds():
+    fun = lambda p: (p * p).sum()
+    loss = fun(jnp.ones(2, jnp.float16))
+    assert ols.scale_loss(loss, ols.FixedLossScale(2.0**20)) == 2.0**21
+
+
+def test_has_aux_argnums_and_further_arguments():
+    fun = lambda x, y: (x * y, {"aux": x + y})
+    value, grads = ols.value_and_grad(fun, LS, argnums=(0, 1), has_aux=True)(2.0, 3.0)
+    assert value == (6.0, {"aux": 5.0})
+    assert grads == (3072.0, 2048.0)
+    assert ols.grad(fun, LS, 1, has_aux=True)(2.0, 3.0) == (2048.0, {"aux": 5.0})
+    _, g = ols.value_and_grad(lambda n: n * 1.0, LS, allow_int=True)(3)
+    assert g.dtype == jax.dtypes.float0
+
+
+def test_is_named_as_the_function():
+    assert ols.value_and_grad(loss_fn, LS).__name__ == "loss_fn"
+    assert ols.grad(loss_fn, LS).__name__ == "loss_fn"
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, optax.chain, lambda tx: optax.MultiSteps(tx, 2)])
+def test_takes_an_optimizer_state(wrap):
+    state = wrap(ols.with_loss_scale(optax.sgd(0.1), LS)).init(PARAMS)
+    expected = ols.grad(loss_fn, LS)(PARAMS)
+    chex.assert_trees_all_equal(ols.grad(loss_fn, state)(PARAMS), expected)
+    assert ols.scale_loss(2.0, state) == 2048
+
+
+def test_state_without_a_loss_scale():
+    for f in (ols.value_and_grad, ols.grad):
+        with pytest.raises(ValueError, match="exactly one loss scale"):
+            f(loss_fn, optax.sgd(0.1).init(PARAMS))
+    with pytest.raises(ValueError, match="exactly one loss scale"):
+        ols.scale_loss(1.0, ())
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda p: p["w"], r"shape \(2,\) and dtype float32"),
+        (lambda p: p["b"][None], r"shape \(1,\)"),
+        (lambda p: p["b"].astype(jnp.int32), "dtype int32"),
+        (lambda p: p["b"].astype(jnp.complex64), "dtype complex64"),
+        (lambda p: (p["b"], {"aux": 1}), "got tuple; .* has_aux=True"),
+        (lambda p: None, "got NoneType"),
+    ],
+)
+def test_a_loss_that_is_no_real_scalar(loss, said):
+    with pytest.raises(TypeError, match=said):
+        jax.jit(ols.grad(loss, LS))(PARAMS)
+
+
+def test_abstract_evaluation():
+    shapes = jax.eval_shape(ols.value_and_grad(loss_fn, LS), PARAMS)
+    assert shapes[0].shape == ()
+    chex.assert_trees_all_equal_shapes_and_dtypes(shapes[1], PARAMS)

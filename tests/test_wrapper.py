@@ -1,0 +1,463 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+PARAMS = {"w": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.array([0.25, 0.0])}
+LS = ols.DynamicLossScale(initial_scale=1024, growth_interval=3)
+X = jnp.array([[1.0, 2.0], [0.5, -1.0]])
+
+
+def loss_fn(params, x=X):
+    return jnp.mean((x @ params["w"] + params["b"]) ** 2)
+
+
+def overflowing(params):
+    return jax.tree.map(lambda p: p.at[(0,) * p.ndim].set(jnp.inf), params)
+
+
+def through_update(tx):
+    def step(grads, state, params, **extra):
+        updates, state = tx.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def through_apply_gradients(tx):
+    return tx.apply_gradients
+
+
+both_ways = pytest.mark.parametrize("way", [through_update, through_apply_gradients])
+each_kind = pytest.mark.parametrize(
+    "loss_scale", [LS, ols.FixedLossScale(64), None], ids=["dynamic", "fixed", "none"]
+)
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1, momentum=0.9),
+    "adamw": optax.adamw(1e-2),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+    "adafactor": optax.adafactor(1e-2),
+    "lion": optax.lion(1e-2),
+    "injected": optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1e-2, 1e-3, 9)),
+}
+each_optimizer = pytest.mark.parametrize("inner", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+def test_is_an_optax_transformation():
+    tx = ols.with_loss_scale(optax.adam(1e-3))
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
+    init, update = tx
+    assert (init, update) == (tx.init, tx.update)
+
+
+def test_state():
+    state = ols.with_loss_scale(optax.adam(1e-3), LS).init(PARAMS)
+    assert isinstance(state, ols.LossScaleState)
+    assert state.loss_scale == LS
+    assert state.should_apply
+    assert (state.skipped_steps, state.consecutive_skipped_steps) == (0, 0)
+    for leaf in jax.tree.leaves(state):
+        assert isinstance(leaf, jax.Array)
+        assert not leaf.weak_type
+    chex.assert_trees_all_equal(state.inner_state, optax.adam(1e-3).init(PARAMS))
+
+
+# The step
+
+
+def trajectory(step, state, grad_fn):
+    params = PARAMS
+    for _ in range(4):
+        params, state = step(grad_fn(params, state), state, params)
+    return params, state
+
+
+@both_ways
+@each_kind
+@each_optimizer
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_equals_the_unwrapped_optimizer(inner, loss_scale, way, compiled):
+    """Bit for bit, but for the fused multiply-adds that a compiler may choose otherwise."""
+    tx = ols.with_loss_scale(inner, loss_scale)
+    plain_step, step = through_update(inner), way(tx)
+    if compiled:
+        plain_step, step = jax.jit(plain_step), jax.jit(step)
+    with jax.disable_jit(not compiled):
+        plain_params, plain_state = trajectory(
+            plain_step, inner.init(PARAMS), lambda params, _: jax.grad(loss_fn)(params)
+        )
+        params, state = trajectory(
+            step, tx.init(PARAMS), lambda params, state: ols.grad(loss_fn, state)(params)
+        )
+    rtol = 1e-5 if compiled else 0
+    chex.assert_trees_all_close(
+        (params, state.inner_state), (plain_params, plain_state), rtol=rtol, atol=rtol / 100
+    )
+
+
+@both_ways
+@each_optimizer
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_a_skipped_step_changes_nothing(inner, bad, way):
+    tx = ols.with_loss_scale(inner, LS)
+    step = jax.jit(way(tx))
+    params, state = step(ols.grad(loss_fn, LS)(PARAMS), tx.init(PARAMS), PARAMS)
+    grads = ols.grad(loss_fn, state)(params)
+    grads["b"] = grads["b"].at[1].set(bad)
+    after, skipped = step(grads, state, params)
+    chex.assert_trees_all_equal(after, params)
+    chex.assert_trees_all_equal(skipped.inner_state, state.inner_state)
+    assert not skipped.should_apply
+    assert skipped.loss_scale() == 512
+
+
+@both_ways
+def test_counts_skipped_steps(way):
+    tx = ols.with_loss_scale(optax.adam(1e-3), LS)
+    step, params, state = jax.jit(way(tx)), PARAMS, tx.init(PARAMS)
+    seen = []
+    for finite in (True, False, False, True, False):
+        grads = PARAMS if finite else overflowing(PARAMS)
+        params, state = step(grads, state, params)
+        seen.append([int(s) for s in state[2:]])
+    assert seen == [[1, 0, 0], [0, 1, 1], [0, 2, 2], [1, 2, 0], [0, 3, 1]]
+
+
+def test_counters_stop_at_the_int32_maximum():
+    tx = ols.with_loss_scale(optax.sgd(0.1), LS)
+    most = jnp.array(2**31 - 1, jnp.int32)
+    state = tx.init(PARAMS)._replace(skipped_steps=most, consecutive_skipped_steps=most)
+    _, state = tx.apply_gradients(overflowing(PARAMS), state, PARAMS)
+    assert (state.skipped_steps, state.consecutive_skipped_steps) == (most, most)
+
+
+def test_skipped_updates_are_zero():
+    tx = ols.with_loss_scale(optax.adam(1e-3), LS)
+    updates, _ = tx.update(overflowing(PARAMS), tx.init(PARAMS))
+    chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, PARAMS))
+
+
+def test_unscales_by_the_scale_that_scaled():
+    ls = ols.DynamicLossScale(initial_scale=8, growth_interval=1)
+    tx = ols.with_loss_scale(optax.sgd(1.0), ls)
+    params, state = tx.apply_gradients(jnp.array(8.0), tx.init(jnp.array(0.0)), jnp.array(0.0))
+    assert params == -1
+    assert state.loss_scale() == 16
+
+
+def test_a_clip_inside_clips_true_gradients():
+    tx = ols.with_loss_scale(optax.chain(optax.clip(1.0), optax.sgd(1.0)), 1024)
+    params, _ = tx.apply_gradients(jnp.array(512.0), tx.init(jnp.array(0.0)), jnp.array(0.0))
+    assert params == -0.5
+
+
+def test_a_division_that_overflows_is_an_overflow():
+    ls = ols.DynamicLossScale(initial_scale=2.0**-10, min_scale=2.0**-20)
+    tx = ols.with_loss_scale(optax.sgd(1.0), ls)
+    params, state = jax.jit(tx.apply_gradients)(
+        jnp.array(1e37), tx.init(jnp.zeros(())), jnp.ones(())
+    )
+    assert params == 1
+    assert state.skipped_steps == 1
+
+
+def test_fixed_scale_never_skips():
+    tx = ols.with_loss_scale(optax.sgd(1.0), 2)
+    params, state = tx.apply_gradients(jnp.array(jnp.inf), tx.init(jnp.zeros(())), jnp.zeros(()))
+    assert params == -jnp.inf
+    assert state.should_apply
+    assert state.skipped_steps == 0
+
+
+def test_minimize():
+    tx = ols.with_loss_scale(optax.sgd(0.1), LS)
+    loss, params, _state = jax.jit(lambda s, p: tx.minimize(loss_fn, s, p, x=2 * X))(
+        tx.init(PARAMS), PARAMS
+    )
+    assert loss == jax.jit(loss_fn)(PARAMS, 2 * X)
+    expected = through_update(optax.sgd(0.1))(
+        jax.grad(loss_fn)(PARAMS, 2 * X), optax.sgd(0.1).init(PARAMS), PARAMS
+    )
+    chex.assert_trees_all_close(params, expected[0], rtol=1e-6)
+    with_aux = lambda params, x: (loss_fn(params, x), "aux")
+    (loss2, aux), params2, _ = tx.minimize(with_aux, tx.init(PARAMS), PARAMS, 2 * X, has_aux=True)
+    assert aux == "aux"
+    chex.assert_trees_all_close((loss2, params2), (loss, params), rtol=1e-6)
+
+
+def test_users_own_strategy_with_an_update_of_its_own():
+    class Wary(ols.LossScale):
+        """Skips steps whose unscaled gradients are large."""
+
+        def adjust(self, grads_finite):
+            return self.replace(loss_scale=self() * jnp.where(grads_finite, 1.0, 0.5))
+
+        def update(self, grads, axis_name=None):
+            small = optax.tree.norm(grads) < 10
+            return self.adjust(small), small
+
+    tx = ols.with_loss_scale(optax.sgd(1.0), Wary(initial_scale=4.0))
+    params, state = tx.apply_gradients(jnp.array([36.0]), tx.init(jnp.zeros(1)), jnp.zeros(1))
+    assert (params, state.loss_scale()) == (-9, 4)
+    params, state = tx.apply_gradients(jnp.array([44.0]), state, params)
+    assert (params, state.loss_scale()) == (-9, 2)
+
+
+# Precision
+
+
+@both_ways
+@each_optimizer
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_inner_sees_float32_whatever_the_parameters(inner, dtype, way):
+    seen = {}
+
+    def spy_init(params):
+        seen["init"] = jax.tree.map(lambda x: x.dtype, params)
+        return optax.EmptyState()
+
+    def spy_update(updates, state, params=None):
+        seen["updates"], seen["params"] = jax.tree.map(lambda x: x.dtype, (updates, params))
+        return updates, state
+
+    spy = optax.GradientTransformation(spy_init, spy_update)
+    tx = ols.with_loss_scale(optax.chain(spy, inner), LS)
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    state = tx.init(params)
+    new_params, new_state = jax.jit(way(tx))(params, state, params)
+    float32 = jax.tree.map(lambda p: jnp.dtype("float32"), PARAMS)
+    assert seen == {"init": float32, "updates": float32, "params": float32}
+    chex.assert_trees_all_equal_shapes_and_dtypes((new_params, new_state), (params, state))
+
+
+def test_float64_parameters_stay_float64():
+    with jax.enable_x64(True):
+        params = jnp.array([1 / 3], jnp.float64)
+        tx = ols.with_loss_scale(optax.sgd(0.1), LS)
+        new, _ = tx.apply_gradients(1024 * params, tx.init(params), params)
+        assert new.dtype == jnp.float64
+        np.testing.assert_allclose(new, 0.9 / 3, rtol=1e-15)
+
+
+# Compilation, loops, memory
+
+
+@both_ways
+@each_kind
+@each_optimizer
+def test_compiles_once(inner, loss_scale, way):
+    tx = ols.with_loss_scale(inner, loss_scale)
+    step = jax.jit(chex.assert_max_traces(way(tx), n=1))
+    params, state = PARAMS, tx.init(PARAMS)
+    for _ in range(4):
+        params, state = step(params, state, params)
+
+
+def test_weakly_typed_parameters_compile_once_more_at_most():
+    params = jnp.asarray(1.0)
+    assert params.weak_type
+    tx = ols.with_loss_scale(optax.adam(1e-3), LS)
+    params, _state = tx.apply_gradients(params, tx.init(params), params)
+    assert not params.weak_type
+
+
+@both_ways
+@each_kind
+@each_optimizer
+def test_scan_over_steps(inner, loss_scale, way):
+    tx = ols.with_loss_scale(inner, loss_scale)
+
+    def body(carry, x):
+        params, state = carry
+        grads = ols.grad(loss_fn, state)(params, x)
+        params, state = way(tx)(grads, state, params)
+        return (params, state), ols.get_loss_scale(state)()
+
+    start = (PARAMS, tx.init(PARAMS))
+    xs = jnp.stack([X, X, X * jnp.inf, X])
+    end, scales = jax.jit(lambda start: jax.lax.scan(body, start, xs))(start)
+    chex.assert_trees_all_equal_shapes_and_dtypes(end, start)
+    if loss_scale is LS:
+        np.testing.assert_array_equal(scales, [1024, 1024, 512, 512])
+
+
+@each_kind
+@each_optimizer
+def test_donation_and_a_second_init(inner, loss_scale):
+    tx = ols.with_loss_scale(inner, loss_scale)
+    step = jax.jit(tx.apply_gradients, donate_argnums=(1, 2))
+    for _ in range(2):
+        params = jax.tree.map(jnp.array, PARAMS)
+        state = tx.init(params)
+        for _ in range(2):
+            params, state = step(PARAMS, state, params)
+    assert tx.init(PARAMS).loss_scale == ols.get(loss_scale)
+
+
+def test_donating_the_state_of_a_loss_scale_made_of_device_arrays():
+    tx = ols.with_loss_scale(optax.sgd(0.1), LS.adjust(False))
+    step = jax.jit(tx.apply_gradients, donate_argnums=(1,))
+    step(PARAMS, tx.init(PARAMS), PARAMS)
+    assert tx.init(PARAMS).loss_scale() == 512
+
+
+def test_abstract_evaluation():
+    tx = ols.with_loss_scale(optax.adamw(1e-3), LS)
+    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float16), PARAMS)
+    state = jax.eval_shape(tx.init, params)
+    out = jax.eval_shape(tx.apply_gradients, params, state, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(out, (params, state))
+
+
+def test_nothing_waits_for_the_device():
+    """No value is fetched: a step on abstract values, and one under a transfer guard."""
+    tx = ols.with_loss_scale(optax.adamw(1e-3), LS)
+    params = jax.tree.map(jnp.array, PARAMS)
+
+    @jax.jit
+    def train_step(params, state):
+        loss, grads = ols.value_and_grad(loss_fn, state)(params)
+        return *tx.apply_gradients(grads, state, params), loss
+
+    state = tx.init(params)
+    with jax.transfer_guard("disallow"):
+        for _ in range(3):
+            params, state, _ = train_step(params, state)
+    text = train_step.lower(params, state).compile().as_text()
+    assert "callback" not in text
+    assert "outfeed" not in text
+
+
+def test_population():
+    tx = ols.with_loss_scale(optax.adam(1e-2), LS)
+    seeds = jnp.array([1.0, jnp.inf, 2.0])
+    params = jax.vmap(lambda s: jax.tree.map(lambda p: p + 0 * s, PARAMS))(jnp.ones(3))
+    state = jax.vmap(tx.init)(params)
+    grads = jax.vmap(lambda p, s: ols.grad(loss_fn, LS)(p, X * s))(params, seeds)
+    new, state = jax.jit(jax.vmap(tx.apply_gradients))(grads, state, params)
+    np.testing.assert_array_equal(state.loss_scale.loss_scale, [1024, 512, 1024])
+    np.testing.assert_array_equal(new["w"][1], PARAMS["w"])
+    assert (new["w"][0] != PARAMS["w"]).all()
+
+
+# Composition
+
+
+def test_inside_a_chain():
+    tx = optax.chain(ols.with_loss_scale(optax.sgd(1.0), LS), optax.scale(0.5))
+    state = tx.init(PARAMS)
+    updates, state = jax.jit(tx.update)(ols.grad(loss_fn, state)(PARAMS), state, PARAMS)
+    expected = jax.tree.map(lambda g: -0.5 * g, jax.grad(loss_fn)(PARAMS))
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_inside_multi_steps_decides_once_a_window(dtype):
+    tx = optax.MultiSteps(ols.with_loss_scale(optax.sgd(1.0), LS), 2)
+    params = jnp.zeros(2, dtype)
+    state, step = tx.init(params), jax.jit(through_update(tx))
+    for g in (1.0, 3.0):
+        params, state = step(jnp.full(2, 1024 * g, dtype), state, params)
+    np.testing.assert_array_equal(params, [-2, -2])
+    for g in (jnp.inf, 3.0):
+        params, state = step(jnp.full(2, g, dtype), state, params)
+    np.testing.assert_array_equal(params, [-2, -2])
+    assert ols.get_loss_scale(state)() == 512
+    assert state.inner_opt_state.skipped_steps == 1
+
+
+@both_ways
+def test_around_multi_steps_leaves_a_bad_micro_batch_out(way):
+    tx = ols.with_loss_scale(optax.MultiSteps(optax.sgd(1.0), 2), LS)
+    params = jnp.zeros(2)
+    state, step = tx.init(params), jax.jit(way(tx))
+    for g in (1.0, jnp.inf, 3.0):
+        scaled = state.loss_scale.scale(jnp.full(2, g))
+        params, state = step(scaled, state, params)
+    np.testing.assert_array_equal(params, [-2, -2])
+    assert state.skipped_steps == 1
+
+
+def test_extra_arguments_reach_inner():
+    inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1))
+    tx = ols.with_loss_scale(inner, LS)
+    _, state = tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.array(3.0))
+    assert state.inner_state[1].best_value == 3
+
+
+# Parts of trees
+
+
+@both_ways
+@pytest.mark.parametrize("callable_mask", [False, True])
+def test_mask(way, callable_mask):
+    mask = {"w": True, "history": {"amax": False}}
+    labels = {"w": "sgd", "history": "overwrite"}
+    overwrite = optax.stateless(lambda g, p: jax.tree.map(lambda g, p: g - p, g, p))
+    tx = ols.with_loss_scale(
+        optax.partition({"sgd": optax.sgd(1.0), "overwrite": overwrite}, labels),
+        LS,
+        mask=(lambda _: mask) if callable_mask else mask,
+    )
+    params = {"w": jnp.zeros(2), "history": {"amax": jnp.zeros(())}}
+    grads = {"w": jnp.full(2, 1024.0), "history": {"amax": jnp.array(7.0)}}
+    params, state = jax.jit(way(tx))(grads, tx.init(params), params)
+    chex.assert_trees_all_equal(params, {"w": -jnp.ones(2), "history": {"amax": jnp.array(7.0)}})
+    grads["history"]["amax"] = jnp.array(jnp.inf)
+    _, state = jax.jit(way(tx))(grads, state, params)
+    assert state.should_apply
+    grads["w"] = grads["w"].at[0].set(jnp.nan)
+    _, state = jax.jit(way(tx))(grads, state, params)
+    assert not state.should_apply
+
+
+@each_optimizer
+def test_a_parameter_whose_gradient_is_none_stays(inner):
+    tx = ols.with_loss_scale(inner, LS)
+    state, step = tx.init(PARAMS), jax.jit(tx.apply_gradients)
+    params, state = step({"w": None, "b": PARAMS["b"] + 1}, state, PARAMS)
+    chex.assert_trees_all_equal(params["w"], PARAMS["w"])
+    assert (params["b"] != PARAMS["b"]).all()
+    assert state.should_apply
+    _, state = step({"w": None, "b": jnp.full(2, jnp.inf)}, state, params)
+    assert state.skipped_steps == 1
+
+
+def test_the_update_for_a_gradient_that_is_none():
+    tx = ols.with_loss_scale(optax.sgd(1.0), LS)
+    updates, _ = tx.update({"w": None, "b": PARAMS["b"]}, tx.init(PARAMS), PARAMS)
+    chex.assert_trees_all_equal(updates["w"], jnp.zeros_like(PARAMS["w"]))
+
+
+def test_trees_with_none_and_empty_trees():
+    tx = ols.with_loss_scale(optax.adam(1e-3), LS)
+    for params in ({}, (), {"w": jnp.ones(2), "frozen": None}):
+        new, state = tx.apply_gradients(params, tx.init(params), params)
+        assert jax.tree.structure(new) == jax.tree.structure(params)
+        assert state.should_apply
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("grads", [{"w": jnp.ones(2)}, {}, jnp.ones(3), [1.0, 2.0]])
+@both_ways
+def test_gradients_of_another_structure(grads, way):
+    tx = ols.with_loss_scale(optax.sgd(0.1), LS)
+    with pytest.raises(ValueError, match="must have the structure of the parameters"):
+        way(tx)(grads, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("inner", [None, "adam", optax.adam, 1e-3, optax.constant_schedule(1.0)])
+def test_inner_that_is_no_transformation(inner):
+    with pytest.raises(TypeError, match="inner must be an Optax gradient transformation"):
+        ols.with_loss_scale(inner)
+
+
+def test_bad_loss_scale_at_construction():
+    with pytest.raises(ValueError, match="a loss scale is None"):
+        ols.with_loss_scale(optax.sgd(0.1), "static")
