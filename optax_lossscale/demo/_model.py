@@ -1,0 +1,66 @@
+"""A small byte-level transformer, in plain JAX."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+BYTES = 256
+CONTEXT = 64
+WIDTH = 128
+HEADS = 4
+BLOCKS = 2
+
+
+def init(key: jax.Array) -> dict[str, Any]:
+    """Parameters, in float32."""
+    keys = iter(jax.random.split(key, 4 * BLOCKS + 3))
+    normal = lambda *shape: jax.random.normal(next(keys), shape) * shape[0] ** -0.5
+    block = lambda: {
+        "norm1": jnp.ones(WIDTH),
+        "qkv": normal(WIDTH, 3 * WIDTH),
+        "out": normal(WIDTH, WIDTH),
+        "norm2": jnp.ones(WIDTH),
+        "up": normal(WIDTH, 4 * WIDTH),
+        "down": normal(4 * WIDTH, WIDTH),
+    }
+    return {
+        "embedding": normal(BYTES, WIDTH) * 4,
+        "position": normal(CONTEXT, WIDTH) * 0.5,
+        "blocks": [block() for _ in range(BLOCKS)],
+        "norm": jnp.ones(WIDTH),
+        "head": normal(WIDTH, BYTES),
+    }
+
+
+def loss(params: dict[str, Any], tokens: jax.Array, dtype: Any) -> jax.Array:
+    """Mean cross-entropy of each next byte, in nats; a float32 scalar.
+
+    Args:
+      params: as `init` returns them, float32.
+      tokens: int32, shape (batch, CONTEXT + 1).
+      dtype: of every matrix product and activation, and so of their gradients.
+        Norms, softmax and the loss are computed in float32, as is usual.
+    """
+    p = jax.tree.map(lambda x: x.astype(dtype), params)
+    x = p["embedding"][tokens[:, :-1]] + p["position"]
+    for block in p["blocks"]:
+        x += _attention(block, _normed(x, block["norm1"]))
+        x += jax.nn.gelu(_normed(x, block["norm2"]) @ block["up"]) @ block["down"]
+    logits = (_normed(x, p["norm"]) @ p["head"]).astype(jnp.float32)
+    log_likelihood = jax.nn.log_softmax(logits)
+    return -jnp.take_along_axis(log_likelihood, tokens[:, 1:, None], -1).mean()
+
+
+def _normed(x: jax.Array, gain: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide *= jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)
+    return wide.astype(x.dtype) * gain
+
+
+def _attention(block: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    q, k, v = jnp.split((x @ block["qkv"]).reshape(*x.shape[:-1], HEADS, -1), 3, -1)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)).astype(x.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ block["out"]

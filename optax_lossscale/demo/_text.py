@@ -1,0 +1,36 @@
+"""The text that the demo trains on: a file, or the source of Python's standard library."""
+
+import pathlib
+import sysconfig
+from collections.abc import Iterator
+
+import numpy as np
+
+from optax_lossscale.demo._model import CONTEXT
+
+BATCH = 16
+
+
+def read(path: str | None) -> np.ndarray:
+    """The bytes of a file, or else of the standard library's top-level modules.
+
+    Raises:
+      ValueError: if that is less text than one example needs.
+      OSError: if the file cannot be read.
+    """
+    if path is not None:
+        text, name = pathlib.Path(path).read_bytes(), path
+    else:
+        name = sysconfig.get_paths()["stdlib"]
+        text = b"".join(p.read_bytes() for p in sorted(pathlib.Path(name).glob("*.py")))
+    if len(text) <= CONTEXT + 1:
+        raise ValueError(f"{name} holds {len(text)} bytes; the demo needs more than {CONTEXT + 1}")
+    return np.frombuffer(text, np.uint8)
+
+
+def batches(text: np.ndarray, steps: int, seed: int) -> Iterator[np.ndarray]:
+    """Random excerpts: int32, shape (BATCH, CONTEXT + 1), the same for the same seed."""
+    rng = np.random.default_rng(seed)
+    for _ in range(steps):
+        starts = rng.integers(0, len(text) - CONTEXT, BATCH)
+        yield text[starts[:, None] + np.arange(CONTEXT + 1)].astype(np.int32)

@@ -1,0 +1,127 @@
+"""`python -m optax_lossscale.demo`, as it is called."""
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from optax_lossscale.demo import _model, _report, _text, _training
+from optax_lossscale.demo.__main__ import main
+
+DEMO = [sys.executable, "-m", "optax_lossscale.demo"]
+
+
+def png_size(path):
+    """Width and height, from the PNG's header."""
+    header = pathlib.Path(path).read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    return int.from_bytes(header[16:20]), int.from_bytes(header[20:24])
+
+
+def rows(output):
+    cells = [line.strip("|").split("|") for line in output.splitlines() if line.startswith("| ")]
+    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in cells[1:]}
+
+
+def test_the_main_job(tmp_path):
+    """The claim of the README, on the default setting."""
+    done = subprocess.run(
+        [*DEMO, "--out", str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert "mean over a global batch of 1024 micro-batches" in done.stdout
+    table = rows(done.stdout)
+    loss = {name: float(row[0]) for name, row in table.items() if name in _training.RUNS}
+    assert list(loss) == list(_training.RUNS)
+    float32 = loss["float32"]
+    assert abs(loss["float16, dynamic scale"] / float32 - 1) < 0.005
+    assert loss["float16, no loss scaling"] / float32 > 1.1
+    assert float(table["float16, no loss scaling"][2].rstrip("%")) > 50
+    assert int(table["float16, dynamic scale"][3]) > 0
+    picture = re.search(r"^Picture: (.*)$", done.stdout, re.M)[1]
+    assert png_size(picture) > (800, 600)
+    assert os.listdir(tmp_path) == [os.path.basename(picture)]
+
+
+def test_options(tmp_path, capsys):
+    data = tmp_path / "text"
+    data.write_bytes(b"To be, or not to be, that is the question. " * 9)
+    out = tmp_path / "made" / "on the way"
+    assert main(["--steps", "2", "--data", str(data), "--out", str(out), "--seed", "3"]) == 0
+    captured = capsys.readouterr()
+    assert set(rows(captured.out)) >= set(_training.RUNS)
+    assert [p.name for p in out.iterdir()] == ["loss_scaling.png"]
+    assert "float16, dynamic scale" in captured.err  # the progress bar
+
+
+def test_one_step(tmp_path, capsys):
+    assert main(["--steps", "1", "--out", str(tmp_path)]) == 0
+    assert rows(capsys.readouterr().out)["float32"][-1] == "nan"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--data", "no/such/file"], "no/such/file"),
+        (["--data", "{short}"], "holds 5 bytes; the demo needs more than 65"),
+        (["--data", "{folder}"], "{folder}"),
+        (["--out", "{short}"], "{short}"),
+        (["--out", "/proc/nowhere"], "/proc/nowhere"),
+        (["--steps", "0"], "needs an integer of at least 1, got '0'"),
+        (["--steps", "many"], "needs an integer of at least 1, got 'many'"),
+        (["--steps", "1e3"], "got '1e3'"),
+        (["--seed", "-1"], "needs an integer of at least 0, got '-1'"),
+        (["--stepz", "3"], "--stepz"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_exit_code_2(arguments, said, tmp_path, capsys):
+    short = tmp_path / "short"
+    short.write_bytes(b"12345")
+    fill = lambda text: text.format(short=short, folder=tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        main([fill(a) for a in arguments])
+    captured = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert fill(said) in captured.err
+    assert sorted(tmp_path.iterdir()) == [short]
+
+
+def test_interrupt_keeps_what_was_finished(tmp_path):
+    process = subprocess.Popen(
+        [*DEMO, "--steps", "40", "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"COLUMNS": "80"},
+    )
+    seen = ""
+    while "float16, no loss scaling:   2" not in seen:  # the second run is under way
+        character = process.stderr.read(1)
+        assert character, seen
+        seen += character
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert "Interrupted: 1 of 4 runs were finished." in out
+    assert set(rows(out)) & set(_training.RUNS) == {"float32"}
+    assert [p.name for p in tmp_path.iterdir()] == ["loss_scaling.png"]
+
+
+def test_same_seed_same_batches():
+    text = np.arange(200, dtype=np.uint8)
+    first, again = (np.stack(list(_text.batches(text, 3, seed=7))) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    assert first.shape == (3, _text.BATCH, _model.CONTEXT + 1)
+    assert (np.diff(first) == 1).all()
+    assert first.dtype == np.int32
+
+
+def test_running_mean():
+    np.testing.assert_allclose(_report._smoothed(np.array([1.0, 3.0, 5.0]), 2), [1, 2, 4])
