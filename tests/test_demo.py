@@ -28,6 +28,7 @@ def rows(output):
     return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in cells[1:]}
 
 
+@pytest.mark.slow
 def test_the_main_job(tmp_path):
     """The claim of the README, on the default setting."""
     done = subprocess.run(
