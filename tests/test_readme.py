@@ -16,8 +16,8 @@ def test_the_three_lines_run():
     [block] = re.findall(r"```python\n(.*?)```", README, re.S)
     exec(block, names)
     assert isinstance(names["state"], ols.LossScaleState)
-    assert names["loss"] == 9
-    assert (names["params"]["w"] < 1).all()
+    assert names["loss"] == pytest.approx(0.09, rel=1e-2)
+    assert (names["params"]["w"] < 0.1).all()
     assert names["state"].should_apply
     assert jax.tree.leaves(names["params"])[0].shape == (3, 2)
 
