@@ -5,10 +5,10 @@ from typing import Literal, Self, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from optax_lossscale import _validation
 from optax_lossscale._loss_scale import LossScale, state
+from optax_lossscale._precision import times
 
 Refill = Literal["growth", "rescale", "finite"]
 
@@ -52,11 +52,16 @@ class DynamicLossScale(LossScale):
         `consecutive_hysteresis`).
       clip_growth: whether a growth past `max_scale` ends at `max_scale` (Flax) or
         does not take place (TensorFlow).
+      clip_backoff: whether a back-off past `min_scale` ends at `min_scale`
+        (TensorFlow) or does not take place.
+      exhausts: whether an overflow that finds nothing left to lower makes it
+        `exhausted`: DeepSpeed's `raise_error_at_min_scale`.
 
     Attributes:
       loss_scale: the loss scale now; float32, shape ().
       growth_counter: finite steps in a row since the last growth; int32, shape ().
       hysteresis_left: non-finite steps from now to a back-off; int32, shape ().
+      stuck: whether the last step was to back off and could not; bool, shape ().
 
     Raises:
       ValueError: for an argument outside what is said above, or bounds that do
@@ -81,17 +86,16 @@ class DynamicLossScale(LossScale):
     hysteresis: int = 1
     hysteresis_refill: Refill = "growth"
     clip_growth: bool = False
+    clip_backoff: bool = True
+    exhausts: bool = True
     growth_counter: jax.Array = state(0)  # shape=(), dtype=int32
     hysteresis_left: jax.Array = state()  # shape=(), dtype=int32
+    stuck: jax.Array = state(False)  # shape=(), dtype=bool
 
     def __post_init__(self):
         super().__post_init__()
-        bounds = {k: _validation.scale(k, getattr(self, k)) for k in ("min_scale", "max_scale")}
-        if not bounds["min_scale"] <= self.initial_scale <= bounds["max_scale"]:
-            allowed = f"between min_scale={self.min_scale!r} and max_scale={self.max_scale!r}"
-            _validation.refuse("initial_scale", self.initial_scale, allowed)
         self._set(
-            **bounds,
+            **_validation.bounds(self.min_scale, self.initial_scale, self.max_scale),
             growth_interval=_validation.count("growth_interval", self.growth_interval),
             growth_factor=_validation.growth_factor("growth_factor", self.growth_factor),
             backoff_factor=_validation.backoff_factor("backoff_factor", self.backoff_factor),
@@ -99,46 +103,47 @@ class DynamicLossScale(LossScale):
             hysteresis_left=np.int32(self.hysteresis),
         )
         _validation.one_of("hysteresis_refill", self.hysteresis_refill, get_args(Refill))
-        _validation.one_of("clip_growth", self.clip_growth, (False, True))
+        for name in ("clip_growth", "clip_backoff", "exhausts"):
+            _validation.one_of(name, getattr(self, name), (False, True))
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         """The loss scale after one step; see the class for the rule."""
         choose = lambda grown, backed_off: jnp.where(grads_finite, grown, backed_off)
         return jax.tree.map(choose, self._after_finite_step(), self._after_overflow())
 
+    def exhausted(self) -> jax.Array:
+        """Whether the last step overflowed and there was nothing left to lower."""
+        return jnp.asarray(self.stuck) if self.exhausts else jnp.array(False)
+
     def _after_finite_step(self) -> Self:
+        scale = self()
         counter = self.growth_counter + 1
         due = counter >= self.growth_interval
-        grown = _times(self(), self.growth_factor)
+        grown = times(scale, self.growth_factor)
         if self.clip_growth:
             grown = jnp.minimum(grown, self.max_scale)
         else:
-            grown = jnp.where(grown <= self.max_scale, grown, self.loss_scale)
+            grown = jnp.where(grown <= self.max_scale, grown, scale)
         refill = True if self.hysteresis_refill == "finite" else due
         return self.replace(
-            loss_scale=jnp.where(due, grown, self.loss_scale),
+            loss_scale=jnp.where(due, grown, scale),
             growth_counter=jnp.where(due, 0, counter),
             hysteresis_left=jnp.where(refill, self.hysteresis, self.hysteresis_left),
+            stuck=False,
         )
 
     def _after_overflow(self) -> Self:
+        scale = self()
         backs_off = self.hysteresis_left <= 1
-        lowered = jnp.maximum(_times(self(), self.backoff_factor), self.min_scale)
+        lowered = times(scale, self.backoff_factor)
+        if self.clip_backoff:
+            lowered = jnp.maximum(lowered, self.min_scale)
+        else:
+            lowered = jnp.where(lowered >= self.min_scale, lowered, scale)
         left_after = self.hysteresis if self.hysteresis_refill == "rescale" else 1
         return self.replace(
-            loss_scale=jnp.where(backs_off, lowered, self.loss_scale),
+            loss_scale=jnp.where(backs_off, lowered, scale),
             growth_counter=0,
             hysteresis_left=jnp.where(backs_off, left_after, self.hysteresis_left - 1),
+            stuck=backs_off & (lowered >= scale),
         )
-
-
-def _times(scale: jax.Array, factor: float) -> jax.Array:
-    """The product, rounded to float32 once, whatever float32 makes of the factor."""
-    if float(np.float32(factor)) == factor:
-        return scale * np.float32(factor)
-    # The references divide by 3, or multiply by a C double of 0.3. A float32 product
-    # with a rounded 1/3 is an ulp off, and XLA makes exactly that of a division by a
-    # constant. In float64 both come out right.
-    with jax.enable_x64(True):
-        product = lax.convert_element_type(scale, np.float64) * np.float64(factor)
-        return lax.convert_element_type(product, np.float32)

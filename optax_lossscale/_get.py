@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from optax_lossscale import presets
 from optax_lossscale._dynamic import DynamicLossScale
 from optax_lossscale._fixed import FixedLossScale
 from optax_lossscale._loss_scale import LossScale
@@ -16,7 +17,8 @@ def get(identifier: Any) -> LossScale:
     Args:
       identifier: `None` for no scaling, a `FixedLossScale` of 1; an int or float for
         a `FixedLossScale`; `"dynamic"` for a `DynamicLossScale`; a `LossScale` for
-        itself; a dict from `get_config` for the loss scale that it describes.
+        itself; a dict from `get_config` for the loss scale that it describes; a dict
+        `{"preset": name, …}` for `presets.get(name, …)`.
 
     Returns:
       A `LossScale`.
@@ -38,13 +40,15 @@ def get(identifier: Any) -> LossScale:
             return FixedLossScale(1)
         case "dynamic":
             return DynamicLossScale()
+        case {"preset": str(name), **arguments}:
+            return presets.get(name, **arguments)
         case dict():
             return LossScale.from_config(identifier)
         case Real() if not isinstance(identifier, bool):
             return FixedLossScale(float(identifier))
     raise ValueError(
-        "a loss scale is None (no scaling), a number (fixed), 'dynamic', a LossScale, or a dict "
-        f"from get_config(); got {identifier!r}"
+        "a loss scale is None (no scaling), a number (fixed), 'dynamic', a LossScale, a dict "
+        f"from get_config(), or a dict with the key 'preset'; got {identifier!r}"
     )
 
 

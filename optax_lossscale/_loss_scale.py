@@ -139,6 +139,17 @@ class LossScale(abc.ABC):
             finite = lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
         return self.adjust(finite), finite
 
+    def exhausted(self) -> jax.Array:
+        """Whether the last step overflowed and there was nothing left to lower.
+
+        Nothing can raise inside a compiled step; `check` raises on the host where this
+        is True. False for a strategy that does not say otherwise.
+
+        Returns:
+          A bool, shape ().
+        """
+        return jnp.array(False)
+
     def scale(self, tree: T) -> T:
         """Every inexact leaf times the loss scale.
 

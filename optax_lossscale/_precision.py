@@ -1,4 +1,4 @@
-"""Which leaves of a tree are numbers to scale, and the dtypes that leaves are kept in."""
+"""Which leaves are numbers to scale, in which dtypes they are kept, and exact products."""
 
 from typing import Any
 
@@ -29,6 +29,18 @@ def strong(x: Any, dtype: Any = None) -> Any:
     if not is_number and x.dtype == dtype and not getattr(x, "weak_type", False):
         return x
     return lax.convert_element_type(x, dtype)
+
+
+def times(scale: jax.Array, factor: float) -> jax.Array:
+    """The product, rounded to float32 once, whatever float32 makes of the factor."""
+    if float(np.float32(factor)) == factor:
+        return scale * np.float32(factor)
+    # The references divide by 3, or multiply by a C double of 0.3. A float32 product
+    # with a rounded 1/3 is an ulp off, and XLA makes exactly that of a division by a
+    # constant. In float64 both come out right.
+    with jax.enable_x64(True):
+        product = lax.convert_element_type(scale, np.float64) * np.float64(factor)
+        return lax.convert_element_type(product, np.float32)
 
 
 def _dtype(x: Any) -> np.dtype:

@@ -44,20 +44,33 @@ def count(name: str, value: Any) -> int:
     return int(value)
 
 
-def growth_factor(name: str, value: Any) -> float:
-    """A finite number of at least 1."""
-    allowed = "a finite number of at least 1"
-    if real(name, value, allowed) < 1:
+def bounded(name: str, value: Any, allowed: str, holds: Callable[[float], bool]) -> float:
+    """A finite number of which something holds."""
+    if not holds(real(name, value, allowed)):
         refuse(name, value, allowed)
     return float(value)
+
+
+def growth_factor(name: str, value: Any) -> float:
+    """A finite number of at least 1."""
+    return bounded(name, value, "a finite number of at least 1", lambda x: x >= 1)
 
 
 def backoff_factor(name: str, value: Any) -> float:
     """A number in (0, 1]."""
-    allowed = "a number in (0, 1]"
-    if not 0 < real(name, value, allowed) <= 1:
-        refuse(name, value, allowed)
-    return float(value)
+    return bounded(name, value, "a number in (0, 1]", lambda x: 0 < x <= 1)
+
+
+def bounds(min_scale: Any, initial_scale: float, max_scale: Any) -> dict[str, float]:
+    """A floor and a cap with the initial scale between them."""
+    checked = {
+        "min_scale": scale("min_scale", min_scale),
+        "max_scale": scale("max_scale", max_scale),
+    }
+    if not checked["min_scale"] <= initial_scale <= checked["max_scale"]:
+        allowed = f"between min_scale={min_scale!r} and max_scale={max_scale!r}"
+        refuse("initial_scale", initial_scale, allowed)
+    return checked
 
 
 def one_of(name: str, value: Any, options: tuple[Any, ...]) -> None:

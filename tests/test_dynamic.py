@@ -41,7 +41,11 @@ def rules(ls, finite):
             if left > 1:
                 left -= 1
             else:
-                scale = max(times(ls.backoff_factor), np.float32(ls.min_scale))
+                lowered = times(ls.backoff_factor)
+                if lowered >= np.float32(ls.min_scale):
+                    scale = lowered
+                elif ls.clip_backoff:
+                    scale = np.float32(ls.min_scale)
                 left = ls.hysteresis if ls.hysteresis_refill == "rescale" else 1
         scales.append(scale)
     return scales
@@ -58,6 +62,7 @@ configs = st.fixed_dictionaries(
         "hysteresis": st.integers(1, 4),
         "hysteresis_refill": st.sampled_from(["growth", "rescale", "finite"]),
         "clip_growth": st.booleans(),
+        "clip_backoff": st.booleans(),
     }
 )
 
@@ -107,6 +112,25 @@ def test_growth_past_the_cap_is_refused_or_clipped():
     assert run(ols.DynamicLossScale(**config), [1, 1, 0, 1])[0] == [2000, 2000, 1000, 2000]
     clipped = ols.DynamicLossScale(**config, clip_growth=True)
     assert run(clipped, [1, 1, 0, 1])[0] == [2000, 3000, 1500, 3000]
+
+
+def test_back_off_past_the_floor_is_clipped_or_refused():
+    config = {"initial_scale": 100.0, "backoff_factor": 0.1, "min_scale": 3.0}
+    assert run(ols.DynamicLossScale(**config), [0, 0, 0])[0] == [10, 3, 3]
+    refused = ols.DynamicLossScale(**config, clip_backoff=False)
+    assert run(refused, [0, 0, 0])[0] == [10, 10, 10]
+
+
+@pytest.mark.parametrize("clip_backoff", [False, True])
+def test_exhausted(clip_backoff):
+    config = {"initial_scale": 4.0, "growth_interval": 1, "clip_backoff": clip_backoff}
+    ls = ols.DynamicLossScale(**config, hysteresis=2, hysteresis_refill="finite")
+    finite, exhausted = [0, 0, 0, 0, 1, 0, 0, 0, 1], []
+    for ok in finite:
+        ls = ls.adjust(bool(ok))
+        exhausted.append(bool(ls.exhausted()))
+    assert exhausted == [False, False, False, True, False, False, False, True, False]
+    assert not ols.DynamicLossScale(initial_scale=1.0, exhausts=False).adjust(False).exhausted()
 
 
 @pytest.mark.parametrize("clip_growth", [False, True])
@@ -159,6 +183,8 @@ BAD = {
     "hysteresis": [0, -1, 1.0, True, None],
     "hysteresis_refill": ["never", None, 1, True],
     "clip_growth": [1, None, "yes"],
+    "clip_backoff": [0, None, "no"],
+    "exhausts": [0, None, "no"],
 }
 
 

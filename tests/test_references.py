@@ -1,4 +1,11 @@
-"""What the other systems did, run for run, as recorded by running them."""
+"""What the other systems did, run for run, as recorded by running them.
+
+`traces/` holds a file a preset and a line a run: the reference's constructor arguments
+(`config`), what it was fed (`finite`, a character a step; for LogMax also `amax`), and
+after each step its scale (`scale`), whether the step was applied (`apply`), for the
+Keras optimizers the parameter (`param`), and whether the step after the last one
+recorded raised its "minimum loss scale" error (`raises_at_end`).
+"""
 
 import json
 import pathlib
@@ -11,64 +18,53 @@ import pytest
 
 import optax_lossscale as ols
 
-TRACES = pathlib.Path(__file__).parent / "traces"
+TRACES = sorted((pathlib.Path(__file__).parent / "traces").glob("*.jsonl"))
 
 
-def recorded(reference):
-    lines = (TRACES / f"{reference}.jsonl").read_text().splitlines()
-    runs = [json.loads(line) for line in lines]
-    return [pytest.param(run, id=f"{reference}-{i}") for i, run in enumerate(runs)]
+def recorded(*references):
+    return [
+        pytest.param(path.stem, json.loads(line), id=f"{path.stem}-{i}")
+        for path in TRACES
+        for i, line in enumerate(path.read_text().splitlines())
+        if not references or path.stem in references
+    ]
 
 
 def bits(text):
     return np.array([c == "1" for c in text])
 
 
-def tensorflow(initial_scale, interval, multiplier=2.0):
-    return ols.DynamicLossScale(
-        initial_scale=initial_scale,
-        growth_interval=interval,
-        growth_factor=multiplier,
-        backoff_factor=1 / multiplier,
-    )
+def test_there_are_169_runs():
+    assert len(recorded()) == 169
 
 
-def loss_scales(ls, finite):
-    """`(scale, applied)` after each step, as one compiled scan over gradients."""
+@pytest.mark.parametrize(("reference", "run"), recorded())
+def test_scales_and_decisions(reference, run):
+    ls = ols.presets.get(reference, **run["config"])
+    finite = bits(run["finite"])
+    largest = np.array([1.0 if a is None else a for a in run.get("amax", finite)], np.float32)
 
-    def step(ls, finite):
-        ls, should_apply = ls.update([jnp.where(finite, 1.0, jnp.inf), None])
-        return ls, (ls(), should_apply)
+    def step(ls, gradient):
+        ls, should_apply = ls.update({"w": gradient, "none": None})
+        return ls, (ls(), should_apply, ls.exhausted())
 
-    _, (scale, applied) = jax.jit(lambda ls: jax.lax.scan(step, ls, finite))(ls)
-    return np.asarray(scale), np.asarray(applied)
-
-
-def check_scales(ls, run):
-    scale, applied = loss_scales(ls, bits(run["finite"]))
-    np.testing.assert_array_equal(scale, np.array(run["scale"], np.float32))
-    np.testing.assert_array_equal(applied, bits(run["apply"]))
-
-
-@pytest.mark.parametrize("run", recorded("tensorflow_dynamic"))
-def test_tensorflow_dynamic(run):
-    c = run["config"]
-    check_scales(tensorflow(c["initial_loss_scale"], c["increment_period"], c["multiplier"]), run)
-
-
-@pytest.mark.parametrize("run", recorded("tensorflow_fixed"))
-def test_tensorflow_fixed(run):
-    check_scales(ols.get(run["config"]["loss_scale_value"]), run)
+    gradients = np.where(finite, largest, np.inf)[:, None] * np.array([0.5, -1.0], np.float32)
+    scan = jax.jit(lambda ls, gradients: jax.lax.scan(step, ls, gradients))
+    _, (scale, applied, exhausted) = jax.device_get(scan(ls, gradients))
+    n = len(run["scale"])
+    rtol = 1e-2 if reference == "openseq2seq_logmax" else 0
+    np.testing.assert_allclose(scale[:n], np.array(run["scale"], np.float32), rtol=rtol, atol=0)
+    np.testing.assert_array_equal(applied[:n], bits(run["apply"]))
+    if "raises_at_end" in run:
+        assert not exhausted[:n].any()
+        assert exhausted[-1] == run["raises_at_end"]
 
 
-@pytest.mark.parametrize("run", recorded("tf_keras"))
+@pytest.mark.parametrize(("reference", "run"), recorded("keras", "tf_keras"))
 @pytest.mark.parametrize("way", ["update", "apply_gradients"])
-def test_tf_keras(run, way):
-    c = run["config"]
-    assert c["dynamic"]
-    tx = ols.with_loss_scale(
-        optax.sgd(1.0), tensorflow(c["initial_scale"], c["dynamic_growth_steps"])
-    )
+def test_parameters(reference, run, way):
+    """Each gradient is 0.125 times the scale; the inner optimizer is SGD(1.0)."""
+    tx = ols.with_loss_scale(optax.sgd(1.0), ols.presets.get(reference, **run["config"]))
 
     def step(carry, finite):
         param, state = carry
@@ -81,9 +77,8 @@ def test_tf_keras(run, way):
         return (param, state), (state.loss_scale(), state.should_apply, param)
 
     start = (jnp.zeros(()), tx.init(jnp.zeros(())))
-    _, (scale, applied, param) = jax.jit(
-        lambda start: jax.lax.scan(step, start, bits(run["finite"]))
-    )(start)
+    scan = jax.jit(lambda start, finite: jax.lax.scan(step, start, finite))
+    _, (scale, applied, param) = scan(start, bits(run["finite"]))
     np.testing.assert_array_equal(scale, np.array(run["scale"], np.float32))
     np.testing.assert_array_equal(applied, bits(run["apply"]))
     np.testing.assert_array_equal(param, np.array(run["param"], np.float32))

@@ -1,0 +1,68 @@
+"""The error that a compiled step cannot raise, raised on the host."""
+
+from typing import Any
+
+import jax
+
+from optax_lossscale._get import get_loss_scale
+from optax_lossscale._validation import count
+from optax_lossscale._wrapper import LossScaleState
+
+
+class LossScaleError(RuntimeError):
+    """Training overflows at the lowest loss scale, or at every step."""
+
+
+def check(state: Any, max_consecutive_skips: int = 100) -> None:
+    """Raises if loss scaling has nothing left to try. Waits for the device.
+
+    Call it on the host, every so many steps: nothing can raise inside a compiled step.
+
+    Args:
+      state: an optimizer state with one `LossScaleState` in it, or a `LossScale`, of
+        which only `exhausted` is looked at.
+      max_consecutive_skips: how many steps in a row may be skipped.
+
+    Raises:
+      LossScaleError: if the loss scale is `exhausted`, or more steps than
+        `max_consecutive_skips` were skipped in a row.
+      ValueError: if the state holds no loss scale, or several.
+
+    Source: DeepSpeed and fairseq raise where an overflow finds the scale at its minimum.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import optax_lossscale as ols
+      >>> ls = ols.DynamicLossScale(initial_scale=1.0)
+      >>> tx = ols.with_loss_scale(optax.sgd(0.1), ls)
+      >>> params = jnp.ones(2)
+      >>> state = tx.init(params)
+      >>> ols.check(state)
+      >>> params, state = tx.apply_gradients(jnp.full(2, jnp.nan), state, params)
+      >>> ols.check(state)
+      Traceback (most recent call last):
+          ...
+      optax_lossscale._check.LossScaleError: gradients overflowed at a loss scale of 1, which...
+    """
+    count("max_consecutive_skips", max_consecutive_skips)
+    loss_scale = get_loss_scale(state)
+    is_state = lambda x: isinstance(x, LossScaleState)
+    states = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
+    skips = int(states[0].consecutive_skipped_steps) if states else 0
+    skipped = f" {skips} steps in a row were skipped." if states else ""
+    advice = (
+        " Look for NaN or inf in the loss and the model. If gradients are large and not broken, "
+        "allow a smaller scale (min_scale), or compute the layer that overflows in float32."
+    )
+    if loss_scale.exhausted():
+        raise LossScaleError(
+            f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot be lowered."
+            + skipped
+            + advice
+        )
+    if skips > max_consecutive_skips:
+        raise LossScaleError(
+            f"gradients have overflowed at every step, the loss scale is {loss_scale():g}."
+            + skipped
+            + advice
+        )

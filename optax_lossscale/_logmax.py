@@ -1,0 +1,134 @@
+"""The loss scale that predicts the next scale from the largest gradients so far."""
+
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_lossscale import _validation
+from optax_lossscale._loss_scale import AxisName, LossScale, state
+from optax_lossscale._precision import is_inexact
+
+
+class LogMaxLossScale(LossScale):
+    """Puts the largest gradient where it is unlikely to overflow.
+
+    Models log2 of each step's largest absolute gradient as normally distributed, with
+    a mean and a spread that move, and chooses the scale at which a gradient
+    `overflow_std_dev` deviations above the mean is 2**16.
+
+    Source: OpenSeq2Seq's `LogMaxScaler` (https://arxiv.org/abs/1805.10387). The rule,
+    with bias-corrected moving averages:
+
+        x = log2(amax) if grads_finite else 2 ** log_max
+        mean = average(x, beta1)
+        spread = sqrt(average(x ** 2, beta2) - average(x, beta2) ** 2)
+        loss_scale = clip(2 ** (16 - mean - overflow_std_dev * spread), min_scale, max_scale)
+
+    Args:
+      initial_scale: the loss scale before the first step, between the bounds.
+      min_scale: the floor.
+      max_scale: the cap.
+      log_max: log2 of what an overflow counts as: the reference takes its power of
+        two once more than it means to, and so does this.
+      beta1: decay of the mean, in [0, 1).
+      beta2: decay of the averages behind the spread, in [0, 1).
+      overflow_std_dev: how many deviations are to spare, at least 0.
+
+    Attributes:
+      loss_scale: the loss scale now; float32, shape ().
+      mean: moving average of x with beta1, not bias-corrected; float32, shape ().
+      slow_mean: the same with beta2; float32, shape ().
+      square: moving average of x ** 2 with beta2; float32, shape ().
+      weight1: 1 less the total weight of `mean`; float32, shape ().
+      weight2: 1 less the total weight of the other two; float32, shape ().
+
+    Raises:
+      ValueError: for an argument outside what is said above.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> ls = ols.LogMaxLossScale()
+      >>> ls, should_apply = ls.update({"w": jnp.array([0.25, -1.0])})
+      >>> print(ls(), should_apply)
+      65536.0 True
+    """
+
+    initial_scale: float = 1.0
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+    log_max: float = 16.0
+    beta1: float = 0.99
+    beta2: float = 0.999
+    overflow_std_dev: float = 3.09
+    mean: jax.Array = state(0.0)  # shape=(), dtype=float32
+    slow_mean: jax.Array = state(0.0)  # shape=(), dtype=float32
+    square: jax.Array = state(0.0)  # shape=(), dtype=float32
+    weight1: jax.Array = state(1.0)  # shape=(), dtype=float32
+    weight2: jax.Array = state(1.0)  # shape=(), dtype=float32
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._set(
+            **_validation.bounds(self.min_scale, self.initial_scale, self.max_scale),
+            log_max=_validation.real("log_max", self.log_max, "a finite number"),
+            overflow_std_dev=_validation.bounded(
+                "overflow_std_dev", self.overflow_std_dev, "at least 0", lambda x: x >= 0
+            ),
+        )
+        for name in ("beta1", "beta2"):
+            decay = _validation.bounded(
+                name, getattr(self, name), "a number in [0, 1)", lambda x: 0 <= x < 1
+            )
+            self._set(**{name: decay})
+
+    def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
+        """From the flag alone: an overflow counts, a finite step changes nothing."""
+        choose = lambda kept, overflowed: jnp.where(grads_finite, kept, overflowed)
+        return jax.tree.map(choose, self, self._observe(jnp.float32(2.0**self.log_max)))
+
+    def update(self, grads: Any, axis_name: AxisName | None = None) -> tuple[Self, jax.Array]:
+        """Adapts the scale to the largest gradient; see `LossScale.update`."""
+        bits = _largest_bits(grads)
+        if axis_name is not None:
+            bits = lax.pmax(bits, axis_name)
+        finite = bits < _INFINITY
+        amax = lax.bitcast_convert_type(bits, jnp.float32)
+        log2_amax = jnp.log2(jnp.maximum(amax, _validation.SMALLEST))
+        return self._observe(jnp.where(finite, log2_amax, 2.0**self.log_max)), finite
+
+    def _observe(self, x: jax.Array) -> Self:
+        average = lambda old, new, decay: decay * old + (1 - jnp.float32(decay)) * new
+        mean = average(self.mean, x, self.beta1)
+        slow_mean = average(self.slow_mean, x, self.beta2)
+        square = average(self.square, x * x, self.beta2)
+        weight1, weight2 = self.weight1 * self.beta1, self.weight2 * self.beta2
+        variance = square / (1 - weight2) - (slow_mean / (1 - weight2)) ** 2
+        spread = jnp.sqrt(jnp.maximum(variance, 0))
+        log2_scale = 16 - (mean / (1 - weight1) + self.overflow_std_dev * spread)
+        return self.replace(
+            loss_scale=jnp.clip(jnp.exp2(log2_scale), self.min_scale, self.max_scale),
+            mean=mean,
+            slow_mean=slow_mean,
+            square=square,
+            weight1=weight1,
+            weight2=weight2,
+        )
+
+
+_INFINITY = 0x7F800000  # as float32
+
+
+def _largest_bits(tree: Any) -> jax.Array:
+    """The largest absolute value in a tree, as float32 bits; an int32 scalar.
+
+    Of positive floats the order is that of their bits, with infinity above all numbers
+    and NaN above infinity. So one integer maximum, which XLA's max on CPU would not lose
+    a NaN in, finds both what is largest and whether all is finite.
+    """
+    leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
+    parts = [p for x in leaves for p in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
+    bits = lambda x: lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
+    return jnp.stack([jnp.int32(0), *(bits(x).max(initial=0) for x in parts)]).max()

@@ -1,0 +1,129 @@
+"""The loss scale that tolerates a share of overflows."""
+
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale import _validation
+from optax_lossscale._loss_scale import LossScale, state
+from optax_lossscale._precision import times
+
+
+class ToleranceLossScale(LossScale):
+    """Backs off when too large a share of the steps since the last rescale overflowed.
+
+    Source: fairseq's `DynamicLossScaler`. The rule:
+
+        steps += 1
+        if grads_finite:
+            growth_counter += 1
+            if growth_counter == growth_interval:
+                growth_counter = steps = 0
+                loss_scale *= factor
+        else:
+            growth_counter = 0
+            overflows += 1
+            if overflows / steps >= tolerance:
+                overflows = steps = 0
+                loss_scale = max(loss_scale / factor, threshold)
+
+    where the scale stays as it is, and the loss scale is `exhausted`, if it would fall
+    to `min_scale` or below.
+
+    Args:
+      initial_scale: the loss scale before the first step.
+      growth_interval: finite steps in a row after which it grows.
+      factor: what it is multiplied or divided by, at least 1.
+      tolerance: the share of overflows, of the steps since it last changed, that it
+        takes to back off, in [0, 1]. At 0 every overflow backs off.
+      threshold: a floor at which it stays without being exhausted, or None.
+      min_scale: what it always stays above.
+
+    Attributes:
+      loss_scale: the loss scale now; float32, shape ().
+      growth_counter: finite steps in a row since the last growth; int32, shape ().
+      steps: steps since the scale last changed; int32, shape ().
+      overflows: overflows since the last back-off; int32, shape ().
+      stuck: whether the last step was to back off and could not; bool, shape ().
+
+    Raises:
+      ValueError: for an argument outside what is said above, or an `initial_scale`
+        that is not above `min_scale`.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> ls = ols.ToleranceLossScale(initial_scale=1024.0, tolerance=0.5)
+      >>> scales = []
+      >>> for finite in (True, True, False, False):
+      ...     ls = ls.adjust(finite)
+      ...     scales.append(float(ls()))
+      >>> scales
+      [1024.0, 1024.0, 1024.0, 512.0]
+    """
+
+    growth_interval: int = 2000
+    factor: float = 2.0
+    tolerance: float = 0.0
+    threshold: float | None = None
+    min_scale: float = 1e-4
+    growth_counter: jax.Array = state(0)  # shape=(), dtype=int32
+    steps: jax.Array = state(0)  # shape=(), dtype=int32
+    overflows: jax.Array = state(0)  # shape=(), dtype=int32
+    stuck: jax.Array = state(False)  # shape=(), dtype=bool
+
+    def __post_init__(self):
+        super().__post_init__()
+        threshold = self.threshold
+        self._set(
+            growth_interval=_validation.count("growth_interval", self.growth_interval),
+            factor=_validation.growth_factor("factor", self.factor),
+            tolerance=_validation.bounded(
+                "tolerance", self.tolerance, "a number in [0, 1]", lambda x: 0 <= x <= 1
+            ),
+            min_scale=_validation.scale("min_scale", self.min_scale),
+            threshold=None if threshold is None else _validation.scale("threshold", threshold),
+        )
+        if not self.initial_scale > self.min_scale:
+            allowed = f"above min_scale={self.min_scale!r}"
+            _validation.refuse("initial_scale", self.initial_scale, allowed)
+
+    def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
+        """The loss scale after one step; see the class for the rule."""
+        choose = lambda finite, overflow: jnp.where(grads_finite, finite, overflow)
+        return jax.tree.map(choose, self._after_finite_step(), self._after_overflow())
+
+    def exhausted(self) -> jax.Array:
+        """Whether the last step was to lower the scale to `min_scale` or below."""
+        return jnp.asarray(self.stuck)
+
+    def _after_finite_step(self) -> Self:
+        scale, counter = self(), self.growth_counter + 1
+        due = counter >= self.growth_interval
+        grown = times(scale, self.factor)
+        grown = jnp.where(grown <= _validation.LARGEST, grown, scale)
+        return self.replace(
+            loss_scale=jnp.where(due, grown, scale),
+            growth_counter=jnp.where(due, 0, counter),
+            steps=jnp.where(due, 0, _next(self.steps)),
+            stuck=False,
+        )
+
+    def _after_overflow(self) -> Self:
+        scale, steps, overflows = self(), _next(self.steps), _next(self.overflows)
+        backs_off = overflows / steps >= self.tolerance
+        lowered = times(scale, 1 / self.factor)
+        if self.threshold is not None:
+            lowered = jnp.maximum(lowered, self.threshold)
+        stuck = backs_off & (lowered <= self.min_scale)
+        return self.replace(
+            loss_scale=jnp.where(backs_off & ~stuck, lowered, scale),
+            growth_counter=0,
+            steps=jnp.where(backs_off, 0, steps),
+            overflows=jnp.where(backs_off, 0, overflows),
+            stuck=stuck,
+        )
+
+
+def _next(count: jax.Array) -> jax.Array:
+    return jnp.minimum(count, _validation.LARGEST_INT - 1) + 1

@@ -1,0 +1,588 @@
+"""The loss scalers of other systems, under their owners' names and argument names.
+
+Each takes its reference's arguments, with their defaults, and adapts as the reference
+does, value for value in float32. One thing differs: no scale becomes 0, infinite or NaN.
+Where the reference would leave float32's normal range, 1.18e-38 to 3.4e38, the scale
+stays at the last value inside.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from optax_lossscale import _validation
+from optax_lossscale._dynamic import DynamicLossScale
+from optax_lossscale._fixed import FixedLossScale
+from optax_lossscale._logmax import LogMaxLossScale
+from optax_lossscale._loss_scale import LossScale
+from optax_lossscale._tolerance import ToleranceLossScale
+
+# For a reference without a floor: down to the smallest normal float32, and no rounding up.
+_NO_FLOOR: Any = {"min_scale": _validation.SMALLEST, "clip_backoff": False}
+
+
+def _float32(factor: float) -> float:
+    """The factor as a reference that computes in float32 has it."""
+    return float(np.float32(_validation.real("a factor", factor, "a finite number")))
+
+
+def _divisor(factor: float) -> float:
+    """What multiplies like a division by the factor, in float32."""
+    return 1 / _validation.growth_factor("a factor to divide by", _float32(factor))
+
+
+def _compiled_divisor(factor: float) -> float:
+    """The same for a reference that runs compiled: XLA multiplies by the rounded reciprocal."""
+    return _float32(_divisor(factor))
+
+
+def tensorflow_dynamic(
+    initial_loss_scale: float = 2.0**15, increment_period: int = 2000, multiplier: float = 2.0
+) -> DynamicLossScale:
+    """TensorFlow's `tf.train.experimental.DynamicLossScale`.
+
+    Multiplies after `increment_period` finite steps in a row, if the result is finite;
+    divides at a step that is not, down to 1.
+
+    Args:
+      initial_loss_scale: the first scale, at least 1.
+      increment_period: finite steps in a row after which it grows.
+      multiplier: what it is multiplied or divided by.
+
+    Returns:
+      A `DynamicLossScale`.
+
+    Example:
+      >>> from optax_lossscale import presets
+      >>> presets.tensorflow_dynamic().backoff_factor
+      0.5
+    """
+    return DynamicLossScale(
+        initial_scale=initial_loss_scale,
+        growth_interval=increment_period,
+        growth_factor=_float32(multiplier),
+        backoff_factor=_divisor(multiplier),
+    )
+
+
+def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
+    """TensorFlow's `FixedLossScale`.
+
+    Args:
+      loss_scale_value: the scale.
+
+    Returns:
+      A `FixedLossScale`.
+
+    Example:
+      >>> from optax_lossscale import presets
+      >>> presets.tensorflow_fixed(128)
+      FixedLossScale(128.0)
+    """
+    return FixedLossScale(loss_scale_value)
+
+
+def tensorflow_contrib_exponential(
+    init_loss_scale: float,
+    incr_every_n_steps: int,
+    decr_every_n_nan_or_inf: int = 2,
+    incr_ratio: float = 2.0,
+    decr_ratio: float = 0.8,
+) -> DynamicLossScale:
+    """tf.contrib's `ExponentialUpdateLossScaleManager`.
+
+    Backs off at every `decr_every_n_nan_or_inf`-th step that is not finite, down to 1.
+    The count of those survives finite steps, and is cleared by any change of scale.
+
+    Args:
+      init_loss_scale: the first scale, at least 1.
+      incr_every_n_steps: finite steps in a row after which it grows.
+      decr_every_n_nan_or_inf: steps that are not finite that it takes to back off.
+      incr_ratio: what a growth multiplies by.
+      decr_ratio: what a back-off multiplies by.
+
+    Returns:
+      A `DynamicLossScale`.
+
+    Example:
+      >>> from optax_lossscale import presets
+      >>> presets.tensorflow_contrib_exponential(2.0**15, 1000).hysteresis
+      2
+    """
+    return DynamicLossScale(
+        initial_scale=init_loss_scale,
+        growth_interval=incr_every_n_steps,
+        growth_factor=_float32(incr_ratio),
+        backoff_factor=_float32(decr_ratio),
+        hysteresis=decr_every_n_nan_or_inf,
+        hysteresis_refill="rescale",
+    )
+
+
+def tf_keras(
+    dynamic: bool = True,
+    initial_scale: float | None = None,
+    dynamic_growth_steps: int | None = None,
+) -> LossScale:
+    """`tf.keras.mixed_precision.LossScaleOptimizer`, less the optimizer.
+
+    Doubles after `dynamic_growth_steps` finite steps in a row, if the result is finite;
+    halves at a step that is not, down to 1.
+
+    Args:
+      dynamic: whether the scale adapts.
+      initial_scale: the first scale, by default 2**15; required if not `dynamic`.
+      dynamic_growth_steps: by default 2000; None if not `dynamic`.
+
+    Returns:
+      A `DynamicLossScale`, or a `FixedLossScale` if not `dynamic`.
+
+    Raises:
+      ValueError: for a scale that is not dynamic without `initial_scale` or with
+        `dynamic_growth_steps`.
+
+    Example:
+      >>> from optax_lossscale import presets
+      >>> presets.tf_keras(dynamic=False, initial_scale=1024)
+      FixedLossScale(1024.0)
+    """
+    if dynamic:
+        return DynamicLossScale(
+            initial_scale=2.0**15 if initial_scale is None else initial_scale,
+            growth_interval=2000 if dynamic_growth_steps is None else dynamic_growth_steps,
+        )
+    if initial_scale is None or dynamic_growth_steps is not None:
+        raise ValueError(
+            "with dynamic=False give initial_scale, and no dynamic_growth_steps; got "
+            f"initial_scale={initial_scale!r}, dynamic_growth_steps={dynamic_growth_steps!r}"
+        )
+    return FixedLossScale(initial_scale)
+
+
+def keras(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> DynamicLossScale:
+    """Keras 3's `keras.optimizers.LossScaleOptimizer`, less the optimizer.
+
+    Doubles after `dynamic_growth_steps` finite steps in a row and halves at a step that
+    is not finite, with neither floor nor cap but float32's range.
+
+    Args:
+      initial_scale: the first scale.
+      dynamic_growth_steps: finite steps in a row after which it grows.
+
+    Returns:
+      A `DynamicLossScale`.
+
+    Example:
+      >>> from optax_lossscale import presets
+      >>> float(presets.keras(initial_scale=1.0).adjust(False)())
+      0.5
+    """
+    return DynamicLossScale(
+        initial_scale=initial_scale, growth_interval=dynamic_growth_steps, **_NO_FLOOR
+    )
+
+
+def pytorch(
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    enabled: bool = True,
+) -> LossScale:
+    """PyTorch's `torch.amp.GradScaler`.
+
+    Grows after `growth_interval` finite steps in a row, if the result is finite; backs
+    off at a step that is not, with no floor but float32's range. The factors multiply
+    in double precision, as PyTorch's do.
+
+    Args:
+      init_scale: the first scale.
+      growth_factor: what a growth multiplies by.
+      backoff_factor: what a back-off multiplies by.
+      growth_interval: finite steps in a row after which it grows.
+      enabled: if False, there is no scaling.
+
+    Returns:
+      A `DynamicLossScale`, or `FixedLossScale(1)` if not `enabled`.
+
+    Example:
+      >>> from optax_lossscale import presets
+      >>> float(presets.pytorch()())
+      65536.0
+    """
+    if not enabled:
+        return FixedLossScale(1)
+    return DynamicLossScale(
+        initial_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        **_NO_FLOOR,
+    )
+
+
+def flax(
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    fin_steps: int = 0,
+    scale: float = 65536.0,
+    minimum_scale: float | None = _validation.SMALLEST,
+) -> DynamicLossScale:
+    """Flax's `flax.training.dynamic_scale.DynamicScale`.
+
+    Grows after `growth_interval + 1` finite steps in a row, up to the largest float32,
+    at which it ends; backs off at a step that is not finite, down to `minimum_scale`.
+
+    Args:
+      growth_factor: what a growth multiplies by.
+      backoff_factor: what a back-off multiplies by.
+      growth_interval: finite steps in a row, less one, after which it grows.
+      fin_steps: finite steps in a row before the first.
+      scale: the first scale.
+      minimum_scale: the floor; None for none but float32's range.
+
+    Returns:
+      A `DynamicLossScale`.
+
+    Example:
+      >>> from optax_lossscale import presets
+      >>> presets.flax().growth_interval
+      2001
+    """
+    floor: Any = _NO_FLOOR if minimum_scale is None else {"min_scale": float(minimum_scale)}
+    loss_scale = DynamicLossScale(
+        initial_scale=scale,
+        growth_factor=_float32(growth_factor),
+        backoff_factor=_float32(backoff_factor),
+        growth_interval=growth_interval + 1,
+        clip_growth=True,
+        **floor,
+    )
+    return loss_scale.replace(growth_counter=fin_steps) if fin_steps else loss_scale
+
+
+def jmp(
+    loss_scale: float,
+    counter: int = 0,
+    period: int = 2000,
+    factor: float = 2,
+    min_loss_scale: float = 1.0,
+) -> DynamicLossScale:
+    """JMP's `jmp.DynamicLossScale`.
+
+    Multiplies after `period` finite steps in a row, if the result is finite; divides at
+    a step that is not, down to `min_loss_scale`. (JMP forgets that at the first `jit`,
+    and is back at 1; this does not.)
+
+    Args:
+      loss_scale: the first scale.
+      counter: finite steps in a row before the first.
+      period: finite steps in a row after which it grows.
+      factor: what it is multiplied or divided by.
+      min_loss_scale: the floor.
+
+    Returns:
+      A `DynamicLossScale`.
+
+    Example:
+      >>> from optax_lossscale import presets
+      >>> float(presets.jmp(2.0**15, period=1).adjust(True)())
+      65536.0
+    """
+    made = DynamicLossScale(
+        initial_scale=loss_scale,
+        growth_interval=period,
+        growth_factor=_float32(factor),
+        backoff_factor=_compiled_divisor(factor),
+        min_scale=min_loss_scale,
+    )
+    return made.replace(growth_counter=counter) if counter else made
+
+
+def mpx(
+    loss_scaling: float,
+    min_loss_scaling: float = 1.0,
+    factor: float = 2,
+    period: int = 2000,
+    counter: int = 0,
+) -> DynamicLossScale:
+    """MPX's `mpx.DynamicLossScaling`.
+
+    Multiplies after `period` finite steps in a row, up to 65504, the largest float16, at
+    which it ends; divides at a step that is not finite, down to `min_loss_scaling`. (MPX
+    unscales by the scale after that; this, by the scale that scaled.)
+
+    Args:
+      loss_scaling: the first scale, at most 65504.
+      min_loss_scaling: the floor.
+      factor: what it is multiplied or divided by.
+      period: finite steps in a row after which it grows.
+      counter: finite steps in a row before the first.
+
+    Returns:
+      A `DynamicLossScale`.
+
+    Example:
+      >>> from optax_lossscale import presets
+      >>> float(presets.mpx(2.0**15, period=1).adjust(True)())
+      65504.0
+    """
+    made = DynamicLossScale(
+        initial_scale=loss_scaling,
+        growth_interval=period,
+        growth_factor=_float32(factor),
+        backoff_factor=_compiled_divisor(factor),
+        min_scale=min_loss_scaling,
+        max_scale=65504.0,
+        clip_growth=True,
+    )
+    return made.replace(growth_counter=counter) if counter else made
+
+
+def megatron(
+    initial_scale: float,
+    min_scale: float,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+) -> DynamicLossScale:
+    """Megatron-LM's `DynamicGradScaler`.
+
+    Backs off at the `hysteresis`-th step that is not finite, and at each further one
+    until a growth, down to `min_scale`; grows after `growth_interval` finite steps in a
+    row.
+
+    Args:
+      initial_scale: the first scale.
+      min_scale: the floor.
+      growth_factor: what a growth multiplies by.
+      backoff_factor: what a back-off multiplies by.
+      growth_interval: finite steps in a row after which it grows.
+      hysteresis: steps that are not finite that it takes to back off.
+
+    Returns:
+      A `DynamicLossScale`.
+
+    Example:
+      >>> from optax_lossscale import presets
+      >>> ls = presets.megatron(2.0**32, 1.0, 2.0, 0.5, 1000, hysteresis=2)
+      >>> float(ls.adjust(False)()), float(ls.adjust(False).adjust(False)())
+      (4294967296.0, 2147483648.0)
+    """
+    return DynamicLossScale(
+        initial_scale=initial_scale,
+        min_scale=min_scale,
+        growth_factor=_float32(growth_factor),
+        backoff_factor=_float32(backoff_factor),
+        growth_interval=growth_interval,
+        hysteresis=hysteresis,
+    )
+
+
+def deepspeed(
+    init_scale: float = 2.0**32,
+    scale_factor: float = 2.0,
+    scale_window: int = 1000,
+    min_scale: float = 1,
+    delayed_shift: int = 1,
+    consecutive_hysteresis: bool = False,
+    raise_error_at_min_scale: bool = True,
+) -> DynamicLossScale:
+    """DeepSpeed's `DynamicLossScaler`.
+
+    Divides at the `delayed_shift`-th step that is not finite, down to `min_scale`;
+    multiplies after `scale_window` finite steps in a row.
+
+    Args:
+      init_scale: the first scale.
+      scale_factor: what it is multiplied or divided by.
+      scale_window: finite steps in a row after which it grows.
+      min_scale: the floor.
+      delayed_shift: steps that are not finite that it takes to back off.
+      consecutive_hysteresis: whether those must come in a row.
+      raise_error_at_min_scale: whether an overflow at the floor makes it `exhausted`,
+        for which `check` raises.
+
+    Returns:
+      A `DynamicLossScale`.
+
+    Example:
+      >>> from optax_lossscale import presets
+      >>> bool(presets.deepspeed(init_scale=1.0).adjust(False).exhausted())
+      True
+    """
+    return DynamicLossScale(
+        initial_scale=init_scale,
+        growth_factor=scale_factor,
+        backoff_factor=1 / _validation.growth_factor("scale_factor", scale_factor),
+        growth_interval=scale_window,
+        min_scale=min_scale,
+        hysteresis=delayed_shift,
+        hysteresis_refill="finite" if consecutive_hysteresis else "growth",
+        exhausts=raise_error_at_min_scale,
+    )
+
+
+def fairseq(
+    init_scale: float = 2.0**15,
+    scale_factor: float = 2.0,
+    scale_window: int = 2000,
+    tolerance: float = 0.0,
+    threshold: float | None = None,
+    min_loss_scale: float = 1e-4,
+) -> ToleranceLossScale:
+    """The `DynamicLossScaler` of fairseq.
+
+    Divides where the share of overflows since the last change of scale reaches
+    `tolerance`; multiplies after `scale_window` finite steps in a row.
+
+    Args:
+      init_scale: the first scale.
+      scale_factor: what it is multiplied or divided by.
+      scale_window: finite steps in a row after which it grows.
+      tolerance: the share of overflows that it takes to back off.
+      threshold: a floor at which it stays without an error.
+      min_loss_scale: a scale that would fall to this or below is `exhausted`, for which
+        `check` raises.
+
+    Returns:
+      A `ToleranceLossScale`.
+
+    Example:
+      >>> from optax_lossscale import presets
+      >>> float(presets.fairseq().adjust(False)())
+      16384.0
+    """
+    return ToleranceLossScale(
+        initial_scale=init_scale,
+        factor=scale_factor,
+        growth_interval=scale_window,
+        tolerance=tolerance,
+        threshold=threshold,
+        min_scale=min_loss_scale,
+    )
+
+
+def openseq2seq_logmax(
+    scale_min: float = 1.0,
+    scale_max: float = 2.0**24,
+    log_max: float = 16.0,
+    beta1: float = 0.99,
+    beta2: float = 0.999,
+    overflow_std_dev: float = 3.09,
+) -> LogMaxLossScale:
+    """OpenSeq2Seq's `LogMaxScaler`, which starts at a scale of 1.
+
+    Args:
+      scale_min: the floor.
+      scale_max: the cap.
+      log_max: an overflow counts as a log2 of `2**log_max`, as in the reference.
+      beta1: decay of the mean.
+      beta2: decay of the averages behind the spread.
+      overflow_std_dev: deviations between the mean and 2**16.
+
+    Returns:
+      A `LogMaxLossScale`.
+
+    Example:
+      >>> from optax_lossscale import presets
+      >>> float(presets.openseq2seq_logmax()())
+      1.0
+    """
+    return LogMaxLossScale(
+        initial_scale=max(1.0, scale_min),
+        min_scale=scale_min,
+        max_scale=scale_max,
+        log_max=log_max,
+        beta1=beta1,
+        beta2=beta2,
+        overflow_std_dev=overflow_std_dev,
+    )
+
+
+def apex(
+    loss_scale: float | str = "dynamic",
+    init_scale: float = 2.0**16,
+    scale_factor: float = 2.0,
+    scale_window: int = 2000,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> LossScale:
+    """NVIDIA Apex's `LossScaler`.
+
+    Doubles after `scale_window` finite steps in a row, up to `max_loss_scale`, at which
+    it ends; halves at a step that is not finite, down to `min_loss_scale`.
+
+    Args:
+      loss_scale: "dynamic", or a number for a fixed scale.
+      init_scale: the first scale; Apex starts no higher than `max_loss_scale`.
+      scale_factor: taken and not used, as in Apex: the factor is 2.
+      scale_window: finite steps in a row after which it grows.
+      min_loss_scale: the floor; None for none but float32's range.
+      max_loss_scale: the cap.
+
+    Returns:
+      A `DynamicLossScale`, or a `FixedLossScale` for a number.
+
+    Example:
+      >>> from optax_lossscale import presets
+      >>> float(presets.apex(init_scale=2.0**24, scale_window=1).adjust(True)())
+      16777216.0
+    """
+    del scale_factor
+    if loss_scale != "dynamic":
+        return FixedLossScale(loss_scale)  # pyrefly: ignore[bad-argument-type]
+    floor: Any = _NO_FLOOR if min_loss_scale is None else {"min_scale": min_loss_scale}
+    return DynamicLossScale(
+        initial_scale=min(init_scale, max_loss_scale),
+        growth_interval=scale_window,
+        max_scale=max_loss_scale,
+        clip_growth=True,
+        **floor,
+    )
+
+
+_PRESETS = {
+    preset.__name__: preset
+    for preset in (
+        tensorflow_dynamic,
+        tensorflow_fixed,
+        tensorflow_contrib_exponential,
+        tf_keras,
+        keras,
+        pytorch,
+        flax,
+        jmp,
+        mpx,
+        megatron,
+        deepspeed,
+        fairseq,
+        openseq2seq_logmax,
+        apex,
+    )
+}
+
+
+def get(name: str, **arguments: Any) -> LossScale:
+    """The preset of that name, with those arguments.
+
+    Args:
+      name: the name of a function of this module.
+      **arguments: its arguments.
+
+    Returns:
+      A `LossScale`.
+
+    Raises:
+      ValueError: for an unknown name or argument, which lists the known.
+
+    Example:
+      >>> from optax_lossscale import presets
+      >>> presets.get("pytorch", init_scale=1024.0) == presets.pytorch(1024.0)
+      True
+    """
+    if name not in _PRESETS:
+        raise ValueError(f"no preset is named {name!r}; there are {', '.join(_PRESETS)}")
+    return _validation.construct(_PRESETS[name], arguments)

@@ -1,0 +1,51 @@
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+PARAMS = jnp.ones(2)
+NAN = jnp.full(2, jnp.nan)
+
+
+def after(tx, *grads):
+    state = tx.init(PARAMS)
+    for g in grads:
+        _, state = tx.update(g, state, PARAMS)
+    return state
+
+
+def test_passes_while_there_is_something_to_lower():
+    tx = ols.with_loss_scale(optax.sgd(0.1), ols.DynamicLossScale(initial_scale=4.0))
+    assert ols.check(after(tx, NAN, NAN)) is None
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, optax.chain])
+def test_raises_when_exhausted(wrap):
+    tx = wrap(ols.with_loss_scale(optax.sgd(0.1), ols.DynamicLossScale(initial_scale=2.0)))
+    with pytest.raises(ols.LossScaleError, match=r"scale of 1, .* 2 steps in a row .*min_scale"):
+        ols.check(after(tx, NAN, NAN))
+    ols.check(after(tx, NAN, NAN, PARAMS))
+
+
+def test_raises_at_too_many_skips():
+    tx = ols.with_loss_scale(optax.sgd(0.1), ols.DynamicLossScale())
+    state = after(tx, NAN, NAN, NAN)
+    ols.check(state, max_consecutive_skips=3)
+    with pytest.raises(ols.LossScaleError, match=r"scale is 4096\. 3 steps in a row"):
+        ols.check(state, max_consecutive_skips=2)
+
+
+def test_takes_a_loss_scale():
+    ls = ols.presets.fairseq(init_scale=1.0, min_loss_scale=0.5)
+    ols.check(ls)
+    with pytest.raises(ols.LossScaleError, match=r"overflowed at a loss scale of 1, which cannot"):
+        ols.check(ls.adjust(False))
+    ols.check(ols.FixedLossScale(1).adjust(False))
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="exactly one loss scale"):
+        ols.check(optax.sgd(0.1).init(PARAMS))
+    with pytest.raises(ValueError, match="max_consecutive_skips must be an int"):
+        ols.check(ols.FixedLossScale(1), max_consecutive_skips=0)

@@ -1,0 +1,88 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+
+def test_puts_the_largest_gradient_below_the_cutoff():
+    """Constant gradients have no spread: the scale takes them to 2**16."""
+    ls = ols.LogMaxLossScale()
+    for _ in range(5):
+        ls, should_apply = ls.update({"a": jnp.array([2.0**-3, -(2.0**-2)]), "b": None})
+    assert should_apply
+    np.testing.assert_allclose(ls(), 2.0**18, rtol=1e-2)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
+def test_finds_the_largest_and_what_is_not_finite_anywhere(dtype, bad):
+    rng = np.random.default_rng(0)
+    update = jax.jit(lambda x: ols.LogMaxLossScale(max_scale=2.0**30).update(x))
+    for size in (1, 7, 1000, 100_003):
+        for i in {0, size // 2, size - 1, int(rng.integers(size))}:
+            x = np.clip(rng.normal(size=size), -3, 3).astype(dtype)
+            x[i] = -8.0
+            ls, finite = update(jnp.asarray(x))
+            assert finite
+            np.testing.assert_allclose(ls(), 2.0**13, rtol=1e-4)
+            x[i] = bad
+            ls, finite = update(jnp.asarray(x))
+            assert not finite
+            assert ls() == 1
+
+
+@pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-38, 3e38])
+def test_extreme_gradients_leave_a_finite_scale(amax):
+    ls = ols.LogMaxLossScale()
+    for _ in range(10):
+        ls, should_apply = ls.update(jnp.array([amax]))
+        assert should_apply
+        assert 1 <= ls() <= 2.0**24
+    for _ in range(400):
+        ls, _ = ls.update(jnp.array([1.0]))
+    assert 1 <= ls() <= 2.0**24
+
+
+def test_from_the_flag_alone():
+    ls = ols.LogMaxLossScale(initial_scale=1024.0)
+    assert ls.adjust(True) == ls
+    assert ls.adjust(False)() == 1
+
+
+def test_replicas_share_the_largest():
+    update = lambda g: ols.LogMaxLossScale().update(g, axis_name="i")
+    ls, finite = jax.pmap(update, axis_name="i")(jnp.array([1.0, 4.0, 2.0, 0.5]))
+    np.testing.assert_array_equal(ls.loss_scale, [2.0**14] * 4)
+    assert finite.all()
+    _, finite = jax.pmap(update, axis_name="i")(jnp.array([1.0, jnp.nan, 2.0, 0.5]))
+    assert not finite.any()
+
+
+def test_in_an_optimizer():
+    tx = ols.with_loss_scale(optax.sgd(1.0), ols.LogMaxLossScale(initial_scale=256.0))
+    params, state = jax.jit(tx.apply_gradients)(
+        jnp.array([512.0]), tx.init(jnp.zeros(1)), jnp.zeros(1)
+    )
+    assert params == -2
+    np.testing.assert_allclose(state.loss_scale(), 2.0**15, rtol=1e-4)
+
+
+BAD = {
+    "initial_scale": [0, 2.0**25, True],
+    "min_scale": [0, 2.0, None],
+    "max_scale": [np.inf, 0.5],
+    "log_max": [np.nan, None],
+    "beta1": [1.0, -0.1, None],
+    "beta2": [1.0, np.nan],
+    "overflow_std_dev": [-1, np.inf],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(k, v) for k, vs in BAD.items() for v in vs])
+def test_bad_arguments(name, value):
+    named = "initial_scale" if value in (2.0, 0.5) else name
+    with pytest.raises(ValueError, match=f"{named} must be .*, got "):
+        ols.LogMaxLossScale(**{name: value})

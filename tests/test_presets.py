@@ -1,0 +1,290 @@
+import inspect
+import json
+import warnings
+
+import chex
+import flax.training.dynamic_scale
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import presets
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import jmp
+
+REQUIRED = {
+    "tensorflow_fixed": {"loss_scale_value": 128.0},
+    "tensorflow_contrib_exponential": {"init_loss_scale": 2.0**15, "incr_every_n_steps": 1000},
+    "jmp": {"loss_scale": 2.0**15},
+    "mpx": {"loss_scaling": 2.0**15},
+    "megatron": {
+        "initial_scale": 2.0**32,
+        "min_scale": 1.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 1000,
+        "hysteresis": 2,
+    },
+}
+NAMES = [
+    "tensorflow_dynamic",
+    "tensorflow_fixed",
+    "tensorflow_contrib_exponential",
+    "tf_keras",
+    "keras",
+    "pytorch",
+    "flax",
+    "jmp",
+    "mpx",
+    "megatron",
+    "deepspeed",
+    "fairseq",
+    "openseq2seq_logmax",
+    "apex",
+]
+each = pytest.mark.parametrize("name", NAMES)
+
+
+def default(name):
+    return presets.get(name, **REQUIRED.get(name, {}))
+
+
+@each
+def test_by_name(name):
+    function = getattr(presets, name)
+    assert default(name) == function(**REQUIRED.get(name, {}))
+    assert ols.get({"preset": name, **REQUIRED.get(name, {})}) == default(name)
+    assert ">>> from optax_lossscale import presets" in function.__doc__
+    for argument in inspect.signature(function).parameters:
+        assert f"      {argument}: " in function.__doc__.replace("  Args:", "    Args:") or (
+            f"{argument}:" in function.__doc__
+        )
+
+
+def test_unknown_names_and_arguments():
+    with pytest.raises(ValueError, match=r"no preset is named 'torch'; there are .*pytorch"):
+        presets.get("torch")
+    with pytest.raises(ValueError, match="keys among init_scale, growth_factor"):
+        presets.get("pytorch", initial_scale=1.0)
+    with pytest.raises(ValueError, match="no preset is named 'torch'"):
+        ols.get({"preset": "torch"})
+
+
+@each
+def test_config_round_trip_through_json(name):
+    ls = default(name)
+    assert ols.LossScale.from_config(json.loads(json.dumps(ls.get_config()))) == ls
+    assert ols.get(json.loads(json.dumps(ls.get_config()))) == ls
+
+
+@each
+def test_one_trace_over_a_loop(name):
+    update = jax.jit(chex.assert_max_traces(lambda ls, g: (ls.update(g)[0], 0), n=1))
+    ls = default(name)
+    for g in (1.0, np.inf, 2.0, np.nan, 3.0):
+        ls, _ = update(ls, jnp.full(3, g))
+
+
+def test_defaults():
+    assert presets.tensorflow_dynamic() == ols.DynamicLossScale() == presets.tf_keras()
+    assert presets.pytorch()() == 2.0**16
+    assert presets.flax()() == 2.0**16
+    assert presets.deepspeed()() == 2.0**32
+    assert presets.apex().max_scale == 2.0**24
+    assert presets.openseq2seq_logmax()() == 1
+    assert presets.pytorch(enabled=False) == ols.FixedLossScale(1)
+    assert presets.tf_keras(dynamic=False, initial_scale=8) == ols.FixedLossScale(8)
+    assert presets.apex(128.0) == ols.FixedLossScale(128)
+    assert presets.flax(fin_steps=3).growth_counter == 3
+    assert presets.jmp(8.0, counter=2).growth_counter == 2
+    assert presets.mpx(8.0, counter=2).growth_counter == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"dynamic": False}, {"dynamic": False, "initial_scale": 2, "dynamic_growth_steps": 3}],
+)
+def test_tf_keras_fixed_needs_a_scale_and_nothing_else(arguments):
+    with pytest.raises(ValueError, match="with dynamic=False give initial_scale"):
+        presets.tf_keras(**arguments)
+
+
+def scales(ls, finite):
+    step = lambda ls, ok: (ls.adjust(ok), ls.adjust(ok)())
+    return np.asarray(jax.jit(lambda ls, f: jax.lax.scan(step, ls, f)[1])(ls, finite))
+
+
+def test_apex():
+    ls = presets.apex(init_scale=2.0**23, scale_window=2, min_loss_scale=2.0**22, scale_factor=9)
+    finite = np.array([1, 1, 1, 1, 0, 0, 0, 1, 1], bool)
+    expected = 2.0 ** np.array([23, 24, 24, 24, 23, 22, 22, 22, 23])
+    np.testing.assert_array_equal(scales(ls, finite), expected)
+    assert presets.apex(init_scale=2.0**30)() == 2.0**24
+    assert scales(presets.apex(init_scale=1.0), np.zeros(3, bool))[-1] == 2.0**-3
+
+
+# Live, side by side
+
+factors = st.sampled_from([1.5, 2.0, 3.0, 1.1, 10.0])
+sequences = st.lists(st.booleans(), min_size=50, max_size=50).map(np.array)
+
+
+@hypothesis.given(
+    factors,
+    st.sampled_from([0.5, 0.25, 0.3, 0.9]),
+    st.integers(1, 6),
+    st.sampled_from([1.0, 65536.0, 1000.0, 1e38]),
+    st.sampled_from([float(np.finfo(np.float32).tiny), 1.0, 2.0**-10]),
+    sequences,
+)
+@hypothesis.settings(deadline=None, max_examples=40)
+def test_flax_live(growth_factor, backoff_factor, interval, scale, minimum, finite):
+    arguments = {
+        "growth_factor": growth_factor,
+        "backoff_factor": backoff_factor,
+        "growth_interval": interval,
+        "scale": scale,
+        "minimum_scale": minimum,
+    }
+
+    def step(reference, ok):
+        loss_fn = lambda x: x * jnp.where(ok, 1.0, jnp.inf)
+        reference, is_finite, _, _ = reference.value_and_grad(loss_fn)(jnp.float32(1e-30))
+        return reference, (reference.scale, is_finite)
+
+    reference = flax.training.dynamic_scale.DynamicScale(**arguments)
+    reference = reference.replace(scale=jnp.float32(scale), fin_steps=jnp.int32(0))
+    theirs, decisions = jax.jit(lambda r, f: jax.lax.scan(step, r, f)[1])(reference, finite)
+    np.testing.assert_array_equal(decisions, finite)
+    np.testing.assert_array_equal(scales(presets.flax(**arguments), finite), theirs)
+
+
+@hypothesis.given(
+    st.integers(1, 6), factors, st.sampled_from([1.0, 2.0**15, 1000.0, 1e38]), sequences
+)
+@hypothesis.settings(deadline=None, max_examples=40)
+def test_jmp_live(period, factor, scale, finite):
+    reference = jmp.DynamicLossScale(
+        jnp.float32(scale), jnp.int32(0), period=period, factor=factor
+    )
+    step = lambda r, ok: (r.adjust(ok), r.adjust(ok).loss_scale)
+    theirs = jax.jit(lambda r, f: jax.lax.scan(step, r, f)[1])(reference, finite)
+    ours = scales(presets.jmp(scale, period=period, factor=factor), finite)
+    np.testing.assert_array_equal(ours, theirs)
+
+
+# Never 0, inf or NaN
+
+STEPS = 1_000_000
+FAST = {
+    "tensorflow_dynamic": {"increment_period": 1, "multiplier": 3.0},
+    "tensorflow_contrib_exponential": {
+        "init_loss_scale": 1000.0,
+        "incr_every_n_steps": 1,
+        "decr_every_n_nan_or_inf": 1,
+    },
+    "tf_keras": {"dynamic_growth_steps": 1},
+    "keras": {"initial_scale": 1000.0, "dynamic_growth_steps": 1},
+    "pytorch": {"growth_interval": 1, "growth_factor": 1.1, "backoff_factor": 0.7},
+    "flax": {"growth_interval": 1, "minimum_scale": None, "growth_factor": 1e6},
+    "jmp": {"loss_scale": 1000.0, "period": 1, "factor": 3, "min_loss_scale": 1e-37},
+    "mpx": {"loss_scaling": 1000.0, "period": 1, "factor": 3},
+    "megatron": {
+        "initial_scale": 1000.0,
+        "min_scale": 1e-37,
+        "growth_factor": 1.7,
+        "backoff_factor": 0.01,
+        "growth_interval": 1,
+        "hysteresis": 1,
+    },
+    "deepspeed": {"scale_window": 1, "scale_factor": 1.01},
+    "fairseq": {"scale_window": 1, "tolerance": 0.3, "scale_factor": 3.0},
+    "openseq2seq_logmax": {"beta1": 0.0, "beta2": 0.5},
+    "apex": {"scale_window": 1, "max_loss_scale": 3e38, "min_loss_scale": None},
+}
+
+
+def adversarial_gradients():
+    """Eight sequences: always and never finite, in long waves, at random; odd sizes too."""
+    rng = np.random.default_rng(0)
+    t = np.arange(STEPS)
+    waves = [t % (2 * n) < n for n in (1, 300, 5_000)]
+    finite = np.stack([t >= 0, t < 0, *waves, *(rng.random((3, STEPS)) < [[0.1], [0.5], [0.99]])])
+    sizes = rng.choice(np.float32([0.0, 1e-45, 1e-38, 1.0, 3e38]), (8, STEPS))
+    return jnp.asarray(np.where(finite, sizes, np.inf).T)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAST)
+def test_a_million_steps_never_leave_the_normal_range(name):
+    def step(carry, gradient):
+        ls, least, most = carry
+        ls, _ = ls.update(gradient)
+        # A NaN stays in both.
+        return (ls, jnp.minimum(least, ls()), jnp.maximum(most, ls())), None
+
+    def run(gradients):
+        ls = jax.tree.map(jnp.asarray, presets.get(name, **FAST[name]))
+        (_, least, most), _ = jax.lax.scan(step, (ls, ls(), ls()), gradients)
+        return least, most
+
+    least, most = jax.jit(jax.vmap(run, in_axes=1))(adversarial_gradients())
+    assert (least >= np.finfo(np.float32).tiny).all()
+    assert np.isfinite(most).all()
+    assert (most > least).any()
+
+
+# A user's own strategy, in the manner of tf.contrib's LossScaleManager
+
+
+class EveryOtherOverflow(ols.LossScale):
+    """Backs off at every second overflow, and remembers how often it grew."""
+
+    incr_every_n_steps: int = 2
+    num_good_steps: jax.Array = ols.state(0)
+    num_bad_steps: jax.Array = ols.state(0)
+    growths: jax.Array = ols.state(0)
+
+    def adjust(self, grads_finite):
+        good = jnp.where(grads_finite, self.num_good_steps + 1, 0)
+        bad = self.num_bad_steps + jnp.where(grads_finite, 0, 1)
+        grows, backs_off = good >= self.incr_every_n_steps, bad >= 2
+        factor = jnp.where(grows, 2.0, jnp.where(backs_off, 0.5, 1.0))
+        changed = grows | backs_off
+        return self.replace(
+            loss_scale=jnp.maximum(1.0, self() * factor),
+            num_good_steps=jnp.where(changed, 0, good),
+            num_bad_steps=jnp.where(changed, 0, bad),
+            growths=self.growths + grows,
+        )
+
+
+def test_a_strategy_of_ones_own():
+    import optax
+
+    tx = ols.with_loss_scale(optax.adam(0.1), EveryOtherOverflow(initial_scale=8.0))
+
+    @jax.jit
+    def train(params, state, gradients):
+        def step(carry, gradient):
+            params, state = carry
+            scaled = state.loss_scale.scale(gradient)
+            carry = tx.apply_gradients(scaled, state, params)
+            return carry, carry[1].loss_scale()
+
+        return jax.lax.scan(step, (params, state), gradients)
+
+    params = jnp.zeros(())
+    gradients = jnp.array([1.0, 1.0, jnp.inf, 1.0, jnp.nan, 1.0, 1.0])
+    (params, state), history = train(params, tx.init(params), gradients)
+    np.testing.assert_array_equal(history, [8, 16, 16, 16, 8, 8, 16])
+    assert state.loss_scale.growths == 2
+    assert state.skipped_steps == 2
+    ls = EveryOtherOverflow(initial_scale=8.0, incr_every_n_steps=3)
+    assert ols.get(json.loads(json.dumps(ls.get_config()))) == ls
