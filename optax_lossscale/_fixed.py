@@ -38,8 +38,7 @@ class FixedLossScale(LossScale):
     loss_scale: np.float32 = dataclasses.field(init=False)  # pyrefly: ignore[bad-override]
 
     def __init__(self, scale: float):
-        _validation.scale("scale", scale, largest=2.0**126)
-        super().__init__(float(scale))
+        super().__init__(_validation.scale("scale", scale, largest=2.0**126))
 
     def __repr__(self) -> str:
         return f"FixedLossScale({self.initial_scale})"

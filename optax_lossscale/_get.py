@@ -1,6 +1,5 @@
 """A loss scale from what a user may call one, and from where it is kept."""
 
-from numbers import Real
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ from optax_lossscale import presets
 from optax_lossscale._dynamic import DynamicLossScale
 from optax_lossscale._fixed import FixedLossScale
 from optax_lossscale._loss_scale import LossScale
+from optax_lossscale._validation import python_number
 
 
 def get(identifier: Any) -> LossScale:
@@ -44,8 +44,8 @@ def get(identifier: Any) -> LossScale:
             return presets.get(name, **arguments)
         case dict():
             return LossScale.from_config(identifier)
-        case Real() if not isinstance(identifier, bool):
-            return FixedLossScale(float(identifier))
+    if python_number(identifier) is not None:
+        return FixedLossScale(identifier)
     raise ValueError(
         "a loss scale is None (no scaling), a number (fixed), 'dynamic', a LossScale, a dict "
         f"from get_config(), or a dict with the key 'preset'; got {identifier!r}"
@@ -79,6 +79,6 @@ def get_loss_scale(state: Any) -> LossScale:
         raise ValueError(
             f"expected exactly one loss scale in the state, found {len(found)} in a "
             f"{type(state).__name__}. Wrap the optimizer in with_loss_scale once and pass the "
-            "state that its init returned, or pass the LossScale itself."
+            "state that its init returned, or pass a LossScale, such as get(128)."
         )
     return found[0]

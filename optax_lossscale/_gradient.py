@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale._get import get_loss_scale
 
@@ -29,18 +30,18 @@ def scale_loss(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
       >>> float(ols.scale_loss(0.5, ols.FixedLossScale(128)))
       64.0
     """
-    try:
-        loss = jnp.asarray(loss)
-    except (TypeError, ValueError):
+    if not isinstance(loss, (jax.Array, np.ndarray, np.generic, int, float)):
         raise TypeError(
-            f"the loss must be a scalar, got {type(loss).__name__}; for a function that returns "
+            f"the loss must be a scalar, got a {type(loss).__name__}; of a function that returns "
             "(loss, aux) say has_aux=True"
-        ) from None
-    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(
-            "the loss must be a real floating-point scalar, got shape "
-            f"{loss.shape} and dtype {loss.dtype}; reduce it, with jnp.mean say"
         )
+    loss = jnp.asarray(loss)
+    if loss.shape != ():
+        raise TypeError(
+            f"the loss must be a scalar, got shape {loss.shape}; reduce it, with jnp.mean say"
+        )
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(f"the loss must be a real floating-point number, got dtype {loss.dtype}")
     return get_loss_scale(loss_scale).scale(loss)
 
 
@@ -52,6 +53,9 @@ def value_and_grad(
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, Any]]:
     """As `jax.value_and_grad`, but the gradients are those of the scaled loss.
+
+    Call it inside the training step, with the step's own state: the loss scale is the
+    one that it was given, and a function made before the loop would keep to the first.
 
     Args:
       fun: a function that returns a real floating-point scalar, or with `has_aux` a
@@ -81,7 +85,12 @@ def value_and_grad(
 
     def scaled_fun(*args, **kw):
         value = fun(*args, **kw)
-        loss = value[0] if has_aux else value
+        if has_aux and not (isinstance(value, tuple) and len(value) == 2):
+            raise TypeError(
+                "with has_aux=True the function must return a pair (loss, aux), got a "
+                f"{type(value).__name__}"
+            )
+        loss: Any = value[0] if has_aux else value
         return scale_loss(loss, loss_scale), value
 
     scaled_value_and_grad = jax.value_and_grad(scaled_fun, argnums, has_aux=True, **kwargs)

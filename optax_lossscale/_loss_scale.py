@@ -23,8 +23,8 @@ def state(default: Any = dataclasses.MISSING, *, init: Literal[False] = False) -
     """Declares a field of a `LossScale` that changes from step to step: an array leaf.
 
     Args:
-      default: its first value. A bool, int or float becomes a bool, int32 or float32 scalar;
-        arrays are taken as they are. Without a default, `__post_init__` sets it.
+      default: its first value. A bool, int or float becomes a bool, int32 or float32
+        scalar; arrays keep their dtype. Without a default, `__post_init__` sets it.
       init: False: state is no argument of the constructor.
 
     Returns:
@@ -42,12 +42,15 @@ def state(default: Any = dataclasses.MISSING, *, init: Literal[False] = False) -
       >>> print(ls.overflows, ls.overflows.dtype)
       1 int32
     """
-    # NumPy scalars: strongly typed, impossible to donate away, and made without waking
+    # NumPy values: strongly typed, impossible to donate away, and made without waking
     # a JAX backend, which a module that builds its optimizer before
     # `jax.distributed.initialize` must not do.
-    strong = {bool: np.bool_, int: np.int32, float: np.float32}.get(type(default))
-    default = strong(default) if strong else default
-    return dataclasses.field(init=init, default=default, metadata={"state": True})
+    is_state = {"state": True}
+    if default is dataclasses.MISSING:
+        return dataclasses.field(init=init, metadata=is_state)
+    dtype = {bool: np.bool_, int: np.int32, float: np.float32}.get(type(default))
+    value = np.asarray(default, dtype)[()]  # [()] makes a scalar of what has no dimensions
+    return dataclasses.field(init=init, default_factory=lambda: value, metadata=is_state)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, state))
@@ -62,6 +65,9 @@ class LossScale(abc.ABC):
     - its fields are *configuration*, arguments of the constructor: static under
       `jit`, written by `get_config`;
     - those declared with `state` are *state*: array leaves, changed by `replace`.
+
+    A `__post_init__` of its own calls `super().__post_init__()` first. What `adjust`
+    returns should be finite and positive, whatever the sequence.
 
     Attributes:
       initial_scale: the loss scale before the first step; configuration.

@@ -3,9 +3,9 @@
 import inspect
 import math
 from collections.abc import Callable
-from numbers import Real
 from typing import Any, NoReturn
 
+import jax
 import numpy as np
 
 SMALLEST = float(np.finfo(np.float32).tiny)
@@ -17,38 +17,44 @@ def refuse(name: str, value: Any, allowed: str) -> NoReturn:
     raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
 
+def python_number(value: Any) -> int | float | None:
+    """A number, or an array of one that is at hand, as a Python number; None for all else."""
+    if isinstance(value, (np.generic, np.ndarray, jax.Array)) and value.shape == ():
+        if isinstance(value, jax.core.Tracer):
+            return None
+        value = value.item()
+    return None if isinstance(value, bool) or not isinstance(value, (int, float)) else value
+
+
 def real(name: str, value: Any, allowed: str) -> float:
     """A finite Python float."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    number = python_number(value)
+    if number is None or not math.isfinite(number):
         refuse(name, value, allowed)
-    if not math.isfinite(value):
-        refuse(name, value, allowed)
-    return float(value)
+    return float(number)
 
 
 def scale(name: str, value: Any, largest: float = LARGEST) -> float:
     """A number that float32 holds as a positive, normal value."""
-    allowed = f"a number between {SMALLEST:.4g} and {largest:.4g}, float32's normal range"
-    if not SMALLEST <= real(name, value, allowed) <= largest:
-        refuse(name, value, allowed)
-    return float(value)
+    allowed = f"a number between {SMALLEST:.4g} and {largest:.4g}, normal in float32"
+    return bounded(name, value, allowed, lambda x: SMALLEST <= x <= largest)
 
 
 def count(name: str, value: Any) -> int:
     """An int from 1 to the int32 maximum."""
     allowed = f"an int between 1 and {LARGEST_INT}"
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+    number = python_number(value)
+    if not isinstance(number, int) or not 1 <= number <= LARGEST_INT:
         refuse(name, value, allowed)
-    if not 1 <= int(value) <= LARGEST_INT:
-        refuse(name, value, allowed)
-    return int(value)
+    return number
 
 
 def bounded(name: str, value: Any, allowed: str, holds: Callable[[float], bool]) -> float:
     """A finite number of which something holds."""
-    if not holds(real(name, value, allowed)):
+    number = real(name, value, allowed)
+    if not holds(number):
         refuse(name, value, allowed)
-    return float(value)
+    return number
 
 
 def growth_factor(name: str, value: Any) -> float:

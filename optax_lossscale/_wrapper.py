@@ -100,8 +100,13 @@ def with_loss_scale(
 
     Each step unscales the gradients, checks that they are finite, lets `inner`
     update or skips the step, and adapts the loss scale. `inner` sees unscaled
-    gradients in float32 or wider, and parameters and state likewise: a clip inside
-    the wrapper clips true gradients.
+    gradients in float32 or wider, and parameters and state likewise. So what looks at
+    the size of gradients, such as a clip, belongs inside the wrapper: before it, in
+    `optax.chain(clip, with_loss_scale(…))`, it would look at scaled ones.
+
+    Of the two ways to accumulate, `optax.MultiSteps(with_loss_scale(inner), k)` decides
+    once a window, and `with_loss_scale(optax.MultiSteps(inner, k))` leaves out the bad
+    micro-batch alone.
 
     Args:
       inner: any Optax transformation.
@@ -160,6 +165,12 @@ def with_loss_scale(
 
     def step(scaled_grads, state, params, extra_args, into_params):
         """One step to `(result, state)`: to new parameters, or else to updates."""
+        if not isinstance(state, LossScaleState):
+            raise TypeError(
+                "the state must be the LossScaleState that this transformation's init or its "
+                f"last step returned, got a {type(state).__name__}; the order of the arguments "
+                "is gradients, state, params"
+            )
         given, scaled_grads = scaled_grads, _fill_missing(scaled_grads, params)
 
         def apply():
@@ -183,6 +194,11 @@ def with_loss_scale(
 
         checked = unscale(state.loss_scale, scaled_grads, masked=lambda grads: None)
         loss_scale, should_apply = state.loss_scale.update(checked, axis_name)
+        if jax.tree.structure(loss_scale) != jax.tree.structure(state.loss_scale):
+            raise TypeError(
+                f"{type(state.loss_scale).__name__} must adapt to another of its kind, with the "
+                f"same configuration: return self.replace(…) from adjust. Got {loss_scale!r}"
+            )
         if should_apply is True:
             result, inner_state = apply()
             return result, state._replace(loss_scale=loss_scale, inner_state=inner_state)
@@ -191,7 +207,7 @@ def with_loss_scale(
         return result, LossScaleState(
             loss_scale=loss_scale,
             inner_state=inner_state,
-            should_apply=should_apply,
+            should_apply=jnp.asarray(should_apply, bool),
             skipped_steps=jnp.where(
                 should_apply, state.skipped_steps, optax.safe_increment(state.skipped_steps)
             ),

@@ -10,7 +10,7 @@ import optax_lossscale as ols
 def test_identifiers():
     assert ols.get(None) == ols.FixedLossScale(1)
     assert ols.get("dynamic") == ols.DynamicLossScale()
-    for number in (128, 128.0, np.float32(128), np.int64(128)):
+    for number in (128, 128.0, np.float32(128), np.int64(128), jnp.float32(128), np.array(128)):
         assert ols.get(number) == ols.FixedLossScale(128)
     ls = ols.DynamicLossScale(initial_scale=2)
     assert ols.get(ls) is ls

@@ -79,17 +79,24 @@ def test_state_without_a_loss_scale():
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (lambda p: p["w"], r"shape \(2,\) and dtype float32"),
+        (lambda p: p["w"], r"got shape \(2,\); reduce it"),
         (lambda p: p["b"][None], r"shape \(1,\)"),
         (lambda p: p["b"].astype(jnp.int32), "dtype int32"),
         (lambda p: p["b"].astype(jnp.complex64), "dtype complex64"),
-        (lambda p: (p["b"], {"aux": 1}), "got tuple; .* has_aux=True"),
-        (lambda p: None, "got NoneType"),
+        (lambda p: (p["b"], {"aux": 1}), "got a tuple; .* has_aux=True"),
+        (lambda p: (p["b"], p["b"]), "got a tuple; .* has_aux=True"),
+        (lambda p: None, "got a NoneType"),
     ],
 )
 def test_a_loss_that_is_no_real_scalar(loss, said):
     with pytest.raises(TypeError, match=said):
         jax.jit(ols.grad(loss, LS))(PARAMS)
+
+
+@pytest.mark.parametrize("value", [lambda p: p["b"], lambda p: (p["b"],), lambda p: p])
+def test_has_aux_needs_a_pair(value):
+    with pytest.raises(TypeError, match=r"must return a pair \(loss, aux\), got a "):
+        ols.value_and_grad(value, LS, has_aux=True)(PARAMS)
 
 
 def test_abstract_evaluation():

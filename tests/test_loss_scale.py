@@ -145,6 +145,19 @@ def test_strategy_rules():
     np.testing.assert_array_equal(scales, [8, 16, 16, 8, 8, 16])
 
 
+def test_state_may_be_arrays():
+    class Remembering(ols.LossScale):
+        last: jax.Array = ols.state(jnp.zeros(3))
+        seen: jax.Array = ols.state(np.float16(2))
+
+        def adjust(self, grads_finite):
+            return self.replace(last=jnp.roll(self.last, 1).at[0].set(grads_finite))
+
+    ls = Remembering().adjust(True)
+    np.testing.assert_array_equal(ls.last, [1, 0, 0])
+    assert (ls.last.dtype, ls.seen.dtype) == (jnp.float32, jnp.float16)
+
+
 def test_replace_keeps_dtypes_and_knows_its_fields():
     ls = Cautious().replace(quiet_steps=2.0, smoothed=1)
     assert (ls.quiet_steps.dtype, ls.smoothed.dtype) == (jnp.int32, jnp.float32)

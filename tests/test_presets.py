@@ -106,6 +106,12 @@ def test_defaults():
     assert presets.mpx(8.0, counter=2).growth_counter == 2
 
 
+def test_arrays_where_the_reference_takes_them():
+    zero = jnp.zeros((), jnp.int32)
+    assert presets.jmp(jnp.asarray(8.0), zero) == presets.jmp(8.0)
+    assert presets.mpx(jnp.float32(8), jnp.float32(1), counter=zero) == presets.mpx(8.0)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [{"dynamic": False}, {"dynamic": False, "initial_scale": 2, "dynamic_growth_steps": 3}],

@@ -452,6 +452,27 @@ def test_gradients_of_another_structure(grads, way):
         way(tx)(grads, tx.init(PARAMS), PARAMS)
 
 
+@both_ways
+@pytest.mark.parametrize("state", [None, PARAMS, optax.adam(1e-3).init(PARAMS)])
+def test_a_state_that_is_not_its_own(state, way):
+    tx = ols.with_loss_scale(optax.adam(1e-3), LS)
+    with pytest.raises(
+        TypeError, match=r"must be the LossScaleState .* got a (NoneType|dict|tuple)"
+    ):
+        way(tx)(PARAMS, state, PARAMS)
+
+
+@pytest.mark.parametrize("returned", [None, 2.0, LS, ols.FixedLossScale(1)])
+def test_a_strategy_that_returns_something_else(returned):
+    class Forgetful(ols.LossScale):
+        def adjust(self, grads_finite):
+            return returned
+
+    tx = ols.with_loss_scale(optax.sgd(0.1), Forgetful())
+    with pytest.raises(TypeError, match=r"Forgetful must adapt to another of its kind"):
+        tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)
+
+
 @pytest.mark.parametrize("inner", [None, "adam", optax.adam, 1e-3, optax.constant_schedule(1.0)])
 def test_inner_that_is_no_transformation(inner):
     with pytest.raises(TypeError, match="inner must be an Optax gradient transformation"):

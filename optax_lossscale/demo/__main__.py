@@ -1,4 +1,4 @@
-"""`python -m optax_lossscale.demo`: train in float16 with and without loss scaling."""
+"""Trains a transformer in float32, and in float16 with and without loss scaling."""
 
 import argparse
 import pathlib
@@ -10,13 +10,16 @@ from typing import NoReturn
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line instead of two; exit code 2."""
-        self.exit(2, f"error: {message}\n")
+        self.exit(2, f"error: {message} (--help explains)\n")
 
 
-def _int_at_least(least: int):
+def _int_from(least: int):
     def number(text: str) -> int:
-        if not text.lstrip("+-").isdecimal() or not least <= int(text) < 2**31:
-            raise argparse.ArgumentTypeError(f"needs an integer of at least {least}, got {text!r}")
+        most = 2**31 - 1
+        if not text.lstrip("+-").isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(
+                f"needs an integer from {least} to {most}, got {text!r}"
+            )
         return int(text)
 
     return number
@@ -24,18 +27,34 @@ def _int_at_least(least: int):
 
 def _writable_folder(path: str) -> pathlib.Path:
     folder = pathlib.Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ValueError(f"--out {path} is no folder to write to: {error.strerror}") from error
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; returns its exit code."""
     parser = _Parser(prog="python -m optax_lossscale.demo", description=__doc__)
-    parser.add_argument("--steps", type=_int_at_least(1), default=400, help="of each run (400)")
-    parser.add_argument("--data", metavar="FILE", help="text to train on (Python's own source)")
-    parser.add_argument("--out", metavar="DIR", default="demo_results", help="for the picture")
-    parser.add_argument("--seed", type=_int_at_least(0), default=0, help="of all runs (0)")
+    parser.add_argument(
+        "--steps", type=_int_from(1), default=400, help="steps of each run (default: 400)"
+    )
+    parser.add_argument(
+        "--data",
+        metavar="FILE",
+        help="the text to train on (default: the source of Python's standard library)",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        default="demo_results",
+        help="the folder to put the picture in (default: demo_results)",
+    )
+    parser.add_argument(
+        "--seed", type=_int_from(0), default=0, help="random seed of all runs (default: 0)"
+    )
     options = parser.parse_args(arguments)
     try:
         from tqdm import tqdm
@@ -63,6 +82,8 @@ def main(arguments: list[str] | None = None) -> int:
                 runs.append(_training.train(name, text, options.steps, options.seed, progress))
     except KeyboardInterrupt:
         print(f"Interrupted: {len(runs)} of {len(_training.RUNS)} runs were finished.")
+        if not runs:
+            print("There is nothing to show yet.")
     if runs:
         print(_report.table(runs))
         print(f"Picture: {_report.picture(runs, folder)}")
@@ -70,4 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # before the first run
+        sys.exit(130)

@@ -23,8 +23,8 @@ def read(path: str | None) -> np.ndarray:
     else:
         name = sysconfig.get_paths()["stdlib"]
         text = b"".join(p.read_bytes() for p in sorted(pathlib.Path(name).glob("*.py")))
-    if len(text) <= CONTEXT + 1:
-        raise ValueError(f"{name} holds {len(text)} bytes; the demo needs more than {CONTEXT + 1}")
+    if len(text) < CONTEXT + 1:
+        raise ValueError(f"{name} holds {len(text)} bytes; the demo needs at least {CONTEXT + 1}")
     return np.frombuffer(text, np.uint8)
 
 
