@@ -30,7 +30,7 @@ def get(identifier: Any) -> LossScale:
       >>> import optax_lossscale as ols
       >>> ols.get(128)
       FixedLossScale(128.0)
-      >>> ols.get("dynamic") == ols.DynamicLossScale()
+      >>> bool(ols.get("dynamic") == ols.DynamicLossScale())
       True
     """
     match identifier:

@@ -580,7 +580,7 @@ def get(name: str, **arguments: Any) -> LossScale:
 
     Example:
       >>> from optax_lossscale import presets
-      >>> presets.get("pytorch", init_scale=1024.0) == presets.pytorch(1024.0)
+      >>> bool(presets.get("pytorch", init_scale=1024.0) == presets.pytorch(1024.0))
       True
     """
     if name not in _PRESETS:
