@@ -40,6 +40,9 @@ class FixedLossScale(LossScale):
     def __init__(self, scale: float):
         super().__init__(_validation.scale("scale", scale, largest=2.0**126))
 
+    def __init_subclass__(cls, **kwargs: Any):
+        raise TypeError(f"{cls.__name__} cannot subclass FixedLossScale; subclass LossScale")
+
     def __repr__(self) -> str:
         return f"FixedLossScale({self.initial_scale})"
 

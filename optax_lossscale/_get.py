@@ -38,7 +38,7 @@ def get(identifier: Any) -> LossScale:
             return identifier
         case None:
             return FixedLossScale(1)
-        case "dynamic":
+        case str() if identifier == "dynamic":
             return DynamicLossScale()
         case {"preset": str(name), **arguments}:
             return presets.get(name, **arguments)

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import inspect
 from collections.abc import Hashable
 from typing import Any, Literal, Self, TypeVar, dataclass_transform
 
@@ -37,7 +38,7 @@ def state(default: Any = dataclasses.MISSING, *, init: Literal[False] = False) -
       ...     overflows: jax.Array = ols.state(0)
       ...
       ...     def adjust(self, grads_finite):
-      ...         return self.replace(overflows=self.overflows + ~grads_finite)
+      ...         return self.replace(overflows=self.overflows + jnp.logical_not(grads_finite))
       >>> ls, _ = Counting().update({"w": jnp.array(jnp.inf)})
       >>> print(ls.overflows, ls.overflows.dtype)
       1 int32
@@ -184,18 +185,18 @@ class LossScale(abc.ABC):
         Returns:
           The unscaled tree. 8- and 16-bit floats become float32, in which they do
           not underflow again; wider ones keep their dtype. For a power of two the
-          result is exact.
+          result is exact, else within an ulp or two.
         """
-        scale = self()
         # XLA turns x / scale into x * (1 / scale), and above 2**126 that reciprocal
-        # is subnormal and flushed to zero. Two factors keep it a normal number.
+        # is subnormal and flushed to zero. Two factors keep it a normal number, and the
+        # barrier keeps XLA from multiplying them where the state is a constant to it.
+        scale = lax.optimization_barrier(self)()
         shift = jnp.where(scale > 2.0**100, jnp.float32(0.25), jnp.float32(1.0))
-        reciprocal = 1 / (scale * shift)
 
         def unscaled(x):
             x = jnp.asarray(at_least_float32(x))
             dtype = jnp.finfo(x.dtype).dtype
-            return x * shift.astype(dtype) * reciprocal.astype(dtype)
+            return x * shift.astype(dtype) * (1 / (scale * shift).astype(dtype))
 
         return jax.tree.map(lambda x: unscaled(x) if is_inexact(x) else x, tree)
 
@@ -221,8 +222,7 @@ class LossScale(abc.ABC):
 
         Args:
           config: `{"class_name": …, "config": {…}}`, naming this class or any
-            subclass of it that has been defined. Of two with one name, the one
-            defined last.
+            subclass of it that has been defined.
 
         Raises:
           ValueError: for a malformed config, an unknown class or an unknown key.
@@ -240,8 +240,8 @@ class LossScale(abc.ABC):
                 "a loss scale's config is a dict with the keys 'class_name' and 'config', as "
                 f"get_config() returns it; got {config!r}"
             )
-        classes = {c.__name__: c for c in _subclasses(cls) if not c.__abstractmethods__}
-        if config["class_name"] not in classes:
+        classes = {c.__name__: c for c in _subclasses(cls) if not inspect.isabstract(c)}
+        if not isinstance(config["class_name"], str) or config["class_name"] not in classes:
             raise ValueError(
                 f"no loss scale is named {config['class_name']!r}; there are "
                 f"{', '.join(sorted(classes))}. Import the module that defines yours first."

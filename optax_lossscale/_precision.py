@@ -10,12 +10,12 @@ from jax import lax
 
 def is_inexact(x: Any) -> bool:
     """Whether a leaf is a floating-point or complex number, of any width."""
-    return jnp.issubdtype(_dtype(x), jnp.inexact)
+    return jnp.issubdtype(dtype_of(x), jnp.inexact)
 
 
 def at_least_float32(x: Any) -> Any:
     """8- and 16-bit floats as float32; everything else as it came."""
-    if not is_inexact(x) or _dtype(x).itemsize >= 4:
+    if not is_inexact(x) or dtype_of(x).itemsize >= 4:
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(dtype=jnp.dtype(jnp.float32))
@@ -24,7 +24,7 @@ def at_least_float32(x: Any) -> Any:
 
 def strong(x: Any, dtype: Any = None) -> Any:
     """`x` in its own or the given dtype, never weakly typed: that would trace anew."""
-    dtype = dtype or _dtype(x)
+    dtype = dtype or dtype_of(x)
     is_number = isinstance(x, (bool, int, float, complex))
     if not is_number and x.dtype == dtype and not getattr(x, "weak_type", False):
         return x
@@ -43,5 +43,6 @@ def times(scale: jax.Array, factor: float) -> jax.Array:
         return lax.convert_element_type(product, np.float32)
 
 
-def _dtype(x: Any) -> np.dtype:
+def dtype_of(x: Any) -> np.dtype:
+    """The dtype of an array, an abstract array or a Python number."""
     return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)

@@ -1,7 +1,7 @@
 """What a constructor's argument may be, and the errors that say so."""
 
 import inspect
-import math
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -29,7 +29,7 @@ def python_number(value: Any) -> int | float | None:
 def real(name: str, value: Any, allowed: str) -> float:
     """A finite Python float."""
     number = python_number(value)
-    if number is None or not math.isfinite(number):
+    if number is None or not -sys.float_info.max <= number <= sys.float_info.max:
         refuse(name, value, allowed)
     return float(number)
 
@@ -58,8 +58,9 @@ def bounded(name: str, value: Any, allowed: str, holds: Callable[[float], bool])
 
 
 def growth_factor(name: str, value: Any) -> float:
-    """A finite number of at least 1."""
-    return bounded(name, value, "a finite number of at least 1", lambda x: x >= 1)
+    """A number that float32 holds, of at least 1."""
+    allowed = f"a number from 1 to {LARGEST:.4g}"
+    return bounded(name, value, allowed, lambda x: 1 <= x <= LARGEST)
 
 
 def backoff_factor(name: str, value: Any) -> float:

@@ -1,7 +1,7 @@
 """The optimizer wrapper: unscale, check, apply or skip, adapt."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax import lax
 from optax_lossscale._get import get
 from optax_lossscale._gradient import value_and_grad
 from optax_lossscale._loss_scale import AxisName, LossScale
-from optax_lossscale._precision import at_least_float32, strong
+from optax_lossscale._precision import at_least_float32, dtype_of, strong
 
 Mask = Any | Callable[[Any], Any]
 
@@ -28,13 +28,6 @@ class LossScaleState(NamedTuple):
 
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     """An optimizer that takes scaled gradients: `init`, `update` and two methods more."""
-
-    _apply_gradients: Callable[..., tuple[Any, LossScaleState]]
-
-    def __new__(cls, init: Any, update: Any, apply_gradients: Any) -> Self:
-        self = super().__new__(cls, init, update)
-        self._apply_gradients = apply_gradients
-        return self
 
     def apply_gradients(
         self, scaled_grads: Any, state: LossScaleState, params: Any, **extra_args: Any
@@ -59,7 +52,9 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         Raises:
           ValueError: if the gradients' structure is not the parameters'.
         """
-        return self._apply_gradients(scaled_grads, state, params, **extra_args)
+        # A named tuple of `init` and `update` has no other place to keep a function.
+        apply_gradients = getattr(self.update, "apply_gradients")  # noqa: B009
+        return apply_gradients(scaled_grads, state, params, **extra_args)
 
     def minimize(
         self,
@@ -114,7 +109,7 @@ def with_loss_scale(
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all
         replicas decide alike. Reduce the gradients themselves before, or inside
         `inner`.
-      mask: as in `optax.masked`, a tree of bools that is a prefix of the parameters,
+      mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients,
         or a function from them to one. Leaves marked False are neither unscaled nor
         checked.
 
@@ -152,16 +147,20 @@ def with_loss_scale(
         return LossScaleState(
             # Copies: what init hands out may be donated, and the optimizer lives on.
             loss_scale=jax.tree.map(jnp.array, initial_loss_scale),
-            inner_state=jax.tree.map(strong, inner_tx.init(wide_params)),
+            inner_state=_unaliased(jax.tree.map(strong, inner_tx.init(wide_params)), params),
             should_apply=jnp.array(True),
             skipped_steps=jnp.zeros((), jnp.int32),
             consecutive_skipped_steps=jnp.zeros((), jnp.int32),
         )
 
-    def unscale(loss_scale, scaled_grads, masked=lambda grads: grads):
+    def unscale(loss_scale, scaled_grads, masked=at_least_float32):
+        """Unscaled gradients; where the mask is False, `masked` of each leaf instead."""
         tree = mask(scaled_grads) if callable(mask) else mask
-        per_leaf = lambda keep, grads: loss_scale.unscale(grads) if keep else masked(grads)
-        return jax.tree.map(per_leaf, True if tree is None else tree, scaled_grads)
+        return jax.tree.map(
+            lambda keep, g: loss_scale.unscale(g) if keep else jax.tree.map(masked, g),
+            True if tree is None else tree,
+            scaled_grads,
+        )
 
     def step(scaled_grads, state, params, extra_args, into_params):
         """One step to `(result, state)`: to new parameters, or else to updates."""
@@ -184,8 +183,9 @@ def with_loss_scale(
             inner_state = jax.tree.map(
                 lambda new, old: strong(new, old.dtype), inner_state, state.inner_state
             )
-            result = _apply_updates(params, updates, given) if into_params else updates
-            return result, inner_state
+            updates = _drop_missing(updates, given)
+            apply_updates = _apply_updates if into_params else _zeros_if_none
+            return apply_updates(params, updates), inner_state
 
         def skip():
             if into_params:
@@ -216,13 +216,32 @@ def with_loss_scale(
             ),
         )
 
-    def update(scaled_grads, state, params=None, **extra_args):
+    def update(scaled_grads, state, params=None, **extra_args) -> Any:
         return step(scaled_grads, state, params, extra_args, into_params=False)
 
     def apply_gradients(scaled_grads, state, params, **extra_args):
         return step(scaled_grads, state, params, extra_args, into_params=True)
 
-    return LossScaledTransformation(init, update, apply_gradients)
+    transformation: Any = (init, update)
+    setattr(update, "apply_gradients", apply_gradients)  # noqa: B010
+    return LossScaledTransformation(*transformation)
+
+
+def _unaliased(state: Any, params: Any) -> Any:
+    """A state that shares no array with the parameters or itself, for both to be donated."""
+    seen = {id(p) for p in jax.tree.leaves(params)}
+
+    def unaliased(x):
+        if isinstance(x, jax.Array) and id(x) in seen:
+            return jnp.copy(x)
+        seen.add(id(x))
+        return x
+
+    return jax.tree.map(unaliased, state)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def _fill_missing(grads: Any, params: Any) -> Any:
@@ -231,7 +250,7 @@ def _fill_missing(grads: Any, params: Any) -> Any:
     Raises:
       ValueError: unless the gradients' structure is then the parameters'.
     """
-    if params is None:
+    if params is None or isinstance(params, optax.LookaheadParams):
         return grads
     zeros_if_none = lambda p, g: jnp.zeros_like(p) if g is None else g
     try:
@@ -247,11 +266,26 @@ def _fill_missing(grads: Any, params: Any) -> Any:
     return filled
 
 
-def _apply_updates(params: Any, updates: Any, grads: Any) -> Any:
-    """`optax.apply_updates`, but a parameter whose gradient is None stays as it is."""
-    return jax.tree.map(
-        lambda p, u, g: strong(p if g is None else optax.apply_updates(p, u)),
-        params,
-        updates,
-        grads,
-    )
+def _drop_missing(updates: Any, grads: Any) -> Any:
+    """The updates, None where the gradient was."""
+    if not any(map(_is_none, jax.tree.leaves(grads, is_leaf=_is_none))):
+        return updates
+    return jax.tree.map(lambda g, u: None if g is None else u, grads, updates, is_leaf=_is_none)
+
+
+def _zeros_if_none(params: Any, updates: Any) -> Any:
+    """The updates, zero for a parameter that has none."""
+    if params is None:
+        return updates
+    zeros = lambda u, p: jnp.zeros_like(at_least_float32(p)) if u is None and p is not None else u
+    return jax.tree.map(zeros, updates, params, is_leaf=_is_none)
+
+
+def _apply_updates(params: Any, updates: Any) -> Any:
+    """`optax.apply_updates`, in float32 or wider; a parameter without an update stays."""
+
+    def apply(p, u):
+        new = p if u is None else optax.apply_updates(at_least_float32(p), u)
+        return strong(new, dtype_of(p))
+
+    return jax.tree.map(apply, params, updates)

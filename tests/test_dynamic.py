@@ -176,7 +176,7 @@ def test_counters_do_not_overflow():
 BAD = {
     "initial_scale": [0, -1, np.inf, np.nan, True, "x", None, 1e39, 0.5],
     "growth_interval": [0, -1, 1.0, 2.5, True, None, "x", 2**31],
-    "growth_factor": [0.99, 0, -2, np.inf, np.nan, True, "x", None],
+    "growth_factor": [0.99, 0, -2, 1e300, np.inf, np.nan, True, "x", None],
     "backoff_factor": [0, 1.01, -0.5, np.inf, np.nan, True, "x", None],
     "min_scale": [0, -1, np.inf, np.nan, True, None, 1e-40, 2.0**16],
     "max_scale": [0, np.inf, np.nan, True, None, 1e39, 2.0**14],

@@ -27,3 +27,10 @@ def test_has_no_state_and_is_compiled_in():
 def test_bad_scale(bad):
     with pytest.raises(ValueError, match=r"scale must be a number between .* got "):
         ols.FixedLossScale(bad)
+
+
+def test_cannot_be_subclassed():
+    with pytest.raises(TypeError, match="Mine cannot subclass FixedLossScale"):
+
+        class Mine(ols.FixedLossScale):
+            pass

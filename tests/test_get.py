@@ -19,7 +19,20 @@ def test_identifiers():
 
 @pytest.mark.parametrize(
     "bad",
-    [True, np.False_, "fixed", "Dynamic", [128], (1,), object(), jnp.ones(3), 1j, b"dynamic"],
+    [
+        True,
+        np.False_,
+        "fixed",
+        "Dynamic",
+        [128],
+        (1,),
+        object(),
+        jnp.ones(3),
+        1j,
+        b"dynamic",
+        np.ones(3),
+        np.array(["dynamic"]),
+    ],
 )
 def test_unknown_identifiers(bad):
     with pytest.raises(ValueError, match=r"a loss scale is None .* a number .* 'dynamic'"):

@@ -118,6 +118,7 @@ def test_config_is_the_configuration_and_not_the_state():
         {"class_name": "DynamicLossScale", "config": {"growth_interval": 0}},
         {"class_name": "FixedLossScale", "config": {"initial_scale": 2}},
         {"class_name": "DynamicLossScale", "config": {}, "more": 1},
+        {"class_name": [], "config": {}},
     ],
 )
 def test_bad_config(config):
@@ -165,7 +166,9 @@ def test_replace_keeps_dtypes_and_knows_its_fields():
         ls.replace(patience=4)
 
 
-@pytest.mark.parametrize("bad", [0, -1, np.inf, -np.inf, np.nan, True, "8", None, 1e39, 1e-39])
+@pytest.mark.parametrize(
+    "bad", [0, -1, np.inf, -np.inf, np.nan, True, "8", None, 1e39, 1e-39, 10**400]
+)
 def test_bad_initial_scale(bad):
     with pytest.raises(ValueError, match=r"initial_scale must be a number between .* got "):
         Cautious(initial_scale=bad)
@@ -221,6 +224,8 @@ def test_float64_keeps_its_precision():
         out = ols.FixedLossScale(128).unscale(ols.FixedLossScale(64).scale([x, jnp.array(1j)]))
         assert [o.dtype for o in out] == [jnp.float64, jnp.complex128]
         assert out[0] == x / 2
+        third = ols.DynamicLossScale(initial_scale=3.0)
+        np.testing.assert_allclose(third.unscale(third.scale(x)), x, rtol=1e-15)
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+import copy
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -428,8 +430,9 @@ def test_a_parameter_whose_gradient_is_none_stays(inner):
 
 
 def test_the_update_for_a_gradient_that_is_none():
-    tx = ols.with_loss_scale(optax.sgd(1.0), LS)
-    updates, _ = tx.update({"w": None, "b": PARAMS["b"]}, tx.init(PARAMS), PARAMS)
+    tx = ols.with_loss_scale(optax.adamw(0.1, weight_decay=0.1), LS)
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    updates, _ = tx.update({"w": None, "b": PARAMS["b"]}, state, PARAMS)
     chex.assert_trees_all_equal(updates["w"], jnp.zeros_like(PARAMS["w"]))
 
 
@@ -439,6 +442,55 @@ def test_trees_with_none_and_empty_trees():
         new, state = tx.apply_gradients(params, tx.init(params), params)
         assert jax.tree.structure(new) == jax.tree.structure(params)
         assert state.should_apply
+
+
+def test_masked_leaves_too_reach_inner_in_float32():
+    tx = ols.with_loss_scale(optax.adam(1e-2), LS, mask={"w": False, "b": True})
+    params = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
+    grads = jax.tree.map(lambda p: jnp.full_like(p, 1e-4), params)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    np.testing.assert_allclose(updates["w"], -1e-2, rtol=1e-2)
+
+
+def test_lookahead_whose_parameters_are_two_trees():
+    inner = optax.lookahead(optax.sgd(1.0), sync_period=2, slow_step_size=0.5)
+    tx = ols.with_loss_scale(inner, LS)
+    params = optax.LookaheadParams.init_synced(PARAMS)
+    grads = jax.tree.map(lambda p: 1024 * jnp.ones_like(p), PARAMS)
+    new, _ = jax.jit(tx.apply_gradients)(grads, tx.init(params), params)
+    chex.assert_trees_all_equal(new.fast, jax.tree.map(lambda p: p - 1, PARAMS))
+
+
+def test_float8_parameters():
+    params = jnp.ones(3, jnp.float8_e4m3fn)
+    tx = ols.with_loss_scale(optax.sgd(0.5), 1)
+    new, _ = tx.apply_gradients(params, tx.init(params), params)
+    assert new.dtype == params.dtype
+    np.testing.assert_array_equal(new.astype(jnp.float32), 0.5)
+
+
+def test_a_state_that_holds_the_parameters_can_be_donated_with_them():
+    tx = ols.with_loss_scale(optax.contrib.dowg(), LS)
+    params = jax.tree.map(jnp.array, PARAMS)
+    jax.jit(tx.apply_gradients, donate_argnums=(1, 2))(PARAMS, tx.init(params), params)
+
+
+def test_scale_that_is_a_constant_to_the_compiler():
+    ls = ols.DynamicLossScale(initial_scale=0.5, min_scale=2.0**-20)
+    tx, params = ols.with_loss_scale(optax.sgd(1.0), ls), jnp.zeros(3)
+    step = lambda g: tx.apply_gradients(g, tx.init(params), params)
+    new, state = jax.jit(step)(jnp.full(3, 3e38))
+    np.testing.assert_array_equal(new, params)
+    assert not state.should_apply
+    huge = ols.DynamicLossScale(initial_scale=2.0**127)
+    np.testing.assert_array_equal(jax.jit(huge.unscale)(jnp.full(3, 2.0**127)), 1)
+
+
+def test_can_be_copied_and_flattened():
+    tx = ols.with_loss_scale(optax.sgd(1.0), LS)
+    for same in (copy.copy(tx), copy.deepcopy(tx), jax.tree.map(lambda x: x, tx)):
+        new, _ = same.apply_gradients(PARAMS, same.init(PARAMS), PARAMS)
+        chex.assert_trees_all_equal(new, tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)[0])
 
 
 # Bad input
