@@ -4,6 +4,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from optax_lossscale import _validation
@@ -30,11 +31,11 @@ class LogMaxLossScale(LossScale):
       initial_scale: the loss scale before the first step, between the bounds.
       min_scale: the floor.
       max_scale: the cap.
-      log_max: log2 of what an overflow counts as: the reference takes its power of
+      log_max: log2 of what an overflow counts as, at most 60: the reference takes its power of
         two once more than it means to, and so does this.
       beta1: decay of the mean, in [0, 1).
       beta2: decay of the averages behind the spread, in [0, 1).
-      overflow_std_dev: how many deviations are to spare, at least 0.
+      overflow_std_dev: how many deviations are to spare, from 0 to 1e6.
 
     Attributes:
       loss_scale: the loss scale now; float32, shape ().
@@ -73,14 +74,20 @@ class LogMaxLossScale(LossScale):
         super().__post_init__()
         self._set(
             **_validation.bounds(self.min_scale, self.initial_scale, self.max_scale),
-            log_max=_validation.real("log_max", self.log_max, "a finite number"),
+            # Beyond these the averages of squares would be infinite, and the scale NaN.
+            log_max=_validation.bounded(
+                "log_max", self.log_max, "a number of at most 60", lambda x: x <= 60
+            ),
             overflow_std_dev=_validation.bounded(
-                "overflow_std_dev", self.overflow_std_dev, "at least 0", lambda x: x >= 0
+                "overflow_std_dev", self.overflow_std_dev, "in [0, 1e6]", lambda x: 0 <= x <= 1e6
             ),
         )
         for name in ("beta1", "beta2"):
             decay = _validation.bounded(
-                name, getattr(self, name), "a number in [0, 1)", lambda x: 0 <= x < 1
+                name,
+                getattr(self, name),
+                "in [0, 1) as a float32",
+                lambda x: 0 <= float(np.float32(x)) < 1,
             )
             self._set(**{name: decay})
 

@@ -46,6 +46,13 @@ def test_extreme_gradients_leave_a_finite_scale(amax):
     assert 1 <= ls() <= 2.0**24
 
 
+def test_extreme_options_leave_a_finite_scale():
+    ls = ols.LogMaxLossScale(log_max=60.0, beta1=0.9999999, beta2=0.0, overflow_std_dev=1e6)
+    for gradient in (1.0, jnp.inf, 0.0, jnp.nan, 3e38, 1.0, 1.0):
+        ls, _ = ls.update(jnp.array(gradient))
+        assert 1 <= ls() <= 2.0**24
+
+
 def test_from_the_flag_alone():
     ls = ols.LogMaxLossScale(initial_scale=1024.0)
     assert ls.adjust(True) == ls
@@ -74,10 +81,10 @@ BAD = {
     "initial_scale": [0, 2.0**25, True],
     "min_scale": [0, 2.0, None],
     "max_scale": [np.inf, 0.5],
-    "log_max": [np.nan, None],
-    "beta1": [1.0, -0.1, None],
+    "log_max": [np.nan, None, 61.0, 1e4],
+    "beta1": [1.0, 1 - 1e-12, -0.1, None],
     "beta2": [1.0, np.nan],
-    "overflow_std_dev": [-1, np.inf],
+    "overflow_std_dev": [-1, np.inf, 1e39],
 }
 
 
