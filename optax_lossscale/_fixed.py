@@ -8,6 +8,7 @@ import numpy as np
 
 from optax_lossscale import _validation
 from optax_lossscale._loss_scale import AxisName, LossScale
+from optax_lossscale._precision import T, map_inexact
 
 
 class FixedLossScale(LossScale):
@@ -53,6 +54,12 @@ class FixedLossScale(LossScale):
     def update(self, grads: Any, axis_name: AxisName | None = None) -> tuple[Self, bool]:
         """This very loss scale, and True: the gradients are not looked at."""
         return self, True
+
+    def scale(self, tree: T) -> T:
+        return map_inexact(lambda x: x, tree) if self.initial_scale == 1 else super().scale(tree)
+
+    def unscale(self, tree: T) -> T:
+        return map_inexact(lambda x: x, tree) if self.initial_scale == 1 else super().unscale(tree)
 
     def get_config(self) -> dict[str, Any]:
         return {"class_name": type(self).__name__, "config": {"scale": self.initial_scale}}

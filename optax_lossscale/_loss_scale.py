@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import inspect
 from collections.abc import Hashable
-from typing import Any, Literal, Self, TypeVar, dataclass_transform
+from typing import Any, Literal, Self, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,8 @@ from jax.tree_util import GetAttrKey
 
 from optax_lossscale import _validation
 from optax_lossscale._finite import all_finite
-from optax_lossscale._precision import at_least_float32, is_inexact
+from optax_lossscale._precision import T, map_inexact
 
-T = TypeVar("T")
 AxisName = Hashable
 
 
@@ -168,12 +167,7 @@ class LossScale(abc.ABC):
           times 2**16 would be infinite; wider ones keep their dtype.
         """
         scale = self()
-
-        def scaled(x):
-            x = jnp.asarray(at_least_float32(x))
-            return x * scale.astype(jnp.finfo(x.dtype).dtype)
-
-        return jax.tree.map(lambda x: scaled(x) if is_inexact(x) else x, tree)
+        return map_inexact(lambda x: x * scale.astype(jnp.finfo(x.dtype).dtype), tree)
 
     def unscale(self, tree: T) -> T:
         """Every inexact leaf divided by the loss scale.
@@ -194,11 +188,10 @@ class LossScale(abc.ABC):
         shift = jnp.where(scale > 2.0**100, jnp.float32(0.25), jnp.float32(1.0))
 
         def unscaled(x):
-            x = jnp.asarray(at_least_float32(x))
             dtype = jnp.finfo(x.dtype).dtype
             return x * shift.astype(dtype) * (1 / (scale * shift).astype(dtype))
 
-        return jax.tree.map(lambda x: unscaled(x) if is_inexact(x) else x, tree)
+        return map_inexact(unscaled, tree)
 
     def replace(self, **state: jax.typing.ArrayLike) -> Self:
         """A copy with new values of the named state fields, in the dtypes they had."""

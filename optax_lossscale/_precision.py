@@ -1,11 +1,14 @@
 """Which leaves are numbers to scale, in which dtypes they are kept, and exact products."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+T = TypeVar("T")
 
 
 def is_inexact(x: Any) -> bool:
@@ -20,6 +23,12 @@ def at_least_float32(x: Any) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(dtype=jnp.dtype(jnp.float32))
     return jnp.asarray(x, jnp.float32)
+
+
+def map_inexact(function: Callable[[jax.Array], jax.Array], tree: T) -> T:
+    """`function` of every inexact leaf, as an array of at least float32; the rest as it came."""
+    of_leaf = lambda x: function(jnp.asarray(at_least_float32(x))) if is_inexact(x) else x
+    return jax.tree.map(of_leaf, tree)
 
 
 def strong(x: Any, dtype: Any = None) -> Any:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 
@@ -103,3 +105,19 @@ def test_abstractly_and_batched():
     assert (shape.shape, shape.dtype) == ((), bool)
     flags = jax.vmap(ols.all_finite)(jnp.array([[1.0, 2.0], [jnp.inf, 0.0], [3.0, jnp.nan]]))
     np.testing.assert_array_equal(flags, [True, False, False])
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
+def test_finds_what_is_planted_in_sharded_arrays(dtype, axis_type):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+    check = jax.jit(ols.all_finite)
+    for spec in (P(), P("data"), P(None, "data")):
+        sharding = NamedSharding(mesh, spec)
+        x = np.ones((8, 12), dtype)
+        assert check([jax.device_put(x, sharding)])
+        for bad in not_finite(dtype):
+            for i in np.ndindex(*x.shape):
+                planted = x.copy()
+                planted[i] = bad
+                assert not check([jax.device_put(planted, sharding)])
