@@ -1,0 +1,1 @@
+"""What loss scaling costs, here and elsewhere: `python -m benchmarks`."""

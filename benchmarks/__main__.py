@@ -1,0 +1,82 @@
+"""Measures everything and writes the tables, the charts and the numbers.
+
+python -m benchmarks            # all of it: half an hour on two cores
+python -m benchmarks --quick    # small sizes, to see that it runs
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import jax
+import jaxlib
+import optax
+from tqdm import tqdm
+
+import optax_lossscale as ols
+from benchmarks import _report, _sections
+
+
+def _processor() -> str:
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "")
+
+
+def _run(section: str, quick: bool) -> list[dict[str, Any]]:
+    if section != "devices" or "JAX_NUM_CPU_DEVICES" in os.environ:
+        return _sections.SECTIONS[section](quick)
+    # Simulated devices share the cores' threads, which would disturb the other sections.
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks", "--only", section, "--out", folder]
+        command += ["--quick"] if quick else []
+        environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4"}
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+        return json.loads((pathlib.Path(folder) / "results.json").read_text())[section]
+
+
+def main():
+    """Runs the sections and writes what they found."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
+    parser.add_argument("--out", default="docs/benchmarks", help="where results.json and so on go")
+    parser.add_argument("--only", nargs="+", help="sections to run; default: all")
+    parser.add_argument("--report", action="store_true", help="redraw from results.json alone")
+    options = parser.parse_args()
+
+    out = pathlib.Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    results = out / "results.json"
+    if not options.report:
+        found = {
+            "machine": {
+                "processor": _processor(),
+                "cores": len(os.sched_getaffinity(0)),
+                "device": jax.devices()[0].device_kind,
+                "platform": jax.default_backend(),
+                "jax": jax.__version__,
+                "jaxlib": jaxlib.__version__,
+                "optax": optax.__version__,
+                "optax_lossscale": ols.__version__,
+                "python": platform.python_version(),
+            },
+        }
+        for name in tqdm(options.only or _sections.SECTIONS, desc="sections"):
+            found[name] = _run(name, options.quick)
+        results.write_text(json.dumps(found, indent=1) + "\n")
+    found = json.loads(results.read_text())
+    _report.draw(found, out)
+    (out / "README.md").write_text(_report.page(found))
+    print(_report.page(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""How things are measured: compiled once, run interleaved in random order, medians."""
+
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def compile_(function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()):
+    """Compiles from cold caches; returns the program and its costs.
+
+    Returns:
+      `(compiled, costs)`: seconds to trace, lower and compile; bytes allocated for temporaries
+      and bytes accessed, as the compiler reports them; conditionals and collectives in the
+      program.
+    """
+    jax.clear_caches()
+    start = time.perf_counter()
+    compiled = jax.jit(function, donate_argnums=donate).lower(*args).compile()
+    seconds = time.perf_counter() - start
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    costs = {
+        "compile_s": seconds,
+        "temp_bytes": memory.temp_size_in_bytes if memory else None,
+        "bytes_accessed": (compiled.cost_analysis() or {}).get("bytes accessed"),
+        "conditionals": len(re.findall(r" conditional\(", text)),
+        "collectives": re.findall(rf" = (.*?) (?:{kinds})(?:-start)?\(", text),
+    }
+    return compiled, costs
+
+
+def interleave(cases: dict[str, Callable[[], Any]], rounds: int, base: str) -> dict[str, Any]:
+    """Times each case once a round, in an order that changes from round to round.
+
+    Args:
+      cases: what to time; each returns what to wait for.
+      rounds: how many, after two that are not counted.
+      base: the case that the others are compared to, within each round.
+
+    Returns:
+      For each case the median milliseconds, the median of the ratios to `base` and their
+      quartiles.
+    """
+    order, times = random.Random(0), {name: [] for name in cases}
+    for _ in range(rounds + 2):
+        for name in order.sample(list(cases), len(cases)):
+            start = time.perf_counter()
+            jax.block_until_ready(cases[name]())
+            times[name].append(time.perf_counter() - start)
+    times = {name: values[2:] for name, values in times.items()}
+    result = {}
+    for name, values in times.items():
+        ratios = [t / b for t, b in zip(values, times[base], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        result[name] = {
+            "ms": 1e3 * statistics.median(values),
+            "ratio": middle,
+            "quartiles": [low, high],
+        }
+    return result

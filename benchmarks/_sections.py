@@ -1,0 +1,249 @@
+"""What is measured. Each section returns rows: dicts of plain numbers and strings."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ols
+from benchmarks import _measure, _ways
+from optax_lossscale.demo import _model, _text, _training
+
+Row = dict[str, Any]
+MILLION = 1_000_000
+OPTIMIZERS = {
+    "SGD": optax.sgd(1e-2, momentum=0.9),
+    "AdamW": optax.adamw(1e-3),
+    "Lion": optax.lion(1e-4),
+}
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _tree(size: int, leaves: int, dtype: Any, seed: int = 0) -> list[jax.Array]:
+    """`size` random numbers in `leaves` matrices."""
+    columns = 1 << max(0, (size // leaves).bit_length() // 2)
+    shape = (max(1, size // leaves // columns), columns)
+    rng = np.random.default_rng(seed)
+    leaf = rng.standard_normal(shape, np.float32)
+    return [jnp.array(leaf, dtype) for _ in range(leaves)]
+
+
+class _Steps:
+    """Compiled ways to take a step, each with parameters and a state that it donates."""
+
+    def __init__(self, ways: dict[str, _ways.Way], size: int, leaves: int, dtype: str):
+        self.size = size
+        self.grads = _tree(size, leaves, dtype)
+        self.programs, self.costs, self.carried = {}, {}, {}
+        for name, way in ways.items():
+            params = _tree(size, leaves, jnp.float32)
+            carry = (params, jax.block_until_ready(way.init(params)))
+            self.programs[name], self.costs[name] = _measure.compile_(
+                way.step, *carry, self.grads, donate=(0, 1)
+            )
+            self.carried[name] = carry
+
+    def step(self, name: str) -> Any:
+        self.carried[name] = self.programs[name](*self.carried[name], self.grads)
+        return self.carried[name]
+
+    def measure(self, rounds: int, **case: Any) -> list[Row]:
+        cases = {name: functools.partial(self.step, name) for name in self.programs}
+        times = _measure.interleave(cases, rounds, _ways.PLAIN)
+        parameter_bytes = 4 * self.size
+        rows = [case | {"way": name} | times[name] | self.costs[name] for name in self.programs]
+        for row in rows:
+            row["temp_share"] = row["temp_bytes"] / parameter_bytes
+        return rows
+
+
+def step(quick: bool) -> list[Row]:
+    """The optimizer step alone, from given gradients to new parameters: 100 leaves."""
+    size, rounds = (MILLION, 5) if quick else (32 * MILLION, 40)
+    rows = []
+    for optimizer, inner in OPTIMIZERS.items():
+        for dtype in DTYPES:
+            steps = _Steps(_ways.ours(inner) | _ways.peers(inner), size, 100, dtype)
+            rows += steps.measure(rounds, optimizer=optimizer, dtype=dtype, size=size)
+    return rows
+
+
+def sizes(quick: bool) -> list[Row]:
+    """AdamW in 100 leaves, from 1M to 128M parameters, float32 gradients."""
+    rows = []
+    for size in (MILLION,) if quick else (MILLION, 8 * MILLION, 32 * MILLION, 128 * MILLION):
+        steps = _Steps(_ways.ours(OPTIMIZERS["AdamW"]), size, 100, "float32")
+        rounds = 5 if quick else max(11, min(200, 800 * MILLION // size))
+        rows += steps.measure(rounds, size=size)
+    return rows
+
+
+def leaves(quick: bool) -> list[Row]:
+    """AdamW, 8M parameters in 1 to 4000 leaves: time to compile and to run."""
+    inner, rows = OPTIMIZERS["AdamW"], []
+    for count in (1, 10, 100) if quick else (1, 10, 100, 400, 1000, 4000):
+        ways = _ways.ours(inner)
+        if count <= 400:  # beyond, the peers compile for too long
+            ways |= _ways.peers(inner)
+        steps = _Steps(ways, MILLION if quick else 8 * MILLION, count, "float32")
+        rows += steps.measure(5 if quick else 25, leaves=count)
+    return rows
+
+
+def check(quick: bool) -> list[Row]:
+    """Is all of it finite? 32M numbers in 100 leaves."""
+    checks: dict[str, Callable[[Any], Any]] = {
+        "all_finite": ols.all_finite,
+        "all(isfinite(x))": lambda tree: jnp.array([jnp.isfinite(x).all() for x in tree]).all(),
+        "sum(x * 0) == 0": lambda tree: jnp.array([jnp.sum(x * 0) == 0 for x in tree]).all(),
+        "jmp.all_finite": jmp.all_finite,
+        "optax.tree.norm": lambda tree: jnp.isfinite(optax.tree.norm(tree)),
+    }
+    size, rows = MILLION if quick else 32 * MILLION, []
+    for dtype in DTYPES:
+        tree = _tree(size, 100, dtype)
+        programs, costs = {}, {}
+        for name, function in checks.items():
+            programs[name], costs[name] = _measure.compile_(function, tree)
+        cases = {name: functools.partial(f, tree) for name, f in programs.items()}
+        times = _measure.interleave(cases, 5 if quick else 25, "all_finite")
+        nbytes = sum(x.nbytes for x in tree)
+        rows += [
+            {"dtype": dtype, "check": name, "gb_per_s": nbytes / times[name]["ms"] / 1e6}
+            | times[name]
+            | costs[name]
+            for name in checks
+        ]
+    return rows
+
+
+def train_step(quick: bool) -> list[Row]:
+    """The demo's model, from a batch to new parameters."""
+    text = np.frombuffer(bytes(range(256)) * 400, np.uint8)
+    tokens = jax.device_put(next(iter(_text.batches(text, 1, 0))))
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    rows = []
+    for dtype in ("float32", "float16"):
+        loss_fn = functools.partial(_loss, dtype=jnp.dtype(dtype))
+
+        def plain(params, state, tokens, loss_fn=loss_fn):
+            loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+            updates, state = inner.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, loss
+
+        def ours(loss_scale, loss_fn=loss_fn):
+            tx = ols.with_loss_scale(inner, loss_scale)
+
+            def train_step(params, state, tokens):
+                loss, params, state = tx.minimize(loss_fn, state, params, tokens)
+                return params, state, loss
+
+            return tx.init, train_step
+
+        ways = {
+            _ways.PLAIN: (inner.init, plain),
+            "dynamic": ours("dynamic"),
+            "fixed": ours(128),
+            "None": ours(None),
+        }
+        programs, costs, carried = {}, {}, {}
+        for name, (init, function) in ways.items():
+            params = _model.init(jax.random.key(0))
+            carried[name] = (params, init(params))
+            programs[name], costs[name] = _measure.compile_(
+                function, *carried[name], tokens, donate=(0, 1)
+            )
+
+        def run(name, programs=programs, carried=carried):
+            *carry, loss = programs[name](*carried[name], tokens)
+            carried[name] = carry
+            return loss, carry
+
+        cases = {name: functools.partial(run, name) for name in ways}
+        times = _measure.interleave(cases, 5 if quick else 150, _ways.PLAIN)
+        rows += [{"dtype": dtype, "way": name} | times[name] | costs[name] for name in ways]
+    return rows
+
+
+def _loss(params: Any, tokens: jax.Array, dtype: Any) -> jax.Array:
+    return _model.loss(params, tokens, dtype) / _training.MICRO_BATCHES
+
+
+def devices(quick: bool) -> list[Row]:
+    """AdamW, 8M parameters, on all devices: replicated under `shard_map`, sharded under `jit`."""
+    mesh = jax.make_mesh(
+        (jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    inner, rows = OPTIMIZERS["AdamW"], []
+    shape = (jax.device_count() * 64, 64 if quick else 2048)
+
+    def replicated(loss_scale):
+        tx = ols.with_loss_scale(inner, loss_scale, axis_name="data")
+
+        def step(params, state, grads):
+            return tx.apply_gradients(jax.lax.pmean(grads, "data"), state, params)
+
+        return tx.init, jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())
+
+    def sharded(loss_scale):
+        return _ways.apply_gradients(inner, loss_scale)
+
+    for placement, way, spec in (
+        ("replicated", replicated, P()),
+        ("sharded", sharded, P("data")),
+    ):
+        place = NamedSharding(mesh, spec)
+        fresh = jax.jit(lambda: [jnp.full(shape, 1.0 + i) for i in range(16)], out_shardings=place)
+        programs, costs, carried, grads = {}, {}, {}, fresh()
+        for name, loss_scale in {_ways.PLAIN: None, "dynamic": "dynamic"}.items():
+            init, step = way(loss_scale)
+            params = fresh()
+            shardings = jax.tree.map(
+                lambda x, place=place: place if x.ndim else NamedSharding(mesh, P()),
+                jax.eval_shape(init, params),
+            )
+            carried[name] = (params, jax.jit(init, out_shardings=shardings)(params))
+            programs[name], costs[name] = _measure.compile_(
+                step, *carried[name], grads, donate=(0, 1)
+            )
+
+        def run(name, programs=programs, carried=carried, grads=grads):
+            carried[name] = programs[name](*carried[name], grads)
+            return carried[name]
+
+        cases = {name: functools.partial(run, name) for name in programs}
+        times = _measure.interleave(cases, 5 if quick else 50, _ways.PLAIN)
+        rows += [
+            {"devices": jax.device_count(), "placement": placement, "way": name}
+            | times[name]
+            | costs[name]
+            for name in programs
+        ]
+    return rows
+
+
+def bandwidth(quick: bool) -> list[Row]:
+    """How fast this machine reads, and reads and writes, 32M float32 numbers in 100 leaves."""
+    tree = _tree(MILLION if quick else 32 * MILLION, 100, "float32")
+    nbytes = sum(x.nbytes for x in tree)
+    read, _ = _measure.compile_(lambda tree: jnp.array([x.sum() for x in tree]).sum(), tree)
+    write, _ = _measure.compile_(lambda tree: [x + 1 for x in tree], tree, donate=(0,))
+    carried = [_tree(MILLION if quick else 32 * MILLION, 100, "float32")]
+
+    def copy():
+        carried[0] = write(carried[0])
+        return carried[0]
+
+    times = _measure.interleave({"read": lambda: read(tree), "copy": copy}, 25, "read")
+    moved = {"read": nbytes, "copy": 2 * nbytes}
+    return [{"what": k, "gb_per_s": moved[k] / t["ms"] / 1e6} | t for k, t in times.items()]
+
+
+SECTIONS = {f.__name__: f for f in (bandwidth, step, sizes, leaves, check, train_step, devices)}
