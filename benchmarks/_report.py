@@ -243,14 +243,16 @@ def _draw_step(rows: list[Row], path: pathlib.Path) -> None:
     for axis, dtype in zip(axes, dtypes, strict=True):
         found = [_where(rows, way=way, dtype=dtype)[0] for way in ways]
         ratios = [r["ratio"] for r in found]
+        quartiles = [r["quartiles"] for r in found]
         spread = [
-            [abs(r["ratio"] - q) for r in found for q in r["quartiles"][i : i + 1]] for i in (0, 1)
+            [max(0, r - low) for r, (low, _) in zip(ratios, quartiles, strict=True)],
+            [max(0, high - r) for r, (_, high) in zip(ratios, quartiles, strict=True)],
         ]
         axis.barh(ways, ratios, xerr=spread, color=[_color(w) for w in ways], error_kw={"lw": 0.8})
-        for i, ratio in enumerate(ratios):
-            axis.text(ratio + 0.25, i, f"{ratio:.2f}", va="center", fontsize=8)
+        for i, (ratio, (_, high)) in enumerate(zip(ratios, quartiles, strict=True)):
+            axis.text(max(ratio, high) + 0.1, i, f"{ratio:.2f}", va="center", fontsize=8)
         axis.axvline(1, color="black", lw=0.6)
-        axis.set_xlim(0, max(r["ratio"] for r in rows) * 1.25)
+        axis.set_xlim(0, max(r["quartiles"][1] for r in rows) * 1.15)
         axis.set_title(f"{dtype} gradients")
         axis.set_xlabel("time over the plain step's")
     axes[0].invert_yaxis()
