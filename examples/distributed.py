@@ -1,0 +1,143 @@
+"""Data-parallel float16 training on several processes, which apply a step or skip it together.
+
+On one machine, with two processes on its CPU:
+
+    python examples/distributed.py --processes 2
+
+On a cluster, once on each host, with what `jax.distributed.initialize` does not find by itself:
+
+    python examples/distributed.py --coordinator HOST:PORT --processes N --rank I
+
+`--checkpoint DIR` saves every fifth step there, and goes on from the last one saved.
+"""
+
+import argparse
+import functools
+import hashlib
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ols
+
+WIDTH = 32
+
+
+def loss_fn(params, x, y):
+    """A small network in float16; the loss in float32."""
+    half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
+    hidden = jnp.tanh(x.astype(jnp.float16) @ half["in"])
+    return jnp.mean((hidden @ half["out"] - y).astype(jnp.float32) ** 2)
+
+
+def batch(step, rank, overflow):
+    """This process's examples; those of the step and rank in `overflow` are too large."""
+    rng = np.random.default_rng([step, rank])
+    x = rng.standard_normal((8, WIDTH), np.float32)
+    return x * (1e6 if (step, rank) == overflow else 1), np.sin(x[:, :4])
+
+
+def train(steps, overflow, checkpoint):
+    """Trains on all processes; returns the parameters and the optimizer's state."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    spread, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    tx = ols.with_loss_scale(
+        optax.adamw(1e-2), ols.DynamicLossScale(growth_interval=10), axis_name="data"
+    )
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=P()
+    )
+    def train_step(params, state, x, y):
+        loss, grads = ols.value_and_grad(loss_fn, state)(params, x, y)
+        params, state = tx.apply_gradients(grads, state, params)
+        return params, state, jax.lax.pmean(loss, "data")
+
+    keys = jax.random.split(jax.random.key(0))
+    shapes = {"in": (WIDTH, 64), "out": (64, 4)}
+    params = {
+        k: jax.random.normal(key, shapes[k]) / 8 for k, key in zip(shapes, keys, strict=True)
+    }
+    params, state = jax.device_put((params, tx.init(params)), everywhere)
+
+    manager, start = None, 0
+    if checkpoint:
+        import orbax.checkpoint as ocp
+
+        manager = ocp.CheckpointManager(pathlib.Path(checkpoint).absolute())
+        if (latest := manager.latest_step()) is not None:
+            like = jax.tree.map(ocp.utils.to_shape_dtype_struct, (params, state))
+            params, state = manager.restore(latest, args=ocp.args.StandardRestore(like))
+            start = latest + 1
+
+    to_global = functools.partial(jax.make_array_from_process_local_data, spread)
+    for step in range(start, steps):
+        x, y = map(to_global, batch(step, jax.process_index(), overflow))
+        params, state, loss = train_step(params, state, x, y)
+        if jax.process_index() == 0:
+            print(
+                f"step {step}: loss {loss:.4f}, scale {state.loss_scale():g}, "
+                f"{'applied' if state.should_apply else 'skipped'}",
+                flush=True,
+            )
+        if manager and step % 5 == 4:
+            manager.save(step, args=ocp.args.StandardSave((params, state)))
+    if manager:
+        manager.wait_until_finished()
+        manager.close()
+    return params, state
+
+
+def start_here(processes, arguments):
+    """Starts all processes on this machine; returns the first exit code that is not 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, __file__, *arguments, "--coordinator", address]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    ranks = [
+        subprocess.Popen([*command, "--rank", str(i)], env=environment) for i in range(processes)
+    ]
+    return max(abs(rank.wait()) for rank in ranks)
+
+
+def main():
+    """Starts the processes, or is one of them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--processes", type=int, help="how many")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0")
+    parser.add_argument("--rank", type=int, help="which of them this is")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--checkpoint", metavar="DIR")
+    parser.add_argument(
+        "--overflow", type=int, nargs=2, metavar=("STEP", "RANK"), help="where to plant one"
+    )
+    options = parser.parse_args()
+    if options.processes and options.rank is None and options.coordinator is None:
+        sys.exit(start_here(options.processes, sys.argv[1:]))
+    jax.distributed.initialize(options.coordinator, options.processes, options.rank)
+    overflow = tuple(options.overflow) if options.overflow else None
+    params, state = train(options.steps, overflow, options.checkpoint)
+    digest = hashlib.sha256(b"".join(np.asarray(p).tobytes() for p in jax.tree.leaves(params)))
+    print(
+        f"process {jax.process_index()}: parameters {digest.hexdigest()[:16]}, scale "
+        f"{state.loss_scale():g}, skipped {state.skipped_steps}\n",
+        end="",  # in one piece, as all processes write here
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

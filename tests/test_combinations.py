@@ -1,0 +1,206 @@
+"""With what else Optax has: around the wrapper, inside it, and extra arguments through it."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+import pytest
+
+import optax_lossscale as ols
+
+LS = ols.DynamicLossScale(initial_scale=1024, growth_interval=10**6)
+PARAMS = {"w": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.array([0.25, 0.5])}
+X = jnp.array([[1.0, 2.0], [0.5, -1.0]])
+
+
+def loss_fn(params):
+    return jnp.mean((X @ params["w"] + params["b"]) ** 2)
+
+
+def is_matrix(params):
+    return jax.tree.map(lambda p: p.ndim == 2, params)
+
+
+def labels(params):
+    return jax.tree.map(lambda p: "matrix" if p.ndim == 2 else "vector", params)
+
+
+def plain_run(tx, steps=5, extra=lambda loss, grads: {}):
+    """Params and state after training without loss scaling."""
+
+    @jax.jit
+    def step(params, state):
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, state = tx.update(grads, state, params, **extra(loss, grads))
+        return optax.apply_updates(params, updates), state
+
+    params, state = PARAMS, tx.init(PARAMS)
+    for _ in range(steps):
+        params, state = step(params, state)
+    return params, state
+
+
+def scaled_run(tx, steps=5, extra=lambda loss, grads: {}, skip=()):
+    """Params and state after training through `tx.update`, with overflows at the steps `skip`."""
+
+    @jax.jit
+    def step(params, state, bad):
+        loss, grads = ols.value_and_grad(loss_fn, state)(params)
+        true = ols.get_loss_scale(state).unscale(grads)
+        grads = jax.tree.map(lambda g: jnp.where(bad, jnp.inf, g), grads)
+        updates, state = tx.update(grads, state, params, **extra(loss, true))
+        return optax.apply_updates(params, updates), state
+
+    params, state = PARAMS, tx.init(PARAMS)
+    for i in range(steps):
+        params, state = step(params, state, i in skip)
+    return params, state
+
+
+INSIDE = {
+    "chain": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+    "named_chain": optax.named_chain(("clip", optax.clip(0.1)), ("adam", optax.adam(1e-2))),
+    "masked": optax.masked(optax.adam(1e-2), is_matrix),
+    "partition": optax.partition({"matrix": optax.adam(1e-2), "vector": optax.sgd(0.1)}, labels),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0, 9)),
+    "apply_if_finite": optax.apply_if_finite(optax.adam(1e-2), 3),
+    "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
+    "multi_steps": optax.MultiSteps(optax.adam(1e-2), 2),
+    "ema": optax.chain(optax.adam(1e-2), optax.ema(0.9)),
+}
+
+
+@pytest.mark.parametrize("inner", INSIDE.values(), ids=INSIDE)
+def test_inside_the_wrapper(inner):
+    params, state = scaled_run(ols.with_loss_scale(inner, LS))
+    plain_params, plain_state = plain_run(inner)
+    chex.assert_trees_all_close(params, plain_params, rtol=1e-5)
+    chex.assert_trees_all_close(state.inner_state, plain_state, rtol=1e-5)
+
+
+@pytest.mark.parametrize("inner", INSIDE.values(), ids=INSIDE)
+def test_a_skipped_step_is_as_if_it_had_not_been(inner):
+    skipped = scaled_run(ols.with_loss_scale(inner, LS), steps=6, skip=(2,))
+    params, state = scaled_run(ols.with_loss_scale(inner, LS), steps=5)
+    chex.assert_trees_all_equal(skipped[0], params)
+    chex.assert_trees_all_equal(skipped[1].inner_state, state.inner_state)
+    assert skipped[1].loss_scale() == 512
+
+
+AROUND = {
+    "chain": lambda tx: optax.chain(tx, optax.scale(0.5)),
+    "named_chain": lambda tx: optax.named_chain(("scaled", tx), ("half", optax.scale(0.5))),
+    "inject_hyperparams": lambda tx: optax.inject_hyperparams(
+        lambda factor: optax.chain(tx, optax.scale(factor))
+    )(0.5),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "with_extra_args": optax.with_extra_args_support,
+    "multi_steps": lambda tx: optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite),
+}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_around_the_wrapper(around):
+    inner = optax.adam(1e-2)
+    tx = around(ols.with_loss_scale(inner, LS))
+    params, _ = scaled_run(tx)
+    plain_params, _ = plain_run(around(inner))
+    chex.assert_trees_all_close(params, plain_params, rtol=1e-5)
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_around_the_wrapper_an_overflow_changes_no_parameter(around):
+    tx = around(ols.with_loss_scale(optax.sgd(0.1), LS))
+    before, _ = scaled_run(tx, steps=2)
+    after, state = scaled_run(tx, steps=3, skip=(2,))
+    chex.assert_trees_all_equal(after, before)
+    # These two keep the gradients from the wrapper, whose scale then never comes down.
+    keeps = isinstance(tx, optax.MultiSteps) or "notfinite_count" in getattr(state, "_fields", ())
+    assert ols.get_loss_scale(state)() == (1024 if keeps else 512)
+
+
+def test_masked_around_the_wrapper_leaves_the_rest_scaled():
+    tx = optax.masked(ols.with_loss_scale(optax.sgd(1.0), LS), is_matrix)
+    state = tx.init(PARAMS)
+    updates, _ = tx.update(ols.grad(loss_fn, state)(PARAMS), state, PARAMS)
+    true = jax.grad(loss_fn)(PARAMS)
+    chex.assert_trees_all_close(updates["w"], -true["w"])
+    chex.assert_trees_all_close(updates["b"], 1024 * true["b"])
+
+
+def test_a_loss_scale_for_each_part_is_one_too_many_for_one_loss():
+    each = {k: ols.with_loss_scale(optax.sgd(0.1), LS) for k in ("matrix", "vector")}
+    state = optax.partition(each, labels).init(PARAMS)
+    with pytest.raises(ValueError, match="2"):
+        ols.value_and_grad(loss_fn, state)
+
+
+def test_reduce_on_plateau_is_given_the_value():
+    inner = optax.chain(
+        optax.adam(0.5), optax.contrib.reduce_on_plateau(factor=0.5, patience=0, cooldown=0)
+    )
+    extra = lambda loss, grads: {"value": loss}
+    params, state = scaled_run(ols.with_loss_scale(inner, LS), 12, extra)
+    plain_params, plain_state = plain_run(inner, 12, extra)
+    chex.assert_trees_all_close(params, plain_params, rtol=1e-5)
+    chex.assert_trees_all_close(state.inner_state, plain_state, rtol=1e-5)
+    assert state.inner_state[1].scale < 1
+
+
+def test_lbfgs_is_given_true_values_and_gradients():
+    """It compares gradients with values, so all that it is given beside the gradients is true."""
+    inner = optax.lbfgs()
+    extra = lambda loss, grads: {"value": loss, "grad": grads, "value_fn": loss_fn}
+    params, _ = scaled_run(ols.with_loss_scale(inner, LS), 5, extra)
+    plain_params, _ = plain_run(inner, 5, extra)
+    chex.assert_trees_all_close(params, plain_params, rtol=1e-4)
+    assert loss_fn(params) < 1e-3 * loss_fn(PARAMS)
+
+
+def test_sam_differentiates_the_true_loss_itself():
+    """In its opaque mode it takes further gradients by a function: of the loss, not scaled."""
+    make = lambda: optax.contrib.sam(
+        optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), opaque_mode=True
+    )
+    extra = lambda loss, grads: {"grad_fn": lambda params, _: jax.grad(loss_fn)(params)}
+    params, state = scaled_run(ols.with_loss_scale(make(), LS), 5, extra)
+    plain_params, _ = plain_run(make(), 5, extra)
+    chex.assert_trees_all_close(params, plain_params, rtol=1e-5)
+    assert state.should_apply
+
+
+def test_lookahead_outside_and_inside():
+    fast = optax.adam(1e-1)
+    params = optax.LookaheadParams.init_synced(PARAMS)
+
+    def run(tx, grad_fn):
+        now, state = params, tx.init(params)
+        for _ in range(4):
+            updates, state = tx.update(grad_fn(now.fast, state), state, now)
+            now = optax.apply_updates(now, updates)
+        return now
+
+    make = lambda inner: optax.lookahead(inner, sync_period=2, slow_step_size=0.5)
+    plain = run(make(fast), lambda p, _: jax.grad(loss_fn)(p))
+    grad_fn = lambda p, state: ols.grad(loss_fn, state)(p)
+    chex.assert_trees_all_close(run(ols.with_loss_scale(make(fast), LS), grad_fn), plain)
+    chex.assert_trees_all_close(run(make(ols.with_loss_scale(fast, LS)), grad_fn), plain)
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["inside", "around"])
+def test_accumulation_is_the_large_batch(around):
+    """Four micro-batches of two are one batch of eight, where the arithmetic is exact."""
+    x = jnp.arange(16.0).reshape(8, 2) / 16
+    of_batch = lambda params, x: jnp.mean((x @ params["w"] + params["b"]) ** 2)
+    inner = optax.sgd(0.125)
+    scaled = lambda tx: ols.with_loss_scale(tx, LS)
+    tx = optax.MultiSteps(scaled(inner), 4) if around else scaled(optax.MultiSteps(inner, 4))
+    params, state = PARAMS, tx.init(PARAMS)
+    for micro in x.reshape(4, 2, 2):
+        grads = ols.grad(of_batch, state)(params, micro)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    grads = jax.grad(of_batch)(PARAMS, x)
+    expected = optax.apply_updates(PARAMS, inner.update(grads, inner.init(PARAMS))[0])
+    chex.assert_trees_all_close(params, expected, rtol=1e-6)

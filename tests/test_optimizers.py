@@ -1,0 +1,176 @@
+"""Every optimizer that Optax exports, wrapped: optimizer × placement × dtype in the test ids."""
+
+import inspect
+import os
+import subprocess
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ols
+
+# Optax deprecates some of what it exports; they are wrapped as long as they are there.
+pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated:DeprecationWarning")
+
+LS = ols.DynamicLossScale(initial_scale=1024, growth_interval=3)
+SHAPES = {"w": (8, 3), "b": (8,)}
+
+# What an optimizer needs to be made, other than a learning rate.
+ARGUMENTS = {
+    "dpsgd": {"l2_norm_clip": 1.0, "noise_multiplier": 0.1, "key": 0},
+    "noisy_sgd": {"key": 0},
+}
+# What cannot be wrapped as the others are, and why.
+REASONS = {
+    "dpsgd": "takes a gradient for each example, with an axis of its own",
+    "lbfgs": "its line search takes a value function; tested in test_combinations.py",
+}
+
+
+def aliases():
+    """The names of the optimizers in `optax`: functions that make a transformation."""
+    exported = vars(optax).items()
+    is_alias = lambda f: inspect.isfunction(f) and f.__module__ == optax.adam.__module__
+    return sorted(name for name, f in exported if is_alias(f))
+
+
+def make(name):
+    arguments = {"learning_rate": 1e-2} | ARGUMENTS.get(name, {})
+    known = inspect.signature(getattr(optax, name)).parameters
+    return getattr(optax, name)(**{k: v for k, v in arguments.items() if k in known})
+
+
+def extra(name):
+    """The extra arguments that some take."""
+    return {"value": jnp.float32(1.0)} if name == "polyak_sgd" else {}
+
+
+each_optimizer = pytest.mark.parametrize("name", [n for n in aliases() if n not in REASONS])
+each_dtype = pytest.mark.parametrize(
+    "dtype", [jnp.float16, jnp.float32], ids=["float16", "float32"]
+)
+
+
+def numbers(dtype, seed):
+    rng = np.random.default_rng(seed)
+    return {k: rng.standard_normal(s).astype(dtype) for k, s in SHAPES.items()}
+
+
+def test_there_are_optimizers_and_every_exception_is_one_of_them():
+    assert len(aliases()) >= 25
+    assert set(REASONS) <= set(aliases())
+    assert {"adam", "adamw", "sgd", "lion", "adafactor", "lamb"} <= set(aliases())
+
+
+def types(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree)
+
+
+def placed(tree, mesh):
+    """What is divisible, sharded over the mesh; the rest replicated."""
+    spec = lambda x: P("data") if x.ndim and x.shape[0] % 4 == 0 else P()
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x))), tree)
+
+
+@each_dtype
+@pytest.mark.parametrize("placement", ["eager", "jit", "sharded", "explicit"])
+@each_optimizer
+def test_wrapped(name, placement, dtype):
+    tx = ols.with_loss_scale(make(name), LS)
+    params = numbers(dtype, 0)
+    abstract = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
+    # A placement for `init` and the steps: nothing, or a mesh.
+    kind = {"sharded": AxisType.Auto, "explicit": AxisType.Explicit}.get(placement)
+    mesh = kind and jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    place = (
+        (lambda tree: placed(tree, mesh)) if mesh else lambda tree: jax.tree.map(jnp.array, tree)
+    )
+
+    def update(grads, state, params, **extra_args):
+        updates, state = tx.update(grads, state, params, **extra_args)
+        return optax.apply_updates(params, updates), state
+
+    params = place(params)
+    state = tx.init(params) if mesh is None else place(tx.init(numbers(dtype, 0)))
+    chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(tx.init, abstract), state)
+
+    for step in (tx.apply_gradients, update):
+        if placement != "eager":
+            step = jax.jit(step)
+        now, carried = params, state
+        for seed, bad in ((1, 0.0), (2, np.inf), (3, 0.0)):
+            grads = place({k: g * 16 + bad for k, g in numbers(dtype, seed).items()})
+            new, new_state = step(grads, carried, now, **extra(name))
+            assert types(new_state) == types(carried)
+            assert types(new) == types(now)
+            assert bool(new_state.should_apply) == (bad == 0)
+            if bad:
+                chex.assert_trees_all_equal(new, now)
+                chex.assert_trees_all_equal(new_state.inner_state, carried.inner_state)
+            if mesh:
+                for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(now), strict=True):
+                    assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+            now, carried = new, new_state
+        assert all(jnp.isfinite(p).all() for p in jax.tree.leaves(now))
+        assert int(carried.skipped_steps) == 1
+
+
+# Of two programs with the same arithmetic, LLVM may fuse other multiply-adds. Up to this
+# instruction set there are none.
+NO_FMA = "--xla_cpu_max_isa=AVX"
+compiled = pytest.param(
+    "compiled",
+    marks=pytest.mark.skipif(
+        NO_FMA not in os.environ.get("XLA_FLAGS", ""), reason="run by test_compiled_without_fma"
+    ),
+)
+
+
+@pytest.mark.slow
+def test_compiled_without_fma():
+    """Runs the compiled cases of the next test in a process without fused multiply-adds."""
+    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "bit_for_bit and compiled"]
+    run = subprocess.run(
+        command, env=os.environ | {"XLA_FLAGS": NO_FMA}, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert "passed" in run.stdout
+
+
+@pytest.mark.parametrize("way", ["apply_gradients", "update"])
+@pytest.mark.parametrize("mode", ["eager", compiled])
+@each_optimizer
+def test_equals_the_bare_optimizer_bit_for_bit(name, mode, way):
+    inner = make(name)
+    tx = ols.with_loss_scale(inner, LS)
+
+    def plain(grads, state, params, **extra_args):
+        updates, state = inner.update(grads, state, params, **extra_args)
+        return optax.apply_updates(params, updates), state
+
+    def wrapped(grads, state, params, **extra_args):
+        scaled = jax.tree.map(lambda g: g * 1024, grads)
+        if way == "apply_gradients":
+            return tx.apply_gradients(scaled, state, params, **extra_args)
+        updates, state = tx.update(scaled, state, params, **extra_args)
+        return optax.apply_updates(params, updates), state
+
+    if mode == "compiled":
+        plain, wrapped = jax.jit(plain), jax.jit(wrapped)
+    params = jax.tree.map(jnp.array, numbers(np.float32, 0))
+    fixed = LS.replace(growth_counter=-100)  # no growth, so that 1024 stays right
+    a, b = (params, inner.init(params)), (params, tx.init(params)._replace(loss_scale=fixed))
+    for seed in range(3):
+        grads = jax.tree.map(jnp.array, numbers(np.float32, seed + 1))
+        with jax.disable_jit(mode == "eager"):
+            a = plain(grads, a[1], a[0], **extra(name))
+            b = wrapped(grads, b[1], b[0], **extra(name))
+    chex.assert_trees_all_equal(b[0], a[0])
+    chex.assert_trees_all_equal(b[1].inner_state, a[1])

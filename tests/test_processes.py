@@ -1,0 +1,110 @@
+"""Several processes: examples/distributed.py, as it is started by hand."""
+
+import contextlib
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+STEPS = 800
+SCRIPT = pathlib.Path(__file__).parents[1] / "examples" / "distributed.py"
+
+
+def start(*arguments):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,  # for all of them to be stopped as one
+    )
+
+
+def finish(process, seconds=180):
+    try:
+        return process.communicate(timeout=seconds)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def ends(out):
+    """What each process said at the end: `(parameters, scale, skipped)`, in order."""
+    pattern = r"process (\d+): parameters (\w+), scale (\S+), skipped (\d+)"
+    return [found[1:] for found in sorted(re.findall(pattern, out))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_all_skip_when_one_overflows(processes):
+    run = start("--processes", processes, "--steps", 12, "--overflow", 6, processes - 1)
+    out, err = finish(run)
+    assert run.returncode == 0, err
+    assert re.findall(r"step (\d+): .* skipped", out) == ["6"]
+    assert len(ends(out)) == processes
+    assert len(set(ends(out))) == 1
+    assert ends(out)[0][1:] == ("16384", "1")
+
+
+def follow(run, pattern):
+    """Reads what the run prints up to a line that matches."""
+    for line in run.stdout:
+        if re.match(pattern, line):
+            return
+    pytest.fail(f"ended early: {run.stderr.read()[-2000:]}")
+
+
+def resumed(out):
+    """The first step of a run."""
+    return int(re.search(r"step (\d+):", out)[1])
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_others_and_the_run_resumes(tmp_path):
+    undisturbed, err = finish(start("--processes", 2, "--steps", STEPS))
+    assert ends(undisturbed), err
+
+    checkpoint = ("--checkpoint", tmp_path)
+    run = start("--processes", 2, "--steps", STEPS, *checkpoint)
+    follow(run, r"step 1\d:")
+    command = ["pgrep", "-P", str(run.pid)]
+    children = subprocess.run(command, capture_output=True, text=True, check=True)
+    os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+    killed = time.monotonic()
+    _, err = finish(run)
+    assert run.returncode != 0
+    assert time.monotonic() - killed < 150
+    assert re.search(r"unhealthy|heartbeat|[Cc]onnection|closed|[Ss]hutdown", err), err[-2000:]
+
+    run = start("--processes", 2, "--steps", STEPS, *checkpoint)
+    out, err = finish(run)
+    assert run.returncode == 0, err
+    assert resumed(out) > 0
+    assert ends(out) == ends(undisturbed)
+
+
+@pytest.mark.slow
+def test_killed_twenty_times(tmp_path):
+    """At random moments; resumed each time, the run ends with the very same parameters."""
+    undisturbed, err = finish(start("--processes", 1, "--steps", STEPS))
+    assert ends(undisturbed), err
+    moments = random.Random(0)
+    for _ in range(20):
+        run = start("--processes", 1, "--steps", STEPS, "--checkpoint", tmp_path)
+        follow(run, r"step \d+:")
+        time.sleep(moments.uniform(0, 0.25))
+        os.killpg(run.pid, signal.SIGKILL)
+        run.communicate()
+    run = start("--processes", 1, "--steps", STEPS, "--checkpoint", tmp_path)
+    out, err = finish(run)
+    assert run.returncode == 0, err
+    assert resumed(out) > 0
+    assert ends(out) == ends(undisturbed)
