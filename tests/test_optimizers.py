@@ -63,10 +63,9 @@ def numbers(dtype, seed):
     return {k: rng.standard_normal(s).astype(dtype) for k, s in SHAPES.items()}
 
 
-def test_there_are_optimizers_and_every_exception_is_one_of_them():
+def test_the_optimizers_are_found():
     assert len(aliases()) >= 25
-    assert set(REASONS) <= set(aliases())
-    assert {"adam", "adamw", "sgd", "lion", "adafactor", "lamb"} <= set(aliases())
+    assert {"adam", "adamw", "sgd", "lion", "adafactor", "lamb", "lbfgs"} <= set(aliases())
 
 
 def types(tree):
