@@ -1,6 +1,6 @@
 """Measures everything and writes the tables, the charts and the numbers.
 
-python -m benchmarks            # all of it: half an hour on two cores
+python -m benchmarks            # all of it: 23 minutes on two cores
 python -m benchmarks --quick    # small sizes, to see that it runs
 """
 

@@ -2,7 +2,6 @@
 
 import re
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -178,17 +177,3 @@ def test_the_check_is_lowered_for_the_platform_at_hand():
     cpu, cuda = (traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda"))
     assert "optimization_barrier" in cpu
     assert "optimization_barrier" not in cuda
-
-
-@pytest.mark.parametrize("loss_scale", ["dynamic", 128, None], ids=str)
-def test_one_trace_and_no_more(loss_scale):
-    tx = ols.with_loss_scale(optax.adamw(1e-3), loss_scale)
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def step(params, state, grads):
-        return tx.apply_gradients(grads, state, params)
-
-    params, state = PARAMS, tx.init(PARAMS)
-    for _ in range(3):
-        params, state = step(params, state, PARAMS)
