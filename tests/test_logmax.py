@@ -1,3 +1,5 @@
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,6 +7,49 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+
+
+def rules(ls, log2_amax):
+    """log2 of the scale by the documented rule, in plain Python, and the error of float32."""
+    average = lambda xs, decay: (
+        sum(x * decay ** (len(xs) - 1 - i) for i, x in enumerate(xs))
+        / sum(decay**i for i in range(len(xs)))
+    )
+    log2_scales, errors, xs = [], [], []
+    for log2 in log2_amax:
+        xs.append(2.0**ls.log_max if log2 is None else float(log2))
+        square = average([x * x for x in xs], ls.beta2)
+        spread = max(square - average(xs, ls.beta2) ** 2, 0) ** 0.5
+        mean = average(xs, ls.beta1)
+        log2_scale = 16 - mean - ls.overflow_std_dev * spread
+        log2_scales.append(np.clip(log2_scale, np.log2(ls.min_scale), np.log2(ls.max_scale)))
+        # A spread is the root of a difference of numbers as large as `square`.
+        errors.append(1e-3 + 1e-5 * abs(mean) + ls.overflow_std_dev * (1e-5 * square) ** 0.5)
+    return np.array(log2_scales), np.array(errors)
+
+
+@hypothesis.given(
+    st.fixed_dictionaries(
+        {
+            "initial_scale": st.sampled_from([1.0, 128.0]),
+            "min_scale": st.sampled_from([1.0, 2.0**-10]),
+            "max_scale": st.sampled_from([2.0**10, 2.0**24, 2.0**60]),
+            "log_max": st.sampled_from([-3.0, 2.0, 5.0, 16.0]),
+            "beta1": st.sampled_from([0.0, 0.5, 0.9, 0.99]),
+            "beta2": st.sampled_from([0.0, 0.5, 0.9, 0.999]),
+            "overflow_std_dev": st.sampled_from([0.0, 1.0, 3.09]),
+        }
+    ),
+    st.lists(st.none() | st.integers(-100, 100), min_size=30, max_size=30),
+)
+@hypothesis.settings(deadline=None, max_examples=50)
+def test_follows_its_documented_rule(config, log2_amax):
+    ls = ols.LogMaxLossScale(**config)
+    amax = jnp.array([np.inf if x is None else 2.0**x for x in log2_amax], jnp.float32)
+    run = jax.jit(lambda ls, xs: jax.lax.scan(lambda ls, x: (ls.update(x)[0],) * 2, ls, xs))
+    _, history = run(ls, amax)
+    expected, error = rules(ls, log2_amax)
+    np.testing.assert_array_less(abs(np.log2(history.loss_scale) - expected), error)
 
 
 def test_puts_the_largest_gradient_below_the_cutoff():

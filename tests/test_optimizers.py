@@ -78,11 +78,36 @@ def placed(tree, mesh):
     return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x))), tree)
 
 
+def mean_over(axis_name):
+    """The reduction of the replicas' gradients, as an inner transformation."""
+    return optax.stateless(lambda grads, params: jax.lax.pmean(grads, axis_name))
+
+
+def on_replicas(step):
+    """The step under shard_map: what is not finite comes from one of four replicas alone."""
+    mesh = jax.make_mesh((4,), ("data",))
+
+    def replica_step(grads, state, params, **extra_args):
+        index = jax.lax.axis_index("data")
+        own = lambda g: jnp.where(jnp.isfinite(g) | (index == 2), g, 1)
+        return step(jax.tree.map(own, grads), state, params, **extra_args)
+
+    def replicated(grads, state, params, **extra_args):
+        one = lambda grads, state, params, extra: replica_step(grads, state, params, **extra)
+        step = jax.shard_map(one, mesh=mesh, in_specs=P(), out_specs=P())
+        return step(grads, state, params, extra_args)
+
+    return replicated
+
+
 @each_dtype
-@pytest.mark.parametrize("placement", ["eager", "jit", "sharded", "explicit"])
+@pytest.mark.parametrize("placement", ["eager", "jit", "sharded", "explicit", "shard_map"])
 @each_optimizer
 def test_wrapped(name, placement, dtype):
-    tx = ols.with_loss_scale(make(name), LS)
+    if placement == "shard_map":
+        tx = ols.with_loss_scale(optax.chain(mean_over("data"), make(name)), LS, axis_name="data")
+    else:
+        tx = ols.with_loss_scale(make(name), LS)
     params = numbers(dtype, 0)
     abstract = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
     # A placement for `init` and the steps: nothing, or a mesh.
@@ -101,6 +126,8 @@ def test_wrapped(name, placement, dtype):
     chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(tx.init, abstract), state)
 
     for step in (tx.apply_gradients, update):
+        if placement == "shard_map":
+            step = on_replicas(step)
         if placement != "eager":
             step = jax.jit(step)
         now, carried = params, state
