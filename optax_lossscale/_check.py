@@ -2,18 +2,20 @@
 
 from typing import Any
 
-import jax
-
+from optax_lossscale._explain import explain
 from optax_lossscale._get import get_loss_scale
+from optax_lossscale._summary import Summary
 from optax_lossscale._validation import count
-from optax_lossscale._wrapper import LossScaleState
+from optax_lossscale._wrapper import wrapper_states
 
 
 class LossScaleError(RuntimeError):
     """Training overflows at the lowest loss scale, or at every step."""
 
 
-def check(state: Any, max_consecutive_skips: int = 100) -> None:
+def check(
+    state: Any, max_consecutive_skips: int = 100, leaves: dict[str, Summary] | None = None
+) -> None:
     """Raises if loss scaling has nothing left to try. Waits for the device.
 
     Call it on the host, every so many steps: nothing can raise inside a compiled step.
@@ -22,6 +24,8 @@ def check(state: Any, max_consecutive_skips: int = 100) -> None:
       state: an optimizer state with one `LossScaleState` in it, or a `LossScale`, of
         which only `exhausted` is looked at.
       max_consecutive_skips: how many steps in a row may be skipped.
+      leaves: what `nonfinite_leaves` returned for the last gradients, for the error to
+        name those at fault.
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`, or more steps than
@@ -46,10 +50,10 @@ def check(state: Any, max_consecutive_skips: int = 100) -> None:
     """
     count("max_consecutive_skips", max_consecutive_skips)
     loss_scale = get_loss_scale(state)
-    is_state = lambda x: isinstance(x, LossScaleState)
-    states = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
+    states = wrapper_states(state)
     skips = int(states[0].consecutive_skipped_steps) if states else 0
     skipped = f" {skips} steps in a row were skipped." if states else ""
+    blame = "" if leaves is None else f"\n{explain(leaves)}"
     advice = (
         " Look for NaN or inf in the loss and the model. If gradients are large and not broken, "
         "allow a smaller scale (min_scale), or compute the layer that overflows in float32."
@@ -59,10 +63,12 @@ def check(state: Any, max_consecutive_skips: int = 100) -> None:
             f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot be lowered."
             + skipped
             + advice
+            + blame
         )
     if skips > max_consecutive_skips:
         raise LossScaleError(
             f"gradients have overflowed at every step, the loss scale is {loss_scale():g}."
             + skipped
             + advice
+            + blame
         )

@@ -32,13 +32,13 @@ def all_finite(tree: Any) -> jax.Array:
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
     if not leaves:
         return jnp.array(True)
-    if any(map(_is_partitioned, leaves)):
+    if any(map(is_partitioned, leaves)):
         return _all_finite(leaves)
     # Chosen when the program is lowered, by the platform that it is lowered for.
     return lax.platform_dependent(leaves, cpu=_all_finite_on_cpu, default=_all_finite)
 
 
-def _is_partitioned(x: jax.Array) -> bool:
+def is_partitioned(x: jax.Array) -> bool:
     """Whether the compiler may spread the array over devices, as `jit` does."""
     mesh = jax.typeof(x).sharding.mesh
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)

@@ -227,6 +227,12 @@ def with_loss_scale(
     return LossScaledTransformation(*transformation)
 
 
+def wrapper_states(state: Any) -> list[LossScaleState]:
+    """Every `LossScaleState` in an optimizer state, however deep it lies."""
+    is_state = lambda x: isinstance(x, LossScaleState)
+    return [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
+
+
 def _unaliased(state: Any, params: Any) -> Any:
     """A state that shares no array with the parameters or itself, for both to be donated."""
     seen = {id(p) for p in jax.tree.leaves(params)}

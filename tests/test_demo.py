@@ -95,6 +95,8 @@ def test_bad_arguments_are_one_line_and_exit_code_2(arguments, said, tmp_path, c
 
 
 def test_interrupt_keeps_what_was_finished(tmp_path):
+    # A suite that runs in the background ignores the signal, and so would its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [*DEMO, "--steps", "40", "--out", str(tmp_path)],
         stdout=subprocess.PIPE,

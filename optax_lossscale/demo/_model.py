@@ -1,9 +1,12 @@
 """A small byte-level transformer, in plain JAX."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+import optax_lossscale as ols
 
 BYTES = 256
 CONTEXT = 64
@@ -33,7 +36,12 @@ def init(key: jax.Array) -> dict[str, Any]:
     }
 
 
-def loss(params: dict[str, Any], tokens: jax.Array, dtype: Any) -> jax.Array:
+def loss(
+    params: dict[str, Any],
+    tokens: jax.Array,
+    dtype: Any,
+    probes: Sequence[ols.Probe | None] = (None,) * BLOCKS,
+) -> jax.Array:
     """Mean cross-entropy of each next byte, in nats; a float32 scalar.
 
     Args:
@@ -41,12 +49,14 @@ def loss(params: dict[str, Any], tokens: jax.Array, dtype: Any) -> jax.Array:
       tokens: int32, shape (batch, CONTEXT + 1).
       dtype: of every matrix product and activation, and so of their gradients.
         Norms, softmax and the loss are computed in float32, as is usual.
+      probes: one for the end of each block, or None.
     """
     p = jax.tree.map(lambda x: x.astype(dtype), params)
     x = p["embedding"][tokens[:, :-1]] + p["position"]
-    for block in p["blocks"]:
+    for block, probe in zip(p["blocks"], probes, strict=True):
         x += _attention(block, _normed(x, block["norm1"]))
         x += jax.nn.gelu(_normed(x, block["norm2"]) @ block["up"]) @ block["down"]
+        x = ols.tap(x, probe)
     logits = (_normed(x, p["norm"]) @ p["head"]).astype(jnp.float32)
     log_likelihood = jax.nn.log_softmax(logits)
     return -jnp.take_along_axis(log_likelihood, tokens[:, 1:, None], -1).mean()

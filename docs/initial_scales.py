@@ -1,0 +1,64 @@
+"""The demo's first 200 steps from different initial scales: `python docs/initial_scales.py`.
+
+Prints the table of docs/diagnosis.md, in about two minutes on two cores.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_lossscale as ols
+from optax_lossscale.demo import _model, _text
+
+STEPS = 200
+BYTES = _text.BATCH * _model.CONTEXT
+# What the mean over a micro-batch is multiplied by, to make the loss that is differentiated.
+LOSSES = {"mean over 1024 micro-batches": 1 / 1024, "sum over a micro-batch": float(BYTES)}
+
+
+def train(loss_scale, weight):
+    """The skipped steps, and the mean share of gradients that are zero or subnormal."""
+    inner = optax.chain(optax.scale(1 / weight), optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
+    tx = ols.with_loss_scale(inner, loss_scale)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def train_step(params, state, tokens):
+        grads = ols.grad(functools.partial(loss_fn, weight), state)(params, tokens)
+        share = ols.underflow_report(grads, state).total.underflow
+        params, state = tx.apply_gradients(grads, state, params)
+        return params, state, share
+
+    params = _model.init(jax.random.key(0))
+    state = tx.init(params)
+    shares = []
+    for tokens in _text.batches(_text.read(None), STEPS, seed=0):
+        params, state, share = train_step(params, state, tokens)
+        shares.append(share)
+    return int(state.skipped_steps), float(jnp.stack(shares).mean())
+
+
+def loss_fn(weight, params, tokens):
+    """The loss as it is differentiated."""
+    return _model.loss(params, tokens, jnp.float16) * weight
+
+
+if __name__ == "__main__":
+    tokens = next(_text.batches(_text.read(None), 1, seed=0))
+    print("| loss | initial scale | | skipped | gradients that underflow |")
+    print("| --- | --- | ---: | ---: | ---: |")
+    for loss, weight in LOSSES.items():
+        found = ols.find_initial_scale(
+            functools.partial(loss_fn, weight), _model.init(jax.random.key(0)), tokens
+        )
+        starts = {
+            "`find_initial_scale`": ols.DynamicLossScale(initial_scale=found.scale),
+            "TensorFlow": ols.DynamicLossScale(),
+            "PyTorch": ols.presets.pytorch(),
+            "Flax": ols.presets.flax(),
+        }
+        for name, loss_scale in starts.items():
+            skipped, underflow = train(loss_scale, weight)
+            scale = f"2^{jnp.log2(loss_scale()):g}"
+            print(f"| {loss} | {name} | {scale} | {skipped} | {underflow:.2%} |", flush=True)

@@ -1,0 +1,108 @@
+"""The initial scale that a model needs, found before training starts."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from optax_lossscale import _validation
+from optax_lossscale._dynamic import DynamicLossScale
+from optax_lossscale._finite import all_finite
+from optax_lossscale._gradient import grad
+
+_LOWEST, _HIGHEST = -126, 126  # the powers of two to search
+
+
+class InitialScale(NamedTuple):
+    """What `find_initial_scale` found. Of several, `min` is the one that suits all."""
+
+    scale: float  # the scale to start with
+    largest: float  # the largest power of two at which no gradient overflowed
+
+    @property
+    def headroom(self) -> float:
+        """How many bits the scale is below the largest."""
+        return math.log2(self.largest / self.scale)
+
+    def __str__(self) -> str:
+        power = f"2**{math.log2(self.scale):.0f}"
+        if self.largest == 2.0**_HIGHEST:
+            return f"{power}: nothing overflows up to 2**{_HIGHEST}, so float16 is not in use"
+        return f"{power}, with {self.headroom:.0f} bits to spare before gradients overflow"
+
+
+def find_initial_scale(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    *args: Any,
+    has_aux: bool = False,
+    margin: int = 2,
+    **kwargs: Any,
+) -> InitialScale:
+    """Searches for the largest power of two at which no gradient overflows.
+
+    A default start either is too large, and the first steps are skipped, or too small, and
+    thousands of steps lose gradients to underflow until it has grown. This is one compiled
+    bisection, of eight passes over the gradients; call it before training, on the host.
+
+    Args:
+      loss_fn: called as `loss_fn(params, *args, **kwargs)`, as by `value_and_grad`.
+      params: the initial parameters.
+      *args: the first batch. For several, take the least of what they give; they are
+        compiled for once: `min(find_initial_scale(loss_fn, params, b) for b in batches)`.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      margin: how many bits to stay below the largest, at least 1: gradients grow.
+      **kwargs: further keyword arguments of `loss_fn`.
+
+    Returns:
+      An `InitialScale`, with the `scale` to give a loss scale as its `initial_scale`.
+
+    Raises:
+      ValueError: if gradients are not finite at any scale, or `margin` is not a
+        positive int.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> def loss_fn(w, x):
+      ...     y = (w * x).astype(jnp.float16) ** 2
+      ...     return jnp.mean(y.astype(jnp.float32))
+      >>> found = ols.find_initial_scale(loss_fn, jnp.float32(1.0), jnp.ones(256))
+      >>> print(found)
+      2**20, with 2 bits to spare before gradients overflow
+      >>> ls = ols.DynamicLossScale(initial_scale=found.scale)
+    """
+    margin = _validation.count("margin", margin)
+    exponent = int(_search(loss_fn, has_aux, params, args, kwargs))
+    if exponent < _LOWEST:
+        raise ValueError(
+            f"gradients are not finite at any loss scale from 2**{_LOWEST} on: look for NaN or "
+            "inf in the loss and the model; explain(nonfinite_leaves(grads)) says where"
+        )
+    return InitialScale(2.0 ** max(exponent - margin, _LOWEST), 2.0**exponent)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _search(loss_fn, has_aux, params, args, kwargs):
+    """The exponent of the largest scale; one less than the lowest if there is none."""
+    powers = jnp.asarray(2.0 ** np.arange(_LOWEST, _HIGHEST + 1), jnp.float32)
+
+    def is_finite(exponent):
+        loss_scale = DynamicLossScale().replace(loss_scale=powers[exponent - _LOWEST])
+        scaled_grads = grad(loss_fn, loss_scale, has_aux=has_aux)(params, *args, **kwargs)
+        return all_finite(scaled_grads[0] if has_aux else scaled_grads)
+
+    def bisect(bounds):
+        good, bad = bounds
+        middle = (good + bad) // 2
+        finite = is_finite(middle)
+        return jnp.where(finite, middle, good), jnp.where(finite, bad, middle)
+
+    bounds = (jnp.int32(_LOWEST - 1), jnp.int32(_HIGHEST + 1))
+    good, _ = lax.while_loop(lambda bounds: bounds[1] - bounds[0] > 1, bisect, bounds)
+    return good

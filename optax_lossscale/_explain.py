@@ -1,0 +1,141 @@
+"""Which layer is at fault when gradients are not finite."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from optax_lossscale._names import natural
+from optax_lossscale._summary import Summary, summarize_leaves
+from optax_lossscale._tap import Probe, places
+
+SHOWN = 5
+
+
+class Suspect(NamedTuple):
+    """A place of the model, and what speaks against it."""
+
+    name: str
+    finding: str
+
+
+class Explanation(NamedTuple):
+    """What `explain` found; print it for the report.
+
+    Attributes:
+      suspects: the places to look at, the likeliest first; none if all is finite.
+      summary: one line about all leaves.
+    """
+
+    suspects: list[Suspect]
+    summary: str
+
+    def __str__(self) -> str:
+        shown = [f"{i}. {s.name}: {s.finding}" for i, s in enumerate(self.suspects[:SHOWN], 1)]
+        more = len(self.suspects) - SHOWN
+        return "\n".join([self.summary, *shown, *([f"and {more} more."] if more > 0 else [])])
+
+
+def nonfinite_leaves(tree: Any) -> dict[str, Summary]:
+    """How many numbers of each leaf are NaN or infinite.
+
+    Works under `jit`: return it from the step, beside the loss. One pass over the tree.
+
+    Args:
+      tree: the gradients, or any pytree; leaves that are no floating-point or complex
+        numbers are left out.
+
+    Returns:
+      A flat dict from a leaf's path, such as `decoder/layer_3/kernel`, to its `Summary`,
+      which counts `nans`, `infinities` of either sign, and more.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> grads = {"dense": {"kernel": jnp.array([1.0, jnp.inf, -jnp.inf]), "bias": jnp.ones(3)}}
+      >>> for path, leaf in ols.nonfinite_leaves(grads).items():
+      ...     print(path, leaf.infinities, leaf.nans)
+      dense/bias 0.0 0.0
+      dense/kernel 2.0 0.0
+    """
+    return summarize_leaves(tree)
+
+
+def explain(
+    leaves: dict[str, Summary], *, taps: Any = None, loss: jax.typing.ArrayLike | None = None
+) -> Explanation:
+    """A short report of where numbers stopped being finite first. Waits for the device.
+
+    What is not finite spreads: forwards to the loss, from there to every gradient. So the
+    place at fault is the first tapped one whose values are not finite; or if there is
+    none, the loss; or if that is finite, the place whose gradient arrives finite and leaves
+    not. Without taps there are only the parameters' gradients, of which infinities come
+    before NaNs, and few before many.
+
+    Args:
+      leaves: what `nonfinite_leaves` returned for the gradients.
+      taps: what `tap` recorded at the ends of the model's layers, a tree of `Probe`s. Its
+        order is taken for the model's: of lists, of stacks, and of names in which numbers
+        count as such (`layer_2` before `layer_10`).
+      loss: the loss, not scaled.
+
+    Returns:
+      An `Explanation`: print it, or read its `suspects`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> grads = {"dense": {"kernel": jnp.array([1.0, jnp.inf]), "bias": jnp.ones(3)}}
+      >>> print(ols.explain(ols.nonfinite_leaves(grads)))
+      1 of 2 gradients are not finite.
+      1. dense/kernel: 1 inf and 0 NaN of 2 in its gradient
+    """
+    leaves, taps, loss = jax.device_get((leaves, taps, loss))
+    tapped = list(places(taps))
+    bad = sorted(
+        (leaf.nans / leaf.nonfinite, leaf.nonfinite / leaf.size, natural(name), name)
+        for name, leaf in leaves.items()
+        if leaf.nonfinite
+    )
+    suspects = [Suspect(name, f"{_count(leaves[name])} in its gradient") for *_, name in bad]
+    if first := _first(tapped, loss):
+        suspects = [first, *suspects]
+    elif suspects and not tapped and loss is None and len(bad) == len(leaves):
+        suspects = [
+            Suspect(
+                "the forward pass or the loss",
+                "no gradient is finite; give the loss and tap the layers to see which",
+            ),
+            *suspects,
+        ]
+    finite = f"All {len(leaves)} gradients are finite."
+    return Explanation(
+        suspects, f"{len(bad)} of {len(leaves)} gradients are not finite." if bad else finite
+    )
+
+
+def _first(tapped: list[tuple[str, Probe]], loss: Any) -> Suspect | None:
+    """The place where it began, so far as taps and the loss can tell."""
+    before = ""
+    for name, record in tapped:
+        if record.value.nonfinite:
+            return Suspect(name, f"{_count(record.value)} in its value{before}")
+        before = f"; the value of {name} is finite, at most {record.value.largest:.3g}"
+    if loss is not None and not np.isfinite(loss).all():
+        return Suspect("the loss", f"it is {loss}{before}")
+    after, finite = "the loss", ""
+    for name, record in reversed(tapped):
+        if record.cotangent.nonfinite:
+            return Suspect(
+                after,
+                f"{_count(record.cotangent)} in the gradient that it passes to {name}{finite}",
+            )
+        after, finite = (
+            name,
+            f"; the one that reaches it is finite, at most {record.cotangent.largest:.3g}",
+        )
+    return None
+
+
+def _count(summary: Summary) -> str:
+    return f"{summary.infinities:.0f} inf and {summary.nans:.0f} NaN of {summary.size:.0f}"

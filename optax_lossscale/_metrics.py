@@ -1,0 +1,56 @@
+"""What to log of loss scaling, as scalars."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale._get import get_loss_scale
+from optax_lossscale._names import path_name
+from optax_lossscale._wrapper import wrapper_states
+
+
+def metrics(state: Any) -> dict[str, jax.Array]:
+    """The state of loss scaling, as a flat dict of scalars for any logger.
+
+    Nothing waits for the device: call it in the compiled step, or after it and let the
+    logger do the waiting.
+
+    Args:
+      state: an optimizer state with one `LossScaleState` in it, or a `LossScale`, of
+        which only the loss scale's own entries are.
+
+    Returns:
+      Scalars, shape (), by name: `loss_scale` and `log2_loss_scale`, float32;
+      `should_apply`, whether the last step was applied, bool; `skipped_steps` and
+      `consecutive_skipped_steps`, int32; and what else the loss scale keeps as its state,
+      under the names it has there: of a `DynamicLossScale` the `growth_counter`, which is
+      the steps since it grew or backed off, `hysteresis_left` and `stuck`.
+
+    Raises:
+      ValueError: if the state holds no loss scale, or several.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import optax_lossscale as ols
+      >>> tx = ols.with_loss_scale(optax.sgd(0.1))
+      >>> params = jnp.ones(2)
+      >>> _, state = tx.apply_gradients(jnp.full(2, jnp.inf), tx.init(params), params)
+      >>> for name, value in ols.metrics(state).items():
+      ...     print(name, value)
+      loss_scale 16384.0
+      log2_loss_scale 14.0
+      should_apply False
+      skipped_steps 1
+      consecutive_skipped_steps 1
+      growth_counter 0
+      hysteresis_left 1
+      stuck False
+    """
+    loss_scale = get_loss_scale(state)
+    scalars = {"loss_scale": loss_scale(), "log2_loss_scale": jnp.log2(loss_scale())}
+    for wrapper in wrapper_states(state):
+        names = ("should_apply", "skipped_steps", "consecutive_skipped_steps")
+        scalars |= {name: getattr(wrapper, name) for name in names}
+    own, _ = jax.tree.flatten_with_path(loss_scale)
+    return scalars | {path_name(p): x for p, x in own if path_name(p) not in scalars}

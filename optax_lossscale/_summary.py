@@ -1,0 +1,79 @@
+"""What kinds of numbers an array holds, in one reading of it."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from optax_lossscale._finite import is_partitioned
+from optax_lossscale._names import path_name
+from optax_lossscale._precision import is_inexact
+
+
+class Summary(NamedTuple):
+    """How many numbers of an array are of which kind, in a floating-point dtype.
+
+    All are float32 scalars, shape (), so that they can be a gradient's leaves; a
+    complex number counts as two.
+    """
+
+    size: jax.Array  # how many numbers there are
+    zeros: jax.Array  # how many are zero, or would be flushed to it
+    subnormals: jax.Array  # how many are below the smallest normal number, and not zero
+    infinities: jax.Array  # how many are ±inf, or would overflow to it
+    nans: jax.Array  # how many are NaN
+    largest: jax.Array  # the largest absolute value; inf if one is, NaNs aside
+
+    @property
+    def underflow(self) -> jax.Array:
+        """The share of zeros and subnormals, in [0, 1]."""
+        return (self.zeros + self.subnormals) / jnp.maximum(self.size, 1)
+
+    @property
+    def nonfinite(self) -> jax.Array:
+        """How many are NaN or ±inf."""
+        return self.infinities + self.nans
+
+
+def summarize(x: Any, dtype: Any = None) -> Summary:
+    """The `Summary` of one array, as its numbers are or would be in another dtype."""
+    x = lax.stop_gradient(jnp.asarray(x))
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag])
+    least, normal, limit = _thresholds(jnp.dtype(dtype or x.dtype))
+    a = jnp.abs(x).astype(jnp.promote_types(x.dtype, jnp.float32))
+    is_nan = a != a
+    kinds = [a <= least, (a > least) & (a < normal), a >= limit, is_nan]
+    largest, counts = _reduce(jnp.where(is_nan, 0, a), kinds)
+    return Summary(*(jnp.asarray(n, jnp.float32) for n in (x.size, *counts, largest)))
+
+
+def summarize_leaves(tree: Any, dtype: Any = None) -> dict[str, Summary]:
+    """The `Summary` of each floating-point or complex leaf, under its path."""
+    leaves, _ = jax.tree.flatten_with_path(tree)
+    return {path_name(path): summarize(x, dtype) for path, x in leaves if is_inexact(x)}
+
+
+def _thresholds(dtype: np.dtype) -> tuple[float, float, float]:
+    """What still rounds to zero, what already to a normal number, and what to infinity."""
+    info = jnp.finfo(dtype)
+    half_step = float(info.smallest_subnormal) / 2
+    largest = float(info.max)
+    half_ulp = math.ldexp(float(info.eps), math.frexp(largest)[1] - 2)
+    limit = largest + half_ulp if dtype.itemsize < 4 else math.inf
+    return half_step, float(info.tiny) - half_step, limit
+
+
+def _reduce(a: jax.Array, kinds: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+    """The largest number, and how many there are of each kind."""
+    ones = [kind.astype(jnp.int32) for kind in kinds]
+    if is_partitioned(a):
+        # A reduction of several outputs is one pass, but the compiler would gather its input.
+        return a.max(initial=0), [kind.sum() for kind in ones]
+    zeros = (np.zeros((), a.dtype), *[np.int32(0)] * len(ones))
+    join = lambda x, y: (lax.max(x[0], y[0]), *map(lax.add, x[1:], y[1:]))
+    largest, *counts = lax.reduce((a, *ones), zeros, join, range(a.ndim))
+    return largest, counts

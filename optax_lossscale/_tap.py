@@ -1,0 +1,139 @@
+"""The gradients *inside* a model, where float16 really under- and overflows."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import DictKey
+
+from optax_lossscale._names import natural, path_name
+from optax_lossscale._precision import dtype_of, is_inexact
+from optax_lossscale._summary import Summary, summarize
+
+
+class Probe(NamedTuple):
+    """What `tap` records at one place of a model: the gradient of a `probe()`."""
+
+    value: Summary  # of what passed in the forward pass
+    cotangent: Summary  # of its gradient, as scaled as the loss was
+
+
+def probe(shape: int | tuple[int, ...] = ()) -> Probe:
+    """An empty record, to be filled by a `tap`.
+
+    Args:
+      shape: of each of its leaves: `()` for one place, or the number of layers for
+        a stack of them that `lax.scan` goes through.
+
+    Returns:
+      A `Probe` of zeros, float32.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> ols.probe(12).cotangent.largest.shape
+      (12,)
+    """
+    empty = Summary(*[jnp.zeros(shape, jnp.float32)] * len(Summary._fields))
+    return Probe(value=empty, cotangent=empty)
+
+
+def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
+    """`x` itself, whose value and gradient leave their `Summary` in the probe's gradient.
+
+    A probe is an argument of the loss function like the parameters, and what was
+    recorded comes out as the gradient with respect to it, in the one pass that computes
+    the others: under `jit`, `scan`, `remat` and sharding, with no callback to the host.
+    With `None` for a probe there is nothing to compile.
+
+    A probe that is tapped twice, or by a `vmap` that does not map it, records sums; so
+    does a `largest`. Under `shard_map` a replicated probe sees all replicas.
+
+    Args:
+      x: a floating-point array, any shape.
+      probe: from `probe()`, in whatever tree names the place; or None, for off.
+
+    Returns:
+      `x`.
+
+    Raises:
+      TypeError: if `x` is no floating-point array.
+
+    Example:
+      Two places of a model, and a third argument that is off by default:
+
+      >>> import jax, jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> def loss_fn(w, x, probes=(None, None)):
+      ...     hidden = ols.tap(w * x, probes[0])
+      ...     return jnp.sum(ols.tap(hidden ** 2, probes[1]))
+      >>> w, x = jnp.float16(2**-10), jnp.ones(8, jnp.float16)
+      >>> probes = (ols.probe(), ols.probe())
+      >>> grads, records = jax.grad(loss_fn, argnums=(0, 2))(w, x, probes)
+      >>> float(records[0].value.largest), float(records[0].cotangent.largest)
+      (0.0009765625, 0.001953125)
+      >>> float(records[1].value.underflow)  # 2**-20 is subnormal in float16
+      1.0
+    """
+    if not is_inexact(x):
+        raise TypeError(f"only floating-point arrays have gradients to tap, got {dtype_of(x)}")
+    return x if probe is None else _tap(x, probe)
+
+
+def places(taps: Any) -> Iterator[tuple[str, Probe]]:
+    """The tapped places in the model's order, a stack's one by one."""
+    leaves, _ = jax.tree.flatten_with_path(taps, is_leaf=lambda x: isinstance(x, Probe))
+    met: dict[tuple, int] = {}  # the branches of the tree, numbered in its order
+    for path, _ in leaves:
+        for depth in range(len(path)):
+            met.setdefault(path[: depth + 1], len(met))
+    # A dict's keys come in the order of the alphabet, with layer_10 before layer_2.
+    rank = lambda path: natural(str(path[-1].key)) if isinstance(path[-1], DictKey) else met[path]
+    ranks = lambda leaf: [rank(leaf[0][: depth + 1]) for depth in range(len(leaf[0]))]
+    for path, record in sorted(leaves, key=ranks):
+        name = path_name(path)
+        if not np.ndim(record.value.size):
+            yield name, record
+            continue
+        for i in np.ndindex(np.shape(record.value.size)):
+            yield (
+                "/".join(filter(None, [name, *map(str, i)])),
+                jax.tree.map(lambda x, i=i: x[i], record),
+            )
+
+
+@jax.custom_vjp
+def _tap(x, probe):
+    return x
+
+
+def _forward(x, probe):
+    return x, (summarize(x), probe)
+
+
+def _backward(residuals, cotangent):
+    value, probe = residuals
+    record = Probe(value, summarize(cotangent))
+    return cotangent, Probe(*map(_of_all_replicas, record, probe))
+
+
+def _of_all_replicas(summary: Summary, probe: Summary) -> Summary:
+    """The summary over the axes of `shard_map` along which there is only one probe."""
+    axes = tuple(_varying_axes(summary.largest) - _varying_axes(probe.largest))
+    if axes:
+        summary = Summary(
+            size=summary.size * lax.axis_size(axes),
+            **{kind: lax.psum(getattr(summary, kind), axes) for kind in summary._fields[1:-1]},
+            largest=lax.pmax(summary.largest, axes),
+        )
+    return jax.tree.map(lambda s, p: s + jnp.zeros_like(p), summary, probe)
+
+
+def _varying_axes(x: jax.Array) -> frozenset:
+    kind: Any = jax.typeof(x)
+    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying  # jax >= 0.9
+
+
+_tap.defvjp(_forward, _backward)

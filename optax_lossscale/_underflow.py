@@ -1,0 +1,126 @@
+"""How much of the gradients is lost to underflow, and which scale would lose least."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._get import get_loss_scale
+from optax_lossscale._summary import Summary, summarize_leaves
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["leaves", "loss_scale"],
+    meta_fields=["dtype"],
+)
+@dataclasses.dataclass(frozen=True)
+class UnderflowReport:
+    """What `underflow_report` found; print it for a table.
+
+    Attributes:
+      leaves: the `Summary` of each leaf, under its path.
+      loss_scale: the loss scale of these gradients; float32, shape ().
+      dtype: the dtype whose range the numbers are held against.
+    """
+
+    leaves: dict[str, Summary]
+    loss_scale: jax.Array
+    dtype: np.dtype
+
+    @property
+    def total(self) -> Summary:
+        """The `Summary` of all leaves together."""
+        zero = jnp.zeros((), jnp.float32)
+        each = list(self.leaves.values()) or [Summary(*[zero] * len(Summary._fields))]
+        *counts, largest = map(jnp.stack, zip(*each, strict=True))
+        return Summary(*map(jnp.sum, counts), largest=jnp.max(largest))
+
+    @property
+    def best_scale(self) -> jax.Array:
+        """The largest power of two times this scale at which none of these overflows.
+
+        Of these numbers alone: what overflows *inside* the model is `tap`'s and
+        `find_initial_scale`'s to say. NaN if some are infinite or NaN, or all are zero,
+        as then nothing can be said.
+        """
+        headroom = _headroom(self.total, self.dtype)
+        known = jnp.isfinite(headroom) & (self.total.nans == 0)
+        return jnp.where(known, self.loss_scale * jnp.exp2(jnp.floor(headroom)), jnp.nan)
+
+    def __str__(self) -> str:
+        host: UnderflowReport = jax.device_get(self)
+        rows = [_row(name, leaf, self.dtype) for name, leaf in host.leaves.items()]
+        titles = ("", "numbers", "zero", "subnormal", "in range", "inf, NaN", "headroom")
+        rows = [titles, *rows, _row("all", jax.device_get(host.total), self.dtype)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            for row in rows
+        ]
+        return "\n".join(
+            [
+                f"Gradients times {host.loss_scale:g}, in {self.dtype}:",
+                *lines,
+                f"Best scale for these: {host.best_scale:.8g}",
+            ]
+        )
+
+
+def underflow_report(
+    scaled_grads: Any, loss_scale: Any, dtype: Any = jnp.float16
+) -> UnderflowReport:
+    """How the scaled gradients lie in a dtype's range.
+
+    Works under `jit`, which can return the report. Gradients computed in float16 and then
+    converted show what is left of them; computed in float32, what float16 would leave.
+
+    Args:
+      scaled_grads: the gradients, still scaled; any pytree.
+      loss_scale: the scale that they were computed with: a `LossScale`, an optimizer
+        state that holds exactly one, or a number.
+      dtype: the floating-point dtype to hold them against.
+
+    Returns:
+      An `UnderflowReport`: print it, or read its `leaves`, `total` and `best_scale`.
+
+    Raises:
+      ValueError: if `loss_scale` holds no loss scale, or several.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> grads = {"w": jnp.array([1e-9, 1e-5, 0.25, 2.0]), "b": jnp.array([0.0, 1e-7])}
+      >>> print(ols.underflow_report(grads, ols.get(128)))
+      Gradients times 128, in float16:
+           numbers   zero  subnormal  in range  inf, NaN  headroom
+      b          2  50.0%      50.0%      0.0%         0      39.3
+      w          4  25.0%      25.0%     50.0%         0      15.0
+      all        6  33.3%      33.3%     33.3%         0      15.0
+      Best scale for these: 2097152
+    """
+    is_number = isinstance(loss_scale, (int, float, np.number))
+    scale = loss_scale if is_number else get_loss_scale(loss_scale)()
+    leaves = summarize_leaves(scaled_grads, dtype)
+    return UnderflowReport(leaves, jnp.asarray(scale, jnp.float32), jnp.dtype(dtype))
+
+
+def _headroom(summary: Summary, dtype: np.dtype) -> jax.Array:
+    """By how many powers of two the largest could grow: float32; inf if all are zero."""
+    return jnp.log2(jnp.float32(jnp.finfo(dtype).max) / summary.largest)
+
+
+def _row(name: str, summary: Summary, dtype: np.dtype) -> tuple[str, ...]:
+    size = np.maximum(summary.size, 1)
+    in_range = summary.size - summary.zeros - summary.subnormals - summary.nonfinite
+    shares = (summary.zeros, summary.subnormals, in_range)
+    return (
+        name,
+        f"{summary.size:.0f}",
+        *(f"{n / size:.1%}" for n in shares),
+        f"{summary.nonfinite:.0f}",
+        f"{_headroom(summary, dtype):.1f}",
+    )

@@ -1,0 +1,195 @@
+"""Pictures of what the numbers do; needs the extra `plot`, which is matplotlib.
+
+Each function draws into the axes it is given, or into a new figure's, and returns the axes.
+They run on the host and wait for the device.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from optax_lossscale._precision import is_inexact
+from optax_lossscale._tap import Probe, places
+
+BEFORE, AFTER, SKIPPED = "#8a8f98", "#00798c", "#d1495b"
+
+
+def loss_scale(
+    history: Sequence[Mapping[str, Any]] | Mapping[str, Any],
+    axes: Axes | None = None,
+    **style: Any,
+) -> Axes:
+    """The loss scale over the steps, with a cross at each that was skipped.
+
+    Args:
+      history: the `metrics` after each step, in a sequence; or one dict of them in which
+        each is stacked, shape (steps,), as `lax.scan` returns them.
+      axes: the axes to draw into.
+      **style: of the line, such as `color` and `label`, as `matplotlib` takes them.
+
+    Returns:
+      The axes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import optax_lossscale as ols
+      >>> from optax_lossscale import plot
+      >>> tx = ols.with_loss_scale(optax.sgd(0.1))
+      >>> def step(state, grad):
+      ...     state = tx.update(grad, state)[1]
+      ...     return state, ols.metrics(state)
+      >>> grads = jnp.array([jnp.inf, 1.0, jnp.inf, 1.0])
+      >>> _, history = jax.lax.scan(step, tx.init(jnp.zeros(())), grads)
+      >>> axes = plot.loss_scale(history)
+      >>> axes.get_xlabel()
+      'step'
+    """
+    axes = _axes(axes, (7, 2.6))
+    history = jax.device_get(history)
+    if not isinstance(history, Mapping):
+        history = {name: np.stack([step[name] for step in history]) for name in history[0]}
+    scale, applied = history["loss_scale"], history["should_apply"]
+    steps = np.arange(1, len(scale) + 1)
+    style = {"color": AFTER, "lw": 1.5} | style
+    axes.step(steps, scale, where="mid", **style)
+    marks = {"ls": "none", "marker": "x", "ms": 6, "mew": 1.5, "zorder": 3}
+    axes.plot(steps[~applied], scale[~applied], color=style["color"], **marks)
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss scale\n(×: step skipped)")
+    return _plain(axes)
+
+
+def exponents(
+    scaled_grads: Any, loss_scale: Any = 1.0, dtype: Any = jnp.float16, axes: Axes | None = None
+) -> Axes:
+    """How large gradients are, before and after scaling, against a dtype's range.
+
+    A histogram over the powers of two, with the dtype's subnormal range shaded, the range
+    in which numbers are flushed to zero darker, and that in which they overflow.
+
+    Args:
+      scaled_grads: gradients of the scaled loss; any pytree. Computed in float32 they show
+        what a narrower dtype would lose; numbers already flushed to zero are gone.
+      loss_scale: the number that they were scaled by, shape ().
+      dtype: the floating-point dtype whose ranges are shown.
+      axes: the axes to draw into.
+
+    Returns:
+      The axes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale import plot
+      >>> axes = plot.exponents({"w": jnp.array([1e-3, 0.5, 2.0])}, loss_scale=1024.0)
+      >>> axes.get_xlabel()
+      'gradient'
+    """
+    axes = _axes(axes, (7, 3.2))
+    leaves = [x for x in jax.tree.leaves(jax.device_get(scaled_grads)) if is_inexact(x)]
+    sizes = np.abs(np.concatenate([np.ravel(x).astype(np.float64) for x in leaves]))
+    with np.errstate(divide="ignore"):
+        scaled = np.floor(np.log2(sizes[np.isfinite(sizes) & (sizes > 0)]))
+    shift = float(np.log2(jax.device_get(loss_scale)))
+    info = jnp.finfo(dtype)
+    flushed = np.log2(float(info.smallest_subnormal)) - 1
+    normal, top = np.log2(float(info.tiny)), np.log2(float(info.max))
+
+    runs = {"unscaled": (scaled - shift, BEFORE), f"scaled by 2^{shift:g}": (scaled, AFTER)}
+    if shift == 0:
+        runs = {"gradients": (scaled, AFTER)}
+    ends = [
+        flushed - 6,
+        top + 3,
+        *(e for run, _ in runs.values() if run.size for e in (run.min(), run.max())),
+    ]
+    low, high = np.floor(min(ends)) - 1, np.ceil(max(ends)) + 2
+    bins = np.arange(low, high + 1)
+    for label, (run, color) in runs.items():
+        weights = np.full(run.shape, 100 / sizes.size)
+        axes.hist(run, bins, weights=weights, color=color, alpha=0.35, histtype="stepfilled")
+        axes.hist(run, bins, weights=weights, color=color, lw=1.5, histtype="step", label=label)
+    grey = {"color": "black", "lw": 0, "zorder": 0}
+    axes.axvspan(low, flushed, alpha=0.14, **grey)
+    axes.axvspan(flushed, normal, alpha=0.06, **grey)
+    axes.axvspan(top, high, alpha=0.14, **grey)
+    name = jnp.dtype(dtype).name
+    regions = {
+        "zero": (low, flushed),
+        "subnormal": (flushed, normal),
+        name: (normal, top),
+        "inf": (top, high),
+    }
+    for text, (start, end) in regions.items():
+        where = ((start + end) / 2, 1.02)
+        axes.text(*where, text, transform=axes.get_xaxis_transform(), ha="center", fontsize=9)
+    axes.set_xlim(low, high)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_formatter(lambda power, _: f"$2^{{{power:g}}}$")
+    axes.set_xlabel("gradient")
+    axes.set_ylabel("share of all (%)")
+    axes.legend(frameon=False)
+    return _plain(axes)
+
+
+def underflow(probe: Probe) -> jax.Array:
+    """The share of a tapped gradient that is zero or subnormal, in percent."""
+    return 100 * probe.cotangent.underflow
+
+
+def taps(
+    records: Sequence[Any] | Any,
+    quantity: Callable[[Probe], jax.Array] = underflow,
+    axes: Axes | None = None,
+    label: str = "gradient that underflows (%)",
+    **style: Any,
+) -> Axes:
+    """A heat map of what was tapped, over layers and steps.
+
+    Args:
+      records: what `tap` recorded in each step, in a sequence of trees.
+      quantity: what to show of a `Probe`; by default the share of its gradient that is
+        zero or subnormal.
+      axes: the axes to draw into.
+      label: what the colors mean.
+      **style: of the image, such as `vmin` and `cmap`, as `matplotlib` takes them.
+
+    Returns:
+      The axes.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> from optax_lossscale import plot
+      >>> steps = [{"embed": ols.probe(), "layers": ols.probe(3)}] * 4
+      >>> axes = plot.taps(steps, lambda probe: probe.value.largest, label="largest value")
+      >>> [text.get_text() for text in axes.get_yticklabels()]
+      ['embed', 'layers/0', 'layers/1', 'layers/2']
+    """
+    axes = _axes(axes, (7, 2.6))
+    steps = [dict(places(record)) for record in jax.device_get(list(records))]
+    names = list(steps[0])
+    values = np.array([[quantity(step[name]) for step in steps] for name in names], np.float64)
+    style = {"cmap": "magma_r", "aspect": "auto", "interpolation": "nearest"} | style
+    extent = (0.5, len(steps) + 0.5, len(names) - 0.5, -0.5)
+    image = axes.imshow(np.ma.masked_invalid(values), extent=extent, **style)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.figure.colorbar(image, ax=axes, label=label, pad=0.02)
+    return axes
+
+
+def _axes(axes: Axes | None, figsize: tuple[float, float]) -> Axes:
+    return axes or plt.subplots(figsize=figsize, layout="constrained")[1]
+
+
+def _plain(axes: Axes) -> Axes:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.2)
+    return axes
