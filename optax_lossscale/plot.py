@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from optax_lossscale._precision import is_inexact
 from optax_lossscale._tap import Probe, places
 
-BEFORE, AFTER, SKIPPED = "#8a8f98", "#00798c", "#d1495b"
+BEFORE, AFTER = "#8a8f98", "#00798c"
 
 
 def loss_scale(
@@ -101,24 +101,22 @@ def exponents(
     flushed = np.log2(float(info.smallest_subnormal)) - 1
     normal, top = np.log2(float(info.tiny)), np.log2(float(info.max))
 
-    runs = {"unscaled": (scaled - shift, BEFORE), f"scaled by 2^{shift:g}": (scaled, AFTER)}
+    runs = {"unscaled": (scaled - shift, BEFORE), f"scaled by $2^{{{shift:g}}}$": (scaled, AFTER)}
     if shift == 0:
         runs = {"gradients": (scaled, AFTER)}
-    ends = [
-        flushed - 6,
-        top + 3,
-        *(e for run, _ in runs.values() if run.size for e in (run.min(), run.max())),
-    ]
-    low, high = np.floor(min(ends)) - 1, np.ceil(max(ends)) + 2
+    ends = [flushed - 6, top + 3, *(run.max() + 1 for run, _ in runs.values() if run.size)]
+    low, high = np.floor(min(ends)), np.ceil(max(ends))
     bins = np.arange(low, high + 1)
     for label, (run, color) in runs.items():
         weights = np.full(run.shape, 100 / sizes.size)
+        run = np.maximum(run, low)  # what is smaller still is in the first bin
         axes.hist(run, bins, weights=weights, color=color, alpha=0.35, histtype="stepfilled")
         axes.hist(run, bins, weights=weights, color=color, lw=1.5, histtype="step", label=label)
     grey = {"color": "black", "lw": 0, "zorder": 0}
     axes.axvspan(low, flushed, alpha=0.14, **grey)
     axes.axvspan(flushed, normal, alpha=0.06, **grey)
     axes.axvspan(top, high, alpha=0.14, **grey)
+    above = {"transform": axes.get_xaxis_transform(), "ha": "center"}
     name = jnp.dtype(dtype).name
     regions = {
         "zero": (low, flushed),
@@ -127,8 +125,9 @@ def exponents(
         "inf": (top, high),
     }
     for text, (start, end) in regions.items():
-        where = ((start + end) / 2, 1.02)
-        axes.text(*where, text, transform=axes.get_xaxis_transform(), ha="center", fontsize=9)
+        axes.text((start + end) / 2, 1.02, text, **above, fontsize=9)
+    zeros = 100 * np.mean(sizes == 0)
+    axes.text((low + flushed) / 2, 0.92, f"{zeros:.1f}% are 0", **above, fontsize=8)
     axes.set_xlim(low, high)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(lambda power, _: f"$2^{{{power:g}}}$")

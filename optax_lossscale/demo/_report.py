@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import LogLocator
 
+from optax_lossscale import plot
 from optax_lossscale.demo._training import Run
 
 COLORS = ["#222222", "#d1495b", "#edae49", "#00798c"]
@@ -43,18 +44,13 @@ def picture(runs: list[Run], folder: pathlib.Path) -> pathlib.Path:
         style = {"lw": 5, "alpha": 0.25} if reference else {"lw": 1.3}
         top.plot(steps, _smoothed(run.loss), color=color, label=run.name, **style)
         if not reference:
-            bottom.step(steps, run.loss_scale, color=color, where="mid", lw=1.3)
-            skipped = ~run.applied
-            bottom.plot(steps[skipped], run.loss_scale[skipped], "x", color=color, ms=6)
+            history = {"loss_scale": run.loss_scale, "should_apply": run.applied}
+            plot.loss_scale(history, bottom, color=color, lw=1.3)
     top.set_ylabel("loss (nats a byte, running mean)")
     top.legend(frameon=False)
-    bottom.set_yscale("log", base=2)
     bottom.yaxis.set_major_locator(LogLocator(base=2**8))
-    bottom.set_ylabel("loss scale\n(x: step skipped)")
-    bottom.set_xlabel("step")
-    for axes in (top, bottom):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.2)
+    top.spines[["top", "right"]].set_visible(False)
+    top.grid(alpha=0.2)
     path = folder / "loss_scaling.png"
     unfinished = path.with_suffix(".part")
     figure.savefig(unfinished, format="png", dpi=160)
