@@ -48,7 +48,7 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
     parser.add_argument("--out", default="docs/benchmarks", help="where results.json and so on go")
-    parser.add_argument("--only", nargs="+", help="sections to run; default: all")
+    parser.add_argument("--only", nargs="+", help="sections to run anew; default: all")
     parser.add_argument("--report", action="store_true", help="redraw from results.json alone")
     options = parser.parse_args()
 
@@ -56,7 +56,9 @@ def main():
     out.mkdir(parents=True, exist_ok=True)
     results = out / "results.json"
     if not options.report:
-        found = {
+        before = results.exists() and options.only
+        found = json.loads(results.read_text()) if before else {}
+        found |= {
             "machine": {
                 "processor": _processor(),
                 "cores": len(os.sched_getaffinity(0)),

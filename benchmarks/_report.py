@@ -183,7 +183,8 @@ _SECTIONS = (
         "train_step",
         "A whole train step",
         _train_step,
-        "The demo's transformer, from a batch to new parameters, computing in this dtype.",
+        "The demo's transformer, from a batch to new parameters, computing in this dtype. Tapped, "
+        "the step also returns a summary of each block's values and gradients.",
     ),
     (
         "devices",
@@ -202,7 +203,7 @@ def page(found: dict[str, Any]) -> str:
     kind = machine["processor"] if machine["platform"] == "cpu" else machine["device"]
     parts = [
         "# What it costs",
-        "Made by `python -m benchmarks` (with the extra `benchmarks` installed), every figure in "
+        "Made by `python -m benchmarks` (with the extra `benchmarks` installed), every table in "
         "one run: each way compiled once, then run interleaved in random order. Numbers in "
         "[results.json](results.json), remarks in [findings.md](findings.md).",
         f"{kind}, {machine['cores']} cores; {machine['platform']}; Python {machine['python']}, "

@@ -154,18 +154,22 @@ def train_step(quick: bool) -> list[Row]:
             updates, state = inner.update(grads, state, params)
             return optax.apply_updates(params, updates), state, loss
 
-        def ours(loss_scale, loss_fn=loss_fn):
+        def ours(loss_scale, probe=None, loss_fn=loss_fn):
             tx = ols.with_loss_scale(inner, loss_scale)
 
             def train_step(params, state, tokens):
-                loss, params, state = tx.minimize(loss_fn, state, params, tokens)
-                return params, state, loss
+                probes = [probe] * _model.BLOCKS
+                value_and_grad = ols.value_and_grad(loss_fn, state, argnums=(0, 2))
+                loss, (grads, records) = value_and_grad(params, tokens, probes)
+                params, state = tx.apply_gradients(grads, state, params)
+                return params, state, (loss, records)
 
             return tx.init, train_step
 
         ways = {
             _ways.PLAIN: (inner.init, plain),
             "dynamic": ours("dynamic"),
+            "dynamic, every block tapped": ours("dynamic", ols.probe()),
             "fixed": ours(128),
             "None": ours(None),
         }
@@ -188,8 +192,8 @@ def train_step(quick: bool) -> list[Row]:
     return rows
 
 
-def _loss(params: Any, tokens: jax.Array, dtype: Any) -> jax.Array:
-    return _model.loss(params, tokens, dtype) / _training.MICRO_BATCHES
+def _loss(params: Any, tokens: jax.Array, probes: Any = (None,) * _model.BLOCKS, *, dtype: Any):
+    return _model.loss(params, tokens, dtype, probes) / _training.MICRO_BATCHES
 
 
 def devices(quick: bool) -> list[Row]:

@@ -10,7 +10,7 @@ from jax import lax
 
 from optax_lossscale._finite import is_partitioned
 from optax_lossscale._names import path_name
-from optax_lossscale._precision import is_inexact
+from optax_lossscale._precision import at_least_float32, is_inexact
 
 
 class Summary(NamedTuple):
@@ -44,7 +44,7 @@ def summarize(x: Any, dtype: Any = None) -> Summary:
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag])
     least, normal, limit = _thresholds(jnp.dtype(dtype or x.dtype))
-    a = jnp.abs(x).astype(jnp.promote_types(x.dtype, jnp.float32))
+    a = jnp.abs(at_least_float32(x))
     is_nan = a != a
     kinds = [a <= least, (a > least) & (a < normal), a >= limit, is_nan]
     largest, counts = _reduce(jnp.where(is_nan, 0, a), kinds)

@@ -44,6 +44,19 @@ def test_takes_a_loss_scale():
     ols.check(ols.FixedLossScale(1).adjust(False))
 
 
+def test_names_the_leaves_to_blame():
+    tx = ols.with_loss_scale(optax.sgd(0.1), ols.DynamicLossScale(initial_scale=1.0))
+    params = {"decoder": {"layer_3": PARAMS, "layer_4": PARAMS}}
+    grads = {"decoder": {"layer_3": NAN, "layer_4": PARAMS}}
+    state = tx.update(grads, tx.init(params), params)[1]
+    leaves = ols.nonfinite_leaves(grads)
+    with pytest.raises(
+        ols.LossScaleError,
+        match=r"(?s)scale of 1, .* 1 steps in a row .*1 of 2 .*\n1\. decoder/layer_3: .*2 NaN",
+    ):
+        ols.check(state, leaves=leaves)
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match="exactly one loss scale"):
         ols.check(optax.sgd(0.1).init(PARAMS))

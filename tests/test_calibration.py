@@ -1,0 +1,82 @@
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale.demo import _model, _text, _training
+
+
+def loss_fn(w, x):
+    """Its gradient, in float16, is x: scaled, it overflows above 65504 / max(x)."""
+    return jnp.sum((w.astype(jnp.float16) * x).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("exponent", [-30, -8, 0, 7, 12])
+def test_finds_the_largest_power_of_two(exponent):
+    w, x = jnp.ones(3), jnp.array([0.1, 0.9, 0.5]) * 2.0**exponent
+    found = ols.find_initial_scale(loss_fn, w, x.astype(jnp.float16), margin=1)
+    at = lambda scale: ols.all_finite(ols.grad(loss_fn, ols.get(scale))(w, x.astype(jnp.float16)))
+    assert at(found.largest)
+    assert not at(found.largest * 2)
+    assert found.scale == found.largest / 2
+    assert found.headroom == 1
+
+
+def test_of_several_batches_the_least_without_compiling_again():
+    counted = chex.assert_max_traces(loss_fn, n=1)
+    batches = [jnp.full(3, x, jnp.float16) for x in (1.0, 64.0, 0.25)]
+    found = min(ols.find_initial_scale(counted, jnp.ones(3), x) for x in batches)
+    assert found == ols.find_initial_scale(loss_fn, jnp.ones(3), batches[1])
+
+
+def test_passes_arguments_on():
+    def with_aux(w, x, *, weight):
+        return weight * loss_fn(w, x), "aux of any kind"
+
+    x = jnp.ones(3, jnp.float16)
+    found = ols.find_initial_scale(with_aux, jnp.ones(3), x, has_aux=True, weight=8.0)
+    assert found.largest == ols.find_initial_scale(loss_fn, jnp.ones(3), x).largest / 8
+
+
+def test_says_what_it_found():
+    found = ols.find_initial_scale(loss_fn, jnp.ones(3), jnp.ones(3, jnp.float16), margin=4)
+    assert str(found) == "2**11, with 4 bits to spare before gradients overflow"
+    wide = ols.find_initial_scale(lambda w: jnp.sum(w**2) * 1e-3, jnp.ones(3))
+    assert "nothing overflows up to 2**126" in str(wide)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"not finite at any loss scale .*explain"):
+        ols.find_initial_scale(lambda w: jnp.sum(w) * jnp.nan, jnp.ones(3))
+    for margin in (0, 1.5, True, None):
+        with pytest.raises(ValueError, match="margin must be an int"):
+            ols.find_initial_scale(loss_fn, jnp.ones(3), jnp.ones(3), margin=margin)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight", [1 / _training.MICRO_BATCHES, 1024.0])
+def test_the_demo_skips_nothing_in_its_first_200_steps(weight):
+    """Whether its loss is small, or so large that TensorFlow's default start skips ten."""
+
+    def demo_loss(params, tokens):
+        return _model.loss(params, tokens, jnp.float16) * weight
+
+    text = _text.read(None)
+    params = _model.init(jax.random.key(0))
+    found = ols.find_initial_scale(demo_loss, params, next(_text.batches(text, 1, seed=0)))
+    inner = optax.chain(optax.scale(1 / weight), optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
+    tx = ols.with_loss_scale(inner, ols.DynamicLossScale(initial_scale=found.scale))
+    step = jax.jit(functools.partial(tx.minimize, demo_loss), donate_argnums=(0, 1))
+    state = tx.init(params)
+    for tokens in _text.batches(text, 200, seed=0):
+        _, params, state = step(state, params, tokens)
+    assert int(state.skipped_steps) == 0
+    assert float(state.loss_scale()) == found.scale
+    if weight > 1:
+        default = ols.grad(demo_loss, ols.DynamicLossScale())
+        assert not np.asarray(ols.all_finite(default(_model.init(jax.random.key(0)), tokens)))

@@ -1,0 +1,156 @@
+"""A fault planted in a layer is named, wherever it is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+BLOCKS, WIDTH = 12, 16
+FAULTY = 7
+
+
+@jax.custom_vjp
+def steep(x):
+    """The identity, whose gradient overflows in float16."""
+    return x
+
+
+steep.defvjp(lambda x: (x, None), lambda _, g: (g * jnp.asarray(6e4, g.dtype) * 6e4,))
+
+
+def block(params, x, fault):
+    """A residual block in float16, with what a fault makes of it."""
+    y = jnp.tanh(x @ params["in"].astype(jnp.float16))
+    if fault == "forward":
+        y = y * 6e4 * 6e4
+    if fault == "backward":
+        y = steep(y)
+    return x + y @ params["out"].astype(jnp.float16)
+
+
+def loss_fn(params, probes, x, fault):
+    x = x.astype(jnp.float16)
+    names = sorted(params["blocks"], key=lambda name: int(name.split("_")[1]))
+    for i, name in enumerate(names):
+        x = block(params["blocks"][name], x, fault if i == FAULTY else None)
+        x = ols.tap(x, probes and probes[name])
+    if fault == "loss":
+        return jnp.mean(jnp.exp(100 * x.astype(jnp.float32)))
+    if fault == "loss, backward":
+        return jnp.mean(steep(x).astype(jnp.float32) ** 2)
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def params():
+    rng = np.random.default_rng(0)
+    normal = lambda: jnp.array(rng.normal(size=(WIDTH, WIDTH)) / 8, jnp.float32)
+    return {"blocks": {f"block_{i}": {"in": normal(), "out": normal()} for i in range(BLOCKS)}}
+
+
+def step(fault, tapped=True):
+    """The evidence that a compiled step returns."""
+
+    @jax.jit
+    def evidence(params, x):
+        probes = {name: ols.probe() for name in params["blocks"]} if tapped else None
+        value_and_grad = ols.value_and_grad(loss_fn, ols.get(2.0**4), argnums=(0, 1))
+        loss, (grads, records) = value_and_grad(params, probes, x, fault)
+        return ols.nonfinite_leaves(grads), records, loss
+
+    return evidence(params(), jnp.linspace(-1, 1, 8 * WIDTH).reshape(8, WIDTH))
+
+
+FAULTS = {
+    "forward": f"block_{FAULTY}",
+    "backward": f"block_{FAULTY}",
+    "loss": "the loss",
+    "loss, backward": "the loss",
+}
+
+
+@pytest.mark.parametrize(("fault", "place"), FAULTS.items())
+def test_names_the_place_first(fault, place):
+    leaves, taps, loss = step(fault)
+    explanation = ols.explain(leaves, taps=taps, loss=loss)
+    assert explanation.suspects[0].name == place
+    assert f"1. {place}: " in str(explanation)
+
+
+def test_without_a_fault_there_is_no_suspect():
+    leaves, taps, loss = step(None)
+    explanation = ols.explain(leaves, taps=taps, loss=loss)
+    assert explanation.suspects == []
+    assert str(explanation) == f"All {2 * BLOCKS} gradients are finite."
+
+
+def test_says_what_is_still_finite():
+    leaves, taps, loss = step("forward")
+    finding = ols.explain(leaves, taps=taps, loss=loss).suspects[0].finding
+    assert f"the value of block_{FAULTY - 1} is finite, at most " in finding
+    leaves, taps, loss = step("backward")
+    finding = ols.explain(leaves, taps=taps, loss=loss).suspects[0].finding
+    assert f"passes to block_{FAULTY - 1}; the one that reaches it is finite" in finding
+
+
+def test_from_gradients_alone():
+    """Which come after the fault is all that they say, and what it was if it was the loss."""
+    leaves, _, loss = step("backward", tapped=False)
+    names = {s.name for s in ols.explain(leaves, loss=loss).suspects}
+    assert names == {f"blocks/block_{i}/{p}" for i in range(FAULTY) for p in ("in", "out")} | {
+        f"blocks/block_{FAULTY}/in"
+    }
+    leaves, _, loss = step("loss", tapped=False)
+    assert ols.explain(leaves, loss=loss).suspects[0].name == "the loss"
+    assert ols.explain(leaves).suspects[0].name == "the forward pass or the loss"
+
+
+def test_infinities_rank_before_nans_and_few_before_many():
+    grads = {
+        "all_nan": jnp.full(4, jnp.nan),
+        "layer_10": jnp.array([1.0, jnp.nan]),
+        "layer_2": jnp.array([1.0, jnp.nan]),
+        "one_inf": jnp.array([1.0, 1.0, -jnp.inf]),
+        "fine": jnp.ones(3),
+        "none": None,
+        "count": jnp.arange(3),
+    }
+    explanation = ols.explain(ols.nonfinite_leaves(grads))
+    names = [s.name for s in explanation.suspects]
+    assert names == ["one_inf", "layer_2", "layer_10", "all_nan"]
+    assert explanation.summary == "4 of 5 gradients are not finite."
+
+
+def test_the_report_is_short():
+    grads = {f"layer_{i}": jnp.array([1.0, jnp.inf]) for i in range(40)}
+    lines = str(ols.explain(ols.nonfinite_leaves(grads))).splitlines()
+    assert lines[0] == "40 of 40 gradients are not finite."
+    assert len(lines) < 10
+    assert "more" in lines[-1]
+
+
+def test_places_of_lists_stacks_and_names():
+    """The order is the model's: of ten layers and more, and of a stack's."""
+    bad = jnp.array([0.0, 0.0, 1.0])
+    stack = ols.probe(3)
+    stack = stack._replace(value=stack.value._replace(nans=bad, size=jnp.ones(3)))
+    assert ols.explain({}, taps={"stack": stack}).suspects[0].name == "stack/2"
+    nan = ols.probe()._replace(value=ols.probe().value._replace(nans=jnp.ones(())))
+    for tree, name in (
+        ([ols.probe(), nan, nan], "1"),
+        ({"layer_2": nan, "layer_10": nan}, "layer_2"),
+        (optax.EmaState(count=nan, ema=[nan]), "count"),
+    ):
+        assert ols.explain({}, taps=tree).suspects[0].name == name
+
+
+def test_nonfinite_leaves_of_anything():
+    tree = {"a": [np.float32("nan"), 1.0], "b": {"c": jnp.array([complex(1, np.inf)])}, "d": None}
+    leaves = jax.jit(ols.nonfinite_leaves)(tree)
+    assert {k: (v.nans, v.infinities) for k, v in leaves.items()} == {
+        "a/0": (1, 0),
+        "a/1": (0, 0),
+        "b/c": (0, 1),
+    }

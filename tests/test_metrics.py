@@ -1,0 +1,63 @@
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+PARAMS = jnp.ones(2)
+
+
+def test_after_an_overflow():
+    tx = ols.with_loss_scale(optax.sgd(0.1), ols.DynamicLossScale(initial_scale=8.0))
+
+    @jax.jit
+    def step(grads, state):
+        _, state = tx.update(grads, state, PARAMS)
+        return state, ols.metrics(state)
+
+    state, metrics = step(PARAMS, tx.init(PARAMS))
+    assert metrics["growth_counter"] == 1
+    state, metrics = step(PARAMS * jnp.nan, state)
+    expected = {
+        "loss_scale": jnp.float32(4),
+        "log2_loss_scale": jnp.float32(2),
+        "should_apply": jnp.array(False),
+        "skipped_steps": jnp.int32(1),
+        "consecutive_skipped_steps": jnp.int32(1),
+        "growth_counter": jnp.int32(0),
+        "hysteresis_left": jnp.int32(1),
+        "stuck": jnp.array(False),
+    }
+    chex.assert_trees_all_equal(metrics, expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(metrics, expected)
+
+
+@pytest.mark.parametrize("identifier", [None, 128, "dynamic", ols.LogMaxLossScale()])
+def test_of_every_kind_deep_in_a_state(identifier):
+    tx = optax.chain(ols.with_loss_scale(optax.adam(0.1), identifier), optax.scale(0.5))
+    metrics = ols.metrics(tx.init(PARAMS))
+    chex.assert_shape(list(metrics.values()), ())
+    assert metrics["loss_scale"] == ols.get(identifier)()
+    assert set(metrics) >= {"log2_loss_scale", "should_apply", "skipped_steps"}
+
+
+def test_state_of_your_own():
+    class Counting(ols.LossScale):
+        overflows: jax.Array = ols.state(0)
+
+        def adjust(self, grads_finite):
+            return self.replace(overflows=self.overflows + jnp.logical_not(grads_finite))
+
+    metrics = ols.metrics(Counting(initial_scale=4.0).adjust(False))
+    assert {k: float(v) for k, v in metrics.items()} == {
+        "loss_scale": 4,
+        "log2_loss_scale": 2,
+        "overflows": 1,
+    }
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="exactly one loss scale"):
+        ols.metrics(optax.sgd(0.1).init(PARAMS))

@@ -1,0 +1,76 @@
+"""The pictures hold the numbers; how they look, people look at."""
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+matplotlib.use("agg")
+from matplotlib import pyplot as plt
+
+from optax_lossscale import plot
+
+
+@pytest.fixture(autouse=True)
+def _close():
+    yield
+    plt.close("all")
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_loss_scale(stacked):
+    tx = ols.with_loss_scale(optax.sgd(0.1), ols.DynamicLossScale(initial_scale=8.0))
+    state, history = tx.init(jnp.ones(2)), []
+    for bad in (0, jnp.inf, 0, jnp.nan):
+        _, state = tx.update(jnp.ones(2) + bad, state)
+        history.append(ols.metrics(state))
+    if stacked:
+        history = jax.tree.map(lambda *x: jnp.stack(x), *history)
+    axes = plot.loss_scale(history, color="red", label="mine")
+    line, marks = axes.lines
+    np.testing.assert_array_equal(line.get_ydata(), [8, 4, 4, 2])
+    np.testing.assert_array_equal(marks.get_xdata(), [2, 4])
+    np.testing.assert_array_equal(marks.get_ydata(), [4, 2])
+    assert line.get_color() == marks.get_color() == "red"
+    assert line.get_label() == "mine"
+
+
+def test_draws_into_given_axes():
+    _, (first, second, third) = plt.subplots(3)
+    history = {"loss_scale": np.ones(3), "should_apply": np.ones(3, bool)}
+    assert plot.loss_scale(history, first) is first
+    assert plot.exponents([jnp.ones(3)], axes=second) is second
+    assert plot.taps([[ols.probe()]], axes=third) is third
+
+
+def test_exponents():
+    grads = {"a": jnp.array([0.0, 1.0, 1.5, -3.0]), "b": None, "c": jnp.float16(4.0)}
+    axes = plot.exponents(grads, jnp.float32(2.0))
+    before, after = (patch.get_path().vertices for patch in axes.patches[:4:2])
+    share = lambda vertices, power: vertices[vertices[:, 0] == power][:, 1].max()
+    assert share(after, 0) == share(after, 1) == 40  # percent: 1 and 1.5 of five
+    assert share(before, -1) == 40
+    assert after[:, 1].max() == 40
+    texts = [text.get_text() for text in axes.texts]
+    assert texts == ["zero", "subnormal", "float16", "inf", "20.0% are 0"]
+
+
+def test_exponents_of_nothing_but_zeros():
+    plot.exponents([jnp.zeros(3)], dtype=jnp.bfloat16)
+
+
+def test_taps():
+    at = lambda x: ols.probe()._replace(
+        cotangent=ols.probe().cotangent._replace(size=jnp.float32(4), zeros=jnp.float32(x))
+    )
+    steps = [{"layer_2": at(0), "layer_10": at(step)} for step in range(3)]
+    axes = plot.taps(steps, vmax=100)
+    (image,) = axes.images
+    np.testing.assert_array_equal(image.get_array(), [[0, 0, 0], [0, 25, 50]])
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["layer_2", "layer_10"]
+    axes = plot.taps(steps, lambda probe: probe.cotangent.zeros, label="zeros")
+    np.testing.assert_array_equal(axes.images[0].get_array()[1], [0, 1, 2])

@@ -1,0 +1,57 @@
+"""The kinds of numbers, in every dtype and as another dtype would round them."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+
+NARROW = [jnp.float16, jnp.bfloat16, ml_dtypes.float8_e5m2]
+
+
+def counts(x, dtype):
+    report = ols.underflow_report({"x": x}, 1.0, dtype)
+    return jax.device_get(report.leaves["x"])
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@hypothesis.given(st.lists(st.floats(width=32), min_size=48, max_size=48), st.data())
+@hypothesis.settings(deadline=None, max_examples=60)
+def test_counts_what_rounding_makes_of_numbers(dtype, numbers, data):
+    """As numpy rounds, at the borders too."""
+    info = ml_dtypes.finfo(dtype)
+    ulp = float(info.max) - float(np.nextafter(np.array(info.max, dtype), np.array(0, dtype)))
+    borders = [info.smallest_subnormal / 2, info.smallest_subnormal, info.tiny, info.max]
+    borders = [float(b) for b in borders] + [float(info.max) + ulp / 2]
+    borders += [
+        float(np.nextafter(np.float32(b), np.float32(way))) for b in borders for way in (0, np.inf)
+    ]
+    numbers += data.draw(st.lists(st.sampled_from(borders), min_size=16, max_size=16))
+    x = np.array(numbers, np.float32)
+    x[np.abs(x) < np.finfo(np.float32).tiny] = 0  # which the processor may flush
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounded = np.abs(x.astype(dtype).astype(np.float64))
+    tiny = float(info.tiny)
+    summary = counts(x, dtype)
+    assert summary.size == x.size
+    assert summary.zeros == np.sum(rounded == 0)
+    if dtype != jnp.bfloat16:  # whose subnormals are float32's
+        assert summary.subnormals == np.sum((rounded > 0) & (rounded < tiny))
+    assert summary.infinities == np.sum(np.isinf(rounded))
+    assert summary.nans == np.sum(np.isnan(rounded))
+
+
+def test_own_dtype_of_every_kind():
+    for dtype in (*NARROW, jnp.float32):
+        x = jnp.array([0, 1, -2, jnp.inf, -jnp.inf, jnp.nan, jnp.finfo(dtype).max], dtype)
+        summary = ols.nonfinite_leaves([x])["0"]
+        np.testing.assert_array_equal(summary, [7, 1, 0, 2, 1, np.inf])
+
+
+def test_counts_are_exact_beyond_float32s_integers():
+    n = 2**24 + 2
+    assert ols.nonfinite_leaves([jnp.full(n, jnp.nan, jnp.float16)])["0"].nans == n

@@ -1,0 +1,178 @@
+"""What a tap records of a model's values and gradients, under every transformation."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ols
+from optax_lossscale.demo import _model, _text, _training
+
+LAYERS, WIDTH = 5, 8
+W = jnp.linspace(-0.4, 0.5, LAYERS * WIDTH * WIDTH, dtype=jnp.float16).reshape(LAYERS, WIDTH, -1)
+X = jnp.linspace(-1, 1, 4 * WIDTH, dtype=jnp.float16).reshape(4, WIDTH)
+
+
+def loss_fn(w, probes, x, place=ols.tap, remat=False):
+    """A stack of layers; `place` puts a probe or what a test gives in its stead."""
+
+    def layer(h, layer):
+        w, probe = layer
+        return place(jnp.tanh(h @ w), probe), None
+
+    h, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, (w, probes))
+    return jnp.sum(h.astype(jnp.float32) ** 2) * 1e-6
+
+
+def cotangents(w, x):
+    """The gradients at the places themselves: those of zeros added there."""
+    zeros = jnp.zeros((LAYERS, *x.shape), x.dtype)
+    add = lambda x, zeros: x + zeros
+    return jax.grad(functools.partial(loss_fn, place=add), argnums=1)(w, zeros, x)
+
+
+def numpy_summary(x):
+    """The same as `Summary`, of what numpy makes of the array."""
+    x = np.asarray(x)
+    wide = np.abs(x.astype(np.float64))
+    tiny = float(jnp.finfo(x.dtype).tiny)
+    return ols.Summary(
+        size=x.size,
+        zeros=np.sum(wide == 0),
+        subnormals=np.sum((wide > 0) & (wide < tiny)),
+        infinities=np.sum(np.isinf(wide)),
+        nans=np.sum(np.isnan(wide)),
+        largest=np.nanmax(wide),
+    )
+
+
+def assert_summary(actual, expected):
+    for name, a, b in zip(ols.Summary._fields, actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("remat", [False, True])
+def test_records_each_layer_of_a_scan(jit, remat):
+    expected = cotangents(W, X)
+    assert np.any((expected != 0) & (abs(expected) < 2**-14)), "something must underflow"
+    gradient = jax.grad(functools.partial(loss_fn, remat=remat), argnums=(0, 1))
+    grads, record = (jax.jit(gradient) if jit else gradient)(W, ols.probe(LAYERS), X)
+    chex.assert_trees_all_equal(grads, jax.grad(loss_fn)(W, None, X))
+    chex.assert_tree_shape_prefix(record, (LAYERS,))
+    chex.assert_type(jax.tree.leaves(record), jnp.float32)
+    for i in range(LAYERS):
+        at = jax.tree.map(lambda x, i=i: x[i], record)
+        assert_summary(at.cotangent, numpy_summary(expected[i]))
+    h = X
+    for i in range(LAYERS):
+        h = jnp.tanh(h @ W[i])
+        np.testing.assert_allclose(record.value.largest[i], abs(h).max(), rtol=1e-3)
+
+
+@pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
+def test_counts_what_is_not_finite(bad):
+    def loss_fn(x, probe):
+        return jnp.sum(ols.tap(x, probe) * jnp.array([1.0, 0.0, bad]))
+
+    record = jax.grad(loss_fn, argnums=1)(jnp.array([2.0, bad, 3.0]), ols.probe())
+    for summary, finite in ((record.value, 3.0), (record.cotangent, 1.0)):
+        assert (summary.nans, summary.infinities) == ((1, 0) if np.isnan(bad) else (0, 1))
+        assert summary.nonfinite == 1
+        assert summary.largest == (finite if np.isnan(bad) else np.inf)
+    assert record.cotangent.zeros == 1
+    assert record.cotangent.underflow == np.float32(1 / 3)
+
+
+def test_off_is_the_same_program():
+    untapped = functools.partial(loss_fn, place=lambda x, probe: x)
+    texts = [jax.jit(jax.grad(f)).lower(W, None, X).as_text() for f in (loss_fn, untapped)]
+    assert texts[0] == texts[1]
+
+
+def test_under_shard_map():
+    """A replicated probe sees all replicas, one for each its own."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    whole = jax.grad(loss_fn, argnums=1)(W, ols.probe(LAYERS), X)
+    gradient = jax.grad(loss_fn, argnums=1)
+    specs = {"mesh": mesh, "in_specs": (P(), P(), P("data")), "out_specs": P()}
+    chex.assert_trees_all_close(
+        jax.jit(jax.shard_map(gradient, **specs))(W, ols.probe(LAYERS), X), whole, rtol=1e-6
+    )
+
+    def own(w, probe, x):
+        one = jax.tree.map(lambda p: p[0], probe)
+        return jax.tree.map(lambda r: r[None], gradient(w, one, x))
+
+    each = jax.tree.map(lambda p: jnp.stack([p] * 4), ols.probe(LAYERS))
+    for x_spec, size in ((P("data"), WIDTH), (P(), 4 * WIDTH)):
+        shard_map = jax.shard_map(
+            own, mesh=mesh, in_specs=(P(), P("data"), x_spec), out_specs=P("data")
+        )
+        record = shard_map(W, each, X)
+        np.testing.assert_array_equal(record.value.size, np.full((4, LAYERS), size))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded(kind):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    gradient = jax.jit(jax.grad(loss_fn, argnums=1))
+    arguments = place(W, P()), place(ols.probe(LAYERS), P()), place(X, P("data"))
+    whole = jax.grad(loss_fn, argnums=1)(W, ols.probe(LAYERS), X)
+    chex.assert_trees_all_close(gradient(*arguments), whole, rtol=1e-6)
+    assert "all-gather" not in gradient.lower(*arguments).compile().as_text()
+
+
+def test_under_vmap_and_twice_it_sums():
+    gradient = jax.grad(loss_fn, argnums=1)
+    shared = jax.vmap(gradient, (None, None, 0))(W, ols.probe(LAYERS), X)
+    np.testing.assert_array_equal(shared.value.size, np.full((4, LAYERS), WIDTH))
+    twice = lambda x, probe: ols.tap(2 * ols.tap(x, probe), probe)
+    assert jax.grad(twice, argnums=1)(1.0, ols.probe()).value.size == 2
+
+
+def test_is_itself_differentiable_again():
+    def second(w, probes):
+        return jnp.sum(jax.grad(loss_fn)(w, probes, X).astype(jnp.float32) ** 2)
+
+    chex.assert_trees_all_equal(jax.grad(second)(W, ols.probe(LAYERS)), jax.grad(second)(W, None))
+
+
+def test_complex_numbers_count_as_two():
+    loss_fn = lambda x, probe: jnp.sum(jnp.abs(ols.tap(x, probe)))
+    record = jax.grad(loss_fn, argnums=1)(jnp.array([3 + 4j, 0 + 2j]), ols.probe())
+    assert record.value.size == 4
+    assert record.value.zeros == 1
+    assert record.value.largest == 4
+
+
+def test_integers_are_refused():
+    with pytest.raises(TypeError, match="floating-point arrays have gradients to tap, got int32"):
+        ols.tap(jnp.arange(3), ols.probe())
+
+
+def demo_loss(params, tokens, probes):
+    return _model.loss(params, tokens, jnp.float16, probes) / _training.MICRO_BATCHES
+
+
+@pytest.mark.parametrize("scale", [None, 2.0**15])
+def test_every_block_of_the_demo(scale, monkeypatch):
+    """What underflows with and without loss scaling, against the gradients themselves."""
+    params = _model.init(jax.random.key(0))
+    tokens = next(_text.batches(np.arange(2000, dtype=np.uint8), 1, seed=0))
+    gradient = ols.grad(demo_loss, ols.get(scale), argnums=2)
+    records = jax.jit(gradient)(params, tokens, [ols.probe()] * _model.BLOCKS)
+    lost = [float(r.cotangent.underflow) for r in records]
+
+    zeros = jnp.zeros((_text.BATCH, _model.CONTEXT, _model.WIDTH), jnp.float16)
+    monkeypatch.setattr(ols, "tap", lambda x, zeros: x + zeros)
+    direct = jax.jit(gradient)(params, tokens, [zeros] * _model.BLOCKS)
+    for record, cotangent in zip(records, direct, strict=True):
+        assert_summary(record.cotangent, numpy_summary(cotangent))
+    assert min(lost) > 0.9 if scale is None else max(lost) < 0.1

@@ -1,0 +1,64 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+# Zero in float16, subnormal, in range, and 2**10 below the largest.
+GRADS = {"a": jnp.array([0.0, 1e-9, 1e-6, 1.0]), "b": {"c": jnp.array([2.0**6 * 0.99])}, "d": None}
+
+
+def test_shares_and_best_scale():
+    report = jax.jit(ols.underflow_report)(GRADS, ols.DynamicLossScale(initial_scale=4.0))
+    total = report.total
+    assert (total.size, total.zeros, total.subnormals) == (5, 2, 1)
+    assert report.loss_scale == 4
+    # 65504 / 63.36 is a little above 2**10.
+    assert report.best_scale == 4 * 2.0**10
+    again = ols.underflow_report(jax.tree.map(lambda g: g * 2.0**10, GRADS), 4 * 2.0**10)
+    assert again.best_scale == report.best_scale
+    assert again.total.infinities == 0
+    over = ols.underflow_report(jax.tree.map(lambda g: g * 2.0**11, GRADS), 4 * 2.0**11)
+    assert over.total.infinities == 1
+    assert over.best_scale == report.best_scale
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_of_what_is_not_finite_nothing_is_said(bad):
+    assert np.isnan(ols.underflow_report([jnp.array([1.0, bad])], 1.0).best_scale)
+
+
+@pytest.mark.parametrize("tree", [{}, [None], [jnp.zeros(3)], [jnp.zeros((0, 2))]])
+def test_of_nothing(tree):
+    report = ols.underflow_report(tree, 1.0)
+    assert np.isnan(report.best_scale)
+    assert "all" in str(report)
+
+
+def test_another_dtype():
+    report = ols.underflow_report([jnp.float32(1e-20)], 1.0, jnp.bfloat16)
+    assert report.total.underflow == 0
+    assert "in bfloat16" in str(report)
+
+
+def test_takes_an_optimizer_state():
+    tx = ols.with_loss_scale(optax.sgd(0.1), 128)
+    assert ols.underflow_report(jnp.ones(2), tx.init(jnp.ones(2))).loss_scale == 128
+    with pytest.raises(ValueError, match="exactly one loss scale"):
+        ols.underflow_report(jnp.ones(2), optax.sgd(0.1).init(jnp.ones(2)))
+
+
+def test_the_table_names_leaves():
+    lines = str(ols.underflow_report(GRADS, 4.0)).splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "Gradients",
+        "numbers",
+        "a",
+        "b/c",
+        "all",
+        "Best",
+    ]
+    assert lines[2].split() == ["a", "4", "50.0%", "25.0%", "25.0%", "0", "16.0"]
+    assert len({len(line) for line in lines[1:5]}) == 1
