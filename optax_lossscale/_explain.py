@@ -74,9 +74,9 @@ def explain(
 
     Args:
       leaves: what `nonfinite_leaves` returned for the gradients.
-      taps: what `tap` recorded at the ends of the model's layers, a tree of `Probe`s. Its
-        order is taken for the model's: of lists, of stacks, and of names in which numbers
-        count as such (`layer_2` before `layer_10`).
+      taps: what `tap` recorded at the ends of the model's layers, a tree of `Probe`s whose
+        order is the model's: a list, a stack, an `OrderedDict`. Of a plain dict, which has
+        no order of its own, the names are sorted, `layer_2` before `layer_10`.
       loss: the loss, not scaled.
 
     Returns:

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.tree_util import DictKey
 
 from optax_lossscale._names import natural, path_name
 from optax_lossscale._precision import dtype_of, is_inexact
@@ -53,7 +52,8 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
 
     Args:
       x: a floating-point array, any shape.
-      probe: from `probe()`, in whatever tree names the place; or None, for off.
+      probe: from `probe()`, in whatever tree names the places; or None, for off. The order
+        of the tree should be the model's: that of a list, or of an `OrderedDict`.
 
     Returns:
       `x`.
@@ -82,26 +82,19 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
     return x if probe is None else _tap(x, probe)
 
 
-def places(taps: Any) -> Iterator[tuple[str, Probe]]:
-    """The tapped places in the model's order, a stack's one by one."""
-    leaves, _ = jax.tree.flatten_with_path(taps, is_leaf=lambda x: isinstance(x, Probe))
-    met: dict[tuple, int] = {}  # the branches of the tree, numbered in its order
-    for path, _ in leaves:
-        for depth in range(len(path)):
-            met.setdefault(path[: depth + 1], len(met))
-    # A dict's keys come in the order of the alphabet, with layer_10 before layer_2.
-    rank = lambda path: natural(str(path[-1].key)) if isinstance(path[-1], DictKey) else met[path]
-    ranks = lambda leaf: [rank(leaf[0][: depth + 1]) for depth in range(len(leaf[0]))]
-    for path, record in sorted(leaves, key=ranks):
-        name = path_name(path)
-        if not np.ndim(record.value.size):
-            yield name, record
-            continue
-        for i in np.ndindex(np.shape(record.value.size)):
-            yield (
-                "/".join(filter(None, [name, *map(str, i)])),
-                jax.tree.map(lambda x, i=i: x[i], record),
-            )
+def places(taps: Any, path: tuple = ()) -> Iterator[tuple[str, Probe]]:
+    """The tapped places in the order of their tree, a stack's one by one."""
+    if isinstance(taps, Probe):
+        for i in np.ndindex(np.shape(taps.value.size)):
+            stacked = [str(n) for n in i]
+            name = "/".join(([path_name(path)] if path else []) + stacked)
+            yield name, jax.tree.map(lambda x, i=i: x[i], taps)
+        return
+    branches, _ = jax.tree.flatten_with_path(taps, is_leaf=lambda x: x is not taps)
+    if type(taps) is dict:  # whose order is the alphabet's, with layer_10 before layer_2
+        branches = sorted(branches, key=lambda branch: natural(path_name(branch[0])))
+    for key, branch in branches:
+        yield from places(branch, path + key)
 
 
 @jax.custom_vjp

@@ -47,9 +47,14 @@ class UnderflowReport:
         `find_initial_scale`'s to say. NaN if some are infinite or NaN, or all are zero,
         as then nothing can be said.
         """
-        headroom = _headroom(self.total, self.dtype)
-        known = jnp.isfinite(headroom) & (self.total.nans == 0)
-        return jnp.where(known, self.loss_scale * jnp.exp2(jnp.floor(headroom)), jnp.nan)
+        total = self.total
+        known = jnp.isfinite(total.largest) & (total.largest > 0) & (total.nans == 0)
+        # By mantissa and exponent, as a logarithm and its power of two are not exact.
+        (most, most_exponent), (mantissa, exponent) = map(
+            jnp.frexp, (jnp.float32(jnp.finfo(self.dtype).max), total.largest)
+        )
+        headroom = most_exponent - exponent - (mantissa > most)
+        return jnp.where(known, jnp.ldexp(self.loss_scale, headroom), jnp.nan)
 
     def __str__(self) -> str:
         host: UnderflowReport = jax.device_get(self)

@@ -56,10 +56,10 @@ def loss_scale(
         history = {name: np.stack([step[name] for step in history]) for name in history[0]}
     scale, applied = history["loss_scale"], history["should_apply"]
     steps = np.arange(1, len(scale) + 1)
-    style = {"color": AFTER, "lw": 1.5} | style
-    axes.step(steps, scale, where="mid", **style)
-    marks = {"ls": "none", "marker": "x", "ms": 6, "mew": 1.5, "zorder": 3}
-    axes.plot(steps[~applied], scale[~applied], color=style["color"], **marks)
+    look: dict[str, Any] = {"color": AFTER, "lw": 1.5} | style
+    axes.step(steps, scale, where="mid", **look)
+    marks: dict[str, Any] = {"ls": "none", "marker": "x", "ms": 6, "mew": 1.5, "zorder": 3}
+    axes.plot(steps[~applied], scale[~applied], color=look["color"], **marks)
     axes.set_yscale("log", base=2)
     axes.set_xlabel("step")
     axes.set_ylabel("loss scale\n(×: step skipped)")
@@ -106,17 +106,17 @@ def exponents(
         runs = {"gradients": (scaled, AFTER)}
     ends = [flushed - 6, top + 3, *(run.max() + 1 for run, _ in runs.values() if run.size)]
     low, high = np.floor(min(ends)), np.ceil(max(ends))
-    bins = np.arange(low, high + 1)
+    bins = list(np.arange(low, high + 1))
     for label, (run, color) in runs.items():
         weights = np.full(run.shape, 100 / sizes.size)
         run = np.maximum(run, low)  # what is smaller still is in the first bin
         axes.hist(run, bins, weights=weights, color=color, alpha=0.35, histtype="stepfilled")
         axes.hist(run, bins, weights=weights, color=color, lw=1.5, histtype="step", label=label)
-    grey = {"color": "black", "lw": 0, "zorder": 0}
+    grey: dict[str, Any] = {"color": "black", "lw": 0, "zorder": 0}
     axes.axvspan(low, flushed, alpha=0.14, **grey)
     axes.axvspan(flushed, normal, alpha=0.06, **grey)
     axes.axvspan(top, high, alpha=0.14, **grey)
-    above = {"transform": axes.get_xaxis_transform(), "ha": "center"}
+    above: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "ha": "center"}
     name = jnp.dtype(dtype).name
     regions = {
         "zero": (low, flushed),
@@ -174,9 +174,9 @@ def taps(
     steps = [dict(places(record)) for record in jax.device_get(list(records))]
     names = list(steps[0])
     values = np.array([[quantity(step[name]) for step in steps] for name in names], np.float64)
-    style = {"cmap": "magma_r", "aspect": "auto", "interpolation": "nearest"} | style
+    look: dict[str, Any] = {"cmap": "magma_r", "aspect": "auto", "interpolation": "nearest"}
     extent = (0.5, len(steps) + 0.5, len(names) - 0.5, -0.5)
-    image = axes.imshow(np.ma.masked_invalid(values), extent=extent, **style)
+    image = axes.imshow(np.ma.masked_invalid(values), extent=extent, **look | style)
     axes.set_yticks(range(len(names)), names)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

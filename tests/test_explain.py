@@ -1,5 +1,7 @@
 """A fault planted in a layer is named, wherever it is."""
 
+from collections import OrderedDict
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -141,7 +143,10 @@ def test_places_of_lists_stacks_and_names():
     for tree, name in (
         ([ols.probe(), nan, nan], "1"),
         ({"layer_2": nan, "layer_10": nan}, "layer_2"),
+        (OrderedDict(encoder=nan, decoder=nan), "encoder"),
+        (OrderedDict(layer_10=ols.probe(), layer_2={"b": nan, "a": None}), "layer_2/b"),
         (optax.EmaState(count=nan, ema=[nan]), "count"),
+        (nan, ""),
     ):
         assert ols.explain({}, taps=tree).suspects[0].name == name
 
