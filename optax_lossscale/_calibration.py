@@ -19,10 +19,15 @@ _LOWEST, _HIGHEST = -126, 126  # the powers of two to search
 
 
 class InitialScale(NamedTuple):
-    """What `find_initial_scale` found. Of several, `min` is the one that suits all."""
+    """What `find_initial_scale` found. Of several, `min` is the one that suits all.
 
-    scale: float  # the scale to start with
-    largest: float  # the largest power of two at which no gradient overflowed
+    Attributes:
+      scale: the scale to start with.
+      largest: the largest power of two at which no gradient overflowed.
+    """
+
+    scale: float
+    largest: float
 
     @property
     def headroom(self) -> float:

@@ -19,7 +19,7 @@ class DynamicLossScale(LossScale):
     Source: TensorFlow's `DynamicLossScale`, of which these are the defaults, after
     Micikevicius et al., "Mixed Precision Training" (https://arxiv.org/abs/1710.03740);
     the further options are what PyTorch, Flax, Megatron-LM, DeepSpeed and
-    tf.contrib add to it. The rule:
+    tf.contrib add to it. The rule::
 
         if grads_finite:
             growth_counter += 1

@@ -13,7 +13,12 @@ SHOWN = 5
 
 
 class Suspect(NamedTuple):
-    """A place of the model, and what speaks against it."""
+    """A place of the model, and what speaks against it.
+
+    Attributes:
+      name: the place: the path of a leaf or a probe.
+      finding: what speaks against it, in words.
+    """
 
     name: str
     finding: str

@@ -20,7 +20,7 @@ class LogMaxLossScale(LossScale):
     `overflow_std_dev` deviations above the mean is 2**16.
 
     Source: OpenSeq2Seq's `LogMaxScaler` (https://arxiv.org/abs/1805.10387). The rule,
-    with bias-corrected moving averages:
+    with bias-corrected moving averages::
 
         x = log2(amax) if grads_finite else 2 ** log_max
         mean = average(x, beta1)

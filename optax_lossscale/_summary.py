@@ -18,14 +18,22 @@ class Summary(NamedTuple):
 
     All are float32 scalars, shape (), so that they can be a gradient's leaves; a
     complex number counts as two.
+
+    Attributes:
+      size: how many numbers there are.
+      zeros: how many are zero, or would be flushed to it.
+      subnormals: how many are below the smallest normal number, and not zero.
+      infinities: how many are ±inf, or would overflow to it.
+      nans: how many are NaN.
+      largest: the largest absolute value; inf if one is, NaNs aside.
     """
 
-    size: jax.Array  # how many numbers there are
-    zeros: jax.Array  # how many are zero, or would be flushed to it
-    subnormals: jax.Array  # how many are below the smallest normal number, and not zero
-    infinities: jax.Array  # how many are ±inf, or would overflow to it
-    nans: jax.Array  # how many are NaN
-    largest: jax.Array  # the largest absolute value; inf if one is, NaNs aside
+    size: jax.Array
+    zeros: jax.Array
+    subnormals: jax.Array
+    infinities: jax.Array
+    nans: jax.Array
+    largest: jax.Array
 
     @property
     def underflow(self) -> jax.Array:

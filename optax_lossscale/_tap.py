@@ -14,10 +14,15 @@ from optax_lossscale._summary import Summary, summarize
 
 
 class Probe(NamedTuple):
-    """What `tap` records at one place of a model: the gradient of a `probe()`."""
+    """What `tap` records at one place of a model: the gradient of a `probe()`.
 
-    value: Summary  # of what passed in the forward pass
-    cotangent: Summary  # of its gradient, as scaled as the loss was
+    Attributes:
+      value: the `Summary` of what passed in the forward pass.
+      cotangent: that of its gradient, as scaled as the loss was.
+    """
+
+    value: Summary
+    cotangent: Summary
 
 
 def probe(shape: int | tuple[int, ...] = ()) -> Probe:

@@ -13,7 +13,7 @@ from optax_lossscale._precision import times
 class ToleranceLossScale(LossScale):
     """Backs off when too large a share of the steps since the last rescale overflowed.
 
-    Source: fairseq's `DynamicLossScaler`. The rule:
+    Source: fairseq's `DynamicLossScaler`. The rule::
 
         steps += 1
         if grads_finite:

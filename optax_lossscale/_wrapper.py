@@ -17,13 +17,21 @@ Mask = Any | Callable[[Any], Any]
 
 
 class LossScaleState(NamedTuple):
-    """State of `with_loss_scale`."""
+    """State of `with_loss_scale`.
+
+    Attributes:
+      loss_scale: the loss scale, with what it counts.
+      inner_state: the state of the wrapped optimizer.
+      should_apply: whether the last step was applied; bool, shape ().
+      skipped_steps: the steps skipped so far; int32, shape ().
+      consecutive_skipped_steps: those since the last applied step; int32, shape ().
+    """
 
     loss_scale: LossScale
     inner_state: optax.OptState
-    should_apply: jax.Array  # whether the last step was applied; shape=(), dtype=bool
-    skipped_steps: jax.Array  # shape=(), dtype=int32
-    consecutive_skipped_steps: jax.Array  # 0 after an applied step; shape=(), dtype=int32
+    should_apply: jax.Array
+    skipped_steps: jax.Array
+    consecutive_skipped_steps: jax.Array
 
 
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):

@@ -1,10 +1,14 @@
-"""The documents' code runs: every python block of docs/, whole or continuing the one before."""
+"""The documents' code runs, and the API reference has every public name, with an example."""
 
 import importlib
+import inspect
 import pathlib
 import re
 
 import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import plot
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -31,3 +35,50 @@ def test_training_with_a_framework(program):
     if "nnx.as_pure" in program and not hasattr(importlib.import_module("flax.nnx"), "as_pure"):
         program = program.replace("nnx.as_pure", "nnx.pure")
     exec(program, {})
+
+
+def public(module):
+    """The public things of a module under their full names, and those of its public modules."""
+    functions = {
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    }
+    names = getattr(module, "__all__", [name for name in functions if not name.startswith("_")])
+    for name in sorted(names):
+        value = getattr(module, name)
+        yield f"{module.__name__}.{name}", value
+        if inspect.ismodule(value):
+            yield from public(value)
+
+
+PUBLIC = dict([*public(ols), *public(plot)])
+REFERENCE = "".join(path.read_text() for path in (ROOT / "docs").glob("api*.md"))
+DOCUMENTED = re.findall(r"^\.\. auto\w+:: ([\w.]+)", REFERENCE, re.M)
+# What has its example with the function that returns it, raises it or takes it.
+RESULTS = {
+    f"optax_lossscale.{name}"
+    for name in (
+        "Explanation",
+        "InitialScale",
+        "LossScaleError",
+        "LossScaleState",
+        "Probe",
+        "Summary",
+        "Suspect",
+        "UnderflowReport",
+        "plot.underflow",
+    )
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_in_the_api_reference_once(name):
+    assert DOCUMENTED.count(name) == 1
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC.keys() - RESULTS))
+def test_every_public_name_has_a_docstring_with_an_example(name):
+    documented = inspect.getdoc(PUBLIC[name])
+    assert documented
+    assert inspect.ismodule(PUBLIC[name]) or re.search("^ *>>> .*import", documented, re.M)
