@@ -50,7 +50,8 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
     A probe is an argument of the loss function like the parameters, and what was
     recorded comes out as the gradient with respect to it, in the one pass that computes
     the others: under `jit`, `scan`, `remat` and sharding, with no callback to the host.
-    With `None` for a probe there is nothing to compile.
+    With `None` for a probe there is nothing to compile, and one whose gradient is not asked
+    for compiles to nothing. Reverse mode only.
 
     A probe that is tapped twice, or by a `vmap` that does not map it, records sums; so
     does a `largest`. Under `shard_map` a replicated probe sees all replicas.

@@ -95,6 +95,24 @@ def test_off_is_the_same_program():
     assert texts[0] == texts[1]
 
 
+def test_not_asked_for_it_costs_nothing():
+    """And asked for, no memory beyond the records."""
+    compiled = lambda argnums, probes: (
+        jax.jit(jax.grad(loss_fn, argnums)).lower(W, probes, X).compile()
+    )
+    off, unasked = compiled(0, None), compiled(0, ols.probe(LAYERS))
+    assert unasked.cost_analysis() == off.cost_analysis()
+    on = compiled((0, 1), ols.probe(LAYERS)).memory_analysis().temp_size_in_bytes
+    records = sum(x.nbytes for x in jax.tree.leaves(ols.probe(LAYERS)))
+    assert on <= off.memory_analysis().temp_size_in_bytes + 8 * records
+
+
+def test_forward_mode_is_refused():
+    with pytest.raises(TypeError, match="forward-mode autodiff"):
+        jax.jvp(lambda w: loss_fn(w, ols.probe(LAYERS), X), (W,), (W,))
+    jax.jvp(lambda w: loss_fn(w, None, X), (W,), (W,))
+
+
 def test_under_shard_map():
     """A replicated probe sees all replicas, one for each its own."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
