@@ -52,23 +52,18 @@ def check(
     loss_scale = get_loss_scale(state)
     states = wrapper_states(state)
     skips = int(states[0].consecutive_skipped_steps) if states else 0
+    if loss_scale.exhausted():
+        what = (
+            f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot be lowered."
+        )
+    elif skips > max_consecutive_skips:
+        what = f"gradients have overflowed at every step, the loss scale is {loss_scale():g}."
+    else:
+        return
     skipped = f" {skips} steps in a row were skipped." if states else ""
     blame = "" if leaves is None else f"\n{explain(leaves)}"
-    advice = (
-        " Look for NaN or inf in the loss and the model. If gradients are large and not broken, "
-        "allow a smaller scale (min_scale), or compute the layer that overflows in float32."
+    raise LossScaleError(
+        f"{what}{skipped} Look for NaN or inf in the loss and the model. If gradients are large "
+        "and not broken, allow a smaller scale (min_scale), or compute the layer that overflows "
+        f"in float32.{blame}"
     )
-    if loss_scale.exhausted():
-        raise LossScaleError(
-            f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot be lowered."
-            + skipped
-            + advice
-            + blame
-        )
-    if skips > max_consecutive_skips:
-        raise LossScaleError(
-            f"gradients have overflowed at every step, the loss scale is {loss_scale():g}."
-            + skipped
-            + advice
-            + blame
-        )
