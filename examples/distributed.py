@@ -59,9 +59,12 @@ def train(steps, overflow, checkpoint):
         jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=P()
     )
     def train_step(params, state, x, y):
-        loss, grads = ols.value_and_grad(loss_fn, state)(params, x, y)
+        # The mean is taken in the loss: gradients with respect to replicated parameters come
+        # out of shard_map summed over the replicas, so this makes them the mean's.
+        mean_loss = lambda *args: jax.lax.pmean(loss_fn(*args), "data")
+        loss, grads = ols.value_and_grad(mean_loss, state)(params, x, y)
         params, state = tx.apply_gradients(grads, state, params)
-        return params, state, jax.lax.pmean(loss, "data")
+        return params, state, loss
 
     keys = jax.random.split(jax.random.key(0))
     shapes = {"in": (WIDTH, 64), "out": (64, 4)}

@@ -115,8 +115,10 @@ def with_loss_scale(
       inner: any Optax transformation.
       loss_scale: whatever `get` takes: `"dynamic"`, a number, a `LossScale`, `None`.
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all
-        replicas decide alike. Reduce the gradients themselves before, or inside
-        `inner`.
+        replicas decide alike; a reduction inside `inner` hangs if they do not. Reduce the
+        gradients themselves with `pmean` before the wrapper or inside it; but under
+        `shard_map`, where those of replicated parameters come out summed, take the mean in
+        the loss: `pmean(loss_fn(…), axis_name)`. Under `jit` alone there is no axis to name.
       mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients,
         or a function from them to one. Leaves marked False are neither unscaled nor
         checked.

@@ -61,11 +61,14 @@ def test_without_axis_name_replicas_decide_alone():
 @pytest.mark.parametrize("bad", [None, 2])
 @pytest.mark.parametrize("way", ["update", "apply_gradients"])
 def test_shard_map_with_replicated_parameters(bad, way):
+    """The step of one device on the whole batch: the mean is taken in the loss."""
     mesh = jax.make_mesh((REPLICAS,), ("data",), axis_types=(AxisType.Auto,))
-    tx = ols.with_loss_scale(optax.adam(1e-2), LS, axis_name="data")
+    inner = optax.sgd(1e-2, momentum=0.9)
+    tx = ols.with_loss_scale(inner, LS, axis_name="data")
 
     def step(params, state, x):
-        grads = jax.lax.pmean(ols.grad(loss_fn, state)(params, x[0]), "data")
+        mean_loss = lambda params, x: jax.lax.pmean(loss_fn(params, x[0]), "data")
+        grads = ols.grad(mean_loss, state)(params, x)
         if way == "apply_gradients":
             return tx.apply_gradients(grads, state, params)
         updates, state = tx.update(grads, state, params)
@@ -79,6 +82,10 @@ def test_shard_map_with_replicated_parameters(bad, way):
     assert bool(after[1].should_apply) == (bad is None)
     if bad is not None:
         chex.assert_trees_all_equal(after[0], PARAMS)
+        return
+    grads = jax.grad(lambda p: jnp.mean(jax.vmap(loss_fn, (None, 0))(p, batches())))(PARAMS)
+    updates, _ = inner.update(grads, inner.init(PARAMS))
+    chex.assert_trees_all_close(after[0], optax.apply_updates(PARAMS, updates), rtol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [None, 2])
