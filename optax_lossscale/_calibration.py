@@ -14,6 +14,7 @@ from optax_lossscale import _validation
 from optax_lossscale._dynamic import DynamicLossScale
 from optax_lossscale._finite import all_finite
 from optax_lossscale._gradient import grad
+from optax_lossscale._names import scale_name
 
 _LOWEST, _HIGHEST = -126, 126  # the powers of two to search
 
@@ -35,10 +36,10 @@ class InitialScale(NamedTuple):
         return math.log2(self.largest / self.scale)
 
     def __str__(self) -> str:
-        power = f"2**{math.log2(self.scale):.0f}"
+        scale = scale_name(self.scale)
         if self.largest == 2.0**_HIGHEST:
-            return f"{power}: nothing overflows up to 2**{_HIGHEST}, so float16 is not in use"
-        return f"{power}, with {self.headroom:.0f} bits to spare before gradients overflow"
+            return f"{scale}: nothing overflows up to 2**{_HIGHEST}, so float16 is not in use"
+        return f"{scale}, with {self.headroom:.0f} bits to spare before gradients overflow"
 
 
 def find_initial_scale(

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+
 from optax_lossscale._explain import explain
 from optax_lossscale._get import get_loss_scale
 from optax_lossscale._summary import Summary
@@ -14,7 +16,12 @@ class LossScaleError(RuntimeError):
 
 
 def check(
-    state: Any, max_consecutive_skips: int = 100, leaves: dict[str, Summary] | None = None
+    state: Any,
+    max_consecutive_skips: int = 100,
+    *,
+    leaves: dict[str, Summary] | None = None,
+    taps: Any = None,
+    loss: jax.typing.ArrayLike | None = None,
 ) -> None:
     """Raises if loss scaling has nothing left to try. Waits for the device.
 
@@ -25,7 +32,9 @@ def check(
         which only `exhausted` is looked at.
       max_consecutive_skips: how many steps in a row may be skipped.
       leaves: what `nonfinite_leaves` returned for the last gradients, for the error to
-        name those at fault.
+        say what `explain` makes of them.
+      taps: likewise, what `tap` recorded.
+      loss: likewise, the loss.
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`, or more steps than
@@ -61,7 +70,7 @@ def check(
     else:
         return
     skipped = f" {skips} steps in a row were skipped." if states else ""
-    blame = "" if leaves is None else f"\n{explain(leaves)}"
+    blame = "" if leaves is None else f"\n{explain(leaves, taps=taps, loss=loss)}"
     raise LossScaleError(
         f"{what}{skipped} Look for NaN or inf in the loss and the model. If gradients are large "
         "and not broken, allow a smaller scale (min_scale), or compute the layer that overflows "

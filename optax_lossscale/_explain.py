@@ -1,5 +1,6 @@
 """Which layer is at fault when gradients are not finite."""
 
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -80,12 +81,15 @@ def explain(
     Args:
       leaves: what `nonfinite_leaves` returned for the gradients.
       taps: what `tap` recorded at the ends of the model's layers, a tree of `Probe`s whose
-        order is the model's: a list, a stack, an `OrderedDict`. Of a plain dict, which has
-        no order of its own, the names are sorted, `layer_2` before `layer_10`.
+        order is the model's: a list, a stack, an `OrderedDict`, or a dict whose names differ
+        in numbers alone, such as `layer_2` and `layer_10`.
       loss: the loss, not scaled.
 
     Returns:
       An `Explanation`: print it, or read its `suspects`.
+
+    Raises:
+      ValueError: if `taps` has a dict of other names, which do not tell the model's order.
 
     Example:
       >>> import jax.numpy as jnp
@@ -96,27 +100,43 @@ def explain(
       1. dense/kernel: 1 inf and 0 NaN of 2 in its gradient
     """
     leaves, taps, loss = jax.device_get((leaves, taps, loss))
-    tapped = list(places(taps))
-    bad = sorted(
-        (leaf.nans / leaf.nonfinite, leaf.nonfinite / leaf.size, natural(name), name)
-        for name, leaf in leaves.items()
-        if leaf.nonfinite
+    _refuse_unordered(taps)
+    bad = {name: leaf for name, leaf in leaves.items() if leaf.nonfinite}
+    if first := _first(list(places(taps)), loss):
+        # Of what it spread to, those that are NaN throughout have nothing to add.
+        bad = {name: leaf for name, leaf in bad.items() if leaf.nans < leaf.size}
+    ranks = lambda name: (
+        bad[name].nans / bad[name].nonfinite,
+        bad[name].nonfinite / bad[name].size,
     )
-    suspects = [Suspect(name, f"{_count(leaves[name])} in its gradient") for *_, name in bad]
-    if first := _first(tapped, loss):
-        suspects = [first, *suspects]
-    elif suspects and not tapped and loss is None and len(bad) == len(leaves):
-        suspects = [
-            Suspect(
-                "the forward pass or the loss",
-                "no gradient is finite; give the loss and tap the layers to see which",
-            ),
-            *suspects,
-        ]
-    finite = f"All {len(leaves)} gradients are finite."
-    return Explanation(
-        suspects, f"{len(bad)} of {len(leaves)} gradients are not finite." if bad else finite
+    names = sorted(bad, key=lambda name: (*ranks(name), natural(name)))
+    suspects = [Suspect(name, f"{_count(bad[name])} in its gradient") for name in names]
+    count = sum(bool(leaf.nonfinite) for leaf in leaves.values())
+    if first is None and count == len(leaves) > 1 and taps is None and loss is None:
+        first = Suspect(
+            "the forward pass or the loss",
+            "no gradient is finite; give the loss and tap the layers to see which",
+        )
+    summary = (
+        f"{count} of {len(leaves)} gradients are not finite."
+        if count
+        else "All gradients are finite."
     )
+    return Explanation([first, *suspects] if first else suspects, summary)
+
+
+def _refuse_unordered(taps: Any) -> None:
+    """Raises for a dict whose names are sorted and do not say in which order they were tapped."""
+    is_dict = lambda x: type(x) is dict
+    for tree in filter(is_dict, jax.tree.leaves(taps, is_leaf=is_dict)):
+        names = [str(name) for name, branch in tree.items() if jax.tree.leaves(branch)]
+        if len({re.sub(r"\d+", "", name) for name in names}) > 1:
+            raise ValueError(
+                f"taps must come in the model's order, and jax sorts a dict's keys: {names}. Give "
+                "the probes in a list, an OrderedDict, or under names that differ in their "
+                "numbers alone"
+            )
+        _refuse_unordered(list(tree.values()))
 
 
 def _first(tapped: list[tuple[str, Probe]], loss: Any) -> Suspect | None:

@@ -3,6 +3,8 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale import presets
 from optax_lossscale._dynamic import DynamicLossScale
@@ -82,3 +84,10 @@ def get_loss_scale(state: Any) -> LossScale:
             "state that its init returned, or pass a LossScale, such as get(128)."
         )
     return found[0]
+
+
+def get_scale(loss_scale: Any) -> jax.Array:
+    """The number that a loss scale stands for, or a state that holds one, or it is itself."""
+    if isinstance(loss_scale, (int, float, np.generic, np.ndarray, jax.Array)):
+        return jnp.asarray(loss_scale, jnp.float32)
+    return get_loss_scale(loss_scale)()

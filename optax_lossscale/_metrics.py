@@ -48,7 +48,9 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       stuck False
     """
     loss_scale = get_loss_scale(state)
-    scalars = {"loss_scale": loss_scale(), "log2_loss_scale": jnp.log2(loss_scale())}
+    scale = loss_scale()
+    mantissa, exponent = jnp.frexp(scale)  # so that powers of two have integers for logarithms
+    scalars = {"loss_scale": scale, "log2_loss_scale": exponent - 1 + jnp.log2(2 * mantissa)}
     for wrapper in wrapper_states(state):
         names = ("should_apply", "skipped_steps", "consecutive_skipped_steps")
         scalars |= {name: getattr(wrapper, name) for name in names}

@@ -1,5 +1,6 @@
-"""What leaves of a tree are called, and in which order their names come."""
+"""What leaves and scales are called in reports, and in which order names come."""
 
+import math
 import re
 from typing import Any
 
@@ -14,3 +15,9 @@ def path_name(path: Any) -> str:
 def natural(name: str) -> list[tuple[str, int]]:
     """A key by which layer_2 precedes layer_10."""
     return [(text, int(n or 0)) for text, n in re.findall(r"(\D*)(\d*)", name)]
+
+
+def scale_name(scale: float) -> str:
+    """A scale as people say it: `2**15`, or else in decimals."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2**{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._get import get_loss_scale
+from optax_lossscale._get import get_scale
+from optax_lossscale._names import scale_name
 from optax_lossscale._summary import Summary, summarize_leaves
 
 
@@ -68,9 +69,9 @@ class UnderflowReport:
         ]
         return "\n".join(
             [
-                f"Gradients times {host.loss_scale:g}, in {self.dtype}:",
+                f"Gradients times {scale_name(float(host.loss_scale))}, in {self.dtype}:",
                 *lines,
-                f"Best scale for these: {host.best_scale:.8g}",
+                f"Best scale for these: {scale_name(float(host.best_scale))}",
             ]
         )
 
@@ -85,8 +86,8 @@ def underflow_report(
 
     Args:
       scaled_grads: the gradients, still scaled; any pytree.
-      loss_scale: the scale that they were computed with: a `LossScale`, an optimizer
-        state that holds exactly one, or a number.
+      loss_scale: the scale that they were computed with: a number, a `LossScale`, or an
+        optimizer state that holds exactly one.
       dtype: the floating-point dtype to hold them against.
 
     Returns:
@@ -100,17 +101,15 @@ def underflow_report(
       >>> import optax_lossscale as ols
       >>> grads = {"w": jnp.array([1e-9, 1e-5, 0.25, 2.0]), "b": jnp.array([0.0, 1e-7])}
       >>> print(ols.underflow_report(grads, ols.get(128)))
-      Gradients times 128, in float16:
+      Gradients times 2**7, in float16:
            numbers   zero  subnormal  in range  inf, NaN  headroom
       b          2  50.0%      50.0%      0.0%         0      39.3
       w          4  25.0%      25.0%     50.0%         0      15.0
       all        6  33.3%      33.3%     33.3%         0      15.0
-      Best scale for these: 2097152
+      Best scale for these: 2**21
     """
-    is_number = isinstance(loss_scale, (int, float, np.number))
-    scale = loss_scale if is_number else get_loss_scale(loss_scale)()
     leaves = summarize_leaves(scaled_grads, dtype)
-    return UnderflowReport(leaves, jnp.asarray(scale, jnp.float32), jnp.dtype(dtype))
+    return UnderflowReport(leaves, get_scale(loss_scale), jnp.dtype(dtype))
 
 
 def _headroom(summary: Summary, dtype: np.dtype) -> jax.Array:

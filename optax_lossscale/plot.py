@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from optax_lossscale._get import get_scale
 from optax_lossscale._precision import is_inexact
 from optax_lossscale._tap import Probe, places
 
@@ -29,7 +30,8 @@ def loss_scale(
 
     Args:
       history: the `metrics` after each step, in a sequence; or one dict of them in which
-        each is stacked, shape (steps,), as `lax.scan` returns them.
+        each is stacked, shape (steps,), as `lax.scan` returns them. The scale drawn is the
+        one that a step left behind.
       axes: the axes to draw into.
       **style: of the line, such as `color` and `label`, as `matplotlib` takes them.
 
@@ -54,7 +56,8 @@ def loss_scale(
     history = jax.device_get(history)
     if not isinstance(history, Mapping):
         history = {name: np.stack([step[name] for step in history]) for name in history[0]}
-    scale, applied = history["loss_scale"], history["should_apply"]
+    scale = np.asarray(history["loss_scale"])
+    applied = np.asarray(history.get("should_apply", np.ones(scale.shape, bool)))
     steps = np.arange(1, len(scale) + 1)
     look: dict[str, Any] = {"color": AFTER, "lw": 1.5} | style
     axes.step(steps, scale, where="mid", **look)
@@ -77,7 +80,8 @@ def exponents(
     Args:
       scaled_grads: gradients of the scaled loss; any pytree. Computed in float32 they show
         what a narrower dtype would lose; numbers already flushed to zero are gone.
-      loss_scale: the number that they were scaled by, shape ().
+      loss_scale: what they were scaled by: a number, a `LossScale`, or an optimizer state
+        that holds exactly one.
       dtype: the floating-point dtype whose ranges are shown.
       axes: the axes to draw into.
 
@@ -96,7 +100,7 @@ def exponents(
     sizes = np.abs(np.concatenate([np.ravel(x).astype(np.float64) for x in leaves]))
     with np.errstate(divide="ignore"):
         scaled = np.floor(np.log2(sizes[np.isfinite(sizes) & (sizes > 0)]))
-    shift = float(np.log2(jax.device_get(loss_scale)))
+    shift = float(np.log2(jax.device_get(get_scale(loss_scale))))
     info = jnp.finfo(dtype)
     flushed = np.log2(float(info.smallest_subnormal)) - 1
     normal, top = np.log2(float(info.tiny)), np.log2(float(info.max))

@@ -55,6 +55,8 @@ def test_names_the_leaves_to_blame():
         match=r"(?s)scale of 1, .* 1 steps in a row .*1 of 2 .*\n1\. decoder/layer_3: .*2 NaN",
     ):
         ols.check(state, leaves=leaves)
+    with pytest.raises(ols.LossScaleError, match=r"\n1\. the loss: it is inf"):
+        ols.check(state, leaves=leaves, loss=jnp.inf)
 
 
 def test_bad_input():

@@ -85,7 +85,7 @@ def test_without_a_fault_there_is_no_suspect():
     leaves, taps, loss = step(None)
     explanation = ols.explain(leaves, taps=taps, loss=loss)
     assert explanation.suspects == []
-    assert str(explanation) == f"All {2 * BLOCKS} gradients are finite."
+    assert str(explanation) == "All gradients are finite."
 
 
 def test_says_what_is_still_finite():
@@ -149,6 +149,22 @@ def test_places_of_lists_stacks_and_names():
         (nan, ""),
     ):
         assert ols.explain({}, taps=tree).suspects[0].name == name
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda taps: taps, lambda taps: [taps], lambda taps: {"a": taps}]
+)
+def test_a_dict_that_does_not_tell_the_order_is_refused(wrap):
+    taps = wrap({"encoder": ols.probe(), "decoder": ols.probe()})
+    with pytest.raises(ValueError, match=r"model's order, .*encoder.* list, an OrderedDict"):
+        ols.explain({}, taps=taps)
+
+
+def test_leaves_that_are_all_nan_add_nothing_to_a_culprit():
+    leaves, taps, loss = step("forward")
+    explanation = ols.explain(leaves, taps=taps, loss=loss)
+    assert len(explanation.suspects) == 1
+    assert explanation.summary == f"{2 * BLOCKS} of {2 * BLOCKS} gradients are not finite."
 
 
 def test_nonfinite_leaves_of_anything():

@@ -43,6 +43,12 @@ def test_of_every_kind_deep_in_a_state(identifier):
     assert set(metrics) >= {"log2_loss_scale", "should_apply", "skipped_steps"}
 
 
+@pytest.mark.parametrize("power", [-126, -3, 0, 15, 31, 127])
+def test_the_logarithm_of_a_power_of_two_is_an_integer(power):
+    ls = ols.DynamicLossScale(2.0**power, min_scale=2.0**-126)
+    assert jax.jit(ols.metrics)(ls)["log2_loss_scale"] == power
+
+
 def test_state_of_your_own():
     class Counting(ols.LossScale):
         overflows: jax.Array = ols.state(0)

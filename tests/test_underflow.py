@@ -25,6 +25,15 @@ def test_shares_and_best_scale():
     assert over.best_scale == report.best_scale
 
 
+@pytest.mark.parametrize("power", range(-24, 16))
+def test_the_best_scale_is_a_power_of_two(power):
+    for size in (1.0, np.nextafter(np.float32(1), np.float32(2)), 65504 / 2**15):
+        grads = [jnp.float32(size) * 2.0**power]
+        best = float(ols.underflow_report(grads, 1.0).best_scale)
+        assert np.frexp(best)[0] == 0.5
+        assert float(grads[0]) * best <= 65504 < float(grads[0]) * best * 2
+
+
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 def test_of_what_is_not_finite_nothing_is_said(bad):
     assert np.isnan(ols.underflow_report([jnp.array([1.0, bad])], 1.0).best_scale)
@@ -43,9 +52,10 @@ def test_another_dtype():
     assert "in bfloat16" in str(report)
 
 
-def test_takes_an_optimizer_state():
+def test_takes_a_number_a_loss_scale_or_a_state():
     tx = ols.with_loss_scale(optax.sgd(0.1), 128)
-    assert ols.underflow_report(jnp.ones(2), tx.init(jnp.ones(2))).loss_scale == 128
+    for scale in (tx.init(jnp.ones(2)), ols.get(128), 128, np.float32(128), jnp.float32(128)):
+        assert ols.underflow_report(jnp.ones(2), scale).loss_scale == 128
     with pytest.raises(ValueError, match="exactly one loss scale"):
         ols.underflow_report(jnp.ones(2), optax.sgd(0.1).init(jnp.ones(2)))
 
