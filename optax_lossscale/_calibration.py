@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ _LOWEST, _HIGHEST = -126, 126  # the powers of two to search
 
 
 class InitialScale(NamedTuple):
-    """What `find_initial_scale` found. Of several, `min` is the one that suits all.
+    """What `find_initial_scale` found.
 
     Attributes:
       scale: the scale to start with.
@@ -38,7 +38,7 @@ class InitialScale(NamedTuple):
     def __str__(self) -> str:
         scale = scale_name(self.scale)
         if self.largest == 2.0**_HIGHEST:
-            return f"{scale}: nothing overflows up to 2**{_HIGHEST}, so float16 is not in use"
+            return f"{scale}: nothing overflows up to 2**{_HIGHEST}; is float16 in use?"
         return f"{scale}, with {self.headroom:.0f} bits to spare before gradients overflow"
 
 
@@ -48,6 +48,7 @@ def find_initial_scale(
     *args: Any,
     has_aux: bool = False,
     margin: int = 2,
+    others: Iterable[tuple] = (),
     **kwargs: Any,
 ) -> InitialScale:
     """Searches for the largest power of two at which no gradient overflows.
@@ -59,11 +60,12 @@ def find_initial_scale(
     Args:
       loss_fn: called as `loss_fn(params, *args, **kwargs)`, as by `value_and_grad`.
       params: the initial parameters.
-      *args: the first batch. For several, take the least of what they give; they are
-        compiled for once: `min(find_initial_scale(loss_fn, params, b) for b in batches)`.
+      *args: the first batch. Arrays; bind what else there is with `functools.partial`.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       margin: how many bits to stay below the largest, at least 1: gradients grow.
-      **kwargs: further keyword arguments of `loss_fn`.
+      others: the `args` of further batches, of the same shapes, at none of which gradients
+        overflow either. They are compiled for once.
+      **kwargs: further keyword arguments of `loss_fn`, arrays.
 
     Returns:
       An `InitialScale`, with the `scale` to give a loss scale as its `initial_scale`.
@@ -84,7 +86,8 @@ def find_initial_scale(
       >>> ls = ols.DynamicLossScale(initial_scale=found.scale)
     """
     margin = _validation.count("margin", margin)
-    exponent = int(_search(loss_fn, has_aux, params, args, kwargs))
+    search = jax.jit(functools.partial(_search, loss_fn, has_aux))
+    exponent = min(int(search(params, batch, kwargs)) for batch in (args, *others))
     if exponent < _LOWEST:
         raise ValueError(
             f"gradients are not finite at any loss scale from 2**{_LOWEST} on: look for NaN or "
@@ -93,14 +96,14 @@ def find_initial_scale(
     return InitialScale(2.0 ** max(exponent - margin, _LOWEST), 2.0**exponent)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _search(loss_fn, has_aux, params, args, kwargs):
     """The exponent of the largest scale; one less than the lowest if there is none."""
     powers = jnp.asarray(2.0 ** np.arange(_LOWEST, _HIGHEST + 1), jnp.float32)
 
     def is_finite(exponent):
         loss_scale = DynamicLossScale().replace(loss_scale=powers[exponent - _LOWEST])
-        scaled_grads = grad(loss_fn, loss_scale, has_aux=has_aux)(params, *args, **kwargs)
+        scaled_grad = grad(loss_fn, loss_scale, has_aux=has_aux, allow_int=True)
+        scaled_grads = scaled_grad(params, *args, **kwargs)
         return all_finite(scaled_grads[0] if has_aux else scaled_grads)
 
     def bisect(bounds):

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from optax_lossscale._explain import explain
+from optax_lossscale._explain import explain, refuse_other_leaves
 from optax_lossscale._get import get_loss_scale
 from optax_lossscale._summary import Summary
 from optax_lossscale._validation import count
@@ -40,6 +40,7 @@ def check(
       LossScaleError: if the loss scale is `exhausted`, or more steps than
         `max_consecutive_skips` were skipped in a row.
       ValueError: if the state holds no loss scale, or several.
+      TypeError: if `leaves` is something else.
 
     Source: DeepSpeed and fairseq raise where an overflow finds the scale at its minimum.
 
@@ -58,6 +59,8 @@ def check(
       optax_lossscale._check.LossScaleError: gradients overflowed at a loss scale of 1, which...
     """
     count("max_consecutive_skips", max_consecutive_skips)
+    if leaves is not None:
+        refuse_other_leaves(leaves)
     loss_scale = get_loss_scale(state)
     states = wrapper_states(state)
     skips = int(states[0].consecutive_skipped_steps) if states else 0

@@ -1,6 +1,7 @@
 """Which layer is at fault when gradients are not finite."""
 
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 
 from optax_lossscale._names import natural
 from optax_lossscale._summary import Summary, summarize_leaves
-from optax_lossscale._tap import Probe, places
+from optax_lossscale._tap import Probe, is_unordered, places
 
 SHOWN = 5
 
@@ -90,6 +91,7 @@ def explain(
 
     Raises:
       ValueError: if `taps` has a dict of other names, which do not tell the model's order.
+      TypeError: if `leaves` or `taps` are something else.
 
     Example:
       >>> import jax.numpy as jnp
@@ -99,10 +101,13 @@ def explain(
       1 of 2 gradients are not finite.
       1. dense/kernel: 1 inf and 0 NaN of 2 in its gradient
     """
+    refuse_other_leaves(leaves)
     leaves, taps, loss = jax.device_get((leaves, taps, loss))
+    tapped = list(places(taps))
     _refuse_unordered(taps)
+    recorded = [(name, record) for name, record in tapped if record.value.size]
     bad = {name: leaf for name, leaf in leaves.items() if leaf.nonfinite}
-    if first := _first(list(places(taps)), loss):
+    if first := _first(recorded, loss):
         # Of what it spread to, those that are NaN throughout have nothing to add.
         bad = {name: leaf for name, leaf in bad.items() if leaf.nans < leaf.size}
     ranks = lambda name: (
@@ -112,23 +117,32 @@ def explain(
     names = sorted(bad, key=lambda name: (*ranks(name), natural(name)))
     suspects = [Suspect(name, f"{_count(bad[name])} in its gradient") for name in names]
     count = sum(bool(leaf.nonfinite) for leaf in leaves.values())
-    if first is None and count == len(leaves) > 1 and taps is None and loss is None:
+    if first is None and count == len(leaves) > 1 and not recorded and loss is None:
         first = Suspect(
             "the forward pass or the loss",
             "no gradient is finite; give the loss and tap the layers to see which",
         )
-    summary = (
-        f"{count} of {len(leaves)} gradients are not finite."
-        if count
-        else "All gradients are finite."
-    )
+    summary = f"{count} of {len(leaves)} gradients are not finite."
+    if not count:
+        summary = "All gradients are finite."
+    if tapped and not recorded:
+        summary += " No tap recorded anything: differentiate with respect to the probes as well."
     return Explanation([first, *suspects] if first else suspects, summary)
+
+
+def refuse_other_leaves(leaves: Any) -> None:
+    """Raises for what `nonfinite_leaves` does not return."""
+    is_one = lambda leaf: isinstance(leaf, Summary) and not np.ndim(leaf.size)
+    if not isinstance(leaves, Mapping) or not all(map(is_one, leaves.values())):
+        raise TypeError(
+            "leaves must be what nonfinite_leaves returned, a dict of Summary; of replicas give "
+            "those of one: jax.tree.map(lambda x: x[0], leaves)"
+        )
 
 
 def _refuse_unordered(taps: Any) -> None:
     """Raises for a dict whose names are sorted and do not say in which order they were tapped."""
-    is_dict = lambda x: type(x) is dict
-    for tree in filter(is_dict, jax.tree.leaves(taps, is_leaf=is_dict)):
+    for tree in filter(is_unordered, jax.tree.leaves(taps, is_leaf=is_unordered)):
         names = [str(name) for name, branch in tree.items() if jax.tree.leaves(branch)]
         if len({re.sub(r"\d+", "", name) for name in names}) > 1:
             raise ValueError(

@@ -9,7 +9,7 @@ from jax.tree_util import keystr
 
 def path_name(path: Any) -> str:
     """A leaf's path as its user knows it: `decoder/layer_3/kernel`."""
-    return keystr(path, simple=True, separator="/")
+    return keystr(path, simple=True, separator="/") or "."
 
 
 def natural(name: str) -> list[tuple[str, int]]:

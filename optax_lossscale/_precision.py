@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 def is_inexact(x: Any) -> bool:
     """Whether a leaf is a floating-point or complex number, of any width."""
-    return jnp.issubdtype(dtype_of(x), jnp.inexact)
+    is_number = hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
+    return is_number and jnp.issubdtype(dtype_of(x), jnp.inexact)
 
 
 def at_least_float32(x: Any) -> Any:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import keystr
 
 from optax_lossscale._finite import is_partitioned
 from optax_lossscale._names import path_name
@@ -51,27 +52,39 @@ def summarize(x: Any, dtype: Any = None) -> Summary:
     x = lax.stop_gradient(jnp.asarray(x))
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag])
-    least, normal, limit = _thresholds(jnp.dtype(dtype or x.dtype))
+    least, normal, limit = _thresholds(jnp.dtype(dtype or x.dtype), x.dtype)
     a = jnp.abs(at_least_float32(x))
     is_nan = a != a
-    kinds = [a <= least, (a > least) & (a < normal), a >= limit, is_nan]
-    largest, counts = _reduce(jnp.where(is_nan, 0, a), kinds)
-    return Summary(*(jnp.asarray(n, jnp.float32) for n in (x.size, *counts, largest)))
+    kinds = [a <= least, a < normal, a >= limit, is_nan]
+    largest, (zeros, small, infinities, nans) = _reduce(jnp.where(is_nan, 0, a), kinds)
+    # By way of an array, for `vmap` to sum it as it does the others.
+    size = jnp.where(largest >= 0, x.size, 0)
+    # The difference of two counts, as a processor may take a subnormal for zero and for none.
+    subnormals = jnp.maximum(small - zeros, 0)
+    numbers = size, zeros, subnormals, infinities, nans, largest
+    return Summary(*(jnp.asarray(n, jnp.float32) for n in numbers))
 
 
 def summarize_leaves(tree: Any, dtype: Any = None) -> dict[str, Summary]:
     """The `Summary` of each floating-point or complex leaf, under its path."""
     leaves, _ = jax.tree.flatten_with_path(tree)
-    return {path_name(path): summarize(x, dtype) for path, x in leaves if is_inexact(x)}
+    summaries: dict[str, Summary] = {}
+    for path, x in leaves:
+        if is_inexact(x):
+            name = path_name(path)
+            name = keystr(path) if name in summaries else name  # {"a": {"b": …}, "a/b": …}
+            summaries[name] = summarize(x, dtype)
+    return summaries
 
 
-def _thresholds(dtype: np.dtype) -> tuple[float, float, float]:
+def _thresholds(dtype: np.dtype, given: np.dtype) -> tuple[float, float, float]:
     """What still rounds to zero, what already to a normal number, and what to infinity."""
     info = jnp.finfo(dtype)
     half_step = float(info.smallest_subnormal) / 2
     largest = float(info.max)
     half_ulp = math.ldexp(float(info.eps), math.frexp(largest)[1] - 2)
-    limit = largest + half_ulp if dtype.itemsize < 4 else math.inf
+    is_narrow = dtype.itemsize < max(given.itemsize, 4)  # than what it is compared in
+    limit = largest + half_ulp if is_narrow else math.inf
     return half_step, float(info.tiny) - half_step, limit
 
 

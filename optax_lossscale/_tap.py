@@ -1,15 +1,17 @@
 """The gradients *inside* a model, where float16 really under- and overflows."""
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import SequenceKey
 
 from optax_lossscale._names import natural, path_name
-from optax_lossscale._precision import dtype_of, is_inexact
+from optax_lossscale._precision import is_inexact
 from optax_lossscale._summary import Summary, summarize
 
 
@@ -53,8 +55,10 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
     With `None` for a probe there is nothing to compile, and one whose gradient is not asked
     for compiles to nothing. Reverse mode only.
 
-    A probe that is tapped twice, or by a `vmap` that does not map it, records sums; so
-    does a `largest`. Under `shard_map` a replicated probe sees all replicas.
+    A probe that is tapped twice, or by a `vmap` that does not map it, records sums, of
+    `largest` too. Under `shard_map` a replicated probe sees all replicas; under `pmap`, or
+    with `check_vma=False`, each replica records its own. A place that the loss does not
+    depend on records nothing.
 
     Args:
       x: a floating-point array, any shape.
@@ -65,7 +69,7 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
       `x`.
 
     Raises:
-      TypeError: if `x` is no floating-point array.
+      TypeError: if `x` is no floating-point array, or `probe` no `Probe`.
 
     Example:
       Two places of a model, and a third argument that is off by default:
@@ -84,7 +88,10 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
       1.0
     """
     if not is_inexact(x):
-        raise TypeError(f"only floating-point arrays have gradients to tap, got {dtype_of(x)}")
+        kind = getattr(x, "dtype", type(x).__name__)
+        raise TypeError(f"only a floating-point array has a gradient to tap, got {kind}")
+    if not isinstance(probe, Probe | None):
+        raise TypeError(f"a probe is made by probe(), or is None, got {probe!r}")
     return x if probe is None else _tap(x, probe)
 
 
@@ -92,15 +99,24 @@ def places(taps: Any, path: tuple = ()) -> Iterator[tuple[str, Probe]]:
     """The tapped places in the order of their tree, a stack's one by one."""
     if isinstance(taps, Probe):
         for i in np.ndindex(np.shape(taps.value.size)):
-            stacked = [str(n) for n in i]
-            name = "/".join(([path_name(path)] if path else []) + stacked)
-            yield name, jax.tree.map(lambda x, i=i: x[i], taps)
+            stacked = [SequenceKey(n) for n in i]
+            yield path_name((*path, *stacked)), jax.tree.map(lambda x, i=i: x[i], taps)
         return
     branches, _ = jax.tree.flatten_with_path(taps, is_leaf=lambda x: x is not taps)
-    if type(taps) is dict:  # whose order is the alphabet's, with layer_10 before layer_2
+    if branches and not branches[0][0]:
+        raise TypeError(
+            f"taps are a tree of Probes, got a {type(taps).__name__} at "
+            f"{path_name(path)}; are gradients and taps in the order of argnums?"
+        )
+    if is_unordered(taps):  # its order is the alphabet's, with layer_10 before layer_2
         branches = sorted(branches, key=lambda branch: natural(path_name(branch[0])))
     for key, branch in branches:
         yield from places(branch, path + key)
+
+
+def is_unordered(tree: Any) -> bool:
+    """Whether it is a mapping that jax sorts by its keys."""
+    return isinstance(tree, Mapping) and not isinstance(tree, OrderedDict)
 
 
 @jax.custom_vjp
@@ -122,11 +138,8 @@ def _of_all_replicas(summary: Summary, probe: Summary) -> Summary:
     """The summary over the axes of `shard_map` along which there is only one probe."""
     axes = tuple(_varying_axes(summary.largest) - _varying_axes(probe.largest))
     if axes:
-        summary = Summary(
-            size=summary.size * lax.axis_size(axes),
-            **{kind: lax.psum(getattr(summary, kind), axes) for kind in summary._fields[1:-1]},
-            largest=lax.pmax(summary.largest, axes),
-        )
+        *counts, largest = summary
+        summary = Summary(*lax.psum(counts, axes), largest=lax.pmax(largest, axes))
     return jax.tree.map(lambda s, p: s + jnp.zeros_like(p), summary, probe)
 
 

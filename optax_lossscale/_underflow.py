@@ -55,7 +55,8 @@ class UnderflowReport:
             jnp.frexp, (jnp.float32(jnp.finfo(self.dtype).max), total.largest)
         )
         headroom = most_exponent - exponent - (mantissa > most)
-        return jnp.where(known, jnp.ldexp(self.loss_scale, headroom), jnp.nan)
+        best = jnp.minimum(jnp.ldexp(self.loss_scale, headroom), 2.0**127)  # float32's last
+        return jnp.where(known, best, jnp.nan)
 
     def __str__(self) -> str:
         host: UnderflowReport = jax.device_get(self)

@@ -55,9 +55,9 @@ def loss_scale(
     axes = _axes(axes, (7, 2.6))
     history = jax.device_get(history)
     if not isinstance(history, Mapping):
-        history = {name: np.stack([step[name] for step in history]) for name in history[0]}
-    scale = np.asarray(history["loss_scale"])
-    applied = np.asarray(history.get("should_apply", np.ones(scale.shape, bool)))
+        names = ("loss_scale", "should_apply")
+        history = {name: [step[name] for step in history] for name in names}
+    scale, applied = np.array(history["loss_scale"]), np.array(history["should_apply"], bool)
     steps = np.arange(1, len(scale) + 1)
     look: dict[str, Any] = {"color": AFTER, "lw": 1.5} | style
     axes.step(steps, scale, where="mid", **look)
@@ -96,8 +96,9 @@ def exponents(
       'gradient'
     """
     axes = _axes(axes, (7, 3.2))
-    leaves = [x for x in jax.tree.leaves(jax.device_get(scaled_grads)) if is_inexact(x)]
-    sizes = np.abs(np.concatenate([np.ravel(x).astype(np.float64) for x in leaves]))
+    leaves = [np.ravel(x) for x in jax.tree.leaves(jax.device_get(scaled_grads)) if is_inexact(x)]
+    parts = [p for x in leaves for p in ((x.real, x.imag) if np.iscomplexobj(x) else (x,))]
+    sizes = np.abs(np.concatenate([np.zeros(0), *(p.astype(np.float64) for p in parts)]))
     with np.errstate(divide="ignore"):
         scaled = np.floor(np.log2(sizes[np.isfinite(sizes) & (sizes > 0)]))
     shift = float(np.log2(jax.device_get(get_scale(loss_scale))))
@@ -112,7 +113,7 @@ def exponents(
     low, high = np.floor(min(ends)), np.ceil(max(ends))
     bins = list(np.arange(low, high + 1))
     for label, (run, color) in runs.items():
-        weights = np.full(run.shape, 100 / sizes.size)
+        weights = np.full(run.shape, 100 / max(1, sizes.size))
         run = np.maximum(run, low)  # what is smaller still is in the first bin
         axes.hist(run, bins, weights=weights, color=color, alpha=0.35, histtype="stepfilled")
         axes.hist(run, bins, weights=weights, color=color, lw=1.5, histtype="step", label=label)
@@ -130,7 +131,7 @@ def exponents(
     }
     for text, (start, end) in regions.items():
         axes.text((start + end) / 2, 1.02, text, **above, fontsize=9)
-    zeros = 100 * np.mean(sizes == 0)
+    zeros = 100 * np.sum(sizes == 0) / max(1, sizes.size)
     axes.text((low + flushed) / 2, 0.92, f"{zeros:.1f}% are 0", **above, fontsize=8)
     axes.set_xlim(low, high)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -156,9 +157,10 @@ def taps(
     """A heat map of what was tapped, over layers and steps.
 
     Args:
-      records: what `tap` recorded in each step, in a sequence of trees.
-      quantity: what to show of a `Probe`; by default the share of its gradient that is
-        zero or subnormal.
+      records: what `tap` recorded in each step, in a sequence of trees; those that
+        `lax.scan` stacked are to be taken apart, `[jax.tree.map(lambda x: x[i], stacked) …]`.
+      quantity: what to show of a `Probe`, whose leaves are arrays, shape (steps,); by default
+        the share of its gradient that is zero or subnormal.
       axes: the axes to draw into.
       label: what the colors mean.
       **style: of the image, such as `vmin` and `cmap`, as `matplotlib` takes them.
@@ -175,13 +177,16 @@ def taps(
       ['embed', 'layers/0', 'layers/1', 'layers/2']
     """
     axes = _axes(axes, (7, 2.6))
-    steps = [dict(places(record)) for record in jax.device_get(list(records))]
-    names = list(steps[0])
-    values = np.array([[quantity(step[name]) for step in steps] for name in names], np.float64)
+    steps = [list(places(record)) for record in jax.device_get(list(records))]
+    names = [name for name, _ in steps[0]]
+    by_place = zip(*([probe for _, probe in step] for step in steps), strict=True)
+    stacked = [jax.tree.map(lambda *x: np.array(x), *probes) for probes in by_place]
+    values = np.array([np.asarray(quantity(probe), np.float64) for probe in stacked])
     look: dict[str, Any] = {"cmap": "magma_r", "aspect": "auto", "interpolation": "nearest"}
     extent = (0.5, len(steps) + 0.5, len(names) - 0.5, -0.5)
     image = axes.imshow(np.ma.masked_invalid(values), extent=extent, **look | style)
-    axes.set_yticks(range(len(names)), names)
+    every = 1 + len(names) // 30
+    axes.set_yticks(range(0, len(names), every), names[::every])
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.figure.colorbar(image, ax=axes, label=label, pad=0.02)

@@ -1,4 +1,6 @@
 import functools
+import gc
+import weakref
 
 import chex
 import jax
@@ -27,11 +29,36 @@ def test_finds_the_largest_power_of_two(exponent):
     assert found.headroom == 1
 
 
-def test_of_several_batches_the_least_without_compiling_again():
+def test_of_several_batches_the_least_compiled_for_once():
     counted = chex.assert_max_traces(loss_fn, n=1)
-    batches = [jnp.full(3, x, jnp.float16) for x in (1.0, 64.0, 0.25)]
-    found = min(ols.find_initial_scale(counted, jnp.ones(3), x) for x in batches)
-    assert found == ols.find_initial_scale(loss_fn, jnp.ones(3), batches[1])
+    first, *others = [(jnp.full(3, x, jnp.float16),) for x in (1.0, 64.0, 0.25)]
+    found = ols.find_initial_scale(counted, jnp.ones(3), *first, others=others)
+    assert found == ols.find_initial_scale(loss_fn, jnp.ones(3), *others[0])
+
+
+def test_asks_the_function_anew_each_time():
+    """Not one that it was compiled for before, nor keeps it in memory."""
+
+    class Model:
+        weight = 1.0
+
+        def loss(self, w, x):
+            return loss_fn(w, x) * self.weight
+
+    model, x = Model(), jnp.ones(3, jnp.float16)
+    before = ols.find_initial_scale(model.loss, jnp.ones(3), x)
+    model.weight = 8.0
+    assert ols.find_initial_scale(model.loss, jnp.ones(3), x).largest == before.largest / 8
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_parameters_that_are_no_floats():
+    params = {"w": jnp.ones(3), "steps": jnp.int32(3), "none": None}
+    found = ols.find_initial_scale(lambda p: loss_fn(p["w"], jnp.ones(3, jnp.float16)), params)
+    assert found.largest == 2.0**15
 
 
 def test_passes_arguments_on():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.core import FrozenDict
 
 import optax_lossscale as ols
 
@@ -139,14 +140,17 @@ def test_places_of_lists_stacks_and_names():
     stack = ols.probe(3)
     stack = stack._replace(value=stack.value._replace(nans=bad, size=jnp.ones(3)))
     assert ols.explain({}, taps={"stack": stack}).suspects[0].name == "stack/2"
-    nan = ols.probe()._replace(value=ols.probe().value._replace(nans=jnp.ones(())))
+    nan = ols.probe()._replace(
+        value=ols.probe().value._replace(nans=jnp.ones(()), size=jnp.ones(()))
+    )
     for tree, name in (
         ([ols.probe(), nan, nan], "1"),
         ({"layer_2": nan, "layer_10": nan}, "layer_2"),
+        (FrozenDict({"layer_2": nan, "layer_10": nan}), "layer_2"),
         (OrderedDict(encoder=nan, decoder=nan), "encoder"),
         (OrderedDict(layer_10=ols.probe(), layer_2={"b": nan, "a": None}), "layer_2/b"),
         (optax.EmaState(count=nan, ema=[nan]), "count"),
-        (nan, ""),
+        (nan, "."),
     ):
         assert ols.explain({}, taps=tree).suspects[0].name == name
 
@@ -158,6 +162,33 @@ def test_a_dict_that_does_not_tell_the_order_is_refused(wrap):
     taps = wrap({"encoder": ols.probe(), "decoder": ols.probe()})
     with pytest.raises(ValueError, match=r"model's order, .*encoder.* list, an OrderedDict"):
         ols.explain({}, taps=taps)
+
+
+def test_taps_that_recorded_nothing_say_nothing():
+    """Probes whose gradient was not asked for, or in a branch that was not taken."""
+    leaves, taps, loss = step("backward")
+    untaken = jax.tree.map(jnp.zeros_like, taps["block_7"])
+    explanation = ols.explain(leaves, taps=taps | {"block_7": untaken}, loss=loss)
+    assert explanation.suspects[0].name == "block_8"
+    explanation = ols.explain(leaves, taps=[ols.probe()] * 3)
+    assert "No tap recorded anything" in str(explanation)
+    assert "0" not in explanation.suspects[0].finding or "inf" in explanation.suspects[0].finding
+    explanation = ols.explain(step("loss")[0], taps=[ols.probe()] * 3, loss=jnp.nan)
+    assert explanation.suspects[0] == ("the loss", "it is nan")
+
+
+def test_bad_input():
+    leaves, taps, _ = step("forward")
+    with pytest.raises(
+        TypeError, match=r"taps are a tree of Probes, got a \w+ at blocks/block_0/in"
+    ):
+        ols.explain(leaves, taps=params())
+    replicas = jax.tree.map(lambda x: jnp.stack([x] * 4), leaves)
+    for other in (params(), [1.0], jnp.ones(3), replicas):
+        with pytest.raises(TypeError, match="leaves must be what nonfinite_leaves returned"):
+            ols.explain(other, taps=taps)
+        with pytest.raises(TypeError, match="leaves must be what nonfinite_leaves returned"):
+            ols.check(ols.get(128), leaves=other)
 
 
 def test_leaves_that_are_all_nan_add_nothing_to_a_culprit():

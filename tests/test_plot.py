@@ -21,6 +21,14 @@ def _close():
     plt.close("all")
 
 
+@pytest.mark.parametrize("flag", [bool, int, float])
+def test_loss_scale_as_loggers_keep_it(flag):
+    history = [
+        {"loss_scale": 8.0, "should_apply": flag(step != 1), "step": step} for step in range(3)
+    ]
+    np.testing.assert_array_equal(plot.loss_scale(history).lines[1].get_xdata(), [2])
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 def test_loss_scale(stacked):
     tx = ols.with_loss_scale(optax.sgd(0.1), ols.DynamicLossScale(initial_scale=8.0))
@@ -59,8 +67,14 @@ def test_exponents():
     assert texts == ["zero", "subnormal", "float16", "inf", "20.0% are 0"]
 
 
-def test_exponents_of_nothing_but_zeros():
-    plot.exponents([jnp.zeros(3)], dtype=jnp.bfloat16)
+@pytest.mark.parametrize("tree", [{}, [None, 3], [jnp.zeros((0, 3))], [jnp.zeros(3)]])
+def test_exponents_of_nothing(tree):
+    plot.exponents(tree, dtype=jnp.bfloat16)
+
+
+def test_exponents_of_complex_numbers():
+    texts = plot.exponents([jnp.array([1j, 1 + 1j])], ols.get(2)).texts
+    assert texts[-1].get_text() == "25.0% are 0"
 
 
 def test_taps():
@@ -74,3 +88,10 @@ def test_taps():
     assert [t.get_text() for t in axes.get_yticklabels()] == ["layer_2", "layer_10"]
     axes = plot.taps(steps, lambda probe: probe.cotangent.zeros, label="zeros")
     np.testing.assert_array_equal(axes.images[0].get_array()[1], [0, 1, 2])
+    with pytest.raises(TypeError, match="taps are a tree of Probes"):
+        plot.taps(steps[0])
+
+
+def test_taps_of_many_layers_name_some():
+    axes = plot.taps([[ols.probe()] * 100] * 2)
+    assert 20 <= len(axes.get_yticklabels()) <= 40

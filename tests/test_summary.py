@@ -52,6 +52,25 @@ def test_own_dtype_of_every_kind():
         np.testing.assert_array_equal(summary, [7, 1, 0, 2, 1, np.inf])
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_each_number_is_of_one_kind(jit):
+    """Whether the processor takes a float32 subnormal for zero or not."""
+    summarize = jax.jit(ols.nonfinite_leaves) if jit else ols.nonfinite_leaves
+    summary = summarize([np.full(4, 1e-40, np.float32)])["0"]
+    assert summary.zeros + summary.subnormals == 4
+
+
+def test_float64_held_against_float32():
+    with jax.enable_x64(True):
+        report = ols.underflow_report([jnp.array([1e300, 1e39, 1e-60, 1.0, np.inf])], 1, "float32")
+    assert (report.total.infinities, report.total.zeros) == (3, 1)
+
+
+def test_leaves_of_the_same_path():
+    leaves = ols.nonfinite_leaves({"a": {"b": jnp.array([jnp.nan])}, "a/b": jnp.ones(1)})
+    assert sorted(leaf.nans for leaf in leaves.values()) == [0, 1]
+
+
 def test_counts_are_exact_beyond_float32s_integers():
     n = 2**24 + 2
     assert ols.nonfinite_leaves([jnp.full(n, jnp.nan, jnp.float16)])["0"].nans == n

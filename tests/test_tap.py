@@ -151,6 +151,13 @@ def test_under_vmap_and_twice_it_sums():
     gradient = jax.grad(loss_fn, argnums=1)
     shared = jax.vmap(gradient, (None, None, 0))(W, ols.probe(LAYERS), X)
     np.testing.assert_array_equal(shared.value.size, np.full((4, LAYERS), WIDTH))
+    # The same as one tap of them all, but for the largest.
+    one, none = (gradient(W, ols.probe(LAYERS), X), jnp.zeros(LAYERS))
+    each = lambda w, probes, x: jnp.sum(jax.vmap(loss_fn, (None, None, 0))(w, probes, x))
+    summed = jax.jit(jax.grad(each, argnums=1))(W, ols.probe(LAYERS), X)
+    without_largest = lambda s: s._replace(largest=none)
+    chex.assert_trees_all_equal(without_largest(summed.value), without_largest(one.value))
+    chex.assert_trees_all_equal(without_largest(summed.cotangent), without_largest(one.cotangent))
     twice = lambda x, probe: ols.tap(2 * ols.tap(x, probe), probe)
     assert jax.grad(twice, argnums=1)(1.0, ols.probe()).value.size == 2
 
@@ -170,9 +177,15 @@ def test_complex_numbers_count_as_two():
     assert record.value.largest == 4
 
 
-def test_integers_are_refused():
-    with pytest.raises(TypeError, match="floating-point arrays have gradients to tap, got int32"):
-        ols.tap(jnp.arange(3), ols.probe())
+def test_what_cannot_be_tapped_is_refused():
+    for x, kind in ((jnp.arange(3), "int32"), ((X, X), "tuple"), ("x", "str")):
+        with pytest.raises(
+            TypeError, match=f"floating-point array has a gradient to tap, got {kind}"
+        ):
+            ols.tap(x, ols.probe())
+    for probe in (False, {}, jnp.zeros(())):
+        with pytest.raises(TypeError, match=r"a probe is made by probe\(\)"):
+            ols.tap(X, probe)
 
 
 def demo_loss(params, tokens, probes):

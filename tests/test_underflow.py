@@ -46,6 +46,11 @@ def test_of_nothing(tree):
     assert "all" in str(report)
 
 
+def test_the_best_scale_is_one_that_a_loss_scale_takes():
+    best = float(ols.underflow_report(jnp.ones(2), 2.0, jnp.bfloat16).best_scale)
+    assert ols.DynamicLossScale(initial_scale=best)() == 2.0**127
+
+
 def test_another_dtype():
     report = ols.underflow_report([jnp.float32(1e-20)], 1.0, jnp.bfloat16)
     assert report.total.underflow == 0

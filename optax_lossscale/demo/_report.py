@@ -48,6 +48,7 @@ def picture(runs: list[Run], folder: pathlib.Path) -> pathlib.Path:
             plot.loss_scale(history, bottom, color=color, lw=1.3)
     top.set_ylabel("loss (nats a byte, running mean)")
     top.legend(frameon=False)
+    bottom.set_yscale("log", base=2)  # of float32 alone there is nothing to draw
     bottom.yaxis.set_major_locator(LogLocator(base=2**8))
     top.spines[["top", "right"]].set_visible(False)
     top.grid(alpha=0.2)
