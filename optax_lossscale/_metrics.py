@@ -21,7 +21,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
         which only the loss scale's own entries are.
 
     Returns:
-      Scalars, shape (), by name: `loss_scale` and `log2_loss_scale`, float32;
+      Scalars, shape (), by name. `loss_scale` and `log2_loss_scale`, float32;
       `should_apply`, whether the last step was applied, bool; `skipped_steps` and
       `consecutive_skipped_steps`, int32; and what else the loss scale keeps as its state,
       under the names it has there: of a `DynamicLossScale` the `growth_counter`, which is

@@ -93,7 +93,9 @@ def _reduce(a: jax.Array, kinds: list[jax.Array]) -> tuple[jax.Array, list[jax.A
     ones = [kind.astype(jnp.int32) for kind in kinds]
     if is_partitioned(a):
         # A reduction of several outputs is one pass, but the compiler would gather its input.
-        return a.max(initial=0), [kind.sum() for kind in ones]
+        # In two stages, as arrays over many devices may have more numbers than int32 counts.
+        by_row = [jnp.atleast_1d(kind).sum(-1).astype(jnp.float32) for kind in ones]
+        return a.max(initial=0), [count.sum() for count in by_row]
     zeros = (np.zeros((), a.dtype), *[np.int32(0)] * len(ones))
     join = lambda x, y: (lax.max(x[0], y[0]), *map(lax.add, x[1:], y[1:]))
     largest, *counts = lax.reduce((a, *ones), zeros, join, range(a.ndim))
