@@ -107,27 +107,32 @@ def explain(
     _refuse_unordered(taps)
     recorded = [(name, record) for name, record in tapped if record.value.size]
     bad = {name: leaf for name, leaf in leaves.items() if leaf.nonfinite}
+    summary = f"{len(bad)} of {len(leaves)} gradients are not finite."
+    if not bad:
+        summary = "All gradients are finite."
+    if tapped and not recorded:
+        summary += " No tap recorded anything: differentiate with respect to the probes as well."
+
     if first := _first(recorded, loss):
         # Of what it spread to, those that are NaN throughout have nothing to add.
         bad = {name: leaf for name, leaf in bad.items() if leaf.nans < leaf.size}
-    ranks = lambda name: (
-        bad[name].nans / bad[name].nonfinite,
-        bad[name].nonfinite / bad[name].size,
-    )
-    names = sorted(bad, key=lambda name: (*ranks(name), natural(name)))
-    suspects = [Suspect(name, f"{_count(bad[name])} in its gradient") for name in names]
-    count = sum(bool(leaf.nonfinite) for leaf in leaves.values())
-    if first is None and count == len(leaves) > 1 and not recorded and loss is None:
+    elif len(bad) == len(leaves) > 1 and not recorded and loss is None:
         first = Suspect(
             "the forward pass or the loss",
             "no gradient is finite; give the loss and tap the layers to see which",
         )
-    summary = f"{count} of {len(leaves)} gradients are not finite."
-    if not count:
-        summary = "All gradients are finite."
-    if tapped and not recorded:
-        summary += " No tap recorded anything: differentiate with respect to the probes as well."
-    return Explanation([first, *suspects] if first else suspects, summary)
+    return Explanation([first, *_ranked(bad)] if first else _ranked(bad), summary)
+
+
+def _ranked(bad: dict[str, Summary]) -> list[Suspect]:
+    """Infinities before the NaNs that they turn into, and few before many."""
+
+    def remoteness(name):
+        leaf = bad[name]
+        return leaf.nans / leaf.nonfinite, leaf.nonfinite / leaf.size, natural(name)
+
+    names = sorted(bad, key=remoteness)
+    return [Suspect(name, f"{_count(bad[name])} in its gradient") for name in names]
 
 
 def refuse_other_leaves(leaves: Any) -> None:
