@@ -157,14 +157,14 @@ def train_step(quick: bool) -> list[Row]:
         def ours(loss_scale, probe=None, loss_fn=loss_fn):
             tx = ols.with_loss_scale(inner, loss_scale)
 
-            def train_step(params, state, tokens):
+            def step(params, state, tokens):
                 probes = [probe] * _model.BLOCKS
                 value_and_grad = ols.value_and_grad(loss_fn, state, argnums=(0, 2))
                 loss, (grads, records) = value_and_grad(params, tokens, probes)
                 params, state = tx.apply_gradients(grads, state, params)
                 return params, state, (loss, records)
 
-            return tx.init, train_step
+            return tx.init, step
 
         ways = {
             _ways.PLAIN: (inner.init, plain),
@@ -182,9 +182,9 @@ def train_step(quick: bool) -> list[Row]:
             )
 
         def run(name, programs=programs, carried=carried):
-            *carry, loss = programs[name](*carried[name], tokens)
+            *carry, out = programs[name](*carried[name], tokens)
             carried[name] = carry
-            return loss, carry
+            return out, carry
 
         cases = {name: functools.partial(run, name) for name in ways}
         times = _measure.interleave(cases, 5 if quick else 150, _ways.PLAIN)

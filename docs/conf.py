@@ -39,7 +39,7 @@ def setup(app):
 
 
 def in_the_package(app, env, node, contnode):
-    """The reference as from the package's own docstrings, or None."""
+    """The reference, looked up as if written in the package itself; None if it is not there."""
     if node.get("refdomain") != "py":
         return None
     node["py:module"], node["py:class"] = project, None

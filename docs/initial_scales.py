@@ -1,4 +1,4 @@
-"""The demo's first 200 steps from different initial scales: `python docs/initial_scales.py`.
+"""The demo's model for 200 steps, from different initial scales.
 
 Prints the table of docs/diagnosis.md, in about two minutes on two cores.
 """
@@ -46,7 +46,7 @@ def loss_fn(weight, params, tokens):
 
 if __name__ == "__main__":
     tokens = next(_text.batches(_text.read(None), 1, seed=0))
-    print("| loss | initial scale | | skipped | gradients that underflow |")
+    print("| loss | initial scale | | skipped | zero or subnormal in float16 |")
     print("| --- | --- | ---: | ---: | ---: |")
     for loss, weight in LOSSES.items():
         found = ols.find_initial_scale(

@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from optax_lossscale import _validation
 from optax_lossscale._dynamic import DynamicLossScale
 from optax_lossscale._finite import all_finite
-from optax_lossscale._gradient import grad
+from optax_lossscale._gradient import value_and_grad
 from optax_lossscale._names import scale_name
 
 _LOWEST, _HIGHEST = -126, 126  # the powers of two to search
@@ -53,9 +52,10 @@ def find_initial_scale(
 ) -> InitialScale:
     """Searches for the largest power of two at which no gradient overflows.
 
-    A default start either is too large, and the first steps are skipped, or too small, and
-    thousands of steps lose gradients to underflow until it has grown. This is one compiled
-    bisection, of eight passes over the gradients; call it before training, on the host.
+    From a start too large, the first steps are skipped; from one too small, gradients
+    underflow for thousands of steps until it has grown. This is one compiled bisection, of
+    eight passes over the gradients; call it before training, on the host, with a `loss_fn`
+    that names no axis of `pmap` or `shard_map`.
 
     Args:
       loss_fn: called as `loss_fn(params, *args, **kwargs)`, as by `value_and_grad`.
@@ -64,15 +64,17 @@ def find_initial_scale(
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       margin: how many bits to stay below the largest, at least 1: gradients grow.
       others: the `args` of further batches, of the same shapes, at none of which gradients
-        overflow either. They are compiled for once.
+        overflow either. All share one compilation.
       **kwargs: further keyword arguments of `loss_fn`, arrays.
 
     Returns:
-      An `InitialScale`, with the `scale` to give a loss scale as its `initial_scale`.
+      An `InitialScale`, with the `scale` to give a loss scale as its `initial_scale`; one
+      below 1 needs a `min_scale` as low.
 
     Raises:
       ValueError: if gradients are not finite at any scale, or `margin` is not a
         positive int.
+      TypeError: if the loss is not a real floating-point scalar.
 
     Example:
       >>> import jax.numpy as jnp
@@ -98,13 +100,13 @@ def find_initial_scale(
 
 def _search(loss_fn, has_aux, params, args, kwargs):
     """The exponent of the largest scale; one less than the lowest if there is none."""
-    powers = jnp.asarray(2.0 ** np.arange(_LOWEST, _HIGHEST + 1), jnp.float32)
 
     def is_finite(exponent):
-        loss_scale = DynamicLossScale().replace(loss_scale=powers[exponent - _LOWEST])
-        scaled_grad = grad(loss_fn, loss_scale, has_aux=has_aux, allow_int=True)
-        scaled_grads = scaled_grad(params, *args, **kwargs)
-        return all_finite(scaled_grads[0] if has_aux else scaled_grads)
+        # Dynamic, as a fixed scale is no traced number.
+        loss_scale = DynamicLossScale().replace(loss_scale=jnp.ldexp(jnp.float32(1), exponent))
+        gradient = value_and_grad(loss_fn, loss_scale, has_aux=has_aux, allow_int=True)
+        _, scaled_grads = gradient(params, *args, **kwargs)
+        return all_finite(scaled_grads)
 
     def bisect(bounds):
         good, bad = bounds

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from optax_lossscale._explain import explain, refuse_other_leaves
+from optax_lossscale._explain import explain, refuse_other_leaves, refuse_unordered
 from optax_lossscale._get import get_loss_scale
 from optax_lossscale._summary import Summary
 from optax_lossscale._validation import count
@@ -33,14 +33,15 @@ def check(
       max_consecutive_skips: how many steps in a row may be skipped.
       leaves: what `nonfinite_leaves` returned for the last gradients, for the error to
         say what `explain` makes of them.
-      taps: likewise, what `tap` recorded.
+      taps: likewise, what `tap` recorded; looked at only with `leaves`, as is the loss.
       loss: likewise, the loss.
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`, or more steps than
         `max_consecutive_skips` were skipped in a row.
-      ValueError: if the state holds no loss scale, or several.
-      TypeError: if `leaves` is something else.
+      ValueError: if the state holds no loss scale, or several; or if `taps` have no order,
+        as in `explain`.
+      TypeError: if `leaves` or `taps` are something else.
 
     Source: DeepSpeed and fairseq raise where an overflow finds the scale at its minimum.
 
@@ -61,6 +62,7 @@ def check(
     count("max_consecutive_skips", max_consecutive_skips)
     if leaves is not None:
         refuse_other_leaves(leaves)
+        refuse_unordered(taps)
     loss_scale = get_loss_scale(state)
     states = wrapper_states(state)
     skips = int(states[0].consecutive_skipped_steps) if states else 0
@@ -72,7 +74,7 @@ def check(
         what = f"gradients have overflowed at every step, the loss scale is {loss_scale():g}."
     else:
         return
-    skipped = f" {skips} steps in a row were skipped." if states else ""
+    skipped = f" Steps skipped in a row: {skips}." if states else ""
     blame = "" if leaves is None else f"\n{explain(leaves, taps=taps, loss=loss)}"
     raise LossScaleError(
         f"{what}{skipped} Look for NaN or inf in the loss and the model. If gradients are large "

@@ -11,7 +11,7 @@ from optax_lossscale._names import natural
 from optax_lossscale._summary import Summary, summarize_leaves
 from optax_lossscale._tap import Probe, is_unordered, places
 
-SHOWN = 5
+_SHOWN = 5
 
 
 class Suspect(NamedTuple):
@@ -38,8 +38,8 @@ class Explanation(NamedTuple):
     summary: str
 
     def __str__(self) -> str:
-        shown = [f"{i}. {s.name}: {s.finding}" for i, s in enumerate(self.suspects[:SHOWN], 1)]
-        more = len(self.suspects) - SHOWN
+        shown = [f"{i}. {s.name}: {s.finding}" for i, s in enumerate(self.suspects[:_SHOWN], 1)]
+        more = len(self.suspects) - _SHOWN
         return "\n".join([self.summary, *shown, *([f"and {more} more."] if more > 0 else [])])
 
 
@@ -77,7 +77,8 @@ def explain(
     place at fault is the first tapped one whose values are not finite; or if there is
     none, the loss; or if that is finite, the place whose gradient arrives finite and leaves
     not. Without taps there are only the parameters' gradients, of which infinities come
-    before NaNs, and few before many.
+    before NaNs, and few before many; or, where none is finite, the suspect is the forward
+    pass or the loss.
 
     Args:
       leaves: what `nonfinite_leaves` returned for the gradients.
@@ -104,7 +105,7 @@ def explain(
     refuse_other_leaves(leaves)
     leaves, taps, loss = jax.device_get((leaves, taps, loss))
     tapped = list(places(taps))
-    _refuse_unordered(taps)
+    refuse_unordered(taps)
     recorded = [(name, record) for name, record in tapped if record.value.size]
     bad = {name: leaf for name, leaf in leaves.items() if leaf.nonfinite}
     summary = f"{len(bad)} of {len(leaves)} gradients are not finite."
@@ -145,7 +146,7 @@ def refuse_other_leaves(leaves: Any) -> None:
         )
 
 
-def _refuse_unordered(taps: Any) -> None:
+def refuse_unordered(taps: Any) -> None:
     """Raises for a dict whose names are sorted and do not say in which order they were tapped."""
     for tree in filter(is_unordered, jax.tree.leaves(taps, is_leaf=is_unordered)):
         names = [str(name) for name, branch in tree.items() if jax.tree.leaves(branch)]
@@ -155,7 +156,7 @@ def _refuse_unordered(taps: Any) -> None:
                 "the probes in a list, an OrderedDict, or under names that differ in their "
                 "numbers alone"
             )
-        _refuse_unordered(list(tree.values()))
+        refuse_unordered(list(tree.values()))
 
 
 def _first(tapped: list[tuple[str, Probe]], loss: Any) -> Suspect | None:
@@ -174,10 +175,8 @@ def _first(tapped: list[tuple[str, Probe]], loss: Any) -> Suspect | None:
                 after,
                 f"{_count(record.cotangent)} in the gradient that it passes to {name}{finite}",
             )
-        after, finite = (
-            name,
-            f"; the one that reaches it is finite, at most {record.cotangent.largest:.3g}",
-        )
+        largest = record.cotangent.largest
+        after, finite = name, f"; the one that reaches it is finite, at most {largest:.3g}"
     return None
 
 

@@ -87,7 +87,7 @@ def get_loss_scale(state: Any) -> LossScale:
 
 
 def get_scale(loss_scale: Any) -> jax.Array:
-    """The number that a loss scale stands for, or a state that holds one, or it is itself."""
+    """The loss scale, float32, from a number, a `LossScale` or a state that holds one."""
     if isinstance(loss_scale, (int, float, np.generic, np.ndarray, jax.Array)):
         return jnp.asarray(loss_scale, jnp.float32)
     return get_loss_scale(loss_scale)()

@@ -24,8 +24,9 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       Scalars, shape (), by name. `loss_scale` and `log2_loss_scale`, float32;
       `should_apply`, whether the last step was applied, bool; `skipped_steps` and
       `consecutive_skipped_steps`, int32; and what else the loss scale keeps as its state,
-      under the names it has there: of a `DynamicLossScale` the `growth_counter`, which is
-      the steps since it grew or backed off, `hysteresis_left` and `stuck`.
+      under the names it has there, unless they are these: of a `DynamicLossScale` the
+      `growth_counter`, which is the steps since it grew or backed off, `hysteresis_left`
+      and `stuck`.
 
     Raises:
       ValueError: if the state holds no loss scale, or several.

@@ -18,6 +18,6 @@ def natural(name: str) -> list[tuple[str, int]]:
 
 
 def scale_name(scale: float) -> str:
-    """A scale as people say it: `2**15`, or else in decimals."""
+    """A scale as text: `2**15`, or decimals if it is no power of two."""
     mantissa, exponent = math.frexp(scale)
     return f"2**{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"

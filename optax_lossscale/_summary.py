@@ -1,4 +1,4 @@
-"""What kinds of numbers an array holds, in one reading of it."""
+"""What kinds of numbers an array holds; in one reading, where it is on one device."""
 
 import math
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ from optax_lossscale._precision import at_least_float32, is_inexact
 class Summary(NamedTuple):
     """How many numbers of an array are of which kind, in a floating-point dtype.
 
-    All are float32 scalars, shape (), so that they can be a gradient's leaves; a
-    complex number counts as two.
+    Each is float32, so that it can be a gradient's leaf: shape (), or that of a stack of
+    probes. Counts are rounded above 2**24. A complex number counts as two.
 
     Attributes:
       size: how many numbers there are.
@@ -26,7 +26,7 @@ class Summary(NamedTuple):
       subnormals: how many are below the smallest normal number, and not zero.
       infinities: how many are ±inf, or would overflow to it.
       nans: how many are NaN.
-      largest: the largest absolute value; inf if one is, NaNs aside.
+      largest: the largest absolute value as given, NaNs aside, not as the dtype rounds it.
     """
 
     size: jax.Array
@@ -47,6 +47,11 @@ class Summary(NamedTuple):
         return self.infinities + self.nans
 
 
+def empty(shape: int | tuple[int, ...] = ()) -> Summary:
+    """The `Summary` of no numbers."""
+    return Summary(*[jnp.zeros(shape, jnp.float32)] * len(Summary._fields))
+
+
 def summarize(x: Any, dtype: Any = None) -> Summary:
     """The `Summary` of one array, as its numbers are or would be in another dtype."""
     x = lax.stop_gradient(jnp.asarray(x))
@@ -57,9 +62,10 @@ def summarize(x: Any, dtype: Any = None) -> Summary:
     is_nan = a != a
     kinds = [a <= least, a < normal, a >= limit, is_nan]
     largest, (zeros, small, infinities, nans) = _reduce(jnp.where(is_nan, 0, a), kinds)
-    # By way of an array, for `vmap` to sum it as it does the others.
-    size = jnp.where(largest >= 0, x.size, 0)
-    # The difference of two counts, as a processor may take a subnormal for zero and for none.
+    # Made to depend on `x`, so that `vmap` sums the sizes as it sums the counts.
+    size = jnp.where(largest >= 0, float(x.size), 0.0)
+    # A difference, so that no number counts twice: a processor that flushes subnormals may call
+    # one zero in one comparison and not in the other.
     subnormals = jnp.maximum(small - zeros, 0)
     numbers = size, zeros, subnormals, infinities, nans, largest
     return Summary(*(jnp.asarray(n, jnp.float32) for n in numbers))
@@ -78,7 +84,7 @@ def summarize_leaves(tree: Any, dtype: Any = None) -> dict[str, Summary]:
 
 
 def _thresholds(dtype: np.dtype, given: np.dtype) -> tuple[float, float, float]:
-    """What still rounds to zero, what already to a normal number, and what to infinity."""
+    """The largest that rounds to zero, the least to a normal number, the least to infinity."""
     info = jnp.finfo(dtype)
     half_step = float(info.smallest_subnormal) / 2
     largest = float(info.max)
@@ -93,7 +99,7 @@ def _reduce(a: jax.Array, kinds: list[jax.Array]) -> tuple[jax.Array, list[jax.A
     ones = [kind.astype(jnp.int32) for kind in kinds]
     if is_partitioned(a):
         # A reduction of several outputs is one pass, but the compiler would gather its input.
-        # In two stages, as arrays over many devices may have more numbers than int32 counts.
+        # In two stages, as an array over many devices may have more numbers than int32 counts.
         by_row = [jnp.atleast_1d(kind).sum(-1).astype(jnp.float32) for kind in ones]
         return a.max(initial=0), [count.sum() for count in by_row]
     zeros = (np.zeros((), a.dtype), *[np.int32(0)] * len(ones))

@@ -12,7 +12,7 @@ from jax.tree_util import SequenceKey
 
 from optax_lossscale._names import natural, path_name
 from optax_lossscale._precision import is_inexact
-from optax_lossscale._summary import Summary, summarize
+from optax_lossscale._summary import Summary, empty, summarize
 
 
 class Probe(NamedTuple):
@@ -20,7 +20,7 @@ class Probe(NamedTuple):
 
     Attributes:
       value: the `Summary` of what passed in the forward pass.
-      cotangent: that of its gradient, as scaled as the loss was.
+      cotangent: the `Summary` of its gradient in the backward pass, scaled as the loss is.
     """
 
     value: Summary
@@ -42,8 +42,7 @@ def probe(shape: int | tuple[int, ...] = ()) -> Probe:
       >>> ols.probe(12).cotangent.largest.shape
       (12,)
     """
-    empty = Summary(*[jnp.zeros(shape, jnp.float32)] * len(Summary._fields))
-    return Probe(value=empty, cotangent=empty)
+    return Probe(value=empty(shape), cotangent=empty(shape))
 
 
 def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
@@ -61,7 +60,7 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
     depend on records nothing.
 
     Args:
-      x: a floating-point array, any shape.
+      x: a floating-point or complex array, any shape.
       probe: from `probe()`, in whatever tree names the places; or None, for off. The order
         of the tree should be the model's: that of a list, or of an `OrderedDict`.
 
@@ -69,7 +68,7 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
       `x`.
 
     Raises:
-      TypeError: if `x` is no floating-point array, or `probe` no `Probe`.
+      TypeError: if `x` is no such array, or `probe` no `Probe` of one place.
 
     Example:
       Two places of a model, and a third argument that is off by default:
@@ -89,10 +88,22 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
     """
     if not is_inexact(x):
         kind = getattr(x, "dtype", type(x).__name__)
-        raise TypeError(f"only a floating-point array has a gradient to tap, got {kind}")
-    if not isinstance(probe, Probe | None):
-        raise TypeError(f"a probe is made by probe(), or is None, got {probe!r}")
-    return x if probe is None else _tap(x, probe)
+        raise TypeError(
+            f"only a floating-point or complex array has a gradient to tap, got {kind}"
+        )
+    if probe is None:
+        return x
+    if not isinstance(probe, Probe):
+        kind = type(probe).__name__
+        raise TypeError(
+            f"a probe is made by probe(), or is None, got a {kind}; of a tree pass one"
+        )
+    if shape := np.shape(probe.value.size):
+        raise TypeError(
+            f"a tap takes the probe of one place, shape (), got one of shape {shape}; of a stack "
+            "pass the slices through lax.scan"
+        )
+    return _tap(x, probe)
 
 
 def places(taps: Any, path: tuple = ()) -> Iterator[tuple[str, Probe]]:
@@ -140,6 +151,7 @@ def _of_all_replicas(summary: Summary, probe: Summary) -> Summary:
     if axes:
         *counts, largest = summary
         summary = Summary(*lax.psum(counts, axes), largest=lax.pmax(largest, axes))
+    # The sum varies over the axes that the probe varies over, where the summary does not.
     return jax.tree.map(lambda s, p: s + jnp.zeros_like(p), summary, probe)
 
 

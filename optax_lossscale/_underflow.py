@@ -1,7 +1,6 @@
 """How much of the gradients is lost to underflow, and which scale would lose least."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -10,14 +9,11 @@ import numpy as np
 
 from optax_lossscale._get import get_scale
 from optax_lossscale._names import scale_name
-from optax_lossscale._summary import Summary, summarize_leaves
+from optax_lossscale._summary import Summary, empty, summarize_leaves
+from optax_lossscale._validation import refuse
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["leaves", "loss_scale"],
-    meta_fields=["dtype"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class UnderflowReport:
     """What `underflow_report` found; print it for a table.
@@ -30,22 +26,21 @@ class UnderflowReport:
 
     leaves: dict[str, Summary]
     loss_scale: jax.Array
-    dtype: np.dtype
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
     @property
     def total(self) -> Summary:
         """The `Summary` of all leaves together."""
-        zero = jnp.zeros((), jnp.float32)
-        each = list(self.leaves.values()) or [Summary(*[zero] * len(Summary._fields))]
-        *counts, largest = map(jnp.stack, zip(*each, strict=True))
+        *counts, largest = map(jnp.stack, zip(empty(), *self.leaves.values(), strict=True))
         return Summary(*map(jnp.sum, counts), largest=jnp.max(largest))
 
     @property
     def best_scale(self) -> jax.Array:
-        """The largest power of two times this scale at which none of these overflows.
+        """The largest power of two times this scale that keeps all of these in range.
 
-        Of these numbers alone: what overflows *inside* the model is `tap`'s and
-        `find_initial_scale`'s to say. NaN if some are infinite or NaN, or all are zero,
+        That is, at most the dtype's largest number; and at most 2**127 itself. Of these
+        numbers alone: what overflows *inside* the model is `tap`'s and
+        `find_initial_scale`'s to say. NaN if some are ±inf or NaN as given, or all are zero,
         as then nothing can be said.
         """
         total = self.total
@@ -95,7 +90,8 @@ def underflow_report(
       An `UnderflowReport`: print it, or read its `leaves`, `total` and `best_scale`.
 
     Raises:
-      ValueError: if `loss_scale` holds no loss scale, or several.
+      ValueError: if `loss_scale` holds no loss scale, or several, or `dtype` is not one of
+        floating-point numbers.
 
     Example:
       >>> import jax.numpy as jnp
@@ -109,23 +105,22 @@ def underflow_report(
       all        6  33.3%      33.3%     33.3%         0      15.0
       Best scale for these: 2**21
     """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        refuse("dtype", dtype, "a floating-point dtype")
     leaves = summarize_leaves(scaled_grads, dtype)
     return UnderflowReport(leaves, get_scale(loss_scale), jnp.dtype(dtype))
-
-
-def _headroom(summary: Summary, dtype: np.dtype) -> jax.Array:
-    """By how many powers of two the largest could grow: float32; inf if all are zero."""
-    return jnp.log2(jnp.float32(jnp.finfo(dtype).max) / summary.largest)
 
 
 def _row(name: str, summary: Summary, dtype: np.dtype) -> tuple[str, ...]:
     size = np.maximum(summary.size, 1)
     in_range = summary.size - summary.zeros - summary.subnormals - summary.nonfinite
+    with np.errstate(divide="ignore"):
+        headroom = np.log2(float(jnp.finfo(dtype).max)) - np.log2(summary.largest)
     shares = (summary.zeros, summary.subnormals, in_range)
     return (
         name,
         f"{summary.size:.0f}",
         *(f"{n / size:.1%}" for n in shares),
         f"{summary.nonfinite:.0f}",
-        f"{_headroom(summary, dtype):.1f}",
+        f"{headroom:.1f}",
     )

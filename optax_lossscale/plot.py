@@ -1,6 +1,6 @@
 """Pictures of what the numbers do; needs the extra `plot`, which is matplotlib.
 
-Each function draws into the axes it is given, or into a new figure's, and returns the axes.
+Each but `underflow` draws into the axes it is given, or a new figure's, and returns the axes.
 They run on the host and wait for the device.
 """
 
@@ -75,11 +75,12 @@ def exponents(
     """How large gradients are, before and after scaling, against a dtype's range.
 
     A histogram over the powers of two, with the dtype's subnormal range shaded, the range
-    in which numbers are flushed to zero darker, and that in which they overflow.
+    in which numbers are flushed to zero darker, and that in which they overflow. Infinities
+    and NaN are not drawn, but count in the percentages.
 
     Args:
       scaled_grads: gradients of the scaled loss; any pytree. Computed in float32 they show
-        what a narrower dtype would lose; numbers already flushed to zero are gone.
+        what a narrower dtype would lose; numbers already flushed to zero count as 0.
       loss_scale: what they were scaled by: a number, a `LossScale`, or an optimizer state
         that holds exactly one.
       dtype: the floating-point dtype whose ranges are shown.
@@ -148,7 +149,7 @@ def underflow(probe: Probe) -> jax.Array:
 
 
 def taps(
-    records: Sequence[Any] | Any,
+    records: Sequence[Any],
     quantity: Callable[[Probe], jax.Array] = underflow,
     axes: Axes | None = None,
     label: str = "gradient that underflows (%)",
@@ -156,9 +157,11 @@ def taps(
 ) -> Axes:
     """A heat map of what was tapped, over layers and steps.
 
+    The rows are in the order of the tree; that of a dict is its names', not the model's.
+
     Args:
-      records: what `tap` recorded in each step, in a sequence of trees; those that
-        `lax.scan` stacked are to be taken apart, `[jax.tree.map(lambda x: x[i], stacked) …]`.
+      records: what `tap` recorded in each step, in a sequence of trees. Of records that
+        `lax.scan` stacked, give `[jax.tree.map(lambda x: x[i], stacked) for i in range(n)]`.
       quantity: what to show of a `Probe`, whose leaves are arrays, shape (steps,); by default
         the share of its gradient that is zero or subnormal.
       axes: the axes to draw into.

@@ -1,16 +1,16 @@
 import functools
 import gc
+import pathlib
+import runpy
 import weakref
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale.demo import _model, _text, _training
+from optax_lossscale.demo import _model, _text
 
 
 def loss_fn(w, x):
@@ -86,24 +86,14 @@ def test_bad_input():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weight", [1 / _training.MICRO_BATCHES, 1024.0])
-def test_the_demo_skips_nothing_in_its_first_200_steps(weight):
+def test_the_demo_skips_nothing_in_its_first_200_steps():
     """Whether its loss is small, or so large that TensorFlow's default start skips ten."""
-
-    def demo_loss(params, tokens):
-        return _model.loss(params, tokens, jnp.float16) * weight
-
-    text = _text.read(None)
-    params = _model.init(jax.random.key(0))
-    found = ols.find_initial_scale(demo_loss, params, next(_text.batches(text, 1, seed=0)))
-    inner = optax.chain(optax.scale(1 / weight), optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
-    tx = ols.with_loss_scale(inner, ols.DynamicLossScale(initial_scale=found.scale))
-    step = jax.jit(functools.partial(tx.minimize, demo_loss), donate_argnums=(0, 1))
-    state = tx.init(params)
-    for tokens in _text.batches(text, 200, seed=0):
-        _, params, state = step(state, params, tokens)
-    assert int(state.skipped_steps) == 0
-    assert float(state.loss_scale()) == found.scale
-    if weight > 1:
-        default = ols.grad(demo_loss, ols.DynamicLossScale())
-        assert not np.asarray(ols.all_finite(default(_model.init(jax.random.key(0)), tokens)))
+    script = runpy.run_path(str(pathlib.Path(__file__).parents[1] / "docs/initial_scales.py"))
+    tokens = next(_text.batches(_text.read(None), 1, seed=0))
+    for weight in script["LOSSES"].values():
+        loss_fn = functools.partial(script["loss_fn"], weight)
+        found = ols.find_initial_scale(loss_fn, _model.init(jax.random.key(0)), tokens)
+        skipped, _ = script["train"](ols.DynamicLossScale(initial_scale=found.scale), weight)
+        assert skipped == 0
+    skipped, _ = script["train"](ols.DynamicLossScale(), weight)
+    assert skipped == 10

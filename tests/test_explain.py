@@ -130,8 +130,8 @@ def test_the_report_is_short():
     grads = {f"layer_{i}": jnp.array([1.0, jnp.inf]) for i in range(40)}
     lines = str(ols.explain(ols.nonfinite_leaves(grads))).splitlines()
     assert lines[0] == "40 of 40 gradients are not finite."
-    assert len(lines) < 10
-    assert "more" in lines[-1]
+    assert len(lines) == 7
+    assert lines[-1] == "and 36 more."
 
 
 def test_places_of_lists_stacks_and_names():
@@ -172,7 +172,7 @@ def test_taps_that_recorded_nothing_say_nothing():
     assert explanation.suspects[0].name == "block_8"
     explanation = ols.explain(leaves, taps=[ols.probe()] * 3)
     assert "No tap recorded anything" in str(explanation)
-    assert "0" not in explanation.suspects[0].finding or "inf" in explanation.suspects[0].finding
+    assert explanation.suspects == ols.explain(leaves).suspects
     explanation = ols.explain(step("loss")[0], taps=[ols.probe()] * 3, loss=jnp.nan)
     assert explanation.suspects[0] == ("the loss", "it is nan")
 

@@ -67,9 +67,12 @@ def test_exponents():
     assert texts == ["zero", "subnormal", "float16", "inf", "20.0% are 0"]
 
 
-@pytest.mark.parametrize("tree", [{}, [None, 3], [jnp.zeros((0, 3))], [jnp.zeros(3)]])
-def test_exponents_of_nothing(tree):
-    plot.exponents(tree, dtype=jnp.bfloat16)
+@pytest.mark.parametrize(
+    ("tree", "zeros"), [({}, 0), ([None, 3], 0), ([jnp.zeros((0, 3))], 0), ([jnp.zeros(3)], 100)]
+)
+def test_exponents_of_nothing(tree, zeros):
+    texts = plot.exponents(tree, dtype=jnp.bfloat16).texts
+    assert texts[-1].get_text() == f"{zeros:.1f}% are 0"
 
 
 def test_exponents_of_complex_numbers():

@@ -1,5 +1,6 @@
 """The kinds of numbers, in every dtype and as another dtype would round them."""
 
+import chex
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -71,6 +72,15 @@ def test_leaves_of_the_same_path():
     assert sorted(leaf.nans for leaf in leaves.values()) == [0, 1]
 
 
-def test_counts_are_exact_beyond_float32s_integers():
+def test_counts_do_not_stop_where_float32_ends_to_count():
     n = 2**24 + 2
     assert ols.nonfinite_leaves([jnp.full(n, jnp.nan, jnp.float16)])["0"].nans == n
+
+
+def test_of_more_numbers_than_int32_counts():
+    chex.assert_shape(
+        jax.eval_shape(ols.nonfinite_leaves, [jax.ShapeDtypeStruct((2**16, 2**16), jnp.float16)])[
+            "0"
+        ],
+        (),
+    )

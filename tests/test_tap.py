@@ -97,8 +97,9 @@ def test_off_is_the_same_program():
 
 def test_not_asked_for_it_costs_nothing():
     """And asked for, no memory beyond the records."""
+    x = jnp.ones((4096, WIDTH), jnp.float16)  # one of them is 64 KiB
     compiled = lambda argnums, probes: (
-        jax.jit(jax.grad(loss_fn, argnums)).lower(W, probes, X).compile()
+        jax.jit(jax.grad(loss_fn, argnums)).lower(W, probes, x).compile()
     )
     off, unasked = compiled(0, None), compiled(0, ols.probe(LAYERS))
     assert unasked.cost_analysis() == off.cost_analysis()
@@ -136,6 +137,18 @@ def test_under_shard_map():
         np.testing.assert_array_equal(record.value.size, np.full((4, LAYERS), size))
 
 
+def test_each_replica_records_its_own_under_pmap_and_unchecked_shard_map():
+    gradient = jax.grad(loss_fn, argnums=1)
+    alone = [gradient(W, ols.probe(LAYERS), x[None]) for x in X]
+    stacked = jax.tree.map(lambda *r: jnp.stack(r), *alone)
+    by_pmap = jax.pmap(gradient, in_axes=(None, None, 0))(W, ols.probe(LAYERS), X[:, None])
+    chex.assert_trees_all_close(by_pmap, stacked, rtol=1e-6)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    own = lambda x: jax.tree.map(lambda r: r[None], gradient(W, ols.probe(LAYERS), x))
+    specs = {"mesh": mesh, "in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
+    chex.assert_trees_all_close(jax.shard_map(own, **specs)(X), stacked, rtol=1e-6)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded(kind):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
@@ -159,7 +172,8 @@ def test_under_vmap_and_twice_it_sums():
     chex.assert_trees_all_equal(without_largest(summed.value), without_largest(one.value))
     chex.assert_trees_all_equal(without_largest(summed.cotangent), without_largest(one.cotangent))
     twice = lambda x, probe: ols.tap(2 * ols.tap(x, probe), probe)
-    assert jax.grad(twice, argnums=1)(1.0, ols.probe()).value.size == 2
+    record = jax.grad(twice, argnums=1)(1.0, ols.probe())
+    assert (record.value.size, record.value.largest) == (2, 1 + 2)
 
 
 def test_is_itself_differentiable_again():
@@ -179,13 +193,13 @@ def test_complex_numbers_count_as_two():
 
 def test_what_cannot_be_tapped_is_refused():
     for x, kind in ((jnp.arange(3), "int32"), ((X, X), "tuple"), ("x", "str")):
-        with pytest.raises(
-            TypeError, match=f"floating-point array has a gradient to tap, got {kind}"
-        ):
+        with pytest.raises(TypeError, match=f"array has a gradient to tap, got {kind}"):
             ols.tap(x, ols.probe())
     for probe in (False, {}, jnp.zeros(())):
         with pytest.raises(TypeError, match=r"a probe is made by probe\(\)"):
             ols.tap(X, probe)
+    with pytest.raises(TypeError, match=r"of one place, shape \(\), got one of shape \(3,\)"):
+        ols.tap(X, ols.probe(3))
 
 
 def demo_loss(params, tokens, probes):
