@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from optax_lossscale import _validation
-from optax_lossscale._loss_scale import AxisName, LossScale, state
+from optax_lossscale._loss_scale import AxisName, LossScale, across, state
 from optax_lossscale._precision import is_inexact
 
 
@@ -100,7 +100,7 @@ class LogMaxLossScale(LossScale):
         """Adapts the scale to the largest gradient; see `LossScale.update`."""
         bits = _largest_bits(grads)
         if axis_name is not None:
-            bits = lax.pmax(bits, axis_name)
+            bits = across(lax.pmax, bits, axis_name)
         finite = bits < _INFINITY
         amax = lax.bitcast_convert_type(bits, jnp.float32)
         log2_amax = jnp.log2(jnp.maximum(amax, _validation.SMALLEST))

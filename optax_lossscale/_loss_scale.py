@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import inspect
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal, Self, dataclass_transform
 
 import jax
@@ -139,10 +139,13 @@ class LossScale(abc.ABC):
           The new loss scale, and `should_apply`: whether the gradients may be
           applied; a bool, shape (), or the Python bool True where nothing was
           checked.
+
+        Raises:
+          ValueError: if `axis_name` names no axis of a `pmap` or `shard_map` around.
         """
         finite = all_finite(grads)
         if axis_name is not None:
-            finite = lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
+            finite = across(lax.pmin, finite.astype(jnp.int32), axis_name).astype(bool)
         return self.adjust(finite), finite
 
     def exhausted(self) -> jax.Array:
@@ -240,6 +243,17 @@ class LossScale(abc.ABC):
                 f"{', '.join(sorted(classes))}. Import the module that defines yours first."
             )
         return _validation.construct(classes[config["class_name"]], config["config"])
+
+
+def across(reduce: Callable[..., jax.Array], x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """A reduction over replicas, such as `lax.pmin`, that says what an unknown axis means."""
+    try:
+        return reduce(x, axis_name)
+    except NameError as error:
+        raise ValueError(
+            f"axis_name={axis_name!r} is no axis of a pmap or shard_map around this step. Under "
+            "jit alone leave axis_name out: the check already is of all devices"
+        ) from error
 
 
 def _split(cls: type[LossScale]) -> tuple[list[str], list[str]]:

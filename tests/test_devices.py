@@ -50,6 +50,13 @@ def test_pmap(bad, reduced):
         chex.assert_trees_all_equal(after[1].inner_state, before[1].inner_state)
 
 
+@pytest.mark.parametrize("loss_scale", [LS, ols.LogMaxLossScale()])
+def test_an_axis_that_is_not_there_is_refused(loss_scale):
+    tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale, axis_name="data")
+    with pytest.raises(ValueError, match=r"axis_name='data' is no axis .* jit alone leave"):
+        jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
+
+
 def test_without_axis_name_replicas_decide_alone():
     update = lambda g: LS.update(g)[1]
     flags = jax.pmap(update)(jnp.array([1.0, jnp.inf, 1.0, jnp.nan]))
