@@ -14,9 +14,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from optax_lossscale._get import get_scale
-from optax_lossscale._precision import is_inexact
-from optax_lossscale._tap import Probe, places
+from optax_lossscale._arrays.precision import is_inexact
+from optax_lossscale._diagnosis.tap import Probe, places
+from optax_lossscale._scales.get import get_scale
 
 BEFORE, AFTER = "#8a8f98", "#00798c"
 

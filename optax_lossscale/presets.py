@@ -10,25 +10,25 @@ from typing import Any
 
 import numpy as np
 
-from optax_lossscale import _validation
-from optax_lossscale._dynamic import DynamicLossScale
-from optax_lossscale._fixed import FixedLossScale
-from optax_lossscale._logmax import LogMaxLossScale
-from optax_lossscale._loss_scale import LossScale
-from optax_lossscale._tolerance import ToleranceLossScale
+from optax_lossscale._scales import validation
+from optax_lossscale._scales.dynamic import DynamicLossScale
+from optax_lossscale._scales.fixed import FixedLossScale
+from optax_lossscale._scales.logmax import LogMaxLossScale
+from optax_lossscale._scales.loss_scale import LossScale
+from optax_lossscale._scales.tolerance import ToleranceLossScale
 
 # For a reference without a floor: down to the smallest normal float32, and no rounding up.
-_NO_FLOOR: Any = {"min_scale": _validation.SMALLEST, "clip_backoff": False}
+_NO_FLOOR: Any = {"min_scale": validation.SMALLEST, "clip_backoff": False}
 
 
 def _float32(factor: float) -> float:
     """The factor as a reference that computes in float32 has it."""
-    return float(np.float32(_validation.real("a factor", factor, "a finite number")))
+    return float(np.float32(validation.real("a factor", factor, "a finite number")))
 
 
 def _divisor(factor: float) -> float:
     """What multiplies like a division by the factor, in float32."""
-    return 1 / _validation.growth_factor("a factor to divide by", _float32(factor))
+    return 1 / validation.growth_factor("a factor to divide by", _float32(factor))
 
 
 def _compiled_divisor(factor: float) -> float:
@@ -227,7 +227,7 @@ def flax(
     growth_interval: int = 2000,
     fin_steps: int = 0,
     scale: float = 65536.0,
-    minimum_scale: float | None = _validation.SMALLEST,
+    minimum_scale: float | None = validation.SMALLEST,
 ) -> DynamicLossScale:
     """Flax's `flax.training.dynamic_scale.DynamicScale`.
 
@@ -416,7 +416,7 @@ def deepspeed(
     return DynamicLossScale(
         initial_scale=init_scale,
         growth_factor=scale_factor,
-        backoff_factor=1 / _validation.growth_factor("scale_factor", scale_factor),
+        backoff_factor=1 / validation.growth_factor("scale_factor", scale_factor),
         growth_interval=scale_window,
         min_scale=min_scale,
         hysteresis=delayed_shift,
@@ -585,4 +585,4 @@ def get(name: str, **arguments: Any) -> LossScale:
     """
     if name not in _PRESETS:
         raise ValueError(f"no preset is named {name!r}; there are {', '.join(_PRESETS)}")
-    return _validation.construct(_PRESETS[name], arguments)
+    return validation.construct(_PRESETS[name], arguments)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._get import get_loss_scale
+from optax_lossscale._scales.get import get_loss_scale
 
 
 def scale_loss(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._get import get_loss_scale
-from optax_lossscale._names import path_name
-from optax_lossscale._wrapper import wrapper_states
+from optax_lossscale._arrays.names import path_name
+from optax_lossscale._scales.get import get_loss_scale
+from optax_lossscale._step.wrapper import wrapper_states
 
 
 def metrics(state: Any) -> dict[str, jax.Array]:

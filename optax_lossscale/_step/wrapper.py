@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_lossscale._get import get
-from optax_lossscale._gradient import value_and_grad
-from optax_lossscale._loss_scale import AxisName, LossScale
-from optax_lossscale._precision import at_least_float32, dtype_of, strong
+from optax_lossscale._arrays.precision import at_least_float32, dtype_of, strong
+from optax_lossscale._scales.get import get
+from optax_lossscale._scales.loss_scale import AxisName, LossScale
+from optax_lossscale._step.gradient import value_and_grad
 
 Mask = Any | Callable[[Any], Any]
 

@@ -6,9 +6,9 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from optax_lossscale import _validation
-from optax_lossscale._loss_scale import AxisName, LossScale
-from optax_lossscale._precision import T, map_inexact
+from optax_lossscale._arrays.precision import T, map_inexact
+from optax_lossscale._scales import validation
+from optax_lossscale._scales.loss_scale import AxisName, LossScale
 
 
 class FixedLossScale(LossScale):
@@ -39,7 +39,7 @@ class FixedLossScale(LossScale):
     loss_scale: np.float32 = dataclasses.field(init=False)  # pyrefly: ignore[bad-override]
 
     def __init__(self, scale: float):
-        super().__init__(_validation.scale("scale", scale, largest=2.0**126))
+        super().__init__(validation.scale("scale", scale, largest=2.0**126))
 
     def __init_subclass__(cls, **kwargs: Any):
         raise TypeError(f"{cls.__name__} cannot subclass FixedLossScale; subclass LossScale")

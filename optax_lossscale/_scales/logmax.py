@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale import _validation
-from optax_lossscale._loss_scale import AxisName, LossScale, across, state
-from optax_lossscale._precision import is_inexact
+from optax_lossscale._arrays.precision import is_inexact
+from optax_lossscale._scales import validation
+from optax_lossscale._scales.loss_scale import AxisName, LossScale, across, state
 
 
 class LogMaxLossScale(LossScale):
@@ -73,17 +73,17 @@ class LogMaxLossScale(LossScale):
     def __post_init__(self):
         super().__post_init__()
         self._set(
-            **_validation.bounds(self.min_scale, self.initial_scale, self.max_scale),
+            **validation.bounds(self.min_scale, self.initial_scale, self.max_scale),
             # Beyond these the averages of squares would be infinite, and the scale NaN.
-            log_max=_validation.bounded(
+            log_max=validation.bounded(
                 "log_max", self.log_max, "a number of at most 60", lambda x: x <= 60
             ),
-            overflow_std_dev=_validation.bounded(
+            overflow_std_dev=validation.bounded(
                 "overflow_std_dev", self.overflow_std_dev, "in [0, 1e6]", lambda x: 0 <= x <= 1e6
             ),
         )
         for name in ("beta1", "beta2"):
-            decay = _validation.bounded(
+            decay = validation.bounded(
                 name,
                 getattr(self, name),
                 "in [0, 1) as a float32",
@@ -103,7 +103,7 @@ class LogMaxLossScale(LossScale):
             bits = across(lax.pmax, bits, axis_name)
         finite = bits < _INFINITY
         amax = lax.bitcast_convert_type(bits, jnp.float32)
-        log2_amax = jnp.log2(jnp.maximum(amax, _validation.SMALLEST))
+        log2_amax = jnp.log2(jnp.maximum(amax, validation.SMALLEST))
         return self._observe(jnp.where(finite, log2_amax, 2.0**self.log_max)), finite
 
     def _observe(self, x: jax.Array) -> Self:

@@ -4,11 +4,11 @@ from typing import Any
 
 import jax
 
-from optax_lossscale._explain import explain, refuse_other_leaves, refuse_unordered
-from optax_lossscale._get import get_loss_scale
-from optax_lossscale._summary import Summary
-from optax_lossscale._validation import count
-from optax_lossscale._wrapper import wrapper_states
+from optax_lossscale._diagnosis.explain import explain, refuse_other_leaves, refuse_unordered
+from optax_lossscale._diagnosis.summary import Summary
+from optax_lossscale._scales.get import get_loss_scale
+from optax_lossscale._scales.validation import count
+from optax_lossscale._step.wrapper import wrapper_states
 
 
 class LossScaleError(RuntimeError):
@@ -57,7 +57,7 @@ def check(
       >>> ols.check(state)
       Traceback (most recent call last):
           ...
-      optax_lossscale._check.LossScaleError: gradients overflowed at a loss scale of 1, which...
+      optax_lossscale._diagnosis.check.LossScaleError: gradients overflowed at a loss scale...
     """
     count("max_consecutive_skips", max_consecutive_skips)
     if leaves is not None:

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from optax_lossscale._precision import is_inexact
+from optax_lossscale._arrays.precision import is_inexact
 
 
 def all_finite(tree: Any) -> jax.Array:

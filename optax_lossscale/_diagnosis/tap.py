@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 from jax.tree_util import SequenceKey
 
-from optax_lossscale._names import natural, path_name
-from optax_lossscale._precision import is_inexact
-from optax_lossscale._summary import Summary, empty, summarize
+from optax_lossscale._arrays.names import natural, path_name
+from optax_lossscale._arrays.precision import is_inexact
+from optax_lossscale._diagnosis.summary import Summary, empty, summarize
 
 
 class Probe(NamedTuple):

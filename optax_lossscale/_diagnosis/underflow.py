@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._get import get_scale
-from optax_lossscale._names import scale_name
-from optax_lossscale._summary import Summary, empty, summarize_leaves
-from optax_lossscale._validation import refuse
+from optax_lossscale._arrays.names import scale_name
+from optax_lossscale._diagnosis.summary import Summary, empty, summarize_leaves
+from optax_lossscale._scales.get import get_scale
+from optax_lossscale._scales.validation import refuse
 
 
 @jax.tree_util.register_dataclass

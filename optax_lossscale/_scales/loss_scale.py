@@ -12,9 +12,9 @@ import numpy as np
 from jax import lax
 from jax.tree_util import GetAttrKey
 
-from optax_lossscale import _validation
-from optax_lossscale._finite import all_finite
-from optax_lossscale._precision import T, map_inexact
+from optax_lossscale._arrays.finite import all_finite
+from optax_lossscale._arrays.precision import T, map_inexact
+from optax_lossscale._scales import validation
 
 AxisName = Hashable
 
@@ -102,7 +102,7 @@ class LossScale(abc.ABC):
         _register(cls)
 
     def __post_init__(self):
-        initial_scale = _validation.scale("initial_scale", self.initial_scale)
+        initial_scale = validation.scale("initial_scale", self.initial_scale)
         self._set(initial_scale=initial_scale, loss_scale=np.float32(initial_scale))
 
     def _set(self, **values: Any) -> None:
@@ -242,7 +242,7 @@ class LossScale(abc.ABC):
                 f"no loss scale is named {config['class_name']!r}; there are "
                 f"{', '.join(sorted(classes))}. Import the module that defines yours first."
             )
-        return _validation.construct(classes[config["class_name"]], config["config"])
+        return validation.construct(classes[config["class_name"]], config["config"])
 
 
 def across(reduce: Callable[..., jax.Array], x: jax.Array, axis_name: AxisName) -> jax.Array:

@@ -9,9 +9,9 @@ import numpy as np
 from jax import lax
 from jax.tree_util import keystr
 
-from optax_lossscale._finite import is_partitioned
-from optax_lossscale._names import path_name
-from optax_lossscale._precision import at_least_float32, is_inexact
+from optax_lossscale._arrays.finite import is_partitioned
+from optax_lossscale._arrays.names import path_name
+from optax_lossscale._arrays.precision import at_least_float32, is_inexact
 
 
 class Summary(NamedTuple):

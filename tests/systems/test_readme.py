@@ -8,7 +8,7 @@ import pytest
 
 import optax_lossscale as ols
 
-README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+README = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
 
 
 def test_the_three_lines_run():

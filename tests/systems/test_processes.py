@@ -13,7 +13,7 @@ import time
 import pytest
 
 STEPS = 800
-SCRIPT = pathlib.Path(__file__).parents[1] / "examples" / "distributed.py"
+SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "distributed.py"
 
 
 def start(*arguments):

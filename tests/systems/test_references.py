@@ -18,7 +18,7 @@ import pytest
 
 import optax_lossscale as ols
 
-TRACES = sorted((pathlib.Path(__file__).parent / "traces").glob("*.jsonl"))
+TRACES = sorted((pathlib.Path(__file__).parents[1] / "traces").glob("*.jsonl"))
 
 
 def recorded(*references):

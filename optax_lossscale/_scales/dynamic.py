@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _validation
-from optax_lossscale._loss_scale import LossScale, state
-from optax_lossscale._precision import times
+from optax_lossscale._arrays.precision import times
+from optax_lossscale._scales import validation
+from optax_lossscale._scales.loss_scale import LossScale, state
 
 Refill = Literal["growth", "rescale", "finite"]
 
@@ -82,7 +82,7 @@ class DynamicLossScale(LossScale):
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     min_scale: float = 1.0
-    max_scale: float = _validation.LARGEST
+    max_scale: float = validation.LARGEST
     hysteresis: int = 1
     hysteresis_refill: Refill = "growth"
     clip_growth: bool = False
@@ -95,16 +95,16 @@ class DynamicLossScale(LossScale):
     def __post_init__(self):
         super().__post_init__()
         self._set(
-            **_validation.bounds(self.min_scale, self.initial_scale, self.max_scale),
-            growth_interval=_validation.count("growth_interval", self.growth_interval),
-            growth_factor=_validation.growth_factor("growth_factor", self.growth_factor),
-            backoff_factor=_validation.backoff_factor("backoff_factor", self.backoff_factor),
-            hysteresis=_validation.count("hysteresis", self.hysteresis),
+            **validation.bounds(self.min_scale, self.initial_scale, self.max_scale),
+            growth_interval=validation.count("growth_interval", self.growth_interval),
+            growth_factor=validation.growth_factor("growth_factor", self.growth_factor),
+            backoff_factor=validation.backoff_factor("backoff_factor", self.backoff_factor),
+            hysteresis=validation.count("hysteresis", self.hysteresis),
             hysteresis_left=np.int32(self.hysteresis),
         )
-        _validation.one_of("hysteresis_refill", self.hysteresis_refill, get_args(Refill))
+        validation.one_of("hysteresis_refill", self.hysteresis_refill, get_args(Refill))
         for name in ("clip_growth", "clip_backoff", "exhausts"):
-            _validation.one_of(name, getattr(self, name), (False, True))
+            validation.one_of(name, getattr(self, name), (False, True))
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         """The loss scale after one step; see the class for the rule."""

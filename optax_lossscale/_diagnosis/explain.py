@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from optax_lossscale._names import natural
-from optax_lossscale._summary import Summary, summarize_leaves
-from optax_lossscale._tap import Probe, is_unordered, places
+from optax_lossscale._arrays.names import natural
+from optax_lossscale._diagnosis.summary import Summary, summarize_leaves
+from optax_lossscale._diagnosis.tap import Probe, is_unordered, places
 
 _SHOWN = 5
 

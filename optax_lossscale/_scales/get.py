@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import presets
-from optax_lossscale._dynamic import DynamicLossScale
-from optax_lossscale._fixed import FixedLossScale
-from optax_lossscale._loss_scale import LossScale
-from optax_lossscale._validation import python_number
+from optax_lossscale._scales.dynamic import DynamicLossScale
+from optax_lossscale._scales.fixed import FixedLossScale
+from optax_lossscale._scales.loss_scale import LossScale
+from optax_lossscale._scales.validation import python_number
 
 
 def get(identifier: Any) -> LossScale:

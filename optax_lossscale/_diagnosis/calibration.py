@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lossscale import _validation
-from optax_lossscale._dynamic import DynamicLossScale
-from optax_lossscale._finite import all_finite
-from optax_lossscale._gradient import value_and_grad
-from optax_lossscale._names import scale_name
+from optax_lossscale._arrays.finite import all_finite
+from optax_lossscale._arrays.names import scale_name
+from optax_lossscale._scales import validation
+from optax_lossscale._scales.dynamic import DynamicLossScale
+from optax_lossscale._step.gradient import value_and_grad
 
 _LOWEST, _HIGHEST = -126, 126  # the powers of two to search
 
@@ -87,7 +87,7 @@ def find_initial_scale(
       2**20, with 2 bits to spare before gradients overflow
       >>> ls = ols.DynamicLossScale(initial_scale=found.scale)
     """
-    margin = _validation.count("margin", margin)
+    margin = validation.count("margin", margin)
     search = jax.jit(functools.partial(_search, loss_fn, has_aux))
     exponent = min(int(search(params, batch, kwargs)) for batch in (args, *others))
     if exponent < _LOWEST:

@@ -11,7 +11,7 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale import plot
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def programs(path):

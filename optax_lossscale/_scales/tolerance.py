@@ -5,9 +5,9 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale import _validation
-from optax_lossscale._loss_scale import LossScale, state
-from optax_lossscale._precision import times
+from optax_lossscale._arrays.precision import times
+from optax_lossscale._scales import validation
+from optax_lossscale._scales.loss_scale import LossScale, state
 
 
 class ToleranceLossScale(LossScale):
@@ -76,17 +76,17 @@ class ToleranceLossScale(LossScale):
         super().__post_init__()
         threshold = self.threshold
         self._set(
-            growth_interval=_validation.count("growth_interval", self.growth_interval),
-            factor=_validation.growth_factor("factor", self.factor),
-            tolerance=_validation.bounded(
+            growth_interval=validation.count("growth_interval", self.growth_interval),
+            factor=validation.growth_factor("factor", self.factor),
+            tolerance=validation.bounded(
                 "tolerance", self.tolerance, "a number in [0, 1]", lambda x: 0 <= x <= 1
             ),
-            min_scale=_validation.scale("min_scale", self.min_scale),
-            threshold=None if threshold is None else _validation.scale("threshold", threshold),
+            min_scale=validation.scale("min_scale", self.min_scale),
+            threshold=None if threshold is None else validation.scale("threshold", threshold),
         )
         if not self.initial_scale > self.min_scale:
             allowed = f"above min_scale={self.min_scale!r}"
-            _validation.refuse("initial_scale", self.initial_scale, allowed)
+            validation.refuse("initial_scale", self.initial_scale, allowed)
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         """The loss scale after one step; see the class for the rule."""
@@ -101,7 +101,7 @@ class ToleranceLossScale(LossScale):
         scale, counter = self(), self.growth_counter + 1
         due = counter >= self.growth_interval
         grown = times(scale, self.factor)
-        grown = jnp.where(grown <= _validation.LARGEST, grown, scale)
+        grown = jnp.where(grown <= validation.LARGEST, grown, scale)
         return self.replace(
             loss_scale=jnp.where(due, grown, scale),
             growth_counter=jnp.where(due, 0, counter),
@@ -126,4 +126,4 @@ class ToleranceLossScale(LossScale):
 
 
 def _next(count: jax.Array) -> jax.Array:
-    return jnp.minimum(count, _validation.LARGEST_INT - 1) + 1
+    return jnp.minimum(count, validation.LARGEST_INT - 1) + 1

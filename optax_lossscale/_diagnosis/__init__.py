@@ -1,0 +1,1 @@
+"""See what the numbers do."""
