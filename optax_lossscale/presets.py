@@ -421,7 +421,7 @@ def deepspeed(
         min_scale=min_scale,
         hysteresis=delayed_shift,
         hysteresis_refill="finite" if consecutive_hysteresis else "growth",
-        exhausts=raise_error_at_min_scale,
+        can_be_exhausted=raise_error_at_min_scale,
     )
 
 

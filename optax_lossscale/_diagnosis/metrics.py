@@ -22,11 +22,12 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 
     Returns:
       Scalars, shape (), by name. `loss_scale` and `log2_loss_scale`, float32;
+      `exhausted`, whether the last step overflowed and nothing was left to lower, bool;
       `should_apply`, whether the last step was applied, bool; `skipped_steps` and
-      `consecutive_skipped_steps`, int32; and what else the loss scale keeps as its state,
-      under the names it has there, unless they are these: of a `DynamicLossScale` the
-      `growth_counter`, which is the steps since it grew or backed off, `hysteresis_left`
-      and `stuck`.
+      `consecutive_skipped_steps`, int32; and what else the loss scale keeps as its public
+      state, under the names it has there, unless they are these: of a `DynamicLossScale`
+      the `growth_counter`, which is the steps since it grew or backed off, and
+      `hysteresis_left`.
 
     Raises:
       ValueError: if the state holds no loss scale, or several.
@@ -41,19 +42,25 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       ...     print(name, value)
       loss_scale 16384.0
       log2_loss_scale 14.0
+      exhausted False
       should_apply False
       skipped_steps 1
       consecutive_skipped_steps 1
       growth_counter 0
       hysteresis_left 1
-      stuck False
     """
     loss_scale = get_loss_scale(state)
     scale = loss_scale()
     mantissa, exponent = jnp.frexp(scale)  # so that powers of two have integers for logarithms
-    scalars = {"loss_scale": scale, "log2_loss_scale": exponent - 1 + jnp.log2(2 * mantissa)}
+    scalars = {
+        "loss_scale": scale,
+        "log2_loss_scale": exponent - 1 + jnp.log2(2 * mantissa),
+        "exhausted": loss_scale.exhausted(),
+    }
     for wrapper in wrapper_states(state):
         names = ("should_apply", "skipped_steps", "consecutive_skipped_steps")
         scalars |= {name: getattr(wrapper, name) for name in names}
     own, _ = jax.tree.flatten_with_path(loss_scale)
-    return scalars | {path_name(p): x for p, x in own if path_name(p) not in scalars}
+    named = {path_name(path): x for path, x in own}
+    is_further = lambda name: name not in scalars and not name.startswith("_")
+    return scalars | {name: x for name, x in named.items() if is_further(name)}

@@ -54,14 +54,13 @@ class DynamicLossScale(LossScale):
         does not take place (TensorFlow).
       clip_backoff: whether a back-off past `min_scale` ends at `min_scale`
         (TensorFlow) or does not take place.
-      exhausts: whether an overflow that finds nothing left to lower makes it
+      can_be_exhausted: whether an overflow that finds nothing left to lower makes it
         `exhausted`: DeepSpeed's `raise_error_at_min_scale`.
 
     Attributes:
       loss_scale: the loss scale now; float32, shape ().
       growth_counter: finite steps in a row since the last growth; int32, shape ().
       hysteresis_left: non-finite steps from now to a back-off; int32, shape ().
-      stuck: whether the last step was to back off and could not; bool, shape ().
 
     Raises:
       ValueError: for an argument outside what is said above, or bounds that do
@@ -87,10 +86,10 @@ class DynamicLossScale(LossScale):
     hysteresis_refill: Refill = "growth"
     clip_growth: bool = False
     clip_backoff: bool = True
-    exhausts: bool = True
+    can_be_exhausted: bool = True
     growth_counter: jax.Array = state(0)  # shape=(), dtype=int32
     hysteresis_left: jax.Array = state()  # shape=(), dtype=int32
-    stuck: jax.Array = state(False)  # shape=(), dtype=bool
+    _exhausted: jax.Array = state(False)  # shape=(), dtype=bool
 
     def __post_init__(self):
         super().__post_init__()
@@ -103,7 +102,7 @@ class DynamicLossScale(LossScale):
             hysteresis_left=np.int32(self.hysteresis),
         )
         validation.one_of("hysteresis_refill", self.hysteresis_refill, get_args(Refill))
-        for name in ("clip_growth", "clip_backoff", "exhausts"):
+        for name in ("clip_growth", "clip_backoff", "can_be_exhausted"):
             validation.one_of(name, getattr(self, name), (False, True))
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
@@ -113,7 +112,7 @@ class DynamicLossScale(LossScale):
 
     def exhausted(self) -> jax.Array:
         """Whether the last step overflowed and there was nothing left to lower."""
-        return jnp.asarray(self.stuck) if self.exhausts else jnp.array(False)
+        return jnp.asarray(self._exhausted) if self.can_be_exhausted else jnp.array(False)
 
     def _after_finite_step(self) -> Self:
         scale = self()
@@ -129,7 +128,7 @@ class DynamicLossScale(LossScale):
             loss_scale=jnp.where(due, grown, scale),
             growth_counter=jnp.where(due, 0, counter),
             hysteresis_left=jnp.where(refill, self.hysteresis, self.hysteresis_left),
-            stuck=False,
+            _exhausted=False,
         )
 
     def _after_overflow(self) -> Self:
@@ -145,5 +144,5 @@ class DynamicLossScale(LossScale):
             loss_scale=jnp.where(backs_off, lowered, scale),
             growth_counter=0,
             hysteresis_left=jnp.where(backs_off, left_after, self.hysteresis_left - 1),
-            stuck=backs_off & (lowered >= scale),
+            _exhausted=backs_off & (lowered >= scale),
         )

@@ -45,7 +45,6 @@ class ToleranceLossScale(LossScale):
       growth_counter: finite steps in a row since the last growth; int32, shape ().
       steps: steps since the scale last changed; int32, shape ().
       overflows: overflows since the last back-off; int32, shape ().
-      stuck: whether the last step was to back off and could not; bool, shape ().
 
     Raises:
       ValueError: for an argument outside what is said above, or an `initial_scale`
@@ -70,7 +69,7 @@ class ToleranceLossScale(LossScale):
     growth_counter: jax.Array = state(0)  # shape=(), dtype=int32
     steps: jax.Array = state(0)  # shape=(), dtype=int32
     overflows: jax.Array = state(0)  # shape=(), dtype=int32
-    stuck: jax.Array = state(False)  # shape=(), dtype=bool
+    _exhausted: jax.Array = state(False)  # shape=(), dtype=bool
 
     def __post_init__(self):
         super().__post_init__()
@@ -95,7 +94,7 @@ class ToleranceLossScale(LossScale):
 
     def exhausted(self) -> jax.Array:
         """Whether the last step was to lower the scale to `min_scale` or below."""
-        return jnp.asarray(self.stuck)
+        return jnp.asarray(self._exhausted)
 
     def _after_finite_step(self) -> Self:
         scale, counter = self(), self.growth_counter + 1
@@ -106,7 +105,7 @@ class ToleranceLossScale(LossScale):
             loss_scale=jnp.where(due, grown, scale),
             growth_counter=jnp.where(due, 0, counter),
             steps=jnp.where(due, 0, _next(self.steps)),
-            stuck=False,
+            _exhausted=False,
         )
 
     def _after_overflow(self) -> Self:
@@ -115,13 +114,13 @@ class ToleranceLossScale(LossScale):
         lowered = times(scale, 1 / self.factor)
         if self.threshold is not None:
             lowered = jnp.maximum(lowered, self.threshold)
-        stuck = backs_off & (lowered <= self.min_scale)
+        exhausted = backs_off & (lowered <= self.min_scale)
         return self.replace(
-            loss_scale=jnp.where(backs_off & ~stuck, lowered, scale),
+            loss_scale=jnp.where(backs_off & ~exhausted, lowered, scale),
             growth_counter=0,
             steps=jnp.where(backs_off, 0, steps),
             overflows=jnp.where(backs_off, 0, overflows),
-            stuck=stuck,
+            _exhausted=exhausted,
         )
 
 

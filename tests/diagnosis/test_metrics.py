@@ -28,7 +28,7 @@ def test_after_an_overflow():
         "consecutive_skipped_steps": jnp.int32(1),
         "growth_counter": jnp.int32(0),
         "hysteresis_left": jnp.int32(1),
-        "stuck": jnp.array(False),
+        "exhausted": jnp.array(False),
     }
     chex.assert_trees_all_equal(metrics, expected)
     chex.assert_trees_all_equal_shapes_and_dtypes(metrics, expected)
@@ -60,6 +60,7 @@ def test_state_of_your_own():
     assert {k: float(v) for k, v in metrics.items()} == {
         "loss_scale": 4,
         "log2_loss_scale": 2,
+        "exhausted": 0,
         "overflows": 1,
     }
 

@@ -130,7 +130,11 @@ def test_exhausted(clip_backoff):
         ls = ls.adjust(bool(ok))
         exhausted.append(bool(ls.exhausted()))
     assert exhausted == [False, False, False, True, False, False, False, True, False]
-    assert not ols.DynamicLossScale(initial_scale=1.0, exhausts=False).adjust(False).exhausted()
+    assert (
+        not ols.DynamicLossScale(initial_scale=1.0, can_be_exhausted=False)
+        .adjust(False)
+        .exhausted()
+    )
 
 
 @pytest.mark.parametrize("clip_growth", [False, True])
@@ -184,7 +188,7 @@ BAD = {
     "hysteresis_refill": ["never", None, 1, True],
     "clip_growth": [1, None, "yes"],
     "clip_backoff": [0, None, "no"],
-    "exhausts": [0, None, "no"],
+    "can_be_exhausted": [0, None, "no"],
 }
 
 

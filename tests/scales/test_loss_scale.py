@@ -88,7 +88,7 @@ def test_nothing_is_validated_at_unflatten(ls):
 
 def test_leaves_have_names():
     paths = [jax.tree_util.keystr(k) for k, _ in jax.tree_util.tree_leaves_with_path(ALL[1])]
-    assert paths == [".loss_scale", ".growth_counter", ".hysteresis_left", ".stuck"]
+    assert paths == [".loss_scale", ".growth_counter", ".hysteresis_left", "._exhausted"]
 
 
 @each

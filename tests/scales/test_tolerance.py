@@ -11,12 +11,12 @@ import optax_lossscale as ols
 def run(ls, finite):
     step = lambda ls, finite: (ls.adjust(finite),) * 2
     _, history = jax.jit(lambda ls, f: jax.lax.scan(step, ls, f))(ls, jnp.array(finite, bool))
-    return list(np.asarray(history.loss_scale)), list(np.asarray(history.stuck))
+    return list(np.asarray(history.loss_scale)), list(np.asarray(history.exhausted()))
 
 
 def rules(ls, finite):
     """The same by the documented rule, in plain Python."""
-    scale, counter, steps, overflows, scales, stuck = ls.initial_scale, 0, 0, 0, [], []
+    scale, counter, steps, overflows, scales, raised = ls.initial_scale, 0, 0, 0, [], []
     for ok in finite:
         steps += 1
         exhausted = False
@@ -34,8 +34,8 @@ def rules(ls, finite):
                 exhausted = lowered <= ls.min_scale
                 scale = scale if exhausted else lowered
         scales.append(scale)
-        stuck.append(exhausted)
-    return scales, stuck
+        raised.append(exhausted)
+    return scales, raised
 
 
 @hypothesis.given(
