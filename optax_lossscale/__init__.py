@@ -16,7 +16,11 @@ from optax_lossscale._scales.logmax import LogMaxLossScale
 from optax_lossscale._scales.loss_scale import LossScale, state
 from optax_lossscale._scales.tolerance import ToleranceLossScale
 from optax_lossscale._step.gradient import grad, scale_loss, value_and_grad
-from optax_lossscale._step.wrapper import LossScaleState, with_loss_scale
+from optax_lossscale._step.wrapper import (
+    LossScaledTransformation,
+    LossScaleState,
+    with_loss_scale,
+)
 
 __version__ = "0.1.0"
 
@@ -29,6 +33,7 @@ __all__ = [
     "LossScale",
     "LossScaleError",
     "LossScaleState",
+    "LossScaledTransformation",
     "Probe",
     "Summary",
     "Suspect",

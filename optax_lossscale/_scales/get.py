@@ -1,6 +1,6 @@
 """A loss scale from what a user may call one, and from where it is kept."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,10 @@ from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.validation import python_number
 
+LossScaleLike = LossScale | float | Literal["dynamic"] | dict[str, Any] | None
 
-def get(identifier: Any) -> LossScale:
+
+def get(identifier: LossScaleLike) -> LossScale:
     """The loss scale that an identifier stands for.
 
     Args:

@@ -17,6 +17,7 @@ from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._scales import validation
 
 AxisName = Hashable
+_IS_STATE = {"state": True}
 
 
 def state(default: Any = dataclasses.MISSING, *, init: Literal[False] = False) -> Any:
@@ -45,12 +46,11 @@ def state(default: Any = dataclasses.MISSING, *, init: Literal[False] = False) -
     # NumPy values: strongly typed, impossible to donate away, and made without waking
     # a JAX backend, which a module that builds its optimizer before
     # `jax.distributed.initialize` must not do.
-    is_state = {"state": True}
     if default is dataclasses.MISSING:
-        return dataclasses.field(init=init, metadata=is_state)
+        return dataclasses.field(init=init, metadata=_IS_STATE)
     dtype = {bool: np.bool_, int: np.int32, float: np.float32}.get(type(default))
     value = np.asarray(default, dtype)[()]  # [()] makes a scalar of what has no dimensions
-    return dataclasses.field(init=init, default_factory=lambda: value, metadata=is_state)
+    return dataclasses.field(init=init, default_factory=lambda: value, metadata=_IS_STATE)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, state))
@@ -94,7 +94,8 @@ class LossScale(abc.ABC):
     """
 
     initial_scale: float = 2.0**15
-    loss_scale: jax.Array = state()  # shape=(), dtype=float32
+    # As `state()`, which a type checker knows in subclasses only.
+    loss_scale: jax.Array = dataclasses.field(init=False, metadata=_IS_STATE)
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)

@@ -1,7 +1,8 @@
 """The optimizer wrapper: unscale, check, apply or skip, adapt."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,10 @@ import optax
 from jax import lax
 
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, strong
-from optax_lossscale._scales.get import get
+from optax_lossscale._scales.get import LossScaleLike, get
 from optax_lossscale._scales.loss_scale import AxisName, LossScale
 from optax_lossscale._step.gradient import value_and_grad
+from optax_lossscale._step.missing import drop_missing, fill_missing, zeros_for_missing
 
 Mask = Any | Callable[[Any], Any]
 
@@ -28,14 +30,34 @@ class LossScaleState(NamedTuple):
     """
 
     loss_scale: LossScale
-    inner_state: optax.OptState
+    inner_state: Any
     should_apply: jax.Array
     skipped_steps: jax.Array
     consecutive_skipped_steps: jax.Array
 
 
+class _Init(Protocol):
+    def __call__(self, params: Any) -> LossScaleState: ...
+
+
+class _Update(Protocol):
+    def __call__(
+        self, updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, LossScaleState]: ...
+
+
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
-    """An optimizer that takes scaled gradients: `init`, `update` and two methods more."""
+    """An optimizer that takes scaled gradients, as `with_loss_scale` makes it.
+
+    A pair of `init` and `update`, as every Optax transformation, with two methods more.
+
+    Attributes:
+      init: from the parameters to a `LossScaleState`.
+      update: from scaled gradients, the state and the parameters to `(updates, state)`.
+    """
+
+    init: _Init  # pyrefly: ignore[bad-override]
+    update: _Update  # pyrefly: ignore[bad-override]
 
     def apply_gradients(
         self, scaled_grads: Any, state: LossScaleState, params: Any, **extra_args: Any
@@ -58,11 +80,16 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           bit for bit those before it.
 
         Raises:
+          TypeError: if `update` was replaced: this is another method of what it is bound to.
           ValueError: if the gradients' structure is not the parameters'.
         """
-        # A named tuple of `init` and `update` has no other place to keep a function.
-        apply_gradients = getattr(self.update, "apply_gradients")  # noqa: B009
-        return apply_gradients(scaled_grads, state, params, **extra_args)
+        wrapper = getattr(self.update, "__self__", None)
+        if not isinstance(wrapper, _Wrapper):
+            raise TypeError(
+                "apply_gradients is the step of with_loss_scale's own update, which was replaced: "
+                "call update and optax.apply_updates instead"
+            )
+        return wrapper.apply_gradients(scaled_grads, state, params, **extra_args)
 
     def minimize(
         self,
@@ -93,8 +120,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
 
 def with_loss_scale(
-    inner: optax.GradientTransformation,
-    loss_scale: Any = "dynamic",
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    loss_scale: LossScaleLike = "dynamic",
     *,
     axis_name: AxisName | None = None,
     mask: Mask | None = None,
@@ -149,98 +176,121 @@ def with_loss_scale(
         )
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
-    inner_tx = optax.with_extra_args_support(inner)
-    initial_loss_scale = get(loss_scale)
+    wrapper = _Wrapper(inner, get(loss_scale), axis_name, mask)
+    return LossScaledTransformation(wrapper.init, wrapper.update)
 
-    def init(params):
-        wide_params = jax.tree.map(at_least_float32, params)
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Wrapper:
+    """What a step needs to know, and the step."""
+
+    inner: optax.GradientTransformation
+    loss_scale: LossScale
+    axis_name: AxisName | None
+    mask: Mask | None
+
+    def init(self, params: Any) -> LossScaleState:
+        """The state before the first step."""
+        inner_state = self.inner.init(jax.tree.map(at_least_float32, params))
         return LossScaleState(
             # Copies: what init hands out may be donated, and the optimizer lives on.
-            loss_scale=jax.tree.map(jnp.array, initial_loss_scale),
-            inner_state=_unaliased(jax.tree.map(strong, inner_tx.init(wide_params)), params),
+            loss_scale=jax.tree.map(jnp.array, self.loss_scale),
+            inner_state=_unaliased(jax.tree.map(strong, inner_state), params),
             should_apply=jnp.array(True),
             skipped_steps=jnp.zeros((), jnp.int32),
             consecutive_skipped_steps=jnp.zeros((), jnp.int32),
         )
 
-    def unscale(loss_scale, scaled_grads, masked=at_least_float32):
-        """Unscaled gradients; where the mask is False, `masked` of each leaf instead."""
-        tree = mask(scaled_grads) if callable(mask) else mask
-        return jax.tree.map(
-            lambda keep, g: loss_scale.unscale(g) if keep else jax.tree.map(masked, g),
-            True if tree is None else tree,
-            scaled_grads,
-        )
+    def update(
+        self, updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, LossScaleState]:
+        """One step, from scaled gradients to updates; a skipped one gives zeros."""
+        zeros = lambda updates: jax.tree.map(jnp.zeros_like, updates)
+        return self._step(updates, state, params, extra_args, zeros_for_missing, zeros)
 
-    def step(scaled_grads, state, params, extra_args, into_params):
-        """One step to `(result, state)`: to new parameters, or else to updates."""
-        if not isinstance(state, LossScaleState):
-            raise TypeError(
-                "the state must be the LossScaleState that this transformation's init or its "
-                f"last step returned, got a {type(state).__name__}; the order of the arguments "
-                "is gradients, state, params"
-            )
-        given, scaled_grads = scaled_grads, _fill_missing(scaled_grads, params)
+    def apply_gradients(
+        self, scaled_grads: Any, state: LossScaleState, params: Any, **extra_args: Any
+    ) -> tuple[Any, LossScaleState]:
+        """One step, from scaled gradients to parameters; a skipped one gives those before."""
+        kept = lambda new_params: jax.tree.map(strong, params)
+        return self._step(scaled_grads, state, params, extra_args, _apply_updates, kept)
+
+    def _step(self, scaled_grads, state, params, extra_args, result, skipped):
+        """One step to `result(updates, params)`, or to what is `skipped` in its place."""
+        _refuse_other_states(state)
+        filled = fill_missing(scaled_grads, params)
 
         def apply():
             # The gradients are unscaled a second time, here where that fuses with the
             # inner update: so the check leaves no unscaled copy of them in memory.
-            grads = unscale(state.loss_scale, scaled_grads)
-            wide_params = jax.tree.map(at_least_float32, params)
-            updates, inner_state = inner_tx.update(
-                grads, state.inner_state, wide_params, **extra_args
-            )
-            inner_state = jax.tree.map(
-                lambda new, old: strong(new, old.dtype), inner_state, state.inner_state
-            )
-            updates = _drop_missing(updates, given)
-            apply_updates = _apply_updates if into_params else _zeros_if_none
-            return apply_updates(params, updates), inner_state
+            grads = _unscale(state.loss_scale, filled, self.mask)
+            updates, inner_state = self._inner_update(grads, state.inner_state, params, extra_args)
+            return result(drop_missing(updates, scaled_grads), params), inner_state
 
         def skip():
-            if into_params:
-                return jax.tree.map(strong, params), state.inner_state
-            return jax.tree.map(jnp.zeros_like, jax.eval_shape(apply)[0]), state.inner_state
+            return skipped(jax.eval_shape(apply)[0]), state.inner_state
 
-        checked = unscale(state.loss_scale, scaled_grads, masked=lambda grads: None)
-        loss_scale, should_apply = state.loss_scale.update(checked, axis_name)
-        if jax.tree.structure(loss_scale) != jax.tree.structure(state.loss_scale):
-            raise TypeError(
-                f"{type(state.loss_scale).__name__} must adapt to another of its kind, with the "
-                f"same configuration: return self.replace(…) from adjust. Got {loss_scale!r}"
-            )
+        checked = _unscale(state.loss_scale, filled, self.mask, masked=lambda grads: None)
+        loss_scale, should_apply = state.loss_scale.update(checked, self.axis_name)
+        _refuse_another_configuration(loss_scale, state.loss_scale)
         if should_apply is True:
-            result, inner_state = apply()
-            return result, state._replace(loss_scale=loss_scale, inner_state=inner_state)
+            new, inner_state = apply()
+            return new, state._replace(loss_scale=loss_scale, inner_state=inner_state)
 
-        result, inner_state = lax.cond(should_apply, apply, skip)
-        return result, LossScaleState(
-            loss_scale=loss_scale,
-            inner_state=inner_state,
-            should_apply=jnp.asarray(should_apply, bool),
-            skipped_steps=jnp.where(
-                should_apply, state.skipped_steps, optax.safe_increment(state.skipped_steps)
-            ),
-            consecutive_skipped_steps=jnp.where(
-                should_apply, 0, optax.safe_increment(state.consecutive_skipped_steps)
-            ),
-        )
+        new, inner_state = lax.cond(should_apply, apply, skip)
+        return new, LossScaleState(loss_scale, inner_state, **_counted(state, should_apply))
 
-    def update(scaled_grads, state, params=None, **extra_args) -> Any:
-        return step(scaled_grads, state, params, extra_args, into_params=False)
-
-    def apply_gradients(scaled_grads, state, params, **extra_args):
-        return step(scaled_grads, state, params, extra_args, into_params=True)
-
-    transformation: Any = (init, update)
-    setattr(update, "apply_gradients", apply_gradients)  # noqa: B010
-    return LossScaledTransformation(*transformation)
+    def _inner_update(self, grads, inner_state, params, extra_args):
+        """The inner update, which sees parameters in float32 or wider."""
+        inner = optax.with_extra_args_support(self.inner)
+        wide_params = jax.tree.map(at_least_float32, params)
+        updates, new_state = inner.update(grads, inner_state, wide_params, **extra_args)
+        keep_dtype = lambda new, old: strong(new, old.dtype)
+        return updates, jax.tree.map(keep_dtype, new_state, inner_state)
 
 
 def wrapper_states(state: Any) -> list[LossScaleState]:
     """Every `LossScaleState` in an optimizer state, however deep it lies."""
     is_state = lambda x: isinstance(x, LossScaleState)
     return [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
+
+
+def _unscale(loss_scale: LossScale, scaled_grads: Any, mask: Any, masked=at_least_float32) -> Any:
+    """Unscaled gradients; where the mask is False, `masked` of each leaf instead."""
+    tree = mask(scaled_grads) if callable(mask) else mask
+    return jax.tree.map(
+        lambda keep, g: loss_scale.unscale(g) if keep else jax.tree.map(masked, g),
+        True if tree is None else tree,
+        scaled_grads,
+    )
+
+
+def _counted(state: LossScaleState, should_apply: jax.Array) -> dict[str, jax.Array]:
+    """Whether the step was applied, and the skipped ones counted."""
+    one_more = optax.safe_increment
+    skipped, in_a_row = state.skipped_steps, state.consecutive_skipped_steps
+    return {
+        "should_apply": jnp.asarray(should_apply, bool),
+        "skipped_steps": jnp.where(should_apply, skipped, one_more(skipped)),
+        "consecutive_skipped_steps": jnp.where(should_apply, 0, one_more(in_a_row)),
+    }
+
+
+def _refuse_other_states(state: Any) -> None:
+    if not isinstance(state, LossScaleState):
+        raise TypeError(
+            "the state must be the LossScaleState that this transformation's init or its "
+            f"last step returned, got a {type(state).__name__}; the order of the arguments "
+            "is gradients, state, params"
+        )
+
+
+def _refuse_another_configuration(new: LossScale, old: LossScale) -> None:
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise TypeError(
+            f"{type(old).__name__} must adapt to another of its kind, with the same "
+            f"configuration: return self.replace(…) from adjust. Got {new!r}"
+        )
 
 
 def _unaliased(state: Any, params: Any) -> Any:
@@ -256,48 +306,7 @@ def _unaliased(state: Any, params: Any) -> Any:
     return jax.tree.map(unaliased, state)
 
 
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
-def _fill_missing(grads: Any, params: Any) -> Any:
-    """Zeros for gradients that are None, as an inner state has a place for every parameter.
-
-    Raises:
-      ValueError: unless the gradients' structure is then the parameters'.
-    """
-    if params is None or isinstance(params, optax.LookaheadParams):
-        return grads
-    zeros_if_none = lambda p, g: jnp.zeros_like(p) if g is None else g
-    try:
-        filled = jax.tree.map(zeros_if_none, params, grads)
-    except ValueError:
-        filled = None
-    if jax.tree.structure(filled) != jax.tree.structure(params):
-        raise ValueError(
-            "the gradients must have the structure of the parameters, with None where there is "
-            f"no gradient.\nGradients: {jax.tree.structure(grads)}\n"
-            f"Parameters: {jax.tree.structure(params)}"
-        )
-    return filled
-
-
-def _drop_missing(updates: Any, grads: Any) -> Any:
-    """The updates, None where the gradient was."""
-    if not any(map(_is_none, jax.tree.leaves(grads, is_leaf=_is_none))):
-        return updates
-    return jax.tree.map(lambda g, u: None if g is None else u, grads, updates, is_leaf=_is_none)
-
-
-def _zeros_if_none(params: Any, updates: Any) -> Any:
-    """The updates, zero for a parameter that has none."""
-    if params is None:
-        return updates
-    zeros = lambda u, p: jnp.zeros_like(at_least_float32(p)) if u is None and p is not None else u
-    return jax.tree.map(zeros, updates, params, is_leaf=_is_none)
-
-
-def _apply_updates(params: Any, updates: Any) -> Any:
+def _apply_updates(updates: Any, params: Any) -> Any:
     """`optax.apply_updates`, in float32 or wider; a parameter without an update stays."""
 
     def apply(p, u):
