@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Hashable
 from typing import Any, Literal, Self, dataclass_transform
@@ -191,9 +192,13 @@ class LossScale(abc.ABC):
         scale = lax.optimization_barrier(self)()
         shift = jnp.where(scale > 2.0**100, jnp.float32(0.25), jnp.float32(1.0))
 
+        @functools.cache  # once for each dtype: tracing these for each leaf takes time
+        def factors(dtype):
+            return shift.astype(dtype), 1 / (scale * shift).astype(dtype)
+
         def unscaled(x):
-            dtype = jnp.finfo(x.dtype).dtype
-            return x * shift.astype(dtype) * (1 / (scale * shift).astype(dtype))
+            shift, reciprocal = factors(jnp.finfo(x.dtype).dtype)
+            return x * shift * reciprocal
 
         return map_inexact(unscaled, tree)
 

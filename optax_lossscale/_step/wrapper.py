@@ -2,16 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_lossscale._arrays.precision import at_least_float32, dtype_of, strong
+from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_inexact, strong
 from optax_lossscale._scales.get import LossScaleLike, get
 from optax_lossscale._scales.loss_scale import AxisName, LossScale
+from optax_lossscale._scales.validation import refuse
+from optax_lossscale._step.branch import Branch, apply_or_skip
 from optax_lossscale._step.gradient import value_and_grad
 from optax_lossscale._step.missing import drop_missing, fill_missing, zeros_for_missing
 
@@ -125,6 +127,7 @@ def with_loss_scale(
     *,
     axis_name: AxisName | None = None,
     mask: Mask | None = None,
+    branch: Branch | None = None,
 ) -> LossScaledTransformation:
     """Wraps an optimizer so that it takes the gradients of a scaled loss.
 
@@ -149,6 +152,12 @@ def with_loss_scale(
       mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients,
         or a function from them to one. Leaves marked False are neither unscaled nor
         checked.
+      branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select in
+        each kernel that computes a result; or None, by whichever keeps the step in place
+        on the platform that it is compiled for, the first on CPU and the second on GPU and
+        TPU. Under a select `inner` runs at every step, on zeros where that is skipped. So
+        say `"cond"` where that would be wrong or dear: an `inner` that acts on the outside,
+        by a callback, or takes long to compute, as a line search or an `eigh`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with the further methods
@@ -156,7 +165,7 @@ def with_loss_scale(
 
     Raises:
       TypeError: if `inner` is no transformation.
-      ValueError: if `loss_scale` is not what `get` takes.
+      ValueError: if `loss_scale` is not what `get` takes, or `branch` none of its values.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -176,7 +185,9 @@ def with_loss_scale(
         )
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
-    wrapper = _Wrapper(inner, get(loss_scale), axis_name, mask)
+    if branch is not None and branch not in get_args(Branch):
+        refuse("branch", branch, "'cond', 'select', or None for the platform's own")
+    wrapper = _Wrapper(inner, get(loss_scale), axis_name, mask, branch)
     return LossScaledTransformation(wrapper.init, wrapper.update)
 
 
@@ -188,6 +199,7 @@ class _Wrapper:
     loss_scale: LossScale
     axis_name: AxisName | None
     mask: Mask | None
+    branch: Branch | None
 
     def init(self, params: Any) -> LossScaleState:
         """The state before the first step."""
@@ -224,11 +236,10 @@ class _Wrapper:
             # The gradients are unscaled a second time, here where that fuses with the
             # inner update: so the check leaves no unscaled copy of them in memory.
             grads = _unscale(state.loss_scale, filled, self.mask)
+            if self.branch != "cond" and should_apply is not True:
+                grads = _zeros_unless(should_apply, grads)
             updates, inner_state = self._inner_update(grads, state.inner_state, params, extra_args)
             return result(drop_missing(updates, scaled_grads), params), inner_state
-
-        def skip():
-            return skipped(jax.eval_shape(apply)[0]), state.inner_state
 
         checked = _unscale(state.loss_scale, filled, self.mask, masked=lambda grads: None)
         loss_scale, should_apply = state.loss_scale.update(checked, self.axis_name)
@@ -237,7 +248,8 @@ class _Wrapper:
             new, inner_state = apply()
             return new, state._replace(loss_scale=loss_scale, inner_state=inner_state)
 
-        new, inner_state = lax.cond(should_apply, apply, skip)
+        kept = lambda result: (skipped(result[0]), state.inner_state)
+        new, inner_state = apply_or_skip(should_apply, apply, kept, self.branch)
         return new, LossScaleState(loss_scale, inner_state, **_counted(state, should_apply))
 
     def _inner_update(self, grads, inner_state, params, extra_args):
@@ -263,6 +275,14 @@ def _unscale(loss_scale: LossScale, scaled_grads: Any, mask: Any, masked=at_leas
         True if tree is None else tree,
         scaled_grads,
     )
+
+
+def _zeros_unless(should_apply: jax.Array, grads: Any) -> Any:
+    """The gradients, zero at a skipped step: what computes on them sees no NaN."""
+    zeros = {jax.typeof(g): g for g in jax.tree.leaves(grads) if is_inexact(g)}
+    zeros = {kind: jnp.zeros_like(g) for kind, g in zeros.items()}
+    select = lambda g: lax.select(should_apply, g, zeros[jax.typeof(g)]) if is_inexact(g) else g
+    return jax.tree.map(select, grads)
 
 
 def _counted(state: LossScaleState, should_apply: jax.Array) -> dict[str, jax.Array]:
