@@ -16,6 +16,7 @@ from optax_lossscale._scales.logmax import LogMaxLossScale
 from optax_lossscale._scales.loss_scale import LossScale, state
 from optax_lossscale._scales.tolerance import ToleranceLossScale
 from optax_lossscale._step.gradient import grad, scale_loss, value_and_grad
+from optax_lossscale._step.master_weights import MasterWeightsState, with_master_weights
 from optax_lossscale._step.wrapper import (
     LossScaledTransformation,
     LossScaleState,
@@ -34,6 +35,7 @@ __all__ = [
     "LossScaleError",
     "LossScaleState",
     "LossScaledTransformation",
+    "MasterWeightsState",
     "Probe",
     "Summary",
     "Suspect",
@@ -56,4 +58,5 @@ __all__ = [
     "underflow_report",
     "value_and_grad",
     "with_loss_scale",
+    "with_master_weights",
 ]

@@ -145,9 +145,7 @@ class LossScale(abc.ABC):
         Raises:
           ValueError: if `axis_name` names no axis of a `pmap` or `shard_map` around.
         """
-        finite = all_finite(grads)
-        if axis_name is not None:
-            finite = across(lax.pmin, finite.astype(jnp.int32), axis_name).astype(bool)
+        finite = on_all_replicas(all_finite(grads), axis_name)
         return self.adjust(finite), finite
 
     def exhausted(self) -> jax.Array:
@@ -249,6 +247,13 @@ class LossScale(abc.ABC):
                 f"{', '.join(sorted(classes))}. Import the module that defines yours first."
             )
         return validation.construct(classes[config["class_name"]], config["config"])
+
+
+def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
+    """Whether a flag is True on every replica."""
+    if axis_name is None:
+        return flag
+    return across(lax.pmin, flag.astype(jnp.int32), axis_name).astype(bool)
 
 
 def across(reduce: Callable[..., jax.Array], x: jax.Array, axis_name: AxisName) -> jax.Array:

@@ -2,13 +2,17 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from optax_lossscale._arrays.precision import at_most
 from optax_lossscale._scales.get import get_loss_scale
+from optax_lossscale._scales.validation import refuse
 
 
 def scale_loss(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
@@ -50,6 +54,8 @@ def value_and_grad(
     loss_scale: Any,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    *,
+    compute_dtype: DTypeLike | None = None,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, Any]]:
     """As `jax.value_and_grad`, but the gradients are those of the scaled loss.
@@ -63,6 +69,10 @@ def value_and_grad(
       loss_scale: a `LossScale`, or an optimizer state that holds exactly one.
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`.
+      compute_dtype: a floating-point dtype, such as `jnp.float16`: the arguments that are
+        differentiated are cast to it first, where they are wider floats, and their
+        gradients come in it. They take half the memory then, and the model needs no casts
+        of its own.
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:
@@ -71,7 +81,8 @@ def value_and_grad(
       `with_loss_scale`'s transformation takes them.
 
     Raises:
-      ValueError: if `loss_scale` holds no loss scale, or several.
+      ValueError: if `loss_scale` holds no loss scale, or several, or `compute_dtype` is not
+        one of floating-point numbers.
       TypeError: when called, if the loss is not a real floating-point scalar.
 
     Example:
@@ -82,6 +93,9 @@ def value_and_grad(
       (9.0, 48.0)
     """
     loss_scale = get_loss_scale(loss_scale)
+    if compute_dtype is not None and not jnp.issubdtype(compute_dtype, jnp.floating):
+        refuse("compute_dtype", compute_dtype, "a floating-point dtype, such as jnp.float16")
+    differentiated = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def scaled_fun(*args, **kw):
         value = fun(*args, **kw)
@@ -97,6 +111,10 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_scaled_grad(*args, **kw):
+        if compute_dtype is not None:
+            positions = {range(len(args))[n] for n in differentiated}
+            cast = lambda arg: jax.tree.map(partial(at_most, jnp.dtype(compute_dtype)), arg)
+            args = [cast(arg) if n in positions else arg for n, arg in enumerate(args)]
         (_, value), scaled_grads = scaled_value_and_grad(*args, **kw)
         return value, scaled_grads
 
@@ -108,6 +126,8 @@ def grad(
     loss_scale: Any,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    *,
+    compute_dtype: DTypeLike | None = None,
     **kwargs: Any,
 ) -> Callable[..., Any]:
     """As `jax.grad`, but the gradients are those of the scaled loss.
@@ -117,6 +137,7 @@ def grad(
       loss_scale: a `LossScale`, or an optimizer state that holds exactly one.
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`.
+      compute_dtype: what the arguments differentiated are cast to first.
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:
@@ -129,7 +150,9 @@ def grad(
       >>> float(ols.grad(jnp.square, ols.FixedLossScale(8))(3.0))
       48.0
     """
-    with_value = value_and_grad(fun, loss_scale, argnums, has_aux, **kwargs)
+    with_value = value_and_grad(
+        fun, loss_scale, argnums, has_aux, compute_dtype=compute_dtype, **kwargs
+    )
 
     @functools.wraps(fun)
     def scaled_grad(*args, **kw):

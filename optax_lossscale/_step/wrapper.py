@@ -1,21 +1,31 @@
 """The optimizer wrapper: unscale, check, apply or skip, adapt."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_inexact, strong
 from optax_lossscale._scales.get import LossScaleLike, get
-from optax_lossscale._scales.loss_scale import AxisName, LossScale
+from optax_lossscale._scales.loss_scale import AxisName, LossScale, on_all_replicas
 from optax_lossscale._scales.validation import refuse
 from optax_lossscale._step.branch import Branch, apply_or_skip
 from optax_lossscale._step.gradient import value_and_grad
-from optax_lossscale._step.missing import drop_missing, fill_missing, zeros_for_missing
+from optax_lossscale._step.master_weights import with_copies_of_narrow
+from optax_lossscale._step.missing import (
+    as_inner_sees,
+    drop_missing,
+    fill_missing,
+    keep_slots,
+    zeros_for_missing,
+)
 
 Mask = Any | Callable[[Any], Any]
 
@@ -44,7 +54,13 @@ class _Init(Protocol):
 
 class _Update(Protocol):
     def __call__(
-        self, updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any
+        self,
+        updates: Any,
+        state: LossScaleState,
+        params: Any = None,
+        *,
+        value: ArrayLike | None = None,
+        **extra_args: Any,
     ) -> tuple[Any, LossScaleState]: ...
 
 
@@ -62,19 +78,29 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     update: _Update  # pyrefly: ignore[bad-override]
 
     def apply_gradients(
-        self, scaled_grads: Any, state: LossScaleState, params: Any, **extra_args: Any
+        self,
+        scaled_grads: Any,
+        state: LossScaleState,
+        params: Any,
+        *,
+        value: ArrayLike | None = None,
+        **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
         """One optimizer step, from scaled gradients to new parameters.
 
         The same step as `update` followed by `optax.apply_updates`, but one in which
-        the new parameters are computed inside the branch that applies the step. The
+        the new parameters are computed where the step is applied or skipped. On CPU the
         unscaled gradients and the updates are then never written to memory.
 
         Args:
           scaled_grads: gradients of the scaled loss, as `value_and_grad` returns
-            them; a tree like `params`, in which `None` leaves leave the parameter be.
+            them; a tree like `params`. A parameter whose gradient is `None`, and what the
+            inner state keeps of that parameter alone, stay as they are.
           state: the state that `init` or the last step returned.
           params: the parameters, in any floating-point dtype.
+          value: the true loss, shape (), which is passed on to the inner transformation
+            too. One that is not finite skips the step, and leaves the loss scale as it was:
+            the forward pass does not depend on it, so no scale would have helped.
           **extra_args: passed on to the inner transformation.
 
         Returns:
@@ -82,8 +108,10 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           bit for bit those before it.
 
         Raises:
-          TypeError: if `update` was replaced: this is another method of what it is bound to.
-          ValueError: if the gradients' structure is not the parameters'.
+          TypeError: if `state` is no `LossScaleState`, or `update` was replaced: this is
+            another method of what it is bound to.
+          ValueError: if the gradients' structure is not the parameters', or the state is that
+            of another configuration.
         """
         wrapper = getattr(self.update, "__self__", None)
         if not isinstance(wrapper, _Wrapper):
@@ -91,7 +119,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
                 "apply_gradients is the step of with_loss_scale's own update, which was replaced: "
                 "call update and optax.apply_updates instead"
             )
-        return wrapper.apply_gradients(scaled_grads, state, params, **extra_args)
+        return wrapper.apply_gradients(scaled_grads, state, params, value=value, **extra_args)
 
     def minimize(
         self,
@@ -100,9 +128,13 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         params: Any,
         *args: Any,
         has_aux: bool = False,
+        compute_dtype: DTypeLike | None = None,
+        extra_args: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any, LossScaleState]:
         """The loss, its gradients and the step that they make, in one call.
+
+        The loss is passed on as the step's `value`: one that is not finite skips it.
 
         Args:
           loss_fn: called as `loss_fn(params, *args, **kwargs)`.
@@ -110,15 +142,30 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           params: the parameters.
           *args: further arguments of `loss_fn`.
           has_aux: whether `loss_fn` returns `(loss, aux)`.
+          compute_dtype: what the parameters are cast to first, as in `value_and_grad`.
+          extra_args: passed on to the inner transformation, as the keyword arguments of
+            `apply_gradients` are.
           **kwargs: further keyword arguments of `loss_fn`.
 
         Returns:
           `(loss, params, state)`, or `((loss, aux), params, state)` with `has_aux`.
+
+        Raises:
+          TypeError: if `loss_fn` is no function or `state` no `LossScaleState`.
         """
-        value, scaled_grads = value_and_grad(loss_fn, state, has_aux=has_aux)(
-            params, *args, **kwargs
+        order = "loss_fn, state, params, and what else loss_fn takes"
+        if not callable(loss_fn):
+            raise TypeError(
+                f"loss_fn must be a function, got a {type(loss_fn).__name__}; the order of the "
+                f"arguments is {order}"
+            )
+        _refuse_other_states(state, order)
+        differentiate = value_and_grad(
+            loss_fn, state, has_aux=has_aux, compute_dtype=compute_dtype
         )
-        return value, *self.apply_gradients(scaled_grads, state, params)
+        value, scaled_grads = differentiate(params, *args, **kwargs)
+        extra_args = {"value": value[0] if has_aux else value} | dict(extra_args or {})
+        return value, *self.apply_gradients(scaled_grads, state, params, **extra_args)
 
 
 def with_loss_scale(
@@ -165,7 +212,8 @@ def with_loss_scale(
 
     Raises:
       TypeError: if `inner` is no transformation.
-      ValueError: if `loss_scale` is not what `get` takes, or `branch` none of its values.
+      ValueError: if `inner` is wrapped already, `loss_scale` is not what `get` takes, or
+        `branch` is none of its values.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -182,6 +230,11 @@ def with_loss_scale(
     if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
         raise TypeError(
             f"inner must be an Optax gradient transformation, with init and update; got {inner!r}"
+        )
+    if isinstance(inner, LossScaledTransformation):
+        raise ValueError(
+            "inner is already wrapped in with_loss_scale, and would see its gradients divided by "
+            "the loss scale twice: wrap the optimizer once, outside of all that it consists of"
         )
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
@@ -203,7 +256,13 @@ class _Wrapper:
 
     def init(self, params: Any) -> LossScaleState:
         """The state before the first step."""
-        inner_state = self.inner.init(jax.tree.map(at_least_float32, params))
+        inner_state = self.inner.init(jax.tree.map(as_inner_sees, params))
+        inner_state = with_copies_of_narrow(inner_state, self.inner.init, params)
+        if wrapper_states(inner_state):
+            raise ValueError(
+                "a part of inner is wrapped in with_loss_scale already, and would see its "
+                "gradients divided by the loss scale twice: wrap the whole optimizer, once"
+            )
         return LossScaleState(
             # Copies: what init hands out may be donated, and the optimizer lives on.
             loss_scale=jax.tree.map(jnp.array, self.loss_scale),
@@ -214,36 +273,52 @@ class _Wrapper:
         )
 
     def update(
-        self, updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any
+        self,
+        updates: Any,
+        state: LossScaleState,
+        params: Any = None,
+        *,
+        value: ArrayLike | None = None,
+        **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
         """One step, from scaled gradients to updates; a skipped one gives zeros."""
         zeros = lambda updates: jax.tree.map(jnp.zeros_like, updates)
-        return self._step(updates, state, params, extra_args, zeros_for_missing, zeros)
+        return self._step(updates, state, params, value, extra_args, zeros_for_missing, zeros)
 
     def apply_gradients(
-        self, scaled_grads: Any, state: LossScaleState, params: Any, **extra_args: Any
+        self,
+        scaled_grads: Any,
+        state: LossScaleState,
+        params: Any,
+        *,
+        value: ArrayLike | None = None,
+        **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
         """One step, from scaled gradients to parameters; a skipped one gives those before."""
         kept = lambda new_params: jax.tree.map(strong, params)
-        return self._step(scaled_grads, state, params, extra_args, _apply_updates, kept)
+        return self._step(scaled_grads, state, params, value, extra_args, _apply_updates, kept)
 
-    def _step(self, scaled_grads, state, params, extra_args, result, skipped):
+    def _step(self, scaled_grads, state, params, value, extra_args, result, skipped):
         """One step to `result(updates, params)`, or to what is `skipped` in its place."""
-        _refuse_other_states(state)
+        _refuse_other_states(state, "gradients, state, params")
+        _refuse_another_configuration(state.loss_scale, self.loss_scale)
+        _refuse_masked(scaled_grads)
         filled = fill_missing(scaled_grads, params)
+        value = None if value is None else _scalar(value)
+        loss_scale, should_apply = self._check(filled, value, state.loss_scale)
 
         def apply():
             # The gradients are unscaled a second time, here where that fuses with the
             # inner update: so the check leaves no unscaled copy of them in memory.
-            grads = _unscale(state.loss_scale, filled, self.mask)
+            grads, loss = _unscale(state.loss_scale, filled, self.mask), value
             if self.branch != "cond" and should_apply is not True:
-                grads = _zeros_unless(should_apply, grads)
-            updates, inner_state = self._inner_update(grads, state.inner_state, params, extra_args)
+                grads, loss = _zeros_unless(should_apply, (grads, loss))
+            updates, inner_state = self._inner_update(
+                grads, state.inner_state, params, loss, extra_args
+            )
+            inner_state = keep_slots(self.inner, inner_state, state.inner_state, scaled_grads)
             return result(drop_missing(updates, scaled_grads), params), inner_state
 
-        checked = _unscale(state.loss_scale, filled, self.mask, masked=lambda grads: None)
-        loss_scale, should_apply = state.loss_scale.update(checked, self.axis_name)
-        _refuse_another_configuration(loss_scale, state.loss_scale)
         if should_apply is True:
             new, inner_state = apply()
             return new, state._replace(loss_scale=loss_scale, inner_state=inner_state)
@@ -252,10 +327,27 @@ class _Wrapper:
         new, inner_state = apply_or_skip(should_apply, apply, kept, self.branch)
         return new, LossScaleState(loss_scale, inner_state, **_counted(state, should_apply))
 
-    def _inner_update(self, grads, inner_state, params, extra_args):
+    def _check(self, scaled_grads, value, loss_scale):
+        """The adapted loss scale, and whether gradients and loss are such that they apply."""
+        checked = _unscale(loss_scale, scaled_grads, self.mask, masked=lambda grads: None)
+        adapted, should_apply = loss_scale.update(checked, self.axis_name)
+        if jax.tree.structure(adapted) != jax.tree.structure(loss_scale):
+            raise TypeError(
+                f"{type(loss_scale).__name__} must adapt to another of its kind, with the same "
+                f"configuration: return self.replace(…) from adjust. Got {adapted!r}"
+            )
+        if value is None:
+            return adapted, should_apply
+        # The forward pass does not depend on the loss scale: no other would have helped.
+        loss_finite = on_all_replicas(jnp.isfinite(value), self.axis_name)
+        kept = partial(jnp.where, loss_finite)
+        return jax.tree.map(kept, adapted, loss_scale), loss_finite & should_apply
+
+    def _inner_update(self, grads, inner_state, params, value, extra_args):
         """The inner update, which sees parameters in float32 or wider."""
         inner = optax.with_extra_args_support(self.inner)
-        wide_params = jax.tree.map(at_least_float32, params)
+        extra_args = extra_args if value is None else {"value": value} | extra_args
+        wide_params = jax.tree.map(as_inner_sees, params)
         updates, new_state = inner.update(grads, inner_state, wide_params, **extra_args)
         keep_dtype = lambda new, old: strong(new, old.dtype)
         return updates, jax.tree.map(keep_dtype, new_state, inner_state)
@@ -296,20 +388,41 @@ def _counted(state: LossScaleState, should_apply: jax.Array) -> dict[str, jax.Ar
     }
 
 
-def _refuse_other_states(state: Any) -> None:
+def _scalar(value: ArrayLike) -> jax.Array:
+    if np.shape(value) != ():
+        raise TypeError(
+            f"value must be the true loss, a scalar, got shape {np.shape(value)}; reduce it, with "
+            "jnp.mean say"
+        )
+    return jnp.asarray(value)
+
+
+def _refuse_other_states(state: Any, order: str) -> None:
     if not isinstance(state, LossScaleState):
         raise TypeError(
             "the state must be the LossScaleState that this transformation's init or its "
             f"last step returned, got a {type(state).__name__}; the order of the arguments "
-            "is gradients, state, params"
+            f"is {order}"
         )
 
 
-def _refuse_another_configuration(new: LossScale, old: LossScale) -> None:
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        raise TypeError(
-            f"{type(old).__name__} must adapt to another of its kind, with the same "
-            f"configuration: return self.replace(…) from adjust. Got {new!r}"
+def _refuse_another_configuration(given: LossScale, own: LossScale) -> None:
+    if jax.tree.structure(given) != jax.tree.structure(own):
+        raise ValueError(
+            "the state's loss scale is of another configuration than this transformation's:\n"
+            f"  state:          {given.get_config()}\n  transformation: {own.get_config()}\n"
+            "To go on with this configuration, keep the rest of the state: "
+            "tx.init(params)._replace(inner_state=state.inner_state)"
+        )
+
+
+def _refuse_masked(scaled_grads: Any) -> None:
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)
+    if any(map(is_masked, jax.tree.leaves(scaled_grads, is_leaf=is_masked))):
+        raise ValueError(
+            "with_loss_scale is inside optax.masked, optax.partition or optax.multi_transform, "
+            "which hand the gradients of all other parameters on as they are, scaled: wrap the "
+            "whole of it, as in with_loss_scale(optax.masked(inner, mask))"
         )
 
 

@@ -120,13 +120,61 @@ def test_around_the_wrapper_an_overflow_changes_no_parameter(around):
     assert ols.get_loss_scale(state)() == (1024 if keeps else 512)
 
 
-def test_masked_around_the_wrapper_leaves_the_rest_scaled():
-    tx = optax.masked(ols.with_loss_scale(optax.sgd(1.0), LS), is_matrix)
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda tx: optax.masked(tx, is_matrix),
+        lambda tx: optax.partition({"matrix": tx, "vector": optax.sgd(0.1)}, labels),
+    ],
+    ids=["masked", "partition"],
+)
+def test_around_the_wrapper_what_would_leave_gradients_scaled_is_refused(around):
+    tx = around(ols.with_loss_scale(optax.sgd(1.0), LS))
     state = tx.init(PARAMS)
-    updates, _ = tx.update(ols.grad(loss_fn, state)(PARAMS), state, PARAMS)
-    true = jax.grad(loss_fn)(PARAMS)
-    chex.assert_trees_all_close(updates["w"], -true["w"])
-    chex.assert_trees_all_close(updates["b"], 1024 * true["b"])
+    with pytest.raises(ValueError, match="wrap the whole of it"):
+        tx.update(ols.grad(loss_fn, state)(PARAMS), state, PARAMS)
+
+
+def test_wrapping_what_is_wrapped_is_refused():
+    wrapped = ols.with_loss_scale(optax.sgd(1.0))
+    with pytest.raises(ValueError, match="already wrapped"):
+        ols.with_loss_scale(wrapped)
+    with pytest.raises(ValueError, match="a part of inner is wrapped"):
+        ols.with_loss_scale(optax.chain(optax.clip(1.0), wrapped)).init(PARAMS)
+
+
+@pytest.mark.parametrize("given", [None, 64, ols.DynamicLossScale(growth_interval=7)])
+def test_a_state_of_another_configuration_is_refused_and_goes_on_with_the_new_one(given):
+    tx = ols.with_loss_scale(optax.adam(0.1), LS)
+    old = ols.with_loss_scale(optax.adam(0.1), given)
+    grads = jax.tree.map(jnp.ones_like, PARAMS)
+    params, state = old.apply_gradients(grads, old.init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match="of another configuration") as error:
+        tx.update(grads, state, params)
+    migration = str(error.value).split(": ")[-1]
+    migrated = eval(migration, {"tx": tx, "params": params, "state": state})
+    chex.assert_trees_all_equal(migrated.inner_state, state.inner_state)
+    _, after = tx.update(grads, migrated, params)
+    assert after.loss_scale() == LS()
+
+
+def test_minimize_names_the_order_of_its_arguments():
+    tx = ols.with_loss_scale(optax.sgd(0.1), LS)
+    state = tx.init(PARAMS)
+    for arguments in (
+        (PARAMS, state, loss_fn),
+        (state, loss_fn, PARAMS),
+        (loss_fn, PARAMS, state),
+    ):
+        with pytest.raises(TypeError, match="order of the arguments is loss_fn, state, params"):
+            tx.minimize(*arguments)
+
+
+def test_update_takes_the_keywords_of_optax():
+    tx = ols.with_loss_scale(optax.adamw(0.1), LS)
+    state = tx.init(PARAMS)
+    by_name = tx.update(updates=PARAMS, state=state, params=PARAMS)
+    chex.assert_trees_all_equal(by_name, tx.update(PARAMS, state, PARAMS))
 
 
 def test_a_loss_scale_for_each_part_is_one_too_many_for_one_loss():

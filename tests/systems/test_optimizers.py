@@ -155,6 +155,44 @@ def test_wrapped(name, placement, dtype):
         assert int(carried.skipped_steps) == 1
 
 
+@each_optimizer
+def test_a_parameter_without_a_gradient_keeps_its_slots(name):
+    tx = ols.with_loss_scale(make(name), LS)
+    params = jax.tree.map(jnp.array, numbers(np.float32, 0))
+    step = jax.jit(tx.apply_gradients)
+    grads = {k: 64 * g for k, g in numbers(np.float32, 1).items()}
+    params, state = step(grads, tx.init(params), params, **extra(name))
+    after, moved = step({"w": None, "b": grads["b"]}, state, params, **extra(name))
+    chex.assert_trees_all_equal(after["w"], params["w"])
+    of_w = lambda s: [
+        x
+        for path, x in jax.tree.flatten_with_path(s.inner_state)[0]
+        if any(getattr(key, "key", None) == "w" for key in path)
+    ]
+    chex.assert_trees_all_equal(of_w(moved), of_w(state))
+    assert types(moved) == types(state)
+
+
+@each_optimizer
+def test_master_weights_round_to_the_parameters(name):
+    tx = ols.with_loss_scale(ols.with_master_weights(make(name)), LS)
+    params = jax.tree.map(jnp.array, numbers(np.float16, 0))
+
+    def update(grads, state, params, **extra_args):
+        updates, state = tx.update(grads, state, params, **extra_args)
+        return optax.apply_updates(params, updates), state
+
+    for step in (jax.jit(tx.apply_gradients), jax.jit(update)):
+        now, state = params, tx.init(params)
+        for seed, bad in ((1, 0.0), (2, np.inf), (3, 0.0)):
+            grads = {k: g * 16 + bad for k, g in numbers(np.float16, seed).items()}
+            now, state = step(grads, state, now, **extra(name))
+            master = state.inner_state.master_weights
+            rounded = jax.tree.map(lambda x: x.astype(jnp.float16), master)
+            chex.assert_trees_all_equal(now, rounded)
+        assert types(state) == types(tx.init(params))
+
+
 # Of two programs with the same arithmetic, LLVM may fuse other multiply-adds. Up to this
 # instruction set there are none.
 NO_FMA = "--xla_cpu_max_isa=AVX"

@@ -1,0 +1,133 @@
+"""How a step is skipped: by a conditional or by a select, in one trace."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+PARAMS = {"w": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.array([0.25, 0.0])}
+LS = ols.DynamicLossScale(initial_scale=1024, growth_interval=3)
+BAD = {"w": PARAMS["w"].at[0, 1].set(jnp.nan), "b": PARAMS["b"]}
+
+each_branch = pytest.mark.parametrize("branch", [None, "cond", "select"])
+
+
+def step_through(door, tx):
+    def by_update(grads, state, params, **extra):
+        updates, state = tx.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    return tx.apply_gradients if door == "apply_gradients" else by_update
+
+
+each_door = pytest.mark.parametrize("door", ["apply_gradients", "update"])
+
+
+def spy(seen):
+    """An inner optimizer that notes what numbers it is given, when it runs."""
+
+    def update(updates, state, params=None, *, value=0.0, **extra):
+        finite = ols.all_finite((updates, value))
+        jax.debug.callback(lambda ok: seen.append(bool(ok)), finite)
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+@each_door
+@each_branch
+def test_a_skipped_step_leaves_parameters_and_inner_state_bit_for_bit(branch, door):
+    tx = ols.with_loss_scale(optax.adamw(1e-2), LS, branch=branch)
+    step = jax.jit(step_through(door, tx))
+    params, state = step(PARAMS, tx.init(PARAMS), PARAMS)
+    skipped, after = step(BAD, state, params)
+    chex.assert_trees_all_equal(skipped, params)
+    chex.assert_trees_all_equal(after.inner_state, state.inner_state)
+    assert not after.should_apply
+    assert (after.skipped_steps, after.loss_scale()) == (1, 512)
+
+
+@each_door
+def test_the_branches_take_the_same_steps(door):
+    ends = []
+    for branch in ("cond", "select", None):
+        tx = ols.with_loss_scale(optax.adamw(1e-2), LS, branch=branch)
+        step = jax.jit(step_through(door, tx))
+        params, state = PARAMS, tx.init(PARAMS)
+        for grads in (PARAMS, BAD, PARAMS, PARAMS):
+            params, state = step(grads, state, params)
+        ends.append((params, state))
+    for other in ends[1:]:
+        chex.assert_trees_all_close(ends[0], other, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("branch", "runs"), [("cond", 1), (None, 1), ("select", 2)])
+def test_inner_runs_at_a_skipped_step_under_a_select_alone_and_then_on_finite_numbers(
+    branch, runs
+):
+    seen = []
+    tx = ols.with_loss_scale(spy(seen), LS, branch=branch)
+    step = jax.jit(tx.apply_gradients)
+    params, state = step(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.float32(1.0))
+    step(BAD, state, params, value=jnp.float32(jnp.nan))
+    jax.effects_barrier()
+    assert seen == [True] * runs
+
+
+@each_door
+@each_branch
+def test_inner_is_traced_once(branch, door):
+    traces = []
+
+    def update(updates, state, params=None):
+        traces.append(updates)
+        return updates, state
+
+    inner = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    tx = ols.with_loss_scale(inner, LS, branch=branch)
+    jax.jit(step_through(door, tx)).trace(PARAMS, tx.init(PARAMS), PARAMS)
+    assert len(traces) == 1
+
+
+@each_door
+@pytest.mark.parametrize(("branch", "conditionals"), [("cond", 1), (None, 1), ("select", 0)])
+def test_on_cpu_there_is_a_conditional_unless_a_select_is_asked_for(branch, conditionals, door):
+    tx = ols.with_loss_scale(optax.adamw(1e-2), LS, branch=branch)
+    compiled = jax.jit(step_through(door, tx)).lower(PARAMS, tx.init(PARAMS), PARAMS).compile()
+    assert compiled.as_text().count(" conditional(") == conditionals
+
+
+@each_door
+@each_branch
+def test_one_exported_program_serves_every_platform(branch, door):
+    tx = ols.with_loss_scale(optax.sgd(0.5), LS, branch=branch)
+    step = step_through(door, tx)
+    flat = lambda grads, leaves, params: jax.tree.leaves(
+        step(grads, jax.tree.unflatten(structure, leaves), params)
+    )
+    leaves, structure = jax.tree.flatten(tx.init(PARAMS))
+    platforms = ("cpu", "cuda", "tpu")
+    exported = jax.export.export(jax.jit(flat), platforms=platforms)(PARAMS, leaves, PARAMS)
+    for grads in (PARAMS, BAD):
+        here = exported.call(grads, leaves, PARAMS)
+        chex.assert_trees_all_close(here, flat(grads, leaves, PARAMS))
+
+
+@each_branch
+def test_vmapped_each_replica_decides_for_itself(branch):
+    tx = ols.with_loss_scale(optax.adam(1e-2), LS, branch=branch)
+    both = jax.tree.map(lambda *x: jnp.stack(x), PARAMS, BAD)
+    states = jax.vmap(lambda _: tx.init(PARAMS))(jnp.arange(2))
+    step = jax.jit(jax.vmap(tx.apply_gradients, in_axes=(0, 0, None)))
+    params, states = step(both, states, PARAMS)
+    np.testing.assert_array_equal(states.should_apply, [True, False])
+    chex.assert_trees_all_equal(jax.tree.map(lambda x: x[1], params), PARAMS)
+
+
+def test_another_branch_is_refused():
+    with pytest.raises(ValueError, match=r"branch must be 'cond', 'select', or None .*'switch'"):
+        ols.with_loss_scale(optax.sgd(0.1), branch="switch")  # pyrefly: ignore

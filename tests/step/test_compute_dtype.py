@@ -1,0 +1,93 @@
+"""What is differentiated is cast first, and its gradients come in that dtype."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+PARAMS = {"w": jnp.linspace(-1.0, 1.0, 6).reshape(2, 3), "b": jnp.linspace(0.0, 0.5, 3)}
+X = jnp.linspace(-1.0, 2.0, 8).reshape(4, 2)
+LS = ols.DynamicLossScale(1024.0)
+
+
+def loss_fn(params, x):
+    y = x.astype(params["w"].dtype) @ params["w"] + params["b"]
+    return jnp.mean(y.astype(jnp.float32) ** 2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
+def test_gradients_are_those_with_respect_to_the_cast_parameters(dtype):
+    loss, grads = ols.value_and_grad(loss_fn, LS, compute_dtype=dtype)(PARAMS, X)
+    cast = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    expected_loss, expected = ols.value_and_grad(loss_fn, LS)(cast, X)
+    chex.assert_trees_all_equal(loss, expected_loss)
+    chex.assert_trees_all_equal(grads, expected)
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(dtype)}
+    chex.assert_trees_all_equal(ols.grad(loss_fn, LS, compute_dtype=dtype)(PARAMS, X), grads)
+
+
+def test_only_wider_floats_among_what_is_differentiated_are_cast():
+    seen = {}
+
+    def note(params, other, scale):
+        seen.update(jax.tree.map(lambda x: jnp.asarray(x).dtype, {**params, "other": other}))
+        return jnp.real(params["c"]).astype(jnp.float32) * scale
+
+    params = {
+        "w": jnp.float32(1),
+        "half": jnp.bfloat16(1),
+        "byte": jnp.asarray(1, jnp.float8_e5m2),
+        "c": jnp.complex64(1),
+        "n": jnp.int32(1),
+    }
+    gradient = ols.grad(note, LS, (0, -1), compute_dtype=jnp.float16, allow_int=True)
+    grads, scale_grad = gradient(params, jnp.float32(1), jnp.float32(2))
+    names = ["w", "half", "byte", "c", "n", "other"]
+    expected = ["float16", "bfloat16", "float8_e5m2", "complex64", "int32", "float32"]
+    assert [str(seen[name]) for name in names] == expected
+    assert scale_grad.dtype == jnp.float16
+    assert grads["w"].dtype == jnp.float16
+
+
+def test_minimize_takes_the_step_of_value_and_grad():
+    tx = ols.with_loss_scale(optax.adam(0.1), LS)
+    state = tx.init(PARAMS)
+    loss, params, after = tx.minimize(loss_fn, state, PARAMS, X, compute_dtype=jnp.float16)
+    value, grads = ols.value_and_grad(loss_fn, state, compute_dtype=jnp.float16)(PARAMS, X)
+    expected = tx.apply_gradients(grads, state, PARAMS, value=value)
+    chex.assert_trees_all_equal((loss, (params, after)), (value, expected))
+    chex.assert_trees_all_equal_dtypes(params, PARAMS)
+
+
+def test_on_cpu_the_gradients_of_a_whole_step_take_half_the_memory():
+    n, width = 8, 256
+    params = [jnp.ones((width, width)) for _ in range(n)]
+    tx = ols.with_loss_scale(optax.adamw(1e-3))
+
+    def loss_fn(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w.astype(jnp.float16))
+        return jnp.mean(x.astype(jnp.float32))
+
+    def temporary(compute_dtype):
+        def step(params, state, x):
+            differentiate = ols.value_and_grad(loss_fn, state, compute_dtype=compute_dtype)
+            loss, grads = differentiate(params, x)
+            return *tx.apply_gradients(grads, state, params), loss
+
+        x = jnp.ones((4, width), jnp.float16)
+        step = jax.jit(step, donate_argnums=(0, 1))
+        memory = step.lower(params, tx.init(params), x).compile().memory_analysis()
+        return memory.temp_size_in_bytes / (4 * n * width**2)
+
+    assert temporary(jnp.float16) < 1.2 < 1.8 < temporary(None)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, "flaot16", np.int32, bool, jnp.complex64])
+def test_what_is_no_floating_point_dtype_is_refused(dtype):
+    with pytest.raises(ValueError, match="compute_dtype must be a floating-point dtype"):
+        ols.value_and_grad(loss_fn, LS, compute_dtype=dtype)

@@ -1,0 +1,97 @@
+"""A loss that is not finite skips the step, and is never the loss scale's fault."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+PARAMS = {"w": jnp.array([1.0, -2.0])}
+EACH_SCALE = {
+    "dynamic": ols.DynamicLossScale(growth_interval=2),
+    "fixed": ols.FixedLossScale(64),
+    "none": ols.get(None),
+    "logmax": ols.LogMaxLossScale(),
+    "tolerance": ols.ToleranceLossScale(),
+    "pytorch": ols.presets.pytorch(),
+}
+each_scale = pytest.mark.parametrize("loss_scale", EACH_SCALE.values(), ids=EACH_SCALE)
+each_branch = pytest.mark.parametrize("branch", [None, "select"])
+
+
+@each_branch
+@pytest.mark.parametrize("loss", [jnp.nan, jnp.inf, -jnp.inf])
+@each_scale
+def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_loss_scale(
+    loss_scale, loss, branch
+):
+    tx = ols.with_loss_scale(optax.adam(0.1), loss_scale, branch=branch)
+    before = tx.init(PARAMS)
+    step = jax.jit(tx.apply_gradients)
+    for grads in (PARAMS, jax.tree.map(lambda p: p * jnp.nan, PARAMS)):
+        params, state = step(grads, before, PARAMS, value=loss)
+        chex.assert_trees_all_equal(params, PARAMS)
+        chex.assert_trees_all_equal(state.inner_state, before.inner_state)
+        chex.assert_trees_all_equal(state.loss_scale, before.loss_scale)
+        assert not state.should_apply
+        assert state.skipped_steps == state.consecutive_skipped_steps == 1
+
+
+@each_scale
+def test_a_finite_loss_changes_nothing(loss_scale):
+    tx = ols.with_loss_scale(optax.adam(0.1), loss_scale)
+    state = tx.init(PARAMS)
+    for grads in (PARAMS, jax.tree.map(lambda p: p * jnp.inf, PARAMS)):
+        with_value = tx.apply_gradients(grads, state, PARAMS, value=3.0)
+        chex.assert_trees_all_equal(with_value, tx.apply_gradients(grads, state, PARAMS))
+
+
+def test_check_raises_when_the_loss_stays_nan():
+    tx = ols.with_loss_scale(optax.sgd(0.1))
+    state = tx.init(PARAMS)
+    for _ in range(4):
+        _, state = tx.update(PARAMS, state, PARAMS, value=jnp.nan)
+    with pytest.raises(ols.LossScaleError, match="4"):
+        ols.check(state, max_consecutive_skips=3)
+
+
+def test_minimize_passes_the_loss_on():
+    tx = ols.with_loss_scale(optax.sgd(0.1), 64)
+    loss_fn = lambda params, x: jnp.sum(params["w"] * x)
+    state = tx.init(PARAMS)
+    _, params, state = jax.jit(tx.minimize, static_argnums=0)(loss_fn, state, PARAMS, jnp.nan)
+    chex.assert_trees_all_equal(params, PARAMS)
+    assert state.skipped_steps == 1
+
+
+def test_inner_is_given_the_value_as_an_extra_argument():
+    inner = optax.GradientTransformationExtraArgs(
+        lambda params: jnp.float32(0),
+        lambda updates, state, params=None, *, value, **extra: (updates, value + extra["more"]),
+    )
+    tx = ols.with_loss_scale(inner)
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.float32(2), more=1)
+    assert state.inner_state == 3
+    minimized = tx.minimize(
+        lambda params: jnp.sum(params["w"] ** 2), state, PARAMS, extra_args={"more": 1}
+    )
+    assert minimized[2].inner_state == 6
+
+
+def test_all_replicas_agree_on_a_loss_that_is_nan_on_one():
+    tx = ols.with_loss_scale(optax.sgd(0.1), 64, axis_name="data")
+    state = jax.tree.map(lambda x: jnp.stack([x] * 4), tx.init(PARAMS))
+    losses = jnp.array([1.0, 1.0, jnp.nan, 1.0])
+    params = jax.tree.map(lambda x: jnp.stack([x] * 4), PARAMS)
+    step = jax.pmap(lambda g, s, p, loss: tx.apply_gradients(g, s, p, value=loss), "data")
+    after, state = step(params, state, params, losses)
+    chex.assert_trees_all_equal(after, params)
+    assert not state.should_apply.any()
+
+
+def test_a_value_that_is_no_scalar_is_refused():
+    tx = ols.with_loss_scale(optax.sgd(0.1))
+    with pytest.raises(TypeError, match=r"true loss, a scalar, got shape \(2,\)"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.ones(2))
