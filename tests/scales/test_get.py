@@ -7,7 +7,7 @@ import pytest
 import optax_lossscale as ols
 
 
-def test_identifiers():
+def test_each_identifier_stands_for_its_loss_scale():
     assert ols.get(None) == ols.FixedLossScale(1)
     assert ols.get("dynamic") == ols.DynamicLossScale()
     for number in (128, 128.0, np.float32(128), np.int64(128), jnp.float32(128), np.array(128)):
@@ -34,13 +34,13 @@ def test_identifiers():
         np.array(["dynamic"]),
     ],
 )
-def test_unknown_identifiers(bad):
+def test_an_unknown_identifier_is_answered_with_the_known(bad):
     with pytest.raises(ValueError, match=r"a loss scale is None .* a number .* 'dynamic'"):
         ols.get(bad)
 
 
 @pytest.mark.parametrize("bad", [0, -128, np.nan, np.inf])
-def test_numbers_that_are_no_scale(bad):
+def test_a_number_that_is_no_scale_is_refused(bad):
     with pytest.raises(ValueError, match="scale must be a number between"):
         ols.get(bad)
 
@@ -61,7 +61,7 @@ TX = ols.with_loss_scale(optax.adam(1e-3))
         optax.chain(optax.identity(), optax.chain(optax.MultiSteps(TX, 2), optax.identity())),
     ],
 )
-def test_finds_the_loss_scale_anywhere(tx):
+def test_finds_the_loss_scale_however_deep_in_a_state(tx):
     state = tx.init(PARAMS)
     assert ols.get_loss_scale(state) == ols.DynamicLossScale()
     assert jax.jit(lambda state: ols.get_loss_scale(state)())(state) == 2**15

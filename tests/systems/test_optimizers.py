@@ -67,7 +67,7 @@ def numbers(dtype, seed):
     return {k: rng.standard_normal(s).astype(dtype) for k, s in SHAPES.items()}
 
 
-def test_the_optimizers_are_found():
+def test_every_optimizer_of_optax_is_found():
     assert len(aliases()) >= 25
     assert {"adam", "adamw", "sgd", "lion", "adafactor", "lamb", "lbfgs"} <= set(aliases())
 
@@ -107,7 +107,9 @@ def on_replicas(step):
 @each_dtype
 @pytest.mark.parametrize("placement", ["eager", "jit", "sharded", "explicit", "shard_map"])
 @each_optimizer
-def test_wrapped(name, placement, dtype):
+def test_a_wrapped_optimizer_keeps_types_and_placement_and_skips_an_overflow(
+    name, placement, dtype
+):
     if placement == "shard_map":
         tx = ols.with_loss_scale(optax.chain(mean_over("data"), make(name)), LS, axis_name="data")
     else:
@@ -161,13 +163,14 @@ NO_FMA = "--xla_cpu_max_isa=AVX"
 compiled = pytest.param(
     "compiled",
     marks=pytest.mark.skipif(
-        NO_FMA not in os.environ.get("XLA_FLAGS", ""), reason="run by test_compiled_without_fma"
+        NO_FMA not in os.environ.get("XLA_FLAGS", ""),
+        reason="run by test_compiled_without_fused_multiply_adds_each_equals_the_bare_one",
     ),
 )
 
 
 @pytest.mark.slow
-def test_compiled_without_fma():
+def test_compiled_without_fused_multiply_adds_each_equals_the_bare_one():
     """Runs the compiled cases of the next test in a process without fused multiply-adds."""
     command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "bit_for_bit and compiled"]
     run = subprocess.run(

@@ -44,7 +44,7 @@ def ends(out):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
-def test_all_skip_when_one_overflows(processes):
+def test_all_processes_skip_when_one_overflows(processes):
     run = start("--processes", processes, "--steps", 12, "--overflow", 6, processes - 1)
     out, err = finish(run)
     assert run.returncode == 0, err
@@ -92,7 +92,7 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes(tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_twenty_times(tmp_path):
+def test_a_run_killed_twenty_times_ends_as_if_undisturbed(tmp_path):
     """At random moments; resumed each time, the run ends with the very same parameters."""
     undisturbed, err = finish(start("--processes", 1, "--steps", STEPS))
     assert ends(undisturbed), err

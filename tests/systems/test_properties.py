@@ -77,7 +77,7 @@ def widened(x):
 
 @settings
 @hypothesis.given(trees, any_loss_scale, st.booleans())
-def test_scale_and_unscale_any_tree(tree, ls, x64):
+def test_any_tree_is_scaled_and_unscaled_in_float32_or_wider(tree, ls, x64):
     with jax.enable_x64(x64):
         for result, factor in ((ls.scale(tree), ls()), (ls.unscale(tree), 1 / ls())):
             assert jax.tree.structure(result) == jax.tree.structure(tree)
