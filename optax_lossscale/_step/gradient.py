@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._scales.get import get_loss_scale
+from optax_lossscale._scales.get import resolve
 
 
 def scale_loss(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
@@ -16,14 +16,14 @@ def scale_loss(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
 
     Args:
       loss: a real floating-point scalar.
-      loss_scale: a `LossScale`, or an optimizer state that holds exactly one.
+      loss_scale: whatever `get` takes, or an optimizer state that holds exactly one.
 
     Returns:
       The scaled loss, shape (), float32 or wider.
 
     Raises:
       TypeError: if the loss is not a real floating-point scalar.
-      ValueError: if `loss_scale` holds no loss scale, or several.
+      ValueError: if `loss_scale` is no loss scale, or a state that holds none or several.
 
     Example:
       >>> import optax_lossscale as ols
@@ -42,7 +42,7 @@ def scale_loss(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
         )
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise TypeError(f"the loss must be a real floating-point number, got dtype {loss.dtype}")
-    return get_loss_scale(loss_scale).scale(loss)
+    return resolve(loss_scale).scale(loss)
 
 
 def value_and_grad(
@@ -60,7 +60,7 @@ def value_and_grad(
     Args:
       fun: a function that returns a real floating-point scalar, or with `has_aux` a
         pair of that and anything.
-      loss_scale: a `LossScale`, or an optimizer state that holds exactly one.
+      loss_scale: whatever `get` takes, or an optimizer state that holds exactly one.
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`.
       **kwargs: further arguments of `jax.value_and_grad`.
@@ -71,7 +71,7 @@ def value_and_grad(
       `with_loss_scale`'s transformation takes them.
 
     Raises:
-      ValueError: if `loss_scale` holds no loss scale, or several.
+      ValueError: if `loss_scale` is no loss scale, or a state that holds none or several.
       TypeError: when called, if the loss is not a real floating-point scalar.
 
     Example:
@@ -81,7 +81,7 @@ def value_and_grad(
       >>> float(loss), float(grad)
       (9.0, 48.0)
     """
-    loss_scale = get_loss_scale(loss_scale)
+    loss_scale = resolve(loss_scale)
 
     def scaled_fun(*args, **kw):
         value = fun(*args, **kw)
@@ -114,7 +114,7 @@ def grad(
 
     Args:
       fun: as for `value_and_grad`, as are the other arguments.
-      loss_scale: a `LossScale`, or an optimizer state that holds exactly one.
+      loss_scale: whatever `get` takes, or an optimizer state that holds exactly one.
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`.
       **kwargs: further arguments of `jax.value_and_grad`.
