@@ -9,10 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+
+try:
+    import matplotlib.pyplot as plt
+    from matplotlib.axes import Axes
+    from matplotlib.ticker import MaxNLocator
+except ImportError as error:
+    raise ImportError("plot needs matplotlib: pip install 'optax_lossscale[plot]'") from error
 
 from optax_lossscale._arrays.precision import is_inexact
 from optax_lossscale._diagnosis.tap import Probe, places

@@ -1,5 +1,8 @@
 """The pictures hold the numbers; how they look, people look at."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import matplotlib
@@ -19,6 +22,29 @@ from optax_lossscale import plot
 def _close():
     yield
     plt.close("all")
+
+
+def test_plot_needs_no_import_of_its_own(monkeypatch):
+    monkeypatch.delitem(sys.modules, "optax_lossscale.plot")
+    monkeypatch.delattr(ols, "plot")
+    assert ols.plot.loss_scale([{"loss_scale": 8.0, "should_apply": True}]).get_xlabel() == "step"
+    with pytest.raises(AttributeError, match="'optax_lossscale' has no attribute 'plto'"):
+        ols.plto  # noqa: B018
+
+
+def test_without_matplotlib_all_else_works_and_plot_names_the_extra(tmp_path):
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "import optax_lossscale as ols\n"
+        "ols.get('dynamic')\n"
+        "ols.plot\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
+    last = run.stderr.splitlines()[-1]
+    assert last == "ImportError: plot needs matplotlib: pip install 'optax_lossscale[plot]'"
+    assert "line 4, in <module>" in run.stderr
 
 
 @pytest.mark.parametrize("flag", [bool, int, float])

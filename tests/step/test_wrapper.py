@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import chex
 import jax
@@ -486,11 +487,63 @@ def test_a_scale_that_is_a_constant_to_the_compiler_unscales_alike():
     np.testing.assert_array_equal(jax.jit(huge.unscale)(jnp.full(3, 2.0**127)), 1)
 
 
-def test_can_be_copied_and_flattened():
+def init_nothing(params):
+    return optax.EmptyState()
+
+
+def halve(updates, state, params=None):
+    return jax.tree.map(lambda u: -0.5 * u, updates), state
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda tx: jax.tree.map(lambda x: x, tx), lambda tx: tx._replace()],
+    ids=["copy", "deepcopy", "tree.map", "_replace"],
+)
+def test_a_copy_takes_the_same_step(copied):
+    tx = ols.with_loss_scale(optax.adam(1e-2), LS)
+    same = copied(tx)
+    assert type(same) is ols.LossScaledTransformation
+    state = same.init(PARAMS)
+    chex.assert_trees_all_equal(state, tx.init(PARAMS))
+    for step, original in ((same.apply_gradients, tx.apply_gradients), (same.update, tx.update)):
+        chex.assert_trees_all_equal(step(PARAMS, state, PARAMS), original(PARAMS, state, PARAMS))
+
+
+def test_what_is_made_of_module_level_functions_can_be_pickled():
+    inner = optax.GradientTransformation(init_nothing, halve)
+    tx = ols.with_loss_scale(inner, LS, axis_name=None, mask={"w": True, "b": False})
+    same = pickle.loads(pickle.dumps(tx))
+    assert type(same) is ols.LossScaledTransformation
+    chex.assert_trees_all_equal(
+        same.apply_gradients(PARAMS, same.init(PARAMS), PARAMS),
+        tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS),
+    )
+
+
+def test_init_can_be_replaced():
+    """To start with another scale, say, and keep the step."""
     tx = ols.with_loss_scale(optax.sgd(1.0), LS)
-    for same in (copy.copy(tx), copy.deepcopy(tx), jax.tree.map(lambda x: x, tx)):
-        new, _ = same.apply_gradients(PARAMS, same.init(PARAMS), PARAMS)
-        chex.assert_trees_all_equal(new, tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)[0])
+    quiet = lambda params: tx.init(params)._replace(loss_scale=LS.replace(loss_scale=8.0))
+    same = tx._replace(init=quiet)
+    params, state = same.apply_gradients(PARAMS, same.init(PARAMS), PARAMS)
+    assert state.loss_scale() == 8
+    chex.assert_trees_all_equal(params, jax.tree.map(lambda p: p - p / 8, PARAMS))
+    _, params, _ = same.minimize(loss_fn, state, params)
+    chex.assert_tree_all_finite(params)
+
+
+def test_apply_gradients_refuses_to_take_another_step_than_a_replaced_update():
+    tx = ols.with_loss_scale(optax.sgd(1.0), LS)
+    other = tx._replace(update=lambda updates, state, params=None, **extra: (updates, state))
+    state = other.init(PARAMS)
+    assert other.update(PARAMS, state) == (PARAMS, state)
+    for step in (
+        lambda: other.apply_gradients(PARAMS, state, PARAMS),
+        lambda: other.minimize(loss_fn, state, PARAMS),
+    ):
+        with pytest.raises(TypeError, match=r"update, which was replaced: .*apply_updates"):
+            step()
 
 
 # Bad input

@@ -33,6 +33,7 @@ def test_a_right_program_runs():
     updates, state = tx.update(ols.grad(loss_fn, state)(params, x), state, params, value=loss)
     params = optax.apply_updates(params, updates)
     ols.check(state)
+    ols.plot.loss_scale([ols.metrics(state)], color="red").set_title("The loss scale")
     assert ols.metrics(state)["skipped_steps"] == state.skipped_steps == 0
 
     config = ols.presets.pytorch(growth_interval=500).get_config()
