@@ -1,5 +1,6 @@
 """A fault planted in a layer is named, wherever it is."""
 
+import functools
 from collections import OrderedDict
 
 import jax
@@ -53,6 +54,7 @@ def params():
     return {"blocks": {f"block_{i}": {"in": normal(), "out": normal()} for i in range(BLOCKS)}}
 
 
+@functools.cache
 def step(fault, tapped=True):
     """The evidence that a compiled step returns."""
 

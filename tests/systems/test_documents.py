@@ -87,6 +87,7 @@ RESULTS = {
         "InitialScale",
         "LossScaleError",
         "LossScaleState",
+        "LossScaledTransformation",
         "Probe",
         "Summary",
         "Suspect",
