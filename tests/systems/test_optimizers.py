@@ -76,9 +76,9 @@ def types(tree):
     return jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree)
 
 
-def placed(tree, mesh):
-    """What is divisible, sharded over the mesh; the rest replicated."""
-    spec = lambda x: P("data") if x.ndim and x.shape[0] % 4 == 0 else P()
+def placed(tree, mesh, divisible):
+    """What can be divided over the mesh, by that spec; the rest replicated."""
+    spec = lambda x: divisible if x.ndim and x.shape[0] % 4 == 0 else P()
     return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x))), tree)
 
 
@@ -87,9 +87,8 @@ def mean_over(axis_name):
     return optax.stateless(lambda grads, params: jax.lax.pmean(grads, axis_name))
 
 
-def on_replicas(step):
+def on_replicas(step, mesh):
     """The step under shard_map: what is not finite comes from one of four replicas alone."""
-    mesh = jax.make_mesh((4,), ("data",))
 
     def replica_step(grads, state, params, **extra_args):
         index = jax.lax.axis_index("data")
@@ -117,11 +116,17 @@ def test_a_wrapped_optimizer_keeps_types_and_placement_and_skips_an_overflow(
     params = numbers(dtype, 0)
     abstract = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
     # A placement for `init` and the steps: nothing, or a mesh.
-    kind = {"sharded": AxisType.Auto, "explicit": AxisType.Explicit}.get(placement)
-    mesh = kind and jax.make_mesh((4,), ("data",), axis_types=(kind,))
-    place = (
-        (lambda tree: placed(tree, mesh)) if mesh else lambda tree: jax.tree.map(jnp.array, tree)
-    )
+    kinds = {
+        "sharded": AxisType.Auto,
+        "explicit": AxisType.Explicit,
+        "shard_map": AxisType.Auto,
+    }
+    mesh = None
+    place = lambda tree: jax.tree.map(jnp.array, tree)
+    if placement in kinds:
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(kinds[placement],))
+        divisible = P() if placement == "shard_map" else P("data")
+        place = lambda tree: placed(tree, mesh, divisible)
 
     def update(grads, state, params, **extra_args):
         updates, state = tx.update(grads, state, params, **extra_args)
@@ -139,7 +144,7 @@ def test_a_wrapped_optimizer_keeps_types_and_placement_and_skips_an_overflow(
         steps = steps[:2]
     for step in ways:
         if placement == "shard_map":
-            step = on_replicas(step)
+            step = on_replicas(step, mesh)
         if placement != "eager":
             step = jax.jit(step)
         now, carried = params, state
