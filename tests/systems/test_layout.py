@@ -2,10 +2,13 @@
 
 import ast
 import pathlib
+import re
 
 import pytest
 
-PACKAGE = pathlib.Path(__file__).parents[2] / "optax_lossscale"
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGE = ROOT / "optax_lossscale"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 
 # Each floor has its folders and files; the package itself, `__init__.py`, lies on top of them all.
 FLOORS = {
@@ -49,6 +52,14 @@ def upwards(part, source):
 def test_no_module_imports_from_a_floor_above_its_own(path):
     part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     assert upwards(part, path.read_text()) == []
+
+
+def test_contributing_has_a_line_for_every_module():
+    listed = re.findall(r"^\|[^|]*\| `([\w/]+(?:\.py|/))` \|", CONTRIBUTING.read_text(), re.M)
+    modules = {str(p.relative_to(PACKAGE)) for p in MODULES if p.name != "__init__.py"}
+    folders = {name for name in listed if name.endswith("/")}
+    in_a_folder = {m for m in modules for folder in folders if m.startswith(folder)}
+    assert sorted(listed) == sorted((modules - in_a_folder) | folders)
 
 
 @pytest.mark.parametrize(
