@@ -125,12 +125,20 @@ def main():
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--checkpoint", metavar="DIR")
     parser.add_argument(
+        "--heartbeat", type=int, default=100, help="seconds of silence that end the others"
+    )
+    parser.add_argument(
         "--overflow", type=int, nargs=2, metavar=("STEP", "RANK"), help="where to plant one"
     )
     options = parser.parse_args()
     if options.processes and options.rank is None and options.coordinator is None:
         sys.exit(start_here(options.processes, sys.argv[1:]))
-    jax.distributed.initialize(options.coordinator, options.processes, options.rank)
+    jax.distributed.initialize(
+        options.coordinator,
+        options.processes,
+        options.rank,
+        heartbeat_timeout_seconds=options.heartbeat,
+    )
     overflow = tuple(options.overflow) if options.overflow else None
     params, state = train(options.steps, overflow, options.checkpoint)
     digest = hashlib.sha256(b"".join(np.asarray(p).tobytes() for p in jax.tree.leaves(params)))

@@ -1,5 +1,8 @@
 """Loss scaling for JAX, as an Optax gradient transformation."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from optax_lossscale import presets
 from optax_lossscale._arrays.finite import all_finite
 from optax_lossscale._diagnosis.calibration import InitialScale, find_initial_scale
@@ -22,6 +25,17 @@ from optax_lossscale._step.wrapper import (
     LossScaleState,
     with_loss_scale,
 )
+
+if TYPE_CHECKING:
+    from optax_lossscale import plot as plot
+else:
+    # Not imported with the rest, as it needs matplotlib. (A type checker that saw this
+    # function would take every misspelt name for a right one.)
+    def __getattr__(name):
+        if name == "plot":
+            return importlib.import_module("optax_lossscale.plot")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __version__ = "0.1.0"
 

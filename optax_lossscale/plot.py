@@ -9,14 +9,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+
+try:
+    import matplotlib.pyplot as plt
+    from matplotlib.axes import Axes
+    from matplotlib.ticker import MaxNLocator
+except ImportError as error:
+    raise ImportError("plot needs matplotlib: pip install 'optax_lossscale[plot]'") from error
 
 from optax_lossscale._arrays.precision import is_inexact
 from optax_lossscale._diagnosis.tap import Probe, places
-from optax_lossscale._scales.get import get_scale
+from optax_lossscale._scales.get import resolve
 
 BEFORE, AFTER = "#8a8f98", "#00798c"
 
@@ -81,8 +85,8 @@ def exponents(
     Args:
       scaled_grads: gradients of the scaled loss; any pytree. Computed in float32 they show
         what a narrower dtype would lose; numbers already flushed to zero count as 0.
-      loss_scale: what they were scaled by: a number, a `LossScale`, or an optimizer state
-        that holds exactly one.
+      loss_scale: what they were scaled by: whatever `get` takes, or an optimizer state that
+        holds exactly one.
       dtype: the floating-point dtype whose ranges are shown.
       axes: the axes to draw into.
 
@@ -102,7 +106,7 @@ def exponents(
     sizes = np.abs(np.concatenate([np.zeros(0), *(p.astype(np.float64) for p in parts)]))
     with np.errstate(divide="ignore"):
         scaled = np.floor(np.log2(sizes[np.isfinite(sizes) & (sizes > 0)]))
-    shift = float(np.log2(jax.device_get(get_scale(loss_scale))))
+    shift = float(np.log2(jax.device_get(resolve(loss_scale)())))
     info = jnp.finfo(dtype)
     flushed = np.log2(float(info.smallest_subnormal)) - 1
     normal, top = np.log2(float(info.tiny)), np.log2(float(info.max))

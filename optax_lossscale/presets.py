@@ -6,7 +6,7 @@ Where the reference would leave float32's normal range, 1.18e-38 to 3.4e38, the 
 stays at the last value inside.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -503,7 +503,7 @@ def openseq2seq_logmax(
 
 
 def apex(
-    loss_scale: float | str = "dynamic",
+    loss_scale: float | Literal["dynamic"] = "dynamic",
     init_scale: float = 2.0**16,
     scale_factor: float = 2.0,
     scale_window: int = 2000,
@@ -533,7 +533,7 @@ def apex(
     """
     del scale_factor
     if loss_scale != "dynamic":
-        return FixedLossScale(loss_scale)  # pyrefly: ignore[bad-argument-type]
+        return FixedLossScale(loss_scale)
     floor: Any = _NO_FLOOR if min_loss_scale is None else {"min_scale": min_loss_scale}
     return DynamicLossScale(
         initial_scale=min(init_scale, max_loss_scale),

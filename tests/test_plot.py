@@ -1,5 +1,8 @@
 """The pictures hold the numbers; how they look, people look at."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import matplotlib
@@ -21,8 +24,31 @@ def _close():
     plt.close("all")
 
 
+def test_plot_needs_no_import_of_its_own(monkeypatch):
+    monkeypatch.delitem(sys.modules, "optax_lossscale.plot")
+    monkeypatch.delattr(ols, "plot")
+    assert ols.plot.loss_scale([{"loss_scale": 8.0, "should_apply": True}]).get_xlabel() == "step"
+    with pytest.raises(AttributeError, match="'optax_lossscale' has no attribute 'plto'"):
+        ols.plto  # noqa: B018
+
+
+def test_without_matplotlib_all_else_works_and_plot_names_the_extra(tmp_path):
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "import optax_lossscale as ols\n"
+        "ols.get('dynamic')\n"
+        "ols.plot\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
+    last = run.stderr.splitlines()[-1]
+    assert last == "ImportError: plot needs matplotlib: pip install 'optax_lossscale[plot]'"
+    assert "line 4, in <module>" in run.stderr
+
+
 @pytest.mark.parametrize("flag", [bool, int, float])
-def test_loss_scale_as_loggers_keep_it(flag):
+def test_loss_scale_takes_flags_as_loggers_keep_them(flag):
     history = [
         {"loss_scale": 8.0, "should_apply": flag(step != 1), "step": step} for step in range(3)
     ]
@@ -30,7 +56,7 @@ def test_loss_scale_as_loggers_keep_it(flag):
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_loss_scale(stacked):
+def test_loss_scale_draws_the_scale_and_marks_skipped_steps(stacked):
     tx = ols.with_loss_scale(optax.sgd(0.1), ols.DynamicLossScale(initial_scale=8.0))
     state, history = tx.init(jnp.ones(2)), []
     for bad in (0, jnp.inf, 0, jnp.nan):
@@ -55,7 +81,7 @@ def test_draws_into_given_axes():
     assert plot.taps([[ols.probe()]], axes=third) is third
 
 
-def test_exponents():
+def test_exponents_draws_shares_before_and_after_scaling():
     grads = {"a": jnp.array([0.0, 1.0, 1.5, -3.0]), "b": None, "c": jnp.float16(4.0)}
     axes = plot.exponents(grads, jnp.float32(2.0))
     before, after = (patch.get_path().vertices for patch in axes.patches[:4:2])
@@ -70,17 +96,17 @@ def test_exponents():
 @pytest.mark.parametrize(
     ("tree", "zeros"), [({}, 0), ([None, 3], 0), ([jnp.zeros((0, 3))], 0), ([jnp.zeros(3)], 100)]
 )
-def test_exponents_of_nothing(tree, zeros):
+def test_exponents_of_a_tree_without_nonzero_numbers_says_how_many_are_zero(tree, zeros):
     texts = plot.exponents(tree, dtype=jnp.bfloat16).texts
     assert texts[-1].get_text() == f"{zeros:.1f}% are 0"
 
 
-def test_exponents_of_complex_numbers():
+def test_exponents_counts_both_parts_of_complex_numbers():
     texts = plot.exponents([jnp.array([1j, 1 + 1j])], ols.get(2)).texts
     assert texts[-1].get_text() == "25.0% are 0"
 
 
-def test_taps():
+def test_taps_draws_a_row_a_layer_and_a_column_a_step():
     at = lambda x: ols.probe()._replace(
         cotangent=ols.probe().cotangent._replace(size=jnp.float32(4), zeros=jnp.float32(x))
     )
@@ -95,6 +121,6 @@ def test_taps():
         plot.taps(steps[0])
 
 
-def test_taps_of_many_layers_name_some():
+def test_taps_of_many_layers_names_some_of_them():
     axes = plot.taps([[ols.probe()] * 100] * 2)
     assert 20 <= len(axes.get_yticklabels()) <= 40

@@ -12,7 +12,6 @@ from jax import lax
 from optax_lossscale._arrays.finite import all_finite
 from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._step.gradient import value_and_grad
 
 _LOWEST, _HIGHEST = -126, 126  # the powers of two to search
@@ -102,8 +101,7 @@ def _search(loss_fn, has_aux, params, args, kwargs):
     """The exponent of the largest scale; one less than the lowest if there is none."""
 
     def is_finite(exponent):
-        # Dynamic, as a fixed scale is no traced number.
-        loss_scale = DynamicLossScale().replace(loss_scale=jnp.ldexp(jnp.float32(1), exponent))
+        loss_scale = jnp.ldexp(jnp.float32(1), exponent)
         gradient = value_and_grad(loss_fn, loss_scale, has_aux=has_aux, allow_int=True)
         _, scaled_grads = gradient(params, *args, **kwargs)
         return all_finite(scaled_grads)

@@ -9,7 +9,7 @@ import numpy as np
 
 from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._diagnosis.summary import Summary, empty, summarize_leaves
-from optax_lossscale._scales.get import get_scale
+from optax_lossscale._scales.get import resolve
 from optax_lossscale._scales.validation import refuse
 
 
@@ -82,7 +82,7 @@ def underflow_report(
 
     Args:
       scaled_grads: the gradients, still scaled; any pytree.
-      loss_scale: the scale that they were computed with: a number, a `LossScale`, or an
+      loss_scale: the scale that they were computed with: whatever `get` takes, or an
         optimizer state that holds exactly one.
       dtype: the floating-point dtype to hold them against.
 
@@ -90,8 +90,8 @@ def underflow_report(
       An `UnderflowReport`: print it, or read its `leaves`, `total` and `best_scale`.
 
     Raises:
-      ValueError: if `loss_scale` holds no loss scale, or several, or `dtype` is not one of
-        floating-point numbers.
+      ValueError: if `loss_scale` is no loss scale, or a state that holds none or several,
+        or `dtype` is not one of floating-point numbers.
 
     Example:
       >>> import jax.numpy as jnp
@@ -108,7 +108,7 @@ def underflow_report(
     if not jnp.issubdtype(dtype, jnp.floating):
         refuse("dtype", dtype, "a floating-point dtype")
     leaves = summarize_leaves(scaled_grads, dtype)
-    return UnderflowReport(leaves, get_scale(loss_scale), jnp.dtype(dtype))
+    return UnderflowReport(leaves, resolve(loss_scale)(), jnp.dtype(dtype))
 
 
 def _row(name: str, summary: Summary, dtype: np.dtype) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from optax_lossscale import presets
 from optax_lossscale._scales.dynamic import DynamicLossScale
@@ -88,8 +87,25 @@ def get_loss_scale(state: Any) -> LossScale:
     return found[0]
 
 
-def get_scale(loss_scale: Any) -> jax.Array:
-    """The loss scale, float32, from a number, a `LossScale` or a state that holds one."""
-    if isinstance(loss_scale, (int, float, np.generic, np.ndarray, jax.Array)):
-        return jnp.asarray(loss_scale, jnp.float32)
-    return get_loss_scale(loss_scale)()
+def resolve(loss_scale: Any) -> LossScale:
+    """What an argument `loss_scale` means: whatever `get` takes, or a state that holds one."""
+    if isinstance(loss_scale, jax.Array) and _is_real_number(loss_scale):
+        # It may be traced, and to read it would wait for the device. So it is state, which
+        # a fixed loss scale has none of.
+        return DynamicLossScale().replace(loss_scale=loss_scale)
+    is_leaf = jax.tree_util.all_leaves([loss_scale])
+    if loss_scale is None or is_leaf or _is_config(loss_scale):
+        return get(loss_scale)
+    return get_loss_scale(loss_scale)
+
+
+def _is_real_number(x: jax.Array) -> bool:
+    return x.shape == () and any(jnp.issubdtype(x.dtype, d) for d in (jnp.integer, jnp.floating))
+
+
+def _is_config(x: Any) -> bool:
+    """Whether a dict is one for `get`, and not a state's."""
+    match x:
+        case {"preset": str()} | {"class_name": str(), "config": _}:
+            return True
+    return False

@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from optax_lossscale._arrays.precision import at_most
-from optax_lossscale._scales.get import get_loss_scale
+from optax_lossscale._scales.get import resolve
 from optax_lossscale._scales.validation import refuse
 
 
@@ -20,14 +20,14 @@ def scale_loss(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
 
     Args:
       loss: a real floating-point scalar.
-      loss_scale: a `LossScale`, or an optimizer state that holds exactly one.
+      loss_scale: whatever `get` takes, or an optimizer state that holds exactly one.
 
     Returns:
       The scaled loss, shape (), float32 or wider.
 
     Raises:
       TypeError: if the loss is not a real floating-point scalar.
-      ValueError: if `loss_scale` holds no loss scale, or several.
+      ValueError: if `loss_scale` is no loss scale, or a state that holds none or several.
 
     Example:
       >>> import optax_lossscale as ols
@@ -46,7 +46,7 @@ def scale_loss(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
         )
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise TypeError(f"the loss must be a real floating-point number, got dtype {loss.dtype}")
-    return get_loss_scale(loss_scale).scale(loss)
+    return resolve(loss_scale).scale(loss)
 
 
 def value_and_grad(
@@ -66,7 +66,7 @@ def value_and_grad(
     Args:
       fun: a function that returns a real floating-point scalar, or with `has_aux` a
         pair of that and anything.
-      loss_scale: a `LossScale`, or an optimizer state that holds exactly one.
+      loss_scale: whatever `get` takes, or an optimizer state that holds exactly one.
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`.
       compute_dtype: a floating-point dtype, such as `jnp.float16`: the arguments that are
@@ -81,8 +81,8 @@ def value_and_grad(
       `with_loss_scale`'s transformation takes them.
 
     Raises:
-      ValueError: if `loss_scale` holds no loss scale, or several, or `compute_dtype` is not
-        one of floating-point numbers.
+      ValueError: if `loss_scale` is no loss scale, or a state that holds none or several, or
+        `compute_dtype` is not one of floating-point numbers.
       TypeError: when called, if the loss is not a real floating-point scalar.
 
     Example:
@@ -92,7 +92,7 @@ def value_and_grad(
       >>> float(loss), float(grad)
       (9.0, 48.0)
     """
-    loss_scale = get_loss_scale(loss_scale)
+    loss_scale = resolve(loss_scale)
     if compute_dtype is not None and not jnp.issubdtype(compute_dtype, jnp.floating):
         refuse("compute_dtype", compute_dtype, "a floating-point dtype, such as jnp.float16")
     differentiated = (argnums,) if isinstance(argnums, int) else tuple(argnums)
@@ -134,7 +134,7 @@ def grad(
 
     Args:
       fun: as for `value_and_grad`, as are the other arguments.
-      loss_scale: a `LossScale`, or an optimizer state that holds exactly one.
+      loss_scale: whatever `get` takes, or an optimizer state that holds exactly one.
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`.
       compute_dtype: what the arguments differentiated are cast to first.

@@ -75,7 +75,7 @@ def test_agrees_with_numpy(x):
     assert bool(ols.all_finite([x])) == bool(np.isfinite(x).all())
 
 
-def test_all_positions_of_a_small_tree():
+def test_finds_a_nan_at_every_position_of_a_small_tree():
     tree = {"a": jnp.ones((3, 2)), "b": [jnp.ones(()), None, jnp.ones((0,))], "c": jnp.ones(5)}
     leaves, treedef = jax.tree.flatten(tree)
     for k, leaf in enumerate(leaves):
@@ -93,14 +93,14 @@ def test_ignores_what_is_not_a_float():
 
 
 @pytest.mark.parametrize("tree", [{}, (), None, [None], {"a": jnp.ones((0, 3))}])
-def test_nothing_is_finite(tree):
+def test_a_tree_without_numbers_is_finite(tree):
     flag = ols.all_finite(tree)
     chex.assert_shape(flag, ())
     assert flag.dtype == bool
     assert flag
 
 
-def test_abstractly_and_batched():
+def test_evaluates_abstractly_and_under_vmap():
     shape = jax.eval_shape(ols.all_finite, {"w": jax.ShapeDtypeStruct((3, 4), jnp.float16)})
     assert (shape.shape, shape.dtype) == ((), bool)
     flags = jax.vmap(ols.all_finite)(jnp.array([[1.0, 2.0], [jnp.inf, 0.0], [3.0, jnp.nan]]))

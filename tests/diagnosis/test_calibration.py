@@ -19,7 +19,7 @@ def loss_fn(w, x):
 
 
 @pytest.mark.parametrize("exponent", [-30, -8, 0, 7, 12])
-def test_finds_the_largest_power_of_two(exponent):
+def test_finds_the_largest_power_of_two_that_does_not_overflow(exponent):
     w, x = jnp.ones(3), jnp.array([0.1, 0.9, 0.5]) * 2.0**exponent
     found = ols.find_initial_scale(loss_fn, w, x.astype(jnp.float16), margin=1)
     at = lambda scale: ols.all_finite(ols.grad(loss_fn, ols.get(scale))(w, x.astype(jnp.float16)))
@@ -29,7 +29,7 @@ def test_finds_the_largest_power_of_two(exponent):
     assert found.headroom == 1
 
 
-def test_of_several_batches_the_least_compiled_for_once():
+def test_several_batches_get_the_least_of_theirs_and_one_trace():
     counted = chex.assert_max_traces(loss_fn, n=1)
     first, *others = [(jnp.full(3, x, jnp.float16),) for x in (1.0, 64.0, 0.25)]
     found = ols.find_initial_scale(counted, jnp.ones(3), *first, others=others)
@@ -55,13 +55,13 @@ def test_asks_the_function_anew_each_time():
     assert alive() is None
 
 
-def test_parameters_that_are_no_floats():
+def test_parameters_that_are_no_floats_are_left_out():
     params = {"w": jnp.ones(3), "steps": jnp.int32(3), "none": None}
     found = ols.find_initial_scale(lambda p: loss_fn(p["w"], jnp.ones(3, jnp.float16)), params)
     assert found.largest == 2.0**15
 
 
-def test_passes_arguments_on():
+def test_passes_has_aux_and_further_arguments_on():
     def with_aux(w, x, *, weight):
         return weight * loss_fn(w, x), "aux of any kind"
 
@@ -77,9 +77,12 @@ def test_says_what_it_found():
     assert "nothing overflows up to 2**126" in str(wide)
 
 
-def test_bad_input():
+def test_a_loss_that_is_never_finite_is_refused():
     with pytest.raises(ValueError, match=r"not finite at any loss scale .*explain"):
         ols.find_initial_scale(lambda w: jnp.sum(w) * jnp.nan, jnp.ones(3))
+
+
+def test_a_margin_that_is_no_positive_int_is_refused():
     for margin in (0, 1.5, True, None):
         with pytest.raises(ValueError, match="margin must be an int"):
             ols.find_initial_scale(loss_fn, jnp.ones(3), jnp.ones(3), margin=margin)

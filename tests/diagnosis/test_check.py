@@ -36,7 +36,7 @@ def test_raises_at_too_many_skips():
         ols.check(state, max_consecutive_skips=2)
 
 
-def test_takes_a_loss_scale():
+def test_a_loss_scale_alone_is_checked_without_counts():
     ls = ols.presets.fairseq(init_scale=1.0, min_loss_scale=0.5)
     ols.check(ls)
     with pytest.raises(ols.LossScaleError, match=r"overflowed at a loss scale of 1, which cannot"):
@@ -61,8 +61,11 @@ def test_names_the_leaves_to_blame():
         ols.check(tx.init(params), leaves=leaves, taps={"b": ols.probe(), "a": ols.probe()})
 
 
-def test_bad_input():
+def test_a_state_without_a_loss_scale_is_refused():
     with pytest.raises(ValueError, match="exactly one loss scale"):
         ols.check(optax.sgd(0.1).init(PARAMS))
+
+
+def test_a_limit_that_is_no_positive_int_is_refused():
     with pytest.raises(ValueError, match="max_consecutive_skips must be an int"):
         ols.check(ols.FixedLossScale(1), max_consecutive_skips=0)

@@ -1,5 +1,6 @@
 """A fault planted in a layer is named, wherever it is."""
 
+import functools
 from collections import OrderedDict
 
 import jax
@@ -53,6 +54,7 @@ def params():
     return {"blocks": {f"block_{i}": {"in": normal(), "out": normal()} for i in range(BLOCKS)}}
 
 
+@functools.cache
 def step(fault, tapped=True):
     """The evidence that a compiled step returns."""
 
@@ -98,7 +100,7 @@ def test_says_what_is_still_finite():
     assert f"passes to block_{FAULTY - 1}; the one that reaches it is finite" in finding
 
 
-def test_from_gradients_alone():
+def test_gradients_alone_name_what_comes_before_the_fault():
     """Which come after the fault is all that they say, and what it was if it was the loss."""
     leaves, _, loss = step("backward", tapped=False)
     names = {s.name for s in ols.explain(leaves, loss=loss).suspects}
@@ -134,7 +136,7 @@ def test_the_report_is_short():
     assert lines[-1] == "and 36 more."
 
 
-def test_places_of_lists_stacks_and_names():
+def test_names_places_in_lists_stacks_and_ordered_trees():
     """The order is the model's: of ten layers and more, and of a stack's."""
     bad = jnp.array([0.0, 0.0, 1.0])
     stack = ols.probe(3)
@@ -177,12 +179,16 @@ def test_taps_that_recorded_nothing_say_nothing():
     assert explanation.suspects[0] == ("the loss", "it is nan")
 
 
-def test_bad_input():
-    leaves, taps, _ = step("forward")
+def test_taps_that_are_no_probes_are_refused():
+    leaves, _, _ = step("forward")
     with pytest.raises(
         TypeError, match=r"taps are a tree of Probes, got a \w+ at blocks/block_0/in"
     ):
         ols.explain(leaves, taps=params())
+
+
+def test_leaves_that_nonfinite_leaves_did_not_return_are_refused():
+    leaves, taps, _ = step("forward")
     replicas = jax.tree.map(lambda x: jnp.stack([x] * 4), leaves)
     for other in (params(), [1.0], jnp.ones(3), replicas):
         with pytest.raises(TypeError, match="leaves must be what nonfinite_leaves returned"):
@@ -198,7 +204,7 @@ def test_leaves_that_are_all_nan_add_nothing_to_a_culprit():
     assert explanation.summary == f"{2 * BLOCKS} of {2 * BLOCKS} gradients are not finite."
 
 
-def test_nonfinite_leaves_of_anything():
+def test_nonfinite_leaves_counts_leaves_of_every_kind_by_path():
     tree = {"a": [np.float32("nan"), 1.0], "b": {"c": jnp.array([complex(1, np.inf)])}, "d": None}
     leaves = jax.jit(ols.nonfinite_leaves)(tree)
     assert {k: (v.nans, v.infinities) for k, v in leaves.items()} == {

@@ -9,7 +9,7 @@ import optax_lossscale as ols
 PARAMS = jnp.ones(2)
 
 
-def test_after_an_overflow():
+def test_tell_of_an_overflow_in_scalars_of_fixed_dtype():
     tx = ols.with_loss_scale(optax.sgd(0.1), ols.DynamicLossScale(initial_scale=8.0))
 
     @jax.jit
@@ -35,7 +35,7 @@ def test_after_an_overflow():
 
 
 @pytest.mark.parametrize("identifier", [None, 128, "dynamic", ols.LogMaxLossScale()])
-def test_of_every_kind_deep_in_a_state(identifier):
+def test_are_found_for_every_loss_scale_deep_in_a_state(identifier):
     tx = optax.chain(ols.with_loss_scale(optax.adam(0.1), identifier), optax.scale(0.5))
     metrics = ols.metrics(tx.init(PARAMS))
     chex.assert_shape(list(metrics.values()), ())
@@ -49,7 +49,7 @@ def test_the_logarithm_of_a_power_of_two_is_an_integer(power):
     assert jax.jit(ols.metrics)(ls)["log2_loss_scale"] == power
 
 
-def test_state_of_your_own():
+def test_hold_the_counters_of_a_strategy_of_ones_own():
     class Counting(ols.LossScale):
         overflows: jax.Array = ols.state(0)
 
@@ -65,6 +65,6 @@ def test_state_of_your_own():
     }
 
 
-def test_bad_input():
+def test_a_state_without_a_loss_scale_has_none():
     with pytest.raises(ValueError, match="exactly one loss scale"):
         ols.metrics(optax.sgd(0.1).init(PARAMS))

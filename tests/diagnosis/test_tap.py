@@ -29,6 +29,9 @@ def loss_fn(w, probes, x, place=ols.tap, remat=False):
     return jnp.sum(h.astype(jnp.float32) ** 2) * 1e-6
 
 
+gradient = jax.jit(jax.grad(loss_fn, argnums=1))  # what each tap records
+
+
 def cotangents(w, x):
     """The gradients at the places themselves: those of zeros added there."""
     zeros = jnp.zeros((LAYERS, *x.shape), x.dtype)
@@ -89,13 +92,13 @@ def test_counts_what_is_not_finite(bad):
     assert record.cotangent.underflow == np.float32(1 / 3)
 
 
-def test_off_is_the_same_program():
+def test_without_a_probe_the_program_is_the_untapped_one():
     untapped = functools.partial(loss_fn, place=lambda x, probe: x)
     texts = [jax.jit(jax.grad(f)).lower(W, None, X).as_text() for f in (loss_fn, untapped)]
     assert texts[0] == texts[1]
 
 
-def test_not_asked_for_it_costs_nothing():
+def test_a_probe_not_differentiated_costs_nothing():
     """And asked for, no memory beyond the records."""
     x = jnp.ones((4096, WIDTH), jnp.float16)  # one of them is 64 KiB
     compiled = lambda argnums, probes: (
@@ -114,11 +117,10 @@ def test_forward_mode_is_refused():
     jax.jvp(lambda w: loss_fn(w, None, X), (W,), (W,))
 
 
-def test_under_shard_map():
+def test_under_shard_map_a_replicated_probe_sees_all_replicas():
     """A replicated probe sees all replicas, one for each its own."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    whole = jax.grad(loss_fn, argnums=1)(W, ols.probe(LAYERS), X)
-    gradient = jax.grad(loss_fn, argnums=1)
+    whole = gradient(W, ols.probe(LAYERS), X)
     specs = {"mesh": mesh, "in_specs": (P(), P(), P("data")), "out_specs": P()}
     chex.assert_trees_all_close(
         jax.jit(jax.shard_map(gradient, **specs))(W, ols.probe(LAYERS), X), whole, rtol=1e-6
@@ -133,12 +135,11 @@ def test_under_shard_map():
         shard_map = jax.shard_map(
             own, mesh=mesh, in_specs=(P(), P("data"), x_spec), out_specs=P("data")
         )
-        record = shard_map(W, each, X)
+        record = jax.jit(shard_map)(W, each, X)
         np.testing.assert_array_equal(record.value.size, np.full((4, LAYERS), size))
 
 
 def test_each_replica_records_its_own_under_pmap_and_unchecked_shard_map():
-    gradient = jax.grad(loss_fn, argnums=1)
     alone = [gradient(W, ols.probe(LAYERS), x[None]) for x in X]
     stacked = jax.tree.map(lambda *r: jnp.stack(r), *alone)
     by_pmap = jax.pmap(gradient, in_axes=(None, None, 0))(W, ols.probe(LAYERS), X[:, None])
@@ -146,22 +147,20 @@ def test_each_replica_records_its_own_under_pmap_and_unchecked_shard_map():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     own = lambda x: jax.tree.map(lambda r: r[None], gradient(W, ols.probe(LAYERS), x))
     specs = {"mesh": mesh, "in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
-    chex.assert_trees_all_close(jax.shard_map(own, **specs)(X), stacked, rtol=1e-6)
+    chex.assert_trees_all_close(jax.jit(jax.shard_map(own, **specs))(X), stacked, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_sharded(kind):
+def test_sharded_arrays_are_counted_without_gathering_them(kind):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
     place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
-    gradient = jax.jit(jax.grad(loss_fn, argnums=1))
     arguments = place(W, P()), place(ols.probe(LAYERS), P()), place(X, P("data"))
-    whole = jax.grad(loss_fn, argnums=1)(W, ols.probe(LAYERS), X)
+    whole = gradient(W, ols.probe(LAYERS), X)
     chex.assert_trees_all_close(gradient(*arguments), whole, rtol=1e-6)
     assert "all-gather" not in gradient.lower(*arguments).compile().as_text()
 
 
-def test_under_vmap_and_twice_it_sums():
-    gradient = jax.grad(loss_fn, argnums=1)
+def test_a_probe_shared_under_vmap_or_used_twice_holds_the_sum():
     shared = jax.vmap(gradient, (None, None, 0))(W, ols.probe(LAYERS), X)
     np.testing.assert_array_equal(shared.value.size, np.full((4, LAYERS), WIDTH))
     # The same as one tap of them all, but for the largest.
@@ -207,7 +206,7 @@ def demo_loss(params, tokens, probes):
 
 
 @pytest.mark.parametrize("scale", [None, 2.0**15])
-def test_every_block_of_the_demo(scale, monkeypatch):
+def test_the_demos_blocks_record_what_their_gradients_lose(scale, monkeypatch):
     """What underflows with and without loss scaling, against the gradients themselves."""
     params = _model.init(jax.random.key(0))
     tokens = next(_text.batches(np.arange(2000, dtype=np.uint8), 1, seed=0))

@@ -10,7 +10,7 @@ import optax_lossscale as ols
 GRADS = {"a": jnp.array([0.0, 1e-9, 1e-6, 1.0]), "b": {"c": jnp.array([2.0**6 * 0.99])}, "d": None}
 
 
-def test_shares_and_best_scale():
+def test_counts_what_each_scale_loses_and_finds_the_same_best_one():
     report = jax.jit(ols.underflow_report)(GRADS, ols.DynamicLossScale(initial_scale=4.0))
     total = report.total
     assert (total.size, total.zeros, total.subnormals) == (5, 2, 1)
@@ -35,12 +35,12 @@ def test_the_best_scale_is_a_power_of_two(power):
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-def test_of_what_is_not_finite_nothing_is_said(bad):
+def test_gradients_that_are_not_finite_have_no_best_scale(bad):
     assert np.isnan(ols.underflow_report([jnp.array([1.0, bad])], 1.0).best_scale)
 
 
 @pytest.mark.parametrize("tree", [{}, [None], [jnp.zeros(3)], [jnp.zeros((0, 2))]])
-def test_of_nothing(tree):
+def test_a_tree_without_nonzero_numbers_has_no_best_scale(tree):
     report = ols.underflow_report(tree, 1.0)
     assert np.isnan(report.best_scale)
     assert str(report).splitlines()[-2].split()[0] == "all"
@@ -51,7 +51,7 @@ def test_the_best_scale_is_one_that_a_loss_scale_takes():
     assert ols.DynamicLossScale(initial_scale=best)() == 2.0**127
 
 
-def test_another_dtype():
+def test_another_dtype_underflows_by_its_own_range():
     report = ols.underflow_report([jnp.float32(1e-20)], 1.0, jnp.bfloat16)
     assert report.total.underflow == 0
     assert "in bfloat16" in str(report)

@@ -74,7 +74,7 @@ def test_follows_its_documented_rules(config, finite):
     assert run(ls, finite)[0] == rules(ls, finite)
 
 
-def test_default_is_tensorflows():
+def test_the_default_is_tensorflows_rule():
     scales, _ = run(ols.DynamicLossScale(), [True] * 4000 + [False] * 20 + [True] * 1999)
     assert scales[1998:2000] == [2**15, 2**16]
     assert scales[3999] == 2**17
@@ -87,7 +87,7 @@ def test_one_overflow_starts_the_run_anew():
     assert run(ls, [1, 1, 0, 1, 1, 1])[0] == [8, 8, 4, 4, 4, 8]
 
 
-def test_hysteresis_tolerates():
+def test_hysteresis_tolerates_overflows_before_backing_off():
     ls = ols.DynamicLossScale(initial_scale=1024, growth_interval=2, hysteresis=3)
     assert run(ls, [0, 0, 0, 0])[0] == [1024, 1024, 512, 256]
 
@@ -100,7 +100,7 @@ def test_hysteresis_tolerates():
         ("finite", [1024, 1024, 1024, 512, 256, 256, 512, 512, 256]),
     ],
 )
-def test_hysteresis_refills(refill, expected):
+def test_hysteresis_refills_when_it_was_told_to(refill, expected):
     ls = ols.DynamicLossScale(
         initial_scale=1024, growth_interval=2, hysteresis=2, hysteresis_refill=refill
     )
@@ -122,7 +122,7 @@ def test_back_off_past_the_floor_is_clipped_or_refused():
 
 
 @pytest.mark.parametrize("clip_backoff", [False, True])
-def test_exhausted(clip_backoff):
+def test_exhausted_at_an_overflow_that_can_lower_nothing(clip_backoff):
     config = {"initial_scale": 4.0, "growth_interval": 1, "clip_backoff": clip_backoff}
     ls = ols.DynamicLossScale(**config, hysteresis=2, hysteresis_refill="finite")
     finite, exhausted = [0, 0, 0, 0, 1, 0, 0, 0, 1], []
@@ -171,7 +171,7 @@ def test_backing_off_by_a_reciprocal_divides(divisor, compiled):
     np.testing.assert_array_equal([one(s) for s in scales[:20]], scales[:20] / np.float32(divisor))
 
 
-def test_counters_do_not_overflow():
+def test_counters_reach_the_int32_maximum_without_overflow():
     ls = ols.DynamicLossScale(growth_interval=2**31 - 1).replace(growth_counter=2**31 - 2)
     grown = ls.adjust(True)
     assert (grown.growth_counter, grown()) == (0, 2**16)
@@ -193,7 +193,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("name", "value"), [(k, v) for k, vs in BAD.items() for v in vs])
-def test_bad_arguments(name, value):
+def test_a_bad_argument_is_named_with_what_was_given(name, value):
     named = "initial_scale" if value in (2.0**16, 2.0**14) else name
     with pytest.raises(ValueError, match=f"{named} must be .*, got "):
         ols.DynamicLossScale(**{name: value})

@@ -7,7 +7,7 @@ import pytest
 import optax_lossscale as ols
 
 
-def test_identifiers():
+def test_each_identifier_stands_for_its_loss_scale():
     assert ols.get(None) == ols.FixedLossScale(1)
     assert ols.get("dynamic") == ols.DynamicLossScale()
     for number in (128, 128.0, np.float32(128), np.int64(128), jnp.float32(128), np.array(128)):
@@ -34,13 +34,13 @@ def test_identifiers():
         np.array(["dynamic"]),
     ],
 )
-def test_unknown_identifiers(bad):
+def test_an_unknown_identifier_is_answered_with_the_known(bad):
     with pytest.raises(ValueError, match=r"a loss scale is None .* a number .* 'dynamic'"):
         ols.get(bad)
 
 
 @pytest.mark.parametrize("bad", [0, -128, np.nan, np.inf])
-def test_numbers_that_are_no_scale(bad):
+def test_a_number_that_is_no_scale_is_refused(bad):
     with pytest.raises(ValueError, match="scale must be a number between"):
         ols.get(bad)
 
@@ -61,7 +61,7 @@ TX = ols.with_loss_scale(optax.adam(1e-3))
         optax.chain(optax.identity(), optax.chain(optax.MultiSteps(TX, 2), optax.identity())),
     ],
 )
-def test_finds_the_loss_scale_anywhere(tx):
+def test_finds_the_loss_scale_however_deep_in_a_state(tx):
     state = tx.init(PARAMS)
     assert ols.get_loss_scale(state) == ols.DynamicLossScale()
     assert jax.jit(lambda state: ols.get_loss_scale(state)())(state) == 2**15
@@ -77,3 +77,74 @@ def test_none_or_several_is_an_error():
         ols.get_loss_scale(optax.adam(1e-3).init(PARAMS))
     with pytest.raises(ValueError, match="exactly one loss scale in the state, found 2"):
         ols.get_loss_scale(optax.chain(TX, TX).init(PARAMS))
+
+
+# What an argument `loss_scale` may be, wherever there is one.
+
+GRADS = {"w": jnp.array([3.0, -1.0])}
+MEANINGS = {
+    "value_and_grad": lambda ls: ols.value_and_grad(lambda x: x, ls)(1.0)[1],
+    "grad": lambda ls: ols.grad(lambda x: x, ls)(1.0),
+    "scale_loss": lambda ls: ols.scale_loss(1.0, ls),
+    "underflow_report": lambda ls: ols.underflow_report(GRADS, ls).loss_scale,
+}
+each_function = pytest.mark.parametrize("scale_of", MEANINGS.values(), ids=MEANINGS)
+CONFIG = ols.FixedLossScale(128).get_config()
+
+
+@each_function
+@pytest.mark.parametrize(
+    ("loss_scale", "scale"),
+    [
+        (None, 1),
+        (128, 128),
+        (0.5, 0.5),
+        (np.float32(128), 128),
+        (np.array(128), 128),
+        (jnp.float32(128), 128),
+        (jnp.int32(128), 128),
+        ("dynamic", 2**15),
+        (ols.LogMaxLossScale(initial_scale=8), 8),
+        (CONFIG, 128),
+        ({"preset": "pytorch", "init_scale": 8.0}, 8),
+        (TX.init(PARAMS), 2**15),
+        ({"model": PARAMS, "optimizer": TX.init(PARAMS)}, 2**15),
+        ({"preset": TX.init(PARAMS)}, 2**15),
+        ({"class_name": ols.FixedLossScale(128), "step": 0}, 128),
+    ],
+)
+def test_every_function_takes_what_get_takes_and_states(scale_of, loss_scale, scale):
+    assert scale_of(loss_scale) == scale
+
+
+@each_function
+@pytest.mark.parametrize("scale", [jnp.float32(128), 128, 2.0**127], ids=str)
+def test_every_function_takes_a_traced_number(scale_of, scale):
+    traced = jax.jit(lambda scale: scale_of(scale))
+    assert traced(scale) == scale
+    assert jax.eval_shape(traced, scale).shape == ()
+
+
+@each_function
+@pytest.mark.parametrize(
+    "bad", ["dynamc", True, 0, np.nan, object(), jnp.ones(3), jnp.array(True)]
+)
+def test_every_function_answers_an_unknown_identifier_as_get_does(scale_of, bad):
+    with pytest.raises(ValueError, match=r"a loss scale is None|scale must be a number between"):
+        scale_of(bad)
+
+
+@each_function
+@pytest.mark.parametrize("state", [(), {}, PARAMS, (TX.init(PARAMS),) * 2, {"config": CONFIG}])
+def test_every_function_refuses_a_state_without_exactly_one(scale_of, state):
+    with pytest.raises(ValueError, match="exactly one loss scale in the state, found"):
+        scale_of(state)
+
+
+@each_function
+@pytest.mark.parametrize(
+    "config", [{"class_name": "Nonesuch", "config": {}}, {"preset": "torch"}], ids=str
+)
+def test_every_function_refuses_a_config_of_an_unknown_kind(scale_of, config):
+    with pytest.raises(ValueError, match=r"no (loss scale|preset) is named"):
+        scale_of(config)

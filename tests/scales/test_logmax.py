@@ -98,13 +98,13 @@ def test_extreme_options_leave_a_finite_scale():
         assert 1 <= ls() <= 2.0**24
 
 
-def test_from_the_flag_alone():
+def test_adjust_stays_at_a_finite_step_and_falls_at_an_overflow():
     ls = ols.LogMaxLossScale(initial_scale=1024.0)
     assert ls.adjust(True) == ls
     assert ls.adjust(False)() == 1
 
 
-def test_replicas_share_the_largest():
+def test_replicas_share_the_largest_gradient():
     update = lambda g: ols.LogMaxLossScale().update(g, axis_name="i")
     ls, finite = jax.pmap(update, axis_name="i")(jnp.array([1.0, 4.0, 2.0, 0.5]))
     np.testing.assert_array_equal(ls.loss_scale, [2.0**14] * 4)
@@ -113,7 +113,7 @@ def test_replicas_share_the_largest():
     assert not finite.any()
 
 
-def test_in_an_optimizer():
+def test_an_optimizer_unscales_by_the_scale_before_the_gradient():
     tx = ols.with_loss_scale(optax.sgd(1.0), ols.LogMaxLossScale(initial_scale=256.0))
     params, state = jax.jit(tx.apply_gradients)(
         jnp.array([512.0]), tx.init(jnp.zeros(1)), jnp.zeros(1)
@@ -134,7 +134,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("name", "value"), [(k, v) for k, vs in BAD.items() for v in vs])
-def test_bad_arguments(name, value):
+def test_a_bad_argument_is_named_with_what_was_given(name, value):
     named = "initial_scale" if value in (2.0, 0.5) else name
     with pytest.raises(ValueError, match=f"{named} must be .*, got "):
         ols.LogMaxLossScale(**{name: value})

@@ -86,7 +86,7 @@ def test_nothing_is_validated_at_unflatten(ls):
         jax.tree.map(lambda x, placeholder=placeholder: placeholder, ls)
 
 
-def test_leaves_have_names():
+def test_leaves_are_named_after_their_fields():
     paths = [jax.tree_util.keystr(k) for k, _ in jax.tree_util.tree_leaves_with_path(ALL[1])]
     assert paths == [".loss_scale", ".growth_counter", ".hysteresis_left", "._exhausted"]
 
@@ -121,7 +121,7 @@ def test_config_is_the_configuration_and_not_the_state():
         {"class_name": [], "config": {}},
     ],
 )
-def test_bad_config(config):
+def test_a_config_that_no_get_config_made_is_refused(config):
     with pytest.raises(ValueError, match=r"config|named|growth_interval"):
         ols.LossScale.from_config(config)
 
@@ -136,7 +136,7 @@ def test_adjust_is_what_a_strategy_must_write():
         ols.LossScale()
 
 
-def test_strategy_rules():
+def test_a_strategy_of_ones_own_follows_its_rule_in_a_scan():
     ls = Cautious(initial_scale=8.0, patience=2)
     _, scales = jax.lax.scan(
         lambda ls, finite: (ls.adjust(finite), ls.adjust(finite)()),
@@ -146,7 +146,7 @@ def test_strategy_rules():
     np.testing.assert_array_equal(scales, [8, 16, 16, 8, 8, 16])
 
 
-def test_state_may_be_arrays():
+def test_a_state_field_may_be_an_array_of_any_shape_and_dtype():
     class Remembering(ols.LossScale):
         last: jax.Array = ols.state(jnp.zeros(3))
         seen: jax.Array = ols.state(np.float16(2))
@@ -169,7 +169,7 @@ def test_replace_keeps_dtypes_and_knows_its_fields():
 @pytest.mark.parametrize(
     "bad", [0, -1, np.inf, -np.inf, np.nan, True, "8", None, 1e39, 1e-39, 10**400]
 )
-def test_bad_initial_scale(bad):
+def test_an_initial_scale_that_is_no_positive_finite_number_is_refused(bad):
     with pytest.raises(ValueError, match=r"initial_scale must be a number between .* got "):
         Cautious(initial_scale=bad)
 
@@ -205,7 +205,7 @@ TREE = {
 
 @each
 @pytest.mark.parametrize("method", ["scale", "unscale"])
-def test_scale_and_unscale(ls, method):
+def test_floats_are_scaled_in_float32_or_wider_and_all_else_passes_through(ls, method):
     factor = ls.initial_scale if method == "scale" else 1 / ls.initial_scale
     out = getattr(ls, method)(TREE)
     assert jax.tree.structure(out) == jax.tree.structure(TREE)
@@ -274,7 +274,7 @@ def test_update_looks_at_the_gradients(ls):
 
 
 @each
-def test_update_compiles_once_and_abstractly(ls):
+def test_update_compiles_once_and_evaluates_abstractly(ls):
     grads = {"w": jnp.ones(3)}
 
     @jax.jit
@@ -289,7 +289,7 @@ def test_update_compiles_once_and_abstractly(ls):
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes, after)
 
 
-def test_population_of_loss_scales():
+def test_a_population_under_vmap_adapts_each_by_its_own_gradients():
     ls = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * 3), ALL[1])
     grads = jnp.array([[1.0], [jnp.inf], [2.0]])
     ls, should_apply = jax.vmap(lambda ls, g: ls.update(g))(ls, grads)

@@ -56,7 +56,7 @@ def default(name):
 
 
 @each
-def test_by_name(name):
+def test_a_preset_is_found_by_name_and_documents_each_argument(name):
     function = getattr(presets, name)
     assert default(name) == function(**REQUIRED.get(name, {}))
     assert ols.get({"preset": name, **REQUIRED.get(name, {})}) == default(name)
@@ -65,7 +65,7 @@ def test_by_name(name):
         assert f"      {argument}: " in inspect.getsource(function)
 
 
-def test_unknown_names_and_arguments():
+def test_an_unknown_name_or_argument_is_answered_with_the_known():
     with pytest.raises(ValueError, match=r"no preset is named 'torch'; there are .*pytorch"):
         presets.get("torch")
     with pytest.raises(ValueError, match="keys among init_scale, growth_factor"):
@@ -89,7 +89,7 @@ def test_one_trace_over_a_loop(name):
         ls, _ = update(ls, jnp.full(3, g))
 
 
-def test_defaults():
+def test_defaults_are_the_references():
     assert presets.tensorflow_dynamic() == ols.DynamicLossScale() == presets.tf_keras()
     assert presets.pytorch()() == 2.0**16
     assert presets.flax()() == 2.0**16
@@ -104,7 +104,7 @@ def test_defaults():
     assert presets.mpx(8.0, counter=2).growth_counter == 2
 
 
-def test_arrays_where_the_reference_takes_them():
+def test_takes_arrays_where_the_reference_takes_them():
     zero = jnp.zeros((), jnp.int32)
     assert presets.jmp(jnp.asarray(8.0), zero) == presets.jmp(8.0)
     assert presets.mpx(jnp.float32(8), jnp.float32(1), counter=zero) == presets.mpx(8.0)
@@ -124,7 +124,7 @@ def scales(ls, finite):
     return np.asarray(jax.jit(lambda ls, f: jax.lax.scan(step, ls, f)[1])(ls, finite))
 
 
-def test_apex():
+def test_apex_follows_its_published_rule():
     ls = presets.apex(init_scale=2.0**23, scale_window=2, min_loss_scale=2.0**22, scale_factor=9)
     finite = np.array([1, 1, 1, 1, 0, 0, 0, 1, 1], bool)
     expected = 2.0 ** np.array([23, 24, 24, 24, 23, 22, 22, 22, 23])
@@ -148,7 +148,9 @@ sequences = st.lists(st.booleans(), min_size=50, max_size=50).map(np.array)
     sequences,
 )
 @hypothesis.settings(deadline=None, max_examples=40)
-def test_flax_live(growth_factor, backoff_factor, interval, scale, minimum, finite):
+def test_flax_scales_equal_the_installed_references(
+    growth_factor, backoff_factor, interval, scale, minimum, finite
+):
     arguments = {
         "growth_factor": growth_factor,
         "backoff_factor": backoff_factor,
@@ -173,7 +175,7 @@ def test_flax_live(growth_factor, backoff_factor, interval, scale, minimum, fini
     st.integers(1, 6), factors, st.sampled_from([1.0, 2.0**15, 1000.0, 1e38]), sequences
 )
 @hypothesis.settings(deadline=None, max_examples=40)
-def test_jmp_live(period, factor, scale, finite):
+def test_jmp_scales_equal_the_installed_references(period, factor, scale, finite):
     reference = jmp.DynamicLossScale(
         jnp.float32(scale), jnp.int32(0), period=period, factor=factor
     )
@@ -269,7 +271,7 @@ class EveryOtherOverflow(ols.LossScale):
         )
 
 
-def test_a_strategy_of_ones_own():
+def test_a_strategy_of_ones_own_trains_and_has_a_config():
     import optax
 
     tx = ols.with_loss_scale(optax.adam(0.1), EveryOtherOverflow(initial_scale=8.0))

@@ -80,6 +80,6 @@ BAD = {
 
 
 @pytest.mark.parametrize(("name", "value"), [(k, v) for k, vs in BAD.items() for v in vs])
-def test_bad_arguments(name, value):
+def test_a_bad_argument_is_named_with_what_was_given(name, value):
     with pytest.raises(ValueError, match=f"{name} must be .*, got "):
         ols.ToleranceLossScale(**{name: value})

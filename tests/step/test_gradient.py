@@ -45,7 +45,7 @@ def test_float16_loss_may_be_scaled_by_more_than_float16_holds():
     assert ols.scale_loss(loss, ols.FixedLossScale(2.0**20)) == 2.0**21
 
 
-def test_has_aux_argnums_and_further_arguments():
+def test_passes_has_aux_argnums_and_further_arguments_on():
     fun = lambda x, y: (x * y, {"aux": x + y})
     value, grads = ols.value_and_grad(fun, LS, argnums=(0, 1), has_aux=True)(2.0, 3.0)
     assert value == (6.0, {"aux": 5.0})
@@ -68,7 +68,7 @@ def test_takes_an_optimizer_state(wrap):
     assert ols.scale_loss(2.0, state) == 2048
 
 
-def test_state_without_a_loss_scale():
+def test_a_state_without_a_loss_scale_is_refused():
     for f in (ols.value_and_grad, ols.grad):
         with pytest.raises(ValueError, match="exactly one loss scale"):
             f(loss_fn, optax.sgd(0.1).init(PARAMS))
@@ -88,7 +88,7 @@ def test_state_without_a_loss_scale():
         (lambda p: None, "got a NoneType"),
     ],
 )
-def test_a_loss_that_is_no_real_scalar(loss, said):
+def test_a_loss_that_is_no_real_scalar_is_refused(loss, said):
     with pytest.raises(TypeError, match=said):
         jax.jit(ols.grad(loss, LS))(PARAMS)
 
@@ -99,7 +99,7 @@ def test_has_aux_needs_a_pair(value):
         ols.value_and_grad(value, LS, has_aux=True)(PARAMS)
 
 
-def test_abstract_evaluation():
+def test_evaluates_abstractly():
     shapes = jax.eval_shape(ols.value_and_grad(loss_fn, LS), PARAMS)
     assert shapes[0].shape == ()
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes[1], PARAMS)

@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import chex
 import jax
@@ -56,7 +57,7 @@ def test_is_an_optax_transformation():
     assert (init, update) == (tx.init, tx.update)
 
 
-def test_state():
+def test_the_first_state_is_of_strongly_typed_arrays_and_inners_own():
     state = ols.with_loss_scale(optax.adam(1e-3), LS).init(PARAMS)
     assert isinstance(state, ols.LossScaleState)
     assert state.loss_scale == LS
@@ -175,7 +176,7 @@ def test_fixed_scale_never_skips():
     assert state.skipped_steps == 0
 
 
-def test_minimize():
+def test_minimize_is_the_loss_its_gradients_and_the_step():
     tx = ols.with_loss_scale(optax.sgd(0.1), LS)
     loss, params, _state = jax.jit(lambda s, p: tx.minimize(loss_fn, s, p, x=2 * X))(
         tx.init(PARAMS), PARAMS
@@ -270,7 +271,7 @@ def test_weakly_typed_parameters_compile_once_more_at_most():
 @both_ways
 @each_kind
 @each_optimizer
-def test_scan_over_steps(inner, loss_scale, way):
+def test_a_scan_over_steps_carries_the_state(inner, loss_scale, way):
     tx = ols.with_loss_scale(inner, loss_scale)
 
     def body(carry, x):
@@ -289,7 +290,7 @@ def test_scan_over_steps(inner, loss_scale, way):
 
 @each_kind
 @each_optimizer
-def test_donation_and_a_second_init(inner, loss_scale):
+def test_a_donated_state_leaves_a_second_init_its_loss_scale(inner, loss_scale):
     tx = ols.with_loss_scale(inner, loss_scale)
     step = jax.jit(tx.apply_gradients, donate_argnums=(1, 2))
     for _ in range(2):
@@ -300,14 +301,14 @@ def test_donation_and_a_second_init(inner, loss_scale):
     assert tx.init(PARAMS).loss_scale == ols.get(loss_scale)
 
 
-def test_donating_the_state_of_a_loss_scale_made_of_device_arrays():
+def test_a_donated_state_leaves_a_loss_scale_of_device_arrays_whole():
     tx = ols.with_loss_scale(optax.sgd(0.1), LS.adjust(False))
     step = jax.jit(tx.apply_gradients, donate_argnums=(1,))
     step(PARAMS, tx.init(PARAMS), PARAMS)
     assert tx.init(PARAMS).loss_scale() == 512
 
 
-def test_abstract_evaluation():
+def test_evaluates_abstractly():
     tx = ols.with_loss_scale(optax.adamw(1e-3), LS)
     params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float16), PARAMS)
     state = jax.eval_shape(tx.init, params)
@@ -334,7 +335,7 @@ def test_nothing_waits_for_the_device():
     assert "outfeed" not in text
 
 
-def test_population():
+def test_a_population_under_vmap_skips_each_for_itself():
     tx = ols.with_loss_scale(optax.adam(1e-2), LS)
     seeds = jnp.array([1.0, jnp.inf, 2.0])
     params = jax.vmap(lambda s: jax.tree.map(lambda p: p + 0 * s, PARAMS))(jnp.ones(3))
@@ -349,7 +350,7 @@ def test_population():
 # Composition
 
 
-def test_inside_a_chain():
+def test_inside_a_chain_hands_on_unscaled_updates():
     tx = optax.chain(ols.with_loss_scale(optax.sgd(1.0), LS), optax.scale(0.5))
     state = tx.init(PARAMS)
     updates, state = jax.jit(tx.update)(ols.grad(loss_fn, state)(PARAMS), state, PARAMS)
@@ -396,7 +397,7 @@ def test_extra_arguments_reach_inner():
 
 @both_ways
 @pytest.mark.parametrize("callable_mask", [False, True])
-def test_mask(way, callable_mask):
+def test_leaves_masked_out_are_neither_unscaled_nor_checked(way, callable_mask):
     mask = {"w": True, "history": {"amax": False}}
     labels = {"w": "sgd", "history": "overwrite"}
     overwrite = optax.stateless(lambda g, p: jax.tree.map(lambda g, p: g - p, g, p))
@@ -429,14 +430,14 @@ def test_a_parameter_whose_gradient_is_none_stays(inner):
     assert state.skipped_steps == 1
 
 
-def test_the_update_for_a_gradient_that_is_none():
+def test_the_update_for_a_gradient_that_is_none_is_zero():
     tx = ols.with_loss_scale(optax.adamw(0.1, weight_decay=0.1), LS)
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
     updates, _ = tx.update({"w": None, "b": PARAMS["b"]}, state, PARAMS)
     chex.assert_trees_all_equal(updates["w"], jnp.zeros_like(PARAMS["w"]))
 
 
-def test_trees_with_none_and_empty_trees():
+def test_trees_with_none_and_empty_trees_keep_their_structure():
     tx = ols.with_loss_scale(optax.adam(1e-3), LS)
     for params in ({}, (), {"w": jnp.ones(2), "frozen": None}):
         new, state = tx.apply_gradients(params, tx.init(params), params)
@@ -452,7 +453,7 @@ def test_masked_leaves_too_reach_inner_in_float32():
     np.testing.assert_allclose(updates["w"], -1e-2, rtol=1e-2)
 
 
-def test_lookahead_whose_parameters_are_two_trees():
+def test_lookahead_steps_with_its_two_trees_of_parameters():
     inner = optax.lookahead(optax.sgd(1.0), sync_period=2, slow_step_size=0.5)
     tx = ols.with_loss_scale(inner, LS)
     params = optax.LookaheadParams.init_synced(PARAMS)
@@ -461,7 +462,7 @@ def test_lookahead_whose_parameters_are_two_trees():
     chex.assert_trees_all_equal(new.fast, jax.tree.map(lambda p: p - 1, PARAMS))
 
 
-def test_float8_parameters():
+def test_float8_parameters_stay_float8():
     params = jnp.ones(3, jnp.float8_e4m3fn)
     tx = ols.with_loss_scale(optax.sgd(0.5), 1)
     new, _ = tx.apply_gradients(params, tx.init(params), params)
@@ -475,7 +476,7 @@ def test_a_state_that_holds_the_parameters_can_be_donated_with_them():
     jax.jit(tx.apply_gradients, donate_argnums=(1, 2))(PARAMS, tx.init(params), params)
 
 
-def test_scale_that_is_a_constant_to_the_compiler():
+def test_a_scale_that_is_a_constant_to_the_compiler_unscales_alike():
     ls = ols.DynamicLossScale(initial_scale=0.5, min_scale=2.0**-20)
     tx, params = ols.with_loss_scale(optax.sgd(1.0), ls), jnp.zeros(3)
     step = lambda g: tx.apply_gradients(g, tx.init(params), params)
@@ -486,11 +487,63 @@ def test_scale_that_is_a_constant_to_the_compiler():
     np.testing.assert_array_equal(jax.jit(huge.unscale)(jnp.full(3, 2.0**127)), 1)
 
 
-def test_can_be_copied_and_flattened():
+def init_nothing(params):
+    return optax.EmptyState()
+
+
+def halve(updates, state, params=None):
+    return jax.tree.map(lambda u: -0.5 * u, updates), state
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda tx: jax.tree.map(lambda x: x, tx), lambda tx: tx._replace()],
+    ids=["copy", "deepcopy", "tree.map", "_replace"],
+)
+def test_a_copy_takes_the_same_step(copied):
+    tx = ols.with_loss_scale(optax.adam(1e-2), LS)
+    same = copied(tx)
+    assert type(same) is ols.LossScaledTransformation
+    state = same.init(PARAMS)
+    chex.assert_trees_all_equal(state, tx.init(PARAMS))
+    for step, original in ((same.apply_gradients, tx.apply_gradients), (same.update, tx.update)):
+        chex.assert_trees_all_equal(step(PARAMS, state, PARAMS), original(PARAMS, state, PARAMS))
+
+
+def test_what_is_made_of_module_level_functions_can_be_pickled():
+    inner = optax.GradientTransformation(init_nothing, halve)
+    tx = ols.with_loss_scale(inner, LS, axis_name=None, mask={"w": True, "b": False})
+    same = pickle.loads(pickle.dumps(tx))
+    assert type(same) is ols.LossScaledTransformation
+    chex.assert_trees_all_equal(
+        same.apply_gradients(PARAMS, same.init(PARAMS), PARAMS),
+        tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS),
+    )
+
+
+def test_init_can_be_replaced():
+    """To start with another scale, say, and keep the step."""
     tx = ols.with_loss_scale(optax.sgd(1.0), LS)
-    for same in (copy.copy(tx), copy.deepcopy(tx), jax.tree.map(lambda x: x, tx)):
-        new, _ = same.apply_gradients(PARAMS, same.init(PARAMS), PARAMS)
-        chex.assert_trees_all_equal(new, tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)[0])
+    quiet = lambda params: tx.init(params)._replace(loss_scale=LS.replace(loss_scale=8.0))
+    same = tx._replace(init=quiet)
+    params, state = same.apply_gradients(PARAMS, same.init(PARAMS), PARAMS)
+    assert state.loss_scale() == 8
+    chex.assert_trees_all_equal(params, jax.tree.map(lambda p: p - p / 8, PARAMS))
+    _, params, _ = same.minimize(loss_fn, state, params)
+    chex.assert_tree_all_finite(params)
+
+
+def test_apply_gradients_refuses_to_take_another_step_than_a_replaced_update():
+    tx = ols.with_loss_scale(optax.sgd(1.0), LS)
+    other = tx._replace(update=lambda updates, state, params=None, **extra: (updates, state))
+    state = other.init(PARAMS)
+    assert other.update(PARAMS, state) == (PARAMS, state)
+    for step in (
+        lambda: other.apply_gradients(PARAMS, state, PARAMS),
+        lambda: other.minimize(loss_fn, state, PARAMS),
+    ):
+        with pytest.raises(TypeError, match=r"update, which was replaced: .*apply_updates"):
+            step()
 
 
 # Bad input
@@ -498,7 +551,7 @@ def test_can_be_copied_and_flattened():
 
 @pytest.mark.parametrize("grads", [{"w": jnp.ones(2)}, {}, jnp.ones(3), [1.0, 2.0]])
 @both_ways
-def test_gradients_of_another_structure(grads, way):
+def test_gradients_of_another_structure_are_refused(grads, way):
     tx = ols.with_loss_scale(optax.sgd(0.1), LS)
     with pytest.raises(ValueError, match="must have the structure of the parameters"):
         way(tx)(grads, tx.init(PARAMS), PARAMS)
@@ -506,7 +559,7 @@ def test_gradients_of_another_structure(grads, way):
 
 @both_ways
 @pytest.mark.parametrize("state", [None, PARAMS, optax.adam(1e-3).init(PARAMS)])
-def test_a_state_that_is_not_its_own(state, way):
+def test_a_state_that_is_not_its_own_is_refused(state, way):
     tx = ols.with_loss_scale(optax.adam(1e-3), LS)
     with pytest.raises(
         TypeError, match=r"must be the LossScaleState .* got a (NoneType|dict|tuple)"
@@ -515,7 +568,7 @@ def test_a_state_that_is_not_its_own(state, way):
 
 
 @pytest.mark.parametrize("returned", [None, 2.0, LS, ols.FixedLossScale(1)])
-def test_a_strategy_that_returns_something_else(returned):
+def test_a_strategy_that_returns_something_else_is_refused(returned):
     class Forgetful(ols.LossScale):
         def adjust(self, grads_finite):
             return returned
@@ -526,11 +579,11 @@ def test_a_strategy_that_returns_something_else(returned):
 
 
 @pytest.mark.parametrize("inner", [None, "adam", optax.adam, 1e-3, optax.constant_schedule(1.0)])
-def test_inner_that_is_no_transformation(inner):
+def test_an_inner_that_is_no_transformation_is_refused(inner):
     with pytest.raises(TypeError, match="inner must be an Optax gradient transformation"):
         ols.with_loss_scale(inner)
 
 
-def test_bad_loss_scale_at_construction():
+def test_an_unknown_loss_scale_is_refused_at_construction():
     with pytest.raises(ValueError, match="a loss scale is None"):
         ols.with_loss_scale(optax.sgd(0.1), "static")

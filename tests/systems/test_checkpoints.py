@@ -45,7 +45,7 @@ def restore(folder, like):
 
 
 @each_kind
-def test_orbax(tmp_path, loss_scale):
+def test_orbax_restores_a_state_that_trains_on_alike(tmp_path, loss_scale):
     tx = ols.with_loss_scale(INNER, loss_scale)
     _, state = stepped(tx, tx.init(PARAMS))
     save(tmp_path / "state", state)
@@ -73,7 +73,7 @@ def test_the_state_is_kept_and_the_new_configuration_holds(tmp_path):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_orbax_on_another_number_of_devices(tmp_path, devices):
+def test_orbax_restores_onto_another_number_of_devices(tmp_path, devices):
     def place(tree, count):
         mesh = jax.make_mesh((count,), ("data",), devices=jax.devices()[:count])
         spec = lambda x: P("data") if x.ndim else P()
@@ -94,7 +94,7 @@ def test_orbax_on_another_number_of_devices(tmp_path, devices):
     assert after.should_apply
 
 
-def test_a_run_begins_to_use_loss_scaling(tmp_path):
+def test_a_run_without_loss_scaling_goes_on_with_it(tmp_path):
     """From a checkpoint of the bare optimizer: its state is the wrapper's inner state."""
     inner_state = INNER.init(PARAMS)
     _, inner_state = INNER.update(PARAMS, inner_state, PARAMS)
@@ -107,7 +107,7 @@ def test_a_run_begins_to_use_loss_scaling(tmp_path):
 
 
 @each_kind
-def test_pickle(loss_scale):
+def test_pickle_restores_every_state(loss_scale):
     tx = ols.with_loss_scale(INNER, loss_scale)
     _, state = stepped(tx, tx.init(PARAMS))
     restored = pickle.loads(pickle.dumps(state))
@@ -116,7 +116,7 @@ def test_pickle(loss_scale):
 
 
 @each_kind
-def test_msgpack(loss_scale):
+def test_msgpack_restores_every_leaf(loss_scale):
     """Flax serializes trees of its own kinds; leaves are of every kind."""
     tx = ols.with_loss_scale(INNER, loss_scale)
     _, state = stepped(tx, tx.init(PARAMS))

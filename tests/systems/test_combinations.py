@@ -72,7 +72,7 @@ INSIDE = {
 
 
 @pytest.mark.parametrize("inner", INSIDE.values(), ids=INSIDE)
-def test_inside_the_wrapper(inner):
+def test_a_combination_inside_the_wrapper_steps_as_without(inner):
     params, state = scaled_run(ols.with_loss_scale(inner, LS))
     plain_params, plain_state = plain_run(inner)
     chex.assert_trees_all_close(params, plain_params, rtol=1e-5)
@@ -101,7 +101,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
-def test_around_the_wrapper(around):
+def test_a_combination_around_the_wrapper_steps_as_without(around):
     inner = optax.adam(1e-2)
     tx = around(ols.with_loss_scale(inner, LS))
     params, _ = scaled_run(tx)
@@ -110,7 +110,7 @@ def test_around_the_wrapper(around):
 
 
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
-def test_around_the_wrapper_an_overflow_changes_no_parameter(around):
+def test_a_combination_around_the_wrapper_changes_no_parameter_at_an_overflow(around):
     tx = around(ols.with_loss_scale(optax.sgd(0.1), LS))
     before, _ = scaled_run(tx, steps=2)
     after, state = scaled_run(tx, steps=3, skip=(2,))
@@ -218,7 +218,7 @@ def test_sam_differentiates_the_true_loss_itself():
     assert state.should_apply
 
 
-def test_lookahead_outside_and_inside():
+def test_lookahead_inside_and_around_steps_as_without():
     fast = optax.adam(1e-1)
     params = optax.LookaheadParams.init_synced(PARAMS)
 

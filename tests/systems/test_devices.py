@@ -28,7 +28,7 @@ def batches(bad=None):
 
 @pytest.mark.parametrize("bad", [None, 0, 3])
 @pytest.mark.parametrize("reduced", [False, True])
-def test_pmap(bad, reduced):
+def test_an_overflow_on_one_replica_makes_all_skip(bad, reduced):
     tx = ols.with_loss_scale(optax.adam(1e-2), LS, axis_name="replica")
 
     def step(params, state, x):
@@ -67,7 +67,7 @@ def test_without_axis_name_replicas_decide_alone():
 
 @pytest.mark.parametrize("bad", [None, 2])
 @pytest.mark.parametrize("way", ["update", "apply_gradients"])
-def test_shard_map_with_replicated_parameters(bad, way):
+def test_replicas_under_shard_map_step_as_one_device_or_all_skip(bad, way):
     """The step of one device on the whole batch: the mean is taken in the loss."""
     mesh = jax.make_mesh((REPLICAS,), ("data",), axis_types=(AxisType.Auto,))
     inner = optax.sgd(1e-2, momentum=0.9)
@@ -97,7 +97,7 @@ def test_shard_map_with_replicated_parameters(bad, way):
 
 @pytest.mark.parametrize("bad", [None, 2])
 @pytest.mark.parametrize("way", ["update", "apply_gradients"])
-def test_shard_map_with_sharded_parameters(bad, way):
+def test_shards_under_shard_map_step_or_all_skip(bad, way):
     """Each device holds a shard of the parameters and of its gradients, none reduced."""
     mesh = jax.make_mesh((REPLICAS,), ("model",), axis_types=(AxisType.Auto,))
     tx = ols.with_loss_scale(optax.sgd(1.0, momentum=0.9), LS, axis_name="model")

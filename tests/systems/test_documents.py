@@ -31,7 +31,7 @@ FRAMEWORKS = programs("docs/frameworks.md")
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the frameworks', not ours
 @pytest.mark.parametrize("program", FRAMEWORKS, ids=["nnx", "linen", "equinox", "haiku", "taps"])
-def test_with_a_framework(program):
+def test_each_frameworks_program_runs(program):
     assert "\nassert " in program
     if "nnx.as_pure" in program and not hasattr(importlib.import_module("flax.nnx"), "as_pure"):
         program = program.replace("nnx.as_pure", "nnx.pure")
@@ -41,7 +41,7 @@ def test_with_a_framework(program):
 NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 
-def test_the_notebooks_are_found():
+def test_all_six_notebooks_are_found():
     assert len(NOTEBOOKS) == 6
 
 
@@ -87,6 +87,7 @@ RESULTS = {
         "InitialScale",
         "LossScaleError",
         "LossScaleState",
+        "LossScaledTransformation",
         "Probe",
         "Summary",
         "Suspect",

@@ -1,7 +1,7 @@
 """Every optimizer that Optax exports, wrapped: optimizer × placement × dtype in the test ids.
 
-Each by `apply_gradients` and by `update`; placed on several devices, float16 parameters by the
-one and float32 ones by the other.
+Under `jit` each by `apply_gradients` and by `update`; elsewhere, where a step takes longer to
+compile, float16 parameters by the one and float32 ones by the other.
 """
 
 import inspect
@@ -67,7 +67,7 @@ def numbers(dtype, seed):
     return {k: rng.standard_normal(s).astype(dtype) for k, s in SHAPES.items()}
 
 
-def test_the_optimizers_are_found():
+def test_every_optimizer_of_optax_is_found():
     assert len(aliases()) >= 25
     assert {"adam", "adamw", "sgd", "lion", "adafactor", "lamb", "lbfgs"} <= set(aliases())
 
@@ -76,9 +76,9 @@ def types(tree):
     return jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree)
 
 
-def placed(tree, mesh):
-    """What is divisible, sharded over the mesh; the rest replicated."""
-    spec = lambda x: P("data") if x.ndim and x.shape[0] % 4 == 0 else P()
+def placed(tree, mesh, divisible):
+    """What can be divided over the mesh, by that spec; the rest replicated."""
+    spec = lambda x: divisible if x.ndim and x.shape[0] % 4 == 0 else P()
     return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x))), tree)
 
 
@@ -87,9 +87,8 @@ def mean_over(axis_name):
     return optax.stateless(lambda grads, params: jax.lax.pmean(grads, axis_name))
 
 
-def on_replicas(step):
+def on_replicas(step, mesh):
     """The step under shard_map: what is not finite comes from one of four replicas alone."""
-    mesh = jax.make_mesh((4,), ("data",))
 
     def replica_step(grads, state, params, **extra_args):
         index = jax.lax.axis_index("data")
@@ -107,7 +106,9 @@ def on_replicas(step):
 @each_dtype
 @pytest.mark.parametrize("placement", ["eager", "jit", "sharded", "explicit", "shard_map"])
 @each_optimizer
-def test_wrapped(name, placement, dtype):
+def test_a_wrapped_optimizer_keeps_types_and_placement_and_skips_an_overflow(
+    name, placement, dtype
+):
     if placement == "shard_map":
         tx = ols.with_loss_scale(optax.chain(mean_over("data"), make(name)), LS, axis_name="data")
     else:
@@ -115,11 +116,17 @@ def test_wrapped(name, placement, dtype):
     params = numbers(dtype, 0)
     abstract = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
     # A placement for `init` and the steps: nothing, or a mesh.
-    kind = {"sharded": AxisType.Auto, "explicit": AxisType.Explicit}.get(placement)
-    mesh = kind and jax.make_mesh((4,), ("data",), axis_types=(kind,))
-    place = (
-        (lambda tree: placed(tree, mesh)) if mesh else lambda tree: jax.tree.map(jnp.array, tree)
-    )
+    kinds = {
+        "sharded": AxisType.Auto,
+        "explicit": AxisType.Explicit,
+        "shard_map": AxisType.Auto,
+    }
+    mesh = None
+    place = lambda tree: jax.tree.map(jnp.array, tree)
+    if placement in kinds:
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(kinds[placement],))
+        divisible = P() if placement == "shard_map" else P("data")
+        place = lambda tree: placed(tree, mesh, divisible)
 
     def update(grads, state, params, **extra_args):
         updates, state = tx.update(grads, state, params, **extra_args)
@@ -130,15 +137,18 @@ def test_wrapped(name, placement, dtype):
     chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(tx.init, abstract), state)
 
     ways = [tx.apply_gradients, update]
-    if placement not in ("eager", "jit"):  # which take the longest to compile
+    steps = [(1, 0.0), (2, np.inf), (3, 0.0)]
+    if placement != "jit":
         ways = ways[:1] if dtype == jnp.float16 else ways[1:]
+    if placement == "eager":  # where each step compiles anew
+        steps = steps[:2]
     for step in ways:
         if placement == "shard_map":
-            step = on_replicas(step)
+            step = on_replicas(step, mesh)
         if placement != "eager":
             step = jax.jit(step)
         now, carried = params, state
-        for seed, bad in ((1, 0.0), (2, np.inf), (3, 0.0)):
+        for seed, bad in steps:
             grads = place({k: g * 16 + bad for k, g in numbers(dtype, seed).items()})
             new, new_state = step(grads, carried, now, **extra(name))
             assert types(new_state) == types(carried)
@@ -199,15 +209,16 @@ NO_FMA = "--xla_cpu_max_isa=AVX"
 compiled = pytest.param(
     "compiled",
     marks=pytest.mark.skipif(
-        NO_FMA not in os.environ.get("XLA_FLAGS", ""), reason="run by test_compiled_without_fma"
+        NO_FMA not in os.environ.get("XLA_FLAGS", ""),
+        reason="run by test_compiled_without_fused_multiply_adds_each_equals_the_bare_one",
     ),
 )
 
 
 @pytest.mark.slow
-def test_compiled_without_fma():
+def test_compiled_without_fused_multiply_adds_each_equals_the_bare_one():
     """Runs the compiled cases of the next test in a process without fused multiply-adds."""
-    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "bit_for_bit and compiled"]
+    command = [sys.executable, "-m", "pytest", "-n0", __file__, "-k", "bit_for_bit and compiled"]
     run = subprocess.run(
         command, env=os.environ | {"XLA_FLAGS": NO_FMA}, capture_output=True, text=True
     )

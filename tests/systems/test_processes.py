@@ -12,7 +12,6 @@ import time
 
 import pytest
 
-STEPS = 800
 SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "distributed.py"
 
 
@@ -44,7 +43,7 @@ def ends(out):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
-def test_all_skip_when_one_overflows(processes):
+def test_all_processes_skip_when_one_overflows(processes):
     run = start("--processes", processes, "--steps", 12, "--overflow", 6, processes - 1)
     out, err = finish(run)
     assert run.returncode == 0, err
@@ -69,11 +68,11 @@ def resumed(out):
 
 @pytest.mark.slow
 def test_a_killed_process_ends_the_others_and_the_run_resumes(tmp_path):
-    undisturbed, err = finish(start("--processes", 2, "--steps", STEPS))
+    undisturbed, err = finish(start("--processes", 2, "--steps", 100))
     assert ends(undisturbed), err
 
     checkpoint = ("--checkpoint", tmp_path)
-    run = start("--processes", 2, "--steps", STEPS, *checkpoint)
+    run = start("--processes", 2, "--steps", 100, *checkpoint, "--heartbeat", 10)
     follow(run, r"step 1\d:")
     command = ["pgrep", "-P", str(run.pid)]
     children = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -81,10 +80,10 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes(tmp_path):
     killed = time.monotonic()
     _, err = finish(run)
     assert run.returncode != 0
-    assert time.monotonic() - killed < 150
+    assert time.monotonic() - killed < 60
     assert re.search(r"unhealthy|heartbeat|[Cc]onnection|closed|[Ss]hutdown", err), err[-2000:]
 
-    run = start("--processes", 2, "--steps", STEPS, *checkpoint)
+    run = start("--processes", 2, "--steps", 100, *checkpoint)
     out, err = finish(run)
     assert run.returncode == 0, err
     assert resumed(out) > 0
@@ -92,18 +91,19 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes(tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_twenty_times(tmp_path):
+def test_a_run_killed_twenty_times_ends_as_if_undisturbed(tmp_path):
     """At random moments; resumed each time, the run ends with the very same parameters."""
-    undisturbed, err = finish(start("--processes", 1, "--steps", STEPS))
+    steps = 800  # which twenty lives do not get through
+    undisturbed, err = finish(start("--processes", 1, "--steps", steps))
     assert ends(undisturbed), err
     moments = random.Random(0)
     for _ in range(20):
-        run = start("--processes", 1, "--steps", STEPS, "--checkpoint", tmp_path)
+        run = start("--processes", 1, "--steps", steps, "--checkpoint", tmp_path)
         follow(run, r"step \d+:")
         time.sleep(moments.uniform(0, 0.25))
         os.killpg(run.pid, signal.SIGKILL)
         run.communicate()
-    run = start("--processes", 1, "--steps", STEPS, "--checkpoint", tmp_path)
+    run = start("--processes", 1, "--steps", steps, "--checkpoint", tmp_path)
     out, err = finish(run)
     assert run.returncode == 0, err
     assert resumed(out) > 0

@@ -11,7 +11,7 @@ import optax_lossscale as ols
 README = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
 
 
-def test_the_three_lines_run():
+def test_the_readmes_program_trains():
     names = {}
     [block] = re.findall(r"```python\n(.*?)```", README, re.S)
     exec(block, names)
@@ -22,5 +22,5 @@ def test_the_three_lines_run():
     assert jax.tree.leaves(names["params"])[0].shape == (3, 2)
 
 
-def test_version_is_in_one_place():
+def test_the_version_is_three_numbers():
     assert re.fullmatch(r"\d+\.\d+\.\d+", ols.__version__)

@@ -33,7 +33,7 @@ X = jnp.array([[1.0, 2.0], [0.5, -1.0]])
 OVERFLOW = jnp.full((2, 2), 1e30)
 
 
-def test_nothing_leaks():
+def test_a_step_leaks_no_tracer():
     with jax.checking_leaks():
         params, state = PARAMS, TX.init(PARAMS)
         for x in (X, OVERFLOW):
@@ -79,7 +79,7 @@ def test_checkify_of_floats_stops_at_an_overflow():
     assert error.get() is not None
 
 
-def test_export_round_trip():
+def test_an_exported_step_gives_the_same_results():
     state = TX.init(PARAMS)
     # A loss scale is a class of its own, for which jax.export has no serialization; so the
     # leaves cross, and the tree is put together again on the other side.
@@ -98,7 +98,7 @@ def test_export_round_trip():
         chex.assert_trees_all_equal((new, loss), (expected, expected_loss))
 
 
-def test_ahead_of_time():
+def test_a_step_compiled_ahead_of_time_takes_its_own_results():
     state = TX.init(PARAMS)
     compiled = jax.jit(train_step).lower(PARAMS, state, X).compile()
     params, state, _ = compiled(PARAMS, state, X)
@@ -123,7 +123,7 @@ def test_dtypes_are_the_same_in_x64_mode(x64):
         assert params["w"].dtype == np.float32
 
 
-def test_remat_and_custom_gradients_inside_the_loss():
+def test_a_rematerialized_loss_has_the_same_gradients():
     remat = lambda params, x: jax.checkpoint(loss_fn)(params, x)
     chex.assert_trees_all_close(
         ols.grad(remat, LS)(PARAMS, X), ols.grad(loss_fn, LS)(PARAMS, X), rtol=1e-6

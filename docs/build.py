@@ -1,0 +1,10 @@
+"""Builds the documentation into docs/_build/html; takes further options of Sphinx, such as -q."""
+
+import pathlib
+import subprocess
+import sys
+
+if __name__ == "__main__":
+    sphinx = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-b", "html", *sys.argv[1:]]
+    root = pathlib.Path(__file__).parents[1]
+    sys.exit(subprocess.call([*sphinx, "-c", "docs", ".", "docs/_build/html"], cwd=root))

@@ -1,0 +1,85 @@
+"""The package stands on floors, and no module imports from a floor above its own."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGE = ROOT / "optax_lossscale"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+
+# Each floor has its folders and files; the package itself, `__init__.py`, lies on top of them all.
+FLOORS = {
+    "_arrays": 1,
+    "_scales": 2,
+    "presets": 2,
+    "_step": 3,
+    "_diagnosis": 4,
+    "demo": 5,
+    "experimental": 5,
+    "plot": 5,
+    "testing": 5,
+}
+TOP = max(FLOORS.values())
+MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
+
+
+def imported(source):
+    """The parts of the package that a module imports from; "" for the package itself."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports inside the package are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            package, _, rest = name.partition(".")
+            if package == "optax_lossscale":
+                part = rest.partition(".")[0]
+                yield part if part in FLOORS else ""
+
+
+def upwards(part, source):
+    """The imports of a module in `part` that go up a floor."""
+    return [other for other in imported(source) if FLOORS.get(other, TOP) > FLOORS[part]]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_module_imports_from_a_floor_above_its_own(path):
+    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    assert upwards(part, path.read_text()) == []
+
+
+def test_contributing_has_a_line_for_every_module():
+    listed = re.findall(r"^\|[^|]*\| `([\w/]+(?:\.py|/))` \|", CONTRIBUTING.read_text(), re.M)
+    modules = {str(p.relative_to(PACKAGE)) for p in MODULES if p.name != "__init__.py"}
+    folders = {name for name in listed if name.endswith("/")}
+    in_a_folder = {m for m in modules for folder in folders if m.startswith(folder)}
+    assert sorted(listed) == sorted((modules - in_a_folder) | folders)
+
+
+@pytest.mark.parametrize(
+    ("part", "line"),
+    [
+        ("_arrays", "from optax_lossscale._scales.get import get"),
+        ("_scales", "from optax_lossscale import _step"),
+        ("presets", "import optax_lossscale._step.gradient"),
+        ("_step", "def f():\n    from optax_lossscale._diagnosis.tap import tap"),
+        ("_diagnosis", "from optax_lossscale import plot"),
+        ("_diagnosis", "import optax_lossscale as ols"),
+    ],
+)
+def test_an_import_that_goes_up_a_floor_is_seen(part, line):
+    assert len(upwards(part, line)) == 1
+
+
+def test_imports_that_stay_on_a_floor_or_go_down_are_allowed():
+    source = (
+        "import jax\nfrom optax_lossscale import presets\nimport optax_lossscale._arrays.finite"
+    )
+    assert upwards("_scales", source) == []
+    assert upwards("demo", "import optax_lossscale as ols\nfrom optax_lossscale import plot") == []

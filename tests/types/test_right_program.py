@@ -1,0 +1,57 @@
+"""A user's program: an editor finds no error in it, and it runs."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_lossscale as ols
+
+
+def test_a_right_program_runs():
+    params = {"w": jnp.full((3, 2), 0.1)}
+    x = jnp.ones((4, 3))
+
+    def loss_fn(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return jnp.mean((x.astype(jnp.float16) @ params["w"].astype(jnp.float16)) ** 2)
+
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    tx: ols.LossScaledTransformation = ols.with_loss_scale(
+        inner, ols.DynamicLossScale(2.0**15, 500)
+    )
+
+    @jax.jit
+    def train_step(params: dict[str, jax.Array], state: ols.LossScaleState, x: jax.Array):
+        loss, grads = ols.value_and_grad(loss_fn, state)(params, x)
+        params, state = tx.apply_gradients(grads, state, params)
+        return params, state, loss
+
+    state: ols.LossScaleState = tx.init(params)
+    params, state, loss = train_step(params, state, x)
+    assert bool(state.should_apply)
+    assert float(loss) < 1 < float(state.loss_scale())
+    loss, params, state = tx.minimize(loss_fn, state, params, x)
+    updates, state = tx.update(ols.grad(loss_fn, state)(params, x), state, params, value=loss)
+    params = optax.apply_updates(params, updates)
+    ols.check(state)
+    ols.plot.loss_scale([ols.metrics(state)], color="red").set_title("The loss scale")
+    assert ols.metrics(state)["skipped_steps"] == state.skipped_steps == 0
+
+    config = ols.presets.pytorch(growth_interval=500).get_config()
+    for loss_scale in ("dynamic", 128, 0.5, None, tx.init(params).loss_scale, config):
+        chain = optax.chain(ols.with_loss_scale(optax.sgd(0.1), loss_scale), optax.scale(0.5))
+        assert ols.get_loss_scale(chain.init(params)) == ols.get(loss_scale)
+    accumulating = optax.MultiSteps(ols.with_loss_scale(optax.adam(1e-3)), 4)
+    scaled = ols.scale_loss(loss, accumulating.init(params))
+    assert float(scaled / loss) == ols.LossScale.from_config(config).initial_scale / 2
+
+    class Creeping(ols.LossScale):
+        rate: float = 1.01
+        overflows: jax.Array = ols.state(0)
+
+        def adjust(self, grads_finite: jax.typing.ArrayLike):
+            factor = jnp.where(grads_finite, self.rate, 0.5)
+            return self.replace(loss_scale=self() * factor, overflows=self.overflows + 1)
+
+    creeping, should_apply = Creeping(initial_scale=1000.0, rate=1.1).update(params)
+    assert bool(should_apply)
+    assert int(creeping.overflows) == 1
