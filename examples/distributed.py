@@ -14,6 +14,7 @@ On a cluster, once on each host, with what `jax.distributed.initialize` does not
 import argparse
 import functools
 import hashlib
+import json
 import os
 import pathlib
 import socket
@@ -24,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -34,25 +36,35 @@ WIDTH = 32
 
 def loss_fn(params, x, y):
     """A small network in float16; the loss in float32."""
-    half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
-    hidden = jnp.tanh(x.astype(jnp.float16) @ half["in"])
-    return jnp.mean((hidden @ half["out"] - y).astype(jnp.float32) ** 2)
+    hidden = jnp.tanh(x.astype(jnp.float16) @ params["in"])
+    return jnp.mean((hidden @ params["out"] - y).astype(jnp.float32) ** 2)
 
 
 def batch(step, rank, overflow):
-    """This process's examples; those of the step and rank in `overflow` are too large."""
+    """This process's examples; gradients overflow on those of the step and rank in `overflow`."""
     rng = np.random.default_rng([step, rank])
     x = rng.standard_normal((8, WIDTH), np.float32)
-    return x * (1e6 if (step, rank) == overflow else 1), np.sin(x[:, :4])
+    return x, np.sin(x[:, :4]) * (1e6 if (step, rank) == overflow else 1)
 
 
-def train(steps, overflow, checkpoint):
+def compare(loss_scale):
+    """Fails unless all processes have configured the same loss scale.
+
+    Each compiles the step for itself, and another growth interval on one of them would give it
+    other parameters without a word.
+    """
+    config = json.dumps(loss_scale.get_config(), sort_keys=True).encode()
+    digest = np.frombuffer(hashlib.sha256(config).digest(), np.uint8)
+    multihost_utils.assert_equal(digest, f"process {jax.process_index()} has {config.decode()}")
+
+
+def train(steps, growth_interval, overflow, checkpoint):
     """Trains on all processes; returns the parameters and the optimizer's state."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     spread, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
-    tx = ols.with_loss_scale(
-        optax.adamw(1e-2), ols.DynamicLossScale(growth_interval=10), axis_name="data"
-    )
+    loss_scale = ols.DynamicLossScale(growth_interval=growth_interval)
+    compare(loss_scale)
+    tx = ols.with_loss_scale(optax.adamw(1e-2), loss_scale, axis_name="data")
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     @functools.partial(
@@ -62,8 +74,9 @@ def train(steps, overflow, checkpoint):
         # The mean is taken in the loss: gradients with respect to replicated parameters come
         # out of shard_map summed over the replicas, so this makes them the mean's.
         mean_loss = lambda *args: jax.lax.pmean(loss_fn(*args), "data")
-        loss, grads = ols.value_and_grad(mean_loss, state)(params, x, y)
-        params, state = tx.apply_gradients(grads, state, params)
+        differentiate = ols.value_and_grad(mean_loss, state, compute_dtype=jnp.float16)
+        loss, grads = differentiate(params, x, y)
+        params, state = tx.apply_gradients(grads, state, params, value=loss)
         return params, state, loss
 
     keys = jax.random.split(jax.random.key(0))
@@ -123,6 +136,7 @@ def main():
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0")
     parser.add_argument("--rank", type=int, help="which of them this is")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--growth-interval", type=int, default=10, help="of the loss scale")
     parser.add_argument("--checkpoint", metavar="DIR")
     parser.add_argument(
         "--heartbeat", type=int, default=100, help="seconds of silence that end the others"
@@ -140,7 +154,7 @@ def main():
         heartbeat_timeout_seconds=options.heartbeat,
     )
     overflow = tuple(options.overflow) if options.overflow else None
-    params, state = train(options.steps, overflow, options.checkpoint)
+    params, state = train(options.steps, options.growth_interval, overflow, options.checkpoint)
     digest = hashlib.sha256(b"".join(np.asarray(p).tobytes() for p in jax.tree.leaves(params)))
     print(
         f"process {jax.process_index()}: parameters {digest.hexdigest()[:16]}, scale "

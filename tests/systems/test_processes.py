@@ -6,6 +6,7 @@ import pathlib
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -51,6 +52,22 @@ def test_all_processes_skip_when_one_overflows(processes):
     assert len(ends(out)) == processes
     assert len(set(ends(out))) == 1
     assert ends(out)[0][1:] == ("16384", "1")
+
+
+@pytest.mark.slow
+def test_processes_with_another_configuration_do_not_start():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    rank = lambda i, interval: start(
+        *("--processes", 2, "--coordinator", address, "--rank", i),
+        *("--growth-interval", interval, "--steps", 3),
+    )
+    runs = [rank(0, 10), rank(1, 11)]
+    ended = [finish(run) for run in runs]
+    assert all(run.returncode != 0 for run in runs)
+    assert not any("step 0" in out for out, _ in ended)
+    assert any('"growth_interval": 11' in err for _, err in ended)
 
 
 def follow(run, pattern):
