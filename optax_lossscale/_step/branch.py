@@ -14,7 +14,7 @@ Branch = Literal["cond", "select"]
 
 def apply_or_skip(
     should_apply: jax.Array,
-    apply: Callable[[], T],
+    apply: Callable[[jax.Array | bool], T],
     skipped: Callable[[T], T],
     branch: Branch | None,
 ) -> T:
@@ -27,19 +27,19 @@ def apply_or_skip(
 
     Args:
       should_apply: a bool, shape ().
-      apply: traced once, whatever the platforms.
+      apply: told whether its result counts; traced once, whatever the platforms.
       skipped: from the results, or their shapes, to what stands in for them.
       branch: `"cond"`, `"select"`, or None for the first on CPU and the second elsewhere,
         chosen by the platform that the program is lowered for.
     """
     if branch == "select":
-        return _select(should_apply, apply(), skipped)
+        return _select(should_apply, apply(should_apply), skipped)
     if branch == "cond":
-        return _cond(should_apply, apply, skipped)
+        return _cond(should_apply, partial(apply, True), skipped)
     # A predicate that is a constant costs nothing: the compiler puts the branch that is always
     # taken in the conditional's place, and the case that is always selected in the select's.
     taken, selected = lax.platform_dependent(should_apply, cpu=_branched, default=_selected)
-    return _select(selected, _cond(taken, apply, skipped), skipped)
+    return _select(selected, _cond(taken, partial(apply, selected), skipped), skipped)
 
 
 def _branched(should_apply: jax.Array) -> tuple[jax.Array, jax.Array]:

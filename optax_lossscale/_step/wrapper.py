@@ -307,12 +307,12 @@ class _Wrapper:
         value = None if value is None else _scalar(value)
         loss_scale, should_apply = self._check(filled, value, state.loss_scale)
 
-        def apply():
+        def apply(counts):
             # The gradients are unscaled a second time, here where that fuses with the
             # inner update: so the check leaves no unscaled copy of them in memory.
             grads, loss = _unscale(state.loss_scale, filled, self.mask), value
-            if self.branch != "cond" and should_apply is not True:
-                grads, loss = _zeros_unless(should_apply, (grads, loss))
+            if counts is not True:
+                grads, loss = _zeros_unless(counts, (grads, loss))
             updates, inner_state = self._inner_update(
                 grads, state.inner_state, params, loss, extra_args
             )
@@ -320,7 +320,7 @@ class _Wrapper:
             return result(drop_missing(updates, scaled_grads), params), inner_state
 
         if should_apply is True:
-            new, inner_state = apply()
+            new, inner_state = apply(True)
             return new, state._replace(loss_scale=loss_scale, inner_state=inner_state)
 
         kept = lambda result: (skipped(result[0]), state.inner_state)
@@ -369,11 +369,11 @@ def _unscale(loss_scale: LossScale, scaled_grads: Any, mask: Any, masked=at_leas
     )
 
 
-def _zeros_unless(should_apply: jax.Array, grads: Any) -> Any:
-    """The gradients, zero at a skipped step: what computes on them sees no NaN."""
+def _zeros_unless(counts: jax.Array, grads: Any) -> Any:
+    """The gradients, zero where the step does not count: so inner sees no NaN."""
     zeros = {jax.typeof(g): g for g in jax.tree.leaves(grads) if is_inexact(g)}
     zeros = {kind: jnp.zeros_like(g) for kind, g in zeros.items()}
-    select = lambda g: lax.select(should_apply, g, zeros[jax.typeof(g)]) if is_inexact(g) else g
+    select = lambda g: lax.select(counts, g, zeros[jax.typeof(g)]) if is_inexact(g) else g
     return jax.tree.map(select, grads)
 
 
