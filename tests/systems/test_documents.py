@@ -88,6 +88,7 @@ RESULTS = {
         "LossScaleError",
         "LossScaleState",
         "LossScaledTransformation",
+        "MasterWeightsState",
         "Probe",
         "Summary",
         "Suspect",

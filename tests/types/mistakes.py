@@ -18,6 +18,7 @@ def mistakes() -> None:
 
     ols.with_loss_scale(inner, "dynamc")  # pyright: ignore[reportArgumentType]
     ols.with_loss_scale(inner, loss_scael=128)  # pyright: ignore[reportCallIssue]
+    ols.with_loss_scale(inner, branch="switch")  # pyright: ignore[reportArgumentType]
     ols.with_loss_scale(optax.adamw)  # pyright: ignore[reportArgumentType]
     ols.get("dynamc")  # pyright: ignore[reportArgumentType]
     ols.DynamicLossscale()  # pyright: ignore[reportAttributeAccessIssue]

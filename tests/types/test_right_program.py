@@ -29,7 +29,7 @@ def test_a_right_program_runs():
     params, state, loss = train_step(params, state, x)
     assert bool(state.should_apply)
     assert float(loss) < 1 < float(state.loss_scale())
-    loss, params, state = tx.minimize(loss_fn, state, params, x)
+    loss, params, state = tx.minimize(loss_fn, state, params, x, compute_dtype=jnp.float16)
     updates, state = tx.update(ols.grad(loss_fn, state)(params, x), state, params, value=loss)
     params = optax.apply_updates(params, updates)
     ols.check(state)
@@ -40,6 +40,8 @@ def test_a_right_program_runs():
     for loss_scale in ("dynamic", 128, 0.5, None, tx.init(params).loss_scale, config):
         chain = optax.chain(ols.with_loss_scale(optax.sgd(0.1), loss_scale), optax.scale(0.5))
         assert ols.get_loss_scale(chain.init(params)) == ols.get(loss_scale)
+    half = ols.with_loss_scale(ols.with_master_weights(inner), "dynamic", branch="select")
+    assert bool(half.init(params).should_apply)
     accumulating = optax.MultiSteps(ols.with_loss_scale(optax.adam(1e-3)), 4)
     scaled = ols.scale_loss(loss, accumulating.init(params))
     assert float(scaled / loss) == ols.LossScale.from_config(config).initial_scale / 2
