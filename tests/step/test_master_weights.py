@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from optax_lossscale.demo import _model, _text
 
 PARAMS = {"w": jnp.linspace(-2.0, 3.0, 24).reshape(4, 6), "b": jnp.linspace(0.01, 100.0, 6)}
 each_dtype = pytest.mark.parametrize(
@@ -133,3 +134,31 @@ def test_without_parameters_it_says_what_it_needs():
     tx = ols.with_master_weights(optax.sgd(0.1))
     with pytest.raises(ValueError, match="needs the parameters"):
         tx.update(PARAMS, tx.init(PARAMS))
+
+
+@pytest.mark.slow
+def test_bfloat16_parameters_reach_the_loss_of_float32_in_the_setting_of_the_demo():
+    steps, text = 400, _text.read(None)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps + 1)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+
+    def final_loss(param_dtype, inner):
+        tx = ols.with_loss_scale(inner)
+        dtype = jnp.promote_types(param_dtype, jnp.bfloat16)
+
+        @jax.jit
+        def step(params, state, tokens):
+            differentiate = ols.value_and_grad(_model.loss, state, compute_dtype=param_dtype)
+            loss, grads = differentiate(params, tokens, dtype)
+            return *tx.apply_gradients(grads, state, params, value=loss), loss
+
+        params, losses = cast(_model.init(jax.random.key(0)), param_dtype), []
+        state = tx.init(params)
+        for tokens in _text.batches(text, steps, 0):
+            params, state, loss = step(params, state, tokens)
+            losses.append(loss)
+        return np.mean(losses[-steps // 10 :])
+
+    wide = final_loss(jnp.float32, optimizer)
+    assert final_loss(jnp.bfloat16, ols.with_master_weights(optimizer)) < 1.005 * wide
+    assert final_loss(jnp.bfloat16, optimizer) > 1.01 * wide
