@@ -8,7 +8,7 @@ import numpy as np
 
 from optax_lossscale._arrays.precision import times
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.loss_scale import LossScale, state
+from optax_lossscale._scales.loss_scale import LossScale, choose, state
 
 Refill = Literal["growth", "rescale", "finite"]
 
@@ -116,8 +116,7 @@ class DynamicLossScale(LossScale):
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         """The loss scale after one step; see the class for the rule."""
-        choose = lambda grown, backed_off: jnp.where(grads_finite, grown, backed_off)
-        return jax.tree.map(choose, self._after_finite_step(), self._after_overflow())
+        return choose(grads_finite, self._after_finite_step(), self._after_overflow())
 
     def exhausted(self) -> jax.Array:
         """Whether the last step overflowed and there was nothing left to lower."""

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+_registered: set[tuple[Callable[..., None], int]] = set()
+
 
 class SavedByFlax(abc.ABCMeta):
     """A class that `flax.serialization` finds in its registry whenever it looks.
@@ -22,7 +24,7 @@ class SavedByFlax(abc.ABCMeta):
     def __hash__(cls):
         flax = sys.modules.get("flax.serialization")
         register = getattr(flax, "register_serialization_state", None)  # not while it is imported
-        if register and vars(cls).get("_registered_with") is not flax:
-            cls._registered_with = flax  # first, as to register is to look up
+        if register and (register, id(cls)) not in _registered:
+            _registered.add((register, id(cls)))  # first, as to register is to look up
             register(cls, cls._to_state_dict, cls._from_state_dict)
         return super().__hash__()

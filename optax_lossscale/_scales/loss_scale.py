@@ -51,7 +51,12 @@ def state(default: Any = dataclasses.MISSING, *, init: Literal[False] = False) -
     if default is dataclasses.MISSING:
         return dataclasses.field(init=init, metadata=_IS_STATE)
     dtype = {bool: np.bool_, int: np.int32, float: np.float32}.get(type(default))
-    value = np.asarray(default, dtype)[()]  # [()] makes a scalar of what has no dimensions
+    array = np.asarray(default, dtype)
+    if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != np.bool_:
+        raise TypeError(
+            f"a state starts as a number or an array of numbers, got {validation.shown(default)}"
+        )
+    value = array[()]  # a scalar of what has no dimensions
     return dataclasses.field(init=init, default_factory=lambda: value, metadata=_IS_STATE)
 
 
@@ -209,7 +214,7 @@ class LossScale(metaclass=SavedByFlax):
                 f"{type(self).__name__} has no state {', '.join(unknown)}; its state fields are "
                 f"{', '.join(names)}. For another configuration construct a new loss scale."
             )
-        new = {k: jnp.asarray(v, getattr(self, k).dtype) for k, v in state.items()}
+        new = {k: _as_state(k, v, getattr(self, k).dtype) for k, v in state.items()}
         return _with_attributes(type(self), vars(self) | new)
 
     def _to_state_dict(self) -> dict[str, Any]:
@@ -276,14 +281,25 @@ def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
     return across(lax.pmin, flag.astype(jnp.int32), axis_name).astype(bool)
 
 
+def choose(grads_finite: jax.typing.ArrayLike, after_finite_step: T, after_overflow: T) -> T:
+    """The one loss scale or the other, leaf by leaf."""
+    if not hasattr(grads_finite, "dtype") and not isinstance(grads_finite, (bool, int, float)):
+        raise TypeError(
+            "grads_finite must be a bool, as all_finite(grads) is; got "
+            f"{validation.shown(grads_finite)}. What takes gradients is update"
+        )
+    where = lambda finite, overflow: jnp.where(grads_finite, finite, overflow)
+    return jax.tree.map(where, after_finite_step, after_overflow)
+
+
 def across(reduce: Callable[..., jax.Array], x: jax.Array, axis_name: AxisName) -> jax.Array:
     """A reduction over replicas, such as `lax.pmin`, that says what an unknown axis means."""
     try:
         return reduce(x, axis_name)
-    except NameError as error:
+    except (NameError, TypeError, ValueError) as error:
         raise ValueError(
-            f"axis_name={axis_name!r} is no axis of a pmap or shard_map around this step. Under "
-            "jit alone leave axis_name out: the check already is of all devices"
+            f"axis_name={validation.shown(axis_name)} is no axis of a pmap or shard_map around "
+            "this step. Under jit alone leave axis_name out: the check already is of all devices"
         ) from error
 
 
@@ -292,6 +308,15 @@ def _split(cls: type[LossScale]) -> tuple[list[str], list[str]]:
     fields = dataclasses.fields(cls)
     is_state = lambda f: f.metadata.get("state", False)
     return [f.name for f in fields if is_state(f)], [f.name for f in fields if not is_state(f)]
+
+
+def _as_state(name: str, value: Any, dtype: Any) -> jax.Array:
+    try:
+        return jnp.asarray(value, dtype)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"the state {name} must be an array of {dtype}, got {validation.shown(value)}"
+        ) from error
 
 
 def _with_attributes(cls: type, attributes: dict[str, Any]) -> Any:

@@ -98,7 +98,7 @@ def test_what_is_no_saved_loss_scale_is_refused(saved):
 ORDERS = {
     "Flax first": "import flax.serialization\nimport optax_lossscale as ols\nstart()",
     "ours first": "import optax_lossscale as ols\nimport flax.serialization\nstart()",
-    "Flax after the last step": "import optax_lossscale as ols\nstart()\nimport flax.serialization",
+    "Flax last": "import optax_lossscale as ols\nstart()\nimport flax.serialization",
 }
 
 
