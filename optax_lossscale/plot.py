@@ -20,7 +20,9 @@ except ImportError as error:
 
 from optax_lossscale._arrays.precision import is_inexact
 from optax_lossscale._diagnosis.tap import Probe, places
+from optax_lossscale._scales import validation
 from optax_lossscale._scales.get import resolve
+from optax_lossscale._scales.validation import at_hand, floating_dtype, function, shown
 
 BEFORE, AFTER = "#8a8f98", "#00798c"
 
@@ -56,12 +58,20 @@ def loss_scale(
       >>> axes.get_xlabel()
       'step'
     """
-    axes = _axes(axes, (7, 2.6))
-    history = jax.device_get(history)
-    if not isinstance(history, Mapping):
-        names = ("loss_scale", "should_apply")
-        history = {name: [step[name] for step in history] for name in names}
-    scale, applied = np.array(history["loss_scale"]), np.array(history["should_apply"], bool)
+    at_hand("plot.loss_scale", history)
+    names = ("loss_scale", "should_apply")
+    try:
+        if not isinstance(history, Mapping):
+            history = {name: [step[name] for step in history] for name in names}
+        scale, applied = (np.array(jax.device_get(history[name])) for name in names)
+    except (KeyError, TypeError, IndexError):
+        scale = applied = np.array(())
+    if scale.ndim != 1 or not scale.size or scale.shape != applied.shape:
+        raise ValueError(
+            "history must be a sequence of what metrics returned after each step, or one dict of "
+            f"them stacked; got {shown(history)}"
+        )
+    axes, applied = _axes(axes, (7, 2.6)), applied.astype(bool)
     steps = np.arange(1, len(scale) + 1)
     look: dict[str, Any] = {"color": AFTER, "lw": 1.5} | style
     axes.step(steps, scale, where="mid", **look)
@@ -100,13 +110,16 @@ def exponents(
       >>> axes.get_xlabel()
       'gradient'
     """
+    at_hand("plot.exponents", (scaled_grads, loss_scale))
+    dtype = floating_dtype("dtype", dtype)
+    scale = validation.scale("loss_scale", resolve(loss_scale)())
     axes = _axes(axes, (7, 3.2))
     leaves = [np.ravel(x) for x in jax.tree.leaves(jax.device_get(scaled_grads)) if is_inexact(x)]
     parts = [p for x in leaves for p in ((x.real, x.imag) if np.iscomplexobj(x) else (x,))]
     sizes = np.abs(np.concatenate([np.zeros(0), *(p.astype(np.float64) for p in parts)]))
     with np.errstate(divide="ignore"):
         scaled = np.floor(np.log2(sizes[np.isfinite(sizes) & (sizes > 0)]))
-    shift = float(np.log2(jax.device_get(resolve(loss_scale)())))
+    shift = float(np.log2(scale))
     info = jnp.finfo(dtype)
     flushed = np.log2(float(info.smallest_subnormal)) - 1
     normal, top = np.log2(float(info.tiny)), np.log2(float(info.max))
@@ -127,11 +140,10 @@ def exponents(
     axes.axvspan(flushed, normal, alpha=0.06, **grey)
     axes.axvspan(top, high, alpha=0.14, **grey)
     above: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "ha": "center"}
-    name = jnp.dtype(dtype).name
     regions = {
         "zero": (low, flushed),
         "subnormal": (flushed, normal),
-        name: (normal, top),
+        dtype.name: (normal, top),
         "inf": (top, high),
     }
     for text, (start, end) in regions.items():
@@ -183,17 +195,33 @@ def taps(
       >>> [text.get_text() for text in axes.get_yticklabels()]
       ['embed', 'layers/0', 'layers/1', 'layers/2']
     """
-    axes = _axes(axes, (7, 2.6))
+    if not isinstance(records, Sequence) or isinstance(records, Probe):
+        raise TypeError(
+            "records must be a sequence of one tree for each step, where taps are a tree of "
+            f"Probes; got {shown(records)}"
+        )
+    function("quantity", quantity)
+    at_hand("plot.taps", records)
     steps = [list(places(record)) for record in jax.device_get(list(records))]
-    names = [name for name, _ in steps[0]]
+    names = [name for name, _ in steps[0]] if steps else []
+    if any([name for name, _ in step] != names for step in steps) or not names:
+        raise ValueError(
+            "records must hold one step or more, and each step a Probe or more at the same places"
+        )
+    axes = _axes(axes, (7, 2.6))
     by_place = zip(*([probe for _, probe in step] for step in steps), strict=True)
     stacked = [jax.tree.map(lambda *x: np.array(x), *probes) for probes in by_place]
     values = np.array([np.asarray(quantity(probe), np.float64) for probe in stacked])
+    if values.shape != (len(names), len(steps)):
+        raise ValueError(
+            "quantity must return an array of shape (steps,), got one of shape "
+            f"{values.shape[1:]} for {len(steps)} steps"
+        )
     look: dict[str, Any] = {"cmap": "magma_r", "aspect": "auto", "interpolation": "nearest"}
     extent = (0.5, len(steps) + 0.5, len(names) - 0.5, -0.5)
     image = axes.imshow(np.ma.masked_invalid(values), extent=extent, **look | style)
     every = 1 + len(names) // 30
-    axes.set_yticks(range(0, len(names), every), names[::every])
+    axes.set_yticks(range(0, len(names), every), names[::every], parse_math=False)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.figure.colorbar(image, ax=axes, label=label, pad=0.02)
@@ -201,6 +229,8 @@ def taps(
 
 
 def _axes(axes: Axes | None, figsize: tuple[float, float]) -> Axes:
+    if axes is not None and not isinstance(axes, Axes):
+        raise TypeError(f"axes must be one matplotlib Axes, got {shown(axes)}")
     return axes or plt.subplots(figsize=figsize, layout="constrained")[1]
 
 

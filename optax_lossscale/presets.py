@@ -21,19 +21,24 @@ from optax_lossscale._scales.tolerance import ToleranceLossScale
 _NO_FLOOR: Any = {"min_scale": validation.SMALLEST, "clip_backoff": False}
 
 
-def _float32(factor: float) -> float:
+def _float32(name: str, factor: float) -> float:
     """The factor as a reference that computes in float32 has it."""
-    return float(np.float32(validation.real("a factor", factor, "a finite number")))
+    return float(np.float32(validation.real(name, factor, "a finite number")))
 
 
-def _divisor(factor: float) -> float:
+def _growth(name: str, factor: float) -> float:
+    """A factor to multiply by that a reference has in float32."""
+    return validation.growth_factor(name, _float32(name, factor))
+
+
+def _divisor(name: str, factor: float) -> float:
     """What multiplies like a division by the factor, in float32."""
-    return 1 / validation.growth_factor("a factor to divide by", _float32(factor))
+    return 1 / _growth(name, factor)
 
 
-def _compiled_divisor(factor: float) -> float:
+def _compiled_divisor(name: str, factor: float) -> float:
     """The same for a reference that runs compiled: XLA multiplies by the rounded reciprocal."""
-    return _float32(_divisor(factor))
+    return float(np.float32(_divisor(name, factor)))
 
 
 def tensorflow_dynamic(
@@ -58,10 +63,10 @@ def tensorflow_dynamic(
       0.5
     """
     return DynamicLossScale(
-        initial_scale=initial_loss_scale,
-        growth_interval=increment_period,
-        growth_factor=_float32(multiplier),
-        backoff_factor=_divisor(multiplier),
+        initial_scale=validation.scale("initial_loss_scale", initial_loss_scale),
+        growth_interval=validation.count("increment_period", increment_period),
+        growth_factor=_growth("multiplier", multiplier),
+        backoff_factor=_divisor("multiplier", multiplier),
     )
 
 
@@ -80,6 +85,32 @@ def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
       FixedLossScale(128.0)
     """
     return FixedLossScale(loss_scale_value)
+
+
+def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
+    """tf.contrib's `FixedLossScaleManager`.
+
+    The scale is fixed, but its optimizer checks the gradients all the same, and skips a
+    step in which they are not finite.
+
+    Args:
+      loss_scale: the scale, at least 1.
+
+    Returns:
+      A `DynamicLossScale` that neither grows nor backs off.
+
+    Example:
+      >>> from optax_lossscale import presets
+      >>> ls, should_apply = presets.tensorflow_contrib_fixed(128.0).update(float("inf"))
+      >>> print(ls(), should_apply)
+      128.0 False
+    """
+    return DynamicLossScale(
+        initial_scale=validation.scale("loss_scale", loss_scale),
+        growth_factor=1.0,
+        backoff_factor=1.0,
+        can_be_exhausted=False,
+    )
 
 
 def tensorflow_contrib_exponential(
@@ -110,11 +141,11 @@ def tensorflow_contrib_exponential(
       2
     """
     return DynamicLossScale(
-        initial_scale=init_loss_scale,
-        growth_interval=incr_every_n_steps,
-        growth_factor=_float32(incr_ratio),
-        backoff_factor=_float32(decr_ratio),
-        hysteresis=decr_every_n_nan_or_inf,
+        initial_scale=validation.scale("init_loss_scale", init_loss_scale),
+        growth_interval=validation.count("incr_every_n_steps", incr_every_n_steps),
+        growth_factor=_growth("incr_ratio", incr_ratio),
+        backoff_factor=validation.backoff_factor("decr_ratio", _float32("decr_ratio", decr_ratio)),
+        hysteresis=validation.count("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf),
         hysteresis_refill="rescale",
     )
 
@@ -146,15 +177,18 @@ def tf_keras(
       >>> presets.tf_keras(dynamic=False, initial_scale=1024)
       FixedLossScale(1024.0)
     """
+    validation.one_of("dynamic", dynamic, (True, False))
     if dynamic:
+        steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
         return DynamicLossScale(
             initial_scale=2.0**15 if initial_scale is None else initial_scale,
-            growth_interval=2000 if dynamic_growth_steps is None else dynamic_growth_steps,
+            growth_interval=validation.count("dynamic_growth_steps", steps),
         )
     if initial_scale is None or dynamic_growth_steps is not None:
         raise ValueError(
             "with dynamic=False give initial_scale, and no dynamic_growth_steps; got "
-            f"initial_scale={initial_scale!r}, dynamic_growth_steps={dynamic_growth_steps!r}"
+            f"initial_scale={validation.shown(initial_scale)}, "
+            f"dynamic_growth_steps={validation.shown(dynamic_growth_steps)}"
         )
     return FixedLossScale(initial_scale)
 
@@ -178,7 +212,9 @@ def keras(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> D
       0.5
     """
     return DynamicLossScale(
-        initial_scale=initial_scale, growth_interval=dynamic_growth_steps, **_NO_FLOOR
+        initial_scale=initial_scale,
+        growth_interval=validation.count("dynamic_growth_steps", dynamic_growth_steps),
+        **_NO_FLOOR,
     )
 
 
@@ -210,10 +246,11 @@ def pytorch(
       >>> float(presets.pytorch()())
       65536.0
     """
+    validation.one_of("enabled", enabled, (True, False))
     if not enabled:
         return FixedLossScale(1)
     return DynamicLossScale(
-        initial_scale=init_scale,
+        initial_scale=validation.scale("init_scale", init_scale),
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
@@ -238,7 +275,7 @@ def flax(
       growth_factor: what a growth multiplies by.
       backoff_factor: what a back-off multiplies by.
       growth_interval: finite steps in a row, less one, after which it grows.
-      fin_steps: finite steps in a row before the first.
+      fin_steps: finite steps in a row before the first, at most `growth_interval`.
       scale: the first scale.
       minimum_scale: the floor; None for none but float32's range.
 
@@ -250,16 +287,21 @@ def flax(
       >>> presets.flax().growth_interval
       2001
     """
-    floor: Any = _NO_FLOOR if minimum_scale is None else {"min_scale": float(minimum_scale)}
-    loss_scale = DynamicLossScale(
-        initial_scale=scale,
-        growth_factor=_float32(growth_factor),
-        backoff_factor=_float32(backoff_factor),
-        growth_interval=growth_interval + 1,
+    finite_steps = validation.count(
+        "growth_interval", growth_interval, 0, validation.LARGEST_INT - 1
+    )
+    floor = _NO_FLOOR
+    if minimum_scale is not None:
+        floor = {"min_scale": validation.scale("minimum_scale", minimum_scale)}
+    return DynamicLossScale(
+        initial_scale=validation.scale("scale", scale),
+        growth_factor=_growth("growth_factor", growth_factor),
+        backoff_factor=_float32("backoff_factor", backoff_factor),
+        growth_interval=finite_steps + 1,
+        initial_growth_counter=validation.count("fin_steps", fin_steps, 0, finite_steps),
         clip_growth=True,
         **floor,
     )
-    return loss_scale.replace(growth_counter=fin_steps) if fin_steps else loss_scale
 
 
 def jmp(
@@ -277,7 +319,7 @@ def jmp(
 
     Args:
       loss_scale: the first scale.
-      counter: finite steps in a row before the first.
+      counter: finite steps in a row before the first, fewer than `period`.
       period: finite steps in a row after which it grows.
       factor: what it is multiplied or divided by.
       min_loss_scale: the floor.
@@ -290,14 +332,15 @@ def jmp(
       >>> float(presets.jmp(2.0**15, period=1).adjust(True)())
       65536.0
     """
-    made = DynamicLossScale(
-        initial_scale=loss_scale,
-        growth_interval=period,
-        growth_factor=_float32(factor),
-        backoff_factor=_compiled_divisor(factor),
-        min_scale=min_loss_scale,
+    interval = validation.count("period", period)
+    return DynamicLossScale(
+        initial_scale=validation.scale("loss_scale", loss_scale),
+        growth_interval=interval,
+        initial_growth_counter=validation.count("counter", counter, 0, interval - 1),
+        growth_factor=_growth("factor", factor),
+        backoff_factor=_compiled_divisor("factor", factor),
+        min_scale=validation.scale("min_loss_scale", min_loss_scale),
     )
-    return made.replace(growth_counter=counter) if counter else made
 
 
 def mpx(
@@ -318,7 +361,7 @@ def mpx(
       min_loss_scaling: the floor.
       factor: what it is multiplied or divided by.
       period: finite steps in a row after which it grows.
-      counter: finite steps in a row before the first.
+      counter: finite steps in a row before the first, fewer than `period`.
 
     Returns:
       A `DynamicLossScale`.
@@ -328,16 +371,17 @@ def mpx(
       >>> float(presets.mpx(2.0**15, period=1).adjust(True)())
       65504.0
     """
-    made = DynamicLossScale(
-        initial_scale=loss_scaling,
-        growth_interval=period,
-        growth_factor=_float32(factor),
-        backoff_factor=_compiled_divisor(factor),
-        min_scale=min_loss_scaling,
+    interval = validation.count("period", period)
+    return DynamicLossScale(
+        initial_scale=validation.scale("loss_scaling", loss_scaling),
+        growth_interval=interval,
+        initial_growth_counter=validation.count("counter", counter, 0, interval - 1),
+        growth_factor=_growth("factor", factor),
+        backoff_factor=_compiled_divisor("factor", factor),
+        min_scale=validation.scale("min_loss_scaling", min_loss_scaling),
         max_scale=65504.0,
         clip_growth=True,
     )
-    return made.replace(growth_counter=counter) if counter else made
 
 
 def megatron(
@@ -374,8 +418,8 @@ def megatron(
     return DynamicLossScale(
         initial_scale=initial_scale,
         min_scale=min_scale,
-        growth_factor=_float32(growth_factor),
-        backoff_factor=_float32(backoff_factor),
+        growth_factor=_growth("growth_factor", growth_factor),
+        backoff_factor=_float32("backoff_factor", backoff_factor),
         growth_interval=growth_interval,
         hysteresis=hysteresis,
     )
@@ -413,13 +457,19 @@ def deepspeed(
       >>> bool(presets.deepspeed(init_scale=1.0).adjust(False).exhausted())
       True
     """
+    for name, flag in (
+        ("consecutive_hysteresis", consecutive_hysteresis),
+        ("raise_error_at_min_scale", raise_error_at_min_scale),
+    ):
+        validation.one_of(name, flag, (True, False))
+    factor = validation.growth_factor("scale_factor", scale_factor)
     return DynamicLossScale(
-        initial_scale=init_scale,
-        growth_factor=scale_factor,
-        backoff_factor=1 / validation.growth_factor("scale_factor", scale_factor),
-        growth_interval=scale_window,
+        initial_scale=validation.scale("init_scale", init_scale),
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        growth_interval=validation.count("scale_window", scale_window),
         min_scale=min_scale,
-        hysteresis=delayed_shift,
+        hysteresis=validation.count("delayed_shift", delayed_shift),
         hysteresis_refill="finite" if consecutive_hysteresis else "growth",
         can_be_exhausted=raise_error_at_min_scale,
     )
@@ -456,12 +506,12 @@ def fairseq(
       16384.0
     """
     return ToleranceLossScale(
-        initial_scale=init_scale,
-        factor=scale_factor,
-        growth_interval=scale_window,
+        initial_scale=validation.scale("init_scale", init_scale),
+        factor=validation.growth_factor("scale_factor", scale_factor),
+        growth_interval=validation.count("scale_window", scale_window),
         tolerance=tolerance,
         threshold=threshold,
-        min_scale=min_loss_scale,
+        min_scale=validation.scale("min_loss_scale", min_loss_scale),
     )
 
 
@@ -491,10 +541,11 @@ def openseq2seq_logmax(
       >>> float(presets.openseq2seq_logmax()())
       1.0
     """
+    least = validation.scale("scale_min", scale_min)
     return LogMaxLossScale(
-        initial_scale=max(1.0, scale_min),
-        min_scale=scale_min,
-        max_scale=scale_max,
+        initial_scale=max(1.0, least),
+        min_scale=least,
+        max_scale=validation.scale("scale_max", scale_max),
         log_max=log_max,
         beta1=beta1,
         beta2=beta2,
@@ -531,14 +582,18 @@ def apex(
       >>> float(presets.apex(init_scale=2.0**24, scale_window=1).adjust(True)())
       16777216.0
     """
-    del scale_factor
-    if loss_scale != "dynamic":
+    validation.growth_factor("scale_factor", scale_factor)
+    if not isinstance(loss_scale, str):
         return FixedLossScale(loss_scale)
-    floor: Any = _NO_FLOOR if min_loss_scale is None else {"min_scale": min_loss_scale}
+    validation.one_of("loss_scale, if no number,", loss_scale, ("dynamic",))
+    floor = _NO_FLOOR
+    if min_loss_scale is not None:
+        floor = {"min_scale": validation.scale("min_loss_scale", min_loss_scale)}
+    most = validation.scale("max_loss_scale", max_loss_scale)
     return DynamicLossScale(
-        initial_scale=min(init_scale, max_loss_scale),
-        growth_interval=scale_window,
-        max_scale=max_loss_scale,
+        initial_scale=min(validation.scale("init_scale", init_scale), most),
+        growth_interval=validation.count("scale_window", scale_window),
+        max_scale=most,
         clip_growth=True,
         **floor,
     )
@@ -549,6 +604,7 @@ _PRESETS = {
     for preset in (
         tensorflow_dynamic,
         tensorflow_fixed,
+        tensorflow_contrib_fixed,
         tensorflow_contrib_exponential,
         tf_keras,
         keras,
@@ -565,7 +621,7 @@ _PRESETS = {
 }
 
 
-def get(name: str, **arguments: Any) -> LossScale:
+def get(name: str, /, **arguments: Any) -> LossScale:
     """The preset of that name, with those arguments.
 
     Args:
@@ -576,13 +632,15 @@ def get(name: str, **arguments: Any) -> LossScale:
       A `LossScale`.
 
     Raises:
-      ValueError: for an unknown name or argument, which lists the known.
+      ValueError: for an unknown name, or an unknown or missing argument, which lists the
+        known.
 
     Example:
       >>> from optax_lossscale import presets
       >>> bool(presets.get("pytorch", init_scale=1024.0) == presets.pytorch(1024.0))
       True
     """
-    if name not in _PRESETS:
-        raise ValueError(f"no preset is named {name!r}; there are {', '.join(_PRESETS)}")
+    if not isinstance(name, str) or name not in _PRESETS:
+        shown = validation.shown(name)
+        raise ValueError(f"no preset is named {shown}; there are {', '.join(_PRESETS)}")
     return validation.construct(_PRESETS[name], arguments)

@@ -121,6 +121,13 @@ def test_taps_draws_a_row_a_layer_and_a_column_a_step():
         plot.taps(steps[0])
 
 
+def test_a_tap_is_named_as_it_is_and_not_as_mathematics():
+    names = ["$x_{$", r"$\frac$", "a_$b$"]
+    axes = plot.taps([{name: ols.probe() for name in names}] * 2)
+    axes.figure.canvas.draw()
+    assert sorted(text.get_text() for text in axes.get_yticklabels()) == sorted(names)
+
+
 def test_taps_of_many_layers_names_some_of_them():
     axes = plot.taps([[ols.probe()] * 100] * 2)
     assert 20 <= len(axes.get_yticklabels()) <= 40

@@ -60,5 +60,8 @@ def times(scale: jax.Array, factor: float) -> jax.Array:
 
 
 def dtype_of(x: Any) -> np.dtype:
-    """The dtype of an array, an abstract array or a Python number."""
-    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+    """The dtype that JAX has for an array, an abstract array or a Python number."""
+    if not hasattr(x, "dtype"):
+        return jnp.result_type(x)
+    dtype: Any = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+    return dtype

@@ -13,6 +13,7 @@ from optax_lossscale._arrays.finite import all_finite
 from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._scales import validation
 from optax_lossscale._step.gradient import value_and_grad
+from optax_lossscale._step.inputs import refuse_other_leaves
 
 _LOWEST, _HIGHEST = -126, 126  # the powers of two to search
 
@@ -73,7 +74,8 @@ def find_initial_scale(
     Raises:
       ValueError: if gradients are not finite at any scale, or `margin` is not a
         positive int.
-      TypeError: if the loss is not a real floating-point scalar.
+      TypeError: if the loss is not a real floating-point scalar, or an argument not what is
+        said above.
 
     Example:
       >>> import jax.numpy as jnp
@@ -87,8 +89,15 @@ def find_initial_scale(
       >>> ls = ols.DynamicLossScale(initial_scale=found.scale)
     """
     margin = validation.count("margin", margin)
+    validation.function("loss_fn", loss_fn)
+    batches = [args, *others]
+    if not all(isinstance(batch, (tuple, list)) for batch in batches):
+        raise TypeError("others must hold tuples, of the args of one further batch each")
+    refuse_other_leaves("params", params)
+    refuse_other_leaves("what loss_fn takes", (batches, kwargs))
+    validation.at_hand("find_initial_scale", (params, batches, kwargs))
     search = jax.jit(functools.partial(_search, loss_fn, has_aux))
-    exponent = min(int(search(params, batch, kwargs)) for batch in (args, *others))
+    exponent = min(int(search(params, batch, kwargs)) for batch in batches)
     if exponent < _LOWEST:
         raise ValueError(
             f"gradients are not finite at any loss scale from 2**{_LOWEST} on: look for NaN or "

@@ -7,7 +7,7 @@ import jax
 from optax_lossscale._diagnosis.explain import explain, refuse_other_leaves, refuse_unordered
 from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._scales.get import get_loss_scale
-from optax_lossscale._scales.validation import count
+from optax_lossscale._scales.validation import at_hand, count
 from optax_lossscale._step.wrapper import wrapper_states
 
 
@@ -63,6 +63,7 @@ def check(
     if leaves is not None:
         refuse_other_leaves(leaves)
         refuse_unordered(taps)
+    at_hand("check", state)
     loss_scale = get_loss_scale(state)
     states = wrapper_states(state)
     skips = int(states[0].consecutive_skipped_steps) if states else 0

@@ -10,6 +10,7 @@ import numpy as np
 from optax_lossscale._arrays.names import natural
 from optax_lossscale._diagnosis.summary import Summary, summarize_leaves
 from optax_lossscale._diagnosis.tap import Probe, is_unordered, places
+from optax_lossscale._scales.validation import at_hand
 
 _SHOWN = 5
 
@@ -103,6 +104,7 @@ def explain(
       1. dense/kernel: 1 inf and 0 NaN of 2 in its gradient
     """
     refuse_other_leaves(leaves)
+    at_hand("explain", (leaves, taps, loss))
     leaves, taps, loss = jax.device_get((leaves, taps, loss))
     tapped = list(places(taps))
     refuse_unordered(taps)

@@ -54,7 +54,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     mantissa, exponent = jnp.frexp(scale)  # so that powers of two have integers for logarithms
     scalars = {
         "loss_scale": scale,
-        "log2_loss_scale": exponent - 1 + jnp.log2(2 * mantissa),
+        "log2_loss_scale": (exponent - 1).astype(scale.dtype) + jnp.log2(2 * mantissa),
         "exhausted": loss_scale.exhausted(),
     }
     for wrapper in wrapper_states(state):

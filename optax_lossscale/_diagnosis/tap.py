@@ -13,6 +13,7 @@ from jax.tree_util import SequenceKey
 from optax_lossscale._arrays.names import natural, path_name
 from optax_lossscale._arrays.precision import is_inexact
 from optax_lossscale._diagnosis.summary import Summary, empty, summarize
+from optax_lossscale._scales import validation
 
 
 class Probe(NamedTuple):
@@ -42,6 +43,8 @@ def probe(shape: int | tuple[int, ...] = ()) -> Probe:
       >>> ols.probe(12).cotangent.largest.shape
       (12,)
     """
+    for size in shape if isinstance(shape, tuple) else (shape,):
+        validation.count("each size of shape", size, least=0)
     return Probe(value=empty(shape), cotangent=empty(shape))
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._diagnosis.summary import Summary, empty, summarize_leaves
+from optax_lossscale._scales import validation
 from optax_lossscale._scales.get import resolve
-from optax_lossscale._scales.validation import refuse
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +49,7 @@ class UnderflowReport:
         (most, most_exponent), (mantissa, exponent) = map(
             jnp.frexp, (jnp.float32(jnp.finfo(self.dtype).max), total.largest)
         )
-        headroom = most_exponent - exponent - (mantissa > most)
+        headroom = most_exponent - exponent - (mantissa > most).astype(jnp.int32)
         best = jnp.minimum(jnp.ldexp(self.loss_scale, headroom), 2.0**127)  # float32's last
         return jnp.where(known, best, jnp.nan)
 
@@ -105,10 +105,11 @@ def underflow_report(
       all        6  33.3%      33.3%     33.3%         0      15.0
       Best scale for these: 2**21
     """
-    if not jnp.issubdtype(dtype, jnp.floating):
-        refuse("dtype", dtype, "a floating-point dtype")
+    dtype = validation.floating_dtype("dtype", dtype)
     leaves = summarize_leaves(scaled_grads, dtype)
-    return UnderflowReport(leaves, resolve(loss_scale)(), jnp.dtype(dtype))
+    if isinstance(loss_scale, jax.Array) and not isinstance(loss_scale, jax.core.Tracer):
+        validation.scale("loss_scale", loss_scale)
+    return UnderflowReport(leaves, resolve(loss_scale)(), dtype)
 
 
 def _row(name: str, summary: Summary, dtype: np.dtype) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from optax_lossscale._arrays.precision import times
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.loss_scale import LossScale, state
+from optax_lossscale._scales.loss_scale import LossScale, choose, state
 
 Refill = Literal["growth", "rescale", "finite"]
 
@@ -56,6 +56,8 @@ class DynamicLossScale(LossScale):
         (TensorFlow) or does not take place.
       can_be_exhausted: whether an overflow that finds nothing left to lower makes it
         `exhausted`: DeepSpeed's `raise_error_at_min_scale`.
+      initial_growth_counter: finite steps in a row before the first, fewer than
+        `growth_interval`.
 
     Attributes:
       loss_scale: the loss scale now; float32, shape ().
@@ -87,19 +89,26 @@ class DynamicLossScale(LossScale):
     clip_growth: bool = False
     clip_backoff: bool = True
     can_be_exhausted: bool = True
-    growth_counter: jax.Array = state(0)  # shape=(), dtype=int32
+    initial_growth_counter: int = 0
+    growth_counter: jax.Array = state()  # shape=(), dtype=int32
     hysteresis_left: jax.Array = state()  # shape=(), dtype=int32
     _exhausted: jax.Array = state(False)  # shape=(), dtype=bool
 
     def __post_init__(self):
         super().__post_init__()
+        interval = validation.count("growth_interval", self.growth_interval)
+        counter = validation.count(
+            "initial_growth_counter", self.initial_growth_counter, least=0, most=interval - 1
+        )
         self._set(
             **validation.bounds(self.min_scale, self.initial_scale, self.max_scale),
-            growth_interval=validation.count("growth_interval", self.growth_interval),
+            growth_interval=interval,
             growth_factor=validation.growth_factor("growth_factor", self.growth_factor),
             backoff_factor=validation.backoff_factor("backoff_factor", self.backoff_factor),
             hysteresis=validation.count("hysteresis", self.hysteresis),
             hysteresis_left=np.int32(self.hysteresis),
+            initial_growth_counter=counter,
+            growth_counter=np.int32(counter),
         )
         validation.one_of("hysteresis_refill", self.hysteresis_refill, get_args(Refill))
         for name in ("clip_growth", "clip_backoff", "can_be_exhausted"):
@@ -107,8 +116,7 @@ class DynamicLossScale(LossScale):
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         """The loss scale after one step; see the class for the rule."""
-        choose = lambda grown, backed_off: jnp.where(grads_finite, grown, backed_off)
-        return jax.tree.map(choose, self._after_finite_step(), self._after_overflow())
+        return choose(grads_finite, self._after_finite_step(), self._after_overflow())
 
     def exhausted(self) -> jax.Array:
         """Whether the last step overflowed and there was nothing left to lower."""

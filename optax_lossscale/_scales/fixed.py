@@ -62,4 +62,4 @@ class FixedLossScale(LossScale):
         return map_inexact(lambda x: x, tree) if self.initial_scale == 1 else super().unscale(tree)
 
     def get_config(self) -> dict[str, Any]:
-        return {"class_name": type(self).__name__, "config": {"scale": self.initial_scale}}
+        return {"class_name": "FixedLossScale", "config": {"scale": self.initial_scale}}

@@ -9,7 +9,7 @@ from optax_lossscale import presets
 from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._scales.validation import python_number
+from optax_lossscale._scales.validation import python_number, shown
 
 LossScaleLike = LossScale | float | Literal["dynamic"] | dict[str, Any] | None
 
@@ -43,15 +43,15 @@ def get(identifier: LossScaleLike) -> LossScale:
             return FixedLossScale(1)
         case str() if identifier == "dynamic":
             return DynamicLossScale()
-        case {"preset": str(name), **arguments}:
-            return presets.get(name, **arguments)
+        case {"preset": name, **arguments}:
+            return presets.get(name, **{str(key): value for key, value in arguments.items()})
         case dict():
             return LossScale.from_config(identifier)
     if python_number(identifier) is not None:
         return FixedLossScale(identifier)
     raise ValueError(
         "a loss scale is None (no scaling), a number (fixed), 'dynamic', a LossScale, a dict "
-        f"from get_config(), or a dict with the key 'preset'; got {identifier!r}"
+        f"from get_config(), or a dict with the key 'preset'; got {shown(identifier)}"
     )
 
 

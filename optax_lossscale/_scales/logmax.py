@@ -9,7 +9,7 @@ from jax import lax
 
 from optax_lossscale._arrays.precision import is_inexact
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.loss_scale import AxisName, LossScale, across, state
+from optax_lossscale._scales.loss_scale import AxisName, LossScale, across, choose, state
 
 
 class LogMaxLossScale(LossScale):
@@ -93,8 +93,7 @@ class LogMaxLossScale(LossScale):
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         """From the flag alone: an overflow counts, a finite step changes nothing."""
-        choose = lambda kept, overflowed: jnp.where(grads_finite, kept, overflowed)
-        return jax.tree.map(choose, self, self._observe(jnp.float32(2.0**self.log_max)))
+        return choose(grads_finite, self, self._observe(jnp.float32(2.0**self.log_max)))
 
     def update(self, grads: Any, axis_name: AxisName | None = None) -> tuple[Self, jax.Array]:
         """Adapts the scale to the largest gradient; see `LossScale.update`."""

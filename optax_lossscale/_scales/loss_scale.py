@@ -16,6 +16,7 @@ from jax.tree_util import GetAttrKey
 from optax_lossscale._arrays.finite import all_finite
 from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._scales import validation
+from optax_lossscale._scales.flax_serialization import SavedByFlax
 
 AxisName = Hashable
 _IS_STATE = {"state": True}
@@ -50,13 +51,18 @@ def state(default: Any = dataclasses.MISSING, *, init: Literal[False] = False) -
     if default is dataclasses.MISSING:
         return dataclasses.field(init=init, metadata=_IS_STATE)
     dtype = {bool: np.bool_, int: np.int32, float: np.float32}.get(type(default))
-    value = np.asarray(default, dtype)[()]  # [()] makes a scalar of what has no dimensions
+    array = np.asarray(default, dtype)
+    if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != np.bool_:
+        raise TypeError(
+            f"a state starts as a number or an array of numbers, got {validation.shown(default)}"
+        )
+    value = array[()]  # a scalar of what has no dimensions
     return dataclasses.field(init=init, default_factory=lambda: value, metadata=_IS_STATE)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, state))
 @dataclasses.dataclass(frozen=True)
-class LossScale(abc.ABC):
+class LossScale(metaclass=SavedByFlax):
     """A number that the loss is multiplied by, and the rule by which it adapts.
 
     A loss scale is immutable: `update` and `adjust` return a new one. Subclass it
@@ -208,13 +214,29 @@ class LossScale(abc.ABC):
                 f"{type(self).__name__} has no state {', '.join(unknown)}; its state fields are "
                 f"{', '.join(names)}. For another configuration construct a new loss scale."
             )
-        new = {k: jnp.asarray(v, getattr(self, k).dtype) for k, v in state.items()}
+        new = {k: _as_state(k, v, getattr(self, k).dtype) for k, v in state.items()}
         return _with_attributes(type(self), vars(self) | new)
+
+    def _to_state_dict(self) -> dict[str, Any]:
+        """What `flax.serialization` saves: the state, as any checkpointer."""
+        names, _ = _split(type(self))
+        return {name: getattr(self, name) for name in names}
+
+    def _from_state_dict(self, saved: Any) -> Self:
+        """This loss scale, with its configuration and the state that was saved."""
+        names, _ = _split(type(self))
+        if not isinstance(saved, dict) or set(saved) != set(names):
+            found = list(saved) if isinstance(saved, dict) else saved
+            raise ValueError(
+                f"what is saved of a {type(self).__name__} is {names}; got "
+                f"{validation.shown(found)}. Restore into a loss scale of the kind that was saved."
+            )
+        return self.replace(**saved)
 
     def get_config(self) -> dict[str, Any]:
         """The class's name and its configuration, JSON-able; the state is left out."""
         config = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
-        return {"class_name": type(self).__name__, "config": config}
+        return {"class_name": _config_name(type(self)), "config": config}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "LossScale":
@@ -222,10 +244,12 @@ class LossScale(abc.ABC):
 
         Args:
           config: `{"class_name": …, "config": {…}}`, naming this class or any
-            subclass of it that has been defined.
+            subclass of it that has been defined, of which the last to take a name has it.
+            The names of this library's own classes cannot be taken: a class of one of those
+            names goes by its module as well, `my_module.DynamicLossScale`.
 
         Raises:
-          ValueError: for a malformed config, an unknown class or an unknown key.
+          ValueError: for a malformed config, an unknown class, or an unknown or missing key.
 
         Example:
           >>> import optax_lossscale as ols
@@ -238,15 +262,16 @@ class LossScale(abc.ABC):
         if not isinstance(config, dict) or set(config) != {"class_name", "config"}:
             raise ValueError(
                 "a loss scale's config is a dict with the keys 'class_name' and 'config', as "
-                f"get_config() returns it; got {config!r}"
+                f"get_config() returns it; got {validation.shown(config)}"
             )
-        classes = {c.__name__: c for c in _subclasses(cls) if not inspect.isabstract(c)}
-        if not isinstance(config["class_name"], str) or config["class_name"] not in classes:
+        classes = {_config_name(c): c for c in _subclasses(cls) if not inspect.isabstract(c)}
+        name = config["class_name"]
+        if not isinstance(name, str) or name not in classes:
             raise ValueError(
-                f"no loss scale is named {config['class_name']!r}; there are "
+                f"no loss scale is named {validation.shown(name)}; there are "
                 f"{', '.join(sorted(classes))}. Import the module that defines yours first."
             )
-        return validation.construct(classes[config["class_name"]], config["config"])
+        return validation.construct(classes[name], config["config"])
 
 
 def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
@@ -256,14 +281,25 @@ def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
     return across(lax.pmin, flag.astype(jnp.int32), axis_name).astype(bool)
 
 
+def choose(grads_finite: jax.typing.ArrayLike, after_finite_step: T, after_overflow: T) -> T:
+    """The one loss scale or the other, leaf by leaf."""
+    if not hasattr(grads_finite, "dtype") and not isinstance(grads_finite, (bool, int, float)):
+        raise TypeError(
+            "grads_finite must be a bool, as all_finite(grads) is; got "
+            f"{validation.shown(grads_finite)}. What takes gradients is update"
+        )
+    where = lambda finite, overflow: jnp.where(grads_finite, finite, overflow)
+    return jax.tree.map(where, after_finite_step, after_overflow)
+
+
 def across(reduce: Callable[..., jax.Array], x: jax.Array, axis_name: AxisName) -> jax.Array:
     """A reduction over replicas, such as `lax.pmin`, that says what an unknown axis means."""
     try:
         return reduce(x, axis_name)
-    except NameError as error:
+    except (NameError, TypeError, ValueError) as error:
         raise ValueError(
-            f"axis_name={axis_name!r} is no axis of a pmap or shard_map around this step. Under "
-            "jit alone leave axis_name out: the check already is of all devices"
+            f"axis_name={validation.shown(axis_name)} is no axis of a pmap or shard_map around "
+            "this step. Under jit alone leave axis_name out: the check already is of all devices"
         ) from error
 
 
@@ -272,6 +308,15 @@ def _split(cls: type[LossScale]) -> tuple[list[str], list[str]]:
     fields = dataclasses.fields(cls)
     is_state = lambda f: f.metadata.get("state", False)
     return [f.name for f in fields if is_state(f)], [f.name for f in fields if not is_state(f)]
+
+
+def _as_state(name: str, value: Any, dtype: Any) -> jax.Array:
+    try:
+        return jnp.asarray(value, dtype)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"the state {name} must be an array of {dtype}, got {validation.shown(value)}"
+        ) from error
 
 
 def _with_attributes(cls: type, attributes: dict[str, Any]) -> Any:
@@ -283,6 +328,17 @@ def _with_attributes(cls: type, attributes: dict[str, Any]) -> Any:
 
 def _subclasses(cls: type[LossScale]) -> list[type[LossScale]]:
     return [cls, *(d for c in cls.__subclasses__() for d in _subclasses(c))]
+
+
+def _config_name(cls: type[LossScale]) -> str:
+    """What a config calls a class; see `from_config`."""
+    own = {c.__name__ for c in _subclasses(LossScale) if _is_own(c)}
+    qualified = f"{cls.__module__}.{cls.__qualname__}"
+    return qualified if cls.__name__ in own and not _is_own(cls) else cls.__name__
+
+
+def _is_own(cls: type[LossScale]) -> bool:
+    return cls.__module__.startswith("optax_lossscale.")
 
 
 def _register(cls: type[LossScale]) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from optax_lossscale._arrays.precision import times
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.loss_scale import LossScale, state
+from optax_lossscale._scales.loss_scale import LossScale, choose, state
 
 
 class ToleranceLossScale(LossScale):
@@ -89,8 +89,7 @@ class ToleranceLossScale(LossScale):
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         """The loss scale after one step; see the class for the rule."""
-        choose = lambda finite, overflow: jnp.where(grads_finite, finite, overflow)
-        return jax.tree.map(choose, self._after_finite_step(), self._after_overflow())
+        return choose(grads_finite, self._after_finite_step(), self._after_overflow())
 
     def exhausted(self) -> jax.Array:
         """Whether the last step was to lower the scale to `min_scale` or below."""

@@ -1,11 +1,13 @@
 """What a constructor's argument may be, and the errors that say so."""
 
 import inspect
+import reprlib
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 SMALLEST = float(np.finfo(np.float32).tiny)
@@ -13,8 +15,21 @@ LARGEST = float(np.finfo(np.float32).max)
 LARGEST_INT = int(np.iinfo(np.int32).max)
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 60, 100
+
+
+def shown(value: Any) -> str:
+    """A value in an error message: never long, whatever it is."""
+    try:
+        text = " ".join(_SHORT.repr(value).split())
+    except ValueError:  # an int of too many digits to be written down
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 300 else f"{text[:300]}…"
+
+
 def refuse(name: str, value: Any, allowed: str) -> NoReturn:
-    raise ValueError(f"{name} must be {allowed}, got {value!r}")
+    raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
 
 
 def python_number(value: Any) -> int | float | None:
@@ -40,11 +55,11 @@ def scale(name: str, value: Any, largest: float = LARGEST) -> float:
     return bounded(name, value, allowed, lambda x: SMALLEST <= x <= largest)
 
 
-def count(name: str, value: Any) -> int:
-    """An int from 1 to the int32 maximum."""
-    allowed = f"an int between 1 and {LARGEST_INT}"
+def count(name: str, value: Any, least: int = 1, most: int = LARGEST_INT) -> int:
+    """An int that int32 holds."""
+    allowed = f"an int between {least} and {most}"
     number = python_number(value)
-    if not isinstance(number, int) or not 1 <= number <= LARGEST_INT:
+    if not isinstance(number, int) or not least <= number <= most:
         refuse(name, value, allowed)
     return number
 
@@ -86,12 +101,41 @@ def one_of(name: str, value: Any, options: tuple[Any, ...]) -> None:
         refuse(name, value, f"one of {', '.join(map(repr, options))}")
 
 
+def floating_dtype(name: str, value: Any) -> np.dtype:
+    """A dtype of real floating-point numbers."""
+    try:
+        dtype = None if value is None else jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        refuse(name, value, "a floating-point dtype")
+    return dtype
+
+
+def function(name: str, value: Any) -> None:
+    """Something to call."""
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, got {shown(value)}")
+
+
+def at_hand(name: str, tree: Any) -> None:
+    """Numbers that the host can read, not traced ones."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
+        raise TypeError(
+            f"{name} reads numbers on the host: call it outside jit, vmap and grad, on what the "
+            "compiled step returned"
+        )
+
+
 def construct(cls: Callable[..., Any], config: Any) -> Any:
-    """`cls(**config)`, where an unknown key is a `ValueError` that lists the known."""
-    allowed = list(inspect.signature(cls).parameters)
-    if not isinstance(config, dict) or not set(config) <= set(allowed):
+    """`cls(**config)`, where an unknown or missing key is a `ValueError` that lists all."""
+    parameters = inspect.signature(cls).parameters.values()
+    allowed = [p.name for p in parameters]
+    required = [p.name for p in parameters if p.default is inspect.Parameter.empty]
+    if not isinstance(config, dict) or not set(required) <= set(config) <= set(allowed):
+        needed = f", of which it needs {', '.join(required)}" if required else ""
         raise ValueError(
-            f"the config of a {cls.__name__} is a dict with keys among {', '.join(allowed)}; "
-            f"got {config!r}"
+            f"the config of {cls.__name__} is a dict with keys among {', '.join(allowed)}"
+            f"{needed}; got {shown(config)}"
         )
     return cls(**config)

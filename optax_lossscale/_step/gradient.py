@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from optax_lossscale._arrays.precision import at_most
 from optax_lossscale._scales.get import resolve
-from optax_lossscale._scales.validation import refuse
+from optax_lossscale._scales.validation import floating_dtype, function, shown
 
 
 def scale_loss(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
@@ -83,7 +83,8 @@ def value_and_grad(
     Raises:
       ValueError: if `loss_scale` is no loss scale, or a state that holds none or several, or
         `compute_dtype` is not one of floating-point numbers.
-      TypeError: when called, if the loss is not a real floating-point scalar.
+      TypeError: if `fun` is no function or `argnums` no ints; when called, if the loss is
+        not a real floating-point scalar.
 
     Example:
       >>> import jax.numpy as jnp
@@ -93,9 +94,13 @@ def value_and_grad(
       (9.0, 48.0)
     """
     loss_scale = resolve(loss_scale)
-    if compute_dtype is not None and not jnp.issubdtype(compute_dtype, jnp.floating):
-        refuse("compute_dtype", compute_dtype, "a floating-point dtype, such as jnp.float16")
-    differentiated = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    function("fun", fun)
+    if compute_dtype is not None:
+        floating_dtype("compute_dtype", compute_dtype)
+    differentiated = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    for number in differentiated:
+        if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
+            raise TypeError(f"argnums must be an int or a sequence of ints, got {shown(argnums)}")
 
     def scaled_fun(*args, **kw):
         value = fun(*args, **kw)

@@ -15,9 +15,16 @@ from jax.typing import ArrayLike, DTypeLike
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_inexact, strong
 from optax_lossscale._scales.get import LossScaleLike, get
 from optax_lossscale._scales.loss_scale import AxisName, LossScale, on_all_replicas
-from optax_lossscale._scales.validation import refuse
+from optax_lossscale._scales.validation import refuse, shown
 from optax_lossscale._step.branch import Branch, apply_or_skip
 from optax_lossscale._step.gradient import value_and_grad
+from optax_lossscale._step.inputs import (
+    Mask,
+    mask_of,
+    refuse_other_leaves,
+    refuse_other_masks,
+    refuse_other_shapes,
+)
 from optax_lossscale._step.master_weights import with_copies_of_narrow
 from optax_lossscale._step.missing import (
     as_inner_sees,
@@ -26,8 +33,6 @@ from optax_lossscale._step.missing import (
     keep_slots,
     zeros_for_missing,
 )
-
-Mask = Any | Callable[[Any], Any]
 
 
 class LossScaleState(NamedTuple):
@@ -211,7 +216,7 @@ def with_loss_scale(
       `apply_gradients` and `minimize`. Its state is a `LossScaleState`.
 
     Raises:
-      TypeError: if `inner` is no transformation.
+      TypeError: if `inner` is no transformation, or `mask` no tree of bools.
       ValueError: if `inner` is wrapped already, `loss_scale` is not what `get` takes, or
         `branch` is none of its values.
 
@@ -240,6 +245,7 @@ def with_loss_scale(
         inner = inner.gradient_transformation()
     if branch is not None and branch not in get_args(Branch):
         refuse("branch", branch, "'cond', 'select', or None for the platform's own")
+    refuse_other_masks(mask)
     wrapper = _Wrapper(inner, get(loss_scale), axis_name, mask, branch)
     return LossScaledTransformation(wrapper.init, wrapper.update)
 
@@ -256,6 +262,7 @@ class _Wrapper:
 
     def init(self, params: Any) -> LossScaleState:
         """The state before the first step."""
+        refuse_other_leaves("params", params)
         inner_state = self.inner.init(jax.tree.map(as_inner_sees, params))
         inner_state = with_copies_of_narrow(inner_state, self.inner.init, params)
         if wrapper_states(inner_state):
@@ -295,6 +302,8 @@ class _Wrapper:
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
         """One step, from scaled gradients to parameters; a skipped one gives those before."""
+        if params is None:
+            raise ValueError("apply_gradients needs the parameters: gradients, state, params")
         kept = lambda new_params: jax.tree.map(strong, params)
         return self._step(scaled_grads, state, params, value, extra_args, _apply_updates, kept)
 
@@ -303,7 +312,10 @@ class _Wrapper:
         _refuse_other_states(state, "gradients, state, params")
         _refuse_another_configuration(state.loss_scale, self.loss_scale)
         _refuse_masked(scaled_grads)
+        refuse_other_leaves("the gradients", scaled_grads)
         filled = fill_missing(scaled_grads, params)
+        if params is not None and not isinstance(params, optax.LookaheadParams):
+            refuse_other_shapes(filled, params)
         value = None if value is None else _scalar(value)
         loss_scale, should_apply = self._check(filled, value, state.loss_scale)
 
@@ -349,7 +361,7 @@ class _Wrapper:
         extra_args = extra_args if value is None else {"value": value} | extra_args
         wide_params = jax.tree.map(as_inner_sees, params)
         updates, new_state = inner.update(grads, inner_state, wide_params, **extra_args)
-        keep_dtype = lambda new, old: strong(new, old.dtype)
+        keep_dtype = lambda new, old: strong(new, dtype_of(old))
         return updates, jax.tree.map(keep_dtype, new_state, inner_state)
 
 
@@ -361,10 +373,9 @@ def wrapper_states(state: Any) -> list[LossScaleState]:
 
 def _unscale(loss_scale: LossScale, scaled_grads: Any, mask: Any, masked=at_least_float32) -> Any:
     """Unscaled gradients; where the mask is False, `masked` of each leaf instead."""
-    tree = mask(scaled_grads) if callable(mask) else mask
     return jax.tree.map(
         lambda keep, g: loss_scale.unscale(g) if keep else jax.tree.map(masked, g),
-        True if tree is None else tree,
+        mask_of(scaled_grads, mask),
         scaled_grads,
     )
 
@@ -403,6 +414,18 @@ def _refuse_other_states(state: Any, order: str) -> None:
             "the state must be the LossScaleState that this transformation's init or its "
             f"last step returned, got a {type(state).__name__}; the order of the arguments "
             f"is {order}"
+        )
+    if not isinstance(state.loss_scale, LossScale):
+        raise TypeError(
+            f"the state's loss_scale must be a LossScale, got {shown(state.loss_scale)}: restore "
+            "a checkpoint into the state that tx.init(params) returns"
+        )
+    kind = dtype_of(state.should_apply)
+    if kind != np.bool_:
+        raise TypeError(
+            f"the state's should_apply came back as {kind}: a transformation around the wrapper "
+            "has computed with its state, as SAM's transparent mode does. Put it inside: "
+            "with_loss_scale(optax.contrib.sam(…))"
         )
 
 
@@ -443,6 +466,11 @@ def _apply_updates(updates: Any, params: Any) -> Any:
     """`optax.apply_updates`, in float32 or wider; a parameter without an update stays."""
 
     def apply(p, u):
+        if u is not None and np.shape(u) != np.shape(p):
+            raise ValueError(
+                f"the update of a parameter of shape {np.shape(p)} has the shape {np.shape(u)}; "
+                "gradients of a batch are to be averaged first"
+            )
         new = p if u is None else optax.apply_updates(at_least_float32(p), u)
         return strong(new, dtype_of(p))
 

@@ -131,6 +131,36 @@ def test_a_class_makes_only_its_own_kind_from_a_config():
         ols.DynamicLossScale.from_config(ols.FixedLossScale(1).get_config())
 
 
+def test_a_class_under_the_name_of_one_of_ours_goes_by_its_module_too():
+    class DynamicLossScale(ols.LossScale):
+        def adjust(self, grads_finite):
+            return self.replace(loss_scale=self() * 2)
+
+    class Renamed(ols.DynamicLossScale):
+        pass
+
+    Renamed.__name__ = "DynamicLossScale"  # as `class DynamicLossScale(ols.DynamicLossScale)`
+    for ours in (ols.DynamicLossScale(), ols.presets.pytorch()):
+        assert type(ols.get(ours.get_config())) is ols.DynamicLossScale
+        assert type(ols.DynamicLossScale.from_config(ours.get_config())) is ols.DynamicLossScale
+    for theirs in (DynamicLossScale(8.0), Renamed(8.0)):
+        config = json.loads(json.dumps(theirs.get_config()))
+        assert config["class_name"].startswith(f"{__name__}.test_a_class_under")
+        assert ols.get(config) == theirs
+
+
+def test_the_last_class_of_a_name_has_it():
+    def define(factor):
+        class Redefined(ols.LossScale):
+            def adjust(self, grads_finite):
+                return self.replace(loss_scale=self() * factor)
+
+        return Redefined
+
+    first, last = define(1), define(2)
+    assert type(ols.get(first().get_config())) is last
+
+
 def test_adjust_is_what_a_strategy_must_write():
     with pytest.raises(TypeError, match="adjust"):
         ols.LossScale()

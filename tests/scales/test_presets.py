@@ -1,5 +1,7 @@
 import inspect
 import json
+import subprocess
+import sys
 import warnings
 
 import chex
@@ -9,6 +11,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -20,6 +23,7 @@ with warnings.catch_warnings():
 
 REQUIRED = {
     "tensorflow_fixed": {"loss_scale_value": 128.0},
+    "tensorflow_contrib_fixed": {"loss_scale": 128.0},
     "tensorflow_contrib_exponential": {"init_loss_scale": 2.0**15, "incr_every_n_steps": 1000},
     "jmp": {"loss_scale": 2.0**15},
     "mpx": {"loss_scaling": 2.0**15},
@@ -35,6 +39,7 @@ REQUIRED = {
 NAMES = [
     "tensorflow_dynamic",
     "tensorflow_fixed",
+    "tensorflow_contrib_fixed",
     "tensorflow_contrib_exponential",
     "tf_keras",
     "keras",
@@ -131,6 +136,86 @@ def test_apex_follows_its_published_rule():
     np.testing.assert_array_equal(scales(ls, finite), expected)
     assert presets.apex(init_scale=2.0**30)() == 2.0**24
     assert scales(presets.apex(init_scale=1.0), np.zeros(3, bool))[-1] == 2.0**-3
+
+
+def test_tensorflow_contrib_fixed_skips_at_an_unchanged_scale():
+    tx = ols.with_loss_scale(optax.sgd(1.0), presets.tensorflow_contrib_fixed(128.0))
+    params, state = jnp.ones(2), tx.init(jnp.ones(2))
+    for grads in (jnp.array([1.0, jnp.inf]), jnp.array([jnp.nan, 1.0])):
+        params, state = tx.apply_gradients(grads, state, params)
+    np.testing.assert_array_equal(params, [1.0, 1.0])
+    assert (state.loss_scale(), state.skipped_steps) == (128, 2)
+    ols.check(state)  # a fixed scale is never exhausted
+    assert (scales(presets.tensorflow_contrib_fixed(3.0), np.arange(9000) % 7 > 2) == 3).all()
+
+
+STARTED = {
+    "flax": {"fin_steps": 3, "growth_interval": 5},
+    "jmp": {"loss_scale": 8.0, "counter": 3, "period": 6},
+    "mpx": {"loss_scaling": 8.0, "counter": 3, "period": 6},
+}
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_a_starting_count_is_restored_from_the_config(name):
+    ls = presets.get(name, **STARTED[name])
+    restored = ols.get(json.loads(json.dumps(ls.get_config())))
+    assert restored == ls
+    assert restored.growth_counter == 3
+    np.testing.assert_array_equal(scales(restored, np.ones(3, bool)), ls() * np.array([1, 1, 2]))
+
+
+def test_no_preset_wakes_a_backend():
+    arguments = {name: REQUIRED.get(name, {}) | STARTED.get(name, {}) for name in NAMES}
+    code = (
+        "import jax, optax_lossscale as ols\n"
+        f"for name, arguments in {arguments!r}.items():\n"
+        "    ols.get({'preset': name, **arguments}).get_config()\n"
+        "jax.config.update('jax_num_cpu_devices', 3)  # an error after the first computation\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def apex_update_scale_hysteresis(scale, growth_factor, backoff_factor, interval, hysteresis):
+    """Apex's kernel of that name, by its published rule: one step, with a state of three."""
+    state = [np.float32(scale), 0, hysteresis]
+
+    def step(found_inf):
+        scale, growth_tracker, hysteresis_tracker = state
+        if found_inf:
+            growth_tracker, hysteresis_tracker = 0, hysteresis_tracker - 1
+            scale = scale * backoff_factor if hysteresis_tracker <= 0 else scale
+        else:
+            growth_tracker, hysteresis_tracker = growth_tracker + 1, hysteresis
+            if growth_tracker == interval:
+                growth_tracker, scale = 0, scale * growth_factor
+        state[:] = np.float32(scale), growth_tracker, hysteresis_tracker
+        return state[0]
+
+    return step
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0, 65536.0])
+@pytest.mark.parametrize("growth_factor", [1.0, 2.0, 4.0])
+@pytest.mark.parametrize("hysteresis", [1, 2, 5])
+def test_hysteresis_by_consecutive_overflows_is_that_of_apexs_kernel(
+    scale, growth_factor, hysteresis
+):
+    rng = np.random.default_rng(0)
+    finite = np.concatenate([rng.random(40) < share for share in (0.9, 0.5, 0.1, 0.95)])
+    step = apex_update_scale_hysteresis(scale, growth_factor, 0.5, 4, hysteresis)
+    expected = np.array([step(not ok) for ok in finite])
+    assert (expected > np.finfo(np.float32).tiny).all()
+    ls = ols.DynamicLossScale(
+        initial_scale=scale,
+        growth_factor=growth_factor,
+        growth_interval=4,
+        hysteresis=hysteresis,
+        hysteresis_refill="finite",
+        min_scale=float(np.finfo(np.float32).tiny),
+        clip_backoff=False,
+    )
+    np.testing.assert_array_equal(scales(ls, finite), expected)
 
 
 # Live, side by side
@@ -272,8 +357,6 @@ class EveryOtherOverflow(ols.LossScale):
 
 
 def test_a_strategy_of_ones_own_trains_and_has_a_config():
-    import optax
-
     tx = ols.with_loss_scale(optax.adam(0.1), EveryOtherOverflow(initial_scale=8.0))
 
     @jax.jit

@@ -3,6 +3,7 @@
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 import pytest
@@ -218,6 +219,24 @@ def test_sam_differentiates_the_true_loss_itself():
     assert state.should_apply
 
 
+def test_sam_that_shows_its_adversarial_steps_compiles_once_inside():
+    inner = optax.contrib.sam(
+        optax.adam(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    )
+    tx = ols.with_loss_scale(inner, LS)
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def step(params, state):
+        return tx.apply_gradients(ols.grad(loss_fn, state)(params), state, params)
+
+    params, state = PARAMS, tx.init(PARAMS)
+    for _ in range(6):
+        params, state = step(params, state)
+    plain_params, _ = plain_run(inner, 6)
+    chex.assert_trees_all_close(params, plain_params, rtol=1e-5)
+
+
 def test_lookahead_inside_and_around_steps_as_without():
     fast = optax.adam(1e-1)
     params = optax.LookaheadParams.init_synced(PARAMS)
@@ -252,3 +271,16 @@ def test_accumulation_is_the_large_batch(around):
     grads = jax.grad(of_batch)(PARAMS, x)
     expected = optax.apply_updates(PARAMS, inner.update(grads, inner.init(PARAMS))[0])
     chex.assert_trees_all_close(params, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("number", [0.05, np.float64(0.05), jnp.float32(0.05), 1])
+@pytest.mark.parametrize("loss_scale", [LS, 1024], ids=["dynamic", "fixed"])
+def test_a_hyperparameter_set_to_a_number_between_eager_steps(number, loss_scale):
+    tx = ols.with_loss_scale(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), loss_scale)
+    params, state = PARAMS, tx.init(PARAMS)
+    for _ in range(2):
+        state.inner_state.hyperparams["learning_rate"] = number
+        params, state = tx.apply_gradients(jax.tree.map(jnp.ones_like, params), state, params)
+    expected = jax.tree.map(lambda p: p - 2 * number / 1024, PARAMS)
+    chex.assert_trees_all_close(params, expected, rtol=1e-6)
+    assert state.inner_state.count == 2

@@ -123,6 +123,20 @@ def test_dtypes_are_the_same_in_x64_mode(x64):
         assert params["w"].dtype == np.float32
 
 
+@pytest.mark.parametrize("loss_scale", [LS, ols.ToleranceLossScale(), ols.LogMaxLossScale(), 8])
+def test_strict_promotion_of_dtypes(loss_scale):
+    tx = ols.with_loss_scale(optax.sgd(1e-2), loss_scale)
+    with jax.numpy_dtype_promotion("strict"):
+        params, state = PARAMS, tx.init(PARAMS)
+        for scaled_grads in (PARAMS, BAD):
+            params, state = tx.apply_gradients(scaled_grads, state, params)
+        _, state = jax.jit(tx.update)(PARAMS, state, params)
+        assert ols.metrics(state)["log2_loss_scale"] == jnp.log2(state.loss_scale())
+        report = jax.jit(ols.underflow_report)(PARAMS, state)
+        assert report.best_scale > 0
+        assert "Best scale" in str(report)
+
+
 def test_a_rematerialized_loss_has_the_same_gradients():
     remat = lambda params, x: jax.checkpoint(loss_fn)(params, x)
     chex.assert_trees_all_close(

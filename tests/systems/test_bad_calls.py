@@ -1,0 +1,411 @@
+"""A bad call to every public function, the kind of the error, and the words that help."""
+
+import functools
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+import pytest
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+
+import optax_lossscale as ols
+from optax_lossscale import plot, presets
+
+PARAMS = {"w": jnp.ones(3)}
+SGD = optax.sgd(0.1)
+TX = ols.with_loss_scale(SGD)
+STATE = TX.init(PARAMS)
+LS = ols.DynamicLossScale()
+LEAVES = ols.nonfinite_leaves(PARAMS)
+LONG = "x" * 10_000_000
+DEEP = functools.reduce(lambda inner, _: {"a": inner}, range(100_000), 1)
+NAN = float("nan")
+
+
+def loss_fn(params):
+    return jnp.sum(params["w"] ** 2)
+
+
+def step(mask=None, axis_name=None, grads=PARAMS, state=STATE, params=PARAMS):
+    tx = ols.with_loss_scale(SGD, mask=mask, axis_name=axis_name)
+    return tx.apply_gradients(grads, state, params)
+
+
+def differentiate(fun, *args, **kwargs):
+    return ols.value_and_grad(fun, LS, **kwargs)(*args or (PARAMS,))
+
+
+def preset(name, /, **arguments):
+    return ols.get({"preset": name, **arguments})
+
+
+def preset_of(what):
+    return getattr(presets, what.split(",")[0])
+
+
+def config(class_name="DynamicLossScale", **arguments):
+    return ols.get({"class_name": class_name, "config": arguments})
+
+
+def sam_around_the_wrapper():
+    tx, params = optax.contrib.sam(TX, optax.sgd(0.1)), PARAMS
+    state = tx.init(params)
+    for _ in range(2):
+        updates, state = tx.update(params, state, params)
+        params = optax.apply_updates(params, updates)
+
+
+NUMBER, INT = "must be a number between", "must be an int between"
+WRAPPER = {
+    "no transformation": (lambda: ols.with_loss_scale(1e-3), TypeError, "Optax gradient trans"),
+    "an alias not called": (lambda: ols.with_loss_scale(optax.adam), TypeError, "init and update"),
+    "swapped": (lambda: ols.with_loss_scale("dynamic", SGD), TypeError, "inner must be"),
+    "an unknown loss scale": (lambda: ols.with_loss_scale(SGD, "auto"), ValueError, "'dynamic'"),
+    "a class": (lambda: ols.with_loss_scale(SGD, ols.DynamicLossScale), ValueError, "a LossScale"),
+    "a scale of 0": (lambda: ols.with_loss_scale(SGD, 0), ValueError, NUMBER),
+    "mask: a str": (lambda: ols.with_loss_scale(SGD, mask="x"), TypeError, "tree of bools"),
+    "mask: ints": (lambda: ols.with_loss_scale(SGD, mask={"w": 1}), TypeError, "tree of bools"),
+    "mask: a function to a str": (lambda: step(lambda grads: "x"), TypeError, "tree of bools"),
+    "mask: other keys": (lambda: step({"v": True}), ValueError, "a prefix of the gradients"),
+    "mask: too deep": (lambda: step({"w": [True]}), ValueError, "a prefix of the gradients"),
+    "axis: unknown": (lambda: step(axis_name="data"), ValueError, "jit alone leave axis_name out"),
+    "axis: an int": (lambda: step(axis_name=3), ValueError, "axis_name=3 is no axis"),
+    "axis: a list": (lambda: step(axis_name=["a"]), ValueError, "is no axis of a pmap"),
+    "init: a function": (lambda: TX.init(loss_fn), TypeError, "must be a tree of arrays"),
+    "init: a str": (lambda: TX.init({"a": {"b": "x"}}), TypeError, "got 'x' at a/b"),
+    "update: swapped": (lambda: TX.update(STATE, PARAMS), TypeError, "order of the arguments"),
+    "apply: swapped": (lambda: step(state=PARAMS, params=STATE), TypeError, "order of the arg"),
+    "apply: no state": (lambda: step(state=None), TypeError, "LossScaleState that this"),
+    "apply: inner state": (lambda: step(state=STATE.inner_state), TypeError, "LossScaleState"),
+    "apply: no params": (lambda: step(params=None), ValueError, "needs the parameters"),
+    "grads: other keys": (lambda: step(grads={"v": 1.0}), ValueError, "structure of the param"),
+    "grads: with the loss": (lambda: step(grads=(1.0, PARAMS)), ValueError, "structure of the"),
+    "grads: a str": (lambda: step(grads={"w": "x"}), TypeError, "the gradients must be a tree"),
+    "grads: other shape": (lambda: step(grads={"w": jnp.ones(4)}), ValueError, "(3,) at w"),
+    "grads: broadcast": (lambda: step(grads={"w": jnp.ones((3, 1))}), ValueError, "got (3, 1)"),
+    "grads: a batch": (lambda: step(grads={"w": jnp.ones((2, 3))}), ValueError, "averaged first"),
+    "state: of a bad restore": (
+        lambda: step(state=STATE._replace(loss_scale={"loss_scale": 1.0})),
+        TypeError,
+        "restore a checkpoint into",
+    ),
+    "sam around": (sam_around_the_wrapper, TypeError, "Put it inside"),
+    "minimize: no function": (lambda: TX.minimize(3, STATE, PARAMS), TypeError, "a function, got"),
+    "minimize: a pair": (
+        lambda: TX.minimize(lambda p: (loss_fn(p), 1), STATE, PARAMS),
+        TypeError,
+        "has_aux=True",
+    ),
+    "minimize: no scalar": (
+        lambda: TX.minimize(lambda p: p["w"], STATE, PARAMS),
+        TypeError,
+        "reduce it",
+    ),
+}
+GRADIENT = {
+    "swapped": (lambda: ols.value_and_grad(STATE, loss_fn), ValueError, "loss scale"),
+    "parameters": (lambda: ols.value_and_grad(loss_fn, PARAMS), ValueError, "one loss scale"),
+    "the transformation": (lambda: ols.value_and_grad(loss_fn, TX), ValueError, "its init ret"),
+    "two states": (lambda: ols.value_and_grad(loss_fn, (STATE, STATE)), ValueError, "found 2"),
+    "no function": (lambda: ols.value_and_grad(3, STATE), TypeError, "fun must be a function"),
+    "grad: no function": (lambda: ols.grad(None, STATE), TypeError, "fun must be a function"),
+    "grad: parameters": (lambda: ols.grad(loss_fn, PARAMS), ValueError, "exactly one loss scale"),
+    "argnums: a str": (lambda: differentiate(loss_fn, argnums="w"), TypeError, "argnums must be"),
+    "argnums: a bool": (lambda: differentiate(loss_fn, argnums=True), TypeError, "an int or"),
+    "argnums: a float": (lambda: differentiate(loss_fn, argnums=0.0), TypeError, "an int or"),
+    "a vector": (lambda: differentiate(lambda p: p["w"]), TypeError, "jnp.mean"),
+    "a pair": (lambda: differentiate(lambda p: (loss_fn(p), 1)), TypeError, "has_aux=True"),
+    "no pair": (lambda: differentiate(loss_fn, has_aux=True), TypeError, "a pair (loss, aux)"),
+    "an int": (lambda: differentiate(lambda p: 1), TypeError, "real floating-point"),
+    "a bool": (lambda: differentiate(lambda p: p["w"][0] > 0), TypeError, "real floating-point"),
+    "a complex": (lambda: differentiate(lambda p: 1j * loss_fn(p)), TypeError, "real floating"),
+    "None": (lambda: differentiate(lambda p: None), TypeError, "must be a scalar"),
+    "a dict": (lambda: differentiate(lambda p: {"loss": loss_fn(p)}), TypeError, "got a dict"),
+    "scale_loss: swapped": (lambda: ols.scale_loss(STATE, 1.0), TypeError, "must be a scalar"),
+    "scale_loss: a str": (lambda: ols.scale_loss("1", LS), TypeError, "must be a scalar"),
+    "get_loss_scale: none": (lambda: ols.get_loss_scale(PARAMS), ValueError, "found 0"),
+}
+GET = {
+    "a str": (lambda: ols.get("Dynamic"), ValueError, "'dynamic'"),
+    "a list": (lambda: ols.get([128]), ValueError, "a number (fixed)"),
+    "a bool": (lambda: ols.get(True), ValueError, "a number (fixed)"),
+    "an array": (lambda: ols.get(jnp.ones(1000)), ValueError, "a number (fixed)"),
+    "a traced number": (lambda: jax.jit(ols.get)(3.0), ValueError, "a number (fixed)"),
+    "a negative number": (lambda: ols.get(-1), ValueError, NUMBER),
+    "NaN": (lambda: ols.get(NAN), ValueError, NUMBER),
+    "an empty dict": (lambda: ols.get({}), ValueError, "the keys 'class_name' and 'config'"),
+    "10 MB": (lambda: ols.get(LONG), ValueError, "'dynamic'"),
+    "deep": (lambda: ols.get(DEEP), ValueError, "the keys 'class_name' and 'config'"),
+    "wide": (lambda: ols.get(dict.fromkeys(range(10**5))), ValueError, "the keys 'class_name'"),
+    "a class of 10 MB": (lambda: config(LONG), ValueError, "Import the module"),
+    "a key of 10 MB": (lambda: config(**{LONG: 1}), ValueError, "keys among initial_scale"),
+    "a value of 10 MB": (lambda: config(initial_scale=LONG), ValueError, NUMBER),
+    "a deep value": (lambda: config(growth_interval=DEEP), ValueError, INT),
+    "a huge int": (lambda: config(initial_scale=10**10_000), ValueError, NUMBER),
+    "a number of digits": (lambda: config(growth_interval=10**10_000), ValueError, "got <int>"),
+    "an int key": (
+        lambda: ols.get({"class_name": "DynamicLossScale", "config": {1: 2}}),
+        ValueError,
+        "keys among initial_scale",
+    ),
+    "no config": (lambda: config("FixedLossScale"), ValueError, "it needs scale"),
+    "an unknown class": (lambda: config("Nonesuch"), ValueError, "Import the module"),
+    "no class": (lambda: config(None), ValueError, "no loss scale is named None"),
+    "from_config: a str": (lambda: ols.LossScale.from_config("x"), ValueError, "get_config()"),
+    "from_config: of another": (
+        lambda: ols.ToleranceLossScale.from_config(LS.get_config()),
+        ValueError,
+        "there are ToleranceLossScale",
+    ),
+    "preset: unknown": (lambda: preset("torch"), ValueError, "there are tensorflow_dynamic"),
+    "preset: an int": (lambda: preset(5), ValueError, "no preset is named 5"),
+    "preset: a list": (lambda: preset([]), ValueError, "no preset is named []"),
+    "preset: unknown argument": (lambda: preset("keras", scale=1), ValueError, "dynamic_growth"),
+    "preset: an argument called name": (lambda: preset("keras", name=1), ValueError, "among"),
+    "preset: an int for a key": (
+        lambda: ols.get({"preset": "keras", 3: 4}),
+        ValueError,
+        "keys among initial_scale",
+    ),
+    "preset: missing": (lambda: preset("jmp"), ValueError, "it needs loss_scale"),
+    "preset: a bad value": (lambda: preset("keras", initial_scale="x"), ValueError, NUMBER),
+}
+PRESETS = {
+    "tensorflow_dynamic": ({"multiplier": "2"}, "multiplier must be"),
+    "tensorflow_dynamic, period": ({"increment_period": 0}, f"increment_period {INT}"),
+    "tensorflow_dynamic, multiplier": ({"multiplier": 0.5}, "multiplier must be a number from 1"),
+    "tensorflow_fixed": ({"loss_scale_value": "dynamic"}, NUMBER),
+    "tensorflow_contrib_fixed": ({"loss_scale": "x"}, f"loss_scale {NUMBER}"),
+    "tensorflow_contrib_fixed, small": ({"loss_scale": 0.5}, "between min_scale=1.0"),
+    "tensorflow_contrib_exponential": (
+        {"init_loss_scale": 8.0, "incr_every_n_steps": 2, "decr_ratio": 1.5},
+        "decr_ratio must be a number in",
+    ),
+    "tf_keras, the scale first": ({"dynamic": 1024.0}, "dynamic must be one of True, False"),
+    "tf_keras, the kind": ({"dynamic": "dynamic"}, "dynamic must be one of True, False"),
+    "tf_keras, fixed": ({"dynamic": False}, "give initial_scale"),
+    "tf_keras, steps": ({"dynamic_growth_steps": 2.5}, f"dynamic_growth_steps {INT}"),
+    "keras": ({"dynamic_growth_steps": "2000"}, f"dynamic_growth_steps {INT}"),
+    "pytorch": ({"enabled": "False"}, "enabled must be one of True, False"),
+    "pytorch, 0": ({"enabled": 0}, "enabled must be one of True, False"),
+    "pytorch, scale": ({"init_scale": None}, f"init_scale {NUMBER}"),
+    "pytorch, factor": ({"growth_factor": 0.5}, "growth_factor must be a number from 1"),
+    "flax": ({"fin_steps": -5}, "fin_steps must be an int between 0 and 2000"),
+    "flax, many": ({"fin_steps": 2001}, "fin_steps must be an int between 0 and 2000"),
+    "flax, a str": ({"growth_interval": "2000"}, f"growth_interval {INT}"),
+    "flax, a float": ({"fin_steps": 0.5}, f"fin_steps {INT}"),
+    "flax, minimum": ({"minimum_scale": "x"}, f"minimum_scale {NUMBER}"),
+    "jmp": ({"loss_scale": 8.0, "counter": -1}, "counter must be an int between 0 and 1999"),
+    "jmp, period": ({"loss_scale": 8.0, "period": "x"}, f"period {INT}"),
+    "mpx": ({"loss_scaling": 8.0, "counter": 2000}, "counter must be an int between 0 and 1999"),
+    "mpx, large": ({"loss_scaling": 65536.0}, "max_scale=65504.0"),
+    "megatron": (
+        {
+            "initial_scale": 8.0,
+            "min_scale": 1.0,
+            "growth_factor": 2.0,
+            "backoff_factor": 2.0,
+            "growth_interval": 5,
+            "hysteresis": 1,
+        },
+        "backoff_factor must be a number in",
+    ),
+    "deepspeed": ({"consecutive_hysteresis": "no"}, "consecutive_hysteresis must be one of"),
+    "deepspeed, shift": ({"delayed_shift": 0}, f"delayed_shift {INT}"),
+    "deepspeed, raise": ({"raise_error_at_min_scale": 1}, "raise_error_at_min_scale must be"),
+    "fairseq": ({"tolerance": 5}, r"tolerance must be a number in [0, 1]"),
+    "fairseq, window": ({"scale_window": 1.5}, f"scale_window {INT}"),
+    "openseq2seq_logmax": ({"scale_min": "1"}, f"scale_min {NUMBER}"),
+    "openseq2seq_logmax, decay": ({"beta1": 1.0}, "beta1 must be"),
+    "apex": ({"loss_scale": "Dynamic"}, "'dynamic'"),
+    "apex, scale": ({"init_scale": "x"}, f"init_scale {NUMBER}"),
+    "apex, factor": ({"scale_factor": "x"}, "scale_factor must be a number from 1"),
+}
+LOSS_SCALES = {
+    "fixed: None": (lambda: ols.FixedLossScale(None), ValueError, NUMBER),
+    "fixed: large": (lambda: ols.FixedLossScale(2.0**127), ValueError, NUMBER),
+    "fixed: traced": (lambda: jax.jit(ols.FixedLossScale)(3.0), ValueError, NUMBER),
+    "dynamic: an array": (lambda: ols.DynamicLossScale(np.ones(2)), ValueError, NUMBER),
+    "dynamic: bounds": (lambda: ols.DynamicLossScale(0.5), ValueError, "between min_scale"),
+    "dynamic: interval": (lambda: ols.DynamicLossScale(growth_interval=2.5), ValueError, INT),
+    "dynamic: refill": (
+        lambda: ols.DynamicLossScale(hysteresis_refill=[]),
+        ValueError,
+        "'growth', 'rescale', 'finite'",
+    ),
+    "dynamic: a flag": (lambda: ols.DynamicLossScale(clip_growth=1), ValueError, "False, True"),
+    "dynamic: a start": (
+        lambda: ols.DynamicLossScale(growth_interval=5, initial_growth_counter=5),
+        ValueError,
+        "initial_growth_counter must be an int between 0 and 4",
+    ),
+    "tolerance": (lambda: ols.ToleranceLossScale(tolerance=2), ValueError, "[0, 1]"),
+    "logmax": (lambda: ols.LogMaxLossScale(log_max=61), ValueError, "at most 60"),
+    "replace: configuration": (
+        lambda: LS.replace(growth_interval=1),
+        TypeError,
+        "construct a new loss scale",
+    ),
+    "replace: a str": (lambda: LS.replace(loss_scale="x"), TypeError, "an array of float32"),
+    "replace: None": (lambda: LS.replace(loss_scale=None), TypeError, "an array of float32"),
+    "adjust: gradients": (lambda: LS.adjust(PARAMS), TypeError, "What takes gradients is update"),
+    "adjust: a str": (lambda: LS.adjust("yes"), TypeError, "grads_finite must be a bool"),
+    "adjust: None": (lambda: LS.adjust(None), TypeError, "grads_finite must be a bool"),
+    "update: an axis": (lambda: LS.update(PARAMS, "data"), ValueError, "is no axis"),
+    "state: a str": (lambda: ols.state("x"), TypeError, "a number or an array of numbers"),
+    "state: None": (lambda: ols.state(None), TypeError, "a number or an array of numbers"),
+    "subclassed: fixed": (
+        lambda: type("Mine", (ols.FixedLossScale,), {}),
+        TypeError,
+        "subclass LossScale",
+    ),
+    "restored: a number": (
+        lambda: flax.serialization.from_state_dict(LS, 128.0),
+        ValueError,
+        "what is saved of a DynamicLossScale",
+    ),
+}
+DIAGNOSIS = {
+    "report: no dtype": (lambda: ols.underflow_report(PARAMS, 8, None), ValueError, "dtype must"),
+    "report: a str": (lambda: ols.underflow_report(PARAMS, 8, "x"), ValueError, "floating-point"),
+    "report: ints": (lambda: ols.underflow_report(PARAMS, 8, int), ValueError, "floating-point"),
+    "report: 0": (lambda: ols.underflow_report(PARAMS, 0), ValueError, NUMBER),
+    "report: NaN": (lambda: ols.underflow_report(PARAMS, NAN), ValueError, NUMBER),
+    "report: an array 0": (
+        lambda: ols.underflow_report(PARAMS, jnp.float32(0)),
+        ValueError,
+        NUMBER,
+    ),
+    "report: an inf": (
+        lambda: ols.underflow_report(PARAMS, np.float32(np.inf)),
+        ValueError,
+        NUMBER,
+    ),
+    "report: swapped": (lambda: ols.underflow_report(STATE, PARAMS), ValueError, "loss scale"),
+    "metrics: none": (lambda: ols.metrics(PARAMS), ValueError, "exactly one loss scale"),
+    "metrics: two": (lambda: ols.metrics((STATE, STATE)), ValueError, "found 2"),
+    "check: none": (lambda: ols.check(PARAMS), ValueError, "exactly one loss scale"),
+    "check: skips": (lambda: ols.check(STATE, 0), ValueError, INT),
+    "check: leaves": (lambda: ols.check(STATE, leaves=3), TypeError, "nonfinite_leaves returned"),
+    "check: traced": (lambda: jax.jit(ols.check)(STATE), TypeError, "call it outside jit"),
+    "explain: gradients": (lambda: ols.explain(PARAMS), TypeError, "nonfinite_leaves returned"),
+    "explain: taps": (lambda: ols.explain(LEAVES, taps=PARAMS), TypeError, "a tree of Probes"),
+    "explain: names": (
+        lambda: ols.explain(LEAVES, taps={"embed": ols.probe(), "block": ols.probe()}),
+        ValueError,
+        "an OrderedDict",
+    ),
+    "explain: traced": (
+        lambda: jax.jit(lambda leaves: str(ols.explain(leaves)))(LEAVES),
+        TypeError,
+        "call it outside jit",
+    ),
+    "probe: a str": (lambda: ols.probe("x"), ValueError, INT),
+    "probe: negative": (lambda: ols.probe(-1), ValueError, INT),
+    "probe: None": (lambda: ols.probe(None), ValueError, INT),
+    "tap: ints": (lambda: ols.tap(jnp.arange(3), ols.probe()), TypeError, "a gradient to tap"),
+    "tap: swapped": (lambda: ols.tap(ols.probe(), jnp.ones(3)), TypeError, "a gradient to tap"),
+    "tap: not called": (lambda: ols.tap(jnp.ones(3), ols.probe), TypeError, "made by probe()"),
+    "tap: a tree": (lambda: ols.tap(jnp.ones(3), [ols.probe()]), TypeError, "made by probe()"),
+    "tap: a stack": (lambda: ols.tap(jnp.ones(3), ols.probe(3)), TypeError, "lax.scan"),
+}
+SEARCH = {
+    "swapped": (lambda: ols.find_initial_scale(PARAMS, loss_fn), TypeError, "loss_fn must be"),
+    "margin": (lambda: ols.find_initial_scale(loss_fn, PARAMS, margin=0), ValueError, "margin"),
+    "params": (lambda: ols.find_initial_scale(loss_fn, {"w": "x"}), TypeError, "tree of arrays"),
+    "a str": (
+        lambda: ols.find_initial_scale(lambda p, x: loss_fn(p), PARAMS, "x"),
+        TypeError,
+        "must be a tree of arrays, got 'x'",
+    ),
+    "a batch that is no tuple": (
+        lambda: ols.find_initial_scale(loss_fn, PARAMS, others=[{"x": 1.0}]),
+        TypeError,
+        "others must hold tuples",
+    ),
+    "no scalar": (lambda: ols.find_initial_scale(lambda p: p["w"], PARAMS), TypeError, "reduce"),
+    "never finite": (
+        lambda: ols.find_initial_scale(lambda p: NAN * loss_fn(p), PARAMS),
+        ValueError,
+        "look for NaN or inf in the loss",
+    ),
+    "traced": (
+        lambda: jax.jit(lambda p: ols.find_initial_scale(loss_fn, p).scale)(PARAMS),
+        TypeError,
+        "call it outside jit",
+    ),
+}
+PROBES = [[ols.probe(3)]]
+HISTORY = "what metrics returned after each step"
+PLOT = {
+    "loss_scale: nothing": (lambda: plot.loss_scale([]), ValueError, HISTORY),
+    "loss_scale: None": (lambda: plot.loss_scale(None), ValueError, HISTORY),
+    "loss_scale: scales": (lambda: plot.loss_scale([1.0, 2.0]), ValueError, HISTORY),
+    "loss_scale: a state": (lambda: plot.loss_scale(STATE), ValueError, HISTORY),
+    "loss_scale: one step": (lambda: plot.loss_scale(ols.metrics(STATE)), ValueError, HISTORY),
+    "loss_scale: of a scale": (lambda: plot.loss_scale([ols.metrics(LS)]), ValueError, HISTORY),
+    "loss_scale: axes": (
+        lambda: plot.loss_scale([ols.metrics(STATE)], np.array([1, 2])),
+        TypeError,
+        "one matplotlib Axes",
+    ),
+    "exponents: 0": (lambda: plot.exponents(PARAMS, loss_scale=0), ValueError, NUMBER),
+    "exponents: NaN": (lambda: plot.exponents(PARAMS, NAN), ValueError, NUMBER),
+    "exponents: a str": (lambda: plot.exponents(PARAMS, "x"), ValueError, "loss scale"),
+    "exponents: dtype": (lambda: plot.exponents(PARAMS, 1.0, None), ValueError, "floating-point"),
+    "exponents: traced": (
+        lambda: jax.jit(plot.exponents)(PARAMS),
+        TypeError,
+        "call it outside jit",
+    ),
+    "taps: nothing": (lambda: plot.taps([]), ValueError, "one step or more"),
+    "taps: one step": (lambda: plot.taps(ols.probe(3)), TypeError, "one tree for each step"),
+    "taps: a number": (lambda: plot.taps(3), TypeError, "one tree for each step"),
+    "taps: gradients": (lambda: plot.taps([PARAMS]), TypeError, "a tree of Probes"),
+    "taps: no places": (lambda: plot.taps([{}]), ValueError, "a Probe or more"),
+    "taps: other places": (
+        lambda: plot.taps([*PROBES, [ols.probe(2)]]),
+        ValueError,
+        "the same places",
+    ),
+    "taps: no function": (lambda: plot.taps(PROBES, "largest"), TypeError, "a function, got"),
+    "taps: no array": (lambda: plot.taps(PROBES, lambda probe: 1.0), ValueError, "(steps,)"),
+}
+CALLS = {
+    f"{where}, {what}": call
+    for where, calls in {
+        "with_loss_scale": WRAPPER,
+        "value_and_grad": GRADIENT,
+        "get": GET,
+        "presets": {
+            what: (functools.partial(preset_of(what), **arguments), ValueError, said)
+            for what, (arguments, said) in PRESETS.items()
+        },
+        "loss scale": LOSS_SCALES,
+        "diagnosis": DIAGNOSIS,
+        "find_initial_scale": SEARCH,
+        "plot": PLOT,
+    }.items()
+    for what, call in calls.items()
+}
+
+
+@pytest.mark.parametrize(("call", "kind", "said"), CALLS.values(), ids=CALLS)
+def test_a_bad_call_says_what_helps(call, kind, said):
+    with pytest.raises(kind) as raised:
+        call()
+    plt.close("all")
+    assert raised.type is kind
+    message = str(raised.value)
+    assert said in message
+    assert len(message) < 1000
+
+
+def test_there_are_a_hundred_bad_calls_and_every_preset_is_among_them():
+    assert len(CALLS) >= 100
+    assert {what.split(",")[0] for what in PRESETS} == set(presets._PRESETS)
