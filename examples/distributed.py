@@ -58,12 +58,8 @@ def compare(loss_scale):
     multihost_utils.assert_equal(digest, f"process {jax.process_index()} has {config.decode()}")
 
 
-def train(steps, growth_interval, overflow, checkpoint):
-    """Trains on all processes; returns the parameters and the optimizer's state."""
-    mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    spread, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
-    loss_scale = ols.DynamicLossScale(growth_interval=growth_interval)
-    compare(loss_scale)
+def optimizer_and_step(mesh, loss_scale):
+    """The optimizer, and the compiled training step on all devices of a mesh."""
     tx = ols.with_loss_scale(optax.adamw(1e-2), loss_scale, axis_name="data")
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -79,12 +75,27 @@ def train(steps, growth_interval, overflow, checkpoint):
         params, state = tx.apply_gradients(grads, state, params, value=loss)
         return params, state, loss
 
+    return tx, train_step
+
+
+def initial(tx):
+    """The parameters and the optimizer's state before the first step."""
     keys = jax.random.split(jax.random.key(0))
     shapes = {"in": (WIDTH, 64), "out": (64, 4)}
     params = {
         k: jax.random.normal(key, shapes[k]) / 8 for k, key in zip(shapes, keys, strict=True)
     }
-    params, state = jax.device_put((params, tx.init(params)), everywhere)
+    return params, tx.init(params)
+
+
+def train(steps, growth_interval, overflow, checkpoint):
+    """Trains on all processes; returns the parameters and the optimizer's state."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    spread, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    loss_scale = ols.DynamicLossScale(growth_interval=growth_interval)
+    compare(loss_scale)
+    tx, train_step = optimizer_and_step(mesh, loss_scale)
+    params, state = jax.device_put(initial(tx), everywhere)
 
     manager, start = None, 0
     if checkpoint:

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from optax_lossscale import presets
+from optax_lossscale import presets, testing
 from optax_lossscale._arrays.finite import all_finite
 from optax_lossscale._diagnosis.calibration import InitialScale, find_initial_scale
 from optax_lossscale._diagnosis.check import LossScaleError, check
@@ -18,8 +18,9 @@ from optax_lossscale._scales.get import get, get_loss_scale
 from optax_lossscale._scales.logmax import LogMaxLossScale
 from optax_lossscale._scales.loss_scale import LossScale, state
 from optax_lossscale._scales.tolerance import ToleranceLossScale
-from optax_lossscale._step.gradient import grad, scale_loss, value_and_grad
+from optax_lossscale._step.gradient import grad, scale_gradient, scale_loss, value_and_grad
 from optax_lossscale._step.master_weights import MasterWeightsState, with_master_weights
+from optax_lossscale._step.where_applied import where_applied
 from optax_lossscale._step.wrapper import (
     LossScaledTransformation,
     LossScaleState,
@@ -66,11 +67,14 @@ __all__ = [
     "nonfinite_leaves",
     "presets",
     "probe",
+    "scale_gradient",
     "scale_loss",
     "state",
     "tap",
+    "testing",
     "underflow_report",
     "value_and_grad",
+    "where_applied",
     "with_loss_scale",
     "with_master_weights",
 ]

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
+import optax_lossscale as ols
 from optax_lossscale.demo import _model, _report, _text, _training
 from optax_lossscale.demo.__main__ import main
 
@@ -112,6 +114,15 @@ def test_interrupt_keeps_what_was_finished(tmp_path):
     assert "Interrupted: 1 of 4 runs were finished." in out
     assert set(rows(out)) & set(_training.RUNS) == {"float32"}
     assert [p.name for p in tmp_path.iterdir()] == ["loss_scaling.png"]
+
+
+def test_its_step_depends_on_the_loss_scale_in_nothing():
+    tx, step = _training.optimizer_and_step("float16, dynamic scale", 60)
+    text = np.frombuffer(b"To be, or not to be, that is the question. " * 9, np.uint8)
+    first, second = _text.batches(text, 2, seed=0)
+    params = _model.init(jax.random.key(0))
+    params, state, _ = step(params, tx.init(params), first)  # the first of a warmup moves nothing
+    ols.testing.assert_scale_invariant(step, params, state, second)
 
 
 def test_the_same_seed_gives_the_same_batches():

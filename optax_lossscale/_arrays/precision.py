@@ -13,8 +13,12 @@ T = TypeVar("T")
 
 def is_inexact(x: Any) -> bool:
     """Whether a leaf is a floating-point or complex number, of any width."""
-    is_number = hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
-    return is_number and jnp.issubdtype(dtype_of(x), jnp.inexact)
+    return is_array(x) and jnp.issubdtype(dtype_of(x), jnp.inexact)
+
+
+def is_array(x: Any) -> bool:
+    """Whether a leaf is an array, an abstract one or a Python number."""
+    return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
 def at_least_float32(x: Any) -> Any:

@@ -12,7 +12,7 @@ from jax import lax
 from optax_lossscale._arrays.finite import all_finite
 from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._scales import validation
-from optax_lossscale._step.gradient import value_and_grad
+from optax_lossscale._step.gradient import loss_of, scale_gradient
 from optax_lossscale._step.inputs import refuse_other_leaves
 
 _LOWEST, _HIGHEST = -126, 126  # the powers of two to search
@@ -111,9 +111,12 @@ def _search(loss_fn, has_aux, params, args, kwargs):
 
     def is_finite(exponent):
         loss_scale = jnp.ldexp(jnp.float32(1), exponent)
-        gradient = value_and_grad(loss_fn, loss_scale, has_aux=has_aux, allow_int=True)
-        _, scaled_grads = gradient(params, *args, **kwargs)
-        return all_finite(scaled_grads)
+
+        def scaled_fn(params):  # not value_and_grad, which refuses modules
+            value = loss_fn(params, *args, **kwargs)
+            return scale_gradient(loss_of(value, has_aux), loss_scale)
+
+        return all_finite(jax.grad(scaled_fn, allow_int=True)(params))
 
     def bisect(bounds):
         good, bad = bounds

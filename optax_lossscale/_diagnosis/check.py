@@ -28,7 +28,8 @@ def check(
     Call it on the host, every so many steps: nothing can raise inside a compiled step.
 
     Args:
-      state: an optimizer state with one `LossScaleState` in it, or a `LossScale`, of
+      state: an optimizer state with one `LossScaleState` in it, a train state or an
+        `nnx.Optimizer` that holds it; or a `LossScale`, of
         which only `exhausted` is looked at.
       max_consecutive_skips: how many steps in a row may be skipped.
       leaves: what `nonfinite_leaves` returned for the last gradients, for the error to

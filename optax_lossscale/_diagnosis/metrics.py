@@ -17,7 +17,8 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     logger do the waiting.
 
     Args:
-      state: an optimizer state with one `LossScaleState` in it, or a `LossScale`, of
+      state: an optimizer state with one `LossScaleState` in it, a train state or an
+        `nnx.Optimizer` that holds it; or a `LossScale`, of
         which only the loss scale's own entries are.
 
     Returns:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale import presets
+from optax_lossscale._arrays.variables import plain
 from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.loss_scale import LossScale
@@ -60,11 +61,11 @@ def get_loss_scale(state: Any) -> LossScale:
 
     Args:
       state: a state of `with_loss_scale`'s transformation, or of anything that
-        holds one: `optax.chain`, `optax.MultiSteps`, a train state. A `LossScale`
-        is its own.
+        holds one: `optax.chain`, `optax.MultiSteps`, a train state, an `nnx.Optimizer`.
+        A `LossScale` is its own.
 
     Returns:
-      The `LossScale`.
+      The `LossScale`, of arrays, also where `nnx` keeps them in variables.
 
     Raises:
       ValueError: if the state holds no loss scale, or more than one.
@@ -79,12 +80,17 @@ def get_loss_scale(state: Any) -> LossScale:
     is_loss_scale = lambda x: isinstance(x, LossScale)
     found = [x for x in jax.tree.leaves(state, is_leaf=is_loss_scale) if is_loss_scale(x)]
     if len(found) != 1:
+        remedy = (
+            "Pass the one to use, a LossScale: one state's loss_scale."
+            if found
+            else "Wrap the optimizer in with_loss_scale once and pass the state that its init "
+            "returned, or pass a LossScale, such as get(128)."
+        )
         raise ValueError(
             f"expected exactly one loss scale in the state, found {len(found)} in a "
-            f"{type(state).__name__}. Wrap the optimizer in with_loss_scale once and pass the "
-            "state that its init returned, or pass a LossScale, such as get(128)."
+            f"{type(state).__name__}. {remedy}"
         )
-    return found[0]
+    return plain(found[0])
 
 
 def resolve(loss_scale: Any) -> LossScale:

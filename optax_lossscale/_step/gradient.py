@@ -10,13 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from optax_lossscale._arrays.precision import at_most
+from optax_lossscale._arrays.precision import at_least_float32, at_most, is_array
+from optax_lossscale._arrays.variables import is_module
 from optax_lossscale._scales.get import resolve
+from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.validation import floating_dtype, function, shown
 
 
 def scale_loss(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
-    """The loss times the loss scale, to be differentiated by other means.
+    """The loss times the loss scale.
+
+    To differentiate by other means than `value_and_grad`, `scale_gradient` keeps the true loss.
 
     Args:
       loss: a real floating-point scalar.
@@ -34,6 +38,57 @@ def scale_loss(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
       >>> float(ols.scale_loss(0.5, ols.FixedLossScale(128)))
       64.0
     """
+    return resolve(loss_scale).scale(_scalar(loss))
+
+
+def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
+    """The loss itself, whose gradient is times the loss scale.
+
+    One line inside a loss function, for whatever differentiates it: `nnx.value_and_grad`,
+    `eqx.filter_value_and_grad`, a trainer that calls `jax.grad` itself. What comes out is the
+    true loss with scaled gradients, as `with_loss_scale`'s transformation takes them. In
+    forward mode it is the tangent that is scaled.
+
+    Args:
+      loss: a real floating-point scalar.
+      loss_scale: whatever `get` takes, or an optimizer state that holds exactly one. It gets
+        no gradient itself.
+
+    Returns:
+      The loss bit for bit, shape (), as float32 or wider: a gradient times the loss scale
+      may be more than float16 holds.
+
+    Raises:
+      TypeError: if the loss is not a real floating-point scalar.
+      ValueError: if `loss_scale` is no loss scale, or a state that holds none or several.
+
+    Source: `optax.scale_gradient`, with a loss scale for the factor.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> def loss_fn(x):
+      ...     return ols.scale_gradient(jnp.square(x), ols.FixedLossScale(8))
+      >>> loss, grad = jax.value_and_grad(loss_fn)(3.0)
+      >>> float(loss), float(grad)
+      (9.0, 48.0)
+    """
+    return _with_scaled_tangent(at_least_float32(_scalar(loss)), resolve(loss_scale))
+
+
+@jax.custom_jvp
+def _with_scaled_tangent(loss: jax.Array, loss_scale: LossScale) -> jax.Array:
+    return loss
+
+
+@_with_scaled_tangent.defjvp
+def _scaled_tangent(primals, tangents):
+    (loss, loss_scale), (tangent, _) = primals, tangents
+    return loss, loss_scale.scale(tangent)
+
+
+def _scalar(loss: Any) -> jax.Array:
+    """The loss as an array, if it is a real floating-point scalar."""
     if not isinstance(loss, (jax.Array, np.ndarray, np.generic, int, float)):
         raise TypeError(
             f"the loss must be a scalar, got a {type(loss).__name__}; of a function that returns "
@@ -46,7 +101,7 @@ def scale_loss(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
         )
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise TypeError(f"the loss must be a real floating-point number, got dtype {loss.dtype}")
-    return resolve(loss_scale).scale(loss)
+    return loss
 
 
 def value_and_grad(
@@ -84,7 +139,9 @@ def value_and_grad(
       ValueError: if `loss_scale` is no loss scale, or a state that holds none or several, or
         `compute_dtype` is not one of floating-point numbers.
       TypeError: if `fun` is no function or `argnums` no ints; when called, if the loss is
-        not a real floating-point scalar.
+        not a real floating-point scalar, or if what is to be differentiated is an `nnx.Module`
+        or has leaves that are no arrays, as a module of Equinox: differentiate those by their
+        own means, with `scale_gradient`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -104,20 +161,15 @@ def value_and_grad(
 
     def scaled_fun(*args, **kw):
         value = fun(*args, **kw)
-        if has_aux and not (isinstance(value, tuple) and len(value) == 2):
-            raise TypeError(
-                "with has_aux=True the function must return a pair (loss, aux), got a "
-                f"{type(value).__name__}"
-            )
-        loss: Any = value[0] if has_aux else value
-        return scale_loss(loss, loss_scale), value
+        return scale_loss(loss_of(value, has_aux), loss_scale), value
 
     scaled_value_and_grad = jax.value_and_grad(scaled_fun, argnums, has_aux=True, **kwargs)
 
     @functools.wraps(fun)
     def value_and_scaled_grad(*args, **kw):
+        positions = {range(len(args))[n] for n in differentiated if -len(args) <= n < len(args)}
+        _refuse_modules([args[n] for n in positions])
         if compute_dtype is not None:
-            positions = {range(len(args))[n] for n in differentiated}
             cast = lambda arg: jax.tree.map(partial(at_most, jnp.dtype(compute_dtype)), arg)
             args = [cast(arg) if n in positions else arg for n, arg in enumerate(args)]
         (_, value), scaled_grads = scaled_value_and_grad(*args, **kw)
@@ -165,3 +217,32 @@ def grad(
         return (scaled_grads, value[1]) if has_aux else scaled_grads
 
     return scaled_grad
+
+
+def loss_of(value: Any, has_aux: bool) -> Any:
+    """The loss in what a loss function returned."""
+    if not has_aux:
+        return value
+    if not (isinstance(value, tuple) and len(value) == 2):
+        raise TypeError(
+            "with has_aux=True the function must return a pair (loss, aux), got a "
+            f"{type(value).__name__}"
+        )
+    return value[0]
+
+
+def _refuse_modules(tree: Any) -> None:
+    """Raises for what cannot be differentiated as a pytree of arrays."""
+    for x in jax.tree.leaves(tree, is_leaf=is_module):
+        if is_module(x):
+            raise TypeError(
+                f"{type(x).__name__} is an nnx.Module, whose batch statistics and random streams "
+                "jax.grad would lose. Differentiate with nnx.value_and_grad, of a loss function "
+                "that returns scale_gradient(loss, optimizer.opt_state)"
+            )
+        if not is_array(x):
+            raise TypeError(
+                f"the argument to differentiate has a leaf that is no array, {x!r}. "
+                "Differentiate with what knows such modules, eqx.filter_value_and_grad say, of a "
+                "loss function that returns scale_gradient(loss, state)"
+            )

@@ -13,6 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_inexact, strong
+from optax_lossscale._arrays.variables import plain
 from optax_lossscale._scales.get import LossScaleLike, get
 from optax_lossscale._scales.loss_scale import AxisName, LossScale, on_all_replicas
 from optax_lossscale._scales.validation import refuse, shown
@@ -368,7 +369,7 @@ class _Wrapper:
 def wrapper_states(state: Any) -> list[LossScaleState]:
     """Every `LossScaleState` in an optimizer state, however deep it lies."""
     is_state = lambda x: isinstance(x, LossScaleState)
-    return [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
+    return [plain(x) for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
 
 
 def _unscale(loss_scale: LossScale, scaled_grads: Any, mask: Any, masked=at_least_float32) -> Any:

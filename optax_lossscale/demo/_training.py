@@ -49,17 +49,18 @@ class Run(NamedTuple):
         return float(self.loss[-max(1, len(self.loss) // 10) :].mean())
 
 
-def train(
-    name: str, text: np.ndarray, steps: int, seed: int, progress: Callable[[Any, Any], None]
-) -> Run:
-    """Trains the model once.
+def optimizer_and_step(
+    name: str, steps: int
+) -> tuple[ols.LossScaledTransformation, Callable[..., Any]]:
+    """What a run trains with.
 
     Args:
       name: one of `RUNS`.
-      text: uint8, shape (bytes,).
-      steps: how many.
-      seed: of the parameters and the batches.
-      progress: called after each step with its loss and its loss scale, on the device.
+      steps: how many the learning rate is scheduled for.
+
+    Returns:
+      The optimizer, and the compiled step from `(params, state, tokens)` to
+      `(params, state, record)`, which donates the first two.
     """
     dtype, loss_scale = RUNS[name]
     optimizer = optax.chain(
@@ -80,6 +81,22 @@ def train(
         params, state = tx.apply_gradients(grads, state, params)
         return params, state, (loss * MICRO_BATCHES, used, _zeros(grads), state.should_apply)
 
+    return tx, train_step
+
+
+def train(
+    name: str, text: np.ndarray, steps: int, seed: int, progress: Callable[[Any, Any], None]
+) -> Run:
+    """Trains the model once.
+
+    Args:
+      name: one of `RUNS`.
+      text: uint8, shape (bytes,).
+      steps: how many.
+      seed: of the parameters and the batches.
+      progress: called after each step with its loss and its loss scale, on the device.
+    """
+    tx, train_step = optimizer_and_step(name, steps)
     params = _model.init(jax.random.key(seed))
     state = tx.init(params)
     history, start = [], 0.0

@@ -100,3 +100,8 @@ def test_the_demo_skips_nothing_in_its_first_200_steps():
         assert skipped == 0
     skipped, _ = script["train"](ols.DynamicLossScale(), weight)
     assert skipped == 10
+
+
+def test_with_has_aux_a_function_that_returns_no_pair_is_refused():
+    with pytest.raises(TypeError, match=r"must return a pair \(loss, aux\), got a "):
+        ols.find_initial_scale(lambda w: (w**2).sum(), jnp.ones(2), has_aux=True)

@@ -30,11 +30,22 @@ FRAMEWORKS = programs("docs/frameworks.md")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the frameworks', not ours
-@pytest.mark.parametrize("program", FRAMEWORKS, ids=["nnx", "linen", "equinox", "haiku", "taps"])
+@pytest.mark.parametrize(
+    "program", FRAMEWORKS, ids=["nnx", "trainer", "linen", "equinox", "haiku", "taps"]
+)
 def test_each_frameworks_program_runs(program):
     assert "\nassert " in program
     if "nnx.as_pure" in program and not hasattr(importlib.import_module("flax.nnx"), "as_pure"):
         program = program.replace("nnx.as_pure", "nnx.pure")
+    exec(program, {})
+
+
+SEVERAL_LOSSES = programs("docs/several_losses.md")
+
+
+@pytest.mark.parametrize("program", SEVERAL_LOSSES, ids=["two", "shared", "apex", "alternating"])
+def test_with_several_losses(program):
+    assert "\nassert " in program
     exec(program, {})
 
 

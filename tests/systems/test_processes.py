@@ -1,6 +1,7 @@
 """Several processes: examples/distributed.py, as it is started by hand."""
 
 import contextlib
+import importlib.util
 import os
 import pathlib
 import random
@@ -11,9 +12,30 @@ import subprocess
 import sys
 import time
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ols
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "distributed.py"
+
+
+def test_the_examples_step_depends_on_the_loss_scale_in_nothing():
+    spec = importlib.util.spec_from_file_location("distributed", SCRIPT)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    mesh = jax.make_mesh((2,), ("data",))
+    tx, train_step = example.optimizer_and_step(mesh, ols.DynamicLossScale())
+    params, state = jax.device_put(example.initial(tx), NamedSharding(mesh, P()))
+    ranks = [example.batch(0, rank, None) for rank in range(2)]
+    x, y = (
+        jax.device_put(np.concatenate(parts), NamedSharding(mesh, P("data")))
+        for parts in zip(*ranks, strict=True)
+    )
+    ols.testing.assert_scale_invariant(train_step, params, state, x, y)
 
 
 def start(*arguments):

@@ -1,0 +1,25 @@
+"""Variables of Flax NNX, in which an `nnx.Optimizer` keeps its state, and the arrays in them."""
+
+import sys
+from typing import Any
+
+import jax
+
+
+def is_variable(x: Any) -> bool:
+    """Whether this is an `nnx.Variable`. Only who imported Flax can have one, so this does not."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Variable)
+
+
+def is_module(x: Any) -> bool:
+    """Whether this is an `nnx.Module`, whose calls change its variables in place."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Module)
+
+
+def plain(tree: Any) -> Any:
+    """The tree with the array that it holds for each variable."""
+    # A variable is a pytree of one leaf.
+    value = lambda x: jax.tree.leaves(x)[0] if is_variable(x) and jax.tree.leaves(x) else x
+    return jax.tree.map(value, tree, is_leaf=is_variable)

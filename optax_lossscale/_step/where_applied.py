@@ -1,0 +1,71 @@
+"""What the forward pass changes besides: kept where the step was skipped."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_lossscale._arrays.precision import dtype_of, is_array, strong
+from optax_lossscale._arrays.variables import is_variable, plain
+from optax_lossscale._step.wrapper import wrapper_states
+
+T = TypeVar("T")
+
+
+def where_applied(state: Any, new: T, old: T) -> T:
+    """`new` if the last step was applied, else `old`.
+
+    A skipped step leaves the parameters and the optimizer's state as they were, and knows
+    of nothing else. An overflow in the forward pass also reaches the batch statistics, where
+    one NaN stays for good. For those, for an average of the parameters, and for whatever else
+    a skipped step should not have touched.
+
+    Args:
+      state: the optimizer state after the step, with one `LossScaleState` in it; a train state
+        or an `nnx.Optimizer` that holds it.
+      new: any pytree, what the step made; PRNG keys are fine, and leaves that are no arrays
+        are taken as they are.
+      old: what was there before, the same tree.
+
+    Returns:
+      One of the two, leaf by leaf in the dtypes of `old`; plain arrays for variables of `nnx`.
+
+    Raises:
+      ValueError: if the state holds no `LossScaleState`, or several; if the trees differ; or if
+        both hold the same `nnx` variables, which have changed in place.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import optax_lossscale as ols
+      >>> tx = ols.with_loss_scale(optax.sgd(0.1))
+      >>> params, overflow = jnp.ones(2), jnp.full(2, jnp.inf)
+      >>> params, state = tx.apply_gradients(overflow, tx.init(params), params)
+      >>> print(ols.where_applied(state, {"mean": jnp.nan}, {"mean": 0.5}))
+      {'mean': Array(0.5, dtype=float32)}
+    """
+    states = wrapper_states(state)
+    if len(states) != 1:
+        raise ValueError(
+            f"expected exactly one LossScaleState, found {len(states)} in a "
+            f"{type(state).__name__}. Pass the optimizer state that the step returned"
+        )
+    should_apply = states[0].should_apply
+    _refuse_the_same_variables(new, old)
+
+    def chosen(new, old):
+        if not is_array(old):
+            return new
+        return lax.select(should_apply, strong(jnp.asarray(new), dtype_of(old)), jnp.asarray(old))
+
+    return jax.tree.map(chosen, plain(new), plain(old))
+
+
+def _refuse_the_same_variables(new: Any, old: Any) -> None:
+    """Raises where `old` changed with `new`, as `nnx.state` hands out a module's own variables."""
+    variables = lambda tree: filter(is_variable, jax.tree.leaves(tree, is_leaf=is_variable))
+    if {id(x) for x in variables(new)} & {id(x) for x in variables(old)}:
+        raise ValueError(
+            "old holds the very variables of new, so it is what the step has made of them. Take a "
+            "copy before the step: old = nnx.clone(nnx.state(model, nnx.BatchStat))"
+        )

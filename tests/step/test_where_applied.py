@@ -1,0 +1,88 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+PARAMS = {"w": jnp.ones(2)}
+TX = ols.with_loss_scale(optax.sgd(0.1))
+
+
+def state_after(gradient, tx=TX):
+    _, state = tx.update({"w": jnp.full(2, gradient)}, tx.init(PARAMS), PARAMS)
+    return state
+
+
+APPLIED, SKIPPED = state_after(1.0), state_after(jnp.inf)
+
+
+def trees():
+    tree = lambda x: {
+        "float32": jnp.full((2, 3), x),
+        "float16": jnp.full(3, x, jnp.float16),
+        "int": jnp.int32(x),
+        "numpy": np.full(2, x, np.float32),
+        "number": float(x),
+        "key": jax.random.key(int(x)),
+        "keys": jax.random.split(jax.random.key(int(x)), 3),
+        "none": None,
+        "function": len,
+        "empty": (),
+    }
+    return tree(1), tree(2)
+
+
+def arrays(tree):
+    read = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return [read(jnp.asarray(x)) for x in jax.tree.leaves(tree) if x is not len]
+
+
+def test_takes_the_new_after_an_applied_step_and_the_old_after_a_skipped_one():
+    new, old = trees()
+    chex.assert_trees_all_equal(arrays(ols.where_applied(APPLIED, new, old)), arrays(new))
+    chex.assert_trees_all_equal(arrays(ols.where_applied(SKIPPED, new, old)), arrays(old))
+    assert ols.where_applied(SKIPPED, new, old)["function"] is len
+    assert jax.tree.structure(ols.where_applied(SKIPPED, new, old)) == jax.tree.structure(old)
+
+
+def test_dtypes_are_those_of_the_old_and_strong():
+    new = {"a": jnp.ones(2), "b": jnp.asarray(1.0), "c": 1.0}
+    old = {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(()), "c": 2.0}
+    kept = ols.where_applied(APPLIED, new, old)
+    assert [kept[k].dtype for k in "abc"] == [jnp.float16, jnp.float32, jnp.float32]
+    assert not any(x.weak_type for x in kept.values())
+
+
+def test_a_nan_in_what_is_not_taken_does_not_come_through():
+    assert ols.where_applied(SKIPPED, jnp.nan, jnp.float32(0.5)) == 0.5
+
+
+def test_in_a_compiled_step():
+    choose = jax.jit(ols.where_applied)
+    new, old = {"x": jnp.ones(3), "none": None}, {"x": jnp.zeros(3), "none": None}
+    chex.assert_trees_all_equal(choose(APPLIED, new, old), new)
+    chex.assert_trees_all_equal(choose(SKIPPED, new, old), old)
+    shapes = jax.eval_shape(ols.where_applied, SKIPPED, new, old)
+    chex.assert_trees_all_equal_shapes_and_dtypes(shapes, old)
+
+
+def test_under_vmap_each_for_itself():
+    states = jax.tree.map(lambda *x: jnp.stack(x), APPLIED, SKIPPED)
+    kept = jax.vmap(ols.where_applied)(states, jnp.ones((2, 3)), jnp.zeros((2, 3)))
+    chex.assert_trees_all_equal(kept, jnp.array([[1.0] * 3, [0.0] * 3]))
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, optax.chain, lambda tx: optax.MultiSteps(tx, 1)])
+def test_takes_whatever_holds_the_state(wrap):
+    tx = wrap(TX)
+    _, opt_state = tx.update({"w": jnp.full(2, jnp.nan)}, tx.init(PARAMS), PARAMS)
+    assert ols.where_applied(opt_state, 1.0, 2.0) == 2.0
+
+
+def test_states_that_hold_no_wrappers_state_or_several_are_refused():
+    for state in (optax.sgd(0.1).init(PARAMS), ols.DynamicLossScale(), (APPLIED, APPLIED)):
+        with pytest.raises(ValueError, match=r"exactly one LossScaleState, found [02]"):
+            ols.where_applied(state, 1.0, 2.0)
