@@ -7,8 +7,9 @@ from optax_lossscale import presets
 from optax_lossscale._arrays.finite import all_finite
 from optax_lossscale._diagnosis.calibration import InitialScale, find_initial_scale
 from optax_lossscale._diagnosis.check import LossScaleError, check
-from optax_lossscale._diagnosis.explain import Explanation, Suspect, explain, nonfinite_leaves
+from optax_lossscale._diagnosis.explain import Explanation, explain, nonfinite_leaves
 from optax_lossscale._diagnosis.metrics import metrics
+from optax_lossscale._diagnosis.origin import Suspect
 from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._diagnosis.tap import Probe, probe, tap
 from optax_lossscale._diagnosis.underflow import UnderflowReport, underflow_report

@@ -19,7 +19,8 @@ except ImportError as error:
     raise ImportError("plot needs matplotlib: pip install 'optax_lossscale[plot]'") from error
 
 from optax_lossscale._arrays.precision import is_inexact
-from optax_lossscale._diagnosis.tap import Probe, places
+from optax_lossscale._diagnosis.places import places
+from optax_lossscale._diagnosis.tap import Probe
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.get import resolve
 from optax_lossscale._scales.validation import at_hand, floating_dtype, function, shown

@@ -4,7 +4,8 @@ from typing import Any
 
 import jax
 
-from optax_lossscale._diagnosis.explain import explain, refuse_other_leaves, refuse_unordered
+from optax_lossscale._diagnosis.explain import explain, refuse_other_leaves
+from optax_lossscale._diagnosis.places import refuse_unordered
 from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._scales.get import get_loss_scale
 from optax_lossscale._scales.validation import at_hand, count

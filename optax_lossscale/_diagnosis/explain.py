@@ -1,30 +1,17 @@
 """Which layer is at fault when gradients are not finite."""
 
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from optax_lossscale._arrays.names import natural
+from optax_lossscale._diagnosis.origin import Suspect, count, origin, ranked, recorded_places
+from optax_lossscale._diagnosis.places import refuse_unordered
 from optax_lossscale._diagnosis.summary import Summary, summarize_leaves
-from optax_lossscale._diagnosis.tap import Probe, is_unordered, places
 from optax_lossscale._scales.validation import at_hand
 
 _SHOWN = 5
-
-
-class Suspect(NamedTuple):
-    """A place of the model, and what speaks against it.
-
-    Attributes:
-      name: the place: the path of a leaf or a probe.
-      finding: what speaks against it, in words.
-    """
-
-    name: str
-    finding: str
 
 
 class Explanation(NamedTuple):
@@ -106,17 +93,18 @@ def explain(
     refuse_other_leaves(leaves)
     at_hand("explain", (leaves, taps, loss))
     leaves, taps, loss = jax.device_get((leaves, taps, loss))
-    tapped = list(places(taps))
+    recorded = recorded_places(taps)
     refuse_unordered(taps)
-    recorded = [(name, record) for name, record in tapped if record.value.size]
     bad = {name: leaf for name, leaf in leaves.items() if leaf.nonfinite}
     summary = f"{len(bad)} of {len(leaves)} gradients are not finite."
     if not bad:
         summary = "All gradients are finite."
-    if tapped and not recorded:
+    if not recorded and jax.tree.leaves(taps):
         summary += " No tap recorded anything: differentiate with respect to the probes as well."
+    if leaves and not bad and (loss is None or np.isfinite(loss).all()):
+        return Explanation([], summary)
 
-    if first := _first(recorded, loss):
+    if first := origin(recorded, leaves, loss):
         # Of what it spread to, those that are NaN throughout have nothing to add.
         bad = {name: leaf for name, leaf in bad.items() if leaf.nans < leaf.size}
     elif len(bad) == len(leaves) > 1 and not recorded and loss is None:
@@ -124,18 +112,8 @@ def explain(
             "the forward pass or the loss",
             "no gradient is finite; give the loss and tap the layers to see which",
         )
-    return Explanation([first, *_ranked(bad)] if first else _ranked(bad), summary)
-
-
-def _ranked(bad: dict[str, Summary]) -> list[Suspect]:
-    """Infinities before the NaNs that they turn into, and few before many."""
-
-    def remoteness(name):
-        leaf = bad[name]
-        return leaf.nans / leaf.nonfinite, leaf.nonfinite / leaf.size, natural(name)
-
-    names = sorted(bad, key=remoteness)
-    return [Suspect(name, f"{_count(bad[name])} in its gradient") for name in names]
+    others = [Suspect(name, f"{count(bad[name])} in its gradient") for name in ranked(bad)]
+    return Explanation([first, *others] if first else others, summary)
 
 
 def refuse_other_leaves(leaves: Any) -> None:
@@ -146,41 +124,3 @@ def refuse_other_leaves(leaves: Any) -> None:
             "leaves must be what nonfinite_leaves returned, a dict of Summary; of replicas give "
             "those of one: jax.tree.map(lambda x: x[0], leaves)"
         )
-
-
-def refuse_unordered(taps: Any) -> None:
-    """Raises for a dict whose names are sorted and do not say in which order they were tapped."""
-    for tree in filter(is_unordered, jax.tree.leaves(taps, is_leaf=is_unordered)):
-        names = [str(name) for name, branch in tree.items() if jax.tree.leaves(branch)]
-        if len({re.sub(r"\d+", "", name) for name in names}) > 1:
-            raise ValueError(
-                f"taps must come in the model's order, and jax sorts a dict's keys: {names}. Give "
-                "the probes in a list, an OrderedDict, or under names that differ in their "
-                "numbers alone"
-            )
-        refuse_unordered(list(tree.values()))
-
-
-def _first(tapped: list[tuple[str, Probe]], loss: Any) -> Suspect | None:
-    """The place where it began, so far as taps and the loss can tell."""
-    before = ""
-    for name, record in tapped:
-        if record.value.nonfinite:
-            return Suspect(name, f"{_count(record.value)} in its value{before}")
-        before = f"; the value of {name} is finite, at most {record.value.largest:.3g}"
-    if loss is not None and not np.isfinite(loss).all():
-        return Suspect("the loss", f"it is {loss}{before}")
-    after, finite = "the loss", ""
-    for name, record in reversed(tapped):
-        if record.cotangent.nonfinite:
-            return Suspect(
-                after,
-                f"{_count(record.cotangent)} in the gradient that it passes to {name}{finite}",
-            )
-        largest = record.cotangent.largest
-        after, finite = name, f"; the one that reaches it is finite, at most {largest:.3g}"
-    return None
-
-
-def _count(summary: Summary) -> str:
-    return f"{summary.infinities:.0f} inf and {summary.nans:.0f} NaN of {summary.size:.0f}"

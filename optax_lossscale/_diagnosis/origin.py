@@ -1,0 +1,252 @@
+"""The place of the model where numbers stopped being finite, as far as the evidence goes."""
+
+import itertools
+import re
+from collections import Counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from optax_lossscale._arrays.names import natural
+from optax_lossscale._diagnosis.places import a_stack_among_them, always, never, places
+from optax_lossscale._diagnosis.summary import Summary
+from optax_lossscale._diagnosis.tap import Probe
+
+Place = tuple[str, Probe]
+
+_NAMED = 4  # branches in one finding
+
+
+class Suspect(NamedTuple):
+    """A place of the model, and what speaks against it.
+
+    Attributes:
+      name: the place: the path of a leaf or a probe.
+      finding: what speaks against it, in words.
+    """
+
+    name: str
+    finding: str
+
+
+def recorded_places(taps: Any) -> list[Place]:
+    """The places that recorded something, in the order in which they most likely ran.
+
+    The tree leaves open whether stacks of one length ran in one loop. Where something is not
+    finite it tells: that spreads, so of the possible orders the true one has the fewest
+    finite places after those that are not, on the way forwards and on the way back.
+    """
+    orders = [
+        [place for place in places(taps, in_one_loop) if place[1].value.size]
+        for in_one_loop in (a_stack_among_them, always, never)
+    ]
+    return min(orders, key=_disorder)
+
+
+def origin(recorded: list[Place], leaves: dict[str, Summary], loss: Any) -> Suspect | None:
+    """The place where it began, so far as taps, gradients and the loss can tell."""
+    forward = _first_value(recorded, loss)
+    if forward is not None:
+        return forward
+    if loss is not None and not np.isfinite(loss).all():
+        return Suspect("the loss", f"it is {loss}{_before(recorded, len(recorded))}")
+    return _last_gradient(recorded, leaves)
+
+
+def ranked(leaves: dict[str, Summary]) -> list[str]:
+    """The leaves that are not finite, those nearest to where it began first.
+
+    Infinities come before the NaNs that they turn into, and few before many.
+    """
+
+    def remoteness(name):
+        leaf = leaves[name]
+        return leaf.nans / leaf.nonfinite, leaf.nonfinite / leaf.size, natural(name)
+
+    return sorted((name for name, leaf in leaves.items() if leaf.nonfinite), key=remoteness)
+
+
+def count(summary: Summary) -> str:
+    """What of it is not finite, in words."""
+    return f"{summary.infinities:.0f} inf and {summary.nans:.0f} NaN of {summary.size:.0f}"
+
+
+def _disorder(order: list[Place]) -> int:
+    values = np.array([bool(record.value.nonfinite) for _, record in order], bool)
+    gradients = np.array([bool(record.cotangent.nonfinite) for _, record in order], bool)
+    finite_after_bad = lambda bad: int(np.sum(np.cumsum(bad) * ~bad))
+    return finite_after_bad(values) + finite_after_bad(gradients[::-1])
+
+
+def _first_value(recorded: list[Place], loss: Any) -> Suspect | None:
+    """The first place in the forward pass, but for infinities that are meant, as a mask's are."""
+    meant = _meant_infinities(recorded, loss)
+    bad = [i for i, (_, record) in enumerate(recorded) if record.value.nonfinite]
+    first = next((i for i in bad if i not in meant), None)
+    if first is None:
+        return None
+    first = _in_a_branch_before(recorded, meant, first)
+    name, record = recorded[first]
+    finding = f"{count(record.value)} in its value{_before(recorded, first)}"
+    if not record.value.nans and first + 1 < len(recorded):
+        after, next_record = recorded[first + 1]
+        if next_record.value.nans:
+            finding += f"; if these are meant, as a mask's are, it began between it and {after}"
+    return Suspect(name, finding)
+
+
+def _meant_infinities(recorded: list[Place], loss: Any) -> set[int]:
+    """Places with infinities and no NaN that go no further, and those just like them."""
+    loss_is_finite = loss is not None and bool(np.isfinite(loss).all())
+    meant: set[int] = set()
+    goes_on = not loss_is_finite
+    for i, (_, record) in reversed(list(enumerate(recorded))):
+        value = record.value
+        if value.nonfinite and not value.nans and (loss_is_finite or not goes_on):
+            meant.add(i)
+        goes_on = bool(value.nonfinite) and i not in meant
+    alike = {_kind(*recorded[i]) for i in meant}
+    is_masked = lambda record: record.value.infinities and not record.value.nans
+    return meant | {
+        i
+        for i, (name, record) in enumerate(recorded)
+        if is_masked(record) and _kind(name, record) in alike
+    }
+
+
+def _kind(name: str, record: Probe) -> tuple[str, float, float]:
+    """The same of each layer's mask: its name but for numbers, its size, how many it masks."""
+    value = record.value
+    return re.sub(r"\d+", "*", name), float(value.size), float(value.infinities)
+
+
+def _in_a_branch_before(recorded: list[Place], meant: set[int], first: int) -> int:
+    """The branch that ran before others and whose infinities the first place adds to theirs.
+
+    Its neighbor is finite, and so it looks like a mask; but where branches join, elementwise,
+    there are as many numbers, and at least as many infinities.
+    """
+    kinds = Counter(_kind(*recorded[i]) for i in meant)
+    joined = recorded[first][1].value
+    for i in sorted(meant):
+        value = recorded[i][1].value
+        is_one_of_its_kind = kinds[_kind(*recorded[i])] == 1
+        fits = value.size == joined.size and value.infinities <= joined.nonfinite
+        if i < first and is_one_of_its_kind and fits:
+            return i
+    return first
+
+
+def _before(recorded: list[Place], i: int) -> str:
+    """What is known of the last finite value before a place."""
+    for name, record in reversed(recorded[:i]):
+        if not record.value.nonfinite:
+            return f"; the value of {name} is finite, at most {record.value.largest:.3g}"
+    return ""
+
+
+def _last_gradient(recorded: list[Place], leaves: dict[str, Summary]) -> Suspect | None:
+    """The place in the backward pass whose gradient arrives finite and leaves not.
+
+    If the model is a chain it is the place after the last one whose gradient is not finite.
+    Where branches run in parallel it may be any of those that follow: the one of which a
+    parameter's own gradient is not finite.
+    """
+    last = max((i for i, (_, r) in enumerate(recorded) if r.cotangent.nonfinite), default=-1)
+    finite = recorded[last + 1 :]
+    passed = ""
+    if last >= 0:
+        name, record = recorded[last]
+        passed = f"{count(record.cotangent)} in the gradient that it passes to {name}"
+    if not finite:
+        return Suspect("the loss", passed) if passed else None
+
+    own = _own_gradients(recorded, leaves)
+    guilty = [i for i, (name, _) in enumerate(finite) if own.get(name)]
+    if finite[0][0] not in own:
+        # Nothing clears it, and what a loop shares between its turns accuses each of them.
+        guilty = [i for i in guilty if not _is_turn(finite[i][0], leaves)]
+    if not passed and not guilty:
+        return None
+    if passed and (0 in guilty or not guilty):
+        doubt = "" if guilty else _between(recorded, last, "; if branches run in parallel, ")
+        return Suspect(finite[0][0], f"{passed}{_arrives(finite[0])}{doubt}")
+    rank = ranked(leaves)
+    first = min(guilty, key=lambda i: rank.index(own[finite[i][0]][0]))
+    leaf = own[finite[first][0]][0]
+    where = _between(recorded, last, "; ", first) if passed else ""
+    finding = f"{count(leaves[leaf])} in the gradient of its own {leaf}"
+    return Suspect(finite[first][0], f"{finding}{_arrives(finite[first])}{where}")
+
+
+def _arrives(place: Place) -> str:
+    return f"; the one that reaches it is finite, at most {place[1].cotangent.largest:.3g}"
+
+
+def _between(recorded: list[Place], last: int, introduction: str, first: int = 0) -> str:
+    """The last common place, the next one, and the branches between, as their names go."""
+    names = [name for name, _ in recorded[last + 1 :]]
+    container = lambda name: name.rpartition("/")[0] or re.sub(r"\d+", "*", name)
+    is_beside = lambda name: container(name) == container(names[first])
+    beside = len(list(itertools.takewhile(is_beside, names[first:])))
+    branches = names[: first + beside]
+    if len(branches) == 1:
+        branches = names
+    if len(branches) == 1:
+        return ""
+    after = names[len(branches)] if len(branches) < len(names) else "the loss"
+    shown = ", ".join(branches[:_NAMED]) + (", …" if len(branches) > _NAMED else "")
+    return f"{introduction}between {recorded[last][0]} and {after}, in one of {shown}"
+
+
+def _own_gradients(recorded: list[Place], leaves: dict[str, Summary]) -> dict[str, list[str]]:
+    """Of each place with parameters of its own, those with gradients that are not finite.
+
+    Its own are those under the one path that ends in its name. Those of a stack are stacked:
+    they speak against the first turn whose gradient arrives finite, where more of them is not
+    finite than the turns before it explain.
+    """
+    modules, rank = _modules(leaves), ranked(leaves)
+    share = {leaf: leaves[leaf].nonfinite / leaves[leaf].size for leaf in rank}
+    own = {}
+    stacks: dict[str, list[Place]] = {}
+    for name, record in recorded:
+        if mine := modules.get(_words(name)):
+            own[name] = [leaf for leaf in rank if leaf in mine]
+        elif stack := _stack(name):
+            stacks.setdefault(stack, []).append((name, record))
+    for stack, turns in stacks.items():
+        if mine := modules.get(_words(stack)):
+            own |= {name: [] for name, _ in turns}
+            bad = sum(bool(record.cotangent.nonfinite) for _, record in turns)
+            if bad < len(turns):
+                known = bad / len(turns)
+                own[turns[bad][0]] = [
+                    leaf for leaf in rank if leaf in mine and known < share[leaf] < 1
+                ]
+    return own
+
+
+def _modules(leaves: dict[str, Summary]) -> dict[tuple[str, ...], set[str]]:
+    """The leaves of each module, under what the path to it ends in, if no other path does."""
+    paths: dict[tuple, dict[tuple, set[str]]] = {}
+    for leaf in leaves:
+        words = _words(leaf)
+        for start, end in itertools.combinations(range(len(words) + 1), 2):
+            paths.setdefault(words[start:end], {}).setdefault(words[:end], set()).add(leaf)
+    return {ending: next(iter(of.values())) for ending, of in paths.items() if len(of) == 1}
+
+
+def _words(name: str) -> tuple[str, ...]:
+    """`experts/2` and `expert_2` alike."""
+    return tuple(word.rstrip("s") for word in re.findall(r"[a-z]+|\d+", name.lower()))
+
+
+def _stack(name: str) -> str:
+    """The stack that a place is a turn of, if it is one; else nothing."""
+    stack, _, turn = name.rpartition("/")
+    return stack if turn.isdecimal() else ""
+
+
+def _is_turn(name: str, leaves: dict[str, Summary]) -> bool:
+    return _words(name) not in _modules(leaves)
