@@ -30,17 +30,18 @@ class Suspect(NamedTuple):
 
 
 def recorded_places(taps: Any) -> list[Place]:
-    """The places that recorded something, in the order in which they most likely ran.
+    """The places that recorded something, in the order in which they ran.
 
-    The tree leaves open whether stacks of one length ran in one loop. Where something is not
-    finite it tells: that spreads, so of the possible orders the true one has the fewest
-    finite places after those that are not, on the way forwards and on the way back.
+    The tree leaves open whether neighboring stacks of one length ran in one loop. Stacks in one
+    container are taken to, unless what is not finite says otherwise: that spreads, so if in
+    another order nothing finite comes after it, forwards or back, and in this one something
+    does, the other is the true one.
     """
     orders = [
         [place for place in places(taps, in_one_loop) if place[1].value.size]
         for in_one_loop in (a_stack_among_them, always, never)
     ]
-    return min(orders, key=_disorder)
+    return next(filter(_spreads, orders), orders[0])
 
 
 def origin(recorded: list[Place], leaves: dict[str, Summary], loss: Any) -> Suspect | None:
@@ -71,11 +72,12 @@ def count(summary: Summary) -> str:
     return f"{summary.infinities:.0f} inf and {summary.nans:.0f} NaN of {summary.size:.0f}"
 
 
-def _disorder(order: list[Place]) -> int:
-    values = np.array([bool(record.value.nonfinite) for _, record in order], bool)
-    gradients = np.array([bool(record.cotangent.nonfinite) for _, record in order], bool)
-    finite_after_bad = lambda bad: int(np.sum(np.cumsum(bad) * ~bad))
-    return finite_after_bad(values) + finite_after_bad(gradients[::-1])
+def _spreads(order: list[Place]) -> bool:
+    """Whether what is not finite goes on to the end, and the gradients' to the beginning."""
+    # Infinities alone may be meant.
+    values = [bool(r.value.nans) for _, r in order if r.value.nans or not r.value.infinities]
+    gradients = [bool(record.cotangent.nonfinite) for _, record in reversed(order)]
+    return values == sorted(values) and gradients == sorted(gradients)
 
 
 def _first_value(recorded: list[Place], loss: Any) -> Suspect | None:
@@ -96,22 +98,24 @@ def _first_value(recorded: list[Place], loss: Any) -> Suspect | None:
 
 
 def _meant_infinities(recorded: list[Place], loss: Any) -> set[int]:
-    """Places with infinities and no NaN that go no further, and those just like them."""
-    loss_is_finite = loss is not None and bool(np.isfinite(loss).all())
+    """Places with infinities and no NaN that go no further, or are those of a mask."""
+    infinite = [i for i, (_, r) in enumerate(recorded) if r.value.infinities and not r.value.nans]
+    if loss is not None and np.isfinite(loss).all():
+        return set(infinite)
+    kinds = [_kind(*place) for place in recorded]
     meant: set[int] = set()
-    goes_on = not loss_is_finite
-    for i, (_, record) in reversed(list(enumerate(recorded))):
-        value = record.value
-        if value.nonfinite and not value.nans and (loss_is_finite or not goes_on):
+    for i in reversed(infinite):
+        value = recorded[i][1].value
+        earlier = [kind for kind in kinds[:i] if kind[0] == kinds[i][0]]
+        if value.infinities == value.size or any(kind != kinds[i] for kind in earlier):
+            continue  # a mask leaves something, and is the same in every layer
+        following = recorded[i + 1 : i + 2]
+        ends_here = any(not record.value.nonfinite for _, record in following)
+        goes_on = any(kind[1:] == kinds[i][1:] for kind in kinds[i + 1 : i + 2])
+        is_repeated = kinds.count(kinds[i]) > 1 and not goes_on
+        if ends_here or is_repeated or i + 1 in meant:
             meant.add(i)
-        goes_on = bool(value.nonfinite) and i not in meant
-    alike = {_kind(*recorded[i]) for i in meant}
-    is_masked = lambda record: record.value.infinities and not record.value.nans
-    return meant | {
-        i
-        for i, (name, record) in enumerate(recorded)
-        if is_masked(record) and _kind(name, record) in alike
-    }
+    return meant
 
 
 def _kind(name: str, record: Probe) -> tuple[str, float, float]:
@@ -127,12 +131,11 @@ def _in_a_branch_before(recorded: list[Place], meant: set[int], first: int) -> i
     there are as many numbers, and at least as many infinities.
     """
     kinds = Counter(_kind(*recorded[i]) for i in meant)
-    joined = recorded[first][1].value
-    for i in sorted(meant):
-        value = recorded[i][1].value
-        is_one_of_its_kind = kinds[_kind(*recorded[i])] == 1
+    here, joined = _kind(*recorded[first]), recorded[first][1].value
+    for i in sorted(i for i in meant if i < first):
+        kind, value = _kind(*recorded[i]), recorded[i][1].value
         fits = value.size == joined.size and value.infinities <= joined.nonfinite
-        if i < first and is_one_of_its_kind and fits:
+        if fits and kind[0] != here[0] and kinds[kind] == 1:
             return i
     return first
 
@@ -163,9 +166,10 @@ def _last_gradient(recorded: list[Place], leaves: dict[str, Summary]) -> Suspect
 
     own = _own_gradients(recorded, leaves)
     guilty = [i for i, (name, _) in enumerate(finite) if own.get(name)]
-    if finite[0][0] not in own:
-        # Nothing clears it, and what a loop shares between its turns accuses each of them.
-        guilty = [i for i in guilty if not _is_turn(finite[i][0], leaves)]
+    if passed:
+        # In a chain the others come later than one whose parameters' gradients are finite.
+        is_cleared = [own.get(name) == [] for name, _ in finite]
+        guilty = [i for i in guilty if i == 0 or any(is_cleared[:i])]
     if not passed and not guilty:
         return None
     if passed and (0 in guilty or not guilty):
@@ -246,7 +250,3 @@ def _stack(name: str) -> str:
     """The stack that a place is a turn of, if it is one; else nothing."""
     stack, _, turn = name.rpartition("/")
     return stack if turn.isdecimal() else ""
-
-
-def _is_turn(name: str, leaves: dict[str, Summary]) -> bool:
-    return _words(name) not in _modules(leaves)
