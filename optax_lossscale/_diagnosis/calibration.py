@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from optax_lossscale._arrays.finite import all_finite
 from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._scales import validation
+from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._step.gradient import value_and_grad
 from optax_lossscale._step.inputs import refuse_other_leaves
 
@@ -53,16 +53,18 @@ def find_initial_scale(
     """Searches for the largest power of two at which no gradient overflows.
 
     From a start too large, the first steps are skipped; from one too small, gradients
-    underflow for thousands of steps until it has grown. This is one compiled bisection, of
-    eight passes over the gradients; call it before training, on the host, with a `loss_fn`
-    that names no axis of `pmap` or `shard_map`.
+    underflow for thousands of steps until it has grown. This is a bisection of eight or so
+    passes over the gradients, by one compiled program, and of more where gradients are finite
+    neither at 1 nor below; call it before training, on the host, with a `loss_fn` that names
+    no axis of `pmap` or `shard_map`.
 
     Args:
       loss_fn: called as `loss_fn(params, *args, **kwargs)`, as by `value_and_grad`.
       params: the initial parameters.
       *args: the first batch. Arrays; bind what else there is with `functools.partial`.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      margin: how many bits to stay below the largest, at least 1: gradients grow.
+      margin: how many bits to stay below the largest, at least 1: gradients grow. Fewer, if
+        they are not finite that far below.
       others: the `args` of further batches, of the same shapes, at none of which gradients
         overflow either. All share one compilation.
       **kwargs: further keyword arguments of `loss_fn`, arrays.
@@ -72,8 +74,8 @@ def find_initial_scale(
       below 1 needs a `min_scale` as low.
 
     Raises:
-      ValueError: if gradients are not finite at any scale, or `margin` is not a
-        positive int.
+      ValueError: if the loss is not finite, or gradients are not at any scale, or `margin`
+        is not a positive int.
       TypeError: if the loss is not a real floating-point scalar, or an argument not what is
         said above.
 
@@ -96,31 +98,56 @@ def find_initial_scale(
     refuse_other_leaves("params", params)
     refuse_other_leaves("what loss_fn takes", (batches, kwargs))
     validation.at_hand("find_initial_scale", (params, batches, kwargs))
-    search = jax.jit(functools.partial(_search, loss_fn, has_aux))
-    exponent = min(int(search(params, batch, kwargs)) for batch in batches)
-    if exponent < _LOWEST:
+    compiled = jax.jit(functools.partial(_evaluate, loss_fn, has_aux))
+
+    @functools.cache
+    def is_finite(exponent: int) -> bool:
+        of_all = [compiled(jnp.int32(exponent), params, batch, kwargs) for batch in batches]
+        if bad := [loss for loss, _ in of_all if not jnp.isfinite(loss)]:
+            raise ValueError(
+                f"the loss is {bad[0]}, and not finite at any loss scale for that multiplies "
+                "gradients alone. Look for NaN or inf in the loss and the model; "
+                "explain(nonfinite_leaves(grads), taps=…, loss=loss) says where"
+            )
+        return all(bool(finite) for _, finite in of_all)
+
+    largest = _largest(is_finite)
+    if largest is None:
         raise ValueError(
-            f"gradients are not finite at any loss scale from 2**{_LOWEST} on: look for NaN or "
-            "inf in the loss and the model; explain(nonfinite_leaves(grads)) says where"
+            f"gradients are not finite at any loss scale from 2**{_LOWEST} to 2**{_HIGHEST}: look "
+            "for NaN or inf in the model; explain(nonfinite_leaves(grads)) says where"
         )
-    return InitialScale(2.0 ** max(exponent - margin, _LOWEST), 2.0**exponent)
+    below = max(largest - margin, _LOWEST)
+    scale = next(filter(is_finite, range(below, largest + 1)))
+    return InitialScale(2.0**scale, 2.0**largest)
 
 
-def _search(loss_fn, has_aux, params, args, kwargs):
-    """The exponent of the largest scale; one less than the lowest if there is none."""
+def _largest(is_finite: Callable[[int], bool]) -> int | None:
+    """The exponent of the largest scale at which gradients are finite; None if there is none."""
 
-    def is_finite(exponent):
-        loss_scale = jnp.ldexp(jnp.float32(1), exponent)
-        gradient = value_and_grad(loss_fn, loss_scale, has_aux=has_aux, allow_int=True)
-        _, scaled_grads = gradient(params, *args, **kwargs)
-        return all_finite(scaled_grads)
+    def bisected(good, bad):
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            good, bad = (middle, bad) if is_finite(middle) else (good, middle)
+        return good
 
-    def bisect(bounds):
-        good, bad = bounds
-        middle = (good + bad) // 2
-        finite = is_finite(middle)
-        return jnp.where(finite, middle, good), jnp.where(finite, bad, middle)
+    largest = bisected(_LOWEST - 1, _HIGHEST + 1)
+    if largest >= _LOWEST:
+        return largest
+    # Neither at 1 nor below. They may be above, where what they are divided by is not zero.
+    distance = _HIGHEST - _LOWEST
+    while distance > 1:
+        distance //= 2
+        for exponent in range(_HIGHEST, _LOWEST - 1, -distance):
+            if is_finite(exponent):
+                return bisected(exponent, min(exponent + distance, _HIGHEST + 1))
+    return None
 
-    bounds = (jnp.int32(_LOWEST - 1), jnp.int32(_HIGHEST + 1))
-    good, _ = lax.while_loop(lambda bounds: bounds[1] - bounds[0] > 1, bisect, bounds)
-    return good
+
+def _evaluate(loss_fn, has_aux, exponent, params, args, kwargs):
+    """The loss, and whether its gradients are finite."""
+    # Dynamic, as a fixed scale is no traced number.
+    loss_scale = DynamicLossScale().replace(loss_scale=jnp.ldexp(jnp.float32(1), exponent))
+    gradient = value_and_grad(loss_fn, loss_scale, has_aux=has_aux, allow_int=True)
+    value, scaled_grads = gradient(params, *args, **kwargs)
+    return value[0] if has_aux else value, all_finite(scaled_grads)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from optax_lossscale._diagnosis.explain import explain, refuse_other_leaves
 from optax_lossscale._diagnosis.places import refuse_unordered
@@ -42,7 +43,7 @@ def check(
         `max_consecutive_skips` were skipped in a row.
       ValueError: if the state holds no loss scale, or several; or if `taps` have no order,
         as in `explain`.
-      TypeError: if `leaves` or `taps` are something else.
+      TypeError: if `leaves` or `taps` are something else, or the state is that of an ensemble.
 
     Source: DeepSpeed and fairseq raise where an overflow finds the scale at its minimum.
 
@@ -66,6 +67,12 @@ def check(
         refuse_unordered(taps)
     at_hand("check", state)
     loss_scale = get_loss_scale(state)
+    if jnp.ndim(loss_scale.loss_scale):
+        raise TypeError(
+            "check takes the state of one model, got that of many: their loss scales have shape "
+            f"{jnp.shape(loss_scale.loss_scale)}. Give one member's at a time: "
+            "jax.tree.map(lambda x: x[0], state)"
+        )
     states = wrapper_states(state)
     skips = int(states[0].consecutive_skipped_steps) if states else 0
     if loss_scale.exhausted():

@@ -1,5 +1,6 @@
 """Which layer is at fault when gradients are not finite."""
 
+import textwrap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +13,9 @@ from optax_lossscale._diagnosis.summary import Summary, summarize_leaves
 from optax_lossscale._scales.validation import at_hand
 
 _SHOWN = 5
+_WRAPPED = textwrap.TextWrapper(
+    width=100, subsequent_indent="   ", break_long_words=False, break_on_hyphens=False
+)
 
 
 class Explanation(NamedTuple):
@@ -28,7 +32,8 @@ class Explanation(NamedTuple):
     def __str__(self) -> str:
         shown = [f"{i}. {s.name}: {s.finding}" for i, s in enumerate(self.suspects[:_SHOWN], 1)]
         more = len(self.suspects) - _SHOWN
-        return "\n".join([self.summary, *shown, *([f"and {more} more."] if more > 0 else [])])
+        lines = [self.summary, *shown, *([f"and {more} more."] if more > 0 else [])]
+        return "\n".join(_WRAPPED.fill(line) for line in lines)
 
 
 def nonfinite_leaves(tree: Any) -> dict[str, Summary]:
@@ -110,7 +115,7 @@ def explain(
     elif len(bad) == len(leaves) > 1 and not recorded and loss is None:
         first = Suspect(
             "the forward pass or the loss",
-            "no gradient is finite; give the loss and tap the layers to see which",
+            "no gradient is finite; give the loss and tap the layers to tell",
         )
     others = [Suspect(name, f"{count(bad[name])} in its gradient") for name in ranked(bad)]
     return Explanation([first, *others] if first else others, summary)
@@ -121,6 +126,7 @@ def refuse_other_leaves(leaves: Any) -> None:
     is_one = lambda leaf: isinstance(leaf, Summary) and not np.ndim(leaf.size)
     if not isinstance(leaves, Mapping) or not all(map(is_one, leaves.values())):
         raise TypeError(
-            "leaves must be what nonfinite_leaves returned, a dict of Summary; of replicas give "
-            "those of one: jax.tree.map(lambda x: x[0], leaves)"
+            "leaves must be what nonfinite_leaves returned, a dict of Summary; of replicas or an "
+            "ensemble give those of one, with its taps and its loss: "
+            "jax.tree.map(lambda x: x[0], (leaves, taps, loss))"
         )

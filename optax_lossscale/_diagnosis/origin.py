@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_lossscale._arrays.names import natural
+from optax_lossscale._arrays.names import natural, without_numbers
 from optax_lossscale._diagnosis.places import a_stack_among_them, always, never, places
 from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._diagnosis.tap import Probe
@@ -121,7 +121,7 @@ def _meant_infinities(recorded: list[Place], loss: Any) -> set[int]:
 def _kind(name: str, record: Probe) -> tuple[str, float, float]:
     """The same of each layer's mask: its name but for numbers, its size, how many it masks."""
     value = record.value
-    return re.sub(r"\d+", "*", name), float(value.size), float(value.infinities)
+    return without_numbers(name), float(value.size), float(value.infinities)
 
 
 def _in_a_branch_before(recorded: list[Place], meant: set[int], first: int) -> int:
@@ -190,7 +190,7 @@ def _arrives(place: Place) -> str:
 def _between(recorded: list[Place], last: int, introduction: str, first: int = 0) -> str:
     """The last common place, the next one, and the branches between, as their names go."""
     names = [name for name, _ in recorded[last + 1 :]]
-    container = lambda name: name.rpartition("/")[0] or re.sub(r"\d+", "*", name)
+    container = lambda name: name.rpartition("/")[0] or without_numbers(name)
     is_beside = lambda name: container(name) == container(names[first])
     beside = len(list(itertools.takewhile(is_beside, names[first:])))
     branches = names[: first + beside]

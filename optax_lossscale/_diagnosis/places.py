@@ -32,10 +32,7 @@ def never(neighbors: Neighbors) -> bool:
 
 
 def places(
-    taps: Any,
-    in_one_loop: Callable[[Neighbors], bool] = a_stack_among_them,
-    path: tuple = (),
-    index: tuple = (),
+    taps: Any, in_one_loop: Callable[[Neighbors], bool] = a_stack_among_them
 ) -> Iterator[tuple[str, Probe]]:
     """Each place's name and record: those of a loop once for each of its turns.
 
@@ -43,24 +40,35 @@ def places(
       taps: a tree of `Probe`s whose order is the model's.
       in_one_loop: whether neighbors of one length share a loop, attn/0, mlp/0, attn/1, …, or
         come one after the other.
-      path: of this tree, in the whole.
-      index: of this turn, in the loops around it.
     """
-    if isinstance(taps, Probe):
-        for i in np.ndindex(np.shape(taps.value.size)):
-            turns = map(SequenceKey, (*index, *i))
-            yield path_name((*path, *turns)), jax.tree.map(lambda x, i=i: x[i], taps)
-        return
-    for length, run in itertools.groupby(_branches(taps, path), lambda branch: _length(branch[1])):
+    return _walk([((), taps)], (), in_one_loop)
+
+
+def _walk(
+    trees: list[tuple[tuple, Any]], turns: tuple, in_one_loop: Callable[[Neighbors], bool]
+) -> Iterator[tuple[str, Probe]]:
+    """The places of trees beside each other, in some turns of the loops around them."""
+    for length, run in itertools.groupby(trees, lambda entry: _length(entry[1])):
         neighbors = list(run)
-        if length is None or not in_one_loop([tree for _, tree in neighbors]):
-            for key, tree in neighbors:
-                yield from places(tree, in_one_loop, path + key, index)
+        if length is not None and in_one_loop([tree for _, tree in neighbors]):
+            for i in range(length):
+                slices = [(path, _slice(tree, i)) for path, tree in neighbors]
+                yield from _walk(slices, (*turns, SequenceKey(i)), in_one_loop)
             continue
-        for i in range(length):
-            for key, tree in neighbors:
-                turn = jax.tree.map(lambda x, i=i: x[i], tree)
-                yield from places(turn, in_one_loop, path + key, (*index, i))
+        for path, tree in neighbors:
+            if not isinstance(tree, Probe):
+                yield from _walk(_branches(tree, path), turns, in_one_loop)
+            elif length is None:
+                yield path_name((*path, *turns)), tree
+            else:
+                for i in range(length):
+                    yield from _walk(
+                        [(path, _slice(tree, i))], (*turns, SequenceKey(i)), in_one_loop
+                    )
+
+
+def _slice(tree: Any, i: int) -> Any:
+    return jax.tree.map(lambda x: x[i], tree)
 
 
 def refuse_unordered(taps: Any) -> None:
@@ -77,7 +85,7 @@ def refuse_unordered(taps: Any) -> None:
 
 
 def _branches(taps: Any, path: tuple) -> list[tuple[tuple, Any]]:
-    """The container's entries that hold probes."""
+    """The container's entries that hold probes, under their paths."""
     branches, _ = jax.tree.flatten_with_path(taps, is_leaf=lambda x: x is not taps)
     if branches and not branches[0][0]:
         raise TypeError(
@@ -86,7 +94,7 @@ def _branches(taps: Any, path: tuple) -> list[tuple[tuple, Any]]:
         )
     if _is_unordered(taps):  # its order is the alphabet's, with layer_10 before layer_2
         branches = sorted(branches, key=lambda branch: natural(path_name(branch[0])))
-    return [(key, tree) for key, tree in branches if jax.tree.leaves(tree)]
+    return [(path + key, tree) for key, tree in branches if jax.tree.leaves(tree)]
 
 
 def _length(tree: Any) -> int | None:

@@ -324,7 +324,7 @@ PLANTED = {
     "autoencoder": 27,
     "autoencoder, eager": 4,
 }
-# Where the evidence cannot decide. Each is used twice, and nothing speaks for one use or the other.
+# Where the evidence cannot decide: a value is used twice, and nothing speaks for either use.
 UNDECIDED = {
     **dict.fromkeys(
         [("rnn, sharded", f"layers/sum/{i}", "backward nan") for i in range(3)],
