@@ -7,6 +7,7 @@ from optax_lossscale import presets
 from optax_lossscale._arrays.finite import all_finite
 from optax_lossscale._diagnosis.calibration import InitialScale, find_initial_scale
 from optax_lossscale._diagnosis.check import LossScaleError, check
+from optax_lossscale._diagnosis.diagnose import Diagnosis, Underflow, diagnose
 from optax_lossscale._diagnosis.explain import Explanation, explain, nonfinite_leaves
 from optax_lossscale._diagnosis.metrics import metrics
 from optax_lossscale._diagnosis.origin import Suspect
@@ -41,6 +42,7 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Diagnosis",
     "DynamicLossScale",
     "Explanation",
     "FixedLossScale",
@@ -55,9 +57,11 @@ __all__ = [
     "Summary",
     "Suspect",
     "ToleranceLossScale",
+    "Underflow",
     "UnderflowReport",
     "all_finite",
     "check",
+    "diagnose",
     "explain",
     "find_initial_scale",
     "get",

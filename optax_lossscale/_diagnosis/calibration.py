@@ -12,10 +12,12 @@ from optax_lossscale._arrays.finite import all_finite
 from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.dynamic import DynamicLossScale
+from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.gradient import value_and_grad
 from optax_lossscale._step.inputs import refuse_other_leaves
 
-_LOWEST, _HIGHEST = -126, 126  # the powers of two to search
+LOWEST, HIGHEST = -126, 126  # the powers of two to search
+MARGIN = 2
 
 
 class InitialScale(NamedTuple):
@@ -36,8 +38,8 @@ class InitialScale(NamedTuple):
 
     def __str__(self) -> str:
         scale = scale_name(self.scale)
-        if self.largest == 2.0**_HIGHEST:
-            return f"{scale}: nothing overflows up to 2**{_HIGHEST}; is float16 in use?"
+        if self.largest == 2.0**HIGHEST:
+            return f"{scale}: nothing overflows up to 2**{HIGHEST}; is float16 in use?"
         return f"{scale}, with {self.headroom:.0f} bits to spare before gradients overflow"
 
 
@@ -46,7 +48,7 @@ def find_initial_scale(
     params: Any,
     *args: Any,
     has_aux: bool = False,
-    margin: int = 2,
+    margin: int = MARGIN,
     others: Iterable[tuple] = (),
     **kwargs: Any,
 ) -> InitialScale:
@@ -111,15 +113,22 @@ def find_initial_scale(
             )
         return all(bool(finite) for _, finite in of_all)
 
-    largest = _largest(is_finite)
-    if largest is None:
+    found = search(is_finite, margin)
+    if found is None:
         raise ValueError(
-            f"gradients are not finite at any loss scale from 2**{_LOWEST} to 2**{_HIGHEST}: look "
+            f"gradients are not finite at any loss scale from 2**{LOWEST} to 2**{HIGHEST}: look "
             "for NaN or inf in the model; explain(nonfinite_leaves(grads)) says where"
         )
-    below = max(largest - margin, _LOWEST)
-    scale = next(filter(is_finite, range(below, largest + 1)))
-    return InitialScale(2.0**scale, 2.0**largest)
+    return found
+
+
+def search(is_finite: Callable[[int], bool], margin: int = MARGIN) -> InitialScale | None:
+    """The scale some bits below the largest whose exponent gives finite gradients, if any does."""
+    largest = _largest(is_finite)
+    if largest is None:
+        return None
+    below = range(max(largest - margin, LOWEST), largest + 1)
+    return InitialScale(2.0 ** next(filter(is_finite, below)), 2.0**largest)
 
 
 def _largest(is_finite: Callable[[int], bool]) -> int | None:
@@ -131,23 +140,26 @@ def _largest(is_finite: Callable[[int], bool]) -> int | None:
             good, bad = (middle, bad) if is_finite(middle) else (good, middle)
         return good
 
-    largest = bisected(_LOWEST - 1, _HIGHEST + 1)
-    if largest >= _LOWEST:
+    largest = bisected(LOWEST - 1, HIGHEST + 1)
+    if largest >= LOWEST:
         return largest
     # Neither at 1 nor below. They may be above, where what they are divided by is not zero.
-    distance = _HIGHEST - _LOWEST
+    distance = HIGHEST - LOWEST
     while distance > 1:
         distance //= 2
-        for exponent in range(_HIGHEST, _LOWEST - 1, -distance):
+        for exponent in range(HIGHEST, LOWEST - 1, -distance):
             if is_finite(exponent):
-                return bisected(exponent, min(exponent + distance, _HIGHEST + 1))
+                return bisected(exponent, min(exponent + distance, HIGHEST + 1))
     return None
+
+
+def power_of_two(exponent: jax.typing.ArrayLike) -> LossScale:
+    """The loss scale of an exponent, which may be traced: so one program serves them all."""
+    return DynamicLossScale().replace(loss_scale=jnp.ldexp(jnp.float32(1), exponent))
 
 
 def _evaluate(loss_fn, has_aux, exponent, params, args, kwargs):
     """The loss, and whether its gradients are finite."""
-    # Dynamic, as a fixed scale is no traced number.
-    loss_scale = DynamicLossScale().replace(loss_scale=jnp.ldexp(jnp.float32(1), exponent))
-    gradient = value_and_grad(loss_fn, loss_scale, has_aux=has_aux, allow_int=True)
+    gradient = value_and_grad(loss_fn, power_of_two(exponent), has_aux=has_aux, allow_int=True)
     value, scaled_grads = gradient(params, *args, **kwargs)
     return value[0] if has_aux else value, all_finite(scaled_grads)

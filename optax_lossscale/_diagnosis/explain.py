@@ -13,7 +13,7 @@ from optax_lossscale._diagnosis.summary import Summary, summarize_leaves
 from optax_lossscale._scales.validation import at_hand
 
 _SHOWN = 5
-_WRAPPED = textwrap.TextWrapper(
+WRAPPED = textwrap.TextWrapper(
     width=100, subsequent_indent="   ", break_long_words=False, break_on_hyphens=False
 )
 
@@ -33,7 +33,7 @@ class Explanation(NamedTuple):
         shown = [f"{i}. {s.name}: {s.finding}" for i, s in enumerate(self.suspects[:_SHOWN], 1)]
         more = len(self.suspects) - _SHOWN
         lines = [self.summary, *shown, *([f"and {more} more."] if more > 0 else [])]
-        return "\n".join(_WRAPPED.fill(line) for line in lines)
+        return "\n".join(WRAPPED.fill(line) for line in lines)
 
 
 def nonfinite_leaves(tree: Any) -> dict[str, Summary]:

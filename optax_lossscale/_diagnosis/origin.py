@@ -90,7 +90,7 @@ def _first_value(recorded: list[Place], loss: Any) -> Suspect | None:
     first = _in_a_branch_before(recorded, meant, first)
     name, record = recorded[first]
     finding = f"{count(record.value)} in its value{_before(recorded, first)}"
-    if not record.value.nans and first + 1 < len(recorded):
+    if may_be_masked(record.value) and first + 1 < len(recorded):
         after, next_record = recorded[first + 1]
         if next_record.value.nans:
             finding += f"; if these are meant, as a mask's are, it began between it and {after}"
@@ -107,8 +107,8 @@ def _meant_infinities(recorded: list[Place], loss: Any) -> set[int]:
     for i in reversed(infinite):
         value = recorded[i][1].value
         earlier = [kind for kind in kinds[:i] if kind[0] == kinds[i][0]]
-        if value.infinities == value.size or any(kind != kinds[i] for kind in earlier):
-            continue  # a mask leaves something, and is the same in every layer
+        if not may_be_masked(value) or any(kind != kinds[i] for kind in earlier):
+            continue  # a mask is the same in every layer
         following = recorded[i + 1 : i + 2]
         ends_here = any(not record.value.nonfinite for _, record in following)
         goes_on = any(kind[1:] == kinds[i][1:] for kind in kinds[i + 1 : i + 2])
@@ -116,6 +116,11 @@ def _meant_infinities(recorded: list[Place], loss: Any) -> set[int]:
         if ends_here or is_repeated or i + 1 in meant:
             meant.add(i)
     return meant
+
+
+def may_be_masked(value: Summary) -> bool:
+    """Whether infinities are all that is not finite, as a mask's, which leaves something, are."""
+    return bool(0 < value.infinities < value.size and not value.nans)
 
 
 def _kind(name: str, record: Probe) -> tuple[str, float, float]:

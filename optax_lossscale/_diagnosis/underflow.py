@@ -36,7 +36,7 @@ class UnderflowReport:
     @property
     def total(self) -> Summary:
         """The `Summary` of all leaves together."""
-        return _total(_of_one_model(self.leaves).values())
+        return total_of(_of_one_model(self.leaves).values())
 
     @property
     def best_scale(self) -> jax.Array:
@@ -66,7 +66,7 @@ class UnderflowReport:
         groups: dict[str, list[Summary]] = {}
         for name, leaf in _of_one_model(jax.device_get(self.leaves)).items():
             groups.setdefault(without_numbers(name), []).append(leaf)
-        return _worst_first({name: _total(leaves) for name, leaves in groups.items()})
+        return _worst_first({name: total_of(leaves) for name, leaves in groups.items()})
 
     def table(self, every_leaf: bool = False) -> str:
         """The report as text, at most 100 columns wide, the worst first.
@@ -142,7 +142,8 @@ def underflow_report(
     return UnderflowReport(leaves, resolve(loss_scale)(), dtype)
 
 
-def _total(leaves: Iterable[Summary]) -> Summary:
+def total_of(leaves: Iterable[Summary]) -> Summary:
+    """The `Summary` of several arrays together."""
     *counts, largest = map(jnp.stack, zip(empty(), *leaves, strict=True))
     return Summary(*map(jnp.sum, counts), largest=jnp.max(largest))
 
