@@ -11,8 +11,6 @@ import jax.numpy as jnp
 from optax_lossscale._arrays.finite import all_finite
 from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.dynamic import DynamicLossScale
-from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.gradient import value_and_grad
 from optax_lossscale._step.inputs import refuse_other_leaves
 
@@ -153,13 +151,10 @@ def _largest(is_finite: Callable[[int], bool]) -> int | None:
     return None
 
 
-def power_of_two(exponent: jax.typing.ArrayLike) -> LossScale:
-    """The loss scale of an exponent, which may be traced: so one program serves them all."""
-    return DynamicLossScale().replace(loss_scale=jnp.ldexp(jnp.float32(1), exponent))
-
-
 def _evaluate(loss_fn, has_aux, exponent, params, args, kwargs):
     """The loss, and whether its gradients are finite."""
-    gradient = value_and_grad(loss_fn, power_of_two(exponent), has_aux=has_aux, allow_int=True)
+    gradient = value_and_grad(
+        loss_fn, jnp.ldexp(jnp.float32(1), exponent), has_aux=has_aux, allow_int=True
+    )
     value, scaled_grads = gradient(params, *args, **kwargs)
     return value[0] if has_aux else value, all_finite(scaled_grads)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays.names import scale_name, shortened, without_numbers
-from optax_lossscale._diagnosis.calibration import HIGHEST, InitialScale, power_of_two, search
+from optax_lossscale._diagnosis.calibration import HIGHEST, InitialScale, search
 from optax_lossscale._diagnosis.explain import WRAPPED, Explanation, explain, nonfinite_leaves
 from optax_lossscale._diagnosis.origin import Place, may_be_masked, recorded_places
 from optax_lossscale._diagnosis.places import refuse_unordered
@@ -211,7 +211,7 @@ def _evidence(loss_fn, has_aux, exponent, params, probes, args, kwargs) -> _Evid
         given = {} if probes is None else {"probes": probes}
         return loss_fn(params, *args, **given, **kwargs)
 
-    scale = power_of_two(exponent)
+    scale = jnp.ldexp(jnp.float32(1), exponent)
     gradient = value_and_grad(tapped_loss, scale, argnums=(0, 1), has_aux=has_aux, allow_int=True)
     value, (grads, taps) = gradient(params, probes)
     loss = value[0] if has_aux else value
