@@ -135,7 +135,7 @@ def _in_a_branch_before(recorded: list[Place], meant: set[int], first: int) -> i
     Its neighbor is finite, and so it looks like a mask; but where branches join, elementwise,
     there are as many numbers, and at least as many infinities.
     """
-    kinds = Counter(_kind(*recorded[i]) for i in meant)
+    kinds = Counter(_kind(*place) for place in recorded)
     here, joined = _kind(*recorded[first]), recorded[first][1].value
     for i in sorted(i for i in meant if i < first):
         kind, value = _kind(*recorded[i]), recorded[i][1].value
@@ -169,7 +169,8 @@ def _last_gradient(recorded: list[Place], leaves: dict[str, Summary]) -> Suspect
     if not finite:
         return Suspect("the loss", passed) if passed else None
 
-    own = _own_gradients(recorded, leaves)
+    modules = _modules(leaves)
+    own = _own_gradients(recorded, leaves, modules)
     guilty = [i for i, (name, _) in enumerate(finite) if own.get(name)]
     if passed:
         # In a chain the others come later than one whose parameters' gradients are finite.
@@ -178,8 +179,11 @@ def _last_gradient(recorded: list[Place], leaves: dict[str, Summary]) -> Suspect
     if not passed and not guilty:
         return None
     if passed and (0 in guilty or not guilty):
-        doubt = "" if guilty else _between(recorded, last, "; if branches run in parallel, ")
-        return Suspect(finite[0][0], f"{passed}{_arrives(finite[0])}{doubt}")
+        # The first of a stack may be the first turn of a loop, or the first of parallel branches.
+        name = finite[0][0]
+        is_certain = guilty and (_words(name) in modules or not name.endswith("/0"))
+        doubt = "" if is_certain else _between(recorded, last, "; if branches run in parallel, ")
+        return Suspect(name, f"{passed}{_arrives(finite[0])}{doubt}")
     rank = ranked(leaves)
     first = min(guilty, key=lambda i: rank.index(own[finite[i][0]][0]))
     leaf = own[finite[first][0]][0]
@@ -208,14 +212,16 @@ def _between(recorded: list[Place], last: int, introduction: str, first: int = 0
     return f"{introduction}between {recorded[last][0]} and {after}, in one of {shown}"
 
 
-def _own_gradients(recorded: list[Place], leaves: dict[str, Summary]) -> dict[str, list[str]]:
+def _own_gradients(
+    recorded: list[Place], leaves: dict[str, Summary], modules: dict[tuple[str, ...], set[str]]
+) -> dict[str, list[str]]:
     """Of each place with parameters of its own, those with gradients that are not finite.
 
     Its own are those under the one path that ends in its name. Those of a stack are stacked:
     they speak against the first turn whose gradient arrives finite, where more of them is not
     finite than the turns before it explain.
     """
-    modules, rank = _modules(leaves), ranked(leaves)
+    rank = ranked(leaves)
     share = {leaf: leaves[leaf].nonfinite / leaves[leaf].size for leaf in rank}
     own = {}
     stacks: dict[str, list[Place]] = {}
@@ -231,18 +237,23 @@ def _own_gradients(recorded: list[Place], leaves: dict[str, Summary]) -> dict[st
             if bad < len(turns):
                 known = bad / len(turns)
                 own[turns[bad][0]] = [
-                    leaf for leaf in rank if leaf in mine and known < share[leaf] < 1
+                    leaf for leaf in rank if leaf in mine and known < share[leaf]
                 ]
     return own
 
 
 def _modules(leaves: dict[str, Summary]) -> dict[tuple[str, ...], set[str]]:
-    """The leaves of each module, under what the path to it ends in, if no other path does."""
+    """The leaves of each module, under what the path to it ends in, if no other path does.
+
+    Leaves of one container may go by the same ending too: `w_mean` and `b_mean`.
+    """
     paths: dict[tuple, dict[tuple, set[str]]] = {}
     for leaf in leaves:
         words = _words(leaf)
         for start, end in itertools.combinations(range(len(words) + 1), 2):
-            paths.setdefault(words[start:end], {}).setdefault(words[:end], set()).add(leaf)
+            is_leaf = start and end == len(words)
+            path = (_words(leaf.rpartition("/")[0]), "leaves") if is_leaf else words[:end]
+            paths.setdefault(words[start:end], {}).setdefault(path, set()).add(leaf)
     return {ending: next(iter(of.values())) for ending, of in paths.items() if len(of) == 1}
 
 

@@ -149,6 +149,24 @@ def test_a_branch_is_named_by_its_own_gradients(faulty):
         assert "between in and out, in one of ex/0, ex/1, ex/2, ex/3" in suspect.finding
 
 
+@pytest.mark.parametrize(
+    "names", [("w_mean", "b_mean"), ("mean/w", "mean/b"), ("mean_w", "mean_b")]
+)
+def test_the_parameters_of_a_place_go_by_its_name(names):
+    grads = {"in": jnp.array([1.0, jnp.nan]), "variance": {"w": jnp.ones(4)}}
+    grads |= {names[0]: jnp.array([1.0, jnp.inf]), names[1]: jnp.ones(2)}
+    taps = OrderedDict([("in", of(0, 1)), ("variance", FINE), ("mean", FINE), ("z", FINE)])
+    assert first(taps, loss=1.0, grads=grads) == "mean"
+
+
+def test_branches_that_are_one_stack_are_not_told_apart():
+    """By `vmap` over experts, or the first turn of a loop: stacked parameters cannot tell."""
+    grads = {"in": jnp.array([jnp.nan]), "ex": jnp.array([[1.0, 1], [1, 1], [1, jnp.inf]])}
+    taps = OrderedDict([("in", of(0, 1)), ("ex", of(np.zeros(3))), ("out", FINE)])
+    explanation = ols.explain(ols.nonfinite_leaves(grads), taps=taps, loss=1.0)
+    assert "between in and out, in one of ex/0, ex/1, ex/2" in explanation.suspects[0].finding
+
+
 def test_where_nothing_decides_between_branches_it_says_so():
     suspect = experts()
     assert suspect.name == "ex/0"
