@@ -69,7 +69,10 @@ def explain(
     What is not finite spreads: forwards to the loss, from there to every gradient. So the
     place at fault is the first tapped one whose values are not finite; or if there is
     none, the loss; or if that is finite, the place whose gradient arrives finite and leaves
-    not. Without taps there are only the parameters' gradients, of which infinities come
+    not. Infinities that go no further are meant, as a mask's are; and where loss and
+    gradients are finite nothing is a suspect. Of branches that run in parallel it is the one
+    with parameters of its own, under its name, whose gradients are not finite; where that
+    does not decide, the finding names the branches. Without taps there are only the parameters' gradients, of which infinities come
     before NaNs, and few before many; or, where none is finite, the suspect is the forward
     pass or the loss.
 
@@ -77,7 +80,8 @@ def explain(
       leaves: what `nonfinite_leaves` returned for the gradients.
       taps: what `tap` recorded at the ends of the model's layers, a tree of `Probe`s whose
         order is the model's: a list, a stack, an `OrderedDict`, or a dict whose names differ
-        in numbers alone, such as `layer_2` and `layer_10`.
+        in numbers alone, such as `layer_2` and `layer_10`. Stacks of one length in one
+        container are turns of one loop; two loops of one length have a container each.
       loss: the loss, not scaled.
 
     Returns:
@@ -85,7 +89,7 @@ def explain(
 
     Raises:
       ValueError: if `taps` has a dict of other names, which do not tell the model's order.
-      TypeError: if `leaves` or `taps` are something else.
+      TypeError: if `leaves` or `taps` are something else, or those of an ensemble.
 
     Example:
       >>> import jax.numpy as jnp

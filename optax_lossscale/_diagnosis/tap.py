@@ -61,7 +61,8 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
     Args:
       x: a floating-point or complex array, any shape.
       probe: from `probe()`, in whatever tree names the places; or None, for off. The order
-        of the tree should be the model's: that of a list, or of an `OrderedDict`.
+        of the tree should be the model's: that of a list, or of an `OrderedDict`. Of several
+        taps in one scanned layer, give their stacks in one container.
 
     Returns:
       `x`.

@@ -1,5 +1,7 @@
 """One page that says what float16 does to a model, and what to do about it."""
 
+import pathlib
+import runpy
 from collections import OrderedDict
 
 import chex
@@ -158,3 +160,12 @@ def test_the_page_fits_a_terminal_and_is_short():
     assert max(map(len, page)) <= 100
     assert len(page) <= 20
     assert any(line.strip() == "and 13 more" for line in page)
+
+
+@pytest.mark.slow
+def test_the_page_of_the_demo_is_the_documentations(capsys):
+    root = pathlib.Path(__file__).parents[2]
+    runpy.run_path(str(root / "docs/diagnose_demo.py"), run_name="__main__")
+    verdict, scale, *_ = capsys.readouterr().out.splitlines()
+    document = (root / "docs/diagnosis.md").read_text()
+    assert f"```text\n{verdict}\n{scale}\n" in document
