@@ -134,8 +134,8 @@ def diagnose(
         as `loss_fn(params, *args, probes=probes, **kwargs)`.
       params: the parameters.
       *args: a batch. Arrays; bind what else there is with `functools.partial`.
-      probes: a tree of `probe()`s, in the order of the model, which `loss_fn` gives to its `tap`s;
-        or None. With them the page names places in the model, else only parameters.
+      probes: a tree of probes, each from `probe()`, in the order of the model, which `loss_fn`
+        gives to its taps; or None. With them the page names places in the model, else only parameters.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       **kwargs: further keyword arguments of `loss_fn`, arrays.
 

@@ -72,9 +72,9 @@ def explain(
     not. Infinities that go no further are meant, as a mask's are; and where loss and
     gradients are finite nothing is a suspect. Of branches that run in parallel it is the one
     with parameters of its own, under its name, whose gradients are not finite; where that
-    does not decide, the finding names the branches. Without taps there are only the parameters' gradients, of which infinities come
-    before NaNs, and few before many; or, where none is finite, the suspect is the forward
-    pass or the loss.
+    does not decide, the finding names the branches. Without taps there are only the
+    parameters' gradients, of which infinities come before NaNs, and few before many; or,
+    where none is finite, the suspect is the forward pass or the loss.
 
     Args:
       leaves: what `nonfinite_leaves` returned for the gradients.
