@@ -135,7 +135,8 @@ def diagnose(
       params: the parameters.
       *args: a batch. Arrays; bind what else there is with `functools.partial`.
       probes: a tree of probes, each from `probe()`, in the order of the model, which `loss_fn`
-        gives to its taps; or None. With them the page names places in the model, else only parameters.
+        gives to its taps; or None. With them the page names places in the model, without
+        them parameters alone.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       **kwargs: further keyword arguments of `loss_fn`, arrays.
 

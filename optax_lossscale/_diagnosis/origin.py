@@ -87,7 +87,8 @@ def _first_value(recorded: list[Place], loss: Any) -> Suspect | None:
     first = next((i for i in bad if i not in meant), None)
     if first is None:
         return None
-    first = _in_a_branch_before(recorded, meant, first)
+    if not _is_finite(loss):
+        first = _in_a_branch_before(recorded, meant, first)
     name, record = recorded[first]
     finding = f"{count(record.value)} in its value{_before(recorded, first)}"
     if may_be_masked(record.value) and first + 1 < len(recorded):
@@ -100,14 +101,13 @@ def _first_value(recorded: list[Place], loss: Any) -> Suspect | None:
 def _meant_infinities(recorded: list[Place], loss: Any) -> set[int]:
     """Places with infinities and no NaN that go no further, or are those of a mask."""
     infinite = [i for i, (_, r) in enumerate(recorded) if r.value.infinities and not r.value.nans]
-    if loss is not None and np.isfinite(loss).all():
+    if _is_finite(loss):
         return set(infinite)
     kinds = [_kind(*place) for place in recorded]
     meant: set[int] = set()
     for i in reversed(infinite):
-        value = recorded[i][1].value
-        earlier = [kind for kind in kinds[:i] if kind[0] == kinds[i][0]]
-        if not may_be_masked(value) or any(kind != kinds[i] for kind in earlier):
+        earlier = [kind for kind in kinds[:i] if kind[:2] == kinds[i][:2]]
+        if any(kind != kinds[i] for kind in earlier):
             continue  # a mask is the same in every layer
         following = recorded[i + 1 : i + 2]
         ends_here = any(not record.value.nonfinite for _, record in following)
@@ -118,6 +118,11 @@ def _meant_infinities(recorded: list[Place], loss: Any) -> set[int]:
     return meant
 
 
+def _is_finite(loss: Any) -> bool:
+    """Whether the loss is known to be finite."""
+    return loss is not None and bool(np.isfinite(loss).all())
+
+
 def may_be_masked(value: Summary) -> bool:
     """Whether infinities are all that is not finite, as a mask's, which leaves something, are."""
     return bool(0 < value.infinities < value.size and not value.nans)
@@ -126,20 +131,22 @@ def may_be_masked(value: Summary) -> bool:
 def _kind(name: str, record: Probe) -> tuple[str, float, float]:
     """The same of each layer's mask: its name but for numbers, its size, how many it masks."""
     value = record.value
-    return without_numbers(name), float(value.size), float(value.infinities)
+    alike = without_numbers(name) if re.search("[a-zA-Z]", name) else name
+    return alike, float(value.size), float(value.infinities)
 
 
 def _in_a_branch_before(recorded: list[Place], meant: set[int], first: int) -> int:
     """The branch that ran before others and whose infinities the first place adds to theirs.
 
-    Its neighbor is finite, and so it looks like a mask; but where branches join, elementwise,
-    there are as many numbers, and at least as many infinities.
+    Its neighbor is finite, and so it looks like a mask. But a mask leaves something; and where
+    branches join, elementwise, there are as many numbers, and at least as many infinities.
     """
     kinds = Counter(_kind(*place) for place in recorded)
     here, joined = _kind(*recorded[first]), recorded[first][1].value
     for i in sorted(i for i in meant if i < first):
         kind, value = _kind(*recorded[i]), recorded[i][1].value
-        fits = value.size == joined.size and value.infinities <= joined.nonfinite
+        is_joined = value.size == joined.size and value.infinities <= joined.nonfinite
+        fits = value.size > 1 and (is_joined or not may_be_masked(value))
         if fits and kind[0] != here[0] and kinds[kind] == 1:
             return i
     return first

@@ -108,6 +108,12 @@ def test_infinities_that_go_no_further_are_no_beginning():
     assert first([infinite, FINE, of(1, size=5.0)]) == "2"
     assert first([FINE, infinite, of(1, size=5.0)]) == "1"
     assert first([FINE, infinite], loss=np.inf) == "1"
+    assert first([of(1, size=3.0), FINE], loss=1.0, grads=grads) == "0"
+    # Records of single numbers, too, and in the middle of a list.
+    one = [of(0, size=1.0), of(0, infinities=1, size=1.0), of(0, size=1.0), of(1, size=1.0)]
+    assert first(one) == "3"
+    assert first(one[:3]) == "the loss"
+    assert first([FINE, infinite, FINE, of(1, size=5.0)]) == "3"
     nothing_else = of(0, infinities=8)
     assert first([FINE, nothing_else, FINE, of(1, size=5.0)]) == "1"
 
