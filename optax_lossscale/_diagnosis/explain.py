@@ -121,7 +121,10 @@ def explain(
             "the forward pass or the loss",
             "no gradient is finite; give the loss and tap the layers to tell",
         )
-    others = [Suspect(name, f"{count(bad[name])} in its gradient") for name in ranked(bad)]
+    arrived = "; those at the taps are finite" if bad and recorded and first is None else ""
+    others = [
+        Suspect(name, f"{count(bad[name])} in its gradient{arrived}") for name in ranked(bad)
+    ]
     return Explanation([first, *others] if first else others, summary)
 
 

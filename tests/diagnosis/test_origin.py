@@ -184,6 +184,15 @@ def test_the_first_place_of_all_is_named_by_its_own_gradients():
     assert first(OrderedDict(stem=FINE, rest=FINE), loss=1.0, grads=grads) == "stem"
 
 
+def test_before_all_taps_the_gradients_are_all_there_is():
+    leaves = ols.nonfinite_leaves({"stem": jnp.array([jnp.nan, 1]), "w": jnp.ones(3)})
+    (suspect,) = ols.explain(leaves, taps=[FINE, FINE], loss=1.0).suspects
+    assert suspect == (
+        "stem",
+        "0 inf and 1 NaN of 2 in its gradient; those at the taps are finite",
+    )
+
+
 def test_the_report_fits_a_terminal():
     name = "a_rather_long_name_of_a_module/and_of_a_layer_in_it/and_of_its_parameter"
     leaves = ols.nonfinite_leaves({name: jnp.array([jnp.nan, 1]), "w": jnp.ones(3)})
