@@ -67,13 +67,13 @@ def check(
         refuse_unordered(taps)
     at_hand("check", state)
     loss_scale = get_loss_scale(state)
-    if jnp.ndim(loss_scale.loss_scale):
-        raise TypeError(
-            "check takes the state of one model, got that of many: their loss scales have shape "
-            f"{jnp.shape(loss_scale.loss_scale)}. Give one member's at a time: "
-            "jax.tree.map(lambda x: x[0], state)"
-        )
     states = wrapper_states(state)
+    numbers = [loss_scale(), *(s.consecutive_skipped_steps for s in states)]
+    if shapes := [jnp.shape(x) for x in numbers if jnp.ndim(x)]:
+        raise TypeError(
+            f"check takes the state of one model, got many, with leaves of shape {shapes[0]}. "
+            "Give one member's at a time: jax.tree.map(lambda x: x[0], state)"
+        )
     skips = int(states[0].consecutive_skipped_steps) if states else 0
     if loss_scale.exhausted():
         what = (

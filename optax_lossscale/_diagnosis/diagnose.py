@@ -16,7 +16,9 @@ from optax_lossscale._diagnosis.origin import Place, may_be_masked, recorded_pla
 from optax_lossscale._diagnosis.places import refuse_unordered
 from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._diagnosis.underflow import total_of, underflow_report
+from optax_lossscale._scales import validation
 from optax_lossscale._step.gradient import value_and_grad
+from optax_lossscale._step.inputs import refuse_other_leaves
 
 _NOTABLE = 0.01  # a share of gradients that is worth a word
 _HIGH_ENOUGH = 30  # 2**30 brings what float16 would flush from 2**-54 on into its range
@@ -145,7 +147,8 @@ def diagnose(
       `underflow`.
 
     Raises:
-      TypeError: if the loss is not a real floating-point scalar, or `probes` are something else.
+      TypeError: if the loss is not a real floating-point scalar, or an argument is not what is
+        said above.
       ValueError: if `probes` have no order, as in `explain`.
 
     Example:
@@ -165,6 +168,10 @@ def diagnose(
       What to do:
       - Wrap the optimizer: with_loss_scale(optimizer, DynamicLossScale(initial_scale=2.0**31)).
     """
+    validation.function("loss_fn", loss_fn)
+    refuse_other_leaves("params", params)
+    refuse_other_leaves("what loss_fn takes", (args, kwargs))
+    validation.at_hand("diagnose", (params, args, kwargs, probes))
     refuse_unordered(probes)
     compiled = jax.jit(functools.partial(_evidence, loss_fn, has_aux))
 

@@ -72,8 +72,9 @@ def test_a_limit_that_is_no_positive_int_is_refused():
         ols.check(ols.FixedLossScale(1), max_consecutive_skips=0)
 
 
-def test_of_many_models_it_says_to_take_one():
-    tx = ols.with_loss_scale(optax.sgd(0.1))
+@pytest.mark.parametrize("loss_scale", ["dynamic", 128])
+def test_of_many_models_it_says_to_take_one(loss_scale):
+    tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale)
     states = jax.vmap(tx.init)(jnp.ones((3, 2)))
     with pytest.raises(TypeError, match=r"shape \(3,\)\. Give one member's at a time"):
         ols.check(states)
