@@ -7,8 +7,10 @@ from optax_lossscale import presets, testing
 from optax_lossscale._arrays.finite import all_finite
 from optax_lossscale._diagnosis.calibration import InitialScale, find_initial_scale
 from optax_lossscale._diagnosis.check import LossScaleError, check
-from optax_lossscale._diagnosis.explain import Explanation, Suspect, explain, nonfinite_leaves
+from optax_lossscale._diagnosis.diagnose import Diagnosis, Underflow, diagnose
+from optax_lossscale._diagnosis.explain import Explanation, explain, nonfinite_leaves
 from optax_lossscale._diagnosis.metrics import metrics
+from optax_lossscale._diagnosis.origin import Suspect
 from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._diagnosis.tap import Probe, probe, tap
 from optax_lossscale._diagnosis.underflow import UnderflowReport, underflow_report
@@ -41,6 +43,7 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Diagnosis",
     "DynamicLossScale",
     "Explanation",
     "FixedLossScale",
@@ -55,9 +58,11 @@ __all__ = [
     "Summary",
     "Suspect",
     "ToleranceLossScale",
+    "Underflow",
     "UnderflowReport",
     "all_finite",
     "check",
+    "diagnose",
     "explain",
     "find_initial_scale",
     "get",

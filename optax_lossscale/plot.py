@@ -19,7 +19,8 @@ except ImportError as error:
     raise ImportError("plot needs matplotlib: pip install 'optax_lossscale[plot]'") from error
 
 from optax_lossscale._arrays.precision import is_inexact
-from optax_lossscale._diagnosis.tap import Probe, places
+from optax_lossscale._diagnosis.places import places
+from optax_lossscale._diagnosis.tap import Probe
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.get import resolve
 from optax_lossscale._scales.validation import at_hand, floating_dtype, function, shown
@@ -173,7 +174,8 @@ def taps(
 ) -> Axes:
     """A heat map of what was tapped, over layers and steps.
 
-    The rows are in the order of the tree; that of a dict is its names', not the model's.
+    The rows are in the order of the tree, and of a scanned layer's taps turn by turn; that
+    of a dict is its names', not the model's.
 
     Args:
       records: what `tap` recorded in each step, in a sequence of trees. Of records that

@@ -17,6 +17,16 @@ def natural(name: str) -> list[tuple[str, int]]:
     return [(text, int(n or 0)) for text, n in re.findall(r"(\D*)(\d*)", name)]
 
 
+def without_numbers(name: str) -> str:
+    """What layers have in common: `blocks/*/mlp/w1` of `blocks/3/mlp/w1`."""
+    return re.sub(r"(?<![^\W_])\d+(?![^\W_])", "*", name)
+
+
+def shortened(name: str, width: int) -> str:
+    """A name that fits, with its end, which tells most."""
+    return name if len(name) <= width else f"{name[: width // 3]}…{name[1 + width // 3 - width :]}"
+
+
 def scale_name(scale: float) -> str:
     """A scale as text: `2**15`, or decimals if it is no power of two."""
     mantissa, exponent = math.frexp(scale)

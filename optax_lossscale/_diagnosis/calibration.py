@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from optax_lossscale._arrays.finite import all_finite
 from optax_lossscale._arrays.names import scale_name
@@ -15,7 +14,8 @@ from optax_lossscale._scales import validation
 from optax_lossscale._step.gradient import loss_of, scale_gradient
 from optax_lossscale._step.inputs import refuse_other_leaves
 
-_LOWEST, _HIGHEST = -126, 126  # the powers of two to search
+LOWEST, HIGHEST = -126, 126  # the powers of two to search
+MARGIN = 2
 
 
 class InitialScale(NamedTuple):
@@ -36,8 +36,8 @@ class InitialScale(NamedTuple):
 
     def __str__(self) -> str:
         scale = scale_name(self.scale)
-        if self.largest == 2.0**_HIGHEST:
-            return f"{scale}: nothing overflows up to 2**{_HIGHEST}; is float16 in use?"
+        if self.largest == 2.0**HIGHEST:
+            return f"{scale}: nothing overflows up to 2**{HIGHEST}; is float16 in use?"
         return f"{scale}, with {self.headroom:.0f} bits to spare before gradients overflow"
 
 
@@ -46,23 +46,25 @@ def find_initial_scale(
     params: Any,
     *args: Any,
     has_aux: bool = False,
-    margin: int = 2,
+    margin: int = MARGIN,
     others: Iterable[tuple] = (),
     **kwargs: Any,
 ) -> InitialScale:
     """Searches for the largest power of two at which no gradient overflows.
 
     From a start too large, the first steps are skipped; from one too small, gradients
-    underflow for thousands of steps until it has grown. This is one compiled bisection, of
-    eight passes over the gradients; call it before training, on the host, with a `loss_fn`
-    that names no axis of `pmap` or `shard_map`.
+    underflow for thousands of steps until it has grown. This is a bisection of eight or so
+    passes over the gradients, by one compiled program, and of more where gradients are finite
+    neither at 1 nor below; call it before training, on the host, with a `loss_fn` that names
+    no axis of `pmap` or `shard_map`.
 
     Args:
       loss_fn: called as `loss_fn(params, *args, **kwargs)`, as by `value_and_grad`.
       params: the initial parameters.
       *args: the first batch. Arrays; bind what else there is with `functools.partial`.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      margin: how many bits to stay below the largest, at least 1: gradients grow.
+      margin: how many bits to stay below the largest, at least 1: gradients grow. Fewer, if
+        they are not finite that far below.
       others: the `args` of further batches, of the same shapes, at none of which gradients
         overflow either. All share one compilation.
       **kwargs: further keyword arguments of `loss_fn`, arrays.
@@ -72,8 +74,8 @@ def find_initial_scale(
       below 1 needs a `min_scale` as low.
 
     Raises:
-      ValueError: if gradients are not finite at any scale, or `margin` is not a
-        positive int.
+      ValueError: if the loss is not finite, or gradients are not at any scale, or `margin`
+        is not a positive int.
       TypeError: if the loss is not a real floating-point scalar, or an argument not what is
         said above.
 
@@ -96,34 +98,66 @@ def find_initial_scale(
     refuse_other_leaves("params", params)
     refuse_other_leaves("what loss_fn takes", (batches, kwargs))
     validation.at_hand("find_initial_scale", (params, batches, kwargs))
-    search = jax.jit(functools.partial(_search, loss_fn, has_aux))
-    exponent = min(int(search(params, batch, kwargs)) for batch in batches)
-    if exponent < _LOWEST:
+    compiled = jax.jit(functools.partial(_evaluate, loss_fn, has_aux))
+
+    @functools.cache
+    def is_finite(exponent: int) -> bool:
+        of_all = [compiled(jnp.int32(exponent), params, batch, kwargs) for batch in batches]
+        if bad := [loss for loss, _ in of_all if not jnp.isfinite(loss)]:
+            raise ValueError(
+                f"the loss is {bad[0]}, and not finite at any loss scale for that multiplies "
+                "gradients alone. Look for NaN or inf in the loss and the model; "
+                "explain(nonfinite_leaves(grads), taps=…, loss=loss) says where"
+            )
+        return all(bool(finite) for _, finite in of_all)
+
+    found = search(is_finite, margin)
+    if found is None:
         raise ValueError(
-            f"gradients are not finite at any loss scale from 2**{_LOWEST} on: look for NaN or "
-            "inf in the loss and the model; explain(nonfinite_leaves(grads)) says where"
+            f"gradients are not finite at any loss scale from 2**{LOWEST} to 2**{HIGHEST}: look "
+            "for NaN or inf in the model; explain(nonfinite_leaves(grads)) says where"
         )
-    return InitialScale(2.0 ** max(exponent - margin, _LOWEST), 2.0**exponent)
+    return found
 
 
-def _search(loss_fn, has_aux, params, args, kwargs):
-    """The exponent of the largest scale; one less than the lowest if there is none."""
+def search(is_finite: Callable[[int], bool], margin: int = MARGIN) -> InitialScale | None:
+    """The scale some bits below the largest whose exponent gives finite gradients, if any does."""
+    largest = _largest(is_finite)
+    if largest is None:
+        return None
+    below = range(max(largest - margin, LOWEST), largest + 1)
+    return InitialScale(2.0 ** next(filter(is_finite, below)), 2.0**largest)
 
-    def is_finite(exponent):
-        loss_scale = jnp.ldexp(jnp.float32(1), exponent)
 
-        def scaled_fn(params):  # not value_and_grad, which refuses modules
-            value = loss_fn(params, *args, **kwargs)
-            return scale_gradient(loss_of(value, has_aux), loss_scale)
+def _largest(is_finite: Callable[[int], bool]) -> int | None:
+    """The exponent of the largest scale at which gradients are finite; None if there is none."""
 
-        return all_finite(jax.grad(scaled_fn, allow_int=True)(params))
+    def bisected(good, bad):
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            good, bad = (middle, bad) if is_finite(middle) else (good, middle)
+        return good
 
-    def bisect(bounds):
-        good, bad = bounds
-        middle = (good + bad) // 2
-        finite = is_finite(middle)
-        return jnp.where(finite, middle, good), jnp.where(finite, bad, middle)
+    largest = bisected(LOWEST - 1, HIGHEST + 1)
+    if largest >= LOWEST:
+        return largest
+    # Neither at 1 nor below. They may be above, where what they are divided by is not zero.
+    distance = HIGHEST - LOWEST
+    while distance > 1:
+        distance //= 2
+        for exponent in range(HIGHEST, LOWEST - 1, -distance):
+            if is_finite(exponent):
+                return bisected(exponent, min(exponent + distance, HIGHEST + 1))
+    return None
 
-    bounds = (jnp.int32(_LOWEST - 1), jnp.int32(_HIGHEST + 1))
-    good, _ = lax.while_loop(lambda bounds: bounds[1] - bounds[0] > 1, bisect, bounds)
-    return good
+
+def _evaluate(loss_fn, has_aux, exponent, params, args, kwargs):
+    """The loss, and whether its gradients are finite."""
+    loss_scale = jnp.ldexp(jnp.float32(1), exponent)
+
+    def scaled_fn(params):  # not value_and_grad, which refuses modules
+        loss = loss_of(loss_fn(params, *args, **kwargs), has_aux)
+        return scale_gradient(loss, loss_scale)
+
+    loss, scaled_grads = jax.value_and_grad(scaled_fn, allow_int=True)(params)
+    return loss, all_finite(scaled_grads)

@@ -3,8 +3,10 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from optax_lossscale._diagnosis.explain import explain, refuse_other_leaves, refuse_unordered
+from optax_lossscale._diagnosis.explain import explain, refuse_other_leaves
+from optax_lossscale._diagnosis.places import refuse_unordered
 from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._scales.get import get_loss_scale
 from optax_lossscale._scales.validation import at_hand, count
@@ -42,7 +44,7 @@ def check(
         `max_consecutive_skips` were skipped in a row.
       ValueError: if the state holds no loss scale, or several; or if `taps` have no order,
         as in `explain`.
-      TypeError: if `leaves` or `taps` are something else.
+      TypeError: if `leaves` or `taps` are something else, or the state is that of an ensemble.
 
     Source: DeepSpeed and fairseq raise where an overflow finds the scale at its minimum.
 
@@ -67,6 +69,12 @@ def check(
     at_hand("check", state)
     loss_scale = get_loss_scale(state)
     states = wrapper_states(state)
+    numbers = [loss_scale(), *(s.consecutive_skipped_steps for s in states)]
+    if shapes := [jnp.shape(x) for x in numbers if jnp.ndim(x)]:
+        raise TypeError(
+            f"check takes the state of one model, got many, with leaves of shape {shapes[0]}. "
+            "Give one member's at a time: jax.tree.map(lambda x: x[0], state)"
+        )
     skips = int(states[0].consecutive_skipped_steps) if states else 0
     if loss_scale.exhausted():
         what = (

@@ -1,30 +1,21 @@
 """Which layer is at fault when gradients are not finite."""
 
-import re
+import textwrap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from optax_lossscale._arrays.names import natural
+from optax_lossscale._diagnosis.origin import Suspect, count, origin, ranked, recorded_places
+from optax_lossscale._diagnosis.places import refuse_unordered
 from optax_lossscale._diagnosis.summary import Summary, summarize_leaves
-from optax_lossscale._diagnosis.tap import Probe, is_unordered, places
 from optax_lossscale._scales.validation import at_hand
 
 _SHOWN = 5
-
-
-class Suspect(NamedTuple):
-    """A place of the model, and what speaks against it.
-
-    Attributes:
-      name: the place: the path of a leaf or a probe.
-      finding: what speaks against it, in words.
-    """
-
-    name: str
-    finding: str
+WRAPPED = textwrap.TextWrapper(
+    width=100, subsequent_indent="   ", break_long_words=False, break_on_hyphens=False
+)
 
 
 class Explanation(NamedTuple):
@@ -41,7 +32,8 @@ class Explanation(NamedTuple):
     def __str__(self) -> str:
         shown = [f"{i}. {s.name}: {s.finding}" for i, s in enumerate(self.suspects[:_SHOWN], 1)]
         more = len(self.suspects) - _SHOWN
-        return "\n".join([self.summary, *shown, *([f"and {more} more."] if more > 0 else [])])
+        lines = [self.summary, *shown, *([f"and {more} more."] if more > 0 else [])]
+        return "\n".join(WRAPPED.fill(line) for line in lines)
 
 
 def nonfinite_leaves(tree: Any) -> dict[str, Summary]:
@@ -77,15 +69,19 @@ def explain(
     What is not finite spreads: forwards to the loss, from there to every gradient. So the
     place at fault is the first tapped one whose values are not finite; or if there is
     none, the loss; or if that is finite, the place whose gradient arrives finite and leaves
-    not. Without taps there are only the parameters' gradients, of which infinities come
-    before NaNs, and few before many; or, where none is finite, the suspect is the forward
-    pass or the loss.
+    not. Infinities that go no further are meant, as a mask's are; and where loss and
+    gradients are finite nothing is a suspect. Of branches that run in parallel it is the one
+    with parameters of its own, under its name, whose gradients are not finite; where that
+    does not decide, the finding names the branches. Without taps there are only the
+    parameters' gradients, of which infinities come before NaNs, and few before many; or,
+    where none is finite, the suspect is the forward pass or the loss.
 
     Args:
       leaves: what `nonfinite_leaves` returned for the gradients.
       taps: what `tap` recorded at the ends of the model's layers, a tree of `Probe`s whose
         order is the model's: a list, a stack, an `OrderedDict`, or a dict whose names differ
-        in numbers alone, such as `layer_2` and `layer_10`.
+        in numbers alone, such as `layer_2` and `layer_10`. Stacks of one length in one
+        container are turns of one loop; two loops of one length have a container each.
       loss: the loss, not scaled.
 
     Returns:
@@ -93,7 +89,7 @@ def explain(
 
     Raises:
       ValueError: if `taps` has a dict of other names, which do not tell the model's order.
-      TypeError: if `leaves` or `taps` are something else.
+      TypeError: if `leaves` or `taps` are something else, or those of an ensemble.
 
     Example:
       >>> import jax.numpy as jnp
@@ -106,36 +102,30 @@ def explain(
     refuse_other_leaves(leaves)
     at_hand("explain", (leaves, taps, loss))
     leaves, taps, loss = jax.device_get((leaves, taps, loss))
-    tapped = list(places(taps))
+    recorded = recorded_places(taps)
     refuse_unordered(taps)
-    recorded = [(name, record) for name, record in tapped if record.value.size]
     bad = {name: leaf for name, leaf in leaves.items() if leaf.nonfinite}
     summary = f"{len(bad)} of {len(leaves)} gradients are not finite."
     if not bad:
         summary = "All gradients are finite."
-    if tapped and not recorded:
+    if not recorded and jax.tree.leaves(taps):
         summary += " No tap recorded anything: differentiate with respect to the probes as well."
+    if leaves and not bad and (loss is None or np.isfinite(loss).all()):
+        return Explanation([], summary)
 
-    if first := _first(recorded, loss):
+    if first := origin(recorded, leaves, loss):
         # Of what it spread to, those that are NaN throughout have nothing to add.
         bad = {name: leaf for name, leaf in bad.items() if leaf.nans < leaf.size}
     elif len(bad) == len(leaves) > 1 and not recorded and loss is None:
         first = Suspect(
             "the forward pass or the loss",
-            "no gradient is finite; give the loss and tap the layers to see which",
+            "no gradient is finite; give the loss and tap the layers to tell",
         )
-    return Explanation([first, *_ranked(bad)] if first else _ranked(bad), summary)
-
-
-def _ranked(bad: dict[str, Summary]) -> list[Suspect]:
-    """Infinities before the NaNs that they turn into, and few before many."""
-
-    def remoteness(name):
-        leaf = bad[name]
-        return leaf.nans / leaf.nonfinite, leaf.nonfinite / leaf.size, natural(name)
-
-    names = sorted(bad, key=remoteness)
-    return [Suspect(name, f"{_count(bad[name])} in its gradient") for name in names]
+    arrived = "; those at the taps are finite" if bad and recorded and first is None else ""
+    others = [
+        Suspect(name, f"{count(bad[name])} in its gradient{arrived}") for name in ranked(bad)
+    ]
+    return Explanation([first, *others] if first else others, summary)
 
 
 def refuse_other_leaves(leaves: Any) -> None:
@@ -143,44 +133,7 @@ def refuse_other_leaves(leaves: Any) -> None:
     is_one = lambda leaf: isinstance(leaf, Summary) and not np.ndim(leaf.size)
     if not isinstance(leaves, Mapping) or not all(map(is_one, leaves.values())):
         raise TypeError(
-            "leaves must be what nonfinite_leaves returned, a dict of Summary; of replicas give "
-            "those of one: jax.tree.map(lambda x: x[0], leaves)"
+            "leaves must be what nonfinite_leaves returned, a dict of Summary; of replicas or an "
+            "ensemble give those of one, with its taps and its loss: "
+            "jax.tree.map(lambda x: x[0], (leaves, taps, loss))"
         )
-
-
-def refuse_unordered(taps: Any) -> None:
-    """Raises for a dict whose names are sorted and do not say in which order they were tapped."""
-    for tree in filter(is_unordered, jax.tree.leaves(taps, is_leaf=is_unordered)):
-        names = [str(name) for name, branch in tree.items() if jax.tree.leaves(branch)]
-        if len({re.sub(r"\d+", "", name) for name in names}) > 1:
-            raise ValueError(
-                f"taps must come in the model's order, and jax sorts a dict's keys: {names}. Give "
-                "the probes in a list, an OrderedDict, or under names that differ in their "
-                "numbers alone"
-            )
-        refuse_unordered(list(tree.values()))
-
-
-def _first(tapped: list[tuple[str, Probe]], loss: Any) -> Suspect | None:
-    """The place where it began, so far as taps and the loss can tell."""
-    before = ""
-    for name, record in tapped:
-        if record.value.nonfinite:
-            return Suspect(name, f"{_count(record.value)} in its value{before}")
-        before = f"; the value of {name} is finite, at most {record.value.largest:.3g}"
-    if loss is not None and not np.isfinite(loss).all():
-        return Suspect("the loss", f"it is {loss}{before}")
-    after, finite = "the loss", ""
-    for name, record in reversed(tapped):
-        if record.cotangent.nonfinite:
-            return Suspect(
-                after,
-                f"{_count(record.cotangent)} in the gradient that it passes to {name}{finite}",
-            )
-        largest = record.cotangent.largest
-        after, finite = name, f"; the one that reaches it is finite, at most {largest:.3g}"
-    return None
-
-
-def _count(summary: Summary) -> str:
-    return f"{summary.infinities:.0f} inf and {summary.nans:.0f} NaN of {summary.size:.0f}"

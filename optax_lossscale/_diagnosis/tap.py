@@ -1,16 +1,12 @@
 """The gradients *inside* a model, where float16 really under- and overflows."""
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.tree_util import SequenceKey
 
-from optax_lossscale._arrays.names import natural, path_name
 from optax_lossscale._arrays.precision import is_inexact
 from optax_lossscale._diagnosis.summary import Summary, empty, summarize
 from optax_lossscale._scales import validation
@@ -65,7 +61,8 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
     Args:
       x: a floating-point or complex array, any shape.
       probe: from `probe()`, in whatever tree names the places; or None, for off. The order
-        of the tree should be the model's: that of a list, or of an `OrderedDict`.
+        of the tree should be the model's: that of a list, or of an `OrderedDict`. Of several
+        taps in one scanned layer, give their stacks in one container.
 
     Returns:
       `x`.
@@ -107,30 +104,6 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
             "pass the slices through lax.scan"
         )
     return _tap(x, probe)
-
-
-def places(taps: Any, path: tuple = ()) -> Iterator[tuple[str, Probe]]:
-    """The tapped places in the order of their tree, a stack's one by one."""
-    if isinstance(taps, Probe):
-        for i in np.ndindex(np.shape(taps.value.size)):
-            stacked = [SequenceKey(n) for n in i]
-            yield path_name((*path, *stacked)), jax.tree.map(lambda x, i=i: x[i], taps)
-        return
-    branches, _ = jax.tree.flatten_with_path(taps, is_leaf=lambda x: x is not taps)
-    if branches and not branches[0][0]:
-        raise TypeError(
-            f"taps are a tree of Probes, got a {type(taps).__name__} at "
-            f"{path_name(path)}; are gradients and taps in the order of argnums?"
-        )
-    if is_unordered(taps):  # its order is the alphabet's, with layer_10 before layer_2
-        branches = sorted(branches, key=lambda branch: natural(path_name(branch[0])))
-    for key, branch in branches:
-        yield from places(branch, path + key)
-
-
-def is_unordered(tree: Any) -> bool:
-    """Whether it is a mapping that jax sorts by its keys."""
-    return isinstance(tree, Mapping) and not isinstance(tree, OrderedDict)
 
 
 @jax.custom_vjp

@@ -1,16 +1,21 @@
 """How much of the gradients is lost to underflow, and which scale would lose least."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._arrays.names import scale_name
+from optax_lossscale._arrays.names import natural, scale_name, shortened, without_numbers
 from optax_lossscale._diagnosis.summary import Summary, empty, summarize_leaves
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.get import resolve
+
+_TITLES = ("numbers", "zero", "subnormal", "in range", "inf, NaN", "headroom")
+_SHOWN = 20
+_COLUMNS = 100
 
 
 @jax.tree_util.register_dataclass
@@ -31,8 +36,7 @@ class UnderflowReport:
     @property
     def total(self) -> Summary:
         """The `Summary` of all leaves together."""
-        *counts, largest = map(jnp.stack, zip(empty(), *self.leaves.values(), strict=True))
-        return Summary(*map(jnp.sum, counts), largest=jnp.max(largest))
+        return total_of(_of_one_model(self.leaves).values())
 
     @property
     def best_scale(self) -> jax.Array:
@@ -53,23 +57,48 @@ class UnderflowReport:
         best = jnp.minimum(jnp.ldexp(self.loss_scale, headroom), 2.0**127)  # float32's last
         return jnp.where(known, best, jnp.nan)
 
-    def __str__(self) -> str:
+    @property
+    def groups(self) -> dict[str, Summary]:
+        """The `Summary` of the leaves whose paths differ in numbers alone, the worst first.
+
+        Under `blocks/*/mlp/w1`, say. On the host: it waits for the device.
+        """
+        groups: dict[str, list[Summary]] = {}
+        for name, leaf in _of_one_model(jax.device_get(self.leaves)).items():
+            groups.setdefault(without_numbers(name), []).append(leaf)
+        return _worst_first({name: total_of(leaves) for name, leaves in groups.items()})
+
+    def table(self, every_leaf: bool = False) -> str:
+        """The report as text, at most 100 columns wide, the worst first.
+
+        Args:
+          every_leaf: whether each leaf has a row, or the `groups`, of which twenty are shown.
+        """
         host: UnderflowReport = jax.device_get(self)
-        rows = [_row(name, leaf, self.dtype) for name, leaf in host.leaves.items()]
-        titles = ("", "numbers", "zero", "subnormal", "in range", "inf, NaN", "headroom")
-        rows = [titles, *rows, _row("all", jax.device_get(host.total), self.dtype)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        leaves = _worst_first(_of_one_model(host.leaves)) if every_leaf else self.groups
+        shown = list(leaves.items())[: None if every_leaf else _SHOWN]
+        more = f"and {len(leaves) - len(shown)} more; table(every_leaf=True) has all"
+        rows = [_row(name, leaf, self.dtype) for name, leaf in [*shown, ("all", host.total)]]
+        rows = [("", *_TITLES), *rows]
+        _, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+        names = [shortened(row[0], _COLUMNS - sum(widths) - 2 * len(widths)) for row in rows]
+        widths = [max(map(len, names)), *widths]
         lines = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-            for row in rows
+            "  ".join([name.ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            for name, row in zip(names, rows, strict=True)
         ]
         return "\n".join(
             [
                 f"Gradients times {scale_name(float(host.loss_scale))}, in {self.dtype}:",
-                *lines,
+                *lines[:-1],
+                *([more] if len(shown) < len(leaves) else []),
+                lines[-1],
                 f"Best scale for these: {scale_name(float(host.best_scale))}",
             ]
         )
+
+    def __str__(self) -> str:
+        return self.table()
 
 
 def underflow_report(
@@ -87,7 +116,8 @@ def underflow_report(
       dtype: the floating-point dtype to hold them against.
 
     Returns:
-      An `UnderflowReport`: print it, or read its `leaves`, `total` and `best_scale`.
+      An `UnderflowReport`: print it, or its `table(every_leaf=True)`, or read its `leaves`,
+      `groups`, `total` and `best_scale`.
 
     Raises:
       ValueError: if `loss_scale` is no loss scale, or a state that holds none or several,
@@ -110,6 +140,32 @@ def underflow_report(
     if isinstance(loss_scale, jax.Array) and not isinstance(loss_scale, jax.core.Tracer):
         validation.scale("loss_scale", loss_scale)
     return UnderflowReport(leaves, resolve(loss_scale)(), dtype)
+
+
+def total_of(leaves: Iterable[Summary]) -> Summary:
+    """The `Summary` of several arrays together."""
+    *counts, largest = map(jnp.stack, zip(empty(), *leaves, strict=True))
+    return Summary(*map(jnp.sum, counts), largest=jnp.max(largest))
+
+
+def _worst_first(leaves: dict[str, Summary]) -> dict[str, Summary]:
+    """Those with overflows, then those that lose the largest share."""
+
+    def rank(name):
+        leaf = leaves[name]
+        return not leaf.nonfinite, -leaf.underflow, -leaf.zeros, natural(name)
+
+    return {name: leaves[name] for name in sorted(leaves, key=rank)}
+
+
+def _of_one_model(leaves: dict[str, Summary]) -> dict[str, Summary]:
+    """Refuses what a `vmap` over models returned."""
+    if shapes := {np.shape(leaf.size) for leaf in leaves.values()} - {()}:
+        raise TypeError(
+            f"this is a report of many models, with leaves of shape {shapes.pop()}; take that of "
+            "one: jax.tree.map(lambda x: x[0], report)"
+        )
+    return leaves
 
 
 def _row(name: str, summary: Summary, dtype: np.dtype) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ def loss_fn(w, x):
 
 
 @pytest.mark.parametrize("exponent", [-30, -8, 0, 7, 12])
-def test_finds_the_largest_power_of_two_that_does_not_overflow(exponent):
+def test_finds_the_largest_power_of_two(exponent):
     w, x = jnp.ones(3), jnp.array([0.1, 0.9, 0.5]) * 2.0**exponent
     found = ols.find_initial_scale(loss_fn, w, x.astype(jnp.float16), margin=1)
     at = lambda scale: ols.all_finite(ols.grad(loss_fn, ols.get(scale))(w, x.astype(jnp.float16)))
@@ -29,7 +29,7 @@ def test_finds_the_largest_power_of_two_that_does_not_overflow(exponent):
     assert found.headroom == 1
 
 
-def test_several_batches_get_the_least_of_theirs_and_one_trace():
+def test_of_several_batches_the_least_compiled_for_once():
     counted = chex.assert_max_traces(loss_fn, n=1)
     first, *others = [(jnp.full(3, x, jnp.float16),) for x in (1.0, 64.0, 0.25)]
     found = ols.find_initial_scale(counted, jnp.ones(3), *first, others=others)
@@ -55,13 +55,13 @@ def test_asks_the_function_anew_each_time():
     assert alive() is None
 
 
-def test_parameters_that_are_no_floats_are_left_out():
+def test_parameters_that_are_no_floats():
     params = {"w": jnp.ones(3), "steps": jnp.int32(3), "none": None}
     found = ols.find_initial_scale(lambda p: loss_fn(p["w"], jnp.ones(3, jnp.float16)), params)
     assert found.largest == 2.0**15
 
 
-def test_passes_has_aux_and_further_arguments_on():
+def test_passes_arguments_on():
     def with_aux(w, x, *, weight):
         return weight * loss_fn(w, x), "aux of any kind"
 
@@ -77,12 +77,55 @@ def test_says_what_it_found():
     assert "nothing overflows up to 2**126" in str(wide)
 
 
-def test_a_loss_that_is_never_finite_is_refused():
+def finite_between(low, high):
+    """A loss whose gradients are finite at scales from 2**low to 2**high alone."""
+
+    @jax.custom_vjp
+    def identity(w):
+        return w
+
+    def backward(_, g):
+        exponent = jnp.log2(jnp.abs(g))
+        return (jnp.where((exponent >= low) & (exponent <= high), g, jnp.nan),)
+
+    identity.defvjp(lambda w: (w, None), backward)
+    return lambda w: jnp.sum(identity(w))
+
+
+@pytest.mark.parametrize(("low", "high"), [(14, 45), (3, 4), (77, 77), (-80, -70), (126, 126)])
+def test_finds_scales_that_are_neither_small_nor_large(low, high):
+    found = ols.find_initial_scale(finite_between(low, high), jnp.ones(3))
+    assert found.largest == 2.0**high
+    assert found.scale == 2.0 ** max(high - 2, low)
+
+
+def test_a_scale_that_holds_for_every_batch():
+    """The smallest that one needs is above the largest of another: there is none."""
+    loss_fn = lambda w, x: finite_between(5, 9)(w * x)
+    assert ols.find_initial_scale(loss_fn, jnp.ones(3), 1.0, others=[(1.0,)]).largest == 2.0**9
+    shifted = lambda w, by: finite_between(5, 9)(w) if by is None else finite_between(20, 29)(w)
+    with pytest.raises(ValueError, match="not finite at any loss scale"):
+        ols.find_initial_scale(shifted, jnp.ones(3), None, others=[(1.0,)])
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_a_loss_that_is_not_finite_is_told(bad):
+    """Though its gradients are."""
+    loss_fn = lambda w: jnp.sum(w) + bad
+    with pytest.raises(ValueError, match=r"the loss is (nan|inf), and not finite at any"):
+        ols.find_initial_scale(loss_fn, jnp.ones(3))
+    with pytest.raises(ValueError, match=r"the loss is (nan|inf)"):
+        ols.find_initial_scale(lambda w, x: jnp.sum(w) + x, jnp.ones(3), 1.0, others=[(bad,)])
+
+
+def test_gradients_that_no_scale_makes_finite_are_told():
     with pytest.raises(ValueError, match=r"not finite at any loss scale .*explain"):
         ols.find_initial_scale(lambda w: jnp.sum(w) * jnp.nan, jnp.ones(3))
+    with pytest.raises(ValueError, match=r"not finite at any loss scale .*explain"):
+        ols.find_initial_scale(lambda w: jnp.sum(jnp.sqrt(w) * 0), jnp.zeros(3))
 
 
-def test_a_margin_that_is_no_positive_int_is_refused():
+def test_the_margin_is_a_positive_int():
     for margin in (0, 1.5, True, None):
         with pytest.raises(ValueError, match="margin must be an int"):
             ols.find_initial_scale(loss_fn, jnp.ones(3), jnp.ones(3), margin=margin)

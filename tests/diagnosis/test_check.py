@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -69,3 +70,12 @@ def test_a_state_without_a_loss_scale_is_refused():
 def test_a_limit_that_is_no_positive_int_is_refused():
     with pytest.raises(ValueError, match="max_consecutive_skips must be an int"):
         ols.check(ols.FixedLossScale(1), max_consecutive_skips=0)
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", 128])
+def test_of_many_models_it_says_to_take_one(loss_scale):
+    tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale)
+    states = jax.vmap(tx.init)(jnp.ones((3, 2)))
+    with pytest.raises(TypeError, match=r"shape \(3,\)\. Give one member's at a time"):
+        ols.check(states)
+    ols.check(jax.tree.map(lambda x: x[0], states))

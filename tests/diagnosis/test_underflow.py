@@ -79,3 +79,52 @@ def test_the_table_names_leaves():
     ]
     assert lines[2].split() == ["a", "4", "50.0%", "25.0%", "25.0%", "0", "16.0"]
     assert len({len(line) for line in lines[1:5]}) == 1
+
+
+def deep(layers):
+    block = lambda i: {"mlp": {"w1": jnp.full(4, 10.0**-i), "w2": jnp.ones(4)}}
+    return {"blocks": [block(i) for i in range(layers)], "head": jnp.full(2, 1e-5)}
+
+
+def test_layers_are_one_row_and_the_worst_is_first():
+    report = ols.underflow_report(deep(12), 1.0)
+    rows = [line.split() for line in str(report).splitlines()[2:-1]]
+    assert [row[0] for row in rows] == ["head", "blocks/*/mlp/w1", "blocks/*/mlp/w2", "all"]
+    assert [row[1] for row in rows] == ["2", "48", "48", "98"]
+    assert list(report.groups) == [row[0] for row in rows[:-1]]
+    assert report.groups["blocks/*/mlp/w1"].zeros == sum(
+        report.leaves[f"blocks/{i}/mlp/w1"].zeros for i in range(12)
+    )
+
+
+def test_every_leaf_on_request():
+    report = ols.underflow_report(deep(12), 1.0)
+    rows = [line.split() for line in report.table(every_leaf=True).splitlines()[2:-1]]
+    assert {row[0] for row in rows} == {*report.leaves, "all"}
+    assert rows[0][0] == "blocks/8/mlp/w1"  # the first that is all zero
+
+
+def test_overflows_come_before_all_else():
+    report = ols.underflow_report({"a": jnp.zeros(3), "b": jnp.array([1.0, jnp.inf])}, 1.0)
+    assert list(report.groups) == ["b", "a"]
+
+
+def test_the_table_is_short_and_fits_a_terminal():
+    names = [f"{chr(97 + i)}/{'a_long_module_name/' * 6}kernel" for i in range(26)]
+    report = ols.underflow_report({name: jnp.ones(3) for name in names}, 1.0)
+    lines = str(report).splitlines()
+    assert len(lines) == 25
+    assert lines[-3] == "and 6 more; table(every_leaf=True) has all"
+    assert max(map(len, [*lines, *report.table(every_leaf=True).splitlines()])) <= 100
+    assert lines[2].startswith("a/a_long")
+
+
+def test_of_many_models_it_says_to_take_one():
+    scales = jnp.arange(1.0, 4)
+    reports = jax.vmap(lambda scale: ols.underflow_report({"a": jnp.ones(3) * scale}, scale))(
+        scales
+    )
+    for read in (str, lambda r: r.total, lambda r: r.groups, lambda r: r.best_scale):
+        with pytest.raises(TypeError, match=r"leaves of shape \(3,\); take that of one"):
+            read(reports)
+    assert "2**" in str(jax.tree.map(lambda x: x[0], reports))

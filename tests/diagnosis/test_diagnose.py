@@ -1,0 +1,171 @@
+"""One page that says what float16 does to a model, and what to do about it."""
+
+import pathlib
+import runpy
+from collections import OrderedDict
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, 8)), jnp.float16)
+W = {name: jnp.eye(8) for name in ("q", "k", "v")}
+OFF = {"scores": None, "weights": None, "out": None}
+ON = OrderedDict((name, ols.probe()) for name in OFF)
+CAUSAL = np.tri(6, dtype=bool)
+
+
+def attention(params, x, probes=OFF, *, size=1.0, loss=1.0, mask=None):
+    """The scores are as large as one likes, and what is masked is -inf."""
+    p = jax.tree.map(lambda w: w.astype(jnp.float16), params)
+    scores = (x @ p["q"]) @ (x @ p["k"]).mT * jnp.asarray(size, jnp.float16)
+    if mask is not None:
+        scores = jnp.where(mask, scores, -jnp.inf)
+    scores = ols.tap(scores, probes["scores"])
+    weights = ols.tap(jax.nn.softmax(scores), probes["weights"])
+    out = ols.tap(weights @ (x @ p["v"]), probes["out"])
+    return jnp.mean(out.astype(jnp.float32) ** 2) * loss
+
+
+def diagnose(probes=ON, **kwargs):
+    return ols.diagnose(attention, W, X, probes=probes, **kwargs)
+
+
+def test_a_healthy_model_is_fine_as_it_is():
+    diagnosis = ols.diagnose(lambda w, x: jnp.sum(w.astype(jnp.float16) * x), jnp.ones(3), 1.0)
+    assert diagnosis.verdict.startswith("float16 is fine as it is, without a loss scale")
+    assert diagnosis.advice == ["Nothing."]
+    assert diagnosis.underflow == {}
+    assert "What to do:\n- Nothing." in str(diagnosis)
+
+
+@pytest.mark.parametrize("mask", [None, CAUSAL])
+def test_a_small_loss_needs_a_scale(mask):
+    diagnosis = diagnose(loss=2.0**-14, mask=mask)
+    assert diagnosis.verdict.startswith("float16 needs a loss scale: without one, ")
+    found = ols.find_initial_scale(lambda w: attention(w, X, loss=2.0**-14, mask=mask), W)
+    assert diagnosis.initial_scale == found
+    (advice,) = diagnosis.advice
+    assert f"DynamicLossScale(initial_scale=2.0**{np.log2(found.scale):.0f})" in advice
+    assert diagnosis.overflow.suspects
+    name, worst = next(iter(diagnosis.underflow.items()))
+    assert name == "all"
+    assert worst.lost > 0.1
+    assert 0 < worst.bits <= np.log2(found.scale)
+    assert {"q", "k", "v"} >= {n for n in diagnosis.underflow if len(n) == 1}
+    assert "arriving at out" in diagnosis.underflow
+
+
+def test_scores_that_overflow_are_named():
+    diagnosis = diagnose(size=2.0**14)
+    assert diagnosis.verdict.startswith("The loss is nan at any loss scale")
+    assert diagnosis.initial_scale is None
+    assert diagnosis.overflow.suspects[0].name == "scores"
+    assert "Compute scores in float32" in diagnosis.advice[0]
+    assert "Overflow: at any scale, first at scores: " in str(diagnosis)
+
+
+def test_a_row_that_is_masked_whole_is_told():
+    mask = CAUSAL & (np.arange(6) != 0)  # the first sees itself alone
+    diagnosis = diagnose(mask=mask)
+    assert any("mask with a finite number" in advice for advice in diagnosis.advice)
+    assert "scores" in diagnosis.advice[-1]
+
+
+def test_without_probes_it_says_to_tap():
+    diagnosis = ols.diagnose(attention, W, X, size=2.0**14)
+    assert diagnosis.advice[-1].startswith("To see which layer it is, tap")
+
+
+@jax.custom_vjp
+def steep(x):
+    return x
+
+
+steep.defvjp(lambda x: (x, None), lambda _, g: (g * jnp.asarray(2**15, g.dtype),))
+
+
+def two_layers(params, x, probes=None):
+    p = jax.tree.map(lambda w: w.astype(jnp.float16), params)
+    probes = probes or {"first": None, "second": None}
+    x = ols.tap(x * p["first"], probes["first"])
+    x = ols.tap(steep(x) * p["second"], probes["second"])
+    return jnp.mean(x.astype(jnp.float32)) * 2.0**-8
+
+
+def test_where_no_one_scale_fits_the_layer_is_named():
+    params = {"first": jnp.ones(8), "second": jnp.ones(8)}
+    x = jnp.asarray(2.0 ** -np.arange(0, 8), jnp.float16)
+    x = jnp.where(jnp.arange(8) < 4, x, 2.0**-16)
+    probes = OrderedDict(first=ols.probe(), second=ols.probe())
+    diagnosis = ols.diagnose(two_layers, params, x, probes=probes)
+    assert diagnosis.verdict.startswith("No one loss scale fits: at 2**")
+    assert diagnosis.overflow.suspects[0].name == "second"
+    assert diagnosis.advice[0].startswith("Compute second in float32")
+    assert diagnosis.advice[1].startswith("Until then, wrap the optimizer")
+
+
+def test_gradients_that_are_finite_at_no_scale():
+    loss_fn = lambda w, x: jnp.sum(jnp.sqrt(w["w"] * x))
+    diagnosis = ols.diagnose(loss_fn, {"w": jnp.zeros(3)}, 1.0)
+    assert diagnosis.verdict == "The loss is finite, and its gradients are at no loss scale."
+    assert diagnosis.overflow.suspects[0].name == "w"
+    assert "Compute the layer of w in float32" in diagnosis.advice[0]
+
+
+def test_a_loss_so_large_that_its_gradients_overflow():
+    diagnosis = ols.diagnose(attention, W, X, loss=2.0**20)
+    assert "needs one below 1" in diagnosis.verdict
+    exponent = np.log2(diagnosis.initial_scale.scale)
+    assert f"initial_scale=2.0**{exponent:.0f}, min_scale=2.0**" in diagnosis.advice[0]
+
+
+def test_float32_needs_nothing():
+    diagnosis = ols.diagnose(lambda w, x: jnp.sum((w * x) ** 2), jnp.ones(3), 1.0)
+    assert "is float16 in use?" in diagnosis.verdict
+    assert diagnosis.advice == ["Nothing."]
+
+
+def test_compiles_one_program():
+    counted = chex.assert_max_traces(attention, n=1)
+    ols.diagnose(counted, W, X, probes=ON, loss=2.0**-14)
+
+
+def test_takes_aux_and_keyword_arguments_and_parameters_of_any_kind():
+    def with_aux(params, x, *, size):
+        return attention(params["w"], x, size=size), "aux of any kind"
+
+    params = {"w": W, "steps": jnp.int32(3), "none": None}
+    diagnosis = ols.diagnose(with_aux, params, X, has_aux=True, size=1.0)
+    assert diagnosis.initial_scale == ols.diagnose(attention, W, X).initial_scale
+
+
+def test_probes_without_an_order_are_refused():
+    with pytest.raises(ValueError, match="taps must come in the model's order"):
+        diagnose(probes=dict(ON))
+
+
+def test_the_page_fits_a_terminal_and_is_short():
+    params = {f"{'a_long_name/' * 6}{chr(97 + i)}": w for i, w in enumerate([jnp.eye(8)] * 20)}
+
+    def loss_fn(params, x):
+        x = sum(x @ w.astype(jnp.float16) for w in params.values())
+        return jnp.mean(x.astype(jnp.float32) ** 2) * 2.0**-20
+
+    page = str(ols.diagnose(loss_fn, params, X)).splitlines()
+    assert max(map(len, page)) <= 100
+    assert len(page) <= 20
+    assert any(line.strip() == "and 13 more" for line in page)
+
+
+@pytest.mark.slow
+def test_the_page_of_the_demo_is_the_documentations(capsys):
+    root = pathlib.Path(__file__).parents[2]
+    runpy.run_path(str(root / "docs/diagnose_demo.py"), run_name="__main__")
+    verdict, scale, *_ = capsys.readouterr().out.splitlines()
+    document = (root / "docs/diagnosis.md").read_text()
+    assert f"```text\n{verdict}\n{scale}\n" in document
