@@ -237,7 +237,29 @@ def _words() -> Task:
     return Task(lambda key: _weights(key, **shapes), batch, loss, optax.adam(3e-3))
 
 
-TUNING = {"words": _words(), "classification": _classification(), "autoencoder": _autoencoder()}
+def _patterns() -> Task:
+    """A perceptron that tells noisy patterns apart, soon without a mistake: spiky gradients."""
+    init, apply = _perceptron((32, 48, 48, CLASSES), jax.nn.relu)
+
+    def batch(key):
+        labels, noise = jax.random.split(key)
+        labels = jax.random.randint(labels, (16,), 0, CLASSES)
+        patterns = _fixed(CLASSES, 32, seed=7)
+        return patterns[labels] + jax.random.normal(noise, (16, 32)), labels
+
+    def loss(p, batch, probe):
+        x, labels = batch
+        return _cross_entropy(apply(p, x, probe), labels)
+
+    return Task(init, batch, loss, optax.sgd(0.02, momentum=0.9))
+
+
+TUNING = {
+    "patterns": _patterns(),
+    "words": _words(),
+    "classification": _classification(),
+    "autoencoder": _autoencoder(),
+}
 REPORTED = {
     "transformer": _transformer(),
     "convolution": _convolution(),

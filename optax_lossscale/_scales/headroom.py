@@ -83,7 +83,7 @@ class HeadroomLossScale(LossScale):
     """
 
     margin: int = 1
-    window: int = 50
+    window: int = 75
     probe_interval: int = 2000
     headroom: jax.Array = state(0)  # shape=(), dtype=int32, as all that follow
     _largest: jax.Array = state(-_NEVER)  # unscaled, in this window
