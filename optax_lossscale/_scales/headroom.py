@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.loss_scale import AxisName, LossScale, largest_of_all, state
+from optax_lossscale._scales.loss_scale import AxisName, LossScale, choose, largest_of_all, state
 
 # All of these are exponents, or differences of them: bits.
 _OVERFLOW = 16  # float16's numbers are below 2**16
@@ -109,7 +109,7 @@ class HeadroomLossScale(LossScale):
             loss_scale=np.ldexp(np.float32(0.5), exponent),
             # As if the next higher scale had.
             _overflowed=np.int32(exponent),
-            margin=validation.bits("margin", self.margin, 24),
+            margin=validation.count("margin", self.margin, least=0, most=24),
             window=validation.count("window", self.window),
             probe_interval=validation.count("probe_interval", self.probe_interval),
         )
@@ -118,10 +118,10 @@ class HeadroomLossScale(LossScale):
         """Adapts the scale to the largest gradient; see the class for the rule."""
         largest = largest_of_all(grads, axis_name)
         finite = jnp.isfinite(largest)
-        after_finite_step = _where(
+        after_finite_step = choose(
             largest > 0, self._after_measuring(largest), self._after_zeros()
         )
-        return _where(finite, after_finite_step, self._after_overflow()), finite
+        return choose(finite, after_finite_step, self._after_overflow()), finite
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         """From the flag alone, which measures nothing.
@@ -135,11 +135,12 @@ class HeadroomLossScale(LossScale):
         overflowed = self._overflowed + (steps % self.probe_interval == 0)
         risen = self._at(k + _part(jnp.maximum(overflowed - 1 - k, 0)))
         risen = risen.replace(_finite_steps=steps, _overflowed=overflowed, _has_overflowed=False)
-        return _where(grads_finite, risen, self._after_overflow())
+        return choose(grads_finite, risen, self._after_overflow())
 
     def exhausted(self) -> jax.Array:
         """Whether the last step overflowed at a scale of 2**-100, the lowest."""
-        return jnp.logical_and(self._has_overflowed, self._overflowed <= -_BOUND)
+        at_bound = (self._overflowed <= -_BOUND) & (self._exponent() <= -_BOUND)
+        return self._has_overflowed & at_bound
 
     def _after_overflow(self) -> Self:
         k = self._exponent()
@@ -158,7 +159,7 @@ class HeadroomLossScale(LossScale):
         in_window = jnp.maximum(self._largest, exponent)
         largest = jnp.maximum(in_window, self._largest_before)
         learned = self._learned(size, largest + self._overflowed)
-        new = _where(steps % self.probe_interval == 0, learned._bolder(), learned)
+        new = choose(steps % self.probe_interval == 0, learned._bolder(), learned)
         new = new.replace(
             headroom=_OVERFLOW - size,
             _largest=jnp.where(window_ends, -_NEVER, in_window),
@@ -208,7 +209,3 @@ class HeadroomLossScale(LossScale):
 def _part(distance: jax.Array) -> jax.Array:
     """Three quarters, rounded up, so that it arrives."""
     return (3 * distance + 3) // 4
-
-
-def _where(condition: jax.typing.ArrayLike, a: LossScale, b: LossScale) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)

@@ -64,14 +64,6 @@ def count(name: str, value: Any, least: int = 1, most: int = LARGEST_INT) -> int
     return number
 
 
-def bits(name: str, value: Any, most: int) -> int:
-    """An int from 0 to some."""
-    number = python_number(value)
-    if not isinstance(number, int) or not 0 <= number <= most:
-        refuse(name, value, f"an int between 0 and {most}")
-    return number
-
-
 def bounded(name: str, value: Any, allowed: str, holds: Callable[[float], bool]) -> float:
     """A finite number of which something holds."""
     number = real(name, value, allowed)

@@ -226,8 +226,9 @@ def test_exhausted_where_the_lowest_scale_overflows():
     assert not ls.exhausted()
     ls = ls.adjust(False)
     assert ls.exhausted()
-    ls, _ = ls.update(jnp.array(1.0))
-    assert not ls.exhausted()
+    for gradient in (1.0, 0.0):
+        after, _ = ls.update(jnp.array(gradient))
+        assert not after.exhausted()
 
 
 def loss_fn(params, x):
