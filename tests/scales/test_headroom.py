@@ -20,7 +20,8 @@ LIMIT = 65520.0  # from here on float16 is infinite
 def train(ls, sizes, inner=1.0, from_flag=False):
     """Steps with these largest gradients, and inside the model so many times larger ones."""
 
-    def step(ls, size):
+    def step(ls, event):
+        size, inner = event
         overflows = ~(size * inner * ls() < LIMIT)
         if from_flag:
             new = ls.adjust(~overflows)
@@ -28,7 +29,7 @@ def train(ls, sizes, inner=1.0, from_flag=False):
             new, _ = ls.update(jnp.where(overflows, jnp.inf, size))
         return new, (jnp.log2(ls()), overflows, new.headroom)
 
-    return jax.lax.scan(step, ls, jnp.broadcast_to(sizes, jnp.shape(sizes)))
+    return jax.lax.scan(step, ls, (sizes, jnp.broadcast_to(inner, jnp.shape(sizes))))
 
 
 def sizes(steps, log2=-10.0, noise=0.3, seed=0):
@@ -76,6 +77,13 @@ def test_learns_a_ceiling_from_gradients_inside_the_model():
     # And when they are no larger any more, it is given back a bit at a time.
     _, (log2_scale, _, _) = train(ls, sizes(30_000))
     assert log2_scale[-1] >= log2_scale[0] + 6
+
+
+def test_a_ceiling_that_falls_later_is_found_again():
+    x, inner = sizes(4000), np.where(np.arange(4000) < 1000, 1.0, 2.0**5).astype(np.float32)
+    _, (log2_scale, overflows, _) = train(ols.HeadroomLossScale(), x, inner)
+    assert overflows[1000:].sum() <= 15
+    assert np.median(best(x, inner)[1000:] - log2_scale[1000:]) <= 5
 
 
 def test_a_broken_batch_costs_its_own_step():
