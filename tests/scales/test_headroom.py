@@ -86,6 +86,12 @@ def test_a_ceiling_that_falls_later_is_found_again():
     assert np.median(best(x, inner)[1000:] - log2_scale[1000:]) <= 5
 
 
+def test_uneven_batches_make_it_cautious():
+    x = sizes(6000) * np.exp2(np.random.default_rng(1).standard_t(3, 6000)).astype(np.float32)
+    _, (_, overflows, _) = train(ols.HeadroomLossScale(), x)
+    assert overflows.sum() <= 24
+
+
 def test_a_broken_batch_costs_its_own_step():
     x = sizes(2000)
     x[1000:1006] = np.nan
