@@ -2,6 +2,7 @@
 
 python -m benchmarks            # all of it: 23 minutes on two cores
 python -m benchmarks --quick    # small sizes, to see that it runs
+python -m benchmarks policies   # loss scales side by side, into docs/policies.md: ten minutes
 """
 
 import argparse
@@ -20,7 +21,7 @@ import optax
 from tqdm import tqdm
 
 import optax_lossscale as ols
-from benchmarks import _report, _sections
+from benchmarks import _policies, _report, _sections
 
 
 def _processor() -> str:
@@ -46,11 +47,15 @@ def _run(section: str, quick: bool) -> list[dict[str, Any]]:
 def main():
     """Runs the sections and writes what they found."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("what", nargs="?", choices=["policies"], help="instead of the costs")
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
     parser.add_argument("--out", default="docs/benchmarks", help="where results.json and so on go")
     parser.add_argument("--only", nargs="+", help="sections to run anew; default: all")
     parser.add_argument("--report", action="store_true", help="redraw from results.json alone")
     options = parser.parse_args()
+    if options.what == "policies":
+        _policies.main(options.quick, pathlib.Path("docs"))
+        return
 
     out = pathlib.Path(options.out)
     out.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from optax_lossscale._diagnosis.underflow import UnderflowReport, underflow_repo
 from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.get import get, get_loss_scale
+from optax_lossscale._scales.headroom import HeadroomLossScale
 from optax_lossscale._scales.logmax import LogMaxLossScale
 from optax_lossscale._scales.loss_scale import LossScale, state
 from optax_lossscale._scales.tolerance import ToleranceLossScale
@@ -47,6 +48,7 @@ __all__ = [
     "DynamicLossScale",
     "Explanation",
     "FixedLossScale",
+    "HeadroomLossScale",
     "InitialScale",
     "LogMaxLossScale",
     "LossScale",

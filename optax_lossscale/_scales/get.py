@@ -9,10 +9,11 @@ from optax_lossscale import presets
 from optax_lossscale._arrays.variables import plain
 from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
+from optax_lossscale._scales.headroom import HeadroomLossScale
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.validation import python_number, shown
 
-LossScaleLike = LossScale | float | Literal["dynamic"] | dict[str, Any] | None
+LossScaleLike = LossScale | float | Literal["dynamic", "headroom"] | dict[str, Any] | None
 
 
 def get(identifier: LossScaleLike) -> LossScale:
@@ -20,9 +21,10 @@ def get(identifier: LossScaleLike) -> LossScale:
 
     Args:
       identifier: `None` for no scaling, a `FixedLossScale` of 1; an int or float for
-        a `FixedLossScale`; `"dynamic"` for a `DynamicLossScale`; a `LossScale` for
-        itself; a dict from `get_config` for the loss scale that it describes; a dict
-        `{"preset": name, …}` for `presets.get(name, …)`.
+        a `FixedLossScale`; `"dynamic"` for a `DynamicLossScale`; `"headroom"` for a
+        `HeadroomLossScale`; a `LossScale` for itself; a dict from `get_config` for the
+        loss scale that it describes; a dict `{"preset": name, …}` for
+        `presets.get(name, …)`.
 
     Returns:
       A `LossScale`.
@@ -44,6 +46,8 @@ def get(identifier: LossScaleLike) -> LossScale:
             return FixedLossScale(1)
         case str() if identifier == "dynamic":
             return DynamicLossScale()
+        case str() if identifier == "headroom":
+            return HeadroomLossScale()
         case {"preset": name, **arguments}:
             return presets.get(name, **{str(key): value for key, value in arguments.items()})
         case dict():
@@ -51,8 +55,8 @@ def get(identifier: LossScaleLike) -> LossScale:
     if python_number(identifier) is not None:
         return FixedLossScale(identifier)
     raise ValueError(
-        "a loss scale is None (no scaling), a number (fixed), 'dynamic', a LossScale, a dict "
-        f"from get_config(), or a dict with the key 'preset'; got {shown(identifier)}"
+        "a loss scale is None (no scaling), a number (fixed), 'dynamic', 'headroom', a LossScale, "
+        f"a dict from get_config(), or a dict with the key 'preset'; got {shown(identifier)}"
     )
 
 

@@ -5,11 +5,9 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from optax_lossscale._arrays.precision import is_inexact
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.loss_scale import AxisName, LossScale, across, choose, state
+from optax_lossscale._scales.loss_scale import AxisName, LossScale, choose, largest_of_all, state
 
 
 class LogMaxLossScale(LossScale):
@@ -97,11 +95,8 @@ class LogMaxLossScale(LossScale):
 
     def update(self, grads: Any, axis_name: AxisName | None = None) -> tuple[Self, jax.Array]:
         """Adapts the scale to the largest gradient; see `LossScale.update`."""
-        bits = _largest_bits(grads)
-        if axis_name is not None:
-            bits = across(lax.pmax, bits, axis_name)
-        finite = bits < _INFINITY
-        amax = lax.bitcast_convert_type(bits, jnp.float32)
+        amax = largest_of_all(grads, axis_name)
+        finite = jnp.isfinite(amax)
         log2_amax = jnp.log2(jnp.maximum(amax, validation.SMALLEST))
         return self._observe(jnp.where(finite, log2_amax, 2.0**self.log_max)), finite
 
@@ -122,19 +117,3 @@ class LogMaxLossScale(LossScale):
             weight1=weight1,
             weight2=weight2,
         )
-
-
-_INFINITY = 0x7F800000  # as float32
-
-
-def _largest_bits(tree: Any) -> jax.Array:
-    """The largest absolute value in a tree, as float32 bits; an int32 scalar.
-
-    Of positive floats the order is that of their bits, with infinity above all numbers
-    and NaN above infinity. So one integer maximum, which XLA's max on CPU would not lose
-    a NaN in, finds both what is largest and whether all is finite.
-    """
-    leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
-    parts = [p for x in leaves for p in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
-    bits = lambda x: lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
-    return jnp.stack([jnp.int32(0), *(bits(x).max(initial=0) for x in parts)]).max()

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.tree_util import GetAttrKey
 
-from optax_lossscale._arrays.finite import all_finite
+from optax_lossscale._arrays.finite import all_finite, largest
 from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.flax_serialization import SavedByFlax
@@ -301,6 +301,12 @@ def across(reduce: Callable[..., jax.Array], x: jax.Array, axis_name: AxisName) 
             f"axis_name={validation.shown(axis_name)} is no axis of a pmap or shard_map around "
             "this step. Under jit alone leave axis_name out: the check already is of all devices"
         ) from error
+
+
+def largest_of_all(grads: Any, axis_name: AxisName | None) -> jax.Array:
+    """The largest absolute gradient of all replicas; infinity if one of them is not finite."""
+    here = largest(grads)
+    return here if axis_name is None else across(lax.pmax, here, axis_name)
 
 
 def _split(cls: type[LossScale]) -> tuple[list[str], list[str]]:

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
+from optax_lossscale._arrays.finite import largest
 
 FLOAT8 = [
     jnp.float8_e3m4,
@@ -42,15 +43,23 @@ def test_finds_what_is_planted_anywhere(dtype, size):
     edges = {0, 1, 2, size // 2, size - 3, size - 2, size - 1} & set(range(size))
     positions = sorted(edges | {int(i) for i in rng.integers(0, size, 10)})
     with jax.enable_x64(True):
-        check = jax.jit(ols.all_finite)
-        assert check(jnp.array(x))
+        check = jax.jit(lambda x: (ols.all_finite(x), largest(x)))
+        assert check(jnp.array(x))[0]
         for bad in not_finite(dtype):
             for i in positions:
                 kept = x[i]
                 x[i] = bad
-                assert not check(jnp.array(x)), f"{bad} at {i} of {size} missed"
+                finite, amax = check(jnp.array(x))
+                assert not finite, f"{bad} at {i} of {size} missed"
+                assert amax == jnp.inf, f"{bad} at {i} of {size} missed by its size"
                 x[i] = kept
-        assert check(jnp.array(x))
+        for i in positions:
+            kept = x[i]
+            x[i] = -8
+            finite, amax = check(jnp.array(x))
+            assert finite
+            assert amax == 8, f"the largest at {i} of {size} missed"
+            x[i] = kept
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: jnp.dtype(d).name)
@@ -61,6 +70,9 @@ def test_what_is_odd_but_finite_is_finite(dtype):
         x = jnp.asarray(np.asarray(extremes, dtype))
         assert x.dtype == dtype
         assert jax.jit(ols.all_finite)(jnp.tile(x, 1000))
+        amax = jax.jit(largest)(jnp.tile(x, 1000))
+        assert amax == min(float(info.max), float(np.finfo(np.float32).max))
+        assert amax.dtype == jnp.float32
 
 
 @hypothesis.given(
@@ -70,9 +82,11 @@ def test_what_is_odd_but_finite_is_finite(dtype):
         elements=st.floats(width=16),
     )
 )
-@hypothesis.settings(deadline=None)
+@hypothesis.settings(deadline=None, max_examples=50)
 def test_agrees_with_numpy(x):
     assert bool(ols.all_finite([x])) == bool(np.isfinite(x).all())
+    expected = abs(x).max(initial=0) if np.isfinite(x).all() else np.inf
+    np.testing.assert_array_equal(largest([x]), np.float32(expected))
 
 
 def test_finds_a_nan_at_every_position_of_a_small_tree():
@@ -90,6 +104,8 @@ def test_ignores_what_is_not_a_float():
     tree = {"none": None, "int": jnp.arange(3), "bool": True, "float0": float0, "key": key}
     assert ols.all_finite(tree)
     assert not ols.all_finite(tree | {"float": np.nan})
+    assert largest(tree) == 0
+    assert largest(tree | {"float": -2.5, "complex": jnp.array([1 - 3j])}) == 3
 
 
 @pytest.mark.parametrize("tree", [{}, (), None, [None], {"a": jnp.ones((0, 3))}])
@@ -98,6 +114,8 @@ def test_a_tree_without_numbers_is_finite(tree):
     chex.assert_shape(flag, ())
     assert flag.dtype == bool
     assert flag
+    amax = largest(tree)
+    assert (amax.shape, amax.dtype, amax) == ((), jnp.float32, 0)
 
 
 def test_evaluates_abstractly_and_under_vmap():
@@ -105,19 +123,25 @@ def test_evaluates_abstractly_and_under_vmap():
     assert (shape.shape, shape.dtype) == ((), bool)
     flags = jax.vmap(ols.all_finite)(jnp.array([[1.0, 2.0], [jnp.inf, 0.0], [3.0, jnp.nan]]))
     np.testing.assert_array_equal(flags, [True, False, False])
+    sizes = jax.vmap(largest)(jnp.array([[1.0, -2.0], [jnp.inf, 0.0], [3.0, jnp.nan]]))
+    np.testing.assert_array_equal(sizes, [2, np.inf, np.inf])
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
 def test_finds_what_is_planted_in_sharded_arrays(dtype, axis_type):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
-    check = jax.jit(ols.all_finite)
+    check = jax.jit(lambda x: (ols.all_finite(x), largest(x)))
     for spec in (P(), P("data"), P(None, "data")):
         sharding = NamedSharding(mesh, spec)
         x = np.ones((8, 12), dtype)
-        assert check([jax.device_put(x, sharding)])
+        finite, amax = check([jax.device_put(x, sharding)])
+        assert finite
+        assert amax == 1
         for bad in not_finite(dtype):
             for i in np.ndindex(*x.shape):
                 planted = x.copy()
                 planted[i] = bad
-                assert not check([jax.device_put(planted, sharding)])
+                finite, amax = check([jax.device_put(planted, sharding)])
+                assert not finite
+                assert amax == jnp.inf

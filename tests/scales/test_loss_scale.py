@@ -37,6 +37,7 @@ ALL = [
     ols.DynamicLossScale(initial_scale=1024, growth_interval=2),
     ols.ToleranceLossScale(initial_scale=1024, growth_interval=2, threshold=1.0),
     ols.LogMaxLossScale(initial_scale=1024, beta1=0.5),
+    ols.HeadroomLossScale(initial_scale=1024),
     Cautious(initial_scale=1024.0, patience=2),
 ]
 each = pytest.mark.parametrize("ls", ALL, ids=lambda ls: type(ls).__name__)

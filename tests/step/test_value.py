@@ -14,6 +14,7 @@ EACH_SCALE = {
     "fixed": ols.FixedLossScale(64),
     "none": ols.get(None),
     "logmax": ols.LogMaxLossScale(),
+    "headroom": ols.HeadroomLossScale(),
     "tolerance": ols.ToleranceLossScale(),
     "pytorch": ols.presets.pytorch(),
 }

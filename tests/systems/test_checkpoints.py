@@ -22,6 +22,7 @@ LOSS_SCALES = {
     "fixed": ols.FixedLossScale(128),
     "tolerance": ols.ToleranceLossScale(initial_scale=64),
     "logmax": ols.LogMaxLossScale(initial_scale=64),
+    "headroom": ols.HeadroomLossScale(initial_scale=64),
 }
 each_kind = pytest.mark.parametrize("loss_scale", LOSS_SCALES.values(), ids=LOSS_SCALES)
 

@@ -20,6 +20,12 @@ DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 PARAMS = {f"w{i}": jnp.ones((128, 64)) for i in range(8)}
 PARAMS_BYTES = sum(4 * p.size for p in PARAMS.values())
 
+CHECKING = {
+    "dynamic": ols.DynamicLossScale(),
+    "headroom": ols.HeadroomLossScale(),
+    "logmax": ols.LogMaxLossScale(),
+}
+
 over_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: jnp.dtype(d).name)
 over_optimizers = pytest.mark.parametrize("inner", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
@@ -82,8 +88,9 @@ def anonymous(compiled):
 
 @over_dtypes
 @over_optimizers
-def test_a_dynamic_scale_costs_one_read_of_the_gradients(inner, dtype):
-    plain, ours = compile_plain(inner, dtype), compile_ours(inner, "dynamic", dtype)
+@pytest.mark.parametrize("loss_scale", CHECKING.values(), ids=CHECKING)
+def test_a_scale_that_adapts_costs_one_read_of_the_gradients(loss_scale, inner, dtype):
+    plain, ours = compile_plain(inner, dtype), compile_ours(inner, loss_scale, dtype)
     assert temp_bytes(ours) - temp_bytes(plain) <= 0.03 * PARAMS_BYTES
     grads_bytes = PARAMS_BYTES * jnp.dtype(dtype).itemsize / 4
     extra = bytes_accessed(ours) - bytes_accessed(plain)
@@ -126,6 +133,7 @@ def test_the_check_allocates_nothing(dtype):
     for check in (
         ols.all_finite,
         lambda grads: ols.DynamicLossScale().update(ols.FixedLossScale(3).unscale(grads)),
+        lambda grads: ols.HeadroomLossScale().update(ols.FixedLossScale(3).unscale(grads)),
     ):
         compiled = jax.jit(check).lower(grads).compile()
         size = sum(g.nbytes for g in jax.tree.leaves(grads))
@@ -144,22 +152,25 @@ def test_no_kernel_takes_an_argument_for_every_leaf():
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", [P(), P("data"), P(None, "data")], ids=str)
-def test_sharded_jit_communicates_one_flag_a_leaf_at_once(axis_type, spec):
+@pytest.mark.parametrize("loss_scale", CHECKING.values(), ids=CHECKING)
+def test_sharded_jit_communicates_one_scalar_a_leaf_at_once(loss_scale, axis_type, spec):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
     params = jax.device_put(PARAMS, NamedSharding(mesh, spec))
-    tx = ols.with_loss_scale(optax.adamw(1e-3))
+    tx = ols.with_loss_scale(optax.adamw(1e-3), loss_scale)
     with jax.set_mesh(mesh):
         state = jax.jit(tx.init)(params)
         compiled = jax.jit(tx.apply_gradients).lower(params, state, params).compile()
     found = collectives(compiled)
     assert len(found) == (0 if spec == P() else 1)
     for shapes in found:
-        assert set(re.findall(r"\w+\[[\d,]*\]", shapes)) == {"pred[]"}
+        scalar = "pred[]" if loss_scale is CHECKING["dynamic"] else "f32[]"
+        assert set(re.findall(r"\w+\[[\d,]*\]", shapes)) == {scalar}
 
 
 @pytest.mark.parametrize("way", ["pmap", "shard_map"])
-def test_replicas_agree_by_one_scalar(way):
-    tx = ols.with_loss_scale(optax.adamw(1e-3), axis_name="data")
+@pytest.mark.parametrize("loss_scale", CHECKING.values(), ids=CHECKING)
+def test_replicas_agree_by_one_scalar(loss_scale, way):
+    tx = ols.with_loss_scale(optax.adamw(1e-3), loss_scale, axis_name="data")
     state = tx.init(PARAMS)
     step = lambda params, state, grads: tx.apply_gradients(grads, state, params)
     if way == "pmap":
@@ -169,11 +180,12 @@ def test_replicas_agree_by_one_scalar(way):
         mesh = jax.make_mesh((4,), ("data",))
         step = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())
         compiled = jax.jit(step).lower(PARAMS, state, PARAMS).compile()
-    assert collectives(compiled) == ["s32[]"]
+    assert collectives(compiled) == ["s32[]" if loss_scale is CHECKING["dynamic"] else "f32[]"]
 
 
 def test_the_check_is_lowered_for_the_platform_at_hand():
-    traced = jax.jit(ols.all_finite).trace([jnp.ones((40, 3))])
-    cpu, cuda = (traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda"))
-    assert "optimization_barrier" in cpu
-    assert "optimization_barrier" not in cuda
+    for check in (ols.all_finite, ols.HeadroomLossScale().update):
+        traced = jax.jit(check).trace([jnp.ones((40, 3))])
+        cpu, cuda = (traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda"))
+        assert "optimization_barrier" in cpu
+        assert "optimization_barrier" not in cuda

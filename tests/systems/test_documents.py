@@ -52,8 +52,8 @@ def test_with_several_losses(program):
 NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 
-def test_all_six_notebooks_are_found():
-    assert len(NOTEBOOKS) == 6
+def test_all_seven_notebooks_are_found():
+    assert len(NOTEBOOKS) == 7
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

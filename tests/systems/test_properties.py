@@ -30,6 +30,7 @@ LOSS_SCALES = [
     ols.FixedLossScale(0.3),
     ols.ToleranceLossScale(),
     ols.LogMaxLossScale(),
+    ols.HeadroomLossScale(),
 ]
 
 
