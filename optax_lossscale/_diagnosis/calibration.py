@@ -106,7 +106,7 @@ def find_initial_scale(
         if bad := [loss for loss, _ in of_all if not jnp.isfinite(loss)]:
             raise ValueError(
                 f"the loss is {bad[0]}, and not finite at any loss scale for that multiplies "
-                "gradients alone. Look for NaN or inf in the loss and the model; "
+                "gradients alone: look for NaN or inf in the loss and the model; "
                 "explain(nonfinite_leaves(grads), taps=…, loss=loss) says where"
             )
         return all(bool(finite) for _, finite in of_all)
@@ -115,7 +115,7 @@ def find_initial_scale(
     if found is None:
         raise ValueError(
             f"gradients are not finite at any loss scale from 2**{LOWEST} to 2**{HIGHEST}: look "
-            "for NaN or inf in the model; explain(nonfinite_leaves(grads)) says where"
+            "for NaN or inf in the loss and the model; explain(nonfinite_leaves(grads)) says where"
         )
     return found
 
@@ -156,8 +156,8 @@ def _evaluate(loss_fn, has_aux, exponent, params, args, kwargs):
     loss_scale = jnp.ldexp(jnp.float32(1), exponent)
 
     def scaled_fn(params):  # not value_and_grad, which refuses modules
-        loss = loss_of(loss_fn(params, *args, **kwargs), has_aux)
-        return scale_gradient(loss, loss_scale)
+        value = loss_fn(params, *args, **kwargs)
+        return scale_gradient(loss_of(value, has_aux), loss_scale)
 
     loss, scaled_grads = jax.value_and_grad(scaled_fn, allow_int=True)(params)
     return loss, all_finite(scaled_grads)

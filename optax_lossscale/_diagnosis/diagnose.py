@@ -17,7 +17,7 @@ from optax_lossscale._diagnosis.places import refuse_unordered
 from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._diagnosis.underflow import total_of, underflow_report
 from optax_lossscale._scales import validation
-from optax_lossscale._step.gradient import value_and_grad
+from optax_lossscale._step.gradient import loss_of, scale_gradient
 from optax_lossscale._step.inputs import refuse_other_leaves
 
 _NOTABLE = 0.01  # a share of gradients that is worth a word
@@ -215,15 +215,16 @@ def diagnose(
 
 
 def _evidence(loss_fn, has_aux, exponent, params, probes, args, kwargs) -> _Evidence:
-    def tapped_loss(params, probes):
-        given = {} if probes is None else {"probes": probes}
-        return loss_fn(params, *args, **given, **kwargs)
+    loss_scale = jnp.ldexp(jnp.float32(1), exponent)
 
-    scale = jnp.ldexp(jnp.float32(1), exponent)
-    gradient = value_and_grad(tapped_loss, scale, argnums=(0, 1), has_aux=has_aux, allow_int=True)
-    value, (grads, taps) = gradient(params, probes)
-    loss = value[0] if has_aux else value
-    return _Evidence(loss, nonfinite_leaves(grads), underflow_report(grads, scale), taps)
+    def scaled_fn(params, probes):  # not value_and_grad, which refuses modules
+        given = {} if probes is None else {"probes": probes}
+        value = loss_fn(params, *args, **given, **kwargs)
+        return scale_gradient(loss_of(value, has_aux), loss_scale)
+
+    gradient = jax.value_and_grad(scaled_fn, argnums=(0, 1), allow_int=True)
+    loss, (grads, taps) = gradient(params, probes)
+    return _Evidence(loss, nonfinite_leaves(grads), underflow_report(grads, loss_scale), taps)
 
 
 def _groups(evidence: _Evidence) -> dict[str, Summary]:
