@@ -1,8 +1,9 @@
 """Measures everything and writes the tables, the charts and the numbers.
 
-python -m benchmarks            # all of it: 23 minutes on two cores
-python -m benchmarks --quick    # small sizes, to see that it runs
-python -m benchmarks policies   # loss scales side by side, into docs/policies.md: ten minutes
+python -m benchmarks                 # what it costs on this machine: 25 minutes on two cores
+python -m benchmarks --quick         # small sizes, to see that it runs
+python -m benchmarks accelerators    # the same compiled for a GPU and TPUs, and not run
+python -m benchmarks policies        # loss scales side by side, into docs/policies.md: ten minutes
 """
 
 import argparse
@@ -21,7 +22,7 @@ import optax
 from tqdm import tqdm
 
 import optax_lossscale as ols
-from benchmarks import _policies, _report, _sections
+from benchmarks import _accelerators, _policies, _report, _sections
 
 
 def _processor() -> str:
@@ -33,13 +34,13 @@ def _processor() -> str:
 
 
 def _run(section: str, quick: bool) -> list[dict[str, Any]]:
-    if section != "devices" or "JAX_NUM_CPU_DEVICES" in os.environ:
+    if section != "devices" or jax.device_count() > 1:
         return _sections.SECTIONS[section](quick)
     # Simulated devices share the cores' threads, which would disturb the other sections.
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks", "--only", section, "--out", folder]
         command += ["--quick"] if quick else []
-        environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4"}
+        environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
         return json.loads((pathlib.Path(folder) / "results.json").read_text())[section]
 
@@ -47,7 +48,8 @@ def _run(section: str, quick: bool) -> list[dict[str, Any]]:
 def main():
     """Runs the sections and writes what they found."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("what", nargs="?", choices=["policies"], help="instead of the costs")
+    what = ["here", "accelerators", "policies"]
+    parser.add_argument("what", nargs="?", default="here", choices=what)
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
     parser.add_argument("--out", default="docs/benchmarks", help="where results.json and so on go")
     parser.add_argument("--only", nargs="+", help="sections to run anew; default: all")
@@ -59,6 +61,11 @@ def main():
 
     out = pathlib.Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
+    if options.what == "accelerators":
+        page = _accelerators.page(_accelerators.measure(options.quick))
+        (out / "accelerators.md").write_text(page)
+        print(page)
+        return
     results = out / "results.json"
     if not options.report:
         before = results.exists() and options.only

@@ -1,7 +1,6 @@
 """How things are measured: compiled once, run interleaved in random order, medians."""
 
 import random
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -9,27 +8,32 @@ from typing import Any
 
 import jax
 
+from benchmarks import _hlo
+
 
 def compile_(function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()):
     """Compiles from cold caches; returns the program and its costs.
 
     Returns:
-      `(compiled, costs)`: seconds to trace, lower and compile; bytes allocated for temporaries
-      and bytes accessed, as the compiler reports them; conditionals and collectives in the
-      program.
+      `(compiled, costs)`: seconds to trace, lower and compile, by the clock and of the
+      processors; bytes allocated for temporaries, and bytes accessed by the compiler's account,
+      if it gives one; bytes moved, copies, kernels and collectives of the program.
     """
     jax.clear_caches()
-    start = time.perf_counter()
+    start, processors = time.perf_counter(), time.process_time()
     compiled = jax.jit(function, donate_argnums=donate).lower(*args).compile()
-    seconds = time.perf_counter() - start
-    text, memory = compiled.as_text(), compiled.memory_analysis()
-    kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    seconds, processors = time.perf_counter() - start, time.process_time() - processors
+    program = _hlo.Program(compiled)
+    account = compiled.cost_analysis() or {}
     costs = {
         "compile_s": seconds,
-        "temp_bytes": memory.temp_size_in_bytes if memory else None,
-        "bytes_accessed": (compiled.cost_analysis() or {}).get("bytes accessed"),
-        "conditionals": len(re.findall(r" conditional\(", text)),
-        "collectives": re.findall(rf" = (.*?) (?:{kinds})(?:-start)?\(", text),
+        "compile_cpu_s": processors,
+        "temp_bytes": program.temp_bytes,
+        "bytes_accessed": account.get("bytes accessed", program.bytes_moved),
+        "bytes_moved": program.bytes_moved,
+        "copies": len(program.copies),
+        "kernels": len(program.kernels),
+        "collectives": [o.result for o in program.collectives],
     }
     return compiled, costs
 

@@ -24,7 +24,8 @@ def _values(rows: Iterable[Row], key: str) -> list[Any]:
     return list(dict.fromkeys(r[key] for r in rows))
 
 
-def _table(header: list[str], body: Iterable[list[str]]) -> str:
+def table(header: list[str], body: Iterable[list[str]]) -> str:
+    """A Markdown table, whose first column has names and the others numbers."""
     rule = ["---", *["---:"] * (len(header) - 1)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *body])
 
@@ -61,7 +62,7 @@ def _step(rows: list[Row]) -> str:
                 ]
             )
         header = [optimizer, *dtypes, "extra memory", "bytes accessed", "to compile"]
-        parts.append(_table(header, body))
+        parts.append(table(header, body))
     return "\n\n".join(parts)
 
 
@@ -71,7 +72,7 @@ def _sizes(rows: list[Row]) -> str:
         [way, *(_ratio(_where(rows, way=way, size=n)[0]) for n in sizes)]
         for way in _values(rows, "way")
     ]
-    return _table(["parameters", *(f"{n // 10**6}M" for n in sizes)], body)
+    return table(["parameters", *(f"{n // 10**6}M" for n in sizes)], body)
 
 
 def _leaves(rows: list[Row]) -> str:
@@ -89,7 +90,7 @@ def _leaves(rows: list[Row]) -> str:
                 plain = _where(rows, way=_ways.PLAIN, leaves=n)[0]
                 cells.append(cell(found[0], plain) if found else "")
             body.append([way, *cells])
-        parts.append(_table([title, *map(str, counts)], body))
+        parts.append(table([title, *map(str, counts)], body))
     return "\n\n".join(parts)
 
 
@@ -103,7 +104,7 @@ def _check(rows: list[Row]) -> str:
     for name in _values(rows, "check"):
         found = [_where(rows, check=name, dtype=d)[0] for d in dtypes]
         body.append([f"`{name}`", *(f"{r['ms']:.1f} ms, {r['gb_per_s']:.0f} GB/s" for r in found)])
-    return _table(["32M numbers", *dtypes], body)
+    return table(["32M numbers", *dtypes], body)
 
 
 def _train_step(rows: list[Row]) -> str:
@@ -112,12 +113,19 @@ def _train_step(rows: list[Row]) -> str:
         [way, *(_ratio(_where(rows, way=way, dtype=d)[0]) for d in dtypes)]
         for way in _values(rows, "way")
     ]
-    return _table(["train step", *dtypes], body)
+    return table(["train step", *dtypes], body)
+
+
+def _whole_step(rows: list[Row]) -> str:
+    body = [
+        [r["way"], _ratio(r), f"{r['ms']:.0f} ms", f"{100 * r['temp_share']:.0f}%"] for r in rows
+    ]
+    return table(["whole step", "time", "", "temporary memory"], body)
 
 
 def _devices(rows: list[Row]) -> str:
     body = [[f"{r['placement']}, {r['way']}", _ratio(r), str(len(r["collectives"]))] for r in rows]
-    return _table([f"{rows[0]['devices']} devices", "time", "collective operations"], body)
+    return table([f"{rows[0]['devices']} devices", "time", "collective operations"], body)
 
 
 def _limit(found: dict[str, Any]) -> str:
@@ -151,7 +159,7 @@ def _limit(found: dict[str, Any]) -> str:
         "ours moves",
     ]
     note = f"The machine copies {copy:.0f} GB/s and reads {read:.0f} GB/s."
-    return f"{_table(header, body)}\n\n{note}"
+    return f"{table(header, body)}\n\n{note}"
 
 
 _SECTIONS = (
@@ -187,6 +195,15 @@ _SECTIONS = (
         "the step also returns a summary of each block's values and gradients.",
     ),
     (
+        "whole_step",
+        "A whole float16 step, every way",
+        _whole_step,
+        "The same transformer in four blocks and wider, with float32 parameters, AdamW and few "
+        "tokens, so that the optimizer weighs; its parameters are cast to float16 in the model, "
+        "or by `compute_dtype`. Temporary memory is all that the compiler allocates, in percent "
+        "of the parameters' bytes.",
+    ),
+    (
         "devices",
         "Several devices",
         _devices,
@@ -209,10 +226,10 @@ def page(found: dict[str, Any]) -> str:
         f"{kind}, {machine['cores']} cores; {machine['platform']}; Python {machine['python']}, "
         f"jax {machine['jax']}, optax {machine['optax']}.",
     ]
-    for name, title, table, text in _SECTIONS:
+    for name, title, section, text in _SECTIONS:
         if name not in found:
             continue
-        parts += [f"## {title}", text, table(found[name])]
+        parts += [f"## {title}", text, section(found[name])]
         if name in ("step", "leaves"):
             parts.append(f"![{title}]({name}.png)")
         if name == "step" and "bandwidth" in found:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
-from benchmarks import _measure, _ways
+from benchmarks import _measure, _transformer, _ways
 from optax_lossscale.demo import _model, _text, _training
 
 Row = dict[str, Any]
@@ -173,27 +173,53 @@ def train_step(quick: bool) -> list[Row]:
             "fixed": ours(128),
             "None": ours(None),
         }
-        programs, costs, carried = {}, {}, {}
-        for name, (init, function) in ways.items():
-            params = _model.init(jax.random.key(0))
-            carried[name] = (params, init(params))
-            programs[name], costs[name] = _measure.compile_(
-                function, *carried[name], tokens, donate=(0, 1)
-            )
-
-        def run(name, programs=programs, carried=carried):
-            *carry, out = programs[name](*carried[name], tokens)
-            carried[name] = carry
-            return out, carry
-
-        cases = {name: functools.partial(run, name) for name in ways}
-        times = _measure.interleave(cases, 5 if quick else 150, _ways.PLAIN)
-        rows += [{"dtype": dtype, "way": name} | times[name] | costs[name] for name in ways]
+        fresh = lambda: _model.init(jax.random.key(0))
+        rows += _train(ways, fresh, tokens, 5 if quick else 150, dtype=dtype)
     return rows
 
 
-def _loss(params: Any, tokens: jax.Array, probes: Any = (None,) * _model.BLOCKS, *, dtype: Any):
+def _loss(params: Any, tokens: jax.Array, probes: Any = None, *, dtype: Any):
     return _model.loss(params, tokens, dtype, probes) / _training.MICRO_BATCHES
+
+
+def whole_step(quick: bool) -> list[Row]:
+    """A float16 transformer of four blocks, from a batch to new parameters, every way."""
+    width, rounds = (64, 5) if quick else (512, 25)
+    ways = {
+        name: (way.init, way.train(_transformer.loss))
+        for name, way in _ways.whole(OPTIMIZERS["AdamW"]).items()
+    }
+    fresh = lambda: _transformer.init(width)
+    rows = _train(ways, fresh, _transformer.tokens(4), rounds)
+    parameter_bytes = sum(x.nbytes for x in jax.tree.leaves(fresh()))
+    for row in rows:
+        row["temp_share"] = row["temp_bytes"] / parameter_bytes
+    return rows
+
+
+def _train(
+    ways: dict[str, tuple[Callable, Callable]],
+    fresh: Callable[[], Any],
+    tokens: jax.Array,
+    rounds: int,
+    **case: Any,
+) -> list[Row]:
+    """Whole steps, each from an `init` and a `step(params, state, tokens)` with what it says."""
+    programs, costs, carried = {}, {}, {}
+    for name, (init, function) in ways.items():
+        params = fresh()
+        carried[name] = (params, init(params))
+        programs[name], costs[name] = _measure.compile_(
+            function, *carried[name], tokens, donate=(0, 1)
+        )
+
+    def run(name):
+        *carried[name], out = programs[name](*carried[name], tokens)
+        return out, carried[name]
+
+    cases = {name: functools.partial(run, name) for name in ways}
+    times = _measure.interleave(cases, rounds, _ways.PLAIN)
+    return [case | {"way": name} | times[name] | costs[name] for name in ways]
 
 
 def devices(quick: bool) -> list[Row]:
@@ -266,4 +292,6 @@ def bandwidth(quick: bool) -> list[Row]:
     return [{"what": k, "gb_per_s": moved[k] / t["ms"] / 1e6} | t for k, t in times.items()]
 
 
-SECTIONS = {f.__name__: f for f in (bandwidth, step, sizes, leaves, check, train_step, devices)}
+SECTIONS = {
+    f.__name__: f for f in (bandwidth, step, sizes, leaves, check, train_step, whole_step, devices)
+}

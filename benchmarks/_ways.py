@@ -1,7 +1,5 @@
-"""The ways to take an optimizer step: none, this library's, and the peers'.
+"""The ways to take a step: without loss scaling, this library's, and the peers'.
 
-Each is a pair of functions, `init(params)` and `step(params, state, scaled_grads)`, the second
-of which returns `(params, state)`: what a training step carries, in the order it donates it.
 Each peer is used as its own documentation shows.
 """
 
@@ -18,19 +16,58 @@ from flax.training.dynamic_scale import DynamicScale
 import optax_lossscale as ols
 
 SCALE = 2.0**15
+Step = Callable[..., tuple[Any, ...]]
 PLAIN = "no loss scaling"
 DYNAMIC = "apply_gradients, dynamic"
 
 
 class Way(NamedTuple):
-    """A way to take a step."""
+    """A way to take a step, which carries `(params, state)` in the order that it donates them.
+
+    Attributes:
+      init: called as `init(params)`, returns the state.
+      step: the optimizer's, `step(params, state, scaled_grads)`, returns `(params, state)`.
+      train: from a loss function of `(params, *batch)` to the whole step of `(params, state,
+        *batch)`, which returns `(params, state, loss)`.
+    """
 
     init: Callable[[Any], Any]
-    step: Callable[[Any, Any, Any], tuple[Any, Any]]
+    step: Step
+    train: Callable[[Callable[..., jax.Array]], Step]
 
 
 def _float32(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def _way(init: Callable[[Any], Any], step: Step, value_and_grad: Callable[..., Any]) -> Way:
+    """Of a step that takes what `value_and_grad(loss_fn, state)` returns the gradients of."""
+
+    def train(loss_fn):
+        def train_step(params, state, *batch):
+            loss, grads = value_and_grad(loss_fn, state)(params, *batch)
+            return *step(params, state, grads), loss
+
+        return train_step
+
+    return Way(init, step, train)
+
+
+def _by_hand(scale: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A `value_and_grad` that multiplies the loss by the state's scale."""
+
+    def value_and_grad(loss_fn, state):
+        def scaled(params, *batch):
+            loss = loss_fn(params, *batch)
+            return loss * scale(state), loss
+
+        def value_and_scaled_grad(params, *batch):
+            grads, loss = jax.grad(scaled, has_aux=True)(params, *batch)
+            return loss, grads
+
+        return value_and_scaled_grad
+
+    return value_and_grad
 
 
 def plain(inner: optax.GradientTransformation) -> Way:
@@ -40,44 +77,61 @@ def plain(inner: optax.GradientTransformation) -> Way:
         updates, state = inner.update(_float32(grads), state, params)
         return optax.apply_updates(params, updates), state
 
-    return Way(inner.init, step)
+    return _way(inner.init, step, lambda loss_fn, state: jax.value_and_grad(loss_fn))
 
 
-def apply_gradients(inner: optax.GradientTransformation, loss_scale: Any) -> Way:
-    """This library's short way."""
-    tx = ols.with_loss_scale(inner, loss_scale)
-    return Way(tx.init, lambda params, state, grads: tx.apply_gradients(grads, state, params))
+def apply_gradients(
+    inner: optax.GradientTransformation, loss_scale: Any, compute_dtype: Any = None, **options: Any
+) -> Way:
+    """This library's short way; the options are `with_loss_scale`'s."""
+    tx = ols.with_loss_scale(inner, loss_scale, **options)
+    step = lambda params, state, grads: tx.apply_gradients(grads, state, params)
+    return _way(tx.init, step, _value_and_grad(compute_dtype))
 
 
-def update(inner: optax.GradientTransformation, loss_scale: Any) -> Way:
+def update(
+    inner: optax.GradientTransformation, loss_scale: Any, compute_dtype: Any = None, **options: Any
+) -> Way:
     """This library as any other Optax transformation."""
-    tx = ols.with_loss_scale(inner, loss_scale)
+    tx = ols.with_loss_scale(inner, loss_scale, **options)
 
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return Way(tx.init, step)
+    return _way(tx.init, step, _value_and_grad(compute_dtype))
+
+
+def _value_and_grad(compute_dtype: Any) -> Callable[..., Any]:
+    return functools.partial(ols.value_and_grad, compute_dtype=compute_dtype)
 
 
 def flax(inner: optax.GradientTransformation) -> Way:
     """Flax's `DynamicScale`, with the selects of its examples.
 
-    It scales and differentiates by itself, so it is given a loss whose gradients are these.
+    It scales and differentiates by itself, so for the optimizer step it is given a loss whose
+    gradients are these.
     """
 
+    def train(loss_fn):
+        def train_step(params, state, *batch):
+            scale, opt_state = state
+            scale, is_finite, loss, grads = scale.value_and_grad(loss_fn)(params, *batch)
+            updates, new_opt_state = inner.update(grads, opt_state, params)
+            select = functools.partial(jnp.where, is_finite)
+            new_params = optax.apply_updates(params, updates)
+            params = jax.tree.map(select, new_params, params)
+            return params, (scale, jax.tree.map(select, new_opt_state, opt_state)), loss
+
+        return train_step
+
     def step(params, state, grads):
-        scale, opt_state = state
         inner_product = lambda params: optax.tree.vdot(params, _float32(grads))
-        scale, is_finite, _, unscaled = scale.value_and_grad(inner_product)(params)
-        updates, new_opt_state = inner.update(unscaled, opt_state, params)
-        select = functools.partial(jnp.where, is_finite)
-        new_params = optax.apply_updates(params, updates)
-        params = jax.tree.map(select, new_params, params)
-        return params, (scale, jax.tree.map(select, new_opt_state, opt_state))
+        return train(inner_product)(params, state)[:2]
 
     strong = lambda tree: jax.tree.map(lambda x: jnp.asarray(x, jnp.asarray(x).dtype), tree)
-    return Way(lambda params: (strong(DynamicScale(scale=SCALE)), inner.init(params)), step)
+    init = lambda params: (strong(DynamicScale(scale=SCALE)), inner.init(params))
+    return Way(init, step, train)
 
 
 def jmp_(inner: optax.GradientTransformation) -> Way:
@@ -96,13 +150,14 @@ def jmp_(inner: optax.GradientTransformation) -> Way:
 
     # The class checks its fields whenever it is unflattened, which `jit(…).lower` does with
     # placeholders; so the step carries the fields.
-    return Way(lambda p: ((jnp.float32(SCALE), jnp.int32(0)), inner.init(p)), step)
+    init = lambda params: ((jnp.float32(SCALE), jnp.int32(0)), inner.init(params))
+    return _way(init, step, _by_hand(lambda state: state[0][0]))
 
 
 def apply_if_finite(inner: optax.GradientTransformation) -> Way:
     """Optax's own, after unscaling; its scale stays as it is."""
     tx = optax.apply_if_finite(optax.chain(optax.scale(1 / SCALE), inner), 10**6)
-    return plain(tx)
+    return _way(tx.init, plain(tx).step, _by_hand(lambda state: SCALE))
 
 
 def where(inner: optax.GradientTransformation) -> Way:
@@ -120,7 +175,8 @@ def where(inner: optax.GradientTransformation) -> Way:
         scale = jnp.where(is_finite, jnp.where(grow, scale * 2, scale), scale / 2)
         return params, (scale, jnp.where(is_finite & ~grow, good_steps + 1, 0), opt_state)
 
-    return Way(lambda p: (jnp.float32(SCALE), jnp.int32(0), inner.init(p)), step)
+    init = lambda params: (jnp.float32(SCALE), jnp.int32(0), inner.init(params))
+    return _way(init, step, _by_hand(lambda state: state[0]))
 
 
 def ours(inner: optax.GradientTransformation) -> dict[str, Way]:
@@ -132,6 +188,33 @@ def ours(inner: optax.GradientTransformation) -> dict[str, Way]:
         "apply_gradients, None": apply_gradients(inner, None),
         "update, dynamic": update(inner, "dynamic"),
     }
+
+
+def whole(inner: optax.GradientTransformation) -> dict[str, Way]:
+    """What a whole step can be taken by, of a model that casts its parameters itself.
+
+    With `compute_dtype` they are cast before it, and the gradients are as narrow.
+    """
+    return {
+        PLAIN: plain(inner),
+        DYNAMIC: apply_gradients(inner, "dynamic"),
+        "apply_gradients, compute_dtype": apply_gradients(inner, "dynamic", jnp.float16),
+        "update, dynamic": update(inner, "dynamic"),
+        "update, compute_dtype": update(inner, "dynamic", jnp.float16),
+    } | peers(inner)
+
+
+def branches(inner: optax.GradientTransformation, compute_dtype: Any = None) -> dict[str, Way]:
+    """The plain optimizer, this library's ways under either branch, and the others."""
+    doors = {"apply_gradients": apply_gradients, "update": update}
+    ways = {PLAIN: plain(inner)}
+    for name, door in doors.items():
+        ways[name] = door(inner, "dynamic")
+        if compute_dtype is not None:
+            ways[f"{name}, compute_dtype"] = door(inner, "dynamic", compute_dtype)
+    for name, door in doors.items():
+        ways[f'{name}, branch="cond"'] = door(inner, "dynamic", branch="cond")
+    return ways | peers(inner)
 
 
 def peers(inner: optax.GradientTransformation) -> dict[str, Way]:

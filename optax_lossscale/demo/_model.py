@@ -15,24 +15,24 @@ HEADS = 4
 BLOCKS = 2
 
 
-def init(key: jax.Array) -> dict[str, Any]:
+def init(key: jax.Array, width: int = WIDTH, blocks: int = BLOCKS) -> dict[str, Any]:
     """Parameters, in float32."""
-    keys = iter(jax.random.split(key, 4 * BLOCKS + 3))
+    keys = iter(jax.random.split(key, 4 * blocks + 3))
     normal = lambda *shape: jax.random.normal(next(keys), shape) * shape[0] ** -0.5
     block = lambda: {
-        "norm1": jnp.ones(WIDTH),
-        "qkv": normal(WIDTH, 3 * WIDTH),
-        "out": normal(WIDTH, WIDTH),
-        "norm2": jnp.ones(WIDTH),
-        "up": normal(WIDTH, 4 * WIDTH),
-        "down": normal(4 * WIDTH, WIDTH),
+        "norm1": jnp.ones(width),
+        "qkv": normal(width, 3 * width),
+        "out": normal(width, width),
+        "norm2": jnp.ones(width),
+        "up": normal(width, 4 * width),
+        "down": normal(4 * width, width),
     }
     return {
-        "embedding": normal(BYTES, WIDTH) * 4,
-        "position": normal(CONTEXT, WIDTH) * 0.5,
-        "blocks": [block() for _ in range(BLOCKS)],
-        "norm": jnp.ones(WIDTH),
-        "head": normal(WIDTH, BYTES),
+        "embedding": normal(BYTES, width) * 4,
+        "position": normal(CONTEXT, width) * 0.5,
+        "blocks": [block() for _ in range(blocks)],
+        "norm": jnp.ones(width),
+        "head": normal(width, BYTES),
     }
 
 
@@ -40,7 +40,7 @@ def loss(
     params: dict[str, Any],
     tokens: jax.Array,
     dtype: Any,
-    probes: Sequence[ols.Probe | None] = (None,) * BLOCKS,
+    probes: Sequence[ols.Probe | None] | None = None,
 ) -> jax.Array:
     """Mean cross-entropy of each next byte, in nats; a float32 scalar.
 
@@ -49,11 +49,11 @@ def loss(
       tokens: int32, shape (batch, CONTEXT + 1).
       dtype: of every matrix product and activation, and so of their gradients.
         Norms, softmax and the loss are computed in float32, as is usual.
-      probes: one for the end of each block, or None.
+      probes: one for the end of each block, or None; by default none at all.
     """
     p = jax.tree.map(lambda x: x.astype(dtype), params)
     x = p["embedding"][tokens[:, :-1]] + p["position"]
-    for block, probe in zip(p["blocks"], probes, strict=True):
+    for block, probe in zip(p["blocks"], probes or [None] * len(p["blocks"]), strict=True):
         x += _attention(block, _normed(x, block["norm1"]))
         x += jax.nn.gelu(_normed(x, block["norm2"]) @ block["up"]) @ block["down"]
         x = ols.tap(x, probe)

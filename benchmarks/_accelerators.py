@@ -1,0 +1,160 @@
+"""What a step costs on accelerators, as compiled for them; nothing is run."""
+
+from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from tqdm import tqdm
+
+from benchmarks import _measure, _report, _targets, _transformer, _ways
+
+Row = dict[str, Any]
+DTYPES = ("float32", "float16")
+ADAMW = optax.adamw(1e-3)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
+
+
+class _Case(NamedTuple):
+    """A program to compile: a step of `way`, of parameters and gradients or a batch."""
+
+    step: str
+    target: _targets.Target
+    way: str
+    dtype: str
+    init: Callable[[Any], Any]
+    function: _ways.Step
+    params: Any
+    batch: Any
+
+
+def measure(quick: bool) -> list[Row]:
+    """Compiles every way for every target.
+
+    Raises:
+      SystemExit: if a compiler is not installed.
+    """
+    missing = [target.name for target in _targets.TARGETS if not target.is_installed]
+    if missing:
+        raise SystemExit(
+            f"no compiler for {', '.join(missing)}: install the extra `accelerators`, which is "
+            "to be had for Linux"
+        )
+    cases = []
+    for target in _targets.TARGETS:
+        cases += _optimizer_step(target, "optimizer step", ADAMW, quick)
+        if target is _targets.H100:
+            cases += _optimizer_step(target, "clipped optimizer step", CLIPPED, quick)
+        cases += _whole_step(target, quick)
+    return [_costs(case) for case in tqdm(cases, desc="programs")]
+
+
+def _optimizer_step(
+    target: _targets.Target, step: str, inner: optax.GradientTransformation, quick: bool
+) -> Iterator[_Case]:
+    """100 leaves of four million parameters, more than a TPU keeps on the chip."""
+    params = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * (8 if quick else 100)
+    for dtype in DTYPES:
+        grads = [jax.ShapeDtypeStruct(p.shape, dtype) for p in params]
+        for name, way in _ways.branches(inner).items():
+            yield _Case(step, target, name, dtype, way.init, way.step, params, grads)
+
+
+def _whole_step(target: _targets.Target, quick: bool) -> Iterator[_Case]:
+    width = 256 if quick else 1024
+    params = jax.eval_shape(lambda: _transformer.init(width))
+    tokens = jax.eval_shape(lambda: _transformer.tokens(16))
+    for name, way in _ways.branches(ADAMW, jnp.float16).items():
+        train = way.train(_transformer.loss)
+        yield _Case("whole step", target, name, "float16", way.init, train, params, tokens)
+
+
+def _costs(case: _Case) -> Row:
+    args = (case.params, jax.eval_shape(case.init, case.params), case.batch)
+    placed = _targets.place(args, case.target.device())
+    _, costs = _measure.compile_(case.function, *placed, donate=(0, 1))
+    parameter_bytes = sum(4 * x.size for x in jax.tree.leaves(case.params))
+    return {
+        "step": case.step,
+        "target": case.target.name,
+        "way": case.way,
+        "dtype": case.dtype,
+        "memory": costs["temp_bytes"] / parameter_bytes,
+        "moved": costs["bytes_moved"] / parameter_bytes,
+        "copies": costs["copies"],
+        "kernels": costs["kernels"],
+        "compile_cpu_s": costs["compile_cpu_s"],
+    }
+
+
+def _table(rows: list[Row]) -> str:
+    """A row for each way, and in it a number for each dtype, or one where they agree."""
+    body = []
+    for way in dict.fromkeys(r["way"] for r in rows):
+        found = [r for r in rows if r["way"] == way]
+        plain = [r for r in rows if r["way"] == _ways.PLAIN]
+        compile_ratio = _total(found, "compile_cpu_s") / _total(plain, "compile_cpu_s")
+        body.append(
+            [
+                way,
+                _each(f"{100 * r['memory']:.0f}%" for r in found),
+                _each(f"{r['moved']:.2f}" for r in found),
+                _each(str(r["copies"]) for r in found),
+                _each(str(r["kernels"]) for r in found),
+                f"{compile_ratio:.1f}",
+            ]
+        )
+    target = rows[0]["target"]
+    return _report.table([target, "memory", "moved", "copies", "kernels", "to compile"], body)
+
+
+def _each(values: Iterable[str]) -> str:
+    return " / ".join(dict.fromkeys(values))
+
+
+def _total(rows: list[Row], key: str) -> float:
+    return sum(r[key] for r in rows)
+
+
+_STEPS = {
+    "optimizer step": "From given gradients to new parameters: AdamW, 420M float32 parameters in "
+    "100 leaves. Of two numbers, the first is with float32 gradients, the second with float16 "
+    "ones.",
+    "clipped optimizer step": "The same with `optax.clip_by_global_norm` before AdamW, inside the "
+    "wrapper: the norm and the check can take one pass together.",
+    "whole step": "The demo's transformer in four blocks of width 1024, 51M float32 parameters "
+    "and 1024 tokens, computing in float16: forward, backward and AdamW. The parameters are cast "
+    "in the model, or before it by `compute_dtype`.",
+}
+
+
+def page(rows: list[Row]) -> str:
+    """The page of tables."""
+    versions = ", ".join(
+        f"{name} {metadata.version(name)}"
+        for name in ("jax", "jaxlib", "jax-cuda12-plugin", "libtpu", "optax")
+    )
+    parts = [
+        "# What it costs on a GPU and on TPUs, as compiled",
+        "**These programs were compiled for an H100, a TPU v5e and a TPU v6e, and not run**: no "
+        "such device was at hand. They say what the compiler allocates and schedules, and nothing "
+        "about time; nor were kernels tuned, as that takes the device. Made by "
+        "`python -m benchmarks accelerators`, with the extras `benchmarks` and `accelerators` "
+        f"installed; {versions}.",
+        "Parameters and state are donated. *Memory* is what the program allocates besides its "
+        "arguments and results, and *moved* is the bytes of the operands and results of all that "
+        "it runs, both over the parameters' bytes; on a TPU what stays on the chip is not "
+        "counted. Of a conditional, the branch of an applied step counts. *Copies* are those "
+        "from main memory to main memory, some of them of scalars; *kernels* are what computes. "
+        "*To compile* is the processors' time to trace, lower and compile, over that of the "
+        "step without loss scaling. A step of this library's is a select, as it is by default on "
+        'these platforms; `branch="cond"` is the conditional that is the default on CPU.',
+    ]
+    for step, text in _STEPS.items():
+        parts += [f"## {step.capitalize()}", text]
+        of_step = [r for r in rows if r["step"] == step]
+        for target in dict.fromkeys(r["target"] for r in of_step):
+            parts.append(_table([r for r in of_step if r["target"] == target]))
+    return "\n\n".join(parts) + "\n"

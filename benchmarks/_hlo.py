@@ -1,0 +1,189 @@
+"""What a compiled program does, read from its text: kernels, copies, collectives, bytes moved.
+
+For GPUs the compiler gives no account of its own; and where it does, it is an estimate made before
+memory is assigned. The text of a compiled program is its schedule: what runs, in which order, on
+arrays in which memory.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+# Names for what is already there.
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier",
+    "add-dependency", "partition-id", "replica-id",
+}  # fmt: skip
+_COLLECTIVES = (
+    "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute",
+    "collective-broadcast", "ragged-all-to-all",
+)  # fmt: skip
+_COPIES = ("copy", "slice", "dynamic-slice")  # alone, they move what is there
+_RENAMED = 'custom_call_target="ConcatBitcast"'  # slices that lie side by side
+_ON_CHIP = re.compile(r"T\(.*S\([1-9]")  # a TPU's layouts alone have tiles
+_SCALAR_MEMORY = "S(6)"
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?([\w.-]+) = (.*)$")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
+_CALLED = re.compile(r"(?:to_apply|body|true_computation|false_computation)=%?([\w.-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+
+class Operation(NamedTuple):
+    """Something that a program does when it runs.
+
+    Attributes:
+      opcode: the HLO's name for it, without the `-start` of an asynchronous one.
+      result: the type of its result, as the HLO has it.
+      read: bytes of operands in the device's main memory.
+      written: bytes of results there.
+    """
+
+    opcode: str
+    result: str
+    read: int
+    written: int
+
+    @property
+    def moved(self) -> int:
+        """Bytes read and written."""
+        return self.read + self.written
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the result, in whatever memory."""
+        return sum(map(_nbytes, _arrays(self.result)))
+
+
+class _Instruction(NamedTuple):
+    opcode: str
+    result: str
+    operands: list[str]
+    attributes: str
+
+
+class Program:
+    """What a compiled program does.
+
+    A conditional is taken to go the way that moves more, which is that of an applied step. An
+    operand counts whole, though a kernel may read a part of it: a gather, say, reads few rows of
+    a table. On a TPU only its main memory counts, not what stays on the chip.
+
+    Attributes:
+      operations: what runs, in order; a loop's body as many times as it is known to.
+      temp_bytes: what the compiler allocates besides arguments and results.
+    """
+
+    def __init__(self, compiled: Any):
+        self.temp_bytes: int = compiled.memory_analysis().temp_size_in_bytes
+        self._computations, entry = _parse(compiled.as_text())
+        self.operations = list(self._executed(entry))
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of the operands and results of all that runs."""
+        return sum(o.moved for o in self.operations)
+
+    @property
+    def collectives(self) -> list[Operation]:
+        """What devices say to each other."""
+        return [o for o in self.operations if o.opcode in _COLLECTIVES]
+
+    @property
+    def copies(self) -> list[Operation]:
+        """What is only copied, from the main memory to the main memory."""
+        found = (o for o in self.operations if o.opcode in _COPIES)
+        return [o for o in found if o.read and o.written]
+
+    @property
+    def kernels(self) -> list[Operation]:
+        """What computes; a TPU's scalar instructions are none."""
+        others = (*_COLLECTIVES, *_COPIES)
+        found = (o for o in self.operations if o.opcode not in others)
+        return [o for o in found if _SCALAR_MEMORY not in o.result]
+
+    def _executed(self, computation: str) -> Iterator[Operation]:
+        instructions = self._computations[computation]
+        # An asynchronous operation reads when it starts and writes until it is done.
+        done = {
+            i.operands[0]: i.result for i in instructions.values() if i.opcode.endswith("-done")
+        }
+        for name, i in instructions.items():
+            called = _CALLED.findall(i.attributes)
+            if found := _BRANCHES.search(i.attributes):
+                called += re.findall(r"[\w.-]+", found[1])
+            if i.opcode in _FREE or i.opcode.endswith(("-done", "-update")):
+                continue
+            if _RENAMED in i.attributes:
+                continue
+            if i.opcode == "conditional":
+                ways = [list(self._executed(branch)) for branch in called]
+                yield from max(ways, key=lambda way: sum(o.moved for o in way))
+            elif i.opcode in ("call", "while"):
+                trips = _TRIPS.search(i.attributes)
+                for _ in range(int(trips[1]) if trips else 1):
+                    yield from self._executed(called[0])
+            else:
+                result = done.get(name, i.result)
+                read = sum(_main_memory(instructions[x].result) for x in i.operands)
+                operation = Operation(
+                    i.opcode.removesuffix("-start"), result, read, _main_memory(result)
+                )
+                if operation.opcode in _COPIES:  # of a part, maybe
+                    operation = operation._replace(read=min(read, operation.nbytes))
+                yield operation
+
+
+def _main_memory(result: str) -> int:
+    """The bytes there of a type: an array, or a tuple of whatever."""
+    return sum(_nbytes(array) for array in _arrays(result) if not _ON_CHIP.search(array[2]))
+
+
+def _arrays(result: str) -> list[tuple[str, str, str]]:
+    """Dtype, shape and layout of each array in a type."""
+    return _ARRAY.findall(result)
+
+
+def _nbytes(array: tuple[str, str, str]) -> int:
+    dtype, shape, _ = array
+    return _itemsize(dtype) * math.prod(int(n) for n in shape.split(",") if n)
+
+
+def _itemsize(dtype: str) -> int:
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits[0]) // 8) if bits else dtype != "token"  # pred has none
+
+
+def _parse(text: str) -> tuple[dict[str, dict[str, _Instruction]], str]:
+    """The instructions of each computation by their names, and the entry's name."""
+    computations, entry, current = {}, "", {}
+    for line in text.splitlines():
+        if found := _COMPUTATION.match(line):
+            current = computations[found[2]] = {}
+            entry = found[2] if found[1] else entry
+        elif found := _INSTRUCTION.match(line):
+            current[found[1]] = _instruction(found[2])
+    return computations, entry
+
+
+def _instruction(text: str) -> _Instruction:
+    """Takes `f32[2]{0} fusion(%a, %b), calls=%c` apart."""
+    end = _closing(text) if text.startswith("(") else text.index(" ")
+    result, rest = text[:end], text[end:].lstrip()
+    opcode, rest = rest.split("(", 1)
+    end = _closing("(" + rest) - 1
+    operands = re.findall(r"%([\w.-]+)", rest[:end])
+    return _Instruction(opcode, result, operands, rest[end:])
+
+
+def _closing(text: str) -> int:
+    """Where the parenthesis that the text begins with has been closed."""
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return i + 1
+    raise ValueError(f"no closing parenthesis in {text[:80]}")

@@ -1,0 +1,103 @@
+"""The accelerators that programs are compiled for, with none of them at hand.
+
+The compilers come with the extra `accelerators`. They are asked for the target by name, or by the
+description of a device that was recorded on one, so no driver and no device is looked for.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+# libtpu would ask the cloud which machine this is, and let only one process at a time load it.
+_LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+DEVICES = 8
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Target:
+    """An accelerator to compile for.
+
+    Attributes:
+      name: as people call it.
+      platform: as JAX calls it.
+      module: what is installed if its compiler is.
+      one: further arguments of `get_topology_desc` for as few devices as there can be.
+      many: the same for `DEVICES` of them.
+    """
+
+    name: str
+    platform: str
+    module: str
+    one: dict[str, str]
+    many: dict[str, str]
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether its compiler is; one that is and does not work is an error elsewhere."""
+        try:
+            return importlib.util.find_spec(self.module) is not None
+        except ModuleNotFoundError:  # the package that it would be in
+            return False
+
+    def device(self) -> SingleDeviceSharding:
+        """The placement on a single device."""
+        return SingleDeviceSharding(self._devices(self.one)[0])
+
+    def mesh(self, axis: str = "data", **kwargs: Any) -> Mesh:
+        """A mesh of `DEVICES` devices along one axis."""
+        return Mesh(np.array(self._devices(self.many)), (axis,), **kwargs)
+
+    def _devices(self, topology: dict[str, str]) -> list[jax.Device]:
+        for name, value in _LIBTPU.items():
+            os.environ.setdefault(name, value)
+        return topologies.get_topology_desc(platform=self.platform, **topology).devices
+
+
+def _tpu(generation: str) -> Target:
+    topology = lambda shape: {"topology_name": f"{generation}:{shape}"}
+    return Target(generation, "tpu", "libtpu", topology("2x2"), topology("2x4"))
+
+
+def _gpu(name: str, description: str) -> Target:
+    text = (pathlib.Path(__file__).parent / description).read_text()
+    topology = lambda shape: {"topology": shape, "target_config": text}
+    one, many = topology("1x1x1"), topology(f"1x1x{DEVICES}")
+    return Target(name, "cuda", "jax_plugins.xla_cuda12", one, many)
+
+
+H100 = _gpu("H100", "h100.txtpb")
+V5E = _tpu("v5e")
+V6E = _tpu("v6e")
+TARGETS = (H100, V5E, V6E)
+
+
+def place(tree: Any, placement: Any) -> Any:
+    """The shapes and dtypes of a tree of arrays, on devices that may not exist.
+
+    Args:
+      tree: arrays, or what `jax.eval_shape` makes of them.
+      placement: a sharding, or a function from each leaf to one.
+    """
+    sharding = placement if callable(placement) else lambda x: placement
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x)), tree
+    )
+
+
+def by_rows(mesh: Mesh) -> Callable[[Any], NamedSharding]:
+    """A placement by the first dimension, of what has one."""
+    spec = PartitionSpec(mesh.axis_names)
+    return lambda x: NamedSharding(mesh, spec if x.ndim else PartitionSpec())

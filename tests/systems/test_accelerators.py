@@ -1,0 +1,281 @@
+"""What a step costs on the GPU and the TPUs that it is compiled for; nothing is run.
+
+Skipped where the compilers are not installed; `.ci/accelerators` installs them.
+"""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ols
+from benchmarks import _hlo, _targets, _ways
+from optax_lossscale._diagnosis import calibration
+
+DOORS = {"apply_gradients": _ways.apply_gradients, "update": _ways.update}
+ADAMW = optax.adamw(1e-3)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
+
+
+def struct(shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def nbytes(tree):
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+# More than a TPU keeps on the chip; none of it is ever allocated.
+PARAMS = [struct((2048, 2048))] * 12
+BATCH = struct((1024, 2048), "float16")
+# What is compiled for eight devices, which takes a TPU's compiler longer.
+FEWER_PARAMS = [struct((1024, 1024))] * 4
+LARGER_BATCH = struct((2048, 1024), "float16")
+# What is compiled only to see that it can be.
+SMALL_PARAMS = [struct((128, 128))] * 2
+SMALL_BATCH = struct((16, 128), "float16")
+
+
+def mlp(params, x):
+    """The loss of a model that casts its parameters to float16 itself."""
+    for w in params:
+        x = jnp.tanh(x @ w.astype(jnp.float16))
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def compile_for(placement, function, *args, donate=()):
+    placed = _targets.place(args, placement)
+    return _hlo.Program(jax.jit(function, donate_argnums=donate).lower(*placed).compile())
+
+
+def optimizer_step(way, target, dtype):
+    grads = [struct(p.shape, dtype) for p in PARAMS]
+    args = (PARAMS, jax.eval_shape(way.init, PARAMS), grads)
+    return compile_for(target.device(), way.step, *args, donate=(0, 1))
+
+
+def whole_step(way, target):
+    args = (PARAMS, jax.eval_shape(way.init, PARAMS), BATCH)
+    return compile_for(target.device(), way.train(mlp), *args, donate=(0, 1))
+
+
+@functools.cache
+def plain_optimizer_step(inner, target, dtype):
+    return optimizer_step(_ways.plain(inner), target, dtype)
+
+
+@functools.cache
+def plain_whole_step(target):
+    return whole_step(_ways.plain(ADAMW), target)
+
+
+def extra_memory(ours, plain):
+    """In parts of the parameters' bytes."""
+    return (ours.temp_bytes - plain.temp_bytes) / nbytes(PARAMS)
+
+
+def copies_a_parameter(program):
+    return any(copy.nbytes >= nbytes(PARAMS[0]) for copy in program.copies)
+
+
+def parallel_step(door, target, placement, **options):
+    """The program of each of eight devices, over which the batch is spread."""
+    mesh = target.mesh("data", axis_types=(AxisType.Auto,))
+    everywhere, spread = NamedSharding(mesh, P()), _targets.by_rows(mesh)
+    if door is None:
+        way = _ways.plain(ADAMW)
+    else:
+        axis_name = "data" if placement == "shard_map" else None
+        way = DOORS[door](ADAMW, "dynamic", axis_name=axis_name, **options)
+
+    def gathered_mlp(params, x):
+        gather = lambda w: lax.with_sharding_constraint(w.astype(jnp.float16), everywhere)
+        return mlp([gather(w) for w in params], x)
+
+    step = {
+        "data parallelism": lambda: way.train(mlp),
+        "FSDP": lambda: way.train(gathered_mlp),
+        "shard_map": lambda: jax.shard_map(
+            way.train(lambda params, x: lax.pmean(mlp(params, x), "data")),
+            mesh=mesh,
+            in_specs=(P(), P(), P("data")),
+            out_specs=P(),
+        ),
+    }[placement]()
+    carry = (FEWER_PARAMS, jax.eval_shape(way.init, FEWER_PARAMS))
+    carry = _targets.place(carry, spread if placement == "FSDP" else everywhere)
+    batch = _targets.place(LARGER_BATCH, spread)
+    return _hlo.Program(jax.jit(step, donate_argnums=(0, 1)).lower(*carry, batch).compile())
+
+
+@functools.cache
+def plain_parallel_step(target, placement):
+    return parallel_step(None, target, placement)
+
+
+def further_collectives(ours, plain):
+    """How many, and of how many bytes in all."""
+    return (
+        len(ours.collectives) - len(plain.collectives),
+        sum(o.nbytes for o in ours.collectives) - sum(o.nbytes for o in plain.collectives),
+    )
+
+
+def gathered(program):
+    return sum(o.nbytes for o in program.collectives if o.opcode == "all-gather")
+
+
+def installed(target):
+    if not target.is_installed:
+        pytest.skip(f"no compiler for {target.name} is installed")
+    return target
+
+
+def over_targets(*targets):
+    return pytest.mark.parametrize("target", targets, ids=lambda target: target.name)
+
+
+@pytest.fixture(autouse=True)
+def _compiler(request):
+    installed(request.getfixturevalue("target"))
+
+
+over_h100 = over_targets(_targets.H100)
+over_two = over_targets(_targets.H100, _targets.V5E)
+over_doors = pytest.mark.parametrize("door", DOORS)
+over_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+over_placements = pytest.mark.parametrize("placement", ["data parallelism", "FSDP", "shard_map"])
+
+
+@over_targets(*_targets.TARGETS)
+@over_dtypes
+@over_doors
+def test_the_optimizer_step_stays_in_place(target, door, dtype):
+    plain = plain_optimizer_step(ADAMW, target, dtype)
+    ours = optimizer_step(DOORS[door](ADAMW, "dynamic"), target, dtype)
+    assert extra_memory(ours, plain) <= 0.05
+    assert not copies_a_parameter(ours)
+
+
+@over_h100
+@over_dtypes
+@over_doors
+def test_the_optimizer_step_reads_the_gradients_once_more(target, door, dtype):
+    plain = plain_optimizer_step(ADAMW, target, dtype)
+    ours = optimizer_step(DOORS[door](ADAMW, "dynamic"), target, dtype)
+    once = sum(p.size for p in PARAMS) * jnp.dtype(dtype).itemsize
+    assert 0.99 * once <= ours.bytes_moved - plain.bytes_moved <= 1.01 * once
+
+
+@over_h100
+@over_dtypes
+@over_doors
+def test_with_a_clip_inside_the_gradients_are_read_no_more_often(target, door, dtype):
+    """The norm and the check take one pass together."""
+    plain = plain_optimizer_step(CLIPPED, target, dtype)
+    ours = optimizer_step(DOORS[door](CLIPPED, "dynamic"), target, dtype)
+    # What remains are the flags of rows and columns, and scalars.
+    assert ours.bytes_moved - plain.bytes_moved <= 1e-3 * nbytes(PARAMS)
+
+
+@over_two
+@pytest.mark.parametrize("compute_dtype", [None, jnp.float16], ids=["casts", "compute_dtype"])
+@over_doors
+def test_a_whole_float16_step_takes_the_memory_of_the_plain_one(target, door, compute_dtype):
+    plain = plain_whole_step(target)
+    ours = whole_step(DOORS[door](ADAMW, "dynamic", compute_dtype), target)
+    assert extra_memory(ours, plain) <= 0.15
+    assert not copies_a_parameter(ours)
+    if target is _targets.H100:
+        assert ours.bytes_moved <= 1.06 * plain.bytes_moved
+
+
+@over_two
+@over_placements
+@over_doors
+def test_devices_agree_by_one_scalar(target, door, placement):
+    plain = plain_parallel_step(target, placement)
+    ours = parallel_step(door, target, placement)
+    count, size = further_collectives(ours, plain)
+    assert count <= 1
+    assert size <= 4
+    assert gathered(ours) <= gathered(plain)
+
+
+@over_h100
+@over_doors
+def test_a_conditional_would_be_noticed(target, door):
+    """What the tests above are for: none of them would pass with the wrong branch."""
+    plain = plain_optimizer_step(ADAMW, target, "float32")
+    ours = optimizer_step(DOORS[door](ADAMW, "dynamic", branch="cond"), target, "float32")
+    assert extra_memory(ours, plain) > 2.9
+    assert copies_a_parameter(ours)
+    assert ours.bytes_moved > 1.9 * plain.bytes_moved
+    plain = plain_parallel_step(target, "FSDP")
+    ours = parallel_step(door, target, "FSDP", branch="cond")
+    assert gathered(ours) > gathered(plain)
+
+
+def make(loss_scale):
+    """One with the default arguments, and 128 or what is allowed for those without."""
+    allowed = {"min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5}
+    parameters = inspect.signature(loss_scale).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty]
+    return loss_scale(*[allowed.get(name, 128) for name in required])
+
+
+def public(module):
+    return {name: x for name, x in vars(module).items() if not name.startswith("_")}
+
+
+LOSS_SCALES = {
+    name: x
+    for name, x in public(ols).items()
+    if isinstance(x, type) and issubclass(x, ols.LossScale) and x is not ols.LossScale
+} | {
+    f"presets.{name}": x
+    for name, x in public(ols.presets).items()
+    if inspect.isfunction(x) and name != "get"
+}
+
+
+@over_two
+@pytest.mark.parametrize("loss_scale", LOSS_SCALES)
+def test_every_loss_scale_compiles(target, loss_scale):
+    way = _ways.apply_gradients(optax.sgd(0.1), make(LOSS_SCALES[loss_scale]))
+    args = (SMALL_PARAMS, jax.eval_shape(way.init, SMALL_PARAMS), SMALL_BATCH)
+    assert compile_for(target.device(), way.train(mlp), *args).kernels
+
+
+def scaled_grads(params, x):
+    return ols.grad(mlp, ols.DynamicLossScale())(params, x)
+
+
+def tapped(params, x):
+    loss_fn = lambda params, x, probe: mlp(params, ols.tap(jnp.tanh(x @ params[0]), probe))
+    return ols.grad(loss_fn, ols.DynamicLossScale(), argnums=(0, 2))(params, x, ols.probe())
+
+
+DIAGNOSES = {
+    "tap": tapped,
+    "all_finite": lambda params, x: ols.all_finite(scaled_grads(params, x)),
+    "nonfinite_leaves": lambda params, x: ols.nonfinite_leaves(scaled_grads(params, x)),
+    "underflow_report": lambda params, x: ols.underflow_report(
+        scaled_grads(params, x), ols.DynamicLossScale()
+    ),
+    "metrics": lambda params, x: ols.metrics(ols.with_loss_scale(ADAMW).init(params)),
+    "find_initial_scale": lambda params, x: calibration._search(mlp, False, params, (x,), {}),
+}
+
+
+@over_two
+@pytest.mark.parametrize("diagnosis", DIAGNOSES)
+def test_every_diagnosis_compiles(target, diagnosis):
+    function = DIAGNOSES[diagnosis]
+    assert compile_for(target.device(), function, SMALL_PARAMS, SMALL_BATCH).operations
