@@ -46,7 +46,8 @@ def test_a_finite_loss_changes_nothing(loss_scale):
     state = tx.init(PARAMS)
     for grads in (PARAMS, jax.tree.map(lambda p: p * jnp.inf, PARAMS)):
         with_value = tx.apply_gradients(grads, state, PARAMS, value=3.0)
-        chex.assert_trees_all_equal(with_value, tx.apply_gradients(grads, state, PARAMS))
+        without = tx.apply_gradients(grads, state, PARAMS)
+        chex.assert_trees_all_close(with_value, without, rtol=1e-6)  # another program
 
 
 def test_check_raises_when_the_loss_stays_nan():
