@@ -27,27 +27,30 @@ def apply_or_skip(
 
     Args:
       should_apply: a bool, shape ().
-      apply: told whether its result counts; traced once, whatever the platforms.
+      apply: told whether it runs only where all is finite; traced once, whatever the platforms.
       skipped: from the results, or their shapes, to what stands in for them.
       branch: `"cond"`, `"select"`, or None for the first on CPU and the second elsewhere,
         chosen by the platform that the program is lowered for.
     """
     if branch == "select":
-        return _select(should_apply, apply(should_apply), skipped)
+        return _select(should_apply, apply(jnp.zeros_like(should_apply)), skipped)
     if branch == "cond":
         return _cond(should_apply, partial(apply, True), skipped)
     # A predicate that is a constant costs nothing: the compiler puts the branch that is always
     # taken in the conditional's place, and the case that is always selected in the select's.
-    taken, selected = lax.platform_dependent(should_apply, cpu=_branched, default=_selected)
-    return _select(selected, _cond(taken, partial(apply, selected), skipped), skipped)
+    taken, selected, finite = lax.platform_dependent(
+        should_apply, cpu=_branched, default=_selected
+    )
+    return _select(selected, _cond(taken, partial(apply, finite), skipped), skipped)
 
 
-def _branched(should_apply: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return should_apply, jnp.ones_like(should_apply)
+def _branched(should_apply: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    always = jnp.ones_like(should_apply)
+    return should_apply, always, always
 
 
-def _selected(should_apply: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return jnp.ones_like(should_apply), should_apply
+def _selected(should_apply: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return jnp.ones_like(should_apply), should_apply, jnp.zeros_like(should_apply)
 
 
 def _cond(taken: jax.Array, apply: Callable[[], T], skipped: Callable[[T], T]) -> T:

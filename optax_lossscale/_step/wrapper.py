@@ -208,7 +208,7 @@ def with_loss_scale(
       branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select in
         each kernel that computes a result; or None, by whichever keeps the step in place
         on the platform that it is compiled for, the first on CPU and the second on GPU and
-        TPU. Under a select `inner` runs at every step, on zeros where that is skipped. So
+        TPU. Under a select `inner` runs at every step, with zeros for what is not finite. So
         say `"cond"` where that would be wrong or dear: an `inner` that acts on the outside,
         by a callback, or takes long to compute, as a line search or an `eigh`.
 
@@ -320,12 +320,12 @@ class _Wrapper:
         value = None if value is None else _scalar(value)
         loss_scale, should_apply = self._check(filled, value, state.loss_scale)
 
-        def apply(counts):
+        def apply(finite):
             # The gradients are unscaled a second time, here where that fuses with the
             # inner update: so the check leaves no unscaled copy of them in memory.
-            grads, loss = _unscale(state.loss_scale, filled, self.mask), value
-            if counts is not True:
-                grads, loss = _zeros_unless(counts, (grads, loss))
+            finite_only = partial(_zeros_for_nonfinite, finite)
+            grads = _unscale(state.loss_scale, filled, self.mask, unscaled=finite_only)
+            loss = finite_only(value)
             updates, inner_state = self._inner_update(
                 grads, state.inner_state, params, loss, extra_args
             )
@@ -372,21 +372,37 @@ def wrapper_states(state: Any) -> list[LossScaleState]:
     return [plain(x) for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
 
 
-def _unscale(loss_scale: LossScale, scaled_grads: Any, mask: Any, masked=at_least_float32) -> Any:
-    """Unscaled gradients; where the mask is False, `masked` of each leaf instead."""
+def _unscale(
+    loss_scale: LossScale,
+    scaled_grads: Any,
+    mask: Any,
+    masked=at_least_float32,
+    unscaled=lambda grads: grads,
+) -> Any:
+    """`unscaled` of unscaled gradients; where the mask is False, `masked` of each leaf instead."""
     return jax.tree.map(
-        lambda keep, g: loss_scale.unscale(g) if keep else jax.tree.map(masked, g),
+        lambda keep, g: unscaled(loss_scale.unscale(g)) if keep else jax.tree.map(masked, g),
         mask_of(scaled_grads, mask),
         scaled_grads,
     )
 
 
-def _zeros_unless(counts: jax.Array, grads: Any) -> Any:
-    """The gradients, zero where the step does not count: so inner sees no NaN."""
+def _zeros_for_nonfinite(known: Any, grads: Any) -> Any:
+    """The gradients, zero where they are not finite, unless all are known to be.
+
+    Number by number, which waits for no answer from the check: so a clip's norm of them is
+    computed in the check's own pass.
+    """
+    if known is True:
+        return grads
     zeros = {jax.typeof(g): g for g in jax.tree.leaves(grads) if is_inexact(g)}
     zeros = {kind: jnp.zeros_like(g) for kind, g in zeros.items()}
-    select = lambda g: lax.select(counts, g, zeros[jax.typeof(g)]) if is_inexact(g) else g
-    return jax.tree.map(select, grads)
+
+    def zero_for_nonfinite(g):
+        is_finite = jnp.isfinite if jnp.iscomplexobj(g) else lax.is_finite  # quicker to trace
+        return lax.select(known, g, lax.select(is_finite(g), g, zeros[jax.typeof(g)]))
+
+    return jax.tree.map(lambda g: zero_for_nonfinite(g) if is_inexact(g) else g, grads)
 
 
 def _counted(state: LossScaleState, should_apply: jax.Array) -> dict[str, jax.Array]:
