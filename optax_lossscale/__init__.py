@@ -23,12 +23,9 @@ from optax_lossscale._scales.loss_scale import LossScale, state
 from optax_lossscale._scales.tolerance import ToleranceLossScale
 from optax_lossscale._step.gradient import grad, scale_gradient, scale_loss, value_and_grad
 from optax_lossscale._step.master_weights import MasterWeightsState, with_master_weights
+from optax_lossscale._step.state import LossScaleState
 from optax_lossscale._step.where_applied import where_applied
-from optax_lossscale._step.wrapper import (
-    LossScaledTransformation,
-    LossScaleState,
-    with_loss_scale,
-)
+from optax_lossscale._step.wrapper import LossScaledTransformation, with_loss_scale
 
 if TYPE_CHECKING:
     from optax_lossscale import plot as plot

@@ -15,7 +15,7 @@ from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.get import get_loss_scale
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._step.wrapper import wrapper_states
+from optax_lossscale._step.state import wrapper_states
 
 # The exponents of the loss scales to try. At high ones a gradient that is multiplied once too
 # often stands out, at low ones one that is divided: smaller changes are lost in the rounding of a

@@ -10,7 +10,7 @@ from optax_lossscale._diagnosis.places import refuse_unordered
 from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._scales.get import get_loss_scale
 from optax_lossscale._scales.validation import at_hand, count
-from optax_lossscale._step.wrapper import wrapper_states
+from optax_lossscale._step.state import wrapper_states
 
 
 class LossScaleError(RuntimeError):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._scales.get import get_loss_scale
-from optax_lossscale._step.wrapper import wrapper_states
+from optax_lossscale._step.state import wrapper_states
 
 
 def metrics(state: Any) -> dict[str, jax.Array]:

@@ -1,13 +1,19 @@
-"""What a step may be given besides a state, and the errors that say so."""
+"""What a step may be given, and the errors that say so."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.names import path_name
+from optax_lossscale._arrays.precision import dtype_of
+from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.validation import shown
+from optax_lossscale._step.state import LossScaleState
 
 Mask = Any | Callable[[Any], Any]
 
@@ -62,3 +68,57 @@ def refuse_other_masks(mask: Mask | None) -> None:
                 "mask must be a tree of bools, or a function from the gradients to one; got "
                 f"{shown(leaf)} in it"
             )
+
+
+def refuse_other_states(state: Any, order: str) -> None:
+    """Raises for what is no state of this transformation, or came back as something else."""
+    if not isinstance(state, LossScaleState):
+        raise TypeError(
+            "the state must be the LossScaleState that this transformation's init or its "
+            f"last step returned, got a {type(state).__name__}; the order of the arguments "
+            f"is {order}"
+        )
+    if not isinstance(state.loss_scale, LossScale):
+        raise TypeError(
+            f"the state's loss_scale must be a LossScale, got {shown(state.loss_scale)}: restore "
+            "a checkpoint into the state that tx.init(params) returns"
+        )
+    kind = dtype_of(state.should_apply)
+    if kind != np.bool_:
+        raise TypeError(
+            f"the state's should_apply came back as {kind}: a transformation around the wrapper "
+            "has computed with its state, as SAM's transparent mode does. Put it inside: "
+            "with_loss_scale(optax.contrib.sam(…))"
+        )
+
+
+def refuse_another_configuration(given: LossScale, own: LossScale) -> None:
+    """Raises for a loss scale that goes by other rules than the transformation's."""
+    if jax.tree.structure(given) != jax.tree.structure(own):
+        raise ValueError(
+            "the state's loss scale is of another configuration than this transformation's:\n"
+            f"  state:          {given.get_config()}\n  transformation: {own.get_config()}\n"
+            "To go on with this configuration, keep the rest of the state: "
+            "tx.init(params)._replace(inner_state=state.inner_state)"
+        )
+
+
+def refuse_masked(scaled_grads: Any) -> None:
+    """Raises where others see the gradients that are left out here, which are scaled."""
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)
+    if any(map(is_masked, jax.tree.leaves(scaled_grads, is_leaf=is_masked))):
+        raise ValueError(
+            "with_loss_scale is inside optax.masked, optax.partition or optax.multi_transform, "
+            "which hand the gradients of all other parameters on as they are, scaled: wrap the "
+            "whole of it, as in with_loss_scale(optax.masked(inner, mask))"
+        )
+
+
+def scalar(value: ArrayLike) -> jax.Array:
+    """The true loss, as an array."""
+    if np.shape(value) != ():
+        raise TypeError(
+            f"value must be the true loss, a scalar, got shape {np.shape(value)}; reduce it, with "
+            "jnp.mean say"
+        )
+    return jnp.asarray(value)

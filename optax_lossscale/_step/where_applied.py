@@ -8,7 +8,7 @@ from jax import lax
 
 from optax_lossscale._arrays.precision import dtype_of, is_array, strong
 from optax_lossscale._arrays.variables import is_variable, plain
-from optax_lossscale._step.wrapper import wrapper_states
+from optax_lossscale._step.state import wrapper_states
 
 T = TypeVar("T")
 

@@ -1,57 +1,19 @@
-"""The optimizer wrapper: unscale, check, apply or skip, adapt."""
+"""The optimizer wrapper: what a user calls."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import Any, Protocol, get_args
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_inexact, strong
-from optax_lossscale._arrays.variables import plain
 from optax_lossscale._scales.get import LossScaleLike, get
-from optax_lossscale._scales.loss_scale import AxisName, LossScale, on_all_replicas
-from optax_lossscale._scales.validation import refuse, shown
-from optax_lossscale._step.branch import Branch, apply_or_skip
+from optax_lossscale._scales.loss_scale import AxisName
+from optax_lossscale._scales.validation import refuse
+from optax_lossscale._step.branch import Branch
 from optax_lossscale._step.gradient import value_and_grad
-from optax_lossscale._step.inputs import (
-    Mask,
-    mask_of,
-    refuse_other_leaves,
-    refuse_other_masks,
-    refuse_other_shapes,
-)
-from optax_lossscale._step.master_weights import with_copies_of_narrow
-from optax_lossscale._step.missing import (
-    as_inner_sees,
-    drop_missing,
-    fill_missing,
-    keep_slots,
-    zeros_for_missing,
-)
-
-
-class LossScaleState(NamedTuple):
-    """State of `with_loss_scale`.
-
-    Attributes:
-      loss_scale: the loss scale, with what it counts.
-      inner_state: the state of the wrapped optimizer.
-      should_apply: whether the last step was applied; bool, shape ().
-      skipped_steps: the steps skipped so far; int32, shape ().
-      consecutive_skipped_steps: those since the last applied step; int32, shape ().
-    """
-
-    loss_scale: LossScale
-    inner_state: Any
-    should_apply: jax.Array
-    skipped_steps: jax.Array
-    consecutive_skipped_steps: jax.Array
+from optax_lossscale._step.inputs import Mask, refuse_other_masks, refuse_other_states
+from optax_lossscale._step.state import LossScaleState
+from optax_lossscale._step.step import Step
 
 
 class _Init(Protocol):
@@ -119,13 +81,13 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           ValueError: if the gradients' structure is not the parameters', or the state is that
             of another configuration.
         """
-        wrapper = getattr(self.update, "__self__", None)
-        if not isinstance(wrapper, _Wrapper):
+        step = getattr(self.update, "__self__", None)
+        if not isinstance(step, Step):
             raise TypeError(
                 "apply_gradients is the step of with_loss_scale's own update, which was replaced: "
                 "call update and optax.apply_updates instead"
             )
-        return wrapper.apply_gradients(scaled_grads, state, params, value=value, **extra_args)
+        return step.apply_gradients(scaled_grads, state, params, value=value, **extra_args)
 
     def minimize(
         self,
@@ -165,7 +127,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
                 f"loss_fn must be a function, got a {type(loss_fn).__name__}; the order of the "
                 f"arguments is {order}"
             )
-        _refuse_other_states(state, order)
+        refuse_other_states(state, order)
         differentiate = value_and_grad(
             loss_fn, state, has_aux=has_aux, compute_dtype=compute_dtype
         )
@@ -247,248 +209,5 @@ def with_loss_scale(
     if branch is not None and branch not in get_args(Branch):
         refuse("branch", branch, "'cond', 'select', or None for the platform's own")
     refuse_other_masks(mask)
-    wrapper = _Wrapper(inner, get(loss_scale), axis_name, mask, branch)
-    return LossScaledTransformation(wrapper.init, wrapper.update)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Wrapper:
-    """What a step needs to know, and the step."""
-
-    inner: optax.GradientTransformation
-    loss_scale: LossScale
-    axis_name: AxisName | None
-    mask: Mask | None
-    branch: Branch | None
-
-    def init(self, params: Any) -> LossScaleState:
-        """The state before the first step."""
-        refuse_other_leaves("params", params)
-        inner_state = self.inner.init(jax.tree.map(as_inner_sees, params))
-        inner_state = with_copies_of_narrow(inner_state, self.inner.init, params)
-        if wrapper_states(inner_state):
-            raise ValueError(
-                "a part of inner is wrapped in with_loss_scale already, and would see its "
-                "gradients divided by the loss scale twice: wrap the whole optimizer, once"
-            )
-        return LossScaleState(
-            # Copies: what init hands out may be donated, and the optimizer lives on.
-            loss_scale=jax.tree.map(jnp.array, self.loss_scale),
-            inner_state=_unaliased(jax.tree.map(strong, inner_state), params),
-            should_apply=jnp.array(True),
-            skipped_steps=jnp.zeros((), jnp.int32),
-            consecutive_skipped_steps=jnp.zeros((), jnp.int32),
-        )
-
-    def update(
-        self,
-        updates: Any,
-        state: LossScaleState,
-        params: Any = None,
-        *,
-        value: ArrayLike | None = None,
-        **extra_args: Any,
-    ) -> tuple[Any, LossScaleState]:
-        """One step, from scaled gradients to updates; a skipped one gives zeros."""
-        zeros = lambda updates: jax.tree.map(jnp.zeros_like, updates)
-        return self._step(updates, state, params, value, extra_args, zeros_for_missing, zeros)
-
-    def apply_gradients(
-        self,
-        scaled_grads: Any,
-        state: LossScaleState,
-        params: Any,
-        *,
-        value: ArrayLike | None = None,
-        **extra_args: Any,
-    ) -> tuple[Any, LossScaleState]:
-        """One step, from scaled gradients to parameters; a skipped one gives those before."""
-        if params is None:
-            raise ValueError("apply_gradients needs the parameters: gradients, state, params")
-        kept = lambda new_params: jax.tree.map(strong, params)
-        return self._step(scaled_grads, state, params, value, extra_args, _apply_updates, kept)
-
-    def _step(self, scaled_grads, state, params, value, extra_args, result, skipped):
-        """One step to `result(updates, params)`, or to what is `skipped` in its place."""
-        _refuse_other_states(state, "gradients, state, params")
-        _refuse_another_configuration(state.loss_scale, self.loss_scale)
-        _refuse_masked(scaled_grads)
-        refuse_other_leaves("the gradients", scaled_grads)
-        filled = fill_missing(scaled_grads, params)
-        if params is not None and not isinstance(params, optax.LookaheadParams):
-            refuse_other_shapes(filled, params)
-        value = None if value is None else _scalar(value)
-        loss_scale, should_apply = self._check(filled, value, state.loss_scale)
-
-        def apply(finite):
-            # The gradients are unscaled a second time, here where that fuses with the
-            # inner update: so the check leaves no unscaled copy of them in memory.
-            finite_only = partial(_zeros_for_nonfinite, finite)
-            grads = _unscale(state.loss_scale, filled, self.mask, unscaled=finite_only)
-            loss = finite_only(value)
-            updates, inner_state = self._inner_update(
-                grads, state.inner_state, params, loss, extra_args
-            )
-            inner_state = keep_slots(self.inner, inner_state, state.inner_state, scaled_grads)
-            return result(drop_missing(updates, scaled_grads), params), inner_state
-
-        if should_apply is True:
-            new, inner_state = apply(True)
-            return new, state._replace(loss_scale=loss_scale, inner_state=inner_state)
-
-        kept = lambda result: (skipped(result[0]), state.inner_state)
-        new, inner_state = apply_or_skip(should_apply, apply, kept, self.branch)
-        return new, LossScaleState(loss_scale, inner_state, **_counted(state, should_apply))
-
-    def _check(self, scaled_grads, value, loss_scale):
-        """The adapted loss scale, and whether gradients and loss are such that they apply."""
-        checked = _unscale(loss_scale, scaled_grads, self.mask, masked=lambda grads: None)
-        adapted, should_apply = loss_scale.update(checked, self.axis_name)
-        if jax.tree.structure(adapted) != jax.tree.structure(loss_scale):
-            raise TypeError(
-                f"{type(loss_scale).__name__} must adapt to another of its kind, with the same "
-                f"configuration: return self.replace(…) from adjust. Got {adapted!r}"
-            )
-        if value is None:
-            return adapted, should_apply
-        # The forward pass does not depend on the loss scale: no other would have helped.
-        loss_finite = on_all_replicas(jnp.isfinite(value), self.axis_name)
-        kept = partial(jnp.where, loss_finite)
-        return jax.tree.map(kept, adapted, loss_scale), loss_finite & should_apply
-
-    def _inner_update(self, grads, inner_state, params, value, extra_args):
-        """The inner update, which sees parameters in float32 or wider."""
-        inner = optax.with_extra_args_support(self.inner)
-        extra_args = extra_args if value is None else {"value": value} | extra_args
-        wide_params = jax.tree.map(as_inner_sees, params)
-        updates, new_state = inner.update(grads, inner_state, wide_params, **extra_args)
-        keep_dtype = lambda new, old: strong(new, dtype_of(old))
-        return updates, jax.tree.map(keep_dtype, new_state, inner_state)
-
-
-def wrapper_states(state: Any) -> list[LossScaleState]:
-    """Every `LossScaleState` in an optimizer state, however deep it lies."""
-    is_state = lambda x: isinstance(x, LossScaleState)
-    return [plain(x) for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
-
-
-def _unscale(
-    loss_scale: LossScale,
-    scaled_grads: Any,
-    mask: Any,
-    masked=at_least_float32,
-    unscaled=lambda grads: grads,
-) -> Any:
-    """`unscaled` of unscaled gradients; where the mask is False, `masked` of each leaf instead."""
-    return jax.tree.map(
-        lambda keep, g: unscaled(loss_scale.unscale(g)) if keep else jax.tree.map(masked, g),
-        mask_of(scaled_grads, mask),
-        scaled_grads,
-    )
-
-
-def _zeros_for_nonfinite(known: Any, grads: Any) -> Any:
-    """The gradients, zero where they are not finite, unless all are known to be.
-
-    Number by number, which waits for no answer from the check: so a clip's norm of them is
-    computed in the check's own pass.
-    """
-    if known is True:
-        return grads
-    zeros = {jax.typeof(g): g for g in jax.tree.leaves(grads) if is_inexact(g)}
-    zeros = {kind: jnp.zeros_like(g) for kind, g in zeros.items()}
-
-    def zero_for_nonfinite(g):
-        is_finite = jnp.isfinite if jnp.iscomplexobj(g) else lax.is_finite  # quicker to trace
-        return lax.select(known, g, lax.select(is_finite(g), g, zeros[jax.typeof(g)]))
-
-    return jax.tree.map(lambda g: zero_for_nonfinite(g) if is_inexact(g) else g, grads)
-
-
-def _counted(state: LossScaleState, should_apply: jax.Array) -> dict[str, jax.Array]:
-    """Whether the step was applied, and the skipped ones counted."""
-    one_more = optax.safe_increment
-    skipped, in_a_row = state.skipped_steps, state.consecutive_skipped_steps
-    return {
-        "should_apply": jnp.asarray(should_apply, bool),
-        "skipped_steps": jnp.where(should_apply, skipped, one_more(skipped)),
-        "consecutive_skipped_steps": jnp.where(should_apply, 0, one_more(in_a_row)),
-    }
-
-
-def _scalar(value: ArrayLike) -> jax.Array:
-    if np.shape(value) != ():
-        raise TypeError(
-            f"value must be the true loss, a scalar, got shape {np.shape(value)}; reduce it, with "
-            "jnp.mean say"
-        )
-    return jnp.asarray(value)
-
-
-def _refuse_other_states(state: Any, order: str) -> None:
-    if not isinstance(state, LossScaleState):
-        raise TypeError(
-            "the state must be the LossScaleState that this transformation's init or its "
-            f"last step returned, got a {type(state).__name__}; the order of the arguments "
-            f"is {order}"
-        )
-    if not isinstance(state.loss_scale, LossScale):
-        raise TypeError(
-            f"the state's loss_scale must be a LossScale, got {shown(state.loss_scale)}: restore "
-            "a checkpoint into the state that tx.init(params) returns"
-        )
-    kind = dtype_of(state.should_apply)
-    if kind != np.bool_:
-        raise TypeError(
-            f"the state's should_apply came back as {kind}: a transformation around the wrapper "
-            "has computed with its state, as SAM's transparent mode does. Put it inside: "
-            "with_loss_scale(optax.contrib.sam(…))"
-        )
-
-
-def _refuse_another_configuration(given: LossScale, own: LossScale) -> None:
-    if jax.tree.structure(given) != jax.tree.structure(own):
-        raise ValueError(
-            "the state's loss scale is of another configuration than this transformation's:\n"
-            f"  state:          {given.get_config()}\n  transformation: {own.get_config()}\n"
-            "To go on with this configuration, keep the rest of the state: "
-            "tx.init(params)._replace(inner_state=state.inner_state)"
-        )
-
-
-def _refuse_masked(scaled_grads: Any) -> None:
-    is_masked = lambda x: isinstance(x, optax.MaskedNode)
-    if any(map(is_masked, jax.tree.leaves(scaled_grads, is_leaf=is_masked))):
-        raise ValueError(
-            "with_loss_scale is inside optax.masked, optax.partition or optax.multi_transform, "
-            "which hand the gradients of all other parameters on as they are, scaled: wrap the "
-            "whole of it, as in with_loss_scale(optax.masked(inner, mask))"
-        )
-
-
-def _unaliased(state: Any, params: Any) -> Any:
-    """A state that shares no array with the parameters or itself, for both to be donated."""
-    seen = {id(p) for p in jax.tree.leaves(params)}
-
-    def unaliased(x):
-        if isinstance(x, jax.Array) and id(x) in seen:
-            return jnp.copy(x)
-        seen.add(id(x))
-        return x
-
-    return jax.tree.map(unaliased, state)
-
-
-def _apply_updates(updates: Any, params: Any) -> Any:
-    """`optax.apply_updates`, in float32 or wider; a parameter without an update stays."""
-
-    def apply(p, u):
-        if u is not None and np.shape(u) != np.shape(p):
-            raise ValueError(
-                f"the update of a parameter of shape {np.shape(p)} has the shape {np.shape(u)}; "
-                "gradients of a batch are to be averaged first"
-            )
-        new = p if u is None else optax.apply_updates(at_least_float32(p), u)
-        return strong(new, dtype_of(p))
-
-    return jax.tree.map(apply, params, updates)
+    step = Step(inner, get(loss_scale), axis_name, mask, branch)
+    return LossScaledTransformation(step.init, step.update)

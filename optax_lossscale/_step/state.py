@@ -1,0 +1,32 @@
+"""What an optimizer with loss scaling keeps from step to step."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from optax_lossscale._arrays.variables import plain
+from optax_lossscale._scales.loss_scale import LossScale
+
+
+class LossScaleState(NamedTuple):
+    """State of `with_loss_scale`.
+
+    Attributes:
+      loss_scale: the loss scale, with what it counts.
+      inner_state: the state of the wrapped optimizer.
+      should_apply: whether the last step was applied; bool, shape ().
+      skipped_steps: the steps skipped so far; int32, shape ().
+      consecutive_skipped_steps: those since the last applied step; int32, shape ().
+    """
+
+    loss_scale: LossScale
+    inner_state: Any
+    should_apply: jax.Array
+    skipped_steps: jax.Array
+    consecutive_skipped_steps: jax.Array
+
+
+def wrapper_states(state: Any) -> list[LossScaleState]:
+    """Every `LossScaleState` in an optimizer state, however deep it lies."""
+    is_state = lambda x: isinstance(x, LossScaleState)
+    return [plain(x) for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
