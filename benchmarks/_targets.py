@@ -61,6 +61,8 @@ class Target:
         return Mesh(np.array(self._devices(self.many)), (axis,), **kwargs)
 
     def _devices(self, topology: dict[str, str]) -> list[jax.Device]:
+        # Looking for devices of their own, the plugins would find none, and compile no more.
+        jax.config.update("jax_platforms", "cpu")
         for name, value in _LIBTPU.items():
             os.environ.setdefault(name, value)
         return topologies.get_topology_desc(platform=self.platform, **topology).devices
