@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import optax_lossscale as ols
 
@@ -170,12 +169,3 @@ def test_the_page_of_the_demo_is_the_documentations(capsys):
     verdict, scale, *_ = capsys.readouterr().out.splitlines()
     document = (root / "docs/diagnosis.md").read_text()
     assert f"```text\n{verdict}\n{scale}\n" in document
-
-
-def test_takes_modules():
-    """Whose gradients `value_and_grad` refuses."""
-    module = nnx.Linear(8, 8, dtype=jnp.float16, rngs=nnx.Rngs(0))
-    loss_fn = lambda module, x: jnp.mean(module(x).astype(jnp.float32) ** 2) * 2.0**-18
-    diagnosis = ols.diagnose(loss_fn, module, X)
-    assert diagnosis.initial_scale == ols.find_initial_scale(loss_fn, module, X)
-    assert any("kernel" in name for name in diagnosis.underflow)

@@ -170,3 +170,12 @@ def test_a_mistake_in_a_step_that_changes_nnx_modules_in_place_is_found(mistake)
         ols.testing.assert_scale_invariant(step, model, optimizer, x)
     chex.assert_trees_all_equal(nnx.to_pure_dict(nnx.state(model, nnx.Param)), before)
     assert optimizer.step[...] == 0
+
+
+def test_diagnose_takes_modules():
+    """Whose gradients `value_and_grad` refuses."""
+    module = nnx.Linear(3, 8, dtype=jnp.float16, rngs=nnx.Rngs(0))
+    loss_fn = lambda module, x: jnp.mean(module(x).astype(jnp.float32) ** 2) * 2.0**-18
+    diagnosis = ols.diagnose(loss_fn, module, X)
+    assert diagnosis.initial_scale == ols.find_initial_scale(loss_fn, module, X)
+    assert any("kernel" in name for name in diagnosis.underflow)
