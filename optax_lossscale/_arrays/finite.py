@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
 
+from optax_lossscale._arrays.placement import is_partitioned
 from optax_lossscale._arrays.precision import is_inexact
 
 
@@ -49,13 +49,6 @@ def largest(tree: Any) -> jax.Array:
     """
     leaves = _inexact_leaves(tree)
     return _reduce(leaves, _largest_on_cpu, _largest) if leaves else jnp.float32(0)
-
-
-def is_partitioned(x: jax.Array) -> bool:
-    """Whether the compiler may spread the array over devices, as `jit` does."""
-    mesh = jax.typeof(x).sharding.mesh
-    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    return any(size > 1 and kind != AxisType.Manual for size, kind in axes)
 
 
 def _inexact_leaves(tree: Any) -> list[jax.Array]:

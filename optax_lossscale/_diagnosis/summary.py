@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 from jax.tree_util import keystr
 
-from optax_lossscale._arrays.finite import is_partitioned
 from optax_lossscale._arrays.names import path_name
+from optax_lossscale._arrays.placement import is_partitioned
 from optax_lossscale._arrays.precision import at_least_float32, is_inexact
 
 

@@ -1,12 +1,13 @@
 """The gradients *inside* a model, where float16 really under- and overflows."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from optax_lossscale._arrays.placement import varying_axes
 from optax_lossscale._arrays.precision import is_inexact
 from optax_lossscale._diagnosis.summary import Summary, empty, summarize
 from optax_lossscale._scales import validation
@@ -123,17 +124,12 @@ def _backward(residuals, cotangent):
 
 def _of_all_replicas(summary: Summary, probe: Summary) -> Summary:
     """The summary over the axes of `shard_map` along which there is only one probe."""
-    axes = tuple(_varying_axes(summary.largest) - _varying_axes(probe.largest))
+    axes = tuple(varying_axes(summary.largest) - varying_axes(probe.largest))
     if axes:
         *counts, largest = summary
         summary = Summary(*lax.psum(counts, axes), largest=lax.pmax(largest, axes))
     # The sum varies over the axes that the probe varies over, where the summary does not.
     return jax.tree.map(lambda s, p: s + jnp.zeros_like(p), summary, probe)
-
-
-def _varying_axes(x: jax.Array) -> frozenset:
-    kind: Any = jax.typeof(x)
-    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying  # jax >= 0.9
 
 
 _tap.defvjp(_forward, _backward)

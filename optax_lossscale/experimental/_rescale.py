@@ -1,0 +1,419 @@
+"""Loss scaling inside a model: every block's backward pass at a power of two of its own."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from optax_lossscale._arrays.finite import largest
+from optax_lossscale._arrays.names import path_name
+from optax_lossscale._arrays.placement import varying_axes
+from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_array, is_inexact
+from optax_lossscale._diagnosis.tap import Probe
+from optax_lossscale._scales import validation
+from optax_lossscale._scales.loss_scale import AxisName, across
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rescaled:
+    """Activations on their way between two blocks: what `enter` and a rescaled block return.
+
+    Only `leave` and the next block read them. Beside them goes a scalar, always zero, whose
+    cotangent is the exponent of theirs.
+    """
+
+    _value: Any
+    _tally: jax.Array  # shape=(), dtype=float32
+
+
+def rescale(
+    block: Callable[..., Any],
+    *,
+    margin: int = 6,
+    cotangent_dtype: Any = None,
+    axis_name: AxisName | None = None,
+) -> Callable[..., Rescaled]:
+    """A block of a model, whose backward pass has a loss scale of its own.
+
+    One loss scale serves a model whose gradients all fit into float16 at once. Where they
+    do not, as when they shrink from block to block of a deep model, each block can be given
+    the scale that it needs: before the block's backward pass its cotangent `g` is multiplied by
+    the power of two that its own largest number asks for::
+
+        block's forward pass:   y = block(params, x)
+
+        block's backward pass:  bits = 16 - margin - exponent(max(abs(g)))
+                                d_params, d_x = vjp(block)(g * 2**bits)
+                                k = k + bits
+                                hand out  d_params / 2**k   in the parameters' dtype
+                                hand on   d_x, k            to the block before
+
+    A float16 number is below 2**16, and the largest of `g` comes to lie in `[0.5, 1)` times
+    2**(16 - margin). All of this is exact: in float32 the gradients are, bit for bit, those of the
+    model as it was, unless they are at the very ends of float32's range. There is no state;
+    `k` travels from block to block as the cotangent of a scalar that goes with the
+    activations. What comes out are the gradients of the loss as it was given, so
+    `value_and_grad` and every loss scale work around it as around any other model.
+
+    The source of the idea is Zhao et al. 2019, "Adaptive loss scaling for mixed precision
+    training"; to take the exponent from the cotangent itself, without statistics, is this
+    library's.
+
+    Args:
+      block: `block(params, x, *args, **kwargs) -> y`, a pure function of pytrees. It converts
+        parameters and activations to float16 by itself. A residual connection is inside it.
+      margin: how many bits to leave between the largest number of the cotangent and
+        float16's overflow, from 0 to 24, for what is larger inside the block. A power of two
+        that did not suffice gives gradients that are not finite, and a step that is skipped.
+      cotangent_dtype: None, or `float8_e5m2` or `float8_e4m3fn`, to which the cotangent is
+        rounded, to nearest, at the scale that uses that dtype's range. It is then converted
+        back, as JAX has cotangents in the dtype of their activations: this shows
+        what an 8-bit backward pass would lose.
+      axis_name: the axis or axes over which replicas use the same power of two. Needed only
+        for a block that itself communicates over them, under `pmap` or under `shard_map` without
+        `check_vma`; with it they agree by themselves. The only communication is one scalar.
+
+    Returns:
+      `rescaled(params, activations, *args, **kwargs) -> activations`, for `jit`, `lax.scan`,
+      `jax.checkpoint`, `vmap`, `shard_map`. `activations` are what `enter` or another rescaled
+      block returned, for a single use: if two blocks were given the same, gradients would
+      be sums of numbers at different scales, and come out as NaN instead. The gradients of
+      `params` and `args` come out at the scale of the loss; `kwargs` are not differentiated.
+      What is no array, as in an Equinox module, passes through. It raises a `TypeError` for
+      activations without `enter`, and for `params` or `args` in float16 or less, in which
+      gradients at the scale of the loss would underflow.
+
+    Raises:
+      TypeError: if `block` is no function.
+      ValueError: if `margin` or `cotangent_dtype` is none of the above.
+
+    Example:
+      Two blocks of a model in float16, which holds nothing below 2**-24:
+
+      >>> import jax, jax.numpy as jnp
+      >>> from optax_lossscale import experimental
+      >>> def block(w, x):
+      ...     return w.astype(jnp.float16) * x * 2.0**-10
+      >>> def loss_fn(ws, x, block, enter, leave):
+      ...     x = enter(x)
+      ...     for w in ws:
+      ...         x = block(w, x)
+      ...     return jnp.sum(leave(x).astype(jnp.float32)) * 2.0**-10
+      >>> ws, x = [jnp.float32(1)] * 2, jnp.full(4, 2.0**5, jnp.float16)
+      >>> same = lambda x: x
+      >>> print(*jax.grad(loss_fn)(ws, x, block, same, same))
+      0.0 0.0
+      >>> rescaled = experimental.rescale(block), experimental.enter, experimental.leave
+      >>> print(*jax.grad(loss_fn)(ws, x, *rescaled))
+      1.1920929e-07 1.1920929e-07
+    """
+    validation.function("block", block)
+    margin = validation.count("margin", margin, least=0, most=24)
+    if cotangent_dtype is not None:
+        cotangent_dtype = validation.floating_dtype("cotangent_dtype", cotangent_dtype)
+        allowed = tuple(map(jnp.dtype, (jnp.float8_e5m2, jnp.float8_e4m3fn)))
+        validation.one_of("cotangent_dtype", cotangent_dtype, allowed)
+
+    @functools.wraps(block)
+    def rescaled(params: Any, activations: Rescaled, *args: Any, **kwargs: Any) -> Rescaled:
+        _expect_activations("a rescaled block", activations)
+        _refuse_narrow((params, args))
+        (weights, x), rest = _partition(((params, args), activations._value))
+
+        def run(weights, x):
+            (params, args), x = _combine((weights, x), rest)
+            return block(params, x, *args, **kwargs)
+
+        @jax.custom_vjp
+        def boundary(weights, x, tally):
+            y = run(weights, x)
+            return y, tally + _zero(y)
+
+        def forward(weights, x, tally):
+            y, pullback = jax.vjp(run, weights, x)
+            return (y, tally + _zero(y)), (pullback, tally)
+
+        def backward(residuals, cotangents):
+            pullback, tally = residuals
+            cotangent, exponent = cotangents[0], _exponent(cotangents[1])
+            dtypes = jax.tree.map(dtype_of, cotangent)
+            cotangent, exponent = _fit(
+                cotangent, exponent, dtypes, margin, cotangent_dtype, axis_name
+            )
+            weights, x = pullback(cotangent)
+            return _unscale(weights, exponent), x, _used_once(exponent, tally)
+
+        boundary.defvjp(forward, backward)
+        return Rescaled(*boundary(weights, x, activations._tally))
+
+    return rescaled
+
+
+def rescale_model(forward: Callable[..., Any], *, margin: int = 12) -> Callable[..., Any]:
+    """A whole forward pass as one rescaled block: loss scaling without any state.
+
+    The gradients come out unscaled, from whatever differentiates the loss: for
+    trainers that do so by themselves and are given a loss function and an optimizer. The scale
+    is chosen at every step from the largest number of the loss's gradient with respect to
+    the outputs. A step that overflows all the same has gradients that are not finite, so wrap
+    the optimizer in a fixed scale that checks:
+    `with_loss_scale(inner, presets.tensorflow_contrib_fixed(1))`.
+
+    Args:
+      forward: `forward(params, *args, **kwargs) -> outputs`, a pure function of pytrees, without
+        the loss. It converts parameters and inputs to float16 by itself.
+      margin: as of `rescale`; more, as a whole model has more room to grow than a block.
+
+    Returns:
+      `rescaled(params, *args, **kwargs) -> outputs`, the outputs with their 8- and 16-bit floats
+      as float32. The gradients of `params` and `args` come out in their own dtypes, which for
+      `params` is to be float32; `kwargs` are not differentiated.
+
+    Raises:
+      TypeError: if `forward` is no function.
+      ValueError: if `margin` is not from 0 to 24.
+
+    Example:
+      The loss is so small that its gradient is zero in float16:
+
+      >>> import jax, jax.numpy as jnp
+      >>> from optax_lossscale import experimental
+      >>> def forward(w, x):
+      ...     return w.astype(jnp.float16) * x
+      >>> def loss_fn(w, forward):
+      ...     return jnp.sum(forward(w, jnp.ones(2, jnp.float16))) * 2.0**-30
+      >>> print(jax.grad(loss_fn)(jnp.float32(1), forward))
+      0.0
+      >>> grad = jax.grad(loss_fn)(jnp.float32(1), experimental.rescale_model(forward))
+      >>> float(grad) == 2 * 2.0**-30
+      True
+    """
+    block = rescale(lambda params, args, **kwargs: forward(params, *args, **kwargs), margin=margin)
+
+    @functools.wraps(forward)
+    def rescaled(params: Any, *args: Any, **kwargs: Any) -> Any:
+        return leave(block(params, enter(args), **kwargs))
+
+    return rescaled
+
+
+def enter(x: Any) -> Rescaled:
+    """Activations for the first rescaled block.
+
+    Args:
+      x: what the first block takes, any pytree of arrays. Its gradient comes out at the scale of
+        the loss and in the dtype of `x`: where something before `enter` is trained, as an
+        embedding, let that be a block too, or float32.
+
+    Returns:
+      The activations.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale import experimental
+      >>> print(experimental.leave(experimental.enter(jnp.ones(2))))
+      [1. 1.]
+    """
+    return Rescaled(*_enter(x))
+
+
+def leave(activations: Rescaled) -> Any:
+    """What the last rescaled block returned, for the loss.
+
+    Args:
+      activations: from the last block, or from `enter`.
+
+    Returns:
+      The block's output with its 8- and 16-bit floats as float32, in which the loss can hand
+      back a gradient of any size.
+
+    Raises:
+      TypeError: if these are no such activations.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale import experimental
+      >>> block = experimental.rescale(lambda w, x: (w * x).astype(jnp.float16))
+      >>> experimental.leave(block(jnp.float32(2), experimental.enter(jnp.ones(3)))).dtype
+      dtype('float32')
+    """
+    _expect_activations("leave", activations)
+    dtypes = jax.tree.map(dtype_of, activations._value)
+
+    @jax.custom_vjp
+    def boundary(value, tally):
+        return jax.tree.map(at_least_float32, value)
+
+    def forward(value, tally):
+        return jax.tree.map(at_least_float32, value), tally
+
+    def backward(tally, cotangent):
+        # Whatever survives the conversion will do: the block chooses for itself.
+        cotangent, exponent = _fit(cotangent, jnp.float32(0), dtypes, margin=1)
+        return cotangent, _used_once(exponent, tally)
+
+    boundary.defvjp(forward, backward)
+    return boundary(activations._value, activations._tally)
+
+
+@jax.custom_vjp
+def _enter(x):
+    return x, _zero(x)
+
+
+def _enter_forward(x):
+    return (x, _zero(x)), None
+
+
+def _enter_backward(_, cotangents):
+    cotangent, tally = cotangents
+    return (_unscale(cotangent, _exponent(tally)),)
+
+
+_enter.defvjp(_enter_forward, _enter_backward)
+
+# The cotangent of the scalar beside the activations is the exponent of theirs, plus this for each
+# use of them: JAX sums cotangents, so two uses are seen as such.
+_USE = 1024.0
+_BOUND = 126  # of exponents, so that 2**k and 2**-k are normal in float32
+
+
+def _zero(tree: Any) -> jax.Array:
+    """A float32 zero that is mapped, or varies over devices, as the tree does.
+
+    Were it not, JAX would sum the exponents of all that are mapped into one.
+    """
+    numbers = [
+        x for x in map(jnp.asarray, jax.tree.leaves(tree)) if jnp.isdtype(x.dtype, "numeric")
+    ]
+    nothing = [jnp.sum(x.real[None][:0], dtype=jnp.float32) for x in numbers]
+    return sum(nothing, start=jnp.zeros((), jnp.float32))
+
+
+def _used_once(exponent: jax.Array, tally: jax.Array) -> jax.Array:
+    """The cotangent of a tally, varying over devices as that does."""
+    return _USE + exponent + jnp.zeros_like(tally)
+
+
+def _exponent(tally: jax.Array) -> jax.Array:
+    """The exponent in the cotangent of a tally: NaN if the activations had two uses."""
+    uses = jnp.round(tally / _USE)
+    return jnp.where(uses > 1, jnp.nan, tally - uses * _USE)
+
+
+def _fit(
+    cotangent: Any,
+    exponent: jax.Array,
+    dtypes: Any,
+    margin: int,
+    rounded_to: Any = None,
+    axis_name: AxisName | None = None,
+) -> tuple[Any, jax.Array]:
+    """The cotangent with its largest number `margin` bits below overflow, and its new exponent."""
+    size = largest(lax.stop_gradient(cotangent))
+    _, size_exponent = jnp.frexp(jnp.where(jnp.isfinite(size), size, 1))
+    fitting = jnp.clip(exponent + _overflow(dtypes) - margin - size_exponent, -_BOUND, _BOUND)
+    new = jnp.where(jnp.isfinite(size), jnp.where(size > 0, fitting, _BOUND), exponent)
+    new, exponent = _materialized(new, lax.stop_gradient(exponent))
+    new = _alike(new, axis_name)
+    bits = new - exponent
+    if rounded_to is None:
+        factors = _powers(bits)
+        fit = lambda x: _times(x, factors)
+    else:
+        # Below the highest binade, so that rounding up does not overflow.
+        to_range = (jnp.finfo(rounded_to).maxexp - 1 - size_exponent).astype(jnp.float32)
+        there, back = _powers(to_range), _powers(bits - to_range)
+        fit = lambda x: _times(_times(x, there).astype(rounded_to), back)
+    fitted = lambda x, dtype: fit(x).astype(dtype) if is_inexact(x) else x
+    return jax.tree.map(fitted, cotangent, dtypes), new
+
+
+def _alike(exponent: jax.Array, axis_name: AxisName | None) -> jax.Array:
+    """The least exponent of all replicas.
+
+    Where their gradients are summed inside the block, before they are unscaled, they must be at
+    the same scale. With `check_vma`, `shard_map` says over which axes that can be.
+    """
+    names = (
+        () if axis_name is None else axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    )
+    axes = tuple({*names, *varying_axes(exponent)})
+    return across(lax.pmin, exponent, axes) if axes else exponent
+
+
+def _unscale(grads: Any, exponent: jax.Array) -> Any:
+    """Gradients at the scale of the loss. The records of taps are none, and stay as they are."""
+    factors = _powers(-exponent)
+    is_record = lambda x: isinstance(x, Probe)
+    of_array = lambda x: _times(x, factors).astype(x.dtype) if is_inexact(x) else x
+    return jax.tree.map(lambda x: x if is_record(x) else of_array(x), grads, is_leaf=is_record)
+
+
+def _times(x: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:
+    """The product, in float32 or wider."""
+    x = at_least_float32(x)
+    for factor in factors:
+        x = x * factor
+    return x
+
+
+def _powers(exponent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two normal float32 numbers whose product is a power of two; NaN if the exponent is."""
+    half = jnp.floor(exponent / 2)
+    # Not exp2, which is inexact on CPU.
+    power = lambda n: jnp.where(jnp.isnan(n), n, jnp.ldexp(jnp.float32(1), n.astype(jnp.int32)))
+    return power(half), power(exponent - half)
+
+
+def _materialized(a: jax.Array, b: jax.Array) -> list[jax.Array]:
+    """The same two scalars, which kernels that use them read instead of computing them.
+
+    An exponent depends on those of all blocks above it. Fused into the kernels of every
+    block, this took compilers quadratic time. A reduction of two outputs they fuse into nothing.
+    """
+    pairs = [jnp.stack([x, jnp.zeros_like(x)]) for x in (a, b)]
+    add = lambda x, y: (x[0] + y[0], x[1] + y[1])
+    return lax.reduce(pairs, [np.float32(0), np.float32(0)], add, [0])
+
+
+def _overflow(dtypes: Any) -> int:
+    """The exponent at which float16 overflows, or the first of these dtypes if that is less."""
+    floats = [d for d in jax.tree.leaves(dtypes) if jnp.issubdtype(d, jnp.inexact)]
+    return min(jnp.finfo(d).maxexp for d in [*floats, jnp.float16])
+
+
+def _partition(tree: Any) -> tuple[Any, Any]:
+    """The arrays of a tree, and all else."""
+    arrays = jax.tree.map(lambda x: x if is_array(x) else None, tree)
+    return arrays, jax.tree.map(lambda x: None if is_array(x) else x, tree)
+
+
+def _combine(arrays: Any, rest: Any) -> Any:
+    is_none = lambda x: x is None
+    return jax.tree.map(lambda a, b: b if a is None else a, arrays, rest, is_leaf=is_none)
+
+
+def _expect_activations(who: str, activations: Any) -> None:
+    if not isinstance(activations, Rescaled):
+        kind = type(activations).__name__
+        raise TypeError(
+            f"{who} takes what enter(x) or the rescaled block before it returned, got a {kind}"
+        )
+
+
+def _refuse_narrow(tree: Any) -> None:
+    """float16 and narrower: the exponents of bfloat16 are those of float32."""
+    for path, x in jax.tree.flatten_with_path(tree)[0]:
+        if is_inexact(x) and jnp.finfo(dtype_of(x)).maxexp < jnp.finfo(jnp.float32).maxexp:
+            raise TypeError(
+                f"the gradient of {path_name(path)} would underflow in {dtype_of(x)} at the scale "
+                "of the loss: keep it in float32 and convert it inside the block (and "
+                "differentiate without compute_dtype), or close over it if it is not trained"
+            )
