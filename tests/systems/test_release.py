@@ -1,4 +1,4 @@
-"""What a release needs: `.ci/release` refuses what lacks it. (That it builds is shown by `.ci/run`.)"""
+"""What a release needs: `.ci/release` refuses what lacks it. (`.ci/run` shows that it builds.)"""
 
 import pathlib
 import re
@@ -138,7 +138,8 @@ def test_only_pyproject_names_the_repository():
         for p in files
         if p.is_file() and p.suffix in texts and "_build" not in p.parts
         if re.search(
-            r"https?://(?!example\.org)[^\s/]+/[^\s\"')]*/optax_lossscale\b", p.read_text()
+            r"https?://(?!example\.org)[^\s/]+/[^\s\"')]*/optax_lossscale\b",
+            p.read_text(errors="ignore"),
         )
     ]
     assert set(naming) <= {"pyproject.toml"}
