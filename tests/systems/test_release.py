@@ -119,6 +119,11 @@ def test_no_dependency_has_an_upper_bound():
     assert {s.operator for r in requirements for s in r.specifier} == {">="}
 
 
+def test_the_oldest_versions_that_are_tried_are_the_lower_bounds():
+    oldest = (ROOT / ".ci/oldest.txt").read_text().splitlines()
+    assert {r.replace(">=", "==") for r in PROJECT["dependencies"]} <= set(oldest)
+
+
 def test_the_pythons_that_are_claimed_are_those_that_are_tried():
     claimed = re.findall(r":: (3\.\d+)", " ".join(PROJECT["classifiers"]))
     [matrix] = re.findall(r"python: \[(.*)\]", (ROOT / ".github/workflows/ci.yml").read_text())
