@@ -24,8 +24,9 @@ needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
 
 def git(checkout, *arguments):
-    identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
-    subprocess.run(["git", *identity, *arguments], cwd=checkout, check=True, capture_output=True)
+    settings = ["user.name=test", "user.email=test@localhost", "commit.gpgsign=false"]
+    command = ["git", *(word for setting in settings for word in ("-c", setting)), *arguments]
+    subprocess.run(command, cwd=checkout, check=True, capture_output=True)
 
 
 def edit(checkout, file, pattern, replacement):
