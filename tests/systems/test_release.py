@@ -1,0 +1,151 @@
+"""What a release needs: `.ci/release` refuses what lacks it. (`.ci/run` shows that it builds.)"""
+
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FILES = (
+    ".ci/release",
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "optax_lossscale/__init__.py",
+    "pyproject.toml",
+)
+ADDRESS = 'Repository = "https://example.org/owner/optax_lossscale"'
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+
+
+def git(checkout, *arguments):
+    settings = ["user.name=test", "user.email=test@localhost", "commit.gpgsign=false"]
+    command = ["git", *(word for setting in settings for word in ("-c", setting)), *arguments]
+    subprocess.run(command, cwd=checkout, check=True, capture_output=True)
+
+
+def edit(checkout, file, pattern, replacement):
+    path = checkout / file
+    text, count = re.subn(pattern, replacement, path.read_text(), flags=re.M)
+    assert count == 1
+    path.write_text(text)
+
+
+def complaints(checkout, *arguments):
+    command = [sys.executable, ".ci/release", *arguments]
+    result = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
+    assert result.returncode == 1
+    return re.findall("^release: (.*)", result.stderr, re.M)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """The files that `.ci/release` reads before it builds anything, as they are here."""
+    for file in FILES:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / file, tmp_path / file)
+    git(tmp_path, "init", "-q")
+    return tmp_path
+
+
+@pytest.fixture
+def ready(checkout):
+    """The same with an address, nothing left to release, and everything committed."""
+    edit(checkout, "pyproject.toml", r"^(# )?Repository = .*", ADDRESS)
+    edit(checkout, "CHANGELOG.md", r"^## \[Unreleased\]\n[^@]*?(?=^## )", "## [Unreleased]\n\n")
+    complaints(checkout, "no-tag")  # which writes CITATION.cff
+    git(checkout, "add", "-A")
+    git(checkout, "commit", "-qm", "ready")
+    return checkout
+
+
+@needs_git
+def test_version_changelog_and_citation_agree_here(checkout):
+    found = " ".join(complaints(checkout, "no-tag"))
+    assert "CHANGELOG.md's newest" not in found
+    assert "CITATION.cff" not in found
+
+
+@needs_git
+def test_what_is_ready_is_refused_for_its_tag_alone(ready):
+    [complaint] = complaints(ready, "v0.0.0")
+    assert complaint.startswith("the tag is v0.0.0")
+    assert 'repository-code: "https://example.org/' in (ready / "CITATION.cff").read_text()
+
+
+@needs_git
+@pytest.mark.parametrize(
+    ("file", "pattern", "replacement", "complaint"),
+    [
+        ("pyproject.toml", "^Repository.*", "", "fill in `Repository` under [project.urls]"),
+        ("pyproject.toml", "https://example", "example", "must begin with https://"),
+        ("optax_lossscale/__init__.py", '^(__version__ = ").*"', r'\g<1>9.9.9"', "newest dated"),
+        ("CHANGELOG.md", r"^(## \[Unreleased\])", r"\1\n\n- A fix.", "move them"),
+    ],
+    ids=["no address", "no https", "version", "unreleased"],
+)
+def test_what_is_not_ready_is_refused(ready, file, pattern, replacement, complaint):
+    edit(ready, file, pattern, replacement)
+    complaints(ready)  # CITATION.cff follows the address
+    git(ready, "commit", "-qam", "not ready")
+    [found] = complaints(ready)
+    assert complaint in found
+
+
+@needs_git
+def test_a_citation_that_is_out_of_date_is_refused_and_written_anew(ready):
+    right = (ready / "CITATION.cff").read_text()
+    edit(ready, "CITATION.cff", "^version.*", 'version: "9.9.9"')
+    git(ready, "commit", "-qam", "not ready")
+    [complaint] = complaints(ready)
+    assert complaint.startswith("CITATION.cff was out of date")
+    assert (ready / "CITATION.cff").read_text() == right
+
+
+@needs_git
+def test_what_is_not_committed_is_refused(ready):
+    (ready / "more.py").touch()
+    [complaint] = complaints(ready)
+    assert complaint.startswith("not everything is committed")
+
+
+def test_no_dependency_has_an_upper_bound():
+    extras = PROJECT["optional-dependencies"].values()
+    requirements = map(Requirement, [*PROJECT["dependencies"], *(r for e in extras for r in e)])
+    assert {s.operator for r in requirements for s in r.specifier} == {">="}
+
+
+def test_the_oldest_versions_that_are_tried_are_the_lower_bounds():
+    oldest = (ROOT / ".ci/oldest.txt").read_text().splitlines()
+    assert {r.replace(">=", "==") for r in PROJECT["dependencies"]} <= set(oldest)
+
+
+def test_the_pythons_that_are_claimed_are_those_that_are_tried():
+    claimed = re.findall(r":: (3\.\d+)", " ".join(PROJECT["classifiers"]))
+    [matrix] = re.findall(r"python: \[(.*)\]", (ROOT / ".github/workflows/ci.yml").read_text())
+    table = re.findall(r"^\| (3\.\d+)\.\d+ \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    assert claimed == re.findall(r"[\d.]+", matrix) == sorted(set(table))
+    assert PROJECT["requires-python"] == f">={claimed[0]}"
+
+
+def test_only_pyproject_names_the_repository():
+    """And CITATION.cff, which `.ci/release` writes from it."""
+    folders = [".ci", ".github", "benchmarks", "docs", "examples", "notebooks", "optax_lossscale"]
+    files = [p for p in ROOT.iterdir() if p.is_file() and p.name != "CITATION.cff"]
+    files += [p for folder in folders for p in (ROOT / folder).rglob("*")]
+    texts = {".py", ".md", ".toml", ".yml", ".yaml", ".html", ".css", ".ipynb", ".svg", ""}
+    naming = [
+        str(p.relative_to(ROOT))
+        for p in files
+        if p.is_file() and p.suffix in texts and "_build" not in p.parts
+        if re.search(
+            r"https?://(?!example\.org)[^\s/]+/[^\s\"')]*/optax_lossscale\b",
+            p.read_text(errors="ignore"),
+        )
+    ]
+    assert set(naming) <= {"pyproject.toml"}
