@@ -103,13 +103,18 @@ def one_of(name: str, value: Any, options: tuple[Any, ...]) -> None:
 
 def floating_dtype(name: str, value: Any) -> np.dtype:
     """A dtype of real floating-point numbers."""
-    try:
-        dtype = None if value is None else jnp.dtype(value)
-    except TypeError:
-        dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+    found = dtype(value)
+    if found is None or not jnp.issubdtype(found, jnp.floating):
         refuse(name, value, "a floating-point dtype")
-    return dtype
+    return found
+
+
+def dtype(value: Any) -> np.dtype | None:
+    """A dtype, or None for what is none."""
+    try:
+        return None if value is None else jnp.dtype(value)
+    except TypeError:
+        return None
 
 
 def function(name: str, value: Any) -> None:

@@ -35,7 +35,7 @@ class Rescaled:
 def rescale(
     block: Callable[..., Any],
     *,
-    margin: int = 6,
+    margin: int = 12,
     cotangent_dtype: Any = None,
     axis_name: AxisName | None = None,
 ) -> Callable[..., Rescaled]:
@@ -69,8 +69,9 @@ def rescale(
       block: `block(params, x, *args, **kwargs) -> y`, a pure function of pytrees. It converts
         parameters and activations to float16 by itself. A residual connection is inside it.
       margin: how many bits to leave between the largest number of the cotangent and
-        float16's overflow, from 0 to 24, for what is larger inside the block. A power of two
-        that did not suffice gives gradients that are not finite, and a step that is skipped.
+        float16's overflow, from 0 to 24, for what is larger inside the block: gradients of
+        parameters, above all, are sums over the batch. Where they did not suffice, gradients are
+        not finite, and the step is skipped. docs/experimental.md measures how many it takes.
       cotangent_dtype: None, or `float8_e5m2` or `float8_e4m3fn`, to which the cotangent is
         rounded, to nearest, at the scale that uses that dtype's range. It is then converted
         back, as JAX has cotangents in the dtype of their activations: this shows
@@ -116,9 +117,10 @@ def rescale(
     validation.function("block", block)
     margin = validation.count("margin", margin, least=0, most=24)
     if cotangent_dtype is not None:
-        cotangent_dtype = validation.floating_dtype("cotangent_dtype", cotangent_dtype)
-        allowed = tuple(map(jnp.dtype, (jnp.float8_e5m2, jnp.float8_e4m3fn)))
-        validation.one_of("cotangent_dtype", cotangent_dtype, allowed)
+        allowed = "None, float8_e5m2 or float8_e4m3fn"
+        given, cotangent_dtype = cotangent_dtype, validation.dtype(cotangent_dtype)
+        if cotangent_dtype not in (jnp.float8_e5m2, jnp.float8_e4m3fn):
+            validation.refuse("cotangent_dtype", given, allowed)
 
     @functools.wraps(block)
     def rescaled(params: Any, activations: Rescaled, *args: Any, **kwargs: Any) -> Rescaled:
@@ -168,7 +170,7 @@ def rescale_model(forward: Callable[..., Any], *, margin: int = 12) -> Callable[
     Args:
       forward: `forward(params, *args, **kwargs) -> outputs`, a pure function of pytrees, without
         the loss. It converts parameters and inputs to float16 by itself.
-      margin: as of `rescale`; more, as a whole model has more room to grow than a block.
+      margin: as of `rescale`.
 
     Returns:
       `rescaled(params, *args, **kwargs) -> outputs`, the outputs with their 8- and 16-bit floats
@@ -194,6 +196,7 @@ def rescale_model(forward: Callable[..., Any], *, margin: int = 12) -> Callable[
       >>> float(grad) == 2 * 2.0**-30
       True
     """
+    validation.function("forward", forward)
     block = rescale(lambda params, args, **kwargs: forward(params, *args, **kwargs), margin=margin)
 
     @functools.wraps(forward)
