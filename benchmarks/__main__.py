@@ -62,7 +62,8 @@ def main():
     out = pathlib.Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     if options.what == "accelerators":
-        page = _accelerators.page(_accelerators.measure(options.quick))
+        steps = options.only or _accelerators.STEPS
+        page = _accelerators.page(_accelerators.measure(options.quick, steps))
         (out / "accelerators.md").write_text(page)
         print(page)
         return

@@ -2,7 +2,7 @@
 
 import functools
 import multiprocessing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -19,6 +19,8 @@ TARGETS = {target.name: target for target in _targets.TARGETS}
 PLAIN_STEP = "optimizer step"
 CLIPPED_STEP = "clipped optimizer step"
 WHOLE_STEP = "whole step"
+RESCALED_STEP = "rescaled whole step"
+STEPS = (PLAIN_STEP, CLIPPED_STEP, WHOLE_STEP, RESCALED_STEP)
 DTYPES = ("float32", "float16")
 ADAMW = optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
@@ -33,8 +35,8 @@ class Case(NamedTuple):
     dtype: str
 
 
-def measure(quick: bool) -> list[Row]:
-    """Compiles every way for every target.
+def measure(quick: bool, steps: Sequence[str] = STEPS) -> list[Row]:
+    """Compiles every way of these steps for every target.
 
     Raises:
       SystemExit: if a compiler is not installed.
@@ -48,10 +50,10 @@ def measure(quick: bool) -> list[Row]:
     cases = [
         Case(step, target, way, dtype)
         for target in TARGETS
-        for step in (PLAIN_STEP, CLIPPED_STEP, WHOLE_STEP)
+        for step in steps
         if step != CLIPPED_STEP or target == _targets.H100.name
         for dtype in DTYPES
-        if step != WHOLE_STEP or dtype == "float16"
+        if step not in (WHOLE_STEP, RESCALED_STEP) or dtype == "float16"
         for way in _steps(step)
     ]
     # Each in a process of its own, as compilers remember what they have compiled.
@@ -63,6 +65,9 @@ def measure(quick: bool) -> list[Row]:
 
 def _steps(step: str) -> dict[str, tuple[_ways.Way, _ways.Step]]:
     """The ways, and with each the function that is compiled."""
+    if step == RESCALED_STEP:
+        ways = _ways.rescaled(ADAMW)
+        return {name: (way, way.train(loss)) for name, (way, loss) in ways.items()}
     if step == WHOLE_STEP:
         ways = _ways.branches(ADAMW, jnp.float16)
         return {name: (way, way.train(_transformer.loss)) for name, way in ways.items()}
@@ -72,7 +77,7 @@ def _steps(step: str) -> dict[str, tuple[_ways.Way, _ways.Step]]:
 
 def _arguments(case: Case, quick: bool) -> tuple[Any, Any]:
     """Parameters, and a batch or gradients."""
-    if case.step == WHOLE_STEP:
+    if case.step in (WHOLE_STEP, RESCALED_STEP):
         params = jax.eval_shape(lambda: _transformer.init(256 if quick else 1024))
         return params, jax.eval_shape(lambda: _transformer.tokens(32))
     # Four million each, together more than a TPU keeps on the chip.
@@ -139,6 +144,9 @@ _STEPS = {
     "step without loss scaling applies each gradient as it comes, where the check needs all of "
     "them: on the v5e, 1024 tokens took 54% without and 73% with it, 4096 took 173% and 202%, "
     "and a select by hand the same; on the H100 these took as much without as with it.",
+    RESCALED_STEP: "The same transformer with the backward pass of each block, or of the whole "
+    "model as one block, at a scale of its own, as in "
+    "[rescaling inside the model](../experimental.md).",
 }
 
 
@@ -165,8 +173,10 @@ def page(rows: list[Row]) -> str:
         'these platforms; `branch="cond"` is the conditional that is the default on CPU.',
     ]
     for step, text in _STEPS.items():
-        parts += [f"## {step.capitalize()}", text]
         of_step = [r for r in rows if r["step"] == step]
+        if not of_step:
+            continue
+        parts += [f"## {step.capitalize()}", text]
         for target in dict.fromkeys(r["target"] for r in of_step):
             parts.append(_table([r for r in of_step if r["target"] == target]))
     return "\n\n".join(parts) + "\n"

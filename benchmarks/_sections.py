@@ -184,13 +184,20 @@ def _loss(params: Any, tokens: jax.Array, probes: Any = None, *, dtype: Any):
 
 def whole_step(quick: bool) -> list[Row]:
     """A float16 transformer of four blocks, from a batch to new parameters, every way."""
+    ways = _ways.whole(OPTIMIZERS["AdamW"])
+    return _whole({name: (way, _transformer.loss) for name, way in ways.items()}, quick)
+
+
+def rescaled_step(quick: bool) -> list[Row]:
+    """The same with its blocks rescaled, which is experimental."""
+    return _whole(_ways.rescaled(OPTIMIZERS["AdamW"]), quick)
+
+
+def _whole(ways: dict[str, tuple[_ways.Way, Callable]], quick: bool) -> list[Row]:
     width, rounds = (64, 5) if quick else (512, 25)
-    ways = {
-        name: (way.init, way.train(_transformer.loss))
-        for name, way in _ways.whole(OPTIMIZERS["AdamW"]).items()
-    }
+    steps = {name: (way.init, way.train(loss)) for name, (way, loss) in ways.items()}
     fresh = lambda: _transformer.init(width)
-    rows = _train(ways, fresh, _transformer.tokens(4), rounds)
+    rows = _train(steps, fresh, _transformer.tokens(4), rounds)
     parameter_bytes = sum(x.nbytes for x in jax.tree.leaves(fresh()))
     for row in rows:
         row["temp_share"] = row["temp_bytes"] / parameter_bytes
@@ -293,5 +300,16 @@ def bandwidth(quick: bool) -> list[Row]:
 
 
 SECTIONS = {
-    f.__name__: f for f in (bandwidth, step, sizes, leaves, check, train_step, whole_step, devices)
+    f.__name__: f
+    for f in (
+        bandwidth,
+        step,
+        sizes,
+        leaves,
+        check,
+        train_step,
+        whole_step,
+        rescaled_step,
+        devices,
+    )
 }

@@ -14,6 +14,8 @@ import optax
 from flax.training.dynamic_scale import DynamicScale
 
 import optax_lossscale as ols
+from benchmarks import _transformer
+from optax_lossscale import presets
 
 SCALE = 2.0**15
 Step = Callable[..., tuple[Any, ...]]
@@ -202,6 +204,17 @@ def whole(inner: optax.GradientTransformation) -> dict[str, Way]:
         "update, dynamic": update(inner, "dynamic"),
         "update, compute_dtype": update(inner, "dynamic", jnp.float16),
     } | peers(inner)
+
+
+def rescaled(inner: optax.GradientTransformation) -> dict[str, tuple[Way, Callable[..., Any]]]:
+    """Whole steps of models that are rescaled inside, each with its loss function."""
+    checked = apply_gradients(inner, presets.tensorflow_contrib_fixed(1))
+    return {
+        PLAIN: (plain(inner), _transformer.loss),
+        DYNAMIC: (apply_gradients(inner, "dynamic"), _transformer.loss),
+        "each block rescaled": (checked, _transformer.rescaled_loss),
+        "the whole model rescaled": (checked, _transformer.rescaled_model_loss),
+    }
 
 
 def branches(inner: optax.GradientTransformation, compute_dtype: Any = None) -> dict[str, Way]:

@@ -52,14 +52,33 @@ def loss(
       probes: one for the end of each block, or None; by default none at all.
     """
     p = jax.tree.map(lambda x: x.astype(dtype), params)
-    x = p["embedding"][tokens[:, :-1]] + p["position"]
-    for block, probe in zip(p["blocks"], probes or [None] * len(p["blocks"]), strict=True):
-        x += _attention(block, _normed(x, block["norm1"]))
-        x += jax.nn.gelu(_normed(x, block["norm2"]) @ block["up"]) @ block["down"]
-        x = ols.tap(x, probe)
-    logits = (_normed(x, p["norm"]) @ p["head"]).astype(jnp.float32)
+    x = embed(p, tokens[:, :-1])
+    for layer, probe in zip(p["blocks"], probes or [None] * len(p["blocks"]), strict=True):
+        x = ols.tap(block(layer, x), probe)
+    return cross_entropy(logits(p, x), tokens[:, 1:])
+
+
+def embed(p: dict[str, Any], tokens: jax.Array) -> jax.Array:
+    """What goes into the first block."""
+    return p["embedding"][tokens] + p["position"]
+
+
+def block(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """One of `p["blocks"]`."""
+    x += _attention(p, _normed(x, p["norm1"]))
+    x += jax.nn.gelu(_normed(x, p["norm2"]) @ p["up"]) @ p["down"]
+    return x
+
+
+def logits(p: dict[str, Any], x: jax.Array) -> jax.Array:
+    """Of each next byte, from what the last block returned."""
+    return (_normed(x, p["norm"]) @ p["head"]).astype(jnp.float32)
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Its mean, in nats; a float32 scalar."""
     log_likelihood = jax.nn.log_softmax(logits)
-    return -jnp.take_along_axis(log_likelihood, tokens[:, 1:, None], -1).mean()
+    return -jnp.take_along_axis(log_likelihood, targets[..., None], -1).mean()
 
 
 def _normed(x: jax.Array, gain: jax.Array) -> jax.Array:
