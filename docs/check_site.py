@@ -92,17 +92,17 @@ def faults_in_files(pages: dict[pathlib.Path, Page]) -> Iterator[tuple[pathlib.P
 # What sticks out of the window and is in nothing that scrolls by itself.
 TOO_WIDE = """
 const scrolls = e => getComputedStyle(e).overflowX != "visible";
-const apart = e => e && (
-  scrolls(e) || getComputedStyle(e).position == "fixed" || apart(e.parentElement));
+const fixed = e => getComputedStyle(e).position == "fixed";
+const apart = e => e && (scrolls(e) || fixed(e) || apart(e.parentElement));
 const right = e => {
   const box = e.getBoundingClientRect();
   return scrolls(e) ? box.right : Math.max(box.right, box.left + e.scrollWidth);
 };
 const wide = [...document.querySelectorAll("body *")].filter(
-  e => right(e) > arguments[0] + 1 && !apart(e.parentElement));
+  e => right(e) > arguments[0] + 1 && !fixed(e) && !apart(e.parentElement));
 const innermost = wide.filter(e => !wide.some(other => other != e && e.contains(other)));
 return innermost.slice(0, 3).map(
-  e => `<${e.tagName.toLowerCase()}> ${e.textContent.trim().slice(0, 60)}`);
+  e => `<${e.tagName.toLowerCase()}> ${e.textContent.trim().replace(/\\s+/g, " ").slice(0, 60)}`);
 """
 
 # The words in code that are on two lines.
