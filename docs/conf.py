@@ -68,7 +68,8 @@ html_theme_options = {
     "show_toc_level": 2,
 }
 if repository := ABOUT.get("urls", {}).get("Repository"):
-    html_theme_options |= {"repository_url": repository, "use_repository_button": True}
+    link = {"name": "Repository", "url": repository, "icon": "fa-solid fa-code-branch"}
+    html_theme_options["icon_links"] = [link]
 
 
 def setup(app):
