@@ -10,7 +10,6 @@ import pathlib
 import re
 
 import matplotlib.pyplot as plt
-import jax.numpy as jnp
 import pytest
 
 import optax_lossscale as ols
@@ -55,12 +54,15 @@ def test_with_several_losses(program):
 
 
 def test_the_landing_pages_three_lines_train():
+    before = """import jax.numpy as jnp
+params, batch = {"w": jnp.ones(3)}, jnp.full((2, 3), 0.25, jnp.float16)
+loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+"""
     (program,) = programs("docs/index.md")
-    given = {"params": {"w": jnp.ones(3)}, "batch": jnp.full((2, 3), 0.25, jnp.float16)}
-    given["loss_fn"] = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
-    exec(program + "params, state, loss = train_step(params, state, batch)", given)
-    assert given["loss"] == 0.75**2
-    assert given["params"]["w"][0] < 1.0
+    names = {}
+    exec(before + program + "params, state, loss = train_step(params, state, batch)", names)
+    assert names["loss"] == 0.75**2
+    assert names["params"]["w"][0] < 1.0
 
 
 NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
