@@ -12,9 +12,8 @@ from sphinx.util.typing import stringify_annotation
 
 import optax_lossscale as ols
 
-ABOUT = tomllib.loads(pathlib.Path(__file__, "../../pyproject.toml").resolve().read_text())[
-    "project"
-]
+ROOT = pathlib.Path(__file__).parents[1]
+ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 project = "optax_lossscale"
 author = project_copyright = "The optax_lossscale authors"
@@ -34,7 +33,6 @@ exclude_patterns = [".*", "**/.*", "docs/_build"]
 
 nb_execution_mode = "off"  # notebooks keep their outputs; .ci/run executes them
 nb_merge_streams = True
-myst_enable_extensions = ["colon_fence"]  # so that a directive may hold a code block
 myst_heading_anchors = 3
 
 default_role = "py:obj"  # docstrings put code in single backquotes
