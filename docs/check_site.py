@@ -4,7 +4,7 @@ What the files themselves show is always checked: a link or an anchor that leads
 of one title, a page without a description, a picture or a script that comes from the network.
 Where Chrome or Chromium and its chromedriver are installed, each page is also opened, on a screen
 as wide as a phone's and on one as wide as a desktop's: an error in the console, a request to the
-network, a page that scrolls sideways, a name in code that is broken in mid-word. Links to other
+network, a page that scrolls sideways, a name in code that is broken in two. Links to other
 sites are not followed.
 
     python docs/build.py -q && python docs/check_site.py
@@ -105,14 +105,14 @@ return innermost.slice(0, 3).map(
   e => `<${e.tagName.toLowerCase()}> ${e.textContent.trim().replace(/\\s+/g, " ").slice(0, 60)}`);
 """
 
-# The words in code that are on two lines.
+# The names in code that are on two lines.
 BROKEN = """
 const words = [];
 for (const code of document.querySelectorAll("code, .sig")) {
   const texts = document.createTreeWalker(code, NodeFilter.SHOW_TEXT);
   while (texts.nextNode()) {
     const text = texts.currentNode;
-    for (const word of text.data.matchAll(/[A-Za-z0-9]+/g)) {
+    for (const word of text.data.matchAll(/\\w+/g)) {
       const range = document.createRange();
       range.setStart(text, word.index);
       range.setEnd(text, word.index + word[0].length);
@@ -171,7 +171,7 @@ def faults_in_browser(chrome, path: pathlib.Path) -> Iterator[str]:
             wide = ", ".join(chrome.execute_script(TOO_WIDE, width))
             yield f"at {width} px, the page scrolls sideways, because of {wide}"
         if words := chrome.execute_script(BROKEN):
-            yield f"at {width} px, names that break in mid-word: {', '.join(words)}"
+            yield f"at {width} px, names broken in two: {', '.join(words)}"
 
 
 def main(site: pathlib.Path) -> bool:
