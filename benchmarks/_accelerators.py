@@ -158,6 +158,8 @@ def page(rows: list[Row]) -> str:
     )
     parts = [
         "# What it costs on a GPU and on TPUs, as compiled",
+        "What loss scaling adds to the memory, the traffic and the compilation of a training step "
+        "on GPU and TPU, by what their compilers make of it.",
         "**These programs were compiled for an H100, a TPU v5e and a TPU v6e, and not run**: no "
         "such device was at hand. They say what the compiler allocates and schedules, and nothing "
         "about time; nor were kernels tuned, as that takes the device. Made by "

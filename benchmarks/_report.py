@@ -227,6 +227,8 @@ def page(found: dict[str, Any]) -> str:
     kind = machine["processor"] if machine["platform"] == "cpu" else machine["device"]
     parts = [
         "# What it costs",
+        "What loss scaling adds to an optimizer step and to a training step on CPU, in time, "
+        "memory and compilation, next to Flax, JMP and Optax.",
         "Made by `python -m benchmarks` (with the extra `benchmarks` installed), every table in "
         "one run: each way compiled once, then run interleaved in random order. Numbers in "
         "[results.json](results.json), remarks in [findings.md](findings.md).",

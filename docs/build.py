@@ -1,10 +1,12 @@
 """Builds the documentation into docs/_build/html; takes further options of Sphinx, such as -q."""
 
 import pathlib
+import shutil
 import subprocess
 import sys
 
 if __name__ == "__main__":
     sphinx = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-b", "html", *sys.argv[1:]]
     root = pathlib.Path(__file__).parents[1]
+    shutil.rmtree(root / "docs/_build", ignore_errors=True)  # pages that no longer have a source
     sys.exit(subprocess.call([*sphinx, "-c", "docs", ".", "docs/_build/html"], cwd=root))

@@ -1,14 +1,34 @@
 """Sphinx's configuration. The source root is the repository, so links work as on GitHub."""
 
+import html
+import pathlib
+import re
+import textwrap
+import tomllib
+
+import jax
+from docutils import nodes
+from sphinx.util.typing import stringify_annotation
+
 import optax_lossscale as ols
+
+ROOT = pathlib.Path(__file__).parents[1]
+ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 project = "optax_lossscale"
 author = project_copyright = "The optax_lossscale authors"
 version = release = ols.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**.md", "notebooks/*.ipynb"]
+include_patterns = ["CHANGELOG.md", "CONTRIBUTING.md", "docs/**.md", "notebooks/*.ipynb"]
 exclude_patterns = [".*", "**/.*", "docs/_build"]
 
 nb_execution_mode = "off"  # notebooks keep their outputs; .ci/run executes them
@@ -17,31 +37,94 @@ myst_heading_anchors = 3
 
 default_role = "py:obj"  # docstrings put code in single backquotes
 add_module_names = False
+html_domain_indices = False
 python_maximum_signature_line_length = 120
+python_use_unqualified_type_names = True
 autodoc_preserve_defaults = True
-autodoc_typehints = "none"  # the docstrings say them, with shapes and dtypes
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_use_rtype = False
+copybutton_exclude = ".linenos, .gp, .go"  # what is copied from a doctest runs
 
 html_theme = "sphinx_book_theme"
 html_static_path = ["_static"]
 html_css_files = ["style.css"]
 html_title = project
+html_context = {"default_mode": "auto"}  # light or dark as the reader's system is
+html_favicon = "_static/favicon.png"
 html_extra_path = ["redirect/index.html"]  # from the site's root to docs/index.html
-html_theme_options = {"navbar_persistent": [], "show_toc_level": 2}
+html_theme_options = {
+    "logo": {
+        "image_light": "_static/logo-light.svg",
+        "image_dark": "_static/logo-dark.svg",
+        "text": project,
+    },
+    "navbar_persistent": [],
+    "show_toc_level": 2,
+}
+if repository := ABOUT.get("urls", {}).get("Repository"):
+    link = {"name": "Repository", "url": repository, "icon": "fa-solid fa-code-branch"}
+    html_theme_options["icon_links"] = [link]
 
 
 def setup(app):
-    """Finds what docstrings of presets and methods name without its module."""
+    """What no extension does; each is described below."""
     app.connect("missing-reference", in_the_package)
+    app.connect("object-description-transform", tidy_types, priority=900)  # after autodoc's
+    app.connect("html-page-context", describe)
+    app.connect("html-page-context", let_long_names_break)
 
 
 def in_the_package(app, env, node, contnode):
-    """The reference, looked up as if written in the package itself; None if it is not there."""
+    """The reference, looked up as if written in the package itself; None if it is not there.
+
+    It finds what docstrings of presets and methods name without its module.
+    """
     if node.get("refdomain") != "py":
         return None
     node["py:module"], node["py:class"] = project, None
     where = env, node["refdoc"], app.builder, node["reftype"], node["reftarget"]
     return env.domains["py"].resolve_xref(*where, node, contnode)
+
+
+ALIASES = {
+    stringify_annotation(jax.typing.ArrayLike, "smart"): "jax.typing.ArrayLike",
+    stringify_annotation(jax.typing.DTypeLike, "smart"): "jax.typing.DTypeLike",
+}
+
+
+def tidy_types(app, domain, objtype, content):
+    """Calls unions by their names, leaves out `Any`, and puts what is returned in one place."""
+    for fields in [child for child in content if isinstance(child, nodes.field_list)]:
+        for field in list(fields):
+            label, body = (child.astext() for child in field)
+            if not re.match("type |rtype$", label):
+                continue
+            fields.remove(field)
+            if body in ("Any", "~typing.Any", "None"):
+                continue
+            for union, name in ALIASES.items():
+                body = body.replace(union, f"~{name}")
+            field[1].children = [nodes.paragraph("", body.replace("~typing.Any", "Any"))]
+            returns = [i for i, other in enumerate(fields) if other[0].astext() == "returns"]
+            fields.insert(returns[0] + 1 if label == "rtype" and returns else len(fields), field)
+
+
+def describe(app, page, template, context, doctree):
+    """Gives a page its description: its first paragraph, or its title where it has none."""
+    first = next(doctree.findall(nodes.paragraph), None) if doctree else None
+    title = context.get("title", page.capitalize())
+    text = first.astext() if first else f"{title} – {project}: {ABOUT['description']}"
+    text = textwrap.shorten(text, 160, placeholder=" …")
+    tag = f'<meta name="description" content="{html.escape(text)}" />\n'
+    context["metatags"] = context.get("metatags", "") + tag
+
+
+def let_long_names_break(app, page, template, context, doctree):
+    """Lets names that may be wider than a phone break, at dots and the like, not within a word."""
+    long_name_in_text = r"[\w.(,=/]{20,}(?=[^<>]*<)"
+    breaks = lambda name: re.sub(r"(?<=[.(,=/])(?=\w)", "<wbr>", name[0])
+    context["body"] = re.sub(long_name_in_text, breaks, context.get("body", ""))

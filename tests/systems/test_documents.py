@@ -53,6 +53,18 @@ def test_with_several_losses(program):
     exec(program, {})
 
 
+def test_the_landing_pages_three_lines_train():
+    before = """import jax.numpy as jnp
+params, batch = {"w": jnp.ones(3)}, jnp.full((2, 3), 0.25, jnp.float16)
+loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+"""
+    (program,) = programs("docs/index.md")
+    names = {}
+    exec(before + program + "params, state, loss = train_step(params, state, batch)", names)
+    assert names["loss"] == 0.75**2
+    assert names["params"]["w"][0] < 1.0
+
+
 NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 
