@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import plot
+from optax_lossscale import experimental, plot
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -63,6 +63,16 @@ loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
     exec(before + program + "params, state, loss = train_step(params, state, batch)", names)
     assert names["loss"] == 0.75**2
     assert names["params"]["w"][0] < 1.0
+
+
+RESCALING = programs("docs/experimental.md")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the frameworks', not ours
+@pytest.mark.parametrize("program", RESCALING, ids=["chain", "frameworks", "whole_model"])
+def test_each_program_that_rescales_runs(program):
+    assert "\nassert " in program
+    exec(program, {})
 
 
 NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
@@ -177,8 +187,8 @@ def public(module):
             yield from public(value)
 
 
-PUBLIC = dict([*public(ols), *public(plot)])
-REFERENCE = "".join(path.read_text() for path in (ROOT / "docs").glob("api*.md"))
+PUBLIC = dict([*public(ols), *public(experimental), *public(plot)])
+REFERENCE = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
 DOCUMENTED = re.findall(r"^\.\. auto\w+:: ([\w.]+)", REFERENCE, re.M)
 # What has its example with the function that returns it, raises it or takes it.
 RESULTS = {
@@ -194,6 +204,7 @@ RESULTS = {
         "Summary",
         "Suspect",
         "UnderflowReport",
+        "experimental.Rescaled",
         "plot.underflow",
     )
 }
