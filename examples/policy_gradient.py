@@ -1,16 +1,17 @@
 """Reinforcement learning in float16, in plain JAX: a cart learns to balance a pole.
 
-A policy gradient (advantage actor-critic) on CartPole, which is written out below. One small
-network, for the policy and the value, acts and learns in float16. A training step is a rollout and
-what is learned from it; fifty are compiled as one `lax.scan`, with the loss scale in its carry.
+An advantage actor-critic on CartPole, which is written out below. One small network acts and
+learns in float16. A training step is a rollout and what is learned from it, and fifty of them are
+one `lax.scan`, with the loss scale in its carry.
 
     python examples/policy_gradient.py
 
-MEASURED
+It takes 13 seconds on two CPU cores. The return is an episode's length, 500 at most; at the end:
+
+    step 500: mean return 500, scale 2^15, skipped 0
 """
 
 import argparse
-import functools
 from typing import NamedTuple
 
 import jax
@@ -33,8 +34,7 @@ class Carts(NamedTuple):
 
 def reset(key):
     """Carts almost at rest, with poles almost upright."""
-    body = jax.random.uniform(key, (4, CARTS), minval=-0.05, maxval=0.05)
-    return Carts(body, jnp.zeros(CARTS))
+    return Carts(jax.random.uniform(key, (4, CARTS), minval=-0.05, maxval=0.05), jnp.zeros(CARTS))
 
 
 def push(carts, action):
@@ -75,8 +75,8 @@ def rollout(params, carts, key):
         moved, failed = push(carts, action)
         over = failed | (moved.time == LIMIT)
         happened = {"carts": carts, "action": action, "value": value, "over": over}
-        happened["return"] = jnp.where(over, moved.time, 0.0)  # of an episode that is over
-        return jax.tree.map(functools.partial(jnp.where, over), reset(keys[1]), moved), happened
+        select = lambda new, old: jnp.where(over, new, old)
+        return jax.tree.map(select, reset(keys[1]), moved), happened
 
     return jax.lax.scan(step, carts, jax.random.split(key, LENGTH))
 
@@ -116,7 +116,8 @@ def make_train_step(steps, compute_dtype):
         differentiate = ols.value_and_grad(actor_critic_loss, state, compute_dtype=compute_dtype)
         loss, grads = differentiate(params, happened, advantage)
         params, state = tx.apply_gradients(grads, state, params, value=loss)
-        metrics = {"returns": happened["return"].sum(), "episodes": happened["over"].sum()}
+        over, time = happened["over"], happened["carts"].time + 1  # at its end, the return
+        metrics = {"return": jnp.sum(over * time), "episodes": jnp.sum(over)}
         return (params, state, carts), metrics | ols.metrics(state)
 
     return tx, train_step
@@ -128,16 +129,15 @@ def main(steps=500, compute_dtype=jnp.float16, seed=0):
     params, carts = init(keys[0]), reset(keys[1])
     tx, train_step = make_train_step(steps, compute_dtype)
     state = tx.init(params)
-    train_steps = jax.jit(functools.partial(jax.lax.scan, train_step), donate_argnums=0)
+    train_steps = jax.jit(lambda *args: jax.lax.scan(train_step, *args), donate_argnums=0)
 
     returns, keys = [], jax.random.split(keys[2], steps)
-    for start in range(0, steps, 50):
-        carry = params, state, carts
-        (params, state, carts), metrics = train_steps(carry, keys[start : start + 50])
+    for i in range(0, steps, 50):
+        (params, state, carts), metrics = train_steps((params, state, carts), keys[i : i + 50])
         ols.check(state)
-        returns.append(float(metrics["returns"].sum() / metrics["episodes"].sum()))
+        returns.append(float(metrics["return"].sum() / metrics["episodes"].sum()))
         print(
-            f"step {min(start + 50, steps)}: mean return {returns[-1]:.0f}, "
+            f"step {min(i + 50, steps)}: mean return {returns[-1]:.0f}, "
             f"scale 2^{metrics['log2_loss_scale'][-1]:g}, skipped {state.skipped_steps}"
         )
     return returns, state
