@@ -1,9 +1,9 @@
 """A diffusion model in float16 with Equinox, and an average of its parameters.
 
-It learns to draw disks and squares, which the program makes itself: from an image with noise in it
-the model says which way the noise lies (rectified flow). It draws with a moving average of its
-parameters, which is no part of the optimizer: `ols.where_applied` keeps the old average where a
-step was skipped.
+It learns to draw disks and squares, which the program makes itself, by rectified flow: the model
+is trained to give the velocity from an image to noise, and draws by following it back. It draws
+with a moving average of its parameters, which the optimizer knows nothing of: `ols.where_applied`
+keeps the old average when a step is skipped.
 
     python examples/diffusion.py
 
@@ -45,7 +45,7 @@ class Block(eqx.Module):
 
 
 class Mixer(eqx.Module):
-    """A network that sees an image as patches, and mixes by turns over them and within them."""
+    """An MLP-Mixer: it sees an image as patches, and mixes in turn over them and within them."""
 
     embed: eqx.nn.Linear
     embed_time: eqx.nn.Linear

@@ -1,9 +1,9 @@
-"""A language model in float16 with Flax NNX, which can be stopped and goes on where it was.
+"""A language model in float16 with Flax NNX, and checkpoints that resume exactly.
 
 A small transformer learns the source of the standard library, byte by byte. Its parameters are
-kept in float32 and computed with in float16 (`compute_dtype`); gradients are clipped inside the
-wrapper, where they are unscaled; the loss scale and the skipped steps are logged (`ols.metrics`),
-and training ends with an error where no loss scale would help (`ols.check`).
+kept in float32, and it computes in float16 (`compute_dtype`). Gradients are clipped inside the
+wrapper, where they are unscaled. The loss scale and the skipped steps are logged (`ols.metrics`),
+and training stops with an error if no loss scale would help (`ols.check`).
 
     python examples/language_model.py
 
@@ -11,8 +11,8 @@ It takes 50 seconds on two CPU cores, and at the end, with the library of Python
 
     step 300: loss 2.304, scale 2^19, skipped 1
 
-With `--checkpoint DIR` it saves every hundredth step, and started again it goes on from the last
-one: the loss scale is saved with the optimizer, and the run is the same to the last bit.
+With `--checkpoint DIR` it saves every hundredth step, and resumes from there when started again.
+The loss scale is saved with the optimizer's state, so a resumed run is the same to the last bit.
 """
 
 import argparse
@@ -57,7 +57,7 @@ class Block(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """A transformer that sees what came before."""
+    """A decoder-only transformer."""
 
     def __init__(self, rngs):
         self.embedding = nnx.Embed(256, WIDTH, rngs=rngs)
@@ -69,8 +69,8 @@ class LanguageModel(nnx.Module):
     def __call__(self, tokens):
         """From bytes, int32 of shape (batch, length), to logits of the next ones, in float32."""
         x = self.embedding(tokens) + self.position(jnp.arange(tokens.shape[1]))
-        # To the parameters' dtype: nnx.Embed keeps to the one it was made in, float32, which would
-        # make everything after it float32.
+        # nnx.Embed gives the dtype in which it was made, float32, even when its parameters have
+        # been cast since; and that would make everything after it float32.
         x = x.astype(self.head.kernel.dtype)
         for block in self.blocks:
             x = block(x)

@@ -1,8 +1,8 @@
 """Reinforcement learning in float16, in plain JAX: a cart learns to balance a pole.
 
 An advantage actor-critic on CartPole, which is written out below. One small network acts and
-learns in float16. A training step is a rollout and what is learned from it, and fifty of them are
-one `lax.scan`, with the loss scale in its carry.
+learns in float16. A training step is a rollout and what is learned from it, and fifty of them run
+as one compiled `lax.scan`, with the loss scale in its carry.
 
     python examples/policy_gradient.py
 
