@@ -241,7 +241,7 @@ def _refuse_chance(run: _Run, again: _Run) -> None:
     for name, first in run.outputs.items():
         second = again.outputs.get(name, first)
         same = np.isfinite(first) & np.isfinite(second)
-        if np.linalg.norm((first - second)[same]) > 0.01 * np.linalg.norm(first[same]):
+        if np.linalg.norm(first[same] - second[same]) > 0.01 * np.linalg.norm(first[same]):
             raise ValueError(
                 f"two runs at the same loss scale differ, in {name}. Give the step all that it "
                 "depends on as arguments that can be copied: batches and PRNG keys as arrays, no "

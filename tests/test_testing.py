@@ -402,6 +402,20 @@ def test_as_an_overflow_is_expected_debuggers_do_not_stop_at_it():
         ols.testing.assert_scale_invariant(jax.jit(step), PARAMS, TX.init(PARAMS))
 
 
+def test_a_norm_that_is_infinite_at_high_loss_scales_is_accused_without_a_warning():
+    loss_fn, params, batch = problem(jnp.float16)
+    tx = ols.with_loss_scale(optax.adam(1e-3))
+
+    @jax.jit
+    def step(params, state, batch):
+        grads = ols.grad(loss_fn, state)(params, batch)
+        norm = sum(jnp.sum(g.astype(jnp.float16) ** 2) for g in jax.tree.leaves(grads))
+        return *tx.apply_gradients(grads, state, params), norm
+
+    with pytest.raises(AssertionError, match=r"2\*\*2: result\[2\]"):
+        ols.testing.assert_scale_invariant(step, params, tx.init(params), batch)
+
+
 def test_none_several_and_fixed_loss_scales_are_refused():
     check = functools.partial(ols.testing.assert_scale_invariant, small_step)
     with pytest.raises(ValueError, match="exactly one loss scale"):

@@ -1,0 +1,193 @@
+"""The programs in `examples/`, in a short form; `test_processes.py` has the distributed one."""
+
+import functools
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the frameworks', not ours
+
+
+def load(name, **sizes):
+    """A program as a module of its own, with smaller sizes."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    for size, value in sizes.items():
+        assert hasattr(example, size)
+        setattr(example, size, value)
+    return example
+
+
+def language_model():
+    return load("language_model", BATCH=4, CONTEXT=32, WIDTH=32, BLOCKS=1)
+
+
+def diffusion():
+    return load("diffusion", BATCH=16, WIDTH=32, BLOCKS=1)
+
+
+def policy_gradient():
+    return load("policy_gradient", CARTS=32)
+
+
+def language_model_step():
+    """The training step, and its first arguments."""
+    example = language_model()
+    graph, params = example.nnx.split(example.LanguageModel(example.nnx.Rngs(0)))
+    tx, train_step = example.make_train_step(graph, jnp.float16)
+    return train_step, params, tx.init(params), example.batch(example.read_documents(), 0)
+
+
+def diffusion_step():
+    example = diffusion()
+    model = example.Mixer(jax.random.key(0))
+    tx, train_step = example.make_train_step(jnp.float16)
+    params = eqx.filter(model, eqx.is_inexact_array)
+    average = jax.tree.map(jnp.copy, params)
+    return train_step, model, average, tx.init(params), jax.random.key(1)
+
+
+def policy_gradient_step():
+    example = policy_gradient()
+    params, carts = example.init(jax.random.key(0)), example.reset(jax.random.key(1))
+    tx, train_step = example.make_train_step(100, jnp.float16)
+    return jax.jit(train_step), (params, tx.init(params), carts), jax.random.key(2)
+
+
+STEPS = {
+    "language_model": language_model_step,
+    "diffusion": diffusion_step,
+    "policy_gradient": policy_gradient_step,
+}
+each_program = pytest.mark.parametrize("name", STEPS)
+
+
+@functools.cache
+def step_and_arguments(name):
+    """Made once, as a step takes seconds to compile."""
+    train_step, *args = STEPS[name]()
+    return train_step, args
+
+
+@each_program
+def test_the_step_depends_on_the_loss_scale_in_nothing(name):
+    train_step, args = step_and_arguments(name)
+    ols.testing.assert_scale_invariant(train_step, *args)
+
+
+def forgotten(fun, loss_scale, compute_dtype):
+    """As `ols.value_and_grad`, without the loss scale."""
+    return lambda params, *args: jax.value_and_grad(fun)(
+        optax.tree.cast(params, compute_dtype), *args
+    )
+
+
+@each_program
+def test_a_step_that_forgets_the_loss_scale_is_found(name, monkeypatch):
+    monkeypatch.setattr(ols, "value_and_grad", forgotten)
+    with pytest.raises(AssertionError, match="depends on the loss scale"):
+        ols.testing.assert_scale_invariant(*STEPS[name]())
+
+
+@each_program
+def test_every_matrix_product_is_in_float16(name):
+    train_step, args = step_and_arguments(name)
+    arrays, static = eqx.partition(args, eqx.is_array)
+    call = lambda arrays: eqx.filter(train_step(*eqx.combine(arrays, static)), eqx.is_array)
+    products = re.findall(r":(\w+)\[[\d,]*\] = dot_general", str(jax.make_jaxpr(call)(arrays)))
+    assert set(products) == {"f16"}
+
+
+def overflowing(args):
+    """A copy of the arguments, with a loss scale at which the gradients overflow."""
+    copy = jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, args)
+    is_state = lambda x: isinstance(x, ols.LossScaleState)
+    raised = lambda x: x._replace(loss_scale=x.loss_scale.replace(loss_scale=jnp.float32(2**30)))
+    return jax.tree.map(lambda x: raised(x) if is_state(x) else x, copy, is_leaf=is_state)
+
+
+@each_program
+def test_a_skipped_step_is_counted(name):
+    train_step, args = step_and_arguments(name)
+    *_, metrics = train_step(*overflowing(args))
+    assert not metrics["should_apply"]
+    assert metrics["skipped_steps"] == 1
+
+
+def test_a_skipped_step_leaves_the_average_of_the_diffusion_models_parameters():
+    train_step, (model, average, *rest) = step_and_arguments("diffusion")
+    elsewhere = jax.tree.map(jnp.ones_like, average)  # so that it would move
+    before = jax.tree.map(np.asarray, elsewhere)
+    _, after, *_ = train_step(*overflowing([model, elsewhere, *rest]))
+    chex.assert_trees_all_equal(after, before)
+
+
+def losses(logged):
+    return np.array([metrics["loss"] for metrics in logged])
+
+
+@pytest.mark.parametrize("make", [language_model, diffusion])
+def test_it_learns_in_float16_as_in_float32(make):
+    _, state, logged = make().main(steps=60)
+    half = losses(logged)
+    single = losses(make().main(steps=60, compute_dtype=jnp.float32)[-1])
+    assert half[-10:].mean() < 0.8 * half[0]
+    np.testing.assert_allclose(half, single, rtol=2e-3)
+    assert state.skipped_steps == sum(not metrics["should_apply"] for metrics in logged)
+
+
+def test_the_cart_learns_to_balance_its_pole():
+    returns, state = policy_gradient().main(steps=150)
+    assert len(returns) == 3
+    assert returns[-1] > 1.5 * returns[0]
+    assert state.inner_state[1][0].count == 150 - state.skipped_steps
+
+
+def test_the_language_model_resumes_as_if_it_had_not_stopped(tmp_path):
+    example = language_model()
+    _, _, before = example.main(steps=5, checkpoint=tmp_path)
+    model, state, after = example.main(steps=10, checkpoint=tmp_path)
+    undisturbed, undisturbed_state, logged = example.main(steps=10)
+    parameters = lambda model: jax.tree.leaves(example.nnx.state(model))
+    chex.assert_trees_all_equal(parameters(model), parameters(undisturbed))
+    chex.assert_trees_all_equal(state, undisturbed_state)
+    assert len(before) == len(after) == 5
+    chex.assert_trees_all_equal(before + after, logged)
+
+
+@pytest.mark.slow
+@each_program
+def test_the_command_in_its_docstring_runs(name):
+    script = ROOT / "examples" / f"{name}.py"
+    assert f"\n    python examples/{name}.py\n" in script.read_text()
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    run = subprocess.run(
+        [sys.executable, script, "--steps", "20"], capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout
+
+
+def test_every_program_is_short_and_in_the_documentation():
+    page = (ROOT / "docs" / "examples.md").read_text()
+    for name in STEPS:
+        assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 150
+    for path in (ROOT / "examples").glob("*.py"):
+        assert f"python examples/{path.name}" in page
+        assert f"python examples/{path.name}" in path.read_text()
