@@ -144,9 +144,9 @@ def losses(logged):
 
 @pytest.mark.parametrize("make", [language_model, diffusion])
 def test_it_learns_in_float16_as_in_float32(make):
-    _, state, logged = make().main(steps=60)
+    _, state, logged = make().main(steps=40)
     half = losses(logged)
-    single = losses(make().main(steps=60, compute_dtype=jnp.float32)[-1])
+    single = losses(make().main(steps=40, compute_dtype=jnp.float32)[-1])
     assert half[-10:].mean() < 0.8 * half[0]
     np.testing.assert_allclose(half, single, rtol=2e-3)
     assert state.skipped_steps == sum(not metrics["should_apply"] for metrics in logged)
