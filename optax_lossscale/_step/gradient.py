@@ -126,8 +126,9 @@ def value_and_grad(
       has_aux: whether `fun` returns `(loss, aux)`.
       compute_dtype: a floating-point dtype, such as `jnp.float16`: the arguments that are
         differentiated are cast to it first, where they are wider floats, and their
-        gradients come in it. They take half the memory then, and the model needs no casts
-        of its own.
+        gradients come in it. They take half the memory then. The model casts its inputs to
+        the dtype of its parameters: a float32 input would make all that follows float32,
+        as would a module that keeps to a dtype of its own, such as `nnx.Embed`.
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:
