@@ -66,8 +66,7 @@ class Step:
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
         """One step, from scaled gradients to updates; a skipped one gives zeros."""
-        zeros = lambda updates: jax.tree.map(jnp.zeros_like, updates)
-        return self._step(updates, state, params, value, extra_args, zeros_for_missing, zeros)
+        return self._step(updates, state, params, value, extra_args, zeros_for_missing, _zeros)
 
     def apply_gradients(
         self,
@@ -165,14 +164,21 @@ def _zeros_for_nonfinite(known: Any, grads: Any) -> Any:
     """
     if known is True:
         return grads
-    zeros = {jax.typeof(g): g for g in jax.tree.leaves(grads) if is_inexact(g)}
-    zeros = {kind: jnp.zeros_like(g) for kind, g in zeros.items()}
 
-    def zero_for_nonfinite(g):
+    def zero_for_nonfinite(g, zero):
         is_finite = jnp.isfinite if jnp.iscomplexobj(g) else lax.is_finite  # quicker to trace
-        return lax.select(known, g, lax.select(is_finite(g), g, zeros[jax.typeof(g)]))
+        return lax.select(known, g, lax.select(is_finite(g), g, zero))
 
-    return jax.tree.map(lambda g: zero_for_nonfinite(g) if is_inexact(g) else g, grads)
+    return jax.tree.map(
+        lambda g, zero: zero_for_nonfinite(g, zero) if is_inexact(g) else g, grads, _zeros(grads)
+    )
+
+
+def _zeros(tree: Any) -> Any:
+    """A tree of zeros; leaves of one type share theirs, as tracing them takes time."""
+    of_kind = {jax.typeof(x): x for x in jax.tree.leaves(tree)}
+    zeros = {kind: jnp.zeros_like(x) for kind, x in of_kind.items()}
+    return jax.tree.map(lambda x: zeros[jax.typeof(x)], tree)
 
 
 def _counted(state: LossScaleState, should_apply: jax.Array) -> dict[str, jax.Array]:
