@@ -1,0 +1,178 @@
+"""The tables and the pictures of `python -m benchmarks rescaling`, from its numbers alone."""
+
+import pathlib
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+from benchmarks._report import GREY, OURS, PEERS, table
+
+FLOAT32, FIXED, DYNAMIC, HEADROOM, BLOCKS, WHOLE = (
+    "float32",
+    "best fixed",
+    "dynamic",
+    "headroom",
+    "rescaled blocks",
+    "rescaled whole",
+)
+_GLOBAL = (FIXED, DYNAMIC, HEADROOM)
+
+
+def _mean_and_error(values: np.ndarray) -> str:
+    error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return f"{values.mean():+.4f} ± {error:.4f}"
+
+
+def _final(case: dict[str, Any], way: str) -> np.ndarray:
+    return np.array(case["ways"][way]["loss"])
+
+
+def _losses(cases: list[dict[str, Any]]) -> str:
+    body = []
+    for case in cases:
+        wide = _final(case, FLOAT32)
+        cells = [f"{wide.mean():.4f} (from {wide.min():.4f} to {wide.max():.4f})"]
+        for way in (*_GLOBAL, BLOCKS, WHOLE):
+            if way not in case["ways"]:
+                cells.append("")
+                continue
+            scale = f" (2^{np.log2(case['ways'][way]['scale']):.0f})" if way == FIXED else ""
+            cells.append(_mean_and_error(_final(case, way) - wide) + scale)
+        body.append([case["name"], *cells])
+    return table(["final loss", FLOAT32, *_GLOBAL, BLOCKS, WHOLE], body)
+
+
+def _gains(cases: list[dict[str, Any]]) -> str:
+    """Rescaled blocks against each of the others, seed by seed."""
+    body = []
+    for case in cases:
+        ours = _final(case, BLOCKS)
+        body.append([case["name"], *(_mean_and_error(ours - _final(case, w)) for w in _GLOBAL)])
+    return table(["rescaled blocks less …", *_GLOBAL], body)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f}" if share else "0"
+
+
+def _shares(cases: list[dict[str, Any]]) -> str:
+    body = []
+    for case in cases:
+        cells = []
+        for way in (*_GLOBAL, BLOCKS, WHOLE):
+            of_way = case["ways"].get(way)
+            skipped = of_way and np.mean(of_way["skipped"])
+            cells.append(f"{_percent(skipped)} / {_percent(of_way['flushed'])}" if of_way else "")
+        body.append([case["name"], *cells])
+    return table(["steps skipped / gradients flushed, %", *_GLOBAL, BLOCKS, WHOLE], body)
+
+
+def _scales(cases: list[dict[str, Any]], scales: list[float]) -> str:
+    body = [[case["name"], *(f"{np.mean(x):.4f}" for x in case["fixed"])] for case in cases]
+    return table(["fixed scale", *(f"2^{np.log2(s):.0f}" for s in scales)], body)
+
+
+def _margins(rows: list[dict[str, Any]], margins: list[int]) -> str:
+    body = []
+    for row in rows:
+        cells = [
+            f"{_percent(overflows)} / " + ("–" if flushed is None else f"{100 * flushed:.3f}")
+            for overflows, flushed in zip(row["overflows"], row["flushed"], strict=True)
+        ]
+        body.append([f"{row['model']}, {row['what']}", *cells])
+    return table(["steps overflowing / gradients flushed, %", *map(str, margins)], body)
+
+
+def tables(found: dict[str, Any]) -> str:
+    """All of them, in Markdown."""
+    machine, cases = found["machine"], found["cases"]
+    steps = ", ".join(f"{case['name']}: {case['steps']}" for case in cases)
+    parts = [
+        "Made by `python -m benchmarks rescaling` (with the extra `benchmarks` installed) in "
+        f"{found['minutes']:.0f} minutes on two CPU cores shared with other work; "
+        f"{machine['platform']}, jax {machine['jax']}, optax {machine['optax']}.",
+        "Final losses are means over the last tenth of the steps, of "
+        f"{len(found['seeds'])} seeds. But for float32's they are given less float32's with the same seed, with the standard "
+        "error. "
+        f"The fixed scales check and skip, and the best of {len(found['scales'])} is shown. The "
+        f"dynamic scale starts at 2^15 and grows after {found['interval']} finite steps, as the "
+        f"runs are short. The margin of rescaled blocks and of the rescaled whole model is "
+        f"{found['margin']} bits. Rescaled blocks and the rescaled whole model have a fixed scale of 1 "
+        "around them, which checks. Where a case names a dtype, the cotangents between its blocks "
+        "are rounded to it: as they come under one scale for all, and at a power of two of their "
+        f"own in rescaled blocks. Steps: {steps}.",
+        _losses(cases),
+        _gains(cases),
+        "Steps skipped, and the share of all gradients that are zero and are not in float32:",
+        _shares(cases),
+        "Final losses at each of the fixed scales, where a loss that stays where it began means "
+        "that all steps overflowed:",
+        _scales(cases, found["scales"]),
+        "What each margin would do along a training in float32: the share of steps whose "
+        "gradients overflow in float16, and the gradients flushed to zero in the others:",
+        _margins(found["margins"], found["margin_bits"]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+_COLORS = {FLOAT32: GREY, FIXED: "#d8a31a", DYNAMIC: PEERS, HEADROOM: "#8d6a9f", BLOCKS: OURS}
+
+
+def _draw_losses(cases: list[dict[str, Any]], path: pathlib.Path) -> None:
+    rows = -(-len(cases) // 3)
+    figure, axes = plt.subplots(
+        rows, 3, figsize=(9.5, 2.6 * rows), layout="constrained", squeeze=False
+    )
+    for axis, case in zip(axes.flat, cases, strict=False):
+        for way, color in _COLORS.items():
+            curve = np.array(case["ways"][way]["curve"])
+            steps = np.linspace(0, case["steps"], len(curve), endpoint=False)
+            style = {"lw": 4, "alpha": 0.4} if way == FLOAT32 else {"lw": 1.2}
+            axis.plot(steps, curve, color=color, label=way, **style)
+        axis.set_yscale("log")
+        axis.set_title(case["name"].replace(", float8", ",\nfloat8"), loc="left", fontsize=8)
+        axis.tick_params(labelsize=7, which="both")
+    for axis in axes.flat[len(cases) :]:
+        axis.set_visible(False)
+    axes[0, 0].legend(frameon=False, fontsize=7)
+    figure.supxlabel("step", fontsize=9)
+    figure.supylabel("loss, mean over seeds", fontsize=9)
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+def _draw_exponents(found: list[dict[str, Any]], path: pathlib.Path) -> None:
+    figure, axes = plt.subplots(
+        1, len(found), figsize=(9.5, 3), sharey=True, layout="constrained", squeeze=False
+    )
+    for axis, model in zip(axes.flat, found, strict=True):
+        axis.axhspan(16, 20, color="black", alpha=0.14, lw=0)
+        axis.axhspan(-24, -14, color="black", alpha=0.06, lw=0)
+        axis.axhspan(-32, -24, color="black", alpha=0.14, lw=0)
+        for label, color in (("before", PEERS), ("after", OURS)):
+            largest = np.array(model[label], float)
+            largest[largest == 0] = np.nan
+            axis.plot(np.log2(largest), color=color, marker=".", ms=3, lw=1, label=label)
+            zeros = np.flatnonzero(np.isnan(largest))
+            axis.plot(zeros, np.full(len(zeros), -28), "x", color=color, ms=4)
+        axis.set_title(model["model"], loc="left", fontsize=8)
+        axis.set_ylim(-32, 20)
+        axis.tick_params(labelsize=7)
+    axes[0, 0].legend(frameon=False, fontsize=7)
+    for text, y in (("inf", 17), ("subnormal", -20), ("all zero", -29)):
+        axes[0, 0].text(0.3, y, text, fontsize=7)
+    figure.supxlabel("block, from the input to the output", fontsize=9)
+    figure.supylabel("log2 of the largest cotangent", fontsize=9)
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+def draw(found: dict[str, Any], out: pathlib.Path) -> None:
+    """The pictures, as PNG files in `out`."""
+    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    _draw_losses(found["cases"], out / "rescaling_losses.png")
+    _draw_exponents(found["exponents"], out / "rescaling_exponents.png")
