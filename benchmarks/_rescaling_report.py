@@ -96,12 +96,11 @@ def tables(found: dict[str, Any]) -> str:
         f"{found['minutes']:.0f} minutes on two CPU cores shared with other work; "
         f"{machine['platform']}, jax {machine['jax']}, optax {machine['optax']}.",
         "Final losses are means over the last tenth of the steps, of "
-        f"{len(found['seeds'])} seeds. But for float32's they are given less float32's with the same seed, with the standard "
-        "error. "
-        f"The fixed scales check and skip, and the best of {len(found['scales'])} is shown. The "
-        f"dynamic scale starts at 2^15 and grows after {found['interval']} finite steps, as the "
-        f"runs are short. The margin of rescaled blocks and of the rescaled whole model is "
-        f"{found['margin']} bits. Rescaled blocks and the rescaled whole model have a fixed scale of 1 "
+        f"{len(found['seeds'])} seeds; but for float32's they are given less float32's with the "
+        "same seed, with the standard error. The fixed scales check and skip, and the best of "
+        f"{len(found['scales'])} is shown. The dynamic scale starts at 2^15 and grows after "
+        f"{found['interval']} finite steps, as the runs are short. Rescaled blocks and the "
+        f"rescaled whole model have a margin of {found['margin']} bits and a fixed scale of 1 "
         "around them, which checks. Where a case names a dtype, the cotangents between its blocks "
         "are rounded to it: as they come under one scale for all, and at a power of two of their "
         f"own in rescaled blocks. Steps: {steps}.",
