@@ -1,6 +1,6 @@
 """Rescaling inside a model, against one loss scale for all of it.
 
-`python -m benchmarks rescaling` writes docs/rescaling.json, its tables and its pictures.
+`python -m benchmarks rescaling` writes docs/rescaling.json, a page of tables and its pictures.
 """
 
 import functools
@@ -364,12 +364,12 @@ def measure(quick: bool, machine: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(quick: bool, only_report: bool, out: pathlib.Path, machine: dict[str, Any]) -> None:
-    """Measures, unless only the report is asked for, and writes the tables and the pictures."""
+    """Measures, unless only the report is asked for, and writes the page and the pictures."""
     out.mkdir(parents=True, exist_ok=True)
     results = out / "rescaling.json"
     if not only_report:
         results.write_text(json.dumps(measure(quick, machine), indent=1) + "\n")
     found = json.loads(results.read_text())
     report.draw(found, out)
-    (out / "rescaling.txt").write_text(report.tables(found))
-    print(report.tables(found))
+    (out / "rescaling.md").write_text(report.page(found))
+    print(report.page(found))

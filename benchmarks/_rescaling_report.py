@@ -1,4 +1,4 @@
-"""The tables and the pictures of `python -m benchmarks rescaling`, from its numbers alone."""
+"""The page and the pictures of `python -m benchmarks rescaling`, from its numbers alone."""
 
 import pathlib
 from typing import Any
@@ -20,6 +20,7 @@ FLOAT32, FIXED, DYNAMIC, HEADROOM, BLOCKS, WHOLE = (
     "rescaled whole",
 )
 _GLOBAL = (FIXED, DYNAMIC, HEADROOM)
+_PAGE = pathlib.Path(__file__).with_name("_rescaling_page.txt")
 
 
 def _mean_and_error(values: np.ndarray) -> str:
@@ -87,35 +88,25 @@ def _margins(rows: list[dict[str, Any]], margins: list[int]) -> str:
     return table(["steps overflowing / gradients flushed, %", *map(str, margins)], body)
 
 
-def tables(found: dict[str, Any]) -> str:
-    """All of them, in Markdown."""
+def page(found: dict[str, Any]) -> str:
+    """The page with all tables, in Markdown."""
     machine, cases = found["machine"], found["cases"]
-    steps = ", ".join(f"{case['name']}: {case['steps']}" for case in cases)
-    parts = [
-        "Made by `python -m benchmarks rescaling` (with the extra `benchmarks` installed) in "
-        f"{found['minutes']:.0f} minutes on two CPU cores shared with other work; "
-        f"{machine['platform']}, jax {machine['jax']}, optax {machine['optax']}.",
-        "Final losses are means over the last tenth of the steps, of "
-        f"{len(found['seeds'])} seeds; but for float32's they are given less float32's with the "
-        "same seed, with the standard error. The fixed scales check and skip, and the best of "
-        f"{len(found['scales'])} is shown. The dynamic scale starts at 2^15 and grows after "
-        f"{found['interval']} finite steps, as the runs are short. Rescaled blocks and the "
-        f"rescaled whole model have a margin of {found['margin']} bits and a fixed scale of 1 "
-        "around them, which checks. Where a case names a dtype, the cotangents between its blocks "
-        "are rounded to it: as they come under one scale for all, and at a power of two of their "
-        f"own in rescaled blocks. Steps: {steps}.",
-        _losses(cases),
-        _gains(cases),
-        "Steps skipped, and the share of all gradients that are zero and are not in float32:",
-        _shares(cases),
-        "Final losses at each of the fixed scales, where a loss that stays where it began means "
-        "that all steps overflowed:",
-        _scales(cases, found["scales"]),
-        "What each margin would do along a training in float32: the share of steps whose "
-        "gradients overflow in float16, and the gradients flushed to zero in the others:",
-        _margins(found["margins"], found["margin_bits"]),
-    ]
-    return "\n\n".join(parts) + "\n"
+    return _PAGE.read_text().format(
+        minutes=f"{found['minutes']:.0f}",
+        platform=machine["platform"],
+        jax=machine["jax"],
+        optax=machine["optax"],
+        scales=len(found["scales"]),
+        interval=found["interval"],
+        margin=found["margin"],
+        seeds=len(found["seeds"]),
+        steps="; ".join(f"{case['name']}: {case['steps']}" for case in cases),
+        losses=_losses(cases),
+        gains=_gains(cases),
+        fixed=_scales(cases, found["scales"]),
+        shares=_shares(cases),
+        margins=_margins(found["margins"], found["margin_bits"]),
+    )
 
 
 _COLORS = {FLOAT32: GREY, FIXED: "#d8a31a", DYNAMIC: PEERS, HEADROOM: "#8d6a9f", BLOCKS: OURS}
@@ -162,7 +153,7 @@ def _draw_exponents(found: list[dict[str, Any]], path: pathlib.Path) -> None:
         axis.set_ylim(-32, 20)
         axis.tick_params(labelsize=7)
     axes[0, 0].legend(frameon=False, fontsize=7)
-    for text, y in (("inf", 17), ("subnormal", -20), ("all zero", -29)):
+    for text, y in (("inf", 17), ("subnormal", -20), ("all zero", -31)):
         axes[0, 0].text(0.3, y, text, fontsize=7)
     figure.supxlabel("block, from the input to the output", fontsize=9)
     figure.supylabel("log2 of the largest cotangent", fontsize=9)

@@ -48,10 +48,10 @@ def test_the_quick_command_shows_the_rescue_of_the_chain(tmp_path, monkeypatch, 
     assert min(loss["best fixed"], loss["dynamic"], loss["headroom"]) > loss["float32"] + 0.05
     pictures = {"rescaling_losses.png", "rescaling_exponents.png"}
     assert pictures < {path.name for path in tmp_path.iterdir()}
-    assert (tmp_path / "rescaling.txt").read_text() in capsys.readouterr().out
+    assert (tmp_path / "rescaling.md").read_text() in capsys.readouterr().out
 
-    before = (tmp_path / "rescaling.txt").read_text()
-    (tmp_path / "rescaling.txt").unlink()
+    before = (tmp_path / "rescaling.md").read_text()
+    (tmp_path / "rescaling.md").unlink()
     monkeypatch.setattr(sys, "argv", [*arguments, "--report"])
     command.main()
-    assert (tmp_path / "rescaling.txt").read_text() == before
+    assert (tmp_path / "rescaling.md").read_text() == before
