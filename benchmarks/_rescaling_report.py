@@ -8,6 +8,7 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from benchmarks._report import GREY, OURS, PEERS, table
 
@@ -88,6 +89,18 @@ def _margins(rows: list[dict[str, Any]], margins: list[int]) -> str:
     return table(["steps overflowing / gradients flushed, %", *map(str, margins)], body)
 
 
+def _trained(rows: list[dict[str, Any]]) -> str:
+    body = [
+        [
+            str(row["margin"]),
+            ", ".join(_percent(share) for share in row["skipped"]),
+            ", ".join(f"{loss:.2f}" for loss in row["loss"]),
+        ]
+        for row in rows
+    ]
+    return table(["margin", "steps skipped, % of each seed", "final loss of each seed"], body)
+
+
 def page(found: dict[str, Any]) -> str:
     """The page with all tables, in Markdown."""
     machine, cases = found["machine"], found["cases"]
@@ -106,6 +119,7 @@ def page(found: dict[str, Any]) -> str:
         fixed=_scales(cases, found["scales"]),
         shares=_shares(cases),
         margins=_margins(found["margins"], found["margin_bits"]),
+        trained=_trained(found["trained"]),
     )
 
 
@@ -149,7 +163,10 @@ def _draw_exponents(found: list[dict[str, Any]], path: pathlib.Path) -> None:
             axis.plot(np.log2(largest), color=color, marker=".", ms=3, lw=1, label=label)
             zeros = np.flatnonzero(np.isnan(largest))
             axis.plot(zeros, np.full(len(zeros), -28), "x", color=color, ms=4)
-        axis.set_title(model["model"], loc="left", fontsize=8)
+        axis.set_title(
+            model["model"].replace("work without", "work\nwithout"), loc="left", fontsize=8
+        )
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_ylim(-32, 20)
         axis.tick_params(labelsize=7)
     axes[0, 0].legend(frameon=False, fontsize=7)
