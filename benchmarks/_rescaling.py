@@ -187,7 +187,8 @@ def train(
         )
         return Run(loss.ravel(), skipped.ravel(), flushed, carry[1].loss_scale())
 
-    # In a loop: of 16 mapped by vmap, XLA's CPU compiler lets those that overflow spoil others.
+    # In a loop: of 16 of the demo's transformers under vmap on CPU, those that overflowed spoilt
+    # others, without any loss scaling too.
     seeds = jnp.array(SEEDS)
     each = lambda scale: jax.lax.map(lambda seed: run(scale, seed), seeds)
     every = jnp.array(scales or [1.0], jnp.float32)
