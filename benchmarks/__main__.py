@@ -4,6 +4,7 @@ python -m benchmarks                 # what it costs on this machine: 25 minutes
 python -m benchmarks --quick         # small sizes, to see that it runs
 python -m benchmarks accelerators    # the same compiled for a GPU and TPUs, and not run
 python -m benchmarks policies        # loss scales side by side, into docs/policies.md: ten minutes
+python -m benchmarks rescaling       # docs/rescaling.md: one loss scale or one a block; 20 minutes
 """
 
 import argparse
@@ -22,7 +23,7 @@ import optax
 from tqdm import tqdm
 
 import optax_lossscale as ols
-from benchmarks import _accelerators, _policies, _report, _sections
+from benchmarks import _accelerators, _policies, _report, _rescaling, _sections
 
 
 def _processor() -> str:
@@ -45,21 +46,39 @@ def _run(section: str, quick: bool) -> list[dict[str, Any]]:
         return json.loads((pathlib.Path(folder) / "results.json").read_text())[section]
 
 
+def _machine() -> dict[str, Any]:
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "device": jax.devices()[0].device_kind,
+        "platform": jax.default_backend(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "optax": optax.__version__,
+        "optax_lossscale": ols.__version__,
+        "python": platform.python_version(),
+    }
+
+
 def main():
     """Runs the sections and writes what they found."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    what = ["here", "accelerators", "policies"]
+    what = ["here", "accelerators", "policies", "rescaling"]
     parser.add_argument("what", nargs="?", default="here", choices=what)
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
-    parser.add_argument("--out", default="docs/benchmarks", help="where results.json and so on go")
+    parser.add_argument("--out", help="where the results go; default: docs/benchmarks, or docs")
     parser.add_argument("--only", nargs="+", help="sections to run anew; default: all")
-    parser.add_argument("--report", action="store_true", help="redraw from results.json alone")
+    parser.add_argument("--report", action="store_true", help="redraw from the results alone")
     options = parser.parse_args()
     if options.what == "policies":
         _policies.main(options.quick, pathlib.Path("docs"))
         return
+    if options.what == "rescaling":
+        out = pathlib.Path(options.out or "docs")
+        _rescaling.main(options.quick, options.report, out, _machine())
+        return
 
-    out = pathlib.Path(options.out)
+    out = pathlib.Path(options.out or "docs/benchmarks")
     out.mkdir(parents=True, exist_ok=True)
     if options.what == "accelerators":
         steps = options.only or _accelerators.STEPS
@@ -71,19 +90,7 @@ def main():
     if not options.report:
         before = results.exists() and options.only
         found = json.loads(results.read_text()) if before else {}
-        found |= {
-            "machine": {
-                "processor": _processor(),
-                "cores": len(os.sched_getaffinity(0)),
-                "device": jax.devices()[0].device_kind,
-                "platform": jax.default_backend(),
-                "jax": jax.__version__,
-                "jaxlib": jaxlib.__version__,
-                "optax": optax.__version__,
-                "optax_lossscale": ols.__version__,
-                "python": platform.python_version(),
-            },
-        }
+        found |= {"machine": _machine()}
         for name in tqdm(options.only or _sections.SECTIONS, desc="sections"):
             found[name] = _run(name, options.quick)
         results.write_text(json.dumps(found, indent=1) + "\n")

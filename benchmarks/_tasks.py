@@ -36,7 +36,7 @@ class Task(NamedTuple):
     optimizer: optax.GradientTransformation
 
 
-def _weights(key: jax.Array, **shapes: tuple[int, ...]) -> Params:
+def weights(key: jax.Array, **shapes: tuple[int, ...]) -> Params:
     """Matrices with entries of variance 1 / fan-in, and biases of zero."""
     keys = jax.random.split(key, len(shapes))
     made = {}
@@ -46,17 +46,17 @@ def _weights(key: jax.Array, **shapes: tuple[int, ...]) -> Params:
     return made
 
 
-def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     wide = logits.astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(wide, labels).mean()
 
 
-def _fixed(*shape: int, seed: int) -> jax.Array:
+def fixed(*shape: int, seed: int) -> jax.Array:
     """What a task's data are made from: the same for every seed of a run."""
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-def _normed(x: jax.Array) -> jax.Array:
+def normed(x: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype)
 
@@ -75,25 +75,25 @@ def _transformer() -> Task:
     symbols, width, length = 64, 24, 8
 
     def batch(key):
-        return _sentences(key, 6 * _fixed(symbols, symbols, seed=1), length + 1)
+        return _sentences(key, 6 * fixed(symbols, symbols, seed=1), length + 1)
 
     def loss(p, tokens, probe):
         x = p["embedding"][tokens[:, :-1]] + p["position"]
-        q, k, v = jnp.split(_normed(x) @ p["qkv"], 3, -1)
+        q, k, v = jnp.split(normed(x) @ p["qkv"], 3, -1)
         scores = (q @ k.mT).astype(jnp.float32) * width**-0.5
         causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
         scores = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)).astype(x.dtype)
         x += (scores @ v) @ p["out"]
-        x += jax.nn.gelu(_normed(x) @ p["up"]) @ p["down"]
-        logits = ols.tap(_normed(x) @ p["head"], probe)
-        return _cross_entropy(logits, tokens[:, 1:])
+        x += jax.nn.gelu(normed(x) @ p["up"]) @ p["down"]
+        logits = ols.tap(normed(x) @ p["head"], probe)
+        return cross_entropy(logits, tokens[:, 1:])
 
     shapes = {
         "embedding": (symbols, width), "position": (length, width), "qkv": (width, 3 * width),
         "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width),
         "head": (width, symbols),
     }  # fmt: skip
-    return Task(lambda key: _weights(key, **shapes), batch, loss, optax.adamw(3e-3))
+    return Task(lambda key: weights(key, **shapes), batch, loss, optax.adamw(3e-3))
 
 
 def _convolution() -> Task:
@@ -102,7 +102,7 @@ def _convolution() -> Task:
     def batch(key):
         labels, noise = jax.random.split(key)
         labels = jax.random.randint(labels, (16,), 0, CLASSES)
-        patterns = _fixed(CLASSES, 8, 8, 1, seed=2)
+        patterns = fixed(CLASSES, 8, 8, 1, seed=2)
         return patterns[labels] + jax.random.normal(noise, (16, 8, 8, 1)), labels
 
     def convolve(x, kernel):
@@ -115,13 +115,13 @@ def _convolution() -> Task:
         x, labels = batch
         x = jax.nn.relu(convolve(x.astype(p["first"].dtype), p["first"]) + p["bias"])
         x = ols.tap(jax.nn.relu(convolve(x, p["second"])), probe)
-        return _cross_entropy(x.reshape(len(x), -1) @ p["head"], labels)
+        return cross_entropy(x.reshape(len(x), -1) @ p["head"], labels)
 
     shapes = {
         "first": (9, 16), "bias": (16,), "second": (9 * 16, 16), "head": (256, CLASSES),
     }  # fmt: skip
     sgd = optax.sgd(optax.cosine_decay_schedule(0.01, 6000, 0.01), momentum=0.9)
-    return Task(lambda key: _weights(key, **shapes), batch, loss, sgd)
+    return Task(lambda key: weights(key, **shapes), batch, loss, sgd)
 
 
 def _gru() -> Task:
@@ -148,14 +148,14 @@ def _gru() -> Task:
 
         h = jnp.zeros((len(x), width), p["gates"].dtype)
         h, _ = jax.lax.scan(step, h, x.astype(h.dtype).swapaxes(0, 1))
-        return _cross_entropy(ols.tap(h, probe) @ p["head"], labels)
+        return cross_entropy(ols.tap(h, probe) @ p["head"], labels)
 
     shapes = {
         "gates": (width + 2, 2 * width), "bias": (2 * width,), "new": (width + 2, width),
         "head": (width, 2),
     }  # fmt: skip
     clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
-    return Task(lambda key: _weights(key, **shapes), batch, loss, clipped)
+    return Task(lambda key: weights(key, **shapes), batch, loss, clipped)
 
 
 def _perceptron(widths: tuple[int, ...], activation: Callable[[jax.Array], jax.Array]):
@@ -168,7 +168,7 @@ def _perceptron(widths: tuple[int, ...], activation: Callable[[jax.Array], jax.A
             x = activation(x @ p[f"w{i}"])
         return ols.tap(x, probe) @ p[f"w{len(shapes) - 1}"]
 
-    return (lambda key: _weights(key, **shapes)), apply
+    return (lambda key: weights(key, **shapes)), apply
 
 
 def _regression() -> Task:
@@ -177,7 +177,7 @@ def _regression() -> Task:
 
     def batch(key):
         x = jax.random.normal(key, (32, 8))
-        return x, jnp.sin(x @ _fixed(8, 1, seed=3) / 3)
+        return x, jnp.sin(x @ fixed(8, 1, seed=3) / 3)
 
     def loss(p, batch, probe):
         x, y = batch
@@ -192,11 +192,11 @@ def _classification() -> Task:
 
     def batch(key):
         x = jax.random.normal(key, (32, 16))
-        return x, jnp.argmax(x @ _fixed(16, CLASSES, seed=4), -1)
+        return x, jnp.argmax(x @ fixed(16, CLASSES, seed=4), -1)
 
     def loss(p, batch, probe):
         x, labels = batch
-        return _cross_entropy(apply(p, x, probe), labels)
+        return cross_entropy(apply(p, x, probe), labels)
 
     return Task(init, batch, loss, optax.adam(1e-3))
 
@@ -206,7 +206,7 @@ def _autoencoder() -> Task:
     init, apply = _perceptron((64, 48, 24, 6, 24, 48, 64), jax.nn.gelu)
 
     def batch(key):
-        return (jnp.tanh(jax.random.normal(key, (16, 6)) @ _fixed(6, 64, seed=5)),)
+        return (jnp.tanh(jax.random.normal(key, (16, 6)) @ fixed(6, 64, seed=5)),)
 
     def loss(p, batch, probe):
         (x,) = batch
@@ -222,19 +222,19 @@ def _words() -> Task:
     symbols, width = 128, 24
 
     def batch(key):
-        return _sentences(key, 8 * _fixed(symbols, symbols, seed=6), 10)
+        return _sentences(key, 8 * fixed(symbols, symbols, seed=6), 10)
 
     def loss(p, tokens, probe):
         x = p["embedding"][tokens]
         x = jnp.concatenate([x[:, :-2], x[:, 1:-1]], -1) @ p["hidden"]
-        return _cross_entropy(ols.tap(jax.nn.relu(x), probe) @ p["head"], tokens[:, 2:])
+        return cross_entropy(ols.tap(jax.nn.relu(x), probe) @ p["head"], tokens[:, 2:])
 
     shapes = {
         "embedding": (symbols, width),
         "hidden": (2 * width, width),
         "head": (width, symbols),
     }
-    return Task(lambda key: _weights(key, **shapes), batch, loss, optax.adam(3e-3))
+    return Task(lambda key: weights(key, **shapes), batch, loss, optax.adam(3e-3))
 
 
 def _patterns() -> Task:
@@ -244,12 +244,12 @@ def _patterns() -> Task:
     def batch(key):
         labels, noise = jax.random.split(key)
         labels = jax.random.randint(labels, (16,), 0, CLASSES)
-        patterns = _fixed(CLASSES, 32, seed=7)
+        patterns = fixed(CLASSES, 32, seed=7)
         return patterns[labels] + jax.random.normal(noise, (16, 32)), labels
 
     def loss(p, batch, probe):
         x, labels = batch
-        return _cross_entropy(apply(p, x, probe), labels)
+        return cross_entropy(apply(p, x, probe), labels)
 
     return Task(init, batch, loss, optax.sgd(0.02, momentum=0.9))
 
