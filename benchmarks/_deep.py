@@ -104,7 +104,7 @@ def _chain(bits: float) -> Model:
 
 
 def _unnormalized() -> Model:
-    """A deep residual network without normalisation: what goes through it grows."""
+    """A deep residual network without normalization: what goes through it grows."""
     width, blocks = 32, 20
 
     def batch(key):
@@ -237,7 +237,7 @@ def _demo() -> Model:
 MODELS: dict[str, Model] = {
     "chain of 1.5 bits a block": _chain(1.5),
     "chain of 0.9 bits a block": _chain(0.9),
-    "residual network without normalisation": _unnormalized(),
+    "residual network without normalization": _unnormalized(),
     "transformer with LayerScale": _layer_scale(),
     "recurrent network, 500 steps": _recurrent(),
     "demo's transformer": _demo(),

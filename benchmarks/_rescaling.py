@@ -47,8 +47,8 @@ class Case(NamedTuple):
 CASES = [
     Case("chain of 1.5 bits a block"),
     Case("chain of 0.9 bits a block", "float8_e5m2"),
-    Case("residual network without normalisation"),
-    Case("residual network without normalisation", "float8_e4m3fn"),
+    Case("residual network without normalization"),
+    Case("residual network without normalization", "float8_e4m3fn"),
     Case("recurrent network, 500 steps"),
     Case("transformer with LayerScale"),
     Case("demo's transformer"),
@@ -356,10 +356,10 @@ def exponents(name: str, scale: float, steps: int) -> dict[str, Any]:
     return {"model": name, "before": largest(NOTHING), "after": largest(_rescaled(None))}
 
 
-NARROWEST = "residual network without normalisation"  # the one that needs the largest margin
+NARROWEST = "residual network without normalization"  # the one that needs the largest margin
 DRAWN = (
     "chain of 1.5 bits a block",
-    "residual network without normalisation",
+    "residual network without normalization",
     "transformer with LayerScale",
     "demo's transformer",
 )

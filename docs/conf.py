@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 project = "optax_lossscale"
-author = project_copyright = "The optax_lossscale authors"
+author = project_copyright = "the optax_lossscale authors"
 version = release = ols.__version__
 
 extensions = [

@@ -12,7 +12,7 @@ class LossScaleState(NamedTuple):
     """State of `with_loss_scale`.
 
     Attributes:
-      loss_scale: the loss scale, with what it counts.
+      loss_scale: the loss scale and its counters.
       inner_state: the state of the wrapped optimizer.
       should_apply: whether the last step was applied; bool, shape ().
       skipped_steps: the steps skipped so far; int32, shape ().

@@ -56,8 +56,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     ) -> tuple[Any, LossScaleState]:
         """One optimizer step, from scaled gradients to new parameters.
 
-        The same step as `update` followed by `optax.apply_updates`, but one in which
-        the new parameters are computed where the step is applied or skipped. On CPU the
+        Does the same as `update` followed by `optax.apply_updates`, but computes the new
+        parameters inside the branch that applies or skips the step. On CPU the
         unscaled gradients and the updates are then never written to memory.
 
         Args:
@@ -152,15 +152,16 @@ def with_loss_scale(
     the size of gradients, such as a clip, belongs inside the wrapper: before it, in
     `optax.chain(clip, with_loss_scale(…))`, it would look at scaled ones.
 
-    Of the two ways to accumulate, `optax.MultiSteps(with_loss_scale(inner), k)` decides
-    once a window, and `with_loss_scale(optax.MultiSteps(inner, k))` leaves out the bad
-    micro-batch alone.
+    There are two ways to accumulate gradients: `optax.MultiSteps(with_loss_scale(inner), k)`
+    applies or skips the whole window, and `with_loss_scale(optax.MultiSteps(inner, k))` leaves
+    out only the micro-batch that overflowed.
 
     Args:
       inner: any Optax transformation.
       loss_scale: whatever `get` takes: `"dynamic"`, a number, a `LossScale`, `None`.
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all
-        replicas decide alike; a reduction inside `inner` hangs if they do not. Reduce the
+        replicas decide alike; under `branch="cond"` a reduction inside `inner` hangs if they do
+        not. Reduce the
         gradients themselves with `pmean` before the wrapper or inside it; but under
         `shard_map`, where those of replicated parameters come out summed, take the mean in
         the loss: `pmean(loss_fn(…), axis_name)`. Under `jit` alone there is no axis to name.
@@ -171,15 +172,15 @@ def with_loss_scale(
         each kernel that computes a result; or None, by whichever keeps the step in place
         on the platform that it is compiled for, the first on CPU and the second on GPU and
         TPU. Under a select `inner` runs at every step, with zeros for what is not finite. So
-        say `"cond"` where that would be wrong or dear: an `inner` that acts on the outside,
-        by a callback, or takes long to compute, as a line search or an `eigh`.
+        say `"cond"` where that would be wrong or slow: for an `inner` with side effects, such as
+        a callback, or an expensive one, such as a line search or an `eigh`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with the further methods
       `apply_gradients` and `minimize`. Its state is a `LossScaleState`.
 
     Raises:
-      TypeError: if `inner` is no transformation, or `mask` no tree of bools.
+      TypeError: if `inner` is not a transformation, or `mask` not a tree of bools.
       ValueError: if `inner` is wrapped already, `loss_scale` is not what `get` takes, or
         `branch` is none of its values.
 

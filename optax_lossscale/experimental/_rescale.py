@@ -35,7 +35,7 @@ class Rescaled:
 def rescale(
     block: Callable[..., Any],
     *,
-    margin: int = 12,
+    margin: int = 16,
     cotangent_dtype: Any = None,
     axis_name: AxisName | None = None,
 ) -> Callable[..., Rescaled]:
@@ -70,8 +70,9 @@ def rescale(
         parameters and activations to float16 by itself. A residual connection is inside it.
       margin: how many bits to leave between the largest number of the cotangent and
         float16's overflow, from 0 to 24, for what is larger inside the block: gradients of
-        parameters, above all, are sums over the batch. Where they did not suffice, gradients are
-        not finite, and the step is skipped. docs/experimental.md measures how many it takes.
+        parameters, above all, are sums over the batch. Where these bits do not suffice, gradients
+        are not finite, the step is skipped, and no loss scale around the block can help. With 16,
+        the largest is between 0.5 and 1. docs/rescaling.md measures what other margins cost.
       cotangent_dtype: None, or `float8_e5m2` or `float8_e4m3fn`, to which the cotangent is
         rounded, to nearest, at the scale that uses that dtype's range. It is then converted
         back, as JAX has cotangents in the dtype of their activations: this shows
@@ -157,7 +158,7 @@ def rescale(
     return rescaled
 
 
-def rescale_model(forward: Callable[..., Any], *, margin: int = 12) -> Callable[..., Any]:
+def rescale_model(forward: Callable[..., Any], *, margin: int = 16) -> Callable[..., Any]:
     """A whole forward pass as one rescaled block: loss scaling without any state.
 
     The gradients come out unscaled, from whatever differentiates the loss: for
