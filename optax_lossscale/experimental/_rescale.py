@@ -13,7 +13,8 @@ from jax import lax
 from optax_lossscale._arrays.finite import largest
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.placement import varying_axes
-from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_array, is_inexact
+from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_inexact
+from optax_lossscale._arrays.variables import is_module
 from optax_lossscale._diagnosis.tap import Probe
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.loss_scale import AxisName, across
@@ -86,10 +87,10 @@ def rescale(
       `jax.checkpoint`, `vmap`, `shard_map`. `activations` are what `enter` or another rescaled
       block returned, for a single use: if two blocks were given the same, gradients would
       be sums of numbers at different scales, and come out as NaN instead. The gradients of
-      `params` and `args` come out at the scale of the loss; `kwargs` are not differentiated.
-      What is no array, as in an Equinox module, passes through. It raises a `TypeError` for
-      activations without `enter`, and for `params` or `args` in float16 or less, in which
-      gradients at the scale of the loss would underflow.
+      `params`, `args` and `kwargs` come out at the scale of the loss. What is no array, as in an
+      Equinox module, passes through. It raises a `TypeError` for activations without
+      `enter`, for activations anywhere else, and for `params`, `args` or `kwargs` in
+      float16 or less, in which gradients at the scale of the loss would underflow.
 
     Raises:
       TypeError: if `block` is no function.
@@ -124,14 +125,17 @@ def rescale(
             validation.refuse("cotangent_dtype", given, allowed)
 
     @functools.wraps(block)
-    def rescaled(params: Any, activations: Rescaled, *args: Any, **kwargs: Any) -> Rescaled:
+    def rescaled(params: Any, activations: Rescaled, /, *args: Any, **kwargs: Any) -> Rescaled:
         _expect_activations("a rescaled block", activations)
-        _refuse_narrow((params, args))
-        (weights, x), rest = _partition(((params, args), activations._value))
+        given = {"params": params, "args": args, "kwargs": kwargs}
+        _refuse_inputs(given)
+        weights, rest = _partition(given)
 
         def run(weights, x):
-            (params, args), x = _combine((weights, x), rest)
-            return block(params, x, *args, **kwargs)
+            given = _combine(weights, rest)
+            y = block(given["params"], x, *given["args"], **given["kwargs"])
+            _refuse_activations("a rescaled block returned", y)
+            return y
 
         @jax.custom_vjp
         def boundary(weights, x, tally):
@@ -146,14 +150,14 @@ def rescale(
             pullback, tally = residuals
             cotangent, exponent = cotangents[0], _exponent(cotangents[1])
             dtypes = jax.tree.map(dtype_of, cotangent)
-            cotangent, exponent = _fit(
+            cotangent, exponent, use = _fit(
                 cotangent, exponent, dtypes, margin, cotangent_dtype, axis_name
             )
             weights, x = pullback(cotangent)
-            return _unscale(weights, exponent), x, _used_once(exponent, tally)
+            return _unscale(weights, exponent), x, _as_varying(use, tally)
 
         boundary.defvjp(forward, backward)
-        return Rescaled(*boundary(weights, x, activations._tally))
+        return Rescaled(*boundary(weights, activations._value, activations._tally))
 
     return rescaled
 
@@ -176,7 +180,7 @@ def rescale_model(forward: Callable[..., Any], *, margin: int = 16) -> Callable[
     Returns:
       `rescaled(params, *args, **kwargs) -> outputs`, the outputs with their 8- and 16-bit floats
       as float32. The gradients of `params` and `args` come out in their own dtypes, which for
-      `params` is to be float32; `kwargs` are not differentiated.
+      `params` and `kwargs` are to be float32.
 
     Raises:
       TypeError: if `forward` is no function.
@@ -198,11 +202,16 @@ def rescale_model(forward: Callable[..., Any], *, margin: int = 16) -> Callable[
       True
     """
     validation.function("forward", forward)
-    block = rescale(lambda params, args, **kwargs: forward(params, *args, **kwargs), margin=margin)
+
+    def of_arrays(params, x, rest, /, **kwargs):
+        return forward(params, *_combine(x, rest), **kwargs)
+
+    block = rescale(of_arrays, margin=margin)
 
     @functools.wraps(forward)
-    def rescaled(params: Any, *args: Any, **kwargs: Any) -> Any:
-        return leave(block(params, enter(args), **kwargs))
+    def rescaled(params: Any, /, *args: Any, **kwargs: Any) -> Any:
+        x, rest = _partition(args)
+        return leave(block(params, enter(x), rest, **kwargs))
 
     return rescaled
 
@@ -224,6 +233,7 @@ def enter(x: Any) -> Rescaled:
       >>> print(experimental.leave(experimental.enter(jnp.ones(2))))
       [1. 1.]
     """
+    _refuse_activations("enter was given", x)
     return Rescaled(*_enter(x))
 
 
@@ -259,8 +269,8 @@ def leave(activations: Rescaled) -> Any:
 
     def backward(tally, cotangent):
         # Whatever survives the conversion will do: the block chooses for itself.
-        cotangent, exponent = _fit(cotangent, jnp.float32(0), dtypes, margin=1)
-        return cotangent, _used_once(exponent, tally)
+        cotangent, _, use = _fit(cotangent, jnp.float32(0), dtypes, margin=1)
+        return cotangent, _as_varying(use, tally)
 
     boundary.defvjp(forward, backward)
     return boundary(activations._value, activations._tally)
@@ -293,22 +303,21 @@ def _zero(tree: Any) -> jax.Array:
 
     Were it not, JAX would sum the exponents of all that are mapped into one.
     """
-    numbers = [
-        x for x in map(jnp.asarray, jax.tree.leaves(tree)) if jnp.isdtype(x.dtype, "numeric")
-    ]
-    nothing = [jnp.sum(x.real[None][:0], dtype=jnp.float32) for x in numbers]
+    numbers = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(dtype_of(x), jnp.number)]
+    nothing = [jnp.sum(jnp.asarray(x).real[None][:0], dtype=jnp.float32) for x in numbers]
     return sum(nothing, start=jnp.zeros((), jnp.float32))
 
 
-def _used_once(exponent: jax.Array, tally: jax.Array) -> jax.Array:
-    """The cotangent of a tally, varying over devices as that does."""
-    return _USE + exponent + jnp.zeros_like(tally)
+def _as_varying(x: jax.Array, like: jax.Array) -> jax.Array:
+    return x + jnp.zeros_like(like)
 
 
 def _exponent(tally: jax.Array) -> jax.Array:
-    """The exponent in the cotangent of a tally: NaN if the activations had two uses."""
+    """The exponent in the cotangent of a tally; NaN where it is not that of one use or none."""
     uses = jnp.round(tally / _USE)
-    return jnp.where(uses > 1, jnp.nan, tally - uses * _USE)
+    exponent = tally - uses * _USE
+    is_one = (uses == 1) & (jnp.abs(exponent) <= _BOUND) & (exponent == jnp.round(exponent))
+    return jnp.where(is_one | (tally == 0), exponent, jnp.nan)
 
 
 def _fit(
@@ -318,25 +327,42 @@ def _fit(
     margin: int,
     rounded_to: Any = None,
     axis_name: AxisName | None = None,
-) -> tuple[Any, jax.Array]:
-    """The cotangent with its largest number `margin` bits below overflow, and its new exponent."""
+) -> tuple[Any, jax.Array, jax.Array]:
+    """The cotangent with its largest number `margin` bits below overflow.
+
+    Args:
+      cotangent: any pytree, times two to the `exponent`.
+      exponent: float32, shape ().
+      dtypes: those in which it is returned.
+      margin: in bits.
+      rounded_to: a dtype that it is rounded to on the way, if any.
+      axis_name: over which all replicas choose alike.
+
+    Returns:
+      The cotangent, its new exponent, and the cotangent of the tally: of one use, or of none
+      where all is zero.
+    """
     size = largest(lax.stop_gradient(cotangent))
-    _, size_exponent = jnp.frexp(jnp.where(jnp.isfinite(size), size, 1))
-    fitting = jnp.clip(exponent + _overflow(dtypes) - margin - size_exponent, -_BOUND, _BOUND)
-    new = jnp.where(jnp.isfinite(size), jnp.where(size > 0, fitting, _BOUND), exponent)
+    size_exponent = _exponent_of(size)
+    fitting = jnp.clip(exponent + _top(dtypes, margin) - size_exponent, -_BOUND, _BOUND)
+    # An infinite exponent fits zeros as well as any; what is not finite stays as it is.
+    new = jnp.where(size > 0, jnp.where(jnp.isfinite(size), fitting, exponent), jnp.inf)
     new, exponent = _materialized(new, lax.stop_gradient(exponent))
     new = _alike(new, axis_name)
+    all_zero = new == jnp.inf
+    new = jnp.where(all_zero, 0, new)
     bits = new - exponent
     if rounded_to is None:
         factors = _powers(bits)
         fit = lambda x: _times(x, factors)
     else:
         # Below the highest binade, so that rounding up does not overflow.
-        to_range = (jnp.finfo(rounded_to).maxexp - 1 - size_exponent).astype(jnp.float32)
+        to_range = jnp.finfo(rounded_to).maxexp - 1 - size_exponent
         there, back = _powers(to_range), _powers(bits - to_range)
         fit = lambda x: _times(_times(x, there).astype(rounded_to), back)
     fitted = lambda x, dtype: fit(x).astype(dtype) if is_inexact(x) else x
-    return jax.tree.map(fitted, cotangent, dtypes), new
+    use = jnp.where(all_zero, 0, _USE + new)
+    return jax.tree.map(fitted, cotangent, dtypes), new, use
 
 
 def _alike(exponent: jax.Array, axis_name: AxisName | None) -> jax.Array:
@@ -369,11 +395,22 @@ def _times(x: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:
 
 
 def _powers(exponent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two normal float32 numbers whose product is a power of two; NaN if the exponent is."""
+    """Two float32 numbers whose product is a power of two; NaN if the exponent is."""
     half = jnp.floor(exponent / 2)
-    # Not exp2, which is inexact on CPU.
-    power = lambda n: jnp.where(jnp.isnan(n), n, jnp.ldexp(jnp.float32(1), n.astype(jnp.int32)))
-    return power(half), power(exponent - half)
+    return _power(half), _power(exponent - half)
+
+
+def _power(exponent: jax.Array) -> jax.Array:
+    """A normal power of two, from its bits: `exp2` is inexact on CPU, `ldexp` many operations."""
+    biased = (jnp.clip(exponent, -126, 127) + 127).astype(jnp.int32)
+    power = lax.bitcast_convert_type(lax.shift_left(biased, np.int32(23)), jnp.float32)
+    return jnp.where(jnp.isnan(exponent), jnp.nan, power)
+
+
+def _exponent_of(size: jax.Array) -> jax.Array:
+    """As of `frexp`, but float32, and -126 for subnormal numbers: sizes are below two to it."""
+    bits = lax.bitcast_convert_type(size, jnp.int32)
+    return (lax.shift_right_logical(bits, np.int32(23)) - 126).astype(jnp.float32)
 
 
 def _materialized(a: jax.Array, b: jax.Array) -> list[jax.Array]:
@@ -387,14 +424,19 @@ def _materialized(a: jax.Array, b: jax.Array) -> list[jax.Array]:
     return lax.reduce(pairs, [np.float32(0), np.float32(0)], add, [0])
 
 
-def _overflow(dtypes: Any) -> int:
-    """The exponent at which float16 overflows, or the first of these dtypes if that is less."""
-    floats = [d for d in jax.tree.leaves(dtypes) if jnp.issubdtype(d, jnp.inexact)]
-    return min(jnp.finfo(d).maxexp for d in [*floats, jnp.float16])
+def _top(dtypes: Any, margin: int) -> int:
+    """The exponent that the largest number is to have: nothing rounds to overflow in 8 bits."""
+    narrow = [jnp.finfo(d).maxexp - 1 for d in jax.tree.leaves(dtypes) if _is_8_bits(d)]
+    return min([jnp.finfo(jnp.float16).maxexp - margin, *narrow])
+
+
+def _is_8_bits(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
 
 
 def _partition(tree: Any) -> tuple[Any, Any]:
-    """The arrays of a tree, and all else."""
+    """The arrays of a tree, and all else: a Python number is a tracer where it is traced."""
+    is_array = lambda x: hasattr(x, "dtype")
     arrays = jax.tree.map(lambda x: x if is_array(x) else None, tree)
     return arrays, jax.tree.map(lambda x: None if is_array(x) else x, tree)
 
@@ -412,9 +454,27 @@ def _expect_activations(who: str, activations: Any) -> None:
         )
 
 
-def _refuse_narrow(tree: Any) -> None:
-    """float16 and narrower: the exponents of bfloat16 are those of float32."""
-    for path, x in jax.tree.flatten_with_path(tree)[0]:
+def _refuse_activations(what: str, tree: Any) -> None:
+    is_rescaled = lambda x: isinstance(x, Rescaled)
+    if any(map(is_rescaled, jax.tree.leaves(tree, is_leaf=is_rescaled))):
+        raise TypeError(
+            f"{what} activations that are rescaled already, whose exponent would be lost. A block "
+            "takes one, as its second argument, and returns plain arrays: what joins two chains "
+            "belongs into one block, or leave(…) one of them"
+        )
+
+
+def _refuse_inputs(weights: dict[str, Any]) -> None:
+    _refuse_activations("a rescaled block was given, beside its activations,", weights)
+    for x in jax.tree.leaves(weights, is_leaf=is_module):
+        if is_module(x):
+            raise TypeError(
+                f"{type(x).__name__} is an nnx.Module, whose batch statistics and random streams "
+                "would be lost: split it, graphdef, state = nnx.split(model), and give the state "
+                "to a block that calls nnx.merge(graphdef, state)(x)"
+            )
+    for path, x in jax.tree.flatten_with_path(weights)[0]:
+        # The exponents of bfloat16 are those of float32.
         if is_inexact(x) and jnp.finfo(dtype_of(x)).maxexp < jnp.finfo(jnp.float32).maxexp:
             raise TypeError(
                 f"the gradient of {path_name(path)} would underflow in {dtype_of(x)} at the scale "

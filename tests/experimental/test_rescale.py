@@ -313,6 +313,96 @@ def test_arguments_are_differentiated_like_parameters_and_keywords_are_passed_on
     )
 
 
+def test_what_a_scan_slices_may_be_an_argument_or_a_keyword():
+    masked = lambda p, x, gate, *, mask: block(p, x) * gate * mask
+
+    def total(params, gates, masks, enter, leave, block):
+        body = lambda x, p: (block(p[0], x, p[1], mask=p[2]), None)
+        return jnp.sum(leave(lax.scan(body, enter(inputs()), (params, gates, masks))[0]))
+
+    given = parameters(3), jnp.linspace(0.5, 1, 3), jnp.ones((3, WIDTH)) / 2
+    grad = jax.grad(total, argnums=(0, 1, 2))
+    chex.assert_trees_all_equal(
+        grad(*given, **BOUNDARIES, block=experimental.rescale(masked)),
+        grad(*given, **PLAIN, block=masked),
+    )
+
+
+def test_a_keyword_may_have_any_name():
+    named = lambda p, x, *, activations, params: p * x * activations * params
+    rescaled = experimental.rescale(named)
+    y = rescaled(jnp.float32(3), experimental.enter(jnp.ones(2)), activations=2.0, params=1.0)
+    chex.assert_trees_all_equal(experimental.leave(y), jnp.full(2, 6.0))
+    model = experimental.rescale_model(named)
+    chex.assert_trees_all_equal(
+        model(jnp.float32(3), jnp.ones(2), activations=2.0, params=1.0), jnp.full(2, 6.0)
+    )
+
+
+def test_steps_that_are_masked_out_count_as_no_use():
+    valid = jnp.array([True, False, True, True])
+
+    def total(params, enter, leave, block):
+        def body(x, given):
+            p, is_valid = given
+            new = block(p, x)
+            return jax.tree.map(lambda a, b: jnp.where(is_valid, a, b), new, x), None
+
+        return jnp.sum(leave(lax.scan(body, enter(inputs()), (params, valid))[0]) ** 2)
+
+    chex.assert_trees_all_equal(
+        jax.grad(total)(parameters(4), **BOUNDARIES, block=experimental.rescale(block)),
+        jax.grad(total)(parameters(4), **PLAIN, block=block),
+    )
+
+
+@pytest.mark.parametrize("factor", [0.9, 0.5, 0.1, -1.0, 2.0])
+def test_arithmetic_on_activations_gives_nan_and_not_a_wrong_gradient(factor):
+    def changed(p):
+        x = experimental.rescale(block)(p, experimental.enter(inputs()))
+        return jnp.sum(experimental.leave(jax.tree.map(lambda x: factor * x, x)))
+
+    assert jnp.isnan(jax.grad(changed)(layers(parameters(1))[0])["w"]).all()
+
+
+def test_activations_anywhere_else_are_refused():
+    x, p = experimental.enter(inputs()), layers(parameters(1))[0]
+    rescaled = experimental.rescale(block)
+    for call in (
+        lambda: experimental.enter({"x": x}),
+        lambda: experimental.rescale(lambda p, x, y: x)(p, x, x),
+        lambda: experimental.rescale(lambda p, x: experimental.enter(x))(p, x),
+        lambda: rescaled({"p": p, "x": x}, x),
+    ):
+        with pytest.raises(TypeError, match="activations that are rescaled already"):
+            call()
+
+
+def test_random_keys_and_what_is_no_array_are_passed_on():
+    def noisy(p, x, key, training, kind):
+        assert training is True
+        assert kind == "normal"
+        return x.astype(jnp.float16) * p.astype(jnp.float16) + jax.random.normal(key, x.shape)
+
+    model = experimental.rescale_model(noisy)
+    total = lambda model, p, key: jnp.sum(model(p, inputs(), key, True, "normal"))
+    key = jax.random.key(0)
+    for transform in (same, jax.jit):
+        grad = transform(jax.grad(functools.partial(total, model)))(jnp.float32(2), key)
+        chex.assert_trees_all_close(grad, jnp.sum(inputs()), rtol=0.01)
+    carried = experimental.rescale(lambda p, x: {"x": p * x["x"], "key": x["key"]})
+    y = carried(jnp.float32(2), experimental.enter({"x": jnp.ones(3), "key": key}))
+    assert experimental.leave(y)["key"] == key
+
+
+def test_strict_dtype_promotion_is_kept():
+    with jax.numpy_dtype_promotion("strict"):
+        p = jnp.float32(0.5)
+        model = experimental.rescale_model(lambda p, x: x * p.astype(jnp.float16))
+        grad = jax.grad(lambda p: jnp.sum(model(p, jnp.ones(3, jnp.float16))))(p)
+    assert grad == 3
+
+
 def test_taps_inside_a_block_record_numbers_at_the_scale_of_the_block():
     params = parameters(8)
     tapped = lambda p, x, probe: shrinking(p, ols.tap(x, probe))
@@ -372,6 +462,13 @@ def test_activations_in_8_bits_have_cotangents_that_fit(dtype):
     exact = jax.grad(lambda p: jnp.sum(block(p, inputs().astype(dtype).astype(jnp.float32))))(p)
     chex.assert_tree_all_finite(grads)
     chex.assert_trees_all_close(grads, exact, rtol=0.3, atol=0.3)
+
+
+def test_activations_in_8_bits_do_not_overflow_without_a_margin():
+    rescaled = experimental.rescale(lambda p, x: x * p.astype(x.dtype), margin=0)
+    x = experimental.enter(jnp.ones(2, jnp.float8_e4m3fn))
+    total = lambda p: jnp.sum(experimental.leave(rescaled(p, x))) * 1.875
+    chex.assert_trees_all_close(jax.grad(total)(jnp.ones(2)), jnp.full(2, 1.875), rtol=0.1)
 
 
 def rescaled_total(p, block):
@@ -482,6 +579,22 @@ def test_blocks_of_equinox_with_all_that_is_no_array():
     )
 
 
+def test_equinox_modules_keep_their_python_numbers():
+    attention = eqx.nn.MultiheadAttention(2, WIDTH, key=jax.random.key(0))  # with a Dropout(0.0)
+
+    def total(attention, enter, leave, run):
+        return jnp.sum(leave(run(attention, enter(inputs()))))
+
+    run = lambda attention, x: attention(x, x, x)
+    chex.assert_trees_all_close(
+        jax.tree.leaves(
+            eqx.filter_grad(total)(attention, **BOUNDARIES, run=experimental.rescale(run))
+        ),
+        jax.tree.leaves(eqx.filter_grad(total)(attention, **PLAIN, run=run)),
+        rtol=1e-5,
+    )
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -507,12 +620,19 @@ def test_blocks_of_equinox_with_all_that_is_no_array():
         ),
         (lambda: experimental.leave(inputs()), TypeError, "leave takes what"),
         (
+            lambda: experimental.rescale_model(lambda m, x: m(x))(
+                nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), inputs()
+            ),
+            TypeError,
+            "Linear is an nnx.Module.* nnx.split",
+        ),
+        (
             lambda: experimental.rescale(block)(
                 {"w": jnp.ones((WIDTH, WIDTH), jnp.float16), "b": jnp.ones(WIDTH)},
                 experimental.enter(inputs()),
             ),
             TypeError,
-            "w would underflow in float16 .* keep it in float32",
+            "params/w would underflow in float16 .* keep it in float32",
         ),
     ],
 )
