@@ -1,16 +1,15 @@
 """Rescaling inside a model: gradients that no single loss scale can hold, exactly."""
 
 import functools
+import warnings
 
 import chex
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -19,6 +18,12 @@ from jax.sharding import PartitionSpec as P
 import optax_lossscale as ols
 from optax_lossscale import experimental, presets
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # the frameworks', not ours
+    import equinox as eqx
+    from flax import linen, nnx
+
+FRAMEWORKS = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 DEPTH, WIDTH, BATCH = 40, 8, 4
 same = lambda x: x
 PLAIN = {"enter": same, "leave": same}
@@ -539,6 +544,7 @@ def test_one_trace_serves_all_steps():
         params = jax.tree.map(jnp.subtract, params, step(params, inputs(jnp.float16)))
 
 
+@FRAMEWORKS
 def test_blocks_of_flax_nnx():
     layer = nnx.Linear(WIDTH, WIDTH, dtype=jnp.float16, rngs=nnx.Rngs(0))
 
@@ -556,6 +562,7 @@ def test_blocks_of_flax_nnx():
     )
 
 
+@FRAMEWORKS
 def test_blocks_of_flax_linen():
     layer = linen.Dense(WIDTH, dtype=jnp.float16)
     params = layer.init(jax.random.key(0), inputs())
@@ -566,6 +573,7 @@ def test_blocks_of_flax_linen():
     chex.assert_trees_all_close(jax.grad(total)(params, run), exact, rtol=0.01, atol=1e-9)
 
 
+@FRAMEWORKS
 def test_blocks_of_equinox_with_all_that_is_no_array():
     mlp = eqx.nn.MLP(WIDTH, WIDTH, 16, 1, activation=jax.nn.gelu, key=jax.random.key(0))
     rescaled = experimental.rescale(lambda mlp, x: jax.vmap(mlp)(x))
@@ -579,6 +587,7 @@ def test_blocks_of_equinox_with_all_that_is_no_array():
     )
 
 
+@FRAMEWORKS
 def test_equinox_modules_keep_their_python_numbers():
     attention = eqx.nn.MultiheadAttention(2, WIDTH, key=jax.random.key(0))  # with a Dropout(0.0)
 
