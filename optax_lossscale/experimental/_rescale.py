@@ -63,8 +63,8 @@ def rescale(
     `value_and_grad` and every loss scale work around it as around any other model.
 
     The source of the idea is Zhao et al. 2019, "Adaptive loss scaling for mixed precision
-    training"; to take the exponent from the cotangent itself, without statistics, is this
-    library's.
+    training". To take the scale from the numbers themselves, without statistics, is what training
+    in float8 calls just-in-time, or current, scaling.
 
     Args:
       block: `block(params, x, *args, **kwargs) -> y`, a pure function of pytrees. It converts
