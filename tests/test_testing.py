@@ -368,7 +368,7 @@ def test_gradients_that_underflow_or_overflow_at_most_loss_scales(share):
 def test_a_norm_that_happens_to_be_the_loss_scale_is_accused_and_a_tiny_one_too():
     def step(w, state, factor):
         _, grads = ols.value_and_grad(lambda w: w * factor, state)(w)
-        return *tx.apply_gradients(grads, state, w), {"norm": optax.tree.norm(grads)}
+        return *tx.apply_gradients(grads, state, w), {"norm": jnp.abs(grads)}
 
     tx = ols.with_loss_scale(optax.sgd(0.1))
     w = jnp.float32(0.5)
