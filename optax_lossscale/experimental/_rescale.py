@@ -59,7 +59,8 @@ def rescale(
 
     A float16 number is below 2**16, and the largest of `g` comes to lie in `[0.5, 1)` times
     2**(16 - margin). All of this is exact: in float32 the gradients are, bit for bit, those of the
-    model as it was, unless they are at the very ends of float32's range. There is no state;
+    model as it was, unless they are at the very ends of float32's range, or the compiler rounds
+    the two programs differently. There is no state;
     `k` travels from block to block as the cotangent of a scalar that goes with the
     activations. What comes out are the gradients of the loss as it was given, so
     `value_and_grad` and every loss scale work around it as around any other model.
