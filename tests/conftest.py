@@ -1,8 +1,10 @@
 import chex
 import jax
 import pytest
+from compiling import compile_quickly
 
-# Several devices are simulated on the CPU; must precede the first computation.
+# Both must precede the first computation. Several devices are simulated on the CPU.
+compile_quickly()
 jax.config.update("jax_num_cpu_devices", 4)
 
 

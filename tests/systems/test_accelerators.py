@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lossscale as ols
 from benchmarks import _hlo, _targets, _ways
 from optax_lossscale import experimental
-from optax_lossscale._diagnosis import calibration, diagnose
+from optax_lossscale._diagnosis import calibration, program
 
 DOORS = {"apply_gradients": _ways.apply_gradients, "update": _ways.update}
 ADAMW = optax.adamw(1e-3)
@@ -312,7 +312,7 @@ DIAGNOSES = {
     "find_initial_scale": lambda params, x: calibration._evaluate(
         mlp, False, jnp.int32(0), params, (x,), {}
     ),
-    "diagnose": lambda params, x: diagnose._evidence(
+    "diagnose": lambda params, x: program.gradients(
         tapped_mlp, False, jnp.int32(0), params, ols.probe(), (x,), {}
     ),
 }

@@ -1,10 +1,10 @@
-"""Every optimizer that Optax exports, wrapped: optimizer × placement × dtype in the test ids.
+"""Every optimizer that Optax exports, wrapped; placement, dtype and way are in the test ids, too.
 
-Under `jit` each by `apply_gradients` and by `update`; elsewhere, where a step takes longer to
-compile, float16 parameters by the one and float32 ones by the other.
+Of all combinations, those that are not marked slow have every optimizer once, and one everywhere.
 """
 
 import inspect
+import itertools
 import os
 import subprocess
 import sys
@@ -56,10 +56,28 @@ def extra(name):
     return {"value": jnp.float32(1.0)} if name == "polyak_sgd" else {}
 
 
-each_optimizer = pytest.mark.parametrize("name", [n for n in aliases() if n not in REASONS])
-each_dtype = pytest.mark.parametrize(
-    "dtype", [jnp.float16, jnp.float32], ids=["float16", "float32"]
-)
+NAMES = [name for name in aliases() if name not in REASONS]
+each_optimizer = pytest.mark.parametrize("name", NAMES)
+WAYS = ["apply_gradients", "update"]
+COMPILED = [("jit", *rest) for rest in itertools.product([jnp.float16, jnp.float32], WAYS)]
+# Where a step takes longer to compile.
+ELSEWHERE = [
+    (placement, *rest)
+    for placement in ("eager", "sharded", "explicit", "shard_map")
+    for rest in ((jnp.float16, "apply_gradients"), (jnp.float32, "update"))
+]
+
+
+def combinations():
+    for i, name in enumerate(NAMES):
+        for case in COMPILED + ELSEWHERE:
+            quick = name == "adamw" or case == COMPILED[i % len(COMPILED)]
+            placement, dtype, way = case
+            yield pytest.param(
+                *(name, *case),
+                id=f"{name}-{placement}-{jnp.dtype(dtype).name}-{way}",
+                marks=() if quick else pytest.mark.slow,
+            )
 
 
 def numbers(dtype, seed):
@@ -103,11 +121,9 @@ def on_replicas(step, mesh):
     return replicated
 
 
-@each_dtype
-@pytest.mark.parametrize("placement", ["eager", "jit", "sharded", "explicit", "shard_map"])
-@each_optimizer
+@pytest.mark.parametrize(("name", "placement", "dtype", "way"), [*combinations()])
 def test_a_wrapped_optimizer_keeps_types_and_placement_and_skips_an_overflow(
-    name, placement, dtype
+    name, placement, dtype, way
 ):
     if placement == "shard_map":
         tx = ols.with_loss_scale(optax.chain(mean_over("data"), make(name)), LS, axis_name="data")
@@ -136,35 +152,32 @@ def test_a_wrapped_optimizer_keeps_types_and_placement_and_skips_an_overflow(
     state = tx.init(params) if mesh is None else place(tx.init(numbers(dtype, 0)))
     chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(tx.init, abstract), state)
 
-    ways = [tx.apply_gradients, update]
+    step = tx.apply_gradients if way == "apply_gradients" else update
     steps = [(1, 0.0), (2, np.inf), (3, 0.0)]
-    if placement != "jit":
-        ways = ways[:1] if dtype == jnp.float16 else ways[1:]
+    if placement == "shard_map":
+        step = on_replicas(step, mesh)
     if placement == "eager":  # where each step compiles anew
         steps = steps[:2]
-    for step in ways:
-        if placement == "shard_map":
-            step = on_replicas(step, mesh)
-        if placement != "eager":
-            step = jax.jit(step)
-        now, carried = params, state
-        for seed, bad in steps:
-            grads = place({k: g * 16 + bad for k, g in numbers(dtype, seed).items()})
-            new, new_state = step(grads, carried, now, **extra(name))
-            assert types(new_state) == types(carried)
-            assert types(new) == types(now)
-            assert bool(new_state.should_apply) == (bad == 0)
-            if bad:
-                chex.assert_trees_all_equal(new, now)
-                chex.assert_trees_all_equal(new_state.inner_state, carried.inner_state)
-            if mesh:
-                for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(now), strict=True):
-                    assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
-            now, carried = new, new_state
-        assert all(jnp.isfinite(p).all() for p in jax.tree.leaves(now))
-        assert int(carried.skipped_steps) == 1
+    else:
+        step = jax.jit(step)
+    for seed, bad in steps:
+        grads = place({k: g * 16 + bad for k, g in numbers(dtype, seed).items()})
+        new, new_state = step(grads, state, params, **extra(name))
+        assert types(new_state) == types(state)
+        assert types(new) == types(params)
+        assert bool(new_state.should_apply) == (bad == 0)
+        if bad:
+            chex.assert_trees_all_equal(new, params)
+            chex.assert_trees_all_equal(new_state.inner_state, state.inner_state)
+        if mesh:
+            for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(params), strict=True):
+                assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        params, state = new, new_state
+    assert all(jnp.isfinite(p).all() for p in jax.tree.leaves(params))
+    assert int(state.skipped_steps) == 1
 
 
+@pytest.mark.slow
 @each_optimizer
 def test_a_parameter_without_a_gradient_keeps_its_slots(name):
     tx = ols.with_loss_scale(make(name), LS)
@@ -183,6 +196,7 @@ def test_a_parameter_without_a_gradient_keeps_its_slots(name):
     assert types(moved) == types(state)
 
 
+@pytest.mark.slow
 @each_optimizer
 def test_master_weights_round_to_the_parameters(name):
     tx = ols.with_loss_scale(ols.with_master_weights(make(name)), LS)
@@ -256,3 +270,34 @@ def test_equals_the_bare_optimizer_bit_for_bit(name, mode, way):
             b = wrapped(grads, b[1], b[0], **extra(name))
     chex.assert_trees_all_equal(b[0], a[0])
     chex.assert_trees_all_equal(b[1].inner_state, a[1])
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+def test_sam_takes_no_loss_and_steps_as_without_one(opaque):
+    """`value` is for the wrapper, where the inner optimizer does not take it."""
+    tx = ols.with_loss_scale(
+        optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=opaque)
+    )
+    params = {"w": jnp.ones(3)}
+    loss_fn = lambda params: jnp.sum(params["w"] ** 2)
+    grad_fn = {"grad_fn": lambda params, i: jax.grad(loss_fn)(params)} if opaque else {}
+    loss, new, state = tx.minimize(loss_fn, tx.init(params), params, extra_args=grad_fn)
+    grads = ols.grad(loss_fn, tx.init(params))(params)
+    expected, _ = tx.apply_gradients(grads, tx.init(params), params, **grad_fn)
+    chex.assert_trees_all_equal(new, expected)
+    assert loss == 3.0
+    assert state.should_apply
+    _, state = tx.apply_gradients(grads, state, params, value=jnp.nan, **grad_fn)
+    assert not state.should_apply
+
+
+def test_schedule_frees_parameters_for_evaluation_are_those_of_the_inner_state():
+    inner, params = optax.contrib.schedule_free_sgd(0.1), {"w": jnp.ones(3)}
+    tx, grads = ols.with_loss_scale(inner, 8), {"w": jnp.full(3, 8.0)}
+    params_after, state = tx.apply_gradients(grads, tx.init(params), params)
+    updates, bare_state = inner.update({"w": jnp.ones(3)}, inner.init(params), params)
+    expected = optax.contrib.schedule_free_eval_params(
+        bare_state, optax.apply_updates(params, updates)
+    )
+    evaluated = optax.contrib.schedule_free_eval_params(state.inner_state, params_after)
+    chex.assert_trees_all_close(evaluated, expected)

@@ -1,0 +1,25 @@
+"""How tests compile: most of them in a fifth of the time, without optimizing kernels.
+
+A test of what XLA makes of a program, of its cost or of which numbers it loses, compiles that with
+`compiler_options=AS_USERS_DO`. `.ci/run` compiles so the slow tests, and all on the oldest jax.
+"""
+
+import os
+
+import jax
+
+# The names are XLA's, for its compiler of CPUs, with their defaults and what is quick.
+_OPTIONS = {
+    "xla_backend_optimization_level": (3, 0),
+    "xla_cpu_parallel_codegen_split_count": (32, 1),
+    "xla_cpu_use_fusion_emitters": (True, False),
+}
+_ARE_KNOWN = jax.__version_info__ < (0, 13)  # of a flag that it does not know, XLA dies
+AS_USERS_DO = {name: default for name, (default, _) in _OPTIONS.items() if _ARE_KNOWN}
+
+
+def compile_quickly():
+    """Here and in processes started from here, unless XLA_FLAGS is set, be it to nothing."""
+    if _ARE_KNOWN:
+        flags = [f"--{name}={str(quick).lower()}" for name, (_, quick) in _OPTIONS.items()]
+        os.environ.setdefault("XLA_FLAGS", " ".join(flags))
