@@ -1,6 +1,7 @@
 """`assert_scale_invariant` accuses the wrong training steps, and no right one."""
 
 import functools
+import warnings
 
 import chex
 import jax
@@ -11,12 +12,26 @@ import pytest
 
 import optax_lossscale as ols
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # the framework's, not ours
+    from flax import nnx
+
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
     "adam": optax.adam(1e-3),
     "clipped_adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
 }
 MISTAKES, RIGHT = {}, {}
+
+
+def each_with_some(steps, problems):
+    """Each step with the next of the problems; the rest of their product is slow."""
+    for i, make in enumerate(steps):
+        for j, problem in enumerate(problems):
+            marks = () if i % len(problems) == j else pytest.mark.slow
+            yield pytest.param(
+                steps[make], *problems[problem], id=f"{make}-{problem}", marks=marks
+            )
 
 
 def problem(dtype, seed=0):
@@ -157,19 +172,8 @@ def a_chain_around(loss_fn, inner, params):
 
 
 @step_of(RIGHT)
-def multi_steps_inside(loss_fn, inner, params):
+def multi_steps(loss_fn, inner, params):
     return apply_gradients(loss_fn, optax.MultiSteps(inner, 2), params)
-
-
-@step_of(RIGHT)
-def multi_steps_outside(loss_fn, inner, params):
-    tx = optax.MultiSteps(ols.with_loss_scale(inner), 2)
-
-    def step(params, state, batch):
-        loss, grads = ols.value_and_grad(loss_fn, state)(params, batch)
-        return *apply(tx, grads, state, params), loss
-
-    return tx, step
 
 
 @step_of(RIGHT)
@@ -198,12 +202,11 @@ def auxiliary_outputs_and_summaries(loss_fn, inner, params):
     return tx, step
 
 
-@pytest.mark.parametrize(
-    ("inner", "dtype"),
-    [(inner, jnp.float16) for inner in OPTIMIZERS.values()] + [(optax.sgd(0.1), jnp.float32)],
-    ids=[*OPTIMIZERS, "float32"],
-)
-@pytest.mark.parametrize("make", MISTAKES.values(), ids=MISTAKES)
+IN_FLOAT16 = {name: (inner, jnp.float16) for name, inner in OPTIMIZERS.items()}
+IN_BOTH = IN_FLOAT16 | {"float32": (optax.sgd(0.1), jnp.float32)}
+
+
+@pytest.mark.parametrize(("make", "inner", "dtype"), [*each_with_some(MISTAKES, IN_BOTH)])
 def test_a_mistake_is_found(make, inner, dtype):
     loss_fn, params, batch = problem(dtype)
     tx, step = make(loss_fn, inner, params)
@@ -215,10 +218,9 @@ def test_a_mistake_is_found(make, inner, dtype):
     assert ("\n  2**-1: result[" in said and "value_and_grad(loss_fn, state)" in said) != logged
 
 
-@pytest.mark.parametrize("inner", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("make", RIGHT.values(), ids=RIGHT)
-def test_a_right_step_is_not_accused(make, inner):
-    loss_fn, params, batch = problem(jnp.float16)
+@pytest.mark.parametrize(("make", "inner", "dtype"), [*each_with_some(RIGHT, IN_FLOAT16)])
+def test_a_right_step_is_not_accused(make, inner, dtype):
+    loss_fn, params, batch = problem(dtype)
     tx, step = make(loss_fn, inner, params)
     step = jax.jit(step, donate_argnums=(0, 1))
     state = tx.init(params)
@@ -229,8 +231,8 @@ def test_a_right_step_is_not_accused(make, inner):
 
 def test_a_mistake_at_the_end_of_a_window_is_found():
     loss_fn, params, batch = problem(jnp.float32)
-    clipped = optax.chain(optax.clip(1e-3), ols.with_loss_scale(optax.sgd(0.1)))
-    tx = optax.MultiSteps(clipped, 2)
+    accumulating = optax.MultiSteps(optax.sgd(0.1), 2)
+    tx = optax.chain(optax.clip(1e-3), ols.with_loss_scale(accumulating))
 
     @jax.jit
     def step(params, state, batch):
@@ -443,3 +445,284 @@ def test_a_step_that_draws_numbers_by_itself_is_refused():
 
     with pytest.raises(ValueError, match="two runs at the same loss scale differ"):
         ols.testing.assert_scale_invariant(step, PARAMS, TX.init(PARAMS))
+
+
+def norm_of(grads):
+    return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+
+
+def numbers_of(grads):
+    return jnp.concatenate([jnp.ravel(g).astype(jnp.float32) for g in jax.tree.leaves(grads)])
+
+
+WRONG_LOGS = {
+    "log": lambda scaled: jnp.log(norm_of(scaled)),
+    "decibels": lambda scaled: 20 * jnp.log10(norm_of(scaled)),
+    "log1p": lambda scaled: jnp.log1p(norm_of(scaled)),
+    "logs of the largest": lambda scaled: {
+        k: jnp.log2(jnp.abs(g).max()) for k, g in scaled.items()
+    },
+    "exponent": lambda scaled: jnp.frexp(norm_of(scaled))[1],
+    "root": lambda scaled: jnp.sqrt(norm_of(scaled)),
+    "flag": lambda scaled: norm_of(scaled) > 1,
+    "flag as a number": lambda scaled: jnp.float32(norm_of(scaled) < 100),
+    "share above a threshold": lambda scaled: jnp.mean(jnp.abs(numbers_of(scaled)) > 1),
+    "clip factor": lambda scaled: jnp.minimum(1, 1 / norm_of(scaled)),
+    "saturated": lambda scaled: jnp.tanh(norm_of(scaled)),
+    "rounded": lambda scaled: jnp.round(norm_of(scaled)).astype(jnp.int32),
+    "histogram": lambda scaled: jnp.histogram(numbers_of(scaled), 16, (-1, 1))[0],
+    "histogram of logarithms": lambda scaled: jnp.histogram(
+        jnp.log2(jnp.abs(numbers_of(scaled)) + 1e-30), 12, (-24, 16)
+    )[0],
+    "edges": lambda scaled: jnp.histogram(numbers_of(scaled))[1],
+}
+
+
+@functools.cache
+def logging_step(dtype):
+    """A step, with its arguments, that logs much of which nothing or all depends on the scale."""
+    loss_fn, params, batch = problem(dtype)
+    tx = ols.with_loss_scale(optax.adam(1e-3))
+
+    @jax.jit
+    def step(params, state, batch):
+        loss, scaled = ols.value_and_grad(loss_fn, state, compute_dtype=dtype)(params, batch)
+        before, unscaled = state.loss_scale, state.loss_scale.unscale(scaled)
+        params, state = tx.apply_gradients(scaled, state, params)
+        right = {name: log(unscaled) for name, log in WRONG_LOGS.items()} | {
+            "zeros": jax.tree.map(lambda g: jnp.mean(g == 0), scaled),
+            "count of zeros": jnp.sum(numbers_of(scaled) == 0),
+            "divided": norm_of(scaled) / before(),
+            "finite": ols.all_finite(scaled),
+            "direction": jax.tree.map(lambda g: g.astype(jnp.float32) / norm_of(g), scaled),
+            "applied": state.should_apply,
+            "grew": state.loss_scale() > before(),
+            "ratio": state.loss_scale() / before(),
+            "amplification": [before(), jnp.log(before()), jnp.log10(state.loss_scale())],
+            "history": jnp.arange(6.0).at[2].set(before()),
+            "of loss_scale": before() * 3,
+            "metrics": {f"train/{k}": x for k, x in ols.metrics(state).items()},
+        }
+        wrong = {name: log(scaled) for name, log in WRONG_LOGS.items()}
+        return params, state, {"loss": loss, "right": right}, wrong
+
+    return step, (params, tx.init(params), batch)
+
+
+@pytest.mark.parametrize("name", WRONG_LOGS)
+def test_what_is_logged_of_scaled_gradients_is_found(name):
+    step, arguments = logging_step(jnp.float16)
+    others = [f"result[3]['{other}']" for other in WRONG_LOGS if other != name]
+    with pytest.raises(AssertionError) as error:
+        ols.testing.assert_scale_invariant(step, *arguments, ignore=others)
+    assert f"result[3]['{name}']" in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32], ids=["float16", "float32"])
+def test_what_is_logged_of_unscaled_gradients_and_of_the_loss_scale_is_not_accused(dtype):
+    step, arguments = logging_step(dtype)
+    ols.testing.assert_scale_invariant(step, *arguments, ignore="result[3]")
+
+
+def test_the_error_says_where_a_number_changes():
+    step, arguments = logging_step(jnp.float16)
+    others = [f"result[3]['{other}']" for other in WRONG_LOGS if other != "flag"]
+    said = r"result\[3\]\['flag'\] is 0 at 2\*\*-?\d+ and 1 at 2\*\*-?\d+\n"
+    with pytest.raises(AssertionError, match=said):
+        ols.testing.assert_scale_invariant(step, *arguments, ignore=others)
+
+
+def test_what_is_to_be_ignored_is_there():
+    step, arguments = logging_step(jnp.float16)
+    with pytest.raises(ValueError, match=r"ignore='result\[4\]' names no output(.|\n)*\['flag'\]"):
+        ols.testing.assert_scale_invariant(step, *arguments, ignore=["result[3]", "result[4]"])
+    with pytest.raises(ValueError, match="names no output"):  # no part of a name
+        ols.testing.assert_scale_invariant(step, *arguments, ignore="result[3]['fl")
+
+
+UPDATES = {
+    "right": lambda updates, norm: updates,
+    "1 + norm": lambda updates, norm: optax.tree.scale(1 / (1 + norm), updates),
+    "root": lambda updates, norm: optax.tree.scale(1 / jnp.sqrt(norm), updates),
+    "logarithm": lambda updates, norm: optax.tree.scale(1 / jnp.log1p(norm), updates),
+    "none above 100": lambda updates, norm: optax.tree.scale(1.0 * (norm < 100), updates),
+    "smaller above 10": lambda updates, norm: optax.tree.scale(
+        jnp.where(norm > 10, 0.5, 1), updates
+    ),
+}
+
+
+@functools.cache
+def step_with_changed_updates(dtype, name):
+    """A step, with its arguments, of which the last says what becomes of the updates."""
+    loss_fn, params, batch = problem(dtype)
+    tx = ols.with_loss_scale({"sgd": optax.sgd(0.1), "adam": optax.adam(1e-3)}[name])
+
+    @jax.jit
+    def step(params, state, batch, change):
+        loss, grads = ols.value_and_grad(loss_fn, state)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        updates = jax.lax.switch(change, list(UPDATES.values()), updates, norm_of(grads))
+        return optax.apply_updates(params, updates), state, loss
+
+    return step, (params, tx.init(params), batch)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("sgd", jnp.float32), ("adam", jnp.float16)])
+@pytest.mark.parametrize("change", UPDATES)
+def test_updates_that_depend_on_the_size_of_scaled_gradients_are_found(change, name, dtype):
+    step, arguments = step_with_changed_updates(dtype, name)
+    check = functools.partial(ols.testing.assert_scale_invariant, step, *arguments)
+    if change == "right":
+        check(0)
+    else:
+        with pytest.raises(AssertionError, match=r"result\[0\]"):
+            check(list(UPDATES).index(change))
+
+
+INVARIANT = {
+    "lars": optax.lars(0.1),
+    "sign_sgd": optax.sign_sgd(0.01),
+    "rprop": optax.rprop(0.01),
+    "normalized": optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("inner", INVARIANT.values(), ids=INVARIANT)
+def test_forgotten_scaling_is_found_under_optimizers_that_hide_it(inner):
+    tx = ols.with_loss_scale(inner)
+
+    @jax.jit
+    def step(params, state, x, right):
+        used = jnp.where(right, state.loss_scale(), 1.0)
+        loss, grads = ols.value_and_grad(small_loss, used)(params, x)
+        return *tx.apply_gradients(grads, state, params), loss
+
+    state = tx.init(PARAMS)
+    ols.testing.assert_scale_invariant(step, PARAMS, state, X, True)
+    with pytest.raises(AssertionError, match=r"infinite(.|\n)*result\[[01]\](.|\n)*value_and"):
+        ols.testing.assert_scale_invariant(step, PARAMS, state, X, False)
+
+
+@pytest.mark.parametrize(
+    ("inner", "loss_scale"),
+    [(optax.sgd(0.1), ols.DynamicLossScale()), (optax.adam(1e-2), ols.ToleranceLossScale())],
+    ids=["sgd", "adam"],
+)
+def test_a_scale_that_adapts_before_it_unscales_is_found(inner, loss_scale):
+    @jax.jit
+    def step(params, state, loss_scale, right):
+        _, grads = ols.value_and_grad(small_loss, loss_scale)(params, X)
+        new_scale, finite = loss_scale.update(loss_scale.unscale(grads))
+        grads = new_scale.replace(loss_scale=jnp.where(right, loss_scale(), new_scale())).unscale(
+            grads
+        )
+        updates, new_state = inner.update(grads, state, params)
+        new = optax.apply_updates(params, updates), new_state
+        return *optax.tree.where(finite, new, (params, state)), new_scale
+
+    arguments = (PARAMS, inner.init(PARAMS), loss_scale)
+    ols.testing.assert_scale_invariant(step, *arguments, right=True)
+    with pytest.raises(AssertionError, match=r"grows(.|\n)*result\[[01]\](.|\n)*by the new loss"):
+        ols.testing.assert_scale_invariant(step, *arguments, right=False)
+
+
+def test_parts_of_different_sizes_in_float16_are_not_accused():
+    """Of which one underflows at loss scales at which the other does not."""
+    loss_fn, params, batch = problem(jnp.float16)
+    tx = ols.with_loss_scale(optax.sign_sgd(1e-3))
+
+    @jax.jit
+    def step(params, state, batch, share):
+        def both(params, batch):
+            return loss_fn(params["a"], batch) + share * loss_fn(params["b"], batch)
+
+        loss, grads = ols.value_and_grad(both, state)(params, batch)
+        return *tx.apply_gradients(grads, state, params), loss
+
+    params = {"a": params, "b": jax.tree.map(lambda p: 1.1 * p, params)}
+    for bits in (10, 18, 26):
+        ols.testing.assert_scale_invariant(step, params, tx.init(params), batch, 2.0**-bits)
+
+
+def test_steps_of_which_one_overflows_are_not_compared():
+    loss_fn, params, batch = problem(jnp.float16)
+    tx = ols.with_loss_scale(optax.sgd(0.1))
+
+    @jax.jit
+    def steps(params, state, batch):
+        def step(carry, _):
+            loss, params, state = tx.minimize(loss_fn, carry[1], carry[0], batch)
+            return (params, state), loss
+
+        return jax.lax.scan(step, (params, state), length=3)
+
+    ols.testing.assert_scale_invariant(steps, params, tx.init(params), batch)
+
+
+@pytest.mark.parametrize("returned", [2, 3])
+def test_a_step_without_the_wrapper_that_keeps_the_parameters_at_an_overflow(returned):
+    loss_fn, params, batch = problem(jnp.float16)
+    inner = optax.sgd(0.1)
+
+    @jax.jit
+    def step(params, state, loss_scale):
+        _, grads = ols.value_and_grad(loss_fn, loss_scale)(params, batch)
+        new_scale, finite = loss_scale.update(grads := loss_scale.unscale(grads))
+        updates, new_state = inner.update(grads, state, params)
+        new = optax.apply_updates(params, updates), new_state
+        return (*optax.tree.where(finite, new, (params, state)), new_scale)[:returned]
+
+    arguments = (params, inner.init(params), ols.LogMaxLossScale())
+    ols.testing.assert_scale_invariant(step, *arguments)
+
+
+def test_a_batch_without_a_gradient_is_not_accused():
+    tx = ols.with_loss_scale(optax.sign_sgd(0.1))
+
+    @jax.jit
+    def step(params, state, x, is_counted):
+        loss_fn = lambda params: jnp.sum(jnp.where(is_counted, x @ params["w"], 0))
+        loss, grads = ols.value_and_grad(loss_fn, state)(params)
+        return *tx.apply_gradients(grads, state, params), loss
+
+    ols.testing.assert_scale_invariant(step, PARAMS, tx.init(PARAMS), X, jnp.zeros(2, bool))
+
+
+def test_a_step_that_stops_at_an_infinite_loss_scale_is_not_accused():
+    compiled = jax.jit(small_step)
+
+    def step(params, state):
+        params, state, loss = compiled(params, state, X)
+        ols.check(state)
+        return params, state, {"loss": loss, "bits": int(np.log2(state.loss_scale()))}
+
+    ols.testing.assert_scale_invariant(step, PARAMS, TX.init(PARAMS))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("right", [True, False])
+def test_variables_of_nnx_that_are_aliases_count_once(right):
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, ols.with_loss_scale(optax.sgd(0.1)), wrt=nnx.Param)
+    model.tied = model.kernel
+    model.loss_scale = nnx.data(optimizer.opt_state.loss_scale)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        def loss_fn(model):
+            loss = jnp.mean((model(x) - 1) ** 2)
+            return ols.scale_gradient(loss, model.loss_scale) if right else loss
+
+        wrt = nnx.DiffState(0, nnx.Param)
+        loss, grads = nnx.value_and_grad(loss_fn, argnums=wrt)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    if right:
+        ols.testing.assert_scale_invariant(step, model, optimizer, X)
+    else:
+        with pytest.raises(AssertionError) as error:
+            ols.testing.assert_scale_invariant(step, model, optimizer, X)
+        assert "args[0].kernel" in str(error.value)
+        assert "tied" not in str(error.value)

@@ -16,6 +16,7 @@ from optax_lossscale._step.inputs import refuse_other_leaves
 
 LOWEST, HIGHEST = -126, 126  # the powers of two to search
 MARGIN = 2
+NEAR = 15  # where to begin: most end within a few bits of it
 
 
 class InitialScale(NamedTuple):
@@ -53,9 +54,9 @@ def find_initial_scale(
     """Searches for the largest power of two at which no gradient overflows.
 
     From a start too large, the first steps are skipped; from one too small, gradients
-    underflow for thousands of steps until it has grown. This is a bisection of eight or so
-    passes over the gradients, by one compiled program, and of more where gradients are finite
-    neither at 1 nor below; call it before training, on the host, with a `loss_fn` that names
+    underflow for thousands of steps until it has grown. This takes eight or so passes over the
+    gradients, by one compiled program, and more where they are finite at no scale below some
+    large one; call it before training, on the host, with a `loss_fn` that names
     no axis of `pmap` or `shard_map`.
 
     Args:
@@ -120,16 +121,18 @@ def find_initial_scale(
     return found
 
 
-def search(is_finite: Callable[[int], bool], margin: int = MARGIN) -> InitialScale | None:
+def search(
+    is_finite: Callable[[int], bool], margin: int = MARGIN, near: int = NEAR
+) -> InitialScale | None:
     """The scale some bits below the largest whose exponent gives finite gradients, if any does."""
-    largest = _largest(is_finite)
+    largest = _largest(is_finite, near)
     if largest is None:
         return None
     below = range(max(largest - margin, LOWEST), largest + 1)
     return InitialScale(2.0 ** next(filter(is_finite, below)), 2.0**largest)
 
 
-def _largest(is_finite: Callable[[int], bool]) -> int | None:
+def _largest(is_finite: Callable[[int], bool], near: int) -> int | None:
     """The exponent of the largest scale at which gradients are finite; None if there is none."""
 
     def bisected(good, bad):
@@ -138,10 +141,18 @@ def _largest(is_finite: Callable[[int], bool]) -> int | None:
             good, bad = (middle, bad) if is_finite(middle) else (good, middle)
         return good
 
-    largest = bisected(LOWEST - 1, HIGHEST + 1)
+    # In strides that double, up or down to where it changes.
+    exponent = min(max(near, LOWEST), HIGHEST)
+    step = direction = 1 if is_finite(exponent) else -1
+    before = exponent
+    while LOWEST <= exponent <= HIGHEST and is_finite(exponent) == (direction > 0):
+        before, exponent, step = exponent, exponent + step, 2 * step
+    exponent = min(max(exponent, LOWEST - 1), HIGHEST + 1)
+    largest = bisected(*sorted((before, exponent)))
     if largest >= LOWEST:
         return largest
-    # Neither at 1 nor below. They may be above, where what they are divided by is not zero.
+    # Neither near where it was sought nor below. It may be above, where what they are divided by
+    # is not zero.
     distance = HIGHEST - LOWEST
     while distance > 1:
         distance //= 2

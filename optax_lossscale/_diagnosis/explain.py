@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from optax_lossscale._arrays.variables import plain
 from optax_lossscale._diagnosis.origin import Suspect, count, origin, ranked, recorded_places
 from optax_lossscale._diagnosis.places import refuse_unordered
 from optax_lossscale._diagnosis.summary import Summary, summarize_leaves
-from optax_lossscale._scales.validation import at_hand
+from optax_lossscale._scales.validation import at_hand, is_numeric, shown
 
 _SHOWN = 5
 WRAPPED = textwrap.TextWrapper(
@@ -89,7 +90,7 @@ def explain(
 
     Raises:
       ValueError: if `taps` has a dict of other names, which do not tell the model's order.
-      TypeError: if `leaves` or `taps` are something else, or those of an ensemble.
+      TypeError: if `leaves`, `taps` or `loss` are something else, or those of an ensemble.
 
     Example:
       >>> import jax.numpy as jnp
@@ -100,6 +101,12 @@ def explain(
       1. dense/kernel: 1 inf and 0 NaN of 2 in its gradient
     """
     refuse_other_leaves(leaves)
+    loss = plain(loss)
+    if loss is not None and not is_numeric(loss):
+        raise TypeError(
+            f"loss must be the loss, a number, got {shown(loss)}; of a pair (loss, aux) give the "
+            "loss alone"
+        )
     at_hand("explain", (leaves, taps, loss))
     leaves, taps, loss = jax.device_get((leaves, taps, loss))
     recorded = recorded_places(taps)

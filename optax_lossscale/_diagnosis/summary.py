@@ -73,14 +73,35 @@ def summarize(x: Any, dtype: Any = None) -> Summary:
 
 def summarize_leaves(tree: Any, dtype: Any = None) -> dict[str, Summary]:
     """The `Summary` of each floating-point or complex leaf, under its path."""
+    return {name: summarize(x, dtype) for name, x in inexact_leaves(tree).items()}
+
+
+def inexact_leaves(tree: Any) -> dict[str, Any]:
+    """The floating-point and complex leaves under their paths."""
     leaves, _ = jax.tree.flatten_with_path(tree)
-    summaries: dict[str, Summary] = {}
+    named: dict[str, Any] = {}
     for path, x in leaves:
         if is_inexact(x):
             name = path_name(path)
-            name = keystr(path) if name in summaries else name  # {"a": {"b": …}, "a/b": …}
-            summaries[name] = summarize(x, dtype)
-    return summaries
+            name = keystr(path) if name in named else name  # {"a": {"b": …}, "a/b": …}
+            named[name] = x
+    return named
+
+
+def summary_at_hand(x: np.ndarray) -> Summary:
+    """The `Summary` of an array that is on the host already, with nothing to compile for."""
+    if np.iscomplexobj(x):
+        x = np.stack([x.real, x.imag])
+    least, normal, limit = _thresholds(x.dtype, x.dtype)
+    a = np.abs(x.astype(np.float32) if x.dtype.itemsize < 4 else x)
+    is_nan = np.isnan(a)
+    largest = np.max(a, initial=0, where=~is_nan)
+    zeros, small, infinities, nans = map(
+        np.count_nonzero, (a <= least, a < normal, a >= limit, is_nan)
+    )
+    numbers = x.size, zeros, small - zeros, infinities, nans, largest
+    scalars: Any = map(np.float32, numbers)
+    return Summary(*scalars)
 
 
 def _thresholds(dtype: np.dtype, given: np.dtype) -> tuple[float, float, float]:

@@ -39,7 +39,7 @@ def test_only_wider_floats_among_what_is_differentiated_are_cast():
 
     params = {
         "w": jnp.float32(1),
-        "half": jnp.bfloat16(1),
+        "half": jnp.float16(1),
         "byte": jnp.asarray(1, jnp.float8_e5m2),
         "c": jnp.complex64(1),
         "n": jnp.int32(1),
@@ -47,7 +47,7 @@ def test_only_wider_floats_among_what_is_differentiated_are_cast():
     gradient = ols.grad(note, LS, (0, -1), compute_dtype=jnp.float16, allow_int=True)
     grads, scale_grad = gradient(params, jnp.float32(1), jnp.float32(2))
     names = ["w", "half", "byte", "c", "n", "other"]
-    expected = ["float16", "bfloat16", "float8_e5m2", "complex64", "int32", "float32"]
+    expected = ["float16", "float16", "float8_e5m2", "complex64", "int32", "float32"]
     assert [str(seen[name]) for name in names] == expected
     assert scale_grad.dtype == jnp.float16
     assert grads["w"].dtype == jnp.float16
@@ -91,3 +91,101 @@ def test_on_cpu_the_gradients_of_a_whole_step_take_half_the_memory():
 def test_what_is_no_floating_point_dtype_is_refused(dtype):
     with pytest.raises(ValueError, match="compute_dtype must be a floating-point dtype"):
         ols.value_and_grad(loss_fn, LS, compute_dtype=dtype)
+
+
+PAIR = {"w": PARAMS["w"], "layers": [PARAMS["b"], {"scale": jnp.ones(3)}]}
+
+
+def pair_loss(params, x, shift=0.0):
+    y = x @ params["w"] + params["layers"][0] * params["layers"][1]["scale"] + shift
+    return jnp.mean(y.astype(jnp.float32) ** 2)
+
+
+def dtypes(tree):
+    return [str(x.dtype) for x in jax.tree.leaves(tree)]  # of PAIR: b, scale, w
+
+
+@pytest.mark.parametrize(
+    ("compute_dtype", "expected"),
+    [
+        ({"w": jnp.float16, "layers": None}, ["float32", "float32", "float16"]),
+        ({"w": None, "layers": "bfloat16"}, ["bfloat16", "bfloat16", "float32"]),
+        (
+            {"w": np.dtype("float16"), "layers": [jnp.bfloat16, {"scale": None}]},
+            ["bfloat16", "float32", "float16"],
+        ),
+        (lambda params: {"w": jnp.float16, "layers": None}, ["float32", "float32", "float16"]),
+        (
+            lambda params: jax.tree.map(lambda p: jnp.float16 if p.ndim > 1 else None, params),
+            ["float32", "float32", "float16"],
+        ),
+        (lambda params: jnp.float16, ["float16"] * 3),
+        (lambda params: None, ["float32"] * 3),
+        (None, ["float32"] * 3),
+    ],
+)
+def test_by_leaf_as_a_prefix_or_a_function(compute_dtype, expected):
+    grads = ols.grad(pair_loss, LS, compute_dtype=compute_dtype)(PAIR, X)
+    assert dtypes(grads) == expected
+    assert jax.tree.structure(grads) == jax.tree.structure(PAIR)
+
+
+def test_of_several_arguments_it_is_a_prefix_of_their_tuple():
+    differentiate = lambda compute_dtype: ols.grad(
+        pair_loss, LS, (-1, 0), compute_dtype=compute_dtype
+    )(PAIR, X, jnp.ones(3))
+    assert dtypes(differentiate((None, jnp.float16))) == ["float32"] + ["float16"] * 3
+    by_leaf = ("bfloat16", {"w": None, "layers": jnp.float16})
+    assert dtypes(differentiate(by_leaf)) == ["bfloat16", "float16", "float16", "float32"]
+    assert dtypes(differentiate(lambda arguments: (jnp.float16, None)))[0] == "float16"
+    with pytest.raises(ValueError, match="of several argnums a tuple with one for each"):
+        differentiate([jnp.float16, None])
+    (grad,) = ols.grad(pair_loss, LS, (2,), compute_dtype=(jnp.float16,))(PAIR, X, jnp.ones(3))
+    assert grad.dtype == jnp.float16
+
+
+def test_by_leaf_under_minimize_and_jit():
+    tx = ols.with_loss_scale(optax.sgd(0.1), LS)
+    seen = []
+
+    @jax.jit
+    def step(params, state, x):
+        def noting(params, x):
+            seen.extend(dtypes(params))
+            return pair_loss(params, x)
+
+        return tx.minimize(
+            noting, state, params, x, compute_dtype={"w": jnp.float16, "layers": None}
+        )
+
+    _, params, _ = step(PAIR, tx.init(PAIR), X)
+    assert seen == ["float32", "float32", "float16"]
+    chex.assert_trees_all_equal_dtypes(params, PAIR)
+
+
+def test_a_parameter_that_is_none_stays_none():
+    params = {"w": jnp.ones(3), "frozen": None}
+    loss = lambda params: jnp.sum(params["w"].astype(jnp.float32))
+    for compute_dtype in [jnp.float16, {"w": jnp.float16, "frozen": None}]:
+        grads = ols.grad(loss, LS, compute_dtype=compute_dtype)(params)
+        assert grads["w"].dtype == jnp.float16
+        assert grads["frozen"] is None
+
+
+@pytest.mark.parametrize(
+    "compute_dtype",
+    [{"w": jnp.float16, "layers": jnp.int8}, {"w": True}, [None, "flaot16"], 3],
+    ids=["integers", "a bool", "misspelt", "a number"],
+)
+def test_a_tree_with_other_leaves_is_refused(compute_dtype):
+    with pytest.raises(ValueError, match="compute_dtype must be a floating-point dtype, a tree"):
+        ols.value_and_grad(pair_loss, LS, compute_dtype=compute_dtype)
+    with pytest.raises(ValueError, match="compute_dtype must be a floating-point dtype, a tree"):
+        ols.value_and_grad(pair_loss, LS, compute_dtype=lambda params: compute_dtype)(PAIR, X)
+
+
+@pytest.mark.parametrize("wrap", [lambda tree: tree, lambda tree: lambda params: tree])
+def test_a_tree_that_is_no_prefix_is_refused(wrap):
+    differentiate = ols.grad(pair_loss, LS, compute_dtype=wrap({"w": jnp.float16}))
+    with pytest.raises(ValueError, match="must be a prefix of the tree of what is differentiated"):
+        differentiate(PAIR, X)

@@ -1,0 +1,334 @@
+"""What a program computes in which dtype."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from optax_lossscale._diagnosis.equations import (
+    OPAQUE,
+    Equation,
+    equations,
+    is_float,
+    is_of_the_optimizer,
+    traced,
+)
+from optax_lossscale._scales import validation
+
+_SHOWN = 20
+
+_PRODUCTS = {
+    "conv_general_dilated",
+    "dot_general",
+    "ragged_dot_general",
+    "scaled_dot",
+    "scaled_matmul_wrapper",
+}
+# What loses digits in 16 bits, and what leaves their range. A dot product is a sum too.
+_SUMS = {"cumsum", "dot_general", "reduce_sum", "reduce_window_sum", "scatter-add"}
+_SUMS_OVER_DEVICES = {"psum", "psum_invariant", "reduce_scatter"}
+_EXPONENTIALS = {"cumlogsumexp", "exp", "exp2", "expm1", "log", "log1p", "pow"}
+# The algorithms that round what they multiply, whatever its dtype.
+_ROUNDING = {
+    "BF16_BF16_BF16": jnp.dtype(jnp.bfloat16),
+    "BF16_BF16_F32": jnp.dtype(jnp.bfloat16),
+    "F16_F16_F16": jnp.dtype(jnp.float16),
+    "F16_F16_F32": jnp.dtype(jnp.float16),
+}
+
+
+class Operation(NamedTuple):
+    """What one line makes of one kind: its matrix products of float32 with float32, say.
+
+    Attributes:
+      primitive: what JAX calls it: `dot_general`, `conv_general_dilated`, `reduce_sum`, `exp`.
+      operands: the dtypes of what it takes: of a product, of the two that it multiplies.
+      before: the dtypes that these had before they were converted to wider ones. Of a float16
+        weight and a float32 input, the weight's is float16, and the product in float32.
+      result: the dtype of what it gives; None if that is nothing.
+      source: the line of your source: `model.py:12 (Block.__call__)`.
+      count: how many of these the program has.
+      multiplications: how many of them one run takes, if they are products.
+      terms: how many numbers are added to one, at most; over devices they are not counted.
+      by_choice: whether a product is not the model's to narrow: it asks for its precision, by
+        `precision=jax.lax.Precision.HIGHEST` or an algorithm, or Optax made it.
+    """
+
+    primitive: str
+    operands: tuple[np.dtype, ...]
+    before: tuple[np.dtype, ...]
+    result: np.dtype | None
+    source: str
+    count: int
+    multiplications: int
+    terms: int
+    by_choice: bool
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype that it computes in: its widest operand's."""
+        return max(self.operands, key=lambda dtype: dtype.itemsize)
+
+
+class DtypeReport(NamedTuple):
+    """What `dtype_report` found; print it for a table, which has the largest first.
+
+    Attributes:
+      products: the matrix products and convolutions, in the order of the program.
+      narrow: sums, exponentials, logarithms and powers in 16 bits or fewer, likewise.
+      opaque: kernels, callbacks and foreign calls, into which nothing can look.
+      while_loops: the lines of `while` loops around products, whose rounds are counted as one.
+    """
+
+    products: tuple[Operation, ...]
+    narrow: tuple[Operation, ...]
+    opaque: tuple[Operation, ...]
+    while_loops: tuple[str, ...]
+
+    @property
+    def multiplications(self) -> dict[np.dtype, int]:
+        """Those of the products in each dtype, the most first."""
+        of: dict[np.dtype, int] = {}
+        for product in self.products:
+            of[product.dtype] = of.get(product.dtype, 0) + product.multiplications
+        return dict(sorted(of.items(), key=lambda item: -item[1]))
+
+    @property
+    def shares(self) -> dict[np.dtype, float]:
+        """The share of the multiplications in each dtype, the largest first."""
+        total = max(sum(self.multiplications.values()), 1)
+        return {dtype: n / total for dtype, n in self.multiplications.items()}
+
+    def __str__(self) -> str:
+        lines = ["Matrix products and convolutions:", "  none"]
+        if self.products:
+            lines[1:] = [
+                f"  {sum(p.count for p in self.products if p.dtype == dtype)} in {dtype}, "
+                f"{share:.1%} of the multiplications"
+                for dtype, share in self.shares.items()
+            ]
+            lines += ["by line:", *product_rows(self.products, self)]
+        if self.narrow:
+            lines += ["Sums, exponentials, logarithms and powers in 16 bits:"]
+            lines += _rows(self.narrow)
+        if self.opaque:
+            lines += ["Not looked into:"]
+            lines += _rows(self.opaque)
+        lines += [f"Counted as one round: the loop at {line}" for line in self.while_loops]
+        return "\n".join(lines)
+
+
+def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeReport:
+    """In which dtype a function computes what, and the lines of your source that made it so.
+
+    Flax's modules, and JAX itself, promote to the widest of what they are given: one float32
+    input, and all that follows is computed in float32, whatever `compute_dtype` says. Nothing
+    tells but the time it takes. This counts the matrix products and convolutions by the dtype
+    of their operands, and their multiplications; and says where sums, exponentials, logarithms
+    and powers are computed in 16 bits, which have few digits and a small range.
+
+    It traces the function, and looks into whatever JAX traces: `jit`, `scan`, `cond`, `remat`,
+    `shard_map`, custom derivatives. It runs and compiles nothing, so shapes are enough, and what
+    the function donates stays. Give it the training step, and the backward pass is in it. Each
+    branch of a `cond` counts as run, and the rounds of a `while` as one. A product without a
+    sum, such as an outer product, is none here, nor is a sum of products to single numbers.
+
+    Args:
+      fun: a function that JAX can trace, compiled or not.
+      *args: its arguments: arrays, or a `jax.ShapeDtypeStruct` in the place of each; trees and
+        modules of them. What is no array is passed on as it is.
+      **kwargs: its keyword arguments, likewise.
+
+    Returns:
+      A `DtypeReport`: print it, or read its `products`, `shares`, `narrow` and `opaque`.
+
+    Raises:
+      TypeError: if `fun` is no function.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> weights, x = jnp.ones((4, 2), jnp.float16), jnp.ones((8, 4))
+      >>> report = ols.dtype_report(lambda weights, x: x @ weights, weights, x)
+      >>> report.shares
+      {dtype('float32'): 1.0}
+      >>> report.products[0].operands
+      (dtype('float32'), dtype('float16'))
+    """
+    validation.function("fun", fun)
+    return report_of(traced(fun, args, kwargs))
+
+
+def report_of(jaxpr: Any) -> DtypeReport:
+    """The report of what was traced."""
+    products: dict[Operation, Operation] = {}
+    narrow: dict[Operation, Operation] = {}
+    opaque: dict[Operation, Operation] = {}
+    while_loops: dict[str, None] = {}
+    usual = _usual_precision()
+    for at in equations(jaxpr):
+        name = at.eqn.primitive.name
+        if name in OPAQUE and any(map(is_float, at.eqn.invars)):
+            _add(opaque, _operation(at))
+        elif name in _PRODUCTS and _is_product(at.eqn):
+            _add(products, _product(at, usual))
+            while_loops |= {at.in_while: None} if at.in_while else {}
+        elif _is_narrow(at.eqn):
+            terms = at.summed * (_terms(at.eqn) if name in _SUMS else 1)
+            if terms > 1 or name in _SUMS_OVER_DEVICES | _EXPONENTIALS:
+                _add(narrow, _operation(at)._replace(terms=terms))
+    return DtypeReport(
+        tuple(products.values()),
+        tuple(narrow.values()),
+        tuple(opaque.values()),
+        tuple(while_loops),
+    )
+
+
+def product_rows(products: Iterable[Operation], report: DtypeReport) -> list[str]:
+    """Products as lines of text, with their share of the report's multiplications."""
+    total = max(sum(p.multiplications for p in report.products), 1)
+    return _rows(products, lambda p: (f"{p.multiplications / total:.1%}",))
+
+
+# --- an equation as an operation ---
+
+
+def _operation(at: Equation) -> Operation:
+    """One, with all the floating-point arrays that it takes."""
+    floats = [
+        (v.aval.dtype, was) for v, was in zip(at.eqn.invars, at.before, strict=True) if is_float(v)
+    ]
+    operands, before = zip(*floats, strict=True)
+    result = at.eqn.outvars[0].aval.dtype if at.eqn.outvars else None
+    return Operation(at.eqn.primitive.name, operands, before, result, at.source, 1, 0, 1, False)
+
+
+def _product(at: Equation, usual: str) -> Operation:
+    """One that multiplies its first two operands."""
+    eqn, terms = at.eqn, _terms(at.eqn)
+    precision = str(eqn.params.get("precision"))
+    operands = tuple(_ROUNDING.get(precision, v.aval.dtype) for v in eqn.invars[:2])
+    is_algorithm = "_" in precision and precision not in _ROUNDING  # such as F32_F32_F32
+    asks = (is_algorithm or "HIGHEST" in precision) and precision != usual
+    return Operation(
+        eqn.primitive.name,
+        operands,
+        at.before[:2],
+        eqn.outvars[0].aval.dtype,
+        at.source,
+        count=1,
+        multiplications=at.runs * _results(eqn) * terms,
+        terms=terms,
+        by_choice=asks or is_of_the_optimizer(eqn),
+    )
+
+
+def _add(found: dict[Operation, Operation], one: Operation) -> None:
+    """Counts it with those that differ from it in numbers alone."""
+    kind = one._replace(count=0, multiplications=0, terms=0)
+    old = found.get(kind, kind)
+    found[kind] = one._replace(
+        count=old.count + one.count,
+        multiplications=old.multiplications + one.multiplications,
+        terms=max(old.terms, one.terms),
+    )
+
+
+def _usual_precision() -> str:
+    """What a product has that asks for nothing: `jax_default_matmul_precision`'s."""
+    vector = jax.ShapeDtypeStruct((1,), jnp.float32)
+    return str(jax.make_jaxpr(lax.dot)(vector, vector).eqns[0].params["precision"])
+
+
+def _is_narrow(eqn: Any) -> bool:
+    floats = [v.aval.dtype for v in eqn.invars if is_float(v)]
+    return bool(floats) and all(dtype.itemsize <= 2 for dtype in floats)
+
+
+def _is_product(eqn: Any) -> bool:
+    """Not an outer product, which sums nothing, nor a sum of products to single numbers."""
+    if eqn.primitive.name != "dot_general":
+        return True
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    left = [len(v.aval.shape) - len(contracted) - len(batch) for v in eqn.invars]
+    return bool(contracted) and any(left)
+
+
+def _results(eqn: Any) -> int:
+    """How many numbers a product gives, each a sum of `_terms`."""
+    shape, params = eqn.outvars[0].aval.shape, eqn.params
+    if eqn.primitive.name == "conv_general_dilated":
+        # The zeros that a transposed convolution puts between its inputs are not multiplied.
+        return math.prod(shape) // math.prod(params["lhs_dilation"])
+    if numbers := params.get("ragged_dot_dimension_numbers"):
+        (contracted, _), _ = numbers.dot_dimension_numbers
+        if set(numbers.lhs_ragged_dimensions) & set(contracted):  # a part of the sum a group
+            return math.prod(shape[1:])
+    return math.prod(shape)
+
+
+def _terms(eqn: Any) -> int:
+    """How many numbers are added to each that an equation gives."""
+    name, params = eqn.primitive.name, eqn.params
+    shape, *others = (tuple(getattr(v.aval, "shape", ())) for v in eqn.invars)
+    if name == "conv_general_dilated":
+        features = others[0][params["dimension_numbers"].rhs_spec[0]]
+        return math.prod(others[0]) // max(features, 1)
+    if name == "scaled_matmul_wrapper":
+        return shape[-1]
+    if name in _PRODUCTS:
+        ragged = params.get("ragged_dot_dimension_numbers")
+        numbers = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
+        (contracted, _), _ = numbers
+        return math.prod(shape[axis] for axis in contracted)
+    if name == "reduce_sum":
+        return math.prod(shape[axis] for axis in params["axes"])
+    if name == "cumsum":
+        return shape[params["axis"]]
+    if name == "reduce_window_sum":
+        return math.prod(params["window_dimensions"])
+    if name == "scatter-add":  # at most, if all go to one place
+        window = params["dimension_numbers"].update_window_dims
+        return math.prod(n for axis, n in enumerate(others[1]) if axis not in window)
+    return 1
+
+
+# --- text ---
+
+
+def _rows(
+    operations: Iterable[Operation],
+    more: Callable[[Operation], tuple[str, ...]] = lambda operation: (),
+) -> list[str]:
+    """Operations as lines of text, with more columns: the twenty largest."""
+    by_size = lambda one: (one.multiplications, one.terms, one.count)
+    found = sorted(operations, key=by_size, reverse=True)
+    rows = [(_dtypes(one), *more(one), _counted(one)) for one in found[:_SHOWN]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(["", *map(str.ljust, row, widths), one.source + _by_choice(one)])
+        for row, one in zip(rows, found, strict=False)
+    ]
+    return lines if len(found) <= _SHOWN else [*lines, f"  and {len(found) - _SHOWN} more"]
+
+
+def _by_choice(operation: Operation) -> str:
+    return ", by choice" if operation.by_choice else ""
+
+
+def _dtypes(operation: Operation) -> str:
+    """Those of the operands, and what they were: `float32 × float16→float32`."""
+    pairs = zip(operation.operands, operation.before, strict=True)
+    shown = [str(now) if now == was else f"{was}→{now}" for now, was in pairs]
+    return shown[0] if len(set(shown)) == 1 else " × ".join(shown)
+
+
+def _counted(operation: Operation) -> str:
+    is_sum = operation.terms > 1 and not operation.multiplications
+    terms = f" of {operation.terms} terms" if is_sum else ""
+    return f"{operation.count} {operation.primitive}{terms}"

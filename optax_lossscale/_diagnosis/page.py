@@ -1,0 +1,197 @@
+"""What `diagnose` found, and the page that says it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from optax_lossscale._arrays.names import scale_name, shortened, without_numbers
+from optax_lossscale._diagnosis.accuracy import GradientError
+from optax_lossscale._diagnosis.calibration import InitialScale
+from optax_lossscale._diagnosis.dtypes import DtypeReport
+from optax_lossscale._diagnosis.explain import WRAPPED, Explanation
+from optax_lossscale._diagnosis.moments import Moments
+from optax_lossscale._diagnosis.widened import HALVES
+
+_SHOWN = 8
+_LINES = 3
+
+
+class Underflow(NamedTuple):
+    """What underflow takes of the gradients of one kind of parameter, or at one kind of place.
+
+    Attributes:
+      lost: the share that is zero or subnormal at a loss scale of 1, and in float32 is not zero.
+      left: the share that is at the scale that fits, likewise.
+      bits: how large a power of two it takes for no more than that to be lost.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> loss_fn = lambda params: jnp.sum(params["w"].astype(jnp.float16)) * 2.0**-20
+      >>> found = ols.diagnose(loss_fn, {"w": jnp.ones(4)})
+      >>> found.underflow["w"]
+      Underflow(lost=1.0, left=0.0, bits=6)
+    """
+
+    lost: float
+    left: float
+    bits: int
+
+
+class Diagnosis(NamedTuple):
+    """What `diagnose` found; print it for the page.
+
+    Attributes:
+      verdict: whether float16 is fine as it is, and if not what it needs.
+      advice: what to do, one sentence each.
+      dtypes: in which dtype what is computed, as `dtype_report` says it of the gradients.
+      computes_in: the 16-bit dtypes that it computes in.
+      loss_dtype: the dtype of the loss.
+      errors: of the parameters whose gradients are wrong at the scale that fits, how far they are
+        from those in float32 and why, the worst first.
+      off: how far each gradient is from float32's there, whatever the reason, relative to it; but
+        for those that float32 does not know either, as that of a bias before a normalization.
+      initial_scale: the scale that fits; None if none does.
+      overflow: what `explain` says of the least scale at which gradients overflow; None if they
+        do at none. Without a scale that fits, of a scale of 1.
+      underflow: what is lost at a scale of 1, under the path of the parameters or of the tapped
+        places, numbers aside; the worst first, and what loses next to nothing left out.
+      moments: how Adam's second moments stand, if its state was given; else None.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> loss_fn = lambda w: jnp.sum(w.astype(jnp.float16)) * 2.0**-20
+      >>> diagnosis = ols.diagnose(loss_fn, jnp.ones(4))
+      >>> ls = ols.DynamicLossScale(initial_scale=diagnosis.initial_scale.scale)
+    """
+
+    verdict: str
+    advice: list[str]
+    dtypes: DtypeReport
+    computes_in: tuple[np.dtype, ...]
+    loss_dtype: np.dtype
+    errors: dict[str, GradientError]
+    off: dict[str, float]
+    initial_scale: InitialScale | None
+    overflow: Explanation | None
+    underflow: dict[str, Underflow]
+    moments: Moments | None
+
+    def __str__(self) -> str:
+        scale = "" if self.initial_scale is None else scale_name(self.initial_scale.scale)
+        lines = [_computes(self), self.verdict]
+        if self.off and not self.errors:
+            at = f", at a scale of {scale}" if self.overflow is not None else ""
+            lines.append(f"Gradients: within {max(self.off.values()):.1%} of float32's{at}.")
+        lines += [
+            f"Not compared: what {one.primitive} computes in 16 bits at {one.source}."
+            for one in self.dtypes.opaque
+            if HALVES.intersection((*one.operands, one.result))
+        ]
+        if self.initial_scale is not None and self.overflow is not None:
+            lines.append(f"Loss scale: {self.initial_scale}.")
+        if self.overflow is not None and self.overflow.suspects:
+            name, finding = self.overflow.suspects[0]
+            where = "at any scale"
+            if self.initial_scale is not None:
+                where = f"from {scale_name(2 * self.initial_scale.largest)} on"
+            lines.append(f"Overflow: {where}, first at {name}: {finding}.")
+        if self.moments is not None:
+            lines.append(_of_moments(self.moments))
+        paragraphs = [WRAPPED.fill(line) for line in lines]
+        wrong = [
+            (name, f"{error.off:.1%}", because(error))
+            for name, error in _by_group(self.errors).items()
+        ]
+        lost = [
+            (name, f"{lost:.1%}", f"{left:.1%}", str(bits))
+            for name, (lost, left, bits) in self.underflow.items()
+        ]
+        advice = [WRAPPED.fill(f"- {what}") for what in self.advice]
+        return "\n".join(
+            [
+                *paragraphs,
+                *_table(("Wrong:", "off by", "because"), wrong, text=(0, 2)),
+                *_table(("Underflow:", "lost at 1", f"at {scale}", "bits needed"), lost),
+                "What to do:",
+                *advice,
+            ]
+        )
+
+
+def _computes(diagnosis: Diagnosis) -> str:
+    """In which dtype, in one sentence."""
+    report = diagnosis.dtypes
+    loss = f"the loss is {diagnosis.loss_dtype}"
+    counts = {
+        dtype: sum(p.count for p in report.products if p.dtype == dtype) for dtype in report.shares
+    }
+    total = sum(counts.values())
+    if not counts:
+        others = " and ".join(map(str, diagnosis.computes_in)) or "float32 or wider"
+        return f"Computes in {others}, without matrix products; {loss}."
+    (most, share), *rest = report.shares.items()
+    if not rest:
+        return f"Computes in {most}: all of {total} matrix products; {loss}."
+    lines = list(dict.fromkeys(p.source for p in report.products if p.dtype != most))
+    more = f" and {len(lines) - _LINES} more" if len(lines) > _LINES else ""
+    return (
+        f"Computes in {most}: {counts[most]} of {total} matrix products, {share:.1%} of the "
+        f"multiplications; the others in {', '.join(str(dtype) for dtype, _ in rest)}, at "
+        f"{', '.join(lines[:_LINES])}{more}; {loss}."
+    )
+
+
+def because(error: GradientError) -> str:
+    """A cause in words, with its line."""
+    what = {
+        "stagnates": f"{error.primitive} stagnates",
+        "vanishes": f"numbers vanish in {error.primitive}",
+        "overflows": f"numbers overflow in {error.primitive}",
+        "saturates": f"{error.primitive} saturates",
+        "rounding": f"{error.primitive} has too few digits" if error.primitive else "rounding",
+    }[error.cause]
+    return f"{what}, {error.source}" if error.source else what
+
+
+def _of_moments(moments: Moments) -> str:
+    dtypes = " and ".join(map(str, moments.dtypes))
+    return (
+        f"Adam: {moments.below_eps:.1%} of the gradients are below its eps of {moments.eps:g}; "
+        f"{moments.vanished:.1%} of their squares are zero in {dtypes}."
+    )
+
+
+def _by_group(errors: dict[str, GradientError]) -> dict[str, GradientError]:
+    """The worst of those whose names differ in numbers alone, under what they have in common."""
+    groups: dict[str, list[str]] = {}
+    for name in errors:
+        groups.setdefault(without_numbers(name), []).append(name)
+    named = lambda group, names: group if len(names) > 1 else names[0]
+    return {named(group, names): errors[names[0]] for group, names in groups.items()}
+
+
+def _table(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], text: Sequence[int] = (0,)
+) -> list[str]:
+    """Rows of a table, the first eight; none without rows.
+
+    Args:
+      titles: of the columns.
+      rows: a name, and what is said of it.
+      text: which columns are text, and not numbers.
+    """
+    if not rows:
+        return []
+    table = [titles, *((f"  {shortened(row[0], 56)}", *row[1:]) for row in rows[:_SHOWN])]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(
+            x.ljust(width) if i in text else x.rjust(width)
+            for i, (x, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]
+    return lines if len(rows) <= _SHOWN else [*lines, f"  and {len(rows) - _SHOWN} more"]

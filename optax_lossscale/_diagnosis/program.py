@@ -1,0 +1,177 @@
+"""The gradients of a loss function as it was written, and as it would be in float32."""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_inexact
+from optax_lossscale._diagnosis.summary import inexact_leaves
+from optax_lossscale._diagnosis.widened import HALVES, Rule, evaluate, held_dtype, numbered
+from optax_lossscale._step.gradient import loss_of, scale_gradient
+
+# What runs some twenty times is compiled in a fifth of the time without optimizing its kernels.
+# Where it rounds is decided before that. The names are XLA's, for its compiler of CPUs.
+_QUICKLY = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+# What is rounded to 16 bits and back again is not left as it was.
+_ROUNDING_ALL = {"xla_allow_excess_precision": False}
+
+
+class Evidence(NamedTuple):
+    """Of one run at one loss scale, on the host.
+
+    Attributes:
+      loss: the loss, not scaled, in its own dtype.
+      grads: the gradient of each floating-point or complex leaf under its path, scaled.
+      taps: what the probes recorded.
+    """
+
+    loss: np.ndarray
+    grads: dict[str, np.ndarray]
+    taps: Any
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all gradients are."""
+        return all(np.isfinite(g).all() for g in self.grads.values())
+
+
+def gradients(
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    exponent: jax.Array,
+    params: Any,
+    probes: Any,
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Evidence:
+    """Those of a loss function, at a loss scale of a power of two."""
+
+    def scaled_fn(params, probes):  # not value_and_grad, which refuses modules
+        given = {} if probes is None else {"probes": probes}
+        loss = loss_of(loss_fn(params, *args, **given, **kwargs), has_aux)
+        wide = at_least_float32(loss)  # scale_gradient warns of less, and the page tells it
+        return scale_gradient(wide, jnp.ldexp(jnp.float32(1), exponent)), jnp.asarray(loss)
+
+    gradient = jax.grad(scaled_fn, argnums=(0, 1), has_aux=True, allow_int=True)
+    (grads, taps), loss = gradient(params, probes)
+    return Evidence(loss, inexact_leaves(grads), taps)
+
+
+class Program:
+    """The gradients of a loss function at any loss scale: traced once, compiled when first run."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        params: Any,
+        probes: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        has_aux: bool,
+    ):
+        self._inputs = params, probes, args, kwargs
+        self._traced = jax.jit(partial(gradients, loss_fn, has_aux)).trace(
+            np.int32(0), *self._inputs
+        )
+        self._runs: dict[int, Evidence] = {}
+        self.jaxpr = self._traced.jaxpr
+        self.loss_dtype = jnp.dtype(self._traced.out_info.loss.dtype)
+
+    def at(self, exponent: int) -> Evidence:
+        """As written, at a loss scale of a power of two."""
+        if exponent not in self._runs:
+            evidence = self._as_written(np.int32(exponent), *self._inputs)
+            self._runs[exponent] = jax.device_get(evidence)
+        return self._runs[exponent]
+
+    def truth(self, exponent: int = 0, moved: float = 0.0, seed: int = 0) -> Evidence:
+        """The same in float32.
+
+        Args:
+          exponent: of the loss scale.
+          moved: by how much to change each parameter, relative to it, up or down at random.
+          seed: of the signs.
+        """
+        leaves = self._leaves(exponent)
+        if moved:
+            signs = np.random.default_rng(seed)
+            is_moved = [False, *map(is_inexact, jax.tree.leaves(self._inputs[0]))]
+            for i in np.flatnonzero(is_moved):
+                x = np.asarray(leaves[i])
+                leaves[i] = _like(leaves[i], x * (1 + moved * signs.choice([-1, 1], x.shape)))
+        return self._evidence(self._in_float32(*leaves))
+
+    def inspected(self, rule: Callable[[Any], Rule]) -> Callable[[int, Any], tuple[Evidence, Any]]:
+        """The program with every equation computed by a rule.
+
+        Args:
+          rule: makes the rule from what each run is given besides.
+
+        Returns:
+          A function of the loss scale's exponent and an array for the rule, which returns the
+          evidence, and what the rule noted of the equations under their numbers.
+        """
+        compiled: list[Callable] = []
+
+        def inspect(exponent, given):
+            leaves = self._leaves(exponent)
+            if not compiled:
+                of_leaves = lambda given, *leaves: evaluate(self.jaxpr, leaves, rule(given))
+                lowered = jax.jit(of_leaves).lower(given, *leaves)
+                compiled.append(_compiled(lowered, _ROUNDING_ALL))
+            outs, records = compiled[0](given, *leaves)
+            return self._evidence(outs), jax.device_get(records)
+
+        return inspect
+
+    @cached_property
+    def narrow(self) -> tuple[np.dtype, ...]:
+        """The 16-bit dtypes that it computes in."""
+        dtypes = [getattr(v.aval, "dtype", None) for e in numbered(self.jaxpr) for v in e.outvars]
+        return tuple(dtype for dtype in dict.fromkeys(dtypes) if dtype in HALVES)
+
+    @cached_property
+    def _as_written(self) -> Callable[..., Evidence]:
+        return _compiled(self._traced.lower())
+
+    @cached_property
+    def _in_float32(self) -> Callable[..., list]:
+        of_leaves = lambda *leaves: evaluate(self.jaxpr, leaves)[0]
+        return _compiled(jax.jit(of_leaves).lower(*self._leaves(0)))
+
+    def _leaves(self, exponent: int) -> list[Any]:
+        """The arguments of the program, 16-bit floats as float32."""
+        leaves = jax.tree.leaves(self._inputs)
+        is_held = lambda x: dtype_of(x) != held_dtype(dtype_of(x))
+        return [
+            np.int32(exponent),
+            *(_like(x, np.asarray(x)) if is_held(x) else x for x in leaves),
+        ]
+
+    def _evidence(self, outs: list[Any]) -> Evidence:
+        return jax.device_get(jax.tree.unflatten(jax.tree.structure(self._traced.out_info), outs))
+
+
+def _like(x: Any, new: np.ndarray) -> Any:
+    """A new array where an old one is, in the dtype in which its numbers are held."""
+    new = new.astype(held_dtype(dtype_of(x)))
+    is_placed = isinstance(x, jax.Array) and x.committed
+    return jax.device_put(new, x.sharding) if is_placed else new
+
+
+def _compiled(lowered: Any, options: Mapping[str, Any] = MappingProxyType({})) -> Callable:
+    """A program compiled in little time, rather than to take little."""
+    quickly = _QUICKLY if jax.default_backend() == "cpu" else {}
+    try:
+        return lowered.compile({**quickly, **options})
+    except jax.errors.JaxRuntimeError:  # of a version that knows other options
+        return lowered.compile()

@@ -1,0 +1,6 @@
+"""Tests for training steps, to put into one's own."""
+
+from optax_lossscale.testing._computes_in import assert_computes_in
+from optax_lossscale.testing._scale_invariance import assert_scale_invariant
+
+__all__ = ["assert_computes_in", "assert_scale_invariant"]

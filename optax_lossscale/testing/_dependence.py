@@ -1,0 +1,109 @@
+"""Whether a series of outputs, at falling loss scales, depends on the loss scale.
+
+A loss scale that is a power of two changes no digit of a right step's gradients: what comes out
+is the same, bit for bit, wherever nothing overflows and nothing underflows. Overflow makes the
+step skipped, and skipped steps are not compared. What remains is underflow, and that dies away
+as the loss scale rises: each doubling gives every gradient one more bit, until it has them all.
+So what rises with the loss scale, or does not die away, is no underflow.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+_POWERS = (-1, 1, -2, 2, -0.5, 0.5)
+_IN_A_ROW = 3  # differences between neighbours that must follow the same power of the loss scale
+_TOLERANCE = 0.02  # of their ratios; rounding in float16 gives any ratios
+_SHARE = 0.03  # of all that the output changes by anywhere: a change that counts
+_DIES_AWAY = 2 / 3
+_AT_ONCE = 0.15  # of the numbers that change anywhere: one may change its sign by underflow
+_ROUNDING = 1e-6  # of an output
+
+
+class Series(NamedTuple):
+    """One output at several loss scales.
+
+    Attributes:
+      exponents: those of the loss scales, falling.
+      values: what came out at each, a row; int64 if it is an integer or bool, else float64.
+      without: what comes out where all gradients underflow; None if that is not known.
+      noise: the norm of the difference between two runs that should be the same.
+    """
+
+    exponents: np.ndarray
+    values: np.ndarray
+    without: np.ndarray | None
+    noise: float
+
+
+def power(series: Series) -> float | None:
+    """The power of the loss scale that an output follows somewhere, up to a constant."""
+    exponents = series.exponents
+    for first in range(len(exponents) - _IN_A_ROW):
+        window = slice(first, first + _IN_A_ROW + 1)
+        values = series.values[window]
+        values = values[:, np.isfinite(values).all(0)]
+        for power in _POWERS:
+            slopes = np.diff(values, axis=0).T / np.diff(2.0 ** (power * exponents[window]))
+            sizes = np.linalg.norm(slopes, axis=0)
+            differences = np.linalg.norm(np.diff(slopes), axis=0)
+            if sizes.min() > 0 and differences.max() <= _TOLERANCE * sizes.min():
+                return power
+    return None
+
+
+def emerging(series: Series) -> np.ndarray:
+    """Between which rows numbers emerge from underflow: at the lower one as without gradients."""
+    if not _can_emerge(series):
+        return np.zeros(len(series.values) - 1, bool)
+    upper, lower = series.values[:-1], series.values[1:]
+    return ((lower == series.without) & (upper != lower)).any(1)
+
+
+def change(series: Series, looked_at: np.ndarray) -> int | None:
+    """Where an output changes as no underflow would change it, if anywhere.
+
+    Args:
+      series: the output.
+      looked_at: for each pair of neighbouring rows, whether it is to be looked at, as little
+        underflows at both.
+
+    Returns:
+      A row: the change is between it, which is of the higher loss scale, and the next.
+    """
+    values, without = series.values, series.without
+    rows = [*values] if without is None else [*values, without]
+    extent = max(norm_of_difference(values[0], row) for row in rows)
+    if extent <= negligible(values[0], series.noise):
+        return None
+    pairs = list(pairwise(values))
+    changes = np.array([norm_of_difference(*pair) for pair in pairs]) / extent
+    moving = (values != values[0]).any(0).sum()
+    for i in np.flatnonzero(looked_at):
+        upper, lower = pairs[i]
+        moved = upper != lower
+        if _can_emerge(series):
+            moved &= lower != without
+        counts = norm_of_difference(upper[moved], lower[moved]) / extent
+        is_much = counts > _SHARE and moved.sum() > _AT_ONCE * moving
+        if is_much and counts > _DIES_AWAY * changes[i + 1 :].max(initial=0):
+            return int(i)
+    return None
+
+
+def _can_emerge(series: Series) -> bool:
+    """Not of single numbers, which may be flags, nor of integers."""
+    is_array = series.values.dtype == np.float64 and series.values.shape[1] > 1
+    return series.without is not None and is_array
+
+
+def negligible(x: np.ndarray, noise: float) -> float:
+    """The norm of a difference that rounding may make."""
+    return max(_ROUNDING * float(np.linalg.norm(x[np.isfinite(x)])), 8 * noise)
+
+
+def norm_of_difference(x: np.ndarray, y: np.ndarray) -> float:
+    """The norm of the difference, without what is not finite."""
+    both = np.isfinite(x) & np.isfinite(y)
+    return float(np.linalg.norm(x[both] - y[both]))

@@ -1,0 +1,422 @@
+"""What a program computes in which dtype, counted in what JAX traced of it."""
+
+import functools
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.sharding import Mesh, PartitionSpec
+
+import optax_lossscale as ols
+
+F16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
+SOURCE = pathlib.Path(__file__).read_text().splitlines()
+FILE = pathlib.Path(__file__).name
+report = ols.dtype_report
+
+
+def line(marker):
+    """The line of this file that ends in a comment with this marker."""
+    (number,) = (n for n, text in enumerate(SOURCE, 1) if text.endswith(f"# {marker}"))
+    return f"{FILE}:{number}"
+
+
+def lines(operations):
+    """Where in this file they were made."""
+    return [re.search(rf"{FILE}:\d+", one.source).group() for one in operations]
+
+
+def array(*shape, dtype=jnp.float16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def multiplications(fun, *args):
+    return sum(report(fun, *args).multiplications.values())
+
+
+def compilers(fun, *args):
+    """The multiplications that XLA counts, each with its addition."""
+    return jax.jit(fun).lower(*args).cost_analysis()["flops"] / 2
+
+
+# --- how many multiplications ---
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.integers(2, 5), min_size=6, max_size=6),
+    st.sampled_from(["ij,jk->ik", "bij,bjk->bik", "bhqd,bhkd->bhqk", "bij,kj->bik", "ij,j->i"]),
+)
+def test_a_product_takes_the_multiplications_that_the_compiler_counts(sizes, formula):
+    size = dict(zip(sorted(set(formula) - set(",->")), sizes, strict=False))
+    operands = formula.partition("->")[0].split(",")
+    args = [array(*(size[axis] for axis in axes), dtype=F32) for axes in operands]
+    fun = functools.partial(jnp.einsum, formula)
+    assert multiplications(fun, *args) == compilers(fun, *args)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window_strides": (2, 1)},
+        {"rhs_dilation": (2, 2)},
+        {"feature_group_count": 2},
+        {"batch_group_count": 2},
+    ],
+    ids=["plain", "strided", "dilated", "of groups of features", "of groups of a batch"],
+)
+def test_a_convolution_takes_the_multiplications_that_the_compiler_counts(options):
+    options = {"window_strides": (1, 1), "padding": "VALID"} | options
+    x, kernel = array(2, 4, 9, 8, dtype=F32), array(6, 4, 3, 2, dtype=F32)
+    if "feature_group_count" in options:
+        kernel = array(6, 2, 3, 2, dtype=F32)
+    fun = functools.partial(lax.conv_general_dilated, **options)
+    assert multiplications(fun, x, kernel) == compilers(fun, x, kernel)
+
+
+def test_the_backward_pass_of_a_product_or_convolution_takes_twice_the_multiplications():
+    dense = lambda x, w: jnp.sum(x @ w)
+    conv = lambda x, k: jnp.sum(lax.conv(x, k, (2, 2), "VALID"))
+    for fun, args in [
+        (dense, (array(5, 4), array(4, 3))),
+        (conv, (array(2, 3, 9, 9), array(4, 3, 3, 3))),
+    ]:
+        forward = multiplications(fun, *args)
+        both = multiplications(jax.value_and_grad(fun, (0, 1)), *args)
+        assert both == pytest.approx(3 * forward, rel=0.3)  # at the edges of a stride
+
+
+def test_a_ragged_product_takes_each_row_times_one_group():
+    fun = lambda x, w, sizes: jnp.sum(lax.ragged_dot(x, w, sizes))
+    args = array(8, 4), array(2, 4, 3), array(2, dtype=jnp.int32)
+    assert multiplications(fun, *args) == 8 * 4 * 3
+    assert multiplications(jax.value_and_grad(fun, (0, 1)), *args) == 3 * 8 * 4 * 3
+
+
+W, X = array(4, 4), array(2, 4)
+ONE = 2 * 4 * 4  # multiplications of X @ W
+
+
+def scanned(w, x):
+    return lax.scan(lambda x, _: (x @ w, None), x, length=7)[0]
+
+
+def in_a_cond(w, x):
+    return lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: jnp.tanh(x @ w))
+
+
+def in_a_while(w, x):
+    return lax.while_loop(lambda c: jnp.all(c < 9), lambda c: c @ w, x)  # while
+
+
+def in_a_fori_loop(w, x):
+    return lax.fori_loop(0, 5, lambda _, x: x @ w, x)
+
+
+@jax.custom_vjp
+def custom(w, x):
+    return x @ w
+
+
+custom.defvjp(lambda w, x: (custom(w, x), (w, x)), lambda r, g: (r[1].T @ g, g @ r[0].T))
+
+
+@jax.custom_jvp
+def forward(w, x):
+    return x @ w
+
+
+forward.defjvp(lambda args, ts: (forward(*args), args[1] @ ts[0] + ts[1] @ args[0]))
+
+
+def solved(w, x):
+    product = lambda v: w @ v
+    return lax.custom_linear_solve(product, x[0], lambda f, b: f(b), symmetric=True)
+
+
+def everywhere(w, x):
+    mesh = Mesh(jax.devices(), "devices")
+    spec = PartitionSpec("devices")
+    body = lambda w, x: x @ w
+    return jax.shard_map(body, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec)(w, x)
+
+
+@pytest.mark.parametrize(
+    ("fun", "expected"),
+    [
+        (lambda w, x: x @ w, ONE),
+        (jax.jit(jax.jit(lambda w, x: x @ w)), ONE),
+        (jax.vmap(lambda w, x: x @ w, (None, 0)), ONE),
+        (scanned, 7 * ONE),
+        (lambda w, x: lax.scan(lambda x, _: (scanned(w, x), None), x, length=3)[0], 21 * ONE),
+        (lambda w, x: lax.map(lambda row: row @ w, x), ONE),
+        (in_a_cond, 2 * ONE),
+        (in_a_while, ONE),
+        (in_a_fori_loop, 5 * ONE),
+        (custom, ONE),
+        (jax.grad(lambda w, x: jnp.sum(custom(w, x)), (0, 1)), 3 * ONE),
+        (forward, ONE),
+        (jax.grad(lambda w, x: jnp.sum(jax.checkpoint(lambda: jnp.sin(x @ w))())), 3 * ONE),
+        (lambda w, x: jax.jvp(forward, (w, x), (w, x)), 3 * ONE),
+        (solved, 4 * 4),
+        (lambda w, x: jax.pure_callback(np.exp, x, x) @ w, ONE),
+    ],
+    ids=[
+        *("plain", "jit", "vmap", "scan", "nested", "map", "cond", "while", "fori"),
+        *("vjp", "backward", "jvp", "remat", "tangent", "solve", "callback"),
+    ],
+)
+def test_it_looks_into_all_that_jax_traces(fun, expected):
+    assert multiplications(fun, W, X) == expected
+
+
+def test_it_counts_what_runs_on_every_device():
+    assert multiplications(everywhere, W, array(8, 4)) == 4 * ONE
+    mapped = jax.pmap(lambda x, w: x @ w, in_axes=(0, None))
+    assert multiplications(mapped, array(4, 2, 4), W) == 4 * ONE
+
+
+def test_rounds_that_nobody_knows_are_said_to_count_as_one():
+    found = report(in_a_while, W, X)
+    assert line("while") in found.while_loops[0]
+    assert f"Counted as one round: the loop at {found.while_loops[0]}" in str(found)
+    assert report(scanned, W, X).while_loops == ()
+
+
+# --- in which dtype ---
+
+
+def test_the_shares_are_those_of_the_multiplications():
+    def fun(w, x):
+        return lax.scan(lambda x, _: (x @ w, None), x, length=3)[0].astype(F32) @ w.astype(F32)
+
+    found = report(fun, W, X)
+    assert found.shares == {F16: 0.75, F32: 0.25}
+    assert list(found.shares) == [F16, F32]
+    assert [p.count for p in found.products] == [1, 1]
+    assert found.products[1].before == (F16, F16)
+
+
+def test_the_widest_operand_counts_and_not_the_result():
+    wide = functools.partial(lax.dot, preferred_element_type=jnp.float32)
+    assert report(wide, X, W).shares == {F16: 1.0}
+    assert report(wide, X, W).products[0].result == F32
+    assert report(wide, X, array(4, 4, dtype=F32)).shares == {F32: 1.0}
+
+
+def test_an_algorithm_says_what_is_multiplied():
+    x = array(4, 4, dtype=F32)
+    rounded = lax.DotAlgorithmPreset.F16_F16_F32
+    assert report(functools.partial(lax.dot, precision=rounded), x, x).shares == {F16: 1.0}
+    assert not report(functools.partial(lax.dot, precision=rounded), x, x).products[0].by_choice
+    exact = lax.DotAlgorithmPreset.F32_F32_F32
+    (product,) = report(functools.partial(lax.dot, precision=exact), x, x).products
+    assert product.dtype == F32
+    assert product.by_choice
+
+
+def test_it_sees_what_an_operand_was_through_a_function_and_a_transposition():
+    def fun(w, x):
+        w = jnp.transpose(w.astype(F32))
+        return lax.scan(lambda x, _: (jax.jit(jnp.dot)(x, w), None), x, length=3)[0]
+
+    (product,) = report(fun, W, array(2, 4, dtype=F32)).products
+    assert product.operands == (F32, F32)
+    assert product.before == (F32, F16)
+
+
+def test_it_sees_what_an_operand_was_in_the_branch_of_a_cond():
+    def fun(w, x):
+        return lax.cond(x[0, 0] > 0, lambda w, x: x @ w, lambda w, x: x, w.astype(F32), x)
+
+    (product,) = report(fun, W, array(2, 4, dtype=F32)).products
+    assert product.before == (F32, F16)
+
+
+# --- sums, exponentials and logarithms ---
+
+
+def test_what_needs_digits_or_range_is_found_in_16_bits_alone():
+    def fun(x):
+        y = jnp.exp(x) + jnp.log(x) + lax.pow(x, x)
+        return lax.reduce(y, np.array(0, y.dtype), lax.add, (0, 1)) + jnp.tanh(y)
+
+    found = report(fun, array(8, 4)).narrow
+    assert {one.primitive for one in found} == {"exp", "log", "pow", "reduce_sum"}
+    assert {one.dtype for one in found} == {F16}
+    assert [one.terms for one in found] == [1, 1, 1, 32]  # in the order of the program
+    assert report(fun, array(8, 4, dtype=F32)).narrow == ()
+    assert report(jnp.sum, array(8, 4)).narrow == ()  # JAX adds them in float32
+
+
+def terms(fun, *args):
+    return {one.primitive: one.terms for one in report(fun, *args).narrow}
+
+
+def test_the_gradient_of_an_embedding_is_a_sum_over_its_tokens():
+    lookup = lambda table, tokens: jnp.sum(table[tokens].astype(F32))
+    tokens = array(5, 6, dtype=jnp.int32)
+    assert terms(jax.grad(lookup), array(9, 4), tokens) == {"scatter-add": 30}
+    assert terms(jax.grad(lookup), array(9, 4, dtype=F32), tokens) == {}
+
+
+def test_the_gradient_of_a_shared_weight_is_a_sum_over_the_rounds_of_a_scan():
+    loss = lambda w, x: jnp.sum(scanned(w, x).astype(F32))
+    assert terms(jax.grad(loss), W, X) == {"add_any": 7}
+    assert terms(jax.grad(loss), array(4, 4, dtype=F32), array(2, 4, dtype=F32)) == {}
+
+
+def test_a_sum_that_a_scan_carries_is_one():
+    def fun(x):
+        return lax.scan(lambda total, row: (total + row, total), x[0], x)[0]
+
+    assert terms(fun, array(100, 4)) == {"add": 100}
+    stacked = lambda x: lax.scan(lambda total, row: (total, total + row), x[0], x)
+    assert terms(stacked, array(100, 4)) == {}
+
+
+def test_a_dot_product_is_a_sum_and_an_outer_product_neither():
+    assert terms(jnp.vdot, array(4, 5), array(4, 5)) == {"dot_general": 20}
+    assert report(jnp.vdot, array(4, 5), array(4, 5)).products == ()
+    outer = report(functools.partial(jnp.einsum, "i,j->ij"), array(4), array(5))
+    assert outer.products == outer.narrow == ()
+
+
+# --- what cannot be looked into ---
+
+
+def test_kernels_and_callbacks_are_said_not_to_be_looked_into():
+    def kernel(x, w, y):
+        y[...] = x[...] @ w[...]
+
+    def fun(x, w):
+        y = pl.pallas_call(kernel, jax.ShapeDtypeStruct((2, 4), F16), interpret=True)(x, w)  # here
+        return jax.pure_callback(np.exp, y, y)
+
+    found = report(fun, X, W)
+    assert found.products == ()
+    assert {one.primitive for one in found.opaque} == {"pallas_call", "pure_callback"}
+    assert line("here") in lines(found.opaque)
+    assert "Not looked into:\n  float16  1 pallas_call" in str(found)
+
+
+# --- the lines that made it ---
+
+
+@jax.jit
+def helper(w, x):
+    return jnp.dot(x, w)  # in a function that is compiled once
+
+
+def test_a_line_in_a_function_that_is_called_twice_is_named_once():
+    found = report(lambda w, x: helper(w, helper(w, x)), W, X)
+    assert lines(found.products) == [line("in a function that is compiled once")]
+    assert found.products[0].count == 2
+
+
+def test_products_that_jax_compiles_but_once_are_those_of_the_lines_that_call_it():
+    def fun(w, x):
+        x = jnp.einsum("ij,jk->ik", x, w)  # the first
+        x = jax.nn.gelu(x)
+        return jnp.einsum("ij,jk->ik", x, w)  # the second
+
+    assert set(lines(report(fun, W, X).products)) == {line("the first"), line("the second")}
+
+
+def test_the_backward_pass_is_of_the_line_of_the_forward_pass():
+    def loss(w, x):
+        y = x @ w  # forward and backward
+        return jnp.sum(y.astype(F32))
+
+    (product,) = report(jax.value_and_grad(loss), W, X).products
+    assert lines([product]) == [line("forward and backward")]
+    assert product.count == 2
+
+
+def test_the_line_is_the_users_where_optax_calls_him():
+    def fun(params, x):
+        loss = lambda params: jnp.sum((x @ params).astype(F32))  # under optax
+        tx = optax.lbfgs()
+        state = tx.init(params)
+        value, grad = optax.value_and_grad_from_state(loss)(params, state=state)
+        extra = {"value": value, "grad": grad, "value_fn": loss}
+        updates, _ = tx.update(grad, state, params, **extra)  # of optax
+        return optax.apply_updates(params, updates)
+
+    products = report(fun, array(4, dtype=F32), array(2, 4, dtype=F32)).products
+    by_choice = lambda of: {p.by_choice for p in products if lines([p]) == [line(of)]}
+    assert set(lines(products)) == {line("under optax"), line("of optax")}
+    assert (by_choice("under optax"), by_choice("of optax")) == ({False}, {True})
+
+
+# --- what it takes and how it reads ---
+
+
+def test_it_runs_nothing_and_keeps_what_the_function_donates():
+    def fun(w, x):
+        jax.debug.callback(lambda: pytest.fail("it ran"))
+        return x @ w
+
+    w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+    report(jax.jit(fun, donate_argnums=(0, 1)), w, x)
+    assert not w.is_deleted()
+    assert not x.is_deleted()
+
+
+def test_arrays_that_a_step_has_deleted_still_have_their_shapes():
+    w = jnp.ones((4, 4))
+    jax.jit(lambda w: w + 1, donate_argnums=0)(w)
+    assert w.is_deleted()
+    assert report(lambda w: w @ w, w).shares == {F32: 1.0}
+
+
+def test_what_is_no_array_is_passed_on_as_it_is():
+    def fun(params, name, times, *, mode, key, half):
+        assert (name, times, mode) == ("w", 2, print)
+        return [params[name] @ (half * jax.random.normal(key, (4,))) for _ in range(times)]
+
+    params = {"w": np.ones((3, 4), np.float32), "b": None, "note": "text"}
+    options = {"mode": print, "key": jax.random.key(0), "half": np.float16(0.5)}
+    found = report(fun, params, "w", 2, **options)
+    assert found.products[0].count == 2
+
+
+def test_an_empty_report_reads_as_one():
+    found = report(lambda x: x + 1, X)
+    assert found == ((), (), (), ())
+    assert found.shares == {}
+    assert str(found) == "Matrix products and convolutions:\n  none"
+
+
+def test_the_text_has_the_largest_first_and_never_loses_a_line_number():
+    def model(w, x):
+        y = jnp.tanh(x @ w)  # half
+        y = jnp.exp(y) * lax.reduce(y, np.array(0, y.dtype), lax.add, (0, 1))  # exponential
+        return y.astype(F32) @ w.astype(F32)[:, :1]  # single
+
+    text = str(report(model, W, X))
+    expected = f"""\
+Matrix products and convolutions:
+  1 in float16, 80.0% of the multiplications
+  1 in float32, 20.0% of the multiplications
+by line:
+  float16          80.0%  1 dot_general  {line("half")} (model)
+  float16→float32  20.0%  1 dot_general  {line("single")} (model)
+Sums, exponentials, logarithms and powers in 16 bits:
+  float16  1 reduce_sum of 8 terms  {line("exponential")} (model)
+  float16  1 exp                    {line("exponential")} (model)"""
+    assert re.sub(r"(?m)\S*/(?=test_dtypes.py)", "", text) == expected
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="fun must be a function"):
+        report(W, X)

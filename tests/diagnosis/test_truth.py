@@ -1,0 +1,520 @@
+"""`diagnose` compares with float32: small models by others' patterns, healthy and faulty."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import pallas
+
+import optax_lossscale as ols
+
+F16, F32 = jnp.float16, jnp.float32
+CONV = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+
+
+def half(tree):
+    return jax.tree.map(lambda x: x.astype(F16), tree)
+
+
+def normal(*shape, scale=None, seed=0):
+    scale = shape[0] ** -0.5 if scale is None else scale
+    seed = [seed, *shape]
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, F32)
+
+
+def crossentropy(logits, labels):
+    logits = jax.nn.log_softmax(logits.astype(F32))
+    return -jnp.mean(jnp.take_along_axis(logits, labels[..., None], -1))
+
+
+def square(x, target=0.0):
+    return jnp.mean((x.astype(F32) - target) ** 2)
+
+
+# --- models: each returns its loss function, parameters and batch ---
+
+
+def perceptron():
+    params = {"w1": normal(32, 64), "b1": jnp.zeros(64), "w2": normal(64, 64), "w3": normal(64, 1)}
+
+    def loss_fn(params, x, y):
+        p = half(params)
+        x = jax.nn.relu(x.astype(F16) @ p["w1"] + p["b1"])
+        return square(jax.nn.relu(x @ p["w2"]) @ p["w3"], y)
+
+    return loss_fn, params, normal(64, 32, scale=1), normal(64, 1, scale=1)
+
+
+def deep(depth=16):
+    params = [normal(32, 32, scale=0.25, seed=i) for i in range(depth)]
+
+    def loss_fn(params, x):
+        for w in half(params):
+            x = jax.nn.relu(x.astype(F16) @ w)
+        return square(x)
+
+    return loss_fn, params, normal(16, 32, scale=1)
+
+
+def embedding(tokens=4096, rows=2, cast_first=True):
+    params = {"embed": normal(rows, 16, scale=1), "out": normal(16, 4)}
+
+    def loss_fn(params, tokens, y):
+        table = params["embed"].astype(F16) if cast_first else params["embed"]
+        return square(table[tokens].astype(F16) @ params["out"].astype(F16), y + 1)
+
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, rows, tokens))
+    return loss_fn, params, tokens, normal(tokens.size, 4, scale=1)
+
+
+def attention(size=1.0, norm=True, softmax=F32, mask=-jnp.inf):
+    params = {name: normal(32, 32, seed=i) for i, name in enumerate("qkvo")}
+    params |= {f"{name}_bias": jnp.zeros(32) for name in "qkv"}
+
+    def loss_fn(params, x):
+        p, x = half(params), x.astype(F16)
+        q, k, v = (x @ p[name] + p[f"{name}_bias"] for name in "qkv")
+        scores = q @ k.mT
+        scores = scores / F16(32**0.5) if norm else scores
+        scores = jnp.where(np.tri(16, dtype=bool), scores, jnp.asarray(mask, F16))
+        return square(jax.nn.softmax(scores.astype(softmax)).astype(F16) @ v @ p["o"])
+
+    return loss_fn, params, normal(4, 16, 32, scale=size)
+
+
+def convolution():
+    params = {"c1": normal(3, 3, 3, 8), "c2": normal(3, 3, 8, 16, scale=0.1)}
+    params["out"] = normal(256, 10)
+
+    def loss_fn(params, x, y):
+        p, x = half(params), x.astype(F16)
+        for name in ("c1", "c2"):
+            x = jax.nn.relu(jax.lax.conv_general_dilated(x, p[name], **CONV))
+            x = jax.lax.reduce_window(
+                x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
+            )
+        return crossentropy(x.reshape(4, -1) @ p["out"], y)
+
+    return loss_fn, params, normal(4, 16, 16, 3, scale=1), jnp.arange(4)
+
+
+def normalized(variance=lambda x: x.var(0), dtype=F32, mean=0.0):
+    params = {"w": normal(16, 32), "b": jnp.zeros(32), "scale": jnp.ones(32), "out": normal(32, 1)}
+
+    def loss_fn(params, x):
+        x = (x.astype(F16) @ params["w"].astype(F16) + params["b"].astype(F16)).astype(dtype)
+        x = (x - x.mean(0)) * jax.lax.rsqrt(variance(x) + jnp.asarray(1e-5, dtype))
+        x = (x * params["scale"].astype(dtype)).astype(F16)
+        return square(jax.nn.relu(x) @ params["out"].astype(F16))
+
+    return loss_fn, params, normal(32, 16, scale=1) + mean
+
+
+def mixture():
+    params = {"router": normal(16, 4), "up": normal(4, 16, 32), "down": normal(4, 32, 16)}
+
+    def loss_fn(params, x):
+        p, x = half(params), x.astype(F16)
+        gates, chosen = jax.lax.top_k(jax.nn.softmax((x @ p["router"]).astype(F32)), 2)
+        y = jax.nn.gelu(jnp.einsum("bi,eij->bej", x, p["up"]))
+        y = jnp.einsum("bej,eji->bei", y, p["down"])
+        y = jnp.take_along_axis(y, chosen[..., None], 1) * gates[..., None].astype(F16)
+        return square(y.sum(1))
+
+    return loss_fn, params, normal(64, 16, scale=1)
+
+
+def graph():
+    params = {"w": normal(16, 16), "a": normal(16, scale=0.2), "out": normal(16, 3)}
+    source, target = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 256)))
+
+    def loss_fn(params, x, y):
+        p = half(params)
+        x = x.astype(F16) @ p["w"]
+        scores = jax.nn.leaky_relu((x @ p["a"])[source] + (x @ p["a"])[target]).astype(F32)
+        weights = jnp.exp(scores - jax.ops.segment_max(scores, target, 64)[target])
+        weights /= jax.ops.segment_sum(weights, target, 64)[target] + 1e-9
+        x = jax.ops.segment_sum(x[source] * weights[:, None].astype(F16), target, 64)
+        return crossentropy(jax.nn.elu(x) @ p["out"], y)
+
+    return loss_fn, params, normal(64, 16, scale=1), jnp.arange(64) % 3
+
+
+def lstm():
+    params = {"w": normal(16, 64), "u": normal(8, 64), "b": jnp.zeros(64), "out": normal(16, 1)}
+
+    def loss_fn(params, x):
+        p = half(params)
+
+        def body(state, x):
+            c, y = state
+            gates = y @ p["w"] + x @ p["u"] + p["b"]
+            i, f, o, g = jnp.split(gates, 4, -1)
+            c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            y = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (c, y), y @ p["out"]
+
+        zeros = jnp.zeros((4, 16), F16)
+        return square(jax.lax.scan(body, (zeros, zeros), x.astype(F16))[1], 1)
+
+    return loss_fn, params, normal(50, 4, 8, scale=1)
+
+
+def stack():
+    params = {"w": normal(12, 16, 16, scale=0.25), "b": jnp.zeros((12, 16))}
+
+    def loss_fn(params, x):
+        body = jax.checkpoint(lambda x, p: (x + jnp.tanh(x @ p["w"] + p["b"]), None))
+        return square(jax.lax.scan(body, x.astype(F16), half(params))[0])
+
+    return loss_fn, params, normal(8, 16, scale=1)
+
+
+def dropout():
+    params = {"w": normal(16, 64), "v": normal(64, 1)}
+
+    def loss_fn(params, x, key):
+        x = jax.nn.gelu(x.astype(F16) @ params["w"].astype(F16))
+        x = jnp.where(jax.random.uniform(key, x.shape, F16) < 0.9, x / F16(0.9), 0)
+        return square(x @ params["v"].astype(F16))
+
+    return loss_fn, params, normal(32, 16, scale=1), jax.random.key(0)
+
+
+def contrastive():
+    params = {"a": normal(16, 16), "b": normal(16, 16, seed=1), "temperature": F32(2.6)}
+
+    def loss_fn(params, x, y):
+        unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+        u, v = (
+            unit((x.astype(F16) @ params[name].astype(F16)).astype(F32)).astype(F16)
+            for name, x in (("a", x), ("b", y))
+        )
+        logits = (u @ v.T).astype(F32) * jnp.exp(params["temperature"])
+        return crossentropy(logits, jnp.arange(32))
+
+    x = normal(32, 16, scale=1)
+    return loss_fn, params, x, x + 0.3 * normal(32, 16, scale=1, seed=1)
+
+
+def scan(steps=20_000):
+    def loss_fn(params, x):
+        w = params["w"].astype(F16)
+        add = lambda total, x: (total + (w * x.astype(F16)).astype(F32), None)
+        return jax.lax.scan(add, F32(0), x)[0]
+
+    x = np.random.default_rng(0).uniform(0, 1.3e-4, steps)
+    return loss_fn, {"w": F32(0.5)}, jnp.asarray(x, F32)
+
+
+def gate(at=9.0):
+    params = {"gate": jnp.full(8, at), "w": normal(8, scale=1)}
+
+    def loss_fn(params, x):
+        p = half(params)
+        x = jax.nn.sigmoid(p["gate"]) * p["w"] * x.astype(F16)
+        return jnp.mean(x.astype(F32).sum(-1) ** 2)
+
+    return loss_fn, params, normal(16, 8, scale=1)
+
+
+def rotary(dtype=F32):
+    params = {"q": normal(16, 16), "k": normal(16, 16, seed=1)}
+
+    def loss_fn(params, x):
+        p, x = half(params), x.astype(F16)
+        frequencies = jnp.asarray(1e-4 ** (np.arange(8) / 8), dtype)
+        angles = jnp.arange(4096).astype(dtype)[:, None] * frequencies
+        cos, sin = jnp.cos(angles).astype(F16), jnp.sin(angles).astype(F16)
+        turned = lambda x: jnp.concatenate(
+            [x[:, :8] * cos - x[:, 8:] * sin, x[:, 8:] * cos + x[:, :8] * sin], -1
+        )
+        q, k = turned(x @ p["q"]), turned(x @ p["k"])
+        return square((q[1:] * k[:-1]).sum(-1))
+
+    return loss_fn, params, normal(4096, 16, scale=1)
+
+
+HEALTHY = {
+    "perceptron": perceptron,
+    "deep": deep,
+    "embedding": embedding,
+    "embedding summed in float32": functools.partial(embedding, 32_768, cast_first=False),
+    "sparse embedding": functools.partial(embedding, 256, rows=500),
+    "attention": attention,
+    "attention in float16": functools.partial(attention, softmax=F16),
+    "convolution": convolution,
+    "normalized": normalized,
+    "mixture": mixture,
+    "graph": graph,
+    "lstm": lstm,
+    "stack": stack,
+    "dropout": dropout,
+    "contrastive": contrastive,
+    "gate": functools.partial(gate, 1.0),
+    "rotary": rotary,
+}
+
+
+@pytest.mark.parametrize("model", HEALTHY.values(), ids=HEALTHY)
+def test_a_healthy_model_is_accused_of_nothing(model):
+    found = ols.diagnose(*model())
+    assert found.errors == {}
+    assert found.verdict.startswith(("float16 is fine as it is", "float16 needs a loss scale"))
+    assert all(a == "Nothing." or a.startswith("Wrap the optimizer") for a in found.advice)
+    page = str(found)
+    assert page.startswith("Computes in float16")
+    assert "Gradients: within " in page
+
+
+FAULTY = {
+    "embedding of 32k": (lambda: embedding(32_768), "embed", "stagnates", "scatter-add"),
+    "embedding of 131k": (lambda: embedding(131_072), "embed", "stagnates", "scatter-add"),
+    "shared over a scan": (scan, "w", "stagnates", "add_any"),
+    "saturated gate": (gate, "gate", "saturates", "logistic"),
+    "positions in float16": (lambda: rotary(F16), "q", "rounding", ""),
+}
+
+
+@pytest.mark.parametrize(("model", "leaf", "cause", "primitive"), FAULTY.values(), ids=FAULTY)
+def test_a_wrong_gradient_is_named_with_its_cause_and_its_line(model, leaf, cause, primitive):
+    loss_fn, *inputs = model()
+    found = ols.diagnose(loss_fn, *inputs)
+    assert leaf in found.errors
+    error = found.errors[leaf]
+    assert error.cause == cause
+    assert error.primitive == primitive or not primitive
+    assert "test_truth.py:" in error.source
+    assert found.verdict.startswith("float16 gives wrong gradients: that of ")
+    assert any(error.source in advice for advice in found.advice)
+    assert any(line.split()[:1] == [leaf] for line in str(found).splitlines())
+
+
+@pytest.mark.parametrize("name", ["embedding of 32k", "saturated gate", "positions in float16"])
+def test_how_far_it_is_off_is_what_a_model_written_in_float32_says(name, monkeypatch):
+    model, leaf, *_ = FAULTY[name]
+    loss_fn, *inputs = model()
+    found = ols.diagnose(loss_fn, *inputs)
+    scale = found.initial_scale.scale
+    grads = jax.jit(ols.grad(loss_fn, ols.get(scale)))(*inputs)
+    monkeypatch.setitem(globals(), "F16", F32)
+    loss_fn, *inputs = model()
+    truth = np.asarray(jax.grad(loss_fn)(*inputs)[leaf])
+    off = np.linalg.norm(np.asarray(grads[leaf]) / scale - truth) / np.linalg.norm(truth)
+    assert found.errors[leaf].off == pytest.approx(off, rel=0.02)
+
+
+def test_a_gradient_off_by_two_percent_is_no_error_and_is_said():
+    found = ols.diagnose(*embedding(5000))
+    assert found.errors == {}
+    assert 0.005 < found.off["embed"] < 0.03
+    assert f"Gradients: within {found.off['embed']:.1%} of float32's" in str(found)
+
+
+def test_gradients_that_vanish_inside_are_named_whatever_the_scale():
+    params = {"a": normal(8, 8), "b": normal(8, 8, seed=1)}
+
+    def loss_fn(params, x):
+        p = half(params)
+        x = jnp.tanh(x.astype(F16) @ p["a"]) * F16(1e-4)
+        x = x * F16(1e-4)
+        return square((x.astype(F32) * 1e8).astype(F16) @ p["b"])
+
+    found = ols.diagnose(loss_fn, params, normal(16, 8, scale=1))
+    assert {name: error.cause for name, error in found.errors.items()} == {
+        "a": "vanishes",
+        "b": "vanishes",
+    }
+
+
+def test_what_float32_does_not_know_either_is_no_error():
+    """A bias before a normalization has no gradient but rounding, nor has one of all keys."""
+    found = ols.diagnose(*normalized())
+    assert "b" not in found.off
+    assert {"w", "scale", "out"} <= found.off.keys()
+    assert "k_bias" not in ols.diagnose(*attention()).off
+
+
+# --- what is not finite ---
+
+
+def rooted(x):
+    return jnp.sqrt(x)
+
+
+NOT_FINITE = {
+    "root": (rooted, "the derivative of a root at 0", "under the root"),
+    "logarithm": (lambda x: x * jnp.log(x), "the logarithm of 0", "the logarithm is taken of"),
+    "0/0": (lambda x: x / jnp.sum(x * 0), "0/0", "the divisor"),
+    "power": (lambda x: x**0.5, "a negative power of 0", "the power is taken of"),
+    "norm": (lambda x: jnp.linalg.norm(x * 0), "the derivative of a root at 0", "under the root"),
+    "where": (
+        lambda x: jnp.where(x > 0, jnp.log(x * 1), 0),
+        "the logarithm of 0",
+        "jnp.where before the logarithm",
+    ),
+    "masked whole": (
+        lambda x: x * jax.nn.softmax(jnp.where(x > 9, x, -jnp.inf)),
+        "infinity minus infinity",
+        "mask with a finite number",
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "what", "remedy"), NOT_FINITE.values(), ids=NOT_FINITE)
+def test_of_a_nan_in_any_dtype_it_says_what_makes_it_and_where(function, what, remedy):
+    def loss_fn(params, x):
+        return jnp.sum(function(params["w"].astype(F16) * x).astype(F32))
+
+    found = ols.diagnose(loss_fn, {"w": jnp.array([0.0, 1, 2])}, jnp.ones(3, F16))
+    assert "not finite in float32 either" in found.verdict
+    assert what in found.verdict
+    assert "test_truth.py:" in found.verdict
+    (advice,) = found.advice
+    assert remedy in advice
+    assert "in float32" not in advice
+
+
+def test_a_mask_is_not_taken_for_what_overflows():
+    def loss_fn(params, x):
+        x = x.astype(F16) @ params["w"].astype(F16)
+        masked = jnp.where(np.tri(4, dtype=bool), jnp.zeros((4, 4)), -1e9).astype(F16)
+        return square(jnp.exp(masked) @ (x * x))
+
+    found = ols.diagnose(loss_fn, {"w": jnp.full((4, 4), 100.0)}, jnp.ones((4, 4)))
+    line = loss_fn.__code__.co_firstlineno + 3
+    assert f"in mul, at tests/diagnosis/test_truth.py:{line} " in found.verdict
+    assert "in float32 it is " in found.verdict
+
+
+def test_nans_of_the_batch_are_not_the_models():
+    loss_fn = lambda w, x: jnp.sum((w.astype(F16) * x).astype(F32))
+    found = ols.diagnose(loss_fn, jnp.ones(3), jnp.full(3, jnp.nan, F16))
+    assert "there are NaNs in args/0" in found.verdict
+
+
+# --- in which dtype ---
+
+
+def test_operands_that_are_widened_are_named():
+    def loss_fn(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return square(x)
+
+    found = ols.diagnose(loss_fn, [normal(8, 8)] * 3, normal(4, 8).astype(F16))
+    assert str(found).startswith("Computes in float32: all of 8 matrix products")
+    assert found.verdict.startswith("Hardly anything is computed in float16")
+    assert "test_truth.py:" in found.advice[0]
+
+
+def test_what_is_in_another_dtype_is_named():
+    def loss_fn(params, x):
+        x = jnp.tanh(x.astype(F16) @ params["w"].astype(F16))
+        return crossentropy(x.astype(F32) @ params["head"], jnp.zeros(4, int))
+
+    found = ols.diagnose(loss_fn, {"w": normal(32, 32), "head": normal(32, 2)}, normal(4, 32))
+    first = str(found).splitlines()[0]
+    assert first.startswith("Computes in float16: 2 of 5 matrix products, ")
+    assert "the others in float32, at " in first + str(found).splitlines()[1]
+    assert all(advice.startswith("Wrap the optimizer") for advice in found.advice)
+
+
+def test_a_float16_loss_is_told():
+    loss_fn = lambda w, x: jnp.sum(w.astype(F16) * x)
+    found = ols.diagnose(loss_fn, jnp.ones(3), jnp.ones(3, F16))
+    assert found.loss_dtype == F16
+    assert "the loss is float16." in str(found)
+    assert found.verdict.startswith("float16 is fine but for the loss")
+    assert found.advice[0].startswith("Compute the loss in float32")
+
+
+def test_bfloat16_is_held_against_float32_too(monkeypatch):
+    monkeypatch.setitem(globals(), "F16", jnp.bfloat16)
+    found = ols.diagnose(*gate(1.0))
+    assert found.verdict == "bfloat16 is fine as it is, and needs no loss scale."
+    assert found.computes_in == (jnp.bfloat16,)
+    assert found.errors == {}
+    found = ols.diagnose(*embedding(4096))
+    assert found.errors["embed"].cause == "stagnates"
+    assert found.verdict.startswith("bfloat16 gives wrong gradients")
+
+
+def test_a_kernel_that_is_not_compared_is_told():
+    def kernel(x, y):
+        y[...] = x[...] * 2
+
+    def loss_fn(w, x):
+        y = pallas.pallas_call(kernel, jax.ShapeDtypeStruct((8,), F16), interpret=True)(x)
+        return jnp.sum((y * w.astype(F16)).astype(F32))
+
+    found = ols.diagnose(loss_fn, jnp.ones(8), jnp.ones(8, F16))
+    assert "Not compared: what pallas_call computes in 16 bits at tests/" in str(found)
+
+
+def test_a_loss_over_several_devices():
+    mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss_fn(w, x):
+        each = lambda w, x: jax.lax.pmean(square(x.astype(F16) @ w.astype(F16)), "d")
+        each = jax.shard_map(each, mesh=mesh, in_specs=(jax.P(), jax.P("d")), out_specs=jax.P())
+        return each(w, x)
+
+    found = ols.diagnose(loss_fn, normal(4, 4), normal(jax.device_count(), 4))
+    assert found.errors == {}
+    assert 0 < found.off["."] < 0.01
+
+
+# --- the optimizer ---
+
+
+def quadratic(size):
+    return lambda params: jnp.mean((params["w"].astype(F16)).astype(F32) ** 2) * size
+
+
+def test_gradients_below_adams_eps_are_told():
+    """A clip far below the norm of the gradients pushes them there."""
+    params = {"w": jnp.ones(8), "huge": F32(1.0)}
+
+    def loss_fn(params):
+        w = params["w"].astype(F16).astype(F32)
+        return jnp.sum(w) + params["huge"] * 5e9
+
+    adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    state = adam.init(params)
+    found = ols.diagnose(loss_fn, params, opt_state=state)
+    assert found.moments.below_eps == 0
+    for _ in range(3):
+        _, state = adam.update(jax.grad(loss_fn)(params), state, params)
+    found = ols.diagnose(loss_fn, params, opt_state=state)
+    assert found.moments.below_eps == pytest.approx(8 / 9)
+    assert found.moments.eps == 1e-8
+    assert "88.9% of the gradients are below Adam's eps of 1e-08" in found.verdict
+    assert "smaller eps" in found.advice[0]
+    assert "Adam: 88.9% of the gradients" in str(found)
+
+
+def test_second_moments_that_vanish_in_16_bits_are_told():
+    params = {"w": jnp.ones(8, F16)}
+    loss_fn = quadratic(1e-2)
+    for state in (
+        optax.adam(1e-3).init(params),
+        ols.with_loss_scale(optax.adam(1e-3)).init(params),
+    ):
+        found = ols.diagnose(loss_fn, params, opt_state=state)
+        (dtype,) = found.moments.dtypes
+        assert found.moments.vanished == (1.0 if dtype == F16 else 0.0)
+    found = ols.diagnose(loss_fn, params, opt_state=optax.adam(1e-3).init(params))
+    assert "float16 is not for Adam's second moments: 100.0%" in found.verdict
+    assert ols.diagnose(loss_fn, params, opt_state=optax.sgd(0.1).init(params)).moments is None
+
+
+def test_the_eps_of_injected_hyperparameters_is_the_states():
+    params = {"w": jnp.ones(8)}
+    adam = optax.inject_hyperparams(optax.adam)(1e-3, eps=1.0)
+    found = ols.diagnose(quadratic(1.0), params, opt_state=adam.init(params))
+    assert found.moments.eps == 1.0
+    assert found.moments.below_eps == 1.0
