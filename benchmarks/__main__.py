@@ -3,7 +3,7 @@
 python -m benchmarks                 # what it costs on this machine: 25 minutes on two cores
 python -m benchmarks --quick         # small sizes, to see that it runs
 python -m benchmarks accelerators    # the same compiled for a GPU and TPUs, and not run
-python -m benchmarks policies        # loss scales side by side, into docs/policies.md: ten minutes
+python -m benchmarks policies        # loss scales side by side, into docs/policies.md: 27 minutes
 python -m benchmarks rescaling       # docs/rescaling.md: one loss scale or one a block; 20 minutes
 """
 

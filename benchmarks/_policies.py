@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 from tqdm import tqdm
 
 import optax_lossscale as ols
-from benchmarks import _replay
+from benchmarks import _hostile, _replay
 from benchmarks._recording import Recording, record
 from benchmarks._tasks import REPORTED, TUNING, Task, in_float16
 from optax_lossscale import presets
@@ -53,6 +53,7 @@ FITTED = {
 POLICIES: dict[str, ols.LossScale] = {HEADROOM: ols.HeadroomLossScale()} | DEFAULTS | FITTED
 SEEDS = (0, 1, 2)
 _PAGE = pathlib.Path(__file__).with_name("_policies_page.txt")
+WITHIN = 5  # points of the cost of hostile sequences
 SMALLER = 2.0**-17  # what the loss is multiplied by in the second training
 
 
@@ -157,7 +158,7 @@ def _targets(outcomes: dict[str, _replay.Outcome]) -> str:
     """What was to be reached, and what was."""
     ours = outcomes[HEADROOM]
     undisturbed = _places([s.name for s in _replay.UNDISTURBED])
-    fall = _places([_replay.FALL])
+    fall, nans = _places([_replay.FALL]), _places([_replay.NANS])
     beaten = {}
     for i, scenario in enumerate(_replay.SCENARIOS):
         skips, lost = ours.skips[i].mean(), ours.lost[i].mean()
@@ -178,6 +179,7 @@ def _targets(outcomes: dict[str, _replay.Outcome]) -> str:
             ours.found[undisturbed]
         ),
         "the same after a fall of 2^10: at most 200": _steps(ours.found_again[fall]),
+        "the same after 6 NaNs in a row: at most 200": _steps(ours.found_again[nans]),
         "what loses less with as few skips: nothing but with outliers": elsewhere,
     }
     return _table(["target", "measured"], [list(row) for row in rows.items()])
@@ -218,14 +220,39 @@ def _scenarios(outcomes: dict[str, _replay.Outcome], scenarios: list[_replay.Sce
 
 def _found(outcomes: dict[str, _replay.Outcome]) -> str:
     places = _places([s.name for s in _replay.UNDISTURBED])
-    fall = _places([_replay.FALL])
+    again = [_replay.FALL, _replay.NANS]
     body = [
-        [name, *(_steps(o.found[i]) for i in places), _steps(o.found_again[fall]),
-         _number(o.early[places].mean())]
+        [name, *(_steps(o.found[i]) for i in places),
+         *(_steps(o.found_again[i]) for i in _places(again)), _number(o.early[places].mean())]
         for name, o in outcomes.items()
     ]  # fmt: skip
-    names = [s.name for s in _replay.UNDISTURBED]
-    return _table(["steps", *names, f"after {_replay.FALL}", "skips in the first 20"], body)
+    names = [*(s.name for s in _replay.UNDISTURBED), *(f"after {name}" for name in again)]
+    return _table(["steps", *names, "skips in the first 20"], body)
+
+
+def _hostile_costs(costs: dict[str, np.ndarray]) -> str:
+    """The mean cost in each family, and how often that of TensorFlow or PyTorch is lower."""
+    best = _best(costs)
+    body = [
+        [name, *(_number(family.mean()) for family in of), _number(of.mean()),
+         f"{np.mean(of <= best + WITHIN):.0%}", _number((of - best).max())]
+        for name, of in costs.items()
+    ]  # fmt: skip
+    header = ["cost, %", *_hostile.FAMILIES, "all", f"within {WITHIN} points", "worst by"]
+    return _table(header, body)
+
+
+def _worse(costs: dict[str, np.ndarray]) -> str:
+    """In how many sequences of each family ours falls short."""
+    of = costs[HEADROOM]
+    short = np.sum(of > _best(costs) + WITHIN, 1)
+    found = dict(zip(_hostile.FAMILIES, short, strict=True))
+    found = [f"{name}: {n} of {of.shape[1]}" for name, n in found.items() if n]
+    return "; ".join(found) or "none"
+
+
+def _best(costs: dict[str, np.ndarray]) -> np.ndarray:
+    return np.minimum(costs["tensorflow_dynamic"], costs["pytorch"])
 
 
 def _trained(results: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> str:
@@ -271,6 +298,8 @@ def main(quick: bool, out: pathlib.Path) -> None:
     replays = _replay.Replays(runs(REPORTED, seeds, steps))
     outcomes = {name: replays(ls) for name, ls in tqdm(POLICIES.items(), desc="replaying")}
     _draw(outcomes, out)
+    hostile = _hostile.Hostile(seed=100, of_each=1 if quick else 10)
+    costs = {name: hostile(ls) for name, ls in tqdm(POLICIES.items(), desc="fooling")}
     trainings = [
         {
             name: jax.device_get(train(task, jnp.float32(factor), trained_steps))
@@ -288,6 +317,13 @@ def main(quick: bool, out: pathlib.Path) -> None:
         minutes=f"{minutes:.0f}",
         version=jax.__version__,
         trained_seeds=len(SEEDS),
+        hostile=_hostile_costs(costs),
+        sequences=costs[HEADROOM].size,
+        worse=_worse(costs),
+        cost=f"{costs[HEADROOM].mean():.1f}",
+        within=f"{np.mean(costs[HEADROOM] <= _best(costs) + WITHIN):.0%}",
+        cost_dynamic=f"{costs['tensorflow_dynamic'].mean():.0f}",
+        cost_pytorch=f"{costs['pytorch'].mean():.0f}",
         targets=_targets(outcomes),
         remarks=_of_each_task(outcomes[HEADROOM], list(REPORTED), len(seeds)),
         undisturbed=_scenarios(outcomes, _replay.UNDISTURBED),

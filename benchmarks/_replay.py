@@ -23,6 +23,7 @@ class Scenario(NamedTuple):
       shift: by how many bits the gradients of a step are larger; called with the steps' numbers.
       inner: by how many bits those inside the model are larger besides.
       broken: whether the batch of a step has a NaN in it; called with the steps' numbers.
+      over: the step at which what disturbs it happens, or the first one after it is over.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Scenario(NamedTuple):
     shift: Any = np.zeros_like
     inner: int = 0
     broken: Any = lambda t: t < 0
+    over: int = 0
 
 
 _SMALLER = lambda t: np.full_like(t, -17)
@@ -41,14 +43,13 @@ UNDISTURBED = [
     Scenario("2^17 smaller, from 2^0", start=1.0, shift=_SMALLER),
     Scenario("2^17 smaller, from 2^40", start=2.0**40, shift=_SMALLER),
 ]
-FALL, OUTLIERS = "a fall of 2^10", "5 outliers"
-FALLS_AT = 2000
+FALL, OUTLIERS, NANS = "a fall of 2^10", "5 outliers", "6 NaNs in a row"
 DISTURBED = [
-    Scenario(FALL, shift=lambda t: np.where(t < FALLS_AT, 0, -10)),
+    Scenario(FALL, shift=lambda t: np.where(t < 2000, 0, -10), over=2000),
     Scenario("end of warm-up", shift=lambda t: np.minimum(t // 60, 8) - 8),
     Scenario("learning-rate jump", shift=lambda t: np.where(t < 3000, 0, 5)),
     Scenario(OUTLIERS, shift=lambda t: np.where(np.isin(t, (700, 1500, 2600, 3900, 5200)), 12, 0)),
-    Scenario("6 NaNs in a row", broken=lambda t: (t >= 3000) & (t < 3006)),
+    Scenario(NANS, broken=lambda t: (t >= 3000) & (t < 3006), over=3006),
     Scenario("NaN every 200", broken=lambda t: t % 200 == 137),
     Scenario("inner 2^4 larger", inner=4),
     Scenario("inner 2^8 larger", inner=8),
@@ -66,7 +67,7 @@ class Outcome(NamedTuple):
       lost: percent of the gradients that were flushed to zero, beyond what the best scale of
         each step would have lost; of the steps that were not skipped.
       found: the first step with a scale within a factor of 4 of the best; -1 for none.
-      found_again: the same after a fall of the gradients, in steps from there.
+      found_again: the same once what disturbs it is over, in steps from there.
       log2_scale: of each step.
       best: log2 of the largest power of two at which each step does not overflow.
     """
@@ -95,6 +96,7 @@ class Replays:
         broken = np.stack([s.broken(steps) for s, _ in cases])
         self._largest = largest.astype(np.float32)
         self._inner = np.where(broken, np.inf, inner).astype(np.float32)
+        self._over = np.array([[s.over] for s, _ in cases])
         self._starts = np.array([np.nan if s.start is None else s.start for s, _ in cases])
 
     def __call__(self, policy: ols.LossScale) -> Outcome:
@@ -106,13 +108,15 @@ class Replays:
         applied = ~skipped
         good = applied & (abs(log2_scale - self._best) <= 2)
         first = lambda good: np.where(good.any(1), good.argmax(1), -1)
+        good_again = good & (np.arange(good.shape[1]) >= self._over)
+        again = first(good_again)
         late = 1000 * skipped[:, AT_FIRST:].sum(1) / (skipped.shape[1] - AT_FIRST)
         outcome = Outcome(
             early=skipped[:, :AT_FIRST].sum(1),
             skips=late,
             lost=100 * np.sum(lost * applied, 1) / np.maximum(applied.sum(1), 1),
             found=first(good),
-            found_again=first(good[:, FALLS_AT:]),
+            found_again=np.where(again < 0, -1, again - self._over[:, 0]),
             log2_scale=log2_scale,
             best=self._best,
         )

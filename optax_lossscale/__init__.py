@@ -5,12 +5,16 @@ from typing import TYPE_CHECKING
 
 from optax_lossscale import presets, testing
 from optax_lossscale._arrays.finite import all_finite
+from optax_lossscale._diagnosis.accuracy import GradientError
 from optax_lossscale._diagnosis.calibration import InitialScale, find_initial_scale
 from optax_lossscale._diagnosis.check import LossScaleError, check
-from optax_lossscale._diagnosis.diagnose import Diagnosis, Underflow, diagnose
+from optax_lossscale._diagnosis.diagnose import diagnose
+from optax_lossscale._diagnosis.dtypes import DtypeReport, Operation, dtype_report
 from optax_lossscale._diagnosis.explain import Explanation, explain, nonfinite_leaves
 from optax_lossscale._diagnosis.metrics import metrics
+from optax_lossscale._diagnosis.moments import Moments
 from optax_lossscale._diagnosis.origin import Suspect
+from optax_lossscale._diagnosis.page import Diagnosis, Underflow
 from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._diagnosis.tap import Probe, probe, tap
 from optax_lossscale._diagnosis.underflow import UnderflowReport, underflow_report
@@ -42,9 +46,11 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Diagnosis",
+    "DtypeReport",
     "DynamicLossScale",
     "Explanation",
     "FixedLossScale",
+    "GradientError",
     "HeadroomLossScale",
     "InitialScale",
     "LogMaxLossScale",
@@ -53,6 +59,8 @@ __all__ = [
     "LossScaleState",
     "LossScaledTransformation",
     "MasterWeightsState",
+    "Moments",
+    "Operation",
     "Probe",
     "Summary",
     "Suspect",
@@ -62,6 +70,7 @@ __all__ = [
     "all_finite",
     "check",
     "diagnose",
+    "dtype_report",
     "explain",
     "find_initial_scale",
     "get",

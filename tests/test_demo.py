@@ -1,5 +1,6 @@
 """`python -m optax_lossscale.demo`, as it is called."""
 
+import functools
 import os
 import pathlib
 import re
@@ -16,6 +17,12 @@ from optax_lossscale.demo import _model, _report, _text, _training
 from optax_lossscale.demo.__main__ import main
 
 DEMO = [sys.executable, "-m", "optax_lossscale.demo"]
+
+
+@pytest.fixture
+def small_model(monkeypatch):
+    """Compiles sooner."""
+    monkeypatch.setattr(_model, "init", functools.partial(_model.init, width=16, blocks=1))
 
 
 def png_size(path):
@@ -50,7 +57,9 @@ def test_the_default_run_shows_what_the_readme_claims(tmp_path):
     assert os.listdir(tmp_path) == [os.path.basename(picture)]
 
 
-def test_options_choose_text_steps_and_folder_and_one_step_has_no_time(tmp_path, capsys):
+def test_options_choose_text_steps_and_folder_and_one_step_has_no_time(
+    tmp_path, capsys, small_model
+):
     data = tmp_path / "text"
     data.write_bytes(b"To be, or not to be, that is the question. " * 9)
     out = tmp_path / "made" / "on the way"
@@ -92,6 +101,7 @@ def test_bad_arguments_are_one_line_and_exit_code_2(arguments, said, tmp_path, c
     assert sorted(tmp_path.iterdir()) == [short]
 
 
+@pytest.mark.slow
 def test_interrupt_keeps_what_was_finished(tmp_path):
     # A suite that runs in the background ignores the signal, and so would its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -116,7 +126,7 @@ def test_interrupt_keeps_what_was_finished(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["loss_scaling.png"]
 
 
-def test_its_step_depends_on_the_loss_scale_in_nothing():
+def test_its_step_depends_on_the_loss_scale_in_nothing(small_model):
     tx, step = _training.optimizer_and_step("float16, dynamic scale", 60)
     text = np.frombuffer(b"To be, or not to be, that is the question. " * 9, np.uint8)
     first, second = _text.batches(text, 2, seed=0)

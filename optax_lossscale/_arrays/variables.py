@@ -1,6 +1,7 @@
 """Variables of Flax NNX, in which an `nnx.Optimizer` keeps its state, and the arrays in them."""
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +17,20 @@ def is_module(x: Any) -> bool:
     """Whether this is an `nnx.Module`, whose calls change its variables in place."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, nnx.Module)
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`function` of each leaf; a variable that is in two places is mapped once and stays one."""
+    copies: dict[int, Any] = {}
+
+    def mapped(leaf):
+        if not is_variable(leaf):
+            return function(leaf)
+        if id(leaf) not in copies:
+            copies[id(leaf)] = jax.tree.map(function, leaf)
+        return copies[id(leaf)]
+
+    return jax.tree.map(mapped, tree, is_leaf=is_variable)
 
 
 def plain(tree: Any) -> Any:

@@ -35,7 +35,8 @@ class DynamicLossScale(LossScale):
                 loss_scale = max(loss_scale * backoff_factor, min_scale)
 
     Every product is rounded once, from the factor as given: a `backoff_factor` of
-    `1 / 3` is TensorFlow's division by 3.
+    `1 / 3` is TensorFlow's division by 3. An overflow never raises a scale, not even one below
+    `min_scale` that was restored from a run with another.
 
     Args:
       initial_scale: the loss scale before the first step.
@@ -147,6 +148,7 @@ class DynamicLossScale(LossScale):
             lowered = jnp.maximum(lowered, self.min_scale)
         else:
             lowered = jnp.where(lowered >= self.min_scale, lowered, scale)
+        lowered = jnp.minimum(lowered, scale)  # which may be below the floor, if it was restored
         left_after = self.hysteresis if self.hysteresis_refill == "rescale" else 1
         return self.replace(
             loss_scale=jnp.where(backs_off, lowered, scale),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale import presets
-from optax_lossscale._arrays.variables import plain
+from optax_lossscale._arrays.variables import is_variable, plain
 from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.headroom import HeadroomLossScale
@@ -72,7 +72,8 @@ def get_loss_scale(state: Any) -> LossScale:
       The `LossScale`, of arrays, also where `nnx` keeps them in variables.
 
     Raises:
-      ValueError: if the state holds no loss scale, or more than one.
+      ValueError: if the state holds no loss scale, or more than one. Variables of `nnx` that
+        two modules share count once.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -83,15 +84,17 @@ def get_loss_scale(state: Any) -> LossScale:
     """
     is_loss_scale = lambda x: isinstance(x, LossScale)
     found = [x for x in jax.tree.leaves(state, is_leaf=is_loss_scale) if is_loss_scale(x)]
-    if len(found) != 1:
+    count = _count(found)
+    if count != 1:
         remedy = (
-            "Pass the one to use, a LossScale: one state's loss_scale."
+            "Pass one of the states, or one LossScale. To test a step that takes several, bind "
+            "all but one to it with functools.partial."
             if found
             else "Wrap the optimizer in with_loss_scale once and pass the state that its init "
             "returned, or pass a LossScale, such as get(128)."
         )
         raise ValueError(
-            f"expected exactly one loss scale in the state, found {len(found)} in a "
+            f"expected exactly one loss scale in the state, found {count} in a "
             f"{type(state).__name__}. {remedy}"
         )
     return plain(found[0])
@@ -107,6 +110,13 @@ def resolve(loss_scale: Any) -> LossScale:
     if loss_scale is None or is_leaf or _is_config(loss_scale):
         return get(loss_scale)
     return get_loss_scale(loss_scale)
+
+
+def _count(loss_scales: list[LossScale]) -> int:
+    """How many there are, where those of the same variables of `nnx` are one."""
+    leaves = [jax.tree.leaves(x, is_leaf=is_variable) for x in loss_scales]
+    variables = [xs for xs in leaves if xs and all(map(is_variable, xs))]
+    return len(leaves) - len(variables) + len({tuple(map(id, xs)) for xs in variables})
 
 
 def _is_real_number(x: jax.Array) -> bool:

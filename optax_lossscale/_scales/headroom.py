@@ -9,59 +9,80 @@ import numpy as np
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.loss_scale import AxisName, LossScale, choose, largest_of_all, state
 
-# All of these are exponents, or differences of them: bits.
+# Exponents of two, or differences of them: bits.
 _OVERFLOW = 16  # float16's numbers are below 2**16
-_FALL = 8
-_MOST_CAUTION = 3
-_ENOUGH = 24  # the scale for gradients that are all zero, in case they underflowed
+_DEEP = 32  # of float16's 40: deeper, what used to fit is lost, and a smaller scale is no help
 _BOUND = 100  # of the scale, either way
-_NEVER = 1000  # above all exponents there are; below them with a minus
+_NEVER = -1000  # below all exponents there are
+
+# Steps.
+_LONG = 2000  # what TensorFlow and PyTorch wait before a scale grows
+_EXCUSED = 64  # many, against the six overflows after which the batch is found to be at fault
+
+# What the window may grow to, in multiples of the shortest.
+_MEMORY = 8  # of gradients; a rare outlier should not lower the scale for long
+_PATIENCE = 128  # for a reserve without which steps overflow
 
 
 class HeadroomLossScale(LossScale):
     """Measures the largest gradient, and keeps it a little below overflow.
 
     It does not grow until a step breaks: the check reads all gradients anyway, and the
-    largest of them says where the scale should be. What cannot be measured is an overflow.
-    Most are explained by the gradients of the next step, which are larger than those before. If
-    not, either gradients inside the model overflow before those of the parameters do, and the
-    ceiling for these is lower than thought; or there was something wrong with the batch. A size
-    that was seen to survive tells one from the other. The rule, where all numbers are exponents
-    of two, `k` that of the scale, and the size of a step is its largest gradient, scaled::
+    largest of them says where the scale should be. What cannot be measured is an overflow. It
+    means either "at least this large" or that the batch is broken, and only later steps can tell.
+    So the scale falls by more bits each time, and these are held in reserve until a gradient
+    explains the overflow, or it is clear that no scale would have prevented it. The rule, where
+    `k` is the exponent of the scale, and the size of a step that of its largest gradient::
 
-        if grads_overflow:
-            overflowed = k
-            k -= 8
+        if grads_overflow and excused > 0:
+            excused -= 1
+        elif grads_overflow:
+            if quiet > 0:                            # not the same one, still
+                at_once = quiet % patience == 0      # when half of the reserve was given up
+                longest = (128 if at_once else 8) * shortest_window
+                window = max(window, min(2 * window, longest))
+            reserve += min(reserve + 1, 32)
+            quiet = 0
         else:
-            largest = max(the unscaled sizes of the last one to two windows)
-            if the step before overflowed and largest + overflowed <= 16:  # it is not explained
-                if largest + overflowed <= survived:   # by the batch or by noise
-                    caution, survived = min(caution + 1, 3), survived - 1
-                elif largest + overflowed < failed:    # once may be the batch: try again
-                    failed = largest + overflowed
-                else:
-                    ceiling, survived = failed - 1, size
-            survived = max(survived, size)             # and what survives has not failed
-            every probe_interval finite steps: caution -= 1, or if there is none, ceiling += 1
-            target = ceiling - margin - caution - largest
-            k = target, but beyond survived - largest three quarters of the way
+            quiet += 1
+            if size + k + reserve > 16:              # it was the size
+                reserve = 0
+            elif reserve >= 32:                      # it was the batch
+                reserve, excused = 0, 64
+            elif quiet % patience == 0:
+                reserve //= 2
+            if quiet % 2000 == 0:
+                window = max(window // 2, shortest_window)
+            largest = max(sizes of the last one to two windows)
+        k = 16 - margin - largest - reserve
 
-    with a ceiling of at most 16, where float16 overflows, and a scale from 2**-100 to 2**100.
-    All-zero gradients say nothing: before anything else was seen, they raise the scale to 2**24
-    in case they underflowed, and no further.
+    The `patience` is a quarter of a window. The very first window is a step long, and each doubles
+    up to the shortest in use; however long they are, what is remembered are gradients of at most
+    twice eight of the shortest. All-zero gradients measure nothing, and end a reserve of 32 bits
+    like others. After 2000 of them in a row, in case they underflowed, half of the reserve is
+    given up and the scale doubles. It stays between 2**-100 and 2**100.
+
+    It cannot follow gradients of two sizes more than 2**31 apart, one of which takes turns with
+    the other or with zeros: there it holds the larger for broken.
+
+    What follows from the rule, and is tested:
+
+    - Without NaNs, and with gradients below 2**115, it skips at most 75 steps in a row: 64 that
+      are excused, and 11 in which the scale falls all of the way from 2**100 to 2**-100.
+    - After any history, and with a margin of 1, 4608 steps whose largest gradients are alike bring
+      the scale within a factor of 4 of the best, unless it flushed all of them to zero.
 
     The source of the idea to follow the largest gradient is OpenSeq2Seq's `LogMaxLossScale`; the
-    rule is this library's own. docs/policies.md compares it with the others.
+    rule is this library's own. docs/policies.md compares it with the others, on sequences that
+    were made to fool it as well.
 
     Args:
       initial_scale: the loss scale before the first step, from 2**-100 to 2**100, rounded down
         to a power of two. It matters for a few steps only.
       margin: how many bits to leave between the largest gradient and overflow, from 0 to 24.
         More make fewer steps overflow and more gradients underflow.
-      window: how many finite steps a largest gradient is remembered for at least, and twice as
-        many at most.
-      probe_interval: after how many finite steps it tries to be one bit bolder, where overflows
-        have made it cautious.
+      window: the shortest window; how many measured steps a largest gradient is remembered for at
+        least, and twice as many at most, while nothing overflows. From 4 to 2**20.
 
     Attributes:
       loss_scale: the loss scale now, a power of two; float32, shape ().
@@ -83,18 +104,16 @@ class HeadroomLossScale(LossScale):
     """
 
     margin: int = 1
-    window: int = 75
-    probe_interval: int = 2000
+    window: int = 64
     headroom: jax.Array = state(0)  # shape=(), dtype=int32, as all that follow
-    _largest: jax.Array = state(-_NEVER)  # unscaled, in this window
-    _largest_before: jax.Array = state(-_NEVER)  # in the window before
-    _finite_steps: jax.Array = state(0)
-    _overflowed: jax.Array = state()  # the scale that last did
-    _has_overflowed: jax.Array = state(False)  # at the last step; dtype=bool
-    _survived: jax.Array = state(-_NEVER)
-    _failed: jax.Array = state(_NEVER)
-    _ceiling: jax.Array = state(_OVERFLOW)
-    _caution: jax.Array = state(0)
+    _largest: jax.Array = state(_NEVER)  # unscaled, in this window
+    _largest_before: jax.Array = state(_NEVER)  # in the window before
+    _window: jax.Array = state(1)  # how long one is
+    _quiet: jax.Array = state(0)  # measured steps since an overflow that was not excused
+    _zeros: jax.Array = state(0)  # steps in a row that measured nothing
+    _reserve: jax.Array = state(0)  # bits, held for overflows without an explanation
+    _excused: jax.Array = state(0)  # overflows to come that need none
+    _exhausted: jax.Array = state(False)  # dtype=bool
 
     def __post_init__(self):
         super().__post_init__()
@@ -107,11 +126,8 @@ class HeadroomLossScale(LossScale):
         _, exponent = np.frexp(self.initial_scale)
         self._set(
             loss_scale=np.ldexp(np.float32(0.5), exponent),
-            # As if the next higher scale had.
-            _overflowed=np.int32(exponent),
             margin=validation.count("margin", self.margin, least=0, most=24),
-            window=validation.count("window", self.window),
-            probe_interval=validation.count("probe_interval", self.probe_interval),
+            window=validation.count("window", self.window, least=4, most=2**20),
         )
 
     def update(self, grads: Any, axis_name: AxisName | None = None) -> tuple[Self, jax.Array]:
@@ -126,86 +142,87 @@ class HeadroomLossScale(LossScale):
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         """From the flag alone, which measures nothing.
 
-        An overflow lowers the scale by 8 bits. Finite steps raise it by three quarters of
-        the way to right below the last scale that overflowed, which is tried again one bit higher
-        after every `probe_interval` of them.
+        The scale falls at an overflow as it does in `update`, but nothing explains one
+        afterwards: what it fell, it doubles again only after each 2000 finite steps in a row.
         """
-        k = self._exponent()
-        steps = self._finite_steps + 1
-        overflowed = self._overflowed + (steps % self.probe_interval == 0)
-        risen = self._at(k + _part(jnp.maximum(overflowed - 1 - k, 0)))
-        risen = risen.replace(_finite_steps=steps, _overflowed=overflowed, _has_overflowed=False)
-        return choose(grads_finite, risen, self._after_overflow())
+        kept = self.replace(_reserve=0)._remembered(self._reserve)
+        return choose(grads_finite, kept._after_zeros(), self._after_overflow())
 
     def exhausted(self) -> jax.Array:
         """Whether the last step overflowed at a scale of 2**-100, the lowest."""
-        at_bound = (self._overflowed <= -_BOUND) & (self._exponent() <= -_BOUND)
-        return self._has_overflowed & at_bound
+        return jnp.asarray(self._exhausted)
 
     def _after_overflow(self) -> Self:
-        k = self._exponent()
-        return self._at(k - _FALL).replace(headroom=0, _overflowed=k, _has_overflowed=True)
+        excused = self.replace(_excused=self._excused - 1)
+        new = choose(self._excused > 0, excused, self._fallen())
+        return new.replace(headroom=0, _zeros=0, _exhausted=self._exponent() <= -_BOUND)
 
-    def _after_zeros(self) -> Self:
-        k, largest = self._exponent(), jnp.maximum(self._largest, self._largest_before)
-        target = jnp.where(largest > -_NEVER, self._target(largest), _ENOUGH)
-        return self._at(k + _part(jnp.maximum(target - k, 0)))
+    def _fallen(self) -> Self:
+        at_once = self._quiet % self._patience() == 0
+        longest = jnp.where(at_once, _PATIENCE, _MEMORY) * self.window
+        doubled = jnp.maximum(self._window, jnp.minimum(2 * self._window, longest))
+        fall = jnp.minimum(self._reserve + 1, _DEEP)
+        fall = jnp.minimum(fall, self._exponent() + _BOUND)
+        new = self.replace(
+            _window=jnp.where(self._quiet > 0, doubled, self._window),
+            _reserve=self._reserve + fall,
+            _quiet=0,
+        )
+        return new._at(self._exponent() - fall)
 
     def _after_measuring(self, gradient: jax.Array) -> Self:
-        _, exponent = jnp.frexp(gradient)
-        size = exponent + self._exponent()
-        steps = self._finite_steps + 1
-        window_ends = steps % self.window == 0
-        in_window = jnp.maximum(self._largest, exponent)
-        largest = jnp.maximum(in_window, self._largest_before)
-        learned = self._learned(size, largest + self._overflowed)
-        new = choose(steps % self.probe_interval == 0, learned._bolder(), learned)
-        new = new.replace(
-            headroom=_OVERFLOW - size,
-            _largest=jnp.where(window_ends, -_NEVER, in_window),
-            _largest_before=jnp.where(window_ends, in_window, self._largest_before),
-            _finite_steps=steps,
-            _has_overflowed=False,
+        _, size = jnp.frexp(gradient)
+        k, quiet = self._exponent(), self._quiet + 1
+        explained = size + k + self._reserve > _OVERFLOW
+        new = self._with_less_reserve(explained, quiet % self._patience() == 0)
+        new = new._remembering(size, quiet).replace(
+            headroom=_OVERFLOW - size - k, _quiet=quiet, _zeros=0, _exhausted=False
         )
-        # All of the way down, or up to what has survived; beyond that three quarters of the way.
-        target = new._target(largest)
-        start = jnp.minimum(jnp.maximum(self._exponent(), new._survived - largest), target)
-        return new._at(start + _part(target - start))
+        largest = jnp.maximum(new._largest, new._largest_before)
+        return new._at(_OVERFLOW - self.margin - largest - new._reserve)
 
-    def _learned(self, size: jax.Array, overflow: jax.Array) -> Self:
-        """What there is to learn from a finite step of a size after an overflow of another."""
-        unexplained = self._has_overflowed & (overflow <= _OVERFLOW)
-        had_survived = unexplained & (overflow <= self._survived)
-        fails_first = unexplained & ~had_survived & (overflow < self._failed)
-        fails_again = unexplained & ~had_survived & ~fails_first
-        survived = jnp.where(fails_again, size, jnp.maximum(self._survived - had_survived, size))
-        failed = jnp.where(fails_first, overflow, self._failed)
+    def _after_zeros(self) -> Self:
+        zeros = self._zeros + 1
+        long = zeros % _LONG == 0
+        new = self._with_less_reserve(jnp.array(False), long)
+        new = new._at(self._exponent() + self._reserve - new._reserve)
+        new = new.replace(_zeros=zeros, _exhausted=False)
+        doubled = new._at(new._exponent() + 1)._remembered(-1)
+        return choose(long, doubled, new)
+
+    def _with_less_reserve(self, explained: jax.Array, in_time: jax.Array) -> Self:
+        deep = self._reserve >= _DEEP
+        left = jnp.where(in_time, self._reserve // 2, self._reserve)
         return self.replace(
-            _caution=jnp.minimum(self._caution + had_survived, _MOST_CAUTION),
-            _ceiling=jnp.where(fails_again, self._failed - 1, self._ceiling),
-            _survived=survived,
-            _failed=jnp.where(size >= failed, _NEVER, failed),
+            _reserve=jnp.where(explained | deep, 0, left),
+            _excused=jnp.where(deep & ~explained, _EXCUSED, self._excused),
         )
 
-    def _bolder(self) -> Self:
-        cautious = self._caution > 0
+    def _remembering(self, size: jax.Array, quiet: jax.Array) -> Self:
+        window, shortest = self._window, self.window
+        largest = jnp.maximum(self._largest, size)
+        ends = quiet % jnp.minimum(window, _MEMORY * shortest) == 0
+        longer = jnp.where(ends, jnp.minimum(2 * window, shortest), window)
+        shorter = jnp.where(quiet % _LONG == 0, jnp.maximum(window // 2, shortest), window)
         return self.replace(
-            _caution=self._caution - cautious,
-            _ceiling=jnp.minimum(self._ceiling + ~cautious, _OVERFLOW),
+            _largest=jnp.where(ends, _NEVER, largest),
+            _largest_before=jnp.where(ends, largest, self._largest_before),
+            _window=jnp.where(window < shortest, longer, shorter),
         )
 
-    def _target(self, largest: jax.Array) -> jax.Array:
-        return self._ceiling - self.margin - self._caution - largest
+    def _patience(self) -> jax.Array:
+        return jnp.maximum(self._window, self.window) // 4
 
     def _exponent(self) -> jax.Array:
         return jnp.frexp(self())[1] - 1
+
+    def _remembered(self, more: jax.typing.ArrayLike) -> Self:
+        """With what is remembered so many bits larger."""
+        return self.replace(
+            _largest=self._largest + more, _largest_before=self._largest_before + more
+        )
 
     def _at(self, exponent: jax.Array) -> Self:
         # Not exp2, which is inexact on CPU.
         one = jnp.float32(1)
         return self.replace(loss_scale=jnp.ldexp(one, jnp.clip(exponent, -_BOUND, _BOUND)))
-
-
-def _part(distance: jax.Array) -> jax.Array:
-    """Three quarters, rounded up, so that it arrives."""
-    return (3 * distance + 3) // 4

@@ -25,6 +25,8 @@ class LogMaxLossScale(LossScale):
         spread = sqrt(average(x ** 2, beta2) - average(x, beta2) ** 2)
         loss_scale = clip(2 ** (16 - mean - overflow_std_dev * spread), min_scale, max_scale)
 
+    but an overflow does not raise a scale that was restored from below `min_scale`.
+
     Args:
       initial_scale: the loss scale before the first step, between the bounds.
       min_scale: the floor.
@@ -91,14 +93,19 @@ class LogMaxLossScale(LossScale):
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         """From the flag alone: an overflow counts, a finite step changes nothing."""
-        return choose(grads_finite, self, self._observe(jnp.float32(2.0**self.log_max)))
+        return choose(grads_finite, self, self._after_overflow())
 
     def update(self, grads: Any, axis_name: AxisName | None = None) -> tuple[Self, jax.Array]:
         """Adapts the scale to the largest gradient; see `LossScale.update`."""
         amax = largest_of_all(grads, axis_name)
         finite = jnp.isfinite(amax)
         log2_amax = jnp.log2(jnp.maximum(amax, validation.SMALLEST))
-        return self._observe(jnp.where(finite, log2_amax, 2.0**self.log_max)), finite
+        return choose(finite, self._observe(log2_amax), self._after_overflow()), finite
+
+    def _after_overflow(self) -> Self:
+        scale, new = self(), self._observe(jnp.float32(2.0**self.log_max))
+        no_higher = jnp.where(scale < self.min_scale, jnp.minimum(new(), scale), new())
+        return new.replace(loss_scale=no_higher)
 
     def _observe(self, x: jax.Array) -> Self:
         average = lambda old, new, decay: decay * old + (1 - jnp.float32(decay)) * new

@@ -293,14 +293,34 @@ def choose(grads_finite: jax.typing.ArrayLike, after_finite_step: T, after_overf
 
 
 def across(reduce: Callable[..., jax.Array], x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """A reduction over replicas, such as `lax.pmin`, that says what an unknown axis means."""
+    """A reduction over replicas, such as `lax.pmin`; over no axes it is what was given."""
+    axes = axes_of(axis_name)
+    return reduce(x, axes) if axes else x
+
+
+def axes_of(axis_name: AxisName) -> tuple[Hashable, ...]:
+    """The axes that are named, if each of them is one around this step."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    given = f"axis_name={validation.shown(axis_name)}"
+    for name in names:
+        if not _is_axis(name):
+            one = f"{validation.shown(name)} in {given}" if name is not axis_name else given
+            several = " Several names are a tuple." if isinstance(name, (list, set)) else ""
+            raise ValueError(
+                f"{one} is no axis of a pmap or shard_map around this step.{several} Under jit "
+                "alone leave axis_name out: the check already is of all devices"
+            )
+    if len(set(names)) < len(names):
+        raise ValueError(f"{given} names an axis twice: name each once")
+    return names
+
+
+def _is_axis(name: Any) -> bool:
     try:
-        return reduce(x, axis_name)
-    except (NameError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"axis_name={validation.shown(axis_name)} is no axis of a pmap or shard_map around "
-            "this step. Under jit alone leave axis_name out: the check already is of all devices"
-        ) from error
+        lax.axis_size(name)
+    except (NameError, TypeError, ValueError):
+        return False
+    return not isinstance(name, (tuple, list))  # of which it gives the product
 
 
 def largest_of_all(grads: Any, axis_name: AxisName | None) -> jax.Array:

@@ -29,7 +29,8 @@ class ToleranceLossScale(LossScale):
                 loss_scale = max(loss_scale / factor, threshold)
 
     where the scale stays as it is, and the loss scale is `exhausted`, if it would fall
-    to `min_scale` or below.
+    to `min_scale` or below. An overflow never raises a scale, not even one below `threshold` that
+    was restored from a run with another.
 
     Args:
       initial_scale: the loss scale before the first step.
@@ -112,7 +113,7 @@ class ToleranceLossScale(LossScale):
         backs_off = overflows / steps >= self.tolerance
         lowered = times(scale, 1 / self.factor)
         if self.threshold is not None:
-            lowered = jnp.maximum(lowered, self.threshold)
+            lowered = jnp.minimum(jnp.maximum(lowered, self.threshold), scale)
         exhausted = backs_off & (lowered <= self.min_scale)
         return self.replace(
             loss_scale=jnp.where(backs_off & ~exhausted, lowered, scale),

@@ -41,6 +41,13 @@ def python_number(value: Any) -> int | float | None:
     return None if isinstance(value, bool) or not isinstance(value, (int, float)) else value
 
 
+def is_numeric(value: Any) -> bool:
+    """Whether this is a number or an array of numbers, and no bool."""
+    if hasattr(value, "dtype"):
+        return jnp.issubdtype(value.dtype, jnp.number)
+    return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+
+
 def real(name: str, value: Any, allowed: str) -> float:
     """A finite Python float."""
     number = python_number(value)

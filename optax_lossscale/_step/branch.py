@@ -30,10 +30,18 @@ def apply_or_skip(
       apply: told whether it runs only where all is finite; traced once, whatever the platforms.
       skipped: from the results, or their shapes, to what stands in for them.
       branch: `"cond"`, `"select"`, or None for the first on CPU and the second elsewhere,
-        chosen by the platform that the program is lowered for.
+        chosen by the platform that the program is lowered for. In a step that is not compiled
+        the first is a Python `if`, and None means that, too.
     """
     if branch == "select":
         return _select(should_apply, apply(jnp.zeros_like(should_apply)), skipped)
+    if not isinstance(should_apply, jax.core.Tracer):
+        # Not compiled, so Python can branch. A `lax.cond` would be compiled anew at each step, as
+        # its functions are new ones, and what they close over kept for good as its constants.
+        if should_apply:
+            return apply(True)
+        # Copies, as a compiled step returns: they may be donated, and zeros share one array.
+        return jax.tree.map(jnp.copy, skipped(jax.eval_shape(partial(apply, True))))
     if branch == "cond":
         return _cond(should_apply, partial(apply, True), skipped)
     # A predicate that is a constant costs nothing: the compiler puts the branch that is always

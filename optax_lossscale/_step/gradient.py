@@ -1,20 +1,24 @@
 """From a loss function to scaled gradients."""
 
 import functools
+import inspect
+import math
+import traceback
+import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
-from optax_lossscale._arrays.precision import at_least_float32, at_most, is_array
+from optax_lossscale._arrays.precision import at_least_float32, is_array
 from optax_lossscale._arrays.variables import is_module
+from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.get import resolve
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._scales.validation import floating_dtype, function, shown
+from optax_lossscale._scales.validation import function, shown
+from optax_lossscale._step.compute_dtype import ComputeDtype, narrowed, refuse_other_dtypes
 
 
 def scale_loss(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
@@ -62,6 +66,10 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
       TypeError: if the loss is not a real floating-point scalar.
       ValueError: if `loss_scale` is no loss scale, or a state that holds none or several.
 
+    Warns:
+      UserWarning: if the loss is float16 and the loss scale may come to 2**16, where the
+        gradient of such a loss, which is the loss scale itself, is infinite.
+
     Source: `optax.scale_gradient`, with a loss scale for the factor.
 
     Example:
@@ -73,7 +81,9 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
       >>> float(loss), float(grad)
       (9.0, 48.0)
     """
-    return _with_scaled_tangent(at_least_float32(_scalar(loss)), resolve(loss_scale))
+    loss, loss_scale = _scalar(loss), resolve(loss_scale)
+    _warn_of_float16(loss, loss_scale)
+    return _with_scaled_tangent(at_least_float32(loss), loss_scale)
 
 
 @jax.custom_jvp
@@ -91,8 +101,8 @@ def _scalar(loss: Any) -> jax.Array:
     """The loss as an array, if it is a real floating-point scalar."""
     if not isinstance(loss, (jax.Array, np.ndarray, np.generic, int, float)):
         raise TypeError(
-            f"the loss must be a scalar, got a {type(loss).__name__}; of a function that returns "
-            "(loss, aux) say has_aux=True"
+            f"the loss must be a scalar, got a {type(loss).__name__}; of a pair (loss, aux) give "
+            "the loss alone, or where a function returns the pair say has_aux=True"
         )
     loss = jnp.asarray(loss)
     if loss.shape != ():
@@ -104,13 +114,35 @@ def _scalar(loss: Any) -> jax.Array:
     return loss
 
 
+def _warn_of_float16(loss: Any, loss_scale: LossScale) -> None:
+    """Warns of a loss in float16, where the loss scale may come to be more than that holds."""
+    is_fixed = isinstance(loss_scale, FixedLossScale)
+    highest = loss_scale.initial_scale if is_fixed else getattr(loss_scale, "max_scale", math.inf)
+    if getattr(loss, "dtype", None) == jnp.float16 and highest >= 2**16:
+        warnings.warn(
+            "the loss is float16, and so is its gradient, which is the loss scale itself: from "
+            "2**16 on that is infinite, so no gradient is finite at a larger loss scale than "
+            "2**15. Compute the loss in float32, as in "
+            "jnp.mean((prediction - target).astype(jnp.float32) ** 2)",
+            stacklevel=_users_stacklevel(),
+        )
+
+
+def _users_stacklevel() -> int:
+    """The level, for the caller's `warnings.warn`, of the user's line that led to it."""
+    frames = traceback.walk_stack(inspect.currentframe())
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in frames)
+    ours = ("optax_lossscale", "jax")
+    return next((n for n, name in enumerate(modules) if name.split(".")[0] not in ours), 1)
+
+
 def value_and_grad(
     fun: Callable[..., Any],
     loss_scale: Any,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    compute_dtype: DTypeLike | None = None,
+    compute_dtype: ComputeDtype | None = None,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, Any]]:
     """As `jax.value_and_grad`, but the gradients are those of the scaled loss.
@@ -124,11 +156,13 @@ def value_and_grad(
       loss_scale: whatever `get` takes, or an optimizer state that holds exactly one.
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`.
-      compute_dtype: a floating-point dtype, such as `jnp.float16`: the arguments that are
-        differentiated are cast to it first, where they are wider floats, and their
-        gradients come in it. They take half the memory then. The model casts its inputs to
-        the dtype of its parameters: a float32 input would make all that follows float32,
-        as would a module that keeps to a dtype of its own, such as `nnx.Embed`.
+      compute_dtype: the dtype of the gradients, such as `jnp.float16`, in which they take half
+        the memory: what is differentiated is cast to it first, where it is wider floats. Or a
+        tree of dtypes that is a prefix of what is differentiated, or a function from that to
+        one, in which `None` leaves a leaf as it is; of several `argnums` that is the tuple of
+        these arguments. It is not what the model computes in: that is the widest of what its
+        operations are given, and one float32 input, or a module that keeps to a dtype of its
+        own, such as `nnx.Embed`, makes all that follows float32. `dtype_report` says what it is.
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:
@@ -137,12 +171,18 @@ def value_and_grad(
       `with_loss_scale`'s transformation takes them.
 
     Raises:
-      ValueError: if `loss_scale` is no loss scale, or a state that holds none or several, or
-        `compute_dtype` is not one of floating-point numbers.
+      ValueError: if `loss_scale` is no loss scale, or a state that holds none or several;
+        if `compute_dtype` has other dtypes than those of floating-point numbers; when called,
+        if it is no prefix of what is differentiated, or that has floats of another dtype that
+        is as wide, such as bfloat16 for float16.
       TypeError: if `fun` is no function or `argnums` no ints; when called, if the loss is
         not a real floating-point scalar, or if what is to be differentiated is an `nnx.Module`
         or has leaves that are no arrays, as a module of Equinox: differentiate those by their
         own means, with `scale_gradient`.
+
+    Warns:
+      UserWarning: when called, if the loss is float16 and the loss scale may come to 2**16,
+        where the gradient of such a loss, which is the loss scale itself, is infinite.
 
     Example:
       >>> import jax.numpy as jnp
@@ -153,12 +193,12 @@ def value_and_grad(
     """
     loss_scale = resolve(loss_scale)
     function("fun", fun)
-    if compute_dtype is not None:
-        floating_dtype("compute_dtype", compute_dtype)
-    differentiated = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
-    for number in differentiated:
-        if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
-            raise TypeError(f"argnums must be an int or a sequence of ints, got {shown(argnums)}")
+    refuse_other_dtypes(compute_dtype)
+    several = isinstance(argnums, Sequence)
+    differentiated = tuple(argnums) if several else (argnums,)
+    is_int = lambda n: isinstance(n, (int, np.integer)) and not isinstance(n, bool)
+    if not differentiated or not all(map(is_int, differentiated)):
+        raise TypeError(f"argnums must be an int or a sequence of ints, got {shown(argnums)}")
 
     def scaled_fun(*args, **kw):
         value = fun(*args, **kw)
@@ -168,12 +208,15 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_scaled_grad(*args, **kw):
-        positions = {range(len(args))[n] for n in differentiated if -len(args) <= n < len(args)}
-        _refuse_modules([args[n] for n in positions])
-        if compute_dtype is not None:
-            cast = lambda arg: jax.tree.map(partial(at_most, jnp.dtype(compute_dtype)), arg)
-            args = [cast(arg) if n in positions else arg for n, arg in enumerate(args)]
+        positions = [range(len(args))[n] for n in differentiated if -len(args) <= n < len(args)]
+        given = tuple(args[n] for n in positions)
+        _refuse_modules(given)
+        if compute_dtype is not None and len(given) == len(differentiated):  # else JAX refuses
+            cast = narrowed(compute_dtype, given if several else given[0])
+            cast = dict(zip(positions, cast if several else (cast,), strict=True))
+            args = [cast.get(n, arg) for n, arg in enumerate(args)]
         (_, value), scaled_grads = scaled_value_and_grad(*args, **kw)
+        _warn_of_float16(loss_of(value, has_aux), loss_scale)
         return value, scaled_grads
 
     return value_and_scaled_grad
@@ -185,7 +228,7 @@ def grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    compute_dtype: DTypeLike | None = None,
+    compute_dtype: ComputeDtype | None = None,
     **kwargs: Any,
 ) -> Callable[..., Any]:
     """As `jax.grad`, but the gradients are those of the scaled loss.
@@ -195,7 +238,7 @@ def grad(
       loss_scale: whatever `get` takes, or an optimizer state that holds exactly one.
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`.
-      compute_dtype: what the arguments differentiated are cast to first.
+      compute_dtype: the dtype of the gradients, or those of their leaves.
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:

@@ -1,5 +1,6 @@
 """What a step may be given, and the errors that say so."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,10 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.names import path_name
-from optax_lossscale._arrays.precision import dtype_of
+from optax_lossscale._arrays.precision import dtype_of, is_inexact
+from optax_lossscale._arrays.variables import plain
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._scales.validation import shown
+from optax_lossscale._scales.validation import is_numeric, shown
 from optax_lossscale._step.state import LossScaleState
 
 Mask = Any | Callable[[Any], Any]
@@ -103,6 +105,34 @@ def refuse_another_configuration(given: LossScale, own: LossScale) -> None:
         )
 
 
+def refuse_narrower(inner_state: Any, expected: Callable[[], Any]) -> None:
+    """Raises for an inner state that is narrower than `init` makes it.
+
+    Second moments of small gradients underflow in float16, and the state of a bare optimizer of
+    16-bit parameters holds them in it.
+
+    Args:
+      inner_state: the state given.
+      expected: gives the shapes of what `init` makes, and is only called where they matter.
+    """
+    is_narrow = lambda x: is_inexact(x) and dtype_of(x).itemsize < 4
+    if not any(map(is_narrow, jax.tree.leaves(inner_state))):
+        return
+
+    def check(path, given, needed):
+        if is_narrow(given) and dtype_of(given).itemsize < dtype_of(needed).itemsize:
+            raise ValueError(
+                f"the inner state holds {dtype_of(given)} where it needs {dtype_of(needed)}, at "
+                f"{path_name(path)}: it is that of an optimizer of 16-bit parameters, and small "
+                "numbers would underflow in it. Cast it once: state._replace(inner_state="
+                "optax.tree.cast_like(restored, state.inner_state)), with the state of init"
+            )
+
+    shapes = expected()
+    if jax.tree.structure(shapes) == jax.tree.structure(inner_state):
+        jax.tree.map_with_path(check, inner_state, shapes)
+
+
 def refuse_masked(scaled_grads: Any) -> None:
     """Raises where others see the gradients that are left out here, which are scaled."""
     is_masked = lambda x: isinstance(x, optax.MaskedNode)
@@ -116,9 +146,51 @@ def refuse_masked(scaled_grads: Any) -> None:
 
 def scalar(value: ArrayLike) -> jax.Array:
     """The true loss, as an array."""
+    value = plain(value)
+    if not is_numeric(value) or jnp.iscomplexobj(value):
+        raise TypeError(
+            f"value must be the true loss, a real number, got {shown(value)}; of a pair (loss, "
+            "aux) or of several losses in a dict pass the loss alone"
+        )
     if np.shape(value) != ():
         raise TypeError(
             f"value must be the true loss, a scalar, got shape {np.shape(value)}; reduce it, with "
             "jnp.mean say"
         )
     return jnp.asarray(value)
+
+
+def extra_args_of(
+    inner: optax.GradientTransformation, value: jax.Array | None, extra_args: dict[str, Any]
+) -> dict[str, Any]:
+    """The extra arguments for `inner`: the loss among them, where it takes one."""
+    parameters = inspect.signature(inner.update).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    is_taken = value is not None and (takes_any or "value" in parameters)
+    return {"value": value} | extra_args if is_taken else extra_args
+
+
+def refuse_another_inner_state(
+    error: Exception, inner_state: Any, init: Callable[[Any], LossScaleState], params: Any
+) -> None:
+    """Raises where inner failed, if its state is not what it makes of such parameters."""
+    if params is None:
+        return
+    expected = jax.eval_shape(init, params).inner_state
+    kind = lambda tree: (jax.tree.structure(tree), [np.shape(x) for x in jax.tree.leaves(tree)])
+    if kind(inner_state) != kind(expected):
+        raise ValueError(
+            "the state's inner_state is that of another optimizer, or of other parameters: this "
+            f"one's is {shown(expected)}, got {shown(inner_state)}. Begin with tx.init(params). "
+            f"The optimizer says: {error}"
+        ) from error
+
+
+def refuse_value_within(error: Exception) -> None:
+    """Raises where what is wrapped handed `value` on to a part that does not take it."""
+    if isinstance(error, TypeError) and "unexpected keyword argument 'value'" in str(error):
+        raise TypeError(
+            "a part of inner does not take value, the true loss, which the parts of an "
+            "optax.chain are all given. Wrap that part so that it is given no extra arguments, as "
+            "in optax.GradientTransformation(*optax.contrib.sam(…))"
+        ) from error

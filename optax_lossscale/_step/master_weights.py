@@ -1,57 +1,111 @@
-"""Parameters in 16 bits, and the float32 copy of them that is what training updates."""
+"""Parameters in 16 bits, and what they lack of the float32 numbers that are trained."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
+from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_inexact
+from optax_lossscale._arrays.rounding import Whole, join, rest_like, split
+from optax_lossscale._step import inputs
+from optax_lossscale._step.missing import (
+    drop_missing,
+    fill_missing,
+    keep_slots,
+    zeros_for_missing,
+)
+from optax_lossscale._step.surroundings import is_followed_in_a_chain
 
 
 class MasterWeightsState(NamedTuple):
     """State of `with_master_weights`.
 
     Attributes:
-      master_weights: the parameters in float32, where they are narrower; a tree like them,
-        with `optax.MaskedNode()` for the others, which are their own.
+      master_weights: what the parameters lack of float32 numbers; a tree like them, with a
+        uint16 array for a parameter in bfloat16, the float32 number for one in float16 (in 8
+        bits, a pair of that and a scalar in the parameter's dtype), and
+        `optax.MaskedNode()` for the others, which lack nothing.
       inner_state: the state of the wrapped optimizer, for parameters in float32 or wider.
     """
 
     master_weights: Any
     inner_state: optax.OptState
 
+    def weights(self, params: Any) -> Any:
+        """The master weights: the parameters in float32 or wider, as they are trained.
+
+        They are what to evaluate, and to export.
+
+        Args:
+          params: the parameters that belong to this state.
+
+        Returns:
+          A tree like `params`. A parameter that was changed since the last step is taken as it
+          is; one in bfloat16 up to half of its last place, as what was dropped of the number
+          before is still added.
+        """
+        join_narrow = lambda p, rest: p if _is_masked(rest) else join(p, rest)
+        return jax.tree.map(join_narrow, params, self.master_weights)
+
 
 def with_master_weights(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Trains 16-bit parameters by a float32 copy of them, the master weights.
+    """Trains 16-bit parameters as float32 numbers, the master weights.
 
     A step changes a parameter by less than float16 or bfloat16 can add to it, more often than
-    not, and the change is lost. So the state keeps the parameters in float32; `inner`
-    updates those, and the updates handed out make the parameters their rounding::
+    not, and the change is lost. So the state keeps what the parameters lack of float32
+    numbers; `inner` updates those, and the updates handed out make the parameters their
+    rounding::
 
-        new_master_weights = master_weights + inner's updates
-        updates = new_master_weights - params
+        weights = join(params, rest)
+        new_params, rest = split(weights + inner's updates)
+        updates = new_params - params
 
-    `optax.apply_updates(params, updates)` is then `new_master_weights` in the parameters'
-    dtype, exactly wherever float32 holds the difference; and as each step starts from the
-    master weights, no rounding adds up. They are what to evaluate and to save.
+    A float32 number is a bfloat16 one and 16 further bits, so for bfloat16 parameters `rest` is
+    those: half of what a float32 copy takes, and training is the same to the bit. (Ties are
+    rounded away from zero, which makes 16 bits enough.) For float16 parameters, whose
+    range is smaller, `rest` is a float32 copy.
+
+    `optax.apply_updates(params, updates)` is then `new_params`, exactly wherever float32 holds
+    the difference; and as each step starts from the master weights, no rounding adds up.
+    `MasterWeightsState.weights(params)` returns them, to evaluate and to export.
+
+    What a program does to its parameters between steps counts: pretrained ones loaded after
+    `init`, a clip, an average that takes their place. Where a float16 parameter is not the
+    rounding of its copy, it is right, and the copy is forgotten. A bfloat16 one is always
+    right, as its 16 further bits say no more than where between two roundings it lies.
 
     Together with `with_loss_scale`, this goes inside:
-    `with_loss_scale(with_master_weights(inner))`.
+    `with_loss_scale(with_master_weights(inner))`. What comes before it in `optax.chain` sees
+    rounded parameters. *Nothing may come after it*, as that would change where the
+    parameters land: what is lost to rounding then is lost, as without master weights. So give it
+    the whole optimizer, `with_master_weights(optax.chain(…))`. Another order is refused by `init`.
 
     Source: Micikevicius et al., "Mixed Precision Training"
     (https://arxiv.org/abs/1710.03740); it is what Apex's level O2, Megatron-LM and
-    DeepSpeed do.
+    DeepSpeed do. The 16 further bits are the "split SGD" of Kalamkar et al., "Optimizing Deep
+    Learning Recommender Systems' Training On CPU Cluster Architectures"
+    (https://arxiv.org/abs/2005.04680).
 
     Args:
       inner: any Optax transformation. It sees gradients and parameters in float32 or wider.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with a `MasterWeightsState`. Its `update`
-      needs `params`; its updates are float32 or wider. Parameters in float32 or wider are
-      left to `inner` alone, and kept once.
+      needs `params`; its updates are float32 or wider. A parameter whose gradient is `None`
+      stays, as do its slots. Parameters in float32 or wider are left to `inner` alone, and kept
+      once.
+
+    Raises:
+      ValueError: in `init`, where another transformation follows in an `optax.chain`.
+      TypeError: in `update`, if the state is none of this transformation.
+      ValueError: in `update`, without `params`, or if their shapes or dtypes are not those
+        that the state was made for.
 
     Example:
       Sixteen steps, each of which changes a weight of 1 by a quarter of what float16 can:
@@ -71,56 +125,160 @@ def with_master_weights(
     inner_tx = optax.with_extra_args_support(inner)
 
     def init(params):
+        if is_followed_in_a_chain():
+            raise ValueError(
+                "with_master_weights is followed by other transformations in optax.chain, which "
+                "change where its updates make the parameters land: give it the whole optimizer, "
+                "as in with_master_weights(optax.chain(…))"
+            )
         wide_params = jax.tree.map(at_least_float32, params)
-        return MasterWeightsState(_copies(params), inner_tx.init(wide_params))
+        return MasterWeightsState(jax.tree.map(_rest_of, params), inner_tx.init(wide_params))
 
     def update(updates, state, params=None, **extra_args):
-        if params is None:
-            raise ValueError(
-                "with_master_weights needs the parameters: call update(updates, state, params)"
-            )
-        own = lambda m, p: p if _is_masked(m) else m
-        weights = jax.tree.map(own, state.master_weights, params, is_leaf=_is_masked)
-        wide_grads = jax.tree.map(at_least_float32, updates)
+        _refuse_other_arguments(state, params)
+        filled = fill_missing(updates, params)
+        weights = state.weights(params)
+        inputs.refuse_narrower(state.inner_state, lambda: jax.eval_shape(inner_tx.init, weights))
         inner_updates, inner_state = inner_tx.update(
-            wide_grads, state.inner_state, weights, **extra_args
+            jax.tree.map(at_least_float32, filled), state.inner_state, weights, **extra_args
         )
-        new_weights = optax.apply_updates(weights, inner_updates)
-        difference = lambda m, p, u, w: u if _is_masked(m) else w - at_least_float32(p)
-        trees = (state.master_weights, params, inner_updates, new_weights)
-        updates = jax.tree.map(difference, *trees, is_leaf=_is_masked)
-        kept = lambda m, w: m if _is_masked(m) else w
-        new_master = jax.tree.map(kept, state.master_weights, new_weights, is_leaf=_is_masked)
-        return updates, MasterWeightsState(new_master, inner_state)
+        moved = jax.tree.map(_moved, params, state.master_weights, weights, inner_updates)
+        new_updates, master_weights = (
+            jax.tree.map(lambda _, pair, n=n: pair[n], params, moved) for n in range(2)
+        )
+        new_state = MasterWeightsState(master_weights, inner_state)
+        new_state = keep_slots(tx, new_state, state, updates)
+        return zeros_for_missing(drop_missing(new_updates, updates), params), new_state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    tx = optax.GradientTransformationExtraArgs(init, update)
+    return tx
 
 
-def with_copies_of_narrow(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
-    """A state of `init` with the master weights that these parameters need.
+def has_master_weights(state: Any) -> bool:
+    """Whether there is a `MasterWeightsState` in an optimizer state."""
+    return any(map(_is_state, jax.tree.leaves(state, is_leaf=_is_state)))
 
-    Inside `with_loss_scale` all parameters come in float32, and `init` saw none to copy.
+
+def with_rest_of_narrow(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
+    """A state of `init` with what these parameters lack of float32 numbers.
+
+    Inside `with_loss_scale` all parameters come in float32, and `init` saw none that lack any.
     """
-    is_state = lambda x: isinstance(x, MasterWeightsState)
-    if not any(map(is_state, jax.tree.leaves(state, is_leaf=is_state))):
+    if not has_master_weights(state):
         return state
-    copy = lambda needed, p: needed if _is_masked(needed) else at_least_float32(p)
-
-    def filled(own, shape):
-        if not is_state(own):
-            return own
-        copies = jax.tree.map(copy, shape.master_weights, params, is_leaf=_is_masked)
-        return own._replace(master_weights=copies)
-
-    return jax.tree.map(filled, state, jax.eval_shape(init, params), is_leaf=is_state)
+    own = lambda wide, x: x._replace(inner_state=wide.inner_state) if _is_state(x) else wide
+    return jax.tree.map(own, state, init(params), is_leaf=_is_state)
 
 
-def _copies(params: Any) -> Any:
-    """16- and 8-bit parameters in float32, and masked nodes for all others."""
-    is_narrow = lambda p: is_inexact(p) and dtype_of(p).itemsize < 4
-    copy = lambda p: at_least_float32(p) if is_narrow(p) else optax.MaskedNode()
-    return jax.tree.map(copy, params)
+def refuse_around(state: Any) -> None:
+    """Raises for a state that shows that others change the updates of `with_master_weights`."""
+    if _is_state(state) or not has_master_weights(state):
+        return
+    if isinstance(state, _MAKERS_OF_OTHER_UPDATES):
+        raise ValueError(
+            "with_master_weights is inside a transformation that changes where its updates make "
+            f"the parameters land, whose state is a {type(state).__name__}: put that inside, as "
+            "in with_loss_scale(with_master_weights(optax.lookahead(…)))"
+        )
+    for part in jax.tree.leaves(state, is_leaf=lambda x: x is not state):
+        refuse_around(part)
+
+
+_MAKERS_OF_OTHER_UPDATES = (
+    optax.LookaheadState,
+    optax.contrib.MechanicState,
+    optax.contrib.SAMState,
+    optax.contrib.ScheduleFreeState,
+)
+
+
+def refuse_other_master_weights(given: Any, expected: Any) -> None:
+    """Raises unless the master weights in a state are such as its parameters need.
+
+    Args:
+      given: an optimizer state.
+      expected: that of `init` for the same parameters, or its shapes.
+    """
+    states = lambda tree: filter(_is_state, jax.tree.leaves(tree, is_leaf=_is_state))
+    for own, needed in zip(states(given), states(expected), strict=False):
+        _compare(own.master_weights, needed.master_weights)
+
+
+def _refuse_other_arguments(state: Any, params: Any) -> None:
+    if not _is_state(state):
+        raise TypeError(
+            "the state of with_master_weights must be the MasterWeightsState that its init or its "
+            f"last step returned, got a {type(state).__name__}. To begin with master weights in a "
+            "run that had none, restore the optimizer's state into that of init: "
+            "state._replace(inner_state=optax.tree.cast_like(restored, state.inner_state))"
+        )
+    if params is None:
+        raise ValueError(
+            "with_master_weights needs the parameters: call update(updates, state, params)"
+        )
+    # Inside with_loss_scale all come in float32, and it has compared them as they are.
+    if any(map(_is_narrow, jax.tree.leaves(params))) or not jax.tree.leaves(state.master_weights):
+        needed = jax.eval_shape(lambda p: jax.tree.map(_rest_of, p), params)
+        _compare(state.master_weights, needed)
+
+
+def _compare(given: Any, needed: Any) -> None:
+    """Raises unless two trees of rests belong to parameters of the same shapes and dtypes."""
+    own, own_tree = jax.tree.flatten_with_path(given, is_leaf=_is_rest)
+    other, other_tree = jax.tree.flatten_with_path(needed, is_leaf=_is_rest)
+    if own_tree != other_tree:
+        _refuse_parameters(f"trees like {own_tree}", f"{other_tree}")
+    for (path, rest), (_, wanted) in zip(own, other, strict=True):
+        if _described(rest) != _described(wanted):
+            _refuse_parameters(f"{_described(rest)} at {path_name(path)}", _described(wanted))
+
+
+def _refuse_parameters(made_for: str, given: str) -> NoReturn:
+    raise ValueError(
+        "the state of with_master_weights was made for other parameters: for "
+        f"{made_for}, and these are {given}. Make a new state of these: tx.init(params)"
+    )
+
+
+def _described(rest: Any) -> str:
+    if _is_masked(rest):
+        return "float32 or wider"
+    shape, dtype = rest_like(rest)
+    return f"{dtype}{list(shape)}"
+
+
+def _moved(param: Any, rest: Any, weight: jax.Array, update: Any) -> tuple[Any, Any]:
+    """A parameter's update, and what it then lacks, from the update of its master weight."""
+    if _is_masked(rest):
+        return update, rest
+    if np.shape(update) != np.shape(param):
+        raise ValueError(
+            f"the update of a parameter of shape {np.shape(param)} has the shape "
+            f"{np.shape(update)}; gradients of a batch are to be averaged first"
+        )
+    _, dtype = rest_like(rest)
+    rounded, rest = split((weight + update).astype(jnp.float32), dtype)
+    param = at_least_float32(param)
+    return jnp.where(rounded == param, 0, rounded - param), rest  # infinity stays, too
+
+
+def _rest_of(param: Any) -> Any:
+    if not _is_narrow(param):
+        return optax.MaskedNode()
+    return split(at_least_float32(param), dtype_of(param))[1]
+
+
+def _is_narrow(x: Any) -> bool:
+    return is_inexact(x) and dtype_of(x).itemsize < 4
 
 
 def _is_masked(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
+
+
+def _is_rest(x: Any) -> bool:
+    return _is_masked(x) or isinstance(x, Whole)
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, MasterWeightsState)

@@ -1,6 +1,6 @@
 """What an optimizer with loss scaling keeps from step to step."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -24,6 +24,15 @@ class LossScaleState(NamedTuple):
     should_apply: jax.Array
     skipped_steps: jax.Array
     consecutive_skipped_steps: jax.Array
+
+    if not TYPE_CHECKING:  # to which it would mean that every name is one
+
+        def __getattr__(self, name):
+            raise AttributeError(
+                f"a LossScaleState has no {name!r}; what the wrapped optimizer keeps is its "
+                "inner_state: where a function takes that optimizer's own state, as "
+                "optax.contrib.schedule_free_eval_params does, give it state.inner_state"
+            )
 
 
 def wrapper_states(state: Any) -> list[LossScaleState]:

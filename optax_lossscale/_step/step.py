@@ -16,7 +16,12 @@ from optax_lossscale._scales.loss_scale import AxisName, LossScale, on_all_repli
 from optax_lossscale._step import inputs
 from optax_lossscale._step.branch import Branch, apply_or_skip
 from optax_lossscale._step.inputs import Mask
-from optax_lossscale._step.master_weights import with_copies_of_narrow
+from optax_lossscale._step.master_weights import (
+    has_master_weights,
+    refuse_around,
+    refuse_other_master_weights,
+    with_rest_of_narrow,
+)
 from optax_lossscale._step.missing import (
     as_inner_sees,
     drop_missing,
@@ -25,6 +30,7 @@ from optax_lossscale._step.missing import (
     zeros_for_missing,
 )
 from optax_lossscale._step.state import LossScaleState, wrapper_states
+from optax_lossscale._step.surroundings import refuse_multi_steps
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,9 +45,11 @@ class Step:
 
     def init(self, params: Any) -> LossScaleState:
         """The state before the first step."""
+        refuse_multi_steps()
         inputs.refuse_other_leaves("params", params)
         inner_state = self.inner.init(jax.tree.map(as_inner_sees, params))
-        inner_state = with_copies_of_narrow(inner_state, self.inner.init, params)
+        refuse_around(inner_state)
+        inner_state = with_rest_of_narrow(inner_state, self.inner.init, params)
         if wrapper_states(inner_state):
             raise ValueError(
                 "a part of inner is wrapped in with_loss_scale already, and would see its "
@@ -92,6 +100,7 @@ class Step:
         filled = fill_missing(scaled_grads, params)
         if params is not None and not isinstance(params, optax.LookaheadParams):
             inputs.refuse_other_shapes(filled, params)
+        self._refuse_other_inner_states(state.inner_state, params)
         value = None if value is None else inputs.scalar(value)
         loss_scale, should_apply = self._check(filled, value, state.loss_scale)
 
@@ -115,6 +124,15 @@ class Step:
         new, inner_state = apply_or_skip(should_apply, apply, kept, self.branch)
         return new, LossScaleState(loss_scale, inner_state, **_counted(state, should_apply))
 
+    def _refuse_other_inner_states(self, inner_state, params):
+        """Raises for an inner state that `init` would make in other dtypes."""
+        if params is None:
+            return
+        expected = lambda: jax.eval_shape(self.init, params).inner_state
+        if has_master_weights(inner_state):
+            refuse_other_master_weights(inner_state, expected())
+        inputs.refuse_narrower(inner_state, expected)
+
     def _check(self, scaled_grads, value, loss_scale):
         """The adapted loss scale, and whether gradients and loss are such that they apply."""
         checked = _unscale(loss_scale, scaled_grads, self.mask, masked=lambda grads: None)
@@ -134,9 +152,14 @@ class Step:
     def _inner_update(self, grads, inner_state, params, value, extra_args):
         """The inner update, which sees parameters in float32 or wider."""
         inner = optax.with_extra_args_support(self.inner)
-        extra_args = extra_args if value is None else {"value": value} | extra_args
+        extra_args = inputs.extra_args_of(inner, value, extra_args)
         wide_params = jax.tree.map(as_inner_sees, params)
-        updates, new_state = inner.update(grads, inner_state, wide_params, **extra_args)
+        try:
+            updates, new_state = inner.update(grads, inner_state, wide_params, **extra_args)
+        except Exception as error:
+            inputs.refuse_value_within(error)
+            inputs.refuse_another_inner_state(error, inner_state, self.init, params)
+            raise
         keep_dtype = lambda new, old: strong(new, dtype_of(old))
         return updates, jax.tree.map(keep_dtype, new_state, inner_state)
 

@@ -4,10 +4,13 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import dtype_of, is_array, strong
 from optax_lossscale._arrays.variables import is_variable, plain
+from optax_lossscale._scales.validation import shown
 from optax_lossscale._step.state import wrapper_states
 
 T = TypeVar("T")
@@ -29,11 +32,12 @@ def where_applied(state: Any, new: T, old: T) -> T:
       old: what was there before, the same tree.
 
     Returns:
-      One of the two, leaf by leaf in the dtypes of `old`; plain arrays for variables of `nnx`.
+      One of the two, leaf by leaf, in the structure and the dtypes of `old`. An `nnx.State` comes
+      back as one, with variables of its own.
 
     Raises:
-      ValueError: if the state holds no `LossScaleState`, or several; if the trees differ; or if
-        both hold the same `nnx` variables, which have changed in place.
+      ValueError: if the state holds no `LossScaleState`, or several; if the trees or their shapes
+        differ; or if both hold the same `nnx` variables, which have changed in place.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -52,13 +56,33 @@ def where_applied(state: Any, new: T, old: T) -> T:
         )
     should_apply = states[0].should_apply
     _refuse_the_same_variables(new, old)
+    _refuse_other_trees(plain(new), plain(old))
 
     def chosen(new, old):
         if not is_array(old):
             return new
         return lax.select(should_apply, strong(jnp.asarray(new), dtype_of(old)), jnp.asarray(old))
 
-    return jax.tree.map(chosen, plain(new), plain(old))
+    new_leaves, old_leaves = jax.tree.leaves(plain(new)), jax.tree.leaves(plain(old))
+    kept = [chosen(*pair) for pair in zip(new_leaves, old_leaves, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(old), kept)
+
+
+def _refuse_other_trees(new: Any, old: Any) -> None:
+    """Raises unless the trees have the same leaves, of the same shapes."""
+    new_structure, old_structure = jax.tree.structure(new), jax.tree.structure(old)
+    if new_structure != old_structure:
+        raise ValueError(
+            "new and old must be the same tree, after the step and before it; got\n"
+            f"  new: {shown(new_structure)}\n  old: {shown(old_structure)}"
+        )
+    for (path, x), y in zip(jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True):
+        is_key = [is_array(z) and jnp.issubdtype(dtype_of(z), jax.dtypes.prng_key) for z in (x, y)]
+        if is_array(y) and (not is_array(x) or np.shape(x) != np.shape(y) or len(set(is_key)) > 1):
+            raise ValueError(
+                f"new and old must have the same arrays, at {path_name(path)} got {shown(x)} and "
+                f"{shown(y)}"
+            )
 
 
 def _refuse_the_same_variables(new: Any, old: Any) -> None:

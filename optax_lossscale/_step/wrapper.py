@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, get_args
 
 import optax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from optax_lossscale._scales.get import LossScaleLike, get
 from optax_lossscale._scales.loss_scale import AxisName
 from optax_lossscale._scales.validation import refuse
 from optax_lossscale._step.branch import Branch
+from optax_lossscale._step.compute_dtype import ComputeDtype
 from optax_lossscale._step.gradient import value_and_grad
 from optax_lossscale._step.inputs import Mask, refuse_other_masks, refuse_other_states
 from optax_lossscale._step.state import LossScaleState
@@ -96,7 +97,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         params: Any,
         *args: Any,
         has_aux: bool = False,
-        compute_dtype: DTypeLike | None = None,
+        compute_dtype: ComputeDtype | None = None,
         extra_args: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any, LossScaleState]:
@@ -110,7 +111,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           params: the parameters.
           *args: further arguments of `loss_fn`.
           has_aux: whether `loss_fn` returns `(loss, aux)`.
-          compute_dtype: what the parameters are cast to first, as in `value_and_grad`.
+          compute_dtype: the dtype of the gradients, or those of their leaves, as in
+            `value_and_grad`.
           extra_args: passed on to the inner transformation, as the keyword arguments of
             `apply_gradients` are.
           **kwargs: further keyword arguments of `loss_fn`.
@@ -119,7 +121,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           `(loss, params, state)`, or `((loss, aux), params, state)` with `has_aux`.
 
         Raises:
-          TypeError: if `loss_fn` is no function or `state` no `LossScaleState`.
+          TypeError: if `loss_fn` is no function, `state` no `LossScaleState`, or `extra_args` no
+            dict.
         """
         order = "loss_fn, state, params, and what else loss_fn takes"
         if not callable(loss_fn):
@@ -128,6 +131,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
                 f"arguments is {order}"
             )
         refuse_other_states(state, order)
+        if not isinstance(extra_args, Mapping | None):
+            raise TypeError(f"extra_args must be a dict of names and values, got {extra_args!r}")
         differentiate = value_and_grad(
             loss_fn, state, has_aux=has_aux, compute_dtype=compute_dtype
         )
@@ -152,9 +157,9 @@ def with_loss_scale(
     the size of gradients, such as a clip, belongs inside the wrapper: before it, in
     `optax.chain(clip, with_loss_scale(…))`, it would look at scaled ones.
 
-    There are two ways to accumulate gradients: `optax.MultiSteps(with_loss_scale(inner), k)`
-    applies or skips the whole window, and `with_loss_scale(optax.MultiSteps(inner, k))` leaves
-    out only the micro-batch that overflowed.
+    To accumulate gradients, write `with_loss_scale(optax.MultiSteps(inner, k))`: each micro-batch
+    is unscaled and checked by itself, and one that overflowed is left out of its window, which
+    waits for another. `MultiSteps` around the wrapper is refused by `init`.
 
     Args:
       inner: any Optax transformation.
@@ -173,7 +178,8 @@ def with_loss_scale(
         on the platform that it is compiled for, the first on CPU and the second on GPU and
         TPU. Under a select `inner` runs at every step, with zeros for what is not finite. So
         say `"cond"` where that would be wrong or slow: for an `inner` with side effects, such as
-        a callback, or an expensive one, such as a line search or an `eigh`.
+        a callback, or an expensive one, such as a line search or an `eigh`. A step that is not
+        compiled branches in Python instead of by a `lax.cond`, and with None, too.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with the further methods

@@ -12,7 +12,7 @@ from optax_lossscale._arrays.finite import largest
 from optax_lossscale._arrays.placement import varying_axes
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_inexact
 from optax_lossscale._diagnosis.tap import Probe
-from optax_lossscale._scales.loss_scale import AxisName, across
+from optax_lossscale._scales.loss_scale import AxisName, across, axes_of
 
 # The cotangent of the scalar beside the activations is the exponent of theirs, plus this for each
 # use of them: JAX sums cotangents, so two uses are seen as such.
@@ -94,11 +94,8 @@ def _alike(exponent: jax.Array, axis_name: AxisName | None) -> jax.Array:
     Where their gradients are summed inside the block, before they are unscaled, they must be at
     the same scale. With `check_vma`, `shard_map` says over which axes that can be.
     """
-    names = (
-        () if axis_name is None else axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    )
-    axes = tuple({*names, *varying_axes(exponent)})
-    return across(lax.pmin, exponent, axes) if axes else exponent
+    names = () if axis_name is None else axes_of(axis_name)
+    return across(lax.pmin, exponent, tuple({*names, *varying_axes(exponent)}))
 
 
 def unscale(grads: Any, exponent: jax.Array) -> Any:

@@ -314,6 +314,13 @@ def _expect_activations(who: str, activations: Any) -> None:
         raise TypeError(
             f"{who} takes what enter(x) or the rescaled block before it returned, got a {kind}"
         )
+    if shape := jnp.shape(activations._tally):
+        raise TypeError(
+            f"{who} was given activations that have one power of two, which a mask of shape "
+            f"{shape}, or an axis that was mapped, has made several. A mask of single examples "
+            "belongs inside the block, as in jnp.where(mask, block(params, x), x), and enter and "
+            "leave under the vmap of the blocks. A mask of no dimensions may be outside"
+        )
 
 
 def _refuse_activations(what: str, tree: Any) -> None:

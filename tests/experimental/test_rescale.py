@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     from flax import linen, nnx
 
 FRAMEWORKS = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-DEPTH, WIDTH, BATCH = 40, 8, 4
+DEPTH, WIDTH, BATCH = 12, 8, 4
 same = lambda x: x
 PLAIN = {"enter": same, "leave": same}
 BOUNDARIES = {"enter": experimental.enter, "leave": experimental.leave}
@@ -97,10 +97,10 @@ def relative_error(grads, exact):
 @pytest.mark.parametrize("block", [block, layer], ids=["residual", "plain"])
 @pytest.mark.parametrize(
     ("transform", "scan"),
-    [(same, False), (same, True), (jax.jit, True)],
+    [pytest.param(same, False, marks=pytest.mark.slow), (same, True), (jax.jit, True)],
     ids=["eager", "scan", "jit"],
 )
-def test_float32_gradients_are_bit_identical_over_40_blocks(block, transform, scan):
+def test_float32_gradients_are_bit_identical_over_many_blocks(block, transform, scan):
     params, x = parameters(), inputs()
     value_and_grad = lambda f: transform(jax.value_and_grad(f, argnums=(0, 1)))(params, x)
     exact = value_and_grad(lambda p, x: loss(p, x, block, **PLAIN, scan=scan))
@@ -109,6 +109,7 @@ def test_float32_gradients_are_bit_identical_over_40_blocks(block, transform, sc
     )
 
 
+@pytest.mark.slow
 def test_float32_gradients_of_compiled_unrolled_blocks_are_bit_identical():
     # Without an addition around the product, which compilers contract with what is beside it.
     params, x = parameters(), inputs()
@@ -119,8 +120,7 @@ def test_float32_gradients_of_compiled_unrolled_blocks_are_bit_identical():
     )
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("transform", [same, jax.jit])
+@pytest.mark.parametrize(("transform", "scan"), [(same, False), (jax.jit, True)])
 def test_float16_gradients_reach_the_first_of_many_blocks(transform, scan):
     params = parameters(8)
     exact = float32_gradients(params)
@@ -132,6 +132,7 @@ def test_float16_gradients_reach_the_first_of_many_blocks(transform, scan):
     chex.assert_trees_all_equal_dtypes(grads, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["around", "inside"])
 def test_rematerialization_changes_nothing(where):
     params, x = parameters(8), inputs(jnp.float16)
@@ -180,11 +181,8 @@ def mesh(*names):
     return jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(("check_vma", "scan"), [(True, False), (False, True)])
 def test_replicas_of_shard_map_agree_with_one_device(check_vma, scan):
-    if check_vma and scan and jax.__version_info__ < (0, 9):
-        pytest.skip("jax 0.8 cannot differentiate a scanned custom_vjp inside shard_map")
     params = parameters(6)
 
     def step(params, x):
@@ -229,7 +227,7 @@ def scaled_gradients(params, bits):
 
 
 @given(st.integers(-90, 90))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 def test_a_power_of_two_of_the_loss_comes_out_as_it_went_in(bits):
     grads, exact = (scaled_gradients(parameters(3), n) for n in (bits, 0))
     up, down = 2.0 ** (bits // 2), 2.0 ** (bits - bits // 2)
@@ -238,7 +236,7 @@ def test_a_power_of_two_of_the_loss_comes_out_as_it_went_in(bits):
 
 @pytest.mark.parametrize("loss_scale", ["dynamic", "headroom", 2.0**20])
 def test_every_loss_scale_works_around_it(loss_scale):
-    params, x = parameters(8), inputs(jnp.float16)
+    params, x = parameters(3), inputs(jnp.float16)
     tx = ols.with_loss_scale(optax.sgd(1.0), loss_scale)
     _, new, state = tx.minimize(rescaled_loss, tx.init(params), params, x)
     assert state.should_apply
@@ -517,6 +515,7 @@ def test_a_whole_model_that_overflows_is_skipped_by_the_fixed_scale_that_checks(
         assert bool(state.should_apply) is applied
 
 
+@pytest.mark.slow
 def test_hessian_vector_products_go_through():
     params, x = parameters(3), inputs()
     product = lambda loss: jax.jvp(jax.grad(loss), (params,), (params,))[1]
@@ -528,6 +527,7 @@ def test_hessian_vector_products_go_through():
     )
 
 
+@pytest.mark.slow
 def test_compiled_programs_grow_linearly_with_the_blocks():
     def lines(depth):
         grad = jax.jit(jax.grad(functools.partial(rescaled_loss, block=block, scan=False)))
@@ -573,6 +573,7 @@ def test_blocks_of_flax_linen():
     chex.assert_trees_all_close(jax.grad(total)(params, run), exact, rtol=0.01, atol=1e-9)
 
 
+@pytest.mark.slow
 @FRAMEWORKS
 def test_blocks_of_equinox_with_all_that_is_no_array():
     mlp = eqx.nn.MLP(WIDTH, WIDTH, 16, 1, activation=jax.nn.gelu, key=jax.random.key(0))
@@ -587,6 +588,7 @@ def test_blocks_of_equinox_with_all_that_is_no_array():
     )
 
 
+@pytest.mark.slow
 @FRAMEWORKS
 def test_equinox_modules_keep_their_python_numbers():
     attention = eqx.nn.MultiheadAttention(2, WIDTH, key=jax.random.key(0))  # with a Dropout(0.0)

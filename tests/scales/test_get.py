@@ -55,10 +55,12 @@ TX = ols.with_loss_scale(optax.adam(1e-3))
         TX,
         optax.chain(optax.clip(1.0), TX),
         optax.chain(TX, optax.scale(0.5)),
-        optax.MultiSteps(TX, 2),
+        optax.named_chain(("scaled", TX)),
         optax.masked(TX, {"w": True}),
         ols.with_loss_scale(optax.MultiSteps(optax.adam(1e-3), 2)),
-        optax.chain(optax.identity(), optax.chain(optax.MultiSteps(TX, 2), optax.identity())),
+        optax.chain(
+            optax.identity(), optax.chain(optax.masked(TX, {"w": True}), optax.identity())
+        ),
     ],
 )
 def test_finds_the_loss_scale_however_deep_in_a_state(tx):

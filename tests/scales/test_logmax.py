@@ -65,9 +65,8 @@ def test_puts_the_largest_gradient_below_the_cutoff():
     np.testing.assert_allclose(ls(), 2.0**18, rtol=1e-2)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
-def test_finds_the_largest_and_what_is_not_finite_anywhere(dtype, bad):
+def test_finds_the_largest_and_what_is_not_finite_anywhere(dtype):
     rng = np.random.default_rng(0)
     update = jax.jit(lambda x: ols.LogMaxLossScale(max_scale=2.0**30).update(x))
     for size in (1, 7, 1000, 100_003):
@@ -77,10 +76,11 @@ def test_finds_the_largest_and_what_is_not_finite_anywhere(dtype, bad):
             ls, finite = update(jnp.asarray(x))
             assert finite
             np.testing.assert_allclose(ls(), 2.0**13, rtol=ROUNDED)
-            x[i] = bad
-            ls, finite = update(jnp.asarray(x))
-            assert not finite
-            assert ls() == 1
+            for bad in (np.nan, np.inf, -np.inf):
+                x[i] = bad
+                ls, finite = update(jnp.asarray(x))
+                assert not finite
+                assert ls() == 1
 
 
 @pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-38, 3e38])

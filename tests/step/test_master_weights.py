@@ -1,4 +1,4 @@
-"""16-bit parameters are the rounding of a float32 copy, which is what is trained."""
+"""16-bit parameters are the rounding of float32 numbers, which are what is trained."""
 
 import chex
 import jax
@@ -19,6 +19,14 @@ each_door = pytest.mark.parametrize("door", ["apply_gradients", "update"])
 
 def cast(tree, dtype):
     return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def rounded(tree, dtype):
+    """Float32 numbers in 16 bits, ties in bfloat16 away from zero."""
+    if dtype != jnp.bfloat16:
+        return cast(tree, dtype)
+    upper = lambda x: ((np.asarray(x).view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
+    return jax.tree.map(lambda x: jnp.asarray(upper(x).view(jnp.bfloat16.dtype)), tree)
 
 
 def gradients(params, n):
@@ -43,7 +51,7 @@ def test_parameters_are_the_rounding_of_the_master_weights(dtype, door):
     for n in range(50):
         params, state = step(gradients(params, n), state, params)
         chex.assert_trees_all_equal_dtypes(params, cast(PARAMS, dtype))
-        chex.assert_trees_all_equal(params, cast(state.inner_state.master_weights, dtype))
+        chex.assert_trees_all_equal(params, rounded(state.inner_state.weights(params), dtype))
 
 
 @each_dtype
@@ -59,7 +67,7 @@ def test_master_weights_follow_the_optimizer_of_float32_parameters(dtype):
         updates, plain_state = inner.update(grads, plain_state, plain)
         plain = optax.apply_updates(plain, updates)
         params, state = step(jax.tree.map(lambda g: g * scale, grads), state, params)
-    chex.assert_trees_all_close(state.inner_state.master_weights, plain, rtol=1e-6)
+    chex.assert_trees_all_close(state.inner_state.weights(params), plain, rtol=1e-6)
 
 
 def test_without_loss_scaling_it_is_an_optax_transformation_of_its_own():
@@ -69,7 +77,7 @@ def test_without_loss_scaling_it_is_an_optax_transformation_of_its_own():
     for n in range(5):
         updates, state = tx.update(cast(gradients(params, n), jnp.float16), state, params)
         params = optax.apply_updates(params, updates)
-    chex.assert_trees_all_equal(params, cast(state[1].master_weights, jnp.float16))
+    chex.assert_trees_all_equal(params, cast(state[1].weights(params), jnp.float16))
     chex.assert_trees_all_equal_dtypes(params, cast(PARAMS, jnp.float16))
 
 
@@ -134,6 +142,315 @@ def test_without_parameters_it_says_what_it_needs():
     tx = ols.with_master_weights(optax.sgd(0.1))
     with pytest.raises(ValueError, match="needs the parameters"):
         tx.update(PARAMS, tx.init(PARAMS))
+
+
+# Steps of 2**-10, in which bfloat16 has an eighth of what it can add to 1, and float16 all of it.
+STEP = 2.0**-10
+each_wrap = pytest.mark.parametrize(
+    "wrap", [lambda tx: tx, lambda tx: ols.with_loss_scale(tx, 1)], ids=["alone", "wrapped"]
+)
+is_state = lambda x: isinstance(x, ols.MasterWeightsState)
+
+
+def master_weights(state, params):
+    """The float32 numbers that are trained."""
+    (own,) = filter(is_state, jax.tree.leaves(state, is_leaf=is_state))
+    return own.weights(params)
+
+
+def trained(tx, params, grads, state=None, between=lambda params: params):
+    """Parameters and state after a step for each of the gradients, as few programs as can be."""
+
+    @jax.jit
+    def step(params, state, grad):
+        grads = jax.tree.map(lambda p: jnp.full(p.shape, grad, p.dtype), params)
+        updates, state = tx.update(grads, state, params)
+        return between(optax.apply_updates(params, updates)), state
+
+    state = tx.init(params) if state is None else state
+    for grad in grads:
+        params, state = step(params, state, jnp.float32(grad))
+    return params, state
+
+
+@each_dtype
+def test_training_is_that_of_a_float32_copy_to_the_bit(dtype):
+    inner = optax.sgd(0.1, momentum=0.9)
+    tx = ols.with_master_weights(inner)
+    params, copy = cast(PARAMS, dtype), cast(cast(PARAMS, dtype), jnp.float32)
+    state, copy_state = tx.init(params), inner.init(copy)
+    for n in range(12):
+        grads = gradients(params, n)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        copy_updates, copy_state = inner.update(grads, copy_state, copy)
+        copy = optax.apply_updates(copy, copy_updates)
+        chex.assert_trees_all_equal(params, rounded(copy, dtype))
+    chex.assert_trees_all_equal(state.weights(params), copy)
+    chex.assert_trees_all_equal(state.inner_state, copy_state)
+
+
+def test_bfloat16_parameters_take_16_bits_more_and_no_copy():
+    params = cast(PARAMS, jnp.bfloat16)
+    tx = ols.with_loss_scale(ols.with_master_weights(optax.sgd(0.1)))
+    nbytes = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    bare = ols.with_loss_scale(optax.sgd(0.1)).init(params)
+    assert nbytes(tx.init(params)) - nbytes(bare) == nbytes(params)
+
+
+@each_wrap
+@each_dtype
+def test_parameters_loaded_after_init_are_those_that_are_trained(dtype, wrap):
+    tx = wrap(ols.with_master_weights(optax.sgd(STEP)))
+    state, loaded = (
+        tx.init(cast({"w": jnp.zeros(3)}, dtype)),
+        jnp.array([1.0, -300.0, 2e-5], dtype),
+    )
+    params, state = trained(tx, {"w": loaded}, 8 * [1.0], state)
+    expected = {"w": loaded.astype(jnp.float32) - 8 * STEP}
+    chex.assert_trees_all_close(master_weights(state, params), expected, rtol=1e-6)
+    chex.assert_trees_all_equal(params, rounded(master_weights(state, params), dtype))
+
+
+@each_wrap
+@each_dtype
+def test_a_parameter_changed_between_steps_is_right(dtype, wrap):
+    tx = wrap(ols.with_master_weights(optax.sgd(STEP)))
+    params, state = trained(tx, {"w": jnp.array([1.0, 2.0, -3.0, 5.0], dtype)}, 5 * [1.3])
+    kept = master_weights(state, params)["w"][3]
+    others = jnp.array([-7.0, 0.0, 1e-3], dtype)  # an average, a pruned one, a new layer's
+    params = {"w": params["w"].at[:3].set(others)}
+    weights = master_weights(state, params)
+    chex.assert_trees_all_equal(rounded(weights, dtype), params)
+    assert weights["w"][3] == kept
+    if dtype == jnp.float16:
+        np.testing.assert_array_equal(weights["w"][:3], others.astype(jnp.float32))
+    params, state = trained(tx, params, 4 * [1.0], state)
+    after = master_weights(state, params)
+    chex.assert_trees_all_close(after["w"], weights["w"] - 4 * STEP, rtol=1e-6)
+
+
+@each_wrap
+@each_dtype
+def test_a_clipped_parameter_turns_round_with_one_in_float32(dtype, wrap):
+    clipped = lambda params: jax.tree.map(lambda p: jnp.clip(p, -1, 1), params)
+    grads = 50 * [-1.0] + 20 * [1.0]
+    tx = wrap(ols.with_master_weights(optax.sgd(STEP)))
+    params, state = trained(tx, {"w": jnp.ones(2, dtype)}, grads, between=clipped)
+    expected, _ = trained(optax.sgd(STEP), {"w": jnp.ones(2)}, grads, between=clipped)
+    half_of_the_last_place = jnp.finfo(dtype).eps / 2
+    weights = master_weights(state, params)
+    chex.assert_trees_all_close(weights, expected, rtol=0, atol=half_of_the_last_place)
+
+
+@each_dtype
+def test_a_small_parameter_of_either_zero_is_still_trained(dtype):
+    """A float16 zero may stand for a number below 2**-25, whose sign its updates lose."""
+    size = 1e-9 if dtype == jnp.float16 else 1e-37
+    tx = ols.with_master_weights(optax.sgd(size))
+    params, state = trained(tx, {"w": jnp.array([0.0, -0.0], dtype)}, 8 * [1.0])
+    chex.assert_trees_all_close(state.weights(params), {"w": jnp.full(2, -8 * size)}, rtol=1e-5)
+
+
+def test_an_infinite_parameter_stays_and_a_nan_spreads_to_no_other():
+    params = {"w": jnp.array([jnp.inf, jnp.nan, 1.0], jnp.bfloat16)}
+    tx = ols.with_master_weights(optax.sgd(STEP))
+    params, state = trained(tx, params, 8 * [1.0])
+    np.testing.assert_array_equal(params["w"][:2].astype(jnp.float32), [jnp.inf, jnp.nan])
+    np.testing.assert_array_equal(state.weights(params)["w"][2], 1 - 8 * STEP)
+
+
+@each_dtype
+def test_8_steps_in_one_program_keep_their_types_and_give_the_same(dtype):
+    params, tx = {"w": jnp.ones(3, dtype)}, ols.with_master_weights(optax.sgd(STEP))
+
+    def body(carry, grad):
+        return trained(tx, carry[0], [grad], carry[1]), None
+
+    after = jax.lax.scan(body, (params, tx.init(params)), jnp.ones(8))[0]
+    chex.assert_trees_all_equal(after, trained(tx, params, 8 * [1.0]))
+
+
+def test_each_of_an_ensemble_is_trained_as_alone():
+    params = {"w": jnp.array([[1.0, 2.0], [-3.0, 0.5]], jnp.bfloat16)}
+    tx = ols.with_master_weights(optax.sgd(STEP))
+    run = lambda params: trained(tx, params, 2 * [1.0])
+    together = jax.vmap(run)(params)
+    for n in range(2):
+        alone = run(jax.tree.map(lambda p, n=n: p[n], params))
+        chex.assert_trees_all_equal(jax.tree.map(lambda x, n=n: x[n], together), alone)
+
+
+ADAM = optax.scale_by_adam()
+FOLLOWED = {
+    "chain": lambda tx: optax.chain(tx, optax.scale_by_learning_rate(1e-3)),
+    "chain in a chain": lambda tx: optax.chain(optax.chain(optax.clip(1.0), tx), optax.scale(-1)),
+    "named_chain": lambda tx: optax.named_chain(("z", tx), ("a", optax.scale(-1e-3))),
+    "lookahead": lambda tx: optax.lookahead(tx, 5, 0.5),
+    "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 1e-3),
+    "masked": lambda tx: optax.chain(optax.masked(tx, {"w": True}), optax.scale(-1e-3)),
+}
+
+
+@pytest.mark.parametrize("followed", FOLLOWED.values(), ids=FOLLOWED)
+def test_what_would_change_its_updates_is_refused_by_name(followed):
+    tx = ols.with_loss_scale(followed(ols.with_master_weights(ADAM)))
+    params = {"w": jnp.ones(2, jnp.float16)}
+    with pytest.raises(ValueError, match=r"with_master_weights is .*(followed|inside)"):
+        tx.init(params)
+
+
+NOT_FOLLOWED = {
+    "chain": lambda tx: optax.chain(optax.clip(1.0), optax.chain(optax.scale(1.0), tx)),
+    "named_chain": lambda tx: optax.named_chain(("z", optax.clip(1.0)), ("a", tx)),
+    "partition": lambda tx: optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "a"}),
+    "flatten": optax.flatten,
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+}
+
+
+@pytest.mark.parametrize("around", NOT_FOLLOWED.values(), ids=NOT_FOLLOWED)
+def test_what_hands_its_updates_on_may_be_around_it(around):
+    params, own = {"w": jnp.ones(2, jnp.bfloat16)}, ols.with_master_weights(optax.sgd(STEP))
+    tx = ols.with_loss_scale(around(own), 1)
+    after, state = trained(tx, params, 3 * [1.0])
+    chex.assert_trees_all_equal(after, {"w": jnp.full(2, 1 - 2.0**-8, jnp.bfloat16)})
+    (state,) = filter(is_state, jax.tree.leaves(state, is_leaf=is_state))
+    assert [x.dtype for x in jax.tree.leaves(state.master_weights)] == [jnp.uint16]
+
+
+LEARNING_RATE = optax.scale_by_learning_rate(1e-3)
+FOLLOWED_IN_A_CHAIN = {
+    "next": lambda tx: optax.chain(tx, LEARNING_RATE),
+    "nested": lambda tx: optax.chain(optax.chain(optax.clip(1.0), tx), LEARNING_RATE),
+    "later": lambda tx: optax.chain(tx, optax.identity(), optax.chain(LEARNING_RATE)),
+    "named": lambda tx: optax.named_chain(("z", tx), ("a", LEARNING_RATE)),
+    "wrapped": lambda tx: optax.chain(ols.with_loss_scale(tx), LEARNING_RATE),
+    "masked": lambda tx: optax.chain(optax.masked(tx, {"w": True}), LEARNING_RATE),
+    "partition": lambda tx: optax.chain(optax.partition({"a": tx}, {"w": "a"}), LEARNING_RATE),
+    "injected": lambda tx: optax.chain(
+        optax.inject_hyperparams(lambda step: tx)(step=1.0), LEARNING_RATE
+    ),
+    "accumulated": lambda tx: optax.chain(
+        optax.MultiSteps(tx, 2).gradient_transformation(), LEARNING_RATE
+    ),
+}
+
+
+@pytest.mark.parametrize("around", FOLLOWED_IN_A_CHAIN.values(), ids=FOLLOWED_IN_A_CHAIN)
+@pytest.mark.parametrize("init", [lambda tx: tx.init, lambda tx: jax.jit(tx.init)])
+def test_followed_in_a_chain_it_is_refused_without_the_wrapper_too(around, init):
+    tx = around(ols.with_master_weights(ADAM))
+    with pytest.raises(ValueError, match="with_master_weights is followed by other transforma"):
+        init(tx)({"w": jnp.ones(2, jnp.bfloat16)})
+
+
+def test_the_last_in_a_bare_chain_trains_float32_numbers():
+    own = ols.with_master_weights(optax.chain(ADAM, LEARNING_RATE))
+    tx = optax.chain(optax.identity(), optax.chain(optax.clip(1.0), own))
+    after, _ = trained(tx, {"w": jnp.ones(2, jnp.bfloat16)}, 100 * [1.0])
+    np.testing.assert_allclose(after["w"].astype(jnp.float32), 0.9, atol=0.003)
+
+
+def test_lookahead_inside_follows_that_of_float32_parameters():
+    inner = optax.lookahead(optax.sgd(STEP), 3, 0.5)
+    params = {"w": jnp.ones(2, jnp.bfloat16)}
+    ends = []
+    for tx, synced in (
+        (ols.with_master_weights(inner), optax.LookaheadParams.init_synced(params)),
+        (inner, optax.LookaheadParams.init_synced(cast(params, jnp.float32))),
+    ):
+        state, grads, now = tx.init(synced), cast(params, jnp.float32), synced
+        update = jax.jit(tx.update)
+        for _ in range(10):
+            updates, state = update(grads, state, now)
+            now = optax.apply_updates(now, updates)
+        ends.append(state.weights(now) if is_state(state) else now)
+    chex.assert_trees_all_close(*ends, rtol=1e-6)
+
+
+def test_steps_are_accumulated_inside_and_around():
+    params, sgd = {"w": jnp.ones(2, jnp.bfloat16)}, optax.sgd(STEP)
+    grads = [1.0, 3.0, 2.0, 0.0]
+    for tx in (
+        ols.with_master_weights(optax.MultiSteps(sgd, 2)),
+        optax.MultiSteps(ols.with_master_weights(sgd), 2).gradient_transformation(),
+    ):
+        after, state = trained(tx, params, grads)
+        np.testing.assert_array_equal(master_weights(state, after)["w"], 1 - 3 * STEP)
+
+
+def test_without_the_wrapper_a_parameter_without_a_gradient_stays_with_its_slots():
+    params = cast(PARAMS, jnp.bfloat16)
+    tx = ols.with_master_weights(optax.adamw(0.1))
+    grads = gradients(params, 0)
+    updates, state = tx.update(grads, tx.init(params), params)
+    params = optax.apply_updates(params, updates)
+    updates, after = tx.update({"w": None, "b": grads["b"]}, state, params)
+    new = optax.apply_updates(params, updates)
+    chex.assert_trees_all_equal(new["w"], params["w"])
+    assert (new["b"] != params["b"]).any()
+    adam, new_adam = state.inner_state[0], after.inner_state[0]
+    for old, slot in ((adam.mu, new_adam.mu), (adam.nu, new_adam.nu)):
+        chex.assert_trees_all_equal(slot["w"], old["w"])
+        assert (slot["b"] != old["b"]).any()
+    chex.assert_trees_all_equal(after.master_weights["w"], state.master_weights["w"])
+
+
+OTHERS = {
+    "shape": ({"w": jnp.ones(4, jnp.bfloat16)}, r"for bfloat16\[3\] at w, .* bfloat16\[4\]"),
+    "dtype": ({"w": jnp.ones(3, jnp.float16)}, r"bfloat16\[3\] at w, .* float16\[3\]"),
+    "structure": ({"v": jnp.ones(3, jnp.bfloat16)}, "made for other parameters"),
+}
+
+
+@each_wrap
+@pytest.mark.parametrize(("others", "message"), OTHERS.values(), ids=OTHERS)
+def test_the_state_of_other_parameters_is_refused(others, message, wrap):
+    tx = wrap(ols.with_master_weights(optax.sgd(0.1)))
+    state = tx.init({"w": jnp.ones(3, jnp.bfloat16)})
+    with pytest.raises(ValueError, match=message):
+        tx.update(others, state, others)
+
+
+def test_a_gradient_of_another_shape_is_refused():
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    tx = ols.with_master_weights(optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"of shape \(3,\) has the shape \(2, 3\)"):
+        tx.update({"w": jnp.ones((2, 3))}, tx.init(params), params)
+
+
+def test_the_state_of_a_bare_optimizer_is_refused_and_taken_when_cast_into_its_place():
+    params = {"w": jnp.ones(3, jnp.float16)}
+    inner = optax.adam(0.1)
+    restored = inner.init(params)
+    tx = ols.with_master_weights(inner)
+    wrapped = ols.with_loss_scale(tx)
+    state = tx.init(params)
+    with pytest.raises(TypeError, match=r"must be the MasterWeightsState .* got a tuple.*restore"):
+        tx.update(params, restored, params)
+    with pytest.raises(ValueError, match=r"another optimizer.*MasterWeightsState.*restore"):
+        wrapped.update(params, wrapped.init(params)._replace(inner_state=restored), params)
+    with pytest.raises(ValueError, match=r"float16 where it needs float32, at 0/mu/w.*cast_like"):
+        tx.update(params, state._replace(inner_state=restored), params)
+    cast_once = optax.tree.cast_like(restored, state.inner_state)
+    _, after = tx.update(params, state._replace(inner_state=cast_once), params)
+    chex.assert_trees_all_equal_dtypes(after, state)
+
+
+def test_8_bit_parameters_are_trained_by_apply_gradients_and_keep_a_copy():
+    params = {"w": jnp.ones(3, jnp.float8_e4m3fn)}
+    tx = ols.with_loss_scale(ols.with_master_weights(optax.sgd(2.0**-8)), 1)
+    state, step = tx.init(params), jax.jit(tx.apply_gradients)
+    grads = {"w": jnp.ones(3)}
+    for _ in range(16):
+        params, state = step(grads, state, params)
+    chex.assert_trees_all_equal(params, {"w": jnp.full(3, 0.9375, jnp.float8_e4m3fn)})
+    params = {"w": params["w"].at[0].set(4.0)}
+    params, state = step(grads, state, params)
+    expected = jnp.array([4.0, 0.9375, 0.9375]) - 2.0**-8
+    np.testing.assert_array_equal(state.inner_state.weights(params)["w"], expected)
 
 
 @pytest.mark.slow

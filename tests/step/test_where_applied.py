@@ -75,7 +75,9 @@ def test_under_vmap_each_for_itself():
     chex.assert_trees_all_equal(kept, jnp.array([[1.0] * 3, [0.0] * 3]))
 
 
-@pytest.mark.parametrize("wrap", [lambda tx: tx, optax.chain, lambda tx: optax.MultiSteps(tx, 1)])
+@pytest.mark.parametrize(
+    "wrap", [lambda tx: tx, optax.chain, lambda tx: optax.named_chain(("scaled", tx))]
+)
 def test_takes_whatever_holds_the_state(wrap):
     tx = wrap(TX)
     _, opt_state = tx.update({"w": jnp.full(2, jnp.nan)}, tx.init(PARAMS), PARAMS)

@@ -14,7 +14,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 import optax_lossscale as ols
-from optax_lossscale import plot, presets
+from optax_lossscale import experimental, plot, presets
 
 PARAMS = {"w": jnp.ones(3)}
 SGD = optax.sgd(0.1)
@@ -31,9 +31,9 @@ def loss_fn(params):
     return jnp.sum(params["w"] ** 2)
 
 
-def step(mask=None, axis_name=None, grads=PARAMS, state=STATE, params=PARAMS):
+def step(mask=None, axis_name=None, grads=PARAMS, state=STATE, params=PARAMS, value=None):
     tx = ols.with_loss_scale(SGD, mask=mask, axis_name=axis_name)
-    return tx.apply_gradients(grads, state, params)
+    return tx.apply_gradients(grads, state, params, value=value)
 
 
 def differentiate(fun, *args, **kwargs):
@@ -58,6 +58,33 @@ def sam_around_the_wrapper():
     for _ in range(2):
         updates, state = tx.update(params, state, params)
         params = optax.apply_updates(params, updates)
+
+
+def sam():
+    return optax.contrib.sam(SGD, SGD)
+
+
+def minimize_by(inner, params=PARAMS, **kwargs):
+    tx = ols.with_loss_scale(inner)
+    return tx.minimize(loss_fn, tx.init(params), PARAMS, **kwargs)
+
+
+def step_by(inner, state):
+    return ols.with_loss_scale(inner).apply_gradients(PARAMS, state, PARAMS)
+
+
+def narrowed(dtype, compute_dtype):
+    params = {"w": jnp.ones(3, dtype)}
+    return ols.value_and_grad(loss_fn, LS, compute_dtype=compute_dtype)(params)
+
+
+def masked_blocks(mask, depth=2):
+    """Blocks in a Python loop, of which a mask of single examples takes some."""
+    block = experimental.rescale(lambda w, x: (w * x).astype(jnp.float16))
+    x = experimental.enter(jnp.ones((2, 3), jnp.float16))
+    for w in jnp.ones(depth):
+        x = jax.tree.map(lambda new, old: jnp.where(mask, new, old), block(w, x), x)
+    return experimental.leave(x)
 
 
 NUMBER, INT = "must be a number between", "must be an int between"
@@ -94,6 +121,44 @@ WRAPPER = {
         TypeError,
         "restore a checkpoint into",
     ),
+    "state: of another optimizer": (
+        lambda: step_by(optax.adam(0.1), STATE),
+        ValueError,
+        "inner_state is that of another optimizer",
+    ),
+    "state: of other parameters": (
+        lambda: step_by(optax.adam(0.1), ols.with_loss_scale(optax.adam(0.1)).init({"v": 1.0})),
+        ValueError,
+        "or of other parameters",
+    ),
+    "state: its optimizer's": (
+        lambda: optax.contrib.schedule_free_eval_params(STATE, PARAMS),
+        AttributeError,
+        "give it state.inner_state",
+    ),
+    "value: a dict": (lambda: step(value={"loss": 1.0}), TypeError, "pass the loss alone"),
+    "value: a str": (lambda: step(value="0.5"), TypeError, "a real number, got '0.5'"),
+    "value: with aux": (lambda: step(value=(1.0, {"n": 2})), TypeError, "of a pair (loss, aux)"),
+    "value: with an array": (
+        lambda: step(value=(jnp.ones(()), jnp.ones(3))),
+        TypeError,
+        "of a pair (loss, aux)",
+    ),
+    "value: a complex": (lambda: step(value=1j), TypeError, "a real number"),
+    "value: a bool": (lambda: step(value=jnp.array(True)), TypeError, "a real number"),
+    "value: a key": (lambda: step(value=jax.random.key(0)), TypeError, "a real number"),
+    "value: a function": (lambda: step(value=len), TypeError, "a real number"),
+    "value: a vector": (lambda: step(value=jnp.ones(3)), TypeError, "jnp.mean"),
+    "value: in a chain with sam": (
+        lambda: minimize_by(optax.chain(SGD, sam())),
+        TypeError,
+        "optax.GradientTransformation(*optax.contrib.sam(",
+    ),
+    "minimize: extra_args": (
+        lambda: minimize_by(SGD, extra_args=["grad_fn"]),
+        TypeError,
+        "extra_args must be a dict",
+    ),
     "sam around": (sam_around_the_wrapper, TypeError, "Put it inside"),
     "minimize: no function": (lambda: TX.minimize(3, STATE, PARAMS), TypeError, "a function, got"),
     "minimize: a pair": (
@@ -118,6 +183,22 @@ GRADIENT = {
     "argnums: a str": (lambda: differentiate(loss_fn, argnums="w"), TypeError, "argnums must be"),
     "argnums: a bool": (lambda: differentiate(loss_fn, argnums=True), TypeError, "an int or"),
     "argnums: a float": (lambda: differentiate(loss_fn, argnums=0.0), TypeError, "an int or"),
+    "argnums: none": (lambda: differentiate(loss_fn, argnums=()), TypeError, "argnums must be"),
+    "float16 for bfloat16": (
+        lambda: narrowed(jnp.bfloat16, jnp.float16),
+        ValueError,
+        "w is bfloat16: with float16 inputs the model would compute in float32",
+    ),
+    "bfloat16 for float16": (
+        lambda: narrowed(jnp.float16, jnp.bfloat16),
+        ValueError,
+        "or give compute_dtype=float16",
+    ),
+    "scale_gradient: a pair": (
+        lambda: ols.scale_gradient((jnp.ones(()), 1), LS),
+        TypeError,
+        "give the loss alone",
+    ),
     "a vector": (lambda: differentiate(lambda p: p["w"]), TypeError, "jnp.mean"),
     "a pair": (lambda: differentiate(lambda p: (loss_fn(p), 1)), TypeError, "has_aux=True"),
     "no pair": (lambda: differentiate(loss_fn, has_aux=True), TypeError, "a pair (loss, aux)"),
@@ -295,6 +376,49 @@ DIAGNOSIS = {
     "check: traced": (lambda: jax.jit(ols.check)(STATE), TypeError, "call it outside jit"),
     "explain: gradients": (lambda: ols.explain(PARAMS), TypeError, "nonfinite_leaves returned"),
     "explain: taps": (lambda: ols.explain(LEAVES, taps=PARAMS), TypeError, "a tree of Probes"),
+    "explain: a str": (lambda: ols.explain(LEAVES, loss="x"), TypeError, "a number, got 'x'"),
+    "explain: a pair": (
+        lambda: ols.explain(LEAVES, loss=(1.0, {})),
+        TypeError,
+        "give the loss alone",
+    ),
+    "explain: a dict": (lambda: ols.explain(LEAVES, loss={"l": 1.0}), TypeError, "a number, got"),
+    "where_applied: other keys": (
+        lambda: ols.where_applied(STATE, {"a": 1.0}, {"b": 1.0}),
+        ValueError,
+        "must be the same tree",
+    ),
+    "where_applied: other shapes": (
+        lambda: ols.where_applied(STATE, {"a": jnp.ones(2)}, {"a": jnp.ones(3)}),
+        ValueError,
+        "the same arrays, at a",
+    ),
+    "where_applied: no arrays": (
+        lambda: ols.where_applied(STATE, {"a": "x"}, {"a": 1.0}),
+        ValueError,
+        "the same arrays, at a",
+    ),
+    "where_applied: a key": (
+        lambda: ols.where_applied(STATE, 0, jax.random.key(0)),
+        ValueError,
+        "the same arrays",
+    ),
+    "where_applied: swapped": (
+        lambda: ols.where_applied(1.0, 2.0, STATE),
+        ValueError,
+        "Pass the optimizer state",
+    ),
+    "several states": (lambda: ols.metrics((STATE, STATE)), ValueError, "functools.partial"),
+    "rescale: a column for a mask": (
+        lambda: masked_blocks(jnp.array([[True], [False]])),
+        TypeError,
+        "A mask of single examples belongs inside the block",
+    ),
+    "rescale: of all numbers": (
+        lambda: masked_blocks(jnp.ones((2, 3), bool), depth=1),
+        TypeError,
+        "leave was given activations",
+    ),
     "explain: names": (
         lambda: ols.explain(LEAVES, taps={"embed": ols.probe(), "block": ols.probe()}),
         ValueError,
@@ -409,3 +533,69 @@ def test_a_bad_call_says_what_helps(call, kind, said):
 def test_there_are_a_hundred_bad_calls_and_every_preset_is_among_them():
     assert len(CALLS) >= 100
     assert {what.split(",")[0] for what in PRESETS} == set(presets._PRESETS)
+
+
+def is_refused(axis_name, door="apply_gradients", check_vma=True, compiled=False, around=True):
+    """Whether a step under `shard_map` over the axis `data` says what is wrong with a name."""
+    tx = ols.with_loss_scale(SGD, axis_name=axis_name)
+    calls = {
+        "apply_gradients": lambda grads: tx.apply_gradients(grads, STATE, PARAMS)[0],
+        "update": lambda grads: tx.update(grads, STATE, PARAMS)[0],
+        "value": lambda grads: tx.update(grads, STATE, PARAMS, value=loss_fn(grads))[0],
+        "LossScale.update": lambda grads: LS.update(grads, axis_name)[1],
+        "HeadroomLossScale.update": lambda grads: ols.HeadroomLossScale().update(grads, axis_name)[
+            1
+        ],
+    }
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    P, call = jax.sharding.PartitionSpec, calls[door]
+    if around:
+        call = jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check_vma)
+    try:
+        (jax.jit(call) if compiled else call)(PARAMS)
+    except ValueError as error:
+        return f"axis_name={axis_name!r}" in str(error) and "pmap or shard_map" in str(error)
+    return False
+
+
+NAMES = {
+    "another": "dta",
+    "one of two": ("data", "model"),
+    "None of two": ("data", None),
+    "None alone": (None,),
+    "a list": ["data"],
+    "a list of another": ["dta"],
+    "a set": {"data"},
+    "a frozenset": frozenset({"data"}),
+    "an int": 0,
+    "a bool": False,
+    "an empty str": "",
+    "nested": (("data",),),
+    "bytes": b"data",
+    "a PartitionSpec": jax.sharding.PartitionSpec("data"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+def test_a_name_of_no_axis_is_refused_in_words(name):
+    for check_vma in (True, False):
+        assert is_refused(name, check_vma=check_vma)
+    assert is_refused(name, around=False)
+
+
+@pytest.mark.parametrize(
+    "door", ["update", "value", "LossScale.update", "HeadroomLossScale.update"]
+)
+def test_a_name_of_no_axis_is_refused_at_every_door(door):
+    for compiled in (True, False):
+        assert is_refused("dta", door, compiled=compiled)
+        assert is_refused(["data"], door, compiled=compiled)
+
+
+def test_a_name_given_twice_is_refused_and_no_names_are_as_none():
+    call = lambda name: jax.vmap(lambda g: LS.update(g, name)[1], axis_name="data")
+    with pytest.raises(ValueError, match="names an axis twice"):
+        call(("data", "data"))(jnp.ones(2))
+    grads = jnp.array([1.0, jnp.inf])
+    for name, decided in {(): [True, False], "data": [False] * 2, ("data",): [False] * 2}.items():
+        np.testing.assert_array_equal(call(name)(grads), decided)

@@ -1,5 +1,6 @@
 """Saved and restored: Orbax, pickle, msgpack."""
 
+import functools
 import pickle
 
 import chex
@@ -24,15 +25,30 @@ LOSS_SCALES = {
     "logmax": ols.LogMaxLossScale(initial_scale=64),
     "headroom": ols.HeadroomLossScale(initial_scale=64),
 }
-each_kind = pytest.mark.parametrize("loss_scale", LOSS_SCALES.values(), ids=LOSS_SCALES)
+each_kind = pytest.mark.parametrize("loss_scale", LOSS_SCALES)
+
+
+@functools.cache
+def compiled_step(tx):
+    def step(state, params, bad):
+        grads = jax.tree.map(lambda p: p + bad, params)
+        return tx.apply_gradients(grads, state, params)
+
+    return jax.jit(step)
 
 
 def stepped(tx, state, params=PARAMS):
     """Some steps on, one of them skipped."""
     for bad in (0.0, jnp.inf, 0.0):
-        grads = jax.tree.map(lambda p: p + bad, params)  # noqa: B023
-        params, state = tx.apply_gradients(grads, state, params)
+        params, state = compiled_step(tx)(state, params, bad)
     return params, state
+
+
+@functools.cache
+def trained(loss_scale):
+    """A transformation, and its state after some steps."""
+    tx = ols.with_loss_scale(INNER, LOSS_SCALES[loss_scale])
+    return tx, stepped(tx, tx.init(PARAMS))[1]
 
 
 def save(folder, tree):
@@ -47,8 +63,7 @@ def restore(folder, like):
 
 @each_kind
 def test_orbax_restores_a_state_that_trains_on_alike(tmp_path, loss_scale):
-    tx = ols.with_loss_scale(INNER, loss_scale)
-    _, state = stepped(tx, tx.init(PARAMS))
+    tx, state = trained(loss_scale)
     save(tmp_path / "state", state)
     restored = restore(tmp_path / "state", tx.init(PARAMS))
     chex.assert_trees_all_equal(restored, state)
@@ -82,7 +97,7 @@ def test_orbax_restores_onto_another_number_of_devices(tmp_path, devices):
 
     tx = ols.with_loss_scale(INNER, LOSS_SCALES["dynamic"])
     params, state = place((PARAMS, tx.init(PARAMS)), 4)
-    params, state = jax.jit(lambda p, s: stepped(tx, s, p))(params, state)
+    params, state = stepped(tx, state, params)
     save(tmp_path / "state", (params, state))
     like = place((PARAMS, tx.init(PARAMS)), devices)
     restored = restore(tmp_path / "state", like)
@@ -109,8 +124,7 @@ def test_a_run_without_loss_scaling_goes_on_with_it(tmp_path):
 
 @each_kind
 def test_pickle_restores_every_state(loss_scale):
-    tx = ols.with_loss_scale(INNER, loss_scale)
-    _, state = stepped(tx, tx.init(PARAMS))
+    _, state = trained(loss_scale)
     restored = pickle.loads(pickle.dumps(state))
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     chex.assert_trees_all_equal(restored, state)
@@ -119,8 +133,7 @@ def test_pickle_restores_every_state(loss_scale):
 @each_kind
 def test_msgpack_restores_every_leaf(loss_scale):
     """Flax serializes trees of its own kinds; leaves are of every kind."""
-    tx = ols.with_loss_scale(INNER, loss_scale)
-    _, state = stepped(tx, tx.init(PARAMS))
+    tx, state = trained(loss_scale)
     leaves, treedef = jax.tree.flatten(state)
     data = flax.serialization.to_bytes(leaves)
     like = jax.tree.leaves(tx.init(PARAMS))

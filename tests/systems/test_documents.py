@@ -35,7 +35,9 @@ FRAMEWORKS = programs("docs/frameworks.md")
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the frameworks', not ours
 @pytest.mark.parametrize(
-    "program", FRAMEWORKS, ids=["nnx", "trainer", "linen", "equinox", "haiku", "taps"]
+    "program",
+    FRAMEWORKS,
+    ids=["nnx", "trainer", "other_trainer", "linen", "equinox", "haiku", "accumulated", "taps"],
 )
 def test_each_frameworks_program_runs(program):
     assert "\nassert " in program
@@ -56,7 +58,7 @@ def test_with_several_losses(program):
 def test_the_landing_pages_three_lines_train():
     before = """import jax.numpy as jnp
 params, batch = {"w": jnp.ones(3)}, jnp.full((2, 3), 0.25, jnp.float16)
-loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]).astype(jnp.float32) ** 2)
 """
     (program,) = programs("docs/index.md")
     names = {}
@@ -194,12 +196,14 @@ DOCUMENTED = re.findall(r"^\.\. auto\w+:: ([\w.]+)", REFERENCE, re.M)
 RESULTS = {
     f"optax_lossscale.{name}"
     for name in (
+        "DtypeReport",
         "Explanation",
         "InitialScale",
         "LossScaleError",
         "LossScaleState",
         "LossScaledTransformation",
         "MasterWeightsState",
+        "Operation",
         "Probe",
         "Summary",
         "Suspect",

@@ -73,7 +73,7 @@ def test_the_state_is_restored_and_the_new_configuration_holds():
 
 
 def test_a_state_inside_other_containers():
-    tx = optax.chain(optax.identity(), optax.MultiSteps(ols.with_loss_scale(INNER), 2))
+    tx = optax.chain(optax.identity(), ols.with_loss_scale(optax.MultiSteps(INNER, 2)))
     state = {"opt": tx.init(PARAMS), "own": [OverflowsCounted().adjust(False)]}
     saved = flax.serialization.to_bytes(state)
     restored = flax.serialization.from_bytes(jax.tree.map(jnp.zeros_like, state), saved)

@@ -14,6 +14,7 @@ import optax_lossscale as ols
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # the frameworks', not ours
     import equinox as eqx
+    import orbax.checkpoint as ocp
     from flax import nnx
     from flax.training.train_state import TrainState
 
@@ -179,3 +180,127 @@ def test_diagnose_takes_modules():
     diagnosis = ols.diagnose(loss_fn, module, X)
     assert diagnosis.initial_scale == ols.find_initial_scale(loss_fn, module, X)
     assert any("kernel" in name for name in diagnosis.underflow)
+
+
+def stats_of(model):
+    return nnx.clone(nnx.state(model, nnx.BatchStat))
+
+
+@pytest.mark.parametrize("gradient", [1.0, jnp.inf])
+def test_an_nnx_state_comes_back_as_one_with_variables_of_its_own(gradient):
+    """As a carry of `lax.scan` needs it, and whoever merges it into a model."""
+    model = Model()
+    graph, rest = nnx.split(model, ...)
+    old = stats_of(model)
+    model(X)
+    new = stats_of(model)
+    tx = ols.with_loss_scale(optax.sgd(0.1))
+
+    def step(carry, gradient):
+        state, old = carry
+        _, state = tx.update(gradient, state)
+        kept = ols.where_applied(state, new, old)
+        return (state, kept), None
+
+    (_, kept), _ = jax.lax.scan(step, (tx.init(jnp.ones(())), old), jnp.array([gradient]))
+    assert jax.tree.structure(kept) == jax.tree.structure(old)
+    assert isinstance(kept, nnx.State)
+    variables = jax.tree.leaves(kept, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    assert all(type(x) is nnx.BatchStat for x in variables)
+    expected = new if gradient == 1.0 else old
+    chex.assert_trees_all_equal(nnx.to_pure_dict(kept), nnx.to_pure_dict(expected))
+    nnx.update(model, kept)
+    np.testing.assert_array_equal(
+        nnx.merge(graph, nnx.merge_state(rest, kept)).norm.mean[...], model.norm.mean[...]
+    )
+
+
+class Trainer:
+    """In the shape of Tunix's `PeftTrainer`, which differentiates and restores by itself."""
+
+    def __init__(self, model, tx, loss_fn, directory):
+        self.model, self.loss_fn, self.directory = model, loss_fn, directory
+        self.optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        self.checkpointer = ocp.PyTreeCheckpointer()
+        if directory.exists():
+            for part, path in self.parts():
+                target = nnx.state(part)
+                args = ocp.checkpoint_utils.construct_restore_args(target)
+                nnx.update(part, self.checkpointer.restore(path, target, restore_args=args))
+        self.train_step = nnx.jit(self._train_step, donate_argnames="optimizer")
+
+    def parts(self):
+        return (
+            (self.model, self.directory / "model"),
+            (self.optimizer, self.directory / "optimizer"),
+        )
+
+    def save(self):
+        for part, path in self.parts():
+            self.checkpointer.save(path, nnx.state(part))
+
+    def _train_step(self, model, optimizer, inputs):
+        grad_fn = nnx.value_and_grad(self.loss_fn, has_aux=True)
+        (loss, aux), grads = grad_fn(model, **inputs)
+        grad_norm = optax.global_norm(grads)
+        optimizer.update(model, grads)
+        return loss, aux, grad_norm
+
+
+def trainer_loss_fn(model, x, y):
+    prediction = model(x)
+    loss = 1e-6 * jnp.mean((prediction - y).astype(jnp.float32) ** 2)
+    return ols.scale_gradient(loss, model.loss_scale), prediction
+
+
+def trainer_of(directory, seed=0, shared=True):
+    """As docs/frameworks.md has it."""
+    model = nnx.Linear(3, 2, dtype=jnp.float16, rngs=nnx.Rngs(seed))
+    loss_scale = ols.DynamicLossScale(growth_interval=2)
+    model.loss_scale = nnx.data(jax.tree.map(lambda x: nnx.Variable(jnp.asarray(x)), loss_scale))
+    tx = ols.with_loss_scale(optax.adam(1e-2), loss_scale)
+    trainer = Trainer(model, tx, trainer_loss_fn, directory)
+    if shared:
+        model.loss_scale = nnx.data(trainer.optimizer.opt_state.loss_scale)
+    return trainer
+
+
+INPUTS = {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 2))}
+
+
+def trained(trainer, steps, inputs=INPUTS):
+    for _ in range(steps):
+        loss, _, scaled_norm = trainer.train_step(trainer.model, trainer.optimizer, inputs)
+    return loss, scaled_norm
+
+
+def test_a_model_that_shares_the_optimizers_loss_scale_trains_through_overflow_and_checkpoint(
+    tmp_path,
+):
+    trainer = trainer_of(tmp_path / "checkpoint")
+    trained(trainer, 4)
+    assert trainer.model.loss_scale.loss_scale[...] == 2.0**17
+    trained(trainer, 1, INPUTS | {"x": jnp.full((4, 3), 1e6)})
+    assert not ols.metrics(trainer.optimizer)["should_apply"]
+    assert trainer.model.loss_scale.loss_scale[...] == 2.0**16
+    trainer.save()
+
+    resumed = trainer_of(tmp_path / "checkpoint", seed=1)
+    assert (
+        ols.get_loss_scale(resumed.model)() == ols.get_loss_scale(resumed.optimizer)() == 2.0**16
+    )
+    for one in (trainer, resumed):
+        loss, scaled_norm = trained(one, 3)
+        assert one.model.loss_scale.loss_scale[...] == 2.0**17
+        assert 0 < loss < 1e-4 < scaled_norm
+    np.testing.assert_array_equal(resumed.model.kernel[...], trainer.model.kernel[...])
+
+
+def test_a_loss_scale_that_two_modules_share_is_one(tmp_path):
+    trainer = trainer_of(tmp_path / "none")
+    both = (trainer.model, trainer.optimizer)
+    assert ols.get_loss_scale(both)() == 2.0**15
+    assert ols.metrics(both)["loss_scale"] == 2.0**15
+    apart = trainer_of(tmp_path / "none", shared=False)
+    with pytest.raises(ValueError, match="found 2"):
+        ols.get_loss_scale((apart.model, apart.optimizer))

@@ -130,13 +130,13 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_killed_twenty_times_ends_as_if_undisturbed(tmp_path):
+def test_a_run_killed_eight_times_ends_as_if_undisturbed(tmp_path):
     """At random moments; resumed each time, the run ends with the very same parameters."""
-    steps = 800  # which twenty lives do not get through
+    steps = 400  # which eight lives do not get through
     undisturbed, err = finish(start("--processes", 1, "--steps", steps))
     assert ends(undisturbed), err
     moments = random.Random(0)
-    for _ in range(20):
+    for _ in range(8):
         run = start("--processes", 1, "--steps", steps, "--checkpoint", tmp_path)
         follow(run, r"step \d+:")
         time.sleep(moments.uniform(0, 0.25))

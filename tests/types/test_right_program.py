@@ -12,7 +12,8 @@ def test_a_right_program_runs():
     x = jnp.ones((4, 3))
 
     def loss_fn(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return jnp.mean((x.astype(jnp.float16) @ params["w"].astype(jnp.float16)) ** 2)
+        y = x.astype(jnp.float16) @ params["w"].astype(jnp.float16)
+        return jnp.mean(y.astype(jnp.float32) ** 2)
 
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     tx: ols.LossScaledTransformation = ols.with_loss_scale(
@@ -42,7 +43,7 @@ def test_a_right_program_runs():
         assert ols.get_loss_scale(chain.init(params)) == ols.get(loss_scale)
     half = ols.with_loss_scale(ols.with_master_weights(inner), "dynamic", branch="select")
     assert bool(half.init(params).should_apply)
-    accumulating = optax.MultiSteps(ols.with_loss_scale(optax.adam(1e-3)), 4)
+    accumulating = ols.with_loss_scale(optax.MultiSteps(optax.adam(1e-3), 4))
     scaled = ols.scale_loss(loss, accumulating.init(params))
     assert float(scaled / loss) == ols.LossScale.from_config(config).initial_scale / 2
 

@@ -1,0 +1,97 @@
+"""A float32 number as its rounding to 16 or 8 bits, and what the rounding dropped.
+
+For bfloat16 that is the lower half of the number: 16 bits, where ties are rounded away from zero
+and not to even as by `astype`. Then as many float32 numbers round to each bfloat16 one, 2**16, as
+16 bits tell apart; to even, they would be 2**16 + 1 for every other one. The dtypes that drop more
+than that keep the whole number.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from optax_lossscale._arrays.precision import at_least_float32, dtype_of
+
+# A bfloat16 number is the upper half of a float32 one. Half of its last place is added before the
+# lower half is cut off, so a lower half that says "nothing was dropped" is this.
+_HALF = np.uint32(0x8000)
+_UPPER = np.uint32(0xFFFF0000)
+_UNSIGNED = np.uint32(0x7FFFFFFF)
+_SMALLEST, _INFINITE = np.uint32(0x00010000), np.uint32(0x7F800000)
+
+
+class Whole(NamedTuple):
+    """A number kept whole, beside its rounding to a dtype that a scalar tells."""
+
+    number: jax.Array
+    of_dtype: jax.Array
+
+
+def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, Any]:
+    """A float32 number rounded to a narrower dtype, and what else `join` needs.
+
+    Args:
+      number: float32, any shape.
+      dtype: a floating-point dtype of 16 or 8 bits.
+
+    Returns:
+      `(rounded, rest)`. `rounded` is float32 still, and finite numbers too large for the dtype
+      are what the dtype makes of them. `rest` is a uint16 array for bfloat16, the number itself
+      for float16, and a `Whole` for others.
+    """
+    if dtype == jnp.bfloat16:
+        bits = lax.bitcast_convert_type(number, jnp.uint32) + _HALF
+        rounded = lax.bitcast_convert_type(bits & _UPPER, jnp.float32)
+        return jnp.where(jnp.isfinite(number), rounded, number), bits.astype(jnp.uint16)
+    rounded = number.astype(dtype).astype(jnp.float32)
+    return rounded, number if dtype == jnp.float16 else Whole(number, jnp.zeros((), dtype))
+
+
+def join(rounded: jax.Array, rest: Any) -> jax.Array:
+    """The float32 number that `split` was given, or one that rounds to another `rounded`.
+
+    If `rounded` is not what `split` returned, the rest belongs to a number that is no more. Of
+    16 bits nothing tells: they are taken to be of `rounded`, and change it by half of its last
+    place at most. A number kept whole is given up for `rounded` itself.
+
+    Args:
+      rounded: in its narrow dtype, or as float32.
+      rest: as `split` made it.
+
+    Returns:
+      float32, in the shape of `rounded`. Zero, infinity and NaN are themselves: what rounds to
+      zero in bfloat16 is smaller than what float32 arithmetic keeps.
+    """
+    rounded = at_least_float32(rounded)
+    number, dtype = _kept(rest)
+    if dtype == jnp.bfloat16:
+        bits = lax.bitcast_convert_type(rounded, jnp.uint32)
+        size = bits & _UNSIGNED
+        joined = lax.bitcast_convert_type(bits + number.astype(jnp.uint32) - _HALF, jnp.float32)
+        return jnp.where((size >= _SMALLEST) & (size < _INFINITE), joined, rounded)
+    # Adding an update makes 0.0 of -0.0, so the sign of a zero is no change. Bits are compared,
+    # as compilers may leave out the rounding of a number that is compared.
+    is_zero = rounded == 0
+    own = _bits(jnp.where(is_zero, jnp.abs(number), number), dtype)
+    return jnp.where(own == _bits(jnp.where(is_zero, 0, rounded), dtype), number, rounded)
+
+
+def rest_like(rest: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """The shape and the narrow dtype of the numbers that a rest belongs to."""
+    number, dtype = _kept(rest)
+    return number.shape, dtype
+
+
+def _kept(rest: Any) -> tuple[jax.Array, np.dtype]:
+    """The array in a rest, and the narrow dtype that it belongs to."""
+    if isinstance(rest, Whole):
+        return rest.number, dtype_of(rest.of_dtype)
+    is_bits = jnp.issubdtype(dtype_of(rest), jnp.integer)
+    return rest, jnp.dtype(jnp.bfloat16 if is_bits else jnp.float16)
+
+
+def _bits(number: jax.Array, dtype: np.dtype) -> jax.Array:
+    return lax.bitcast_convert_type(number.astype(dtype), f"uint{jnp.finfo(dtype).bits}")
