@@ -65,7 +65,7 @@ def autocast(
       ...     return jnp.mean(jnp.exp(x @ weights))
       >>> weights, x = jnp.ones((4, 2)), 3 * jnp.ones((8, 4))
       >>> print(jax.jit(ols.autocast(loss_fn))(weights, x))  # exp(12) is infinite in float16
-      162754.8
+      162754.78
       >>> ols.dtype_report(ols.autocast(loss_fn), weights, x).shares
       {dtype('float16'): 1.0}
     """
