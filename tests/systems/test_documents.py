@@ -9,6 +9,7 @@ import json
 import pathlib
 import re
 
+import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import pytest
 
@@ -57,14 +58,17 @@ def test_with_several_losses(program):
 
 def test_the_landing_pages_three_lines_train():
     before = """import jax.numpy as jnp
-params, batch = {"w": jnp.ones(3)}, jnp.full((2, 3), 0.25, jnp.float16)
-loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]).astype(jnp.float32) ** 2)
+params, batch = {"w": jnp.ones(3)}, jnp.full((2, 3), 0.25)
+loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
 """
     (program,) = programs("docs/index.md")
     names = {}
-    exec(before + program + "params, state, loss = train_step(params, state, batch)", names)
-    assert names["loss"] == 0.75**2
-    assert names["params"]["w"][0] < 1.0
+    exec(before + program, names)
+    arguments = names["params"], names["state"], names["batch"]
+    params, _, loss = names["train_step"](*arguments)
+    assert loss == 0.75**2
+    assert params["w"][0] < 1.0
+    ols.testing.assert_computes_in(names["train_step"], jnp.float16, *arguments)
 
 
 RESCALING = programs("docs/experimental.md")
