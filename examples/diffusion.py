@@ -61,16 +61,14 @@ class Mixer(eqx.Module):
 
     def __call__(self, image, time):
         """The velocity, float32 of shape (SIDE, SIDE), at an image of which `time` is noise."""
-        # Inputs in the parameters' dtype: float32 ones would make everything after them float32.
-        dtype = self.embed.weight.dtype
         waves = jnp.cos(jnp.pi * time * jnp.arange(16))
         patches = image.reshape(SIDE // PATCH, PATCH, SIDE // PATCH, PATCH).swapaxes(1, 2)
-        x = jax.vmap(self.embed)(patches.reshape(PATCHES, PATCH**2).astype(dtype))
-        x += self.embed_time(waves.astype(dtype))
+        x = jax.vmap(self.embed)(patches.reshape(PATCHES, PATCH**2))
+        x += self.embed_time(waves)
         for block in self.blocks:
             x = block(x)
         x = jax.vmap(self.head)(x).reshape(SIDE // PATCH, SIDE // PATCH, PATCH, PATCH)
-        return x.swapaxes(1, 2).reshape(SIDE, SIDE).astype(jnp.float32)
+        return x.swapaxes(1, 2).reshape(SIDE, SIDE)
 
 
 def draw_images(key):
@@ -93,7 +91,7 @@ def diffusion_loss(model, key):
     return jnp.mean((velocity - (noise - images)) ** 2)
 
 
-def make_train_step(compute_dtype):
+def make_train_step():
     """The optimizer, and the compiled training step."""
     tx = ols.with_loss_scale(optax.adamw(2e-3))
 
@@ -101,7 +99,7 @@ def make_train_step(compute_dtype):
     def train_step(model, average, state, key):
         params, static = eqx.partition(model, eqx.is_inexact_array)
         loss_fn = lambda params: diffusion_loss(eqx.combine(params, static), key)
-        loss, grads = ols.value_and_grad(loss_fn, state, compute_dtype=compute_dtype)(params)
+        loss, grads = ols.value_and_grad(ols.autocast(loss_fn), state)(params)
         params, state = tx.apply_gradients(grads, state, params, value=loss)
         moved = optax.incremental_update(params, average, step_size=0.01)
         average = ols.where_applied(state, moved, average)
@@ -120,10 +118,10 @@ def sample(model, key, steps=50):
     return jax.lax.fori_loop(0, steps, step, jax.random.normal(key, (BATCH, SIDE, SIDE)))
 
 
-def main(steps=2000, compute_dtype=jnp.float16):
+def main(steps=2000):
     """Trains for a number of steps; returns the samples, the state and what was logged."""
     model = Mixer(jax.random.key(0))
-    tx, train_step = make_train_step(compute_dtype)
+    tx, train_step = make_train_step()
     params, static = eqx.partition(model, eqx.is_inexact_array)
     state, average = tx.init(params), jax.tree.map(jnp.copy, params)
     logged = []

@@ -35,9 +35,8 @@ WIDTH = 32
 
 
 def loss_fn(params, x, y):
-    """A small network in float16; the loss in float32."""
-    hidden = jnp.tanh(x.astype(jnp.float16) @ params["in"])
-    return jnp.mean((hidden @ params["out"] - y).astype(jnp.float32) ** 2)
+    """A small network's squared error."""
+    return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"] - y) ** 2)
 
 
 def batch(step, rank, overflow):
@@ -69,9 +68,8 @@ def optimizer_and_step(mesh, loss_scale):
     def train_step(params, state, x, y):
         # The mean is taken in the loss: gradients with respect to replicated parameters come
         # out of shard_map summed over the replicas, so this makes them the mean's.
-        mean_loss = lambda *args: jax.lax.pmean(loss_fn(*args), "data")
-        differentiate = ols.value_and_grad(mean_loss, state, compute_dtype=jnp.float16)
-        loss, grads = differentiate(params, x, y)
+        mean_loss = lambda *args: jax.lax.pmean(ols.autocast(loss_fn)(*args), "data")
+        loss, grads = ols.value_and_grad(mean_loss, state)(params, x, y)
         params, state = tx.apply_gradients(grads, state, params, value=loss)
         return params, state, loss
 

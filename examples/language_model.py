@@ -1,9 +1,9 @@
 """A language model in float16 with Flax NNX, and checkpoints that resume exactly.
 
-A small transformer learns the source of the standard library, byte by byte. Its parameters are
-kept in float32, and it computes in float16 (`compute_dtype`). Gradients are clipped inside the
-wrapper, where they are unscaled. The loss scale and the skipped steps are logged (`ols.metrics`),
-and training stops with an error if no loss scale would help (`ols.check`).
+A small transformer learns the source of the standard library, byte by byte. It is written in
+float32, and computes in float16 (`ols.autocast`). Gradients are clipped inside the wrapper, where
+they are unscaled. The loss scale and the skipped steps are logged (`ols.metrics`), and training
+stops with an error if no loss scale would help (`ols.check`).
 
     python examples/language_model.py
 
@@ -67,14 +67,11 @@ class LanguageModel(nnx.Module):
         self.head = nnx.Linear(WIDTH, 256, rngs=rngs)
 
     def __call__(self, tokens):
-        """From bytes, int32 of shape (batch, length), to logits of the next ones, in float32."""
+        """From bytes, int32 of shape (batch, length), to logits of the next ones."""
         x = self.embedding(tokens) + self.position(jnp.arange(tokens.shape[1]))
-        # nnx.Embed gives the dtype in which it was made, float32, even when its parameters have
-        # been cast since; and that would make everything after it float32.
-        x = x.astype(self.head.kernel.dtype)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)).astype(jnp.float32)
+        return self.head(self.norm(x))
 
 
 def read_documents():
@@ -90,7 +87,7 @@ def batch(documents, step):
     return documents[starts[:, None] + np.arange(CONTEXT + 1)].astype(np.int32)
 
 
-def make_train_step(graph, compute_dtype):
+def make_train_step(graph):
     """The optimizer, and the compiled training step."""
     # Growth after 50 steps instead of 2000 shows in a short run how the scale adapts.
     adamw = optax.adamw(optax.linear_schedule(0.0, 2e-3, transition_steps=20))
@@ -103,19 +100,18 @@ def make_train_step(graph, compute_dtype):
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params, state, tokens):
-        differentiate = ols.value_and_grad(loss_fn, state, compute_dtype=compute_dtype)
-        loss, grads = differentiate(params, tokens)
+        loss, grads = ols.value_and_grad(ols.autocast(loss_fn), state)(params, tokens)
         params, state = tx.apply_gradients(grads, state, params, value=loss)
         return params, state, {"loss": loss} | ols.metrics(state)
 
     return tx, train_step
 
 
-def main(steps=300, compute_dtype=jnp.float16, checkpoint=None):
+def main(steps=300, checkpoint=None):
     """Trains up to a number of steps; returns the model, the state and what was logged."""
     documents = read_documents()
     graph, params = nnx.split(LanguageModel(nnx.Rngs(0)))
-    tx, train_step = make_train_step(graph, compute_dtype)
+    tx, train_step = make_train_step(graph)
     state = tx.init(params)
 
     manager = ocp.CheckpointManager(pathlib.Path(checkpoint).absolute()) if checkpoint else None

@@ -120,9 +120,10 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
 
     Flax's modules, and JAX itself, promote to the widest of what they are given: one float32
     input, and all that follows is computed in float32, whatever `compute_dtype` says. Nothing
-    tells but the time it takes. This counts the matrix products and convolutions by the dtype
-    of their operands, and their multiplications; and says where sums, exponentials, logarithms
-    and powers are computed in 16 bits, which have few digits and a small range.
+    tells but the time it takes; `autocast` mends it. This counts the matrix products and
+    convolutions by the dtype of their operands, and their multiplications; and says where sums,
+    exponentials, logarithms and powers are computed in 16 bits, which have few digits and a
+    small range.
 
     It traces the function, and looks into whatever JAX traces: `jit`, `scan`, `cond`, `remat`,
     `shard_map`, custom derivatives. It runs and compiles nothing, so shapes are enough, and what

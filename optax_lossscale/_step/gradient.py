@@ -162,8 +162,8 @@ def value_and_grad(
         tree of dtypes that is a prefix of what is differentiated, or a function from that to
         one, in which `None` leaves a leaf as it is; of several `argnums` that is the tuple of
         these arguments. It is not what the model computes in: that is the widest of what its
-        operations are given, and one float32 input, or a module that keeps to a dtype of its
-        own, such as `nnx.Embed`, makes all that follows float32. `dtype_report` says what it is.
+        operations are given, so one float32 input makes all that follows float32, which
+        `dtype_report` shows. Where the products are to be in 16 bits, give `autocast(fun)`.
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:

@@ -79,7 +79,8 @@ def assert_computes_in(
 
 
 _WIDE = """\
-A product is computed in the widest dtype that it is given. Cast both operands to {dtype}, or give
-the module dtype=jnp.{dtype}; where one was converted for it (as in float16→float32), it is the
-other that is to be cast. One that is to stay wide says so, by precision=jax.lax.Precision.HIGHEST
-or under jax.default_matmul_precision("highest")."""
+A product is computed in the widest dtype that it is given. Call the loss function through
+ols.autocast, which has the products of a float32 model in 16 bits. Or cast both operands to
+{dtype}, or give the module dtype=jnp.{dtype}: where one was converted for it (as in
+float16→float32), it is the other that is to be cast. One that is to stay wide says so, by
+precision=jax.lax.Precision.HIGHEST or under jax.default_matmul_precision("highest")."""

@@ -9,6 +9,7 @@ import json
 import pathlib
 import re
 
+import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import pytest
@@ -42,9 +43,16 @@ FRAMEWORKS = programs("docs/frameworks.md")
 )
 def test_each_frameworks_program_runs(program):
     assert "\nassert " in program
+    assert "assert_computes_in(" in program or "ols.probe()" in program
+    assert not re.search(r"astype|[^_]dtype=", program)
     if "nnx.as_pure" in program and not hasattr(importlib.import_module("flax.nnx"), "as_pure"):
         program = program.replace("nnx.as_pure", "nnx.pure")
-    exec(program, {})
+    names = {}
+    exec(program, names)
+    if "probes" in names:
+        ols.testing.assert_computes_in(
+            jax.grad(names["loss_fn"]), jnp.float16, names["params"], names["probes"]
+        )
 
 
 SEVERAL_LOSSES = programs("docs/several_losses.md")
