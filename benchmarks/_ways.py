@@ -217,6 +217,20 @@ def rescaled(inner: optax.GradientTransformation) -> dict[str, tuple[Way, Callab
     }
 
 
+def in_float16(inner: optax.GradientTransformation) -> dict[str, tuple[Way, Callable[..., Any]]]:
+    """Whole steps of one model that compute in float16 by other means, each with its loss."""
+    dynamic = apply_gradients(inner, "dynamic")
+    in_float16_gradients = apply_gradients(inner, "dynamic", jnp.float16)
+    autocast_loss = ols.autocast(_transformer.float32_loss)
+    return {
+        PLAIN: (plain(inner), _transformer.float32_loss),
+        "by hand": (dynamic, _transformer.loss),
+        "by hand, compute_dtype": (in_float16_gradients, _transformer.loss),
+        "autocast": (dynamic, autocast_loss),
+        "autocast, compute_dtype": (in_float16_gradients, autocast_loss),
+    }
+
+
 def branches(inner: optax.GradientTransformation, compute_dtype: Any = None) -> dict[str, Way]:
     """The plain optimizer, this library's ways under either branch, and the others."""
     doors = {"apply_gradients": apply_gradients, "update": update}
