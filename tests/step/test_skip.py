@@ -364,6 +364,19 @@ def test_metrics_have_the_norm_and_what_the_rule_counts():
     assert all(jnp.shape(x) == () for x in found.values())
 
 
+def test_check_says_that_it_was_the_rule():
+    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=AtMost(2.0))
+    state = tx.init(PARAMS)
+    for _ in range(4):
+        _, state = tx.update(PARAMS, state, PARAMS)
+    ols.check(state, max_consecutive_skips=4)
+    with pytest.raises(ols.LossScaleError, match=r"AtMost has skipped .* 4 steps .* norm 3\.78"):
+        ols.check(state, max_consecutive_skips=3)
+    _, state = tx.update(BAD, state, PARAMS)
+    with pytest.raises(ols.LossScaleError, match="gradients have overflowed at every step"):
+        ols.check(state, max_consecutive_skips=3)
+
+
 @each_rule
 def test_a_rule_is_saved_with_the_state(rule):
     tx = ols.with_loss_scale(optax.sgd(0.1), LS, skip=rule)
