@@ -202,6 +202,14 @@ def drop_norm_by_grad_norm_ema(multipliers: tuple[float, ...] = (20, 40, 100)) -
 
     Raises:
       ValueError: if they are no positive numbers.
+
+    Example:
+      >>> from optax_lossscale import skips
+      >>> rule = skips.axlearn(skips.drop_norm_by_grad_norm_ema((5, 10)), grad_norm_ema_decay=0.9)
+      >>> for norm in (1.0, 4.0, 20.0):
+      ...     rule, should_apply = rule.update(norm)
+      >>> print(should_apply)
+      False
     """
     return DropNorm(mean_factor=_smallest(multipliers), stddev_factor=0.0, min_count=0)
 
@@ -220,6 +228,15 @@ def drop_norm_by_grad_norm_stddev(
 
     Raises:
       ValueError: if they are no positive numbers, or `min_count` is no count.
+
+    Example:
+      >>> from optax_lossscale import skips
+      >>> drop_norm = skips.drop_norm_by_grad_norm_stddev(min_count=2)
+      >>> rule = skips.axlearn(drop_norm, grad_norm_ema_decay=0.9)
+      >>> for norm in (1.0, 1.5, 12.0):
+      ...     rule, should_apply = rule.update(norm)
+      >>> print(should_apply)
+      False
     """
     count = validation.count("min_count", min_count, least=0)
     return DropNorm(mean_factor=1.0, stddev_factor=_smallest(multipliers), min_count=count)

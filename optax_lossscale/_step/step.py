@@ -111,6 +111,8 @@ class Step:
         if params is not None and not isinstance(params, optax.LookaheadParams):
             inputs.refuse_other_shapes(filled, params)
         self._refuse_other_inner_states(state.inner_state, params)
+        if value is None and self.rule is not None:
+            value = extra_args.get("loss")  # which is its name in MaxText and Levanter
         value = None if value is None else inputs.scalar(value)
         loss_scale, rule, should_apply = self._decided(filled, value, state)
 

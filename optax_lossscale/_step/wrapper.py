@@ -187,8 +187,8 @@ def with_loss_scale(
         scale, as in bfloat16: `with_loss_scale(inner, None, skip="nonfinite")`. Or a rule of
         the module `skips`, such as `skips.spikes()`, which does that, and of the finite steps
         skips those that it takes for spikes. It is told the global norm of the unscaled gradients,
-        without those that `mask` leaves out, and the loss, if the step is given its `value`. The
-        loss scale adapts as after any finite step.
+        without those that `mask` leaves out, and the loss, if the step is given its `value`, or
+        `loss` as in MaxText and Levanter. The loss scale adapts as after any finite step.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with the further methods
