@@ -32,15 +32,16 @@ __all__ = [
 def spikes(
     factor: float = 6.0, *, least: float = 1.0, window: int = 64, max_skips: int = 16
 ) -> SpikeSkipRule:
-    """Skips a step whose gradient norm is far above the usual one; the one that is recommended.
+    """Skips a step whose norm or loss is far above the usual one; the one that is recommended.
 
-    It compares with the median of the last norms applied, on a logarithmic scale, and after
-    `max_skips` skips in a row takes the new level for what it is. It does not need the loss.
+    It compares with the medians of the last steps applied, and after `max_skips` skips in a row
+    takes the new level for what it is. It looks at the loss if the step is given its `value`, and
+    does not need it.
 
     Args:
       factor: how many deviations above the median are too many.
       least: how many bits above it a norm has to be at least; 1 is twice the median.
-      window: how many norms are remembered, at least 16.
+      window: how many norms and losses are remembered, at least 16.
       max_skips: how many finite steps in a row to skip at most.
 
     Returns:

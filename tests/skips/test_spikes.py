@@ -11,32 +11,41 @@ from optax_lossscale import skips
 
 
 @jax.jit
-def decided(rule, norms):
-    last, applied = jax.lax.scan(lambda rule, norm: rule.update(norm), rule, norms)
+def decided(rule, norms, losses=None):
+    step = lambda rule, measured: rule.update(*measured)
+    last, applied = jax.lax.scan(step, rule, (norms, losses))
     return applied, last
 
 
-def plainly(norms, factor, least, window, max_skips):
+def is_spike(x, xs, floor, factor, window):
+    if len(xs) < 8:
+        return False
+    ordered = sorted(xs[-window:])
+    n = len(ordered)
+    median, quartile = ordered[n // 2], ordered[3 * n // 4]
+    spread = 1.4826 * (quartile - median)
+    return x > median + max(factor * spread, floor(median) * max(1, 24 / n))
+
+
+def plainly(norms, losses, factor, least, window, max_skips):
     """The rule of the docstring."""
-    logs, in_a_row, applied = [], 0, []
-    for norm in norms:
+    logs, last_losses, in_a_row, applied = [], [], 0, []
+    for norm, loss in zip(norms, losses, strict=True):
         log = math.log2(max(norm, np.finfo(np.float32).tiny))
-        usual = True
-        if len(logs) >= 8:
-            ordered = sorted(logs[-window:])
-            n = len(ordered)
-            median, quartile = ordered[n // 2], ordered[3 * n // 4]
-            spread = 1.4826 * (quartile - median)
-            usual = log <= median + (1 + 16 / n) * max(factor * spread, least)
-        if not usual and in_a_row < max_skips:
+        spike = is_spike(log, logs, lambda median: least, factor, window)
+        if loss is not None:
+            spike |= is_spike(loss, last_losses, lambda median: abs(median) / 4, factor, window)
+        if spike and in_a_row < max_skips:
             in_a_row += 1
             applied.append(False)
             continue
-        logs = logs if usual else []
+        logs, last_losses = ([], []) if spike else (logs, last_losses)
         in_a_row = 0
         applied.append(True)
         if norm > 0:
             logs.append(log)
+        if loss is not None:
+            last_losses.append(loss)
     return applied
 
 
@@ -55,16 +64,35 @@ SERIES = {
 CONFIGS = [(6.0, 1.0, 64, 16), (3.0, 0.5, 16, 2), (1.0, 2.0, 40, 0)]
 
 
+LOSSES = {
+    "none": None,
+    "falls": 3 * np.exp(-np.arange(300) / 100) + 0.1 * noisy(300, seed=3),
+    "spikes": noisy(300, seed=4) + 5 * (np.arange(300) % 29 == 28),
+    "below zero": -5 + noisy(300, 1.0, seed=5),
+}
+
+
+@pytest.mark.parametrize("losses", LOSSES)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_decides_by_the_rule_in_its_docstring(config):
+def test_decides_by_the_rule_in_its_docstring(config, losses):
+    losses = LOSSES[losses]
+    losses = None if losses is None else losses.astype(np.float32)
+    factor, least, window, max_skips = config
+    rule = skips.spikes(factor, least=least, window=window, max_skips=max_skips)
     for name, norms in SERIES.items():
         norms = norms.astype(np.float32)
-        factor, least, window, max_skips = config
-        rule = skips.spikes(factor, least=least, window=window, max_skips=max_skips)
-        applied, last = decided(rule, norms)
-        expected = plainly(norms, *config)
+        applied, last = decided(rule, norms, losses)
+        expected = plainly(norms, [None] * 300 if losses is None else losses, *config)
         np.testing.assert_array_equal(applied, expected, name)
         assert last.skipped_by_rule == len(norms) - sum(expected)
+
+
+def test_a_loss_far_above_the_usual_is_a_spike_as_well():
+    losses = 2.5 + 0.1 * np.random.default_rng(0).normal(size=100).astype(np.float32)
+    losses[[50, 80]] = [6.0, 4.0]
+    for scale in (1.0, 1e-20, 1e20):
+        applied, _ = decided(skips.spikes(), noisy(100), losses * np.float32(scale))
+        np.testing.assert_array_equal(np.flatnonzero(~np.array(applied)), [50, 80])
 
 
 def test_a_spike_is_skipped_and_widens_nothing():
