@@ -127,9 +127,10 @@ def _squares_on_cpu(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     # 2**24 and more stops growing, so large leaves are summed row by row.
     parts = [part for x in leaves for part in _rows(x)]
     sums, flags = zip(*(_sum_and_all(_square(x), jnp.isfinite(x)) for x in parts), strict=True)
+    joined = lambda xs, dtype: jnp.concatenate([jnp.ravel(x).astype(dtype) for x in xs])
+    sums, flags = joined(sums, jnp.float32), joined(flags, bool)
     sums, flags = lax.optimization_barrier((sums, flags))
-    total = jnp.stack([x.sum().astype(jnp.float32) for x in sums]).sum()
-    return total, jnp.stack([x.all() for x in flags]).all()
+    return sums.sum(), flags.all()
 
 
 def _rows(x: jax.Array) -> list[jax.Array]:
@@ -144,7 +145,7 @@ def _rows(x: jax.Array) -> list[jax.Array]:
     return rows if head == size else [*rows, flat[head:]]
 
 
-_ROW, _SHORTEST_ROW = 2**16, 2**8
+_ROW, _SHORTEST_ROW = 2**16, 2**10
 
 
 def _square(x: jax.Array) -> jax.Array:

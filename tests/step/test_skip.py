@@ -3,10 +3,12 @@
 import pickle
 
 import chex
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -377,14 +379,44 @@ def test_check_says_that_it_was_the_rule():
         ols.check(state, max_consecutive_skips=3)
 
 
+def test_a_loss_under_the_name_that_maxtext_and_levanter_give_it():
+    tx = ols.with_loss_scale(optax.adam(0.1), None, skip=AtMost(1e3))
+    step = jax.jit(lambda state, **extra: tx.update(PARAMS, state, PARAMS, **extra)[1])
+    state = step(tx.init(PARAMS), loss=3.0, grad_norm=NORM)
+    assert state.skip_rule.losses == 3
+    state = step(state, loss=jnp.nan)
+    assert not state.should_apply
+    assert step(state, loss=jnp.nan, value=2.0).skip_rule.losses == 5
+
+
+def test_a_state_that_was_saved_before_there_were_rules_is_restored(tmp_path):
+    tx = ols.with_loss_scale(optax.adam(0.1), LS)
+    _, state = tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)
+    saved = flax.serialization.to_state_dict(state)
+    del saved["skip_rule"]
+    restored = flax.serialization.from_state_dict(tx.init(PARAMS), saved | {"skip_rule": None})
+    chex.assert_trees_all_equal(restored, state)
+
+    five = {name: x for name, x in state._asdict().items() if name != "skip_rule"}
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "old", five)
+        checkpointer.wait_until_finished()
+        restored = ols.LossScaleState(**checkpointer.restore(tmp_path / "old", five))
+    chex.assert_trees_all_equal(restored, state)
+
+
 @each_rule
-def test_a_rule_is_saved_with_the_state(rule):
+def test_a_rule_is_saved_with_the_state(rule, tmp_path):
     tx = ols.with_loss_scale(optax.sgd(0.1), LS, skip=rule)
     _, state = tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)
     chex.assert_trees_all_equal(pickle.loads(pickle.dumps(state)), state)
-    import flax.serialization
-
     saved = flax.serialization.to_bytes(state)
     restored = flax.serialization.from_bytes(tx.init(PARAMS), saved)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    chex.assert_trees_all_equal(restored, state)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", tx.init(PARAMS))
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     chex.assert_trees_all_equal(restored, state)

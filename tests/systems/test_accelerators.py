@@ -211,7 +211,7 @@ def test_a_rule_of_skipping_takes_its_norm_in_the_pass_of_the_check(
     of = lambda skip: optimizer_step(DOORS[door](ADAMW, loss_scale, skip=skip), target, dtype)
     checked, ruled = of("nonfinite"), of(ols.skips.spikes())
     # What remains are the squares of rows, and scalars.
-    assert ruled.bytes_moved - checked.bytes_moved <= 1e-3 * nbytes(PARAMS)
+    assert ruled.bytes_moved - checked.bytes_moved <= 2e-3 * nbytes(PARAMS)
     assert extra_memory(ruled, checked) <= 1e-3
     assert not copies_a_parameter(ruled)
 
