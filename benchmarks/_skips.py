@@ -7,6 +7,7 @@ import functools
 import pathlib
 import re
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from benchmarks import _report
 from optax_lossscale import skips
 from optax_lossscale.demo import _model, _text
 
-NOTHING = 'skip="nonfinite"'
+NOTHING = '`"nonfinite"`'
 RULES: dict[str, Any] = {
     NOTHING: "nonfinite",
     "`spikes()`": skips.spikes(),
@@ -125,43 +126,62 @@ def _stacked(text: np.ndarray, steps: int) -> dict[str, Scenario]:
     return {name: jax.tree.map(stack, *(s[name] for s in each)) for name in each[0]}
 
 
-def table(steps: int) -> str:
-    """Spikes caught, good steps lost and the final loss, of each rule in each scenario."""
+class Row(NamedTuple):
+    """What a rule did in a scenario, over all seeds."""
+
+    planted: int
+    caught: int
+    lost: int
+    loss: float
+
+
+def measure(steps: int) -> dict[tuple[str, str], Row]:
+    """Trains under each rule in each scenario."""
     cases = _stacked(_text.read(None), steps)
-    parts = []
     found = {}
     for rule in tqdm(RULES, desc="rules"):
         for name, scenario in cases.items():
-            found[rule, name] = jax.device_get(train(rule, scenario, steps, jnp.array(SEEDS)))
-    last = steps // 10
-    for name, scenario in cases.items():
-        body = []
-        for rule in RULES:
-            outcome = found[rule, name]
+            outcome = jax.device_get(train(rule, scenario, steps, jnp.array(SEEDS)))
             skipped = ~outcome.applied
-            planted = int(scenario.planted.sum())
-            caught = int((skipped & scenario.planted).sum())
-            loss = outcome.loss[:, -last:].mean()
-            body.append(
-                [
-                    rule,
-                    f"{caught} of {planted}" if planted else "",
-                    str(int((skipped & ~scenario.planted).sum())),
-                    f"{loss:.3f}",
-                ]
+            found[name, rule] = Row(
+                int(scenario.planted.sum()),
+                int((skipped & scenario.planted).sum()),
+                int((skipped & ~scenario.planted).sum()),
+                float(outcome.loss[:, -(steps // 10) :].mean()),
             )
-        parts += [f"**Planted: {name}.**", _report.table(["", "caught", "lost", "loss"], body)]
-    return "\n\n".join(parts)
+    return found
+
+
+def tables(found: dict[tuple[str, str], Row]) -> str:
+    """The final losses, the planted steps that were caught and the others that were lost."""
+    names = dict.fromkeys(name for name, _ in found)
+
+    def rows(cell: Callable[[Row], str], first: Callable[[Row], list[str]]) -> list[list[str]]:
+        of = {name: [found[name, rule] for rule in RULES] for name in names}
+        return [[name, *first(each[0]), *map(cell, each)] for name, each in of.items()]
+
+    caught = rows(lambda x: str(x.caught), lambda x: [str(x.planted)])
+    parts = {
+        "The final loss:": ([], rows(lambda x: f"{x.loss:.3f}", lambda x: [])),
+        "Planted steps that were skipped:": (["planted"], [r for r in caught if r[1] != "0"]),
+        f"Other steps that were skipped, of {STEPS * len(SEEDS)} less the planted ones:": (
+            [],
+            rows(lambda x: str(x.lost), lambda x: []),
+        ),
+    }
+    return "\n\n".join(
+        f"{title}\n\n{_report.table(['', *header, *RULES], body)}"
+        for title, (header, body) in parts.items()
+    )
 
 
 def main(quick: bool, page: pathlib.Path = PAGE) -> None:
     """Trains, and writes the tables between the marks of the page."""
     start = time.perf_counter()
-    tables = table(60 if quick else STEPS)
-    minutes = f"{(time.perf_counter() - start) / 60:.0f}"
-    print(tables, f"\n{minutes} minutes")
+    measured = tables(measure(60 if quick else STEPS))
+    print(measured, f"\n{(time.perf_counter() - start) / 60:.0f} minutes")
     if quick:
         return
     text = page.read_text()
     marked = re.compile(r"(?<=<!-- measured -->\n\n).*(?=\n\n<!-- until here -->)", re.S)
-    page.write_text(marked.sub(lambda _: tables, text))
+    page.write_text(marked.sub(lambda _: measured, text))

@@ -145,7 +145,7 @@ def _rows(x: jax.Array) -> list[jax.Array]:
     return rows if head == size else [*rows, flat[head:]]
 
 
-_ROW, _SHORTEST_ROW = 2**16, 2**10
+_ROW, _SHORTEST_ROW = 2**16, 2**8
 
 
 def _square(x: jax.Array) -> jax.Array:

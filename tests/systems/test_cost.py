@@ -155,7 +155,7 @@ def test_the_check_allocates_nothing(dtype):
     ):
         compiled = jax.jit(check).lower(grads).compile(AS_USERS_DO)
         size = sum(g.nbytes for g in jax.tree.leaves(grads))
-        assert temp_bytes(compiled) <= 0.01 * size
+        assert temp_bytes(compiled) <= 0.02 * size  # the squares of rows
         assert bytes_accessed(compiled) <= 1.05 * size
 
 
