@@ -17,7 +17,8 @@ Skip = SkipRule | Literal["nonfinite"]
 
 def refuse_other_skips(skip: Skip | None) -> None:
     """Raises for what says nothing of when to skip."""
-    if not isinstance(skip, SkipRule | None) and skip != "nonfinite":
+    is_nonfinite = isinstance(skip, str) and skip == "nonfinite"
+    if not is_nonfinite and not isinstance(skip, SkipRule | None):
         allowed = "None, 'nonfinite', or a rule such as skips.spikes()"
         refuse("skip", skip, allowed)
 
