@@ -125,6 +125,18 @@ def test_the_smallest_of_axlearns_multipliers_decides():
         assert should_apply == applied
 
 
+def test_a_norm_of_the_threshold_itself_is_applied_by_megatron_and_skipped_by_axlearn():
+    follows = skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 0.9)  # whose mean begins at 1
+    for rule, threshold, applied in (
+        (skips.megatron(2.0), 2.0, True),
+        (skips.axlearn(2.0), 2.0, False),
+        (follows, 20.0, False),
+    ):
+        assert rule.update(threshold)[1] == applied
+        assert not rule.update(np.nextafter(np.float32(threshold), np.float32(100)))[1]
+        assert rule.update(np.nextafter(np.float32(threshold), np.float32(0)))[1]
+
+
 def test_ones_own_rule_is_a_pytree_by_subclassing_alone():
     class Every(skips.SkipRule):
         period: int
