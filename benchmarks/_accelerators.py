@@ -148,9 +148,9 @@ _STEPS = {
     "step without loss scaling applies each gradient as it comes, where the check needs all of "
     "them: on the v5e, 1024 tokens took 54% without and 73% with it, 4096 took 173% and 202%, "
     "and a select by hand the same; on the H100 these took as much without as with it.",
-    FLOAT16_STEP: "The same transformer on 32,768 tokens, where most of the memory is what is kept "
-    "for the backward pass: in float32 without loss scaling, cast to float16 in the model by hand, "
-    "and the float32 model under `autocast`.",
+    FLOAT16_STEP: "The same transformer on 32,768 tokens, where most of the memory is what is "
+    "kept for the backward pass: in float32 without loss scaling, cast to float16 in the model by "
+    "hand, and the float32 model under `autocast`.",
     RESCALED_STEP: "The same transformer with the backward pass of each block, or of the whole "
     "model as one block, at a scale of its own, as in "
     "[rescaling inside the model](../experimental.md).",

@@ -14,8 +14,10 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 FLOORS = {
     "_arrays": 1,
     "_scales": 2,
+    "_skips": 2,
     "presets": 2,
     "_autocast": 3,
+    "skips": 2,
     "_step": 3,
     "_diagnosis": 4,
     "demo": 5,
