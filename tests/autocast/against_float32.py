@@ -9,7 +9,7 @@ import numpy as np
 import optax_lossscale as ols
 
 # Those that a dynamic loss scale would come to: the first at which no gradient overflows.
-EXPONENTS = (24, 18, 12, 6, 0, -6)
+EXPONENTS = (24, 18, 12, 6, 0, -6, -12, -18)
 
 
 def assert_as_in_float32(fun, *args, argnums=(0, 1), within=0.005, dtype=jnp.float16, many=64):
