@@ -30,7 +30,7 @@ def kinds(tree):
 
 # --- what comes out ---
 
-Pair = collections.namedtuple("Pair", "a b")  # noqa: PYI024
+Pair = collections.namedtuple("Pair", "a b")
 
 
 def of_every_kind(p, x):

@@ -1,10 +1,7 @@
 """Random programs under autocast; `python tests/autocast/programs.py --minutes 60` is the long run."""
 
-import jax.numpy as jnp
 import pytest
-from programs import program, shrunk, tried
-
-import optax_lossscale as ols
+from programs import program, tried
 
 HARMLESS = ("", "ill-conditioned", "out of range", "no program")
 SEEDS = range(1000, 1010)
