@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from optax_lossscale import presets, testing
 from optax_lossscale._arrays.finite import all_finite
+from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._diagnosis.accuracy import GradientError
 from optax_lossscale._diagnosis.calibration import InitialScale, find_initial_scale
 from optax_lossscale._diagnosis.check import LossScaleError, check
@@ -68,6 +69,7 @@ __all__ = [
     "Underflow",
     "UnderflowReport",
     "all_finite",
+    "autocast",
     "check",
     "diagnose",
     "dtype_report",

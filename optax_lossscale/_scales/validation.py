@@ -3,7 +3,7 @@
 import inspect
 import reprlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -128,6 +128,15 @@ def function(name: str, value: Any) -> None:
     """Something to call."""
     if not callable(value):
         raise TypeError(f"{name} must be a function, got {shown(value)}")
+
+
+def argnums(value: Any) -> tuple[int, ...]:
+    """Which positional arguments: an int, or a sequence of them."""
+    found = tuple(value) if isinstance(value, Sequence) else (value,)
+    is_int = lambda n: isinstance(n, (int, np.integer)) and not isinstance(n, bool)
+    if not all(map(is_int, found)):
+        raise TypeError(f"argnums must be an int or a sequence of ints, got {shown(value)}")
+    return found
 
 
 def at_hand(name: str, tree: Any) -> None:

@@ -14,10 +14,11 @@ import numpy as np
 
 from optax_lossscale._arrays.precision import at_least_float32, is_array
 from optax_lossscale._arrays.variables import is_module
+from optax_lossscale._scales import validation
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.get import resolve
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._scales.validation import function, shown
+from optax_lossscale._scales.validation import function
 from optax_lossscale._step.compute_dtype import ComputeDtype, narrowed, refuse_other_dtypes
 
 
@@ -195,10 +196,9 @@ def value_and_grad(
     function("fun", fun)
     refuse_other_dtypes(compute_dtype)
     several = isinstance(argnums, Sequence)
-    differentiated = tuple(argnums) if several else (argnums,)
-    is_int = lambda n: isinstance(n, (int, np.integer)) and not isinstance(n, bool)
-    if not differentiated or not all(map(is_int, differentiated)):
-        raise TypeError(f"argnums must be an int or a sequence of ints, got {shown(argnums)}")
+    differentiated = validation.argnums(argnums)
+    if not differentiated:
+        raise TypeError("argnums must be an int or a sequence of at least one, got ()")
 
     def scaled_fun(*args, **kw):
         value = fun(*args, **kw)

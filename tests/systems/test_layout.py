@@ -15,6 +15,7 @@ FLOORS = {
     "_arrays": 1,
     "_scales": 2,
     "presets": 2,
+    "_autocast": 3,
     "_step": 3,
     "_diagnosis": 4,
     "demo": 5,

@@ -1,0 +1,92 @@
+"""`autocast`: any function, its matrix products in 16 bits and the rest in float32."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale._arrays.programs import as_traced, dtype_of, in_dtype, open_jaxpr
+from optax_lossscale._autocast.arrays import Call
+from optax_lossscale._autocast.kinds import FLOAT32, Kind
+from optax_lossscale._autocast.run import Casting
+from optax_lossscale._scales import validation
+
+
+def autocast(
+    fun: Callable[..., Any], dtype: Any = jnp.float16, argnums: int | Sequence[int] = 0
+) -> Callable[..., Any]:
+    """`fun`, its matrix products and convolutions in 16 bits, and all else in float32.
+
+    What is written in float32, parameters, batch and model, trains in float16 without a cast:
+    products take and give `dtype`, and what lies between two of them is computed in float32
+    from what the one gave and rounded where the next begins. So exponentials, logarithms, powers,
+    sums, norms, losses and quotients have float32's range and digits, and a mask of -1e9 or an
+    epsilon of 1e-8 is what it was. Only products are ever narrowed. One of numbers too large for
+    `dtype` still overflows: that is for the loss scale to see.
+
+    The backward pass computes what lies between two products anew instead of keeping it: of what
+    goes from product to product, such as the residual stream of a transformer, it keeps 16 bits.
+    That takes the memory of a model that was written in float16 by hand, or less.
+
+    A product stays as it is where it asks for it by `precision=jax.lax.Precision.HIGHEST`, or
+    stands under `jax.default_matmul_precision("highest")`; so does all that is float64, bfloat16
+    or float16 in `fun` itself, and what no jaxpr shows, as Pallas kernels. `dtype_report` says
+    which products run in what. It goes through `jit`, `scan`, `while_loop`, `cond`,
+    `jax.checkpoint`, `shard_map` and custom derivatives, and serves training, evaluation and
+    derivatives of any order.
+
+    Args:
+      fun: a function of arrays, trees and modules of them and of anything else; one that JAX
+        can trace. Flax NNX modules among its arguments may change inside.
+      dtype: `jnp.float16` or `jnp.bfloat16`.
+      argnums: which positional arguments hold the parameters, if any. What is made of a
+        product and a parameter, as when a bias is added, is kept in 16 bits between products;
+        other float32 arguments keep in float32 what they meet.
+
+    Returns:
+      A function of `fun`'s arguments, whose results have the dtypes that `fun`'s have for
+      arguments in float32 instead of `dtype`.
+
+    Raises:
+      TypeError: if `fun` is no function or `argnums` no ints.
+      ValueError: if `dtype` is neither of the two; when called, if there are fewer positional
+        arguments than `argnums` says.
+
+    Source: the lists of `torch.autocast` and of TensorFlow's mixed precision graph rewrite say
+    which operations need float32; that everything between two products is such, and computed
+    anew in the backward pass, is what a compiler that fuses it makes affordable.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> def loss_fn(weights, x):
+      ...     return jnp.mean(jnp.exp(x @ weights))
+      >>> weights, x = jnp.ones((4, 2)), 3 * jnp.ones((8, 4))
+      >>> print(jax.jit(ols.autocast(loss_fn))(weights, x))  # exp(12) is infinite in float16
+      162754.8
+      >>> ols.dtype_report(ols.autocast(loss_fn), weights, x).shares
+      {dtype('float16'): 1.0}
+    """
+    validation.function("fun", fun)
+    low = validation.floating_dtype("dtype", dtype)
+    validation.one_of("dtype", str(low), ("float16", "bfloat16"))
+    positions = validation.argnums(argnums)
+
+    @functools.wraps(fun)
+    def autocasted(*args, **kwargs):
+        parameters = {range(len(args))[n] for n in positions if -len(args) <= n < len(args)}
+        if len(parameters) < len(positions):
+            raise ValueError(
+                f"autocast was told argnums={argnums!r}, and there are {len(args)} positional "
+                "arguments: give the parameters by position, or say argnums=() if there are none"
+            )
+        call = Call(fun, args, kwargs, parameters)
+        wide = [in_dtype(FLOAT32, x) if dtype_of(x) == low else x for x in call.arrays]
+        jaxpr = jax.make_jaxpr(call.of_arrays)(wide)
+        kinds = [Kind.PARAMETER if is_it else Kind.WIDE for is_it in call.is_parameter]
+        outs = Casting(low)(jaxpr, call.arrays, kinds)
+        return call.result(as_traced(open_jaxpr(jaxpr).outvars, list(map(jnp.asarray, outs))))
+
+    return autocasted

@@ -1,0 +1,202 @@
+"""Equations that hold programs with products: each is called anew, with its programs rewritten."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from optax_lossscale._arrays.programs import (
+    as_traced,
+    bind,
+    dtype_of,
+    in_dtype,
+    mapped_axes,
+    placed,
+    scan_sizes,
+)
+from optax_lossscale._autocast.kinds import FLOAT32, Kind, kinds_carried
+
+
+class Run(Protocol):
+    """Runs a program that was traced in float32; `run.Casting` does."""
+
+    dtype: np.dtype
+
+    def __call__(self, jaxpr: Any, args: Sequence[Any], given: Sequence[Kind]) -> list[Any]:
+        """The results of a program for arguments of these kinds."""
+        ...
+
+    def but(self, **changed: bool) -> "Run":
+        """The same run with something changed."""
+        ...
+
+
+def _placed_jit(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
+    """A `jit` that was told where to have its arrays."""
+    outs = run(eqn.params["jaxpr"], placed(eqn.params["in_shardings"], ins), given)
+    return placed(eqn.params["out_shardings"], outs)
+
+
+def _remat(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
+    params, run = eqn.params, run.but(recomputes=False)
+    if params["differentiated"] and params["prevent_cse"]:
+        ins = lax.optimization_barrier(ins)
+    of = lambda *xs: run(params["jaxpr"], xs, given)
+    return jax.checkpoint(of, prevent_cse=params["prevent_cse"], policy=params["policy"])(*ins)
+
+
+def _shard_map(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
+    params = eqn.params
+    mapped = jax.shard_map(
+        lambda *xs: run(params["jaxpr"], xs, given),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=list(params["out_specs"]),
+        axis_names=set(mapped_axes(eqn)),
+        check_vma=params["check_vma"],
+    )
+    return mapped(*ins)
+
+
+def _scan(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
+    params, (n_consts, n_carry) = eqn.params, scan_sizes(eqn)
+    carried = kinds_carried(eqn, given, run.dtype)
+    # What each round reads gets a gradient from each, and their sum is one of many numbers.
+    consts = as_traced(eqn.invars[:n_consts], ins[:n_consts])
+    traced = [dtype_of(v.aval) for v in eqn.invars[n_consts:][:n_carry]]
+    is_low = lambda kind, dtype: kind == Kind.NARROW and dtype == FLOAT32
+    kept = lambda kind, dtype: run.dtype if is_low(kind, dtype) else dtype
+    dtypes = list(map(kept, carried, traced))
+    carry = list(map(in_dtype, dtypes, ins[n_consts:][:n_carry]))
+    given = [*given[:n_consts], *carried, *given[n_consts + n_carry :]]
+    run = run.but(prevent_cse=False)
+
+    def body(carry, xs):
+        outs = run(params["jaxpr"], [*consts, *carry, *xs], given)
+        return list(map(in_dtype, dtypes, outs[:n_carry])), outs[n_carry:]
+
+    how = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = lax.scan(body, carry, ins[n_consts + n_carry :], **how)
+    return [*carry, *ys]
+
+
+def _while(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
+    params = eqn.params
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    carried = eqn.invars[n_cond + n_body :]
+    carry = as_traced(carried, ins[n_cond + n_body :])
+    of_cond, of_body = [*given[:n_cond]], [*given[n_cond:][:n_body]]
+    wide = [Kind.WIDE] * len(carry)
+
+    def goes_on(carry):
+        return run(params["cond_jaxpr"], [*ins[:n_cond], *carry], [*of_cond, *wide])[0]
+
+    def body(carry):
+        outs = run(params["body_jaxpr"], [*ins[n_cond:][:n_body], *carry], [*of_body, *wide])
+        return as_traced(carried, outs)
+
+    return lax.while_loop(goes_on, body, carry)
+
+
+def _cond(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
+    index, *ins = ins
+    of = lambda branch: lambda *xs: run(branch, xs, given[1:])
+    branches = list(map(of, eqn.params["branches"]))
+    dtypes = [list(map(dtype_of, jax.eval_shape(branch, *ins))) for branch in branches]
+    widest = [FLOAT32 if FLOAT32 in of_one else of_one[0] for of_one in zip(*dtypes, strict=True)]
+    alike = lambda branch: lambda *xs: list(map(in_dtype, widest, branch(*xs)))
+    return lax.switch(index, list(map(alike, branches)), *ins)
+
+
+def _custom_jvp(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
+    """Its derivative is that of the original, rewritten in turn."""
+
+    @jax.custom_jvp
+    def of(*xs):
+        return run(eqn.params["call_jaxpr"], xs, given)
+
+    @of.defjvp
+    def rule(primals, tangents):
+        moved = [i for i, t in enumerate(tangents) if t.dtype != jax.dtypes.float0]
+
+        def derivative(primals, tangents_moved):
+            full = list(tangents)
+            for i, t in zip(moved, tangents_moved, strict=True):
+                full[i] = t
+            return jax.jvp(lambda *xs: bind(eqn, xs), tuple(primals), tuple(full))
+
+        traced = [eqn.invars[i] for i in moved]
+        args = as_traced(eqn.invars, primals), as_traced(traced, [tangents[i] for i in moved])
+        of_tangents = [max(given[i], Kind.NARROW) for i in moved]
+        outs, out_tangents = _rewritten(derivative, args, [*given, *of_tangents], run)
+        dtypes = list(map(dtype_of, jax.eval_shape(of, *primals)))
+        return list(map(in_dtype, dtypes, outs)), list(map(in_dtype, dtypes, out_tangents))
+
+    return of(*map(jnp.asarray, ins))
+
+
+def _custom_vjp(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
+    """Both of its passes are those of the original, rewritten in turn."""
+    if eqn.params.get("symbolic_zeros"):  # which its rule asks for: left as it was traced
+        return bind(eqn, as_traced(eqn.invars, ins))
+    ins = list(map(jnp.asarray, ins))
+    is_inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in ins]
+    pullback: dict[str, Any] = {}
+
+    @jax.custom_vjp
+    def of(*xs):
+        return run(eqn.params["call_jaxpr"], xs, given)
+
+    def forward(*xs):
+        def both(*xs):
+            outs, pull = jax.vjp(lambda *xs: bind(eqn, xs), *xs)
+            residuals, pullback["tree"] = jax.tree.flatten(pull)
+            pullback["dtypes"] = list(map(dtype_of, residuals))
+            return outs, residuals
+
+        outs, residuals = _rewritten(both, as_traced(eqn.invars, xs), given, run)
+        dtypes = map(dtype_of, jax.eval_shape(of, *xs))
+        return list(map(in_dtype, dtypes, outs)), residuals
+
+    def backward(residuals, cotangents):
+        def pulled_back(residuals, cotangents):
+            grads = jax.tree.unflatten(pullback["tree"], residuals)(cotangents)
+            return [g for g, is_it in zip(grads, is_inexact, strict=True) if is_it]
+
+        residuals = list(map(in_dtype, pullback["dtypes"], residuals))
+        cotangents = as_traced(eqn.outvars, cotangents)
+        of_residuals, of_cotangents = [Kind.WIDE] * len(residuals), [Kind.NARROW] * len(cotangents)
+        kinds = [*of_residuals, *of_cotangents]
+        grads = iter(_rewritten(pulled_back, (residuals, cotangents), kinds, run))
+        return tuple(
+            in_dtype(x.dtype, next(grads)) if is_it else None
+            for x, is_it in zip(ins, is_inexact, strict=True)
+        )
+
+    of.defvjp(forward, backward)
+    return of(*ins)
+
+
+def _rewritten(function: Callable[..., Any], args: Any, given: list[Kind], run: Run) -> Any:
+    """What a function of arguments in the dtypes of the original gives, run in turn."""
+    jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+    outs = run(jaxpr, jax.tree.leaves(args), given)
+    return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+
+HOLDERS = {
+    "checkpoint": _remat,
+    "cond": _cond,
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp,
+    "jit": _placed_jit,
+    "pjit": _placed_jit,
+    "remat": _remat,
+    "remat2": _remat,
+    "scan": _scan,
+    "shard_map": _shard_map,
+    "while": _while,
+}
