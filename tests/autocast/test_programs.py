@@ -1,4 +1,4 @@
-"""Random programs under autocast; `python tests/autocast/programs.py --minutes 60` is the long run."""
+"""Random programs under autocast: `python tests/autocast/programs.py --minutes 60` runs more."""
 
 import pytest
 from programs import program, tried
