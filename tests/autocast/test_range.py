@@ -648,6 +648,96 @@ def capped_logits(h, p):
     return through(30 * jnp.tanh(h / 30))
 
 
+# --- what a product takes and something that needs float32 reads as well ---
+
+
+@case(size=1.5)
+def action_and_its_log_probability(h, p):
+    """Of soft actor-critic: the action goes to the critic, and into its own correction."""
+    action = jnp.tanh(h)
+    return through(action) / 1e2 - jnp.mean(jnp.log(1 - action**2 + 1e-6))
+
+
+@case(size=1.5, parameters=[("critic", permutation(32))])
+def action_and_its_log_probability_after_the_critic(h, p):
+    action = jnp.tanh(h)
+    value = jnp.mean((jax.nn.relu(action @ p["critic"]) @ p["critic"]) ** 2)
+    return value - jnp.mean(jnp.log(1 - action**2 + 1e-6))
+
+
+@case(size=4.0)
+def gates_and_their_cross_entropy(h, p):
+    gates, target = jax.nn.sigmoid(h), jnp.eye(16, 32)
+    cross = target * jnp.log(gates + 1e-9) + (1 - target) * jnp.log(1 - gates + 1e-9)
+    return through(gates) / 1e2 - jnp.mean(cross)
+
+
+@case(size=8.0)
+def attention_and_its_entropy(h, p):
+    weights = jax.nn.softmax(h)
+    return through(weights) - jnp.mean(weights * jnp.log(weights))
+
+
+@case(size=1.0)
+def coordinates_and_their_fourier_features(h, p):
+    z = 0.001 * jnp.tanh(h) + np.linspace(0, 1, 32, dtype="f")
+    return through(z) / 1e2 + jnp.mean(jnp.sin(1000 * z))
+
+
+# --- what crosses into another function ---
+
+
+@case(size=300.0)
+def large_numbers_into_remat(h, p):
+    return through(jax.checkpoint(lambda y: y / 1e4)(h * jnp.roll(h, 1, 0)))
+
+
+@case(size=300.0)
+def large_numbers_into_remat_with_a_product(h, p):
+    f = jax.checkpoint(lambda y: jax.nn.relu(y / 1e4) @ p["w"])
+    return through(f(h * jnp.roll(h, 1, 0)))
+
+
+@case(size=300.0)
+def large_numbers_into_a_branch(h, p):
+    y = h * jnp.roll(h, 1, 0)
+    return through(lax.cond(h[0, 0] < 1e9, lambda y: (y / 1e4) @ p["w"], lambda y: y, y))
+
+
+@case(size=300.0)
+def large_numbers_into_a_custom_derivative(h, p):
+    f = jax.custom_jvp(lambda y, w: (y / 1e4) @ w)
+    f.defjvp(lambda xs, ts: jax.jvp(lambda y, w: (y / 1e4) @ w, xs, ts))
+    return through(f(h * jnp.roll(h, 1, 0), p["w"]))
+
+
+@case(size=300.0)
+def large_numbers_into_a_scan(h, p):
+    y = h * jnp.roll(h, 1, 0)
+    return through(lax.scan(lambda c, y: (c, (y / 1e4) @ p["w"]), 0.0, y)[1])
+
+
+@case(
+    rows=1000, parameters=[("v", normal(5, 32, 32, scale=0.1)), ("each", np.ones((1000, 32), "f"))]
+)
+def small_steps_with_a_parameter_each(h, p):
+    def step(c, inputs):
+        x, scale = inputs
+        return c + 1e-3 * jnp.tanh(c @ p["v"] + x * scale), None
+
+    return jnp.mean(lax.scan(step, h[0], (h, p["each"]))[0] ** 2)
+
+
+@case(parameters=[("gamma", np.full((4, 32), 1e-6, "f")), ("v", permutation(32))])
+def layer_scale_by_class(h, p):
+    return through(h + jax.nn.relu(h @ p["v"]) * p["gamma"][np.arange(16) % 4])
+
+
+@case(parameters=[("scale", np.full((4, 32), 1e-8, "f"))])
+def tiny_numbers_gathered(h, p):
+    return through((h * p["scale"][np.arange(16) % 4]) * 1e8)
+
+
 # --- selections ---
 
 
