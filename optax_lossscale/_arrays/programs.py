@@ -73,8 +73,8 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
 
 def mapped_axes(eqn: Any) -> tuple[Any, ...]:
     """The axes of the mesh that a `shard_map` maps over, beside those around it."""
-    params = eqn.params
-    return tuple(params.get("newly_manual_axes") or params["manual_axes"])  # before jax 0.10
+    was = "manual_axes"  # before jax 0.10
+    return tuple(eqn.params[was] if was in eqn.params else eqn.params["newly_manual_axes"])
 
 
 def placed(shardings: Sequence[Any] | None, xs: Sequence[Any]) -> list[Any]:

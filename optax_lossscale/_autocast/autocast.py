@@ -64,8 +64,9 @@ def autocast(
       >>> def loss_fn(weights, x):
       ...     return jnp.mean(jnp.exp(x @ weights))
       >>> weights, x = jnp.ones((4, 2)), 3 * jnp.ones((8, 4))
-      >>> print(jax.jit(ols.autocast(loss_fn))(weights, x))  # exp(12) is infinite in float16
-      162754.8
+      >>> loss = jax.jit(ols.autocast(loss_fn))(weights, x)  # exp(12) is infinite in float16
+      >>> print(f"{loss:.0f}")
+      162755
       >>> ols.dtype_report(ols.autocast(loss_fn), weights, x).shares
       {dtype('float16'): 1.0}
     """

@@ -1,7 +1,7 @@
 """A traced program as a flat list of steps, with what `jit` compiles put in its place."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import source_info_util
@@ -82,7 +82,7 @@ def flat(jaxpr: Any) -> Flat:
 
 def _add(
     jaxpr: Any,
-    ins: list[int | Literal],
+    ins: Sequence[int | Literal],
     names: Any,
     steps: list[Step],
     consts: dict[int, Any],

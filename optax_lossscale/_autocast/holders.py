@@ -1,11 +1,10 @@
 """Equations that hold programs with products: each is called anew, with its programs rewritten."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from optax_lossscale._arrays.programs import (
@@ -19,36 +18,25 @@ from optax_lossscale._arrays.programs import (
 )
 from optax_lossscale._autocast.kinds import FLOAT32, Kind, kinds_carried
 
-
-class Run(Protocol):
-    """Runs a program that was traced in float32; `run.Casting` does."""
-
-    dtype: np.dtype
-
-    def __call__(self, jaxpr: Any, args: Sequence[Any], given: Sequence[Kind]) -> list[Any]:
-        """The results of a program for arguments of these kinds."""
-        ...
-
-    def but(self, **changed: bool) -> "Run":
-        """The same run with something changed."""
-        ...
+if TYPE_CHECKING:
+    from optax_lossscale._autocast.run import Casting
 
 
-def _placed_jit(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
+def _placed_jit(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[Any]:
     """A `jit` that was told where to have its arrays."""
     outs = run(eqn.params["jaxpr"], placed(eqn.params["in_shardings"], ins), given)
     return placed(eqn.params["out_shardings"], outs)
 
 
-def _remat(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
-    params, run = eqn.params, run.but(recomputes=False)
+def _remat(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[Any]:
+    params, run = eqn.params, run._replace(recomputes=False)
     if params["differentiated"] and params["prevent_cse"]:
         ins = lax.optimization_barrier(ins)
     of = lambda *xs: run(params["jaxpr"], xs, given)
     return jax.checkpoint(of, prevent_cse=params["prevent_cse"], policy=params["policy"])(*ins)
 
 
-def _shard_map(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
+def _shard_map(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[Any]:
     params = eqn.params
     mapped = jax.shard_map(
         lambda *xs: run(params["jaxpr"], xs, given),
@@ -61,7 +49,7 @@ def _shard_map(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
     return mapped(*ins)
 
 
-def _scan(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
+def _scan(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[Any]:
     params, (n_consts, n_carry) = eqn.params, scan_sizes(eqn)
     carried = kinds_carried(eqn, given, run.dtype)
     # What each round reads gets a gradient from each, and their sum is one of many numbers.
@@ -72,7 +60,7 @@ def _scan(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
     dtypes = list(map(kept, carried, traced))
     carry = list(map(in_dtype, dtypes, ins[n_consts:][:n_carry]))
     given = [*given[:n_consts], *carried, *given[n_consts + n_carry :]]
-    run = run.but(prevent_cse=False)
+    run = run._replace(prevent_cse=False)
 
     def body(carry, xs):
         outs = run(params["jaxpr"], [*consts, *carry, *xs], given)
@@ -83,7 +71,7 @@ def _scan(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
     return [*carry, *ys]
 
 
-def _while(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
+def _while(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[Any]:
     params = eqn.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     carried = eqn.invars[n_cond + n_body :]
@@ -101,7 +89,7 @@ def _while(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
     return lax.while_loop(goes_on, body, carry)
 
 
-def _cond(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
+def _cond(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[Any]:
     index, *ins = ins
     of = lambda branch: lambda *xs: run(branch, xs, given[1:])
     branches = list(map(of, eqn.params["branches"]))
@@ -111,7 +99,7 @@ def _cond(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
     return lax.switch(index, list(map(alike, branches)), *ins)
 
 
-def _custom_jvp(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
+def _custom_jvp(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[Any]:
     """Its derivative is that of the original, rewritten in turn."""
 
     @jax.custom_jvp
@@ -138,7 +126,7 @@ def _custom_jvp(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
     return of(*map(jnp.asarray, ins))
 
 
-def _custom_vjp(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
+def _custom_vjp(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[Any]:
     """Both of its passes are those of the original, rewritten in turn."""
     if eqn.params.get("symbolic_zeros"):  # which its rule asks for: left as it was traced
         return bind(eqn, as_traced(eqn.invars, ins))
@@ -180,7 +168,7 @@ def _custom_vjp(eqn: Any, ins: list, given: list[Kind], run: Run) -> list[Any]:
     return of(*ins)
 
 
-def _rewritten(function: Callable[..., Any], args: Any, given: list[Kind], run: Run) -> Any:
+def _rewritten(function: Callable[..., Any], args: Any, given: list[Kind], run: "Casting") -> Any:
     """What a function of arguments in the dtypes of the original gives, run in turn."""
     jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*args)
     outs = run(jaxpr, jax.tree.leaves(args), given)

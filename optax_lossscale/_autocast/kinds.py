@@ -10,6 +10,7 @@ from jax.extend.core import Literal
 
 from optax_lossscale._arrays.programs import (
     asks_for_precision,
+    dtype_of,
     is_float,
     is_product,
     open_jaxpr,
@@ -214,7 +215,7 @@ def _results(step: Step, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
 
 def _fits(number: Literal, low: np.dtype) -> bool:
     """Whether 16 bits hold a number without making it 0 or infinite, or losing its digits."""
-    if number.aval.dtype != FLOAT32:
+    if dtype_of(number.aval) != FLOAT32:
         return False
     size, info = np.abs(np.asarray(number.val)), jnp.finfo(low)
     return bool(((size == 0) | ((size >= float(info.tiny)) & (size <= float(info.max)))).all())

@@ -7,7 +7,7 @@ computes an island anew from what it read, so no float32 array is kept for it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +18,6 @@ from optax_lossscale._arrays.programs import (
     bind,
     dtype_of,
     in_dtype,
-    is_product,
-    open_jaxpr,
-    programs_in,
 )
 from optax_lossscale._autocast import holders
 from optax_lossscale._autocast.flat import Flat, Step, flat
@@ -28,7 +25,6 @@ from optax_lossscale._autocast.kinds import (
     COMMUNICATES,
     FLOAT32,
     MOVES,
-    STAYS_IN_RANGE,
     Kind,
     follows,
     has_products,
@@ -36,56 +32,7 @@ from optax_lossscale._autocast.kinds import (
     kind_of,
     kinds,
 )
-
-# Computed anew in the backward pass, as reading what they gave would take as long.
-_CHEAP = (
-    (MOVES | STAYS_IN_RANGE)
-    - {"cummax", "cummin", "name", "optimization_barrier", "sort", "top_k"}
-) | {
-    "acos",
-    "acosh",
-    "and",
-    "argmax",
-    "argmin",
-    "asin",
-    "asinh",
-    "atan",
-    "atan2",
-    "atanh",
-    "cbrt",
-    "cos",
-    "cosh",
-    "dot_general",  # of two arrays to single numbers, as is_product has it
-    "eq",
-    "erf_inv",
-    "erfc",
-    "exp",
-    "exp2",
-    "expm1",
-    "ge",
-    "gt",
-    "integer_pow",
-    "is_finite",
-    "le",
-    "log",
-    "log1p",
-    "lt",
-    "ne",
-    "not",
-    "or",
-    "pow",
-    "reduce_and",
-    "reduce_or",
-    "reduce_prod",
-    "reduce_sum",
-    "rsqrt",
-    "scatter-add",
-    "sin",
-    "sinh",
-    "sqrt",
-    "square",
-    "tan",
-}
+from optax_lossscale._autocast.recomputed import Repeated, is_cheap, read_by
 
 
 class Casting(NamedTuple):
@@ -115,10 +62,6 @@ class Casting(NamedTuple):
         """
         return _Run(self, flat(jaxpr), args, given).results()
 
-    def but(self, **changed: bool) -> "Casting":
-        """The same with something changed."""
-        return self._replace(**changed)
-
 
 class _Run:
     """One run of a program.
@@ -135,7 +78,7 @@ class _Run:
         self.held: dict[int, dict[Any, Any]] = {}
         for i, x in (*program.consts.items(), *zip(program.ins, args, strict=True)):
             self.held[i] = {dtype_of(x): x}
-        self.repeated = _Repeated(self)
+        self.repeated = Repeated(self._bytes)
 
     def results(self) -> list[Any]:
         low = self.how.dtype
@@ -146,7 +89,7 @@ class _Run:
             reads_low = not made_of_low.isdisjoint(step.reads)
             if reads_low:
                 made_of_low.update(step.outs)
-            if reads_low and _is_cheap(step.eqn):
+            if reads_low and is_cheap(step.eqn):
                 island.append(step)
                 made.update(step.outs)
                 continue
@@ -156,7 +99,7 @@ class _Run:
             self._run_step(step)
             if not reads_low:
                 made_of_low.update(i for i in step.outs if low in self.held[i])
-            if made_of_low.isdisjoint(step.outs) and _is_cheap(step.eqn):
+            if made_of_low.isdisjoint(step.outs) and is_cheap(step.eqn):
                 self.repeated.add(step)
         self._run_island(island)
         return list(map(self._read, self.program.outs))
@@ -173,12 +116,10 @@ class _Run:
             return
         left = self._left(island)
         island = [*self.repeated.before(island), *island]
-        given = list(_read(island))
+        given = list(read_by(island))
         low = self.how.dtype
         # Rounded as soon as it is made: what reads it here sees what others will.
-        rounded = {i for i, dtype in left if dtype == low} - {
-            i for i, dtype in left if dtype != low
-        }
+        rounded = {i for i, _ in left} - {i for i, dtype in left if dtype != low}
 
         def of(xs):
             values = dict(zip(given, xs, strict=True))
@@ -231,6 +172,14 @@ class _Run:
             pairs = zip(step.ins, eqn.invars, strict=True)
             return bind(eqn, [read(i, dtype_of(v.aval)) for i, v in pairs])
 
+    def _bytes(self, i: int) -> int:
+        """What it takes to keep a value; parameters and constants stay anyway."""
+        is_parameter = i in self.program.ins and self.kinds[i] == Kind.PARAMETER
+        if is_parameter or i in self.program.consts:
+            return 0
+        x = next(iter(self.held[i].values()))
+        return math.prod(x.shape) * x.dtype.itemsize
+
     def _kept_dtype(self, i: int, v: Any) -> Any:
         """The dtype in which a value is kept, where not only products read it."""
         traced = dtype_of(v.aval)
@@ -246,54 +195,6 @@ class _Run:
             return i.val
         forms = self.held[i]
         return forms[dtype] if dtype in forms else in_dtype(dtype, next(iter(forms.values())))
-
-
-class _Repeated:
-    """Cheap steps to take within an island that reads what they give, as that is larger.
-
-    Such as a mask, an index or a constant, which is broadcast, and the rows of an embedding:
-    an island keeps what they read for its gradient instead.
-    """
-
-    def __init__(self, run: _Run):
-        self.run = run
-        self.steps: dict[int, tuple[int, Step]] = {}
-        self.sources: dict[int, frozenset[int]] = {}
-
-    def add(self, step: Step) -> None:
-        """Takes note of a step, if it is one of them."""
-        of = (self.sources.get(i, frozenset((i,))) for i in step.reads)
-        sources = frozenset[int]().union(*of)
-        if sum(map(self._bytes, sources)) <= sum(map(self._bytes, step.outs)):
-            self.steps |= dict.fromkeys(step.outs, (len(self.steps), step))
-            self.sources |= dict.fromkeys(step.outs, sources)
-
-    def before(self, island: list[Step]) -> list[Step]:
-        """Those whose results an island reads, and those that they read in turn."""
-        found: dict[int, Step] = {}
-        unread = list(_read(island))
-        while unread:
-            order, step = self.steps.get(unread.pop(), (None, None))
-            if order is not None and order not in found:
-                found[order] = step
-                unread += step.reads
-        return [found[order] for order in sorted(found)]
-
-    def _bytes(self, i: int) -> int:
-        """Of what has to be kept; parameters and constants stay anyway."""
-        program = self.run.program
-        is_parameter = i in program.ins and self.run.kinds[i] == Kind.PARAMETER
-        if is_parameter or i in program.consts:
-            return 0
-        x = next(iter(self.run.held[i].values()))
-        return math.prod(x.shape) * x.dtype.itemsize
-
-
-def _read(island: Iterable[Step]) -> dict[int, None]:
-    """What an island reads of others."""
-    made = _made(island)
-    read = (i for step in island for i in step.ins if not isinstance(i, Literal))
-    return {i: None for i in read if i not in made}
 
 
 def _product(eqn: Any, ins: Sequence[Any], low: np.dtype) -> list[Any]:
@@ -317,16 +218,6 @@ def _only_read_wide(program: Flat, low: np.dtype) -> set[int]:
     return {i for i, is_wide in wide.items() if is_wide}
 
 
-def _is_cheap(eqn: Any) -> bool:
-    """Whether to compute it anew takes no longer than to read it."""
-    if eqn.effects or is_product(eqn):
-        return False
-    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call", "jit", "pjit"):
-        inner = [each for program in programs_in(eqn) for each in open_jaxpr(program).eqns]
-        return all(map(_is_cheap, inner))
-    return eqn.primitive.name in _CHEAP
-
-
 def _is_sum_of_two(eqn: Any) -> bool:
     """Whether this adds two arrays, number by number."""
     alike = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)}
@@ -336,7 +227,3 @@ def _is_sum_of_two(eqn: Any) -> bool:
 def _operands(step: Step) -> tuple[int | Literal, ...]:
     """What a step takes in 16 bits, as the two operands of a product are."""
     return step.ins[:2] if is_lowered(step.eqn) else ()
-
-
-def _made(steps: Iterable[Step]) -> set[int]:
-    return {i for step in steps for i in step.outs}

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from optax_lossscale._arrays.programs import PRODUCTS, is_float, is_product
 from optax_lossscale._diagnosis.equations import (
     OPAQUE,
     Equation,
     equations,
-    is_float,
     is_of_the_optimizer,
     traced,
 )
@@ -21,13 +21,6 @@ from optax_lossscale._scales import validation
 
 _SHOWN = 20
 
-_PRODUCTS = {
-    "conv_general_dilated",
-    "dot_general",
-    "ragged_dot_general",
-    "scaled_dot",
-    "scaled_matmul_wrapper",
-}
 # What loses digits in 16 bits, and what leaves their range. A dot product is a sum too.
 _SUMS = {"cumsum", "dot_general", "reduce_sum", "reduce_window_sum", "scatter-add"}
 _SUMS_OVER_DEVICES = {"psum", "psum_invariant", "reduce_scatter"}
@@ -174,7 +167,7 @@ def report_of(jaxpr: Any) -> DtypeReport:
         name = at.eqn.primitive.name
         if name in OPAQUE and any(map(is_float, at.eqn.invars)):
             _add(opaque, _operation(at))
-        elif name in _PRODUCTS and _is_product(at.eqn):
+        elif is_product(at.eqn):
             _add(products, _product(at, usual))
             while_loops |= {at.in_while: None} if at.in_while else {}
         elif _is_narrow(at.eqn):
@@ -250,15 +243,6 @@ def _is_narrow(eqn: Any) -> bool:
     return bool(floats) and all(dtype.itemsize <= 2 for dtype in floats)
 
 
-def _is_product(eqn: Any) -> bool:
-    """Not an outer product, which sums nothing, nor a sum of products to single numbers."""
-    if eqn.primitive.name != "dot_general":
-        return True
-    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-    left = [len(v.aval.shape) - len(contracted) - len(batch) for v in eqn.invars]
-    return bool(contracted) and any(left)
-
-
 def _results(eqn: Any) -> int:
     """How many numbers a product gives, each a sum of `_terms`."""
     shape, params = eqn.outvars[0].aval.shape, eqn.params
@@ -281,7 +265,7 @@ def _terms(eqn: Any) -> int:
         return math.prod(others[0]) // max(features, 1)
     if name == "scaled_matmul_wrapper":
         return shape[-1]
-    if name in _PRODUCTS:
+    if name in PRODUCTS:
         ragged = params.get("ragged_dot_dimension_numbers")
         numbers = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
         (contracted, _), _ = numbers

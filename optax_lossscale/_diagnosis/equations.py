@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Literal
 
+from optax_lossscale._arrays.programs import is_float, is_program, mapped_axes, open_jaxpr
 from optax_lossscale._arrays.variables import map_leaves
 
 # What runs a program that no jaxpr shows; and sparse products, whose sizes no shape tells.
@@ -113,11 +114,6 @@ def equations(jaxpr: Any) -> Iterator[Equation]:
     return within(jaxpr, None, {})
 
 
-def is_float(v: Any) -> bool:
-    """Whether an operand is a floating-point or complex array."""
-    return hasattr(v.aval, "dtype") and jnp.issubdtype(v.aval.dtype, jnp.inexact)
-
-
 def is_of_the_optimizer(eqn: Any) -> bool:
     """Whether Optax made this by itself, and not in a loss function."""
     folder, calls = _folder("optax"), _calls(eqn)
@@ -139,8 +135,8 @@ def _functions(eqn: Any) -> list[Any]:
     if eqn.primitive.name in OPAQUE:
         return []
     run = _RUN.get(eqn.primitive.name, lambda params: list(params.values()))
-    found = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(run(eqn.params))]  # of closed ones
-    return [x for x in found if hasattr(x, "eqns")]
+    found = jax.tree.leaves(run(eqn.params), is_leaf=is_program)
+    return [open_jaxpr(x) for x in found if is_program(x)]
 
 
 def _rounds(eqn: Any) -> int:
@@ -151,8 +147,7 @@ def _rounds(eqn: Any) -> int:
     if name == "xla_pmap":
         return params["global_axis_size"]
     if name == "shard_map":
-        axes = params.get("newly_manual_axes", params.get("manual_axes", ()))  # before jax 0.10
-        return math.prod(params["mesh"].shape[axis] for axis in axes)
+        return math.prod(params["mesh"].shape[axis] for axis in mapped_axes(eqn))
     return 1
 
 

@@ -10,6 +10,16 @@ from jax import lax
 from jax.extend import core
 
 from optax_lossscale._arrays.placement import varying_axes
+from optax_lossscale._arrays.programs import (
+    bind,
+    constants,
+    in_dtype,
+    is_program,
+    mapped_axes,
+    open_jaxpr,
+    placed,
+    scan_sizes,
+)
 
 FLOAT32 = jnp.dtype(jnp.float32)
 HALVES = frozenset({jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)})
@@ -82,9 +92,10 @@ def widely(eqn: Any, ins: Sequence[Any]) -> list[Any]:
 def as_traced(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     """The results of an equation in the dtypes that it was traced in, held in float32."""
     ins = [
-        _cast(x, v.aval.dtype) if _is_held(v) else x for x, v in zip(ins, eqn.invars, strict=True)
+        in_dtype(v.aval.dtype, x) if _is_held(v) else x
+        for x, v in zip(ins, eqn.invars, strict=True)
     ]
-    return [held(x) for x in _bind(eqn.primitive, ins, eqn.params)]
+    return [held(x) for x in bind(eqn, ins)]
 
 
 def cannot_be_widened(eqn: Any) -> bool:
@@ -93,23 +104,18 @@ def cannot_be_widened(eqn: Any) -> bool:
         _has_halves(eqn)
         and eqn.primitive.name not in _SCATTERS
         and eqn.primitive.name != "reduce"
-        and any(_is_program(x) or isinstance(x, _SHAPES) for x in _params(eqn))
+        and any(is_program(x) or isinstance(x, _SHAPES) for x in _params(eqn))
     )
 
 
 def held(x: Any) -> Any:
     """A 16-bit float as a float32; everything else as it came."""
-    return _cast(x, FLOAT32) if getattr(x, "dtype", None) in HALVES else x
+    return in_dtype(FLOAT32, x) if getattr(x, "dtype", None) in HALVES else x
 
 
 def held_dtype(dtype: Any) -> Any:
     """The dtype in which numbers of a dtype are held."""
     return FLOAT32 if dtype in HALVES else dtype
-
-
-def open_jaxpr(jaxpr: Any) -> Any:
-    """A jaxpr without its constants."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def _just_widely(number: int, eqn: Any, ins: Sequence[Any]) -> tuple[list[Any], None]:
@@ -118,7 +124,7 @@ def _just_widely(number: int, eqn: Any, ins: Sequence[Any]) -> tuple[list[Any], 
 
 def _evaluate(jaxpr: Any, args: Sequence[Any], rule: Rule, number: int) -> tuple[list, Records]:
     """The results of a program whose first equation has a number."""
-    consts = map(held, getattr(jaxpr, "consts", ()))
+    consts = map(held, constants(jaxpr))
     jaxpr = open_jaxpr(jaxpr)
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     read = lambda v: held(jnp.asarray(v.val)) if isinstance(v, core.Literal) else values[v]
@@ -154,20 +160,12 @@ def _computed_widely(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     if cannot_be_widened(eqn):
         return as_traced(eqn, ins)
     if name == "convert_element_type":
-        return [_cast(ins[0], held_dtype(params["new_dtype"]))]
+        return [in_dtype(held_dtype(params["new_dtype"]), ins[0])]
     if "precision" in params and not isinstance(params["precision"], (tuple, lax.Precision)):
         params["precision"] = None  # an algorithm's, of operands in 16 bits
     is_half = lambda x: isinstance(x, (np.dtype, type)) and x in HALVES
-    return _bind(eqn.primitive, ins, {k: FLOAT32 if is_half(x) else x for k, x in params.items()})
-
-
-def _bind(primitive: Any, ins: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    outs = primitive.bind(*ins, **params)
-    return list(outs) if primitive.multiple_results else [outs]
-
-
-def _cast(x: Any, dtype: Any) -> Any:
-    return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
+    params = {k: FLOAT32 if is_half(x) else x for k, x in params.items()}
+    return bind(eqn.replace(params=params), ins)
 
 
 def _is_held(v: Any) -> bool:
@@ -178,17 +176,13 @@ def _is_held(v: Any) -> bool:
 def _has_halves(eqn: Any) -> bool:
     """Whether an equation computes with 16-bit floats, itself or in what it holds."""
     return any(map(_is_held, [*eqn.invars, *eqn.outvars])) or any(
-        any(map(_has_halves, open_jaxpr(x).eqns)) for x in _params(eqn) if _is_program(x)
+        any(map(_has_halves, open_jaxpr(x).eqns)) for x in _params(eqn) if is_program(x)
     )
 
 
 def _params(eqn: Any) -> list[Any]:
-    is_leaf = lambda x: _is_program(x) or isinstance(x, _SHAPES)
+    is_leaf = lambda x: is_program(x) or isinstance(x, _SHAPES)
     return jax.tree.leaves(list(eqn.params.values()), is_leaf=is_leaf)
-
-
-def _is_program(x: Any) -> bool:
-    return hasattr(open_jaxpr(x), "eqns")
 
 
 # --- equations that hold others ---
@@ -198,7 +192,7 @@ def _inner(eqn: Any) -> list[Any]:
     """The programs in an equation, if it is one to go into."""
     if eqn.primitive.name not in _HOLDERS:
         return []
-    return [x for x in _params(eqn) if _is_program(x)]
+    return [x for x in _params(eqn) if is_program(x)]
 
 
 def _size(jaxpr: Any) -> int:
@@ -208,12 +202,8 @@ def _size(jaxpr: Any) -> int:
 def _inlined(eqn: Any, ins: list, rule: Rule, number: int) -> tuple[list, Records]:
     """What `jit` compiles, and functions with derivatives of their own, which were taken."""
     (jaxpr,) = _inner(eqn)
-    placed = lambda s, x: (
-        lax.with_sharding_constraint(x, s) if isinstance(s, jax.sharding.Sharding) else x
-    )
-    ins = list(map(placed, eqn.params.get("in_shardings", [None] * len(ins)), ins))
-    outs, records = _evaluate(jaxpr, ins, rule, number)
-    return list(map(placed, eqn.params.get("out_shardings", [None] * len(outs)), outs)), records
+    outs, records = _evaluate(jaxpr, placed(eqn.params.get("in_shardings"), ins), rule, number)
+    return placed(eqn.params.get("out_shardings"), outs), records
 
 
 def _remat(eqn: Any, ins: list, rule: Rule, number: int) -> tuple[list, Records]:
@@ -225,10 +215,7 @@ def _remat(eqn: Any, ins: list, rule: Rule, number: int) -> tuple[list, Records]
 
 def _scan(eqn: Any, ins: list, rule: Rule, number: int) -> tuple[list, Records]:
     (jaxpr,), params = _inner(eqn), eqn.params
-    if "num_consts" in params:
-        n_consts, n_carry = params["num_consts"], params["num_carry"]
-    else:  # since jax 0.12
-        n_consts, n_carry = (len(part) for part in params["ft_in"].unpack()[:2])
+    n_consts, n_carry = scan_sizes(eqn)
     consts, carry, xs = ins[:n_consts], ins[n_consts:][:n_carry], ins[n_consts + n_carry :]
 
     def body(carry, xs):
@@ -281,7 +268,7 @@ def _cond(eqn: Any, ins: list, rule: Rule, number: int) -> tuple[list, Records]:
 
 def _shard_map(eqn: Any, ins: list, rule: Rule, number: int) -> tuple[list, Records]:
     (jaxpr,), params = _inner(eqn), eqn.params
-    axes = params.get("newly_manual_axes") or params["manual_axes"]
+    axes = mapped_axes(eqn)
 
     def largest(x):
         along = tuple(varying_axes(x) if params["check_vma"] else axes)

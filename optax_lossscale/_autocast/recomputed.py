@@ -1,0 +1,113 @@
+"""What the backward pass computes anew, as keeping it would take more memory and no less time."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jax.extend.core import Literal
+
+from optax_lossscale._arrays.programs import is_product, open_jaxpr, programs_in
+from optax_lossscale._autocast.flat import Step
+from optax_lossscale._autocast.kinds import MOVES, STAYS_IN_RANGE
+
+_CHEAP = (
+    (MOVES | STAYS_IN_RANGE)
+    - {"cummax", "cummin", "name", "optimization_barrier", "sort", "top_k"}
+) | {
+    "acos",
+    "acosh",
+    "and",
+    "argmax",
+    "argmin",
+    "asin",
+    "asinh",
+    "atan",
+    "atan2",
+    "atanh",
+    "cbrt",
+    "cos",
+    "cosh",
+    "dot_general",  # of two arrays to single numbers, as is_product has it
+    "eq",
+    "erf_inv",
+    "erfc",
+    "exp",
+    "exp2",
+    "expm1",
+    "ge",
+    "gt",
+    "integer_pow",
+    "is_finite",
+    "le",
+    "log",
+    "log1p",
+    "lt",
+    "ne",
+    "not",
+    "or",
+    "pow",
+    "reduce_and",
+    "reduce_or",
+    "reduce_prod",
+    "reduce_sum",
+    "rsqrt",
+    "scatter-add",
+    "sin",
+    "sinh",
+    "sqrt",
+    "square",
+    "tan",
+}
+
+
+def is_cheap(eqn: Any) -> bool:
+    """Whether to compute it anew takes no longer than to read it."""
+    if eqn.effects or is_product(eqn):
+        return False
+    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call", "jit", "pjit"):
+        inner = [each for program in programs_in(eqn) for each in open_jaxpr(program).eqns]
+        return all(map(is_cheap, inner))
+    return eqn.primitive.name in _CHEAP
+
+
+class Repeated:
+    """Cheap steps to take within an island that reads what they give, as that is larger.
+
+    Such as a mask, an index or a constant, which is broadcast, and the rows of an embedding:
+    an island keeps what they read for its gradient instead.
+    """
+
+    def __init__(self, size: Callable[[int], int]):
+        self._size = size
+        self._steps: dict[int, tuple[int, Step]] = {}
+        self._sources: dict[int, frozenset[int]] = {}
+
+    def add(self, step: Step) -> None:
+        """Takes note of a step, if it is one of them."""
+        of = (self._sources.get(i, frozenset((i,))) for i in step.reads)
+        sources = frozenset[int]().union(*of)
+        if sum(map(self._size, sources)) <= sum(map(self._size, step.outs)):
+            self._steps |= dict.fromkeys(step.outs, (len(self._steps), step))
+            self._sources |= dict.fromkeys(step.outs, sources)
+
+    def before(self, island: list[Step]) -> list[Step]:
+        """Those whose results an island reads, and those that they read in turn."""
+        found: dict[int, Step] = {}
+        unread = list(read_by(island))
+        while unread:
+            i = unread.pop()
+            if i in self._steps and self._steps[i][0] not in found:
+                order, step = self._steps[i]
+                found[order] = step
+                unread += step.reads
+        return [found[order] for order in sorted(found)]
+
+
+def read_by(island: Iterable[Step]) -> dict[int, None]:
+    """What an island reads of others."""
+    made = made_by(island)
+    read = (i for step in island for i in step.ins if not isinstance(i, Literal))
+    return {i: None for i in read if i not in made}
+
+
+def made_by(steps: Iterable[Step]) -> set[int]:
+    return {i for step in steps for i in step.outs}
