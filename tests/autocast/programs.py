@@ -68,14 +68,19 @@ class Function(NamedTuple):
     name: str
     shape: tuple[int, ...]
     lines: tuple[Line, ...]
+    others: tuple[str, ...] = ()  # what it returns beside the last
 
     @property
-    def result(self):
-        return self.lines[-1].name if self.lines else "v0"
+    def results(self):
+        last = self.lines[-1].name if self.lines else "v0"
+        names = [name for name in self.others if name in {line.name for line in self.lines}]
+        return list(dict.fromkeys([last, *names]))
 
     def source(self):
         lines = [f"    {line.name} = {line.text}" for line in self.lines]
-        return "\n".join([f"def {self.name}(p, v0):", *lines, f"    return {self.result}"])
+        return "\n".join(
+            [f"def {self.name}(p, v0):", *lines, f"    return {', '.join(self.results)}"]
+        )
 
 
 class Program(NamedTuple):
@@ -95,16 +100,18 @@ class Program(NamedTuple):
         fun = names[self.functions[-1].name]
 
         def loss(p, x):
-            y = fun(p, x)
-            signs = np.random.default_rng(self.seed).choice([-1.0, 1.0], y.shape)
-            return jnp.mean(jnp.square(y - signs.astype(np.float32)))
+            ys = fun(p, x)
+            rng = np.random.default_rng(self.seed)
+            signs = lambda y: rng.choice([-1.0, 1.0], y.shape).astype(np.float32)
+            ys = ys if isinstance(ys, tuple) else (ys,)
+            return sum(jnp.log(jnp.mean(jnp.square(y - signs(y)))) for y in ys)
 
         return loss
 
     def arguments(self):
         rng = np.random.default_rng(self.seed)
         number = lambda shape, size: jnp.asarray(
-            (rng.standard_normal(shape) * size).astype(np.float16), jnp.float32
+            rng.standard_normal(shape).astype(np.float16) * size, jnp.float32
         )
         x = number(self.shape, self.size)
         p = {name: number(shape, size) for name, (shape, size) in sorted(self.params.items())}
@@ -122,7 +129,7 @@ def pruned(program):
     for f in reversed(program.functions):
         if f.name not in wanted:
             continue
-        used, kept = {f.result}, []
+        used, kept = set(f.results), []
         for line in reversed(f.lines):
             if line.name in used:
                 kept.append(line)
@@ -159,6 +166,9 @@ def smaller_ones(program):
             program._replace(functions=(*program.functions[:n], new, *program.functions[n + 1 :]))
         )
         is_last = n == len(program.functions) - 1
+        for name in f.results[1:]:
+            others = tuple(other for other in f.others if other != name)
+            yield put(f._replace(others=others))
         for end in range(1, len(f.lines)):
             if is_last or f.lines[end - 1].shape == f.lines[-1].shape:
                 yield put(f._replace(lines=f.lines[:end]))
@@ -358,6 +368,11 @@ jnp.sign({v}) * jnp.sqrt(jnp.abs({v}) + 1e-6)
 jnp.power(2.0, jnp.tanh({v}))
 lax.rsqrt({v} ** 2 + 1e-3)
 {v} / (1 + jnp.abs({v}))
+jnp.log(1.000001 - jnp.clip({v}, -1, 1) ** 2)
+jnp.log(jnp.clip(jnp.abs({v}), 1e-7, 1 - 1e-7))
+1 / (1.001 - jnp.clip({v}, -1, 1))
+jnp.sin(30 * {v})
+({v} - {u}) * 100
 1 / (1 + {v} ** 2)
 lax.integer_pow({v}, 2) - {v} * {v} * 0.5
 jnp.sin({v})
@@ -437,6 +452,12 @@ jax.ops.segment_max({v}, ids({s}, {n}, 2), {n}, indices_are_sorted=False) * 0 + 
 jnp.take({v}, ids({s}, {d}, {d}), axis=1)
 jnp.take_along_axis({v}, ids({s}, {n}, {d})[:, None], 1) * jnp.tanh({v})
 {pnd}[ids({s}, {n}, {n})] * {v}
+{tiny}[ids({s}, {n}, {n})] * {v} + {u}
+{tiny}[ids({s}, {n}, {n})] * 1e6 * {v}
+{tiny} * 1e6 * {v}
+lax.scan(lambda c, s: (c + 0.003 * jnp.tanh(c @ {pdd} + s), None), {v}, {many})[0]
+lax.scan(lambda c, s: (c + 0.003 * s * {v}, None), {u}, {many})[0]
+lax.scan(lambda c, s: (jnp.tanh(c @ s), jnp.sum(c)), {v}, {layers})[0]
 {v}[::-1]
 jnp.roll({v}, 1, 0)
 jnp.flip({v}, 1)
@@ -459,7 +480,6 @@ lax.stop_gradient({v}) + {u}
 lax.stop_gradient(jnp.exp(jnp.tanh({v}))) * {u}
 {v} + lax.stop_gradient(jnp.round({v} * 4) / 4 - {v})
 jax.lax.optimization_barrier({v})
-jax.lax.reduce_precision({v}, 8, 20)
 jax.nn.one_hot(ids({s}, {n}, {d}), {d}) * {v}
 jax.nn.one_hot(ids({s}, {n}, {d}), {d}) + {v}
 {v} * jnp.asarray(ids({s}, {d}, 4))
@@ -469,7 +489,7 @@ jax.nn.one_hot(ids({s}, {n}, {d}), {d}) + {v}
 jnp.real(jnp.fft.ifft(jnp.fft.fft({v}) * 1.5))
 jnp.real(lax.complex({v}, {u}) * lax.complex({u}, {v})) / 4
 jnp.abs(lax.complex({v}, {u}) + 0.1)
-{v} * jnp.linalg.det(jnp.eye(2) * 2 + jnp.tanh({v}[:2, :2]) / 2)
+{v} * jnp.linalg.det(jnp.eye({d}) * 2 + jnp.tanh({pdd}) / {d}) / 2 ** {d}
 jnp.linalg.solve(jnp.eye({d}) * 3 + jnp.tanh({pdd}), {v}.T).T
 {v} @ {pdd}
 {v} @ {pdd} + {pd}
@@ -483,7 +503,7 @@ jnp.matmul({v}, {pdd}, precision=lax.Precision.HIGHEST) @ {pdd}
 jnp.einsum("nd,de,ef->nf", {v}, {pdd}, {pdd})
 jnp.einsum("nd,nde->ne", {v}, jnp.tanh({u})[:, :, None] * {pdd})
 jax.vmap(lambda row, w: row @ w, (0, None))({v}, {pdd})
-jax.vmap(jnp.dot, (1, 1), 1)({v}, {pnnd}) if {n} == {d} else {v}
+{pnnd} @ {v}
 (jnp.tanh({v}) @ {v}.T) @ jnp.tanh({u}) / {nd}
 attention({v}, {v}, {v})
 attention({v} @ {pdd}, {u} @ {pdd}, {v} @ {pdd})
@@ -522,7 +542,6 @@ scaled_jvp({f})(p, {v})
 by_scan(scaled_jvp({f}))(p, {v})
 remat(scaled_jvp({f}), {policy})(p, {v})
 jax.jvp(lambda v: {f}(p, v), ({v},), (jnp.ones_like({v}),))[1]
-jax.linearize(lambda v: {f}(p, v), {v})[1]({u})
 descended({f})(p, {v})
 """
 # Of functions of one row:
@@ -589,6 +608,9 @@ class Writer:
             "pd": lambda: self.param((d,), 0.5),
             "p1": lambda: self.param((), 1.0),
             "pnd": lambda: self.param((n, d), 1.0),
+            "tiny": lambda: self.param((n, d), 1e-6),
+            "many": lambda: self.param((300, d), 1.0),
+            "layers": lambda: self.param((3, d, d), fan),
             "pnnd": lambda: self.param((n, n), fan),
             "pdd": lambda: self.param((d, d), fan),
             "pde": lambda: self.param((d, e), fan),
@@ -623,7 +645,8 @@ class Writer:
         name = f"f{next(self.count)}"
         if keeps and not lines:
             lines = [Line("v1", "jnp.tanh(v0)", shape)]
-        self.functions.append(Function(name, shape, tuple(lines)))
+        others = [] if keeps else [str(x) for x in self.rng.choice([*scope], 3)]
+        self.functions.append(Function(name, shape, tuple(lines), tuple(others)))
         return name
 
 
