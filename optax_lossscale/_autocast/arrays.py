@@ -1,17 +1,21 @@
 """A call as a function from arrays to arrays, whatever else it takes, changes and returns."""
 
+import contextlib
 import sys
 from collections.abc import Callable, Container
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 
+_TAG = "optax_lossscale.autocast"
 
-class Call:
+
+class Call(contextlib.ExitStack):
     """A call of a function, of whose arguments and results the arrays are traced.
 
-    What Flax NNX modules among the arguments change inside is a result, and is put into them.
+    What it changes in the Flax NNX modules among its arguments is a result, too, and is put into
+    them. A context around both, as NNX keeps there which module is which.
 
     Attributes:
       arrays: those in the arguments.
@@ -22,52 +26,72 @@ class Call:
     def __init__(
         self, fun: Callable[..., Any], args: tuple, kwargs: dict, parameters: Container[int]
     ):
+        super().__init__()
         self._fun = fun
-        is_parameter = [i in parameters for i, arg in enumerate(args) for _ in _leaves(arg)]
-        self._leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=_is_graph)
+        self._leaves, self._tree = _flatten((args, kwargs))
+        is_parameter = [i in parameters for i, arg in enumerate(args) for _ in _flatten(arg)[0]]
         is_parameter += [False] * (len(self._leaves) - len(is_parameter))
         self._at = [i for i, x in enumerate(self._leaves) if is_array(x)]
-        self._graphs = tuple(x for x in self._leaves if _is_graph(x))
-        self._graphdef, of_graphs, is_param = _split(self._graphs)
-        self._state, self._state_tree = jax.tree.flatten(of_graphs)
-        self.arrays = [*(self._leaves[i] for i in self._at), *self._state]
-        self.is_parameter = [*(is_parameter[i] for i in self._at), *is_param]
+        self.arrays = [self._leaves[i] for i in self._at]
+        self.is_parameter = [is_parameter[i] for i in self._at]
+        self._modules = [x for x in self._leaves if _is_module(x)]
+        self._state: list[Any] = []
+
+    def __enter__(self) -> Self:
+        if self._modules:
+            nnx = sys.modules["flax.nnx"]
+            self.enter_context(nnx.update_context(_TAG))
+            with nnx.split_context(_TAG) as context:
+                self._graphdef, *states = context.split(self._modules, nnx.Param, ...)
+            self._state, self._state_tree = jax.tree.flatten(states)
+            n_params = len(jax.tree.leaves(states[0]))
+            self.arrays += self._state
+            self.is_parameter += [i < n_params for i in range(len(self._state))]
+        return super().__enter__()
 
     def of_arrays(self, arrays: list[Any]) -> list[Any]:
-        """The arrays that the call gives for these, and what it changed in modules."""
-        given = list(self._leaves)
-        for i, x in zip(self._at, arrays, strict=False):
-            given[i] = x
+        """The arrays that the call gives for these, and those that it changed in modules."""
         state = arrays[len(self._at) :]
-        graphs = self._merged(state)
-        at_graphs = (i for i, x in enumerate(given) if _is_graph(x))
-        for i, graph in zip(at_graphs, graphs, strict=True):
-            given[i] = graph
-        args, kwargs = jax.tree.unflatten(self._tree, given)
-        outs, self._out_tree = jax.tree.flatten(self._fun(*args, **kwargs))
-        _, after, _ = _split(graphs)
-        after, self._after_tree = jax.tree.flatten(after)
-        place = {id(x): i for i, x in enumerate(state)}
-        self._unchanged = [place.get(id(x)) for x in after]
-        self._outs = [None if is_array(x) else (x,) for x in outs]
-        changed = [x for x in after if id(x) not in place]
-        return [*(x for x in outs if is_array(x)), *changed]
+        given = dict(zip(self._at, arrays, strict=False))
+        modules = iter(self._merged(state))
+        leaves = [
+            next(modules) if _is_module(x) else given.get(i, x) for i, x in enumerate(self._leaves)
+        ]
+        args, kwargs = jax.tree.unflatten(self._tree, leaves)
+        outs, self._out_tree = _flatten(self._fun(*args, **kwargs))
+        after = self._split([x for x in leaves if _is_module(x)])
+        unchanged = {id(x): i for i, x in enumerate(state)}
+        self._unchanged = [unchanged.get(id(x)) for x in after]
+        self._others = [None if is_array(x) else (x,) for x in outs]
+        changed = [x for x in after if id(x) not in unchanged]
+        return [*filter(is_array, outs), *changed]
 
     def result(self, arrays: list[Any]) -> Any:
-        """What the call returns, from the arrays that it gives; changes its modules."""
+        """What the call returns, of the arrays that it gives; changes its modules."""
         left = iter(arrays)
-        outs = [next(left) if other is None else other[0] for other in self._outs]
-        if self._graphs:
+        outs = [next(left) if other is None else other[0] for other in self._others]
+        if self._modules:
             after = [next(left) if i is None else self._state[i] for i in self._unchanged]
-            nnx = sys.modules["flax.nnx"]
-            nnx.update(self._graphs, *jax.tree.unflatten(self._after_tree, after))
+            with sys.modules["flax.nnx"].merge_context(_TAG, inner=False) as context:
+                context.merge(self._graphdef_after, *jax.tree.unflatten(self._after_tree, after))
         return jax.tree.unflatten(self._out_tree, outs)
 
-    def _merged(self, state: list[Any]) -> tuple[Any, ...]:
-        if not self._graphs:
-            return ()
-        parts = jax.tree.unflatten(self._state_tree, state)
-        return sys.modules["flax.nnx"].merge(self._graphdef, *parts)
+    def _merged(self, state: list[Any]) -> list[Any]:
+        """The modules inside the call."""
+        if not self._modules:
+            return []
+        states = jax.tree.unflatten(self._state_tree, state)
+        with sys.modules["flax.nnx"].merge_context(_TAG, inner=True) as context:
+            return context.merge(self._graphdef, *states)
+
+    def _split(self, modules: list[Any]) -> list[Any]:
+        """The arrays in modules, after the call."""
+        if not self._modules:
+            return []
+        with sys.modules["flax.nnx"].split_context(_TAG) as context:
+            self._graphdef_after, *states = context.split(modules)
+        after, self._after_tree = jax.tree.flatten(states)
+        return after
 
 
 def is_array(x: Any) -> bool:
@@ -75,21 +99,11 @@ def is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
-def _leaves(tree: Any) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=_is_graph)
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(tree, is_leaf=_is_module)
 
 
-def _is_graph(x: Any) -> bool:
+def _is_module(x: Any) -> bool:
     """Whether this is a module or a random stream of Flax NNX, which calls change in place."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, nnx.Pytree)
-
-
-def _split(graphs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], list[bool]]:
-    """What modules are, their arrays in two parts, and which of these are parameters."""
-    if not graphs:
-        return None, (), []
-    nnx = sys.modules["flax.nnx"]
-    graphdef, params, rest = nnx.split(graphs, nnx.Param, ...)
-    n_params, n_rest = len(jax.tree.leaves(params)), len(jax.tree.leaves(rest))
-    return graphdef, (params, rest), [True] * n_params + [False] * n_rest

@@ -83,11 +83,11 @@ def autocast(
                 f"autocast was told argnums={argnums!r}, and there are {len(args)} positional "
                 "arguments: give the parameters by position, or say argnums=() if there are none"
             )
-        call = Call(fun, args, kwargs, parameters)
-        wide = [in_dtype(FLOAT32, x) if dtype_of(x) == low else x for x in call.arrays]
-        jaxpr = jax.make_jaxpr(call.of_arrays)(wide)
-        kinds = [Kind.PARAMETER if is_it else Kind.WIDE for is_it in call.is_parameter]
-        outs = Casting(low)(jaxpr, call.arrays, kinds)
-        return call.result(as_traced(open_jaxpr(jaxpr).outvars, list(map(jnp.asarray, outs))))
+        with Call(fun, args, kwargs, parameters) as call:
+            wide = [in_dtype(FLOAT32, x) if dtype_of(x) == low else x for x in call.arrays]
+            jaxpr = jax.make_jaxpr(call.of_arrays)(wide)
+            kinds = [Kind.PARAMETER if is_it else Kind.WIDE for is_it in call.is_parameter]
+            outs = Casting(low)(jaxpr, call.arrays, kinds)
+            return call.result(as_traced(open_jaxpr(jaxpr).outvars, list(map(jnp.asarray, outs))))
 
     return autocasted

@@ -127,42 +127,32 @@ def _custom_jvp(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[
 
 
 def _custom_vjp(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[Any]:
-    """Both of its passes are those of the original, rewritten in turn."""
-    if eqn.params.get("symbolic_zeros"):  # which its rule asks for: left as it was traced
-        return bind(eqn, as_traced(eqn.invars, ins))
+    """Both of its passes are those of the original, rewritten in turn.
+
+    The backward pass begins with the forward one: a compiler that sees both computes it once.
+    """
     ins = list(map(jnp.asarray, ins))
-    is_inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in ins]
-    pullback: dict[str, Any] = {}
+    # Not with respect to what it closes over, as JAX refuses that.
+    first = eqn.params["num_consts"]
+    inexact = [i for i, x in enumerate(ins) if i >= first and jnp.issubdtype(x.dtype, jnp.inexact)]
 
     @jax.custom_vjp
     def of(*xs):
         return run(eqn.params["call_jaxpr"], xs, given)
 
     def forward(*xs):
-        def both(*xs):
-            outs, pull = jax.vjp(lambda *xs: bind(eqn, xs), *xs)
-            residuals, pullback["tree"] = jax.tree.flatten(pull)
-            pullback["dtypes"] = list(map(dtype_of, residuals))
-            return outs, residuals
+        return of(*xs), xs
 
-        outs, residuals = _rewritten(both, as_traced(eqn.invars, xs), given, run)
-        dtypes = map(dtype_of, jax.eval_shape(of, *xs))
-        return list(map(in_dtype, dtypes, outs)), residuals
+    def backward(xs, cotangents):
+        def pulled_back(xs, cotangents):
+            of_arguments = lambda *arguments: bind(eqn, [*xs[:first], *arguments])
+            grads = jax.vjp(of_arguments, *xs[first:])[1](cotangents)
+            return [grads[i - first] for i in inexact]
 
-    def backward(residuals, cotangents):
-        def pulled_back(residuals, cotangents):
-            grads = jax.tree.unflatten(pullback["tree"], residuals)(cotangents)
-            return [g for g, is_it in zip(grads, is_inexact, strict=True) if is_it]
-
-        residuals = list(map(in_dtype, pullback["dtypes"], residuals))
-        cotangents = as_traced(eqn.outvars, cotangents)
-        of_residuals, of_cotangents = [Kind.WIDE] * len(residuals), [Kind.NARROW] * len(cotangents)
-        kinds = [*of_residuals, *of_cotangents]
-        grads = iter(_rewritten(pulled_back, (residuals, cotangents), kinds, run))
-        return tuple(
-            in_dtype(x.dtype, next(grads)) if is_it else None
-            for x, is_it in zip(ins, is_inexact, strict=True)
-        )
+        args = as_traced(eqn.invars, xs), as_traced(eqn.outvars, cotangents)
+        kinds = [*given, *[Kind.NARROW] * len(cotangents)]
+        grads = dict(zip(inexact, _rewritten(pulled_back, args, kinds, run), strict=True))
+        return tuple(in_dtype(x.dtype, grads.get(i)) for i, x in enumerate(xs))
 
     of.defvjp(forward, backward)
     return of(*ins)

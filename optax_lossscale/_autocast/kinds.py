@@ -179,12 +179,27 @@ def is_lowered(eqn: Any) -> bool:
 
 
 def has_products(eqn: Any) -> bool:
-    """Whether an equation holds products to compute in 16 bits."""
+    """Whether an equation holds products to compute in 16 bits.
+
+    A loop that waits for a number to converge holds none: in 16 bits it might wait for ever. Nor
+    does a custom derivative that asks what is differentiated, as others would be asked.
+    """
+    if eqn.params.get("symbolic_zeros") or (eqn.primitive.name == "while" and _waits(eqn)):
+        return False
     return any(
         is_lowered(inner) or has_products(inner)
         for program in programs_in(eqn)
         for inner in open_jaxpr(program).eqns
     )
+
+
+def _waits(loop: Any) -> bool:
+    """Whether a `while` goes on by anything but a count."""
+    condition = open_jaxpr(loop.params["cond_jaxpr"])
+    read = {v for inner in condition.eqns for v in inner.invars if not isinstance(v, Literal)}
+    read.update(v for v in condition.outvars if not isinstance(v, Literal))
+    is_count = lambda v: jnp.issubdtype(dtype_of(v.aval), jnp.integer)
+    return not all(is_count(v) for v in condition.invars if v in read)
 
 
 def _results(step: Step, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
