@@ -24,8 +24,8 @@ def assert_as_in_float32(fun, *args, argnums=(0, 1), within=0.005, dtype=jnp.flo
       many: how many terms make a sum one that is not to be in 16 bits.
     """
     exact = jax.jit(jax.value_and_grad(fun, argnums))(*args)
-    step = scaled_value_and_grad(ols.autocast(fun, dtype), argnums)
-    found = differences(at_the_largest_scale(jax.jit(step), *args), exact, within)
+    step = jax.jit(scaled_value_and_grad(ols.autocast(fun, dtype), argnums))  # traced once
+    found = differences(at_the_largest_scale(step, *args), exact, within)
     found += other_dtypes(dtype, step, jnp.float32(1), *args, many=many)
     assert not found, "\n".join(found)
 

@@ -4,7 +4,7 @@ import pytest
 from programs import program, tried
 
 HARMLESS = ("", "ill-conditioned", "out of range", "no program")
-SEEDS = range(1000, 1010)
+SEEDS = range(1000, 1008)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -21,6 +21,7 @@ def test_many_random_programs_compute_what_they_do_in_float32(start):
         assert finding.kind in HARMLESS, f"{program(seed)}\n{finding.kind}: {finding.text}"
 
 
+@pytest.mark.slow
 def test_most_random_programs_say_something():
     kinds = [tried(program(seed), autocast=lambda f: f).kind for seed in SEEDS]
     assert kinds.count("dtype") >= 0.6 * len(SEEDS), kinds
