@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend import source_info_util
 from jax.extend.core import Literal
 
@@ -51,12 +52,14 @@ class Flat(NamedTuple):
       ins: the numbers of the arguments.
       outs: the numbers of the results, or `Literal`s.
       consts: what the program closes over, under its numbers.
+      types: the type of each value, as it was traced.
     """
 
     steps: list[Step]
     ins: list[int]
     outs: list[int | Literal]
     consts: dict[int, Any]
+    types: dict[int, Any]
 
     def readers(self) -> dict[int, list[Step | None]]:
         """The steps that take each value; None for the results."""
@@ -77,7 +80,11 @@ def flat(jaxpr: Any) -> Flat:
     consts: dict[int, Any] = {}
     ins = [next(number) for _ in open_jaxpr(jaxpr).invars]
     outs = _add(jaxpr, ins, source_info_util.new_name_stack(), steps, consts, number.__next__)
-    return Flat(steps, ins, outs, consts)
+    types = dict(zip(ins, (v.aval for v in open_jaxpr(jaxpr).invars), strict=True))
+    types |= {i: jax.typeof(x) for i, x in consts.items()}
+    for step in steps:
+        types.update(zip(step.outs, (v.aval for v in step.eqn.outvars), strict=True))
+    return Flat(steps, ins, outs, consts, types)
 
 
 def _add(

@@ -55,7 +55,7 @@ def _scan(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[Any]:
     # What each round reads gets a gradient from each, and their sum is one of many numbers.
     consts = as_traced(eqn.invars[:n_consts], ins[:n_consts])
     traced = [dtype_of(v.aval) for v in eqn.invars[n_consts:][:n_carry]]
-    is_low = lambda kind, dtype: kind == Kind.NARROW and dtype == FLOAT32
+    is_low = lambda kind, dtype: kind == Kind.SUM and dtype == FLOAT32
     kept = lambda kind, dtype: run.dtype if is_low(kind, dtype) else dtype
     dtypes = list(map(kept, carried, traced))
     carry = list(map(in_dtype, dtypes, ins[n_consts:][:n_carry]))
@@ -118,7 +118,7 @@ def _custom_jvp(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[
 
         traced = [eqn.invars[i] for i in moved]
         args = as_traced(eqn.invars, primals), as_traced(traced, [tangents[i] for i in moved])
-        of_tangents = [max(given[i], Kind.NARROW) for i in moved]
+        of_tangents = [max(given[i], Kind.SUM) for i in moved]
         outs, out_tangents = _rewritten(derivative, args, [*given, *of_tangents], run)
         dtypes = list(map(dtype_of, jax.eval_shape(of, *primals)))
         return list(map(in_dtype, dtypes, outs)), list(map(in_dtype, dtypes, out_tangents))
@@ -150,7 +150,7 @@ def _custom_vjp(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[
             return [grads[i - first] for i in inexact]
 
         args = as_traced(eqn.invars, xs), as_traced(eqn.outvars, cotangents)
-        kinds = [*given, *[Kind.NARROW] * len(cotangents)]
+        kinds = [*given, *[Kind.SUM] * len(cotangents)]
         grads = dict(zip(inexact, _rewritten(pulled_back, args, kinds, run), strict=True))
         return tuple(in_dtype(x.dtype, grads.get(i)) for i, x in enumerate(xs))
 

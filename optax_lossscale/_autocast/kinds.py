@@ -28,11 +28,15 @@ class Kind(enum.IntEnum):
     NUMBER = 0
     """A number in the program that 16 bits hold, or a mask."""
     PARAMETER = 1
-    """A parameter, or the like: float32 itself, and in 16 bits what is made of it and those."""
-    NARROW = 2
-    """What a product gave, and what was made of it without leaving its range: 16 bits."""
-    WIDE = 3
-    """What may have a larger range or need more digits: float32."""
+    """A parameter, or what is made of parameters alone."""
+    ROWS = 2
+    """Rows of a parameter, as an embedding gives them: kept in 16 bits where they are added to."""
+    SUM = 3
+    """What a product gave, or a sum with such: kept in 16 bits."""
+    NEAR = 4
+    """Made of these, in about their range: computed anew, and its sum with them is one of them."""
+    WIDE = 5
+    """What may have another range or need more digits: float32."""
 
 
 # Only move numbers: on an array of 16 bits these run in 16 bits.
@@ -68,28 +72,20 @@ COMMUNICATES = {
     "unreduced_psum",
     "unreduced_reduce_scatter",
 }
-# Run in float32, as all that is no product. Their results have about the range of what they take,
-# so they may be kept in 16 bits.
-STAYS_IN_RANGE = {
+# Run in float32, as all that is no product, but give no other numbers than they take. (Not in 16
+# bits, as their derivatives are sums.)
+CHOOSES = {
     "abs",
-    "add",
-    "add_any",
     "broadcast_in_dim",
-    "ceil",
     "clamp",
     "concatenate",
     "convert_element_type",
     "cummax",
     "cummin",
-    "div",
     "dynamic_update_slice",
-    "erf",
-    "floor",
     "gather",
-    "logistic",
     "max",
     "min",
-    "mul",
     "neg",
     "pad",
     "pcast",
@@ -98,25 +94,17 @@ STAYS_IN_RANGE = {
     "reduce_min",
     "reduce_window_max",
     "reduce_window_min",
-    "round",
     "scatter",
     "select_n",
-    "sign",
     "sort",
-    "sub",
-    "tanh",
     "tile",
     "top_k",
 }
-_FOLLOWS = MOVES | COMMUNICATES | STAYS_IN_RANGE
-# Give no other numbers than they take; what else is made of numbers 16 bits may not hold.
-_KEEPS_NUMBERS = MOVES | {
-    "broadcast_in_dim",
-    "concatenate",
-    "convert_element_type",
-    "pcast",
-    "pvary",
-}
+SUMS_OF_TWO = {"add", "add_any", "sub"}
+# Their results have about the range of what they take.
+STAYS_NEAR = {"ceil", "div", "erf", "floor", "logistic", "mul", "round", "sign", "tanh"}
+# Of parameters alone, these make no parameter.
+_BOUNDED = {"erf", "logistic", "tanh"}
 
 
 def kinds(program: Flat, given: Sequence[Kind], low: np.dtype) -> dict[int, Kind]:
@@ -145,27 +133,44 @@ def kinds_of_results(jaxpr: Any, given: Sequence[Kind], low: np.dtype) -> list[K
 def kinds_carried(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
     """Those of what a scan carries.
 
-    Where it runs over layers, so that each round has parameters of its own, it carries what goes
-    from layer to layer, which is kept as it is without a scan. Over steps of time it carries what
-    may be a running sum: float32.
+    Where it runs over layers, so that each round multiplies by a matrix of its own, it carries
+    what goes from layer to layer, which is kept as it is without a scan. Over steps of time it
+    carries what may be a running sum: float32.
     """
     n_consts, n_carry = scan_sizes(eqn)
-    carried = list(operands[n_consts:][:n_carry])
-    if Kind.PARAMETER not in operands[n_consts + n_carry :]:
+    consts, carried = operands[:n_consts], operands[n_consts:][:n_carry]
+    of_rounds = operands[n_consts + n_carry :]
+    own = [n_consts + n_carry + i for i, k in enumerate(of_rounds) if k == Kind.PARAMETER]
+    if not _multiplies_by(eqn.params["jaxpr"], own):
         return [Kind.WIDE] * n_carry
-    carried = [Kind.WIDE if k == Kind.NUMBER else max(k, Kind.NARROW) for k in carried]
+    is_stream = lambda k: k in (Kind.PARAMETER, Kind.ROWS, Kind.SUM)
+    carried = [Kind.SUM if is_stream(k) else Kind.WIDE for k in carried]
     while True:
-        given = [*operands[:n_consts], *carried, *operands[n_consts + n_carry :]]
+        given = [*consts, *carried, *of_rounds]
         after = kinds_of_results(eqn.params["jaxpr"], given, low)[:n_carry]
-        wider = list(map(max, carried, after))
-        if wider == carried:
+        widened = [Kind.WIDE if k > Kind.SUM else c for c, k in zip(carried, after, strict=True)]
+        if widened == carried:
             return carried
-        carried = wider
+        carried = widened
 
 
-def follows(step: Step, low: np.dtype) -> bool:
-    """Whether the results of this are kept in 16 bits if its operands are."""
-    return all(k < Kind.WIDE for k in _results(step, [Kind.NARROW] * len(step.ins), low))
+def _multiplies_by(jaxpr: Any, arguments: Sequence[int]) -> bool:
+    """Whether a program has a product with one of these arguments as an operand."""
+    program = flat(jaxpr)
+    matrices = {program.ins[i] for i in arguments}
+    for step in program.steps:
+        if is_lowered(step.eqn):
+            if not matrices.isdisjoint(i for i in step.ins[:2] if not isinstance(i, Literal)):
+                return True
+        elif step.name in MOVES | {"convert_element_type"} and not matrices.isdisjoint(step.reads):
+            matrices.update(step.outs)
+        for inner in programs_in(step.eqn):
+            n = len(open_jaxpr(inner).invars)  # the first operand of a cond is not one of them
+            last = step.ins[len(step.ins) - n :]
+            held = [i for i, x in enumerate(last) if not isinstance(x, Literal) and x in matrices]
+            if held and _multiplies_by(inner, held):
+                return True
+    return False
 
 
 def is_lowered(eqn: Any) -> bool:
@@ -204,28 +209,37 @@ def _waits(loop: Any) -> bool:
 
 def _results(step: Step, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
     eqn, name = step.eqn, step.name
-    wide = [Kind.WIDE] * len(step.outs)
     if is_lowered(eqn):
-        return [Kind.NARROW]
+        return [Kind.SUM]
     if name in _HOLDERS:
         return _HOLDERS[name](eqn, operands, low)
     if name == "convert_element_type" and eqn.invars[0].aval.dtype == bool:
         return [Kind.NUMBER]
     of_floats = [k for v, k in zip(eqn.invars, operands, strict=True) if is_float(v)]
-    if name not in _FOLLOWS or not of_floats:
-        return wide
-    if any(v.aval.dtype != FLOAT32 for v in filter(is_float, (*eqn.invars, *eqn.outvars))):
-        return wide
-    if name == "mul" and step.ins[0] == step.ins[1]:  # a square has twice the range
-        return wide
+    floats = filter(is_float, (*eqn.invars, *eqn.outvars))
+    is_all_float32 = all(v.aval.dtype == FLOAT32 for v in floats)
+    kind = _of_operation(step, operands, max(of_floats), low) if of_floats else Kind.WIDE
+    return [kind if is_all_float32 else Kind.WIDE] * len(step.outs)
+
+
+def _of_operation(step: Step, operands: Sequence[Kind], widest: Kind, low: np.dtype) -> Kind:
+    """Of float32 operands."""
+    name = step.name
+    if name in MOVES | COMMUNICATES | CHOOSES:
+        is_lookup = name == "gather" and widest == Kind.PARAMETER
+        return Kind.ROWS if is_lookup else widest
+    if name not in SUMS_OF_TWO | STAYS_NEAR or widest in (Kind.NUMBER, Kind.WIDE):
+        return Kind.WIDE
+    if name in SUMS_OF_TWO:
+        return min(widest, Kind.SUM)
     if name == "div" and operands[1] != Kind.NUMBER:
-        return wide
-    widest = max(of_floats)
-    if widest == Kind.NUMBER and name not in _KEEPS_NUMBERS:
-        return wide
-    if widest == Kind.PARAMETER and name == "gather":  # an embedding: as a product with its rows
-        return [Kind.NARROW]
-    return [widest] * len(step.outs)
+        return Kind.WIDE
+    # What bfloat16 does not hold float32 does not.
+    if name == "mul" and low != jnp.bfloat16 and min(operands) >= Kind.SUM:
+        return Kind.WIDE
+    if widest < Kind.SUM:
+        return Kind.WIDE if name in _BOUNDED else widest
+    return Kind.NEAR
 
 
 def _fits(number: Literal, low: np.dtype) -> bool:

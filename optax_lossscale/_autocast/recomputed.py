@@ -7,10 +7,10 @@ from jax.extend.core import Literal
 
 from optax_lossscale._arrays.programs import is_product, open_jaxpr, programs_in
 from optax_lossscale._autocast.flat import Step
-from optax_lossscale._autocast.kinds import MOVES, STAYS_IN_RANGE
+from optax_lossscale._autocast.kinds import CHOOSES, MOVES, STAYS_NEAR, SUMS_OF_TWO
 
 _CHEAP = (
-    (MOVES | STAYS_IN_RANGE)
+    (MOVES | CHOOSES | SUMS_OF_TWO | STAYS_NEAR)
     - {"cummax", "cummin", "name", "optimization_barrier", "sort", "top_k"}
 ) | {
     "acos",
@@ -59,6 +59,9 @@ _CHEAP = (
 }
 
 
+_LONGEST = 50  # steps
+
+
 def is_cheap(eqn: Any) -> bool:
     """Whether to compute it anew takes no longer than to read it."""
     if eqn.effects or is_product(eqn):
@@ -70,24 +73,31 @@ def is_cheap(eqn: Any) -> bool:
 
 
 class Repeated:
-    """Cheap steps to take within an island that reads what they give, as that is larger.
+    """Cheap steps to take again within each island that reads what they give, as that is larger.
 
-    Such as a mask, an index or a constant, which is broadcast, and the rows of an embedding:
-    an island keeps what they read for its gradient instead.
+    Such as a mask or a constant, which is broadcast, the rows of an embedding, and what a `tanh`
+    gave: an island keeps for its gradient what they read instead.
     """
 
     def __init__(self, size: Callable[[int], int]):
         self._size = size
         self._steps: dict[int, tuple[int, Step]] = {}
         self._sources: dict[int, frozenset[int]] = {}
+        self._length: dict[int, int] = {}
+
+    def __contains__(self, i: int) -> bool:
+        return i in self._steps
 
     def add(self, step: Step) -> None:
         """Takes note of a step, if it is one of them."""
         of = (self._sources.get(i, frozenset((i,))) for i in step.reads)
         sources = frozenset[int]().union(*of)
-        if sum(map(self._size, sources)) <= sum(map(self._size, step.outs)):
+        length = 1 + sum(self._length.get(i, 0) for i in step.reads)
+        is_larger = sum(map(self._size, sources)) <= sum(map(self._size, step.outs))
+        if is_larger and length <= _LONGEST:
             self._steps |= dict.fromkeys(step.outs, (len(self._steps), step))
             self._sources |= dict.fromkeys(step.outs, sources)
+            self._length |= dict.fromkeys(step.outs, length)
 
     def before(self, island: list[Step]) -> list[Step]:
         """Those whose results an island reads, and those that they read in turn."""

@@ -8,6 +8,7 @@ computes an island anew from what it read, so no float32 array is kept for it.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +26,8 @@ from optax_lossscale._autocast.kinds import (
     COMMUNICATES,
     FLOAT32,
     MOVES,
+    SUMS_OF_TWO,
     Kind,
-    follows,
     has_products,
     is_lowered,
     kind_of,
@@ -74,7 +75,6 @@ class _Run:
         self.how, self.program = how, program
         self.kinds = kinds(program, given, how.dtype)
         self.readers = program.readers()
-        self.only_read_wide = _only_read_wide(program, how.dtype)
         self.held: dict[int, dict[Any, Any]] = {}
         for i, x in (*program.consts.items(), *zip(program.ins, args, strict=True)):
             self.held[i] = {dtype_of(x): x}
@@ -106,30 +106,29 @@ class _Run:
 
     def _run_step(self, step: Step) -> None:
         outs = self._computed(step, self._read)
-        for i, v, x in zip(step.outs, step.eqn.outvars, outs, strict=True):
+        for i, x in zip(step.outs, outs, strict=True):
             is_low = dtype_of(x) == self.how.dtype  # as of a product, whoever reads it
-            self._hold(i, None if is_low else self._kept_dtype(i, v), x)
+            self._hold(i, None if is_low else self._kept_dtype(i), x)
 
     def _run_island(self, island: list[Step]) -> None:
         """Computes an island, and holds what others read of it."""
         if not island:
             return
         left = self._left(island)
+        rounded = {i for i, dtype in left if dtype == self.how.dtype and self._is_kept_low(i)}
         island = [*self.repeated.before(island), *island]
         given = list(read_by(island))
-        low = self.how.dtype
-        # Rounded as soon as it is made: what reads it here sees what others will.
-        rounded = {i for i, _ in left} - {i for i, dtype in left if dtype != low}
 
         def of(xs):
             values = dict(zip(given, xs, strict=True))
             number = lambda i: i.val if isinstance(i, Literal) else values[i]
             read = lambda i, dtype=None: in_dtype(dtype, number(i))
             for step in island:
-                is_rounded = not rounded.isdisjoint(step.outs)
-                outs = self._computed(step, read, is_rounded)
-                for i, x in zip(step.outs, outs, strict=True):
-                    values[i] = in_dtype(low, x) if i in rounded else x
+                # Rounded as soon as it is made: what reads it here sees what others will.
+                is_low = not rounded.isdisjoint(step.outs)
+                outs = self._computed(step, read, is_low)
+                rounding = self.how.dtype if is_low else None
+                values.update(zip(step.outs, map(partial(in_dtype, rounding), outs), strict=True))
             return [in_dtype(dtype, values[i]) for i, dtype in left]
 
         if self.how.recomputes and not all(step.name in MOVES for step in island):
@@ -140,20 +139,23 @@ class _Run:
     def _left(self, island: list[Step]) -> list[tuple[int, Any]]:
         """What is read after an island of what it made, and in which dtype."""
         inside = set(map(id, island))
-        found: dict[tuple[int, Any], None] = {}
+        left: list[tuple[int, Any]] = []
         for step in island:
-            for i, v in zip(step.outs, step.eqn.outvars, strict=True):
-                later = [r for r in self.readers.get(i, ()) if id(r) not in inside]
-                is_operand = [r is not None and i in _operands(r) for r in later]
-                if not all(is_operand):
-                    found[i, self._kept_dtype(i, v)] = None
-                if any(is_operand):
-                    found[i, self.how.dtype] = None
-        return list(found)
+            later = {
+                i: [r for r in self.readers.get(i, ()) if id(r) not in inside] for i in step.outs
+            }
+            others = {i: [r for r in rs if not _is_operand(i, r)] for i, rs in later.items()}
+            if not any(others[i] and self._is_kept_low(i) for i in step.outs):
+                self.repeated.add(step)
+            for i in step.outs:
+                is_repeated = i in self.repeated and all(r and is_cheap(r.eqn) for r in others[i])
+                if others[i] and not is_repeated:
+                    left.append((i, self._kept_dtype(i)))
+                if len(others[i]) < len(later[i]) and (i, self.how.dtype) not in left[-1:]:
+                    left.append((i, self.how.dtype))
+        return left
 
-    def _computed(
-        self, step: Step, read: Callable[..., Any], is_rounded: bool = False
-    ) -> list[Any]:
+    def _computed(self, step: Step, read: Callable[..., Any], is_low: bool = False) -> list[Any]:
         """The results of a step, of operands that `read` gives in a dtype or as they are kept."""
         eqn, low = step.eqn, self.how.dtype
         with step.at_its_line():
@@ -163,12 +165,11 @@ class _Run:
             if (held := holders.HOLDERS.get(step.name)) and has_products(eqn):
                 of_ins = [kind_of(i, self.kinds, low) for i in step.ins]
                 return held(eqn, list(map(read, step.ins)), of_ins, self.how)
-            kept = list(map(read, step.ins))
             if step.name in MOVES | COMMUNICATES:
-                return bind(eqn, kept)
-            if is_rounded and _is_sum_of_two(eqn) and all(dtype_of(x) == low for x in kept):
-                # The same number, and no float32 array of it for a compiler to keep.
-                return bind(eqn, kept)
+                return bind(eqn, list(map(read, step.ins)))
+            if is_low and step.name in SUMS_OF_TWO and _are_alike(eqn):
+                # Of rounded numbers, so that a compiler has no float32 array to keep.
+                return bind(eqn, [read(i, low) for i in step.ins])
             pairs = zip(step.ins, eqn.invars, strict=True)
             return bind(eqn, [read(i, dtype_of(v.aval)) for i, v in pairs])
 
@@ -177,14 +178,20 @@ class _Run:
         is_parameter = i in self.program.ins and self.kinds[i] == Kind.PARAMETER
         if is_parameter or i in self.program.consts:
             return 0
-        x = next(iter(self.held[i].values()))
-        return math.prod(x.shape) * x.dtype.itemsize
+        dtype = next(iter(self.held[i])) if i in self.held else self._kept_dtype(i)
+        return math.prod(self.program.types[i].shape) * dtype.itemsize
 
-    def _kept_dtype(self, i: int, v: Any) -> Any:
+    def _kept_dtype(self, i: int) -> Any:
         """The dtype in which a value is kept, where not only products read it."""
-        traced = dtype_of(v.aval)
-        is_low = self.kinds[i] == Kind.NARROW and i not in self.only_read_wide
-        return self.how.dtype if is_low and traced == FLOAT32 else traced
+        return self.how.dtype if self._is_kept_low(i) else dtype_of(self.program.types[i])
+
+    def _is_kept_low(self, i: int) -> bool:
+        if dtype_of(self.program.types[i]) != FLOAT32:
+            return False
+        if self.kinds[i] == Kind.ROWS:
+            steps = [step for step in self.readers.get(i, ()) if step is not None]
+            return any(s.name in SUMS_OF_TWO and self.kinds[s.outs[0]] == Kind.SUM for s in steps)
+        return self.kinds[i] == Kind.SUM
 
     def _hold(self, i: int, dtype: Any, x: Any) -> None:
         x = in_dtype(dtype, x)
@@ -205,25 +212,11 @@ def _product(eqn: Any, ins: Sequence[Any], low: np.dtype) -> list[Any]:
     return bind(eqn.replace(params=params), ins)
 
 
-def _only_read_wide(program: Flat, low: np.dtype) -> set[int]:
-    """What only operations in float32 read, in the end; the results of a program are not."""
-    wide: dict[int, bool] = {i: False for i in program.outs if not isinstance(i, Literal)}
-    for step in reversed(program.steps):
-        if is_lowered(step.eqn) or has_products(step.eqn):
-            is_wide = False
-        else:
-            is_wide = not follows(step, low) or all(wide.get(i, True) for i in step.outs)
-        for i in step.reads:
-            wide[i] = wide.get(i, True) and is_wide
-    return {i for i, is_wide in wide.items() if is_wide}
+def _are_alike(eqn: Any) -> bool:
+    """Whether operands and result have one shape."""
+    return len({v.aval.shape for v in (*eqn.invars, *eqn.outvars)}) == 1
 
 
-def _is_sum_of_two(eqn: Any) -> bool:
-    """Whether this adds two arrays, number by number."""
-    alike = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)}
-    return eqn.primitive.name in ("add", "add_any", "sub") and len(alike) == 1
-
-
-def _operands(step: Step) -> tuple[int | Literal, ...]:
-    """What a step takes in 16 bits, as the two operands of a product are."""
-    return step.ins[:2] if is_lowered(step.eqn) else ()
+def _is_operand(i: int, step: Step | None) -> bool:
+    """Whether a step takes a value in 16 bits, as one of the two operands of a product."""
+    return step is not None and is_lowered(step.eqn) and i in step.ins[:2]
