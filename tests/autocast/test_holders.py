@@ -117,6 +117,7 @@ def test_nnx_modules_change_as_in_float32(inside):
     assert_computes_in(F16, fun, Model(), X)
 
 
+@pytest.mark.slow
 def test_nnx_modules_may_be_anywhere_in_the_arguments():
     def loss_fn(models, x, *, other):
         return nnx_loss(models["a"][0], x) + nnx_loss(other, x) + nnx_loss(models["b"], x)
@@ -206,6 +207,7 @@ def test_nnx_transformations_inside():
     )
 
 
+@pytest.mark.slow
 def test_an_nnx_training_step_in_full():
     """With nnx.Optimizer, as in the documentation."""
 
@@ -253,7 +255,7 @@ def eqx_loss(model, state, x):
     return jnp.mean((y - 1) ** 2), state
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_equinox_modules_and_their_state(compiled):
     results = []
     for loss_fn in (eqx_loss, ols.autocast(eqx_loss)):
@@ -398,6 +400,7 @@ def test_a_fixed_point_is_found_as_in_float32():
     assert_close(cast_z, z, 0.005)
 
 
+@pytest.mark.slow
 def test_newtons_iteration_converges():
     """Square roots of a matrix by products: what is refined round by round."""
 
@@ -442,6 +445,7 @@ def test_conditionals():
     )
 
 
+@pytest.mark.slow
 def test_maps_and_associative_scans():
     holds(lambda p, x: jax.vmap(block, (None, 0))(p, x[:, None])[:, 0])
     holds(lambda p, x: lax.map(lambda r: block(p, r[None])[0], x, batch_size=2))
@@ -574,6 +578,7 @@ def test_custom_batching():
     assert_close(ols.autocast(fun)(params(), X), fun(params(), X), 0.005)
 
 
+@pytest.mark.slow
 def test_linear_solvers_and_roots():
     def same(f):  # in these, products stay in float32
         run = lambda f: jax.jit(jax.value_and_grad(squared(f)))(params(), X)
@@ -604,6 +609,16 @@ def test_linear_solvers_and_roots():
 # --- differentiation of every kind ---
 
 
+def test_forward_mode_and_a_second_derivative():
+    loss, p = squared(block), params()
+    t = jax.tree.map(jnp.ones_like, p)
+    along = lambda f: jax.jvp(jax.grad(f), (p, X), (t, jnp.zeros_like(X)))
+    assert_close(
+        jax.jit(lambda: along(ols.autocast(loss)))(), jax.jit(lambda: along(loss))(), 0.01
+    )
+
+
+@pytest.mark.slow
 def test_higher_derivatives_and_forward_mode():
     loss, p = squared(block), params()
     cast = ols.autocast(loss)
@@ -647,6 +662,7 @@ def mesh(axis_type=AxisType.Auto):
     return jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
 
 
+@pytest.mark.slow
 def test_pmap_and_collectives():
     def loss(p, x):
         x = block(p, x)
@@ -810,6 +826,7 @@ def test_references_that_are_given():
 # --- this library's own ---
 
 
+@pytest.mark.slow
 def test_a_training_step_is_scale_invariant():
     tx = ols.with_loss_scale(optax.adam(1e-2), ols.DynamicLossScale(initial_scale=64.0))
 

@@ -12,15 +12,16 @@ import pytest
 from against_float32 import assert_as_in_float32, normal
 from jax import lax
 
-CASES = {}
+CASES, NAMES = {}, []
 
 
-def case(*, rows=16, width=32, size=1.0, parameters=(), **options):
+def case(*, rows=16, width=32, size=1.0, parameters=(), slow=False, **options):
     """Registers a loss of activations and parameters.
 
     The activations are the product of an input and a weight, about `size` large. The weight is a
     permutation, so that float16 holds them exactly: a loss may be as ill-conditioned as it likes.
-    The weight and `parameters` are differentiated, as is the input.
+    The weight and `parameters` are differentiated, as is the input. `slow` are those that differ
+    little from another.
     """
 
     def register(loss):
@@ -32,6 +33,7 @@ def case(*, rows=16, width=32, size=1.0, parameters=(), **options):
         name = loss.__name__
         assert name not in CASES, name
         CASES[name] = (fun, p, x, options)
+        NAMES.append(pytest.param(name, marks=[pytest.mark.slow] * slow))
         return loss
 
     return register
@@ -60,13 +62,13 @@ def rms_norm(h, p):
     return through(h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6))
 
 
-@case(size=300.0, parameters=[("scale", normal(2, 32))])
+@case(size=300.0, parameters=[("scale", normal(2, 32))], slow=True)
 def rms_norm_with_a_scale(h, p):
     h = h / jnp.sqrt(jnp.mean(jnp.square(h), -1, keepdims=True) + 1e-6)
     return through(h * (1 + p["scale"]))
 
 
-@case(size=300.0)
+@case(size=300.0, slow=True)
 def rms_norm_by_a_product_of_two_names(h, p):
     g = h + 0.0
     return through(h / jnp.sqrt(jnp.sum(h * g, -1, keepdims=True) / h.shape[-1] + 1e-6))
@@ -77,7 +79,7 @@ def rms_norm_by_einsum(h, p):
     return through(h * lax.rsqrt(jnp.einsum("nd,nd->n", h, h)[:, None] / 32 + 1e-6))
 
 
-@case(size=300.0)
+@case(size=300.0, slow=True)
 def rms_norm_by_vmapped_dot(h, p):
     return through(jax.vmap(lambda v: v * lax.rsqrt(v @ v / 32 + 1e-6))(h))
 
@@ -96,12 +98,12 @@ def layer_norm_by_the_mean_of_squares(h, p):
     return through((h - mean) / jnp.sqrt(variance + 1e-5))
 
 
-@case(size=300.0)
+@case(size=300.0, slow=True)
 def standardized(h, p):
     return through(jax.nn.standardize(h, epsilon=1e-6))
 
 
-@case(size=300.0)
+@case(size=300.0, slow=True)
 def batch_norm(h, p):
     return through((h - h.mean(0)) / (h.std(0) + 1e-6))
 
@@ -118,22 +120,22 @@ def cosine_similarity(h, p):
     return jnp.sum(jnp.sum(a * b, -1) / jnp.maximum(norms, 1e-8))
 
 
-@case(size=300.0, rows=8)
+@case(size=300.0, rows=8, slow=True)
 def cosine_similarity_by_optax(h, p):
     return jnp.sum(optax.cosine_distance(h[:4], h[4:], epsilon=1e-8))
 
 
-@case(size=300.0)
+@case(size=300.0, slow=True)
 def variance(h, p):
     return jnp.sum(jnp.var(h, axis=-1, ddof=1)) / 1e4
 
 
-@case(size=300.0, many=600)
+@case(size=300.0, many=600, slow=True)
 def one_norm_of_all(h, p):
     return jnp.sqrt(jnp.sum(h**2)) + jnp.max(jnp.abs(h))
 
 
-@case(size=300.0)
+@case(size=300.0, slow=True)
 def clipped_by_global_norm(h, p):
     norm = optax.tree.norm({"h": h})
     return through(h * jnp.minimum(1.0, 1.0 / (norm + 1e-6)))
@@ -148,7 +150,7 @@ def softmax_by_hand(h, p):
     return through(e / e.sum(-1, keepdims=True))
 
 
-@case(size=3.0)
+@case(size=3.0, slow=True)
 def softmax_without_a_maximum(h, p):
     e = jnp.exp(3 * h)
     return through(e / e.sum(-1, keepdims=True))
@@ -159,7 +161,7 @@ def softmax(h, p):
     return through(jax.nn.softmax(h))
 
 
-@case(size=300.0)
+@case(size=300.0, slow=True)
 def log_softmax(h, p):
     return -jnp.mean(jax.nn.log_softmax(h)[jnp.arange(16), jnp.arange(16)])
 
@@ -169,12 +171,12 @@ def logsumexp(h, p):
     return jnp.mean(jax.nn.logsumexp(h, -1))
 
 
-@case(size=4.0)
+@case(size=4.0, slow=True)
 def logsumexp_by_hand(h, p):
     return jnp.mean(jnp.log(jnp.sum(jnp.exp(4 * h), -1)))
 
 
-@case(size=30.0)
+@case(size=30.0, slow=True)
 def cross_entropy_by_one_hot(h, p):
     return -jnp.mean(jnp.sum(jax.nn.one_hot(jnp.arange(16), 32) * jax.nn.log_softmax(h), -1))
 
@@ -185,7 +187,7 @@ def cross_entropy_by_optax(h, p):
     return losses.mean()
 
 
-@case(size=30.0)
+@case(size=30.0, slow=True)
 def cross_entropy_of_sigmoids_by_optax(h, p):
     return optax.sigmoid_binary_cross_entropy(h, jnp.eye(16, 32)).mean()
 
@@ -201,13 +203,13 @@ def masked_by_adding(h, p):
     return through(jax.nn.softmax(h + (1.0 - jnp.tri(16, 32)) * -1e9))
 
 
-@case(size=5.0)
+@case(size=5.0, slow=True)
 def masked_by_the_least_number(h, p):
     h = jnp.where(jnp.tri(16, 32, dtype=bool), h, jnp.finfo(jnp.float32).min)
     return through(jax.nn.softmax(h))
 
 
-@case(size=5.0)
+@case(size=5.0, slow=True)
 def masked_by_infinity(h, p):
     e = jnp.exp(jnp.where(jnp.tri(16, 32, dtype=bool), h, -jnp.inf))
     return through(e / e.sum(-1, keepdims=True))
@@ -218,22 +220,22 @@ def squared_errors_of_1e5(h, p):
     return jnp.mean((h - 1000.0) ** 2)
 
 
-@case(size=300.0, parameters=[("target", jnp.full((16, 32), 500.0))])
+@case(size=300.0, parameters=[("target", jnp.full((16, 32), 500.0))], slow=True)
 def squared_errors_by_optax(h, p):
     return optax.l2_loss(h, p["target"]).mean()
 
 
-@case(size=300.0)
+@case(size=300.0, slow=True)
 def huber_loss(h, p):
     return optax.huber_loss(h, jnp.ones_like(h)).mean()
 
 
-@case(size=30.0)
+@case(size=30.0, slow=True)
 def log_cosh_loss(h, p):
     return optax.log_cosh(h, jnp.ones_like(h)).mean()
 
 
-@case(size=1.0)
+@case(size=1.0, slow=True)
 def gaussian_log_probability_of_a_small_deviation(h, p):
     return jnp.mean(0.5 * ((h - 0.5) / 1e-3) ** 2 + jnp.log(1e-3)) / 1e6
 
@@ -283,13 +285,13 @@ def entropy(h, p):
     return -jnp.mean(jnp.sum(q * jnp.log(q + 1e-9), -1))
 
 
-@case(size=1.0)
+@case(size=1.0, slow=True)
 def focal_loss(h, p):
     q = jax.nn.sigmoid(h * 4)
     return -jnp.mean((1 - q) ** 2 * jnp.log(q + 1e-8))
 
 
-@case(size=1.0, rows=32)
+@case(size=1.0, rows=32, slow=True)
 def contrastive_loss(h, p):
     z = h / (jnp.linalg.norm(h, axis=-1, keepdims=True) + 1e-8)
     logits = z @ z.T / 0.07
@@ -309,17 +311,17 @@ def sum_of_100_000_numbers(h, p):
     return jnp.sum(jnp.abs(h)) / 1e3
 
 
-@case(rows=3200, size=1.0)
+@case(rows=3200, size=1.0, slow=True)
 def sum_of_100_000_numbers_in_two_axes(h, p):
     return through(jnp.abs(h).sum(0) / 1e3)
 
 
-@case(rows=4096, size=100.0)
+@case(rows=4096, size=100.0, slow=True)
 def mean_over_a_long_axis(h, p):
     return through(jnp.mean(h + 300, axis=0) / 100)
 
 
-@case(rows=4096, size=1.0)
+@case(rows=4096, size=1.0, slow=True)
 def cumulative_sum(h, p):
     return jnp.mean(jnp.cumsum(jnp.abs(h) + 10, axis=0)) / 1e4
 
@@ -331,7 +333,7 @@ def cumulative_sum_by_scan_of_activations(h, p):
     return jnp.mean(total) / 1e4
 
 
-@case(rows=4096, size=1.0)
+@case(rows=4096, size=1.0, slow=True)
 def cumulative_sum_by_associative_scan(h, p):
     return jnp.mean(lax.associative_scan(jnp.add, jnp.abs(h) + 30, axis=0)) / 1e4
 
@@ -343,23 +345,23 @@ def cumulative_sum_by_fori_loop(h, p):
     return jnp.mean(total) / 1e4
 
 
-@case(rows=64, size=0.3)
+@case(rows=64, size=0.3, slow=True)
 def cumulative_product(h, p):
     return jnp.mean(jnp.cumprod(1 - h**2 / 8, axis=0))
 
 
-@case(rows=2048, size=1.0)
+@case(rows=2048, size=1.0, slow=True)
 def average_pool(h, p):
     pooled = lax.reduce_window(h + 100, 0.0, lax.add, (1024, 1), (1024, 1), "VALID")
     return through(pooled / 1e5)
 
 
-@case(rows=4096, size=1.0)
+@case(rows=4096, size=1.0, slow=True)
 def segments_summed(h, p):
     return through(jax.ops.segment_sum(jnp.abs(h) + 30, jnp.arange(4096) % 2, 2) / 1e5)
 
 
-@case(rows=4096, size=1.0)
+@case(rows=4096, size=1.0, slow=True)
 def weighted_mean_with_a_large_sum(h, p):
     weights = jnp.exp(jax.nn.relu(h))
     return through(jnp.sum(weights * h, 0) / jnp.sum(weights, 0))
@@ -383,17 +385,17 @@ def activations_gathered_many_times(h, p):
     return jnp.sum(jnp.tanh(h[jnp.arange(16384) % 2] + 1)) / 100
 
 
-@case(rows=2)
+@case(rows=2, slow=True)
 def activations_repeated(h, p):
     return jnp.sum(jnp.tanh(jnp.repeat(h, 8192, axis=0) + 1)) / 100
 
 
-@case(rows=2)
+@case(rows=2, slow=True)
 def activations_tiled(h, p):
     return jnp.sum(jnp.tanh(jnp.tile(h, (8192, 1)) + 1)) / 100
 
 
-@case(rows=1)
+@case(rows=1, slow=True)
 def an_activation_added_to_many_rows(h, p):
     table = jnp.linspace(-1, 1, 8192)[:, None] * jnp.ones(32)
     return jnp.sum(jnp.tanh(h + table)) / 100
@@ -421,14 +423,14 @@ def embeddings_of_many_tokens(h, p):
     return jnp.sum(jnp.tanh(p["embedding"][tokens] + h)) / 100
 
 
-@case(rows=1, parameters=[("embedding", normal(2, 4, 32))])
+@case(rows=1, parameters=[("embedding", normal(2, 4, 32))], slow=True)
 def embeddings_of_many_tokens_by_a_module(h, p):
     tokens = jnp.arange(8192) % 4
     x = jnp.take(p["embedding"], tokens, axis=0)
     return jnp.sum(jax.nn.relu((x + h) @ p["w"] + 1)) / 100
 
 
-@case(rows=8, size=0.1, parameters=[("embedding", normal(2, 16, 32, scale=0.3))])
+@case(rows=8, size=0.1, parameters=[("embedding", normal(2, 16, 32, scale=0.3))], slow=True)
 def tied_embeddings(h, p):
     logits = (p["embedding"][jnp.arange(8)] + h) @ p["embedding"].T
     return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(8)).mean()
@@ -457,7 +459,7 @@ def division_by_a_clipped_sum(h, p):
     return jnp.sum(h / jnp.maximum(jnp.sum(jnp.abs(h), -1, keepdims=True), 1e-12)) * 1e-12 + 1
 
 
-@case(size=0.0)
+@case(size=0.0, slow=True)
 def safe_norm_of_zeros(h, p):
     return jnp.sum(optax.safe_norm(h, 1e-6, axis=-1)) + 1
 
@@ -530,33 +532,33 @@ def gelu_by_erf(h, p):
     return through(jax.nn.gelu(h, approximate=False))
 
 
-@case(size=300.0)
+@case(size=300.0, slow=True)
 def gelu_by_hand(h, p):
     y = 0.5 * h * (1 + jnp.tanh(0.7978845608 * (h + 0.044715 * h * h * h)))
     return through(y)
 
 
-@case(size=300.0)
+@case(size=300.0, slow=True)
 def swish(h, p):
     return through(jax.nn.swish(h))
 
 
-@case(size=300.0)
+@case(size=300.0, slow=True)
 def softplus(h, p):
     return through(jax.nn.softplus(h))
 
 
-@case(size=300.0)
+@case(size=300.0, slow=True)
 def mish(h, p):
     return through(jax.nn.mish(h))
 
 
-@case(size=300.0)
+@case(size=300.0, slow=True)
 def elu(h, p):
     return through(jax.nn.elu(h))
 
 
-@case(size=300.0)
+@case(size=300.0, slow=True)
 def squared_relu(h, p):
     return jnp.mean(jax.nn.relu(h) ** 2) / 1e4
 
@@ -587,29 +589,29 @@ def steep_sigmoid(h, p):
     return jnp.mean(jax.nn.sigmoid(100 * (h + 3))) * 1
 
 
-@case(size=20.0)
+@case(size=20.0, slow=True)
 def powers(h, p):
     return jnp.mean(h**4) / 1e6
 
 
-@case(size=20.0)
+@case(size=20.0, slow=True)
 def powers_of_a_fraction(h, p):
     return jnp.mean((jnp.abs(h) + 1) ** 3.7) / 1e6
 
 
-@case(size=60.0)
+@case(size=60.0, slow=True)
 def polynomial(h, p):
     return jnp.mean(3 * h * h * h - 2 * h * h + h) / 1e6
 
 
-@case(size=1.0)
+@case(size=1.0, slow=True)
 def sine_of_large_phases(h, p):
     """Fourier features of a coordinate, not of an activation."""
     phases = jnp.arange(16.0)[:, None] * jnp.exp(jnp.linspace(0, 7, 32))
     return jnp.sum(h * jnp.sin(phases) + h * jnp.cos(phases)) + 1
 
 
-@case(size=1.0, rows=64)
+@case(size=1.0, rows=64, slow=True)
 def rotary_embedding_at_far_positions(h, p):
     angles = (jnp.arange(64.0) + 30_000)[:, None] / 10_000 ** (jnp.arange(16) / 16)
     a, b = jnp.split(h, 2, -1)
@@ -631,19 +633,19 @@ def large_products_added(h, p):
     return through((h + h + h + h) / 1e5)
 
 
-@case(size=12000.0)
+@case(size=12000.0, slow=True)
 def large_products_doubled(h, p):
     return through(h * 8 / 1e5)
 
 
-@case(size=30.0)
+@case(size=30.0, slow=True)
 def large_scores_of_attention(h, p):
     q, k, v = h, h[::-1], h / 100
     scores = q @ k.T / 32**0.5
     return through(jax.nn.softmax(scores / 100) @ v)
 
 
-@case(size=3.0)
+@case(size=3.0, slow=True)
 def capped_logits(h, p):
     return through(30 * jnp.tanh(h / 30))
 
@@ -704,7 +706,7 @@ def large_numbers_into_a_branch(h, p):
     return through(lax.cond(h[0, 0] < 1e9, lambda y: (y / 1e4) @ p["w"], lambda y: y, y))
 
 
-@case(size=300.0)
+@case(size=300.0, slow=True)
 def large_numbers_into_a_custom_derivative(h, p):
     f = jax.custom_jvp(lambda y, w: (y / 1e4) @ w)
     f.defjvp(lambda xs, ts: jax.jvp(lambda y, w: (y / 1e4) @ w, xs, ts))
@@ -747,7 +749,7 @@ def top_k(h, p):
     return jnp.sum(jax.nn.softmax(values) * jnp.take_along_axis(h, indices, -1)) / 16
 
 
-@case(size=300.0)
+@case(size=300.0, slow=True)
 def maximum(h, p):
     return jnp.sum(h.max(-1)) / 1e3
 
@@ -760,7 +762,7 @@ def routed_by_top_k(h, p):
     return jnp.sum(load**2) + jnp.mean(jax.nn.logsumexp(h[:, :4], -1) ** 2)
 
 
-@case(size=1.0)
+@case(size=1.0, slow=True)
 def sorted_values(h, p):
     return jnp.sum(jnp.sort(h, -1) * jnp.linspace(-1, 1, 32))
 
@@ -768,28 +770,28 @@ def sorted_values(h, p):
 # --- linear algebra and transforms, which stay as they are ---
 
 
-@case(size=1.0, rows=64)
+@case(size=1.0, rows=64, slow=True)
 def cholesky(h, p):
     covariance = jnp.matmul(h.T, h, precision="highest") / 64 + jnp.eye(32)
     return jnp.sum(jnp.log(jnp.diagonal(jnp.linalg.cholesky(covariance))))
 
 
-@case(size=1.0, rows=32)
+@case(size=1.0, rows=32, slow=True)
 def solution_of_a_linear_system(h, p):
     return jnp.mean(jnp.linalg.solve(h / 8 + 2 * jnp.eye(32), jnp.ones(32)) ** 2)
 
 
-@case(size=1.0, rows=32)
+@case(size=1.0, rows=32, slow=True)
 def log_determinant(h, p):
     return jnp.linalg.slogdet(h / 8 + 2 * jnp.eye(32))[1]
 
 
-@case(size=300.0)
+@case(size=300.0, slow=True)
 def spectrum(h, p):
     return jnp.sum(jnp.log(jnp.abs(jnp.fft.rfft(h + 1)) + 1e-6)) / 100
 
 
-@case(size=1.0)
+@case(size=1.0, slow=True)
 def rendering(h, p):
     """As in a neural radiance field."""
     alpha = 1 - jnp.exp(-jax.nn.relu(h) * 0.01)
@@ -797,7 +799,7 @@ def rendering(h, p):
     return jnp.sum(alpha * passing * jnp.linspace(0, 1, 32))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_value_and_gradient_are_those_of_float32(name):
     fun, p, x, options = CASES[name]
     assert_as_in_float32(fun, p, x, **options)
