@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from optax_lossscale._arrays.programs import (
@@ -16,7 +17,7 @@ from optax_lossscale._arrays.programs import (
     placed,
     scan_sizes,
 )
-from optax_lossscale._autocast.kinds import FLOAT32, Kind, kinds_carried
+from optax_lossscale._autocast.kinds import Kind, kept_dtype, kinds_carried, kinds_of_equation
 
 if TYPE_CHECKING:
     from optax_lossscale._autocast.run import Casting
@@ -55,9 +56,7 @@ def _scan(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[Any]:
     # What each round reads gets a gradient from each, and their sum is one of many numbers.
     consts = as_traced(eqn.invars[:n_consts], ins[:n_consts])
     traced = [dtype_of(v.aval) for v in eqn.invars[n_consts:][:n_carry]]
-    is_low = lambda kind, dtype: kind == Kind.SUM and dtype == FLOAT32
-    kept = lambda kind, dtype: run.dtype if is_low(kind, dtype) else dtype
-    dtypes = list(map(kept, carried, traced))
+    dtypes = [kept_dtype(dtype, k, run.dtype) for dtype, k in zip(traced, carried, strict=True)]
     carry = list(map(in_dtype, dtypes, ins[n_consts:][:n_carry]))
     given = [*given[:n_consts], *carried, *given[n_consts + n_carry :]]
     run = run._replace(prevent_cse=False)
@@ -91,16 +90,17 @@ def _while(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[Any]:
 
 def _cond(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[Any]:
     index, *ins = ins
-    of = lambda branch: lambda *xs: run(branch, xs, given[1:])
-    branches = list(map(of, eqn.params["branches"]))
-    dtypes = [list(map(dtype_of, jax.eval_shape(branch, *ins))) for branch in branches]
-    widest = [FLOAT32 if FLOAT32 in of_one else of_one[0] for of_one in zip(*dtypes, strict=True)]
-    alike = lambda branch: lambda *xs: list(map(in_dtype, widest, branch(*xs)))
-    return lax.switch(index, list(map(alike, branches)), *ins)
+    dtypes = _dtypes_of_results(eqn, given, run)
+
+    def of(branch):
+        return lambda *xs: list(map(in_dtype, dtypes, run(branch, xs, given[1:])))
+
+    return lax.switch(index, list(map(of, eqn.params["branches"])), *ins)
 
 
 def _custom_jvp(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[Any]:
     """Its derivative is that of the original, rewritten in turn."""
+    dtypes = _dtypes_of_results(eqn, given, run)
 
     @jax.custom_jvp
     def of(*xs):
@@ -108,20 +108,24 @@ def _custom_jvp(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[
 
     @of.defjvp
     def rule(primals, tangents):
-        moved = [i for i, t in enumerate(tangents) if t.dtype != jax.dtypes.float0]
+        moved = [i for i, t in enumerate(tangents) if dtype_of(t) != jax.dtypes.float0]
 
         def derivative(primals, tangents_moved):
             full = list(tangents)
             for i, t in zip(moved, tangents_moved, strict=True):
                 full[i] = t
-            return jax.jvp(lambda *xs: bind(eqn, xs), tuple(primals), tuple(full))
+            outs, out_tangents = jax.jvp(lambda *xs: bind(eqn, xs), tuple(primals), tuple(full))
+            return outs, [t for t in out_tangents if dtype_of(t) != jax.dtypes.float0]
 
         traced = [eqn.invars[i] for i in moved]
         args = as_traced(eqn.invars, primals), as_traced(traced, [tangents[i] for i in moved])
         of_tangents = [max(given[i], Kind.SUM) for i in moved]
         outs, out_tangents = _rewritten(derivative, args, [*given, *of_tangents], run)
-        dtypes = list(map(dtype_of, jax.eval_shape(of, *primals)))
-        return list(map(in_dtype, dtypes, outs)), list(map(in_dtype, dtypes, out_tangents))
+        left = iter(out_tangents)
+        zeros = lambda x: np.zeros(x.shape, jax.dtypes.float0)
+        is_moved = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+        outs = list(map(in_dtype, dtypes, outs))
+        return outs, [in_dtype(x.dtype, next(left)) if is_moved(x) else zeros(x) for x in outs]
 
     return of(*map(jnp.asarray, ins))
 
@@ -156,6 +160,12 @@ def _custom_vjp(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[
 
     of.defvjp(forward, backward)
     return of(*ins)
+
+
+def _dtypes_of_results(eqn: Any, given: list[Kind], run: "Casting") -> list[Any]:
+    kinds = kinds_of_equation(eqn, given, run.dtype)
+    pairs = zip(eqn.outvars, kinds, strict=True)
+    return [kept_dtype(dtype_of(v.aval), kind, run.dtype) for v, kind in pairs]
 
 
 def _rewritten(function: Callable[..., Any], args: Any, given: list[Kind], run: "Casting") -> Any:

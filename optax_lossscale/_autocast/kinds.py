@@ -130,6 +130,16 @@ def kinds_of_results(jaxpr: Any, given: Sequence[Kind], low: np.dtype) -> list[K
     return [kind_of(i, known, low) for i in program.outs]
 
 
+def kinds_of_equation(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
+    """Those of the results of an equation that holds programs."""
+    return _HOLDERS[eqn.primitive.name](eqn, operands, low)
+
+
+def kept_dtype(traced: Any, kind: Kind, low: np.dtype) -> Any:
+    """The dtype in which a value goes in and out of programs, of that in which it was traced."""
+    return low if kind == Kind.SUM and traced == FLOAT32 else traced
+
+
 def kinds_carried(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
     """Those of what a scan carries.
 
@@ -212,7 +222,7 @@ def _results(step: Step, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
     if is_lowered(eqn):
         return [Kind.SUM]
     if name in _HOLDERS:
-        return _HOLDERS[name](eqn, operands, low)
+        return kinds_of_equation(eqn, operands, low)
     if name == "convert_element_type" and eqn.invars[0].aval.dtype == bool:
         return [Kind.NUMBER]
     of_floats = [k for v, k in zip(eqn.invars, operands, strict=True) if is_float(v)]

@@ -88,16 +88,24 @@ class Repeated:
     def __contains__(self, i: int) -> bool:
         return i in self._steps
 
+    def sources(self, i: int) -> frozenset[int]:
+        """What it takes to have a value again."""
+        return self._sources.get(i, frozenset((i,)))
+
     def add(self, step: Step) -> None:
         """Takes note of a step, if it is one of them."""
-        of = (self._sources.get(i, frozenset((i,))) for i in step.reads)
-        sources = frozenset[int]().union(*of)
+        sources = frozenset[int]().union(*map(self.sources, step.reads))
         length = 1 + sum(self._length.get(i, 0) for i in step.reads)
         is_larger = sum(map(self._size, sources)) <= sum(map(self._size, step.outs))
         if is_larger and length <= _LONGEST:
             self._steps |= dict.fromkeys(step.outs, (len(self._steps), step))
             self._sources |= dict.fromkeys(step.outs, sources)
             self._length |= dict.fromkeys(step.outs, length)
+
+    def discard(self, i: int) -> None:
+        """Lets a value be held."""
+        for of in (self._steps, self._sources, self._length):
+            of.pop(i, None)
 
     def before(self, island: list[Step]) -> list[Step]:
         """Those whose results an island reads, and those that they read in turn."""

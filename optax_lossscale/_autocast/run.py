@@ -30,6 +30,7 @@ from optax_lossscale._autocast.kinds import (
     Kind,
     has_products,
     is_lowered,
+    kept_dtype,
     kind_of,
     kinds,
 )
@@ -59,7 +60,7 @@ class Casting(NamedTuple):
           given: their kinds.
 
         Returns:
-          The results: of float32 ones those in `dtype` that are kept so.
+          The results: of float32 ones each `SUM` in `dtype`.
         """
         return _Run(self, flat(jaxpr), args, given).results()
 
@@ -102,7 +103,7 @@ class _Run:
             if made_of_low.isdisjoint(step.outs) and is_cheap(step.eqn):
                 self.repeated.add(step)
         self._run_island(island)
-        return list(map(self._read, self.program.outs))
+        return [self._read(i, self._result_dtype(i)) for i in self.program.outs]
 
     def _run_step(self, step: Step) -> None:
         outs = self._computed(step, self._read)
@@ -137,23 +138,25 @@ class _Run:
             self._hold(i, dtype, x)
 
     def _left(self, island: list[Step]) -> list[tuple[int, Any]]:
-        """What is read after an island of what it made, and in which dtype."""
+        """What is to be held of what an island makes, and in which dtypes."""
         inside = set(map(id, island))
-        left: list[tuple[int, Any]] = []
+        left: dict[tuple[int, Any], None] = {}
         for step in island:
-            later = {
-                i: [r for r in self.readers.get(i, ()) if id(r) not in inside] for i in step.outs
-            }
+            readers = {i: self.readers.get(i, ()) for i in step.outs}
+            later = {i: [r for r in rs if id(r) not in inside] for i, rs in readers.items()}
             others = {i: [r for r in rs if not _is_operand(i, r)] for i, rs in later.items()}
             if not any(others[i] and self._is_kept_low(i) for i in step.outs):
                 self.repeated.add(step)
             for i in step.outs:
                 is_repeated = i in self.repeated and all(r and is_cheap(r.eqn) for r in others[i])
                 if others[i] and not is_repeated:
-                    left.append((i, self._kept_dtype(i)))
-                if len(others[i]) < len(later[i]) and (i, self.how.dtype) not in left[-1:]:
-                    left.append((i, self.how.dtype))
-        return left
+                    self.repeated.discard(i)
+                if others[i]:
+                    unheld = (s for s in self.repeated.sources(i) if s not in self.held)
+                    left |= {(s, self._kept_dtype(s)): None for s in unheld}
+                if len(others[i]) < len(later[i]):
+                    left[i, self.how.dtype] = None
+        return list(left)
 
     def _computed(self, step: Step, read: Callable[..., Any], is_low: bool = False) -> list[Any]:
         """The results of a step, of operands that `read` gives in a dtype or as they are kept."""
@@ -184,6 +187,11 @@ class _Run:
     def _kept_dtype(self, i: int) -> Any:
         """The dtype in which a value is kept, where not only products read it."""
         return self.how.dtype if self._is_kept_low(i) else dtype_of(self.program.types[i])
+
+    def _result_dtype(self, i: int | Literal) -> Any:
+        if isinstance(i, Literal):
+            return None
+        return kept_dtype(dtype_of(self.program.types[i]), self.kinds[i], self.how.dtype)
 
     def _is_kept_low(self, i: int) -> bool:
         if dtype_of(self.program.types[i]) != FLOAT32:
