@@ -8,7 +8,6 @@ computes an island anew from what it read, so no float32 array is kept for it.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -79,6 +78,8 @@ class _Run:
         self.held: dict[int, dict[Any, Any]] = {}
         for i, x in (*program.consts.items(), *zip(program.ins, args, strict=True)):
             self.held[i] = {dtype_of(x): x}
+        parameters = (i for i in program.ins if self.kinds[i] == Kind.PARAMETER)
+        self.stays = {*parameters, *program.consts}
         self.repeated = Repeated(self._bytes)
 
     def results(self) -> list[Any]:
@@ -106,17 +107,20 @@ class _Run:
         return [self._read(i, self._result_dtype(i)) for i in self.program.outs]
 
     def _run_step(self, step: Step) -> None:
-        outs = self._computed(step, self._read)
-        for i, x in zip(step.outs, outs, strict=True):
-            is_low = dtype_of(x) == self.how.dtype  # as of a product, whoever reads it
-            self._hold(i, None if is_low else self._kept_dtype(i), x)
+        with step.at_its_line():
+            outs = self._computed(step, self._read)
+            for i, x in zip(step.outs, outs, strict=True):
+                is_low = dtype_of(x) == self.how.dtype  # as of a product, whoever reads it
+                x = x if is_low else in_dtype(self._kept_dtype(i), x)
+                self.held[i] = {dtype_of(x): x}
 
     def _run_island(self, island: list[Step]) -> None:
         """Computes an island, and holds what others read of it."""
         if not island:
             return
         left = self._left(island)
-        rounded = {i for i, dtype in left if dtype == self.how.dtype and self._is_kept_low(i)}
+        low = self.how.dtype
+        rounded = {i for i, dtypes in left.items() if low in dtypes and self._is_kept_low(i)}
         island = [*self.repeated.before(island), *island]
         given = list(read_by(island))
 
@@ -124,23 +128,25 @@ class _Run:
             values = dict(zip(given, xs, strict=True))
             number = lambda i: i.val if isinstance(i, Literal) else values[i]
             read = lambda i, dtype=None: in_dtype(dtype, number(i))
+            forms = {}
             for step in island:
-                # Rounded as soon as it is made: what reads it here sees what others will.
-                is_low = not rounded.isdisjoint(step.outs)
-                outs = self._computed(step, read, is_low)
-                rounding = self.how.dtype if is_low else None
-                values.update(zip(step.outs, map(partial(in_dtype, rounding), outs), strict=True))
-            return [in_dtype(dtype, values[i]) for i, dtype in left]
+                with step.at_its_line():
+                    outs = self._computed(step, read, not rounded.isdisjoint(step.outs))
+                    for i, x in zip(step.outs, outs, strict=True):
+                        # At once: what reads it here sees what others will.
+                        values[i] = in_dtype(low, x) if i in rounded else x
+                    forms |= {i: [read(i, d) for d in left[i]] for i in step.outs if i in left}
+            return forms
 
         if self.how.recomputes and not all(step.name in MOVES for step in island):
             of = jax.checkpoint(of, prevent_cse=self.how.prevent_cse)
-        for (i, dtype), x in zip(left, of(list(map(self._read, given))), strict=True):
-            self._hold(i, dtype, x)
+        for i, forms in of(list(map(self._read, given))).items():
+            self.held[i] = {dtype_of(x): x for x in forms}
 
-    def _left(self, island: list[Step]) -> list[tuple[int, Any]]:
-        """What is to be held of what an island makes, and in which dtypes."""
+    def _left(self, island: list[Step]) -> dict[int, list[Any]]:
+        """What is to be held of what an island makes, and in which dtypes; first as it is kept."""
         inside = set(map(id, island))
-        left: dict[tuple[int, Any], None] = {}
+        left: dict[int, list[Any]] = {}
         for step in island:
             readers = {i: self.readers.get(i, ()) for i in step.outs}
             later = {i: [r for r in rs if id(r) not in inside] for i, rs in readers.items()}
@@ -153,33 +159,31 @@ class _Run:
                     self.repeated.discard(i)
                 if others[i]:
                     unheld = (s for s in self.repeated.sources(i) if s not in self.held)
-                    left |= {(s, self._kept_dtype(s)): None for s in unheld}
-                if len(others[i]) < len(later[i]):
-                    left[i, self.how.dtype] = None
-        return list(left)
+                    left |= {s: [self._kept_dtype(s)] for s in unheld}
+                if len(others[i]) < len(later[i]) and self.how.dtype not in left.get(i, ()):
+                    left.setdefault(i, []).append(self.how.dtype)
+        return left
 
     def _computed(self, step: Step, read: Callable[..., Any], is_low: bool = False) -> list[Any]:
         """The results of a step, of operands that `read` gives in a dtype or as they are kept."""
         eqn, low = step.eqn, self.how.dtype
-        with step.at_its_line():
-            if is_lowered(eqn):
-                operands = [read(i, low) for i in step.ins[:2]]
-                return _product(eqn, [*operands, *map(read, step.ins[2:])], low)
-            if (held := holders.HOLDERS.get(step.name)) and has_products(eqn):
-                of_ins = [kind_of(i, self.kinds, low) for i in step.ins]
-                return held(eqn, list(map(read, step.ins)), of_ins, self.how)
-            if step.name in MOVES | COMMUNICATES:
-                return bind(eqn, list(map(read, step.ins)))
-            if is_low and step.name in SUMS_OF_TWO and _are_alike(eqn):
-                # Of rounded numbers, so that a compiler has no float32 array to keep.
-                return bind(eqn, [read(i, low) for i in step.ins])
-            pairs = zip(step.ins, eqn.invars, strict=True)
-            return bind(eqn, [read(i, dtype_of(v.aval)) for i, v in pairs])
+        if is_lowered(eqn):
+            operands = [read(i, low) for i in step.ins[:2]]
+            return _product(eqn, [*operands, *map(read, step.ins[2:])], low)
+        if (held := holders.HOLDERS.get(step.name)) and has_products(eqn):
+            of_ins = [kind_of(i, self.kinds, low) for i in step.ins]
+            return held(eqn, list(map(read, step.ins)), of_ins, self.how)
+        if step.name in MOVES | COMMUNICATES:
+            return bind(eqn, list(map(read, step.ins)))
+        if is_low and step.name in SUMS_OF_TWO and _are_alike(eqn):
+            # Of rounded numbers, so that a compiler has no float32 array to keep.
+            return bind(eqn, [read(i, low) for i in step.ins])
+        pairs = zip(step.ins, eqn.invars, strict=True)
+        return bind(eqn, [read(i, dtype_of(v.aval)) for i, v in pairs])
 
     def _bytes(self, i: int) -> int:
         """What it takes to keep a value; parameters and constants stay anyway."""
-        is_parameter = i in self.program.ins and self.kinds[i] == Kind.PARAMETER
-        if is_parameter or i in self.program.consts:
+        if i in self.stays:
             return 0
         dtype = next(iter(self.held[i])) if i in self.held else self._kept_dtype(i)
         return math.prod(self.program.types[i].shape) * dtype.itemsize
@@ -200,10 +204,6 @@ class _Run:
             steps = [step for step in self.readers.get(i, ()) if step is not None]
             return any(s.name in SUMS_OF_TWO and self.kinds[s.outs[0]] == Kind.SUM for s in steps)
         return self.kinds[i] == Kind.SUM
-
-    def _hold(self, i: int, dtype: Any, x: Any) -> None:
-        x = in_dtype(dtype, x)
-        self.held.setdefault(i, {})[dtype_of(x)] = x
 
     def _read(self, i: int | Literal, dtype: Any = None) -> Any:
         if isinstance(i, Literal):
