@@ -605,7 +605,8 @@ def test_linear_solvers_and_roots():
 
         return lax.custom_root(f, jnp.zeros_like(x), solve, tangent_solve)
 
-    same(root)
+    if jax.__version_info__ >= (0, 9):  # before, it has no gradient in float32 either
+        same(root)
 
 
 # --- differentiation of every kind ---
