@@ -4,6 +4,7 @@ python -m benchmarks                 # what it costs on this machine: 25 minutes
 python -m benchmarks --quick         # small sizes, to see that it runs
 python -m benchmarks accelerators    # the same compiled for a GPU and TPUs, and not run
 python -m benchmarks policies        # loss scales side by side, into docs/policies.md: 27 minutes
+python -m benchmarks skips        # the tables of docs/skipping.md: rules of skipping; 15 minutes
 python -m benchmarks rescaling       # docs/rescaling.md: one loss scale or one a block; 20 minutes
 """
 
@@ -23,7 +24,7 @@ import optax
 from tqdm import tqdm
 
 import optax_lossscale as ols
-from benchmarks import _accelerators, _policies, _report, _rescaling, _sections
+from benchmarks import _accelerators, _policies, _report, _rescaling, _sections, _skips
 
 
 def _processor() -> str:
@@ -63,7 +64,7 @@ def _machine() -> dict[str, Any]:
 def main():
     """Runs the sections and writes what they found."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    what = ["here", "accelerators", "policies", "rescaling"]
+    what = ["here", "accelerators", "policies", "rescaling", "skips"]
     parser.add_argument("what", nargs="?", default="here", choices=what)
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
     parser.add_argument("--out", help="where the results go; default: docs/benchmarks, or docs")
@@ -72,6 +73,9 @@ def main():
     options = parser.parse_args()
     if options.what == "policies":
         _policies.main(options.quick, pathlib.Path("docs"))
+        return
+    if options.what == "skips":
+        _skips.main(options.quick)
         return
     if options.what == "rescaling":
         out = pathlib.Path(options.out or "docs")

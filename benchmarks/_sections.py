@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from benchmarks import _measure, _transformer, _ways
+from optax_lossscale._arrays.finite import norm_and_all_finite
 from optax_lossscale.demo import _model, _text, _training
 
 Row = dict[str, Any]
@@ -117,6 +118,7 @@ def check(quick: bool) -> list[Row]:
     """Is all of it finite? 32M numbers in 100 leaves."""
     checks: dict[str, Callable[[Any], Any]] = {
         "all_finite": ols.all_finite,
+        "all_finite and the norm": norm_and_all_finite,
         "all(isfinite(x))": lambda tree: jnp.array([jnp.isfinite(x).all() for x in tree]).all(),
         "sum(x * 0) == 0": lambda tree: jnp.array([jnp.sum(x * 0) == 0 for x in tree]).all(),
         "jmp.all_finite": jmp.all_finite,

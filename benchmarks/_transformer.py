@@ -28,6 +28,11 @@ def loss(params: Any, tokens: jax.Array) -> jax.Array:
     return _model.loss(params, tokens, jnp.float16)
 
 
+def float32_loss(params: Any, tokens: jax.Array) -> jax.Array:
+    """The same in float32."""
+    return _model.loss(params, tokens, jnp.float32)
+
+
 def rescaled_loss(params: Any, tokens: jax.Array) -> jax.Array:
     """The same with each block's backward pass at a scale of its own."""
     embed, block, logits = map(_rescaled, (_model.embed, _model.block, _model.logits))

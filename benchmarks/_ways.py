@@ -15,7 +15,6 @@ from flax.training.dynamic_scale import DynamicScale
 
 import optax_lossscale as ols
 from benchmarks import _transformer
-from optax_lossscale import presets
 
 SCALE = 2.0**15
 Step = Callable[..., tuple[Any, ...]]
@@ -208,12 +207,26 @@ def whole(inner: optax.GradientTransformation) -> dict[str, Way]:
 
 def rescaled(inner: optax.GradientTransformation) -> dict[str, tuple[Way, Callable[..., Any]]]:
     """Whole steps of models that are rescaled inside, each with its loss function."""
-    checked = apply_gradients(inner, presets.tensorflow_contrib_fixed(1))
+    checked = apply_gradients(inner, None, skip="nonfinite")
     return {
         PLAIN: (plain(inner), _transformer.loss),
         DYNAMIC: (apply_gradients(inner, "dynamic"), _transformer.loss),
         "each block rescaled": (checked, _transformer.rescaled_loss),
         "the whole model rescaled": (checked, _transformer.rescaled_model_loss),
+    }
+
+
+def in_float16(inner: optax.GradientTransformation) -> dict[str, tuple[Way, Callable[..., Any]]]:
+    """Whole steps of one model that compute in float16 by other means, each with its loss."""
+    dynamic = apply_gradients(inner, "dynamic")
+    in_float16_gradients = apply_gradients(inner, "dynamic", jnp.float16)
+    autocast_loss = ols.autocast(_transformer.float32_loss)
+    return {
+        PLAIN: (plain(inner), _transformer.float32_loss),
+        "by hand": (dynamic, _transformer.loss),
+        "by hand, compute_dtype": (in_float16_gradients, _transformer.loss),
+        "autocast": (dynamic, autocast_loss),
+        "autocast, compute_dtype": (in_float16_gradients, autocast_loss),
     }
 
 

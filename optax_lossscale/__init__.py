@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from optax_lossscale import presets, testing
+from optax_lossscale import presets, skips, testing
 from optax_lossscale._arrays.finite import all_finite
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._diagnosis.accuracy import GradientError
@@ -24,7 +24,8 @@ from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.get import get, get_loss_scale
 from optax_lossscale._scales.headroom import HeadroomLossScale
 from optax_lossscale._scales.logmax import LogMaxLossScale
-from optax_lossscale._scales.loss_scale import LossScale, state
+from optax_lossscale._scales.loss_scale import LossScale
+from optax_lossscale._scales.stateful import state
 from optax_lossscale._scales.tolerance import ToleranceLossScale
 from optax_lossscale._step.gradient import grad, scale_gradient, scale_loss, value_and_grad
 from optax_lossscale._step.master_weights import MasterWeightsState, with_master_weights
@@ -84,6 +85,7 @@ __all__ = [
     "probe",
     "scale_gradient",
     "scale_loss",
+    "skips",
     "state",
     "tap",
     "testing",

@@ -1,7 +1,7 @@
-"""The check: is every number of a tree finite? And in the same pass, how large is the largest?"""
+"""The check: is every number of a tree finite? In the same pass: the largest, and the norm."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,9 @@ import numpy as np
 from jax import lax
 
 from optax_lossscale._arrays.placement import is_partitioned
-from optax_lossscale._arrays.precision import is_inexact
+from optax_lossscale._arrays.precision import at_least_float32, is_inexact
+
+T = TypeVar("T")
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -51,15 +53,34 @@ def largest(tree: Any) -> jax.Array:
     return _reduce(leaves, _largest_on_cpu, _largest) if leaves else jnp.float32(0)
 
 
+def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
+    """The global L2 norm, and what `all_finite` says, in the one pass that it takes.
+
+    Args:
+      tree: any pytree of arrays and Python numbers; leaves that `all_finite` does not look
+        at are left out.
+
+    Returns:
+      `(norm, finite)`, float32 and bool scalars, shape (). The norm of an empty tree is 0. It is
+      infinite or NaN if a number is not finite, and infinite where the squares come to more than
+      float32 holds: from a norm of 2**64 on, though all may be finite.
+    """
+    leaves = _inexact_leaves(tree)
+    if not leaves:
+        return jnp.float32(0), jnp.array(True)
+    square, finite = _reduce(leaves, _squares_on_cpu, _squares)
+    return jnp.sqrt(square), finite
+
+
 def _inexact_leaves(tree: Any) -> list[jax.Array]:
     return [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
 
 
 def _reduce(
     leaves: list[jax.Array],
-    on_cpu: Callable[[list[jax.Array]], jax.Array],
-    elsewhere: Callable[[list[jax.Array]], jax.Array],
-) -> jax.Array:
+    on_cpu: Callable[[list[jax.Array]], T],
+    elsewhere: Callable[[list[jax.Array]], T],
+) -> T:
     if any(map(is_partitioned, leaves)):
         return elsewhere(leaves)
     # Chosen when the program is lowered, by the platform that it is lowered for.
@@ -96,6 +117,44 @@ def _largest_on_cpu(leaves: list[jax.Array]) -> jax.Array:
     return jnp.where(flags.all(), sizes.max(), jnp.inf)
 
 
+def _squares(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    squares = [jnp.sum(_square(x)).astype(jnp.float32) for x in leaves]
+    return jnp.stack(squares).sum(), _all_finite(leaves)
+
+
+def _squares_on_cpu(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    # Two outputs once more. Such a reduction adds one number after the other, and a float32 sum of
+    # 2**24 and more stops growing, so large leaves are summed row by row.
+    parts = [part for x in leaves for part in _rows(x)]
+    sums, flags = zip(*(_sum_and_all(_square(x), jnp.isfinite(x)) for x in parts), strict=True)
+    joined = lambda xs, dtype: jnp.concatenate([jnp.ravel(x).astype(dtype) for x in xs])
+    sums, flags = joined(sums, jnp.float32), joined(flags, bool)
+    sums, flags = lax.optimization_barrier((sums, flags))
+    return sums.sum(), flags.all()
+
+
+def _rows(x: jax.Array) -> list[jax.Array]:
+    """A leaf's numbers, large ones' in rows of at most `_ROW`, and in a last, shorter one."""
+    size, flat = x.size, x.reshape(-1)
+    if size <= _ROW:
+        return [flat]
+    row = min(size & -size, _ROW)  # the largest power of two that divides
+    row = row if row >= _SHORTEST_ROW else _ROW
+    head = size - size % row
+    rows = [flat[:head].reshape(-1, row)]
+    return rows if head == size else [*rows, flat[head:]]
+
+
+_ROW, _SHORTEST_ROW = 2**16, 2**8
+
+
+def _square(x: jax.Array) -> jax.Array:
+    """The square of the absolute value, as float32 or wider."""
+    if jnp.iscomplexobj(x):
+        return _square(x.real) + _square(x.imag)
+    return jnp.square(at_least_float32(x))
+
+
 def _size(x: jax.Array) -> jax.Array:
     """The absolute value as float32, which is infinite for no finite number."""
     if jnp.iscomplexobj(x):
@@ -114,6 +173,14 @@ def _max_and_all(a: jax.Array, b: jax.Array) -> list[jax.Array]:
 
 def _max_and(a, b):
     return lax.max(a[0], b[0]), lax.bitwise_and(a[1], b[1])
+
+
+def _sum_and_all(a: jax.Array, b: jax.Array) -> list[jax.Array]:
+    return lax.reduce((a, b), (a.dtype.type(0), np.True_), _sum_and, (a.ndim - 1,))
+
+
+def _sum_and(a, b):
+    return lax.add(a[0], b[0]), lax.bitwise_and(a[1], b[1])
 
 
 def _both_all(a: jax.Array, b: jax.Array) -> list[jax.Array]:

@@ -10,7 +10,8 @@ from optax_lossscale._diagnosis.places import refuse_unordered
 from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._scales.get import get_loss_scale
 from optax_lossscale._scales.validation import at_hand, count
-from optax_lossscale._step.state import wrapper_states
+from optax_lossscale._skips.rule import SkipRule
+from optax_lossscale._step.state import LossScaleState, wrapper_states
 
 
 class LossScaleError(RuntimeError):
@@ -41,7 +42,7 @@ def check(
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`, or more steps than
-        `max_consecutive_skips` were skipped in a row.
+        `max_consecutive_skips` were skipped in a row, by a rule of skipping as well.
       ValueError: if the state holds no loss scale, or several; or if `taps` have no order,
         as in `explain`.
       TypeError: if `leaves` or `taps` are something else, or the state is that of an ensemble.
@@ -80,6 +81,13 @@ def check(
         what = (
             f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot be lowered."
         )
+    elif skips > max_consecutive_skips and (rule := _rule_that_skipped(states[0])) is not None:
+        raise LossScaleError(
+            f"{type(rule).__name__} has skipped the last of {skips} steps that were skipped in a "
+            f"row, for gradients of norm {rule.gradient_norm:g} or its loss. If that is the level "
+            "now, begin the rule anew, state._replace(skip_rule=tx.init(params).skip_rule), or "
+            "take skips.spikes(), which finds such a level by itself"
+        )
     elif skips > max_consecutive_skips:
         what = f"gradients have overflowed at every step, the loss scale is {loss_scale():g}."
     else:
@@ -91,3 +99,9 @@ def check(
         "and not broken, allow a smaller scale (min_scale), or compute the layer that overflows "
         f"in float32.{blame}"
     )
+
+
+def _rule_that_skipped(state: LossScaleState) -> SkipRule | None:
+    """The rule, if it saw the last step, as it sees finite ones alone."""
+    rule = state.skip_rule
+    return rule if rule is not None and jnp.isfinite(rule.gradient_norm) else None

@@ -28,7 +28,10 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       `consecutive_skipped_steps`, int32; and what else the loss scale keeps as its public
       state, under the names it has there, unless they are these: of a `DynamicLossScale`
       the `growth_counter`, which is the steps since it grew or backed off, and
-      `hysteresis_left`.
+      `hysteresis_left`. With a rule of skipping also the `gradient_norm`, the global norm
+      of the unscaled gradients of the last step, infinite where that was not finite, float32;
+      `skipped_by_rule`, the finite steps among the skipped ones, int32; and what else is the
+      rule's public state.
 
     Raises:
       ValueError: if the state holds no loss scale, or several.
@@ -61,7 +64,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     for wrapper in wrapper_states(state):
         names = ("should_apply", "skipped_steps", "consecutive_skipped_steps")
         scalars |= {name: getattr(wrapper, name) for name in names}
-    own, _ = jax.tree.flatten_with_path(loss_scale)
-    named = {path_name(path): x for path, x in own}
-    is_further = lambda name: name not in scalars and not name.startswith("_")
-    return scalars | {name: x for name, x in named.items() if is_further(name)}
+    rules = [wrapper.skip_rule for wrapper in wrapper_states(state)]
+    own = [leaf for x in (loss_scale, *rules) for leaf in jax.tree.leaves_with_path(x)]
+    named = {path_name(path): x for path, x in own if not path_name(path).startswith("_")}
+    return scalars | {name: x for name, x in named.items() if name not in scalars}

@@ -8,7 +8,8 @@ import numpy as np
 
 from optax_lossscale._arrays.precision import times
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.loss_scale import LossScale, choose, state
+from optax_lossscale._scales.loss_scale import LossScale, choose
+from optax_lossscale._scales.stateful import state
 
 Refill = Literal["growth", "rescale", "finite"]
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.loss_scale import AxisName, LossScale, choose, largest_of_all, state
+from optax_lossscale._scales.loss_scale import AxisName, LossScale, choose, largest_of_all
+from optax_lossscale._scales.stateful import state
 
 # Exponents of two, or differences of them: bits.
 _OVERFLOW = 16  # float16's numbers are below 2**16

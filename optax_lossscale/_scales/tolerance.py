@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from optax_lossscale._arrays.precision import times
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.loss_scale import LossScale, choose, state
+from optax_lossscale._scales.loss_scale import LossScale, choose
+from optax_lossscale._scales.stateful import state
 
 
 class ToleranceLossScale(LossScale):

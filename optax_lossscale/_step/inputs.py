@@ -15,6 +15,7 @@ from optax_lossscale._arrays.precision import dtype_of, is_inexact
 from optax_lossscale._arrays.variables import plain
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.validation import is_numeric, shown
+from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.state import LossScaleState
 
 Mask = Any | Callable[[Any], Any]
@@ -102,6 +103,18 @@ def refuse_another_configuration(given: LossScale, own: LossScale) -> None:
             f"  state:          {given.get_config()}\n  transformation: {own.get_config()}\n"
             "To go on with this configuration, keep the rest of the state: "
             "tx.init(params)._replace(inner_state=state.inner_state)"
+        )
+
+
+def refuse_another_rule(given: SkipRule | None, own: SkipRule | None) -> None:
+    """Raises for a rule of skipping that is not the transformation's."""
+    if jax.tree.structure(given) != jax.tree.structure(own):
+        described = lambda rule: "none" if rule is None else shown(rule)
+        raise ValueError(
+            "the state's rule of skipping is another than this transformation's:\n"
+            f"  state:          {described(given)}\n  transformation: {described(own)}\n"
+            "To go on with this rule, keep the rest of the state: "
+            "state._replace(skip_rule=tx.init(params).skip_rule)"
         )
 
 

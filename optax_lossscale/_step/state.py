@@ -6,6 +6,7 @@ import jax
 
 from optax_lossscale._arrays.variables import plain
 from optax_lossscale._scales.loss_scale import LossScale
+from optax_lossscale._skips.rule import SkipRule
 
 
 class LossScaleState(NamedTuple):
@@ -17,6 +18,7 @@ class LossScaleState(NamedTuple):
       should_apply: whether the last step was applied; bool, shape ().
       skipped_steps: the steps skipped so far; int32, shape ().
       consecutive_skipped_steps: those since the last applied step; int32, shape ().
+      skip_rule: the rule that decides about finite steps, with what it has learnt, or None.
     """
 
     loss_scale: LossScale
@@ -24,6 +26,7 @@ class LossScaleState(NamedTuple):
     should_apply: jax.Array
     skipped_steps: jax.Array
     consecutive_skipped_steps: jax.Array
+    skip_rule: SkipRule | None = None
 
     if not TYPE_CHECKING:  # to which it would mean that every name is one
 

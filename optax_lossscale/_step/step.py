@@ -12,9 +12,11 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_inexact, strong
-from optax_lossscale._scales.loss_scale import AxisName, LossScale, on_all_replicas
+from optax_lossscale._scales.loss_scale import AxisName, LossScale
+from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step import inputs
 from optax_lossscale._step.branch import Branch, apply_or_skip
+from optax_lossscale._step.decision import Skip, decide
 from optax_lossscale._step.inputs import Mask
 from optax_lossscale._step.master_weights import (
     has_master_weights,
@@ -42,6 +44,12 @@ class Step:
     axis_name: AxisName | None
     mask: Mask | None
     branch: Branch | None
+    skip: Skip | None
+
+    @property
+    def rule(self) -> SkipRule | None:
+        """What decides about finite steps, in its first state."""
+        return self.skip if isinstance(self.skip, SkipRule) else None
 
     def init(self, params: Any) -> LossScaleState:
         """The state before the first step."""
@@ -62,6 +70,7 @@ class Step:
             should_apply=jnp.array(True),
             skipped_steps=jnp.zeros((), jnp.int32),
             consecutive_skipped_steps=jnp.zeros((), jnp.int32),
+            skip_rule=jax.tree.map(jnp.array, self.rule),
         )
 
     def update(
@@ -95,14 +104,17 @@ class Step:
         """One step to `result(updates, params)`, or to what is `skipped` in its place."""
         inputs.refuse_other_states(state, "gradients, state, params")
         inputs.refuse_another_configuration(state.loss_scale, self.loss_scale)
+        inputs.refuse_another_rule(state.skip_rule, self.rule)
         inputs.refuse_masked(scaled_grads)
         inputs.refuse_other_leaves("the gradients", scaled_grads)
         filled = fill_missing(scaled_grads, params)
         if params is not None and not isinstance(params, optax.LookaheadParams):
             inputs.refuse_other_shapes(filled, params)
         self._refuse_other_inner_states(state.inner_state, params)
+        if value is None and self.rule is not None:
+            value = extra_args.get("loss")  # which is its name in MaxText and Levanter
         value = None if value is None else inputs.scalar(value)
-        loss_scale, should_apply = self._check(filled, value, state.loss_scale)
+        loss_scale, rule, should_apply = self._decided(filled, value, state)
 
         def apply(finite):
             # The gradients are unscaled a second time, here where that fuses with the
@@ -122,7 +134,8 @@ class Step:
 
         kept = lambda result: (skipped(result[0]), state.inner_state)
         new, inner_state = apply_or_skip(should_apply, apply, kept, self.branch)
-        return new, LossScaleState(loss_scale, inner_state, **_counted(state, should_apply))
+        counts = _counted(state, should_apply)
+        return new, LossScaleState(loss_scale, inner_state, **counts, skip_rule=rule)
 
     def _refuse_other_inner_states(self, inner_state, params):
         """Raises for an inner state that `init` would make in other dtypes."""
@@ -133,21 +146,12 @@ class Step:
             refuse_other_master_weights(inner_state, expected())
         inputs.refuse_narrower(inner_state, expected)
 
-    def _check(self, scaled_grads, value, loss_scale):
-        """The adapted loss scale, and whether gradients and loss are such that they apply."""
+    def _decided(self, scaled_grads, value, state):
+        """The loss scale and the rule after the step, and whether it is applied."""
+        loss_scale = state.loss_scale
         checked = _unscale(loss_scale, scaled_grads, self.mask, masked=lambda grads: None)
-        adapted, should_apply = loss_scale.update(checked, self.axis_name)
-        if jax.tree.structure(adapted) != jax.tree.structure(loss_scale):
-            raise TypeError(
-                f"{type(loss_scale).__name__} must adapt to another of its kind, with the same "
-                f"configuration: return self.replace(…) from adjust. Got {adapted!r}"
-            )
-        if value is None:
-            return adapted, should_apply
-        # The forward pass does not depend on the loss scale: no other would have helped.
-        loss_finite = on_all_replicas(jnp.isfinite(value), self.axis_name)
-        kept = partial(jnp.where, loss_finite)
-        return jax.tree.map(kept, adapted, loss_scale), loss_finite & should_apply
+        checks = self.skip is not None
+        return decide(checked, value, loss_scale, state.skip_rule, self.axis_name, checks=checks)
 
     def _inner_update(self, grads, inner_state, params, value, extra_args):
         """The inner update, which sees parameters in float32 or wider."""

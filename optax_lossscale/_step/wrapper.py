@@ -11,6 +11,7 @@ from optax_lossscale._scales.loss_scale import AxisName
 from optax_lossscale._scales.validation import refuse
 from optax_lossscale._step.branch import Branch
 from optax_lossscale._step.compute_dtype import ComputeDtype
+from optax_lossscale._step.decision import Skip, refuse_other_skips
 from optax_lossscale._step.gradient import value_and_grad
 from optax_lossscale._step.inputs import Mask, refuse_other_masks, refuse_other_states
 from optax_lossscale._step.state import LossScaleState
@@ -148,6 +149,7 @@ def with_loss_scale(
     axis_name: AxisName | None = None,
     mask: Mask | None = None,
     branch: Branch | None = None,
+    skip: Skip | None = None,
 ) -> LossScaledTransformation:
     """Wraps an optimizer so that it takes the gradients of a scaled loss.
 
@@ -166,7 +168,7 @@ def with_loss_scale(
       loss_scale: whatever `get` takes: `"dynamic"`, a number, a `LossScale`, `None`.
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all
         replicas decide alike; under `branch="cond"` a reduction inside `inner` hangs if they do
-        not. Reduce the
+        not. A rule goes by the largest of their norms and the mean of their losses. Reduce the
         gradients themselves with `pmean` before the wrapper or inside it; but under
         `shard_map`, where those of replicated parameters come out summed, take the mean in
         the loss: `pmean(loss_fn(…), axis_name)`. Under `jit` alone there is no axis to name.
@@ -180,6 +182,13 @@ def with_loss_scale(
         say `"cond"` where that would be wrong or slow: for an `inner` with side effects, such as
         a callback, or an expensive one, such as a line search or an `eigh`. A step that is not
         compiled branches in Python instead of by a `lax.cond`, and with None, too.
+      skip: what else to skip a step for. None: what the loss scale says, and a fixed one or none
+        checks nothing. `"nonfinite"`: gradients or a loss that are not finite, whatever the loss
+        scale, as in bfloat16: `with_loss_scale(inner, None, skip="nonfinite")`. Or a rule of
+        the module `skips`, such as `skips.spikes()`, which does that, and of the finite steps
+        skips those that it takes for spikes. It is told the global norm of the unscaled gradients,
+        without those that `mask` leaves out, and the loss, if the step is given its `value`, or
+        `loss` as in MaxText and Levanter. The loss scale adapts as after any finite step.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with the further methods
@@ -188,7 +197,7 @@ def with_loss_scale(
     Raises:
       TypeError: if `inner` is not a transformation, or `mask` not a tree of bools.
       ValueError: if `inner` is wrapped already, `loss_scale` is not what `get` takes, or
-        `branch` is none of its values.
+        `branch` or `skip` is none of its values.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -216,5 +225,6 @@ def with_loss_scale(
     if branch is not None and branch not in get_args(Branch):
         refuse("branch", branch, "'cond', 'select', or None for the platform's own")
     refuse_other_masks(mask)
-    step = Step(inner, get(loss_scale), axis_name, mask, branch)
+    refuse_other_skips(skip)
+    step = Step(inner, get(loss_scale), axis_name, mask, branch, skip)
     return LossScaledTransformation(step.init, step.update)

@@ -172,8 +172,7 @@ def rescale_model(forward: Callable[..., Any], *, margin: int = 16) -> Callable[
     trainers that do so by themselves and are given a loss function and an optimizer. The scale
     is chosen at every step from the largest number of the loss's gradient with respect to
     the outputs. A step that overflows all the same has gradients that are not finite, so wrap
-    the optimizer in a fixed scale that checks:
-    `with_loss_scale(inner, presets.tensorflow_contrib_fixed(1))`.
+    the optimizer to check them: `with_loss_scale(inner, None, skip="nonfinite")`.
 
     Args:
       forward: `forward(params, *args, **kwargs) -> outputs`, a pure function of pytrees, without

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
-from optax_lossscale._arrays.finite import largest
+from optax_lossscale._arrays.finite import largest, norm_and_all_finite
 
 FLOAT8 = [
     jnp.float8_e3m4,
@@ -38,7 +38,9 @@ def not_finite(dtype):
         return [v for v in values if not np.isfinite(v.astype(np.complex64))]
 
 
-check = jax.jit(lambda x: (ols.all_finite(x), largest(x)), compiler_options=AS_USERS_DO)
+check = jax.jit(
+    lambda x: (ols.all_finite(x), largest(x), norm_and_all_finite(x)), compiler_options=AS_USERS_DO
+)
 
 
 def sizes():
@@ -61,14 +63,16 @@ def test_finds_what_is_planted_anywhere(dtype, size):
             for i in positions:
                 kept = x[i]
                 x[i] = bad
-                finite, amax = check(jnp.array(x))
+                finite, amax, (norm, also_finite) = check(jnp.array(x))
                 assert not finite, f"{bad} at {i} of {size} missed"
+                assert not also_finite, f"{bad} at {i} of {size} missed beside the norm"
+                assert not np.isfinite(norm)
                 assert amax == jnp.inf, f"{bad} at {i} of {size} missed by its size"
                 x[i] = kept
         for i in positions:
             kept = x[i]
             x[i] = -8
-            finite, amax = check(jnp.array(x))
+            finite, amax, _ = check(jnp.array(x))
             assert finite
             assert amax == 8, f"the largest at {i} of {size} missed"
             x[i] = kept
@@ -81,8 +85,9 @@ def test_what_is_odd_but_finite_is_finite(dtype):
         extremes = [info.max, info.min, info.tiny, info.smallest_subnormal, -0.0, 0.0]
         x = jnp.asarray(np.asarray(extremes, dtype))
         assert x.dtype == dtype
-        finite, amax = check(jnp.tile(x, 1000))
+        finite, amax, (_, also_finite) = check(jnp.tile(x, 1000))
         assert finite
+        assert also_finite  # though the norm may not be
         assert amax == min(float(info.max), float(np.finfo(np.float32).max))
         assert amax.dtype == jnp.float32
 
@@ -137,6 +142,42 @@ def test_evaluates_abstractly_and_under_vmap():
     np.testing.assert_array_equal(flags, [True, False, False])
     sizes = jax.vmap(largest)(jnp.array([[1.0, -2.0], [jnp.inf, 0.0], [3.0, jnp.nan]]))
     np.testing.assert_array_equal(sizes, [2, np.inf, np.inf])
+    norms, flags = jax.vmap(norm_and_all_finite)(jnp.array([[3.0, -4.0], [jnp.inf, 0], [1, 0]]))
+    np.testing.assert_allclose(norms, [5, np.inf, 1])
+    np.testing.assert_array_equal(flags, [True, False, True])
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [()],
+        [(3,), (0, 4), ()],
+        [(65_536,), (65_537,)],
+        [(256, 768), (1000, 131), (7, 3, 50_000)],
+        [(18_000_003,)],
+        [(18, 1_048_576)],
+    ],
+    ids=str,
+)
+def test_the_norm_is_right_of_leaves_of_any_size(shapes):
+    """A float32 sum of ones stops at 2**24."""
+    rng = np.random.default_rng(0)
+    tree = [rng.uniform(0.5, 1.5, shape).astype(np.float32) for shape in shapes]
+    expected = np.sqrt(sum(np.square(x, dtype=np.float64).sum() for x in tree))
+    measured = jax.jit(norm_and_all_finite, compiler_options=AS_USERS_DO)
+    norm, finite = measured([*tree, None, 7])
+    assert (norm.dtype, norm.shape, bool(finite)) == (jnp.float32, (), True)
+    np.testing.assert_allclose(norm, expected, rtol=1e-5)
+
+
+def test_squares_that_are_more_than_float32_holds_make_the_norm_infinite_and_nothing_else():
+    norm, finite = norm_and_all_finite({"w": jnp.array([2.0**70, 1.0])})
+    assert norm == jnp.inf
+    assert finite
+    norm, finite = norm_and_all_finite({})
+    assert (norm, bool(finite)) == (0, True)
+    norm, _ = norm_and_all_finite({"complex": jnp.array([3 + 4j]), "half": jnp.float16(12)})
+    assert norm == 13
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -146,13 +187,16 @@ def test_finds_what_is_planted_in_sharded_arrays(dtype, axis_type):
     for spec in (P(), P("data"), P(None, "data")):
         sharding = NamedSharding(mesh, spec)
         x = np.ones((8, 12), dtype)
-        finite, amax = check([jax.device_put(x, sharding)])
+        finite, amax, (norm, also_finite) = check([jax.device_put(x, sharding)])
         assert finite
+        assert also_finite
         assert amax == 1
+        assert norm == pytest.approx(96**0.5)
         for bad in not_finite(dtype):
             for i in range(8):  # in every shard of rows, and of columns
                 planted = x.copy()
                 planted[i, 5 * i % 12] = bad
-                finite, amax = check([jax.device_put(planted, sharding)])
+                finite, amax, (_, also_finite) = check([jax.device_put(planted, sharding)])
                 assert not finite
+                assert not also_finite
                 assert amax == jnp.inf

@@ -119,7 +119,9 @@ def parallel_step(door, target, placement, **options):
         ),
     }[placement]()
     carry = (FEWER_PARAMS, jax.eval_shape(way.init, FEWER_PARAMS))
-    carry = _targets.place(carry, spread if placement == "FSDP" else everywhere)
+    shapes = {p.shape for p in FEWER_PARAMS}
+    rows = lambda x: spread(x) if x.shape in shapes else everywhere
+    carry = _targets.place(carry, rows if placement == "FSDP" else everywhere)
     batch = _targets.place(LARGER_BATCH, spread)
     return _hlo.Program(jax.jit(step, donate_argnums=(0, 1)).lower(*carry, batch).compile())
 
@@ -194,6 +196,63 @@ def test_with_a_clip_inside_the_gradients_are_read_no_more_often(target, door, d
     ours = optimizer_step(DOORS[door](CLIPPED, "dynamic"), target, dtype)
     # What remains are the flags of rows and columns, and scalars.
     assert ours.bytes_moved - plain.bytes_moved <= 1e-3 * nbytes(PARAMS)
+
+
+over_checks = pytest.mark.parametrize("loss_scale", ["dynamic", None], ids=["scaled", "not"])
+
+
+@over_h100
+@over_dtypes
+@over_checks
+@over_doors
+def test_a_rule_of_skipping_takes_its_norm_in_the_pass_of_the_check(
+    target, door, loss_scale, dtype
+):
+    of = lambda skip: optimizer_step(DOORS[door](ADAMW, loss_scale, skip=skip), target, dtype)
+    checked, ruled = of("nonfinite"), of(ols.skips.spikes())
+    # What remains are the squares of rows, and scalars.
+    assert ruled.bytes_moved - checked.bytes_moved <= 2e-3 * nbytes(PARAMS)
+    assert extra_memory(ruled, checked) <= 1e-3
+    assert not copies_a_parameter(ruled)
+
+
+@over_h100
+@over_dtypes
+@over_checks
+@over_doors
+def test_with_a_clip_inside_a_rule_reads_the_gradients_no_more_often(
+    target, door, loss_scale, dtype
+):
+    """The clip's norm, the rule's and the check take one pass together."""
+    plain = plain_optimizer_step(CLIPPED, target, dtype)
+    way = DOORS[door](CLIPPED, loss_scale, skip=ols.skips.spikes())
+    ours = optimizer_step(way, target, dtype)
+    assert ours.bytes_moved - plain.bytes_moved <= 2e-3 * nbytes(PARAMS)
+
+
+@over_targets(_targets.V5E)
+@over_checks
+@over_doors
+def test_on_a_tpu_a_rule_reads_the_gradients_once_more_at_most(target, door, loss_scale):
+    """Some of them less often, as a part stays on the chip: more or less of it, as it happens."""
+    plain = plain_optimizer_step(ADAMW, target, "float32")
+    way = DOORS[door](ADAMW, loss_scale, skip=ols.skips.spikes())
+    ours = optimizer_step(way, target, "float32")
+    assert extra_memory(ours, plain) <= 0.05
+    assert not copies_a_parameter(ours)
+    assert ours.bytes_moved - plain.bytes_moved <= 1.001 * nbytes(PARAMS)
+
+
+@over_two
+@over_placements
+@over_doors
+def test_devices_agree_about_a_norm_by_scalars(target, door, placement):
+    plain = plain_parallel_step(target, placement)
+    ours = parallel_step(door, target, placement, skip=ols.skips.spikes())
+    count, size = further_collectives(ours, plain)
+    assert count <= 2  # the flag and the norm
+    assert size <= 8
+    assert gathered(ours) <= gathered(plain)
 
 
 @over_two
@@ -274,6 +333,24 @@ def test_every_loss_scale_compiles(target, loss_scale):
     way = _ways.apply_gradients(optax.sgd(0.1), make(LOSS_SCALES[loss_scale]))
     args = (SMALL_PARAMS, jax.eval_shape(way.init, SMALL_PARAMS), SMALL_BATCH)
     assert compile_for(target.device(), way.train(mlp), *args).kernels
+
+
+RULES = {
+    "spikes": ols.skips.spikes(),
+    "olmo_core": ols.skips.olmo_core(),
+    "levanter": ols.skips.levanter(),
+    "axlearn": ols.skips.axlearn(ols.skips.drop_norm_by_grad_norm_stddev(), 0.99),
+    "megatron": ols.skips.megatron(1.0),
+}
+
+
+@over_two
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_of_skipping_compiles(target, rule):
+    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=RULES[rule])
+    state = jax.eval_shape(tx.init, SMALL_PARAMS)
+    step = lambda params, state, x: tx.minimize(mlp, state, params, x)
+    assert compile_for(target.device(), step, SMALL_PARAMS, state, SMALL_BATCH).kernels
 
 
 def scaled_grads(params, x):

@@ -330,7 +330,7 @@ LOSS_SCALES = {
     "replace: configuration": (
         lambda: LS.replace(growth_interval=1),
         TypeError,
-        "construct a new loss scale",
+        "construct a new one",
     ),
     "replace: a str": (lambda: LS.replace(loss_scale="x"), TypeError, "an array of float32"),
     "replace: None": (lambda: LS.replace(loss_scale=None), TypeError, "an array of float32"),

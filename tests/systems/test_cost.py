@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from pairs import pairwise
 
 import optax_lossscale as ols
+from optax_lossscale._arrays.finite import norm_and_all_finite
 
 OPTIMIZERS = {
     "sgd": optax.sgd(1e-2, momentum=0.9),
@@ -52,8 +53,8 @@ def compile_plain(inner, dtype):
     return compile_step(step, state, dtype)
 
 
-def compile_ours(inner, loss_scale, dtype, way="apply_gradients"):
-    tx = ols.with_loss_scale(inner, loss_scale)
+def compile_ours(inner, loss_scale, dtype, way="apply_gradients", skip=None):
+    tx = ols.with_loss_scale(inner, loss_scale, skip=skip)
 
     def step(params, state, grads):
         if way == "apply_gradients":
@@ -100,6 +101,20 @@ def test_a_scale_that_adapts_costs_one_read_of_the_gradients(loss_scale, inner, 
     assert conditionals(ours) == 1
 
 
+@pairwise(
+    loss_scale={"none": None, "fixed": 128, "dynamic": ols.DynamicLossScale()},
+    inner=OPTIMIZERS,
+    dtype=DTYPES,
+)
+def test_a_rule_of_skipping_takes_its_norm_in_the_pass_of_the_check(loss_scale, inner, dtype):
+    checked = compile_ours(inner, loss_scale, dtype, skip="nonfinite")
+    ruled = compile_ours(inner, loss_scale, dtype, skip=ols.skips.spikes(window=16))
+    grads_bytes = PARAMS_BYTES * jnp.dtype(dtype).itemsize / 4
+    assert bytes_accessed(ruled) - bytes_accessed(checked) <= 0.1 * grads_bytes  # for the window
+    assert temp_bytes(ruled) - temp_bytes(checked) <= 0.03 * PARAMS_BYTES
+    assert conditionals(ruled) == 1
+
+
 @over_dtypes
 def test_update_writes_the_updates_besides(dtype):
     adamw = OPTIMIZERS["adamw"]
@@ -136,17 +151,19 @@ def test_the_check_allocates_nothing(dtype):
         ols.all_finite,
         lambda grads: ols.DynamicLossScale().update(ols.FixedLossScale(3).unscale(grads)),
         lambda grads: ols.HeadroomLossScale().update(ols.FixedLossScale(3).unscale(grads)),
+        lambda grads: norm_and_all_finite(ols.FixedLossScale(3).unscale(grads)),
     ):
         compiled = jax.jit(check).lower(grads).compile(AS_USERS_DO)
         size = sum(g.nbytes for g in jax.tree.leaves(grads))
-        assert temp_bytes(compiled) <= 0.01 * size
+        assert temp_bytes(compiled) <= 0.02 * size  # the squares of rows
         assert bytes_accessed(compiled) <= 1.05 * size
 
 
-def test_no_kernel_takes_an_argument_for_every_leaf():
+@pytest.mark.parametrize("check", [ols.all_finite, norm_and_all_finite])
+def test_no_kernel_takes_an_argument_for_every_leaf(check):
     """Such kernels made the time to compile quadratic in the number of leaves."""
     grads = [jnp.ones((40, 3))] * 200
-    text = jax.jit(ols.all_finite).lower(grads).compile(AS_USERS_DO).as_text()
+    text = jax.jit(check).lower(grads).compile(AS_USERS_DO).as_text()
     fused = [line for line in re.findall(r"\n%.*\{\n", text) if "ENTRY" not in line]
     assert fused
     assert max(line.count("param_") for line in fused if "concatenate" not in line) < 10

@@ -55,6 +55,13 @@ def test_with_several_losses(program):
     exec(program, {})
 
 
+def test_the_pages_on_skipping_runs_and_moves_scripts_over_by_one_line():
+    [program] = programs("docs/skipping.md")
+    exec(program, {})
+    moved = re.findall(r"^# tx = (\w+)\(.*\n(tx = .*)", program, re.M)
+    assert [name for name, _ in moved] == ["skip_step_on_spikes", "SkipStepConfig"]
+
+
 def test_the_landing_pages_three_lines_train():
     before = """import jax.numpy as jnp
 params, batch = {"w": jnp.ones(3)}, jnp.full((2, 3), 0.25, jnp.float16)

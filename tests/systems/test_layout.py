@@ -14,7 +14,9 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 FLOORS = {
     "_arrays": 1,
     "_scales": 2,
+    "_skips": 2,
     "presets": 2,
+    "skips": 2,
     "_autocast": 3,
     "_step": 3,
     "_diagnosis": 4,

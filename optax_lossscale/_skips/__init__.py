@@ -1,0 +1,1 @@
+"""Choose what else to skip a step for."""

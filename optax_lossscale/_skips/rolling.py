@@ -1,0 +1,89 @@
+"""The rule of a rolling window: mean and deviation of the last losses and norms."""
+
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._scales import validation
+from optax_lossscale._scales.stateful import state
+from optax_lossscale._skips.rule import SkipRule
+
+
+class RollingSkipRule(SkipRule):
+    """Skips a step whose loss or norm is many deviations above the mean of the last ones.
+
+    Source: OLMo-core's `SkipStepOptimizer`, and what MaxText and Levanter made of it. The rule,
+    for the loss and for the norm::
+
+        if len(window) >= least_history and x - mean(window) > sigma_factor * std(window):
+            skip
+        window = (window + [x])[-length:]      # of skipped steps as well
+
+    where `std` is at least `least_deviation`.
+
+    Args:
+      length: how many steps the window holds, at least 2.
+      sigma_factor: how many deviations are too many, positive.
+      least_history: how many steps it takes to skip one.
+      ddof: 1 for the unbiased deviation, which divides by the number of steps less one; or 0.
+      least_deviation: what a deviation counts as at least.
+
+    Attributes:
+      seen: how many steps the window holds; int32, shape ().
+
+    Raises:
+      ValueError: for an argument outside what is said above.
+    """
+
+    needs_value = True
+    length: int = 128
+    sigma_factor: float = 6.0
+    least_history: int = 64
+    ddof: int = 1
+    least_deviation: float = 0.0
+    seen: jax.Array = state(0)  # shape=(), dtype=int32
+    _next: jax.Array = state(0)  # the place of the oldest; shape=(), dtype=int32
+    _losses: jax.Array = state()  # shape=(length,), dtype=float32
+    _norms: jax.Array = state()  # shape=(length,), dtype=float32
+
+    def __post_init__(self):
+        length = validation.count("length", self.length, least=2, most=2**20)
+        positive = lambda x: 0 < x <= validation.LARGEST
+        self._set(
+            length=length,
+            sigma_factor=validation.bounded(
+                "sigma_factor", self.sigma_factor, "a positive number", positive
+            ),
+            least_history=validation.count(
+                "least_history", self.least_history, least=1, most=length
+            ),
+            ddof=validation.count("ddof", self.ddof, least=0, most=1),
+            least_deviation=validation.bounded(
+                "least_deviation", self.least_deviation, "at least 0", lambda x: x >= 0
+            ),
+            _losses=np.zeros(length, np.float32),
+            _norms=np.zeros(length, np.float32),
+        )
+
+    def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
+        """Compares with the window before this step, which is then in it; see the class."""
+        assert value is not None  # as this rule needs it
+        usual = self._is_usual(value, self._losses) & self._is_usual(norm, self._norms)
+        here = jnp.arange(self.length) == self._next
+        new = self.replace(
+            seen=jnp.minimum(self.seen + 1, self.length),
+            _next=(self._next + 1) % self.length,
+            _losses=jnp.where(here, value, self._losses),
+            _norms=jnp.where(here, norm, self._norms),
+        )
+        return new, usual | (self.seen < self.least_history)
+
+    def _is_usual(self, x: jax.Array, window: jax.Array) -> jax.Array:
+        held = jnp.arange(self.length) < self.seen
+        mean = jnp.sum(jnp.where(held, window, 0)) / jnp.maximum(self.seen, 1)
+        squares = jnp.where(held, jnp.square(window - mean), 0)
+        variance = jnp.sum(squares) / jnp.maximum(self.seen - self.ddof, 1)
+        deviation = jnp.maximum(jnp.sqrt(variance), self.least_deviation)
+        return x - mean <= self.sigma_factor * deviation

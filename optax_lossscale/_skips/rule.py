@@ -1,0 +1,101 @@
+"""The abstract rule: what decides from a step's norm and loss whether it is applied."""
+
+import abc
+from typing import ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from optax_lossscale._scales import validation
+from optax_lossscale._scales.stateful import Stateful, state
+
+
+class SkipRule(Stateful):
+    """Decides from the norm of a step's gradients, and from its loss, whether to apply the step.
+
+    Given to `with_loss_scale` as `skip=rule`. It sees the steps whose gradients, norm and loss
+    are finite, and no others: those are skipped without it, change nothing that it learns from,
+    and are not counted as its own.
+
+    A rule is immutable: `update` returns a new one. Subclass it and write `decide` to have
+    a rule of your own; subclassing alone makes it a frozen dataclass and a pytree:
+
+    - its fields are *configuration*, arguments of the constructor: static under `jit`;
+    - those declared with `state` are *state*: array leaves, changed by `replace`.
+
+    Attributes:
+      needs_value: whether a step has to be given its loss; of the class.
+      gradient_norm: the global L2 norm of the unscaled gradients of the last step, infinite if
+        the step was not finite; float32, shape (); state.
+      skipped_by_rule: the finite steps skipped so far; int32, shape (); state.
+
+    Example:
+      A rule that skips a step whose loss is twice the smallest so far:
+
+      >>> import jax, jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> class Doubled(ols.skips.SkipRule):
+      ...     needs_value = True
+      ...     smallest: jax.Array = ols.state(jnp.inf)
+      ...
+      ...     def decide(self, norm, value):
+      ...         smallest = jnp.minimum(self.smallest, value)
+      ...         return self.replace(smallest=smallest), value < 2 * smallest
+      >>> rule = Doubled()
+      >>> for loss in (3.0, 2.0, 5.0):
+      ...     rule, should_apply = rule.update(1.0, loss)
+      >>> print(should_apply, rule.skipped_by_rule)
+      False 1
+    """
+
+    needs_value: ClassVar[bool] = False
+    gradient_norm: jax.Array = state(0.0)
+    skipped_by_rule: jax.Array = state(0)
+
+    @abc.abstractmethod
+    def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
+        """What the rule makes of one finite step.
+
+        Args:
+          norm: the global L2 norm of the unscaled gradients; float32, shape ().
+          value: the true loss, float32, shape (); or None, unless `needs_value`.
+
+        Returns:
+          The new rule, with the structure and dtypes of this one, and whether the step may be
+          applied; a bool, shape ().
+        """
+
+    def update(self, norm: ArrayLike, value: ArrayLike | None = None) -> tuple[Self, jax.Array]:
+        """Decides about one finite step, and counts.
+
+        Args:
+          norm: the global L2 norm of the unscaled gradients, finite; shape ().
+          value: the true loss, finite; shape (). None if it is not known.
+
+        Returns:
+          The new rule, and `should_apply`; a bool, shape ().
+
+        Raises:
+          ValueError: if the rule needs the loss, and there is none.
+        """
+        if value is None and self.needs_value:
+            raise ValueError(
+                f"the rule {type(self).__name__} looks at the loss, and the step was given none: "
+                "call apply_gradients(grads, state, params, value=loss), or update with value=loss"
+            )
+        norm = jnp.asarray(norm, jnp.float32)
+        new, should_apply = self.decide(
+            norm, None if value is None else jnp.asarray(value, jnp.float32)
+        )
+        if jax.tree.structure(new) != jax.tree.structure(self):
+            raise TypeError(
+                f"{type(self).__name__} must become another of its kind, with the same "
+                f"configuration: return self.replace(…) from decide. Got {validation.shown(new)}"
+            )
+        skipped = self.skipped_by_rule
+        return new.replace(
+            gradient_norm=norm,
+            skipped_by_rule=jnp.where(should_apply, skipped, optax.safe_increment(skipped)),
+        ), jnp.asarray(should_apply, bool)

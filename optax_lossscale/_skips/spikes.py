@@ -1,0 +1,131 @@
+"""The recommended rule: norms and losses far above the usual ones, by order statistics."""
+
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._scales import validation
+from optax_lossscale._scales.stateful import state
+from optax_lossscale._skips.rule import SkipRule
+
+_DEVIATION = 1.4826  # of a normal distribution, in distances from its median to a quartile
+_FEWEST = 8  # steps without which nothing is known
+_ENOUGH = 24.0  # before them, proportionally more is allowed
+_LEAST_LOSS = 0.25  # of the median
+
+
+class SpikeSkipRule(SkipRule):
+    """Skips a step whose norm or loss is far above the usual one, and never many in a row.
+
+    The usual norm is the median of those last applied, on a logarithmic scale, and their spread
+    the distance from there to the upper quartile. So a spike that was applied hardly moves them,
+    and one that was skipped not at all. Of the losses likewise, on their own scale, if the step is
+    given them. The rule::
+
+        for x, xs, floor in [
+            (log2(norm), log2 of the last `window` norms applied that were not 0, least),
+            (loss, the last `window` losses applied, abs(median(losses)) / 4),
+        ]:
+            spread = 1.4826 * (upper_quartile(xs) - median(xs))
+            allowed = max(factor * spread, floor * max(1, 24 / len(xs)))
+            is_spike = len(xs) >= 8 and x > median(xs) + allowed
+        if neither is a spike:
+            apply
+        elif skipped_in_a_row < max_skips:
+            skip
+        else:
+            forget all norms and losses     # this is the level now
+            apply
+
+    What follows from it, and is tested:
+
+    - It never skips more than `max_skips` finite steps in a row, whatever the norms are.
+    - A norm of up to 2**least times the median is no spike, so none is while norms rise by less
+      than that within a window. Nor is a loss of up to 1.25 times the median.
+    - The scale of the norms is of no account, nor is that of the losses.
+
+    A minority of batches whose norms are regularly far above the others' keeps being skipped: see
+    `skipped_by_rule`, and allow for them by `least`.
+
+    The rule is this library's own. docs/skipping.md compares it with the others.
+
+    Args:
+      factor: how many deviations are too many, positive.
+      least: from how many bits above the median on a norm is skipped at all, positive: of 1, from
+        twice the median.
+      window: how many norms and losses are remembered, from 16 to 2**20.
+      max_skips: how many finite steps in a row to skip at most.
+
+    Attributes:
+      norm_limit: the norm up to which the last finite step was to be applied, infinite while too
+        little is known; float32, shape ().
+      value_limit: likewise the loss; float32, shape ().
+      skipped_in_a_row: finite steps skipped since the last that was applied; int32, shape ().
+
+    Raises:
+      ValueError: for an argument outside what is said above.
+    """
+
+    factor: float = 6.0
+    least: float = 1.0
+    window: int = 64
+    max_skips: int = 16
+    norm_limit: jax.Array = state(float("inf"))  # shape=(), dtype=float32
+    value_limit: jax.Array = state(float("inf"))  # shape=(), dtype=float32
+    skipped_in_a_row: jax.Array = state(0)  # shape=(), dtype=int32
+    # Of the logarithms of norms, and of losses.
+    _seen: jax.Array = state(np.zeros(2, np.int32))  # how many are remembered; shape=(2,)
+    _next: jax.Array = state(np.zeros(2, np.int32))  # the place of the oldest; shape=(2,)
+    _last: jax.Array = state()  # shape=(2, window), dtype=float32
+
+    def __post_init__(self):
+        window = validation.count("window", self.window, least=16, most=2**20)
+        positive = lambda x: 0 < x <= 1e6
+        self._set(
+            factor=validation.bounded("factor", self.factor, "from 0 to 1e6", positive),
+            least=validation.bounded("least", self.least, "from 0 to 1e6", positive),
+            window=window,
+            max_skips=validation.count("max_skips", self.max_skips, least=0),
+            _last=np.zeros((2, window), np.float32),
+        )
+
+    def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
+        """Compares with the steps applied before; see the class."""
+        log = jnp.log2(jnp.maximum(norm, validation.SMALLEST))
+        measured = jnp.stack([log, jnp.float32(0) if value is None else value])
+        given = jnp.stack([norm > 0, jnp.array(value is not None)])
+        limits = self._limits()
+        usual = jnp.all((measured <= limits) | ~given)
+        new_level = ~usual & (self.skipped_in_a_row >= self.max_skips)
+        should_apply = usual | new_level
+        forgotten = jnp.where(new_level, 0, jnp.stack([self._seen, self._next]))
+        new = self.replace(_seen=forgotten[0], _next=forgotten[1])
+        new = new._with(measured, given & should_apply).replace(
+            norm_limit=jnp.exp2(limits[0]),
+            value_limit=limits[1],
+            skipped_in_a_row=jnp.where(should_apply, 0, self.skipped_in_a_row + 1),
+        )
+        return new, should_apply
+
+    def _limits(self) -> jax.Array:
+        """The largest logarithm of a norm, and the largest loss, that are usual; shape (2,)."""
+        held = jnp.arange(self.window) < self._seen[:, None]
+        ordered = jnp.sort(jnp.where(held, self._last, jnp.inf))
+        count = jnp.maximum(self._seen, _FEWEST)
+        at = lambda rank: jnp.take_along_axis(ordered, rank[:, None], 1)[:, 0]
+        median, quartile = at(count // 2), at(3 * count // 4)
+        floor = jnp.stack([jnp.float32(self.least), _LEAST_LOSS * jnp.abs(median[1])])
+        floor *= jnp.maximum(1, _ENOUGH / count)
+        allowed = jnp.maximum(self.factor * _DEVIATION * (quartile - median), floor)
+        return jnp.where(self._seen < _FEWEST, jnp.inf, median + allowed)
+
+    def _with(self, measured: jax.Array, remembered: jax.Array) -> Self:
+        """With one more of each in the place of the oldest, if it is to be remembered."""
+        here = remembered[:, None] & (jnp.arange(self.window) == self._next[:, None])
+        return self.replace(
+            _last=jnp.where(here, measured[:, None], self._last),
+            _seen=jnp.minimum(self._seen + remembered, self.window),
+            _next=(self._next + remembered) % self.window,
+        )

@@ -1,0 +1,276 @@
+"""Rules of what else to skip a step for: `with_loss_scale(inner, …, skip=skips.spikes())`.
+
+`spikes` is the one to use. The others are those of other systems, under their owners' names and
+argument names: each decides as the original does about steps that are finite. Deliberately other
+than in most originals, what is not finite is skipped without the rule, and never is in a mean, a
+deviation or a window.
+
+Each rule is an immutable pytree with `update(norm, value)`, which returns the next rule and
+whether the step is applied; see `SkipRule`, also for how to write one's own.
+"""
+
+from optax_lossscale._scales import validation
+from optax_lossscale._skips.moving_average import DropNorm, MovingAverageSkipRule
+from optax_lossscale._skips.rolling import RollingSkipRule
+from optax_lossscale._skips.rule import SkipRule
+from optax_lossscale._skips.spikes import SpikeSkipRule
+from optax_lossscale._skips.threshold import ThresholdSkipRule
+
+__all__ = [
+    "SkipRule",
+    "axlearn",
+    "drop_norm_by_grad_norm_ema",
+    "drop_norm_by_grad_norm_stddev",
+    "levanter",
+    "maxtext",
+    "megatron",
+    "olmo_core",
+    "spikes",
+]
+
+
+def spikes(
+    factor: float = 6.0, *, least: float = 1.0, window: int = 64, max_skips: int = 16
+) -> SpikeSkipRule:
+    """Skips a step whose norm or loss is far above the usual one; the one that is recommended.
+
+    It compares with the medians of the last steps applied, and after `max_skips` skips in a row
+    takes the new level for what it is. It looks at the loss if the step is given its `value`, and
+    does not need it.
+
+    Args:
+      factor: how many deviations above the median are too many.
+      least: how many bits above it a norm has to be at least; 1 is twice the median.
+      window: how many norms and losses are remembered, at least 16.
+      max_skips: how many finite steps in a row to skip at most.
+
+    Returns:
+      A rule, whose class says how it works.
+
+    Raises:
+      ValueError: for an argument outside what is said above.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> rule = ols.skips.spikes()
+      >>> for norm in [1.0, 1.1, 0.9, 1.2, 1.0, 0.8, 1.0, 1.1, 100.0]:
+      ...     rule, should_apply = rule.update(norm)
+      >>> print(should_apply, rule.skipped_by_rule)
+      False 1
+    """
+    return SpikeSkipRule(factor=factor, least=least, window=window, max_skips=max_skips)
+
+
+def olmo_core(rolling_interval_length: int = 128, sigma_factor: float = 6) -> RollingSkipRule:
+    """OLMo-core's `SkipStepOptimizer`.
+
+    Skips a step whose loss or norm is more than `sigma_factor` unbiased standard deviations above
+    the mean of the last `rolling_interval_length` steps, skipped ones among them, once half of
+    that many have been seen. Two things differ: what is not finite is never in the window, where
+    the original skips every step for as long as its window holds it; and below a length of 6 the
+    original skips the second step, as the deviation of one number is NaN.
+
+    Args:
+      rolling_interval_length: how many steps the window holds, at least 2.
+      sigma_factor: how many deviations are too many.
+
+    Returns:
+      A rule that needs the step's loss.
+
+    Raises:
+      ValueError: for an argument outside what is said above.
+
+    Example:
+      >>> from optax_lossscale import skips
+      >>> rule, should_apply = skips.olmo_core().update(norm=1.0, value=2.5)
+      >>> print(should_apply)
+      True
+    """
+    length = validation.count("rolling_interval_length", rolling_interval_length, 2, 2**20)
+    return RollingSkipRule(
+        length=length,
+        sigma_factor=_positive("sigma_factor", sigma_factor),
+        least_history=max(2, length // 2) - 1,  # the step itself counts there
+    )
+
+
+def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule:
+    """MaxText's `skip_step_on_spikes`, with the defaults of `skip_step_interval` and so on.
+
+    It is OLMo-core's rule, and differs from the original as that does, whose window skips every
+    step while it holds a NaN. MaxText's trainer hands it the norm of gradients that were clipped
+    before; here the rule sees the true norm, with the clip inside of the wrapper.
+
+    Args:
+      interval: how many steps the window holds, at least 2.
+      scaling_factor: how many deviations are too many.
+
+    Returns:
+      A rule that needs the step's loss.
+
+    Raises:
+      ValueError: for an argument outside what is said above.
+
+    Example:
+      >>> from optax_lossscale import skips
+      >>> skips.maxtext(interval=64).least_history
+      31
+    """
+    length = validation.count("interval", interval, 2, 2**20)
+    return RollingSkipRule(
+        length=length,
+        sigma_factor=_positive("scaling_factor", scaling_factor),
+        least_history=max(2, length // 2) - 1,
+    )
+
+
+def levanter(rolling_interval_length: int = 128, sigma_factor: float = 6.0) -> RollingSkipRule:
+    """Levanter's `SkipStepConfig`.
+
+    OLMo-core's rule with the biased standard deviation, which counts as 1e-6 at least, and with
+    one step more before the first can be skipped. What is not finite is never in the window, and
+    never in the parameters, where the original multiplies its updates by 0.
+
+    Args:
+      rolling_interval_length: how many steps the window holds, at least 2.
+      sigma_factor: how many deviations are too many.
+
+    Returns:
+      A rule that needs the step's loss.
+
+    Raises:
+      ValueError: for an argument outside what is said above.
+
+    Example:
+      >>> from optax_lossscale import skips
+      >>> skips.levanter(rolling_interval_length=64).least_history
+      32
+    """
+    length = validation.count("rolling_interval_length", rolling_interval_length, 2, 2**20)
+    return RollingSkipRule(
+        length=length,
+        sigma_factor=_positive("sigma_factor", sigma_factor),
+        least_history=max(2, length // 2),
+        ddof=0,
+        least_deviation=1e-6,
+    )
+
+
+def axlearn(
+    drop_norm: float | DropNorm, grad_norm_ema_decay: float | None = None
+) -> ThresholdSkipRule | MovingAverageSkipRule:
+    """AxLearn's `skip_and_clip_by_global_norm`, without the clip.
+
+    The clip, its `max_norm`, belongs inside the wrapper:
+    `with_loss_scale(optax.chain(optax.clip_by_global_norm(max_norm), inner), …)`. What the
+    original counts for each of several multipliers is left out, as the smallest decides.
+
+    Args:
+      drop_norm: the norm from which on a step is skipped; or what the two functions
+        `drop_norm_by_…` return, by which it follows the norms.
+      grad_norm_ema_decay: the decay of the moving averages, which the latter need.
+
+    Returns:
+      A rule.
+
+    Raises:
+      ValueError: for an argument outside what is said above.
+
+    Example:
+      >>> from optax_lossscale import skips
+      >>> rule = skips.axlearn(skips.drop_norm_by_grad_norm_ema(), grad_norm_ema_decay=0.99)
+      >>> rule, should_apply = rule.update(1.0)
+      >>> rule, should_apply = rule.update(25.0)
+      >>> print(should_apply)
+      False
+    """
+    if not isinstance(drop_norm, DropNorm):
+        return ThresholdSkipRule(_positive("drop_norm", drop_norm), strict=True)
+    if grad_norm_ema_decay is None:
+        allowed = "given, such as 0.99, where drop_norm follows the norms"
+        validation.refuse("grad_norm_ema_decay", grad_norm_ema_decay, allowed)
+    return MovingAverageSkipRule(drop_norm, grad_norm_ema_decay)
+
+
+def drop_norm_by_grad_norm_ema(multipliers: tuple[float, ...] = (20, 40, 100)) -> DropNorm:
+    """AxLearn's function of this name: a multiple of the mean norm.
+
+    Args:
+      multipliers: of which the smallest decides.
+
+    Returns:
+      What `axlearn` takes for its `drop_norm`.
+
+    Raises:
+      ValueError: if they are no positive numbers.
+
+    Example:
+      >>> from optax_lossscale import skips
+      >>> rule = skips.axlearn(skips.drop_norm_by_grad_norm_ema((5, 10)), grad_norm_ema_decay=0.9)
+      >>> for norm in (1.0, 4.0, 20.0):
+      ...     rule, should_apply = rule.update(norm)
+      >>> print(should_apply)
+      False
+    """
+    return DropNorm(mean_factor=_smallest(multipliers), stddev_factor=0.0, min_count=0)
+
+
+def drop_norm_by_grad_norm_stddev(
+    *, min_count: int = 500, multipliers: tuple[float, ...] = (20, 40, 100)
+) -> DropNorm:
+    """AxLearn's function of this name: the mean norm and a multiple of the standard deviation.
+
+    Args:
+      min_count: how many steps it takes; before, norms below 1e10 are applied.
+      multipliers: of which the smallest decides.
+
+    Returns:
+      What `axlearn` takes for its `drop_norm`.
+
+    Raises:
+      ValueError: if they are no positive numbers, or `min_count` is no count.
+
+    Example:
+      >>> from optax_lossscale import skips
+      >>> drop_norm = skips.drop_norm_by_grad_norm_stddev(min_count=2)
+      >>> rule = skips.axlearn(drop_norm, grad_norm_ema_decay=0.9)
+      >>> for norm in (1.0, 1.5, 12.0):
+      ...     rule, should_apply = rule.update(norm)
+      >>> print(should_apply)
+      False
+    """
+    count = validation.count("min_count", min_count, least=0)
+    return DropNorm(mean_factor=1.0, stddev_factor=_smallest(multipliers), min_count=count)
+
+
+def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
+    """Megatron-LM's `grad_norm_skip_threshold`.
+
+    Args:
+      grad_norm_skip_threshold: the largest norm that is applied. Where the original is given
+        infinity, its default, say `skip="nonfinite"` instead.
+
+    Returns:
+      A rule.
+
+    Raises:
+      ValueError: if it is not a positive finite number.
+
+    Example:
+      >>> from optax_lossscale import skips
+      >>> rule, should_apply = skips.megatron(10.0).update(10.5)
+      >>> print(should_apply)
+      False
+    """
+    return ThresholdSkipRule(_positive("grad_norm_skip_threshold", grad_norm_skip_threshold))
+
+
+def _positive(name: str, value: float) -> float:
+    in_float32 = lambda x: 0 < x <= validation.LARGEST
+    return validation.bounded(name, value, "a positive number", in_float32)
+
+
+def _smallest(multipliers: tuple[float, ...]) -> float:
+    if not isinstance(multipliers, tuple | list) or not multipliers:
+        validation.refuse("multipliers", multipliers, "a tuple of positive numbers")
+    return min(_positive("multipliers", multiplier) for multiplier in multipliers)

@@ -1,0 +1,154 @@
+"""What holds of every rule of skipping, whatever it is fed."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+from optax_lossscale import skips
+
+RULES = {
+    "spikes": skips.spikes(window=16, max_skips=3),
+    "spikes, none": skips.spikes(max_skips=0),
+    "olmo_core": skips.olmo_core(8),
+    "maxtext": skips.maxtext(2, 0.5),
+    "levanter": skips.levanter(8, 1.0),
+    "axlearn": skips.axlearn(skips.drop_norm_by_grad_norm_ema((2,)), 0.5),
+    "axlearn, stddev": skips.axlearn(
+        skips.drop_norm_by_grad_norm_stddev(min_count=3, multipliers=(2,)), 0.99
+    ),
+    "axlearn, fixed": skips.axlearn(2.0),
+    "megatron": skips.megatron(2.0),
+}
+each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+STEPS = 64
+
+# All finite norms that float32 squares come to, and losses as wild.
+LARGEST_NORM = float(np.sqrt(np.finfo(np.float32).max))
+norms = st.one_of(
+    st.sampled_from([0.0, 1e-40, 1e-20, 1.0, 1.001, 2.0, 100.0, LARGEST_NORM]),
+    st.floats(0, LARGEST_NORM, width=32),
+)
+losses = st.one_of(
+    st.sampled_from([0.0, -1.0, 1.0, 2.0**127, -(2.0**127)]),
+    st.floats(-(2.0**127), 2.0**127, width=32),
+)
+repeated = lambda numbers: st.lists(
+    st.tuples(numbers, st.integers(1, 20)), min_size=1, max_size=20
+).map(lambda pairs: np.repeat(*zip(*pairs, strict=True))[:STEPS])  # fmt: skip
+
+
+@jax.jit
+def followed(rule, norms, losses):
+    """The last rule, and of each step whether it is applied, whatever else the rule keeps."""
+
+    def step(rule, measured):
+        rule, should_apply = rule.update(*measured)
+        leaves = [jnp.ravel(x).astype(jnp.float32) for x in jax.tree.leaves(rule)]
+        return rule, (should_apply, jnp.isnan(jnp.concatenate(leaves)).any())
+
+    return jax.lax.scan(step, rule, (norms, losses))
+
+
+@each_rule
+@hypothesis.given(norms=repeated(norms), losses=repeated(losses))
+@hypothesis.settings(deadline=None, max_examples=40)
+def test_no_rule_ever_holds_a_nan_and_each_counts_what_it_skips(rule, norms, losses):
+    fill = lambda x: np.resize(x, STEPS).astype(np.float32)
+    last, (applied, is_nan) = followed(rule, fill(norms), fill(losses))
+    assert not is_nan.any()
+    assert last.skipped_by_rule == STEPS - applied.sum()
+    if isinstance(rule, type(RULES["spikes"])):
+        skipped = "".join("01"[int(not x)] for x in applied)
+        assert max(map(len, skipped.split("0"))) <= rule.max_skips
+
+
+@each_rule
+def test_a_rule_is_frozen_and_evaluates_abstractly(rule):
+    with pytest.raises(AttributeError):
+        rule.skipped_by_rule = 3
+    shapes = jax.eval_shape(lambda: rule.update(1.0, 1.0))
+    assert jax.tree.structure(shapes[0]) == jax.tree.structure(rule)
+    for before, after in zip(jax.tree.leaves(rule), jax.tree.leaves(shapes[0]), strict=True):
+        assert (before.shape, before.dtype) == (after.shape, after.dtype)
+        assert not after.weak_type
+
+
+@each_rule
+def test_what_a_rule_learns_is_no_configuration(rule):
+    assert hash(jax.tree.structure(rule)) == hash(jax.tree.structure(rule.update(1.0, 1.0)[0]))
+    if rule.needs_value:
+        with pytest.raises(ValueError, match="looks at the loss"):
+            rule.update(1.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: skips.spikes(factor=0), "factor"),
+        (lambda: skips.spikes(least=-1), "least"),
+        (lambda: skips.spikes(window=15), "window must be an int between 16 and"),
+        (lambda: skips.spikes(max_skips=-1), "max_skips must be an int between 0"),
+        (lambda: skips.spikes(max_skips=1.5), "max_skips"),
+        (lambda: skips.olmo_core(1), "rolling_interval_length must be an int between 2"),
+        (lambda: skips.olmo_core(sigma_factor=0), "sigma_factor must be a positive"),
+        (lambda: skips.maxtext(interval=1.5), "interval"),
+        (lambda: skips.maxtext(scaling_factor=float("nan")), "scaling_factor"),
+        (lambda: skips.levanter("x"), "rolling_interval_length"),
+        (lambda: skips.axlearn(0), "drop_norm must be a positive number"),
+        (
+            lambda: skips.axlearn(skips.drop_norm_by_grad_norm_ema()),
+            "grad_norm_ema_decay must be given, such as 0.99",
+        ),
+        (
+            lambda: skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 1.0),
+            r"grad_norm_ema_decay must be in \(0, 1\)",
+        ),
+        (lambda: skips.drop_norm_by_grad_norm_ema(()), "multipliers must be a tuple"),
+        (lambda: skips.drop_norm_by_grad_norm_stddev(multipliers=(1, -1)), "multipliers"),
+        (lambda: skips.drop_norm_by_grad_norm_stddev(min_count=-1), "min_count"),
+        (lambda: skips.megatron(float("inf")), "grad_norm_skip_threshold must be a positive"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_the_smallest_of_axlearns_multipliers_decides():
+    rule = skips.axlearn(skips.drop_norm_by_grad_norm_ema((40, 5, 20)), 0.9)
+    for norm, applied in ((1.0, True), (4.9, True), (30.0, False)):
+        rule, should_apply = rule.update(norm)
+        assert should_apply == applied
+
+
+def test_a_norm_of_the_threshold_itself_is_applied_by_megatron_and_skipped_by_axlearn():
+    follows = skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 0.9)  # whose mean begins at 1
+    for rule, threshold, applied in (
+        (skips.megatron(2.0), 2.0, True),
+        (skips.axlearn(2.0), 2.0, False),
+        (follows, 20.0, False),
+    ):
+        assert rule.update(threshold)[1] == applied
+        assert not rule.update(np.nextafter(np.float32(threshold), np.float32(100)))[1]
+        assert rule.update(np.nextafter(np.float32(threshold), np.float32(0)))[1]
+
+
+def test_ones_own_rule_is_a_pytree_by_subclassing_alone():
+    class Every(skips.SkipRule):
+        period: int
+        steps: jax.Array = ols.state(0)
+
+        def decide(self, norm, value):
+            return self.replace(steps=self.steps + 1), self.steps % self.period != 0
+
+    rule = Every(period=2)
+    decisions = []
+    for _ in range(4):
+        rule, should_apply = jax.jit(lambda rule: rule.update(1.0))(rule)
+        decisions.append(bool(should_apply))
+    assert decisions == [False, True, False, True]
+    assert (rule.period, rule.steps, rule.skipped_by_rule) == (2, 4, 2)

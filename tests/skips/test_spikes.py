@@ -1,0 +1,162 @@
+"""The recommended rule: held to its docstring, written out in Python, and to its promises."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optax_lossscale import skips
+
+
+@jax.jit
+def decided(rule, norms, losses=None):
+    step = lambda rule, measured: rule.update(*measured)
+    last, applied = jax.lax.scan(step, rule, (norms, losses))
+    return applied, last
+
+
+def is_spike(x, xs, floor, factor, window):
+    if len(xs) < 8:
+        return False
+    ordered = sorted(xs[-window:])
+    n = len(ordered)
+    median, quartile = ordered[n // 2], ordered[3 * n // 4]
+    spread = 1.4826 * (quartile - median)
+    return x > median + max(factor * spread, floor(median) * max(1, 24 / n))
+
+
+def plainly(norms, losses, factor, least, window, max_skips):
+    """The rule of the docstring."""
+    logs, last_losses, in_a_row, applied = [], [], 0, []
+    for norm, loss in zip(norms, losses, strict=True):
+        log = math.log2(max(norm, np.finfo(np.float32).tiny))
+        spike = is_spike(log, logs, lambda median: least, factor, window)
+        if loss is not None:
+            spike |= is_spike(loss, last_losses, lambda median: abs(median) / 4, factor, window)
+        if spike and in_a_row < max_skips:
+            in_a_row += 1
+            applied.append(False)
+            continue
+        logs, last_losses = ([], []) if spike else (logs, last_losses)
+        in_a_row = 0
+        applied.append(True)
+        if norm > 0:
+            logs.append(log)
+        if loss is not None:
+            last_losses.append(loss)
+    return applied
+
+
+def noisy(steps, noise=0.2, seed=0):
+    return np.exp(noise * np.random.default_rng(seed).normal(size=steps)).astype(np.float32)
+
+
+SERIES = {
+    "noise": noisy(300),
+    "spikes": noisy(300) * np.where(np.arange(300) % 37 == 36, 50, 1),
+    "heavy tails": np.exp(np.random.default_rng(1).standard_t(2, 300)),
+    "jumps": noisy(300) * np.repeat([1, 30, 0.1, 1000, 1000, 1], 50),
+    "zeros": noisy(300) * (np.random.default_rng(2).random(300) > 0.3),
+    "a rise": 1.2 ** np.arange(300.0),
+}
+CONFIGS = [(6.0, 1.0, 64, 16), (3.0, 0.5, 16, 2), (1.0, 2.0, 40, 0)]
+
+
+LOSSES = {
+    "none": None,
+    "falls": 3 * np.exp(-np.arange(300) / 100) + 0.1 * noisy(300, seed=3),
+    "spikes": noisy(300, seed=4) + 5 * (np.arange(300) % 29 == 28),
+    "below zero": -5 + noisy(300, 1.0, seed=5),
+}
+
+
+@pytest.mark.parametrize("losses", LOSSES)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_decides_by_the_rule_in_its_docstring(config, losses):
+    losses = LOSSES[losses]
+    losses = None if losses is None else losses.astype(np.float32)
+    factor, least, window, max_skips = config
+    rule = skips.spikes(factor, least=least, window=window, max_skips=max_skips)
+    for name, norms in SERIES.items():
+        norms = norms.astype(np.float32)
+        applied, last = decided(rule, norms, losses)
+        expected = plainly(norms, [None] * 300 if losses is None else losses, *config)
+        np.testing.assert_array_equal(applied, expected, name)
+        assert last.skipped_by_rule == len(norms) - sum(expected)
+
+
+def test_a_loss_far_above_the_usual_is_a_spike_as_well():
+    losses = 2.5 + 0.1 * np.random.default_rng(0).normal(size=100).astype(np.float32)
+    losses[[50, 80]] = [6.0, 4.0]
+    for scale in (1.0, 1e-20, 1e20):
+        applied, _ = decided(skips.spikes(), noisy(100), losses * np.float32(scale))
+        np.testing.assert_array_equal(np.flatnonzero(~np.array(applied)), [50, 80])
+
+
+def test_a_spike_is_skipped_and_widens_nothing():
+    rule = skips.spikes()
+    _, rule = decided(rule, noisy(100))
+    limit = jax.jit(lambda rule: rule.update(1.0)[0].norm_limit)
+    before = limit(rule)
+    assert 2 < before < 8
+    for norm in (8.0, 1e3, 1e18):
+        rule, should_apply = rule.update(norm)
+        assert not should_apply
+        assert limit(rule) == before
+    assert rule.skipped_by_rule == rule.skipped_in_a_row == 3
+    rule, should_apply = rule.update(1.0)
+    assert should_apply
+    assert rule.skipped_in_a_row == 0
+
+
+@pytest.mark.parametrize("max_skips", [0, 1, 5, 16])
+def test_a_lasting_change_of_level_is_taken_for_what_it_is(max_skips):
+    norms = np.concatenate([noisy(100), 100 * noisy(100, seed=1), 1e6 * noisy(50, seed=2)])
+    applied, _ = decided(skips.spikes(max_skips=max_skips), norms)
+    skipped = np.flatnonzero(~np.array(applied))
+    expected = [*range(100, 100 + max_skips), *range(200, 200 + max_skips)]
+    np.testing.assert_array_equal(skipped, expected)
+
+
+def test_a_spike_at_the_start_is_applied_and_fools_nobody():
+    norms = noisy(60)
+    norms[[2, 5]] *= 1000
+    norms[[20, 59]] *= 100
+    applied, _ = decided(skips.spikes(), norms)
+    np.testing.assert_array_equal(np.flatnonzero(~np.array(applied)), [20, 59])
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.2, 0.5])
+def test_what_rises_slowly_falls_or_warms_up_is_no_spike(noise):
+    steps = np.arange(600)
+    for shape in (
+        2.0 ** (steps / 64),  # twice as much with each window
+        2.0 ** (-steps / 10),
+        np.minimum(1, (1 + steps) / 100),  # a warm-up from almost nothing
+        1 + 3 * np.sin(steps / 60) ** 2,
+        0.05 + np.exp(-((steps - 60) ** 2) / 1000),
+    ):
+        applied, _ = decided(skips.spikes(), (noisy(600, noise) * shape).astype(np.float32))
+        assert applied.all()
+
+
+def test_the_scale_of_the_norms_is_of_no_account():
+    norms = SERIES["heavy tails"].astype(np.float32)
+    expected, _ = decided(skips.spikes(3.0), norms)
+    assert not expected.all()
+    for scale in (2.0**-80, 2.0**40):
+        applied, _ = decided(skips.spikes(3.0), norms * np.float32(scale))
+        np.testing.assert_array_equal(applied, expected)
+
+
+def test_gradients_that_are_all_zero_measure_nothing():
+    _, rule = decided(skips.spikes(), noisy(50))
+    rule, should_apply = rule.update(0.0)
+    assert should_apply
+    _, rule = decided(rule, jnp.zeros(500))
+    rule, should_apply = rule.update(100.0)
+    assert not should_apply
+    _, rule = decided(skips.spikes(), jnp.zeros(500))
+    assert rule.update(1e-3)[1]

@@ -1,0 +1,422 @@
+"""`skip=`: what else a step is skipped for, and that it is then skipped as by the loss scale."""
+
+import pickle
+
+import chex
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from pairs import pairwise
+
+import optax_lossscale as ols
+from optax_lossscale import skips
+
+PARAMS = {"w": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.array([0.25, 0.0])}
+NORM = float(np.sqrt(1 + 4 + 0.25 + 9 + 0.0625))  # of gradients that are these
+BAD = {"w": PARAMS["w"].at[0, 1].set(jnp.nan), "b": PARAMS["b"]}
+LS = ols.DynamicLossScale(initial_scale=4, growth_interval=2)
+RULES = {
+    "spikes": skips.spikes(),
+    "olmo_core": skips.olmo_core(8),
+    "maxtext": skips.maxtext(8),
+    "levanter": skips.levanter(8),
+    "axlearn": skips.axlearn(skips.drop_norm_by_grad_norm_ema((5,)), 0.9),
+    "axlearn, stddev": skips.axlearn(skips.drop_norm_by_grad_norm_stddev(min_count=3), 0.9),
+    "axlearn, fixed": skips.axlearn(10.0),
+    "megatron": skips.megatron(10.0),
+}
+each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+each_scale = pytest.mark.parametrize("loss_scale", [None, 128, "dynamic", "headroom"])
+
+
+def times(factor, tree=PARAMS):
+    return jax.tree.map(lambda x: x * factor, tree)
+
+
+def by_update(tx):
+    def step(grads, state, params, **extra):
+        updates, state = tx.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+DOORS = {"apply_gradients": lambda tx: tx.apply_gradients, "update": by_update}
+
+
+class AtMost(skips.SkipRule):
+    """Applies norms up to a limit, and remembers their sum, and that of the losses."""
+
+    limit: float
+    norms: jax.Array = ols.state(0.0)
+    losses: jax.Array = ols.state(0.0)
+
+    def decide(self, norm, value):
+        losses = self.losses if value is None else self.losses + value
+        return self.replace(norms=self.norms + norm, losses=losses), norm <= self.limit
+
+
+@pytest.mark.parametrize("loss_scale", [None, 128])
+def test_nonfinite_makes_a_constant_scale_check(loss_scale):
+    inner = optax.adam(0.1)
+    unchecked = ols.with_loss_scale(inner, loss_scale)
+    params, state = jax.jit(unchecked.apply_gradients)(BAD, unchecked.init(PARAMS), PARAMS)
+    assert state.should_apply
+    assert jnp.isnan(params["w"]).any()
+    for door in DOORS.values():
+        tx = ols.with_loss_scale(inner, loss_scale, skip="nonfinite")
+        step = jax.jit(door(tx))
+        params, state = step(times(2), tx.init(PARAMS), PARAMS)
+        assert state.should_apply
+        skipped, after = step(BAD, state, params)
+        chex.assert_trees_all_equal(skipped, params)
+        chex.assert_trees_all_equal(after.inner_state, state.inner_state)
+        assert not after.should_apply
+        assert (after.skipped_steps, after.consecutive_skipped_steps) == (1, 1)
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", "headroom"])
+def test_nonfinite_is_what_a_loss_scale_that_checks_does_anyway(loss_scale):
+    ends = []
+    for skip in (None, "nonfinite"):
+        tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale, skip=skip)
+        params, state = PARAMS, tx.init(PARAMS)
+        for grads in (PARAMS, BAD, PARAMS):
+            params, state = jax.jit(tx.apply_gradients)(grads, state, params)
+        ends.append((params, state))
+    chex.assert_trees_all_equal(*ends)
+
+
+def test_without_a_rule_the_state_has_the_leaves_that_it_had():
+    for skip in (None, "nonfinite"):
+        state = ols.with_loss_scale(optax.sgd(0.1), LS, skip=skip).init(PARAMS)
+        assert state.skip_rule is None
+        assert len(jax.tree.leaves(state)) == len(jax.tree.leaves(LS)) + 3
+
+
+@pairwise(
+    door={name: name for name in DOORS},
+    branch={"platform's": None, "cond": "cond", "select": "select"},
+    compiled={"compiled": True, "eager": False},
+    kind={"dynamic": "dynamic", "none": "none"},
+)
+def test_what_a_rule_skips_is_as_skipped_as_an_overflow(door, branch, compiled, kind):
+    loss_scale = LS if kind == "dynamic" else None
+    tx = ols.with_loss_scale(optax.adamw(1e-2), loss_scale, branch=branch, skip=AtMost(10.0))
+    step = jax.jit(DOORS[door](tx)) if compiled else DOORS[door](tx)
+    scale = 4.0 if kind == "dynamic" else 1.0
+    params, state = step(times(scale), tx.init(PARAMS), PARAMS, value=jnp.float32(1))
+    assert state.should_apply
+    old, new = {"mean": params["b"]}, {"mean": params["b"] + 1}
+    skipped, after = step(times(100 * scale), state, params, value=jnp.float32(2))
+    chex.assert_trees_all_equal(skipped, params)
+    chex.assert_trees_all_equal(after.inner_state, state.inner_state)
+    chex.assert_trees_all_equal(ols.where_applied(after, new, old), old)
+    assert not after.should_apply
+    assert (after.skipped_steps, after.consecutive_skipped_steps) == (1, 1)
+    assert after.skip_rule.skipped_by_rule == 1
+    np.testing.assert_allclose(after.skip_rule.norms, 101 * NORM, rtol=1e-6)  # it saw both
+    assert after.skip_rule.losses == 3
+    # The loss scale grew after two finite steps, of which the second was skipped.
+    assert after.loss_scale() == (8 if kind == "dynamic" else 1)
+    _, state = step(times(8.0 if kind == "dynamic" else 1.0), after, params, value=1.0)
+    assert state.should_apply
+    assert (state.skipped_steps, state.consecutive_skipped_steps) == (1, 0)
+
+
+@pytest.mark.parametrize("bad", ["gradients", "loss", "norm"])
+@each_rule
+def test_a_step_that_is_not_finite_teaches_a_rule_nothing(rule, bad):
+    """The norm is infinite though the gradients are finite, where their squares are too large."""
+    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=rule)
+    step = jax.jit(tx.apply_gradients)
+    params, state = step(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)
+    grads = {"gradients": BAD, "loss": PARAMS, "norm": times(1e25)}[bad]
+    skipped, after = step(grads, state, params, value=jnp.nan if bad == "loss" else 1.0)
+    chex.assert_trees_all_equal(skipped, params)
+    assert not after.should_apply
+    assert after.skip_rule.gradient_norm == jnp.inf
+    same = after.skip_rule.replace(gradient_norm=state.skip_rule.gradient_norm)
+    chex.assert_trees_all_equal(same, state.skip_rule)
+    _, state = step(PARAMS, after, params, value=1.0)
+    assert state.should_apply
+
+
+@each_scale
+def test_the_norm_is_that_of_the_unscaled_gradients_that_are_checked(loss_scale):
+    w_alone = {"w": True, "b": False, "n": True}
+    for mask, expected in ((None, NORM), (w_alone, float(np.sqrt(14.25)))):
+        tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale, mask=mask, skip=AtMost(10.0))
+        params = PARAMS | {"n": jnp.ones(3)}
+        state = tx.init(params)
+        grads = times(state.loss_scale()) | {"n": None}
+        _, state = jax.jit(tx.apply_gradients)(grads, state, params)
+        np.testing.assert_allclose(state.skip_rule.gradient_norm, expected, rtol=1e-6)
+        assert state.skip_rule.gradient_norm.dtype == jnp.float32
+
+
+@each_scale
+def test_a_rule_leaves_the_loss_scale_to_adapt_as_without_it(loss_scale):
+    trajectories = []
+    for skip in (None, AtMost(1e3), AtMost(1e-3)):
+        tx = ols.with_loss_scale(optax.set_to_zero(), loss_scale, skip=skip)
+        step = jax.jit(tx.apply_gradients)
+        params, state, scales = PARAMS, tx.init(PARAMS), []
+        for factor in (1.0, 2.0, jnp.inf, 1.0, 1e-3, 1.0):
+            params, state = step(times(factor * state.loss_scale()), state, params)
+            scales.append(float(state.loss_scale()))
+        trajectories.append(scales)
+    assert trajectories[0] == trajectories[1] == trajectories[2]
+
+
+@each_rule
+def test_a_rule_that_needs_the_loss_says_so_when_traced(rule):
+    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=rule)
+    trace = lambda **extra: jax.eval_shape(
+        lambda: tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS, **extra)
+    )
+    trace(value=jnp.float16(1.0))
+    if not rule.needs_value:
+        trace()
+        return
+    with pytest.raises(ValueError, match=r"looks at the loss.*apply_gradients\(.*value=loss\)"):
+        trace()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_loss_of_any_dtype_reaches_the_rule_as_float32(dtype):
+    class Noting(skips.SkipRule):
+        def decide(self, norm, value):
+            chex.assert_type([norm, value], jnp.float32)
+            chex.assert_shape([norm, value], ())
+            return self, value < 2
+
+    with jax.enable_x64(dtype == "float64"):
+        tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=Noting())
+        loss = jnp.asarray(1.5, dtype)
+        _, state = jax.jit(tx.apply_gradients)(PARAMS, tx.init(PARAMS), PARAMS, value=loss)
+        assert state.should_apply
+
+
+def test_minimize_hands_the_loss_to_the_rule():
+    tx = ols.with_loss_scale(optax.sgd(0.1), LS, skip=AtMost(1e3))
+    loss_fn = lambda params: jnp.sum(params["w"] ** 2)
+    loss, _, state = jax.jit(lambda s, p: tx.minimize(loss_fn, s, p))(tx.init(PARAMS), PARAMS)
+    assert state.skip_rule.losses == loss
+
+
+@each_rule
+def test_steps_compile_once_and_keep_every_dtype_in_a_scan(rule):
+    tx = ols.with_loss_scale(optax.adam(0.1), LS, skip=rule)
+    step = jax.jit(chex.assert_max_traces(tx.apply_gradients, n=1))
+    state = before = tx.init(PARAMS)
+    for _ in range(3):
+        _, state = step(PARAMS, state, PARAMS, value=jnp.float32(1))
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, before)
+    assert not any(x.weak_type for x in jax.tree.leaves((state, before)))
+
+    def body(carry, factor):
+        params, state = tx.apply_gradients(times(factor), *carry[::-1], value=jnp.float32(1))
+        return (params, state), state.should_apply
+
+    scan = jax.jit(lambda carry, factors: jax.lax.scan(body, carry, factors))
+    (params, _), _ = scan((PARAMS, before), jnp.array([1.0, jnp.nan, 4.0]))
+    assert ols.all_finite(params)
+
+
+def test_what_init_returns_may_be_donated():
+    rule = skips.maxtext(8)
+    tx = ols.with_loss_scale(optax.adam(0.1), LS, skip=rule)
+    step = jax.jit(lambda params, state: tx.apply_gradients(PARAMS, state, params, value=1.0),
+                   donate_argnums=(0, 1))  # fmt: skip
+    for _ in range(2):
+        params, state = step(times(1), tx.init(PARAMS))
+        step(params, state)
+
+
+@each_rule
+def test_members_under_vmap_each_go_by_their_own_norms(rule):
+    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=rule)
+    params = times(jnp.ones((2, 1, 1)), {"w": PARAMS["w"]})
+    state = jax.vmap(tx.init)(params)
+    step = jax.jit(jax.vmap(lambda g, s, p: tx.apply_gradients(g, s, p, value=1.0)))
+    for i in range(12):
+        noise = 1 + 0.1 * (i % 3)
+        spikes = jnp.array([1.0, 1e3 if i == 11 else 1.0])[:, None, None]
+        _, state = step(times(noise * spikes, params), state, params)
+    np.testing.assert_array_equal(state.skip_rule.skipped_by_rule[0], 0)
+    minimum = getattr(getattr(rule, "drop_norm", None), "min_count", 0)
+    assert state.skip_rule.skipped_by_rule[1] == (1 if minimum <= 11 else 0)
+
+
+REPLICAS = 4
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_replicas_go_by_the_largest_norm_and_the_mean_loss(reduced):
+    tx = ols.with_loss_scale(optax.adam(1e-2), LS, axis_name="replica", skip=AtMost(10.0))
+
+    def step(params, state, factor):
+        grads = times(factor * state.loss_scale())
+        if reduced:
+            grads = jax.lax.pmean(grads, "replica")
+        return tx.apply_gradients(grads, state, params, value=factor)
+
+    spread = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), tree)
+    before = (spread(PARAMS), spread(tx.init(PARAMS)))
+    step = jax.pmap(step, axis_name="replica")
+    for factors, largest, mean in (([1, 1, 2, 2], 2, 1.5), ([1, 1, 1, 9], 9, 3)):
+        params, state = step(*before, jnp.array(factors, jnp.float32))
+        norm = NORM * (mean if reduced else largest)
+        np.testing.assert_allclose(state.skip_rule.gradient_norm, [norm] * 4, rtol=1e-6)
+        np.testing.assert_array_equal(state.skip_rule.losses, [mean] * 4)
+        np.testing.assert_array_equal(state.should_apply, [norm <= 10] * 4)
+        if norm > 10:
+            chex.assert_trees_all_equal(params, before[0])
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_replicas_under_shard_map_agree(check_vma):
+    mesh = jax.make_mesh((REPLICAS,), ("data",), axis_types=(AxisType.Auto,))
+    tx = ols.with_loss_scale(optax.sgd(1e-2), LS, axis_name="data", skip=skips.maxtext(8))
+
+    def step(params, state, x):
+        mean_loss = lambda p, x: jax.lax.pmean(jnp.sum(p["w"] ** 2) * x[0], "data")
+        loss, grads = ols.value_and_grad(mean_loss, state)(params, x)
+        return tx.apply_gradients(grads, state, params, value=loss)
+
+    spread = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=check_vma
+    )
+    spread = jax.jit(spread)
+    params, state = PARAMS, tx.init(PARAMS)
+    decisions = []
+    for i in range(8):
+        params, state = spread(params, state, jnp.full(REPLICAS, 1e3 if i == 6 else 1.0))
+        decisions.append(bool(state.should_apply))
+    assert decisions == [True] * 6 + [False, True]
+
+
+def test_arrays_spread_by_the_compiler_have_the_norm_of_the_whole():
+    mesh = jax.make_mesh((REPLICAS,), ("data",), axis_types=(AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, P("data"))
+    params = {"w": jax.device_put(jnp.ones((8, 4)), sharding)}
+    tx = ols.with_loss_scale(optax.sgd(0.1), LS, skip=AtMost(10.0))
+    _, state = jax.jit(tx.apply_gradients)(times(4, params), tx.init(params), params)
+    np.testing.assert_allclose(state.skip_rule.gradient_norm, 32**0.5, rtol=1e-6)
+
+
+def test_a_skipped_micro_batch_is_left_out_of_its_window():
+    tx = ols.with_loss_scale(optax.MultiSteps(optax.sgd(0.1), 2), None, skip=AtMost(10.0))
+    params, state = PARAMS, tx.init(PARAMS)
+    step = jax.jit(tx.apply_gradients)
+    for factor in (1.0, 100.0):
+        params, state = step(times(factor), state, params)
+    chex.assert_trees_all_equal(params, PARAMS)
+    params, state = step(times(1.0), state, params)
+    chex.assert_trees_all_close(params, times(0.9))
+
+
+def test_a_state_of_another_rule_is_refused_and_the_remedy_works():
+    old = ols.with_loss_scale(optax.sgd(0.1), LS)
+    new = ols.with_loss_scale(optax.sgd(0.1), LS, skip=skips.maxtext(8))
+    state = old.init(PARAMS)
+    with pytest.raises(ValueError, match=r"_replace\(skip_rule=tx.init\(params\).skip_rule\)"):
+        new.apply_gradients(PARAMS, state, PARAMS, value=1.0)
+    state = state._replace(skip_rule=new.init(PARAMS).skip_rule)
+    _, state = new.apply_gradients(PARAMS, state, PARAMS, value=1.0)
+    with pytest.raises(ValueError, match="transformation: none"):
+        old.apply_gradients(PARAMS, state, PARAMS)
+
+
+OTHERS = ["spikes", "NONFINITE", True, skips.spikes, 6.0, LS]
+
+
+@pytest.mark.parametrize("skip", OTHERS, ids=lambda x: type(x).__name__)
+def test_what_says_nothing_of_when_to_skip_is_refused(skip):
+    with pytest.raises(ValueError, match="skip must be None, 'nonfinite', or a rule"):
+        ols.with_loss_scale(optax.sgd(0.1), skip=skip)
+
+
+def test_a_rule_that_becomes_another_is_refused():
+    class Other(skips.SkipRule):
+        def decide(self, norm, value):
+            return skips.megatron(1.0), norm > 0
+
+    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=Other())
+    with pytest.raises(TypeError, match=r"return self\.replace\(…\) from decide"):
+        tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_metrics_have_the_norm_and_what_the_rule_counts():
+    tx = ols.with_loss_scale(optax.sgd(0.1), 128, skip=AtMost(2.0))
+    assert "gradient_norm" not in ols.metrics(ols.with_loss_scale(optax.sgd(0.1)).init(PARAMS))
+    _, state = tx.apply_gradients(times(128), tx.init(PARAMS), PARAMS)
+    found = jax.jit(ols.metrics)(state)
+    np.testing.assert_allclose(found["gradient_norm"], NORM, rtol=1e-6)
+    assert found["skipped_by_rule"] == found["skipped_steps"] == 1
+    assert not found["should_apply"]
+    assert "norms" in found
+    assert all(jnp.shape(x) == () for x in found.values())
+
+
+def test_check_says_that_it_was_the_rule():
+    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=AtMost(2.0))
+    state = tx.init(PARAMS)
+    for _ in range(4):
+        _, state = tx.update(PARAMS, state, PARAMS)
+    ols.check(state, max_consecutive_skips=4)
+    with pytest.raises(ols.LossScaleError, match=r"AtMost has skipped .* 4 steps .* norm 3\.78"):
+        ols.check(state, max_consecutive_skips=3)
+    _, state = tx.update(BAD, state, PARAMS)
+    with pytest.raises(ols.LossScaleError, match="gradients have overflowed at every step"):
+        ols.check(state, max_consecutive_skips=3)
+
+
+def test_a_loss_under_the_name_that_maxtext_and_levanter_give_it():
+    tx = ols.with_loss_scale(optax.adam(0.1), None, skip=AtMost(1e3))
+    step = jax.jit(lambda state, **extra: tx.update(PARAMS, state, PARAMS, **extra)[1])
+    state = step(tx.init(PARAMS), loss=3.0, grad_norm=NORM)
+    assert state.skip_rule.losses == 3
+    state = step(state, loss=jnp.nan)
+    assert not state.should_apply
+    assert step(state, loss=jnp.nan, value=2.0).skip_rule.losses == 5
+
+
+def test_a_state_that_was_saved_before_there_were_rules_is_restored(tmp_path):
+    tx = ols.with_loss_scale(optax.adam(0.1), LS)
+    _, state = tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)
+    saved = flax.serialization.to_state_dict(state)
+    del saved["skip_rule"]
+    restored = flax.serialization.from_state_dict(tx.init(PARAMS), saved | {"skip_rule": None})
+    chex.assert_trees_all_equal(restored, state)
+
+    five = {name: x for name, x in state._asdict().items() if name != "skip_rule"}
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "old", five)
+        checkpointer.wait_until_finished()
+        restored = ols.LossScaleState(**checkpointer.restore(tmp_path / "old", five))
+    chex.assert_trees_all_equal(restored, state)
+
+
+@each_rule
+def test_a_rule_is_saved_with_the_state(rule, tmp_path):
+    tx = ols.with_loss_scale(optax.sgd(0.1), LS, skip=rule)
+    _, state = tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)
+    chex.assert_trees_all_equal(pickle.loads(pickle.dumps(state)), state)
+    saved = flax.serialization.to_bytes(state)
+    restored = flax.serialization.from_bytes(tx.init(PARAMS), saved)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    chex.assert_trees_all_equal(restored, state)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", tx.init(PARAMS))
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    chex.assert_trees_all_equal(restored, state)
