@@ -373,7 +373,7 @@ jnp.log(1.000001 - jnp.clip({v}, -1, 1) ** 2)
 jnp.log(jnp.clip(jnp.abs({v}), 1e-7, 1 - 1e-7))
 1 / (1.001 - jnp.clip({v}, -1, 1))
 jnp.sin(30 * {v})
-({v} - {u}) * 100
+({v} - 0.9 * {u}) * 30
 1 / (1 + {v} ** 2)
 lax.integer_pow({v}, 2) - {v} * {v} * 0.5
 jnp.sin({v})
