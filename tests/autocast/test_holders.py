@@ -1,0 +1,876 @@
+"""autocast of what holds functions: modules, transformations, loops, custom rules, devices."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from against_float32 import (
+    assert_as_in_float32,
+    assert_close,
+    assert_computes_in,
+    normal,
+    products,
+)
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ols
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # the frameworks', not ours
+    import equinox as eqx
+    from flax import linen as nn
+    from flax import nnx
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+F16 = jnp.float16
+W = normal(1, 8, 8, scale=8**-0.5)
+V = normal(2, 8, 8, scale=8**-0.5)
+X = normal(0, 4, 8)
+
+
+def params():
+    return {"w": jnp.asarray(W), "v": jnp.asarray(V)}
+
+
+def block(p, x):
+    """Two products, with what needs float32 between them."""
+    h = x @ p["w"]
+    h = h * lax.rsqrt(jnp.mean((300 * h) ** 2, -1, keepdims=True) + 1e-6) * 300
+    return jax.nn.softmax(h) @ p["v"]
+
+
+def squared(f):
+    """A loss of a function."""
+    return lambda p, x: jnp.mean((f(p, x) - 1) ** 2)
+
+
+def holds(f, *args, **options):
+    assert_as_in_float32(squared(f), *(args or (params(), X)), **options)
+
+
+# --- Flax NNX ---
+
+
+class Model(nnx.Module):
+    """Statistics, a stream of random numbers, and one layer under two names."""
+
+    def __init__(self, seed=0):
+        rngs = nnx.Rngs(seed)
+        self.first = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.25, rngs=rngs)
+        self.last = nnx.Linear(8, 8, rngs=rngs)
+        self.again = self.last
+        self.calls = nnx.Variable(jnp.int32(0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        x = nnx.relu(self.norm(self.first(x)))
+        return self.again(nnx.tanh(self.last(self.dropout(x))))
+
+
+def nnx_loss(model, x):
+    return jnp.mean((model(x) - 1) ** 2)
+
+
+def changed(model):
+    """What is no parameter, without random keys."""
+    state = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, state)
+
+
+def params_of(model):
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
+def test_nnx_modules_change_as_in_float32(inside):
+    """Statistics, streams, counters and shared layers, with the loss scale in or outside."""
+    loss_scale = ols.FixedLossScale(1024)
+
+    def step(loss_fn, model, x, loss_scale):
+        if inside:
+            scaled = loss_fn(lambda model, x: ols.scale_gradient(nnx_loss(model, x), loss_scale))
+        else:
+            scaled = lambda m, x: ols.scale_gradient(loss_fn(nnx_loss)(m, x), loss_scale)
+        loss, grads = nnx.value_and_grad(scaled)(model, x)
+        return loss, nnx.to_pure_dict(grads)
+
+    results = []
+    for loss_fn in (lambda f: f, ols.autocast):
+        model = Model()
+        run = nnx.jit(functools.partial(step, loss_fn))
+        outs = [run(model, X * n, loss_scale) for n in (1.0, 2.0)]
+        results.append((outs, changed(model)))
+    assert_close(results[1], results[0], 0.01)
+    assert int(results[1][1]["calls"]) == 2
+    fun = lambda model, x: step(ols.autocast, model, x, loss_scale)
+    assert_computes_in(F16, fun, Model(), X)
+
+
+@pytest.mark.slow
+def test_nnx_modules_may_be_anywhere_in_the_arguments():
+    def loss_fn(models, x, *, other):
+        return nnx_loss(models["a"][0], x) + nnx_loss(other, x) + nnx_loss(models["b"], x)
+
+    results = []
+    for loss in (loss_fn, ols.autocast(loss_fn)):
+        model, other = Model(0), Model(1)
+        loss = loss({"a": [model], "b": model}, X, other=other)  # the same one twice
+        results.append((loss, changed(model), changed(other)))
+    assert_close(results[1], results[0], 0.01)
+    assert int(results[1][1]["calls"]) == 2
+
+
+class Remembering(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.seen = nnx.data(None)
+
+    def __call__(self, x):
+        y = self.linear(x)
+        self.seen = nnx.Cache(y)
+        return y
+
+
+def test_nnx_variables_that_are_made_inside_are_kept():
+    results = []
+    for loss in (nnx_loss, ols.autocast(nnx_loss)):
+        model = Remembering()
+        loss(model, X)
+        results.append(jax.tree.leaves(nnx.state(model, nnx.Cache)))
+    assert len(results[0]) == 1
+    assert_close(results[1], results[0], 0.005)
+
+
+def test_nnx_parameters_that_are_set_inside_are_kept():
+    def fun(model, x):
+        y = model(x)
+        model.bias[...] = jnp.ones(8)
+        return y
+
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    ols.autocast(fun)(model, X)
+    np.testing.assert_array_equal(model.bias[...], np.ones(8))
+
+
+def test_an_nnx_step_leaves_the_modules_types_and_dtypes():
+    model = Model()
+    kinds = lambda: [(x.shape, x.dtype) for x in jax.tree.leaves(nnx.state(model))]
+    before = kinds()
+    ols.autocast(nnx_loss)(model, X)
+    assert kinds() == before
+    assert model.again is model.last
+
+
+def test_a_module_that_is_called_is_a_function():
+    """As at evaluation: its parameters are no arguments."""
+    model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.relu)
+    assert_close(ols.autocast(lambda x: model(x))(X), model(X), 0.005)
+    assert products(ols.autocast(lambda x: model(x)), X) == {"float16": 1}
+
+
+class Stack(nnx.Module):
+    """Layers that are mapped and scanned by NNX's own transformations."""
+
+    def __init__(self):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def make(rngs):
+            return nnx.Linear(8, 8, rngs=rngs)
+
+        self.layers = make(nnx.Rngs(0))
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        @nnx.remat
+        def forward(x, layer):
+            return nnx.tanh(layer(x))
+
+        return forward(x, self.layers)
+
+
+def test_nnx_transformations_inside():
+    graph, state = nnx.split(Stack())
+    assert_as_in_float32(
+        lambda state, x: jnp.mean((nnx.merge(graph, state)(x) - 1) ** 2),
+        state,
+        X,
+    )
+
+
+@pytest.mark.slow
+def test_an_nnx_training_step_in_full():
+    """With nnx.Optimizer, as in the documentation."""
+
+    def losses(autocast):
+        model = Model()
+        tx = ols.with_loss_scale(optax.adam(1e-2), ols.DynamicLossScale(initial_scale=1024))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, x):
+            def loss_fn(model):
+                return ols.scale_gradient(nnx_loss(model, x), optimizer.opt_state)
+
+            loss, grads = nnx.value_and_grad(autocast(loss_fn))(model)
+            optimizer.update(model, grads)
+            return loss
+
+        return [step(model, optimizer, X) for _ in range(10)]
+
+    np.testing.assert_allclose(losses(ols.autocast), losses(lambda f: f), rtol=0.02)
+
+
+# --- Equinox, Linen ---
+
+
+class Net(eqx.Module):
+    linear: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    mlp: eqx.nn.MLP  # which has functions for leaves
+    name: str = eqx.field(static=True, default="net")
+
+    def __init__(self, key):
+        self.linear = eqx.nn.Linear(8, 8, use_bias=False, key=key)
+        self.norm = eqx.nn.BatchNorm(8, "batch", mode="batch")
+        self.mlp = eqx.nn.MLP(8, 4, 8, 1, jax.nn.gelu, key=key)
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.linear(x), state)
+        return self.mlp(x), state
+
+
+def eqx_loss(model, state, x):
+    batched = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    y, state = batched(x, state)
+    return jnp.mean((y - 1) ** 2), state
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_equinox_modules_and_their_state(compiled):
+    results = []
+    for loss_fn in (eqx_loss, ols.autocast(eqx_loss)):
+        model, state = eqx.nn.make_with_state(Net)(jax.random.key(0))
+
+        def scaled(model, state, x, loss_fn=loss_fn):
+            loss, state = loss_fn(model, state, x)
+            return ols.scale_gradient(loss, ols.FixedLossScale(256)), state
+
+        step = eqx.filter_value_and_grad(scaled, has_aux=True)
+        (loss, new), grads = (eqx.filter_jit(step) if compiled else step)(model, state, X)
+        results.append((loss, jax.tree.leaves(new), jax.tree.leaves(grads)))
+        assert isinstance(new, eqx.nn.State)
+    assert_close(results[1], results[0], 0.01)
+
+
+def test_a_linen_model_with_statistics_and_rngs():
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8, use_bias=False)(x))
+            return nn.Dense(4)(nn.Dropout(0.5, deterministic=not train)(nn.relu(x)))
+
+    model = Layers()
+    variables = model.init(jax.random.key(0), X, False)
+
+    def loss_fn(params, stats, x, key, train):
+        y, new = model.apply(
+            {"params": params, "batch_stats": stats}, x, train, rngs={"dropout": key},
+            mutable=["batch_stats"],
+        )  # fmt: skip
+        return jnp.mean((y - 1) ** 2), new
+
+    args = (variables["params"], variables["batch_stats"], X, jax.random.key(1), True)
+    exact = jax.value_and_grad(loss_fn, has_aux=True)(*args)
+    cast = jax.value_and_grad(ols.autocast(loss_fn), has_aux=True)(*args)
+    assert_close(cast, exact, 0.01)
+
+
+# --- jit, loops, branches ---
+
+
+def test_jit_around_and_inside():
+    holds(jax.jit(block))
+    holds(jax.jit(lambda p, x: jax.jit(block)(p, block(p, x)), inline=True))
+    donated = jax.jit(lambda x: x + 1, donate_argnums=0)
+    holds(lambda p, x: block(p, donated(x * 1)))
+    static = jax.jit(lambda p, x, how: block(p, x) if how == "twice" else x, static_argnums=2)
+    holds(lambda p, x: static(p, x, "twice"))
+
+
+def test_donated_arguments_of_a_step():
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(p, x):
+        loss, grads = jax.value_and_grad(ols.autocast(squared(block)))(p, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), loss
+
+    p = params()
+    for _ in range(3):
+        old = p
+        p, _ = step(p, X)
+        assert old["w"].is_deleted()
+    assert p["w"].dtype == jnp.float32
+
+
+def scanned(body):
+    return lambda p, x: lax.scan(lambda c, _: (body(p, c), jnp.sum(c)), x, None, length=3)[0]
+
+
+POLICIES = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names("h"),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_remat_with_policies(policy):
+    def named(p, x):
+        h = checkpoint_name(x @ p["w"], "h")
+        return jnp.exp(jnp.sin(h)) @ p["v"]
+
+    f = jax.checkpoint(named, policy=POLICIES[policy])
+    holds(scanned(f))
+
+
+def test_remat_saves_no_more_than_in_float32():
+    """What a policy saves is still what it says, and in 16 bits if it was."""
+    body = jax.checkpoint(block, policy=jax.checkpoint_policies.nothing_saveable)
+    loss = squared(lambda p, x: body(p, body(p, x)))
+    size = lambda f: sum(
+        x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.vjp(f, params(), X)[1])
+    )
+    assert size(ols.autocast(loss)) <= 1.1 * size(loss)
+
+
+def test_a_scan_carries_what_it_carried():
+    """Dtypes and structures of carry and outputs, integers and booleans among them."""
+
+    def fun(p, x):
+        def step(c, t):
+            n, flag, x, none = c
+            return (n + 1, ~flag, block(p, x), none), (x[0], n, {"even": flag})
+
+        return lax.scan(step, (0, True, x, None), jnp.arange(4), reverse=True)
+
+    outs, exact = ols.autocast(fun)(params(), X), fun(params(), X)
+    assert_close(outs, exact, 0.01)
+
+
+def test_while_loops():
+    def fun(p, x):
+        rounds, y = lax.while_loop(
+            lambda s: s[0] < 3, lambda s: (s[0] + 1, block(p, s[1])), (0, x)
+        )
+        return rounds, y
+
+    cast = ols.autocast(fun)
+    assert_close(cast(params(), X), fun(params(), X), 0.01)
+    assert products(cast, params(), X) == {"float16": 2}
+
+
+def test_a_fixed_point_is_found_as_in_float32():
+    """Products that are rounded to 16 bits may never come within 1e-6 of each other."""
+
+    def fun(p, x):
+        def step(state):
+            n, z, _ = state
+            new = jnp.tanh(z @ p["w"] * 0.9 + x)
+            return n + 1, new, jnp.max(jnp.abs(new - z))
+
+        n, z, error = lax.while_loop(
+            lambda s: (s[2] > 1e-6) & (s[0] < 500), step, (0, jnp.zeros_like(x), jnp.float32(1))
+        )
+        return n, z, error
+
+    n, z, _ = fun(params(), X)
+    cast_n, cast_z, _ = ols.autocast(fun)(params(), X)
+    assert n < 100
+    assert cast_n < 2 * n
+    assert_close(cast_z, z, 0.005)
+
+
+@pytest.mark.slow
+def test_newtons_iteration_converges():
+    """Square roots of a matrix by products: what is refined round by round."""
+
+    def fun(p, x):
+        a = jnp.eye(8) + 0.3 * jnp.sin(p["w"] + p["w"].T)
+        scale = jnp.linalg.norm(a)
+
+        def step(_, yz):
+            y, z = yz
+            t = 0.5 * (3 * jnp.eye(8) - z @ y)
+            return y @ t, t @ z
+
+        y, _ = lax.fori_loop(0, 12, step, (a / scale, jnp.eye(8)))
+        return x @ y * jnp.sqrt(scale)
+
+    holds(fun, within=0.02)
+
+
+def test_an_integrator_with_small_steps():
+    """The time, and what is added to the state, are smaller than float16's digits."""
+
+    def fun(p, x):
+        def step(carry, _):
+            t, y = carry
+            return (t + 1e-3, y + 1e-3 * (jnp.tanh(y @ p["w"]) - y * t)), None
+
+        return lax.scan(step, (0.0, x @ p["v"]), None, length=1000)[0][1]
+
+    holds(fun)
+
+
+def test_conditionals():
+    holds(lambda p, x: lax.cond(x[0, 0] > 0, block, lambda p, x: x, p, x))
+    plain = lambda p, x: x
+    holds(lambda p, x: lax.switch(x.shape[0], [plain, lambda p, x: x @ p["w"], block], p, x))
+    holds(lambda p, x: lax.cond(x.sum() > 1e9, lambda: x @ p["w"], lambda: x * 1e-5 + 1))
+    holds(lambda p, x: jax.vmap(lambda r: lax.cond(r[0] > 0, lambda r: r @ p["w"], jnp.exp, r))(x))
+    holds(
+        lambda p, x: lax.platform_dependent(
+            x, cpu=lambda x: block(p, x), default=lambda x: x @ p["v"]
+        )
+    )
+
+
+@pytest.mark.slow
+def test_maps_and_associative_scans():
+    holds(lambda p, x: jax.vmap(block, (None, 0))(p, x[:, None])[:, 0])
+    holds(lambda p, x: lax.map(lambda r: block(p, r[None])[0], x, batch_size=2))
+    combine = lambda a, b: (a[0] @ b[0], a[1] @ b[0] + b[1])
+    holds(
+        lambda p, x: lax.associative_scan(
+            jax.vmap(combine), (jnp.tile(p["w"], (4, 1, 1)) / 2, x[:, None])
+        )[1][:, 0]
+    )
+
+
+# --- custom rules ---
+
+
+def test_custom_derivatives_are_the_users():
+    @jax.custom_jvp
+    def f(x, w):
+        return jnp.tanh(x @ w)
+
+    @f.defjvp
+    def rule(primals, tangents):
+        (x, w), (dx, dw) = primals, tangents
+        return f(x, w), 3 * (dx @ w) + 2 * (x @ dw)
+
+    @jax.custom_vjp
+    def g(x, w):
+        return jnp.exp(x @ w)
+
+    def bwd(saved, ct):
+        return 5 * (ct @ saved[1].T), 7 * (saved[0].T @ ct)
+
+    g.defvjp(lambda x, w: (g(x, w), (x, w)), bwd)
+
+    for rule_of in (f, g):
+        fun = lambda p, x, f=rule_of: f(f(x, p["w"]), p["v"])
+        holds(fun)
+        holds(scanned(lambda p, x, f=rule_of: f(x, p["w"]) / 3))
+        holds(jax.checkpoint(fun))
+
+
+def test_custom_vjps_of_every_make():
+    @jax.custom_gradient
+    def clipped(x):
+        return x, lambda ct: jnp.clip(ct, -1e9, 1e9) * 2
+
+    holds(lambda p, x: clipped(x @ p["w"]) @ p["v"])
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
+    def called(f, x, n):
+        return f(x) * n
+
+    called.defvjp(
+        lambda f, x, n: (f(x) * n, x), lambda f, n, x, ct: (jax.vjp(f, x)[1](ct * n)[0],)
+    )
+    holds(lambda p, x: called(jnp.sin, x @ p["w"], 3) @ p["v"])
+
+    @jax.custom_vjp
+    def with_ints(x, i, key):
+        return x[i] * jax.random.normal(key, x.shape)
+
+    def fwd(x, i, key):
+        return with_ints(x, i, key), (jax.random.normal(key, x.shape), i)
+
+    def bwd(saved, ct):
+        noise, i = saved
+        return jnp.zeros_like(ct).at[i].add(ct * noise), None, None
+
+    with_ints.defvjp(fwd, bwd)
+    order = jnp.array([2, 0, 1, 3])
+    holds(lambda p, x: with_ints(x @ p["w"], order, jax.random.key(0)) @ p["v"])
+
+    @jax.custom_vjp
+    def kept(x):
+        return jnp.sin(x @ V)
+
+    kept.defvjp(lambda x: jax.vjp(lambda x: jnp.sin(x @ V), x), lambda vjp, ct: vjp(ct))
+    holds(lambda p, x: kept(x @ p["w"]))
+
+
+def test_symbolic_zeros_are_as_they_were():
+    seen = []
+
+    @jax.custom_vjp
+    def f(x, w):
+        return x @ w
+
+    def fwd(x, w):
+        seen.append((x.perturbed, w.perturbed))
+        return x.value @ w.value, (x.value, w.value)
+
+    f.defvjp(fwd, lambda s, ct: (ct @ s[1].T, s[0].T @ ct), symbolic_zeros=True)
+
+    @jax.custom_jvp
+    def g(x, w):
+        return x @ w
+
+    def rule(primals, tangents):
+        (x, w), (dx, dw) = primals, tangents
+        zero = jax.custom_derivatives.SymbolicZero
+        seen.append((type(dx) is not zero, type(dw) is not zero))
+        out = g(x, w)
+        terms = [0 * out if type(dx) is zero else dx @ w, 0 * out if type(dw) is zero else x @ dw]
+        return out, terms[0] + terms[1]
+
+    g.defjvp(rule, symbolic_zeros=True)
+    for h in (f, g):
+        fun = squared(lambda p, x, h=h: h(x, p["w"]))
+        for argnums in (0, 1):
+            seen.clear()
+            exact = jax.grad(fun, argnums)(params(), X)
+            expected = list(seen)
+            seen.clear()
+            cast = jax.grad(ols.autocast(fun), argnums)(params(), X)
+            assert_close(cast, exact, 0.005)
+            assert expected
+            assert set(seen) >= set(expected)
+
+
+def test_custom_batching():
+    @jax.custom_batching.custom_vmap
+    def f(x, w):
+        return x @ w
+
+    @f.def_vmap
+    def rule(size, batched, x, w):
+        assert batched == [True, False]
+        return jnp.einsum("nd,de->ne", x, w), True
+
+    fun = lambda p, x: jnp.tanh(jax.vmap(f, (0, None))(x, p["w"]))
+    assert_close(ols.autocast(fun)(params(), X), fun(params(), X), 0.005)
+
+
+@pytest.mark.slow
+def test_linear_solvers_and_roots():
+    def same(f):  # in these, products stay in float32
+        run = lambda f: jax.jit(jax.value_and_grad(squared(f)))(params(), X)
+        exact = run(f)
+        assert_close(run(ols.autocast(f)), exact, 0.005)
+
+    def matrix(p):
+        return jnp.eye(8) * 2 + 0.3 * (p["w"] + p["w"].T)
+
+    same(lambda p, x: jnp.linalg.solve(matrix(p), x.T))
+    same(lambda p, x: jax.scipy.sparse.linalg.cg(lambda v: matrix(p) @ v, x[0], tol=1e-6)[0])
+    same(lambda p, x: jax.scipy.sparse.linalg.gmres(lambda v: matrix(p) @ v, x[0], tol=1e-6)[0])
+    same(lambda p, x: jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(matrix(p)), x.T))
+
+    def root(p, x):
+        f = lambda z: z - 0.5 * jnp.tanh(z @ p["w"]) - x
+
+        def solve(f, z):
+            return lax.fori_loop(0, 30, lambda i, z: z - f(z), z)
+
+        def tangent_solve(g, y):
+            return lax.fori_loop(0, 30, lambda i, v: v - (g(v) - y), y)
+
+        return lax.custom_root(f, jnp.zeros_like(x), solve, tangent_solve)
+
+    if jax.__version_info__ >= (0, 9):  # before, it has no gradient in float32 either
+        same(root)
+
+
+# --- differentiation of every kind ---
+
+
+def test_forward_mode_and_a_second_derivative():
+    loss, p = squared(block), params()
+    t = jax.tree.map(jnp.ones_like, p)
+    along = lambda f: jax.jvp(jax.grad(f), (p, X), (t, jnp.zeros_like(X)))
+    assert_close(
+        jax.jit(lambda: along(ols.autocast(loss)))(), jax.jit(lambda: along(loss))(), 0.01
+    )
+
+
+@pytest.mark.slow
+def test_higher_derivatives_and_forward_mode():
+    loss, p = squared(block), params()
+    cast = ols.autocast(loss)
+    t = jax.tree.map(jnp.ones_like, p)
+    assert_close(jax.jvp(lambda p: cast(p, X), (p,), (t,)),
+                 jax.jvp(lambda p: loss(p, X), (p,), (t,)), 0.005)  # fmt: skip
+    assert_close(jax.linearize(lambda p: cast(p, X), p)[1](t),
+                 jax.linearize(lambda p: loss(p, X), p)[1](t), 0.005)  # fmt: skip
+    assert_close(jax.jacfwd(cast)(p, X), jax.jacfwd(loss)(p, X), 0.005)
+    assert_close(jax.jit(jax.hessian(cast))(p, X), jax.jit(jax.hessian(loss))(p, X), 0.01)
+    product = lambda f: jax.grad(lambda p: jnp.vdot(jax.grad(f)(p, X)["w"], t["w"]))(p)
+    assert_close(product(cast), product(loss), 0.01)
+    each = lambda f: jax.vmap(jax.grad(f), (None, 0))(p, X[:, None])
+    assert_close(each(cast), each(loss), 0.01)
+
+
+def test_gradients_inside():
+    """A penalty of gradients, as of a discriminator."""
+
+    def loss(p, x):
+        score = lambda x: jnp.sum(jnp.tanh(x @ p["w"]) @ p["v"])
+        return jnp.mean((jnp.linalg.norm(jax.grad(score)(x), axis=-1) - 1) ** 2)
+
+    assert_as_in_float32(loss, params(), X)
+
+
+def test_nested_autocast():
+    twice = ols.autocast(ols.autocast(squared(block)))
+    once = ols.autocast(squared(block))
+    assert_close(jax.grad(twice)(params(), X), jax.grad(once)(params(), X), 0.002)
+    inner = ols.autocast(block, jnp.bfloat16)
+    outer = ols.autocast(lambda p, x: inner(p, x) @ p["w"])
+    assert products(outer, params(), X) == {"bfloat16": 2, "float16": 1}
+    assert outer(params(), X).dtype == jnp.float32
+
+
+# --- devices ---
+
+
+def mesh(axis_type=AxisType.Auto):
+    return jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+
+
+@pytest.mark.slow
+def test_pmap_and_collectives():
+    def loss(p, x):
+        x = block(p, x)
+        h = x - lax.pmean(x.mean(0), "i")
+        return lax.pmean(jnp.mean(lax.psum(h, "i") ** 2), "i")
+
+    x = normal(5, 4, 3, 8)
+    spread = jax.tree.map(lambda p: jnp.stack([p] * 4), params())
+    run = lambda f: jax.pmap(jax.value_and_grad(f), axis_name="i")(spread, x)
+    assert_close(run(ols.autocast(loss)), run(loss), 0.01)
+    mapped = lambda f: jax.vmap(jax.value_and_grad(f), (None, 0), axis_name="i")(params(), x)
+    assert_close(mapped(ols.autocast(loss)), mapped(loss), 0.01)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_inside_and_around(check_vma):
+    m = mesh()
+
+    def local(p, x):
+        return lax.psum(jnp.mean((block(p, x) - 1) ** 2), "data") / 4
+
+    shard = functools.partial(
+        jax.shard_map, mesh=m, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
+    )
+    assert_as_in_float32(shard(local), params(), X)
+    if check_vma:
+        around = jax.jit(shard(ols.autocast(local)))
+        assert_close(around(params(), X), jax.jit(shard(local))(params(), X), 0.005)
+
+
+def test_shard_map_of_a_sharded_weight():
+    m = mesh()
+
+    def local(p, x):
+        h = jax.nn.relu(x @ p["w"])  # by columns
+        y = lax.psum(h @ p["v"], "data")  # by rows
+        return (
+            lax.all_gather(y, "data", tiled=True).mean()
+            + lax.ppermute(y, "data", [(i, (i + 1) % 4) for i in range(4)]).mean()
+        )
+
+    specs = ({"w": P(None, "data"), "v": P("data", None)}, P())
+    f = jax.shard_map(local, mesh=m, in_specs=specs, out_specs=P(), check_vma=False)
+    exact = jax.jit(jax.value_and_grad(f))(params(), X)
+    cast = jax.value_and_grad(ols.autocast(f))
+    assert_close(jax.jit(cast)(params(), X), exact, 0.005)
+    assert products(cast, params(), X) == {"float16": 5}
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_shardings_are_kept(axis_type):
+    m = mesh(axis_type)
+    sharding = NamedSharding(m, P("data"))
+
+    def fun(p, x):
+        h = x @ p["w"]
+        if axis_type == AxisType.Auto:
+            h = lax.with_sharding_constraint(h, sharding)
+        return jax.nn.softmax(h) @ p["v"]
+
+    with jax.set_mesh(m):
+        p = jax.device_put(params(), NamedSharding(m, P()))
+        x = jax.device_put(X, sharding)
+        exact, cast = jax.jit(fun)(p, x), jax.jit(ols.autocast(fun))(p, x)
+        assert cast.sharding.is_equivalent_to(exact.sharding, cast.ndim)
+        assert_close(cast, exact, 0.005)
+        grads = jax.jit(jax.grad(ols.autocast(squared(fun))))(p, x)
+        assert_close(grads, jax.jit(jax.grad(squared(fun)))(p, x), 0.01)
+
+
+def test_jit_inside_with_shardings():
+    m = mesh()
+    place = NamedSharding(m, P("data"))
+    inner = jax.jit(lambda x: x + 1, in_shardings=place, out_shardings=place)
+    fun = lambda p, x: inner(x @ p["w"]) @ p["v"]
+    assert_close(jax.jit(ols.autocast(fun))(params(), X), jax.jit(fun)(params(), X), 0.005)
+
+
+# --- effects ---
+
+
+def test_callbacks_are_called_as_often_in_order_and_with_float32():
+    from jax.experimental import io_callback
+
+    def fun(log, p, x):
+        def note(n, x):
+            if n != 1:  # what is logged is in no order with what is called
+                log.append((int(n), x.dtype, float(x.sum())))
+
+        h = x @ p["w"]
+        io_callback(note, None, 0, h, ordered=True)
+        jax.debug.callback(note, 1, jnp.exp(h), ordered=True)
+
+        def step(c, i):
+            io_callback(note, None, 2 + i, c, ordered=True)
+            return jnp.tanh(c @ p["v"]), None
+
+        h, _ = lax.scan(step, h, jnp.arange(3))
+        scale = jax.pure_callback(
+            lambda x: np.float32(x.max()), jax.ShapeDtypeStruct((), jnp.float32), h
+        )
+        return h * lax.stop_gradient(scale)
+
+    for jit in (jax.jit, lambda f: f):
+        logs = [], []
+        exact = jit(functools.partial(fun, logs[0]))(params(), X)
+        jax.effects_barrier()
+        cast = jit(ols.autocast(functools.partial(fun, logs[1])))(params(), X)
+        jax.effects_barrier()
+        assert_close(cast, exact, 0.005)
+        assert [n for n, _, _ in logs[1]] == [0, 2, 3, 4]
+        assert [d for _, d, _ in logs[1]] == [d for _, d, _ in logs[0]]
+        np.testing.assert_allclose(
+            [s for *_, s in logs[1]], [s for *_, s in logs[0]], rtol=0.05, atol=0.05
+        )
+
+
+def test_debug_print_prints_once(capsys):
+    def fun(p, x):
+        h = x @ p["w"]
+        jax.debug.print("mean {m:.1f}", m=h.mean() * 0 + 1)
+        return jnp.sum(h)
+
+    jax.jit(jax.value_and_grad(ols.autocast(fun)))(params(), X)
+    jax.effects_barrier()
+    assert capsys.readouterr().out == "mean 1.0\n"
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this jax has no refs")
+def test_references_that_are_made_inside():
+    def fun(p, x):
+        total = jax.new_ref(jnp.zeros((4, 8)))
+
+        def step(i, _):
+            total[...] += x @ p["w"] * i
+            return 0
+
+        lax.fori_loop(0, 3, step, 0)
+        total[0] = jnp.exp(total[1])
+        return total[...] @ p["v"]
+
+    cast = ols.autocast(fun)
+    assert_close(jax.jit(cast)(params(), X), jax.jit(fun)(params(), X), 0.005)
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this jax has no refs")
+def test_references_that_are_given():
+    def fun(p, x, seen):
+        h = x @ p["w"]
+        seen[...] += jnp.sum(h**2)
+        return h @ p["v"]
+
+    results = []
+    for f in (fun, ols.autocast(fun)):
+        seen = jax.new_ref(jnp.float32(1))
+        out = jax.jit(f)(params(), X, seen)
+        results.append((out, seen[...]))
+    assert_close(results[1], results[0], 0.005)
+
+
+# --- this library's own ---
+
+
+@pytest.mark.slow
+def test_a_training_step_is_scale_invariant():
+    tx = ols.with_loss_scale(optax.adam(1e-2), ols.DynamicLossScale(initial_scale=64.0))
+
+    def step(params, state, x):
+        value_and_grad = ols.value_and_grad(ols.autocast(squared(block)), state)
+        loss, grads = value_and_grad(params, x)
+        params, state = tx.apply_gradients(grads, state, params)
+        return params, state, loss
+
+    p = params()
+    ols.testing.assert_scale_invariant(step, p, tx.init(p), X)
+    ols.testing.assert_computes_in(step, F16, p, tx.init(p), X)
+
+
+def test_reports_name_the_users_lines():
+    def my_layer(p, x):
+        return x @ p["w"]
+
+    report = ols.dtype_report(jax.grad(ols.autocast(squared(my_layer))), params(), X)
+    assert report.products
+    assert all("test_holders.py" in p.source for p in report.products), report
+
+
+def test_errors_name_the_users_lines():
+    def fun(p, x):
+        return jnp.log(x @ p["w"] - 1e4)
+
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        jax.block_until_ready(jax.jit(ols.autocast(fun))(params(), X))
+
+    def wrong(p, x):
+        return x @ p["w"][:3]
+
+    with pytest.raises(TypeError, match="contracting"):
+        ols.autocast(wrong)(params(), X)
+
+
+def test_with_compute_dtype():
+    loss = squared(lambda p, x: block(p, x))
+    scale = ols.FixedLossScale(1024)
+    exact = jax.grad(loss)(params(), X)
+    grads = ols.grad(ols.autocast(loss), scale, compute_dtype=jnp.float16)(params(), X)
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(F16)}
+    assert_close(scale.unscale(grads), exact, 0.01)

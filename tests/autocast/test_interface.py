@@ -1,0 +1,395 @@
+"""What `autocast` may be given, and that what comes out is of the kind that it was."""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from against_float32 import assert_close, normal, products
+
+import optax_lossscale as ols
+
+F16, F32, BF16 = jnp.float16, jnp.float32, jnp.bfloat16
+W = normal(1, 8, 8, scale=8**-0.5)
+X = normal(0, 4, 8)
+P = {"w": jnp.asarray(W), "b": jnp.linspace(-1, 1, 8)}
+
+
+def layer(p, x):
+    return jnp.tanh(x @ p["w"] + p["b"])
+
+
+def kinds(tree):
+    """Of each leaf its type, dtype and weak type."""
+    kind = lambda x: (x.shape, x.dtype, jax.typeof(x).weak_type) if isinstance(x, jax.Array) else x
+    return jax.tree.map(kind, tree)
+
+
+# --- what comes out ---
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+def of_every_kind(p, x):
+    h = x @ p["w"]
+    return {
+        "activation": h,
+        "input": x,
+        "parameter": p["b"],
+        "sum": h.sum(),
+        "integer": jnp.argmax(h, -1),
+        "boolean": h > 0,
+        "none": None,
+        "number": 1.5,
+        "text": "text",
+        "pair": Pair(h[0], (h.max(), [])),
+        "numpy": np.arange(3),
+        "weak": jnp.asarray(2.0) * 3,
+        "half": h.astype(F16),
+        "brain": h.astype(BF16),
+        "complex": h + 1j,
+        "key": jax.random.key(0),
+        "empty": h[:0],
+        "constant": jnp.ones(3),
+        "function": len,
+        "type": jnp.float32,
+    }
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_results_are_of_the_kinds_that_they_were(jit):
+    without = ("text", "function", "type") if jit else ()
+
+    def fun(p, x):
+        return {k: v for k, v in of_every_kind(p, x).items() if k not in without}
+
+    run = jax.jit if jit else lambda f: f
+    cast, exact = run(ols.autocast(fun))(P, jnp.asarray(X)), run(fun)(P, jnp.asarray(X))
+    np.testing.assert_array_equal(cast.pop("numpy"), exact.pop("numpy"))
+    assert jax.tree.structure(cast) == jax.tree.structure(exact)
+    assert kinds(cast) == kinds(exact)
+    assert_close(cast["activation"], exact["activation"], 0.005)
+    np.testing.assert_array_equal(cast["parameter"], P["b"])
+    np.testing.assert_array_equal(cast["input"], X)
+
+
+def test_shapes_are_known_without_a_run():
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (P, X))
+    assert jax.eval_shape(ols.autocast(layer), *shapes) == jax.eval_shape(layer, *shapes)
+
+
+def test_a_parameter_or_input_that_is_returned_is_not_rounded():
+    x = jnp.float32([1 + 2.0**-20, 1e6, 1e-9])
+    p, y = ols.autocast(lambda p, x: (p["w"], x))({"w": x}, x * 3)
+    np.testing.assert_array_equal(p, x)
+    np.testing.assert_array_equal(y, x * 3)
+
+
+def test_the_function_keeps_its_name_and_documentation():
+    def loss_fn(p, x):
+        """A loss."""
+
+    cast = ols.autocast(loss_fn)
+    assert (cast.__name__, cast.__doc__) == ("loss_fn", "A loss.")
+
+
+def test_a_function_without_arrays_or_products_is_itself():
+    assert ols.autocast(lambda: 3, argnums=())() == 3
+    assert ols.autocast(lambda a, b: (b, a))("a", b=None) == (None, "a")
+    np.testing.assert_array_equal(ols.autocast(jnp.exp)(X), jnp.exp(X))
+
+
+# --- what goes in ---
+
+
+def test_keywords_and_what_is_no_array():
+    def fun(p, how, x, f=None, *, scale, names=("a",), flag=True):
+        assert (how, names, flag) == ("tanh", ("a", "b"), False)
+        assert isinstance(scale, float)
+        return f(x @ p["w"]) * scale
+
+    cast = ols.autocast(fun)(P, "tanh", x=X, f=jnp.tanh, scale=2.0, names=("a", "b"), flag=False)
+    assert_close(cast, 2 * jnp.tanh(X @ W), 0.005)
+
+
+def test_python_numbers_numpy_arrays_and_scalars():
+    fun = lambda p, x, n, m: x @ p * n + m
+    exact = fun(jnp.asarray(W), jnp.asarray(X), 2.0, 1)
+    for args in [
+        (W, X, 2.0, 1),
+        (W.astype(np.float64), X.astype(np.float64), np.float64(2), np.int64(1)),
+        (W, X, np.float32(2), np.int8(1)),
+        (jnp.asarray(W), X, jnp.float32(2), True),
+    ]:
+        out = ols.autocast(fun)(*args)
+        assert out.dtype == F32
+        assert_close(out, exact, 0.005)
+
+
+def test_what_is_differentiated_may_be_numbers():
+    fun = lambda p, x, n: jnp.sum(x @ p["w"] * n + p["c"])
+    args = ({"w": W, "c": 0.5}, X, 3.0)
+    exact = jax.grad(fun, (0, 1, 2))(*args)
+    assert_close(jax.grad(ols.autocast(fun), (0, 1, 2))(*args), exact, 0.005)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_arguments_in_16_bits(dtype):
+    """The batch, as from a loader, or the parameters: computed as if they were in float32."""
+    w, x = jnp.asarray(W, dtype), jnp.asarray(X, dtype)
+    fun = lambda p, x: jnp.mean(jnp.exp(jnp.tanh(x @ p["w"]) + p["b"]))
+    for args in [({**P, "w": w}, X), (P, x), ({**P, "w": w}, x), ({"w": w, "b": w[0]}, x)]:
+        wide = jax.tree.map(lambda a: jnp.asarray(a, F32), args)
+        loss, grads = jax.jit(jax.value_and_grad(fun))(*wide)
+        cast_loss, cast_grads = jax.jit(jax.value_and_grad(ols.autocast(fun)))(*args)
+        assert_close(jnp.float32(cast_loss), loss, 0.01)
+        dtypes = lambda tree: jax.tree.map(lambda x: x.dtype, tree)
+        assert dtypes(cast_grads) == dtypes(args[0])
+        assert_close(jax.tree.map(jnp.float32, cast_grads), grads, 0.01)
+
+
+def test_a_batch_in_16_bits_overflows_in_nothing():
+    x = jnp.full((4, 8), 300.0, F16)
+    fun = lambda p, x: jnp.mean(x.astype(F32) ** 2) + jnp.sum(x @ p["w"])
+    assert_close(ols.autocast(fun)(P, x), fun(P, x), 0.005)
+
+
+def test_keys_and_integers_are_as_they_were():
+    def fun(p, key, ids, table):
+        noise = jax.random.normal(key, (4, 8))
+        kept = jax.random.bernoulli(key, 0.5, (4, 8))
+        return jnp.where(kept, table[ids] @ p["w"], noise), noise, kept, ids * 70_000
+
+    ids, table = jnp.array([1, 0, 3, 2]), jnp.asarray(X)
+    for key in (jax.random.key(3), jax.random.PRNGKey(3)):
+        cast, exact = ols.autocast(fun)(P, key, ids, table), fun(P, key, ids, table)
+        assert_close(cast[0], exact[0], 0.005)
+        for a, b in zip(cast[1:], exact[1:], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_arrays_of_no_size_and_no_axes():
+    fun = lambda p, x: (x[:0] @ p["w"], jnp.dot(x[0, 0], p["b"][0]), x[:, :0] @ p["w"][:0])
+    assert_close(ols.autocast(fun)(P, X), fun(P, X), 0.005)
+
+
+def test_trees_of_every_make():
+    @jax.tree_util.register_dataclass
+    @functools.partial(dataclasses.dataclass, frozen=True)
+    class Weights:
+        w: jax.Array
+        name: str = dataclasses.field(metadata={"static": True}, default="x")
+
+    fun = lambda p, x: (x @ p[0].w, p[1].a @ p[0].w, p[2])
+    p = (Weights(jnp.asarray(W)), Pair(X, None), None)
+    cast = ols.autocast(fun)
+    assert_close(cast(p, X), fun(p, X), 0.005)
+    grads = jax.grad(lambda p, x: sum(y.sum() for y in cast(p, x)[:2]))(p, X)
+    assert isinstance(grads[0], Weights)
+
+
+# --- argnums ---
+
+
+def bias_only(x, bias):
+    return jnp.tanh(x @ W + bias) @ W
+
+
+@pytest.mark.parametrize("argnums", [1, (0, 1), [1], (1, 0)])
+def test_argnums_may_be_one_or_several(argnums):
+    out = ols.autocast(bias_only, argnums=argnums)(X, P["b"])
+    assert_close(out, bias_only(X, P["b"]), 0.005)
+
+
+def test_argnums_may_count_from_the_end():
+    assert_close(ols.autocast(bias_only, argnums=-1)(X, P["b"]), bias_only(X, P["b"]), 0.005)
+
+
+@pytest.mark.parametrize("argnums", [2, -3, (0, 5)])
+def test_argnums_that_are_not_there_are_refused(argnums):
+    with pytest.raises((ValueError, TypeError, IndexError), match="argnums"):
+        ols.autocast(bias_only, argnums=argnums)(X, P["b"])
+
+
+@pytest.mark.parametrize("argnums", ["x", 1.0, None, True, ("x",), {0: 1}])
+def test_argnums_that_are_no_integers_are_refused(argnums):
+    with pytest.raises((ValueError, TypeError), match="argnums"):
+        ols.autocast(bias_only, argnums=argnums)
+
+
+@pytest.mark.parametrize("fun", [None, 3, "fun", {"w": 1}])
+def test_what_is_no_function_is_refused(fun):
+    with pytest.raises(TypeError, match="fun"):
+        ols.autocast(fun)
+
+
+# --- dtype ---
+
+
+@pytest.mark.parametrize("dtype", [F16, "float16", np.float16, np.dtype("f2"), BF16, "bfloat16"])
+def test_dtypes_under_any_name(dtype):
+    cast = ols.autocast(layer, dtype)
+    assert products(cast, P, X) == {jnp.dtype(dtype).name: 1}
+    assert_close(cast(P, X), layer(P, X), 0.02)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, bool, "float61", jnp.complex64, None, object])
+def test_dtypes_that_are_none_of_floats_are_refused(dtype):
+    with pytest.raises((ValueError, TypeError), match="dtype"):
+        ols.autocast(layer, dtype)
+
+
+def test_float32_changes_nothing_or_is_refused():
+    try:
+        cast = ols.autocast(layer, F32)
+    except ValueError as error:
+        assert "dtype" in str(error)  # noqa: PT017
+    else:
+        np.testing.assert_array_equal(cast(P, X), layer(P, X))
+
+
+# --- what is explicit stays ---
+
+
+def test_explicit_precision_stays():
+    def fun(p, x):
+        a = jnp.dot(x, p["w"], precision="highest")
+        b = jnp.dot(a, p["w"], precision=jax.lax.Precision.HIGHEST)
+        with jax.default_matmul_precision("highest"):
+            c = jax.jit(jnp.matmul)(b, p["w"])
+        return jnp.dot(c, p["w"]), a, c
+
+    cast = ols.autocast(fun)
+    assert products(cast, P, X) == {"float32": 3, "float16": 1}
+    _, a, c = cast(P, X)
+    np.testing.assert_allclose(a, fun(P, X)[1], rtol=1e-6)
+    np.testing.assert_allclose(c, fun(P, X)[2], rtol=1e-5, atol=1e-6)
+    grads = jax.grad(lambda p: cast(p, X)[0].sum())
+    assert products(grads, P)["float32"] >= 5
+
+
+@pytest.mark.parametrize("precision", ["highest", "float32"])
+def test_a_default_precision_around_all_keeps_all(precision):
+    with jax.default_matmul_precision(precision):
+        assert products(ols.autocast(layer), P, X) == {"float32": 1}
+
+
+@pytest.mark.parametrize("precision", ["default", "high", "tensorfloat32", "bfloat16"])
+def test_a_lower_default_precision_keeps_nothing(precision):
+    with jax.default_matmul_precision(precision):
+        fun = lambda p, x: x @ p["w"]
+        found = products(lambda p, x: ols.autocast(fun)(p, x), P, X)
+        assert found == {"float16": 1}
+
+
+def test_explicit_16_bit_and_integer_products_stay():
+    def fun(p, x):
+        brain = (x.astype(BF16) @ p["w"].astype(BF16)).astype(F32)
+        ints = (jnp.round(x).astype(jnp.int32) @ jnp.ones((8, 8), jnp.int32)).astype(F32)
+        mixed = x.astype(BF16) @ p["w"]
+        compl = ((x + 1j) @ p["w"]).real
+        return (brain + ints + mixed + compl) @ p["w"]
+
+    cast = ols.autocast(fun)
+    assert_close(cast(P, X), fun(P, X), 0.02)
+    found = products(cast, P, X)
+    assert found["bfloat16"] == 1
+    assert found["complex64"] == 1
+    assert found["int32"] == 1
+
+
+def test_float64_stays():
+    with jax.enable_x64(True):
+        w, x = jnp.asarray(W, jnp.float64), jnp.asarray(X, jnp.float64)
+        w32, x32 = jnp.asarray(W, F32), jnp.asarray(X, F32)
+
+        def fun(p, x):
+            a = jnp.exp(x @ p["wide"])
+            b = jnp.tanh(x.astype(F32) @ p["w"])
+            return a + b, a, b, jnp.sum(a), 1.0 * b
+
+        p = {"wide": w, "w": w32}
+        cast, exact = ols.autocast(fun)(p, x), fun(p, x)
+        assert kinds(cast) == kinds(exact)
+        np.testing.assert_array_equal(cast[1], exact[1])
+        assert_close(cast[0], exact[0], 0.005)
+        assert products(ols.autocast(fun), p, x) == {"float64": 1, "float16": 1}
+        grads = jax.grad(lambda p: ols.autocast(fun)(p, x)[0].sum())(p)
+        assert grads["wide"].dtype == jnp.float64
+        counted = ols.autocast(lambda w, x: (x @ w, jnp.arange(3), jnp.float64(1) / 3))
+        assert kinds(counted(w32, x32)) == kinds((x32 @ w32, jnp.arange(3), jnp.float64(1) / 3))
+
+
+def test_preferred_element_types_are_kept():
+    """What a product gives is of the dtype that was asked for, whatever it takes."""
+    fun = lambda p, x: (
+        jnp.dot(x, p["w"], preferred_element_type=F32),
+        jax.lax.dot(x.astype(BF16), p["w"].astype(BF16), preferred_element_type=F32),
+        jnp.einsum("nd,de->ne", x.astype(BF16), p["w"].astype(BF16), preferred_element_type=F32),
+    )
+    cast, exact = ols.autocast(fun)(P, X), fun(P, X)
+    assert kinds(cast) == kinds(exact)
+    assert_close(cast, exact, 0.005)
+    np.testing.assert_array_equal(cast[1:], exact[1:])
+
+
+# --- what surrounds it ---
+
+
+def test_errors_of_the_function_come_through():
+    class Mine(Exception):  # noqa: N818
+        pass
+
+    def fun(p, x):
+        raise Mine("here")
+
+    with pytest.raises(Mine, match="here"):
+        ols.autocast(fun)(P, X)
+
+
+def test_nothing_leaks_and_nothing_is_traced_twice():
+    traces = []
+
+    def fun(p, x):
+        traces.append(1)
+        return layer(p, x).sum()
+
+    with jax.checking_leaks():
+        step = jax.jit(jax.grad(ols.autocast(fun)))
+        step(P, X)
+        once = len(traces)
+        step(P, X)
+    assert once <= 2
+    assert len(traces) == once
+
+
+def test_in_a_step_that_is_exported():
+    from jax import export
+
+    step = jax.jit(jax.grad(ols.autocast(lambda p, x: layer(p, x).sum())))
+    exported = export.export(step)(P, X)
+    assert_close(export.deserialize(exported.serialize()).call(P, X), step(P, X), 1e-6)
+
+
+def test_symbolic_shapes():
+    from jax import export
+
+    (n,) = export.symbolic_shape("n")
+    shapes = (
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), P),
+        jax.ShapeDtypeStruct((n, 8), F32),
+    )
+    exported = export.export(jax.jit(ols.autocast(lambda p, x: jax.nn.softmax(layer(p, x)))))(
+        *shapes
+    )
+    assert_close(exported.call(P, X), jax.nn.softmax(layer(P, X)), 0.005)
+
+
+def test_within_other_functions_that_are_cast_by_hand():
+    """An argument in 16 bits because `compute_dtype` made it so widens nothing either."""
+    half = jax.tree.map(lambda x: x.astype(F16), P)
+    fun = lambda p, x: layer(p, jax.nn.relu(layer(p, x)))
+    assert products(ols.autocast(fun), half, X) == {"float16": 2}
