@@ -14,7 +14,7 @@ _OPTIONS = {
     "xla_cpu_parallel_codegen_split_count": (32, 1),
     "xla_cpu_use_fusion_emitters": (True, False),
 }
-_ARE_KNOWN = jax.__version_info__ < (0, 13)  # of a flag that it does not know, XLA dies
+_ARE_KNOWN = jax.__version_info__ < (0, 11)  # of a flag that it does not know, XLA dies
 AS_USERS_DO = {name: default for name, (default, _) in _OPTIONS.items() if _ARE_KNOWN}
 
 

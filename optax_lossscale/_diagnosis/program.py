@@ -173,5 +173,5 @@ def _compiled(lowered: Any, options: Mapping[str, Any] = MappingProxyType({})) -
     quickly = _QUICKLY if jax.default_backend() == "cpu" else {}
     try:
         return lowered.compile({**quickly, **options})
-    except jax.errors.JaxRuntimeError:  # of a version that knows other options
-        return lowered.compile()
+    except jax.errors.JaxRuntimeError:  # of a version that does not know how to be quick
+        return lowered.compile(options)
