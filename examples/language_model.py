@@ -9,7 +9,7 @@ stops with an error if no loss scale would help (`ols.check`).
 
 It takes 50 seconds on two CPU cores, and at the end, with the library of Python 3.11, it prints
 
-    step 300: loss 2.304, scale 2^19, skipped 1
+    step 300: loss 2.299, scale 2^19, skipped 1
 
 With `--checkpoint DIR` it saves every hundredth step, and resumes from there when started again.
 The loss scale is saved with the optimizer's state, so a resumed run is the same to the last bit.
