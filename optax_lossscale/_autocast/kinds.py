@@ -107,6 +107,22 @@ STAYS_NEAR = {"ceil", "div", "erf", "floor", "logistic", "mul", "round", "sign",
 _BOUNDED = {"erf", "logistic", "tanh"}
 
 
+# What `holders` has a function for.
+REWRITTEN = {
+    "checkpoint",
+    "cond",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "jit",
+    "pjit",
+    "remat",
+    "remat2",
+    "scan",
+    "shard_map",
+    "while",
+}
+
+
 def kinds(program: Flat, given: Sequence[Kind], low: np.dtype) -> dict[int, Kind]:
     """The kind of each value of a program."""
     known = dict.fromkeys(program.consts, Kind.WIDE) | dict(zip(program.ins, given, strict=True))
@@ -194,18 +210,27 @@ def is_lowered(eqn: Any) -> bool:
 
 
 def has_products(eqn: Any) -> bool:
-    """Whether an equation holds products to compute in 16 bits.
+    """Whether an equation holds products to compute in 16 bits."""
+    return not why_left(eqn) and _holds_products(eqn)
 
-    A loop that waits for a number to converge holds none: in 16 bits it might wait for ever. Nor
-    does a custom derivative that asks what is differentiated, as others would be asked.
+
+def why_left(eqn: Any) -> str:
+    """What an equation is that holds products which stay in float32; else nothing.
+
+    A loop that waits for a number to converge might wait for ever in 16 bits. A derivative that
+    asks what is differentiated would be asked by others.
     """
-    if eqn.params.get("symbolic_zeros") or (eqn.primitive.name == "while" and _waits(eqn)):
-        return False
-    return any(
-        is_lowered(inner) or has_products(inner)
-        for program in programs_in(eqn)
-        for inner in open_jaxpr(program).eqns
-    )
+    name = eqn.primitive.name
+    if name not in REWRITTEN:
+        return f"a {name}" if _holds_products(eqn) else ""
+    if eqn.params.get("symbolic_zeros"):
+        return "a derivative with symbolic zeros"
+    return "a loop that waits for a number" if name == "while" and _waits(eqn) else ""
+
+
+def _holds_products(eqn: Any) -> bool:
+    inside = (inner for program in programs_in(eqn) for inner in open_jaxpr(program).eqns)
+    return any(is_lowered(inner) or has_products(inner) for inner in inside)
 
 
 def _waits(loop: Any) -> bool:

@@ -6,6 +6,7 @@ island leaves for another is kept in 16 bits, if it is of the kind that can be. 
 computes an island anew from what it read, so no float32 array is kept for it.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -32,8 +33,12 @@ from optax_lossscale._autocast.kinds import (
     kept_dtype,
     kind_of,
     kinds,
+    why_left,
 )
 from optax_lossscale._autocast.recomputed import Repeated, is_cheap, read_by
+
+LEFT_WIDE = "autocast leaves {} in float32"
+"""The scope around what stays in float32, by which `dtype_report` knows it."""
 
 
 class Casting(NamedTuple):
@@ -170,16 +175,18 @@ class _Run:
         if is_lowered(eqn):
             operands = [read(i, low) for i in step.ins[:2]]
             return _product(eqn, [*operands, *map(read, step.ins[2:])], low)
-        if (held := holders.HOLDERS.get(step.name)) and has_products(eqn):
+        if has_products(eqn):
             of_ins = [kind_of(i, self.kinds, low) for i in step.ins]
-            return held(eqn, list(map(read, step.ins)), of_ins, self.how)
+            return holders.HOLDERS[step.name](eqn, list(map(read, step.ins)), of_ins, self.how)
         if step.name in MOVES | COMMUNICATES:
             return bind(eqn, list(map(read, step.ins)))
         if is_low and step.name in SUMS_OF_TWO and _are_alike(eqn):
             # Of rounded numbers, so that a compiler has no float32 array to keep.
             return bind(eqn, [read(i, low) for i in step.ins])
         pairs = zip(step.ins, eqn.invars, strict=True)
-        return bind(eqn, [read(i, dtype_of(v.aval)) for i, v in pairs])
+        why = why_left(eqn)
+        with jax.named_scope(LEFT_WIDE.format(why)) if why else contextlib.nullcontext():
+            return bind(eqn, [read(i, dtype_of(v.aval)) for i, v in pairs])
 
     def _bytes(self, i: int) -> int:
         """What it takes to keep a value; parameters and constants stay anyway."""

@@ -1,6 +1,7 @@
 """What a program computes in which dtype."""
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from optax_lossscale._arrays.programs import PRODUCTS, is_float, is_product
+from optax_lossscale._autocast.run import LEFT_WIDE
 from optax_lossscale._diagnosis.equations import (
     OPAQUE,
     Equation,
@@ -20,6 +22,7 @@ from optax_lossscale._diagnosis.equations import (
 from optax_lossscale._scales import validation
 
 _SHOWN = 20
+_LEFT_WIDE = re.compile(LEFT_WIDE.format("(.*?)"))
 
 # What loses digits in 16 bits, and what leaves their range. A dot product is a sum too.
 _SUMS = {"cumsum", "dot_general", "reduce_sum", "reduce_window_sum", "scatter-add"}
@@ -49,6 +52,8 @@ class Operation(NamedTuple):
       terms: how many numbers are added to one, at most; over devices they are not counted.
       by_choice: whether a product is not the model's to narrow: it asks for its precision, by
         `precision=jax.lax.Precision.HIGHEST` or an algorithm, or Optax made it.
+      left_in: what `autocast` left as it was with the product in it, such as a loop that waits for
+        a number; else nothing.
     """
 
     primitive: str
@@ -60,6 +65,7 @@ class Operation(NamedTuple):
     multiplications: int
     terms: int
     by_choice: bool
+    left_in: str
 
     @property
     def dtype(self) -> np.dtype:
@@ -199,7 +205,9 @@ def _operation(at: Equation) -> Operation:
     ]
     operands, before = zip(*floats, strict=True)
     result = at.eqn.outvars[0].aval.dtype if at.eqn.outvars else None
-    return Operation(at.eqn.primitive.name, operands, before, result, at.source, 1, 0, 1, False)
+    return Operation(
+        at.eqn.primitive.name, operands, before, result, at.source, 1, 0, 1, False, ""
+    )
 
 
 def _product(at: Equation, usual: str) -> Operation:
@@ -219,6 +227,7 @@ def _product(at: Equation, usual: str) -> Operation:
         multiplications=at.runs * _results(eqn) * terms,
         terms=terms,
         by_choice=asks or is_of_the_optimizer(eqn),
+        left_in="".join(_LEFT_WIDE.findall(at.scopes)[:1]),
     )
 
 
@@ -296,14 +305,17 @@ def _rows(
     rows = [(_dtypes(one), *more(one), _counted(one)) for one in found[:_SHOWN]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        "  ".join(["", *map(str.ljust, row, widths), one.source + _by_choice(one)])
+        "  ".join(["", *map(str.ljust, row, widths), one.source + _why(one)])
         for row, one in zip(rows, found, strict=False)
     ]
     return lines if len(found) <= _SHOWN else [*lines, f"  and {len(found) - _SHOWN} more"]
 
 
-def _by_choice(operation: Operation) -> str:
-    return ", by choice" if operation.by_choice else ""
+def _why(operation: Operation) -> str:
+    """Why it is in the dtype that it is in, where something says so."""
+    if operation.by_choice:
+        return ", by choice"
+    return f", as autocast leaves {operation.left_in}" if operation.left_in else ""
 
 
 def _dtypes(operation: Operation) -> str:

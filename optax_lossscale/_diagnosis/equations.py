@@ -63,6 +63,7 @@ class Equation(NamedTuple):
       in_while: the line of the `while` around it, or "".
       before: the dtypes that its operands had before they were converted to wider ones.
       summed: how often it adds to what a `scan` carries: 1, if it does not.
+      scopes: the names around it, outermost first, as profiles have them.
     """
 
     eqn: Any
@@ -71,6 +72,7 @@ class Equation(NamedTuple):
     in_while: str
     before: tuple[Any, ...]
     summed: int
+    scopes: str
 
 
 def traced(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -95,15 +97,23 @@ def equations(jaxpr: Any) -> Iterator[Equation]:
 
     def within(jaxpr: Any, around: Equation | None, before: dict[Any, Any]) -> Iterator[Equation]:
         rounds, sums = 1, set()
-        runs, line, in_while = 1, "", ""
+        runs, line, in_while, scopes = 1, "", "", ""
         if around is not None:
             rounds, sums = _rounds(around.eqn), _running_sums(around.eqn, jaxpr)
-            runs, line = around.runs * rounds, around.source
+            runs, line, scopes = around.runs * rounds, around.source, around.scopes
             in_while = line if around.eqn.primitive.name == "while" else around.in_while
         for eqn in jaxpr.eqns:
             operands = tuple(_before(v, before) for v in eqn.invars)
             summed = rounds if id(eqn) in sums else 1
-            at = Equation(eqn, runs, _source(eqn, line, frameworks), in_while, operands, summed)
+            at = Equation(
+                eqn,
+                runs,
+                _source(eqn, line, frameworks),
+                in_while,
+                operands,
+                summed,
+                f"{scopes}/{eqn.source_info.name_stack}",
+            )
             yield at
             if _keeps_numbers(eqn):
                 before[eqn.outvars[0]] = operands[0]

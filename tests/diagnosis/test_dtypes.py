@@ -420,3 +420,18 @@ Sums, exponentials, logarithms and powers in 16 bits:
 def test_what_is_no_function_is_refused():
     with pytest.raises(TypeError, match="fun must be a function"):
         report(W, X)
+
+
+def test_a_product_that_autocast_leaves_wide_says_in_what():
+    w, x = jnp.eye(4), jnp.ones((2, 4))
+
+    def fun(w, x):
+        halved = lax.while_loop(lambda x: x.sum() > 1e-3, lambda x: x @ w / 2, x)
+        solved, _ = jax.scipy.sparse.linalg.cg(lambda v: w @ v, x[0])
+        return (halved @ w).sum() + solved.sum()
+
+    found = report(ols.autocast(fun), w, x)
+    left_in = {p.left_in for p in found.products if p.dtype == jnp.float32}
+    assert left_in == {"a loop that waits for a number", "a custom_linear_solve"}
+    assert {p.left_in for p in found.products if p.dtype == jnp.float16} == {""}
+    assert ", as autocast leaves a loop that waits for a number" in str(found)
