@@ -776,8 +776,6 @@ QUICK = {
     "nnx_gemma",
     "selective_state_space_by_associative_scan",
     "mixture_of_experts_by_ragged_dot",
-    "layers_by_scan_with_remat",
-    "lstm_by_scan_with_remat",
 }
 
 

@@ -4,7 +4,7 @@ import pytest
 from programs import program, tried
 
 HARMLESS = ("", "ill-conditioned", "out of range", "no program")
-SEEDS = range(1000, 1008)
+SEEDS = range(1000, 1005)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
