@@ -56,6 +56,7 @@ MOVES = {
     "squeeze",
     "stop_gradient",
     "transpose",
+    "unstack",
 }
 # Between devices likewise, where the bytes count.
 COMMUNICATES = {
@@ -97,6 +98,7 @@ CHOOSES = {
     "scatter",
     "select_n",
     "sort",
+    "stack",
     "tile",
     "top_k",
 }

@@ -40,15 +40,18 @@ _CHEAP = (
     "le",
     "log",
     "log1p",
+    "log2",
     "lt",
     "ne",
     "not",
+    "one_minus_square",
     "or",
     "pow",
     "reduce_and",
     "reduce_or",
     "reduce_prod",
     "reduce_sum",
+    "rem",
     "rsqrt",
     "scatter-add",
     "sin",
@@ -56,6 +59,7 @@ _CHEAP = (
     "sqrt",
     "square",
     "tan",
+    "xor",
 }
 
 

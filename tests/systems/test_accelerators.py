@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
-from benchmarks import _hlo, _targets, _ways
+from benchmarks import _hlo, _targets, _transformer, _ways
 from optax_lossscale import experimental
 from optax_lossscale._diagnosis import calibration, program
 
@@ -408,3 +408,18 @@ def test_blocks_that_are_rescaled_cost_little_more(target):
     once, each = (whole_step(way, target, loss) for loss in (mlp, rescaled_mlp))
     assert extra_memory(each, once) <= 0.2
     assert each.bytes_moved <= 1.15 * once.bytes_moved
+
+
+@over_h100
+def test_autocast_takes_the_memory_and_traffic_of_a_cast_by_hand(target):
+    params = jax.eval_shape(lambda: _transformer.init(512))
+    tokens = jax.eval_shape(lambda: _transformer.tokens(256))
+    programs = {}
+    for name, (way, loss) in _ways.in_float16(ADAMW).items():
+        args = (params, jax.eval_shape(way.init, params), tokens)
+        if name in ("by hand", "autocast"):
+            placement = target.device()
+            programs[name] = compile_for(placement, way.train(loss), *args, donate=(0, 1))
+    by_hand, ours = programs["by hand"], programs["autocast"]
+    assert ours.temp_bytes <= 1.1 * by_hand.temp_bytes
+    assert ours.bytes_moved <= 1.03 * by_hand.bytes_moved

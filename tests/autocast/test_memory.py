@@ -1,0 +1,78 @@
+"""What is kept for the backward pass takes the memory of a model that was cast by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiling import AS_USERS_DO
+from jax import lax
+
+import optax_lossscale as ols
+from optax_lossscale.demo import _model
+
+TOKENS = jax.ShapeDtypeStruct((64, _model.CONTEXT + 1), jnp.int32)
+
+
+def unrolled(params, tokens, dtype):
+    return _model.loss(params, tokens, dtype)
+
+
+def scanned(params, tokens, dtype):
+    """The same with its blocks in a scan."""
+    p = jax.tree.map(lambda x: x.astype(dtype), params)
+    x = _model.embed(p, tokens[:, :-1])
+    blocks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *p["blocks"])
+    x, _ = lax.scan(lambda x, block: (_model.block(block, x), None), x, blocks)
+    return _model.cross_entropy(_model.logits(p, x), tokens[:, 1:])
+
+
+@pytest.fixture
+def params():
+    return jax.eval_shape(lambda: _model.init(jax.random.key(0), 128, 4))
+
+
+def in_dtype(loss, dtype):
+    return lambda params, tokens: loss(params, tokens, dtype)
+
+
+def bytes_kept(loss, params):
+    """Of the arrays that the backward pass gets from the forward pass, without the parameters."""
+    pullback = jax.eval_shape(lambda *args: jax.vjp(loss, *args, has_aux=False)[1], params, TOKENS)
+    sizes = {p.shape for p in jax.tree.leaves(params)}
+    kept = (x for x in jax.tree.leaves(pullback) if x.shape not in sizes)
+    return sum(x.size * x.dtype.itemsize for x in kept)
+
+
+@pytest.mark.parametrize("loss", [unrolled, scanned])
+def test_no_more_is_kept_for_the_backward_pass_than_by_hand(loss, params):
+    wide, by_hand = (in_dtype(loss, dtype) for dtype in (jnp.float32, jnp.float16))
+    kept = bytes_kept(ols.autocast(wide), params)
+    assert kept <= bytes_kept(by_hand, params)
+    assert kept <= 0.5 * bytes_kept(wide, params)
+
+
+def test_a_scan_over_layers_carries_16_bits(params):
+    carried = set()
+
+    def record(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "scan":
+                carried.update(v.aval.dtype for v in eqn.outvars if v.aval.ndim == 3)
+            for inner in jax.tree.leaves(list(eqn.params.values())):
+                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                    record(getattr(inner, "jaxpr", inner))
+
+    wide = in_dtype(scanned, jnp.float32)
+    record(jax.make_jaxpr(ols.autocast(wide))(params, TOKENS).jaxpr)
+    assert carried == {np.dtype(np.float16)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [unrolled, scanned])
+def test_compiled_for_a_cpu_it_takes_no_more_memory_than_in_float32(loss, params):
+    def temp_bytes(loss):
+        step = jax.jit(jax.value_and_grad(loss), compiler_options=AS_USERS_DO)
+        return step.lower(params, TOKENS).compile().memory_analysis().temp_size_in_bytes
+
+    wide = in_dtype(loss, jnp.float32)
+    assert temp_bytes(ols.autocast(wide)) <= temp_bytes(wide)
