@@ -14,7 +14,7 @@ def test_a_random_program_computes_what_it_does_in_float32(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(2000, 2400, 20))
+@pytest.mark.parametrize("start", range(2000, 2100, 20))
 def test_many_random_programs_compute_what_they_do_in_float32(start):
     for seed in range(start, start + 20):
         finding = tried(program(seed))
