@@ -330,11 +330,15 @@ def exponents(name: str, scale: float, steps: int) -> dict[str, Any]:
     params = train_all((start, model.optimizer.init(start)), jnp.stack(keys))
     batch = model.batch(last)
     blocks = len(jax.tree.leaves(params["blocks"])[0])
-    probes = {"first": ols.probe(), "blocks": ols.probe(blocks), "last": ols.probe()}
+    probes = {
+        "first": ols.diagnosis.probe(),
+        "blocks": ols.diagnosis.probe(blocks),
+        "last": ols.diagnosis.probe(),
+    }
 
     def tapped(boundaries):
         def wrapped(block):
-            with_tap = lambda both, x: ols.tap(block(both[0], x), both[1])
+            with_tap = lambda both, x: ols.diagnosis.tap(block(both[0], x), both[1])
             return boundaries.block(with_tap)
 
         return boundaries._replace(block=wrapped)

@@ -171,7 +171,7 @@ def train_step(quick: bool) -> list[Row]:
         ways = {
             _ways.PLAIN: (inner.init, plain),
             "dynamic": ours("dynamic"),
-            "dynamic, every block tapped": ours("dynamic", ols.probe()),
+            "dynamic, every block tapped": ours("dynamic", ols.diagnosis.probe()),
             "fixed": ours(128),
             "None": ours(None),
         }

@@ -408,7 +408,7 @@ def test_strict_dtype_promotion_is_kept():
 
 def test_taps_inside_a_block_record_numbers_at_the_scale_of_the_block():
     params = parameters(8)
-    tapped = lambda p, x, probe: shrinking(p, ols.tap(x, probe))
+    tapped = lambda p, x, probe: shrinking(p, ols.diagnosis.tap(x, probe))
 
     def probed(params, probes, block, enter, leave):
         body = lambda x, p: (block(p[0], x, p[1]), None)
@@ -416,8 +416,8 @@ def test_taps_inside_a_block_record_numbers_at_the_scale_of_the_block():
         return jnp.mean(leave(x).astype(jnp.float32) ** 2)
 
     grad = jax.grad(probed, argnums=(0, 1))
-    _, before = grad(params, ols.probe(8), tapped, **PLAIN)
-    grads, after = grad(params, ols.probe(8), experimental.rescale(tapped), **BOUNDARIES)
+    _, before = grad(params, ols.diagnosis.probe(8), tapped, **PLAIN)
+    grads, after = grad(params, ols.diagnosis.probe(8), experimental.rescale(tapped), **BOUNDARIES)
     assert before.cotangent.largest[0] == 0
     assert (after.cotangent.largest > 2**-6).all()
     chex.assert_trees_all_equal(after.value, before.value)
@@ -426,7 +426,7 @@ def test_taps_inside_a_block_record_numbers_at_the_scale_of_the_block():
 
 @pytest.mark.parametrize("margin", [16, 8])
 def test_the_largest_cotangent_lies_the_margin_below_overflow(margin):
-    tapped = lambda p, x, probe: ols.tap(shrinking(p, x), probe)
+    tapped = lambda p, x, probe: ols.diagnosis.tap(shrinking(p, x), probe)
 
     def probed(probes):
         x = experimental.enter(inputs(jnp.float16))
@@ -434,7 +434,7 @@ def test_the_largest_cotangent_lies_the_margin_below_overflow(margin):
             x = experimental.rescale(tapped, margin=margin)(p, x, probe)
         return jnp.mean(experimental.leave(x) ** 2)
 
-    for record in jax.grad(probed)([ols.probe()] * 4):
+    for record in jax.grad(probed)([ols.diagnosis.probe()] * 4):
         assert 2.0 ** (15 - margin) <= record.cotangent.largest < 2.0 ** (16 - margin)
 
 

@@ -145,7 +145,7 @@ def test_tensorflow_contrib_fixed_skips_at_an_unchanged_scale():
         params, state = tx.apply_gradients(grads, state, params)
     np.testing.assert_array_equal(params, [1.0, 1.0])
     assert (state.loss_scale(), state.skipped_steps) == (128, 2)
-    ols.check(state)  # a fixed scale is never exhausted
+    ols.raise_if_stuck(state)  # a fixed scale is never exhausted
     assert (scales(presets.tensorflow_contrib_fixed(3.0), np.arange(9000) % 7 > 2) == 3).all()
 
 
@@ -338,9 +338,9 @@ class EveryOtherOverflow(ols.LossScale):
     """Backs off at every second overflow, and remembers how often it grew."""
 
     incr_every_n_steps: int = 2
-    num_good_steps: jax.Array = ols.state(0)
-    num_bad_steps: jax.Array = ols.state(0)
-    growths: jax.Array = ols.state(0)
+    num_good_steps: jax.Array = ols.state_field(0)
+    num_bad_steps: jax.Array = ols.state_field(0)
+    growths: jax.Array = ols.state_field(0)
 
     def adjust(self, grads_finite):
         good = jnp.where(grads_finite, self.num_good_steps + 1, 0)
