@@ -190,11 +190,6 @@ def whole_step(quick: bool) -> list[Row]:
     return _whole({name: (way, _transformer.loss) for name, way in ways.items()}, quick)
 
 
-def rescaled_step(quick: bool) -> list[Row]:
-    """The same with its blocks rescaled, which is experimental."""
-    return _whole(_ways.rescaled(OPTIMIZERS["AdamW"]), quick)
-
-
 def _whole(ways: dict[str, tuple[_ways.Way, Callable]], quick: bool) -> list[Row]:
     width, rounds = (64, 5) if quick else (512, 25)
     steps = {name: (way.init, way.train(loss)) for name, (way, loss) in ways.items()}
@@ -311,7 +306,6 @@ SECTIONS = {
         check,
         train_step,
         whole_step,
-        rescaled_step,
         devices,
     )
 }

@@ -82,7 +82,8 @@ def explain(
       taps: what `tap` recorded at the ends of the model's layers, a tree of `Probe`s whose
         order is the model's: a list, a stack, an `OrderedDict`, or a dict whose names differ
         in numbers alone, such as `layer_2` and `layer_10`. Stacks of one length in one
-        container are turns of one loop; two loops of one length have a container each.
+        container are turns of one loop, with what lies beside them there; two containers are
+        two loops.
       loss: the loss, not scaled.
 
     Returns:

@@ -59,27 +59,20 @@ def test_stacks_of_one_length_in_one_container_are_turns_of_one_loop(container):
     assert first(taps, loss=1.0) == f"{attn}/3"
 
 
-@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: OrderedDict(attn=x, mlp=x)])
-def test_what_spreads_tells_loops_of_one_length_apart(wrap):
-    """An encoder and a decoder of the same depth."""
-    healthy, bad_throughout = wrap(from_turn(5)), wrap(from_turn(0))
-    place = "attn/3" if isinstance(healthy, dict) else "3"
-    taps = OrderedDict(encoder=wrap(from_turn(3)), decoder=bad_throughout)
-    assert first(taps) == f"encoder/{place}"
-    taps = OrderedDict(encoder=healthy, decoder=wrap(from_turn(3)))
-    assert first(taps) == f"decoder/{place}"
-
-
 def test_a_container_for_each_tells_loops_of_one_length_apart():
-    """Where what spreads does not: the second turn, or the decoder's first."""
+    """An encoder and a decoder of the same depth."""
+    layers = lambda stack: OrderedDict(attn=stack, mlp=stack)
+    healthy, bad_throughout = layers(from_turn(5)), layers(from_turn(0))
+    taps = OrderedDict(encoder=layers(from_turn(3)), decoder=bad_throughout)
+    assert first(taps) == "encoder/attn/3"
+    taps = OrderedDict(encoder=healthy, decoder=layers(from_turn(3)))
+    assert first(taps) == "decoder/attn/3"
     assert first([[from_turn(1)], [from_turn(0)]]) == "0/0/1"
     assert first([from_turn(1), from_turn(0)]) == "1/0"
 
 
-def test_the_body_of_a_loop_may_have_containers():
+def test_a_container_beside_a_stack_is_in_the_same_loop():
     attn = OrderedDict(scores=from_turn(3), out=from_turn(3))
-    mlp = OrderedDict(hidden=from_turn(2), out=from_turn(2))
-    assert first(OrderedDict(attn=attn, mlp=mlp)) == "mlp/hidden/2"
     assert first(OrderedDict(attn=attn, mlp=from_turn(2))) == "mlp/2"
 
 
