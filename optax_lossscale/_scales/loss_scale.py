@@ -105,7 +105,7 @@ class LossScale(Stateful):
     def exhausted(self) -> jax.Array:
         """Whether the last step overflowed and there was nothing left to lower.
 
-        Nothing can raise inside a compiled step; `check` raises on the host where this
+        Nothing can raise inside a compiled step; `raise_if_stuck` raises on the host where this
         is True. False for a strategy that does not say otherwise.
 
         Returns:
