@@ -3,7 +3,7 @@
 python -m benchmarks                 # what it costs on this machine: 25 minutes on two cores
 python -m benchmarks --quick         # small sizes, to see that it runs
 python -m benchmarks accelerators    # the same compiled for a GPU and TPUs, and not run
-python -m benchmarks policies        # loss scales side by side, into docs/policies.md: 27 minutes
+python -m benchmarks policies        # loss scales side by side; 27 minutes
 python -m benchmarks skips           # the tables of docs/skipping.md; 15 minutes
 """
 
@@ -70,15 +70,15 @@ def main():
     parser.add_argument("--only", nargs="+", help="sections to run anew; default: all")
     parser.add_argument("--report", action="store_true", help="redraw from the results alone")
     options = parser.parse_args()
-    if options.what == "policies":
-        _policies.main(options.quick, pathlib.Path("docs"))
-        return
     if options.what == "skips":
         _skips.main(options.quick)
         return
 
     out = pathlib.Path(options.out or "docs/benchmarks")
     out.mkdir(parents=True, exist_ok=True)
+    if options.what == "policies":
+        _policies.main(options.quick, out)
+        return
     if options.what == "accelerators":
         steps = options.only or _accelerators.STEPS
         page = _accelerators.page(_accelerators.measure(options.quick, steps))

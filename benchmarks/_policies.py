@@ -1,6 +1,6 @@
 """Loss scales side by side, on recorded gradients and in training.
 
-`python -m benchmarks policies` writes docs/policies.md and its picture.
+`python -m benchmarks policies` writes docs/benchmarks/policies.md and its picture.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Small models to train in float16 on the CPU, on data that they make themselves.
 
 Those named in `TUNING` are what `HeadroomLossScale` was made with; what is said of it in
-`docs/policies.md` was measured on the others, which it had not seen.
+`docs/benchmarks/policies.md` was measured on the others, which it had not seen.
 """
 
 import itertools

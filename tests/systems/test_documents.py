@@ -2,6 +2,7 @@
 
 import ast
 import base64
+import contextlib
 import importlib
 import inspect
 import io
@@ -9,7 +10,6 @@ import json
 import pathlib
 import re
 
-import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import pytest
@@ -20,16 +20,20 @@ from optax_lossscale import experimental, plot
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def programs(path):
-    """The blocks of a document, each that is `continued` joined to the one before it."""
+def blocks(path):
+    """The programs of a document, with the word after `python`; joined where it is `continued`."""
     found = []
     text = (ROOT / path).read_text()
     for info, code in re.findall(r"^```python(.*?)\n(.*?)^```", text, re.S | re.M):
         if "continued" in info:
-            found[-1] += code
+            found[-1] = found[-1][0], found[-1][1] + code
         else:
-            found.append(code)
+            found.append((info.strip(), code))
     return found
+
+
+def programs(path):
+    return [code for _, code in blocks(path)]
 
 
 FRAMEWORKS = programs("docs/frameworks.md")
@@ -39,7 +43,7 @@ FRAMEWORKS = programs("docs/frameworks.md")
 @pytest.mark.parametrize(
     "program",
     FRAMEWORKS,
-    ids=["nnx", "trainer", "other_trainer", "linen", "equinox", "haiku", "accumulated", "taps"],
+    ids=["nnx", "linen", "equinox", "haiku", "taps"],
 )
 def test_each_frameworks_program_runs(program):
     assert "\nassert " in program
@@ -47,12 +51,46 @@ def test_each_frameworks_program_runs(program):
     assert not re.search(r"astype|[^_]dtype=", program)
     if "nnx.as_pure" in program and not hasattr(importlib.import_module("flax.nnx"), "as_pure"):
         program = program.replace("nnx.as_pure", "nnx.pure")
-    names = {}
-    exec(program, names)
-    if "probes" in names:
-        ols.testing.assert_computes_in(
-            jax.grad(names["loss_fn"]), jnp.float16, names["params"], names["probes"]
-        )
+    exec(program, {})
+
+
+(_, SETUP), *RECIPES = blocks("docs/recipes.md")
+TOPICS = re.findall(r"^## (.*)", (ROOT / "docs/recipes.md").read_text(), re.M)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the frameworks', not ours
+@pytest.mark.parametrize(
+    ("package", "recipe"),
+    RECIPES,
+    ids=["accumulation", "clipping", "checkpoint", "gpus", "frozen", "lora", "logging", "float8",
+         "keras", "nnx_trainer", "other_trainer"],
+)  # fmt: skip
+def test_each_recipe_runs(package, recipe, tmp_path, monkeypatch):
+    """One that needs a package which the tests do not install names it, and runs where it is."""
+    if package:
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    exec(SETUP + recipe, {})
+
+
+def test_readme_and_recipes_have_a_link_to_each_recipe():
+    for path, page in (("README.md", "docs/recipes.md"), ("docs/recipes.md", "")):
+        links = re.findall(rf"\({page}#([^)]+)\)", (ROOT / path).read_text())
+        assert [link.replace("-", " ") for link in links] == [
+            topic.lower() for topic in TOPICS if path != "README.md" or topic != "Whole programs"
+        ]
+
+
+def test_what_diagnosis_prints_is_what_follows_the_program():
+    """Under the name that the page gives to the program's file."""
+    text = (ROOT / "docs/diagnosis.md").read_text()
+    block = r"((?:(?!```|>>>)[^\n]*\n)*)```\n"
+    found = re.findall(rf"^```python\n{block}\n```text\n{block}", text, re.M)
+    assert len(found) == 3
+    for code, printed in found:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(code, "train.py", "exec"), {})
+        assert out.getvalue() == printed
 
 
 SEVERAL_LOSSES = programs("docs/several_losses.md")
@@ -99,8 +137,8 @@ def test_each_program_that_rescales_runs(program):
 NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 
-def test_all_seven_notebooks_are_found():
-    assert len(NOTEBOOKS) == 7
+def test_all_five_notebooks_are_found():
+    assert len(NOTEBOOKS) == 5
 
 
 # Characters that a code box of the site shows at 1440 pixels. Reports of the library are as
@@ -215,18 +253,18 @@ DOCUMENTED = re.findall(r"^\.\. auto\w+:: ([\w.]+)", REFERENCE, re.M)
 RESULTS = {
     f"optax_lossscale.{name}"
     for name in (
-        "DtypeReport",
-        "Explanation",
-        "InitialScale",
         "LossScaleError",
         "LossScaleState",
         "LossScaledTransformation",
         "MasterWeightsState",
-        "Operation",
-        "Probe",
-        "Summary",
-        "Suspect",
-        "UnderflowReport",
+        "diagnosis.DtypeReport",
+        "diagnosis.Explanation",
+        "diagnosis.InitialScale",
+        "diagnosis.Operation",
+        "diagnosis.Probe",
+        "diagnosis.Summary",
+        "diagnosis.Suspect",
+        "diagnosis.UnderflowReport",
         "experimental.Rescaled",
         "plot.underflow",
     )

@@ -1,4 +1,4 @@
-"""Draws docs/loss_scalers.png: all presets fed the same sequence. Run from the repository root."""
+"""Draws docs/loss_scales.png: all presets fed the same sequence. Run from the repository root."""
 
 import pathlib
 
