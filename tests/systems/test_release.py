@@ -104,8 +104,7 @@ def test_the_pythons_that_are_claimed_are_those_that_are_tried():
     claimed = re.findall(r":: (3\.\d+)", " ".join(PROJECT["classifiers"]))
     workflows = [path.read_text() for path in (ROOT / ".github/workflows").iterdir()]
     [matrix] = set(re.findall(r"python: \[(.*)\]", "".join(workflows)))
-    table = re.findall(r"^\| (3\.\d+)\.\d+ \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
-    assert claimed == re.findall(r"[\d.]+", matrix) == sorted(set(table))
+    assert claimed == re.findall(r"[\d.]+", matrix)
     assert PROJECT["requires-python"] == f">={claimed[0]}"
 
 
