@@ -74,8 +74,8 @@ class HeadroomLossScale(LossScale):
       the scale within a factor of 4 of the best, unless it flushed all of them to zero.
 
     The source of the idea to follow the largest gradient is OpenSeq2Seq's `LogMaxLossScale`; the
-    rule is this library's own. docs/benchmarks/policies.md compares it with the others, on sequences that
-    were made to fool it as well.
+    rule is this library's own. docs/benchmarks/policies.md compares it with the others, on
+    sequences that were made to fool it as well.
 
     Args:
       initial_scale: the loss scale before the first step, from 2**-100 to 2**100, rounded down
