@@ -174,8 +174,8 @@ def taps(
 ) -> Axes:
     """A heat map of what was tapped, over layers and steps.
 
-    The rows are in the order of the tree, and of a scanned layer's taps turn by turn; that
-    of a dict is its names', not the model's.
+    The rows are in the order of the tree, and of a scanned layer's taps turn by turn; a dict is in
+    the order of its names.
 
     Args:
       records: what `tap` recorded in each step, in a sequence of trees. Of records that

@@ -1,9 +1,9 @@
 """Rules of what else to skip a step for: `with_loss_scale(inner, …, skip=skips.spikes())`.
 
 `spikes` is the one to use. The others are those of other systems, under their owners' names and
-argument names: each decides as the original does about steps that are finite. Deliberately other
-than in most originals, what is not finite is skipped without the rule, and never is in a mean, a
-deviation or a window.
+argument names: each decides as the original does about steps that are finite. Unlike most
+originals, they do not see what is not finite: it is skipped without the rule, and is never in a
+mean, a deviation or a window.
 
 Each rule is an immutable pytree with `update(norm, value)`, which returns the next rule and
 whether the step is applied; see `SkipRule`, also for how to write one's own.
@@ -35,8 +35,8 @@ def spikes(
     """Skips a step whose norm or loss is far above the usual one; the one that is recommended.
 
     It compares with the medians of the last steps applied, and after `max_skips` skips in a row
-    takes the new level for what it is. It looks at the loss if the step is given its `value`, and
-    does not need it.
+    takes the new level for the usual one. It looks at the loss if the step is given its `value`,
+    and does not need it.
 
     Args:
       factor: how many deviations above the median are too many.

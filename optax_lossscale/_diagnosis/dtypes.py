@@ -124,9 +124,9 @@ class DtypeReport(NamedTuple):
 def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeReport:
     """In which dtype a function computes what, and the lines of your source that made it so.
 
-    Flax's modules, and JAX itself, promote to the widest of what they are given: one float32
-    input, and all that follows is computed in float32, whatever `compute_dtype` says. Nothing
-    tells but the time it takes; `autocast` mends it. This counts the matrix products and
+    Flax's modules, and JAX itself, promote to the widest of what they are given: one float32 input
+    is enough to have all that follows computed in float32, whatever `compute_dtype` says, and only
+    the time it takes shows that. `autocast` avoids it. This counts the matrix products and
     convolutions by the dtype of their operands, and their multiplications; and says where sums,
     exponentials, logarithms and powers are computed in 16 bits, which have few digits and a
     small range.

@@ -69,8 +69,8 @@ def explain(
 
     What is not finite spreads: forwards to the loss, from there to every gradient. So the
     place at fault is the first tapped one whose values are not finite; or if there is
-    none, the loss; or if that is finite, the place whose gradient arrives finite and leaves
-    not. Infinities that go no further are meant, as a mask's are; and where loss and
+    none, the loss; or if that is finite, the place whose gradient arrives finite and does not
+    leave it so. Infinities that go no further are meant, as a mask's are; and where loss and
     gradients are finite nothing is a suspect. Of branches that run in parallel it is the one
     with parameters of its own, under its name, whose gradients are not finite; where that
     does not decide, the finding names the branches. Without taps there are only the

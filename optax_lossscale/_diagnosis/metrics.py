@@ -18,8 +18,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 
     Args:
       state: an optimizer state with one `LossScaleState` in it, a train state or an
-        `nnx.Optimizer` that holds it; or a `LossScale`, of
-        which only the loss scale's own entries are.
+        `nnx.Optimizer` that holds it; or a `LossScale`, for its own entries alone.
 
     Returns:
       Scalars, shape (), by name. `loss_scale` and `log2_loss_scale`, float32;

@@ -17,6 +17,9 @@ Refill = Literal["growth", "rescale", "finite"]
 class DynamicLossScale(LossScale):
     """Grows after a run of finite steps, backs off at a step that is not.
 
+    The default of `with_loss_scale`. It measures nothing beyond the check for overflows, and
+    reacts to one wherever in the model it happens.
+
     Source: TensorFlow's `DynamicLossScale`, of which these are the defaults, after
     Micikevicius et al., "Mixed Precision Training" (https://arxiv.org/abs/1710.03740);
     the further options are what PyTorch, Flax, Megatron-LM, DeepSpeed and

@@ -28,6 +28,10 @@ _PATIENCE = 128  # for a reserve without which steps overflow
 class HeadroomLossScale(LossScale):
     """Measures the largest gradient, and keeps it a little below overflow.
 
+    For gradients that jump in size, and for short runs: it is at the right scale after a few
+    steps. Where gradients inside the model are larger than those of its parameters,
+    `DynamicLossScale` skips fewer.
+
     It does not grow until a step breaks: the check reads all gradients anyway, and the
     largest of them says where the scale should be. What cannot be measured is an overflow. It
     means either "at least this large" or that the batch is broken, and only later steps can tell.
@@ -64,7 +68,7 @@ class HeadroomLossScale(LossScale):
     given up and the scale doubles. It stays between 2**-100 and 2**100.
 
     It cannot follow gradients of two sizes more than 2**31 apart, one of which takes turns with
-    the other or with zeros: there it holds the larger for broken.
+    the other or with zeros: there it takes the larger for broken.
 
     What follows from the rule, and is tested:
 

@@ -23,7 +23,7 @@ from optax_lossscale._step.compute_dtype import ComputeDtype, narrowed, refuse_o
 
 
 def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
-    """The loss itself, whose gradient is times the loss scale.
+    """The loss itself, with a gradient that is multiplied by the loss scale.
 
     One line inside a loss function, for whatever differentiates it: `nnx.value_and_grad`,
     `eqx.filter_value_and_grad`, a trainer that calls `jax.grad` itself. What comes out is the
@@ -125,7 +125,7 @@ def value_and_grad(
     """As `jax.value_and_grad`, but the gradients are those of the scaled loss.
 
     Call it inside the training step, with the step's own state: the loss scale is the
-    one that it was given, and a function made before the loop would keep to the first.
+    one that it was given, and a function made before the loop would keep the first one.
 
     Args:
       fun: a function that returns a real floating-point scalar, or with `has_aux` a

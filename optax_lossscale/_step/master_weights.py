@@ -57,8 +57,8 @@ def with_master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Trains 16-bit parameters as float32 numbers, the master weights.
 
-    A step changes a parameter by less than float16 or bfloat16 can add to it, more often than
-    not, and the change is lost. So the state keeps what the parameters lack of float32
+    Most steps change a parameter by less than float16 or bfloat16 can add to it, and the change is
+    lost. So the state keeps what the parameters lack of float32
     numbers; `inner` updates those, and the updates handed out make the parameters their
     rounding::
 

@@ -19,8 +19,8 @@ T = TypeVar("T")
 def where_applied(state: Any, new: T, old: T) -> T:
     """`new` if the last step was applied, else `old`.
 
-    A skipped step leaves the parameters and the optimizer's state as they were, and knows
-    of nothing else. An overflow in the forward pass also reaches the batch statistics, where
+    A skipped step leaves the parameters and the optimizer's state as they were, but nothing else.
+    An overflow in the forward pass also reaches the batch statistics, where
     one NaN stays for good. For those, for an average of the parameters, and for whatever else
     a skipped step should not have touched.
 

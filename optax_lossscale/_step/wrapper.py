@@ -165,7 +165,8 @@ def with_loss_scale(
 
     Args:
       inner: any Optax transformation.
-      loss_scale: whatever `get` takes: `"dynamic"`, a number, a `LossScale`, `None`.
+      loss_scale: whatever `get` takes: `"dynamic"`, TensorFlow's rule; `"headroom"`, for
+        gradients that jump in size and for short runs; a number; a `LossScale`; or `None`.
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all
         replicas decide alike; under `branch="cond"` a reduction inside `inner` hangs if they do
         not. A rule goes by the largest of their norms and the mean of their losses. Reduce the

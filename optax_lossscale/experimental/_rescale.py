@@ -328,7 +328,7 @@ def _refuse_activations(what: str, tree: Any) -> None:
         raise TypeError(
             f"{what} activations that are rescaled already, whose exponent would be lost. A block "
             "takes one, as its second argument, and returns plain arrays: what joins two chains "
-            "belongs into one block, or leave(…) one of them"
+            "belongs in one block, or leave(…) one of them"
         )
 
 

@@ -16,8 +16,8 @@ def assert_computes_in(
     """Raises if a training step computes matrix products or convolutions in another dtype.
 
     A model whose parameters are cast to float16 may compute in float32 all the same: one
-    float32 input is enough, as modules promote to the widest of what they are given, and the
-    loss tells nothing of it. Put this into your tests, with the step that you train with. It
+    float32 input is enough, as modules promote to the widest of what they are given, and the loss
+    does not show it. Put this into your tests, with the step that you train with. It
     runs and compiles nothing, so shapes are enough; `dtype_report` says what it looks at.
 
     A product that is to stay wide says so: with `precision=jax.lax.Precision.HIGHEST`, as many

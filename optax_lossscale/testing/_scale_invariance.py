@@ -42,8 +42,8 @@ def assert_scale_invariant(
     """Raises if anything that a training step computes depends on the loss scale.
 
     A right step multiplies the loss by the loss scale and divides the gradients by it, so
-    what comes out is the same at any loss scale, but for what underflows. In a wrong step the
-    two do not cancel, and nothing else may tell: Adam trains on with gradients of any size.
+    what comes out is the same at any loss scale, but for what underflows. In a wrong step the two
+    do not cancel, and nothing else may show it, as Adam trains on with gradients of any size.
     Put this into your tests, with the step that you train with, its first state and a
     small batch.
 
