@@ -4,7 +4,7 @@ python -m benchmarks                 # what it costs on this machine: 25 minutes
 python -m benchmarks --quick         # small sizes, to see that it runs
 python -m benchmarks accelerators    # the same compiled for a GPU and TPUs, and not run
 python -m benchmarks policies        # loss scales side by side; 27 minutes
-python -m benchmarks skips           # the tables of docs/skipping.md; 15 minutes
+python -m benchmarks skips           # the tables of docs/benchmarks/skips.md; 15 minutes
 """
 
 import argparse

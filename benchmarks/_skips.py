@@ -1,6 +1,6 @@
 """Rules of skipping side by side: small language models in bfloat16, with what goes wrong planted.
 
-`python -m benchmarks skips` writes the tables of docs/skipping.md.
+`python -m benchmarks skips` writes the tables of docs/benchmarks/skips.md.
 """
 
 import functools
@@ -35,7 +35,7 @@ RULES: dict[str, Any] = {
 }
 WIDTH, BLOCKS, BATCH, STEPS, SEEDS = 48, 1, 8, 400, (0, 1, 2)
 LEARNING_RATE, WARMUP = 3e-3, 60
-PAGE = pathlib.Path("docs/skipping.md")
+PAGE = pathlib.Path("docs/benchmarks/skips.md")
 
 
 class Scenario(NamedTuple):

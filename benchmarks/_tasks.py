@@ -238,8 +238,7 @@ def _words() -> Task:
 
 
 def _patterns() -> Task:
-    """A perceptron that tells noisy patterns apart, and soon makes no more mistakes: spiky
-    gradients."""
+    """A perceptron that soon tells noisy patterns apart without mistakes: spiky gradients."""
     init, apply = _perceptron((32, 48, 48, CLASSES), jax.nn.relu)
 
     def batch(key):

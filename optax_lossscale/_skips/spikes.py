@@ -49,7 +49,7 @@ class SpikeSkipRule(SkipRule):
     A minority of batches whose norms are regularly far above the others' keeps being skipped: see
     `skipped_by_rule`, and allow for them by `least`.
 
-    The rule is this library's own. docs/skipping.md compares it with the others.
+    The rule is this library's own. docs/benchmarks/skips.md compares it with the others.
 
     Args:
       factor: how many deviations are too many, positive.
