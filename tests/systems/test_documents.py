@@ -81,6 +81,13 @@ def test_readme_and_recipes_have_a_link_to_each_recipe():
         ]
 
 
+def test_the_readme_links_to_no_page_of_directives():
+    """They are Sphinx's, and a reader of the repository would see them raw."""
+    pages = set(re.findall(r"\(([\w/]+\.md)", (ROOT / "README.md").read_text()))
+    assert len(pages) > 10
+    assert [page for page in sorted(pages) if "```{" in (ROOT / page).read_text()] == []
+
+
 def test_what_diagnosis_prints_is_what_follows_the_program():
     """Under the name that the page gives to the program's file."""
     text = (ROOT / "docs/diagnosis.md").read_text()
