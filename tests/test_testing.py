@@ -379,6 +379,7 @@ def test_a_norm_that_happens_to_be_the_loss_scale_is_accused_and_a_tiny_one_too(
             ols.testing.assert_scale_invariant(jax.jit(step), w, tx.init(w), factor)
 
 
+@pytest.mark.slow
 def test_of_large_arrays_a_sample_is_compared():
     w = jnp.linspace(1, 2, 2**18).reshape(2**9, 2**9)
     state = TX.init(w)

@@ -773,8 +773,6 @@ def assert_computes_in_float16(fun, *args):
 
 # The others take two to ten seconds each.
 QUICK = {
-    "nnx_gemma",
-    "selective_state_space_by_associative_scan",
     "mixture_of_experts_by_ragged_dot",
 }
 

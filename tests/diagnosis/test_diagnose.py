@@ -64,6 +64,7 @@ def test_a_small_loss_needs_a_scale(mask):
     assert "arriving at out" in diagnosis.underflow
 
 
+@pytest.mark.slow
 def test_scores_that_overflow_are_named():
     diagnosis = diagnose(size=2.0**14)
     assert diagnosis.verdict.startswith("The loss is nan at any loss scale")
@@ -73,6 +74,7 @@ def test_scores_that_overflow_are_named():
     assert "Overflow: at any scale, first at scores: " in str(diagnosis)
 
 
+@pytest.mark.slow
 def test_a_row_that_is_masked_whole_is_told():
     mask = CAUSAL & (np.arange(6) != 0)  # the first sees itself alone
     diagnosis = diagnose(mask=mask)

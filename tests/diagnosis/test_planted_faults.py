@@ -15,6 +15,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from pairs import quick
 
 import optax_lossscale as ols
 
@@ -381,7 +382,7 @@ def faults(model):
     yield from itertools.product([*names, "the loss"], KINDS)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@quick("model", {model: model for model in MODELS}, "transformer", "rnn, sharded")
 def test_every_planted_fault_is_named(model):
     planted, wrong = 0, {}
     for fault, kind in faults(model):

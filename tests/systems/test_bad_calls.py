@@ -9,6 +9,7 @@ import matplotlib
 import numpy as np
 import optax
 import pytest
+from pairs import quick
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -656,7 +657,7 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+@quick("name", NAMES, "another", "one of two", "a list", "an int")
 def test_a_name_of_no_axis_is_refused_in_words(name):
     for check_vma in (True, False):
         assert is_refused(name, check_vma=check_vma)
