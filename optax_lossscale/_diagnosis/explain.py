@@ -90,7 +90,7 @@ def explain(
       An `Explanation`: print it, or read its `suspects`.
 
     Raises:
-      ValueError: if `taps` has a dict of other names, which do not tell the model's order.
+      ValueError: if `taps` has a dict of other names, which do not show the model's order.
       TypeError: if `leaves`, `taps` or `loss` are something else, or those of an ensemble.
 
     Example:
