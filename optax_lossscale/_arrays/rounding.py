@@ -53,9 +53,9 @@ def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, Any]:
 def join(rounded: jax.Array, rest: Any) -> jax.Array:
     """The float32 number that `split` was given, or one that rounds to another `rounded`.
 
-    If `rounded` is not what `split` returned, the rest belongs to a number that is no more. Of
-    16 bits nothing tells: they are taken to be of `rounded`, and change it by half of its last
-    place at most. A number kept whole is given up for `rounded` itself.
+    If `rounded` is not what `split` returned, the rest belongs to another number. Of 16 bits this
+    cannot be seen: they are taken to belong to `rounded`, and change it by half of its last place
+    at most. A number kept whole is given up for `rounded` itself.
 
     Args:
       rounded: in its narrow dtype, or as float32.
