@@ -211,8 +211,20 @@ def is_lowered(eqn: Any) -> bool:
     )
 
 
+def is_outer_product(eqn: Any) -> bool:
+    """Whether this multiplies as `dot_general` does and sums nothing, where that may change.
+
+    It is no product, but its derivatives, made of a `dot_general`, would be: in float32.
+    """
+    if eqn.primitive.name != "dot_general" or asks_for_precision(eqn):
+        return False
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    is_float32 = all(v.aval.dtype == FLOAT32 for v in (*eqn.invars, *eqn.outvars))
+    return not contracted and is_float32 and eqn.params.get("out_sharding") is None
+
+
 def has_products(eqn: Any) -> bool:
-    """Whether an equation holds products to compute in 16 bits."""
+    """Whether an equation holds products to compute in 16 bits, or what has such derivatives."""
     return not why_left(eqn) and _holds_products(eqn)
 
 
@@ -232,7 +244,7 @@ def why_left(eqn: Any) -> str:
 
 def _holds_products(eqn: Any) -> bool:
     inside = (inner for program in programs_in(eqn) for inner in open_jaxpr(program).eqns)
-    return any(is_lowered(inner) or has_products(inner) for inner in inside)
+    return any(is_lowered(e) or is_outer_product(e) or has_products(e) for e in inside)
 
 
 def _waits(loop: Any) -> bool:

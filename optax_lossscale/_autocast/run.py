@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
@@ -30,6 +31,7 @@ from optax_lossscale._autocast.kinds import (
     Kind,
     has_products,
     is_lowered,
+    is_outer_product,
     kept_dtype,
     kind_of,
     kinds,
@@ -175,6 +177,8 @@ class _Run:
         if is_lowered(eqn):
             operands = [read(i, low) for i in step.ins[:2]]
             return _product(eqn, [*operands, *map(read, step.ins[2:])], low)
+        if is_outer_product(eqn):
+            return [_outer_product(eqn, *map(read, step.ins))]
         if has_products(eqn):
             of_ins = [kind_of(i, self.kinds, low) for i in step.ins]
             return holders.HOLDERS[step.name](eqn, list(map(read, step.ins)), of_ins, self.how)
@@ -225,6 +229,17 @@ def _product(eqn: Any, ins: Sequence[Any], low: np.dtype) -> list[Any]:
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = low
     return bind(eqn.replace(params=params), ins)
+
+
+def _outer_product(eqn: Any, x: Any, y: Any) -> Any:
+    """The same by broadcasting, in float32: its derivatives are sums, and no matrix products."""
+    _, (batch_x, batch_y) = eqn.params["dimension_numbers"]
+    x, y = (
+        jnp.moveaxis(in_dtype(FLOAT32, a), batch, range(len(batch)))
+        for a, batch in ((x, batch_x), (y, batch_y))
+    )
+    end, start = range(x.ndim, eqn.outvars[0].aval.ndim), range(len(batch_x), x.ndim)
+    return jnp.expand_dims(x, tuple(end)) * jnp.expand_dims(y, tuple(start))
 
 
 def _are_alike(eqn: Any) -> bool:

@@ -648,6 +648,18 @@ def test_gradients_inside():
     assert_as_in_float32(loss, params(), X)
 
 
+def test_the_derivative_of_an_outer_product_is_no_product():
+    """Made of a `dot_general` it would be one, and in float32."""
+
+    def fun(p, x):
+        h = x @ p["w"]
+        pairs = jnp.einsum("nd,en->ned", 300 * h, 300 * x.T)  # more than 65504
+        body = jax.checkpoint(lambda h: jnp.outer(h, h[:2]))
+        return jnp.log(jnp.mean(pairs**2)) + jnp.mean(jnp.tanh(body(h[0])))
+
+    assert_as_in_float32(fun, params(), X)
+
+
 def test_nested_autocast():
     twice = ols.autocast(ols.autocast(squared(block)))
     once = ols.autocast(squared(block))
@@ -734,6 +746,20 @@ def test_shardings_are_kept(axis_type):
         assert_close(cast, exact, 0.005)
         grads = jax.jit(jax.grad(ols.autocast(squared(fun))))(p, x)
         assert_close(grads, jax.jit(jax.grad(squared(fun)))(p, x), 0.01)
+
+
+def test_outer_products_of_what_is_sharded():
+    m = mesh(AxisType.Explicit)
+
+    def fun(p, x):
+        return jnp.mean(jnp.einsum("nd,e->nde", x @ p["w"], p["v"][0]) ** 2, 0)
+
+    with jax.set_mesh(m):
+        p = jax.device_put(params(), NamedSharding(m, P()))
+        x = jax.device_put(X, NamedSharding(m, P("data")))
+        results = [jax.jit(jax.grad(lambda p, x, f=f: f(p, x).sum()))(p, x)
+                   for f in (ols.autocast(fun), fun)]  # fmt: skip
+        assert_close(*results, 0.005)
 
 
 def test_jit_inside_with_shardings():
