@@ -225,7 +225,7 @@ def is_outer_product(eqn: Any) -> bool:
 
 def has_products(eqn: Any) -> bool:
     """Whether an equation holds products to compute in 16 bits, or what has such derivatives."""
-    return not why_left(eqn) and _holds_products(eqn)
+    return _holds_products(eqn) and not _why(eqn)
 
 
 def why_left(eqn: Any) -> str:
@@ -234,9 +234,14 @@ def why_left(eqn: Any) -> str:
     A loop that waits for a number to converge might wait for ever in 16 bits. A derivative that
     asks what is differentiated would be asked by others.
     """
+    return _why(eqn) if _holds_products(eqn) else ""
+
+
+def _why(eqn: Any) -> str:
+    """Why the products in an equation would stay, if it holds any."""
     name = eqn.primitive.name
     if name not in REWRITTEN:
-        return f"a {name}" if _holds_products(eqn) else ""
+        return f"a {name}"
     if eqn.params.get("symbolic_zeros"):
         return "a derivative with symbolic zeros"
     return "a loop that waits for a number" if name == "while" and _waits(eqn) else ""

@@ -692,7 +692,7 @@ def moving(seed, names):
         """What the program itself rounds to 16 bits may be rounded to the next number there."""
         written = {jnp.bfloat16: (2.0**-8, 0), jnp.float16: (ROUNDING, SMALLEST)}
         how = [written.get(v.aval.dtype.type, (0, 0)) for v in eqn.outvars]
-        return [moved(x, number + 0.3, *h) if any(h) else x for x, h in zip(outs, how, strict=True)]
+        return [moved(x, number + 0.3, *by) for x, by in zip(outs, how, strict=True)]
 
     def rule(number, eqn, ins):
         name = eqn.primitive.name

@@ -526,6 +526,20 @@ def test_custom_vjps_of_every_make():
     holds(lambda p, x: kept(x @ p["w"]))
 
 
+def test_a_mapped_custom_vjp_that_closes_over_an_array():
+    """JAX counts what it closes over among its arguments then, and refuses to differentiate it."""
+
+    @jax.custom_vjp
+    def f(x):
+        return jnp.sin(x @ V)
+
+    f.defvjp(lambda x: (f(x), x), lambda x, ct: ((ct * jnp.cos(x @ V)) @ V.T,))
+    holds(lambda p, x: jax.vmap(f)(x @ p["w"]))
+    holds(lambda p, x: jax.vmap(jax.checkpoint(f))(x @ p["w"]))
+    one = lambda x: lax.cond(x[0] > 0, f, jnp.exp, x)
+    holds(lambda p, x: jax.vmap(one)(x @ p["w"]))
+
+
 def test_symbolic_zeros_are_as_they_were():
     seen = []
 
@@ -891,6 +905,21 @@ def test_errors_name_the_users_lines():
 
     with pytest.raises(TypeError, match="contracting"):
         ols.autocast(wrong)(params(), X)
+
+
+def test_errors_name_the_users_function_and_arguments():
+    def decides(p, x):
+        return p["w"] if x[0, 0] > 0 else p["v"]
+
+    def of_a_module(x, model):
+        return x if model(x)[0, 0] > 0 else x + 1
+
+    error = jax.errors.TracerBoolConversionError
+    with pytest.raises(error, match=r"function decides at .*test_holders.*argument x\."):
+        ols.autocast(decides)(params(), X)
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    with pytest.raises(error, match=r"function of_a_module at .*arguments x, model.*kernel"):
+        ols.autocast(of_a_module)(X, model=model)
 
 
 def test_with_compute_dtype():
