@@ -13,6 +13,7 @@ from optax_lossscale._arrays.programs import (
     as_traced,
     bind,
     dtype_of,
+    function_name,
     in_dtype,
     mapped_axes,
     placed,
@@ -103,9 +104,11 @@ def _custom_jvp(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[
     """Its derivative is that of the original, rewritten in turn."""
     dtypes = _dtypes_of_results(eqn, given, run)
 
-    @jax.custom_jvp
     def of(*xs):
         return run(eqn.params["call_jaxpr"], xs, given)
+
+    of.__name__ = function_name(eqn.params["call_jaxpr"])
+    of = jax.custom_jvp(of)
 
     @of.defjvp
     def rule(primals, tangents):
@@ -138,9 +141,11 @@ def _custom_vjp(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[
     """
     first = eqn.params["num_consts"]
 
-    @jax.custom_vjp
     def of(*xs):
         return run(eqn.params["call_jaxpr"], xs, given)
+
+    of.__name__ = function_name(eqn.params["call_jaxpr"])
+    of = jax.custom_vjp(of)
 
     def forward(*args):
         xs = [x.value for x in args]
