@@ -21,6 +21,11 @@ def constants(jaxpr: Any) -> Sequence[Any]:
     return getattr(jaxpr, "consts", ())
 
 
+def function_name(jaxpr: Any) -> str:
+    """The name of the function that a jaxpr was traced from, if it says so."""
+    return getattr(getattr(open_jaxpr(jaxpr), "debug_info", None), "func_name", "function")
+
+
 def is_program(x: Any) -> bool:
     """Whether this is a jaxpr, open or closed."""
     return hasattr(open_jaxpr(x), "eqns")

@@ -1,6 +1,8 @@
 """A call as a function from arrays to arrays, whatever else it takes, changes and returns."""
 
 import contextlib
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Container
 from typing import Any, Self
@@ -31,35 +33,52 @@ class Call(contextlib.ExitStack):
         self._leaves, self._tree = _flatten((args, kwargs))
         is_parameter = [i in parameters for i, arg in enumerate(args) for _ in _flatten(arg)[0]]
         is_parameter += [False] * (len(self._leaves) - len(is_parameter))
-        self._at = [i for i, x in enumerate(self._leaves) if is_array(x)]
-        self.arrays = [self._leaves[i] for i in self._at]
-        self.is_parameter = [is_parameter[i] for i in self._at]
-        self._modules = [x for x in self._leaves if _is_module(x)]
+        pairs = zip(self._leaves, is_parameter, strict=True)
+        self.is_parameter = [is_it for x, is_it in pairs if is_array(x)]
+        self._given: list[Any] = [x if is_array(x) else None for x in self._leaves]
+        self._modules_at = [i for i, x in enumerate(self._leaves) if _is_module(x)]
         self._state: list[Any] = []
 
     def __enter__(self) -> Self:
-        if self._modules:
+        if self._modules_at:
             nnx = sys.modules["flax.nnx"]
             self.enter_context(nnx.update_context(_TAG))
             with nnx.split_context(_TAG) as context:
-                self._graphdef, *states = context.split(self._modules, nnx.Param, ...)
-            self._state, self._state_tree = jax.tree.flatten(states)
+                modules = [self._leaves[i] for i in self._modules_at]
+                self._graphdef, *states = context.split(modules, nnx.Param, ...)
+            first = self._modules_at[0]
+            before = len(jax.tree.leaves(self._given[:first]))
+            self._given[first] = states  # of all of them
+            self._state = jax.tree.leaves(states)
             n_params = len(jax.tree.leaves(states[0]))
-            self.arrays += self._state
-            self.is_parameter += [i < n_params for i in range(len(self._state))]
+            of_state = [i < n_params for i in range(len(self._state))]
+            self.is_parameter[before:before] = of_state
+        self.arrays, self._given_tree = jax.tree.flatten(self._given)
         return super().__enter__()
 
-    def of_arrays(self, arrays: list[Any]) -> list[Any]:
+    def traced(self, arrays: list[Any]) -> Any:
+        """The program of such arrays; what JAX says of it names the function and its arguments."""
+        given = jax.tree.unflatten(self._given_tree, arrays)
+        args, kwargs = jax.tree.unflatten(self._tree, given)
+        call = lambda *args, **kwargs: self._of_arrays(jax.tree.leaves((args, kwargs)))
+        if hasattr(inspect.unwrap(self._fun), "__code__"):  # of others JAX would take the repr
+            call = functools.wraps(self._fun)(call)
+        return jax.make_jaxpr(call)(*args, **kwargs)
+
+    def _of_arrays(self, arrays: list[Any]) -> list[Any]:
         """The arrays that the call gives for these, and those that it changed in modules."""
-        state = arrays[len(self._at) :]
-        given = dict(zip(self._at, arrays, strict=False))
-        modules = iter(self._merged(state))
-        leaves = [
-            next(modules) if _is_module(x) else given.get(i, x) for i, x in enumerate(self._leaves)
-        ]
+        leaves = jax.tree.unflatten(self._given_tree, arrays)
+        state: list[Any] = []
+        if self._modules_at:
+            states = leaves[self._modules_at[0]]
+            state = jax.tree.leaves(states)
+            for i, module in zip(self._modules_at, self._merged(states), strict=True):
+                leaves[i] = module
+        pairs = zip(leaves, self._leaves, strict=True)
+        leaves = [x if is_array(old) or _is_module(old) else old for x, old in pairs]
         args, kwargs = jax.tree.unflatten(self._tree, leaves)
         outs, self._out_tree = _flatten(self._fun(*args, **kwargs))
-        after = self._split([x for x in leaves if _is_module(x)])
+        after = self._split([leaves[i] for i in self._modules_at])
         unchanged = {id(x): i for i, x in enumerate(state)}
         self._unchanged = [unchanged.get(id(x)) for x in after]
         self._others = [None if is_array(x) else (x,) for x in outs]
@@ -70,23 +89,20 @@ class Call(contextlib.ExitStack):
         """What the call returns, of the arrays that it gives; changes its modules."""
         left = iter(arrays)
         outs = [next(left) if other is None else other[0] for other in self._others]
-        if self._modules:
+        if self._modules_at:
             after = [next(left) if i is None else self._state[i] for i in self._unchanged]
             with sys.modules["flax.nnx"].merge_context(_TAG, inner=False) as context:
                 context.merge(self._graphdef_after, *jax.tree.unflatten(self._after_tree, after))
         return jax.tree.unflatten(self._out_tree, outs)
 
-    def _merged(self, state: list[Any]) -> list[Any]:
+    def _merged(self, states: list[Any]) -> list[Any]:
         """The modules inside the call."""
-        if not self._modules:
-            return []
-        states = jax.tree.unflatten(self._state_tree, state)
         with sys.modules["flax.nnx"].merge_context(_TAG, inner=True) as context:
             return context.merge(self._graphdef, *states)
 
     def _split(self, modules: list[Any]) -> list[Any]:
         """The arrays in modules, after the call."""
-        if not self._modules:
+        if not modules:
             return []
         with sys.modules["flax.nnx"].split_context(_TAG) as context:
             self._graphdef_after, *states = context.split(modules)

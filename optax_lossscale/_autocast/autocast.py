@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from optax_lossscale._arrays.programs import as_traced, dtype_of, in_dtype, open_jaxpr
@@ -85,7 +84,7 @@ def autocast(
             )
         with Call(fun, args, kwargs, parameters) as call:
             wide = [in_dtype(FLOAT32, x) if dtype_of(x) == low else x for x in call.arrays]
-            jaxpr = jax.make_jaxpr(call.of_arrays)(wide)
+            jaxpr = call.traced(wide)
             kinds = [Kind.PARAMETER if is_it else Kind.WIDE for is_it in call.is_parameter]
             outs = Casting(low)(jaxpr, call.arrays, kinds)
             return call.result(as_traced(open_jaxpr(jaxpr).outvars, list(map(jnp.asarray, outs))))

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from optax_lossscale._arrays.programs import (
     as_traced,
     bind,
     dtype_of,
+    function_name,
     in_dtype,
     mapped_axes,
     placed,
@@ -102,9 +104,11 @@ def _custom_jvp(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[
     """Its derivative is that of the original, rewritten in turn."""
     dtypes = _dtypes_of_results(eqn, given, run)
 
-    @jax.custom_jvp
     def of(*xs):
         return run(eqn.params["call_jaxpr"], xs, given)
+
+    of.__name__ = function_name(eqn.params["call_jaxpr"])
+    of = jax.custom_jvp(of)
 
     @of.defjvp
     def rule(primals, tangents):
@@ -135,31 +139,36 @@ def _custom_vjp(eqn: Any, ins: list, given: list[Kind], run: "Casting") -> list[
 
     The backward pass begins with the forward one: a compiler that sees both computes it once.
     """
-    ins = list(map(jnp.asarray, ins))
-    # Not with respect to what it closes over, as JAX refuses that.
     first = eqn.params["num_consts"]
-    inexact = [i for i, x in enumerate(ins) if i >= first and jnp.issubdtype(x.dtype, jnp.inexact)]
 
-    @jax.custom_vjp
     def of(*xs):
         return run(eqn.params["call_jaxpr"], xs, given)
 
-    def forward(*xs):
-        return of(*xs), xs
+    of.__name__ = function_name(eqn.params["call_jaxpr"])
+    of = jax.custom_vjp(of)
 
-    def backward(xs, cotangents):
+    def forward(*args):
+        xs = [x.value for x in args]
+        # By what is differentiated alone: the original refuses to be by what it closes over.
+        moved = {i: () for i, x in enumerate(args) if x.perturbed and i >= first}
+        return of(*xs), (xs, moved)
+
+    def backward(saved, cotangents):
+        xs, moved = saved
+        zeros = lambda ct: jnp.zeros(ct.shape, ct.dtype)
+        cotangents = [zeros(ct) if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
+
         def pulled_back(xs, cotangents):
-            of_arguments = lambda *arguments: bind(eqn, [*xs[:first], *arguments])
-            grads = jax.vjp(of_arguments, *xs[first:])[1](cotangents)
-            return [grads[i - first] for i in inexact]
+            of_moved = lambda moved: bind(eqn, [moved.get(i, x) for i, x in enumerate(xs)])
+            return jax.vjp(of_moved, {i: xs[i] for i in moved})[1](cotangents)[0]
 
         args = as_traced(eqn.invars, xs), as_traced(eqn.outvars, cotangents)
         kinds = [*given, *[Kind.SUM] * len(cotangents)]
-        grads = dict(zip(inexact, _rewritten(pulled_back, args, kinds, run), strict=True))
+        grads = _rewritten(pulled_back, args, kinds, run)
         return tuple(in_dtype(x.dtype, grads.get(i)) for i, x in enumerate(xs))
 
-    of.defvjp(forward, backward)
-    return of(*ins)
+    of.defvjp(forward, backward, symbolic_zeros=True)
+    return of(*map(jnp.asarray, ins))
 
 
 def _dtypes_of_results(eqn: Any, given: list[Kind], run: "Casting") -> list[Any]:

@@ -211,9 +211,21 @@ def is_lowered(eqn: Any) -> bool:
     )
 
 
+def is_outer_product(eqn: Any) -> bool:
+    """Whether this multiplies as `dot_general` does and sums nothing, where that may change.
+
+    It is no product, but its derivatives, made of a `dot_general`, would be: in float32.
+    """
+    if eqn.primitive.name != "dot_general" or asks_for_precision(eqn):
+        return False
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    is_float32 = all(v.aval.dtype == FLOAT32 for v in (*eqn.invars, *eqn.outvars))
+    return not contracted and is_float32 and eqn.params.get("out_sharding") is None
+
+
 def has_products(eqn: Any) -> bool:
-    """Whether an equation holds products to compute in 16 bits."""
-    return not why_left(eqn) and _holds_products(eqn)
+    """Whether an equation holds products to compute in 16 bits, or what has such derivatives."""
+    return _holds_products(eqn) and not _why(eqn)
 
 
 def why_left(eqn: Any) -> str:
@@ -222,9 +234,14 @@ def why_left(eqn: Any) -> str:
     A loop that waits for a number to converge might wait for ever in 16 bits. A derivative that
     asks what is differentiated would be asked by others.
     """
+    return _why(eqn) if _holds_products(eqn) else ""
+
+
+def _why(eqn: Any) -> str:
+    """Why the products in an equation would stay, if it holds any."""
     name = eqn.primitive.name
     if name not in REWRITTEN:
-        return f"a {name}" if _holds_products(eqn) else ""
+        return f"a {name}"
     if eqn.params.get("symbolic_zeros"):
         return "a derivative with symbolic zeros"
     return "a loop that waits for a number" if name == "while" and _waits(eqn) else ""
@@ -232,7 +249,7 @@ def why_left(eqn: Any) -> str:
 
 def _holds_products(eqn: Any) -> bool:
     inside = (inner for program in programs_in(eqn) for inner in open_jaxpr(program).eqns)
-    return any(is_lowered(inner) or has_products(inner) for inner in inside)
+    return any(is_lowered(e) or is_outer_product(e) or has_products(e) for e in inside)
 
 
 def _waits(loop: Any) -> bool:

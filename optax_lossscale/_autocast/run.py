@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
@@ -30,6 +31,7 @@ from optax_lossscale._autocast.kinds import (
     Kind,
     has_products,
     is_lowered,
+    is_outer_product,
     kept_dtype,
     kind_of,
     kinds,
@@ -120,30 +122,52 @@ class _Run:
                 self.held[i] = {dtype_of(x): x}
 
     def _run_island(self, island: list[Step]) -> None:
-        """Computes an island, and holds what others read of it."""
-        if not island:
-            return
+        """Computes an island, and holds what others read of it.
+
+        A sum that is kept in 16 bits, and read here too, comes first and by itself. The rest
+        then reads the sum, so that the gradient needs no operands of it beside.
+        """
         left = self._left(island)
         low = self.how.dtype
         rounded = {i for i, dtypes in left.items() if low in dtypes and self._is_kept_low(i)}
-        island = [*self.repeated.before(island), *island]
-        given = list(read_by(island))
+        read = set().union(*(step.reads for step in island))
+        for i in (i for step in island for i in step.outs if i in rounded & read):
+            self._run_part(self._needed(i, island), left, rounded)
+        self._run_part([s for s in island if not self.held.keys() >= set(s.outs)], left, rounded)
+
+    def _needed(self, wanted: int, island: list[Step]) -> list[Step]:
+        """The steps of an island that it takes to have a value."""
+        found, needed = [], {wanted}
+        for step in reversed(island):
+            if not needed.isdisjoint(step.outs):
+                found.append(step)
+                needed |= step.reads - self.held.keys()
+        return found[::-1]
+
+    def _run_part(self, steps: list[Step], left: dict[int, list[Any]], rounded: set[int]) -> None:
+        """Computes steps of an island, and holds what is left of them and not held yet."""
+        low = self.how.dtype
+        steps = [*self.repeated.before(steps), *steps]
+        given = list(read_by(steps))
 
         def of(xs):
             values = dict(zip(given, xs, strict=True))
             number = lambda i: i.val if isinstance(i, Literal) else values[i]
             read = lambda i, dtype=None: in_dtype(dtype, number(i))
             forms = {}
-            for step in island:
+            for step in steps:
                 with step.at_its_line():
                     outs = self._computed(step, read, not rounded.isdisjoint(step.outs))
                     for i, x in zip(step.outs, outs, strict=True):
                         # At once: what reads it here sees what others will.
                         values[i] = in_dtype(low, x) if i in rounded else x
-                    forms |= {i: [read(i, d) for d in left[i]] for i in step.outs if i in left}
+                    new = [i for i in step.outs if i in left and i not in self.held]
+                    forms |= {i: [read(i, d) for d in left[i]] for i in new}
             return forms
 
-        if self.how.recomputes and not all(step.name in MOVES for step in island):
+        if not steps:
+            return
+        if self.how.recomputes and not all(step.name in MOVES for step in steps):
             of = jax.checkpoint(of, prevent_cse=self.how.prevent_cse)
         for i, forms in of(list(map(self._read, given))).items():
             self.held[i] = {dtype_of(x): x for x in forms}
@@ -175,6 +199,8 @@ class _Run:
         if is_lowered(eqn):
             operands = [read(i, low) for i in step.ins[:2]]
             return _product(eqn, [*operands, *map(read, step.ins[2:])], low)
+        if is_outer_product(eqn):
+            return [_outer_product(eqn, *map(read, step.ins))]
         if has_products(eqn):
             of_ins = [kind_of(i, self.kinds, low) for i in step.ins]
             return holders.HOLDERS[step.name](eqn, list(map(read, step.ins)), of_ins, self.how)
@@ -225,6 +251,17 @@ def _product(eqn: Any, ins: Sequence[Any], low: np.dtype) -> list[Any]:
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = low
     return bind(eqn.replace(params=params), ins)
+
+
+def _outer_product(eqn: Any, x: Any, y: Any) -> Any:
+    """The same by broadcasting, in float32: its derivatives are sums, and no matrix products."""
+    _, (batch_x, batch_y) = eqn.params["dimension_numbers"]
+    x, y = (
+        jnp.moveaxis(in_dtype(FLOAT32, a), batch, range(len(batch)))
+        for a, batch in ((x, batch_x), (y, batch_y))
+    )
+    end, start = range(x.ndim, eqn.outvars[0].aval.ndim), range(len(batch_x), x.ndim)
+    return jnp.expand_dims(x, tuple(end)) * jnp.expand_dims(y, tuple(start))
 
 
 def _are_alike(eqn: Any) -> bool:

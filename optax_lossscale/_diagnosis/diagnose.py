@@ -372,7 +372,11 @@ def _about_products(page: Diagnosis) -> list[tuple[str, str]]:
         f"{wide[0].dtype}, to which their operands are widened."
     )
     more = f" and {len(lines) - _LINES} more lines" if len(lines) > _LINES else ""
-    advice = f"Cast both operands to {dtype} at {', '.join(lines[:_LINES])}{more}."
+    in_dtype = "" if dtype == _FLOAT16 else ", jnp.bfloat16"
+    advice = (
+        f"Wrap the loss function: autocast(loss_fn{in_dtype}) computes every matrix product in "
+        f"{dtype}. Or cast both operands to {dtype} at {', '.join(lines[:_LINES])}{more}."
+    )
     return [(verdict, advice)]
 
 

@@ -686,7 +686,13 @@ def moving(seed, names):
         if v.dtype != jnp.float32:
             return v
         moves = v * rounding * hashed(v, n) + smallest * hashed(v, n + 0.5)
-        return v + jnp.sign(seed) * moves
+        return jnp.where(jnp.isfinite(v), v + jnp.sign(seed) * moves, v)  # or inf would be NaN
+
+    def as_written(outs, eqn, number):
+        """What the program itself rounds to 16 bits may be rounded to the next number there."""
+        written = {jnp.bfloat16: (2.0**-8, 0), jnp.float16: (ROUNDING, SMALLEST)}
+        how = [written.get(v.aval.dtype.type, (0, 0)) for v in eqn.outvars]
+        return [moved(x, number + 0.3, *by) for x, by in zip(outs, how, strict=True)]
 
     def rule(number, eqn, ins):
         name = eqn.primitive.name
@@ -694,11 +700,12 @@ def moving(seed, names):
             outs = widely(eqn, ins)  # which float32 rounds as well
             if any(map(is_float, eqn.invars)):
                 outs = [moved(x, number + 0.7, 2.0**-22, 0) for x in outs]
-            return outs, None
+            return as_written(outs, eqn, number), None
         is_product = name in PRODUCTS_OF_JAX and "HIGHEST" not in str(eqn.params["precision"])
         if is_product:
             ins = [moved(x, number + 0.1 * i) for i, x in enumerate(ins)]
         outs = [moved(x, number + 0.7) for x in widely(eqn, ins)]
+        outs = as_written(outs, eqn, number)
         if name in PRODUCTS_OF_JAX and not is_product:
             return outs, None
         large = [jnp.max(jnp.abs(x), initial=0) for x in [*ins * is_product, *outs]
@@ -733,6 +740,7 @@ class Sensitivity:
 
         scale, found = jnp.float32(scale), collections.Counter()
         still = run(jnp.float32(0), scale, *self.args)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(still)), "nothing is moved here"
         for n in range(1, samples + 1):
             errors = compared(run(jnp.float32(n), scale, *self.args), still)
             found = {name: max(found[name], error) for name, error in errors.items()}

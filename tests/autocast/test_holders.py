@@ -487,6 +487,23 @@ def test_custom_derivatives_are_the_users():
         holds(jax.checkpoint(fun))
 
 
+def test_custom_derivatives_keep_their_names():
+    @jax.custom_jvp
+    def my_jvp(x):
+        return x @ V
+
+    my_jvp.defjvp(lambda primals, tangents: (my_jvp(*primals), tangents[0] @ V))
+
+    @jax.custom_vjp
+    def my_vjp(x):
+        return x @ V
+
+    my_vjp.defvjp(lambda x: (x @ V, ()), lambda _, ct: (ct @ V.T,))
+    text = str(jax.make_jaxpr(ols.autocast(lambda x: my_vjp(my_jvp(x))))(X))
+    assert "name=my_jvp" in text
+    assert "name=my_vjp" in text
+
+
 def test_custom_vjps_of_every_make():
     @jax.custom_gradient
     def clipped(x):
@@ -524,6 +541,20 @@ def test_custom_vjps_of_every_make():
 
     kept.defvjp(lambda x: jax.vjp(lambda x: jnp.sin(x @ V), x), lambda vjp, ct: vjp(ct))
     holds(lambda p, x: kept(x @ p["w"]))
+
+
+def test_a_mapped_custom_vjp_that_closes_over_an_array():
+    """JAX counts what it closes over among its arguments then, and refuses to differentiate it."""
+
+    @jax.custom_vjp
+    def f(x):
+        return jnp.sin(x @ V)
+
+    f.defvjp(lambda x: (f(x), x), lambda x, ct: ((ct * jnp.cos(x @ V)) @ V.T,))
+    holds(lambda p, x: jax.vmap(f)(x @ p["w"]))
+    holds(lambda p, x: jax.vmap(jax.checkpoint(f))(x @ p["w"]))
+    one = lambda x: lax.cond(x[0] > 0, f, jnp.exp, x)
+    holds(lambda p, x: jax.vmap(one)(x @ p["w"]))
 
 
 def test_symbolic_zeros_are_as_they_were():
@@ -648,6 +679,18 @@ def test_gradients_inside():
     assert_as_in_float32(loss, params(), X)
 
 
+def test_the_derivative_of_an_outer_product_is_no_product():
+    """Made of a `dot_general` it would be one, and in float32."""
+
+    def fun(p, x):
+        h = x @ p["w"]
+        pairs = jnp.einsum("nd,en->ned", 300 * h, 300 * x.T)  # more than 65504
+        body = jax.checkpoint(lambda h: jnp.outer(h, h[:2]))
+        return jnp.log(jnp.mean(pairs**2)) + jnp.mean(jnp.tanh(body(h[0])))
+
+    assert_as_in_float32(fun, params(), X)
+
+
 def test_nested_autocast():
     twice = ols.autocast(ols.autocast(squared(block)))
     once = ols.autocast(squared(block))
@@ -734,6 +777,20 @@ def test_shardings_are_kept(axis_type):
         assert_close(cast, exact, 0.005)
         grads = jax.jit(jax.grad(ols.autocast(squared(fun))))(p, x)
         assert_close(grads, jax.jit(jax.grad(squared(fun)))(p, x), 0.01)
+
+
+def test_outer_products_of_what_is_sharded():
+    m = mesh(AxisType.Explicit)
+
+    def fun(p, x):
+        return jnp.mean(jnp.einsum("nd,e->nde", x @ p["w"], p["v"][0]) ** 2, 0)
+
+    with jax.set_mesh(m):
+        p = jax.device_put(params(), NamedSharding(m, P()))
+        x = jax.device_put(X, NamedSharding(m, P("data")))
+        results = [jax.jit(jax.grad(lambda p, x, f=f: f(p, x).sum()))(p, x)
+                   for f in (ols.autocast(fun), fun)]  # fmt: skip
+        assert_close(*results, 0.005)
 
 
 def test_jit_inside_with_shardings():
@@ -865,6 +922,21 @@ def test_errors_name_the_users_lines():
 
     with pytest.raises(TypeError, match="contracting"):
         ols.autocast(wrong)(params(), X)
+
+
+def test_errors_name_the_users_function_and_arguments():
+    def decides(p, x):
+        return p["w"] if x[0, 0] > 0 else p["v"]
+
+    def of_a_module(x, model):
+        return x if model(x)[0, 0] > 0 else x + 1
+
+    error = jax.errors.TracerBoolConversionError
+    with pytest.raises(error, match=r"function decides at .*test_holders.*argument x\."):
+        ols.autocast(decides)(params(), X)
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    with pytest.raises(error, match=r"function of_a_module at .*arguments x, model.*kernel"):
+        ols.autocast(of_a_module)(X, model=model)
 
 
 def test_with_compute_dtype():

@@ -51,6 +51,23 @@ def test_no_more_is_kept_for_the_backward_pass_than_by_hand(loss, params):
     assert kept <= 0.5 * bytes_kept(wide, params)
 
 
+def test_of_a_residual_stream_only_the_sums_are_kept():
+    """Not what was added beside, which the gradient of a sum does not need."""
+
+    def loss(params, x):
+        x = x @ params["in"]
+        for w in params["layers"]:
+            x = x + jax.nn.standardize(x) @ w
+        return jnp.mean(jax.nn.standardize(x) ** 2)
+
+    matrix = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    params, x = {"in": matrix, "layers": [matrix] * 4}, jax.ShapeDtypeStruct((64, 8), jnp.float32)
+    pullback = jax.eval_shape(lambda *args: jax.vjp(ols.autocast(loss), *args)[1], params, x)
+    kept = [y for y in jax.tree.leaves(pullback) if y.shape == x.shape]
+    # The input of each product, and the sum after each.
+    assert [y.dtype for y in kept].count(jnp.float16) == 5 + 5
+
+
 def test_a_scan_over_layers_carries_16_bits(params):
     carried = set()
 

@@ -409,6 +409,7 @@ def test_operands_that_are_widened_are_named():
     found = ols.diagnose(loss_fn, [normal(8, 8)] * 3, normal(4, 8).astype(F16))
     assert str(found).startswith("Computes in float32: all of 8 matrix products")
     assert found.verdict.startswith("Hardly anything is computed in float16")
+    assert found.advice[0].startswith("Wrap the loss function: autocast(loss_fn) computes")
     assert "test_truth.py:" in found.advice[0]
 
 
