@@ -4,8 +4,7 @@ python -m benchmarks                 # what it costs on this machine: 25 minutes
 python -m benchmarks --quick         # small sizes, to see that it runs
 python -m benchmarks accelerators    # the same compiled for a GPU and TPUs, and not run
 python -m benchmarks policies        # loss scales side by side, into docs/policies.md: 27 minutes
-python -m benchmarks skips        # the tables of docs/skipping.md: rules of skipping; 15 minutes
-python -m benchmarks rescaling       # docs/rescaling.md: one loss scale or one a block; 20 minutes
+python -m benchmarks skips           # the tables of docs/skipping.md; 15 minutes
 """
 
 import argparse
@@ -24,7 +23,7 @@ import optax
 from tqdm import tqdm
 
 import optax_lossscale as ols
-from benchmarks import _accelerators, _policies, _report, _rescaling, _sections, _skips
+from benchmarks import _accelerators, _policies, _report, _sections, _skips
 
 
 def _processor() -> str:
@@ -64,10 +63,10 @@ def _machine() -> dict[str, Any]:
 def main():
     """Runs the sections and writes what they found."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    what = ["here", "accelerators", "policies", "rescaling", "skips"]
+    what = ["here", "accelerators", "policies", "skips"]
     parser.add_argument("what", nargs="?", default="here", choices=what)
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
-    parser.add_argument("--out", help="where the results go; default: docs/benchmarks, or docs")
+    parser.add_argument("--out", help="where the results go; default: docs/benchmarks")
     parser.add_argument("--only", nargs="+", help="sections to run anew; default: all")
     parser.add_argument("--report", action="store_true", help="redraw from the results alone")
     options = parser.parse_args()
@@ -76,10 +75,6 @@ def main():
         return
     if options.what == "skips":
         _skips.main(options.quick)
-        return
-    if options.what == "rescaling":
-        out = pathlib.Path(options.out or "docs")
-        _rescaling.main(options.quick, options.report, out, _machine())
         return
 
     out = pathlib.Path(options.out or "docs/benchmarks")

@@ -20,10 +20,9 @@ PLAIN_STEP = "optimizer step"
 CLIPPED_STEP = "clipped optimizer step"
 WHOLE_STEP = "whole step"
 FLOAT16_STEP = "whole step from float32 to float16"
-RESCALED_STEP = "rescaled whole step"
-STEPS = (PLAIN_STEP, CLIPPED_STEP, WHOLE_STEP, FLOAT16_STEP, RESCALED_STEP)
+STEPS = (PLAIN_STEP, CLIPPED_STEP, WHOLE_STEP, FLOAT16_STEP)
 # Of the transformer, whose parameters are float32.
-WHOLE_STEPS = (WHOLE_STEP, FLOAT16_STEP, RESCALED_STEP)
+WHOLE_STEPS = (WHOLE_STEP, FLOAT16_STEP)
 DTYPES = ("float32", "float16")
 ADAMW = optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
@@ -68,8 +67,8 @@ def measure(quick: bool, steps: Sequence[str] = STEPS) -> list[Row]:
 
 def _steps(step: str) -> dict[str, tuple[_ways.Way, _ways.Step]]:
     """The ways, and with each the function that is compiled."""
-    if step in (FLOAT16_STEP, RESCALED_STEP):
-        ways = (_ways.in_float16 if step == FLOAT16_STEP else _ways.rescaled)(ADAMW)
+    if step == FLOAT16_STEP:
+        ways = _ways.in_float16(ADAMW)
         return {name: (way, way.train(loss)) for name, (way, loss) in ways.items()}
     if step == WHOLE_STEP:
         ways = _ways.branches(ADAMW, jnp.float16)
@@ -151,9 +150,6 @@ _STEPS = {
     FLOAT16_STEP: "The same transformer on 32,768 tokens, where most of the memory is what is "
     "kept for the backward pass: in float32 without loss scaling, cast to float16 in the model by "
     "hand, and the float32 model under `autocast`.",
-    RESCALED_STEP: "The same transformer with the backward pass of each block, or of the whole "
-    "model as one block, at a scale of its own, as in "
-    "[rescaling inside the model](../experimental.md).",
 }
 
 

@@ -45,7 +45,7 @@ def record(task: Task, seed: jax.Array, steps: int) -> Recording:
     def step(carry, key):
         params, state = carry
         batch = task.batch(key)
-        wide, probe = jax.grad(task.loss, argnums=(0, 2))(params, batch, ols.probe())
+        wide, probe = jax.grad(task.loss, argnums=(0, 2))(params, batch, ols.diagnosis.probe())
         numbers = jnp.abs(jnp.concatenate([g.ravel() for g in jax.tree.leaves(wide)]))
         largest = numbers.max()
         inner = jnp.maximum(largest, probe.cotangent.largest)

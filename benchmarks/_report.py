@@ -204,13 +204,6 @@ _SECTIONS = (
         "of the parameters' bytes.",
     ),
     (
-        "rescaled_step",
-        "A whole float16 step, rescaled inside",
-        _whole_step,
-        "The same, with the backward pass of each block, or of the whole model, at a scale of its "
-        "own, as in [rescaling inside the model](../experimental.md).",
-    ),
-    (
         "devices",
         "Several devices",
         _devices,

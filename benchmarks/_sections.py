@@ -171,7 +171,7 @@ def train_step(quick: bool) -> list[Row]:
         ways = {
             _ways.PLAIN: (inner.init, plain),
             "dynamic": ours("dynamic"),
-            "dynamic, every block tapped": ours("dynamic", ols.probe()),
+            "dynamic, every block tapped": ours("dynamic", ols.diagnosis.probe()),
             "fixed": ours(128),
             "None": ours(None),
         }
@@ -188,11 +188,6 @@ def whole_step(quick: bool) -> list[Row]:
     """A float16 transformer of four blocks, from a batch to new parameters, every way."""
     ways = _ways.whole(OPTIMIZERS["AdamW"])
     return _whole({name: (way, _transformer.loss) for name, way in ways.items()}, quick)
-
-
-def rescaled_step(quick: bool) -> list[Row]:
-    """The same with its blocks rescaled, which is experimental."""
-    return _whole(_ways.rescaled(OPTIMIZERS["AdamW"]), quick)
 
 
 def _whole(ways: dict[str, tuple[_ways.Way, Callable]], quick: bool) -> list[Row]:
@@ -311,7 +306,6 @@ SECTIONS = {
         check,
         train_step,
         whole_step,
-        rescaled_step,
         devices,
     )
 }

@@ -85,7 +85,7 @@ def _transformer() -> Task:
         scores = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)).astype(x.dtype)
         x += (scores @ v) @ p["out"]
         x += jax.nn.gelu(normed(x) @ p["up"]) @ p["down"]
-        logits = ols.tap(normed(x) @ p["head"], probe)
+        logits = ols.diagnosis.tap(normed(x) @ p["head"], probe)
         return cross_entropy(logits, tokens[:, 1:])
 
     shapes = {
@@ -114,7 +114,7 @@ def _convolution() -> Task:
     def loss(p, batch, probe):
         x, labels = batch
         x = jax.nn.relu(convolve(x.astype(p["first"].dtype), p["first"]) + p["bias"])
-        x = ols.tap(jax.nn.relu(convolve(x, p["second"])), probe)
+        x = ols.diagnosis.tap(jax.nn.relu(convolve(x, p["second"])), probe)
         return cross_entropy(x.reshape(len(x), -1) @ p["head"], labels)
 
     shapes = {
@@ -148,7 +148,7 @@ def _gru() -> Task:
 
         h = jnp.zeros((len(x), width), p["gates"].dtype)
         h, _ = jax.lax.scan(step, h, x.astype(h.dtype).swapaxes(0, 1))
-        return cross_entropy(ols.tap(h, probe) @ p["head"], labels)
+        return cross_entropy(ols.diagnosis.tap(h, probe) @ p["head"], labels)
 
     shapes = {
         "gates": (width + 2, 2 * width), "bias": (2 * width,), "new": (width + 2, width),
@@ -166,7 +166,7 @@ def _perceptron(widths: tuple[int, ...], activation: Callable[[jax.Array], jax.A
         x = x.astype(p["w0"].dtype)
         for i in range(len(shapes) - 1):
             x = activation(x @ p[f"w{i}"])
-        return ols.tap(x, probe) @ p[f"w{len(shapes) - 1}"]
+        return ols.diagnosis.tap(x, probe) @ p[f"w{len(shapes) - 1}"]
 
     return (lambda key: weights(key, **shapes)), apply
 
@@ -227,7 +227,7 @@ def _words() -> Task:
     def loss(p, tokens, probe):
         x = p["embedding"][tokens]
         x = jnp.concatenate([x[:, :-2], x[:, 1:-1]], -1) @ p["hidden"]
-        return cross_entropy(ols.tap(jax.nn.relu(x), probe) @ p["head"], tokens[:, 2:])
+        return cross_entropy(ols.diagnosis.tap(jax.nn.relu(x), probe) @ p["head"], tokens[:, 2:])
 
     shapes = {
         "embedding": (symbols, width),

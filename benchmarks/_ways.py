@@ -205,17 +205,6 @@ def whole(inner: optax.GradientTransformation) -> dict[str, Way]:
     } | peers(inner)
 
 
-def rescaled(inner: optax.GradientTransformation) -> dict[str, tuple[Way, Callable[..., Any]]]:
-    """Whole steps of models that are rescaled inside, each with its loss function."""
-    checked = apply_gradients(inner, None, skip="nonfinite")
-    return {
-        PLAIN: (plain(inner), _transformer.loss),
-        DYNAMIC: (apply_gradients(inner, "dynamic"), _transformer.loss),
-        "each block rescaled": (checked, _transformer.rescaled_loss),
-        "the whole model rescaled": (checked, _transformer.rescaled_model_loss),
-    }
-
-
 def in_float16(inner: optax.GradientTransformation) -> dict[str, tuple[Way, Callable[..., Any]]]:
     """Whole steps of one model that compute in float16 by other means, each with its loss."""
     dynamic = apply_gradients(inner, "dynamic")

@@ -19,5 +19,5 @@ def loss_fn(params, tokens, probes):
 
 if __name__ == "__main__":
     tokens = next(_text.batches(_text.read(None), 1, seed=0))
-    probes = OrderedDict((f"block_{i}", ols.probe()) for i in range(_model.BLOCKS))
+    probes = OrderedDict((f"block_{i}", ols.diagnosis.probe()) for i in range(_model.BLOCKS))
     print(ols.diagnose(loss_fn, _model.init(jax.random.key(0)), tokens, probes=probes))

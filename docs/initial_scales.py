@@ -26,7 +26,7 @@ def train(loss_scale, weight):
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params, state, tokens):
         grads = ols.grad(functools.partial(loss_fn, weight), state)(params, tokens)
-        share = ols.underflow_report(grads, state).total.underflow
+        share = ols.diagnosis.underflow_report(grads, state).total.underflow
         params, state = tx.apply_gradients(grads, state, params)
         return params, state, share
 
@@ -49,7 +49,7 @@ if __name__ == "__main__":
     print("| loss | initial scale | | skipped | zero or subnormal in float16 |")
     print("| --- | --- | ---: | ---: | ---: |")
     for loss, weight in LOSSES.items():
-        found = ols.find_initial_scale(
+        found = ols.diagnosis.find_initial_scale(
             functools.partial(loss_fn, weight), _model.init(jax.random.key(0)), tokens
         )
         starts = {

@@ -3,7 +3,7 @@
 A small transformer learns the source of the standard library, byte by byte. It is written in
 float32, and computes in float16 (`ols.autocast`). Gradients are clipped inside the wrapper, where
 they are unscaled. The loss scale and the skipped steps are logged (`ols.metrics`), and training
-stops with an error if no loss scale would help (`ols.check`).
+stops with an error if no loss scale would help (`ols.raise_if_stuck`).
 
     python examples/language_model.py
 
@@ -125,7 +125,7 @@ def main(steps=300, checkpoint=None):
         params, state, metrics = train_step(params, state, batch(documents, step))
         logged.append(metrics)
         if (step + 1) % 20 == 0:
-            ols.check(state)
+            ols.raise_if_stuck(state)
             print(
                 f"step {step + 1}: loss {metrics['loss']:.3f}, "
                 f"scale 2^{metrics['log2_loss_scale']:g}, skipped {metrics['skipped_steps']}"

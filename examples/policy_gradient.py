@@ -134,7 +134,7 @@ def main(steps=500, seed=0):
     returns, keys = [], jax.random.split(keys[2], steps)
     for i in range(0, steps, 50):
         (params, state, carts), metrics = train_steps((params, state, carts), keys[i : i + 50])
-        ols.check(state)
+        ols.raise_if_stuck(state)
         returns.append(float(metrics["return"].sum() / metrics["episodes"].sum()))
         print(
             f"step {min(i + 50, steps)}: mean return {returns[-1]:.0f}, "

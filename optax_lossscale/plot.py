@@ -192,7 +192,7 @@ def taps(
     Example:
       >>> import optax_lossscale as ols
       >>> from optax_lossscale import plot
-      >>> steps = [{"embed": ols.probe(), "layers": ols.probe(3)}] * 4
+      >>> steps = [{"embed": ols.diagnosis.probe(), "layers": ols.diagnosis.probe(3)}] * 4
       >>> axes = plot.taps(steps, lambda probe: probe.value.largest, label="largest value")
       >>> [text.get_text() for text in axes.get_yticklabels()]
       ['embed', 'layers/0', 'layers/1', 'layers/2']

@@ -447,7 +447,7 @@ def deepspeed(
       delayed_shift: steps that are not finite that it takes to back off.
       consecutive_hysteresis: whether those must come in a row.
       raise_error_at_min_scale: whether an overflow at the floor makes it `exhausted`,
-        for which `check` raises.
+        for which `raise_if_stuck` raises.
 
     Returns:
       A `DynamicLossScale`.
@@ -495,7 +495,7 @@ def fairseq(
       tolerance: the share of overflows that it takes to back off.
       threshold: a floor at which it stays without an error.
       min_loss_scale: a scale that would fall to this or below is `exhausted`, for which
-        `check` raises.
+        `raise_if_stuck` raises.
 
     Returns:
       A `ToleranceLossScale`.

@@ -12,14 +12,13 @@ import jax
 _OPTIONS = {
     "xla_backend_optimization_level": (3, 0),
     "xla_cpu_parallel_codegen_split_count": (32, 1),
-    "xla_cpu_use_fusion_emitters": (True, False),
 }
-_ARE_KNOWN = jax.__version_info__ < (0, 11)  # of a flag that it does not know, XLA dies
-AS_USERS_DO = {name: default for name, (default, _) in _OPTIONS.items() if _ARE_KNOWN}
+if jax.__version_info__ < (0, 11):  # of a flag that it does not know, XLA dies
+    _OPTIONS["xla_cpu_use_fusion_emitters"] = (True, False)
+AS_USERS_DO = {name: default for name, (default, _) in _OPTIONS.items()}
 
 
 def compile_quickly():
     """Here and in processes started from here, unless XLA_FLAGS is set, be it to nothing."""
-    if _ARE_KNOWN:
-        flags = [f"--{name}={str(quick).lower()}" for name, (_, quick) in _OPTIONS.items()]
-        os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+    flags = [f"--{name}={str(quick).lower()}" for name, (_, quick) in _OPTIONS.items()]
+    os.environ.setdefault("XLA_FLAGS", " ".join(flags))

@@ -1,4 +1,4 @@
-"""Fewer cases than all combinations: every two values meet in one of them."""
+"""Fewer cases than all: those in which every two values meet, or some, the others being slow."""
 
 import itertools
 
@@ -22,3 +22,11 @@ def pairwise(**parameters):
         missing -= pairs_in(case)
     values = [[parameters[n][i] for n, i in zip(names, case, strict=True)] for case in chosen]
     return pytest.mark.parametrize(names, values, ids=["-".join(case) for case in chosen])
+
+
+def quick(name, cases, *chosen):
+    """Parametrizes a test over the values of a dict, by their ids; those not chosen are slow."""
+    assert set(chosen) <= set(cases)
+    mark = lambda case: () if case in chosen else pytest.mark.slow
+    values = [pytest.param(value, id=case, marks=mark(case)) for case, value in cases.items()]
+    return pytest.mark.parametrize(name, values)

@@ -57,6 +57,7 @@ def test_the_default_run_shows_what_the_readme_claims(tmp_path):
     assert os.listdir(tmp_path) == [os.path.basename(picture)]
 
 
+@pytest.mark.slow
 def test_options_choose_text_steps_and_folder_and_one_step_has_no_time(
     tmp_path, capsys, small_model
 ):

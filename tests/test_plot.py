@@ -78,7 +78,7 @@ def test_draws_into_given_axes():
     history = {"loss_scale": np.ones(3), "should_apply": np.ones(3, bool)}
     assert plot.loss_scale(history, first) is first
     assert plot.exponents([jnp.ones(3)], axes=second) is second
-    assert plot.taps([[ols.probe()]], axes=third) is third
+    assert plot.taps([[ols.diagnosis.probe()]], axes=third) is third
 
 
 def test_exponents_draws_shares_before_and_after_scaling():
@@ -107,8 +107,10 @@ def test_exponents_counts_both_parts_of_complex_numbers():
 
 
 def test_taps_draws_a_row_a_layer_and_a_column_a_step():
-    at = lambda x: ols.probe()._replace(
-        cotangent=ols.probe().cotangent._replace(size=jnp.float32(4), zeros=jnp.float32(x))
+    at = lambda x: ols.diagnosis.probe()._replace(
+        cotangent=ols.diagnosis.probe().cotangent._replace(
+            size=jnp.float32(4), zeros=jnp.float32(x)
+        )
     )
     steps = [{"layer_2": at(0), "layer_10": at(step)} for step in range(3)]
     axes = plot.taps(steps, vmax=100)
@@ -123,11 +125,11 @@ def test_taps_draws_a_row_a_layer_and_a_column_a_step():
 
 def test_a_tap_is_named_as_it_is_and_not_as_mathematics():
     names = ["$x_{$", r"$\frac$", "a_$b$"]
-    axes = plot.taps([{name: ols.probe() for name in names}] * 2)
+    axes = plot.taps([{name: ols.diagnosis.probe() for name in names}] * 2)
     axes.figure.canvas.draw()
     assert sorted(text.get_text() for text in axes.get_yticklabels()) == sorted(names)
 
 
 def test_taps_of_many_layers_names_some_of_them():
-    axes = plot.taps([[ols.probe()] * 100] * 2)
+    axes = plot.taps([[ols.diagnosis.probe()] * 100] * 2)
     assert 20 <= len(axes.get_yticklabels()) <= 40

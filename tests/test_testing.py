@@ -196,7 +196,7 @@ def auxiliary_outputs_and_summaries(loss_fn, inner, params):
 
     def step(params, state, batch):
         (loss, aux), grads = ols.value_and_grad(with_aux, state, has_aux=True)(params, batch)
-        leaves = ols.nonfinite_leaves(grads)
+        leaves = ols.diagnosis.nonfinite_leaves(grads)
         return *tx.apply_gradients(grads, state, params), loss, aux, leaves
 
     return tx, step
@@ -379,6 +379,7 @@ def test_a_norm_that_happens_to_be_the_loss_scale_is_accused_and_a_tiny_one_too(
             ols.testing.assert_scale_invariant(jax.jit(step), w, tx.init(w), factor)
 
 
+@pytest.mark.slow
 def test_of_large_arrays_a_sample_is_compared():
     w = jnp.linspace(1, 2, 2**18).reshape(2**9, 2**9)
     state = TX.init(w)
@@ -694,7 +695,7 @@ def test_a_step_that_stops_at_an_infinite_loss_scale_is_not_accused():
 
     def step(params, state):
         params, state, loss = compiled(params, state, X)
-        ols.check(state)
+        ols.raise_if_stuck(state)
         return params, state, {"loss": loss, "bits": int(np.log2(state.loss_scale()))}
 
     ols.testing.assert_scale_invariant(step, PARAMS, TX.init(PARAMS))

@@ -31,7 +31,7 @@ class InitialScale(NamedTuple):
     largest: float
 
     @property
-    def headroom(self) -> float:
+    def spare_bits(self) -> float:
         """How many bits the scale is below the largest."""
         return math.log2(self.largest / self.scale)
 
@@ -39,7 +39,7 @@ class InitialScale(NamedTuple):
         scale = scale_name(self.scale)
         if self.largest == 2.0**HIGHEST:
             return f"{scale}: nothing overflows up to 2**{HIGHEST}; is float16 in use?"
-        return f"{scale}, with {self.headroom:.0f} bits to spare before gradients overflow"
+        return f"{scale}, with {self.spare_bits:.0f} bits to spare before gradients overflow"
 
 
 def find_initial_scale(
@@ -86,7 +86,7 @@ def find_initial_scale(
       >>> def loss_fn(w, x):
       ...     y = (w * x).astype(jnp.float16) ** 2
       ...     return jnp.mean(y.astype(jnp.float32))
-      >>> found = ols.find_initial_scale(loss_fn, jnp.float32(1.0), jnp.ones(256))
+      >>> found = ols.diagnosis.find_initial_scale(loss_fn, jnp.float32(1.0), jnp.ones(256))
       >>> print(found)
       2**20, with 2 bits to spare before gradients overflow
       >>> ls = ols.DynamicLossScale(initial_scale=found.scale)

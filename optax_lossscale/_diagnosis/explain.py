@@ -54,7 +54,7 @@ def nonfinite_leaves(tree: Any) -> dict[str, Summary]:
       >>> import jax.numpy as jnp
       >>> import optax_lossscale as ols
       >>> grads = {"dense": {"kernel": jnp.array([1.0, jnp.inf, -jnp.inf]), "bias": jnp.ones(3)}}
-      >>> for path, leaf in ols.nonfinite_leaves(grads).items():
+      >>> for path, leaf in ols.diagnosis.nonfinite_leaves(grads).items():
       ...     print(path, leaf.infinities, leaf.nans)
       dense/bias 0.0 0.0
       dense/kernel 2.0 0.0
@@ -82,7 +82,8 @@ def explain(
       taps: what `tap` recorded at the ends of the model's layers, a tree of `Probe`s whose
         order is the model's: a list, a stack, an `OrderedDict`, or a dict whose names differ
         in numbers alone, such as `layer_2` and `layer_10`. Stacks of one length in one
-        container are turns of one loop; two loops of one length have a container each.
+        container are turns of one loop, with what lies beside them there; two containers are
+        two loops.
       loss: the loss, not scaled.
 
     Returns:
@@ -96,7 +97,7 @@ def explain(
       >>> import jax.numpy as jnp
       >>> import optax_lossscale as ols
       >>> grads = {"dense": {"kernel": jnp.array([1.0, jnp.inf]), "bias": jnp.ones(3)}}
-      >>> print(ols.explain(ols.nonfinite_leaves(grads)))
+      >>> print(ols.diagnosis.explain(ols.diagnosis.nonfinite_leaves(grads)))
       1 of 2 gradients are not finite.
       1. dense/kernel: 1 inf and 0 NaN of 2 in its gradient
     """

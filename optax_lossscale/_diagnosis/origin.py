@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optax_lossscale._arrays.names import natural, without_numbers
-from optax_lossscale._diagnosis.places import a_stack_among_them, always, never, places
+from optax_lossscale._diagnosis.places import places
 from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._diagnosis.tap import Probe
 
@@ -30,18 +30,8 @@ class Suspect(NamedTuple):
 
 
 def recorded_places(taps: Any) -> list[Place]:
-    """The places that recorded something, in the order in which they ran.
-
-    The tree leaves open whether neighboring stacks of one length ran in one loop. Stacks in one
-    container are taken to, unless what is not finite says otherwise: that spreads, so if in
-    another order nothing finite comes after it, forwards or back, and in this one something
-    does, the other is the true one.
-    """
-    orders = [
-        [place for place in places(taps, in_one_loop) if place[1].value.size]
-        for in_one_loop in (a_stack_among_them, always, never)
-    ]
-    return next(filter(_spreads, orders), orders[0])
+    """The places that recorded something, in the order in which they ran."""
+    return [(name, record) for name, record in places(taps) if record.value.size]
 
 
 def origin(recorded: list[Place], leaves: dict[str, Summary], loss: Any) -> Suspect | None:
@@ -70,14 +60,6 @@ def ranked(leaves: dict[str, Summary]) -> list[str]:
 def count(summary: Summary) -> str:
     """What of it is not finite, in words."""
     return f"{summary.infinities:.0f} inf and {summary.nans:.0f} NaN of {summary.size:.0f}"
-
-
-def _spreads(order: list[Place]) -> bool:
-    """Whether what is not finite goes on to the end, and the gradients' to the beginning."""
-    # Infinities alone may be meant.
-    values = [bool(r.value.nans) for _, r in order if r.value.nans or not r.value.infinities]
-    gradients = [bool(record.cotangent.nonfinite) for _, record in reversed(order)]
-    return values == sorted(values) and gradients == sorted(gradients)
 
 
 def _first_value(recorded: list[Place], loss: Any) -> Suspect | None:

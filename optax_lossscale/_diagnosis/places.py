@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,58 +13,33 @@ from jax.tree_util import SequenceKey
 from optax_lossscale._arrays.names import natural, path_name
 from optax_lossscale._diagnosis.tap import Probe
 
-Neighbors = list[Any]  # trees of stacks of one length, next to each other in one container
 
-
-def a_stack_among_them(neighbors: Neighbors) -> bool:
-    """Stacks run in one loop with what lies beside them; two containers are two loops."""
-    return any(isinstance(tree, Probe) for tree in neighbors)
-
-
-def always(neighbors: Neighbors) -> bool:
-    """All run in one loop: its body has containers of its own."""
-    return True
-
-
-def never(neighbors: Neighbors) -> bool:
-    """Each runs in a loop of its own, as an encoder and a decoder of one depth do."""
-    return False
-
-
-def places(
-    taps: Any, in_one_loop: Callable[[Neighbors], bool] = a_stack_among_them
-) -> Iterator[tuple[str, Probe]]:
+def places(taps: Any) -> Iterator[tuple[str, Probe]]:
     """Each place's name and record: those of a loop once for each of its turns.
+
+    The tree says which stacks ran in one loop: those that lie beside each other in one container,
+    with all that is there beside them. Two containers are two loops.
 
     Args:
       taps: a tree of `Probe`s whose order is the model's.
-      in_one_loop: whether neighbors of one length share a loop, attn/0, mlp/0, attn/1, …, or
-        come one after the other.
     """
-    return _walk([((), taps)], (), in_one_loop)
+    return _walk([((), taps)], ())
 
 
-def _walk(
-    trees: list[tuple[tuple, Any]], turns: tuple, in_one_loop: Callable[[Neighbors], bool]
-) -> Iterator[tuple[str, Probe]]:
+def _walk(trees: list[tuple[tuple, Any]], turns: tuple) -> Iterator[tuple[str, Probe]]:
     """The places of trees beside each other, in some turns of the loops around them."""
     for length, run in itertools.groupby(trees, lambda entry: _length(entry[1])):
         neighbors = list(run)
-        if length is not None and in_one_loop([tree for _, tree in neighbors]):
+        if length is not None and any(isinstance(tree, Probe) for _, tree in neighbors):
             for i in range(length):
                 slices = [(path, _slice(tree, i)) for path, tree in neighbors]
-                yield from _walk(slices, (*turns, SequenceKey(i)), in_one_loop)
+                yield from _walk(slices, (*turns, SequenceKey(i)))
             continue
         for path, tree in neighbors:
-            if not isinstance(tree, Probe):
-                yield from _walk(_branches(tree, path), turns, in_one_loop)
-            elif length is None:
+            if isinstance(tree, Probe):
                 yield path_name((*path, *turns)), tree
             else:
-                for i in range(length):
-                    yield from _walk(
-                        [(path, _slice(tree, i))], (*turns, SequenceKey(i)), in_one_loop
-                    )
+                yield from _walk(_branches(tree, path), turns)
 
 
 def _slice(tree: Any, i: int) -> Any:

@@ -37,7 +37,7 @@ def probe(shape: int | tuple[int, ...] = ()) -> Probe:
 
     Example:
       >>> import optax_lossscale as ols
-      >>> ols.probe(12).cotangent.largest.shape
+      >>> ols.diagnosis.probe(12).cotangent.largest.shape
       (12,)
     """
     for size in shape if isinstance(shape, tuple) else (shape,):
@@ -77,10 +77,10 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
       >>> import jax, jax.numpy as jnp
       >>> import optax_lossscale as ols
       >>> def loss_fn(w, x, probes=(None, None)):
-      ...     hidden = ols.tap(w * x, probes[0])
-      ...     return jnp.sum(ols.tap(hidden ** 2, probes[1]))
+      ...     hidden = ols.diagnosis.tap(w * x, probes[0])
+      ...     return jnp.sum(ols.diagnosis.tap(hidden ** 2, probes[1]))
       >>> w, x = jnp.float16(2**-10), jnp.ones(8, jnp.float16)
-      >>> probes = (ols.probe(), ols.probe())
+      >>> probes = (ols.diagnosis.probe(), ols.diagnosis.probe())
       >>> grads, records = jax.grad(loss_fn, argnums=(0, 2))(w, x, probes)
       >>> float(records[0].value.largest), float(records[0].cotangent.largest)
       (0.0009765625, 0.001953125)

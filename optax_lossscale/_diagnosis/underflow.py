@@ -13,7 +13,7 @@ from optax_lossscale._diagnosis.summary import Summary, empty, summarize_leaves
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.get import resolve
 
-_TITLES = ("numbers", "zero", "subnormal", "in range", "inf, NaN", "headroom")
+_TITLES = ("numbers", "zero", "subnormal", "in range", "inf, NaN", "spare bits")
 _SHOWN = 20
 _COLUMNS = 100
 
@@ -53,8 +53,8 @@ class UnderflowReport:
         (most, most_exponent), (mantissa, exponent) = map(
             jnp.frexp, (jnp.float32(jnp.finfo(self.dtype).max), total.largest)
         )
-        headroom = most_exponent - exponent - (mantissa > most).astype(jnp.int32)
-        best = jnp.minimum(jnp.ldexp(self.loss_scale, headroom), 2.0**127)  # float32's last
+        spare_bits = most_exponent - exponent - (mantissa > most).astype(jnp.int32)
+        best = jnp.minimum(jnp.ldexp(self.loss_scale, spare_bits), 2.0**127)  # float32's last
         return jnp.where(known, best, jnp.nan)
 
     @property
@@ -127,12 +127,12 @@ def underflow_report(
       >>> import jax.numpy as jnp
       >>> import optax_lossscale as ols
       >>> grads = {"w": jnp.array([1e-9, 1e-5, 0.25, 2.0]), "b": jnp.array([0.0, 1e-7])}
-      >>> print(ols.underflow_report(grads, ols.get(128)))
+      >>> print(ols.diagnosis.underflow_report(grads, ols.get(128)))
       Gradients times 2**7, in float16:
-           numbers   zero  subnormal  in range  inf, NaN  headroom
-      b          2  50.0%      50.0%      0.0%         0      39.3
-      w          4  25.0%      25.0%     50.0%         0      15.0
-      all        6  33.3%      33.3%     33.3%         0      15.0
+           numbers   zero  subnormal  in range  inf, NaN  spare bits
+      b          2  50.0%      50.0%      0.0%         0        39.3
+      w          4  25.0%      25.0%     50.0%         0        15.0
+      all        6  33.3%      33.3%     33.3%         0        15.0
       Best scale for these: 2**21
     """
     dtype = validation.floating_dtype("dtype", dtype)
@@ -172,12 +172,12 @@ def _row(name: str, summary: Summary, dtype: np.dtype) -> tuple[str, ...]:
     size = np.maximum(summary.size, 1)
     in_range = summary.size - summary.zeros - summary.subnormals - summary.nonfinite
     with np.errstate(divide="ignore"):
-        headroom = np.log2(float(jnp.finfo(dtype).max)) - np.log2(summary.largest)
+        spare_bits = np.log2(float(jnp.finfo(dtype).max)) - np.log2(summary.largest)
     shares = (summary.zeros, summary.subnormals, in_range)
     return (
         name,
         f"{summary.size:.0f}",
         *(f"{n / size:.1%}" for n in shares),
         f"{summary.nonfinite:.0f}",
-        f"{headroom:.1f}",
+        f"{spare_bits:.1f}",
     )

@@ -9,7 +9,7 @@ import numpy as np
 from optax_lossscale._arrays.precision import times
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.loss_scale import LossScale, choose
-from optax_lossscale._scales.stateful import state
+from optax_lossscale._scales.stateful import state_field
 
 Refill = Literal["growth", "rescale", "finite"]
 
@@ -92,9 +92,9 @@ class DynamicLossScale(LossScale):
     clip_backoff: bool = True
     can_be_exhausted: bool = True
     initial_growth_counter: int = 0
-    growth_counter: jax.Array = state()  # shape=(), dtype=int32
-    hysteresis_left: jax.Array = state()  # shape=(), dtype=int32
-    _exhausted: jax.Array = state(False)  # shape=(), dtype=bool
+    growth_counter: jax.Array = state_field()  # shape=(), dtype=int32
+    hysteresis_left: jax.Array = state_field()  # shape=(), dtype=int32
+    _exhausted: jax.Array = state_field(False)  # shape=(), dtype=bool
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,6 +1,6 @@
 """A loss scale from what a user may call one, and from where it is kept."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -103,13 +103,18 @@ def get_loss_scale(state: Any) -> LossScale:
 def resolve(loss_scale: Any) -> LossScale:
     """What an argument `loss_scale` means: whatever `get` takes, or a state that holds one."""
     if isinstance(loss_scale, jax.Array) and _is_real_number(loss_scale):
-        # It may be traced, and to read it would wait for the device. So it is state, which
-        # a fixed loss scale has none of.
-        return DynamicLossScale().replace(loss_scale=loss_scale)
+        return _Given().replace(loss_scale=loss_scale)
     is_leaf = jax.tree_util.all_leaves([loss_scale])
     if loss_scale is None or is_leaf or _is_config(loss_scale):
         return get(loss_scale)
     return get_loss_scale(loss_scale)
+
+
+class _Given(LossScale):
+    """A scale that is an array, and so may be traced: state, where that of a fixed one is not."""
+
+    def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
+        return self
 
 
 def _count(loss_scales: list[LossScale]) -> int:

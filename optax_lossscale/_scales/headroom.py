@@ -8,7 +8,7 @@ import numpy as np
 
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.loss_scale import AxisName, LossScale, choose, largest_of_all
-from optax_lossscale._scales.stateful import state
+from optax_lossscale._scales.stateful import state_field
 
 # Exponents of two, or differences of them: bits.
 _OVERFLOW = 16  # float16's numbers are below 2**16
@@ -87,7 +87,7 @@ class HeadroomLossScale(LossScale):
 
     Attributes:
       loss_scale: the loss scale now, a power of two; float32, shape ().
-      headroom: the bits between the largest gradient of the last step that was measured and
+      spare_bits: the bits between the largest gradient of the last step that was measured and
         overflow: after a finite step at least 1 in float16, and 0 after an overflow and before
         the first step; int32, shape ().
 
@@ -100,21 +100,21 @@ class HeadroomLossScale(LossScale):
       >>> ls = ols.HeadroomLossScale(initial_scale=2.0**20)
       >>> for _ in range(5):
       ...     ls, should_apply = ls.update({"w": jnp.array([2.0**-10, -(2.0**-9)])})
-      >>> float(ls() * 2.0**-9), int(ls.headroom)  # below 2**16 by the margin of one bit
+      >>> float(ls() * 2.0**-9), int(ls.spare_bits)  # below 2**16 by the margin of one bit
       (16384.0, 1)
     """
 
     margin: int = 1
     window: int = 64
-    headroom: jax.Array = state(0)  # shape=(), dtype=int32, as all that follow
-    _largest: jax.Array = state(_NEVER)  # unscaled, in this window
-    _largest_before: jax.Array = state(_NEVER)  # in the window before
-    _window: jax.Array = state(1)  # how long one is
-    _quiet: jax.Array = state(0)  # measured steps since an overflow that was not excused
-    _zeros: jax.Array = state(0)  # steps in a row that measured nothing
-    _reserve: jax.Array = state(0)  # bits, held for overflows without an explanation
-    _excused: jax.Array = state(0)  # overflows to come that need none
-    _exhausted: jax.Array = state(False)  # dtype=bool
+    spare_bits: jax.Array = state_field(0)  # shape=(), dtype=int32, as all that follow
+    _largest: jax.Array = state_field(_NEVER)  # unscaled, in this window
+    _largest_before: jax.Array = state_field(_NEVER)  # in the window before
+    _window: jax.Array = state_field(1)  # how long one is
+    _quiet: jax.Array = state_field(0)  # measured steps since an overflow that was not excused
+    _zeros: jax.Array = state_field(0)  # steps in a row that measured nothing
+    _reserve: jax.Array = state_field(0)  # bits, held for overflows without an explanation
+    _excused: jax.Array = state_field(0)  # overflows to come that need none
+    _exhausted: jax.Array = state_field(False)  # dtype=bool
 
     def __post_init__(self):
         super().__post_init__()
@@ -156,7 +156,7 @@ class HeadroomLossScale(LossScale):
     def _after_overflow(self) -> Self:
         excused = self.replace(_excused=self._excused - 1)
         new = choose(self._excused > 0, excused, self._fallen())
-        return new.replace(headroom=0, _zeros=0, _exhausted=self._exponent() <= -_BOUND)
+        return new.replace(spare_bits=0, _zeros=0, _exhausted=self._exponent() <= -_BOUND)
 
     def _fallen(self) -> Self:
         at_once = self._quiet % self._patience() == 0
@@ -177,7 +177,7 @@ class HeadroomLossScale(LossScale):
         explained = size + k + self._reserve > _OVERFLOW
         new = self._with_less_reserve(explained, quiet % self._patience() == 0)
         new = new._remembering(size, quiet).replace(
-            headroom=_OVERFLOW - size - k, _quiet=quiet, _zeros=0, _exhausted=False
+            spare_bits=_OVERFLOW - size - k, _quiet=quiet, _zeros=0, _exhausted=False
         )
         largest = jnp.maximum(new._largest, new._largest_before)
         return new._at(_OVERFLOW - self.margin - largest - new._reserve)

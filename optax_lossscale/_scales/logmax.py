@@ -8,7 +8,7 @@ import numpy as np
 
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.loss_scale import AxisName, LossScale, choose, largest_of_all
-from optax_lossscale._scales.stateful import state
+from optax_lossscale._scales.stateful import state_field
 
 
 class LogMaxLossScale(LossScale):
@@ -65,11 +65,11 @@ class LogMaxLossScale(LossScale):
     beta1: float = 0.99
     beta2: float = 0.999
     overflow_std_dev: float = 3.09
-    mean: jax.Array = state(0.0)  # shape=(), dtype=float32
-    slow_mean: jax.Array = state(0.0)  # shape=(), dtype=float32
-    square: jax.Array = state(0.0)  # shape=(), dtype=float32
-    weight1: jax.Array = state(1.0)  # shape=(), dtype=float32
-    weight2: jax.Array = state(1.0)  # shape=(), dtype=float32
+    mean: jax.Array = state_field(0.0)  # shape=(), dtype=float32
+    slow_mean: jax.Array = state_field(0.0)  # shape=(), dtype=float32
+    square: jax.Array = state_field(0.0)  # shape=(), dtype=float32
+    weight1: jax.Array = state_field(1.0)  # shape=(), dtype=float32
+    weight2: jax.Array = state_field(1.0)  # shape=(), dtype=float32
 
     def __post_init__(self):
         super().__post_init__()

@@ -15,7 +15,7 @@ from jax import lax
 from optax_lossscale._arrays.finite import all_finite, largest
 from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.stateful import Stateful, state
+from optax_lossscale._scales.stateful import Stateful, state_field
 
 AxisName = Hashable
 
@@ -29,7 +29,7 @@ class LossScale(Stateful):
 
     - its fields are *configuration*, arguments of the constructor: static under
       `jit`, written by `get_config`;
-    - those declared with `state` are *state*: array leaves, changed by `replace`.
+    - those declared with `state_field` are *state*: array leaves, changed by `replace`.
 
     A `__post_init__` of its own calls `super().__post_init__()` first. What `adjust`
     returns should be finite and positive, whatever the sequence.
@@ -59,7 +59,7 @@ class LossScale(Stateful):
     """
 
     initial_scale: float = 2.0**15
-    loss_scale: jax.Array = state()
+    loss_scale: jax.Array = state_field()
 
     def __post_init__(self):
         initial_scale = validation.scale("initial_scale", self.initial_scale)
@@ -105,7 +105,7 @@ class LossScale(Stateful):
     def exhausted(self) -> jax.Array:
         """Whether the last step overflowed and there was nothing left to lower.
 
-        Nothing can raise inside a compiled step; `check` raises on the host where this
+        Nothing can raise inside a compiled step; `raise_if_stuck` raises on the host where this
         is True. False for a strategy that does not say otherwise.
 
         Returns:

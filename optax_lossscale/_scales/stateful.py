@@ -14,7 +14,7 @@ from optax_lossscale._scales.flax_serialization import SavedByFlax
 _IS_STATE = {"state": True}
 
 
-def state(default: Any = dataclasses.MISSING, *, init: Literal[False] = False) -> Any:
+def state_field(default: Any = dataclasses.MISSING, *, init: Literal[False] = False) -> Any:
     """Declares a field that changes from step to step: an array leaf of a `LossScale` or a rule.
 
     Args:
@@ -29,7 +29,7 @@ def state(default: Any = dataclasses.MISSING, *, init: Literal[False] = False) -
       >>> import jax, jax.numpy as jnp
       >>> import optax_lossscale as ols
       >>> class Counting(ols.LossScale):
-      ...     overflows: jax.Array = ols.state(0)
+      ...     overflows: jax.Array = ols.state_field(0)
       ...
       ...     def adjust(self, grads_finite):
       ...         return self.replace(overflows=self.overflows + jnp.logical_not(grads_finite))
@@ -52,12 +52,12 @@ def state(default: Any = dataclasses.MISSING, *, init: Literal[False] = False) -
     return dataclasses.field(init=init, default_factory=lambda: value, metadata=_IS_STATE)
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, state))
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, state_field))
 @dataclasses.dataclass(frozen=True)
 class Stateful(metaclass=SavedByFlax):
     """What loss scales and rules of skipping are: subclassing alone makes a class one.
 
-    Fields are configuration, static under `jit`; those declared with `state` are array leaves.
+    Fields are configuration, static under `jit`; a `state_field` is an array leaf.
     """
 
     def __init_subclass__(cls, **kwargs: Any):

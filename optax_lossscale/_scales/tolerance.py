@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from optax_lossscale._arrays.precision import times
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.loss_scale import LossScale, choose
-from optax_lossscale._scales.stateful import state
+from optax_lossscale._scales.stateful import state_field
 
 
 class ToleranceLossScale(LossScale):
@@ -68,10 +68,10 @@ class ToleranceLossScale(LossScale):
     tolerance: float = 0.0
     threshold: float | None = None
     min_scale: float = 1e-4
-    growth_counter: jax.Array = state(0)  # shape=(), dtype=int32
-    steps: jax.Array = state(0)  # shape=(), dtype=int32
-    overflows: jax.Array = state(0)  # shape=(), dtype=int32
-    _exhausted: jax.Array = state(False)  # shape=(), dtype=bool
+    growth_counter: jax.Array = state_field(0)  # shape=(), dtype=int32
+    steps: jax.Array = state_field(0)  # shape=(), dtype=int32
+    overflows: jax.Array = state_field(0)  # shape=(), dtype=int32
+    _exhausted: jax.Array = state_field(False)  # shape=(), dtype=bool
 
     def __post_init__(self):
         super().__post_init__()

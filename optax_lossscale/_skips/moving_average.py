@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.stateful import state
+from optax_lossscale._scales.stateful import state_field
 from optax_lossscale._skips.rule import SkipRule
 
 
@@ -65,9 +65,9 @@ class MovingAverageSkipRule(SkipRule):
 
     drop_norm: DropNorm
     grad_norm_ema_decay: float
-    count: jax.Array = state(0)  # shape=(), dtype=int32
-    mean: jax.Array = state(1.0)  # shape=(), dtype=float32
-    mean_square: jax.Array = state(1.0)  # shape=(), dtype=float32
+    count: jax.Array = state_field(0)  # shape=(), dtype=int32
+    mean: jax.Array = state_field(1.0)  # shape=(), dtype=float32
+    mean_square: jax.Array = state_field(1.0)  # shape=(), dtype=float32
 
     def __post_init__(self):
         between = lambda x: 0 < x < 1

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.stateful import state
+from optax_lossscale._scales.stateful import state_field
 from optax_lossscale._skips.rule import SkipRule
 
 
@@ -43,10 +43,10 @@ class RollingSkipRule(SkipRule):
     least_history: int = 64
     ddof: int = 1
     least_deviation: float = 0.0
-    seen: jax.Array = state(0)  # shape=(), dtype=int32
-    _next: jax.Array = state(0)  # the place of the oldest; shape=(), dtype=int32
-    _losses: jax.Array = state()  # shape=(length,), dtype=float32
-    _norms: jax.Array = state()  # shape=(length,), dtype=float32
+    seen: jax.Array = state_field(0)  # shape=(), dtype=int32
+    _next: jax.Array = state_field(0)  # the place of the oldest; shape=(), dtype=int32
+    _losses: jax.Array = state_field()  # shape=(length,), dtype=float32
+    _norms: jax.Array = state_field()  # shape=(length,), dtype=float32
 
     def __post_init__(self):
         length = validation.count("length", self.length, least=2, most=2**20)

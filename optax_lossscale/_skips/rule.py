@@ -9,7 +9,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.stateful import Stateful, state
+from optax_lossscale._scales.stateful import Stateful, state_field
 
 
 class SkipRule(Stateful):
@@ -23,7 +23,7 @@ class SkipRule(Stateful):
     a rule of your own; subclassing alone makes it a frozen dataclass and a pytree:
 
     - its fields are *configuration*, arguments of the constructor: static under `jit`;
-    - those declared with `state` are *state*: array leaves, changed by `replace`.
+    - those declared with `state_field` are *state*: array leaves, changed by `replace`.
 
     Attributes:
       needs_value: whether a step has to be given its loss; of the class.
@@ -38,7 +38,7 @@ class SkipRule(Stateful):
       >>> import optax_lossscale as ols
       >>> class Doubled(ols.skips.SkipRule):
       ...     needs_value = True
-      ...     smallest: jax.Array = ols.state(jnp.inf)
+      ...     smallest: jax.Array = ols.state_field(jnp.inf)
       ...
       ...     def decide(self, norm, value):
       ...         smallest = jnp.minimum(self.smallest, value)
@@ -51,8 +51,8 @@ class SkipRule(Stateful):
     """
 
     needs_value: ClassVar[bool] = False
-    gradient_norm: jax.Array = state(0.0)
-    skipped_by_rule: jax.Array = state(0)
+    gradient_norm: jax.Array = state_field(0.0)
+    skipped_by_rule: jax.Array = state_field(0)
 
     @abc.abstractmethod
     def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.stateful import state
+from optax_lossscale._scales.stateful import state_field
 from optax_lossscale._skips.rule import SkipRule
 
 _DEVIATION = 1.4826  # of a normal distribution, in distances from its median to a quartile
@@ -72,13 +72,13 @@ class SpikeSkipRule(SkipRule):
     least: float = 1.0
     window: int = 64
     max_skips: int = 16
-    norm_limit: jax.Array = state(float("inf"))  # shape=(), dtype=float32
-    value_limit: jax.Array = state(float("inf"))  # shape=(), dtype=float32
-    skipped_in_a_row: jax.Array = state(0)  # shape=(), dtype=int32
+    norm_limit: jax.Array = state_field(float("inf"))  # shape=(), dtype=float32
+    value_limit: jax.Array = state_field(float("inf"))  # shape=(), dtype=float32
+    skipped_in_a_row: jax.Array = state_field(0)  # shape=(), dtype=int32
     # Of the logarithms of norms, and of losses.
-    _seen: jax.Array = state(np.zeros(2, np.int32))  # how many are remembered; shape=(2,)
-    _next: jax.Array = state(np.zeros(2, np.int32))  # the place of the oldest; shape=(2,)
-    _last: jax.Array = state()  # shape=(2, window), dtype=float32
+    _seen: jax.Array = state_field(np.zeros(2, np.int32))  # how many are remembered; shape=(2,)
+    _next: jax.Array = state_field(np.zeros(2, np.int32))  # the place of the oldest; shape=(2,)
+    _last: jax.Array = state_field()  # shape=(2, window), dtype=float32
 
     def __post_init__(self):
         window = validation.count("window", self.window, least=16, most=2**20)

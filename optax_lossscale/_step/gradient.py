@@ -22,30 +22,6 @@ from optax_lossscale._scales.validation import function
 from optax_lossscale._step.compute_dtype import ComputeDtype, narrowed, refuse_other_dtypes
 
 
-def scale_loss(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
-    """The loss times the loss scale.
-
-    To differentiate by other means than `value_and_grad`, `scale_gradient` keeps the true loss.
-
-    Args:
-      loss: a real floating-point scalar.
-      loss_scale: whatever `get` takes, or an optimizer state that holds exactly one.
-
-    Returns:
-      The scaled loss, shape (), float32 or wider.
-
-    Raises:
-      TypeError: if the loss is not a real floating-point scalar.
-      ValueError: if `loss_scale` is no loss scale, or a state that holds none or several.
-
-    Example:
-      >>> import optax_lossscale as ols
-      >>> float(ols.scale_loss(0.5, ols.FixedLossScale(128)))
-      64.0
-    """
-    return resolve(loss_scale).scale(_scalar(loss))
-
-
 def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     """The loss itself, whose gradient is times the loss scale.
 
@@ -202,7 +178,7 @@ def value_and_grad(
 
     def scaled_fun(*args, **kw):
         value = fun(*args, **kw)
-        return scale_loss(loss_of(value, has_aux), loss_scale), value
+        return loss_scale.scale(_scalar(loss_of(value, has_aux))), value
 
     scaled_value_and_grad = jax.value_and_grad(scaled_fun, argnums, has_aux=True, **kwargs)
 

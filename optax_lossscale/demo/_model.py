@@ -40,7 +40,7 @@ def loss(
     params: dict[str, Any],
     tokens: jax.Array,
     dtype: Any,
-    probes: Sequence[ols.Probe | None] | None = None,
+    probes: Sequence[ols.diagnosis.Probe | None] | None = None,
 ) -> jax.Array:
     """Mean cross-entropy of each next byte, in nats; a float32 scalar.
 
@@ -54,7 +54,7 @@ def loss(
     p = jax.tree.map(lambda x: x.astype(dtype), params)
     x = embed(p, tokens[:, :-1])
     for layer, probe in zip(p["blocks"], probes or [None] * len(p["blocks"]), strict=True):
-        x = ols.tap(block(layer, x), probe)
+        x = ols.diagnosis.tap(block(layer, x), probe)
     return cross_entropy(logits(p, x), tokens[:, 1:])
 
 

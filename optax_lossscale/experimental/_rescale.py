@@ -76,7 +76,7 @@ def rescale(
         float16's overflow, from 0 to 24, for what is larger inside the block: gradients of
         parameters, above all, are sums over the batch. Where these bits do not suffice, gradients
         are not finite, the step is skipped, and no loss scale around the block can help. With 16,
-        the largest is between 0.5 and 1. docs/rescaling.md measures what other margins cost.
+        the largest is between 0.5 and 1.
       cotangent_dtype: None, or `float8_e5m2` or `float8_e4m3fn`, to which the cotangent is
         rounded, to nearest, at the scale that uses that dtype's range. It is then converted
         back, as JAX has cotangents in the dtype of their activations: this shows

@@ -201,7 +201,7 @@ def _advanced(loss_scale: LossScale) -> tuple[jax.Array, LossScale]:
 def _unless_it_stops(run_with: Callable[[LossScale], Run], loss_scale: LossScale) -> Run | None:
     try:
         return run_with(loss_scale)
-    except Exception:  # of `check`, or of a logger that has no integer for infinity
+    except Exception:  # of `raise_if_stuck`, or of a logger that has no integer for infinity
         return None
 
 

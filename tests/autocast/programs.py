@@ -761,14 +761,14 @@ def tried(program, autocast=None):
     exact_step = jax.jit(jax.value_and_grad(fun, (0, 1)))
     try:
         exact = exact_step(p, x)
-        usual = ols.dtype_report(exact_step, p, x)
+        usual = ols.diagnosis.dtype_report(exact_step, p, x)
     except Exception as error:  # the program is none
         return Finding("no program", repr(error))
     if not all(np.isfinite(g).all() for g in jax.tree.leaves(exact)):
         return Finding("out of range", "")
     try:
         step = jax.jit(scaled_value_and_grad(autocast(fun), (0, 1)))  # traced once
-        report = ols.dtype_report(step, jnp.float32(1), p, x)
+        report = ols.diagnosis.dtype_report(step, jnp.float32(1), p, x)
         actual, scale = with_its_scale(step, p, x)
     except Exception as error:
         return Finding(type(error).__name__, str(error)[:1500])

@@ -21,19 +21,19 @@ def loss_fn(w, x):
 @pytest.mark.parametrize("exponent", [-30, -8, 0, 7, 12])
 def test_finds_the_largest_power_of_two(exponent):
     w, x = jnp.ones(3), jnp.array([0.1, 0.9, 0.5]) * 2.0**exponent
-    found = ols.find_initial_scale(loss_fn, w, x.astype(jnp.float16), margin=1)
+    found = ols.diagnosis.find_initial_scale(loss_fn, w, x.astype(jnp.float16), margin=1)
     at = lambda scale: ols.all_finite(ols.grad(loss_fn, ols.get(scale))(w, x.astype(jnp.float16)))
     assert at(found.largest)
     assert not at(found.largest * 2)
     assert found.scale == found.largest / 2
-    assert found.headroom == 1
+    assert found.spare_bits == 1
 
 
 def test_of_several_batches_the_least_compiled_for_once():
     counted = chex.assert_max_traces(loss_fn, n=1)
     first, *others = [(jnp.full(3, x, jnp.float16),) for x in (1.0, 64.0, 0.25)]
-    found = ols.find_initial_scale(counted, jnp.ones(3), *first, others=others)
-    assert found == ols.find_initial_scale(loss_fn, jnp.ones(3), *others[0])
+    found = ols.diagnosis.find_initial_scale(counted, jnp.ones(3), *first, others=others)
+    assert found == ols.diagnosis.find_initial_scale(loss_fn, jnp.ones(3), *others[0])
 
 
 def test_asks_the_function_anew_each_time():
@@ -46,9 +46,11 @@ def test_asks_the_function_anew_each_time():
             return loss_fn(w, x) * self.weight
 
     model, x = Model(), jnp.ones(3, jnp.float16)
-    before = ols.find_initial_scale(model.loss, jnp.ones(3), x)
+    before = ols.diagnosis.find_initial_scale(model.loss, jnp.ones(3), x)
     model.weight = 8.0
-    assert ols.find_initial_scale(model.loss, jnp.ones(3), x).largest == before.largest / 8
+    assert (
+        ols.diagnosis.find_initial_scale(model.loss, jnp.ones(3), x).largest == before.largest / 8
+    )
     alive = weakref.ref(model)
     del model
     gc.collect()
@@ -57,7 +59,9 @@ def test_asks_the_function_anew_each_time():
 
 def test_parameters_that_are_no_floats():
     params = {"w": jnp.ones(3), "steps": jnp.int32(3), "none": None}
-    found = ols.find_initial_scale(lambda p: loss_fn(p["w"], jnp.ones(3, jnp.float16)), params)
+    found = ols.diagnosis.find_initial_scale(
+        lambda p: loss_fn(p["w"], jnp.ones(3, jnp.float16)), params
+    )
     assert found.largest == 2.0**15
 
 
@@ -66,14 +70,16 @@ def test_passes_arguments_on():
         return weight * loss_fn(w, x), "aux of any kind"
 
     x = jnp.ones(3, jnp.float16)
-    found = ols.find_initial_scale(with_aux, jnp.ones(3), x, has_aux=True, weight=8.0)
-    assert found.largest == ols.find_initial_scale(loss_fn, jnp.ones(3), x).largest / 8
+    found = ols.diagnosis.find_initial_scale(with_aux, jnp.ones(3), x, has_aux=True, weight=8.0)
+    assert found.largest == ols.diagnosis.find_initial_scale(loss_fn, jnp.ones(3), x).largest / 8
 
 
 def test_says_what_it_found():
-    found = ols.find_initial_scale(loss_fn, jnp.ones(3), jnp.ones(3, jnp.float16), margin=4)
+    found = ols.diagnosis.find_initial_scale(
+        loss_fn, jnp.ones(3), jnp.ones(3, jnp.float16), margin=4
+    )
     assert str(found) == "2**11, with 4 bits to spare before gradients overflow"
-    wide = ols.find_initial_scale(lambda w: jnp.sum(w**2) * 1e-3, jnp.ones(3))
+    wide = ols.diagnosis.find_initial_scale(lambda w: jnp.sum(w**2) * 1e-3, jnp.ones(3))
     assert "nothing overflows up to 2**126" in str(wide)
 
 
@@ -94,7 +100,7 @@ def finite_between(low, high):
 
 @pytest.mark.parametrize(("low", "high"), [(14, 45), (3, 4), (77, 77), (-80, -70), (126, 126)])
 def test_finds_scales_that_are_neither_small_nor_large(low, high):
-    found = ols.find_initial_scale(finite_between(low, high), jnp.ones(3))
+    found = ols.diagnosis.find_initial_scale(finite_between(low, high), jnp.ones(3))
     assert found.largest == 2.0**high
     assert found.scale == 2.0 ** max(high - 2, low)
 
@@ -102,10 +108,13 @@ def test_finds_scales_that_are_neither_small_nor_large(low, high):
 def test_a_scale_that_holds_for_every_batch():
     """The smallest that one needs is above the largest of another: there is none."""
     loss_fn = lambda w, x: finite_between(5, 9)(w * x)
-    assert ols.find_initial_scale(loss_fn, jnp.ones(3), 1.0, others=[(1.0,)]).largest == 2.0**9
+    assert (
+        ols.diagnosis.find_initial_scale(loss_fn, jnp.ones(3), 1.0, others=[(1.0,)]).largest
+        == 2.0**9
+    )
     shifted = lambda w, by: finite_between(5, 9)(w) if by is None else finite_between(20, 29)(w)
     with pytest.raises(ValueError, match="not finite at any loss scale"):
-        ols.find_initial_scale(shifted, jnp.ones(3), None, others=[(1.0,)])
+        ols.diagnosis.find_initial_scale(shifted, jnp.ones(3), None, others=[(1.0,)])
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
@@ -113,22 +122,24 @@ def test_a_loss_that_is_not_finite_is_told(bad):
     """Though its gradients are."""
     loss_fn = lambda w: jnp.sum(w) + bad
     with pytest.raises(ValueError, match=r"the loss is (nan|inf), and not finite at any"):
-        ols.find_initial_scale(loss_fn, jnp.ones(3))
+        ols.diagnosis.find_initial_scale(loss_fn, jnp.ones(3))
     with pytest.raises(ValueError, match=r"the loss is (nan|inf)"):
-        ols.find_initial_scale(lambda w, x: jnp.sum(w) + x, jnp.ones(3), 1.0, others=[(bad,)])
+        ols.diagnosis.find_initial_scale(
+            lambda w, x: jnp.sum(w) + x, jnp.ones(3), 1.0, others=[(bad,)]
+        )
 
 
 def test_gradients_that_no_scale_makes_finite_are_told():
     with pytest.raises(ValueError, match=r"not finite at any loss scale .*explain"):
-        ols.find_initial_scale(lambda w: jnp.sum(w) * jnp.nan, jnp.ones(3))
+        ols.diagnosis.find_initial_scale(lambda w: jnp.sum(w) * jnp.nan, jnp.ones(3))
     with pytest.raises(ValueError, match=r"not finite at any loss scale .*explain"):
-        ols.find_initial_scale(lambda w: jnp.sum(jnp.sqrt(w) * 0), jnp.zeros(3))
+        ols.diagnosis.find_initial_scale(lambda w: jnp.sum(jnp.sqrt(w) * 0), jnp.zeros(3))
 
 
 def test_the_margin_is_a_positive_int():
     for margin in (0, 1.5, True, None):
         with pytest.raises(ValueError, match="margin must be an int"):
-            ols.find_initial_scale(loss_fn, jnp.ones(3), jnp.ones(3), margin=margin)
+            ols.diagnosis.find_initial_scale(loss_fn, jnp.ones(3), jnp.ones(3), margin=margin)
 
 
 @pytest.mark.slow
@@ -139,7 +150,7 @@ def test_the_demo_skips_nothing_in_its_first_steps():
     tokens = next(_text.batches(_text.read(None), 1, seed=0))
     for weight in script["LOSSES"].values():
         loss_fn = functools.partial(script["loss_fn"], weight)
-        found = ols.find_initial_scale(loss_fn, _model.init(jax.random.key(0)), tokens)
+        found = ols.diagnosis.find_initial_scale(loss_fn, _model.init(jax.random.key(0)), tokens)
         skipped, _ = script["train"](ols.DynamicLossScale(initial_scale=found.scale), weight)
         assert skipped == 0
     skipped, _ = script["train"](ols.DynamicLossScale(), weight)
@@ -148,4 +159,4 @@ def test_the_demo_skips_nothing_in_its_first_steps():
 
 def test_with_has_aux_a_function_that_returns_no_pair_is_refused():
     with pytest.raises(TypeError, match=r"must return a pair \(loss, aux\), got a "):
-        ols.find_initial_scale(lambda w: (w**2).sum(), jnp.ones(2), has_aux=True)
+        ols.diagnosis.find_initial_scale(lambda w: (w**2).sum(), jnp.ones(2), has_aux=True)

@@ -16,7 +16,7 @@ import optax_lossscale as ols
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, 8)), jnp.float16)
 W = {name: jnp.eye(8) for name in ("q", "k", "v")}
 OFF = {"scores": None, "weights": None, "out": None}
-ON = OrderedDict((name, ols.probe()) for name in OFF)
+ON = OrderedDict((name, ols.diagnosis.probe()) for name in OFF)
 CAUSAL = np.tri(6, dtype=bool)
 
 
@@ -26,9 +26,9 @@ def attention(params, x, probes=OFF, *, size=1.0, loss=1.0, mask=None):
     scores = (x @ p["q"]) @ (x @ p["k"]).mT * jnp.asarray(size, jnp.float16)
     if mask is not None:
         scores = jnp.where(mask, scores, -jnp.inf)
-    scores = ols.tap(scores, probes["scores"])
-    weights = ols.tap(jax.nn.softmax(scores), probes["weights"])
-    out = ols.tap(weights @ (x @ p["v"]), probes["out"])
+    scores = ols.diagnosis.tap(scores, probes["scores"])
+    weights = ols.diagnosis.tap(jax.nn.softmax(scores), probes["weights"])
+    out = ols.diagnosis.tap(weights @ (x @ p["v"]), probes["out"])
     return jnp.mean(out.astype(jnp.float32) ** 2) * loss
 
 
@@ -49,7 +49,9 @@ def test_a_healthy_model_is_fine_as_it_is():
 def test_a_small_loss_needs_a_scale(mask):
     diagnosis = diagnose(loss=2.0**-14, mask=mask)
     assert diagnosis.verdict.startswith("float16 needs a loss scale: without one, ")
-    found = ols.find_initial_scale(lambda w: attention(w, X, loss=2.0**-14, mask=mask), W)
+    found = ols.diagnosis.find_initial_scale(
+        lambda w: attention(w, X, loss=2.0**-14, mask=mask), W
+    )
     assert diagnosis.initial_scale == found
     (advice,) = diagnosis.advice
     assert f"DynamicLossScale(initial_scale=2.0**{np.log2(found.scale):.0f})" in advice
@@ -62,6 +64,7 @@ def test_a_small_loss_needs_a_scale(mask):
     assert "arriving at out" in diagnosis.underflow
 
 
+@pytest.mark.slow
 def test_scores_that_overflow_are_named():
     diagnosis = diagnose(size=2.0**14)
     assert diagnosis.verdict.startswith("The loss is nan at any loss scale")
@@ -71,6 +74,7 @@ def test_scores_that_overflow_are_named():
     assert "Overflow: at any scale, first at scores: " in str(diagnosis)
 
 
+@pytest.mark.slow
 def test_a_row_that_is_masked_whole_is_told():
     mask = CAUSAL & (np.arange(6) != 0)  # the first sees itself alone
     diagnosis = diagnose(mask=mask)
@@ -99,8 +103,8 @@ steep.defvjp(lambda x: (x, None), lambda _, g: (g * jnp.asarray(2**15, g.dtype),
 def two_layers(params, x, probes=None):
     p = jax.tree.map(lambda w: w.astype(jnp.float16), params)
     probes = probes or {"first": None, "second": None}
-    x = ols.tap(x * p["first"], probes["first"])
-    x = ols.tap(steep(x) * p["second"], probes["second"])
+    x = ols.diagnosis.tap(x * p["first"], probes["first"])
+    x = ols.diagnosis.tap(steep(x) * p["second"], probes["second"])
     return jnp.mean(x.astype(jnp.float32)) * 2.0**-8
 
 
@@ -108,7 +112,7 @@ def test_where_no_one_scale_fits_the_layer_is_named():
     params = {"first": jnp.ones(8), "second": jnp.ones(8)}
     x = jnp.asarray(2.0 ** -np.arange(0, 8), jnp.float16)
     x = jnp.where(jnp.arange(8) < 4, x, 2.0**-16)
-    probes = OrderedDict(first=ols.probe(), second=ols.probe())
+    probes = OrderedDict(first=ols.diagnosis.probe(), second=ols.diagnosis.probe())
     diagnosis = ols.diagnose(two_layers, params, x, probes=probes)
     assert diagnosis.verdict.startswith("No one loss scale fits: at 2**")
     assert diagnosis.overflow.suspects[0].name == "second"

@@ -40,7 +40,7 @@ def loss_fn(params, probes, x, fault):
     names = sorted(params["blocks"], key=lambda name: int(name.split("_")[1]))
     for i, name in enumerate(names):
         x = block(params["blocks"][name], x, fault if i == FAULTY else None)
-        x = ols.tap(x, probes and probes[name])
+        x = ols.diagnosis.tap(x, probes and probes[name])
     if fault == "loss":
         return jnp.mean(jnp.exp(100 * x.astype(jnp.float32)))
     if fault == "loss, backward":
@@ -60,10 +60,10 @@ def step(fault, tapped=True):
 
     @jax.jit
     def evidence(params, x):
-        probes = {name: ols.probe() for name in params["blocks"]} if tapped else None
+        probes = {name: ols.diagnosis.probe() for name in params["blocks"]} if tapped else None
         value_and_grad = ols.value_and_grad(loss_fn, ols.get(2.0**4), argnums=(0, 1))
         loss, (grads, records) = value_and_grad(params, probes, x, fault)
-        return ols.nonfinite_leaves(grads), records, loss
+        return ols.diagnosis.nonfinite_leaves(grads), records, loss
 
     return evidence(params(), jnp.linspace(-1, 1, 8 * WIDTH).reshape(8, WIDTH))
 
@@ -79,37 +79,37 @@ FAULTS = {
 @pytest.mark.parametrize(("fault", "place"), FAULTS.items())
 def test_names_the_place_first(fault, place):
     leaves, taps, loss = step(fault)
-    explanation = ols.explain(leaves, taps=taps, loss=loss)
+    explanation = ols.diagnosis.explain(leaves, taps=taps, loss=loss)
     assert explanation.suspects[0].name == place
     assert f"1. {place}: " in str(explanation)
 
 
 def test_without_a_fault_there_is_no_suspect():
     leaves, taps, loss = step(None)
-    explanation = ols.explain(leaves, taps=taps, loss=loss)
+    explanation = ols.diagnosis.explain(leaves, taps=taps, loss=loss)
     assert explanation.suspects == []
     assert str(explanation) == "All gradients are finite."
 
 
 def test_says_what_is_still_finite():
     leaves, taps, loss = step("forward")
-    finding = ols.explain(leaves, taps=taps, loss=loss).suspects[0].finding
+    finding = ols.diagnosis.explain(leaves, taps=taps, loss=loss).suspects[0].finding
     assert f"the value of block_{FAULTY - 1} is finite, at most " in finding
     leaves, taps, loss = step("backward")
-    finding = ols.explain(leaves, taps=taps, loss=loss).suspects[0].finding
+    finding = ols.diagnosis.explain(leaves, taps=taps, loss=loss).suspects[0].finding
     assert f"passes to block_{FAULTY - 1}; the one that reaches it is finite" in finding
 
 
 def test_gradients_alone_name_what_comes_before_the_fault():
     """Which come after the fault is all that they say, and what it was if it was the loss."""
     leaves, _, loss = step("backward", tapped=False)
-    names = {s.name for s in ols.explain(leaves, loss=loss).suspects}
+    names = {s.name for s in ols.diagnosis.explain(leaves, loss=loss).suspects}
     assert names == {f"blocks/block_{i}/{p}" for i in range(FAULTY) for p in ("in", "out")} | {
         f"blocks/block_{FAULTY}/in"
     }
     leaves, _, loss = step("loss", tapped=False)
-    assert ols.explain(leaves, loss=loss).suspects[0].name == "the loss"
-    assert ols.explain(leaves).suspects[0].name == "the forward pass or the loss"
+    assert ols.diagnosis.explain(leaves, loss=loss).suspects[0].name == "the loss"
+    assert ols.diagnosis.explain(leaves).suspects[0].name == "the forward pass or the loss"
 
 
 def test_infinities_rank_before_nans_and_few_before_many():
@@ -122,7 +122,7 @@ def test_infinities_rank_before_nans_and_few_before_many():
         "none": None,
         "count": jnp.arange(3),
     }
-    explanation = ols.explain(ols.nonfinite_leaves(grads))
+    explanation = ols.diagnosis.explain(ols.diagnosis.nonfinite_leaves(grads))
     names = [s.name for s in explanation.suspects]
     assert names == ["one_inf", "layer_2", "layer_10", "all_nan"]
     assert explanation.summary == "4 of 5 gradients are not finite."
@@ -130,7 +130,7 @@ def test_infinities_rank_before_nans_and_few_before_many():
 
 def test_the_report_is_short():
     grads = {f"layer_{i}": jnp.array([1.0, jnp.inf]) for i in range(40)}
-    lines = str(ols.explain(ols.nonfinite_leaves(grads))).splitlines()
+    lines = str(ols.diagnosis.explain(ols.diagnosis.nonfinite_leaves(grads))).splitlines()
     assert lines[0] == "40 of 40 gradients are not finite."
     assert len(lines) == 7
     assert lines[-1] == "and 36 more."
@@ -139,43 +139,45 @@ def test_the_report_is_short():
 def test_names_places_in_lists_stacks_and_ordered_trees():
     """The order is the model's: of ten layers and more, and of a stack's."""
     bad = jnp.array([0.0, 0.0, 1.0])
-    stack = ols.probe(3)
+    stack = ols.diagnosis.probe(3)
     stack = stack._replace(value=stack.value._replace(nans=bad, size=jnp.ones(3)))
-    assert ols.explain({}, taps={"stack": stack}).suspects[0].name == "stack/2"
-    nan = ols.probe()._replace(
-        value=ols.probe().value._replace(nans=jnp.ones(()), size=jnp.ones(()))
+    assert ols.diagnosis.explain({}, taps={"stack": stack}).suspects[0].name == "stack/2"
+    nan = ols.diagnosis.probe()._replace(
+        value=ols.diagnosis.probe().value._replace(nans=jnp.ones(()), size=jnp.ones(()))
     )
     for tree, name in (
-        ([ols.probe(), nan, nan], "1"),
+        ([ols.diagnosis.probe(), nan, nan], "1"),
         ({"layer_2": nan, "layer_10": nan}, "layer_2"),
         (FrozenDict({"layer_2": nan, "layer_10": nan}), "layer_2"),
         (OrderedDict(encoder=nan, decoder=nan), "encoder"),
-        (OrderedDict(layer_10=ols.probe(), layer_2={"b": nan, "a": None}), "layer_2/b"),
+        (OrderedDict(layer_10=ols.diagnosis.probe(), layer_2={"b": nan, "a": None}), "layer_2/b"),
         (optax.EmaState(count=nan, ema=[nan]), "count"),
         (nan, "."),
     ):
-        assert ols.explain({}, taps=tree).suspects[0].name == name
+        assert ols.diagnosis.explain({}, taps=tree).suspects[0].name == name
 
 
 @pytest.mark.parametrize(
     "wrap", [lambda taps: taps, lambda taps: [taps], lambda taps: {"a": taps}]
 )
 def test_a_dict_that_does_not_tell_the_order_is_refused(wrap):
-    taps = wrap({"encoder": ols.probe(), "decoder": ols.probe()})
+    taps = wrap({"encoder": ols.diagnosis.probe(), "decoder": ols.diagnosis.probe()})
     with pytest.raises(ValueError, match=r"model's order, .*encoder.* list, an OrderedDict"):
-        ols.explain({}, taps=taps)
+        ols.diagnosis.explain({}, taps=taps)
 
 
 def test_taps_that_recorded_nothing_say_nothing():
     """Probes whose gradient was not asked for, or in a branch that was not taken."""
     leaves, taps, loss = step("backward")
     untaken = jax.tree.map(jnp.zeros_like, taps["block_7"])
-    explanation = ols.explain(leaves, taps=taps | {"block_7": untaken}, loss=loss)
+    explanation = ols.diagnosis.explain(leaves, taps=taps | {"block_7": untaken}, loss=loss)
     assert explanation.suspects[0].name == "block_8"
-    explanation = ols.explain(leaves, taps=[ols.probe()] * 3)
+    explanation = ols.diagnosis.explain(leaves, taps=[ols.diagnosis.probe()] * 3)
     assert "No tap recorded anything" in str(explanation)
-    assert explanation.suspects == ols.explain(leaves).suspects
-    explanation = ols.explain(step("loss")[0], taps=[ols.probe()] * 3, loss=jnp.nan)
+    assert explanation.suspects == ols.diagnosis.explain(leaves).suspects
+    explanation = ols.diagnosis.explain(
+        step("loss")[0], taps=[ols.diagnosis.probe()] * 3, loss=jnp.nan
+    )
     assert explanation.suspects[0] == ("the loss", "it is nan")
 
 
@@ -184,7 +186,7 @@ def test_taps_that_are_no_probes_are_refused():
     with pytest.raises(
         TypeError, match=r"taps are a tree of Probes, got a \w+ at blocks/block_0/in"
     ):
-        ols.explain(leaves, taps=params())
+        ols.diagnosis.explain(leaves, taps=params())
 
 
 def test_leaves_that_nonfinite_leaves_did_not_return_are_refused():
@@ -192,21 +194,21 @@ def test_leaves_that_nonfinite_leaves_did_not_return_are_refused():
     replicas = jax.tree.map(lambda x: jnp.stack([x] * 4), leaves)
     for other in (params(), [1.0], jnp.ones(3), replicas):
         with pytest.raises(TypeError, match="leaves must be what nonfinite_leaves returned"):
-            ols.explain(other, taps=taps)
+            ols.diagnosis.explain(other, taps=taps)
         with pytest.raises(TypeError, match="leaves must be what nonfinite_leaves returned"):
-            ols.check(ols.get(128), leaves=other)
+            ols.raise_if_stuck(ols.get(128), leaves=other)
 
 
 def test_leaves_that_are_all_nan_add_nothing_to_a_culprit():
     leaves, taps, loss = step("forward")
-    explanation = ols.explain(leaves, taps=taps, loss=loss)
+    explanation = ols.diagnosis.explain(leaves, taps=taps, loss=loss)
     assert len(explanation.suspects) == 1
     assert explanation.summary == f"{2 * BLOCKS} of {2 * BLOCKS} gradients are not finite."
 
 
 def test_nonfinite_leaves_counts_leaves_of_every_kind_by_path():
     tree = {"a": [np.float32("nan"), 1.0], "b": {"c": jnp.array([complex(1, np.inf)])}, "d": None}
-    leaves = jax.jit(ols.nonfinite_leaves)(tree)
+    leaves = jax.jit(ols.diagnosis.nonfinite_leaves)(tree)
     assert {k: (v.nans, v.infinities) for k, v in leaves.items()} == {
         "a/0": (1, 0),
         "a/1": (0, 0),

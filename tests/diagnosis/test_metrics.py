@@ -51,7 +51,7 @@ def test_the_logarithm_of_a_power_of_two_is_an_integer(power):
 
 def test_hold_the_counters_of_a_strategy_of_ones_own():
     class Counting(ols.LossScale):
-        overflows: jax.Array = ols.state(0)
+        overflows: jax.Array = ols.state_field(0)
 
         def adjust(self, grads_finite):
             return self.replace(overflows=self.overflows + jnp.logical_not(grads_finite))

@@ -15,6 +15,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from pairs import quick
 
 import optax_lossscale as ols
 
@@ -43,7 +44,7 @@ hazard.defvjp(
 
 def place(x, name, probes, planted):
     """The end of a layer: a fault, if one is planted there, and the tap."""
-    return ols.tap(hazard(x, planted[name]), probes[name])
+    return ols.diagnosis.tap(hazard(x, planted[name]), probes[name])
 
 
 def half(params):
@@ -223,7 +224,7 @@ def autoencoder(params, probes, x, planted):
 def step(loss_fn, params, probes, x, planted):
     value_and_grad = ols.value_and_grad(loss_fn, SCALE, argnums=(0, 1))
     loss, (grads, records) = value_and_grad(params, probes, x, planted)
-    return ols.nonfinite_leaves(grads), records, loss
+    return ols.diagnosis.nonfinite_leaves(grads), records, loss
 
 
 def vmapped(loss_fn, params, probes, x, planted):
@@ -243,7 +244,7 @@ def accumulated(loss_fn, params, probes, x, planted):
 
     zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), (params, probes)))
     (loss, (grads, records)), _ = lax.scan(micro_step, zeros, (jnp.arange(BATCH), x[:, None]))
-    return ols.nonfinite_leaves(grads), records, loss
+    return ols.diagnosis.nonfinite_leaves(grads), records, loss
 
 
 def sharded(loss_fn, params, probes, x, planted):
@@ -264,12 +265,17 @@ def block_of(probe):
 
 def blocks_of_convs():
     return [
-        ordered(conv1=ols.probe(), conv2=ols.probe(), shortcut=ols.probe(), sum=ols.probe())
+        ordered(
+            conv1=ols.diagnosis.probe(),
+            conv2=ols.diagnosis.probe(),
+            shortcut=ols.diagnosis.probe(),
+            sum=ols.diagnosis.probe(),
+        )
         for _ in range(3)
     ]
 
 
-ONE = ols.probe()
+ONE = ols.diagnosis.probe()
 TRANSFORMER = (
     transformer,
     transformer_params(list),
@@ -285,7 +291,7 @@ MODELS = {
     "scanned transformer": (
         scanned_transformer,
         transformer_params(stacked),
-        ordered(embed=ONE, blocks=block_of(ols.probe(4)), head=ONE),
+        ordered(embed=ONE, blocks=block_of(ols.diagnosis.probe(4)), head=ONE),
         jax.jit(step, static_argnums=0),
     ),
     "conv net, accumulated": (
@@ -300,8 +306,10 @@ MODELS = {
         ordered(
             embed=ONE,
             layers=ordered(
-                steps=ordered(pre=ols.probe((3, LENGTH)), hidden=ols.probe((3, LENGTH))),
-                sum=ols.probe(3),
+                steps=ordered(
+                    pre=ols.diagnosis.probe((3, LENGTH)), hidden=ols.diagnosis.probe((3, LENGTH))
+                ),
+                sum=ols.diagnosis.probe(3),
             ),
         ),
         jax.jit(sharded, static_argnums=0),
@@ -337,7 +345,7 @@ UNDECIDED = {
 
 def evidence(model, fault=None, kind=None):
     loss_fn, params, probes, gather = MODELS[model]
-    is_probe = lambda x: isinstance(x, ols.Probe)
+    is_probe = lambda x: isinstance(x, ols.diagnosis.Probe)
     planted = jax.tree.map(lambda p: np.zeros(p.value.size.shape), probes, is_leaf=is_probe)
     planted |= {"the loss": np.zeros(()), "divergence": np.zeros(())}
     if fault is not None:
@@ -361,7 +369,9 @@ def faults(model):
         yield from itertools.product(["log_variance"], KINDS)
         return
     _, _, probes, _ = MODELS[model]
-    paths, _ = jax.tree.flatten_with_path(probes, is_leaf=lambda x: isinstance(x, ols.Probe))
+    paths, _ = jax.tree.flatten_with_path(
+        probes, is_leaf=lambda x: isinstance(x, ols.diagnosis.Probe)
+    )
     names = []
     for path, probe in paths:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -372,12 +382,12 @@ def faults(model):
     yield from itertools.product([*names, "the loss"], KINDS)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@quick("model", {model: model for model in MODELS}, "transformer", "rnn, sharded")
 def test_every_planted_fault_is_named(model):
     planted, wrong = 0, {}
     for fault, kind in faults(model):
         leaves, taps, loss = evidence(model, fault, kind)
-        explanation = ols.explain(leaves, taps=taps, loss=loss)
+        explanation = ols.diagnosis.explain(leaves, taps=taps, loss=loss)
         if np.isfinite(loss) and not any(leaf.nonfinite for leaf in leaves.values()):
             assert explanation.suspects == []  # an infinity that tanh brought back to 1
             continue
@@ -401,7 +411,7 @@ def test_there_are_enough_faults_and_few_are_undecided():
 @pytest.mark.parametrize("model", MODELS)
 def test_a_healthy_model_is_accused_of_nothing(model):
     leaves, taps, loss = evidence(model)
-    explanation = ols.explain(leaves, taps=taps, loss=loss)
+    explanation = ols.diagnosis.explain(leaves, taps=taps, loss=loss)
     assert np.isfinite(loss)
     assert explanation.suspects == []
     assert explanation.summary == "All gradients are finite."

@@ -18,7 +18,7 @@ NARROW = [jnp.float16, jnp.bfloat16, ml_dtypes.float8_e5m2]
 
 @functools.partial(jax.jit, static_argnums=1)
 def counts(x, dtype):
-    return ols.underflow_report({"x": x}, 1.0, dtype).leaves["x"]
+    return ols.diagnosis.underflow_report({"x": x}, 1.0, dtype).leaves["x"]
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -51,38 +51,40 @@ def test_counts_what_rounding_makes_of_numbers(dtype, numbers, data):
 def test_counts_every_kind_in_each_dtype_of_its_own():
     for dtype in (*NARROW, jnp.float32):
         x = jnp.array([0, 1, -2, jnp.inf, -jnp.inf, jnp.nan, jnp.finfo(dtype).max], dtype)
-        summary = ols.nonfinite_leaves([x])["0"]
+        summary = ols.diagnosis.nonfinite_leaves([x])["0"]
         np.testing.assert_array_equal(summary, [7, 1, 0, 2, 1, np.inf])
 
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_each_number_is_of_one_kind(jit):
     """Whether the processor takes a float32 subnormal for zero or not."""
-    summarize = jax.jit(ols.nonfinite_leaves) if jit else ols.nonfinite_leaves
+    summarize = jax.jit(ols.diagnosis.nonfinite_leaves) if jit else ols.diagnosis.nonfinite_leaves
     summary = summarize([np.full(4, 1e-40, np.float32)])["0"]
     assert summary.zeros + summary.subnormals == 4
 
 
 def test_float64_numbers_out_of_float32s_range_are_counted_as_lost():
     with jax.enable_x64(True):
-        report = ols.underflow_report([jnp.array([1e300, 1e39, 1e-60, 1.0, np.inf])], 1, "float32")
+        report = ols.diagnosis.underflow_report(
+            [jnp.array([1e300, 1e39, 1e-60, 1.0, np.inf])], 1, "float32"
+        )
     assert (report.total.infinities, report.total.zeros) == (3, 1)
 
 
 def test_leaves_of_the_same_path_are_both_kept():
-    leaves = ols.nonfinite_leaves({"a": {"b": jnp.array([jnp.nan])}, "a/b": jnp.ones(1)})
+    leaves = ols.diagnosis.nonfinite_leaves({"a": {"b": jnp.array([jnp.nan])}, "a/b": jnp.ones(1)})
     assert sorted(leaf.nans for leaf in leaves.values()) == [0, 1]
 
 
 def test_counts_do_not_stop_where_float32_ends_to_count():
     n = 2**24 + 2
-    assert ols.nonfinite_leaves([jnp.full(n, jnp.nan, jnp.float16)])["0"].nans == n
+    assert ols.diagnosis.nonfinite_leaves([jnp.full(n, jnp.nan, jnp.float16)])["0"].nans == n
 
 
 def test_takes_more_numbers_than_int32_counts():
     chex.assert_shape(
-        jax.eval_shape(ols.nonfinite_leaves, [jax.ShapeDtypeStruct((2**16, 2**16), jnp.float16)])[
-            "0"
-        ],
+        jax.eval_shape(
+            ols.diagnosis.nonfinite_leaves, [jax.ShapeDtypeStruct((2**16, 2**16), jnp.float16)]
+        )["0"],
         (),
     )

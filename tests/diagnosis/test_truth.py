@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental import pallas
+from pairs import quick
 
 import optax_lossscale as ols
 
@@ -259,7 +260,7 @@ HEALTHY = {
 }
 
 
-@pytest.mark.parametrize("model", HEALTHY.values(), ids=HEALTHY)
+@quick("model", HEALTHY, "perceptron", "embedding", "attention", "convolution", "lstm", "gate")
 def test_a_healthy_model_is_accused_of_nothing(model):
     found = ols.diagnose(*model())
     assert found.errors == {}

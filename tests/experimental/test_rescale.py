@@ -149,6 +149,7 @@ def test_rematerialization_changes_nothing(where):
 PARTIALS = {name: jax.tree_util.Partial(f) for name, f in BOUNDARIES.items()}
 
 
+@pytest.mark.slow
 def test_mapped_examples_have_exponents_of_their_own():
     params, x = parameters(8), inputs(jnp.float16)
     # One example's gradients are far below the others'.
@@ -166,6 +167,7 @@ def test_mapped_examples_have_exponents_of_their_own():
         assert relative_error(one, other) < 0.05
 
 
+@pytest.mark.slow
 def test_mapped_parameters_have_gradients_of_their_own():
     params = parameters(6)
     ensemble = jax.tree.map(lambda p: jnp.stack([p, 0.5 * p]), params)
@@ -181,7 +183,9 @@ def mesh(*names):
     return jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
 
 
-@pytest.mark.parametrize(("check_vma", "scan"), [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("check_vma", "scan"), [(True, False), pytest.param(False, True, marks=pytest.mark.slow)]
+)
 def test_replicas_of_shard_map_agree_with_one_device(check_vma, scan):
     params = parameters(6)
 
@@ -196,6 +200,7 @@ def test_replicas_of_shard_map_agree_with_one_device(check_vma, scan):
     assert relative_error(grads, exact) < 0.05
 
 
+@pytest.mark.slow
 def test_blocks_that_communicate_scale_alike_over_axis_name():
     params = parameters(6)
 
@@ -276,6 +281,7 @@ def test_what_a_block_closes_over_is_not_differentiated_in_silence():
         jax.grad(closing)(p)
 
 
+@pytest.mark.slow
 def test_trees_of_activations_and_integers_pass_through():
     table = jax.random.normal(jax.random.key(1), (10, WIDTH))
 
@@ -316,6 +322,7 @@ def test_arguments_are_differentiated_like_parameters_and_keywords_are_passed_on
     )
 
 
+@pytest.mark.slow
 def test_what_a_scan_slices_may_be_an_argument_or_a_keyword():
     masked = lambda p, x, gate, *, mask: block(p, x) * gate * mask
 
@@ -342,6 +349,7 @@ def test_a_keyword_may_have_any_name():
     )
 
 
+@pytest.mark.slow
 def test_steps_that_are_masked_out_count_as_no_use():
     valid = jnp.array([True, False, True, True])
 
@@ -381,6 +389,7 @@ def test_activations_anywhere_else_are_refused():
             call()
 
 
+@pytest.mark.slow
 def test_random_keys_and_what_is_no_array_are_passed_on():
     def noisy(p, x, key, training, kind):
         assert training is True
@@ -398,6 +407,7 @@ def test_random_keys_and_what_is_no_array_are_passed_on():
     assert experimental.leave(y)["key"] == key
 
 
+@pytest.mark.slow
 def test_strict_dtype_promotion_is_kept():
     with jax.numpy_dtype_promotion("strict"):
         p = jnp.float32(0.5)
@@ -408,7 +418,7 @@ def test_strict_dtype_promotion_is_kept():
 
 def test_taps_inside_a_block_record_numbers_at_the_scale_of_the_block():
     params = parameters(8)
-    tapped = lambda p, x, probe: shrinking(p, ols.tap(x, probe))
+    tapped = lambda p, x, probe: shrinking(p, ols.diagnosis.tap(x, probe))
 
     def probed(params, probes, block, enter, leave):
         body = lambda x, p: (block(p[0], x, p[1]), None)
@@ -416,8 +426,8 @@ def test_taps_inside_a_block_record_numbers_at_the_scale_of_the_block():
         return jnp.mean(leave(x).astype(jnp.float32) ** 2)
 
     grad = jax.grad(probed, argnums=(0, 1))
-    _, before = grad(params, ols.probe(8), tapped, **PLAIN)
-    grads, after = grad(params, ols.probe(8), experimental.rescale(tapped), **BOUNDARIES)
+    _, before = grad(params, ols.diagnosis.probe(8), tapped, **PLAIN)
+    grads, after = grad(params, ols.diagnosis.probe(8), experimental.rescale(tapped), **BOUNDARIES)
     assert before.cotangent.largest[0] == 0
     assert (after.cotangent.largest > 2**-6).all()
     chex.assert_trees_all_equal(after.value, before.value)
@@ -426,7 +436,7 @@ def test_taps_inside_a_block_record_numbers_at_the_scale_of_the_block():
 
 @pytest.mark.parametrize("margin", [16, 8])
 def test_the_largest_cotangent_lies_the_margin_below_overflow(margin):
-    tapped = lambda p, x, probe: ols.tap(shrinking(p, x), probe)
+    tapped = lambda p, x, probe: ols.diagnosis.tap(shrinking(p, x), probe)
 
     def probed(probes):
         x = experimental.enter(inputs(jnp.float16))
@@ -434,7 +444,7 @@ def test_the_largest_cotangent_lies_the_margin_below_overflow(margin):
             x = experimental.rescale(tapped, margin=margin)(p, x, probe)
         return jnp.mean(experimental.leave(x) ** 2)
 
-    for record in jax.grad(probed)([ols.probe()] * 4):
+    for record in jax.grad(probed)([ols.diagnosis.probe()] * 4):
         assert 2.0 ** (15 - margin) <= record.cotangent.largest < 2.0 ** (16 - margin)
 
 
@@ -562,6 +572,7 @@ def test_blocks_of_flax_nnx():
     )
 
 
+@pytest.mark.slow
 @FRAMEWORKS
 def test_blocks_of_flax_linen():
     layer = linen.Dense(WIDTH, dtype=jnp.float16)

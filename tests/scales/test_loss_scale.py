@@ -18,8 +18,8 @@ class Cautious(ols.LossScale):
     """A user's strategy: an option and a counter of its own."""
 
     patience: int = 3
-    quiet_steps: jax.Array = ols.state(0)
-    smoothed: jax.Array = ols.state(0.0)
+    quiet_steps: jax.Array = ols.state_field(0)
+    smoothed: jax.Array = ols.state_field(0.0)
 
     def adjust(self, grads_finite):
         quiet = jnp.where(grads_finite, self.quiet_steps + 1, 0)
@@ -179,8 +179,8 @@ def test_a_strategy_of_ones_own_follows_its_rule_in_a_scan():
 
 def test_a_state_field_may_be_an_array_of_any_shape_and_dtype():
     class Remembering(ols.LossScale):
-        last: jax.Array = ols.state(jnp.zeros(3))
-        seen: jax.Array = ols.state(np.float16(2))
+        last: jax.Array = ols.state_field(jnp.zeros(3))
+        seen: jax.Array = ols.state_field(np.float16(2))
 
         def adjust(self, grads_finite):
             return self.replace(last=jnp.roll(self.last, 1).at[0].set(grads_finite))

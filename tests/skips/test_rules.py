@@ -140,7 +140,7 @@ def test_a_norm_of_the_threshold_itself_is_applied_by_megatron_and_skipped_by_ax
 def test_ones_own_rule_is_a_pytree_by_subclassing_alone():
     class Every(skips.SkipRule):
         period: int
-        steps: jax.Array = ols.state(0)
+        steps: jax.Array = ols.state_field(0)
 
         def decide(self, norm, value):
             return self.replace(steps=self.steps + 1), self.steps % self.period != 0

@@ -1,5 +1,6 @@
 """Steps that are not compiled: nothing compiles twice, and nothing stays in memory."""
 
+import functools
 import gc
 
 import chex
@@ -67,15 +68,18 @@ def cost(step, state):
         gc.enable()
 
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("door", "loss_scale", "branch"),
     [
         ("apply_gradients", LS, None),
-        ("update", LS, None),
-        ("minimize", LS, None),
-        ("apply_gradients", LS, "cond"),
+        slow("update", LS, None),
+        slow("minimize", LS, None),
+        slow("apply_gradients", LS, "cond"),
         ("update", LS, "select"),
-        ("update", "headroom", None),
+        slow("update", "headroom", None),
         ("minimize", 64, None),
     ],
 )
@@ -100,7 +104,7 @@ def test_what_compiles_or_keeps_arrays_is_seen():
 
 
 @pytest.mark.parametrize(
-    ("door", "branch"), [("apply_gradients", None), ("update", None), ("update", "select")]
+    ("door", "branch"), [("apply_gradients", None), slow("update", None), slow("update", "select")]
 )
 def test_steps_are_those_of_a_compiled_one(door, branch):
     tx = ols.with_loss_scale(INNER, LS, branch=branch)

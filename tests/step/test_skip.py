@@ -54,8 +54,8 @@ class AtMost(skips.SkipRule):
     """Applies norms up to a limit, and remembers their sum, and that of the losses."""
 
     limit: float
-    norms: jax.Array = ols.state(0.0)
-    losses: jax.Array = ols.state(0.0)
+    norms: jax.Array = ols.state_field(0.0)
+    losses: jax.Array = ols.state_field(0.0)
 
     def decide(self, norm, value):
         losses = self.losses if value is None else self.losses + value
@@ -371,12 +371,12 @@ def test_check_says_that_it_was_the_rule():
     state = tx.init(PARAMS)
     for _ in range(4):
         _, state = tx.update(PARAMS, state, PARAMS)
-    ols.check(state, max_consecutive_skips=4)
+    ols.raise_if_stuck(state, max_consecutive_skips=4)
     with pytest.raises(ols.LossScaleError, match=r"AtMost has skipped .* 4 steps .* norm 3\.78"):
-        ols.check(state, max_consecutive_skips=3)
+        ols.raise_if_stuck(state, max_consecutive_skips=3)
     _, state = tx.update(BAD, state, PARAMS)
     with pytest.raises(ols.LossScaleError, match="gradients have overflowed at every step"):
-        ols.check(state, max_consecutive_skips=3)
+        ols.raise_if_stuck(state, max_consecutive_skips=3)
 
 
 def test_a_loss_under_the_name_that_maxtext_and_levanter_give_it():

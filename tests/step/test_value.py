@@ -56,7 +56,7 @@ def test_check_raises_when_the_loss_stays_nan():
     for _ in range(4):
         _, state = tx.update(PARAMS, state, PARAMS, value=jnp.nan)
     with pytest.raises(ols.LossScaleError, match="4"):
-        ols.check(state, max_consecutive_skips=3)
+        ols.raise_if_stuck(state, max_consecutive_skips=3)
 
 
 def test_minimize_passes_the_loss_on():

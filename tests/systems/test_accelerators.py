@@ -358,12 +358,12 @@ def scaled_grads(params, x):
 
 
 def tapped_mlp(params, x, probes):
-    return mlp(params, ols.tap(jnp.tanh(x), probes))
+    return mlp(params, ols.diagnosis.tap(jnp.tanh(x), probes))
 
 
 def tapped(params, x):
     gradient = ols.grad(tapped_mlp, ols.DynamicLossScale(), argnums=(0, 2))
-    return gradient(params, x, ols.probe())
+    return gradient(params, x, ols.diagnosis.probe())
 
 
 def scaled_inside(params, x):
@@ -381,8 +381,8 @@ DIAGNOSES = {
     "scale_gradient": scaled_inside,
     "where_applied": kept_where_skipped,
     "all_finite": lambda params, x: ols.all_finite(scaled_grads(params, x)),
-    "nonfinite_leaves": lambda params, x: ols.nonfinite_leaves(scaled_grads(params, x)),
-    "underflow_report": lambda params, x: ols.underflow_report(
+    "nonfinite_leaves": lambda params, x: ols.diagnosis.nonfinite_leaves(scaled_grads(params, x)),
+    "underflow_report": lambda params, x: ols.diagnosis.underflow_report(
         scaled_grads(params, x), ols.DynamicLossScale()
     ),
     "metrics": lambda params, x: ols.metrics(ols.with_loss_scale(ADAMW).init(params)),
@@ -390,7 +390,7 @@ DIAGNOSES = {
         mlp, False, jnp.int32(0), params, (x,), {}
     ),
     "diagnose": lambda params, x: program.gradients(
-        tapped_mlp, False, jnp.int32(0), params, ols.probe(), (x,), {}
+        tapped_mlp, False, jnp.int32(0), params, ols.diagnosis.probe(), (x,), {}
     ),
 }
 

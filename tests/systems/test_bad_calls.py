@@ -9,6 +9,7 @@ import matplotlib
 import numpy as np
 import optax
 import pytest
+from pairs import quick
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -21,7 +22,7 @@ SGD = optax.sgd(0.1)
 TX = ols.with_loss_scale(SGD)
 STATE = TX.init(PARAMS)
 LS = ols.DynamicLossScale()
-LEAVES = ols.nonfinite_leaves(PARAMS)
+LEAVES = ols.diagnosis.nonfinite_leaves(PARAMS)
 LONG = "x" * 10_000_000
 DEEP = functools.reduce(lambda inner, _: {"a": inner}, range(100_000), 1)
 NAN = float("nan")
@@ -207,8 +208,6 @@ GRADIENT = {
     "a complex": (lambda: differentiate(lambda p: 1j * loss_fn(p)), TypeError, "real floating"),
     "None": (lambda: differentiate(lambda p: None), TypeError, "must be a scalar"),
     "a dict": (lambda: differentiate(lambda p: {"loss": loss_fn(p)}), TypeError, "got a dict"),
-    "scale_loss: swapped": (lambda: ols.scale_loss(STATE, 1.0), TypeError, "must be a scalar"),
-    "scale_loss: a str": (lambda: ols.scale_loss("1", LS), TypeError, "must be a scalar"),
     "get_loss_scale: none": (lambda: ols.get_loss_scale(PARAMS), ValueError, "found 0"),
 }
 GET = {
@@ -338,8 +337,8 @@ LOSS_SCALES = {
     "adjust: a str": (lambda: LS.adjust("yes"), TypeError, "grads_finite must be a bool"),
     "adjust: None": (lambda: LS.adjust(None), TypeError, "grads_finite must be a bool"),
     "update: an axis": (lambda: LS.update(PARAMS, "data"), ValueError, "is no axis"),
-    "state: a str": (lambda: ols.state("x"), TypeError, "a number or an array of numbers"),
-    "state: None": (lambda: ols.state(None), TypeError, "a number or an array of numbers"),
+    "state: a str": (lambda: ols.state_field("x"), TypeError, "a number or an array of numbers"),
+    "state: None": (lambda: ols.state_field(None), TypeError, "a number or an array of numbers"),
     "subclassed: fixed": (
         lambda: type("Mine", (ols.FixedLossScale,), {}),
         TypeError,
@@ -352,37 +351,77 @@ LOSS_SCALES = {
     ),
 }
 DIAGNOSIS = {
-    "report: no dtype": (lambda: ols.underflow_report(PARAMS, 8, None), ValueError, "dtype must"),
-    "report: a str": (lambda: ols.underflow_report(PARAMS, 8, "x"), ValueError, "floating-point"),
-    "report: ints": (lambda: ols.underflow_report(PARAMS, 8, int), ValueError, "floating-point"),
-    "report: 0": (lambda: ols.underflow_report(PARAMS, 0), ValueError, NUMBER),
-    "report: NaN": (lambda: ols.underflow_report(PARAMS, NAN), ValueError, NUMBER),
+    "report: no dtype": (
+        lambda: ols.diagnosis.underflow_report(PARAMS, 8, None),
+        ValueError,
+        "dtype must",
+    ),
+    "report: a str": (
+        lambda: ols.diagnosis.underflow_report(PARAMS, 8, "x"),
+        ValueError,
+        "floating-point",
+    ),
+    "report: ints": (
+        lambda: ols.diagnosis.underflow_report(PARAMS, 8, int),
+        ValueError,
+        "floating-point",
+    ),
+    "report: 0": (lambda: ols.diagnosis.underflow_report(PARAMS, 0), ValueError, NUMBER),
+    "report: NaN": (lambda: ols.diagnosis.underflow_report(PARAMS, NAN), ValueError, NUMBER),
     "report: an array 0": (
-        lambda: ols.underflow_report(PARAMS, jnp.float32(0)),
+        lambda: ols.diagnosis.underflow_report(PARAMS, jnp.float32(0)),
         ValueError,
         NUMBER,
     ),
     "report: an inf": (
-        lambda: ols.underflow_report(PARAMS, np.float32(np.inf)),
+        lambda: ols.diagnosis.underflow_report(PARAMS, np.float32(np.inf)),
         ValueError,
         NUMBER,
     ),
-    "report: swapped": (lambda: ols.underflow_report(STATE, PARAMS), ValueError, "loss scale"),
+    "report: swapped": (
+        lambda: ols.diagnosis.underflow_report(STATE, PARAMS),
+        ValueError,
+        "loss scale",
+    ),
     "metrics: none": (lambda: ols.metrics(PARAMS), ValueError, "exactly one loss scale"),
     "metrics: two": (lambda: ols.metrics((STATE, STATE)), ValueError, "found 2"),
-    "check: none": (lambda: ols.check(PARAMS), ValueError, "exactly one loss scale"),
-    "check: skips": (lambda: ols.check(STATE, 0), ValueError, INT),
-    "check: leaves": (lambda: ols.check(STATE, leaves=3), TypeError, "nonfinite_leaves returned"),
-    "check: traced": (lambda: jax.jit(ols.check)(STATE), TypeError, "call it outside jit"),
-    "explain: gradients": (lambda: ols.explain(PARAMS), TypeError, "nonfinite_leaves returned"),
-    "explain: taps": (lambda: ols.explain(LEAVES, taps=PARAMS), TypeError, "a tree of Probes"),
-    "explain: a str": (lambda: ols.explain(LEAVES, loss="x"), TypeError, "a number, got 'x'"),
+    "check: none": (lambda: ols.raise_if_stuck(PARAMS), ValueError, "exactly one loss scale"),
+    "check: skips": (lambda: ols.raise_if_stuck(STATE, 0), ValueError, INT),
+    "check: leaves": (
+        lambda: ols.raise_if_stuck(STATE, leaves=3),
+        TypeError,
+        "nonfinite_leaves returned",
+    ),
+    "check: traced": (
+        lambda: jax.jit(ols.raise_if_stuck)(STATE),
+        TypeError,
+        "call it outside jit",
+    ),
+    "explain: gradients": (
+        lambda: ols.diagnosis.explain(PARAMS),
+        TypeError,
+        "nonfinite_leaves returned",
+    ),
+    "explain: taps": (
+        lambda: ols.diagnosis.explain(LEAVES, taps=PARAMS),
+        TypeError,
+        "a tree of Probes",
+    ),
+    "explain: a str": (
+        lambda: ols.diagnosis.explain(LEAVES, loss="x"),
+        TypeError,
+        "a number, got 'x'",
+    ),
     "explain: a pair": (
-        lambda: ols.explain(LEAVES, loss=(1.0, {})),
+        lambda: ols.diagnosis.explain(LEAVES, loss=(1.0, {})),
         TypeError,
         "give the loss alone",
     ),
-    "explain: a dict": (lambda: ols.explain(LEAVES, loss={"l": 1.0}), TypeError, "a number, got"),
+    "explain: a dict": (
+        lambda: ols.diagnosis.explain(LEAVES, loss={"l": 1.0}),
+        TypeError,
+        "a number, got",
+    ),
     "where_applied: other keys": (
         lambda: ols.where_applied(STATE, {"a": 1.0}, {"b": 1.0}),
         ValueError,
@@ -420,51 +459,89 @@ DIAGNOSIS = {
         "leave was given activations",
     ),
     "explain: names": (
-        lambda: ols.explain(LEAVES, taps={"embed": ols.probe(), "block": ols.probe()}),
+        lambda: ols.diagnosis.explain(
+            LEAVES, taps={"embed": ols.diagnosis.probe(), "block": ols.diagnosis.probe()}
+        ),
         ValueError,
         "an OrderedDict",
     ),
     "explain: traced": (
-        lambda: jax.jit(lambda leaves: str(ols.explain(leaves)))(LEAVES),
+        lambda: jax.jit(lambda leaves: str(ols.diagnosis.explain(leaves)))(LEAVES),
         TypeError,
         "call it outside jit",
     ),
-    "probe: a str": (lambda: ols.probe("x"), ValueError, INT),
-    "probe: negative": (lambda: ols.probe(-1), ValueError, INT),
-    "probe: None": (lambda: ols.probe(None), ValueError, INT),
-    "tap: ints": (lambda: ols.tap(jnp.arange(3), ols.probe()), TypeError, "a gradient to tap"),
-    "tap: swapped": (lambda: ols.tap(ols.probe(), jnp.ones(3)), TypeError, "a gradient to tap"),
-    "tap: not called": (lambda: ols.tap(jnp.ones(3), ols.probe), TypeError, "made by probe()"),
-    "tap: a tree": (lambda: ols.tap(jnp.ones(3), [ols.probe()]), TypeError, "made by probe()"),
-    "tap: a stack": (lambda: ols.tap(jnp.ones(3), ols.probe(3)), TypeError, "lax.scan"),
+    "probe: a str": (lambda: ols.diagnosis.probe("x"), ValueError, INT),
+    "probe: negative": (lambda: ols.diagnosis.probe(-1), ValueError, INT),
+    "probe: None": (lambda: ols.diagnosis.probe(None), ValueError, INT),
+    "tap: ints": (
+        lambda: ols.diagnosis.tap(jnp.arange(3), ols.diagnosis.probe()),
+        TypeError,
+        "a gradient to tap",
+    ),
+    "tap: swapped": (
+        lambda: ols.diagnosis.tap(ols.diagnosis.probe(), jnp.ones(3)),
+        TypeError,
+        "a gradient to tap",
+    ),
+    "tap: not called": (
+        lambda: ols.diagnosis.tap(jnp.ones(3), ols.diagnosis.probe),
+        TypeError,
+        "made by probe()",
+    ),
+    "tap: a tree": (
+        lambda: ols.diagnosis.tap(jnp.ones(3), [ols.diagnosis.probe()]),
+        TypeError,
+        "made by probe()",
+    ),
+    "tap: a stack": (
+        lambda: ols.diagnosis.tap(jnp.ones(3), ols.diagnosis.probe(3)),
+        TypeError,
+        "lax.scan",
+    ),
 }
 SEARCH = {
-    "swapped": (lambda: ols.find_initial_scale(PARAMS, loss_fn), TypeError, "loss_fn must be"),
-    "margin": (lambda: ols.find_initial_scale(loss_fn, PARAMS, margin=0), ValueError, "margin"),
-    "params": (lambda: ols.find_initial_scale(loss_fn, {"w": "x"}), TypeError, "tree of arrays"),
+    "swapped": (
+        lambda: ols.diagnosis.find_initial_scale(PARAMS, loss_fn),
+        TypeError,
+        "loss_fn must be",
+    ),
+    "margin": (
+        lambda: ols.diagnosis.find_initial_scale(loss_fn, PARAMS, margin=0),
+        ValueError,
+        "margin",
+    ),
+    "params": (
+        lambda: ols.diagnosis.find_initial_scale(loss_fn, {"w": "x"}),
+        TypeError,
+        "tree of arrays",
+    ),
     "a str": (
-        lambda: ols.find_initial_scale(lambda p, x: loss_fn(p), PARAMS, "x"),
+        lambda: ols.diagnosis.find_initial_scale(lambda p, x: loss_fn(p), PARAMS, "x"),
         TypeError,
         "must be a tree of arrays, got 'x'",
     ),
     "a batch that is no tuple": (
-        lambda: ols.find_initial_scale(loss_fn, PARAMS, others=[{"x": 1.0}]),
+        lambda: ols.diagnosis.find_initial_scale(loss_fn, PARAMS, others=[{"x": 1.0}]),
         TypeError,
         "others must hold tuples",
     ),
-    "no scalar": (lambda: ols.find_initial_scale(lambda p: p["w"], PARAMS), TypeError, "reduce"),
+    "no scalar": (
+        lambda: ols.diagnosis.find_initial_scale(lambda p: p["w"], PARAMS),
+        TypeError,
+        "reduce",
+    ),
     "never finite": (
-        lambda: ols.find_initial_scale(lambda p: NAN * loss_fn(p), PARAMS),
+        lambda: ols.diagnosis.find_initial_scale(lambda p: NAN * loss_fn(p), PARAMS),
         ValueError,
         "look for NaN or inf in the loss",
     ),
     "traced": (
-        lambda: jax.jit(lambda p: ols.find_initial_scale(loss_fn, p).scale)(PARAMS),
+        lambda: jax.jit(lambda p: ols.diagnosis.find_initial_scale(loss_fn, p).scale)(PARAMS),
         TypeError,
         "call it outside jit",
     ),
 }
-PROBES = [[ols.probe(3)]]
+PROBES = [[ols.diagnosis.probe(3)]]
 HISTORY = "what metrics returned after each step"
 PLOT = {
     "loss_scale: nothing": (lambda: plot.loss_scale([]), ValueError, HISTORY),
@@ -488,12 +565,16 @@ PLOT = {
         "call it outside jit",
     ),
     "taps: nothing": (lambda: plot.taps([]), ValueError, "one step or more"),
-    "taps: one step": (lambda: plot.taps(ols.probe(3)), TypeError, "one tree for each step"),
+    "taps: one step": (
+        lambda: plot.taps(ols.diagnosis.probe(3)),
+        TypeError,
+        "one tree for each step",
+    ),
     "taps: a number": (lambda: plot.taps(3), TypeError, "one tree for each step"),
     "taps: gradients": (lambda: plot.taps([PARAMS]), TypeError, "a tree of Probes"),
     "taps: no places": (lambda: plot.taps([{}]), ValueError, "a Probe or more"),
     "taps: other places": (
-        lambda: plot.taps([*PROBES, [ols.probe(2)]]),
+        lambda: plot.taps([*PROBES, [ols.diagnosis.probe(2)]]),
         ValueError,
         "the same places",
     ),
@@ -576,7 +657,7 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+@quick("name", NAMES, "another", "one of two", "a list", "an int")
 def test_a_name_of_no_axis_is_refused_in_words(name):
     for check_vma in (True, False):
         assert is_refused(name, check_vma=check_vma)

@@ -43,7 +43,7 @@ FRAMEWORKS = programs("docs/frameworks.md")
 )
 def test_each_frameworks_program_runs(program):
     assert "\nassert " in program
-    assert "assert_computes_in(" in program or "ols.probe()" in program
+    assert "assert_computes_in(" in program or "ols.diagnosis.probe()" in program
     assert not re.search(r"astype|[^_]dtype=", program)
     if "nnx.as_pure" in program and not hasattr(importlib.import_module("flax.nnx"), "as_pure"):
         program = program.replace("nnx.as_pure", "nnx.pure")

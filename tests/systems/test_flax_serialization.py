@@ -18,7 +18,7 @@ INNER = optax.adamw(1e-2)
 
 
 class OverflowsCounted(ols.LossScale):
-    overflows: jax.Array = ols.state(0)
+    overflows: jax.Array = ols.state_field(0)
 
     def adjust(self, grads_finite):
         return self.replace(overflows=self.overflows + jnp.logical_not(grads_finite))
@@ -111,7 +111,7 @@ def test_in_whichever_order_the_two_are_imported(order):
         def start():
             global tx, state, target, Own
             class Own(ols.LossScale):
-                steps: object = ols.state(0)
+                steps: object = ols.state_field(0)
                 def adjust(self, grads_finite):
                     return self.replace(steps=self.steps + 1)
             tx = ols.with_loss_scale(optax.adam(1e-3), Own())

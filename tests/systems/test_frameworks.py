@@ -79,13 +79,13 @@ def test_an_nnx_optimizer_is_read_as_it_is_and_gives_plain_arrays():
         assert type(loss_scale) is ols.DynamicLossScale
         read = [*jax.tree.leaves(loss_scale), *ols.metrics(holder).values()]
         assert all(isinstance(x, jax.Array) for x in [*read, loss_scale.loss_scale, loss_scale()])
-        ols.check(holder)
-        assert ols.scale_loss(2.0, holder) == 2.0**16
+        ols.raise_if_stuck(holder)
+        assert ols.grad(lambda x: 2 * x, holder)(1.0) == 2.0**16
     for _ in range(2):
         nnx_step(model, optimizer, jnp.full((8, 3), jnp.nan))
     assert ols.metrics(optimizer)["skipped_steps"] == 2
     with pytest.raises(ols.LossScaleError, match="in a row: 2"):
-        ols.check(optimizer, max_consecutive_skips=1)
+        ols.raise_if_stuck(optimizer, max_consecutive_skips=1)
 
 
 def test_a_train_state_is_read_as_it_is():
@@ -93,7 +93,7 @@ def test_a_train_state_is_read_as_it_is():
     tx = ols.with_loss_scale(optax.sgd(0.1))
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
     assert ols.metrics(state)["loss_scale"] == 2.0**15
-    ols.check(state)
+    ols.raise_if_stuck(state)
     state = state.apply_gradients(grads={"w": jnp.full(2, jnp.inf)})
     assert ols.where_applied(state, 1.0, 2.0) == 2.0
 
@@ -178,7 +178,7 @@ def test_diagnose_takes_modules():
     module = nnx.Linear(3, 8, dtype=jnp.float16, rngs=nnx.Rngs(0))
     loss_fn = lambda module, x: jnp.mean(module(x).astype(jnp.float32) ** 2) * 2.0**-18
     diagnosis = ols.diagnose(loss_fn, module, X)
-    assert diagnosis.initial_scale == ols.find_initial_scale(loss_fn, module, X)
+    assert diagnosis.initial_scale == ols.diagnosis.find_initial_scale(loss_fn, module, X)
     assert any("kernel" in name for name in diagnosis.underflow)
 
 

@@ -20,6 +20,7 @@ FLOORS = {
     "_autocast": 3,
     "_step": 3,
     "_diagnosis": 4,
+    "diagnosis": 4,
     "demo": 5,
     "experimental": 5,
     "plot": 5,

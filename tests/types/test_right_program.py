@@ -33,7 +33,7 @@ def test_a_right_program_runs():
     loss, params, state = tx.minimize(loss_fn, state, params, x, compute_dtype=jnp.float16)
     updates, state = tx.update(ols.grad(loss_fn, state)(params, x), state, params, value=loss)
     params = optax.apply_updates(params, updates)
-    ols.check(state)
+    ols.raise_if_stuck(state)
     ols.plot.loss_scale([ols.metrics(state)], color="red").set_title("The loss scale")
     assert ols.metrics(state)["skipped_steps"] == state.skipped_steps == 0
 
@@ -44,12 +44,12 @@ def test_a_right_program_runs():
     half = ols.with_loss_scale(ols.with_master_weights(inner), "dynamic", branch="select")
     assert bool(half.init(params).should_apply)
     accumulating = ols.with_loss_scale(optax.MultiSteps(optax.adam(1e-3), 4))
-    scaled = ols.scale_loss(loss, accumulating.init(params))
+    scaled = ols.get_loss_scale(accumulating.init(params)).scale(loss)
     assert float(scaled / loss) == ols.LossScale.from_config(config).initial_scale / 2
 
     class Creeping(ols.LossScale):
         rate: float = 1.01
-        overflows: jax.Array = ols.state(0)
+        overflows: jax.Array = ols.state_field(0)
 
         def adjust(self, grads_finite: jax.typing.ArrayLike):
             factor = jnp.where(grads_finite, self.rate, 0.5)

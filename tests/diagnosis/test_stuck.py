@@ -18,31 +18,31 @@ def after(tx, *grads):
 
 def test_passes_while_there_is_something_to_lower():
     tx = ols.with_loss_scale(optax.sgd(0.1), ols.DynamicLossScale(initial_scale=4.0))
-    assert ols.check(after(tx, NAN, NAN)) is None
+    assert ols.raise_if_stuck(after(tx, NAN, NAN)) is None
 
 
 @pytest.mark.parametrize("wrap", [lambda tx: tx, optax.chain])
 def test_raises_when_exhausted(wrap):
     tx = wrap(ols.with_loss_scale(optax.sgd(0.1), ols.DynamicLossScale(initial_scale=2.0)))
     with pytest.raises(ols.LossScaleError, match=r"scale of 1, .* in a row: 2\. .*min_scale"):
-        ols.check(after(tx, NAN, NAN))
-    ols.check(after(tx, NAN, NAN, PARAMS))
+        ols.raise_if_stuck(after(tx, NAN, NAN))
+    ols.raise_if_stuck(after(tx, NAN, NAN, PARAMS))
 
 
 def test_raises_at_too_many_skips():
     tx = ols.with_loss_scale(optax.sgd(0.1), ols.DynamicLossScale())
     state = after(tx, NAN, NAN, NAN)
-    ols.check(state, max_consecutive_skips=3)
+    ols.raise_if_stuck(state, max_consecutive_skips=3)
     with pytest.raises(ols.LossScaleError, match=r"scale is 4096\. .* in a row: 3\."):
-        ols.check(state, max_consecutive_skips=2)
+        ols.raise_if_stuck(state, max_consecutive_skips=2)
 
 
 def test_a_loss_scale_alone_is_checked_without_counts():
     ls = ols.presets.fairseq(init_scale=1.0, min_loss_scale=0.5)
-    ols.check(ls)
+    ols.raise_if_stuck(ls)
     with pytest.raises(ols.LossScaleError, match=r"overflowed at a loss scale of 1, which cannot"):
-        ols.check(ls.adjust(False))
-    ols.check(ols.FixedLossScale(1).adjust(False))
+        ols.raise_if_stuck(ls.adjust(False))
+    ols.raise_if_stuck(ols.FixedLossScale(1).adjust(False))
 
 
 def test_names_the_leaves_to_blame():
@@ -50,26 +50,30 @@ def test_names_the_leaves_to_blame():
     params = {"decoder": {"layer_3": PARAMS, "layer_4": PARAMS}}
     grads = {"decoder": {"layer_3": NAN, "layer_4": PARAMS}}
     state = tx.update(grads, tx.init(params), params)[1]
-    leaves = ols.nonfinite_leaves(grads)
+    leaves = ols.diagnosis.nonfinite_leaves(grads)
     with pytest.raises(
         ols.LossScaleError,
         match=r"(?s)scale of 1, .* in a row: 1\. .*1 of 2 .*\n1\. decoder/layer_3: .*2 NaN",
     ):
-        ols.check(state, leaves=leaves)
+        ols.raise_if_stuck(state, leaves=leaves)
     with pytest.raises(ols.LossScaleError, match=r"\n1\. the loss: it is inf"):
-        ols.check(state, leaves=leaves, loss=jnp.inf)
+        ols.raise_if_stuck(state, leaves=leaves, loss=jnp.inf)
     with pytest.raises(ValueError, match="taps must come in the model's order"):
-        ols.check(tx.init(params), leaves=leaves, taps={"b": ols.probe(), "a": ols.probe()})
+        ols.raise_if_stuck(
+            tx.init(params),
+            leaves=leaves,
+            taps={"b": ols.diagnosis.probe(), "a": ols.diagnosis.probe()},
+        )
 
 
 def test_a_state_without_a_loss_scale_is_refused():
     with pytest.raises(ValueError, match="exactly one loss scale"):
-        ols.check(optax.sgd(0.1).init(PARAMS))
+        ols.raise_if_stuck(optax.sgd(0.1).init(PARAMS))
 
 
 def test_a_limit_that_is_no_positive_int_is_refused():
     with pytest.raises(ValueError, match="max_consecutive_skips must be an int"):
-        ols.check(ols.FixedLossScale(1), max_consecutive_skips=0)
+        ols.raise_if_stuck(ols.FixedLossScale(1), max_consecutive_skips=0)
 
 
 @pytest.mark.parametrize("loss_scale", ["dynamic", 128])
@@ -77,5 +81,5 @@ def test_of_many_models_it_says_to_take_one(loss_scale):
     tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale)
     states = jax.vmap(tx.init)(jnp.ones((3, 2)))
     with pytest.raises(TypeError, match=r"shape \(3,\)\. Give one member's at a time"):
-        ols.check(states)
-    ols.check(jax.tree.map(lambda x: x[0], states))
+        ols.raise_if_stuck(states)
+    ols.raise_if_stuck(jax.tree.map(lambda x: x[0], states))

@@ -18,7 +18,7 @@ class LossScaleError(RuntimeError):
     """Training overflows at the lowest loss scale, or at every step."""
 
 
-def check(
+def raise_if_stuck(
     state: Any,
     max_consecutive_skips: int = 100,
     *,
@@ -56,25 +56,25 @@ def check(
       >>> tx = ols.with_loss_scale(optax.sgd(0.1), ls)
       >>> params = jnp.ones(2)
       >>> state = tx.init(params)
-      >>> ols.check(state)
+      >>> ols.raise_if_stuck(state)
       >>> params, state = tx.apply_gradients(jnp.full(2, jnp.nan), state, params)
-      >>> ols.check(state)
+      >>> ols.raise_if_stuck(state)
       Traceback (most recent call last):
           ...
-      optax_lossscale._diagnosis.check.LossScaleError: gradients overflowed at a loss scale...
+      optax_lossscale._diagnosis.stuck.LossScaleError: gradients overflowed at a loss scale...
     """
     count("max_consecutive_skips", max_consecutive_skips)
     if leaves is not None:
         refuse_other_leaves(leaves)
         refuse_unordered(taps)
-    at_hand("check", state)
+    at_hand("raise_if_stuck", state)
     loss_scale = get_loss_scale(state)
     states = wrapper_states(state)
     numbers = [loss_scale(), *(s.consecutive_skipped_steps for s in states)]
     if shapes := [jnp.shape(x) for x in numbers if jnp.ndim(x)]:
         raise TypeError(
-            f"check takes the state of one model, got many, with leaves of shape {shapes[0]}. "
-            "Give one member's at a time: jax.tree.map(lambda x: x[0], state)"
+            "raise_if_stuck takes the state of one model, got many, with leaves of shape "
+            f"{shapes[0]}. Give one member's at a time: jax.tree.map(lambda x: x[0], state)"
         )
     skips = int(states[0].consecutive_skipped_steps) if states else 0
     if loss_scale.exhausted():
