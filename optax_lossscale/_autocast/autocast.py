@@ -27,7 +27,7 @@ def autocast(
 
     The backward pass computes what lies between two products anew instead of keeping it: of what
     goes from product to product, such as the residual stream of a transformer, it keeps 16 bits.
-    That takes the memory of a model that was written in float16 by hand, or less.
+    That takes about the memory of a model that was written in float16 by hand.
 
     A product stays as it is where it asks for it by `precision=jax.lax.Precision.HIGHEST`, or
     stands under `jax.default_matmul_precision("highest")`; so does all that is float64, bfloat16
