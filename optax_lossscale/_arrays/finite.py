@@ -1,5 +1,6 @@
 """The check: is every number of a tree finite? In the same pass: the largest, and the norm."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -89,7 +90,8 @@ def _reduce(
 
 def _all_finite(leaves: list[jax.Array]) -> jax.Array:
     # Partitioned, this takes one all-reduce, of a flag for each leaf.
-    return jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]).all()
+    flags = [functools.reduce(lax.bitwise_and, map(_is_finite, xs)) for xs in _groups(leaves)]
+    return jnp.stack([lax.reduce_and(x, range(x.ndim)) for x in flags]).all()
 
 
 def _all_finite_on_cpu(leaves: list[jax.Array]) -> jax.Array:
@@ -97,7 +99,8 @@ def _all_finite_on_cpu(leaves: list[jax.Array]) -> jax.Array:
     # several passes, through an array of the leaf's size. But one of two outputs becomes a
     # single pass at the speed of memory, in every dtype and with the unscaling fused into it.
     # Hence a second question to each number, whose answer the first implies.
-    flags = [flag for x in leaves for flag in _both_all(jnp.isfinite(x), lax.eq(x, x))]
+    sums = [_finite_sum(xs) for xs in _groups_on_cpu(leaves)]
+    flags = [flag for x in sums for flag in _both_all(_is_finite(x), lax.eq(x, x))]
     # The barrier keeps the flags from being fused with their conjunction: a kernel that has
     # an argument for every leaf compiles in quadratic time.
     return lax.optimization_barrier(jnp.stack(flags)).all()
@@ -105,32 +108,70 @@ def _all_finite_on_cpu(leaves: list[jax.Array]) -> jax.Array:
 
 def _largest(leaves: list[jax.Array]) -> jax.Array:
     # Partitioned, this takes one all-reduce, of a number for each leaf.
-    or_infinity = lambda x: jnp.where(jnp.isfinite(x), _size(x), jnp.inf)
-    return jnp.stack([jnp.max(or_infinity(x), initial=0) for x in leaves]).max()
+    or_infinity = lambda x: jnp.where(_is_finite(x), _size(x), jnp.inf)
+    sizes = [functools.reduce(lax.max, map(or_infinity, xs)) for xs in _groups(leaves)]
+    return jnp.stack([jnp.max(x, initial=0) for x in sizes]).max()
 
 
 def _largest_on_cpu(leaves: list[jax.Array]) -> jax.Array:
     # Two outputs again, of which the flag is needed besides: it knows of the NaNs that the
     # maximum loses.
-    sizes, flags = zip(*(_max_and_all(_size(x), jnp.isfinite(x)) for x in leaves), strict=True)
+    groups = _groups_on_cpu(leaves)
+    sizes = [functools.reduce(lax.max, map(_size, xs)) for xs in groups]
+    flags = [_is_finite(_finite_sum(xs)) for xs in groups]
+    sizes, flags = zip(*map(_max_and_all, sizes, flags), strict=True)
     sizes, flags = lax.optimization_barrier((jnp.stack(sizes), jnp.stack(flags)))
     return jnp.where(flags.all(), sizes.max(), jnp.inf)
 
 
 def _squares(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    squares = [jnp.sum(_square(x)).astype(jnp.float32) for x in leaves]
-    return jnp.stack(squares).sum(), _all_finite(leaves)
+    squares = [functools.reduce(lax.add, map(_square, xs)) for xs in _groups(leaves)]
+    sums = [jnp.sum(x).astype(jnp.float32) for x in squares]
+    return jnp.stack(sums).sum(), _all_finite(leaves)
 
 
 def _squares_on_cpu(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     # Two outputs once more. Such a reduction adds one number after the other, and a float32 sum of
     # 2**24 and more stops growing, so large leaves are summed row by row.
-    parts = [part for x in leaves for part in _rows(x)]
-    sums, flags = zip(*(_sum_and_all(_square(x), jnp.isfinite(x)) for x in parts), strict=True)
+    groups = _groups_on_cpu(leaves)
+    squares = [functools.reduce(lax.add, map(_square, xs)) for xs in groups]
+    sums = [_finite_sum(xs) for xs in groups]
+    rows = lambda arrays: [row for x in arrays for row in _rows(x)]
+    sums, flags = zip(*map(_sum_and_all, rows(squares), map(_is_finite, rows(sums))), strict=True)
     joined = lambda xs, dtype: jnp.concatenate([jnp.ravel(x).astype(dtype) for x in xs])
     sums, flags = joined(sums, jnp.float32), joined(flags, bool)
     sums, flags = lax.optimization_barrier((sums, flags))
     return sums.sum(), flags.all()
+
+
+def _groups(leaves: list[jax.Array]) -> list[list[jax.Array]]:
+    """Leaves of one type, four of which share a kernel; partitioned ones, each by itself."""
+    return _of_one_type(leaves, 1 if any(map(is_partitioned, leaves)) else 4)
+
+
+def _groups_on_cpu(leaves: list[jax.Array]) -> list[list[jax.Array]]:
+    """Leaves of one type, up to eight of which share a kernel; but that leaves all cores busy."""
+    return _of_one_type(leaves, min(max(len(leaves) // 32, 1), 8))
+
+
+def _of_one_type(leaves: list[jax.Array], size: int) -> list[list[jax.Array]]:
+    """Leaves of one type, a few together: they compile sooner, and fewer kernels are launched."""
+    of_type: dict[Any, list[jax.Array]] = {}
+    for x in leaves:
+        of_type.setdefault(jax.typeof(x), []).append(x)
+    return [xs[i : i + size] for xs in of_type.values() for i in range(0, len(xs), size)]
+
+
+def _finite_sum(xs: list[jax.Array]) -> jax.Array:
+    """A number for each place, finite if those of all the arrays are."""
+    if len(xs) == 1:
+        return xs[0]
+    # x - x is zero or NaN. A conjunction of flags would not be vectorized.
+    return functools.reduce(lax.add, [lax.sub(x, x) for x in xs])
+
+
+def _is_finite(x: jax.Array) -> jax.Array:
+    return jnp.isfinite(x) if jnp.iscomplexobj(x) else lax.is_finite(x)  # quicker to trace
 
 
 def _rows(x: jax.Array) -> list[jax.Array]:

@@ -140,17 +140,19 @@ class LossScale(Stateful):
         """
         # XLA turns x / scale into x * (1 / scale), and above 2**126 that reciprocal
         # is subnormal and flushed to zero. Two factors keep it a normal number, and the
-        # barrier keeps XLA from multiplying them where the state is a constant to it.
+        # barrier keeps XLA from multiplying them where the state is a constant to it. Both are
+        # quotients: what is simpler XLA would compute anew in the kernel of each leaf.
         scale = lax.optimization_barrier(self)()
-        shift = jnp.where(scale > 2.0**100, jnp.float32(0.25), jnp.float32(1.0))
+        shift = jnp.where(scale > 2.0**100, jnp.float32(4.0), jnp.float32(1.0))
 
         @functools.cache  # once for each dtype: tracing these for each leaf takes time
         def factors(dtype):
-            return shift.astype(dtype), 1 / (scale * shift).astype(dtype)
+            wide = shift.astype(dtype)
+            return 1 / wide, wide / scale.astype(dtype)
 
         def unscaled(x):
-            shift, reciprocal = factors(jnp.finfo(x.dtype).dtype)
-            return x * shift * reciprocal
+            inverse_shift, shifted_inverse = factors(jnp.finfo(x.dtype).dtype)
+            return x * inverse_shift * shifted_inverse
 
         return map_inexact(unscaled, tree)
 

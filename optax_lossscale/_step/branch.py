@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,57 +14,45 @@ Branch = Literal["cond", "select"]
 
 def apply_or_skip(
     should_apply: jax.Array,
-    apply: Callable[[jax.Array | bool], T],
-    skipped: Callable[[T], T],
+    apply: Callable[..., T],
+    apply_always: Callable[..., T],
+    skip: Callable[..., T],
+    given: tuple[Any, ...],
     branch: Branch | None,
 ) -> T:
-    """What `apply` computes, or what is `skipped` in its place.
+    """What a step computes if it is applied, or what it leaves if it is skipped.
 
     A conditional computes one of the two, and on CPU its results stay in place. A GPU's
     compiler gives those results buffers of their own and copies them afterwards, and a
     TPU's does so with updates; a select is part of the kernel that computes its result, and
-    stays in place, but then `apply` runs at every step.
+    stays in place, but then the step is computed every time.
 
     Args:
       should_apply: a bool, shape ().
-      apply: told whether it runs only where all is finite; traced once, whatever the platforms.
-      skipped: from the results, or their shapes, to what stands in for them.
+      apply: the step, run only where it is applied.
+      apply_always: the same, run at every step: it makes do with numbers that are not finite.
+      skip: what stands in for the results of either.
+      given: the arguments of all three, a pytree each. What they close over instead takes
+        longer to trace.
       branch: `"cond"`, `"select"`, or None for the first on CPU and the second elsewhere,
         chosen by the platform that the program is lowered for. In a step that is not compiled
         the first is a Python `if`, and None means that, too.
     """
+
+    def cond(should_apply, *given):
+        return lax.cond(should_apply, apply, skip, *given)
+
+    def select(should_apply, *given):
+        choose = partial(lax.select, should_apply)
+        return jax.tree.map(choose, apply_always(*given), skip(*given))
+
     if branch == "select":
-        return _select(should_apply, apply(jnp.zeros_like(should_apply)), skipped)
+        return select(should_apply, *given)
     if not isinstance(should_apply, jax.core.Tracer):
         # Not compiled, so Python can branch. A `lax.cond` would be compiled anew at each step, as
         # its functions are new ones, and what they close over kept for good as its constants.
-        if should_apply:
-            return apply(True)
         # Copies, as a compiled step returns: they may be donated, and zeros share one array.
-        return jax.tree.map(jnp.copy, skipped(jax.eval_shape(partial(apply, True))))
+        return apply(*given) if should_apply else jax.tree.map(jnp.copy, skip(*given))
     if branch == "cond":
-        return _cond(should_apply, partial(apply, True), skipped)
-    # A predicate that is a constant costs nothing: the compiler puts the branch that is always
-    # taken in the conditional's place, and the case that is always selected in the select's.
-    taken, selected, finite = lax.platform_dependent(
-        should_apply, cpu=_branched, default=_selected
-    )
-    return _select(selected, _cond(taken, partial(apply, finite), skipped), skipped)
-
-
-def _branched(should_apply: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    always = jnp.ones_like(should_apply)
-    return should_apply, always, always
-
-
-def _selected(should_apply: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return jnp.ones_like(should_apply), should_apply, jnp.zeros_like(should_apply)
-
-
-def _cond(taken: jax.Array, apply: Callable[[], T], skipped: Callable[[T], T]) -> T:
-    apply = jax.jit(apply)  # whose trace serves twice
-    return lax.cond(taken, apply, lambda: skipped(jax.eval_shape(apply)))
-
-
-def _select(selected: jax.Array, new: T, skipped: Callable[[T], T]) -> T:
-    return jax.tree.map(partial(lax.select, selected), new, skipped(new))
+        return cond(should_apply, *given)
+    return lax.platform_dependent(should_apply, *given, cpu=cond, default=select)

@@ -83,7 +83,7 @@ class Step:
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
         """One step, from scaled gradients to updates; a skipped one gives zeros."""
-        return self._step(updates, state, params, value, extra_args, zeros_for_missing, _zeros)
+        return self._step(updates, state, params, value, extra_args, to_params=False)
 
     def apply_gradients(
         self,
@@ -97,11 +97,10 @@ class Step:
         """One step, from scaled gradients to parameters; a skipped one gives those before."""
         if params is None:
             raise ValueError("apply_gradients needs the parameters: gradients, state, params")
-        kept = lambda new_params: jax.tree.map(strong, params)
-        return self._step(scaled_grads, state, params, value, extra_args, _apply_updates, kept)
+        return self._step(scaled_grads, state, params, value, extra_args, to_params=True)
 
-    def _step(self, scaled_grads, state, params, value, extra_args, result, skipped):
-        """One step to `result(updates, params)`, or to what is `skipped` in its place."""
+    def _step(self, scaled_grads, state, params, value, extra_args, *, to_params):
+        """One step, to new parameters or to the updates that lead there."""
         inputs.refuse_other_states(state, "gradients, state, params")
         inputs.refuse_another_configuration(state.loss_scale, self.loss_scale)
         inputs.refuse_another_rule(state.skip_rule, self.rule)
@@ -114,26 +113,48 @@ class Step:
         if value is None and self.rule is not None:
             value = extra_args.get("loss")  # which is its name in MaxText and Levanter
         value = None if value is None else inputs.scalar(value)
-        loss_scale, rule, should_apply = self._decided(filled, value, state)
 
-        def apply(finite):
-            # The gradients are unscaled a second time, here where that fuses with the
-            # inner update: so the check leaves no unscaled copy of them in memory.
-            finite_only = partial(_zeros_for_nonfinite, finite)
-            grads = _unscale(state.loss_scale, filled, self.mask, unscaled=finite_only)
-            loss = finite_only(value)
-            updates, inner_state = self._inner_update(
-                grads, state.inner_state, params, loss, extra_args
-            )
-            inner_state = keep_slots(self.inner, inner_state, state.inner_state, scaled_grads)
-            return result(drop_missing(updates, scaled_grads), params), inner_state
+        mask = inputs.mask_of(filled, self.mask)
+        unscale = partial(_unscale, mask=mask)
 
+        def update(grads, inner_state, params, value):
+            updates, new_state = self._inner_update(grads, inner_state, params, value, extra_args)
+            updates = drop_missing(updates, scaled_grads)
+            finish = _apply_updates if to_params else zeros_for_missing
+            new_state = keep_slots(self.inner, new_state, inner_state, scaled_grads)
+            return finish(updates, params), new_state
+
+        # What is called several times, in the branches for several platforms, is traced once.
+        if _is_traced(state.loss_scale):
+            unscale = jax.jit(unscale)
+        grads = unscale(state.loss_scale, filled)
+        loss_scale, rule, should_apply = self._decided(_kept(grads, mask), value, state)
         if should_apply is True:
-            new, inner_state = apply(True)
+            new, inner_state = update(grads, state.inner_state, params, value)
             return new, state._replace(loss_scale=loss_scale, inner_state=inner_state)
+        if _is_traced(should_apply):
+            update = jax.jit(update)
 
-        kept = lambda result: (skipped(result[0]), state.inner_state)
-        new, inner_state = apply_or_skip(should_apply, apply, kept, self.branch)
+        def apply(filled, state, params, value):
+            # Unscaled a second time, where that fuses with the inner update: so the check
+            # leaves no unscaled copy of the gradients in memory.
+            grads = unscale(state.loss_scale, filled)
+            return update(grads, state.inner_state, params, value)
+
+        def apply_always(filled, state, params, value):
+            grads = _finite(unscale(state.loss_scale, filled), mask)
+            return update(grads, state.inner_state, params, _zeros_for_nonfinite(value))
+
+        def skip(filled, state, params, value):
+            if to_params:
+                return jax.tree.map(strong, params), state.inner_state
+            updates, _ = jax.eval_shape(update, grads, state.inner_state, params, value)
+            return _zeros(updates), state.inner_state
+
+        given = (filled, state, params, value)
+        new, inner_state = apply_or_skip(
+            should_apply, apply, apply_always, skip, given, self.branch
+        )
         counts = _counted(state, should_apply)
         return new, LossScaleState(loss_scale, inner_state, **counts, skip_rule=rule)
 
@@ -146,12 +167,12 @@ class Step:
             refuse_other_master_weights(inner_state, expected())
         inputs.refuse_narrower(inner_state, expected)
 
-    def _decided(self, scaled_grads, value, state):
+    def _decided(self, grads, value, state):
         """The loss scale and the rule after the step, and whether it is applied."""
-        loss_scale = state.loss_scale
-        checked = _unscale(loss_scale, scaled_grads, self.mask, masked=lambda grads: None)
         checks = self.skip is not None
-        return decide(checked, value, loss_scale, state.skip_rule, self.axis_name, checks=checks)
+        return decide(
+            grads, value, state.loss_scale, state.skip_rule, self.axis_name, checks=checks
+        )
 
     def _inner_update(self, grads, inner_state, params, value, extra_args):
         """The inner update, which sees parameters in float32 or wider."""
@@ -168,37 +189,41 @@ class Step:
         return updates, jax.tree.map(keep_dtype, new_state, inner_state)
 
 
-def _unscale(
-    loss_scale: LossScale,
-    scaled_grads: Any,
-    mask: Any,
-    masked=at_least_float32,
-    unscaled=lambda grads: grads,
-) -> Any:
-    """`unscaled` of unscaled gradients; where the mask is False, `masked` of each leaf instead."""
-    return jax.tree.map(
-        lambda keep, g: unscaled(loss_scale.unscale(g)) if keep else jax.tree.map(masked, g),
-        inputs.mask_of(scaled_grads, mask),
-        scaled_grads,
-    )
+def _unscale(loss_scale: LossScale, scaled_grads: Any, mask: Any) -> Any:
+    """Unscaled gradients; those that the mask leaves out as they are, in float32 at least."""
+    unscaled = loss_scale.unscale(_kept(scaled_grads, mask))
+    wide = lambda keep, u, g: u if keep else jax.tree.map(at_least_float32, g)
+    return jax.tree.map(wide, mask, unscaled, scaled_grads)
 
 
-def _zeros_for_nonfinite(known: Any, grads: Any) -> Any:
-    """The gradients, zero where they are not finite, unless all are known to be.
+def _kept(grads: Any, mask: Any) -> Any:
+    """The gradients, None where the mask leaves them out."""
+    return jax.tree.map(lambda keep, g: g if keep else None, mask, grads)
 
-    Number by number, which waits for no answer from the check: so a clip's norm of them is
+
+def _finite(grads: Any, mask: Any) -> Any:
+    """The gradients, zero where they are not finite, but for those that the mask leaves out."""
+    return jax.tree.map(lambda keep, g: _zeros_for_nonfinite(g) if keep else g, mask, grads)
+
+
+def _zeros_for_nonfinite(tree: Any) -> Any:
+    """The numbers, zero where they are not finite.
+
+    Each by itself, which waits for no answer from the check: so a clip's norm of them is
     computed in the check's own pass.
     """
-    if known is True:
-        return grads
 
-    def zero_for_nonfinite(g, zero):
-        is_finite = jnp.isfinite if jnp.iscomplexobj(g) else lax.is_finite  # quicker to trace
-        return lax.select(known, g, lax.select(is_finite(g), g, zero))
+    def zero_for_nonfinite(x, zero):
+        is_finite = jnp.isfinite if jnp.iscomplexobj(x) else lax.is_finite  # quicker to trace
+        return lax.select(is_finite(x), x, zero)
 
-    return jax.tree.map(
-        lambda g, zero: zero_for_nonfinite(g, zero) if is_inexact(g) else g, grads, _zeros(grads)
-    )
+    of_leaf = lambda x, zero: zero_for_nonfinite(x, zero) if is_inexact(x) else x
+    return jax.tree.map(of_leaf, tree, _zeros(tree))
+
+
+def _is_traced(tree: Any) -> bool:
+    """Whether this is a step to compile, as far as it depends on what is given."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
 def _zeros(tree: Any) -> Any:

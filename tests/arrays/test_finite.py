@@ -78,6 +78,26 @@ def test_finds_what_is_planted_anywhere(dtype, size):
             x[i] = kept
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: jnp.dtype(dtype).name)
+def test_finds_what_is_planted_in_any_of_leaves_that_share_a_kernel(dtype):
+    leaves = np.full((70, 5), jnp.finfo(dtype).max, dtype)
+    with jax.enable_x64(True):
+        assert check([*leaves])[0], "large numbers are finite, however many"
+        for i, bad in itertools.product((0, 1, 34, 69), not_finite(dtype)):
+            leaves[i, 3] = bad
+            finite, amax, (norm, also_finite) = check([*leaves])
+            assert not finite, f"{bad} in leaf {i} missed"
+            assert not also_finite, f"{bad} in leaf {i} missed beside the norm"
+            assert not np.isfinite(norm)
+            assert amax == jnp.inf, f"{bad} in leaf {i} missed by its size"
+            leaves[i, 3] = 1
+        leaves[:] = 1
+        leaves[33, 2] = -8
+        _, amax, (norm, _) = check([*leaves])
+        assert amax == 8, "the largest missed"
+        np.testing.assert_allclose(norm, np.sqrt(349 + 64), rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: jnp.dtype(d).name)
 def test_what_is_odd_but_finite_is_finite(dtype):
     with jax.enable_x64(True):
