@@ -117,10 +117,18 @@ def _train_step(rows: list[Row]) -> str:
 
 
 def _whole_step(rows: list[Row]) -> str:
+    plain = _where(rows, way=_ways.PLAIN)[0]
     body = [
-        [r["way"], _ratio(r), f"{r['ms']:.0f} ms", f"{100 * r['temp_share']:.0f}%"] for r in rows
+        [
+            r["way"],
+            _ratio(r),
+            f"{r['ms']:.0f} ms",
+            f"{100 * r['temp_share']:.0f}%",
+            f"{r['compile_cpu_s']:.1f} s ({r['compile_cpu_s'] / plain['compile_cpu_s']:.2f})",
+        ]
+        for r in rows
     ]
-    return table(["whole step", "time", "", "temporary memory"], body)
+    return table(["whole step", "time", "", "temporary memory", "to compile"], body)
 
 
 def _devices(rows: list[Row]) -> str:
@@ -201,7 +209,8 @@ _SECTIONS = (
         "The same transformer in four blocks and wider, with float32 parameters, AdamW and few "
         "tokens, so that the optimizer weighs; its parameters are cast to float16 in the model, "
         "or by `compute_dtype`. Temporary memory is all that the compiler allocates, in percent "
-        "of the parameters' bytes.",
+        "of the parameters' bytes; to compile is the processors' time to trace, lower and "
+        "compile.",
     ),
     (
         "devices",

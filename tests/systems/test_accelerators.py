@@ -188,6 +188,15 @@ def test_the_optimizer_step_reads_the_gradients_once_more(target, door, dtype):
 
 
 @over_h100
+@pytest.mark.parametrize("loss_scale", ["dynamic", "headroom"])
+def test_leaves_share_the_kernels_of_the_check(target, loss_scale):
+    plain = plain_optimizer_step(ADAMW, target, "float32")
+    ours = optimizer_step(_ways.apply_gradients(ADAMW, loss_scale), target, "float32")
+    # Two for four leaves, and some for scalars.
+    assert len(ours.kernels) <= len(plain.kernels) + len(PARAMS) // 2 + 15
+
+
+@over_h100
 @over_dtypes
 @over_doors
 def test_with_a_clip_inside_the_gradients_are_read_no_more_often(target, door, dtype):
