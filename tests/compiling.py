@@ -1,7 +1,7 @@
 """How tests compile: most of them in a fifth of the time, without optimizing kernels.
 
 A test of what XLA makes of a program, of its cost or of which numbers it loses, compiles that with
-`compiler_options=AS_USERS_DO`. `.ci/run` compiles so the slow tests, and all on the oldest jax.
+`compiler_options=AS_USERS_DO`. `.ci/run` compiles the slow tests so.
 """
 
 import os
