@@ -13,7 +13,6 @@ from optax_lossscale._skips.rule import SkipRule
 _DEVIATION = 1.4826  # of a normal distribution, in distances from its median to a quartile
 _FEWEST = 8  # steps without which nothing is known
 _ENOUGH = 24.0  # before them, proportionally more is allowed
-_LEAST_LOSS = 0.25  # of the median
 
 
 class SpikeSkipRule(SkipRule):
@@ -21,15 +20,15 @@ class SpikeSkipRule(SkipRule):
 
     The usual norm is the median of those last applied, on a logarithmic scale, and their spread
     the distance from there to the upper quartile. So a spike that was applied hardly moves them,
-    and one that was skipped not at all. Of the losses likewise, on their own scale, if the step is
-    given them. The rule::
+    and one that was skipped not at all. Of the losses likewise, if the step is given them, where
+    they are positive. The rule::
 
-        for x, xs, floor in [
-            (log2(norm), log2 of the last `window` norms applied that were not 0, least),
-            (loss, the last `window` losses applied, abs(median(losses)) / 4),
+        for x, xs in [
+            (log2(norm), log2 of the last `window` norms applied that were not 0),
+            (log2(loss), log2 of the last `window` losses applied that were positive),
         ]:
             spread = 1.4826 * (upper_quartile(xs) - median(xs))
-            allowed = max(factor * spread, floor * max(1, 24 / len(xs)))
+            allowed = max(factor * spread, least * max(1, 24 / len(xs)))
             is_spike = len(xs) >= 8 and x > median(xs) + allowed
         if neither is a spike:
             apply
@@ -41,20 +40,22 @@ class SpikeSkipRule(SkipRule):
 
     What follows from it, and is tested:
 
-    - It never skips more than `max_skips` finite steps in a row, whatever the norms are.
-    - A norm of up to 2**least times the median is no spike, so none is while norms rise by less
-      than that within a window. Nor is a loss of up to 1.25 times the median.
+    - It never skips more than `max_skips` finite steps in a row, whatever the norms are. Steps
+      whose gradients are all zero do not end such a row.
+    - A norm or a loss of up to 2**least times the median is no spike, so none is while they rise
+      by less than that within a window.
     - The scale of the norms is of no account, nor is that of the losses.
 
-    A minority of batches whose norms are regularly far above the others' keeps being skipped: see
-    `skipped_by_rule`, and allow for them by `least`.
+    A minority of batches whose norms or losses are regularly far above the others' keeps being
+    skipped, such as the rare examples of a class, one to a batch: see `skipped_by_rule`, and allow
+    for them by `least`.
 
     The rule is this library's own. docs/benchmarks/skips.md compares it with the others.
 
     Args:
       factor: how many deviations are too many, positive.
-      least: from how many bits above the median on a norm is skipped at all, positive: of 1, from
-        twice the median.
+      least: from how many bits above the median on a norm or a loss is a spike at all, positive:
+        1 means from twice the median on.
       window: how many norms and losses are remembered, from 16 to 2**20.
       max_skips: how many finite steps in a row to skip at most.
 
@@ -62,7 +63,8 @@ class SpikeSkipRule(SkipRule):
       norm_limit: the norm up to which the last finite step was to be applied, infinite while too
         little is known; float32, shape ().
       value_limit: likewise the loss; float32, shape ().
-      skipped_in_a_row: finite steps skipped since the last that was applied; int32, shape ().
+      skipped_in_a_row: finite steps skipped since the last that was applied and whose gradients
+        were not all zero; int32, shape ().
 
     Raises:
       ValueError: for an argument outside what is said above.
@@ -75,7 +77,7 @@ class SpikeSkipRule(SkipRule):
     norm_limit: jax.Array = state_field(float("inf"))  # shape=(), dtype=float32
     value_limit: jax.Array = state_field(float("inf"))  # shape=(), dtype=float32
     skipped_in_a_row: jax.Array = state_field(0)  # shape=(), dtype=int32
-    # Of the logarithms of norms, and of losses.
+    # Of the logarithms of norms and of losses.
     _seen: jax.Array = state_field(np.zeros(2, np.int32))  # how many are remembered; shape=(2,)
     _next: jax.Array = state_field(np.zeros(2, np.int32))  # the place of the oldest; shape=(2,)
     _last: jax.Array = state_field()  # shape=(2, window), dtype=float32
@@ -84,8 +86,8 @@ class SpikeSkipRule(SkipRule):
         window = validation.count("window", self.window, least=16, most=2**20)
         positive = lambda x: 0 < x <= 1e6
         self._set(
-            factor=validation.bounded("factor", self.factor, "from 0 to 1e6", positive),
-            least=validation.bounded("least", self.least, "from 0 to 1e6", positive),
+            factor=validation.bounded("factor", self.factor, "above 0 and at most 1e6", positive),
+            least=validation.bounded("least", self.least, "above 0 and at most 1e6", positive),
             window=window,
             max_skips=validation.count("max_skips", self.max_skips, least=0),
             _last=np.zeros((2, window), np.float32),
@@ -93,31 +95,32 @@ class SpikeSkipRule(SkipRule):
 
     def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
         """Compares with the steps applied before; see the class."""
-        log = jnp.log2(jnp.maximum(norm, validation.SMALLEST))
-        measured = jnp.stack([log, jnp.float32(0) if value is None else value])
-        given = jnp.stack([norm > 0, jnp.array(value is not None)])
+        sizes = jnp.stack([norm, jnp.float32(0) if value is None else value])
+        given = sizes > 0
+        measured = jnp.log2(jnp.maximum(sizes, validation.SMALLEST))
         limits = self._limits()
         usual = jnp.all((measured <= limits) | ~given)
         new_level = ~usual & (self.skipped_in_a_row >= self.max_skips)
         should_apply = usual | new_level
         forgotten = jnp.where(new_level, 0, jnp.stack([self._seen, self._next]))
+        ended = should_apply & given[0]
+        in_a_row = jnp.where(ended, 0, self.skipped_in_a_row + jnp.logical_not(should_apply))
         new = self.replace(_seen=forgotten[0], _next=forgotten[1])
         new = new._with(measured, given & should_apply).replace(
             norm_limit=jnp.exp2(limits[0]),
-            value_limit=limits[1],
-            skipped_in_a_row=jnp.where(should_apply, 0, self.skipped_in_a_row + 1),
+            value_limit=jnp.exp2(limits[1]),
+            skipped_in_a_row=in_a_row,
         )
         return new, should_apply
 
     def _limits(self) -> jax.Array:
-        """The largest logarithm of a norm, and the largest loss, that are usual; shape (2,)."""
+        """The largest logarithms of a norm and of a loss that are usual; shape (2,)."""
         held = jnp.arange(self.window) < self._seen[:, None]
         ordered = jnp.sort(jnp.where(held, self._last, jnp.inf))
         count = jnp.maximum(self._seen, _FEWEST)
         at = lambda rank: jnp.take_along_axis(ordered, rank[:, None], 1)[:, 0]
         median, quartile = at(count // 2), at(3 * count // 4)
-        floor = jnp.stack([jnp.float32(self.least), _LEAST_LOSS * jnp.abs(median[1])])
-        floor *= jnp.maximum(1, _ENOUGH / count)
+        floor = self.least * jnp.maximum(1, _ENOUGH / count)
         allowed = jnp.maximum(self.factor * _DEVIATION * (quartile - median), floor)
         return jnp.where(self._seen < _FEWEST, jnp.inf, median + allowed)
 
