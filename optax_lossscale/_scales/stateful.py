@@ -94,6 +94,13 @@ class Stateful(metaclass=SavedByFlax):
                 f"what is saved of a {type(self).__name__} is {names}; got "
                 f"{validation.shown(found)}. Restore into one of the kind that was saved."
             )
+        shapes = {name: (np.shape(saved[name]), np.shape(getattr(self, name))) for name in names}
+        if other := [name for name, (there, here) in shapes.items() if there != here]:
+            there, here = shapes[other[0]]
+            raise ValueError(
+                f"the {other[0]} that is saved of a {type(self).__name__} has shape {there}, and "
+                f"here it has {here}. Restore into one of the configuration that was saved."
+            )
         return self.replace(**saved)
 
 

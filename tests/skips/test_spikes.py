@@ -164,7 +164,7 @@ def test_gradients_that_are_all_zero_measure_nothing():
 
 
 def test_steps_without_a_gradient_do_not_keep_a_new_level_from_being_seen():
-    """One step in ten has a gradient, as with a rare reward, and these become 30 times as large."""
+    """One step in ten has a gradient, and these become 30 times as large."""
     norms = np.where(np.arange(1000) % 10 == 9, noisy(1000), 0).astype(np.float32)
     norms[500:] *= 30
     for losses in (None, norms):

@@ -95,6 +95,15 @@ def test_what_is_no_saved_loss_scale_is_refused(saved):
         flax.serialization.from_state_dict(ols.DynamicLossScale(), saved)
 
 
+def test_a_state_of_other_shapes_is_refused():
+    start = lambda window: ols.with_loss_scale(INNER, skip=ols.skips.spikes(window=window))
+    saved = flax.serialization.to_state_dict(start(64).init(PARAMS))
+    with pytest.raises(
+        ValueError, match=r"_last that is saved of a SpikeSkipRule has shape \(2, 64"
+    ):
+        flax.serialization.from_state_dict(start(128).init(PARAMS), saved)
+
+
 ORDERS = {
     "Flax first": "import flax.serialization\nimport optax_lossscale as ols\nstart()",
     "ours first": "import optax_lossscale as ols\nimport flax.serialization\nstart()",
