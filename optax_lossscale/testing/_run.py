@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import GetAttrKey, keystr
+from jax.tree_util import keystr
 
 from optax_lossscale._arrays.variables import is_variable, plain
 from optax_lossscale._diagnosis.summary import Summary
@@ -55,7 +55,7 @@ def the_loss_scale(arguments: Any) -> LossScale:
 
 def run(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -> Run:
     """The step on a copy of its arguments, `(args, kwargs)`, with this loss scale among them."""
-    (args, kwargs), unit = _with_loss_scale(arguments, loss_scale)
+    args, kwargs = _with_loss_scale(arguments, loss_scale)
     given = jax.tree.leaves((args, kwargs))  # kept alive, so that no other array has their ids
     was_given = {id(x) for x in given}
     skipped = [np.asarray(s.skipped_steps) for s in wrapper_states((args, kwargs))]
@@ -79,7 +79,7 @@ def run(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -> Run:
         before=jax.tree.map(np.asarray, loss_scale),
         after=new,
         flags=flags,
-        outputs=dict(_outputs(after, was_given, unit)),
+        outputs=dict(_outputs(after, was_given)),
     )
 
 
@@ -94,16 +94,13 @@ def _has_overflowed(before: LossScale, after: LossScale) -> bool:
     return same(after, before.adjust(False)) and not same(after, before.adjust(True))
 
 
-def _with_loss_scale(arguments: Any, loss_scale: LossScale) -> tuple[Any, float]:
-    """A copy with another loss scale and sums of scaled gradients to match, and their unit."""
+def _with_loss_scale(arguments: Any, loss_scale: LossScale) -> Any:
+    """A copy with another loss scale."""
     new = {}
     for path, node in _nodes(LossScale, arguments).items():
         leaves = jax.tree.leaves_with_path(node, is_leaf=is_variable)
         for (rest, leaf), value in zip(leaves, jax.tree.leaves(loss_scale), strict=True):
             new[_identity((*path, *rest), leaf)] = value
-    sums = _scaled_sums(arguments)
-    scale, was = (float(np.max(x())) for x in (loss_scale, the_loss_scale(arguments)))
-    unit = scale if np.isfinite(scale) else was
     copies: dict[Any, Any] = {}
 
     def copied(path, leaf):
@@ -112,21 +109,18 @@ def _with_loss_scale(arguments: Any, loss_scale: LossScale) -> tuple[Any, float]
         def copy(x):
             if key in new:
                 return jnp.asarray(x).at[...].set(new[key])
-            if _is_within(path, sums):
-                return x * (unit / was)
             return x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x
 
         if key not in copies:  # what is shared stays shared
             copies[key] = jax.tree.map(copy, leaf)
         return copies[key]
 
-    return jax.tree.map_with_path(copied, arguments, is_leaf=is_variable), unit
+    return jax.tree.map_with_path(copied, arguments, is_leaf=is_variable)
 
 
-def _outputs(after: Any, was_given: set[int], unit: float) -> Iterator[tuple[str, np.ndarray]]:
+def _outputs(after: Any, was_given: set[int]) -> Iterator[tuple[str, np.ndarray]]:
     """What there is to compare, by name; of large arrays a sample."""
     left_out = (LossScale, Summary)
-    sums = _scaled_sums(after)
     is_leaf = lambda x: isinstance(x, left_out) or is_variable(x)
     seen = set()
     for path, leaf in jax.tree.leaves_with_path(after, is_leaf=is_leaf):
@@ -139,8 +133,7 @@ def _outputs(after: Any, was_given: set[int], unit: float) -> Iterator[tuple[str
         parts = (numbers.real, numbers.imag) if np.iscomplexobj(numbers) else (numbers,)
         kind = np.float64 if jnp.issubdtype(numbers.dtype, jnp.inexact) else np.int64
         numbers = np.concatenate([part.astype(kind) for part in parts])
-        name = f"{path[0].key}{keystr(path[1:])}"
-        yield name, numbers / unit if _is_within(path, sums) else numbers
+        yield f"{path[0].key}{keystr(path[1:])}", numbers
 
 
 def _is_numeric(x: Any) -> bool:
@@ -159,14 +152,3 @@ def _nodes(kind: Any, tree: Any) -> dict[tuple, Any]:
     is_kind = lambda x: isinstance(x, kind)
     leaves = jax.tree.leaves_with_path(tree, is_leaf=is_kind)
     return {path: x for path, x in leaves if is_kind(x)}
-
-
-def _scaled_sums(tree: Any) -> set[tuple]:
-    """The paths at which `optax.MultiSteps` around a wrapper keeps its scaled gradients."""
-    found = _nodes(optax.MultiStepsState, tree).items()
-    around = [path for path, state in found if _nodes(LossScale, state.inner_opt_state)]
-    return {(*path, GetAttrKey("acc_grads")) for path in around}
-
-
-def _is_within(path: tuple, places: set[tuple]) -> bool:
-    return any(path[: len(place)] == place for place in places)
