@@ -111,13 +111,13 @@ class Repeated:
         for of in (self._steps, self._sources, self._length):
             of.pop(i, None)
 
-    def before(self, island: list[Step]) -> list[Step]:
-        """Those whose results an island reads, and those that they read in turn."""
+    def before(self, island: list[Step], known: set[int]) -> list[Step]:
+        """Those whose results an island reads, but for known ones, and what they read in turn."""
         found: dict[int, Step] = {}
         unread = list(read_by(island))
         while unread:
             i = unread.pop()
-            if i in self._steps and self._steps[i][0] not in found:
+            if i in self._steps and i not in known and self._steps[i][0] not in found:
                 order, step = self._steps[i]
                 found[order] = step
                 unread += step.reads

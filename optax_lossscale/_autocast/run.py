@@ -147,7 +147,8 @@ class _Run:
     def _run_part(self, steps: list[Step], left: dict[int, list[Any]], rounded: set[int]) -> None:
         """Computes steps of an island, and holds what is left of them and not held yet."""
         low = self.how.dtype
-        steps = [*self.repeated.before(steps), *steps]
+        known = rounded & self.held.keys()  # by an earlier part of the island
+        steps = [*self.repeated.before(steps, known), *steps]
         given = list(read_by(steps))
 
         def of(xs):

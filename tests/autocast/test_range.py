@@ -799,6 +799,14 @@ def rendering(h, p):
     return jnp.sum(alpha * passing * jnp.linspace(0, 1, 32))
 
 
+@case(size=1.0)
+def rolled_tokens_that_attend_to_themselves(h, p):
+    """What was only moved is read by an island and, in 16 bits, by a product."""
+    h = jnp.concatenate([h[:1], h[1:]])
+    unit = h / (1e-3 + jnp.max(jnp.abs(h)))
+    return through(jax.nn.softmax(unit @ unit.T) @ h)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_value_and_gradient_are_those_of_float32(name):
     fun, p, x, options = CASES[name]
