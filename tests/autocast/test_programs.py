@@ -16,9 +16,9 @@ def test_a_random_program_computes_what_it_does_in_float32(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(2101, 2137, 9))
+@pytest.mark.parametrize("start", range(2101, 2113, 3))
 def test_many_random_programs_compute_what_they_do_in_float32(start):
-    for seed in range(start, start + 9):
+    for seed in range(start, start + 3):
         finding = tried(program(seed))
         assert finding.kind in HARMLESS, f"{program(seed)}\n{finding.kind}: {finding.text}"
 
