@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from tqdm import tqdm
 
+import optax_lossscale as ols
 from benchmarks import _measure, _report, _targets, _transformer, _ways
 
 Row = dict[str, Any]
@@ -167,7 +168,7 @@ def page(rows: list[Row]) -> str:
         "such device was at hand. They say what the compiler allocates and schedules, and nothing "
         "about time; nor were kernels tuned, as that takes the device. Made by "
         "`python -m benchmarks accelerators`, with the extras `benchmarks` and `accelerators` "
-        f"installed; {versions}.",
+        f"installed; optax_lossscale {ols.__version__}, {versions}.",
         "Parameters and state are donated. *Memory* is what the program allocates besides its "
         "arguments and results, and *moved* is the bytes of the operands and results of all that "
         "it runs, both over the parameters' bytes; on a TPU what stays on the chip is not "

@@ -234,8 +234,9 @@ def page(found: dict[str, Any]) -> str:
         "Made by `python -m benchmarks` (with the extra `benchmarks` installed), every table in "
         "one run: each way compiled once, then run interleaved in random order. Numbers in "
         "[results.json](results.json), remarks in [findings.md](findings.md).",
-        f"{kind}, {machine['cores']} cores; {machine['platform']}; Python {machine['python']}, "
-        f"jax {machine['jax']}, optax {machine['optax']}.",
+        f"optax_lossscale {machine['optax_lossscale']}, jax {machine['jax']}, optax "
+        f"{machine['optax']}, Python {machine['python']}; {kind}, {machine['cores']} cores; "
+        f"{machine['platform']}.",
     ]
     for name, title, section, text in _SECTIONS:
         if name not in found:

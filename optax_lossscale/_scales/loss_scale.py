@@ -145,14 +145,15 @@ class LossScale(Stateful):
         scale = lax.optimization_barrier(self)()
         shift = jnp.where(scale > 2.0**100, jnp.float32(4.0), jnp.float32(1.0))
 
-        @functools.cache  # once for each dtype: tracing these for each leaf takes time
-        def factors(dtype):
-            wide = shift.astype(dtype)
-            return 1 / wide, wide / scale.astype(dtype)
+        @functools.cache  # once for each dtype and rank: tracing these for each leaf takes time
+        def factors(dtype, ndim):
+            wide = shift.astype(jnp.finfo(dtype).dtype)
+            both = 1 / wide, wide / scale.astype(wide.dtype)
+            return [lax.broadcast(x.astype(dtype), (1,) * ndim) for x in both]
 
         def unscaled(x):
-            inverse_shift, shifted_inverse = factors(jnp.finfo(x.dtype).dtype)
-            return x * inverse_shift * shifted_inverse
+            inverse_shift, shifted_inverse = factors(x.dtype, x.ndim)
+            return lax.mul(lax.mul(x, inverse_shift), shifted_inverse)
 
         return map_inexact(unscaled, tree)
 
