@@ -92,7 +92,7 @@ def main():
         found |= {"machine": _machine()}
         for name in tqdm(options.only or _sections.SECTIONS, desc="sections"):
             found[name] = _run(name, options.quick)
-        results.write_text(json.dumps(found, indent=1) + "\n")
+            results.write_text(json.dumps(found, indent=1) + "\n")
     found = json.loads(results.read_text())
     _report.draw(found, out)
     (out / "README.md").write_text(_report.page(found))

@@ -243,7 +243,8 @@ def devices(quick: bool) -> list[Row]:
         return tx.init, jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())
 
     def sharded(loss_scale):
-        return _ways.apply_gradients(inner, loss_scale)
+        way = _ways.apply_gradients(inner, loss_scale)
+        return way.init, way.step
 
     for placement, way, spec in (
         ("replicated", replicated, P()),
