@@ -315,6 +315,7 @@ def main(quick: bool, out: pathlib.Path) -> None:
         seeds=len(seeds),
         trained_steps=trained_steps,
         minutes=f"{minutes:.0f}",
+        ours=ols.__version__,
         version=jax.__version__,
         trained_seeds=len(SEEDS),
         hostile=_hostile_costs(costs),

@@ -174,8 +174,9 @@ def _finite_sum(xs: list[jax.Array]) -> jax.Array:
     """A number for each place, finite if those of all the arrays are."""
     if len(xs) == 1:
         return xs[0]
-    # x - x is zero or NaN. A conjunction of flags would not be vectorized.
-    return functools.reduce(lax.add, [lax.sub(x, x) for x in xs])
+    # x - x is zero or NaN. A conjunction of flags would not be vectorized, and a CPU rounds each
+    # 16-bit sum by itself.
+    return functools.reduce(lax.add, [lax.sub(x, x) for x in map(at_least_float32, xs)])
 
 
 def _is_finite(x: jax.Array) -> jax.Array:

@@ -1,0 +1,38 @@
+"""The benchmarks run, and their pages say what they found."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import _report, _sections
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "benchmarks"
+
+
+def test_the_page_is_what_the_results_make():
+    found = json.loads((PAGES / "results.json").read_text())
+    assert list(found) == ["machine", *_sections.SECTIONS]
+    assert _report.page(found) == (PAGES / "README.md").read_text()
+
+
+def test_the_pages_name_the_same_version():
+    named = {
+        name: set(re.findall(r"optax_lossscale (\d+\.\d+\.\d+)", (PAGES / name).read_text()))
+        for name in ("README.md", "accelerators.md", "policies.md", "skips.md")
+    }
+    [version] = set.union(*named.values())
+    assert named == dict.fromkeys(named, {version})
+
+
+@pytest.mark.slow
+def test_every_section_runs_and_is_on_the_page(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--out", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert all(found[name] for name in _sections.SECTIONS)
+    assert (tmp_path / "README.md").read_text() == _report.page(found)
