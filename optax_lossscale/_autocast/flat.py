@@ -10,7 +10,7 @@ from jax.extend.core import Literal
 
 from optax_lossscale._arrays.programs import constants, is_placed, open_jaxpr
 
-_INLINED = {"jit", "pjit", "closed_call", "core_call"}
+INLINED = {"jit", "pjit", "closed_call", "core_call"}
 
 
 class Step(NamedTuple):
@@ -105,7 +105,7 @@ def _add(
     for eqn in jaxpr.eqns:
         operands = list(map(read, eqn.invars))
         scope = names + eqn.source_info.name_stack
-        if eqn.primitive.name in _INLINED and not is_placed(eqn):
+        if eqn.primitive.name in INLINED and not is_placed(eqn):
             inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
             if "name" in eqn.params:
                 scope = scope.extend(f"jit({eqn.params['name']})")

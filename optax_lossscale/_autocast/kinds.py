@@ -17,7 +17,7 @@ from optax_lossscale._arrays.programs import (
     programs_in,
     scan_sizes,
 )
-from optax_lossscale._autocast.flat import Flat, Step, flat
+from optax_lossscale._autocast.flat import INLINED, Flat, Step, flat
 
 FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -240,7 +240,7 @@ def why_left(eqn: Any) -> str:
 def _why(eqn: Any) -> str:
     """Why the products in an equation would stay, if it holds any."""
     name = eqn.primitive.name
-    if name not in REWRITTEN:
+    if name not in REWRITTEN | INLINED:
         return f"a {name}"
     if eqn.params.get("symbolic_zeros"):
         return "a derivative with symbolic zeros"

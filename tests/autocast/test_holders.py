@@ -679,6 +679,20 @@ def test_gradients_inside():
     assert_as_in_float32(loss, params(), X)
 
 
+def test_gradients_inside_of_loops_with_remat():
+    """There JAX holds the forward pass of the loop inside in a call of its own."""
+
+    def twice(f):
+        return lambda w, x: lax.scan(lambda c, _: (f(w, c), None), x, length=2)[0]
+
+    def pulled_back(w, x):
+        y, pull = jax.vjp(twice(jax.checkpoint(twice(lambda w, x: x @ w))), w, x)
+        return jnp.mean(pull(y)[0])
+
+    assert_computes_in(F16, ols.autocast(pulled_back), W, X)
+    assert_as_in_float32(pulled_back, W, X)
+
+
 def test_the_derivative_of_an_outer_product_is_no_product():
     """Made of a `dot_general` it would be one, and in float32."""
 
