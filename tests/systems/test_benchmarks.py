@@ -26,7 +26,7 @@ def test_the_pages_name_the_same_version():
         for name in ("README.md", "accelerators.md", "policies.md", "skips.md")
     }
     [version] = set.union(*named.values())
-    assert named == dict.fromkeys(named, {version})
+    assert named == {name: {version} for name in named}
 
 
 @pytest.mark.slow
