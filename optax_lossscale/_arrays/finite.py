@@ -69,9 +69,7 @@ def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
     leaves = _inexact_leaves(tree)
     if not leaves:
         return jnp.float32(0), jnp.array(True)
-    # A TPU keeps less of the gradients on the chip where leaves share a kernel with this.
-    on_tpu = functools.partial(_squares, together=1)
-    square, finite = _reduce(leaves, _squares_on_cpu, _squares, tpu=on_tpu)
+    square, finite = _reduce(leaves, _squares_on_cpu, _squares)
     return jnp.sqrt(square), finite
 
 
@@ -82,13 +80,14 @@ def _inexact_leaves(tree: Any) -> list[jax.Array]:
 def _reduce(
     leaves: list[jax.Array],
     on_cpu: Callable[[list[jax.Array]], T],
-    elsewhere: Callable[[list[jax.Array]], T],
-    **on_others: Callable[[list[jax.Array]], T],
+    elsewhere: Callable[..., T],
 ) -> T:
     if any(map(is_partitioned, leaves)):
         return elsewhere(leaves)
+    # Where leaves share a kernel, a TPU's compiler keeps more gradients waiting in main memory.
+    on_tpu = functools.partial(elsewhere, together=1)
     # Chosen when the program is lowered, by the platform that it is lowered for.
-    return lax.platform_dependent(leaves, cpu=on_cpu, **on_others, default=elsewhere)
+    return lax.platform_dependent(leaves, cpu=on_cpu, tpu=on_tpu, default=elsewhere)
 
 
 def _all_finite(leaves: list[jax.Array], together: int = 4) -> jax.Array:
@@ -110,10 +109,11 @@ def _all_finite_on_cpu(leaves: list[jax.Array]) -> jax.Array:
     return lax.optimization_barrier(jnp.stack(flags)).all()
 
 
-def _largest(leaves: list[jax.Array]) -> jax.Array:
+def _largest(leaves: list[jax.Array], together: int = 4) -> jax.Array:
     # Partitioned, this takes one all-reduce, of a number for each leaf.
     or_infinity = lambda x: jnp.where(_is_finite(x), _size(x), jnp.inf)
-    sizes = [functools.reduce(lax.max, map(or_infinity, xs)) for xs in _groups(leaves)]
+    groups = _groups(leaves, together)
+    sizes = [functools.reduce(lax.max, map(or_infinity, xs)) for xs in groups]
     return jnp.stack([jnp.max(x, initial=0) for x in sizes]).max()
 
 
@@ -149,7 +149,7 @@ def _squares_on_cpu(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     return sums.sum(), flags.all()
 
 
-def _groups(leaves: list[jax.Array], together: int = 4) -> list[list[jax.Array]]:
+def _groups(leaves: list[jax.Array], together: int) -> list[list[jax.Array]]:
     """Leaves of one type, so many of which share a kernel; partitioned ones, each by itself.
 
     Of four a GPU's compiler still takes the norm of a clip in the same pass, of eight not.
