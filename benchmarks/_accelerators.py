@@ -146,8 +146,9 @@ _STEPS = {
     "and 2048 tokens, computing in float16: forward, backward and AdamW. The parameters are cast "
     "in the model, or before it by `compute_dtype`. On a TPU much depends on the batch, as the "
     "step without loss scaling applies each gradient as it comes, where the check needs all of "
-    "them: on the v5e, with jax 0.10.2, 1024 tokens took 54% without and 73% with it, 4096 took 173% and 202%, "
-    "and a select by hand the same; on the H100 these took as much without as with it.",
+    "them: on the v5e, with jax 0.10.2, 1024 tokens took 54% without and 73% with it, 4096 took "
+    "173% and 202%, and a select by hand the same; on the H100 these took as much without as with "
+    "it.",
     FLOAT16_STEP: "The same transformer on 32,768 tokens, where most of the memory is what is "
     "kept for the backward pass: in float32 without loss scaling, cast to float16 in the model by "
     "hand, and the float32 model under `autocast`.",
