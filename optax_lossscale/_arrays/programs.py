@@ -33,8 +33,19 @@ def is_program(x: Any) -> bool:
 
 def programs_in(eqn: Any) -> list[Any]:
     """The jaxprs in an equation's parameters, closed or without constants, as they are."""
-    found = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program)
+    found = jax.tree.leaves(list(params_of(eqn).values()), is_leaf=is_program)
     return [x for x in found if is_program(x)]
+
+
+def params_of(eqn: Any) -> dict[str, Any]:
+    """An equation's parameters; since jax 0.12 an object may hold them, as a `custom_root`'s."""
+    return getattr(eqn.params.get("_prim"), "params", eqn.params)
+
+
+def name_of(eqn: Any) -> str:
+    """What JAX calls an equation's operation, or the object that holds its parameters."""
+    held = eqn.params.get("_prim")
+    return eqn.primitive.name if held is None else type(held).__name__
 
 
 def is_float(v: Any) -> bool:

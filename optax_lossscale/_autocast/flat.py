@@ -10,7 +10,7 @@ from jax.extend.core import Literal
 
 from optax_lossscale._arrays.programs import constants, is_placed, open_jaxpr
 
-INLINED = {"jit", "pjit", "closed_call", "core_call"}
+INLINED = {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"}
 
 
 class Step(NamedTuple):

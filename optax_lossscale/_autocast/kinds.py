@@ -13,6 +13,7 @@ from optax_lossscale._arrays.programs import (
     dtype_of,
     is_float,
     is_product,
+    name_of,
     open_jaxpr,
     programs_in,
     scan_sizes,
@@ -203,12 +204,7 @@ def _multiplies_by(jaxpr: Any, arguments: Sequence[int]) -> bool:
 
 def is_lowered(eqn: Any) -> bool:
     """Whether this is a product to compute in 16 bits."""
-    return (
-        is_product(eqn)
-        and not asks_for_precision(eqn)
-        and all(v.aval.dtype == FLOAT32 for v in eqn.invars[:2])
-        and eqn.outvars[0].aval.dtype == FLOAT32
-    )
+    return is_product(eqn) and not asks_for_precision(eqn) and _multiplies_float32(eqn)
 
 
 def is_outer_product(eqn: Any) -> bool:
@@ -219,8 +215,23 @@ def is_outer_product(eqn: Any) -> bool:
     if eqn.primitive.name != "dot_general" or asks_for_precision(eqn):
         return False
     (contracted, _), _ = eqn.params["dimension_numbers"]
-    is_float32 = all(v.aval.dtype == FLOAT32 for v in (*eqn.invars, *eqn.outvars))
-    return not contracted and is_float32 and eqn.params.get("out_sharding") is None
+    if contracted or eqn.params.get("out_sharding") is not None:
+        return False
+    return _multiplies_float32(eqn)
+
+
+def _multiplies_float32(eqn: Any) -> bool:
+    """Whether this is a float32 product, of float32 or with integers that 16 bits hold."""
+    operands = {v.aval.dtype for v in eqn.invars[:2]}
+    is_float32 = FLOAT32 in operands and eqn.outvars[0].aval.dtype == FLOAT32
+    return is_float32 and all(d == FLOAT32 or _is_8_bit_integer(d) for d in operands)
+
+
+def _is_8_bit_integer(dtype: Any) -> bool:
+    """Whether 16 bits hold all numbers of a dtype: integers of 8 bits and fewer, and masks."""
+    return dtype == jnp.bool_ or (
+        jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits <= 8
+    )
 
 
 def has_products(eqn: Any) -> bool:
@@ -229,17 +240,33 @@ def has_products(eqn: Any) -> bool:
 
 
 def why_left(eqn: Any) -> str:
-    """What an equation is that holds products which stay in float32; else nothing.
+    """What an equation is, or holds, whose products stay in float32; else nothing.
 
     A loop that waits for a number to converge might wait for ever in 16 bits. A derivative that
-    asks what is differentiated would be asked by others.
+    asks what is differentiated would be asked by others. Integers may be larger than what 16 bits
+    hold.
     """
-    return _why(eqn) if _holds_products(eqn) else ""
+    if is_product(eqn):
+        dtypes = {v.aval.dtype for v in eqn.invars[:2]}
+        integers = [d for d in dtypes if jnp.issubdtype(d, jnp.integer)]
+        is_left = FLOAT32 in dtypes and not is_lowered(eqn) and not asks_for_precision(eqn)
+        return f"a product with {integers[0]}" if is_left and integers else ""
+    inside = [e for program in programs_in(eqn) for e in open_jaxpr(program).eqns]
+    why = _why(eqn)
+    if why and any(map(_has_or_is_product, inside)):
+        return why
+    return next(filter(None, map(why_left, inside)), "")
+
+
+def _has_or_is_product(eqn: Any) -> bool:
+    """Whether this is a product that would be one in 16 bits, or holds any, wherever."""
+    inside = (e for program in programs_in(eqn) for e in open_jaxpr(program).eqns)
+    return is_lowered(eqn) or is_outer_product(eqn) or any(map(_has_or_is_product, inside))
 
 
 def _why(eqn: Any) -> str:
     """Why the products in an equation would stay, if it holds any."""
-    name = eqn.primitive.name
+    name = name_of(eqn)
     if name not in REWRITTEN | INLINED:
         return f"a {name}"
     if eqn.params.get("symbolic_zeros"):

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale._arrays.programs import PRODUCTS, is_float, is_product
+from optax_lossscale._arrays.programs import PRODUCTS, is_float, is_product, name_of
 from optax_lossscale._autocast.run import LEFT_WIDE
 from optax_lossscale._diagnosis.equations import (
-    OPAQUE,
     Equation,
     equations,
+    is_of_a_decomposition,
     is_of_the_optimizer,
+    is_opaque,
     traced,
 )
 from optax_lossscale._scales import validation
@@ -51,9 +52,10 @@ class Operation(NamedTuple):
       multiplications: how many of them one run takes, if they are products.
       terms: how many numbers are added to one, at most; over devices they are not counted.
       by_choice: whether a product is not the model's to narrow: it asks for its precision, by
-        `precision=jax.lax.Precision.HIGHEST` or an algorithm, or Optax made it.
-      left_in: what `autocast` left as it was with the product in it, such as a loop that waits for
-        a number; else nothing.
+        `precision=jax.lax.Precision.HIGHEST` or an algorithm, or Optax made it, or JAX in the
+        derivative of a matrix decomposition.
+      left_in: what `autocast` left as it was, such as a loop that waits for a number, if the
+        product is that or in it; else nothing.
     """
 
     primitive: str
@@ -172,7 +174,7 @@ def report_of(jaxpr: Any) -> DtypeReport:
     usual = _usual_precision()
     for at in equations(jaxpr):
         name = at.eqn.primitive.name
-        if name in OPAQUE and any(map(is_float, at.eqn.invars)):
+        if is_opaque(at.eqn) and any(map(is_float, at.eqn.invars)):
             _add(opaque, _operation(at))
         elif is_product(at.eqn):
             _add(products, _product(at, usual))
@@ -205,9 +207,7 @@ def _operation(at: Equation) -> Operation:
     ]
     operands, before = zip(*floats, strict=True)
     result = at.eqn.outvars[0].aval.dtype if at.eqn.outvars else None
-    return Operation(
-        at.eqn.primitive.name, operands, before, result, at.source, 1, 0, 1, False, ""
-    )
+    return Operation(name_of(at.eqn), operands, before, result, at.source, 1, 0, 1, False, "")
 
 
 def _product(at: Equation, usual: str) -> Operation:
@@ -226,7 +226,7 @@ def _product(at: Equation, usual: str) -> Operation:
         count=1,
         multiplications=at.runs * _results(eqn) * terms,
         terms=terms,
-        by_choice=asks or is_of_the_optimizer(eqn),
+        by_choice=asks or is_of_the_optimizer(eqn) or is_of_a_decomposition(eqn),
         left_in="".join(_LEFT_WIDE.findall(at.scopes)[:1]),
     )
 

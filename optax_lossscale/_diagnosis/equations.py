@@ -13,11 +13,18 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Literal
 
-from optax_lossscale._arrays.programs import is_float, is_program, mapped_axes, open_jaxpr
+from optax_lossscale._arrays.programs import (
+    is_float,
+    is_program,
+    mapped_axes,
+    open_jaxpr,
+    params_of,
+    programs_in,
+)
 from optax_lossscale._arrays.variables import map_leaves
 
 # What runs a program that no jaxpr shows; and sparse products, whose sizes no shape tells.
-OPAQUE = {
+_OPAQUE = {
     "bcoo_dot_general",
     "bcsr_dot_general",
     "call_exported",
@@ -124,6 +131,13 @@ def equations(jaxpr: Any) -> Iterator[Equation]:
     return within(jaxpr, None, {})
 
 
+def is_opaque(eqn: Any) -> bool:
+    """Whether nothing can look into what an equation runs: a kernel, or a Python function."""
+    params = params_of(eqn)
+    holds_functions = params is not eqn.params and any(map(callable, params.values()))
+    return eqn.primitive.name in _OPAQUE or (holds_functions and not programs_in(eqn))
+
+
 def is_of_the_optimizer(eqn: Any) -> bool:
     """Whether Optax made this by itself, and not in a loss function."""
     folder, calls = _folder("optax"), _calls(eqn)
@@ -134,6 +148,13 @@ def is_of_the_optimizer(eqn: Any) -> bool:
     )
 
 
+def is_of_a_decomposition(eqn: Any) -> bool:
+    """Whether JAX made this by itself, in the derivative of a QR decomposition, say."""
+    frames = getattr(eqn.source_info.traceback, "frames", ())
+    file = os.path.join(os.path.dirname(jax.__file__), "_src", "lax", "linalg.py")
+    return any(frame.file_name == file for frame in frames)
+
+
 def _is_array(x: Any) -> bool:
     if isinstance(x, (np.ndarray, np.generic)):
         return x.dtype == np.bool_ or jnp.issubdtype(x.dtype, np.number)
@@ -142,10 +163,10 @@ def _is_array(x: Any) -> bool:
 
 def _functions(eqn: Any) -> list[Any]:
     """The jaxprs that an equation runs, wherever they are in its parameters."""
-    if eqn.primitive.name in OPAQUE:
+    if is_opaque(eqn):
         return []
     run = _RUN.get(eqn.primitive.name, lambda params: list(params.values()))
-    found = jax.tree.leaves(run(eqn.params), is_leaf=is_program)
+    found = jax.tree.leaves(run(params_of(eqn)), is_leaf=is_program)
     return [open_jaxpr(x) for x in found if is_program(x)]
 
 

@@ -17,6 +17,7 @@ from optax_lossscale._arrays.programs import (
     is_program,
     mapped_axes,
     open_jaxpr,
+    params_of,
     placed,
     scan_sizes,
 )
@@ -182,7 +183,7 @@ def _has_halves(eqn: Any) -> bool:
 
 def _params(eqn: Any) -> list[Any]:
     is_leaf = lambda x: is_program(x) or isinstance(x, _SHAPES)
-    return jax.tree.leaves(list(eqn.params.values()), is_leaf=is_leaf)
+    return jax.tree.leaves(list(params_of(eqn).values()), is_leaf=is_leaf)
 
 
 # --- equations that hold others ---
@@ -294,6 +295,7 @@ _HOLDERS = {
     "pjit": _inlined,
     "closed_call": _inlined,
     "core_call": _inlined,
+    "eval_jaxpr": _inlined,
     "custom_jvp_call": _inlined,
     "custom_vjp_call": _inlined,
     "checkpoint": _remat,

@@ -435,3 +435,40 @@ def test_a_product_that_autocast_leaves_wide_says_in_what():
     assert left_in == {"a loop that waits for a number", "a custom_linear_solve"}
     assert {p.left_in for p in found.products if p.dtype == jnp.float16} == {""}
     assert ", as autocast leaves a loop that waits for a number" in str(found)
+
+
+def test_a_product_that_autocast_leaves_wide_deep_inside_says_in_what():
+    w, x = jnp.eye(4), jnp.ones((2, 4))
+
+    def fun(w, x):
+        waits = lambda x: lax.while_loop(lambda x: x.sum() > 1e-3, lambda x: x @ w / 2, x)
+        return lax.cond(x.sum() > 0, jax.jit(waits), lambda x: x, x)
+
+    (product,) = report(ols.autocast(fun), w, x).products
+    assert product.left_in == "a loop that waits for a number"
+
+
+def test_products_of_a_root_are_seen_in_every_version_of_jax():
+    w, x = jnp.eye(4) / 2, jnp.ones((2, 4))
+
+    def fun(w, x):
+        solve = lambda f, z: lax.fori_loop(0, 9, lambda _, z: z - f(z), z)
+        tangent_solve = lambda g, y: lax.fori_loop(0, 9, lambda _, v: v - (g(v) - y), y)
+        return lax.custom_root(lambda z: z - jnp.tanh(z @ w) - x, x, solve, tangent_solve).sum()
+
+    assert [p.dtype for p in report(fun, w, x).products] == [jnp.float32]
+    found = report(ols.autocast(fun), w, x).products
+    assert found
+    assert all(p.dtype == jnp.float16 or p.left_in == "a CustomRoot" for p in found)
+    if jax.__version_info__ >= (0, 12):  # solves with the transposed function, as Python has it
+        assert len(report(jax.grad(fun), w, x).opaque) == 1
+
+
+@pytest.mark.parametrize("cast", [ols.autocast, lambda fun: fun], ids=["autocast", "float32"])
+def test_products_in_the_derivative_of_a_decomposition_are_nobodys_choice_but_jaxs(cast):
+    factor = lambda w, x: jnp.tanh(jnp.linalg.qr(x @ w)[0]).sum()
+    found = report(jax.grad(cast(factor)), jnp.eye(4), jnp.ones((4, 4))).products
+    ours = [p for p in found if not p.by_choice]
+    assert sum(p.count for p in ours) == 2  # x @ w, and its derivative
+    assert sum(p.count for p in found) > 2
+    assert {str(p.dtype) for p in ours} == {"float16" if cast is ols.autocast else "float32"}
