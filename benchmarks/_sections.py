@@ -81,11 +81,11 @@ class _Steps:
 
 def step(quick: bool) -> list[Row]:
     """The optimizer step alone, from given gradients to new parameters: 100 leaves."""
-    size, rounds = (MILLION, 5) if quick else (32 * MILLION, 40)
+    size, count, rounds = (MILLION, 10, 5) if quick else (32 * MILLION, 100, 40)
     rows = []
     for optimizer, inner in OPTIMIZERS.items():
         for dtype in DTYPES:
-            steps = _Steps(_ways.ours(inner) | _ways.peers(inner), size, 100, dtype)
+            steps = _Steps(_ways.ours(inner) | _ways.peers(inner), size, count, dtype)
             rows += steps.measure(rounds, optimizer=optimizer, dtype=dtype, size=size)
     return rows
 
@@ -94,7 +94,7 @@ def sizes(quick: bool) -> list[Row]:
     """AdamW in 100 leaves, from 1M to 128M parameters, float32 gradients."""
     rows = []
     for size in (MILLION,) if quick else (MILLION, 8 * MILLION, 32 * MILLION, 128 * MILLION):
-        steps = _Steps(_ways.ours(OPTIMIZERS["AdamW"]), size, 100, "float32")
+        steps = _Steps(_ways.ours(OPTIMIZERS["AdamW"]), size, 10 if quick else 100, "float32")
         rounds = 5 if quick else max(11, min(200, 800 * MILLION // size))
         rows += steps.measure(rounds, size=size)
     return rows
