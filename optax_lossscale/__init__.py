@@ -3,10 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from optax_lossscale import diagnosis, presets, skips, testing
+from optax_lossscale import presets, skips
 from optax_lossscale._arrays.finite import all_finite
-from optax_lossscale._autocast.autocast import autocast
-from optax_lossscale._diagnosis.diagnose import diagnose
 from optax_lossscale._diagnosis.metrics import metrics
 from optax_lossscale._diagnosis.stuck import LossScaleError, raise_if_stuck
 from optax_lossscale._scales.dynamic import DynamicLossScale
@@ -23,15 +21,25 @@ from optax_lossscale._step.state import LossScaleState
 from optax_lossscale._step.where_applied import where_applied
 from optax_lossscale._step.wrapper import LossScaledTransformation, with_loss_scale
 
+# What reads programs, and what draws, is imported when it is used.
 if TYPE_CHECKING:
+    from optax_lossscale import diagnosis, testing
     from optax_lossscale import plot as plot
-else:
-    # Not imported with the rest, as it needs matplotlib. (A type checker that saw this
-    # function would take every misspelt name for a right one.)
+    from optax_lossscale._autocast.autocast import autocast
+    from optax_lossscale._diagnosis.diagnose import diagnose
+else:  # A type checker that saw this function would take every misspelt name for a right one.
+    _FUNCTIONS = {"autocast": "_autocast.autocast", "diagnose": "_diagnosis.diagnose"}
+
     def __getattr__(name):
-        if name == "plot":
-            return importlib.import_module("optax_lossscale.plot")
+        if name in ("diagnosis", "plot", "testing"):
+            return importlib.import_module(f"optax_lossscale.{name}")
+        if name in _FUNCTIONS:
+            module = importlib.import_module(f"optax_lossscale.{_FUNCTIONS[name]}")
+            return globals().setdefault(name, getattr(module, name))
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *__all__})
 
 
 __version__ = "0.3.0"

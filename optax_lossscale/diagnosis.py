@@ -8,10 +8,10 @@ the loss scale to begin with (`find_initial_scale`).
 from optax_lossscale._diagnosis.accuracy import GradientError
 from optax_lossscale._diagnosis.calibration import InitialScale, find_initial_scale
 from optax_lossscale._diagnosis.dtypes import DtypeReport, Operation, dtype_report
-from optax_lossscale._diagnosis.explain import Explanation, explain, nonfinite_leaves
+from optax_lossscale._diagnosis.explain import Explanation, Suspect, explain, nonfinite_leaves
+from optax_lossscale._diagnosis.lost import Underflow
 from optax_lossscale._diagnosis.moments import Moments
-from optax_lossscale._diagnosis.origin import Suspect
-from optax_lossscale._diagnosis.page import Diagnosis, Underflow
+from optax_lossscale._diagnosis.page import Diagnosis
 from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._diagnosis.tap import Probe, probe, tap
 from optax_lossscale._diagnosis.underflow import UnderflowReport, underflow_report

@@ -1,9 +1,9 @@
 """The loss scalers of other systems, under their owners' names and argument names.
 
 Each takes its reference's arguments, with their defaults, and adapts as the reference
-does, value for value in float32. One thing differs: no scale becomes 0, infinite or NaN.
-Where the reference would leave float32's normal range, 1.18e-38 to 3.4e38, the scale
-stays at the last value inside.
+does: value for value in float32, but for LogMax, which subtracts nearly equal numbers and is
+tested to 1%. One thing differs: no scale becomes 0, infinite or NaN. Where the reference would
+leave float32's normal range, 1.18e-38 to 3.4e38, the scale stays at the last value inside.
 """
 
 from typing import Any, Literal

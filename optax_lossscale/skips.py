@@ -34,15 +34,15 @@ def spikes(
 ) -> SpikeSkipRule:
     """Skips a step whose norm or loss is far above the usual one; the one that is recommended.
 
-    It compares with the medians of the last steps applied, and after `max_skips` skips in a row
-    takes the new level for the usual one. It looks at the loss if the step is given its `value`
-    and that is positive, and does not need it.
+    It compares with the medians of the last steps applied. In any series, at most `max_skips`
+    steps are skipped, and then no more than 1 in 20: what is more common is usual. It looks at the
+    loss if the step is given its `value` and that is positive, and does not need it.
 
     Args:
       factor: how many deviations above the median are too many.
       least: how many bits above it a norm or a loss has to be at least; 1 is twice the median.
       window: how many norms and losses are remembered, at least 16.
-      max_skips: how many finite steps in a row to skip at most.
+      max_skips: how many finite steps to skip at most before 20 are to be applied for each.
 
     Returns:
       A rule, whose class says how it works.

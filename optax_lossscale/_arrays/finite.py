@@ -1,7 +1,10 @@
-"""The check: is every number of a tree finite? In the same pass: the largest, and the norm."""
+"""The check: is every number of a tree finite? In the same pass: the largest, and the norm.
+
+Each looks at the numbers at hand; `across` replicas, its answer is made one.
+"""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import jax
@@ -13,6 +16,7 @@ from optax_lossscale._arrays.placement import is_partitioned
 from optax_lossscale._arrays.precision import at_least_float32, is_inexact
 
 T = TypeVar("T")
+AxisName = Hashable
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -239,3 +243,43 @@ def _both_all(a: jax.Array, b: jax.Array) -> list[jax.Array]:
 
 def _both_and(a, b):
     return lax.bitwise_and(a[0], b[0]), lax.bitwise_and(a[1], b[1])
+
+
+def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
+    """Whether a flag is True on every replica."""
+    if axis_name is None:
+        return flag
+    return across(lax.pmin, flag.astype(jnp.int32), axis_name).astype(bool)
+
+
+def across(
+    reduce: Callable[..., jax.Array], x: jax.Array, axis_name: AxisName | None
+) -> jax.Array:
+    """A reduction over replicas, such as `lax.pmin`; over no axes it is what was given."""
+    axes = () if axis_name is None else axes_of(axis_name)
+    return reduce(x, axes) if axes else x
+
+
+def axes_of(axis_name: AxisName) -> tuple[Hashable, ...]:
+    """The axes that are named, if each of them is one around this step."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    given = f"axis_name={axis_name!r}"
+    for name in names:
+        if not _is_axis(name):
+            one = f"{name!r} in {given}" if name is not axis_name else given
+            several = " Several names are a tuple." if isinstance(name, (list, set)) else ""
+            raise ValueError(
+                f"{one} is no axis of a pmap or shard_map around this step.{several} Under jit "
+                "alone leave axis_name out: the check already is of all devices"
+            )
+    if len(set(names)) < len(names):
+        raise ValueError(f"{given} names an axis twice: name each once")
+    return names
+
+
+def _is_axis(name: Any) -> bool:
+    try:
+        lax.axis_size(name)
+    except (NameError, TypeError, ValueError):
+        return False
+    return not isinstance(name, (tuple, list))  # of which it gives the product

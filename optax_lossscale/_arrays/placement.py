@@ -3,6 +3,8 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import AxisType
 
 
@@ -15,5 +17,20 @@ def is_partitioned(x: jax.Array) -> bool:
 
 def varying_axes(x: jax.Array) -> frozenset:
     """The axes of `shard_map` along which the array differs; none without `check_vma`."""
-    kind: Any = jax.typeof(x)
-    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying  # jax >= 0.9
+    return _varying(jax.typeof(x))
+
+
+def zeros_of(kind: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros of a shape and dtype, which count as differing along the axes that it does."""
+    zeros, axes = jnp.zeros(kind.shape, kind.dtype), tuple(_varying(kind))
+    if not axes:
+        return zeros
+    if hasattr(lax, "pcast"):
+        return lax.pcast(zeros, axes, to="varying")
+    before: Any = lax
+    return before.pvary(zeros, axes)  # before jax 0.9
+
+
+def _varying(kind: Any) -> frozenset:
+    axes = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type  # since jax 0.9
+    return getattr(axes, "varying", axes) or frozenset()

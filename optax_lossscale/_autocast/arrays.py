@@ -1,125 +1,111 @@
-"""A call as a function from arrays to arrays, whatever else it takes, changes and returns."""
+"""A call as a program from arrays to arrays, whatever else it takes, changes and returns."""
 
 import contextlib
 import functools
 import inspect
-import sys
-from collections.abc import Callable, Container
-from typing import Any, Self
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-_TAG = "optax_lossscale.autocast"
+from optax_lossscale._arrays import variables
+from optax_lossscale._programs.values import dtype_in, in_dtype
 
 
-class Call(contextlib.ExitStack):
-    """A call of a function, of whose arguments and results the arrays are traced.
-
-    What it changes in the Flax NNX modules among its arguments is a result, too, and is put into
-    them. A context around both, as NNX keeps there which module is which.
+class Call(NamedTuple):
+    """A call of a function as a program of the arrays in it.
 
     Attributes:
+      program: from the arrays in the arguments to those that the call changed in the Flax NNX
+        modules and variables among these, and to those in the results; as traced.
       arrays: those in the arguments.
-      is_parameter: for each, whether it is one: all arrays of the arguments that were said to be,
-        and every `nnx.Param`.
+      is_parameter: for each, whether it is one: what the arguments hold that were said to be
+        parameters, and every `nnx.Param`, but no other variable of NNX.
+      result: what the call returns, of what the program gives; changes modules and variables.
     """
 
-    def __init__(
-        self, fun: Callable[..., Any], args: tuple, kwargs: dict, parameters: Container[int]
-    ):
-        super().__init__()
-        self._fun = fun
-        self._leaves, self._tree = _flatten((args, kwargs))
-        is_parameter = [i in parameters for i, arg in enumerate(args) for _ in _flatten(arg)[0]]
-        is_parameter += [False] * (len(self._leaves) - len(is_parameter))
-        pairs = zip(self._leaves, is_parameter, strict=True)
-        self.is_parameter = [is_it for x, is_it in pairs if is_array(x)]
-        self._given: list[Any] = [x if is_array(x) else None for x in self._leaves]
-        self._modules_at = [i for i, x in enumerate(self._leaves) if _is_module(x)]
-        self._state: list[Any] = []
+    program: Any
+    arrays: list[Any]
+    is_parameter: list[bool]
+    result: Callable[[Iterable[Any]], Any]
 
-    def __enter__(self) -> Self:
-        if self._modules_at:
-            nnx = sys.modules["flax.nnx"]
-            self.enter_context(nnx.update_context(_TAG))
-            with nnx.split_context(_TAG) as context:
-                modules = [self._leaves[i] for i in self._modules_at]
-                self._graphdef, *states = context.split(modules, nnx.Param, ...)
-            first = self._modules_at[0]
-            before = len(jax.tree.leaves(self._given[:first]))
-            self._given[first] = states  # of all of them
-            self._state = jax.tree.leaves(states)
-            n_params = len(jax.tree.leaves(states[0]))
-            of_state = [i < n_params for i in range(len(self._state))]
-            self.is_parameter[before:before] = of_state
-        self.arrays, self._given_tree = jax.tree.flatten(self._given)
-        return super().__enter__()
 
-    def traced(self, arrays: list[Any]) -> Any:
-        """The program of such arrays; what JAX says of it names the function and its arguments."""
-        given = jax.tree.unflatten(self._given_tree, arrays)
-        args, kwargs = jax.tree.unflatten(self._tree, given)
-        call = lambda *args, **kwargs: self._of_arrays(jax.tree.leaves((args, kwargs)))
-        if hasattr(inspect.unwrap(self._fun), "__code__"):  # of others JAX would take the repr
-            call = functools.wraps(self._fun)(call)
-        return jax.make_jaxpr(call)(*args, **kwargs)
+@contextlib.contextmanager
+def traced(
+    fun: Callable[..., Any], args: tuple, kwargs: dict, parameters: Container[int], low: np.dtype
+) -> Iterator[Call]:
+    """A call, traced with arrays of dtype `low` in float32; for use in this context alone.
 
-    def _of_arrays(self, arrays: list[Any]) -> list[Any]:
-        """The arrays that the call gives for these, and those that it changed in modules."""
-        leaves = jax.tree.unflatten(self._given_tree, arrays)
-        state: list[Any] = []
-        if self._modules_at:
-            states = leaves[self._modules_at[0]]
-            state = jax.tree.leaves(states)
-            for i, module in zip(self._modules_at, self._merged(states), strict=True):
-                leaves[i] = module
-        pairs = zip(leaves, self._leaves, strict=True)
-        leaves = [x if is_array(old) or _is_module(old) else old for x, old in pairs]
-        args, kwargs = jax.tree.unflatten(self._tree, leaves)
-        outs, self._out_tree = _flatten(self._fun(*args, **kwargs))
-        after = self._split([leaves[i] for i in self._modules_at])
-        unchanged = {id(x): i for i, x in enumerate(state)}
-        self._unchanged = [unchanged.get(id(x)) for x in after]
-        self._others = [None if is_array(x) else (x,) for x in outs]
-        changed = [x for x in after if id(x) not in unchanged]
-        return [*filter(is_array, outs), *changed]
+    What JAX says of the program names the function and its arguments.
+    """
+    with variables.changes_kept():
+        given = variables.apart((args, kwargs))
+        form, arrays = _form(given)
+        forms: list[_Form] = []
 
-    def result(self, arrays: list[Any]) -> Any:
-        """What the call returns, of the arrays that it gives; changes its modules."""
+        def of_arrays(*args, **kwargs):
+            xs = jax.tree.leaves((args, kwargs))
+            args, kwargs = variables.together(form.filled(xs), inside=True)
+            objects = variables.objects((args, kwargs))
+            objects, outs = variables.apart((objects, fun(*args, **kwargs)))
+            of_objects, changed = _form(objects, dict(zip(map(id, xs), arrays, strict=True)))
+            of_outs, found = _form(outs)
+            forms[:] = of_objects, of_outs
+            return changed + found
+
+        def result(arrays):
+            left = iter(arrays)
+            return variables.together([f.filled(left) for f in forms], inside=False)[1]
+
+        if hasattr(inspect.unwrap(fun), "__code__"):  # of others JAX would take the repr
+            of_arrays = functools.wraps(fun)(of_arrays)
+        wide = [in_dtype(jnp.float32, x) if dtype_in(x) == low else x for x in arrays]
+        args, kwargs = form.filled(wide, with_others=False)
+        with variables.told_to_go_in_as_arguments():
+            program = jax.make_jaxpr(of_arrays)(*args, **kwargs)
+        said = [_is_parameter(x, i in parameters) for i, x in enumerate(given[0])]
+        flags = jax.tree.leaves((said, _is_parameter(given[1], False)))
+        flags = zip(flags, form.others, strict=True)
+        yield Call(program, arrays, [is_it for is_it, other in flags if other is None], result)
+
+
+class _Form(NamedTuple):
+    """A tree without its arrays.
+
+    Attributes:
+      tree: its structure.
+      others: for each leaf, None for an array, else what it is in a tuple.
+    """
+
+    tree: Any
+    others: list[tuple[Any] | None]
+
+    def filled(self, arrays: Iterable[Any], with_others: bool = True) -> Any:
+        """The tree of these arrays."""
         left = iter(arrays)
-        outs = [next(left) if other is None else other[0] for other in self._others]
-        if self._modules_at:
-            after = [next(left) if i is None else self._state[i] for i in self._unchanged]
-            with sys.modules["flax.nnx"].merge_context(_TAG, inner=False) as context:
-                context.merge(self._graphdef_after, *jax.tree.unflatten(self._after_tree, after))
-        return jax.tree.unflatten(self._out_tree, outs)
+        of_other = lambda other: other[0] if with_others else None
+        leaves = [next(left) if o is None else of_other(o) for o in self.others]
+        return jax.tree.unflatten(self.tree, leaves)
 
-    def _merged(self, states: list[Any]) -> list[Any]:
-        """The modules inside the call."""
-        with sys.modules["flax.nnx"].merge_context(_TAG, inner=True) as context:
-            return context.merge(self._graphdef, *states)
 
-    def _split(self, modules: list[Any]) -> list[Any]:
-        """The arrays in modules, after the call."""
-        if not modules:
-            return []
-        with sys.modules["flax.nnx"].split_context(_TAG) as context:
-            self._graphdef_after, *states = context.split(modules)
-        after, self._after_tree = jax.tree.flatten(states)
-        return after
+def _form(tree: Any, known: Mapping[int, Any] = MappingProxyType({})) -> tuple[_Form, list[Any]]:
+    """A tree's form and its arrays; in the place of those with a known `id` is what is known."""
+    leaves, structure = jax.tree.flatten(tree)
+    is_other = lambda x: not is_array(x) or id(x) in known
+    others = [(known.get(id(x), x),) if is_other(x) else None for x in leaves]
+    return _Form(structure, others), [x for x in leaves if not is_other(x)]
+
+
+def _is_parameter(tree: Any, said: bool) -> Any:
+    """For each leaf of an argument, whether it is a parameter."""
+    of = lambda x: variables.is_parameter(x) if variables.is_variable(x) else said
+    of_leaves = lambda x: jax.tree.map(lambda _: of(x), x)
+    return jax.tree.map(of_leaves, tree, is_leaf=variables.is_variable)
 
 
 def is_array(x: Any) -> bool:
     """Whether this is an array at hand or a traced one; no Python number."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
-
-
-def _flatten(tree: Any) -> tuple[list[Any], Any]:
-    return jax.tree.flatten(tree, is_leaf=_is_module)
-
-
-def _is_module(x: Any) -> bool:
-    """Whether this is a module or a random stream of Flax NNX, which calls change in place."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, nnx.Pytree)

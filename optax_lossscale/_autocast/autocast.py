@@ -4,12 +4,16 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from optax_lossscale._arrays.programs import as_traced, dtype_of, in_dtype, open_jaxpr
-from optax_lossscale._autocast.arrays import Call
-from optax_lossscale._autocast.kinds import FLOAT32, Kind
-from optax_lossscale._autocast.run import Casting
+from optax_lossscale._autocast.arrays import traced
+from optax_lossscale._autocast.kinds import Kind
+from optax_lossscale._autocast.plan import Casting
+from optax_lossscale._autocast.products import SCOPE
+from optax_lossscale._autocast.run import ByPlan
+from optax_lossscale._programs.values import dtypes_in, in_dtypes
+from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._scales import validation
 
 
@@ -38,7 +42,7 @@ def autocast(
 
     Args:
       fun: a function of arrays, trees and modules of them and of anything else; one that JAX
-        can trace. Flax NNX modules among its arguments may change inside.
+        can trace. Flax NNX modules and variables among its arguments may change inside.
       dtype: `jnp.float16` or `jnp.bfloat16`.
       argnums: which positional arguments hold the parameters, if any. What is made of a
         product and a parameter, as when a bias is added, is kept in 16 bits between products;
@@ -82,11 +86,11 @@ def autocast(
                 f"autocast was told argnums={argnums!r}, and there are {len(args)} positional "
                 "arguments: give the parameters by position, or say argnums=() if there are none"
             )
-        with Call(fun, args, kwargs, parameters) as call:
-            wide = [in_dtype(FLOAT32, x) if dtype_of(x) == low else x for x in call.arrays]
-            jaxpr = call.traced(wide)
+        with traced(fun, args, kwargs, parameters, low) as call:
             kinds = [Kind.PARAMETER if is_it else Kind.WIDE for is_it in call.is_parameter]
-            outs = Casting(low)(jaxpr, call.arrays, kinds)
-            return call.result(as_traced(open_jaxpr(jaxpr).outvars, list(map(jnp.asarray, outs))))
+            with jax.named_scope(SCOPE):
+                outs = ByPlan.narrowed(call.program, call.arrays, kinds, Casting(low))
+            dtypes = dtypes_in(open_jaxpr(call.program).outvars)
+            return call.result(in_dtypes(dtypes, list(map(jnp.asarray, outs))))
 
     return autocasted

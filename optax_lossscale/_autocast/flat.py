@@ -8,12 +8,13 @@ import jax
 from jax.extend import source_info_util
 from jax.extend.core import Literal
 
-from optax_lossscale._arrays.programs import constants, is_placed, open_jaxpr
+from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._programs.run import is_placed
+from optax_lossscale._programs.versions import constants, open_jaxpr
+from optax_lossscale._programs.walk import programs_in
 
-INLINED = {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"}
 
-
-class Step(NamedTuple):
+class Instruction(NamedTuple):
     """An equation, whose operands and results are numbered over the whole program.
 
     Attributes:
@@ -55,15 +56,15 @@ class Flat(NamedTuple):
       types: the type of each value, as it was traced.
     """
 
-    steps: list[Step]
+    steps: list[Instruction]
     ins: list[int]
     outs: list[int | Literal]
     consts: dict[int, Any]
     types: dict[int, Any]
 
-    def readers(self) -> dict[int, list[Step | None]]:
+    def readers(self) -> dict[int, list[Instruction | None]]:
         """The steps that take each value; None for the results."""
-        found: dict[int, list[Step | None]] = {}
+        found: dict[int, list[Instruction | None]] = {}
         for step in self.steps:
             for i in step.reads:
                 found.setdefault(i, []).append(step)
@@ -76,7 +77,7 @@ class Flat(NamedTuple):
 def flat(jaxpr: Any) -> Flat:
     """The steps of a program; a `jit` that was told where to have its arrays stays one."""
     number = itertools.count()
-    steps: list[Step] = []
+    steps: list[Instruction] = []
     consts: dict[int, Any] = {}
     ins = [next(number) for _ in open_jaxpr(jaxpr).invars]
     outs = _add(jaxpr, ins, source_info_util.new_name_stack(), steps, consts, number.__next__)
@@ -91,7 +92,7 @@ def _add(
     jaxpr: Any,
     ins: Sequence[int | Literal],
     names: Any,
-    steps: list[Step],
+    steps: list[Instruction],
     consts: dict[int, Any],
     new: Callable[[], int],
 ) -> list[int | Literal]:
@@ -105,13 +106,13 @@ def _add(
     for eqn in jaxpr.eqns:
         operands = list(map(read, eqn.invars))
         scope = names + eqn.source_info.name_stack
-        if eqn.primitive.name in INLINED and not is_placed(eqn):
-            inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+        if Is.INLINED in traits_of(eqn.primitive.name) and not is_placed(eqn):
+            (inner,) = programs_in(eqn)
             if "name" in eqn.params:
                 scope = scope.extend(f"jit({eqn.params['name']})")
             outs = _add(inner, operands, scope, steps, consts, new)
         else:
             outs = [new() for _ in eqn.outvars]
-            steps.append(Step(eqn, tuple(operands), tuple(outs), scope))
+            steps.append(Instruction(eqn, tuple(operands), tuple(outs), scope))
         numbers.update(zip(eqn.outvars, outs, strict=True))
     return list(map(read, jaxpr.outvars))

@@ -5,75 +5,21 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from optax_lossscale._arrays.programs import is_product, open_jaxpr, programs_in
-from optax_lossscale._autocast.flat import Step
-from optax_lossscale._autocast.kinds import CHOOSES, MOVES, STAYS_NEAR, SUMS_OF_TWO
-
-_CHEAP = (
-    (MOVES | CHOOSES | SUMS_OF_TWO | STAYS_NEAR)
-    - {"cummax", "cummin", "name", "optimization_barrier", "sort", "top_k"}
-) | {
-    "acos",
-    "acosh",
-    "and",
-    "argmax",
-    "argmin",
-    "asin",
-    "asinh",
-    "atan",
-    "atan2",
-    "atanh",
-    "cbrt",
-    "cos",
-    "cosh",
-    "dot_general",  # of two arrays to single numbers, as is_product has it
-    "eq",
-    "erf_inv",
-    "erfc",
-    "exp",
-    "exp2",
-    "expm1",
-    "ge",
-    "gt",
-    "integer_pow",
-    "is_finite",
-    "le",
-    "log",
-    "log1p",
-    "log2",
-    "lt",
-    "ne",
-    "not",
-    "one_minus_square",
-    "or",
-    "pow",
-    "reduce_and",
-    "reduce_or",
-    "reduce_prod",
-    "reduce_sum",
-    "rem",
-    "rsqrt",
-    "scatter-add",
-    "sin",
-    "sinh",
-    "sqrt",
-    "square",
-    "tan",
-    "xor",
-}
-
+from optax_lossscale._autocast.flat import Instruction
+from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._programs.values import is_product
+from optax_lossscale._programs.versions import open_jaxpr
+from optax_lossscale._programs.walk import programs_in
 
 _LONGEST = 50  # steps
 
 
 def is_cheap(eqn: Any) -> bool:
     """Whether to compute it anew takes no longer than to read it."""
-    if eqn.effects or is_product(eqn):
+    if eqn.effects or is_product(eqn) or Is.CHEAP not in traits_of(eqn.primitive.name):
         return False
-    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call", "jit", "pjit"):
-        inner = [each for program in programs_in(eqn) for each in open_jaxpr(program).eqns]
-        return all(map(is_cheap, inner))
-    return eqn.primitive.name in _CHEAP
+    inside = (each for program in programs_in(eqn) for each in open_jaxpr(program).eqns)
+    return all(map(is_cheap, inside))
 
 
 class Repeated:
@@ -85,7 +31,7 @@ class Repeated:
 
     def __init__(self, size: Callable[[int], int]):
         self._size = size
-        self._steps: dict[int, tuple[int, Step]] = {}
+        self._steps: dict[int, tuple[int, Instruction]] = {}
         self._sources: dict[int, frozenset[int]] = {}
         self._length: dict[int, int] = {}
 
@@ -96,7 +42,7 @@ class Repeated:
         """What it takes to have a value again."""
         return self._sources.get(i, frozenset((i,)))
 
-    def add(self, step: Step) -> None:
+    def add(self, step: Instruction) -> None:
         """Takes note of a step, if it is one of them."""
         sources = frozenset[int]().union(*map(self.sources, step.reads))
         length = 1 + sum(self._length.get(i, 0) for i in step.reads)
@@ -111,9 +57,9 @@ class Repeated:
         for of in (self._steps, self._sources, self._length):
             of.pop(i, None)
 
-    def before(self, island: list[Step], known: set[int]) -> list[Step]:
+    def before(self, island: list[Instruction], known: set[int]) -> list[Instruction]:
         """Those whose results an island reads, but for known ones, and what they read in turn."""
-        found: dict[int, Step] = {}
+        found: dict[int, Instruction] = {}
         unread = list(read_by(island))
         while unread:
             i = unread.pop()
@@ -124,12 +70,9 @@ class Repeated:
         return [found[order] for order in sorted(found)]
 
 
-def read_by(island: Iterable[Step]) -> dict[int, None]:
+def read_by(island: Iterable[Instruction]) -> dict[int, None]:
     """What an island reads of others."""
-    made = made_by(island)
+    island = list(island)
+    made = {i for step in island for i in step.outs}
     read = (i for step in island for i in step.ins if not isinstance(i, Literal))
     return {i: None for i in read if i not in made}
-
-
-def made_by(steps: Iterable[Step]) -> set[int]:
-    return {i for step in steps for i in step.outs}

@@ -8,6 +8,7 @@ import numpy as np
 
 from optax_lossscale._diagnosis.inspection import DIGITS, ROUNDED, WIDE, Inspection
 from optax_lossscale._diagnosis.program import Evidence, Program
+from optax_lossscale._programs.operations import Is, traits_of
 
 NOTABLE = 0.03  # how far a gradient may be off before a word is said
 _ROUGH = 0.05  # and how far by the rounding of one line
@@ -15,7 +16,6 @@ _WRONG = 0.1  # and by that of many
 _FAR = 0.5  # and how far that nothing excuses it
 _UNKNOWN = 0.1  # how far it may move with the last digits of float32, to be known at all
 _NUDGES = 4
-_SATURATING = {"erf", "erfc", "exp", "logistic", "tanh"}
 
 
 class GradientError(NamedTuple):
@@ -69,7 +69,7 @@ def find_errors(
 ) -> dict[str, GradientError]:
     """Those gradients that are wrong in 16 bits, the worst first, each with its cause.
 
-    Rounding in all places alike is none. It moves gradients no further than a change of the
+    Rounding that is spread evenly is no cause. It moves gradients no further than a change of the
     parameters' last digit does, by which a rectified unit, a maximum or a router may decide
     otherwise. What goes further has a cause that can be removed.
 
@@ -106,58 +106,79 @@ def _causes(
 ) -> dict[str, tuple[str, str, str]]:
     """Of each gradient: the cause, the operation and its line.
 
-    Found by leaving out what it may be. The program is run without rounding its sums, and with
-    any exponents; and then with ever more of its equations rounded as they were written, until
-    half of the error is there. Where it comes of rounding, that line alone has to make half of
-    it, unless it is large.
+    Found by leaving out what it may be: the program is run without rounding its sums, and with
+    any exponents.
     """
-
-    def errors(modes):
-        return off_by(inspection.run(exponent, modes), exponent, truth)
-
-    as_written = np.full(len(inspection.equations), ROUNDED, np.int8)
-    whole = errors(as_written)
-    without = {
-        "stagnates": (WIDE, inspection.sums),
-        "vanishes": (DIGITS, inspection.rounds),
-        "rounding": (WIDE, inspection.rounds),
-    }
-    repaired = {
-        kind: errors(np.where(candidates, mode, as_written).astype(np.int8))
-        for kind, (mode, candidates) in without.items()
-    }
+    trials = _Trials(inspection, exponent, truth)
     causes: dict[str, tuple[str, str, str]] = {}
-    for name in sorted(off, key=lambda name: -whole[name]):
+    for name in sorted(off, key=lambda name: -trials.whole[name]):
         if name in causes:
             continue
-        is_it = lambda kind, name=name: repaired[kind][name] <= whole[name] / 2
-        kind = next(filter(is_it, without), "")
-        if not kind:  # not in what was rounded
-            if off[name] > _WRONG:
-                causes[name] = "rounding", "", ""
-            continue
-        mode, candidates = without[kind]
+        kind = next((kind for kind in trials.repaired if trials.is_it(kind, name)), "")
+        if kind:
+            causes = trials.on_its_line(kind, name, off) | causes
+        elif off[name] > _WRONG:  # not in what was rounded
+            causes[name] = "rounding", "", ""
+    return causes
+
+
+class _Trials:
+    """Runs of a program in which some results are not rounded as they were written.
+
+    Attributes:
+      whole: how far each gradient is off, as the program was written.
+      repaired: how far, without what may be the cause.
+    """
+
+    def __init__(self, inspection: Inspection, exponent: int, truth: Evidence):
+        self._inspection, self._exponent, self._truth = inspection, exponent, truth
+        self._without = {
+            "stagnates": (WIDE, inspection.sums),
+            "vanishes": (DIGITS, inspection.rounds),
+            "rounding": (WIDE, inspection.rounds),
+        }
+        self.whole = self._off(WIDE, np.zeros_like(inspection.sums))
+        self.repaired = {kind: self._off(*by) for kind, by in self._without.items()}
+
+    def is_it(self, kind: str, name: str) -> bool:
+        """Whether half of an error is of a kind."""
+        return self.repaired[kind][name] <= self.whole[name] / 2
+
+    def on_its_line(
+        self, kind: str, name: str, off: dict[str, float]
+    ) -> dict[str, tuple[str, str, str]]:
+        """The cause of an error, and of those alike, at the line that makes it.
+
+        Ever more equations are rounded as they were written, until half of the error is there.
+        Where it comes from rounding, that line alone has to make half of it, unless it is large.
+        """
+        mode, candidates = self._without[kind]
         numbers = np.flatnonzero(candidates)
 
-        def is_half_there(count, numbers=numbers, mode=mode, name=name):
-            modes = as_written.copy()
-            modes[numbers[count:]] = mode
-            return errors(modes)[name] >= whole[name] / 2
+        def is_half_there(count):
+            left_out = np.isin(np.arange(len(candidates)), numbers[count:])
+            return self._off(mode, left_out)[name] >= self.whole[name] / 2
 
-        last = bisect.bisect_left(range(1, len(numbers)), True, key=is_half_there)
-        at = inspection.equations[numbers[last]]
-        on_line = candidates & np.array([e.source == at.source for e in inspection.equations])
-        repaired_there = errors(np.where(on_line, mode, as_written).astype(np.int8))
-        alike = {n for n in off if repaired_there[n] <= whole[n] / 2 and is_it(kind, n)}
-        if kind == "rounding" and off[name] <= (_ROUGH if name in alike else _WRONG):
-            continue
-        primitive = at.eqn.primitive.name
-        if kind == "vanishes" and numbers[last] in inspection.watched(exponent, ROUNDED)[1]:
+        last = numbers[bisect.bisect_left(range(1, len(numbers)), True, key=is_half_there)]
+        equations = self._inspection.equations
+        on_line = candidates & np.array([e.source == equations[last].source for e in equations])
+        without_line = self._off(mode, on_line)
+        half = {n for n in off if without_line[n] <= self.whole[n] / 2}
+        if kind == "rounding" and off[name] <= (_ROUGH if name in half else _WRONG):
+            return {}
+        alike = {name, *(n for n in half if self.is_it(kind, n))}
+        primitive = equations[last].eqn.primitive.name
+        watched = self._inspection.watched
+        if kind == "vanishes" and last in watched(self._exponent, ROUNDED)[1]:
             kind = "overflows"
-        elif kind == "rounding" and primitive in _SATURATING:
+        elif kind == "rounding" and Is.SATURATES in traits_of(primitive):
             kind = "saturates"
-        causes |= {n: (kind, primitive, at.source) for n in alike | {name} if n not in causes}
-    return causes
+        return dict.fromkeys(alike, (kind, primitive, equations[last].source))
+
+    def _off(self, mode: int, where: np.ndarray) -> dict[str, float]:
+        """How far each gradient is off with another mode in some places."""
+        modes = np.where(where, mode, ROUNDED).astype(np.int8)
+        return off_by(self._inspection.run(self._exponent, modes), self._exponent, self._truth)
 
 
 def _distance(g: np.ndarray, truth: np.ndarray) -> float:

@@ -1,6 +1,8 @@
 """The initial scale that a model needs, found before training starts."""
 
+import bisect
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -54,10 +56,9 @@ def find_initial_scale(
     """Searches for the largest power of two at which no gradient overflows.
 
     From a start too large, the first steps are skipped; from one too small, gradients
-    underflow for thousands of steps until it has grown. This takes eight or so passes over the
-    gradients, by one compiled program, and more where they are finite at no scale below some
-    large one; call it before training, on the host, with a `loss_fn` that names
-    no axis of `pmap` or `shard_map`.
+    underflow for thousands of steps until it has grown. This takes ten or so passes over the
+    gradients, by one compiled program; call it before training, on the host, with a `loss_fn`
+    that names no axis of `pmap` or `shard_map`.
 
     Args:
       loss_fn: called as `loss_fn(params, *args, **kwargs)`, as by `value_and_grad`.
@@ -125,41 +126,16 @@ def search(
     is_finite: Callable[[int], bool], margin: int = MARGIN, near: int = NEAR
 ) -> InitialScale | None:
     """The scale some bits below the largest whose exponent gives finite gradients, if any does."""
-    largest = _largest(is_finite, near)
-    if largest is None:
+    near = min(max(near, LOWEST), HIGHEST)
+    # Where not near, then below or above, at ever smaller distances.
+    grids = (range(HIGHEST, LOWEST - 1, -distance) for distance in (64, 32, 16, 8, 4, 2, 1))
+    good = next(filter(is_finite, itertools.chain([near], *grids)), None)
+    if good is None:
         return None
+    above = range(good + 1, near if good < near else HIGHEST + 1)
+    largest = good + bisect.bisect_left(above, True, key=lambda e: not is_finite(e))
     below = range(max(largest - margin, LOWEST), largest + 1)
     return InitialScale(2.0 ** next(filter(is_finite, below)), 2.0**largest)
-
-
-def _largest(is_finite: Callable[[int], bool], near: int) -> int | None:
-    """The exponent of the largest scale at which gradients are finite; None if there is none."""
-
-    def bisected(good, bad):
-        while bad - good > 1:
-            middle = (good + bad) // 2
-            good, bad = (middle, bad) if is_finite(middle) else (good, middle)
-        return good
-
-    # In strides that double, up or down to where it changes.
-    exponent = min(max(near, LOWEST), HIGHEST)
-    step = direction = 1 if is_finite(exponent) else -1
-    before = exponent
-    while LOWEST <= exponent <= HIGHEST and is_finite(exponent) == (direction > 0):
-        before, exponent, step = exponent, exponent + step, 2 * step
-    exponent = min(max(exponent, LOWEST - 1), HIGHEST + 1)
-    largest = bisected(*sorted((before, exponent)))
-    if largest >= LOWEST:
-        return largest
-    # Neither near where it was sought nor below. It may be above, where what they are divided by
-    # is not zero.
-    distance = HIGHEST - LOWEST
-    while distance > 1:
-        distance //= 2
-        for exponent in range(HIGHEST, LOWEST - 1, -distance):
-            if is_finite(exponent):
-                return bisected(exponent, min(exponent + distance, HIGHEST + 1))
-    return None
 
 
 def _evaluate(loss_fn, has_aux, exponent, params, args, kwargs):

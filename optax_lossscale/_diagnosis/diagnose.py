@@ -1,6 +1,5 @@
 """The whole story of a model in float16, from one loss function and a batch."""
 
-import bisect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -8,31 +7,24 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._arrays.names import scale_name, without_numbers
-from optax_lossscale._diagnosis.accuracy import GradientError, find_errors, known, off_by
+from optax_lossscale._diagnosis.accuracy import find_errors, known, off_by
+from optax_lossscale._diagnosis.advice import REMEDIES, judged, mended
 from optax_lossscale._diagnosis.calibration import HIGHEST, MARGIN, NEAR, InitialScale, search
 from optax_lossscale._diagnosis.dtypes import report_of
 from optax_lossscale._diagnosis.explain import Explanation, explain
 from optax_lossscale._diagnosis.inspection import ROUNDED, WIDE, Inspection
-from optax_lossscale._diagnosis.makers import Maker, maker
+from optax_lossscale._diagnosis.lost import find_underflow
+from optax_lossscale._diagnosis.makers import maker
 from optax_lossscale._diagnosis.moments import moments_of
-from optax_lossscale._diagnosis.origin import Place, may_be_masked, recorded_places
-from optax_lossscale._diagnosis.page import Diagnosis, Underflow
+from optax_lossscale._diagnosis.page import Diagnosis
 from optax_lossscale._diagnosis.places import refuse_unordered
 from optax_lossscale._diagnosis.program import Evidence, Program
-from optax_lossscale._diagnosis.summary import inexact_leaves, summary_at_hand
-from optax_lossscale._diagnosis.widened import HALVES
+from optax_lossscale._diagnosis.summary import Summary, inexact_leaves
+from optax_lossscale._diagnosis.text import some
 from optax_lossscale._scales import validation
 from optax_lossscale._step.inputs import refuse_other_leaves
 
-_NOTABLE = 0.01  # a share of gradients that is worth a word
-_DROWNED = 0.1  # a share that an optimizer should not lose
 _FLOAT16 = jnp.dtype(jnp.float16)
-_TINY = float(jnp.finfo(_FLOAT16).tiny)
-_REACH = 2.0**-40  # from the largest float16 to the smallest: no one scale holds more
-_HIGH_ENOUGH = 30  # 2**30 brings what float16 would flush from 2**-54 on into its range
-_STRIDE = 4  # from one scale to the next, to see what underflows
-_LINES = 3
 
 
 def diagnose(
@@ -133,70 +125,27 @@ def diagnose(
     return _at_a_scale(page, program, truth, fits)
 
 
-# --- what is not finite ---
-
-_REMEDIES = {
-    "root": "Keep what is under the root above 0: add to it a number that the dtype holds, or "
-    "replace it by jnp.where before the root; after it is too late, as 0 times infinity is NaN.",
-    "logarithm": "Keep what the logarithm is taken of above 0: add to it a number that the dtype "
-    "holds, or replace it by jnp.where before the logarithm; after it is too late, as 0 times "
-    "infinity is NaN.",
-    "divisor": "Keep the divisor away from 0: add to it a number that the dtype holds, or replace "
-    "it by jnp.where before the division; after it is too late, as 0 times infinity is NaN.",
-    "power": "Keep what the power is taken of above 0: add to it a number that the dtype holds.",
-    "mask": "If the infinities are a mask's: mask with a finite number, such as -3e4, instead of "
-    "-inf, as a softmax of nothing but -inf is NaN.",
-}
-
-
-_OF_SMALL_NUMBERS = (
-    ": it is 0 there in 16 bits and not in float32, as small numbers vanish, and differences of "
-    "large ones."
-)
-
-
 def _in_no_dtype(page: Diagnosis, program: Program, inputs: dict[str, Any]) -> Diagnosis:
     """Of a loss or gradients that are not finite in float32 either."""
     what = "The gradients are" if np.isfinite(program.truth().loss) else "The loss is"
     verdict = f"{what} not finite in float32 either, and no dtype and no loss scale helps"
+    page = page._replace(overflow=_explained(program, 0))
     given = [name for name, x in inexact_leaves(inputs).items() if np.isnan(np.asarray(x)).any()]
     if given:
-        advice = [f"Look for where the NaNs of {', '.join(given[:_LINES])} come from."]
-        return page._replace(
-            verdict=f"{verdict}: there are NaNs in {given[0]}.",
-            advice=advice,
-            overflow=_explained(program, 0),
-        )
-    at_fault, overflow = maker(Inspection(program), 0, WIDE), _explained(program, 0)
-    advice = ["Compute with smaller numbers."]
-    if at_fault is not None and at_fault.kind:
-        mask = _unmask(overflow, recorded_places(program.at(0).taps))
-        advice = [mask if mask and at_fault.kind == "mask" else _REMEDIES[at_fault.kind]]
-    return page._replace(
-        verdict=f"{verdict}: {at_fault}." if at_fault else f"{verdict}.",
-        advice=advice,
-        overflow=overflow,
-    )
+        advice = [f"Look for where the NaNs of {some(given)} come from."]
+        return page._replace(verdict=f"{verdict}: there are NaNs in {given[0]}.", advice=advice)
+    at_fault = maker(Inspection(program), 0, WIDE)
+    if at_fault is None:
+        return page._replace(verdict=f"{verdict}.", advice=[REMEDIES[""]])
+    return page._replace(verdict=f"{verdict}: {at_fault}.", advice=[REMEDIES[at_fault.kind]])
 
 
 def _at_no_scale(page: Diagnosis, program: Program, verdict: str) -> Diagnosis:
     """Of a loss or gradients that are finite in float32 alone."""
-    at_fault = maker(Inspection(program), 0, ROUNDED)
-    tapped = recorded_places(program.at(0).taps)
-    overflow = _explained(program, 0)
-    advice = _mend(overflow, tapped, at_fault)
-    if at_fault:
-        verdict = f"{verdict} What is not finite comes of {at_fault}."
-    return page._replace(verdict=verdict, advice=advice, overflow=overflow)
-
-
-def _explained(program: Program, exponent: int) -> Explanation:
-    evidence = program.at(exponent)
-    leaves = {name: summary_at_hand(g) for name, g in evidence.grads.items()}
-    return explain(leaves, taps=evidence.taps, loss=evidence.loss)
-
-
-# --- what is finite at some scale ---
+    at_fault, overflow = maker(Inspection(program), 0, ROUNDED), _explained(program, 0)
+    because = f" What is not finite comes of {at_fault}." if at_fault else ""
+    advice = mended(overflow, program, at_fault)
+    return page._replace(verdict=f"{verdict}{because}", advice=advice, overflow=overflow)
 
 
 def _at_a_scale(
@@ -205,285 +154,33 @@ def _at_a_scale(
     """Of gradients that are finite at some scale, and in float32."""
     page = page._replace(initial_scale=fits)
     if not page.computes_in:
-        nothing = ("Nothing is computed in float16, and nothing has to be done.", "Nothing.")
-        (verdict, advice), *_ = [*_about_products(page), nothing]
-        return page._replace(verdict=verdict, advice=[advice])
+        return judged(page, program)
     exponent = round(math.log2(fits.scale))
     if fits.largest == 2.0**HIGHEST:  # as of bfloat16, or where all vanishes: one as good as any
         exponent = max(0, _guess(truth) - MARGIN) if _FLOAT16 in page.computes_in else 0
     certain = known(program, truth)
     off = {n: o for n, o in off_by(program.at(exponent), exponent, truth).items() if n in certain}
-    page = page._replace(
-        off=off,
-        errors=find_errors(program, Inspection(program), exponent, truth, off),
-    )
+    errors = find_errors(program, Inspection(program), exponent, truth, off)
+    page = page._replace(off=off, errors=errors)
     if fits.largest < 2.0**HIGHEST:
         page = page._replace(
             overflow=_explained(program, round(math.log2(fits.largest)) + 1),
-            underflow=_underflow(program, truth, certain, fits),
+            underflow=find_underflow(program, truth, certain, fits),
         )
-    verdict, advice = _judge(page, program)
-    return page._replace(verdict=verdict, advice=advice)
+    return judged(page, program)
 
 
-def _underflow(
-    program: Program, truth: Evidence, certain: set[str], fits: InitialScale
-) -> dict[str, Underflow]:
-    """What each group loses, against the scale at which it loses least."""
-    exponent, largest = (round(math.log2(scale)) for scale in (fits.scale, fits.largest))
-    in_16_bits = {n for n in certain if _is_of_float16(program.at(0).grads[n])}
-
-    def shares(e: int) -> dict[str, float]:
-        return _lost(program.at(e), truth, certain, in_16_bits)
-
-    top = max(largest, _HIGH_ENOUGH)
-    sweep = {e: shares(e) for e in {0, exponent, *range(largest, top + 1, _STRIDE)}}
-    found = {}
-    for name in sweep[exponent]:
-        least_at = min((e for e in sweep if name in sweep[e]), key=lambda e: (sweep[e][name], e))
-        least = sweep[least_at][name]
-        lost, left = (sweep[e].get(name, least) - least for e in (0, exponent))
-        if max(lost, left) <= _NOTABLE:
-            continue
-        is_kept = lambda e, name=name, least=least: shares(e).get(name, 1.0) <= least + _NOTABLE
-        bits = bisect.bisect_left(range(least_at), True, key=is_kept)
-        found[name] = Underflow(lost, left, bits)
-    return dict(sorted(found.items(), key=lambda item: (item[0] != "all", -item[1].lost)))
-
-
-def _lost(
-    evidence: Evidence, truth: Evidence, certain: set[str], in_16_bits: set[str]
-) -> dict[str, float]:
-    """The share of each group that underflows; but for groups that overflow."""
-    counts: dict[str, list[tuple[float, float]]] = {}
+def _explained(program: Program, exponent: int) -> Explanation:
+    """Of the gradients at a scale: counted on the host, where there is nothing to compile."""
+    evidence = program.at(exponent)
+    leaves = {}
     for name, g in evidence.grads.items():
-        if name not in certain:
-            continue
-        size, true = np.abs(g), np.abs(truth.grads[name])
-        in_reach = true > true.max(initial=0) * _REACH
-        gone = (size == 0) | (size < _TINY if name in in_16_bits else False)
-        share = np.count_nonzero(gone & in_reach) if np.isfinite(size).all() else np.nan
-        for group in ("all", without_numbers(name)):
-            counts.setdefault(group, []).append((float(share), float(g.size)))
-    for name, record in recorded_places(evidence.taps):
-        gradient = record.cotangent
-        share = np.nan if gradient.nonfinite else gradient.zeros + gradient.subnormals
-        group = f"arriving at {without_numbers(name)}"
-        counts.setdefault(group, []).append((float(share), float(gradient.size)))
-    totals = {group: np.sum(of, axis=0) for group, of in counts.items()}
-    return {
-        group: float(n / max(size, 1)) for group, (n, size) in totals.items() if not np.isnan(n)
-    }
-
-
-def _is_of_float16(x: np.ndarray) -> bool:
-    """Whether these are numbers of float16, whatever dtype they have since been cast to."""
-    if x.dtype == jnp.bfloat16 or np.iscomplexobj(x):
-        return False
-    with np.errstate(over="ignore"):
-        return bool((x == x.astype(np.float16)).all())
+        counts: Any = g.size, 0, 0, np.isinf(g).sum(), np.isnan(g).sum(), 0
+        leaves[name] = Summary(*counts)
+    return explain(leaves, taps=evidence.taps, loss=evidence.loss)
 
 
 def _guess(truth: Evidence) -> int:
     """The exponent from which on the largest gradient is infinite in float16."""
     largest = max((float(np.abs(g).max(initial=0)) for g in truth.grads.values()), default=0)
     return round(math.log2(float(jnp.finfo(_FLOAT16).max) / largest)) if largest else NEAR
-
-
-# --- in words ---
-
-
-def _judge(page: Diagnosis, program: Program) -> tuple[str, list[str]]:
-    """The verdict and the advice, where some scale gives finite gradients."""
-    fits = page.initial_scale
-    assert fits is not None
-    name16 = " and ".join(map(str, page.computes_in))
-    tapped = recorded_places(program.at(0).taps)
-    verdict, advice = _about_scale(page, program, tapped)
-    products = _about_products(page)
-    others = [*_about_loss(page), *_about_moments(page)]
-    to_do = [*advice, *(what for _, what in others)]
-    if page.errors:
-        name, worst = next(iter(page.errors.items()))
-        verdict = (
-            f"{name16} gives wrong gradients: that of {name} is off by {worst.off:.1%}, at the "
-            "scale that fits best."
-        )
-        return verdict, [*_corrections(page.errors), *(what for _, what in products), *to_do]
-    if products:
-        return products[0][0], [products[0][1], *to_do]
-    if verdict or others:
-        return verdict or others[0][0], to_do
-    if _FLOAT16 not in page.computes_in:
-        return f"{name16} is fine as it is, and needs no loss scale.", ["Nothing."]
-    room = round(math.log2(fits.largest))
-    return f"float16 is fine as it is, without a loss scale, with {room} bits to spare.", [
-        "Nothing."
-    ]
-
-
-def _about_scale(page: Diagnosis, program: Program, tapped: list[Place]) -> tuple[str, list[str]]:
-    """What the loss scale has to be, if there has to be one."""
-    fits, underflow = page.initial_scale, page.underflow
-    assert fits is not None
-    exponent = round(math.log2(fits.scale))
-    is_finite = lambda e: program.at(e).is_finite
-    least = 0
-    if exponent > 0 and not is_finite(0):
-        least = next(e + 1 for e in range(exponent, -1, -1) if not is_finite(e))
-    bounds = f", min_scale=2.0**{least or exponent}" if least or exponent < 0 else ""
-    wrap = (
-        "Wrap the optimizer: with_loss_scale(optimizer, "
-        f"DynamicLossScale(initial_scale=2.0**{exponent}{bounds}))."
-    )
-    worst = max(underflow, key=lambda name: underflow[name].left, default="")
-    if worst and underflow[worst].left > 5 * _NOTABLE and page.overflow is not None:
-        verdict = (
-            f"No one loss scale fits: at {scale_name(fits.scale)} "
-            f"{underflow[worst].left:.1%} of {_gradients(worst)} are still lost to underflow, and "
-            f"from {scale_name(2 * fits.largest)} on others overflow."
-        )
-        return verdict, [*_mend(page.overflow, tapped), wrap.replace("Wrap", "Until then, wrap")]
-    if fits.largest < 1 and page.overflow is not None:
-        verdict = "Gradients overflow without a loss scale: float16 needs one below 1."
-        return verdict, [wrap, *_mend(page.overflow, tapped)]
-    if least:
-        return f"float16 needs a loss scale: below 2**{least} gradients are not finite.", [wrap]
-    if underflow:
-        name = next(iter(underflow))  # of all parameters, or else the worst
-        lost = f"{underflow[name].lost:.1%} of {_gradients(name)}"
-        return f"float16 needs a loss scale: without one, {lost} are lost to underflow.", [wrap]
-    return "", []
-
-
-def _about_products(page: Diagnosis) -> list[tuple[str, str]]:
-    """Where operands in 16 bits were widened, and most is computed in float32."""
-    products = page.dtypes.products
-    wide = [p for p in products if p.dtype.itemsize > 2]
-    widened = [p for p in wide if HALVES.intersection(p.before)]
-    share = sum(share for dtype, share in page.dtypes.shares.items() if dtype.itemsize > 2)
-    count, total = (sum(p.count for p in of) for of in (wide, products))
-    if not widened or share <= 0.5 or count <= total / 2:
-        return []
-    dtype = next(dtype for p in widened for dtype in p.before if dtype in HALVES)
-    lines = list(dict.fromkeys(p.source for p in widened))
-    verdict = (
-        f"Hardly anything is computed in {dtype}: {count} of {total} matrix products are in "
-        f"{wide[0].dtype}, to which their operands are widened."
-    )
-    more = f" and {len(lines) - _LINES} more lines" if len(lines) > _LINES else ""
-    in_dtype = "" if dtype == _FLOAT16 else ", jnp.bfloat16"
-    advice = (
-        f"Wrap the loss function: autocast(loss_fn{in_dtype}) computes every matrix product in "
-        f"{dtype}. Or cast both operands to {dtype} at {', '.join(lines[:_LINES])}{more}."
-    )
-    return [(verdict, advice)]
-
-
-def _about_loss(page: Diagnosis) -> list[tuple[str, str]]:
-    if page.loss_dtype != _FLOAT16:
-        return []
-    verdict = "float16 is fine but for the loss, which is float16: no scale above 2**15 fits it."
-    advice = (
-        "Compute the loss in float32: cast what it is the mean of first, as in "
-        "jnp.mean(losses.astype(jnp.float32)). Its own gradient is the loss scale."
-    )
-    return [(verdict, advice)]
-
-
-def _about_moments(page: Diagnosis) -> list[tuple[str, str]]:
-    moments, found = page.moments, []
-    if moments is None:
-        return []
-    if moments.below_eps > _DROWNED:
-        verdict = (
-            f"float16 is fine, and the optimizer is not: {moments.below_eps:.1%} of the gradients "
-            f"are below Adam's eps of {moments.eps:g}, and move their parameters too little."
-        )
-        advice = (
-            "Give Adam a smaller eps, 1e-15 say, or larger gradients: a clip by a norm far below "
-            "that of the gradients makes them small, and so does a loss that is divided by much."
-        )
-        found.append((verdict, advice))
-    if moments.vanished > _DROWNED:
-        dtypes = " and ".join(map(str, moments.dtypes))
-        verdict = (
-            f"float16 is fine for the gradients, and {dtypes} is not for Adam's second moments: "
-            f"{moments.vanished:.1%} of the squares are zero in it."
-        )
-        advice = (
-            "Keep the second moments in float32: initialize the optimizer with float32 parameters."
-        )
-        found.append((verdict, advice))
-    return found
-
-
-def _corrections(errors: dict[str, GradientError]) -> list[str]:
-    """What to do about wrong gradients, once for each line."""
-    return list(dict.fromkeys(map(_correction, errors.values())))
-
-
-def _correction(error: GradientError) -> str:
-    at = f" at {error.source}" if error.source else ""
-    if error.cause == "stagnates":
-        how = {
-            "scatter-add": "look up in the float32 table and cast what was found, not the table",
-            "add_any": "cast a weight that many share where each uses it, inside the loop",
-            "reduce_sum": "cast to float32 before, or give jnp.sum the dtype",
-        }.get(error.primitive, "cast to float32 before")
-        return f"Sum in float32{at}, where small terms are lost beside a large sum: {how}."
-    if error.cause == "saturates":
-        return (
-            f"Compute {error.primitive}{at} in float32: float16 rounds it to its limit, where its "
-            "derivative is 0."
-        )
-    if error.cause in ("vanishes", "overflows"):
-        beyond = "below 6e-8 is 0" if error.cause == "vanishes" else "above 65504 is infinite"
-        return (
-            f"Compute {error.primitive}{at} in float32, or with other numbers: what is {beyond}."
-        )
-    if error.primitive:
-        return f"Compute {error.primitive}{at} in float32: it takes more digits than 16 bits have."
-    return (
-        "Compute more in float32: rounding adds up over many lines, of which no one is at fault."
-    )
-
-
-def _gradients(group: str) -> str:
-    if group == "all":
-        return "the gradients"
-    return f"those {group}" if group.startswith("arriving") else f"those of {group}"
-
-
-def _mend(overflow: Explanation, tapped: list[Place], at_fault: Maker | None = None) -> list[str]:
-    """What to do about the place that overflows."""
-    name = overflow.suspects[0].name if overflow.suspects else "the loss"
-    if name in [name for name, _ in tapped]:
-        mask = _unmask(overflow, tapped)
-        return [f"Compute {name} in float32, or with smaller numbers.", *([mask] if mask else [])]
-    if at_fault is not None:
-        how = _OF_SMALL_NUMBERS if at_fault.kind else ", or with smaller numbers."
-        return [f"Compute what is at {at_fault.source} in float32{how}"]
-    what = "the loss" if name == "the loss" else f"the layer of {name}"
-    advice = [f"Compute {what} in float32, or with smaller numbers."]
-    if not tapped:
-        advice.append("To see which layer it is, tap their ends, and give probes.")
-    return advice
-
-
-def _unmask(overflow: Explanation, tapped: list[Place]) -> str:
-    """What to do if infinities beside the place that overflows are a mask's; else nothing."""
-    names = [name for name, _ in tapped]
-    name = overflow.suspects[0].name if overflow.suspects else ""
-    if name not in names:
-        return ""
-    i = names.index(name)
-    here = [record.value for _, record in tapped[max(i - 1, 0) : i + 2]]
-    is_infinite = [may_be_masked(value) for value in here]
-    if not (any(is_infinite) and any(value.nans for value in here)):
-        return ""
-    infinite = names[max(i - 1, 0) + is_infinite.index(True)]
-    return (
-        f"If the infinities of {infinite} are a mask's: mask with a finite number, such as -3e4, "
-        "instead of -inf, as a softmax of nothing but -inf is NaN."
-    )

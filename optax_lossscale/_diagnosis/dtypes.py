@@ -1,7 +1,5 @@
 """What a program computes in which dtype."""
 
-import math
-import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -10,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale._arrays.programs import PRODUCTS, is_float, is_product, name_of
-from optax_lossscale._autocast.run import LEFT_WIDE
-from optax_lossscale._diagnosis.equations import (
+from optax_lossscale._autocast.products import SCOPE, is_narrowed, why_left
+from optax_lossscale._programs.operations import TABLE, Is, traits_of
+from optax_lossscale._programs.values import FLOAT32, is_float, is_product
+from optax_lossscale._programs.walk import (
     Equation,
     equations,
     is_of_a_decomposition,
@@ -20,15 +19,10 @@ from optax_lossscale._diagnosis.equations import (
     is_opaque,
     traced,
 )
+from optax_lossscale._programs.work import results_of, terms_of
 from optax_lossscale._scales import validation
 
 _SHOWN = 20
-_LEFT_WIDE = re.compile(LEFT_WIDE.format("(.*?)"))
-
-# What loses digits in 16 bits, and what leaves their range. A dot product is a sum too.
-_SUMS = {"cumsum", "dot_general", "reduce_sum", "reduce_window_sum", "scatter-add"}
-_SUMS_OVER_DEVICES = {"psum", "psum_invariant", "reduce_scatter"}
-_EXPONENTIALS = {"cumlogsumexp", "exp", "exp2", "expm1", "log", "log1p", "pow"}
 # The algorithms that round what they multiply, whatever its dtype.
 _ROUNDING = {
     "BF16_BF16_BF16": jnp.dtype(jnp.bfloat16),
@@ -54,8 +48,8 @@ class Operation(NamedTuple):
       by_choice: whether a product is not the model's to narrow: it asks for its precision, by
         `precision=jax.lax.Precision.HIGHEST` or an algorithm, or Optax made it, or JAX in the
         derivative of a matrix decomposition.
-      left_in: what `autocast` left as it was, such as a loop that waits for a number, if the
-        product is that or in it; else nothing.
+      left_in: what `autocast` leaves as it is, such as a loop that waits for a number, if a
+        float32 product is that or in it; else nothing.
     """
 
     primitive: str
@@ -82,12 +76,14 @@ class DtypeReport(NamedTuple):
       products: the matrix products and convolutions, in the order of the program.
       narrow: sums, exponentials, logarithms and powers in 16 bits or fewer, likewise.
       opaque: kernels, callbacks and foreign calls, into which nothing can look.
+      unknown: operations on floating-point numbers that this version does not know.
       while_loops: the lines of `while` loops around products, whose rounds are counted as one.
     """
 
     products: tuple[Operation, ...]
     narrow: tuple[Operation, ...]
     opaque: tuple[Operation, ...]
+    unknown: tuple[Operation, ...]
     while_loops: tuple[str, ...]
 
     @property
@@ -119,6 +115,8 @@ class DtypeReport(NamedTuple):
         if self.opaque:
             lines += ["Not looked into:"]
             lines += _rows(self.opaque)
+        if self.unknown:
+            lines += ["Not known:", *_rows(self.unknown)]
         lines += [f"Counted as one round: the loop at {line}" for line in self.while_loops]
         return "\n".join(lines)
 
@@ -167,34 +165,31 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
 
 def report_of(jaxpr: Any) -> DtypeReport:
     """The report of what was traced."""
-    products: dict[Operation, Operation] = {}
-    narrow: dict[Operation, Operation] = {}
-    opaque: dict[Operation, Operation] = {}
+    found: list[dict[Operation, Operation]] = [{}, {}, {}, {}]
+    products, narrow, opaque, unknown = found
     while_loops: dict[str, None] = {}
     usual = _usual_precision()
     for at in equations(jaxpr):
-        name = at.eqn.primitive.name
-        if is_opaque(at.eqn) and any(map(is_float, at.eqn.invars)):
+        takes_floats, traits = any(map(is_float, at.eqn.invars)), traits_of(at.name)
+        if is_opaque(at.eqn) and takes_floats:
             _add(opaque, _operation(at))
+        elif at.name not in TABLE and takes_floats:
+            _add(unknown, _operation(at))
         elif is_product(at.eqn):
             _add(products, _product(at, usual))
-            while_loops |= {at.in_while: None} if at.in_while else {}
+            whiles = [holder for holder in at.holders if holder.name == "while"]
+            while_loops |= {holder.source: None for holder in whiles[:1]}
         elif _is_narrow(at.eqn):
-            terms = at.summed * (_terms(at.eqn) if name in _SUMS else 1)
-            if terms > 1 or name in _SUMS_OVER_DEVICES | _EXPONENTIALS:
+            terms = at.summed * terms_of(at.eqn)
+            if terms > 1 or Is.EXPONENTIAL in traits or Is.SENDS | Is.ADDS_MANY in traits:
                 _add(narrow, _operation(at)._replace(terms=terms))
-    return DtypeReport(
-        tuple(products.values()),
-        tuple(narrow.values()),
-        tuple(opaque.values()),
-        tuple(while_loops),
-    )
+    of = lambda kind: tuple(kind.values())
+    return DtypeReport(of(products), of(narrow), of(opaque), of(unknown), tuple(while_loops))
 
 
 def product_rows(products: Iterable[Operation], report: DtypeReport) -> list[str]:
     """Products as lines of text, with their share of the report's multiplications."""
-    total = max(sum(p.multiplications for p in report.products), 1)
-    return _rows(products, lambda p: (f"{p.multiplications / total:.1%}",))
+    return _rows(products, max(sum(p.multiplications for p in report.products), 1))
 
 
 # --- an equation as an operation ---
@@ -207,16 +202,17 @@ def _operation(at: Equation) -> Operation:
     ]
     operands, before = zip(*floats, strict=True)
     result = at.eqn.outvars[0].aval.dtype if at.eqn.outvars else None
-    return Operation(name_of(at.eqn), operands, before, result, at.source, 1, 0, 1, False, "")
+    return Operation(at.name, operands, before, result, at.source, 1, 0, 1, False, "")
 
 
 def _product(at: Equation, usual: str) -> Operation:
     """One that multiplies its first two operands."""
-    eqn, terms = at.eqn, _terms(at.eqn)
+    eqn, terms = at.eqn, terms_of(at.eqn)
     precision = str(eqn.params.get("precision"))
     operands = tuple(_ROUNDING.get(precision, v.aval.dtype) for v in eqn.invars[:2])
     is_algorithm = "_" in precision and precision not in _ROUNDING  # such as F32_F32_F32
     asks = (is_algorithm or "HIGHEST" in precision) and precision != usual
+    by_choice = asks or is_of_the_optimizer(eqn) or is_of_a_decomposition(eqn)
     return Operation(
         eqn.primitive.name,
         operands,
@@ -224,11 +220,21 @@ def _product(at: Equation, usual: str) -> Operation:
         eqn.outvars[0].aval.dtype,
         at.source,
         count=1,
-        multiplications=at.runs * _results(eqn) * terms,
+        multiplications=at.runs * results_of(eqn) * terms,
         terms=terms,
-        by_choice=asks or is_of_the_optimizer(eqn) or is_of_a_decomposition(eqn),
-        left_in="".join(_LEFT_WIDE.findall(at.scopes)[:1]),
+        by_choice=by_choice,
+        left_in=_left_in(at) if FLOAT32 in operands and not by_choice else "",
     )
+
+
+def _left_in(at: Equation) -> str:
+    """What a product is that `autocast` leaves in float32, or is in."""
+    around = (at, *at.holders)
+    if why := next(filter(None, (why_left(e.eqn) for e in around)), ""):
+        return why
+    # It would have been narrowed where the program shows it.
+    is_within = any(SCOPE in str(e.eqn.source_info.name_stack) for e in around)
+    return "what only a derivative has" if is_within and is_narrowed(at.eqn) else ""
 
 
 def _add(found: dict[Operation, Operation], one: Operation) -> None:
@@ -253,56 +259,15 @@ def _is_narrow(eqn: Any) -> bool:
     return bool(floats) and all(dtype.itemsize <= 2 for dtype in floats)
 
 
-def _results(eqn: Any) -> int:
-    """How many numbers a product gives, each a sum of `_terms`."""
-    shape, params = eqn.outvars[0].aval.shape, eqn.params
-    if eqn.primitive.name == "conv_general_dilated":
-        # The zeros that a transposed convolution puts between its inputs are not multiplied.
-        return math.prod(shape) // math.prod(params["lhs_dilation"])
-    if numbers := params.get("ragged_dot_dimension_numbers"):
-        (contracted, _), _ = numbers.dot_dimension_numbers
-        if set(numbers.lhs_ragged_dimensions) & set(contracted):  # a part of the sum a group
-            return math.prod(shape[1:])
-    return math.prod(shape)
-
-
-def _terms(eqn: Any) -> int:
-    """How many numbers are added to each that an equation gives."""
-    name, params = eqn.primitive.name, eqn.params
-    shape, *others = (tuple(getattr(v.aval, "shape", ())) for v in eqn.invars)
-    if name == "conv_general_dilated":
-        features = others[0][params["dimension_numbers"].rhs_spec[0]]
-        return math.prod(others[0]) // max(features, 1)
-    if name == "scaled_matmul_wrapper":
-        return shape[-1]
-    if name in PRODUCTS:
-        ragged = params.get("ragged_dot_dimension_numbers")
-        numbers = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
-        (contracted, _), _ = numbers
-        return math.prod(shape[axis] for axis in contracted)
-    if name == "reduce_sum":
-        return math.prod(shape[axis] for axis in params["axes"])
-    if name == "cumsum":
-        return shape[params["axis"]]
-    if name == "reduce_window_sum":
-        return math.prod(params["window_dimensions"])
-    if name == "scatter-add":  # at most, if all go to one place
-        window = params["dimension_numbers"].update_window_dims
-        return math.prod(n for axis, n in enumerate(others[1]) if axis not in window)
-    return 1
-
-
 # --- text ---
 
 
-def _rows(
-    operations: Iterable[Operation],
-    more: Callable[[Operation], tuple[str, ...]] = lambda operation: (),
-) -> list[str]:
-    """Operations as lines of text, with more columns: the twenty largest."""
+def _rows(operations: Iterable[Operation], total: int = 0) -> list[str]:
+    """Operations as lines of text, with their share of so many multiplications: the largest."""
+    share = lambda one: [f"{one.multiplications / total:.1%}"] if total else []
     by_size = lambda one: (one.multiplications, one.terms, one.count)
     found = sorted(operations, key=by_size, reverse=True)
-    rows = [(_dtypes(one), *more(one), _counted(one)) for one in found[:_SHOWN]]
+    rows = [(_dtypes(one), *share(one), _counted(one)) for one in found[:_SHOWN]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(["", *map(str.ljust, row, widths), one.source + _why(one)])
@@ -320,12 +285,11 @@ def _why(operation: Operation) -> str:
 
 def _dtypes(operation: Operation) -> str:
     """Those of the operands, and what they were: `float32 × float16→float32`."""
-    pairs = zip(operation.operands, operation.before, strict=True)
-    shown = [str(now) if now == was else f"{was}→{now}" for now, was in pairs]
+    named = lambda now, was: str(now) if now == was else f"{was}→{now}"
+    shown = list(map(named, operation.operands, operation.before))
     return shown[0] if len(set(shown)) == 1 else " × ".join(shown)
 
 
 def _counted(operation: Operation) -> str:
     is_sum = operation.terms > 1 and not operation.multiplications
-    terms = f" of {operation.terms} terms" if is_sum else ""
-    return f"{operation.count} {operation.primitive}{terms}"
+    return f"{operation.count} {operation.primitive}" + f" of {operation.terms} terms" * is_sum

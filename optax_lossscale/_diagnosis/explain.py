@@ -1,22 +1,31 @@
 """Which layer is at fault when gradients are not finite."""
 
-import textwrap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from optax_lossscale._arrays.names import natural
 from optax_lossscale._arrays.variables import plain
-from optax_lossscale._diagnosis.origin import Suspect, count, origin, ranked, recorded_places
-from optax_lossscale._diagnosis.places import refuse_unordered
-from optax_lossscale._diagnosis.summary import Summary, summarize_leaves
+from optax_lossscale._diagnosis.places import Place, recorded_places, refuse_unordered
+from optax_lossscale._diagnosis.summary import Summary, inexact_leaves, summarize
+from optax_lossscale._diagnosis.text import wrapped
 from optax_lossscale._scales.validation import at_hand, is_numeric, shown
 
 _SHOWN = 5
-WRAPPED = textwrap.TextWrapper(
-    width=100, subsequent_indent="   ", break_long_words=False, break_on_hyphens=False
-)
+
+
+class Suspect(NamedTuple):
+    """A place of the model, and what speaks against it.
+
+    Attributes:
+      name: the place: the path of a leaf or a probe.
+      finding: what speaks against it, in words.
+    """
+
+    name: str
+    finding: str
 
 
 class Explanation(NamedTuple):
@@ -34,7 +43,7 @@ class Explanation(NamedTuple):
         shown = [f"{i}. {s.name}: {s.finding}" for i, s in enumerate(self.suspects[:_SHOWN], 1)]
         more = len(self.suspects) - _SHOWN
         lines = [self.summary, *shown, *([f"and {more} more."] if more > 0 else [])]
-        return "\n".join(WRAPPED.fill(line) for line in lines)
+        return "\n".join(map(wrapped, lines))
 
 
 def nonfinite_leaves(tree: Any) -> dict[str, Summary]:
@@ -59,7 +68,7 @@ def nonfinite_leaves(tree: Any) -> dict[str, Summary]:
       dense/bias 0.0 0.0
       dense/kernel 2.0 0.0
     """
-    return summarize_leaves(tree)
+    return {name: summarize(x) for name, x in inexact_leaves(tree).items()}
 
 
 def explain(
@@ -68,22 +77,20 @@ def explain(
     """A short report of where numbers stopped being finite first. Waits for the device.
 
     What is not finite spreads: forwards to the loss, from there to every gradient. So the
-    place at fault is the first tapped one whose values are not finite; or if there is
-    none, the loss; or if that is finite, the place whose gradient arrives finite and does not
-    leave it so. Infinities that go no further are meant, as a mask's are; and where loss and
-    gradients are finite nothing is a suspect. Of branches that run in parallel it is the one
-    with parameters of its own, under its name, whose gradients are not finite; where that
-    does not decide, the finding names the branches. Without taps there are only the
-    parameters' gradients, of which infinities come before NaNs, and few before many; or,
-    where none is finite, the suspect is the forward pass or the loss.
+    place at fault is the first tapped one whose value is not finite; or if there is none, the
+    loss; or if that is finite, the place after the last one whose gradient is not finite. -inf in
+    some numbers may be a mask's and is no fault, nor is an infinity where the loss is finite.
+
+    Branches that run in parallel give one gradient to the value that they share. Among them it is
+    the one whose own parameters, those under its path, have gradients that are not finite. Without
+    taps there are only the parameters' gradients, infinities before NaNs, and few before many.
 
     Args:
       leaves: what `nonfinite_leaves` returned for the gradients.
-      taps: what `tap` recorded at the ends of the model's layers, a tree of `Probe`s whose
-        order is the model's: a list, a stack, an `OrderedDict`, or a dict whose names differ
-        in numbers alone, such as `layer_2` and `layer_10`. Stacks of one length in one
-        container are turns of one loop, with what lies beside them there; two containers are
-        two loops.
+      taps: what `tap` recorded at the ends of the model's layers, a tree of `Probe`s in the
+        model's order: a list, a stack, an `OrderedDict`, or a dict whose names differ in numbers
+        alone, such as `layer_2` and `layer_10`. Stacks of one length in one container are turns
+        of one loop, with what lies beside them there; two containers are two loops.
       loss: the loss, not scaled.
 
     Returns:
@@ -112,27 +119,24 @@ def explain(
     leaves, taps, loss = jax.device_get((leaves, taps, loss))
     recorded = recorded_places(taps)
     refuse_unordered(taps)
-    bad = {name: leaf for name, leaf in leaves.items() if leaf.nonfinite}
-    summary = f"{len(bad)} of {len(leaves)} gradients are not finite."
-    if not bad:
-        summary = "All gradients are finite."
+    bad = _ranked(leaves)
+    summary = "All gradients are finite."
+    if bad:
+        summary = f"{len(bad)} of {len(leaves)} gradients are not finite."
     if not recorded and jax.tree.leaves(taps):
         summary += " No tap recorded anything: differentiate with respect to the probes as well."
     if leaves and not bad and (loss is None or np.isfinite(loss).all()):
         return Explanation([], summary)
-
-    if first := origin(recorded, leaves, loss):
+    first, doubt = _first_value(recorded, loss) or _last_gradient(recorded, leaves), ""
+    if first is not None:
         # Of what it spread to, those that are NaN throughout have nothing to add.
-        bad = {name: leaf for name, leaf in bad.items() if leaf.nans < leaf.size}
-    elif len(bad) == len(leaves) > 1 and not recorded and loss is None:
-        first = Suspect(
-            "the forward pass or the loss",
-            "no gradient is finite; give the loss and tap the layers to tell",
-        )
-    arrived = "; those at the taps are finite" if bad and recorded and first is None else ""
-    others = [
-        Suspect(name, f"{count(bad[name])} in its gradient{arrived}") for name in ranked(bad)
-    ]
+        bad = [name for name in bad if leaves[name].nans < leaves[name].size]
+    elif recorded:
+        doubt = "; those at the taps are finite"
+    elif len(bad) == len(leaves) > 1 and loss is None:
+        told = "no gradient is finite; give the loss and tap the layers to tell"
+        first = Suspect("the forward pass or the loss", told)
+    others = [Suspect(name, f"{_count(leaves[name])} in its gradient{doubt}") for name in bad]
     return Explanation([first, *others] if first else others, summary)
 
 
@@ -145,3 +149,79 @@ def refuse_other_leaves(leaves: Any) -> None:
             "ensemble give those of one, with its taps and its loss: "
             "jax.tree.map(lambda x: x[0], (leaves, taps, loss))"
         )
+
+
+def _first_value(recorded: list[Place], loss: Any) -> Suspect | None:
+    """The first place whose value is not finite, or else the loss, if that is not."""
+    is_finite = loss is not None and np.isfinite(loss).all()
+    for i, (name, record) in enumerate(recorded):
+        value = record.value
+        may_be_masked = not record.positive_infinities and value.infinities < value.size
+        if value.nans or (value.infinities and not is_finite and not may_be_masked):
+            return Suspect(name, f"{_count(value)} in its value{_before(recorded[:i])}")
+    if loss is None or is_finite:
+        return None
+    return Suspect("the loss", f"it is {loss}{_before(recorded)}")
+
+
+def _before(recorded: list[Place]) -> str:
+    """What is known of the values before: whether the last is finite, and the last that is."""
+    finding = ""
+    if recorded and recorded[-1][1].value.nonfinite:
+        finding = f", unless it began with the infinities of {recorded[-1][0]}"
+    if finite := [(name, r.value.largest) for name, r in recorded if not r.value.nonfinite]:
+        finding += "; the value of {} is finite, at most {:.3g}".format(*finite[-1])
+    return finding
+
+
+def _last_gradient(recorded: list[Place], leaves: dict[str, Summary]) -> Suspect | None:
+    """The place after the last one whose gradient is not finite."""
+    last = max((i for i, (_, r) in enumerate(recorded) if r.cotangent.nonfinite), default=-1)
+    after = recorded[last + 1 :]
+    findings = []
+    if last >= 0:
+        name, record = recorded[last]
+        findings = [f"{_count(record.cotangent)} in the gradient that it passes to {name}"]
+    i, leaf = _with_own(after, leaves)
+    if leaf and not (i == 0 and findings):
+        findings += [f"{_count(leaves[leaf])} in the gradient of its own {leaf}"]
+    if not findings:
+        return None
+    if not after:
+        return Suspect("the loss", *findings)
+    name, record = after[i]
+    findings += [f"the one that reaches it is finite, at most {record.cotangent.largest:.3g}"]
+    return Suspect(name, "; ".join(findings))
+
+
+def _with_own(after: list[Place], leaves: dict[str, Summary]) -> tuple[int, str]:
+    """The first place with a gradient of its own that is not finite, and that; else the first.
+
+    A value that several places use has one gradient of them all. So those are passed over whose
+    own are finite; but none of which nothing is known.
+    """
+    for i, (name, _) in enumerate(after):
+        own = {n: leaf for n, leaf in leaves.items() if f"{n}/".startswith(f"{name}/")}
+        if bad := _ranked(own):
+            return i, bad[0]
+        if not own:
+            break
+    return 0, ""
+
+
+def _ranked(leaves: dict[str, Summary]) -> list[str]:
+    """The leaves that are not finite, those nearest to where it began first.
+
+    Infinities come before the NaNs that they turn into, and few before many.
+    """
+
+    def remoteness(name):
+        leaf = leaves[name]
+        return leaf.nans / leaf.nonfinite, leaf.nonfinite / leaf.size, natural(name)
+
+    return sorted((name for name, leaf in leaves.items() if leaf.nonfinite), key=remoteness)
+
+
+def _count(summary: Summary) -> str:
+    """What of it is not finite, in words."""
+    return f"{summary.infinities:.0f} inf and {summary.nans:.0f} NaN of {summary.size:.0f}"

@@ -10,59 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale._diagnosis.equations import Equation, equations
 from optax_lossscale._diagnosis.program import Evidence, Program
-from optax_lossscale._diagnosis.widened import HALVES, as_traced, numbered, widely
+from optax_lossscale._diagnosis.widened import rounded, widely
+from optax_lossscale._programs.operations import Is, is_exact, traits_of
+from optax_lossscale._programs.run import numbered
+from optax_lossscale._programs.values import HALVES, dtype_in
+from optax_lossscale._programs.walk import Equation, equations
 
 WIDE, DIGITS, ROUNDED = range(3)
 """How a result is rounded: not at all, to as many digits but with any exponent, or as written."""
-
-# Sums of many terms, of which the last are lost where the sum is large already.
-_SUMS = {
-    "add_any",
-    "cumsum",
-    "psum",
-    "psum_invariant",
-    "reduce_scatter",
-    "reduce_sum",
-    "reduce_window_sum",
-    "scatter-add",
-    "select_and_scatter_add",
-}
-# These move numbers, and choose among them: they round nothing, and make nothing infinite.
-_EXACT = {
-    "abs",
-    "all_gather",
-    "all_to_all",
-    "broadcast_in_dim",
-    "concatenate",
-    "copy",
-    "copy_p",
-    "dynamic_slice",
-    "dynamic_update_slice",
-    "gather",
-    "max",
-    "min",
-    "name",
-    "neg",
-    "optimization_barrier",
-    "pad",
-    "ppermute",
-    "pvary",
-    "reduce",
-    "reduce_max",
-    "reduce_min",
-    "reshape",
-    "rev",
-    "select_n",
-    "sharding_constraint",
-    "slice",
-    "sort",
-    "split",
-    "squeeze",
-    "stop_gradient",
-    "transpose",
-}
 
 
 class Made(NamedTuple):
@@ -73,7 +29,7 @@ class Made(NamedTuple):
     nan_of_infinity: bool
 
 
-# From the least that is known of it to the most, as of the turns of a loop the largest is kept.
+# In increasing order of what is known, as the maximum over the rounds of a loop is kept.
 _MADE = (
     Made(infinity=False, nan=False, nan_of_infinity=False),
     Made(infinity=False, nan=False, nan_of_infinity=True),
@@ -98,7 +54,8 @@ class Inspection:
         places = {id(e.eqn): e for e in equations(program.jaxpr.jaxpr)}
         self.equations: list[Equation] = [places[id(eqn)] for eqn in numbered(program.jaxpr)]
         self.rounds = np.array([_rounds(e.eqn) for e in self.equations], bool)
-        self.sums = self.rounds & np.array([_is_sum(e) for e in self.equations], bool)
+        is_sum = lambda e: _adds_many(e.eqn) or e.summed > 1
+        self.sums = self.rounds & np.array(list(map(is_sum, self.equations)), bool)
         self._program = program
         self._watches: dict[int, Callable] = {}
 
@@ -115,12 +72,12 @@ class Inspection:
           healed: the numbers of equations whose infinities and NaNs are replaced by zeros.
         """
         if mode not in self._watches:
-            compute = widely if mode == WIDE else as_traced
+            compute = widely if mode == WIDE else rounded
 
             def rule(is_healed):
                 def computed(n, eqn, ins):
                     outs = compute(eqn, ins)
-                    can_make = eqn.primitive.name not in _EXACT and any(map(_is_inexact, outs))
+                    can_make = _can_make(eqn) and any(map(_is_inexact, outs))
                     return _watched(outs, ins, is_healed[n]) if can_make else (outs, None)
 
                 return computed
@@ -142,9 +99,9 @@ def _rounded(eqn: Any, ins: Sequence[Any], mode: Any) -> list[Any]:
     """The results of an equation, rounded as one of the modes says."""
     if not _rounds(eqn):
         return widely(eqn, ins)
-    if eqn.primitive.name in _SUMS:  # which round inside
+    if _adds_many(eqn):  # which rounds inside
         of_digits = lambda *ins: _to_digits(eqn, widely(eqn, ins))
-        return lax.switch(mode, [_of(widely, eqn), of_digits, _of(as_traced, eqn)], *ins)
+        return lax.switch(mode, [_of(widely, eqn), of_digits, _of(rounded, eqn)], *ins)
 
     def chosen(v, x, digits):
         if v.aval.dtype not in HALVES:
@@ -205,13 +162,18 @@ def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
+def _can_make(eqn: Any) -> bool:
+    """Whether an equation may make infinities or NaNs: of an index out of bounds, too."""
+    return not is_exact(eqn.primitive.name) or eqn.primitive.name == "gather"
+
+
 def _rounds(eqn: Any) -> bool:
-    return eqn.primitive.name not in _EXACT and any(map(_is_half, eqn.outvars))
+    return not is_exact(eqn.primitive.name) and any(map(_is_half, eqn.outvars))
 
 
-def _is_sum(e: Equation) -> bool:
-    return e.eqn.primitive.name in _SUMS or e.summed > 1
+def _adds_many(eqn: Any) -> bool:
+    return Is.ADDS_MANY in traits_of(eqn.primitive.name)
 
 
 def _is_half(v: Any) -> bool:
-    return getattr(v.aval, "dtype", None) in HALVES
+    return dtype_in(v) in HALVES

@@ -6,9 +6,9 @@ import numpy as np
 from jax.extend.core import Literal
 
 from optax_lossscale._diagnosis.inspection import WIDE, Inspection, Made
+from optax_lossscale._programs.operations import Is, is_exact, traits_of
 
 _LINES = 32  # at most, to try
-_FORMS = {"broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "neg"}
 
 
 class Maker(NamedTuple):
@@ -16,8 +16,8 @@ class Maker(NamedTuple):
 
     Attributes:
       what: what it makes them of: "the derivative of a square root at 0".
-      kind: what it is about: "root", "logarithm", "divisor", "power", or "mask" for what takes
-        infinities; "" where numbers are too large.
+      kind: what it is about: "root", "logarithm", "divisor", "power", "index", "domain", or "mask"
+        for what takes infinities; "" where numbers are too large.
       source: the line.
     """
 
@@ -60,7 +60,7 @@ def _words(inspection: Inspection, eqn: Any, made: Made, mode: int) -> tuple[str
         return ("infinity over infinity" if name == "div" else "infinity minus infinity"), "mask"
     if name in ("log", "log1p", "log2"):
         return f"the logarithm of {'0' if made.infinity else 'a negative number'}", "logarithm"
-    if name in ("sqrt", "cbrt"):
+    if name == "sqrt":
         return "the root of a negative number", "root"
     if name == "rsqrt":
         return f"the inverse root of {'a negative number' if made.nan else '0'}", "root"
@@ -76,6 +76,10 @@ def _words(inspection: Inspection, eqn: Any, made: Made, mode: int) -> tuple[str
         return "the exponential of too large a number", ""
     if name == "convert_element_type":
         return "a cast of too large a number", ""
+    if name == "gather":
+        return "an index out of bounds", "index"
+    if made.nan and not traits_of(name) & (Is.PRODUCT | Is.ADDS_TWO | Is.ADDS_MANY):
+        return f"numbers for which {name} is not defined", "domain"
     return f"numbers that are too large, in {name}", ""
 
 
@@ -114,7 +118,8 @@ def _origin(inspection: Inspection, v: Any) -> Any:
     while not isinstance(v, Literal) and v in made_by:
         eqn = made_by[v]
         variables = [x for x in eqn.invars if not isinstance(x, Literal)]
-        is_form = eqn.primitive.name in _FORMS or eqn.primitive.name == "mul"
+        name = eqn.primitive.name
+        is_form = is_exact(name) or name in ("convert_element_type", "mul")
         if not is_form or len(variables) != 1:
             break
         (v,) = variables

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._scales.get import get_loss_scale
+from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.state import wrapper_states
 
 
@@ -53,17 +54,21 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       hysteresis_left 1
     """
     loss_scale = get_loss_scale(state)
-    scale = loss_scale()
-    mantissa, exponent = jnp.frexp(scale)  # so that powers of two have integers for logarithms
-    scalars = {
-        "loss_scale": scale,
-        "log2_loss_scale": (exponent - 1).astype(scale.dtype) + jnp.log2(2 * mantissa),
-        "exhausted": loss_scale.exhausted(),
-    }
-    for wrapper in wrapper_states(state):
+    names = ("loss_scale", "log2_loss_scale", "exhausted")
+    scalars = dict(zip(names, _of_loss_scale(loss_scale), strict=True))
+    wrappers = wrapper_states(state)
+    for wrapper in wrappers:
         names = ("should_apply", "skipped_steps", "consecutive_skipped_steps")
         scalars |= {name: getattr(wrapper, name) for name in names}
-    rules = [wrapper.skip_rule for wrapper in wrapper_states(state)]
+    rules = [wrapper.skip_rule for wrapper in wrappers]
     own = [leaf for x in (loss_scale, *rules) for leaf in jax.tree.leaves_with_path(x)]
     named = {path_name(path): x for path, x in own if not path_name(path).startswith("_")}
     return scalars | {name: x for name, x in named.items() if name not in scalars}
+
+
+@jax.jit  # whose constants are on the device, where eager ones would be sent to it
+def _of_loss_scale(loss_scale: LossScale) -> tuple[jax.Array, jax.Array, jax.Array]:
+    scale = loss_scale()
+    mantissa, exponent = jnp.frexp(scale)  # so that powers of two have integers for logarithms
+    log2 = (exponent - 1).astype(scale.dtype) + jnp.log2(2 * mantissa)
+    return scale, log2, loss_scale.exhausted()

@@ -1,6 +1,6 @@
 """What Adam makes of gradients: whether its eps drowns them, and 16 bits hold their squares."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -23,17 +23,6 @@ class Moments(NamedTuple):
         that they move less than they should.
       vanished: the share whose moment is zero in its dtype, and whose gradient is not.
       dtypes: the dtypes of the moments.
-
-    Example:
-      Adam divides gradients of 2e-10 by its `eps` of 1e-8, and not by their own size:
-
-      >>> import jax.numpy as jnp, optax
-      >>> import optax_lossscale as ols
-      >>> loss_fn = lambda w: 1e-10 * jnp.sum(jnp.square(w.astype(jnp.float16)), dtype=jnp.float32)
-      >>> params = jnp.ones(3)
-      >>> state = optax.adam(1e-3).init(params)
-      >>> ols.diagnose(loss_fn, params, opt_state=state).moments.below_eps
-      1.0
     """
 
     eps: float
@@ -49,40 +38,38 @@ def moments_of(opt_state: Any, grads: dict[str, np.ndarray]) -> Moments | None:
       opt_state: any optimizer state; None if it has no second moments.
       grads: the true gradients.
     """
-    is_adam = lambda x: hasattr(x, "mu") and hasattr(x, "nu") and hasattr(x, "count")
-    states = [x for x in jax.tree.leaves(opt_state, is_leaf=is_adam) if is_adam(x)]
+    states = _parts(opt_state, lambda x: all(hasattr(x, name) for name in ("mu", "nu", "count")))
     if not states:
         return None
-    hyperparams = _hyperparams(opt_state)
+    injected = _parts(opt_state, lambda x: isinstance(getattr(x, "hyperparams", None), Mapping))
+    hyperparams = injected[0].hyperparams if injected else {}
     eps, b2 = (float(hyperparams.get(name, usual)) for name, usual in (("eps", _EPS), ("b2", _B2)))
     leaves = [
-        (np.asarray(mu).astype(np.float64), nu, int(state.count))
+        (mu, nu, int(state.count))
         for state in states
         for mu, nu in zip(*map(jax.tree.leaves, (state.mu, state.nu)), strict=True)
     ]
     dtypes = tuple(dict.fromkeys(jnp.dtype(dtype_of(nu)) for _, nu, _ in leaves))
-    size = below = vanished = 0
-    if all(count == 0 for *_, count in leaves):
-        for g in grads.values():
-            squares, moving = np.abs(g).astype(np.float64) ** 2, g != 0
-            size += np.count_nonzero(moving)
-            below += np.count_nonzero(moving & (np.abs(g) < eps))
-            if len(dtypes) == 1:
-                held = ((1 - b2) * squares).astype(dtypes[0])
-                vanished += np.count_nonzero(moving & (held == 0))
-    for mu, nu, count in leaves:
-        if count:
-            wide, moving = np.asarray(nu).astype(np.float64), mu != 0
-            root = np.sqrt(np.maximum(wide, 0) / (1 - b2**count))
-            size += np.count_nonzero(moving)
-            below += np.count_nonzero(moving & (wide > 0) & (root < eps))
-            vanished += np.count_nonzero(moving & (wide == 0))
-    share = lambda n: float(n / max(size, 1))
-    return Moments(eps, share(below), share(vanished), dtypes)
+    if after := [leaf for leaf in leaves if leaf[-1]]:
+        moves = _flat(np.asarray(mu) != 0 for mu, *_ in after) != 0
+        held = _flat(nu for _, nu, _ in after)
+        root = np.sqrt(
+            _flat(
+                np.maximum(np.asarray(nu).astype(np.float64), 0) / (1 - b2**count)
+                for _, nu, count in after
+            )
+        )
+    else:
+        root = _flat(map(np.abs, grads.values()))
+        moves, held = root != 0, (1 - b2) * root**2
+        held = held.astype(dtypes[0]) if len(dtypes) == 1 else held
+    share = lambda which: float(np.count_nonzero(which & moves) / max(moves.sum(), 1))
+    return Moments(eps, share((root < eps) & (held != 0)), share(held == 0), dtypes)
 
 
-def _hyperparams(opt_state: Any) -> Mapping[str, Any]:
-    """Those that `optax.inject_hyperparams` keeps in its state."""
-    has_them = lambda x: isinstance(getattr(x, "hyperparams", None), Mapping)
-    found = [x for x in jax.tree.leaves(opt_state, is_leaf=has_them) if has_them(x)]
-    return found[0].hyperparams if found else {}
+def _parts(tree: Any, is_one: Callable[[Any], bool]) -> list[Any]:
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_one) if is_one(x)]
+
+
+def _flat(arrays: Iterable[Any]) -> np.ndarray:
+    return np.concatenate([np.zeros(0), *(np.ravel(x).astype(np.float64) for x in arrays)])

@@ -5,38 +5,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optax_lossscale._arrays.names import scale_name, shortened, without_numbers
+from optax_lossscale._arrays.names import scale_name, without_numbers
 from optax_lossscale._diagnosis.accuracy import GradientError
 from optax_lossscale._diagnosis.calibration import InitialScale
 from optax_lossscale._diagnosis.dtypes import DtypeReport
-from optax_lossscale._diagnosis.explain import WRAPPED, Explanation
+from optax_lossscale._diagnosis.explain import Explanation
+from optax_lossscale._diagnosis.lost import Underflow
 from optax_lossscale._diagnosis.moments import Moments
-from optax_lossscale._diagnosis.widened import HALVES
+from optax_lossscale._diagnosis.text import some, table, wrapped
+from optax_lossscale._programs.values import HALVES
 
 _SHOWN = 8
-_LINES = 3
-
-
-class Underflow(NamedTuple):
-    """What underflow takes of the gradients of one kind of parameter, or at one kind of place.
-
-    Attributes:
-      lost: the share that is zero or subnormal at a loss scale of 1, and in float32 is not zero.
-      left: the share that is at the scale that fits, likewise.
-      bits: how large a power of two it takes for no more than that to be lost.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import optax_lossscale as ols
-      >>> loss_fn = lambda params: jnp.sum(params["w"].astype(jnp.float16)) * 2.0**-20
-      >>> found = ols.diagnose(loss_fn, {"w": jnp.ones(4)})
-      >>> found.underflow["w"]
-      Underflow(lost=1.0, left=0.0, bits=6)
-    """
-
-    lost: float
-    left: float
-    bits: int
+_BECAUSE = {
+    "stagnates": "{} stagnates",
+    "vanishes": "numbers vanish in {}",
+    "overflows": "numbers overflow in {}",
+    "saturates": "{} saturates",
+    "rounding": "{} has too few digits",
+}
 
 
 class Diagnosis(NamedTuple):
@@ -58,13 +44,6 @@ class Diagnosis(NamedTuple):
       underflow: what is lost at a scale of 1, under the path of the parameters or of the tapped
         places, numbers aside; the worst first, and what loses next to nothing left out.
       moments: how Adam's second moments stand, if its state was given; else None.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import optax_lossscale as ols
-      >>> loss_fn = lambda w: jnp.sum(w.astype(jnp.float16)) * 2.0**-20
-      >>> diagnosis = ols.diagnose(loss_fn, jnp.ones(4))
-      >>> ls = ols.DynamicLossScale(initial_scale=diagnosis.initial_scale.scale)
     """
 
     verdict: str
@@ -100,23 +79,21 @@ class Diagnosis(NamedTuple):
             lines.append(f"Overflow: {where}, first at {name}: {finding}.")
         if self.moments is not None:
             lines.append(_of_moments(self.moments))
-        paragraphs = [WRAPPED.fill(line) for line in lines]
         wrong = [
-            (name, f"{error.off:.1%}", because(error))
+            (name, f"{error.off:.1%}", _because(error))
             for name, error in _by_group(self.errors).items()
         ]
         lost = [
             (name, f"{lost:.1%}", f"{left:.1%}", str(bits))
             for name, (lost, left, bits) in self.underflow.items()
         ]
-        advice = [WRAPPED.fill(f"- {what}") for what in self.advice]
         return "\n".join(
             [
-                *paragraphs,
+                *map(wrapped, lines),
                 *_table(("Wrong:", "off by", "because"), wrong, text=(0, 2)),
                 *_table(("Underflow:", "lost at 1", f"at {scale}", "bits needed"), lost),
                 "What to do:",
-                *advice,
+                *(wrapped(f"- {what}") for what in self.advice),
             ]
         )
 
@@ -135,25 +112,19 @@ def _computes(diagnosis: Diagnosis) -> str:
     (most, share), *rest = report.shares.items()
     if not rest:
         return f"Computes in {most}: all of {total} matrix products; {loss}."
-    lines = list(dict.fromkeys(p.source for p in report.products if p.dtype != most))
-    more = f" and {len(lines) - _LINES} more" if len(lines) > _LINES else ""
+    lines = some(list(dict.fromkeys(p.source for p in report.products if p.dtype != most)))
+    others = ", ".join(str(dtype) for dtype, _ in rest)
     return (
         f"Computes in {most}: {counts[most]} of {total} matrix products, {share:.1%} of the "
-        f"multiplications; the others in {', '.join(str(dtype) for dtype, _ in rest)}, at "
-        f"{', '.join(lines[:_LINES])}{more}; {loss}."
+        f"multiplications; the others in {others}, at {lines}; {loss}."
     )
 
 
-def because(error: GradientError) -> str:
+def _because(error: GradientError) -> str:
     """A cause in words, with its line."""
-    what = {
-        "stagnates": f"{error.primitive} stagnates",
-        "vanishes": f"numbers vanish in {error.primitive}",
-        "overflows": f"numbers overflow in {error.primitive}",
-        "saturates": f"{error.primitive} saturates",
-        "rounding": f"{error.primitive} has too few digits" if error.primitive else "rounding",
-    }[error.cause]
-    return f"{what}, {error.source}" if error.source else what
+    if not error.primitive:
+        return "rounding"
+    return f"{_BECAUSE[error.cause].format(error.primitive)}, {error.source}"
 
 
 def _of_moments(moments: Moments) -> str:
@@ -176,22 +147,9 @@ def _by_group(errors: dict[str, GradientError]) -> dict[str, GradientError]:
 def _table(
     titles: Sequence[str], rows: Sequence[Sequence[str]], text: Sequence[int] = (0,)
 ) -> list[str]:
-    """Rows of a table, the first eight; none without rows.
-
-    Args:
-      titles: of the columns.
-      rows: a name, and what is said of it.
-      text: which columns are text, and not numbers.
-    """
+    """The first rows of a table under their titles; nothing without rows."""
     if not rows:
         return []
-    table = [titles, *((f"  {shortened(row[0], 56)}", *row[1:]) for row in rows[:_SHOWN])]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join(
-            x.ljust(width) if i in text else x.rjust(width)
-            for i, (x, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    ]
-    return lines if len(rows) <= _SHOWN else [*lines, f"  and {len(rows) - _SHOWN} more"]
+    shown = [titles, *((f"  {row[0]}", *row[1:]) for row in rows[:_SHOWN])]
+    more = [f"  and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
+    return [*table(shown, text), *more]

@@ -13,43 +13,43 @@ from jax.tree_util import SequenceKey
 from optax_lossscale._arrays.names import natural, path_name
 from optax_lossscale._diagnosis.tap import Probe
 
+Place = tuple[str, Probe]
 
-def places(taps: Any) -> Iterator[tuple[str, Probe]]:
-    """Each place's name and record: those of a loop once for each of its turns.
 
-    The tree says which stacks ran in one loop: those that lie beside each other in one container,
-    with all that is there beside them. Two containers are two loops.
+def recorded_places(taps: Any) -> list[Place]:
+    """The places that recorded something, in the order in which they ran."""
+    return [(name, record) for name, record in places(taps) if record.value.size]
 
-    Args:
-      taps: a tree of `Probe`s whose order is the model's.
+
+def places(taps: Any) -> Iterator[Place]:
+    """Each place's name and record, in the order of the tree: those of a loop turn by turn.
+
+    Stacks of one length in one container are the turns of one loop, with all that lies beside
+    them there. Two containers are two loops.
     """
-    return _walk([((), taps)], ())
+    return _in_order([((), taps)], ())
 
 
-def _walk(trees: list[tuple[tuple, Any]], turns: tuple) -> Iterator[tuple[str, Probe]]:
+def _in_order(neighbors: list[tuple[tuple, Any]], turns: tuple) -> Iterator[Place]:
     """The places of trees beside each other, in some turns of the loops around them."""
-    for length, run in itertools.groupby(trees, lambda entry: _length(entry[1])):
-        neighbors = list(run)
-        if length is not None and any(isinstance(tree, Probe) for _, tree in neighbors):
+    for length, run in itertools.groupby(neighbors, lambda entry: _length(entry[1])):
+        trees = list(run)
+        if length is not None and any(isinstance(tree, Probe) for _, tree in trees):
             for i in range(length):
-                slices = [(path, _slice(tree, i)) for path, tree in neighbors]
-                yield from _walk(slices, (*turns, SequenceKey(i)))
+                slices = [(path, _slice(tree, i)) for path, tree in trees]
+                yield from _in_order(slices, (*turns, SequenceKey(i)))
             continue
-        for path, tree in neighbors:
+        for path, tree in trees:
             if isinstance(tree, Probe):
                 yield path_name((*path, *turns)), tree
             else:
-                yield from _walk(_branches(tree, path), turns)
-
-
-def _slice(tree: Any, i: int) -> Any:
-    return jax.tree.map(lambda x: x[i], tree)
+                yield from _in_order(_entries(tree, path), turns)
 
 
 def refuse_unordered(taps: Any) -> None:
     """Raises for a dict whose names are sorted and do not say in which order they were tapped."""
-    for tree in filter(_is_unordered, jax.tree.leaves(taps, is_leaf=_is_unordered)):
-        names = [str(name) for name, branch in tree.items() if jax.tree.leaves(branch)]
+    for tree in filter(_is_sorted, jax.tree.leaves(taps, is_leaf=_is_sorted)):
+        names = [str(name) for name, entry in tree.items() if jax.tree.leaves(entry)]
         if len({re.sub(r"\d+", "", name) for name in names}) > 1:
             raise ValueError(
                 f"taps must come in the model's order, and jax sorts a dict's keys: {names}. Give "
@@ -59,17 +59,17 @@ def refuse_unordered(taps: Any) -> None:
         refuse_unordered(list(tree.values()))
 
 
-def _branches(taps: Any, path: tuple) -> list[tuple[tuple, Any]]:
-    """The container's entries that hold probes, under their paths."""
-    branches, _ = jax.tree.flatten_with_path(taps, is_leaf=lambda x: x is not taps)
-    if branches and not branches[0][0]:
+def _entries(tree: Any, path: tuple) -> list[tuple[tuple, Any]]:
+    """What a container holds, under its paths; but for what holds no probes."""
+    entries, _ = jax.tree.flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    if entries and not entries[0][0]:
         raise TypeError(
-            f"taps are a tree of Probes, got a {type(taps).__name__} at "
-            f"{path_name(path)}; are gradients and taps in the order of argnums?"
+            f"taps are a tree of Probes, got a {type(tree).__name__} at {path_name(path)}; are "
+            "gradients and taps in the order of argnums?"
         )
-    if _is_unordered(taps):  # its order is the alphabet's, with layer_10 before layer_2
-        branches = sorted(branches, key=lambda branch: natural(path_name(branch[0])))
-    return [(path + key, tree) for key, tree in branches if jax.tree.leaves(tree)]
+    if _is_sorted(tree):  # by the alphabet, with layer_10 before layer_2
+        entries = sorted(entries, key=lambda entry: natural(path_name(entry[0])))
+    return [(path + key, entry) for key, entry in entries if jax.tree.leaves(entry)]
 
 
 def _length(tree: Any) -> int | None:
@@ -79,6 +79,10 @@ def _length(tree: Any) -> int | None:
     return next(iter(lengths))[0] if len(lengths) == 1 and () not in lengths else None
 
 
-def _is_unordered(tree: Any) -> bool:
+def _slice(tree: Any, i: int) -> Any:
+    return jax.tree.map(lambda x: x[i] if np.ndim(x) else x, tree)
+
+
+def _is_sorted(tree: Any) -> bool:
     """Whether it is a mapping that jax sorts by its keys."""
     return isinstance(tree, Mapping) and not isinstance(tree, OrderedDict)

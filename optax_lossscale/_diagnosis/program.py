@@ -11,7 +11,9 @@ import numpy as np
 
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_inexact
 from optax_lossscale._diagnosis.summary import inexact_leaves
-from optax_lossscale._diagnosis.widened import HALVES, Rule, evaluate, held_dtype, numbered
+from optax_lossscale._diagnosis.widened import Compute, evaluate, held_dtype
+from optax_lossscale._programs.run import numbered
+from optax_lossscale._programs.values import HALVES, dtypes_in
 from optax_lossscale._step.gradient import loss_of, scale_gradient
 
 # What runs some twenty times is compiled in a fifth of the time without optimizing its kernels.
@@ -110,7 +112,9 @@ class Program:
                 leaves[i] = _like(leaves[i], x * (1 + moved * signs.choice([-1, 1], x.shape)))
         return self._evidence(self._in_float32(*leaves))
 
-    def inspected(self, rule: Callable[[Any], Rule]) -> Callable[[int, Any], tuple[Evidence, Any]]:
+    def inspected(
+        self, rule: Callable[[Any], Compute]
+    ) -> Callable[[int, Any], tuple[Evidence, Any]]:
         """The program with every equation computed by a rule.
 
         Args:
@@ -136,7 +140,7 @@ class Program:
     @cached_property
     def narrow(self) -> tuple[np.dtype, ...]:
         """The 16-bit dtypes that it computes in."""
-        dtypes = [getattr(v.aval, "dtype", None) for e in numbered(self.jaxpr) for v in e.outvars]
+        dtypes = [d for eqn in numbered(self.jaxpr) for d in dtypes_in(eqn.outvars)]
         return tuple(dtype for dtype in dict.fromkeys(dtypes) if dtype in HALVES)
 
     @cached_property
@@ -169,7 +173,7 @@ def _like(x: Any, new: np.ndarray) -> Any:
 
 
 def _compiled(lowered: Any, options: Mapping[str, Any] = MappingProxyType({})) -> Callable:
-    """A program compiled in little time, rather than to take little."""
+    """A program compiled quickly rather than optimized."""
     quickly = _QUICKLY if jax.default_backend() == "cpu" else {}
     try:
         return lowered.compile({**quickly, **options})

@@ -10,12 +10,12 @@ from optax_lossscale._diagnosis.places import refuse_unordered
 from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._scales.get import get_loss_scale
 from optax_lossscale._scales.validation import at_hand, count
-from optax_lossscale._skips.rule import SkipRule
-from optax_lossscale._step.state import LossScaleState, wrapper_states
+from optax_lossscale._skips.rule import APPLIED_PER_SKIP
+from optax_lossscale._step.state import wrapper_states
 
 
 class LossScaleError(RuntimeError):
-    """Training overflows at the lowest loss scale, or at every step."""
+    """Training overflows at the lowest loss scale or at every step, or a rule skips too much."""
 
 
 def raise_if_stuck(
@@ -34,7 +34,8 @@ def raise_if_stuck(
       state: an optimizer state with one `LossScaleState` in it, a train state or an
         `nnx.Optimizer` that holds it; or a `LossScale`, of
         which only `exhausted` is looked at.
-      max_consecutive_skips: how many steps in a row may be skipped.
+      max_consecutive_skips: how many steps in a row may be skipped; and how many by a rule of
+        skipping, in a row or not, before 20 steps are to be applied for each.
       leaves: what `nonfinite_leaves` returned for the last gradients, for the error to
         say what `explain` makes of them.
       taps: likewise, what `tap` recorded; looked at only with `leaves`, as is the loss.
@@ -42,7 +43,7 @@ def raise_if_stuck(
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`, or more steps than
-        `max_consecutive_skips` were skipped in a row, by a rule of skipping as well.
+        `max_consecutive_skips` were skipped in a row, or by a rule beyond 1 in 20.
       ValueError: if the state holds no loss scale, or several; or if `taps` have no order,
         as in `explain`.
       TypeError: if `leaves` or `taps` are something else, or the state is that of an ensemble.
@@ -77,19 +78,23 @@ def raise_if_stuck(
             f"{shapes[0]}. Give one member's at a time: jax.tree.map(lambda x: x[0], state)"
         )
     skips = int(states[0].consecutive_skipped_steps) if states else 0
+    rule = states[0].skip_rule if states else None
+    by_rule = rule is not None and bool(jnp.isfinite(rule.gradient_norm))  # as it saw the last
+    much = rule is not None and int(rule.skip_debt) > APPLIED_PER_SKIP * max_consecutive_skips
     if loss_scale.exhausted():
         what = (
             f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot be lowered."
         )
-    elif skips > max_consecutive_skips and (rule := _rule_that_skipped(states[0])) is not None:
-        raise LossScaleError(
-            f"{type(rule).__name__} has skipped the last of {skips} steps that were skipped in a "
-            f"row, for gradients of norm {rule.gradient_norm:g} or its loss. If that is the level "
-            "now, begin the rule anew, state._replace(skip_rule=tx.init(params).skip_rule), or "
-            "take skips.spikes(), which finds such a level by itself"
-        )
-    elif skips > max_consecutive_skips:
+    elif skips > max_consecutive_skips and not by_rule:
         what = f"gradients have overflowed at every step, the loss scale is {loss_scale():g}."
+    elif rule is not None and (much or skips > max_consecutive_skips):
+        raise LossScaleError(
+            f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "
+            f"{rule.skipped_by_rule} steps in all; {skips} were skipped in a row, and the last "
+            f"gradients are of norm {rule.gradient_norm:g}. If that is the level now, begin the "
+            "rule anew, state._replace(skip_rule=tx.init(params).skip_rule), or take "
+            "skips.spikes(), which finds such a level by itself"
+        )
     else:
         return
     skipped = f" Steps skipped in a row: {skips}." if states else ""
@@ -99,9 +104,3 @@ def raise_if_stuck(
         "and not broken, allow a smaller scale (min_scale), or compute the layer that overflows "
         f"in float32.{blame}"
     )
-
-
-def _rule_that_skipped(state: LossScaleState) -> SkipRule | None:
-    """The rule, if it saw the last step, as it sees finite ones alone."""
-    rule = state.skip_rule
-    return rule if rule is not None and jnp.isfinite(rule.gradient_norm) else None

@@ -54,26 +54,28 @@ def empty(shape: int | tuple[int, ...] = ()) -> Summary:
 
 def summarize(x: Any, dtype: Any = None) -> Summary:
     """The `Summary` of one array, as its numbers are or would be in another dtype."""
+    return counted(x, dtype)[0]
+
+
+def counted(x: Any, dtype: Any = None, *others: float) -> tuple[Summary, list[jax.Array]]:
+    """The `Summary` of one array, and how many of its numbers each of some others is."""
     x = lax.stop_gradient(jnp.asarray(x))
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag])
     least, normal, limit = _thresholds(jnp.dtype(dtype or x.dtype), x.dtype)
     a = jnp.abs(at_least_float32(x))
     is_nan = a != a
-    kinds = [a <= least, a < normal, a >= limit, is_nan]
-    largest, (zeros, small, infinities, nans) = _reduce(jnp.where(is_nan, 0, a), kinds)
+    kinds = [a <= least, a < normal, a >= limit, is_nan, *(x == other for other in others)]
+    largest, counts = _reduce(jnp.where(is_nan, 0, a), kinds)
+    zeros, small, infinities, nans, *equal = counts
     # Made to depend on `x`, so that `vmap` sums the sizes as it sums the counts.
     size = jnp.where(largest >= 0, float(x.size), 0.0)
     # A difference, so that no number counts twice: a processor that flushes subnormals may call
     # one zero in one comparison and not in the other.
     subnormals = jnp.maximum(small - zeros, 0)
     numbers = size, zeros, subnormals, infinities, nans, largest
-    return Summary(*(jnp.asarray(n, jnp.float32) for n in numbers))
-
-
-def summarize_leaves(tree: Any, dtype: Any = None) -> dict[str, Summary]:
-    """The `Summary` of each floating-point or complex leaf, under its path."""
-    return {name: summarize(x, dtype) for name, x in inexact_leaves(tree).items()}
+    in_float32 = lambda n: jnp.asarray(n, jnp.float32)
+    return Summary(*map(in_float32, numbers)), list(map(in_float32, equal))
 
 
 def inexact_leaves(tree: Any) -> dict[str, Any]:
@@ -86,22 +88,6 @@ def inexact_leaves(tree: Any) -> dict[str, Any]:
             name = keystr(path) if name in named else name  # {"a": {"b": …}, "a/b": …}
             named[name] = x
     return named
-
-
-def summary_at_hand(x: np.ndarray) -> Summary:
-    """The `Summary` of an array that is on the host already, with nothing to compile for."""
-    if np.iscomplexobj(x):
-        x = np.stack([x.real, x.imag])
-    least, normal, limit = _thresholds(x.dtype, x.dtype)
-    a = np.abs(x.astype(np.float32) if x.dtype.itemsize < 4 else x)
-    is_nan = np.isnan(a)
-    largest = np.max(a, initial=0, where=~is_nan)
-    zeros, small, infinities, nans = map(
-        np.count_nonzero, (a <= least, a < normal, a >= limit, is_nan)
-    )
-    numbers = x.size, zeros, small - zeros, infinities, nans, largest
-    scalars: Any = map(np.float32, numbers)
-    return Summary(*scalars)
 
 
 def _thresholds(dtype: np.dtype, given: np.dtype) -> tuple[float, float, float]:

@@ -9,7 +9,7 @@ from jax import lax
 
 from optax_lossscale._arrays.placement import varying_axes
 from optax_lossscale._arrays.precision import is_inexact
-from optax_lossscale._diagnosis.summary import Summary, empty, summarize
+from optax_lossscale._diagnosis.summary import Summary, counted, empty, summarize
 from optax_lossscale._scales import validation
 
 
@@ -19,10 +19,13 @@ class Probe(NamedTuple):
     Attributes:
       value: the `Summary` of what passed in the forward pass.
       cotangent: the `Summary` of its gradient in the backward pass, scaled as the loss is.
+      positive_infinities: how many numbers of the value are +inf, as none are that a mask puts
+        there; float32.
     """
 
     value: Summary
     cotangent: Summary
+    positive_infinities: jax.Array | float = 0.0
 
 
 def probe(shape: int | tuple[int, ...] = ()) -> Probe:
@@ -42,7 +45,7 @@ def probe(shape: int | tuple[int, ...] = ()) -> Probe:
     """
     for size in shape if isinstance(shape, tuple) else (shape,):
         validation.count("each size of shape", size, least=0)
-    return Probe(value=empty(shape), cotangent=empty(shape))
+    return Probe(empty(shape), empty(shape), jnp.zeros(shape, jnp.float32))
 
 
 def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
@@ -113,23 +116,24 @@ def _tap(x, probe):
 
 
 def _forward(x, probe):
-    return x, (summarize(x), probe)
+    value, (positive_infinities,) = counted(x, None, jnp.inf)
+    return x, (value, positive_infinities, probe)
 
 
 def _backward(residuals, cotangent):
-    value, probe = residuals
-    record = Probe(value, summarize(cotangent))
-    return cotangent, Probe(*map(_of_all_replicas, record, probe))
-
-
-def _of_all_replicas(summary: Summary, probe: Summary) -> Summary:
-    """The summary over the axes of `shard_map` along which there is only one probe."""
-    axes = tuple(varying_axes(summary.largest) - varying_axes(probe.largest))
+    value, positive_infinities, probe = residuals
+    record = Probe(value, summarize(cotangent), positive_infinities)
+    # The axes of `shard_map` along which there is only one probe, which sees all replicas.
+    axes = tuple(varying_axes(value.largest) - varying_axes(probe.value.largest))
     if axes:
-        *counts, largest = summary
-        summary = Summary(*lax.psum(counts, axes), largest=lax.pmax(largest, axes))
-    # The sum varies over the axes that the probe varies over, where the summary does not.
-    return jax.tree.map(lambda s, p: s + jnp.zeros_like(p), summary, probe)
+        most = lax.pmax((record.value.largest, record.cotangent.largest), axes)
+        value, gradient, positive_infinities = lax.psum(record, axes)
+        value, gradient = (
+            of._replace(largest=x) for of, x in zip((value, gradient), most, strict=True)
+        )
+        record = Probe(value, gradient, positive_infinities)
+    # The sum varies over the axes that the probe varies over, where the record does not.
+    return cotangent, jax.tree.map(lambda r, p: r + jnp.zeros_like(p), record, probe)
 
 
 _tap.defvjp(_forward, _backward)

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._arrays.names import natural, scale_name, shortened, without_numbers
-from optax_lossscale._diagnosis.summary import Summary, empty, summarize_leaves
+from optax_lossscale._arrays.names import natural, scale_name, without_numbers
+from optax_lossscale._diagnosis.summary import Summary, empty, inexact_leaves, summarize
+from optax_lossscale._diagnosis.text import table
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.get import resolve
 
 _TITLES = ("numbers", "zero", "subnormal", "in range", "inf, NaN", "spare bits")
 _SHOWN = 20
-_COLUMNS = 100
 
 
 @jax.tree_util.register_dataclass
@@ -77,22 +77,15 @@ class UnderflowReport:
         host: UnderflowReport = jax.device_get(self)
         leaves = _worst_first(_of_one_model(host.leaves)) if every_leaf else self.groups
         shown = list(leaves.items())[: None if every_leaf else _SHOWN]
-        more = f"and {len(leaves) - len(shown)} more; table(every_leaf=True) has all"
         rows = [_row(name, leaf, self.dtype) for name, leaf in [*shown, ("all", host.total)]]
-        rows = [("", *_TITLES), *rows]
-        _, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-        names = [shortened(row[0], _COLUMNS - sum(widths) - 2 * len(widths)) for row in rows]
-        widths = [max(map(len, names)), *widths]
-        lines = [
-            "  ".join([name.ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-            for name, row in zip(names, rows, strict=True)
-        ]
+        *lines, of_all = table([("", *_TITLES), *rows])
+        left = len(leaves) - len(shown)
         return "\n".join(
             [
                 f"Gradients times {scale_name(float(host.loss_scale))}, in {self.dtype}:",
-                *lines[:-1],
-                *([more] if len(shown) < len(leaves) else []),
-                lines[-1],
+                *lines,
+                *([f"and {left} more; table(every_leaf=True) has all"] if left else []),
+                of_all,
                 f"Best scale for these: {scale_name(float(host.best_scale))}",
             ]
         )
@@ -136,7 +129,7 @@ def underflow_report(
       Best scale for these: 2**21
     """
     dtype = validation.floating_dtype("dtype", dtype)
-    leaves = summarize_leaves(scaled_grads, dtype)
+    leaves = {name: summarize(x, dtype) for name, x in inexact_leaves(scaled_grads).items()}
     if isinstance(loss_scale, jax.Array) and not isinstance(loss_scale, jax.core.Tracer):
         validation.scale("loss_scale", loss_scale)
     return UnderflowReport(leaves, resolve(loss_scale)(), dtype)

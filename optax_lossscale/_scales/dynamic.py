@@ -18,7 +18,9 @@ class DynamicLossScale(LossScale):
     """Grows after a run of finite steps, backs off at a step that is not.
 
     The default of `with_loss_scale`. It measures nothing beyond the check for overflows, and
-    reacts to one wherever in the model it happens.
+    reacts to one wherever in the model it happens. Gradients that are all zero count as finite, so
+    where 2000 such steps lie between any two others, each of these overflows: then take
+    `HeadroomLossScale`.
 
     Source: TensorFlow's `DynamicLossScale`, of which these are the defaults, after
     Micikevicius et al., "Mixed Precision Training" (https://arxiv.org/abs/1710.03740);

@@ -4,6 +4,7 @@ from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale import presets
 from optax_lossscale._arrays.variables import is_variable, plain
@@ -72,8 +73,9 @@ def get_loss_scale(state: Any) -> LossScale:
       The `LossScale`, of arrays, also where `nnx` keeps them in variables.
 
     Raises:
-      ValueError: if the state holds no loss scale, or more than one. Variables of `nnx` that
-        two modules share count once.
+      ValueError: if the state holds no loss scale, or more than one, of which variables of `nnx`
+        that two modules share count once; or if it shows something around `with_loss_scale` that
+        belongs inside, as `optax.MultiSteps`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -82,13 +84,13 @@ def get_loss_scale(state: Any) -> LossScale:
       >>> ols.get_loss_scale(tx.init({"w": jnp.ones(3)}))
       FixedLossScale(128.0)
     """
-    is_loss_scale = lambda x: isinstance(x, LossScale)
-    found = [x for x in jax.tree.leaves(state, is_leaf=is_loss_scale) if is_loss_scale(x)]
+    found = _loss_scales(state)
     count = _count(found)
     if count != 1:
         remedy = (
-            "Pass one of the states, or one LossScale. To test a step that takes several, bind "
-            "all but one to it with functools.partial."
+            "Pass one of the states, or one LossScale. An optimizer is wrapped as a whole, once: "
+            "in a chain of two that are wrapped, gradients are unscaled twice. To test a step "
+            "that takes several states, bind all but one to it with functools.partial."
             if found
             else "Wrap the optimizer in with_loss_scale once and pass the state that its init "
             "returned, or pass a LossScale, such as get(128)."
@@ -97,6 +99,7 @@ def get_loss_scale(state: Any) -> LossScale:
             f"expected exactly one loss scale in the state, found {count} in a "
             f"{type(state).__name__}. {remedy}"
         )
+    _refuse_around(state)
     return plain(found[0])
 
 
@@ -107,7 +110,20 @@ def resolve(loss_scale: Any) -> LossScale:
     is_leaf = jax.tree_util.all_leaves([loss_scale])
     if loss_scale is None or is_leaf or _is_config(loss_scale):
         return get(loss_scale)
-    return get_loss_scale(loss_scale)
+    found = get_loss_scale(loss_scale)
+    if shape := np.shape(found.loss_scale):
+        raise ValueError(
+            f"the state is a stack, whose loss scale has shape {shape}, as vmap(tx.init) or pmap "
+            "makes one: call this under vmap or pmap, too, as in "
+            "vmap(train_step)(params, state, batch)"
+        )
+    return found
+
+
+def name_in_optax(state: Any) -> str | None:
+    """The name of a state's class, if it is one of Optax's."""
+    kind = type(state)
+    return kind.__name__ if kind.__module__.split(".")[0] == "optax" else None
 
 
 class _Given(LossScale):
@@ -115,6 +131,35 @@ class _Given(LossScale):
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         return self
+
+
+# What must not be around `with_loss_scale`, by the name of its state, and what to do instead.
+_AROUND = {
+    "MultiStepsState": "optax.MultiSteps around with_loss_scale sums scaled gradients, and keeps "
+    "the NaN of the first overflow in its sums for good. Accumulate inside, where gradients are "
+    "unscaled and a bad micro-batch is left out alone: "
+    "with_loss_scale(optax.MultiSteps(inner, k))",
+    "ConditionallyTransformState": "optax.conditionally_transform around with_loss_scale hands "
+    "gradients on scaled at each step that it leaves out: put it inside, as in "
+    "with_loss_scale(optax.conditionally_transform(inner, …))",
+    "ApplyIfFiniteState": "optax.apply_if_finite around with_loss_scale keeps overflows from it, "
+    "and the loss scale does not come down: leave it out, as a step that overflows is skipped "
+    "without it",
+    "MechanicState": "optax.contrib.mechanize around with_loss_scale learns its learning rate "
+    "from scaled gradients: put it inside, as in with_loss_scale(optax.contrib.mechanize(inner))",
+}
+
+
+def _refuse_around(state: Any) -> None:
+    """Raises for a state that shows that others see gradients before they are unscaled."""
+    is_around = lambda x: name_in_optax(x) in _AROUND and bool(_loss_scales(x))
+    for x in filter(is_around, jax.tree.leaves(state, is_leaf=is_around)):
+        raise ValueError(_AROUND[type(x).__name__])
+
+
+def _loss_scales(state: Any) -> list[LossScale]:
+    is_loss_scale = lambda x: isinstance(x, LossScale)
+    return [x for x in jax.tree.leaves(state, is_leaf=is_loss_scale) if is_loss_scale(x)]
 
 
 def _count(loss_scales: list[LossScale]) -> int:

@@ -4,7 +4,6 @@ import abc
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Hashable
 from typing import Any, Self
 
 import jax
@@ -12,12 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale._arrays.finite import all_finite, largest
+from optax_lossscale._arrays.finite import AxisName, across, all_finite, largest, on_all_replicas
 from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.stateful import Stateful, state_field
-
-AxisName = Hashable
 
 
 class LossScale(Stateful):
@@ -86,7 +83,8 @@ class LossScale(Stateful):
         """Checks the gradients and adapts the scale to what it finds.
 
         Args:
-          grads: the unscaled gradients, any pytree; `None` leaves are ignored.
+          grads: the unscaled gradients, any pytree; `None` leaves are ignored. From a step
+            with a `mask` that leaves some out, a list of the others.
           axis_name: under `pmap` or `shard_map`, the axis or axes over which all
             replicas decide alike: one that overflows makes all of them skip. The
             only communication is one scalar.
@@ -198,13 +196,6 @@ class LossScale(Stateful):
         return validation.construct(classes[name], config["config"])
 
 
-def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
-    """Whether a flag is True on every replica."""
-    if axis_name is None:
-        return flag
-    return across(lax.pmin, flag.astype(jnp.int32), axis_name).astype(bool)
-
-
 def choose(grads_finite: jax.typing.ArrayLike, after_finite_step: T, after_overflow: T) -> T:
     """The one loss scale or the other, leaf by leaf."""
     if not hasattr(grads_finite, "dtype") and not isinstance(grads_finite, (bool, int, float)):
@@ -216,41 +207,9 @@ def choose(grads_finite: jax.typing.ArrayLike, after_finite_step: T, after_overf
     return jax.tree.map(where, after_finite_step, after_overflow)
 
 
-def across(reduce: Callable[..., jax.Array], x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """A reduction over replicas, such as `lax.pmin`; over no axes it is what was given."""
-    axes = axes_of(axis_name)
-    return reduce(x, axes) if axes else x
-
-
-def axes_of(axis_name: AxisName) -> tuple[Hashable, ...]:
-    """The axes that are named, if each of them is one around this step."""
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    given = f"axis_name={validation.shown(axis_name)}"
-    for name in names:
-        if not _is_axis(name):
-            one = f"{validation.shown(name)} in {given}" if name is not axis_name else given
-            several = " Several names are a tuple." if isinstance(name, (list, set)) else ""
-            raise ValueError(
-                f"{one} is no axis of a pmap or shard_map around this step.{several} Under jit "
-                "alone leave axis_name out: the check already is of all devices"
-            )
-    if len(set(names)) < len(names):
-        raise ValueError(f"{given} names an axis twice: name each once")
-    return names
-
-
-def _is_axis(name: Any) -> bool:
-    try:
-        lax.axis_size(name)
-    except (NameError, TypeError, ValueError):
-        return False
-    return not isinstance(name, (tuple, list))  # of which it gives the product
-
-
 def largest_of_all(grads: Any, axis_name: AxisName | None) -> jax.Array:
     """The largest absolute gradient of all replicas; infinity if one of them is not finite."""
-    here = largest(grads)
-    return here if axis_name is None else across(lax.pmax, here, axis_name)
+    return across(lax.pmax, largest(grads), axis_name)
 
 
 def _subclasses(cls: type[LossScale]) -> list[type[LossScale]]:

@@ -1,5 +1,6 @@
 """A frozen dataclass that is a pytree: configuration that is static, and state that changes."""
 
+import abc
 import dataclasses
 from typing import Any, Literal, Self, dataclass_transform
 
@@ -9,7 +10,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.flax_serialization import SavedByFlax
+from optax_lossscale._scales.flax_serialization import register_with_flax
 
 _IS_STATE = {"state": True}
 
@@ -53,17 +54,33 @@ def state_field(default: Any = dataclasses.MISSING, *, init: Literal[False] = Fa
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, state_field))
-@dataclasses.dataclass(frozen=True)
-class Stateful(metaclass=SavedByFlax):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stateful(abc.ABC):  # noqa: B024 (what is abstract differs)
     """What loss scales and rules of skipping are: subclassing alone makes a class one.
 
-    Fields are configuration, static under `jit`; a `state_field` is an array leaf.
+    Fields are configuration, static under `jit`; a `state_field` is an array leaf. Two are equal
+    if they are of one class, with equal configurations and states, which waits for the device.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        register_with_flax(cls)
+        return super().__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        dataclasses.dataclass(frozen=True)(cls)
+        dataclasses.dataclass(frozen=True, eq=False)(cls)
         _register(cls)
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        validation.at_hand("==", (self, other))
+        same = jax.tree.structure(self) == jax.tree.structure(other)
+        return same and all(map(np.array_equal, jax.tree.leaves(self), jax.tree.leaves(other)))
+
+    def __hash__(self) -> int:
+        _, static = _split(type(self))  # without the state, whose hash a tracer has not
+        return hash((type(self), *(getattr(self, name) for name in static)))
 
     def _set(self, **values: Any) -> None:
         """Sets fields of an instance under construction, which is frozen later."""
@@ -120,9 +137,9 @@ def _as_state(name: str, value: Any, dtype: Any) -> jax.Array:
         ) from error
 
 
-def _with_attributes(cls: type, attributes: dict[str, Any]) -> Any:
+def _with_attributes(cls: type[Stateful], attributes: dict[str, Any]) -> Any:
     """An instance made without `__init__`, which would validate and start afresh."""
-    self = object.__new__(cls)
+    self = cls.__new__(cls)
     vars(self).update(attributes)
     return self
 

@@ -82,7 +82,7 @@ class MovingAverageSkipRule(SkipRule):
         """Compares with the averages, which an applied step moves; see the class."""
         variance = jnp.maximum(self.mean_square - jnp.square(self.mean), 0)
         usual = norm < self.drop_norm(self.count, self.mean, jnp.sqrt(variance))
-        weight = lambda count: 1 - self.grad_norm_ema_decay**count
+        weight = lambda count: 1 - self.grad_norm_ema_decay ** count.astype(jnp.float32)
         decay = self.grad_norm_ema_decay * (weight(self.count) / weight(self.count + 1))
         average = lambda old, new: jnp.where(usual, decay * old + (1 - decay) * new, old)
         square = jnp.minimum(jnp.square(norm), validation.LARGEST)

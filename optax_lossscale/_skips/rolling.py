@@ -82,8 +82,9 @@ class RollingSkipRule(SkipRule):
 
     def _is_usual(self, x: jax.Array, window: jax.Array) -> jax.Array:
         held = jnp.arange(self.length) < self.seen
-        mean = jnp.sum(jnp.where(held, window, 0)) / jnp.maximum(self.seen, 1)
+        count = lambda n: jnp.maximum(n, 1).astype(jnp.float32)
+        mean = jnp.sum(jnp.where(held, window, 0)) / count(self.seen)
         squares = jnp.where(held, jnp.square(window - mean), 0)
-        variance = jnp.sum(squares) / jnp.maximum(self.seen - self.ddof, 1)
+        variance = jnp.sum(squares) / count(self.seen - self.ddof)
         deviation = jnp.maximum(jnp.sqrt(variance), self.least_deviation)
         return x - mean <= self.sigma_factor * deviation

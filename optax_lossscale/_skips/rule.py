@@ -11,6 +11,9 @@ from jax.typing import ArrayLike
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.stateful import Stateful, state_field
 
+APPLIED_PER_SKIP = 20  # how many steps applied make up for one skipped
+_MOST = 2**30
+
 
 class SkipRule(Stateful):
     """Decides from the norm of a step's gradients, and from its loss, whether to apply the step.
@@ -30,6 +33,9 @@ class SkipRule(Stateful):
       gradient_norm: the global L2 norm of the unscaled gradients of the last step, infinite if
         the step was not finite; float32, shape (); state.
       skipped_by_rule: the finite steps skipped so far; int32, shape (); state.
+      skip_debt: how much has been skipped beyond 1 step in 20 of late: 20 more for each finite
+        step skipped, and 1 less, to 0, for each applied whose gradients were not all zero; int32,
+        shape (); state.
 
     Example:
       A rule that skips a step whose loss is twice the smallest so far:
@@ -53,6 +59,7 @@ class SkipRule(Stateful):
     needs_value: ClassVar[bool] = False
     gradient_norm: jax.Array = state_field(0.0)
     skipped_by_rule: jax.Array = state_field(0)
+    skip_debt: jax.Array = state_field(0)
 
     @abc.abstractmethod
     def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
@@ -94,8 +101,10 @@ class SkipRule(Stateful):
                 f"{type(self).__name__} must become another of its kind, with the same "
                 f"configuration: return self.replace(…) from decide. Got {validation.shown(new)}"
             )
-        skipped = self.skipped_by_rule
+        skipped, debt = self.skipped_by_rule, new.skip_debt
+        paid = jnp.maximum(debt - (norm > 0).astype(jnp.int32), 0)
         return new.replace(
             gradient_norm=norm,
             skipped_by_rule=jnp.where(should_apply, skipped, optax.safe_increment(skipped)),
+            skip_debt=jnp.where(should_apply, paid, jnp.minimum(debt, _MOST) + APPLIED_PER_SKIP),
         ), jnp.asarray(should_apply, bool)

@@ -8,20 +8,22 @@ import numpy as np
 
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.stateful import state_field
-from optax_lossscale._skips.rule import SkipRule
+from optax_lossscale._skips.rule import APPLIED_PER_SKIP, SkipRule
 
 _DEVIATION = 1.4826  # of a normal distribution, in distances from its median to a quartile
 _FEWEST = 8  # steps without which nothing is known
 _ENOUGH = 24.0  # before them, proportionally more is allowed
+_COMMON = 3  # as many steps as this are no accident
+_ABOVE_ALL = 1e3  # in the place of a logarithm that is not known
 
 
 class SpikeSkipRule(SkipRule):
-    """Skips a step whose norm or loss is far above the usual one, and never many in a row.
+    """Skips a step whose norm or loss is far above the usual one, and never many steps.
 
     The usual norm is the median of those last applied, on a logarithmic scale, and their spread
     the distance from there to the upper quartile. So a spike that was applied hardly moves them,
-    and one that was skipped not at all. Of the losses likewise, if the step is given them, where
-    they are positive. The rule::
+    and one that was skipped not at all. What 1 in 20 of them reached is usual as well. Of the
+    losses likewise, if the step is given them, where they are positive. The rule::
 
         for x, xs in [
             (log2(norm), log2 of the last `window` norms applied that were not 0),
@@ -29,26 +31,32 @@ class SpikeSkipRule(SkipRule):
         ]:
             spread = 1.4826 * (upper_quartile(xs) - median(xs))
             allowed = max(factor * spread, least * max(1, 24 / len(xs)))
-            is_spike = len(xs) >= 8 and x > median(xs) + allowed
-        if neither is a spike:
-            apply
-        elif skipped_in_a_row < max_skips:
+            common = the max(3, len(xs) // 20)th largest of xs
+            limit = max(median(xs) + allowed, common + allowed / 2)
+            is_spike = len(xs) >= 8 and x > limit
+        if either is a spike and budget >= 1:   # which begins as max_skips
             skip
+            budget -= 1
         else:
-            forget all norms and losses     # this is the level now
+            if either is a spike:
+                budget = 0                      # they are too common to be spikes
             apply
+            if norm > 0:
+                budget = min(budget + 1 / 20, max_skips)
 
     What follows from it, and is tested:
 
-    - It never skips more than `max_skips` finite steps in a row, whatever the norms are. Steps
-      whose gradients are all zero do not end such a row.
+    - In any series, at most `max_skips` finite steps are skipped, and then no more than 1 in 20.
+      Steps whose gradients are all zero do not count.
+    - Where the level changes for good, at most `max_skips` steps are skipped. Old batches may
+      come in between, and both levels are usual for as long as a window holds three of either.
     - A norm or a loss of up to 2**least times the median is no spike, so none is while they rise
       by less than that within a window.
     - The scale of the norms is of no account, nor is that of the losses.
 
-    A minority of batches whose norms or losses are regularly far above the others' keeps being
-    skipped, such as the rare examples of a class, one to a batch: see `skipped_by_rule`, and allow
-    for them by `least`.
+    Batches whose norms or losses are far above the others' are skipped for as long as they come
+    if they are fewer than 1 in 20, such as the rare examples of a class, one to a batch: see
+    `skipped_by_rule`, and allow for them by `least`.
 
     The rule is this library's own. docs/benchmarks/skips.md compares it with the others.
 
@@ -57,14 +65,13 @@ class SpikeSkipRule(SkipRule):
       least: from how many bits above the median on a norm or a loss is a spike at all, positive:
         1 means from twice the median on.
       window: how many norms and losses are remembered, from 16 to 2**20.
-      max_skips: how many finite steps in a row to skip at most.
+      max_skips: how many finite steps to skip at most before 20 are to be applied for each, from
+        0 to 2**20.
 
     Attributes:
       norm_limit: the norm up to which the last finite step was to be applied, infinite while too
         little is known; float32, shape ().
       value_limit: likewise the loss; float32, shape ().
-      skipped_in_a_row: finite steps skipped since the last that was applied and whose gradients
-        were not all zero; int32, shape ().
 
     Raises:
       ValueError: for an argument outside what is said above.
@@ -76,7 +83,6 @@ class SpikeSkipRule(SkipRule):
     max_skips: int = 16
     norm_limit: jax.Array = state_field(float("inf"))  # shape=(), dtype=float32
     value_limit: jax.Array = state_field(float("inf"))  # shape=(), dtype=float32
-    skipped_in_a_row: jax.Array = state_field(0)  # shape=(), dtype=int32
     # Of the logarithms of norms and of losses.
     _seen: jax.Array = state_field(np.zeros(2, np.int32))  # how many are remembered; shape=(2,)
     _next: jax.Array = state_field(np.zeros(2, np.int32))  # the place of the oldest; shape=(2,)
@@ -89,7 +95,7 @@ class SpikeSkipRule(SkipRule):
             factor=validation.bounded("factor", self.factor, "above 0 and at most 1e6", positive),
             least=validation.bounded("least", self.least, "above 0 and at most 1e6", positive),
             window=window,
-            max_skips=validation.count("max_skips", self.max_skips, least=0),
+            max_skips=validation.count("max_skips", self.max_skips, least=0, most=2**20),
             _last=np.zeros((2, window), np.float32),
         )
 
@@ -99,36 +105,36 @@ class SpikeSkipRule(SkipRule):
         given = sizes > 0
         measured = jnp.log2(jnp.maximum(sizes, validation.SMALLEST))
         limits = self._limits()
-        usual = jnp.all((measured <= limits) | ~given)
-        new_level = ~usual & (self.skipped_in_a_row >= self.max_skips)
-        should_apply = usual | new_level
-        forgotten = jnp.where(new_level, 0, jnp.stack([self._seen, self._next]))
-        ended = should_apply & given[0]
-        in_a_row = jnp.where(ended, 0, self.skipped_in_a_row + jnp.logical_not(should_apply))
-        new = self.replace(_seen=forgotten[0], _next=forgotten[1])
-        new = new._with(measured, given & should_apply).replace(
+        is_spike = jnp.any((measured > limits) & given)
+        most = APPLIED_PER_SKIP * self.max_skips
+        is_common = is_spike & (self.skip_debt + APPLIED_PER_SKIP > most)
+        should_apply = ~is_spike | is_common
+        new = self._with(measured, given & should_apply).replace(
             norm_limit=jnp.exp2(limits[0]),
             value_limit=jnp.exp2(limits[1]),
-            skipped_in_a_row=in_a_row,
+            skip_debt=jnp.where(is_common, most, self.skip_debt),
         )
         return new, should_apply
 
     def _limits(self) -> jax.Array:
         """The largest logarithms of a norm and of a loss that are usual; shape (2,)."""
-        held = jnp.arange(self.window) < self._seen[:, None]
-        ordered = jnp.sort(jnp.where(held, self._last, jnp.inf))
+        held = jnp.arange(self.window)[None] < self._seen[:, None]
+        ordered = jnp.sort(jnp.where(held, self._last, _ABOVE_ALL))
         count = jnp.maximum(self._seen, _FEWEST)
         at = lambda rank: jnp.take_along_axis(ordered, rank[:, None], 1)[:, 0]
         median, quartile = at(count // 2), at(3 * count // 4)
-        floor = self.least * jnp.maximum(1, _ENOUGH / count)
+        common = at(count - jnp.maximum(_COMMON, count // APPLIED_PER_SKIP))
+        floor = self.least * jnp.maximum(1, _ENOUGH / count.astype(jnp.float32))
         allowed = jnp.maximum(self.factor * _DEVIATION * (quartile - median), floor)
-        return jnp.where(self._seen < _FEWEST, jnp.inf, median + allowed)
+        limits = jnp.maximum(median + allowed, common + allowed / 2)
+        return jnp.where(self._seen < _FEWEST, jnp.inf, limits)
 
     def _with(self, measured: jax.Array, remembered: jax.Array) -> Self:
         """With one more of each in the place of the oldest, if it is to be remembered."""
-        here = remembered[:, None] & (jnp.arange(self.window) == self._next[:, None])
+        one_more = remembered.astype(jnp.int32)
+        here = remembered[:, None] & (jnp.arange(self.window)[None] == self._next[:, None])
         return self.replace(
             _last=jnp.where(here, measured[:, None], self._last),
-            _seen=jnp.minimum(self._seen + remembered, self.window),
-            _next=(self._next + remembered) % self.window,
+            _seen=jnp.minimum(self._seen + one_more, self.window),
+            _next=(self._next + one_more) % self.window,
         )

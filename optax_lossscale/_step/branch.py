@@ -2,25 +2,30 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-T = TypeVar("T")
+from optax_lossscale._arrays.precision import strong
+from optax_lossscale._step.inputs import Prepared, is_traced, zeros_like
+from optax_lossscale._step.state import LossScaleState
+
 Branch = Literal["cond", "select"]
 
 
 def apply_or_skip(
-    should_apply: jax.Array,
-    apply: Callable[..., T],
-    apply_always: Callable[..., T],
-    skip: Callable[..., T],
-    given: tuple[Any, ...],
+    should_apply: jax.Array | Literal[True],
+    update: Callable[[Prepared, Any], tuple[Any, Any]],
+    given: Prepared,
+    unscaled: Prepared,
+    state: LossScaleState,
     branch: Branch | None,
-) -> T:
-    """What a step computes if it is applied, or what it leaves if it is skipped.
+    *,
+    to_params: bool,
+) -> tuple[Any, Any]:
+    """What a step gives, and the inner state after it.
 
     A conditional computes one of the two, and on CPU its results stay in place. A GPU's
     compiler gives those results buffers of their own and copies them afterwards, and a
@@ -28,16 +33,36 @@ def apply_or_skip(
     stays in place, but then the step is computed every time.
 
     Args:
-      should_apply: a bool, shape ().
-      apply: the step, run only where it is applied.
-      apply_always: the same, run at every step: it makes do with numbers that are not finite.
-      skip: what stands in for the results of either.
-      given: the arguments of all three, a pytree each. What they close over instead takes
-        longer to trace.
+      should_apply: a bool, shape (); or the Python bool True where nothing was checked.
+      update: the step, from unscaled gradients and the inner state.
+      given: what the step was given, with scaled gradients.
+      unscaled: the same with unscaled ones, as they were checked.
+      state: the state before the step.
       branch: `"cond"`, `"select"`, or None for the first on CPU and the second elsewhere,
         chosen by the platform that the program is lowered for. In a step that is not compiled
         the first is a Python `if`, and None means that, too.
+      to_params: whether it gives parameters or updates.
     """
+    if should_apply is True:
+        return update(unscaled, state.inner_state)
+    if is_traced(should_apply):
+        # What is called several times, in the branches for several platforms, is traced once.
+        update = jax.jit(update)
+
+    # These take what they need as arguments: what they close over takes longer to trace.
+    def apply(given, state):
+        # Unscaled a second time, where that fuses with the inner update: so the check
+        # leaves no unscaled copy of the gradients in memory.
+        return update(given.unscaled(state.loss_scale), state.inner_state)
+
+    def apply_always(given, state):
+        return update(given.unscaled(state.loss_scale).finite(), state.inner_state)
+
+    def skip(given, state):
+        if to_params:
+            return jax.tree.map(strong, given.params), state.inner_state
+        updates, _ = jax.eval_shape(update, unscaled, state.inner_state)
+        return zeros_like(updates), state.inner_state
 
     def cond(should_apply, *given):
         return lax.cond(should_apply, apply, skip, *given)
@@ -47,12 +72,12 @@ def apply_or_skip(
         return jax.tree.map(choose, apply_always(*given), skip(*given))
 
     if branch == "select":
-        return select(should_apply, *given)
-    if not isinstance(should_apply, jax.core.Tracer):
+        return select(should_apply, given, state)
+    if not is_traced(should_apply):
         # Not compiled, so Python can branch. A `lax.cond` would be compiled anew at each step, as
         # its functions are new ones, and what they close over kept for good as its constants.
         # Copies, as a compiled step returns: they may be donated, and zeros share one array.
-        return apply(*given) if should_apply else jax.tree.map(jnp.copy, skip(*given))
+        return apply(given, state) if should_apply else jax.tree.map(jnp.copy, skip(given, state))
     if branch == "cond":
-        return cond(should_apply, *given)
-    return lax.platform_dependent(should_apply, *given, cpu=cond, default=select)
+        return cond(should_apply, given, state)
+    return lax.platform_dependent(should_apply, given, state, cpu=cond, default=select)

@@ -20,6 +20,7 @@ from optax_lossscale._scales.get import resolve
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.validation import function
 from optax_lossscale._step.compute_dtype import ComputeDtype, narrowed, refuse_other_dtypes
+from optax_lossscale._step.master_weights import refuse_other_order
 
 
 def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
@@ -58,6 +59,7 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
       >>> float(loss), float(grad)
       (9.0, 48.0)
     """
+    refuse_other_order(loss_scale)
     loss, loss_scale = _scalar(loss), resolve(loss_scale)
     _warn_of_float16(loss, loss_scale)
     return _with_scaled_tangent(at_least_float32(loss), loss_scale)
@@ -168,6 +170,7 @@ def value_and_grad(
       >>> float(loss), float(grad)
       (9.0, 48.0)
     """
+    refuse_other_order(loss_scale)
     loss_scale = resolve(loss_scale)
     function("fun", fun)
     refuse_other_dtypes(compute_dtype)

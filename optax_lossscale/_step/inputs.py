@@ -1,24 +1,172 @@
-"""What a step may be given, and the errors that say so."""
+"""What a step is given: checked, and completed where gradients are missing."""
 
-import inspect
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.names import path_name
-from optax_lossscale._arrays.precision import dtype_of, is_inexact
+from optax_lossscale._arrays.precision import at_least_float32, is_inexact
 from optax_lossscale._arrays.variables import plain
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._scales.validation import is_numeric, shown
-from optax_lossscale._skips.rule import SkipRule
-from optax_lossscale._step.state import LossScaleState
+from optax_lossscale._scales.validation import LARGEST, is_numeric, shown
 
 Mask = Any | Callable[[Any], Any]
+
+_static: Any = partial(dataclasses.field, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What a step was given, checked and completed.
+
+    Attributes:
+      grads: the gradients, as they came or unscaled; zeros where one is missing.
+      params: the parameters, or None.
+      value: the true loss, shape (), or None.
+      missing: the paths of the leaves and branches without a gradient. Their parameters stay as
+        they are, and so does what inner keeps of them.
+      checked: for each gradient whether the mask keeps it; the others are not scaled.
+    """
+
+    grads: Any
+    params: Any
+    value: jax.Array | None = None
+    missing: frozenset[Any] = _static(default=frozenset())
+    checked: tuple[bool, ...] = _static(default=())
+
+    def unscaled(self, loss_scale: LossScale) -> Self:
+        """With unscaled gradients, in float32 or wider."""
+        # A compiled step unscales in several places, in the branches of several platforms, and
+        # is traced once.
+        unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
+        return dataclasses.replace(self, grads=unscale(loss_scale, self.grads, self.checked))
+
+    def finite(self) -> Self:
+        """With zeros for what is not finite, in the loss and in the gradients that are checked."""
+        grads = _of_checked(_zeros_for_nonfinite, self.grads, self.checked)
+        return dataclasses.replace(self, grads=grads, value=_zeros_for_nonfinite(self.value))
+
+    def checked_grads(self) -> Any:
+        """The gradients to check: the tree, or a list of those that the mask keeps."""
+        if all(self.checked):
+            return self.grads
+        pairs = zip(jax.tree.leaves(self.grads), self.checked, strict=True)
+        return [g for g, checked in pairs if checked]
+
+    def moved(self, move: Callable[[Any, Any], Any], updates: Any) -> Any:
+        """`move(param, update)` of each parameter, whose update is None without a gradient."""
+        paths, structure = jax.tree.flatten_with_path(self.params)
+        each = zip(paths, structure.flatten_up_to(updates), strict=True)
+        above = 1 if self.params is not _like(self.params) else 0  # which of two trees it is in
+        return structure.unflatten(
+            move(p, None if self.is_missing(path[above:]) else u) for (path, p), u in each
+        )
+
+    def slots_kept(self, inner: optax.GradientTransformation, new: Any, old: Any) -> Any:
+        """The new inner state, but for what it keeps of parameters without a gradient.
+
+        Raises:
+          ValueError: if the inner state does not tell what it keeps of which parameter.
+        """
+        if not self.missing:
+            return new
+        # By path: some slots are trees themselves (of SM3), others are missing (under a mask).
+        is_own = lambda path, _: self.is_missing(path)
+        try:
+            is_kept = optax.tree.map_params(
+                inner.init,
+                lambda slots: jax.tree.map_with_path(is_own, slots),
+                new,
+                transform_non_params=lambda _: False,
+                is_leaf=lambda _: True,
+            )
+        except Exception as error:
+            raise ValueError(
+                "inner does not tell which part of its state belongs to a parameter whose "
+                "gradient is None, as optax.tree.map_params cannot read it: give zeros for that "
+                "gradient, or leave the parameter out with optax.masked inside the wrapper"
+            ) from error
+        return jax.tree.map(lambda kept, n, o: o if kept else n, is_kept, new, old)
+
+    def is_missing(self, path: Any) -> bool:
+        """Whether there was no gradient at a path, or for the branch in which it lies."""
+        return bool(self.missing) and any(path[:n] in self.missing for n in range(len(path) + 1))
+
+
+def prepare(
+    scaled_grads: Any, params: Any, value: ArrayLike | None, mask: Mask | None
+) -> Prepared:
+    """What `with_loss_scale`'s step was given, if it can be used.
+
+    Args:
+      scaled_grads: the gradients; a tree like the parameters, with None where there is none.
+      params: the parameters, or None.
+      value: the true loss, shape (), or None.
+      mask: which gradients to unscale and to check.
+
+    Raises:
+      TypeError: for leaves that are no arrays, or a loss that is none.
+      ValueError: unless the gradients' structure and shapes are those of the parameters.
+    """
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)
+    if any(map(is_masked, jax.tree.leaves(scaled_grads, is_leaf=is_masked))):
+        raise ValueError(
+            "with_loss_scale is inside optax.masked, optax.partition or optax.multi_transform, "
+            "which hand the gradients of all other parameters on as they are, scaled: wrap the "
+            "whole of it, as in with_loss_scale(optax.masked(inner, mask))"
+        )
+    refuse_other_leaves("the gradients", scaled_grads)
+    given = complete(scaled_grads, params)
+    if params is not None:
+        _refuse_other_shapes(given.grads, _like(params))
+    value = None if value is None else _scalar(value)
+    return dataclasses.replace(given, value=value, checked=_checked(given.grads, mask))
+
+
+def complete(grads: Any, params: Any) -> Prepared:
+    """The gradients with zeros for missing ones, as inner has a place for every parameter."""
+    given, branches = jax.tree.flatten_with_path(grads, is_leaf=_has_no_gradient)
+    missing = frozenset(path for path, g in given if _has_no_gradient(g))
+    if params is None:
+        return Prepared(grads, None, missing=missing)
+    like, completed = _like(params), []
+    try:
+        for (_, g), branch in zip(given, branches.flatten_up_to(like), strict=True):
+            leaves, structure = jax.tree.flatten(branch)
+            if _has_no_gradient(g):
+                completed += [jnp.zeros_like(as_inner_sees(p)) for p in leaves]
+            elif jax.tree_util.treedef_is_leaf(structure) and leaves:
+                completed.append(g)
+            else:
+                raise ValueError("a gradient for a branch of parameters")
+    except ValueError as error:
+        raise ValueError(
+            "the gradients must have the structure of the parameters, with None where there is "
+            f"no gradient.\nGradients: {jax.tree.structure(grads)}\n"
+            f"Parameters: {jax.tree.structure(like)}"
+        ) from error
+    return Prepared(jax.tree.unflatten(jax.tree.structure(like), completed), params, None, missing)
+
+
+def as_inner_sees(x: Any) -> Any:
+    """A parameter as the inner optimizer sees it: in float32 or wider; zeros for PRNG keys."""
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jnp.zeros(x.shape, jnp.float32)
+    return at_least_float32(x)
+
+
+def update_or_zero(param: Any, update: Any) -> Any:
+    """A parameter's update, zero where it has none."""
+    return jnp.zeros_like(as_inner_sees(param)) if update is None else update
 
 
 def refuse_other_leaves(name: str, tree: Any) -> None:
@@ -32,37 +180,6 @@ def refuse_other_leaves(name: str, tree: Any) -> None:
             )
 
 
-def refuse_other_shapes(grads: Any, params: Any) -> None:
-    """Raises unless each gradient has its parameter's shape, or a batch of it."""
-
-    def check(path, p, g):
-        shape, batch = np.shape(p), np.shape(g)[: np.ndim(g) - np.ndim(p)]
-        if np.shape(g) != (*batch, *shape):
-            raise ValueError(
-                f"a gradient must have the shape of its parameter, {shape} at "
-                f"{path_name(path)}; got {np.shape(g)}"
-            )
-
-    jax.tree.map_with_path(check, params, grads)
-
-
-def mask_of(grads: Any, mask: Mask | None) -> Any:
-    """The mask as a prefix of the gradients, made of bools."""
-    if callable(mask):
-        mask = mask(grads)
-        refuse_other_masks(mask)
-    if mask is None:
-        return True
-    try:
-        jax.tree.broadcast(mask, grads)
-    except ValueError as error:
-        raise ValueError(
-            "mask must be a prefix of the gradients' tree, with a bool for each leaf or branch; "
-            f"got {jax.tree.structure(mask)} for {jax.tree.structure(grads)}"
-        ) from error
-    return mask
-
-
 def refuse_other_masks(mask: Mask | None) -> None:
     """Raises for what is neither a function nor a tree of bools."""
     for leaf in [] if callable(mask) else jax.tree.leaves(mask):
@@ -73,94 +190,99 @@ def refuse_other_masks(mask: Mask | None) -> None:
             )
 
 
-def refuse_other_states(state: Any, order: str) -> None:
-    """Raises for what is no state of this transformation, or came back as something else."""
-    if not isinstance(state, LossScaleState):
-        raise TypeError(
-            "the state must be the LossScaleState that this transformation's init or its "
-            f"last step returned, got a {type(state).__name__}; the order of the arguments "
-            f"is {order}"
-        )
-    if not isinstance(state.loss_scale, LossScale):
-        raise TypeError(
-            f"the state's loss_scale must be a LossScale, got {shown(state.loss_scale)}: restore "
-            "a checkpoint into the state that tx.init(params) returns"
-        )
-    kind = dtype_of(state.should_apply)
-    if kind != np.bool_:
-        raise TypeError(
-            f"the state's should_apply came back as {kind}: a transformation around the wrapper "
-            "has computed with its state, as SAM's transparent mode does. Put it inside: "
-            "with_loss_scale(optax.contrib.sam(…))"
-        )
+def is_traced(tree: Any) -> bool:
+    """Whether this is a step to compile, as far as it depends on what is given."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
-def refuse_another_configuration(given: LossScale, own: LossScale) -> None:
-    """Raises for a loss scale that goes by other rules than the transformation's."""
-    if jax.tree.structure(given) != jax.tree.structure(own):
+def zeros_like(tree: Any) -> Any:
+    """A tree of zeros; leaves of one type share theirs, as tracing them takes time."""
+    of_kind = {jax.typeof(x): x for x in jax.tree.leaves(tree)}
+    zeros = {kind: jnp.zeros_like(x) for kind, x in of_kind.items()}
+    return jax.tree.map(lambda x: zeros[jax.typeof(x)], tree)
+
+
+def _checked(grads: Any, mask: Mask | None) -> tuple[bool, ...]:
+    """For each gradient whether the mask, a prefix of their tree, keeps it."""
+    if callable(mask):
+        mask = mask(grads)
+        refuse_other_masks(mask)
+    leaves, structure = jax.tree.flatten(True if mask is None else mask)
+    try:
+        branches = structure.flatten_up_to(grads)
+    except ValueError as error:
         raise ValueError(
-            "the state's loss scale is of another configuration than this transformation's:\n"
-            f"  state:          {given.get_config()}\n  transformation: {own.get_config()}\n"
-            "To go on with this configuration, keep the rest of the state: "
-            "tx.init(params)._replace(inner_state=state.inner_state)"
-        )
+            "mask must be a prefix of the gradients' tree, with a bool for each leaf or branch; "
+            f"got {structure} for {jax.tree.structure(grads)}"
+        ) from error
+    pairs = zip(leaves, branches, strict=True)
+    return tuple(bool(keep) for keep, branch in pairs for _ in jax.tree.leaves(branch))
 
 
-def refuse_another_rule(given: SkipRule | None, own: SkipRule | None) -> None:
-    """Raises for a rule of skipping that is not the transformation's."""
-    if jax.tree.structure(given) != jax.tree.structure(own):
-        described = lambda rule: "none" if rule is None else shown(rule)
-        raise ValueError(
-            "the state's rule of skipping is another than this transformation's:\n"
-            f"  state:          {described(given)}\n  transformation: {described(own)}\n"
-            "To go on with this rule, keep the rest of the state: "
-            "state._replace(skip_rule=tx.init(params).skip_rule)"
-        )
+def _of_checked(
+    function: Callable[[list[Any]], list[Any]],
+    grads: Any,
+    checked: tuple[bool, ...],
+    otherwise: Callable[[Any], Any] = lambda g: g,
+) -> Any:
+    """The gradients with `function` of those that are checked, in a list, for these."""
+    leaves, structure = jax.tree.flatten(grads)
+    pairs = list(zip(leaves, checked, strict=True))
+    done = iter(function([g for g, is_checked in pairs if is_checked]))
+    return structure.unflatten(
+        next(done) if is_checked else otherwise(g) for g, is_checked in pairs
+    )
 
 
-def refuse_narrower(inner_state: Any, expected: Callable[[], Any]) -> None:
-    """Raises for an inner state that is narrower than `init` makes it.
+def _unscale(loss_scale: LossScale, grads: Any, checked: tuple[bool, ...]) -> Any:
+    return _of_checked(loss_scale.unscale, grads, checked, otherwise=at_least_float32)
 
-    Second moments of small gradients underflow in float16, and the state of a bare optimizer of
-    16-bit parameters holds them in it.
 
-    Args:
-      inner_state: the state given.
-      expected: gives the shapes of what `init` makes, and is only called where they matter.
+_unscale_traced_once = jax.jit(_unscale, static_argnums=2)
+
+
+def _zeros_for_nonfinite(tree: Any) -> Any:
+    """The numbers, zero where they are not finite.
+
+    Each by itself, which waits for no answer from the check: so a clip's norm of them is
+    computed in the check's own pass.
     """
-    is_narrow = lambda x: is_inexact(x) and dtype_of(x).itemsize < 4
-    if not any(map(is_narrow, jax.tree.leaves(inner_state))):
-        return
 
-    def check(path, given, needed):
-        if is_narrow(given) and dtype_of(given).itemsize < dtype_of(needed).itemsize:
+    def zero_for_nonfinite(x, zero):
+        is_finite = jnp.isfinite if jnp.iscomplexobj(x) else lax.is_finite  # quicker to trace
+        return lax.select(is_finite(x), x, zero)
+
+    of_leaf = lambda x, zero: zero_for_nonfinite(x, zero) if is_inexact(x) else x
+    return jax.tree.map(of_leaf, tree, zeros_like(tree))
+
+
+def _like(params: Any) -> Any:
+    """The tree that gradients are like: the parameters; of `optax.lookahead`, the fast ones."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def _has_no_gradient(grad: Any) -> bool:
+    """None, or the float0 that JAX gives for an integer."""
+    return grad is None or getattr(grad, "dtype", None) == jax.dtypes.float0
+
+
+def _refuse_other_shapes(grads: Any, params: Any) -> None:
+    """Raises unless each gradient has its parameter's shape, or a batch of it."""
+    for (path, p), g in zip(
+        jax.tree.leaves_with_path(params), jax.tree.leaves(grads), strict=True
+    ):
+        shape, batch = np.shape(p), np.shape(g)[: np.ndim(g) - np.ndim(p)]
+        if np.shape(g) != (*batch, *shape):
             raise ValueError(
-                f"the inner state holds {dtype_of(given)} where it needs {dtype_of(needed)}, at "
-                f"{path_name(path)}: it is that of an optimizer of 16-bit parameters, and small "
-                "numbers would underflow in it. Cast it once: state._replace(inner_state="
-                "optax.tree.cast_like(restored, state.inner_state)), with the state of init"
+                f"a gradient must have the shape of its parameter, {shape} at "
+                f"{path_name(path)}; got {np.shape(g)}"
             )
 
-    shapes = expected()
-    if jax.tree.structure(shapes) == jax.tree.structure(inner_state):
-        jax.tree.map_with_path(check, inner_state, shapes)
 
-
-def refuse_masked(scaled_grads: Any) -> None:
-    """Raises where others see the gradients that are left out here, which are scaled."""
-    is_masked = lambda x: isinstance(x, optax.MaskedNode)
-    if any(map(is_masked, jax.tree.leaves(scaled_grads, is_leaf=is_masked))):
-        raise ValueError(
-            "with_loss_scale is inside optax.masked, optax.partition or optax.multi_transform, "
-            "which hand the gradients of all other parameters on as they are, scaled: wrap the "
-            "whole of it, as in with_loss_scale(optax.masked(inner, mask))"
-        )
-
-
-def scalar(value: ArrayLike) -> jax.Array:
+def _scalar(value: ArrayLike) -> jax.Array:
     """The true loss, as an array."""
     value = plain(value)
-    if not is_numeric(value) or jnp.iscomplexobj(value):
+    if not is_numeric(value) or np.iscomplexobj(value):
         raise TypeError(
             f"value must be the true loss, a real number, got {shown(value)}; of a pair (loss, "
             "aux) or of several losses in a dict pass the loss alone"
@@ -170,40 +292,6 @@ def scalar(value: ArrayLike) -> jax.Array:
             f"value must be the true loss, a scalar, got shape {np.shape(value)}; reduce it, with "
             "jnp.mean say"
         )
+    if isinstance(value, (int, np.integer)):  # of which int32 does not hold each
+        value = np.float32(min(max(value, -LARGEST), LARGEST))
     return jnp.asarray(value)
-
-
-def extra_args_of(
-    inner: optax.GradientTransformation, value: jax.Array | None, extra_args: dict[str, Any]
-) -> dict[str, Any]:
-    """The extra arguments for `inner`: the loss among them, where it takes one."""
-    parameters = inspect.signature(inner.update).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    is_taken = value is not None and (takes_any or "value" in parameters)
-    return {"value": value} | extra_args if is_taken else extra_args
-
-
-def refuse_another_inner_state(
-    error: Exception, inner_state: Any, init: Callable[[Any], LossScaleState], params: Any
-) -> None:
-    """Raises where inner failed, if its state is not what it makes of such parameters."""
-    if params is None:
-        return
-    expected = jax.eval_shape(init, params).inner_state
-    kind = lambda tree: (jax.tree.structure(tree), [np.shape(x) for x in jax.tree.leaves(tree)])
-    if kind(inner_state) != kind(expected):
-        raise ValueError(
-            "the state's inner_state is that of another optimizer, or of other parameters: this "
-            f"one's is {shown(expected)}, got {shown(inner_state)}. Begin with tx.init(params). "
-            f"The optimizer says: {error}"
-        ) from error
-
-
-def refuse_value_within(error: Exception) -> None:
-    """Raises where what is wrapped handed `value` on to a part that does not take it."""
-    if isinstance(error, TypeError) and "unexpected keyword argument 'value'" in str(error):
-        raise TypeError(
-            "a part of inner does not take value, the true loss, which the parts of an "
-            "optax.chain are all given. Wrap that part so that it is given no extra arguments, as "
-            "in optax.GradientTransformation(*optax.contrib.sam(…))"
-        ) from error

@@ -1,5 +1,6 @@
 """Parameters in 16 bits, and what they lack of the float32 numbers that are trained."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -11,14 +12,9 @@ import optax
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_inexact
 from optax_lossscale._arrays.rounding import Whole, join, rest_like, split
-from optax_lossscale._step import inputs
-from optax_lossscale._step.missing import (
-    drop_missing,
-    fill_missing,
-    keep_slots,
-    zeros_for_missing,
-)
-from optax_lossscale._step.surroundings import is_followed_in_a_chain
+from optax_lossscale._scales.get import name_in_optax
+from optax_lossscale._step.inputs import complete, update_or_zero
+from optax_lossscale._step.state import refuse_narrower
 
 
 class MasterWeightsState(NamedTuple):
@@ -33,7 +29,7 @@ class MasterWeightsState(NamedTuple):
     """
 
     master_weights: Any
-    inner_state: optax.OptState
+    inner_state: Any
 
     def weights(self, params: Any) -> Any:
         """The master weights: the parameters in float32 or wider, as they are trained.
@@ -84,7 +80,8 @@ def with_master_weights(
     `with_loss_scale(with_master_weights(inner))`. What comes before it in `optax.chain` sees
     rounded parameters. *Nothing may come after it*, as that would change where the
     parameters land: what is lost to rounding then is lost, as without master weights. So give it
-    the whole optimizer, `with_master_weights(optax.chain(…))`. Another order is refused by `init`.
+    the whole optimizer, `with_master_weights(optax.chain(…))`. Another order is refused by the
+    `init` of `with_loss_scale` around it, and by `value_and_grad` of such a state.
 
     Source: Micikevicius et al., "Mixed Precision Training"
     (https://arxiv.org/abs/1710.03740); it is what Apex's level O2, Megatron-LM and
@@ -102,7 +99,6 @@ def with_master_weights(
       once.
 
     Raises:
-      ValueError: in `init`, where another transformation follows in an `optax.chain`.
       TypeError: in `update`, if the state is none of this transformation.
       ValueError: in `update`, without `params`, or if their shapes or dtypes are not those
         that the state was made for.
@@ -125,30 +121,24 @@ def with_master_weights(
     inner_tx = optax.with_extra_args_support(inner)
 
     def init(params):
-        if is_followed_in_a_chain():
-            raise ValueError(
-                "with_master_weights is followed by other transformations in optax.chain, which "
-                "change where its updates make the parameters land: give it the whole optimizer, "
-                "as in with_master_weights(optax.chain(…))"
-            )
         wide_params = jax.tree.map(at_least_float32, params)
         return MasterWeightsState(jax.tree.map(_rest_of, params), inner_tx.init(wide_params))
 
     def update(updates, state, params=None, **extra_args):
         _refuse_other_arguments(state, params)
-        filled = fill_missing(updates, params)
+        given = complete(updates, params)
         weights = state.weights(params)
-        inputs.refuse_narrower(state.inner_state, lambda: jax.eval_shape(inner_tx.init, weights))
+        refuse_narrower(state.inner_state, lambda: jax.eval_shape(inner_tx.init, weights))
         inner_updates, inner_state = inner_tx.update(
-            jax.tree.map(at_least_float32, filled), state.inner_state, weights, **extra_args
+            jax.tree.map(at_least_float32, given.grads), state.inner_state, weights, **extra_args
         )
         moved = jax.tree.map(_moved, params, state.master_weights, weights, inner_updates)
         new_updates, master_weights = (
             jax.tree.map(lambda _, pair, n=n: pair[n], params, moved) for n in range(2)
         )
         new_state = MasterWeightsState(master_weights, inner_state)
-        new_state = keep_slots(tx, new_state, state, updates)
-        return zeros_for_missing(drop_missing(new_updates, updates), params), new_state
+        new_state = given.slots_kept(tx, new_state, state)
+        return given.moved(update_or_zero, new_updates), new_state
 
     tx = optax.GradientTransformationExtraArgs(init, update)
     return tx
@@ -170,26 +160,38 @@ def with_rest_of_narrow(state: Any, init: Callable[[Any], Any], params: Any) -> 
     return jax.tree.map(own, state, init(params), is_leaf=_is_state)
 
 
-def refuse_around(state: Any) -> None:
+def refuse_other_order(state: Any) -> None:
     """Raises for a state that shows that others change the updates of `with_master_weights`."""
     if _is_state(state) or not has_master_weights(state):
         return
-    if isinstance(state, _MAKERS_OF_OTHER_UPDATES):
+    if name_in_optax(state) in _MAKERS_OF_OTHER_UPDATES:
         raise ValueError(
             "with_master_weights is inside a transformation that changes where its updates make "
             f"the parameters land, whose state is a {type(state).__name__}: put that inside, as "
             "in with_loss_scale(with_master_weights(optax.lookahead(…)))"
         )
-    for part in jax.tree.leaves(state, is_leaf=lambda x: x is not state):
-        refuse_around(part)
+    parts = _parts(state)
+    if _is_chain(state) and any(map(has_master_weights, parts[:-1])):
+        raise ValueError(
+            "with_master_weights is followed by other transformations in optax.chain, which "
+            "change where its updates make the parameters land: give it the whole optimizer, "
+            "as in with_master_weights(optax.chain(…))"
+        )
+    for part in parts:
+        refuse_other_order(part)
 
 
-_MAKERS_OF_OTHER_UPDATES = (
-    optax.LookaheadState,
-    optax.contrib.MechanicState,
-    optax.contrib.SAMState,
-    optax.contrib.ScheduleFreeState,
-)
+def _is_chain(state: Any) -> bool:
+    """Whether this is what `optax.chain` or `named_chain` keeps: the states of its members."""
+    is_state = lambda x: hasattr(x, "_fields") or _is_chain(x)
+    return type(state) in (tuple, OrderedDict) and all(map(is_state, _parts(state)))
+
+
+def _parts(state: Any) -> list[Any]:
+    return jax.tree.leaves(state, is_leaf=lambda x: x is not state)
+
+
+_MAKERS_OF_OTHER_UPDATES = {"LookaheadState", "MechanicState", "SAMState", "ScheduleFreeState"}
 
 
 def refuse_other_master_weights(given: Any, expected: Any) -> None:

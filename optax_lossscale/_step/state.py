@@ -1,11 +1,16 @@
 """What an optimizer with loss scaling keeps from step to step."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import numpy as np
 
+from optax_lossscale._arrays.names import path_name
+from optax_lossscale._arrays.precision import dtype_of, is_inexact
 from optax_lossscale._arrays.variables import plain
 from optax_lossscale._scales.loss_scale import LossScale
+from optax_lossscale._scales.validation import shown
 from optax_lossscale._skips.rule import SkipRule
 
 
@@ -42,3 +47,82 @@ def wrapper_states(state: Any) -> list[LossScaleState]:
     """Every `LossScaleState` in an optimizer state, however deep it lies."""
     is_state = lambda x: isinstance(x, LossScaleState)
     return [plain(x) for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
+
+
+def refuse_other_states(state: Any, order: str) -> None:
+    """Raises for what is no state of this transformation, or came back as something else."""
+    if not isinstance(state, LossScaleState):
+        raise TypeError(
+            "the state must be the LossScaleState that this transformation's init or its "
+            f"last step returned, got a {type(state).__name__}; the order of the arguments "
+            f"is {order}"
+        )
+    if not isinstance(state.loss_scale, LossScale):
+        raise TypeError(
+            f"the state's loss_scale must be a LossScale, got {shown(state.loss_scale)}: restore "
+            "a checkpoint into the state that tx.init(params) returns, and where Flax does that, "
+            "import flax.serialization before it"
+        )
+    kind, shape = dtype_of(state.should_apply), np.shape(state.should_apply)
+    if kind != np.bool_:
+        raise TypeError(
+            f"the state's should_apply came back as {kind}: a transformation around the wrapper "
+            "has computed with its state, as SAM's transparent mode does. Put it inside: "
+            "with_loss_scale(optax.contrib.sam(…))"
+        )
+    if shape:
+        raise ValueError(
+            f"the state is a stack of shape {shape}, as vmap(tx.init) or pmap makes one: take the "
+            "whole step under that vmap or pmap, too, as in vmap(train_step)(params, state, batch)"
+        )
+
+
+def refuse_another_configuration(given: LossScale, own: LossScale) -> None:
+    """Raises for a loss scale that goes by other rules than the transformation's."""
+    if jax.tree.structure(given) != jax.tree.structure(own):
+        raise ValueError(
+            "the state's loss scale is of another configuration than this transformation's:\n"
+            f"  state:          {given.get_config()}\n  transformation: {own.get_config()}\n"
+            "To go on with this configuration, keep the rest of the state: "
+            "tx.init(params)._replace(inner_state=state.inner_state)"
+        )
+
+
+def refuse_another_rule(given: SkipRule | None, own: SkipRule | None) -> None:
+    """Raises for a rule of skipping that is not the transformation's."""
+    if jax.tree.structure(given) != jax.tree.structure(own):
+        described = lambda rule: "none" if rule is None else shown(rule)
+        raise ValueError(
+            "the state's rule of skipping is another than this transformation's:\n"
+            f"  state:          {described(given)}\n  transformation: {described(own)}\n"
+            "To go on with this rule, keep the rest of the state: "
+            "state._replace(skip_rule=tx.init(params).skip_rule)"
+        )
+
+
+def refuse_narrower(inner_state: Any, expected: Callable[[], Any]) -> None:
+    """Raises for an inner state that is narrower than `init` makes it.
+
+    Second moments of small gradients underflow in float16, and the state of a bare optimizer of
+    16-bit parameters holds them in it.
+
+    Args:
+      inner_state: the state given.
+      expected: gives the shapes of what `init` makes, and is only called where they matter.
+    """
+    is_narrow = lambda x: is_inexact(x) and dtype_of(x).itemsize < 4
+    if not any(map(is_narrow, jax.tree.leaves(inner_state))):
+        return
+
+    def check(path, given, needed):
+        if is_narrow(given) and dtype_of(given).itemsize < dtype_of(needed).itemsize:
+            raise ValueError(
+                f"the inner state holds {dtype_of(given)} where it needs {dtype_of(needed)}, at "
+                f"{path_name(path)}: it is that of an optimizer of 16-bit parameters, and small "
+                "numbers would underflow in it. Cast it once: state._replace(inner_state="
+                "optax.tree.cast_like(restored, state.inner_state)), with the state of init"
+            )
+
+    shapes = expected()
+    if jax.tree.structure(shapes) == jax.tree.structure(inner_state):
+        jax.tree.map_with_path(check, inner_state, shapes)

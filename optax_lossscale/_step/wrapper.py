@@ -13,9 +13,9 @@ from optax_lossscale._step.branch import Branch
 from optax_lossscale._step.compute_dtype import ComputeDtype
 from optax_lossscale._step.decision import Skip, refuse_other_skips
 from optax_lossscale._step.gradient import value_and_grad
-from optax_lossscale._step.inputs import Mask, refuse_other_masks, refuse_other_states
-from optax_lossscale._step.state import LossScaleState
-from optax_lossscale._step.step import Step
+from optax_lossscale._step.inputs import Mask, refuse_other_masks
+from optax_lossscale._step.state import LossScaleState, refuse_other_states
+from optax_lossscale._step.step import ScaledStep
 
 
 class _Init(Protocol):
@@ -64,8 +64,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
         Args:
           scaled_grads: gradients of the scaled loss, as `value_and_grad` returns
-            them; a tree like `params`. A parameter whose gradient is `None`, and what the
-            inner state keeps of that parameter alone, stay as they are.
+            them; a tree like `params`. A parameter whose gradient is `None`, or that of the
+            branch in which it lies, and what the inner state keeps of it alone, stay as they are.
           state: the state that `init` or the last step returned.
           params: the parameters, in any floating-point dtype.
           value: the true loss, shape (), which is passed on to the inner transformation
@@ -84,7 +84,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
             of another configuration.
         """
         step = getattr(self.update, "__self__", None)
-        if not isinstance(step, Step):
+        if not isinstance(step, ScaledStep):
             raise TypeError(
                 "apply_gradients is the step of with_loss_scale's own update, which was replaced: "
                 "call update and optax.apply_updates instead"
@@ -161,7 +161,7 @@ def with_loss_scale(
 
     To accumulate gradients, write `with_loss_scale(optax.MultiSteps(inner, k))`: each micro-batch
     is unscaled and checked by itself, and one that overflowed is left out of its window, which
-    waits for another. `MultiSteps` around the wrapper is refused by `init`.
+    waits for another. `value_and_grad` refuses the state of a `MultiSteps` around the wrapper.
 
     Args:
       inner: any Optax transformation.
@@ -227,5 +227,5 @@ def with_loss_scale(
         refuse("branch", branch, "'cond', 'select', or None for the platform's own")
     refuse_other_masks(mask)
     refuse_other_skips(skip)
-    step = Step(inner, get(loss_scale), axis_name, mask, branch, skip)
+    step = ScaledStep(inner, get(loss_scale), axis_name, mask, branch, skip)
     return LossScaledTransformation(step.init, step.update)

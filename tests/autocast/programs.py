@@ -41,8 +41,8 @@ from against_float32 import (  # noqa: E402
 )
 
 import optax_lossscale as ols  # noqa: E402
-from optax_lossscale._diagnosis.equations import is_float  # noqa: E402
 from optax_lossscale._diagnosis.widened import evaluate, widely  # noqa: E402
+from optax_lossscale._programs.values import is_float  # noqa: E402
 
 ROUNDING = 2.0**-11  # of float16, relative
 SMALLEST = 2.0**-25  # half its smallest number

@@ -1,5 +1,6 @@
 """autocast of what holds functions: modules, transformations, loops, custom rules, devices."""
 
+import contextlib
 import functools
 import warnings
 
@@ -150,6 +151,181 @@ def test_nnx_variables_that_are_made_inside_are_kept():
         results.append(jax.tree.leaves(nnx.state(model, nnx.Cache)))
     assert len(results[0]) == 1
     assert_close(results[1], results[0], 0.005)
+
+
+def moving_average(given, x):
+    """Of the loss, beside the model."""
+    loss = nnx_loss(given["model"], x)
+    given["average"][...] = 0.9 * given["average"][...] + 0.1 * loss
+    return loss
+
+
+def counter(seen, x):
+    seen[...] += x.mean(0)
+    return jnp.sum(seen[...])
+
+
+def a_part_beside_the_whole(model, mean, x):
+    loss = nnx_loss(model, x) + jnp.sum(mean[...])
+    mean[...] *= 2
+    return loss, model.norm.mean[...]
+
+
+def modules_as_results(actor, critic, x):
+    made = nnx.Linear(8, 8, rngs=nnx.Rngs(3))
+    made.kernel[...] = 2 * actor.first.kernel[...]
+    loss = critic(actor(made(x))).mean()
+    return loss, {"all": (actor, critic), "part": actor.norm.mean, "made": made, "same": made}
+
+
+def metrics(model, metrics, x):
+    y = model(x)
+    metrics.update(loss=jnp.mean(y**2), logits=y, labels=jnp.arange(4))
+    return metrics.compute()
+
+
+def other_variables_after(model, x):
+    """What was sown is taken out again, and one replaces another."""
+    model.sow(nnx.Intermediate, "seen", model.first(x))
+    found = nnx.pop(model, nnx.Intermediate)
+    model.calls = nnx.Variable(jnp.sum(x, 0))
+    model.more = nnx.Param(x @ model.first.kernel[...])
+    return nnx_loss(model, x), found, nnx.state(model, nnx.BatchStat)
+
+
+def trees_in_variables(tree, streams, x):
+    old = tree.value
+    tree.value = {"sum": old["sum"] + x[0], "calls": old["calls"] + 1}
+    return jax.random.normal(streams.noise(), (3,)) * old["sum"][0]
+
+
+def optimizer(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(nnx_loss)(model, x)
+    optimizer.update(model, grads)
+    return loss
+
+
+def model_and_its_mean():
+    model = Model()
+    return model, model.norm.mean
+
+
+def model_and_its_optimizer():
+    model = Model()
+    return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+
+CHANGES = {
+    moving_average: lambda: ({"model": Model(), "average": nnx.Variable(jnp.zeros(()))},),
+    counter: lambda: (nnx.Variable(jnp.zeros(8)),),
+    a_part_beside_the_whole: model_and_its_mean,
+    modules_as_results: lambda: (Model(0), Model(1)),
+    metrics: lambda: (Model(), nnx.MultiMetric(loss=nnx.metrics.Average("loss"))),
+    other_variables_after: lambda: (Model(),),
+    trees_in_variables: lambda: (
+        nnx.Variable({"sum": jnp.zeros(8), "calls": 0}),
+        nnx.Rngs(0, noise=1),
+    ),
+    optimizer: model_and_its_optimizer,
+}
+
+
+def numbers(tree):
+    """What is in a tree of modules and variables, under its names."""
+    is_key = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = [(p, jax.random.key_data(x) if is_key(x) else x) for p, x in leaves]
+    return {jax.tree_util.keystr(path): x for path, x in leaves}
+
+
+def the_same_objects(tree):
+    """Where each module and variable of a tree is, if it is there more than once."""
+    places = {}
+    is_object = lambda x: isinstance(x, (nnx.Variable, nnx.Pytree))
+    for path, top in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_object):
+        if is_object(top):
+            for inner, x in nnx.iter_graph(top):
+                if is_object(x):
+                    places.setdefault(id(x), []).append((jax.tree_util.keystr(path), inner))
+    return sorted(str(found) for found in places.values() if len(found) > 1)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("fun", CHANGES, ids=lambda fun: fun.__name__)
+def test_nnx_objects_change_and_come_back_as_without_autocast(fun, compiled):
+    """Variables and modules, wherever they are in arguments and results, twice in a row."""
+    results = []
+    for cast in (fun, ols.autocast(fun)):
+        args, found = CHANGES[fun](), []
+        for _ in range(2):
+            with contextlib.nullcontext() if compiled else jax.checking_leaks():
+                out = (nnx.jit(cast) if compiled else cast)(*args, X)
+            found += [numbers(out), numbers(args), the_same_objects((args, out))]
+        results.append(found)
+    for cast, exact in zip(results[1], results[0], strict=True):
+        assert_close(cast, exact, 0.01) if isinstance(cast, dict) else None
+        assert isinstance(cast, dict) or cast == exact
+
+
+def test_nnx_modules_that_are_returned_beside_a_loss_that_is_differentiated():
+    def loss_fn(given, x):
+        return moving_average(given, x), given["model"]
+
+    results = []
+    for loss in (loss_fn, ols.autocast(loss_fn)):
+        given = CHANGES[moving_average]()[0]
+        step = nnx.jit(nnx.value_and_grad(loss, has_aux=True))
+        (value, model), grads = step(given, X)
+        assert model is given["model"]
+        results.append((value, numbers(grads), numbers(given)))
+    assert_close(results[1], results[0], 0.01)
+
+
+class Target(nnx.Module):
+    def __init__(self, seed):
+        self.first = nnx.Linear(8, 8, rngs=nnx.Rngs(seed))
+
+    def __call__(self, x):
+        return nnx.tanh(self.first(x))
+
+
+def test_nnx_modules_that_a_function_around_took_from_outside():
+    """As a target network; they may not change there, and need not."""
+    distance = lambda model, target, x: jnp.mean((model(x) - target(x)) ** 2)
+    first = lambda model, x: jnp.sum(model.first(x))
+
+    def results(cast):
+        model, target = Target(0), Target(1)
+        loss, grads = nnx.value_and_grad(lambda m: cast(distance)(m, target, X))(model)
+        each = jax.vmap(lambda x: cast(first)(target, x))(X)
+        graph, params, rest = nnx.split(Model(), nnx.Param, ...)
+        of_params = lambda params: cast(first)(nnx.merge(graph, params, rest), X)
+        merged = jax.jit(jax.grad(of_params))(params)
+        return loss, *map(nnx.to_pure_dict, (grads, merged)), each, params_of(target)
+
+    assert_close(results(ols.autocast), results(lambda f: f), 0.01)
+
+
+@pytest.mark.parametrize("how", ["model", "method", "closed over", "from around"])
+def test_nnx_modules_that_change_and_are_no_arguments_are_refused(how):
+    model = Model()
+    cast = {
+        "model": lambda: ols.autocast(model)(X),
+        "method": lambda: ols.autocast(model.__call__)(X),
+        "closed over": lambda: ols.autocast(lambda x: model(x))(X),
+        "from around": lambda: jax.jit(lambda x: ols.autocast(nnx_loss)(model, x))(X),
+    }[how]
+    with pytest.raises(TypeError, match="Modules go in as arguments"):
+        cast()
+    assert np.isfinite(model(X)).all()  # it is what it was
+
+
+@pytest.mark.skipif(not hasattr(nnx.Variable, "ref"), reason="this Flax has other references")
+def test_what_is_written_to_a_reference_in_an_nnx_variable_is_kept():
+    total = nnx.Variable(jnp.zeros(8), ref=True)
+    for run in (lambda f: f, nnx.jit):
+        run(ols.autocast(counter))(total, X)
+    np.testing.assert_allclose(total[...], 2 * X.mean(0), rtol=1e-6)
 
 
 def test_nnx_parameters_that_are_set_inside_are_kept():
@@ -541,6 +717,96 @@ def test_custom_vjps_of_every_make():
 
     kept.defvjp(lambda x: jax.vjp(lambda x: jnp.sin(x @ V), x), lambda vjp, ct: vjp(ct))
     holds(lambda p, x: kept(x @ p["w"]))
+
+
+def sorted_rows(x, w):
+    """With what has no gradient among the results: a mask, indices and a random key."""
+    y = x @ w
+    return y, y > 0, jnp.argmax(y, -1), jax.random.key(3)
+
+
+def rows_vjp():
+    f = jax.custom_vjp(sorted_rows)
+    backward = lambda saved, cts: (2 * cts[0] @ saved[1].T, saved[0].T @ cts[0])
+    f.defvjp(lambda x, w: (sorted_rows(x, w), (x, w)), backward)
+    return f
+
+
+def rows_jvp():
+    f = jax.custom_jvp(sorted_rows)
+
+    @f.defjvp
+    def rule(primals, tangents):
+        (x, w), (dx, dw) = primals, tangents
+        outs = f(x, w)
+        zeros = [np.zeros(y.shape, jax.dtypes.float0) for y in outs[1:]]
+        return outs, (2 * dx @ w + x @ dw, *zeros)
+
+    return f
+
+
+@pytest.mark.parametrize("make", [rows_vjp, rows_jvp])
+def test_custom_derivatives_of_functions_that_also_give_masks_indices_and_keys(make):
+    f = make()
+
+    def fun(p, x):
+        y, mask, best, key = f(x, p["w"])
+        y = jnp.where(mask, y, 0) + jax.random.normal(key, y.shape)
+        return jnp.take_along_axis(y, best[:, None], 1) * y @ p["v"]
+
+    holds(fun)
+    holds(scanned(lambda p, x: fun(p, x) / 9))
+    holds(lambda p, x: jax.vmap(lambda x: fun(p, x[None])[0])(x))
+
+
+def quantized(x):
+    scale = jnp.max(jnp.abs(x)) / 127
+    return jnp.round(x / scale).astype(jnp.int8), scale
+
+
+def int8_product():
+    """Quantized training: products of integers forward, and of floats backward."""
+
+    @jax.custom_vjp
+    def f(x, w):
+        (a, s), (b, t) = quantized(x), quantized(w)
+        return lax.dot(a, b, preferred_element_type=jnp.int32).astype(jnp.float32) * s * t
+
+    def backward(saved, ct):
+        x, w = (a.astype(jnp.float32) * s for a, s in saved)
+        return ct @ w.T, x.T @ ct
+
+    f.defvjp(lambda x, w: (f(x, w), (quantized(x), quantized(w))), backward)
+    return f
+
+
+def no_product(symbolic_zeros=False):
+    value = lambda x: x.value if symbolic_zeros else x
+    f = jax.custom_vjp(lambda x, w: jnp.sin(x))
+    forward = lambda x, w: (jnp.sin(value(x)), (value(x), value(w)))
+    backward = lambda saved, ct: (ct @ saved[1].T, saved[0].T @ ct)
+    f.defvjp(forward, backward, symbolic_zeros=symbolic_zeros)
+    return f
+
+
+BACKWARD = {
+    "int8": int8_product,
+    "none": no_product,
+    "symbolic zeros": functools.partial(no_product, symbolic_zeros=True),
+}
+
+
+@pytest.mark.parametrize("make", BACKWARD)
+def test_products_that_stand_in_a_backward_pass_alone_are_narrowed(make):
+    f, within = BACKWARD[make](), 0.02 if make == "int8" else 0.005
+    direct = lambda p, x: f(x, p["w"]) + f(x, p["v"])
+    for fun in (direct, jax.checkpoint(direct), scanned(lambda p, x: f(x, p["w"]) / 3)):
+        loss, args = squared(fun), (params(), X)
+        step = jax.jit(jax.value_and_grad(ols.autocast(loss), (0, 1)))
+        assert_close(step(*args), jax.value_and_grad(loss, (0, 1))(*args), within)
+        found = products(step, *args)
+        assert found.pop("float16")
+        assert found.keys() <= {"int8"}
 
 
 def test_a_mapped_custom_vjp_that_closes_over_an_array():

@@ -17,12 +17,12 @@ def unrolled(params, tokens, dtype):
     return _model.loss(params, tokens, dtype)
 
 
-def scanned(params, tokens, dtype):
+def scanned(params, tokens, dtype, block=_model.block):
     """The same with its blocks in a scan."""
     p = jax.tree.map(lambda x: x.astype(dtype), params)
     x = _model.embed(p, tokens[:, :-1])
     blocks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *p["blocks"])
-    x, _ = lax.scan(lambda x, block: (_model.block(block, x), None), x, blocks)
+    x, _ = lax.scan(lambda x, p: (block(p, x), None), x, blocks)
     return _model.cross_entropy(_model.logits(p, x), tokens[:, 1:])
 
 
@@ -68,7 +68,8 @@ def test_of_a_residual_stream_only_the_sums_are_kept():
     assert [y.dtype for y in kept].count(jnp.float16) == 5 + 5
 
 
-def test_a_scan_over_layers_carries_16_bits(params):
+@pytest.mark.parametrize("block", [_model.block, jax.checkpoint(_model.block)])
+def test_a_scan_over_layers_carries_16_bits(params, block):
     carried = set()
 
     def record(jaxpr):
@@ -79,7 +80,7 @@ def test_a_scan_over_layers_carries_16_bits(params):
                 if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
                     record(getattr(inner, "jaxpr", inner))
 
-    wide = in_dtype(scanned, jnp.float32)
+    wide = lambda params, tokens: scanned(params, tokens, jnp.float32, block)
     record(jax.make_jaxpr(ols.autocast(wide))(params, TOKENS).jaxpr)
     assert carried == {np.dtype(np.float16)}
 

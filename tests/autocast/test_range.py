@@ -723,11 +723,59 @@ def large_numbers_into_a_scan(h, p):
     rows=1000, parameters=[("v", normal(5, 32, 32, scale=0.1)), ("each", np.ones((1000, 32), "f"))]
 )
 def small_steps_with_a_parameter_each(h, p):
+    """What is multiplied in each round by itself is no parameter, and the parameter not itself."""
+
     def step(c, inputs):
         x, scale = inputs
-        return c + 1e-3 * jnp.tanh(c @ p["v"] + x * scale), None
+        return c + 1e-3 * jnp.tanh(c @ p["v"] + x @ p["v"] + (x * scale) @ p["v"]), None
 
     return jnp.mean(lax.scan(step, h[0], (h, p["each"]))[0] ** 2)
+
+
+EACH = ("each", normal(5, 1000, 8, 8, scale=0.3))
+
+
+@case(rows=4, width=8, parameters=[EACH])
+def cumulative_sum_beside_layers(h, p):
+    """It begins with an activation, and no layer reads it."""
+
+    def layer(carry, w):
+        h, total = carry
+        h = jnp.tanh(h @ w + 1)
+        return (h, total + h), None
+
+    return jnp.mean(lax.scan(layer, (h, h), p["each"])[0][1]) / 1e3
+
+
+@case(rows=4, width=8, parameters=[EACH])
+def moving_average_beside_layers(h, p):
+    def layer(carry, w):
+        h, average = carry
+        h = jnp.tanh(h @ w)
+        return (h, 0.999 * average + 0.001 * h), None
+
+    return jnp.mean(lax.scan(layer, (h, h), p["each"])[0][1] ** 2)
+
+
+PERMUTATIONS = ("each", np.stack([permutation(32)] * 3))
+
+
+@case(size=300.0, parameters=[PERMUTATIONS])
+def large_numbers_into_layers(h, p):
+    y = h * jnp.roll(h, 1, 0)
+    return through(lax.scan(lambda y, w: (y + (y / 1e4) @ w, None), y, p["each"])[0] / 1e4)
+
+
+@case(size=300.0, parameters=[PERMUTATIONS])
+def large_numbers_between_layers(h, p):
+    """Of which one is carried a round later as another."""
+
+    def layer(carry, w):
+        a, b = carry
+        z = (jnp.sqrt(1 + jnp.abs(a)) + jnp.sqrt(1 + jnp.abs(b))) @ w
+        return (b, z * z * 20), None
+
+    return sum(map(jnp.mean, lax.scan(layer, (h, h), p["each"])[0])) / 1e6
 
 
 @case(parameters=[("gamma", np.full((4, 32), 1e-6, "f")), ("v", permutation(32))])

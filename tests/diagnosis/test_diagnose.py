@@ -78,8 +78,10 @@ def test_scores_that_overflow_are_named():
 def test_a_row_that_is_masked_whole_is_told():
     mask = CAUSAL & (np.arange(6) != 0)  # the first sees itself alone
     diagnosis = diagnose(mask=mask)
+    assert re.search(r"infinity, at \S+test_diagnose.py:\d+ \(attention\)", diagnosis.verdict)
     assert any("mask with a finite number" in advice for advice in diagnosis.advice)
-    assert "scores" in diagnosis.advice[-1]
+    assert diagnosis.overflow.suspects[0].name == "weights"
+    assert "unless it began with the infinities of scores" in str(diagnosis.overflow)
 
 
 def test_without_probes_it_names_the_line_that_overflows():

@@ -392,7 +392,7 @@ def test_what_is_no_array_is_passed_on_as_it_is():
 
 def test_an_empty_report_reads_as_one():
     found = report(lambda x: x + 1, X)
-    assert found == ((), (), (), ())
+    assert found == ((), (), (), (), ())
     assert found.shares == {}
     assert str(found) == "Matrix products and convolutions:\n  none"
 
@@ -446,6 +446,24 @@ def test_a_product_that_autocast_leaves_wide_deep_inside_says_in_what():
 
     (product,) = report(ols.autocast(fun), w, x).products
     assert product.left_in == "a loop that waits for a number"
+
+
+def test_a_product_that_only_a_rule_of_differentiation_has_says_so():
+    @jax.custom_jvp
+    def f(x, w):
+        return x
+
+    @f.defjvp
+    def rule(primals, tangents):
+        return f(*primals), tangents[0] @ primals[1] + primals[0] @ tangents[1]  # rule
+
+    loss = lambda w, x: jnp.sum(f(x, w) @ w)
+    w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+    found = report(jax.grad(ols.autocast(loss)), w, x)
+    left = {p.left_in for p in found.products if p.dtype == F32}
+    assert left == {"what only a derivative has"}
+    assert ", as autocast leaves what only a derivative has" in str(found)
+    assert not any(p.left_in for p in report(jax.grad(loss), w, x).products)
 
 
 def test_products_of_a_root_are_seen_in_every_version_of_jax():

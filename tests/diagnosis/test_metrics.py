@@ -65,6 +65,16 @@ def test_hold_the_counters_of_a_strategy_of_ones_own():
     }
 
 
+@pytest.mark.parametrize("loss_scale", [None, 128, "dynamic", "headroom", ols.LogMaxLossScale()])
+@pytest.mark.parametrize("skip", [None, ols.skips.megatron(1.0)], ids=["none", "a rule"])
+def test_sends_nothing_to_the_device(loss_scale, skip):
+    tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale, skip=skip)
+    _, state = tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)
+    with jax.transfer_guard("disallow"):
+        metrics = ols.metrics(state)
+    chex.assert_shape(list(metrics.values()), ())
+
+
 def test_a_state_without_a_loss_scale_has_none():
     with pytest.raises(ValueError, match="exactly one loss scale"):
         ols.metrics(optax.sgd(0.1).init(PARAMS))

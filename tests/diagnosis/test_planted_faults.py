@@ -398,14 +398,13 @@ def test_every_planted_fault_is_named(model):
     undecided = {case for case in UNDECIDED if case[0] == model}
     assert wrong.keys() == undecided, "\n\n".join(f"{k}\n{v}" for k, v in wrong.items())
     for explanation in wrong.values():
-        assert "between " in explanation.suspects[0].finding
-        assert ", in one of " in explanation.suspects[0].finding
+        assert " in the gradient that it passes to " in explanation.suspects[0].finding
     assert planted == PLANTED[model]
 
 
 def test_there_are_enough_faults_and_few_are_undecided():
     assert sum(PLANTED.values()) >= 60
-    assert len(UNDECIDED) <= sum(PLANTED.values()) / 30
+    assert len(UNDECIDED) <= sum(PLANTED.values()) / 40
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -37,6 +37,28 @@ def test_raises_at_too_many_skips():
         ols.raise_if_stuck(state, max_consecutive_skips=2)
 
 
+@pytest.mark.parametrize(
+    ("every", "steps", "stuck"), [(2, 300, True), (10, 300, False), (30, 3000, False)]
+)
+def test_a_rule_that_skips_much_is_seen_though_never_in_a_row(every, steps, stuck):
+    """Every second step, and every thirtieth."""
+    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=ols.skips.megatron(2.0))
+
+    def step(state, i):
+        norm = jnp.where(i % every == 0, 5.0, 1.0)
+        return tx.update(norm, state, jnp.ones(()))[1], None
+
+    state, _ = jax.jit(lambda s: jax.lax.scan(step, s, jnp.arange(steps)))(tx.init(jnp.ones(())))
+    assert state.skipped_steps == steps // every
+    if stuck:
+        with pytest.raises(
+            ols.LossScaleError, match="more than 1 in 20 of the last steps, 150 st"
+        ):
+            ols.raise_if_stuck(state)
+    else:
+        ols.raise_if_stuck(state)
+
+
 def test_a_loss_scale_alone_is_checked_without_counts():
     ls = ols.presets.fairseq(init_scale=1.0, min_loss_scale=0.5)
     ols.raise_if_stuck(ls)

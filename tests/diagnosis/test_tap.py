@@ -90,6 +90,7 @@ def test_counts_what_is_not_finite(bad):
         assert summary.largest == (finite if np.isnan(bad) else np.inf)
     assert record.cotangent.zeros == 1
     assert record.cotangent.underflow == np.float32(1 / 3)
+    assert record.positive_infinities == (bad == np.inf)
 
 
 def test_without_a_probe_the_program_is_the_untapped_one():

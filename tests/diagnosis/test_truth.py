@@ -352,6 +352,16 @@ NOT_FINITE = {
     "0/0": (lambda x: x / jnp.sum(x * 0), "0/0", "the divisor"),
     "power": (lambda x: x**0.5, "a negative power of 0", "the power is taken of"),
     "norm": (lambda x: jnp.linalg.norm(x * 0), "the derivative of a root at 0", "under the root"),
+    "index": (
+        lambda x: jnp.take(x, jnp.array([5])),
+        "an index out of bounds",
+        "Keep indices in bounds",
+    ),
+    "domain": (
+        lambda x: jnp.arctanh(x * 2 + 0.5),
+        "numbers for which atanh is not defined",
+        "where it is defined",
+    ),
     "where": (
         lambda x: jnp.where(x > 0, jnp.log(x * 1), 0),
         "the logarithm of 0",

@@ -7,7 +7,8 @@ import pytest
 from jax import lax
 from jax.experimental import pallas
 
-from optax_lossscale._diagnosis.widened import evaluate, numbered, widely
+from optax_lossscale._diagnosis.widened import evaluate, widely
+from optax_lossscale._programs.run import numbered
 
 F32 = jnp.float32
 X = jnp.asarray(np.random.default_rng(0).uniform(0.5, 1.5, (4, 3)), F32)
@@ -148,3 +149,35 @@ def test_each_equation_has_a_number_under_which_its_rule_is_asked(function):
     _, records = evaluate(jaxpr, [X], rule)
     assert asked == dict(enumerate(numbered(jaxpr)))
     assert records.keys() <= asked.keys()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_what_a_policy_of_a_checkpoint_saves_is_not_rounded_to_16_bits(dtype):
+    policy = jax.checkpoint_policies.dots_saveable
+
+    def function(x, dtype):
+        y = 1000 * x.astype(dtype)
+        saved = jax.checkpoint(lambda y: jnp.sin(y @ y.T * 2.0**-20) @ y, policy=policy)
+        return jnp.sum(saved(y))
+
+    jaxpr = jax.make_jaxpr(gradient(function, dtype))(X)  # 2e6, infinite in float16
+    assert "reduce_precision" in str(jaxpr)
+    outs, _ = jax.jit(lambda x: evaluate(jaxpr, [x]))(X)
+    expected = jax.tree.leaves(gradient(function, F32)(X))
+    for x, y in zip(outs, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4)
+
+
+def test_what_is_noted_in_loops_and_branches_on_many_devices_is_gathered():
+    def function(x):
+        x = lax.cond(x[0] > 0, lambda x: x * 2, lambda x: jnp.sin(jnp.cos(x)), x)
+        return lax.while_loop(lambda x: x[0] < 9, lambda x: x + 1, x)
+
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a"))
+    rule = lambda n, eqn, ins: (widely(eqn, ins), jnp.max(ins[0]).astype(F32))
+    jaxpr = jax.make_jaxpr(mapped)(jnp.arange(2.0))
+    (out,), records = jax.jit(lambda x: evaluate(jaxpr, [x], rule))(jnp.arange(2.0))
+    np.testing.assert_array_equal(out, mapped(jnp.arange(2.0)))
+    additions = [n for n, eqn in enumerate(numbered(jaxpr)) if eqn.primitive.name == "add"]
+    np.testing.assert_allclose([records[n] for n in additions], [8 + np.sin(1)], rtol=1e-6)

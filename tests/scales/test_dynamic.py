@@ -107,6 +107,13 @@ def test_hysteresis_refills_when_it_was_told_to(refill, expected):
     assert run(ls, [0, 1, 0, 0, 0, 1, 1, 0, 0])[0] == expected
 
 
+@pytest.mark.parametrize("clip_growth", [False, True])
+def test_it_grows_to_its_cap_and_not_beyond(clip_growth):
+    ls = ols.DynamicLossScale(8, growth_interval=1, max_scale=16, clip_growth=clip_growth)
+    scales, _ = run(ls, [True, True])
+    assert scales == [16, 16]
+
+
 def test_growth_past_the_cap_is_refused_or_clipped():
     config = {"initial_scale": 1000, "growth_interval": 1, "max_scale": 3000}
     assert run(ols.DynamicLossScale(**config), [1, 1, 0, 1])[0] == [2000, 2000, 1000, 2000]

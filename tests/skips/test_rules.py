@@ -1,5 +1,7 @@
 """What holds of every rule of skipping, whatever it is fed."""
 
+import inspect
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -61,9 +63,6 @@ def test_no_rule_ever_holds_a_nan_and_each_counts_what_it_skips(rule, norms, los
     last, (applied, is_nan) = followed(rule, fill(norms), fill(losses))
     assert not is_nan.any()
     assert last.skipped_by_rule == STEPS - applied.sum()
-    if isinstance(rule, type(RULES["spikes"])):
-        skipped = "".join("01"[int(not x)] for x in applied)
-        assert max(map(len, skipped.split("0"))) <= rule.max_skips
 
 
 @each_rule
@@ -83,6 +82,59 @@ def test_what_a_rule_learns_is_no_configuration(rule):
     if rule.needs_value:
         with pytest.raises(ValueError, match="looks at the loss"):
             rule.update(1.0)
+
+
+@each_rule
+def test_a_rule_decides_under_jaxs_strictest_settings(rule):
+    """Compiled, and one step after the other, so that each number on the way is looked at."""
+    strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
+    with strict[0], strict[1], jax.debug_nans(True):
+        jax.eval_shape(lambda rule: rule.update(1.0, 1.0), rule)
+        for norm in (1.0, 1.5, 0.0, *[1.0] * 6, 100.0):
+            rule, should_apply = rule.update(norm, 1.0)
+    never = rule.max_skips == 0 if isinstance(rule, type(skips.spikes())) else False
+    assert should_apply == never
+
+
+# Every function of the module, with its owner's arguments and defaults.
+SIGNATURES = {
+    "spikes": "(factor=6.0, *, least=1.0, window=64, max_skips=16)",
+    "olmo_core": "(rolling_interval_length=128, sigma_factor=6)",
+    "maxtext": "(interval=128, scaling_factor=6.0)",
+    "levanter": "(rolling_interval_length=128, sigma_factor=6.0)",
+    "axlearn": "(drop_norm, grad_norm_ema_decay=None)",
+    "drop_norm_by_grad_norm_ema": "(multipliers=(20, 40, 100))",
+    "drop_norm_by_grad_norm_stddev": "(*, min_count=500, multipliers=(20, 40, 100))",
+    "megatron": "(grad_norm_skip_threshold)",
+}
+
+
+def test_arguments_and_defaults_are_their_owners():
+    def plain(function):
+        signature, bare = inspect.signature(function), inspect.Parameter.empty
+        parameters = [p.replace(annotation=bare) for p in signature.parameters.values()]
+        return str(signature.replace(parameters=parameters, return_annotation=bare))
+
+    functions = {name: getattr(skips, name) for name in skips.__all__ if name != "SkipRule"}
+    assert {name: plain(function) for name, function in functions.items()} == SIGNATURES
+
+
+def test_axlearn_learns_nothing_from_what_it_skips():
+    for drop_norm in (
+        skips.drop_norm_by_grad_norm_ema((5,)),
+        skips.drop_norm_by_grad_norm_stddev(min_count=2, multipliers=(5,)),
+    ):
+        rule = skips.axlearn(drop_norm, 0.9)
+        for norm in (1.0, 1.2, 0.9, 1.1):
+            rule, _ = rule.update(norm)
+        after, should_apply = rule.update(100.0)
+        assert not should_apply
+        assert (after.count, after.mean) == (rule.count, rule.mean)
+        assert after.mean_square == rule.mean_square
+        after, should_apply = rule.update(1.0)
+        assert should_apply
+        assert after.count == 5
+        assert after.mean != rule.mean
 
 
 @pytest.mark.parametrize(

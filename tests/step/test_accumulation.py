@@ -127,8 +127,13 @@ def test_accumulation_around_the_wrapper_is_refused_and_the_other_order_named(ar
     """It keeps the NaN of the first overflow for good, or never lowers the loss scale."""
     scaled = ols.with_loss_scale(optax.adam(0.1))
     steps = optax.MultiSteps(around(scaled), 4, should_skip_update_fn=skip)
-    tx = steps.gradient_transformation()
-    for init in (steps.init, tx.init, jax.jit(tx.init), lambda p: jax.eval_shape(tx.init, p)):
+    state = steps.init(PARAMS)
+    for take in (
+        lambda state: ols.value_and_grad(loss_fn, state)(PARAMS, BATCHES[0]),
+        jax.jit(lambda state: ols.grad(loss_fn, state)(PARAMS, BATCHES[0])),
+        lambda state: ols.scale_gradient(1.0, {"opt_state": state}),
+        ols.get_loss_scale,
+        ols.metrics,
+    ):
         with pytest.raises(ValueError, match=r"with_loss_scale\(optax\.MultiSteps\(inner, k\)\)"):
-            init(PARAMS)
-    scaled.init(PARAMS)
+            take(state)

@@ -1,13 +1,18 @@
 """How a step is skipped: by a conditional or by a select, in one trace."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiling import lowered_for
+from pairs import pairwise
 
 import optax_lossscale as ols
+from optax_lossscale import skips
 
 PARAMS = {"w": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.array([0.25, 0.0])}
 LS = ols.DynamicLossScale(initial_scale=1024, growth_interval=3)
@@ -51,18 +56,56 @@ def test_a_skipped_step_leaves_parameters_and_inner_state_bit_for_bit(branch, do
     assert (after.skipped_steps, after.loss_scale()) == (1, 512)
 
 
-@each_door
-def test_the_branches_take_the_same_steps(door):
-    ends = []
-    for branch in ("cond", "select", None):
-        tx = ols.with_loss_scale(optax.adamw(1e-2), LS, branch=branch)
-        step = jax.jit(step_through(door, tx))
-        params, state = PARAMS, tx.init(PARAMS)
-        for grads in (PARAMS, BAD, PARAMS, PARAMS):
-            params, state = step(grads, state, params)
-        ends.append((params, state))
-    for other in ends[1:]:
-        chex.assert_trees_all_close(ends[0], other, rtol=1e-6)
+LEAVES = {f"w{i}": jnp.arange(1.0, 7.0).reshape(3, 2) / (i + 1) for i in range(6)}
+BADS = [("w5", jnp.nan), ("w0", jnp.inf), ("w3", -jnp.inf), ("w4", 6e4)]
+"""Each beside finite leaves. The last is a spike, or, scaled in float16, an overflow."""
+
+
+def series(missing):
+    """Gradients and losses of a step each."""
+    for i in range(24):
+        grads = {name: (1 + i % 3 / 16) * g for name, g in LEAVES.items()}
+        if i % 4 == 3:
+            name, bad = BADS[i // 4 % 4]
+            grads[name] = grads[name].at[2, 1].set(bad)
+        yield grads | dict.fromkeys(missing), jnp.float32(jnp.nan if i == 17 else i % 3)
+
+
+@pairwise(
+    form={"cuda": ("cuda", None), "tpu": ("tpu", None), "select": ("cpu", "select")},
+    inner={
+        "adamw": (jnp.float32, optax.adamw(1e-2)),
+        "clipped": (jnp.float32, optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, 0.9))),
+        # Of powers of two: what differs by an ulp may be rounded to another float16.
+        "master weights": (jnp.float16, ols.with_master_weights(optax.sgd(2.0**-12, 0.5))),
+    },
+    rules={
+        "dynamic": (LS, None),
+        "headroom, spikes": (ols.HeadroomLossScale(1024), skips.spikes()),
+        "fixed, nonfinite": (1024, "nonfinite"),
+        "logmax, olmo_core": (ols.LogMaxLossScale(1024), skips.olmo_core(8)),
+    },
+    missing={"none missing": (), "two missing": ("w1", "w2")},
+    door={"apply_gradients": "apply_gradients", "update": "update"},
+)
+def test_each_form_takes_the_steps_that_a_conditional_takes(form, inner, rules, missing, door):
+    (platform, branch), (dtype, inner), (loss_scale, skip) = form, inner, rules
+    make = functools.partial(ols.with_loss_scale, inner, loss_scale, skip=skip)
+    expected = jax.jit(step_through(door, tx := make(branch="cond")))
+    step = lowered_for(platform, step_through(door, make(branch=branch)))
+    params = {name: (g / 4).astype(dtype) for name, g in LEAVES.items()}
+    both = [(params, tx.init(params))] * 2
+    for grads, value in series(missing):
+        scaled = both[0][1].loss_scale.scale(grads)
+        scaled = jax.tree.map(lambda g: g.astype(dtype), scaled)
+        both = [
+            take(scaled, state, params, value=value)
+            for take, (params, state) in zip((expected, step), both, strict=True)
+        ]
+        chex.assert_trees_all_close(*both, rtol=1e-5)
+    params, state = both[1]
+    assert ols.all_finite(params)
+    assert 6 <= state.skipped_steps <= 8
 
 
 @pytest.mark.parametrize(("branch", "runs"), [("cond", 1), (None, 1), ("select", 2)])

@@ -130,6 +130,12 @@ def test_by_leaf_as_a_prefix_or_a_function(compute_dtype, expected):
     assert jax.tree.structure(grads) == jax.tree.structure(PAIR)
 
 
+def test_the_last_argument_of_a_function_of_one():
+    loss_fn = lambda params: jnp.sum(params["w"].astype(jnp.float32))
+    grads = ols.grad(loss_fn, LS, argnums=-1, compute_dtype=jnp.float16)(PARAMS)
+    assert set(dtypes(grads)) == {"float16"}
+
+
 def test_of_several_arguments_it_is_a_prefix_of_their_tuple():
     differentiate = lambda compute_dtype: ols.grad(
         pair_loss, LS, (-1, 0), compute_dtype=compute_dtype

@@ -326,7 +326,6 @@ FOLLOWED_IN_A_CHAIN = {
     "nested": lambda tx: optax.chain(optax.chain(optax.clip(1.0), tx), LEARNING_RATE),
     "later": lambda tx: optax.chain(tx, optax.identity(), optax.chain(LEARNING_RATE)),
     "named": lambda tx: optax.named_chain(("z", tx), ("a", LEARNING_RATE)),
-    "wrapped": lambda tx: optax.chain(ols.with_loss_scale(tx), LEARNING_RATE),
     "masked": lambda tx: optax.chain(optax.masked(tx, {"w": True}), LEARNING_RATE),
     "partition": lambda tx: optax.chain(optax.partition({"a": tx}, {"w": "a"}), LEARNING_RATE),
     "injected": lambda tx: optax.chain(
@@ -340,10 +339,28 @@ FOLLOWED_IN_A_CHAIN = {
 
 @pytest.mark.parametrize("around", FOLLOWED_IN_A_CHAIN.values(), ids=FOLLOWED_IN_A_CHAIN)
 @pytest.mark.parametrize("init", [lambda tx: tx.init, lambda tx: jax.jit(tx.init)])
-def test_followed_in_a_chain_it_is_refused_without_the_wrapper_too(around, init):
-    tx = around(ols.with_master_weights(ADAM))
+def test_followed_in_a_chain_it_is_refused(around, init):
+    tx = ols.with_loss_scale(around(ols.with_master_weights(ADAM)))
     with pytest.raises(ValueError, match="with_master_weights is followed by other transforma"):
         init(tx)({"w": jnp.ones(2, jnp.bfloat16)})
+
+
+@pytest.mark.parametrize(
+    "take", [lambda s: ols.value_and_grad(jnp.sum, s), lambda s: ols.scale_gradient(1.0, s)]
+)
+def test_followed_outside_the_wrapper_its_state_is_refused_where_gradients_are_taken(take):
+    own = ols.with_loss_scale(ols.with_master_weights(ADAM))
+    params = (jnp.ones(2, jnp.bfloat16), jnp.ones(2))
+    take((own.init(params), params))  # no chain, but a carry
+    take(optax.chain(optax.clip(1.0), own).init(params))
+    for tx in (
+        optax.chain(own, LEARNING_RATE),
+        optax.named_chain(("z", own), ("a", LEARNING_RATE)),
+        optax.chain(optax.chain(own, optax.identity()), LEARNING_RATE),
+    ):
+        state = tx.init(params)
+        with pytest.raises(ValueError, match="with_master_weights is followed by other"):
+            take(state)
 
 
 def test_the_last_in_a_bare_chain_trains_float32_numbers():

@@ -75,6 +75,73 @@ def test_trained_in_turn_each_half_is_as_if_trained_alone():
         chex.assert_trees_all_equal(params[name], each[name][0])
 
 
+@each_door
+@each_inner
+def test_none_for_a_whole_branch_is_none_for_each_of_its_leaves(inner, door):
+    tx = ols.with_loss_scale(inner, ols.DynamicLossScale(64.0))
+    params, state = step_through(door, tx, GRADS, tx.init(PARAMS), PARAMS)
+    ends = [
+        step_through(door, tx, {"w": GRADS["w"], "n": none}, state, params)
+        for none in (None, {"b": None})
+    ]
+    chex.assert_trees_all_equal(*ends)
+    chex.assert_trees_all_equal(ends[0][0]["n"], params["n"])
+
+
+def test_none_for_the_whole_tree_leaves_all_parameters():
+    tx = ols.with_master_weights(optax.adam(0.1))
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    updates, _ = tx.update(None, tx.init(params), params)
+    chex.assert_trees_all_equal(optax.apply_updates(params, updates), params)
+
+
+def test_a_gradient_for_a_branch_of_parameters_is_refused():
+    tx = ols.with_loss_scale(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="must have the structure of the parameters"):
+        tx.update({"w": GRADS["w"], "n": jnp.ones(1)}, tx.init(PARAMS), PARAMS)
+
+
+@each_door
+def test_a_clip_inside_sees_zeros(door):
+    tx = ols.with_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), 1)
+    grads = {"w": None, "n": {"b": jnp.array([3.0])}}
+    params, _ = step_through(door, tx, grads, tx.init(PARAMS), PARAMS)
+    chex.assert_trees_all_close(params["n"]["b"], PARAMS["n"]["b"] - 1)
+
+
+@jax.tree_util.register_pytree_node_class
+class Layer:
+    """A node that refuses None for its children."""
+
+    def __init__(self, w, b):
+        if w is None or b is None:
+            raise TypeError("a layer has weights and a bias")
+        self.w, self.b = w, b
+
+    def tree_flatten(self):
+        return (self.w, self.b), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@each_door
+@pytest.mark.parametrize("mask", [None, Layer(True, False)], ids=["all", "masked"])
+def test_a_node_that_refuses_none_is_trained(mask, door):
+    params = {"layer": Layer(jnp.ones(2), jnp.ones(1)), "head": jnp.ones(2)}
+    mask = None if mask is None else {"layer": mask, "head": True}
+    for branch in ("cond", "select"):
+        tx = ols.with_loss_scale(optax.adam(0.1), branch=branch, skip="nonfinite", mask=mask)
+        state = tx.init(params)
+        after, _ = step_through(door, tx, params, state, params)
+        assert (after["layer"].b < 1).all()
+        grads = {"layer": None, "head": params["head"]}
+        after, _ = step_through(door, tx, grads, state, params)
+        assert (after["layer"].b == 1).all()
+        assert (after["head"] < 1).all()
+
+
 def test_a_skipped_step_without_a_gradient_changes_nothing():
     tx = ols.with_loss_scale(optax.adam(0.1))
     state = tx.init(PARAMS)
@@ -118,3 +185,16 @@ def test_an_inner_state_that_cannot_be_told_apart_is_refused():
     tx = ols.with_loss_scale(inner)
     with pytest.raises(ValueError, match="give zeros for that gradient"):
         tx.apply_gradients(WITHOUT_W, tx.init(PARAMS), PARAMS)
+
+
+def test_with_lookahead_it_stays_in_both_trees():
+    tx = ols.with_loss_scale(optax.lookahead(optax.sgd(0.1, momentum=0.9), 2, 0.5), 1)
+    params = optax.LookaheadParams.init_synced(PARAMS)
+    state = tx.init(params)
+    for _ in range(3):
+        params, state = tx.apply_gradients(GRADS, state, params)
+    after, _ = tx.apply_gradients(WITHOUT_W, state, params)
+    chex.assert_trees_all_equal(
+        (after.fast["w"], after.slow["w"]), (params.fast["w"], params.slow["w"])
+    )
+    assert (after.fast["n"]["b"] != params.fast["n"]["b"]).all()

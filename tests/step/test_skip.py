@@ -189,17 +189,20 @@ def test_a_rule_that_needs_the_loss_says_so_when_traced(rule):
         trace()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_a_loss_of_any_dtype_reaches_the_rule_as_float32(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "number"),
+    [("float16", 1.5), ("bfloat16", 2.0**17), ("float32", 2.0**17 + 1), ("float64", 2.0**17 + 1)],
+)
+def test_a_loss_of_any_dtype_reaches_the_rule_as_float32(dtype, number):
     class Noting(skips.SkipRule):
         def decide(self, norm, value):
             chex.assert_type([norm, value], jnp.float32)
             chex.assert_shape([norm, value], ())
-            return self, value < 2
+            return self, value == number
 
     with jax.enable_x64(dtype == "float64"):
         tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=Noting())
-        loss = jnp.asarray(1.5, dtype)
+        loss = jnp.asarray(number, dtype)
         _, state = jax.jit(tx.apply_gradients)(PARAMS, tx.init(PARAMS), PARAMS, value=loss)
         assert state.should_apply
 
@@ -228,6 +231,59 @@ def test_steps_compile_once_and_keep_every_dtype_in_a_scan(rule):
     scan = jax.jit(lambda carry, factors: jax.lax.scan(body, carry, factors))
     (params, _), _ = scan((PARAMS, before), jnp.array([1.0, jnp.nan, 4.0]))
     assert ols.all_finite(params)
+
+
+@each_rule
+def test_a_step_runs_under_jaxs_strictest_settings(rule):
+    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=rule)
+    strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
+    for compiled in (False, True):
+        step = jax.jit(tx.apply_gradients) if compiled else tx.apply_gradients
+        with strict[0], strict[1], jax.debug_nans(True):
+            _, state = step(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.float32(1))
+        assert state.should_apply
+
+
+@pytest.mark.parametrize("way", [jax.grad, jax.jacfwd])
+@pytest.mark.parametrize(
+    ("skip", "loss_scale"),
+    [
+        *((rule, None) for rule in RULES.values()),
+        (RULES["spikes"], "headroom"),
+        (None, "headroom"),
+    ],
+    ids=[*RULES, "headroom", "headroom alone"],
+)
+def test_steps_are_differentiated_as_without_a_rule(skip, loss_scale, way):
+    def after_steps(learning_rate, skip, loss_scale):
+        loss_fn = lambda params, x: 0.1 * jnp.sum((params["w"] * x) ** 2)
+        tx = ols.with_loss_scale(optax.adam(learning_rate), loss_scale, skip=skip)
+
+        def step(carry, x):
+            _, params, state = tx.minimize(loss_fn, carry[1], carry[0], x)
+            return (params, state), None
+
+        xs = jnp.array([1.0, 1.1, 0.9])
+        (params, _), _ = jax.lax.scan(step, ({"w": PARAMS["w"]}, tx.init({"w": PARAMS["w"]})), xs)
+        return loss_fn(params, learning_rate)
+
+    derivative = jax.jit(way(after_steps), static_argnums=(1, 2))
+    expected = derivative(0.1, None, None)
+    assert jnp.abs(expected) > 1e-3
+    np.testing.assert_allclose(derivative(0.1, skip, loss_scale), expected, rtol=1e-4)
+
+
+@each_rule
+def test_what_a_rule_measures_is_not_differentiated(rule):
+    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=rule)
+
+    def ruled(x):
+        return tx.apply_gradients(times(x), tx.init(PARAMS), PARAMS, value=x)[1].skip_rule
+
+    _, tangents = jax.jit(lambda x: jax.jvp(ruled, (x,), (1.0,)))(1.0)
+    floats = [x for x in jax.tree.leaves(tangents) if x.dtype == jnp.float32]
+    assert floats
+    assert not any(x.any() for x in floats)
 
 
 def test_what_init_returns_may_be_donated():
@@ -279,6 +335,21 @@ def test_replicas_go_by_the_largest_norm_and_the_mean_loss(reduced):
         np.testing.assert_array_equal(state.should_apply, [norm <= 10] * 4)
         if norm > 10:
             chex.assert_trees_all_equal(params, before[0])
+
+
+@pytest.mark.parametrize("loss_scale", [LS, 4, "headroom"], ids=["dynamic", "fixed", "headroom"])
+@pytest.mark.parametrize("skip", ["nonfinite", AtMost(1e9)], ids=["nonfinite", "rule"])
+def test_an_overflow_on_one_replica_is_one_on_all(skip, loss_scale):
+    tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale, axis_name="replica", skip=skip)
+    spread = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), tree)
+    params, state = spread(PARAMS), spread(tx.init(PARAMS))
+    grads = spread(PARAMS)
+    grads["w"] = grads["w"].at[2, 0, 1].set(jnp.inf)
+    after, state = jax.vmap(tx.apply_gradients, axis_name="replica")(grads, state, params)
+    assert not state.should_apply.any()
+    chex.assert_trees_all_equal(after, params)
+    for leaf in jax.tree.leaves((state.loss_scale, state.skip_rule)):
+        chex.assert_trees_all_equal(leaf, jnp.stack([leaf[0]] * REPLICAS))
 
 
 @pytest.mark.parametrize("check_vma", [False, True])

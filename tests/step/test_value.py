@@ -5,6 +5,7 @@ import itertools
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -97,3 +98,46 @@ def test_a_value_that_is_no_scalar_is_refused():
     tx = ols.with_loss_scale(optax.sgd(0.1))
     with pytest.raises(TypeError, match=r"true loss, a scalar, got shape \(2,\)"):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.ones(2))
+
+
+@pytest.mark.parametrize("value", [2**40, -(2**40), 10**400, np.int64(2**40)], ids=str)
+def test_an_integer_that_int32_does_not_hold_is_a_finite_loss(value):
+    tx = ols.with_loss_scale(optax.sgd(0.1))
+    _, state = tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS, value=value)
+    assert state.should_apply
+
+
+def test_inner_is_given_the_value_by_its_name_or_among_any_others_or_not_at_all():
+    seen = []
+
+    def by_name(updates, state, params=None, *, value=None):
+        seen.append(value)
+        return updates, state
+
+    def among_others(updates, state, params=None, **extra):
+        seen.append(extra.get("value"))
+        return updates, state
+
+    def neither(updates, state, params=None, *, more=None):
+        seen.append(more)
+        return updates, state
+
+    for update in (by_name, among_others, neither):
+        inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+        tx = ols.with_loss_scale(inner, None)
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=2.0)
+    assert seen == [2, 2, None]
+
+
+def test_where_a_part_of_a_chain_does_not_take_the_value_the_error_says_what_to_do():
+    sgd = optax.sgd(0.1)
+    inner = optax.chain(sgd, optax.contrib.sam(sgd, sgd))
+    tx = ols.with_loss_scale(inner)
+    with pytest.raises(TypeError) as raised:
+        tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)
+    (note,) = raised.value.__notes__
+    assert "optax.GradientTransformation(*optax.contrib.sam(" in note
+    tx = ols.with_loss_scale(
+        optax.chain(sgd, optax.GradientTransformation(*optax.contrib.sam(sgd, sgd)))
+    )
+    tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)

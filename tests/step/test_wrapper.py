@@ -1,6 +1,7 @@
 import copy
 import functools
 import pickle
+import types
 
 import chex
 import jax
@@ -560,7 +561,18 @@ def test_a_strategy_that_returns_something_else_is_refused(returned):
         tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)
 
 
-@pytest.mark.parametrize("inner", [None, "adam", optax.adam, 1e-3, optax.constant_schedule(1.0)])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        None,
+        "adam",
+        optax.adam,
+        1e-3,
+        optax.constant_schedule(1.0),
+        types.SimpleNamespace(init=optax.sgd(0.1).init),
+        types.SimpleNamespace(update=optax.sgd(0.1).update),
+    ],
+)
 def test_an_inner_that_is_no_transformation_is_refused(inner):
     with pytest.raises(TypeError, match="inner must be an Optax gradient transformation"):
         ols.with_loss_scale(inner)

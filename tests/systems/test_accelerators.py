@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from benchmarks import _hlo, _targets, _transformer, _ways
-from optax_lossscale import experimental
 from optax_lossscale._diagnosis import calibration, program
 
 DOORS = {"apply_gradients": _ways.apply_gradients, "update": _ways.update}
@@ -61,18 +60,9 @@ def optimizer_step(way, target, dtype, params=PARAMS):
     return compile_for(target.device(), way.step, *args, donate=(0, 1))
 
 
-def rescaled_mlp(params, x):
-    """The same with the backward pass of each layer at a scale of its own."""
-    layer = experimental.rescale(lambda w, x: jnp.tanh(x @ w.astype(jnp.float16)))
-    x = experimental.enter(x)
-    for w in params:
-        x = layer(w, x)
-    return jnp.mean(experimental.leave(x) ** 2)
-
-
-def whole_step(way, target, loss=mlp):
+def whole_step(way, target):
     args = (PARAMS, jax.eval_shape(way.init, PARAMS), BATCH)
-    return compile_for(target.device(), way.train(loss), *args, donate=(0, 1))
+    return compile_for(target.device(), way.train(mlp), *args, donate=(0, 1))
 
 
 @functools.cache
@@ -407,14 +397,6 @@ DIAGNOSES = {
 def test_every_diagnosis_compiles(target, diagnosis):
     function = DIAGNOSES[diagnosis]
     assert compile_for(target.device(), function, SMALL_PARAMS, SMALL_BATCH).operations
-
-
-@over_two
-def test_blocks_that_are_rescaled_cost_little_more(target):
-    way = _ways.apply_gradients(ADAMW, "dynamic")
-    once, each = (whole_step(way, target, loss) for loss in (mlp, rescaled_mlp))
-    assert extra_memory(each, once) <= 0.2
-    assert each.bytes_moved <= 1.15 * once.bytes_moved
 
 
 @over_h100

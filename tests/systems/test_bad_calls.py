@@ -15,7 +15,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 import optax_lossscale as ols
-from optax_lossscale import experimental, plot, presets
+from optax_lossscale import plot, presets
 
 PARAMS = {"w": jnp.ones(3)}
 SGD = optax.sgd(0.1)
@@ -61,10 +61,6 @@ def sam_around_the_wrapper():
         params = optax.apply_updates(params, updates)
 
 
-def sam():
-    return optax.contrib.sam(SGD, SGD)
-
-
 def minimize_by(inner, params=PARAMS, **kwargs):
     tx = ols.with_loss_scale(inner)
     return tx.minimize(loss_fn, tx.init(params), PARAMS, **kwargs)
@@ -77,15 +73,6 @@ def step_by(inner, state):
 def narrowed(dtype, compute_dtype):
     params = {"w": jnp.ones(3, dtype)}
     return ols.value_and_grad(loss_fn, LS, compute_dtype=compute_dtype)(params)
-
-
-def masked_blocks(mask, depth=2):
-    """Blocks in a Python loop, of which a mask of single examples takes some."""
-    block = experimental.rescale(lambda w, x: (w * x).astype(jnp.float16))
-    x = experimental.enter(jnp.ones((2, 3), jnp.float16))
-    for w in jnp.ones(depth):
-        x = jax.tree.map(lambda new, old: jnp.where(mask, new, old), block(w, x), x)
-    return experimental.leave(x)
 
 
 NUMBER, INT = "must be a number between", "must be an int between"
@@ -132,6 +119,11 @@ WRAPPER = {
         ValueError,
         "or of other parameters",
     ),
+    "state: a stack": (
+        lambda: step(state=jax.vmap(TX.init)({"w": jnp.ones((4, 3))})),
+        ValueError,
+        "the state is a stack of shape (4,), as vmap(tx.init)",
+    ),
     "state: its optimizer's": (
         lambda: optax.contrib.schedule_free_eval_params(STATE, PARAMS),
         AttributeError,
@@ -150,11 +142,6 @@ WRAPPER = {
     "value: a key": (lambda: step(value=jax.random.key(0)), TypeError, "a real number"),
     "value: a function": (lambda: step(value=len), TypeError, "a real number"),
     "value: a vector": (lambda: step(value=jnp.ones(3)), TypeError, "jnp.mean"),
-    "value: in a chain with sam": (
-        lambda: minimize_by(optax.chain(SGD, sam())),
-        TypeError,
-        "optax.GradientTransformation(*optax.contrib.sam(",
-    ),
     "minimize: extra_args": (
         lambda: minimize_by(SGD, extra_args=["grad_fn"]),
         TypeError,
@@ -178,6 +165,11 @@ GRADIENT = {
     "parameters": (lambda: ols.value_and_grad(loss_fn, PARAMS), ValueError, "one loss scale"),
     "the transformation": (lambda: ols.value_and_grad(loss_fn, TX), ValueError, "its init ret"),
     "two states": (lambda: ols.value_and_grad(loss_fn, (STATE, STATE)), ValueError, "found 2"),
+    "a stack of states": (
+        lambda: ols.value_and_grad(loss_fn, jax.vmap(TX.init)({"w": jnp.ones((4, 3))})),
+        ValueError,
+        "loss scale has shape (4,), as vmap(tx.init)",
+    ),
     "no function": (lambda: ols.value_and_grad(3, STATE), TypeError, "fun must be a function"),
     "grad: no function": (lambda: ols.grad(None, STATE), TypeError, "fun must be a function"),
     "grad: parameters": (lambda: ols.grad(loss_fn, PARAMS), ValueError, "exactly one loss scale"),
@@ -448,16 +440,6 @@ DIAGNOSIS = {
         "Pass the optimizer state",
     ),
     "several states": (lambda: ols.metrics((STATE, STATE)), ValueError, "functools.partial"),
-    "rescale: a column for a mask": (
-        lambda: masked_blocks(jnp.array([[True], [False]])),
-        TypeError,
-        "A mask of single examples belongs inside the block",
-    ),
-    "rescale: of all numbers": (
-        lambda: masked_blocks(jnp.ones((2, 3), bool), depth=1),
-        TypeError,
-        "leave was given activations",
-    ),
     "explain: names": (
         lambda: ols.diagnosis.explain(
             LEAVES, taps={"embed": ols.diagnosis.probe(), "block": ols.diagnosis.probe()}

@@ -113,7 +113,6 @@ AROUND = {
     "inject_hyperparams": lambda tx: optax.inject_hyperparams(
         lambda factor: optax.chain(tx, optax.scale(factor))
     )(0.5),
-    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
     "with_extra_args": optax.with_extra_args_support,
 }
 
@@ -135,9 +134,7 @@ def test_a_combination_around_the_wrapper_changes_no_parameter_at_an_overflow(ar
     before, _ = scaled_run(tx, steps=2)
     after, state = scaled_run(tx, steps=3, skip=(2,))
     chex.assert_trees_all_equal(after, before)
-    # It keeps the gradients from the wrapper, whose scale then never comes down.
-    keeps = "notfinite_count" in getattr(state, "_fields", ())
-    assert ols.get_loss_scale(state)() == (1024 if keeps else 512)
+    assert ols.get_loss_scale(state)() == 512
 
 
 @pytest.mark.parametrize(
@@ -153,6 +150,35 @@ def test_around_the_wrapper_what_would_leave_gradients_scaled_is_refused(around)
     state = tx.init(PARAMS)
     with pytest.raises(ValueError, match="wrap the whole of it"):
         tx.update(ols.grad(loss_fn, state)(PARAMS), state, PARAMS)
+
+
+BELONGS_INSIDE = {
+    "conditionally_transform": lambda tx: optax.conditionally_transform(tx, lambda step: step > 1),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "mechanize": optax.contrib.mechanize,
+    "deep": lambda tx: optax.chain(optax.identity(), optax.masked(optax.contrib.mechanize(tx), {
+        "w": True, "b": True})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("around", BELONGS_INSIDE.values(), ids=BELONGS_INSIDE)
+def test_what_sees_scaled_gradients_around_the_wrapper_is_refused_by_its_state(around):
+    state = around(wrapped(ADAM)).init(PARAMS)
+    for take in (lambda state: ols.value_and_grad(loss_fn, state), ols.get_loss_scale):
+        with pytest.raises(ValueError, match=r"around with_loss_scale .*(inside|leave it out)"):
+            take(state)
+
+
+@pytest.mark.parametrize("around", BELONGS_INSIDE.values(), ids=BELONGS_INSIDE)
+def test_inside_the_wrapper_it_is_taken(around):
+    assert ols.get_loss_scale(wrapped(around(ADAM)).init(PARAMS)) == LS
+
+
+def test_two_that_are_wrapped_in_a_chain_are_refused_by_their_state():
+    state = optax.chain(wrapped(ADAM), wrapped(optax.sgd(1.0))).init(PARAMS)
+    for take in (lambda state: ols.value_and_grad(loss_fn, state), ols.metrics):
+        with pytest.raises(ValueError, match=r"found 2 .*wrapped as a whole, once"):
+            take(state)
 
 
 def test_wrapping_what_is_wrapped_is_refused():

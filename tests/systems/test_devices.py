@@ -95,6 +95,40 @@ def test_replicas_under_shard_map_step_as_one_device_or_all_skip(bad, way):
     chex.assert_trees_all_close(after[0], optax.apply_updates(PARAMS, updates), rtol=1e-5)
 
 
+@pytest.mark.parametrize("loss_scale", [LS, "headroom", 8], ids=["dynamic", "headroom", "fixed"])
+@pytest.mark.parametrize("apart", ["gradients", "loss"])
+def test_a_forgotten_axis_name_is_named_unless_each_replica_has_a_state_of_its_own(
+    apart, loss_scale
+):
+    mesh = jax.make_mesh((REPLICAS,), ("data",), axis_types=(AxisType.Auto,))
+    tx = ols.with_loss_scale(
+        optax.sgd(0.1), loss_scale, skip="nonfinite" if loss_scale == 8 else None
+    )
+
+    def step(state, x):
+        """Their losses differ, or the parameters that each has, and so their gradients."""
+        state = jax.tree.map(lambda s: s[0] if s.ndim else s, state)
+        params = jax.tree.map(lambda p: p + 0 * x[0, 0], PARAMS)
+        mine = params if apart == "gradients" else PARAMS
+        loss, grads = ols.value_and_grad(loss_fn, state)(mine, x[0])
+        value = None if apart == "gradients" else loss
+        _, state = tx.apply_gradients(grads, state, params, value=value)
+        return jax.tree.map(lambda s: jnp.full(1, s), (state.should_apply, state.skipped_steps))
+
+    own = jax.vmap(lambda _: tx.init(PARAMS))(jnp.arange(REPLICAS))
+    for state, spec in ((own, P("data")), (tx.init(PARAMS), P())):
+        mapped = jax.jit(
+            jax.shard_map(step, mesh=mesh, in_specs=(spec, P("data")), out_specs=P("data"))
+        )
+        if spec == P("data"):
+            _, skipped = mapped(state, batches(2))
+            summed = apart == "loss"  # as gradients of parameters that all share are
+            np.testing.assert_array_equal(skipped, [1] * 4 if summed else [0, 0, 1, 0])
+            continue
+        with pytest.raises(ValueError, match=r"each decide alone .*axis_name='data'"):
+            mapped(state, batches())
+
+
 @pytest.mark.parametrize("bad", [None, 2])
 @pytest.mark.parametrize("way", ["update", "apply_gradients"])
 def test_shards_under_shard_map_step_or_all_skip(bad, way):

@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale import experimental, plot
+from optax_lossscale import plot
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -131,16 +131,6 @@ loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
     ols.testing.assert_computes_in(names["train_step"], jnp.float16, *arguments)
 
 
-RESCALING = programs("docs/experimental.md")
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the frameworks', not ours
-@pytest.mark.parametrize("program", RESCALING, ids=["chain", "whole_model"])
-def test_each_program_that_rescales_runs(program):
-    assert "\nassert " in program
-    exec(program, {})
-
-
 NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
 
 
@@ -253,7 +243,7 @@ def public(module):
             yield from public(value)
 
 
-PUBLIC = dict([*public(ols), *public(experimental), *public(plot)])
+PUBLIC = dict([*public(ols), *public(plot)])
 REFERENCE = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
 DOCUMENTED = re.findall(r"^\.\. auto\w+:: ([\w.]+)", REFERENCE, re.M)
 # What has its example with the function that returns it, raises it or takes it.
@@ -264,15 +254,17 @@ RESULTS = {
         "LossScaleState",
         "LossScaledTransformation",
         "MasterWeightsState",
+        "diagnosis.Diagnosis",
         "diagnosis.DtypeReport",
         "diagnosis.Explanation",
         "diagnosis.InitialScale",
+        "diagnosis.Moments",
         "diagnosis.Operation",
         "diagnosis.Probe",
         "diagnosis.Summary",
         "diagnosis.Suspect",
+        "diagnosis.Underflow",
         "diagnosis.UnderflowReport",
-        "experimental.Rescaled",
         "plot.underflow",
     )
 }

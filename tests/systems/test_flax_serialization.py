@@ -105,9 +105,9 @@ def test_a_state_of_other_shapes_is_refused():
 
 
 ORDERS = {
-    "Flax first": "import flax.serialization\nimport optax_lossscale as ols\nstart()",
-    "ours first": "import optax_lossscale as ols\nimport flax.serialization\nstart()",
-    "Flax last": "import optax_lossscale as ols\nstart()\nimport flax.serialization",
+    "Flax first": "import flax.serialization\nimport optax_lossscale as ols\nstart()\nstep()",
+    "ours first": "import optax_lossscale as ols\nimport flax.serialization\nstart()\nstep()",
+    "Flax last": "import optax_lossscale as ols\nstart()\nimport flax.serialization\nstep()",
 }
 
 
@@ -118,13 +118,16 @@ def test_in_whichever_order_the_two_are_imported(order):
         import jax.numpy as jnp, optax
 
         def start():
-            global tx, state, target, Own
+            global tx, target, Own
             class Own(ols.LossScale):
                 steps: object = ols.state_field(0)
                 def adjust(self, grads_finite):
                     return self.replace(steps=self.steps + 1)
             tx = ols.with_loss_scale(optax.adam(1e-3), Own())
             target = tx.init(jnp.ones(3))
+
+        def step():
+            global state
             _, state = tx.apply_gradients(jnp.ones(3), target, jnp.ones(3))
 
         ORDER
@@ -139,3 +142,26 @@ def test_in_whichever_order_the_two_are_imported(order):
 def test_flax_is_not_imported_by_us():
     script = "import optax_lossscale, sys; sys.exit('flax' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_restored_before_it_is_known_to_flax_a_state_is_refused_by_the_step():
+    """Where Flax is imported between the last step and what it saves or restores."""
+    script = """
+        import jax.numpy as jnp, optax
+        import optax_lossscale as ols
+        tx = ols.with_loss_scale(optax.sgd(0.1))
+        target = tx.init(jnp.ones(3))
+        import flax.serialization
+        saved = {"scale": target.loss_scale()}
+        restored = target._replace(
+            loss_scale=flax.serialization.from_state_dict(target.loss_scale, saved)
+        )
+        try:
+            tx.apply_gradients(jnp.ones(3), restored, jnp.ones(3))
+        except TypeError as error:
+            assert "import flax.serialization before" in str(error)
+        else:
+            raise AssertionError
+        flax.serialization.to_bytes(tx.init(jnp.ones(3)))
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=120)

@@ -13,6 +13,7 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 # Each floor has its folders and files; the package itself, `__init__.py`, lies on top of them all.
 FLOORS = {
     "_arrays": 1,
+    "_programs": 2,
     "_scales": 2,
     "_skips": 2,
     "presets": 2,
@@ -22,7 +23,6 @@ FLOORS = {
     "_diagnosis": 4,
     "diagnosis": 4,
     "demo": 5,
-    "experimental": 5,
     "plot": 5,
     "testing": 5,
 }
@@ -70,6 +70,7 @@ def test_contributing_has_a_line_for_every_module():
     ("part", "line"),
     [
         ("_arrays", "from optax_lossscale._scales.get import get"),
+        ("_programs", "from optax_lossscale._autocast.plan import plan"),
         ("_scales", "from optax_lossscale import _step"),
         ("presets", "import optax_lossscale._step.gradient"),
         ("_step", "def f():\n    from optax_lossscale._diagnosis.tap import tap"),

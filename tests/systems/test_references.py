@@ -1,11 +1,4 @@
-"""What the other systems did, run for run, as recorded by running them.
-
-`traces/` holds a file a preset and a line a run: the reference's constructor arguments
-(`config`), what it was fed (`finite`, a character a step; for LogMax also `amax`), and
-after each step its scale (`scale`), whether the step was applied (`apply`), for the
-Keras optimizers the parameter (`param`), and whether the step after the last one
-recorded raised its "minimum loss scale" error (`raises_at_end`).
-"""
+"""What the other systems did, run for run, as recorded by running them: see `traces/README.md`."""
 
 import json
 import pathlib

@@ -1,10 +1,4 @@
-"""What the five originals decided, step for step, as recorded by running them.
-
-`traces/skips/series.jsonl` has the norms and losses that they were fed, of a NaN null, and the
-other files a line a run: the original's arguments (`config`), and whether each step was applied
-(`apply`). Of a series that is not finite throughout, they were also fed the finite steps alone
-(`apply_of_finite`).
-"""
+"""What the five originals decided, step for step, as recorded: see `traces/README.md`."""
 
 import json
 import pathlib

@@ -1,11 +1,13 @@
-"""Every equation of a program: how often it runs, and the line of the user's that made it."""
+"""Every equation of a program: how often it runs, and the user's line that made it."""
 
+import inspect
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,49 +15,19 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Literal
 
-from optax_lossscale._arrays.programs import (
-    is_float,
+from optax_lossscale._arrays.variables import map_leaves
+from optax_lossscale._programs.operations import TABLE, Is, is_exact, traits_of
+from optax_lossscale._programs.values import dtype_in, is_float
+from optax_lossscale._programs.versions import (
     is_program,
     mapped_axes,
+    name_of,
     open_jaxpr,
     params_of,
-    programs_in,
+    scan_sizes,
 )
-from optax_lossscale._arrays.variables import map_leaves
 
-# What runs a program that no jaxpr shows; and sparse products, whose sizes no shape tells.
-_OPAQUE = {
-    "bcoo_dot_general",
-    "bcsr_dot_general",
-    "call_exported",
-    "call_tf",
-    "dot_product_attention_bwd_wrapper",
-    "dot_product_attention_fwd_wrapper",
-    "ffi_call",
-    "io_callback",
-    "mosaic_gpu_call",
-    "pallas_call",
-    "pure_callback",
-    "tpu_custom_call",
-    "triton_kernel_call",
-}
-# What holds functions that are not all run, and those that are.
-_RUN = {
-    "custom_linear_solve": lambda params: params["jaxprs"].solve,
-    "linear_call": lambda params: params["callee"],
-}
-_SAME_NUMBERS = {
-    "broadcast_in_dim",
-    "copy",
-    "name",
-    "reshape",
-    "rev",
-    "sharding_constraint",
-    "slice",
-    "squeeze",
-    "transpose",
-}
-# Whose lines are nobody's fault: they call the user's functions, and are called by them.
+# Their lines are passed over: they call the user's functions, and are called by them.
 _FRAMEWORKS = ("einops", "equinox", "flax", "haiku", "haliax", "keras", "optax", "optax_lossscale")
 
 
@@ -64,32 +36,42 @@ class Equation(NamedTuple):
 
     Attributes:
       eqn: as it is in the jaxpr.
+      around: the equation that holds the program which this is in, if any.
       runs: how often it runs. Each branch of a `cond` counts as run, and the body of a `while`,
         whose rounds nobody knows before, as run once.
       source: the line that made it, as `model.py:12 (f)`.
-      in_while: the line of the `while` around it, or "".
       before: the dtypes that its operands had before they were converted to wider ones.
       summed: how often it adds to what a `scan` carries: 1, if it does not.
-      scopes: the names around it, outermost first, as profiles have them.
     """
 
     eqn: Any
+    around: Self | None
     runs: int
     source: str
-    in_while: str
     before: tuple[Any, ...]
     summed: int
-    scopes: str
+
+    @property
+    def name(self) -> str:
+        """What JAX calls its operation."""
+        return name_of(self.eqn)
+
+    @property
+    def holders(self) -> Iterator["Equation"]:
+        """Those around it, the innermost first."""
+        if self.around is not None:
+            yield self.around
+            yield from self.around.holders
 
 
 def traced(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The jaxpr of a call, in which all arrays are traced and everything else is as given."""
     arrays: list[Any] = []
-    map_leaves(lambda x: arrays.append(x) or x if _is_array(x) else x, (args, kwargs))
+    map_leaves(lambda x: arrays.append(x) or x if _is_traced(x) else x, (args, kwargs))
 
     def of_arrays(arrays):
         next_array = iter(arrays).__next__
-        of_leaf = lambda x: next_array() if _is_array(x) else x
+        of_leaf = lambda x: next_array() if _is_traced(x) else x
         given, options = map_leaves(of_leaf, (args, kwargs))
         result = fun(*given, **options)
         after = jax.tree.leaves((result, given, options))  # modules are changed in place
@@ -98,44 +80,62 @@ def traced(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return jax.make_jaxpr(of_arrays)(arrays).jaxpr
 
 
-def equations(jaxpr: Any) -> Iterator[Equation]:
-    """Those of a jaxpr, and those inside them."""
-    frameworks = tuple(filter(None, map(_folder, _FRAMEWORKS)))
+def programs_in(eqn: Any) -> list[Any]:
+    """The jaxprs that an equation runs, closed or without constants, as they are."""
+    params = params_of(eqn)
+    operation = TABLE.get(name_of(eqn))
+    if operation is None:
+        found = list(params.values())
+    else:
+        found = [_parameter(params, name) for name in operation.programs]
+    found = jax.tree.leaves(found, is_leaf=is_program)
+    return [x for x in found if is_program(x)]
 
-    def within(jaxpr: Any, around: Equation | None, before: dict[Any, Any]) -> Iterator[Equation]:
-        rounds, sums = 1, set()
-        runs, line, in_while, scopes = 1, "", "", ""
-        if around is not None:
-            rounds, sums = _rounds(around.eqn), _running_sums(around.eqn, jaxpr)
-            runs, line, scopes = around.runs * rounds, around.source, around.scopes
-            in_while = line if around.eqn.primitive.name == "while" else around.in_while
-        for eqn in jaxpr.eqns:
-            operands = tuple(_before(v, before) for v in eqn.invars)
-            summed = rounds if id(eqn) in sums else 1
-            at = Equation(
-                eqn,
-                runs,
-                _source(eqn, line, frameworks),
-                in_while,
-                operands,
-                summed,
-                f"{scopes}/{eqn.source_info.name_stack}",
-            )
-            yield at
-            if _keeps_numbers(eqn):
-                before[eqn.outvars[0]] = operands[0]
-            for inner in _functions(eqn):
-                last = operands[len(operands) - len(inner.invars) :]  # the first is a cond's index
-                yield from within(inner, at, dict(zip(inner.invars, last, strict=False)))
 
-    return within(jaxpr, None, {})
+def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
+    """The programs in an equation, each with the numbers of the operands that it is given."""
+    programs, n = programs_in(eqn), len(eqn.invars)
+    if eqn.primitive.name == "while":
+        condition, body = programs
+        n_cond = eqn.params["cond_nconsts"]
+        return [(condition, [*range(n_cond), *_carried(eqn)]), (body, range(n_cond, n))]
+    # The last ones: the first of a cond is its index.
+    return [(p, range(n)[-len(open_jaxpr(p).invars) :]) for p in programs]
 
 
 def is_opaque(eqn: Any) -> bool:
     """Whether nothing can look into what an equation runs: a kernel, or a Python function."""
     params = params_of(eqn)
     holds_functions = params is not eqn.params and any(map(callable, params.values()))
-    return eqn.primitive.name in _OPAQUE or (holds_functions and not programs_in(eqn))
+    is_known_so = Is.OPAQUE in traits_of(name_of(eqn))
+    return is_known_so or (holds_functions and not programs_in(eqn))
+
+
+def equations(jaxpr: Any) -> Iterator[Equation]:
+    """Those of a jaxpr, and those inside them."""
+    frameworks = tuple(filter(None, map(_folder, _FRAMEWORKS)))
+
+    def within(jaxpr: Any, around: Equation | None, before: dict[Any, Any]) -> Iterator[Equation]:
+        runs, rounds, sums, line = 1, 1, set(), ""
+        if around is not None:
+            rounds, sums = _rounds(around.eqn), _running_sums(around.eqn, jaxpr)
+            runs, line = around.runs * rounds, around.source
+        for eqn in jaxpr.eqns:
+            operands = tuple(_before(v, before) for v in eqn.invars)
+            summed = rounds if id(eqn) in sums else 1
+            source = _source(eqn, line, frameworks)
+            at = Equation(eqn, around, runs, source, operands, summed)
+            yield at
+            if _keeps_numbers(eqn):
+                before |= dict.fromkeys(eqn.outvars, operands[0])
+            carried = _carried(eqn)  # which are those operands in the first round alone
+            for program, given in arguments_of(eqn):
+                inner = open_jaxpr(program)
+                pairs = zip(inner.invars, given, strict=False)
+                of_operands = {v: operands[i] for v, i in pairs if i not in carried}
+                yield from within(inner, at, of_operands)
+
+    return within(jaxpr, None, {})
 
 
 def is_of_the_optimizer(eqn: Any) -> bool:
@@ -150,24 +150,31 @@ def is_of_the_optimizer(eqn: Any) -> bool:
 
 def is_of_a_decomposition(eqn: Any) -> bool:
     """Whether JAX made this by itself, in the derivative of a QR decomposition, say."""
+    file = inspect.getsourcefile(inspect.unwrap(jax.lax.linalg.qr))
     frames = getattr(eqn.source_info.traceback, "frames", ())
-    file = os.path.join(os.path.dirname(jax.__file__), "_src", "lax", "linalg.py")
     return any(frame.file_name == file for frame in frames)
 
 
-def _is_array(x: Any) -> bool:
+def _is_traced(x: Any) -> bool:
     if isinstance(x, (np.ndarray, np.generic)):
         return x.dtype == np.bool_ or jnp.issubdtype(x.dtype, np.number)
     return isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
 
 
-def _functions(eqn: Any) -> list[Any]:
-    """The jaxprs that an equation runs, wherever they are in its parameters."""
-    if is_opaque(eqn):
-        return []
-    run = _RUN.get(eqn.primitive.name, lambda params: list(params.values()))
-    found = jax.tree.leaves(run(params_of(eqn)), is_leaf=is_program)
-    return [open_jaxpr(x) for x in found if is_program(x)]
+def _parameter(params: dict[str, Any], name: str) -> Any:
+    """A parameter by its name, or a part of it, as `jaxprs.solve`."""
+    name, _, part = name.partition(".")
+    return attrgetter(part)(params[name]) if part else params.get(name)
+
+
+def _carried(eqn: Any) -> range:
+    """The operands that a loop carries from round to round."""
+    if eqn.primitive.name == "scan":
+        n_consts, n_carry = scan_sizes(eqn)
+        return range(n_consts, n_consts + n_carry)
+    if eqn.primitive.name == "while":
+        return range(eqn.params["cond_nconsts"] + eqn.params["body_nconsts"], len(eqn.invars))
+    return range(0)
 
 
 def _rounds(eqn: Any) -> int:
@@ -200,16 +207,20 @@ def _running_sums(eqn: Any, body: Any) -> set[int]:
 
 
 def _before(v: Any, before: dict[Any, Any]) -> Any:
-    own = getattr(v.aval, "dtype", None)
-    return own if isinstance(v, Literal) else before.get(v, own)
+    return dtype_in(v) if isinstance(v, Literal) else before.get(v, dtype_in(v))
 
 
 def _keeps_numbers(eqn: Any) -> bool:
-    """Whether the result is the first operand, in another form or in a wider dtype."""
+    """Whether the result is the one operand, in another form or in a wider dtype."""
+    (x, *more), y = eqn.invars or [None], eqn.outvars[:1]
+    if more or not y:
+        return False
     if eqn.primitive.name == "convert_element_type":
-        (x,), (y,) = eqn.invars, eqn.outvars
-        return is_float(x) and is_float(y) and x.aval.dtype.itemsize < y.aval.dtype.itemsize
-    return eqn.primitive.name in _SAME_NUMBERS
+        return is_float(x) and is_float(y[0]) and dtype_in(x).itemsize < dtype_in(y[0]).itemsize
+    return is_exact(eqn.primitive.name)
+
+
+# --- lines ---
 
 
 def _source(eqn: Any, around: str, frameworks: tuple[str, ...]) -> str:

@@ -1,0 +1,142 @@
+"""Functions with derivatives of their own, called anew: their derivatives are narrowed, too."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from optax_lossscale._autocast.kinds import Kind
+from optax_lossscale._autocast.products import why_left
+from optax_lossscale._programs.run import Run
+from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes, is_float
+from optax_lossscale._programs.versions import bind, function_name
+
+Narrowed = Callable[[Any, Sequence[Any], Sequence[Kind]], list[Any]]
+"""Runs a program, narrowed, with arguments of some kinds."""
+
+
+def _custom_jvp(
+    eqn: Any, ins: list, run: Run, given: Sequence[Kind], narrowed: Narrowed
+) -> list[Any]:
+    """Its derivative is that of the original, rewritten in turn."""
+
+    def of(*xs):
+        return run(xs)[0]
+
+    of.__name__ = function_name(eqn.params["call_jaxpr"])
+    of = jax.custom_jvp(of)
+
+    @of.defjvp
+    def rule(primals, tangents):
+        moved = [i for i, t in enumerate(tangents) if dtype_in(t) != jax.dtypes.float0]
+
+        def derivative(primals, tangents_moved):
+            full = list(tangents)
+            for i, t in zip(moved, tangents_moved, strict=True):
+                full[i] = t
+            outs, out_tangents = jax.jvp(lambda *xs: bind(eqn, xs), tuple(primals), tuple(full))
+            return outs, [t for t in out_tangents if dtype_in(t) != jax.dtypes.float0]
+
+        traced = dtypes_in(eqn.invars)
+        args = (
+            in_dtypes(traced, primals),
+            [in_dtype(traced[i], tangents[i]) for i in moved],
+        )
+        of_tangents = [max(given[i], Kind.SUM) for i in moved]
+        outs, out_tangents = _rewritten(derivative, args, [*given, *of_tangents], narrowed)
+        left = iter(out_tangents)
+        zeros = lambda x: np.zeros(x.shape, jax.dtypes.float0)
+        is_moved = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+        outs = in_dtypes(run.gives, outs)
+        return outs, [in_dtype(x.dtype, next(left)) if is_moved(x) else zeros(x) for x in outs]
+
+    return of(*map(jnp.asarray, ins))
+
+
+def _custom_vjp(
+    eqn: Any, ins: list, run: Run | None, given: Sequence[Kind], narrowed: Narrowed
+) -> list[Any]:
+    """Both of its passes are those of the original, rewritten in turn.
+
+    The backward pass begins with the forward one: a compiler that sees both computes it once. If
+    that has no products, there is no `run`, and the backward pass, which may have some, goes on
+    from what the original saves.
+    """
+    first = eqn.params["num_consts"]
+
+    def of(*xs):
+        return bind(eqn, xs) if run is None else run(xs)[0]
+
+    def forward(*args):
+        xs = [x.value for x in args]
+        # By what is differentiated alone: the original refuses to be by what it closes over.
+        moved = {i: () for i, x in enumerate(args) if x.perturbed and i >= first}
+        return _vjp(eqn, xs, moved) if run is None else (of(*xs), (xs, moved))
+
+    def backward(saved, cotangents):
+        is_zero = lambda ct: isinstance(ct, SymbolicZero)
+        zeros = lambda ct: jnp.zeros(ct.shape, dtype_in(ct)) if is_zero(ct) else ct
+        floats = dtypes_in(_of_floats(eqn, eqn.outvars))  # masks, indices and keys have none
+        cotangents = in_dtypes(floats, list(map(zeros, _of_floats(eqn, cotangents))))
+        if run is None:
+            pull = lambda saved, cotangents: saved(cotangents)[0]
+            of_saved = [Kind.WIDE] * len(jax.tree.leaves(saved))
+        else:
+            xs, moved = saved
+            pull = lambda xs, cotangents: _vjp(eqn, xs, moved)[1](cotangents)[0]
+            saved, of_saved = in_dtypes(dtypes_in(eqn.invars), xs), given
+        kinds = [*of_saved, *[Kind.SUM] * len(cotangents)]
+        grads = _rewritten(pull, (saved, cotangents), kinds, narrowed)
+        return tuple(in_dtype(dtype_in(x), grads.get(i)) for i, x in enumerate(ins))
+
+    of.__name__ = function_name(eqn.params["call_jaxpr"])
+    of = jax.custom_vjp(of)
+    of.defvjp(forward, backward, symbolic_zeros=True)
+    return of(*map(jnp.asarray, ins))
+
+
+def _vjp(eqn: Any, xs: Sequence[Any], moved: Iterable[int]) -> tuple[list[Any], Any]:
+    """The results of a `custom_vjp`, and the function that pulls cotangents of floats back."""
+
+    def of(those_moved):
+        ys = bind(eqn, [those_moved.get(i, x) for i, x in enumerate(xs)])
+        return _of_floats(eqn, ys), ys
+
+    _, pull, ys = jax.vjp(of, {i: xs[i] for i in moved}, has_aux=True)
+    return ys, pull
+
+
+def _of_floats(eqn: Any, xs: Sequence[Any]) -> list[Any]:
+    """Of what there is for each result of an equation, that for floats."""
+    return [x for v, x in zip(eqn.outvars, xs, strict=True) if is_float(v)]
+
+
+def _rewritten(
+    function: Callable[..., Any], args: Any, given: Sequence[Kind], narrowed: Narrowed
+) -> Any:
+    """What a function of arguments in the dtypes of the original gives, narrowed."""
+    jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+    outs = narrowed(jaxpr, jax.tree.leaves(args), given)
+    return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+
+def call_with_derivative(
+    eqn: Any, ins: list, run: Run | None, given: Sequence[Kind], narrowed: Narrowed
+) -> list[Any] | None:
+    """The results of a function with a derivative of its own; None for any other equation.
+
+    Args:
+      eqn: the equation.
+      ins: its operands.
+      run: how to run its program, if there are products in it.
+      given: the kinds of its operands.
+      narrowed: runs what its derivative is made of.
+    """
+    if eqn.primitive.name == "custom_vjp_call" and not why_left(eqn):
+        return _custom_vjp(eqn, ins, run, given, narrowed)
+    if eqn.primitive.name == "custom_jvp_call" and run is not None:
+        return _custom_jvp(eqn, ins, run, given, narrowed)
+    return None

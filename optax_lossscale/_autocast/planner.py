@@ -1,0 +1,283 @@
+"""Plans what of a program runs in what, what is kept for its gradient, and what is taken again.
+
+Between the products everything runs in float32, in *islands*: a matrix product gives 16 bits, an
+island reads them, computes in float32, and rounds once where the next product begins. What one
+island leaves for another is kept in 16 bits, if it is of the kind that can be. The backward pass
+computes an island anew from what it read, so no float32 array is kept for it.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from optax_lossscale._autocast.flat import Flat, Instruction, flat
+from optax_lossscale._autocast.kinds import (
+    Kind,
+    kept_dtype,
+    kind_of,
+    kinds,
+    kinds_carried,
+    kinds_of_equation,
+)
+from optax_lossscale._autocast.plan import Casting, Part, Plan, Planned
+from optax_lossscale._autocast.products import holds_products, is_narrowed, is_outer_product
+from optax_lossscale._autocast.recomputed import Repeated, is_cheap, read_by
+from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in
+from optax_lossscale._programs.versions import scan_sizes
+from optax_lossscale._programs.walk import programs_in
+
+
+def plan(
+    jaxpr: Any,
+    takes: Sequence[Any],
+    given: Sequence[Kind],
+    how: Casting,
+    gives: Sequence[Any] | None = None,
+) -> Plan:
+    """The plan for a program that was traced in float32.
+
+    Args:
+      jaxpr: the program.
+      takes: the dtypes in which it is given its arguments: float32 ones in that or in 16 bits.
+      given: the kinds of its arguments.
+      how: how to narrow it.
+      gives: the dtypes of its results; None for 16 bits for each that is a `SUM`.
+    """
+    return _Planner(flat(jaxpr), takes, given, how).plan(gives)
+
+
+class _Planner:
+    """The making of a plan.
+
+    Attributes:
+      held: the dtypes in which each value is there, the first as it is kept.
+    """
+
+    def __init__(self, program: Flat, takes: Sequence[Any], given: Sequence[Kind], how: Casting):
+        self.how, self.program, self.takes = how, program, tuple(takes)
+        self.kinds = kinds(program, given, how.dtype)
+        self.readers = program.readers()
+        self.held = {i: (dtype,) for i, dtype in zip(program.ins, takes, strict=True)}
+        self.held |= {i: (dtype_in(x),) for i, x in program.consts.items()}
+        parameters = (i for i in program.ins if self.kinds[i] == Kind.PARAMETER)
+        self.stays = {*parameters, *program.consts}
+        self.repeated = Repeated(self._bytes)
+        self.parts: list[Part] = []
+
+    def plan(self, gives: Sequence[Any] | None) -> Plan:
+        low, program = self.how.dtype, self.program
+        made_of_low = {i for i, dtypes in self.held.items() if low in dtypes}
+        island: list[Instruction] = []
+        made: set[int] = set()
+        for step in program.steps:
+            reads_low = not made_of_low.isdisjoint(step.reads)
+            if reads_low:
+                made_of_low.update(step.outs)
+            if reads_low and is_cheap(step.eqn):
+                island.append(step)
+                made.update(step.outs)
+                continue
+            if not made.isdisjoint(step.reads):
+                self._add_island(island)
+                island, made = [], set()
+            self._add_by_itself(step)
+            if not reads_low:
+                made_of_low.update(i for i in step.outs if low in self.held[i])
+            if made_of_low.isdisjoint(step.outs) and is_cheap(step.eqn):
+                self.repeated.add(step)
+        self._add_island(island)
+        gives = tuple(map(self._result_dtype, program.outs) if gives is None else gives)
+        ins, outs = tuple(program.ins), tuple(program.outs)
+        return Plan(self.takes, gives, ins, outs, program.consts, tuple(self.parts), self.how)
+
+    def _add_by_itself(self, step: Instruction) -> None:
+        planned = self._planned(step, self.held)
+        is_low = lambda dtype: dtype == self.how.dtype  # as of a product, whoever reads it
+        kept = lambda i, dtype: dtype if is_low(dtype) else self._kept_dtype(i)
+        gives = tuple(map(kept, step.outs, planned.gives))
+        leaves = {i: (dtype,) for i, dtype in zip(step.outs, gives, strict=True)}
+        pairs = zip(step.ins, planned.takes, strict=True)
+        reads = {i: dtype for i, dtype in pairs if not isinstance(i, Literal)}
+        self._add(Part((planned._replace(gives=gives),), 0, reads, leaves, is_recomputed=False))
+
+    def _add_island(self, island: list[Instruction]) -> None:
+        """Adds an island.
+
+        A sum that is kept in 16 bits, and read here too, comes first and by itself. The rest
+        then reads the sum, so that the gradient needs no operands of it beside.
+        """
+        left = self._left(island)
+        low = self.how.dtype
+        rounded = {i for i, dtypes in left.items() if low in dtypes and self._is_kept_low(i)}
+        read = set().union(*(step.reads for step in island))
+        for i in (i for step in island for i in step.outs if i in rounded & read):
+            self._add_part(self._needed(i, island), left, rounded)
+        rest = [step for step in island if not self.held.keys() >= set(step.outs)]
+        self._add_part(rest, left, rounded)
+
+    def _needed(self, wanted: int, island: list[Instruction]) -> list[Instruction]:
+        """The steps of an island that it takes to have a value."""
+        found, needed = [], {wanted}
+        for step in reversed(island):
+            if not needed.isdisjoint(step.outs):
+                found.append(step)
+                needed |= step.reads - self.held.keys()
+        return found[::-1]
+
+    def _add_part(
+        self, steps: list[Instruction], left: dict[int, tuple[Any, ...]], rounded: set[int]
+    ) -> None:
+        """Adds a part of some steps of an island; it leaves what others read and nothing holds."""
+        if not steps:
+            return
+        known = rounded & self.held.keys()  # by an earlier part of the island
+        before = self.repeated.before(steps, known)
+        steps = [*before, *steps]
+        reads = dict.fromkeys(read_by(steps))
+        values = {i: self.held[i] for i in reads}
+        planned = []
+        for step in steps:
+            one = self._planned(step, values, not rounded.isdisjoint(step.outs))
+            # What reads it here sees what others will.
+            pairs = zip(step.outs, one.gives, strict=True)
+            gives = tuple(self.how.dtype if i in rounded else dtype for i, dtype in pairs)
+            values |= {i: (dtype,) for i, dtype in zip(step.outs, gives, strict=True)}
+            planned.append(one._replace(gives=gives))
+        outs = [i for step in steps for i in step.outs]
+        leaves = {i: left[i] for i in outs if i in left and i not in self.held}
+        if not leaves:  # others take it again
+            return
+        moves_only = all(Is.MOVES in traits_of(step.name) for step in steps)
+        is_recomputed = self.how.recomputes and not moves_only
+        self._add(Part(tuple(planned), len(before), reads, leaves, is_recomputed))
+
+    def _add(self, part: Part) -> None:
+        self.parts.append(part)
+        self.held |= part.leaves
+
+    def _left(self, island: list[Instruction]) -> dict[int, tuple[Any, ...]]:
+        """What is to be held of what an island makes, and in which dtypes; first as it is kept.
+
+        What is cheap to take again, and only islands read, is repeated in these instead; then
+        what that takes is to be held.
+        """
+        inside = set(map(id, island))
+        left: dict[int, tuple[Any, ...]] = {}
+        for step in island:
+            readers = {i: self.readers.get(i, ()) for i in step.outs}
+            later = {i: [r for r in rs if id(r) not in inside] for i, rs in readers.items()}
+            others = {i: [r for r in rs if not _is_operand(i, r)] for i, rs in later.items()}
+            if not any(others[i] and self._is_kept_low(i) for i in step.outs):
+                self.repeated.add(step)
+            for i in step.outs:
+                if others[i]:
+                    if not all(r and is_cheap(r.eqn) for r in others[i]):
+                        self.repeated.discard(i)
+                    unheld = (s for s in self.repeated.sources(i) if s not in self.held)
+                    left |= {s: (self._kept_dtype(s),) for s in unheld}
+                if len(others[i]) < len(later[i]) and self.how.dtype not in left.get(i, ()):
+                    left[i] = (*left.get(i, ()), self.how.dtype)
+        return left
+
+    def _planned(
+        self, step: Instruction, values: dict[int, tuple[Any, ...]], is_low: bool = False
+    ) -> Planned:
+        """How a step is run on operands in some dtypes; a sum of two in 16 bits, if `is_low`."""
+        eqn, low = step.eqn, self.how.dtype
+        of = lambda i: dtype_in(i) if isinstance(i, Literal) else values[i][0]
+        there = tuple(map(of, step.ins))
+        as_traced, as_it_comes = tuple(dtypes_in(eqn.invars)), (None,) * len(step.ins)
+        results = tuple(dtypes_in(eqn.outvars))
+        if is_narrowed(eqn):
+            return Planned(step, (low, low, *as_it_comes[2:]), (low,))
+        if is_outer_product(eqn):
+            return Planned(step, (FLOAT32, FLOAT32), results)
+        if holds_products(eqn):
+            given = tuple(kind_of(i, self.kinds, low) for i in step.ins)
+            plans = plans_within(eqn, there, given, self.how)
+            gives = kinds_of_equation(eqn, given, low)
+            pairs = zip(results, gives, strict=True)
+            dtypes = tuple(kept_dtype(dtype, kind, low) for dtype, kind in pairs)
+            return Planned(step, as_it_comes, dtypes, given, plans)
+        if traits_of(step.name) & (Is.MOVES | Is.SENDS):
+            gives = there if len(there) == len(results) else there[:1] * len(results)
+            return Planned(step, as_it_comes, gives)
+        if is_low and Is.ADDS_TWO in traits_of(step.name) and _are_alike(eqn):
+            # Of rounded numbers, so that a compiler has no float32 array to keep.
+            return Planned(step, (low,) * len(step.ins), (low,))
+        return Planned(step, as_traced, results)
+
+    def _bytes(self, i: int) -> int:
+        """What it takes to keep a value; parameters and constants stay anyway."""
+        if i in self.stays:
+            return 0
+        dtype = self.held[i][0] if i in self.held else self._kept_dtype(i)
+        return math.prod(self.program.types[i].shape) * dtype.itemsize
+
+    def _kept_dtype(self, i: int) -> Any:
+        """The dtype in which a value is kept, where not only products read it."""
+        return self.how.dtype if self._is_kept_low(i) else dtype_in(self.program.types[i])
+
+    def _result_dtype(self, i: int | Literal) -> Any:
+        if isinstance(i, Literal):
+            return dtype_in(i)
+        return kept_dtype(dtype_in(self.program.types[i]), self.kinds[i], self.how.dtype)
+
+    def _is_kept_low(self, i: int) -> bool:
+        if dtype_in(self.program.types[i]) != FLOAT32:
+            return False
+        if self.kinds[i] == Kind.ROWS:
+            steps = [step for step in self.readers.get(i, ()) if step is not None]
+            is_sum = lambda s: Is.ADDS_TWO in traits_of(s.name)
+            return any(is_sum(s) and self.kinds[s.outs[0]] == Kind.SUM for s in steps)
+        return self.kinds[i] == Kind.SUM
+
+
+def plans_within(
+    eqn: Any, there: Sequence[Any], given: Sequence[Kind], how: Casting
+) -> tuple[Plan, ...]:
+    """The plans for the programs that an equation holds, of operands in some dtypes."""
+    programs = programs_in(eqn)
+    if eqn.primitive.name == "scan":
+        return (_plan_of_a_scan(eqn, there, given, how._replace(prevent_cse=False)),)
+    if eqn.primitive.name == "while":
+        n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        carried = dtypes_in(eqn.invars[n_cond + n_body :])
+        of_cond, of_body = slice(n_cond), slice(n_cond, n_cond + n_body)
+        wide = [Kind.WIDE] * len(carried)
+        return tuple(
+            plan(program, [*there[consts], *carried], [*given[consts], *wide], how)
+            for program, consts in zip(programs, (of_cond, of_body), strict=True)
+        )
+    if eqn.primitive.name == "cond":
+        of_results = zip(eqn.outvars, kinds_of_equation(eqn, given, how.dtype), strict=True)
+        gives = [kept_dtype(dtype_in(v), kind, how.dtype) for v, kind in of_results]
+        return tuple(plan(program, there[1:], given[1:], how, gives) for program in programs)
+    if Is.KEEPS in traits_of(eqn.primitive.name):
+        how = how._replace(recomputes=False)
+    return tuple(plan(program, there, given, how) for program in programs)
+
+
+def _plan_of_a_scan(eqn: Any, there: Sequence[Any], given: Sequence[Kind], how: Casting) -> Plan:
+    n_consts, n_carry = scan_sizes(eqn)
+    carried = kinds_carried(eqn, given, how.dtype)
+    traced = dtypes_in(eqn.invars)
+    # What each round reads gets a gradient from each, and their sum is one of many numbers.
+    consts, carry = traced[:n_consts], traced[n_consts:][:n_carry]
+    carry = [kept_dtype(d, kind, how.dtype) for d, kind in zip(carry, carried, strict=True)]
+    takes = [*consts, *carry, *there[n_consts + n_carry :]]
+    (body,) = programs_in(eqn)
+    return plan(body, takes, [*given[:n_consts], *carried, *given[n_consts + n_carry :]], how)
+
+
+def _are_alike(eqn: Any) -> bool:
+    """Whether operands and result have one shape."""
+    return len({v.aval.shape for v in (*eqn.invars, *eqn.outvars)}) == 1
+
+
+def _is_operand(i: int, step: Instruction | None) -> bool:
+    """Whether a step takes a value in 16 bits, as one of the two operands of a product."""
+    return step is not None and is_narrowed(step.eqn) and i in step.ins[:2]

@@ -1,0 +1,103 @@
+"""Which products are computed in 16 bits, and why others are left."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from optax_lossscale._programs.run import is_called_anew
+from optax_lossscale._programs.values import (
+    FLOAT32,
+    asks_for_precision,
+    dtype_in,
+    dtypes_in,
+    is_product,
+)
+from optax_lossscale._programs.versions import name_of, open_jaxpr
+from optax_lossscale._programs.walk import programs_in
+
+SCOPE = "ols.autocast"
+"""The name around all that `autocast` runs, and around derivatives that are made of it later."""
+
+
+def is_narrowed(eqn: Any) -> bool:
+    """Whether this is a product to compute in 16 bits."""
+    return is_product(eqn) and not asks_for_precision(eqn) and _multiplies_float32(eqn)
+
+
+def is_outer_product(eqn: Any) -> bool:
+    """Whether this multiplies as `dot_general` does and sums nothing, where that may change.
+
+    It is no product, but its derivatives, made of a `dot_general`, would be: in float32.
+    """
+    if eqn.primitive.name != "dot_general" or asks_for_precision(eqn):
+        return False
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    if contracted or eqn.params.get("out_sharding") is not None:
+        return False
+    return _multiplies_float32(eqn)
+
+
+def holds_products(eqn: Any) -> bool:
+    """Whether an equation holds products to compute in 16 bits, or what has such derivatives.
+
+    The backward pass of a `custom_vjp` may have products where its forward pass has none.
+    """
+    if _why_not_rewritten(eqn):
+        return False
+    has_own = lambda e: e.primitive.name == "custom_vjp_call"
+    is_one = lambda e: is_narrowed(e) or is_outer_product(e) or has_own(e) or holds_products(e)
+    return any(is_one(e) for program in programs_in(eqn) for e in open_jaxpr(program).eqns)
+
+
+def why_left(eqn: Any) -> str:
+    """Why products in an equation, or the equation itself, stay in float32; "" if they do not.
+
+    A loop that waits for a number to converge might wait for ever in 16 bits. A derivative that
+    asks what is differentiated would see other perturbations. Integers may be larger than what
+    16 bits hold.
+    """
+    if not is_product(eqn):
+        return _why_not_rewritten(eqn) if _has_products(eqn) else ""
+    dtypes = dtypes_in(eqn.invars[:2])
+    integers = [d for d in dtypes if jnp.issubdtype(d, jnp.integer)]
+    is_left = FLOAT32 in dtypes and not is_narrowed(eqn) and not asks_for_precision(eqn)
+    return f"a product with {integers[0]}" if is_left and integers else ""
+
+
+def _has_products(eqn: Any) -> bool:
+    """Whether there are products in an equation that would be in 16 bits outside, however deep."""
+    inside = [each for program in programs_in(eqn) for each in open_jaxpr(program).eqns]
+    return any(is_narrowed(e) or is_outer_product(e) or _has_products(e) for e in inside)
+
+
+def _why_not_rewritten(eqn: Any) -> str:
+    if not is_called_anew(eqn):
+        return f"a {name_of(eqn)}"
+    if eqn.params.get("symbolic_zeros"):
+        return "a derivative with symbolic zeros"
+    is_while = eqn.primitive.name == "while"
+    return "a loop that waits for a number" if is_while and _waits(eqn) else ""
+
+
+def _waits(loop: Any) -> bool:
+    """Whether a `while` goes on by anything but a count."""
+    condition = open_jaxpr(loop.params["cond_jaxpr"])
+    read = {v for inner in condition.eqns for v in inner.invars if not isinstance(v, Literal)}
+    read.update(v for v in condition.outvars if not isinstance(v, Literal))
+    is_count = lambda v: jnp.issubdtype(dtype_in(v), jnp.integer)
+    return not all(is_count(v) for v in condition.invars if v in read)
+
+
+def _multiplies_float32(eqn: Any) -> bool:
+    """Whether this is a float32 product, of float32 or with integers that 16 bits hold."""
+    operands = set(dtypes_in(eqn.invars[:2]))
+    is_float32 = FLOAT32 in operands and dtype_in(eqn.outvars[0]) == FLOAT32
+    return is_float32 and all(d == FLOAT32 or _is_8_bit_integer(d) for d in operands)
+
+
+def _is_8_bit_integer(dtype: Any) -> bool:
+    """Whether 16 bits hold all numbers of a dtype: integers of 8 bits and fewer, and masks."""
+    return dtype == jnp.bool_ or (
+        jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits <= 8
+    )

@@ -1,0 +1,106 @@
+"""What underflow takes of gradients at the scale that fits, and without one."""
+
+import bisect
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._arrays.names import without_numbers
+from optax_lossscale._diagnosis.calibration import InitialScale
+from optax_lossscale._diagnosis.places import recorded_places
+from optax_lossscale._diagnosis.program import Evidence, Program
+
+_NOTABLE = 0.01  # a share of gradients that is worth a word
+_TINY = float(jnp.finfo(jnp.float16).tiny)
+_REACH = 2.0**-40  # from the largest float16 to the smallest: no one scale holds more
+_HIGH_ENOUGH = 30  # 2**30 brings what float16 would flush from 2**-54 on into its range
+_STRIDE = 4  # from one scale to the next, to see what underflows
+
+
+class Underflow(NamedTuple):
+    """What underflow takes of the gradients of one kind of parameter, or at one kind of place.
+
+    Attributes:
+      lost: the share that is zero or subnormal at a loss scale of 1, and in float32 is not zero.
+      left: the share that is at the scale that fits, likewise.
+      bits: how large a power of two it takes for no more than that to be lost.
+    """
+
+    lost: float
+    left: float
+    bits: int
+
+
+def find_underflow(
+    program: Program, truth: Evidence, known: set[str], fits: InitialScale
+) -> dict[str, Underflow]:
+    """What each group loses, against the scale at which it loses least; the worst first.
+
+    Args:
+      program: the loss function's.
+      truth: the gradients in float32.
+      known: the parameters of which float32 knows the gradient.
+      fits: the scale that fits, and the largest at which gradients are finite.
+    """
+    in_16_bits = {name for name in known if _is_of_float16(program.at(0).grads[name])}
+
+    @functools.cache
+    def shares(exponent: int) -> dict[str, float]:
+        return _shares(program.at(exponent), truth, known, in_16_bits)
+
+    fitting, largest = (round(math.log2(scale)) for scale in (fits.scale, fits.largest))
+    sweep = {0, fitting, *range(largest, max(largest, _HIGH_ENOUGH) + 1, _STRIDE)}
+    found = {}
+    for name in shares(fitting):
+        of_all = {e: shares(e)[name] for e in sorted(sweep) if name in shares(e)}
+        best = min(of_all, key=of_all.__getitem__)
+        least = of_all[best]
+        lost, left = (of_all.get(e, least) - least for e in (0, fitting))
+        if max(lost, left) > _NOTABLE:
+            found[name] = Underflow(lost, left, _bits(shares, name, least + _NOTABLE, best))
+    return dict(sorted(found.items(), key=lambda item: (item[0] != "all", -item[1].lost)))
+
+
+def _bits(shares: Callable[[int], dict[str, float]], name: str, most: float, best: int) -> int:
+    """The least exponent at which no more than `most` is lost."""
+    is_kept = lambda exponent: shares(exponent).get(name, 1.0) <= most
+    return bisect.bisect_left(range(best), True, key=is_kept)
+
+
+def _shares(
+    evidence: Evidence, truth: Evidence, known: set[str], in_16_bits: set[str]
+) -> dict[str, float]:
+    """The share of each group that underflows; but for groups that overflow."""
+    counts: dict[str, list[tuple[Any, Any]]] = {}
+    for name, gradient in evidence.grads.items():
+        if name not in known:
+            continue
+        size, true = np.abs(gradient), np.abs(truth.grads[name])
+        gone = (size < _TINY) if name in in_16_bits else (size == 0)
+        lost = np.count_nonzero(gone & (true > true.max(initial=0) * _REACH))
+        count = lost if np.isfinite(size).all() else np.nan, size.size
+        for group in ("all", without_numbers(name)):
+            counts.setdefault(group, []).append(count)
+    for name, record in recorded_places(evidence.taps):
+        gradient = record.cotangent
+        lost = np.nan if gradient.nonfinite else gradient.zeros + gradient.subnormals
+        group = f"arriving at {without_numbers(name)}"
+        counts.setdefault(group, []).append((lost, gradient.size))
+    totals = {group: np.sum(of, axis=0) for group, of in counts.items()}
+    return {
+        group: float(lost / max(size, 1))
+        for group, (lost, size) in totals.items()
+        if not np.isnan(lost)
+    }
+
+
+def _is_of_float16(x: np.ndarray) -> bool:
+    """Whether these are numbers of float16, whatever dtype they have since been cast to."""
+    if x.dtype == jnp.bfloat16 or np.iscomplexobj(x):
+        return False
+    with np.errstate(over="ignore"):
+        return bool((x == x.astype(np.float16)).all())

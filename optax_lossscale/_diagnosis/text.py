@@ -1,0 +1,39 @@
+"""Reports as text: paragraphs, lists and tables."""
+
+import textwrap
+from collections.abc import Sequence
+
+from optax_lossscale._arrays.names import shortened
+
+_COLUMNS = 100
+_SHOWN = 3
+_WRAPPED = textwrap.TextWrapper(
+    width=_COLUMNS, subsequent_indent="   ", break_long_words=False, break_on_hyphens=False
+)
+wrapped = _WRAPPED.fill
+
+
+def some(names: Sequence[str], what: str = "more") -> str:
+    """The first of them: `a, b, c and 2 more`."""
+    left = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {left} {what}" if left > 0 else "")
+
+
+def table(rows: Sequence[Sequence[str]], text: Sequence[int] = (0,)) -> list[str]:
+    """Rows as lines, their first column shortened to fit.
+
+    Args:
+      rows: the titles, and below them what they are of.
+      text: which columns are text, and not numbers.
+    """
+    _, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    room = max(_COLUMNS - sum(widths) - 2 * len(widths), 24)
+    names = [shortened(name, room) for name, *_ in rows]
+    widths = [max(map(len, names)), *widths]
+    return [
+        "  ".join(
+            x.ljust(width) if i in text else x.rjust(width)
+            for i, (x, width) in enumerate(zip((name, *row[1:]), widths, strict=True))
+        ).rstrip()
+        for name, row in zip(names, rows, strict=True)
+    ]

@@ -1,0 +1,1 @@
+"""Read what JAX traced, and run it by another rule."""

@@ -1,0 +1,67 @@
+"""The values in a program: their dtypes, and which equations multiply them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from optax_lossscale._programs.operations import Is, traits_of
+
+FLOAT32 = jnp.dtype(jnp.float32)
+HALVES = frozenset({jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)})
+
+
+def dtype_in(x: Any) -> Any:
+    """The dtype of an array, a type, a variable or a literal; None for what has none."""
+    return getattr(getattr(x, "aval", x), "dtype", None)
+
+
+def is_float(v: Any) -> bool:
+    """Whether a variable is a floating-point or complex array."""
+    dtype = dtype_in(v)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def in_dtype(dtype: Any, x: Any) -> Any:
+    """An array in another dtype; what has none, or is to have none, as it came."""
+    given = dtype_in(x)
+    if dtype is None or given is None or given == dtype:  # NumPy's float64 equals None
+        return x
+    return lax.convert_element_type(x, dtype)
+
+
+def in_dtypes(dtypes: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+    """Each array in its dtype."""
+    return [in_dtype(dtype, x) for dtype, x in zip(dtypes, xs, strict=True)]
+
+
+def dtypes_in(variables: Sequence[Any]) -> list[Any]:
+    """Those in which variables were traced."""
+    return list(map(dtype_in, variables))
+
+
+def is_product(eqn: Any) -> bool:
+    """Whether this is a matrix product or a convolution.
+
+    Not an outer product, which sums nothing, nor a sum of products to single numbers.
+    """
+    if Is.PRODUCT not in traits_of(eqn.primitive.name):
+        return False
+    if eqn.primitive.name != "dot_general":
+        return True
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    left = [len(v.aval.shape) - len(contracted) - len(batch) for v in eqn.invars]
+    return bool(contracted) and any(left)
+
+
+def asks_for_precision(eqn: Any) -> bool:
+    """Whether a product requests its precision.
+
+    By `precision=jax.lax.Precision.HIGHEST` or by an algorithm, its own or that of
+    `jax.default_matmul_precision` around it.
+    """
+    precision = eqn.params.get("precision")
+    if precision is None:
+        return False
+    return not isinstance(precision, tuple) or lax.Precision.HIGHEST in precision

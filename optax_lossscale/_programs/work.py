@@ -1,0 +1,45 @@
+"""How much an equation computes: how many numbers, each of how many terms."""
+
+import math
+from typing import Any
+
+from optax_lossscale._programs.operations import Is, traits_of
+
+
+def results_of(eqn: Any) -> int:
+    """How many numbers a product gives, each a sum of `terms_of`."""
+    shape, params = eqn.outvars[0].aval.shape, eqn.params
+    if eqn.primitive.name == "conv_general_dilated":
+        # The zeros that a transposed convolution puts between its inputs are not multiplied.
+        return math.prod(shape) // math.prod(params["lhs_dilation"])
+    if numbers := params.get("ragged_dot_dimension_numbers"):
+        (contracted, _), _ = numbers.dot_dimension_numbers
+        if set(numbers.lhs_ragged_dimensions) & set(contracted):  # a part of the sum a group
+            return math.prod(shape[1:])
+    return math.prod(shape)
+
+
+def terms_of(eqn: Any) -> int:
+    """How many numbers are added to each that an equation gives."""
+    name, params = eqn.primitive.name, eqn.params
+    shape, *others = (tuple(getattr(v.aval, "shape", ())) for v in eqn.invars)
+    if name == "conv_general_dilated":
+        features = others[0][params["dimension_numbers"].rhs_spec[0]]
+        return math.prod(others[0]) // max(features, 1)
+    if name == "scaled_matmul_wrapper":
+        return shape[-1]
+    if Is.PRODUCT in traits_of(name):
+        ragged = params.get("ragged_dot_dimension_numbers")
+        numbers = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
+        (contracted, _), _ = numbers
+        return math.prod(shape[axis] for axis in contracted)
+    if name == "reduce_sum":
+        return math.prod(shape[axis] for axis in params["axes"])
+    if name == "cumsum":
+        return shape[params["axis"]]
+    if name == "reduce_window_sum":
+        return math.prod(params["window_dimensions"])
+    if name == "scatter-add":  # at most, if all go to one place
+        window = params["dimension_numbers"].update_window_dims
+        return math.prod(n for axis, n in enumerate(others[1]) if axis not in window)
+    return 1

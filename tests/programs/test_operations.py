@@ -1,0 +1,77 @@
+"""The table of operations: what it knows, and that nothing else names them."""
+
+import ast
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import optax_lossscale
+from optax_lossscale._programs.operations import TABLE, Is, is_exact
+from optax_lossscale._programs.run import is_called_anew
+
+PACKAGE = pathlib.Path(optax_lossscale.__file__).parent
+X = jnp.ones((4, 4))
+FUNCTIONS = [
+    jax.nn.softmax,
+    jax.nn.gelu,
+    jax.nn.logsumexp,
+    jax.nn.standardize,
+    lambda x: jax.scipy.special.betainc(x, x, x / 2),
+    jnp.linalg.svd,
+    jnp.linalg.inv,
+    jnp.fft.rfft,
+    jnp.sort,
+    jnp.cumsum,
+    jnp.cumprod,
+    jnp.nanmedian,
+    lambda x: jax.random.normal(jax.random.key(0), x.shape) * x,
+    lambda x: x.at[0].add(x[1]).at[1].set(2),
+    lambda x: jnp.einsum("ij,kj->ik", x, x) % 3,
+    jax.grad(lambda x: jnp.sum(jnp.linalg.qr(x)[0] ** 2)),
+]
+
+
+def names(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        for inner in jax.tree.leaves(list(eqn.params.values())):
+            if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                yield from names(getattr(inner, "jaxpr", inner))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_what_models_are_made_of_is_known(function):
+    assert set(names(jax.make_jaxpr(function)(X).jaxpr)) <= TABLE.keys()
+
+
+def test_what_moves_and_chooses_is_exact_and_what_adds_or_rounds_is_not():
+    assert all(map(is_exact, ["transpose", "max", "all_gather", "pmax", "select_n"]))
+    assert not any(map(is_exact, ["add", "psum", "convert_element_type", "exp", "not known"]))
+
+
+def test_what_is_called_anew_holds_programs():
+    called = [name for name in TABLE if is_called_anew(_Named(name))]
+    assert all(Is.HOLDS in TABLE[name].traits for name in called)
+    assert len(called) > 10
+
+
+class _Named:
+    """An equation, as far as its name goes."""
+
+    def __init__(self, name):
+        self.primitive = self
+        self.name = name
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.name)
+def test_no_other_file_has_a_set_of_operations(path):
+    """One of more than the six scatters, which `widened` calls by name."""
+    if path.name in ("operations.py", "run.py"):
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.Set, ast.Tuple, ast.List, ast.Dict)):
+            elements = node.keys if isinstance(node, ast.Dict) else node.elts
+            words = {e.value for e in elements if isinstance(e, ast.Constant)}
+            assert len(words & TABLE.keys()) <= 6, (path, words)
