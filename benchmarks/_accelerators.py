@@ -144,7 +144,7 @@ _STEPS = {
     "wrapper: the norm and the check can take one pass together.",
     WHOLE_STEP: "The demo's transformer in four blocks of width 1024, 51M float32 parameters "
     "and 2048 tokens, computing in float16: forward, backward and AdamW. The parameters are cast "
-    "in the model, or before it by `compute_dtype`. On a TPU much depends on the batch, as the "
+    "in the model, or before it by `grad_dtype`. On a TPU much depends on the batch, as the "
     "step without loss scaling applies each gradient as it comes, where the check needs all of "
     "them: on the v5e, with jax 0.10.2, 1024 tokens took 54% without and 73% with it, 4096 took "
     "173% and 202%, and a select by hand the same; on the H100 these took as much without as with "

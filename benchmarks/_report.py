@@ -208,7 +208,7 @@ _SECTIONS = (
         _whole_step,
         "The same transformer in four blocks and wider, with float32 parameters, AdamW and few "
         "tokens, so that the optimizer weighs; its parameters are cast to float16 in the model, "
-        "or by `compute_dtype`. Temporary memory is all that the compiler allocates, in percent "
+        "or by `grad_dtype`. Temporary memory is all that the compiler allocates, in percent "
         "of the parameters' bytes; to compile is the processors' time to trace, lower and "
         "compile.",
     ),

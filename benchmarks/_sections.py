@@ -161,7 +161,7 @@ def train_step(quick: bool) -> list[Row]:
 
             def step(params, state, tokens):
                 probes = [probe] * _model.BLOCKS
-                value_and_grad = ols.value_and_grad(loss_fn, state, argnums=(0, 2))
+                value_and_grad = ols.value_and_scaled_grad(loss_fn, state, argnums=(0, 2))
                 loss, (grads, records) = value_and_grad(params, tokens, probes)
                 params, state = tx.apply_gradients(grads, state, params)
                 return params, state, (loss, records)

@@ -25,9 +25,11 @@ def train(loss_scale, weight):
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params, state, tokens):
-        grads = ols.grad(functools.partial(loss_fn, weight), state)(params, tokens)
-        share = ols.diagnosis.underflow_report(grads, state).total.underflow
-        params, state = tx.apply_gradients(grads, state, params)
+        scaled_grads = ols.value_and_scaled_grad(functools.partial(loss_fn, weight), state)(
+            params, tokens
+        )[1]
+        share = ols.diagnosis.underflow_report(scaled_grads, state).total.underflow
+        params, state = tx.apply_gradients(scaled_grads, state, params)
         return params, state, share
 
     params = _model.init(jax.random.key(0))

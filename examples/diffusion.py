@@ -99,8 +99,8 @@ def make_train_step():
     def train_step(model, average, state, key):
         params, static = eqx.partition(model, eqx.is_inexact_array)
         loss_fn = lambda params: diffusion_loss(eqx.combine(params, static), key)
-        loss, grads = ols.value_and_grad(ols.autocast(loss_fn), state)(params)
-        params, state = tx.apply_gradients(grads, state, params, value=loss)
+        loss, scaled_grads = ols.value_and_scaled_grad(ols.autocast(loss_fn), state)(params)
+        params, state = tx.apply_gradients(scaled_grads, state, params, value=loss)
         moved = optax.incremental_update(params, average, step_size=0.01)
         average = ols.where_applied(state, moved, average)
         return eqx.combine(params, static), average, state, {"loss": loss} | ols.metrics(state)

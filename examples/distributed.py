@@ -69,8 +69,8 @@ def optimizer_and_step(mesh, loss_scale):
         # The mean is taken in the loss: gradients with respect to replicated parameters come
         # out of shard_map summed over the replicas, so this makes them the mean's.
         mean_loss = lambda *args: jax.lax.pmean(ols.autocast(loss_fn)(*args), "data")
-        loss, grads = ols.value_and_grad(mean_loss, state)(params, x, y)
-        params, state = tx.apply_gradients(grads, state, params, value=loss)
+        loss, scaled_grads = ols.value_and_scaled_grad(mean_loss, state)(params, x, y)
+        params, state = tx.apply_gradients(scaled_grads, state, params, value=loss)
         return params, state, loss
 
     return tx, train_step

@@ -100,8 +100,10 @@ def make_train_step(graph):
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params, state, tokens):
-        loss, grads = ols.value_and_grad(ols.autocast(loss_fn), state)(params, tokens)
-        params, state = tx.apply_gradients(grads, state, params, value=loss)
+        loss, scaled_grads = ols.value_and_scaled_grad(ols.autocast(loss_fn), state)(
+            params, tokens
+        )
+        params, state = tx.apply_gradients(scaled_grads, state, params, value=loss)
         return params, state, {"loss": loss} | ols.metrics(state)
 
     return tx, train_step

@@ -113,9 +113,9 @@ def make_train_step(steps):
         params, state, carts = carry
         carts, happened = rollout(params, carts, key)
         advantage = advantages(happened, network(params, carts)[1])
-        differentiate = ols.value_and_grad(actor_critic_loss, state)
-        loss, grads = differentiate(params, happened, advantage)
-        params, state = tx.apply_gradients(grads, state, params, value=loss)
+        differentiate = ols.value_and_scaled_grad(actor_critic_loss, state)
+        loss, scaled_grads = differentiate(params, happened, advantage)
+        params, state = tx.apply_gradients(scaled_grads, state, params, value=loss)
         over, time = happened["over"], happened["carts"].time + 1  # at its end, the return
         metrics = {"return": jnp.sum(over * time), "episodes": jnp.sum(over)}
         return (params, state, carts), metrics | ols.metrics(state)

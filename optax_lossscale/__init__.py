@@ -15,7 +15,7 @@ from optax_lossscale._scales.logmax import LogMaxLossScale
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.stateful import state_field
 from optax_lossscale._scales.tolerance import ToleranceLossScale
-from optax_lossscale._step.gradient import grad, scale_gradient, value_and_grad
+from optax_lossscale._step.gradient import scale_gradient, value_and_scaled_grad
 from optax_lossscale._step.master_weights import MasterWeightsState, with_master_weights
 from optax_lossscale._step.state import LossScaleState
 from optax_lossscale._step.where_applied import where_applied
@@ -61,7 +61,6 @@ __all__ = [
     "diagnosis",
     "get",
     "get_loss_scale",
-    "grad",
     "metrics",
     "presets",
     "raise_if_stuck",
@@ -69,7 +68,7 @@ __all__ = [
     "skips",
     "state_field",
     "testing",
-    "value_and_grad",
+    "value_and_scaled_grad",
     "where_applied",
     "with_loss_scale",
     "with_master_weights",

@@ -43,7 +43,7 @@ def accused(step, *args):
 
 
 def linen(model, *inputs, dtype=jnp.float16, loss=lambda y: jnp.mean(y.astype(F32) ** 2)):
-    """A training step of a Linen model, with `compute_dtype`, and shapes for its arguments."""
+    """A training step of a Linen model, with `grad_dtype`, and shapes for its arguments."""
     variables = jax.eval_shape(model.init, jax.random.key(0), *inputs)
     params = variables.pop("params")
 
@@ -52,7 +52,7 @@ def linen(model, *inputs, dtype=jnp.float16, loss=lambda y: jnp.mean(y.astype(F3
             y = model.apply({"params": params, **rest}, *inputs, mutable=list(rest))
             return loss(y[0] if isinstance(y, tuple) else y)
 
-        loss_value, grads = ols.value_and_grad(loss_fn, state, compute_dtype=dtype)(params)
+        loss_value, grads = ols.value_and_scaled_grad(loss_fn, state, grad_dtype=dtype)(params)
         return *TX.apply_gradients(grads, state, params), loss_value
 
     return jax.jit(step), params, variables, jax.eval_shape(TX.init, params), *inputs
@@ -174,7 +174,7 @@ def gemma(dtype):
         def loss_fn(params):
             return jnp.mean(nnx.merge(graph, params)(tokens).astype(jnp.float32) ** 2)
 
-        loss, grads = ols.value_and_grad(loss_fn, state, compute_dtype=jnp.float16)(params)
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state, grad_dtype=jnp.float16)(params)
         return *TX.apply_gradients(grads, state, params), loss
 
     return step, params, state, TOKENS
@@ -189,7 +189,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_modules_that_promote_compute_nothing_in_float16_whatever_compute_dtype_says(make):
+def test_modules_that_promote_compute_nothing_in_float16_whatever_grad_dtype_says(make):
     step, *args = make(jnp.float32)
     assert set(ols.diagnosis.dtype_report(step, *args).shares) == {F32}
     computes_in(step, jnp.float32, *args)
@@ -352,7 +352,7 @@ def test_the_one_wide_layer_of_a_haiku_model_is_named():
     x = jax.ShapeDtypeStruct((3, 4), F16)
     params = jax.eval_shape(network.init, jax.random.key(0), x)
     loss_fn = lambda params, x: jnp.mean(network.apply(params, x) ** 2)
-    step = ols.value_and_grad(loss_fn, 1024.0, compute_dtype=jnp.float16)
+    step = ols.value_and_scaled_grad(loss_fn, 1024.0, grad_dtype=jnp.float16)
     assert accused(step, params, x) == {line("haiku")}
 
 
@@ -398,7 +398,7 @@ def test_what_optax_multiplies_is_not_the_models():
 
     def step(params, state, x):
         loss_fn = lambda params: jnp.sum((x @ params).astype(jnp.float32))
-        _, grads = ols.value_and_grad(loss_fn, state, compute_dtype=jnp.float16)(params)
+        _, grads = ols.value_and_scaled_grad(loss_fn, state, grad_dtype=jnp.float16)(params)
         return tx.apply_gradients(grads, state, params)
 
     state = jax.eval_shape(tx.init, params)

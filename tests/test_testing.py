@@ -80,7 +80,7 @@ def forgotten_scaling(loss_fn, inner, params):
 @step_of(MISTAKES)
 def an_older_states_value_and_grad(loss_fn, inner, params):
     tx = ols.with_loss_scale(inner)
-    value_and_grad = ols.value_and_grad(loss_fn, tx.init(params))
+    value_and_grad = ols.value_and_scaled_grad(loss_fn, tx.init(params))
 
     def step(params, state, batch):
         loss, grads = value_and_grad(params, batch)
@@ -94,7 +94,7 @@ def unscaled_by_hand(loss_fn, inner, params):
     tx = ols.with_loss_scale(inner)
 
     def step(params, state, batch):
-        loss, grads = ols.value_and_grad(loss_fn, state)(params, batch)
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
         grads = state.loss_scale.unscale(grads)
         return *apply(tx, grads, state, params), loss
 
@@ -106,7 +106,7 @@ def a_clip_outside(loss_fn, inner, params):
     tx = optax.chain(optax.clip_by_global_norm(1.0), ols.with_loss_scale(inner))
 
     def step(params, state, batch):
-        loss, grads = ols.value_and_grad(loss_fn, state)(params, batch)
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
         return *apply(tx, grads, state, params), loss
 
     return tx, step
@@ -117,7 +117,7 @@ def a_norm_of_scaled_gradients(loss_fn, inner, params):
     tx = ols.with_loss_scale(inner)
 
     def step(params, state, batch):
-        loss, grads = ols.value_and_grad(loss_fn, state)(params, batch)
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
         return *tx.apply_gradients(grads, state, params), {"loss": loss, "norm": norm}
 
@@ -129,7 +129,7 @@ def apply_gradients(loss_fn, inner, params):
     tx = ols.with_loss_scale(inner)
 
     def step(params, state, batch):
-        loss, grads = ols.value_and_grad(loss_fn, state)(params, batch)
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
         return *tx.apply_gradients(grads, state, params), loss
 
     return tx, step
@@ -140,7 +140,7 @@ def update_and_apply_updates(loss_fn, inner, params):
     tx = ols.with_loss_scale(inner)
 
     def step(params, state, batch):
-        loss, grads = ols.value_and_grad(loss_fn, state)(params, batch)
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
         norm = optax.tree.norm(state.loss_scale.unscale(grads))
         scale = state.loss_scale()
         params, state = apply(tx, grads, state, params)
@@ -165,7 +165,7 @@ def a_chain_around(loss_fn, inner, params):
     tx = optax.chain(ols.with_loss_scale(inner), optax.scale(0.5))
 
     def step(params, state, batch):
-        loss, grads = ols.value_and_grad(loss_fn, state)(params, batch)
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
         return *apply(tx, grads, state, params), loss
 
     return tx, step
@@ -181,7 +181,7 @@ def a_loss_scale_that_follows_the_gradients(loss_fn, inner, params):
     tx = ols.with_loss_scale(inner, ols.LogMaxLossScale())
 
     def step(params, state, batch):
-        loss, grads = ols.value_and_grad(loss_fn, state)(params, batch)
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
         return *tx.apply_gradients(grads, state, params), loss, ols.metrics(state)
 
     return tx, step
@@ -195,7 +195,9 @@ def auxiliary_outputs_and_summaries(loss_fn, inner, params):
         return loss_fn(params, batch), optax.tree.norm(params)
 
     def step(params, state, batch):
-        (loss, aux), grads = ols.value_and_grad(with_aux, state, has_aux=True)(params, batch)
+        (loss, aux), grads = ols.value_and_scaled_grad(with_aux, state, has_aux=True)(
+            params, batch
+        )
         leaves = ols.diagnosis.nonfinite_leaves(grads)
         return *tx.apply_gradients(grads, state, params), loss, aux, leaves
 
@@ -236,7 +238,7 @@ def test_a_mistake_at_the_end_of_a_window_is_found():
 
     @jax.jit
     def step(params, state, batch):
-        loss, grads = ols.value_and_grad(loss_fn, state)(params, batch)
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
         return *apply(tx, grads, state, params), loss
 
     params, state, _ = step(params, tx.init(params), batch)
@@ -252,7 +254,7 @@ def small_loss(params, x):
     return jnp.mean((x @ params["w"] - 1) ** 2)
 
 
-def small_step(params, state, x, differentiate=ols.value_and_grad):
+def small_step(params, state, x, differentiate=ols.value_and_scaled_grad):
     loss, grads = differentiate(small_loss, state)(params, x)
     return *TX.apply_gradients(grads, state, params), loss
 
@@ -309,7 +311,7 @@ def test_a_loss_scale_used_without_the_wrapper():
     inner = optax.adam(1e-2)
 
     def step(params, state, loss_scale, right):
-        loss, grads = ols.value_and_grad(small_loss, loss_scale)(params, X)
+        loss, grads = ols.value_and_scaled_grad(small_loss, loss_scale)(params, X)
         new_scale, finite = loss_scale.update(grads := loss_scale.unscale(grads))
         updates, new_state = inner.update(grads, state, params)
         new = optax.apply_updates(params, updates), new_state
@@ -345,7 +347,7 @@ def test_other_things_around_the_wrapper_are_found(around, said):
     tx = around(ols.with_loss_scale(optax.sgd(0.1)))
 
     def step(params, state):
-        _, grads = ols.value_and_grad(small_loss, state)(params, X)
+        _, grads = ols.value_and_scaled_grad(small_loss, state)(params, X)
         return apply(tx, grads, state, params)
 
     with pytest.raises(AssertionError, match=said):
@@ -359,7 +361,7 @@ def test_gradients_that_underflow_or_overflow_at_most_loss_scales(share):
         return share * jnp.mean((prediction - 1).astype(jnp.float32) ** 2)
 
     def step(params, state):
-        loss, grads = ols.value_and_grad(loss_fn, state)(params, X)
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, X)
         unscaled = state.loss_scale.unscale(grads)
         zeros = jnp.mean(unscaled["w"] == 0)
         return *TX.apply_gradients(grads, state, params), loss, optax.tree.norm(unscaled), zeros
@@ -369,7 +371,7 @@ def test_gradients_that_underflow_or_overflow_at_most_loss_scales(share):
 
 def test_a_norm_that_happens_to_be_the_loss_scale_is_accused_and_a_tiny_one_too():
     def step(w, state, factor):
-        _, grads = ols.value_and_grad(lambda w: w * factor, state)(w)
+        _, grads = ols.value_and_scaled_grad(lambda w: w * factor, state)(w)
         return *tx.apply_gradients(grads, state, w), {"norm": jnp.abs(grads)}
 
     tx = ols.with_loss_scale(optax.sgd(0.1))
@@ -398,7 +400,7 @@ def test_as_an_overflow_is_expected_debuggers_do_not_stop_at_it():
         return jnp.sum(params["w"].astype(jnp.float16) * 100).astype(jnp.float32) ** 2
 
     def step(params, state):
-        _, grads = ols.value_and_grad(loss_fn, state)(params)
+        _, grads = ols.value_and_scaled_grad(loss_fn, state)(params)
         return TX.apply_gradients(grads, state, params)
 
     with jax.debug_nans(True):
@@ -411,7 +413,7 @@ def test_a_norm_that_is_infinite_at_high_loss_scales_is_accused_without_a_warnin
 
     @jax.jit
     def step(params, state, batch):
-        grads = ols.grad(loss_fn, state)(params, batch)
+        grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)[1]
         norm = sum(jnp.sum(g.astype(jnp.float16) ** 2) for g in jax.tree.leaves(grads))
         return *tx.apply_gradients(grads, state, params), norm
 
@@ -487,7 +489,7 @@ def logging_step(dtype):
 
     @jax.jit
     def step(params, state, batch):
-        loss, scaled = ols.value_and_grad(loss_fn, state, compute_dtype=dtype)(params, batch)
+        loss, scaled = ols.value_and_scaled_grad(loss_fn, state, grad_dtype=dtype)(params, batch)
         before, unscaled = state.loss_scale, state.loss_scale.unscale(scaled)
         params, state = tx.apply_gradients(scaled, state, params)
         right = {name: log(unscaled) for name, log in WRONG_LOGS.items()} | {
@@ -561,7 +563,7 @@ def step_with_changed_updates(dtype, name):
 
     @jax.jit
     def step(params, state, batch, change):
-        loss, grads = ols.value_and_grad(loss_fn, state)(params, batch)
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
         updates, state = tx.update(grads, state, params)
         updates = jax.lax.switch(change, list(UPDATES.values()), updates, norm_of(grads))
         return optax.apply_updates(params, updates), state, loss
@@ -596,7 +598,7 @@ def test_forgotten_scaling_is_found_under_optimizers_that_hide_it(inner):
     @jax.jit
     def step(params, state, x, right):
         used = jnp.where(right, state.loss_scale(), 1.0)
-        loss, grads = ols.value_and_grad(small_loss, used)(params, x)
+        loss, grads = ols.value_and_scaled_grad(small_loss, used)(params, x)
         return *tx.apply_gradients(grads, state, params), loss
 
     state = tx.init(PARAMS)
@@ -613,7 +615,7 @@ def test_forgotten_scaling_is_found_under_optimizers_that_hide_it(inner):
 def test_a_scale_that_adapts_before_it_unscales_is_found(inner, loss_scale):
     @jax.jit
     def step(params, state, loss_scale, right):
-        _, grads = ols.value_and_grad(small_loss, loss_scale)(params, X)
+        _, grads = ols.value_and_scaled_grad(small_loss, loss_scale)(params, X)
         new_scale, finite = loss_scale.update(loss_scale.unscale(grads))
         grads = new_scale.replace(loss_scale=jnp.where(right, loss_scale(), new_scale())).unscale(
             grads
@@ -638,7 +640,7 @@ def test_parts_of_different_sizes_in_float16_are_not_accused():
         def both(params, batch):
             return loss_fn(params["a"], batch) + share * loss_fn(params["b"], batch)
 
-        loss, grads = ols.value_and_grad(both, state)(params, batch)
+        loss, grads = ols.value_and_scaled_grad(both, state)(params, batch)
         return *tx.apply_gradients(grads, state, params), loss
 
     params = {"a": params, "b": jax.tree.map(lambda p: 1.1 * p, params)}
@@ -668,7 +670,7 @@ def test_a_step_without_the_wrapper_that_keeps_the_parameters_at_an_overflow(ret
 
     @jax.jit
     def step(params, state, loss_scale):
-        _, grads = ols.value_and_grad(loss_fn, loss_scale)(params, batch)
+        _, grads = ols.value_and_scaled_grad(loss_fn, loss_scale)(params, batch)
         new_scale, finite = loss_scale.update(grads := loss_scale.unscale(grads))
         updates, new_state = inner.update(grads, state, params)
         new = optax.apply_updates(params, updates), new_state
@@ -684,7 +686,7 @@ def test_a_batch_without_a_gradient_is_not_accused():
     @jax.jit
     def step(params, state, x, is_counted):
         loss_fn = lambda params: jnp.sum(jnp.where(is_counted, x @ params["w"], 0))
-        loss, grads = ols.value_and_grad(loss_fn, state)(params)
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params)
         return *tx.apply_gradients(grads, state, params), loss
 
     ols.testing.assert_scale_invariant(step, PARAMS, tx.init(PARAMS), X, jnp.zeros(2, bool))

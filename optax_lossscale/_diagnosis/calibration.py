@@ -61,7 +61,7 @@ def find_initial_scale(
     that names no axis of `pmap` or `shard_map`.
 
     Args:
-      loss_fn: called as `loss_fn(params, *args, **kwargs)`, as by `value_and_grad`.
+      loss_fn: called as `loss_fn(params, *args, **kwargs)`, as by `value_and_scaled_grad`.
       params: the initial parameters.
       *args: the first batch. Arrays; bind what else there is with `functools.partial`.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
@@ -142,7 +142,7 @@ def _evaluate(loss_fn, has_aux, exponent, params, args, kwargs):
     """The loss, and whether its gradients are finite."""
     loss_scale = jnp.ldexp(jnp.float32(1), exponent)
 
-    def scaled_fn(params):  # not value_and_grad, which refuses modules
+    def scaled_fn(params):  # not value_and_scaled_grad, which refuses modules
         value = loss_fn(params, *args, **kwargs)
         return scale_gradient(loss_of(value, has_aux), loss_scale)
 

@@ -48,8 +48,8 @@ def diagnose(
     otherwise.
 
     Args:
-      loss_fn: called as `loss_fn(params, *args, **kwargs)`, as by `value_and_grad`; with probes
-        as `loss_fn(params, *args, probes=probes, **kwargs)`.
+      loss_fn: called as `loss_fn(params, *args, **kwargs)`, as by `value_and_scaled_grad`; with
+        probes as `loss_fn(params, *args, probes=probes, **kwargs)`.
       params: the parameters.
       *args: a batch. Arrays; bind what else there is with `functools.partial`.
       probes: a tree of probes, each from `probe()`, in the order of the model, which `loss_fn`

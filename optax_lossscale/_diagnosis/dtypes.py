@@ -125,7 +125,7 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
     """In which dtype a function computes what, and the lines of your source that made it so.
 
     Flax's modules, and JAX itself, promote to the widest of what they are given: one float32 input
-    is enough to have all that follows computed in float32, whatever `compute_dtype` says, and only
+    is enough to have all that follows computed in float32, whatever `grad_dtype` says, and only
     the time it takes shows that. `autocast` avoids it. This counts the matrix products and
     convolutions by the dtype of their operands, and their multiplications; and says where sums,
     exponentials, logarithms and powers are computed in 16 bits, which have few digits and a

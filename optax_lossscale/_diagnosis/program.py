@@ -57,7 +57,7 @@ def gradients(
 ) -> Evidence:
     """Those of a loss function, at a loss scale of a power of two."""
 
-    def scaled_fn(params, probes):  # not value_and_grad, which refuses modules
+    def scaled_fn(params, probes):  # not value_and_scaled_grad, which refuses modules
         given = {} if probes is None else {"probes": probes}
         loss = loss_of(loss_fn(params, *args, **given, **kwargs), has_aux)
         wide = at_least_float32(loss)  # scale_gradient warns of less, and the page tells it

@@ -19,7 +19,7 @@ from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.get import resolve
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.validation import function
-from optax_lossscale._step.compute_dtype import ComputeDtype, narrowed, refuse_other_dtypes
+from optax_lossscale._step.grad_dtype import GradDtype, narrowed, refuse_other_dtypes
 from optax_lossscale._step.master_weights import refuse_other_order
 
 
@@ -55,8 +55,8 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
       >>> import optax_lossscale as ols
       >>> def loss_fn(x):
       ...     return ols.scale_gradient(jnp.square(x), ols.FixedLossScale(8))
-      >>> loss, grad = jax.value_and_grad(loss_fn)(3.0)
-      >>> float(loss), float(grad)
+      >>> loss, scaled_grad = jax.value_and_grad(loss_fn)(3.0)
+      >>> float(loss), float(scaled_grad)
       (9.0, 48.0)
     """
     refuse_other_order(loss_scale)
@@ -115,13 +115,13 @@ def _users_stacklevel() -> int:
     return next((n for n, name in enumerate(modules) if name.split(".")[0] not in ours), 1)
 
 
-def value_and_grad(
+def value_and_scaled_grad(
     fun: Callable[..., Any],
     loss_scale: Any,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    compute_dtype: ComputeDtype | None = None,
+    grad_dtype: GradDtype | None = None,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, Any]]:
     """As `jax.value_and_grad`, but the gradients are those of the scaled loss.
@@ -135,7 +135,7 @@ def value_and_grad(
       loss_scale: whatever `get` takes, or an optimizer state that holds exactly one.
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`.
-      compute_dtype: the dtype of the gradients, such as `jnp.float16`, in which they take half
+      grad_dtype: the dtype of the gradients, such as `jnp.float16`, in which they take half
         the memory: what is differentiated is cast to it first, where it is wider floats. Or a
         tree of dtypes that is a prefix of what is differentiated, or a function from that to
         one, in which `None` leaves a leaf as it is; of several `argnums` that is the tuple of
@@ -151,7 +151,7 @@ def value_and_grad(
 
     Raises:
       ValueError: if `loss_scale` is no loss scale, or a state that holds none or several;
-        if `compute_dtype` has other dtypes than those of floating-point numbers; when called,
+        if `grad_dtype` has other dtypes than those of floating-point numbers; when called,
         if it is no prefix of what is differentiated, or that has floats of another dtype that
         is as wide, such as bfloat16 for float16.
       TypeError: if `fun` is no function or `argnums` no ints; when called, if the loss is
@@ -166,14 +166,14 @@ def value_and_grad(
     Example:
       >>> import jax.numpy as jnp
       >>> import optax_lossscale as ols
-      >>> loss, grad = ols.value_and_grad(jnp.square, ols.FixedLossScale(8))(3.0)
-      >>> float(loss), float(grad)
+      >>> loss, scaled_grad = ols.value_and_scaled_grad(jnp.square, ols.FixedLossScale(8))(3.0)
+      >>> float(loss), float(scaled_grad)
       (9.0, 48.0)
     """
     refuse_other_order(loss_scale)
     loss_scale = resolve(loss_scale)
     function("fun", fun)
-    refuse_other_dtypes(compute_dtype)
+    refuse_other_dtypes(grad_dtype)
     several = isinstance(argnums, Sequence)
     differentiated = validation.argnums(argnums)
     if not differentiated:
@@ -186,60 +186,19 @@ def value_and_grad(
     scaled_value_and_grad = jax.value_and_grad(scaled_fun, argnums, has_aux=True, **kwargs)
 
     @functools.wraps(fun)
-    def value_and_scaled_grad(*args, **kw):
+    def value_and_scaled_grad_fn(*args, **kw):
         positions = [range(len(args))[n] for n in differentiated if -len(args) <= n < len(args)]
         given = tuple(args[n] for n in positions)
         _refuse_modules(given)
-        if compute_dtype is not None and len(given) == len(differentiated):  # else JAX refuses
-            cast = narrowed(compute_dtype, given if several else given[0])
+        if grad_dtype is not None and len(given) == len(differentiated):  # else JAX refuses
+            cast = narrowed(grad_dtype, given if several else given[0])
             cast = dict(zip(positions, cast if several else (cast,), strict=True))
             args = [cast.get(n, arg) for n, arg in enumerate(args)]
         (_, value), scaled_grads = scaled_value_and_grad(*args, **kw)
         _warn_of_float16(loss_of(value, has_aux), loss_scale)
         return value, scaled_grads
 
-    return value_and_scaled_grad
-
-
-def grad(
-    fun: Callable[..., Any],
-    loss_scale: Any,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    *,
-    compute_dtype: ComputeDtype | None = None,
-    **kwargs: Any,
-) -> Callable[..., Any]:
-    """As `jax.grad`, but the gradients are those of the scaled loss.
-
-    Args:
-      fun: as for `value_and_grad`, as are the other arguments.
-      loss_scale: whatever `get` takes, or an optimizer state that holds exactly one.
-      argnums: which positional arguments to differentiate.
-      has_aux: whether `fun` returns `(loss, aux)`.
-      compute_dtype: the dtype of the gradients, or those of their leaves.
-      **kwargs: further arguments of `jax.value_and_grad`.
-
-    Returns:
-      A function of `fun`'s arguments that returns the scaled gradients, or with
-      `has_aux` the pair `(scaled_grads, aux)`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import optax_lossscale as ols
-      >>> float(ols.grad(jnp.square, ols.FixedLossScale(8))(3.0))
-      48.0
-    """
-    with_value = value_and_grad(
-        fun, loss_scale, argnums, has_aux, compute_dtype=compute_dtype, **kwargs
-    )
-
-    @functools.wraps(fun)
-    def scaled_grad(*args, **kw):
-        value, scaled_grads = with_value(*args, **kw)
-        return (scaled_grads, value[1]) if has_aux else scaled_grads
-
-    return scaled_grad
+    return value_and_scaled_grad_fn
 
 
 def loss_of(value: Any, has_aux: bool) -> Any:

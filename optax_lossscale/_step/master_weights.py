@@ -81,7 +81,7 @@ def with_master_weights(
     rounded parameters. *Nothing may come after it*, as that would change where the
     parameters land: what is lost to rounding then is lost, as without master weights. So give it
     the whole optimizer, `with_master_weights(optax.chain(…))`. Another order is refused by the
-    `init` of `with_loss_scale` around it, and by `value_and_grad` of such a state.
+    `init` of `with_loss_scale` around it, and by `value_and_scaled_grad` of such a state.
 
     Source: Micikevicius et al., "Mixed Precision Training"
     (https://arxiv.org/abs/1710.03740); it is what Apex's level O2, Megatron-LM and

@@ -10,9 +10,9 @@ from optax_lossscale._scales.get import LossScaleLike, get
 from optax_lossscale._scales.loss_scale import AxisName
 from optax_lossscale._scales.validation import refuse
 from optax_lossscale._step.branch import Branch
-from optax_lossscale._step.compute_dtype import ComputeDtype
 from optax_lossscale._step.decision import Skip, refuse_other_skips
-from optax_lossscale._step.gradient import value_and_grad
+from optax_lossscale._step.grad_dtype import GradDtype
+from optax_lossscale._step.gradient import value_and_scaled_grad
 from optax_lossscale._step.inputs import Mask, refuse_other_masks
 from optax_lossscale._step.state import LossScaleState, refuse_other_states
 from optax_lossscale._step.step import ScaledStep
@@ -63,7 +63,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         unscaled gradients and the updates are then never written to memory.
 
         Args:
-          scaled_grads: gradients of the scaled loss, as `value_and_grad` returns
+          scaled_grads: gradients of the scaled loss, as `value_and_scaled_grad` returns
             them; a tree like `params`. A parameter whose gradient is `None`, or that of the
             branch in which it lies, and what the inner state keeps of it alone, stay as they are.
           state: the state that `init` or the last step returned.
@@ -98,7 +98,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         params: Any,
         *args: Any,
         has_aux: bool = False,
-        compute_dtype: ComputeDtype | None = None,
+        grad_dtype: GradDtype | None = None,
         extra_args: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any, LossScaleState]:
@@ -112,8 +112,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           params: the parameters.
           *args: further arguments of `loss_fn`.
           has_aux: whether `loss_fn` returns `(loss, aux)`.
-          compute_dtype: the dtype of the gradients, or those of their leaves, as in
-            `value_and_grad`.
+          grad_dtype: the dtype of the gradients, or those of their leaves, as in
+            `value_and_scaled_grad`.
           extra_args: passed on to the inner transformation, as the keyword arguments of
             `apply_gradients` are.
           **kwargs: further keyword arguments of `loss_fn`.
@@ -134,8 +134,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         refuse_other_states(state, order)
         if not isinstance(extra_args, Mapping | None):
             raise TypeError(f"extra_args must be a dict of names and values, got {extra_args!r}")
-        differentiate = value_and_grad(
-            loss_fn, state, has_aux=has_aux, compute_dtype=compute_dtype
+        differentiate = value_and_scaled_grad(
+            loss_fn, state, has_aux=has_aux, grad_dtype=grad_dtype
         )
         value, scaled_grads = differentiate(params, *args, **kwargs)
         extra_args = {"value": value[0] if has_aux else value} | dict(extra_args or {})
@@ -161,7 +161,8 @@ def with_loss_scale(
 
     To accumulate gradients, write `with_loss_scale(optax.MultiSteps(inner, k))`: each micro-batch
     is unscaled and checked by itself, and one that overflowed is left out of its window, which
-    waits for another. `value_and_grad` refuses the state of a `MultiSteps` around the wrapper.
+    waits for another. `value_and_scaled_grad` refuses the state of a `MultiSteps` around the
+    wrapper.
 
     Args:
       inner: any Optax transformation.
@@ -207,7 +208,7 @@ def with_loss_scale(
       >>> params = {"w": jnp.array([1.0, 2.0])}
       >>> state = tx.init(params)
       >>> loss_fn = lambda params: jnp.sum(params["w"] ** 2)
-      >>> loss, grads = ols.value_and_grad(loss_fn, state)(params)
+      >>> loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params)
       >>> params, state = tx.apply_gradients(grads, state, params)
       >>> print(loss, params["w"], state.should_apply)
       5.0 [0.8 1.6] True

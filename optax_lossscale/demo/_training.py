@@ -76,10 +76,14 @@ def optimizer_and_step(
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params, state, tokens):
-        loss, grads = ols.value_and_grad(loss_fn, state)(params, tokens)
+        loss, scaled_grads = ols.value_and_scaled_grad(loss_fn, state)(params, tokens)
         used = state.loss_scale()
-        params, state = tx.apply_gradients(grads, state, params)
-        return params, state, (loss * MICRO_BATCHES, used, _zeros(grads), state.should_apply)
+        params, state = tx.apply_gradients(scaled_grads, state, params)
+        return (
+            params,
+            state,
+            (loss * MICRO_BATCHES, used, _zeros(scaled_grads), state.should_apply),
+        )
 
     return tx, train_step
 

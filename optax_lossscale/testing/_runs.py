@@ -68,7 +68,7 @@ def make_runs(run_with: Callable[[LossScale], Run], loss_scale: LossScale) -> Ru
         raise ValueError(
             f"the step is skipped at all but {len(falling)} loss scales from "
             f"2**{_EXPONENTS[0]} to 2**{_EXPONENTS[-1]}: look for NaN or inf in the arguments, "
-            "the loss and the model; explain(nonfinite_leaves(grads)) says where"
+            "the loss and the model; explain(nonfinite_leaves(scaled_grads)) says where"
         )
     usual = np.log2(np.max(loss_scale.loss_scale))
     steady = min(falling, key=lambda run: abs(run.exponent - usual))

@@ -68,12 +68,12 @@ def assert_scale_invariant(
       >>> loss_fn = lambda params, x: jnp.mean((x @ params) ** 2)
       >>> @jax.jit
       ... def right(params, state, x):
-      ...     loss, grads = ols.value_and_grad(loss_fn, state)(params, x)
-      ...     return *tx.apply_gradients(grads, state, params), loss
+      ...     loss, scaled_grads = ols.value_and_scaled_grad(loss_fn, state)(params, x)
+      ...     return *tx.apply_gradients(scaled_grads, state, params), loss
       >>> @jax.jit
       ... def wrong(params, state, x):
-      ...     loss, grads = jax.value_and_grad(loss_fn)(params, x)
-      ...     return *tx.apply_gradients(grads, state, params), loss
+      ...     loss, scaled_grads = jax.value_and_grad(loss_fn)(params, x)
+      ...     return *tx.apply_gradients(scaled_grads, state, params), loss
       >>> params, x = jnp.ones(3), jnp.ones((2, 3))
       >>> ols.testing.assert_scale_invariant(right, params, tx.init(params), x)
       >>> ols.testing.assert_scale_invariant(wrong, params, tx.init(params), x)
@@ -242,15 +242,16 @@ without growth:"""
 
 _DIVIDED = """\
 So gradients are divided by a loss scale that they are not, or no longer, multiplied by. Take them
-with value_and_grad(loss_fn, state), or of scale_gradient(loss, state), inside the step, with the
-state that it is given and not an older one; leave the unscaling to the optimizer; and put what
-looks at the size of gradients, such as a clip, inside: with_loss_scale(optax.chain(clip, …))."""
+with value_and_scaled_grad(loss_fn, state), or of scale_gradient(loss, state), inside the step,
+with the state that it is given and not an older one; leave the unscaling to the optimizer; and
+put what looks at the size of gradients, such as a clip, inside:
+with_loss_scale(optax.chain(clip, …))."""
 
 _MULTIPLIED = """\
 So they are made of gradients that are still scaled. To log a norm, unscale them first:
-get_loss_scale(state).unscale(grads). And what stands before the wrapper in an optax.chain sees
-scaled gradients: put it inside, with_loss_scale(optax.chain(…)). Name in ignore= what is meant to
-depend on the loss scale."""
+get_loss_scale(state).unscale(scaled_grads). And what stands before the wrapper in an optax.chain
+sees scaled gradients: put it inside, with_loss_scale(optax.chain(…)). Name in ignore= what is
+meant to depend on the loss scale."""
 
 _ADAPTED = """\
 So they are unscaled by the new loss scale. Unscale by the one that the loss was multiplied by, of

@@ -1171,7 +1171,7 @@ def test_a_training_step_is_scale_invariant():
     tx = ols.with_loss_scale(optax.adam(1e-2), ols.DynamicLossScale(initial_scale=64.0))
 
     def step(params, state, x):
-        value_and_grad = ols.value_and_grad(ols.autocast(squared(block)), state)
+        value_and_grad = ols.value_and_scaled_grad(ols.autocast(squared(block)), state)
         loss, grads = value_and_grad(params, x)
         params, state = tx.apply_gradients(grads, state, params)
         return params, state, loss
@@ -1219,10 +1219,12 @@ def test_errors_name_the_users_function_and_arguments():
         ols.autocast(of_a_module)(X, model=model)
 
 
-def test_with_compute_dtype():
+def test_with_grad_dtype():
     loss = squared(lambda p, x: block(p, x))
     scale = ols.FixedLossScale(1024)
     exact = jax.grad(loss)(params(), X)
-    grads = ols.grad(ols.autocast(loss), scale, compute_dtype=jnp.float16)(params(), X)
+    grads = ols.value_and_scaled_grad(ols.autocast(loss), scale, grad_dtype=jnp.float16)(
+        params(), X
+    )[1]
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(F16)}
     assert_close(scale.unscale(grads), exact, 0.01)

@@ -741,7 +741,7 @@ def trained(pattern, autocast):
 
     def step(carry, key):
         params, kept, state = carry
-        value_and_grad = ols.value_and_grad(loss_fn, state, has_aux=True)
+        value_and_grad = ols.value_and_scaled_grad(loss_fn, state, has_aux=True)
         (loss, kept), grads = value_and_grad(params, kept, key, pattern.batch)
         params, state = tx.apply_gradients(grads, state, params)
         return (params, kept, state), loss

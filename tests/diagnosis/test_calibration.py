@@ -22,7 +22,9 @@ def loss_fn(w, x):
 def test_finds_the_largest_power_of_two(exponent):
     w, x = jnp.ones(3), jnp.array([0.1, 0.9, 0.5]) * 2.0**exponent
     found = ols.diagnosis.find_initial_scale(loss_fn, w, x.astype(jnp.float16), margin=1)
-    at = lambda scale: ols.all_finite(ols.grad(loss_fn, ols.get(scale))(w, x.astype(jnp.float16)))
+    at = lambda scale: ols.all_finite(
+        ols.value_and_scaled_grad(loss_fn, ols.get(scale))(w, x.astype(jnp.float16))[1]
+    )
     assert at(found.largest)
     assert not at(found.largest * 2)
     assert found.scale == found.largest / 2

@@ -61,7 +61,7 @@ def step(fault, tapped=True):
     @jax.jit
     def evidence(params, x):
         probes = {name: ols.diagnosis.probe() for name in params["blocks"]} if tapped else None
-        value_and_grad = ols.value_and_grad(loss_fn, ols.get(2.0**4), argnums=(0, 1))
+        value_and_grad = ols.value_and_scaled_grad(loss_fn, ols.get(2.0**4), argnums=(0, 1))
         loss, (grads, records) = value_and_grad(params, probes, x, fault)
         return ols.diagnosis.nonfinite_leaves(grads), records, loss
 

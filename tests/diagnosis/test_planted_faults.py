@@ -222,7 +222,7 @@ def autoencoder(params, probes, x, planted):
 
 
 def step(loss_fn, params, probes, x, planted):
-    value_and_grad = ols.value_and_grad(loss_fn, SCALE, argnums=(0, 1))
+    value_and_grad = ols.value_and_scaled_grad(loss_fn, SCALE, argnums=(0, 1))
     loss, (grads, records) = value_and_grad(params, probes, x, planted)
     return ols.diagnosis.nonfinite_leaves(grads), records, loss
 
@@ -238,7 +238,7 @@ def accumulated(loss_fn, params, probes, x, planted):
 
     def micro_step(total, number_and_batch):
         i, x = number_and_batch
-        value_and_grad = ols.value_and_grad(loss_fn, SCALE, argnums=(0, 1))
+        value_and_grad = ols.value_and_scaled_grad(loss_fn, SCALE, argnums=(0, 1))
         on = jax.tree.map(lambda kind: kind * (i == 1), planted)
         return jax.tree.map(jnp.add, total, value_and_grad(params, probes, x, on)), None
 

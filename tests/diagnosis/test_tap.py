@@ -217,8 +217,8 @@ def test_the_demos_blocks_record_what_their_gradients_lose(scale, monkeypatch):
     """What underflows with and without loss scaling, against the gradients themselves."""
     params = _model.init(jax.random.key(0))
     tokens = next(_text.batches(np.arange(2000, dtype=np.uint8), 1, seed=0))
-    gradient = ols.grad(demo_loss, ols.get(scale), argnums=2)
-    records = jax.jit(gradient)(params, tokens, [ols.diagnosis.probe()] * _model.BLOCKS)
+    gradient = ols.value_and_scaled_grad(demo_loss, ols.get(scale), argnums=2)
+    _, records = jax.jit(gradient)(params, tokens, [ols.diagnosis.probe()] * _model.BLOCKS)
     lost = [float(r.cotangent.underflow) for r in records]
 
     zeros = jnp.zeros((_text.BATCH, _model.CONTEXT, _model.WIDTH), jnp.float16)

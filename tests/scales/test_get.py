@@ -85,8 +85,7 @@ def test_none_or_several_is_an_error():
 
 GRADS = {"w": jnp.array([3.0, -1.0])}
 MEANINGS = {
-    "value_and_grad": lambda ls: ols.value_and_grad(lambda x: x, ls)(1.0)[1],
-    "grad": lambda ls: ols.grad(lambda x: x, ls)(1.0),
+    "value_and_scaled_grad": lambda ls: ols.value_and_scaled_grad(lambda x: x, ls)(1.0)[1],
     "scale_gradient": lambda ls: jax.grad(lambda x: ols.scale_gradient(x, ls))(1.0),
     "underflow_report": lambda ls: ols.diagnosis.underflow_report(GRADS, ls).loss_scale,
 }

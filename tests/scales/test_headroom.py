@@ -243,7 +243,7 @@ def test_trains_float16_through_every_door(way):
     @jax.jit
     @chex.assert_max_traces(n=1)
     def step(params, state):
-        loss, grads = ols.value_and_grad(loss_fn, state)(params, x)
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, x)
         if way == "apply_gradients":
             return *tx.apply_gradients(grads, state, params), loss
         updates, state = tx.update(grads, state, params)
@@ -546,7 +546,7 @@ def train_float16(loss_fn, loss_scale, weights):
     def step(carry, weight):
         params, state = carry
         loss = lambda p: loss_fn(p, x, weight)
-        _, grads = ols.value_and_grad(loss, state, compute_dtype=jnp.float16)(params)
+        _, grads = ols.value_and_scaled_grad(loss, state, grad_dtype=jnp.float16)(params)
         lost = jnp.mean(grads == 0)
         params, state = tx.apply_gradients(grads, state, params)
         return (params, state), (state.should_apply, lost)
@@ -589,7 +589,9 @@ def test_networks_in_turn_are_both_trained():
 
     def turn_of(moves, rests, weight):
         def step(params, state):
-            _, grads = ols.value_and_grad(loss_fn, state)(params[moves], params[rests], weight)
+            _, grads = ols.value_and_scaled_grad(loss_fn, state)(
+                params[moves], params[rests], weight
+            )
             params, state = tx.apply_gradients({moves: grads, rests: None}, state, params)
             return (params, state), state.should_apply & (grads != 0).all()
 

@@ -43,7 +43,7 @@ def scaled_step(name, door):
             planted = lambda params, batch: loss_fn(params, batch) * jnp.where(is_bad, jnp.inf, 1)
             loss, params, state = tx.minimize(planted, state, params, batch)
         else:
-            loss, grads = ols.value_and_grad(loss_fn, state)(params, batch)
+            loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
             grads["w"] = jnp.where(is_bad, grads["w"].at[0, 1].set(jnp.inf), grads["w"])
             loss = jnp.where(is_bad, jnp.nan, loss)  # to average, not to decide by
             if door == "apply_gradients":
@@ -129,8 +129,8 @@ def test_accumulation_around_the_wrapper_is_refused_and_the_other_order_named(ar
     steps = optax.MultiSteps(around(scaled), 4, should_skip_update_fn=skip)
     state = steps.init(PARAMS)
     for take in (
-        lambda state: ols.value_and_grad(loss_fn, state)(PARAMS, BATCHES[0]),
-        jax.jit(lambda state: ols.grad(loss_fn, state)(PARAMS, BATCHES[0])),
+        lambda state: ols.value_and_scaled_grad(loss_fn, state)(PARAMS, BATCHES[0]),
+        jax.jit(lambda state: ols.value_and_scaled_grad(loss_fn, state)(PARAMS, BATCHES[0])[1]),
         lambda state: ols.scale_gradient(1.0, {"opt_state": state}),
         ols.get_loss_scale,
         ols.metrics,

@@ -29,28 +29,28 @@ def line(warning):
 
 
 def value_and_grad():
-    ols.value_and_grad(half_loss, STATE)(W)  # here
+    ols.value_and_scaled_grad(half_loss, STATE)(W)  # here
 
 
 def value_and_grad_with_aux():
-    ols.value_and_grad(with_aux, STATE, has_aux=True)(W)  # here
+    ols.value_and_scaled_grad(with_aux, STATE, has_aux=True)(W)  # here
 
 
 def value_and_grad_compiled():
-    jax.jit(lambda w: ols.value_and_grad(half_loss, STATE)(w))(W)  # here
+    jax.jit(lambda w: ols.value_and_scaled_grad(half_loss, STATE)(w))(W)  # here
 
 
 def value_and_grad_mapped():
-    jax.vmap(ols.value_and_grad(half_loss, STATE))(jnp.ones((2, 3)))  # here
+    jax.vmap(ols.value_and_scaled_grad(half_loss, STATE))(jnp.ones((2, 3)))  # here
 
 
 def value_and_grad_cast():
     loss_fn = lambda w: jnp.mean(w**2)
-    ols.value_and_grad(loss_fn, STATE, compute_dtype=jnp.float16)(W)  # here
+    ols.value_and_scaled_grad(loss_fn, STATE, grad_dtype=jnp.float16)(W)  # here
 
 
 def grad():
-    ols.grad(half_loss, STATE)(W)  # here
+    ols.value_and_scaled_grad(half_loss, STATE)(W)[1]  # here
 
 
 def minimize():
@@ -65,11 +65,13 @@ def scale_gradient():
 
 
 def a_fixed_scale_that_is_too_large():
-    ols.value_and_grad(half_loss, 2.0**16)(W)  # here
+    ols.value_and_scaled_grad(half_loss, 2.0**16)(W)  # here
 
 
 def a_number_that_is_traced():
-    jax.jit(lambda w, scale: ols.value_and_grad(half_loss, scale)(w))(W, jnp.float32(8))  # here
+    jax.jit(lambda w, scale: ols.value_and_scaled_grad(half_loss, scale)(w))(
+        W, jnp.float32(8)
+    )  # here
 
 
 WARN = [
@@ -96,7 +98,7 @@ def test_it_is_warned_of_at_the_line_that_differentiates_it(program):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_a_loss_with_float32s_range_is_fine(dtype):
-    ols.value_and_grad(loss_in(dtype), STATE)(W)
+    ols.value_and_scaled_grad(loss_in(dtype), STATE)(W)
     ols.scale_gradient(loss_in(dtype)(W), STATE)
 
 
@@ -106,7 +108,7 @@ def test_a_loss_with_float32s_range_is_fine(dtype):
     ids=["none", "one", "fixed", "bounded"],
 )
 def test_it_is_fine_where_the_loss_scale_stays_within_float16(loss_scale):
-    _, grads = ols.value_and_grad(half_loss, loss_scale)(W)
+    _, grads = ols.value_and_scaled_grad(half_loss, loss_scale)(W)
     assert jnp.isfinite(grads).all()
     ols.scale_gradient(half_loss(W), loss_scale)
 
@@ -115,6 +117,8 @@ def test_what_the_warning_says_is_so():
     for scale, is_finite in ((2.0**15, True), (2.0**16, False)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            half = ols.grad(half_loss, scale)(W * 2.0**-10)
+            half = ols.value_and_scaled_grad(half_loss, scale)(W * 2.0**-10)[1]
         assert (jnp.isfinite(half) == is_finite).all()
-        assert jnp.isfinite(ols.grad(loss_in(jnp.float32), scale)(W * 2.0**-10)).all()
+        assert jnp.isfinite(
+            ols.value_and_scaled_grad(loss_in(jnp.float32), scale)(W * 2.0**-10)[1]
+        ).all()

@@ -346,7 +346,7 @@ def test_followed_in_a_chain_it_is_refused(around, init):
 
 
 @pytest.mark.parametrize(
-    "take", [lambda s: ols.value_and_grad(jnp.sum, s), lambda s: ols.scale_gradient(1.0, s)]
+    "take", [lambda s: ols.value_and_scaled_grad(jnp.sum, s), lambda s: ols.scale_gradient(1.0, s)]
 )
 def test_followed_outside_the_wrapper_its_state_is_refused_where_gradients_are_taken(take):
     own = ols.with_loss_scale(ols.with_master_weights(ADAM))
@@ -482,7 +482,7 @@ def test_bfloat16_parameters_reach_the_loss_of_float32_in_the_setting_of_the_dem
 
         @jax.jit
         def step(params, state, tokens):
-            differentiate = ols.value_and_grad(_model.loss, state, compute_dtype=param_dtype)
+            differentiate = ols.value_and_scaled_grad(_model.loss, state, grad_dtype=param_dtype)
             loss, grads = differentiate(params, tokens, dtype)
             return *tx.apply_gradients(grads, state, params, value=loss), loss
 

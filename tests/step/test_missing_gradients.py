@@ -157,7 +157,7 @@ def test_the_float0_gradient_of_an_integer_counts_as_missing():
     tx = ols.with_loss_scale(optax.sgd(0.5), 8)
     loss_fn = lambda p: jnp.sum(p["w"] ** 2)
     state = tx.init(params)
-    grads = ols.grad(loss_fn, state, allow_int=True)(params)
+    grads = ols.value_and_scaled_grad(loss_fn, state, allow_int=True)(params)[1]
     assert grads["steps"].dtype == jax.dtypes.float0
     for door in ("apply_gradients", "update"):
         after, _ = step_through(door, tx, grads, state, params)

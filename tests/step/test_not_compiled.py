@@ -35,11 +35,13 @@ def bare(params, state, x):
 
 def through(door, tx):
     def apply_gradients(params, state, x):
-        loss, grads = ols.value_and_grad(loss_fn, state)(params, x)
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, x)
         return tx.apply_gradients(grads, state, params, value=loss)
 
     def update(params, state, x):
-        updates, state = tx.update(ols.grad(loss_fn, state)(params, x), state, params)
+        updates, state = tx.update(
+            ols.value_and_scaled_grad(loss_fn, state)(params, x)[1], state, params
+        )
         return optax.apply_updates(params, updates), state
 
     def minimize(params, state, x):

@@ -106,6 +106,6 @@ def test_a_loss_that_is_no_real_scalar_is_refused():
 def test_several_states_are_one_loss_scale_too_many():
     state = ols.with_loss_scale(optax.sgd(0.1), LS).init(W)
     with pytest.raises(ValueError, match=r"found 2 in a tuple.*one LossScale"):
-        ols.value_and_grad(loss_fn, (state, state))
+        ols.value_and_scaled_grad(loss_fn, (state, state))
     with pytest.raises(ValueError, match="found 2"):
         ols.scale_gradient(1.0, (state, state))

@@ -359,7 +359,7 @@ def test_replicas_under_shard_map_agree(check_vma):
 
     def step(params, state, x):
         mean_loss = lambda p, x: jax.lax.pmean(jnp.sum(p["w"] ** 2) * x[0], "data")
-        loss, grads = ols.value_and_grad(mean_loss, state)(params, x)
+        loss, grads = ols.value_and_scaled_grad(mean_loss, state)(params, x)
         return tx.apply_gradients(grads, state, params, value=loss)
 
     spread = jax.shard_map(

@@ -110,7 +110,9 @@ def test_equals_the_unwrapped_optimizer(inner, loss_scale, way, compiled):
             plain_step, inner.init(PARAMS), lambda params, _: jax.grad(loss_fn)(params)
         )
         params, state = trajectory(
-            step, tx.init(PARAMS), lambda params, state: ols.grad(loss_fn, state)(params)
+            step,
+            tx.init(PARAMS),
+            lambda params, state: ols.value_and_scaled_grad(loss_fn, state)(params)[1],
         )
     rtol = 1e-5 if compiled else 0
     chex.assert_trees_all_close(
@@ -122,9 +124,11 @@ def test_equals_the_unwrapped_optimizer(inner, loss_scale, way, compiled):
 @each_optimizer
 def test_a_skipped_step_changes_nothing(inner, way):
     tx, step, _ = compiled_step(inner, LS, way)
-    params, state = step(ols.grad(loss_fn, LS)(PARAMS), tx.init(PARAMS), PARAMS)
+    params, state = step(
+        ols.value_and_scaled_grad(loss_fn, LS)(PARAMS)[1], tx.init(PARAMS), PARAMS
+    )
     for bad in (jnp.nan, jnp.inf, -jnp.inf):
-        grads = ols.grad(loss_fn, state)(params)
+        grads = ols.value_and_scaled_grad(loss_fn, state)(params)[1]
         grads["b"] = grads["b"].at[1].set(bad)
         after, skipped = step(grads, state, params)
         chex.assert_trees_all_equal(after, params)
@@ -287,7 +291,7 @@ def test_a_scan_over_steps_carries_the_state(inner, loss_scale, way):
 
     def body(carry, x):
         params, state = carry
-        grads = ols.grad(loss_fn, state)(params, x)
+        grads = ols.value_and_scaled_grad(loss_fn, state)(params, x)[1]
         params, state = way(tx)(grads, state, params)
         return (params, state), ols.get_loss_scale(state)()
 
@@ -333,7 +337,7 @@ def test_nothing_waits_for_the_device():
 
     @jax.jit
     def train_step(params, state):
-        loss, grads = ols.value_and_grad(loss_fn, state)(params)
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params)
         return *tx.apply_gradients(grads, state, params), loss
 
     state = tx.init(params)
@@ -350,7 +354,9 @@ def test_a_population_under_vmap_skips_each_for_itself():
     seeds = jnp.array([1.0, jnp.inf, 2.0])
     params = jax.vmap(lambda s: jax.tree.map(lambda p: p + 0 * s, PARAMS))(jnp.ones(3))
     state = jax.vmap(tx.init)(params)
-    grads = jax.vmap(lambda p, s: ols.grad(loss_fn, LS)(p, X * s))(params, seeds)
+    grads = jax.vmap(lambda p, s: ols.value_and_scaled_grad(loss_fn, LS)(p, X * s)[1])(
+        params, seeds
+    )
     new, state = jax.jit(jax.vmap(tx.apply_gradients))(grads, state, params)
     np.testing.assert_array_equal(state.loss_scale.loss_scale, [1024, 512, 1024])
     np.testing.assert_array_equal(new["w"][1], PARAMS["w"])
@@ -363,7 +369,9 @@ def test_a_population_under_vmap_skips_each_for_itself():
 def test_inside_a_chain_hands_on_unscaled_updates():
     tx = optax.chain(ols.with_loss_scale(optax.sgd(1.0), LS), optax.scale(0.5))
     state = tx.init(PARAMS)
-    updates, state = jax.jit(tx.update)(ols.grad(loss_fn, state)(PARAMS), state, PARAMS)
+    updates, state = jax.jit(tx.update)(
+        ols.value_and_scaled_grad(loss_fn, state)(PARAMS)[1], state, PARAMS
+    )
     expected = jax.tree.map(lambda g: -0.5 * g, jax.grad(loss_fn)(PARAMS))
     chex.assert_trees_all_close(updates, expected, rtol=1e-6)
 

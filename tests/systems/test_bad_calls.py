@@ -38,7 +38,7 @@ def step(mask=None, axis_name=None, grads=PARAMS, state=STATE, params=PARAMS, va
 
 
 def differentiate(fun, *args, **kwargs):
-    return ols.value_and_grad(fun, LS, **kwargs)(*args or (PARAMS,))
+    return ols.value_and_scaled_grad(fun, LS, **kwargs)(*args or (PARAMS,))
 
 
 def preset(name, /, **arguments):
@@ -70,9 +70,9 @@ def step_by(inner, state):
     return ols.with_loss_scale(inner).apply_gradients(PARAMS, state, PARAMS)
 
 
-def narrowed(dtype, compute_dtype):
+def narrowed(dtype, grad_dtype):
     params = {"w": jnp.ones(3, dtype)}
-    return ols.value_and_grad(loss_fn, LS, compute_dtype=compute_dtype)(params)
+    return ols.value_and_scaled_grad(loss_fn, LS, grad_dtype=grad_dtype)(params)
 
 
 NUMBER, INT = "must be a number between", "must be an int between"
@@ -161,18 +161,37 @@ WRAPPER = {
     ),
 }
 GRADIENT = {
-    "swapped": (lambda: ols.value_and_grad(STATE, loss_fn), ValueError, "loss scale"),
-    "parameters": (lambda: ols.value_and_grad(loss_fn, PARAMS), ValueError, "one loss scale"),
-    "the transformation": (lambda: ols.value_and_grad(loss_fn, TX), ValueError, "its init ret"),
-    "two states": (lambda: ols.value_and_grad(loss_fn, (STATE, STATE)), ValueError, "found 2"),
+    "swapped": (lambda: ols.value_and_scaled_grad(STATE, loss_fn), ValueError, "loss scale"),
+    "parameters": (
+        lambda: ols.value_and_scaled_grad(loss_fn, PARAMS),
+        ValueError,
+        "one loss scale",
+    ),
+    "the transformation": (
+        lambda: ols.value_and_scaled_grad(loss_fn, TX),
+        ValueError,
+        "its init ret",
+    ),
+    "two states": (
+        lambda: ols.value_and_scaled_grad(loss_fn, (STATE, STATE)),
+        ValueError,
+        "found 2",
+    ),
     "a stack of states": (
-        lambda: ols.value_and_grad(loss_fn, jax.vmap(TX.init)({"w": jnp.ones((4, 3))})),
+        lambda: ols.value_and_scaled_grad(loss_fn, jax.vmap(TX.init)({"w": jnp.ones((4, 3))})),
         ValueError,
         "loss scale has shape (4,), as vmap(tx.init)",
     ),
-    "no function": (lambda: ols.value_and_grad(3, STATE), TypeError, "fun must be a function"),
-    "grad: no function": (lambda: ols.grad(None, STATE), TypeError, "fun must be a function"),
-    "grad: parameters": (lambda: ols.grad(loss_fn, PARAMS), ValueError, "exactly one loss scale"),
+    "no function": (
+        lambda: ols.value_and_scaled_grad(3, STATE),
+        TypeError,
+        "fun must be a function",
+    ),
+    "None for a function": (
+        lambda: ols.value_and_scaled_grad(None, STATE),
+        TypeError,
+        "fun must be a function",
+    ),
     "argnums: a str": (lambda: differentiate(loss_fn, argnums="w"), TypeError, "argnums must be"),
     "argnums: a bool": (lambda: differentiate(loss_fn, argnums=True), TypeError, "an int or"),
     "argnums: a float": (lambda: differentiate(loss_fn, argnums=0.0), TypeError, "an int or"),
@@ -185,7 +204,7 @@ GRADIENT = {
     "bfloat16 for float16": (
         lambda: narrowed(jnp.float16, jnp.bfloat16),
         ValueError,
-        "or give compute_dtype=float16",
+        "or give grad_dtype=float16",
     ),
     "scale_gradient: a pair": (
         lambda: ols.scale_gradient((jnp.ones(()), 1), LS),

@@ -49,7 +49,7 @@ def plain_step(tx, extra):
 def scaled_step(tx, extra):
     @jax.jit
     def step(params, state, bad):
-        loss, grads = ols.value_and_grad(loss_fn, state)(params)
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params)
         true = ols.get_loss_scale(state).unscale(grads)
         grads = jax.tree.map(lambda g: jnp.where(bad, jnp.inf, g), grads)
         updates, state = tx.update(grads, state, params, **extra(loss, true))
@@ -149,7 +149,7 @@ def test_around_the_wrapper_what_would_leave_gradients_scaled_is_refused(around)
     tx = around(ols.with_loss_scale(optax.sgd(1.0), LS))
     state = tx.init(PARAMS)
     with pytest.raises(ValueError, match="wrap the whole of it"):
-        tx.update(ols.grad(loss_fn, state)(PARAMS), state, PARAMS)
+        tx.update(ols.value_and_scaled_grad(loss_fn, state)(PARAMS)[1], state, PARAMS)
 
 
 BELONGS_INSIDE = {
@@ -164,7 +164,7 @@ BELONGS_INSIDE = {
 @pytest.mark.parametrize("around", BELONGS_INSIDE.values(), ids=BELONGS_INSIDE)
 def test_what_sees_scaled_gradients_around_the_wrapper_is_refused_by_its_state(around):
     state = around(wrapped(ADAM)).init(PARAMS)
-    for take in (lambda state: ols.value_and_grad(loss_fn, state), ols.get_loss_scale):
+    for take in (lambda state: ols.value_and_scaled_grad(loss_fn, state), ols.get_loss_scale):
         with pytest.raises(ValueError, match=r"around with_loss_scale .*(inside|leave it out)"):
             take(state)
 
@@ -176,7 +176,7 @@ def test_inside_the_wrapper_it_is_taken(around):
 
 def test_two_that_are_wrapped_in_a_chain_are_refused_by_their_state():
     state = optax.chain(wrapped(ADAM), wrapped(optax.sgd(1.0))).init(PARAMS)
-    for take in (lambda state: ols.value_and_grad(loss_fn, state), ols.metrics):
+    for take in (lambda state: ols.value_and_scaled_grad(loss_fn, state), ols.metrics):
         with pytest.raises(ValueError, match=r"found 2 .*wrapped as a whole, once"):
             take(state)
 
@@ -227,7 +227,7 @@ def test_a_loss_scale_for_each_part_is_one_too_many_for_one_loss():
     each = {k: ols.with_loss_scale(optax.sgd(0.1), LS) for k in ("matrix", "vector")}
     state = optax.partition(each, labels).init(PARAMS)
     with pytest.raises(ValueError, match="2"):
-        ols.value_and_grad(loss_fn, state)
+        ols.value_and_scaled_grad(loss_fn, state)
 
 
 def test_reduce_on_plateau_is_given_the_value():
@@ -273,7 +273,9 @@ def test_sam_that_shows_its_adversarial_steps_compiles_once_inside():
     @jax.jit
     @chex.assert_max_traces(n=1)
     def step(params, state):
-        return tx.apply_gradients(ols.grad(loss_fn, state)(params), state, params)
+        return tx.apply_gradients(
+            ols.value_and_scaled_grad(loss_fn, state)(params)[1], state, params
+        )
 
     params, state = PARAMS, tx.init(PARAMS)
     for _ in range(6):
@@ -295,7 +297,7 @@ def test_lookahead_inside_and_around_steps_as_without():
 
     make = lambda inner: optax.lookahead(inner, sync_period=2, slow_step_size=0.5)
     plain = run(make(fast), lambda p, _: jax.grad(loss_fn)(p))
-    grad_fn = lambda p, state: ols.grad(loss_fn, state)(p)
+    grad_fn = lambda p, state: ols.value_and_scaled_grad(loss_fn, state)(p)[1]
     chex.assert_trees_all_close(run(ols.with_loss_scale(make(fast), LS), grad_fn), plain)
     chex.assert_trees_all_close(run(make(ols.with_loss_scale(fast, LS)), grad_fn), plain)
 
@@ -308,7 +310,7 @@ def test_accumulation_is_the_large_batch():
     tx = ols.with_loss_scale(optax.MultiSteps(inner, 4), LS)
     params, state = PARAMS, tx.init(PARAMS)
     for micro in x.reshape(4, 2, 2):
-        grads = ols.grad(of_batch, state)(params, micro)
+        grads = ols.value_and_scaled_grad(of_batch, state)(params, micro)[1]
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
     grads = jax.grad(of_batch)(PARAMS, x)

@@ -32,7 +32,7 @@ def test_an_overflow_on_one_replica_makes_all_skip(bad, reduced):
     tx = ols.with_loss_scale(optax.adam(1e-2), LS, axis_name="replica")
 
     def step(params, state, x):
-        grads = ols.grad(loss_fn, state)(params, x)
+        grads = ols.value_and_scaled_grad(loss_fn, state)(params, x)[1]
         if reduced:
             grads = jax.lax.pmean(grads, "replica")
         return tx.apply_gradients(grads, state, params)
@@ -75,7 +75,7 @@ def test_replicas_under_shard_map_step_as_one_device_or_all_skip(bad, way):
 
     def step(params, state, x):
         mean_loss = lambda params, x: jax.lax.pmean(loss_fn(params, x[0]), "data")
-        grads = ols.grad(mean_loss, state)(params, x)
+        grads = ols.value_and_scaled_grad(mean_loss, state)(params, x)[1]
         if way == "apply_gradients":
             return tx.apply_gradients(grads, state, params)
         updates, state = tx.update(grads, state, params)
@@ -110,7 +110,7 @@ def test_a_forgotten_axis_name_is_named_unless_each_replica_has_a_state_of_its_o
         state = jax.tree.map(lambda s: s[0] if s.ndim else s, state)
         params = jax.tree.map(lambda p: p + 0 * x[0, 0], PARAMS)
         mine = params if apart == "gradients" else PARAMS
-        loss, grads = ols.value_and_grad(loss_fn, state)(mine, x[0])
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(mine, x[0])
         value = None if apart == "gradients" else loss
         _, state = tx.apply_gradients(grads, state, params, value=value)
         return jax.tree.map(lambda s: jnp.full(1, s), (state.should_apply, state.skipped_steps))

@@ -91,7 +91,7 @@ def test_the_step_depends_on_the_loss_scale_in_nothing(name):
 
 
 def forgotten(fun, loss_scale):
-    """As `ols.value_and_grad`, without the loss scale."""
+    """As `ols.value_and_scaled_grad`, without the loss scale."""
     return jax.value_and_grad(fun)
 
 

@@ -80,7 +80,7 @@ def test_an_nnx_optimizer_is_read_as_it_is_and_gives_plain_arrays():
         read = [*jax.tree.leaves(loss_scale), *ols.metrics(holder).values()]
         assert all(isinstance(x, jax.Array) for x in [*read, loss_scale.loss_scale, loss_scale()])
         ols.raise_if_stuck(holder)
-        assert ols.grad(lambda x: 2 * x, holder)(1.0) == 2.0**16
+        assert ols.value_and_scaled_grad(lambda x: 2 * x, holder)(1.0)[1] == 2.0**16
     for _ in range(2):
         nnx_step(model, optimizer, jnp.full((8, 3), jnp.nan))
     assert ols.metrics(optimizer)["skipped_steps"] == 2
@@ -105,8 +105,8 @@ def test_equinox_batch_statistics():
     chex.assert_trees_all_equal(jax.tree.leaves(kept), jax.tree.leaves(old))
 
 
-@pytest.mark.parametrize("differentiate", [ols.value_and_grad, ols.grad])
-def test_an_nnx_module_given_to_value_and_grad_is_sent_here(differentiate):
+def test_an_nnx_module_given_to_value_and_scaled_grad_is_sent_here():
+    differentiate = ols.value_and_scaled_grad
     with pytest.raises(TypeError, match=r"Model is an nnx.Module.*scale_gradient"):
         differentiate(lambda model: jnp.mean(model(X)), LS)(Model())
     with pytest.raises(TypeError, match="scale_gradient"):
@@ -124,9 +124,9 @@ def test_an_nnx_module_given_to_value_and_grad_is_sent_here(differentiate):
 def test_an_equinox_module_with_leaves_that_are_no_arrays_is_sent_here():
     model = eqx.nn.MLP(3, "scalar", 4, 1, key=jax.random.key(0))
     with pytest.raises(TypeError, match=r"no array.*eqx.filter_value_and_grad.*scale_gradient"):
-        ols.value_and_grad(lambda model: model(X[0]), LS)(model)
+        ols.value_and_scaled_grad(lambda model: model(X[0]), LS)(model)
     linear = eqx.nn.Linear(3, "scalar", key=jax.random.key(0))
-    ols.value_and_grad(lambda model: model(X[0]), LS)(linear)
+    ols.value_and_scaled_grad(lambda model: model(X[0]), LS)(linear)
 
 
 class Tied(nnx.Module):

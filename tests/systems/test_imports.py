@@ -44,7 +44,8 @@ def test_the_package_is_imported_and_takes_a_step_without(without):
         tx = ols.with_loss_scale(inner, skip=ols.skips.spikes())
         params = {"w": jnp.ones(3, jnp.bfloat16)}
         state = tx.init(params)
-        loss, grads = ols.value_and_grad(lambda p: p["w"].sum(dtype=jnp.float32), state)(params)
+        loss_fn = lambda p: p["w"].sum(dtype=jnp.float32)
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params)
         params, state = tx.apply_gradients(grads, state, params, value=loss)
         assert (params["w"] == 0.5).all() and ols.metrics(state)["should_apply"]
     """

@@ -282,7 +282,7 @@ def test_sam_takes_no_loss_and_steps_as_without_one(opaque):
     loss_fn = lambda params: jnp.sum(params["w"] ** 2)
     grad_fn = {"grad_fn": lambda params, i: jax.grad(loss_fn)(params)} if opaque else {}
     loss, new, state = tx.minimize(loss_fn, tx.init(params), params, extra_args=grad_fn)
-    grads = ols.grad(loss_fn, tx.init(params))(params)
+    grads = ols.value_and_scaled_grad(loss_fn, tx.init(params))(params)[1]
     expected, _ = tx.apply_gradients(grads, tx.init(params), params, **grad_fn)
     chex.assert_trees_all_equal(new, expected)
     assert loss == 3.0

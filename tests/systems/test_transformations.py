@@ -24,7 +24,7 @@ def loss_fn(params, x):
 
 
 def train_step(params, state, x):
-    loss, grads = ols.value_and_grad(loss_fn, state)(params, x)
+    loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, x)
     params, state = TX.apply_gradients(grads, state, params)
     return params, state, loss
 
@@ -47,7 +47,9 @@ def test_debug_nans_stops_at_an_overflow_and_at_nothing_else():
         _, state, _ = jax.jit(train_step)(PARAMS, TX.init(PARAMS), X)
         assert state.should_apply
         with pytest.raises(FloatingPointError):
-            jax.block_until_ready(ols.grad(loss_fn, state)(PARAMS, OVERFLOW * jnp.inf))
+            jax.block_until_ready(
+                ols.value_and_scaled_grad(loss_fn, state)(PARAMS, OVERFLOW * jnp.inf)[1]
+            )
         with jax.debug_nans(False):
             _, state, _ = jax.jit(train_step)(PARAMS, state, OVERFLOW * jnp.inf)
     assert not state.should_apply
@@ -59,7 +61,7 @@ def test_checkify_errors_of_the_model_come_through():
         return loss_fn(params, x)
 
     def step(params, state, x):
-        loss, grads = ols.value_and_grad(checked_loss, state)(params, x)
+        loss, grads = ols.value_and_scaled_grad(checked_loss, state)(params, x)
         return TX.apply_gradients(grads, state, params), loss
 
     checked = jax.jit(checkify.checkify(step))
@@ -115,7 +117,7 @@ def test_dtypes_are_the_same_in_x64_mode(x64):
         params, state = PARAMS, tx.init(PARAMS)
         before = jax.tree.map(lambda x: x.dtype, state)
         for x in (X, OVERFLOW, X):
-            _, grads = ols.value_and_grad(loss_fn, state)(params, x)
+            _, grads = ols.value_and_scaled_grad(loss_fn, state)(params, x)
             params, state = jax.jit(tx.apply_gradients)(grads, state, params)
         assert jax.tree.map(lambda x: x.dtype, state) == before
         assert state.skipped_steps.dtype == np.int32
@@ -140,7 +142,9 @@ def test_strict_promotion_of_dtypes(loss_scale):
 def test_a_rematerialized_loss_has_the_same_gradients():
     remat = lambda params, x: jax.checkpoint(loss_fn)(params, x)
     chex.assert_trees_all_close(
-        ols.grad(remat, LS)(PARAMS, X), ols.grad(loss_fn, LS)(PARAMS, X), rtol=1e-6
+        ols.value_and_scaled_grad(remat, LS)(PARAMS, X)[1],
+        ols.value_and_scaled_grad(loss_fn, LS)(PARAMS, X)[1],
+        rtol=1e-6,
     )
 
 

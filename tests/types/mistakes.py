@@ -22,7 +22,7 @@ def mistakes() -> None:
     ols.with_loss_scale(optax.adamw)  # pyright: ignore[reportArgumentType]
     ols.get("dynamc")  # pyright: ignore[reportArgumentType]
     ols.DynamicLossscale()  # pyright: ignore[reportAttributeAccessIssue]
-    ols.value_and_grad(jnp.sum)  # pyright: ignore[reportCallIssue]
+    ols.value_and_scaled_grad(jnp.sum)  # pyright: ignore[reportCallIssue]
 
     tx.apply_gradients(params, state)  # pyright: ignore[reportCallIssue]
     tx.apply_gradients(params, params, state)  # pyright: ignore[reportArgumentType]

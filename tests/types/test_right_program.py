@@ -22,7 +22,7 @@ def test_a_right_program_runs():
 
     @jax.jit
     def train_step(params: dict[str, jax.Array], state: ols.LossScaleState, x: jax.Array):
-        loss, grads = ols.value_and_grad(loss_fn, state)(params, x)
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, x)
         params, state = tx.apply_gradients(grads, state, params)
         return params, state, loss
 
@@ -30,8 +30,10 @@ def test_a_right_program_runs():
     params, state, loss = train_step(params, state, x)
     assert bool(state.should_apply)
     assert float(loss) < 1 < float(state.loss_scale())
-    loss, params, state = tx.minimize(loss_fn, state, params, x, compute_dtype=jnp.float16)
-    updates, state = tx.update(ols.grad(loss_fn, state)(params, x), state, params, value=loss)
+    loss, params, state = tx.minimize(loss_fn, state, params, x, grad_dtype=jnp.float16)
+    updates, state = tx.update(
+        ols.value_and_scaled_grad(loss_fn, state)(params, x)[1], state, params, value=loss
+    )
     params = optax.apply_updates(params, updates)
     ols.raise_if_stuck(state)
     ols.plot.loss_scale([ols.metrics(state)], color="red").set_title("The loss scale")

@@ -11,29 +11,29 @@ from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_most, dtype_of, is_inexact
 from optax_lossscale._scales import validation
 
-ComputeDtype = Any | Callable[[Any], Any]  # a DTypeLike, a tree of them, a function to one
+GradDtype = Any | Callable[[Any], Any]  # a DTypeLike, a tree of them, a function to one
 
 
-def narrowed(compute_dtype: ComputeDtype, differentiated: Any) -> Any:
-    """What is differentiated, its wider floats in the dtypes that compute_dtype says."""
-    if _is_function(compute_dtype):
-        compute_dtype = compute_dtype(differentiated)
-        refuse_other_dtypes(compute_dtype)
+def narrowed(grad_dtype: GradDtype, differentiated: Any) -> Any:
+    """What is differentiated, its wider floats in the dtypes that grad_dtype says."""
+    if _is_function(grad_dtype):
+        grad_dtype = grad_dtype(differentiated)
+        refuse_other_dtypes(grad_dtype)
     is_none = lambda x: x is None
     try:
-        jax.tree.broadcast(compute_dtype, differentiated, is_leaf=is_none)
+        jax.tree.broadcast(grad_dtype, differentiated, is_leaf=is_none)
     except ValueError as error:
         raise ValueError(
-            "compute_dtype must be a prefix of the tree of what is differentiated, with a dtype "
+            "grad_dtype must be a prefix of the tree of what is differentiated, with a dtype "
             "or None for each leaf or branch, and of several argnums a tuple with one for each; "
-            f"got {jax.tree.structure(compute_dtype, is_leaf=is_none)} for "
+            f"got {jax.tree.structure(grad_dtype, is_leaf=is_none)} for "
             f"{jax.tree.structure(differentiated)}"
         ) from error
     of_leaf = lambda dtype, above, path, x: _cast(dtype, (*above, *path), x)
     of_branch = lambda path, dtype, branch: jax.tree.map_with_path(
         partial(of_leaf, dtype, path), branch
     )
-    return jax.tree.map_with_path(of_branch, compute_dtype, differentiated, is_leaf=is_none)
+    return jax.tree.map_with_path(of_branch, grad_dtype, differentiated, is_leaf=is_none)
 
 
 def _cast(dtype: Any, path: Any, x: Any) -> Any:
@@ -44,27 +44,27 @@ def _cast(dtype: Any, path: Any, x: Any) -> Any:
     other = dtype_of(x) if is_inexact(x) and not jnp.iscomplexobj(x) else dtype
     if other != dtype and other.itemsize == dtype.itemsize:
         raise ValueError(
-            f"compute_dtype={dtype} casts wider floats only, and {path_name(path)} is "
+            f"grad_dtype={dtype} casts wider floats only, and {path_name(path)} is "
             f"{other}: with {dtype} inputs the model would compute in float32. Keep the "
-            f"parameters in float32 or in {dtype}, or give compute_dtype={other}"
+            f"parameters in float32 or in {dtype}, or give grad_dtype={other}"
         )
     return at_most(dtype, x)
 
 
-def refuse_other_dtypes(compute_dtype: ComputeDtype) -> None:
+def refuse_other_dtypes(grad_dtype: GradDtype) -> None:
     """Raises for what is neither a function nor a tree of floating-point dtypes."""
-    for leaf in [] if _is_function(compute_dtype) else jax.tree.leaves(compute_dtype):
+    for leaf in [] if _is_function(grad_dtype) else jax.tree.leaves(grad_dtype):
         found = validation.dtype(leaf)
         if found is None or not jnp.issubdtype(found, jnp.floating):
             validation.refuse(
-                "compute_dtype",
+                "grad_dtype",
                 leaf,
                 "a floating-point dtype, a tree of them and of None, or a function from what is "
                 "differentiated to one",
             )
 
 
-def _is_function(compute_dtype: Any) -> bool:
+def _is_function(grad_dtype: Any) -> bool:
     """Whether it is to be called; dtypes, and modules as trees of them, only can be."""
-    is_leaf = jax.tree_util.all_leaves([compute_dtype])
-    return is_leaf and callable(compute_dtype) and validation.dtype(compute_dtype) is None
+    is_leaf = jax.tree_util.all_leaves([grad_dtype])
+    return is_leaf and callable(grad_dtype) and validation.dtype(grad_dtype) is None
