@@ -86,6 +86,14 @@ def initial(tx):
     return params, tx.init(params)
 
 
+def say(line):
+    """Prints a line in one write, as `print` alone does not when Python is unbuffered.
+
+    All processes write to the same place, and another's line could come between text and newline.
+    """
+    print(line + "\n", end="", flush=True)
+
+
 def train(steps, growth_interval, overflow, checkpoint):
     """Trains on all processes; returns the parameters and the optimizer's state."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
@@ -110,10 +118,9 @@ def train(steps, growth_interval, overflow, checkpoint):
         x, y = map(to_global, batch(step, jax.process_index(), overflow))
         params, state, loss = train_step(params, state, x, y)
         if jax.process_index() == 0:
-            print(
+            say(
                 f"step {step}: loss {loss:.4f}, scale {state.loss_scale():g}, "
-                f"{'applied' if state.should_apply else 'skipped'}",
-                flush=True,
+                f"{'applied' if state.should_apply else 'skipped'}"
             )
         if manager and step % 5 == 4:
             manager.save(step, args=ocp.args.StandardSave((params, state)))
@@ -165,11 +172,9 @@ def main():
     overflow = tuple(options.overflow) if options.overflow else None
     params, state = train(options.steps, options.growth_interval, overflow, options.checkpoint)
     digest = hashlib.sha256(b"".join(np.asarray(p).tobytes() for p in jax.tree.leaves(params)))
-    print(
+    say(
         f"process {jax.process_index()}: parameters {digest.hexdigest()[:16]}, scale "
-        f"{state.loss_scale():g}, skipped {state.skipped_steps}\n",
-        end="",  # in one piece, as all processes write here
-        flush=True,
+        f"{state.loss_scale():g}, skipped {state.skipped_steps}"
     )
 
 

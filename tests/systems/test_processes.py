@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
@@ -23,10 +24,16 @@ import optax_lossscale as ols
 SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "distributed.py"
 
 
-def test_the_examples_step_depends_on_the_loss_scale_in_nothing():
+@pytest.fixture(scope="module")
+def example():
+    """The script, as a module."""
     spec = importlib.util.spec_from_file_location("distributed", SCRIPT)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_examples_step_depends_on_the_loss_scale_in_nothing(example):
     mesh = jax.make_mesh((2,), ("data",))
     tx, train_step = example.optimizer_and_step(mesh, ols.DynamicLossScale())
     params, state = jax.device_put(example.initial(tx), NamedSharding(mesh, P()))
@@ -36,6 +43,20 @@ def test_the_examples_step_depends_on_the_loss_scale_in_nothing():
         for parts in zip(*ranks, strict=True)
     )
     ols.testing.assert_scale_invariant(train_step, params, state, x, y)
+
+
+def test_each_line_is_written_at_once(example, monkeypatch):
+    """Or else one process's line can end up within another's, and is read as part of it."""
+    writes = []
+    stdout = types.SimpleNamespace(write=writes.append, flush=lambda: None)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--steps", "2"])
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
+    example.main()
+    patterns = ["step 0: .*\n", "step 1: .*\n", "process 0: .*\n"]
+    lines = [text for text in writes if text]
+    assert len(lines) == len(patterns), lines
+    assert all(map(re.fullmatch, patterns, lines)), lines
 
 
 def start(*arguments):
@@ -70,10 +91,10 @@ def test_all_processes_skip_when_one_overflows(processes):
     run = start("--processes", processes, "--steps", 12, "--overflow", 6, processes - 1)
     out, err = finish(run)
     assert run.returncode == 0, err
-    assert re.findall(r"step (\d+): .* skipped", out) == ["6"]
-    assert len(ends(out)) == processes
-    assert len(set(ends(out))) == 1
-    assert ends(out)[0][1:] == ("16384", "1")
+    assert re.findall(r"step (\d+): .* skipped", out) == ["6"], out
+    assert len(ends(out)) == processes, out
+    assert len(set(ends(out))) == 1, out
+    assert ends(out)[0][1:] == ("16384", "1"), out
 
 
 @pytest.mark.slow
