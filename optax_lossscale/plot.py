@@ -1,6 +1,5 @@
 """Pictures of what the numbers do; needs the extra `plot`, which is matplotlib.
 
-Each but `underflow` draws into the axes it is given, or a new figure's, and returns the axes.
 They run on the host and wait for the device.
 """
 
@@ -36,14 +35,10 @@ def loss_scale(
     """The loss scale over the steps, with a cross at each that was skipped.
 
     Args:
-      history: the `metrics` after each step, in a sequence; or one dict of them in which
-        each is stacked, shape (steps,), as `lax.scan` returns them. The scale drawn is the
-        one that a step left behind.
-      axes: the axes to draw into.
+      history: the `metrics` after each step, in a sequence; or one dict of them stacked, shape
+        (steps,), as `lax.scan` returns them. The scale drawn is the one that a step left behind.
+      axes: the axes to draw into and to return; by default those of a new figure.
       **style: of the line, such as `color` and `label`, as `matplotlib` takes them.
-
-    Returns:
-      The axes.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -72,15 +67,12 @@ def loss_scale(
             "history must be a sequence of what metrics returned after each step, or one dict of "
             f"them stacked; got {shown(history)}"
         )
-    axes, applied = _axes(axes, (7, 2.6)), applied.astype(bool)
-    steps = np.arange(1, len(scale) + 1)
+    axes, steps, skipped = _axes(axes, 2.6), np.arange(1, len(scale) + 1), ~applied.astype(bool)
     look: dict[str, Any] = {"color": AFTER, "lw": 1.5} | style
     axes.step(steps, scale, where="mid", **look)
-    marks: dict[str, Any] = {"ls": "none", "marker": "x", "ms": 6, "mew": 1.5, "zorder": 3}
-    axes.plot(steps[~applied], scale[~applied], color=look["color"], **marks)
+    axes.plot(steps[skipped], scale[skipped], "x", color=look["color"], ms=6, mew=1.5, zorder=3)
     axes.set_yscale("log", base=2)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss scale\n(×: step skipped)")
+    axes.set(xlabel="step", ylabel="loss scale\n(×: step skipped)")
     return _plain(axes)
 
 
@@ -99,10 +91,7 @@ def exponents(
       loss_scale: what they were scaled by: whatever `get` takes, or an optimizer state that
         holds exactly one.
       dtype: the floating-point dtype whose ranges are shown.
-      axes: the axes to draw into.
-
-    Returns:
-      The axes.
+      axes: the axes to draw into and to return; by default those of a new figure.
 
     Example:
       >>> import jax.numpy as jnp
@@ -113,49 +102,42 @@ def exponents(
     """
     at_hand("plot.exponents", (scaled_grads, loss_scale))
     dtype = floating_dtype("dtype", dtype)
-    scale = validation.scale("loss_scale", resolve(loss_scale)())
-    axes = _axes(axes, (7, 3.2))
+    shift = float(np.log2(validation.scale("loss_scale", resolve(loss_scale)())))
     leaves = [np.ravel(x) for x in jax.tree.leaves(jax.device_get(scaled_grads)) if is_inexact(x)]
-    parts = [p for x in leaves for p in ((x.real, x.imag) if np.iscomplexobj(x) else (x,))]
-    sizes = np.abs(np.concatenate([np.zeros(0), *(p.astype(np.float64) for p in parts)]))
-    with np.errstate(divide="ignore"):
-        scaled = np.floor(np.log2(sizes[np.isfinite(sizes) & (sizes > 0)]))
-    shift = float(np.log2(scale))
-    info = jnp.finfo(dtype)
-    flushed = np.log2(float(info.smallest_subnormal)) - 1
-    normal, top = np.log2(float(info.tiny)), np.log2(float(info.max))
-
+    # A complex number is viewed as two.
+    parts = [x.view(x.real.dtype).astype(np.float64) for x in leaves]
+    sizes = np.abs(np.concatenate([np.zeros(0), *parts]))
+    share = 100 / max(1, sizes.size)
+    scaled = np.floor(np.log2(sizes[(sizes > 0) & (sizes < np.inf)]))
     runs = {"unscaled": (scaled - shift, BEFORE), f"scaled by $2^{{{shift:g}}}$": (scaled, AFTER)}
     if shift == 0:
         runs = {"gradients": (scaled, AFTER)}
+
+    info = jnp.finfo(dtype)
+    flushed = np.log2(float(info.smallest_subnormal)) - 1
+    normal, top = np.log2(float(info.tiny)), np.log2(float(info.max))
     ends = [flushed - 6, top + 3, *(run.max() + 1 for run, _ in runs.values() if run.size)]
     low, high = np.floor(min(ends)), np.ceil(max(ends))
-    bins = list(np.arange(low, high + 1))
+    axes, bins = _axes(axes, 3.2), list(np.arange(low, high + 1))
     for label, (run, color) in runs.items():
-        weights = np.full(run.shape, 100 / max(1, sizes.size))
+        look = {"facecolor": (color, 0.35), "edgecolor": color, "lw": 1.5, "label": label}
+        weights = np.full(run.shape, share)
         run = np.maximum(run, low)  # what is smaller still is in the first bin
-        axes.hist(run, bins, weights=weights, color=color, alpha=0.35, histtype="stepfilled")
-        axes.hist(run, bins, weights=weights, color=color, lw=1.5, histtype="step", label=label)
-    grey: dict[str, Any] = {"color": "black", "lw": 0, "zorder": 0}
-    axes.axvspan(low, flushed, alpha=0.14, **grey)
-    axes.axvspan(flushed, normal, alpha=0.06, **grey)
-    axes.axvspan(top, high, alpha=0.14, **grey)
+        axes.hist(run, bins, weights=weights, histtype="stepfilled", **look)
     above: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "ha": "center"}
-    regions = {
-        "zero": (low, flushed),
-        "subnormal": (flushed, normal),
-        dtype.name: (normal, top),
-        "inf": (top, high),
-    }
-    for text, (start, end) in regions.items():
+    for text, start, end, shade in (
+        ("zero", low, flushed, 0.14),
+        ("subnormal", flushed, normal, 0.06),
+        (dtype.name, normal, top, 0),
+        ("inf", top, high, 0.14),
+    ):
+        axes.axvspan(start, end, alpha=shade, color="black", lw=0, zorder=0)
         axes.text((start + end) / 2, 1.02, text, **above, fontsize=9)
-    zeros = 100 * np.sum(sizes == 0) / max(1, sizes.size)
-    axes.text((low + flushed) / 2, 0.92, f"{zeros:.1f}% are 0", **above, fontsize=8)
-    axes.set_xlim(low, high)
+    zeros = f"{share * np.sum(sizes == 0):.1f}% are 0"
+    axes.text((low + flushed) / 2, 0.92, zeros, **above, fontsize=8)
+    axes.set(xlim=(low, high), xlabel="gradient", ylabel="share of all (%)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(lambda power, _: f"$2^{{{power:g}}}$")
-    axes.set_xlabel("gradient")
-    axes.set_ylabel("share of all (%)")
     axes.legend(frameon=False)
     return _plain(axes)
 
@@ -182,12 +164,9 @@ def taps(
         `lax.scan` stacked, give `[jax.tree.map(lambda x: x[i], stacked) for i in range(n)]`.
       quantity: what to show of a `Probe`, whose leaves are arrays, shape (steps,); by default
         the share of its gradient that is zero or subnormal.
-      axes: the axes to draw into.
+      axes: the axes to draw into and to return; by default those of a new figure.
       label: what the colors mean.
       **style: of the image, such as `vmin` and `cmap`, as `matplotlib` takes them.
-
-    Returns:
-      The axes.
 
     Example:
       >>> import optax_lossscale as ols
@@ -210,7 +189,6 @@ def taps(
         raise ValueError(
             "records must hold one step or more, and each step a Probe or more at the same places"
         )
-    axes = _axes(axes, (7, 2.6))
     by_place = zip(*([probe for _, probe in step] for step in steps), strict=True)
     stacked = [jax.tree.map(lambda *x: np.array(x), *probes) for probes in by_place]
     values = np.array([np.asarray(quantity(probe), np.float64) for probe in stacked])
@@ -219,6 +197,7 @@ def taps(
             "quantity must return an array of shape (steps,), got one of shape "
             f"{values.shape[1:]} for {len(steps)} steps"
         )
+    axes = _axes(axes, 2.6)
     look: dict[str, Any] = {"cmap": "magma_r", "aspect": "auto", "interpolation": "nearest"}
     extent = (0.5, len(steps) + 0.5, len(names) - 0.5, -0.5)
     image = axes.imshow(np.ma.masked_invalid(values), extent=extent, **look | style)
@@ -230,10 +209,10 @@ def taps(
     return axes
 
 
-def _axes(axes: Axes | None, figsize: tuple[float, float]) -> Axes:
+def _axes(axes: Axes | None, height: float) -> Axes:
     if axes is not None and not isinstance(axes, Axes):
         raise TypeError(f"axes must be one matplotlib Axes, got {shown(axes)}")
-    return axes or plt.subplots(figsize=figsize, layout="constrained")[1]
+    return axes or plt.subplots(figsize=(7, height), layout="constrained")[1]
 
 
 def _plain(axes: Axes) -> Axes:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import jax
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
@@ -67,6 +68,10 @@ def test_options_choose_text_steps_and_folder_and_one_step_has_no_time(
     assert main(["--steps", "1", "--data", str(data), "--out", str(out), "--seed", "3"]) == 0
     captured = capsys.readouterr()
     assert set(rows(captured.out)) >= set(_training.RUNS)
+    cause = "The loss is divided by 1024, so that gradients underflow in float16."
+    assert cause in captured.out
+    assert plt.gcf().axes[0].get_title() == cause
+    plt.close("all")
     assert rows(captured.out)["float32"][-1] == "nan"  # the first step is left out, as it compiles
     assert [p.name for p in out.iterdir()] == ["loss_scaling.png"]
     assert "float16, dynamic scale" in captured.err  # the progress bar

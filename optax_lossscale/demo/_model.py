@@ -1,6 +1,5 @@
 """A small byte-level transformer, in plain JAX."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,11 +7,7 @@ import jax.numpy as jnp
 
 import optax_lossscale as ols
 
-BYTES = 256
-CONTEXT = 64
-WIDTH = 128
-HEADS = 4
-BLOCKS = 2
+BYTES, CONTEXT, WIDTH, HEADS, BLOCKS = 256, 64, 128, 4, 2
 
 
 def init(key: jax.Array, width: int = WIDTH, blocks: int = BLOCKS) -> dict[str, Any]:
@@ -36,20 +31,11 @@ def init(key: jax.Array, width: int = WIDTH, blocks: int = BLOCKS) -> dict[str, 
     }
 
 
-def loss(
-    params: dict[str, Any],
-    tokens: jax.Array,
-    dtype: Any,
-    probes: Sequence[ols.diagnosis.Probe | None] | None = None,
-) -> jax.Array:
-    """Mean cross-entropy of each next byte, in nats; a float32 scalar.
+def loss(params: Any, tokens: jax.Array, dtype: Any, probes: Any = None) -> jax.Array:
+    """Mean cross-entropy of each next byte, in nats; `probes` are for the ends of the blocks.
 
-    Args:
-      params: as `init` returns them, float32.
-      tokens: int32, shape (batch, CONTEXT + 1).
-      dtype: of every matrix product and activation, and so of their gradients.
-        Norms, softmax and the loss are computed in float32, as is usual.
-      probes: one for the end of each block, or None; by default none at all.
+    Matrix products and activations, and so their gradients, are in `dtype`; norms, softmax and
+    the loss in float32, as is usual. Tokens have the shape (batch, CONTEXT + 1).
     """
     p = jax.tree.map(lambda x: x.astype(dtype), params)
     x = embed(p, tokens[:, :-1])

@@ -12,17 +12,10 @@ BATCH = 16
 
 
 def read(path: str | None) -> np.ndarray:
-    """The bytes of a file, or else of the standard library's top-level modules.
-
-    Raises:
-      ValueError: if that is less text than one example needs.
-      OSError: if the file cannot be read.
-    """
-    if path is not None:
-        text, name = pathlib.Path(path).read_bytes(), path
-    else:
-        name = sysconfig.get_paths()["stdlib"]
-        text = b"".join(p.read_bytes() for p in sorted(pathlib.Path(name).glob("*.py")))
+    """The bytes of a file, or of the standard library's top-level modules."""
+    name = path or sysconfig.get_paths()["stdlib"]
+    files = [pathlib.Path(name)] if path else sorted(pathlib.Path(name).glob("*.py"))
+    text = b"".join(file.read_bytes() for file in files)
     if len(text) < CONTEXT + 1:
         raise ValueError(f"{name} holds {len(text)} bytes; the demo needs at least {CONTEXT + 1}")
     return np.frombuffer(text, np.uint8)
