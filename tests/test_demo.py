@@ -59,9 +59,7 @@ def test_the_default_run_shows_what_the_readme_claims(tmp_path):
 
 
 @pytest.mark.slow
-def test_options_choose_text_steps_and_folder_and_one_step_has_no_time(
-    tmp_path, capsys, small_model
-):
+def test_options_choose_text_steps_and_folder(tmp_path, capsys, small_model):
     data = tmp_path / "text"
     data.write_bytes(b"To be, or not to be, that is the question. " * 9)
     out = tmp_path / "made" / "on the way"
@@ -72,7 +70,6 @@ def test_options_choose_text_steps_and_folder_and_one_step_has_no_time(
     assert cause in captured.out
     assert plt.gcf().axes[0].get_title() == cause
     plt.close("all")
-    assert rows(captured.out)["float32"][-1] == "nan"  # the first step is left out, as it compiles
     assert [p.name for p in out.iterdir()] == ["loss_scaling.png"]
     assert "float16, dynamic scale" in captured.err  # the progress bar
 

@@ -46,10 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--out {folder} is no folder to write to: {error.strerror}")
 
     print(_training.SETTING)
-    runs = []
+    runs = {}
     try:
         for name in _training.RUNS:
-            runs.append(_training.train(name, text, options.steps, options.seed))
+            runs[name] = _training.train(name, text, options.steps, options.seed)
     except KeyboardInterrupt:
         print(f"Interrupted: {len(runs)} of {len(_training.RUNS)} runs were finished.")
     if runs:

@@ -7,34 +7,34 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from optax_lossscale import plot
-from optax_lossscale.demo._training import CAUSE, Run
+from optax_lossscale.demo._training import CAUSE
 
 COLORS = ["#222222", "#d1495b", "#edae49", "#00798c"]
 
 
-def table(runs: list[Run]) -> str:
-    """A Markdown table, a row a run; losses relative to the first run."""
+def table(runs: dict[str, dict[str, np.ndarray]]) -> str:
+    """A Markdown table, a row a run; losses relative to float32's, which is the first."""
     rows = [
-        "| run | final loss | against float32 | gradients that are 0 | skipped | last scale "
-        "| ms a step |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+        "| run | final loss | against float32 | gradients that are 0 | skipped | last scale |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for name, history, milliseconds in runs:
-        loss = _final_loss(history)
+    losses = {name: _final_loss(history["loss"]) for name, history in runs.items()}
+    for name, history in runs.items():
         rows.append(
-            f"| {name} | {loss:.4f} | {loss / _final_loss(runs[0].history) - 1:+.2%} "
+            f"| {name} | {losses[name]:.4f} | {losses[name] / losses['float32'] - 1:+.2%} "
             f"| {history['zeros'].mean():.1%} | {history['skipped_steps'][-1]} "
-            f"| 2^{history['log2_loss_scale'][-1]:g} | {milliseconds:.0f} |"
+            f"| 2^{history['log2_loss_scale'][-1]:g} |"
         )
     return "\n".join(rows)
 
 
-def picture(runs: list[Run], folder: pathlib.Path) -> pathlib.Path:
+def picture(runs: dict[str, dict[str, np.ndarray]], folder: pathlib.Path) -> pathlib.Path:
     """Losses and loss scales over the steps, as a PNG; returns its path."""
     matplotlib.use("agg")
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(7, 5.5), sharex=True, height_ratios=(2, 1), layout="constrained"
     )
-    for (name, history, _), color in zip(runs, COLORS, strict=False):
+    for (name, history), color in zip(runs.items(), COLORS, strict=False):
         # float32 goes beneath, wide and pale: two of the others lie on top of it.
         style = {"lw": 5, "alpha": 0.25} if name == "float32" else {"lw": 1.3}
         loss = _smoothed(history["loss"])
@@ -50,9 +50,9 @@ def picture(runs: list[Run], folder: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def _final_loss(history: dict[str, np.ndarray]) -> float:
-    """The mean loss of the last tenth of the steps."""
-    return history["loss"][-max(1, len(history["loss"]) // 10) :].mean()
+def _final_loss(loss: np.ndarray) -> float:
+    """The mean of the last tenth of the steps."""
+    return loss[-max(1, len(loss) // 10) :].mean()
 
 
 def _smoothed(loss: np.ndarray, window: int = 10) -> np.ndarray:

@@ -13,10 +13,11 @@ BATCH = 16
 
 def read(path: str | None) -> np.ndarray:
     """The bytes of a file, or of the standard library's top-level modules."""
-    name = path or sysconfig.get_paths()["stdlib"]
-    files = [pathlib.Path(name)] if path else sorted(pathlib.Path(name).glob("*.py"))
+    library = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(library.glob("*.py")) if path is None else [pathlib.Path(path)]
     text = b"".join(file.read_bytes() for file in files)
     if len(text) < CONTEXT + 1:
+        name = library if path is None else path
         raise ValueError(f"{name} holds {len(text)} bytes; the demo needs at least {CONTEXT + 1}")
     return np.frombuffer(text, np.uint8)
 
