@@ -39,7 +39,7 @@ class FixedLossScale(LossScale):
     loss_scale: np.float32 = dataclasses.field(init=False)  # pyrefly: ignore[bad-override]
 
     def __init__(self, scale: float):
-        super().__init__(validation.scale("scale", scale, largest=2.0**126))
+        super().__init__(validation.scale_up_to(2.0**126)("scale", scale))
 
     def __init_subclass__(cls, **kwargs: Any):
         raise TypeError(f"{cls.__name__} cannot subclass FixedLossScale; subclass LossScale")

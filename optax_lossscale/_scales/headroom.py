@@ -1,5 +1,6 @@
 """The loss scale that keeps the largest gradient a little below overflow."""
 
+from functools import partial
 from typing import Any, Self
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.loss_scale import AxisName, LossScale, choose, largest_of_all
-from optax_lossscale._scales.stateful import state_field
+from optax_lossscale._scales.stateful import checked, state_field
 
 # Exponents of two, or differences of them: bits.
 _OVERFLOW = 16  # float16's numbers are below 2**16
@@ -113,8 +114,8 @@ class HeadroomLossScale(LossScale):
       (16384.0, 1)
     """
 
-    margin: int = 1
-    window: int = 64
+    margin: int = checked(partial(validation.count, least=0, most=24), default=1)
+    window: int = checked(partial(validation.count, least=4, most=2**20), default=64)
     spare_bits: jax.Array = state_field(0)  # shape=(), dtype=int32, as all that follow
     _largest: jax.Array = state_field(_NEVER)  # size in this window
     _window: jax.Array = state_field(1)  # how long one is
@@ -126,27 +127,19 @@ class HeadroomLossScale(LossScale):
 
     def __post_init__(self):
         super().__post_init__()
-        validation.bounded(
-            "initial_scale",
-            self.initial_scale,
-            f"between 2**-{_BOUND} and 2**{_BOUND}",
-            lambda x: 2.0**-_BOUND <= x <= 2.0**_BOUND,
-        )
+        if not 2.0**-_BOUND <= self.initial_scale <= 2.0**_BOUND:
+            allowed = f"between 2**-{_BOUND} and 2**{_BOUND}"
+            validation.refuse("initial_scale", self.initial_scale, allowed)
         _, exponent = np.frexp(self.initial_scale)
-        self._set(
-            loss_scale=np.ldexp(np.float32(0.5), exponent),
-            margin=validation.count("margin", self.margin, least=0, most=24),
-            window=validation.count("window", self.window, least=4, most=2**20),
-        )
+        self._set(loss_scale=np.ldexp(np.float32(0.5), exponent))
 
     def update(self, grads: Any, axis_name: AxisName | None = None) -> tuple[Self, jax.Array]:
         """Adapts the scale to the largest gradient; see the class for the rule."""
         largest = largest_of_all(grads, axis_name)
         finite = jnp.isfinite(largest)
-        after_finite_step = choose(
-            largest > 0, self._after_measuring(largest), self._after_zeros()
-        )
-        return choose(finite, after_finite_step, self._after_overflow()), finite
+        finite_step = choose(largest > 0, self._after_measuring(largest), self._after_zeros())
+        new, base = choose(finite, finite_step, self._after_overflow())
+        return new._at(base), finite
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         """From the flag alone, which measures nothing.
@@ -156,42 +149,33 @@ class HeadroomLossScale(LossScale):
         """
         quiet = self._quiet + 1
         kept = self.replace(_quiet=quiet, _reserve=0, _exhausted=False)
-        after_finite_step = kept._at(kept._base() + (quiet % _LONG == 0))
-        return choose(grads_finite, after_finite_step, self._after_overflow())
+        finite_step = kept, kept._base() + (quiet % _LONG == 0)
+        new, base = choose(grads_finite, finite_step, self._after_overflow())
+        return new._at(base)
 
     def exhausted(self) -> jax.Array:
         """Whether the last step overflowed at a scale of 2**-100, the lowest."""
         return jnp.asarray(self._exhausted)
 
-    def _after_overflow(self) -> Self:
+    # Each of the three returns the loss scale, but for its scale, and the new `base` of the rule.
+
+    def _after_overflow(self) -> tuple[Self, jax.Array]:
         taken_back = self.replace(_zeros=0, _wait=16 * self._wait)
         excused = self.replace(_reserve=self._reserve + 1)
         new = choose(self._reserve < 0, excused, self._fallen())
         new = choose(self._raised() > 0, taken_back, new)
-        new = new.replace(spare_bits=0, _exhausted=self._exponent() <= -_BOUND)
-        return new._at(self._base())
+        return new.replace(spare_bits=0, _exhausted=self._exponent() <= -_BOUND), self._base()
 
-    def _fallen(self) -> Self:
-        at_once = self._quiet % self._patience() == 0
-        longest = jnp.where(at_once, 4 * _LONG, _MEMORY * self.window)
-        longer = (self._quiet > 0) & (self._window < longest)
-        reserve = self._reserve + jnp.minimum(self._reserve + 1, _DEEP)
-        return self.replace(
-            _window=jnp.where(longer, 2 * self._window, self._window),
-            _reserve=jnp.minimum(reserve, self._base() + _BOUND),
-            _quiet=0,
-        )
-
-    def _after_zeros(self) -> Self:
+    def _after_zeros(self) -> tuple[Self, jax.Array]:
         can_rise = self._base() + self._raised() <= _BOUND - _DEEP
         new = self.replace(
             _reserve=jnp.where(self._reserve >= _DEEP, -_EXCUSED, self._reserve),
             _zeros=self._zeros + can_rise,
             _exhausted=False,
         )
-        return new._at(self._base())
+        return new, self._base()
 
-    def _after_measuring(self, gradient: jax.Array) -> Self:
+    def _after_measuring(self, gradient: jax.Array) -> tuple[Self, jax.Array]:
         _, size = jnp.frexp(gradient)
         base, raised, quiet = self._base(), self._raised() > 0, self._quiet + 1
         largest = jnp.where(raised, size, jnp.maximum(self._largest, size))
@@ -207,7 +191,18 @@ class HeadroomLossScale(LossScale):
             _zeros=0,
             _exhausted=False,
         )
-        return new._at(jnp.where(ends, fits(largest), jnp.minimum(base, fits(size))))
+        return new, jnp.where(ends, fits(largest), jnp.minimum(base, fits(size)))
+
+    def _fallen(self) -> Self:
+        at_once = self._quiet % self._patience() == 0
+        longest = jnp.where(at_once, 4 * _LONG, _MEMORY * self.window)
+        longer = (self._quiet > 0) & (self._window < longest)
+        reserve = self._reserve + jnp.minimum(self._reserve + 1, _DEEP)
+        return self.replace(
+            _window=jnp.where(longer, 2 * self._window, self._window),
+            _reserve=jnp.minimum(reserve, self._base() + _BOUND),
+            _quiet=0,
+        )
 
     def _reserve_after(self, explained: jax.Array, quiet: jax.Array) -> jax.Array:
         half = jnp.minimum(self._reserve, self._reserve // 2)  # of nothing that is excused

@@ -59,6 +59,8 @@ class LossScale(Stateful):
     loss_scale: jax.Array = state_field()
 
     def __post_init__(self):
+        super().__post_init__()
+        # No `checked` field, as a subclass may declare it anew for another default.
         initial_scale = validation.scale("initial_scale", self.initial_scale)
         self._set(initial_scale=initial_scale, loss_scale=np.float32(initial_scale))
 

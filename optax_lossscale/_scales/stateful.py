@@ -2,7 +2,8 @@
 
 import abc
 import dataclasses
-from typing import Any, Literal, Self, dataclass_transform
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, Self, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -53,14 +54,24 @@ def state_field(default: Any = dataclasses.MISSING, *, init: Literal[False] = Fa
     return dataclasses.field(init=init, default_factory=lambda: value, metadata=_IS_STATE)
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, state_field))
+def checked(check: Callable[[str, Any], Any], *, default: Any = dataclasses.MISSING) -> Any:
+    """Declares a field of configuration, which is what its check makes of its name and value."""
+    return dataclasses.field(default=default, metadata={"check": check})
+
+
+@dataclass_transform(
+    frozen_default=True, field_specifiers=(dataclasses.field, state_field, checked)
+)
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stateful(abc.ABC):  # noqa: B024 (what is abstract differs)
+class Stateful(abc.ABC):
     """What loss scales and rules of skipping are: subclassing alone makes a class one.
 
     Fields are configuration, static under `jit`; a `state_field` is an array leaf. Two are equal
     if they are of one class, with equal configurations and states, which waits for the device.
     """
+
+    _state_names: ClassVar[list[str]]
+    _static_names: ClassVar[list[str]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         register_with_flax(cls)
@@ -69,7 +80,15 @@ class Stateful(abc.ABC):  # noqa: B024 (what is abstract differs)
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         dataclasses.dataclass(frozen=True, eq=False)(cls)
-        _register(cls)
+        is_state = lambda field: field.metadata.get("state", False)
+        cls._state_names = [f.name for f in dataclasses.fields(cls) if is_state(f)]
+        cls._static_names = [f.name for f in dataclasses.fields(cls) if not is_state(f)]
+        jax.tree_util.register_pytree_with_keys(cls, cls._flatten_with_keys, cls._unflatten)
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if check := field.metadata.get("check"):
+                self._set(**{field.name: check(field.name, getattr(self, field.name))})
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
@@ -79,8 +98,7 @@ class Stateful(abc.ABC):  # noqa: B024 (what is abstract differs)
         return same and all(map(np.array_equal, jax.tree.leaves(self), jax.tree.leaves(other)))
 
     def __hash__(self) -> int:
-        _, static = _split(type(self))  # without the state, whose hash a tracer has not
-        return hash((type(self), *(getattr(self, name) for name in static)))
+        return hash((type(self), self._static()))  # a tracer in the state has no hash
 
     def _set(self, **values: Any) -> None:
         """Sets fields of an instance under construction, which is frozen later."""
@@ -88,44 +106,32 @@ class Stateful(abc.ABC):  # noqa: B024 (what is abstract differs)
 
     def replace(self, **state: jax.typing.ArrayLike) -> Self:
         """A copy with new values of the named state fields, in the dtypes they had."""
-        names, _ = _split(type(self))
-        if unknown := sorted(set(state) - set(names)):
+        if unknown := sorted(set(state) - set(self._state_names)):
             raise TypeError(
                 f"{type(self).__name__} has no state {', '.join(unknown)}; its state fields are "
-                f"{', '.join(names)}. For another configuration construct a new one."
+                f"{', '.join(self._state_names)}. For another configuration construct a new one."
             )
         new = {k: _as_state(k, v, getattr(self, k).dtype) for k, v in state.items()}
-        return _with_attributes(type(self), vars(self) | new)
+        return self._with_attributes(vars(self) | new)
 
-    def _to_state_dict(self) -> dict[str, Any]:
-        """What `flax.serialization` saves: the state, as any checkpointer."""
-        names, _ = _split(type(self))
-        return {name: getattr(self, name) for name in names}
+    def _static(self) -> tuple[tuple[str, Any], ...]:
+        return tuple((name, getattr(self, name)) for name in self._static_names)
 
-    def _from_state_dict(self, saved: Any) -> Self:
-        """The same configuration, with the state that was saved."""
-        names, _ = _split(type(self))
-        if not isinstance(saved, dict) or set(saved) != set(names):
-            found = list(saved) if isinstance(saved, dict) else saved
-            raise ValueError(
-                f"what is saved of a {type(self).__name__} is {names}; got "
-                f"{validation.shown(found)}. Restore into one of the kind that was saved."
-            )
-        shapes = {name: (np.shape(saved[name]), np.shape(getattr(self, name))) for name in names}
-        if other := [name for name, (there, here) in shapes.items() if there != here]:
-            there, here = shapes[other[0]]
-            raise ValueError(
-                f"the {other[0]} that is saved of a {type(self).__name__} has shape {there}, and "
-                f"here it has {here}. Restore into one of the configuration that was saved."
-            )
-        return self.replace(**saved)
+    def _flatten_with_keys(self) -> tuple[Any, Any]:
+        return [
+            (GetAttrKey(name), getattr(self, name)) for name in self._state_names
+        ], self._static()
 
+    @classmethod
+    def _unflatten(cls, static: Any, leaves: Any) -> Self:
+        return cls._with_attributes([*static, *zip(cls._state_names, leaves, strict=True)])
 
-def _split(cls: type[Stateful]) -> tuple[list[str], list[str]]:
-    """The names of a class's state fields, and of its other, static fields."""
-    fields = dataclasses.fields(cls)
-    is_state = lambda f: f.metadata.get("state", False)
-    return [f.name for f in fields if is_state(f)], [f.name for f in fields if not is_state(f)]
+    @classmethod
+    def _with_attributes(cls, attributes: Any) -> Self:
+        """An instance made without `__init__`, which would validate and start afresh."""
+        self = cls.__new__(cls)
+        vars(self).update(attributes)
+        return self
 
 
 def _as_state(name: str, value: Any, dtype: Any) -> jax.Array:
@@ -135,23 +141,3 @@ def _as_state(name: str, value: Any, dtype: Any) -> jax.Array:
         raise TypeError(
             f"the state {name} must be an array of {dtype}, got {validation.shown(value)}"
         ) from error
-
-
-def _with_attributes(cls: type[Stateful], attributes: dict[str, Any]) -> Any:
-    """An instance made without `__init__`, which would validate and start afresh."""
-    self = cls.__new__(cls)
-    vars(self).update(attributes)
-    return self
-
-
-def _register(cls: type[Stateful]) -> None:
-    def flatten_with_keys(self):
-        state, static = _split(cls)
-        leaves = [(GetAttrKey(name), getattr(self, name)) for name in state]
-        return leaves, tuple((name, getattr(self, name)) for name in static)
-
-    def unflatten(static, leaves):
-        state, _ = _split(cls)
-        return _with_attributes(cls, dict(static) | dict(zip(state, leaves, strict=True)))
-
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)

@@ -1,5 +1,6 @@
 """The recommended rule: norms and losses far above the usual ones, by order statistics."""
 
+from functools import partial
 from typing import Self
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.stateful import state_field
+from optax_lossscale._scales.stateful import checked, state_field
 from optax_lossscale._skips.rule import APPLIED_PER_SKIP, SkipRule
 
 _DEVIATION = 1.4826  # of a normal distribution, in distances from its median to a quartile
@@ -15,6 +16,8 @@ _FEWEST = 8  # steps without which nothing is known
 _ENOUGH = 24.0  # before them, proportionally more is allowed
 _COMMON = 3  # as many steps as this are no accident
 _ABOVE_ALL = 1e3  # in the place of a logarithm that is not known
+
+_POSITIVE = validation.number("above 0 and at most 1e6", lambda x: 0 < x <= 1e6)
 
 
 class SpikeSkipRule(SkipRule):
@@ -59,45 +62,24 @@ class SpikeSkipRule(SkipRule):
     `skipped_by_rule`, and allow for them by `least`.
 
     The rule is this library's own. docs/benchmarks/skips.md compares it with the others.
-
-    Args:
-      factor: how many deviations are too many, positive.
-      least: from how many bits above the median on a norm or a loss is a spike at all, positive:
-        1 means from twice the median on.
-      window: how many norms and losses are remembered, from 16 to 2**20.
-      max_skips: how many finite steps to skip at most before 20 are to be applied for each, from
-        0 to 2**20.
-
-    Attributes:
-      norm_limit: the norm up to which the last finite step was to be applied, infinite while too
-        little is known; float32, shape ().
-      value_limit: likewise the loss; float32, shape ().
-
-    Raises:
-      ValueError: for an argument outside what is said above.
     """
 
-    factor: float = 6.0
-    least: float = 1.0
-    window: int = 64
-    max_skips: int = 16
-    norm_limit: jax.Array = state_field(float("inf"))  # shape=(), dtype=float32
-    value_limit: jax.Array = state_field(float("inf"))  # shape=(), dtype=float32
+    factor: float = checked(_POSITIVE, default=6.0)
+    least: float = checked(_POSITIVE, default=1.0)
+    window: int = checked(partial(validation.count, least=16, most=2**20), default=64)
+    max_skips: int = checked(partial(validation.count, least=0, most=2**20), default=16)
+    # The norm and the loss up to which the last step was to be applied, infinite while too little
+    # is known; shape=(), dtype=float32.
+    norm_limit: jax.Array = state_field(float("inf"))
+    value_limit: jax.Array = state_field(float("inf"))
     # Of the logarithms of norms and of losses.
     _seen: jax.Array = state_field(np.zeros(2, np.int32))  # how many are remembered; shape=(2,)
     _next: jax.Array = state_field(np.zeros(2, np.int32))  # the place of the oldest; shape=(2,)
     _last: jax.Array = state_field()  # shape=(2, window), dtype=float32
 
     def __post_init__(self):
-        window = validation.count("window", self.window, least=16, most=2**20)
-        positive = lambda x: 0 < x <= 1e6
-        self._set(
-            factor=validation.bounded("factor", self.factor, "above 0 and at most 1e6", positive),
-            least=validation.bounded("least", self.least, "above 0 and at most 1e6", positive),
-            window=window,
-            max_skips=validation.count("max_skips", self.max_skips, least=0, most=2**20),
-            _last=np.zeros((2, window), np.float32),
-        )
+        super().__post_init__()
+        self._set(_last=np.zeros((2, self.window), np.float32))
 
     def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
         """Compares with the steps applied before; see the class."""
