@@ -1,14 +1,15 @@
 """The loss scalers of other systems, under their owners' names and argument names.
 
-Each takes its reference's arguments, with their defaults, and adapts as the reference
-does: value for value in float32, but for LogMax, which subtracts nearly equal numbers and is
-tested to 1%. One thing differs: no scale becomes 0, infinite or NaN. Where the reference would
-leave float32's normal range, 1.18e-38 to 3.4e38, the scale stays at the last value inside.
+Each takes its reference's arguments, with their defaults, and adapts as the reference does: value
+for value in float32, but for LogMax, which subtracts nearly equal numbers and is tested to 1%. One
+thing differs: no scale becomes 0, infinite or NaN. Where the reference would leave float32's
+normal range, 1.18e-38 to 3.4e38, the scale stays at the last value inside.
 
 Where a preset does not say otherwise, a growth out of that range does not take place, and each
 step that is not finite backs off. An argument that is not allowed is a `ValueError`.
 """
 
+import inspect
 from typing import Any, Literal
 
 import numpy as np
@@ -49,7 +50,7 @@ def tensorflow_dynamic(
     """TensorFlow's `tf.train.experimental.DynamicLossScale`.
 
     Args:
-      initial_loss_scale: the first scale, at least 1, which is the floor.
+      initial_loss_scale: the first scale, at least 1, the floor.
       increment_period: finite steps in a row after which it grows.
       multiplier: what it is multiplied or divided by.
 
@@ -117,7 +118,7 @@ def tensorflow_contrib_exponential(
     scale.
 
     Args:
-      init_loss_scale: the first scale, at least 1, which is the floor.
+      init_loss_scale: the first scale, at least 1, the floor.
       incr_every_n_steps: finite steps in a row after which it grows.
       decr_every_n_nan_or_inf: steps that are not finite that it takes to back off.
       incr_ratio: what a growth multiplies by.
@@ -526,24 +527,9 @@ def apex(
 
 
 _PRESETS = {
-    preset.__name__: preset
-    for preset in (
-        tensorflow_dynamic,
-        tensorflow_fixed,
-        tensorflow_contrib_fixed,
-        tensorflow_contrib_exponential,
-        tf_keras,
-        keras,
-        pytorch,
-        flax,
-        jmp,
-        mpx,
-        megatron,
-        deepspeed,
-        fairseq,
-        openseq2seq_logmax,
-        apex,
-    )
+    name: function
+    for name, function in list(globals().items())
+    if inspect.isfunction(function) and function.__module__ == __name__ and name[0] != "_"
 }
 
 

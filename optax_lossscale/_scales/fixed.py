@@ -14,14 +14,14 @@ from optax_lossscale._scales.loss_scale import AxisName, LossScale
 class FixedLossScale(LossScale):
     """A constant loss scale; nothing is checked, and no step is skipped.
 
-    The scale is configuration, not state: compiled steps hold it as a constant,
-    and a scale of 1 compiles to no scaling at all.
+    The scale is configuration, not state: compiled steps hold it as a constant, and a scale of 1
+    compiles to no scaling at all.
 
     Source: TensorFlow's `FixedLossScale`.
 
     Args:
-      scale: the loss scale, from 1.18e-38 to 2**126, the range in which it and
-        its reciprocal are normal float32 numbers.
+      scale: the loss scale, from 1.18e-38 to 2**126, the range in which it and its reciprocal are
+        normal float32 numbers.
 
     Raises:
       ValueError: if `scale` is not such a number.

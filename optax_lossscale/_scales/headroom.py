@@ -31,8 +31,8 @@ class HeadroomLossScale(LossScale):
     a few steps. Where gradients inside the model are larger than those of its parameters,
     `DynamicLossScale` skips fewer.
 
-    It does not grow until a step breaks: the check reads all gradients anyway, and the
-    largest of them says where the scale should be. Two things cannot be measured:
+    The check reads all gradients anyway, and the largest of them says where the scale should be.
+    Two things cannot be measured:
 
     - An overflow means either "at least this large" or that the batch is broken, and only later
       steps can tell. So the scale falls by more bits each time, and these are held in reserve
@@ -72,9 +72,6 @@ class HeadroomLossScale(LossScale):
     are remembered for 8 times the shortest at most. The scale stays between 2**-100 and 2**100,
     and zeros do not count where 32 bits more would be too many.
 
-    It cannot follow gradients of two sizes more than 2**31 apart, one of which takes turns with
-    the other or with zeros: there it takes the larger for broken.
-
     What follows from the rule, and is tested:
 
     - Of gradients of about one size, with up to 10,000 zeros between any two, 95% are applied.
@@ -83,23 +80,25 @@ class HeadroomLossScale(LossScale):
     - After any history, and with a margin of 1, 4608 steps whose largest gradients are alike bring
       the scale within a factor of 4 of the best, unless it flushed all of them to zero.
 
-    The source of the idea to follow the largest gradient is OpenSeq2Seq's `LogMaxLossScale`; the
-    rule is this library's own. docs/benchmarks/policies.md compares it with the others, on
-    sequences that were made to fool it as well.
+    It cannot follow gradients of two sizes more than 2**31 apart, one of which takes turns with
+    the other or with zeros: there it takes the larger for broken.
+
+    Source: this library, after OpenSeq2Seq's `LogMaxLossScale`, which follows the largest gradient
+    too. docs/benchmarks/policies.md compares it with the others, also on hostile sequences.
 
     Args:
-      initial_scale: the loss scale before the first step, from 2**-100 to 2**100, rounded down
-        to a power of two. It matters for a few steps only.
-      margin: how many bits to leave between the largest gradient and overflow, from 0 to 24.
-        More make fewer steps overflow and more gradients underflow.
+      initial_scale: the loss scale before the first step, from 2**-100 to 2**100, rounded down to
+        a power of two. It matters for a few steps only.
+      margin: how many bits to leave between the largest gradient and overflow, from 0 to 24. More
+        make fewer steps overflow and more gradients underflow.
       window: the shortest window; how many measured steps a largest gradient is remembered for at
         least, and twice as many at most, while nothing overflows. From 4 to 2**20.
 
     Attributes:
       loss_scale: the loss scale now, a power of two; float32, shape ().
       spare_bits: the bits between the largest gradient of the last step that was measured and
-        overflow, at least 0 in float16; 0 after an overflow and before the first step, too;
-        int32, shape ().
+        overflow, at least 0 in float16; 0 after an overflow and before the first step, too; int32,
+        shape ().
 
     Raises:
       ValueError: for an argument outside what is said above.
@@ -222,12 +221,15 @@ class HeadroomLossScale(LossScale):
     def _raised(self) -> jax.Array:
         return _DEEP * (self._zeros // self._wait)
 
-    def _base(self) -> jax.Array:
-        return self._exponent() + jnp.maximum(self._reserve, 0) - self._raised()
-
     def _exponent(self) -> jax.Array:
         return jnp.frexp(self())[1] - 1
 
+    def _above_base(self) -> jax.Array:
+        return self._raised() - jnp.maximum(self._reserve, 0)
+
+    def _base(self) -> jax.Array:
+        return self._exponent() - self._above_base()
+
     def _at(self, base: jax.Array) -> Self:
-        k = jnp.clip(base - jnp.maximum(self._reserve, 0) + self._raised(), -_BOUND, _BOUND)
+        k = jnp.clip(base + self._above_base(), -_BOUND, _BOUND)
         return self.replace(loss_scale=jnp.ldexp(jnp.float32(1), k))  # exp2 is inexact on CPU

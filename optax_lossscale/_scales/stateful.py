@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Self, dataclass_transform
 
@@ -13,7 +14,7 @@ from jax.tree_util import GetAttrKey
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.flax_serialization import register_with_flax
 
-_IS_STATE = {"state": True}
+Check = Callable[[str, Any], Any]
 
 
 def state_field(default: Any = dataclasses.MISSING, *, init: Literal[False] = False) -> Any:
@@ -39,11 +40,12 @@ def state_field(default: Any = dataclasses.MISSING, *, init: Literal[False] = Fa
       >>> print(ls.overflows, ls.overflows.dtype)
       1 int32
     """
-    # NumPy values: strongly typed, impossible to donate away, and made without waking
-    # a JAX backend, which a module that builds its optimizer before
-    # `jax.distributed.initialize` must not do.
+    # NumPy values: strongly typed, impossible to donate away, and made without waking a JAX
+    # backend, which a module that builds its optimizer before `jax.distributed.initialize` must
+    # not do.
+    field = functools.partial(dataclasses.field, init=init, metadata={state_field: True})
     if default is dataclasses.MISSING:
-        return dataclasses.field(init=init, metadata=_IS_STATE)
+        return field()
     dtype = {bool: np.bool_, int: np.int32, float: np.float32}.get(type(default))
     array = np.asarray(default, dtype)
     if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != np.bool_:
@@ -51,12 +53,15 @@ def state_field(default: Any = dataclasses.MISSING, *, init: Literal[False] = Fa
             f"a state starts as a number or an array of numbers, got {validation.shown(default)}"
         )
     value = array[()]  # a scalar of what has no dimensions
-    return dataclasses.field(init=init, default_factory=lambda: value, metadata=_IS_STATE)
+    return field(default_factory=lambda: value)
 
 
-def checked(check: Callable[[str, Any], Any], *, default: Any = dataclasses.MISSING) -> Any:
-    """Declares a field of configuration, which is what its check makes of its name and value."""
-    return dataclasses.field(default=default, metadata={"check": check})
+def checked(check: Check, *, default: Any = dataclasses.MISSING) -> Any:
+    """Declares a field of configuration that is what its check makes of its name and value.
+
+    A subclass that declares the field anew, for another default, keeps the check.
+    """
+    return dataclasses.field(default=default, metadata={checked: check})
 
 
 @dataclass_transform(
@@ -72,6 +77,7 @@ class Stateful(abc.ABC):
 
     _state_names: ClassVar[list[str]]
     _static_names: ClassVar[list[str]]
+    _checks: ClassVar[dict[str, Check]] = {}
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         register_with_flax(cls)
@@ -80,15 +86,16 @@ class Stateful(abc.ABC):
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         dataclasses.dataclass(frozen=True, eq=False)(cls)
-        is_state = lambda field: field.metadata.get("state", False)
-        cls._state_names = [f.name for f in dataclasses.fields(cls) if is_state(f)]
-        cls._static_names = [f.name for f in dataclasses.fields(cls) if not is_state(f)]
+        fields = dataclasses.fields(cls)
+        cls._state_names = [f.name for f in fields if state_field in f.metadata]
+        cls._static_names = [f.name for f in fields if state_field not in f.metadata]
+        checks = {f.name: f.metadata[checked] for f in fields if checked in f.metadata}
+        cls._checks = cls._checks | checks
         jax.tree_util.register_pytree_with_keys(cls, cls._flatten_with_keys, cls._unflatten)
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            if check := field.metadata.get("check"):
-                self._set(**{field.name: check(field.name, getattr(self, field.name))})
+        checks = self._checks.items()
+        self._set(**{name: check(name, getattr(self, name)) for name, check in checks})
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
@@ -118,9 +125,8 @@ class Stateful(abc.ABC):
         return tuple((name, getattr(self, name)) for name in self._static_names)
 
     def _flatten_with_keys(self) -> tuple[Any, Any]:
-        return [
-            (GetAttrKey(name), getattr(self, name)) for name in self._state_names
-        ], self._static()
+        leaves = [(GetAttrKey(name), getattr(self, name)) for name in self._state_names]
+        return leaves, self._static()
 
     @classmethod
     def _unflatten(cls, static: Any, leaves: Any) -> Self:

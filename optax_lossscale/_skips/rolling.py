@@ -35,8 +35,8 @@ class RollingSkipRule(SkipRule):
     _norms: jax.Array = state_field()  # shape=(length,), dtype=float32
 
     def __post_init__(self):
-        empty = np.zeros(self.length, np.float32)
-        self._set(_losses=empty, _norms=empty)
+        empty = lambda: np.zeros(self.length, np.float32)
+        self._set(_losses=empty(), _norms=empty())
 
     def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
         """Compares with the window before this step, which is then in it; see the class."""

@@ -47,21 +47,15 @@ class SpikeSkipRule(SkipRule):
             if norm > 0:
                 budget = min(budget + 1 / 20, max_skips)
 
-    What follows from it, and is tested:
+    In any series, at most `max_skips` finite steps are skipped, and then no more than 1 in 20, of
+    which steps whose gradients are all zero do not count. So where the level changes for good, at
+    most `max_skips` steps are skipped; old batches may come in between, and both levels are usual
+    for as long as a window holds three of either. A norm or a loss of up to 2**least times the
+    median is no spike, so none is while they rise by less than that within a window. The scale of
+    the norms is of no account, nor is that of the losses.
 
-    - In any series, at most `max_skips` finite steps are skipped, and then no more than 1 in 20.
-      Steps whose gradients are all zero do not count.
-    - Where the level changes for good, at most `max_skips` steps are skipped. Old batches may
-      come in between, and both levels are usual for as long as a window holds three of either.
-    - A norm or a loss of up to 2**least times the median is no spike, so none is while they rise
-      by less than that within a window.
-    - The scale of the norms is of no account, nor is that of the losses.
-
-    Batches whose norms or losses are far above the others' are skipped for as long as they come
-    if they are fewer than 1 in 20, such as the rare examples of a class, one to a batch: see
-    `skipped_by_rule`, and allow for them by `least`.
-
-    The rule is this library's own. docs/benchmarks/skips.md compares it with the others.
+    The rule is this library's own. docs/skipping.md says what it does not do, and
+    docs/benchmarks/skips.md compares it with the others.
     """
 
     factor: float = checked(_POSITIVE, default=6.0)
