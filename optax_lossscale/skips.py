@@ -33,12 +33,41 @@ __all__ = [
 def spikes(
     factor: float = 6.0, *, least: float = 1.0, window: int = 64, max_skips: int = 16
 ) -> SpikeSkipRule:
-    """Skips a step whose norm or loss is far above the usual one; the one that is recommended.
+    """Skips a step whose norm or loss is far above the usual one, and never many steps.
 
-    It compares with the medians of the last steps applied. In any series, at most `max_skips`
-    steps are skipped, and then no more than 1 in 20: what is more common is usual. It looks at the
-    loss if the step is given its `value` and that is positive, and does not need it. The class of
-    what it returns says how it works.
+    The usual norm is the median of those last applied, on a logarithmic scale, and their spread
+    the distance from there to the upper quartile. So a spike that was applied hardly moves them,
+    and one that was skipped not at all. What 1 in 20 of them reached is usual as well. Of the
+    losses likewise, if the step is given them as its `value`, where they are positive. The rule::
+
+        for x, xs in [
+            (log2(norm), log2 of the last `window` norms applied that were not 0),
+            (log2(loss), log2 of the last `window` losses applied that were positive),
+        ]:
+            spread = 1.4826 * (upper_quartile(xs) - median(xs))
+            allowed = max(factor * spread, least * max(1, 24 / len(xs)))
+            common = the max(3, len(xs) // 20)th largest of xs
+            limit = max(median(xs) + allowed, common + allowed / 2)
+            is_spike = len(xs) >= 8 and x > limit
+        if either is a spike and budget >= 1:   # which begins as max_skips
+            skip
+            budget -= 1
+        else:
+            if either is a spike:
+                budget = 0                      # they are too common to be spikes
+            apply
+            if norm > 0:
+                budget = min(budget + 1 / 20, max_skips)
+
+    In any series, at most `max_skips` finite steps are skipped, and then no more than 1 in 20, of
+    which steps whose gradients are all zero do not count. So where the level changes for good, at
+    most `max_skips` steps are skipped; old batches may come in between, and both levels are usual
+    for as long as a window holds three of either. A norm or a loss of up to 2**least times the
+    median is no spike, so none is while they rise by less than that within a window. The scale of
+    the norms is of no account, nor is that of the losses.
+
+    The rule is this library's own. docs/skipping.md says what it does not do, and
+    docs/benchmarks/skips.md compares it with the others.
 
     Args:
       factor: how many deviations above the median are too many, positive.

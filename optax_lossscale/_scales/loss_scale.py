@@ -101,37 +101,26 @@ class LossScale(Stateful):
     def exhausted(self) -> jax.Array:
         """Whether the last step overflowed and there was nothing left to lower.
 
-        Nothing can raise inside a compiled step; `raise_if_stuck` raises on the host where this
-        is True. False for a strategy that does not say otherwise.
-
-        Returns:
-          A bool, shape ().
+        A bool, shape (); False for a strategy that does not say otherwise. Nothing can raise
+        inside a compiled step; `raise_if_stuck` raises on the host where this is True.
         """
         return jnp.array(False)
 
     def scale(self, tree: T) -> T:
-        """Every inexact leaf times the loss scale.
+        """Every inexact leaf of a loss, or of any pytree, times the loss scale.
 
-        Args:
-          tree: a loss, or any pytree. `None`, integer and float0 leaves pass through.
-
-        Returns:
-          The scaled tree. 8- and 16-bit floats become float32, as a float16 loss times 2**16 would
-          be infinite; wider ones keep their dtype.
+        8- and 16-bit floats become float32, as a float16 loss times 2**16 would be infinite; wider
+        ones keep their dtype. `None`, integer and float0 leaves pass through.
         """
         scale = self()
         return map_inexact(lambda x: x * scale.astype(jnp.finfo(x.dtype).dtype), tree)
 
     def unscale(self, tree: T) -> T:
-        """Every inexact leaf divided by the loss scale.
+        """Every inexact leaf of gradients, or of any pytree, divided by the loss scale.
 
-        Args:
-          tree: any pytree, of gradients as a rule. `None`, integer and float0 leaves pass through.
-
-        Returns:
-          The unscaled tree. 8- and 16-bit floats become float32, in which they do not underflow
-          again; wider ones keep their dtype. For a power of two the result is exact, else within
-          an ulp or two.
+        For a power of two the result is exact, else within an ulp or two. 8- and 16-bit floats
+        become float32, in which they do not underflow again; wider ones keep their dtype. `None`,
+        integer and float0 leaves pass through.
         """
         # XLA turns x / scale into x * (1 / scale), and above 2**126 that reciprocal is subnormal
         # and flushed to zero. Two factors keep it a normal number, and the barrier keeps XLA from

@@ -21,42 +21,7 @@ _POSITIVE = validation.number("above 0 and at most 1e6", lambda x: 0 < x <= 1e6)
 
 
 class SpikeSkipRule(SkipRule):
-    """Skips a step whose norm or loss is far above the usual one, and never many steps.
-
-    The usual norm is the median of those last applied, on a logarithmic scale, and their spread
-    the distance from there to the upper quartile. So a spike that was applied hardly moves them,
-    and one that was skipped not at all. What 1 in 20 of them reached is usual as well. Of the
-    losses likewise, if the step is given them, where they are positive. The rule::
-
-        for x, xs in [
-            (log2(norm), log2 of the last `window` norms applied that were not 0),
-            (log2(loss), log2 of the last `window` losses applied that were positive),
-        ]:
-            spread = 1.4826 * (upper_quartile(xs) - median(xs))
-            allowed = max(factor * spread, least * max(1, 24 / len(xs)))
-            common = the max(3, len(xs) // 20)th largest of xs
-            limit = max(median(xs) + allowed, common + allowed / 2)
-            is_spike = len(xs) >= 8 and x > limit
-        if either is a spike and budget >= 1:   # which begins as max_skips
-            skip
-            budget -= 1
-        else:
-            if either is a spike:
-                budget = 0                      # they are too common to be spikes
-            apply
-            if norm > 0:
-                budget = min(budget + 1 / 20, max_skips)
-
-    In any series, at most `max_skips` finite steps are skipped, and then no more than 1 in 20, of
-    which steps whose gradients are all zero do not count. So where the level changes for good, at
-    most `max_skips` steps are skipped; old batches may come in between, and both levels are usual
-    for as long as a window holds three of either. A norm or a loss of up to 2**least times the
-    median is no spike, so none is while they rise by less than that within a window. The scale of
-    the norms is of no account, nor is that of the losses.
-
-    The rule is this library's own. docs/skipping.md says what it does not do, and
-    docs/benchmarks/skips.md compares it with the others.
-    """
+    """The rule of `skips.spikes`, which describes it."""
 
     factor: float = checked(_POSITIVE, default=6.0)
     least: float = checked(_POSITIVE, default=1.0)
@@ -76,7 +41,7 @@ class SpikeSkipRule(SkipRule):
         self._set(_last=np.zeros((2, self.window), np.float32))
 
     def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
-        """Compares with the steps applied before; see the class."""
+        """Compares with the steps applied before; see `skips.spikes`."""
         sizes = jnp.stack([norm, jnp.float32(0) if value is None else value])
         given = sizes > 0
         measured = jnp.log2(jnp.maximum(sizes, validation.SMALLEST))
