@@ -6,7 +6,9 @@ thing differs: no scale becomes 0, infinite or NaN. Where the reference would le
 normal range, 1.18e-38 to 3.4e38, the scale stays at the last value inside.
 
 Where a preset does not say otherwise, a growth out of that range does not take place, and each
-step that is not finite backs off. An argument that is not allowed is a `ValueError`.
+step that is not finite backs off. Most count steps whose gradients are all zero as finite, and
+lose rare gradients between them; `"headroom"` does not. An argument that is not allowed is a
+`ValueError`.
 """
 
 import inspect
@@ -159,8 +161,7 @@ def tf_keras(
       >>> presets.tf_keras(dynamic=False, initial_scale=1024)
       FixedLossScale(1024.0)
     """
-    validation.flag("dynamic", dynamic)
-    if dynamic:
+    if validation.flag("dynamic", dynamic):
         steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
         return DynamicLossScale(
             initial_scale=2.0**15 if initial_scale is None else initial_scale,

@@ -10,6 +10,8 @@ from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.loss_scale import AxisName, LossScale
 
+_SCALE = validation.scale_up_to(2.0**126)  # above, its reciprocal is not normal
+
 
 class FixedLossScale(LossScale):
     """A constant loss scale; nothing is checked, and no step is skipped.
@@ -39,7 +41,7 @@ class FixedLossScale(LossScale):
     loss_scale: np.float32 = dataclasses.field(init=False)  # pyrefly: ignore[bad-override]
 
     def __init__(self, scale: float):
-        super().__init__(validation.scale_up_to(2.0**126)("scale", scale))
+        super().__init__(_SCALE("scale", scale))
 
     def __init_subclass__(cls, **kwargs: Any):
         raise TypeError(f"{cls.__name__} cannot subclass FixedLossScale; subclass LossScale")
