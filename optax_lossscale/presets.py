@@ -1,11 +1,17 @@
 """The loss scalers of other systems, under their owners' names and argument names.
 
-Each takes its reference's arguments, with their defaults, and adapts as the reference
-does: value for value in float32, but for LogMax, which subtracts nearly equal numbers and is
-tested to 1%. One thing differs: no scale becomes 0, infinite or NaN. Where the reference would
-leave float32's normal range, 1.18e-38 to 3.4e38, the scale stays at the last value inside.
+Each takes its reference's arguments, with their defaults, and adapts as the reference does: value
+for value in float32, but for LogMax, which subtracts nearly equal numbers and is tested to 1%. One
+thing differs: no scale becomes 0, infinite or NaN. Where the reference would leave float32's
+normal range, 1.18e-38 to 3.4e38, the scale stays at the last value inside.
+
+Where a preset does not say otherwise, a growth out of that range does not take place, and each
+step that is not finite backs off. Most count steps whose gradients are all zero as finite, and
+lose rare gradients between them; `"headroom"` does not. An argument that is not allowed is a
+`ValueError`.
 """
 
+import inspect
 from typing import Any, Literal
 
 import numpy as np
@@ -21,9 +27,13 @@ from optax_lossscale._scales.tolerance import ToleranceLossScale
 _NO_FLOOR: Any = {"min_scale": validation.SMALLEST, "clip_backoff": False}
 
 
+def _floor(name: str, scale: float | None) -> dict[str, Any]:
+    return _NO_FLOOR if scale is None else {"min_scale": validation.scale(name, scale)}
+
+
 def _float32(name: str, factor: float) -> float:
     """The factor as a reference that computes in float32 has it."""
-    return float(np.float32(validation.real(name, factor, "a finite number")))
+    return float(np.float32(validation.finite(name, factor)))
 
 
 def _growth(name: str, factor: float) -> float:
@@ -31,14 +41,9 @@ def _growth(name: str, factor: float) -> float:
     return validation.growth_factor(name, _float32(name, factor))
 
 
-def _divisor(name: str, factor: float) -> float:
-    """What multiplies like a division by the factor, in float32."""
-    return 1 / _growth(name, factor)
-
-
 def _compiled_divisor(name: str, factor: float) -> float:
-    """The same for a reference that runs compiled: XLA multiplies by the rounded reciprocal."""
-    return float(np.float32(_divisor(name, factor)))
+    """What divides as a compiled reference does: XLA multiplies by the rounded reciprocal."""
+    return float(np.float32(1 / _growth(name, factor)))
 
 
 def tensorflow_dynamic(
@@ -46,27 +51,22 @@ def tensorflow_dynamic(
 ) -> DynamicLossScale:
     """TensorFlow's `tf.train.experimental.DynamicLossScale`.
 
-    Multiplies after `increment_period` finite steps in a row, if the result is finite;
-    divides at a step that is not, down to 1.
-
     Args:
-      initial_loss_scale: the first scale, at least 1.
+      initial_loss_scale: the first scale, at least 1, the floor.
       increment_period: finite steps in a row after which it grows.
       multiplier: what it is multiplied or divided by.
-
-    Returns:
-      A `DynamicLossScale`.
 
     Example:
       >>> from optax_lossscale import presets
       >>> presets.tensorflow_dynamic().backoff_factor
       0.5
     """
+    factor = _growth("multiplier", multiplier)
     return DynamicLossScale(
         initial_scale=validation.scale("initial_loss_scale", initial_loss_scale),
         growth_interval=validation.count("increment_period", increment_period),
-        growth_factor=_growth("multiplier", multiplier),
-        backoff_factor=_divisor("multiplier", multiplier),
+        growth_factor=factor,
+        backoff_factor=1 / factor,
     )
 
 
@@ -75,9 +75,6 @@ def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
 
     Args:
       loss_scale_value: the scale.
-
-    Returns:
-      A `FixedLossScale`.
 
     Example:
       >>> from optax_lossscale import presets
@@ -90,14 +87,11 @@ def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
 def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
     """tf.contrib's `FixedLossScaleManager`.
 
-    The scale is fixed, but its optimizer checks the gradients all the same, and skips a
-    step in which they are not finite.
+    The scale neither grows nor backs off, but its optimizer checks the gradients all the same, and
+    skips a step in which they are not finite.
 
     Args:
       loss_scale: the scale, at least 1.
-
-    Returns:
-      A `DynamicLossScale` that neither grows nor backs off.
 
     Example:
       >>> from optax_lossscale import presets
@@ -122,18 +116,15 @@ def tensorflow_contrib_exponential(
 ) -> DynamicLossScale:
     """tf.contrib's `ExponentialUpdateLossScaleManager`.
 
-    Backs off at every `decr_every_n_nan_or_inf`-th step that is not finite, down to 1.
-    The count of those survives finite steps, and is cleared by any change of scale.
+    The count of steps that are not finite survives finite ones, and is cleared by any change of
+    scale.
 
     Args:
-      init_loss_scale: the first scale, at least 1.
+      init_loss_scale: the first scale, at least 1, the floor.
       incr_every_n_steps: finite steps in a row after which it grows.
       decr_every_n_nan_or_inf: steps that are not finite that it takes to back off.
       incr_ratio: what a growth multiplies by.
       decr_ratio: what a back-off multiplies by.
-
-    Returns:
-      A `DynamicLossScale`.
 
     Example:
       >>> from optax_lossscale import presets
@@ -157,28 +148,20 @@ def tf_keras(
 ) -> LossScale:
     """`tf.keras.mixed_precision.LossScaleOptimizer`, less the optimizer.
 
-    Doubles after `dynamic_growth_steps` finite steps in a row, if the result is finite;
-    halves at a step that is not, down to 1.
+    Doubles and halves, down to 1.
 
     Args:
-      dynamic: whether the scale adapts.
+      dynamic: whether the scale adapts; if not, the result is a `FixedLossScale`.
       initial_scale: the first scale, by default 2**15; required if not `dynamic`.
-      dynamic_growth_steps: by default 2000; None if not `dynamic`.
-
-    Returns:
-      A `DynamicLossScale`, or a `FixedLossScale` if not `dynamic`.
-
-    Raises:
-      ValueError: for a scale that is not dynamic without `initial_scale` or with
-        `dynamic_growth_steps`.
+      dynamic_growth_steps: finite steps in a row after which it grows, by default 2000; None if
+        not `dynamic`.
 
     Example:
       >>> from optax_lossscale import presets
       >>> presets.tf_keras(dynamic=False, initial_scale=1024)
       FixedLossScale(1024.0)
     """
-    validation.one_of("dynamic", dynamic, (True, False))
-    if dynamic:
+    if validation.flag("dynamic", dynamic):
         steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
         return DynamicLossScale(
             initial_scale=2.0**15 if initial_scale is None else initial_scale,
@@ -196,15 +179,11 @@ def tf_keras(
 def keras(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> DynamicLossScale:
     """Keras 3's `keras.optimizers.LossScaleOptimizer`, less the optimizer.
 
-    Doubles after `dynamic_growth_steps` finite steps in a row and halves at a step that
-    is not finite, with neither floor nor cap but float32's range.
+    Doubles and halves, with neither floor nor cap but float32's range.
 
     Args:
       initial_scale: the first scale.
       dynamic_growth_steps: finite steps in a row after which it grows.
-
-    Returns:
-      A `DynamicLossScale`.
 
     Example:
       >>> from optax_lossscale import presets
@@ -227,27 +206,22 @@ def pytorch(
 ) -> LossScale:
     """PyTorch's `torch.amp.GradScaler`.
 
-    Grows after `growth_interval` finite steps in a row, if the result is finite; backs
-    off at a step that is not, with no floor but float32's range. The factors multiply
-    in double precision, as PyTorch's do.
+    There is no floor but float32's range. The factors multiply in double precision, as PyTorch's
+    do.
 
     Args:
       init_scale: the first scale.
       growth_factor: what a growth multiplies by.
       backoff_factor: what a back-off multiplies by.
       growth_interval: finite steps in a row after which it grows.
-      enabled: if False, there is no scaling.
-
-    Returns:
-      A `DynamicLossScale`, or `FixedLossScale(1)` if not `enabled`.
+      enabled: whether there is any scaling; if not, the result is `FixedLossScale(1)`.
 
     Example:
       >>> from optax_lossscale import presets
       >>> float(presets.pytorch()())
       65536.0
     """
-    validation.one_of("enabled", enabled, (True, False))
-    if not enabled:
+    if not validation.flag("enabled", enabled):
         return FixedLossScale(1)
     return DynamicLossScale(
         initial_scale=validation.scale("init_scale", init_scale),
@@ -268,8 +242,7 @@ def flax(
 ) -> DynamicLossScale:
     """Flax's `flax.training.dynamic_scale.DynamicScale`.
 
-    Grows after `growth_interval + 1` finite steps in a row, up to the largest float32,
-    at which it ends; backs off at a step that is not finite, down to `minimum_scale`.
+    Growth ends at the largest float32.
 
     Args:
       growth_factor: what a growth multiplies by.
@@ -279,20 +252,13 @@ def flax(
       scale: the first scale.
       minimum_scale: the floor; None for none but float32's range.
 
-    Returns:
-      A `DynamicLossScale`.
-
     Example:
       >>> from optax_lossscale import presets
       >>> presets.flax().growth_interval
       2001
     """
-    finite_steps = validation.count(
-        "growth_interval", growth_interval, 0, validation.LARGEST_INT - 1
-    )
-    floor = _NO_FLOOR
-    if minimum_scale is not None:
-        floor = {"min_scale": validation.scale("minimum_scale", minimum_scale)}
+    most = validation.LARGEST_INT - 1
+    finite_steps = validation.count("growth_interval", growth_interval, 0, most)
     return DynamicLossScale(
         initial_scale=validation.scale("scale", scale),
         growth_factor=_growth("growth_factor", growth_factor),
@@ -300,7 +266,7 @@ def flax(
         growth_interval=finite_steps + 1,
         initial_growth_counter=validation.count("fin_steps", fin_steps, 0, finite_steps),
         clip_growth=True,
-        **floor,
+        **_floor("minimum_scale", minimum_scale),
     )
 
 
@@ -313,9 +279,7 @@ def jmp(
 ) -> DynamicLossScale:
     """JMP's `jmp.DynamicLossScale`.
 
-    Multiplies after `period` finite steps in a row, if the result is finite; divides at
-    a step that is not, down to `min_loss_scale`. (JMP forgets that at the first `jit`,
-    and is back at 1; this does not.)
+    JMP forgets its floor at the first `jit`, and is back at 1; this does not.
 
     Args:
       loss_scale: the first scale.
@@ -323,9 +287,6 @@ def jmp(
       period: finite steps in a row after which it grows.
       factor: what it is multiplied or divided by.
       min_loss_scale: the floor.
-
-    Returns:
-      A `DynamicLossScale`.
 
     Example:
       >>> from optax_lossscale import presets
@@ -352,9 +313,8 @@ def mpx(
 ) -> DynamicLossScale:
     """MPX's `mpx.DynamicLossScaling`.
 
-    Multiplies after `period` finite steps in a row, up to 65504, the largest float16, at
-    which it ends; divides at a step that is not finite, down to `min_loss_scaling`. (MPX
-    unscales by the scale after that; this, by the scale that scaled.)
+    Growth ends at 65504, the largest float16. MPX unscales by the scale after a step; this, by the
+    scale that scaled.
 
     Args:
       loss_scaling: the first scale, at most 65504.
@@ -362,9 +322,6 @@ def mpx(
       factor: what it is multiplied or divided by.
       period: finite steps in a row after which it grows.
       counter: finite steps in a row before the first, fewer than `period`.
-
-    Returns:
-      A `DynamicLossScale`.
 
     Example:
       >>> from optax_lossscale import presets
@@ -394,9 +351,8 @@ def megatron(
 ) -> DynamicLossScale:
     """Megatron-LM's `DynamicGradScaler`.
 
-    Backs off at the `hysteresis`-th step that is not finite, and at each further one
-    until a growth, down to `min_scale`; grows after `growth_interval` finite steps in a
-    row.
+    Backs off at the `hysteresis`-th step that is not finite, and at each further one until it
+    grows.
 
     Args:
       initial_scale: the first scale.
@@ -405,9 +361,6 @@ def megatron(
       backoff_factor: what a back-off multiplies by.
       growth_interval: finite steps in a row after which it grows.
       hysteresis: steps that are not finite that it takes to back off.
-
-    Returns:
-      A `DynamicLossScale`.
 
     Example:
       >>> from optax_lossscale import presets
@@ -436,8 +389,8 @@ def deepspeed(
 ) -> DynamicLossScale:
     """DeepSpeed's `DynamicLossScaler`.
 
-    Divides at the `delayed_shift`-th step that is not finite, down to `min_scale`;
-    multiplies after `scale_window` finite steps in a row.
+    Divides at the `delayed_shift`-th step that is not finite, and at each further one until it
+    grows.
 
     Args:
       init_scale: the first scale.
@@ -446,22 +399,15 @@ def deepspeed(
       min_scale: the floor.
       delayed_shift: steps that are not finite that it takes to back off.
       consecutive_hysteresis: whether those must come in a row.
-      raise_error_at_min_scale: whether an overflow at the floor makes it `exhausted`,
-        for which `raise_if_stuck` raises.
-
-    Returns:
-      A `DynamicLossScale`.
+      raise_error_at_min_scale: whether an overflow at the floor makes it `exhausted`, for which
+        `raise_if_stuck` raises.
 
     Example:
       >>> from optax_lossscale import presets
       >>> bool(presets.deepspeed(init_scale=1.0).adjust(False).exhausted())
       True
     """
-    for name, flag in (
-        ("consecutive_hysteresis", consecutive_hysteresis),
-        ("raise_error_at_min_scale", raise_error_at_min_scale),
-    ):
-        validation.one_of(name, flag, (True, False))
+    consecutive = validation.flag("consecutive_hysteresis", consecutive_hysteresis)
     factor = validation.growth_factor("scale_factor", scale_factor)
     return DynamicLossScale(
         initial_scale=validation.scale("init_scale", init_scale),
@@ -470,8 +416,8 @@ def deepspeed(
         growth_interval=validation.count("scale_window", scale_window),
         min_scale=min_scale,
         hysteresis=validation.count("delayed_shift", delayed_shift),
-        hysteresis_refill="finite" if consecutive_hysteresis else "growth",
-        can_be_exhausted=raise_error_at_min_scale,
+        hysteresis_refill="finite" if consecutive else "growth",
+        can_be_exhausted=validation.flag("raise_error_at_min_scale", raise_error_at_min_scale),
     )
 
 
@@ -485,20 +431,14 @@ def fairseq(
 ) -> ToleranceLossScale:
     """The `DynamicLossScaler` of fairseq.
 
-    Divides where the share of overflows since the last change of scale reaches
-    `tolerance`; multiplies after `scale_window` finite steps in a row.
-
     Args:
       init_scale: the first scale.
       scale_factor: what it is multiplied or divided by.
       scale_window: finite steps in a row after which it grows.
-      tolerance: the share of overflows that it takes to back off.
+      tolerance: the share of overflows since the last change of scale that it takes to back off.
       threshold: a floor at which it stays without an error.
       min_loss_scale: a scale that would fall to this or below is `exhausted`, for which
         `raise_if_stuck` raises.
-
-    Returns:
-      A `ToleranceLossScale`.
 
     Example:
       >>> from optax_lossscale import presets
@@ -533,9 +473,6 @@ def openseq2seq_logmax(
       beta2: decay of the averages behind the spread.
       overflow_std_dev: deviations between the mean and 2**16.
 
-    Returns:
-      A `LogMaxLossScale`.
-
     Example:
       >>> from optax_lossscale import presets
       >>> float(presets.openseq2seq_logmax()())
@@ -563,19 +500,13 @@ def apex(
 ) -> LossScale:
     """NVIDIA Apex's `LossScaler`.
 
-    Doubles after `scale_window` finite steps in a row, up to `max_loss_scale`, at which
-    it ends; halves at a step that is not finite, down to `min_loss_scale`.
-
     Args:
-      loss_scale: "dynamic", or a number for a fixed scale.
+      loss_scale: "dynamic", or a number for a `FixedLossScale`.
       init_scale: the first scale; Apex starts no higher than `max_loss_scale`.
       scale_factor: taken and not used, as in Apex: the factor is 2.
       scale_window: finite steps in a row after which it grows.
       min_loss_scale: the floor; None for none but float32's range.
-      max_loss_scale: the cap.
-
-    Returns:
-      A `DynamicLossScale`, or a `FixedLossScale` for a number.
+      max_loss_scale: the cap, at which growth ends.
 
     Example:
       >>> from optax_lossscale import presets
@@ -586,38 +517,20 @@ def apex(
     if not isinstance(loss_scale, str):
         return FixedLossScale(loss_scale)
     validation.one_of("loss_scale, if no number,", loss_scale, ("dynamic",))
-    floor = _NO_FLOOR
-    if min_loss_scale is not None:
-        floor = {"min_scale": validation.scale("min_loss_scale", min_loss_scale)}
     most = validation.scale("max_loss_scale", max_loss_scale)
     return DynamicLossScale(
         initial_scale=min(validation.scale("init_scale", init_scale), most),
         growth_interval=validation.count("scale_window", scale_window),
         max_scale=most,
         clip_growth=True,
-        **floor,
+        **_floor("min_loss_scale", min_loss_scale),
     )
 
 
 _PRESETS = {
-    preset.__name__: preset
-    for preset in (
-        tensorflow_dynamic,
-        tensorflow_fixed,
-        tensorflow_contrib_fixed,
-        tensorflow_contrib_exponential,
-        tf_keras,
-        keras,
-        pytorch,
-        flax,
-        jmp,
-        mpx,
-        megatron,
-        deepspeed,
-        fairseq,
-        openseq2seq_logmax,
-        apex,
-    )
+    name: function
+    for name, function in list(globals().items())
+    if inspect.isfunction(function) and function.__module__ == __name__ and name[0] != "_"
 }
 
 
@@ -628,12 +541,8 @@ def get(name: str, /, **arguments: Any) -> LossScale:
       name: the name of a function of this module.
       **arguments: its arguments.
 
-    Returns:
-      A `LossScale`.
-
     Raises:
-      ValueError: for an unknown name, or an unknown or missing argument, which lists the
-        known.
+      ValueError: for an unknown name, or an unknown or missing argument, which lists the known.
 
     Example:
       >>> from optax_lossscale import presets

@@ -6,7 +6,8 @@ originals, they do not see what is not finite: it is skipped without the rule, a
 mean, a deviation or a window.
 
 Each rule is an immutable pytree with `update(norm, value)`, which returns the next rule and
-whether the step is applied; see `SkipRule`, also for how to write one's own.
+whether the step is applied; see `SkipRule`, also for how to write one's own. An argument that is
+not allowed is a `ValueError`.
 """
 
 from optax_lossscale._scales import validation
@@ -32,23 +33,49 @@ __all__ = [
 def spikes(
     factor: float = 6.0, *, least: float = 1.0, window: int = 64, max_skips: int = 16
 ) -> SpikeSkipRule:
-    """Skips a step whose norm or loss is far above the usual one; the one that is recommended.
+    """Skips a step whose norm or loss is far above the usual one, and never many steps.
 
-    It compares with the medians of the last steps applied. In any series, at most `max_skips`
-    steps are skipped, and then no more than 1 in 20: what is more common is usual. It looks at the
-    loss if the step is given its `value` and that is positive, and does not need it.
+    The usual norm is the median of those last applied, on a logarithmic scale, and their spread
+    the distance from there to the upper quartile. So a spike that was applied hardly moves them,
+    and one that was skipped not at all. What 1 in 20 of them reached is usual as well. Of the
+    losses likewise, if the step is given them as its `value`, where they are positive. The rule::
+
+        for x, xs in [
+            (log2(norm), log2 of the last `window` norms applied that were not 0),
+            (log2(loss), log2 of the last `window` losses applied that were positive),
+        ]:
+            spread = 1.4826 * (upper_quartile(xs) - median(xs))
+            allowed = max(factor * spread, least * max(1, 24 / len(xs)))
+            common = the max(3, len(xs) // 20)th largest of xs
+            limit = max(median(xs) + allowed, common + allowed / 2)
+            is_spike = len(xs) >= 8 and x > limit
+        if either is a spike and budget >= 1:   # which begins as max_skips
+            skip
+            budget -= 1
+        else:
+            if either is a spike:
+                budget = 0                      # they are too common to be spikes
+            apply
+            if norm > 0:
+                budget = min(budget + 1 / 20, max_skips)
+
+    In any series, at most `max_skips` finite steps are skipped, and then no more than 1 in 20, of
+    which steps whose gradients are all zero do not count. So where the level changes for good, at
+    most `max_skips` steps are skipped; old batches may come in between, and both levels are usual
+    for as long as a window holds three of either. A norm or a loss of up to 2**least times the
+    median is no spike, so none is while they rise by less than that within a window. The scale of
+    the norms is of no account, nor is that of the losses.
+
+    The rule is this library's own. docs/skipping.md says what it does not do, and
+    docs/benchmarks/skips.md compares it with the others.
 
     Args:
-      factor: how many deviations above the median are too many.
-      least: how many bits above it a norm or a loss has to be at least; 1 is twice the median.
-      window: how many norms and losses are remembered, at least 16.
-      max_skips: how many finite steps to skip at most before 20 are to be applied for each.
-
-    Returns:
-      A rule, whose class says how it works.
-
-    Raises:
-      ValueError: for an argument outside what is said above.
+      factor: how many deviations above the median are too many, positive.
+      least: how many bits above it a norm or a loss has to be at least, positive; 1 is twice the
+        median.
+      window: how many norms and losses are remembered, from 16 to 2**20.
+      max_skips: how many finite steps to skip at most before 20 are to be applied for each, from 0
+        to 2**20.
 
     Example:
       >>> import optax_lossscale as ols
@@ -66,19 +93,14 @@ def olmo_core(rolling_interval_length: int = 128, sigma_factor: float = 6) -> Ro
 
     Skips a step whose loss or norm is more than `sigma_factor` unbiased standard deviations above
     the mean of the last `rolling_interval_length` steps, skipped ones among them, once half of
-    that many have been seen. Two things differ: what is not finite is never in the window, where
-    the original skips every step for as long as its window holds it; and below a length of 6 the
-    original skips the second step, as the deviation of one number is NaN.
+    that many have been seen. It needs the step's loss. Two things differ: what is not finite is
+    never in the window, where the original skips every step for as long as its window holds it;
+    and below a length of 6 the original skips the second step, as the deviation of one number is
+    NaN.
 
     Args:
       rolling_interval_length: how many steps the window holds, at least 2.
       sigma_factor: how many deviations are too many.
-
-    Returns:
-      A rule that needs the step's loss.
-
-    Raises:
-      ValueError: for an argument outside what is said above.
 
     Example:
       >>> from optax_lossscale import skips
@@ -89,7 +111,7 @@ def olmo_core(rolling_interval_length: int = 128, sigma_factor: float = 6) -> Ro
     length = validation.count("rolling_interval_length", rolling_interval_length, 2, 2**20)
     return RollingSkipRule(
         length=length,
-        sigma_factor=_positive("sigma_factor", sigma_factor),
+        sigma_factor=validation.positive("sigma_factor", sigma_factor),
         least_history=max(2, length // 2) - 1,  # the step itself counts there
     )
 
@@ -97,19 +119,14 @@ def olmo_core(rolling_interval_length: int = 128, sigma_factor: float = 6) -> Ro
 def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule:
     """MaxText's `skip_step_on_spikes`, with the defaults of `skip_step_interval` and so on.
 
-    It is OLMo-core's rule, and differs from the original as that does, whose window skips every
-    step while it holds a NaN. MaxText's trainer hands it the norm of gradients that were clipped
-    before; here the rule sees the true norm, with the clip inside of the wrapper.
+    It is OLMo-core's rule, which needs the step's loss, and differs from the original as that
+    does, whose window skips every step while it holds a NaN. MaxText's trainer hands it the norm
+    of gradients that were clipped before; here the rule sees the true norm, with the clip inside
+    of the wrapper.
 
     Args:
       interval: how many steps the window holds, at least 2.
       scaling_factor: how many deviations are too many.
-
-    Returns:
-      A rule that needs the step's loss.
-
-    Raises:
-      ValueError: for an argument outside what is said above.
 
     Example:
       >>> from optax_lossscale import skips
@@ -119,7 +136,7 @@ def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule
     length = validation.count("interval", interval, 2, 2**20)
     return RollingSkipRule(
         length=length,
-        sigma_factor=_positive("scaling_factor", scaling_factor),
+        sigma_factor=validation.positive("scaling_factor", scaling_factor),
         least_history=max(2, length // 2) - 1,
     )
 
@@ -127,19 +144,14 @@ def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule
 def levanter(rolling_interval_length: int = 128, sigma_factor: float = 6.0) -> RollingSkipRule:
     """Levanter's `SkipStepConfig`.
 
-    OLMo-core's rule with the biased standard deviation, which counts as 1e-6 at least, and with
-    one step more before the first can be skipped. What is not finite is never in the window, and
-    never in the parameters, where the original multiplies its updates by 0.
+    OLMo-core's rule, which needs the step's loss, with the biased standard deviation, which counts
+    as 1e-6 at least, and with one step more before the first can be skipped. What is not finite is
+    never in the window, and never in the parameters, where the original multiplies its updates
+    by 0.
 
     Args:
       rolling_interval_length: how many steps the window holds, at least 2.
       sigma_factor: how many deviations are too many.
-
-    Returns:
-      A rule that needs the step's loss.
-
-    Raises:
-      ValueError: for an argument outside what is said above.
 
     Example:
       >>> from optax_lossscale import skips
@@ -149,7 +161,7 @@ def levanter(rolling_interval_length: int = 128, sigma_factor: float = 6.0) -> R
     length = validation.count("rolling_interval_length", rolling_interval_length, 2, 2**20)
     return RollingSkipRule(
         length=length,
-        sigma_factor=_positive("sigma_factor", sigma_factor),
+        sigma_factor=validation.positive("sigma_factor", sigma_factor),
         least_history=max(2, length // 2),
         ddof=0,
         least_deviation=1e-6,
@@ -170,12 +182,6 @@ def axlearn(
         `drop_norm_by_…` return, by which it follows the norms.
       grad_norm_ema_decay: the decay of the moving averages, which the latter need.
 
-    Returns:
-      A rule.
-
-    Raises:
-      ValueError: for an argument outside what is said above.
-
     Example:
       >>> from optax_lossscale import skips
       >>> rule = skips.axlearn(skips.drop_norm_by_grad_norm_ema(), grad_norm_ema_decay=0.99)
@@ -185,7 +191,7 @@ def axlearn(
       False
     """
     if not isinstance(drop_norm, DropNorm):
-        return ThresholdSkipRule(_positive("drop_norm", drop_norm), strict=True)
+        return ThresholdSkipRule(validation.positive("drop_norm", drop_norm), strict=True)
     if grad_norm_ema_decay is None:
         allowed = "given, such as 0.99, where drop_norm follows the norms"
         validation.refuse("grad_norm_ema_decay", grad_norm_ema_decay, allowed)
@@ -197,12 +203,6 @@ def drop_norm_by_grad_norm_ema(multipliers: tuple[float, ...] = (20, 40, 100)) -
 
     Args:
       multipliers: of which the smallest decides.
-
-    Returns:
-      What `axlearn` takes for its `drop_norm`.
-
-    Raises:
-      ValueError: if they are no positive numbers.
 
     Example:
       >>> from optax_lossscale import skips
@@ -224,12 +224,6 @@ def drop_norm_by_grad_norm_stddev(
       min_count: how many steps it takes; before, norms below 1e10 are applied.
       multipliers: of which the smallest decides.
 
-    Returns:
-      What `axlearn` takes for its `drop_norm`.
-
-    Raises:
-      ValueError: if they are no positive numbers, or `min_count` is no count.
-
     Example:
       >>> from optax_lossscale import skips
       >>> drop_norm = skips.drop_norm_by_grad_norm_stddev(min_count=2)
@@ -250,27 +244,18 @@ def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
       grad_norm_skip_threshold: the largest norm that is applied. Where the original is given
         infinity, its default, say `skip="nonfinite"` instead.
 
-    Returns:
-      A rule.
-
-    Raises:
-      ValueError: if it is not a positive finite number.
-
     Example:
       >>> from optax_lossscale import skips
       >>> rule, should_apply = skips.megatron(10.0).update(10.5)
       >>> print(should_apply)
       False
     """
-    return ThresholdSkipRule(_positive("grad_norm_skip_threshold", grad_norm_skip_threshold))
-
-
-def _positive(name: str, value: float) -> float:
-    in_float32 = lambda x: 0 < x <= validation.LARGEST
-    return validation.bounded(name, value, "a positive number", in_float32)
+    return ThresholdSkipRule(
+        validation.positive("grad_norm_skip_threshold", grad_norm_skip_threshold)
+    )
 
 
 def _smallest(multipliers: tuple[float, ...]) -> float:
     if not isinstance(multipliers, tuple | list) or not multipliers:
         validation.refuse("multipliers", multipliers, "a tuple of positive numbers")
-    return min(_positive("multipliers", multiplier) for multiplier in multipliers)
+    return min(validation.positive("multipliers", multiplier) for multiplier in multipliers)

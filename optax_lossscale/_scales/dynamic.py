@@ -1,5 +1,6 @@
 """The loss scale that grows while gradients are finite and backs off when not."""
 
+from functools import partial
 from typing import Literal, Self, get_args
 
 import jax
@@ -9,23 +10,23 @@ import numpy as np
 from optax_lossscale._arrays.precision import times
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.loss_scale import LossScale, choose
-from optax_lossscale._scales.stateful import state_field
+from optax_lossscale._scales.stateful import checked, state_field
 
 Refill = Literal["growth", "rescale", "finite"]
+_REFILL = partial(validation.one_of, options=get_args(Refill))
 
 
 class DynamicLossScale(LossScale):
     """Grows after a run of finite steps, backs off at a step that is not.
 
     The default of `with_loss_scale`. It measures nothing beyond the check for overflows, and
-    reacts to one wherever in the model it happens. Gradients that are all zero count as finite, so
-    where 2000 such steps lie between any two others, each of these overflows: then take
-    `HeadroomLossScale`.
+    reacts to one wherever in the model it happens. Where gradients are rare, take `"headroom"`, a
+    `HeadroomLossScale`: gradients that are all zero count as finite here and raise the scale, so
+    with 2000 such steps between any two others, each of these overflows and is lost.
 
-    Source: TensorFlow's `DynamicLossScale`, of which these are the defaults, after
-    Micikevicius et al., "Mixed Precision Training" (https://arxiv.org/abs/1710.03740);
-    the further options are what PyTorch, Flax, Megatron-LM, DeepSpeed and
-    tf.contrib add to it. The rule::
+    Source: TensorFlow's `DynamicLossScale`, of which these are the defaults, after Micikevicius et
+    al., "Mixed Precision Training" (https://arxiv.org/abs/1710.03740); the further options are
+    what PyTorch, Flax, Megatron-LM, DeepSpeed and tf.contrib add to it. The rule::
 
         if grads_finite:
             growth_counter += 1
@@ -40,9 +41,9 @@ class DynamicLossScale(LossScale):
             else:
                 loss_scale = max(loss_scale * backoff_factor, min_scale)
 
-    Every product is rounded once, from the factor as given: a `backoff_factor` of
-    `1 / 3` is TensorFlow's division by 3. An overflow never raises a scale, not even one below
-    `min_scale` that was restored from a run with another.
+    Every product is rounded once, from the factor as given: a `backoff_factor` of `1 / 3` is
+    TensorFlow's division by 3. An overflow never raises a scale, not even one below `min_scale`
+    that was restored from a run with another.
 
     Args:
       initial_scale: the loss scale before the first step.
@@ -51,20 +52,18 @@ class DynamicLossScale(LossScale):
       backoff_factor: what a non-finite step multiplies it by, in (0, 1].
       min_scale: the floor. Below 1 for models whose gradients are large.
       max_scale: the cap.
-      hysteresis: how many non-finite steps it takes to back off: the first
-        `hysteresis - 1` are skipped at an unchanged scale.
-      hysteresis_refill: when those are granted anew: `"growth"`, when the scale is
-        due to grow (Megatron-LM, DeepSpeed); `"rescale"`, then and at a back-off
-        (tf.contrib); `"finite"`, at each finite step (DeepSpeed's
-        `consecutive_hysteresis`).
-      clip_growth: whether a growth past `max_scale` ends at `max_scale` (Flax) or
-        does not take place (TensorFlow).
-      clip_backoff: whether a back-off past `min_scale` ends at `min_scale`
-        (TensorFlow) or does not take place.
-      can_be_exhausted: whether an overflow that finds nothing left to lower makes it
-        `exhausted`: DeepSpeed's `raise_error_at_min_scale`.
-      initial_growth_counter: finite steps in a row before the first, fewer than
-        `growth_interval`.
+      hysteresis: how many non-finite steps it takes to back off: the first `hysteresis - 1` are
+        skipped at an unchanged scale.
+      hysteresis_refill: when those are granted anew: `"growth"`, when the scale is due to grow
+        (Megatron-LM, DeepSpeed); `"rescale"`, then and at a back-off (tf.contrib); `"finite"`, at
+        each finite step (DeepSpeed's `consecutive_hysteresis`).
+      clip_growth: whether a growth past `max_scale` ends at `max_scale` (Flax) or does not take
+        place (TensorFlow).
+      clip_backoff: whether a back-off past `min_scale` ends at `min_scale` (TensorFlow) or does
+        not take place.
+      can_be_exhausted: whether an overflow that finds nothing left to lower makes it `exhausted`:
+        DeepSpeed's `raise_error_at_min_scale`.
+      initial_growth_counter: finite steps in a row before the first, below `growth_interval`.
 
     Attributes:
       loss_scale: the loss scale now; float32, shape ().
@@ -72,8 +71,8 @@ class DynamicLossScale(LossScale):
       hysteresis_left: non-finite steps from now to a back-off; int32, shape ().
 
     Raises:
-      ValueError: for an argument outside what is said above, or bounds that do
-        not hold `initial_scale`.
+      ValueError: for an argument outside what is said above, or bounds that do not hold
+        `initial_scale`.
 
     Example:
       >>> import optax_lossscale as ols
@@ -86,16 +85,16 @@ class DynamicLossScale(LossScale):
       [1024.0, 2048.0, 1024.0]
     """
 
-    growth_interval: int = 2000
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    min_scale: float = 1.0
-    max_scale: float = validation.LARGEST
-    hysteresis: int = 1
-    hysteresis_refill: Refill = "growth"
-    clip_growth: bool = False
-    clip_backoff: bool = True
-    can_be_exhausted: bool = True
+    growth_interval: int = checked(validation.count, default=2000)
+    growth_factor: float = checked(validation.growth_factor, default=2.0)
+    backoff_factor: float = checked(validation.backoff_factor, default=0.5)
+    min_scale: float = checked(validation.scale, default=1.0)
+    max_scale: float = checked(validation.scale, default=validation.LARGEST)
+    hysteresis: int = checked(validation.count, default=1)
+    hysteresis_refill: Refill = checked(_REFILL, default="growth")
+    clip_growth: bool = checked(validation.flag, default=False)
+    clip_backoff: bool = checked(validation.flag, default=True)
+    can_be_exhausted: bool = checked(validation.flag, default=True)
     initial_growth_counter: int = 0
     growth_counter: jax.Array = state_field()  # shape=(), dtype=int32
     hysteresis_left: jax.Array = state_field()  # shape=(), dtype=int32
@@ -103,23 +102,15 @@ class DynamicLossScale(LossScale):
 
     def __post_init__(self):
         super().__post_init__()
-        interval = validation.count("growth_interval", self.growth_interval)
+        validation.in_order(self.min_scale, self.initial_scale, self.max_scale)
         counter = validation.count(
-            "initial_growth_counter", self.initial_growth_counter, least=0, most=interval - 1
+            "initial_growth_counter", self.initial_growth_counter, 0, self.growth_interval - 1
         )
         self._set(
-            **validation.bounds(self.min_scale, self.initial_scale, self.max_scale),
-            growth_interval=interval,
-            growth_factor=validation.growth_factor("growth_factor", self.growth_factor),
-            backoff_factor=validation.backoff_factor("backoff_factor", self.backoff_factor),
-            hysteresis=validation.count("hysteresis", self.hysteresis),
-            hysteresis_left=np.int32(self.hysteresis),
             initial_growth_counter=counter,
             growth_counter=np.int32(counter),
+            hysteresis_left=np.int32(self.hysteresis),
         )
-        validation.one_of("hysteresis_refill", self.hysteresis_refill, get_args(Refill))
-        for name in ("clip_growth", "clip_backoff", "can_be_exhausted"):
-            validation.one_of(name, getattr(self, name), (False, True))
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         """The loss scale after one step; see the class for the rule."""

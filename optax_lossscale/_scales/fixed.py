@@ -10,18 +10,20 @@ from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.loss_scale import AxisName, LossScale
 
+_SCALE = validation.scale_up_to(2.0**126)  # above, its reciprocal is not normal
+
 
 class FixedLossScale(LossScale):
     """A constant loss scale; nothing is checked, and no step is skipped.
 
-    The scale is configuration, not state: compiled steps hold it as a constant,
-    and a scale of 1 compiles to no scaling at all.
+    The scale is configuration, not state: compiled steps hold it as a constant, and a scale of 1
+    compiles to no scaling at all.
 
     Source: TensorFlow's `FixedLossScale`.
 
     Args:
-      scale: the loss scale, from 1.18e-38 to 2**126, the range in which it and
-        its reciprocal are normal float32 numbers.
+      scale: the loss scale, from 1.18e-38 to 2**126, the range in which it and its reciprocal are
+        normal float32 numbers.
 
     Raises:
       ValueError: if `scale` is not such a number.
@@ -39,7 +41,7 @@ class FixedLossScale(LossScale):
     loss_scale: np.float32 = dataclasses.field(init=False)  # pyrefly: ignore[bad-override]
 
     def __init__(self, scale: float):
-        super().__init__(validation.scale("scale", scale, largest=2.0**126))
+        super().__init__(_SCALE("scale", scale))
 
     def __init_subclass__(cls, **kwargs: Any):
         raise TypeError(f"{cls.__name__} cannot subclass FixedLossScale; subclass LossScale")

@@ -1,20 +1,45 @@
 """Saving with `flax.serialization`, without importing it."""
 
+import contextlib
 import sys
 from typing import Any
 
-_registered: set[Any] = set()
+import numpy as np
+
+from optax_lossscale._scales import validation
 
 
 def register_with_flax(cls: Any) -> None:
-    """Makes Flax know a class with `_to_state_dict` and `_from_state_dict`, once it is imported.
+    """Makes Flax, once it is imported, save and restore the state of a `Stateful` class.
 
     Flax restores a type that it does not know as whatever was saved, without a word: a
     dict where the loss scale was. Flax may be imported after the class was defined, so call this
     whenever an instance is made, as each step makes one.
     """
     flax = sys.modules.get("flax.serialization")
-    register = getattr(flax, "register_serialization_state", None)  # not while it is imported
-    if register and (register, cls) not in _registered:
-        _registered.add((register, cls))
-        register(cls, cls._to_state_dict, cls._from_state_dict)
+    if register := getattr(flax, "register_serialization_state", None):  # not while it is imported
+        with contextlib.suppress(ValueError):  # Flax knows it already
+            register(cls, _to_state_dict, _from_state_dict)
+
+
+def _to_state_dict(stateful: Any) -> dict[str, Any]:
+    return {name: getattr(stateful, name) for name in stateful._state_names}
+
+
+def _from_state_dict(stateful: Any, saved: Any) -> Any:
+    """The same configuration, with the state that was saved."""
+    kind, current = type(stateful).__name__, _to_state_dict(stateful)
+    if not isinstance(saved, dict) or set(saved) != set(current):
+        found = list(saved) if isinstance(saved, dict) else saved
+        raise ValueError(
+            f"what is saved of a {kind} is {list(current)}; got {validation.shown(found)}. "
+            "Restore into one of the kind that was saved."
+        )
+    for name, here in current.items():
+        if np.shape(saved[name]) != np.shape(here):
+            raise ValueError(
+                f"the {name} that is saved of a {kind} has shape {np.shape(saved[name])}, and "
+                f"here it has {np.shape(here)}. Restore into one of the configuration that was "
+                "saved."
+            )
+    return stateful.replace(**saved)

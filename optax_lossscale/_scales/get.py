@@ -20,15 +20,14 @@ LossScaleLike = LossScale | float | Literal["dynamic", "headroom"] | dict[str, A
 def get(identifier: LossScaleLike) -> LossScale:
     """The loss scale that an identifier stands for.
 
-    Args:
-      identifier: `None` for no scaling, a `FixedLossScale` of 1; an int or float for
-        a `FixedLossScale`; `"dynamic"` for a `DynamicLossScale`; `"headroom"` for a
-        `HeadroomLossScale`; a `LossScale` for itself; a dict from `get_config` for the
-        loss scale that it describes; a dict `{"preset": name, …}` for
-        `presets.get(name, …)`.
+    Where most steps have no gradient, take `"headroom"`: `"dynamic"` and most presets let such
+    steps raise the scale, so that the rare gradients between them overflow and are lost.
 
-    Returns:
-      A `LossScale`.
+    Args:
+      identifier: `None` for no scaling, a `FixedLossScale` of 1; an int or float for a
+        `FixedLossScale`; `"dynamic"` for a `DynamicLossScale`; `"headroom"` for a
+        `HeadroomLossScale`; a `LossScale` for itself; a dict from `get_config` for the loss scale
+        that it describes; a dict `{"preset": name, …}` for `presets.get(name, …)`.
 
     Raises:
       ValueError: for anything else.
@@ -65,9 +64,9 @@ def get_loss_scale(state: Any) -> LossScale:
     """The one loss scale in an optimizer state, however deep it lies.
 
     Args:
-      state: a state of `with_loss_scale`'s transformation, or of anything that
-        holds one: `optax.chain`, `optax.MultiSteps`, a train state, an `nnx.Optimizer`.
-        A `LossScale` is its own.
+      state: a state of `with_loss_scale`'s transformation, or of anything that holds one:
+        `optax.chain`, `optax.MultiSteps`, a train state, an `nnx.Optimizer`. A `LossScale` is its
+        own.
 
     Returns:
       The `LossScale`, of arrays, also where `nnx` keeps them in variables.

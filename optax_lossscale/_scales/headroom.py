@@ -1,5 +1,6 @@
 """The loss scale that keeps the largest gradient a little below overflow."""
 
+from functools import partial
 from typing import Any, Self
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.loss_scale import AxisName, LossScale, choose, largest_of_all
-from optax_lossscale._scales.stateful import state_field
+from optax_lossscale._scales.stateful import checked, state_field
 
 # Exponents of two, or differences of them: bits.
 _OVERFLOW = 16  # float16's numbers are below 2**16
@@ -30,8 +31,8 @@ class HeadroomLossScale(LossScale):
     a few steps. Where gradients inside the model are larger than those of its parameters,
     `DynamicLossScale` skips fewer.
 
-    It does not grow until a step breaks: the check reads all gradients anyway, and the
-    largest of them says where the scale should be. Two things cannot be measured:
+    The check reads all gradients anyway, and the largest of them says where the scale should be.
+    Two things cannot be measured:
 
     - An overflow means either "at least this large" or that the batch is broken, and only later
       steps can tell. So the scale falls by more bits each time, and these are held in reserve
@@ -71,9 +72,6 @@ class HeadroomLossScale(LossScale):
     are remembered for 8 times the shortest at most. The scale stays between 2**-100 and 2**100,
     and zeros do not count where 32 bits more would be too many.
 
-    It cannot follow gradients of two sizes more than 2**31 apart, one of which takes turns with
-    the other or with zeros: there it takes the larger for broken.
-
     What follows from the rule, and is tested:
 
     - Of gradients of about one size, with up to 10,000 zeros between any two, 95% are applied.
@@ -82,23 +80,25 @@ class HeadroomLossScale(LossScale):
     - After any history, and with a margin of 1, 4608 steps whose largest gradients are alike bring
       the scale within a factor of 4 of the best, unless it flushed all of them to zero.
 
-    The source of the idea to follow the largest gradient is OpenSeq2Seq's `LogMaxLossScale`; the
-    rule is this library's own. docs/benchmarks/policies.md compares it with the others, on
-    sequences that were made to fool it as well.
+    It cannot follow gradients of two sizes more than 2**31 apart, one of which takes turns with
+    the other or with zeros: there it takes the larger for broken.
+
+    Source: this library, after OpenSeq2Seq's `LogMaxLossScale`, which follows the largest gradient
+    too. docs/benchmarks/policies.md compares it with the others, also on hostile sequences.
 
     Args:
-      initial_scale: the loss scale before the first step, from 2**-100 to 2**100, rounded down
-        to a power of two. It matters for a few steps only.
-      margin: how many bits to leave between the largest gradient and overflow, from 0 to 24.
-        More make fewer steps overflow and more gradients underflow.
+      initial_scale: the loss scale before the first step, from 2**-100 to 2**100, rounded down to
+        a power of two. It matters for a few steps only.
+      margin: how many bits to leave between the largest gradient and overflow, from 0 to 24. More
+        make fewer steps overflow and more gradients underflow.
       window: the shortest window; how many measured steps a largest gradient is remembered for at
         least, and twice as many at most, while nothing overflows. From 4 to 2**20.
 
     Attributes:
       loss_scale: the loss scale now, a power of two; float32, shape ().
       spare_bits: the bits between the largest gradient of the last step that was measured and
-        overflow, at least 0 in float16; 0 after an overflow and before the first step, too;
-        int32, shape ().
+        overflow, at least 0 in float16; 0 after an overflow and before the first step, too; int32,
+        shape ().
 
     Raises:
       ValueError: for an argument outside what is said above.
@@ -113,8 +113,8 @@ class HeadroomLossScale(LossScale):
       (16384.0, 1)
     """
 
-    margin: int = 1
-    window: int = 64
+    margin: int = checked(partial(validation.count, least=0, most=24), default=1)
+    window: int = checked(partial(validation.count, least=4, most=2**20), default=64)
     spare_bits: jax.Array = state_field(0)  # shape=(), dtype=int32, as all that follow
     _largest: jax.Array = state_field(_NEVER)  # size in this window
     _window: jax.Array = state_field(1)  # how long one is
@@ -126,27 +126,19 @@ class HeadroomLossScale(LossScale):
 
     def __post_init__(self):
         super().__post_init__()
-        validation.bounded(
-            "initial_scale",
-            self.initial_scale,
-            f"between 2**-{_BOUND} and 2**{_BOUND}",
-            lambda x: 2.0**-_BOUND <= x <= 2.0**_BOUND,
-        )
+        if not 2.0**-_BOUND <= self.initial_scale <= 2.0**_BOUND:
+            allowed = f"between 2**-{_BOUND} and 2**{_BOUND}"
+            validation.refuse("initial_scale", self.initial_scale, allowed)
         _, exponent = np.frexp(self.initial_scale)
-        self._set(
-            loss_scale=np.ldexp(np.float32(0.5), exponent),
-            margin=validation.count("margin", self.margin, least=0, most=24),
-            window=validation.count("window", self.window, least=4, most=2**20),
-        )
+        self._set(loss_scale=np.ldexp(np.float32(0.5), exponent))
 
     def update(self, grads: Any, axis_name: AxisName | None = None) -> tuple[Self, jax.Array]:
         """Adapts the scale to the largest gradient; see the class for the rule."""
         largest = largest_of_all(grads, axis_name)
         finite = jnp.isfinite(largest)
-        after_finite_step = choose(
-            largest > 0, self._after_measuring(largest), self._after_zeros()
-        )
-        return choose(finite, after_finite_step, self._after_overflow()), finite
+        finite_step = choose(largest > 0, self._after_measuring(largest), self._after_zeros())
+        new, base = choose(finite, finite_step, self._after_overflow())
+        return new._at(base), finite
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         """From the flag alone, which measures nothing.
@@ -156,42 +148,33 @@ class HeadroomLossScale(LossScale):
         """
         quiet = self._quiet + 1
         kept = self.replace(_quiet=quiet, _reserve=0, _exhausted=False)
-        after_finite_step = kept._at(kept._base() + (quiet % _LONG == 0))
-        return choose(grads_finite, after_finite_step, self._after_overflow())
+        finite_step = kept, kept._base() + (quiet % _LONG == 0)
+        new, base = choose(grads_finite, finite_step, self._after_overflow())
+        return new._at(base)
 
     def exhausted(self) -> jax.Array:
         """Whether the last step overflowed at a scale of 2**-100, the lowest."""
         return jnp.asarray(self._exhausted)
 
-    def _after_overflow(self) -> Self:
+    # Each of the three returns the loss scale, but for its scale, and the new `base` of the rule.
+
+    def _after_overflow(self) -> tuple[Self, jax.Array]:
         taken_back = self.replace(_zeros=0, _wait=16 * self._wait)
         excused = self.replace(_reserve=self._reserve + 1)
         new = choose(self._reserve < 0, excused, self._fallen())
         new = choose(self._raised() > 0, taken_back, new)
-        new = new.replace(spare_bits=0, _exhausted=self._exponent() <= -_BOUND)
-        return new._at(self._base())
+        return new.replace(spare_bits=0, _exhausted=self._exponent() <= -_BOUND), self._base()
 
-    def _fallen(self) -> Self:
-        at_once = self._quiet % self._patience() == 0
-        longest = jnp.where(at_once, 4 * _LONG, _MEMORY * self.window)
-        longer = (self._quiet > 0) & (self._window < longest)
-        reserve = self._reserve + jnp.minimum(self._reserve + 1, _DEEP)
-        return self.replace(
-            _window=jnp.where(longer, 2 * self._window, self._window),
-            _reserve=jnp.minimum(reserve, self._base() + _BOUND),
-            _quiet=0,
-        )
-
-    def _after_zeros(self) -> Self:
+    def _after_zeros(self) -> tuple[Self, jax.Array]:
         can_rise = self._base() + self._raised() <= _BOUND - _DEEP
         new = self.replace(
             _reserve=jnp.where(self._reserve >= _DEEP, -_EXCUSED, self._reserve),
             _zeros=self._zeros + can_rise,
             _exhausted=False,
         )
-        return new._at(self._base())
+        return new, self._base()
 
-    def _after_measuring(self, gradient: jax.Array) -> Self:
+    def _after_measuring(self, gradient: jax.Array) -> tuple[Self, jax.Array]:
         _, size = jnp.frexp(gradient)
         base, raised, quiet = self._base(), self._raised() > 0, self._quiet + 1
         largest = jnp.where(raised, size, jnp.maximum(self._largest, size))
@@ -207,7 +190,18 @@ class HeadroomLossScale(LossScale):
             _zeros=0,
             _exhausted=False,
         )
-        return new._at(jnp.where(ends, fits(largest), jnp.minimum(base, fits(size))))
+        return new, jnp.where(ends, fits(largest), jnp.minimum(base, fits(size)))
+
+    def _fallen(self) -> Self:
+        at_once = self._quiet % self._patience() == 0
+        longest = jnp.where(at_once, 4 * _LONG, _MEMORY * self.window)
+        longer = (self._quiet > 0) & (self._window < longest)
+        reserve = self._reserve + jnp.minimum(self._reserve + 1, _DEEP)
+        return self.replace(
+            _window=jnp.where(longer, 2 * self._window, self._window),
+            _reserve=jnp.minimum(reserve, self._base() + _BOUND),
+            _quiet=0,
+        )
 
     def _reserve_after(self, explained: jax.Array, quiet: jax.Array) -> jax.Array:
         half = jnp.minimum(self._reserve, self._reserve // 2)  # of nothing that is excused
@@ -227,12 +221,15 @@ class HeadroomLossScale(LossScale):
     def _raised(self) -> jax.Array:
         return _DEEP * (self._zeros // self._wait)
 
-    def _base(self) -> jax.Array:
-        return self._exponent() + jnp.maximum(self._reserve, 0) - self._raised()
-
     def _exponent(self) -> jax.Array:
         return jnp.frexp(self())[1] - 1
 
+    def _above_base(self) -> jax.Array:
+        return self._raised() - jnp.maximum(self._reserve, 0)
+
+    def _base(self) -> jax.Array:
+        return self._exponent() - self._above_base()
+
     def _at(self, base: jax.Array) -> Self:
-        k = jnp.clip(base - jnp.maximum(self._reserve, 0) + self._raised(), -_BOUND, _BOUND)
+        k = jnp.clip(base + self._above_base(), -_BOUND, _BOUND)
         return self.replace(loss_scale=jnp.ldexp(jnp.float32(1), k))  # exp2 is inexact on CPU

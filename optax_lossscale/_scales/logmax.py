@@ -8,18 +8,23 @@ import numpy as np
 
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.loss_scale import AxisName, LossScale, choose, largest_of_all
-from optax_lossscale._scales.stateful import state_field
+from optax_lossscale._scales.stateful import checked, state_field
+
+_DECAY = validation.number("in [0, 1) as a float32", lambda x: 0 <= float(np.float32(x)) < 1)
+# Beyond these the averages of squares would be infinite, and the scale NaN.
+_AT_MOST_60 = validation.number("a number of at most 60", lambda x: x <= 60)
+_DEVIATIONS = validation.number("in [0, 1e6]", lambda x: 0 <= x <= 1e6)
 
 
 class LogMaxLossScale(LossScale):
     """Puts the largest gradient where it is unlikely to overflow.
 
-    Models log2 of each step's largest absolute gradient as normally distributed, with
-    a mean and a spread that move, and chooses the scale at which a gradient
-    `overflow_std_dev` deviations above the mean is 2**16.
+    Models log2 of each step's largest absolute gradient as normally distributed, with a mean and a
+    spread that move, and chooses the scale at which a gradient `overflow_std_dev` deviations above
+    the mean is 2**16.
 
-    Source: OpenSeq2Seq's `LogMaxScaler` (https://arxiv.org/abs/1805.10387). The rule,
-    with bias-corrected moving averages::
+    Source: OpenSeq2Seq's `LogMaxScaler` (https://arxiv.org/abs/1805.10387). The rule, with
+    bias-corrected moving averages::
 
         x = log2(amax) if grads_finite else 2 ** log_max
         mean = average(x, beta1)
@@ -59,12 +64,12 @@ class LogMaxLossScale(LossScale):
     """
 
     initial_scale: float = 1.0
-    min_scale: float = 1.0
-    max_scale: float = 2.0**24
-    log_max: float = 16.0
-    beta1: float = 0.99
-    beta2: float = 0.999
-    overflow_std_dev: float = 3.09
+    min_scale: float = checked(validation.scale, default=1.0)
+    max_scale: float = checked(validation.scale, default=2.0**24)
+    log_max: float = checked(_AT_MOST_60, default=16.0)
+    beta1: float = checked(_DECAY, default=0.99)
+    beta2: float = checked(_DECAY, default=0.999)
+    overflow_std_dev: float = checked(_DEVIATIONS, default=3.09)
     mean: jax.Array = state_field(0.0)  # shape=(), dtype=float32
     slow_mean: jax.Array = state_field(0.0)  # shape=(), dtype=float32
     square: jax.Array = state_field(0.0)  # shape=(), dtype=float32
@@ -73,24 +78,7 @@ class LogMaxLossScale(LossScale):
 
     def __post_init__(self):
         super().__post_init__()
-        self._set(
-            **validation.bounds(self.min_scale, self.initial_scale, self.max_scale),
-            # Beyond these the averages of squares would be infinite, and the scale NaN.
-            log_max=validation.bounded(
-                "log_max", self.log_max, "a number of at most 60", lambda x: x <= 60
-            ),
-            overflow_std_dev=validation.bounded(
-                "overflow_std_dev", self.overflow_std_dev, "in [0, 1e6]", lambda x: 0 <= x <= 1e6
-            ),
-        )
-        for name in ("beta1", "beta2"):
-            decay = validation.bounded(
-                name,
-                getattr(self, name),
-                "in [0, 1) as a float32",
-                lambda x: 0 <= float(np.float32(x)) < 1,
-            )
-            self._set(**{name: decay})
+        validation.in_order(self.min_scale, self.initial_scale, self.max_scale)
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         """From the flag alone: an overflow counts, a finite step changes nothing."""

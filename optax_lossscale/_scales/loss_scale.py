@@ -14,22 +14,22 @@ from jax import lax
 from optax_lossscale._arrays.finite import AxisName, across, all_finite, largest, on_all_replicas
 from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.stateful import Stateful, state_field
+from optax_lossscale._scales.stateful import Stateful, checked, state_field
 
 
 class LossScale(Stateful):
     """A number that the loss is multiplied by, and the rule by which it adapts.
 
-    A loss scale is immutable: `update` and `adjust` return a new one. Subclass it
-    and write `adjust` to have a strategy of your own; subclassing alone makes it a
-    frozen dataclass and a pytree:
+    A loss scale is immutable: `update` and `adjust` return a new one. Subclass it and write
+    `adjust` to have a strategy of your own; subclassing alone makes it a frozen dataclass and a
+    pytree:
 
-    - its fields are *configuration*, arguments of the constructor: static under
-      `jit`, written by `get_config`;
+    - its fields are *configuration*, arguments of the constructor: static under `jit`, written by
+      `get_config`;
     - those declared with `state_field` are *state*: array leaves, changed by `replace`.
 
-    A `__post_init__` of its own calls `super().__post_init__()` first. What `adjust`
-    returns should be finite and positive, whatever the sequence.
+    A `__post_init__` of its own calls `super().__post_init__()` first. What `adjust` returns
+    should be finite and positive, whatever the sequence.
 
     Attributes:
       initial_scale: the loss scale before the first step; configuration.
@@ -55,12 +55,12 @@ class LossScale(Stateful):
       500.0 False
     """
 
-    initial_scale: float = 2.0**15
+    initial_scale: float = checked(validation.scale, default=2.0**15)
     loss_scale: jax.Array = state_field()
 
     def __post_init__(self):
-        initial_scale = validation.scale("initial_scale", self.initial_scale)
-        self._set(initial_scale=initial_scale, loss_scale=np.float32(initial_scale))
+        super().__post_init__()
+        self._set(loss_scale=np.float32(self.initial_scale))
 
     def __call__(self) -> jax.Array:
         """The current loss scale: float32, shape ()."""
@@ -85,14 +85,12 @@ class LossScale(Stateful):
         Args:
           grads: the unscaled gradients, any pytree; `None` leaves are ignored. From a step
             with a `mask` that leaves some out, a list of the others.
-          axis_name: under `pmap` or `shard_map`, the axis or axes over which all
-            replicas decide alike: one that overflows makes all of them skip. The
-            only communication is one scalar.
+          axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas decide
+            alike: one that overflows makes all of them skip. The only communication is one scalar.
 
         Returns:
-          The new loss scale, and `should_apply`: whether the gradients may be
-          applied; a bool, shape (), or the Python bool True where nothing was
-          checked.
+          The new loss scale, and `should_apply`: whether the gradients may be applied; a bool,
+          shape (), or the Python bool True where nothing was checked.
 
         Raises:
           ValueError: if `axis_name` names no axis of a `pmap` or `shard_map` around.
@@ -103,43 +101,31 @@ class LossScale(Stateful):
     def exhausted(self) -> jax.Array:
         """Whether the last step overflowed and there was nothing left to lower.
 
-        Nothing can raise inside a compiled step; `raise_if_stuck` raises on the host where this
-        is True. False for a strategy that does not say otherwise.
-
-        Returns:
-          A bool, shape ().
+        A bool, shape (); False for a strategy that does not say otherwise. Nothing can raise
+        inside a compiled step; `raise_if_stuck` raises on the host where this is True.
         """
         return jnp.array(False)
 
     def scale(self, tree: T) -> T:
-        """Every inexact leaf times the loss scale.
+        """Every inexact leaf of a loss, or of any pytree, times the loss scale.
 
-        Args:
-          tree: a loss, or any pytree. `None`, integer and float0 leaves pass through.
-
-        Returns:
-          The scaled tree. 8- and 16-bit floats become float32, as a float16 loss
-          times 2**16 would be infinite; wider ones keep their dtype.
+        8- and 16-bit floats become float32, as a float16 loss times 2**16 would be infinite; wider
+        ones keep their dtype. `None`, integer and float0 leaves pass through.
         """
         scale = self()
         return map_inexact(lambda x: x * scale.astype(jnp.finfo(x.dtype).dtype), tree)
 
     def unscale(self, tree: T) -> T:
-        """Every inexact leaf divided by the loss scale.
+        """Every inexact leaf of gradients, or of any pytree, divided by the loss scale.
 
-        Args:
-          tree: any pytree, of gradients as a rule. `None`, integer and float0
-            leaves pass through.
-
-        Returns:
-          The unscaled tree. 8- and 16-bit floats become float32, in which they do
-          not underflow again; wider ones keep their dtype. For a power of two the
-          result is exact, else within an ulp or two.
+        For a power of two the result is exact, else within an ulp or two. 8- and 16-bit floats
+        become float32, in which they do not underflow again; wider ones keep their dtype. `None`,
+        integer and float0 leaves pass through.
         """
-        # XLA turns x / scale into x * (1 / scale), and above 2**126 that reciprocal
-        # is subnormal and flushed to zero. Two factors keep it a normal number, and the
-        # barrier keeps XLA from multiplying them where the state is a constant to it. Both are
-        # quotients: what is simpler XLA would compute anew in the kernel of each leaf.
+        # XLA turns x / scale into x * (1 / scale), and above 2**126 that reciprocal is subnormal
+        # and flushed to zero. Two factors keep it a normal number, and the barrier keeps XLA from
+        # multiplying them where the state is a constant to it. Both are quotients: what is simpler
+        # XLA would compute anew in the kernel of each leaf.
         scale = lax.optimization_barrier(self)()
         shift = jnp.where(scale > 2.0**100, jnp.float32(4.0), jnp.float32(1.0))
 
@@ -165,10 +151,10 @@ class LossScale(Stateful):
         """The loss scale that `get_config` described, in its initial state.
 
         Args:
-          config: `{"class_name": …, "config": {…}}`, naming this class or any
-            subclass of it that has been defined, of which the last to take a name has it.
-            The names of this library's own classes cannot be taken: a class of one of those
-            names goes by its module as well, `my_module.DynamicLossScale`.
+          config: `{"class_name": …, "config": {…}}`, naming this class or any subclass of it that
+            has been defined, of which the last to take a name has it. The names of this library's
+            own classes cannot be taken: a class of one of those names goes by its module as well,
+            `my_module.DynamicLossScale`.
 
         Raises:
           ValueError: for a malformed config, an unknown class, or an unknown or missing key.

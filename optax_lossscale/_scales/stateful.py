@@ -2,7 +2,9 @@
 
 import abc
 import dataclasses
-from typing import Any, Literal, Self, dataclass_transform
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, Self, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from jax.tree_util import GetAttrKey
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.flax_serialization import register_with_flax
 
-_IS_STATE = {"state": True}
+Check = Callable[[str, Any], Any]
 
 
 def state_field(default: Any = dataclasses.MISSING, *, init: Literal[False] = False) -> Any:
@@ -38,11 +40,12 @@ def state_field(default: Any = dataclasses.MISSING, *, init: Literal[False] = Fa
       >>> print(ls.overflows, ls.overflows.dtype)
       1 int32
     """
-    # NumPy values: strongly typed, impossible to donate away, and made without waking
-    # a JAX backend, which a module that builds its optimizer before
-    # `jax.distributed.initialize` must not do.
+    # NumPy values: strongly typed, impossible to donate away, and made without waking a JAX
+    # backend, which a module that builds its optimizer before `jax.distributed.initialize` must
+    # not do.
+    field = functools.partial(dataclasses.field, init=init, metadata={state_field: True})
     if default is dataclasses.MISSING:
-        return dataclasses.field(init=init, metadata=_IS_STATE)
+        return field()
     dtype = {bool: np.bool_, int: np.int32, float: np.float32}.get(type(default))
     array = np.asarray(default, dtype)
     if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != np.bool_:
@@ -50,17 +53,31 @@ def state_field(default: Any = dataclasses.MISSING, *, init: Literal[False] = Fa
             f"a state starts as a number or an array of numbers, got {validation.shown(default)}"
         )
     value = array[()]  # a scalar of what has no dimensions
-    return dataclasses.field(init=init, default_factory=lambda: value, metadata=_IS_STATE)
+    return field(default_factory=lambda: value)
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, state_field))
+def checked(check: Check, *, default: Any = dataclasses.MISSING) -> Any:
+    """Declares a field of configuration that is what its check makes of its name and value.
+
+    A subclass that declares the field anew, for another default, keeps the check.
+    """
+    return dataclasses.field(default=default, metadata={checked: check})
+
+
+@dataclass_transform(
+    frozen_default=True, field_specifiers=(dataclasses.field, state_field, checked)
+)
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stateful(abc.ABC):  # noqa: B024 (what is abstract differs)
+class Stateful(abc.ABC):
     """What loss scales and rules of skipping are: subclassing alone makes a class one.
 
     Fields are configuration, static under `jit`; a `state_field` is an array leaf. Two are equal
     if they are of one class, with equal configurations and states, which waits for the device.
     """
+
+    _state_names: ClassVar[list[str]]
+    _static_names: ClassVar[list[str]]
+    _checks: ClassVar[dict[str, Check]] = {}
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         register_with_flax(cls)
@@ -69,7 +86,16 @@ class Stateful(abc.ABC):  # noqa: B024 (what is abstract differs)
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         dataclasses.dataclass(frozen=True, eq=False)(cls)
-        _register(cls)
+        fields = dataclasses.fields(cls)
+        cls._state_names = [f.name for f in fields if state_field in f.metadata]
+        cls._static_names = [f.name for f in fields if state_field not in f.metadata]
+        checks = {f.name: f.metadata[checked] for f in fields if checked in f.metadata}
+        cls._checks = cls._checks | checks
+        jax.tree_util.register_pytree_with_keys(cls, cls._flatten_with_keys, cls._unflatten)
+
+    def __post_init__(self):
+        checks = self._checks.items()
+        self._set(**{name: check(name, getattr(self, name)) for name, check in checks})
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
@@ -79,8 +105,7 @@ class Stateful(abc.ABC):  # noqa: B024 (what is abstract differs)
         return same and all(map(np.array_equal, jax.tree.leaves(self), jax.tree.leaves(other)))
 
     def __hash__(self) -> int:
-        _, static = _split(type(self))  # without the state, whose hash a tracer has not
-        return hash((type(self), *(getattr(self, name) for name in static)))
+        return hash((type(self), self._static()))  # a tracer in the state has no hash
 
     def _set(self, **values: Any) -> None:
         """Sets fields of an instance under construction, which is frozen later."""
@@ -88,44 +113,31 @@ class Stateful(abc.ABC):  # noqa: B024 (what is abstract differs)
 
     def replace(self, **state: jax.typing.ArrayLike) -> Self:
         """A copy with new values of the named state fields, in the dtypes they had."""
-        names, _ = _split(type(self))
-        if unknown := sorted(set(state) - set(names)):
+        if unknown := sorted(set(state) - set(self._state_names)):
             raise TypeError(
                 f"{type(self).__name__} has no state {', '.join(unknown)}; its state fields are "
-                f"{', '.join(names)}. For another configuration construct a new one."
+                f"{', '.join(self._state_names)}. For another configuration construct a new one."
             )
         new = {k: _as_state(k, v, getattr(self, k).dtype) for k, v in state.items()}
-        return _with_attributes(type(self), vars(self) | new)
+        return self._with_attributes(vars(self) | new)
 
-    def _to_state_dict(self) -> dict[str, Any]:
-        """What `flax.serialization` saves: the state, as any checkpointer."""
-        names, _ = _split(type(self))
-        return {name: getattr(self, name) for name in names}
+    def _static(self) -> tuple[tuple[str, Any], ...]:
+        return tuple((name, getattr(self, name)) for name in self._static_names)
 
-    def _from_state_dict(self, saved: Any) -> Self:
-        """The same configuration, with the state that was saved."""
-        names, _ = _split(type(self))
-        if not isinstance(saved, dict) or set(saved) != set(names):
-            found = list(saved) if isinstance(saved, dict) else saved
-            raise ValueError(
-                f"what is saved of a {type(self).__name__} is {names}; got "
-                f"{validation.shown(found)}. Restore into one of the kind that was saved."
-            )
-        shapes = {name: (np.shape(saved[name]), np.shape(getattr(self, name))) for name in names}
-        if other := [name for name, (there, here) in shapes.items() if there != here]:
-            there, here = shapes[other[0]]
-            raise ValueError(
-                f"the {other[0]} that is saved of a {type(self).__name__} has shape {there}, and "
-                f"here it has {here}. Restore into one of the configuration that was saved."
-            )
-        return self.replace(**saved)
+    def _flatten_with_keys(self) -> tuple[Any, Any]:
+        leaves = [(GetAttrKey(name), getattr(self, name)) for name in self._state_names]
+        return leaves, self._static()
 
+    @classmethod
+    def _unflatten(cls, static: Any, leaves: Any) -> Self:
+        return cls._with_attributes([*static, *zip(cls._state_names, leaves, strict=True)])
 
-def _split(cls: type[Stateful]) -> tuple[list[str], list[str]]:
-    """The names of a class's state fields, and of its other, static fields."""
-    fields = dataclasses.fields(cls)
-    is_state = lambda f: f.metadata.get("state", False)
-    return [f.name for f in fields if is_state(f)], [f.name for f in fields if not is_state(f)]
+    @classmethod
+    def _with_attributes(cls, attributes: Any) -> Self:
+        """An instance made without `__init__`, which would validate and start afresh."""
+        self = cls.__new__(cls)
+        vars(self).update(attributes)
+        return self
 
 
 def _as_state(name: str, value: Any, dtype: Any) -> jax.Array:
@@ -135,23 +147,3 @@ def _as_state(name: str, value: Any, dtype: Any) -> jax.Array:
         raise TypeError(
             f"the state {name} must be an array of {dtype}, got {validation.shown(value)}"
         ) from error
-
-
-def _with_attributes(cls: type[Stateful], attributes: dict[str, Any]) -> Any:
-    """An instance made without `__init__`, which would validate and start afresh."""
-    self = cls.__new__(cls)
-    vars(self).update(attributes)
-    return self
-
-
-def _register(cls: type[Stateful]) -> None:
-    def flatten_with_keys(self):
-        state, static = _split(cls)
-        leaves = [(GetAttrKey(name), getattr(self, name)) for name in state]
-        return leaves, tuple((name, getattr(self, name)) for name in static)
-
-    def unflatten(static, leaves):
-        state, _ = _split(cls)
-        return _with_attributes(cls, dict(static) | dict(zip(state, leaves, strict=True)))
-
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)

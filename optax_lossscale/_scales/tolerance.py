@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from optax_lossscale._arrays.precision import times
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.loss_scale import LossScale, choose
-from optax_lossscale._scales.stateful import state_field
+from optax_lossscale._scales.stateful import checked, state_field
 
 
 class ToleranceLossScale(LossScale):
@@ -29,16 +29,16 @@ class ToleranceLossScale(LossScale):
                 overflows = steps = 0
                 loss_scale = max(loss_scale / factor, threshold)
 
-    where the scale stays as it is, and the loss scale is `exhausted`, if it would fall
-    to `min_scale` or below. An overflow never raises a scale, not even one below `threshold` that
-    was restored from a run with another.
+    where the scale stays as it is, and the loss scale is `exhausted`, if it would fall to
+    `min_scale` or below. An overflow never raises a scale, not even one below `threshold` that was
+    restored from a run with another.
 
     Args:
       initial_scale: the loss scale before the first step.
       growth_interval: finite steps in a row after which it grows.
       factor: what it is multiplied or divided by, at least 1.
-      tolerance: the share of overflows, of the steps since it last changed, that it
-        takes to back off, in [0, 1]. At 0 every overflow backs off.
+      tolerance: the share of overflows, of the steps since it last changed, that it takes to back
+        off, in [0, 1]. At 0 every overflow backs off.
       threshold: a floor at which it stays without being exhausted, or None.
       min_scale: what it always stays above.
 
@@ -49,8 +49,8 @@ class ToleranceLossScale(LossScale):
       overflows: overflows since the last back-off; int32, shape ().
 
     Raises:
-      ValueError: for an argument outside what is said above, or an `initial_scale`
-        that is not above `min_scale`.
+      ValueError: for an argument outside what is said above, or an `initial_scale` that is not
+        above `min_scale`.
 
     Example:
       >>> import optax_lossscale as ols
@@ -63,11 +63,13 @@ class ToleranceLossScale(LossScale):
       [1024.0, 1024.0, 1024.0, 512.0]
     """
 
-    growth_interval: int = 2000
-    factor: float = 2.0
-    tolerance: float = 0.0
+    growth_interval: int = checked(validation.count, default=2000)
+    factor: float = checked(validation.growth_factor, default=2.0)
+    tolerance: float = checked(
+        validation.number("a number in [0, 1]", lambda x: 0 <= x <= 1), default=0.0
+    )
     threshold: float | None = None
-    min_scale: float = 1e-4
+    min_scale: float = checked(validation.scale, default=1e-4)
     growth_counter: jax.Array = state_field(0)  # shape=(), dtype=int32
     steps: jax.Array = state_field(0)  # shape=(), dtype=int32
     overflows: jax.Array = state_field(0)  # shape=(), dtype=int32
@@ -75,16 +77,8 @@ class ToleranceLossScale(LossScale):
 
     def __post_init__(self):
         super().__post_init__()
-        threshold = self.threshold
-        self._set(
-            growth_interval=validation.count("growth_interval", self.growth_interval),
-            factor=validation.growth_factor("factor", self.factor),
-            tolerance=validation.bounded(
-                "tolerance", self.tolerance, "a number in [0, 1]", lambda x: 0 <= x <= 1
-            ),
-            min_scale=validation.scale("min_scale", self.min_scale),
-            threshold=None if threshold is None else validation.scale("threshold", threshold),
-        )
+        if self.threshold is not None:
+            self._set(threshold=validation.scale("threshold", self.threshold))
         if not self.initial_scale > self.min_scale:
             allowed = f"above min_scale={self.min_scale!r}"
             validation.refuse("initial_scale", self.initial_scale, allowed)

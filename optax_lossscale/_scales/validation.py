@@ -14,7 +14,6 @@ SMALLEST = float(np.finfo(np.float32).tiny)
 LARGEST = float(np.finfo(np.float32).max)
 LARGEST_INT = int(np.iinfo(np.int32).max)
 
-
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 60, 100
 
@@ -48,64 +47,56 @@ def is_numeric(value: Any) -> bool:
     return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
 
 
-def real(name: str, value: Any, allowed: str) -> float:
-    """A finite Python float."""
-    number = python_number(value)
-    if number is None or not -sys.float_info.max <= number <= sys.float_info.max:
-        refuse(name, value, allowed)
-    return float(number)
+def number(allowed: str, holds: Callable[[float], bool]) -> Callable[[str, Any], float]:
+    """A check that an argument is a finite number of which something holds; as a Python float."""
+
+    def checked(name: str, value: Any) -> float:
+        found = python_number(value)
+        if found is None or not abs(found) <= sys.float_info.max or not holds(float(found)):
+            refuse(name, value, allowed)
+        return float(found)
+
+    return checked
 
 
-def scale(name: str, value: Any, largest: float = LARGEST) -> float:
-    """A number that float32 holds as a positive, normal value."""
+def scale_up_to(largest: float) -> Callable[[str, Any], float]:
+    """A check for what float32 holds as a positive, normal value."""
     allowed = f"a number between {SMALLEST:.4g} and {largest:.4g}, normal in float32"
-    return bounded(name, value, allowed, lambda x: SMALLEST <= x <= largest)
+    return number(allowed, lambda x: SMALLEST <= x <= largest)
+
+
+finite = number("a finite number", lambda x: True)
+positive = number("a positive number", lambda x: 0 < x <= LARGEST)
+scale = scale_up_to(LARGEST)
+growth_factor = number(f"a number from 1 to {LARGEST:.4g}", lambda x: 1 <= x <= LARGEST)
+backoff_factor = number("a number in (0, 1]", lambda x: 0 < x <= 1)
+
+
+def in_order(min_scale: float, initial_scale: float, max_scale: float) -> None:
+    """A floor and a cap with the initial scale between them."""
+    if not min_scale <= initial_scale <= max_scale:
+        allowed = f"between min_scale={min_scale!r} and max_scale={max_scale!r}"
+        refuse("initial_scale", initial_scale, allowed)
 
 
 def count(name: str, value: Any, least: int = 1, most: int = LARGEST_INT) -> int:
     """An int that int32 holds."""
-    allowed = f"an int between {least} and {most}"
-    number = python_number(value)
-    if not isinstance(number, int) or not least <= number <= most:
-        refuse(name, value, allowed)
-    return number
+    found = python_number(value)
+    if not isinstance(found, int) or not least <= found <= most:
+        refuse(name, value, f"an int between {least} and {most}")
+    return found
 
 
-def bounded(name: str, value: Any, allowed: str, holds: Callable[[float], bool]) -> float:
-    """A finite number of which something holds."""
-    number = real(name, value, allowed)
-    if not holds(number):
-        refuse(name, value, allowed)
-    return number
-
-
-def growth_factor(name: str, value: Any) -> float:
-    """A number that float32 holds, of at least 1."""
-    allowed = f"a number from 1 to {LARGEST:.4g}"
-    return bounded(name, value, allowed, lambda x: 1 <= x <= LARGEST)
-
-
-def backoff_factor(name: str, value: Any) -> float:
-    """A number in (0, 1]."""
-    return bounded(name, value, "a number in (0, 1]", lambda x: 0 < x <= 1)
-
-
-def bounds(min_scale: Any, initial_scale: float, max_scale: Any) -> dict[str, float]:
-    """A floor and a cap with the initial scale between them."""
-    checked = {
-        "min_scale": scale("min_scale", min_scale),
-        "max_scale": scale("max_scale", max_scale),
-    }
-    if not checked["min_scale"] <= initial_scale <= checked["max_scale"]:
-        allowed = f"between min_scale={min_scale!r} and max_scale={max_scale!r}"
-        refuse("initial_scale", initial_scale, allowed)
-    return checked
-
-
-def one_of(name: str, value: Any, options: tuple[Any, ...]) -> None:
+def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:
     """One of a few values."""
     if type(value) is not type(options[0]) or value not in options:
         refuse(name, value, f"one of {', '.join(map(repr, options))}")
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False."""
+    return one_of(name, value, (False, True))
 
 
 def floating_dtype(name: str, value: Any) -> np.dtype:

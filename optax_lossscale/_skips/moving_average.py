@@ -8,23 +8,19 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.stateful import state_field
+from optax_lossscale._scales.stateful import checked, state_field
 from optax_lossscale._skips.rule import SkipRule
+
+_DECAY = validation.number("in (0, 1), such as 0.99", lambda x: 0 < x < 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class DropNorm:
-    """From which norm on a step is skipped, by the moving average of norms.
+    """From which norm on a step is skipped, by the moving average of norms."""
 
-    Attributes:
-      mean_factor: how many times the mean.
-      stddev_factor: and how many deviations more.
-      min_count: how many steps it takes to skip one; before, a norm of 1e10 does.
-    """
-
-    mean_factor: float
-    stddev_factor: float
-    min_count: int
+    mean_factor: float  # how many times the mean
+    stddev_factor: float  # and how many deviations more
+    min_count: int  # how many steps it takes; before, it is a norm of 1e10
 
     def __call__(self, count: jax.Array, mean: jax.Array, stddev: jax.Array) -> jax.Array:
         """The norm, float32, shape ()."""
@@ -49,34 +45,13 @@ class MovingAverageSkipRule(SkipRule):
             count += 1
 
     It learns nothing from what it skips: norms that stay above the threshold are skipped for ever.
-
-    Args:
-      drop_norm: the threshold.
-      grad_norm_ema_decay: the decay of the averages, in (0, 1).
-
-    Attributes:
-      count: how many steps were applied; int32, shape ().
-      mean: the moving average of norms; float32, shape ().
-      mean_square: that of their squares; float32, shape ().
-
-    Raises:
-      ValueError: for an argument outside what is said above.
     """
 
-    drop_norm: DropNorm
-    grad_norm_ema_decay: float
-    count: jax.Array = state_field(0)  # shape=(), dtype=int32
-    mean: jax.Array = state_field(1.0)  # shape=(), dtype=float32
-    mean_square: jax.Array = state_field(1.0)  # shape=(), dtype=float32
-
-    def __post_init__(self):
-        between = lambda x: 0 < x < 1
-        decay = self.grad_norm_ema_decay
-        self._set(
-            grad_norm_ema_decay=validation.bounded(
-                "grad_norm_ema_decay", decay, "in (0, 1), such as 0.99", between
-            )
-        )
+    drop_norm: DropNorm  # the threshold
+    grad_norm_ema_decay: float = checked(_DECAY)  # of the averages
+    count: jax.Array = state_field(0)  # steps applied; shape=(), dtype=int32
+    mean: jax.Array = state_field(1.0)  # of their norms; shape=(), dtype=float32
+    mean_square: jax.Array = state_field(1.0)  # of the norms' squares; shape=(), dtype=float32
 
     def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
         """Compares with the averages, which an applied step moves; see the class."""

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._scales import validation
 from optax_lossscale._scales.stateful import state_field
 from optax_lossscale._skips.rule import SkipRule
 
@@ -22,50 +21,22 @@ class RollingSkipRule(SkipRule):
         window = (window + [x])[-length:]      # of skipped steps as well
 
     where `std` is at least `least_deviation`.
-
-    Args:
-      length: how many steps the window holds, at least 2.
-      sigma_factor: how many deviations are too many, positive.
-      least_history: how many steps it takes to skip one.
-      ddof: 1 for the unbiased deviation, which divides by the number of steps less one; or 0.
-      least_deviation: what a deviation counts as at least.
-
-    Attributes:
-      seen: how many steps the window holds; int32, shape ().
-
-    Raises:
-      ValueError: for an argument outside what is said above.
     """
 
     needs_value = True
-    length: int = 128
-    sigma_factor: float = 6.0
-    least_history: int = 64
-    ddof: int = 1
+    length: int  # how many steps the window holds
+    sigma_factor: float  # how many deviations are too many
+    least_history: int  # how many steps it takes to skip one
+    ddof: int = 1  # of the deviation: 1 for the unbiased one, or 0
     least_deviation: float = 0.0
-    seen: jax.Array = state_field(0)  # shape=(), dtype=int32
+    seen: jax.Array = state_field(0)  # how many steps the window holds; shape=(), dtype=int32
     _next: jax.Array = state_field(0)  # the place of the oldest; shape=(), dtype=int32
     _losses: jax.Array = state_field()  # shape=(length,), dtype=float32
     _norms: jax.Array = state_field()  # shape=(length,), dtype=float32
 
     def __post_init__(self):
-        length = validation.count("length", self.length, least=2, most=2**20)
-        positive = lambda x: 0 < x <= validation.LARGEST
-        self._set(
-            length=length,
-            sigma_factor=validation.bounded(
-                "sigma_factor", self.sigma_factor, "a positive number", positive
-            ),
-            least_history=validation.count(
-                "least_history", self.least_history, least=1, most=length
-            ),
-            ddof=validation.count("ddof", self.ddof, least=0, most=1),
-            least_deviation=validation.bounded(
-                "least_deviation", self.least_deviation, "at least 0", lambda x: x >= 0
-            ),
-            _losses=np.zeros(length, np.float32),
-            _norms=np.zeros(length, np.float32),
-        )
+        empty = lambda: np.zeros(self.length, np.float32)
+        self._set(_losses=empty(), _norms=empty())
 
     def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
         """Compares with the window before this step, which is then in it; see the class."""

@@ -1,5 +1,6 @@
 """The recommended rule: norms and losses far above the usual ones, by order statistics."""
 
+from functools import partial
 from typing import Self
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._scales import validation
-from optax_lossscale._scales.stateful import state_field
+from optax_lossscale._scales.stateful import checked, state_field
 from optax_lossscale._skips.rule import APPLIED_PER_SKIP, SkipRule
 
 _DEVIATION = 1.4826  # of a normal distribution, in distances from its median to a quartile
@@ -16,91 +17,31 @@ _ENOUGH = 24.0  # before them, proportionally more is allowed
 _COMMON = 3  # as many steps as this are no accident
 _ABOVE_ALL = 1e3  # in the place of a logarithm that is not known
 
+_POSITIVE = validation.number("above 0 and at most 1e6", lambda x: 0 < x <= 1e6)
+
 
 class SpikeSkipRule(SkipRule):
-    """Skips a step whose norm or loss is far above the usual one, and never many steps.
+    """The rule of `skips.spikes`, which describes it."""
 
-    The usual norm is the median of those last applied, on a logarithmic scale, and their spread
-    the distance from there to the upper quartile. So a spike that was applied hardly moves them,
-    and one that was skipped not at all. What 1 in 20 of them reached is usual as well. Of the
-    losses likewise, if the step is given them, where they are positive. The rule::
-
-        for x, xs in [
-            (log2(norm), log2 of the last `window` norms applied that were not 0),
-            (log2(loss), log2 of the last `window` losses applied that were positive),
-        ]:
-            spread = 1.4826 * (upper_quartile(xs) - median(xs))
-            allowed = max(factor * spread, least * max(1, 24 / len(xs)))
-            common = the max(3, len(xs) // 20)th largest of xs
-            limit = max(median(xs) + allowed, common + allowed / 2)
-            is_spike = len(xs) >= 8 and x > limit
-        if either is a spike and budget >= 1:   # which begins as max_skips
-            skip
-            budget -= 1
-        else:
-            if either is a spike:
-                budget = 0                      # they are too common to be spikes
-            apply
-            if norm > 0:
-                budget = min(budget + 1 / 20, max_skips)
-
-    What follows from it, and is tested:
-
-    - In any series, at most `max_skips` finite steps are skipped, and then no more than 1 in 20.
-      Steps whose gradients are all zero do not count.
-    - Where the level changes for good, at most `max_skips` steps are skipped. Old batches may
-      come in between, and both levels are usual for as long as a window holds three of either.
-    - A norm or a loss of up to 2**least times the median is no spike, so none is while they rise
-      by less than that within a window.
-    - The scale of the norms is of no account, nor is that of the losses.
-
-    Batches whose norms or losses are far above the others' are skipped for as long as they come
-    if they are fewer than 1 in 20, such as the rare examples of a class, one to a batch: see
-    `skipped_by_rule`, and allow for them by `least`.
-
-    The rule is this library's own. docs/benchmarks/skips.md compares it with the others.
-
-    Args:
-      factor: how many deviations are too many, positive.
-      least: from how many bits above the median on a norm or a loss is a spike at all, positive:
-        1 means from twice the median on.
-      window: how many norms and losses are remembered, from 16 to 2**20.
-      max_skips: how many finite steps to skip at most before 20 are to be applied for each, from
-        0 to 2**20.
-
-    Attributes:
-      norm_limit: the norm up to which the last finite step was to be applied, infinite while too
-        little is known; float32, shape ().
-      value_limit: likewise the loss; float32, shape ().
-
-    Raises:
-      ValueError: for an argument outside what is said above.
-    """
-
-    factor: float = 6.0
-    least: float = 1.0
-    window: int = 64
-    max_skips: int = 16
-    norm_limit: jax.Array = state_field(float("inf"))  # shape=(), dtype=float32
-    value_limit: jax.Array = state_field(float("inf"))  # shape=(), dtype=float32
+    factor: float = checked(_POSITIVE, default=6.0)
+    least: float = checked(_POSITIVE, default=1.0)
+    window: int = checked(partial(validation.count, least=16, most=2**20), default=64)
+    max_skips: int = checked(partial(validation.count, least=0, most=2**20), default=16)
+    # The norm and the loss up to which the last step was to be applied, infinite while too little
+    # is known; shape=(), dtype=float32.
+    norm_limit: jax.Array = state_field(float("inf"))
+    value_limit: jax.Array = state_field(float("inf"))
     # Of the logarithms of norms and of losses.
     _seen: jax.Array = state_field(np.zeros(2, np.int32))  # how many are remembered; shape=(2,)
     _next: jax.Array = state_field(np.zeros(2, np.int32))  # the place of the oldest; shape=(2,)
     _last: jax.Array = state_field()  # shape=(2, window), dtype=float32
 
     def __post_init__(self):
-        window = validation.count("window", self.window, least=16, most=2**20)
-        positive = lambda x: 0 < x <= 1e6
-        self._set(
-            factor=validation.bounded("factor", self.factor, "above 0 and at most 1e6", positive),
-            least=validation.bounded("least", self.least, "above 0 and at most 1e6", positive),
-            window=window,
-            max_skips=validation.count("max_skips", self.max_skips, least=0, most=2**20),
-            _last=np.zeros((2, window), np.float32),
-        )
+        super().__post_init__()
+        self._set(_last=np.zeros((2, self.window), np.float32))
 
     def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
-        """Compares with the steps applied before; see the class."""
+        """Compares with the steps applied before; see `skips.spikes`."""
         sizes = jnp.stack([norm, jnp.float32(0) if value is None else value])
         given = sizes > 0
         measured = jnp.log2(jnp.maximum(sizes, validation.SMALLEST))

@@ -4,7 +4,6 @@ from typing import Self
 
 import jax
 
-from optax_lossscale._scales import validation
 from optax_lossscale._skips.rule import SkipRule
 
 
@@ -13,24 +12,10 @@ class ThresholdSkipRule(SkipRule):
 
     Source: Megatron-LM's `grad_norm_skip_threshold`, which applies a norm of the threshold itself,
     and AxLearn's `drop_norm`, which skips it.
-
-    Args:
-      threshold: the largest norm to apply, positive.
-      strict: whether to skip the threshold itself, too.
-
-    Raises:
-      ValueError: if the threshold is not positive.
     """
 
-    threshold: float
-    strict: bool = False
-
-    def __post_init__(self):
-        self._set(
-            threshold=validation.bounded(
-                "threshold", self.threshold, "a positive number", lambda x: x > 0
-            )
-        )
+    threshold: float  # the largest norm to apply, positive
+    strict: bool = False  # whether to skip the threshold itself, too
 
     def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
         """Compares the norm with the threshold."""

@@ -205,6 +205,17 @@ def test_an_initial_scale_that_is_no_positive_finite_number_is_refused(bad):
         Cautious(initial_scale=bad)
 
 
+def test_a_subclass_with_another_default_keeps_the_check():
+    class Slow(ols.DynamicLossScale):
+        initial_scale: float = 2.0**10
+        growth_interval: int = 5000
+
+    assert (Slow()(), Slow().growth_interval) == (2**10, 5000)
+    for name in ("initial_scale", "growth_interval"):
+        with pytest.raises(ValueError, match=f"{name} must be .* got 0"):
+            Slow(**{name: 0})
+
+
 def test_construction_needs_no_backend(tmp_path):
     """A module may build its optimizer before jax.distributed.initialize."""
     code = (

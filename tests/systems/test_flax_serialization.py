@@ -104,6 +104,19 @@ def test_a_state_of_other_shapes_is_refused():
         flax.serialization.from_state_dict(start(128).init(PARAMS), saved)
 
 
+def test_what_a_user_registers_for_a_class_of_their_own_is_kept():
+    class Own(ols.LossScale):
+        def adjust(self, grads_finite):
+            return self
+
+    write = lambda ls: {"scale": ls()}
+    read = lambda ls, saved: ls.replace(loss_scale=saved["scale"])
+    flax.serialization.register_serialization_state(Own, write, read)
+    saved = flax.serialization.to_state_dict(Own(8.0))
+    assert saved == {"scale": 8}
+    assert flax.serialization.from_state_dict(Own(), saved)() == 8
+
+
 ORDERS = {
     "Flax first": "import flax.serialization\nimport optax_lossscale as ols\nstart()\nstep()",
     "ours first": "import optax_lossscale as ols\nimport flax.serialization\nstart()\nstep()",
