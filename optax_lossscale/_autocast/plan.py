@@ -74,14 +74,10 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         number = lambda i: str(i.val) if isinstance(i, Literal) else str(i)
-        typed = lambda ns, ds: ", ".join(
-            f"{number(i)}:{_short(d)}" for i, d in zip(ns, ds, strict=True)
-        )
-        first, last = (
-            f"takes {typed(self.program.ins, self.takes)}",
-            typed(self.program.outs, self.gives),
-        )
-        return "\n".join([first, *map(str, self.parts), f"gives {last}"])
+        typed = lambda i, dtype: f"{number(i)}:{_short(dtype)}"
+        takes = ", ".join(map(typed, self.program.ins, self.takes))
+        gives = ", ".join(map(typed, self.program.outs, self.gives))
+        return "\n".join([f"takes {takes}", *map(str, self.parts), f"gives {gives}"])
 
 
 def _short(dtype: Any) -> str:

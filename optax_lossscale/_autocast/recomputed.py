@@ -26,13 +26,11 @@ class _Repeat(NamedTuple):
     """A step to repeat.
 
     Attributes:
-      order: how many others came before.
       step: the step.
       sources: what it takes to repeat it.
       length: of how many steps it is the last.
     """
 
-    order: int
     step: Instruction
     sources: frozenset[int]
     length: int
@@ -59,7 +57,7 @@ class Repeated:
         length = 1 + sum(self._of[i].length for i in step.reads if i in self._of)
         is_larger = sum(map(self._size, sources)) <= sum(map(self._size, step.outs))
         if is_larger and length <= _LONGEST:
-            self._of |= dict.fromkeys(step.outs, _Repeat(len(self._of), step, sources, length))
+            self._of |= dict.fromkeys(step.outs, _Repeat(step, sources, length))
 
     def discard(self, i: int) -> None:
         """Lets a value be held."""
@@ -67,14 +65,16 @@ class Repeated:
 
     def before(self, island: list[Instruction], known: set[int]) -> list[Instruction]:
         """Those whose results an island reads, but for known ones, and what they read in turn."""
-        found: dict[int, Instruction] = {}
+        found: dict[int, Instruction] = {}  # by number, which is the order of the program
         unread = list(read_by(island))
         while unread:
             i = unread.pop()
-            if i in self._of and i not in known and self._of[i].order not in found:
-                found[self._of[i].order] = self._of[i].step
-                unread += self._of[i].step.reads
-        return [found[order] for order in sorted(found)]
+            if i in self._of and i not in known:
+                step = self._of[i].step
+                if step.outs[0] not in found:
+                    found[step.outs[0]] = step
+                    unread += step.reads
+        return [found[number] for number in sorted(found)]
 
 
 def read_by(island: Iterable[Instruction]) -> dict[int, None]:

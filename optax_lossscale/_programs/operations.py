@@ -16,7 +16,10 @@ class Is(enum.Flag):
     """Rounds to its result's dtype."""
     ADDS_TWO = enum.auto()
     ADDS_MANY = enum.auto()
-    """Sums many terms: in 16 bits the last ones are lost once the sum is large."""
+    """Sums many terms: in 16 bits the last ones are lost once the sum is large.
+
+    What also goes from device to device has few, one for each, and may be in 16 bits all the same.
+    """
     NEAR = enum.auto()
     """Its results have about the range of what it takes."""
     SATURATES = enum.auto()

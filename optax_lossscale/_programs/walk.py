@@ -194,10 +194,8 @@ def _running_sums(eqn: Any, body: Any) -> set[int]:
     carried = carried_by(eqn)
     pairs = zip(body.outvars, body.invars[carried.start : carried.stop], strict=False)
     old_of = {new: old for new, old in pairs if not isinstance(new, Literal)}
-    adds = lambda e: (
-        e.primitive.name in ("add", "add_any") and old_of.get(e.outvars[0]) in e.invars
-    )
-    return {id(e) for e in body.eqns if adds(e)}
+    adds = [e for e in body.eqns if e.primitive.name in ("add", "add_any")]
+    return {id(e) for e in adds if any(v is old_of.get(e.outvars[0]) for v in e.invars)}
 
 
 def _before(v: Any, before: dict[Any, Any]) -> Any:

@@ -86,3 +86,9 @@ def test_a_plan_is_a_pure_function_of_the_program():
     assert planned(fun, W, X) is not planned(fun, W, X)
     assert str(planned(fun, W, X)) == str(planned(fun, W, X))
     assert str(planned(fun, W, X, given=F16)).startswith("takes 0:f16, 1:f32")
+
+
+def test_positions_are_counted_once_more_where_they_are_read():
+    """Rather than kept: `iota` reads nothing."""
+    turned = lambda w, x: jnp.sum(jnp.sin(x @ w + jnp.arange(8.0)) @ w)
+    assert [line for line in lines(turned, W, X) if "repeating iota" in line]
