@@ -34,7 +34,7 @@ class Call(NamedTuple):
 
 
 @contextlib.contextmanager
-def traced(
+def as_program(
     fun: Callable[..., Any], args: tuple, kwargs: dict, parameters: Container[int], low: np.dtype
 ) -> Iterator[Call]:
     """A call, traced with arrays of dtype `low` in float32; for use in this context alone.

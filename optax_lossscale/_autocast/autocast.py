@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._autocast.arrays import traced
+from optax_lossscale._autocast.arrays import as_program
 from optax_lossscale._autocast.kinds import Kind
 from optax_lossscale._autocast.plan import Casting
 from optax_lossscale._autocast.products import SCOPE
@@ -29,7 +29,7 @@ def autocast(
     epsilon of 1e-8 is what it was. Only products are ever narrowed. One of numbers too large for
     `dtype` still overflows: that is for the loss scale to see.
 
-    The backward pass computes what lies between two products anew instead of keeping it: of what
+    The backward pass recomputes what lies between two products instead of keeping it: of what
     goes from product to product, such as the residual stream of a transformer, it keeps 16 bits.
     That takes about the memory of a model that was written in float16 by hand.
 
@@ -58,8 +58,8 @@ def autocast(
         arguments than `argnums` says.
 
     Source: the lists of `torch.autocast` and of TensorFlow's mixed precision graph rewrite say
-    which operations need float32; that everything between two products is such, and computed
-    anew in the backward pass, is what a compiler that fuses it makes affordable.
+    which operations need float32; that everything between two products is such, and recomputed
+    in the backward pass, is what a compiler that fuses it makes affordable.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -86,8 +86,8 @@ def autocast(
                 f"autocast was told argnums={argnums!r}, and there are {len(args)} positional "
                 "arguments: give the parameters by position, or say argnums=() if there are none"
             )
-        with traced(fun, args, kwargs, parameters, low) as call:
-            kinds = [Kind.PARAMETER if is_it else Kind.WIDE for is_it in call.is_parameter]
+        with as_program(fun, args, kwargs, parameters, low) as call:
+            kinds = [Kind.PARAMETER if is_it else Kind.FLOAT32 for is_it in call.is_parameter]
             with jax.named_scope(SCOPE):
                 outs = ByPlan.narrowed(call.program, call.arrays, kinds, Casting(low))
             dtypes = dtypes_in(open_jaxpr(call.program).outvars)

@@ -1,4 +1,4 @@
-"""Functions with derivatives of their own, called anew: their derivatives are narrowed, too."""
+"""Functions with derivatives of their own, entered: their derivatives are narrowed, too."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -83,7 +83,7 @@ def _custom_vjp(
         cotangents = in_dtypes(floats, list(map(zeros, _of_floats(eqn, cotangents))))
         if run is None:
             pull = lambda saved, cotangents: saved(cotangents)[0]
-            of_saved = [Kind.WIDE] * len(jax.tree.leaves(saved))
+            of_saved = [Kind.FLOAT32] * len(jax.tree.leaves(saved))
         else:
             xs, moved = saved
             pull = lambda xs, cotangents: _vjp(eqn, xs, moved)[1](cotangents)[0]

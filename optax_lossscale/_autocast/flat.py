@@ -1,7 +1,6 @@
 """A traced program as a flat list of steps, with what `jit` compiles put in its place."""
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,12 +21,20 @@ class Instruction(NamedTuple):
       ins: the number of each operand, or a `Literal`.
       outs: the number of each result.
       names: the scopes around it, by which profiles name it.
+      kinds: those of its operands, once it is planned and holds products.
+      plans: for the programs that it holds, likewise.
+      takes: the dtype to which each operand is cast, or None for as it comes; once it is planned.
+      gives: the dtypes to which its results are rounded at once, likewise.
     """
 
     eqn: Any
     ins: tuple[int | Literal, ...]
     outs: tuple[int, ...]
     names: Any
+    kinds: Sequence[Any] = ()
+    plans: Sequence[Any] = ()
+    takes: Sequence[Any] = ()
+    gives: Sequence[Any] = ()
 
     @property
     def name(self) -> str:
@@ -76,43 +83,36 @@ class Flat(NamedTuple):
 
 def flat(jaxpr: Any) -> Flat:
     """The steps of a program; a `jit` that was told where to have its arrays stays one."""
-    number = itertools.count()
     steps: list[Instruction] = []
     consts: dict[int, Any] = {}
-    ins = [next(number) for _ in open_jaxpr(jaxpr).invars]
-    outs = _add(jaxpr, ins, source_info_util.new_name_stack(), steps, consts, number.__next__)
-    types = dict(zip(ins, (v.aval for v in open_jaxpr(jaxpr).invars), strict=True))
-    types |= {i: jax.typeof(x) for i, x in consts.items()}
-    for step in steps:
-        types.update(zip(step.outs, (v.aval for v in step.eqn.outvars), strict=True))
+    types: dict[int, Any] = {}
+
+    def new(aval):
+        types[number := len(types)] = aval
+        return number
+
+    def add(jaxpr, ins, names):
+        """Adds the steps of a jaxpr, and returns the numbers of its results."""
+        held, jaxpr = constants(jaxpr), open_jaxpr(jaxpr)
+        numbers = dict(zip(jaxpr.invars, ins, strict=True))
+        for v, x in zip(jaxpr.constvars, held, strict=True):
+            numbers[v] = new(jax.typeof(x))
+            consts[numbers[v]] = x
+        read = lambda v: v if isinstance(v, Literal) else numbers[v]
+        for eqn in jaxpr.eqns:
+            operands = tuple(map(read, eqn.invars))
+            scope = names + eqn.source_info.name_stack
+            if Is.INLINED in traits_of(eqn.primitive.name) and not is_placed(eqn):
+                (inner,) = programs_in(eqn)
+                if "name" in eqn.params:
+                    scope = scope.extend(f"jit({eqn.params['name']})")
+                outs = add(inner, operands, scope)
+            else:
+                outs = tuple(new(v.aval) for v in eqn.outvars)
+                steps.append(Instruction(eqn, operands, outs, scope))
+            numbers.update(zip(eqn.outvars, outs, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    ins = [new(v.aval) for v in open_jaxpr(jaxpr).invars]
+    outs = add(jaxpr, ins, source_info_util.new_name_stack())
     return Flat(steps, ins, outs, consts, types)
-
-
-def _add(
-    jaxpr: Any,
-    ins: Sequence[int | Literal],
-    names: Any,
-    steps: list[Instruction],
-    consts: dict[int, Any],
-    new: Callable[[], int],
-) -> list[int | Literal]:
-    """Adds the steps of a jaxpr, and returns the numbers of its results."""
-    held, jaxpr = constants(jaxpr), open_jaxpr(jaxpr)
-    numbers: dict[Any, int | Literal] = dict(zip(jaxpr.invars, ins, strict=True))
-    for v, x in zip(jaxpr.constvars, held, strict=True):
-        consts[new_number := new()] = x
-        numbers[v] = new_number
-    read = lambda v: v if isinstance(v, Literal) else numbers[v]
-    for eqn in jaxpr.eqns:
-        operands = list(map(read, eqn.invars))
-        scope = names + eqn.source_info.name_stack
-        if Is.INLINED in traits_of(eqn.primitive.name) and not is_placed(eqn):
-            (inner,) = programs_in(eqn)
-            if "name" in eqn.params:
-                scope = scope.extend(f"jit({eqn.params['name']})")
-            outs = _add(inner, operands, scope, steps, consts, new)
-        else:
-            outs = [new() for _ in eqn.outvars]
-            steps.append(Instruction(eqn, tuple(operands), tuple(outs), scope))
-        numbers.update(zip(eqn.outvars, outs, strict=True))
-    return list(map(read, jaxpr.outvars))

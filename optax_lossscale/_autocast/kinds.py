@@ -11,10 +11,9 @@ from jax.extend.core import Literal
 from optax_lossscale._autocast.flat import Flat, Instruction, flat
 from optax_lossscale._autocast.products import holds_products, is_narrowed
 from optax_lossscale._programs.operations import Is, traits_of
-from optax_lossscale._programs.run import is_called_anew
+from optax_lossscale._programs.run import is_entered
 from optax_lossscale._programs.values import FLOAT32, dtype_in, is_float
-from optax_lossscale._programs.versions import scan_sizes
-from optax_lossscale._programs.walk import arguments_of, programs_in
+from optax_lossscale._programs.walk import arguments_of, carried_by, programs_in
 
 
 class Kind(enum.IntEnum):
@@ -29,14 +28,16 @@ class Kind(enum.IntEnum):
     SUM = 3
     """What a product gave, or a sum with such: kept in 16 bits."""
     NEAR = 4
-    """Made of these, in about their range: computed anew; added to a SUM, it gives a SUM."""
-    WIDE = 5
-    """What may have another range or need more digits: float32."""
+    """Made of these, in about their range: recomputed; added to a SUM, it gives a SUM."""
+    FLOAT32 = 5
+    """What may have another range or need more digits."""
 
 
 def kinds(program: Flat, given: Sequence[Kind], low: np.dtype) -> dict[int, Kind]:
     """The kind of each value of a program."""
-    known = dict.fromkeys(program.consts, Kind.WIDE) | dict(zip(program.ins, given, strict=True))
+    known = dict.fromkeys(program.consts, Kind.FLOAT32) | dict(
+        zip(program.ins, given, strict=True)
+    )
     for step in program.steps:
         operands = [kind_of(i, known, low) for i in step.ins]
         known.update(zip(step.outs, _results(step, operands, low), strict=True))
@@ -47,7 +48,7 @@ def kind_of(i: int | Literal, known: Mapping[int, Kind], low: np.dtype) -> Kind:
     """The kind of a value or of a number in the program."""
     if not isinstance(i, Literal):
         return known[i]
-    return Kind.NUMBER if _fits(i, low) else Kind.WIDE
+    return Kind.NUMBER if _fits(i, low) else Kind.FLOAT32
 
 
 def kinds_of_results(jaxpr: Any, given: Sequence[Kind], low: np.dtype) -> list[Kind]:
@@ -58,21 +59,14 @@ def kinds_of_results(jaxpr: Any, given: Sequence[Kind], low: np.dtype) -> list[K
 
 
 def kinds_of_equation(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
-    """Those of the results of an equation that is called anew."""
-    if eqn.primitive.name == "while":
-        return [Kind.WIDE] * len(eqn.outvars)
-    if eqn.primitive.name == "cond":
-        branches = [kinds_of_results(b, operands[1:], low) for b in programs_in(eqn)]
-        return [max(kinds) for kinds in zip(*branches, strict=True)]
-    (program,) = programs_in(eqn)
-    if eqn.primitive.name != "scan":
-        return kinds_of_results(program, operands, low)
-    if not holds_products(eqn):
-        return [Kind.WIDE] * len(eqn.outvars)
-    n_consts, n_carry = scan_sizes(eqn)
-    carried = kinds_carried(eqn, operands, low)
-    given = [*operands[:n_consts], *carried, *operands[n_consts + n_carry :]]
-    return [*carried, *kinds_of_results(program, given, low)[n_carry:]]
+    """Those of the results of an equation that is entered."""
+    name = eqn.primitive.name
+    if name == "while" or (name == "scan" and not holds_products(eqn)):
+        return [Kind.FLOAT32] * len(eqn.outvars)
+    inside, carried = kinds_inside(eqn, operands, low), carried_by(eqn)
+    of = lambda program, given: kinds_of_results(program, [inside[n] for n in given], low)
+    results = zip(*(of(*each) for each in arguments_of(eqn)), strict=True)
+    return [*(inside[n] for n in carried), *list(map(max, results))[len(carried) :]]
 
 
 def kept_dtype(traced: Any, kind: Kind, low: np.dtype) -> Any:
@@ -80,34 +74,32 @@ def kept_dtype(traced: Any, kind: Kind, low: np.dtype) -> Any:
     return low if kind == Kind.SUM and traced == FLOAT32 else traced
 
 
-def kinds_carried(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
-    """Those of what a scan carries.
+def kinds_inside(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
+    """The kinds of operands inside of an equation: those that a loop carries, in every round.
 
-    Where it runs over layers, so that each round multiplies by a matrix of its own, it carries
+    Where a scan runs over layers, so that each round multiplies by a matrix of its own, it carries
     what goes from layer to layer, which is kept as it is without a scan. Over steps of time it
-    carries what may be a running sum: float32. Over layers, a carry that
+    carries what may be a running sum: float32, and so does a `while`. Over layers, a carry that
     no product reads stays float32, too.
     """
-    n_consts, n_carry = scan_sizes(eqn)
-    consts, carried = operands[:n_consts], operands[n_consts:][:n_carry]
-    of_rounds = operands[n_consts + n_carry :]
-    matrices = _multiplied(eqn.params["jaxpr"], Is.MOVES | Is.CASTS)
-    own = zip(of_rounds, matrices[n_consts + n_carry :], strict=True)
-    if not any(multiplied and k == Kind.PARAMETER for k, multiplied in own):
-        return [Kind.WIDE] * n_carry
-    read = _multiplied(eqn.params["jaxpr"])[n_consts:][:n_carry]
-    streams = (Kind.PARAMETER, Kind.ROWS, Kind.SUM)
-    carried = [
-        Kind.SUM if multiplied and k in streams else Kind.WIDE
-        for k, multiplied in zip(carried, read, strict=True)
-    ]
+    inside, carried = list(operands), carried_by(eqn)
+    for i in carried:
+        inside[i] = Kind.FLOAT32
+    if eqn.primitive.name != "scan":
+        return inside
+    (program,) = programs_in(eqn)
+    matrices = _multiplied(program, Is.MOVES | Is.CASTS)
+    own = range(carried.stop, len(operands))
+    if not any(matrices[i] and operands[i] == Kind.PARAMETER for i in own):
+        return inside
+    multiplied, streams = _multiplied(program), (Kind.PARAMETER, Kind.ROWS, Kind.SUM)
+    kept = {i for i in carried if multiplied[i] and operands[i] in streams}
     while True:
-        given = [*consts, *carried, *of_rounds]
-        after = kinds_of_results(eqn.params["jaxpr"], given, low)[:n_carry]
-        widened = [Kind.WIDE if k > Kind.SUM else c for c, k in zip(carried, after, strict=True)]
-        if widened == carried:
-            return carried
-        carried = widened
+        given = [Kind.SUM if i in kept else kind for i, kind in enumerate(inside)]
+        after = dict(zip(carried, kinds_of_results(program, given, low), strict=False))
+        if all(after[i] <= Kind.SUM for i in kept):
+            return given
+        kept = {i for i in kept if after[i] <= Kind.SUM}
 
 
 def _multiplied(jaxpr: Any, between: Is | None = None) -> list[bool]:
@@ -134,15 +126,15 @@ def _results(step: Instruction, operands: Sequence[Kind], low: np.dtype) -> list
     eqn, name = step.eqn, step.name
     if is_narrowed(eqn):
         return [Kind.SUM]
-    if is_called_anew(eqn):
+    if is_entered(eqn):
         return kinds_of_equation(eqn, operands, low)
     if name == "convert_element_type" and dtype_in(eqn.invars[0]) == jnp.bool_:
         return [Kind.NUMBER]
     of_floats = [k for v, k in zip(eqn.invars, operands, strict=True) if is_float(v)]
     floats = filter(is_float, (*eqn.invars, *eqn.outvars))
     is_all_float32 = all(dtype_in(v) == FLOAT32 for v in floats)
-    kind = _of_operation(step, operands, max(of_floats), low) if of_floats else Kind.WIDE
-    return [kind if is_all_float32 else Kind.WIDE] * len(step.outs)
+    kind = _of_operation(step, operands, max(of_floats), low) if of_floats else Kind.FLOAT32
+    return [kind if is_all_float32 else Kind.FLOAT32] * len(step.outs)
 
 
 def _of_operation(
@@ -153,17 +145,17 @@ def _of_operation(
     if traits & (Is.MOVES | Is.SENDS | Is.CHOOSES):
         is_lookup = name == "gather" and widest == Kind.PARAMETER
         return Kind.ROWS if is_lookup else widest
-    if not traits & (Is.ADDS_TWO | Is.NEAR) or widest in (Kind.NUMBER, Kind.WIDE):
-        return Kind.WIDE
+    if not traits & (Is.ADDS_TWO | Is.NEAR) or widest in (Kind.NUMBER, Kind.FLOAT32):
+        return Kind.FLOAT32
     if Is.ADDS_TWO in traits:
         return min(widest, Kind.SUM)
     if name == "div" and operands[1] != Kind.NUMBER:
-        return Kind.WIDE
+        return Kind.FLOAT32
     # bfloat16 has the range of float32.
     if name == "mul" and low != jnp.bfloat16 and min(operands) >= Kind.SUM:
-        return Kind.WIDE
+        return Kind.FLOAT32
     if widest < Kind.SUM:  # of parameters alone, what saturates makes no parameter
-        return Kind.WIDE if Is.SATURATES in traits else widest
+        return Kind.FLOAT32 if Is.SATURATES in traits else widest
     return Kind.NEAR
 
 

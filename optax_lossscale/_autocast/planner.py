@@ -1,9 +1,9 @@
-"""Plans what of a program runs in what, what is kept for its gradient, and what is taken again.
+"""Plans what of a program runs in what, what is kept for its gradient, and what is recomputed.
 
 Between the products everything runs in float32, in *islands*: a matrix product gives 16 bits, an
 island reads them, computes in float32, and rounds once where the next product begins. What one
-island leaves for another is kept in 16 bits, if it is of the kind that can be. The backward pass
-computes an island anew from what it read, so no float32 array is kept for it.
+island computes for another is kept in 16 bits, if it is of the kind that can be. The backward pass
+recomputes an island from what it read, so no float32 array is kept for it.
 """
 
 import math
@@ -18,16 +18,15 @@ from optax_lossscale._autocast.kinds import (
     kept_dtype,
     kind_of,
     kinds,
-    kinds_carried,
+    kinds_inside,
     kinds_of_equation,
 )
-from optax_lossscale._autocast.plan import Casting, Part, Plan, Planned
+from optax_lossscale._autocast.plan import Casting, Part, Plan
 from optax_lossscale._autocast.products import holds_products, is_narrowed, is_outer_product
 from optax_lossscale._autocast.recomputed import Repeated, is_cheap, read_by
 from optax_lossscale._programs.operations import Is, traits_of
 from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in
-from optax_lossscale._programs.versions import scan_sizes
-from optax_lossscale._programs.walk import programs_in
+from optax_lossscale._programs.walk import arguments_of, carried_by
 
 
 def plan(
@@ -90,18 +89,17 @@ class _Planner:
                 self.repeated.add(step)
         self._add_island(island)
         gives = tuple(map(self._result_dtype, program.outs) if gives is None else gives)
-        ins, outs = tuple(program.ins), tuple(program.outs)
-        return Plan(self.takes, gives, ins, outs, program.consts, tuple(self.parts), self.how)
+        return Plan(self.takes, gives, program, tuple(self.parts), self.how)
 
     def _add_by_itself(self, step: Instruction) -> None:
         planned = self._planned(step, self.held)
         is_low = lambda dtype: dtype == self.how.dtype  # as of a product, whoever reads it
         kept = lambda i, dtype: dtype if is_low(dtype) else self._kept_dtype(i)
         gives = tuple(map(kept, step.outs, planned.gives))
-        leaves = {i: (dtype,) for i, dtype in zip(step.outs, gives, strict=True)}
+        writes = {i: (dtype,) for i, dtype in zip(step.outs, gives, strict=True)}
         pairs = zip(step.ins, planned.takes, strict=True)
         reads = {i: dtype for i, dtype in pairs if not isinstance(i, Literal)}
-        self._add(Part((planned._replace(gives=gives),), 0, reads, leaves, is_recomputed=False))
+        self._add(Part((planned._replace(gives=gives),), 0, reads, writes, is_recomputed=False))
 
     def _add_island(self, island: list[Instruction]) -> None:
         """Adds an island.
@@ -109,18 +107,18 @@ class _Planner:
         A sum that is kept in 16 bits, and read here too, comes first and by itself. The rest
         then reads the sum, so that the gradient needs no operands of it beside.
         """
-        left = self._left(island)
+        wanted = self._wanted(island)
         low = self.how.dtype
-        rounded = {i for i, dtypes in left.items() if low in dtypes and self._is_kept_low(i)}
+        rounded = {i for i, dtypes in wanted.items() if low in dtypes and self._is_kept_low(i)}
         read = set().union(*(step.reads for step in island))
         for i in (i for step in island for i in step.outs if i in rounded & read):
-            self._add_part(self._needed(i, island), left, rounded)
+            self._add_part(self._needed(i, island), wanted, rounded)
         rest = [step for step in island if not self.held.keys() >= set(step.outs)]
-        self._add_part(rest, left, rounded)
+        self._add_part(rest, wanted, rounded)
 
-    def _needed(self, wanted: int, island: list[Instruction]) -> list[Instruction]:
+    def _needed(self, value: int, island: list[Instruction]) -> list[Instruction]:
         """The steps of an island that it takes to have a value."""
-        found, needed = [], {wanted}
+        found, needed = [], {value}
         for step in reversed(island):
             if not needed.isdisjoint(step.outs):
                 found.append(step)
@@ -128,12 +126,12 @@ class _Planner:
         return found[::-1]
 
     def _add_part(
-        self, steps: list[Instruction], left: dict[int, tuple[Any, ...]], rounded: set[int]
+        self, steps: list[Instruction], wanted: dict[int, tuple[Any, ...]], rounded: set[int]
     ) -> None:
-        """Adds a part of some steps of an island; it leaves what others read and nothing holds."""
+        """Adds a part of some steps of an island; it writes what others read and nothing holds."""
         if not steps:
             return
-        known = rounded & self.held.keys()  # by an earlier part of the island
+        low, known = self.how.dtype, rounded & self.held.keys()  # by an earlier part of it
         before = self.repeated.before(steps, known)
         steps = [*before, *steps]
         reads = dict.fromkeys(read_by(steps))
@@ -143,29 +141,29 @@ class _Planner:
             one = self._planned(step, values, not rounded.isdisjoint(step.outs))
             # What reads it here sees what others will.
             pairs = zip(step.outs, one.gives, strict=True)
-            gives = tuple(self.how.dtype if i in rounded else dtype for i, dtype in pairs)
-            values |= {i: (dtype,) for i, dtype in zip(step.outs, gives, strict=True)}
-            planned.append(one._replace(gives=gives))
+            one = one._replace(gives=tuple(low if i in rounded else dtype for i, dtype in pairs))
+            values |= {i: (dtype,) for i, dtype in zip(step.outs, one.gives, strict=True)}
+            planned.append(one)
         outs = [i for step in steps for i in step.outs]
-        leaves = {i: left[i] for i in outs if i in left and i not in self.held}
-        if not leaves:  # others take it again
+        writes = {i: wanted[i] for i in outs if i in wanted and i not in self.held}
+        if not writes:  # others repeat it
             return
         moves_only = all(Is.MOVES in traits_of(step.name) for step in steps)
         is_recomputed = self.how.recomputes and not moves_only
-        self._add(Part(tuple(planned), len(before), reads, leaves, is_recomputed))
+        self._add(Part(tuple(planned), len(before), reads, writes, is_recomputed))
 
     def _add(self, part: Part) -> None:
         self.parts.append(part)
-        self.held |= part.leaves
+        self.held |= part.writes
 
-    def _left(self, island: list[Instruction]) -> dict[int, tuple[Any, ...]]:
-        """What is to be held of what an island makes, and in which dtypes; first as it is kept.
+    def _wanted(self, island: list[Instruction]) -> dict[int, tuple[Any, ...]]:
+        """What others are to have of what an island makes, in which dtypes; first as it is kept.
 
-        What is cheap to take again, and only islands read, is repeated in these instead; then
-        what that takes is to be held.
+        What is cheap, and only islands read, is repeated in these instead, and then they
+        are to have what that takes.
         """
         inside = set(map(id, island))
-        left: dict[int, tuple[Any, ...]] = {}
+        wanted: dict[int, tuple[Any, ...]] = {}
         for step in island:
             readers = {i: self.readers.get(i, ()) for i in step.outs}
             later = {i: [r for r in rs if id(r) not in inside] for i, rs in readers.items()}
@@ -177,38 +175,35 @@ class _Planner:
                     if not all(r and is_cheap(r.eqn) for r in others[i]):
                         self.repeated.discard(i)
                     unheld = (s for s in self.repeated.sources(i) if s not in self.held)
-                    left |= {s: (self._kept_dtype(s),) for s in unheld}
-                if len(others[i]) < len(later[i]) and self.how.dtype not in left.get(i, ()):
-                    left[i] = (*left.get(i, ()), self.how.dtype)
-        return left
+                    wanted |= {s: (self._kept_dtype(s),) for s in unheld}
+                if len(others[i]) < len(later[i]) and self.how.dtype not in wanted.get(i, ()):
+                    wanted[i] = (*wanted.get(i, ()), self.how.dtype)
+        return wanted
 
     def _planned(
         self, step: Instruction, values: dict[int, tuple[Any, ...]], is_low: bool = False
-    ) -> Planned:
+    ) -> Instruction:
         """How a step is run on operands in some dtypes; a sum of two in 16 bits, if `is_low`."""
         eqn, low = step.eqn, self.how.dtype
         of = lambda i: dtype_in(i) if isinstance(i, Literal) else values[i][0]
         there = tuple(map(of, step.ins))
-        as_traced, as_it_comes = tuple(dtypes_in(eqn.invars)), (None,) * len(step.ins)
-        results = tuple(dtypes_in(eqn.outvars))
+        results, as_they_come = tuple(dtypes_in(eqn.outvars)), (None,) * len(step.ins)
         if is_narrowed(eqn):
-            return Planned(step, (low, low, *as_it_comes[2:]), (low,))
+            return step._replace(takes=(low, low, *as_they_come[2:]), gives=(low,))
         if is_outer_product(eqn):
-            return Planned(step, (FLOAT32, FLOAT32), results)
+            return step._replace(takes=(FLOAT32, FLOAT32), gives=results)
         if holds_products(eqn):
             given = tuple(kind_of(i, self.kinds, low) for i in step.ins)
-            plans = plans_within(eqn, there, given, self.how)
-            gives = kinds_of_equation(eqn, given, low)
-            pairs = zip(results, gives, strict=True)
-            dtypes = tuple(kept_dtype(dtype, kind, low) for dtype, kind in pairs)
-            return Planned(step, as_it_comes, dtypes, given, plans)
+            plans = _plans_inside(eqn, there, given, self.how)
+            gives = _kept_dtypes(eqn, given, low)
+            return step._replace(takes=as_they_come, gives=gives, kinds=given, plans=plans)
         if traits_of(step.name) & (Is.MOVES | Is.SENDS):
             gives = there if len(there) == len(results) else there[:1] * len(results)
-            return Planned(step, as_it_comes, gives)
+            return step._replace(takes=as_they_come, gives=gives)
         if is_low and Is.ADDS_TWO in traits_of(step.name) and _are_alike(eqn):
             # Of rounded numbers, so that a compiler has no float32 array to keep.
-            return Planned(step, (low,) * len(step.ins), (low,))
-        return Planned(step, as_traced, results)
+            return step._replace(takes=(low,) * len(step.ins), gives=(low,))
+        return step._replace(takes=tuple(dtypes_in(eqn.invars)), gives=results)
 
     def _bytes(self, i: int) -> int:
         """What it takes to keep a value; parameters and constants stay anyway."""
@@ -236,41 +231,33 @@ class _Planner:
         return self.kinds[i] == Kind.SUM
 
 
-def plans_within(
+def _plans_inside(
     eqn: Any, there: Sequence[Any], given: Sequence[Kind], how: Casting
 ) -> tuple[Plan, ...]:
     """The plans for the programs that an equation holds, of operands in some dtypes."""
-    programs = programs_in(eqn)
-    if eqn.primitive.name == "scan":
-        return (_plan_of_a_scan(eqn, there, given, how._replace(prevent_cse=False)),)
-    if eqn.primitive.name == "while":
-        n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        carried = dtypes_in(eqn.invars[n_cond + n_body :])
-        of_cond, of_body = slice(n_cond), slice(n_cond, n_cond + n_body)
-        wide = [Kind.WIDE] * len(carried)
-        return tuple(
-            plan(program, [*there[consts], *carried], [*given[consts], *wide], how)
-            for program, consts in zip(programs, (of_cond, of_body), strict=True)
-        )
-    if eqn.primitive.name == "cond":
-        of_results = zip(eqn.outvars, kinds_of_equation(eqn, given, how.dtype), strict=True)
-        gives = [kept_dtype(dtype_in(v), kind, how.dtype) for v, kind in of_results]
-        return tuple(plan(program, there[1:], given[1:], how, gives) for program in programs)
-    if Is.KEEPS in traits_of(eqn.primitive.name):
+    name, low, traced = eqn.primitive.name, how.dtype, dtypes_in(eqn.invars)
+    kinds, takes, gives = kinds_inside(eqn, given, low), list(there), None
+    carried = carried_by(eqn)
+    for i in carried:
+        takes[i] = kept_dtype(traced[i], kinds[i], low)
+    if name == "scan":
+        # What each round reads gets a gradient from each, and their sum is one of many numbers.
+        takes[: carried.start] = traced[: carried.start]
+        how = how._replace(prevent_cse=False)
+    if name == "cond":
+        gives = _kept_dtypes(eqn, given, low)
+    if Is.KEEPS in traits_of(name):
         how = how._replace(recomputes=False)
-    return tuple(plan(program, there, given, how) for program in programs)
+    return tuple(
+        plan(program, [takes[n] for n in numbers], [kinds[n] for n in numbers], how, gives)
+        for program, numbers in arguments_of(eqn)
+    )
 
 
-def _plan_of_a_scan(eqn: Any, there: Sequence[Any], given: Sequence[Kind], how: Casting) -> Plan:
-    n_consts, n_carry = scan_sizes(eqn)
-    carried = kinds_carried(eqn, given, how.dtype)
-    traced = dtypes_in(eqn.invars)
-    # What each round reads gets a gradient from each, and their sum is one of many numbers.
-    consts, carry = traced[:n_consts], traced[n_consts:][:n_carry]
-    carry = [kept_dtype(d, kind, how.dtype) for d, kind in zip(carry, carried, strict=True)]
-    takes = [*consts, *carry, *there[n_consts + n_carry :]]
-    (body,) = programs_in(eqn)
-    return plan(body, takes, [*given[:n_consts], *carried, *given[n_consts + n_carry :]], how)
+def _kept_dtypes(eqn: Any, given: Sequence[Kind], low: Any) -> tuple[Any, ...]:
+    """Those in which the results of an equation that is entered are kept."""
+    pairs = zip(eqn.outvars, kinds_of_equation(eqn, given, low), strict=True)
+    return tuple(kept_dtype(dtype_in(v), kind, low) for v, kind in pairs)
 
 
 def _are_alike(eqn: Any) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from optax_lossscale._programs.run import is_called_anew
+from optax_lossscale._programs.run import is_entered
 from optax_lossscale._programs.values import (
     FLOAT32,
     asks_for_precision,
@@ -72,7 +72,7 @@ def _has_products(eqn: Any) -> bool:
 
 
 def _why_not_rewritten(eqn: Any) -> str:
-    if not is_called_anew(eqn):
+    if not is_entered(eqn):
         return f"a {name_of(eqn)}"
     if eqn.params.get("symbolic_zeros"):
         return "a derivative with symbolic zeros"

@@ -1,7 +1,7 @@
-"""What the backward pass computes anew, as keeping it would take more memory and no less time."""
+"""What is repeated or recomputed: to keep it would take more memory and no less time."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
@@ -15,15 +15,29 @@ _LONGEST = 50  # steps
 
 
 def is_cheap(eqn: Any) -> bool:
-    """Whether to compute it anew takes no longer than to read it."""
+    """Whether to recompute it takes no longer than to read it."""
     if eqn.effects or is_product(eqn) or Is.CHEAP not in traits_of(eqn.primitive.name):
         return False
     inside = (each for program in programs_in(eqn) for each in open_jaxpr(program).eqns)
     return all(map(is_cheap, inside))
 
 
+class _Repeat(NamedTuple):
+    """A step to repeat.
+
+    Attributes:
+      step: the step.
+      sources: what it takes to repeat it.
+      length: of how many steps it is the last.
+    """
+
+    step: Instruction
+    sources: frozenset[int]
+    length: int
+
+
 class Repeated:
-    """Cheap steps to take again within each island that reads what they give, as that is larger.
+    """Cheap steps to repeat in each island that reads what they give, as that is larger.
 
     Such as a mask or a constant, which is broadcast, the rows of an embedding, and what a `tanh`
     gave: an island keeps for its gradient what they read instead.
@@ -31,43 +45,36 @@ class Repeated:
 
     def __init__(self, size: Callable[[int], int]):
         self._size = size
-        self._steps: dict[int, tuple[int, Instruction]] = {}
-        self._sources: dict[int, frozenset[int]] = {}
-        self._length: dict[int, int] = {}
-
-    def __contains__(self, i: int) -> bool:
-        return i in self._steps
+        self._of: dict[int, _Repeat] = {}
 
     def sources(self, i: int) -> frozenset[int]:
-        """What it takes to have a value again."""
-        return self._sources.get(i, frozenset((i,)))
+        """What it takes to have a value once more."""
+        return self._of[i].sources if i in self._of else frozenset((i,))
 
     def add(self, step: Instruction) -> None:
         """Takes note of a step, if it is one of them."""
         sources = frozenset[int]().union(*map(self.sources, step.reads))
-        length = 1 + sum(self._length.get(i, 0) for i in step.reads)
+        length = 1 + sum(self._of[i].length for i in step.reads if i in self._of)
         is_larger = sum(map(self._size, sources)) <= sum(map(self._size, step.outs))
         if is_larger and length <= _LONGEST:
-            self._steps |= dict.fromkeys(step.outs, (len(self._steps), step))
-            self._sources |= dict.fromkeys(step.outs, sources)
-            self._length |= dict.fromkeys(step.outs, length)
+            self._of |= dict.fromkeys(step.outs, _Repeat(step, sources, length))
 
     def discard(self, i: int) -> None:
         """Lets a value be held."""
-        for of in (self._steps, self._sources, self._length):
-            of.pop(i, None)
+        self._of.pop(i, None)
 
     def before(self, island: list[Instruction], known: set[int]) -> list[Instruction]:
         """Those whose results an island reads, but for known ones, and what they read in turn."""
-        found: dict[int, Instruction] = {}
+        found: dict[int, Instruction] = {}  # by number, which is the order of the program
         unread = list(read_by(island))
         while unread:
             i = unread.pop()
-            if i in self._steps and i not in known and self._steps[i][0] not in found:
-                order, step = self._steps[i]
-                found[order] = step
-                unread += step.reads
-        return [found[order] for order in sorted(found)]
+            if i in self._of and i not in known:
+                step = self._of[i].step
+                if step.outs[0] not in found:
+                    found[step.outs[0]] = step
+                    unread += step.reads
+        return [found[number] for number in sorted(found)]
 
 
 def read_by(island: Iterable[Instruction]) -> dict[int, None]:

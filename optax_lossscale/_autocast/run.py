@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from optax_lossscale._autocast.derivatives import call_with_derivative
+from optax_lossscale._autocast.flat import Instruction
 from optax_lossscale._autocast.kinds import Kind
-from optax_lossscale._autocast.plan import Casting, Part, Plan, Planned
+from optax_lossscale._autocast.plan import Casting, Part, Plan
 from optax_lossscale._autocast.planner import plan
 from optax_lossscale._autocast.products import is_narrowed, is_outer_product
-from optax_lossscale._programs.run import Records, call_anew
+from optax_lossscale._programs.run import Records, enter
 from optax_lossscale._programs.values import dtype_in, in_dtype, in_dtypes
 from optax_lossscale._programs.versions import bind, open_jaxpr
 
@@ -43,9 +44,9 @@ class ByPlan(NamedTuple):
         return self.plan.gives
 
     def __call__(self, args: Sequence[Any]) -> tuple[list[Any], Records]:
-        made = self.plan
+        made, program = self.plan, self.plan.program
         held: dict[int, dict[Any, Any]] = {}
-        for i, x in (*made.consts.items(), *zip(made.ins, args, strict=True)):
+        for i, x in (*program.consts.items(), *zip(program.ins, args, strict=True)):
             held[i] = {dtype_in(x): x}
 
         def read(i, dtype=None):
@@ -57,40 +58,39 @@ class ByPlan(NamedTuple):
             if part.is_recomputed:
                 of = jax.checkpoint(of, prevent_cse=made.how.prevent_cse)
             for i, forms in of([read(i, dtype) for i, dtype in part.reads.items()]).items():
-                held[i] = dict(zip(part.leaves[i], forms, strict=True))
+                held[i] = dict(zip(part.writes[i], forms, strict=True))
         value = lambda i, dtype: i.val if isinstance(i, Literal) else read(i, dtype)
-        pairs = zip(made.outs, made.gives, strict=True)
+        pairs = zip(program.outs, made.gives, strict=True)
         return [in_dtype(dtype, value(i, dtype)) for i, dtype in pairs], {}
 
 
 def _computed(part: Part, xs: Sequence[Any], how: Casting) -> dict[int, list[Any]]:
-    """What a part leaves, in each dtype, of what it reads."""
+    """What a part writes, in each dtype."""
     values = dict(zip(part.reads, xs, strict=True))
-    left = {}
-    for planned in part.steps:
-        step = planned.step
+    written = {}
+    for step in part.steps:
         with step.at_its_line():
             ins = [i.val if isinstance(i, Literal) else values[i] for i in step.ins]
-            outs = _run(planned, in_dtypes(planned.takes, ins), how)
-            values |= zip(step.outs, in_dtypes(planned.gives, outs), strict=True)
-            new = [i for i in step.outs if i in part.leaves]
-            left |= {i: [in_dtype(d, values[i]) for d in part.leaves[i]] for i in new}
-    return left
+            outs = _run(step, in_dtypes(step.takes, ins), how)
+            values |= zip(step.outs, in_dtypes(step.gives, outs), strict=True)
+            new = [i for i in step.outs if i in part.writes]
+            written |= {i: [in_dtype(d, values[i]) for d in part.writes[i]] for i in new}
+    return written
 
 
-def _run(planned: Planned, ins: list[Any], how: Casting) -> list[Any]:
+def _run(step: Instruction, ins: list[Any], how: Casting) -> list[Any]:
     """The results of an instruction."""
-    eqn = planned.step.eqn
+    eqn = step.eqn
     if is_narrowed(eqn):
         return _product(eqn, ins)
     if is_outer_product(eqn):
         return [_outer_product(eqn, *ins)]
-    runs = list(map(ByPlan, planned.plans))
+    runs = list(map(ByPlan, step.plans))
     narrowed = lambda jaxpr, xs, kinds: ByPlan.narrowed(jaxpr, xs, kinds, how)
-    outs = call_with_derivative(eqn, ins, next(iter(runs), None), planned.kinds, narrowed)
+    outs = call_with_derivative(eqn, ins, next(iter(runs), None), step.kinds, narrowed)
     if outs is not None:
         return outs
-    return call_anew(eqn, ins, runs)[0] if runs else bind(eqn, ins)
+    return enter(eqn, ins, runs)[0] if runs else bind(eqn, ins)
 
 
 def _product(eqn: Any, ins: Sequence[Any]) -> list[Any]:

@@ -1,6 +1,6 @@
 """The interpreter: a program is run by a rule, and so are the programs that its equations hold.
 
-An equation that holds programs, as `scan` does, is called anew with each of these run in another
+An equation that holds programs, as `scan` does, is entered with each of these run in another
 way. What runs them may return records beside the results, which loops and branches gather: of
 all rounds, branches and devices the largest is kept.
 """
@@ -88,12 +88,12 @@ class ByEquation(NamedTuple):
         number = self.first
         for eqn in jaxpr.eqns:
             ins = list(map(read, eqn.invars))
-            if is_called_anew(eqn):
+            if is_entered(eqn):
                 runs = []
                 for program in programs_in(eqn):
                     runs.append(ByEquation(program, self.rule, number))
                     number += sum(1 for _ in numbered(program))
-                outs, noted = call_anew(eqn, ins, runs)
+                outs, noted = enter(eqn, ins, runs)
                 records |= noted
             else:
                 outs, note = self.rule.compute(number, eqn, ins)
@@ -108,21 +108,21 @@ class ByEquation(NamedTuple):
 
 
 def numbered(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a program that are not called anew, in order: their places number them."""
+    """The equations of a program that are not entered, in order: their places number them."""
     for eqn in open_jaxpr(jaxpr).eqns:
-        if is_called_anew(eqn):
+        if is_entered(eqn):
             for program in programs_in(eqn):
                 yield from numbered(program)
         else:
             yield eqn
 
 
-def is_called_anew(eqn: Any) -> bool:
+def is_entered(eqn: Any) -> bool:
     """Whether the programs that an equation holds can be run in another way."""
     return eqn.primitive.name in _CALLS
 
 
-def call_anew(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any], Records]:
+def enter(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any], Records]:
     """The results of an equation that holds programs, and what running these recorded.
 
     Args:
@@ -169,7 +169,8 @@ def _scan(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any],
         return in_dtypes(carried, outs[:n_carry]), (outs[n_carry:], records)
 
     how = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, (ys, records) = lax.scan(body, carry, xs, **how)
+    splits = params.get("_split_transpose", False)  # which few scans have
+    carry, (ys, records) = lax.scan(body, carry, xs, **how, _split_transpose=splits)
     return [*carry, *ys], jax.tree.map(lambda x: x.max(0, initial=0), records)
 
 

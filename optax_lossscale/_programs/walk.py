@@ -16,7 +16,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal
 
 from optax_lossscale._arrays.variables import map_leaves
-from optax_lossscale._programs.operations import TABLE, Is, is_exact, traits_of
+from optax_lossscale._programs.operations import PROGRAMS, TABLE, Is, is_exact, traits_of
 from optax_lossscale._programs.values import dtype_in, is_float
 from optax_lossscale._programs.versions import (
     is_program,
@@ -82,14 +82,12 @@ def traced(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def programs_in(eqn: Any) -> list[Any]:
     """The jaxprs that an equation runs, closed or without constants, as they are."""
-    params = params_of(eqn)
-    operation = TABLE.get(name_of(eqn))
-    if operation is None:
-        found = list(params.values())
+    params, name = params_of(eqn), name_of(eqn)
+    if name in TABLE:
+        found = [_parameter(params, parameter) for parameter in PROGRAMS.get(name, ())]
     else:
-        found = [_parameter(params, name) for name in operation.programs]
-    found = jax.tree.leaves(found, is_leaf=is_program)
-    return [x for x in found if is_program(x)]
+        found = list(params.values())
+    return list(filter(is_program, jax.tree.leaves(found, is_leaf=is_program)))
 
 
 def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
@@ -98,9 +96,19 @@ def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
     if eqn.primitive.name == "while":
         condition, body = programs
         n_cond = eqn.params["cond_nconsts"]
-        return [(condition, [*range(n_cond), *_carried(eqn)]), (body, range(n_cond, n))]
+        return [(condition, [*range(n_cond), *carried_by(eqn)]), (body, range(n_cond, n))]
     # The last ones: the first of a cond is its index.
-    return [(p, range(n)[-len(open_jaxpr(p).invars) :]) for p in programs]
+    return [(p, range(n)[max(n - len(open_jaxpr(p).invars), 0) :]) for p in programs]
+
+
+def carried_by(eqn: Any) -> range:
+    """The operands that a loop carries from round to round, by number."""
+    if eqn.primitive.name == "scan":
+        n_consts, n_carry = scan_sizes(eqn)
+        return range(n_consts, n_consts + n_carry)
+    if eqn.primitive.name == "while":
+        return range(eqn.params["cond_nconsts"] + eqn.params["body_nconsts"], len(eqn.invars))
+    return range(0)
 
 
 def is_opaque(eqn: Any) -> bool:
@@ -118,7 +126,7 @@ def equations(jaxpr: Any) -> Iterator[Equation]:
     def within(jaxpr: Any, around: Equation | None, before: dict[Any, Any]) -> Iterator[Equation]:
         runs, rounds, sums, line = 1, 1, set(), ""
         if around is not None:
-            rounds, sums = _rounds(around.eqn), _running_sums(around.eqn, jaxpr)
+            rounds, sums = _times(around.eqn), _running_sums(around.eqn, jaxpr)
             runs, line = around.runs * rounds, around.source
         for eqn in jaxpr.eqns:
             operands = tuple(_before(v, before) for v in eqn.invars)
@@ -128,7 +136,7 @@ def equations(jaxpr: Any) -> Iterator[Equation]:
             yield at
             if _keeps_numbers(eqn):
                 before |= dict.fromkeys(eqn.outvars, operands[0])
-            carried = _carried(eqn)  # which are those operands in the first round alone
+            carried = carried_by(eqn)  # which are those operands in the first round alone
             for program, given in arguments_of(eqn):
                 inner = open_jaxpr(program)
                 pairs = zip(inner.invars, given, strict=False)
@@ -167,18 +175,8 @@ def _parameter(params: dict[str, Any], name: str) -> Any:
     return attrgetter(part)(params[name]) if part else params.get(name)
 
 
-def _carried(eqn: Any) -> range:
-    """The operands that a loop carries from round to round."""
-    if eqn.primitive.name == "scan":
-        n_consts, n_carry = scan_sizes(eqn)
-        return range(n_consts, n_consts + n_carry)
-    if eqn.primitive.name == "while":
-        return range(eqn.params["cond_nconsts"] + eqn.params["body_nconsts"], len(eqn.invars))
-    return range(0)
-
-
-def _rounds(eqn: Any) -> int:
-    """How often an equation runs the functions in it."""
+def _times(eqn: Any) -> int:
+    """How often an equation runs the programs in it."""
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
         return params["length"]
@@ -193,17 +191,11 @@ def _running_sums(eqn: Any, body: Any) -> set[int]:
     """The equations of a scan's body, by id, that add to what it carries."""
     if eqn.primitive.name != "scan":
         return set()
-    is_whole = lambda outer, inner: len(outer.aval.shape) == len(inner.aval.shape)  # not stacked
-    new = [v for o, v in zip(eqn.outvars, body.outvars, strict=True) if is_whole(o, v)]
-    kept = [v for o, v in zip(eqn.invars, body.invars, strict=True) if is_whole(o, v)]
-    pairs = zip(kept[len(kept) - len(new) :], new, strict=True)  # constants come first
-    carried = {v: old for old, v in pairs if not isinstance(v, Literal)}
-    return {
-        id(e)
-        for e in body.eqns
-        if e.primitive.name in ("add", "add_any")
-        and any(v is carried.get(e.outvars[0]) for v in e.invars)
-    }
+    carried = carried_by(eqn)
+    pairs = zip(body.outvars, body.invars[carried.start : carried.stop], strict=False)
+    old_of = {new: old for new, old in pairs if not isinstance(new, Literal)}
+    adds = [e for e in body.eqns if e.primitive.name in ("add", "add_any")]
+    return {id(e) for e in adds if any(v is old_of.get(e.outvars[0]) for v in e.invars)}
 
 
 def _before(v: Any, before: dict[Any, Any]) -> Any:

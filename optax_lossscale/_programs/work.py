@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._programs.versions import open_jaxpr
 
 
 def results_of(eqn: Any) -> int:
@@ -20,7 +21,7 @@ def results_of(eqn: Any) -> int:
 
 
 def terms_of(eqn: Any) -> int:
-    """How many numbers are added to each that an equation gives."""
+    """How many numbers are added to each that an equation gives; over devices none is counted."""
     name, params = eqn.primitive.name, eqn.params
     shape, *others = (tuple(getattr(v.aval, "shape", ())) for v in eqn.invars)
     if name == "conv_general_dilated":
@@ -33,13 +34,17 @@ def terms_of(eqn: Any) -> int:
         numbers = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
         (contracted, _), _ = numbers
         return math.prod(shape[axis] for axis in contracted)
-    if name == "reduce_sum":
-        return math.prod(shape[axis] for axis in params["axes"])
+    if Is.ADDS_MANY not in traits_of(name) or Is.SENDS in traits_of(name):
+        return 1
+    adds = lambda e: Is.ADDS_TWO in traits_of(e.primitive.name)
+    if "jaxpr" in params and not any(map(adds, open_jaxpr(params["jaxpr"]).eqns)):
+        return 1  # a reduction by another function than a sum
     if name == "cumsum":
         return shape[params["axis"]]
-    if name == "reduce_window_sum":
-        return math.prod(params["window_dimensions"])
-    if name == "scatter-add":  # at most, if all go to one place
+    if name.startswith("scatter"):  # at most, if all go to one place
         window = params["dimension_numbers"].update_window_dims
         return math.prod(n for axis, n in enumerate(others[1]) if axis not in window)
-    return 1
+    if "window_dimensions" in params:
+        return math.prod(params["window_dimensions"])
+    axes = params["axes" if name == "reduce_sum" else "dimensions"]
+    return math.prod(shape[axis] for axis in axes)

@@ -15,7 +15,7 @@ W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
 def planned(function, *args, given=F32):
     """The plan for a function of a parameter and of other arrays."""
     takes = [given, *[F32] * (len(args) - 1)]
-    kinds = [Kind.PARAMETER, *[Kind.WIDE] * (len(args) - 1)]
+    kinds = [Kind.PARAMETER, *[Kind.FLOAT32] * (len(args) - 1)]
     return plan(jax.make_jaxpr(function)(*args), takes, kinds, Casting(F16))
 
 
@@ -43,15 +43,15 @@ def test_a_sum_with_a_product_is_kept_in_16_bits():
     ]
 
 
-def test_what_is_cheap_is_taken_again_where_it_is_read():
+def test_what_is_cheap_is_repeated_where_it_is_read():
     def masked(w, x):
         mask = jnp.broadcast_to(x[:, :1] > 0, x.shape)
         h = jnp.where(mask, x @ w, 0)
         return jnp.where(mask, jnp.exp(h) @ w, 0)
 
-    again = [line for line in lines(masked, W, X) if "again" in line]
-    assert len(again) == 2
-    assert all("broadcast_in_dim" in line.split(", with ")[1] for line in again)
+    repeating = [line for line in lines(masked, W, X) if "repeating" in line]
+    assert len(repeating) == 2
+    assert all("broadcast_in_dim" in line.split(", repeating ")[1] for line in repeating)
 
 
 def test_of_a_scan_over_layers_the_plan_of_a_layer_is_shown_inside():
@@ -86,3 +86,9 @@ def test_a_plan_is_a_pure_function_of_the_program():
     assert planned(fun, W, X) is not planned(fun, W, X)
     assert str(planned(fun, W, X)) == str(planned(fun, W, X))
     assert str(planned(fun, W, X, given=F16)).startswith("takes 0:f16, 1:f32")
+
+
+def test_positions_are_counted_once_more_where_they_are_read():
+    """Rather than kept: `iota` reads nothing."""
+    turned = lambda w, x: jnp.sum(jnp.sin(x @ w + jnp.arange(8.0)) @ w)
+    assert [line for line in lines(turned, W, X) if "repeating iota" in line]
