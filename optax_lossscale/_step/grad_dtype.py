@@ -1,7 +1,6 @@
 """The dtypes in which gradients come: what is differentiated is cast to them first."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ def narrowed(grad_dtype: GradDtype, differentiated: Any) -> Any:
         refuse_other_dtypes(grad_dtype)
     is_none = lambda x: x is None
     try:
-        jax.tree.broadcast(grad_dtype, differentiated, is_leaf=is_none)
+        dtypes = jax.tree.broadcast(grad_dtype, differentiated, is_leaf=is_none)
     except ValueError as error:
         raise ValueError(
             "grad_dtype must be a prefix of the tree of what is differentiated, with a dtype "
@@ -29,16 +28,12 @@ def narrowed(grad_dtype: GradDtype, differentiated: Any) -> Any:
             f"got {jax.tree.structure(grad_dtype, is_leaf=is_none)} for "
             f"{jax.tree.structure(differentiated)}"
         ) from error
-    of_leaf = lambda dtype, above, path, x: _cast(dtype, (*above, *path), x)
-    of_branch = lambda path, dtype, branch: jax.tree.map_with_path(
-        partial(of_leaf, dtype, path), branch
-    )
-    return jax.tree.map_with_path(of_branch, grad_dtype, differentiated, is_leaf=is_none)
+    return jax.tree.map_with_path(_cast, differentiated, dtypes, is_leaf=is_none)
 
 
-def _cast(dtype: Any, path: Any, x: Any) -> Any:
+def _cast(path: Any, x: Any, dtype: Any) -> Any:
     """One leaf in a dtype, if it is wider; as it is for None."""
-    if dtype is None:
+    if x is None or dtype is None:
         return x
     dtype = jnp.dtype(dtype)
     other = dtype_of(x) if is_inexact(x) and not jnp.iscomplexobj(x) else dtype
@@ -53,15 +48,14 @@ def _cast(dtype: Any, path: Any, x: Any) -> Any:
 
 def refuse_other_dtypes(grad_dtype: GradDtype) -> None:
     """Raises for what is neither a function nor a tree of floating-point dtypes."""
+    allowed = (
+        "a floating-point dtype, a tree of them and of None, or a function from what is "
+        "differentiated to one"
+    )
     for leaf in [] if _is_function(grad_dtype) else jax.tree.leaves(grad_dtype):
         found = validation.dtype(leaf)
         if found is None or not jnp.issubdtype(found, jnp.floating):
-            validation.refuse(
-                "grad_dtype",
-                leaf,
-                "a floating-point dtype, a tree of them and of None, or a function from what is "
-                "differentiated to one",
-            )
+            validation.refuse("grad_dtype", leaf, allowed)
 
 
 def _is_function(grad_dtype: Any) -> bool:

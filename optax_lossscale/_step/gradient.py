@@ -27,9 +27,8 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     """The loss itself, with a gradient that is multiplied by the loss scale.
 
     One line inside a loss function, for whatever differentiates it: `nnx.value_and_grad`,
-    `eqx.filter_value_and_grad`, a trainer that calls `jax.grad` itself. What comes out is the
-    true loss with scaled gradients, as `with_loss_scale`'s transformation takes them. In
-    forward mode it is the tangent that is scaled.
+    `eqx.filter_value_and_grad`, a trainer that calls `jax.grad` itself. The gradients come out
+    scaled, as `with_loss_scale`'s transformation takes them; in forward mode the tangent does.
 
     Args:
       loss: a real floating-point scalar.
@@ -45,8 +44,8 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
       ValueError: if `loss_scale` is no loss scale, or a state that holds none or several.
 
     Warns:
-      UserWarning: if the loss is float16 and the loss scale may come to 2**16, where the
-        gradient of such a loss, which is the loss scale itself, is infinite.
+      UserWarning: if the loss is float16 and the loss scale may come to 2**16: the gradient of
+        such a loss, which is the loss scale itself, is infinite there.
 
     Source: `optax.scale_gradient`, with a loss scale for the factor.
 
@@ -126,8 +125,8 @@ def value_and_scaled_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """As `jax.value_and_grad`, but the gradients are those of the scaled loss.
 
-    Call it inside the training step, with the step's own state: the loss scale is the
-    one that it was given, and a function made before the loop would keep the first one.
+    Call it inside the training step, with the step's own state: a function made before the loop
+    would keep the first loss scale.
 
     Args:
       fun: a function that returns a real floating-point scalar, or with `has_aux` a
@@ -139,9 +138,9 @@ def value_and_scaled_grad(
         the memory: what is differentiated is cast to it first, where it is wider floats. Or a
         tree of dtypes that is a prefix of what is differentiated, or a function from that to
         one, in which `None` leaves a leaf as it is; of several `argnums` that is the tuple of
-        these arguments. It is not what the model computes in: that is the widest of what its
-        operations are given, so one float32 input makes all that follows float32, which
-        `dtype_report` shows. Where the products are to be in 16 bits, give `autocast(fun)`.
+        these arguments. It is not what the model computes in, which is the widest of what its
+        operations are given, as `dtype_report` shows. Where the products are to be in 16 bits,
+        give `autocast(fun)`.
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:
@@ -160,8 +159,7 @@ def value_and_scaled_grad(
         own means, with `scale_gradient`.
 
     Warns:
-      UserWarning: when called, if the loss is float16 and the loss scale may come to 2**16,
-        where the gradient of such a loss, which is the loss scale itself, is infinite.
+      UserWarning: when called, for a float16 loss, as `scale_gradient` does.
 
     Example:
       >>> import jax.numpy as jnp

@@ -59,8 +59,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         """One optimizer step, from scaled gradients to new parameters.
 
         Does the same as `update` followed by `optax.apply_updates`, but computes the new
-        parameters inside the branch that applies or skips the step. On CPU the
-        unscaled gradients and the updates are then never written to memory.
+        parameters inside the branch that applies or skips the step: on CPU the unscaled
+        gradients and the updates are then never written to memory.
 
         Args:
           scaled_grads: gradients of the scaled loss, as `value_and_scaled_grad` returns
@@ -69,8 +69,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           state: the state that `init` or the last step returned.
           params: the parameters, in any floating-point dtype.
           value: the true loss, shape (), which is passed on to the inner transformation
-            too. One that is not finite skips the step, and leaves the loss scale as it was:
-            the forward pass does not depend on it, so no scale would have helped.
+            too. One that is not finite skips the step, and leaves the loss scale as it was, as
+            the forward pass does not depend on it.
           **extra_args: passed on to the inner transformation.
 
         Returns:
@@ -89,7 +89,9 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
                 "apply_gradients is the step of with_loss_scale's own update, which was replaced: "
                 "call update and optax.apply_updates instead"
             )
-        return step.apply_gradients(scaled_grads, state, params, value=value, **extra_args)
+        if params is None:
+            raise ValueError("apply_gradients needs the parameters: gradients, state, params")
+        return step.step(scaled_grads, state, params, value, extra_args, to_params=True)
 
     def minimize(
         self,
@@ -153,16 +155,15 @@ def with_loss_scale(
 ) -> LossScaledTransformation:
     """Wraps an optimizer so that it takes the gradients of a scaled loss.
 
-    Each step unscales the gradients, checks that they are finite, lets `inner`
-    update or skips the step, and adapts the loss scale. `inner` sees unscaled
-    gradients in float32 or wider, and parameters and state likewise. So what looks at
-    the size of gradients, such as a clip, belongs inside the wrapper: before it, in
-    `optax.chain(clip, with_loss_scale(…))`, it would look at scaled ones.
+    Each step unscales the gradients, checks that they are finite, lets `inner` update or skips the
+    step, and adapts the loss scale. `inner` sees unscaled gradients in float32 or wider, and
+    parameters and state likewise. So what looks at the size of gradients, such as a clip, belongs
+    inside: before the wrapper, in `optax.chain(clip, with_loss_scale(…))`, it would look at scaled
+    ones.
 
     To accumulate gradients, write `with_loss_scale(optax.MultiSteps(inner, k))`: each micro-batch
     is unscaled and checked by itself, and one that overflowed is left out of its window, which
-    waits for another. `value_and_scaled_grad` refuses the state of a `MultiSteps` around the
-    wrapper.
+    waits for another.
 
     Args:
       inner: any Optax transformation.
@@ -180,10 +181,9 @@ def with_loss_scale(
       branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select in
         each kernel that computes a result; or None, by whichever keeps the step in place
         on the platform that it is compiled for, the first on CPU and the second on GPU and
-        TPU. Under a select `inner` runs at every step, with zeros for what is not finite. So
-        say `"cond"` where that would be wrong or slow: for an `inner` with side effects, such as
-        a callback, or an expensive one, such as a line search or an `eigh`. A step that is not
-        compiled branches in Python instead of by a `lax.cond`, and with None, too.
+        TPU. Under a select `inner` runs at every step, with zeros for what is not finite: say
+        `"cond"` for an `inner` with side effects, such as a callback, or an expensive one, such
+        as a line search or an `eigh`. A step that is not compiled branches in Python.
       skip: what else to skip a step for. None: what the loss scale says, and a fixed one or none
         checks nothing. `"nonfinite"`: gradients or a loss that are not finite, whatever the loss
         scale, as in bfloat16: `with_loss_scale(inner, None, skip="nonfinite")`. Or a rule of
