@@ -134,13 +134,12 @@ def value_and_scaled_grad(
       loss_scale: whatever `get` takes, or an optimizer state that holds exactly one.
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`.
-      grad_dtype: the dtype of the gradients, such as `jnp.float16`, in which they take half
-        the memory: what is differentiated is cast to it first, where it is wider floats. Or a
-        tree of dtypes that is a prefix of what is differentiated, or a function from that to
-        one, in which `None` leaves a leaf as it is; of several `argnums` that is the tuple of
-        these arguments. It is not what the model computes in, which is the widest of what its
-        operations are given, as `dtype_report` shows. Where the products are to be in 16 bits,
-        give `autocast(fun)`.
+      grad_dtype: the dtype of the gradients, such as `jnp.float16`, in which they take half the
+        memory: what is differentiated is cast to it first, where it is wider floats. Or a tree of
+        dtypes that is a prefix of what is differentiated, or a function from that to one, in which
+        `None` leaves a leaf as it is; of several `argnums` that is the tuple of these arguments.
+        It is not what the model computes in, which is the widest of what its operations are given,
+        as `dtype_report` shows. Where the products are to be in 16 bits, give `autocast(fun)`.
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:
@@ -149,14 +148,12 @@ def value_and_scaled_grad(
       `with_loss_scale`'s transformation takes them.
 
     Raises:
-      ValueError: if `loss_scale` is no loss scale, or a state that holds none or several;
-        if `grad_dtype` has other dtypes than those of floating-point numbers; when called,
-        if it is no prefix of what is differentiated, or that has floats of another dtype that
-        is as wide, such as bfloat16 for float16.
-      TypeError: if `fun` is no function or `argnums` no ints; when called, if the loss is
-        not a real floating-point scalar, or if what is to be differentiated is an `nnx.Module`
-        or has leaves that are no arrays, as a module of Equinox: differentiate those by their
-        own means, with `scale_gradient`.
+      ValueError: if `loss_scale` is no loss scale, or a state that holds none or several; if
+        `grad_dtype` has other dtypes than floating-point ones; when called, if it is no prefix of
+        what is differentiated, or that has floats of another dtype that is as wide.
+      TypeError: if `fun` is no function or `argnums` no ints; when called, if the loss is not a
+        real floating-point scalar, or if what is to be differentiated is an `nnx.Module` or has
+        leaves that are no arrays: differentiate those by their own means, with `scale_gradient`.
 
     Warns:
       UserWarning: when called, for a float16 loss, as `scale_gradient` does.

@@ -122,13 +122,9 @@ def complete(grads: Any, params: Any) -> Prepared:
         return Prepared(grads, None, missing=missing)
     like = _like(params)
     zeros = partial(jax.tree.map, lambda p: jnp.zeros_like(as_inner_sees(p)))
+    of_each = lambda g, branch: zeros(branch) if _has_no_gradient(g) else g
     try:
-        completed = jax.tree.map(
-            lambda g, branch: zeros(branch) if _has_no_gradient(g) else g,
-            grads,
-            like,
-            is_leaf=_has_no_gradient,
-        )
+        completed = jax.tree.map(of_each, grads, like, is_leaf=_has_no_gradient)
         if jax.tree.structure(completed) != jax.tree.structure(like):
             raise ValueError("a gradient for a branch of parameters")
     except ValueError as error:
@@ -265,10 +261,9 @@ def _scalar(value: ArrayLike) -> jax.Array:
             f"value must be the true loss, a real number, got {shown(value)}; of a pair (loss, "
             "aux) or of several losses in a dict pass the loss alone"
         )
-    if np.shape(value) != ():
+    if shape := np.shape(value):
         raise TypeError(
-            f"value must be the true loss, a scalar, got shape {np.shape(value)}; reduce it, with "
-            "jnp.mean say"
+            f"value must be the true loss, a scalar, got shape {shape}; reduce it, with jnp.mean"
         )
     if isinstance(value, (int, np.integer)):  # of which int32 does not hold each
         value = np.float32(min(max(value, -LARGEST), LARGEST))

@@ -23,10 +23,9 @@ class MasterWeightsState(NamedTuple):
     """State of `with_master_weights`.
 
     Attributes:
-      master_weights: what the parameters lack of float32 numbers; a tree like them, with a
-        uint16 array for a parameter in bfloat16, the float32 number for one in float16 (in 8
-        bits, a pair of that and a scalar in the parameter's dtype), and `optax.MaskedNode()`
-        for the others, which lack nothing.
+      master_weights: what the parameters lack of float32 numbers; a tree like them, with a uint16
+        array for a parameter in bfloat16, the float32 number for one in float16 (in 8 bits, a
+        pair of that and a scalar of its dtype), and `optax.MaskedNode()` for the others.
       inner_state: the state of the wrapped optimizer, for parameters in float32 or wider.
     """
 
@@ -40,9 +39,8 @@ class MasterWeightsState(NamedTuple):
           params: the parameters that belong to this state.
 
         Returns:
-          A tree like `params`. A parameter that was changed since the last step is taken as it
-          is; one in bfloat16 up to half of its last place, as what was dropped of the number
-          before is still added.
+          A tree like `params`. A parameter that was changed since the last step is taken as it is;
+          one in bfloat16 up to half of its last place, as the old one's dropped bits are added.
         """
         join_narrow = lambda p, rest: p if _is_masked(rest) else join(p, rest)
         return jax.tree.map(join_narrow, params, self.master_weights)
@@ -63,19 +61,17 @@ def with_master_weights(
 
     For bfloat16 parameters `rest` is the 16 bits by which a float32 number is longer, half of what
     a float32 copy takes, and training is the same to the bit. (Ties are rounded away from zero,
-    which makes 16 bits enough.) For float16 parameters, whose range is smaller, it is a float32
-    copy. `optax.apply_updates(params, updates)` is then `new_params`, exactly wherever float32
-    holds the difference.
+    which makes 16 bits enough.) For float16 parameters, whose range is smaller, it is a copy.
+    `optax.apply_updates(params, updates)` is exact wherever float32 holds the difference.
 
     What a program does to its parameters between steps counts: pretrained ones loaded after
     `init`, a clip, an average that takes their place. Where a float16 parameter is not the
-    rounding of its copy, the copy is forgotten. A bfloat16 one is always right, as its 16 further
+    rounding of its copy, the copy is forgotten; a bfloat16 one is always right, as its 16 further
     bits say no more than where between two roundings it lies.
 
-    Together with `with_loss_scale`, this goes inside:
-    `with_loss_scale(with_master_weights(inner))`. What comes before it in `optax.chain` sees
-    rounded parameters. *Nothing may come after it*, as that would change where the parameters
-    land, and the rounding would be lost: give it the whole optimizer,
+    With `with_loss_scale`, this goes inside: `with_loss_scale(with_master_weights(inner))`. What
+    comes before it in `optax.chain` sees rounded parameters. *Nothing may come after it*, as that
+    would change where the parameters land: give it the whole optimizer,
     `with_master_weights(optax.chain(…))`. Another order is refused by the `init` of
     `with_loss_scale` around it, and by `value_and_scaled_grad` of such a state.
 
@@ -88,10 +84,9 @@ def with_master_weights(
       inner: any Optax transformation. It sees gradients and parameters in float32 or wider.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs` with a `MasterWeightsState`. Its `update`
-      needs `params`; its updates are float32 or wider. A parameter whose gradient is `None`
-      stays, as do its slots. Parameters in float32 or wider are left to `inner` alone, and kept
-      once.
+      An `optax.GradientTransformationExtraArgs` with a `MasterWeightsState`. Its `update` needs
+      `params`; its updates are float32 or wider. A parameter whose gradient is `None` stays, as do
+      its slots. Parameters in float32 or wider are left to `inner` alone, and kept once.
 
     Raises:
       TypeError: in `update`, if the state is none of this transformation.

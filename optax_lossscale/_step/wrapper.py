@@ -64,13 +64,12 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
         Args:
           scaled_grads: gradients of the scaled loss, as `value_and_scaled_grad` returns
-            them; a tree like `params`. A parameter whose gradient is `None`, or that of the
-            branch in which it lies, and what the inner state keeps of it alone, stay as they are.
+            them; a tree like `params`. A parameter whose gradient, or that of its branch, is
+            `None` stays as it is, and so does what the inner state keeps of it alone.
           state: the state that `init` or the last step returned.
           params: the parameters, in any floating-point dtype.
-          value: the true loss, shape (), which is passed on to the inner transformation
-            too. One that is not finite skips the step, and leaves the loss scale as it was, as
-            the forward pass does not depend on it.
+          value: the true loss, shape (), passed on to the inner transformation, too. One that is
+            not finite skips the step, and leaves the loss scale as it was.
           **extra_args: passed on to the inner transformation.
 
         Returns:
@@ -157,40 +156,36 @@ def with_loss_scale(
 
     Each step unscales the gradients, checks that they are finite, lets `inner` update or skips the
     step, and adapts the loss scale. `inner` sees unscaled gradients in float32 or wider, and
-    parameters and state likewise. So what looks at the size of gradients, such as a clip, belongs
-    inside: before the wrapper, in `optax.chain(clip, with_loss_scale(…))`, it would look at scaled
-    ones.
+    parameters and state likewise, so what looks at the size of gradients, such as a clip, belongs
+    inside: `with_loss_scale(optax.chain(clip, optimizer))`.
 
     To accumulate gradients, write `with_loss_scale(optax.MultiSteps(inner, k))`: each micro-batch
-    is unscaled and checked by itself, and one that overflowed is left out of its window, which
-    waits for another.
+    is unscaled and checked by itself, and the window of one that overflowed waits for another.
 
     Args:
       inner: any Optax transformation.
       loss_scale: whatever `get` takes: `"dynamic"`, TensorFlow's rule; `"headroom"`, for
         gradients that jump in size and for short runs; a number; a `LossScale`; or `None`.
-      axis_name: under `pmap` or `shard_map`, the axis or axes over which all
-        replicas decide alike; under `branch="cond"` a reduction inside `inner` hangs if they do
-        not. A rule goes by the largest of their norms and the mean of their losses. Reduce the
-        gradients themselves with `pmean` before the wrapper or inside it; but under
-        `shard_map`, where those of replicated parameters come out summed, take the mean in
-        the loss: `pmean(loss_fn(…), axis_name)`. Under `jit` alone there is no axis to name.
-      mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients,
-        or a function from them to one. Leaves marked False are neither unscaled nor
-        checked.
-      branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select in
-        each kernel that computes a result; or None, by whichever keeps the step in place
-        on the platform that it is compiled for, the first on CPU and the second on GPU and
-        TPU. Under a select `inner` runs at every step, with zeros for what is not finite: say
-        `"cond"` for an `inner` with side effects, such as a callback, or an expensive one, such
-        as a line search or an `eigh`. A step that is not compiled branches in Python.
+      axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas decide
+        alike, a rule by the largest of their norms and the mean of their losses. Under
+        `branch="cond"` a reduction inside `inner` hangs if they do not. Reduce the gradients
+        themselves with `pmean`; but under `shard_map`, where those of replicated parameters come
+        out summed, take the mean in the loss: `pmean(loss_fn(…), axis_name)`. Under `jit` alone
+        there is no axis to name.
+      mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or a function
+        from them to one. Leaves marked False are neither unscaled nor checked.
+      branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select in each
+        kernel that computes a result; or None, by whichever keeps the step in place, the first on
+        CPU and the second on GPU and TPU. Under a select `inner` runs at every step, with zeros
+        for what is not finite: say `"cond"` for an `inner` with side effects, such as a callback,
+        or an expensive one, such as an `eigh`. A step that is not compiled branches in Python.
       skip: what else to skip a step for. None: what the loss scale says, and a fixed one or none
         checks nothing. `"nonfinite"`: gradients or a loss that are not finite, whatever the loss
         scale, as in bfloat16: `with_loss_scale(inner, None, skip="nonfinite")`. Or a rule of
-        the module `skips`, such as `skips.spikes()`, which does that, and of the finite steps
-        skips those that it takes for spikes. It is told the global norm of the unscaled gradients,
-        without those that `mask` leaves out, and the loss, if the step is given its `value`, or
-        `loss` as in MaxText and Levanter. The loss scale adapts as after any finite step.
+        `skips`, such as `skips.spikes()`, which does that, and of the finite steps skips those
+        that it takes for spikes. It is told the global norm of the unscaled gradients, without
+        those that `mask` leaves out, and the loss, if the step is given its `value`, or `loss` as
+        in MaxText and Levanter. The loss scale adapts as after any finite step.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with the further methods
