@@ -1,19 +1,28 @@
 """The dtypes in which gradients come: what is differentiated is cast to them first."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_most, dtype_of, is_inexact
 from optax_lossscale._scales import validation
 
-GradDtype = Any | Callable[[Any], Any]  # a DTypeLike, a tree of them, a function to one
+# A dtype, a tree of them with None for what stays, or a function to one; of other containers give
+# a function.
+GradDtype: TypeAlias = (
+    DTypeLike
+    | Mapping[Any, "GradDtype | None"]
+    | tuple["GradDtype | None", ...]
+    | list[Any]
+    | Callable[[Any], Any]
+)
 
 
-def narrowed(grad_dtype: GradDtype, differentiated: Any) -> Any:
+def narrowed(grad_dtype: Any, differentiated: Any) -> Any:
     """What is differentiated, its wider floats in the dtypes that grad_dtype says."""
     if _is_function(grad_dtype):
         grad_dtype = grad_dtype(differentiated)
@@ -46,7 +55,7 @@ def _cast(path: Any, x: Any, dtype: Any) -> Any:
     return at_most(dtype, x)
 
 
-def refuse_other_dtypes(grad_dtype: GradDtype) -> None:
+def refuse_other_dtypes(grad_dtype: Any) -> None:
     """Raises for what is neither a function nor a tree of floating-point dtypes."""
     allowed = (
         "a floating-point dtype, a tree of them and of None, or a function from what is "

@@ -145,7 +145,9 @@ def value_and_scaled_grad(
     Returns:
       A function of `fun`'s arguments that returns `(value, scaled_grads)`: the value
       is `fun`'s own, not scaled, bit for bit; the gradients are *still scaled*, as
-      `with_loss_scale`'s transformation takes them.
+      `with_loss_scale`'s transformation takes them. For the norm of the true ones take
+      `metrics(state)["gradient_norm"]`, where a rule of skipping measures it, else
+      `optax.global_norm(get_loss_scale(state).unscale(scaled_grads))`.
 
     Raises:
       ValueError: if `loss_scale` is no loss scale, or a state that holds none or several; if
@@ -206,6 +208,23 @@ def loss_of(value: Any, has_aux: bool) -> Any:
             f"{type(value).__name__}"
         )
     return value[0]
+
+
+def refuse_shared_names(fun: Callable[..., Any], ours: Sequence[str], args: tuple) -> None:
+    """Raises for a keyword of ours that is the function's as well, and would not reach it."""
+    try:
+        signature = inspect.signature(fun)
+        given = {*signature.bind_partial(*args).arguments}
+    except (TypeError, ValueError):  # no signature, or another: the call will say so
+        return
+    given.update(getattr(inspect.unwrap(fun), "keywords", {}))  # of a functools.partial
+    parameters = signature.parameters.values()
+    theirs = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    for name in (theirs - given).intersection(ours):
+        raise TypeError(
+            f"{name} is an argument of this call, and one of the function's own, which would not "
+            f"get it: bind that to it, as in functools.partial(function, {name}=…)"
+        )
 
 
 def _refuse_modules(tree: Any) -> None:

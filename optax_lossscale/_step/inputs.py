@@ -1,9 +1,9 @@
 """What a step is given: checked, and completed where gradients are missing."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,10 @@ from optax_lossscale._arrays.variables import found, plain
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.validation import LARGEST, is_numeric, shown
 
-Mask = Any | Callable[[Any], Any]
+# Bools, a tree of them, or a function to one; of other containers give a function.
+Mask: TypeAlias = (
+    bool | np.bool_ | Mapping[Any, "Mask"] | tuple["Mask", ...] | list[Any] | Callable[[Any], Any]
+)
 
 _static: Any = partial(dataclasses.field, metadata={"static": True})
 

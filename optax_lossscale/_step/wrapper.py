@@ -12,7 +12,7 @@ from optax_lossscale._scales.validation import refuse
 from optax_lossscale._step.branch import Branch
 from optax_lossscale._step.decision import Skip, refuse_other_skips
 from optax_lossscale._step.grad_dtype import GradDtype
-from optax_lossscale._step.gradient import value_and_scaled_grad
+from optax_lossscale._step.gradient import refuse_shared_names, value_and_scaled_grad
 from optax_lossscale._step.inputs import Mask, refuse_other_masks
 from optax_lossscale._step.state import LossScaleState, refuse_other_states
 from optax_lossscale._step.step import ScaledStep
@@ -60,7 +60,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
         Does the same as `update` followed by `optax.apply_updates`, but computes the new
         parameters inside the branch that applies or skips the step: on CPU the unscaled
-        gradients and the updates are then never written to memory.
+        gradients and the updates are then never written to memory. An `optax.chain` around the
+        wrapper has no such method: there call `update` and `optax.apply_updates`.
 
         Args:
           scaled_grads: gradients of the scaled loss, as `value_and_scaled_grad` returns
@@ -86,7 +87,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         if not isinstance(step, ScaledStep):
             raise TypeError(
                 "apply_gradients is the step of with_loss_scale's own update, which was replaced: "
-                "call update and optax.apply_updates instead"
+                "call updates, state = tx.update(scaled_grads, state, params) and "
+                "optax.apply_updates(params, updates) instead"
             )
         if params is None:
             raise ValueError("apply_gradients needs the parameters: gradients, state, params")
@@ -123,8 +125,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           `(loss, params, state)`, or `((loss, aux), params, state)` with `has_aux`.
 
         Raises:
-          TypeError: if `loss_fn` is no function, `state` no `LossScaleState`, or `extra_args` no
-            dict.
+          TypeError: if `loss_fn` is no function or has an argument of a name above, `state` is no
+            `LossScaleState`, or `extra_args` no dict.
         """
         order = "loss_fn, state, params, and what else loss_fn takes"
         if not callable(loss_fn):
@@ -133,6 +135,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
                 f"arguments is {order}"
             )
         refuse_other_states(state, order)
+        refuse_shared_names(loss_fn, ["has_aux", "grad_dtype", "extra_args"], (params, *args))
         if not isinstance(extra_args, Mapping | None):
             raise TypeError(f"extra_args must be a dict of names and values, got {extra_args!r}")
         differentiate = value_and_scaled_grad(
@@ -165,7 +168,9 @@ def with_loss_scale(
     Args:
       inner: any Optax transformation.
       loss_scale: whatever `get` takes: `"dynamic"`, TensorFlow's rule; `"headroom"`, for
-        gradients that jump in size and for short runs; a number; a `LossScale`; or `None`.
+        gradients that jump in size and for short runs; a `LossScale`; a number or `None`, with
+        which nothing is checked, and the first overflow writes NaN into the parameters, unless
+        with `skip="nonfinite"`.
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas decide
         alike, a rule by the largest of their norms and the mean of their losses. Under
         `branch="cond"` a reduction inside `inner` hangs if they do not. Reduce the gradients
@@ -173,19 +178,21 @@ def with_loss_scale(
         out summed, take the mean in the loss: `pmean(loss_fn(…), axis_name)`. Under `jit` alone
         there is no axis to name.
       mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or a function
-        from them to one. Leaves marked False are neither unscaled nor checked.
+        from them to one. Leaves marked False are neither unscaled nor checked: for those whose
+        "gradient" is their new value, as the scales of float8 in Flax, which a transformation in
+        `inner` overwrites: `mask={"params": True, "_overwrite_with_gradient": False}`.
       branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select in each
         kernel that computes a result; or None, by whichever keeps the step in place, the first on
         CPU and the second on GPU and TPU. Under a select `inner` runs at every step, with zeros
         for what is not finite: say `"cond"` for an `inner` with side effects, such as a callback,
         or an expensive one, such as an `eigh`. A step that is not compiled branches in Python.
-      skip: what else to skip a step for. None: what the loss scale says, and a fixed one or none
-        checks nothing. `"nonfinite"`: gradients or a loss that are not finite, whatever the loss
-        scale, as in bfloat16: `with_loss_scale(inner, None, skip="nonfinite")`. Or a rule of
-        `skips`, such as `skips.spikes()`, which does that, and of the finite steps skips those
-        that it takes for spikes. It is told the global norm of the unscaled gradients, without
-        those that `mask` leaves out, and the loss, if the step is given its `value`, or `loss` as
-        in MaxText and Levanter. The loss scale adapts as after any finite step.
+      skip: what else to skip a step for. None: what the loss scale says. `"nonfinite"`: gradients
+        or a loss that are not finite, whatever the loss scale, as in bfloat16:
+        `with_loss_scale(inner, None, skip="nonfinite")`. Or a rule of `skips`, such as
+        `skips.spikes()`, which does that, and of the finite steps skips those that it takes for
+        spikes. It is told the global norm of the unscaled gradients, without those that `mask`
+        leaves out, and the loss, if the step is given its `value`, or `loss` as in MaxText and
+        Levanter. The loss scale adapts as after any finite step.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with the further methods
