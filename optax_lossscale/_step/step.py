@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.finite import AxisName
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, strong
@@ -72,15 +71,7 @@ class ScaledStep:
             skip_rule=jax.tree.map(jnp.array, self.rule),
         )
 
-    def update(
-        self,
-        updates: Any,
-        state: LossScaleState,
-        params: Any = None,
-        *,
-        value: ArrayLike | None = None,
-        **extra_args: Any,
-    ) -> tuple[Any, LossScaleState]:
+    def update(self, updates, state, params=None, *, value=None, **extra_args):
         """One step, from scaled gradients to updates; a skipped one gives zeros."""
         return self.step(updates, state, params, value, extra_args, to_params=False)
 
