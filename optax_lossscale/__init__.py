@@ -11,10 +11,8 @@ from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.get import get, get_loss_scale
 from optax_lossscale._scales.headroom import HeadroomLossScale
-from optax_lossscale._scales.logmax import LogMaxLossScale
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.stateful import state_field
-from optax_lossscale._scales.tolerance import ToleranceLossScale
 from optax_lossscale._step.gradient import scale_gradient, value_and_scaled_grad
 from optax_lossscale._step.master_weights import MasterWeightsState, with_master_weights
 from optax_lossscale._step.state import LossScaleState
@@ -48,13 +46,11 @@ __all__ = [
     "DynamicLossScale",
     "FixedLossScale",
     "HeadroomLossScale",
-    "LogMaxLossScale",
     "LossScale",
     "LossScaleError",
     "LossScaleState",
     "LossScaledTransformation",
     "MasterWeightsState",
-    "ToleranceLossScale",
     "all_finite",
     "autocast",
     "diagnose",

@@ -178,7 +178,7 @@ def multi_steps(loss_fn, inner, params):
 
 @step_of(RIGHT)
 def a_loss_scale_that_follows_the_gradients(loss_fn, inner, params):
-    tx = ols.with_loss_scale(inner, ols.LogMaxLossScale())
+    tx = ols.with_loss_scale(inner, ols.presets.LogMaxLossScale())
 
     def step(params, state, batch):
         loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
@@ -609,7 +609,10 @@ def test_forgotten_scaling_is_found_under_optimizers_that_hide_it(inner):
 
 @pytest.mark.parametrize(
     ("inner", "loss_scale"),
-    [(optax.sgd(0.1), ols.DynamicLossScale()), (optax.adam(1e-2), ols.ToleranceLossScale())],
+    [
+        (optax.sgd(0.1), ols.DynamicLossScale()),
+        (optax.adam(1e-2), ols.presets.ToleranceLossScale()),
+    ],
     ids=["sgd", "adam"],
 )
 def test_a_scale_that_adapts_before_it_unscales_is_found(inner, loss_scale):
@@ -676,7 +679,7 @@ def test_a_step_without_the_wrapper_that_keeps_the_parameters_at_an_overflow(ret
         new = optax.apply_updates(params, updates), new_state
         return (*optax.tree.where(finite, new, (params, state)), new_scale)[:returned]
 
-    arguments = (params, inner.init(params), ols.LogMaxLossScale())
+    arguments = (params, inner.init(params), ols.presets.LogMaxLossScale())
     ols.testing.assert_scale_invariant(step, *arguments)
 
 

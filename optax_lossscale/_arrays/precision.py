@@ -16,6 +16,11 @@ def is_inexact(x: Any) -> bool:
     return is_array(x) and jnp.issubdtype(dtype_of(x), jnp.inexact)
 
 
+def is_narrow(x: Any) -> bool:
+    """Whether a leaf is a floating-point number of 16 or 8 bits."""
+    return is_inexact(x) and dtype_of(x).itemsize < 4
+
+
 def is_array(x: Any) -> bool:
     """Whether a leaf is an array, an abstract one or a Python number."""
     return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
@@ -23,7 +28,7 @@ def is_array(x: Any) -> bool:
 
 def at_least_float32(x: Any) -> Any:
     """8- and 16-bit floats as float32; everything else as it came."""
-    if not is_inexact(x) or dtype_of(x).itemsize >= 4:
+    if not is_narrow(x):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(dtype=jnp.dtype(jnp.float32))

@@ -31,16 +31,9 @@ class Whole(NamedTuple):
 
 
 def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, Any]:
-    """A float32 number rounded to a narrower dtype, and what else `join` needs.
+    """A float32 number rounded to 16 or 8 bits, still as float32, and what else `join` needs.
 
-    Args:
-      number: float32, any shape.
-      dtype: a floating-point dtype of 16 or 8 bits.
-
-    Returns:
-      `(rounded, rest)`. `rounded` is float32 still, and finite numbers too large for the dtype
-      are what the dtype makes of them. `rest` is a uint16 array for bfloat16, the number itself
-      for float16, and a `Whole` for others.
+    That is a uint16 array for bfloat16, the number itself for float16, and a `Whole` for others.
     """
     if dtype == jnp.bfloat16:
         bits = lax.bitcast_convert_type(number, jnp.uint32) + _HALF
@@ -54,16 +47,8 @@ def join(rounded: jax.Array, rest: Any) -> jax.Array:
     """The float32 number that `split` was given, or one that rounds to another `rounded`.
 
     If `rounded` is not what `split` returned, the rest belongs to another number. Of 16 bits this
-    cannot be seen: they are taken to belong to `rounded`, and change it by half of its last place
-    at most. A number kept whole is given up for `rounded` itself.
-
-    Args:
-      rounded: in its narrow dtype, or as float32.
-      rest: as `split` made it.
-
-    Returns:
-      float32, in the shape of `rounded`. Zero, infinity and NaN are themselves: what rounds to
-      zero in bfloat16 is smaller than what float32 arithmetic keeps.
+    cannot be seen: they change `rounded` by half of its last place at most. A number kept whole
+    is given up for `rounded`.
     """
     rounded = at_least_float32(rounded)
     number, dtype = _kept(rest)
@@ -71,6 +56,7 @@ def join(rounded: jax.Array, rest: Any) -> jax.Array:
         bits = lax.bitcast_convert_type(rounded, jnp.uint32)
         size = bits & _UNSIGNED
         joined = lax.bitcast_convert_type(bits + number.astype(jnp.uint32) - _HALF, jnp.float32)
+        # What rounds to zero is smaller than what float32 arithmetic keeps.
         return jnp.where((size >= _SMALLEST) & (size < _INFINITE), joined, rounded)
     # Adding an update makes 0.0 of -0.0, so the sign of a zero is no change. Bits are compared,
     # as compilers may leave out the rounding of a number that is compared.

@@ -9,15 +9,24 @@ import jax
 
 
 def is_variable(x: Any) -> bool:
-    """Whether this is an `nnx.Variable`. Only who imported Flax can have one, so this does not."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, nnx.Variable)
+    """Whether this is an `nnx.Variable`."""
+    return _is_of_nnx(x, "Variable")
 
 
 def is_module(x: Any) -> bool:
     """Whether this is an `nnx.Module`, whose calls change its variables in place."""
+    return _is_of_nnx(x, "Module")
+
+
+def _is_of_nnx(x: Any, *classes: str) -> bool:
+    # Only who imported Flax can have such a thing, so this does not import it.
     nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, nnx.Module)
+    return nnx is not None and isinstance(x, tuple(getattr(nnx, name) for name in classes))
+
+
+def found(is_one: Callable[[Any], bool], tree: Any) -> list[Any]:
+    """What is one of a kind in a tree, however deep it lies."""
+    return list(filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -62,12 +71,12 @@ class _AsItIs:
 
 def objects(tree: Any) -> list[Any]:
     """The modules, variables, random streams, optimizers and metrics of NNX in a tree."""
-    return list(filter(_is_object, jax.tree.leaves(tree, is_leaf=_is_object)))
+    return found(_is_object, tree)
 
 
 def is_parameter(variable: Any) -> bool:
     """Whether a variable is an `nnx.Param`."""
-    return isinstance(variable, sys.modules["flax.nnx"].Param)
+    return _is_of_nnx(variable, "Param")
 
 
 @contextlib.contextmanager
@@ -123,8 +132,7 @@ def told_to_go_in_as_arguments() -> Iterator[None]:
 
 def _is_object(x: Any) -> bool:
     """Whether this is what functions change in place."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, (nnx.Variable, nnx.Pytree))
+    return _is_of_nnx(x, "Variable", "Pytree")
 
 
 def _may_change(x: Any) -> bool:

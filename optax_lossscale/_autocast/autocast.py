@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from types import EllipsisType
 from typing import Any
 
 import jax
@@ -18,7 +19,9 @@ from optax_lossscale._scales import validation
 
 
 def autocast(
-    fun: Callable[..., Any], dtype: Any = jnp.float16, argnums: int | Sequence[int] = 0
+    fun: Callable[..., Any] | EllipsisType = ...,
+    dtype: Any = jnp.float16,
+    argnums: int | Sequence[int] = 0,
 ) -> Callable[..., Any]:
     """`fun`, its matrix products and convolutions in 16 bits, and all else in float32.
 
@@ -42,11 +45,13 @@ def autocast(
 
     Args:
       fun: a function of arrays, trees and modules of them and of anything else; one that JAX
-        can trace. Flax NNX modules and variables among its arguments may change inside.
+        can trace. Flax NNX modules and variables among its arguments may change inside. Without
+        it this is a decorator: `@autocast(dtype=jnp.bfloat16)`.
       dtype: `jnp.float16` or `jnp.bfloat16`.
       argnums: which positional arguments hold the parameters, if any. What is made of a
         product and a parameter, as when a bias is added, is kept in 16 bits between products;
-        other float32 arguments keep in float32 what they meet.
+        other float32 arguments keep in float32 what they meet, and so do parameters that are
+        given by keyword. That is a matter of memory.
 
     Returns:
       A function of `fun`'s arguments, whose results have the dtypes that `fun`'s have for
@@ -54,7 +59,7 @@ def autocast(
 
     Raises:
       TypeError: if `fun` is no function or `argnums` no ints.
-      ValueError: if `dtype` is neither of the two; when called, if there are fewer positional
+      ValueError: if `dtype` is neither of the two; when called, if there are fewer
         arguments than `argnums` says.
 
     Source: the lists of `torch.autocast` and of TensorFlow's mixed precision graph rewrite say
@@ -73,6 +78,8 @@ def autocast(
       >>> ols.diagnosis.dtype_report(ols.autocast(loss_fn), weights, x).shares
       {dtype('float16'): 1.0}
     """
+    if isinstance(fun, EllipsisType):
+        return functools.partial(autocast, dtype=dtype, argnums=argnums)
     validation.function("fun", fun)
     low = validation.floating_dtype("dtype", dtype)
     validation.one_of("dtype", str(low), ("float16", "bfloat16"))
@@ -81,7 +88,7 @@ def autocast(
     @functools.wraps(fun)
     def autocasted(*args, **kwargs):
         parameters = {range(len(args))[n] for n in positions if -len(args) <= n < len(args)}
-        if len(parameters) < len(positions):
+        if len(parameters) < len(positions) and not kwargs:
             raise ValueError(
                 f"autocast was told argnums={argnums!r}, and there are {len(args)} positional "
                 "arguments: give the parameters by position, or say argnums=() if there are none"

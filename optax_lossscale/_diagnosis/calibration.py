@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from optax_lossscale._arrays.finite import all_finite
 from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._scales import validation
-from optax_lossscale._step.gradient import loss_of, scale_gradient
+from optax_lossscale._step.gradient import loss_of, refuse_shared_names, scale_gradient
 from optax_lossscale._step.inputs import refuse_other_leaves
 
 LOWEST, HIGHEST = -126, 126  # the powers of two to search
@@ -97,6 +97,7 @@ def find_initial_scale(
     batches = [args, *others]
     if not all(isinstance(batch, (tuple, list)) for batch in batches):
         raise TypeError("others must hold tuples, of the args of one further batch each")
+    refuse_shared_names(loss_fn, ["has_aux", "margin", "others"], (params, *args))
     refuse_other_leaves("params", params)
     refuse_other_leaves("what loss_fn takes", (batches, kwargs))
     validation.at_hand("find_initial_scale", (params, batches, kwargs))

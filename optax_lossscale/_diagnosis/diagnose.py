@@ -22,6 +22,7 @@ from optax_lossscale._diagnosis.program import Evidence, Program
 from optax_lossscale._diagnosis.summary import Summary, inexact_leaves
 from optax_lossscale._diagnosis.text import some
 from optax_lossscale._scales import validation
+from optax_lossscale._step.gradient import refuse_shared_names
 from optax_lossscale._step.inputs import refuse_other_leaves
 
 _FLOAT16 = jnp.dtype(jnp.float16)
@@ -89,6 +90,7 @@ def diagnose(
       - Wrap the optimizer: with_loss_scale(optimizer, DynamicLossScale(initial_scale=2.0**31)).
     """
     validation.function("loss_fn", loss_fn)
+    refuse_shared_names(loss_fn, ["has_aux", "opt_state"], (params, *args))
     refuse_other_leaves("params", params)
     refuse_other_leaves("what loss_fn takes", (args, kwargs))
     validation.at_hand("diagnose", (params, args, kwargs, probes, opt_state))

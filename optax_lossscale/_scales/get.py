@@ -25,9 +25,11 @@ def get(identifier: LossScaleLike) -> LossScale:
 
     Args:
       identifier: `None` for no scaling, a `FixedLossScale` of 1; an int or float for a
-        `FixedLossScale`; `"dynamic"` for a `DynamicLossScale`; `"headroom"` for a
-        `HeadroomLossScale`; a `LossScale` for itself; a dict from `get_config` for the loss scale
-        that it describes; a dict `{"preset": name, …}` for `presets.get(name, …)`.
+        `FixedLossScale`, with which nothing is checked, so that an overflow writes NaN into the
+        parameters, unless `with_loss_scale` has `skip="nonfinite"`; `"dynamic"` for a
+        `DynamicLossScale`; `"headroom"` for a `HeadroomLossScale`; a `LossScale` for itself; a
+        dict from `get_config` for the loss scale that it describes; a dict
+        `{"preset": name, …}` for `presets.get(name, …)`.
 
     Raises:
       ValueError: for anything else.

@@ -57,7 +57,7 @@ class LogMaxLossScale(LossScale):
     Example:
       >>> import jax.numpy as jnp
       >>> import optax_lossscale as ols
-      >>> ls = ols.LogMaxLossScale()
+      >>> ls = ols.presets.LogMaxLossScale()
       >>> ls, should_apply = ls.update({"w": jnp.array([0.25, -1.0])})
       >>> print(ls(), should_apply)
       65536.0 True

@@ -54,7 +54,7 @@ class ToleranceLossScale(LossScale):
 
     Example:
       >>> import optax_lossscale as ols
-      >>> ls = ols.ToleranceLossScale(initial_scale=1024.0, tolerance=0.5)
+      >>> ls = ols.presets.ToleranceLossScale(initial_scale=1024.0, tolerance=0.5)
       >>> scales = []
       >>> for finite in (True, True, False, False):
       ...     ls = ls.adjust(finite)

@@ -25,23 +25,13 @@ def apply_or_skip(
     *,
     to_params: bool,
 ) -> tuple[Any, Any]:
-    """What a step gives, and the inner state after it.
+    """What a step gives, parameters or updates, and the inner state after it.
 
     A conditional computes one of the two, and on CPU its results stay in place. A GPU's
     compiler gives those results buffers of their own and copies them afterwards, and a
     TPU's does so with updates; a select is part of the kernel that computes its result, and
-    stays in place, but then the step is computed every time.
-
-    Args:
-      should_apply: a bool, shape (); or the Python bool True where nothing was checked.
-      update: the step, from unscaled gradients and the inner state.
-      given: what the step was given, with scaled gradients.
-      unscaled: the same with unscaled ones, as they were checked.
-      state: the state before the step.
-      branch: `"cond"`, `"select"`, or None for the first on CPU and the second elsewhere,
-        chosen by the platform that the program is lowered for. In a step that is not compiled
-        the first is a Python `if`, and None means that, too.
-      to_params: whether it gives parameters or updates.
+    stays in place, but then the step is computed every time. Hence None for `branch`, the
+    first on CPU and the second elsewhere, by the platform that the program is lowered for.
     """
     if should_apply is True:
         return update(unscaled, state.inner_state)
@@ -55,9 +45,6 @@ def apply_or_skip(
         # leaves no unscaled copy of the gradients in memory.
         return update(given.unscaled(state.loss_scale), state.inner_state)
 
-    def apply_always(given, state):
-        return update(given.unscaled(state.loss_scale).finite(), state.inner_state)
-
     def skip(given, state):
         if to_params:
             return jax.tree.map(strong, given.params), state.inner_state
@@ -67,9 +54,9 @@ def apply_or_skip(
     def cond(should_apply, *given):
         return lax.cond(should_apply, apply, skip, *given)
 
-    def select(should_apply, *given):
-        choose = partial(lax.select, should_apply)
-        return jax.tree.map(choose, apply_always(*given), skip(*given))
+    def select(should_apply, given, state):
+        applied = update(given.unscaled(state.loss_scale).finite(), state.inner_state)
+        return jax.tree.map(partial(lax.select, should_apply), applied, skip(given, state))
 
     if branch == "select":
         return select(should_apply, given, state)

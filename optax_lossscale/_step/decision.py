@@ -29,25 +29,16 @@ def refuse_other_skips(skip: Skip | None) -> None:
     """Raises for what says nothing of when to skip."""
     is_nonfinite = isinstance(skip, str) and skip == "nonfinite"
     if not is_nonfinite and not isinstance(skip, SkipRule | None):
-        allowed = "None, 'nonfinite', or a rule such as skips.spikes()"
-        refuse("skip", skip, allowed)
+        refuse("skip", skip, "None, 'nonfinite', or a rule such as skips.spikes()")
 
 
 def decide(
     unscaled: Prepared, state: LossScaleState, skip: Skip | None, axis_name: AxisName | None
 ) -> tuple[jax.Array | Literal[True], LossScaleState]:
-    """Whether to apply a step, and the state after it.
+    """Whether to apply a step, and the state after it, but for its inner state.
 
-    Args:
-      unscaled: the unscaled gradients, and the true loss or None.
-      state: the state before the step.
-      skip: what to skip the step for, besides what the loss scale says.
-      axis_name: the axes over which all replicas decide alike, by the largest of their norms and
-        the mean of their losses.
-
-    Returns:
-      `(should_apply, state)`: a bool, shape (), or the Python bool True where nothing was
-      checked; and the new state, but for its inner state, which is as it was.
+    The first is a bool, shape (), or the Python bool True where nothing was checked. All replicas
+    along the axes decide alike, by the largest of their norms and the mean of their losses.
     """
     # What is measured is not differentiated.
     grads, value = lax.stop_gradient((unscaled.checked_grads(), unscaled.value))

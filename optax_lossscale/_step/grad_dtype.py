@@ -1,27 +1,35 @@
 """The dtypes in which gradients come: what is differentiated is cast to them first."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_most, dtype_of, is_inexact
 from optax_lossscale._scales import validation
 
-GradDtype = Any | Callable[[Any], Any]  # a DTypeLike, a tree of them, a function to one
+# A dtype, a tree of them with None for what stays, or a function to one; of other containers give
+# a function.
+GradDtype: TypeAlias = (
+    DTypeLike
+    | Mapping[Any, "GradDtype | None"]
+    | tuple["GradDtype | None", ...]
+    | list[Any]
+    | Callable[[Any], Any]
+)
 
 
-def narrowed(grad_dtype: GradDtype, differentiated: Any) -> Any:
+def narrowed(grad_dtype: Any, differentiated: Any) -> Any:
     """What is differentiated, its wider floats in the dtypes that grad_dtype says."""
     if _is_function(grad_dtype):
         grad_dtype = grad_dtype(differentiated)
         refuse_other_dtypes(grad_dtype)
     is_none = lambda x: x is None
     try:
-        jax.tree.broadcast(grad_dtype, differentiated, is_leaf=is_none)
+        dtypes = jax.tree.broadcast(grad_dtype, differentiated, is_leaf=is_none)
     except ValueError as error:
         raise ValueError(
             "grad_dtype must be a prefix of the tree of what is differentiated, with a dtype "
@@ -29,16 +37,12 @@ def narrowed(grad_dtype: GradDtype, differentiated: Any) -> Any:
             f"got {jax.tree.structure(grad_dtype, is_leaf=is_none)} for "
             f"{jax.tree.structure(differentiated)}"
         ) from error
-    of_leaf = lambda dtype, above, path, x: _cast(dtype, (*above, *path), x)
-    of_branch = lambda path, dtype, branch: jax.tree.map_with_path(
-        partial(of_leaf, dtype, path), branch
-    )
-    return jax.tree.map_with_path(of_branch, grad_dtype, differentiated, is_leaf=is_none)
+    return jax.tree.map_with_path(_cast, differentiated, dtypes, is_leaf=is_none)
 
 
-def _cast(dtype: Any, path: Any, x: Any) -> Any:
+def _cast(path: Any, x: Any, dtype: Any) -> Any:
     """One leaf in a dtype, if it is wider; as it is for None."""
-    if dtype is None:
+    if x is None or dtype is None:
         return x
     dtype = jnp.dtype(dtype)
     other = dtype_of(x) if is_inexact(x) and not jnp.iscomplexobj(x) else dtype
@@ -51,17 +55,16 @@ def _cast(dtype: Any, path: Any, x: Any) -> Any:
     return at_most(dtype, x)
 
 
-def refuse_other_dtypes(grad_dtype: GradDtype) -> None:
+def refuse_other_dtypes(grad_dtype: Any) -> None:
     """Raises for what is neither a function nor a tree of floating-point dtypes."""
+    allowed = (
+        "a floating-point dtype, a tree of them and of None, or a function from what is "
+        "differentiated to one"
+    )
     for leaf in [] if _is_function(grad_dtype) else jax.tree.leaves(grad_dtype):
         found = validation.dtype(leaf)
         if found is None or not jnp.issubdtype(found, jnp.floating):
-            validation.refuse(
-                "grad_dtype",
-                leaf,
-                "a floating-point dtype, a tree of them and of None, or a function from what is "
-                "differentiated to one",
-            )
+            validation.refuse("grad_dtype", leaf, allowed)
 
 
 def _is_function(grad_dtype: Any) -> bool:

@@ -27,9 +27,8 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     """The loss itself, with a gradient that is multiplied by the loss scale.
 
     One line inside a loss function, for whatever differentiates it: `nnx.value_and_grad`,
-    `eqx.filter_value_and_grad`, a trainer that calls `jax.grad` itself. What comes out is the
-    true loss with scaled gradients, as `with_loss_scale`'s transformation takes them. In
-    forward mode it is the tangent that is scaled.
+    `eqx.filter_value_and_grad`, a trainer that calls `jax.grad` itself. The gradients come out
+    scaled, as `with_loss_scale`'s transformation takes them; in forward mode the tangent does.
 
     Args:
       loss: a real floating-point scalar.
@@ -45,8 +44,8 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
       ValueError: if `loss_scale` is no loss scale, or a state that holds none or several.
 
     Warns:
-      UserWarning: if the loss is float16 and the loss scale may come to 2**16, where the
-        gradient of such a loss, which is the loss scale itself, is infinite.
+      UserWarning: if the loss is float16 and the loss scale may come to 2**16: the gradient of
+        such a loss, which is the loss scale itself, is infinite there.
 
     Source: `optax.scale_gradient`, with a loss scale for the factor.
 
@@ -126,8 +125,8 @@ def value_and_scaled_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """As `jax.value_and_grad`, but the gradients are those of the scaled loss.
 
-    Call it inside the training step, with the step's own state: the loss scale is the
-    one that it was given, and a function made before the loop would keep the first one.
+    Call it inside the training step, with the step's own state: a function made before the loop
+    would keep the first loss scale.
 
     Args:
       fun: a function that returns a real floating-point scalar, or with `has_aux` a
@@ -135,33 +134,31 @@ def value_and_scaled_grad(
       loss_scale: whatever `get` takes, or an optimizer state that holds exactly one.
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`.
-      grad_dtype: the dtype of the gradients, such as `jnp.float16`, in which they take half
-        the memory: what is differentiated is cast to it first, where it is wider floats. Or a
-        tree of dtypes that is a prefix of what is differentiated, or a function from that to
-        one, in which `None` leaves a leaf as it is; of several `argnums` that is the tuple of
-        these arguments. It is not what the model computes in: that is the widest of what its
-        operations are given, so one float32 input makes all that follows float32, which
-        `dtype_report` shows. Where the products are to be in 16 bits, give `autocast(fun)`.
+      grad_dtype: the dtype of the gradients, such as `jnp.float16`, in which they take half the
+        memory: what is differentiated is cast to it first, where it is wider floats. Or a tree of
+        dtypes that is a prefix of what is differentiated, or a function from that to one, in which
+        `None` leaves a leaf as it is; of several `argnums` that is the tuple of these arguments.
+        It is not what the model computes in, which is the widest of what its operations are given,
+        as `dtype_report` shows. Where the products are to be in 16 bits, give `autocast(fun)`.
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:
       A function of `fun`'s arguments that returns `(value, scaled_grads)`: the value
       is `fun`'s own, not scaled, bit for bit; the gradients are *still scaled*, as
-      `with_loss_scale`'s transformation takes them.
+      `with_loss_scale`'s transformation takes them. For the norm of the true ones take
+      `metrics(state)["gradient_norm"]`, where a rule of skipping measures it, else
+      `optax.global_norm(get_loss_scale(state).unscale(scaled_grads))`.
 
     Raises:
-      ValueError: if `loss_scale` is no loss scale, or a state that holds none or several;
-        if `grad_dtype` has other dtypes than those of floating-point numbers; when called,
-        if it is no prefix of what is differentiated, or that has floats of another dtype that
-        is as wide, such as bfloat16 for float16.
-      TypeError: if `fun` is no function or `argnums` no ints; when called, if the loss is
-        not a real floating-point scalar, or if what is to be differentiated is an `nnx.Module`
-        or has leaves that are no arrays, as a module of Equinox: differentiate those by their
-        own means, with `scale_gradient`.
+      ValueError: if `loss_scale` is no loss scale, or a state that holds none or several; if
+        `grad_dtype` has other dtypes than floating-point ones; when called, if it is no prefix of
+        what is differentiated, or that has floats of another dtype that is as wide.
+      TypeError: if `fun` is no function or `argnums` no ints; when called, if the loss is not a
+        real floating-point scalar, or if what is to be differentiated is an `nnx.Module` or has
+        leaves that are no arrays: differentiate those by their own means, with `scale_gradient`.
 
     Warns:
-      UserWarning: when called, if the loss is float16 and the loss scale may come to 2**16,
-        where the gradient of such a loss, which is the loss scale itself, is infinite.
+      UserWarning: when called, for a float16 loss, as `scale_gradient` does.
 
     Example:
       >>> import jax.numpy as jnp
@@ -211,6 +208,23 @@ def loss_of(value: Any, has_aux: bool) -> Any:
             f"{type(value).__name__}"
         )
     return value[0]
+
+
+def refuse_shared_names(fun: Callable[..., Any], ours: Sequence[str], args: tuple) -> None:
+    """Raises for a keyword of ours that is the function's as well, and would not reach it."""
+    try:
+        signature = inspect.signature(fun)
+        given = {*signature.bind_partial(*args).arguments}
+    except (TypeError, ValueError):  # no signature, or another: the call will say so
+        return
+    given.update(getattr(inspect.unwrap(fun), "keywords", {}))  # of a functools.partial
+    parameters = signature.parameters.values()
+    theirs = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    for name in (theirs - given).intersection(ours):
+        raise TypeError(
+            f"{name} is an argument of this call, and one of the function's own, which would not "
+            f"get it: bind that to it, as in functools.partial(function, {name}=…)"
+        )
 
 
 def _refuse_modules(tree: Any) -> None:

@@ -1,9 +1,9 @@
 """What a step is given: checked, and completed where gradients are missing."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,17 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
+from optax_lossscale._arrays.finite import is_finite
 from optax_lossscale._arrays.names import path_name
-from optax_lossscale._arrays.precision import at_least_float32, is_inexact
-from optax_lossscale._arrays.variables import plain
+from optax_lossscale._arrays.precision import at_least_float32, is_array, is_inexact
+from optax_lossscale._arrays.variables import found, plain
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.validation import LARGEST, is_numeric, shown
 
-Mask = Any | Callable[[Any], Any]
+# Bools, a tree of them, or a function to one; of other containers give a function.
+Mask: TypeAlias = (
+    bool | np.bool_ | Mapping[Any, "Mask"] | tuple["Mask", ...] | list[Any] | Callable[[Any], Any]
+)
 
 _static: Any = partial(dataclasses.field, metadata={"static": True})
 
@@ -64,26 +68,19 @@ class Prepared:
 
     def moved(self, move: Callable[[Any, Any], Any], updates: Any) -> Any:
         """`move(param, update)` of each parameter, whose update is None without a gradient."""
-        paths, structure = jax.tree.flatten_with_path(self.params)
-        each = zip(paths, structure.flatten_up_to(updates), strict=True)
         above = 1 if self.params is not _like(self.params) else 0  # which of two trees it is in
-        return structure.unflatten(
-            move(p, None if self.is_missing(path[above:]) else u) for (path, p), u in each
-        )
+        of_each = lambda path, p, u: move(p, None if self.is_missing(path[above:]) else u)
+        return jax.tree.map_with_path(of_each, self.params, updates)
 
-    def slots_kept(self, inner: optax.GradientTransformation, new: Any, old: Any) -> Any:
-        """The new inner state, but for what it keeps of parameters without a gradient.
-
-        Raises:
-          ValueError: if the inner state does not tell what it keeps of which parameter.
-        """
+    def slots_kept(self, init: Callable[[Any], Any], new: Any, old: Any) -> Any:
+        """The new inner state, but for what it keeps of parameters without a gradient."""
         if not self.missing:
             return new
         # By path: some slots are trees themselves (of SM3), others are missing (under a mask).
         is_own = lambda path, _: self.is_missing(path)
         try:
             is_kept = optax.tree.map_params(
-                inner.init,
+                init,
                 lambda slots: jax.tree.map_with_path(is_own, slots),
                 new,
                 transform_non_params=lambda _: False,
@@ -105,20 +102,8 @@ class Prepared:
 def prepare(
     scaled_grads: Any, params: Any, value: ArrayLike | None, mask: Mask | None
 ) -> Prepared:
-    """What `with_loss_scale`'s step was given, if it can be used.
-
-    Args:
-      scaled_grads: the gradients; a tree like the parameters, with None where there is none.
-      params: the parameters, or None.
-      value: the true loss, shape (), or None.
-      mask: which gradients to unscale and to check.
-
-    Raises:
-      TypeError: for leaves that are no arrays, or a loss that is none.
-      ValueError: unless the gradients' structure and shapes are those of the parameters.
-    """
-    is_masked = lambda x: isinstance(x, optax.MaskedNode)
-    if any(map(is_masked, jax.tree.leaves(scaled_grads, is_leaf=is_masked))):
+    """What a step was given, checked and completed."""
+    if found(lambda x: isinstance(x, optax.MaskedNode), scaled_grads):
         raise ValueError(
             "with_loss_scale is inside optax.masked, optax.partition or optax.multi_transform, "
             "which hand the gradients of all other parameters on as they are, scaled: wrap the "
@@ -134,27 +119,24 @@ def prepare(
 
 def complete(grads: Any, params: Any) -> Prepared:
     """The gradients with zeros for missing ones, as inner has a place for every parameter."""
-    given, branches = jax.tree.flatten_with_path(grads, is_leaf=_has_no_gradient)
+    given = jax.tree.leaves_with_path(grads, is_leaf=_has_no_gradient)
     missing = frozenset(path for path, g in given if _has_no_gradient(g))
     if params is None:
         return Prepared(grads, None, missing=missing)
-    like, completed = _like(params), []
+    like = _like(params)
+    zeros = partial(jax.tree.map, lambda p: jnp.zeros_like(as_inner_sees(p)))
+    of_each = lambda g, branch: zeros(branch) if _has_no_gradient(g) else g
     try:
-        for (_, g), branch in zip(given, branches.flatten_up_to(like), strict=True):
-            leaves, structure = jax.tree.flatten(branch)
-            if _has_no_gradient(g):
-                completed += [jnp.zeros_like(as_inner_sees(p)) for p in leaves]
-            elif jax.tree_util.treedef_is_leaf(structure) and leaves:
-                completed.append(g)
-            else:
-                raise ValueError("a gradient for a branch of parameters")
+        completed = jax.tree.map(of_each, grads, like, is_leaf=_has_no_gradient)
+        if jax.tree.structure(completed) != jax.tree.structure(like):
+            raise ValueError("a gradient for a branch of parameters")
     except ValueError as error:
         raise ValueError(
             "the gradients must have the structure of the parameters, with None where there is "
             f"no gradient.\nGradients: {jax.tree.structure(grads)}\n"
             f"Parameters: {jax.tree.structure(like)}"
         ) from error
-    return Prepared(jax.tree.unflatten(jax.tree.structure(like), completed), params, None, missing)
+    return Prepared(completed, params, missing=missing)
 
 
 def as_inner_sees(x: Any) -> Any:
@@ -172,12 +154,21 @@ def update_or_zero(param: Any, update: Any) -> Any:
 def refuse_other_leaves(name: str, tree: Any) -> None:
     """Raises for a tree with leaves that are neither arrays nor numbers."""
     for path, x in jax.tree.leaves_with_path(tree):
-        if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex)):
+        if not is_array(x):
             raise TypeError(
                 f"{name} must be a tree of arrays, got {shown(x)} at {path_name(path)}; of a "
                 "model that holds other things give the arrays alone, as eqx.filter(model, "
                 "eqx.is_inexact_array) does"
             )
+
+
+def refuse_batch_of_updates(param: Any, update: Any) -> None:
+    """Raises for an update that has not the shape of its parameter."""
+    if np.shape(update) != np.shape(param):
+        raise ValueError(
+            f"the update of a parameter of shape {np.shape(param)} has the shape "
+            f"{np.shape(update)}; gradients of a batch are to be averaged first"
+        )
 
 
 def refuse_other_masks(mask: Mask | None) -> None:
@@ -207,35 +198,28 @@ def _checked(grads: Any, mask: Mask | None) -> tuple[bool, ...]:
     if callable(mask):
         mask = mask(grads)
         refuse_other_masks(mask)
-    leaves, structure = jax.tree.flatten(True if mask is None else mask)
     try:
-        branches = structure.flatten_up_to(grads)
+        kept = jax.tree.broadcast(True if mask is None else mask, grads)
     except ValueError as error:
         raise ValueError(
             "mask must be a prefix of the gradients' tree, with a bool for each leaf or branch; "
-            f"got {structure} for {jax.tree.structure(grads)}"
+            f"got {jax.tree.structure(mask)} for {jax.tree.structure(grads)}"
         ) from error
-    pairs = zip(leaves, branches, strict=True)
-    return tuple(bool(keep) for keep, branch in pairs for _ in jax.tree.leaves(branch))
+    return tuple(map(bool, jax.tree.leaves(kept)))
 
 
 def _of_checked(
-    function: Callable[[list[Any]], list[Any]],
-    grads: Any,
-    checked: tuple[bool, ...],
-    otherwise: Callable[[Any], Any] = lambda g: g,
+    function: Callable[[list[Any]], list[Any]], grads: Any, checked: tuple[bool, ...]
 ) -> Any:
-    """The gradients with `function` of those that are checked, in a list, for these."""
+    """Gradients in float32 or wider, and those that are checked by a function of their list."""
     leaves, structure = jax.tree.flatten(grads)
-    pairs = list(zip(leaves, checked, strict=True))
-    done = iter(function([g for g, is_checked in pairs if is_checked]))
-    return structure.unflatten(
-        next(done) if is_checked else otherwise(g) for g, is_checked in pairs
-    )
+    done = iter(function([g for g, is_checked in zip(leaves, checked, strict=True) if is_checked]))
+    pairs = zip(leaves, checked, strict=True)
+    return structure.unflatten(next(done) if kept else at_least_float32(g) for g, kept in pairs)
 
 
 def _unscale(loss_scale: LossScale, grads: Any, checked: tuple[bool, ...]) -> Any:
-    return _of_checked(loss_scale.unscale, grads, checked, otherwise=at_least_float32)
+    return _of_checked(loss_scale.unscale, grads, checked)
 
 
 _unscale_traced_once = jax.jit(_unscale, static_argnums=2)
@@ -247,12 +231,7 @@ def _zeros_for_nonfinite(tree: Any) -> Any:
     Each by itself, which waits for no answer from the check: so a clip's norm of them is
     computed in the check's own pass.
     """
-
-    def zero_for_nonfinite(x, zero):
-        is_finite = jnp.isfinite if jnp.iscomplexobj(x) else lax.is_finite  # quicker to trace
-        return lax.select(is_finite(x), x, zero)
-
-    of_leaf = lambda x, zero: zero_for_nonfinite(x, zero) if is_inexact(x) else x
+    of_leaf = lambda x, zero: lax.select(is_finite(x), x, zero) if is_inexact(x) else x
     return jax.tree.map(of_leaf, tree, zeros_like(tree))
 
 
@@ -268,13 +247,11 @@ def _has_no_gradient(grad: Any) -> bool:
 
 def _refuse_other_shapes(grads: Any, params: Any) -> None:
     """Raises unless each gradient has its parameter's shape, or a batch of it."""
-    for (path, p), g in zip(
-        jax.tree.leaves_with_path(params), jax.tree.leaves(grads), strict=True
-    ):
-        shape, batch = np.shape(p), np.shape(g)[: np.ndim(g) - np.ndim(p)]
-        if np.shape(g) != (*batch, *shape):
+    pairs = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(grads), strict=True)
+    for (path, p), g in pairs:
+        if np.shape(g)[np.ndim(g) - np.ndim(p) :] != np.shape(p):
             raise ValueError(
-                f"a gradient must have the shape of its parameter, {shape} at "
+                f"a gradient must have the shape of its parameter, {np.shape(p)} at "
                 f"{path_name(path)}; got {np.shape(g)}"
             )
 
@@ -287,10 +264,9 @@ def _scalar(value: ArrayLike) -> jax.Array:
             f"value must be the true loss, a real number, got {shown(value)}; of a pair (loss, "
             "aux) or of several losses in a dict pass the loss alone"
         )
-    if np.shape(value) != ():
+    if shape := np.shape(value):
         raise TypeError(
-            f"value must be the true loss, a scalar, got shape {np.shape(value)}; reduce it, with "
-            "jnp.mean say"
+            f"value must be the true loss, a scalar, got shape {shape}; reduce it, with jnp.mean"
         )
     if isinstance(value, (int, np.integer)):  # of which int32 does not hold each
         value = np.float32(min(max(value, -LARGEST), LARGEST))

@@ -2,18 +2,20 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_lossscale._arrays.names import path_name
-from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_inexact
+from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_narrow
 from optax_lossscale._arrays.rounding import Whole, join, rest_like, split
+from optax_lossscale._arrays.variables import found
 from optax_lossscale._scales.get import name_in_optax
-from optax_lossscale._step.inputs import complete, update_or_zero
+from optax_lossscale._step.inputs import complete, refuse_batch_of_updates, update_or_zero
 from optax_lossscale._step.state import refuse_narrower
 
 
@@ -21,10 +23,9 @@ class MasterWeightsState(NamedTuple):
     """State of `with_master_weights`.
 
     Attributes:
-      master_weights: what the parameters lack of float32 numbers; a tree like them, with a
-        uint16 array for a parameter in bfloat16, the float32 number for one in float16 (in 8
-        bits, a pair of that and a scalar in the parameter's dtype), and
-        `optax.MaskedNode()` for the others, which lack nothing.
+      master_weights: what the parameters lack of float32 numbers; a tree like them, with a uint16
+        array for a parameter in bfloat16, the float32 number for one in float16 (in 8 bits, a
+        pair of that and a scalar of its dtype), and `optax.MaskedNode()` for the others.
       inner_state: the state of the wrapped optimizer, for parameters in float32 or wider.
     """
 
@@ -32,17 +33,14 @@ class MasterWeightsState(NamedTuple):
     inner_state: Any
 
     def weights(self, params: Any) -> Any:
-        """The master weights: the parameters in float32 or wider, as they are trained.
-
-        They are what to evaluate, and to export.
+        """The parameters in float32 or wider, as they are trained: to evaluate and to export.
 
         Args:
           params: the parameters that belong to this state.
 
         Returns:
-          A tree like `params`. A parameter that was changed since the last step is taken as it
-          is; one in bfloat16 up to half of its last place, as what was dropped of the number
-          before is still added.
+          A tree like `params`. A parameter that was changed since the last step is taken as it is;
+          one in bfloat16 up to half of its last place, as the old one's dropped bits are added.
         """
         join_narrow = lambda p, rest: p if _is_masked(rest) else join(p, rest)
         return jax.tree.map(join_narrow, params, self.master_weights)
@@ -54,49 +52,41 @@ def with_master_weights(
     """Trains 16-bit parameters as float32 numbers, the master weights.
 
     Most steps change a parameter by less than float16 or bfloat16 can add to it, and the change is
-    lost. So the state keeps what the parameters lack of float32
-    numbers; `inner` updates those, and the updates handed out make the parameters their
-    rounding::
+    lost. So the state keeps what the parameters lack of float32 numbers; `inner` updates those,
+    and the updates handed out make the parameters their rounding::
 
         weights = join(params, rest)
         new_params, rest = split(weights + inner's updates)
         updates = new_params - params
 
-    A float32 number is a bfloat16 one and 16 further bits, so for bfloat16 parameters `rest` is
-    those: half of what a float32 copy takes, and training is the same to the bit. (Ties are
-    rounded away from zero, which makes 16 bits enough.) For float16 parameters, whose
-    range is smaller, `rest` is a float32 copy.
-
-    `optax.apply_updates(params, updates)` is then `new_params`, exactly wherever float32 holds
-    the difference; and as each step starts from the master weights, no rounding adds up.
-    `MasterWeightsState.weights(params)` returns them, to evaluate and to export.
+    For bfloat16 parameters `rest` is the 16 bits by which a float32 number is longer, half of what
+    a float32 copy takes, and training is the same to the bit. (Ties are rounded away from zero,
+    which makes 16 bits enough.) For float16 parameters, whose range is smaller, it is a copy.
+    `optax.apply_updates(params, updates)` is exact wherever float32 holds the difference.
 
     What a program does to its parameters between steps counts: pretrained ones loaded after
     `init`, a clip, an average that takes their place. Where a float16 parameter is not the
-    rounding of its copy, it is right, and the copy is forgotten. A bfloat16 one is always
-    right, as its 16 further bits say no more than where between two roundings it lies.
+    rounding of its copy, the copy is forgotten; a bfloat16 one is always right, as its 16 further
+    bits say no more than where between two roundings it lies.
 
-    Together with `with_loss_scale`, this goes inside:
-    `with_loss_scale(with_master_weights(inner))`. What comes before it in `optax.chain` sees
-    rounded parameters. *Nothing may come after it*, as that would change where the
-    parameters land: what is lost to rounding then is lost, as without master weights. So give it
-    the whole optimizer, `with_master_weights(optax.chain(…))`. Another order is refused by the
-    `init` of `with_loss_scale` around it, and by `value_and_scaled_grad` of such a state.
+    With `with_loss_scale`, this goes inside: `with_loss_scale(with_master_weights(inner))`. What
+    comes before it in `optax.chain` sees rounded parameters. *Nothing may come after it*, as that
+    would change where the parameters land: give it the whole optimizer,
+    `with_master_weights(optax.chain(…))`. Another order is refused by the `init` of
+    `with_loss_scale` around it, and by `value_and_scaled_grad` of such a state.
 
-    Source: Micikevicius et al., "Mixed Precision Training"
-    (https://arxiv.org/abs/1710.03740); it is what Apex's level O2, Megatron-LM and
-    DeepSpeed do. The 16 further bits are the "split SGD" of Kalamkar et al., "Optimizing Deep
-    Learning Recommender Systems' Training On CPU Cluster Architectures"
-    (https://arxiv.org/abs/2005.04680).
+    Source: Micikevicius et al., "Mixed Precision Training" (https://arxiv.org/abs/1710.03740), as
+    in Apex's level O2, Megatron-LM and DeepSpeed. The 16 further bits are the "split SGD" of
+    Kalamkar et al., "Optimizing Deep Learning Recommender Systems' Training On CPU Cluster
+    Architectures" (https://arxiv.org/abs/2005.04680).
 
     Args:
       inner: any Optax transformation. It sees gradients and parameters in float32 or wider.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs` with a `MasterWeightsState`. Its `update`
-      needs `params`; its updates are float32 or wider. A parameter whose gradient is `None`
-      stays, as do its slots. Parameters in float32 or wider are left to `inner` alone, and kept
-      once.
+      An `optax.GradientTransformationExtraArgs` with a `MasterWeightsState`. Its `update` needs
+      `params`; its updates are float32 or wider. A parameter whose gradient is `None` stays, as do
+      its slots. Parameters in float32 or wider are left to `inner` alone, and kept once.
 
     Raises:
       TypeError: in `update`, if the state is none of this transformation.
@@ -133,20 +123,12 @@ def with_master_weights(
             jax.tree.map(at_least_float32, given.grads), state.inner_state, weights, **extra_args
         )
         moved = jax.tree.map(_moved, params, state.master_weights, weights, inner_updates)
-        new_updates, master_weights = (
-            jax.tree.map(lambda _, pair, n=n: pair[n], params, moved) for n in range(2)
-        )
-        new_state = MasterWeightsState(master_weights, inner_state)
-        new_state = given.slots_kept(tx, new_state, state)
+        part = lambda n: jax.tree.map(lambda _, pair: pair[n], params, moved)
+        new_updates, master_weights = part(0), part(1)
+        new_state = given.slots_kept(init, MasterWeightsState(master_weights, inner_state), state)
         return given.moved(update_or_zero, new_updates), new_state
 
-    tx = optax.GradientTransformationExtraArgs(init, update)
-    return tx
-
-
-def has_master_weights(state: Any) -> bool:
-    """Whether there is a `MasterWeightsState` in an optimizer state."""
-    return any(map(_is_state, jax.tree.leaves(state, is_leaf=_is_state)))
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def with_rest_of_narrow(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
@@ -154,7 +136,7 @@ def with_rest_of_narrow(state: Any, init: Callable[[Any], Any], params: Any) -> 
 
     Inside `with_loss_scale` all parameters come in float32, and `init` saw none that lack any.
     """
-    if not has_master_weights(state):
+    if not found(_is_state, state):
         return state
     own = lambda wide, x: x._replace(inner_state=wide.inner_state) if _is_state(x) else wide
     return jax.tree.map(own, state, init(params), is_leaf=_is_state)
@@ -162,7 +144,7 @@ def with_rest_of_narrow(state: Any, init: Callable[[Any], Any], params: Any) -> 
 
 def refuse_other_order(state: Any) -> None:
     """Raises for a state that shows that others change the updates of `with_master_weights`."""
-    if _is_state(state) or not has_master_weights(state):
+    if _is_state(state) or not found(_is_state, state):
         return
     if name_in_optax(state) in _MAKERS_OF_OTHER_UPDATES:
         raise ValueError(
@@ -171,7 +153,7 @@ def refuse_other_order(state: Any) -> None:
             "in with_loss_scale(with_master_weights(optax.lookahead(…)))"
         )
     parts = _parts(state)
-    if _is_chain(state) and any(map(has_master_weights, parts[:-1])):
+    if _is_chain(state) and found(_is_state, parts[:-1]):
         raise ValueError(
             "with_master_weights is followed by other transformations in optax.chain, which "
             "change where its updates make the parameters land: give it the whole optimizer, "
@@ -179,6 +161,9 @@ def refuse_other_order(state: Any) -> None:
         )
     for part in parts:
         refuse_other_order(part)
+
+
+_MAKERS_OF_OTHER_UPDATES = {"LookaheadState", "MechanicState", "SAMState", "ScheduleFreeState"}
 
 
 def _is_chain(state: Any) -> bool:
@@ -191,19 +176,11 @@ def _parts(state: Any) -> list[Any]:
     return jax.tree.leaves(state, is_leaf=lambda x: x is not state)
 
 
-_MAKERS_OF_OTHER_UPDATES = {"LookaheadState", "MechanicState", "SAMState", "ScheduleFreeState"}
-
-
-def refuse_other_master_weights(given: Any, expected: Any) -> None:
-    """Raises unless the master weights in a state are such as its parameters need.
-
-    Args:
-      given: an optimizer state.
-      expected: that of `init` for the same parameters, or its shapes.
-    """
-    states = lambda tree: filter(_is_state, jax.tree.leaves(tree, is_leaf=_is_state))
-    for own, needed in zip(states(given), states(expected), strict=False):
-        _compare(own.master_weights, needed.master_weights)
+def refuse_other_master_weights(state: Any, expected: Callable[[], Any]) -> None:
+    """Raises unless the master weights in a state are such as `init` makes of the parameters."""
+    if own := found(_is_state, state):
+        for given, needed in zip(own, found(_is_state, expected()), strict=False):
+            _compare(given.master_weights, needed.master_weights)
 
 
 def _refuse_other_arguments(state: Any, params: Any) -> None:
@@ -219,45 +196,38 @@ def _refuse_other_arguments(state: Any, params: Any) -> None:
             "with_master_weights needs the parameters: call update(updates, state, params)"
         )
     # Inside with_loss_scale all come in float32, and it has compared them as they are.
-    if any(map(_is_narrow, jax.tree.leaves(params))) or not jax.tree.leaves(state.master_weights):
-        needed = jax.eval_shape(lambda p: jax.tree.map(_rest_of, p), params)
-        _compare(state.master_weights, needed)
+    if any(map(is_narrow, jax.tree.leaves(params))) or not jax.tree.leaves(state.master_weights):
+        _compare(state.master_weights, jax.eval_shape(partial(jax.tree.map, _rest_of), params))
 
 
 def _compare(given: Any, needed: Any) -> None:
     """Raises unless two trees of rests belong to parameters of the same shapes and dtypes."""
-    own, own_tree = jax.tree.flatten_with_path(given, is_leaf=_is_rest)
-    other, other_tree = jax.tree.flatten_with_path(needed, is_leaf=_is_rest)
-    if own_tree != other_tree:
-        _refuse_parameters(f"trees like {own_tree}", f"{other_tree}")
-    for (path, rest), (_, wanted) in zip(own, other, strict=True):
-        if _described(rest) != _described(wanted):
-            _refuse_parameters(f"{_described(rest)} at {path_name(path)}", _described(wanted))
+    for own, other in zip_longest(_described(given), _described(needed), fillvalue="no others"):
+        if own != other:
+            raise ValueError(
+                "the state of with_master_weights was made for other parameters: for "
+                f"{own}, and these are {other}. Make a new state of these: tx.init(params)"
+            )
 
 
-def _refuse_parameters(made_for: str, given: str) -> NoReturn:
-    raise ValueError(
-        "the state of with_master_weights was made for other parameters: for "
-        f"{made_for}, and these are {given}. Make a new state of these: tx.init(params)"
-    )
+def _described(rests: Any) -> list[str]:
+    """Shape, dtype and name of each parameter that a rest in a tree belongs to."""
 
+    def described(rest):
+        if _is_masked(rest):
+            return "float32 or wider"
+        shape, dtype = rest_like(rest)
+        return f"{dtype}{list(shape)}"
 
-def _described(rest: Any) -> str:
-    if _is_masked(rest):
-        return "float32 or wider"
-    shape, dtype = rest_like(rest)
-    return f"{dtype}{list(shape)}"
+    leaves = jax.tree.leaves_with_path(rests, is_leaf=_is_rest)
+    return [f"{described(rest)} at {path_name(path)}" for path, rest in leaves]
 
 
 def _moved(param: Any, rest: Any, weight: jax.Array, update: Any) -> tuple[Any, Any]:
     """A parameter's update, and what it then lacks, from the update of its master weight."""
     if _is_masked(rest):
         return update, rest
-    if np.shape(update) != np.shape(param):
-        raise ValueError(
-            f"the update of a parameter of shape {np.shape(param)} has the shape "
-            f"{np.shape(update)}; gradients of a batch are to be averaged first"
-        )
+    refuse_batch_of_updates(param, update)
     _, dtype = rest_like(rest)
     rounded, rest = split((weight + update).astype(jnp.float32), dtype)
     param = at_least_float32(param)
@@ -265,13 +235,9 @@ def _moved(param: Any, rest: Any, weight: jax.Array, update: Any) -> tuple[Any, 
 
 
 def _rest_of(param: Any) -> Any:
-    if not _is_narrow(param):
+    if not is_narrow(param):
         return optax.MaskedNode()
     return split(at_least_float32(param), dtype_of(param))[1]
-
-
-def _is_narrow(x: Any) -> bool:
-    return is_inexact(x) and dtype_of(x).itemsize < 4
 
 
 def _is_masked(x: Any) -> bool:
@@ -279,7 +245,7 @@ def _is_masked(x: Any) -> bool:
 
 
 def _is_rest(x: Any) -> bool:
-    return _is_masked(x) or isinstance(x, Whole)
+    return isinstance(x, optax.MaskedNode | Whole)
 
 
 def _is_state(x: Any) -> bool:

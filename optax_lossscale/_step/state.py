@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from optax_lossscale._arrays.names import path_name
-from optax_lossscale._arrays.precision import dtype_of, is_inexact
-from optax_lossscale._arrays.variables import plain
+from optax_lossscale._arrays.precision import dtype_of, is_narrow
+from optax_lossscale._arrays.variables import found, plain
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.validation import shown
 from optax_lossscale._skips.rule import SkipRule
@@ -45,8 +45,7 @@ class LossScaleState(NamedTuple):
 
 def wrapper_states(state: Any) -> list[LossScaleState]:
     """Every `LossScaleState` in an optimizer state, however deep it lies."""
-    is_state = lambda x: isinstance(x, LossScaleState)
-    return [plain(x) for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
+    return [plain(x) for x in found(lambda x: isinstance(x, LossScaleState), state)]
 
 
 def refuse_other_states(state: Any, order: str) -> None:
@@ -77,40 +76,30 @@ def refuse_other_states(state: Any, order: str) -> None:
         )
 
 
-def refuse_another_configuration(given: LossScale, own: LossScale) -> None:
-    """Raises for a loss scale that goes by other rules than the transformation's."""
-    if jax.tree.structure(given) != jax.tree.structure(own):
-        raise ValueError(
-            "the state's loss scale is of another configuration than this transformation's:\n"
-            f"  state:          {given.get_config()}\n  transformation: {own.get_config()}\n"
-            "To go on with this configuration, keep the rest of the state: "
-            "tx.init(params)._replace(inner_state=state.inner_state)"
-        )
-
-
-def refuse_another_rule(given: SkipRule | None, own: SkipRule | None) -> None:
-    """Raises for a rule of skipping that is not the transformation's."""
-    if jax.tree.structure(given) != jax.tree.structure(own):
-        described = lambda rule: "none" if rule is None else shown(rule)
-        raise ValueError(
-            "the state's rule of skipping is another than this transformation's:\n"
-            f"  state:          {described(given)}\n  transformation: {described(own)}\n"
-            "To go on with this rule, keep the rest of the state: "
-            "state._replace(skip_rule=tx.init(params).skip_rule)"
-        )
+def refuse_other_rules(state: LossScaleState, own: LossScale, own_rule: SkipRule | None) -> None:
+    """Raises for a loss scale or a rule of skipping that is not the transformation's."""
+    config = lambda x: x.get_config()
+    described = lambda x: "none" if x is None else shown(x)
+    of_scale = "tx.init(params)._replace(inner_state=state.inner_state)"
+    of_rule = "state._replace(skip_rule=tx.init(params).skip_rule)"
+    for name, given, needed, text, remedy in (
+        ("loss scale", state.loss_scale, own, config, of_scale),
+        ("rule of skipping", state.skip_rule, own_rule, described, of_rule),
+    ):
+        if jax.tree.structure(given) != jax.tree.structure(needed):
+            raise ValueError(
+                f"the state's {name} is of another configuration than this transformation's:\n"
+                f"  state:          {text(given)}\n  transformation: {text(needed)}\n"
+                f"To go on with this configuration, keep the rest of the state: {remedy}"
+            )
 
 
 def refuse_narrower(inner_state: Any, expected: Callable[[], Any]) -> None:
-    """Raises for an inner state that is narrower than `init` makes it.
+    """Raises for an inner state that is narrower than `init` makes it, whose shapes it is given.
 
     Second moments of small gradients underflow in float16, and the state of a bare optimizer of
     16-bit parameters holds them in it.
-
-    Args:
-      inner_state: the state given.
-      expected: gives the shapes of what `init` makes, and is only called where they matter.
     """
-    is_narrow = lambda x: is_inexact(x) and dtype_of(x).itemsize < 4
     if not any(map(is_narrow, jax.tree.leaves(inner_state))):
         return
 

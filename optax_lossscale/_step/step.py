@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.finite import AxisName
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, strong
@@ -22,20 +21,19 @@ from optax_lossscale._step.inputs import (
     Mask,
     as_inner_sees,
     prepare,
+    refuse_batch_of_updates,
     refuse_other_leaves,
     update_or_zero,
 )
 from optax_lossscale._step.master_weights import (
-    has_master_weights,
     refuse_other_master_weights,
     refuse_other_order,
     with_rest_of_narrow,
 )
 from optax_lossscale._step.state import (
     LossScaleState,
-    refuse_another_configuration,
-    refuse_another_rule,
     refuse_narrower,
+    refuse_other_rules,
     refuse_other_states,
     wrapper_states,
 )
@@ -43,7 +41,7 @@ from optax_lossscale._step.state import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScaledStep:
-    """What a step needs to know, and the step."""
+    """The optimizer step, and what it needs to know."""
 
     inner: optax.GradientTransformation
     loss_scale: LossScale
@@ -70,44 +68,27 @@ class ScaledStep:
             should_apply=jnp.array(True),
             skipped_steps=jnp.zeros((), jnp.int32),
             consecutive_skipped_steps=jnp.zeros((), jnp.int32),
-            skip_rule=jax.tree.map(jnp.array, self._rule),
+            skip_rule=jax.tree.map(jnp.array, self.rule),
         )
 
-    def update(
-        self,
-        updates: Any,
-        state: LossScaleState,
-        params: Any = None,
-        *,
-        value: ArrayLike | None = None,
-        **extra_args: Any,
-    ) -> tuple[Any, LossScaleState]:
+    def update(self, updates, state, params=None, *, value=None, **extra_args):
         """One step, from scaled gradients to updates; a skipped one gives zeros."""
-        return self._step(updates, state, params, value, extra_args, to_params=False)
-
-    def apply_gradients(
-        self,
-        scaled_grads: Any,
-        state: LossScaleState,
-        params: Any,
-        *,
-        value: ArrayLike | None = None,
-        **extra_args: Any,
-    ) -> tuple[Any, LossScaleState]:
-        """One step, from scaled gradients to parameters; a skipped one gives those before."""
-        if params is None:
-            raise ValueError("apply_gradients needs the parameters: gradients, state, params")
-        return self._step(scaled_grads, state, params, value, extra_args, to_params=True)
+        return self.step(updates, state, params, value, extra_args, to_params=False)
 
     @property
-    def _rule(self) -> SkipRule | None:
+    def rule(self) -> SkipRule | None:
         """What decides about finite steps, in its first state."""
         return self.skip if isinstance(self.skip, SkipRule) else None
 
-    def _step(self, scaled_grads, state, params, value, extra_args, *, to_params):
+    def step(self, scaled_grads, state, params, value, extra_args, *, to_params):
         """One step, to new parameters or to the updates that lead there."""
-        self._refuse_other_states(state, params)
-        if value is None and self._rule is not None:
+        refuse_other_states(state, "gradients, state, params")
+        refuse_other_rules(state, self.loss_scale, self.rule)
+        if params is not None:
+            expected = lambda: jax.eval_shape(self.init, params).inner_state
+            refuse_other_master_weights(state.inner_state, expected)
+            refuse_narrower(state.inner_state, expected)
+        if value is None and self.rule is not None:
             value = extra_args.get("loss")  # which is its name in MaxText and Levanter
         given = prepare(scaled_grads, params, value, self.mask)
         unscaled = given.unscaled(state.loss_scale)
@@ -118,23 +99,8 @@ class ScaledStep:
         )
         return new, new_state._replace(inner_state=inner_state)
 
-    def _refuse_other_states(self, state, params):
-        """Raises for a state that `init` would not make of these parameters."""
-        refuse_other_states(state, "gradients, state, params")
-        refuse_another_configuration(state.loss_scale, self.loss_scale)
-        refuse_another_rule(state.skip_rule, self._rule)
-        if params is None:
-            return
-        expected = lambda: jax.eval_shape(self.init, params).inner_state
-        if has_master_weights(state.inner_state):
-            refuse_other_master_weights(state.inner_state, expected())
-        refuse_narrower(state.inner_state, expected)
-
     def _inner_update(self, unscaled, inner_state, *, extra_args, to_params):
-        """What the step gives if it is applied, and the new inner state.
-
-        inner sees parameters in float32 or wider, and the loss, if it takes it.
-        """
+        """What the step gives if it is applied, and the new inner state."""
         inner, params = optax.with_extra_args_support(self.inner), unscaled.params
         parameters = inspect.signature(inner.update).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -149,7 +115,7 @@ class ScaledStep:
         if params is not None:
             updates = unscaled.moved(_param_after if to_params else update_or_zero, updates)
         new = jax.tree.map(lambda new, old: strong(new, dtype_of(old)), new, inner_state)
-        return updates, unscaled.slots_kept(self.inner, new, inner_state)
+        return updates, unscaled.slots_kept(self.inner.init, new, inner_state)
 
     def _explain(self, error, inner_state, params, extra_args):
         """Says why inner may have failed: of another state, or of the loss that it was given."""
@@ -159,13 +125,8 @@ class ScaledStep:
                 "Wrap one that does not take it so that it is given none, as in "
                 "optax.GradientTransformation(*optax.contrib.sam(…))"
             )
-        if params is None:
-            return
-        expected = jax.eval_shape(self.init, params).inner_state
-        kind = lambda tree: (
-            jax.tree.structure(tree),
-            [np.shape(x) for x in jax.tree.leaves(tree)],
-        )
+        expected = inner_state if params is None else jax.eval_shape(self.init, params).inner_state
+        kind = lambda tree: (jax.tree.structure(tree), [*map(np.shape, jax.tree.leaves(tree))])
         if kind(inner_state) != kind(expected):
             raise ValueError(
                 "the state's inner_state is that of another optimizer, or of other parameters: "
@@ -189,10 +150,7 @@ def _unaliased(state: Any, params: Any) -> Any:
 
 def _param_after(param: Any, update: Any) -> Any:
     """`optax.apply_updates`, in float32 or wider; a parameter without an update stays."""
-    if update is not None and np.shape(update) != np.shape(param):
-        raise ValueError(
-            f"the update of a parameter of shape {np.shape(param)} has the shape "
-            f"{np.shape(update)}; gradients of a batch are to be averaged first"
-        )
-    new = param if update is None else optax.apply_updates(at_least_float32(param), update)
-    return strong(new, dtype_of(param))
+    if update is None:
+        return strong(param, dtype_of(param))
+    refuse_batch_of_updates(param, update)
+    return strong(optax.apply_updates(at_least_float32(param), update), dtype_of(param))

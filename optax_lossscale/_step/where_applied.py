@@ -9,7 +9,7 @@ from jax import lax
 
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import dtype_of, is_array, strong
-from optax_lossscale._arrays.variables import is_variable, plain
+from optax_lossscale._arrays.variables import found, is_variable, plain
 from optax_lossscale._scales.validation import shown
 from optax_lossscale._step.state import wrapper_states
 
@@ -19,16 +19,14 @@ T = TypeVar("T")
 def where_applied(state: Any, new: T, old: T) -> T:
     """`new` if the last step was applied, else `old`.
 
-    A skipped step leaves the parameters and the optimizer's state as they were, but nothing else.
-    An overflow in the forward pass also reaches the batch statistics, where
-    one NaN stays for good. For those, for an average of the parameters, and for whatever else
-    a skipped step should not have touched.
+    For batch statistics, where one NaN stays for good, for an average of the parameters, and for
+    whatever else a skipped step should not have touched: by itself it leaves the parameters and
+    the optimizer's state as they were, and nothing else.
 
     Args:
       state: the optimizer state after the step, with one `LossScaleState` in it; a train state
         or an `nnx.Optimizer` that holds it.
-      new: any pytree, what the step made; PRNG keys are fine, and leaves that are no arrays
-        are taken as they are.
+      new: any pytree, what the step made; leaves that are no arrays are taken as they are.
       old: what was there before, the same tree.
 
     Returns:
@@ -63,9 +61,8 @@ def where_applied(state: Any, new: T, old: T) -> T:
             return new
         return lax.select(should_apply, strong(jnp.asarray(new), dtype_of(old)), jnp.asarray(old))
 
-    new_leaves, old_leaves = jax.tree.leaves(plain(new)), jax.tree.leaves(plain(old))
-    kept = [chosen(*pair) for pair in zip(new_leaves, old_leaves, strict=True)]
-    return jax.tree.unflatten(jax.tree.structure(old), kept)
+    kept = jax.tree.map(chosen, plain(new), plain(old))
+    return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(kept))
 
 
 def _refuse_other_trees(new: Any, old: Any) -> None:
@@ -76,9 +73,10 @@ def _refuse_other_trees(new: Any, old: Any) -> None:
             "new and old must be the same tree, after the step and before it; got\n"
             f"  new: {shown(new_structure)}\n  old: {shown(old_structure)}"
         )
+    is_key = lambda x: is_array(x) and jnp.issubdtype(dtype_of(x), jax.dtypes.prng_key)
+    kind = lambda x: (is_array(x), np.shape(x), is_key(x))
     for (path, x), y in zip(jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True):
-        is_key = [is_array(z) and jnp.issubdtype(dtype_of(z), jax.dtypes.prng_key) for z in (x, y)]
-        if is_array(y) and (not is_array(x) or np.shape(x) != np.shape(y) or len(set(is_key)) > 1):
+        if is_array(y) and kind(x) != kind(y):
             raise ValueError(
                 f"new and old must have the same arrays, at {path_name(path)} got {shown(x)} and "
                 f"{shown(y)}"
@@ -87,8 +85,8 @@ def _refuse_other_trees(new: Any, old: Any) -> None:
 
 def _refuse_the_same_variables(new: Any, old: Any) -> None:
     """Raises where `old` changed with `new`, as `nnx.state` hands out a module's own variables."""
-    variables = lambda tree: filter(is_variable, jax.tree.leaves(tree, is_leaf=is_variable))
-    if {id(x) for x in variables(new)} & {id(x) for x in variables(old)}:
+    ids = lambda tree: set(map(id, found(is_variable, tree)))
+    if ids(new) & ids(old):
         raise ValueError(
             "old holds the very variables of new, so it is what the step has made of them. Take a "
             "copy before the step: old = nnx.clone(nnx.state(model, nnx.BatchStat))"

@@ -12,7 +12,7 @@ from optax_lossscale._scales.validation import refuse
 from optax_lossscale._step.branch import Branch
 from optax_lossscale._step.decision import Skip, refuse_other_skips
 from optax_lossscale._step.grad_dtype import GradDtype
-from optax_lossscale._step.gradient import value_and_scaled_grad
+from optax_lossscale._step.gradient import refuse_shared_names, value_and_scaled_grad
 from optax_lossscale._step.inputs import Mask, refuse_other_masks
 from optax_lossscale._step.state import LossScaleState, refuse_other_states
 from optax_lossscale._step.step import ScaledStep
@@ -59,18 +59,18 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         """One optimizer step, from scaled gradients to new parameters.
 
         Does the same as `update` followed by `optax.apply_updates`, but computes the new
-        parameters inside the branch that applies or skips the step. On CPU the
-        unscaled gradients and the updates are then never written to memory.
+        parameters inside the branch that applies or skips the step: on CPU the unscaled
+        gradients and the updates are then never written to memory. An `optax.chain` around the
+        wrapper has no such method: there call `update` and `optax.apply_updates`.
 
         Args:
           scaled_grads: gradients of the scaled loss, as `value_and_scaled_grad` returns
-            them; a tree like `params`. A parameter whose gradient is `None`, or that of the
-            branch in which it lies, and what the inner state keeps of it alone, stay as they are.
+            them; a tree like `params`. A parameter whose gradient, or that of its branch, is
+            `None` stays as it is, and so does what the inner state keeps of it alone.
           state: the state that `init` or the last step returned.
           params: the parameters, in any floating-point dtype.
-          value: the true loss, shape (), which is passed on to the inner transformation
-            too. One that is not finite skips the step, and leaves the loss scale as it was:
-            the forward pass does not depend on it, so no scale would have helped.
+          value: the true loss, shape (), passed on to the inner transformation, too. One that is
+            not finite skips the step, and leaves the loss scale as it was.
           **extra_args: passed on to the inner transformation.
 
         Returns:
@@ -87,9 +87,12 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         if not isinstance(step, ScaledStep):
             raise TypeError(
                 "apply_gradients is the step of with_loss_scale's own update, which was replaced: "
-                "call update and optax.apply_updates instead"
+                "call updates, state = tx.update(scaled_grads, state, params) and "
+                "optax.apply_updates(params, updates) instead"
             )
-        return step.apply_gradients(scaled_grads, state, params, value=value, **extra_args)
+        if params is None:
+            raise ValueError("apply_gradients needs the parameters: gradients, state, params")
+        return step.step(scaled_grads, state, params, value, extra_args, to_params=True)
 
     def minimize(
         self,
@@ -122,8 +125,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           `(loss, params, state)`, or `((loss, aux), params, state)` with `has_aux`.
 
         Raises:
-          TypeError: if `loss_fn` is no function, `state` no `LossScaleState`, or `extra_args` no
-            dict.
+          TypeError: if `loss_fn` is no function or has an argument of a name above, `state` is no
+            `LossScaleState`, or `extra_args` no dict.
         """
         order = "loss_fn, state, params, and what else loss_fn takes"
         if not callable(loss_fn):
@@ -132,6 +135,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
                 f"arguments is {order}"
             )
         refuse_other_states(state, order)
+        refuse_shared_names(loss_fn, ["has_aux", "grad_dtype", "extra_args"], (params, *args))
         if not isinstance(extra_args, Mapping | None):
             raise TypeError(f"extra_args must be a dict of names and values, got {extra_args!r}")
         differentiate = value_and_scaled_grad(
@@ -153,44 +157,42 @@ def with_loss_scale(
 ) -> LossScaledTransformation:
     """Wraps an optimizer so that it takes the gradients of a scaled loss.
 
-    Each step unscales the gradients, checks that they are finite, lets `inner`
-    update or skips the step, and adapts the loss scale. `inner` sees unscaled
-    gradients in float32 or wider, and parameters and state likewise. So what looks at
-    the size of gradients, such as a clip, belongs inside the wrapper: before it, in
-    `optax.chain(clip, with_loss_scale(…))`, it would look at scaled ones.
+    Each step unscales the gradients, checks that they are finite, lets `inner` update or skips the
+    step, and adapts the loss scale. `inner` sees unscaled gradients in float32 or wider, and
+    parameters and state likewise, so what looks at the size of gradients, such as a clip, belongs
+    inside: `with_loss_scale(optax.chain(clip, optimizer))`.
 
     To accumulate gradients, write `with_loss_scale(optax.MultiSteps(inner, k))`: each micro-batch
-    is unscaled and checked by itself, and one that overflowed is left out of its window, which
-    waits for another. `value_and_scaled_grad` refuses the state of a `MultiSteps` around the
-    wrapper.
+    is unscaled and checked by itself, and the window of one that overflowed waits for another.
 
     Args:
       inner: any Optax transformation.
       loss_scale: whatever `get` takes: `"dynamic"`, TensorFlow's rule; `"headroom"`, for
-        gradients that jump in size and for short runs; a number; a `LossScale`; or `None`.
-      axis_name: under `pmap` or `shard_map`, the axis or axes over which all
-        replicas decide alike; under `branch="cond"` a reduction inside `inner` hangs if they do
-        not. A rule goes by the largest of their norms and the mean of their losses. Reduce the
-        gradients themselves with `pmean` before the wrapper or inside it; but under
-        `shard_map`, where those of replicated parameters come out summed, take the mean in
-        the loss: `pmean(loss_fn(…), axis_name)`. Under `jit` alone there is no axis to name.
-      mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients,
-        or a function from them to one. Leaves marked False are neither unscaled nor
-        checked.
-      branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select in
-        each kernel that computes a result; or None, by whichever keeps the step in place
-        on the platform that it is compiled for, the first on CPU and the second on GPU and
-        TPU. Under a select `inner` runs at every step, with zeros for what is not finite. So
-        say `"cond"` where that would be wrong or slow: for an `inner` with side effects, such as
-        a callback, or an expensive one, such as a line search or an `eigh`. A step that is not
-        compiled branches in Python instead of by a `lax.cond`, and with None, too.
-      skip: what else to skip a step for. None: what the loss scale says, and a fixed one or none
-        checks nothing. `"nonfinite"`: gradients or a loss that are not finite, whatever the loss
-        scale, as in bfloat16: `with_loss_scale(inner, None, skip="nonfinite")`. Or a rule of
-        the module `skips`, such as `skips.spikes()`, which does that, and of the finite steps
-        skips those that it takes for spikes. It is told the global norm of the unscaled gradients,
-        without those that `mask` leaves out, and the loss, if the step is given its `value`, or
-        `loss` as in MaxText and Levanter. The loss scale adapts as after any finite step.
+        gradients that jump in size and for short runs; a `LossScale`; a number or `None`, with
+        which nothing is checked, and the first overflow writes NaN into the parameters, unless
+        with `skip="nonfinite"`.
+      axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas decide
+        alike, a rule by the largest of their norms and the mean of their losses. Under
+        `branch="cond"` a reduction inside `inner` hangs if they do not. Reduce the gradients
+        themselves with `pmean`; but under `shard_map`, where those of replicated parameters come
+        out summed, take the mean in the loss: `pmean(loss_fn(…), axis_name)`. Under `jit` alone
+        there is no axis to name.
+      mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or a function
+        from them to one. Leaves marked False are neither unscaled nor checked: for those whose
+        "gradient" is their new value, as the scales of float8 in Flax, which a transformation in
+        `inner` overwrites: `mask={"params": True, "_overwrite_with_gradient": False}`.
+      branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select in each
+        kernel that computes a result; or None, by whichever keeps the step in place, the first on
+        CPU and the second on GPU and TPU. Under a select `inner` runs at every step, with zeros
+        for what is not finite: say `"cond"` for an `inner` with side effects, such as a callback,
+        or an expensive one, such as an `eigh`. A step that is not compiled branches in Python.
+      skip: what else to skip a step for. None: what the loss scale says. `"nonfinite"`: gradients
+        or a loss that are not finite, whatever the loss scale, as in bfloat16:
+        `with_loss_scale(inner, None, skip="nonfinite")`. Or a rule of `skips`, such as
+        `skips.spikes()`, which does that, and of the finite steps skips those that it takes for
+        spikes. It is told the global norm of the unscaled gradients, without those that `mask`
+        leaves out, and the loss, if the step is given its `value`, or `loss` as in MaxText and
+        Levanter. The loss scale adapts as after any finite step.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with the further methods

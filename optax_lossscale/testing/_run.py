@@ -50,6 +50,12 @@ class Run(NamedTuple):
 def the_loss_scale(arguments: Any) -> LossScale:
     """The one among the arguments. Of `nnx` variables that are aliases, all are one."""
     places = _nodes(LossScale, arguments)
+    if not places:
+        raise ValueError(
+            "expected exactly one loss scale among the arguments of the step, found none: give it "
+            "the optimizer's state as an argument. Of a function that makes its state itself, or "
+            "takes several steps, call the assertion inside, at the first step"
+        )
     return get_loss_scale(list({_identity(path, x): x for path, x in places.items()}.values()))
 
 

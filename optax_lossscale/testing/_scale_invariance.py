@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from optax_lossscale._scales.fixed import FixedLossScale
+from optax_lossscale._step.gradient import refuse_shared_names
 from optax_lossscale.testing import _dependence as dependence
 from optax_lossscale.testing._dependence import Series
 from optax_lossscale.testing._run import Run, run, same, the_loss_scale
@@ -29,7 +30,8 @@ def assert_scale_invariant(
     Put this into your tests, with the step that you train with, its first state and a
     small batch.
 
-    It runs the step some thirty times on copies of its arguments:
+    Give it a compiled step, by `jax.jit` say, as one that is not takes ten times as long: it runs
+    the step some thirty times on copies of its arguments:
 
     - at falling powers of two. Of the loss scales at which the step is applied it looks for
       outputs that follow them by a power, or change between two of them as underflow would
@@ -43,15 +45,15 @@ def assert_scale_invariant(
     keeps around a wrapper are compared unscaled.
 
     Args:
-      step: the training step, compiled or not. It returns its new state or changes it in
-        place, and may donate its arguments.
+      step: the training step. It returns its new state or changes it in place, and may donate
+        its arguments.
       *args: its arguments, which stay as they are. Somewhere among them is one loss scale:
         in an optimizer state, a train state, an `nnx.Optimizer`.
       ignore: the outputs that are meant to depend on the loss scale, by the names that the
         error has for them: `"result[2]['scaled_norm']"`, or `"result[2]"` for all that is in
         there; one or several.
-      **kwargs: its keyword arguments, as args. One that is named `ignore` is bound to the step
-        with `functools.partial`.
+      **kwargs: its keyword arguments, as args. One that is named `ignore` has to be bound to the
+        step with `functools.partial`.
 
     Raises:
       AssertionError: if outputs depend on the loss scale. It names them by path, says how, and
@@ -81,6 +83,7 @@ def assert_scale_invariant(
           ...
       AssertionError: the step depends on the loss scale. With twice the loss scale...
     """
+    refuse_shared_names(step, ["ignore"], args)
     arguments = (args, kwargs)
     loss_scale = the_loss_scale(arguments)
     if isinstance(loss_scale, FixedLossScale):

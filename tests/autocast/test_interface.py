@@ -215,6 +215,21 @@ def test_argnums_that_are_not_there_are_refused(argnums):
         ols.autocast(bias_only, argnums=argnums)(X, P["b"])
 
 
+def test_parameters_may_be_given_by_keyword():
+    assert_close(ols.autocast(bias_only)(X, bias=P["b"]), bias_only(X, P["b"]), 0.005)
+    assert_close(ols.autocast(bias_only)(x=X, bias=P["b"]), bias_only(X, P["b"]), 0.005)
+
+
+def test_without_a_function_it_decorates_one():
+    @ols.autocast(dtype=jnp.bfloat16, argnums=())
+    def product(x):
+        return x @ x.T
+
+    assert dict(ols.diagnosis.dtype_report(product, X).shares) == {jnp.dtype(jnp.bfloat16): 1.0}
+    with pytest.raises(ValueError, match="dtype"):
+        ols.autocast(dtype=jnp.float32)(product)
+
+
 @pytest.mark.parametrize("argnums", ["x", 1.0, None, True, ("x",), {0: 1}])
 def test_argnums_that_are_no_integers_are_refused(argnums):
     with pytest.raises((ValueError, TypeError), match="argnums"):

@@ -34,7 +34,9 @@ def test_tell_of_an_overflow_in_scalars_of_fixed_dtype():
     chex.assert_trees_all_equal_shapes_and_dtypes(metrics, expected)
 
 
-@pytest.mark.parametrize("identifier", [None, 128, "dynamic", "headroom", ols.LogMaxLossScale()])
+@pytest.mark.parametrize(
+    "identifier", [None, 128, "dynamic", "headroom", ols.presets.LogMaxLossScale()]
+)
 def test_are_found_for_every_loss_scale_deep_in_a_state(identifier):
     tx = optax.chain(ols.with_loss_scale(optax.adam(0.1), identifier), optax.scale(0.5))
     metrics = ols.metrics(tx.init(PARAMS))
@@ -65,7 +67,9 @@ def test_hold_the_counters_of_a_strategy_of_ones_own():
     }
 
 
-@pytest.mark.parametrize("loss_scale", [None, 128, "dynamic", "headroom", ols.LogMaxLossScale()])
+@pytest.mark.parametrize(
+    "loss_scale", [None, 128, "dynamic", "headroom", ols.presets.LogMaxLossScale()]
+)
 @pytest.mark.parametrize("skip", [None, ols.skips.megatron(1.0)], ids=["none", "a rule"])
 def test_sends_nothing_to_the_device(loss_scale, skip):
     tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale, skip=skip)

@@ -105,7 +105,7 @@ CONFIG = ols.FixedLossScale(128).get_config()
         (jnp.float32(128), 128),
         (jnp.int32(128), 128),
         ("dynamic", 2**15),
-        (ols.LogMaxLossScale(initial_scale=8), 8),
+        (ols.presets.LogMaxLossScale(initial_scale=8), 8),
         (ols.HeadroomLossScale(initial_scale=8), 8),
         (CONFIG, 128),
         ({"preset": "pytorch", "init_scale": 8.0}, 8),

@@ -48,7 +48,7 @@ def rules(ls, log2_amax):
 )
 @hypothesis.settings(deadline=None, max_examples=20)
 def test_follows_its_documented_rule(config, log2_amax):
-    ls = ols.LogMaxLossScale(**config)
+    ls = ols.presets.LogMaxLossScale(**config)
     amax = jnp.array([np.inf if x is None else 2.0**x for x in log2_amax], jnp.float32)
     run = jax.jit(lambda ls, xs: jax.lax.scan(lambda ls, x: (ls.update(x)[0],) * 2, ls, xs))
     _, history = run(ls, amax)
@@ -58,7 +58,7 @@ def test_follows_its_documented_rule(config, log2_amax):
 
 def test_puts_the_largest_gradient_below_the_cutoff():
     """Constant gradients have no spread: the scale takes them to 2**16."""
-    ls = ols.LogMaxLossScale()
+    ls = ols.presets.LogMaxLossScale()
     for _ in range(5):
         ls, should_apply = ls.update({"a": jnp.array([2.0**-3, -(2.0**-2)]), "b": None})
     assert should_apply
@@ -68,7 +68,7 @@ def test_puts_the_largest_gradient_below_the_cutoff():
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
 def test_finds_the_largest_and_what_is_not_finite_anywhere(dtype):
     rng = np.random.default_rng(0)
-    update = jax.jit(lambda x: ols.LogMaxLossScale(max_scale=2.0**30).update(x))
+    update = jax.jit(lambda x: ols.presets.LogMaxLossScale(max_scale=2.0**30).update(x))
     for size in (1, 7, 1000, 100_003):
         for i in {0, size // 2, size - 1, int(rng.integers(size))}:
             x = np.clip(rng.normal(size=size), -3, 3).astype(dtype)
@@ -85,7 +85,7 @@ def test_finds_the_largest_and_what_is_not_finite_anywhere(dtype):
 
 @pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-38, 3e38])
 def test_extreme_gradients_leave_a_finite_scale(amax):
-    ls = ols.LogMaxLossScale()
+    ls = ols.presets.LogMaxLossScale()
     for _ in range(10):
         ls, should_apply = ls.update(jnp.array([amax]))
         assert should_apply
@@ -96,20 +96,22 @@ def test_extreme_gradients_leave_a_finite_scale(amax):
 
 
 def test_extreme_options_leave_a_finite_scale():
-    ls = ols.LogMaxLossScale(log_max=60.0, beta1=0.9999999, beta2=0.0, overflow_std_dev=1e6)
+    ls = ols.presets.LogMaxLossScale(
+        log_max=60.0, beta1=0.9999999, beta2=0.0, overflow_std_dev=1e6
+    )
     for gradient in (1.0, jnp.inf, 0.0, jnp.nan, 3e38, 1.0, 1.0):
         ls, _ = ls.update(jnp.array(gradient))
         assert 1 <= ls() <= 2.0**24
 
 
 def test_adjust_stays_at_a_finite_step_and_falls_at_an_overflow():
-    ls = ols.LogMaxLossScale(initial_scale=1024.0)
+    ls = ols.presets.LogMaxLossScale(initial_scale=1024.0)
     assert ls.adjust(True) == ls
     assert ls.adjust(False)() == 1
 
 
 def test_replicas_share_the_largest_gradient():
-    update = lambda g: ols.LogMaxLossScale().update(g, axis_name="i")
+    update = lambda g: ols.presets.LogMaxLossScale().update(g, axis_name="i")
     ls, finite = jax.pmap(update, axis_name="i")(jnp.array([1.0, 4.0, 2.0, 0.5]))
     np.testing.assert_allclose(ls.loss_scale, 2.0**14, rtol=ROUNDED)
     assert len(set(ls.loss_scale.tolist())) == 1
@@ -119,7 +121,7 @@ def test_replicas_share_the_largest_gradient():
 
 
 def test_an_optimizer_unscales_by_the_scale_before_the_gradient():
-    tx = ols.with_loss_scale(optax.sgd(1.0), ols.LogMaxLossScale(initial_scale=256.0))
+    tx = ols.with_loss_scale(optax.sgd(1.0), ols.presets.LogMaxLossScale(initial_scale=256.0))
     params, state = jax.jit(tx.apply_gradients)(
         jnp.array([512.0]), tx.init(jnp.zeros(1)), jnp.zeros(1)
     )
@@ -142,4 +144,4 @@ BAD = {
 def test_a_bad_argument_is_named_with_what_was_given(name, value):
     named = "initial_scale" if value in (2.0, 0.5) else name
     with pytest.raises(ValueError, match=f"{named} must be .*, got "):
-        ols.LogMaxLossScale(**{name: value})
+        ols.presets.LogMaxLossScale(**{name: value})

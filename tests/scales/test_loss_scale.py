@@ -35,8 +35,8 @@ class Cautious(ols.LossScale):
 ALL = [
     ols.FixedLossScale(128),
     ols.DynamicLossScale(initial_scale=1024, growth_interval=2),
-    ols.ToleranceLossScale(initial_scale=1024, growth_interval=2, threshold=1.0),
-    ols.LogMaxLossScale(initial_scale=1024, beta1=0.5),
+    ols.presets.ToleranceLossScale(initial_scale=1024, growth_interval=2, threshold=1.0),
+    ols.presets.LogMaxLossScale(initial_scale=1024, beta1=0.5),
     ols.HeadroomLossScale(initial_scale=1024),
     Cautious(initial_scale=1024.0, patience=2),
 ]
@@ -346,9 +346,9 @@ OUT_OF_BOUNDS = {
     ),
     "dynamic, unclipped": ols.DynamicLossScale(min_scale=1024, clip_backoff=False),
     "dynamic, hysteresis": ols.DynamicLossScale(min_scale=1024, max_scale=2.0**20, hysteresis=3),
-    "tolerance, threshold": ols.ToleranceLossScale(threshold=1024),
-    "tolerance, min_scale": ols.ToleranceLossScale(min_scale=1024),
-    "logmax": ols.LogMaxLossScale(initial_scale=2048, min_scale=1024),
+    "tolerance, threshold": ols.presets.ToleranceLossScale(threshold=1024),
+    "tolerance, min_scale": ols.presets.ToleranceLossScale(min_scale=1024),
+    "logmax": ols.presets.LogMaxLossScale(initial_scale=2048, min_scale=1024),
 }
 
 

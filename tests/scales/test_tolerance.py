@@ -53,18 +53,20 @@ def rules(ls, finite):
 )
 @hypothesis.settings(deadline=None, max_examples=25)
 def test_follows_its_documented_rule(config, finite):
-    ls = ols.ToleranceLossScale(**config)
+    ls = ols.presets.ToleranceLossScale(**config)
     assert run(ls, finite) == rules(ls, finite)
 
 
 def test_growth_out_of_float32_is_refused():
-    scales, _ = run(ols.ToleranceLossScale(initial_scale=2.0**126, growth_interval=1), [1] * 4)
+    scales, _ = run(
+        ols.presets.ToleranceLossScale(initial_scale=2.0**126, growth_interval=1), [1] * 4
+    )
     assert scales == [2.0**127] * 4
 
 
 def test_counters_stop_at_the_int32_maximum():
     most = 2**31 - 1
-    ls = ols.ToleranceLossScale(tolerance=1.0).replace(steps=most, overflows=most - 1)
+    ls = ols.presets.ToleranceLossScale(tolerance=1.0).replace(steps=most, overflows=most - 1)
     assert ls.adjust(True).steps == most
     assert ls.replace(overflows=most, steps=most).adjust(False)() == 2**14
 
@@ -82,4 +84,4 @@ BAD = {
 @pytest.mark.parametrize(("name", "value"), [(k, v) for k, vs in BAD.items() for v in vs])
 def test_a_bad_argument_is_named_with_what_was_given(name, value):
     with pytest.raises(ValueError, match=f"{name} must be .*, got "):
-        ols.ToleranceLossScale(**{name: value})
+        ols.presets.ToleranceLossScale(**{name: value})

@@ -83,7 +83,7 @@ def series(missing):
         "dynamic": (LS, None),
         "headroom, spikes": (ols.HeadroomLossScale(1024), skips.spikes()),
         "fixed, nonfinite": (1024, "nonfinite"),
-        "logmax, olmo_core": (ols.LogMaxLossScale(1024), skips.olmo_core(8)),
+        "logmax, olmo_core": (ols.presets.LogMaxLossScale(1024), skips.olmo_core(8)),
     },
     missing={"none missing": (), "two missing": ("w1", "w2")},
     door={"apply_gradients": "apply_gradients", "update": "update"},

@@ -16,9 +16,9 @@ EACH_SCALE = {
     "dynamic": ols.DynamicLossScale(growth_interval=2),
     "fixed": ols.FixedLossScale(64),
     "none": ols.get(None),
-    "logmax": ols.LogMaxLossScale(),
+    "logmax": ols.presets.LogMaxLossScale(),
     "headroom": ols.HeadroomLossScale(),
-    "tolerance": ols.ToleranceLossScale(),
+    "tolerance": ols.presets.ToleranceLossScale(),
     "pytorch": ols.presets.pytorch(),
 }
 each_scale = pytest.mark.parametrize("loss_scale", EACH_SCALE.values(), ids=EACH_SCALE)

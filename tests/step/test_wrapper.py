@@ -436,6 +436,33 @@ def test_trees_with_none_and_empty_trees_keep_their_structure():
         assert state.should_apply
 
 
+def test_leaves_whose_gradient_is_their_new_value_are_overwritten():
+    overwrite = optax.stateless(lambda new, old: jax.tree.map(jnp.subtract, new, old))
+    inner = optax.partition(
+        {"train": optax.sgd(0.5), "set": overwrite}, {"w": "train", "s": "set"}
+    )
+    tx = ols.with_loss_scale(inner, LS, mask={"w": True, "s": False})
+    params = {"w": jnp.ones(2), "s": jnp.ones(())}
+    state = tx.init(params)
+    grads = {"w": state.loss_scale.scale(jnp.ones(2)), "s": jnp.float32(3.0)}
+    params, _ = tx.apply_gradients(grads, state, params)
+    chex.assert_trees_all_equal(params, {"w": jnp.full(2, 0.5), "s": jnp.float32(3.0)})
+
+
+def test_names_that_the_loss_has_too_reach_it_where_they_are_bound_or_positional():
+    tx = ols.with_loss_scale(optax.sgd(0.1), LS)
+    params = {"w": jnp.ones(2)}
+
+    def loss_fn(params, extra_args=0.0, *, grad_dtype=None):
+        return jnp.sum(params["w"]) + extra_args + (100.0 if grad_dtype == "mine" else 0.0)
+
+    bound = functools.partial(loss_fn, grad_dtype="mine")
+    loss, _, _ = tx.minimize(bound, tx.init(params), params, 10.0)
+    assert loss == 112.0
+    with pytest.raises(TypeError, match="grad_dtype is an argument of this call"):
+        tx.minimize(loss_fn, tx.init(params), params, 10.0, grad_dtype=jnp.float16)
+
+
 def test_masked_leaves_too_reach_inner_in_float32():
     tx = ols.with_loss_scale(optax.adam(1e-2), LS, mask={"w": False, "b": True})
     params = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)

@@ -32,6 +32,10 @@ def loss_fn(params):
     return jnp.sum(params["w"] ** 2)
 
 
+def shares_names(params, *, margin=1, opt_state=None, ignore=()):
+    return loss_fn(params) + margin
+
+
 def step(mask=None, axis_name=None, grads=PARAMS, state=STATE, params=PARAMS, value=None):
     tx = ols.with_loss_scale(SGD, mask=mask, axis_name=axis_name)
     return tx.apply_gradients(grads, state, params, value=value)
@@ -147,6 +151,11 @@ WRAPPER = {
         TypeError,
         "extra_args must be a dict",
     ),
+    "minimize: a shared name": (
+        lambda: TX.minimize(lambda p, has_aux=True: loss_fn(p), STATE, PARAMS),
+        TypeError,
+        "functools.partial(function, has_aux=…)",
+    ),
     "sam around": (sam_around_the_wrapper, TypeError, "Put it inside"),
     "minimize: no function": (lambda: TX.minimize(3, STATE, PARAMS), TypeError, "a function, got"),
     "minimize: a pair": (
@@ -249,7 +258,7 @@ GET = {
     "no class": (lambda: config(None), ValueError, "no loss scale is named None"),
     "from_config: a str": (lambda: ols.LossScale.from_config("x"), ValueError, "get_config()"),
     "from_config: of another": (
-        lambda: ols.ToleranceLossScale.from_config(LS.get_config()),
+        lambda: ols.presets.ToleranceLossScale.from_config(LS.get_config()),
         ValueError,
         "there are ToleranceLossScale",
     ),
@@ -335,8 +344,8 @@ LOSS_SCALES = {
         ValueError,
         "initial_growth_counter must be an int between 0 and 4",
     ),
-    "tolerance": (lambda: ols.ToleranceLossScale(tolerance=2), ValueError, "[0, 1]"),
-    "logmax": (lambda: ols.LogMaxLossScale(log_max=61), ValueError, "at most 60"),
+    "tolerance": (lambda: ols.presets.ToleranceLossScale(tolerance=2), ValueError, "[0, 1]"),
+    "logmax": (lambda: ols.presets.LogMaxLossScale(log_max=61), ValueError, "at most 60"),
     "replace: configuration": (
         lambda: LS.replace(growth_interval=1),
         TypeError,
@@ -501,6 +510,21 @@ DIAGNOSIS = {
     ),
 }
 SEARCH = {
+    "a shared name": (
+        lambda: ols.diagnosis.find_initial_scale(shares_names, PARAMS, others=[], margin=1),
+        TypeError,
+        "would not get it: bind that to it",
+    ),
+    "diagnose: a shared name": (
+        lambda: ols.diagnose(shares_names, PARAMS, opt_state=STATE),
+        TypeError,
+        "functools.partial(function, opt_state=…)",
+    ),
+    "assert_scale_invariant: a shared name": (
+        lambda: ols.testing.assert_scale_invariant(shares_names, PARAMS, ignore=()),
+        TypeError,
+        "functools.partial(function, ignore=…)",
+    ),
     "swapped": (
         lambda: ols.diagnosis.find_initial_scale(PARAMS, loss_fn),
         TypeError,

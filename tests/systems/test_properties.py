@@ -28,8 +28,8 @@ LOSS_SCALES = [
     ols.DynamicLossScale(initial_scale=3.0, growth_factor=1.5),
     ols.FixedLossScale(1),
     ols.FixedLossScale(0.3),
-    ols.ToleranceLossScale(),
-    ols.LogMaxLossScale(),
+    ols.presets.ToleranceLossScale(),
+    ols.presets.LogMaxLossScale(),
     ols.HeadroomLossScale(),
 ]
 

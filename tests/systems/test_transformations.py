@@ -125,7 +125,9 @@ def test_dtypes_are_the_same_in_x64_mode(x64):
         assert params["w"].dtype == np.float32
 
 
-@pytest.mark.parametrize("loss_scale", [LS, ols.ToleranceLossScale(), ols.LogMaxLossScale(), 8])
+@pytest.mark.parametrize(
+    "loss_scale", [LS, ols.presets.ToleranceLossScale(), ols.presets.LogMaxLossScale(), 8]
+)
 def test_strict_promotion_of_dtypes(loss_scale):
     tx = ols.with_loss_scale(optax.sgd(1e-2), loss_scale)
     with jax.numpy_dtype_promotion("strict"):
