@@ -56,9 +56,9 @@ def find_initial_scale(
     """Searches for the largest power of two at which no gradient overflows.
 
     From a start too large, the first steps are skipped; from one too small, gradients
-    underflow for thousands of steps until it has grown. This takes ten or so passes over the
-    gradients, by one compiled program; call it before training, on the host, with a `loss_fn`
-    that names no axis of `pmap` or `shard_map`.
+    underflow for thousands of steps. This takes ten or so passes over the gradients, by one
+    compiled program; call it before training, on the host, with a `loss_fn` that names no axis
+    of `pmap` or `shard_map`.
 
     Args:
       loss_fn: called as `loss_fn(params, *args, **kwargs)`, as by `value_and_scaled_grad`.
@@ -113,13 +113,12 @@ def find_initial_scale(
             )
         return all(bool(finite) for _, finite in of_all)
 
-    found = search(is_finite, margin)
-    if found is None:
-        raise ValueError(
-            f"gradients are not finite at any loss scale from 2**{LOWEST} to 2**{HIGHEST}: look "
-            "for NaN or inf in the loss and the model; explain(nonfinite_leaves(grads)) says where"
-        )
-    return found
+    if found := search(is_finite, margin):
+        return found
+    raise ValueError(
+        f"gradients are not finite at any loss scale from 2**{LOWEST} to 2**{HIGHEST}: look "
+        "for NaN or inf in the loss and the model; explain(nonfinite_leaves(grads)) says where"
+    )
 
 
 def search(

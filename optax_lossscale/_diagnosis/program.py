@@ -1,8 +1,7 @@
 """The gradients of a loss function as it was written, and as it would be in float32."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property, partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ from optax_lossscale._diagnosis.summary import inexact_leaves
 from optax_lossscale._diagnosis.widened import Compute, evaluate, held_dtype
 from optax_lossscale._programs.run import numbered
 from optax_lossscale._programs.values import HALVES, dtypes_in
+from optax_lossscale._programs.walk import Equation, equations
 from optax_lossscale._step.gradient import loss_of, scale_gradient
 
 # What runs some twenty times is compiled in a fifth of the time without optimizing its kernels.
@@ -28,17 +28,11 @@ _ROUNDING_ALL = {"xla_allow_excess_precision": False}
 
 
 class Evidence(NamedTuple):
-    """Of one run at one loss scale, on the host.
+    """Of one run at one loss scale, on the host."""
 
-    Attributes:
-      loss: the loss, not scaled, in its own dtype.
-      grads: the gradient of each floating-point or complex leaf under its path, scaled.
-      taps: what the probes recorded.
-    """
-
-    loss: np.ndarray
-    grads: dict[str, np.ndarray]
-    taps: Any
+    loss: np.ndarray  # not scaled, in its own dtype
+    grads: dict[str, np.ndarray]  # of each floating-point or complex leaf under its path, scaled
+    taps: Any  # what the probes recorded
 
     @property
     def is_finite(self) -> bool:
@@ -71,19 +65,9 @@ def gradients(
 class Program:
     """The gradients of a loss function at any loss scale: traced once, compiled when first run."""
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        params: Any,
-        probes: Any,
-        args: tuple,
-        kwargs: dict[str, Any],
-        has_aux: bool,
-    ):
-        self._inputs = params, probes, args, kwargs
-        self._traced = jax.jit(partial(gradients, loss_fn, has_aux)).trace(
-            np.int32(0), *self._inputs
-        )
+    def __init__(self, loss_fn: Callable[..., Any], has_aux: bool, *inputs: Any):
+        self._inputs = inputs  # params, probes, args, kwargs
+        self._traced = jax.jit(partial(gradients, loss_fn, has_aux)).trace(np.int32(0), *inputs)
         self._runs: dict[int, Evidence] = {}
         self.jaxpr = self._traced.jaxpr
         self.loss_dtype = jnp.dtype(self._traced.out_info.loss.dtype)
@@ -96,13 +80,7 @@ class Program:
         return self._runs[exponent]
 
     def truth(self, exponent: int = 0, moved: float = 0.0, seed: int = 0) -> Evidence:
-        """The same in float32.
-
-        Args:
-          exponent: of the loss scale.
-          moved: by how much to change each parameter, relative to it, up or down at random.
-          seed: of the signs.
-        """
+        """The same in float32, each parameter moved by a part of it, up or down at random."""
         leaves = self._leaves(exponent)
         if moved:
             signs = np.random.default_rng(seed)
@@ -110,19 +88,15 @@ class Program:
             for i in np.flatnonzero(is_moved):
                 x = np.asarray(leaves[i])
                 leaves[i] = _like(leaves[i], x * (1 + moved * signs.choice([-1, 1], x.shape)))
-        return self._evidence(self._in_float32(*leaves))
+        return self._evidence(self._in_float32(*leaves)[0])
 
     def inspected(
         self, rule: Callable[[Any], Compute]
     ) -> Callable[[int, Any], tuple[Evidence, Any]]:
-        """The program with every equation computed by a rule.
+        """The program with every equation computed by a rule that is made of an array.
 
-        Args:
-          rule: makes the rule from what each run is given besides.
-
-        Returns:
-          A function of the loss scale's exponent and an array for the rule, which returns the
-          evidence, and what the rule noted of the equations under their numbers.
+        It takes the loss scale's exponent and the array, and returns the evidence, and what the
+        rule noted of the equations under their numbers. It is compiled when it first runs.
         """
         compiled: list[Callable] = []
 
@@ -131,35 +105,43 @@ class Program:
             if not compiled:
                 of_leaves = lambda given, *leaves: evaluate(self.jaxpr, leaves, rule(given))
                 lowered = jax.jit(of_leaves).lower(given, *leaves)
-                compiled.append(_compiled(lowered, _ROUNDING_ALL))
+                compiled.append(_compiled(lowered, **_ROUNDING_ALL))
             outs, records = compiled[0](given, *leaves)
             return self._evidence(outs), jax.device_get(records)
 
         return inspect
 
     @cached_property
+    def equations(self) -> list[Equation]:
+        """Those that hold no others, in the order of their numbers."""
+        places = {id(e.eqn): e for e in equations(self.jaxpr.jaxpr)}
+        return [places[id(eqn)] for eqn in numbered(self.jaxpr)]
+
+    @cached_property
     def narrow(self) -> tuple[np.dtype, ...]:
         """The 16-bit dtypes that it computes in."""
-        dtypes = [d for eqn in numbered(self.jaxpr) for d in dtypes_in(eqn.outvars)]
+        dtypes = [d for e in self.equations for d in dtypes_in(e.eqn.outvars)]
         return tuple(dtype for dtype in dict.fromkeys(dtypes) if dtype in HALVES)
 
     @cached_property
-    def _as_written(self) -> Callable[..., Evidence]:
+    def not_widened(self) -> list[Equation]:
+        """Those that are in 16 bits in the truth, too."""
+        _, records = self._in_float32.out_info
+        return [self.equations[number] for number in records]
+
+    @cached_property
+    def _as_written(self) -> jax.stages.Compiled:
         return _compiled(self._traced.lower())
 
     @cached_property
-    def _in_float32(self) -> Callable[..., list]:
-        of_leaves = lambda *leaves: evaluate(self.jaxpr, leaves)[0]
+    def _in_float32(self) -> jax.stages.Compiled:
+        of_leaves = lambda *leaves: evaluate(self.jaxpr, leaves)
         return _compiled(jax.jit(of_leaves).lower(*self._leaves(0)))
 
     def _leaves(self, exponent: int) -> list[Any]:
         """The arguments of the program, 16-bit floats as float32."""
-        leaves = jax.tree.leaves(self._inputs)
-        is_held = lambda x: dtype_of(x) != held_dtype(dtype_of(x))
-        return [
-            np.int32(exponent),
-            *(_like(x, np.asarray(x)) if is_held(x) else x for x in leaves),
-        ]
+        held = lambda x: _like(x, np.asarray(x)) if dtype_of(x) in HALVES else x
+        return [np.int32(exponent), *map(held, jax.tree.leaves(self._inputs))]
 
     def _evidence(self, outs: list[Any]) -> Evidence:
         return jax.device_get(jax.tree.unflatten(jax.tree.structure(self._traced.out_info), outs))
@@ -172,7 +154,7 @@ def _like(x: Any, new: np.ndarray) -> Any:
     return jax.device_put(new, x.sharding) if is_placed else new
 
 
-def _compiled(lowered: Any, options: Mapping[str, Any] = MappingProxyType({})) -> Callable:
+def _compiled(lowered: Any, **options: Any) -> jax.stages.Compiled:
     """A program compiled quickly rather than optimized."""
     quickly = _QUICKLY if jax.default_backend() == "cpu" else {}
     try:

@@ -32,14 +32,13 @@ def raise_if_stuck(
 
     Args:
       state: an optimizer state with one `LossScaleState` in it, a train state or an
-        `nnx.Optimizer` that holds it; or a `LossScale`, of
-        which only `exhausted` is looked at.
+        `nnx.Optimizer` that holds it; or a `LossScale`, of which only `exhausted` is looked at.
       max_consecutive_skips: how many steps in a row may be skipped; and how many by a rule of
         skipping, in a row or not, before 20 steps are to be applied for each.
       leaves: what `nonfinite_leaves` returned for the last gradients, for the error to
         say what `explain` makes of them.
-      taps: likewise, what `tap` recorded; looked at only with `leaves`, as is the loss.
-      loss: likewise, the loss.
+      taps: what `tap` recorded, and
+      loss: the loss, likewise; looked at only with `leaves`.
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`, or more steps than

@@ -51,22 +51,21 @@ def probe(shape: int | tuple[int, ...] = ()) -> Probe:
 def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
     """`x` itself, whose value and gradient leave their `Summary` in the probe's gradient.
 
-    A probe is an argument of the loss function like the parameters, and what was
-    recorded comes out as the gradient with respect to it, in the one pass that computes
-    the others: under `jit`, `scan`, `remat` and sharding, with no callback to the host.
-    With `None` for a probe there is nothing to compile, and one whose gradient is not asked
-    for compiles to nothing. Reverse mode only.
+    A probe is an argument of the loss function like the parameters, and what was recorded comes
+    out as the gradient with respect to it, in the one pass that computes the others: under
+    `jit`, `scan`, `remat` and sharding, with no callback to the host. `None` for a probe, or one
+    whose gradient is not asked for, compiles to nothing. Reverse mode only.
 
-    A probe that is tapped twice, or by a `vmap` that does not map it, records sums, of
-    `largest` too. Under `shard_map` a replicated probe sees all replicas; under `pmap`, or
-    with `check_vma=False`, each replica records its own. A place that the loss does not
-    depend on records nothing.
+    A probe that is tapped twice, or by a `vmap` that does not map it, records sums, of `largest`
+    too. Under `shard_map` a replicated probe sees all replicas; under `pmap`, or with
+    `check_vma=False`, each replica records its own. A place that the loss does not depend on
+    records nothing.
 
     Args:
       x: a floating-point or complex array, any shape.
-      probe: from `probe()`, in whatever tree names the places; or None, for off. The order
-        of the tree should be the model's: that of a list, or of an `OrderedDict`. Of several
-        taps in one scanned layer, give their stacks in one container.
+      probe: from `probe()`, in whatever tree names the places; or None, for off. The order of the
+        tree should be the model's. Of several taps in one scanned layer, give their stacks in one
+        container.
 
     Returns:
       `x`.
@@ -92,16 +91,12 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
     """
     if not is_inexact(x):
         kind = getattr(x, "dtype", type(x).__name__)
-        raise TypeError(
-            f"only a floating-point or complex array has a gradient to tap, got {kind}"
-        )
+        raise TypeError(f"only a floating-point or complex array has a gradient, got {kind}")
     if probe is None:
         return x
     if not isinstance(probe, Probe):
         kind = type(probe).__name__
-        raise TypeError(
-            f"a probe is made by probe(), or is None, got a {kind}; of a tree pass one"
-        )
+        raise TypeError(f"a probe is made by probe(), or is None, got {kind}; of a tree pass one")
     if shape := np.shape(probe.value.size):
         raise TypeError(
             f"a tap takes the probe of one place, shape (), got one of shape {shape}; of a stack "
@@ -126,12 +121,10 @@ def _backward(residuals, cotangent):
     # The axes of `shard_map` along which there is only one probe, which sees all replicas.
     axes = tuple(varying_axes(value.largest) - varying_axes(probe.value.largest))
     if axes:
-        most = lax.pmax((record.value.largest, record.cotangent.largest), axes)
-        value, gradient, positive_infinities = lax.psum(record, axes)
-        value, gradient = (
-            of._replace(largest=x) for of, x in zip((value, gradient), most, strict=True)
-        )
-        record = Probe(value, gradient, positive_infinities)
+        most = lambda summary: lax.pmax(summary.largest, axes)
+        total = lambda summary: lax.psum(summary, axes)._replace(largest=most(summary))
+        infinities = lax.psum(positive_infinities, axes)
+        record = Probe(total(record.value), total(record.cotangent), infinities)
     # The sum varies over the axes that the probe varies over, where the record does not.
     return cotangent, jax.tree.map(lambda r, p: r + jnp.zeros_like(p), record, probe)
 
