@@ -26,18 +26,6 @@ class GradientError(NamedTuple):
       cause: what takes it there: "stagnates", "vanishes", "overflows", "saturates" or "rounding".
       primitive: the operation at fault, as JAX calls it, such as `scatter-add`; "" if unknown.
       source: the line that made it, such as `model.py:12 (embed)`; "" if unknown.
-
-    Example:
-      The gradient of a row that is looked up 8192 times is a sum of as many terms:
-
-      >>> import jax.numpy as jnp
-      >>> import optax_lossscale as ols
-      >>> rows = jnp.zeros(8192, int)
-      >>> half = lambda p: p["w"].astype(jnp.float16)
-      >>> loss_fn = lambda p: jnp.mean(half(p)[rows].astype(jnp.float32))
-      >>> error = ols.diagnose(loss_fn, {"w": jnp.ones((2, 1))}).errors["w"]
-      >>> error.cause, error.primitive
-      ('stagnates', 'scatter-add')
     """
 
     off: float

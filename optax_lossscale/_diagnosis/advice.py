@@ -66,16 +66,15 @@ _SUMS = {
 
 
 def _correction(error: GradientError) -> str:
-    name, source = error.primitive, error.source
     if error.cause == "stagnates":
-        how = _SUMS.get(name, "cast to float32 before")
+        how = _SUMS.get(error.primitive, "cast to float32 before")
         lost = "where small terms are lost beside a large sum"
-        return f"Sum in float32 at {source}, {lost}: {how}."
-    if name:
-        return f"Compute {name} at {source} in float32{_CORRECTIONS[error.cause]}"
-    return (
-        "Compute more in float32: rounding adds up over many lines, of which no one is at fault."
-    )
+        return f"Sum in float32 at {error.source}, {lost}: {how}."
+    if error.primitive:
+        where = f"{error.primitive} at {error.source}"
+        return f"Compute {where} in float32{_CORRECTIONS[error.cause]}"
+    many = "rounding adds up over many lines, of which no one is at fault."
+    return f"Compute more in float32: {many}"
 
 
 def _about_products(page: Diagnosis) -> Findings:
@@ -139,13 +138,14 @@ def _gradients(group: str) -> str:
 
 def _about_loss(page: Diagnosis) -> Findings:
     if page.loss_dtype == _FLOAT16:
-        yield (
-            "float16 is fine but for the loss, which is float16: no scale above 2**15 fits it.",
-            [
-                "Compute the loss in float32: cast what it is the mean of first, as in "
-                "jnp.mean(losses.astype(jnp.float32)). Its own gradient is the loss scale."
-            ],
+        verdict = (
+            "float16 is fine but for the loss, which is float16: no scale above 2**15 fits it."
         )
+        advice = (
+            "Compute the loss in float32: cast what it is the mean of first, as in "
+            "jnp.mean(losses.astype(jnp.float32)). Its own gradient is the loss scale."
+        )
+        yield f"{verdict}: no scale above 2**15 fits it.", [advice]
 
 
 def _about_moments(page: Diagnosis) -> Findings:

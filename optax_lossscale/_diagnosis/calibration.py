@@ -65,15 +65,13 @@ def find_initial_scale(
       params: the initial parameters.
       *args: the first batch. Arrays; bind what else there is with `functools.partial`.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      margin: how many bits to stay below the largest, at least 1: gradients grow. Fewer, if
-        they are not finite that far below.
-      others: the `args` of further batches, of the same shapes, at none of which gradients
-        overflow either. All share one compilation.
+      margin: how many bits to stay below the largest, at least 1: gradients grow. Fewer, if they
+        are not finite that far below.
+      others: the `args` of further batches of the same shapes, all of which are to be finite.
       **kwargs: further keyword arguments of `loss_fn`, arrays.
 
     Returns:
-      An `InitialScale`, with the `scale` to give a loss scale as its `initial_scale`; one
-      below 1 needs a `min_scale` as low.
+      An `InitialScale`, with the `scale` to give as `initial_scale`; below 1, as `min_scale` too.
 
     Raises:
       ValueError: if the loss is not finite, or gradients are not at any scale, or `margin`

@@ -156,7 +156,9 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
 def report_of(jaxpr: Any) -> DtypeReport:
     """The report of what was traced."""
     products, narrow, opaque, unknown, while_loops = [], [], [], [], []
-    usual = _usual_precision()
+    vector = jax.ShapeDtypeStruct((1,), jnp.float32)
+    of_default = jax.make_jaxpr(lax.dot)(vector, vector).eqns[0]  # with jax's default precision
+    usual = str(of_default.params["precision"])
     for at in equations(jaxpr):
         floats, traits = [v for v in at.eqn.invars if is_float(v)], traits_of(at.name)
         if is_opaque(at.eqn) and floats:
@@ -236,12 +238,6 @@ def _alike(operations: Iterable[Operation]) -> tuple[Operation, ...]:
         )
         for kind, of in kinds.items()
     )
-
-
-def _usual_precision() -> str:
-    """What a product has that asks for nothing: `jax_default_matmul_precision`'s."""
-    vector = jax.ShapeDtypeStruct((1,), jnp.float32)
-    return str(jax.make_jaxpr(lax.dot)(vector, vector).eqns[0].params["precision"])
 
 
 def _rows(operations: Iterable[Operation], total: int = 0) -> list[str]:

@@ -9,6 +9,23 @@ from optax_lossscale._diagnosis.inspection import WIDE, Inspection, Made
 from optax_lossscale._programs.operations import Is, is_exact, traits_of
 
 _LINES = 32  # at most, to try
+_OF_INFINITY = dict.fromkeys(("mul", "dot_general", "conv_general_dilated"), "0 times infinity")
+_OF_INFINITY["div"] = "infinity over infinity"
+_LOGARITHM = ("the logarithm of 0", "the logarithm of a negative number", "logarithm")
+_DIVISION = ("a division by 0", "0/0", "divisor")
+_POWER = ("a negative power of 0", "a power of a negative number", "power")
+_EXPONENTIAL = ("the exponential of too large a number",) * 2 + ("",)
+# What operations make infinities of, and NaNs, and of which kind that is.
+_OF_NUMBERS = {
+    **dict.fromkeys(("log", "log1p", "log2"), _LOGARITHM),
+    **dict.fromkeys(("div", "rem", "atan2"), _DIVISION),
+    **dict.fromkeys(("pow", "integer_pow"), _POWER),
+    **dict.fromkeys(("exp", "exp2", "expm1"), _EXPONENTIAL),
+    "sqrt": ("", "the root of a negative number", "root"),
+    "rsqrt": ("the inverse root of 0", "the inverse root of a negative number", "root"),
+    "convert_element_type": ("a cast of too large a number",) * 2 + ("",),
+    "gather": ("", "an index out of bounds", "index"),
+}
 
 
 class Maker(NamedTuple):
@@ -52,33 +69,20 @@ def _words(eqn: Any, made: Made, is_wide: bool, made_by: dict[Any, Any]) -> tupl
     """What an equation makes infinities or NaNs of, and of which kind that is."""
     name, is_nan = eqn.primitive.name, made >= Made.NAN
     if made == Made.NAN_OF_INFINITY:
-        if name in ("mul", "dot_general", "conv_general_dilated"):
-            return "0 times infinity", "mask"
-        return ("infinity over infinity" if name == "div" else "infinity minus infinity"), "mask"
-    if name in ("log", "log1p", "log2"):
-        return f"the logarithm of {'a negative number' if made == Made.NAN else '0'}", "logarithm"
-    if name == "sqrt":
-        return "the root of a negative number", "root"
-    if name == "rsqrt":
-        return f"the inverse root of {'a negative number' if is_nan else '0'}", "root"
-    if name in ("pow", "integer_pow") and (is_nan or _is_inverse(eqn, is_wide)):
-        return ("a power of a negative number" if is_nan else "a negative power of 0"), "power"
-    if name in ("div", "rem", "atan2"):
+        return _OF_INFINITY.get(name, "infinity minus infinity"), "mask"
+    of_zero, of_others, kind = _OF_NUMBERS.get(name, ("", "", ""))
+    if kind == "divisor":
         divisor = _origin(eqn.invars[1], made_by)
-        root = made_by.get(divisor)
-        is_root = root is not None and root.primitive.name in ("sqrt", "rsqrt", "cbrt")
-        if is_root and isinstance(eqn.invars[0], Literal):
+        origin = made_by[divisor].primitive.name if divisor in made_by else ""
+        if origin in ("sqrt", "rsqrt", "cbrt") and isinstance(eqn.invars[0], Literal):
             return "the derivative of a root at 0", "root"
         logs = [e for e in made_by.values() if e.primitive.name == "log"]
-        if divisor in [_origin(e.invars[0], made_by) for e in logs] and divisor is not None:
+        if divisor is not None and divisor in [_origin(e.invars[0], made_by) for e in logs]:
             return "the derivative of a logarithm at 0", "logarithm"
-        return ("0/0" if is_nan else "a division by 0"), "divisor"
-    if name in ("exp", "exp2", "expm1"):
-        return "the exponential of too large a number", ""
-    if name == "convert_element_type":
-        return "a cast of too large a number", ""
-    if name == "gather":
-        return "an index out of bounds", "index"
+    if kind == "power" and not is_nan and not _is_inverse(eqn, is_wide):
+        of_zero, kind = "", ""
+    if what := of_others if is_nan else of_zero:
+        return what, kind
     if is_nan and not traits_of(name) & (Is.PRODUCT | Is.ADDS_TWO | Is.ADDS_MANY):
         return f"numbers for which {name} is not defined", "domain"
     return f"numbers that are too large, in {name}", ""
@@ -96,8 +100,7 @@ def _origin(v: Any, made_by: dict[Any, Any]) -> Any:
     """What a variable was, before it was cast, broadcast or multiplied by a number."""
     while not isinstance(v, Literal) and v in made_by:
         eqn = made_by[v]
-        variables = [x for x in eqn.invars if not isinstance(x, Literal)]
-        name = eqn.primitive.name
+        name, variables = eqn.primitive.name, [x for x in eqn.invars if not isinstance(x, Literal)]
         is_form = is_exact(name) or name in ("convert_element_type", "mul")
         if not is_form or len(variables) != 1:
             break

@@ -66,72 +66,57 @@ class Diagnosis(NamedTuple):
         if self.off and not self.errors:
             at = f", at a scale of {scale}" if self.overflow is not None else ""
             lines.append(f"Gradients: within {max(self.off.values()):.1%} of float32's{at}.")
-        lines += [
-            f"Not compared: what {operation} computes in 16 bits at {source}."
-            for operation, source in self.not_compared
-        ]
+        for operation, source in self.not_compared:
+            lines.append(f"Not compared: what {operation} computes in 16 bits at {source}.")
         if self.initial_scale is not None and self.overflow is not None:
             lines.append(f"Loss scale: {self.initial_scale}.")
         if self.overflow is not None and self.overflow.suspects:
             name, finding = self.overflow.suspects[0]
-            where = "at any scale"
-            if self.initial_scale is not None:
-                where = f"from {scale_name(2 * self.initial_scale.largest)} on"
+            scales = self.initial_scale
+            where = f"from {scale_name(2 * scales.largest)} on" if scales else "at any scale"
             lines.append(f"Overflow: {where}, first at {name}: {finding}.")
         if self.moments is not None:
-            dtypes = " and ".join(map(str, self.moments.dtypes))
+            eps, below_eps, vanished, dtypes = self.moments
             lines.append(
-                f"Adam: {self.moments.below_eps:.1%} of the gradients are below its eps of "
-                f"{self.moments.eps:g}; {self.moments.vanished:.1%} of their squares are zero in "
-                f"{dtypes}."
+                f"Adam: {below_eps:.1%} of the gradients are below its eps of {eps:g}; "
+                f"{vanished:.1%} of their squares are zero in {' and '.join(map(str, dtypes))}."
             )
-        because = lambda e: f"{_BECAUSE[e.cause].format(e.primitive)}, {e.source}"
-        wrong = [
-            (name, f"{error.off:.1%}", because(error) if error.primitive else "rounding")
-            for name, error in _by_group(self.errors).items()
-        ]
+        groups: dict[str, list[str]] = {}
+        for name in self.errors:
+            groups.setdefault(without_numbers(name), []).append(name)
+        wrong = []
+        for group, (worst, *others) in groups.items():
+            off, cause, operation, source = self.errors[worst]
+            because = f"{_BECAUSE[cause].format(operation)}, {source}" if operation else "rounding"
+            wrong.append((group if others else worst, f"{off:.1%}", because))
         lost = [
             (name, f"{lost:.1%}", f"{left:.1%}", str(bits))
             for name, (lost, left, bits) in self.underflow.items()
         ]
-        return "\n".join(
-            [
-                *map(wrapped, lines),
-                *_table(("Wrong:", "off by", "because"), wrong, text=(0, 2)),
-                *_table(("Underflow:", "lost at 1", f"at {scale}", "bits needed"), lost),
-                "What to do:",
-                *(wrapped(f"- {what}") for what in self.advice),
-            ]
-        )
+        lines = list(map(wrapped, lines))
+        lines += _table(("Wrong:", "off by", "because"), wrong, text=(0, 2))
+        lines += _table(("Underflow:", "lost at 1", f"at {scale}", "bits needed"), lost)
+        lines += ["What to do:", *(wrapped(f"- {what}") for what in self.advice)]
+        return "\n".join(lines)
 
 
 def _computes(diagnosis: Diagnosis) -> str:
     """In which dtype, in one sentence."""
     report, loss = diagnosis.dtypes, f"the loss is {diagnosis.loss_dtype}"
     if not report.products:
-        others = " and ".join(map(str, diagnosis.computes_in)) or "float32 or wider"
-        return f"Computes in {others}, without matrix products; {loss}."
-    (most, share), *rest = report.shares.items()
+        dtypes = " and ".join(map(str, diagnosis.computes_in)) or "float32 or wider"
+        return f"Computes in {dtypes}, without matrix products; {loss}."
+    (most, share), *others = report.shares.items()
     total = sum(p.count for p in report.products)
-    count = sum(p.count for p in report.products if p.dtype == most)
-    if not rest:
+    if not others:
         return f"Computes in {most}: all of {total} matrix products; {loss}."
+    count = sum(p.count for p in report.products if p.dtype == most)
     lines = some(list(dict.fromkeys(p.source for p in report.products if p.dtype != most)))
-    others = ", ".join(str(dtype) for dtype, _ in rest)
+    dtypes = ", ".join(str(dtype) for dtype, _ in others)
     return (
         f"Computes in {most}: {count} of {total} matrix products, {share:.1%} of the "
-        f"multiplications; the others in {others}, at {lines}; {loss}."
+        f"multiplications; the others in {dtypes}, at {lines}; {loss}."
     )
-
-
-def _by_group(errors: dict[str, GradientError]) -> dict[str, GradientError]:
-    """The worst of those whose names differ in numbers alone, under what they have in common."""
-    groups: dict[str, list[str]] = {}
-    for name in errors:
-        groups.setdefault(without_numbers(name), []).append(name)
-    return {
-        group if len(names) > 1 else names[0]: errors[names[0]] for group, names in groups.items()
-    }
 
 
 def _table(

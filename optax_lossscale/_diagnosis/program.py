@@ -1,7 +1,7 @@
 """The gradients of a loss function as it was written, and as it would be in float32."""
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_ine
 from optax_lossscale._diagnosis.summary import inexact_leaves
 from optax_lossscale._diagnosis.widened import Compute, evaluate, held_dtype
 from optax_lossscale._programs.run import numbered
-from optax_lossscale._programs.values import HALVES, dtypes_in
+from optax_lossscale._programs.values import HALVES, dtype_in
 from optax_lossscale._programs.walk import Equation, equations
 from optax_lossscale._step.gradient import loss_of, scale_gradient
 
@@ -40,15 +40,7 @@ class Evidence(NamedTuple):
         return all(np.isfinite(g).all() for g in self.grads.values())
 
 
-def gradients(
-    loss_fn: Callable[..., Any],
-    has_aux: bool,
-    exponent: jax.Array,
-    params: Any,
-    probes: Any,
-    args: tuple,
-    kwargs: dict[str, Any],
-) -> Evidence:
+def gradients(loss_fn, has_aux, exponent, params, probes, args, kwargs) -> Evidence:
     """Those of a loss function, at a loss scale of a power of two."""
 
     def scaled_fn(params, probes):  # not value_and_scaled_grad, which refuses modules
@@ -63,14 +55,30 @@ def gradients(
 
 
 class Program:
-    """The gradients of a loss function at any loss scale: traced once, compiled when first run."""
+    """The gradients of a loss function at any loss scale, as written and in float32.
+
+    Attributes:
+      jaxpr: as it was traced, once.
+      loss_dtype: the dtype of the loss.
+      equations: those that hold no others, in the order of their numbers.
+      narrow: the 16-bit dtypes that it computes in.
+      not_widened: the equations that are in 16 bits where all others are in float32.
+    """
 
     def __init__(self, loss_fn: Callable[..., Any], has_aux: bool, *inputs: Any):
         self._inputs = inputs  # params, probes, args, kwargs
-        self._traced = jax.jit(partial(gradients, loss_fn, has_aux)).trace(np.int32(0), *inputs)
+        traced = jax.jit(partial(gradients, loss_fn, has_aux)).trace(np.int32(0), *inputs)
+        self.jaxpr, self._result = traced.jaxpr, jax.tree.structure(traced.out_info)
+        self.loss_dtype = jnp.dtype(traced.out_info.loss.dtype)
+        places = {id(e.eqn): e for e in equations(self.jaxpr.jaxpr)}
+        self.equations: list[Equation] = [places[id(eqn)] for eqn in numbered(self.jaxpr)]
+        dtypes = dict.fromkeys(dtype_in(v) for e in self.equations for v in e.eqn.outvars)
+        self.narrow = tuple(dtype for dtype in dtypes if dtype in HALVES)
+        self._as_written = _compiled(traced.lower())
+        in_float32 = jax.jit(lambda *leaves: evaluate(self.jaxpr, leaves))
+        self._in_float32 = _compiled(in_float32.lower(*self._leaves(0)))
+        self.not_widened = [self.equations[n] for n in self._in_float32.out_info[1]]
         self._runs: dict[int, Evidence] = {}
-        self.jaxpr = self._traced.jaxpr
-        self.loss_dtype = jnp.dtype(self._traced.out_info.loss.dtype)
 
     def at(self, exponent: int) -> Evidence:
         """As written, at a loss scale of a power of two."""
@@ -98,12 +106,12 @@ class Program:
         It takes the loss scale's exponent and the array, and returns the evidence, and what the
         rule noted of the equations under their numbers. It is compiled when it first runs.
         """
+        of_leaves = lambda given, *leaves: evaluate(self.jaxpr, leaves, rule(given))
         compiled: list[Callable] = []
 
         def inspect(exponent, given):
             leaves = self._leaves(exponent)
             if not compiled:
-                of_leaves = lambda given, *leaves: evaluate(self.jaxpr, leaves, rule(given))
                 lowered = jax.jit(of_leaves).lower(given, *leaves)
                 compiled.append(_compiled(lowered, **_ROUNDING_ALL))
             outs, records = compiled[0](given, *leaves)
@@ -111,40 +119,13 @@ class Program:
 
         return inspect
 
-    @cached_property
-    def equations(self) -> list[Equation]:
-        """Those that hold no others, in the order of their numbers."""
-        places = {id(e.eqn): e for e in equations(self.jaxpr.jaxpr)}
-        return [places[id(eqn)] for eqn in numbered(self.jaxpr)]
-
-    @cached_property
-    def narrow(self) -> tuple[np.dtype, ...]:
-        """The 16-bit dtypes that it computes in."""
-        dtypes = [d for e in self.equations for d in dtypes_in(e.eqn.outvars)]
-        return tuple(dtype for dtype in dict.fromkeys(dtypes) if dtype in HALVES)
-
-    @cached_property
-    def not_widened(self) -> list[Equation]:
-        """Those that are in 16 bits in the truth, too."""
-        _, records = self._in_float32.out_info
-        return [self.equations[number] for number in records]
-
-    @cached_property
-    def _as_written(self) -> jax.stages.Compiled:
-        return _compiled(self._traced.lower())
-
-    @cached_property
-    def _in_float32(self) -> jax.stages.Compiled:
-        of_leaves = lambda *leaves: evaluate(self.jaxpr, leaves)
-        return _compiled(jax.jit(of_leaves).lower(*self._leaves(0)))
-
     def _leaves(self, exponent: int) -> list[Any]:
         """The arguments of the program, 16-bit floats as float32."""
         held = lambda x: _like(x, np.asarray(x)) if dtype_of(x) in HALVES else x
         return [np.int32(exponent), *map(held, jax.tree.leaves(self._inputs))]
 
     def _evidence(self, outs: list[Any]) -> Evidence:
-        return jax.device_get(jax.tree.unflatten(jax.tree.structure(self._traced.out_info), outs))
+        return jax.device_get(jax.tree.unflatten(self._result, outs))
 
 
 def _like(x: Any, new: np.ndarray) -> Any:

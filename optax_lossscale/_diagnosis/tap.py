@@ -29,14 +29,11 @@ class Probe(NamedTuple):
 
 
 def probe(shape: int | tuple[int, ...] = ()) -> Probe:
-    """An empty record, to be filled by a `tap`.
+    """An empty record, to be filled by a `tap`: a `Probe` of float32 zeros.
 
     Args:
-      shape: of each of its leaves: `()` for one place, or the number of layers for
-        a stack of them that `lax.scan` goes through.
-
-    Returns:
-      A `Probe` of zeros, float32.
+      shape: of each of its leaves: `()` for one place, or the number of layers for a stack of
+        them that `lax.scan` goes through.
 
     Example:
       >>> import optax_lossscale as ols

@@ -10,14 +10,7 @@ from jax import lax
 
 from optax_lossscale._programs.operations import Is, traits_of
 from optax_lossscale._programs.run import ByEquation, Records, Rule
-from optax_lossscale._programs.values import (
-    FLOAT32,
-    HALVES,
-    dtype_in,
-    dtypes_in,
-    in_dtype,
-    in_dtypes,
-)
+from optax_lossscale._programs.values import FLOAT32, HALVES, dtype_in, in_dtype, in_dtypes
 from optax_lossscale._programs.versions import bind, is_program, open_jaxpr, params_of
 
 _SHAPES = (jax.core.ShapedArray, jax.ShapeDtypeStruct)  # of what a foreign function returns
@@ -49,7 +42,7 @@ def widely(eqn: Any, ins: Sequence[Any]) -> list[Any]:
 
 def rounded(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     """The results of an equation in the dtypes that it was traced in, held in float32."""
-    traced = [dtype if dtype in HALVES else None for dtype in dtypes_in(eqn.invars)]
+    traced = [dtype if dtype in HALVES else None for dtype in map(dtype_in, eqn.invars)]
     return [in_dtype(held_dtype(dtype_in(x)), x) for x in bind(eqn, in_dtypes(traced, ins))]
 
 
@@ -98,10 +91,9 @@ def _in_float32(eqn: Any, ins: Sequence[Any]) -> list[Any]:
 
 def _has_halves(eqn: Any) -> bool:
     """Whether an equation computes with 16-bit floats, itself or in what it holds."""
-    if HALVES.intersection(dtypes_in([*eqn.invars, *eqn.outvars])):
-        return True
     inside = (e for x in _params(eqn) if is_program(x) for e in open_jaxpr(x).eqns)
-    return any(map(_has_halves, inside))
+    own = map(dtype_in, (*eqn.invars, *eqn.outvars))
+    return bool(HALVES.intersection(own)) or any(map(_has_halves, inside))
 
 
 def _params(eqn: Any) -> list[Any]:

@@ -21,11 +21,10 @@ def assert_scale_invariant(
 ) -> None:
     """Raises if anything that a training step computes depends on the loss scale.
 
-    A right step multiplies the loss by the loss scale and divides the gradients by it, so
-    what comes out is the same at any loss scale, but for what underflows. In a wrong step the two
-    do not cancel, and nothing else may show it, as Adam trains on with gradients of any size.
-    Put this into your tests, with the step that you train with, its first state and a
-    small batch.
+    A right step multiplies the loss by the loss scale and divides the gradients by it, so what
+    comes out is the same at any loss scale, but for what underflows. In a wrong step the two do
+    not cancel, and nothing else may show it, as Adam trains on with gradients of any size. Put
+    this into your tests, with the step that you train with, its first state and a small batch.
 
     It runs the step some thirty times on copies of its arguments: at falling powers of two, where
     it looks for outputs that follow them by a power, or change between two of them as underflow
@@ -37,23 +36,22 @@ def assert_scale_invariant(
     `Summary`, which is of scaled numbers.
 
     Args:
-      step: the training step, compiled or not. It returns its new state or changes it in
-        place, and may donate its arguments.
-      *args: its arguments, which stay as they are. Somewhere among them is one loss scale:
-        in an optimizer state, a train state, an `nnx.Optimizer`.
-      ignore: the outputs that are meant to depend on the loss scale, by the names that the
-        error has for them: `"result[2]['scaled_norm']"`, or `"result[2]"` for all that is in
-        there; one or several.
+      step: the training step, compiled or not. It returns its new state or changes it in place,
+        and may donate its arguments.
+      *args: its arguments, which stay as they are. Somewhere among them is one loss scale: in an
+        optimizer state, a train state, an `nnx.Optimizer`.
+      ignore: the outputs that are meant to depend on the loss scale, one or several, by the names
+        that the error has for them: `"result[2]['scaled_norm']"`, or `"result[2]"` for all in it.
       **kwargs: its keyword arguments, as args. One that is named `ignore` is bound to the step
         with `functools.partial`.
 
     Raises:
       AssertionError: if outputs depend on the loss scale. It names them by path, says how, and
         what that usually means.
-      ValueError: if there is no loss scale among the arguments; if there are several, of
-        which all but one can be bound to the step with `functools.partial`; if it is a
-        `FixedLossScale`, which compiled steps hold as a constant; if the step is skipped at
-        every loss scale; if it does not do the same twice; or if a name to ignore is none.
+      ValueError: if there is no loss scale among the arguments, or several, of which all but one
+        can be bound to the step with `functools.partial`; if it is a `FixedLossScale`, which
+        compiled steps hold as a constant; if the step is skipped at every loss scale; if it does
+        not do the same twice; or if a name to ignore is none.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -91,10 +89,10 @@ def assert_scale_invariant(
 
 
 def _refuse_chance(runs: Runs) -> None:
-    for name, first in runs.falling[0].outputs.items():
-        second = runs.again.outputs[name]
-        size = np.linalg.norm(first[np.isfinite(first) & np.isfinite(second)])
-        if dependence.norm_of_difference(first, second) > 0.01 * size:
+    for name, x in runs.falling[0].outputs.items():
+        y = runs.again.outputs[name]
+        size = np.linalg.norm(x[np.isfinite(x) & np.isfinite(y)])
+        if dependence.norm_of_difference(x, y) > 0.01 * size:
             raise ValueError(
                 f"two runs at the same loss scale differ, in {name}. Give the step all that it "
                 "depends on as arguments that can be copied: batches and PRNG keys as arrays, no "
@@ -130,9 +128,9 @@ def _numbers(run: Run) -> np.ndarray:
     """What a loss scale may be logged as: before and after the step, its state and logarithms."""
     leaves = [np.ravel(x) for x in jax.tree.leaves((run.before, run.after))]
     scales = np.concatenate([np.ravel(x.loss_scale) for x in (run.before, *run.after)])
-    grown = scales / scales[0]
     logarithms = [np.log2(scales), np.log(scales), np.log10(scales)]
-    return np.concatenate([*leaves, *logarithms, 1 / scales, grown]).astype(np.float64)
+    numbers = [*leaves, *logarithms, 1 / scales, scales / scales[0]]
+    return np.concatenate(numbers).astype(np.float64)
 
 
 def _accusation(runs: Runs, names: list[str]) -> str:
@@ -214,16 +212,11 @@ def _listed(title: str, names: list[str]) -> list[str]:
     return [title, *(f"  {line}" for line in [*names[:_SHOWN], *more])] if names else []
 
 
-_BY_A_POWER = """\
-With twice the loss scale, these outputs, or what changes in them, are times"""
-
-_BY_A_CHANGE = """\
-These outputs change as the loss scale rises, as they would not by underflow:"""
-
+_BY_A_POWER = "With twice the loss scale, these outputs, or what changes in them, are times"
+_BY_A_CHANGE = "These outputs change as the loss scale rises, as they would not by underflow:"
 _AT_INFINITY = """\
 An infinite loss scale should make the gradients infinite or NaN, and the step skipped. It was
 applied, which changed"""
-
 _AT_GROWTH = """\
 At a step at which the loss scale grows, these come out otherwise than at the same loss scale
 without growth:"""
@@ -234,13 +227,11 @@ with value_and_scaled_grad(loss_fn, state), or of scale_gradient(loss, state), i
 with the state that it is given and not an older one; leave the unscaling to the optimizer; and
 put what looks at the size of gradients, such as a clip, inside:
 with_loss_scale(optax.chain(clip, …))."""
-
 _MULTIPLIED = """\
 So they are made of gradients that are still scaled. To log a norm, unscale them first:
 get_loss_scale(state).unscale(scaled_grads). And what stands before the wrapper in an optax.chain
 sees scaled gradients: put it inside, with_loss_scale(optax.chain(…)). Name in ignore= what is
 meant to depend on the loss scale."""
-
 _ADAPTED = """\
 So they are unscaled by the new loss scale. Unscale by the one that the loss was multiplied by, of
 the state that the step is given, and adapt it afterwards."""
