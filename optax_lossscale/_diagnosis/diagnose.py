@@ -60,7 +60,7 @@ def diagnose(
 
     Returns:
       A `Diagnosis`: print it, or read its `verdict`, `advice`, `dtypes`, `errors`, `off`,
-      `initial_scale`, `overflow`, `underflow` and `moments`.
+      `initial_scale`, `overflow`, `underflow`, `moments` and `not_compared`.
 
     Raises:
       TypeError: if the loss is not a real floating-point scalar, or an argument is not what is
@@ -168,9 +168,9 @@ def _at_a_scale(
 
 def _explained(program: Program, exponent: int) -> Explanation:
     """Of the gradients at a scale: counted on the host, where there is nothing to compile."""
-    evidence, none = program.at(exponent), np.float32(0)
-    counted = lambda g: Summary(g.size, none, none, np.isinf(g).sum(), np.isnan(g).sum(), none)
-    leaves = {name: counted(g) for name, g in evidence.grads.items()}
+    evidence, none = program.at(exponent), np.zeros(())
+    counts: Any = lambda g: (g.size, none, none, np.isinf(g).sum(), np.isnan(g).sum(), none)
+    leaves = {name: Summary(*counts(g)) for name, g in evidence.grads.items()}
     return explain(leaves, taps=evidence.taps, loss=evidence.loss)
 
 

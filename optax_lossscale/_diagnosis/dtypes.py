@@ -173,8 +173,8 @@ def report_of(jaxpr: Any) -> DtypeReport:
             terms = at.summed * terms_of(at.eqn)
             if terms > 1 or Is.EXPONENTIAL in traits or Is.SENDS | Is.ADDS_MANY in traits:
                 narrow.append(_operation(at)._replace(terms=terms))
-    kinds = map(_alike, (products, narrow, opaque, unknown))
-    return DtypeReport(*kinds, tuple(dict.fromkeys(while_loops)))
+    loops = tuple(dict.fromkeys(while_loops))
+    return DtypeReport(_alike(products), _alike(narrow), _alike(opaque), _alike(unknown), loops)
 
 
 def product_rows(products: Iterable[Operation], report: DtypeReport) -> list[str]:

@@ -118,10 +118,12 @@ def _backward(residuals, cotangent):
     # The axes of `shard_map` along which there is only one probe, which sees all replicas.
     axes = tuple(varying_axes(value.largest) - varying_axes(probe.value.largest))
     if axes:
-        most = lambda summary: lax.pmax(summary.largest, axes)
-        total = lambda summary: lax.psum(summary, axes)._replace(largest=most(summary))
-        infinities = lax.psum(positive_infinities, axes)
-        record = Probe(total(record.value), total(record.cotangent), infinities)
+        most = lax.pmax((record.value.largest, record.cotangent.largest), axes)
+        value, gradient, positive_infinities = lax.psum(record, axes)
+        value, gradient = (
+            of._replace(largest=x) for of, x in zip((value, gradient), most, strict=True)
+        )
+        record = Probe(value, gradient, positive_infinities)
     # The sum varies over the axes that the probe varies over, where the record does not.
     return cotangent, jax.tree.map(lambda r, p: r + jnp.zeros_like(p), record, probe)
 
