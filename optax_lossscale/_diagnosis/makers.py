@@ -14,17 +14,16 @@ _OF_INFINITY["div"] = "infinity over infinity"
 _LOGARITHM = ("the logarithm of 0", "the logarithm of a negative number", "logarithm")
 _DIVISION = ("a division by 0", "0/0", "divisor")
 _POWER = ("a negative power of 0", "a power of a negative number", "power")
-_EXPONENTIAL = ("the exponential of too large a number",) * 2 + ("",)
-# What operations make infinities of, and NaNs, and of which kind that is.
+# What operations make infinities of; NaNs, if of something else; and of which kind that is.
 _OF_NUMBERS = {
     **dict.fromkeys(("log", "log1p", "log2"), _LOGARITHM),
     **dict.fromkeys(("div", "rem", "atan2"), _DIVISION),
     **dict.fromkeys(("pow", "integer_pow"), _POWER),
-    **dict.fromkeys(("exp", "exp2", "expm1"), _EXPONENTIAL),
-    "sqrt": ("", "the root of a negative number", "root"),
+    **dict.fromkeys(("exp", "exp2", "expm1"), ("the exponential of too large a number", "", "")),
+    "sqrt": ("the root of a negative number", "", "root"),
     "rsqrt": ("the inverse root of 0", "the inverse root of a negative number", "root"),
-    "convert_element_type": ("a cast of too large a number",) * 2 + ("",),
-    "gather": ("", "an index out of bounds", "index"),
+    "convert_element_type": ("a cast of too large a number", "", ""),
+    "gather": ("an index out of bounds", "", "index"),
 }
 
 
@@ -70,7 +69,7 @@ def _words(eqn: Any, made: Made, is_wide: bool, made_by: dict[Any, Any]) -> tupl
     name, is_nan = eqn.primitive.name, made >= Made.NAN
     if made == Made.NAN_OF_INFINITY:
         return _OF_INFINITY.get(name, "infinity minus infinity"), "mask"
-    of_zero, of_others, kind = _OF_NUMBERS.get(name, ("", "", ""))
+    what, of_nan, kind = _OF_NUMBERS.get(name, ("", "", ""))
     if kind == "divisor":
         divisor = _origin(eqn.invars[1], made_by)
         origin = made_by[divisor].primitive.name if divisor in made_by else ""
@@ -79,10 +78,8 @@ def _words(eqn: Any, made: Made, is_wide: bool, made_by: dict[Any, Any]) -> tupl
         logs = [e for e in made_by.values() if e.primitive.name == "log"]
         if divisor is not None and divisor in [_origin(e.invars[0], made_by) for e in logs]:
             return "the derivative of a logarithm at 0", "logarithm"
-    if kind == "power" and not is_nan and not _is_inverse(eqn, is_wide):
-        of_zero, kind = "", ""
-    if what := of_others if is_nan else of_zero:
-        return what, kind
+    if what and (kind != "power" or is_nan or _is_inverse(eqn, is_wide)):
+        return (of_nan if is_nan and of_nan else what), kind
     if is_nan and not traits_of(name) & (Is.PRODUCT | Is.ADDS_TWO | Is.ADDS_MANY):
         return f"numbers for which {name} is not defined", "domain"
     return f"numbers that are too large, in {name}", ""
