@@ -45,12 +45,12 @@ def moments_of(opt_state: Any, grads: dict[str, np.ndarray]) -> Moments | None:
     moments = [x for state in states for x in jax.tree.leaves(state.nu)]
     dtypes = tuple(dict.fromkeys(jnp.dtype(dtype_of(x)) for x in moments))
     if after := [state for state in states if int(state.count)]:
-        moves = _flat(jax.tree.map(lambda x: np.asarray(x) != 0, [s.mu for s in after])) != 0
+        moves = _flat(np.asarray(x) != 0 for s in after for x in jax.tree.leaves(s.mu)) != 0
         held = _flat(state.nu for state in after)
         unbiased = (_flat([state.nu]) / (1 - b2 ** int(state.count)) for state in after)
-        root = np.sqrt(np.maximum(np.concatenate([*unbiased]), 0))
+        root = np.sqrt(np.maximum(np.concatenate(list(unbiased)), 0))
     else:
-        root = _flat([[np.abs(g) for g in grads.values()]])
+        root = _flat(map(np.abs, grads.values()))
         moves, held = root != 0, (1 - b2) * root**2
         held = held.astype(dtypes[0]) if len(dtypes) == 1 else held
     share = lambda which: float(np.count_nonzero(which & moves) / max(moves.sum(), 1))
