@@ -50,10 +50,8 @@ def off_by(evidence: Evidence, exponent: int, truth: Evidence) -> dict[str, floa
 
 
 def known(program: Program, truth: Evidence) -> set[str]:
-    """The parameters of which float32 knows the gradient: it stays as their last digits change.
-
-    That of a bias before a normalization is zero, and what is computed is how it was rounded.
-    """
+    """The parameters whose gradient float32 knows: not that of a bias before a normalization."""
+    # Which is zero, and what is computed is how it was rounded: other digits change all of it.
     moved = off_by(program.truth(moved=2.0**-20), 0, truth)
     return {name for name, off in moved.items() if off <= _UNKNOWN and truth.grads[name].any()}
 
@@ -109,14 +107,11 @@ class _Trials:
         return self.repaired[kind][name] <= self.whole[name] / 2
 
     def on_its_line(self, kind: str, name: str, off: dict[str, float]) -> dict[str, GradientError]:
-        """An error of a kind, and those alike, at the line that makes it.
-
-        Ever more equations are rounded as they were written, until half of the error is there.
-        Where it comes from rounding, that line alone has to make half of it, unless it is large.
-        """
+        """An error of a kind, and those alike, at the line that makes it."""
         mode, candidates = self._without[kind]
         numbers = np.flatnonzero(candidates)
 
+        # Ever more equations are rounded as they were written, until half of the error is there.
         def is_half_there(count):
             left_out = np.isin(np.arange(len(candidates)), numbers[count:])
             return self._off(mode, left_out)[name] >= self.whole[name] / 2
@@ -127,6 +122,7 @@ class _Trials:
         on_line = candidates & np.array([e.source == source for e in equations])
         without_line = self._off(mode, on_line)
         half = {n for n in off if without_line[n] <= self.whole[n] / 2}
+        # Of rounding that line alone has to make half, unless the error is large.
         if kind == "rounding" and off[name] <= (_ROUGH if name in half else _WRONG):
             return {}
         alike = {name, *(n for n in half if self.is_it(kind, n))}

@@ -190,10 +190,7 @@ def _last_gradient(recorded: list[Place], leaves: dict[str, Summary]) -> Suspect
 
 
 def _with_own(after: list[Place], leaves: dict[str, Summary]) -> tuple[int, str]:
-    """The first place with a gradient of its own that is not finite, and that; else the first.
-
-    Those whose own are finite are passed over, as parallel branches give one gradient together.
-    """
+    """The first place with a gradient of its own that is not finite, and that; else the first."""
     for i, (name, _) in enumerate(after):
         own = {n: leaf for n, leaf in leaves.items() if f"{n}/".startswith(f"{name}/")}
         if bad := _ranked(own):

@@ -21,12 +21,9 @@ WIDE, DIGITS, ROUNDED = range(3)
 
 
 class Made(enum.IntEnum):
-    """What an equation makes that is not finite, of finite numbers or of infinities.
+    """What an equation makes that is not finite, of finite numbers or of infinities."""
 
-    The more is known, the higher: of the rounds of a loop the maximum is kept.
-    """
-
-    NOTHING = 0
+    NOTHING = 0  # ever more is known, as of the rounds of a loop the maximum is kept
     NAN_OF_INFINITY = 1
     INFINITY = 2
     NAN = 3
@@ -34,16 +31,11 @@ class Made(enum.IntEnum):
 
 
 class Inspection:
-    """A program of which each run is told how to round each result.
-
-    Attributes:
-      equations: those that hold no others, in order.
-      rounds: of each, whether there is anything to round.
-      sums: of each, whether it adds up what may be many terms.
-    """
+    """A program of which each run is told how to round each result."""
 
     def __init__(self, program: Program):
         self.equations = program.equations
+        # Of each: whether there is anything to round, and whether it may add up many terms.
         self.rounds = np.array([_rounds(e.eqn) for e in self.equations], bool)
         is_sum = [_adds_many(e.eqn) or e.summed > 1 for e in self.equations]
         self.sums = self.rounds & np.array(is_sum, bool)
@@ -62,10 +54,7 @@ class Inspection:
     def watched(
         self, exponent: int, mode: int, healed: Collection[int] = ()
     ) -> tuple[Evidence, dict[int, Made]]:
-        """What comes out, and what those equations that make something make, by their numbers.
-
-        All is `WIDE` or `ROUNDED`, and zeros replace what is not finite in the equations `healed`.
-        """
+        """What comes out, and what equations make, with zeros for that in those `healed`."""
         is_healed = np.isin(np.arange(len(self.equations)), list(healed))
         evidence, records = self._watching[mode](exponent, is_healed)
         return evidence, {n: Made(int(made)) for n, made in records.items() if made}

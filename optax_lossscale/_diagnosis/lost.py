@@ -37,12 +37,8 @@ class Underflow(NamedTuple):
 def find_underflow(
     program: Program, truth: Evidence, known: set[str], fits: InitialScale
 ) -> dict[str, Underflow]:
-    """What each group loses, against the scale at which it loses least; the worst first.
-
-    Of parameters only the `known`, those of which float32 knows the gradient.
-    """
+    """What each group loses, against the scale at which it loses least; the worst first."""
     in_16_bits = {name for name in known if _is_of_float16(program.at(0).grads[name])}
-
     shares = functools.cache(lambda e: _shares(program.at(e), truth, known, in_16_bits))
     fitting, largest = (round(math.log2(scale)) for scale in (fits.scale, fits.largest))
     sweep = {0, fitting, *range(largest, max(largest, _HIGH_ENOUGH) + 1, _STRIDE)}

@@ -40,11 +40,7 @@ class Maker(NamedTuple):
 
 
 def maker(inspection: Inspection, exponent: int, mode: int) -> Maker | None:
-    """The line at fault for a loss or gradients that are not finite, in one of the modes.
-
-    It is the first without whose infinities and NaNs they are finite: what a mask makes
-    infinite, or a `where` leaves out, is not at fault. If there is none, it is the first of all.
-    """
+    """The line at fault for a loss or gradients that are not finite, in one of the modes."""
     made = inspection.watched(exponent, mode)[1]
     if not made:
         return None
@@ -52,6 +48,7 @@ def maker(inspection: Inspection, exponent: int, mode: int) -> Maker | None:
     for n in sorted(made):
         lines.setdefault(inspection.equations[n].source, []).append(n)
 
+    # What a mask makes infinite, or a `where` leaves out, is not at fault.
     def is_at_fault(numbers):
         evidence, _ = inspection.watched(exponent, mode, healed=numbers)
         return bool(np.isfinite(evidence.loss)) and evidence.is_finite

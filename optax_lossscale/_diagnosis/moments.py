@@ -32,10 +32,7 @@ class Moments(NamedTuple):
 
 
 def moments_of(opt_state: Any, grads: dict[str, np.ndarray]) -> Moments | None:
-    """Those of an optimizer state, if it has second moments.
-
-    Before the first step they are what the true gradients will make of them.
-    """
+    """Those of an optimizer state, or what true gradients will make of them in the first step."""
     states = _parts(opt_state, lambda x: all(hasattr(x, name) for name in ("mu", "nu", "count")))
     if not states:
         return None

@@ -58,8 +58,6 @@ class Program:
     """The gradients of a loss function at any loss scale, as written and in float32.
 
     Attributes:
-      jaxpr: as it was traced, once.
-      loss_dtype: the dtype of the loss.
       equations: those that hold no others, in the order of their numbers.
       narrow: the 16-bit dtypes that it computes in.
       not_widened: the equations that are in 16 bits where all others are in float32.
@@ -101,10 +99,9 @@ class Program:
     def inspected(
         self, rule: Callable[[Any], Compute]
     ) -> Callable[[int, Any], tuple[Evidence, Any]]:
-        """The program with every equation computed by a rule that is made of an array.
+        """With an exponent and an array, of which a rule is made that computes each equation.
 
-        It takes the loss scale's exponent and the array, and returns the evidence, and what the
-        rule noted of the equations under their numbers. It is compiled when it first runs.
+        Gives the evidence, and what the rule noted. It is compiled when it first runs.
         """
         of_leaves = lambda given, *leaves: evaluate(self.jaxpr, leaves, rule(given))
         compiled: list[Callable] = []

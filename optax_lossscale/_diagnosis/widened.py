@@ -24,12 +24,11 @@ Compute = Callable[[int, Any, Sequence[Any]], tuple[list[Any], Any]]
 def evaluate(
     jaxpr: Any, args: Sequence[Any], compute: Compute | None = None
 ) -> tuple[list, Records]:
-    """The results of a program, in which every 16-bit float is held in a float32, and its records.
+    """The results of a program with a float32 for every 16-bit float, and its records.
 
-    A jaxpr of gradients holds the backward pass too, custom derivatives as they were traced, so
-    this is what the same function would compute if it had been written in float32: numbers
-    overflow, vanish and are rounded where float32's do. What is drawn at random stays the same,
-    as its bits are. Without a rule to compute equations, those that stay in 16 bits are recorded.
+    A jaxpr of gradients holds the backward pass too, so this is what the same function would
+    compute if it had been written in float32. What is drawn at random stays the same, as its bits
+    are. Without a rule to compute equations, those that stay in 16 bits are recorded.
     """
     widening = lambda number, eqn, ins: _widened(eqn, ins)
     return ByEquation(jaxpr, Rule(compute or widening, held_dtype))(args)

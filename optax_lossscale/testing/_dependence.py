@@ -47,11 +47,9 @@ def power(series: Series) -> float | None:
 
 
 def emerging(series: Series) -> np.ndarray:
-    """Between which rows each number emerges from underflow: at the lower as without gradients.
-
-    Not single numbers, which may be flags, nor integers.
-    """
+    """Between which rows each number emerges from underflow: at the lower as without gradients."""
     upper, lower = series.values[:-1], series.values[1:]
+    # Single numbers may be flags.
     is_array = series.values.dtype == np.float64 and series.values.shape[1] > 1
     if series.without is None or not is_array:
         return np.zeros(upper.shape, bool)
@@ -59,11 +57,7 @@ def emerging(series: Series) -> np.ndarray:
 
 
 def change(series: Series, looked_at: np.ndarray) -> int | None:
-    """The row after which an output changes as no underflow would change it, if there is one.
-
-    The rows are of falling loss scales. `looked_at` says of each pair of neighbours whether it is
-    to be looked at, as little underflows at both.
-    """
+    """The row after which an output changes as by no underflow, of those to be looked at."""
     values, without = series.values, series.without
     rows = [*values] if without is None else [*values, without]
     extent = max(norm_of_difference(values[0], row) for row in rows)
