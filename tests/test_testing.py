@@ -217,7 +217,8 @@ def test_a_mistake_is_found(make, inner, dtype):
     said = str(error.value)
     logged = make is a_norm_of_scaled_gradients
     assert ("\n  2**1: result[2]['norm']\nSo they are made of" in said) == logged
-    assert ("\n  2**-1: result[" in said and "value_and_grad(loss_fn, state)" in said) != logged
+    remedy = "value_and_scaled_grad(loss_fn, state)"
+    assert ("\n  2**-1: result[" in said and remedy in said) != logged
 
 
 @pytest.mark.parametrize(("make", "inner", "dtype"), [*each_with_some(RIGHT, IN_FLOAT16)])

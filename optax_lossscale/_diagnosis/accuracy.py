@@ -26,18 +26,6 @@ class GradientError(NamedTuple):
       cause: what takes it there: "stagnates", "vanishes", "overflows", "saturates" or "rounding".
       primitive: the operation at fault, as JAX calls it, such as `scatter-add`; "" if unknown.
       source: the line that made it, such as `model.py:12 (embed)`; "" if unknown.
-
-    Example:
-      The gradient of a row that is looked up 8192 times is a sum of as many terms:
-
-      >>> import jax.numpy as jnp
-      >>> import optax_lossscale as ols
-      >>> rows = jnp.zeros(8192, int)
-      >>> half = lambda p: p["w"].astype(jnp.float16)
-      >>> loss_fn = lambda p: jnp.mean(half(p)[rows].astype(jnp.float32))
-      >>> error = ols.diagnose(loss_fn, {"w": jnp.ones((2, 1))}).errors["w"]
-      >>> error.cause, error.primitive
-      ('stagnates', 'scatter-add')
     """
 
     off: float
@@ -48,87 +36,61 @@ class GradientError(NamedTuple):
 
 def off_by(evidence: Evidence, exponent: int, truth: Evidence) -> dict[str, float]:
     """How far each gradient is from the true one, relative to it."""
-    return {
-        name: _distance(_wide(g) * 2.0**-exponent, _wide(truth.grads[name]))
-        for name, g in evidence.grads.items()
-    }
+    off = {}
+    for name, g in evidence.grads.items():
+        wide = np.complex128 if np.iscomplexobj(g) else np.float64
+        true = truth.grads[name].astype(wide)
+        norm = np.linalg.norm(true)
+        if not np.isfinite(g).all():
+            off[name] = float("inf")
+        else:
+            distance = np.linalg.norm(g.astype(wide) * 2.0**-exponent - true)
+            off[name] = float(distance / norm) if norm else 0.0
+    return off
 
 
 def known(program: Program, truth: Evidence) -> set[str]:
-    """The parameters of which float32 knows the gradient.
-
-    That of a bias before a normalization is zero, say, and what is computed is how its terms
-    were rounded: another number once the parameters have changed in float32's last digits.
-    """
+    """The parameters whose gradient float32 knows: not that of a bias before a normalization."""
+    # Which is zero, and what is computed is how it was rounded: other digits change all of it.
     moved = off_by(program.truth(moved=2.0**-20), 0, truth)
     return {name for name, off in moved.items() if off <= _UNKNOWN and truth.grads[name].any()}
 
 
 def find_errors(
-    program: Program, inspection: Inspection, exponent: int, truth: Evidence, off: dict[str, float]
+    program: Program, exponent: int, truth: Evidence, off: dict[str, float]
 ) -> dict[str, GradientError]:
     """Those gradients that are wrong in 16 bits, the worst first, each with its cause.
 
     Rounding that is spread evenly is no cause. It moves gradients no further than a change of the
     parameters' last digit does, by which a rectified unit, a maximum or a router may decide
-    otherwise. What goes further has a cause that can be removed.
-
-    Args:
-      program: the loss function's.
-      inspection: of the program.
-      exponent: of the loss scale that fits.
-      truth: the gradients in float32.
-      off: how far from them each is that is to be looked at.
+    otherwise. What goes further has a cause that can be removed. It is found by leaving out what
+    it may be: the program is run without rounding its sums, and with any exponents.
     """
     suspects = {name: o for name, o in off.items() if o > NOTABLE}
+    if suspects:
+        nudge = max(float(jnp.finfo(dtype).eps) for dtype in program.narrow) / 2
+        nudged = [off_by(program.truth(moved=nudge, seed=i), 0, truth) for i in range(_NUDGES)]
+        moved = {name: [of[name] for of in nudged] for name in suspects}
+        is_far = lambda name, o: o > min(2 * max(moved[name]), _FAR) or min(moved[name]) > _FAR
+        suspects = {name: o for name, o in suspects.items() if is_far(name, o)}
     if not suspects:
         return {}
-    nudge = max(float(jnp.finfo(dtype).eps) for dtype in program.narrow) / 2
-    nudged = [off_by(program.truth(moved=nudge, seed=i), 0, truth) for i in range(_NUDGES)]
-    moved = {name: [of[name] for of in nudged] for name in suspects}
-    suspects = {
-        name: o
-        for name, o in suspects.items()
-        if o > min(2 * max(moved[name]), _FAR) or min(moved[name]) > _FAR
-    }
-    if not suspects:
-        return {}
-    causes = _causes(inspection, exponent, truth, suspects)
-    return {
-        name: GradientError(o, *causes[name])
-        for name, o in sorted(suspects.items(), key=lambda item: -item[1])
-        if name in causes
-    }
-
-
-def _causes(
-    inspection: Inspection, exponent: int, truth: Evidence, off: dict[str, float]
-) -> dict[str, tuple[str, str, str]]:
-    """Of each gradient: the cause, the operation and its line.
-
-    Found by leaving out what it may be: the program is run without rounding its sums, and with
-    any exponents.
-    """
-    trials = _Trials(inspection, exponent, truth)
-    causes: dict[str, tuple[str, str, str]] = {}
-    for name in sorted(off, key=lambda name: -trials.whole[name]):
-        if name in causes:
+    trials = _Trials(Inspection(program), exponent, truth)
+    errors: dict[str, GradientError] = {}
+    for name in sorted(suspects, key=lambda name: -trials.whole[name]):
+        if name in errors:
             continue
         kind = next((kind for kind in trials.repaired if trials.is_it(kind, name)), "")
         if kind:
-            causes = trials.on_its_line(kind, name, off) | causes
-        elif off[name] > _WRONG:  # not in what was rounded
-            causes[name] = "rounding", "", ""
-    return causes
+            errors = trials.on_its_line(kind, name, suspects) | errors
+        elif suspects[name] > _WRONG:  # not in what was rounded
+            errors[name] = GradientError(suspects[name], "rounding")
+    worst_first = sorted(suspects, key=lambda name: -suspects[name])
+    return {name: errors[name] for name in worst_first if name in errors}
 
 
 class _Trials:
-    """Runs of a program in which some results are not rounded as they were written.
-
-    Attributes:
-      whole: how far each gradient is off, as the program was written.
-      repaired: how far, without what may be the cause.
-    """
+    """How far each gradient is off as written, `whole`, and without what may be the cause."""
 
     def __init__(self, inspection: Inspection, exponent: int, truth: Evidence):
         self._inspection, self._exponent, self._truth = inspection, exponent, truth
@@ -144,49 +106,33 @@ class _Trials:
         """Whether half of an error is of a kind."""
         return self.repaired[kind][name] <= self.whole[name] / 2
 
-    def on_its_line(
-        self, kind: str, name: str, off: dict[str, float]
-    ) -> dict[str, tuple[str, str, str]]:
-        """The cause of an error, and of those alike, at the line that makes it.
-
-        Ever more equations are rounded as they were written, until half of the error is there.
-        Where it comes from rounding, that line alone has to make half of it, unless it is large.
-        """
+    def on_its_line(self, kind: str, name: str, off: dict[str, float]) -> dict[str, GradientError]:
+        """An error of a kind, and those alike, at the line that makes it."""
         mode, candidates = self._without[kind]
         numbers = np.flatnonzero(candidates)
 
+        # Ever more equations are rounded as they were written, until half of the error is there.
         def is_half_there(count):
             left_out = np.isin(np.arange(len(candidates)), numbers[count:])
             return self._off(mode, left_out)[name] >= self.whole[name] / 2
 
         last = numbers[bisect.bisect_left(range(1, len(numbers)), True, key=is_half_there)]
         equations = self._inspection.equations
-        on_line = candidates & np.array([e.source == equations[last].source for e in equations])
+        primitive, source = equations[last].eqn.primitive.name, equations[last].source
+        on_line = candidates & np.array([e.source == source for e in equations])
         without_line = self._off(mode, on_line)
         half = {n for n in off if without_line[n] <= self.whole[n] / 2}
+        # Of rounding that line alone has to make half, unless the error is large.
         if kind == "rounding" and off[name] <= (_ROUGH if name in half else _WRONG):
             return {}
         alike = {name, *(n for n in half if self.is_it(kind, n))}
-        primitive = equations[last].eqn.primitive.name
-        watched = self._inspection.watched
-        if kind == "vanishes" and last in watched(self._exponent, ROUNDED)[1]:
+        if kind == "vanishes" and last in self._inspection.watched(self._exponent, ROUNDED)[1]:
             kind = "overflows"
         elif kind == "rounding" and Is.SATURATES in traits_of(primitive):
             kind = "saturates"
-        return dict.fromkeys(alike, (kind, primitive, equations[last].source))
+        return {n: GradientError(off[n], kind, primitive, source) for n in alike}
 
     def _off(self, mode: int, where: np.ndarray) -> dict[str, float]:
         """How far each gradient is off with another mode in some places."""
         modes = np.where(where, mode, ROUNDED).astype(np.int8)
         return off_by(self._inspection.run(self._exponent, modes), self._exponent, self._truth)
-
-
-def _distance(g: np.ndarray, truth: np.ndarray) -> float:
-    if not np.isfinite(g).all():
-        return float("inf")
-    norm = np.linalg.norm(truth)
-    return float(np.linalg.norm(g - truth) / norm) if norm else 0.0
-
-
-def _wide(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)

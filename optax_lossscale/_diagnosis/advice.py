@@ -1,6 +1,7 @@
 """What to say of a model, and what to do about it, of what `diagnose` found."""
 
 import math
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 
@@ -19,43 +20,36 @@ _STILL_LOST = 0.05  # a share of gradients for which one scale is not enough
 _DROWNED = 0.1  # a share that an optimizer should not lose
 _FLOAT16 = jnp.dtype(jnp.float16)
 
-Finding = tuple[str, list[str]]
-"""A verdict, and what to do, one sentence each."""
+Findings = Iterator[tuple[str, list[str]]]
+"""Verdicts, the one that matters most first, each with what to do, one sentence each."""
 
 
 def judged(page: Diagnosis, program: Program) -> Diagnosis:
     """The page with a verdict and advice, where some scale gives finite gradients."""
     fits, dtypes = page.initial_scale, page.computes_in
     assert fits is not None
-    if not dtypes:
-        findings = _about_products(page)
-        fine = "Nothing is computed in float16, and nothing has to be done."
-    else:
-        findings = [
-            *_about_errors(page),
-            *_about_products(page),
-            *_about_scale(page, fits, program),
-            *_about_loss(page),
-            *_about_moments(page),
-        ]
+    findings = [*_about_errors(page), *_about_products(page)]
+    if dtypes:
+        findings += [*_about_scale(page, fits, program), *_about_loss(page), *_about_moments(page)]
+    fine = "Nothing is computed in float16, and nothing has to be done."
+    if _FLOAT16 in dtypes:
+        room = round(math.log2(fits.largest))
+        fine = f"float16 is fine as it is, without a loss scale, with {room} bits to spare."
+    elif dtypes:
         fine = f"{dtypes[0]} is fine as it is, and needs no loss scale."
-        if _FLOAT16 in dtypes:
-            room = round(math.log2(fits.largest))
-            fine = f"float16 is fine as it is, without a loss scale, with {room} bits to spare."
     (verdict, _), *_ = findings = findings or [(fine, ["Nothing."])]
     to_do = [sentence for _, sentences in findings for sentence in sentences]
     return page._replace(verdict=verdict, advice=to_do)
 
 
-def _about_errors(page: Diagnosis) -> list[Finding]:
-    if not page.errors:
-        return []
-    name, worst = next(iter(page.errors.items()))
-    verdict = (
-        f"{' and '.join(map(str, page.computes_in))} gives wrong gradients: that of {name} is off "
-        f"by {worst.off:.1%}, at the scale that fits best."
-    )
-    return [(verdict, list(dict.fromkeys(map(_correction, page.errors.values()))))]
+def _about_errors(page: Diagnosis) -> Findings:
+    if page.errors:
+        name, worst = next(iter(page.errors.items()))
+        verdict = (
+            f"{' and '.join(map(str, page.computes_in))} gives wrong gradients: that of {name} is "
+            f"off by {worst.off:.1%}, at the scale that fits best."
+        )
+        yield verdict, list(dict.fromkeys(map(_correction, page.errors.values())))
 
 
 _CORRECTIONS = {
@@ -72,19 +66,18 @@ _SUMS = {
 
 
 def _correction(error: GradientError) -> str:
-    name, source = error.primitive, error.source
     if error.cause == "stagnates":
-        how = _SUMS.get(name, "cast to float32 before")
+        how = _SUMS.get(error.primitive, "cast to float32 before")
         lost = "where small terms are lost beside a large sum"
-        return f"Sum in float32 at {source}, {lost}: {how}."
-    if name:
-        return f"Compute {name} at {source} in float32{_CORRECTIONS[error.cause]}"
-    return (
-        "Compute more in float32: rounding adds up over many lines, of which no one is at fault."
-    )
+        return f"Sum in float32 at {error.source}, {lost}: {how}."
+    if error.primitive:
+        where = f"{error.primitive} at {error.source}"
+        return f"Compute {where} in float32{_CORRECTIONS[error.cause]}"
+    many = "rounding adds up over many lines, of which no one is at fault."
+    return f"Compute more in float32: {many}"
 
 
-def _about_products(page: Diagnosis) -> list[Finding]:
+def _about_products(page: Diagnosis) -> Findings:
     """Where operands in 16 bits were widened, and most is computed in float32."""
     products = page.dtypes.products
     wide = [p for p in products if p.dtype.itemsize > 2]
@@ -92,7 +85,7 @@ def _about_products(page: Diagnosis) -> list[Finding]:
     share = sum(share for dtype, share in page.dtypes.shares.items() if dtype.itemsize > 2)
     count, total = (sum(p.count for p in of) for of in (wide, products))
     if not widened or share <= 0.5 or count <= total / 2:
-        return []
+        return
     dtype = next(dtype for p in widened for dtype in p.before if dtype in HALVES)
     verdict = (
         f"Hardly anything is computed in {dtype}: {count} of {total} matrix products are in "
@@ -104,13 +97,12 @@ def _about_products(page: Diagnosis) -> list[Finding]:
         f"Wrap the loss function: autocast(loss_fn{in_dtype}) computes every matrix product in "
         f"{dtype}. Or cast both operands to {dtype} at {lines}."
     )
-    return [(verdict, [advice])]
+    yield verdict, [advice]
 
 
-def _about_scale(page: Diagnosis, fits: InitialScale, program: Program) -> list[Finding]:
+def _about_scale(page: Diagnosis, fits: InitialScale, program: Program) -> Findings:
     """What the loss scale has to be, if there has to be one."""
-    underflow, overflow = page.underflow, page.overflow
-    exponent = round(math.log2(fits.scale))
+    underflow, exponent = page.underflow, round(math.log2(fits.scale))
     is_finite = lambda e: program.at(e).is_finite
     least = 0
     if exponent > 0 and not is_finite(0):
@@ -118,27 +110,24 @@ def _about_scale(page: Diagnosis, fits: InitialScale, program: Program) -> list[
     bounds = f", min_scale=2.0**{least or exponent}" if least or exponent < 0 else ""
     ours = f"with_loss_scale(optimizer, DynamicLossScale(initial_scale=2.0**{exponent}{bounds}))"
     wrap = f"Wrap the optimizer: {ours}."
-    needs = "float16 needs a loss scale:"
+    mend = mended(page.overflow, program) if page.overflow else []
     worst = max(underflow, key=lambda name: underflow[name].left, default="")
-    if overflow is not None and worst and underflow[worst].left > _STILL_LOST:
+    if worst and underflow[worst].left > _STILL_LOST:
         verdict = (
-            f"No one loss scale fits: at {scale_name(fits.scale)} "
-            f"{underflow[worst].left:.1%} of {_gradients(worst)} are still lost to underflow, and "
-            f"from {scale_name(2 * fits.largest)} on others overflow."
+            f"No one loss scale fits: at {scale_name(fits.scale)} {underflow[worst].left:.1%} of "
+            f"{_gradients(worst)} are still lost to underflow, and from "
+            f"{scale_name(2 * fits.largest)} on others overflow."
         )
-        return [
-            (verdict, [*mended(overflow, program), f"Until then, wrap the optimizer: {ours}."])
-        ]
-    if overflow is not None and fits.largest < 1:
+        yield verdict, [*mend, f"Until then, wrap the optimizer: {ours}."]
+    elif fits.largest < 1:
         verdict = "Gradients overflow without a loss scale: float16 needs one below 1."
-        return [(verdict, [wrap, *mended(overflow, program)])]
-    if least:
-        return [(f"{needs} below 2**{least} gradients are not finite.", [wrap])]
-    if underflow:
+        yield verdict, [wrap, *mend]
+    elif least:
+        yield f"float16 needs a loss scale: below 2**{least} gradients are not finite.", [wrap]
+    elif underflow:
         name = next(iter(underflow))  # of all parameters, or else the worst
         lost = f"{underflow[name].lost:.1%} of {_gradients(name)}"
-        return [(f"{needs} without one, {lost} are lost to underflow.", [wrap])]
-    return []
+        yield f"float16 needs a loss scale: without one, {lost} are lost to underflow.", [wrap]
 
 
 def _gradients(group: str) -> str:
@@ -147,22 +136,21 @@ def _gradients(group: str) -> str:
     return f"those {group}" if group.startswith("arriving") else f"those of {group}"
 
 
-def _about_loss(page: Diagnosis) -> list[Finding]:
-    if page.loss_dtype != _FLOAT16:
-        return []
-    verdict = "float16 is fine but for the loss, which is float16: no scale above 2**15 fits it."
-    advice = (
-        "Compute the loss in float32: cast what it is the mean of first, as in "
-        "jnp.mean(losses.astype(jnp.float32)). Its own gradient is the loss scale."
-    )
-    return [(verdict, [advice])]
+def _about_loss(page: Diagnosis) -> Findings:
+    if page.loss_dtype == _FLOAT16:
+        verdict = (
+            "float16 is fine but for the loss, which is float16: no scale above 2**15 fits it."
+        )
+        advice = (
+            "Compute the loss in float32: cast what it is the mean of first, as in "
+            "jnp.mean(losses.astype(jnp.float32)). Its own gradient is the loss scale."
+        )
+        yield f"{verdict}: no scale above 2**15 fits it.", [advice]
 
 
-def _about_moments(page: Diagnosis) -> list[Finding]:
-    moments, found = page.moments, []
-    if moments is None:
-        return []
-    if moments.below_eps > _DROWNED:
+def _about_moments(page: Diagnosis) -> Findings:
+    moments = page.moments
+    if moments and moments.below_eps > _DROWNED:
         verdict = (
             f"float16 is fine, and the optimizer is not: {moments.below_eps:.1%} of the gradients "
             f"are below Adam's eps of {moments.eps:g}, and move their parameters too little."
@@ -171,17 +159,14 @@ def _about_moments(page: Diagnosis) -> list[Finding]:
             "Give Adam a smaller eps, 1e-15 say, or larger gradients: a clip by a norm far below "
             "that of the gradients makes them small, and so does a loss that is divided by much."
         )
-        found.append((verdict, [advice]))
-    if moments.vanished > _DROWNED:
+        yield verdict, [advice]
+    if moments and moments.vanished > _DROWNED:
         verdict = (
             f"float16 is fine for the gradients, and {' and '.join(map(str, moments.dtypes))} is "
             f"not for Adam's second moments: {moments.vanished:.1%} of the squares are zero in it."
         )
-        advice = (
-            "Keep the second moments in float32: initialize the optimizer with float32 parameters."
-        )
-        found.append((verdict, [advice]))
-    return found
+        advice = "initialize the optimizer with float32 parameters."
+        yield verdict, [f"Keep the second moments in float32: {advice}"]
 
 
 _AWAY_FROM_0 = (
@@ -207,17 +192,18 @@ def mended(overflow: Explanation, program: Program, at_fault: Maker | None = Non
     tapped = [name for name, _ in recorded_places(program.at(0).taps)]
     name = overflow.suspects[0].name if overflow.suspects else "the loss"
     kind = at_fault.kind if at_fault else ""
-    mask = [REMEDIES["mask"]] if kind == "mask" else []
-    smaller = ", or with smaller numbers."
+    how, more = ", or with smaller numbers.", [REMEDIES["mask"]] if kind == "mask" else []
     if name in tapped:
-        return [f"Compute {name} in float32{smaller}", *mask]
-    if at_fault is not None:
-        vanishing = (
-            ": it is 0 there in 16 bits and not in float32, as small numbers vanish, and "
-            "differences of large ones."
-        )
-        how = vanishing if kind in ("root", "logarithm", "divisor", "power") else smaller
-        return [f"Compute what is at {at_fault.source} in float32{how}", *mask]
-    what = "the loss" if name == "the loss" else f"the layer of {name}"
-    tap = [] if tapped else ["To see which layer it is, tap their ends, and give probes."]
-    return [f"Compute {what} in float32{smaller}", *tap]
+        what = name
+    elif at_fault:
+        what = f"what is at {at_fault.source}"
+        if kind in ("root", "logarithm", "divisor", "power"):
+            how = (
+                ": it is 0 there in 16 bits and not in float32, as small numbers vanish, and "
+                "differences of large ones."
+            )
+    else:
+        what = "the loss" if name == "the loss" else f"the layer of {name}"
+        if not tapped:
+            more = ["To see which layer it is, tap their ends, and give probes."]
+    return [f"Compute {what} in float32{how}", *more]

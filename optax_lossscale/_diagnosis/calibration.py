@@ -56,24 +56,22 @@ def find_initial_scale(
     """Searches for the largest power of two at which no gradient overflows.
 
     From a start too large, the first steps are skipped; from one too small, gradients
-    underflow for thousands of steps until it has grown. This takes ten or so passes over the
-    gradients, by one compiled program; call it before training, on the host, with a `loss_fn`
-    that names no axis of `pmap` or `shard_map`.
+    underflow for thousands of steps. This takes ten or so passes over the gradients, by one
+    compiled program; call it before training, on the host, with a `loss_fn` that names no axis
+    of `pmap` or `shard_map`.
 
     Args:
       loss_fn: called as `loss_fn(params, *args, **kwargs)`, as by `value_and_scaled_grad`.
       params: the initial parameters.
       *args: the first batch. Arrays; bind what else there is with `functools.partial`.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      margin: how many bits to stay below the largest, at least 1: gradients grow. Fewer, if
-        they are not finite that far below.
-      others: the `args` of further batches, of the same shapes, at none of which gradients
-        overflow either. All share one compilation.
+      margin: how many bits to stay below the largest, at least 1: gradients grow. Fewer, if they
+        are not finite that far below.
+      others: the `args` of further batches of the same shapes, all of which are to be finite.
       **kwargs: further keyword arguments of `loss_fn`, arrays.
 
     Returns:
-      An `InitialScale`, with the `scale` to give a loss scale as its `initial_scale`; one
-      below 1 needs a `min_scale` as low.
+      An `InitialScale`, with the `scale` to give as `initial_scale`; below 1, as `min_scale` too.
 
     Raises:
       ValueError: if the loss is not finite, or gradients are not at any scale, or `margin`
@@ -114,13 +112,12 @@ def find_initial_scale(
             )
         return all(bool(finite) for _, finite in of_all)
 
-    found = search(is_finite, margin)
-    if found is None:
-        raise ValueError(
-            f"gradients are not finite at any loss scale from 2**{LOWEST} to 2**{HIGHEST}: look "
-            "for NaN or inf in the loss and the model; explain(nonfinite_leaves(grads)) says where"
-        )
-    return found
+    if found := search(is_finite, margin):
+        return found
+    raise ValueError(
+        f"gradients are not finite at any loss scale from 2**{LOWEST} to 2**{HIGHEST}: look "
+        "for NaN or inf in the loss and the model; explain(nonfinite_leaves(grads)) says where"
+    )
 
 
 def search(

@@ -40,13 +40,12 @@ def diagnose(
     """Whether float16 is fine for a model as it is, and if not what to do.
 
     Says in which dtype the model computes; how far its gradients are from those of the same
-    function in float32, to which it is rewritten, and what takes them there: sums that stagnate,
-    functions that saturate, numbers that vanish; which loss scale fits, where gradients overflow
-    first and how many are lost to underflow; and of what is not finite in float32 either, what
-    makes it. It compiles two programs and runs them some twenty times, and a third where
-    something is wrong, on the host: call it before training, with a `loss_fn` that names no axis
-    of `pmap` or `shard_map`. It says what these parameters and this batch do; later ones may do
-    otherwise.
+    function in float32, to which it is rewritten, and what takes them there; which loss scale
+    fits, where gradients overflow first and how many are lost to underflow; and of what is not
+    finite in float32 either, what makes it. It compiles two programs and runs them some twenty
+    times, and a third where something is wrong, on the host: call it before training, with a
+    `loss_fn` that names no axis of `pmap` or `shard_map`. It says what these parameters and this
+    batch do; later ones may do otherwise.
 
     Args:
       loss_fn: called as `loss_fn(params, *args, **kwargs)`, as by `value_and_scaled_grad`; with
@@ -54,8 +53,7 @@ def diagnose(
       params: the parameters.
       *args: a batch. Arrays; bind what else there is with `functools.partial`.
       probes: a tree of probes, each from `probe()`, in the order of the model, which `loss_fn`
-        gives to its taps; or None. With them the page names places in the model, without
-        them parameters and lines.
+        gives to its taps, so that the page names places in the model; or None.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       opt_state: the optimizer's state, whose second moments are looked at if it is Adam's or of
         its kind: after some steps as they are, and before the first as these gradients make them.
@@ -63,7 +61,7 @@ def diagnose(
 
     Returns:
       A `Diagnosis`: print it, or read its `verdict`, `advice`, `dtypes`, `errors`, `off`,
-      `initial_scale`, `overflow`, `underflow` and `moments`.
+      `initial_scale`, `overflow`, `underflow`, `moments` and `not_compared`.
 
     Raises:
       TypeError: if the loss is not a real floating-point scalar, or an argument is not what is
@@ -95,7 +93,7 @@ def diagnose(
     refuse_other_leaves("what loss_fn takes", (args, kwargs))
     validation.at_hand("diagnose", (params, args, kwargs, probes, opt_state))
     refuse_unordered(probes)
-    program = Program(loss_fn, params, probes, args, kwargs, has_aux)
+    program = Program(loss_fn, has_aux, params, probes, args, kwargs)
     truth = program.truth()
     page = Diagnosis(
         verdict="",
@@ -109,15 +107,14 @@ def diagnose(
         overflow=None,
         underflow={},
         moments=moments_of(opt_state, truth.grads),
+        not_compared=tuple(dict.fromkeys((e.name, e.source) for e in program.not_widened)),
     )
     if not (np.isfinite(truth.loss) and truth.is_finite):
         return _in_no_dtype(page, program, {"params": params, "args": args, "kwargs": kwargs})
-    if not np.isfinite(program.at(0).loss):
-        verdict = (
-            f"The loss is {program.at(0).loss} at any loss scale, as that multiplies gradients "
-            f"alone; in float32 it is {truth.loss:.4g}."
-        )
-        return _at_no_scale(page, program, verdict)
+    loss = program.at(0).loss
+    if not np.isfinite(loss):
+        verdict = f"The loss is {loss} at any loss scale, as that multiplies gradients alone; "
+        return _at_no_scale(page, program, f"{verdict}in float32 it is {truth.loss:.4g}.")
     fits = search(lambda exponent: program.at(exponent).is_finite, near=_guess(truth))
     if fits is None:
         verdict = (
@@ -137,9 +134,8 @@ def _in_no_dtype(page: Diagnosis, program: Program, inputs: dict[str, Any]) -> D
         advice = [f"Look for where the NaNs of {some(given)} come from."]
         return page._replace(verdict=f"{verdict}: there are NaNs in {given[0]}.", advice=advice)
     at_fault = maker(Inspection(program), 0, WIDE)
-    if at_fault is None:
-        return page._replace(verdict=f"{verdict}.", advice=[REMEDIES[""]])
-    return page._replace(verdict=f"{verdict}: {at_fault}.", advice=[REMEDIES[at_fault.kind]])
+    because, kind = (f": {at_fault}", at_fault.kind) if at_fault else ("", "")
+    return page._replace(verdict=f"{verdict}{because}.", advice=[REMEDIES[kind]])
 
 
 def _at_no_scale(page: Diagnosis, program: Program, verdict: str) -> Diagnosis:
@@ -162,7 +158,7 @@ def _at_a_scale(
         exponent = max(0, _guess(truth) - MARGIN) if _FLOAT16 in page.computes_in else 0
     certain = known(program, truth)
     off = {n: o for n, o in off_by(program.at(exponent), exponent, truth).items() if n in certain}
-    errors = find_errors(program, Inspection(program), exponent, truth, off)
+    errors = find_errors(program, exponent, truth, off)
     page = page._replace(off=off, errors=errors)
     if fits.largest < 2.0**HIGHEST:
         page = page._replace(
@@ -174,11 +170,9 @@ def _at_a_scale(
 
 def _explained(program: Program, exponent: int) -> Explanation:
     """Of the gradients at a scale: counted on the host, where there is nothing to compile."""
-    evidence = program.at(exponent)
-    leaves = {}
-    for name, g in evidence.grads.items():
-        counts: Any = g.size, 0, 0, np.isinf(g).sum(), np.isnan(g).sum(), 0
-        leaves[name] = Summary(*counts)
+    evidence, none = program.at(exponent), np.zeros(())
+    counts: Any = lambda g: (g.size, none, none, np.isinf(g).sum(), np.isnan(g).sum(), none)
+    leaves = {name: Summary(*counts(g)) for name, g in evidence.grads.items()}
     return explain(leaves, taps=evidence.taps, loss=evidence.loss)
 
 

@@ -40,10 +40,9 @@ class Explanation(NamedTuple):
     summary: str
 
     def __str__(self) -> str:
-        shown = [f"{i}. {s.name}: {s.finding}" for i, s in enumerate(self.suspects[:_SHOWN], 1)]
-        more = len(self.suspects) - _SHOWN
-        lines = [self.summary, *shown, *([f"and {more} more."] if more > 0 else [])]
-        return "\n".join(map(wrapped, lines))
+        lines = [f"{i}. {s.name}: {s.finding}" for i, s in enumerate(self.suspects, 1)]
+        more = [f"and {len(lines) - _SHOWN} more."] if len(lines) > _SHOWN else []
+        return "\n".join(map(wrapped, [self.summary, *lines[:_SHOWN], *more]))
 
 
 def nonfinite_leaves(tree: Any) -> dict[str, Summary]:
@@ -52,12 +51,10 @@ def nonfinite_leaves(tree: Any) -> dict[str, Summary]:
     Works under `jit`: return it from the step, beside the loss. One pass over the tree.
 
     Args:
-      tree: the gradients, or any pytree; leaves that are no floating-point or complex
-        numbers are left out.
+      tree: the gradients, or any pytree, of which integers and the like are left out.
 
     Returns:
-      A flat dict from a leaf's path, such as `decoder/layer_3/kernel`, to its `Summary`,
-      which counts `nans`, `infinities` of either sign, and more.
+      A flat dict from a leaf's path, such as `decoder/layer_3/kernel`, to its `Summary`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -76,21 +73,20 @@ def explain(
 ) -> Explanation:
     """A short report of where numbers stopped being finite first. Waits for the device.
 
-    What is not finite spreads: forwards to the loss, from there to every gradient. So the
-    place at fault is the first tapped one whose value is not finite; or if there is none, the
-    loss; or if that is finite, the place after the last one whose gradient is not finite. -inf in
-    some numbers may be a mask's and is no fault, nor is an infinity where the loss is finite.
-
-    Branches that run in parallel give one gradient to the value that they share. Among them it is
-    the one whose own parameters, those under its path, have gradients that are not finite. Without
-    taps there are only the parameters' gradients, infinities before NaNs, and few before many.
+    What is not finite spreads: forwards to the loss, from there to every gradient. So the place
+    at fault is the first tapped one whose value is not finite; or else the loss; or if that is
+    finite, the place after the last one whose gradient is not finite. -inf in some numbers may be
+    a mask's and is no fault, nor is an infinity where the loss is finite. Of branches in parallel,
+    which give one gradient to the value that they share, it is the one whose own parameters, those
+    under its path, have gradients that are not finite. Without taps there are only the
+    parameters' gradients, infinities before NaNs, and few before many.
 
     Args:
       leaves: what `nonfinite_leaves` returned for the gradients.
       taps: what `tap` recorded at the ends of the model's layers, a tree of `Probe`s in the
         model's order: a list, a stack, an `OrderedDict`, or a dict whose names differ in numbers
-        alone, such as `layer_2` and `layer_10`. Stacks of one length in one container are turns
-        of one loop, with what lies beside them there; two containers are two loops.
+        alone. Stacks of one length in one container are turns of one loop, with what lies beside
+        them there; two containers are two loops.
       loss: the loss, not scaled.
 
     Returns:
@@ -120,9 +116,8 @@ def explain(
     recorded = recorded_places(taps)
     refuse_unordered(taps)
     bad = _ranked(leaves)
-    summary = "All gradients are finite."
-    if bad:
-        summary = f"{len(bad)} of {len(leaves)} gradients are not finite."
+    count = f"{len(bad)} of {len(leaves)} gradients are not finite."
+    summary = count if bad else "All gradients are finite."
     if not recorded and jax.tree.leaves(taps):
         summary += " No tap recorded anything: differentiate with respect to the probes as well."
     if leaves and not bad and (loss is None or np.isfinite(loss).all()):
@@ -195,11 +190,7 @@ def _last_gradient(recorded: list[Place], leaves: dict[str, Summary]) -> Suspect
 
 
 def _with_own(after: list[Place], leaves: dict[str, Summary]) -> tuple[int, str]:
-    """The first place with a gradient of its own that is not finite, and that; else the first.
-
-    A value that several places use has one gradient of them all. So those are passed over whose
-    own are finite; but none of which nothing is known.
-    """
+    """The first place with a gradient of its own that is not finite, and that; else the first."""
     for i, (name, _) in enumerate(after):
         own = {n: leaf for n, leaf in leaves.items() if f"{n}/".startswith(f"{name}/")}
         if bad := _ranked(own):
@@ -210,16 +201,10 @@ def _with_own(after: list[Place], leaves: dict[str, Summary]) -> tuple[int, str]
 
 
 def _ranked(leaves: dict[str, Summary]) -> list[str]:
-    """The leaves that are not finite, those nearest to where it began first.
-
-    Infinities come before the NaNs that they turn into, and few before many.
-    """
-
-    def remoteness(name):
-        leaf = leaves[name]
-        return leaf.nans / leaf.nonfinite, leaf.nonfinite / leaf.size, natural(name)
-
-    return sorted((name for name, leaf in leaves.items() if leaf.nonfinite), key=remoteness)
+    """The leaves that are not finite: infinities before what they turn into, few before many."""
+    bad = {name: leaf for name, leaf in leaves.items() if leaf.nonfinite}
+    shares = lambda leaf: (leaf.nans / leaf.nonfinite, leaf.nonfinite / leaf.size)
+    return sorted(bad, key=lambda name: (*shares(bad[name]), natural(name)))
 
 
 def _count(summary: Summary) -> str:

@@ -3,7 +3,6 @@
 import bisect
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -38,20 +37,9 @@ class Underflow(NamedTuple):
 def find_underflow(
     program: Program, truth: Evidence, known: set[str], fits: InitialScale
 ) -> dict[str, Underflow]:
-    """What each group loses, against the scale at which it loses least; the worst first.
-
-    Args:
-      program: the loss function's.
-      truth: the gradients in float32.
-      known: the parameters of which float32 knows the gradient.
-      fits: the scale that fits, and the largest at which gradients are finite.
-    """
+    """What each group loses, against the scale at which it loses least; the worst first."""
     in_16_bits = {name for name in known if _is_of_float16(program.at(0).grads[name])}
-
-    @functools.cache
-    def shares(exponent: int) -> dict[str, float]:
-        return _shares(program.at(exponent), truth, known, in_16_bits)
-
+    shares = functools.cache(lambda e: _shares(program.at(e), truth, known, in_16_bits))
     fitting, largest = (round(math.log2(scale)) for scale in (fits.scale, fits.largest))
     sweep = {0, fitting, *range(largest, max(largest, _HIGH_ENOUGH) + 1, _STRIDE)}
     found = {}
@@ -61,14 +49,10 @@ def find_underflow(
         least = of_all[best]
         lost, left = (of_all.get(e, least) - least for e in (0, fitting))
         if max(lost, left) > _NOTABLE:
-            found[name] = Underflow(lost, left, _bits(shares, name, least + _NOTABLE, best))
+            is_kept = lambda e, name=name, most=least + _NOTABLE: shares(e).get(name, 1.0) <= most
+            bits = bisect.bisect_left(range(best), True, key=is_kept)
+            found[name] = Underflow(lost, left, bits)
     return dict(sorted(found.items(), key=lambda item: (item[0] != "all", -item[1].lost)))
-
-
-def _bits(shares: Callable[[int], dict[str, float]], name: str, most: float, best: int) -> int:
-    """The least exponent at which no more than `most` is lost."""
-    is_kept = lambda exponent: shares(exponent).get(name, 1.0) <= most
-    return bisect.bisect_left(range(best), True, key=is_kept)
 
 
 def _shares(
@@ -76,10 +60,8 @@ def _shares(
 ) -> dict[str, float]:
     """The share of each group that underflows; but for groups that overflow."""
     counts: dict[str, list[tuple[Any, Any]]] = {}
-    for name, gradient in evidence.grads.items():
-        if name not in known:
-            continue
-        size, true = np.abs(gradient), np.abs(truth.grads[name])
+    for name in filter(known.__contains__, evidence.grads):
+        size, true = np.abs(evidence.grads[name]), np.abs(truth.grads[name])
         gone = (size < _TINY) if name in in_16_bits else (size == 0)
         lost = np.count_nonzero(gone & (true > true.max(initial=0) * _REACH))
         count = lost if np.isfinite(size).all() else np.nan, size.size

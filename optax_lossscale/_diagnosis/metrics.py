@@ -14,24 +14,21 @@ from optax_lossscale._step.state import wrapper_states
 def metrics(state: Any) -> dict[str, jax.Array]:
     """The state of loss scaling, as a flat dict of scalars for any logger.
 
-    Nothing waits for the device: call it in the compiled step, or after it and let the
-    logger do the waiting.
+    Nothing waits for the device: call it in the compiled step, or after it.
 
     Args:
       state: an optimizer state with one `LossScaleState` in it, a train state or an
         `nnx.Optimizer` that holds it; or a `LossScale`, for its own entries alone.
 
     Returns:
-      Scalars, shape (), by name. `loss_scale` and `log2_loss_scale`, float32;
-      `exhausted`, whether the last step overflowed and nothing was left to lower, bool;
-      `should_apply`, whether the last step was applied, bool; `skipped_steps` and
-      `consecutive_skipped_steps`, int32; and what else the loss scale keeps as its public
-      state, under the names it has there, unless they are these: of a `DynamicLossScale`
-      the `growth_counter`, which is the steps since it grew or backed off, and
-      `hysteresis_left`. With a rule of skipping also the `gradient_norm`, the global norm
-      of the unscaled gradients of the last step, infinite where that was not finite, float32;
-      `skipped_by_rule`, the finite steps among the skipped ones, int32; and what else is the
-      rule's public state.
+      Scalars, shape (), by name. `loss_scale` and `log2_loss_scale`, float32; `exhausted`, whether
+      the last step overflowed and nothing was left to lower, bool; `should_apply`, whether the
+      last step was applied, bool; `skipped_steps` and `consecutive_skipped_steps`, int32; and what
+      else the loss scale keeps as its public state: of a `DynamicLossScale` the `growth_counter`,
+      the steps since it grew or backed off, and `hysteresis_left`. With a rule of skipping also
+      the `gradient_norm`, the global norm of the unscaled gradients of the last step, infinite
+      where that was not finite, float32; `skipped_by_rule`, the finite steps among the skipped
+      ones, int32; and what else is the rule's public state.
 
     Raises:
       ValueError: if the state holds no loss scale, or several.
@@ -53,10 +50,9 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       growth_counter 0
       hysteresis_left 1
     """
-    loss_scale = get_loss_scale(state)
-    names = ("loss_scale", "log2_loss_scale", "exhausted")
-    scalars = dict(zip(names, _of_loss_scale(loss_scale), strict=True))
-    wrappers = wrapper_states(state)
+    loss_scale, wrappers = get_loss_scale(state), wrapper_states(state)
+    scale, log2, exhausted = _of_loss_scale(loss_scale)
+    scalars = {"loss_scale": scale, "log2_loss_scale": log2, "exhausted": exhausted}
     for wrapper in wrappers:
         names = ("should_apply", "skipped_steps", "consecutive_skipped_steps")
         scalars |= {name: getattr(wrapper, name) for name in names}

@@ -32,33 +32,20 @@ class Moments(NamedTuple):
 
 
 def moments_of(opt_state: Any, grads: dict[str, np.ndarray]) -> Moments | None:
-    """Those of an optimizer state, or of the first step, with these gradients, if it has none yet.
-
-    Args:
-      opt_state: any optimizer state; None if it has no second moments.
-      grads: the true gradients.
-    """
+    """Those of an optimizer state, or what true gradients will make of them in the first step."""
     states = _parts(opt_state, lambda x: all(hasattr(x, name) for name in ("mu", "nu", "count")))
     if not states:
         return None
     injected = _parts(opt_state, lambda x: isinstance(getattr(x, "hyperparams", None), Mapping))
     hyperparams = injected[0].hyperparams if injected else {}
     eps, b2 = (float(hyperparams.get(name, usual)) for name, usual in (("eps", _EPS), ("b2", _B2)))
-    leaves = [
-        (mu, nu, int(state.count))
-        for state in states
-        for mu, nu in zip(*map(jax.tree.leaves, (state.mu, state.nu)), strict=True)
-    ]
-    dtypes = tuple(dict.fromkeys(jnp.dtype(dtype_of(nu)) for _, nu, _ in leaves))
-    if after := [leaf for leaf in leaves if leaf[-1]]:
-        moves = _flat(np.asarray(mu) != 0 for mu, *_ in after) != 0
-        held = _flat(nu for _, nu, _ in after)
-        root = np.sqrt(
-            _flat(
-                np.maximum(np.asarray(nu).astype(np.float64), 0) / (1 - b2**count)
-                for _, nu, count in after
-            )
-        )
+    moments = [x for state in states for x in jax.tree.leaves(state.nu)]
+    dtypes = tuple(dict.fromkeys(jnp.dtype(dtype_of(x)) for x in moments))
+    if after := [state for state in states if int(state.count)]:
+        moves = _flat(np.asarray(x) != 0 for s in after for x in jax.tree.leaves(s.mu)) != 0
+        held = _flat(state.nu for state in after)
+        unbiased = (_flat([state.nu]) / (1 - b2 ** int(state.count)) for state in after)
+        root = np.sqrt(np.maximum(np.concatenate(list(unbiased)), 0))
     else:
         root = _flat(map(np.abs, grads.values()))
         moves, held = root != 0, (1 - b2) * root**2
@@ -71,5 +58,7 @@ def _parts(tree: Any, is_one: Callable[[Any], bool]) -> list[Any]:
     return [x for x in jax.tree.leaves(tree, is_leaf=is_one) if is_one(x)]
 
 
-def _flat(arrays: Iterable[Any]) -> np.ndarray:
-    return np.concatenate([np.zeros(0), *(np.ravel(x).astype(np.float64) for x in arrays)])
+def _flat(trees: Iterable[Any]) -> np.ndarray:
+    """All numbers of trees in a row, in float64."""
+    leaves = jax.tree.leaves(list(trees))
+    return np.concatenate([np.zeros(0), *(np.ravel(x).astype(np.float64) for x in leaves)])

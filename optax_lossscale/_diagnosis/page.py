@@ -13,7 +13,6 @@ from optax_lossscale._diagnosis.explain import Explanation
 from optax_lossscale._diagnosis.lost import Underflow
 from optax_lossscale._diagnosis.moments import Moments
 from optax_lossscale._diagnosis.text import some, table, wrapped
-from optax_lossscale._programs.values import HALVES
 
 _SHOWN = 8
 _BECAUSE = {
@@ -36,14 +35,16 @@ class Diagnosis(NamedTuple):
       loss_dtype: the dtype of the loss.
       errors: of the parameters whose gradients are wrong at the scale that fits, how far they are
         from those in float32 and why, the worst first.
-      off: how far each gradient is from float32's there, whatever the reason, relative to it; but
-        for those that float32 does not know either, as that of a bias before a normalization.
+      off: how far each gradient is from float32's there, relative to it; but for those that
+        float32 does not know either, as that of a bias before a normalization.
       initial_scale: the scale that fits; None if none does.
       overflow: what `explain` says of the least scale at which gradients overflow; None if they
         do at none. Without a scale that fits, of a scale of 1.
       underflow: what is lost at a scale of 1, under the path of the parameters or of the tapped
         places, numbers aside; the worst first, and what loses next to nothing left out.
       moments: how Adam's second moments stand, if its state was given; else None.
+      not_compared: the operations that are computed in 16 bits in either case, as kernels are,
+        each with its line; their errors are not in `off`.
     """
 
     verdict: str
@@ -57,6 +58,7 @@ class Diagnosis(NamedTuple):
     overflow: Explanation | None
     underflow: dict[str, Underflow]
     moments: Moments | None
+    not_compared: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
         scale = "" if self.initial_scale is None else scale_name(self.initial_scale.scale)
@@ -64,84 +66,57 @@ class Diagnosis(NamedTuple):
         if self.off and not self.errors:
             at = f", at a scale of {scale}" if self.overflow is not None else ""
             lines.append(f"Gradients: within {max(self.off.values()):.1%} of float32's{at}.")
-        lines += [
-            f"Not compared: what {one.primitive} computes in 16 bits at {one.source}."
-            for one in self.dtypes.opaque
-            if HALVES.intersection((*one.operands, one.result))
-        ]
+        for operation, source in self.not_compared:
+            lines.append(f"Not compared: what {operation} computes in 16 bits at {source}.")
         if self.initial_scale is not None and self.overflow is not None:
             lines.append(f"Loss scale: {self.initial_scale}.")
         if self.overflow is not None and self.overflow.suspects:
             name, finding = self.overflow.suspects[0]
-            where = "at any scale"
-            if self.initial_scale is not None:
-                where = f"from {scale_name(2 * self.initial_scale.largest)} on"
+            scales = self.initial_scale
+            where = f"from {scale_name(2 * scales.largest)} on" if scales else "at any scale"
             lines.append(f"Overflow: {where}, first at {name}: {finding}.")
         if self.moments is not None:
-            lines.append(_of_moments(self.moments))
-        wrong = [
-            (name, f"{error.off:.1%}", _because(error))
-            for name, error in _by_group(self.errors).items()
-        ]
+            eps, below_eps, vanished, dtypes = self.moments
+            lines.append(
+                f"Adam: {below_eps:.1%} of the gradients are below its eps of {eps:g}; "
+                f"{vanished:.1%} of their squares are zero in {' and '.join(map(str, dtypes))}."
+            )
+        groups: dict[str, list[str]] = {}
+        for name in self.errors:
+            groups.setdefault(without_numbers(name), []).append(name)
+        wrong = []
+        for group, (worst, *others) in groups.items():
+            off, cause, operation, source = self.errors[worst]
+            because = f"{_BECAUSE[cause].format(operation)}, {source}" if operation else "rounding"
+            wrong.append((group if others else worst, f"{off:.1%}", because))
         lost = [
             (name, f"{lost:.1%}", f"{left:.1%}", str(bits))
             for name, (lost, left, bits) in self.underflow.items()
         ]
-        return "\n".join(
-            [
-                *map(wrapped, lines),
-                *_table(("Wrong:", "off by", "because"), wrong, text=(0, 2)),
-                *_table(("Underflow:", "lost at 1", f"at {scale}", "bits needed"), lost),
-                "What to do:",
-                *(wrapped(f"- {what}") for what in self.advice),
-            ]
-        )
+        lines = list(map(wrapped, lines))
+        lines += _table(("Wrong:", "off by", "because"), wrong, text=(0, 2))
+        lines += _table(("Underflow:", "lost at 1", f"at {scale}", "bits needed"), lost)
+        lines += ["What to do:", *(wrapped(f"- {what}") for what in self.advice)]
+        return "\n".join(lines)
 
 
 def _computes(diagnosis: Diagnosis) -> str:
     """In which dtype, in one sentence."""
-    report = diagnosis.dtypes
-    loss = f"the loss is {diagnosis.loss_dtype}"
-    counts = {
-        dtype: sum(p.count for p in report.products if p.dtype == dtype) for dtype in report.shares
-    }
-    total = sum(counts.values())
-    if not counts:
-        others = " and ".join(map(str, diagnosis.computes_in)) or "float32 or wider"
-        return f"Computes in {others}, without matrix products; {loss}."
-    (most, share), *rest = report.shares.items()
-    if not rest:
+    report, loss = diagnosis.dtypes, f"the loss is {diagnosis.loss_dtype}"
+    if not report.products:
+        dtypes = " and ".join(map(str, diagnosis.computes_in)) or "float32 or wider"
+        return f"Computes in {dtypes}, without matrix products; {loss}."
+    (most, share), *others = report.shares.items()
+    total = sum(p.count for p in report.products)
+    if not others:
         return f"Computes in {most}: all of {total} matrix products; {loss}."
+    count = sum(p.count for p in report.products if p.dtype == most)
     lines = some(list(dict.fromkeys(p.source for p in report.products if p.dtype != most)))
-    others = ", ".join(str(dtype) for dtype, _ in rest)
+    dtypes = ", ".join(str(dtype) for dtype, _ in others)
     return (
-        f"Computes in {most}: {counts[most]} of {total} matrix products, {share:.1%} of the "
-        f"multiplications; the others in {others}, at {lines}; {loss}."
+        f"Computes in {most}: {count} of {total} matrix products, {share:.1%} of the "
+        f"multiplications; the others in {dtypes}, at {lines}; {loss}."
     )
-
-
-def _because(error: GradientError) -> str:
-    """A cause in words, with its line."""
-    if not error.primitive:
-        return "rounding"
-    return f"{_BECAUSE[error.cause].format(error.primitive)}, {error.source}"
-
-
-def _of_moments(moments: Moments) -> str:
-    dtypes = " and ".join(map(str, moments.dtypes))
-    return (
-        f"Adam: {moments.below_eps:.1%} of the gradients are below its eps of {moments.eps:g}; "
-        f"{moments.vanished:.1%} of their squares are zero in {dtypes}."
-    )
-
-
-def _by_group(errors: dict[str, GradientError]) -> dict[str, GradientError]:
-    """The worst of those whose names differ in numbers alone, under what they have in common."""
-    groups: dict[str, list[str]] = {}
-    for name in errors:
-        groups.setdefault(without_numbers(name), []).append(name)
-    named = lambda group, names: group if len(names) > 1 else names[0]
-    return {named(group, names): errors[names[0]] for group, names in groups.items()}
 
 
 def _table(

@@ -22,21 +22,22 @@ def recorded_places(taps: Any) -> list[Place]:
 
 
 def places(taps: Any) -> Iterator[Place]:
-    """Each place's name and record, in the order of the tree: those of a loop turn by turn.
-
-    Stacks of one length in one container are the turns of one loop, with all that lies beside
-    them there. Two containers are two loops.
-    """
+    """Each place's name and record, in the order of the tree: those of a loop turn by turn."""
     return _in_order([((), taps)], ())
 
 
 def _in_order(neighbors: list[tuple[tuple, Any]], turns: tuple) -> Iterator[Place]:
-    """The places of trees beside each other, in some turns of the loops around them."""
+    """The places of trees beside each other, in some turns of the loops around them.
+
+    Stacks of one length in one container are the turns of one loop, with all that lies beside
+    them there. Two containers are two loops.
+    """
     for length, run in itertools.groupby(neighbors, lambda entry: _length(entry[1])):
         trees = list(run)
         if length is not None and any(isinstance(tree, Probe) for _, tree in trees):
             for i in range(length):
-                slices = [(path, _slice(tree, i)) for path, tree in trees]
+                of_turn = lambda x, i=i: x[i] if np.ndim(x) else x
+                slices = [(path, jax.tree.map(of_turn, tree)) for path, tree in trees]
                 yield from _in_order(slices, (*turns, SequenceKey(i)))
             continue
         for path, tree in trees:
@@ -77,10 +78,6 @@ def _length(tree: Any) -> int | None:
     probes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Probe))
     lengths = {np.shape(p.value.size)[:1] if isinstance(p, Probe) else () for p in probes}
     return next(iter(lengths))[0] if len(lengths) == 1 and () not in lengths else None
-
-
-def _slice(tree: Any, i: int) -> Any:
-    return jax.tree.map(lambda x: x[i] if np.ndim(x) else x, tree)
 
 
 def _is_sorted(tree: Any) -> bool:

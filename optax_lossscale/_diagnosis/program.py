@@ -1,8 +1,7 @@
 """The gradients of a loss function as it was written, and as it would be in float32."""
 
-from collections.abc import Callable, Mapping
-from functools import cached_property, partial
-from types import MappingProxyType
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,8 @@ from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_ine
 from optax_lossscale._diagnosis.summary import inexact_leaves
 from optax_lossscale._diagnosis.widened import Compute, evaluate, held_dtype
 from optax_lossscale._programs.run import numbered
-from optax_lossscale._programs.values import HALVES, dtypes_in
+from optax_lossscale._programs.values import HALVES, dtype_in
+from optax_lossscale._programs.walk import Equation, equations
 from optax_lossscale._step.gradient import loss_of, scale_gradient
 
 # What runs some twenty times is compiled in a fifth of the time without optimizing its kernels.
@@ -28,17 +28,11 @@ _ROUNDING_ALL = {"xla_allow_excess_precision": False}
 
 
 class Evidence(NamedTuple):
-    """Of one run at one loss scale, on the host.
+    """Of one run at one loss scale, on the host."""
 
-    Attributes:
-      loss: the loss, not scaled, in its own dtype.
-      grads: the gradient of each floating-point or complex leaf under its path, scaled.
-      taps: what the probes recorded.
-    """
-
-    loss: np.ndarray
-    grads: dict[str, np.ndarray]
-    taps: Any
+    loss: np.ndarray  # not scaled, in its own dtype
+    grads: dict[str, np.ndarray]  # of each floating-point or complex leaf under its path, scaled
+    taps: Any  # what the probes recorded
 
     @property
     def is_finite(self) -> bool:
@@ -46,15 +40,7 @@ class Evidence(NamedTuple):
         return all(np.isfinite(g).all() for g in self.grads.values())
 
 
-def gradients(
-    loss_fn: Callable[..., Any],
-    has_aux: bool,
-    exponent: jax.Array,
-    params: Any,
-    probes: Any,
-    args: tuple,
-    kwargs: dict[str, Any],
-) -> Evidence:
+def gradients(loss_fn, has_aux, exponent, params, probes, args, kwargs) -> Evidence:
     """Those of a loss function, at a loss scale of a power of two."""
 
     def scaled_fn(params, probes):  # not value_and_scaled_grad, which refuses modules
@@ -69,24 +55,28 @@ def gradients(
 
 
 class Program:
-    """The gradients of a loss function at any loss scale: traced once, compiled when first run."""
+    """The gradients of a loss function at any loss scale, as written and in float32.
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        params: Any,
-        probes: Any,
-        args: tuple,
-        kwargs: dict[str, Any],
-        has_aux: bool,
-    ):
-        self._inputs = params, probes, args, kwargs
-        self._traced = jax.jit(partial(gradients, loss_fn, has_aux)).trace(
-            np.int32(0), *self._inputs
-        )
+    Attributes:
+      equations: those that hold no others, in the order of their numbers.
+      narrow: the 16-bit dtypes that it computes in.
+      not_widened: the equations that are in 16 bits where all others are in float32.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Any], has_aux: bool, *inputs: Any):
+        self._inputs = inputs  # params, probes, args, kwargs
+        traced = jax.jit(partial(gradients, loss_fn, has_aux)).trace(np.int32(0), *inputs)
+        self.jaxpr, self._result = traced.jaxpr, jax.tree.structure(traced.out_info)
+        self.loss_dtype = jnp.dtype(traced.out_info.loss.dtype)
+        places = {id(e.eqn): e for e in equations(self.jaxpr.jaxpr)}
+        self.equations: list[Equation] = [places[id(eqn)] for eqn in numbered(self.jaxpr)]
+        dtypes = dict.fromkeys(dtype_in(v) for e in self.equations for v in e.eqn.outvars)
+        self.narrow = tuple(dtype for dtype in dtypes if dtype in HALVES)
+        self._as_written = _compiled(traced.lower())
+        in_float32 = jax.jit(lambda *leaves: evaluate(self.jaxpr, leaves))
+        self._in_float32 = _compiled(in_float32.lower(*self._leaves(0)))
+        self.not_widened = [self.equations[n] for n in self._in_float32.out_info[1]]
         self._runs: dict[int, Evidence] = {}
-        self.jaxpr = self._traced.jaxpr
-        self.loss_dtype = jnp.dtype(self._traced.out_info.loss.dtype)
 
     def at(self, exponent: int) -> Evidence:
         """As written, at a loss scale of a power of two."""
@@ -96,13 +86,7 @@ class Program:
         return self._runs[exponent]
 
     def truth(self, exponent: int = 0, moved: float = 0.0, seed: int = 0) -> Evidence:
-        """The same in float32.
-
-        Args:
-          exponent: of the loss scale.
-          moved: by how much to change each parameter, relative to it, up or down at random.
-          seed: of the signs.
-        """
+        """The same in float32, each parameter moved by a part of it, up or down at random."""
         leaves = self._leaves(exponent)
         if moved:
             signs = np.random.default_rng(seed)
@@ -110,59 +94,35 @@ class Program:
             for i in np.flatnonzero(is_moved):
                 x = np.asarray(leaves[i])
                 leaves[i] = _like(leaves[i], x * (1 + moved * signs.choice([-1, 1], x.shape)))
-        return self._evidence(self._in_float32(*leaves))
+        return self._evidence(self._in_float32(*leaves)[0])
 
     def inspected(
         self, rule: Callable[[Any], Compute]
     ) -> Callable[[int, Any], tuple[Evidence, Any]]:
-        """The program with every equation computed by a rule.
+        """With an exponent and an array, of which a rule is made that computes each equation.
 
-        Args:
-          rule: makes the rule from what each run is given besides.
-
-        Returns:
-          A function of the loss scale's exponent and an array for the rule, which returns the
-          evidence, and what the rule noted of the equations under their numbers.
+        Gives the evidence, and what the rule noted. It is compiled when it first runs.
         """
+        of_leaves = lambda given, *leaves: evaluate(self.jaxpr, leaves, rule(given))
         compiled: list[Callable] = []
 
         def inspect(exponent, given):
             leaves = self._leaves(exponent)
             if not compiled:
-                of_leaves = lambda given, *leaves: evaluate(self.jaxpr, leaves, rule(given))
                 lowered = jax.jit(of_leaves).lower(given, *leaves)
-                compiled.append(_compiled(lowered, _ROUNDING_ALL))
+                compiled.append(_compiled(lowered, **_ROUNDING_ALL))
             outs, records = compiled[0](given, *leaves)
             return self._evidence(outs), jax.device_get(records)
 
         return inspect
 
-    @cached_property
-    def narrow(self) -> tuple[np.dtype, ...]:
-        """The 16-bit dtypes that it computes in."""
-        dtypes = [d for eqn in numbered(self.jaxpr) for d in dtypes_in(eqn.outvars)]
-        return tuple(dtype for dtype in dict.fromkeys(dtypes) if dtype in HALVES)
-
-    @cached_property
-    def _as_written(self) -> Callable[..., Evidence]:
-        return _compiled(self._traced.lower())
-
-    @cached_property
-    def _in_float32(self) -> Callable[..., list]:
-        of_leaves = lambda *leaves: evaluate(self.jaxpr, leaves)[0]
-        return _compiled(jax.jit(of_leaves).lower(*self._leaves(0)))
-
     def _leaves(self, exponent: int) -> list[Any]:
         """The arguments of the program, 16-bit floats as float32."""
-        leaves = jax.tree.leaves(self._inputs)
-        is_held = lambda x: dtype_of(x) != held_dtype(dtype_of(x))
-        return [
-            np.int32(exponent),
-            *(_like(x, np.asarray(x)) if is_held(x) else x for x in leaves),
-        ]
+        held = lambda x: _like(x, np.asarray(x)) if dtype_of(x) in HALVES else x
+        return [np.int32(exponent), *map(held, jax.tree.leaves(self._inputs))]
 
     def _evidence(self, outs: list[Any]) -> Evidence:
-        return jax.device_get(jax.tree.unflatten(jax.tree.structure(self._traced.out_info), outs))
+        return jax.device_get(jax.tree.unflatten(self._result, outs))
 
 
 def _like(x: Any, new: np.ndarray) -> Any:
@@ -172,7 +132,7 @@ def _like(x: Any, new: np.ndarray) -> Any:
     return jax.device_put(new, x.sharding) if is_placed else new
 
 
-def _compiled(lowered: Any, options: Mapping[str, Any] = MappingProxyType({})) -> Callable:
+def _compiled(lowered: Any, **options: Any) -> jax.stages.Compiled:
     """A program compiled quickly rather than optimized."""
     quickly = _QUICKLY if jax.default_backend() == "cpu" else {}
     try:

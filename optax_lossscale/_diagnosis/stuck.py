@@ -32,13 +32,12 @@ def raise_if_stuck(
 
     Args:
       state: an optimizer state with one `LossScaleState` in it, a train state or an
-        `nnx.Optimizer` that holds it; or a `LossScale`, of
-        which only `exhausted` is looked at.
+        `nnx.Optimizer` that holds it; or a `LossScale`, of which only `exhausted` is looked at.
       max_consecutive_skips: how many steps in a row may be skipped; and how many by a rule of
         skipping, in a row or not, before 20 steps are to be applied for each.
-      leaves: what `nonfinite_leaves` returned for the last gradients, for the error to
-        say what `explain` makes of them.
-      taps: likewise, what `tap` recorded; looked at only with `leaves`, as is the loss.
+      leaves: what `nonfinite_leaves` returned for the last gradients, for the error to say what
+        `explain` makes of them.
+      taps: likewise, what `tap` recorded; looked at only with `leaves`.
       loss: likewise, the loss.
 
     Raises:
@@ -82,11 +81,9 @@ def raise_if_stuck(
     by_rule = rule is not None and bool(jnp.isfinite(rule.gradient_norm))  # as it saw the last
     much = rule is not None and int(rule.skip_debt) > APPLIED_PER_SKIP * max_consecutive_skips
     if loss_scale.exhausted():
-        what = (
-            f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot be lowered."
-        )
+        what = f"overflowed at a loss scale of {loss_scale():g}, which cannot be lowered."
     elif skips > max_consecutive_skips and not by_rule:
-        what = f"gradients have overflowed at every step, the loss scale is {loss_scale():g}."
+        what = f"have overflowed at every step, the loss scale is {loss_scale():g}."
     elif rule is not None and (much or skips > max_consecutive_skips):
         raise LossScaleError(
             f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "
@@ -100,7 +97,7 @@ def raise_if_stuck(
     skipped = f" Steps skipped in a row: {skips}." if states else ""
     blame = "" if leaves is None else f"\n{explain(leaves, taps=taps, loss=loss)}"
     raise LossScaleError(
-        f"{what}{skipped} Look for NaN or inf in the loss and the model. If gradients are large "
-        "and not broken, allow a smaller scale (min_scale), or compute the layer that overflows "
-        f"in float32.{blame}"
+        f"gradients {what}{skipped} Look for NaN or inf in the loss and the model. If gradients "
+        "are large and not broken, allow a smaller scale (min_scale), or compute the layer that "
+        f"overflows in float32.{blame}"
     )

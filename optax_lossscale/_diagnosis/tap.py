@@ -29,14 +29,11 @@ class Probe(NamedTuple):
 
 
 def probe(shape: int | tuple[int, ...] = ()) -> Probe:
-    """An empty record, to be filled by a `tap`.
+    """An empty record, to be filled by a `tap`: a `Probe` of float32 zeros.
 
     Args:
-      shape: of each of its leaves: `()` for one place, or the number of layers for
-        a stack of them that `lax.scan` goes through.
-
-    Returns:
-      A `Probe` of zeros, float32.
+      shape: of each of its leaves: `()` for one place, or the number of layers for a stack of
+        them that `lax.scan` goes through.
 
     Example:
       >>> import optax_lossscale as ols
@@ -51,22 +48,21 @@ def probe(shape: int | tuple[int, ...] = ()) -> Probe:
 def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
     """`x` itself, whose value and gradient leave their `Summary` in the probe's gradient.
 
-    A probe is an argument of the loss function like the parameters, and what was
-    recorded comes out as the gradient with respect to it, in the one pass that computes
-    the others: under `jit`, `scan`, `remat` and sharding, with no callback to the host.
-    With `None` for a probe there is nothing to compile, and one whose gradient is not asked
-    for compiles to nothing. Reverse mode only.
+    A probe is an argument of the loss function like the parameters, and what was recorded comes
+    out as the gradient with respect to it, in the one pass that computes the others: under
+    `jit`, `scan`, `remat` and sharding, with no callback to the host. `None` for a probe, or one
+    whose gradient is not asked for, compiles to nothing. Reverse mode only.
 
-    A probe that is tapped twice, or by a `vmap` that does not map it, records sums, of
-    `largest` too. Under `shard_map` a replicated probe sees all replicas; under `pmap`, or
-    with `check_vma=False`, each replica records its own. A place that the loss does not
-    depend on records nothing.
+    A probe that is tapped twice, or by a `vmap` that does not map it, records sums, of `largest`
+    too. Under `shard_map` a replicated probe sees all replicas; under `pmap`, or with
+    `check_vma=False`, each replica records its own. A place that the loss does not depend on
+    records nothing.
 
     Args:
       x: a floating-point or complex array, any shape.
-      probe: from `probe()`, in whatever tree names the places; or None, for off. The order
-        of the tree should be the model's: that of a list, or of an `OrderedDict`. Of several
-        taps in one scanned layer, give their stacks in one container.
+      probe: from `probe()`, in whatever tree names the places; or None, for off. The order of the
+        tree should be the model's. Of several taps in one scanned layer, give their stacks in one
+        container.
 
     Returns:
       `x`.
@@ -92,16 +88,12 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
     """
     if not is_inexact(x):
         kind = getattr(x, "dtype", type(x).__name__)
-        raise TypeError(
-            f"only a floating-point or complex array has a gradient to tap, got {kind}"
-        )
+        raise TypeError(f"only a floating-point or complex array has a gradient, got {kind}")
     if probe is None:
         return x
     if not isinstance(probe, Probe):
         kind = type(probe).__name__
-        raise TypeError(
-            f"a probe is made by probe(), or is None, got a {kind}; of a tree pass one"
-        )
+        raise TypeError(f"a probe is made by probe(), or is None, got {kind}; of a tree pass one")
     if shape := np.shape(probe.value.size):
         raise TypeError(
             f"a tap takes the probe of one place, shape (), got one of shape {shape}; of a stack "

@@ -20,12 +20,7 @@ def some(names: Sequence[str], what: str = "more") -> str:
 
 
 def table(rows: Sequence[Sequence[str]], text: Sequence[int] = (0,)) -> list[str]:
-    """Rows as lines, their first column shortened to fit.
-
-    Args:
-      rows: the titles, and below them what they are of.
-      text: which columns are text, and not numbers.
-    """
+    """Rows as lines, their first column shortened to fit, and aligned as `text` or as numbers."""
     _, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     room = max(_COLUMNS - sum(widths) - 2 * len(widths), 24)
     names = [shortened(name, room) for name, *_ in rows]

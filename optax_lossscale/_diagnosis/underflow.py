@@ -42,53 +42,38 @@ class UnderflowReport:
     def best_scale(self) -> jax.Array:
         """The largest power of two times this scale that keeps all of these in range.
 
-        That is, at most the dtype's largest number; and at most 2**127 itself. Of these
-        numbers alone: what overflows *inside* the model is `tap`'s and
-        `find_initial_scale`'s to say. NaN if some are ±inf or NaN as given, or all are zero,
-        as then nothing can be said.
+        At most 2**127. Of these numbers alone: what overflows *inside* the model is `tap`'s and
+        `find_initial_scale`'s to say. NaN if some are ±inf or NaN as given, or all are zero.
         """
         total = self.total
         known = jnp.isfinite(total.largest) & (total.largest > 0) & (total.nans == 0)
         # By mantissa and exponent, as a logarithm and its power of two are not exact.
-        (most, most_exponent), (mantissa, exponent) = map(
-            jnp.frexp, (jnp.float32(jnp.finfo(self.dtype).max), total.largest)
-        )
+        most, most_exponent = jnp.frexp(jnp.float32(jnp.finfo(self.dtype).max))
+        mantissa, exponent = jnp.frexp(total.largest)
         spare_bits = most_exponent - exponent - (mantissa > most).astype(jnp.int32)
         best = jnp.minimum(jnp.ldexp(self.loss_scale, spare_bits), 2.0**127)  # float32's last
         return jnp.where(known, best, jnp.nan)
 
     @property
     def groups(self) -> dict[str, Summary]:
-        """The `Summary` of the leaves whose paths differ in numbers alone, the worst first.
-
-        Under `blocks/*/mlp/w1`, say. On the host: it waits for the device.
-        """
+        """The `Summary` of all `blocks/*/mlp/w1`, say, the worst first. Waits for the device."""
         groups: dict[str, list[Summary]] = {}
         for name, leaf in _of_one_model(jax.device_get(self.leaves)).items():
             groups.setdefault(without_numbers(name), []).append(leaf)
         return _worst_first({name: total_of(leaves) for name, leaves in groups.items()})
 
     def table(self, every_leaf: bool = False) -> str:
-        """The report as text, at most 100 columns wide, the worst first.
-
-        Args:
-          every_leaf: whether each leaf has a row, or the `groups`, of which twenty are shown.
-        """
+        """The report as text, a row for each of the first twenty `groups`, or for every leaf."""
         host: UnderflowReport = jax.device_get(self)
         leaves = _worst_first(_of_one_model(host.leaves)) if every_leaf else self.groups
         shown = list(leaves.items())[: None if every_leaf else _SHOWN]
         rows = [_row(name, leaf, self.dtype) for name, leaf in [*shown, ("all", host.total)]]
         *lines, of_all = table([("", *_TITLES), *rows])
         left = len(leaves) - len(shown)
-        return "\n".join(
-            [
-                f"Gradients times {scale_name(float(host.loss_scale))}, in {self.dtype}:",
-                *lines,
-                *([f"and {left} more; table(every_leaf=True) has all"] if left else []),
-                of_all,
-                f"Best scale for these: {scale_name(float(host.best_scale))}",
-            ]
-        )
+        more = [f"and {left} more; table(every_leaf=True) has all"] if left else []
+        title = f"Gradients times {scale_name(float(host.loss_scale))}, in {self.dtype}:"
+        best = f"Best scale for these: {scale_name(float(host.best_scale))}"
+        return "\n".join([title, *lines, *more, of_all, best])
 
     def __str__(self) -> str:
         return self.table()
@@ -143,12 +128,8 @@ def total_of(leaves: Iterable[Summary]) -> Summary:
 
 def _worst_first(leaves: dict[str, Summary]) -> dict[str, Summary]:
     """Those with overflows, then those that lose the largest share."""
-
-    def rank(name):
-        leaf = leaves[name]
-        return not leaf.nonfinite, -leaf.underflow, -leaf.zeros, natural(name)
-
-    return {name: leaves[name] for name in sorted(leaves, key=rank)}
+    loss = lambda leaf: (not leaf.nonfinite, -leaf.underflow, -leaf.zeros)
+    return dict(sorted(leaves.items(), key=lambda item: (*loss(item[1]), natural(item[0]))))
 
 
 def _of_one_model(leaves: dict[str, Summary]) -> dict[str, Summary]:
@@ -166,11 +147,5 @@ def _row(name: str, summary: Summary, dtype: np.dtype) -> tuple[str, ...]:
     in_range = summary.size - summary.zeros - summary.subnormals - summary.nonfinite
     with np.errstate(divide="ignore"):
         spare_bits = np.log2(float(jnp.finfo(dtype).max)) - np.log2(summary.largest)
-    shares = (summary.zeros, summary.subnormals, in_range)
-    return (
-        name,
-        f"{summary.size:.0f}",
-        *(f"{n / size:.1%}" for n in shares),
-        f"{summary.nonfinite:.0f}",
-        f"{spare_bits:.1f}",
-    )
+    shares = [f"{n / size:.1%}" for n in (summary.zeros, summary.subnormals, in_range)]
+    return name, f"{summary.size:.0f}", *shares, f"{summary.nonfinite:.0f}", f"{spare_bits:.1f}"

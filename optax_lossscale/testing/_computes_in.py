@@ -15,15 +15,15 @@ def assert_computes_in(
 ) -> None:
     """Raises if a training step computes matrix products or convolutions in another dtype.
 
-    A model whose parameters are cast to float16 may compute in float32 all the same: one
-    float32 input is enough, as modules promote to the widest of what they are given, and the loss
-    does not show it. Put this into your tests, with the step that you train with. It
-    runs and compiles nothing, so shapes are enough; `dtype_report` says what it looks at.
+    A model whose parameters are cast to float16 may compute in float32 all the same: one float32
+    input is enough, and the loss does not show it. Put this into your tests, with the step that
+    you train with. It runs and compiles nothing, so shapes are enough; `dtype_report` says what it
+    looks at.
 
     A product that is to stay wide says so: with `precision=jax.lax.Precision.HIGHEST`, as many
-    modules take it, or under `jax.default_matmul_precision("highest")`. Those are left out,
-    as are products of integers and those in Optax's own optimizers, such as Muon's. To look at
-    the model alone, give its gradients' function in place of the step.
+    modules take it, or under `jax.default_matmul_precision("highest")`. Those are left out, as are
+    products of integers and those in Optax's own optimizers, such as Muon's. To look at the model
+    alone, give its gradients' function in place of the step.
 
     Args:
       step: the training step, compiled or not, or any function that JAX can trace.
@@ -53,29 +53,21 @@ def assert_computes_in(
     """
     dtype = validation.floating_dtype("dtype", dtype)
     report = dtype_report(step, *args, **kwargs)
-    is_judged = lambda p: (
-        jnp.issubdtype(p.dtype, jnp.inexact) and (p.dtype == dtype or not p.by_choice)
-    )
-    judged = list(filter(is_judged, report.products))
+    is_meant = lambda p: p.by_choice and p.dtype != dtype
+    products = [p for p in report.products if jnp.issubdtype(p.dtype, jnp.inexact)]
+    judged = [p for p in products if not is_meant(p)]
     if not judged:
         raise ValueError(
             "there is no matrix product or convolution to judge: give the step that trains, or "
             f"its gradients' function. This one has\n{report}"
         )
-    wrong = [p for p in judged if p.dtype != dtype]
-    if wrong:
+    if wrong := [p for p in judged if p.dtype != dtype]:
         number, total = (sum(p.count for p in products) for products in (wrong, judged))
-        raise AssertionError(
-            "\n".join(
-                [
-                    f"{number} of {total} matrix products and convolutions compute in another "
-                    f"dtype than {dtype}:",
-                    *product_rows(wrong, report),
-                    f"The first of them in the program is at {wrong[0].source}.",
-                    _WIDE.format(dtype=dtype),
-                ]
-            )
-        )
+        title = f"{number} of {total} matrix products and convolutions compute in another dtype"
+        rows = "\n".join(product_rows(wrong, report))
+        where = f"The first of them in the program is at {wrong[0].source}."
+        why = _WIDE.format(dtype=dtype)
+        raise AssertionError(f"{title} than {dtype}:\n{rows}\n{where}\n{why}")
 
 
 _WIDE = """\

@@ -22,19 +22,12 @@ _ROUNDING = 1e-6  # of an output
 
 
 class Series(NamedTuple):
-    """One output at several loss scales.
+    """One output at several loss scales."""
 
-    Attributes:
-      exponents: those of the loss scales, falling.
-      values: what came out at each, a row; int64 if it is an integer or bool, else float64.
-      without: what comes out where all gradients underflow; None if that is not known.
-      noise: the norm of the difference between two runs that should be the same.
-    """
-
-    exponents: np.ndarray
-    values: np.ndarray
-    without: np.ndarray | None
-    noise: float
+    exponents: np.ndarray  # of the loss scales, falling
+    values: np.ndarray  # what came out at each, a row: int64 of integers and bools, else float64
+    without: np.ndarray | None  # what comes out where all gradients underflow, if that is known
+    noise: float  # the norm of the difference between two runs that should be the same
 
 
 def power(series: Series) -> float | None:
@@ -54,24 +47,17 @@ def power(series: Series) -> float | None:
 
 
 def emerging(series: Series) -> np.ndarray:
-    """Between which rows numbers emerge from underflow: at the lower one as without gradients."""
-    if not _can_emerge(series):
-        return np.zeros(len(series.values) - 1, bool)
+    """Between which rows each number emerges from underflow: at the lower as without gradients."""
     upper, lower = series.values[:-1], series.values[1:]
-    return ((lower == series.without) & (upper != lower)).any(1)
+    # Single numbers may be flags.
+    is_array = series.values.dtype == np.float64 and series.values.shape[1] > 1
+    if series.without is None or not is_array:
+        return np.zeros(upper.shape, bool)
+    return (lower == series.without) & (upper != lower)
 
 
 def change(series: Series, looked_at: np.ndarray) -> int | None:
-    """Where an output changes as no underflow would change it, if anywhere.
-
-    Args:
-      series: the output.
-      looked_at: for each pair of neighbouring rows, whether it is to be looked at, as little
-        underflows at both.
-
-    Returns:
-      A row: the change is between it, which is of the higher loss scale, and the next.
-    """
+    """The row after which an output changes as by no underflow, of those to be looked at."""
     values, without = series.values, series.without
     rows = [*values] if without is None else [*values, without]
     extent = max(norm_of_difference(values[0], row) for row in rows)
@@ -80,22 +66,14 @@ def change(series: Series, looked_at: np.ndarray) -> int | None:
     pairs = list(pairwise(values))
     changes = np.array([norm_of_difference(*pair) for pair in pairs]) / extent
     moving = (values != values[0]).any(0).sum()
+    moves = (values[:-1] != values[1:]) & ~emerging(series)
     for i in np.flatnonzero(looked_at):
-        upper, lower = pairs[i]
-        moved = upper != lower
-        if _can_emerge(series):
-            moved &= lower != without
+        (upper, lower), moved = pairs[i], moves[i]
         counts = norm_of_difference(upper[moved], lower[moved]) / extent
         is_much = counts > _SHARE and moved.sum() > _AT_ONCE * moving
         if is_much and counts > _DIES_AWAY * changes[i + 1 :].max(initial=0):
             return int(i)
     return None
-
-
-def _can_emerge(series: Series) -> bool:
-    """Not of single numbers, which may be flags, nor of integers."""
-    is_array = series.values.dtype == np.float64 and series.values.shape[1] > 1
-    return series.without is not None and is_array
 
 
 def negligible(x: np.ndarray, noise: float) -> float:

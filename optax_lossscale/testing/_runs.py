@@ -1,18 +1,25 @@
-"""The runs of a training step at many loss scales."""
+"""A training step, run on copies of its arguments at many loss scales."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
+from jax.tree_util import keystr
 
+from optax_lossscale._arrays.variables import is_variable, plain
+from optax_lossscale._diagnosis.summary import Summary
+from optax_lossscale._scales.get import get_loss_scale
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale.testing._run import Run
+from optax_lossscale._scales.validation import is_numeric
+from optax_lossscale._step.state import wrapper_states
 
+_SAMPLE = 2**16  # numbers of an output
 # The exponents of the loss scales to try, falling. Their distances alternate, as the rounding of
 # 1/3, of which every second bit is set, could follow the scale at equal ones.
 _EXPONENTS = [5 * i + j for i in range(25, -13, -1) for j in (0, -2)]
@@ -28,27 +35,35 @@ _REACH = 20
 _LONGEST_INTERVAL = 100_000  # steps
 
 
+class Run(NamedTuple):
+    """What a step made of its arguments at one loss scale."""
+
+    before: LossScale  # it was given, of host arrays
+    after: list[LossScale]  # those it returned or wrote in place
+    flags: list[bool]  # that say whether the step was applied
+    outputs: dict[str, np.ndarray]  # all else, flat: float64, and int64 for integers and bools
+
+    @property
+    def exponent(self) -> int:
+        """Of the loss scale given, where that is a power of two."""
+        return int(np.log2(np.max(self.before.loss_scale)))
+
+    @property
+    def was_applied(self) -> bool:
+        """As far as can be seen."""
+        return all(self.flags)
+
+
 class Runs(NamedTuple):
-    """The runs of a step on the same arguments.
+    """The runs of a step on the same arguments."""
 
-    Attributes:
-      falling: those applied, from the highest loss scale down.
-      reach: the least exponent at which little underflows, or more than there are if it is unknown
-        which steps were applied.
-      again: the first of them once more.
-      lowest: the run at which all gradients underflow, if there is one and it was applied.
-      infinite: the run at an infinite loss scale, or None if the step stopped there by itself.
-      growing: the run at which the loss scale grows, if it ever does.
-      steady: the run at the same loss scale at which it does not grow.
-    """
-
-    falling: list[Run]
-    reach: int
-    again: Run
-    lowest: Run | None
-    infinite: Run | None
-    growing: Run | None
-    steady: Run
+    falling: list[Run]  # those applied, from the highest loss scale down
+    reach: int  # the least exponent at which little underflows; above all where none can be told
+    again: Run  # the first of them once more
+    lowest: Run | None  # where all gradients underflow, if it was applied there
+    infinite: Run | None  # at an infinite loss scale, unless the step stopped there by itself
+    growing: Run | None  # at which the loss scale grows, if it ever does
+    steady: Run  # at the same loss scale without growth
 
     @property
     def compared(self) -> list[Run]:
@@ -56,9 +71,25 @@ class Runs(NamedTuple):
         return [*self.falling, *([self.growing] if self.growing else [])]
 
 
-def make_runs(run_with: Callable[[LossScale], Run], loss_scale: LossScale) -> Runs:
+def the_loss_scale(arguments: Any) -> LossScale:
+    """The one among the arguments. Of `nnx` variables that are aliases, all are one."""
+    places = _nodes(LossScale, arguments)
+    if not places:
+        raise ValueError(
+            "expected exactly one loss scale among the arguments of the step, found none: give it "
+            "the optimizer's state as an argument. Of a function that makes its state itself, or "
+            "takes several steps, call the assertion inside, at the first step"
+        )
+    return get_loss_scale(list({_identity(path, x): x for path, x in places.items()}.values()))
+
+
+def make_runs(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -> Runs:
     """The runs of a step, which is given a loss scale, at falling ones and at some others."""
-    at = cache(lambda exponent: run_with(_at(loss_scale, 2.0**exponent)))
+    scaled = lambda scale: loss_scale.replace(
+        loss_scale=jnp.full_like(loss_scale.loss_scale, scale)
+    )
+    run = lambda loss_scale: _run(step, arguments, loss_scale)
+    at = cache(lambda exponent: run(scaled(2.0**exponent)))
     highest = next((k for k in _EXPONENTS[::_COARSE] if at(k).was_applied), _EXPONENTS[-1])
     is_wide = highest >= _WIDE
     start = _START if is_wide else highest + _BETWEEN
@@ -72,32 +103,31 @@ def make_runs(run_with: Callable[[LossScale], Run], loss_scale: LossScale) -> Ru
         )
     usual = np.log2(np.max(loss_scale.loss_scale))
     steady = min(falling, key=lambda run: abs(run.exponent - usual))
-    about_to_grow = _about_to_grow(_at(loss_scale, 2.0**steady.exponent))
-    lowest = None if is_wide or not at(_LOWEST).was_applied else at(_LOWEST)
+    steps, about_to_grow = _about_to_grow(scaled(2.0**steady.exponent))
+    try:
+        infinite = run(scaled(np.inf))
+    except Exception:  # of `raise_if_stuck`, or of a logger that has no integer for infinity
+        infinite = None
     reach = _EXPONENTS[-1] if is_wide else falling[0].exponent - _REACH
     return Runs(
         falling,
         reach=reach if falling[0].flags else _EXPONENTS[0],
-        again=run_with(_at(loss_scale, 2.0 ** falling[0].exponent)),
-        lowest=lowest,
-        infinite=_unless_it_stops(run_with, _at(loss_scale, np.inf)),
-        growing=run_with(about_to_grow) if about_to_grow else None,
+        again=run(scaled(2.0 ** falling[0].exponent)),
+        lowest=None if is_wide or not at(_LOWEST).was_applied else at(_LOWEST),
+        infinite=infinite,
+        growing=run(about_to_grow) if steps < _LONGEST_INTERVAL else None,
         steady=steady,
     )
 
 
-def _at(loss_scale: LossScale, scale: float) -> LossScale:
-    return loss_scale.replace(loss_scale=jnp.full_like(loss_scale.loss_scale, scale))
-
-
-def _about_to_grow(loss_scale: LossScale) -> LossScale | None:
-    """The loss scale with such counters that the next finite step changes it, if ever one does."""
-    steps, advanced = _advanced(jax.tree.map(jnp.asarray, loss_scale))
-    return advanced if steps < _LONGEST_INTERVAL else None
+def same(x: LossScale, y: LossScale) -> bool:
+    """Whether two loss scales of one kind have the same state."""
+    equal = lambda a, b: np.array_equal(a, b, equal_nan=True)
+    return all(map(equal, jax.tree.leaves(x), jax.tree.leaves(y)))
 
 
 @jax.jit
-def _advanced(loss_scale: LossScale) -> tuple[jax.Array, LossScale]:
+def _about_to_grow(loss_scale: LossScale) -> tuple[jax.Array, LossScale]:
     """The finite steps that change nothing but counters, and the loss scale after them."""
 
     def goes_on(carry):
@@ -112,8 +142,87 @@ def _advanced(loss_scale: LossScale) -> tuple[jax.Array, LossScale]:
     return steps, now
 
 
-def _unless_it_stops(run_with: Callable[[LossScale], Run], loss_scale: LossScale) -> Run | None:
-    try:
-        return run_with(loss_scale)
-    except Exception:  # of `raise_if_stuck`, or of a logger that has no integer for infinity
-        return None
+# --- one run ---
+
+
+def _run(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -> Run:
+    """The step on a copy of its arguments, `(args, kwargs)`, with this loss scale among them."""
+    args, kwargs = _with_loss_scale(arguments, loss_scale)
+    given = jax.tree.leaves((args, kwargs))  # kept alive, so that no other array has their ids
+    was_given = {id(x) for x in given}
+    skipped = [np.asarray(s.skipped_steps) for s in wrapper_states((args, kwargs))]
+    with jax.debug_nans(False), jax.debug_infs(False):  # overflows are expected here
+        result = step(*args, **kwargs)
+
+    # Arguments may have been changed in place; those that were not are no outputs.
+    after = {"result": result, "args": args, "kwargs": kwargs}
+    states = [s for s in wrapper_states(after) if id(s.should_apply) not in was_given]
+    new = [plain(x) for x in _nodes(LossScale, after).values()]
+    new = [jax.tree.map(np.asarray, x) for x in new if id(x.loss_scale) not in was_given]
+    if states:
+        flags = [bool(np.all(s.should_apply)) for s in states]
+        if len(states) == len(skipped) == 1:  # a step may be several, the last of which applied
+            flags += [np.array_equal(states[0].skipped_steps, skipped[0])]
+    else:  # whether it has adapted as to finite gradients
+        overflowed, not_overflowed = loss_scale.adjust(False), loss_scale.adjust(True)
+        flags = [not same(x, overflowed) or same(x, not_overflowed) for x in new]
+    rules = [plain(s.skip_state) for s in _nodes(optax.MultiStepsState, after).values()]
+    flags += [not np.any(x["should_skip"]) for x in rules if "should_skip" in x]
+    before = jax.tree.map(np.asarray, loss_scale)
+    return Run(before, new, flags, dict(_outputs(after, was_given)))
+
+
+def _with_loss_scale(arguments: Any, loss_scale: LossScale) -> Any:
+    """A copy with another loss scale, in which what is shared stays shared."""
+    new = {}
+    for path, node in _nodes(LossScale, arguments).items():
+        leaves = jax.tree.leaves_with_path(node, is_leaf=is_variable)
+        for (rest, leaf), value in zip(leaves, jax.tree.leaves(loss_scale), strict=True):
+            new[_identity((*path, *rest), leaf)] = value
+    copies: dict[Any, Any] = {}
+
+    def copied(path, leaf):
+        key = _identity(path, leaf)
+
+        def copy(x):
+            if key in new:
+                return jnp.asarray(x).at[...].set(new[key])
+            return x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x
+
+        if key not in copies:
+            copies[key] = jax.tree.map(copy, leaf)
+        return copies[key]
+
+    return jax.tree.map_with_path(copied, arguments, is_leaf=is_variable)
+
+
+def _outputs(after: Any, was_given: set[int]) -> Iterator[tuple[str, np.ndarray]]:
+    """What there is to compare, by name; of large arrays a sample."""
+    left_out = (LossScale, Summary)
+    is_leaf = lambda x: isinstance(x, left_out) or is_variable(x)
+    seen = set()
+    for path, leaf in jax.tree.leaves_with_path(after, is_leaf=is_leaf):
+        x, key = plain(leaf), _identity(path, leaf)
+        is_number = is_numeric(x) or jnp.issubdtype(getattr(x, "dtype", type(x)), np.bool_)
+        if isinstance(leaf, left_out) or id(x) in was_given or key in seen or not is_number:
+            continue
+        seen.add(key)
+        numbers = np.ravel(np.asarray(x))
+        numbers = numbers[:: -(-numbers.size // _SAMPLE) or 1]
+        parts = (numbers.real, numbers.imag) if np.iscomplexobj(numbers) else (numbers,)
+        kind = np.float64 if jnp.issubdtype(numbers.dtype, jnp.inexact) else np.int64
+        numbers = np.concatenate([part.astype(kind) for part in parts])
+        yield f"{path[0].key}{keystr(path[1:])}", numbers
+
+
+def _identity(path: tuple, x: Any) -> Any:
+    """What tells a leaf or a loss scale from others: of variables themselves, else the place."""
+    variables = [id(v) for v in jax.tree.leaves(x, is_leaf=is_variable) if is_variable(v)]
+    return tuple(variables) or path
+
+
+def _nodes(kind: Any, tree: Any) -> dict[tuple, Any]:
+    """All of a kind in a tree, by path."""
+    is_kind = lambda x: isinstance(x, kind)
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_kind)
+    return {path: x for path, x in leaves if is_kind(x)}

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,8 +11,7 @@ from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._step.gradient import refuse_shared_names
 from optax_lossscale.testing import _dependence as dependence
 from optax_lossscale.testing._dependence import Series
-from optax_lossscale.testing._run import Run, run, same, the_loss_scale
-from optax_lossscale.testing._runs import Runs, make_runs
+from optax_lossscale.testing._runs import Run, Runs, make_runs, same, the_loss_scale
 
 _FEW = 100  # numbers of an output that may be loss scales
 _SHOWN = 8
@@ -24,44 +22,38 @@ def assert_scale_invariant(
 ) -> None:
     """Raises if anything that a training step computes depends on the loss scale.
 
-    A right step multiplies the loss by the loss scale and divides the gradients by it, so
-    what comes out is the same at any loss scale, but for what underflows. In a wrong step the two
-    do not cancel, and nothing else may show it, as Adam trains on with gradients of any size.
-    Put this into your tests, with the step that you train with, its first state and a
-    small batch.
+    A right step multiplies the loss by the loss scale and divides the gradients by it, so what
+    comes out is the same at any loss scale, but for what underflows. In a wrong step the two do
+    not cancel, and nothing else may show it, as Adam trains on with gradients of any size. Put
+    this into your tests, with the step that you train with, its first state and a small batch.
 
-    Give it a compiled step, by `jax.jit` say, as one that is not takes ten times as long: it runs
-    the step some thirty times on copies of its arguments:
-
-    - at falling powers of two. Of the loss scales at which the step is applied it looks for
-      outputs that follow them by a power, or change between two of them as underflow would
-      not change them: among the parameters, the optimizer's inner state, what is logged, and
-      the modules of `nnx` that the step changes in place;
-    - at an infinite one, which makes gradients infinite or NaN, so that a right step is skipped;
-    - with counters such that the loss scale grows at this step.
+    Give it a compiled step, as one that is not takes ten times as long: it runs the step some
+    thirty times on copies of its arguments: at falling powers of two, where
+    it looks for outputs that follow them by a power, or change between two of them as underflow
+    would not change them; at an infinite one, at which a right step is skipped; and with counters
+    such that the loss scale grows at this step. Outputs are the parameters, the optimizer's inner
+    state, what is logged, and the modules of `nnx` that the step changes in place.
 
     It leaves out the loss scale, with what it counts and what `metrics` says about it, and each
-    `Summary`, which is of scaled numbers. The sums of scaled gradients that `optax.MultiSteps`
-    keeps around a wrapper are compared unscaled.
+    `Summary`, which is of scaled numbers.
 
     Args:
       step: the training step. It returns its new state or changes it in place, and may donate
         its arguments.
-      *args: its arguments, which stay as they are. Somewhere among them is one loss scale:
-        in an optimizer state, a train state, an `nnx.Optimizer`.
-      ignore: the outputs that are meant to depend on the loss scale, by the names that the
-        error has for them: `"result[2]['scaled_norm']"`, or `"result[2]"` for all that is in
-        there; one or several.
-      **kwargs: its keyword arguments, as args. One that is named `ignore` has to be bound to the
-        step with `functools.partial`.
+      *args: its arguments, which stay as they are. Somewhere among them is one loss scale: in an
+        optimizer state, a train state, an `nnx.Optimizer`.
+      ignore: the outputs that are meant to depend on the loss scale, one or several, by the names
+        that the error has for them: `"result[2]['scaled_norm']"`, or `"result[2]"` for all in it.
+      **kwargs: its keyword arguments, as args. One that is named `ignore` is bound to the step
+        with `functools.partial`.
 
     Raises:
       AssertionError: if outputs depend on the loss scale. It names them by path, says how, and
         what that usually means.
-      ValueError: if there is no loss scale among the arguments; if there are several, of
-        which all but one can be bound to the step with `functools.partial`; if it is a
-        `FixedLossScale`, which compiled steps hold as a constant; if the step is skipped at
-        every loss scale; if it does not do the same twice; or if a name to ignore is none.
+      ValueError: if there is no loss scale among the arguments, or several, of which all but one
+        can be bound to the step with `functools.partial`; if it is a `FixedLossScale`, which
+        compiled steps hold as a constant; if the step is skipped at every loss scale; if it does
+        not do the same twice; or if a name to ignore is none.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -92,7 +84,7 @@ def assert_scale_invariant(
             "step with an optimizer whose loss scale adapts, such as DynamicLossScale(): the rest "
             "of the step is the same"
         )
-    runs = make_runs(partial(run, step, arguments), loss_scale)
+    runs = make_runs(step, arguments, loss_scale)
     _refuse_chance(runs)
     names = _compared(runs, [ignore] if isinstance(ignore, str) else list(ignore))
     if accused := _accusation(runs, names):
@@ -100,10 +92,10 @@ def assert_scale_invariant(
 
 
 def _refuse_chance(runs: Runs) -> None:
-    for name, first in runs.falling[0].outputs.items():
-        second = runs.again.outputs[name]
-        size = np.linalg.norm(first[np.isfinite(first) & np.isfinite(second)])
-        if dependence.norm_of_difference(first, second) > 0.01 * size:
+    for name, x in runs.falling[0].outputs.items():
+        y = runs.again.outputs[name]
+        size = np.linalg.norm(x[np.isfinite(x) & np.isfinite(y)])
+        if dependence.norm_of_difference(x, y) > 0.01 * size:
             raise ValueError(
                 f"two runs at the same loss scale differ, in {name}. Give the step all that it "
                 "depends on as arguments that can be copied: batches and PRNG keys as arrays, no "
@@ -139,20 +131,18 @@ def _numbers(run: Run) -> np.ndarray:
     """What a loss scale may be logged as: before and after the step, its state and logarithms."""
     leaves = [np.ravel(x) for x in jax.tree.leaves((run.before, run.after))]
     scales = np.concatenate([np.ravel(x.loss_scale) for x in (run.before, *run.after)])
-    grown = scales / scales[0]
     logarithms = [np.log2(scales), np.log(scales), np.log10(scales)]
-    return np.concatenate([*leaves, *logarithms, 1 / scales, grown]).astype(np.float64)
+    numbers = [*leaves, *logarithms, 1 / scales, scales / scales[0]]
+    return np.concatenate(numbers).astype(np.float64)
 
 
 def _accusation(runs: Runs, names: list[str]) -> str:
     """What depends on the loss scale, how, and what to do; empty if there is nothing."""
     series = {name: _series(name, runs) for name in names}
     powers = {name: p for name, x in series.items() if (p := dependence.power(x))}
-    rows = _changes(series, runs.reach)
-    changed = {n: i for n, i in rows.items() if i is not None and n not in powers}
     # The negative ones first: of Adam's they leave parameters that follow the inverse.
     of_power = [f"2**{powers[n]}: {n}" for n in sorted(powers, key=lambda n: powers[n] > 0)]
-    of_change = [_described(series[name], name, row) for name, row in changed.items()]
+    of_change = [text for n, text in _changes(series, runs.reach).items() if n not in powers]
     said = _listed(_BY_A_POWER, of_power)
     if min(powers.values(), default=0) < 0:  # from which all else may follow
         return "\n".join([*said, _DIVIDED])
@@ -165,25 +155,31 @@ def _accusation(runs: Runs, names: list[str]) -> str:
     return "\n".join([*moved, _ADAPTED]) if moved else ""
 
 
-def _changes(series: dict[str, Series], reach: int) -> dict[str, int | None]:
-    """Where each output changes otherwise than by underflow."""
-    emerging = {name: dependence.emerging(x) for name, x in series.items()}
+def _changes(series: dict[str, Series], reach: int) -> dict[str, str]:
+    """Where outputs change otherwise than by underflow, in words."""
+    emerging = {name: dependence.emerging(x).any(1) for name, x in series.items()}
     how_many = sum(emerging.values())
-    within = lambda x: x.exponents[1:] >= reach
-    # Where numbers emerge elsewhere, what is computed of many may change by underflow.
-    return {
-        name: dependence.change(x, within(x) & (how_many - emerging[name] == 0))
-        for name, x in series.items()
-    }
+    changes = {}
+    for name, x in series.items():
+        # Where numbers emerge elsewhere, what is computed of many may change by underflow.
+        looked_at = (x.exponents[1:] >= reach) & (how_many - emerging[name] == 0)
+        row = dependence.change(x, looked_at)
+        if row is None:
+            continue
+        (high, low), (above, below) = x.exponents[row : row + 2], x.values[row : row + 2]
+        changes[name] = f"{name}, between 2**{low} and 2**{high}"
+        if x.values.shape[1] == 1:
+            changes[name] = f"{name} is {below[0]:.4g} at 2**{low} and {above[0]:.4g} at 2**{high}"
+    return changes
 
 
 def _series(name: str, runs: Runs) -> Series:
-    first, again = runs.falling[0].outputs[name], runs.again.outputs[name]
+    values = [run.outputs[name] for run in runs.falling]
     return Series(
         exponents=np.array([run.exponent for run in runs.falling]),
-        values=np.stack([run.outputs[name] for run in runs.falling]),
+        values=np.stack(values),
         without=runs.lowest.outputs.get(name) if runs.lowest else None,
-        noise=dependence.norm_of_difference(first, again),
+        noise=dependence.norm_of_difference(values[0], runs.again.outputs[name]),
     )
 
 
@@ -204,24 +200,14 @@ def _changed_at_growth(runs: Runs, series: dict[str, Series]) -> list[str]:
     growing = runs.growing
     if growing is None or not growing.was_applied:
         return []
-
-    def is_changed(name: str) -> bool:
+    changed = []
+    for name, x in series.items():
         usual, grown = runs.steady.outputs[name], growing.outputs[name]
-        rounding = dependence.negligible(usual, series[name].noise)
+        difference = dependence.norm_of_difference(usual, grown)
         # Not of flags and counts, which may be of the growth itself.
-        is_float = usual.dtype == np.float64
-        return is_float and dependence.norm_of_difference(usual, grown) > rounding
-
-    return list(filter(is_changed, series))
-
-
-def _described(series: Series, name: str, row: int) -> str:
-    """How an output changes between two loss scales."""
-    high, low = series.exponents[row : row + 2]
-    if series.values.shape[1] > 1:
-        return f"{name}, between 2**{low} and 2**{high}"
-    (above,), (below,) = series.values[row : row + 2]
-    return f"{name} is {below:.4g} at 2**{low} and {above:.4g} at 2**{high}"
+        if usual.dtype == np.float64 and difference > dependence.negligible(usual, x.noise):
+            changed.append(name)
+    return changed
 
 
 def _listed(title: str, names: list[str]) -> list[str]:
@@ -229,16 +215,11 @@ def _listed(title: str, names: list[str]) -> list[str]:
     return [title, *(f"  {line}" for line in [*names[:_SHOWN], *more])] if names else []
 
 
-_BY_A_POWER = """\
-With twice the loss scale, these outputs, or what changes in them, are times"""
-
-_BY_A_CHANGE = """\
-These outputs change as the loss scale rises, as they would not by underflow:"""
-
+_BY_A_POWER = "With twice the loss scale, these outputs, or what changes in them, are times"
+_BY_A_CHANGE = "These outputs change as the loss scale rises, as they would not by underflow:"
 _AT_INFINITY = """\
 An infinite loss scale should make the gradients infinite or NaN, and the step skipped. It was
 applied, which changed"""
-
 _AT_GROWTH = """\
 At a step at which the loss scale grows, these come out otherwise than at the same loss scale
 without growth:"""
@@ -249,13 +230,11 @@ with value_and_scaled_grad(loss_fn, state), or of scale_gradient(loss, state), i
 with the state that it is given and not an older one; leave the unscaling to the optimizer; and
 put what looks at the size of gradients, such as a clip, inside:
 with_loss_scale(optax.chain(clip, …))."""
-
 _MULTIPLIED = """\
 So they are made of gradients that are still scaled. To log a norm, unscale them first:
 get_loss_scale(state).unscale(scaled_grads). And what stands before the wrapper in an optax.chain
 sees scaled gradients: put it inside, with_loss_scale(optax.chain(…)). Name in ignore= what is
 meant to depend on the loss scale."""
-
 _ADAPTED = """\
 So they are unscaled by the new loss scale. Unscale by the one that the loss was multiplied by, of
 the state that the step is given, and adapt it afterwards."""

@@ -224,6 +224,14 @@ def test_an_algorithm_says_what_is_multiplied():
     assert product.by_choice
 
 
+def test_a_default_precision_is_no_choice_of_the_model_and_is_told():
+    x = array(4, 4, dtype=F32)
+    with jax.default_matmul_precision("highest"):
+        found = report(jnp.matmul, x, x)
+    assert not found.products[0].by_choice
+    assert "as autocast leaves products at this jax_default_matmul_precision" in str(found)
+
+
 def test_it_sees_what_an_operand_was_through_a_function_and_a_transposition():
     def fun(w, x):
         w = jnp.transpose(w.astype(F32))

@@ -1,12 +1,14 @@
 """`diagnose` compares with float32: small models by others' patterns, healthy and faulty."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from jax.experimental import pallas
 from pairs import quick
 
@@ -389,6 +391,16 @@ def test_of_a_nan_in_any_dtype_it_says_what_makes_it_and_where(function, what, r
     assert "in float32" not in advice
 
 
+def test_where_no_line_alone_is_at_fault_it_says_so():
+    def loss_fn(params):
+        first = jnp.log(params["w"] * 0)
+        second = jnp.log(params["v"] * 0)
+        return jnp.sum(first + second)
+
+    params = {"w": jnp.ones(3), "v": jnp.ones(3)}
+    assert "(loss_fn), but not there alone." in ols.diagnose(loss_fn, params).verdict
+
+
 def test_a_mask_is_not_taken_for_what_overflows():
     def loss_fn(params, x):
         x = x.astype(F16) @ params["w"].astype(F16)
@@ -465,6 +477,17 @@ def test_a_kernel_that_is_not_compared_is_told():
 
     found = ols.diagnose(loss_fn, jnp.ones(8), jnp.ones(8, F16))
     assert "Not compared: what pallas_call computes in 16 bits at tests/" in str(found)
+
+
+def test_a_solver_that_stays_in_16_bits_is_told():
+    def loss_fn(w):
+        solve = lambda _, b: b / 2
+        x = lax.custom_linear_solve(lambda x: 2 * x, w.astype(F16), solve, symmetric=True)
+        return jnp.sum(x.astype(F32))
+
+    found = ols.diagnose(loss_fn, jnp.ones(8))
+    assert re.search(r"Not compared: what \S+ computes in 16 bits at tests/", str(found))
+    assert len(found.not_compared) == 1
 
 
 def test_a_loss_over_several_devices():
