@@ -198,14 +198,16 @@ def _checked(grads: Any, mask: Mask | None) -> tuple[bool, ...]:
     if callable(mask):
         mask = mask(grads)
         refuse_other_masks(mask)
+    leaves, structure = jax.tree.flatten(True if mask is None else mask)
     try:
-        kept = jax.tree.broadcast(True if mask is None else mask, grads)
+        branches = structure.flatten_up_to(grads)
     except ValueError as error:
         raise ValueError(
             "mask must be a prefix of the gradients' tree, with a bool for each leaf or branch; "
-            f"got {jax.tree.structure(mask)} for {jax.tree.structure(grads)}"
+            f"got {structure} for {jax.tree.structure(grads)}"
         ) from error
-    return tuple(map(bool, jax.tree.leaves(kept)))
+    pairs = zip(leaves, branches, strict=True)
+    return tuple(bool(keep) for keep, branch in pairs for _ in jax.tree.leaves(branch))
 
 
 def _of_checked(

@@ -69,9 +69,8 @@ def a_fixed_scale_that_is_too_large():
 
 
 def a_number_that_is_traced():
-    jax.jit(lambda w, scale: ols.value_and_scaled_grad(half_loss, scale)(w))(
-        W, jnp.float32(8)
-    )  # here
+    step = lambda w, scale: ols.value_and_scaled_grad(half_loss, scale)(w)  # here
+    jax.jit(step)(W, jnp.float32(8))
 
 
 WARN = [

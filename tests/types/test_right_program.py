@@ -33,7 +33,13 @@ def test_a_right_program_runs():
     loss, params, state = tx.minimize(loss_fn, state, params, x, grad_dtype=jnp.float16)
     for grad_dtype in (None, "float16", {"w": jnp.bfloat16}, {"w": None}, lambda p: jnp.float16):
         ols.value_and_scaled_grad(loss_fn, state, grad_dtype=grad_dtype)(params, x)
-    for mask in (None, True, {"w": True}, lambda grads: {"w": True}, jax.tree.map(bool, params)):
+    for mask in (
+        None,
+        True,
+        {"w": True},
+        lambda grads: {"w": True},
+        jax.tree.map(lambda _: True, params),
+    ):
         masked = ols.with_loss_scale(inner, mask=mask)
         masked.update(params, masked.init(params), params)
     updates, state = tx.update(
