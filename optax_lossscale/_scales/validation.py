@@ -96,7 +96,7 @@ def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:
 
 def flag(name: str, value: Any) -> bool:
     """True or False."""
-    return one_of(name, value, (False, True))
+    return one_of(name, value, (True, False))
 
 
 def floating_dtype(name: str, value: Any) -> np.dtype:

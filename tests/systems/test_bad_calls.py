@@ -338,7 +338,7 @@ LOSS_SCALES = {
         ValueError,
         "'growth', 'rescale', 'finite'",
     ),
-    "dynamic: a flag": (lambda: ols.DynamicLossScale(clip_growth=1), ValueError, "False, True"),
+    "dynamic: a flag": (lambda: ols.DynamicLossScale(clip_growth=1), ValueError, "True, False"),
     "dynamic: a start": (
         lambda: ols.DynamicLossScale(growth_interval=5, initial_growth_counter=5),
         ValueError,
