@@ -41,17 +41,14 @@ def loss_scale(
       **style: of the line, such as `color` and `label`, as `matplotlib` takes them.
 
     Example:
-      >>> import jax, jax.numpy as jnp, optax
+      >>> import jax.numpy as jnp, optax
       >>> import optax_lossscale as ols
-      >>> from optax_lossscale import plot
       >>> tx = ols.with_loss_scale(optax.sgd(0.1))
-      >>> def step(state, grad):
-      ...     state = tx.update(grad, state)[1]
-      ...     return state, ols.metrics(state)
-      >>> grads = jnp.array([jnp.inf, 1.0, jnp.inf, 1.0])
-      >>> _, history = jax.lax.scan(step, tx.init(jnp.zeros(())), grads)
-      >>> axes = plot.loss_scale(history)
-      >>> axes.get_xlabel()
+      >>> state, history = tx.init(jnp.zeros(())), []
+      >>> for grad in (jnp.inf, 1.0, jnp.inf, 1.0):
+      ...     _, state = tx.update(jnp.array(grad), state)
+      ...     history.append(ols.metrics(state))
+      >>> ols.plot.loss_scale(history).get_xlabel()
       'step'
     """
     at_hand("plot.loss_scale", history)
@@ -79,15 +76,14 @@ def loss_scale(
 def exponents(
     scaled_grads: Any, loss_scale: Any = 1.0, dtype: Any = jnp.float16, axes: Axes | None = None
 ) -> Axes:
-    """How large gradients are, before and after scaling, against a dtype's range.
+    """A histogram of gradients before and after scaling, against a dtype's range.
 
-    A histogram over the powers of two, with the dtype's subnormal range shaded, the range
-    in which numbers are flushed to zero darker, and that in which they overflow. Infinities
-    and NaN are not drawn, but count in the percentages.
+    Over the powers of two, with the ranges shaded in which the dtype has subnormal numbers, zero
+    and infinity. Infinities and NaN are not drawn, but count in the percentages.
 
     Args:
       scaled_grads: gradients of the scaled loss; any pytree. Computed in float32 they show
-        what a narrower dtype would lose; numbers already flushed to zero count as 0.
+        what a narrower dtype would lose.
       loss_scale: what they were scaled by: whatever `get` takes, or an optimizer state that
         holds exactly one.
       dtype: the floating-point dtype whose ranges are shown.
@@ -109,9 +105,8 @@ def exponents(
     sizes = np.abs(np.concatenate([np.zeros(0), *parts]))
     share = 100 / max(1, sizes.size)
     scaled = np.floor(np.log2(sizes[(sizes > 0) & (sizes < np.inf)]))
-    runs = {"unscaled": (scaled - shift, BEFORE), f"scaled by $2^{{{shift:g}}}$": (scaled, AFTER)}
-    if shift == 0:
-        runs = {"gradients": (scaled, AFTER)}
+    runs = {"unscaled": (scaled - shift, BEFORE)} if shift else {}
+    runs[f"scaled by $2^{{{shift:g}}}$" if shift else "gradients"] = (scaled, AFTER)
 
     info = jnp.finfo(dtype)
     flushed = np.log2(float(info.smallest_subnormal)) - 1
@@ -156,14 +151,12 @@ def taps(
 ) -> Axes:
     """A heat map of what was tapped, over layers and steps.
 
-    The rows are in the order of the tree, and of a scanned layer's taps turn by turn; a dict is in
-    the order of its names.
+    The rows are in the order of the tree, and of a scanned layer's taps turn by turn.
 
     Args:
       records: what `tap` recorded in each step, in a sequence of trees. Of records that
         `lax.scan` stacked, give `[jax.tree.map(lambda x: x[i], stacked) for i in range(n)]`.
-      quantity: what to show of a `Probe`, whose leaves are arrays, shape (steps,); by default
-        the share of its gradient that is zero or subnormal.
+      quantity: what to show of a `Probe` whose leaves are arrays, shape (steps,).
       axes: the axes to draw into and to return; by default those of a new figure.
       label: what the colors mean.
       **style: of the image, such as `vmin` and `cmap`, as `matplotlib` takes them.

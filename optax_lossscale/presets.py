@@ -1,14 +1,12 @@
 """The loss scalers of other systems, under their owners' names and argument names.
 
 Each takes its reference's arguments, with their defaults, and adapts as the reference does: value
-for value in float32, but for LogMax, which subtracts nearly equal numbers and is tested to 1%. One
-thing differs: no scale becomes 0, infinite or NaN. Where the reference would leave float32's
-normal range, 1.18e-38 to 3.4e38, the scale stays at the last value inside.
+for value in float32, but for LogMax, which is tested to 1%. One thing differs: no scale leaves
+float32's normal range, 1.18e-38 to 3.4e38; it stays at the last value inside instead. An argument
+that is not allowed is a `ValueError`.
 
-Where a preset does not say otherwise, a growth out of that range does not take place, and each
-step that is not finite backs off. Most count steps whose gradients are all zero as finite, and
-lose rare gradients between them; `"headroom"` does not. An argument that is not allowed is a
-`ValueError`.
+Where a preset does not say otherwise, each step that is not finite backs off. Most count steps
+whose gradients are all zero as finite; where gradients are rare, `HeadroomLossScale` is better.
 """
 
 import inspect
@@ -23,7 +21,7 @@ from optax_lossscale._scales.logmax import LogMaxLossScale
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.tolerance import ToleranceLossScale
 
-# For a reference without a floor: down to the smallest normal float32, and no rounding up.
+# Down to the smallest normal float32, and no rounding up.
 _NO_FLOOR: Any = {"min_scale": validation.SMALLEST, "clip_backoff": False}
 
 
@@ -41,9 +39,17 @@ def _growth(name: str, factor: float) -> float:
     return validation.growth_factor(name, _float32(name, factor))
 
 
-def _compiled_divisor(name: str, factor: float) -> float:
-    """What divides as a compiled reference does: XLA multiplies by the rounded reciprocal."""
-    return float(np.float32(1 / _growth(name, factor)))
+def _jmp_rule(counter: int, period: int, factor: float) -> dict[str, Any]:
+    """What JMP and MPX have in common, who name it alike."""
+    interval = validation.count("period", period)
+    growth_factor = _growth("factor", factor)
+    return {
+        "growth_interval": interval,
+        "initial_growth_counter": validation.count("counter", counter, 0, interval - 1),
+        "growth_factor": growth_factor,
+        # Compiled, their division is XLA's multiplication by the rounded reciprocal.
+        "backoff_factor": float(np.float32(1 / growth_factor)),
+    }
 
 
 def tensorflow_dynamic(
@@ -85,10 +91,7 @@ def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
 
 
 def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
-    """tf.contrib's `FixedLossScaleManager`.
-
-    The scale neither grows nor backs off, but its optimizer checks the gradients all the same, and
-    skips a step in which they are not finite.
+    """tf.contrib's `FixedLossScaleManager`, whose scale stays but whose bad steps are skipped.
 
     Args:
       loss_scale: the scale, at least 1.
@@ -116,8 +119,7 @@ def tensorflow_contrib_exponential(
 ) -> DynamicLossScale:
     """tf.contrib's `ExponentialUpdateLossScaleManager`.
 
-    The count of steps that are not finite survives finite ones, and is cleared by any change of
-    scale.
+    Finite steps do not clear the count of those that are not; any change of scale does.
 
     Args:
       init_loss_scale: the first scale, at least 1, the floor.
@@ -146,15 +148,13 @@ def tf_keras(
     initial_scale: float | None = None,
     dynamic_growth_steps: int | None = None,
 ) -> LossScale:
-    """`tf.keras.mixed_precision.LossScaleOptimizer`, less the optimizer.
-
-    Doubles and halves, down to 1.
+    """`tf.keras.mixed_precision.LossScaleOptimizer`, which doubles and halves, down to 1.
 
     Args:
       dynamic: whether the scale adapts; if not, the result is a `FixedLossScale`.
       initial_scale: the first scale, by default 2**15; required if not `dynamic`.
-      dynamic_growth_steps: finite steps in a row after which it grows, by default 2000; None if
-        not `dynamic`.
+      dynamic_growth_steps: finite steps in a row after which it grows, by default 2000; only if
+        `dynamic`.
 
     Example:
       >>> from optax_lossscale import presets
@@ -177,9 +177,7 @@ def tf_keras(
 
 
 def keras(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> DynamicLossScale:
-    """Keras 3's `keras.optimizers.LossScaleOptimizer`, less the optimizer.
-
-    Doubles and halves, with neither floor nor cap but float32's range.
+    """Keras 3's `LossScaleOptimizer`, which doubles and halves without floor or cap.
 
     Args:
       initial_scale: the first scale.
@@ -204,10 +202,7 @@ def pytorch(
     growth_interval: int = 2000,
     enabled: bool = True,
 ) -> LossScale:
-    """PyTorch's `torch.amp.GradScaler`.
-
-    There is no floor but float32's range. The factors multiply in double precision, as PyTorch's
-    do.
+    """PyTorch's `torch.amp.GradScaler`, without a floor, its factors in double precision.
 
     Args:
       init_scale: the first scale.
@@ -240,9 +235,7 @@ def flax(
     scale: float = 65536.0,
     minimum_scale: float | None = validation.SMALLEST,
 ) -> DynamicLossScale:
-    """Flax's `flax.training.dynamic_scale.DynamicScale`.
-
-    Growth ends at the largest float32.
+    """Flax's `flax.training.dynamic_scale.DynamicScale`, which grows up to the largest float32.
 
     Args:
       growth_factor: what a growth multiplies by.
@@ -250,7 +243,7 @@ def flax(
       growth_interval: finite steps in a row, less one, after which it grows.
       fin_steps: finite steps in a row before the first, at most `growth_interval`.
       scale: the first scale.
-      minimum_scale: the floor; None for none but float32's range.
+      minimum_scale: the floor, or None.
 
     Example:
       >>> from optax_lossscale import presets
@@ -277,9 +270,7 @@ def jmp(
     factor: float = 2,
     min_loss_scale: float = 1.0,
 ) -> DynamicLossScale:
-    """JMP's `jmp.DynamicLossScale`.
-
-    JMP forgets its floor at the first `jit`, and is back at 1; this does not.
+    """JMP's `jmp.DynamicLossScale`, which forgets its floor at the first `jit`; this does not.
 
     Args:
       loss_scale: the first scale.
@@ -293,14 +284,10 @@ def jmp(
       >>> float(presets.jmp(2.0**15, period=1).adjust(True)())
       65536.0
     """
-    interval = validation.count("period", period)
     return DynamicLossScale(
         initial_scale=validation.scale("loss_scale", loss_scale),
-        growth_interval=interval,
-        initial_growth_counter=validation.count("counter", counter, 0, interval - 1),
-        growth_factor=_growth("factor", factor),
-        backoff_factor=_compiled_divisor("factor", factor),
         min_scale=validation.scale("min_loss_scale", min_loss_scale),
+        **_jmp_rule(counter, period, factor),
     )
 
 
@@ -328,16 +315,12 @@ def mpx(
       >>> float(presets.mpx(2.0**15, period=1).adjust(True)())
       65504.0
     """
-    interval = validation.count("period", period)
     return DynamicLossScale(
         initial_scale=validation.scale("loss_scaling", loss_scaling),
-        growth_interval=interval,
-        initial_growth_counter=validation.count("counter", counter, 0, interval - 1),
-        growth_factor=_growth("factor", factor),
-        backoff_factor=_compiled_divisor("factor", factor),
         min_scale=validation.scale("min_loss_scaling", min_loss_scaling),
         max_scale=65504.0,
         clip_growth=True,
+        **_jmp_rule(counter, period, factor),
     )
 
 
@@ -399,8 +382,7 @@ def deepspeed(
       min_scale: the floor.
       delayed_shift: steps that are not finite that it takes to back off.
       consecutive_hysteresis: whether those must come in a row.
-      raise_error_at_min_scale: whether an overflow at the floor makes it `exhausted`, for which
-        `raise_if_stuck` raises.
+      raise_error_at_min_scale: whether `raise_if_stuck` raises at an overflow at the floor.
 
     Example:
       >>> from optax_lossscale import presets
@@ -437,8 +419,7 @@ def fairseq(
       scale_window: finite steps in a row after which it grows.
       tolerance: the share of overflows since the last change of scale that it takes to back off.
       threshold: a floor at which it stays without an error.
-      min_loss_scale: a scale that would fall to this or below is `exhausted`, for which
-        `raise_if_stuck` raises.
+      min_loss_scale: `raise_if_stuck` raises where the scale would fall to this or below.
 
     Example:
       >>> from optax_lossscale import presets
@@ -505,7 +486,7 @@ def apex(
       init_scale: the first scale; Apex starts no higher than `max_loss_scale`.
       scale_factor: taken and not used, as in Apex: the factor is 2.
       scale_window: finite steps in a row after which it grows.
-      min_loss_scale: the floor; None for none but float32's range.
+      min_loss_scale: the floor, or None.
       max_loss_scale: the cap, at which growth ends.
 
     Example:

@@ -31,14 +31,14 @@ class LogMaxLossScale(LossScale):
         spread = sqrt(average(x ** 2, beta2) - average(x, beta2) ** 2)
         loss_scale = clip(2 ** (16 - mean - overflow_std_dev * spread), min_scale, max_scale)
 
-    but an overflow does not raise a scale that was restored from below `min_scale`.
+    but an overflow does not raise a scale that was restored from below `min_scale`. `adjust`, by
+    the flag alone, counts overflows and leaves finite steps out.
 
     Args:
       initial_scale: the loss scale before the first step, between the bounds.
       min_scale: the floor.
       max_scale: the cap.
-      log_max: log2 of what an overflow counts as, at most 60: the reference takes its power of
-        two once more than it means to, and so does this.
+      log_max: an overflow counts as a log2 of `2**log_max`, as in the reference; at most 60.
       beta1: decay of the mean, in [0, 1).
       beta2: decay of the averages behind the spread, in [0, 1).
       overflow_std_dev: how many deviations are to spare, from 0 to 1e6.
@@ -48,8 +48,8 @@ class LogMaxLossScale(LossScale):
       mean: moving average of x with beta1, not bias-corrected; float32, shape ().
       slow_mean: the same with beta2; float32, shape ().
       square: moving average of x ** 2 with beta2; float32, shape ().
-      weight1: 1 less the total weight of `mean`; float32, shape ().
-      weight2: 1 less the total weight of the other two; float32, shape ().
+      weight1: `beta1` to the number of steps; float32, shape ().
+      weight2: `beta2` to the number of steps; float32, shape ().
 
     Raises:
       ValueError: for an argument outside what is said above.
@@ -81,11 +81,9 @@ class LogMaxLossScale(LossScale):
         validation.in_order(self.min_scale, self.initial_scale, self.max_scale)
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
-        """From the flag alone: an overflow counts, a finite step changes nothing."""
         return choose(grads_finite, self, self._after_overflow())
 
     def update(self, grads: Any, axis_name: AxisName | None = None) -> tuple[Self, jax.Array]:
-        """Adapts the scale to the largest gradient; see `LossScale.update`."""
         amax = largest_of_all(grads, axis_name)
         finite = jnp.isfinite(amax)
         log2_amax = jnp.log2(jnp.maximum(amax, validation.SMALLEST))

@@ -20,20 +20,16 @@ from optax_lossscale._scales.stateful import Stateful, checked, state_field
 class LossScale(Stateful):
     """A number that the loss is multiplied by, and the rule by which it adapts.
 
-    A loss scale is immutable: `update` and `adjust` return a new one. Subclass it and write
-    `adjust` to have a strategy of your own; subclassing alone makes it a frozen dataclass and a
-    pytree:
-
-    - its fields are *configuration*, arguments of the constructor: static under `jit`, written by
-      `get_config`;
-    - those declared with `state_field` are *state*: array leaves, changed by `replace`.
-
-    A `__post_init__` of its own calls `super().__post_init__()` first. What `adjust` returns
-    should be finite and positive, whatever the sequence.
+    A loss scale is immutable: `update` and `adjust` return a new one. For a strategy of your own,
+    subclass it and write `adjust`; that alone makes it a frozen dataclass and a pytree. Its fields
+    are configuration: arguments of the constructor, static under `jit`, written by `get_config`.
+    Those declared with `state_field` are state: array leaves, changed by `replace`. A
+    `__post_init__` calls `super().__post_init__()` first. What `adjust` returns should be finite
+    and positive, whatever the sequence.
 
     Attributes:
       initial_scale: the loss scale before the first step; configuration.
-      loss_scale: the loss scale now, float32, shape (); state.
+      loss_scale: the loss scale now; float32, shape (); state.
 
     Raises:
       ValueError: if `initial_scale` is not a positive, normal float32.
@@ -86,11 +82,11 @@ class LossScale(Stateful):
           grads: the unscaled gradients, any pytree; `None` leaves are ignored. From a step
             with a `mask` that leaves some out, a list of the others.
           axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas decide
-            alike: one that overflows makes all of them skip. The only communication is one scalar.
+            alike, at the cost of communicating one scalar.
 
         Returns:
-          The new loss scale, and `should_apply`: whether the gradients may be applied; a bool,
-          shape (), or the Python bool True where nothing was checked.
+          The new loss scale, and `should_apply`, a bool, shape (); the Python bool True where
+          nothing was checked.
 
         Raises:
           ValueError: if `axis_name` names no axis of a `pmap` or `shard_map` around.
@@ -101,8 +97,7 @@ class LossScale(Stateful):
     def exhausted(self) -> jax.Array:
         """Whether the last step overflowed and there was nothing left to lower.
 
-        A bool, shape (); False for a strategy that does not say otherwise. Nothing can raise
-        inside a compiled step; `raise_if_stuck` raises on the host where this is True.
+        A bool, shape (); False unless overridden. Where it is True, `raise_if_stuck` raises.
         """
         return jnp.array(False)
 
@@ -151,19 +146,16 @@ class LossScale(Stateful):
         """The loss scale that `get_config` described, in its initial state.
 
         Args:
-          config: `{"class_name": …, "config": {…}}`, naming this class or any subclass of it that
-            has been defined, of which the last to take a name has it. The names of this library's
-            own classes cannot be taken: a class of one of those names goes by its module as well,
-            `my_module.DynamicLossScale`.
+          config: `{"class_name": …, "config": {…}}`, naming this class or any subclass that has
+            been defined, the last of that name. One with the name of a class of this library goes
+            by its module as well, `my_module.DynamicLossScale`.
 
         Raises:
           ValueError: for a malformed config, an unknown class, or an unknown or missing key.
 
         Example:
           >>> import optax_lossscale as ols
-          >>> config = ols.FixedLossScale(128).get_config()
-          >>> config
-          {'class_name': 'FixedLossScale', 'config': {'scale': 128.0}}
+          >>> config = {"class_name": "FixedLossScale", "config": {"scale": 128.0}}
           >>> ols.LossScale.from_config(config)
           FixedLossScale(128.0)
         """

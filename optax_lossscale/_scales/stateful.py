@@ -25,9 +25,6 @@ def state_field(default: Any = dataclasses.MISSING, *, init: Literal[False] = Fa
         scalar; arrays keep their dtype. Without a default, `__post_init__` sets it.
       init: False: state is no argument of the constructor.
 
-    Returns:
-      A dataclass field.
-
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import optax_lossscale as ols
@@ -41,8 +38,7 @@ def state_field(default: Any = dataclasses.MISSING, *, init: Literal[False] = Fa
       1 int32
     """
     # NumPy values: strongly typed, impossible to donate away, and made without waking a JAX
-    # backend, which a module that builds its optimizer before `jax.distributed.initialize` must
-    # not do.
+    # backend, which has to sleep until `jax.distributed.initialize`.
     field = functools.partial(dataclasses.field, init=init, metadata={state_field: True})
     if default is dataclasses.MISSING:
         return field()
@@ -57,10 +53,7 @@ def state_field(default: Any = dataclasses.MISSING, *, init: Literal[False] = Fa
 
 
 def checked(check: Check, *, default: Any = dataclasses.MISSING) -> Any:
-    """Declares a field of configuration that is what its check makes of its name and value.
-
-    A subclass that declares the field anew, for another default, keeps the check.
-    """
+    """Declares a field that its check converts, also where a subclass declares it anew."""
     return dataclasses.field(default=default, metadata={checked: check})
 
 
@@ -69,11 +62,7 @@ def checked(check: Check, *, default: Any = dataclasses.MISSING) -> Any:
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stateful(abc.ABC):
-    """What loss scales and rules of skipping are: subclassing alone makes a class one.
-
-    Fields are configuration, static under `jit`; a `state_field` is an array leaf. Two are equal
-    if they are of one class, with equal configurations and states, which waits for the device.
-    """
+    """What loss scales and rules of skipping are; `==` of two waits for the device."""
 
     _state_names: ClassVar[list[str]]
     _static_names: ClassVar[list[str]]
@@ -134,7 +123,7 @@ class Stateful(abc.ABC):
 
     @classmethod
     def _with_attributes(cls, attributes: Any) -> Self:
-        """An instance made without `__init__`, which would validate and start afresh."""
+        """An instance made without `__init__`, which would start afresh."""
         self = cls.__new__(cls)
         vars(self).update(attributes)
         return self
