@@ -1,7 +1,4 @@
-"""Pictures of what the numbers do; needs the extra `plot`, which is matplotlib.
-
-They run on the host and wait for the device.
-"""
+"""Pictures of numbers, drawn on the host; needs the extra `plot`, which is matplotlib."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +19,7 @@ from optax_lossscale._diagnosis.places import places
 from optax_lossscale._diagnosis.tap import Probe
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.get import resolve
-from optax_lossscale._scales.validation import at_hand, floating_dtype, function, shown
+from optax_lossscale._scales.validation import at_hand, floating_dtype, function, refuse, shown
 
 BEFORE, AFTER = "#8a8f98", "#00798c"
 
@@ -60,10 +57,8 @@ def loss_scale(
     except (KeyError, TypeError, IndexError):
         scale = applied = np.array(())
     if scale.ndim != 1 or not scale.size or scale.shape != applied.shape:
-        raise ValueError(
-            "history must be a sequence of what metrics returned after each step, or one dict of "
-            f"them stacked; got {shown(history)}"
-        )
+        allowed = "a sequence of what metrics returned in each step, or one dict of them stacked"
+        refuse("history", history, allowed)
     axes, steps, skipped = _axes(axes, 2.6), np.arange(1, len(scale) + 1), ~applied.astype(bool)
     look: dict[str, Any] = {"color": AFTER, "lw": 1.5} | style
     axes.step(steps, scale, where="mid", **look)
@@ -185,11 +180,9 @@ def taps(
     by_place = zip(*([probe for _, probe in step] for step in steps), strict=True)
     stacked = [jax.tree.map(lambda *x: np.array(x), *probes) for probes in by_place]
     values = np.array([np.asarray(quantity(probe), np.float64) for probe in stacked])
-    if values.shape != (len(names), len(steps)):
-        raise ValueError(
-            "quantity must return an array of shape (steps,), got one of shape "
-            f"{values.shape[1:]} for {len(steps)} steps"
-        )
+    shape = values.shape[1:]
+    if shape != (len(steps),):
+        raise ValueError(f"quantity must return an array of shape (steps,), got shape {shape}")
     axes = _axes(axes, 2.6)
     look: dict[str, Any] = {"cmap": "magma_r", "aspect": "auto", "interpolation": "nearest"}
     extent = (0.5, len(steps) + 0.5, len(names) - 0.5, -0.5)

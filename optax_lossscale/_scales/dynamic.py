@@ -20,8 +20,7 @@ class DynamicLossScale(LossScale):
     """Grows after a run of finite steps, backs off at a step that is not.
 
     The default of `with_loss_scale`. Where gradients are rare, take `HeadroomLossScale`: here
-    gradients that are all zero count as finite and raise the scale, so that with 2000 such steps
-    between any two others, each of these overflows and is lost.
+    steps of zero gradients raise the scale, until the next that is not zero overflows.
 
     Source: TensorFlow's `DynamicLossScale`, whose defaults these are, after Micikevicius et al.,
     "Mixed Precision Training" (https://arxiv.org/abs/1710.03740); the further options are those of

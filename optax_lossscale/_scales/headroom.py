@@ -27,9 +27,8 @@ _MEMORY = 8  # shortest windows: a rare outlier should not lower the scale for l
 class HeadroomLossScale(LossScale):
     """Measures the largest gradient, and keeps it a little below overflow.
 
-    For gradients that jump in size or are rare, and for short runs: it is at the right scale after
-    a few steps. Where gradients inside the model are larger than those of its parameters,
-    `DynamicLossScale` skips fewer.
+    For short runs, and for gradients that jump in size or are rare. Where gradients inside the
+    model are larger than those of its parameters, `DynamicLossScale` skips fewer steps.
 
     Two things cannot be measured:
 

@@ -19,12 +19,9 @@ _DEVIATIONS = validation.number("in [0, 1e6]", lambda x: 0 <= x <= 1e6)
 class LogMaxLossScale(LossScale):
     """Puts the largest gradient where it is unlikely to overflow.
 
-    Models log2 of each step's largest absolute gradient as normally distributed, with a mean and a
-    spread that move, and chooses the scale at which a gradient `overflow_std_dev` deviations above
-    the mean is 2**16.
-
-    Source: OpenSeq2Seq's `LogMaxScaler` (https://arxiv.org/abs/1805.10387). The rule, with
-    bias-corrected moving averages::
+    Takes log2 of each step's largest gradient for normally distributed, and chooses the scale at
+    which one `overflow_std_dev` deviations above the mean is 2**16. Source: OpenSeq2Seq's
+    `LogMaxScaler` (https://arxiv.org/abs/1805.10387). The rule, with bias-corrected averages::
 
         x = log2(amax) if grads_finite else 2 ** log_max
         mean = average(x, beta1)

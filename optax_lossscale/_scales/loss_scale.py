@@ -113,14 +113,11 @@ class LossScale(Stateful):
     def unscale(self, tree: T) -> T:
         """Every inexact leaf of gradients, or of any pytree, divided by the loss scale.
 
-        For a power of two the result is exact, else within an ulp or two. 8- and 16-bit floats
-        become float32, in which they do not underflow again; wider ones keep their dtype. `None`,
-        integer and float0 leaves pass through.
+        In the dtypes of `scale`; exact for a power of two, else within an ulp or two.
         """
-        # XLA turns x / scale into x * (1 / scale), and above 2**126 that reciprocal is subnormal
-        # and flushed to zero. Two factors keep it a normal number, and the barrier keeps XLA from
-        # multiplying them where the state is a constant to it. Both are quotients: what is simpler
-        # XLA would compute anew in the kernel of each leaf.
+        # XLA turns x / scale into x * (1 / scale), and above 2**126 that is subnormal and flushed
+        # to zero. Hence two factors, a barrier that keeps XLA from multiplying them, and quotients
+        # for both: what is simpler XLA would compute anew in the kernel of each leaf.
         scale = lax.optimization_barrier(self)()
         shift = jnp.where(scale > 2.0**100, jnp.float32(4.0), jnp.float32(1.0))
 
@@ -137,7 +134,7 @@ class LossScale(Stateful):
         return map_inexact(unscaled, tree)
 
     def get_config(self) -> dict[str, Any]:
-        """The class's name and its configuration, JSON-able; the state is left out."""
+        """The class's name and its configuration, JSON-able, without the state."""
         config = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
         return {"class_name": _config_name(type(self)), "config": config}
 
@@ -160,10 +157,8 @@ class LossScale(Stateful):
           FixedLossScale(128.0)
         """
         if not isinstance(config, dict) or set(config) != {"class_name", "config"}:
-            raise ValueError(
-                "a loss scale's config is a dict with the keys 'class_name' and 'config', as "
-                f"get_config() returns it; got {validation.shown(config)}"
-            )
+            allowed = "a dict with the keys 'class_name' and 'config', as from get_config()"
+            validation.refuse("a loss scale's config", config, allowed)
         classes = {_config_name(c): c for c in _subclasses(cls) if not inspect.isabstract(c)}
         name = config["class_name"]
         if not isinstance(name, str) or name not in classes:
@@ -177,10 +172,8 @@ class LossScale(Stateful):
 def choose(grads_finite: jax.typing.ArrayLike, after_finite_step: T, after_overflow: T) -> T:
     """The one loss scale or the other, leaf by leaf."""
     if not hasattr(grads_finite, "dtype") and not isinstance(grads_finite, (bool, int, float)):
-        raise TypeError(
-            "grads_finite must be a bool, as all_finite(grads) is; got "
-            f"{validation.shown(grads_finite)}. What takes gradients is update"
-        )
+        got = validation.shown(grads_finite)
+        raise TypeError(f"grads_finite must be a bool, got {got}. What takes gradients is update")
     where = lambda finite, overflow: jnp.where(grads_finite, finite, overflow)
     return jax.tree.map(where, after_finite_step, after_overflow)
 
