@@ -67,13 +67,10 @@ def tensorflow_dynamic(
       >>> presets.tensorflow_dynamic().backoff_factor
       0.5
     """
+    scale = validation.scale("initial_loss_scale", initial_loss_scale)
+    interval = validation.count("increment_period", increment_period)
     factor = _growth("multiplier", multiplier)
-    return DynamicLossScale(
-        initial_scale=validation.scale("initial_loss_scale", initial_loss_scale),
-        growth_interval=validation.count("increment_period", increment_period),
-        growth_factor=factor,
-        backoff_factor=1 / factor,
-    )
+    return DynamicLossScale(scale, interval, growth_factor=factor, backoff_factor=1 / factor)
 
 
 def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
@@ -102,12 +99,8 @@ def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
       >>> print(ls(), should_apply)
       128.0 False
     """
-    return DynamicLossScale(
-        initial_scale=validation.scale("loss_scale", loss_scale),
-        growth_factor=1.0,
-        backoff_factor=1.0,
-        can_be_exhausted=False,
-    )
+    scale = validation.scale("loss_scale", loss_scale)
+    return DynamicLossScale(scale, growth_factor=1.0, backoff_factor=1.0, can_be_exhausted=False)
 
 
 def tensorflow_contrib_exponential(
@@ -162,11 +155,9 @@ def tf_keras(
       FixedLossScale(1024.0)
     """
     if validation.flag("dynamic", dynamic):
-        steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
-        return DynamicLossScale(
-            initial_scale=2.0**15 if initial_scale is None else initial_scale,
-            growth_interval=validation.count("dynamic_growth_steps", steps),
-        )
+        scale = 2.0**15 if initial_scale is None else initial_scale
+        interval = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
+        return DynamicLossScale(scale, validation.count("dynamic_growth_steps", interval))
     if initial_scale is None or dynamic_growth_steps is not None:
         raise ValueError(
             "with dynamic=False give initial_scale, and no dynamic_growth_steps; got "
@@ -188,11 +179,8 @@ def keras(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> D
       >>> float(presets.keras(initial_scale=1.0).adjust(False)())
       0.5
     """
-    return DynamicLossScale(
-        initial_scale=initial_scale,
-        growth_interval=validation.count("dynamic_growth_steps", dynamic_growth_steps),
-        **_NO_FLOOR,
-    )
+    interval = validation.count("dynamic_growth_steps", dynamic_growth_steps)
+    return DynamicLossScale(initial_scale, interval, **_NO_FLOOR)
 
 
 def pytorch(
@@ -218,13 +206,8 @@ def pytorch(
     """
     if not validation.flag("enabled", enabled):
         return FixedLossScale(1)
-    return DynamicLossScale(
-        initial_scale=validation.scale("init_scale", init_scale),
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        **_NO_FLOOR,
-    )
+    scale = validation.scale("init_scale", init_scale)
+    return DynamicLossScale(scale, growth_interval, growth_factor, backoff_factor, **_NO_FLOOR)
 
 
 def flax(
@@ -284,11 +267,9 @@ def jmp(
       >>> float(presets.jmp(2.0**15, period=1).adjust(True)())
       65536.0
     """
-    return DynamicLossScale(
-        initial_scale=validation.scale("loss_scale", loss_scale),
-        min_scale=validation.scale("min_loss_scale", min_loss_scale),
-        **_jmp_rule(counter, period, factor),
-    )
+    scale = validation.scale("loss_scale", loss_scale)
+    floor = validation.scale("min_loss_scale", min_loss_scale)
+    return DynamicLossScale(scale, min_scale=floor, **_jmp_rule(counter, period, factor))
 
 
 def mpx(
@@ -300,8 +281,7 @@ def mpx(
 ) -> DynamicLossScale:
     """MPX's `mpx.DynamicLossScaling`.
 
-    Growth ends at 65504, the largest float16. MPX unscales by the scale after a step; this, by the
-    scale that scaled.
+    Growth ends at 65504, the largest float16. MPX unscales by the next scale; this, by its own.
 
     Args:
       loss_scaling: the first scale, at most 65504.
@@ -315,13 +295,10 @@ def mpx(
       >>> float(presets.mpx(2.0**15, period=1).adjust(True)())
       65504.0
     """
-    return DynamicLossScale(
-        initial_scale=validation.scale("loss_scaling", loss_scaling),
-        min_scale=validation.scale("min_loss_scaling", min_loss_scaling),
-        max_scale=65504.0,
-        clip_growth=True,
-        **_jmp_rule(counter, period, factor),
-    )
+    scale = validation.scale("loss_scaling", loss_scaling)
+    floor = validation.scale("min_loss_scaling", min_loss_scaling)
+    rule = _jmp_rule(counter, period, factor)
+    return DynamicLossScale(scale, min_scale=floor, max_scale=65504.0, clip_growth=True, **rule)
 
 
 def megatron(
@@ -332,10 +309,7 @@ def megatron(
     growth_interval: int,
     hysteresis: int,
 ) -> DynamicLossScale:
-    """Megatron-LM's `DynamicGradScaler`.
-
-    Backs off at the `hysteresis`-th step that is not finite, and at each further one until it
-    grows.
+    """Megatron-LM's `DynamicGradScaler`, which once it backed off does so at once until it grows.
 
     Args:
       initial_scale: the first scale.
@@ -370,10 +344,7 @@ def deepspeed(
     consecutive_hysteresis: bool = False,
     raise_error_at_min_scale: bool = True,
 ) -> DynamicLossScale:
-    """DeepSpeed's `DynamicLossScaler`.
-
-    Divides at the `delayed_shift`-th step that is not finite, and at each further one until it
-    grows.
+    """DeepSpeed's `DynamicLossScaler`, which once it backed off does so at once until it grows.
 
     Args:
       init_scale: the first scale.
@@ -426,14 +397,11 @@ def fairseq(
       >>> float(presets.fairseq().adjust(False)())
       16384.0
     """
-    return ToleranceLossScale(
-        initial_scale=validation.scale("init_scale", init_scale),
-        factor=validation.growth_factor("scale_factor", scale_factor),
-        growth_interval=validation.count("scale_window", scale_window),
-        tolerance=tolerance,
-        threshold=threshold,
-        min_scale=validation.scale("min_loss_scale", min_loss_scale),
-    )
+    scale = validation.scale("init_scale", init_scale)
+    interval = validation.count("scale_window", scale_window)
+    factor = validation.growth_factor("scale_factor", scale_factor)
+    floor = validation.scale("min_loss_scale", min_loss_scale)
+    return ToleranceLossScale(scale, interval, factor, tolerance, threshold, min_scale=floor)
 
 
 def openseq2seq_logmax(
@@ -460,15 +428,8 @@ def openseq2seq_logmax(
       1.0
     """
     least = validation.scale("scale_min", scale_min)
-    return LogMaxLossScale(
-        initial_scale=max(1.0, least),
-        min_scale=least,
-        max_scale=validation.scale("scale_max", scale_max),
-        log_max=log_max,
-        beta1=beta1,
-        beta2=beta2,
-        overflow_std_dev=overflow_std_dev,
-    )
+    most = validation.scale("scale_max", scale_max)
+    return LogMaxLossScale(max(1.0, least), least, most, log_max, beta1, beta2, overflow_std_dev)
 
 
 def apex(
@@ -499,13 +460,10 @@ def apex(
         return FixedLossScale(loss_scale)
     validation.one_of("loss_scale, if no number,", loss_scale, ("dynamic",))
     most = validation.scale("max_loss_scale", max_loss_scale)
-    return DynamicLossScale(
-        initial_scale=min(validation.scale("init_scale", init_scale), most),
-        growth_interval=validation.count("scale_window", scale_window),
-        max_scale=most,
-        clip_growth=True,
-        **_floor("min_loss_scale", min_loss_scale),
-    )
+    scale = min(validation.scale("init_scale", init_scale), most)
+    interval = validation.count("scale_window", scale_window)
+    floor = _floor("min_loss_scale", min_loss_scale)
+    return DynamicLossScale(scale, interval, max_scale=most, clip_growth=True, **floor)
 
 
 _PRESETS = {

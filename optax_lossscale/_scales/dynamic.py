@@ -19,8 +19,8 @@ _REFILL = partial(validation.one_of, options=get_args(Refill))
 class DynamicLossScale(LossScale):
     """Grows after a run of finite steps, backs off at a step that is not.
 
-    The default of `with_loss_scale`. Where gradients are rare, take `HeadroomLossScale`: here
-    steps of zero gradients raise the scale, until the next that is not zero overflows.
+    The default of `with_loss_scale`. Where gradients are rare, take `HeadroomLossScale`: steps of
+    zero gradients raise this scale, so that the next that is not zero overflows.
 
     Source: TensorFlow's `DynamicLossScale`, whose defaults these are, after Micikevicius et al.,
     "Mixed Precision Training" (https://arxiv.org/abs/1710.03740); the further options are those of
@@ -60,7 +60,6 @@ class DynamicLossScale(LossScale):
       initial_growth_counter: finite steps in a row before the first, below `growth_interval`.
 
     Attributes:
-      loss_scale: the loss scale now; float32, shape ().
       growth_counter: finite steps in a row since the last growth; int32, shape ().
       hysteresis_left: non-finite steps from now to a back-off; int32, shape ().
 

@@ -66,8 +66,8 @@ class HeadroomLossScale(LossScale):
     of that or of a longer one. An overflow that is neither excused nor the same one still doubles
     the window: up to 8 times the shortest or, where it comes when half of the reserve was given
     up, up to 8000 steps. Each 2000 quiet steps halve it. Sizes are remembered for 8 times the
-    shortest at most. The scale stays between 2**-100 and 2**100, and zeros do not count where 32
-    bits more would be too many.
+    shortest at most. The scale is a power of two between 2**-100 and 2**100, and zeros do not
+    count where 32 bits more would be too many.
 
     What follows from the rule, and is tested:
 
@@ -90,7 +90,6 @@ class HeadroomLossScale(LossScale):
         many at most, while nothing overflows; from 4 to 2**20.
 
     Attributes:
-      loss_scale: the loss scale now, a power of two; float32, shape ().
       spare_bits: the bits between overflow and the largest gradient of the last step that was
         measured; 0 after an overflow and before the first step; int32, shape ().
 

@@ -41,7 +41,6 @@ class LogMaxLossScale(LossScale):
       overflow_std_dev: how many deviations are to spare, from 0 to 1e6.
 
     Attributes:
-      loss_scale: the loss scale now; float32, shape ().
       mean: moving average of x with beta1, not bias-corrected; float32, shape ().
       slow_mean: the same with beta2; float32, shape ().
       square: moving average of x ** 2 with beta2; float32, shape ().

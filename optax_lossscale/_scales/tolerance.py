@@ -10,6 +10,7 @@ from optax_lossscale._scales import validation
 from optax_lossscale._scales.loss_scale import LossScale, choose
 from optax_lossscale._scales.stateful import checked, state_field
 
+_scale_or_none = lambda name, x: None if x is None else validation.scale(name, x)
 _SHARE = validation.number("a number in [0, 1]", lambda x: 0 <= x <= 1)
 
 
@@ -43,7 +44,6 @@ class ToleranceLossScale(LossScale):
       min_scale: what it always stays above.
 
     Attributes:
-      loss_scale: the loss scale now; float32, shape ().
       growth_counter: finite steps in a row since the last growth; int32, shape ().
       steps: steps since the scale last changed; int32, shape ().
       overflows: overflows since the last back-off; int32, shape ().
@@ -64,7 +64,7 @@ class ToleranceLossScale(LossScale):
     growth_interval: int = checked(validation.count, default=2000)
     factor: float = checked(validation.growth_factor, default=2.0)
     tolerance: float = checked(_SHARE, default=0.0)
-    threshold: float | None = None
+    threshold: float | None = checked(_scale_or_none, default=None)
     min_scale: float = checked(validation.scale, default=1e-4)
     growth_counter: jax.Array = state_field(0)  # shape=(), dtype=int32
     steps: jax.Array = state_field(0)  # shape=(), dtype=int32
@@ -73,8 +73,6 @@ class ToleranceLossScale(LossScale):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.threshold is not None:
-            self._set(threshold=validation.scale("threshold", self.threshold))
         if not self.initial_scale > self.min_scale:
             allowed = f"above min_scale={self.min_scale!r}"
             validation.refuse("initial_scale", self.initial_scale, allowed)
