@@ -87,8 +87,7 @@ def exponents(
     Example:
       >>> import jax.numpy as jnp
       >>> from optax_lossscale import plot
-      >>> axes = plot.exponents({"w": jnp.array([1e-3, 0.5, 2.0])}, loss_scale=1024.0)
-      >>> axes.get_xlabel()
+      >>> plot.exponents({"w": jnp.array([1e-3, 0.5, 2.0])}, loss_scale=1024.0).get_xlabel()
       'gradient'
     """
     at_hand("plot.exponents", (scaled_grads, loss_scale))
@@ -165,18 +164,14 @@ def taps(
       ['embed', 'layers/0', 'layers/1', 'layers/2']
     """
     if not isinstance(records, Sequence) or isinstance(records, Probe):
-        raise TypeError(
-            "records must be a sequence of one tree for each step, where taps are a tree of "
-            f"Probes; got {shown(records)}"
-        )
+        got = f"where taps are a tree of Probes; got {shown(records)}"
+        raise TypeError(f"records must be a sequence of one tree for each step, {got}")
     function("quantity", quantity)
     at_hand("plot.taps", records)
     steps = [list(places(record)) for record in jax.device_get(list(records))]
     names = [name for name, _ in steps[0]] if steps else []
     if any([name for name, _ in step] != names for step in steps) or not names:
-        raise ValueError(
-            "records must hold one step or more, and each step a Probe or more at the same places"
-        )
+        raise ValueError("records must hold a step or more, each with Probes at the same places")
     by_place = zip(*([probe for _, probe in step] for step in steps), strict=True)
     stacked = [jax.tree.map(lambda *x: np.array(x), *probes) for probes in by_place]
     values = np.array([np.asarray(quantity(probe), np.float64) for probe in stacked])

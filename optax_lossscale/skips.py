@@ -60,10 +60,9 @@ def spikes(
                 budget = min(budget + 1 / 20, max_skips)
 
     In any series, at most `max_skips` finite steps are skipped, and then no more than 1 in 20,
-    steps of zero gradients not counted. So at most `max_skips` are where the level changes for
-    good, and two levels are usual while the window holds three steps of either. Nothing is skipped
-    while norms and losses rise by less than a factor of 2**least within a window. The scale of the
-    norms is of no account, nor is that of the losses.
+    steps of zero gradients not counted; so at most `max_skips` where the level changes for good.
+    Nothing is skipped while norms and losses rise by less than a factor of 2**least within a
+    window. Their scale is of no account.
 
     Source: this library. docs/skipping.md says what the rule does not do, and
     docs/benchmarks/skips.md compares it with the others.
@@ -91,9 +90,8 @@ def olmo_core(rolling_interval_length: int = 128, sigma_factor: float = 6) -> Ro
 
     Skips a step whose loss or norm is more than `sigma_factor` unbiased standard deviations above
     the mean of a window, which skipped steps enter too, once it is half full. It needs the step's
-    loss. Two things differ: what is not finite never enters the window, where the original skips
-    every step while it is there; and below a length of 6 the original skips the second step, as
-    the deviation of one number is NaN.
+    loss. The original differs in two things: while its window holds a NaN it skips every step, and
+    below a length of 6 it skips the second, as the deviation of one number is NaN.
 
     Args:
       rolling_interval_length: how many steps the window holds, at least 2.
@@ -136,8 +134,8 @@ def levanter(rolling_interval_length: int = 128, sigma_factor: float = 6.0) -> R
     """Levanter's `SkipStepConfig`.
 
     OLMo-core's rule, which needs the step's loss, with the biased standard deviation, of 1e-6 at
-    least, and one step more before the first can be skipped. What is not finite never enters the
-    window, nor the parameters, where the original multiplies its updates by 0.
+    least, and one step more before the first can be skipped. The original multiplies updates that
+    are not finite by 0, which leaves NaN in the parameters.
 
     Args:
       rolling_interval_length: how many steps the window holds, at least 2.

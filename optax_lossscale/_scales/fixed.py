@@ -58,7 +58,7 @@ class FixedLossScale(LossScale):
         return map_inexact(lambda x: x, tree) if self.initial_scale == 1 else super().scale(tree)
 
     def unscale(self, tree: T) -> T:
-        return map_inexact(lambda x: x, tree) if self.initial_scale == 1 else super().unscale(tree)
+        return self.scale(tree) if self.initial_scale == 1 else super().unscale(tree)
 
     def get_config(self) -> dict[str, Any]:
         return {"class_name": "FixedLossScale", "config": {"scale": self.initial_scale}}

@@ -30,14 +30,10 @@ def _from_state_dict(stateful: Any, saved: Any) -> Any:
     kind, current = type(stateful).__name__, _to_state_dict(stateful)
     if not isinstance(saved, dict) or set(saved) != set(current):
         found = validation.shown(list(saved) if isinstance(saved, dict) else saved)
-        raise ValueError(
-            f"what is saved of a {kind} is {list(current)}; got {found}. Restore into one of the "
-            "kind that was saved."
-        )
+        raise ValueError(f"what is saved of a {kind} is {list(current)}; got {found}")
     for name, here in current.items():
-        if np.shape(saved[name]) != np.shape(here):
-            raise ValueError(
-                f"the {name} that is saved of a {kind} has shape {np.shape(saved[name])}, not "
-                f"{np.shape(here)}. Restore into one of the configuration that was saved."
-            )
+        shape, saved_shape = np.shape(here), np.shape(saved[name])
+        if shape != saved_shape:
+            given = f"has shape {saved_shape}, and here, of another configuration, {shape}"
+            raise ValueError(f"the {name} that is saved of a {kind} {given}")
     return stateful.replace(**saved)

@@ -66,11 +66,11 @@ class LogMaxLossScale(LossScale):
     beta1: float = checked(_DECAY, default=0.99)
     beta2: float = checked(_DECAY, default=0.999)
     overflow_std_dev: float = checked(_DEVIATIONS, default=3.09)
-    mean: jax.Array = state_field(0.0)  # shape=(), dtype=float32
-    slow_mean: jax.Array = state_field(0.0)  # shape=(), dtype=float32
-    square: jax.Array = state_field(0.0)  # shape=(), dtype=float32
-    weight1: jax.Array = state_field(1.0)  # shape=(), dtype=float32
-    weight2: jax.Array = state_field(1.0)  # shape=(), dtype=float32
+    mean: jax.Array = state_field(0.0)
+    slow_mean: jax.Array = state_field(0.0)
+    square: jax.Array = state_field(0.0)
+    weight1: jax.Array = state_field(1.0)
+    weight2: jax.Array = state_field(1.0)
 
     def __post_init__(self):
         super().__post_init__()
@@ -92,18 +92,15 @@ class LogMaxLossScale(LossScale):
 
     def _observe(self, x: jax.Array) -> Self:
         average = lambda old, new, decay: decay * old + (1 - jnp.float32(decay)) * new
-        mean = average(self.mean, x, self.beta1)
-        slow_mean = average(self.slow_mean, x, self.beta2)
-        square = average(self.square, x * x, self.beta2)
-        weight1, weight2 = self.weight1 * self.beta1, self.weight2 * self.beta2
-        variance = square / (1 - weight2) - (slow_mean / (1 - weight2)) ** 2
-        spread = jnp.sqrt(jnp.maximum(variance, 0))
-        log2_scale = 16 - (mean / (1 - weight1) + self.overflow_std_dev * spread)
-        return self.replace(
-            loss_scale=jnp.clip(jnp.exp2(log2_scale), self.min_scale, self.max_scale),
-            mean=mean,
-            slow_mean=slow_mean,
-            square=square,
-            weight1=weight1,
-            weight2=weight2,
+        new = self.replace(
+            mean=average(self.mean, x, self.beta1),
+            slow_mean=average(self.slow_mean, x, self.beta2),
+            square=average(self.square, x * x, self.beta2),
+            weight1=self.weight1 * self.beta1,
+            weight2=self.weight2 * self.beta2,
         )
+        variance = new.square / (1 - new.weight2) - (new.slow_mean / (1 - new.weight2)) ** 2
+        spread = jnp.sqrt(jnp.maximum(variance, 0))
+        log2_scale = 16 - (new.mean / (1 - new.weight1) + self.overflow_std_dev * spread)
+        scale = jnp.clip(jnp.exp2(log2_scale), self.min_scale, self.max_scale)
+        return new.replace(loss_scale=scale)

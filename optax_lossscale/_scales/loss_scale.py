@@ -76,7 +76,7 @@ class LossScale(Stateful):
     def update(
         self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, jax.Array | bool]:
-        """Checks the gradients and adapts the scale to what it finds.
+        """Checks the gradients and adapts the scale.
 
         Args:
           grads: the unscaled gradients, any pytree; `None` leaves are ignored. From a step
@@ -104,8 +104,8 @@ class LossScale(Stateful):
     def scale(self, tree: T) -> T:
         """Every inexact leaf of a loss, or of any pytree, times the loss scale.
 
-        8- and 16-bit floats become float32, as a float16 loss times 2**16 would be infinite; wider
-        ones keep their dtype. `None`, integer and float0 leaves pass through.
+        8- and 16-bit floats become float32; all other leaves keep their dtype, and `None`, integer
+        and float0 leaves their values.
         """
         scale = self()
         return map_inexact(lambda x: x * scale.astype(jnp.finfo(x.dtype).dtype), tree)
@@ -143,9 +143,9 @@ class LossScale(Stateful):
         """The loss scale that `get_config` described, in its initial state.
 
         Args:
-          config: `{"class_name": …, "config": {…}}`, naming this class or any subclass that has
-            been defined, the last of that name. One with the name of a class of this library goes
-            by its module as well, `my_module.DynamicLossScale`.
+          config: `{"class_name": …, "config": {…}}`, naming this class or the last defined
+            subclass of the name. One with the name of a class of this library goes by its module
+            as well, `my_module.DynamicLossScale`.
 
         Raises:
           ValueError: for a malformed config, an unknown class, or an unknown or missing key.

@@ -45,9 +45,8 @@ def state_field(default: Any = dataclasses.MISSING, *, init: Literal[False] = Fa
     dtype = {bool: np.bool_, int: np.int32, float: np.float32}.get(type(default))
     array = np.asarray(default, dtype)
     if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != np.bool_:
-        raise TypeError(
-            f"a state starts as a number or an array of numbers, got {validation.shown(default)}"
-        )
+        got = validation.shown(default)
+        raise TypeError(f"a state starts as a number or an array of numbers, got {got}")
     value = array[()]  # a scalar of what has no dimensions
     return field(default_factory=lambda: value)
 
@@ -133,6 +132,5 @@ def _as_state(name: str, value: Any, dtype: Any) -> jax.Array:
     try:
         return jnp.asarray(value, dtype)
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"the state {name} must be an array of {dtype}, got {validation.shown(value)}"
-        ) from error
+        got = validation.shown(value)
+        raise TypeError(f"the state {name} must be an array of {dtype}, got {got}") from error

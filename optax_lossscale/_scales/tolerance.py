@@ -10,7 +10,7 @@ from optax_lossscale._scales import validation
 from optax_lossscale._scales.loss_scale import LossScale, choose
 from optax_lossscale._scales.stateful import checked, state_field
 
-_scale_or_none = lambda name, x: None if x is None else validation.scale(name, x)
+_FLOOR = lambda name, x: None if x is None else validation.scale(name, x)
 _SHARE = validation.number("a number in [0, 1]", lambda x: 0 <= x <= 1)
 
 
@@ -64,7 +64,7 @@ class ToleranceLossScale(LossScale):
     growth_interval: int = checked(validation.count, default=2000)
     factor: float = checked(validation.growth_factor, default=2.0)
     tolerance: float = checked(_SHARE, default=0.0)
-    threshold: float | None = checked(_scale_or_none, default=None)
+    threshold: float | None = checked(_FLOOR, default=None)
     min_scale: float = checked(validation.scale, default=1e-4)
     growth_counter: jax.Array = state_field(0)  # shape=(), dtype=int32
     steps: jax.Array = state_field(0)  # shape=(), dtype=int32

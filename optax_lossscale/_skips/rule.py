@@ -21,10 +21,9 @@ class SkipRule(Stateful):
     Given to `with_loss_scale` as `skip=rule`. It sees only steps whose gradients, norm and loss
     are finite: others are skipped without it, and not counted as its own.
 
-    A rule is immutable: `update` returns a new one. For a rule of your own, subclass it and write
-    `decide`; that alone makes it a frozen dataclass and a pytree. Its fields are arguments of the
-    constructor, static under `jit`; those declared with `state_field` are array leaves, changed by
-    `replace`.
+    A rule is immutable: `update` returns a new one. For one of your own, subclass it and write
+    `decide`; that alone makes it a frozen dataclass and a pytree, as subclasses of `LossScale`
+    are, with `state_field`s that `replace` changes.
 
     Attributes:
       needs_value: whether a step has to be given its loss; of the class.
@@ -76,7 +75,7 @@ class SkipRule(Stateful):
 
         Args:
           norm: the global L2 norm of the unscaled gradients, finite; shape ().
-          value: the true loss, finite; shape (). None if it is not known.
+          value: the true loss, finite, shape (); or None.
 
         Returns:
           The new rule, and `should_apply`; a bool, shape ().
