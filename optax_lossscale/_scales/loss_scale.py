@@ -24,7 +24,7 @@ class LossScale(Stateful):
     subclass it and write `adjust`; that alone makes it a frozen dataclass and a pytree. Its fields
     are configuration: arguments of the constructor, static under `jit`, written by `get_config`.
     Those declared with `state_field` are state: array leaves, changed by `replace`. A
-    `__post_init__` calls `super().__post_init__()` first. What `adjust` returns should be finite
+    `__post_init__` has to call `super().__post_init__()`. What `adjust` returns should be finite
     and positive, whatever the sequence.
 
     Attributes:
