@@ -189,10 +189,7 @@ def _subclasses(cls: type[LossScale]) -> list[type[LossScale]]:
 
 def _config_name(cls: type[LossScale]) -> str:
     """What a config calls a class; see `from_config`."""
-    own = {c.__name__ for c in _subclasses(LossScale) if _is_own(c)}
+    is_own = lambda c: c.__module__.startswith("optax_lossscale.")
+    own = {c.__name__ for c in _subclasses(LossScale) if is_own(c)}
     qualified = f"{cls.__module__}.{cls.__qualname__}"
-    return qualified if cls.__name__ in own and not _is_own(cls) else cls.__name__
-
-
-def _is_own(cls: type[LossScale]) -> bool:
-    return cls.__module__.startswith("optax_lossscale.")
+    return qualified if cls.__name__ in own and not is_own(cls) else cls.__name__

@@ -4,6 +4,7 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_lossscale._arrays.precision import times
 from optax_lossscale._scales import validation
@@ -91,12 +92,13 @@ class ToleranceLossScale(LossScale):
         return self.replace(
             loss_scale=jnp.where(due, grown, scale),
             growth_counter=jnp.where(due, 0, counter),
-            steps=jnp.where(due, 0, _next(self.steps)),
+            steps=jnp.where(due, 0, optax.safe_increment(self.steps)),
             _exhausted=False,
         )
 
     def _after_overflow(self) -> Self:
-        scale, steps, overflows = self(), _next(self.steps), _next(self.overflows)
+        scale, steps = self(), optax.safe_increment(self.steps)
+        overflows = optax.safe_increment(self.overflows)
         backs_off = overflows / steps >= self.tolerance
         lowered = times(scale, 1 / self.factor)
         if self.threshold is not None:
@@ -109,7 +111,3 @@ class ToleranceLossScale(LossScale):
             overflows=jnp.where(backs_off, 0, overflows),
             _exhausted=exhausted,
         )
-
-
-def _next(count: jax.Array) -> jax.Array:
-    return jnp.minimum(count, validation.LARGEST_INT - 1) + 1
