@@ -99,7 +99,7 @@ class ToleranceLossScale(LossScale):
     def _after_overflow(self) -> Self:
         scale, steps = self(), optax.safe_increment(self.steps)
         overflows = optax.safe_increment(self.overflows)
-        backs_off = overflows / steps >= self.tolerance
+        backs_off = jnp.divide(overflows, steps) >= self.tolerance
         lowered = times(scale, 1 / self.factor)
         if self.threshold is not None:
             lowered = jnp.minimum(jnp.maximum(lowered, self.threshold), scale)
