@@ -1,7 +1,4 @@
-"""Pictures of what the numbers do; needs the extra `plot`, which is matplotlib.
-
-They run on the host and wait for the device.
-"""
+"""Pictures of numbers, drawn on the host; needs the extra `plot`, which is matplotlib."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +19,7 @@ from optax_lossscale._diagnosis.places import places
 from optax_lossscale._diagnosis.tap import Probe
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.get import resolve
-from optax_lossscale._scales.validation import at_hand, floating_dtype, function, shown
+from optax_lossscale._scales.validation import at_hand, floating_dtype, function, refuse, shown
 
 BEFORE, AFTER = "#8a8f98", "#00798c"
 
@@ -41,17 +38,14 @@ def loss_scale(
       **style: of the line, such as `color` and `label`, as `matplotlib` takes them.
 
     Example:
-      >>> import jax, jax.numpy as jnp, optax
+      >>> import jax.numpy as jnp, optax
       >>> import optax_lossscale as ols
-      >>> from optax_lossscale import plot
       >>> tx = ols.with_loss_scale(optax.sgd(0.1))
-      >>> def step(state, grad):
-      ...     state = tx.update(grad, state)[1]
-      ...     return state, ols.metrics(state)
-      >>> grads = jnp.array([jnp.inf, 1.0, jnp.inf, 1.0])
-      >>> _, history = jax.lax.scan(step, tx.init(jnp.zeros(())), grads)
-      >>> axes = plot.loss_scale(history)
-      >>> axes.get_xlabel()
+      >>> state, history = tx.init(jnp.zeros(())), []
+      >>> for grad in (jnp.inf, 1.0, jnp.inf, 1.0):
+      ...     _, state = tx.update(jnp.array(grad), state)
+      ...     history.append(ols.metrics(state))
+      >>> ols.plot.loss_scale(history).get_xlabel()
       'step'
     """
     at_hand("plot.loss_scale", history)
@@ -63,10 +57,8 @@ def loss_scale(
     except (KeyError, TypeError, IndexError):
         scale = applied = np.array(())
     if scale.ndim != 1 or not scale.size or scale.shape != applied.shape:
-        raise ValueError(
-            "history must be a sequence of what metrics returned after each step, or one dict of "
-            f"them stacked; got {shown(history)}"
-        )
+        allowed = "a sequence of what metrics returned in each step, or one dict of them stacked"
+        refuse("history", history, allowed)
     axes, steps, skipped = _axes(axes, 2.6), np.arange(1, len(scale) + 1), ~applied.astype(bool)
     look: dict[str, Any] = {"color": AFTER, "lw": 1.5} | style
     axes.step(steps, scale, where="mid", **look)
@@ -79,15 +71,14 @@ def loss_scale(
 def exponents(
     scaled_grads: Any, loss_scale: Any = 1.0, dtype: Any = jnp.float16, axes: Axes | None = None
 ) -> Axes:
-    """How large gradients are, before and after scaling, against a dtype's range.
+    """A histogram of gradients before and after scaling, against a dtype's range.
 
-    A histogram over the powers of two, with the dtype's subnormal range shaded, the range
-    in which numbers are flushed to zero darker, and that in which they overflow. Infinities
-    and NaN are not drawn, but count in the percentages.
+    Over the powers of two, with the ranges shaded in which the dtype has subnormal numbers, zero
+    and infinity. Infinities and NaN are not drawn, but count in the percentages.
 
     Args:
       scaled_grads: gradients of the scaled loss; any pytree. Computed in float32 they show
-        what a narrower dtype would lose; numbers already flushed to zero count as 0.
+        what a narrower dtype would lose.
       loss_scale: what they were scaled by: whatever `get` takes, or an optimizer state that
         holds exactly one.
       dtype: the floating-point dtype whose ranges are shown.
@@ -96,8 +87,7 @@ def exponents(
     Example:
       >>> import jax.numpy as jnp
       >>> from optax_lossscale import plot
-      >>> axes = plot.exponents({"w": jnp.array([1e-3, 0.5, 2.0])}, loss_scale=1024.0)
-      >>> axes.get_xlabel()
+      >>> plot.exponents({"w": jnp.array([1e-3, 0.5, 2.0])}, loss_scale=1024.0).get_xlabel()
       'gradient'
     """
     at_hand("plot.exponents", (scaled_grads, loss_scale))
@@ -109,9 +99,8 @@ def exponents(
     sizes = np.abs(np.concatenate([np.zeros(0), *parts]))
     share = 100 / max(1, sizes.size)
     scaled = np.floor(np.log2(sizes[(sizes > 0) & (sizes < np.inf)]))
-    runs = {"unscaled": (scaled - shift, BEFORE), f"scaled by $2^{{{shift:g}}}$": (scaled, AFTER)}
-    if shift == 0:
-        runs = {"gradients": (scaled, AFTER)}
+    runs = {"unscaled": (scaled - shift, BEFORE)} if shift else {}
+    runs[f"scaled by $2^{{{shift:g}}}$" if shift else "gradients"] = (scaled, AFTER)
 
     info = jnp.finfo(dtype)
     flushed = np.log2(float(info.smallest_subnormal)) - 1
@@ -156,14 +145,12 @@ def taps(
 ) -> Axes:
     """A heat map of what was tapped, over layers and steps.
 
-    The rows are in the order of the tree, and of a scanned layer's taps turn by turn; a dict is in
-    the order of its names.
+    The rows are in the order of the tree, and of a scanned layer's taps turn by turn.
 
     Args:
       records: what `tap` recorded in each step, in a sequence of trees. Of records that
         `lax.scan` stacked, give `[jax.tree.map(lambda x: x[i], stacked) for i in range(n)]`.
-      quantity: what to show of a `Probe`, whose leaves are arrays, shape (steps,); by default
-        the share of its gradient that is zero or subnormal.
+      quantity: what to show of a `Probe` whose leaves are arrays, shape (steps,).
       axes: the axes to draw into and to return; by default those of a new figure.
       label: what the colors mean.
       **style: of the image, such as `vmin` and `cmap`, as `matplotlib` takes them.
@@ -177,26 +164,20 @@ def taps(
       ['embed', 'layers/0', 'layers/1', 'layers/2']
     """
     if not isinstance(records, Sequence) or isinstance(records, Probe):
-        raise TypeError(
-            "records must be a sequence of one tree for each step, where taps are a tree of "
-            f"Probes; got {shown(records)}"
-        )
+        got = f"where taps are a tree of Probes; got {shown(records)}"
+        raise TypeError(f"records must be a sequence of one tree for each step, {got}")
     function("quantity", quantity)
     at_hand("plot.taps", records)
     steps = [list(places(record)) for record in jax.device_get(list(records))]
     names = [name for name, _ in steps[0]] if steps else []
     if any([name for name, _ in step] != names for step in steps) or not names:
-        raise ValueError(
-            "records must hold one step or more, and each step a Probe or more at the same places"
-        )
+        raise ValueError("records must hold a step or more, each with Probes at the same places")
     by_place = zip(*([probe for _, probe in step] for step in steps), strict=True)
     stacked = [jax.tree.map(lambda *x: np.array(x), *probes) for probes in by_place]
     values = np.array([np.asarray(quantity(probe), np.float64) for probe in stacked])
-    if values.shape != (len(names), len(steps)):
-        raise ValueError(
-            "quantity must return an array of shape (steps,), got one of shape "
-            f"{values.shape[1:]} for {len(steps)} steps"
-        )
+    shape = values.shape[1:]
+    if shape != (len(steps),):
+        raise ValueError(f"quantity must return an array of shape (steps,), got shape {shape}")
     axes = _axes(axes, 2.6)
     look: dict[str, Any] = {"cmap": "magma_r", "aspect": "auto", "interpolation": "nearest"}
     extent = (0.5, len(steps) + 0.5, len(names) - 0.5, -0.5)

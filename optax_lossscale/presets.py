@@ -1,14 +1,12 @@
 """The loss scalers of other systems, under their owners' names and argument names.
 
 Each takes its reference's arguments, with their defaults, and adapts as the reference does: value
-for value in float32, but for LogMax, which subtracts nearly equal numbers and is tested to 1%. One
-thing differs: no scale becomes 0, infinite or NaN. Where the reference would leave float32's
-normal range, 1.18e-38 to 3.4e38, the scale stays at the last value inside.
+for value in float32, but for LogMax, which is tested to 1%. One thing differs: no scale leaves
+float32's normal range, 1.18e-38 to 3.4e38; it stays at the last value inside instead. An argument
+that is not allowed is a `ValueError`.
 
-Where a preset does not say otherwise, a growth out of that range does not take place, and each
-step that is not finite backs off. Most count steps whose gradients are all zero as finite, and
-lose rare gradients between them; `"headroom"` does not. An argument that is not allowed is a
-`ValueError`.
+Where a preset does not say otherwise, each step that is not finite backs off. Most count steps
+whose gradients are all zero as finite; where gradients are rare, `HeadroomLossScale` is better.
 """
 
 import inspect
@@ -23,7 +21,7 @@ from optax_lossscale._scales.logmax import LogMaxLossScale
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.tolerance import ToleranceLossScale
 
-# For a reference without a floor: down to the smallest normal float32, and no rounding up.
+# Down to the smallest normal float32, and no rounding up.
 _NO_FLOOR: Any = {"min_scale": validation.SMALLEST, "clip_backoff": False}
 
 
@@ -41,9 +39,17 @@ def _growth(name: str, factor: float) -> float:
     return validation.growth_factor(name, _float32(name, factor))
 
 
-def _compiled_divisor(name: str, factor: float) -> float:
-    """What divides as a compiled reference does: XLA multiplies by the rounded reciprocal."""
-    return float(np.float32(1 / _growth(name, factor)))
+def _jmp_rule(counter: int, period: int, factor: float) -> dict[str, Any]:
+    """What JMP and MPX have in common, who name it alike."""
+    interval = validation.count("period", period)
+    growth_factor = _growth("factor", factor)
+    return {
+        "growth_interval": interval,
+        "initial_growth_counter": validation.count("counter", counter, 0, interval - 1),
+        "growth_factor": growth_factor,
+        # Compiled, their division is XLA's multiplication by the rounded reciprocal.
+        "backoff_factor": float(np.float32(1 / growth_factor)),
+    }
 
 
 def tensorflow_dynamic(
@@ -61,13 +67,10 @@ def tensorflow_dynamic(
       >>> presets.tensorflow_dynamic().backoff_factor
       0.5
     """
+    scale = validation.scale("initial_loss_scale", initial_loss_scale)
+    interval = validation.count("increment_period", increment_period)
     factor = _growth("multiplier", multiplier)
-    return DynamicLossScale(
-        initial_scale=validation.scale("initial_loss_scale", initial_loss_scale),
-        growth_interval=validation.count("increment_period", increment_period),
-        growth_factor=factor,
-        backoff_factor=1 / factor,
-    )
+    return DynamicLossScale(scale, interval, growth_factor=factor, backoff_factor=1 / factor)
 
 
 def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
@@ -85,10 +88,7 @@ def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
 
 
 def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
-    """tf.contrib's `FixedLossScaleManager`.
-
-    The scale neither grows nor backs off, but its optimizer checks the gradients all the same, and
-    skips a step in which they are not finite.
+    """tf.contrib's `FixedLossScaleManager`, whose scale stays but whose bad steps are skipped.
 
     Args:
       loss_scale: the scale, at least 1.
@@ -99,12 +99,8 @@ def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
       >>> print(ls(), should_apply)
       128.0 False
     """
-    return DynamicLossScale(
-        initial_scale=validation.scale("loss_scale", loss_scale),
-        growth_factor=1.0,
-        backoff_factor=1.0,
-        can_be_exhausted=False,
-    )
+    scale = validation.scale("loss_scale", loss_scale)
+    return DynamicLossScale(scale, growth_factor=1.0, backoff_factor=1.0, can_be_exhausted=False)
 
 
 def tensorflow_contrib_exponential(
@@ -116,8 +112,7 @@ def tensorflow_contrib_exponential(
 ) -> DynamicLossScale:
     """tf.contrib's `ExponentialUpdateLossScaleManager`.
 
-    The count of steps that are not finite survives finite ones, and is cleared by any change of
-    scale.
+    Finite steps do not clear the count of those that are not; any change of scale does.
 
     Args:
       init_loss_scale: the first scale, at least 1, the floor.
@@ -146,15 +141,13 @@ def tf_keras(
     initial_scale: float | None = None,
     dynamic_growth_steps: int | None = None,
 ) -> LossScale:
-    """`tf.keras.mixed_precision.LossScaleOptimizer`, less the optimizer.
-
-    Doubles and halves, down to 1.
+    """`tf.keras.mixed_precision.LossScaleOptimizer`, which doubles and halves, down to 1.
 
     Args:
       dynamic: whether the scale adapts; if not, the result is a `FixedLossScale`.
       initial_scale: the first scale, by default 2**15; required if not `dynamic`.
-      dynamic_growth_steps: finite steps in a row after which it grows, by default 2000; None if
-        not `dynamic`.
+      dynamic_growth_steps: finite steps in a row after which it grows, by default 2000; only if
+        `dynamic`.
 
     Example:
       >>> from optax_lossscale import presets
@@ -162,11 +155,9 @@ def tf_keras(
       FixedLossScale(1024.0)
     """
     if validation.flag("dynamic", dynamic):
-        steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
-        return DynamicLossScale(
-            initial_scale=2.0**15 if initial_scale is None else initial_scale,
-            growth_interval=validation.count("dynamic_growth_steps", steps),
-        )
+        scale = 2.0**15 if initial_scale is None else initial_scale
+        interval = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
+        return DynamicLossScale(scale, validation.count("dynamic_growth_steps", interval))
     if initial_scale is None or dynamic_growth_steps is not None:
         raise ValueError(
             "with dynamic=False give initial_scale, and no dynamic_growth_steps; got "
@@ -177,9 +168,7 @@ def tf_keras(
 
 
 def keras(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> DynamicLossScale:
-    """Keras 3's `keras.optimizers.LossScaleOptimizer`, less the optimizer.
-
-    Doubles and halves, with neither floor nor cap but float32's range.
+    """Keras 3's `LossScaleOptimizer`, which doubles and halves without floor or cap.
 
     Args:
       initial_scale: the first scale.
@@ -190,11 +179,8 @@ def keras(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> D
       >>> float(presets.keras(initial_scale=1.0).adjust(False)())
       0.5
     """
-    return DynamicLossScale(
-        initial_scale=initial_scale,
-        growth_interval=validation.count("dynamic_growth_steps", dynamic_growth_steps),
-        **_NO_FLOOR,
-    )
+    interval = validation.count("dynamic_growth_steps", dynamic_growth_steps)
+    return DynamicLossScale(initial_scale, interval, **_NO_FLOOR)
 
 
 def pytorch(
@@ -204,10 +190,7 @@ def pytorch(
     growth_interval: int = 2000,
     enabled: bool = True,
 ) -> LossScale:
-    """PyTorch's `torch.amp.GradScaler`.
-
-    There is no floor but float32's range. The factors multiply in double precision, as PyTorch's
-    do.
+    """PyTorch's `torch.amp.GradScaler`, without a floor, its factors in double precision.
 
     Args:
       init_scale: the first scale.
@@ -223,13 +206,8 @@ def pytorch(
     """
     if not validation.flag("enabled", enabled):
         return FixedLossScale(1)
-    return DynamicLossScale(
-        initial_scale=validation.scale("init_scale", init_scale),
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        **_NO_FLOOR,
-    )
+    scale = validation.scale("init_scale", init_scale)
+    return DynamicLossScale(scale, growth_interval, growth_factor, backoff_factor, **_NO_FLOOR)
 
 
 def flax(
@@ -240,9 +218,7 @@ def flax(
     scale: float = 65536.0,
     minimum_scale: float | None = validation.SMALLEST,
 ) -> DynamicLossScale:
-    """Flax's `flax.training.dynamic_scale.DynamicScale`.
-
-    Growth ends at the largest float32.
+    """Flax's `flax.training.dynamic_scale.DynamicScale`, which grows up to the largest float32.
 
     Args:
       growth_factor: what a growth multiplies by.
@@ -250,7 +226,7 @@ def flax(
       growth_interval: finite steps in a row, less one, after which it grows.
       fin_steps: finite steps in a row before the first, at most `growth_interval`.
       scale: the first scale.
-      minimum_scale: the floor; None for none but float32's range.
+      minimum_scale: the floor, or None.
 
     Example:
       >>> from optax_lossscale import presets
@@ -277,9 +253,7 @@ def jmp(
     factor: float = 2,
     min_loss_scale: float = 1.0,
 ) -> DynamicLossScale:
-    """JMP's `jmp.DynamicLossScale`.
-
-    JMP forgets its floor at the first `jit`, and is back at 1; this does not.
+    """JMP's `jmp.DynamicLossScale`, which forgets its floor at the first `jit`; this does not.
 
     Args:
       loss_scale: the first scale.
@@ -293,15 +267,9 @@ def jmp(
       >>> float(presets.jmp(2.0**15, period=1).adjust(True)())
       65536.0
     """
-    interval = validation.count("period", period)
-    return DynamicLossScale(
-        initial_scale=validation.scale("loss_scale", loss_scale),
-        growth_interval=interval,
-        initial_growth_counter=validation.count("counter", counter, 0, interval - 1),
-        growth_factor=_growth("factor", factor),
-        backoff_factor=_compiled_divisor("factor", factor),
-        min_scale=validation.scale("min_loss_scale", min_loss_scale),
-    )
+    scale = validation.scale("loss_scale", loss_scale)
+    floor = validation.scale("min_loss_scale", min_loss_scale)
+    return DynamicLossScale(scale, min_scale=floor, **_jmp_rule(counter, period, factor))
 
 
 def mpx(
@@ -313,8 +281,7 @@ def mpx(
 ) -> DynamicLossScale:
     """MPX's `mpx.DynamicLossScaling`.
 
-    Growth ends at 65504, the largest float16. MPX unscales by the scale after a step; this, by the
-    scale that scaled.
+    Growth ends at 65504, the largest float16. MPX unscales by the next scale; this, by its own.
 
     Args:
       loss_scaling: the first scale, at most 65504.
@@ -328,17 +295,10 @@ def mpx(
       >>> float(presets.mpx(2.0**15, period=1).adjust(True)())
       65504.0
     """
-    interval = validation.count("period", period)
-    return DynamicLossScale(
-        initial_scale=validation.scale("loss_scaling", loss_scaling),
-        growth_interval=interval,
-        initial_growth_counter=validation.count("counter", counter, 0, interval - 1),
-        growth_factor=_growth("factor", factor),
-        backoff_factor=_compiled_divisor("factor", factor),
-        min_scale=validation.scale("min_loss_scaling", min_loss_scaling),
-        max_scale=65504.0,
-        clip_growth=True,
-    )
+    scale = validation.scale("loss_scaling", loss_scaling)
+    floor = validation.scale("min_loss_scaling", min_loss_scaling)
+    rule = _jmp_rule(counter, period, factor)
+    return DynamicLossScale(scale, min_scale=floor, max_scale=65504.0, clip_growth=True, **rule)
 
 
 def megatron(
@@ -349,10 +309,7 @@ def megatron(
     growth_interval: int,
     hysteresis: int,
 ) -> DynamicLossScale:
-    """Megatron-LM's `DynamicGradScaler`.
-
-    Backs off at the `hysteresis`-th step that is not finite, and at each further one until it
-    grows.
+    """Megatron-LM's `DynamicGradScaler`, which once it backed off does so at once until it grows.
 
     Args:
       initial_scale: the first scale.
@@ -387,10 +344,7 @@ def deepspeed(
     consecutive_hysteresis: bool = False,
     raise_error_at_min_scale: bool = True,
 ) -> DynamicLossScale:
-    """DeepSpeed's `DynamicLossScaler`.
-
-    Divides at the `delayed_shift`-th step that is not finite, and at each further one until it
-    grows.
+    """DeepSpeed's `DynamicLossScaler`, which once it backed off does so at once until it grows.
 
     Args:
       init_scale: the first scale.
@@ -399,8 +353,7 @@ def deepspeed(
       min_scale: the floor.
       delayed_shift: steps that are not finite that it takes to back off.
       consecutive_hysteresis: whether those must come in a row.
-      raise_error_at_min_scale: whether an overflow at the floor makes it `exhausted`, for which
-        `raise_if_stuck` raises.
+      raise_error_at_min_scale: whether `raise_if_stuck` raises at an overflow at the floor.
 
     Example:
       >>> from optax_lossscale import presets
@@ -437,22 +390,18 @@ def fairseq(
       scale_window: finite steps in a row after which it grows.
       tolerance: the share of overflows since the last change of scale that it takes to back off.
       threshold: a floor at which it stays without an error.
-      min_loss_scale: a scale that would fall to this or below is `exhausted`, for which
-        `raise_if_stuck` raises.
+      min_loss_scale: `raise_if_stuck` raises where the scale would fall to this or below.
 
     Example:
       >>> from optax_lossscale import presets
       >>> float(presets.fairseq().adjust(False)())
       16384.0
     """
-    return ToleranceLossScale(
-        initial_scale=validation.scale("init_scale", init_scale),
-        factor=validation.growth_factor("scale_factor", scale_factor),
-        growth_interval=validation.count("scale_window", scale_window),
-        tolerance=tolerance,
-        threshold=threshold,
-        min_scale=validation.scale("min_loss_scale", min_loss_scale),
-    )
+    scale = validation.scale("init_scale", init_scale)
+    interval = validation.count("scale_window", scale_window)
+    factor = validation.growth_factor("scale_factor", scale_factor)
+    floor = validation.scale("min_loss_scale", min_loss_scale)
+    return ToleranceLossScale(scale, interval, factor, tolerance, threshold, min_scale=floor)
 
 
 def openseq2seq_logmax(
@@ -479,15 +428,8 @@ def openseq2seq_logmax(
       1.0
     """
     least = validation.scale("scale_min", scale_min)
-    return LogMaxLossScale(
-        initial_scale=max(1.0, least),
-        min_scale=least,
-        max_scale=validation.scale("scale_max", scale_max),
-        log_max=log_max,
-        beta1=beta1,
-        beta2=beta2,
-        overflow_std_dev=overflow_std_dev,
-    )
+    most = validation.scale("scale_max", scale_max)
+    return LogMaxLossScale(max(1.0, least), least, most, log_max, beta1, beta2, overflow_std_dev)
 
 
 def apex(
@@ -505,7 +447,7 @@ def apex(
       init_scale: the first scale; Apex starts no higher than `max_loss_scale`.
       scale_factor: taken and not used, as in Apex: the factor is 2.
       scale_window: finite steps in a row after which it grows.
-      min_loss_scale: the floor; None for none but float32's range.
+      min_loss_scale: the floor, or None.
       max_loss_scale: the cap, at which growth ends.
 
     Example:
@@ -518,13 +460,10 @@ def apex(
         return FixedLossScale(loss_scale)
     validation.one_of("loss_scale, if no number,", loss_scale, ("dynamic",))
     most = validation.scale("max_loss_scale", max_loss_scale)
-    return DynamicLossScale(
-        initial_scale=min(validation.scale("init_scale", init_scale), most),
-        growth_interval=validation.count("scale_window", scale_window),
-        max_scale=most,
-        clip_growth=True,
-        **_floor("min_loss_scale", min_loss_scale),
-    )
+    scale = min(validation.scale("init_scale", init_scale), most)
+    interval = validation.count("scale_window", scale_window)
+    floor = _floor("min_loss_scale", min_loss_scale)
+    return DynamicLossScale(scale, interval, max_scale=most, clip_growth=True, **floor)
 
 
 _PRESETS = {

@@ -1,21 +1,20 @@
 """Rules of what else to skip a step for: `with_loss_scale(inner, …, skip=skips.spikes())`.
 
 `spikes` is the one to use. The others are those of other systems, under their owners' names and
-argument names: each decides as the original does about steps that are finite. Unlike most
-originals, they do not see what is not finite: it is skipped without the rule, and is never in a
-mean, a deviation or a window.
+argument names, and decide as the originals do about steps that are finite. Unlike most originals,
+they never see a step that is not: it is skipped without them.
 
-Each rule is an immutable pytree with `update(norm, value)`, which returns the next rule and
-whether the step is applied; see `SkipRule`, also for how to write one's own. An argument that is
-not allowed is a `ValueError`.
+Each returns a `SkipRule`, whose `update` decides about a step; to write one's own, subclass that.
+An argument that is not allowed is a `ValueError`.
 """
 
+from functools import partial
+
 from optax_lossscale._scales import validation
-from optax_lossscale._skips.moving_average import DropNorm, MovingAverageSkipRule
 from optax_lossscale._skips.rolling import RollingSkipRule
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._skips.spikes import SpikeSkipRule
-from optax_lossscale._skips.threshold import ThresholdSkipRule
+from optax_lossscale._skips.threshold import DropNorm, MovingAverageSkipRule, ThresholdSkipRule
 
 __all__ = [
     "SkipRule",
@@ -29,6 +28,8 @@ __all__ = [
     "spikes",
 ]
 
+_interval = partial(validation.count, least=2, most=2**20)
+
 
 def spikes(
     factor: float = 6.0, *, least: float = 1.0, window: int = 64, max_skips: int = 16
@@ -36,9 +37,8 @@ def spikes(
     """Skips a step whose norm or loss is far above the usual one, and never many steps.
 
     The usual norm is the median of those last applied, on a logarithmic scale, and their spread
-    the distance from there to the upper quartile. So a spike that was applied hardly moves them,
-    and one that was skipped not at all. What 1 in 20 of them reached is usual as well. Of the
-    losses likewise, if the step is given them as its `value`, where they are positive. The rule::
+    the distance from there to the upper quartile, which a spike hardly moves. What 1 in 20 of them
+    reached is usual as well. The same goes for losses given as the step's `value`. The rule::
 
         for x, xs in [
             (log2(norm), log2 of the last `window` norms applied that were not 0),
@@ -59,23 +59,20 @@ def spikes(
             if norm > 0:
                 budget = min(budget + 1 / 20, max_skips)
 
-    In any series, at most `max_skips` finite steps are skipped, and then no more than 1 in 20, of
-    which steps whose gradients are all zero do not count. So where the level changes for good, at
-    most `max_skips` steps are skipped; old batches may come in between, and both levels are usual
-    for as long as a window holds three of either. A norm or a loss of up to 2**least times the
-    median is no spike, so none is while they rise by less than that within a window. The scale of
-    the norms is of no account, nor is that of the losses.
+    In any series, at most `max_skips` finite steps are skipped, and then no more than 1 in 20,
+    steps of zero gradients not counted; so at most `max_skips` where the level changes for good.
+    Nothing is skipped while norms and losses rise by less than a factor of 2**least within a
+    window. Their scale is of no account.
 
-    The rule is this library's own. docs/skipping.md says what it does not do, and
+    Source: this library. docs/skipping.md says what the rule does not do, and
     docs/benchmarks/skips.md compares it with the others.
 
     Args:
       factor: how many deviations above the median are too many, positive.
-      least: how many bits above it a norm or a loss has to be at least, positive; 1 is twice the
-        median.
+      least: how many bits above the median a spike is at least, positive; 1 is twice the median.
       window: how many norms and losses are remembered, from 16 to 2**20.
-      max_skips: how many finite steps to skip at most before 20 are to be applied for each, from 0
-        to 2**20.
+      max_skips: how many finite steps to skip before each further one takes 20 that are applied,
+        from 0 to 2**20.
 
     Example:
       >>> import optax_lossscale as ols
@@ -92,11 +89,9 @@ def olmo_core(rolling_interval_length: int = 128, sigma_factor: float = 6) -> Ro
     """OLMo-core's `SkipStepOptimizer`.
 
     Skips a step whose loss or norm is more than `sigma_factor` unbiased standard deviations above
-    the mean of the last `rolling_interval_length` steps, skipped ones among them, once half of
-    that many have been seen. It needs the step's loss. Two things differ: what is not finite is
-    never in the window, where the original skips every step for as long as its window holds it;
-    and below a length of 6 the original skips the second step, as the deviation of one number is
-    NaN.
+    the mean of a window, which skipped steps enter too, once it is half full. It needs the step's
+    loss. The original differs in two things: while its window holds a NaN it skips every step, and
+    below a length of 6 it skips the second, as the deviation of one number is NaN.
 
     Args:
       rolling_interval_length: how many steps the window holds, at least 2.
@@ -108,21 +103,18 @@ def olmo_core(rolling_interval_length: int = 128, sigma_factor: float = 6) -> Ro
       >>> print(should_apply)
       True
     """
-    length = validation.count("rolling_interval_length", rolling_interval_length, 2, 2**20)
-    return RollingSkipRule(
-        length=length,
-        sigma_factor=validation.positive("sigma_factor", sigma_factor),
-        least_history=max(2, length // 2) - 1,  # the step itself counts there
-    )
+    length = _interval("rolling_interval_length", rolling_interval_length)
+    factor = validation.positive("sigma_factor", sigma_factor)
+    # The step itself counts there.
+    return RollingSkipRule(length, factor, least_history=max(2, length // 2) - 1)
 
 
 def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule:
     """MaxText's `skip_step_on_spikes`, with the defaults of `skip_step_interval` and so on.
 
-    It is OLMo-core's rule, which needs the step's loss, and differs from the original as that
-    does, whose window skips every step while it holds a NaN. MaxText's trainer hands it the norm
-    of gradients that were clipped before; here the rule sees the true norm, with the clip inside
-    of the wrapper.
+    It is OLMo-core's rule, which needs the step's loss, and differs from the original likewise.
+    MaxText's trainer gives it the norm of clipped gradients; here it sees the true norm, with the
+    clip inside the wrapper.
 
     Args:
       interval: how many steps the window holds, at least 2.
@@ -133,21 +125,17 @@ def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule
       >>> skips.maxtext(interval=64).least_history
       31
     """
-    length = validation.count("interval", interval, 2, 2**20)
-    return RollingSkipRule(
-        length=length,
-        sigma_factor=validation.positive("scaling_factor", scaling_factor),
-        least_history=max(2, length // 2) - 1,
-    )
+    length = _interval("interval", interval)
+    factor = validation.positive("scaling_factor", scaling_factor)
+    return RollingSkipRule(length, factor, least_history=max(2, length // 2) - 1)
 
 
 def levanter(rolling_interval_length: int = 128, sigma_factor: float = 6.0) -> RollingSkipRule:
     """Levanter's `SkipStepConfig`.
 
-    OLMo-core's rule, which needs the step's loss, with the biased standard deviation, which counts
-    as 1e-6 at least, and with one step more before the first can be skipped. What is not finite is
-    never in the window, and never in the parameters, where the original multiplies its updates
-    by 0.
+    OLMo-core's rule, which needs the step's loss, with the biased standard deviation, of 1e-6 at
+    least, and one step more before the first can be skipped. The original multiplies updates that
+    are not finite by 0, which leaves NaN in the parameters.
 
     Args:
       rolling_interval_length: how many steps the window holds, at least 2.
@@ -158,14 +146,10 @@ def levanter(rolling_interval_length: int = 128, sigma_factor: float = 6.0) -> R
       >>> skips.levanter(rolling_interval_length=64).least_history
       32
     """
-    length = validation.count("rolling_interval_length", rolling_interval_length, 2, 2**20)
-    return RollingSkipRule(
-        length=length,
-        sigma_factor=validation.positive("sigma_factor", sigma_factor),
-        least_history=max(2, length // 2),
-        ddof=0,
-        least_deviation=1e-6,
-    )
+    length = _interval("rolling_interval_length", rolling_interval_length)
+    factor = validation.positive("sigma_factor", sigma_factor)
+    history = max(2, length // 2)
+    return RollingSkipRule(length, factor, history, ddof=0, least_deviation=1e-6)
 
 
 def axlearn(
@@ -174,13 +158,13 @@ def axlearn(
     """AxLearn's `skip_and_clip_by_global_norm`, without the clip.
 
     The clip, its `max_norm`, belongs inside the wrapper:
-    `with_loss_scale(optax.chain(optax.clip_by_global_norm(max_norm), inner), …)`. What the
-    original counts for each of several multipliers is left out, as the smallest decides.
+    `with_loss_scale(optax.chain(optax.clip_by_global_norm(max_norm), inner), …)`. A rule that
+    follows the norms learns nothing from what it skips: where they stay too large, so do skips.
 
     Args:
-      drop_norm: the norm from which on a step is skipped; or what the two functions
-        `drop_norm_by_…` return, by which it follows the norms.
-      grad_norm_ema_decay: the decay of the moving averages, which the latter need.
+      drop_norm: the norm from which on a step is skipped; or what `drop_norm_by_…` returns, by
+        which it follows the norms.
+      grad_norm_ema_decay: the decay of the moving averages that the latter needs, in (0, 1).
 
     Example:
       >>> from optax_lossscale import skips
@@ -199,18 +183,15 @@ def axlearn(
 
 
 def drop_norm_by_grad_norm_ema(multipliers: tuple[float, ...] = (20, 40, 100)) -> DropNorm:
-    """AxLearn's function of this name: a multiple of the mean norm.
+    """AxLearn's function of this name: a multiple of the mean norm, for `axlearn`.
 
     Args:
       multipliers: of which the smallest decides.
 
     Example:
       >>> from optax_lossscale import skips
-      >>> rule = skips.axlearn(skips.drop_norm_by_grad_norm_ema((5, 10)), grad_norm_ema_decay=0.9)
-      >>> for norm in (1.0, 4.0, 20.0):
-      ...     rule, should_apply = rule.update(norm)
-      >>> print(should_apply)
-      False
+      >>> skips.drop_norm_by_grad_norm_ema((5, 10)).mean_factor
+      5.0
     """
     return DropNorm(mean_factor=_smallest(multipliers), stddev_factor=0.0, min_count=0)
 
@@ -226,12 +207,8 @@ def drop_norm_by_grad_norm_stddev(
 
     Example:
       >>> from optax_lossscale import skips
-      >>> drop_norm = skips.drop_norm_by_grad_norm_stddev(min_count=2)
-      >>> rule = skips.axlearn(drop_norm, grad_norm_ema_decay=0.9)
-      >>> for norm in (1.0, 1.5, 12.0):
-      ...     rule, should_apply = rule.update(norm)
-      >>> print(should_apply)
-      False
+      >>> skips.axlearn(skips.drop_norm_by_grad_norm_stddev(), 0.99).drop_norm.min_count
+      500
     """
     count = validation.count("min_count", min_count, least=0)
     return DropNorm(mean_factor=1.0, stddev_factor=_smallest(multipliers), min_count=count)
@@ -241,8 +218,8 @@ def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
     """Megatron-LM's `grad_norm_skip_threshold`.
 
     Args:
-      grad_norm_skip_threshold: the largest norm that is applied. Where the original is given
-        infinity, its default, say `skip="nonfinite"` instead.
+      grad_norm_skip_threshold: the largest norm that is applied. For infinity, the original's
+        default, use `skip="nonfinite"`.
 
     Example:
       >>> from optax_lossscale import skips
@@ -250,9 +227,8 @@ def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
       >>> print(should_apply)
       False
     """
-    return ThresholdSkipRule(
-        validation.positive("grad_norm_skip_threshold", grad_norm_skip_threshold)
-    )
+    threshold = validation.positive("grad_norm_skip_threshold", grad_norm_skip_threshold)
+    return ThresholdSkipRule(threshold)
 
 
 def _smallest(multipliers: tuple[float, ...]) -> float:

@@ -19,14 +19,12 @@ _REFILL = partial(validation.one_of, options=get_args(Refill))
 class DynamicLossScale(LossScale):
     """Grows after a run of finite steps, backs off at a step that is not.
 
-    The default of `with_loss_scale`. It measures nothing beyond the check for overflows, and
-    reacts to one wherever in the model it happens. Where gradients are rare, take `"headroom"`, a
-    `HeadroomLossScale`: gradients that are all zero count as finite here and raise the scale, so
-    with 2000 such steps between any two others, each of these overflows and is lost.
+    The default of `with_loss_scale`. Where gradients are rare, take `HeadroomLossScale`: steps of
+    zero gradients raise this scale, so that the next that is not zero overflows.
 
-    Source: TensorFlow's `DynamicLossScale`, of which these are the defaults, after Micikevicius et
-    al., "Mixed Precision Training" (https://arxiv.org/abs/1710.03740); the further options are
-    what PyTorch, Flax, Megatron-LM, DeepSpeed and tf.contrib add to it. The rule::
+    Source: TensorFlow's `DynamicLossScale`, whose defaults these are, after Micikevicius et al.,
+    "Mixed Precision Training" (https://arxiv.org/abs/1710.03740); the further options are those of
+    PyTorch, Flax, Megatron-LM, DeepSpeed and tf.contrib. The rule::
 
         if grads_finite:
             growth_counter += 1
@@ -42,47 +40,41 @@ class DynamicLossScale(LossScale):
                 loss_scale = max(loss_scale * backoff_factor, min_scale)
 
     Every product is rounded once, from the factor as given: a `backoff_factor` of `1 / 3` is
-    TensorFlow's division by 3. An overflow never raises a scale, not even one below `min_scale`
-    that was restored from a run with another.
+    TensorFlow's division by 3. An overflow never raises a scale, not even one that was restored
+    from below `min_scale`.
 
     Args:
-      initial_scale: the loss scale before the first step.
+      initial_scale: the loss scale before the first step, between the bounds.
       growth_interval: finite steps in a row after which it grows.
       growth_factor: what it grows by, at least 1.
       backoff_factor: what a non-finite step multiplies it by, in (0, 1].
       min_scale: the floor. Below 1 for models whose gradients are large.
       max_scale: the cap.
-      hysteresis: how many non-finite steps it takes to back off: the first `hysteresis - 1` are
-        skipped at an unchanged scale.
-      hysteresis_refill: when those are granted anew: `"growth"`, when the scale is due to grow
+      hysteresis: how many non-finite steps it takes to back off.
+      hysteresis_refill: when that many are granted anew: `"growth"`, when the scale is due to grow
         (Megatron-LM, DeepSpeed); `"rescale"`, then and at a back-off (tf.contrib); `"finite"`, at
         each finite step (DeepSpeed's `consecutive_hysteresis`).
-      clip_growth: whether a growth past `max_scale` ends at `max_scale` (Flax) or does not take
-        place (TensorFlow).
-      clip_backoff: whether a back-off past `min_scale` ends at `min_scale` (TensorFlow) or does
-        not take place.
-      can_be_exhausted: whether an overflow that finds nothing left to lower makes it `exhausted`:
-        DeepSpeed's `raise_error_at_min_scale`.
+      clip_growth: whether a growth past `max_scale` ends there (Flax) or does not take place.
+      clip_backoff: whether a back-off past `min_scale` ends there or does not take place.
+      can_be_exhausted: whether an overflow that finds nothing left to lower makes it `exhausted`.
       initial_growth_counter: finite steps in a row before the first, below `growth_interval`.
 
     Attributes:
-      loss_scale: the loss scale now; float32, shape ().
       growth_counter: finite steps in a row since the last growth; int32, shape ().
       hysteresis_left: non-finite steps from now to a back-off; int32, shape ().
 
     Raises:
-      ValueError: for an argument outside what is said above, or bounds that do not hold
-        `initial_scale`.
+      ValueError: for an argument outside what is said above.
 
     Example:
       >>> import optax_lossscale as ols
       >>> ls = ols.DynamicLossScale(initial_scale=1024, growth_interval=2)
-      >>> scales = []
       >>> for finite in (True, True, False):
       ...     ls = ls.adjust(finite)
-      ...     scales.append(float(ls()))
-      >>> scales
-      [1024.0, 2048.0, 1024.0]
+      ...     print(ls())
+      1024.0
+      2048.0
+      1024.0
     """
 
     growth_interval: int = checked(validation.count, default=2000)
@@ -113,11 +105,9 @@ class DynamicLossScale(LossScale):
         )
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
-        """The loss scale after one step; see the class for the rule."""
         return choose(grads_finite, self._after_finite_step(), self._after_overflow())
 
     def exhausted(self) -> jax.Array:
-        """Whether the last step overflowed and there was nothing left to lower."""
         return jnp.asarray(self._exhausted) if self.can_be_exhausted else jnp.array(False)
 
     def _after_finite_step(self) -> Self:

@@ -16,14 +16,12 @@ _SCALE = validation.scale_up_to(2.0**126)  # above, its reciprocal is not normal
 class FixedLossScale(LossScale):
     """A constant loss scale; nothing is checked, and no step is skipped.
 
-    The scale is configuration, not state: compiled steps hold it as a constant, and a scale of 1
-    compiles to no scaling at all.
-
-    Source: TensorFlow's `FixedLossScale`.
+    The scale is a constant of compiled steps, and one of 1 compiles to no scaling at all. Source:
+    TensorFlow's `FixedLossScale`.
 
     Args:
-      scale: the loss scale, from 1.18e-38 to 2**126, the range in which it and its reciprocal are
-        normal float32 numbers.
+      scale: the loss scale, from 1.18e-38 to 2**126, so that it and its reciprocal are normal
+        float32 numbers.
 
     Raises:
       ValueError: if `scale` is not such a number.
@@ -50,7 +48,6 @@ class FixedLossScale(LossScale):
         return f"FixedLossScale({self.initial_scale})"
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
-        """This very loss scale."""
         return self
 
     def update(self, grads: Any, axis_name: AxisName | None = None) -> tuple[Self, bool]:
@@ -61,7 +58,7 @@ class FixedLossScale(LossScale):
         return map_inexact(lambda x: x, tree) if self.initial_scale == 1 else super().scale(tree)
 
     def unscale(self, tree: T) -> T:
-        return map_inexact(lambda x: x, tree) if self.initial_scale == 1 else super().unscale(tree)
+        return self.scale(tree) if self.initial_scale == 1 else super().unscale(tree)
 
     def get_config(self) -> dict[str, Any]:
         return {"class_name": "FixedLossScale", "config": {"scale": self.initial_scale}}

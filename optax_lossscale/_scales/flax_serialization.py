@@ -12,9 +12,8 @@ from optax_lossscale._scales import validation
 def register_with_flax(cls: Any) -> None:
     """Makes Flax, once it is imported, save and restore the state of a `Stateful` class.
 
-    Flax restores a type that it does not know as whatever was saved, without a word: a
-    dict where the loss scale was. Flax may be imported after the class was defined, so call this
-    whenever an instance is made, as each step makes one.
+    It would restore a type that it does not know as whatever was saved. As it may be imported
+    after the class was defined, call this whenever an instance is made.
     """
     flax = sys.modules.get("flax.serialization")
     if register := getattr(flax, "register_serialization_state", None):  # not while it is imported
@@ -30,16 +29,11 @@ def _from_state_dict(stateful: Any, saved: Any) -> Any:
     """The same configuration, with the state that was saved."""
     kind, current = type(stateful).__name__, _to_state_dict(stateful)
     if not isinstance(saved, dict) or set(saved) != set(current):
-        found = list(saved) if isinstance(saved, dict) else saved
-        raise ValueError(
-            f"what is saved of a {kind} is {list(current)}; got {validation.shown(found)}. "
-            "Restore into one of the kind that was saved."
-        )
+        found = validation.shown(list(saved) if isinstance(saved, dict) else saved)
+        raise ValueError(f"what is saved of a {kind} is {list(current)}; got {found}")
     for name, here in current.items():
-        if np.shape(saved[name]) != np.shape(here):
-            raise ValueError(
-                f"the {name} that is saved of a {kind} has shape {np.shape(saved[name])}, and "
-                f"here it has {np.shape(here)}. Restore into one of the configuration that was "
-                "saved."
-            )
+        shape, saved_shape = np.shape(here), np.shape(saved[name])
+        if shape != saved_shape:
+            given = f"has shape {saved_shape}, and here, of another configuration, {shape}"
+            raise ValueError(f"the {name} that is saved of a {kind} {given}")
     return stateful.replace(**saved)

@@ -20,15 +20,12 @@ LossScaleLike = LossScale | float | Literal["dynamic", "headroom"] | dict[str, A
 def get(identifier: LossScaleLike) -> LossScale:
     """The loss scale that an identifier stands for.
 
-    Where most steps have no gradient, take `"headroom"`: `"dynamic"` and most presets let such
-    steps raise the scale, so that the rare gradients between them overflow and are lost.
-
     Args:
       identifier: `None` for no scaling, a `FixedLossScale` of 1; an int or float for a
-        `FixedLossScale`, with which nothing is checked, so that an overflow writes NaN into the
-        parameters, unless `with_loss_scale` has `skip="nonfinite"`; `"dynamic"` for a
-        `DynamicLossScale`; `"headroom"` for a `HeadroomLossScale`; a `LossScale` for itself; a
-        dict from `get_config` for the loss scale that it describes; a dict
+        `FixedLossScale`, with which an overflow writes NaN into the parameters unless
+        `with_loss_scale` has `skip="nonfinite"`; `"dynamic"` for a `DynamicLossScale`;
+        `"headroom"` for a `HeadroomLossScale`, which suits gradients that are rare; a `LossScale`
+        for itself; a dict from `get_config` for the loss scale that it describes; a dict
         `{"preset": name, …}` for `presets.get(name, …)`.
 
     Raises:
@@ -66,16 +63,15 @@ def get_loss_scale(state: Any) -> LossScale:
     """The one loss scale in an optimizer state, however deep it lies.
 
     Args:
-      state: a state of `with_loss_scale`'s transformation, or of anything that holds one:
-        `optax.chain`, `optax.MultiSteps`, a train state, an `nnx.Optimizer`. A `LossScale` is its
-        own.
+      state: a state of `with_loss_scale`'s transformation, or anything that holds one: the state
+        of an `optax.chain`, a train state, an `nnx.Optimizer`. A `LossScale` is its own.
 
     Returns:
       The `LossScale`, of arrays, also where `nnx` keeps them in variables.
 
     Raises:
       ValueError: if the state holds no loss scale, or more than one, of which variables of `nnx`
-        that two modules share count once; or if it shows something around `with_loss_scale` that
+        that two modules share count once; or if something is around `with_loss_scale` that
         belongs inside, as `optax.MultiSteps`.
 
     Example:
@@ -89,9 +85,8 @@ def get_loss_scale(state: Any) -> LossScale:
     count = _count(found)
     if count != 1:
         remedy = (
-            "Pass one of the states, or one LossScale. An optimizer is wrapped as a whole, once: "
-            "in a chain of two that are wrapped, gradients are unscaled twice. To test a step "
-            "that takes several states, bind all but one to it with functools.partial."
+            "Pass one of the states, or one LossScale. An optimizer is wrapped as a whole, once. "
+            "To test a step that takes several states, bind all but one with functools.partial."
             if found
             else "Wrap the optimizer in with_loss_scale once and pass the state that its init "
             "returned, or pass a LossScale, such as get(128)."
@@ -115,8 +110,7 @@ def resolve(loss_scale: Any) -> LossScale:
     if shape := np.shape(found.loss_scale):
         raise ValueError(
             f"the state is a stack, whose loss scale has shape {shape}, as vmap(tx.init) or pmap "
-            "makes one: call this under vmap or pmap, too, as in "
-            "vmap(train_step)(params, state, batch)"
+            "makes one: call this under vmap or pmap, as in vmap(train_step)(params, state, batch)"
         )
     return found
 
@@ -134,28 +128,23 @@ class _Given(LossScale):
         return self
 
 
-# What must not be around `with_loss_scale`, by the name of its state, and what to do instead.
+# What must not be around `with_loss_scale`, by the name of its state, and what it would do there.
 _AROUND = {
-    "MultiStepsState": "optax.MultiSteps around with_loss_scale sums scaled gradients, and keeps "
-    "the NaN of the first overflow in its sums for good. Accumulate inside, where gradients are "
-    "unscaled and a bad micro-batch is left out alone: "
-    "with_loss_scale(optax.MultiSteps(inner, k))",
-    "ConditionallyTransformState": "optax.conditionally_transform around with_loss_scale hands "
-    "gradients on scaled at each step that it leaves out: put it inside, as in "
-    "with_loss_scale(optax.conditionally_transform(inner, …))",
-    "ApplyIfFiniteState": "optax.apply_if_finite around with_loss_scale keeps overflows from it, "
-    "and the loss scale does not come down: leave it out, as a step that overflows is skipped "
-    "without it",
-    "MechanicState": "optax.contrib.mechanize around with_loss_scale learns its learning rate "
-    "from scaled gradients: put it inside, as in with_loss_scale(optax.contrib.mechanize(inner))",
+    "MultiStepsState": ("MultiSteps", "sums scaled gradients and keeps the NaN of an overflow"),
+    "ConditionallyTransformState": ("conditionally_transform", "hands on some gradients scaled"),
+    "ApplyIfFiniteState": ("apply_if_finite", "keeps overflows from it, which never lower it"),
+    "MechanicState": ("contrib.mechanize", "learns its learning rate from scaled gradients"),
 }
 
 
 def _refuse_around(state: Any) -> None:
-    """Raises for a state that shows that others see gradients before they are unscaled."""
     is_around = lambda x: name_in_optax(x) in _AROUND and bool(_loss_scales(x))
     for x in filter(is_around, jax.tree.leaves(state, is_leaf=is_around)):
-        raise ValueError(_AROUND[type(x).__name__])
+        name, harm = _AROUND[type(x).__name__]
+        raise ValueError(
+            f"optax.{name} around with_loss_scale {harm}: put it inside, where gradients are "
+            f"unscaled and finite, as in with_loss_scale(optax.{name}(inner, …))"
+        )
 
 
 def _loss_scales(state: Any) -> list[LossScale]:

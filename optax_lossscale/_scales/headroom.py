@@ -27,20 +27,17 @@ _MEMORY = 8  # shortest windows: a rare outlier should not lower the scale for l
 class HeadroomLossScale(LossScale):
     """Measures the largest gradient, and keeps it a little below overflow.
 
-    For gradients that jump in size or are rare, and for short runs: it is at the right scale after
-    a few steps. Where gradients inside the model are larger than those of its parameters,
-    `DynamicLossScale` skips fewer.
+    For short runs, and for gradients that jump in size or are rare. Where gradients inside the
+    model are larger than those of its parameters, `DynamicLossScale` skips fewer steps.
 
-    The check reads all gradients anyway, and the largest of them says where the scale should be.
     Two things cannot be measured:
 
-    - An overflow means either "at least this large" or that the batch is broken, and only later
-      steps can tell. So the scale falls by more bits each time, and these are held in reserve
-      until a gradient explains the overflow, or it is clear that no scale would have prevented it.
-    - Zeros mean either that there is no gradient or that all of it underflowed. So 2000 of them
-      raise the scale by 32 bits, at which whatever underflowed is seen and does not overflow. If
-      a larger gradient comes, all of that is taken back, and the next raise takes 16 times as
-      many zeros.
+    - An overflow means that a gradient is at least this large, or that the batch is broken. So
+      the scale falls by more bits each time, and these are held in reserve until a gradient
+      explains the overflow, or it is clear that no scale would have prevented it.
+    - Zeros mean that there is no gradient, or that all of it underflowed. So 2000 of them raise
+      the scale by 32 bits. If that is too much for the next gradient, it is taken back, and the
+      next raise takes 16 times as many zeros.
 
     The rule, where `k` is the exponent of the scale, and the size of a step that of its largest
     gradient::
@@ -65,40 +62,36 @@ class HeadroomLossScale(LossScale):
             zeros = 0
         k = base - max(reserve, 0) + 32 * (zeros // wait)
 
-    The first window is a step long, and each is twice as long as the last up to the shortest in
-    use; the patience is a quarter of that or of a longer one. An overflow that is not excused, nor
-    the same one still, doubles the window: up to 8 times the shortest or, where it comes right
-    when half of the reserve was given up, up to 8000 steps. Each 2000 quiet steps halve it. Sizes
-    are remembered for 8 times the shortest at most. The scale stays between 2**-100 and 2**100,
-    and zeros do not count where 32 bits more would be too many.
+    Windows double from a single step to `window`, the shortest in use; the patience is a quarter
+    of that or of a longer one. An overflow that is neither excused nor the same one still doubles
+    the window: up to 8 times the shortest or, where it comes when half of the reserve was given
+    up, up to 8000 steps. Each 2000 quiet steps halve it. Sizes are remembered for 8 times the
+    shortest at most. The scale is a power of two between 2**-100 and 2**100, and zeros do not
+    count where 32 bits more would be too many.
 
     What follows from the rule, and is tested:
 
     - Of gradients of about one size, with up to 10,000 zeros between any two, 95% are applied.
-    - Without NaNs, and with gradients below 2**115, it skips at most 75 steps in a row: 64 that
-      are excused, and 11 in which the scale falls all of the way from 2**100 to 2**-100.
+    - Without NaNs, and with gradients below 2**115, it skips at most 75 steps in a row.
     - After any history, and with a margin of 1, 4608 steps whose largest gradients are alike bring
       the scale within a factor of 4 of the best, unless it flushed all of them to zero.
 
-    It cannot follow gradients of two sizes more than 2**31 apart, one of which takes turns with
-    the other or with zeros: there it takes the larger for broken.
+    Of two sizes more than 2**31 apart that take turns, it takes the larger for broken.
 
-    Source: this library, after OpenSeq2Seq's `LogMaxLossScale`, which follows the largest gradient
-    too. docs/benchmarks/policies.md compares it with the others, also on hostile sequences.
+    Source: this library, after OpenSeq2Seq's `LogMaxScaler`. docs/benchmarks/policies.md compares
+    it with the others.
 
     Args:
       initial_scale: the loss scale before the first step, from 2**-100 to 2**100, rounded down to
-        a power of two. It matters for a few steps only.
+        a power of two.
       margin: how many bits to leave between the largest gradient and overflow, from 0 to 24. More
         make fewer steps overflow and more gradients underflow.
-      window: the shortest window; how many measured steps a largest gradient is remembered for at
-        least, and twice as many at most, while nothing overflows. From 4 to 2**20.
+      window: how many measured steps a largest gradient is remembered for at least, and twice as
+        many at most, while nothing overflows; from 4 to 2**20.
 
     Attributes:
-      loss_scale: the loss scale now, a power of two; float32, shape ().
-      spare_bits: the bits between the largest gradient of the last step that was measured and
-        overflow, at least 0 in float16; 0 after an overflow and before the first step, too; int32,
-        shape ().
+      spare_bits: the bits between overflow and the largest gradient of the last step that was
+        measured; 0 after an overflow and before the first step; int32, shape ().
 
     Raises:
       ValueError: for an argument outside what is said above.
@@ -106,11 +99,9 @@ class HeadroomLossScale(LossScale):
     Example:
       >>> import jax.numpy as jnp
       >>> import optax_lossscale as ols
-      >>> ls = ols.HeadroomLossScale(initial_scale=2.0**20)
-      >>> for _ in range(5):
-      ...     ls, should_apply = ls.update({"w": jnp.array([2.0**-10, -(2.0**-9)])})
-      >>> float(ls() * 2.0**-9), int(ls.spare_bits)  # below 2**16 by the margin of one bit
-      (16384.0, 1)
+      >>> ls, should_apply = ols.HeadroomLossScale().update({"w": jnp.array([0.0, 2.0**-9])})
+      >>> print(ls() * 2.0**-9)  # below 2**16 by the margin of one bit, and less than one more
+      16384.0
     """
 
     margin: int = checked(partial(validation.count, least=0, most=24), default=1)
@@ -133,7 +124,6 @@ class HeadroomLossScale(LossScale):
         self._set(loss_scale=np.ldexp(np.float32(0.5), exponent))
 
     def update(self, grads: Any, axis_name: AxisName | None = None) -> tuple[Self, jax.Array]:
-        """Adapts the scale to the largest gradient; see the class for the rule."""
         largest = largest_of_all(grads, axis_name)
         finite = jnp.isfinite(largest)
         finite_step = choose(largest > 0, self._after_measuring(largest), self._after_zeros())
@@ -143,8 +133,8 @@ class HeadroomLossScale(LossScale):
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         """From the flag alone, which measures nothing.
 
-        The scale falls at an overflow as it does in `update`, but nothing explains one
-        afterwards: what it fell, it doubles again only after each 2000 finite steps in a row.
+        The scale falls at an overflow as it does in `update`, and doubles after each 2000 finite
+        steps in a row.
         """
         quiet = self._quiet + 1
         kept = self.replace(_quiet=quiet, _reserve=0, _exhausted=False)
@@ -156,7 +146,7 @@ class HeadroomLossScale(LossScale):
         """Whether the last step overflowed at a scale of 2**-100, the lowest."""
         return jnp.asarray(self._exhausted)
 
-    # Each of the three returns the loss scale, but for its scale, and the new `base` of the rule.
+    # Each of these three returns the loss scale, but for its scale, and the new `base`.
 
     def _after_overflow(self) -> tuple[Self, jax.Array]:
         taken_back = self.replace(_zeros=0, _wait=16 * self._wait)

@@ -19,37 +19,33 @@ _DEVIATIONS = validation.number("in [0, 1e6]", lambda x: 0 <= x <= 1e6)
 class LogMaxLossScale(LossScale):
     """Puts the largest gradient where it is unlikely to overflow.
 
-    Models log2 of each step's largest absolute gradient as normally distributed, with a mean and a
-    spread that move, and chooses the scale at which a gradient `overflow_std_dev` deviations above
-    the mean is 2**16.
-
-    Source: OpenSeq2Seq's `LogMaxScaler` (https://arxiv.org/abs/1805.10387). The rule, with
-    bias-corrected moving averages::
+    Takes log2 of each step's largest gradient for normally distributed, and chooses the scale at
+    which one `overflow_std_dev` deviations above the mean is 2**16. Source: OpenSeq2Seq's
+    `LogMaxScaler` (https://arxiv.org/abs/1805.10387). The rule, with bias-corrected averages::
 
         x = log2(amax) if grads_finite else 2 ** log_max
         mean = average(x, beta1)
         spread = sqrt(average(x ** 2, beta2) - average(x, beta2) ** 2)
         loss_scale = clip(2 ** (16 - mean - overflow_std_dev * spread), min_scale, max_scale)
 
-    but an overflow does not raise a scale that was restored from below `min_scale`.
+    but an overflow does not raise a scale that was restored from below `min_scale`. `adjust`, by
+    the flag alone, counts overflows and leaves finite steps out.
 
     Args:
       initial_scale: the loss scale before the first step, between the bounds.
       min_scale: the floor.
       max_scale: the cap.
-      log_max: log2 of what an overflow counts as, at most 60: the reference takes its power of
-        two once more than it means to, and so does this.
+      log_max: an overflow counts as a log2 of `2**log_max`, as in the reference; at most 60.
       beta1: decay of the mean, in [0, 1).
       beta2: decay of the averages behind the spread, in [0, 1).
       overflow_std_dev: how many deviations are to spare, from 0 to 1e6.
 
     Attributes:
-      loss_scale: the loss scale now; float32, shape ().
       mean: moving average of x with beta1, not bias-corrected; float32, shape ().
       slow_mean: the same with beta2; float32, shape ().
       square: moving average of x ** 2 with beta2; float32, shape ().
-      weight1: 1 less the total weight of `mean`; float32, shape ().
-      weight2: 1 less the total weight of the other two; float32, shape ().
+      weight1: `beta1` to the number of steps; float32, shape ().
+      weight2: `beta2` to the number of steps; float32, shape ().
 
     Raises:
       ValueError: for an argument outside what is said above.
@@ -70,22 +66,20 @@ class LogMaxLossScale(LossScale):
     beta1: float = checked(_DECAY, default=0.99)
     beta2: float = checked(_DECAY, default=0.999)
     overflow_std_dev: float = checked(_DEVIATIONS, default=3.09)
-    mean: jax.Array = state_field(0.0)  # shape=(), dtype=float32
-    slow_mean: jax.Array = state_field(0.0)  # shape=(), dtype=float32
-    square: jax.Array = state_field(0.0)  # shape=(), dtype=float32
-    weight1: jax.Array = state_field(1.0)  # shape=(), dtype=float32
-    weight2: jax.Array = state_field(1.0)  # shape=(), dtype=float32
+    mean: jax.Array = state_field(0.0)
+    slow_mean: jax.Array = state_field(0.0)
+    square: jax.Array = state_field(0.0)
+    weight1: jax.Array = state_field(1.0)
+    weight2: jax.Array = state_field(1.0)
 
     def __post_init__(self):
         super().__post_init__()
         validation.in_order(self.min_scale, self.initial_scale, self.max_scale)
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
-        """From the flag alone: an overflow counts, a finite step changes nothing."""
         return choose(grads_finite, self, self._after_overflow())
 
     def update(self, grads: Any, axis_name: AxisName | None = None) -> tuple[Self, jax.Array]:
-        """Adapts the scale to the largest gradient; see `LossScale.update`."""
         amax = largest_of_all(grads, axis_name)
         finite = jnp.isfinite(amax)
         log2_amax = jnp.log2(jnp.maximum(amax, validation.SMALLEST))
@@ -98,18 +92,15 @@ class LogMaxLossScale(LossScale):
 
     def _observe(self, x: jax.Array) -> Self:
         average = lambda old, new, decay: decay * old + (1 - jnp.float32(decay)) * new
-        mean = average(self.mean, x, self.beta1)
-        slow_mean = average(self.slow_mean, x, self.beta2)
-        square = average(self.square, x * x, self.beta2)
-        weight1, weight2 = self.weight1 * self.beta1, self.weight2 * self.beta2
-        variance = square / (1 - weight2) - (slow_mean / (1 - weight2)) ** 2
-        spread = jnp.sqrt(jnp.maximum(variance, 0))
-        log2_scale = 16 - (mean / (1 - weight1) + self.overflow_std_dev * spread)
-        return self.replace(
-            loss_scale=jnp.clip(jnp.exp2(log2_scale), self.min_scale, self.max_scale),
-            mean=mean,
-            slow_mean=slow_mean,
-            square=square,
-            weight1=weight1,
-            weight2=weight2,
+        new = self.replace(
+            mean=average(self.mean, x, self.beta1),
+            slow_mean=average(self.slow_mean, x, self.beta2),
+            square=average(self.square, x * x, self.beta2),
+            weight1=self.weight1 * self.beta1,
+            weight2=self.weight2 * self.beta2,
         )
+        variance = new.square / (1 - new.weight2) - (new.slow_mean / (1 - new.weight2)) ** 2
+        spread = jnp.sqrt(jnp.maximum(variance, 0))
+        log2_scale = 16 - (new.mean / (1 - new.weight1) + self.overflow_std_dev * spread)
+        scale = jnp.clip(jnp.exp2(log2_scale), self.min_scale, self.max_scale)
+        return new.replace(loss_scale=scale)

@@ -20,20 +20,16 @@ from optax_lossscale._scales.stateful import Stateful, checked, state_field
 class LossScale(Stateful):
     """A number that the loss is multiplied by, and the rule by which it adapts.
 
-    A loss scale is immutable: `update` and `adjust` return a new one. Subclass it and write
-    `adjust` to have a strategy of your own; subclassing alone makes it a frozen dataclass and a
-    pytree:
-
-    - its fields are *configuration*, arguments of the constructor: static under `jit`, written by
-      `get_config`;
-    - those declared with `state_field` are *state*: array leaves, changed by `replace`.
-
-    A `__post_init__` of its own calls `super().__post_init__()` first. What `adjust` returns
-    should be finite and positive, whatever the sequence.
+    A loss scale is immutable: `update` and `adjust` return a new one. For a strategy of your own,
+    subclass it and write `adjust`; that alone makes it a frozen dataclass and a pytree. Its fields
+    are configuration: arguments of the constructor, static under `jit`, written by `get_config`.
+    Those declared with `state_field` are state: array leaves, changed by `replace`. A
+    `__post_init__` has to call `super().__post_init__()`. What `adjust` returns should be finite
+    and positive, whatever the sequence.
 
     Attributes:
       initial_scale: the loss scale before the first step; configuration.
-      loss_scale: the loss scale now, float32, shape (); state.
+      loss_scale: the loss scale now; float32, shape (); state.
 
     Raises:
       ValueError: if `initial_scale` is not a positive, normal float32.
@@ -80,17 +76,17 @@ class LossScale(Stateful):
     def update(
         self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, jax.Array | bool]:
-        """Checks the gradients and adapts the scale to what it finds.
+        """Checks the gradients and adapts the scale.
 
         Args:
           grads: the unscaled gradients, any pytree; `None` leaves are ignored. From a step
             with a `mask` that leaves some out, a list of the others.
           axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas decide
-            alike: one that overflows makes all of them skip. The only communication is one scalar.
+            alike, at the cost of communicating one scalar.
 
         Returns:
-          The new loss scale, and `should_apply`: whether the gradients may be applied; a bool,
-          shape (), or the Python bool True where nothing was checked.
+          The new loss scale, and `should_apply`, a bool, shape (); the Python bool True where
+          nothing was checked.
 
         Raises:
           ValueError: if `axis_name` names no axis of a `pmap` or `shard_map` around.
@@ -101,16 +97,15 @@ class LossScale(Stateful):
     def exhausted(self) -> jax.Array:
         """Whether the last step overflowed and there was nothing left to lower.
 
-        A bool, shape (); False for a strategy that does not say otherwise. Nothing can raise
-        inside a compiled step; `raise_if_stuck` raises on the host where this is True.
+        A bool, shape (); False unless overridden. Where it is True, `raise_if_stuck` raises.
         """
         return jnp.array(False)
 
     def scale(self, tree: T) -> T:
         """Every inexact leaf of a loss, or of any pytree, times the loss scale.
 
-        8- and 16-bit floats become float32, as a float16 loss times 2**16 would be infinite; wider
-        ones keep their dtype. `None`, integer and float0 leaves pass through.
+        8- and 16-bit floats become float32; all other leaves keep their dtype, and `None`, integer
+        and float0 leaves their values.
         """
         scale = self()
         return map_inexact(lambda x: x * scale.astype(jnp.finfo(x.dtype).dtype), tree)
@@ -118,14 +113,11 @@ class LossScale(Stateful):
     def unscale(self, tree: T) -> T:
         """Every inexact leaf of gradients, or of any pytree, divided by the loss scale.
 
-        For a power of two the result is exact, else within an ulp or two. 8- and 16-bit floats
-        become float32, in which they do not underflow again; wider ones keep their dtype. `None`,
-        integer and float0 leaves pass through.
+        In the dtypes of `scale`; exact for a power of two, else within an ulp or two.
         """
-        # XLA turns x / scale into x * (1 / scale), and above 2**126 that reciprocal is subnormal
-        # and flushed to zero. Two factors keep it a normal number, and the barrier keeps XLA from
-        # multiplying them where the state is a constant to it. Both are quotients: what is simpler
-        # XLA would compute anew in the kernel of each leaf.
+        # XLA turns x / scale into x * (1 / scale), and above 2**126 that is subnormal and flushed
+        # to zero. Hence two factors, a barrier that keeps XLA from multiplying them, and quotients
+        # for both: what is simpler XLA would compute anew in the kernel of each leaf.
         scale = lax.optimization_barrier(self)()
         shift = jnp.where(scale > 2.0**100, jnp.float32(4.0), jnp.float32(1.0))
 
@@ -142,7 +134,7 @@ class LossScale(Stateful):
         return map_inexact(unscaled, tree)
 
     def get_config(self) -> dict[str, Any]:
-        """The class's name and its configuration, JSON-able; the state is left out."""
+        """The class's name and its configuration, JSON-able, without the state."""
         config = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
         return {"class_name": _config_name(type(self)), "config": config}
 
@@ -151,27 +143,22 @@ class LossScale(Stateful):
         """The loss scale that `get_config` described, in its initial state.
 
         Args:
-          config: `{"class_name": …, "config": {…}}`, naming this class or any subclass of it that
-            has been defined, of which the last to take a name has it. The names of this library's
-            own classes cannot be taken: a class of one of those names goes by its module as well,
-            `my_module.DynamicLossScale`.
+          config: `{"class_name": …, "config": {…}}`, naming this class or the last defined
+            subclass of the name. One with the name of a class of this library goes by its module
+            as well, `my_module.DynamicLossScale`.
 
         Raises:
           ValueError: for a malformed config, an unknown class, or an unknown or missing key.
 
         Example:
           >>> import optax_lossscale as ols
-          >>> config = ols.FixedLossScale(128).get_config()
-          >>> config
-          {'class_name': 'FixedLossScale', 'config': {'scale': 128.0}}
+          >>> config = {"class_name": "FixedLossScale", "config": {"scale": 128.0}}
           >>> ols.LossScale.from_config(config)
           FixedLossScale(128.0)
         """
         if not isinstance(config, dict) or set(config) != {"class_name", "config"}:
-            raise ValueError(
-                "a loss scale's config is a dict with the keys 'class_name' and 'config', as "
-                f"get_config() returns it; got {validation.shown(config)}"
-            )
+            allowed = "a dict with the keys 'class_name' and 'config', as from get_config()"
+            validation.refuse("a loss scale's config", config, allowed)
         classes = {_config_name(c): c for c in _subclasses(cls) if not inspect.isabstract(c)}
         name = config["class_name"]
         if not isinstance(name, str) or name not in classes:
@@ -185,10 +172,8 @@ class LossScale(Stateful):
 def choose(grads_finite: jax.typing.ArrayLike, after_finite_step: T, after_overflow: T) -> T:
     """The one loss scale or the other, leaf by leaf."""
     if not hasattr(grads_finite, "dtype") and not isinstance(grads_finite, (bool, int, float)):
-        raise TypeError(
-            "grads_finite must be a bool, as all_finite(grads) is; got "
-            f"{validation.shown(grads_finite)}. What takes gradients is update"
-        )
+        got = validation.shown(grads_finite)
+        raise TypeError(f"grads_finite must be a bool, got {got}. What takes gradients is update")
     where = lambda finite, overflow: jnp.where(grads_finite, finite, overflow)
     return jax.tree.map(where, after_finite_step, after_overflow)
 
@@ -204,10 +189,7 @@ def _subclasses(cls: type[LossScale]) -> list[type[LossScale]]:
 
 def _config_name(cls: type[LossScale]) -> str:
     """What a config calls a class; see `from_config`."""
-    own = {c.__name__ for c in _subclasses(LossScale) if _is_own(c)}
+    is_own = lambda c: c.__module__.startswith("optax_lossscale.")
+    own = {c.__name__ for c in _subclasses(LossScale) if is_own(c)}
     qualified = f"{cls.__module__}.{cls.__qualname__}"
-    return qualified if cls.__name__ in own and not _is_own(cls) else cls.__name__
-
-
-def _is_own(cls: type[LossScale]) -> bool:
-    return cls.__module__.startswith("optax_lossscale.")
+    return qualified if cls.__name__ in own and not is_own(cls) else cls.__name__

@@ -25,9 +25,6 @@ def state_field(default: Any = dataclasses.MISSING, *, init: Literal[False] = Fa
         scalar; arrays keep their dtype. Without a default, `__post_init__` sets it.
       init: False: state is no argument of the constructor.
 
-    Returns:
-      A dataclass field.
-
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import optax_lossscale as ols
@@ -41,26 +38,21 @@ def state_field(default: Any = dataclasses.MISSING, *, init: Literal[False] = Fa
       1 int32
     """
     # NumPy values: strongly typed, impossible to donate away, and made without waking a JAX
-    # backend, which a module that builds its optimizer before `jax.distributed.initialize` must
-    # not do.
+    # backend, which has to sleep until `jax.distributed.initialize`.
     field = functools.partial(dataclasses.field, init=init, metadata={state_field: True})
     if default is dataclasses.MISSING:
         return field()
     dtype = {bool: np.bool_, int: np.int32, float: np.float32}.get(type(default))
     array = np.asarray(default, dtype)
     if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != np.bool_:
-        raise TypeError(
-            f"a state starts as a number or an array of numbers, got {validation.shown(default)}"
-        )
+        got = validation.shown(default)
+        raise TypeError(f"a state starts as a number or an array of numbers, got {got}")
     value = array[()]  # a scalar of what has no dimensions
     return field(default_factory=lambda: value)
 
 
 def checked(check: Check, *, default: Any = dataclasses.MISSING) -> Any:
-    """Declares a field of configuration that is what its check makes of its name and value.
-
-    A subclass that declares the field anew, for another default, keeps the check.
-    """
+    """Declares a field that its check converts, also where a subclass declares it anew."""
     return dataclasses.field(default=default, metadata={checked: check})
 
 
@@ -69,11 +61,7 @@ def checked(check: Check, *, default: Any = dataclasses.MISSING) -> Any:
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stateful(abc.ABC):
-    """What loss scales and rules of skipping are: subclassing alone makes a class one.
-
-    Fields are configuration, static under `jit`; a `state_field` is an array leaf. Two are equal
-    if they are of one class, with equal configurations and states, which waits for the device.
-    """
+    """What loss scales and rules of skipping are; `==` of two waits for the device."""
 
     _state_names: ClassVar[list[str]]
     _static_names: ClassVar[list[str]]
@@ -134,7 +122,7 @@ class Stateful(abc.ABC):
 
     @classmethod
     def _with_attributes(cls, attributes: Any) -> Self:
-        """An instance made without `__init__`, which would validate and start afresh."""
+        """An instance made without `__init__`, which would start afresh."""
         self = cls.__new__(cls)
         vars(self).update(attributes)
         return self
@@ -144,6 +132,5 @@ def _as_state(name: str, value: Any, dtype: Any) -> jax.Array:
     try:
         return jnp.asarray(value, dtype)
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"the state {name} must be an array of {dtype}, got {validation.shown(value)}"
-        ) from error
+        got = validation.shown(value)
+        raise TypeError(f"the state {name} must be an array of {dtype}, got {got}") from error

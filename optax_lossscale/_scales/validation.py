@@ -60,7 +60,6 @@ def number(allowed: str, holds: Callable[[float], bool]) -> Callable[[str, Any],
 
 
 def scale_up_to(largest: float) -> Callable[[str, Any], float]:
-    """A check for what float32 holds as a positive, normal value."""
     allowed = f"a number between {SMALLEST:.4g} and {largest:.4g}, normal in float32"
     return number(allowed, lambda x: SMALLEST <= x <= largest)
 
@@ -73,14 +72,12 @@ backoff_factor = number("a number in (0, 1]", lambda x: 0 < x <= 1)
 
 
 def in_order(min_scale: float, initial_scale: float, max_scale: float) -> None:
-    """A floor and a cap with the initial scale between them."""
     if not min_scale <= initial_scale <= max_scale:
         allowed = f"between min_scale={min_scale!r} and max_scale={max_scale!r}"
         refuse("initial_scale", initial_scale, allowed)
 
 
 def count(name: str, value: Any, least: int = 1, most: int = LARGEST_INT) -> int:
-    """An int that int32 holds."""
     found = python_number(value)
     if not isinstance(found, int) or not least <= found <= most:
         refuse(name, value, f"an int between {least} and {most}")
@@ -88,19 +85,16 @@ def count(name: str, value: Any, least: int = 1, most: int = LARGEST_INT) -> int
 
 
 def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:
-    """One of a few values."""
     if type(value) is not type(options[0]) or value not in options:
         refuse(name, value, f"one of {', '.join(map(repr, options))}")
     return value
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False."""
     return one_of(name, value, (True, False))
 
 
 def floating_dtype(name: str, value: Any) -> np.dtype:
-    """A dtype of real floating-point numbers."""
     found = dtype(value)
     if found is None or not jnp.issubdtype(found, jnp.floating):
         refuse(name, value, "a floating-point dtype")
@@ -116,7 +110,6 @@ def dtype(value: Any) -> np.dtype | None:
 
 
 def function(name: str, value: Any) -> None:
-    """Something to call."""
     if not callable(value):
         raise TypeError(f"{name} must be a function, got {shown(value)}")
 

@@ -11,21 +11,11 @@ from optax_lossscale._skips.rule import SkipRule
 
 
 class RollingSkipRule(SkipRule):
-    """Skips a step whose loss or norm is many deviations above the mean of the last ones.
-
-    Source: OLMo-core's `SkipStepOptimizer`, and what MaxText and Levanter made of it. The rule,
-    for the loss and for the norm::
-
-        if len(window) >= least_history and x - mean(window) > sigma_factor * std(window):
-            skip
-        window = (window + [x])[-length:]      # of skipped steps as well
-
-    where `std` is at least `least_deviation`.
-    """
+    """The rule of `skips.olmo_core`, `skips.maxtext` and `skips.levanter`."""
 
     needs_value = True
-    length: int  # how many steps the window holds
-    sigma_factor: float  # how many deviations are too many
+    length: int
+    sigma_factor: float
     least_history: int  # how many steps it takes to skip one
     ddof: int = 1  # of the deviation: 1 for the unbiased one, or 0
     least_deviation: float = 0.0
@@ -39,7 +29,6 @@ class RollingSkipRule(SkipRule):
         self._set(_losses=empty(), _norms=empty())
 
     def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
-        """Compares with the window before this step, which is then in it; see the class."""
         assert value is not None  # as this rule needs it
         usual = self._is_usual(value, self._losses) & self._is_usual(norm, self._norms)
         here = jnp.arange(self.length) == self._next

@@ -18,24 +18,20 @@ _MOST = 2**30
 class SkipRule(Stateful):
     """Decides from the norm of a step's gradients, and from its loss, whether to apply the step.
 
-    Given to `with_loss_scale` as `skip=rule`. It sees the steps whose gradients, norm and loss
-    are finite, and no others: those are skipped without it, change nothing that it learns from,
-    and are not counted as its own.
+    Given to `with_loss_scale` as `skip=rule`. It sees only steps whose gradients, norm and loss
+    are finite: others are skipped without it, and not counted as its own.
 
-    A rule is immutable: `update` returns a new one. Subclass it and write `decide` to have
-    a rule of your own; subclassing alone makes it a frozen dataclass and a pytree:
-
-    - its fields are *configuration*, arguments of the constructor: static under `jit`;
-    - those declared with `state_field` are *state*: array leaves, changed by `replace`.
+    A rule is immutable: `update` returns a new one. For one of your own, subclass it and write
+    `decide`; that alone makes it a frozen dataclass and a pytree, as subclasses of `LossScale`
+    are, with `state_field`s that `replace` changes.
 
     Attributes:
       needs_value: whether a step has to be given its loss; of the class.
       gradient_norm: the global L2 norm of the unscaled gradients of the last step, infinite if
         the step was not finite; float32, shape (); state.
       skipped_by_rule: the finite steps skipped so far; int32, shape (); state.
-      skip_debt: how much has been skipped beyond 1 step in 20 of late: 20 more for each finite
-        step skipped, and 1 less, to 0, for each applied whose gradients were not all zero; int32,
-        shape (); state.
+      skip_debt: 20 more for each finite step skipped and 1 less, down to 0, for each applied whose
+        gradients were not all zero; int32, shape (); state.
 
     Example:
       A rule that skips a step whose loss is twice the smallest so far:
@@ -79,7 +75,7 @@ class SkipRule(Stateful):
 
         Args:
           norm: the global L2 norm of the unscaled gradients, finite; shape ().
-          value: the true loss, finite; shape (). None if it is not known.
+          value: the true loss, finite, shape (); or None.
 
         Returns:
           The new rule, and `should_apply`; a bool, shape ().
@@ -93,9 +89,8 @@ class SkipRule(Stateful):
                 "call apply_gradients(grads, state, params, value=loss), or update with value=loss"
             )
         norm = jnp.asarray(norm, jnp.float32)
-        new, should_apply = self.decide(
-            norm, None if value is None else jnp.asarray(value, jnp.float32)
-        )
+        value = None if value is None else jnp.asarray(value, jnp.float32)
+        new, should_apply = self.decide(norm, value)
         if jax.tree.structure(new) != jax.tree.structure(self):
             raise TypeError(
                 f"{type(self).__name__} must become another of its kind, with the same "

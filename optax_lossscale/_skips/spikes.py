@@ -27,8 +27,7 @@ class SpikeSkipRule(SkipRule):
     least: float = checked(_POSITIVE, default=1.0)
     window: int = checked(partial(validation.count, least=16, most=2**20), default=64)
     max_skips: int = checked(partial(validation.count, least=0, most=2**20), default=16)
-    # The norm and the loss up to which the last step was to be applied, infinite while too little
-    # is known; shape=(), dtype=float32.
+    # Up to which the last step was usual, infinite while unknown; shape=(), dtype=float32.
     norm_limit: jax.Array = state_field(float("inf"))
     value_limit: jax.Array = state_field(float("inf"))
     # Of the logarithms of norms and of losses.
@@ -41,7 +40,6 @@ class SpikeSkipRule(SkipRule):
         self._set(_last=np.zeros((2, self.window), np.float32))
 
     def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
-        """Compares with the steps applied before; see `skips.spikes`."""
         sizes = jnp.stack([norm, jnp.float32(0) if value is None else value])
         given = sizes > 0
         measured = jnp.log2(jnp.maximum(sizes, validation.SMALLEST))

@@ -1,22 +1,75 @@
-"""The rule of a threshold: norms above it are skipped."""
+"""The rules of a threshold for the norm: one that is given, and one that follows the norms."""
 
+import dataclasses
 from typing import Self
 
 import jax
+import jax.numpy as jnp
+import optax
 
+from optax_lossscale._scales import validation
+from optax_lossscale._scales.stateful import checked, state_field
 from optax_lossscale._skips.rule import SkipRule
+
+_DECAY = validation.number("in (0, 1), such as 0.99", lambda x: 0 < x < 1)
 
 
 class ThresholdSkipRule(SkipRule):
-    """Skips a step whose norm is above a threshold.
-
-    Source: Megatron-LM's `grad_norm_skip_threshold`, which applies a norm of the threshold itself,
-    and AxLearn's `drop_norm`, which skips it.
-    """
+    """The rule of `skips.megatron`, and of `skips.axlearn` for a fixed threshold."""
 
     threshold: float  # the largest norm to apply, positive
     strict: bool = False  # whether to skip the threshold itself, too
 
     def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
-        """Compares the norm with the threshold."""
         return self, norm < self.threshold if self.strict else norm <= self.threshold
+
+
+@dataclasses.dataclass(frozen=True)
+class DropNorm:
+    """From which norm on a step is skipped, by the moving average of norms."""
+
+    mean_factor: float  # how many times the mean
+    stddev_factor: float  # and how many deviations more
+    min_count: int  # how many steps it takes; before, it is a norm of 1e10
+
+    def __call__(self, count: jax.Array, mean: jax.Array, stddev: jax.Array) -> jax.Array:
+        threshold = mean * self.mean_factor
+        if self.stddev_factor:
+            threshold = threshold + stddev * self.stddev_factor
+        return jnp.where(count < self.min_count, 1e10, threshold)
+
+
+class MovingAverageSkipRule(SkipRule):
+    """The rule of `skips.axlearn` for a threshold that follows the norms.
+
+    With averages that begin at 1::
+
+        if norm >= drop_norm(count, mean, sqrt(mean_square - mean ** 2)):
+            skip
+        else:
+            decay = grad_norm_ema_decay * (1 - grad_norm_ema_decay ** count)
+                    / (1 - grad_norm_ema_decay ** (count + 1))
+            mean = decay * mean + (1 - decay) * norm
+            mean_square = decay * mean_square + (1 - decay) * norm ** 2
+            count += 1
+    """
+
+    drop_norm: DropNorm
+    grad_norm_ema_decay: float = checked(_DECAY)
+    count: jax.Array = state_field(0)  # steps applied; shape=(), dtype=int32
+    mean: jax.Array = state_field(1.0)  # of their norms; shape=(), dtype=float32
+    mean_square: jax.Array = state_field(1.0)  # of the norms' squares; shape=(), dtype=float32
+
+    def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
+        variance = jnp.maximum(self.mean_square - jnp.square(self.mean), 0)
+        usual = norm < self.drop_norm(self.count, self.mean, jnp.sqrt(variance))
+        weight = lambda count: 1 - self.grad_norm_ema_decay ** count.astype(jnp.float32)
+        decay = self.grad_norm_ema_decay * (weight(self.count) / weight(self.count + 1))
+        average = lambda old, new: jnp.where(usual, decay * old + (1 - decay) * new, old)
+        square = jnp.minimum(jnp.square(norm), validation.LARGEST)
+        new = self.replace(
+            count=jnp.where(usual, optax.safe_increment(self.count), self.count),
+            mean=average(self.mean, norm),
+            mean_square=average(self.mean_square, square),
+        )
+        return new, usual

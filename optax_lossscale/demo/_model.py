@@ -57,7 +57,7 @@ def block(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 
 def logits(p: dict[str, Any], x: jax.Array) -> jax.Array:
-    """Of each next byte, from what the last block returned."""
+    """Of each next byte, from what the last block returned; float32."""
     return (_normed(x, p["norm"]) @ p["head"]).astype(jnp.float32)
 
 

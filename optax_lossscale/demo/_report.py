@@ -18,12 +18,11 @@ def table(runs: dict[str, dict[str, np.ndarray]]) -> str:
         "| run | final loss | against float32 | gradients that are 0 | skipped | last scale |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    losses = {name: _final_loss(history["loss"]) for name, history in runs.items()}
     for name, history in runs.items():
+        loss, float32 = _final_loss(history), _final_loss(runs["float32"])
         rows.append(
-            f"| {name} | {losses[name]:.4f} | {losses[name] / losses['float32'] - 1:+.2%} "
-            f"| {history['zeros'].mean():.1%} | {history['skipped_steps'][-1]} "
-            f"| 2^{history['log2_loss_scale'][-1]:g} |"
+            f"| {name} | {loss:.4f} | {loss / float32 - 1:+.2%} | {history['zeros'].mean():.1%} "
+            f"| {history['skipped_steps'][-1]} | 2^{history['log2_loss_scale'][-1]:g} |"
         )
     return "\n".join(rows)
 
@@ -31,9 +30,8 @@ def table(runs: dict[str, dict[str, np.ndarray]]) -> str:
 def picture(runs: dict[str, dict[str, np.ndarray]], folder: pathlib.Path) -> pathlib.Path:
     """Losses and loss scales over the steps, as a PNG; returns its path."""
     matplotlib.use("agg")
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(7, 5.5), sharex=True, height_ratios=(2, 1), layout="constrained"
-    )
+    figure = plt.figure(figsize=(7, 5.5), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for (name, history), color in zip(runs.items(), COLORS, strict=False):
         # float32 goes beneath, wide and pale: two of the others lie on top of it.
         style = {"lw": 5, "alpha": 0.25} if name == "float32" else {"lw": 1.3}
@@ -50,9 +48,9 @@ def picture(runs: dict[str, dict[str, np.ndarray]], folder: pathlib.Path) -> pat
     return path
 
 
-def _final_loss(loss: np.ndarray) -> float:
+def _final_loss(history: dict[str, np.ndarray]) -> float:
     """The mean of the last tenth of the steps."""
-    return loss[-max(1, len(loss) // 10) :].mean()
+    return history["loss"][-max(1, len(history["loss"]) // 10) :].mean()
 
 
 def _smoothed(loss: np.ndarray, window: int = 10) -> np.ndarray:

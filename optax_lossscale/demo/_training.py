@@ -34,11 +34,9 @@ def optimizer_and_step(
 ) -> tuple[ols.LossScaledTransformation, Callable[..., Any]]:
     """The optimizer of one of `RUNS`, and its compiled step, which donates params and state."""
     dtype, loss_scale = RUNS[name]
-    optimizer = optax.chain(
-        optax.scale(float(MICRO_BATCHES)),
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps + 1)),
-    )
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps + 1)
+    clip, adam = optax.clip_by_global_norm(1.0), optax.adamw(schedule)
+    optimizer = optax.chain(optax.scale(float(MICRO_BATCHES)), clip, adam)
     tx = ols.with_loss_scale(optimizer, loss_scale)
     loss_fn = lambda params, tokens: _model.loss(params, tokens, dtype) / MICRO_BATCHES
 
