@@ -88,7 +88,9 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
     """
     if not is_inexact(x):
         kind = getattr(x, "dtype", type(x).__name__)
-        raise TypeError(f"only a floating-point or complex array has a gradient, got {kind}")
+        raise TypeError(
+            f"only a floating-point or complex array has a gradient to tap, got {kind}"
+        )
     if probe is None:
         return x
     if not isinstance(probe, Probe):
