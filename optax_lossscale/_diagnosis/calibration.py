@@ -56,10 +56,9 @@ def find_initial_scale(
 ) -> InitialScale:
     """Searches for the largest power of two at which no gradient overflows.
 
-    From a start too large, the first steps are skipped; from one too small, gradients
-    underflow for thousands of steps. This takes ten or so passes over the gradients, by one
-    compiled program; call it before training, on the host, with a `loss_fn` that names no axis
-    of `pmap` or `shard_map`.
+    From a start too large, the first steps are skipped; from one too small, gradients underflow
+    for thousands of steps. This takes ten or so passes, by one compiled program; call it before
+    training, on the host, with a `loss_fn` that names no axis of `pmap` or `shard_map`.
 
     Args:
       loss_fn: called as `loss_fn(params, *args, **kwargs)`, as by `value_and_scaled_grad`.

@@ -75,11 +75,10 @@ def explain(
 
     What is not finite spreads: forwards to the loss, from there to every gradient. So the suspect
     is the first tapped place whose value is not finite; or else the loss; or if that is finite,
-    a place after the last one whose gradient is not finite: the first of which no parameters are
-    known under its path, or some with gradients that are not finite, as branches in parallel give
-    one gradient to the value that they share. -inf in some numbers may be a mask's and is no
-    fault, nor is an infinity where the loss is finite. Where all of these are finite, or nothing
-    was tapped, suspects are the gradients, infinities before NaNs, and few before many.
+    the place after the last one whose gradient is not finite, where those with parameters under
+    their path whose gradients are finite are passed over, as branches in parallel. -inf in some
+    numbers may be a mask's and is no fault, nor is an infinity where the loss is finite. Where
+    all of these are finite, suspects are the parameters, infinities before NaNs, few before many.
 
     Args:
       leaves: what `nonfinite_leaves` returned for the gradients.

@@ -42,11 +42,6 @@ class Run(NamedTuple):
     outputs: dict[str, np.ndarray]  # all else, flat: float64, and int64 for integers and bools
 
     @property
-    def exponent(self) -> int:
-        """Of the loss scale given, where that is a power of two."""
-        return int(np.log2(np.max(self.before.loss_scale)))
-
-    @property
     def was_applied(self) -> bool:
         """As far as can be seen."""
         return all(self.flags)
@@ -55,7 +50,8 @@ class Run(NamedTuple):
 class Runs(NamedTuple):
     """The runs of a step on the same arguments."""
 
-    falling: list[Run]  # those applied, from the highest loss scale down
+    exponents: np.ndarray  # of the loss scales at which it was applied, falling
+    falling: list[Run]  # at these
     reach: float  # the least exponent at which little underflows; infinite where none can be told
     again: Run  # the first of them once more
     lowest: Run | None  # where all gradients underflow, if it was applied there
@@ -91,30 +87,32 @@ def make_runs(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -
     top = round(np.log2(highest.largest)) if highest else _LOWEST
     is_wide = top >= _WIDE
     start = _START if is_wide else top
-    falling = [at(start - below) for below in _BELOW if start - below >= _LOWEST]
-    falling = [run for run in falling if run.was_applied]
-    if len(falling) < _ENOUGH:
+    tried = [start - below for below in _BELOW if start - below >= _LOWEST]
+    exponents = np.array([exponent for exponent in tried if at(exponent).was_applied])
+    if len(exponents) < _ENOUGH:
         raise ValueError(
-            f"the step is skipped at all but {len(falling)} loss scales: look for NaN or inf in "
+            f"the step is skipped at all but {len(exponents)} loss scales: look for NaN or inf in "
             "the arguments, the loss and the model; explain(nonfinite_leaves(scaled_grads)) says "
             "where"
         )
     usual = np.log2(np.max(loss_scale.loss_scale))
-    steady = min(falling, key=lambda run: abs(run.exponent - usual))
-    steps, about_to_grow = _about_to_grow(scaled(2.0**steady.exponent))
+    steady = int(min(exponents, key=lambda exponent: abs(exponent - usual)))
+    steps, about_to_grow = _about_to_grow(scaled(2.0**steady))
     try:
         infinite = run(scaled(np.inf))
     except Exception:  # of `raise_if_stuck`, or of a logger that has no integer for infinity
         infinite = None
-    reach = -np.inf if is_wide else falling[0].exponent - _REACH
+    falling = [at(int(exponent)) for exponent in exponents]
+    reach = -np.inf if is_wide else exponents[0] - _REACH
     return Runs(
+        exponents,
         falling,
         reach=reach if falling[0].flags else np.inf,
-        again=run(scaled(2.0 ** falling[0].exponent)),
+        again=run(scaled(2.0 ** exponents[0])),
         lowest=None if is_wide or not at(_LOWEST).was_applied else at(_LOWEST),
         infinite=infinite,
         growing=run(about_to_grow) if steps < _LONGEST_INTERVAL else None,
-        steady=steady,
+        steady=at(steady),
     )
 
 
@@ -129,15 +127,11 @@ def _about_to_grow(loss_scale: LossScale) -> tuple[jax.Array, LossScale]:
     """The finite steps that change nothing but counters, and the loss scale after them."""
 
     def goes_on(carry):
-        steps, now, after = carry
-        return (steps < _LONGEST_INTERVAL) & jnp.all(now() == after())
+        steps, now = carry
+        return (steps < _LONGEST_INTERVAL) & jnp.all(now() == now.adjust(True)())
 
-    def next_step(carry):
-        steps, _, after = carry
-        return steps + 1, after, after.adjust(True)
-
-    steps, now, _ = lax.while_loop(goes_on, next_step, (0, loss_scale, loss_scale.adjust(True)))
-    return steps, now
+    next_step = lambda carry: (carry[0] + 1, carry[1].adjust(True))
+    return lax.while_loop(goes_on, next_step, (0, loss_scale))
 
 
 def _run(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -> Run:
