@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from optax_lossscale._arrays.finite import all_finite
 from optax_lossscale._arrays.names import scale_name
+from optax_lossscale._diagnosis.program import gradients
 from optax_lossscale._scales import validation
-from optax_lossscale._step.gradient import loss_of, refuse_shared_names, scale_gradient
+from optax_lossscale._step.gradient import refuse_shared_names
 from optax_lossscale._step.inputs import refuse_other_leaves
 
 LOWEST, HIGHEST = -126, 126  # the powers of two to search
@@ -55,10 +56,9 @@ def find_initial_scale(
 ) -> InitialScale:
     """Searches for the largest power of two at which no gradient overflows.
 
-    From a start too large, the first steps are skipped; from one too small, gradients
-    underflow for thousands of steps. This takes ten or so passes over the gradients, by one
-    compiled program; call it before training, on the host, with a `loss_fn` that names no axis
-    of `pmap` or `shard_map`.
+    From a start too large, the first steps are skipped; from one too small, gradients underflow
+    for thousands of steps. This takes ten or so passes, by one compiled program; call it before
+    training, on the host, with a `loss_fn` that names no axis of `pmap` or `shard_map`.
 
     Args:
       loss_fn: called as `loss_fn(params, *args, **kwargs)`, as by `value_and_scaled_grad`.
@@ -99,11 +99,15 @@ def find_initial_scale(
     refuse_other_leaves("params", params)
     refuse_other_leaves("what loss_fn takes", (batches, kwargs))
     validation.at_hand("find_initial_scale", (params, batches, kwargs))
-    compiled = jax.jit(functools.partial(_evaluate, loss_fn, has_aux))
+
+    @jax.jit
+    def evaluated(exponent, params, args, kwargs):
+        evidence = gradients(loss_fn, has_aux, exponent, params, None, args, kwargs)
+        return evidence.loss, all_finite(evidence.grads)
 
     @functools.cache
     def is_finite(exponent: int) -> bool:
-        of_all = [compiled(jnp.int32(exponent), params, batch, kwargs) for batch in batches]
+        of_all = [evaluated(jnp.int32(exponent), params, batch, kwargs) for batch in batches]
         if bad := [loss for loss, _ in of_all if not jnp.isfinite(loss)]:
             raise ValueError(
                 f"the loss is {bad[0]}, and not finite at any loss scale for that multiplies "
@@ -134,15 +138,3 @@ def search(
     largest = good + bisect.bisect_left(above, True, key=lambda e: not is_finite(e))
     below = range(max(largest - margin, LOWEST), largest + 1)
     return InitialScale(2.0 ** next(filter(is_finite, below)), 2.0**largest)
-
-
-def _evaluate(loss_fn, has_aux, exponent, params, args, kwargs):
-    """The loss, and whether its gradients are finite."""
-    loss_scale = jnp.ldexp(jnp.float32(1), exponent)
-
-    def scaled_fn(params):  # not value_and_scaled_grad, which refuses modules
-        value = loss_fn(params, *args, **kwargs)
-        return scale_gradient(loss_of(value, has_aux), loss_scale)
-
-    loss, scaled_grads = jax.value_and_grad(scaled_fn, allow_int=True)(params)
-    return loss, all_finite(scaled_grads)

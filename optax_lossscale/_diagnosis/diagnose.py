@@ -171,7 +171,7 @@ def _at_a_scale(
 def _explained(program: Program, exponent: int) -> Explanation:
     """Of the gradients at a scale: counted on the host, where there is nothing to compile."""
     evidence, none = program.at(exponent), np.zeros(())
-    counts: Any = lambda g: (g.size, none, none, np.isinf(g).sum(), np.isnan(g).sum(), none)
+    counts: Any = lambda g: (g.size, none, none, np.isinf(g).sum(), none, np.isnan(g).sum(), none)
     leaves = {name: Summary(*counts(g)) for name, g in evidence.grads.items()}
     return explain(leaves, taps=evidence.taps, loss=evidence.loss)
 

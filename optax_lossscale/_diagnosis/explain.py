@@ -73,20 +73,19 @@ def explain(
 ) -> Explanation:
     """A short report of where numbers stopped being finite first. Waits for the device.
 
-    What is not finite spreads: forwards to the loss, from there to every gradient. So the place
-    at fault is the first tapped one whose value is not finite; or else the loss; or if that is
-    finite, the place after the last one whose gradient is not finite. -inf in some numbers may be
-    a mask's and is no fault, nor is an infinity where the loss is finite. Of branches in parallel,
-    which give one gradient to the value that they share, it is the one whose own parameters, those
-    under its path, have gradients that are not finite. Without taps there are only the
-    parameters' gradients, infinities before NaNs, and few before many.
+    What is not finite spreads: forwards to the loss, from there to every gradient. So the suspect
+    is the first tapped place whose value is not finite; or else the loss; or if that is finite,
+    the place after the last one whose gradient is not finite, where those with parameters under
+    their path whose gradients are finite are passed over, as branches in parallel. -inf in some
+    numbers may be a mask's and is no fault, nor is an infinity where the loss is finite. Where
+    all of these are finite, suspects are the parameters, infinities before NaNs, few before many.
 
     Args:
       leaves: what `nonfinite_leaves` returned for the gradients.
       taps: what `tap` recorded at the ends of the model's layers, a tree of `Probe`s in the
         model's order: a list, a stack, an `OrderedDict`, or a dict whose names differ in numbers
-        alone. Stacks of one length in one container are turns of one loop, with what lies beside
-        them there; two containers are two loops.
+        alone. A container of nothing but stacks of one length is one loop; two loops are two
+        containers.
       loss: the loss, not scaled.
 
     Returns:
@@ -122,17 +121,10 @@ def explain(
         summary += " No tap recorded anything: differentiate with respect to the probes as well."
     if leaves and not bad and (loss is None or np.isfinite(loss).all()):
         return Explanation([], summary)
-    first, doubt = _first_value(recorded, loss) or _last_gradient(recorded, leaves), ""
-    if first is not None:
-        # Of what it spread to, those that are NaN throughout have nothing to add.
-        bad = [name for name in bad if leaves[name].nans < leaves[name].size]
-    elif recorded:
-        doubt = "; those at the taps are finite"
-    elif len(bad) == len(leaves) > 1 and loss is None:
-        told = "no gradient is finite; give the loss and tap the layers to tell"
-        first = Suspect("the forward pass or the loss", told)
-    others = [Suspect(name, f"{_count(leaves[name])} in its gradient{doubt}") for name in bad]
-    return Explanation([first, *others] if first else others, summary)
+    if first := _first_value(recorded, loss) or _last_gradient(recorded, leaves):
+        return Explanation([first], summary)
+    suspects = [Suspect(name, f"{_count(leaf)} in its gradient") for name, leaf in bad.items()]
+    return Explanation(suspects, summary)
 
 
 def refuse_other_leaves(leaves: Any) -> None:
@@ -149,62 +141,38 @@ def refuse_other_leaves(leaves: Any) -> None:
 def _first_value(recorded: list[Place], loss: Any) -> Suspect | None:
     """The first place whose value is not finite, or else the loss, if that is not."""
     is_finite = loss is not None and np.isfinite(loss).all()
-    for i, (name, record) in enumerate(recorded):
+    for name, record in recorded:
         value = record.value
-        may_be_masked = not record.positive_infinities and value.infinities < value.size
+        may_be_masked = not value.positive_infinities and value.infinities < value.size
         if value.nans or (value.infinities and not is_finite and not may_be_masked):
-            return Suspect(name, f"{_count(value)} in its value{_before(recorded[:i])}")
-    if loss is None or is_finite:
-        return None
-    return Suspect("the loss", f"it is {loss}{_before(recorded)}")
-
-
-def _before(recorded: list[Place]) -> str:
-    """What is known of the values before: whether the last is finite, and the last that is."""
-    finding = ""
-    if recorded and recorded[-1][1].value.nonfinite:
-        finding = f", unless it began with the infinities of {recorded[-1][0]}"
-    if finite := [(name, r.value.largest) for name, r in recorded if not r.value.nonfinite]:
-        finding += "; the value of {} is finite, at most {:.3g}".format(*finite[-1])
-    return finding
+            return Suspect(name, f"{_count(value)} in its value")
+    return None if loss is None or is_finite else Suspect("the loss", f"it is {loss}")
 
 
 def _last_gradient(recorded: list[Place], leaves: dict[str, Summary]) -> Suspect | None:
-    """The place after the last one whose gradient is not finite."""
-    last = max((i for i, (_, r) in enumerate(recorded) if r.cotangent.nonfinite), default=-1)
-    after = recorded[last + 1 :]
-    findings = []
-    if last >= 0:
-        name, record = recorded[last]
-        findings = [f"{_count(record.cotangent)} in the gradient that it passes to {name}"]
-    i, leaf = _with_own(after, leaves)
-    if leaf and not (i == 0 and findings):
-        findings += [f"{_count(leaves[leaf])} in the gradient of its own {leaf}"]
-    if not findings:
+    """A place after the last one whose gradient is not finite."""
+    last = max((i for i, (_, r) in enumerate(recorded) if r.cotangent.nonfinite), default=None)
+    if last is None:
         return None
-    if not after:
-        return Suspect("the loss", *findings)
-    name, record = after[i]
-    findings += [f"the one that reaches it is finite, at most {record.cotangent.largest:.3g}"]
-    return Suspect(name, "; ".join(findings))
+    name, record = recorded[last]
+    after = [place for place, _ in recorded[last + 1 :]] or ["the loss"]
+    at_fault = next((place for place in after if not _is_cleared(place, leaves)), after[0])
+    return Suspect(
+        at_fault, f"{_count(record.cotangent)} in the gradient that it passes to {name}"
+    )
 
 
-def _with_own(after: list[Place], leaves: dict[str, Summary]) -> tuple[int, str]:
-    """The first place with a gradient of its own that is not finite, and that; else the first."""
-    for i, (name, _) in enumerate(after):
-        own = {n: leaf for n, leaf in leaves.items() if f"{n}/".startswith(f"{name}/")}
-        if bad := _ranked(own):
-            return i, bad[0]
-        if not own:
-            break
-    return 0, ""
+def _is_cleared(place: str, leaves: dict[str, Summary]) -> bool:
+    """Whether the gradients of a place's own parameters are known, and finite."""
+    own = [leaf for name, leaf in leaves.items() if f"{name}/".startswith(f"{place}/")]
+    return bool(own) and not any(leaf.nonfinite for leaf in own)
 
 
-def _ranked(leaves: dict[str, Summary]) -> list[str]:
-    """The leaves that are not finite: infinities before what they turn into, few before many."""
-    bad = {name: leaf for name, leaf in leaves.items() if leaf.nonfinite}
+def _ranked(leaves: dict[str, Summary]) -> dict[str, Summary]:
+    """Those that are not finite: infinities before what they turn into, few before many."""
+    bad = [(name, leaf) for name, leaf in leaves.items() if leaf.nonfinite]
     shares = lambda leaf: (leaf.nans / leaf.nonfinite, leaf.nonfinite / leaf.size)
-    return sorted(bad, key=lambda name: (*shares(bad[name]), natural(name)))
+    return dict(sorted(bad, key=lambda item: (*shares(item[1]), natural(item[0]))))
 
 
 def _count(summary: Summary) -> str:

@@ -1,6 +1,7 @@
 """What underflow takes of gradients at the scale that fits, and without one."""
 
 import bisect
+import collections
 import functools
 import math
 from typing import Any, NamedTuple
@@ -59,25 +60,19 @@ def _shares(
     evidence: Evidence, truth: Evidence, known: set[str], in_16_bits: set[str]
 ) -> dict[str, float]:
     """The share of each group that underflows; but for groups that overflow."""
-    counts: dict[str, list[tuple[Any, Any]]] = {}
+    counts: Any = collections.defaultdict(lambda: np.zeros(2))  # those lost, of how many
     for name in filter(known.__contains__, evidence.grads):
         size, true = np.abs(evidence.grads[name]), np.abs(truth.grads[name])
         gone = (size < _TINY) if name in in_16_bits else (size == 0)
         lost = np.count_nonzero(gone & (true > true.max(initial=0) * _REACH))
-        count = lost if np.isfinite(size).all() else np.nan, size.size
         for group in ("all", without_numbers(name)):
-            counts.setdefault(group, []).append(count)
+            counts[group] += lost if np.isfinite(size).all() else np.nan, size.size
     for name, record in recorded_places(evidence.taps):
         gradient = record.cotangent
         lost = np.nan if gradient.nonfinite else gradient.zeros + gradient.subnormals
-        group = f"arriving at {without_numbers(name)}"
-        counts.setdefault(group, []).append((lost, gradient.size))
-    totals = {group: np.sum(of, axis=0) for group, of in counts.items()}
-    return {
-        group: float(lost / max(size, 1))
-        for group, (lost, size) in totals.items()
-        if not np.isnan(lost)
-    }
+        counts[f"arriving at {without_numbers(name)}"] += lost, gradient.size
+    shares = {group: float(lost / max(size, 1)) for group, (lost, size) in counts.items()}
+    return {group: share for group, share in shares.items() if not math.isnan(share)}
 
 
 def _is_of_float16(x: np.ndarray) -> bool:

@@ -1,6 +1,5 @@
 """The tapped places of a model, in the order in which it runs them."""
 
-import itertools
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -21,30 +20,20 @@ def recorded_places(taps: Any) -> list[Place]:
     return [(name, record) for name, record in places(taps) if record.value.size]
 
 
-def places(taps: Any) -> Iterator[Place]:
+def places(taps: Any, path: tuple = (), turns: tuple = ()) -> Iterator[Place]:
     """Each place's name and record, in the order of the tree: those of a loop turn by turn."""
-    return _in_order([((), taps)], ())
-
-
-def _in_order(neighbors: list[tuple[tuple, Any]], turns: tuple) -> Iterator[Place]:
-    """The places of trees beside each other, in some turns of the loops around them.
-
-    Stacks of one length in one container are the turns of one loop, with all that lies beside
-    them there. Two containers are two loops.
-    """
-    for length, run in itertools.groupby(neighbors, lambda entry: _length(entry[1])):
-        trees = list(run)
-        if length is not None and any(isinstance(tree, Probe) for _, tree in trees):
-            for i in range(length):
-                of_turn = lambda x, i=i: x[i] if np.ndim(x) else x
-                slices = [(path, jax.tree.map(of_turn, tree)) for path, tree in trees]
-                yield from _in_order(slices, (*turns, SequenceKey(i)))
-            continue
-        for path, tree in trees:
-            if isinstance(tree, Probe):
-                yield path_name((*path, *turns)), tree
-            else:
-                yield from _in_order(_entries(tree, path), turns)
+    entries = [((), taps)] if isinstance(taps, Probe) else _entries(taps, path)
+    lengths = {np.shape(x)[:1] for x in jax.tree.leaves(taps)}
+    holds_a_probe = any(isinstance(entry, Probe) for _, entry in entries)
+    if holds_a_probe and len(lengths) == 1 and () not in lengths:  # one loop
+        for i in range(*lengths.pop()):
+            of_turn = jax.tree.map(lambda x, i=i: x[i], taps)
+            yield from places(of_turn, path, (*turns, SequenceKey(i)))
+    elif isinstance(taps, Probe):
+        yield path_name((*path, *turns)), taps
+    else:
+        for key, entry in entries:
+            yield from places(entry, path + key, turns)
 
 
 def refuse_unordered(taps: Any) -> None:
@@ -61,7 +50,7 @@ def refuse_unordered(taps: Any) -> None:
 
 
 def _entries(tree: Any, path: tuple) -> list[tuple[tuple, Any]]:
-    """What a container holds, under its paths; but for what holds no probes."""
+    """What a container holds, under its keys; but for what holds no probes."""
     entries, _ = jax.tree.flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     if entries and not entries[0][0]:
         raise TypeError(
@@ -70,14 +59,7 @@ def _entries(tree: Any, path: tuple) -> list[tuple[tuple, Any]]:
         )
     if _is_sorted(tree):  # by the alphabet, with layer_10 before layer_2
         entries = sorted(entries, key=lambda entry: natural(path_name(entry[0])))
-    return [(path + key, entry) for key, entry in entries if jax.tree.leaves(entry)]
-
-
-def _length(tree: Any) -> int | None:
-    """How many slices every stack of the tree has; None if they differ or some is no stack."""
-    probes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Probe))
-    lengths = {np.shape(p.value.size)[:1] if isinstance(p, Probe) else () for p in probes}
-    return next(iter(lengths))[0] if len(lengths) == 1 and () not in lengths else None
+    return [(key, entry) for key, entry in entries if jax.tree.leaves(entry)]
 
 
 def _is_sorted(tree: Any) -> bool:

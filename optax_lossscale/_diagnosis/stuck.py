@@ -36,15 +36,14 @@ def raise_if_stuck(
       max_consecutive_skips: how many steps in a row may be skipped; and how many by a rule of
         skipping, in a row or not, before 20 steps are to be applied for each.
       leaves: what `nonfinite_leaves` returned for the last gradients, for the error to say what
-        `explain` makes of them.
-      taps: likewise, what `tap` recorded; looked at only with `leaves`.
-      loss: likewise, the loss.
+        `explain` makes of them, with the next two.
+      taps: what `tap` recorded; looked at only with `leaves`.
+      loss: the loss.
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`, or more steps than
         `max_consecutive_skips` were skipped in a row, or by a rule beyond 1 in 20.
-      ValueError: if the state holds no loss scale, or several; or if `taps` have no order,
-        as in `explain`.
+      ValueError: if the state holds no loss scale, or several; or as in `explain`.
       TypeError: if `leaves` or `taps` are something else, or the state is that of an ensemble.
 
     Source: DeepSpeed and fairseq raise where an overflow finds the scale at its minimum.
@@ -70,14 +69,13 @@ def raise_if_stuck(
     at_hand("raise_if_stuck", state)
     loss_scale = get_loss_scale(state)
     states = wrapper_states(state)
-    numbers = [loss_scale(), *(s.consecutive_skipped_steps for s in states)]
-    if shapes := [jnp.shape(x) for x in numbers if jnp.ndim(x)]:
+    consecutive = states[0].consecutive_skipped_steps if states else 0
+    if shape := jnp.shape(loss_scale()) or jnp.shape(consecutive):
         raise TypeError(
             "raise_if_stuck takes the state of one model, got many, with leaves of shape "
-            f"{shapes[0]}. Give one member's at a time: jax.tree.map(lambda x: x[0], state)"
+            f"{shape}. Give one member's at a time: jax.tree.map(lambda x: x[0], state)"
         )
-    skips = int(states[0].consecutive_skipped_steps) if states else 0
-    rule = states[0].skip_rule if states else None
+    skips, rule = int(consecutive), states[0].skip_rule if states else None
     by_rule = rule is not None and bool(jnp.isfinite(rule.gradient_norm))  # as it saw the last
     much = rule is not None and int(rule.skip_debt) > APPLIED_PER_SKIP * max_consecutive_skips
     if loss_scale.exhausted():

@@ -25,6 +25,7 @@ class Summary(NamedTuple):
       zeros: how many are zero, or would be flushed to it.
       subnormals: how many are below the smallest normal number, and not zero.
       infinities: how many are ±inf, or would overflow to it.
+      positive_infinities: how many of these are +inf, as none are that a mask puts there.
       nans: how many are NaN.
       largest: the largest absolute value as given, NaNs aside, not as the dtype rounds it.
     """
@@ -33,6 +34,7 @@ class Summary(NamedTuple):
     zeros: jax.Array
     subnormals: jax.Array
     infinities: jax.Array
+    positive_infinities: jax.Array
     nans: jax.Array
     largest: jax.Array
 
@@ -54,28 +56,20 @@ def empty(shape: int | tuple[int, ...] = ()) -> Summary:
 
 def summarize(x: Any, dtype: Any = None) -> Summary:
     """The `Summary` of one array, as its numbers are or would be in another dtype."""
-    return counted(x, dtype)[0]
-
-
-def counted(x: Any, dtype: Any = None, *others: float) -> tuple[Summary, list[jax.Array]]:
-    """The `Summary` of one array, and how many of its numbers each of some others is."""
     x = lax.stop_gradient(jnp.asarray(x))
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag])
     least, normal, limit = _thresholds(jnp.dtype(dtype or x.dtype), x.dtype)
-    a = jnp.abs(at_least_float32(x))
-    is_nan = a != a
-    kinds = [a <= least, a < normal, a >= limit, is_nan, *(x == other for other in others)]
-    largest, counts = _reduce(jnp.where(is_nan, 0, a), kinds)
-    zeros, small, infinities, nans, *equal = counts
+    wide = at_least_float32(x)
+    a, is_nan = jnp.abs(wide), wide != wide
+    kinds = [a <= least, a < normal, a >= limit, wide >= limit, is_nan]
+    largest, (zeros, small, *others) = _reduce(jnp.where(is_nan, 0, a), kinds)
     # Made to depend on `x`, so that `vmap` sums the sizes as it sums the counts.
     size = jnp.where(largest >= 0, float(x.size), 0.0)
     # A difference, so that no number counts twice: a processor that flushes subnormals may call
     # one zero in one comparison and not in the other.
-    subnormals = jnp.maximum(small - zeros, 0)
-    numbers = size, zeros, subnormals, infinities, nans, largest
-    in_float32 = lambda n: jnp.asarray(n, jnp.float32)
-    return Summary(*map(in_float32, numbers)), list(map(in_float32, equal))
+    numbers = size, zeros, jnp.maximum(small - zeros, 0), *others, largest
+    return Summary(*(jnp.asarray(n, jnp.float32) for n in numbers))
 
 
 def inexact_leaves(tree: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from jax import lax
 
 from optax_lossscale._arrays.placement import varying_axes
 from optax_lossscale._arrays.precision import is_inexact
-from optax_lossscale._diagnosis.summary import Summary, counted, empty, summarize
+from optax_lossscale._diagnosis.summary import Summary, empty, summarize
 from optax_lossscale._scales import validation
 
 
@@ -19,13 +19,10 @@ class Probe(NamedTuple):
     Attributes:
       value: the `Summary` of what passed in the forward pass.
       cotangent: the `Summary` of its gradient in the backward pass, scaled as the loss is.
-      positive_infinities: how many numbers of the value are +inf, as none are that a mask puts
-        there; float32.
     """
 
     value: Summary
     cotangent: Summary
-    positive_infinities: jax.Array | float = 0.0
 
 
 def probe(shape: int | tuple[int, ...] = ()) -> Probe:
@@ -42,7 +39,7 @@ def probe(shape: int | tuple[int, ...] = ()) -> Probe:
     """
     for size in shape if isinstance(shape, tuple) else (shape,):
         validation.count("each size of shape", size, least=0)
-    return Probe(empty(shape), empty(shape), jnp.zeros(shape, jnp.float32))
+    return Probe(empty(shape), empty(shape))
 
 
 def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
@@ -61,8 +58,8 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
     Args:
       x: a floating-point or complex array, any shape.
       probe: from `probe()`, in whatever tree names the places; or None, for off. The order of the
-        tree should be the model's. Of several taps in one scanned layer, give their stacks in one
-        container.
+        tree should be the model's. Of several taps in one scanned layer, give their stacks in a
+        container of their own.
 
     Returns:
       `x`.
@@ -110,22 +107,18 @@ def _tap(x, probe):
 
 
 def _forward(x, probe):
-    value, (positive_infinities,) = counted(x, None, jnp.inf)
-    return x, (value, positive_infinities, probe)
+    return x, (summarize(x), probe)
 
 
 def _backward(residuals, cotangent):
-    value, positive_infinities, probe = residuals
-    record = Probe(value, summarize(cotangent), positive_infinities)
+    value, probe = residuals
+    record = Probe(value, summarize(cotangent))
     # The axes of `shard_map` along which there is only one probe, which sees all replicas.
     axes = tuple(varying_axes(value.largest) - varying_axes(probe.value.largest))
     if axes:
-        most = lax.pmax((record.value.largest, record.cotangent.largest), axes)
-        value, gradient, positive_infinities = lax.psum(record, axes)
-        value, gradient = (
-            of._replace(largest=x) for of, x in zip((value, gradient), most, strict=True)
-        )
-        record = Probe(value, gradient, positive_infinities)
+        most = lax.pmax([summary.largest for summary in record], axes)
+        totals = zip(lax.psum(record, axes), most, strict=True)
+        record = Probe(*(total._replace(largest=largest) for total, largest in totals))
     # The sum varies over the axes that the probe varies over, where the record does not.
     return cotangent, jax.tree.map(lambda r, p: r + jnp.zeros_like(p), record, probe)
 

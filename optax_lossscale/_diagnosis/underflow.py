@@ -1,7 +1,7 @@
 """How much of the gradients is lost to underflow, and which scale would lose least."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -36,7 +36,7 @@ class UnderflowReport:
     @property
     def total(self) -> Summary:
         """The `Summary` of all leaves together."""
-        return total_of(_of_one_model(self.leaves).values())
+        return _total(self.leaves.values())
 
     @property
     def best_scale(self) -> jax.Array:
@@ -56,27 +56,25 @@ class UnderflowReport:
 
     @property
     def groups(self) -> dict[str, Summary]:
-        """The `Summary` of all `blocks/*/mlp/w1`, say, the worst first. Waits for the device."""
-        groups: dict[str, list[Summary]] = {}
-        for name, leaf in _of_one_model(jax.device_get(self.leaves)).items():
-            groups.setdefault(without_numbers(name), []).append(leaf)
-        return _worst_first({name: total_of(leaves) for name, leaves in groups.items()})
+        """The `Summary` of all `blocks/*/mlp/w1`, say, the worst first. Waits for the device.
 
-    def table(self, every_leaf: bool = False) -> str:
-        """The report as text, a row for each of the first twenty `groups`, or for every leaf."""
-        host: UnderflowReport = jax.device_get(self)
-        leaves = _worst_first(_of_one_model(host.leaves)) if every_leaf else self.groups
-        shown = list(leaves.items())[: None if every_leaf else _SHOWN]
-        rows = [_row(name, leaf, self.dtype) for name, leaf in [*shown, ("all", host.total)]]
+        The worst are those with overflows, then those that lose the largest share.
+        """
+        groups: dict[str, list[Summary]] = {}
+        for name, leaf in jax.device_get(self.leaves).items():
+            groups.setdefault(without_numbers(name), []).append(leaf)
+        totals = {name: _total(leaves) for name, leaves in groups.items()}
+        loss = lambda leaf: (not leaf.nonfinite, -leaf.underflow, -leaf.zeros)
+        return dict(sorted(totals.items(), key=lambda item: (*loss(item[1]), natural(item[0]))))
+
+    def __str__(self) -> str:
+        host, groups = jax.device_get(self), list(self.groups.items())
+        rows = [_row(*group, self.dtype) for group in [*groups[:_SHOWN], ("all", host.total)]]
         *lines, of_all = table([("", *_TITLES), *rows])
-        left = len(leaves) - len(shown)
-        more = [f"and {left} more; table(every_leaf=True) has all"] if left else []
+        more = [f"and {len(groups) - _SHOWN} more"] if len(groups) > _SHOWN else []
         title = f"Gradients times {scale_name(float(host.loss_scale))}, in {self.dtype}:"
         best = f"Best scale for these: {scale_name(float(host.best_scale))}"
         return "\n".join([title, *lines, *more, of_all, best])
-
-    def __str__(self) -> str:
-        return self.table()
 
 
 def underflow_report(
@@ -94,8 +92,8 @@ def underflow_report(
       dtype: the floating-point dtype to hold them against.
 
     Returns:
-      An `UnderflowReport`: print it, or its `table(every_leaf=True)`, or read its `leaves`,
-      `groups`, `total` and `best_scale`.
+      An `UnderflowReport`: print it, with a row for each of the first twenty `groups`, or read
+      its `leaves`, `groups`, `total` and `best_scale`.
 
     Raises:
       ValueError: if `loss_scale` is no loss scale, or a state that holds none or several,
@@ -120,26 +118,15 @@ def underflow_report(
     return UnderflowReport(leaves, resolve(loss_scale)(), dtype)
 
 
-def total_of(leaves: Iterable[Summary]) -> Summary:
-    """The `Summary` of several arrays together."""
+def _total(leaves: Collection[Summary]) -> Summary:
+    """The `Summary` of several arrays together; not of what a `vmap` over models returned."""
+    for shape in filter(None, (np.shape(leaf.size) for leaf in leaves)):
+        raise TypeError(
+            f"this is a report of many models, with leaves of shape {shape}; take that of one: "
+            "jax.tree.map(lambda x: x[0], report)"
+        )
     *counts, largest = map(jnp.stack, zip(empty(), *leaves, strict=True))
     return Summary(*map(jnp.sum, counts), largest=jnp.max(largest))
-
-
-def _worst_first(leaves: dict[str, Summary]) -> dict[str, Summary]:
-    """Those with overflows, then those that lose the largest share."""
-    loss = lambda leaf: (not leaf.nonfinite, -leaf.underflow, -leaf.zeros)
-    return dict(sorted(leaves.items(), key=lambda item: (*loss(item[1]), natural(item[0]))))
-
-
-def _of_one_model(leaves: dict[str, Summary]) -> dict[str, Summary]:
-    """Refuses what a `vmap` over models returned."""
-    if shapes := {np.shape(leaf.size) for leaf in leaves.values()} - {()}:
-        raise TypeError(
-            f"this is a report of many models, with leaves of shape {shapes.pop()}; take that of "
-            "one: jax.tree.map(lambda x: x[0], report)"
-        )
-    return leaves
 
 
 def _row(name: str, summary: Summary, dtype: np.dtype) -> tuple[str, ...]:

@@ -16,17 +16,14 @@ def assert_computes_in(
     """Raises if a training step computes matrix products or convolutions in another dtype.
 
     A model whose parameters are cast to float16 may compute in float32 all the same: one float32
-    input is enough, and the loss does not show it. Put this into your tests, with the step that
-    you train with. It runs and compiles nothing, so shapes are enough; `dtype_report` says what it
-    looks at.
-
-    A product that is to stay wide says so: with `precision=jax.lax.Precision.HIGHEST`, as many
-    modules take it, or under `jax.default_matmul_precision("highest")`. Those are left out, as are
-    products of integers and those in Optax's own optimizers, such as Muon's. To look at the model
-    alone, give its gradients' function in place of the step.
+    input is enough, and the loss does not show it. It runs and compiles nothing; `dtype_report`
+    says what it looks at. Left out are products that say that they stay wide, with
+    `precision=jax.lax.Precision.HIGHEST` or under `jax.default_matmul_precision("highest")`, those
+    of integers, and those in Optax's own optimizers, such as Muon's.
 
     Args:
-      step: the training step, compiled or not, or any function that JAX can trace.
+      step: the training step, compiled or not, or any function that JAX can trace, such as that
+        of the model's gradients alone.
       dtype: the floating-point dtype to compute in, such as `jnp.float16`.
       *args: its arguments: arrays, or a `jax.ShapeDtypeStruct` in the place of each; trees and
         modules of them. What is no array is passed on as it is.

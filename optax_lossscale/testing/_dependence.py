@@ -58,20 +58,18 @@ def emerging(series: Series) -> np.ndarray:
 
 def change(series: Series, looked_at: np.ndarray) -> int | None:
     """The row after which an output changes as by no underflow, of those to be looked at."""
-    values, without = series.values, series.without
-    rows = [*values] if without is None else [*values, without]
+    values = series.values
+    rows = values if series.without is None else [*values, series.without]
     extent = max(norm_of_difference(values[0], row) for row in rows)
     if extent <= negligible(values[0], series.noise):
         return None
-    pairs = list(pairwise(values))
-    changes = np.array([norm_of_difference(*pair) for pair in pairs]) / extent
-    moving = (values != values[0]).any(0).sum()
+    changes = [norm_of_difference(*pair) for pair in pairwise(values)]
     moves = (values[:-1] != values[1:]) & ~emerging(series)
+    many = _AT_ONCE * (values != values[0]).any(0).sum()
     for i in np.flatnonzero(looked_at):
-        (upper, lower), moved = pairs[i], moves[i]
-        counts = norm_of_difference(upper[moved], lower[moved]) / extent
-        is_much = counts > _SHARE and moved.sum() > _AT_ONCE * moving
-        if is_much and counts > _DIES_AWAY * changes[i + 1 :].max(initial=0):
+        change = norm_of_difference(values[i, moves[i]], values[i + 1, moves[i]])
+        least = max(_SHARE * extent, _DIES_AWAY * max(changes[i + 1 :], default=0))
+        if change > least and moves[i].sum() > many:
             return int(i)
     return None
 

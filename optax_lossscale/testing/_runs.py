@@ -2,17 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.tree_util import keystr
 
-from optax_lossscale._arrays.variables import is_variable, plain
+from optax_lossscale._arrays.variables import found, is_variable, map_leaves, plain
+from optax_lossscale._diagnosis.calibration import search
 from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._scales.get import get_loss_scale
 from optax_lossscale._scales.loss_scale import LossScale
@@ -20,15 +19,14 @@ from optax_lossscale._scales.validation import is_numeric
 from optax_lossscale._step.state import wrapper_states
 
 _SAMPLE = 2**16  # numbers of an output
-# The exponents of the loss scales to try, falling. Their distances alternate, as the rounding of
-# 1/3, of which every second bit is set, could follow the scale at equal ones.
-_EXPONENTS = [5 * i + j for i in range(25, -13, -1) for j in (0, -2)]
-_COARSE, _BETWEEN = 6, 15  # so many of them at once on the way down to one at which it is applied
+# How far below the highest loss scale the others are, by exponents. Their distances alternate, as
+# the rounding of 1/3, of which every second bit is set, could follow the scale at equal ones.
+_BELOW = [5 * i // 2 for i in range(13)]
+_ENOUGH = 8  # loss scales at which it is applied
 _LOWEST = -125  # all gradients underflow, or nearly
 # A step that is applied even here computes in float32 or bfloat16, where nothing underflows at the
 # loss scales that matter, which are those from _START down.
-_WIDE, _START = 95, 30
-_ENOUGH, _MOST = 8, 13  # loss scales at which it is applied
+_WIDE, _START = 90, 30
 # In float16 there are 40 exponents from overflow to zero. So far below the highest loss scale, few
 # gradients underflow, and those are small.
 _REACH = 20
@@ -44,11 +42,6 @@ class Run(NamedTuple):
     outputs: dict[str, np.ndarray]  # all else, flat: float64, and int64 for integers and bools
 
     @property
-    def exponent(self) -> int:
-        """Of the loss scale given, where that is a power of two."""
-        return int(np.log2(np.max(self.before.loss_scale)))
-
-    @property
     def was_applied(self) -> bool:
         """As far as can be seen."""
         return all(self.flags)
@@ -57,8 +50,9 @@ class Run(NamedTuple):
 class Runs(NamedTuple):
     """The runs of a step on the same arguments."""
 
-    falling: list[Run]  # those applied, from the highest loss scale down
-    reach: int  # the least exponent at which little underflows; above all where none can be told
+    exponents: np.ndarray  # of the loss scales at which it was applied, falling
+    falling: list[Run]  # at these
+    reach: float  # the least exponent at which little underflows; infinite where none can be told
     again: Run  # the first of them once more
     lowest: Run | None  # where all gradients underflow, if it was applied there
     infinite: Run | None  # at an infinite loss scale, unless the step stopped there by itself
@@ -72,15 +66,14 @@ class Runs(NamedTuple):
 
 
 def the_loss_scale(arguments: Any) -> LossScale:
-    """The one among the arguments. Of `nnx` variables that are aliases, all are one."""
-    places = _nodes(LossScale, arguments)
-    if not places:
+    """The one among the arguments."""
+    if not found(_is_loss_scale, arguments):
         raise ValueError(
             "expected exactly one loss scale among the arguments of the step, found none: give it "
             "the optimizer's state as an argument. Of a function that makes its state itself, or "
             "takes several steps, call the assertion inside, at the first step"
         )
-    return get_loss_scale(list({_identity(path, x): x for path, x in places.items()}.values()))
+    return get_loss_scale(arguments)
 
 
 def make_runs(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -> Runs:
@@ -90,33 +83,36 @@ def make_runs(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -
     )
     run = lambda loss_scale: _run(step, arguments, loss_scale)
     at = cache(lambda exponent: run(scaled(2.0**exponent)))
-    highest = next((k for k in _EXPONENTS[::_COARSE] if at(k).was_applied), _EXPONENTS[-1])
-    is_wide = highest >= _WIDE
-    start = _START if is_wide else highest + _BETWEEN
-    applied = (at(k) for k in _EXPONENTS if k <= start and at(k).was_applied)
-    falling = list(islice(applied, _MOST))
-    if len(falling) < _ENOUGH:
+    highest = search(lambda exponent: at(exponent).was_applied)
+    top = round(np.log2(highest.largest)) if highest else _LOWEST
+    is_wide = top >= _WIDE
+    start = _START if is_wide else top
+    tried = [start - below for below in _BELOW if start - below >= _LOWEST]
+    exponents = np.array([exponent for exponent in tried if at(exponent).was_applied])
+    if len(exponents) < _ENOUGH:
         raise ValueError(
-            f"the step is skipped at all but {len(falling)} loss scales from "
-            f"2**{_EXPONENTS[0]} to 2**{_EXPONENTS[-1]}: look for NaN or inf in the arguments, "
-            "the loss and the model; explain(nonfinite_leaves(scaled_grads)) says where"
+            f"the step is skipped at all but {len(exponents)} loss scales: look for NaN or inf in "
+            "the arguments, the loss and the model; explain(nonfinite_leaves(scaled_grads)) says "
+            "where"
         )
     usual = np.log2(np.max(loss_scale.loss_scale))
-    steady = min(falling, key=lambda run: abs(run.exponent - usual))
-    steps, about_to_grow = _about_to_grow(scaled(2.0**steady.exponent))
+    steady = int(min(exponents, key=lambda exponent: abs(exponent - usual)))
+    steps, about_to_grow = _about_to_grow(scaled(2.0**steady))
     try:
         infinite = run(scaled(np.inf))
     except Exception:  # of `raise_if_stuck`, or of a logger that has no integer for infinity
         infinite = None
-    reach = _EXPONENTS[-1] if is_wide else falling[0].exponent - _REACH
+    falling = [at(int(exponent)) for exponent in exponents]
+    reach = -np.inf if is_wide else exponents[0] - _REACH
     return Runs(
+        exponents,
         falling,
-        reach=reach if falling[0].flags else _EXPONENTS[0],
-        again=run(scaled(2.0 ** falling[0].exponent)),
+        reach=reach if falling[0].flags else np.inf,
+        again=run(scaled(2.0 ** exponents[0])),
         lowest=None if is_wide or not at(_LOWEST).was_applied else at(_LOWEST),
         infinite=infinite,
         growing=run(about_to_grow) if steps < _LONGEST_INTERVAL else None,
-        steady=steady,
+        steady=at(steady),
     )
 
 
@@ -131,18 +127,11 @@ def _about_to_grow(loss_scale: LossScale) -> tuple[jax.Array, LossScale]:
     """The finite steps that change nothing but counters, and the loss scale after them."""
 
     def goes_on(carry):
-        steps, now, after = carry
-        return (steps < _LONGEST_INTERVAL) & jnp.all(now() == after())
+        steps, now = carry
+        return (steps < _LONGEST_INTERVAL) & jnp.all(now() == now.adjust(True)())
 
-    def next_step(carry):
-        steps, _, after = carry
-        return steps + 1, after, after.adjust(True)
-
-    steps, now, _ = lax.while_loop(goes_on, next_step, (0, loss_scale, loss_scale.adjust(True)))
-    return steps, now
-
-
-# --- one run ---
+    next_step = lambda carry: (carry[0] + 1, carry[1].adjust(True))
+    return lax.while_loop(goes_on, next_step, (0, loss_scale))
 
 
 def _run(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -> Run:
@@ -157,7 +146,7 @@ def _run(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -> Run
     # Arguments may have been changed in place; those that were not are no outputs.
     after = {"result": result, "args": args, "kwargs": kwargs}
     states = [s for s in wrapper_states(after) if id(s.should_apply) not in was_given]
-    new = [plain(x) for x in _nodes(LossScale, after).values()]
+    new = [plain(x) for x in found(_is_loss_scale, after)]
     new = [jax.tree.map(np.asarray, x) for x in new if id(x.loss_scale) not in was_given]
     if states:
         flags = [bool(np.all(s.should_apply)) for s in states]
@@ -166,47 +155,35 @@ def _run(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -> Run
     else:  # whether it has adapted as to finite gradients
         overflowed, not_overflowed = loss_scale.adjust(False), loss_scale.adjust(True)
         flags = [not same(x, overflowed) or same(x, not_overflowed) for x in new]
-    rules = [plain(s.skip_state) for s in _nodes(optax.MultiStepsState, after).values()]
-    flags += [not np.any(x["should_skip"]) for x in rules if "should_skip" in x]
     before = jax.tree.map(np.asarray, loss_scale)
     return Run(before, new, flags, dict(_outputs(after, was_given)))
 
 
 def _with_loss_scale(arguments: Any, loss_scale: LossScale) -> Any:
-    """A copy with another loss scale, in which what is shared stays shared."""
-    new = {}
-    for path, node in _nodes(LossScale, arguments).items():
-        leaves = jax.tree.leaves_with_path(node, is_leaf=is_variable)
-        for (rest, leaf), value in zip(leaves, jax.tree.leaves(loss_scale), strict=True):
-            new[_identity((*path, *rest), leaf)] = value
-    copies: dict[Any, Any] = {}
+    """A copy with another loss scale, in which variables that are shared stay shared."""
+    given, new = jax.tree.leaves(get_loss_scale(arguments)), jax.tree.leaves(loss_scale)
+    replacements = {id(x): y for x, y in zip(given, new, strict=True)}
 
-    def copied(path, leaf):
-        key = _identity(path, leaf)
+    def copied(x):
+        if id(x) in replacements:
+            return jnp.asarray(x).at[...].set(replacements[id(x)])
+        return x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x
 
-        def copy(x):
-            if key in new:
-                return jnp.asarray(x).at[...].set(new[key])
-            return x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x
-
-        if key not in copies:
-            copies[key] = jax.tree.map(copy, leaf)
-        return copies[key]
-
-    return jax.tree.map_with_path(copied, arguments, is_leaf=is_variable)
+    return map_leaves(copied, arguments)
 
 
 def _outputs(after: Any, was_given: set[int]) -> Iterator[tuple[str, np.ndarray]]:
     """What there is to compare, by name; of large arrays a sample."""
     left_out = (LossScale, Summary)
     is_leaf = lambda x: isinstance(x, left_out) or is_variable(x)
-    seen = set()
+    seen = set(was_given)
     for path, leaf in jax.tree.leaves_with_path(after, is_leaf=is_leaf):
-        x, key = plain(leaf), _identity(path, leaf)
+        x = plain(leaf)
         is_number = is_numeric(x) or jnp.issubdtype(getattr(x, "dtype", type(x)), np.bool_)
-        if isinstance(leaf, left_out) or id(x) in was_given or key in seen or not is_number:
+        if isinstance(leaf, left_out) or id(x) in seen or not is_number:
             continue
-        seen.add(key)
+        if is_variable(leaf):  # which may be in several places
+            seen.add(id(x))
         numbers = np.ravel(np.asarray(x))
         numbers = numbers[:: -(-numbers.size // _SAMPLE) or 1]
         parts = (numbers.real, numbers.imag) if np.iscomplexobj(numbers) else (numbers,)
@@ -215,14 +192,5 @@ def _outputs(after: Any, was_given: set[int]) -> Iterator[tuple[str, np.ndarray]
         yield f"{path[0].key}{keystr(path[1:])}", numbers
 
 
-def _identity(path: tuple, x: Any) -> Any:
-    """What tells a leaf or a loss scale from others: of variables themselves, else the place."""
-    variables = [id(v) for v in jax.tree.leaves(x, is_leaf=is_variable) if is_variable(v)]
-    return tuple(variables) or path
-
-
-def _nodes(kind: Any, tree: Any) -> dict[tuple, Any]:
-    """All of a kind in a tree, by path."""
-    is_kind = lambda x: isinstance(x, kind)
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_kind)
-    return {path: x for path, x in leaves if is_kind(x)}
+def _is_loss_scale(x: Any) -> bool:
+    return isinstance(x, LossScale)

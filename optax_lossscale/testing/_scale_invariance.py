@@ -27,19 +27,16 @@ def assert_scale_invariant(
     not cancel, and nothing else may show it, as Adam trains on with gradients of any size. Put
     this into your tests, with the step that you train with, its first state and a small batch.
 
-    Give it a compiled step, as one that is not takes ten times as long: it runs the step some
-    thirty times on copies of its arguments: at falling powers of two, where
+    It runs the step some thirty times on copies of its arguments: at falling powers of two, where
     it looks for outputs that follow them by a power, or change between two of them as underflow
     would not change them; at an infinite one, at which a right step is skipped; and with counters
-    such that the loss scale grows at this step. Outputs are the parameters, the optimizer's inner
-    state, what is logged, and the modules of `nnx` that the step changes in place.
-
-    It leaves out the loss scale, with what it counts and what `metrics` says about it, and each
-    `Summary`, which is of scaled numbers.
+    such that the loss scale grows at this step. Outputs are all that the step returns or changes
+    in place, but for the loss scale, with what it counts and what `metrics` says about it, and
+    each `Summary`, which is of scaled numbers.
 
     Args:
-      step: the training step. It returns its new state or changes it in place, and may donate
-        its arguments.
+      step: the training step, compiled, as one that is not takes ten times as long. It returns
+        its new state or changes it in place, and may donate its arguments.
       *args: its arguments, which stay as they are. Somewhere among them is one loss scale: in an
         optimizer state, a train state, an `nnx.Optimizer`.
       ignore: the outputs that are meant to depend on the loss scale, one or several, by the names
@@ -50,10 +47,9 @@ def assert_scale_invariant(
     Raises:
       AssertionError: if outputs depend on the loss scale. It names them by path, says how, and
         what that usually means.
-      ValueError: if there is no loss scale among the arguments, or several, of which all but one
-        can be bound to the step with `functools.partial`; if it is a `FixedLossScale`, which
-        compiled steps hold as a constant; if the step is skipped at every loss scale; if it does
-        not do the same twice; or if a name to ignore is none.
+      ValueError: if there is no loss scale among the arguments, or several; if it is a
+        `FixedLossScale`, which compiled steps hold as a constant; if the step is skipped at every
+        loss scale; if it does not do the same twice; or if a name to ignore is none.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -85,22 +81,9 @@ def assert_scale_invariant(
             "of the step is the same"
         )
     runs = make_runs(step, arguments, loss_scale)
-    _refuse_chance(runs)
     names = _compared(runs, [ignore] if isinstance(ignore, str) else list(ignore))
-    if accused := _accusation(runs, names):
+    if accused := _accusation(runs, {name: _series(name, runs) for name in names}):
         raise AssertionError(f"the step depends on the loss scale. {accused}")
-
-
-def _refuse_chance(runs: Runs) -> None:
-    for name, x in runs.falling[0].outputs.items():
-        y = runs.again.outputs[name]
-        size = np.linalg.norm(x[np.isfinite(x) & np.isfinite(y)])
-        if dependence.norm_of_difference(x, y) > 0.01 * size:
-            raise ValueError(
-                f"two runs at the same loss scale differ, in {name}. Give the step all that it "
-                "depends on as arguments that can be copied: batches and PRNG keys as arrays, no "
-                "iterators or generators"
-            )
 
 
 def _compared(runs: Runs, ignored: list[str]) -> list[str]:
@@ -136,18 +119,31 @@ def _numbers(run: Run) -> np.ndarray:
     return np.concatenate(numbers).astype(np.float64)
 
 
-def _accusation(runs: Runs, names: list[str]) -> str:
+def _series(name: str, runs: Runs) -> Series:
+    """An output at the falling loss scales, with what two runs at the highest differ by."""
+    values = np.stack([run.outputs[name] for run in runs.falling])
+    noise = dependence.norm_of_difference(values[0], runs.again.outputs[name])
+    if noise > 0.01 * dependence.norm_of_difference(values[0], np.zeros_like(values[0])):
+        raise ValueError(
+            f"two runs at the same loss scale differ, in {name}. Give the step all that it "
+            "depends on as arguments that can be copied: batches and PRNG keys as arrays, no "
+            "iterators or generators"
+        )
+    without = runs.lowest.outputs.get(name) if runs.lowest else None
+    return Series(runs.exponents, values, without, noise)
+
+
+def _accusation(runs: Runs, series: dict[str, Series]) -> str:
     """What depends on the loss scale, how, and what to do; empty if there is nothing."""
-    series = {name: _series(name, runs) for name in names}
     powers = {name: p for name, x in series.items() if (p := dependence.power(x))}
     # The negative ones first: of Adam's they leave parameters that follow the inverse.
     of_power = [f"2**{powers[n]}: {n}" for n in sorted(powers, key=lambda n: powers[n] > 0)]
-    of_change = [text for n, text in _changes(series, runs.reach).items() if n not in powers]
     said = _listed(_BY_A_POWER, of_power)
     if min(powers.values(), default=0) < 0:  # from which all else may follow
         return "\n".join([*said, _DIVIDED])
-    said += _listed(_BY_A_CHANGE, of_change)
-    if stays := _changed_at_infinity(runs, names):
+    changes = _changes(series, runs.reach)
+    said += _listed(_BY_A_CHANGE, [text for name, text in changes.items() if name not in powers])
+    if stays := _changed_at_infinity(runs, series):
         return "\n".join([*said, *_listed(_AT_INFINITY, stays), _DIVIDED])
     if said:
         return "\n".join([*said, _MULTIPLIED])
@@ -155,7 +151,7 @@ def _accusation(runs: Runs, names: list[str]) -> str:
     return "\n".join([*moved, _ADAPTED]) if moved else ""
 
 
-def _changes(series: dict[str, Series], reach: int) -> dict[str, str]:
+def _changes(series: dict[str, Series], reach: float) -> dict[str, str]:
     """Where outputs change otherwise than by underflow, in words."""
     emerging = {name: dependence.emerging(x).any(1) for name, x in series.items()}
     how_many = sum(emerging.values())
@@ -173,26 +169,16 @@ def _changes(series: dict[str, Series], reach: int) -> dict[str, str]:
     return changes
 
 
-def _series(name: str, runs: Runs) -> Series:
-    values = [run.outputs[name] for run in runs.falling]
-    return Series(
-        exponents=np.array([run.exponent for run in runs.falling]),
-        values=np.stack(values),
-        without=runs.lowest.outputs.get(name) if runs.lowest else None,
-        noise=dependence.norm_of_difference(values[0], runs.again.outputs[name]),
-    )
-
-
-def _changed_at_infinity(runs: Runs, names: list[str]) -> list[str]:
+def _changed_at_infinity(runs: Runs, series: dict[str, Series]) -> list[str]:
     """What an infinite loss scale changes, and leaves finite, where it should skip the step."""
-    infinite, finite = runs.infinite, runs.falling[0].outputs
+    infinite = runs.infinite
     if infinite is None or not infinite.was_applied:
         return []
     if all(same(after, infinite.before) for after in infinite.after):  # it was not even seen
         return []
-    differs = lambda x, y: np.any((x != y) & np.isfinite(x) & np.isfinite(y))
-    changed = infinite.outputs
-    return [n for n in names if n in changed and differs(changed[n], finite[n])]
+    differs = lambda x, y: dependence.norm_of_difference(x, y) > 0
+    given = {name: x.values[0] for name, x in series.items() if name in infinite.outputs}
+    return [name for name, usual in given.items() if differs(infinite.outputs[name], usual)]
 
 
 def _changed_at_growth(runs: Runs, series: dict[str, Series]) -> list[str]:
@@ -200,14 +186,12 @@ def _changed_at_growth(runs: Runs, series: dict[str, Series]) -> list[str]:
     growing = runs.growing
     if growing is None or not growing.was_applied:
         return []
-    changed = []
-    for name, x in series.items():
-        usual, grown = runs.steady.outputs[name], growing.outputs[name]
-        difference = dependence.norm_of_difference(usual, grown)
-        # Not of flags and counts, which may be of the growth itself.
-        if usual.dtype == np.float64 and difference > dependence.negligible(usual, x.noise):
-            changed.append(name)
-    return changed
+    usual, grown = runs.steady.outputs, growing.outputs
+    # Not of flags and counts, which may be of the growth itself.
+    floats = {name: x.noise for name, x in series.items() if x.values.dtype == np.float64}
+    difference = lambda name: dependence.norm_of_difference(usual[name], grown[name])
+    is_more = lambda name, noise: difference(name) > dependence.negligible(usual[name], noise)
+    return [name for name, noise in floats.items() if is_more(name, noise)]
 
 
 def _listed(title: str, names: list[str]) -> list[str]:

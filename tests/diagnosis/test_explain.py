@@ -91,13 +91,13 @@ def test_without_a_fault_there_is_no_suspect():
     assert str(explanation) == "All gradients are finite."
 
 
-def test_says_what_is_still_finite():
+def test_says_what_was_recorded_and_no_more():
     leaves, taps, loss = step("forward")
-    finding = ols.diagnosis.explain(leaves, taps=taps, loss=loss).suspects[0].finding
-    assert f"the value of block_{FAULTY - 1} is finite, at most " in finding
+    (suspect,) = ols.diagnosis.explain(leaves, taps=taps, loss=loss).suspects
+    assert suspect.finding.endswith(f" of {8 * WIDTH} in its value")
     leaves, taps, loss = step("backward")
-    finding = ols.diagnosis.explain(leaves, taps=taps, loss=loss).suspects[0].finding
-    assert f"passes to block_{FAULTY - 1}; the one that reaches it is finite" in finding
+    (suspect,) = ols.diagnosis.explain(leaves, taps=taps, loss=loss).suspects
+    assert suspect.finding.endswith(f" in the gradient that it passes to block_{FAULTY - 1}")
 
 
 def test_gradients_alone_name_what_comes_before_the_fault():
@@ -109,7 +109,6 @@ def test_gradients_alone_name_what_comes_before_the_fault():
     }
     leaves, _, loss = step("loss", tapped=False)
     assert ols.diagnosis.explain(leaves, loss=loss).suspects[0].name == "the loss"
-    assert ols.diagnosis.explain(leaves).suspects[0].name == "the forward pass or the loss"
 
 
 def test_infinities_rank_before_nans_and_few_before_many():
@@ -133,7 +132,7 @@ def test_the_report_is_short():
     lines = str(ols.diagnosis.explain(ols.diagnosis.nonfinite_leaves(grads))).splitlines()
     assert lines[0] == "40 of 40 gradients are not finite."
     assert len(lines) == 7
-    assert lines[-1] == "and 36 more."
+    assert lines[-1] == "and 35 more."
 
 
 def test_names_places_in_lists_stacks_and_ordered_trees():
@@ -199,10 +198,9 @@ def test_leaves_that_nonfinite_leaves_did_not_return_are_refused():
             ols.raise_if_stuck(ols.get(128), leaves=other)
 
 
-def test_leaves_that_are_all_nan_add_nothing_to_a_culprit():
+def test_the_summary_counts_gradients():
     leaves, taps, loss = step("forward")
     explanation = ols.diagnosis.explain(leaves, taps=taps, loss=loss)
-    assert len(explanation.suspects) == 1
     assert explanation.summary == f"{2 * BLOCKS} of {2 * BLOCKS} gradients are not finite."
 
 

@@ -16,9 +16,11 @@ def of(nans, gradient_nans=0.0, infinities=0.0, size=8.0, positive=0.0):
         nans, gradient_nans, infinities, size, positive
     )
     empty = ols.diagnosis.probe(nans.shape).value
-    value = empty._replace(size=size, nans=nans, infinities=infinities)
+    value = empty._replace(
+        size=size, nans=nans, infinities=infinities, positive_infinities=positive
+    )
     gradient = empty._replace(size=size, nans=gradient_nans)
-    return ols.diagnosis.Probe(value, gradient, positive)
+    return ols.diagnosis.Probe(value, gradient)
 
 
 FINE = of(0.0)
@@ -81,10 +83,11 @@ def test_loops_in_loops():
     """The layers of a recurrent net, each over its steps and then something once a layer."""
     layer = of(np.array([0.0, 1]))
     early, late = of(np.array([[0.0, 0, 0], [0, 1, 1]])), of(np.array([[0.0, 0, 0], [0, 0, 1]]))
-    assert first(OrderedDict(a=early, b=early, layer=layer)) == "a/1/1"
-    assert first(OrderedDict(a=late, b=early, layer=layer)) == "b/1/1"
+    steps = lambda a, b: OrderedDict(a=a, b=b)
+    assert first(OrderedDict(steps=steps(early, early), layer=layer)) == "steps/a/1/1"
+    assert first(OrderedDict(steps=steps(late, early), layer=layer)) == "steps/b/1/1"
     second = of(np.array([[0.0] * 3, [1] * 3]))
-    assert first(OrderedDict(a=second, b=second, layer=of(np.ones(2)))) == "layer/0"
+    assert first(OrderedDict(steps=steps(second, second), layer=of(np.ones(2)))) == "layer/0"
 
 
 def test_where_loss_and_gradients_are_finite_nothing_is_a_suspect():
@@ -107,14 +110,12 @@ def test_infinities_that_leave_the_loss_finite_are_no_fault():
 
 
 def test_negative_infinities_of_some_numbers_may_be_a_masks():
-    """What it puts there is no fault, but might be one."""
+    """What it puts there is no fault."""
     for at_fault in (of(5), of(0, infinities=3, positive=3), of(0, infinities=8)):
         assert first([FINE, MASK, FINE, MASK, at_fault]) == "4"
     leaves = ols.diagnosis.nonfinite_leaves(GRADS)
     for taps, name in (([FINE, MASK, of(5)], "2"), ([FINE, MASK], "the loss")):
-        suspect = ols.diagnosis.explain(leaves, taps=taps, loss=np.nan).suspects[0]
-        assert suspect.name == name
-        assert "unless it began with the infinities of 1; the value of 0 is" in suspect.finding
+        assert ols.diagnosis.explain(leaves, taps=taps, loss=np.nan).suspects[0].name == name
 
 
 def experts(faulty=None):
@@ -133,9 +134,7 @@ def experts(faulty=None):
 def test_a_branch_is_named_by_its_own_gradients(faulty):
     suspect = experts(faulty)
     assert suspect.name == f"ex/{faulty}"
-    assert "0 inf and 1 NaN of 8 in the gradient that it passes to in; " in suspect.finding
-    if faulty:  # else the order of the places names it, too
-        assert f"1 inf and 0 NaN of 4 in the gradient of its own ex/{faulty}/w1" in suspect.finding
+    assert suspect.finding == "0 inf and 1 NaN of 8 in the gradient that it passes to in"
 
 
 def test_where_nothing_decides_between_branches_it_is_the_first():
@@ -151,18 +150,10 @@ def test_a_place_of_which_nothing_is_known_is_not_passed_over():
     assert first(taps, loss=1.0, grads=grads) == "attn"
 
 
-def test_the_first_place_of_all_is_named_by_its_own_gradients():
-    grads = {"stem": {"w": jnp.array([jnp.nan, 1])}, "w": jnp.ones(3)}
-    assert first(OrderedDict(stem=FINE, rest=FINE), loss=1.0, grads=grads) == "stem"
-
-
 def test_before_all_taps_the_gradients_are_all_there_is():
     leaves = ols.diagnosis.nonfinite_leaves({"stem": jnp.array([jnp.nan, 1]), "w": jnp.ones(3)})
     (suspect,) = ols.diagnosis.explain(leaves, taps=[FINE, FINE], loss=1.0).suspects
-    assert suspect == (
-        "stem",
-        "0 inf and 1 NaN of 2 in its gradient; those at the taps are finite",
-    )
+    assert suspect == ("stem", "0 inf and 1 NaN of 2 in its gradient")
 
 
 def test_the_report_fits_a_terminal():

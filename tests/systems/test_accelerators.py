@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from benchmarks import _hlo, _targets, _transformer, _ways
-from optax_lossscale._diagnosis import calibration, program
+from optax_lossscale._diagnosis import program
 
 DOORS = {"apply_gradients": _ways.apply_gradients, "update": _ways.update}
 ADAMW = optax.adamw(1e-3)
@@ -383,8 +383,8 @@ DIAGNOSES = {
         scaled_grads(params, x), ols.DynamicLossScale()
     ),
     "metrics": lambda params, x: ols.metrics(ols.with_loss_scale(ADAMW).init(params)),
-    "find_initial_scale": lambda params, x: calibration._evaluate(
-        mlp, False, jnp.int32(0), params, (x,), {}
+    "find_initial_scale": lambda params, x: ols.all_finite(
+        program.gradients(mlp, False, jnp.int32(0), params, None, (x,), {}).grads
     ),
     "diagnose": lambda params, x: program.gradients(
         tapped_mlp, False, jnp.int32(0), params, ols.diagnosis.probe(), (x,), {}
