@@ -1,6 +1,9 @@
 """`autocast`: any function, its matrix products in 16 bits and the rest in float32."""
 
 import functools
+import inspect
+import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from types import EllipsisType
 from typing import Any
@@ -11,11 +14,13 @@ import jax.numpy as jnp
 from optax_lossscale._autocast.arrays import as_program
 from optax_lossscale._autocast.kinds import Kind
 from optax_lossscale._autocast.plan import Casting
-from optax_lossscale._autocast.products import SCOPE
+from optax_lossscale._autocast.products import SCOPE, reasons_left, remedy
 from optax_lossscale._autocast.run import ByPlan
 from optax_lossscale._programs.values import dtypes_in, in_dtypes
 from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._scales import validation
+
+_OURS = ("optax_lossscale", "jax")  # a warning points at the line of the user's that called these
 
 
 def autocast(
@@ -94,6 +99,7 @@ def autocast(
                 "arguments: give the parameters by position, or say argnums=() if there are none"
             )
         with as_program(fun, args, kwargs, parameters, low) as call:
+            _warn_of_nothing_narrowed(call.program)
             kinds = [Kind.PARAMETER if is_it else Kind.FLOAT32 for is_it in call.is_parameter]
             with jax.named_scope(SCOPE):
                 outs = ByPlan.narrowed(call.program, call.arrays, kinds, Casting(low))
@@ -101,3 +107,19 @@ def autocast(
             return call.result(in_dtypes(dtypes, list(map(jnp.asarray, outs))))
 
     return autocasted
+
+
+def _warn_of_nothing_narrowed(program: Any) -> None:
+    """Warns if all products are left in float32, but those that ask for it; not in diagnosis."""
+    reasons = dict.fromkeys(reasons_left(program))
+    frames = traceback.walk_stack(inspect.currentframe())
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
+    is_diagnosis = any(name.startswith("optax_lossscale._diagnosis") for name in modules)
+    if not reasons or "" in reasons or is_diagnosis:
+        return
+    whose = (n for n, name in enumerate(modules) if name.split(".")[0] not in _OURS)
+    warnings.warn(
+        "autocast leaves every matrix product in float32: "
+        + "; ".join(f"{why} ({remedy(why)})" for why in reasons),
+        stacklevel=next(whose, 0) + 1,
+    )

@@ -34,6 +34,7 @@ class Part(NamedTuple):
       writes: what other parts read of it, each in all dtypes in which they do; the first is that
         in which it is kept.
       is_recomputed: whether the backward pass recomputes it.
+      is_spread: whether it sends 16 bits to many devices, with the derivative of float32.
     """
 
     steps: tuple[Instruction, ...]
@@ -41,14 +42,15 @@ class Part(NamedTuple):
     reads: dict[int, Any]
     writes: dict[int, tuple[Any, ...]]
     is_recomputed: bool
+    is_spread: bool = False
 
     def __str__(self) -> str:
         names = [step.name for step in self.steps]
         repeated, own = names[: self.repeated], names[self.repeated :]
         reads = [str(i) if d is None else f"{i}:{_short(d)}" for i, d in self.reads.items()]
         writes = [f"{i}:{'+'.join(map(_short, ds))}" for i, ds in self.writes.items()]
-        line = f"{' '.join(own)} ({', '.join(reads)}) -> {', '.join(writes)}"
-        line = f"{'island' if self.is_recomputed else 'run'}: {line}"
+        how = "island" if self.is_recomputed else "spread" if self.is_spread else "run"
+        line = f"{how}: {' '.join(own)} ({', '.join(reads)}) -> {', '.join(writes)}"
         if repeated:
             line += f", repeating {' '.join(repeated)}"
         inside = [str(plan) for step in self.steps for plan in step.plans]

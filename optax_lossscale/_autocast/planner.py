@@ -7,7 +7,7 @@ recomputes an island from what it read, so no float32 array is kept for it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
@@ -59,6 +59,7 @@ class _Planner:
         self.how, self.program, self.takes = how, program, tuple(takes)
         self.kinds = kinds(program, given, how.dtype)
         self.readers = program.readers()
+        self.sent = _sent_to_products(program, self.readers)
         self.held = {i: (dtype,) for i, dtype in zip(program.ins, takes, strict=True)}
         self.held |= {i: (dtype_in(x),) for i, x in program.consts.items()}
         parameters = (i for i in program.ins if self.kinds[i] == Kind.PARAMETER)
@@ -75,7 +76,7 @@ class _Planner:
             reads_low = not made_of_low.isdisjoint(step.reads)
             if reads_low:
                 made_of_low.update(step.outs)
-            if reads_low and is_cheap(step.eqn):
+            if reads_low and is_cheap(step.eqn) and not self._is_sent(step):
                 island.append(step)
                 made.update(step.outs)
                 continue
@@ -96,10 +97,15 @@ class _Planner:
         is_low = lambda dtype: dtype == self.how.dtype  # as of a product, whoever reads it
         kept = lambda i, dtype: dtype if is_low(dtype) else self._kept_dtype(i)
         gives = tuple(map(kept, step.outs, planned.gives))
-        writes = {i: (dtype,) for i, dtype in zip(step.outs, gives, strict=True)}
+        # What is moved after it was spread still has the derivative of float32.
+        is_sum = traits_of(step.name) & (Is.SENDS | Is.SPREADS) != Is.SENDS
+        is_wide = any(FLOAT32 in self.held[i] for i in step.reads)
+        is_spread = self._is_sent(step) and is_sum and is_wide
+        beside = (FLOAT32,) if is_spread else ()  # for its derivative
+        writes = {i: (dtype, *beside) for i, dtype in zip(step.outs, gives, strict=True)}
         pairs = zip(step.ins, planned.takes, strict=True)
         reads = {i: dtype for i, dtype in pairs if not isinstance(i, Literal)}
-        self._add(Part((planned._replace(gives=gives),), 0, reads, writes, is_recomputed=False))
+        self._add(Part((planned._replace(gives=gives),), 0, reads, writes, False, is_spread))
 
     def _add_island(self, island: list[Instruction]) -> None:
         """Adds an island.
@@ -172,11 +178,12 @@ class _Planner:
                 self.repeated.add(step)
             for i in step.outs:
                 if others[i]:
-                    if not all(r and is_cheap(r.eqn) for r in others[i]):
+                    if not all(r and is_cheap(r.eqn) and not self._is_sent(r) for r in others[i]):
                         self.repeated.discard(i)
                     unheld = (s for s in self.repeated.sources(i) if s not in self.held)
                     wanted |= {s: (self._kept_dtype(s),) for s in unheld}
-                if len(others[i]) < len(later[i]) and self.how.dtype not in wanted.get(i, ()):
+                is_read_low = any(_is_operand(i, r) or self._is_sent(r) for r in later[i])
+                if is_read_low and self.how.dtype not in wanted.get(i, ()):
                     wanted[i] = (*wanted.get(i, ()), self.how.dtype)
         return wanted
 
@@ -197,6 +204,9 @@ class _Planner:
             plans = _plans_inside(eqn, there, given, self.how)
             gives = _kept_dtypes(eqn, given, low)
             return step._replace(takes=as_they_come, gives=gives, kinds=given, plans=plans)
+        if self._is_sent(step):
+            takes = tuple(low if dtype == FLOAT32 else dtype for dtype in dtypes_in(eqn.invars))
+            return step._replace(takes=takes, gives=(low,) * len(results))
         if traits_of(step.name) & (Is.MOVES | Is.SENDS):
             gives = there if len(there) == len(results) else there[:1] * len(results)
             return step._replace(takes=as_they_come, gives=gives)
@@ -204,6 +214,9 @@ class _Planner:
             # Of rounded numbers, so that a compiler has no float32 array to keep.
             return step._replace(takes=(low,) * len(step.ins), gives=(low,))
         return step._replace(takes=tuple(dtypes_in(eqn.invars)), gives=results)
+
+    def _is_sent(self, step: Instruction | None) -> bool:
+        return step is not None and not self.sent.isdisjoint(step.outs)
 
     def _bytes(self, i: int) -> int:
         """What it takes to keep a value; parameters and constants stay anyway."""
@@ -229,6 +242,32 @@ class _Planner:
             is_sum = lambda s: Is.ADDS_TWO in traits_of(s.name)
             return any(is_sum(s) and self.kinds[s.outs[0]] == Kind.SUM for s in steps)
         return self.kinds[i] == Kind.SUM
+
+
+def _sent_to_products(
+    program: Flat, readers: Mapping[int, Sequence[Instruction | None]]
+) -> set[int]:
+    """What goes from device to device, or is kept under a name, and then to products alone.
+
+    Maybe through further movements. Products round it, and rounding commutes with moving.
+    """
+    for_products: set[int] = set()
+    for step in reversed(program.steps):
+        moves = traits_of(step.name) & (Is.MOVES | Is.SENDS | Is.SPREADS)
+        goes_on = lambda r: r is not None and not for_products.isdisjoint(r.outs)
+        is_all = all(
+            dtype_in(program.types[i]) == FLOAT32
+            and all(_is_operand(i, r) or goes_on(r) for r in readers.get(i, ()))
+            for i in step.outs
+        )
+        if moves and is_all and Is.ADDS_MANY not in traits_of(step.name):
+            for_products.update(step.outs)
+    sent: set[int] = set()
+    for step in program.steps:
+        is_local = traits_of(step.name) & (Is.SENDS | Is.CHEAP) == Is.CHEAP
+        if not is_local or not sent.isdisjoint(step.reads):
+            sent.update(for_products.intersection(step.outs))
+    return sent
 
 
 def _plans_inside(

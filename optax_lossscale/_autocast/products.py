@@ -1,8 +1,11 @@
 """Which products are computed in 16 bits, and why others are left."""
 
+from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Literal
 
 from optax_lossscale._programs.run import is_entered
@@ -16,6 +19,7 @@ from optax_lossscale._programs.values import (
 from optax_lossscale._programs.versions import name_of, open_jaxpr
 from optax_lossscale._programs.walk import programs_in
 
+AT_DEFAULT = "products at this jax_default_matmul_precision"
 SCOPE = "ols.autocast"
 """The name around all that `autocast` runs, and around derivatives that are made of it later."""
 
@@ -65,6 +69,30 @@ def why_left(eqn: Any) -> str:
     return f"a product with {integers[0]}" if is_left and integers else ""
 
 
+def reasons_left(jaxpr: Any) -> Iterator[str]:
+    """For each product that autocast would narrow or that it leaves: why; "" if it is narrowed."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        why = why_left(eqn)
+        if is_product(eqn) and asks_for_precision(eqn) and _default_asks_for_precision():
+            why = AT_DEFAULT
+        if why or is_narrowed(eqn):
+            yield why
+        else:
+            for program in programs_in(eqn):
+                yield from reasons_left(program)
+
+
+def remedy(why: str) -> str:
+    """What to do about a product that is left in float32 for such a reason."""
+    if why == AT_DEFAULT:
+        return "set it to 'default', and precision='highest' for the products that need it"
+    if why.startswith("a product with"):
+        return "cast the integers to float32"
+    if why == "what only a derivative has":
+        return "cast in the rule of the derivative"
+    return "use autocast inside of it, as on the function that is handed to a solver"
+
+
 def _has_products(eqn: Any) -> bool:
     """Whether there are products in an equation that would be in 16 bits outside, however deep."""
     inside = [each for program in programs_in(eqn) for each in open_jaxpr(program).eqns]
@@ -87,6 +115,13 @@ def _waits(loop: Any) -> bool:
     read.update(v for v in condition.outvars if not isinstance(v, Literal))
     is_count = lambda v: jnp.issubdtype(dtype_in(v), jnp.integer)
     return not all(is_count(v) for v in condition.invars if v in read)
+
+
+def _default_asks_for_precision() -> bool:
+    """Whether `jax_default_matmul_precision` is that of float32, for every product."""
+    vector = jax.ShapeDtypeStruct((1,), FLOAT32)
+    (eqn,) = jax.make_jaxpr(lax.dot)(vector, vector).eqns
+    return asks_for_precision(eqn)
 
 
 def _multiplies_float32(eqn: Any) -> bool:

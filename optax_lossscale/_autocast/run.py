@@ -14,7 +14,7 @@ from optax_lossscale._autocast.plan import Casting, Part, Plan
 from optax_lossscale._autocast.planner import plan
 from optax_lossscale._autocast.products import is_narrowed, is_outer_product
 from optax_lossscale._programs.run import Records, enter
-from optax_lossscale._programs.values import dtype_in, in_dtype, in_dtypes
+from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in, in_dtype, in_dtypes
 from optax_lossscale._programs.versions import bind, open_jaxpr
 
 
@@ -53,15 +53,41 @@ class ByPlan(NamedTuple):
             forms = held[i]
             return forms[dtype] if dtype in forms else next(iter(forms.values()))
 
+        value = lambda i, dtype: i.val if isinstance(i, Literal) else read(i, dtype)
         for part in made.parts:
             of = lambda xs, part=part: _computed(part, xs, made.how)
             if part.is_recomputed:
                 of = jax.checkpoint(of, prevent_cse=made.how.prevent_cse)
-            for i, forms in of([read(i, dtype) for i, dtype in part.reads.items()]).items():
+            written = of([read(i, dtype) for i, dtype in part.reads.items()])
+            if part.is_spread:
+                (step,) = part.steps
+                written = _spread(step, written, [value(i, FLOAT32) for i in step.ins])
+            for i, forms in written.items():
                 held[i] = dict(zip(part.writes[i], forms, strict=True))
-        value = lambda i, dtype: i.val if isinstance(i, Literal) else read(i, dtype)
         pairs = zip(program.outs, made.gives, strict=True)
         return [in_dtype(dtype, value(i, dtype)) for i, dtype in pairs], {}
+
+
+def _spread(step: Instruction, low: dict[int, list[Any]], ins: list[Any]) -> dict[int, list[Any]]:
+    """What was sent in 16 bits, and the same in float32, of which only derivatives are made."""
+    with step.at_its_line():
+        wide = bind(step.eqn, in_dtypes(dtypes_in(step.eqn.invars), ins))
+    return {i: [_in_place_of(low[i][0], x), x] for i, x in zip(step.outs, wide, strict=True)}
+
+
+@jax.custom_jvp
+def _in_place_of(low: jax.Array, wide: jax.Array) -> jax.Array:
+    """An array in 16 bits, with the derivative of one in float32.
+
+    Where the forward pass sends an array to many devices, the backward pass sums over them: in
+    float32, so. The compiler drops the sending in float32, whose results nobody reads.
+    """
+    return low
+
+
+@_in_place_of.defjvp
+def _tangent_in_place_of(primals, tangents):
+    return primals[0], in_dtype(dtype_in(primals[0]), tangents[1])
 
 
 def _computed(part: Part, xs: Sequence[Any], how: Casting) -> dict[int, list[Any]]:

@@ -10,6 +10,8 @@ class Is(enum.Flag):
     """Gives the numbers that it takes, in another place or shape: in 16 bits, if they are."""
     SENDS = enum.auto()
     """Goes from device to device, where the bytes count."""
+    SPREADS = enum.auto()
+    """Gives many devices what one had, or says that it may differ: its derivative is a sum."""
     CHOOSES = enum.auto()
     """Gives no other numbers than it takes, but for their signs; its derivative may be a sum."""
     CASTS = enum.auto()
@@ -41,18 +43,21 @@ class Is(enum.Flag):
 
 _NAMES = {
     Is.MOVES | Is.CHEAP: """
-        copy copy_p dynamic_slice expand_dims reshape reshard rev sharding_constraint slice split
-        squeeze stop_gradient transpose unstack
+        copy copy_p dynamic_slice expand_dims reshape rev slice split squeeze stop_gradient
+        transpose unstack
     """,
+    Is.MOVES | Is.SENDS | Is.CHEAP: "reshard sharding_constraint",
     Is.MOVES: "name optimization_barrier",
-    Is.SENDS: "all_gather all_gather_invariant all_gather_reduced all_to_all pmax pmin ppermute",
+    Is.SENDS | Is.SPREADS: "all_gather all_gather_reduced",
+    Is.SENDS: "all_gather_invariant all_to_all pmax pmin ppermute",
     Is.SENDS | Is.ADDS_MANY: """
         psum psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter
     """,
     Is.CHOOSES | Is.CHEAP: """
-        abs broadcast_in_dim clamp concatenate dynamic_update_slice gather max min neg pad pcast
-        pvary reduce_max reduce_min reduce_window_max reduce_window_min scatter select_n stack tile
+        abs broadcast_in_dim clamp concatenate dynamic_update_slice gather max min neg pad
+        reduce_max reduce_min reduce_window_max reduce_window_min scatter select_n stack tile
     """,
+    Is.SPREADS | Is.CHOOSES | Is.CHEAP: "pcast pvary",
     Is.CHOOSES: "cummax cummin sort top_k",
     Is.CHOOSES | Is.CASTS | Is.CHEAP: "convert_element_type",
     Is.ADDS_TWO | Is.CHEAP: "add add_any sub",

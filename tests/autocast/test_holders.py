@@ -556,6 +556,7 @@ def test_while_loops():
     assert products(cast, params(), X) == {"float16": 2}
 
 
+@pytest.mark.filterwarnings("ignore:autocast leaves every")
 def test_a_fixed_point_is_found_as_in_float32():
     """Products that are rounded to 16 bits may never come within 1e-6 of each other."""
 
@@ -823,6 +824,7 @@ def test_a_mapped_custom_vjp_that_closes_over_an_array():
     holds(lambda p, x: jax.vmap(one)(x @ p["w"]))
 
 
+@pytest.mark.filterwarnings("ignore:autocast leaves every")
 def test_symbolic_zeros_are_as_they_were():
     seen = []
 

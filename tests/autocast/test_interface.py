@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from against_float32 import assert_close, assert_computes_in, normal, products
+from jax import lax
 
 import optax_lossscale as ols
 
@@ -293,6 +294,55 @@ def test_a_default_precision_around_all_keeps_all(precision):
         assert products(ols.autocast(layer), P, X) == {"float32": 1}
 
 
+def waits(w, x):
+    return lax.while_loop(lambda x: x.sum() > 1e-3, lambda x: x @ w / 2, x)
+
+
+@jax.custom_jvp
+def solved(w, x):
+    return x @ w
+
+
+@functools.partial(solved.defjvp, symbolic_zeros=True)
+def _(primals, tangents):
+    return solved(*primals), solved(*primals)
+
+
+@pytest.mark.parametrize(
+    ("fun", "text"),
+    [
+        (waits, "a loop that waits for a number .*inside of it"),
+        (solved, "symbolic zeros .*inside of it, as on the function that is handed to a solver"),
+        (lambda w, x: jnp.round(x).astype(jnp.int32) @ w, "int32 .*cast the integers"),
+    ],
+)
+def test_it_warns_once_where_every_product_is_left_in_float32(fun, text):
+    with pytest.warns(UserWarning, match=text) as found:
+        jax.jit(ols.autocast(fun))(P["w"], X)
+    (one,) = found
+    assert one.filename == __file__
+    ols.autocast(lambda w, x: fun(w, x) @ w)(P["w"], X)
+    products(ols.autocast(fun), P["w"], X)  # the report says it
+
+
+def test_the_remedy_for_a_solver_narrows():
+    inside = lambda w, x: lax.while_loop(
+        lambda x: x.sum() > 1e-3, lambda x: ols.autocast(jnp.matmul, argnums=1)(x, w) / 2, x
+    )
+    assert products(inside, P["w"], X) == {"float16": 1}
+
+
+@pytest.mark.parametrize("precision", ["highest", "float32"])
+def test_it_warns_where_the_default_precision_keeps_all(precision):
+    with jax.default_matmul_precision(precision), pytest.warns(UserWarning, match="'default'"):
+        jax.jit(ols.autocast(layer))(P, X)
+
+
+def test_it_does_not_warn_where_products_asked_or_there_are_none():
+    ols.autocast(lambda x: jnp.dot(x, x, precision="highest"))(P["w"])
+    ols.autocast(jnp.exp)(P["w"])
+
+
 @pytest.mark.parametrize("precision", ["default", "high", "tensorfloat32", "bfloat16"])
 def test_a_lower_default_precision_keeps_nothing(precision):
     with jax.default_matmul_precision(precision):
@@ -336,6 +386,7 @@ def test_masks_and_small_integers_beside_float32_are_taken_in_16_bits(dtype, low
     assert_close(step(w, given), exact, 0.01 if low == F16 else 0.08)
 
 
+@pytest.mark.filterwarnings("ignore:autocast leaves every")
 def test_large_integers_beside_float32_stay_and_say_so():
     fun = lambda w, n: jnp.matmul(n, w, preferred_element_type=jnp.float32).sum(1) @ w[0]
     w, counts = normal(0, 8, 8), jnp.full((8, 8), 100_000, jnp.int32)

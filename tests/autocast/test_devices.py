@@ -1,0 +1,210 @@
+"""What autocast sends from device to device: in 16 bits, but for the sums of gradients."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from against_float32 import assert_as_in_float32, normal
+from jax import P, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
+
+import optax_lossscale as ols
+
+W, X = normal(0, 32, 32, scale=0.2), normal(1, 32, 32)
+F16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
+SUMS = {"psum", "psum_invariant", "reduce_scatter", "unreduced_psum", "unreduced_reduce_scatter"}
+SENT = {"all_gather", "all_to_all", "ppermute", "reshard", "sharding_constraint"}
+
+
+def mesh(*shape, axis_type=AxisType.Auto):
+    names = ("data", "model")[: len(shape)]
+    return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape))
+
+
+def norm(h):
+    return h / jnp.sqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
+
+
+def mapped(of_each, weight=None, m=None):
+    """A loss of a weight and rows that lie on all devices."""
+    m = m or mesh(4)
+    mean = lambda w, x: lax.pmean(of_each(w, x), m.axis_names)
+    specs = (weight or P(), P(m.axis_names))
+    return jax.shard_map(mean, mesh=m, in_specs=specs, out_specs=P())
+
+
+# Each is a loss of a weight and a batch; `cast` is what one does by hand.
+def gathered_weight(cast):
+    def of_each(w, x):
+        return jnp.mean((cast(x) @ lax.all_gather(cast(w), "data", tiled=True)).astype(F32) ** 2)
+
+    return mapped(of_each, P("data"))
+
+
+def gathered_sequence(cast):
+    def of_each(w, x):
+        h = cast(norm((cast(x) @ cast(w)).astype(F32)))
+        return jnp.mean((lax.all_gather(h, "data", tiled=True) @ cast(w)).astype(F32) ** 2)
+
+    return mapped(of_each)
+
+
+def ring(cast):
+    def of_each(w, x):
+        q, k, total = cast(x) @ cast(w), cast(norm((cast(x) @ cast(w)).astype(F32))), 0
+        for _ in range(4):
+            total += jnp.mean((q @ k.T).astype(F32) ** 2)
+            k = lax.ppermute(k, "data", [(i, (i + 1) % 4) for i in range(4)])
+        return total
+
+    return mapped(of_each)
+
+
+def exchanged_heads(cast):
+    def of_each(w, x):
+        q = lax.all_to_all(cast(norm((cast(x) @ cast(w)).astype(F32))), "data", 1, 0, tiled=True)
+        return jnp.mean((q @ q.T).astype(F32) ** 2)
+
+    return mapped(of_each)
+
+
+def constrained(cast):
+    def loss(w, x):
+        w = lax.with_sharding_constraint(cast(w), jax.NamedSharding(mesh(4), P()))
+        return jnp.mean((cast(x) @ w).astype(F32) ** 2)
+
+    return loss
+
+
+LOSSES = [gathered_weight, gathered_sequence, ring, exchanged_heads, constrained]
+by_hand, as_it_is = lambda x: x.astype(F16), lambda x: x
+
+
+def bytes_sent(fun, *args):
+    """How many bytes a compiled program sends to other devices, but for sums."""
+    text = jax.jit(fun).lower(*args).compile().as_text()
+    names = "all-gather|all-to-all|collective-permute"
+    found = re.findall(rf" = (\(?[^=\n]*?) (?:{names})(?:-start)?\(", text)
+    arrays = re.findall(r"(f16|f32)\[([\d,]*)\]", " ".join(found))
+    numbers = lambda shape: int(np.prod([int(n) for n in shape.split(",") if n]))
+    return sum({"f16": 2, "f32": 4}[dtype] * numbers(shape) for dtype, shape in arrays)
+
+
+def dtypes(jaxpr, names):
+    """Those of the operands of operations, by name."""
+    found = {
+        (e.primitive.name, v.aval.dtype)
+        for e in jaxpr.eqns
+        for v in e.invars
+        if e.primitive.name in names and v.aval.ndim  # losses are summed, too
+    }
+    for eqn in jaxpr.eqns:
+        for inner in jax.tree.leaves(list(eqn.params.values())):
+            if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                found |= dtypes(getattr(inner, "jaxpr", inner), names)
+    return found
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_as_many_bytes_are_sent_as_by_hand(loss):
+    for of in (lambda f: f, functools.partial(jax.grad, argnums=(0, 1))):
+        sent = bytes_sent(of(ols.autocast(loss(as_it_is))), W, X)
+        assert sent <= 1.02 * bytes_sent(of(loss(by_hand)), W, X)
+        assert loss is constrained or 0 < sent < bytes_sent(of(loss(as_it_is)), W, X)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradients_are_summed_in_float32(loss):
+    jaxpr = jax.make_jaxpr(jax.grad(ols.autocast(loss(as_it_is))))(W, X).jaxpr
+    assert {dtype for _, dtype in dtypes(jaxpr, SUMS)} <= {F32}
+    assert F16 in {dtype for _, dtype in dtypes(jaxpr, SENT)}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_value_and_gradient_are_those_of_float32(loss):
+    assert_as_in_float32(loss(as_it_is), W, X)
+
+
+def weight_of_some(w, x):
+    """On the devices of one axis of two: gathered there, and the same along the other."""
+    w = lax.all_gather(w, "model", tiled=True).T
+    return jnp.mean((x @ w) ** 2)
+
+
+def test_sums_over_two_axes_are_not_rounded_between():
+    f = mapped(weight_of_some, P("model"), mesh(2, 2))
+    assert_as_in_float32(f, W, X)
+    jaxpr = jax.make_jaxpr(jax.grad(ols.autocast(f)))(W, X).jaxpr
+    assert {dtype for _, dtype in dtypes(jaxpr, SUMS)} == {F32}
+    assert bytes_sent(ols.autocast(f), W, X) == 2 * W.size
+
+
+def test_under_scan_vmap_and_remat():
+    @jax.checkpoint
+    def layer(x, w):
+        return jnp.tanh(x @ lax.all_gather(w, "data", tiled=True)), None
+
+    def of_each(ws, x):
+        return jnp.mean(lax.scan(layer, x, ws)[0] ** 2)
+
+    f = mapped(of_each, P(None, "data"))
+    several = lambda ws, xs: jnp.mean(jax.vmap(f, (None, 0))(ws, xs))
+    ws, xs = np.stack([W, W.T]), np.stack([X, X.T])
+    assert_as_in_float32(f, ws, X)
+    assert_as_in_float32(several, ws, xs)
+    grad = lambda f: jax.grad(f, (0, 1))
+    sent = bytes_sent(grad(ols.autocast(f)), ws, X)
+    assert sent <= bytes_sent(grad(f), ws, X) / 2
+
+
+def test_a_part_of_what_was_gathered():
+    """Taken by its number, which is not rounded."""
+
+    def of_each(w, x):
+        w = lax.all_gather(w, "data", tiled=True)
+        x = lax.dynamic_slice(x, (lax.axis_index("data") * 0, 0), (8, 32))
+        return jnp.mean((x @ lax.dynamic_slice(w, (0, lax.axis_index("data") + 3), (32, 8))) ** 2)
+
+    f = mapped(of_each, P("data"))
+    assert_as_in_float32(f, W, X)
+    assert bytes_sent(ols.autocast(f), W, X) == 2 * W.size
+
+
+def test_derivatives_forward():
+    f = ols.autocast(gathered_weight(as_it_is))
+    _, along = jax.jit(lambda w, x: jax.jvp(f, (w, x), (w, x)))(W, X)
+    assert along.dtype == F32
+    np.testing.assert_allclose(along, 4 * f(W, X), rtol=2e-3)  # of the fourth degree
+
+
+def test_what_is_read_in_float32_too_is_sent_in_float32():
+    def of_each(w, x):
+        w = lax.all_gather(w, "data", tiled=True)
+        return jnp.mean((x @ w) ** 2) + jnp.sum(jnp.exp(w))
+
+    f = mapped(of_each, P("data"))
+    assert bytes_sent(ols.autocast(f), W, X) == 4 * W.size
+
+
+def test_resharded():
+    m = mesh(4, axis_type=AxisType.Explicit)
+    loss = lambda w, x: jnp.mean((x @ jax.sharding.reshard(w, P())) ** 2)
+    with jax.set_mesh(m):
+        w, x = (jax.device_put(a, P("data")) for a in (W, X))
+        jaxpr = jax.make_jaxpr(jax.grad(ols.autocast(loss)))(w, x).jaxpr
+        assert ("reshard", F16) in dtypes(jaxpr, SENT)
+        assert bytes_sent(ols.autocast(loss), w, x) == 2 * W.size
+
+
+def test_what_is_kept_under_a_name_for_a_product_is_kept_in_16_bits():
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("h"))
+    def loss(w, x):
+        return jnp.sum(jnp.exp(checkpoint_name(jnp.tanh(x @ w), "h") @ w))
+
+    pullback = jax.eval_shape(lambda *args: jax.vjp(ols.autocast(loss), *args)[1], W, X)
+    assert sorted(str(x.dtype) for x in jax.tree.leaves(pullback)).count("float16") == 1
+    assert_as_in_float32(loss, W, X / 8)
