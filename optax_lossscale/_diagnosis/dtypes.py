@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale._autocast.products import SCOPE, is_narrowed, why_left
+from optax_lossscale._autocast.products import AT_DEFAULT, SCOPE, is_narrowed, remedy, why_left
 from optax_lossscale._programs.operations import TABLE, Is, traits_of
 from optax_lossscale._programs.values import FLOAT32, asks_for_precision, is_float, is_product
 from optax_lossscale._programs.walk import (
@@ -27,7 +27,6 @@ _SHOWN = 20
 # The algorithms that round what they multiply, whatever its dtype.
 _ROUNDING = dict.fromkeys(("F16_F16_F16", "F16_F16_F32"), jnp.dtype(jnp.float16))
 _ROUNDING |= dict.fromkeys(("BF16_BF16_BF16", "BF16_BF16_F32"), jnp.dtype(jnp.bfloat16))
-_BY_DEFAULT = "products at this jax_default_matmul_precision"
 
 
 class Operation(NamedTuple):
@@ -201,7 +200,7 @@ def _product(at: Equation, usual: str) -> Operation:
     asks = asks_for_precision(eqn) and precision not in _ROUNDING
     is_made = is_of_the_optimizer(eqn) or is_of_a_decomposition(eqn)
     by_choice = is_made or (asks and precision != usual)
-    left_in = _BY_DEFAULT if asks else _left_in(at)
+    left_in = AT_DEFAULT if asks else _left_in(at)
     return Operation(
         eqn.primitive.name,
         operands,
@@ -257,6 +256,6 @@ def _row(one: Operation, total: int) -> tuple[str, ...]:
     dtypes = dtypes[:1] if len(set(dtypes)) == 1 else dtypes
     share = [f"{one.multiplications / total:.1%}"] if total else []
     terms = f" of {one.terms} terms" if one.terms > 1 and not one.multiplications else ""
-    why = f", as autocast leaves {one.left_in}" if one.left_in else ""
+    why = f", as autocast leaves {one.left_in}: {remedy(one.left_in)}" if one.left_in else ""
     why = ", by choice" if one.by_choice else why
     return " × ".join(dtypes), *share, f"{one.count} {one.primitive}{terms}", one.source + why
