@@ -60,7 +60,7 @@ TOPICS = re.findall(r"^## (.*)", (ROOT / "docs/recipes.md").read_text(), re.M)
     ("package", "recipe"),
     RECIPES,
     ids=["accumulation", "clipping", "checkpoint", "gpus", "frozen", "lora", "logging", "flash",
-         "ode", "float8", "numpyro", "brax", "nnx_trainer", "fixed", "nested"],
+         "ode", "numpyro", "brax", "nnx_trainer", "fixed", "nested"],
 )  # fmt: skip
 def test_each_recipe_runs(package, recipe, tmp_path, monkeypatch):
     """One that needs a package which the tests do not install names it, and runs where it is."""
