@@ -5,30 +5,29 @@ import re
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-# Code, which stays as it is, or the beginning of a link and a relative target.
+# Code, which stays as it is, or a link or a picture with a relative target.
 LINK = re.compile(
     r"```.*?```|`[^`\n]*`"
-    r"|(?P<start>\]\(|(?:href|src|srcset)=\")(?!https?://|#)(?P<target>[^)\"\s]+)",
+    r"|(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?!https?://|#)(?P<target>[^)\s]+)\)",
     re.DOTALL,
 )
-PICTURE = re.compile(r"\.(png|svg|jpe?g|gif)$")
 
 
 class Readme(MetadataHookInterface):
     """Makes the README's links lead to the repository, at the tag of this version."""
 
     def update(self, metadata):
-        """Sets `readme`; without an address in `[project.urls]` the links stay relative."""
-        text = (pathlib.Path(self.root) / "README.md").read_text()
+        """Sets `readme`; without an address in `[project.urls]` only the links' words are left."""
         repository = metadata.get("urls", {}).get("Repository")
-        if repository:
-            tag = f"v{metadata['version']}"
 
-            def absolute(link):
-                if link["target"] is None:
-                    return link[0]
-                kind = "raw" if PICTURE.search(link["target"]) else "blob"
-                return f"{link['start']}{repository}/{kind}/{tag}/{link['target']}"
+        def absolute(link):
+            if link["target"] is None:
+                return link[0]
+            if not repository:
+                return "" if link["picture"] else link["text"]
+            kind = "raw" if link["picture"] else "blob"
+            address = f"{repository}/{kind}/v{metadata['version']}/{link['target']}"
+            return f"{link['picture']}[{link['text']}]({address})"
 
-            text = LINK.sub(absolute, text)
+        text = LINK.sub(absolute, (pathlib.Path(self.root) / "README.md").read_text())
         metadata["readme"] = {"content-type": "text/markdown", "text": text}

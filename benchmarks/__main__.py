@@ -5,6 +5,8 @@ python -m benchmarks --quick         # small sizes, to see that it runs
 python -m benchmarks accelerators    # the same compiled for a GPU and TPUs, and not run
 python -m benchmarks policies        # loss scales side by side; 27 minutes
 python -m benchmarks skips           # the tables of docs/benchmarks/skips.md; 15 minutes
+
+Each writes all its numbers into a file beside its page: results.json, or a CSV file.
 """
 
 import argparse
@@ -23,7 +25,7 @@ import optax
 from tqdm import tqdm
 
 import optax_lossscale as ols
-from benchmarks import _accelerators, _policies, _report, _sections, _skips
+from benchmarks import _accelerators, _policies, _report, _sections, _skips, _tables
 
 
 def _processor() -> str:
@@ -71,17 +73,20 @@ def main():
     parser.add_argument("--report", action="store_true", help="redraw from the results alone")
     options = parser.parse_args()
     if options.what == "skips":
-        _skips.main(options.quick)
+        _skips.main(options.quick, report=options.report)
         return
 
     out = pathlib.Path(options.out or "docs/benchmarks")
     out.mkdir(parents=True, exist_ok=True)
     if options.what == "policies":
-        _policies.main(options.quick, out)
+        _policies.main(options.quick, out, options.report)
         return
     if options.what == "accelerators":
         steps = options.only or _accelerators.STEPS
-        page = _accelerators.page(_accelerators.measure(options.quick, steps))
+        csv = out / "accelerators.csv"
+        if not options.report:
+            _tables.write(csv, _accelerators.tables(_accelerators.measure(options.quick, steps)))
+        page = _accelerators.page(_tables.read(csv))
         (out / "accelerators.md").write_text(page)
         print(page)
         return

@@ -13,7 +13,8 @@ import optax
 from tqdm import tqdm
 
 import optax_lossscale as ols
-from benchmarks import _measure, _report, _targets, _transformer, _ways
+from benchmarks import _measure, _tables, _targets, _transformer, _ways
+from benchmarks._tables import Table
 
 Row = dict[str, Any]
 TARGETS = {target.name: target for target in _targets.TARGETS}
@@ -107,25 +108,21 @@ def _costs(quick: bool, case: Case) -> Row:
     }
 
 
-def _table(rows: list[Row]) -> str:
+def _table(rows: list[Row]) -> Table:
     """A row for each way, and in it a number for each dtype, or one where they agree."""
-    body = []
+    plain = [r for r in rows if r["way"] == _ways.PLAIN]
+    table = {}
     for way in dict.fromkeys(r["way"] for r in rows):
         found = [r for r in rows if r["way"] == way]
-        plain = [r for r in rows if r["way"] == _ways.PLAIN]
         compile_ratio = _total(found, "compile_cpu_s") / _total(plain, "compile_cpu_s")
-        body.append(
-            [
-                way,
-                _each(f"{100 * r['memory']:.0f}%" for r in found),
-                _each(f"{r['moved']:.2f}" for r in found),
-                _each(str(r["copies"]) for r in found),
-                _each(str(r["kernels"]) for r in found),
-                f"{compile_ratio:.1f}",
-            ]
-        )
-    target = rows[0]["target"]
-    return _report.table([target, "memory", "moved", "copies", "kernels", "to compile"], body)
+        table[way] = {
+            "memory": _each(f"{100 * r['memory']:.0f}%" for r in found),
+            "moved": _each(f"{r['moved']:.2f}" for r in found),
+            "copies": _each(str(r["copies"]) for r in found),
+            "kernels": _each(str(r["kernels"]) for r in found),
+            "to compile": f"{compile_ratio:.1f}",
+        }
+    return table
 
 
 def _each(values: Iterable[str]) -> str:
@@ -136,54 +133,116 @@ def _total(rows: list[Row], key: str) -> float:
     return sum(r[key] for r in rows)
 
 
+def tables(rows: list[Row]) -> dict[str, Table]:
+    """All tables, and the versions of the compilers."""
+    compilers = ("jax", "jaxlib", "jax-cuda12-plugin", "libtpu", "optax")
+    versions = {"optax_lossscale": ols.__version__}
+    versions |= {name: metadata.version(name) for name in compilers}
+    found = {"versions": {"run": versions}}
+    for step, target in dict.fromkeys((r["step"], r["target"]) for r in rows):
+        of_both = [r for r in rows if (r["step"], r["target"]) == (step, target)]
+        found[f"{step}, {target}"] = _table(of_both)
+    return found
+
+
+# What the page shows: of each step these ways, and the numbers of those columns on each target.
+_COLUMNS = ("memory", "moved")
+_EVERY_WAY = (
+    _ways.PLAIN,
+    "apply_gradients",
+    "update",
+    "Flax DynamicScale",
+    "JMP",
+    "optax.apply_if_finite",
+    "jnp.where by hand",
+)
 _STEPS = {
-    PLAIN_STEP: "From given gradients to new parameters: AdamW, 420M float32 parameters in "
-    "100 leaves. Of two numbers, the first is with float32 gradients, the second with float16 "
-    "ones.",
-    CLIPPED_STEP: "The same with `optax.clip_by_global_norm` before AdamW, inside the "
-    "wrapper: the norm and the check can take one pass together.",
-    WHOLE_STEP: "The demo's transformer in four blocks of width 1024, 51M float32 parameters "
-    "and 2048 tokens, computing in float16: forward, backward and AdamW. The parameters are cast "
-    "in the model, or before it by `grad_dtype`. On a TPU much depends on the batch, as the "
-    "step without loss scaling applies each gradient as it comes, where the check needs all of "
-    "them: on the v5e, with jax 0.10.2, 1024 tokens took 54% without and 73% with it, 4096 took "
-    "173% and 202%, and a select by hand the same; on the H100 these took as much without as with "
-    "it.",
-    FLOAT16_STEP: "The same transformer on 32,768 tokens, where most of the memory is what is "
-    "kept for the backward pass: in float32 without loss scaling, cast to float16 in the model by "
-    "hand, and the float32 model under `autocast`.",
+    WHOLE_STEP: (
+        _EVERY_WAY,
+        "The demo's transformer in four blocks of width 1024, 51M float32 parameters and 2048 "
+        "tokens, cast to float16 in the model: forward, backward and AdamW. On a TPU much depends "
+        "on the batch, as the step without loss scaling can apply each gradient as it comes, "
+        "while the check needs all of them first: on the v5e, with jax 0.10.2, 1024 tokens took "
+        "54% of memory without loss scaling and 73% with it, and 4096 tokens 173% and 202%. A "
+        "select written by hand took the same.",
+    ),
+    PLAIN_STEP: (
+        _EVERY_WAY,
+        "From given gradients to new parameters: AdamW, 420M float32 parameters in 100 leaves. Of "
+        "two numbers, the first is with float32 gradients, the second with float16 ones.",
+    ),
+    CLIPPED_STEP: (
+        _EVERY_WAY,
+        "The same with `optax.clip_by_global_norm` before AdamW, inside the wrapper. The norm and "
+        "the check take one pass together, so the check is free.",
+    ),
+    FLOAT16_STEP: (
+        (_ways.PLAIN, "by hand", "autocast"),
+        "The same transformer on 32,768 tokens, where most of the memory is what is kept for "
+        "the backward pass: in float32 without loss scaling, cast to float16 in the model by "
+        "hand, and the float32 model under `autocast`.",
+    ),
 }
 
 
-def page(rows: list[Row]) -> str:
-    """The page of tables."""
-    versions = ", ".join(
-        f"{name} {metadata.version(name)}"
-        for name in ("jax", "jaxlib", "jax-cuda12-plugin", "libtpu", "optax")
-    )
+def page(found: dict[str, Table]) -> str:
+    """The page, with a few rows and columns of each table."""
+    versions = ", ".join(f"{name} {it}" for name, it in found["versions"]["run"].items())
     parts = [
         "# What it costs on a GPU and on TPUs, as compiled",
-        "What loss scaling adds to the memory, the traffic and the compilation of a training step "
-        "on GPU and TPU, by what their compilers make of it.",
-        "**These programs were compiled for an H100, a TPU v5e and a TPU v6e, and not run**: no "
-        "such device was at hand. They say what the compiler allocates and schedules, and nothing "
-        "about time; nor were kernels tuned, as that takes the device. Made by "
-        "`python -m benchmarks accelerators`, with the extras `benchmarks` and `accelerators` "
-        f"installed; optax_lossscale {ols.__version__}, {versions}.",
-        "Parameters and state are donated. *Memory* is what the program allocates besides its "
-        "arguments and results, and *moved* is the bytes of the operands and results of all that "
-        "it runs, both over the parameters' bytes; on a TPU what stays on the chip is not "
-        "counted. Of a conditional, the branch of an applied step counts. *Copies* are those "
-        "from main memory to main memory, some of them of scalars; *kernels* are what computes. "
-        "*To compile* is the processors' time to trace, lower and compile, over that of the "
-        "step without loss scaling. A step of this library's is a select, as it is by default on "
-        'these platforms; `branch="cond"` is the conditional that is the default on CPU.',
+        _answer(found),
+        "**These programs were compiled for an H100, a TPU v5e and a TPU v6e, and not run**, as "
+        "no such device was at hand. They say what the compiler allocates and schedules, and "
+        "nothing about time. Kernels were not tuned, as that takes the device. GPUs without fast "
+        "bfloat16 (V100, T4, RTX 20) were neither compiled for nor run on.",
+        "*Memory* is what the program allocates besides its arguments and results, and *moved* "
+        "the bytes that it reads and writes, both over the parameters' bytes. On a TPU, what "
+        "stays on the chip is not counted. Parameters and state are donated. Copies, kernels, "
+        "times to compile and further ways, among them `grad_dtype` and `branch`, are in "
+        "[accelerators.csv](accelerators.csv).",
+        "Made by `python -m benchmarks accelerators`, with the extras `benchmarks` and "
+        f"`accelerators` installed; {versions}. With `--report` it redraws this page from that "
+        "file.",
     ]
-    for step, text in _STEPS.items():
-        of_step = [r for r in rows if r["step"] == step]
-        if not of_step:
+    for step, (ways, text) in _STEPS.items():
+        targets = [target for target in TARGETS if f"{step}, {target}" in found]
+        if not targets:
             continue
-        parts += [f"## {step.capitalize()}", text]
-        for target in dict.fromkeys(r["target"] for r in of_step):
-            parts.append(_table([r for r in of_step if r["target"] == target]))
+        side_by_side = {
+            way: {
+                f"{target}: {column}": found[f"{step}, {target}"][way][column]
+                for target in targets
+                for column in _COLUMNS
+            }
+            for way in ways
+        }
+        parts += [f"## {step.capitalize()}", text, _tables.show(step, side_by_side)]
     return "\n\n".join(parts) + "\n"
+
+
+def _answer(found: dict[str, Table]) -> str:
+    """What the whole step says, in a paragraph."""
+    tables = {name: found.get(f"{WHOLE_STEP}, {name}") for name in TARGETS}
+    if not all(tables.values()):
+        return (
+            "What loss scaling adds to a step, by what the compilers for GPU and TPU make of it."
+        )
+    parts = []
+    for target, table in tables.items():
+        moved = {way: float(cells["moved"]) for way, cells in table.items()}
+        more = {way: f"{100 * (x / moved[_ways.PLAIN] - 1):.0f}%" for way, x in moved.items()}
+        ways = ", ".join(f"{more[way]} with {name}" for way, name in _NAMED.items())
+        parts.append(f"{target}: {ways}")
+    return (
+        "**How many more bytes a whole training step moves than without loss scaling.** "
+        f"{'. '.join(parts)}."
+    )
+
+
+_NAMED = {
+    "apply_gradients": "this library",
+    "Flax DynamicScale": "Flax's `DynamicScale`",
+    "JMP": "JMP",
+    "optax.apply_if_finite": "`optax.apply_if_finite`",
+    "jnp.where by hand": "a `jnp.where` by hand",
+}

@@ -1,6 +1,7 @@
 """Loss scales side by side, on recorded gradients and in training.
 
-`python -m benchmarks policies` writes docs/benchmarks/policies.md and its picture.
+`python -m benchmarks policies` writes docs/benchmarks/policies.csv, and from it policies.md, and
+the picture.
 """
 
 import functools
@@ -19,9 +20,10 @@ import matplotlib.pyplot as plt
 from tqdm import tqdm
 
 import optax_lossscale as ols
-from benchmarks import _hostile, _replay
+from benchmarks import _hostile, _replay, _tables
 from benchmarks._recording import Recording, record
-from benchmarks._tasks import REPORTED, TUNING, Task, in_float16
+from benchmarks._tables import Table
+from benchmarks._tasks import REPORTED, Task, in_float16
 from optax_lossscale import presets
 from optax_lossscale._arrays.finite import largest
 
@@ -52,6 +54,24 @@ FITTED = {
 }
 POLICIES: dict[str, ols.LossScale] = {HEADROOM: ols.HeadroomLossScale()} | DEFAULTS | FITTED
 SEEDS = (0, 1, 2)
+# What the page shows of the tables; policies.csv has all of them.
+SHOWN = (
+    HEADROOM,
+    "tensorflow_dynamic",
+    "pytorch",
+    "deepspeed",
+    "openseq2seq_logmax",
+    "tensorflow_fixed, 2^15",
+)
+SHOWN_SCENARIOS = (
+    "as recorded",
+    "from 2^0",
+    "2^17 smaller",
+    "learning-rate jump",
+    "NaN every 200",
+    "inner 2^4 larger",
+)
+SHOWN_STEPS = ("from 2^0", "from 2^40", "after a fall of 2^10", "skips in the first 20")
 _PAGE = pathlib.Path(__file__).with_name("_policies_page.txt")
 WITHIN = 5  # points of the cost of hostile sequences
 SMALLER = 2.0**-17  # what the loss is multiplied by in the second training
@@ -128,15 +148,6 @@ def _of_each_seed(function: Callable[..., Any], *args: Any) -> Any:
     return jax.vmap(function, axis_size=len(SEEDS))(*args)  # a fixed scale has no arrays
 
 
-def _row(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _table(header: list[str], body: list[list[str]]) -> str:
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join(map(_row, [header, rule, *body]))
-
-
 def _number(x: float) -> str:
     return f"{x:.2f}" if x < 10 else f"{x:.0f}"
 
@@ -154,7 +165,7 @@ def _places(names: list[str]) -> list[int]:
     return [order.index(name) for name in names]
 
 
-def _targets(outcomes: dict[str, _replay.Outcome]) -> str:
+def _targets(outcomes: dict[str, _replay.Outcome]) -> Table:
     """What was to be reached, and what was."""
     ours = outcomes[HEADROOM]
     undisturbed = _places([s.name for s in _replay.UNDISTURBED])
@@ -182,91 +193,94 @@ def _targets(outcomes: dict[str, _replay.Outcome]) -> str:
         "the same after 6 NaNs in a row: at most 200": _steps(ours.found_again[nans]),
         "what loses less with as few skips: nothing but with outliers": elsewhere,
     }
-    return _table(["target", "measured"], [list(row) for row in rows.items()])
+    return {name: {"measured": cell} for name, cell in rows.items()}
 
 
-def _of_each_task(ours: _replay.Outcome, tasks: list[str], seeds: int) -> str:
+def _of_each_task(ours: _replay.Outcome, tasks: list[str], seeds: int) -> Table:
     """The same of each task, where it can be seen what fell short."""
     undisturbed = _places([s.name for s in _replay.UNDISTURBED])
     fall = _places([_replay.FALL])
-    body = []
+    table = {}
     for i, name in enumerate(tasks):
         of_task = slice(i * seeds, (i + 1) * seeds)
         of = lambda x, places, of_task=of_task: x[places][:, of_task]
-        best = ours.best[0, of_task]
-        body.append(
-            [
-                name,
-                f"{of(ours.skips, undisturbed).mean():.2f}",
-                f"{of(ours.lost, undisturbed).mean():.3f}",
-                _steps(of(ours.found, undisturbed)),
-                _steps(of(ours.found_again, fall)),
-                f"{abs(np.diff(best, axis=1)).mean():.1f}",
-            ]
-        )
-    header = ["undisturbed", "skips per 1,000", "% lost", "steps", "steps after the fall",
-              "bits between the best scales of two steps"]  # fmt: skip
-    return _table(header, body)
+        apart = abs(np.diff(ours.best[0, of_task], axis=1))
+        table[name] = {
+            "skips per 1,000": f"{of(ours.skips, undisturbed).mean():.2f}",
+            "% lost": f"{of(ours.lost, undisturbed).mean():.3f}",
+            "steps": _steps(of(ours.found, undisturbed)),
+            "steps after the fall": _steps(of(ours.found_again, fall)),
+            "bits between the best scales of two steps": f"{apart.mean():.1f}",
+        }
+    return table
 
 
-def _scenarios(outcomes: dict[str, _replay.Outcome], scenarios: list[_replay.Scenario]) -> str:
-    places = _places([s.name for s in scenarios])
-    body = [
-        [name, *(f"{_number(o.skips[i].mean())} / {_number(o.lost[i].mean())}%" for i in places)]
+def _scenarios(outcomes: dict[str, _replay.Outcome], scenarios: list[_replay.Scenario]) -> Table:
+    names = [s.name for s in scenarios]
+    places = dict(zip(names, _places(names), strict=True))
+    cell = lambda o, i: f"{_number(o.skips[i].mean())} / {_number(o.lost[i].mean())}%"
+    return {
+        name: {scenario: cell(o, i) for scenario, i in places.items()}
         for name, o in outcomes.items()
-    ]
-    return _table(["skips / lost", *(s.name for s in scenarios)], body)
+    }
 
 
-def _found(outcomes: dict[str, _replay.Outcome]) -> str:
-    places = _places([s.name for s in _replay.UNDISTURBED])
-    again = [_replay.FALL, _replay.NANS]
-    body = [
-        [name, *(_steps(o.found[i]) for i in places),
-         *(_steps(o.found_again[i]) for i in _places(again)), _number(o.early[places].mean())]
-        for name, o in outcomes.items()
-    ]  # fmt: skip
-    names = [*(s.name for s in _replay.UNDISTURBED), *(f"after {name}" for name in again)]
-    return _table(["steps", *names, "skips in the first 20"], body)
+def _found(outcomes: dict[str, _replay.Outcome]) -> Table:
+    names = [s.name for s in _replay.UNDISTURBED]
+    places, again = _places(names), [_replay.FALL, _replay.NANS]
+    return {
+        policy: {name: _steps(o.found[i]) for name, i in zip(names, places, strict=True)}
+        | {
+            f"after {name}": _steps(o.found_again[i])
+            for name, i in zip(again, _places(again), strict=True)
+        }
+        | {"skips in the first 20": _number(o.early[places].mean())}
+        for policy, o in outcomes.items()
+    }
 
 
-def _hostile_costs(costs: dict[str, np.ndarray]) -> str:
+def _hostile_costs(costs: dict[str, np.ndarray]) -> Table:
     """The mean cost in each family, and how often that of TensorFlow or PyTorch is lower."""
     best = _best(costs)
-    body = [
-        [name, *(_number(family.mean()) for family in of), _number(of.mean()),
-         f"{np.mean(of <= best + WITHIN):.0%}", _number((of - best).max())]
+    return {
+        name: {
+            family: _number(cost.mean())
+            for family, cost in zip(_hostile.FAMILIES, of, strict=True)
+        }
+        | {
+            "all": _number(of.mean()),
+            f"within {WITHIN} points": f"{np.mean(of <= best + WITHIN):.0%}",
+            "worst by": _number((of - best).max()),
+        }
         for name, of in costs.items()
-    ]  # fmt: skip
-    header = ["cost, %", *_hostile.FAMILIES, "all", f"within {WITHIN} points", "worst by"]
-    return _table(header, body)
+    }
 
 
-def _worse(costs: dict[str, np.ndarray]) -> str:
+def _worse(costs: dict[str, np.ndarray]) -> Table:
     """In how many sequences of each family ours falls short."""
     of = costs[HEADROOM]
     short = np.sum(of > _best(costs) + WITHIN, 1)
     found = dict(zip(_hostile.FAMILIES, short, strict=True))
-    found = [f"{name}: {n} of {of.shape[1]}" for name, n in found.items() if n]
-    return "; ".join(found) or "none"
+    return {HEADROOM: {name: f"{n} of {of.shape[1]}" for name, n in found.items() if n}}
 
 
 def _best(costs: dict[str, np.ndarray]) -> np.ndarray:
     return np.minimum(costs["tensorflow_dynamic"], costs["pytorch"])
 
 
-def _trained(results: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> str:
+def _trained(results: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Table:
     """Final losses, less float32's with the same seed."""
-    body = [["float32", *(f"{wide.mean():.4f}" for _, wide, _ in results.values()), ""]]
+    of_float32 = {task: f"{wide.mean():.4f}" for task, (_, wide, _) in results.items()}
+    table = {"float32": of_float32 | {"skips per 1,000": ""}}
     for i, name in enumerate(POLICIES):
-        cells = []
-        for loss, wide, _ in results.values():
+        cells = {}
+        for task, (loss, wide, _) in results.items():
             difference = loss[i] - wide
             spread = difference.std(ddof=1) / len(SEEDS) ** 0.5
-            cells.append(f"{difference.mean():+.4f} ± {spread:.4f}")
+            cells[task] = f"{difference.mean():+.4f} ± {spread:.4f}"
         skipped = np.mean([skipped[i] for _, _, skipped in results.values()])
-        body.append([name, *cells, f"{1000 * skipped:.1f}"])
-    return _table(["final loss", *results, "skips per 1,000"], body)
+        table[name] = cells | {"skips per 1,000": f"{1000 * skipped:.1f}"}
+    return table
 
 
 def _draw(outcomes: dict[str, _replay.Outcome], out: pathlib.Path) -> None:
@@ -290,8 +304,8 @@ def _draw(outcomes: dict[str, _replay.Outcome], out: pathlib.Path) -> None:
     plt.close(figure)
 
 
-def main(quick: bool, out: pathlib.Path) -> None:
-    """Records, replays, trains and writes the page."""
+def measure(quick: bool, out: pathlib.Path) -> dict[str, Table]:
+    """Records, replays and trains, and draws the picture; returns all tables."""
     start = time.perf_counter()
     steps, trained_steps = (6000, 300) if quick else (6000, 2000)
     seeds = SEEDS[:1] if quick else SEEDS
@@ -307,31 +321,59 @@ def main(quick: bool, out: pathlib.Path) -> None:
         }
         for factor in (1.0, SMALLER)
     ]
-    minutes = (time.perf_counter() - start) / 60
-    page = _PAGE.read_text().format(
-        tuning=", ".join(TUNING),
-        reported=", ".join(REPORTED),
-        steps=steps,
-        seeds=len(seeds),
-        trained_steps=trained_steps,
-        minutes=f"{minutes:.0f}",
-        ours=ols.__version__,
-        version=jax.__version__,
-        trained_seeds=len(SEEDS),
-        hostile=_hostile_costs(costs),
-        sequences=costs[HEADROOM].size,
-        worse=_worse(costs),
-        cost=f"{costs[HEADROOM].mean():.1f}",
-        within=f"{np.mean(costs[HEADROOM] <= _best(costs) + WITHIN):.0%}",
-        cost_dynamic=f"{costs['tensorflow_dynamic'].mean():.0f}",
-        cost_pytorch=f"{costs['pytorch'].mean():.0f}",
-        targets=_targets(outcomes),
-        remarks=_of_each_task(outcomes[HEADROOM], list(REPORTED), len(seeds)),
-        undisturbed=_scenarios(outcomes, _replay.UNDISTURBED),
-        disturbed=_scenarios(outcomes, _replay.DISTURBED),
-        found=_found(outcomes),
-        plain=_trained(trainings[0]),
-        smaller=_trained(trainings[1]),
+    about = {
+        "minutes": f"{(time.perf_counter() - start) / 60:.0f}",
+        "optax_lossscale": ols.__version__,
+        "jax": jax.__version__,
+        "sequences": str(costs[HEADROOM].size),
+        "steps": str(steps),
+        "seeds": str(len(seeds)),
+        "trained steps": str(trained_steps),
+    }
+    return {
+        "about": {"run": about},
+        "hostile": _hostile_costs(costs),
+        "hostile, worse": _worse(costs),
+        "targets": _targets(outcomes),
+        "tasks": _of_each_task(outcomes[HEADROOM], list(REPORTED), len(seeds)),
+        "undisturbed": _scenarios(outcomes, _replay.UNDISTURBED),
+        "disturbed": _scenarios(outcomes, _replay.DISTURBED),
+        "steps to a good scale": _found(outcomes),
+        "final losses": _trained(trainings[0]),
+        "final losses, 2^17 smaller": _trained(trainings[1]),
+    }
+
+
+def page(tables: dict[str, Table]) -> str:
+    """The page, with a few rows and columns of each table."""
+    replayed = {
+        name: cells | tables["disturbed"][name] for name, cells in tables["undisturbed"].items()
+    }
+    hostile = tables["hostile"]
+    worse = tables["hostile, worse"].get(HEADROOM, {})
+    targets = list(tables["targets"])[:-1]  # the last is too long for a page
+    return _PAGE.read_text().format(
+        **{name.replace(" ", "_"): cell for name, cell in tables["about"]["run"].items()},
+        policies=len(POLICIES),
+        tasks=", ".join(REPORTED),
+        cost=f"{float(hostile[HEADROOM]['all']):.1f}",
+        cost_dynamic=hostile["tensorflow_dynamic"]["all"],
+        cost_pytorch=hostile["pytorch"]["all"],
+        within=hostile[HEADROOM][f"within {WITHIN} points"],
+        worse="; ".join(f"{name}: {of}" for name, of in worse.items()) or "none",
+        hostile=_tables.show("cost, %", hostile, SHOWN),
+        replayed=_tables.show("skips / lost", replayed, SHOWN, SHOWN_SCENARIOS),
+        found=_tables.show("steps", tables["steps to a good scale"], SHOWN, SHOWN_STEPS),
+        targets=_tables.show("target", tables["targets"], targets),
+        plain=_tables.show("final loss", tables["final losses"], ("float32", *SHOWN)),
     )
-    (out / "policies.md").write_text(page)
-    print(page)
+
+
+def main(quick: bool, out: pathlib.Path, report: bool = False) -> None:
+    """Writes the tables and the page; or the page alone, from the tables that are there."""
+    csv = out / "policies.csv"
+    if not report:
+        _tables.write(csv, measure(quick, out))
+    text = page(_tables.read(csv))
+    (out / "policies.md").write_text(text)
+    print(text)

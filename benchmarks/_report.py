@@ -9,7 +9,7 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
-from benchmarks import _ways
+from benchmarks import _tables, _ways
 
 Row = dict[str, Any]
 OURS, PEERS, GREY = "#1f6f8b", "#c9704c", "#999999"
@@ -24,74 +24,38 @@ def _values(rows: Iterable[Row], key: str) -> list[Any]:
     return list(dict.fromkeys(r[key] for r in rows))
 
 
-def table(header: list[str], body: Iterable[list[str]]) -> str:
-    """A Markdown table, whose first column has names and the others numbers."""
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *body])
-
-
 def _ratio(row: Row) -> str:
     low, high = row["quartiles"]
     return f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
 
 
 def _step(rows: list[Row]) -> str:
+    """AdamW alone: the other optimizers are in results.json."""
+    rows = _where(rows, optimizer="AdamW")
     dtypes = _values(rows, "dtype")
-    parts = []
-    for optimizer in _values(rows, "optimizer"):
-        of_optimizer = _where(rows, optimizer=optimizer)
-        body = []
-        for way in _values(of_optimizer, "way"):
-            by_dtype = [_where(of_optimizer, way=way, dtype=d)[0] for d in dtypes]
-            plain = [_where(of_optimizer, way=_ways.PLAIN, dtype=d)[0] for d in dtypes]
-            extra = [
-                100 * (r["temp_share"] - p["temp_share"])
-                for r, p in zip(by_dtype, plain, strict=True)
-            ]
-            moved = [
-                r["bytes_accessed"] / p["bytes_accessed"]
-                for r, p in zip(by_dtype, plain, strict=True)
-            ]
-            body.append(
-                [
-                    way,
-                    *(_ratio(r) for r in by_dtype),
-                    " / ".join(f"{abs(x):.0f}%" for x in extra),
-                    " / ".join(f"{x:.2f}" for x in moved),
-                    f"{by_dtype[0]['compile_s']:.1f} s",
-                ]
-            )
-        header = [optimizer, *dtypes, "extra memory", "bytes accessed", "to compile"]
-        parts.append(table(header, body))
-    return "\n\n".join(parts)
-
-
-def _sizes(rows: list[Row]) -> str:
-    sizes = _values(rows, "size")
-    body = [
-        [way, *(_ratio(_where(rows, way=way, size=n)[0]) for n in sizes)]
-        for way in _values(rows, "way")
-    ]
-    return table(["parameters", *(f"{n // 10**6}M" for n in sizes)], body)
+    body = []
+    for way in _values(rows, "way"):
+        by_dtype = [_where(rows, way=way, dtype=d)[0] for d in dtypes]
+        plain = [_where(rows, way=_ways.PLAIN, dtype=d)[0] for d in dtypes]
+        extra = [
+            100 * (r["temp_share"] - p["temp_share"]) for r, p in zip(by_dtype, plain, strict=True)
+        ]
+        times = [_ratio(by_dtype[0]), *(f"{r['ratio']:.2f}" for r in by_dtype[1:])]
+        body.append([way, *times, " / ".join(f"{abs(x):.0f}%" for x in extra)])
+    return _tables.markdown(["AdamW", *dtypes, "extra memory"], body)
 
 
 def _leaves(rows: list[Row]) -> str:
     counts = _values(rows, "leaves")
-    parts = []
-    for title, cell in (
-        ("time to compile, seconds (ratio)", _compile_cell),
-        ("time of a step (ratio)", lambda row, plain: _ratio(row)),
-    ):
-        body = []
-        for way in _values(rows, "way"):
-            cells = []
-            for n in counts:
-                found = _where(rows, way=way, leaves=n)
-                plain = _where(rows, way=_ways.PLAIN, leaves=n)[0]
-                cells.append(cell(found[0], plain) if found else "")
-            body.append([way, *cells])
-        parts.append(table([title, *map(str, counts)], body))
-    return "\n\n".join(parts)
+    body = []
+    for way in _values(rows, "way"):
+        cells = []
+        for n in counts:
+            found = _where(rows, way=way, leaves=n)
+            plain = _where(rows, way=_ways.PLAIN, leaves=n)[0]
+            cells.append(_compile_cell(found[0], plain) if found else "")
+        body.append([way, *cells])
+    return _tables.markdown(["seconds to compile (ratio)", *map(str, counts)], body)
 
 
 def _compile_cell(row: Row, plain: Row) -> str:
@@ -104,7 +68,7 @@ def _check(rows: list[Row]) -> str:
     for name in _values(rows, "check"):
         found = [_where(rows, check=name, dtype=d)[0] for d in dtypes]
         body.append([f"`{name}`", *(f"{r['ms']:.1f} ms, {r['gb_per_s']:.0f} GB/s" for r in found)])
-    return table(["32M numbers", *dtypes], body)
+    return _tables.markdown(["32M numbers", *dtypes], body)
 
 
 def _train_step(rows: list[Row]) -> str:
@@ -113,7 +77,7 @@ def _train_step(rows: list[Row]) -> str:
         [way, *(_ratio(_where(rows, way=way, dtype=d)[0]) for d in dtypes)]
         for way in _values(rows, "way")
     ]
-    return table(["train step", *dtypes], body)
+    return _tables.markdown(["train step", *dtypes], body)
 
 
 def _whole_step(rows: list[Row]) -> str:
@@ -128,97 +92,59 @@ def _whole_step(rows: list[Row]) -> str:
         ]
         for r in rows
     ]
-    return table(["whole step", "time", "", "temporary memory", "to compile"], body)
+    return _tables.markdown(["whole step", "time", "", "temporary memory", "to compile"], body)
 
 
 def _devices(rows: list[Row]) -> str:
     body = [[f"{r['placement']}, {r['way']}", _ratio(r), str(len(r["collectives"]))] for r in rows]
-    return table([f"{rows[0]['devices']} devices", "time", "collective operations"], body)
-
-
-def _limit(found: dict[str, Any]) -> str:
-    """AdamW: bytes that must move, against those that do, at the bandwidth of the machine."""
-    copy = _where(found["bandwidth"], what="copy")[0]["gb_per_s"]
-    read = _where(found["bandwidth"], what="read")[0]["gb_per_s"]
-    body = []
-    for dtype in _values(found["step"], "dtype"):
-        rows = _where(found["step"], optimizer="AdamW", dtype=dtype)
-        plain, ours = (_where(rows, way=way)[0] for way in (_ways.PLAIN, _ways.DYNAMIC))
-        itemsize = 4 if dtype == "float32" else 2
-        # Read parameters, two moments and gradients; write parameters and moments.
-        least = plain["size"] * (6 * 4 + itemsize)
-        checked = least + plain["size"] * itemsize
-        body.append(
-            [
-                dtype,
-                f"{checked / least:.3f}",
-                f"{ours['bytes_accessed'] / plain['bytes_accessed']:.3f}",
-                f"{ours['ratio']:.3f}",
-                f"{least / plain['ms'] / 1e6:.0f} GB/s",
-                f"{checked / ours['ms'] / 1e6:.0f} GB/s",
-            ]
-        )
-    header = [
-        "AdamW, dynamic",
-        "least, by bytes",
-        "by the compiler's bytes",
-        "measured",
-        "plain step moves",
-        "ours moves",
-    ]
-    note = f"The machine copies {copy:.0f} GB/s and reads {read:.0f} GB/s."
-    return f"{table(header, body)}\n\n{note}"
+    return _tables.markdown(
+        [f"{rows[0]['devices']} devices", "time", "collective operations"], body
+    )
 
 
 _SECTIONS = (
     (
-        "step",
-        "The optimizer step",
-        _step,
-        "From given gradients to new parameters: 32M float32 parameters in 100 leaves, with "
-        "parameters and state donated. The time is that of the way over that of the optimizer "
-        "without loss scaling, with the quartiles; extra memory is what the compiler allocates "
-        "beyond the plain step's, in percent of the parameters' bytes; triples are float32, "
-        "bfloat16 and float16.",
+        "whole_step",
+        "A whole float16 step, every way",
+        _whole_step,
+        "The demo's transformer in four blocks of width 512, from a batch to new parameters: "
+        "float32 parameters, AdamW, and so few tokens that the optimizer takes a visible share. "
+        "The parameters are cast to float16 in the model, or by `grad_dtype`. Temporary memory is "
+        "all that the compiler allocates, as a percentage of the parameters' bytes; to compile is "
+        "the processor time to trace, lower and compile.",
     ),
-    (
-        "sizes",
-        "From 1M to 128M parameters",
-        _sizes,
-        "AdamW, float32 gradients, 100 leaves.",
-    ),
-    (
-        "leaves",
-        "From 1 to 4000 leaves",
-        _leaves,
-        "AdamW, 8M parameters. Beyond 400 leaves the peers are left out, for their time to "
-        "compile.",
-    ),
-    ("check", "The check alone", _check, "32M numbers in 100 leaves."),
     (
         "train_step",
         "A whole train step",
         _train_step,
-        "The demo's transformer, from a batch to new parameters, computing in this dtype. Tapped, "
-        "the step also returns a summary of each block's values and gradients.",
+        "The demo's own transformer, which is smaller, in two dtypes. Tapped, the step also "
+        "returns a summary of each block's values and gradients.",
     ),
     (
-        "whole_step",
-        "A whole float16 step, every way",
-        _whole_step,
-        "The same transformer in four blocks and wider, with float32 parameters, AdamW and few "
-        "tokens, so that the optimizer weighs; its parameters are cast to float16 in the model, "
-        "or by `grad_dtype`. Temporary memory is all that the compiler allocates, in percent "
-        "of the parameters' bytes; to compile is the processors' time to trace, lower and "
-        "compile.",
+        "step",
+        "The optimizer step alone",
+        _step,
+        "From given gradients to new parameters: 32M float32 parameters in 100 leaves, with "
+        "parameters and state donated. Flax's `TrainState` and `nnx.Optimizer` call `update`; "
+        "`apply_gradients` is faster, as it never writes the updates to memory. Extra memory is "
+        "what the compiler allocates beyond the step without loss scaling, as a percentage of the "
+        "parameters' bytes, for float32, bfloat16 and float16 gradients.",
     ),
+    (
+        "leaves",
+        "The time to compile",
+        _leaves,
+        "AdamW alone, 8M parameters in 1 to 4000 leaves. Beyond 400 leaves the other libraries "
+        "are left out, for their time to compile.",
+    ),
+    ("check", "The check alone", _check, "32M numbers in 100 leaves."),
     (
         "devices",
         "Several devices",
         _devices,
         "AdamW; replicated parameters under `shard_map`, whose gradients are reduced by one "
-        "collective operation in the plain step too, and sharded ones under `jit`. On simulated "
-        "devices, which share the cores, only the counts mean something.",
+        "collective operation in the plain step too, and sharded ones under `jit`. The devices "
+        "are simulated and share the cores, so only the counts are meaningful.",
     ),
 )
 
@@ -228,12 +154,13 @@ def page(found: dict[str, Any]) -> str:
     machine = found["machine"]
     kind = machine["processor"] if machine["platform"] == "cpu" else machine["device"]
     parts = [
-        "# What it costs",
-        "What loss scaling adds to an optimizer step and to a training step on CPU, in time, "
-        "memory and compilation, next to Flax, JMP and Optax.",
-        "Made by `python -m benchmarks` (with the extra `benchmarks` installed), every table in "
-        "one run: each way compiled once, then run interleaved in random order. Numbers in "
-        "[results.json](results.json), remarks in [findings.md](findings.md).",
+        "# What it costs on a CPU",
+        _answer(found),
+        "Times are ratios to the same step without loss scaling, with quartiles. Each way was "
+        "compiled once, and all ways were run interleaved in random order. Made by "
+        "`python -m benchmarks` (with the extra `benchmarks` installed); all numbers, with SGD, "
+        "Lion and other sizes, are in [results.json](results.json). With `--report` it redraws "
+        "this page from that file.",
         f"optax_lossscale {machine['optax_lossscale']}, jax {machine['jax']}, optax "
         f"{machine['optax']}, Python {machine['python']}; {kind}, {machine['cores']} cores; "
         f"{machine['platform']}.",
@@ -244,12 +171,33 @@ def page(found: dict[str, Any]) -> str:
         parts += [f"## {title}", text, section(found[name])]
         if name in ("step", "leaves"):
             parts.append(f"![{title}]({name}.png)")
-        if name == "step" and "bandwidth" in found:
-            parts += [
-                "How far that is from the limit: bytes that must move, against those that do.",
-                _limit(found),
-            ]
     return "\n\n".join(parts) + "\n"
+
+
+def _answer(found: dict[str, Any]) -> str:
+    """What the tables say, in a paragraph."""
+    if not {"whole_step", "step"} <= found.keys():
+        return "What loss scaling adds to an optimizer step and to a training step on CPU."
+    of_step = {r["way"]: r["ratio"] for r in found["whole_step"]}
+    of_adamw = {
+        r["way"]: r["ratio"] for r in _where(found["step"], optimizer="AdamW", dtype="float32")
+    }
+    numbers = lambda ways: ", ".join(f"{ways[way]:.2f} {name}" for way, name in _NAMED.items())
+    return (
+        "**In a whole training step, loss scaling takes a few percent of the time**: "
+        f"{numbers(of_step)}, as ratios to the step without loss scaling. **In the optimizer step "
+        f"alone, the ways differ more**: {numbers(of_adamw)}."
+    )
+
+
+_NAMED = {
+    "apply_gradients, dynamic": "with `apply_gradients`",
+    "update, dynamic": "with `update`",
+    "optax.apply_if_finite": "with `optax.apply_if_finite`",
+    "Flax DynamicScale": "with Flax's `DynamicScale`",
+    "JMP": "with JMP",
+    "jnp.where by hand": "with a `jnp.where` by hand",
+}
 
 
 def draw(found: dict[str, Any], out: pathlib.Path) -> None:

@@ -1,13 +1,13 @@
 """Rules of skipping side by side: small language models in bfloat16, with what goes wrong planted.
 
-`python -m benchmarks skips` writes the tables of docs/benchmarks/skips.md.
+`python -m benchmarks skips` writes docs/benchmarks/skips.csv, and from it the tables of skips.md.
 """
 
 import functools
 import pathlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,8 @@ import optax
 from tqdm import tqdm
 
 import optax_lossscale as ols
-from benchmarks import _report
+from benchmarks import _tables
+from benchmarks._tables import Table
 from optax_lossscale import skips
 from optax_lossscale.demo import _model, _text
 
@@ -152,36 +153,41 @@ def measure(steps: int) -> dict[tuple[str, str], Row]:
     return found
 
 
-def tables(found: dict[tuple[str, str], Row]) -> str:
+def tables(found: dict[tuple[str, str], Row]) -> dict[str, Table]:
     """The final losses, the planted steps that were caught and the others that were lost."""
     names = dict.fromkeys(name for name, _ in found)
+    planted = {name: found[name, NOTHING].planted for name in names}
 
-    def rows(cell: Callable[[Row], str], first: Callable[[Row], list[str]]) -> list[list[str]]:
-        of = {name: [found[name, rule] for rule in RULES] for name in names}
-        return [[name, *first(each[0]), *map(cell, each)] for name, each in of.items()]
+    def each(cell: Callable[[Row], str], names: Iterable[str]) -> Table:
+        return {name: {rule: cell(found[name, rule]) for rule in RULES} for name in names}
 
-    caught = rows(lambda x: str(x.caught), lambda x: [str(x.planted)])
-    parts = {
-        "The final loss:": ([], rows(lambda x: f"{x.loss:.3f}", lambda x: [])),
-        "Planted steps that were skipped:": (["planted"], [r for r in caught if r[1] != "0"]),
-        f"Other steps that were skipped, of {STEPS * len(SEEDS)} less the planted ones:": (
-            [],
-            rows(lambda x: str(x.lost), lambda x: []),
-        ),
+    caught = each(lambda x: str(x.caught), filter(planted.get, names))
+    return {
+        "final loss": each(lambda x: f"{x.loss:.3f}", names),
+        "planted steps skipped": {
+            name: {"planted": str(planted[name])} | row for name, row in caught.items()
+        },
+        "other steps skipped": each(lambda x: str(x.lost), names),
     }
-    return "\n\n".join(
-        f"{title}\n\n{_report.table(['', *header, *RULES], body)}"
-        for title, (header, body) in parts.items()
-    )
 
 
-def main(quick: bool, page: pathlib.Path = PAGE) -> None:
-    """Trains, and writes the tables between the marks of the page."""
-    start = time.perf_counter()
-    measured = tables(measure(60 if quick else STEPS))
-    print(measured, f"\n{(time.perf_counter() - start) / 60:.0f} minutes")
-    if quick:
-        return
-    text = page.read_text()
+def main(quick: bool, page: pathlib.Path = PAGE, report: bool = False) -> None:
+    """Trains, writes the tables, and those that are shown between the marks of the page."""
+    csv = page.with_suffix(".csv")
+    if not report:
+        start = time.perf_counter()
+        found = tables(measure(60 if quick else STEPS))
+        print(f"{(time.perf_counter() - start) / 60:.0f} minutes")
+        if quick:
+            print(*(_tables.show(name, table) for name, table in found.items()), sep="\n\n")
+            return
+        _tables.write(csv, found)
+    page.write_text(with_tables(page.read_text(), _tables.read(csv)))
+
+
+def with_tables(page: str, found: dict[str, Table]) -> str:
+    """The page, with these tables between its marks."""
+    shown = ("final loss", "planted steps skipped")
+    measured = "\n\n".join(_tables.show(name, found[name]) for name in shown)
     marked = re.compile(r"(?<=<!-- measured -->\n\n).*(?=\n\n<!-- until here -->)", re.S)
-    page.write_text(marked.sub(lambda _: measured, text))
+    return marked.sub(lambda _: measured, page)

@@ -7,6 +7,11 @@ import sys
 
 if __name__ == "__main__":
     sphinx = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-b", "html", *sys.argv[1:]]
+    sphinx += ["-d", "docs/_build/doctrees"]  # beside the site, not in it: they are not published
     root = pathlib.Path(__file__).parents[1]
+    site = root / "docs/_build/html"
     shutil.rmtree(root / "docs/_build", ignore_errors=True)  # pages that no longer have a source
-    sys.exit(subprocess.call([*sphinx, "-c", "docs", ".", "docs/_build/html"], cwd=root))
+    failed = subprocess.call([*sphinx, "-c", "docs", ".", site], cwd=root)
+    for file in site.rglob("*.map"):  # for debugging the theme
+        file.unlink()
+    sys.exit(failed)

@@ -4,8 +4,8 @@ What the files themselves show is always checked: a link or an anchor that leads
 of one title, a page without a description, a picture or a script that comes from the network.
 Where Chrome or Chromium and its chromedriver are installed, each page is also opened, on a screen
 as wide as a phone's and on one as wide as a desktop's: an error in the console, a request to the
-network, a page that scrolls sideways, a name in code that is broken in two, a page of the API
-reference that is too long to look something up in. Links to other sites are not followed.
+network, a page that scrolls sideways, a name in code that is broken in two. Links to other sites
+are not followed.
 
     python docs/build.py -q && python docs/check_site.py
 
@@ -25,7 +25,6 @@ from collections.abc import Iterator
 
 SITE = pathlib.Path(__file__).parent / "_build/html"
 WIDTHS = (390, 1440)  # pixels: a phone's and a desktop's
-TALLEST = 6000  # pixels, of a page of the API reference on a desktop
 LOADS = {"img": "src", "script": "src", "link": "href", "iframe": "src", "source": "src"}
 
 
@@ -173,9 +172,6 @@ def faults_in_browser(chrome, path: pathlib.Path) -> Iterator[str]:
             yield f"at {width} px, the page scrolls sideways, because of {wide}"
         if words := chrome.execute_script(BROKEN):
             yield f"at {width} px, names broken in two: {', '.join(words)}"
-        height = chrome.execute_script("return document.documentElement.scrollHeight")
-        if path.name.startswith("api") and width == max(WIDTHS) and height > TALLEST:
-            yield f"{height} px tall, of {TALLEST}: split it"
 
 
 def main(site: pathlib.Path) -> bool:

@@ -8,6 +8,7 @@ import tomllib
 
 import jax
 from docutils import nodes
+from sphinx.builders.html import StandaloneHTMLBuilder
 from sphinx.util.typing import stringify_annotation
 
 import optax_lossscale as ols
@@ -55,7 +56,7 @@ html_css_files = ["style.css"]
 html_title = project
 html_context = {"default_mode": "auto"}  # light or dark as the reader's system is
 html_favicon = "_static/favicon.png"
-html_extra_path = ["redirect/index.html"]  # from the site's root to docs/index.html
+html_extra_path = ["redirect"]  # from docs/index.html, where the search finds it, to the home page
 html_theme_options = {
     "logo": {
         "image_light": "_static/logo-light.svg",
@@ -70,8 +71,27 @@ if repository := ABOUT.get("urls", {}).get("Repository"):
     html_theme_options["icon_links"] = [link]
 
 
+class Site(StandaloneHTMLBuilder):
+    """Puts the home page at the root of the site, where its address is shortest."""
+
+    name = "html"
+
+    def get_target_uri(self, docname, typ=None):
+        """The address of a page."""
+        return super().get_target_uri(_home(docname), typ)
+
+    def get_output_path(self, page_name, /):
+        """The file of a page."""
+        return super().get_output_path(_home(page_name))
+
+
+def _home(docname):
+    return "index" if docname == root_doc else docname
+
+
 def setup(app):
     """What no extension does; each is described below."""
+    app.add_builder(Site, override=True)
     app.connect("missing-reference", in_the_package)
     app.connect("object-description-transform", tidy_types, priority=900)  # after autodoc's
     app.connect("html-page-context", describe)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import _report, _sections
+from benchmarks import _accelerators, _policies, _report, _sections, _skips, _tables
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "benchmarks"
@@ -18,6 +18,24 @@ def test_the_page_is_what_the_results_make():
     found = json.loads((PAGES / "results.json").read_text())
     assert list(found) == ["machine", *_sections.SECTIONS]
     assert _report.page(found) == (PAGES / "README.md").read_text()
+
+
+@pytest.mark.parametrize("module", [_accelerators, _policies], ids=["accelerators", "policies"])
+def test_a_page_is_what_its_csv_makes(module):
+    name = module.__name__.partition("._")[2]
+    found = _tables.read(PAGES / f"{name}.csv")
+    assert module.page(found) == (PAGES / f"{name}.md").read_text()
+
+
+def test_the_tables_of_skips_are_those_of_its_csv():
+    page = (PAGES / "skips.md").read_text()
+    assert _skips.with_tables(page, _tables.read(PAGES / "skips.csv")) == page
+
+
+def test_tables_come_back_from_csv_as_they_were(tmp_path):
+    tables = {"a, b": {"row": {"x": "1", "y": 'a "quoted" cell'}}, "c": {"": {"x": ""}}}
+    _tables.write(tmp_path / "tables.csv", tables)
+    assert _tables.read(tmp_path / "tables.csv") == tables
 
 
 def test_the_pages_name_the_same_version():

@@ -3,7 +3,6 @@
 import ast
 import base64
 import contextlib
-import importlib
 import inspect
 import io
 import json
@@ -43,14 +42,12 @@ FRAMEWORKS = programs("docs/frameworks.md")
 @pytest.mark.parametrize(
     "program",
     FRAMEWORKS,
-    ids=["nnx", "linen", "equinox", "haiku", "taps"],
+    ids=["nnx", "linen", "equinox"],
 )
 def test_each_frameworks_program_runs(program):
     assert "\nassert " in program
-    assert "assert_computes_in(" in program or "ols.diagnosis.probe()" in program
+    assert "assert_computes_in(" in program
     assert not re.search(r"astype|[^_]dtype=", program)
-    if "nnx.as_pure" in program and not hasattr(importlib.import_module("flax.nnx"), "as_pure"):
-        program = program.replace("nnx.as_pure", "nnx.pure")
     exec(program, {})
 
 
@@ -62,8 +59,8 @@ TOPICS = re.findall(r"^## (.*)", (ROOT / "docs/recipes.md").read_text(), re.M)
 @pytest.mark.parametrize(
     ("package", "recipe"),
     RECIPES,
-    ids=["accumulation", "clipping", "checkpoint", "gpus", "frozen", "lora", "logging", "float8",
-         "keras", "nnx_trainer", "other_trainer"],
+    ids=["accumulation", "clipping", "checkpoint", "gpus", "frozen", "lora", "logging", "flash",
+         "ode", "numpyro", "brax", "nnx_trainer", "fixed", "nested"],
 )  # fmt: skip
 def test_each_recipe_runs(package, recipe, tmp_path, monkeypatch):
     """One that needs a package which the tests do not install names it, and runs where it is."""
@@ -73,12 +70,10 @@ def test_each_recipe_runs(package, recipe, tmp_path, monkeypatch):
     exec(SETUP + recipe, {})
 
 
-def test_readme_and_recipes_have_a_link_to_each_recipe():
-    for path, page in (("README.md", "docs/recipes.md"), ("docs/recipes.md", "")):
-        links = re.findall(rf"\({page}#([^)]+)\)", (ROOT / path).read_text())
-        assert [link.replace("-", " ") for link in links] == [
-            topic.lower() for topic in TOPICS if path != "README.md" or topic != "Whole programs"
-        ]
+def test_the_readme_has_a_link_to_each_recipe():
+    links = re.findall(r"\(docs/recipes.md#([^)]+)\)", (ROOT / "README.md").read_text())
+    topics = [topic.lower() for topic in TOPICS if topic != "Whole programs"]
+    assert [link.replace("-", " ") for link in links] == topics
 
 
 def test_the_readme_links_to_no_page_of_directives():
@@ -93,7 +88,7 @@ def test_what_diagnosis_prints_is_what_follows_the_program():
     text = (ROOT / "docs/diagnosis.md").read_text()
     block = r"((?:(?!```|>>>)[^\n]*\n)*)```\n"
     found = re.findall(rf"^```python\n{block}\n```text\n{block}", text, re.M)
-    assert len(found) == 3
+    assert len(found) == 1
     for code, printed in found:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile(code, "train.py", "exec"), {})
@@ -103,31 +98,32 @@ def test_what_diagnosis_prints_is_what_follows_the_program():
 SEVERAL_LOSSES = programs("docs/several_losses.md")
 
 
-@pytest.mark.parametrize("program", SEVERAL_LOSSES, ids=["two", "shared", "apex"])
+@pytest.mark.parametrize("program", SEVERAL_LOSSES, ids=["two", "apex"])
 def test_with_several_losses(program):
     assert "\nassert " in program
     exec(program, {})
 
 
-def test_the_pages_on_skipping_runs_and_moves_scripts_over_by_one_line():
+def test_the_program_of_skipping_runs():
     [program] = programs("docs/skipping.md")
     exec(program, {})
-    moved = re.findall(r"^# tx = (\w+)\(.*\n(tx = .*)", program, re.M)
-    assert [name for name, _ in moved] == ["skip_step_on_spikes", "SkipStepConfig"]
 
 
-def test_the_landing_pages_three_lines_train():
-    before = """import jax.numpy as jnp
-params, batch = {"w": jnp.ones(3)}, jnp.full((2, 3), 0.25)
-loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
-"""
+PHONE = 60  # characters of code that a phone shows
+
+
+def test_the_landing_pages_program_fits_a_phone_prints_what_it_says_and_trains():
     (program,) = programs("docs/index.md")
+    assert max(map(len, program.splitlines())) <= PHONE
     names = {}
-    exec(before + program, names)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(program, names)
+    [comment] = re.findall(r"^print.*  # (.*)", program, re.M)
+    assert out.getvalue() == f"{comment}\n"
     arguments = names["params"], names["state"], names["batch"]
     params, _, loss = names["train_step"](*arguments)
-    assert loss == 0.75**2
-    assert params["w"][0] < 1.0
+    assert loss < 4.0
+    assert (params["w"] < 1.0).all()
     ols.testing.assert_computes_in(names["train_step"], jnp.float16, *arguments)
 
 

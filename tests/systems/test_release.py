@@ -15,6 +15,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FILES = (
     ".ci/release",
     "CHANGELOG.md",
+    "CITATION.cff",
     "optax_lossscale/__init__.py",
     "pyproject.toml",
 )
@@ -49,8 +50,9 @@ def ready(tmp_path):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / file, tmp_path / file)
     edit(tmp_path, "pyproject.toml", r"^(# )?Repository = .*", ADDRESS)
-    [version] = re.findall('^__version__ = "(.*)"', (tmp_path / FILES[2]).read_text(), re.M)
+    [version] = re.findall('^__version__ = "(.*)"', (tmp_path / FILES[3]).read_text(), re.M)
     (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## [{version}] - 2026-01-31\n")
+    edit(tmp_path, "CITATION.cff", "^date-released: .*", "date-released: 2026-01-31")
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", "-A")
     git(tmp_path, "commit", "-qm", "ready")
@@ -69,17 +71,36 @@ def test_what_is_ready_is_refused_for_its_tag_alone(ready):
     [
         ("pyproject.toml", "^Repository.*", "", "fill in `Repository` under [project.urls]"),
         ("pyproject.toml", "https://example", "example", "from https:// to the repository"),
-        ("optax_lossscale/__init__.py", '^(__version__ = ").*"', r'\g<1>9.9.9"', "first section"),
-        ("CHANGELOG.md", r"^(# Changelog)", r"\1\n\n## [Unreleased]", "with a date"),
-        ("CHANGELOG.md", r"^(## .*) - .*", r"\1", "with a date"),
+        ("CITATION.cff", "^date-released: .*", "date-released: 2026-02-01", "CITATION.cff"),
     ],
-    ids=["no address", "no https", "version", "unreleased", "no date"],
+    ids=["no address", "no https", "citation"],
 )
 def test_what_is_not_ready_is_refused(ready, file, pattern, replacement, complaint):
     edit(ready, file, pattern, replacement)
     git(ready, "commit", "-qam", "not ready")
     [found] = complaints(ready)
     assert complaint in found
+
+
+@needs_git
+@pytest.mark.parametrize(
+    ("file", "pattern", "replacement"),
+    [
+        ("optax_lossscale/__init__.py", '^(__version__ = ").*"', r'\g<1>9.9.9"'),
+        ("CHANGELOG.md", r"^(# Changelog)", r"\1\n\n## [Unreleased]"),
+        ("CHANGELOG.md", r"^(## .*) - .*", r"\1"),
+    ],
+    ids=["version", "unreleased", "no date"],
+)
+def test_a_changelog_of_another_version_or_without_a_date_is_refused(
+    ready, file, pattern, replacement
+):
+    edit(ready, file, pattern, replacement)
+    git(ready, "commit", "-qam", "not ready")
+    changelog, citation = complaints(ready)
+    assert "first section" in changelog
+    assert "with a date" in changelog
+    assert citation.startswith("CITATION.cff")
 
 
 @needs_git

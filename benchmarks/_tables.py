@@ -1,0 +1,41 @@
+"""Tables of text: whole in a CSV file beside a page, and in part on the page."""
+
+import csv
+import pathlib
+from collections.abc import Iterable
+
+Table = dict[str, dict[str, str]]  # by row, by column
+HEADER = ["table", "row", "column", "value"]
+
+
+def markdown(header: list[str], body: Iterable[list[str]]) -> str:
+    """A Markdown table, whose first column has names and the others numbers."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *body])
+
+
+def show(title: str, table: Table, rows: Iterable[str] = (), columns: Iterable[str] = ()) -> str:
+    """These rows and columns of a table, or all, as Markdown."""
+    columns = list(columns) or list(next(iter(table.values())))
+    body = [[name, *(table[name][column] for column in columns)] for name in rows or table]
+    return markdown([title, *columns], body)
+
+
+def write(path: pathlib.Path, tables: dict[str, Table]) -> None:
+    """Writes tables into one CSV file, a line a cell."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(HEADER)
+        for name, table in tables.items():
+            for row, cells in table.items():
+                writer.writerows([name, row, column, value] for column, value in cells.items())
+
+
+def read(path: pathlib.Path) -> dict[str, Table]:
+    """What `write` wrote."""
+    tables: dict[str, Table] = {}
+    with path.open(newline="") as file:
+        for line in csv.DictReader(file):
+            cells = tables.setdefault(line["table"], {}).setdefault(line["row"], {})
+            cells[line["column"]] = line["value"]
+    return tables
