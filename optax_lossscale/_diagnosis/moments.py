@@ -42,10 +42,10 @@ def moments_of(opt_state: Any, grads: dict[str, np.ndarray]) -> Moments | None:
     moments = [x for state in states for x in jax.tree.leaves(state.nu)]
     dtypes = tuple(dict.fromkeys(jnp.dtype(dtype_of(x)) for x in moments))
     if after := [state for state in states if int(state.count)]:
-        moves = _flat(np.asarray(x) != 0 for s in after for x in jax.tree.leaves(s.mu)) != 0
+        moves = _flat(state.mu for state in after) != 0
         held = _flat(state.nu for state in after)
-        unbiased = (_flat([state.nu]) / (1 - b2 ** int(state.count)) for state in after)
-        root = np.sqrt(np.maximum(np.concatenate(list(unbiased)), 0))
+        unbiased = [_flat([state.nu]) / (1 - b2 ** int(state.count)) for state in after]
+        root = np.sqrt(np.maximum(np.concatenate(unbiased), 0))
     else:
         root = _flat(map(np.abs, grads.values()))
         moves, held = root != 0, (1 - b2) * root**2
