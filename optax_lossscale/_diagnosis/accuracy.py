@@ -7,13 +7,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._diagnosis.inspection import DIGITS, ROUNDED, WIDE, adds_many, rounds
 from optax_lossscale._diagnosis.program import Evidence, Program
+from optax_lossscale._diagnosis.widened import DIGITS, ROUNDED, WIDE, adds_many, rounds
 from optax_lossscale._programs.operations import Is, traits_of
 
 _NOTABLE = 0.03  # how far a gradient may be off before a word is said
-_ROUGH = 0.05  # and how far by the rounding of one line
-_WRONG = 0.1  # and by that of many
+_ROUGH = 0.1  # and how far by rounding that is neither a sum's nor a range's
 _FAR = 0.5  # and how far that nothing excuses it
 _UNKNOWN = 0.1  # how far it may move with the last digits of float32, to be known at all
 _NUDGES = 4
@@ -67,66 +66,54 @@ def find_errors(
     otherwise. What goes further has a cause that can be removed. It is found by leaving out what
     it may be: the program is run without rounding its sums, and with any exponents.
     """
-    suspects = [name for name, o in off.items() if o > _NOTABLE]
-    if suspects:
-        nudge = max(float(jnp.finfo(dtype).eps) for dtype in program.narrow) / 2
-        nudged = [_moved(program, nudge, seed) for seed in range(_NUDGES)]
-        moved = {name: [of[name] for of in nudged] for name in suspects}
-        is_far = lambda name, o: o > min(2 * max(moved[name]), _FAR) or min(moved[name]) > _FAR
-        suspects = [name for name in suspects if is_far(name, off[name])]
-    error_of = functools.partial(_error, _Trials(program, exponent))
-    errors = {name: error_of(name, off[name]) for name in sorted(suspects, key=lambda n: -off[n])}
-    return {name: error for name, error in errors.items() if error}
+    equations = program.equations
+    is_rounded = np.array([rounds(e.eqn) for e in equations], bool)
+    is_sum = is_rounded & np.array([adds_many(e.eqn) or e.summed > 1 for e in equations], bool)
+    ways = {
+        "stagnates": (WIDE, is_sum),
+        "vanishes": (DIGITS, is_rounded),
+        "rounding": (WIDE, is_rounded),
+    }
 
+    @functools.cache
+    def after(cause: str, count: int) -> dict[str, float]:
+        """How far gradients are off without a cause after so many of its equations."""
+        mode, where = ways[cause]
+        modes = np.where(where & (np.cumsum(where) > count), mode, ROUNDED)
+        return off_by(program.inspected(exponent, modes)[0], exponent, program.truth)
 
-class _Trials:
-    """How far gradients are off where what may be the cause is left out, all of it or a part."""
-
-    def __init__(self, program: Program, exponent: int):
-        self.program, self.exponent = program, exponent
-        equations = program.equations
-        rounded = np.array([rounds(e.eqn) for e in equations], bool)
-        sums = rounded & np.array([adds_many(e.eqn) or e.summed > 1 for e in equations], bool)
-        self.causes = {
-            "stagnates": (WIDE, sums),
-            "vanishes": (DIGITS, rounded),
-            "rounding": (WIDE, rounded),
-        }
-        self.after = functools.cache(self._after)
-
-    def without(self, mode: int, where: np.ndarray) -> dict[str, float]:
-        """With another mode in some places."""
-        evidence, _ = self.program.inspected(self.exponent, np.where(where, mode, ROUNDED))
-        return off_by(evidence, self.exponent, self.program.truth)
-
-    def _after(self, cause: str, count: int) -> dict[str, float]:
-        """Without a cause after so many of its equations."""
-        mode, where = self.causes[cause]
-        return self.without(mode, where & (np.cumsum(where) > count))
-
-
-def _error(trials: _Trials, name: str, off: float) -> GradientError | None:
-    """What makes half of an error, and the line that does; None if no one line has to."""
-    equations = trials.program.equations
-    half = trials.after("rounding", len(equations))[name] / 2
-    cause = next((cause for cause in trials.causes if trials.after(cause, 0)[name] <= half), "")
-    if not cause:  # not in what was rounded
-        return GradientError(off, "rounding") if off > _WRONG else None
-    mode, where = trials.causes[cause]
-    numbers = np.flatnonzero(where)
-    # Ever more equations are rounded as they were written, until half of the error is there.
-    is_half_there = lambda count: trials.after(cause, count)[name] >= half
-    last = numbers[bisect.bisect_left(range(1, len(numbers)), True, key=is_half_there)]
-    primitive, source = equations[last].eqn.primitive.name, equations[last].source
-    if cause == "rounding":
-        on_line = where & np.array([e.source == source for e in equations])
-        is_alone = trials.without(mode, on_line)[name] <= half
-        if off <= (_ROUGH if is_alone else _WRONG):
+    def error(name: str) -> GradientError | None:
+        half = after("rounding", len(equations))[name] / 2
+        cause = next((cause for cause in ways if after(cause, 0)[name] <= half), "")
+        if cause in ("rounding", "") and off[name] <= _ROUGH:
             return None
-        cause = "saturates" if Is.SATURATES in traits_of(primitive) else cause
-    elif cause == "vanishes" and last in trials.program.inspected(trials.exponent, ROUNDED)[1]:
-        cause = "overflows"
-    return GradientError(off, cause, primitive, source)
+        if not cause:  # not in what was rounded
+            return GradientError(off[name], "rounding")
+        numbers = np.flatnonzero(ways[cause][1])
+        # Ever more equations are rounded as they were written, until half of the error is there.
+        is_half_there = lambda count: after(cause, count)[name] >= half
+        last = numbers[bisect.bisect_left(range(1, len(numbers)), True, key=is_half_there)]
+        primitive = equations[last].eqn.primitive.name
+        if cause == "rounding" and Is.SATURATES in traits_of(primitive):
+            cause = "saturates"
+        elif cause == "vanishes" and last in program.inspected(exponent, ROUNDED)[1]:
+            cause = "overflows"
+        return GradientError(off[name], cause, primitive, equations[last].source)
+
+    errors = {name: error(name) for name in sorted(_suspects(program, off), key=lambda n: -off[n])}
+    return {name: found for name, found in errors.items() if found}
+
+
+def _suspects(program: Program, off: dict[str, float]) -> list[str]:
+    """The gradients that are further off than a change of the last digit moves them."""
+    far = [name for name, o in off.items() if o > _NOTABLE]
+    if not far:
+        return []
+    nudge = max(float(jnp.finfo(dtype).eps) for dtype in program.narrow) / 2
+    nudged = [_moved(program, nudge, seed) for seed in range(_NUDGES)]
+    moved = {name: [of[name] for of in nudged] for name in far}
+    is_excused = lambda m, o: o <= min(2 * max(m), _FAR) and min(m) <= _FAR
+    return [name for name in far if not is_excused(moved[name], off[name])]
 
 
 def _moved(program: Program, part: float, seed: int) -> dict[str, float]:

@@ -8,13 +8,14 @@ import numpy as np
 
 from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._diagnosis.accuracy import GradientError
-from optax_lossscale._diagnosis.inspection import ROUNDED, WIDE
+from optax_lossscale._diagnosis.calibration import InitialScale
 from optax_lossscale._diagnosis.makers import Maker, maker
 from optax_lossscale._diagnosis.page import Diagnosis
 from optax_lossscale._diagnosis.places import recorded_places
 from optax_lossscale._diagnosis.program import Program
 from optax_lossscale._diagnosis.summary import inexact_leaves
 from optax_lossscale._diagnosis.text import some
+from optax_lossscale._diagnosis.widened import ROUNDED, WIDE
 from optax_lossscale._programs.values import HALVES
 
 _STILL_LOST = 0.05  # a share of gradients for which one scale is not enough
@@ -27,13 +28,19 @@ Findings = Iterator[tuple[str, list[str]]]
 
 def judged(page: Diagnosis, program: Program) -> Diagnosis:
     """The page with its verdict and advice."""
-    if page.initial_scale is None:
+    dtypes, fits = page.computes_in, page.initial_scale
+    if fits is None:
         findings = list(_about_what_is_not_finite(page, program))
     else:
+        fine = "Nothing is computed in float16, and nothing has to be done."
         findings = [*_about_errors(page), *_about_products(page)]
-        if page.computes_in:
-            findings += [*_about_scale(page, program), *_about_loss_and_moments(page)]
-        findings = findings or list(_about_nothing(page))
+        if dtypes:
+            fine = f"{dtypes[0]} is fine as it is, and needs no loss scale."
+            findings += [*_about_scale(page, fits, program), *_about_loss_and_moments(page)]
+        if _FLOAT16 in dtypes:
+            room = f"{math.log2(fits.largest):.0f} bits to spare"
+            fine = f"float16 is fine as it is, without a loss scale, with {room}."
+        findings = findings or [(fine, ["Nothing."])]
     to_do = [sentence for _, sentences in findings for sentence in sentences]
     return page._replace(verdict=findings[0][0], advice=to_do)
 
@@ -41,9 +48,7 @@ def judged(page: Diagnosis, program: Program) -> Diagnosis:
 def _about_what_is_not_finite(page: Diagnosis, program: Program) -> Findings:
     truth, loss = program.truth, program.at(0).loss
     if truth.is_finite:
-        verdict = (
-            "The loss is finite, and its gradients are at no loss scale; in float32 they are."
-        )
+        verdict = "The loss is finite, its gradients are at no loss scale; in float32 they are."
         if not np.isfinite(loss):
             verdict = (
                 f"The loss is {loss} at any loss scale, as that multiplies gradients alone; in "
@@ -105,9 +110,7 @@ _SUMS = {
 
 def _correction(error: GradientError) -> str:
     if not error.primitive:
-        return (
-            "Compute more in float32: rounding adds up over many lines, no one of them at fault."
-        )
+        return "Compute more in float32: rounding adds up over many lines, no one is at fault."
     how = f"Compute {error.primitive} at {error.source} in float32{_CORRECTIONS[error.cause]}"
     is_sum = error.cause == "stagnates"
     return how + is_sum * _SUMS.get(error.primitive, "cast to float32 before.")
@@ -135,19 +138,18 @@ def _about_products(page: Diagnosis) -> Findings:
         yield verdict, [advice]
 
 
-def _about_scale(page: Diagnosis, program: Program) -> Findings:
+def _about_scale(page: Diagnosis, fits: InitialScale, program: Program) -> Findings:
     """What the loss scale has to be, if there has to be one."""
-    fits, underflow = page.initial_scale, page.underflow
-    assert fits is not None
-    scale = f"2.0**{math.log2(fits.scale):.0f}"
+    underflow, scale = page.underflow, f"2.0**{math.log2(fits.scale):.0f}"
     bound = f", min_scale={scale}" if fits.scale < 1 else ""
     ours = f"with_loss_scale(optimizer, DynamicLossScale(initial_scale={scale}{bound}))"
     wrap, mend = f"Wrap the optimizer: {ours}.", _mended(page, program) if page.overflow else []
+    gradients = lambda group: "the gradients" + f" ({group})" * (group != "all")
     worst = max(underflow, key=lambda name: underflow[name].left, default="")
     if worst and underflow[worst].left > _STILL_LOST:
         verdict = (
             f"No one loss scale fits: at {scale_name(fits.scale)} {underflow[worst].left:.1%} of "
-            f"{_gradients(worst)} are still lost to underflow, and from "
+            f"{gradients(worst)} are still lost to underflow, and from "
             f"{scale_name(2 * fits.largest)} on others overflow."
         )
         yield verdict, [*mend, f"Until then, wrap the optimizer: {ours}."]
@@ -158,34 +160,22 @@ def _about_scale(page: Diagnosis, program: Program) -> Findings:
         yield "float16 needs a loss scale: without one, gradients are not finite.", [wrap]
     elif underflow:
         name = next(iter(underflow))  # of all parameters, or else the worst
-        lost = f"{underflow[name].lost:.1%} of {_gradients(name)}"
+        lost = f"{underflow[name].lost:.1%} of {gradients(name)}"
         yield f"float16 needs a loss scale: without one, {lost} are lost to underflow.", [wrap]
-
-
-def _gradients(group: str) -> str:
-    return "the gradients" if group == "all" else f"the gradients ({group})"
 
 
 def _about_loss_and_moments(page: Diagnosis) -> Findings:
     if page.loss_dtype == _FLOAT16:
-        yield (
-            "float16 is fine but for the loss, which is float16: no scale above 2**15 fits it.",
-            [
-                "Compute the loss in float32: cast what it is the mean of first, as in "
-                "jnp.mean(losses.astype(jnp.float32)). Its own gradient is the loss scale."
-            ],
-        )
+        verdict = "float16 is fine but for the loss: its gradient is the scale, at most 2**15."
+        yield verdict, ["Compute the loss in float32: cast what it is the mean or the sum of."]
     moments = page.moments
     if moments and moments.below_eps > _DROWNED:
         verdict = (
             f"float16 is fine, and the optimizer is not: {moments.below_eps:.1%} of the gradients "
             f"are below Adam's eps of {moments.eps:g}, and move their parameters too little."
         )
-        advice = (
-            "Give Adam a smaller eps, 1e-15 say, or larger gradients: a clip by a norm far below "
-            "that of the gradients makes them small, and so does a loss that is divided by much."
-        )
-        yield verdict, [advice]
+        small = "a clip by a small norm makes them small, and so does a loss divided by much"
+        yield verdict, [f"Give Adam a smaller eps, 1e-15 say, or larger gradients: {small}."]
     if moments and moments.vanished > _DROWNED:
         dtypes = " and ".join(map(str, moments.dtypes))
         verdict = (
@@ -193,14 +183,3 @@ def _about_loss_and_moments(page: Diagnosis) -> Findings:
             f"{moments.vanished:.1%} of the squares are zero in it."
         )
         yield verdict, ["Initialize the optimizer with float32 parameters."]
-
-
-def _about_nothing(page: Diagnosis) -> Findings:
-    dtypes, fits = page.computes_in, page.initial_scale
-    verdict = "Nothing is computed in float16, and nothing has to be done."
-    if _FLOAT16 in dtypes and fits is not None:
-        room = f"{math.log2(fits.largest):.0f} bits to spare"
-        verdict = f"float16 is fine as it is, without a loss scale, with {room}."
-    elif dtypes:
-        verdict = f"{dtypes[0]} is fine as it is, and needs no loss scale."
-    yield verdict, ["Nothing."]

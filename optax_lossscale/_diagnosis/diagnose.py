@@ -37,16 +37,14 @@ def diagnose(
     """Whether float16 is fine for a model as it is, and if not what to do.
 
     Says in which dtype the model computes; how far its gradients are from those of the same
-    function in float32, to which it is rewritten, and what takes them there; which loss scale
-    fits, where gradients overflow first and how many are lost to underflow; and of what is not
-    finite in float32 either, what makes it. It compiles two programs and runs them some twenty
-    times, and a third where something is wrong, on the host: call it before training, with a
-    `loss_fn` that names no axis of `pmap` or `shard_map`. It says what these parameters and this
-    batch do; later ones may do otherwise.
+    function in float32, and what takes them there; which loss scale fits, where gradients overflow
+    first and how many are lost to underflow; and what makes numbers that are not finite in float32
+    either. It compiles two or three programs and runs them some twenty times: call it before
+    training, on the host, with a `loss_fn` that names no axis of `pmap` or `shard_map`. It says
+    what these parameters and this batch do; later ones may do otherwise.
 
     Args:
-      loss_fn: called as `loss_fn(params, *args, **kwargs)`, as by `value_and_scaled_grad`; with
-        probes as `loss_fn(params, *args, probes=probes, **kwargs)`.
+      loss_fn: called as `loss_fn(params, *args, **kwargs)`, and with `probes=probes` if given.
       params: the parameters.
       *args: a batch. Arrays; bind what else there is with `functools.partial`.
       probes: a tree of probes, each from `probe()`, in the order of the model, which `loss_fn`
@@ -57,8 +55,7 @@ def diagnose(
       **kwargs: further keyword arguments of `loss_fn`, arrays.
 
     Returns:
-      A `Diagnosis`: print it, or read its `verdict`, `advice`, `dtypes`, `errors`, `off`,
-      `initial_scale`, `overflow`, `underflow`, `moments` and `not_compared`.
+      A `Diagnosis`: print it, or read its `verdict`, `advice`, `errors` and other fields.
 
     Raises:
       TypeError: if the loss is not a real floating-point scalar, or an argument is not what is

@@ -44,8 +44,8 @@ class Operation(NamedTuple):
       terms: how many numbers are added to one, at most; over devices they are not counted.
       by_choice: whether a product is not the model's to narrow: it asks for its precision, or
         Optax made it, or JAX in the derivative of a matrix decomposition.
-      left_in: what `autocast` leaves as it is, such as a loop that waits for a number, if a
-        float32 product is that or in it; else nothing.
+      left_in: what has `autocast` leave a float32 product as it is, such as a loop that waits for
+        a number; or "".
     """
 
     primitive: str
@@ -178,9 +178,6 @@ def report_of(jaxpr: Any) -> DtypeReport:
 def product_rows(products: Iterable[Operation], report: DtypeReport) -> list[str]:
     """Products as lines of text, with their share of the report's multiplications."""
     return _rows(products, max(sum(p.multiplications for p in report.products), 1))
-
-
-# --- an equation as an operation ---
 
 
 def _operation(at: Equation) -> Operation:

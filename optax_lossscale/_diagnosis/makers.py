@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
-from optax_lossscale._diagnosis.inspection import NAN, NAN_OF_INFINITY
 from optax_lossscale._diagnosis.program import Program
+from optax_lossscale._diagnosis.widened import NAN, NAN_OF_INFINITY
 from optax_lossscale._programs.operations import Is, traits_of
 
 _LINES = 32  # at most, to try
@@ -67,15 +67,12 @@ def _words(eqn: Any, made: int, on_line: Collection[str]) -> tuple[str, str]:
         return f"infinities, in {name}", _MASK
     if name == "div" and isinstance(eqn.invars[0], Literal) and _ROOTS.intersection(on_line):
         return "the derivative of a root at 0", _ROOT
-    is_of_large = name in ("pow", "integer_pow") and made != NAN and not _is_inverse(eqn)
-    if name in _OF_NUMBERS and not is_of_large:
+    is_power = name in ("pow", "integer_pow") and made != NAN
+    # Of an exponent that is unknown, it is taken to be negative.
+    exponent = eqn.params.get("y", getattr(eqn.invars[-1], "val", -1)) if is_power else -1
+    if name in _OF_NUMBERS and exponent < 0:
         return _OF_NUMBERS[name]
     if made == NAN and not traits_of(name) & (Is.PRODUCT | Is.ADDS_TWO | Is.ADDS_MANY):
         what = f"numbers for which {name} is not defined"
         return what, "Keep what the function is taken of where it is defined."
     return f"numbers that are too large, in {name}", ""
-
-
-def _is_inverse(power: Any) -> bool:
-    """Whether the exponent of a power is negative, or unknown."""
-    return bool(power.params.get("y", getattr(power.invars[-1], "val", -1)) < 0)

@@ -15,13 +15,6 @@ from optax_lossscale._diagnosis.moments import Moments
 from optax_lossscale._diagnosis.text import some, table, wrapped
 
 _SHOWN = 8
-_BECAUSE = {
-    "stagnates": "{} stagnates",
-    "vanishes": "numbers vanish in {}",
-    "overflows": "numbers overflow in {}",
-    "saturates": "{} saturates",
-    "rounding": "{} has too few digits",
-}
 
 
 class Diagnosis(NamedTuple):
@@ -33,18 +26,17 @@ class Diagnosis(NamedTuple):
       dtypes: in which dtype what is computed, as `dtype_report` says it of the gradients.
       computes_in: the 16-bit dtypes that it computes in.
       loss_dtype: the dtype of the loss.
-      errors: of the parameters whose gradients are wrong at the scale that fits, how far they are
-        from those in float32 and why, the worst first.
+      errors: the gradients that are wrong at the scale that fits, and why, the worst first.
       off: how far each gradient is from float32's there, relative to it; but for those that
         float32 does not know either, as that of a bias before a normalization.
       initial_scale: the scale that fits; None if none does.
       overflow: what `explain` says of the least scale at which gradients overflow; None if they
         do at none. Without a scale that fits, of a scale of 1.
-      underflow: what is lost to it, under the path of the parameters or of the tapped places,
+      underflow: what underflow takes, under the path of the parameters or of the tapped places,
         numbers aside; the worst first, and what loses next to nothing left out.
       moments: how Adam's second moments stand, if its state was given; else None.
-      not_compared: the operations that are computed in 16 bits in either case, as kernels are,
-        each with its line; their errors are not in `off`.
+      not_compared: the operations that stay in 16 bits, as kernels do, whose errors are not in
+        `off`; each with its line.
     """
 
     verdict: str
@@ -83,7 +75,7 @@ class Diagnosis(NamedTuple):
             )
         wrong = [("Wrong:", "off by", "because")]
         for name, (off, cause, operation, source) in self.errors.items():
-            because = f"{_BECAUSE[cause].format(operation)}, {source}" if operation else "rounding"
+            because = f"{cause} in {operation}, {source}" if operation else cause
             wrong.append((f"  {name}", f"{off:.1%}", because))
         lost = [("Underflow:", "lost at 1", f"at {scale}", "bits needed")]
         for name, of in self.underflow.items():
@@ -103,13 +95,11 @@ class Diagnosis(NamedTuple):
         if not others:
             return f"Computes in {most}: all of {total} matrix products; {loss}."
         count = total - sum(p.count for p in rest)
-        dtypes, lines = (
-            ", ".join(str(dtype) for dtype, _ in others),
-            dict.fromkeys(p.source for p in rest),
-        )
+        dtypes = ", ".join(str(dtype) for dtype, _ in others)
+        lines = some(list(dict.fromkeys(p.source for p in rest)))
         return (
             f"Computes in {most}: {count} of {total} matrix products, {share:.1%} of the "
-            f"multiplications; the others in {dtypes}, at {some(list(lines))}; {loss}."
+            f"multiplications; the others in {dtypes}, at {lines}; {loss}."
         )
 
 

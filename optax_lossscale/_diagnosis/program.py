@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_inexact
-from optax_lossscale._diagnosis.inspection import inspecting
 from optax_lossscale._diagnosis.summary import inexact_leaves
-from optax_lossscale._diagnosis.widened import evaluate, held_dtype
+from optax_lossscale._diagnosis.widened import evaluate, held_dtype, inspecting
 from optax_lossscale._programs.run import numbered
 from optax_lossscale._programs.values import HALVES, dtype_in
 from optax_lossscale._programs.walk import Equation, equations

@@ -7,10 +7,9 @@ from optax_lossscale._arrays.names import shortened
 
 _COLUMNS = 100
 _SHOWN = 3
-_WRAPPED = textwrap.TextWrapper(
+wrapped = textwrap.TextWrapper(
     width=_COLUMNS, subsequent_indent="   ", break_long_words=False, break_on_hyphens=False
-)
-wrapped = _WRAPPED.fill
+).fill
 
 
 def some(names: Sequence[str], what: str = "more") -> str:
