@@ -12,7 +12,8 @@ from optax_lossscale._diagnosis.widened import DIGITS, ROUNDED, WIDE, adds_many,
 from optax_lossscale._programs.operations import Is, traits_of
 
 _NOTABLE = 0.03  # how far a gradient may be off before a word is said
-_ROUGH = 0.1  # and how far by rounding that is neither a sum's nor a range's
+_ROUGH = 0.05  # and how far by the rounding of one line
+_WRONG = 0.1  # and by that of many
 _FAR = 0.5  # and how far that nothing excuses it
 _UNKNOWN = 0.1  # how far it may move with the last digits of float32, to be known at all
 _NUDGES = 4
@@ -40,20 +41,19 @@ def off_by(evidence: Evidence, exponent: int, truth: Evidence) -> dict[str, floa
     for name, g in evidence.grads.items():
         wide = np.complex128 if np.iscomplexobj(g) else np.float64
         true = truth.grads[name].astype(wide)
-        norm = np.linalg.norm(true)
-        if not np.isfinite(g).all():
-            off[name] = float("inf")
-        else:
+        norm, distance = np.linalg.norm(true), np.inf
+        if np.isfinite(g).all():
             distance = np.linalg.norm(g.astype(wide) * 2.0**-exponent - true)
-            off[name] = float(distance / norm) if norm else 0.0
+        off[name] = float(distance / norm) if norm else 0.0
     return off
 
 
 def known(program: Program) -> set[str]:
     """The parameters whose gradient float32 knows: not that of a bias before a normalization."""
     # Which is zero, and what is computed is how it was rounded: other digits change all of it.
-    grads, moved = program.truth.grads, _moved(program, 2.0**-20, seed=0)
-    return {name for name, off in moved.items() if off <= _UNKNOWN and grads[name].any()}
+    truth = program.truth
+    moved = off_by(program.moved(2.0**-20, seed=0), 0, truth)
+    return {name for name, off in moved.items() if off <= _UNKNOWN and truth.grads[name].any()}
 
 
 def find_errors(
@@ -75,30 +75,36 @@ def find_errors(
         "rounding": (WIDE, is_rounded),
     }
 
+    def without(mode: int, where: np.ndarray) -> dict[str, float]:
+        """How far gradients are off with another mode in some places."""
+        evidence = program.switched(exponent, np.where(where, mode, ROUNDED).astype(np.int32))
+        return off_by(evidence, exponent, program.truth)
+
     @functools.cache
     def after(cause: str, count: int) -> dict[str, float]:
-        """How far gradients are off without a cause after so many of its equations."""
+        """And without a cause after so many of its equations."""
         mode, where = ways[cause]
-        modes = np.where(where & (np.cumsum(where) > count), mode, ROUNDED)
-        return off_by(program.inspected(exponent, modes)[0], exponent, program.truth)
+        return without(mode, where & (np.cumsum(where) > count))
 
     def error(name: str) -> GradientError | None:
         half = after("rounding", len(equations))[name] / 2
         cause = next((cause for cause in ways if after(cause, 0)[name] <= half), "")
-        if cause in ("rounding", "") and off[name] <= _ROUGH:
-            return None
         if not cause:  # not in what was rounded
-            return GradientError(off[name], "rounding")
+            return GradientError(off[name], "rounding") if off[name] > _WRONG else None
         numbers = np.flatnonzero(ways[cause][1])
         # Ever more equations are rounded as they were written, until half of the error is there.
         is_half_there = lambda count: after(cause, count)[name] >= half
         last = numbers[bisect.bisect_left(range(1, len(numbers)), True, key=is_half_there)]
-        primitive = equations[last].eqn.primitive.name
-        if cause == "rounding" and Is.SATURATES in traits_of(primitive):
-            cause = "saturates"
-        elif cause == "vanishes" and last in program.inspected(exponent, ROUNDED)[1]:
+        primitive, source = equations[last].eqn.primitive.name, equations[last].source
+        if cause == "vanishes" and last in program.watched(exponent, ROUNDED)[1]:
             cause = "overflows"
-        return GradientError(off[name], cause, primitive, equations[last].source)
+        elif cause == "rounding":
+            on_line = is_rounded & np.array([e.source == source for e in equations])
+            is_alone = without(WIDE, on_line)[name] <= half
+            if off[name] <= (_ROUGH if is_alone else _WRONG):
+                return None
+            cause = "saturates" if Is.SATURATES in traits_of(primitive) else cause
+        return GradientError(off[name], cause, primitive, source)
 
     errors = {name: error(name) for name in sorted(_suspects(program, off), key=lambda n: -off[n])}
     return {name: found for name, found in errors.items() if found}
@@ -110,12 +116,7 @@ def _suspects(program: Program, off: dict[str, float]) -> list[str]:
     if not far:
         return []
     nudge = max(float(jnp.finfo(dtype).eps) for dtype in program.narrow) / 2
-    nudged = [_moved(program, nudge, seed) for seed in range(_NUDGES)]
+    nudged = [off_by(program.moved(nudge, i), 0, program.truth) for i in range(_NUDGES)]
     moved = {name: [of[name] for of in nudged] for name in far}
     is_excused = lambda m, o: o <= min(2 * max(m), _FAR) and min(m) <= _FAR
     return [name for name in far if not is_excused(moved[name], off[name])]
-
-
-def _moved(program: Program, part: float, seed: int) -> dict[str, float]:
-    """How far the true gradients move with the parameters."""
-    return off_by(program.moved(part, seed), 0, program.truth)

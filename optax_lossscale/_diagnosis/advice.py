@@ -50,10 +50,8 @@ def _about_what_is_not_finite(page: Diagnosis, program: Program) -> Findings:
     if truth.is_finite:
         verdict = "The loss is finite, its gradients are at no loss scale; in float32 they are."
         if not np.isfinite(loss):
-            verdict = (
-                f"The loss is {loss} at any loss scale, as that multiplies gradients alone; in "
-                f"float32 it is {truth.loss:.4g}."
-            )
+            alone = "at any loss scale, as that multiplies gradients alone"
+            verdict = f"The loss is {loss} {alone}; in float32 it is {truth.loss:.4g}."
         at_fault = maker(program, ROUNDED)
         because = f" The cause: {at_fault.what}." if at_fault else ""
         yield f"{verdict}{because}", _mended(page, program, at_fault)
@@ -64,10 +62,11 @@ def _about_what_is_not_finite(page: Diagnosis, program: Program) -> Findings:
     given = inexact_leaves({"params": params, "args": args, "kwargs": kwargs})
     if nans := [name for name, x in given.items() if np.isnan(np.asarray(x)).any()]:
         yield f"{verdict}: there are NaNs in {some(nans)}.", ["Look for where the NaNs come from."]
-        return
-    at_fault = maker(program, WIDE)
-    because, remedy = (f": {at_fault.what}", at_fault.remedy) if at_fault else ("", "")
-    yield f"{verdict}{because}.", [remedy or "Compute with smaller numbers."]
+    elif at_fault := maker(program, WIDE):
+        remedy = at_fault.remedy or "Compute with smaller numbers."
+        yield f"{verdict}: {at_fault.what}.", [remedy]
+    else:
+        yield f"{verdict}.", ["Look for infinities in what it is given."]
 
 
 def _mended(page: Diagnosis, program: Program, at_fault: Maker | None = None) -> list[str]:

@@ -58,8 +58,7 @@ def diagnose(
       A `Diagnosis`: print it, or read its `verdict`, `advice`, `errors` and other fields.
 
     Raises:
-      TypeError: if the loss is not a real floating-point scalar, or an argument is not what is
-        said above.
+      TypeError: if the loss is not a real floating-point scalar, or an argument is another type.
       ValueError: if `probes` have no order, as in `explain`.
 
     Example:
@@ -116,8 +115,8 @@ def _at_a_scale(program: Program, fits: InitialScale) -> dict[str, Any]:
     if fits.largest == 2.0**HIGHEST:  # as of bfloat16, or where all vanishes: one as good as any
         exponent = max(0, _guess(program.truth) - MARGIN) if _FLOAT16 in program.narrow else 0
     certain = known(program)
-    of_all = off_by(program.at(exponent), exponent, program.truth)
-    off = {name: of_all[name] for name in of_all if name in certain}
+    all_off = off_by(program.at(exponent), exponent, program.truth)
+    off = {name: o for name, o in all_off.items() if name in certain}
     found: dict[str, Any] = {"off": off, "errors": find_errors(program, exponent, off)}
     if fits.largest < 2.0**HIGHEST:
         found["overflow"] = _explained(program, round(math.log2(fits.largest)) + 1)

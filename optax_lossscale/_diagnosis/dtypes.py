@@ -44,8 +44,7 @@ class Operation(NamedTuple):
       terms: how many numbers are added to one, at most; over devices they are not counted.
       by_choice: whether a product is not the model's to narrow: it asks for its precision, or
         Optax made it, or JAX in the derivative of a matrix decomposition.
-      left_in: what has `autocast` leave a float32 product as it is, such as a loop that waits for
-        a number; or "".
+      left_in: in what `autocast` leaves a float32 product, such as a loop that waits for a number.
     """
 
     primitive: str
@@ -156,8 +155,7 @@ def report_of(jaxpr: Any) -> DtypeReport:
     """The report of what was traced."""
     products, narrow, opaque, unknown, while_loops = [], [], [], [], []
     vector = jax.ShapeDtypeStruct((1,), jnp.float32)
-    of_default = jax.make_jaxpr(lax.dot)(vector, vector).eqns[0]  # with jax's default precision
-    usual = str(of_default.params["precision"])
+    usual = str(jax.make_jaxpr(lax.dot)(vector, vector).eqns[0].params["precision"])
     for at in equations(jaxpr):
         floats, traits = [v for v in at.eqn.invars if is_float(v)], traits_of(at.name)
         if is_opaque(at.eqn) and floats:

@@ -43,14 +43,14 @@ class Maker(NamedTuple):
 
 def maker(program: Program, mode: int) -> Maker | None:
     """The line at fault for a loss or gradients that are not finite, in one of the modes."""
-    made = program.inspected(0, mode)[1]
+    made = program.watched(0, mode)[1]
     if not made:
         return None
     lines: dict[str, list[int]] = {}
     for n in sorted(made):
         lines.setdefault(program.equations[n].source, []).append(n)
     # What a mask makes infinite, or a `where` leaves out, is not at fault.
-    is_at_fault = lambda numbers: program.inspected(0, mode, healed=numbers)[0].is_finite
+    is_at_fault = lambda numbers: program.watched(0, mode, numbers)[0].is_finite
     at_fault = next(filter(is_at_fault, list(lines.values())[:_LINES]), None)
     number = at_fault[0] if at_fault else min(made)
     eqn, source = program.equations[number].eqn, program.equations[number].source
@@ -73,6 +73,5 @@ def _words(eqn: Any, made: int, on_line: Collection[str]) -> tuple[str, str]:
     if name in _OF_NUMBERS and exponent < 0:
         return _OF_NUMBERS[name]
     if made == NAN and not traits_of(name) & (Is.PRODUCT | Is.ADDS_TWO | Is.ADDS_MANY):
-        what = f"numbers for which {name} is not defined"
-        return what, "Keep what the function is taken of where it is defined."
+        return f"numbers for which {name} is not defined", "Keep its argument where it is defined."
     return f"numbers that are too large, in {name}", ""

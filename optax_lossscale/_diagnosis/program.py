@@ -1,7 +1,7 @@
 """The gradients of a loss function as it was written, and as it would be in float32."""
 
 from collections.abc import Callable, Collection
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_inexact
 from optax_lossscale._diagnosis.summary import inexact_leaves
-from optax_lossscale._diagnosis.widened import evaluate, held_dtype, inspecting
+from optax_lossscale._diagnosis.widened import evaluate, held_dtype, switching, watching
 from optax_lossscale._programs.run import numbered
 from optax_lossscale._programs.values import HALVES, dtype_in
 from optax_lossscale._programs.walk import Equation, equations
@@ -60,7 +60,8 @@ class Program:
       equations: those that hold no others, in the order of their numbers.
       narrow: the 16-bit dtypes that it computes in.
       not_widened: the equations that are in 16 bits where all others are in float32.
-      truth: what comes out in float32, at a loss scale of 1.
+      at: gives the `Evidence` as written, at a loss scale of a power of two.
+      truth: that in float32, at a loss scale of 1.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], has_aux: bool, *inputs: Any):
@@ -74,10 +75,10 @@ class Program:
         self.narrow = tuple(dtype for dtype in dtypes if dtype in HALVES)
         as_written = _compiled(traced.lower())
         self.at = cache(lambda e: jax.device_get(as_written(np.int32(e), *inputs)))
-        """The `Evidence` as written, at a loss scale of a power of two."""
         in_float32 = jax.jit(lambda *leaves: evaluate(self.jaxpr, leaves))
         self._in_float32 = _compiled(in_float32.lower(*self._leaves(0)))
         self.not_widened = [self.equations[n] for n in self._in_float32.out_info[1]]
+        self._under = cache(self._compiled_under)
         self.truth = self._evidence(self._in_float32(*self._leaves(0))[0])
 
     def moved(self, part: float, seed: int) -> Evidence:
@@ -89,24 +90,28 @@ class Program:
             leaves[i] = _like(leaves[i], x * (1 + part * signs.choice([-1, 1], x.shape)))
         return self._evidence(self._in_float32(*leaves)[0])
 
-    def inspected(
-        self, exponent: int, modes: Any, healed: Collection[int] = ()
+    def switched(self, exponent: int, modes: np.ndarray) -> Evidence:
+        """With each result rounded in its mode."""
+        return self._evidence(self._under(None)(modes, *self._leaves(exponent))[0])
+
+    def watched(
+        self, exponent: int, mode: int, healed: Collection[int] = ()
     ) -> tuple[Evidence, dict[int, int]]:
-        """With results rounded in these modes, and 0 for what is not finite in those `healed`.
+        """In one mode, with 0 for what is not finite of equations `healed`.
 
         And what equations make that is not finite, under their numbers.
         """
-        shape = (len(self.equations),)
-        which = np.full(shape, modes, np.int32), np.isin(np.arange(*shape), list(healed))
-        outs, made = self._inspecting(*which, *self._leaves(exponent))
+        is_healed = np.isin(np.arange(len(self.equations)), list(healed))
+        outs, made = self._under(mode)(is_healed, *self._leaves(exponent))
         return self._evidence(outs), {n: int(m) for n, m in jax.device_get(made).items() if m}
 
-    @cached_property
-    def _inspecting(self) -> jax.stages.Compiled:
-        of = lambda modes, healed, *xs: evaluate(self.jaxpr, xs, inspecting(modes, healed))
-        n = len(self.equations)
-        lowered = jax.jit(of).lower(np.zeros(n, np.int32), np.zeros(n, bool), *self._leaves(0))
+    def _compiled_under(self, mode: int | None) -> jax.stages.Compiled:
+        """The program that is watched in a mode, or switched."""
+        rule = switching if mode is None else partial(watching, mode)
+        given = np.zeros(len(self.equations), np.int32 if mode is None else bool)
+        of = lambda given, *leaves: evaluate(self.jaxpr, leaves, rule(given))
         # What is rounded to 16 bits and back again is not to be left as it was.
+        lowered = jax.jit(of).lower(given, *self._leaves(0))
         return _compiled(lowered, xla_allow_excess_precision=False)
 
     def _leaves(self, exponent: int) -> list[Any]:

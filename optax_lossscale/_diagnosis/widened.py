@@ -58,11 +58,16 @@ def held_dtype(dtype: Any) -> Any:
     return FLOAT32 if dtype in HALVES else dtype
 
 
-def inspecting(modes: Any, is_healed: Any) -> Compute:
-    """The rule that rounds each result as told, notes what is made, and has 0 for it in some."""
+def switching(modes: Any) -> Compute:
+    """The rule that rounds each result as told."""
+    return lambda n, eqn, ins: (_rounded(eqn, ins, modes[n]), None)
+
+
+def watching(mode: int, is_healed: Any) -> Compute:
+    """The rule that notes what is made that is not finite, and has 0 for it where told."""
 
     def compute(n, eqn, ins):
-        outs, name = _rounded(eqn, ins, modes[n]), eqn.primitive.name
+        outs, name = (widely if mode == WIDE else rounded)(eqn, ins), eqn.primitive.name
         # Of an index out of bounds, a gather makes NaN.
         if (is_exact(name) and name != "gather") or not any(map(is_inexact, outs)):
             return outs, None
