@@ -8,19 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._diagnosis.accuracy import find_errors, known, off_by
-from optax_lossscale._diagnosis.advice import REMEDIES, judged, mended
+from optax_lossscale._diagnosis.advice import judged
 from optax_lossscale._diagnosis.calibration import HIGHEST, MARGIN, NEAR, InitialScale, search
 from optax_lossscale._diagnosis.dtypes import report_of
 from optax_lossscale._diagnosis.explain import Explanation, explain
-from optax_lossscale._diagnosis.inspection import ROUNDED, WIDE, Inspection
 from optax_lossscale._diagnosis.lost import find_underflow
-from optax_lossscale._diagnosis.makers import maker
 from optax_lossscale._diagnosis.moments import moments_of
 from optax_lossscale._diagnosis.page import Diagnosis
 from optax_lossscale._diagnosis.places import refuse_unordered
 from optax_lossscale._diagnosis.program import Evidence, Program
-from optax_lossscale._diagnosis.summary import Summary, inexact_leaves
-from optax_lossscale._diagnosis.text import some
+from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._scales import validation
 from optax_lossscale._step.gradient import refuse_shared_names
 from optax_lossscale._step.inputs import refuse_other_leaves
@@ -40,16 +37,14 @@ def diagnose(
     """Whether float16 is fine for a model as it is, and if not what to do.
 
     Says in which dtype the model computes; how far its gradients are from those of the same
-    function in float32, to which it is rewritten, and what takes them there; which loss scale
-    fits, where gradients overflow first and how many are lost to underflow; and of what is not
-    finite in float32 either, what makes it. It compiles two programs and runs them some twenty
-    times, and a third where something is wrong, on the host: call it before training, with a
-    `loss_fn` that names no axis of `pmap` or `shard_map`. It says what these parameters and this
-    batch do; later ones may do otherwise.
+    function in float32, and what takes them there; which loss scale fits, where gradients overflow
+    first and how many are lost to underflow; and what makes numbers that are not finite in float32
+    either. It compiles two or three programs and runs them some twenty times: call it before
+    training, on the host, with a `loss_fn` that names no axis of `pmap` or `shard_map`. It says
+    what these parameters and this batch do; later ones may do otherwise.
 
     Args:
-      loss_fn: called as `loss_fn(params, *args, **kwargs)`, as by `value_and_scaled_grad`; with
-        probes as `loss_fn(params, *args, probes=probes, **kwargs)`.
+      loss_fn: called as `loss_fn(params, *args, **kwargs)`, and with `probes=probes` if given.
       params: the parameters.
       *args: a batch. Arrays; bind what else there is with `functools.partial`.
       probes: a tree of probes, each from `probe()`, in the order of the model, which `loss_fn`
@@ -60,12 +55,10 @@ def diagnose(
       **kwargs: further keyword arguments of `loss_fn`, arrays.
 
     Returns:
-      A `Diagnosis`: print it, or read its `verdict`, `advice`, `dtypes`, `errors`, `off`,
-      `initial_scale`, `overflow`, `underflow`, `moments` and `not_compared`.
+      A `Diagnosis`: print it, or read its `verdict`, `advice`, `errors` and other fields.
 
     Raises:
-      TypeError: if the loss is not a real floating-point scalar, or an argument is not what is
-        said above.
+      TypeError: if the loss is not a real floating-point scalar, or an argument is another type.
       ValueError: if `probes` have no order, as in `explain`.
 
     Example:
@@ -94,7 +87,9 @@ def diagnose(
     validation.at_hand("diagnose", (params, args, kwargs, probes, opt_state))
     refuse_unordered(probes)
     program = Program(loss_fn, has_aux, params, probes, args, kwargs)
-    truth = program.truth()
+    truth, fits = program.truth, None
+    if truth.is_finite and np.isfinite(program.at(0).loss):
+        fits = search(lambda exponent: program.at(exponent).is_finite, near=_guess(truth))
     page = Diagnosis(
         verdict="",
         advice=[],
@@ -103,69 +98,30 @@ def diagnose(
         loss_dtype=program.loss_dtype,
         errors={},
         off={},
-        initial_scale=None,
-        overflow=None,
+        initial_scale=fits,
+        overflow=None if fits else _explained(program, 0),
         underflow={},
         moments=moments_of(opt_state, truth.grads),
         not_compared=tuple(dict.fromkeys((e.name, e.source) for e in program.not_widened)),
     )
-    if not (np.isfinite(truth.loss) and truth.is_finite):
-        return _in_no_dtype(page, program, {"params": params, "args": args, "kwargs": kwargs})
-    loss = program.at(0).loss
-    if not np.isfinite(loss):
-        verdict = f"The loss is {loss} at any loss scale, as that multiplies gradients alone; "
-        return _at_no_scale(page, program, f"{verdict}in float32 it is {truth.loss:.4g}.")
-    fits = search(lambda exponent: program.at(exponent).is_finite, near=_guess(truth))
-    if fits is None:
-        verdict = (
-            "The loss is finite, and its gradients are at no loss scale; in float32 they are."
-        )
-        return _at_no_scale(page, program, verdict)
-    return _at_a_scale(page, program, truth, fits)
+    if fits and page.computes_in:
+        page = page._replace(**_at_a_scale(program, fits))
+    return judged(page, program)
 
 
-def _in_no_dtype(page: Diagnosis, program: Program, inputs: dict[str, Any]) -> Diagnosis:
-    """Of a loss or gradients that are not finite in float32 either."""
-    what = "The gradients are" if np.isfinite(program.truth().loss) else "The loss is"
-    verdict = f"{what} not finite in float32 either, and no dtype and no loss scale helps"
-    page = page._replace(overflow=_explained(program, 0))
-    given = [name for name, x in inexact_leaves(inputs).items() if np.isnan(np.asarray(x)).any()]
-    if given:
-        advice = [f"Look for where the NaNs of {some(given)} come from."]
-        return page._replace(verdict=f"{verdict}: there are NaNs in {given[0]}.", advice=advice)
-    at_fault = maker(Inspection(program), 0, WIDE)
-    because, kind = (f": {at_fault}", at_fault.kind) if at_fault else ("", "")
-    return page._replace(verdict=f"{verdict}{because}.", advice=[REMEDIES[kind]])
-
-
-def _at_no_scale(page: Diagnosis, program: Program, verdict: str) -> Diagnosis:
-    """Of a loss or gradients that are finite in float32 alone."""
-    at_fault, overflow = maker(Inspection(program), 0, ROUNDED), _explained(program, 0)
-    because = f" What is not finite comes of {at_fault}." if at_fault else ""
-    advice = mended(overflow, program, at_fault)
-    return page._replace(verdict=f"{verdict}{because}", advice=advice, overflow=overflow)
-
-
-def _at_a_scale(
-    page: Diagnosis, program: Program, truth: Evidence, fits: InitialScale
-) -> Diagnosis:
-    """Of gradients that are finite at some scale, and in float32."""
-    page = page._replace(initial_scale=fits)
-    if not page.computes_in:
-        return judged(page, program)
+def _at_a_scale(program: Program, fits: InitialScale) -> dict[str, Any]:
+    """What 16 bits do to gradients that are finite at some scale, and in float32."""
     exponent = round(math.log2(fits.scale))
     if fits.largest == 2.0**HIGHEST:  # as of bfloat16, or where all vanishes: one as good as any
-        exponent = max(0, _guess(truth) - MARGIN) if _FLOAT16 in page.computes_in else 0
-    certain = known(program, truth)
-    off = {n: o for n, o in off_by(program.at(exponent), exponent, truth).items() if n in certain}
-    errors = find_errors(program, exponent, truth, off)
-    page = page._replace(off=off, errors=errors)
+        exponent = max(0, _guess(program.truth) - MARGIN) if _FLOAT16 in program.narrow else 0
+    certain = known(program)
+    all_off = off_by(program.at(exponent), exponent, program.truth)
+    off = {name: o for name, o in all_off.items() if name in certain}
+    found: dict[str, Any] = {"off": off, "errors": find_errors(program, exponent, off)}
     if fits.largest < 2.0**HIGHEST:
-        page = page._replace(
-            overflow=_explained(program, round(math.log2(fits.largest)) + 1),
-            underflow=find_underflow(program, truth, certain, fits),
-        )
-    return judged(page, program)
+        found["overflow"] = _explained(program, round(math.log2(fits.largest)) + 1)
+        found["underflow"] = find_underflow(program, program.truth, certain, fits)
+    return found
 
 
 def _explained(program: Program, exponent: int) -> Explanation:

@@ -43,8 +43,7 @@ class Operation(NamedTuple):
       terms: how many numbers are added to one, at most; over devices they are not counted.
       by_choice: whether a product is not the model's to narrow: it asks for its precision, or
         Optax made it, or JAX in the derivative of a matrix decomposition.
-      left_in: what `autocast` leaves as it is, such as a loop that waits for a number, if a
-        float32 product is that or in it; else nothing.
+      left_in: in what `autocast` leaves a float32 product, such as a loop that waits for a number.
     """
 
     primitive: str
@@ -116,20 +115,19 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
 
     Flax's modules, and JAX itself, promote to the widest of what they are given: one float32 input
     is enough to have all that follows computed in float32, and only the time it takes shows that.
-    `autocast` avoids it. This counts the matrix products and convolutions by the dtype of their
-    operands, and their multiplications; and says where sums, exponentials, logarithms and powers
-    are computed in 16 bits, which have few digits and a small range.
+    `autocast` avoids it. This counts matrix products and convolutions, and their multiplications,
+    by the dtype of their operands; and says where sums, exponentials, logarithms and powers are
+    computed in 16 bits, which have few digits and a small range.
 
-    It traces the function, and looks into whatever JAX traces: `jit`, `scan`, `cond`, `remat`,
-    `shard_map`, custom derivatives. It runs and compiles nothing, so shapes are enough. Give it
-    the training step, and the backward pass is in it. Each branch of a `cond` counts as run, and
-    the rounds of a `while` as one. An outer product is no product here, nor is a sum of products
-    to single numbers.
+    It traces the function and all that it holds, and runs and compiles nothing, so shapes are
+    enough. Give it the training step, and the backward pass is in it. Each branch of a `cond`
+    counts as run, and the rounds of a `while` as one. An outer product is no product here, nor is
+    a sum of products to single numbers.
 
     Args:
       fun: a function that JAX can trace, compiled or not.
-      *args: its arguments: arrays, or a `jax.ShapeDtypeStruct` in the place of each; trees and
-        modules of them. What is no array is passed on as it is.
+      *args: its arguments: trees and modules of arrays, or of `jax.ShapeDtypeStruct`. What is no
+        array is passed on as it is.
       **kwargs: its keyword arguments, likewise.
 
     Returns:
@@ -156,8 +154,7 @@ def report_of(jaxpr: Any) -> DtypeReport:
     """The report of what was traced."""
     products, narrow, opaque, unknown, while_loops = [], [], [], [], []
     vector = jax.ShapeDtypeStruct((1,), jnp.float32)
-    of_default = jax.make_jaxpr(lax.dot)(vector, vector).eqns[0]  # with jax's default precision
-    usual = str(of_default.params["precision"])
+    usual = str(jax.make_jaxpr(lax.dot)(vector, vector).eqns[0].params["precision"])
     for at in equations(jaxpr):
         floats, traits = [v for v in at.eqn.invars if is_float(v)], traits_of(at.name)
         if is_opaque(at.eqn) and floats:
@@ -166,8 +163,7 @@ def report_of(jaxpr: Any) -> DtypeReport:
             unknown.append(_operation(at))
         elif is_product(at.eqn):
             products.append(_product(at, usual))
-            whiles = [holder.source for holder in at.holders if holder.name == "while"]
-            while_loops += whiles[:1]
+            while_loops += [around.source for around in at.holders if around.name == "while"][:1]
         elif floats and all(v.aval.dtype.itemsize <= 2 for v in floats):
             terms = at.summed * terms_of(at.eqn)
             if terms > 1 or Is.EXPONENTIAL in traits or Is.SENDS | Is.ADDS_MANY in traits:
@@ -181,9 +177,6 @@ def product_rows(products: Iterable[Operation], report: DtypeReport) -> list[str
     return _rows(products, max(sum(p.multiplications for p in report.products), 1))
 
 
-# --- an equation as an operation ---
-
-
 def _operation(at: Equation) -> Operation:
     """One, with all the floating-point arrays that it takes."""
     pairs = zip(at.eqn.invars, at.before, strict=True)
@@ -194,13 +187,12 @@ def _operation(at: Equation) -> Operation:
 
 def _product(at: Equation, usual: str) -> Operation:
     """One that multiplies its first two operands."""
-    eqn, terms = at.eqn, terms_of(at.eqn)
-    precision = str(eqn.params.get("precision"))
+    eqn, terms, precision = at.eqn, terms_of(at.eqn), str(at.eqn.params.get("precision"))
     operands = tuple(_ROUNDING.get(precision, v.aval.dtype) for v in eqn.invars[:2])
     asks = asks_for_precision(eqn) and precision not in _ROUNDING
     is_made = is_of_the_optimizer(eqn) or is_of_a_decomposition(eqn)
     by_choice = is_made or (asks and precision != usual)
-    left_in = AT_DEFAULT if asks else _left_in(at)
+    is_left = FLOAT32 in operands and not by_choice
     return Operation(
         eqn.primitive.name,
         operands,
@@ -210,33 +202,31 @@ def _product(at: Equation, usual: str) -> Operation:
         multiplications=at.runs * results_of(eqn) * terms,
         terms=terms,
         by_choice=by_choice,
-        left_in=left_in if FLOAT32 in operands and not by_choice else "",
+        left_in=(AT_DEFAULT if asks else _left_in(at)) if is_left else "",
     )
 
 
 def _left_in(at: Equation) -> str:
     """What a product is that `autocast` leaves in float32, or is in."""
-    around = (at, *at.holders)
-    if why := next(filter(None, (why_left(e.eqn) for e in around)), ""):
-        return why
+    around = [e.eqn for e in (at, *at.holders)]
     # It would have been narrowed where the program shows it.
-    is_within = any(SCOPE in str(e.eqn.source_info.name_stack) for e in around)
-    return "what only a derivative has" if is_within and is_narrowed(at.eqn) else ""
+    is_within = any(SCOPE in str(eqn.source_info.name_stack) for eqn in around)
+    derived = "what only a derivative has" if is_within and is_narrowed(at.eqn) else ""
+    return next(filter(None, map(why_left, around)), derived)
 
 
 def _alike(operations: Iterable[Operation]) -> tuple[Operation, ...]:
     """Those that differ in numbers alone as one."""
-    kinds: dict[Operation, list[Operation]] = {}
+    found: dict[Operation, Operation] = {}
     for one in operations:
-        kinds.setdefault(one._replace(multiplications=0, terms=0), []).append(one)
-    return tuple(
-        kind._replace(
-            count=len(of),
-            multiplications=sum(one.multiplications for one in of),
-            terms=max(one.terms for one in of),
+        kind = one._replace(count=0, multiplications=0, terms=0)
+        others = found.get(kind, kind)
+        found[kind] = kind._replace(
+            count=others.count + 1,
+            multiplications=others.multiplications + one.multiplications,
+            terms=max(others.terms, one.terms),
         )
-        for kind, of in kinds.items()
-    )
+    return tuple(found.values())
 
 
 def _rows(operations: Iterable[Operation], total: int = 0) -> list[str]:
@@ -251,11 +241,11 @@ def _rows(operations: Iterable[Operation], total: int = 0) -> list[str]:
 
 def _row(one: Operation, total: int) -> tuple[str, ...]:
     """As in `float32 × float16→float32  50.0%  1 dot_general  model.py:12 (f), by choice`."""
-    named = lambda now, was: str(now) if now == was else f"{was}→{now}"
-    dtypes = list(map(named, one.operands, one.before))
+    pairs = zip(one.operands, one.before, strict=True)
+    dtypes = [str(now) if now == was else f"{was}→{now}" for now, was in pairs]
     dtypes = dtypes[:1] if len(set(dtypes)) == 1 else dtypes
     share = [f"{one.multiplications / total:.1%}"] if total else []
     terms = f" of {one.terms} terms" if one.terms > 1 and not one.multiplications else ""
-    why = f", as autocast leaves {one.left_in}: {remedy(one.left_in)}" if one.left_in else ""
-    why = ", by choice" if one.by_choice else why
+    left = f", as autocast leaves {one.left_in}: {remedy(one.left_in)}" if one.left_in else ""
+    why = left or ", by choice" * one.by_choice
     return " × ".join(dtypes), *share, f"{one.count} {one.primitive}{terms}", one.source + why

@@ -9,10 +9,6 @@ import numpy as np
 
 from optax_lossscale._arrays.precision import dtype_of
 
-# Those of optax.adam, where the state does not say others, as that of inject_hyperparams does.
-_EPS = 1e-8
-_B2 = 0.999
-
 
 class Moments(NamedTuple):
     """How Adam's second moments stand.
@@ -37,15 +33,16 @@ def moments_of(opt_state: Any, grads: dict[str, np.ndarray]) -> Moments | None:
     if not states:
         return None
     injected = _parts(opt_state, lambda x: isinstance(getattr(x, "hyperparams", None), Mapping))
-    hyperparams = injected[0].hyperparams if injected else {}
-    eps, b2 = (float(hyperparams.get(name, usual)) for name, usual in (("eps", _EPS), ("b2", _B2)))
+    adams = {"eps": 1e-8, "b2": 0.999}  # if the state does not say others
+    hyperparams = adams | dict(injected[0].hyperparams if injected else {})
+    eps, b2 = (float(hyperparams[name]) for name in adams)
     moments = [x for state in states for x in jax.tree.leaves(state.nu)]
     dtypes = tuple(dict.fromkeys(jnp.dtype(dtype_of(x)) for x in moments))
     if after := [state for state in states if int(state.count)]:
-        moves = _flat(np.asarray(x) != 0 for s in after for x in jax.tree.leaves(s.mu)) != 0
+        moves = _flat(state.mu for state in after) != 0
         held = _flat(state.nu for state in after)
-        unbiased = (_flat([state.nu]) / (1 - b2 ** int(state.count)) for state in after)
-        root = np.sqrt(np.maximum(np.concatenate(list(unbiased)), 0))
+        unbiased = [_flat([state.nu]) / (1 - b2 ** int(state.count)) for state in after]
+        root = np.sqrt(np.maximum(np.concatenate(unbiased), 0))
     else:
         root = _flat(map(np.abs, grads.values()))
         moves, held = root != 0, (1 - b2) * root**2

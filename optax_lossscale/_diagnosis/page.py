@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optax_lossscale._arrays.names import scale_name, without_numbers
+from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._diagnosis.accuracy import GradientError
 from optax_lossscale._diagnosis.calibration import InitialScale
 from optax_lossscale._diagnosis.dtypes import DtypeReport
@@ -15,13 +15,6 @@ from optax_lossscale._diagnosis.moments import Moments
 from optax_lossscale._diagnosis.text import some, table, wrapped
 
 _SHOWN = 8
-_BECAUSE = {
-    "stagnates": "{} stagnates",
-    "vanishes": "numbers vanish in {}",
-    "overflows": "numbers overflow in {}",
-    "saturates": "{} saturates",
-    "rounding": "{} has too few digits",
-}
 
 
 class Diagnosis(NamedTuple):
@@ -33,18 +26,17 @@ class Diagnosis(NamedTuple):
       dtypes: in which dtype what is computed, as `dtype_report` says it of the gradients.
       computes_in: the 16-bit dtypes that it computes in.
       loss_dtype: the dtype of the loss.
-      errors: of the parameters whose gradients are wrong at the scale that fits, how far they are
-        from those in float32 and why, the worst first.
+      errors: the gradients that are wrong at the scale that fits, and why, the worst first.
       off: how far each gradient is from float32's there, relative to it; but for those that
         float32 does not know either, as that of a bias before a normalization.
       initial_scale: the scale that fits; None if none does.
       overflow: what `explain` says of the least scale at which gradients overflow; None if they
         do at none. Without a scale that fits, of a scale of 1.
-      underflow: what is lost at a scale of 1, under the path of the parameters or of the tapped
-        places, numbers aside; the worst first, and what loses next to nothing left out.
+      underflow: what underflow takes, under the path of the parameters or of the tapped places,
+        numbers aside; the worst first, and what loses next to nothing left out.
       moments: how Adam's second moments stand, if its state was given; else None.
-      not_compared: the operations that are computed in 16 bits in either case, as kernels are,
-        each with its line; their errors are not in `off`.
+      not_compared: the operations that stay in 16 bits, as kernels do, whose errors are not in
+        `off`; each with its line.
     """
 
     verdict: str
@@ -61,70 +53,58 @@ class Diagnosis(NamedTuple):
     not_compared: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        scale = "" if self.initial_scale is None else scale_name(self.initial_scale.scale)
-        lines = [_computes(self), self.verdict]
+        fits, overflow, moments = self.initial_scale, self.overflow, self.moments
+        scale = scale_name(fits.scale) if fits else ""
+        lines = [self._computes(), self.verdict]
         if self.off and not self.errors:
-            at = f", at a scale of {scale}" if self.overflow is not None else ""
+            at = f", at a scale of {scale}" if overflow else ""
             lines.append(f"Gradients: within {max(self.off.values()):.1%} of float32's{at}.")
         for operation, source in self.not_compared:
             lines.append(f"Not compared: what {operation} computes in 16 bits at {source}.")
-        if self.initial_scale is not None and self.overflow is not None:
-            lines.append(f"Loss scale: {self.initial_scale}.")
-        if self.overflow is not None and self.overflow.suspects:
-            name, finding = self.overflow.suspects[0]
-            scales = self.initial_scale
-            where = f"from {scale_name(2 * scales.largest)} on" if scales else "at any scale"
+        if fits and overflow:
+            lines.append(f"Loss scale: {fits}.")
+        if overflow and overflow.suspects:
+            name, finding = overflow.suspects[0]
+            where = f"from {scale_name(2 * fits.largest)} on" if fits else "at any scale"
             lines.append(f"Overflow: {where}, first at {name}: {finding}.")
-        if self.moments is not None:
-            eps, below_eps, vanished, dtypes = self.moments
+        if moments:
+            dtypes = " and ".join(map(str, moments.dtypes))
             lines.append(
-                f"Adam: {below_eps:.1%} of the gradients are below its eps of {eps:g}; "
-                f"{vanished:.1%} of their squares are zero in {' and '.join(map(str, dtypes))}."
+                f"Adam: {moments.below_eps:.1%} of the gradients are below its eps of "
+                f"{moments.eps:g}; {moments.vanished:.1%} of their squares are zero in {dtypes}."
             )
-        groups: dict[str, list[str]] = {}
-        for name in self.errors:
-            groups.setdefault(without_numbers(name), []).append(name)
-        wrong = []
-        for group, (worst, *others) in groups.items():
-            off, cause, operation, source = self.errors[worst]
-            because = f"{_BECAUSE[cause].format(operation)}, {source}" if operation else "rounding"
-            wrong.append((group if others else worst, f"{off:.1%}", because))
-        lost = [
-            (name, f"{lost:.1%}", f"{left:.1%}", str(bits))
-            for name, (lost, left, bits) in self.underflow.items()
-        ]
+        wrong = [("Wrong:", "off by", "because")]
+        for name, (off, cause, operation, source) in self.errors.items():
+            because = f"{cause} in {operation}, {source}" if operation else cause
+            wrong.append((f"  {name}", f"{off:.1%}", because))
+        lost = [("Underflow:", "lost at 1", f"at {scale}", "bits needed")]
+        for name, of in self.underflow.items():
+            lost.append((f"  {name}", f"{of.lost:.1%}", f"{of.left:.1%}", str(of.bits)))
         lines = list(map(wrapped, lines))
-        lines += _table(("Wrong:", "off by", "because"), wrong, text=(0, 2))
-        lines += _table(("Underflow:", "lost at 1", f"at {scale}", "bits needed"), lost)
-        lines += ["What to do:", *(wrapped(f"- {what}") for what in self.advice)]
-        return "\n".join(lines)
+        lines += [*_table(wrong, text=(0, 2)), *_table(lost), "What to do:"]
+        return "\n".join([*lines, *(wrapped(f"- {what}") for what in self.advice)])
+
+    def _computes(self) -> str:
+        """In which dtype, in one sentence."""
+        products, loss = self.dtypes.products, f"the loss is {self.loss_dtype}"
+        if not products:
+            dtypes = " and ".join(map(str, self.computes_in)) or "float32 or wider"
+            return f"Computes in {dtypes}, without matrix products; {loss}."
+        (most, share), *others = self.dtypes.shares.items()
+        total, rest = sum(p.count for p in products), [p for p in products if p.dtype != most]
+        if not others:
+            return f"Computes in {most}: all of {total} matrix products; {loss}."
+        count = total - sum(p.count for p in rest)
+        dtypes = ", ".join(str(dtype) for dtype, _ in others)
+        lines = some(list(dict.fromkeys(p.source for p in rest)))
+        return (
+            f"Computes in {most}: {count} of {total} matrix products, {share:.1%} of the "
+            f"multiplications; the others in {dtypes}, at {lines}; {loss}."
+        )
 
 
-def _computes(diagnosis: Diagnosis) -> str:
-    """In which dtype, in one sentence."""
-    report, loss = diagnosis.dtypes, f"the loss is {diagnosis.loss_dtype}"
-    if not report.products:
-        dtypes = " and ".join(map(str, diagnosis.computes_in)) or "float32 or wider"
-        return f"Computes in {dtypes}, without matrix products; {loss}."
-    (most, share), *others = report.shares.items()
-    total = sum(p.count for p in report.products)
-    if not others:
-        return f"Computes in {most}: all of {total} matrix products; {loss}."
-    count = sum(p.count for p in report.products if p.dtype == most)
-    lines = some(list(dict.fromkeys(p.source for p in report.products if p.dtype != most)))
-    dtypes = ", ".join(str(dtype) for dtype, _ in others)
-    return (
-        f"Computes in {most}: {count} of {total} matrix products, {share:.1%} of the "
-        f"multiplications; the others in {dtypes}, at {lines}; {loss}."
-    )
-
-
-def _table(
-    titles: Sequence[str], rows: Sequence[Sequence[str]], text: Sequence[int] = (0,)
-) -> list[str]:
-    """The first rows of a table under their titles; nothing without rows."""
-    if not rows:
-        return []
-    shown = [titles, *((f"  {row[0]}", *row[1:]) for row in rows[:_SHOWN])]
-    more = [f"  and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
-    return [*table(shown, text), *more]
+def _table(rows: Sequence[Sequence[str]], text: Sequence[int] = (0,)) -> list[str]:
+    """The first rows of a table, under its title; nothing if that is all."""
+    left = len(rows) - 1 - _SHOWN
+    more = [f"  and {left} more"] if left > 0 else []
+    return [*table(rows[: 1 + _SHOWN], text), *more] if len(rows) > 1 else []

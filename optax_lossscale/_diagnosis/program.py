@@ -1,7 +1,7 @@
 """The gradients of a loss function as it was written, and as it would be in float32."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Collection
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_inexact
 from optax_lossscale._diagnosis.summary import inexact_leaves
-from optax_lossscale._diagnosis.widened import Compute, evaluate, held_dtype
+from optax_lossscale._diagnosis.widened import evaluate, held_dtype, switching, watching
 from optax_lossscale._programs.run import numbered
 from optax_lossscale._programs.values import HALVES, dtype_in
 from optax_lossscale._programs.walk import Equation, equations
@@ -23,8 +23,6 @@ _QUICKLY = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-# What is rounded to 16 bits and back again is not left as it was.
-_ROUNDING_ALL = {"xla_allow_excess_precision": False}
 
 
 class Evidence(NamedTuple):
@@ -36,8 +34,8 @@ class Evidence(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether all gradients are."""
-        return all(np.isfinite(g).all() for g in self.grads.values())
+        """Whether the loss and all gradients are."""
+        return all(np.isfinite(x).all() for x in (self.loss, *self.grads.values()))
 
 
 def gradients(loss_fn, has_aux, exponent, params, probes, args, kwargs) -> Evidence:
@@ -58,13 +56,16 @@ class Program:
     """The gradients of a loss function at any loss scale, as written and in float32.
 
     Attributes:
+      inputs: the parameters, the probes, and the arguments and keyword arguments of the function.
       equations: those that hold no others, in the order of their numbers.
       narrow: the 16-bit dtypes that it computes in.
       not_widened: the equations that are in 16 bits where all others are in float32.
+      at: gives the `Evidence` as written, at a loss scale of a power of two.
+      truth: that in float32, at a loss scale of 1.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], has_aux: bool, *inputs: Any):
-        self._inputs = inputs  # params, probes, args, kwargs
+        self.inputs = inputs
         traced = jax.jit(partial(gradients, loss_fn, has_aux)).trace(np.int32(0), *inputs)
         self.jaxpr, self._result = traced.jaxpr, jax.tree.structure(traced.out_info)
         self.loss_dtype = jnp.dtype(traced.out_info.loss.dtype)
@@ -72,54 +73,51 @@ class Program:
         self.equations: list[Equation] = [places[id(eqn)] for eqn in numbered(self.jaxpr)]
         dtypes = dict.fromkeys(dtype_in(v) for e in self.equations for v in e.eqn.outvars)
         self.narrow = tuple(dtype for dtype in dtypes if dtype in HALVES)
-        self._as_written = _compiled(traced.lower())
+        as_written = _compiled(traced.lower())
+        self.at = cache(lambda e: jax.device_get(as_written(np.int32(e), *inputs)))
         in_float32 = jax.jit(lambda *leaves: evaluate(self.jaxpr, leaves))
         self._in_float32 = _compiled(in_float32.lower(*self._leaves(0)))
         self.not_widened = [self.equations[n] for n in self._in_float32.out_info[1]]
-        self._runs: dict[int, Evidence] = {}
+        self._under = cache(self._compiled_under)
+        self.truth = self._evidence(self._in_float32(*self._leaves(0))[0])
 
-    def at(self, exponent: int) -> Evidence:
-        """As written, at a loss scale of a power of two."""
-        if exponent not in self._runs:
-            evidence = self._as_written(np.int32(exponent), *self._inputs)
-            self._runs[exponent] = jax.device_get(evidence)
-        return self._runs[exponent]
-
-    def truth(self, exponent: int = 0, moved: float = 0.0, seed: int = 0) -> Evidence:
-        """The same in float32, each parameter moved by a part of it, up or down at random."""
-        leaves = self._leaves(exponent)
-        if moved:
-            signs = np.random.default_rng(seed)
-            is_moved = [False, *map(is_inexact, jax.tree.leaves(self._inputs[0]))]
-            for i in np.flatnonzero(is_moved):
-                x = np.asarray(leaves[i])
-                leaves[i] = _like(leaves[i], x * (1 + moved * signs.choice([-1, 1], x.shape)))
+    def moved(self, part: float, seed: int) -> Evidence:
+        """In float32, with each parameter moved by a part of it, up or down at random."""
+        leaves, signs = self._leaves(0), np.random.default_rng(seed)
+        is_moved = [False, *map(is_inexact, jax.tree.leaves(self.inputs[0]))]
+        for i in np.flatnonzero(is_moved):
+            x = np.asarray(leaves[i])
+            leaves[i] = _like(leaves[i], x * (1 + part * signs.choice([-1, 1], x.shape)))
         return self._evidence(self._in_float32(*leaves)[0])
 
-    def inspected(
-        self, rule: Callable[[Any], Compute]
-    ) -> Callable[[int, Any], tuple[Evidence, Any]]:
-        """With an exponent and an array, of which a rule is made that computes each equation.
+    def switched(self, exponent: int, modes: np.ndarray) -> Evidence:
+        """With each result rounded in its mode."""
+        return self._evidence(self._under(None)(modes, *self._leaves(exponent))[0])
 
-        Gives the evidence, and what the rule noted. It is compiled when it first runs.
+    def watched(
+        self, exponent: int, mode: int, healed: Collection[int] = ()
+    ) -> tuple[Evidence, dict[int, int]]:
+        """In one mode, with 0 for what is not finite of equations `healed`.
+
+        And what equations make that is not finite, under their numbers.
         """
-        of_leaves = lambda given, *leaves: evaluate(self.jaxpr, leaves, rule(given))
-        compiled: list[Callable] = []
+        is_healed = np.isin(np.arange(len(self.equations)), list(healed))
+        outs, made = self._under(mode)(is_healed, *self._leaves(exponent))
+        return self._evidence(outs), {n: int(m) for n, m in jax.device_get(made).items() if m}
 
-        def inspect(exponent, given):
-            leaves = self._leaves(exponent)
-            if not compiled:
-                lowered = jax.jit(of_leaves).lower(given, *leaves)
-                compiled.append(_compiled(lowered, **_ROUNDING_ALL))
-            outs, records = compiled[0](given, *leaves)
-            return self._evidence(outs), jax.device_get(records)
-
-        return inspect
+    def _compiled_under(self, mode: int | None) -> jax.stages.Compiled:
+        """The program that is watched in a mode, or switched."""
+        rule = switching if mode is None else partial(watching, mode)
+        given = np.zeros(len(self.equations), np.int32 if mode is None else bool)
+        of = lambda given, *leaves: evaluate(self.jaxpr, leaves, rule(given))
+        # What is rounded to 16 bits and back again is not to be left as it was.
+        lowered = jax.jit(of).lower(given, *self._leaves(0))
+        return _compiled(lowered, xla_allow_excess_precision=False)
 
     def _leaves(self, exponent: int) -> list[Any]:
         """The arguments of the program, 16-bit floats as float32."""
         held = lambda x: _like(x, np.asarray(x)) if dtype_of(x) in HALVES else x
-        return [np.int32(exponent), *map(held, jax.tree.leaves(self._inputs))]
+        return [np.int32(exponent), *map(held, jax.tree.leaves(self.inputs))]
 
     def _evidence(self, outs: list[Any]) -> Evidence:
         return jax.device_get(jax.tree.unflatten(self._result, outs))

@@ -7,10 +7,9 @@ from optax_lossscale._arrays.names import shortened
 
 _COLUMNS = 100
 _SHOWN = 3
-_WRAPPED = textwrap.TextWrapper(
+wrapped = textwrap.TextWrapper(
     width=_COLUMNS, subsequent_indent="   ", break_long_words=False, break_on_hyphens=False
-)
-wrapped = _WRAPPED.fill
+).fill
 
 
 def some(names: Sequence[str], what: str = "more") -> str:
@@ -23,12 +22,7 @@ def table(rows: Sequence[Sequence[str]], text: Sequence[int] = (0,)) -> list[str
     """Rows as lines, their first column shortened to fit, and aligned as `text` or as numbers."""
     _, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     room = max(_COLUMNS - sum(widths) - 2 * len(widths), 24)
-    names = [shortened(name, room) for name, *_ in rows]
-    widths = [max(map(len, names)), *widths]
-    return [
-        "  ".join(
-            x.ljust(width) if i in text else x.rjust(width)
-            for i, (x, width) in enumerate(zip((name, *row[1:]), widths, strict=True))
-        ).rstrip()
-        for name, row in zip(names, rows, strict=True)
-    ]
+    rows = [(shortened(name, room), *others) for name, *others in rows]
+    widths = [max(len(row[0]) for row in rows), *widths]
+    aligned = lambda i, x: x.ljust(widths[i]) if i in text else x.rjust(widths[i])
+    return ["  ".join(map(aligned, range(len(row)), row)).rstrip() for row in rows]

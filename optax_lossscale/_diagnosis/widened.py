@@ -1,5 +1,6 @@
-"""The rule by which a program holds every 16-bit float in a float32."""
+"""Rules that hold every 16-bit float of a program in float32, and round it as they are told."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._arrays.precision import is_inexact
+from optax_lossscale._programs.operations import Is, is_exact, traits_of
 from optax_lossscale._programs.run import ByEquation, Records, Rule
 from optax_lossscale._programs.values import FLOAT32, HALVES, dtype_in, in_dtype, in_dtypes
 from optax_lossscale._programs.versions import bind, is_program, open_jaxpr, params_of
@@ -17,6 +19,12 @@ _SHAPES = (jax.core.ShapedArray, jax.ShapeDtypeStruct)  # of what a foreign func
 _COMBINE = ("add", "sub", "mul", "min", "max")
 _SCATTERS = {f"scatter-{how}": getattr(lax, f"scatter_{how}") for how in _COMBINE}
 _SCATTERS["scatter"] = lax.scatter
+
+WIDE, DIGITS, ROUNDED = range(3)
+"""How a result is rounded: not at all, to as many digits but with any exponent, or as written."""
+
+NAN_OF_INFINITY, INFINITY, NAN = range(1, 4)
+"""What an equation makes, of finite numbers but for the first. Of a loop the largest is noted."""
 
 Compute = Callable[[int, Any, Sequence[Any]], tuple[list[Any], Any]]
 
@@ -48,6 +56,35 @@ def rounded(eqn: Any, ins: Sequence[Any]) -> list[Any]:
 def held_dtype(dtype: Any) -> Any:
     """The dtype in which numbers of a dtype are held."""
     return FLOAT32 if dtype in HALVES else dtype
+
+
+def switching(modes: Any) -> Compute:
+    """The rule that rounds each result as told."""
+    return lambda n, eqn, ins: (_rounded(eqn, ins, modes[n]), None)
+
+
+def watching(mode: int, is_healed: Any) -> Compute:
+    """The rule that notes what is made that is not finite, and has 0 for it where told."""
+
+    def compute(n, eqn, ins):
+        outs, name = (widely if mode == WIDE else rounded)(eqn, ins), eqn.primitive.name
+        # Of an index out of bounds, a gather makes NaN.
+        if (is_exact(name) and name != "gather") or not any(map(is_inexact, outs)):
+            return outs, None
+        healed = [_healed(x, is_healed[n]) if is_inexact(x) else x for x in outs]
+        return healed, _made(_kinds(ins), _kinds(outs))
+
+    return compute
+
+
+def rounds(eqn: Any) -> bool:
+    """Whether an equation rounds to 16 bits."""
+    return not is_exact(eqn.primitive.name) and any(map(_is_half, eqn.outvars))
+
+
+def adds_many(eqn: Any) -> bool:
+    """Whether it adds up many terms, and rounds inside."""
+    return Is.ADDS_MANY in traits_of(eqn.primitive.name)
 
 
 def _widened(eqn: Any, ins: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -98,3 +135,46 @@ def _has_halves(eqn: Any) -> bool:
 def _params(eqn: Any) -> list[Any]:
     is_leaf = lambda x: is_program(x) or isinstance(x, _SHAPES)
     return jax.tree.leaves(list(params_of(eqn).values()), is_leaf=is_leaf)
+
+
+def _rounded(eqn: Any, ins: Sequence[Any], mode: Any) -> list[Any]:
+    """The results of an equation, rounded as one of the modes says."""
+    outs = widely(eqn, ins)
+    if not rounds(eqn):
+        return outs
+
+    def chosen(v, wide, exact):
+        if not _is_half(v):
+            return wide
+        digits = lax.reduce_precision(wide, 8, jnp.finfo(v.aval.dtype).nmant)
+        exact = in_dtype(wide.dtype, in_dtype(v.aval.dtype, exact))
+        return lax.select_n(mode, wide, digits, exact)
+
+    return list(map(chosen, eqn.outvars, outs, rounded(eqn, ins) if adds_many(eqn) else outs))
+
+
+def _kinds(xs: Sequence[Any]) -> Any:
+    return functools.reduce(jnp.maximum, map(_kind, filter(is_inexact, xs)), np.uint8(0))
+
+
+# Each is traced once for all equations of a shape, and reads it once.
+@jax.jit
+def _kind(x: jax.Array) -> jax.Array:
+    """Whether there are NaNs, 2, or else infinities, 1."""
+    return jnp.where(jnp.isnan(x), 2, jnp.isinf(x)).astype(jnp.uint8).max(initial=0)
+
+
+@jax.jit
+def _healed(x: jax.Array, is_healed: jax.Array) -> jax.Array:
+    return jnp.where(is_healed & ~jnp.isfinite(x), 0, x)
+
+
+@jax.jit
+def _made(given: jax.Array, made: jax.Array) -> jax.Array:
+    """What is made of what is given, of the kinds of both."""
+    of_any = jnp.where(given == 1, NAN_OF_INFINITY, made + 1)
+    return jnp.where(made > given, of_any, 0).astype(jnp.uint8)
+
+
+def _is_half(v: Any) -> bool:
+    return dtype_in(v) in HALVES

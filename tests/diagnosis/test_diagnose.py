@@ -78,7 +78,9 @@ def test_scores_that_overflow_are_named():
 def test_a_row_that_is_masked_whole_is_told():
     mask = CAUSAL & (np.arange(6) != 0)  # the first sees itself alone
     diagnosis = diagnose(mask=mask)
-    assert re.search(r"infinity, at \S+test_diagnose.py:\d+ \(attention\)", diagnosis.verdict)
+    assert re.search(
+        r"infinities, in sub, at \S+test_diagnose.py:\d+ \(attention\)", diagnosis.verdict
+    )
     assert any("mask with a finite number" in advice for advice in diagnosis.advice)
     assert diagnosis.overflow.suspects[0].name == "weights"
     assert "unless it began with the infinities of scores" in str(diagnosis.overflow)

@@ -351,8 +351,8 @@ def rooted(x):
 NOT_FINITE = {
     "root": (rooted, "the derivative of a root at 0", "under the root"),
     "logarithm": (lambda x: x * jnp.log(x), "the logarithm of 0", "the logarithm is taken of"),
-    "0/0": (lambda x: x / jnp.sum(x * 0), "0/0", "the divisor"),
-    "power": (lambda x: x**0.5, "a negative power of 0", "the power is taken of"),
+    "0/0": (lambda x: x / jnp.sum(x * 0), "a division by 0", "the divisor"),
+    "power": (lambda x: x**0.5, "a power of 0 or less", "the power is taken of"),
     "norm": (lambda x: jnp.linalg.norm(x * 0), "the derivative of a root at 0", "under the root"),
     "index": (
         lambda x: jnp.take(x, jnp.array([5])),
@@ -371,7 +371,7 @@ NOT_FINITE = {
     ),
     "masked whole": (
         lambda x: x * jax.nn.softmax(jnp.where(x > 9, x, -jnp.inf)),
-        "infinity minus infinity",
+        "infinities, in sub",
         "mask with a finite number",
     ),
 }
