@@ -57,7 +57,7 @@ def loss_scale(
     except (KeyError, TypeError, IndexError):
         scale = applied = np.array(())
     if scale.ndim != 1 or not scale.size or scale.shape != applied.shape:
-        allowed = "a sequence of what metrics returned in each step, or one dict of them stacked"
+        allowed = "a sequence of what metrics returned after each step, or one dict of them all"
         refuse("history", history, allowed)
     axes, steps, skipped = _axes(axes, 2.6), np.arange(1, len(scale) + 1), ~applied.astype(bool)
     look: dict[str, Any] = {"color": AFTER, "lw": 1.5} | style
@@ -171,7 +171,9 @@ def taps(
     steps = [list(places(record)) for record in jax.device_get(list(records))]
     names = [name for name, _ in steps[0]] if steps else []
     if any([name for name, _ in step] != names for step in steps) or not names:
-        raise ValueError("records must hold a step or more, each with Probes at the same places")
+        raise ValueError(
+            "records must hold one step or more, a Probe or more in each, at the same places"
+        )
     by_place = zip(*([probe for _, probe in step] for step in steps), strict=True)
     stacked = [jax.tree.map(lambda *x: np.array(x), *probes) for probes in by_place]
     values = np.array([np.asarray(quantity(probe), np.float64) for probe in stacked])

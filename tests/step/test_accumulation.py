@@ -135,5 +135,5 @@ def test_accumulation_around_the_wrapper_is_refused_and_the_other_order_named(ar
         ols.get_loss_scale,
         ols.metrics,
     ):
-        with pytest.raises(ValueError, match=r"with_loss_scale\(optax\.MultiSteps\(inner, k\)\)"):
+        with pytest.raises(ValueError, match=r"with_loss_scale\(optax\.MultiSteps\(inner, …\)\)"):
             take(state)

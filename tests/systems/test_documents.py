@@ -253,6 +253,7 @@ RESULTS = {
         "diagnosis.Diagnosis",
         "diagnosis.DtypeReport",
         "diagnosis.Explanation",
+        "diagnosis.GradientError",
         "diagnosis.InitialScale",
         "diagnosis.Moments",
         "diagnosis.Operation",
