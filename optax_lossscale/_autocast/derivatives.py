@@ -9,7 +9,6 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from optax_lossscale._autocast.kinds import Kind
-from optax_lossscale._autocast.products import why_left
 from optax_lossscale._programs.run import Run
 from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes, is_float
 from optax_lossscale._programs.versions import bind, function_name
@@ -18,13 +17,14 @@ Narrowed = Callable[[Any, Sequence[Any], Sequence[Kind]], list[Any]]
 """Runs a program, narrowed, with arguments of some kinds."""
 
 
-def _custom_jvp(
-    eqn: Any, ins: list, run: Run, given: Sequence[Kind], narrowed: Narrowed
+def custom_jvp(
+    eqn: Any, ins: list, runs: Sequence[Run], given: Sequence[Kind], narrowed: Narrowed
 ) -> list[Any]:
-    """Its derivative is that of the original, rewritten in turn."""
+    """The results of one, whose derivative is that of the original, rewritten in turn."""
+    (run,) = runs
 
     def of(*xs):
-        return run(xs)[0]
+        return run.call(xs)[0]
 
     of.__name__ = function_name(eqn.params["call_jaxpr"])
     of = jax.custom_jvp(of)
@@ -56,19 +56,18 @@ def _custom_jvp(
     return of(*map(jnp.asarray, ins))
 
 
-def _custom_vjp(
-    eqn: Any, ins: list, run: Run | None, given: Sequence[Kind], narrowed: Narrowed
+def custom_vjp(
+    eqn: Any, ins: list, runs: Sequence[Run], given: Sequence[Kind], narrowed: Narrowed
 ) -> list[Any]:
-    """Both of its passes are those of the original, rewritten in turn.
-
-    The backward pass begins with the forward one: a compiler that sees both computes it once. If
-    that has no products, there is no `run`, and the backward pass, which may have some, goes on
-    from what the original saves.
-    """
+    """The results of one, both of whose passes are those of the original, rewritten in turn."""
+    # The backward pass begins with the forward one: a compiler that sees both computes it once. If
+    # that has no products, there is no run, and the backward pass, which may have some, goes on
+    # from what the original saves.
+    (run,) = runs or (None,)
     first = eqn.params["num_consts"]
 
     def of(*xs):
-        return bind(eqn, xs) if run is None else run(xs)[0]
+        return bind(eqn, xs) if run is None else run.call(xs)[0]
 
     def forward(*args):
         xs = [x.value for x in args]
@@ -121,22 +120,3 @@ def _rewritten(
     jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*args)
     outs = narrowed(jaxpr, jax.tree.leaves(args), given)
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
-
-
-def call_with_derivative(
-    eqn: Any, ins: list, run: Run | None, given: Sequence[Kind], narrowed: Narrowed
-) -> list[Any] | None:
-    """The results of a function with a derivative of its own; None for any other equation.
-
-    Args:
-      eqn: the equation.
-      ins: its operands.
-      run: how to run its program, if there are products in it.
-      given: the kinds of its operands.
-      narrowed: runs what its derivative is made of.
-    """
-    if eqn.primitive.name == "custom_vjp_call" and not why_left(eqn):
-        return _custom_vjp(eqn, ins, run, given, narrowed)
-    if eqn.primitive.name == "custom_jvp_call" and run is not None:
-        return _custom_jvp(eqn, ins, run, given, narrowed)
-    return None

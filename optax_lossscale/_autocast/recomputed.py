@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from jax.extend.core import Literal
-
 from optax_lossscale._autocast.flat import Instruction
 from optax_lossscale._programs.operations import Is, traits_of
 from optax_lossscale._programs.values import is_product
@@ -23,17 +21,11 @@ def is_cheap(eqn: Any) -> bool:
 
 
 class _Repeat(NamedTuple):
-    """A step to repeat.
-
-    Attributes:
-      step: the step.
-      sources: what it takes to repeat it.
-      length: of how many steps it is the last.
-    """
+    """A step to repeat."""
 
     step: Instruction
-    sources: frozenset[int]
-    length: int
+    sources: frozenset[int]  # what it takes to repeat it
+    length: int  # of how many steps it is the last
 
 
 class Repeated:
@@ -81,5 +73,5 @@ def read_by(island: Iterable[Instruction]) -> dict[int, None]:
     """What an island reads of others."""
     island = list(island)
     made = {i for step in island for i in step.outs}
-    read = (i for step in island for i in step.ins if not isinstance(i, Literal))
+    read = (i for step in island for i in step.ins if i >= 0)
     return {i: None for i in read if i not in made}

@@ -32,24 +32,14 @@ _FRAMEWORKS = ("einops", "equinox", "flax", "haiku", "haliax", "keras", "optax",
 
 
 class Equation(NamedTuple):
-    """An equation in its place.
-
-    Attributes:
-      eqn: as it is in the jaxpr.
-      around: the equation that holds the program which this is in, if any.
-      runs: how often it runs. Each branch of a `cond` counts as run, and the body of a `while`,
-        whose rounds nobody knows before, as run once.
-      source: the line that made it, as `model.py:12 (f)`.
-      before: the dtypes that its operands had before they were converted to wider ones.
-      summed: how often it adds to what a `scan` carries: 1, if it does not.
-    """
+    """An equation in its place."""
 
     eqn: Any
-    around: Self | None
-    runs: int
-    source: str
-    before: tuple[Any, ...]
-    summed: int
+    around: Self | None  # the equation that holds the program which this is in
+    runs: int  # how often; each branch of a `cond` counts as run, and the body of a `while` once
+    source: str  # the line that made it, as `model.py:12 (f)`
+    before: tuple[Any, ...]  # the dtypes of its operands before they were converted to wider ones
+    summed: int  # how often it adds to what a `scan` carries: 1, if it does not
 
     @property
     def name(self) -> str:
