@@ -68,7 +68,7 @@ class _Form(NamedTuple):
     """A tree without its arrays."""
 
     tree: Any  # its structure
-    others: list[tuple[Any] | None]  # for each leaf, None for an array, else what it is
+    others: list[tuple[Any] | None]  # for each leaf, None for an array, else a tuple of it
 
     def filled(self, arrays: Iterable[Any], with_others: bool = True) -> Any:
         """The tree of these arrays."""

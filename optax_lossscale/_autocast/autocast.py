@@ -111,7 +111,7 @@ def autocast(
 
 def _warn_of_nothing_narrowed(program: Any) -> None:
     """Warns if all products are left in float32, but those that ask for it; not in diagnosis."""
-    reasons = dict.fromkeys(reasons_left(program))
+    reasons = dict.fromkeys(reasons_left(open_jaxpr(program).eqns))
     frames = traceback.walk_stack(inspect.currentframe())
     modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
     is_diagnosis = any(name.startswith("optax_lossscale._diagnosis") for name in modules)

@@ -64,13 +64,11 @@ def _kinds_of_results(jaxpr: Any, given: Sequence[Kind], low: np.dtype) -> list[
 
 
 def _kinds_inside(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
-    """The kinds of operands inside of an equation: those that a loop carries, in every round.
-
-    Where a scan runs over layers, so that each round multiplies by a matrix of its own, it carries
-    what goes from layer to layer, which is kept as it is without a scan. Over steps of time it
-    carries what may be a running sum: float32, and so does a `while`. Over layers, a carry that
-    no product reads stays float32, too.
-    """
+    """The kinds of operands inside of an equation: those that a loop carries, in every round."""
+    # Where a scan runs over layers, so that each round multiplies by a matrix of its own, it
+    # carries what goes from layer to layer, which is kept as it is without a scan. Over steps of
+    # time it carries what may be a running sum: float32, and so does a `while`. Over layers, a
+    # carry that no product reads stays float32, too.
     inside, carried = list(operands), carried_by(eqn)
     for i in carried:
         inside[i] = Kind.FLOAT32

@@ -28,10 +28,7 @@ def plan(
     how: Casting,
     gives: Sequence[Any] | None = None,
 ) -> Plan:
-    """The plan for a program that was traced in float32, with arguments of some dtypes and kinds.
-
-    It gives its results in the dtypes `gives`, or else each that is a `SUM` in 16 bits.
-    """
+    """The plan for a program traced in float32; it gives each `SUM` in 16 bits, unless told."""
     return _Planner(flat(jaxpr), takes, given, how).plan(gives)
 
 
@@ -81,8 +78,8 @@ class _Planner:
 
     def _add_by_itself(self, step: Instruction) -> None:
         planned = self._planned(step, self.held)
-        is_low = lambda dtype: dtype == self.how.dtype  # as of a product, whoever reads it
-        kept = lambda i, dtype: dtype if is_low(dtype) else self._kept_dtype(i)
+        # A product gives 16 bits, whoever reads it.
+        kept = lambda i, dtype: dtype if dtype == self.how.dtype else self._kept_dtype(i)
         gives = tuple(map(kept, step.outs, planned.gives))
         # What is moved after it was spread still has the derivative of float32.
         is_sum = traits_of(step.name) & (Is.SENDS | Is.SPREADS) != Is.SENDS
@@ -90,20 +87,15 @@ class _Planner:
         is_spread = self._is_sent(step) and is_sum and is_wide
         beside = (FLOAT32,) if is_spread else ()  # for its derivative
         writes = {i: (dtype, *beside) for i, dtype in zip(step.outs, gives, strict=True)}
-        pairs = zip(step.ins, planned.takes, strict=True)
-        reads = {i: dtype for i, dtype in pairs if i >= 0}
+        reads = {i: d for i, d in zip(step.ins, planned.takes, strict=True) if i >= 0}
         self._add(Part((planned._replace(gives=gives),), 0, reads, writes, False, is_spread))
 
     def _add_island(self, island: list[Instruction]) -> None:
-        """Adds an island.
-
-        A sum that is kept in 16 bits, and read here too, comes first and by itself. The rest
-        then reads the sum, so that the gradient needs no operands of it beside.
-        """
-        wanted = self._wanted(island)
-        low = self.how.dtype
+        wanted, low = self._wanted(island), self.how.dtype
         rounded = {i for i, dtypes in wanted.items() if low in dtypes and self._is_kept_low(i)}
         read = set().union(*(step.reads for step in island))
+        # A sum that is kept in 16 bits, and read here too, comes first and by itself. The rest
+        # then reads the sum, so that the gradient needs no operands of it beside.
         for i in (i for step in island for i in step.outs if i in rounded & read):
             self._add_part(self._needed(i, island), wanted, rounded)
         rest = [step for step in island if not self.held.keys() >= set(step.outs)]
@@ -137,8 +129,8 @@ class _Planner:
             one = one._replace(gives=tuple(low if i in rounded else dtype for i, dtype in pairs))
             values |= {i: (dtype,) for i, dtype in zip(step.outs, one.gives, strict=True)}
             planned.append(one)
-        outs = [i for step in steps for i in step.outs]
-        writes = {i: wanted[i] for i in outs if i in wanted and i not in self.held}
+        new = wanted.keys() - self.held.keys()
+        writes = {i: wanted[i] for step in steps for i in step.outs if i in new}
         if not writes:  # others repeat it
             return
         moves_only = all(Is.MOVES in traits_of(step.name) for step in steps)
@@ -150,11 +142,9 @@ class _Planner:
         self.held |= part.writes
 
     def _wanted(self, island: list[Instruction]) -> dict[int, tuple[Any, ...]]:
-        """What others are to have of what an island makes, in which dtypes; first as it is kept.
-
-        What is cheap, and only islands read, is repeated in these instead, and then they
-        are to have what that takes.
-        """
+        """In which dtypes others are to have what of an island; the first is as it is kept."""
+        # What is cheap, and only islands read, is repeated in these instead, and then they are to
+        # have what that takes.
         inside = set(map(id, island))
         wanted: dict[int, tuple[Any, ...]] = {}
         for step in island:
@@ -197,7 +187,8 @@ class _Planner:
         if traits_of(step.name) & (Is.MOVES | Is.SENDS):
             gives = there if len(there) == len(results) else there[:1] * len(results)
             return step._replace(takes=as_they_come, gives=gives)
-        if is_low and Is.ADDS_TWO in traits_of(step.name) and _are_alike(eqn):
+        is_sum = is_low and Is.ADDS_TWO in traits_of(step.name)
+        if is_sum and len({v.aval.shape for v in (*eqn.invars, *eqn.outvars)}) == 1:
             # Of rounded numbers, so that a compiler has no float32 array to keep.
             return step._replace(takes=(low,) * len(step.ins), gives=(low,))
         return step._replace(takes=tuple(dtypes_in(eqn.invars)), gives=results)
@@ -229,10 +220,8 @@ class _Planner:
 def _sent_to_products(
     program: Flat, readers: Mapping[int, Sequence[Instruction | None]]
 ) -> set[int]:
-    """What goes from device to device, or is kept under a name, and then to products alone.
-
-    Maybe through further movements. Products round it, and rounding commutes with moving.
-    """
+    """What goes from device to device, or is kept under a name, and then to products alone."""
+    # Maybe through further movements. Products round it, and rounding commutes with moving.
     for_products: set[int] = set()
     for step in reversed(program.steps):
         moves = traits_of(step.name) & (Is.MOVES | Is.SENDS | Is.SPREADS)
@@ -277,11 +266,6 @@ def _kept(values: Sequence[Any], kinds: Sequence[Kind], low: Any) -> tuple[Any, 
     """The dtypes in which values of some kinds go in and out of programs."""
     pairs = zip(dtypes_in(values), kinds, strict=True)
     return tuple(low if (d, kind) == (FLOAT32, Kind.SUM) else d for d, kind in pairs)
-
-
-def _are_alike(eqn: Any) -> bool:
-    """Whether operands and result have one shape."""
-    return len({v.aval.shape for v in (*eqn.invars, *eqn.outvars)}) == 1
 
 
 def _is_operand(i: int, step: Instruction | None) -> bool:

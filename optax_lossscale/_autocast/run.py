@@ -64,11 +64,9 @@ def _spread(step: Instruction, low: dict[int, list[Any]], ins: list[Any]) -> dic
 
 @jax.custom_jvp
 def _in_place_of(low: jax.Array, wide: jax.Array) -> jax.Array:
-    """An array in 16 bits, with the derivative of one in float32.
-
-    Where the forward pass sends an array to many devices, the backward pass sums over them: in
-    float32, so. The compiler drops the sending in float32, whose results nobody reads.
-    """
+    """An array in 16 bits, with the derivative of one in float32."""
+    # Where the forward pass sends an array to many devices, the backward pass sums over them: in
+    # float32, so. The compiler drops the sending in float32, whose results nobody reads.
     return low
 
 

@@ -16,23 +16,14 @@ from jax.extend.core import Literal
 from optax_lossscale._arrays.placement import varying_axes, zeros_of
 from optax_lossscale._programs.operations import TABLE, Is
 from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes
-from optax_lossscale._programs.versions import (
-    constants,
-    mapped_axes,
-    open_jaxpr,
-    scan_sizes,
-)
+from optax_lossscale._programs.versions import constants, mapped_axes, open_jaxpr, scan_sizes
 from optax_lossscale._programs.walk import programs_in
 
 Records = dict[int, Any]
 """What was noted of an equation, under its number: arrays, of which the maximum is kept."""
 
-
 Compute = Callable[[int, Any, Sequence[Any]], tuple[list[Any], Any]]
-"""The results of an equation that holds no programs to run, and what to note of it or None.
-
-Computed from its number, the equation, and its operands.
-"""
+"""Gives an equation's results, and a note or None, from its number, itself and its operands."""
 
 
 class Run(NamedTuple):
@@ -46,10 +37,8 @@ class Run(NamedTuple):
 def by_equation(
     program: Any, compute: Compute, holds: Callable[[Any], Any], first: int = 0
 ) -> Run:
-    """How to run a program equation by equation, with numbers in the dtypes that `holds` gives.
-
-    Its first equation has the number `first`, as `numbered` counts them.
-    """
+    """How to run a program equation by equation, of which `numbered` counts from `first`."""
+    # Numbers are in the dtypes that `holds` gives for theirs.
     jaxpr = open_jaxpr(program)
     held = lambda x: in_dtype(holds(dtype_in(x)), x)
     all_held = lambda variables: list(map(holds, dtypes_in(variables)))
@@ -102,9 +91,8 @@ def enter(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any],
 
 def is_placed(eqn: Any) -> bool:
     """Whether a `jit` was told where to have what it takes or gives."""
-    return any(
-        map(_is_told, (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())))
-    )
+    told = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return any(map(_is_told, told))
 
 
 # --- one function for each kind of equation ---

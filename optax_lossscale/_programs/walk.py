@@ -80,6 +80,11 @@ def programs_in(eqn: Any) -> list[Any]:
     return list(filter(is_program, jax.tree.leaves(found, is_leaf=is_program)))
 
 
+def equations_in(eqn: Any) -> Iterator[Any]:
+    """Those of the programs that an equation runs, but for those that these hold."""
+    return (inner for program in programs_in(eqn) for inner in open_jaxpr(program).eqns)
+
+
 def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
     """The programs in an equation, each with the numbers of the operands that it is given."""
     programs, n = programs_in(eqn), len(eqn.invars)
@@ -206,14 +211,12 @@ def _keeps_numbers(eqn: Any) -> bool:
 
 
 def _source(eqn: Any, around: str, frameworks: tuple[str, ...]) -> str:
-    """The innermost line that is no framework's.
-
-    What a framework compiles and keeps has no line but its own: that of the call around it then.
-    """
+    """The innermost line that is no framework's."""
     calls = _calls(eqn)
     for call in reversed(calls):
         if not call.startswith(frameworks):
             return _short(call)
+    # What a framework compiles and keeps has no line but its own: that of the call around it then.
     return around or (_short(calls[-1]) if calls else "an unknown line")
 
 
