@@ -16,20 +16,14 @@ from optax_lossscale._programs.values import dtype_in, in_dtype
 
 
 class Call(NamedTuple):
-    """A call of a function as a program of the arrays in it.
+    """A call of a function as a program of the arrays in it."""
 
-    Attributes:
-      program: from the arrays in the arguments to those that the call changed in the Flax NNX
-        modules and variables among these, and to those in the results; as traced.
-      arrays: those in the arguments.
-      is_parameter: for each, whether it is one: what the arguments hold that were said to be
-        parameters, and every `nnx.Param`, but no other variable of NNX.
-      result: what the call returns, of what the program gives; changes modules and variables.
-    """
-
+    # From the arrays in the arguments to those that the call changed in the Flax NNX modules and
+    # variables among these, and to those in the results; as traced.
     program: Any
-    arrays: list[Any]
-    is_parameter: list[bool]
+    arrays: list[Any]  # those in the arguments
+    is_parameter: list[bool]  # for each of them
+    # What the call returns, of what the program gives; changes modules and variables.
     result: Callable[[Iterable[Any]], Any]
 
 
@@ -37,10 +31,7 @@ class Call(NamedTuple):
 def as_program(
     fun: Callable[..., Any], args: tuple, kwargs: dict, parameters: Container[int], low: np.dtype
 ) -> Iterator[Call]:
-    """A call, traced with arrays of dtype `low` in float32; for use in this context alone.
-
-    What JAX says of the program names the function and its arguments.
-    """
+    """A call, traced with arrays of dtype `low` in float32; for use in this context alone."""
     with variables.changes_kept():
         given = variables.apart((args, kwargs))
         form, arrays = _form(given)
@@ -60,7 +51,8 @@ def as_program(
             left = iter(arrays)
             return variables.together([f.filled(left) for f in forms], inside=False)[1]
 
-        if hasattr(inspect.unwrap(fun), "__code__"):  # of others JAX would take the repr
+        # What JAX says of the program names the function, of which it might take the repr.
+        if hasattr(inspect.unwrap(fun), "__code__"):
             of_arrays = functools.wraps(fun)(of_arrays)
         wide = [in_dtype(jnp.float32, x) if dtype_in(x) == low else x for x in arrays]
         args, kwargs = form.filled(wide, with_others=False)
@@ -73,15 +65,10 @@ def as_program(
 
 
 class _Form(NamedTuple):
-    """A tree without its arrays.
+    """A tree without its arrays."""
 
-    Attributes:
-      tree: its structure.
-      others: for each leaf, None for an array, else what it is in a tuple.
-    """
-
-    tree: Any
-    others: list[tuple[Any] | None]
+    tree: Any  # its structure
+    others: list[tuple[Any] | None]  # for each leaf, None for an array, else a tuple of it
 
     def filled(self, arrays: Iterable[Any], with_others: bool = True) -> Any:
         """The tree of these arrays."""
@@ -100,7 +87,7 @@ def _form(tree: Any, known: Mapping[int, Any] = MappingProxyType({})) -> tuple[_
 
 
 def _is_parameter(tree: Any, said: bool) -> Any:
-    """For each leaf of an argument, whether it is a parameter."""
+    """For each leaf of an argument, whether it is a parameter: of NNX's variables, `nnx.Param`."""
     of = lambda x: variables.is_parameter(x) if variables.is_variable(x) else said
     of_leaves = lambda x: jax.tree.map(lambda _: of(x), x)
     return jax.tree.map(of_leaves, tree, is_leaf=variables.is_variable)

@@ -15,7 +15,7 @@ from optax_lossscale._autocast.arrays import as_program
 from optax_lossscale._autocast.kinds import Kind
 from optax_lossscale._autocast.plan import Casting
 from optax_lossscale._autocast.products import SCOPE, reasons_left, remedy
-from optax_lossscale._autocast.run import ByPlan
+from optax_lossscale._autocast.run import narrowed
 from optax_lossscale._programs.values import dtypes_in, in_dtypes
 from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._scales import validation
@@ -102,7 +102,7 @@ def autocast(
             _warn_of_nothing_narrowed(call.program)
             kinds = [Kind.PARAMETER if is_it else Kind.FLOAT32 for is_it in call.is_parameter]
             with jax.named_scope(SCOPE):
-                outs = ByPlan.narrowed(call.program, call.arrays, kinds, Casting(low))
+                outs = narrowed(call.program, call.arrays, kinds, Casting(low))
             dtypes = dtypes_in(open_jaxpr(call.program).outvars)
             return call.result(in_dtypes(dtypes, list(map(jnp.asarray, outs))))
 
@@ -111,7 +111,7 @@ def autocast(
 
 def _warn_of_nothing_narrowed(program: Any) -> None:
     """Warns if all products are left in float32, but those that ask for it; not in diagnosis."""
-    reasons = dict.fromkeys(reasons_left(program))
+    reasons = dict.fromkeys(reasons_left(open_jaxpr(program).eqns))
     frames = traceback.walk_stack(inspect.currentframe())
     modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
     is_diagnosis = any(name.startswith("optax_lossscale._diagnosis") for name in modules)

@@ -1,6 +1,6 @@
 """Functions with derivatives of their own, entered: their derivatives are narrowed, too."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,6 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from optax_lossscale._autocast.kinds import Kind
-from optax_lossscale._autocast.products import why_left
 from optax_lossscale._programs.run import Run
 from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes, is_float
 from optax_lossscale._programs.versions import bind, function_name
@@ -18,13 +17,14 @@ Narrowed = Callable[[Any, Sequence[Any], Sequence[Kind]], list[Any]]
 """Runs a program, narrowed, with arguments of some kinds."""
 
 
-def _custom_jvp(
-    eqn: Any, ins: list, run: Run, given: Sequence[Kind], narrowed: Narrowed
+def custom_jvp(
+    eqn: Any, ins: list, runs: Sequence[Run], given: Sequence[Kind], narrowed: Narrowed
 ) -> list[Any]:
-    """Its derivative is that of the original, rewritten in turn."""
+    """The results of one, whose derivative is that of the original, rewritten in turn."""
+    (run,) = runs
 
     def of(*xs):
-        return run(xs)[0]
+        return run.call(xs)[0]
 
     of.__name__ = function_name(eqn.params["call_jaxpr"])
     of = jax.custom_jvp(of)
@@ -33,42 +33,34 @@ def _custom_jvp(
     def rule(primals, tangents):
         moved = [i for i, t in enumerate(tangents) if dtype_in(t) != jax.dtypes.float0]
 
-        def derivative(primals, tangents_moved):
-            full = list(tangents)
-            for i, t in zip(moved, tangents_moved, strict=True):
-                full[i] = t
-            outs, out_tangents = jax.jvp(lambda *xs: bind(eqn, xs), tuple(primals), tuple(full))
-            return outs, [t for t in out_tangents if dtype_in(t) != jax.dtypes.float0]
+        def derivative(primals, tangents):
+            of = _of_some(eqn, primals)
+            outs, moves = jax.jvp(of, ({i: primals[i] for i in tangents},), (tangents,))
+            return outs, {i: t for i, t in enumerate(moves) if dtype_in(t) != jax.dtypes.float0}
 
         traced = dtypes_in(eqn.invars)
-        args = (
-            in_dtypes(traced, primals),
-            [in_dtype(traced[i], tangents[i]) for i in moved],
-        )
-        of_tangents = [max(given[i], Kind.SUM) for i in moved]
-        outs, out_tangents = _rewritten(derivative, args, [*given, *of_tangents], narrowed)
-        left = iter(out_tangents)
-        zeros = lambda x: np.zeros(x.shape, jax.dtypes.float0)
-        is_moved = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+        args = in_dtypes(traced, primals), {i: in_dtype(traced[i], tangents[i]) for i in moved}
+        kinds = [*given, *(max(given[i], Kind.SUM) for i in moved)]
+        outs, moves = _rewritten(derivative, args, kinds, narrowed)
         outs = in_dtypes(run.gives, outs)
-        return outs, [in_dtype(x.dtype, next(left)) if is_moved(x) else zeros(x) for x in outs]
+        no_move = lambda x: np.zeros(x.shape, jax.dtypes.float0)
+        of_result = lambda i, x: in_dtype(x.dtype, moves[i]) if i in moves else no_move(x)
+        return outs, [of_result(i, x) for i, x in enumerate(outs)]
 
     return of(*map(jnp.asarray, ins))
 
 
-def _custom_vjp(
-    eqn: Any, ins: list, run: Run | None, given: Sequence[Kind], narrowed: Narrowed
+def custom_vjp(
+    eqn: Any, ins: list, runs: Sequence[Run], given: Sequence[Kind], narrowed: Narrowed
 ) -> list[Any]:
-    """Both of its passes are those of the original, rewritten in turn.
-
-    The backward pass begins with the forward one: a compiler that sees both computes it once. If
-    that has no products, there is no `run`, and the backward pass, which may have some, goes on
-    from what the original saves.
-    """
+    """The results of one, both of whose passes are those of the original, rewritten in turn."""
+    # The backward pass begins with the forward one: a compiler that sees both computes it once.
+    # Without products in that, there is no run, and it goes on from what the original saves.
+    (run,) = runs or (None,)
     first = eqn.params["num_consts"]
 
     def of(*xs):
-        return bind(eqn, xs) if run is None else run(xs)[0]
+        return bind(eqn, xs) if run is None else run.call(xs)[0]
 
     def forward(*args):
         xs = [x.value for x in args]
@@ -101,12 +93,17 @@ def _custom_vjp(
 def _vjp(eqn: Any, xs: Sequence[Any], moved: Iterable[int]) -> tuple[list[Any], Any]:
     """The results of a `custom_vjp`, and the function that pulls cotangents of floats back."""
 
-    def of(those_moved):
-        ys = bind(eqn, [those_moved.get(i, x) for i, x in enumerate(xs)])
+    def of(those):
+        ys = _of_some(eqn, xs)(those)
         return _of_floats(eqn, ys), ys
 
     _, pull, ys = jax.vjp(of, {i: xs[i] for i in moved}, has_aux=True)
     return ys, pull
+
+
+def _of_some(eqn: Any, xs: Sequence[Any]) -> Callable[[Mapping[int, Any]], list[Any]]:
+    """The results of an equation as a function of some of its operands, by number."""
+    return lambda those: bind(eqn, [those.get(i, x) for i, x in enumerate(xs)])
 
 
 def _of_floats(eqn: Any, xs: Sequence[Any]) -> list[Any]:
@@ -121,22 +118,3 @@ def _rewritten(
     jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*args)
     outs = narrowed(jaxpr, jax.tree.leaves(args), given)
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
-
-
-def call_with_derivative(
-    eqn: Any, ins: list, run: Run | None, given: Sequence[Kind], narrowed: Narrowed
-) -> list[Any] | None:
-    """The results of a function with a derivative of its own; None for any other equation.
-
-    Args:
-      eqn: the equation.
-      ins: its operands.
-      run: how to run its program, if there are products in it.
-      given: the kinds of its operands.
-      narrowed: runs what its derivative is made of.
-    """
-    if eqn.primitive.name == "custom_vjp_call" and not why_left(eqn):
-        return _custom_vjp(eqn, ins, run, given, narrowed)
-    if eqn.primitive.name == "custom_jvp_call" and run is not None:
-        return _custom_jvp(eqn, ins, run, given, narrowed)
-    return None

@@ -1,5 +1,6 @@
 """A traced program as a flat list of steps, with what `jit` compiles put in its place."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,27 +15,17 @@ from optax_lossscale._programs.walk import programs_in
 
 
 class Instruction(NamedTuple):
-    """An equation, whose operands and results are numbered over the whole program.
+    """An equation, whose operands and results are numbered over the whole program."""
 
-    Attributes:
-      eqn: as JAX traced it.
-      ins: the number of each operand, or a `Literal`.
-      outs: the number of each result.
-      names: the scopes around it, by which profiles name it.
-      kinds: those of its operands, once it is planned and holds products.
-      plans: for the programs that it holds, likewise.
-      takes: the dtype to which each operand is cast, or None for as it comes; once it is planned.
-      gives: the dtypes to which its results are rounded at once, likewise.
-    """
-
-    eqn: Any
-    ins: tuple[int | Literal, ...]
+    eqn: Any  # as JAX traced it
+    ins: tuple[int, ...]
     outs: tuple[int, ...]
-    names: Any
-    kinds: Sequence[Any] = ()
-    plans: Sequence[Any] = ()
-    takes: Sequence[Any] = ()
-    gives: Sequence[Any] = ()
+    names: Any  # the scopes around it, by which profiles name it
+    # Once it is planned:
+    takes: Sequence[Any] = ()  # the dtype to which each operand is cast, or None for as it comes
+    gives: Sequence[Any] = ()  # the dtypes to which its results are rounded at once
+    kinds: Sequence[Any] = ()  # those of its operands, if it holds products
+    plans: Sequence[Any] = ()  # for the programs that it holds, likewise
 
     @property
     def name(self) -> str:
@@ -43,8 +34,8 @@ class Instruction(NamedTuple):
 
     @property
     def reads(self) -> set[int]:
-        """The numbers of what it takes."""
-        return {i for i in self.ins if not isinstance(i, Literal)}
+        """The numbers of what it takes, but for those in the program itself."""
+        return {i for i in self.ins if i >= 0}
 
     def at_its_line(self) -> Any:
         """A context in which errors, `debug_nans` and profiles point at the line that made it."""
@@ -53,21 +44,14 @@ class Instruction(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """A program as a flat list of steps.
-
-    Attributes:
-      steps: in order.
-      ins: the numbers of the arguments.
-      outs: the numbers of the results, or `Literal`s.
-      consts: what the program closes over, under its numbers.
-      types: the type of each value, as it was traced.
-    """
+    """A program as a flat list of steps."""
 
     steps: list[Instruction]
-    ins: list[int]
-    outs: list[int | Literal]
-    consts: dict[int, Any]
-    types: dict[int, Any]
+    ins: list[int]  # the numbers of the arguments
+    outs: list[int]  # the numbers of the results
+    consts: dict[int, Any]  # what the program closes over, under its numbers
+    literals: dict[int, Literal]  # the numbers in the program itself, under negative ones
+    types: dict[int, Any]  # the type of each value, as it was traced
 
     def readers(self) -> dict[int, list[Instruction | None]]:
         """The steps that take each value; None for the results."""
@@ -76,8 +60,7 @@ class Flat(NamedTuple):
             for i in step.reads:
                 found.setdefault(i, []).append(step)
         for i in self.outs:
-            if not isinstance(i, Literal):
-                found.setdefault(i, []).append(None)
+            found.setdefault(i, []).append(None)
         return found
 
 
@@ -85,10 +68,17 @@ def flat(jaxpr: Any) -> Flat:
     """The steps of a program; a `jit` that was told where to have its arrays stays one."""
     steps: list[Instruction] = []
     consts: dict[int, Any] = {}
+    literals: dict[int, Literal] = {}
     types: dict[int, Any] = {}
+    count = itertools.count()
 
     def new(aval):
-        types[number := len(types)] = aval
+        types[number := next(count)] = aval
+        return number
+
+    def new_literal(literal):
+        literals[number := -1 - len(literals)] = literal
+        types[number] = literal.aval
         return number
 
     def add(jaxpr, ins, names):
@@ -98,7 +88,7 @@ def flat(jaxpr: Any) -> Flat:
         for v, x in zip(jaxpr.constvars, held, strict=True):
             numbers[v] = new(jax.typeof(x))
             consts[numbers[v]] = x
-        read = lambda v: v if isinstance(v, Literal) else numbers[v]
+        read = lambda v: new_literal(v) if isinstance(v, Literal) else numbers[v]
         for eqn in jaxpr.eqns:
             operands = tuple(map(read, eqn.invars))
             scope = names + eqn.source_info.name_stack
@@ -115,4 +105,4 @@ def flat(jaxpr: Any) -> Flat:
 
     ins = [new(v.aval) for v in open_jaxpr(jaxpr).invars]
     outs = add(jaxpr, ins, source_info_util.new_name_stack())
-    return Flat(steps, ins, outs, consts, types)
+    return Flat(steps, ins, outs, consts, literals, types)

@@ -1,7 +1,7 @@
 """Which values are kept in 16 bits between the products, and which need float32."""
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,53 +35,40 @@ class Kind(enum.IntEnum):
 
 def kinds(program: Flat, given: Sequence[Kind], low: np.dtype) -> dict[int, Kind]:
     """The kind of each value of a program."""
-    known = dict.fromkeys(program.consts, Kind.FLOAT32) | dict(
-        zip(program.ins, given, strict=True)
-    )
+    known = dict.fromkeys(program.consts, Kind.FLOAT32)
+    known |= {i: _of_number(number, low) for i, number in program.literals.items()}
+    known |= zip(program.ins, given, strict=True)
     for step in program.steps:
-        operands = [kind_of(i, known, low) for i in step.ins]
+        operands = [known[i] for i in step.ins]
         known.update(zip(step.outs, _results(step, operands, low), strict=True))
     return known
 
 
-def kind_of(i: int | Literal, known: Mapping[int, Kind], low: np.dtype) -> Kind:
-    """The kind of a value or of a number in the program."""
-    if not isinstance(i, Literal):
-        return known[i]
-    return Kind.NUMBER if _fits(i, low) else Kind.FLOAT32
-
-
-def kinds_of_results(jaxpr: Any, given: Sequence[Kind], low: np.dtype) -> list[Kind]:
-    """Those of a program's results."""
-    program = flat(jaxpr)
-    known = kinds(program, given, low)
-    return [kind_of(i, known, low) for i in program.outs]
-
-
-def kinds_of_equation(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
-    """Those of the results of an equation that is entered."""
+def kinds_at(
+    eqn: Any, operands: Sequence[Kind], low: np.dtype
+) -> tuple[Sequence[Kind], Sequence[Kind]]:
+    """The kinds of operands inside of an equation that is entered, and those of its results."""
+    inside, carried = _kinds_inside(eqn, operands, low), carried_by(eqn)
     name = eqn.primitive.name
     if name == "while" or (name == "scan" and not holds_products(eqn)):
-        return [Kind.FLOAT32] * len(eqn.outvars)
-    inside, carried = kinds_inside(eqn, operands, low), carried_by(eqn)
-    of = lambda program, given: kinds_of_results(program, [inside[n] for n in given], low)
+        return inside, [Kind.FLOAT32] * len(eqn.outvars)
+    of = lambda program, given: _kinds_of_results(program, [inside[n] for n in given], low)
     results = zip(*(of(*each) for each in arguments_of(eqn)), strict=True)
-    return [*(inside[n] for n in carried), *list(map(max, results))[len(carried) :]]
+    return inside, [*(inside[n] for n in carried), *list(map(max, results))[len(carried) :]]
 
 
-def kept_dtype(traced: Any, kind: Kind, low: np.dtype) -> Any:
-    """The dtype in which a value goes in and out of programs, of that in which it was traced."""
-    return low if kind == Kind.SUM and traced == FLOAT32 else traced
+def _kinds_of_results(jaxpr: Any, given: Sequence[Kind], low: np.dtype) -> list[Kind]:
+    program = flat(jaxpr)
+    known = kinds(program, given, low)
+    return [known[i] for i in program.outs]
 
 
-def kinds_inside(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
-    """The kinds of operands inside of an equation: those that a loop carries, in every round.
-
-    Where a scan runs over layers, so that each round multiplies by a matrix of its own, it carries
-    what goes from layer to layer, which is kept as it is without a scan. Over steps of time it
-    carries what may be a running sum: float32, and so does a `while`. Over layers, a carry that
-    no product reads stays float32, too.
-    """
+def _kinds_inside(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
+    """The kinds of operands inside of an equation: those that a loop carries, in every round."""
+    # Where a scan runs over layers, so that each round multiplies by a matrix of its own, it
+    # carries what goes from layer to layer, which is kept as it is without a scan. Over steps of
+    # time it carries what may be a running sum: float32, and so does a `while`. Over layers, a
+    # carry that no product reads stays float32, too.
     inside, carried = list(operands), carried_by(eqn)
     for i in carried:
         inside[i] = Kind.FLOAT32
@@ -96,38 +83,33 @@ def kinds_inside(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind
     kept = {i for i in carried if multiplied[i] and operands[i] in streams}
     while True:
         given = [Kind.SUM if i in kept else kind for i, kind in enumerate(inside)]
-        after = dict(zip(carried, kinds_of_results(program, given, low), strict=False))
+        after = dict(zip(carried, _kinds_of_results(program, given, low), strict=False))
         if all(after[i] <= Kind.SUM for i in kept):
             return given
         kept = {i for i in kept if after[i] <= Kind.SUM}
 
 
 def _multiplied(jaxpr: Any, between: Is | None = None) -> list[bool]:
-    """Which arguments of a program are multiplied: operands of a product, or what becomes one.
-
-    Args:
-      jaxpr: the program.
-      between: what an operation has to be that comes between; None for any.
-    """
+    """Which arguments become an operand of a product, by way of operations that are `between`."""
     program = flat(jaxpr)
     found: set[int] = set()
     for step in reversed(program.steps):
-        ins = list(step.ins[:2]) if is_narrowed(step.eqn) else []
         if not found.isdisjoint(step.outs) and (not between or traits_of(step.name) & between):
-            ins += step.ins
+            found.update(step.ins)
+        if is_narrowed(step.eqn):
+            found.update(step.ins[:2])
         for inner, given in arguments_of(step.eqn):
             pairs = zip(given, _multiplied(inner, between), strict=False)
-            ins += [step.ins[n] for n, multiplied in pairs if multiplied]
-        found.update(i for i in ins if not isinstance(i, Literal))
+            found.update(step.ins[n] for n, multiplied in pairs if multiplied)
     return [i in found for i in program.ins]
 
 
-def _results(step: Instruction, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
+def _results(step: Instruction, operands: Sequence[Kind], low: np.dtype) -> Sequence[Kind]:
     eqn, name = step.eqn, step.name
     if is_narrowed(eqn):
         return [Kind.SUM]
     if is_entered(eqn):
-        return kinds_of_equation(eqn, operands, low)
+        return kinds_at(eqn, operands, low)[1]
     if name == "convert_element_type" and dtype_in(eqn.invars[0]) == jnp.bool_:
         return [Kind.NUMBER]
     of_floats = [k for v, k in zip(eqn.invars, operands, strict=True) if is_float(v)]
@@ -159,9 +141,10 @@ def _of_operation(
     return Kind.NEAR
 
 
-def _fits(number: Literal, low: np.dtype) -> bool:
-    """Whether a number is 0, or of normal size, in 16 bits."""
+def _of_number(number: Literal, low: np.dtype) -> Kind:
+    """A `NUMBER`, if it is 0, or of normal size, in 16 bits."""
     if dtype_in(number) != FLOAT32:
-        return False
+        return Kind.FLOAT32
     size, info = np.abs(np.asarray(number.val)), jnp.finfo(low)
-    return bool(((size == 0) | ((size >= float(info.tiny)) & (size <= float(info.max)))).all())
+    fits = (size == 0) | ((size >= float(info.tiny)) & (size <= float(info.max)))
+    return Kind.NUMBER if fits.all() else Kind.FLOAT32

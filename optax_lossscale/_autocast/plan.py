@@ -4,45 +4,28 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
 
 from optax_lossscale._autocast.flat import Flat, Instruction
 
 
 class Casting(NamedTuple):
-    """How programs are narrowed.
+    """How programs are narrowed."""
 
-    Attributes:
-      dtype: of the products.
-      recomputes: whether the backward pass recomputes islands; where the user's own
-        `jax.checkpoint` says what is kept, they are not.
-      prevent_cse: as `jax.checkpoint` has it.
-    """
-
-    dtype: np.dtype
-    recomputes: bool = True
-    prevent_cse: bool = True
+    dtype: np.dtype  # of the products
+    recomputes: bool = True  # unless the user's own `jax.checkpoint` says what is kept
+    prevent_cse: bool = True  # as `jax.checkpoint` has it
 
 
 class Part(NamedTuple):
-    """An island; or an instruction by itself, as a product is.
-
-    Attributes:
-      steps: in order.
-      repeated: how many leading steps repeat what other parts computed before.
-      reads: what it reads of other parts, each in its dtype, or None for as it is kept.
-      writes: what other parts read of it, each in all dtypes in which they do; the first is that
-        in which it is kept.
-      is_recomputed: whether the backward pass recomputes it.
-      is_spread: whether it sends 16 bits to many devices, with the derivative of float32.
-    """
+    """An island; or an instruction by itself, as a product is."""
 
     steps: tuple[Instruction, ...]
-    repeated: int
-    reads: dict[int, Any]
+    repeated: int  # how many leading steps repeat what other parts computed before
+    reads: dict[int, Any]  # of other parts, each in its dtype, or None for as it is kept
+    # What other parts read, in all dtypes in which they do; first that in which it is kept.
     writes: dict[int, tuple[Any, ...]]
-    is_recomputed: bool
-    is_spread: bool = False
+    is_recomputed: bool  # in the backward pass
+    is_spread: bool = False  # whether it sends 16 bits, with the derivative of float32
 
     def __str__(self) -> str:
         names = [step.name for step in self.steps]
@@ -58,24 +41,16 @@ class Part(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a program is run; print it.
+    """How a program is run; print it."""
 
-    Attributes:
-      takes: the dtypes of its arguments.
-      gives: the dtypes of its results.
-      program: what is run.
-      parts: in order.
-      how: what it was made for.
-    """
-
-    takes: tuple[Any, ...]
-    gives: tuple[Any, ...]
+    takes: tuple[Any, ...]  # the dtypes of its arguments
+    gives: tuple[Any, ...]  # the dtypes of its results
     program: Flat
     parts: tuple[Part, ...]
     how: Casting
 
     def __str__(self) -> str:
-        number = lambda i: str(i.val) if isinstance(i, Literal) else str(i)
+        number = lambda i: i if i >= 0 else self.program.literals[i].val
         typed = lambda i, dtype: f"{number(i)}:{_short(dtype)}"
         takes = ", ".join(map(typed, self.program.ins, self.takes))
         gives = ", ".join(map(typed, self.program.outs, self.gives))

@@ -7,20 +7,12 @@ recomputes an island from what it read, so no float32 array is kept for it.
 """
 
 import math
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import Literal
-
 from optax_lossscale._autocast.flat import Flat, Instruction, flat
-from optax_lossscale._autocast.kinds import (
-    Kind,
-    kept_dtype,
-    kind_of,
-    kinds,
-    kinds_inside,
-    kinds_of_equation,
-)
+from optax_lossscale._autocast.kinds import Kind, kinds, kinds_at
 from optax_lossscale._autocast.plan import Casting, Part, Plan
 from optax_lossscale._autocast.products import holds_products, is_narrowed, is_outer_product
 from optax_lossscale._autocast.recomputed import Repeated, is_cheap, read_by
@@ -36,32 +28,22 @@ def plan(
     how: Casting,
     gives: Sequence[Any] | None = None,
 ) -> Plan:
-    """The plan for a program that was traced in float32.
-
-    Args:
-      jaxpr: the program.
-      takes: the dtypes in which it is given its arguments: float32 ones in that or in 16 bits.
-      given: the kinds of its arguments.
-      how: how to narrow it.
-      gives: the dtypes of its results; None for 16 bits for each that is a `SUM`.
-    """
+    """The plan for a program traced in float32; it gives each `SUM` in 16 bits, unless told."""
     return _Planner(flat(jaxpr), takes, given, how).plan(gives)
 
 
 class _Planner:
-    """The making of a plan.
-
-    Attributes:
-      held: the dtypes in which each value is there, the first as it is kept.
-    """
+    """The making of a plan."""
 
     def __init__(self, program: Flat, takes: Sequence[Any], given: Sequence[Kind], how: Casting):
         self.how, self.program, self.takes = how, program, tuple(takes)
         self.kinds = kinds(program, given, how.dtype)
         self.readers = program.readers()
         self.sent = _sent_to_products(program, self.readers)
+        # The dtypes in which each value is there, the first as it is kept.
         self.held = {i: (dtype,) for i, dtype in zip(program.ins, takes, strict=True)}
         self.held |= {i: (dtype_in(x),) for i, x in program.consts.items()}
+        self.held |= {i: (dtype_in(x),) for i, x in program.literals.items()}
         parameters = (i for i in program.ins if self.kinds[i] == Kind.PARAMETER)
         self.stays = {*parameters, *program.consts}
         self.repeated = Repeated(self._bytes)
@@ -89,13 +71,15 @@ class _Planner:
             if made_of_low.isdisjoint(step.outs) and is_cheap(step.eqn):
                 self.repeated.add(step)
         self._add_island(island)
-        gives = tuple(map(self._result_dtype, program.outs) if gives is None else gives)
-        return Plan(self.takes, gives, program, tuple(self.parts), self.how)
+        if gives is None:
+            types = [program.types[i] for i in program.outs]
+            gives = _kept(types, [self.kinds[i] for i in program.outs], low)
+        return Plan(self.takes, tuple(gives), program, tuple(self.parts), self.how)
 
     def _add_by_itself(self, step: Instruction) -> None:
         planned = self._planned(step, self.held)
-        is_low = lambda dtype: dtype == self.how.dtype  # as of a product, whoever reads it
-        kept = lambda i, dtype: dtype if is_low(dtype) else self._kept_dtype(i)
+        # A product gives 16 bits, whoever reads it.
+        kept = lambda i, dtype: dtype if dtype == self.how.dtype else self._kept_dtype(i)
         gives = tuple(map(kept, step.outs, planned.gives))
         # What is moved after it was spread still has the derivative of float32.
         is_sum = traits_of(step.name) & (Is.SENDS | Is.SPREADS) != Is.SENDS
@@ -103,20 +87,15 @@ class _Planner:
         is_spread = self._is_sent(step) and is_sum and is_wide
         beside = (FLOAT32,) if is_spread else ()  # for its derivative
         writes = {i: (dtype, *beside) for i, dtype in zip(step.outs, gives, strict=True)}
-        pairs = zip(step.ins, planned.takes, strict=True)
-        reads = {i: dtype for i, dtype in pairs if not isinstance(i, Literal)}
+        reads = {i: d for i, d in zip(step.ins, planned.takes, strict=True) if i >= 0}
         self._add(Part((planned._replace(gives=gives),), 0, reads, writes, False, is_spread))
 
     def _add_island(self, island: list[Instruction]) -> None:
-        """Adds an island.
-
-        A sum that is kept in 16 bits, and read here too, comes first and by itself. The rest
-        then reads the sum, so that the gradient needs no operands of it beside.
-        """
-        wanted = self._wanted(island)
-        low = self.how.dtype
+        wanted, low = self._wanted(island), self.how.dtype
         rounded = {i for i, dtypes in wanted.items() if low in dtypes and self._is_kept_low(i)}
         read = set().union(*(step.reads for step in island))
+        # A sum that is kept in 16 bits, and read here too, comes first and by itself. The rest
+        # then reads the sum, so that the gradient needs no operands of it beside.
         for i in (i for step in island for i in step.outs if i in rounded & read):
             self._add_part(self._needed(i, island), wanted, rounded)
         rest = [step for step in island if not self.held.keys() >= set(step.outs)]
@@ -141,7 +120,7 @@ class _Planner:
         before = self.repeated.before(steps, known)
         steps = [*before, *steps]
         reads = dict.fromkeys(read_by(steps))
-        values = {i: self.held[i] for i in reads}
+        values = ChainMap({}, self.held)
         planned = []
         for step in steps:
             one = self._planned(step, values, not rounded.isdisjoint(step.outs))
@@ -150,8 +129,8 @@ class _Planner:
             one = one._replace(gives=tuple(low if i in rounded else dtype for i, dtype in pairs))
             values |= {i: (dtype,) for i, dtype in zip(step.outs, one.gives, strict=True)}
             planned.append(one)
-        outs = [i for step in steps for i in step.outs]
-        writes = {i: wanted[i] for i in outs if i in wanted and i not in self.held}
+        new = wanted.keys() - self.held.keys()
+        writes = {i: wanted[i] for step in steps for i in step.outs if i in new}
         if not writes:  # others repeat it
             return
         moves_only = all(Is.MOVES in traits_of(step.name) for step in steps)
@@ -163,11 +142,9 @@ class _Planner:
         self.held |= part.writes
 
     def _wanted(self, island: list[Instruction]) -> dict[int, tuple[Any, ...]]:
-        """What others are to have of what an island makes, in which dtypes; first as it is kept.
-
-        What is cheap, and only islands read, is repeated in these instead, and then they
-        are to have what that takes.
-        """
+        """In which dtypes others are to have what of an island; the first is as it is kept."""
+        # What is cheap, and only islands read, is repeated in these instead, and then they are to
+        # have what that takes.
         inside = set(map(id, island))
         wanted: dict[int, tuple[Any, ...]] = {}
         for step in island:
@@ -188,21 +165,21 @@ class _Planner:
         return wanted
 
     def _planned(
-        self, step: Instruction, values: dict[int, tuple[Any, ...]], is_low: bool = False
+        self, step: Instruction, values: Mapping[int, tuple[Any, ...]], is_low: bool = False
     ) -> Instruction:
         """How a step is run on operands in some dtypes; a sum of two in 16 bits, if `is_low`."""
         eqn, low = step.eqn, self.how.dtype
-        of = lambda i: dtype_in(i) if isinstance(i, Literal) else values[i][0]
-        there = tuple(map(of, step.ins))
+        there = tuple(values[i][0] for i in step.ins)
         results, as_they_come = tuple(dtypes_in(eqn.outvars)), (None,) * len(step.ins)
         if is_narrowed(eqn):
             return step._replace(takes=(low, low, *as_they_come[2:]), gives=(low,))
         if is_outer_product(eqn):
             return step._replace(takes=(FLOAT32, FLOAT32), gives=results)
         if holds_products(eqn):
-            given = tuple(kind_of(i, self.kinds, low) for i in step.ins)
-            plans = _plans_inside(eqn, there, given, self.how)
-            gives = _kept_dtypes(eqn, given, low)
+            given = tuple(self.kinds[i] for i in step.ins)
+            inside, of_results = kinds_at(eqn, given, low)
+            gives = _kept(eqn.outvars, of_results, low)
+            plans = _plans_inside(eqn, there, inside, gives, self.how)
             return step._replace(takes=as_they_come, gives=gives, kinds=given, plans=plans)
         if self._is_sent(step):
             takes = tuple(low if dtype == FLOAT32 else dtype for dtype in dtypes_in(eqn.invars))
@@ -210,7 +187,8 @@ class _Planner:
         if traits_of(step.name) & (Is.MOVES | Is.SENDS):
             gives = there if len(there) == len(results) else there[:1] * len(results)
             return step._replace(takes=as_they_come, gives=gives)
-        if is_low and Is.ADDS_TWO in traits_of(step.name) and _are_alike(eqn):
+        is_sum = is_low and Is.ADDS_TWO in traits_of(step.name)
+        if is_sum and len({v.aval.shape for v in (*eqn.invars, *eqn.outvars)}) == 1:
             # Of rounded numbers, so that a compiler has no float32 array to keep.
             return step._replace(takes=(low,) * len(step.ins), gives=(low,))
         return step._replace(takes=tuple(dtypes_in(eqn.invars)), gives=results)
@@ -229,11 +207,6 @@ class _Planner:
         """The dtype in which a value is kept, where not only products read it."""
         return self.how.dtype if self._is_kept_low(i) else dtype_in(self.program.types[i])
 
-    def _result_dtype(self, i: int | Literal) -> Any:
-        if isinstance(i, Literal):
-            return dtype_in(i)
-        return kept_dtype(dtype_in(self.program.types[i]), self.kinds[i], self.how.dtype)
-
     def _is_kept_low(self, i: int) -> bool:
         if dtype_in(self.program.types[i]) != FLOAT32:
             return False
@@ -247,10 +220,8 @@ class _Planner:
 def _sent_to_products(
     program: Flat, readers: Mapping[int, Sequence[Instruction | None]]
 ) -> set[int]:
-    """What goes from device to device, or is kept under a name, and then to products alone.
-
-    Maybe through further movements. Products round it, and rounding commutes with moving.
-    """
+    """What goes from device to device, or is kept under a name, and then to products alone."""
+    # Maybe through further movements. Products round it, and rounding commutes with moving.
     for_products: set[int] = set()
     for step in reversed(program.steps):
         moves = traits_of(step.name) & (Is.MOVES | Is.SENDS | Is.SPREADS)
@@ -271,37 +242,30 @@ def _sent_to_products(
 
 
 def _plans_inside(
-    eqn: Any, there: Sequence[Any], given: Sequence[Kind], how: Casting
+    eqn: Any, there: Sequence[Any], inside: Sequence[Kind], results: Sequence[Any], how: Casting
 ) -> tuple[Plan, ...]:
     """The plans for the programs that an equation holds, of operands in some dtypes."""
-    name, low, traced = eqn.primitive.name, how.dtype, dtypes_in(eqn.invars)
-    kinds, takes, gives = kinds_inside(eqn, given, low), list(there), None
-    carried = carried_by(eqn)
-    for i in carried:
-        takes[i] = kept_dtype(traced[i], kinds[i], low)
-    if name == "scan":
+    takes, gives, carried = list(there), None, carried_by(eqn)
+    each_round = slice(carried.start, carried.stop)
+    takes[each_round] = _kept(eqn.invars, inside, how.dtype)[each_round]
+    if eqn.primitive.name == "scan":
         # What each round reads gets a gradient from each, and their sum is one of many numbers.
-        takes[: carried.start] = traced[: carried.start]
+        takes[: carried.start] = dtypes_in(eqn.invars[: carried.start])
         how = how._replace(prevent_cse=False)
-    if name == "cond":
-        gives = _kept_dtypes(eqn, given, low)
-    if Is.KEEPS in traits_of(name):
+    if eqn.primitive.name == "cond":
+        gives = results
+    if Is.KEEPS in traits_of(eqn.primitive.name):
         how = how._replace(recomputes=False)
     return tuple(
-        plan(program, [takes[n] for n in numbers], [kinds[n] for n in numbers], how, gives)
+        plan(program, [takes[n] for n in numbers], [inside[n] for n in numbers], how, gives)
         for program, numbers in arguments_of(eqn)
     )
 
 
-def _kept_dtypes(eqn: Any, given: Sequence[Kind], low: Any) -> tuple[Any, ...]:
-    """Those in which the results of an equation that is entered are kept."""
-    pairs = zip(eqn.outvars, kinds_of_equation(eqn, given, low), strict=True)
-    return tuple(kept_dtype(dtype_in(v), kind, low) for v, kind in pairs)
-
-
-def _are_alike(eqn: Any) -> bool:
-    """Whether operands and result have one shape."""
-    return len({v.aval.shape for v in (*eqn.invars, *eqn.outvars)}) == 1
+def _kept(values: Sequence[Any], kinds: Sequence[Kind], low: Any) -> tuple[Any, ...]:
+    """The dtypes in which values of some kinds go in and out of programs."""
+    pairs = zip(dtypes_in(values), kinds, strict=True)
+    return tuple(low if (d, kind) == (FLOAT32, Kind.SUM) else d for d, kind in pairs)
 
 
 def _is_operand(i: int, step: Instruction | None) -> bool:

@@ -1,6 +1,6 @@
 """Which products are computed in 16 bits, and why others are left."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from optax_lossscale._programs.values import (
     is_product,
 )
 from optax_lossscale._programs.versions import name_of, open_jaxpr
-from optax_lossscale._programs.walk import programs_in
+from optax_lossscale._programs.walk import equations_in
 
 AT_DEFAULT = "products at this jax_default_matmul_precision"
 SCOPE = "ols.autocast"
@@ -30,10 +30,8 @@ def is_narrowed(eqn: Any) -> bool:
 
 
 def is_outer_product(eqn: Any) -> bool:
-    """Whether this multiplies as `dot_general` does and sums nothing, where that may change.
-
-    It is no product, but its derivatives, made of a `dot_general`, would be: in float32.
-    """
+    """Whether this multiplies as `dot_general` does and sums nothing, where that may change."""
+    # It is no product, but its derivatives, made of a `dot_general`, would be: in float32.
     if eqn.primitive.name != "dot_general" or asks_for_precision(eqn):
         return False
     (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -43,43 +41,33 @@ def is_outer_product(eqn: Any) -> bool:
 
 
 def holds_products(eqn: Any) -> bool:
-    """Whether an equation holds products to compute in 16 bits, or what has such derivatives.
-
-    The backward pass of a `custom_vjp` may have products where its forward pass has none.
-    """
-    if _why_not_rewritten(eqn):
-        return False
+    """Whether an equation holds products to compute in 16 bits, or what has such derivatives."""
+    # The backward pass of a `custom_vjp` may have products where its forward pass has none.
     has_own = lambda e: e.primitive.name == "custom_vjp_call"
     is_one = lambda e: is_narrowed(e) or is_outer_product(e) or has_own(e) or holds_products(e)
-    return any(is_one(e) for program in programs_in(eqn) for e in open_jaxpr(program).eqns)
+    return not _why_not_rewritten(eqn) and any(map(is_one, equations_in(eqn)))
 
 
 def why_left(eqn: Any) -> str:
-    """Why products in an equation, or the equation itself, stay in float32; "" if they do not.
-
-    A loop that waits for a number to converge might wait for ever in 16 bits. A derivative that
-    asks what is differentiated would see other perturbations. Integers may be larger than what
-    16 bits hold.
-    """
+    """Why products in an equation, or the equation itself, stay in float32; "" if they do not."""
     if not is_product(eqn):
         return _why_not_rewritten(eqn) if _has_products(eqn) else ""
     dtypes = dtypes_in(eqn.invars[:2])
-    integers = [d for d in dtypes if jnp.issubdtype(d, jnp.integer)]
+    integers = [d for d in dtypes if jnp.issubdtype(d, jnp.integer)]  # maybe large ones
     is_left = FLOAT32 in dtypes and not is_narrowed(eqn) and not asks_for_precision(eqn)
     return f"a product with {integers[0]}" if is_left and integers else ""
 
 
-def reasons_left(jaxpr: Any) -> Iterator[str]:
+def reasons_left(eqns: Iterable[Any]) -> Iterator[str]:
     """For each product that autocast would narrow or that it leaves: why; "" if it is narrowed."""
-    for eqn in open_jaxpr(jaxpr).eqns:
+    for eqn in eqns:
         why = why_left(eqn)
         if is_product(eqn) and asks_for_precision(eqn) and _default_asks_for_precision():
             why = AT_DEFAULT
         if why or is_narrowed(eqn):
             yield why
         else:
-            for program in programs_in(eqn):
-                yield from reasons_left(program)
+            yield from reasons_left(equations_in(eqn))
 
 
 def remedy(why: str) -> str:
@@ -95,21 +83,21 @@ def remedy(why: str) -> str:
 
 def _has_products(eqn: Any) -> bool:
     """Whether there are products in an equation that would be in 16 bits outside, however deep."""
-    inside = [each for program in programs_in(eqn) for each in open_jaxpr(program).eqns]
-    return any(is_narrowed(e) or is_outer_product(e) or _has_products(e) for e in inside)
+    is_one = lambda e: is_narrowed(e) or is_outer_product(e) or _has_products(e)
+    return any(map(is_one, equations_in(eqn)))
 
 
 def _why_not_rewritten(eqn: Any) -> str:
     if not is_entered(eqn):
         return f"a {name_of(eqn)}"
-    if eqn.params.get("symbolic_zeros"):
+    if eqn.params.get("symbolic_zeros"):  # which would see other perturbations
         return "a derivative with symbolic zeros"
     is_while = eqn.primitive.name == "while"
     return "a loop that waits for a number" if is_while and _waits(eqn) else ""
 
 
 def _waits(loop: Any) -> bool:
-    """Whether a `while` goes on by anything but a count."""
+    """Whether a `while` goes on by anything but a count: in 16 bits, it might for ever."""
     condition = open_jaxpr(loop.params["cond_jaxpr"])
     read = {v for inner in condition.eqns for v in inner.invars if not isinstance(v, Literal)}
     read.update(v for v in condition.outvars if not isinstance(v, Literal))

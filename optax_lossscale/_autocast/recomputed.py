@@ -1,15 +1,12 @@
 """What is repeated or recomputed: to keep it would take more memory and no less time."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
-
-from jax.extend.core import Literal
 
 from optax_lossscale._autocast.flat import Instruction
 from optax_lossscale._programs.operations import Is, traits_of
 from optax_lossscale._programs.values import is_product
-from optax_lossscale._programs.versions import open_jaxpr
-from optax_lossscale._programs.walk import programs_in
+from optax_lossscale._programs.walk import equations_in
 
 _LONGEST = 50  # steps
 
@@ -18,31 +15,22 @@ def is_cheap(eqn: Any) -> bool:
     """Whether to recompute it takes no longer than to read it."""
     if eqn.effects or is_product(eqn) or Is.CHEAP not in traits_of(eqn.primitive.name):
         return False
-    inside = (each for program in programs_in(eqn) for each in open_jaxpr(program).eqns)
-    return all(map(is_cheap, inside))
+    return all(map(is_cheap, equations_in(eqn)))
 
 
 class _Repeat(NamedTuple):
-    """A step to repeat.
-
-    Attributes:
-      step: the step.
-      sources: what it takes to repeat it.
-      length: of how many steps it is the last.
-    """
+    """A step to repeat."""
 
     step: Instruction
-    sources: frozenset[int]
-    length: int
+    sources: frozenset[int]  # what it takes to repeat it
+    length: int  # of how many steps it is the last
 
 
 class Repeated:
-    """Cheap steps to repeat in each island that reads what they give, as that is larger.
+    """Cheap steps to repeat in each island that reads what they give, as that is larger."""
 
-    Such as a mask or a constant, which is broadcast, the rows of an embedding, and what a `tanh`
-    gave: an island keeps for its gradient what they read instead.
-    """
-
+    # Such as a mask or a constant, which is broadcast, the rows of an embedding, and what a `tanh`
+    # gave: an island keeps for its gradient what they read instead.
     def __init__(self, size: Callable[[int], int]):
         self._size = size
         self._of: dict[int, _Repeat] = {}
@@ -77,9 +65,8 @@ class Repeated:
         return [found[number] for number in sorted(found)]
 
 
-def read_by(island: Iterable[Instruction]) -> dict[int, None]:
+def read_by(island: list[Instruction]) -> dict[int, None]:
     """What an island reads of others."""
-    island = list(island)
     made = {i for step in island for i in step.outs}
-    read = (i for step in island for i in step.ins if not isinstance(i, Literal))
+    read = (i for step in island for i in step.ins if i >= 0)
     return {i: None for i in read if i not in made}

@@ -1,71 +1,58 @@
 """Runs a program as its plan says."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
-from optax_lossscale._autocast.derivatives import call_with_derivative
+from optax_lossscale._autocast.derivatives import custom_jvp, custom_vjp
 from optax_lossscale._autocast.flat import Instruction
 from optax_lossscale._autocast.kinds import Kind
 from optax_lossscale._autocast.plan import Casting, Part, Plan
 from optax_lossscale._autocast.planner import plan
-from optax_lossscale._autocast.products import is_narrowed, is_outer_product
-from optax_lossscale._programs.run import Records, enter
+from optax_lossscale._autocast.products import is_narrowed, is_outer_product, why_left
+from optax_lossscale._programs.run import Run, enter
 from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in, in_dtype, in_dtypes
 from optax_lossscale._programs.versions import bind, open_jaxpr
 
 
-class ByPlan(NamedTuple):
-    """A program that is run as a plan says.
+def narrowed(jaxpr: Any, args: Sequence[Any], given: Sequence[Kind], how: Casting) -> list[Any]:
+    """The results of a program for arguments of some kinds, narrowed."""
+    pairs = zip(args, open_jaxpr(jaxpr).invars, strict=True)
+    takes = [how.dtype if dtype_in(x) == how.dtype else dtype_in(v) for x, v in pairs]
+    return _by_plan(plan(jaxpr, takes, given, how)).call(args)[0]
 
-    A value is held under its number, as an array for each dtype in which it is read.
-    """
 
-    @classmethod
-    def narrowed(
-        cls, jaxpr: Any, args: Sequence[Any], given: Sequence[Kind], how: Casting
-    ) -> list[Any]:
-        """The results of a program for arguments of some kinds, narrowed."""
-        pairs = zip(args, open_jaxpr(jaxpr).invars, strict=True)
-        takes = [how.dtype if dtype_in(x) == how.dtype else dtype_in(v) for x, v in pairs]
-        return cls(plan(jaxpr, takes, given, how))(args)[0]
+def _by_plan(made: Plan) -> Run:
+    """How to run a program as a plan says."""
+    program = made.program
 
-    plan: Plan
-
-    @property
-    def takes(self) -> Sequence[Any]:
-        return self.plan.takes
-
-    @property
-    def gives(self) -> Sequence[Any]:
-        return self.plan.gives
-
-    def __call__(self, args: Sequence[Any]) -> tuple[list[Any], Records]:
-        made, program = self.plan, self.plan.program
+    def call(args):
+        # A value is held under its number, as an array for each dtype in which it is read.
         held: dict[int, dict[Any, Any]] = {}
         for i, x in (*program.consts.items(), *zip(program.ins, args, strict=True)):
             held[i] = {dtype_in(x): x}
+        held |= {i: {dtype_in(x): x.val} for i, x in program.literals.items()}
 
         def read(i, dtype=None):
             forms = held[i]
             return forms[dtype] if dtype in forms else next(iter(forms.values()))
 
-        value = lambda i, dtype: i.val if isinstance(i, Literal) else read(i, dtype)
         for part in made.parts:
-            of = lambda xs, part=part: _computed(part, xs, made.how)
+            of = lambda xs, part=part: _computed(part, xs, made)
             if part.is_recomputed:
                 of = jax.checkpoint(of, prevent_cse=made.how.prevent_cse)
             written = of([read(i, dtype) for i, dtype in part.reads.items()])
             if part.is_spread:
                 (step,) = part.steps
-                written = _spread(step, written, [value(i, FLOAT32) for i in step.ins])
+                written = _spread(step, written, [read(i, FLOAT32) for i in step.ins])
             for i, forms in written.items():
                 held[i] = dict(zip(part.writes[i], forms, strict=True))
         pairs = zip(program.outs, made.gives, strict=True)
-        return [in_dtype(dtype, value(i, dtype)) for i, dtype in pairs], {}
+        return [in_dtype(dtype, read(i, dtype)) for i, dtype in pairs], {}
+
+    return Run(made.takes, made.gives, call)
 
 
 def _spread(step: Instruction, low: dict[int, list[Any]], ins: list[Any]) -> dict[int, list[Any]]:
@@ -77,11 +64,9 @@ def _spread(step: Instruction, low: dict[int, list[Any]], ins: list[Any]) -> dic
 
 @jax.custom_jvp
 def _in_place_of(low: jax.Array, wide: jax.Array) -> jax.Array:
-    """An array in 16 bits, with the derivative of one in float32.
-
-    Where the forward pass sends an array to many devices, the backward pass sums over them: in
-    float32, so. The compiler drops the sending in float32, whose results nobody reads.
-    """
+    """An array in 16 bits, with the derivative of one in float32."""
+    # Where the forward pass sends an array to many devices, the backward pass sums over them: in
+    # float32, so. The compiler drops the sending in float32, whose results nobody reads.
     return low
 
 
@@ -90,14 +75,14 @@ def _tangent_in_place_of(primals, tangents):
     return primals[0], in_dtype(dtype_in(primals[0]), tangents[1])
 
 
-def _computed(part: Part, xs: Sequence[Any], how: Casting) -> dict[int, list[Any]]:
+def _computed(part: Part, xs: Sequence[Any], made: Plan) -> dict[int, list[Any]]:
     """What a part writes, in each dtype."""
-    values = dict(zip(part.reads, xs, strict=True))
+    values, literals = dict(zip(part.reads, xs, strict=True)), made.program.literals
     written = {}
     for step in part.steps:
         with step.at_its_line():
-            ins = [i.val if isinstance(i, Literal) else values[i] for i in step.ins]
-            outs = _run(step, in_dtypes(step.takes, ins), how)
+            ins = [values[i] if i >= 0 else literals[i].val for i in step.ins]
+            outs = _run(step, in_dtypes(step.takes, ins), made.how)
             values |= zip(step.outs, in_dtypes(step.gives, outs), strict=True)
             new = [i for i in step.outs if i in part.writes]
             written |= {i: [in_dtype(d, values[i]) for d in part.writes[i]] for i in new}
@@ -111,11 +96,12 @@ def _run(step: Instruction, ins: list[Any], how: Casting) -> list[Any]:
         return _product(eqn, ins)
     if is_outer_product(eqn):
         return [_outer_product(eqn, *ins)]
-    runs = list(map(ByPlan, step.plans))
-    narrowed = lambda jaxpr, xs, kinds: ByPlan.narrowed(jaxpr, xs, kinds, how)
-    outs = call_with_derivative(eqn, ins, next(iter(runs), None), step.kinds, narrowed)
-    if outs is not None:
-        return outs
+    runs = list(map(_by_plan, step.plans))
+    narrowly = lambda jaxpr, xs, kinds: narrowed(jaxpr, xs, kinds, how)
+    if step.name == "custom_vjp_call" and not why_left(eqn):
+        return custom_vjp(eqn, ins, runs, step.kinds, narrowly)
+    if step.name == "custom_jvp_call" and runs:
+        return custom_jvp(eqn, ins, runs, step.kinds, narrowly)
     return enter(eqn, ins, runs)[0] if runs else bind(eqn, ins)
 
 

@@ -1,7 +1,7 @@
 """Rules that hold every 16-bit float of a program in float32, and round it as they are told."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax import lax
 
 from optax_lossscale._arrays.precision import is_inexact
 from optax_lossscale._programs.operations import Is, is_exact, traits_of
-from optax_lossscale._programs.run import ByEquation, Records, Rule
+from optax_lossscale._programs.run import Compute, Records, by_equation
 from optax_lossscale._programs.values import FLOAT32, HALVES, dtype_in, in_dtype, in_dtypes
 from optax_lossscale._programs.versions import bind, is_program, open_jaxpr, params_of
 
@@ -26,8 +26,6 @@ WIDE, DIGITS, ROUNDED = range(3)
 NAN_OF_INFINITY, INFINITY, NAN = range(1, 4)
 """What an equation makes, of finite numbers but for the first. Of a loop the largest is noted."""
 
-Compute = Callable[[int, Any, Sequence[Any]], tuple[list[Any], Any]]
-
 
 def evaluate(
     jaxpr: Any, args: Sequence[Any], compute: Compute | None = None
@@ -39,7 +37,7 @@ def evaluate(
     are. Without a rule to compute equations, those that stay in 16 bits are recorded.
     """
     widening = lambda number, eqn, ins: _widened(eqn, ins)
-    return ByEquation(jaxpr, Rule(compute or widening, held_dtype))(args)
+    return by_equation(jaxpr, compute or widening, held_dtype).call(args)
 
 
 def widely(eqn: Any, ins: Sequence[Any]) -> list[Any]:

@@ -6,7 +6,7 @@ all rounds, branches and devices the largest is kept.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,97 +14,59 @@ from jax import lax
 from jax.extend.core import Literal
 
 from optax_lossscale._arrays.placement import varying_axes, zeros_of
-from optax_lossscale._programs.values import dtype_in, in_dtype, in_dtypes
-from optax_lossscale._programs.versions import (
-    constants,
-    mapped_axes,
-    open_jaxpr,
-    scan_sizes,
-)
+from optax_lossscale._programs.operations import TABLE, Is
+from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes
+from optax_lossscale._programs.versions import constants, mapped_axes, open_jaxpr, scan_sizes
 from optax_lossscale._programs.walk import programs_in
 
 Records = dict[int, Any]
 """What was noted of an equation, under its number: arrays, of which the maximum is kept."""
 
-
-class Run(Protocol):
-    """A program, and how it is run.
-
-    Attributes:
-      takes: the dtypes in which it is to be given its arguments.
-      gives: the dtypes of its results.
-    """
-
-    @property
-    def takes(self) -> Sequence[Any]: ...
-
-    @property
-    def gives(self) -> Sequence[Any]: ...
-
-    def __call__(self, args: Sequence[Any]) -> tuple[list[Any], Records]: ...
+Compute = Callable[[int, Any, Sequence[Any]], tuple[list[Any], Any]]
+"""Gives an equation's results, and a note or None, from its number, itself and its operands."""
 
 
-class Rule(NamedTuple):
-    """How to run a program equation by equation.
+class Run(NamedTuple):
+    """A program, and how it is run."""
 
-    Attributes:
-      compute: gives the results of an equation that holds no programs to run, and what to note of
-        it or None, from its number, the equation, and its operands.
-      holds: the dtype in which numbers of a dtype are held.
-    """
-
-    compute: Callable[[int, Any, Sequence[Any]], tuple[list[Any], Any]]
-    holds: Callable[[Any], Any]
+    takes: Sequence[Any]  # the dtypes in which it is to be given its arguments
+    gives: Sequence[Any]  # the dtypes of its results
+    call: Callable[[Sequence[Any]], tuple[list[Any], Records]]
 
 
-class ByEquation(NamedTuple):
-    """A program that is run equation by equation.
+def by_equation(
+    program: Any, compute: Compute, holds: Callable[[Any], Any], first: int = 0
+) -> Run:
+    """How to run a program equation by equation, of which `numbered` counts from `first`."""
+    # Numbers are in the dtypes that `holds` gives for theirs.
+    jaxpr = open_jaxpr(program)
+    held = lambda x: in_dtype(holds(dtype_in(x)), x)
+    all_held = lambda variables: list(map(holds, dtypes_in(variables)))
 
-    Attributes:
-      jaxpr: the program, closed or without constants.
-      rule: computes each equation.
-      first: the number of its first equation, as `numbered` counts them.
-    """
-
-    jaxpr: Any
-    rule: Rule
-    first: int = 0
-
-    @property
-    def takes(self) -> list[Any]:
-        return self._held(open_jaxpr(self.jaxpr).invars)
-
-    @property
-    def gives(self) -> list[Any]:
-        return self._held(open_jaxpr(self.jaxpr).outvars)
-
-    def __call__(self, args: Sequence[Any]) -> tuple[list[Any], Records]:
-        jaxpr = open_jaxpr(self.jaxpr)
-        held = lambda x: in_dtype(self.rule.holds(dtype_in(x)), x)
-        given = [*constants(self.jaxpr), *args]
+    def call(args):
+        given = [*constants(program), *args]
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], map(held, given), strict=True))
         read = lambda v: held(jnp.asarray(v.val)) if isinstance(v, Literal) else values[v]
         records: Records = {}
-        number = self.first
+        number = first
         for eqn in jaxpr.eqns:
             ins = list(map(read, eqn.invars))
             if is_entered(eqn):
                 runs = []
-                for program in programs_in(eqn):
-                    runs.append(ByEquation(program, self.rule, number))
-                    number += sum(1 for _ in numbered(program))
+                for inner in programs_in(eqn):
+                    runs.append(by_equation(inner, compute, holds, number))
+                    number += sum(1 for _ in numbered(inner))
                 outs, noted = enter(eqn, ins, runs)
                 records |= noted
             else:
-                outs, note = self.rule.compute(number, eqn, ins)
+                outs, note = compute(number, eqn, ins)
                 if note is not None:
                     records[number] = note
                 number += 1
             values.update(zip(eqn.outvars, outs, strict=True))
         return list(map(read, jaxpr.outvars)), records
 
-    def _held(self, variables: Sequence[Any]) -> list[Any]:
-        return [self.rule.holds(dtype_in(v)) for v in variables]
+    return Run(all_held(jaxpr.invars), all_held(jaxpr.outvars), call)
 
 
 def numbered(jaxpr: Any) -> Iterator[Any]:
@@ -123,29 +85,22 @@ def is_entered(eqn: Any) -> bool:
 
 
 def enter(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any], Records]:
-    """The results of an equation that holds programs, and what running these recorded.
-
-    Args:
-      eqn: the equation.
-      ins: its operands, in any floating-point dtypes.
-      runs: how to run each of `programs_in(eqn)`.
-    """
+    """The results of an equation that holds programs, each run as told, and their records."""
     return _CALLS[eqn.primitive.name](eqn, ins, runs)
 
 
 def is_placed(eqn: Any) -> bool:
     """Whether a `jit` was told where to have what it takes or gives."""
     told = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    return any(isinstance(s, jax.sharding.Sharding) for s in told)
+    return any(map(_is_told, told))
 
 
 # --- one function for each kind of equation ---
 
 
 def _inlined(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any], Records]:
-    """What `jit` compiles; and custom derivatives, once differentiation is done."""
     (run,) = runs
-    outs, records = run(_placed(eqn.params.get("in_shardings"), ins))
+    outs, records = run.call(_placed(eqn.params.get("in_shardings"), ins))
     return _placed(eqn.params.get("out_shardings"), outs), records
 
 
@@ -153,7 +108,7 @@ def _remat(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any]
     params, (run,) = eqn.params, runs
     if params["differentiated"] and params["prevent_cse"]:
         ins = lax.optimization_barrier(ins)
-    of = lambda *xs: run(xs)
+    of = lambda *xs: run.call(xs)
     return jax.checkpoint(of, prevent_cse=params["prevent_cse"], policy=params["policy"])(*ins)
 
 
@@ -165,7 +120,7 @@ def _scan(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any],
     carried = run.takes[n_consts:][:n_carry]
 
     def body(carry, xs):
-        outs, records = run([*consts, *carry, *xs])
+        outs, records = run.call([*consts, *carry, *xs])
         return in_dtypes(carried, outs[:n_carry]), (outs[n_carry:], records)
 
     how = {name: params[name] for name in ("length", "reverse", "unroll")}
@@ -183,11 +138,11 @@ def _while(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any]
 
     def step(state):
         carry, records = state
-        outs, new = body([*of_body, *carry])
+        outs, new = body.call([*of_body, *carry])
         return in_dtypes(carried, outs), jax.tree.map(jnp.maximum, records, new)
 
-    goes_on = lambda state: condition([*of_cond, *state[0]])[0][0]
-    noted = jax.eval_shape(lambda xs: body([*of_body, *xs])[1], carry)
+    goes_on = lambda state: condition.call([*of_cond, *state[0]])[0][0]
+    noted = jax.eval_shape(lambda xs: body.call([*of_body, *xs])[1], carry)
     return lax.while_loop(goes_on, step, (carry, jax.tree.map(zeros_of, noted)))
 
 
@@ -197,11 +152,11 @@ def _cond(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any],
     gives = [widest(dtypes) for dtypes in zip(*(run.gives for run in runs), strict=True)]
     noted: Records = {}
     for run in runs:
-        noted |= jax.eval_shape(lambda xs, run=run: run(xs)[1], ins)
+        noted |= jax.eval_shape(lambda xs, run=run: run.call(xs)[1], ins)
 
     def branch(run):
         def of(*ins):
-            outs, records = run(ins)
+            outs, records = run.call(ins)
             return in_dtypes(gives, outs), jax.tree.map(zeros_of, noted) | records
 
         return of
@@ -218,7 +173,7 @@ def _shard_map(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[
         return lax.pmax(x, along) if along else x
 
     def of_each(*ins):
-        outs, records = run(ins)
+        outs, records = run.call(ins)
         return outs, jax.tree.map(largest, records)
 
     mapped = jax.shard_map(
@@ -234,25 +189,20 @@ def _shard_map(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[
 
 def _placed(shardings: Sequence[Any] | None, xs: Sequence[Any]) -> list[Any]:
     """Arrays where `jit` was told to have them; None for nowhere in particular."""
-    is_told = lambda s: isinstance(s, jax.sharding.Sharding)
-    if shardings is None:
-        return list(xs)
-    pairs = zip(xs, shardings, strict=True)
-    return [lax.with_sharding_constraint(x, s) if is_told(s) else x for x, s in pairs]
+    pairs = zip(xs, shardings or [None] * len(xs), strict=True)
+    return [lax.with_sharding_constraint(x, s) if _is_told(s) else x for x, s in pairs]
 
 
-_CALLS = {
-    "checkpoint": _remat,
-    "closed_call": _inlined,
+def _is_told(sharding: Any) -> bool:
+    return isinstance(sharding, jax.sharding.Sharding)
+
+
+_CALLS = {name: _inlined for name, traits in TABLE.items() if Is.INLINED in traits}
+_CALLS |= {name: _remat for name, traits in TABLE.items() if Is.KEEPS in traits}
+_CALLS |= {
     "cond": _cond,
-    "core_call": _inlined,
-    "custom_jvp_call": _inlined,
+    "custom_jvp_call": _inlined,  # once differentiation is done
     "custom_vjp_call": _inlined,
-    "eval_jaxpr": _inlined,
-    "jit": _inlined,
-    "pjit": _inlined,
-    "remat": _remat,
-    "remat2": _remat,
     "scan": _scan,
     "shard_map": _shard_map,
     "while": _while,

@@ -42,25 +42,19 @@ def dtypes_in(variables: Sequence[Any]) -> list[Any]:
 
 
 def is_product(eqn: Any) -> bool:
-    """Whether this is a matrix product or a convolution.
-
-    Not an outer product, which sums nothing, nor a sum of products to single numbers.
-    """
+    """Whether this is a matrix product or a convolution."""
     if Is.PRODUCT not in traits_of(eqn.primitive.name):
         return False
     if eqn.primitive.name != "dot_general":
         return True
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     left = [len(v.aval.shape) - len(contracted) - len(batch) for v in eqn.invars]
+    # An outer product sums nothing, and a sum of products to single numbers leaves nothing.
     return bool(contracted) and any(left)
 
 
 def asks_for_precision(eqn: Any) -> bool:
-    """Whether a product requests its precision.
-
-    By `precision=jax.lax.Precision.HIGHEST` or by an algorithm, its own or that of
-    `jax.default_matmul_precision` around it.
-    """
+    """Whether a product requests its precision, by itself or by the default around it."""
     precision = eqn.params.get("precision")
     if precision is None:
         return False

@@ -32,24 +32,14 @@ _FRAMEWORKS = ("einops", "equinox", "flax", "haiku", "haliax", "keras", "optax",
 
 
 class Equation(NamedTuple):
-    """An equation in its place.
-
-    Attributes:
-      eqn: as it is in the jaxpr.
-      around: the equation that holds the program which this is in, if any.
-      runs: how often it runs. Each branch of a `cond` counts as run, and the body of a `while`,
-        whose rounds nobody knows before, as run once.
-      source: the line that made it, as `model.py:12 (f)`.
-      before: the dtypes that its operands had before they were converted to wider ones.
-      summed: how often it adds to what a `scan` carries: 1, if it does not.
-    """
+    """An equation in its place."""
 
     eqn: Any
-    around: Self | None
-    runs: int
-    source: str
-    before: tuple[Any, ...]
-    summed: int
+    around: Self | None  # the equation that holds the program which this is in
+    runs: int  # how often; each branch of a `cond` counts as run, and the body of a `while` once
+    source: str  # the line that made it, as `model.py:12 (f)`
+    before: tuple[Any, ...]  # the dtypes of its operands before they were converted to wider ones
+    summed: int  # how often it adds to what a `scan` carries: 1, if it does not
 
     @property
     def name(self) -> str:
@@ -88,6 +78,11 @@ def programs_in(eqn: Any) -> list[Any]:
     else:
         found = list(params.values())
     return list(filter(is_program, jax.tree.leaves(found, is_leaf=is_program)))
+
+
+def equations_in(eqn: Any) -> Iterator[Any]:
+    """Those of the programs that an equation runs, but for those that these hold."""
+    return (inner for program in programs_in(eqn) for inner in open_jaxpr(program).eqns)
 
 
 def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
@@ -216,14 +211,12 @@ def _keeps_numbers(eqn: Any) -> bool:
 
 
 def _source(eqn: Any, around: str, frameworks: tuple[str, ...]) -> str:
-    """The innermost line that is no framework's.
-
-    What a framework compiles and keeps has no line but its own: that of the call around it then.
-    """
+    """The innermost line that is no framework's."""
     calls = _calls(eqn)
     for call in reversed(calls):
         if not call.startswith(frameworks):
             return _short(call)
+    # What a framework compiles and keeps has no line but its own: that of the call around it then.
     return around or (_short(calls[-1]) if calls else "an unknown line")
 
 
