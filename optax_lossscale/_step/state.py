@@ -63,6 +63,7 @@ def refuse_other_states(state: Any) -> None:
 
 def refuse_other_rules(state: LossScaleState, own: LossScale, own_rule: SkipRule | None) -> None:
     """Raises for a loss scale or a rule of skipping that is not the transformation's."""
+    text = lambda x: x.get_config() if isinstance(x, LossScale) else shown(x)
     of_scale = "tx.init(params)._replace(inner_state=state.inner_state)"
     of_rule = "state._replace(skip_rule=tx.init(params).skip_rule)"
     for name, given, needed, remedy in (
@@ -72,7 +73,7 @@ def refuse_other_rules(state: LossScaleState, own: LossScale, own_rule: SkipRule
         if jax.tree.structure(given) != jax.tree.structure(needed):
             raise ValueError(
                 f"the state's {name} is of another configuration than this transformation's:\n"
-                f"  state:          {shown(given)}\n  transformation: {shown(needed)}\n"
+                f"  state:          {text(given)}\n  transformation: {text(needed)}\n"
                 "Restore a checkpoint into what tx.init(params) returns. To go on with this "
                 f"configuration, keep the rest of the state: {remedy}"
             )
