@@ -237,14 +237,12 @@ def across(
     if axis_name in (None, ()):
         return x
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if not all(map(_is_axis, names)):
+    if not all(map(_is_axis, names)) or len(set(names)) < len(names):
         raise ValueError(
             f"axis_name={axis_name!r} is no axis of a pmap or shard_map around this step, and no "
-            "tuple of such axes. Under jit alone leave axis_name out: the check already is of all "
-            "devices"
+            "tuple of such axes, each once. Under jit alone leave axis_name out: the check "
+            "already is of all devices"
         )
-    if len(set(names)) < len(names):
-        raise ValueError(f"axis_name={axis_name!r} names an axis twice: name each once")
     return reduce(x, names)
 
 

@@ -35,12 +35,6 @@ def at_least_float32(x: Any) -> Any:
     return jnp.asarray(x, jnp.float32)
 
 
-def at_most(dtype: np.dtype, x: Any) -> Any:
-    """Real floats wider than a dtype as that dtype; everything else as it came."""
-    is_wider = is_inexact(x) and dtype_of(x).itemsize > dtype.itemsize
-    return jnp.asarray(x, dtype) if is_wider and not jnp.iscomplexobj(x) else x
-
-
 def map_inexact(function: Callable[[jax.Array], jax.Array], tree: T) -> T:
     """`function` of every inexact leaf, as an array of at least float32; the rest as it came."""
     of_leaf = lambda x: function(jnp.asarray(at_least_float32(x))) if is_inexact(x) else x

@@ -51,7 +51,7 @@ def join(rounded: jax.Array, rest: Any) -> jax.Array:
     is given up for `rounded`.
     """
     rounded = at_least_float32(rounded)
-    number, dtype = _kept(rest)
+    number, dtype = kept(rest)
     if dtype == jnp.bfloat16:
         bits = lax.bitcast_convert_type(rounded, jnp.uint32)
         size = bits & _UNSIGNED
@@ -65,13 +65,7 @@ def join(rounded: jax.Array, rest: Any) -> jax.Array:
     return jnp.where(own == _bits(jnp.where(is_zero, 0, rounded), dtype), number, rounded)
 
 
-def rest_like(rest: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """The shape and the narrow dtype of the numbers that a rest belongs to."""
-    number, dtype = _kept(rest)
-    return number.shape, dtype
-
-
-def _kept(rest: Any) -> tuple[jax.Array, np.dtype]:
+def kept(rest: Any) -> tuple[jax.Array, np.dtype]:
     """The array in a rest, and the narrow dtype that it belongs to."""
     if isinstance(rest, Whole):
         return rest.number, dtype_of(rest.of_dtype)

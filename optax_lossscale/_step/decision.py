@@ -17,19 +17,11 @@ from optax_lossscale._arrays.finite import (
 )
 from optax_lossscale._arrays.placement import varying_axes
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._scales.validation import refuse
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.inputs import Prepared
 from optax_lossscale._step.state import LossScaleState
 
 Skip = SkipRule | Literal["nonfinite"]
-
-
-def refuse_other_skips(skip: Skip | None) -> None:
-    """Raises for what says nothing of when to skip."""
-    is_nonfinite = isinstance(skip, str) and skip == "nonfinite"
-    if not is_nonfinite and not isinstance(skip, SkipRule | None):
-        refuse("skip", skip, "None, 'nonfinite', or a rule such as skips.spikes()")
 
 
 def decide(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from optax_lossscale._arrays.names import path_name
-from optax_lossscale._arrays.precision import at_most, dtype_of, is_inexact
+from optax_lossscale._arrays.precision import dtype_of, is_inexact
 from optax_lossscale._scales import validation
 
 # A dtype, a tree of them with None for what stays, or a function to one; of other containers give
@@ -28,43 +28,28 @@ def narrowed(grad_dtype: Any, differentiated: Any) -> Any:
         grad_dtype = grad_dtype(differentiated)
         refuse_other_dtypes(grad_dtype)
     is_none = lambda x: x is None
-    try:
-        dtypes = jax.tree.broadcast(grad_dtype, differentiated, is_leaf=is_none)
-    except ValueError as error:
-        raise ValueError(
-            "grad_dtype must be a prefix of the tree of what is differentiated, with a dtype "
-            "or None for each leaf or branch, and of several argnums a tuple with one for each; "
-            f"got {jax.tree.structure(grad_dtype, is_leaf=is_none)} for "
-            f"{jax.tree.structure(differentiated)}"
-        ) from error
+    dtypes = jax.tree.broadcast(grad_dtype, differentiated, is_leaf=is_none)
     return jax.tree.map_with_path(_cast, differentiated, dtypes, is_leaf=is_none)
 
 
 def _cast(path: Any, x: Any, dtype: Any) -> Any:
     """One leaf in a dtype, if it is wider; as it is for None."""
-    if x is None or dtype is None:
+    if dtype is None or not is_inexact(x) or jnp.iscomplexobj(x):
         return x
-    dtype = jnp.dtype(dtype)
-    other = dtype_of(x) if is_inexact(x) and not jnp.iscomplexobj(x) else dtype
+    dtype, other = jnp.dtype(dtype), dtype_of(x)
     if other != dtype and other.itemsize == dtype.itemsize:
         raise ValueError(
             f"grad_dtype={dtype} casts wider floats only, and {path_name(path)} is "
             f"{other}: with {dtype} inputs the model would compute in float32. Keep the "
             f"parameters in float32 or in {dtype}, or give grad_dtype={other}"
         )
-    return at_most(dtype, x)
+    return jnp.asarray(x, dtype) if other.itemsize > dtype.itemsize else x
 
 
 def refuse_other_dtypes(grad_dtype: Any) -> None:
     """Raises for what is neither a function nor a tree of floating-point dtypes."""
-    allowed = (
-        "a floating-point dtype, a tree of them and of None, or a function from what is "
-        "differentiated to one"
-    )
     for leaf in [] if _is_function(grad_dtype) else jax.tree.leaves(grad_dtype):
-        found = validation.dtype(leaf)
-        if found is None or not jnp.issubdtype(found, jnp.floating):
-            validation.refuse("grad_dtype", leaf, allowed)
+        validation.floating_dtype("grad_dtype", leaf)
 
 
 def _is_function(grad_dtype: Any) -> bool:

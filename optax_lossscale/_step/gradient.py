@@ -10,16 +10,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from optax_lossscale._arrays.precision import at_least_float32, is_array
-from optax_lossscale._arrays.variables import is_module
+from optax_lossscale._arrays.precision import at_least_float32
+from optax_lossscale._arrays.variables import found, is_module
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.get import resolve
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.validation import function
 from optax_lossscale._step.grad_dtype import GradDtype, narrowed, refuse_other_dtypes
+from optax_lossscale._step.inputs import refuse_no_scalar
 from optax_lossscale._step.master_weights import refuse_other_order
 
 
@@ -40,7 +40,7 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
       may be more than float16 holds.
 
     Raises:
-      TypeError: if the loss is not a real floating-point scalar.
+      TypeError: if the loss is not a real scalar.
       ValueError: if `loss_scale` is no loss scale, or a state that holds none or several.
 
     Warns:
@@ -59,7 +59,8 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
       (9.0, 48.0)
     """
     refuse_other_order(loss_scale)
-    loss, loss_scale = _scalar(loss), resolve(loss_scale)
+    refuse_no_scalar("the loss", loss)
+    loss, loss_scale = jnp.asarray(loss), resolve(loss_scale)
     _warn_of_float16(loss, loss_scale)
     return _with_scaled_tangent(at_least_float32(loss), loss_scale)
 
@@ -73,23 +74,6 @@ def _with_scaled_tangent(loss: jax.Array, loss_scale: LossScale) -> jax.Array:
 def _scaled_tangent(primals, tangents):
     (loss, loss_scale), (tangent, _) = primals, tangents
     return loss, loss_scale.scale(tangent)
-
-
-def _scalar(loss: Any) -> jax.Array:
-    """The loss as an array, if it is a real floating-point scalar."""
-    if not isinstance(loss, (jax.Array, np.ndarray, np.generic, int, float)):
-        raise TypeError(
-            f"the loss must be a scalar, got a {type(loss).__name__}; of a pair (loss, aux) give "
-            "the loss alone, or where a function returns the pair say has_aux=True"
-        )
-    loss = jnp.asarray(loss)
-    if loss.shape != ():
-        raise TypeError(
-            f"the loss must be a scalar, got shape {loss.shape}; reduce it, with jnp.mean say"
-        )
-    if not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(f"the loss must be a real floating-point number, got dtype {loss.dtype}")
-    return loss
 
 
 def _warn_of_float16(loss: Any, loss_scale: LossScale) -> None:
@@ -134,12 +118,11 @@ def value_and_scaled_grad(
       loss_scale: whatever `get` takes, or an optimizer state that holds exactly one.
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`.
-      grad_dtype: the dtype of the gradients, such as `jnp.float16`, in which they take half the
-        memory: what is differentiated is cast to it first, where it is wider floats. Or a tree of
-        dtypes that is a prefix of what is differentiated, or a function from that to one, in which
-        `None` leaves a leaf as it is; of several `argnums` that is the tuple of these arguments.
-        It is not what the model computes in, which is the widest of what its operations are given,
-        as `dtype_report` shows. Where the products are to be in 16 bits, give `autocast(fun)`.
+      grad_dtype: the dtype of the gradients, such as `jnp.float16` for half the memory: wider
+        floats are cast to it before they are differentiated. Or a tree of dtypes, and of `None`
+        for what stays, that is a prefix of what is differentiated, of several `argnums` of their
+        tuple; or a function from that to one. It is not what the model computes in, which is the
+        widest of what its operations are given: for products in 16 bits give `autocast(fun)`.
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:
@@ -153,9 +136,9 @@ def value_and_scaled_grad(
       ValueError: if `loss_scale` is no loss scale, or a state that holds none or several; if
         `grad_dtype` has other dtypes than floating-point ones; when called, if it is no prefix of
         what is differentiated, or that has floats of another dtype that is as wide.
-      TypeError: if `fun` is no function or `argnums` no ints; when called, if the loss is not a
-        real floating-point scalar, or if what is to be differentiated is an `nnx.Module` or has
-        leaves that are no arrays: differentiate those by their own means, with `scale_gradient`.
+      TypeError: if `fun` is no function or `argnums` no ints; when called, if the loss is no real
+        floating-point scalar, or what is to be differentiated no tree of arrays, or an
+        `nnx.Module`: differentiate modules by their own means, with `scale_gradient`.
 
     Warns:
       UserWarning: when called, for a float16 loss, as `scale_gradient` does.
@@ -173,12 +156,12 @@ def value_and_scaled_grad(
     refuse_other_dtypes(grad_dtype)
     several = isinstance(argnums, Sequence)
     differentiated = validation.argnums(argnums)
-    if not differentiated:
-        raise TypeError("argnums must be an int or a sequence of at least one, got ()")
 
     def scaled_fun(*args, **kw):
         value = fun(*args, **kw)
-        return loss_scale.scale(_scalar(loss_of(value, has_aux))), value
+        loss = loss_of(value, has_aux)
+        refuse_no_scalar("the loss", loss)
+        return loss_scale.scale(jnp.asarray(loss)), value
 
     scaled_value_and_grad = jax.value_and_grad(scaled_fun, argnums, has_aux=True, **kwargs)
 
@@ -228,17 +211,9 @@ def refuse_shared_names(fun: Callable[..., Any], ours: Sequence[str], args: tupl
 
 
 def _refuse_modules(tree: Any) -> None:
-    """Raises for what cannot be differentiated as a pytree of arrays."""
-    for x in jax.tree.leaves(tree, is_leaf=is_module):
-        if is_module(x):
-            raise TypeError(
-                f"{type(x).__name__} is an nnx.Module, whose batch statistics and random streams "
-                "jax.grad would lose. Differentiate with nnx.value_and_grad, of a loss function "
-                "that returns scale_gradient(loss, optimizer.opt_state)"
-            )
-        if not is_array(x):
-            raise TypeError(
-                f"the argument to differentiate has a leaf that is no array, {x!r}. "
-                "Differentiate with what knows such modules, eqx.filter_value_and_grad say, of a "
-                "loss function that returns scale_gradient(loss, state)"
-            )
+    for x in found(is_module, tree):
+        raise TypeError(
+            f"{type(x).__name__} is an nnx.Module, whose batch statistics and random streams "
+            "jax.grad would lose. Differentiate with nnx.value_and_grad, of a loss function "
+            "that returns scale_gradient(loss, optimizer.opt_state)"
+        )

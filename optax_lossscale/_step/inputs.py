@@ -17,7 +17,7 @@ from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, is_array, is_inexact
 from optax_lossscale._arrays.variables import found, plain
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._scales.validation import LARGEST, is_numeric, shown
+from optax_lossscale._scales.validation import LARGEST, is_numeric, refuse, shown
 
 # Bools, a tree of them, or a function to one; of other containers give a function.
 Mask: TypeAlias = (
@@ -113,7 +113,7 @@ def prepare(
     given = complete(scaled_grads, params)
     if params is not None:
         _refuse_other_shapes(given.grads, _like(params))
-    value = None if value is None else _scalar(value)
+    value = None if value is None else _true_loss(value)
     return dataclasses.replace(given, value=value, checked=_checked(given.grads, mask))
 
 
@@ -175,10 +175,21 @@ def refuse_other_masks(mask: Mask | None) -> None:
     """Raises for what is neither a function nor a tree of bools."""
     for leaf in [] if callable(mask) else jax.tree.leaves(mask):
         if not isinstance(leaf, (bool, np.bool_)):
-            raise TypeError(
-                "mask must be a tree of bools, or a function from the gradients to one; got "
-                f"{shown(leaf)} in it"
-            )
+            refuse("mask", leaf, "a tree of bools, or a function from the gradients to one")
+
+
+def refuse_no_scalar(name: str, x: Any) -> None:
+    """Raises for what is no real number, shape ()."""
+    if not is_numeric(x) or np.iscomplexobj(x):
+        raise TypeError(
+            f"{name} must be a real number, got {shown(x)}; of a pair (loss, aux) or of several "
+            "losses in a dict give the loss alone, or where a function returns the pair say "
+            "has_aux=True"
+        )
+    if shape := np.shape(x):
+        raise TypeError(
+            f"{name} must be a scalar, got shape {shape}; reduce it, with jnp.mean say"
+        )
 
 
 def is_traced(tree: Any) -> bool:
@@ -198,16 +209,8 @@ def _checked(grads: Any, mask: Mask | None) -> tuple[bool, ...]:
     if callable(mask):
         mask = mask(grads)
         refuse_other_masks(mask)
-    leaves, structure = jax.tree.flatten(True if mask is None else mask)
-    try:
-        branches = structure.flatten_up_to(grads)
-    except ValueError as error:
-        raise ValueError(
-            "mask must be a prefix of the gradients' tree, with a bool for each leaf or branch; "
-            f"got {structure} for {jax.tree.structure(grads)}"
-        ) from error
-    pairs = zip(leaves, branches, strict=True)
-    return tuple(bool(keep) for keep, branch in pairs for _ in jax.tree.leaves(branch))
+    mask = jax.tree.broadcast(True if mask is None else mask, grads)
+    return tuple(map(bool, jax.tree.leaves(mask)))
 
 
 def _of_checked(
@@ -258,18 +261,9 @@ def _refuse_other_shapes(grads: Any, params: Any) -> None:
             )
 
 
-def _scalar(value: ArrayLike) -> jax.Array:
-    """The true loss, as an array."""
+def _true_loss(value: ArrayLike) -> jax.Array:
     value = plain(value)
-    if not is_numeric(value) or np.iscomplexobj(value):
-        raise TypeError(
-            f"value must be the true loss, a real number, got {shown(value)}; of a pair (loss, "
-            "aux) or of several losses in a dict pass the loss alone"
-        )
-    if shape := np.shape(value):
-        raise TypeError(
-            f"value must be the true loss, a scalar, got shape {shape}; reduce it, with jnp.mean"
-        )
+    refuse_no_scalar("value, the true loss,", value)
     if isinstance(value, (int, np.integer)):  # of which int32 does not hold each
         value = np.float32(min(max(value, -LARGEST), LARGEST))
     return jnp.asarray(value)

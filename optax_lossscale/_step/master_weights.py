@@ -3,18 +3,19 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_narrow
-from optax_lossscale._arrays.rounding import Whole, join, rest_like, split
+from optax_lossscale._arrays.rounding import join, kept, split
 from optax_lossscale._arrays.variables import found
 from optax_lossscale._scales.get import name_in_optax
+from optax_lossscale._scales.validation import shown
 from optax_lossscale._step.inputs import complete, refuse_batch_of_updates, update_or_zero
 from optax_lossscale._step.state import refuse_narrower
 
@@ -23,9 +24,9 @@ class MasterWeightsState(NamedTuple):
     """State of `with_master_weights`.
 
     Attributes:
-      master_weights: what the parameters lack of float32 numbers; a tree like them, with a uint16
-        array for a parameter in bfloat16, the float32 number for one in float16 (in 8 bits, a
-        pair of that and a scalar of its dtype), and `optax.MaskedNode()` for the others.
+      master_weights: what the parameters lack of float32 numbers; a tree like them, of uint16 for
+        bfloat16, float32 for float16 (in 8 bits, a pair of that and a scalar of the dtype), and
+        `optax.MaskedNode()` for the others.
       inner_state: the state of the wrapped optimizer, for parameters in float32 or wider.
     """
 
@@ -64,16 +65,14 @@ def with_master_weights(
     which makes 16 bits enough.) For float16 parameters, whose range is smaller, it is a copy.
     `optax.apply_updates(params, updates)` is exact wherever float32 holds the difference.
 
-    What a program does to its parameters between steps counts: pretrained ones loaded after
-    `init`, a clip, an average that takes their place. Where a float16 parameter is not the
-    rounding of its copy, the copy is forgotten; a bfloat16 one is always right, as its 16 further
-    bits say no more than where between two roundings it lies.
+    What a program does to its parameters between steps counts, as a clip or pretrained ones loaded
+    after `init`: where a float16 parameter is not the rounding of its copy, the copy is forgotten;
+    a bfloat16 one's 16 further bits say no more than where between two roundings it lies.
 
-    With `with_loss_scale`, this goes inside: `with_loss_scale(with_master_weights(inner))`. What
-    comes before it in `optax.chain` sees rounded parameters. *Nothing may come after it*, as that
-    would change where the parameters land: give it the whole optimizer,
-    `with_master_weights(optax.chain(…))`. Another order is refused by the `init` of
-    `with_loss_scale` around it, and by `value_and_scaled_grad` of such a state.
+    *Nothing may come after it*, as that would change where the parameters land: give it the whole
+    optimizer, `with_loss_scale(with_master_weights(optax.chain(…)))`. Another order is refused by
+    the `init` of `with_loss_scale` around it, and by `value_and_scaled_grad` of such a state. What
+    comes before it in `optax.chain` sees rounded parameters.
 
     Source: Micikevicius et al., "Mixed Precision Training" (https://arxiv.org/abs/1710.03740), as
     in Apex's level O2, Megatron-LM and DeepSpeed. The 16 further bits are the "split SGD" of
@@ -146,18 +145,14 @@ def refuse_other_order(state: Any) -> None:
     """Raises for a state that shows that others change the updates of `with_master_weights`."""
     if _is_state(state) or not found(_is_state, state):
         return
-    if name_in_optax(state) in _MAKERS_OF_OTHER_UPDATES:
+    parts, name = _parts(state), name_in_optax(state)
+    is_followed = _is_chain(state) and found(_is_state, parts[:-1])
+    if is_followed or name in _MAKERS_OF_OTHER_UPDATES:
         raise ValueError(
-            "with_master_weights is inside a transformation that changes where its updates make "
-            f"the parameters land, whose state is a {type(state).__name__}: put that inside, as "
-            "in with_loss_scale(with_master_weights(optax.lookahead(…)))"
-        )
-    parts = _parts(state)
-    if _is_chain(state) and found(_is_state, parts[:-1]):
-        raise ValueError(
-            "with_master_weights is followed by other transformations in optax.chain, which "
-            "change where its updates make the parameters land: give it the whole optimizer, "
-            "as in with_master_weights(optax.chain(…))"
+            "with_master_weights is followed by other transformations in optax.chain, or is "
+            f"inside one, here that of {name or 'a chain'}, which change where its updates make "
+            "the parameters land: give it the whole optimizer, as in with_loss_scale("
+            "with_master_weights(optax.chain(…)))"
         )
     for part in parts:
         refuse_other_order(part)
@@ -202,25 +197,14 @@ def _refuse_other_arguments(state: Any, params: Any) -> None:
 
 def _compare(given: Any, needed: Any) -> None:
     """Raises unless two trees of rests belong to parameters of the same shapes and dtypes."""
-    for own, other in zip_longest(_described(given), _described(needed), fillvalue="no others"):
-        if own != other:
-            raise ValueError(
-                "the state of with_master_weights was made for other parameters: for "
-                f"{own}, and these are {other}. Make a new state of these: tx.init(params)"
-            )
-
-
-def _described(rests: Any) -> list[str]:
-    """Shape, dtype and name of each parameter that a rest in a tree belongs to."""
-
-    def described(rest):
-        if _is_masked(rest):
-            return "float32 or wider"
-        shape, dtype = rest_like(rest)
-        return f"{dtype}{list(shape)}"
-
-    leaves = jax.tree.leaves_with_path(rests, is_leaf=_is_rest)
-    return [f"{described(rest)} at {path_name(path)}" for path, rest in leaves]
+    kind = lambda path, x: f"{dtype_of(x)}{list(np.shape(x))} at {path_name(path)}"
+    kinds = lambda rests: jax.tree.leaves(jax.tree.map_with_path(kind, rests))
+    own, other = kinds(given), kinds(needed)
+    if own != other:
+        raise ValueError(
+            "the state of with_master_weights was made for other parameters: it keeps "
+            f"{shown(own)}, and these need {shown(other)}. Make a new state: tx.init(params)"
+        )
 
 
 def _moved(param: Any, rest: Any, weight: jax.Array, update: Any) -> tuple[Any, Any]:
@@ -228,8 +212,7 @@ def _moved(param: Any, rest: Any, weight: jax.Array, update: Any) -> tuple[Any, 
     if _is_masked(rest):
         return update, rest
     refuse_batch_of_updates(param, update)
-    _, dtype = rest_like(rest)
-    rounded, rest = split((weight + update).astype(jnp.float32), dtype)
+    rounded, rest = split((weight + update).astype(jnp.float32), kept(rest)[1])
     param = at_least_float32(param)
     return jnp.where(rounded == param, 0, rounded - param), rest  # infinity stays, too
 
@@ -242,10 +225,6 @@ def _rest_of(param: Any) -> Any:
 
 def _is_masked(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
-
-
-def _is_rest(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode | Whole)
 
 
 def _is_state(x: Any) -> bool:

@@ -1,7 +1,7 @@
 """What an optimizer with loss scaling keeps from step to step."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,34 +33,19 @@ class LossScaleState(NamedTuple):
     consecutive_skipped_steps: jax.Array
     skip_rule: SkipRule | None = None
 
-    if not TYPE_CHECKING:  # to which it would mean that every name is one
-
-        def __getattr__(self, name):
-            raise AttributeError(
-                f"a LossScaleState has no {name!r}; what the wrapped optimizer keeps is its "
-                "inner_state: where a function takes that optimizer's own state, as "
-                "optax.contrib.schedule_free_eval_params does, give it state.inner_state"
-            )
-
 
 def wrapper_states(state: Any) -> list[LossScaleState]:
     """Every `LossScaleState` in an optimizer state, however deep it lies."""
     return [plain(x) for x in found(lambda x: isinstance(x, LossScaleState), state)]
 
 
-def refuse_other_states(state: Any, order: str) -> None:
+def refuse_other_states(state: Any) -> None:
     """Raises for what is no state of this transformation, or came back as something else."""
     if not isinstance(state, LossScaleState):
         raise TypeError(
             "the state must be the LossScaleState that this transformation's init or its "
-            f"last step returned, got a {type(state).__name__}; the order of the arguments "
-            f"is {order}"
-        )
-    if not isinstance(state.loss_scale, LossScale):
-        raise TypeError(
-            f"the state's loss_scale must be a LossScale, got {shown(state.loss_scale)}: restore "
-            "a checkpoint into the state that tx.init(params) returns, and where Flax does that, "
-            "import flax.serialization before it"
+            f"last step returned, got a {type(state).__name__}; the order of the arguments is "
+            "gradients, state, params"
         )
     kind, shape = dtype_of(state.should_apply), np.shape(state.should_apply)
     if kind != np.bool_:
@@ -78,19 +63,19 @@ def refuse_other_states(state: Any, order: str) -> None:
 
 def refuse_other_rules(state: LossScaleState, own: LossScale, own_rule: SkipRule | None) -> None:
     """Raises for a loss scale or a rule of skipping that is not the transformation's."""
-    config = lambda x: x.get_config()
-    described = lambda x: "none" if x is None else shown(x)
+    text = lambda x: x.get_config() if isinstance(x, LossScale) else shown(x)
     of_scale = "tx.init(params)._replace(inner_state=state.inner_state)"
     of_rule = "state._replace(skip_rule=tx.init(params).skip_rule)"
-    for name, given, needed, text, remedy in (
-        ("loss scale", state.loss_scale, own, config, of_scale),
-        ("rule of skipping", state.skip_rule, own_rule, described, of_rule),
+    for name, given, needed, remedy in (
+        ("loss scale", state.loss_scale, own, of_scale),
+        ("rule of skipping", state.skip_rule, own_rule, of_rule),
     ):
         if jax.tree.structure(given) != jax.tree.structure(needed):
             raise ValueError(
                 f"the state's {name} is of another configuration than this transformation's:\n"
                 f"  state:          {text(given)}\n  transformation: {text(needed)}\n"
-                f"To go on with this configuration, keep the rest of the state: {remedy}"
+                "Restore a checkpoint into what tx.init(params) returns. To go on with this "
+                f"configuration, keep the rest of the state: {remedy}"
             )
 
 

@@ -82,7 +82,7 @@ class ScaledStep:
 
     def step(self, scaled_grads, state, params, value, extra_args, *, to_params):
         """One step, to new parameters or to the updates that lead there."""
-        refuse_other_states(state, "gradients, state, params")
+        refuse_other_states(state)
         refuse_other_rules(state, self.loss_scale, self.rule)
         if params is not None:
             expected = lambda: jax.eval_shape(self.init, params).inner_state
@@ -110,21 +110,15 @@ class ScaledStep:
         try:
             updates, new = inner.update(unscaled.grads, inner_state, wide_params, **extra_args)
         except Exception as error:
-            self._explain(error, inner_state, params, extra_args)
+            self._refuse_other_inner_state(error, inner_state, params)
             raise
         if params is not None:
             updates = unscaled.moved(_param_after if to_params else update_or_zero, updates)
         new = jax.tree.map(lambda new, old: strong(new, dtype_of(old)), new, inner_state)
         return updates, unscaled.slots_kept(self.inner.init, new, inner_state)
 
-    def _explain(self, error, inner_state, params, extra_args):
-        """Says why inner may have failed: of another state, or of the loss that it was given."""
-        if "value" in extra_args and isinstance(error, TypeError):
-            error.add_note(
-                "Every part of inner that takes extra arguments was given value, the true loss. "
-                "Wrap one that does not take it so that it is given none, as in "
-                "optax.GradientTransformation(*optax.contrib.sam(…))"
-            )
+    def _refuse_other_inner_state(self, error, inner_state, params):
+        """Raises for a state that is not this optimizer's, if that is why it failed."""
         expected = inner_state if params is None else jax.eval_shape(self.init, params).inner_state
         kind = lambda tree: (jax.tree.structure(tree), [*map(np.shape, jax.tree.leaves(tree))])
         if kind(inner_state) != kind(expected):

@@ -4,13 +4,10 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import dtype_of, is_array, strong
 from optax_lossscale._arrays.variables import found, is_variable, plain
-from optax_lossscale._scales.validation import shown
 from optax_lossscale._step.state import wrapper_states
 
 T = TypeVar("T")
@@ -34,8 +31,9 @@ def where_applied(state: Any, new: T, old: T) -> T:
       back as one, with variables of its own.
 
     Raises:
-      ValueError: if the state holds no `LossScaleState`, or several; if the trees or their shapes
-        differ; or if both hold the same `nnx` variables, which have changed in place.
+      ValueError: if the state holds no `LossScaleState`, or several; if the trees differ; or if
+        both hold the same `nnx` variables, which have changed in place.
+      TypeError: if arrays differ in shape.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -53,41 +51,17 @@ def where_applied(state: Any, new: T, old: T) -> T:
             f"{type(state).__name__}. Pass the optimizer state that the step returned"
         )
     should_apply = states[0].should_apply
-    _refuse_the_same_variables(new, old)
-    _refuse_other_trees(plain(new), plain(old))
-
-    def chosen(new, old):
-        if not is_array(old):
-            return new
-        return lax.select(should_apply, strong(jnp.asarray(new), dtype_of(old)), jnp.asarray(old))
-
-    kept = jax.tree.map(chosen, plain(new), plain(old))
-    return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(kept))
-
-
-def _refuse_other_trees(new: Any, old: Any) -> None:
-    """Raises unless the trees have the same leaves, of the same shapes."""
-    new_structure, old_structure = jax.tree.structure(new), jax.tree.structure(old)
-    if new_structure != old_structure:
-        raise ValueError(
-            "new and old must be the same tree, after the step and before it; got\n"
-            f"  new: {shown(new_structure)}\n  old: {shown(old_structure)}"
-        )
-    is_key = lambda x: is_array(x) and jnp.issubdtype(dtype_of(x), jax.dtypes.prng_key)
-    kind = lambda x: (is_array(x), np.shape(x), is_key(x))
-    for (path, x), y in zip(jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True):
-        if is_array(y) and kind(x) != kind(y):
-            raise ValueError(
-                f"new and old must have the same arrays, at {path_name(path)} got {shown(x)} and "
-                f"{shown(y)}"
-            )
-
-
-def _refuse_the_same_variables(new: Any, old: Any) -> None:
-    """Raises where `old` changed with `new`, as `nnx.state` hands out a module's own variables."""
     ids = lambda tree: set(map(id, found(is_variable, tree)))
-    if ids(new) & ids(old):
+    if ids(new) & ids(old):  # `nnx.state` hands out a module's own variables
         raise ValueError(
             "old holds the very variables of new, so it is what the step has made of them. Take a "
             "copy before the step: old = nnx.clone(nnx.state(model, nnx.BatchStat))"
         )
+
+    def chosen(old, new):
+        if not is_array(old):
+            return new
+        return lax.select(should_apply, strong(jnp.asarray(new), dtype_of(old)), jnp.asarray(old))
+
+    kept = jax.tree.map(chosen, plain(old), plain(new))
+    return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(kept))

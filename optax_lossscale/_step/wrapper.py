@@ -9,12 +9,13 @@ from jax.typing import ArrayLike
 from optax_lossscale._scales.get import LossScaleLike, get
 from optax_lossscale._scales.loss_scale import AxisName
 from optax_lossscale._scales.validation import refuse
+from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.branch import Branch
-from optax_lossscale._step.decision import Skip, refuse_other_skips
+from optax_lossscale._step.decision import Skip
 from optax_lossscale._step.grad_dtype import GradDtype
 from optax_lossscale._step.gradient import refuse_shared_names, value_and_scaled_grad
 from optax_lossscale._step.inputs import Mask, refuse_other_masks
-from optax_lossscale._step.state import LossScaleState, refuse_other_states
+from optax_lossscale._step.state import LossScaleState
 from optax_lossscale._step.step import ScaledStep
 
 
@@ -58,15 +59,14 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     ) -> tuple[Any, LossScaleState]:
         """One optimizer step, from scaled gradients to new parameters.
 
-        Does the same as `update` followed by `optax.apply_updates`, but computes the new
-        parameters inside the branch that applies or skips the step: on CPU the unscaled
-        gradients and the updates are then never written to memory. An `optax.chain` around the
-        wrapper has no such method: there call `update` and `optax.apply_updates`.
+        The same as `update` followed by `optax.apply_updates`, inside the branch that applies or
+        skips the step: on CPU the unscaled gradients and the updates are then never written to
+        memory. An `optax.chain` around the wrapper has no such method: there call these two.
 
         Args:
-          scaled_grads: gradients of the scaled loss, as `value_and_scaled_grad` returns
-            them; a tree like `params`. A parameter whose gradient, or that of its branch, is
-            `None` stays as it is, and so does what the inner state keeps of it alone.
+          scaled_grads: gradients of the scaled loss; a tree like `params`. A parameter whose
+            gradient, or that of its branch, is `None` stays as it is, and so do its own slots of
+            the inner state.
           state: the state that `init` or the last step returned.
           params: the parameters, in any floating-point dtype.
           value: the true loss, shape (), passed on to the inner transformation, too. One that is
@@ -78,8 +78,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           bit for bit those before it.
 
         Raises:
-          TypeError: if `state` is no `LossScaleState`, or `update` was replaced: this is
-            another method of what it is bound to.
+          TypeError: if `state` is no `LossScaleState`, or `update` was replaced.
           ValueError: if the gradients' structure is not the parameters', or the state is that
             of another configuration.
         """
@@ -117,32 +116,23 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           has_aux: whether `loss_fn` returns `(loss, aux)`.
           grad_dtype: the dtype of the gradients, or those of their leaves, as in
             `value_and_scaled_grad`.
-          extra_args: passed on to the inner transformation, as the keyword arguments of
-            `apply_gradients` are.
+          extra_args: passed on to the inner transformation.
           **kwargs: further keyword arguments of `loss_fn`.
 
         Returns:
           `(loss, params, state)`, or `((loss, aux), params, state)` with `has_aux`.
 
         Raises:
-          TypeError: if `loss_fn` is no function or has an argument of a name above, `state` is no
-            `LossScaleState`, or `extra_args` no dict.
+          TypeError: if `loss_fn` is no function or has an argument of a name above, or `state` is
+            no `LossScaleState` but holds one.
+          ValueError: if `state` holds none.
         """
-        order = "loss_fn, state, params, and what else loss_fn takes"
-        if not callable(loss_fn):
-            raise TypeError(
-                f"loss_fn must be a function, got a {type(loss_fn).__name__}; the order of the "
-                f"arguments is {order}"
-            )
-        refuse_other_states(state, order)
         refuse_shared_names(loss_fn, ["has_aux", "grad_dtype", "extra_args"], (params, *args))
-        if not isinstance(extra_args, Mapping | None):
-            raise TypeError(f"extra_args must be a dict of names and values, got {extra_args!r}")
         differentiate = value_and_scaled_grad(
             loss_fn, state, has_aux=has_aux, grad_dtype=grad_dtype
         )
         value, scaled_grads = differentiate(params, *args, **kwargs)
-        extra_args = {"value": value[0] if has_aux else value} | dict(extra_args or {})
+        extra_args = {"value": value[0] if has_aux else value, **(extra_args or {})}
         return value, *self.apply_gradients(scaled_grads, state, params, **extra_args)
 
 
@@ -167,16 +157,13 @@ def with_loss_scale(
 
     Args:
       inner: any Optax transformation.
-      loss_scale: whatever `get` takes: `"dynamic"`, TensorFlow's rule; `"headroom"`, for
-        gradients that jump in size and for short runs; a `LossScale`; a number or `None`, with
-        which nothing is checked, and the first overflow writes NaN into the parameters, unless
-        with `skip="nonfinite"`.
+      loss_scale: whatever `get` takes. With a number or `None` nothing is checked, and the first
+        overflow writes NaN into the parameters, unless with `skip="nonfinite"`.
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas decide
-        alike, a rule by the largest of their norms and the mean of their losses. Under
-        `branch="cond"` a reduction inside `inner` hangs if they do not. Reduce the gradients
-        themselves with `pmean`; but under `shard_map`, where those of replicated parameters come
-        out summed, take the mean in the loss: `pmean(loss_fn(…), axis_name)`. Under `jit` alone
-        there is no axis to name.
+        alike, a rule by the largest of their norms and the mean of their losses. If they do not, a
+        reduction inside `inner` hangs under `branch="cond"`. Reduce the gradients themselves with
+        `pmean`; under `shard_map`, where those of replicated parameters come out summed, the loss:
+        `pmean(loss_fn(…), axis_name)`. Under `jit` alone there is no axis to name.
       mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or a function
         from them to one. Leaves marked False are neither unscaled nor checked: for those whose
         "gradient" is their new value, as the scales of float8 in Flax, which a transformation in
@@ -188,20 +175,19 @@ def with_loss_scale(
         or an expensive one, such as an `eigh`. A step that is not compiled branches in Python.
       skip: what else to skip a step for. None: what the loss scale says. `"nonfinite"`: gradients
         or a loss that are not finite, whatever the loss scale, as in bfloat16:
-        `with_loss_scale(inner, None, skip="nonfinite")`. Or a rule of `skips`, such as
-        `skips.spikes()`, which does that, and of the finite steps skips those that it takes for
-        spikes. It is told the global norm of the unscaled gradients, without those that `mask`
-        leaves out, and the loss, if the step is given its `value`, or `loss` as in MaxText and
-        Levanter. The loss scale adapts as after any finite step.
+        `with_loss_scale(inner, None, skip="nonfinite")`. A rule of `skips`: these, and the finite
+        steps that it takes for spikes, after which the loss scale adapts as after any. It is told
+        the global norm of the unscaled gradients that `mask` keeps, and the loss, if the step is
+        given its `value`, or `loss` as in MaxText and Levanter.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with the further methods
       `apply_gradients` and `minimize`. Its state is a `LossScaleState`.
 
     Raises:
-      TypeError: if `inner` is not a transformation, or `mask` not a tree of bools.
-      ValueError: if `inner` is wrapped already, `loss_scale` is not what `get` takes, or
-        `branch` or `skip` is none of its values.
+      TypeError: if `inner` is not a transformation.
+      ValueError: if another argument is none of its values; in `init`, if a part of `inner` is
+        wrapped already.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -219,16 +205,12 @@ def with_loss_scale(
         raise TypeError(
             f"inner must be an Optax gradient transformation, with init and update; got {inner!r}"
         )
-    if isinstance(inner, LossScaledTransformation):
-        raise ValueError(
-            "inner is already wrapped in with_loss_scale, and would see its gradients divided by "
-            "the loss scale twice: wrap the optimizer once, outside of all that it consists of"
-        )
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     if branch is not None and branch not in get_args(Branch):
         refuse("branch", branch, "'cond', 'select', or None for the platform's own")
+    if not isinstance(skip, SkipRule | None) and skip != "nonfinite":
+        refuse("skip", skip, "None, 'nonfinite', or a rule such as skips.spikes()")
     refuse_other_masks(mask)
-    refuse_other_skips(skip)
     step = ScaledStep(inner, get(loss_scale), axis_name, mask, branch, skip)
     return LossScaledTransformation(step.init, step.update)

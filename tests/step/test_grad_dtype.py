@@ -146,7 +146,7 @@ def test_of_several_arguments_it_is_a_prefix_of_their_tuple():
     by_leaf = ("bfloat16", {"w": None, "layers": jnp.float16})
     assert dtypes(differentiate(by_leaf)) == ["bfloat16", "float16", "float16", "float32"]
     assert dtypes(differentiate(lambda arguments: (jnp.float16, None)))[0] == "float16"
-    with pytest.raises(ValueError, match="of several argnums a tuple with one for each"):
+    with pytest.raises(ValueError, match="the prefix pytree"):
         differentiate([jnp.float16, None])
     (grad,) = ols.value_and_scaled_grad(pair_loss, LS, (2,), grad_dtype=(jnp.float16,))(
         PAIR, X, jnp.ones(3)
@@ -186,14 +186,14 @@ def test_a_parameter_that_is_none_stays_none():
     ids=["integers", "a bool", "misspelt", "a number"],
 )
 def test_a_tree_with_other_leaves_is_refused(grad_dtype):
-    with pytest.raises(ValueError, match="grad_dtype must be a floating-point dtype, a tree"):
+    with pytest.raises(ValueError, match="grad_dtype must be a floating-point dtype"):
         ols.value_and_scaled_grad(pair_loss, LS, grad_dtype=grad_dtype)
-    with pytest.raises(ValueError, match="grad_dtype must be a floating-point dtype, a tree"):
+    with pytest.raises(ValueError, match="grad_dtype must be a floating-point dtype"):
         ols.value_and_scaled_grad(pair_loss, LS, grad_dtype=lambda params: grad_dtype)(PAIR, X)
 
 
 @pytest.mark.parametrize("wrap", [lambda tree: tree, lambda tree: lambda params: tree])
 def test_a_tree_that_is_no_prefix_is_refused(wrap):
     differentiate = ols.value_and_scaled_grad(pair_loss, LS, grad_dtype=wrap({"w": jnp.float16}))
-    with pytest.raises(ValueError, match="must be a prefix of the tree of what is differentiated"):
+    with pytest.raises(ValueError, match="the prefix pytree"):
         differentiate(PAIR, X)

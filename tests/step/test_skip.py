@@ -402,7 +402,7 @@ def test_a_state_of_another_rule_is_refused_and_the_remedy_works():
         new.apply_gradients(PARAMS, state, PARAMS, value=1.0)
     state = state._replace(skip_rule=new.init(PARAMS).skip_rule)
     _, state = new.apply_gradients(PARAMS, state, PARAMS, value=1.0)
-    with pytest.raises(ValueError, match="transformation: none"):
+    with pytest.raises(ValueError, match="transformation: None"):
         old.apply_gradients(PARAMS, state, PARAMS)
 
 

@@ -88,3 +88,12 @@ def test_states_that_hold_no_wrappers_state_or_several_are_refused():
     for state in (optax.sgd(0.1).init(PARAMS), ols.DynamicLossScale(), (APPLIED, APPLIED)):
         with pytest.raises(ValueError, match=r"exactly one LossScaleState, found [02]"):
             ols.where_applied(state, 1.0, 2.0)
+
+
+def test_other_trees_and_shapes_are_refused():
+    keys = jax.random.key(0)
+    others = [({"a": 1.0}, {"b": 1.0}), (1.0, {"a": 1.0}), ({"a": 1.0}, 1.0), (0, keys), (keys, 0)]
+    shapes = [(jnp.ones(2), jnp.ones(3)), (1.0, jnp.ones(3)), (jnp.ones(3), 1.0), ("x", 1.0)]
+    for new, old in others + shapes:
+        with pytest.raises((TypeError, ValueError)):
+            ols.where_applied(APPLIED, new, old)

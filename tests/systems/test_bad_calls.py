@@ -65,11 +65,6 @@ def sam_around_the_wrapper():
         params = optax.apply_updates(params, updates)
 
 
-def minimize_by(inner, params=PARAMS, **kwargs):
-    tx = ols.with_loss_scale(inner)
-    return tx.minimize(loss_fn, tx.init(params), PARAMS, **kwargs)
-
-
 def step_by(inner, state):
     return ols.with_loss_scale(inner).apply_gradients(PARAMS, state, PARAMS)
 
@@ -87,11 +82,11 @@ WRAPPER = {
     "an unknown loss scale": (lambda: ols.with_loss_scale(SGD, "auto"), ValueError, "'dynamic'"),
     "a class": (lambda: ols.with_loss_scale(SGD, ols.DynamicLossScale), ValueError, "a LossScale"),
     "a scale of 0": (lambda: ols.with_loss_scale(SGD, 0), ValueError, NUMBER),
-    "mask: a str": (lambda: ols.with_loss_scale(SGD, mask="x"), TypeError, "tree of bools"),
-    "mask: ints": (lambda: ols.with_loss_scale(SGD, mask={"w": 1}), TypeError, "tree of bools"),
-    "mask: a function to a str": (lambda: step(lambda grads: "x"), TypeError, "tree of bools"),
-    "mask: other keys": (lambda: step({"v": True}), ValueError, "a prefix of the gradients"),
-    "mask: too deep": (lambda: step({"w": [True]}), ValueError, "a prefix of the gradients"),
+    "mask: a str": (lambda: ols.with_loss_scale(SGD, mask="x"), ValueError, "tree of bools"),
+    "mask: ints": (lambda: ols.with_loss_scale(SGD, mask={"w": 1}), ValueError, "tree of bools"),
+    "mask: a function to a str": (lambda: step(lambda grads: "x"), ValueError, "tree of bools"),
+    "mask: other keys": (lambda: step({"v": True}), ValueError, "the prefix pytree"),
+    "mask: too deep": (lambda: step({"w": [True]}), ValueError, "the prefix pytree"),
     "axis: unknown": (lambda: step(axis_name="data"), ValueError, "jit alone leave axis_name out"),
     "axis: an int": (lambda: step(axis_name=3), ValueError, "axis_name=3 is no axis"),
     "axis: a list": (lambda: step(axis_name=["a"]), ValueError, "is no axis of a pmap"),
@@ -110,8 +105,8 @@ WRAPPER = {
     "grads: a batch": (lambda: step(grads={"w": jnp.ones((2, 3))}), ValueError, "averaged first"),
     "state: of a bad restore": (
         lambda: step(state=STATE._replace(loss_scale={"loss_scale": 1.0})),
-        TypeError,
-        "restore a checkpoint into",
+        ValueError,
+        "Restore a checkpoint into",
     ),
     "state: of another optimizer": (
         lambda: step_by(optax.adam(0.1), STATE),
@@ -128,12 +123,7 @@ WRAPPER = {
         ValueError,
         "the state is a stack of shape (4,), as vmap(tx.init)",
     ),
-    "state: its optimizer's": (
-        lambda: optax.contrib.schedule_free_eval_params(STATE, PARAMS),
-        AttributeError,
-        "give it state.inner_state",
-    ),
-    "value: a dict": (lambda: step(value={"loss": 1.0}), TypeError, "pass the loss alone"),
+    "value: a dict": (lambda: step(value={"loss": 1.0}), TypeError, "give the loss alone"),
     "value: a str": (lambda: step(value="0.5"), TypeError, "a real number, got '0.5'"),
     "value: with aux": (lambda: step(value=(1.0, {"n": 2})), TypeError, "of a pair (loss, aux)"),
     "value: with an array": (
@@ -146,11 +136,6 @@ WRAPPER = {
     "value: a key": (lambda: step(value=jax.random.key(0)), TypeError, "a real number"),
     "value: a function": (lambda: step(value=len), TypeError, "a real number"),
     "value: a vector": (lambda: step(value=jnp.ones(3)), TypeError, "jnp.mean"),
-    "minimize: extra_args": (
-        lambda: minimize_by(SGD, extra_args=["grad_fn"]),
-        TypeError,
-        "extra_args must be a dict",
-    ),
     "minimize: a shared name": (
         lambda: TX.minimize(lambda p, has_aux=True: loss_fn(p), STATE, PARAMS),
         TypeError,
@@ -204,7 +189,6 @@ GRADIENT = {
     "argnums: a str": (lambda: differentiate(loss_fn, argnums="w"), TypeError, "argnums must be"),
     "argnums: a bool": (lambda: differentiate(loss_fn, argnums=True), TypeError, "an int or"),
     "argnums: a float": (lambda: differentiate(loss_fn, argnums=0.0), TypeError, "an int or"),
-    "argnums: none": (lambda: differentiate(loss_fn, argnums=()), TypeError, "argnums must be"),
     "float16 for bfloat16": (
         lambda: narrowed(jnp.bfloat16, jnp.float16),
         ValueError,
@@ -223,11 +207,11 @@ GRADIENT = {
     "a vector": (lambda: differentiate(lambda p: p["w"]), TypeError, "jnp.mean"),
     "a pair": (lambda: differentiate(lambda p: (loss_fn(p), 1)), TypeError, "has_aux=True"),
     "no pair": (lambda: differentiate(loss_fn, has_aux=True), TypeError, "a pair (loss, aux)"),
-    "an int": (lambda: differentiate(lambda p: 1), TypeError, "real floating-point"),
-    "a bool": (lambda: differentiate(lambda p: p["w"][0] > 0), TypeError, "real floating-point"),
-    "a complex": (lambda: differentiate(lambda p: 1j * loss_fn(p)), TypeError, "real floating"),
-    "None": (lambda: differentiate(lambda p: None), TypeError, "must be a scalar"),
-    "a dict": (lambda: differentiate(lambda p: {"loss": loss_fn(p)}), TypeError, "got a dict"),
+    "an int": (lambda: differentiate(lambda p: 1), TypeError, "grad requires real"),
+    "a bool": (lambda: differentiate(lambda p: p["w"][0] > 0), TypeError, "a real number"),
+    "a complex": (lambda: differentiate(lambda p: 1j * loss_fn(p)), TypeError, "a real number"),
+    "None": (lambda: differentiate(lambda p: None), TypeError, "a real number"),
+    "a dict": (lambda: differentiate(lambda p: {"loss": loss_fn(p)}), TypeError, "in a dict"),
     "get_loss_scale: none": (lambda: ols.get_loss_scale(PARAMS), ValueError, "found 0"),
 }
 GET = {
@@ -441,26 +425,6 @@ DIAGNOSIS = {
         lambda: ols.diagnosis.explain(LEAVES, loss={"l": 1.0}),
         TypeError,
         "a number, got",
-    ),
-    "where_applied: other keys": (
-        lambda: ols.where_applied(STATE, {"a": 1.0}, {"b": 1.0}),
-        ValueError,
-        "must be the same tree",
-    ),
-    "where_applied: other shapes": (
-        lambda: ols.where_applied(STATE, {"a": jnp.ones(2)}, {"a": jnp.ones(3)}),
-        ValueError,
-        "the same arrays, at a",
-    ),
-    "where_applied: no arrays": (
-        lambda: ols.where_applied(STATE, {"a": "x"}, {"a": 1.0}),
-        ValueError,
-        "the same arrays, at a",
-    ),
-    "where_applied: a key": (
-        lambda: ols.where_applied(STATE, 0, jax.random.key(0)),
-        ValueError,
-        "the same arrays",
     ),
     "where_applied: swapped": (
         lambda: ols.where_applied(1.0, 2.0, STATE),
@@ -700,7 +664,7 @@ def test_a_name_of_no_axis_is_refused_at_every_door(door):
 
 def test_a_name_given_twice_is_refused_and_no_names_are_as_none():
     call = lambda name: jax.vmap(lambda g: LS.update(g, name)[1], axis_name="data")
-    with pytest.raises(ValueError, match="names an axis twice"):
+    with pytest.raises(ValueError, match="each once"):
         call(("data", "data"))(jnp.ones(2))
     grads = jnp.array([1.0, jnp.inf])
     for name, decided in {(): [True, False], "data": [False] * 2, ("data",): [False] * 2}.items():
