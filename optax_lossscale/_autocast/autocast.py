@@ -1,9 +1,6 @@
 """`autocast`: any function, its matrix products in 16 bits and the rest in float32."""
 
 import functools
-import inspect
-import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from types import EllipsisType
 from typing import Any
@@ -19,8 +16,6 @@ from optax_lossscale._autocast.run import narrowed
 from optax_lossscale._programs.values import dtypes_in, in_dtypes
 from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._scales import validation
-
-_OURS = ("optax_lossscale", "jax")  # a warning points at the line of the user's that called these
 
 
 def autocast(
@@ -110,16 +105,8 @@ def autocast(
 
 
 def _warn_of_nothing_narrowed(program: Any) -> None:
-    """Warns if all products are left in float32, but those that ask for it; not in diagnosis."""
+    """Warns if all products are left in float32, but those that ask for it."""
     reasons = dict.fromkeys(reasons_left(open_jaxpr(program).eqns))
-    frames = traceback.walk_stack(inspect.currentframe())
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
-    is_diagnosis = any(name.startswith("optax_lossscale._diagnosis") for name in modules)
-    if not reasons or "" in reasons or is_diagnosis:
-        return
-    whose = (n for n, name in enumerate(modules) if name.split(".")[0] not in _OURS)
-    warnings.warn(
-        "autocast leaves every matrix product in float32: "
-        + "; ".join(f"{why} ({remedy(why)})" for why in reasons),
-        stacklevel=next(whose, 0) + 1,
-    )
+    if reasons and "" not in reasons:
+        said = "; ".join(f"{why} ({remedy(why)})" for why in reasons)
+        validation.warn(f"autocast leaves every matrix product in float32: {said}")

@@ -3,6 +3,8 @@
 import inspect
 import reprlib
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -13,6 +15,7 @@ import numpy as np
 SMALLEST = float(np.finfo(np.float32).tiny)
 LARGEST = float(np.finfo(np.float32).max)
 LARGEST_INT = int(np.iinfo(np.int32).max)
+_OURS = ("optax_lossscale", "jax")
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 60, 100
@@ -25,6 +28,15 @@ def shown(value: Any) -> str:
     except ValueError:  # an int of too many digits to be written down
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 300 else f"{text[:300]}…"
+
+
+def warn(text: str) -> None:
+    """Warns, on the line of the user's that led here; a report, which says it itself, does not."""
+    frames = traceback.walk_stack(inspect.currentframe())
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
+    users = (n for n, name in enumerate(modules) if name.split(".")[0] not in _OURS)
+    if not any(name.startswith("optax_lossscale._diagnosis") for name in modules):
+        warnings.warn(text, stacklevel=next(users, 0) + 1)
 
 
 def refuse(name: str, value: Any, allowed: str) -> NoReturn:
@@ -118,8 +130,8 @@ def argnums(value: Any) -> tuple[int, ...]:
     """Which positional arguments: an int, or a sequence of them."""
     found = tuple(value) if isinstance(value, Sequence) else (value,)
     is_int = lambda n: isinstance(n, (int, np.integer)) and not isinstance(n, bool)
-    if not all(map(is_int, found)):
-        raise TypeError(f"argnums must be an int or a sequence of ints, got {shown(value)}")
+    if not found or not all(map(is_int, found)):
+        raise TypeError(f"argnums must be an int or a sequence of them, got {shown(value)}")
     return found
 
 

@@ -3,15 +3,13 @@
 import functools
 import inspect
 import math
-import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._arrays.precision import at_least_float32
+from optax_lossscale._arrays.precision import at_least_float32, is_array
 from optax_lossscale._arrays.variables import found, is_module
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.fixed import FixedLossScale
@@ -81,21 +79,12 @@ def _warn_of_float16(loss: Any, loss_scale: LossScale) -> None:
     is_fixed = isinstance(loss_scale, FixedLossScale)
     highest = loss_scale.initial_scale if is_fixed else getattr(loss_scale, "max_scale", math.inf)
     if getattr(loss, "dtype", None) == jnp.float16 and highest >= 2**16:
-        warnings.warn(
+        validation.warn(
             "the loss is float16, and so is its gradient, which is the loss scale itself: from "
             "2**16 on that is infinite, so no gradient is finite at a larger loss scale than "
             "2**15. Compute the loss in float32, as in "
-            "jnp.mean((prediction - target).astype(jnp.float32) ** 2)",
-            stacklevel=_users_stacklevel(),
+            "jnp.mean((prediction - target).astype(jnp.float32) ** 2)"
         )
-
-
-def _users_stacklevel() -> int:
-    """The level, for the caller's `warnings.warn`, of the user's line that led to it."""
-    frames = traceback.walk_stack(inspect.currentframe())
-    modules = (frame.f_globals.get("__name__", "") for frame, _ in frames)
-    ours = ("optax_lossscale", "jax")
-    return next((n for n, name in enumerate(modules) if name.split(".")[0] not in ours), 1)
 
 
 def value_and_scaled_grad(
@@ -217,3 +206,9 @@ def _refuse_modules(tree: Any) -> None:
             "jax.grad would lose. Differentiate with nnx.value_and_grad, of a loss function "
             "that returns scale_gradient(loss, optimizer.opt_state)"
         )
+    for x in jax.tree.leaves(tree):
+        if not is_array(x):
+            raise TypeError(
+                f"a leaf of what is differentiated is no array, {x!r}: take, of Equinox, "
+                "eqx.filter_value_and_grad, of a loss that is scale_gradient(loss, state)"
+            )

@@ -1,7 +1,7 @@
 """What an optimizer with loss scaling keeps from step to step."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,6 +32,15 @@ class LossScaleState(NamedTuple):
     skipped_steps: jax.Array
     consecutive_skipped_steps: jax.Array
     skip_rule: SkipRule | None = None
+
+    if not TYPE_CHECKING:  # to which it would mean that every name is one
+
+        def __getattr__(self, name):
+            raise AttributeError(
+                f"a LossScaleState has no {name!r}; what the wrapped optimizer keeps is its "
+                "inner_state: where a function takes that optimizer's own state, as "
+                "optax.contrib.schedule_free_eval_params does, give it state.inner_state"
+            )
 
 
 def wrapper_states(state: Any) -> list[LossScaleState]:

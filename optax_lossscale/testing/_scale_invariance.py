@@ -158,7 +158,7 @@ def _changes(series: dict[str, Series], reach: float) -> dict[str, str]:
     changes = {}
     for name, x in series.items():
         # Where numbers emerge elsewhere, what is computed of many may change by underflow.
-        looked_at = (x.exponents[1:] >= reach) & (how_many - emerging[name] == 0)
+        looked_at = (x.exponents[1:] >= reach) & (how_many == emerging[name])
         row = dependence.change(x, looked_at)
         if row is None:
             continue
