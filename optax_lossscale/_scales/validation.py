@@ -130,8 +130,8 @@ def argnums(value: Any) -> tuple[int, ...]:
     """Which positional arguments: an int, or a sequence of them."""
     found = tuple(value) if isinstance(value, Sequence) else (value,)
     is_int = lambda n: isinstance(n, (int, np.integer)) and not isinstance(n, bool)
-    if not found or not all(map(is_int, found)):
-        raise TypeError(f"argnums must be an int or a sequence of them, got {shown(value)}")
+    if not all(map(is_int, found)):
+        raise TypeError(f"argnums must be an int or a sequence of ints, got {shown(value)}")
     return found
 
 

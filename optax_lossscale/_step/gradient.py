@@ -144,7 +144,8 @@ def value_and_scaled_grad(
     function("fun", fun)
     refuse_other_dtypes(grad_dtype)
     several = isinstance(argnums, Sequence)
-    differentiated = validation.argnums(argnums)
+    if not (differentiated := validation.argnums(argnums)):
+        raise TypeError("argnums must be an int or a sequence of at least one, got ()")
 
     def scaled_fun(*args, **kw):
         value = fun(*args, **kw)

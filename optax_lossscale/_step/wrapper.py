@@ -124,9 +124,13 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
         Raises:
           TypeError: if `loss_fn` is no function or has an argument of a name above, or `state` is
-            no `LossScaleState` but holds one.
-          ValueError: if `state` holds none.
+            no `LossScaleState`.
         """
+        if not callable(loss_fn) or not isinstance(state, LossScaleState):
+            raise TypeError(
+                "the order of the arguments is loss_fn, state, params and what else loss_fn takes; "
+                f"got {type(loss_fn).__name__} and {type(state).__name__}"
+            )
         refuse_shared_names(loss_fn, ["has_aux", "grad_dtype", "extra_args"], (params, *args))
         differentiate = value_and_scaled_grad(
             loss_fn, state, has_aux=has_aux, grad_dtype=grad_dtype

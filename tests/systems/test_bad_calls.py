@@ -147,7 +147,7 @@ WRAPPER = {
         "functools.partial(function, has_aux=…)",
     ),
     "sam around": (sam_around_the_wrapper, TypeError, "Put it inside"),
-    "minimize: no function": (lambda: TX.minimize(3, STATE, PARAMS), TypeError, "a function, got"),
+    "minimize: no function": (lambda: TX.minimize(3, STATE, PARAMS), TypeError, "got int and"),
     "minimize: a pair": (
         lambda: TX.minimize(lambda p: (loss_fn(p), 1), STATE, PARAMS),
         TypeError,
