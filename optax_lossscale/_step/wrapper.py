@@ -128,7 +128,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         """
         if not callable(loss_fn) or not isinstance(state, LossScaleState):
             raise TypeError(
-                "the order of the arguments is loss_fn, state, params and what else loss_fn takes; "
+                "the order of the arguments is loss_fn, state, params, then what loss_fn takes; "
                 f"got {type(loss_fn).__name__} and {type(state).__name__}"
             )
         refuse_shared_names(loss_fn, ["has_aux", "grad_dtype", "extra_args"], (params, *args))
