@@ -10,7 +10,6 @@ from optax_lossscale._diagnosis.widened import NAN, NAN_OF_INFINITY
 from optax_lossscale._programs.operations import Is, traits_of
 
 _LINES = 32  # at most, to try
-_ROOTS = {"sqrt", "rsqrt", "cbrt"}
 _ABOVE_0 = (
     "Keep {}: add to it a number that the dtype holds, or replace it by jnp.where before the {}; "
     "after it is too late, as 0 times infinity is NaN."
@@ -28,7 +27,7 @@ _OF_NUMBERS = {
     **dict.fromkeys(("log", "log1p", "log2"), ("the logarithm of 0 or less", _LOGARITHM)),
     **dict.fromkeys(("div", "rem", "atan2"), ("a division by 0", _DIVISION)),
     **dict.fromkeys(("pow", "integer_pow"), ("a power of 0 or less", _POWER)),
-    **dict.fromkeys(("sqrt", "rsqrt"), ("a root of 0 or less", _ROOT)),
+    **dict.fromkeys(("sqrt", "rsqrt", "cbrt"), ("a root of 0 or less", _ROOT)),
     "gather": ("an index out of bounds", "Keep indices in bounds: jnp.take gives NaN for others."),
 }
 
@@ -65,7 +64,8 @@ def _words(eqn: Any, made: int, on_line: Collection[str]) -> tuple[str, str]:
     name = eqn.primitive.name
     if made == NAN_OF_INFINITY:
         return f"infinities, in {name}", _MASK
-    if name == "div" and isinstance(eqn.invars[0], Literal) and _ROOTS.intersection(on_line):
+    is_root = _ROOT in (_OF_NUMBERS.get(other, ("", ""))[1] for other in on_line)
+    if name == "div" and isinstance(eqn.invars[0], Literal) and is_root:
         return "the derivative of a root at 0", _ROOT
     is_power = name in ("pow", "integer_pow") and made != NAN
     # Of an exponent that is unknown, it is taken to be negative.
