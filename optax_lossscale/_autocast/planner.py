@@ -143,8 +143,7 @@ class _Planner:
 
     def _wanted(self, island: list[Instruction]) -> dict[int, tuple[Any, ...]]:
         """In which dtypes others are to have what of an island; the first is as it is kept."""
-        # What is cheap, and only islands read, is repeated in these instead, and then they are to
-        # have what that takes.
+        # A cheap step that only islands read is repeated in them. They need its operands instead.
         inside = set(map(id, island))
         wanted: dict[int, tuple[Any, ...]] = {}
         for step in island:

@@ -82,14 +82,16 @@ def find_errors(
 
     @functools.cache
     def after(cause: str, count: int) -> dict[str, float]:
-        """And without a cause after so many of its equations."""
+        """How far they are off with a cause in the first so many of its equations alone."""
         mode, where = ways[cause]
         return without(mode, where & (np.cumsum(where) > count))
 
     def error(name: str) -> GradientError | None:
         half = after("rounding", len(equations))[name] / 2
-        cause = next((cause for cause in ways if after(cause, 0)[name] <= half), "")
-        if not cause:  # not in what was rounded
+        is_reproduced = half > off[name] / 8  # else it is inside an operation that is not known
+        causes = [cause for cause, (_, where) in ways.items() if is_reproduced and where.any()]
+        cause = next((cause for cause in causes if after(cause, 0)[name] <= half), "")
+        if not cause:
             return GradientError(off[name], "rounding") if off[name] > _WRONG else None
         numbers = np.flatnonzero(ways[cause][1])
         # Ever more equations are rounded as they were written, until half of the error is there.

@@ -7,13 +7,13 @@ class Is(enum.Flag):
     """What an operation is; it may be several of these at once."""
 
     MOVES = enum.auto()
-    """Gives the numbers that it takes, in another place or shape: in 16 bits, if they are."""
+    """Gives the numbers that it takes, in another place or shape; runs in 16 bits, if they are."""
     SENDS = enum.auto()
     """Goes from device to device, where the bytes count."""
     SPREADS = enum.auto()
     """Gives many devices what one had, or says that it may differ: its derivative is a sum."""
     CHOOSES = enum.auto()
-    """Gives no other numbers than it takes, but for their signs; its derivative may be a sum."""
+    """Gives numbers that it takes, or their negatives; in float32, as its derivative may sum."""
     CASTS = enum.auto()
     """Rounds to its result's dtype."""
     ADDS_TWO = enum.auto()
@@ -110,7 +110,7 @@ _NAMES = {
     """,
 }
 TABLE = {name: traits for traits, names in _NAMES.items() for name in names.split()}
-"""What each operation is: nothing for one that is computed as it was traced, and no more."""
+"""What each operation is: nothing for one that is known, and treated as one that is not."""
 
 _HELD = {
     "jaxpr": """

@@ -10,6 +10,8 @@ import optax
 import pytest
 from jax import lax
 from jax.experimental import pallas
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 from pairs import quick
 
 import optax_lossscale as ols
@@ -553,3 +555,25 @@ def test_the_eps_of_injected_hyperparameters_is_the_states():
     found = ols.diagnose(quadratic(1.0), params, opt_state=adam.init(params))
     assert found.moments.eps == 1.0
     assert found.moments.below_eps == 1.0
+
+
+def test_digits_lost_inside_an_unknown_operation_are_blamed_on_no_other():
+    """What is computed in 16 bits inside of it, nothing outside shows or reproduces."""
+    serial = Primitive("serial_sum")
+    serial.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape[:1], x.dtype))
+
+    def total(x):
+        if x.dtype == F32:
+            return jnp.sum(x, 1)
+        return lax.scan(lambda total, x: (total + x, None), jnp.zeros(x.shape[0], F16), x.T)[0]
+
+    serial.def_impl(total)
+    mlir.register_lowering(serial, mlir.lower_fun(total, multiple_results=False))
+    ad.deflinear2(serial, lambda g, x: [jnp.broadcast_to(g[:, None], x.aval.shape)])
+
+    def loss_fn(params, x):
+        return square(serial.bind(jnp.tanh(params["w"].astype(F16) * x)).astype(F32) * 2.0**-13)
+
+    found = ols.diagnose(loss_fn, {"w": jnp.ones((2, 8192))}, jnp.ones((2, 8192), F16))
+    assert found.errors["w"].off > 0.5
+    assert found.errors["w"].primitive == found.errors["w"].source == ""
