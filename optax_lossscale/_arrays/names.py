@@ -22,11 +22,6 @@ def without_numbers(name: str) -> str:
     return re.sub(r"(?<![^\W_])\d+(?![^\W_])", "*", name)
 
 
-def shortened(name: str, width: int) -> str:
-    """A name that fits, with its end, which tells most."""
-    return name if len(name) <= width else f"{name[: width // 3]}…{name[1 + width // 3 - width :]}"
-
-
 def scale_name(scale: float) -> str:
     """A scale as text: `2**15`, or decimals if it is no power of two."""
     mantissa, exponent = math.frexp(scale)

@@ -3,8 +3,6 @@
 import textwrap
 from collections.abc import Sequence
 
-from optax_lossscale._arrays.names import shortened
-
 _COLUMNS = 100
 _SHOWN = 3
 wrapped = textwrap.TextWrapper(
@@ -22,7 +20,9 @@ def table(rows: Sequence[Sequence[str]], text: Sequence[int] = (0,)) -> list[str
     """Rows as lines, their first column shortened to fit, and aligned as `text` or as numbers."""
     _, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     room = max(_COLUMNS - sum(widths) - 2 * len(widths), 24)
-    rows = [(shortened(name, room), *others) for name, *others in rows]
+    third = room // 3  # of a long name the end tells most
+    fits = lambda name: name if len(name) <= room else f"{name[:third]}…{name[third + 1 - room :]}"
+    rows = [(fits(name), *others) for name, *others in rows]
     widths = [max(len(row[0]) for row in rows), *widths]
     aligned = lambda i, x: x.ljust(widths[i]) if i in text else x.rjust(widths[i])
     return ["  ".join(map(aligned, range(len(row)), row)).rstrip() for row in rows]

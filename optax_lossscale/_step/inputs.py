@@ -209,8 +209,12 @@ def _checked(grads: Any, mask: Mask | None) -> tuple[bool, ...]:
     if callable(mask):
         mask = mask(grads)
         refuse_other_masks(mask)
-    mask = jax.tree.broadcast(True if mask is None else mask, grads)
-    return tuple(map(bool, jax.tree.leaves(mask)))
+    leaves, structure = jax.tree.flatten(True if mask is None else mask)
+    try:
+        pairs = zip(leaves, structure.flatten_up_to(grads), strict=True)
+    except ValueError as error:
+        raise ValueError(f"mask must be a prefix of the gradients' tree: {error}") from error
+    return tuple(bool(keep) for keep, branch in pairs for _ in jax.tree.leaves(branch))
 
 
 def _of_checked(
