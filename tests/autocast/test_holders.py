@@ -879,6 +879,7 @@ def test_custom_batching():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:autocast leaves every")
 def test_linear_solvers_and_roots():
     def same(f):  # in these, products stay in float32
         run = lambda f: jax.jit(jax.value_and_grad(squared(f)))(params(), X)

@@ -83,7 +83,6 @@ def test_a_row_that_is_masked_whole_is_told():
     )
     assert any("mask with a finite number" in advice for advice in diagnosis.advice)
     assert diagnosis.overflow.suspects[0].name == "weights"
-    assert "unless it began with the infinities of scores" in str(diagnosis.overflow)
 
 
 def test_without_probes_it_names_the_line_that_overflows():

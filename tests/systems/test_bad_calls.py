@@ -580,7 +580,7 @@ CALLS = {
     f"{where}, {what}": call
     for where, calls in {
         "with_loss_scale": WRAPPER,
-        "value_and_grad": GRADIENT,
+        "value_and_scaled_grad": GRADIENT,
         "get": GET,
         "presets": {
             what: (functools.partial(preset_of(what), **arguments), ValueError, said)

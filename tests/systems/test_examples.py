@@ -98,7 +98,7 @@ def forgotten(fun, loss_scale):
 @pytest.mark.slow
 @each_program
 def test_a_step_that_forgets_the_loss_scale_is_found(name, monkeypatch):
-    monkeypatch.setattr(ols, "value_and_grad", forgotten)
+    monkeypatch.setattr(ols, "value_and_scaled_grad", forgotten)
     with pytest.raises(AssertionError, match="depends on the loss scale"):
         ols.testing.assert_scale_invariant(*STEPS[name]())
 
