@@ -24,9 +24,14 @@ if TYPE_CHECKING:
     from optax_lossscale import diagnosis, testing
     from optax_lossscale import plot as plot
     from optax_lossscale._autocast.autocast import autocast
+    from optax_lossscale._autocast.cast_inputs import cast_inputs
     from optax_lossscale._diagnosis.diagnose import diagnose
 else:  # A type checker that saw this function would take every misspelt name for a right one.
-    _FUNCTIONS = {"autocast": "_autocast.autocast", "diagnose": "_diagnosis.diagnose"}
+    _FUNCTIONS = {
+        "autocast": "_autocast.autocast",
+        "cast_inputs": "_autocast.cast_inputs",
+        "diagnose": "_diagnosis.diagnose",
+    }
 
     def __getattr__(name):
         if name in ("diagnosis", "plot", "testing"):
@@ -53,6 +58,7 @@ __all__ = [
     "MasterWeightsState",
     "all_finite",
     "autocast",
+    "cast_inputs",
     "diagnose",
     "diagnosis",
     "get",

@@ -13,8 +13,8 @@ from optax_lossscale._programs.run import Run
 from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes, is_float
 from optax_lossscale._programs.versions import bind, function_name
 
-Narrowed = Callable[[Any, Sequence[Any], Sequence[Kind]], list[Any]]
-"""Runs a program, narrowed, with arguments of some kinds."""
+Narrowed = Callable[[Callable[..., Any], Any, Sequence[Kind]], Any]
+"""What a function gives for a tuple of arguments whose arrays are of some kinds, narrowed."""
 
 
 def custom_jvp(
@@ -41,7 +41,7 @@ def custom_jvp(
         traced = dtypes_in(eqn.invars)
         args = in_dtypes(traced, primals), {i: in_dtype(traced[i], tangents[i]) for i in moved}
         kinds = [*given, *(max(given[i], Kind.SUM) for i in moved)]
-        outs, moves = _rewritten(derivative, args, kinds, narrowed)
+        outs, moves = narrowed(derivative, args, kinds)
         outs = in_dtypes(run.gives, outs)
         no_move = lambda x: np.zeros(x.shape, jax.dtypes.float0)
         of_result = lambda i, x: in_dtype(x.dtype, moves[i]) if i in moves else no_move(x)
@@ -81,7 +81,7 @@ def custom_vjp(
             pull = lambda xs, cotangents: _vjp(eqn, xs, moved)[1](cotangents)[0]
             saved, of_saved = in_dtypes(dtypes_in(eqn.invars), xs), given
         kinds = [*of_saved, *[Kind.SUM] * len(cotangents)]
-        grads = _rewritten(pull, (saved, cotangents), kinds, narrowed)
+        grads = narrowed(pull, (saved, cotangents), kinds)
         return tuple(in_dtype(dtype_in(x), grads.get(i)) for i, x in enumerate(ins))
 
     of.__name__ = function_name(eqn.params["call_jaxpr"])
@@ -109,12 +109,3 @@ def _of_some(eqn: Any, xs: Sequence[Any]) -> Callable[[Mapping[int, Any]], list[
 def _of_floats(eqn: Any, xs: Sequence[Any]) -> list[Any]:
     """Of what there is for each result of an equation, that for floats."""
     return [x for v, x in zip(eqn.outvars, xs, strict=True) if is_float(v)]
-
-
-def _rewritten(
-    function: Callable[..., Any], args: Any, given: Sequence[Kind], narrowed: Narrowed
-) -> Any:
-    """What a function of arguments in the dtypes of the original gives, narrowed."""
-    jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-    outs = narrowed(jaxpr, jax.tree.leaves(args), given)
-    return jax.tree.unflatten(jax.tree.structure(shape), outs)

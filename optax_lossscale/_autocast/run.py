@@ -1,11 +1,13 @@
 """Runs a program as its plan says."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from optax_lossscale._autocast.cast_inputs import DTYPE
 from optax_lossscale._autocast.derivatives import custom_jvp, custom_vjp
 from optax_lossscale._autocast.flat import Instruction
 from optax_lossscale._autocast.kinds import Kind
@@ -97,12 +99,22 @@ def _run(step: Instruction, ins: list[Any], how: Casting) -> list[Any]:
     if is_outer_product(eqn):
         return [_outer_product(eqn, *ins)]
     runs = list(map(_by_plan, step.plans))
-    narrowly = lambda jaxpr, xs, kinds: narrowed(jaxpr, xs, kinds, how)
+    narrowly = functools.partial(_traced_and_narrowed, how)
     if step.name == "custom_vjp_call" and not why_left(eqn):
         return custom_vjp(eqn, ins, runs, step.kinds, narrowly)
     if step.name == "custom_jvp_call" and runs:
         return custom_jvp(eqn, ins, runs, step.kinds, narrowly)
     return enter(eqn, ins, runs)[0] if runs else bind(eqn, ins)
+
+
+def _traced_and_narrowed(
+    how: Casting, function: Callable[..., Any], args: Any, given: Sequence[Kind]
+) -> Any:
+    """What a function gives for arguments in the dtypes of the original, narrowed."""
+    with DTYPE(how.dtype):
+        jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+    outs = narrowed(jaxpr, jax.tree.leaves(args), given, how)
+    return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
 def _product(eqn: Any, ins: Sequence[Any]) -> list[Any]:

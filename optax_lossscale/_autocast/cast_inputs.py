@@ -1,0 +1,60 @@
+"""`cast_inputs`: a function that takes 16 bits, called from a model in float32."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from optax_lossscale._programs.values import FLOAT32, dtype_in, in_dtype
+from optax_lossscale._scales import validation
+
+DTYPE = jax.make_user_context(None)
+"""What `autocast` computes in, while it traces a function; `None` elsewhere."""
+
+
+def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, whose inputs `autocast` casts to 16 bits: for a kernel that takes no others.
+
+    While `autocast` traces a model, the float32 arrays among the arguments of `fun` are cast to
+    `autocast`'s dtype, and results in that dtype are cast to float32. Elsewhere this is `fun`. So
+    a model in float32 can call cuDNN's attention or a Pallas kernel, which `autocast` cannot look
+    into. A large negative bias becomes -inf in float16: give such a kernel a mask.
+
+    Args:
+      fun: a function of arrays, trees of them and of anything else.
+
+    Returns:
+      A function of the same arguments.
+
+    Raises:
+      TypeError: if `fun` is no function.
+
+    Source: the argument `cast_inputs` of `torch.amp.custom_fwd`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import optax_lossscale as ols
+      >>> @ols.cast_inputs
+      ... def kernel(x):
+      ...     print(x.dtype)
+      ...     return x
+      >>> ols.autocast(kernel)(jnp.ones(3)).dtype
+      float16
+      dtype('float32')
+    """
+    validation.function("fun", fun)
+
+    @functools.wraps(fun)
+    def of_cast(*args, **kwargs):
+        low = DTYPE.value
+        if low is None:
+            return fun(*args, **kwargs)
+        return _cast(low, FLOAT32, fun(*_cast(FLOAT32, low, args), **_cast(FLOAT32, low, kwargs)))
+
+    return of_cast
+
+
+def _cast(of: Any, to: Any, tree: Any) -> Any:
+    """A tree, those of its arrays that are of one dtype cast to another."""
+    return jax.tree.map(lambda x: in_dtype(to, x) if dtype_in(x) == of else x, tree)
