@@ -79,12 +79,14 @@ def _tangent_in_place_of(primals, tangents):
 
 def _computed(part: Part, xs: Sequence[Any], made: Plan) -> dict[int, list[Any]]:
     """What a part writes, in each dtype."""
-    values, literals = dict(zip(part.reads, xs, strict=True)), made.program.literals
+    values = dict(zip(part.reads, xs, strict=True))
+    values |= {i: literal.val for i, literal in made.program.literals.items()}
+    # Each is cast once, so that its gradients are summed in the dtype in which it is read.
+    cast = functools.cache(lambda i, dtype: in_dtype(dtype, values[i]))
     written = {}
     for step in part.steps:
         with step.at_its_line():
-            ins = [values[i] if i >= 0 else literals[i].val for i in step.ins]
-            outs = _run(step, in_dtypes(step.takes, ins), made.how)
+            outs = _run(step, list(map(cast, step.ins, step.takes)), made.how)
             values |= zip(step.outs, in_dtypes(step.gives, outs), strict=True)
             new = [i for i in step.outs if i in part.writes]
             written |= {i: [in_dtype(d, values[i]) for d in part.writes[i]] for i in new}
