@@ -183,7 +183,7 @@ def test_taps_that_recorded_nothing_say_nothing():
 def test_taps_that_are_no_probes_are_refused():
     leaves, _, _ = step("forward")
     with pytest.raises(
-        TypeError, match=r"taps are a tree of Probes, got a \w+ at blocks/block_0/in"
+        TypeError, match=r"taps must be a tree of Probes, got a \w+ at blocks/block_0/in"
     ):
         ols.diagnosis.explain(leaves, taps=params())
 
