@@ -351,11 +351,15 @@ def rooted(x):
 
 
 NOT_FINITE = {
-    "root": (rooted, "the derivative of a root at 0", "under the root"),
+    "root": (rooted, "the derivative of a root at 0", "the argument of the root"),
     "logarithm": (lambda x: x * jnp.log(x), "the logarithm of 0", "the argument of the logarithm"),
     "0/0": (lambda x: x / jnp.sum(x * 0), "a division by 0", "the divisor"),
     "power": (lambda x: x**0.5, "a power of 0 or less", "the base of the power"),
-    "norm": (lambda x: jnp.linalg.norm(x * 0), "the derivative of a root at 0", "under the root"),
+    "norm": (
+        lambda x: jnp.linalg.norm(x * 0),
+        "the derivative of a root at 0",
+        "the argument of the root",
+    ),
     "index": (
         lambda x: jnp.take(x, jnp.array([5])),
         "an index out of bounds",

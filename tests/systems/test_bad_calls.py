@@ -87,7 +87,11 @@ WRAPPER = {
     "mask: a function to a str": (lambda: step(lambda grads: "x"), ValueError, "tree of bools"),
     "mask: other keys": (lambda: step({"v": True}), ValueError, "a prefix of the gradients"),
     "mask: too deep": (lambda: step({"w": [True]}), ValueError, "a prefix of the gradients"),
-    "axis: unknown": (lambda: step(axis_name="data"), ValueError, "jit alone leave axis_name out"),
+    "axis: unknown": (
+        lambda: step(axis_name="data"),
+        ValueError,
+        "jit alone, leave axis_name out",
+    ),
     "axis: an int": (lambda: step(axis_name=3), ValueError, "axis_name=3 is not an axis"),
     "axis: a list": (lambda: step(axis_name=["a"]), ValueError, "is not an axis of a pmap"),
     "init: a function": (lambda: TX.init(loss_fn), TypeError, "must be a tree of arrays"),
@@ -102,7 +106,11 @@ WRAPPER = {
     "grads: a str": (lambda: step(grads={"w": "x"}), TypeError, "the gradients must be a tree"),
     "grads: other shape": (lambda: step(grads={"w": jnp.ones(4)}), ValueError, "(3,) at w"),
     "grads: broadcast": (lambda: step(grads={"w": jnp.ones((3, 1))}), ValueError, "got (3, 1)"),
-    "grads: a batch": (lambda: step(grads={"w": jnp.ones((2, 3))}), ValueError, "averaged first"),
+    "grads: a batch": (
+        lambda: step(grads={"w": jnp.ones((2, 3))}),
+        ValueError,
+        "average the gradients of a batch",
+    ),
     "state: of a bad restore": (
         lambda: step(state=STATE._replace(loss_scale={"loss_scale": 1.0})),
         ValueError,
@@ -126,7 +134,7 @@ WRAPPER = {
     "state: its optimizer's": (
         lambda: optax.contrib.schedule_free_eval_params(STATE, PARAMS),
         AttributeError,
-        "give it state.inner_state",
+        "pass it state.inner_state",
     ),
     "value: a dict": (lambda: step(value={"loss": 1.0}), TypeError, "pass the loss alone"),
     "value: a str": (lambda: step(value="0.5"), TypeError, "a real number, got '0.5'"),
@@ -203,7 +211,7 @@ GRADIENT = {
     "bfloat16 for float16": (
         lambda: narrowed(jnp.float16, jnp.bfloat16),
         ValueError,
-        "or give grad_dtype=float16",
+        "or pass grad_dtype=float16",
     ),
     "scale_gradient: a pair": (
         lambda: ols.scale_gradient((jnp.ones(()), 1), LS),
