@@ -200,7 +200,7 @@ def _listed(title: str, names: list[str]) -> list[str]:
 
 
 _BY_A_POWER = "With twice the loss scale, these outputs, or their changes, are multiplied by"
-_BY_A_CHANGE = "These outputs change as the loss scale rises, in a way that underflow does not:"
+_BY_A_CHANGE = "These outputs change as the loss scale rises, and underflow does not explain it:"
 _AT_INFINITY = """\
 An infinite loss scale should make the gradients infinite or NaN, and the step should be skipped.
 It was applied, which changed"""
