@@ -31,7 +31,7 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
 
 
 class Case(NamedTuple):
-    """A program to compile, by the names of what it is made of."""
+    """A program to compile, by the names of its parts."""
 
     step: str
     target: str
@@ -49,7 +49,7 @@ def measure(quick: bool, steps: Sequence[str] = STEPS) -> list[Row]:
     if missing:
         raise SystemExit(
             f"no compiler for {', '.join(missing)}: install the extra `accelerators`, which is "
-            "to be had for Linux"
+            "available for Linux"
         )
     cases = [
         Case(step, target, way, dtype)
@@ -109,7 +109,7 @@ def _costs(quick: bool, case: Case) -> Row:
 
 
 def _table(rows: list[Row]) -> Table:
-    """A row for each way, and in it a number for each dtype, or one where they agree."""
+    """A row for each way, with a number for each dtype, or one if they agree."""
     plain = [r for r in rows if r["way"] == _ways.PLAIN]
     table = {}
     for way in dict.fromkeys(r["way"] for r in rows):

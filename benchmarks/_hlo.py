@@ -1,6 +1,6 @@
 """What a compiled program does, read from its text: kernels, copies, collectives, bytes moved.
 
-For GPUs the compiler gives no account of its own; and where it does, it is an estimate made before
+For GPUs the compiler gives no cost analysis; and where it does, that is an estimate made before
 memory is assigned. The text of a compiled program is its schedule: what runs, in which order, on
 arrays in which memory.
 """
@@ -68,9 +68,9 @@ class _Instruction(NamedTuple):
 class Program:
     """What a compiled program does.
 
-    A conditional is taken to go the way that moves more, which is that of an applied step. An
-    operand counts whole, though a kernel may read a part of it: a gather, say, reads few rows of
-    a table. On a TPU only its main memory counts, not what stays on the chip.
+    A conditional is assumed to take the branch that moves more, which is that of an applied step.
+    An operand counts as a whole, though a kernel may read only a part of it: a gather, say, reads
+    few rows of a table. On a TPU only its main memory counts, not what stays on the chip.
 
     Attributes:
       operations: what runs, in order; a loop's body as many times as it is known to.
@@ -89,18 +89,18 @@ class Program:
 
     @property
     def collectives(self) -> list[Operation]:
-        """What devices say to each other."""
+        """What devices send to each other."""
         return [o for o in self.operations if o.opcode in _COLLECTIVES]
 
     @property
     def copies(self) -> list[Operation]:
-        """What is only copied, from the main memory to the main memory."""
+        """What is only copied, from main memory to main memory."""
         found = (o for o in self.operations if o.opcode in _COPIES)
         return [o for o in found if o.read and o.written]
 
     @property
     def kernels(self) -> list[Operation]:
-        """What computes; a TPU's scalar instructions are none."""
+        """What computes; a TPU's scalar instructions do not count."""
         others = (*_COLLECTIVES, *_COPIES)
         found = (o for o in self.operations if o.opcode not in others)
         return [o for o in found if _SCALAR_MEMORY not in o.result]
@@ -138,7 +138,7 @@ class Program:
 
 
 def _main_memory(result: str) -> int:
-    """The bytes there of a type: an array, or a tuple of whatever."""
+    """The bytes that a type, of an array or a tuple of them, has in main memory."""
     return sum(_nbytes(array) for array in _arrays(result) if not _ON_CHIP.search(array[2]))
 
 
@@ -180,7 +180,7 @@ def _instruction(text: str) -> _Instruction:
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis that the text begins with has been closed."""
+    """Where the parenthesis that the text begins with is closed."""
     depth = 0
     for i, character in enumerate(text):
         depth += (character == "(") - (character == ")")

@@ -1,4 +1,4 @@
-"""Gradient sizes that were made up to fool a loss scale, and what each step of them costs."""
+"""Gradient sizes made up to fool a loss scale, and what each step of them costs."""
 
 import math
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ class Sequence(NamedTuple):
       broken: whether the batch fails whatever the scale.
       kind: which of two sizes a step has, or 0.
       median: by how many bits the median of a step's gradients is smaller than the largest. Their
-        logarithms have a normal distribution.
-      spread: its standard deviation, in bits.
+        logarithms are normally distributed.
+      spread: the standard deviation of these, in bits.
     """
 
     log2_largest: np.ndarray
@@ -42,7 +42,7 @@ class _Draw:
         return self.random.uniform(low, high)
 
     def order(self, low: float, high: float) -> float:
-        """A number of which every order of magnitude is as likely."""
+        """A number for which every order of magnitude is equally likely."""
         return math.exp(self.between(math.log(low), math.log(high)))
 
     def count(self, low: int, high: int) -> int:
@@ -141,7 +141,7 @@ class Hostile:
     """Sequences of all families, ready to be replayed."""
 
     def __init__(self, seed: int, of_each: int):
-        """Of each family, so many of each length."""
+        """Makes `of_each` sequences of each family and length."""
         seeds = range(seed * of_each, (seed + 1) * of_each)
         self._batches = [
             [sequence(family, seed, steps) for family in FAMILIES for seed in seeds]
@@ -178,9 +178,9 @@ def _replay(policy: ols.LossScale, sizes: Any, broken: Any) -> tuple[Any, Any]:
 
 
 def _cost(sequence: Sequence, log2_scale: np.ndarray, skipped: np.ndarray) -> float:
-    """The mean over the steps that could be applied, of two sizes each for itself.
+    """The mean over the steps that could be applied; for two sizes, the mean of their means.
 
-    A step that was skipped costs 1, and another the share of its gradients that was flushed.
+    A skipped step costs 1, and an applied one the share of its gradients that was flushed.
     """
     room = sequence.log2_largest + log2_scale - UNDERFLOW
     flushed = np.asarray(jax.scipy.special.ndtr((sequence.median - room) / sequence.spread))

@@ -16,8 +16,8 @@ def compile_(function: Callable[..., Any], *args: Any, donate: tuple[int, ...] =
 
     Returns:
       `(compiled, costs)`: seconds to trace, lower and compile, by the clock and of the
-      processors; bytes allocated for temporaries, and bytes accessed by the compiler's account,
-      if it gives one; bytes moved, copies, kernels and collectives of the program.
+      processors; bytes allocated for temporaries, and bytes accessed by the compiler's analysis,
+      if it has one; bytes moved, copies, kernels and collectives of the program.
     """
     jax.clear_caches()
     start, processors = time.perf_counter(), time.process_time()

@@ -166,7 +166,7 @@ def _places(names: list[str]) -> list[int]:
 
 
 def _targets(outcomes: dict[str, _replay.Outcome]) -> Table:
-    """What was to be reached, and what was."""
+    """What was to be reached, and what was reached."""
     ours = outcomes[HEADROOM]
     undisturbed = _places([s.name for s in _replay.UNDISTURBED])
     fall, nans = _places([_replay.FALL]), _places([_replay.NANS])
@@ -197,7 +197,7 @@ def _targets(outcomes: dict[str, _replay.Outcome]) -> Table:
 
 
 def _of_each_task(ours: _replay.Outcome, tasks: list[str], seeds: int) -> Table:
-    """The same of each task, where it can be seen what fell short."""
+    """The same for each task, which shows what fell short."""
     undisturbed = _places([s.name for s in _replay.UNDISTURBED])
     fall = _places([_replay.FALL])
     table = {}
@@ -269,7 +269,7 @@ def _best(costs: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _trained(results: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Table:
-    """Final losses, less float32's with the same seed."""
+    """Final losses, minus float32's with the same seed."""
     of_float32 = {task: f"{wide.mean():.4f}" for task, (_, wide, _) in results.items()}
     table = {"float32": of_float32 | {"skips per 1,000": ""}}
     for i, name in enumerate(POLICIES):

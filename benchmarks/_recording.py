@@ -32,7 +32,7 @@ class Recording(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def record(task: Task, seed: jax.Array, steps: int) -> Recording:
-    """Trains in float16, and looks at each step's gradients as float32 has them.
+    """Trains in float16, and records each step's gradients as computed in float32.
 
     The scale keeps the largest number of each step right below overflow. float16's own gradients
     would lack what it flushes to zero.

@@ -1,4 +1,4 @@
-"""Recorded gradient sizes, disturbed in some ways, and what loss scales make of them."""
+"""Recorded gradient sizes, disturbed in several ways, and what loss scales make of them."""
 
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ class Scenario(NamedTuple):
       name: as the tables have it.
       start: the scale to start from, or None for that of the policy.
       shift: by how many bits the gradients of a step are larger; called with the steps' numbers.
-      inner: by how many bits those inside the model are larger besides.
+      inner: by how many more bits those inside the model are larger.
       broken: whether the batch of a step has a NaN in it; called with the steps' numbers.
       over: the step at which what disturbs it happens, or the first one after it is over.
     """
@@ -59,11 +59,11 @@ SCENARIOS = UNDISTURBED + DISTURBED
 
 
 class Outcome(NamedTuple):
-    """What came of a replay; of each scenario and run.
+    """The outcome of a replay, for each scenario and run.
 
     Attributes:
       early: steps skipped in the first `AT_FIRST`.
-      skips: steps skipped after those, of a thousand.
+      skips: steps skipped after those, per thousand.
       lost: percent of the gradients that were flushed to zero, beyond what the best scale of
         each step would have lost; of the steps that were not skipped.
       found: the first step with a scale within a factor of 4 of the best; -1 for none.

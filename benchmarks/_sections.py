@@ -39,7 +39,7 @@ def _tree(size: int, leaves: int, dtype: Any, seed: int = 0) -> list[jax.Array]:
 class _Steps:
     """Compiled ways to take a step, which donate the same parameters and state by turns.
 
-    The same, as where in memory an array happens to lie can cost a tenth of a step's time.
+    They share them, as an array's place in memory can cost a tenth of a step's time.
     """
 
     def __init__(self, ways: dict[str, _ways.Way], size: int, leaves: int, dtype: str):
@@ -56,7 +56,7 @@ class _Steps:
             self._keep(name, carry)
 
     def _keep(self, name: str, carry: Any) -> None:
-        """Puts the arrays where all find them, and the way's own scalars aside."""
+        """Puts the arrays where all ways find them, and the way's own scalars aside."""
         leaves, treedef = jax.tree.flatten(carry)
         self.arrays = [x for x in leaves if x.ndim]
         self.trees[name] = treedef, [None if x.ndim else x for x in leaves]
@@ -115,7 +115,7 @@ def leaves(quick: bool) -> list[Row]:
 
 
 def check(quick: bool) -> list[Row]:
-    """Is all of it finite? 32M numbers in 100 leaves."""
+    """Is everything finite? 32M numbers in 100 leaves."""
     checks: dict[str, Callable[[Any], Any]] = {
         "all_finite": ols.all_finite,
         "all_finite and the norm": norm_and_all_finite,
@@ -208,7 +208,7 @@ def _train(
     rounds: int,
     **case: Any,
 ) -> list[Row]:
-    """Whole steps, each from an `init` and a `step(params, state, tokens)` with what it says."""
+    """Whole steps, each from an `init` and a `step(params, state, tokens)`."""
     programs, costs, carried = {}, {}, {}
     for name, (init, function) in ways.items():
         params = fresh()

@@ -1,4 +1,4 @@
-"""Rules of skipping side by side: small language models in bfloat16, with what goes wrong planted.
+"""Skip rules side by side: small language models in bfloat16, with planted trouble.
 
 `python -m benchmarks skips` writes docs/benchmarks/skips.csv, and from it the tables of skips.md.
 """
@@ -45,7 +45,7 @@ class Scenario(NamedTuple):
     Attributes:
       tokens: what is trained on; int32, shape (steps, batch, context + 1).
       factor: what the loss is multiplied by; float32, shape (steps,).
-      planted: whether the step had better be skipped; bool, shape (steps,).
+      planted: whether the step should be skipped; bool, shape (steps,).
       learning_rate: its peak.
     """
 
@@ -89,7 +89,7 @@ def scenarios(text: np.ndarray, steps: int, seed: int) -> dict[str, Scenario]:
 
 
 class Outcome(NamedTuple):
-    """What became of it, an entry a step."""
+    """The outcome, with an entry for each step."""
 
     loss: Any
     applied: Any
@@ -97,7 +97,7 @@ class Outcome(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def train(rule: str, scenario: Any, steps: int, seeds: jax.Array) -> Outcome:
-    """Trains one model a seed, in bfloat16 from float32 parameters."""
+    """Trains one model for each seed, in bfloat16 from float32 parameters."""
     schedule = lambda step: jnp.minimum(1.0, (step + 1) / WARMUP)
 
     def run(scenario, seed):

@@ -22,7 +22,7 @@ def show(title: str, table: Table, rows: Iterable[str] = (), columns: Iterable[s
 
 
 def write(path: pathlib.Path, tables: dict[str, Table]) -> None:
-    """Writes tables into one CSV file, a line a cell."""
+    """Writes tables to one CSV file, with a line for each cell."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(HEADER)

@@ -1,7 +1,7 @@
-"""The accelerators that programs are compiled for, with none of them at hand.
+"""The accelerators that programs are compiled for, without having any of them.
 
-The compilers come with the extra `accelerators`. They are asked for the target by name, or by the
-description of a device that was recorded on one, so no driver and no device is looked for.
+The compilers come with the extra `accelerators`. They get the target by name, or by the
+description of a device that was recorded on one, and look for no driver and no device.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Target:
 
     @property
     def is_installed(self) -> bool:
-        """Whether its compiler is; one that is and does not work is an error elsewhere."""
+        """Whether its compiler is installed; if it does not work, that is an error elsewhere."""
         try:
             return importlib.util.find_spec(self.module) is not None
         except ModuleNotFoundError:  # the package that it would be in
@@ -100,6 +100,6 @@ def place(tree: Any, placement: Any) -> Any:
 
 
 def by_rows(mesh: Mesh) -> Callable[[Any], NamedSharding]:
-    """A placement by the first dimension, of what has one."""
+    """A placement by the first dimension, for arrays that have one."""
     spec = PartitionSpec(mesh.axis_names)
     return lambda x: NamedSharding(mesh, spec if x.ndim else PartitionSpec())

@@ -1,7 +1,7 @@
 """Small models to train in float16 on the CPU, on data that they make themselves.
 
-Those named in `TUNING` are what `HeadroomLossScale` was made with; what is said of it in
-`docs/benchmarks/policies.md` was measured on the others, which it had not seen.
+Those named in `TUNING` are what `HeadroomLossScale` was developed with; what
+`docs/benchmarks/policies.md` says about it was measured on the others.
 """
 
 import itertools
@@ -52,7 +52,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def fixed(*shape: int, seed: int) -> jax.Array:
-    """What a task's data are made from: the same for every seed of a run."""
+    """What a task's data is made from: the same for every seed of a run."""
     return jax.random.normal(jax.random.key(seed), shape)
 
 
@@ -62,7 +62,7 @@ def normed(x: jax.Array) -> jax.Array:
 
 
 def _sentences(key: jax.Array, logits: jax.Array, length: int) -> jax.Array:
-    """Eight chains of symbols, each drawn by its predecessor's logits and Zipf's law."""
+    """Eight chains of symbols, each drawn from its predecessor's logits and Zipf's law."""
     logits -= jnp.log(1 + jnp.arange(len(logits)))
     tokens = [jnp.zeros(8, jnp.int32)]
     for step in jax.random.split(key, length):
@@ -202,7 +202,7 @@ def _classification() -> Task:
 
 
 def _autoencoder() -> Task:
-    """A perceptron with a narrow waist; a mean over many outputs makes gradients small."""
+    """A perceptron with a bottleneck; the mean over many outputs makes gradients small."""
     init, apply = _perceptron((64, 48, 24, 6, 24, 48, 64), jax.nn.gelu)
 
     def batch(key):
@@ -238,7 +238,7 @@ def _words() -> Task:
 
 
 def _patterns() -> Task:
-    """A perceptron that soon tells noisy patterns apart without mistakes: spiky gradients."""
+    """A perceptron that soon separates noisy patterns without mistakes: spiky gradients."""
     init, apply = _perceptron((32, 48, 48, CLASSES), jax.nn.relu)
 
     def batch(key):

@@ -1,4 +1,4 @@
-"""The ways to take a step: without loss scaling, this library's, and the peers'.
+"""The ways to take a step: without loss scaling, with this library, and with its peers.
 
 Each peer is used as its own documentation shows.
 """
@@ -42,7 +42,7 @@ def _float32(tree: Any) -> Any:
 
 
 def _way(init: Callable[[Any], Any], step: Step, value_and_grad: Callable[..., Any]) -> Way:
-    """Of a step that takes what `value_and_grad(loss_fn, state)` returns the gradients of."""
+    """A way whose step takes the gradients from `value_and_grad(loss_fn, state)`."""
 
     def train(loss_fn):
         def train_step(params, state, *batch):
@@ -192,9 +192,9 @@ def ours(inner: optax.GradientTransformation) -> dict[str, Way]:
 
 
 def whole(inner: optax.GradientTransformation) -> dict[str, Way]:
-    """What a whole step can be taken by, of a model that casts its parameters itself.
+    """The ways to take a whole step of a model that casts its parameters itself.
 
-    With `grad_dtype` they are cast before it, and the gradients are as narrow.
+    With `grad_dtype` they are cast before that, and the gradients are as narrow.
     """
     return {
         PLAIN: plain(inner),
@@ -206,7 +206,7 @@ def whole(inner: optax.GradientTransformation) -> dict[str, Way]:
 
 
 def in_float16(inner: optax.GradientTransformation) -> dict[str, tuple[Way, Callable[..., Any]]]:
-    """Whole steps of one model that compute in float16 by other means, each with its loss."""
+    """Whole steps of one model that compute in float16 in other ways, each with its loss."""
     dynamic = apply_gradients(inner, "dynamic")
     in_float16_gradients = apply_gradients(inner, "dynamic", jnp.float16)
     autocast_loss = ols.autocast(_transformer.float32_loss)

@@ -1,8 +1,8 @@
 """A diffusion model in float16 with Equinox, and an average of its parameters.
 
 It learns to draw disks and squares, which the program makes itself, by rectified flow: the model
-is trained to give the velocity from an image to noise, and draws by following it back. It draws
-with a moving average of its parameters, which the optimizer knows nothing of: `ols.where_applied`
+is trained to predict the velocity from an image to noise, and draws by following it back. It draws
+with a moving average of its parameters, which the optimizer does not know: `ols.where_applied`
 keeps the old average when a step is skipped.
 
     python examples/diffusion.py
@@ -45,7 +45,7 @@ class Block(eqx.Module):
 
 
 class Mixer(eqx.Module):
-    """An MLP-Mixer: it sees an image as patches, and mixes in turn over them and within them."""
+    """An MLP-Mixer: it sees an image as patches, and mixes alternately over and within them."""
 
     embed: eqx.nn.Linear
     embed_time: eqx.nn.Linear
@@ -110,7 +110,7 @@ def make_train_step():
 
 @eqx.filter_jit
 def sample(model, key, steps=50):
-    """Images out of noise, by Euler's method: shape (BATCH, SIDE, SIDE)."""
+    """Images from noise, by Euler's method: shape (BATCH, SIDE, SIDE)."""
 
     def step(i, images):
         return images - jax.vmap(model, (0, None))(images, 1 - i / steps) / steps

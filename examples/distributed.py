@@ -1,14 +1,14 @@
-"""Data-parallel float16 training on several processes, which apply a step or skip it together.
+"""Data-parallel float16 training on several processes, which apply or skip each step together.
 
 On one machine, with two processes on its CPU:
 
     python examples/distributed.py --processes 2
 
-On a cluster, once on each host, with what `jax.distributed.initialize` does not find by itself:
+On a cluster, once on each host, with what `jax.distributed.initialize` does not find out itself:
 
     python examples/distributed.py --coordinator HOST:PORT --processes N --rank I
 
-`--checkpoint DIR` saves every fifth step there, and goes on from the last one saved.
+`--checkpoint DIR` saves every fifth step there, and continues from the last one saved.
 """
 
 import argparse
@@ -49,8 +49,8 @@ def batch(step, rank, overflow):
 def compare(loss_scale):
     """Fails unless all processes have configured the same loss scale.
 
-    Each compiles the step for itself, and another growth interval on one of them would give it
-    other parameters without a word.
+    Each compiles the step for itself, and a different growth interval on one of them would
+    silently give it different parameters.
     """
     config = json.dumps(loss_scale.get_config(), sort_keys=True).encode()
     digest = np.frombuffer(hashlib.sha256(config).digest(), np.uint8)
@@ -89,7 +89,7 @@ def initial(tx):
 def say(line):
     """Prints a line in one write, as `print` alone does not when Python is unbuffered.
 
-    All processes write to the same place, and another's line could come between text and newline.
+    All processes write to the same place, and a second line could come between text and newline.
     """
     print(line + "\n", end="", flush=True)
 

@@ -7,7 +7,7 @@ stops with an error if no loss scale would help (`ols.raise_if_stuck`).
 
     python examples/language_model.py
 
-It takes 50 seconds on two CPU cores, and at the end, with the library of Python 3.11, it prints
+It takes 50 seconds on two CPU cores, and at the end, with Python 3.11's library, it prints
 
     step 300: loss 2.299, scale 2^19, skipped 1
 

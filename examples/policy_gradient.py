@@ -1,8 +1,8 @@
 """Reinforcement learning in float16, in plain JAX: a cart learns to balance a pole.
 
 An advantage actor-critic on CartPole, which is written out below. One small network acts and
-learns in float16. A training step is a rollout and what is learned from it, and fifty of them run
-as one compiled `lax.scan`, with the loss scale in its carry.
+learns in float16. A training step is a rollout and an update learned from it, and fifty of them
+run as one compiled `lax.scan`, with the loss scale in its carry.
 
     python examples/policy_gradient.py
 
@@ -83,7 +83,7 @@ def rollout(params, carts, key):
 
 
 def advantages(happened, value):
-    """Generalized advantage estimation, backwards from the value of where the rollout ended."""
+    """Generalized advantage estimation, backwards from the value where the rollout ended."""
 
     def step(carry, now):
         advantage, next_value = carry
@@ -105,7 +105,7 @@ def actor_critic_loss(params, happened, advantage):
 
 
 def make_train_step(steps):
-    """The optimizer, and the training step: a rollout, and what is learned from it."""
+    """The optimizer, and the training step: a rollout, and an update learned from it."""
     adam = optax.adam(optax.linear_schedule(1e-2, 0.0, steps))
     tx = ols.with_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), adam))
 

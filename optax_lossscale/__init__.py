@@ -19,14 +19,14 @@ from optax_lossscale._step.state import LossScaleState
 from optax_lossscale._step.where_applied import where_applied
 from optax_lossscale._step.wrapper import LossScaledTransformation, with_loss_scale
 
-# What reads programs, and what draws, is imported when it is used.
+# The modules that read programs or draw are imported when they are used.
 if TYPE_CHECKING:
     from optax_lossscale import diagnosis, testing
     from optax_lossscale import plot as plot
     from optax_lossscale._autocast.autocast import autocast
     from optax_lossscale._autocast.cast_inputs import cast_inputs
     from optax_lossscale._diagnosis.diagnose import diagnose
-else:  # A type checker that saw this function would take every misspelt name for a right one.
+else:  # A type checker that saw `__getattr__` would accept every misspelt name.
     _FUNCTIONS = {
         "autocast": "_autocast.autocast",
         "cast_inputs": "_autocast.cast_inputs",

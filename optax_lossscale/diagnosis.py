@@ -1,4 +1,4 @@
-"""What the numbers of a training do, beyond what `diagnose` says of a whole step.
+"""What the numbers in training do, beyond what `diagnose` says about a whole step.
 
 Reports of gradients and dtypes (`underflow_report`, `dtype_report`, `nonfinite_leaves`), taps
 inside the model (`tap`, `probe`), the place where numbers stopped being finite (`explain`), and

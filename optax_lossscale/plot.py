@@ -1,4 +1,4 @@
-"""Pictures of numbers, drawn on the host; needs the extra `plot`, which is matplotlib."""
+"""Plots of numbers, drawn on the host; they need the extra `plot`, which is matplotlib."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,13 +29,13 @@ def loss_scale(
     axes: Axes | None = None,
     **style: Any,
 ) -> Axes:
-    """The loss scale over the steps, with a cross at each that was skipped.
+    """The loss scale over the steps, with a cross at each skipped step.
 
     Args:
-      history: the `metrics` after each step, in a sequence; or one dict of them stacked, shape
-        (steps,), as `lax.scan` returns them. The scale drawn is the one that a step left behind.
+      history: a sequence of the `metrics` after each step; or one dict of them stacked, shape
+        (steps,), as `lax.scan` returns them. The scale drawn is the one after the step.
       axes: the axes to draw into and to return; by default those of a new figure.
-      **style: of the line, such as `color` and `label`, as `matplotlib` takes them.
+      **style: matplotlib properties of the line, such as `color` and `label`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -73,11 +73,11 @@ def exponents(
 ) -> Axes:
     """A histogram of gradients before and after scaling, against a dtype's range.
 
-    Over the powers of two, with the ranges shaded in which the dtype has subnormal numbers, zero
-    and infinity. Infinities and NaN are not drawn, but count in the percentages.
+    The bins are powers of two; the ranges in which the dtype has subnormal numbers, zero and
+    infinity are shaded. Infinities and NaNs are not drawn, but count in the percentages.
 
     Args:
-      scaled_grads: gradients of the scaled loss; any pytree. Computed in float32 they show
+      scaled_grads: gradients of the scaled loss; any pytree. If computed in float32, they show
         what a narrower dtype would lose.
       loss_scale: what they were scaled by: whatever `get` takes, or an optimizer state that
         holds exactly one.
@@ -111,7 +111,7 @@ def exponents(
     for label, (run, color) in runs.items():
         look = {"facecolor": (color, 0.35), "edgecolor": color, "lw": 1.5, "label": label}
         weights = np.full(run.shape, share)
-        run = np.maximum(run, low)  # what is smaller still is in the first bin
+        run = np.maximum(run, low)  # anything smaller is in the first bin
         axes.hist(run, bins, weights=weights, histtype="stepfilled", **look)
     above: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "ha": "center"}
     for text, start, end, shade in (
@@ -145,15 +145,15 @@ def taps(
 ) -> Axes:
     """A heat map of what was tapped, over layers and steps.
 
-    The rows are in the order of the tree, and of a scanned layer's taps turn by turn.
+    The rows are in the order of the tree; those of a scanned layer, iteration by iteration.
 
     Args:
-      records: what `tap` recorded in each step, in a sequence of trees. Of records that
-        `lax.scan` stacked, give `[jax.tree.map(lambda x: x[i], stacked) for i in range(n)]`.
-      quantity: what to show of a `Probe` whose leaves are arrays, shape (steps,).
+      records: a sequence of trees, what `tap` recorded in each step. If `lax.scan` stacked them,
+        pass `[jax.tree.map(lambda x: x[i], stacked) for i in range(n)]`.
+      quantity: returns what to show, given a `Probe` whose leaves have the shape (steps,).
       axes: the axes to draw into and to return; by default those of a new figure.
       label: what the colors mean.
-      **style: of the image, such as `vmin` and `cmap`, as `matplotlib` takes them.
+      **style: matplotlib properties of the image, such as `vmin` and `cmap`.
 
     Example:
       >>> import optax_lossscale as ols
@@ -164,15 +164,15 @@ def taps(
       ['embed', 'layers/0', 'layers/1', 'layers/2']
     """
     if not isinstance(records, Sequence) or isinstance(records, Probe):
-        got = f"where taps are a tree of Probes; got {shown(records)}"
-        raise TypeError(f"records must be a sequence of one tree for each step, {got}")
+        got = f"got {shown(records)}"
+        raise TypeError(f"records must be a sequence with a tree of Probes for each step, {got}")
     function("quantity", quantity)
     at_hand("plot.taps", records)
     steps = [list(places(record)) for record in jax.device_get(list(records))]
     names = [name for name, _ in steps[0]] if steps else []
     if any([name for name, _ in step] != names for step in steps) or not names:
         raise ValueError(
-            "records must hold one step or more, a Probe or more in each, at the same places"
+            "records must hold one step or more, each with one Probe or more, at the same places"
         )
     by_place = zip(*([probe for _, probe in step] for step in steps), strict=True)
     stacked = [jax.tree.map(lambda *x: np.array(x), *probes) for probes in by_place]

@@ -1,12 +1,12 @@
-"""The loss scalers of other systems, under their owners' names and argument names.
+"""The loss scalers of other systems, under their original names and argument names.
 
 Each takes its reference's arguments, with their defaults, and adapts as the reference does: value
-for value in float32, but for LogMax, which is tested to 1%. One thing differs: no scale leaves
-float32's normal range, 1.18e-38 to 3.4e38; it stays at the last value inside instead. An argument
-that is not allowed is a `ValueError`.
+for value in float32, except for LogMax, which is tested to within 1%. One thing differs: no scale
+leaves float32's normal range, 1.18e-38 to 3.4e38; it stays at the last value inside instead. An
+argument that is not allowed raises a `ValueError`.
 
-Where a preset does not say otherwise, each step that is not finite backs off. Most count steps
-whose gradients are all zero as finite; where gradients are rare, `HeadroomLossScale` is better.
+Unless a preset says otherwise, it backs off at each non-finite step. Most count steps whose
+gradients are all zero as finite; if gradients are rare, `HeadroomLossScale` is better.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from optax_lossscale._scales.logmax import LogMaxLossScale
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.tolerance import ToleranceLossScale
 
-# Down to the smallest normal float32, and no rounding up.
+# Down to the smallest normal float32; a back-off to below that does not take place.
 _NO_FLOOR: Any = {"min_scale": validation.SMALLEST, "clip_backoff": False}
 
 
@@ -30,17 +30,17 @@ def _floor(name: str, scale: float | None) -> dict[str, Any]:
 
 
 def _float32(name: str, factor: float) -> float:
-    """The factor as a reference that computes in float32 has it."""
+    """A factor as it is in a reference that computes in float32."""
     return float(np.float32(validation.finite(name, factor)))
 
 
 def _growth(name: str, factor: float) -> float:
-    """A factor to multiply by that a reference has in float32."""
+    """A growth factor as it is in a reference that computes in float32."""
     return validation.growth_factor(name, _float32(name, factor))
 
 
 def _jmp_rule(counter: int, period: int, factor: float) -> dict[str, Any]:
-    """What JMP and MPX have in common, who name it alike."""
+    """What JMP and MPX have in common, under the same names."""
     interval = validation.count("period", period)
     growth_factor = _growth("factor", factor)
     return {
@@ -58,9 +58,9 @@ def tensorflow_dynamic(
     """TensorFlow's `tf.train.experimental.DynamicLossScale`.
 
     Args:
-      initial_loss_scale: the first scale, at least 1, the floor.
-      increment_period: finite steps in a row after which it grows.
-      multiplier: what it is multiplied or divided by.
+      initial_loss_scale: the first scale, at least 1, which is the floor.
+      increment_period: finite steps in a row after which the scale grows.
+      multiplier: what the scale is multiplied or divided by.
 
     Example:
       >>> from optax_lossscale import presets
@@ -88,7 +88,7 @@ def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
 
 
 def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
-    """tf.contrib's `FixedLossScaleManager`, whose scale stays but whose bad steps are skipped.
+    """tf.contrib's `FixedLossScaleManager`, whose scale is fixed, but which skips bad steps.
 
     Args:
       loss_scale: the scale, at least 1.
@@ -112,14 +112,14 @@ def tensorflow_contrib_exponential(
 ) -> DynamicLossScale:
     """tf.contrib's `ExponentialUpdateLossScaleManager`.
 
-    Finite steps do not clear the count of those that are not; any change of scale does.
+    Finite steps do not clear the count of non-finite ones; any change of scale does.
 
     Args:
-      init_loss_scale: the first scale, at least 1, the floor.
-      incr_every_n_steps: finite steps in a row after which it grows.
-      decr_every_n_nan_or_inf: steps that are not finite that it takes to back off.
-      incr_ratio: what a growth multiplies by.
-      decr_ratio: what a back-off multiplies by.
+      init_loss_scale: the first scale, at least 1, which is the floor.
+      incr_every_n_steps: finite steps in a row after which the scale grows.
+      decr_every_n_nan_or_inf: how many non-finite steps it takes to back off.
+      incr_ratio: what growth multiplies the scale by.
+      decr_ratio: what a back-off multiplies the scale by.
 
     Example:
       >>> from optax_lossscale import presets
@@ -146,8 +146,8 @@ def tf_keras(
     Args:
       dynamic: whether the scale adapts; if not, the result is a `FixedLossScale`.
       initial_scale: the first scale, by default 2**15; required if not `dynamic`.
-      dynamic_growth_steps: finite steps in a row after which it grows, by default 2000; only if
-        `dynamic`.
+      dynamic_growth_steps: finite steps in a row after which the scale grows, by default 2000;
+        only if `dynamic`.
 
     Example:
       >>> from optax_lossscale import presets
@@ -172,7 +172,7 @@ def keras(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> D
 
     Args:
       initial_scale: the first scale.
-      dynamic_growth_steps: finite steps in a row after which it grows.
+      dynamic_growth_steps: finite steps in a row after which the scale grows.
 
     Example:
       >>> from optax_lossscale import presets
@@ -190,13 +190,13 @@ def pytorch(
     growth_interval: int = 2000,
     enabled: bool = True,
 ) -> LossScale:
-    """PyTorch's `torch.amp.GradScaler`, without a floor, its factors in double precision.
+    """PyTorch's `torch.amp.GradScaler`, without a floor, with factors in double precision.
 
     Args:
       init_scale: the first scale.
-      growth_factor: what a growth multiplies by.
-      backoff_factor: what a back-off multiplies by.
-      growth_interval: finite steps in a row after which it grows.
+      growth_factor: what growth multiplies the scale by.
+      backoff_factor: what a back-off multiplies the scale by.
+      growth_interval: finite steps in a row after which the scale grows.
       enabled: whether there is any scaling; if not, the result is `FixedLossScale(1)`.
 
     Example:
@@ -221,10 +221,10 @@ def flax(
     """Flax's `flax.training.dynamic_scale.DynamicScale`, which grows up to the largest float32.
 
     Args:
-      growth_factor: what a growth multiplies by.
-      backoff_factor: what a back-off multiplies by.
-      growth_interval: finite steps in a row, less one, after which it grows.
-      fin_steps: finite steps in a row before the first, at most `growth_interval`.
+      growth_factor: what growth multiplies the scale by.
+      backoff_factor: what a back-off multiplies the scale by.
+      growth_interval: one less than the finite steps in a row after which the scale grows.
+      fin_steps: the count of finite steps in a row to start from, at most `growth_interval`.
       scale: the first scale.
       minimum_scale: the floor, or None.
 
@@ -253,13 +253,13 @@ def jmp(
     factor: float = 2,
     min_loss_scale: float = 1.0,
 ) -> DynamicLossScale:
-    """JMP's `jmp.DynamicLossScale`, which forgets its floor at the first `jit`; this does not.
+    """JMP's `jmp.DynamicLossScale`, which forgets its floor at the first `jit`; we do not.
 
     Args:
       loss_scale: the first scale.
-      counter: finite steps in a row before the first, fewer than `period`.
-      period: finite steps in a row after which it grows.
-      factor: what it is multiplied or divided by.
+      counter: the count of finite steps in a row to start from, less than `period`.
+      period: finite steps in a row after which the scale grows.
+      factor: what the scale is multiplied or divided by.
       min_loss_scale: the floor.
 
     Example:
@@ -281,14 +281,14 @@ def mpx(
 ) -> DynamicLossScale:
     """MPX's `mpx.DynamicLossScaling`.
 
-    Growth ends at 65504, the largest float16. MPX unscales by the next scale; this, by its own.
+    Growth ends at 65504, float16's largest. MPX unscales by the next scale, we by the current one.
 
     Args:
       loss_scaling: the first scale, at most 65504.
       min_loss_scaling: the floor.
-      factor: what it is multiplied or divided by.
-      period: finite steps in a row after which it grows.
-      counter: finite steps in a row before the first, fewer than `period`.
+      factor: what the scale is multiplied or divided by.
+      period: finite steps in a row after which the scale grows.
+      counter: the count of finite steps in a row to start from, less than `period`.
 
     Example:
       >>> from optax_lossscale import presets
@@ -309,15 +309,15 @@ def megatron(
     growth_interval: int,
     hysteresis: int,
 ) -> DynamicLossScale:
-    """Megatron-LM's `DynamicGradScaler`, which once it backed off does so at once until it grows.
+    """Megatron-LM's `DynamicGradScaler`; after a back-off, every overflow backs off until growth.
 
     Args:
       initial_scale: the first scale.
       min_scale: the floor.
-      growth_factor: what a growth multiplies by.
-      backoff_factor: what a back-off multiplies by.
-      growth_interval: finite steps in a row after which it grows.
-      hysteresis: steps that are not finite that it takes to back off.
+      growth_factor: what growth multiplies the scale by.
+      backoff_factor: what a back-off multiplies the scale by.
+      growth_interval: finite steps in a row after which the scale grows.
+      hysteresis: how many non-finite steps it takes to back off.
 
     Example:
       >>> from optax_lossscale import presets
@@ -344,16 +344,16 @@ def deepspeed(
     consecutive_hysteresis: bool = False,
     raise_error_at_min_scale: bool = True,
 ) -> DynamicLossScale:
-    """DeepSpeed's `DynamicLossScaler`, which once it backed off does so at once until it grows.
+    """DeepSpeed's `DynamicLossScaler`; after a back-off, every overflow backs off until growth.
 
     Args:
       init_scale: the first scale.
-      scale_factor: what it is multiplied or divided by.
-      scale_window: finite steps in a row after which it grows.
+      scale_factor: what the scale is multiplied or divided by.
+      scale_window: finite steps in a row after which the scale grows.
       min_scale: the floor.
-      delayed_shift: steps that are not finite that it takes to back off.
-      consecutive_hysteresis: whether those must come in a row.
-      raise_error_at_min_scale: whether `raise_if_stuck` raises at an overflow at the floor.
+      delayed_shift: how many non-finite steps it takes to back off.
+      consecutive_hysteresis: whether these must be consecutive.
+      raise_error_at_min_scale: whether `raise_if_stuck` raises on an overflow at the floor.
 
     Example:
       >>> from optax_lossscale import presets
@@ -386,10 +386,10 @@ def fairseq(
 
     Args:
       init_scale: the first scale.
-      scale_factor: what it is multiplied or divided by.
-      scale_window: finite steps in a row after which it grows.
+      scale_factor: what the scale is multiplied or divided by.
+      scale_window: finite steps in a row after which the scale grows.
       tolerance: the share of overflows since the last change of scale that it takes to back off.
-      threshold: a floor at which it stays without an error.
+      threshold: a floor at which the scale stays without an error.
       min_loss_scale: `raise_if_stuck` raises where the scale would fall to this or below.
 
     Example:
@@ -445,8 +445,8 @@ def apex(
     Args:
       loss_scale: "dynamic", or a number for a `FixedLossScale`.
       init_scale: the first scale; Apex starts no higher than `max_loss_scale`.
-      scale_factor: taken and not used, as in Apex: the factor is 2.
-      scale_window: finite steps in a row after which it grows.
+      scale_factor: accepted but not used, as in Apex: the factor is 2.
+      scale_window: finite steps in a row after which the scale grows.
       min_loss_scale: the floor, or None.
       max_loss_scale: the cap, at which growth ends.
 
@@ -481,7 +481,7 @@ def get(name: str, /, **arguments: Any) -> LossScale:
       **arguments: its arguments.
 
     Raises:
-      ValueError: for an unknown name, or an unknown or missing argument, which lists the known.
+      ValueError: for an unknown name, or an unknown or missing argument; it lists those known.
 
     Example:
       >>> from optax_lossscale import presets

@@ -1,11 +1,11 @@
-"""Rules of what else to skip a step for: `with_loss_scale(inner, …, skip=skips.spikes())`.
+"""Rules for what else to skip a step for: `with_loss_scale(inner, …, skip=skips.spikes())`.
 
-`spikes` is the one to use. The others are those of other systems, under their owners' names and
-argument names, and decide as the originals do about steps that are finite. Unlike most originals,
-they never see a step that is not: it is skipped without them.
+`spikes` is the one to use. The others are those of other systems, under their original names and
+argument names, and decide about finite steps as the originals do. Unlike most originals, they
+never see a non-finite step: it is skipped without them.
 
-Each returns a `SkipRule`, whose `update` decides about a step; to write one's own, subclass that.
-An argument that is not allowed is a `ValueError`.
+Each returns a `SkipRule`, whose `update` decides about a step; to write your own, subclass that.
+An argument that is not allowed raises a `ValueError`.
 """
 
 from functools import partial
@@ -34,10 +34,10 @@ _interval = partial(validation.count, least=2, most=2**20)
 def spikes(
     factor: float = 6.0, *, least: float = 1.0, window: int = 64, max_skips: int = 16
 ) -> SpikeSkipRule:
-    """Skips a step whose norm or loss is far above the usual one, and never many steps.
+    """Skips a step whose norm or loss is far above the usual one, but never many steps.
 
-    The usual norm is the median of those last applied, on a logarithmic scale, and their spread
-    the distance from there to the upper quartile, which a spike hardly moves. What 1 in 20 of them
+    The usual norm is the median of those last applied, on a logarithmic scale, and their spread is
+    the distance from there to the upper quartile, which a spike hardly moves. A norm that 1 in 20
     reached is usual as well. The same goes for losses given as the step's `value`. The rule::
 
         for x, xs in [
@@ -60,9 +60,9 @@ def spikes(
                 budget = min(budget + 1 / 20, max_skips)
 
     In any series, at most `max_skips` finite steps are skipped, and then no more than 1 in 20,
-    steps of zero gradients not counted; so at most `max_skips` where the level changes for good.
+    not counting steps of zero gradients; so at most `max_skips` if the level changes for good.
     Nothing is skipped while norms and losses rise by less than a factor of 2**least within a
-    window. Their scale is of no account.
+    window. Their scale does not matter.
 
     Source: this library. docs/skipping.md says what the rule does not do, and
     docs/benchmarks/skips.md compares it with the others.
@@ -71,8 +71,8 @@ def spikes(
       factor: how many deviations above the median are too many, positive.
       least: how many bits above the median a spike is at least, positive; 1 is twice the median.
       window: how many norms and losses are remembered, from 16 to 2**20.
-      max_skips: how many finite steps to skip before each further one takes 20 that are applied,
-        from 0 to 2**20.
+      max_skips: how many finite steps may be skipped before each further skip takes 20 applied
+        steps, from 0 to 2**20.
 
     Example:
       >>> import optax_lossscale as ols
@@ -90,7 +90,7 @@ def olmo_core(rolling_interval_length: int = 128, sigma_factor: float = 6) -> Ro
 
     Skips a step whose loss or norm is more than `sigma_factor` unbiased standard deviations above
     the mean of a window, which skipped steps enter too, once it is half full. It needs the step's
-    loss. The original differs in two things: while its window holds a NaN it skips every step, and
+    loss. The original differs in two ways: while its window holds a NaN it skips every step, and
     below a length of 6 it skips the second, as the deviation of one number is NaN.
 
     Args:
@@ -105,16 +105,16 @@ def olmo_core(rolling_interval_length: int = 128, sigma_factor: float = 6) -> Ro
     """
     length = _interval("rolling_interval_length", rolling_interval_length)
     factor = validation.positive("sigma_factor", sigma_factor)
-    # The step itself counts there.
+    # In the original, the step itself counts.
     return RollingSkipRule(length, factor, least_history=max(2, length // 2) - 1)
 
 
 def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule:
     """MaxText's `skip_step_on_spikes`, with the defaults of `skip_step_interval` and so on.
 
-    It is OLMo-core's rule, which needs the step's loss, and differs from the original likewise.
-    MaxText's trainer gives it the norm of clipped gradients; here it sees the true norm, with the
-    clip inside the wrapper.
+    It is OLMo-core's rule, which needs the step's loss, and differs from the original in the same
+    ways. MaxText's trainer gives it the norm of clipped gradients; here it sees the true norm, as
+    the clip is inside the wrapper.
 
     Args:
       interval: how many steps the window holds, at least 2.
@@ -133,8 +133,8 @@ def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule
 def levanter(rolling_interval_length: int = 128, sigma_factor: float = 6.0) -> RollingSkipRule:
     """Levanter's `SkipStepConfig`.
 
-    OLMo-core's rule, which needs the step's loss, with the biased standard deviation, of 1e-6 at
-    least, and one step more before the first can be skipped. The original multiplies updates that
+    OLMo-core's rule, which needs the step's loss, with the biased standard deviation, at least
+    1e-6, and one more step before the first can be skipped. The original multiplies updates that
     are not finite by 0, which leaves NaN in the parameters.
 
     Args:
@@ -159,11 +159,11 @@ def axlearn(
 
     The clip, its `max_norm`, belongs inside the wrapper:
     `with_loss_scale(optax.chain(optax.clip_by_global_norm(max_norm), inner), …)`. A rule that
-    follows the norms learns nothing from what it skips: where they stay too large, so do skips.
+    follows the norms learns nothing from skipped steps: if they stay too large, it skips them all.
 
     Args:
-      drop_norm: the norm from which on a step is skipped; or what `drop_norm_by_…` returns, by
-        which it follows the norms.
+      drop_norm: the norm from which on a step is skipped; or what `drop_norm_by_…` returns, to
+        follow the norms.
       grad_norm_ema_decay: the decay of the moving averages that the latter needs, in (0, 1).
 
     Example:
@@ -186,7 +186,7 @@ def drop_norm_by_grad_norm_ema(multipliers: tuple[float, ...] = (20, 40, 100)) -
     """AxLearn's function of this name: a multiple of the mean norm, for `axlearn`.
 
     Args:
-      multipliers: of which the smallest decides.
+      multipliers: the smallest of these decides.
 
     Example:
       >>> from optax_lossscale import skips
@@ -202,8 +202,8 @@ def drop_norm_by_grad_norm_stddev(
     """AxLearn's function of this name: the mean norm and a multiple of the standard deviation.
 
     Args:
-      min_count: how many steps it takes; before, norms below 1e10 are applied.
-      multipliers: of which the smallest decides.
+      min_count: how many steps it takes; until then, norms below 1e10 are applied.
+      multipliers: the smallest of these decides.
 
     Example:
       >>> from optax_lossscale import skips

@@ -80,7 +80,7 @@ def test_options_choose_text_steps_and_folder(tmp_path, capsys, small_model):
         (["--data", "no/such/file"], "no/such/file"),
         (["--data", "{short}"], "holds 5 bytes; the demo needs at least 65"),
         (["--data", "{folder}"], "{folder}"),
-        (["--out", "{short}"], "--out {short} is no folder to write to"),
+        (["--out", "{short}"], "--out {short} is not a folder to write to"),
         (["--out", "/proc/nowhere"], "/proc/nowhere"),
         (["--steps", "0"], "needs an integer from 1 to 2147483647, got '0'"),
         (["--steps", "many"], "needs an integer from 1 to 2147483647, got 'many'"),

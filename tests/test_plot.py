@@ -119,7 +119,7 @@ def test_taps_draws_a_row_a_layer_and_a_column_a_step():
     assert [t.get_text() for t in axes.get_yticklabels()] == ["layer_2", "layer_10"]
     axes = plot.taps(steps, lambda probe: probe.cotangent.zeros, label="zeros")
     np.testing.assert_array_equal(axes.images[0].get_array()[1], [0, 1, 2])
-    with pytest.raises(TypeError, match="taps are a tree of Probes"):
+    with pytest.raises(TypeError, match="a sequence with a tree of Probes"):
         plot.taps(steps[0])
 
 

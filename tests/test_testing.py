@@ -216,7 +216,7 @@ def test_a_mistake_is_found(make, inner, dtype):
         ols.testing.assert_scale_invariant(jax.jit(step), params, tx.init(params), batch)
     said = str(error.value)
     logged = make is a_norm_of_scaled_gradients
-    assert ("\n  2**1: result[2]['norm']\nSo they are made of" in said) == logged
+    assert ("\n  2**1: result[2]['norm']\nSo they come from" in said) == logged
     remedy = "value_and_scaled_grad(loss_fn, state)"
     assert ("\n  2**-1: result[" in said and remedy in said) != logged
 

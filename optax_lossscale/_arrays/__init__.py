@@ -1,1 +1,1 @@
-"""What is asked of arrays and their trees."""
+"""Questions about arrays and trees of them."""

@@ -1,6 +1,6 @@
 """The check: is every number of a tree finite? In the same pass: the largest, and the norm.
 
-Each looks at the numbers at hand; `across` replicas, its answer is made one.
+Each looks at local numbers; `across` makes the answers of all replicas one.
 """
 
 import functools
@@ -53,8 +53,8 @@ def largest(tree: Any) -> jax.Array:
 def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
     """The global L2 norm, float32, and what `all_finite` says, in the one pass that it takes.
 
-    The norm is not finite if a number is not, and infinite from 2**64 on, where the squares come
-    to more than float32 holds.
+    The norm is not finite if a number is not, and infinite from 2**64 on, where the sum of squares
+    is more than float32 holds.
     """
     empty = np.float32(0), np.True_
     square, finite = _by_platform(tree, _squares_on_cpu, _squares, if_empty=empty)
@@ -64,15 +64,15 @@ def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
 def _by_platform(
     tree: Any, on_cpu: Callable[[Groups], T], elsewhere: Callable[[Groups], T], if_empty: Any
 ) -> T:
-    """What is asked of a tree, in the way of the platform that the program is lowered for."""
+    """What is asked of a tree, computed as suits the platform that the program is lowered for."""
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
     if not leaves:
         return jax.tree.map(jnp.asarray, if_empty)
     if any(map(is_partitioned, leaves)):
         return elsewhere(_groups(leaves, 1))
-    # Some leaves share a kernel: they compile sooner, and fewer are launched. But on CPU all cores
-    # stay busy; of four a GPU's compiler still takes the norm of a clip in the same pass, of eight
-    # not; and a TPU's keeps more gradients waiting in main memory.
+    # Some leaves share a kernel: kernels compile faster, and fewer are launched. But on CPU all
+    # cores must stay busy; a GPU's compiler takes the norm of a clip in the same pass with groups
+    # of four, not of eight; and a TPU's would keep more gradients waiting in main memory.
     in_groups = lambda ask, size: lambda leaves: ask(_groups(leaves, size))
     return lax.platform_dependent(
         leaves,
@@ -83,7 +83,7 @@ def _by_platform(
 
 
 def _groups(leaves: list[jax.Array], size: int) -> Groups:
-    """Leaves of one type, at most so many together."""
+    """Groups of leaves of one type, each of at most `size`."""
     of_type: dict[Any, list[jax.Array]] = {}
     for x in leaves:
         of_type.setdefault(jax.typeof(x), []).append(x)
@@ -117,10 +117,10 @@ def _squares(groups: Groups) -> tuple[jax.Array, jax.Array]:
 
 # --- on CPU ---
 #
-# A max is no way out: XLA's loses NaNs there. And a reduction of one output it compiles to several
-# passes, through an array of the leaf's size. But one of two outputs becomes a single pass at the
-# speed of memory, in every dtype and with the unscaling fused into it. Hence a second question to
-# each number, even where the first implies its answer.
+# A max does not help: XLA's loses NaNs on CPU. And a reduction with one output is compiled to
+# several passes, through an array of the leaf's size. But one with two outputs becomes a single
+# pass at the speed of memory, in every dtype and with the unscaling fused into it. Hence a second
+# question about each number, even where the first implies its answer.
 
 
 def _all_finite_on_cpu(groups: Groups) -> jax.Array:
@@ -173,7 +173,7 @@ def is_finite(x: jax.Array) -> jax.Array:
 
 
 def _rows(x: jax.Array) -> list[jax.Array]:
-    """A leaf's numbers, large ones' in rows of at most `_ROW`, and in a last, shorter one."""
+    """A leaf's numbers; those of a large one in rows of at most `_ROW`, the last one shorter."""
     size, flat = x.size, x.reshape(-1)
     if size <= _ROW:
         return [flat]
@@ -195,7 +195,7 @@ def _square(x: jax.Array) -> jax.Array:
 
 
 def _size(x: jax.Array) -> jax.Array:
-    """The absolute value as float32, which is infinite for no finite number."""
+    """The absolute value as float32, finite for every finite number."""
     if jnp.iscomplexobj(x):
         return jnp.maximum(_size(x.real), _size(x.imag))
     if x.dtype.itemsize > 4:
@@ -233,15 +233,15 @@ def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
 def across(
     reduce: Callable[..., jax.Array], x: jax.Array, axis_name: AxisName | None
 ) -> jax.Array:
-    """A reduction over replicas, such as `lax.pmin`; over no axes it is what was given."""
+    """A reduction over replicas, such as `lax.pmin`; over no axes, what was given."""
     if axis_name in (None, ()):
         return x
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not all(map(_is_axis, names)) or len(set(names)) < len(names):
         raise ValueError(
-            f"axis_name={axis_name!r} is no axis of a pmap or shard_map around this step, and no "
-            "tuple of such axes, each once. Under jit alone leave axis_name out: the check "
-            "already is of all devices"
+            f"axis_name={axis_name!r} is not an axis of a pmap or shard_map around this step, nor "
+            "a tuple of such axes, each once. Under jit alone, leave axis_name out: the check "
+            "already covers all devices"
         )
     return reduce(x, names)
 
@@ -251,4 +251,4 @@ def _is_axis(name: Any) -> bool:
         lax.axis_size(name)
     except (NameError, TypeError, ValueError):
         return False
-    return not isinstance(name, (tuple, list))  # of which it gives the product
+    return not isinstance(name, (tuple, list))  # of these it returns the product

@@ -1,4 +1,4 @@
-"""What leaves and scales are called in reports, and in which order names come."""
+"""What leaves and scales are called in reports, and in which order names are listed."""
 
 import math
 import re
@@ -18,7 +18,7 @@ def natural(name: str) -> list[tuple[str, int]]:
 
 
 def without_numbers(name: str) -> str:
-    """What layers have in common: `blocks/*/mlp/w1` of `blocks/3/mlp/w1`."""
+    """What the names of layers have in common: `blocks/*/mlp/w1` for `blocks/3/mlp/w1`."""
     return re.sub(r"(?<![^\W_])\d+(?![^\W_])", "*", name)
 
 

@@ -21,7 +21,7 @@ def varying_axes(x: jax.Array) -> frozenset:
 
 
 def zeros_of(kind: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros of a shape and dtype, which count as differing along the axes that it does."""
+    """Zeros of a type, which count as differing along the same axes of `shard_map`."""
     zeros, axes = jnp.zeros(kind.shape, kind.dtype), tuple(_varying(kind))
     if not axes:
         return zeros

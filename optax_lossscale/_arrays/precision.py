@@ -42,7 +42,7 @@ def map_inexact(function: Callable[[jax.Array], jax.Array], tree: T) -> T:
 
 
 def strong(x: Any, dtype: Any = None) -> Any:
-    """`x` in its own or the given dtype, never weakly typed: that would trace anew."""
+    """`x` in its own or the given dtype, never weakly typed, which would cause a new trace."""
     dtype = dtype or dtype_of(x)
     is_number = isinstance(x, (bool, int, float, complex))
     if not is_number and x.dtype == dtype and not getattr(x, "weak_type", False):
@@ -51,7 +51,7 @@ def strong(x: Any, dtype: Any = None) -> Any:
 
 
 def times(scale: jax.Array, factor: float) -> jax.Array:
-    """The product, rounded to float32 once, whatever float32 makes of the factor."""
+    """The product, rounded to float32 only once, even if the factor is not a float32."""
     if float(np.float32(factor)) == factor:
         return scale * np.float32(factor)
     # The references divide by 3, or multiply by a C double of 0.3. A float32 product

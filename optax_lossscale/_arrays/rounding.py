@@ -1,9 +1,9 @@
 """A float32 number as its rounding to 16 or 8 bits, and what the rounding dropped.
 
-For bfloat16 that is the lower half of the number: 16 bits, where ties are rounded away from zero
-and not to even as by `astype`. Then as many float32 numbers round to each bfloat16 one, 2**16, as
-16 bits tell apart; to even, they would be 2**16 + 1 for every other one. The dtypes that drop more
-than that keep the whole number.
+For bfloat16 that is the lower half of the number: 16 bits, with ties rounded away from zero, and
+not to even as by `astype`. Then 2**16 float32 numbers round to each bfloat16 one, as many as 16
+bits tell apart; with ties to even, it would be 2**16 + 1 for every other one. For dtypes that drop
+more than that, the whole number is kept.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from jax import lax
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of
 
 # A bfloat16 number is the upper half of a float32 one. Half of its last place is added before the
-# lower half is cut off, so a lower half that says "nothing was dropped" is this.
+# lower half is cut off, so this is the lower half that says "nothing was dropped".
 _HALF = np.uint32(0x8000)
 _UPPER = np.uint32(0xFFFF0000)
 _UNSIGNED = np.uint32(0x7FFFFFFF)
@@ -24,7 +24,7 @@ _SMALLEST, _INFINITE = np.uint32(0x00010000), np.uint32(0x7F800000)
 
 
 class Whole(NamedTuple):
-    """A number kept whole, beside its rounding to a dtype that a scalar tells."""
+    """A number kept whole, beside its rounding to the dtype of a scalar."""
 
     number: jax.Array
     of_dtype: jax.Array
@@ -46,9 +46,9 @@ def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, Any]:
 def join(rounded: jax.Array, rest: Any) -> jax.Array:
     """The float32 number that `split` was given, or one that rounds to another `rounded`.
 
-    If `rounded` is not what `split` returned, the rest belongs to another number. Of 16 bits this
-    cannot be seen: they change `rounded` by half of its last place at most. A number kept whole
-    is given up for `rounded`.
+    If `rounded` is not what `split` returned, the rest belongs to another number. With 16 bits
+    this cannot be seen: they change `rounded` by at most half of its last place. A number kept
+    whole is replaced by `rounded`.
     """
     rounded = at_least_float32(rounded)
     number, dtype = kept(rest)
@@ -56,10 +56,10 @@ def join(rounded: jax.Array, rest: Any) -> jax.Array:
         bits = lax.bitcast_convert_type(rounded, jnp.uint32)
         size = bits & _UNSIGNED
         joined = lax.bitcast_convert_type(bits + number.astype(jnp.uint32) - _HALF, jnp.float32)
-        # What rounds to zero is smaller than what float32 arithmetic keeps.
+        # Numbers that round to zero are smaller than what float32 arithmetic keeps.
         return jnp.where((size >= _SMALLEST) & (size < _INFINITE), joined, rounded)
-    # Adding an update makes 0.0 of -0.0, so the sign of a zero is no change. Bits are compared,
-    # as compilers may leave out the rounding of a number that is compared.
+    # Adding an update turns -0.0 into 0.0, so the sign of a zero does not count. Bits are
+    # compared, as compilers may leave out the rounding of a number that is compared.
     is_zero = rounded == 0
     own = _bits(jnp.where(is_zero, jnp.abs(number), number), dtype)
     return jnp.where(own == _bits(jnp.where(is_zero, 0, rounded), dtype), number, rounded)

@@ -19,13 +19,13 @@ def is_module(x: Any) -> bool:
 
 
 def _is_of_nnx(x: Any, *classes: str) -> bool:
-    # Only who imported Flax can have such a thing, so this does not import it.
+    # Only a program that has imported Flax can have one, so this does not import it.
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, tuple(getattr(nnx, name) for name in classes))
 
 
 def found(is_one: Callable[[Any], bool], tree: Any) -> list[Any]:
-    """What is one of a kind in a tree, however deep it lies."""
+    """The nodes of a tree for which `is_one` holds, however deeply nested."""
     return list(filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
 
 
@@ -44,7 +44,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def plain(tree: Any) -> Any:
-    """The tree with the array that it holds for each variable."""
+    """The tree with each variable replaced by the array that it holds."""
     # A variable is a pytree of one leaf.
     value = lambda x: jax.tree.leaves(x)[0] if is_variable(x) and jax.tree.leaves(x) else x
     return jax.tree.map(value, tree, is_leaf=is_variable)
@@ -63,7 +63,7 @@ class _Apart(NamedTuple):
 
 
 class _AsItIs:
-    """An object of NNX that no tree takes apart, as another one may not change it either."""
+    """An object of NNX that is not taken apart, as it may not be changed here."""
 
     def __init__(self, x: Any):
         self.x = x
@@ -84,7 +84,7 @@ def changes_kept() -> Iterator[None]:
     """A context in which a traced function changes objects of NNX as it does without a trace.
 
     In it, its arguments are taken `apart`, put `together` inside of the trace, taken apart again
-    there with the results, and put together outside, where each object is what it was then.
+    there with the results, and put together outside, where each object is what it was inside.
     """
     nnx = sys.modules.get("flax.nnx")
     with contextlib.nullcontext() if nnx is None else nnx.update_context(_TAG):
@@ -92,7 +92,7 @@ def changes_kept() -> Iterator[None]:
 
 
 def apart(tree: Any) -> Any:
-    """The tree with arrays for the objects of NNX in it; of one that is in two places, once."""
+    """The tree with arrays for the objects of NNX in it; an object in two places counts once."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return tree
@@ -117,26 +117,26 @@ def together(tree: Any, inside: bool) -> Any:
 
 @contextlib.contextmanager
 def told_to_go_in_as_arguments() -> Iterator[None]:
-    """Says of a variable that may not be changed in a traced function how it may be."""
+    """Turns an error about a variable that may not be changed into one that says what to do."""
     errors = sys.modules.get("flax.errors")
     try:
         yield
     except getattr(errors, "TraceContextError", ()) as error:
         raise TypeError(
-            "autocast traces the function, which changes an NNX module or variable that is none "
-            "of its arguments, or is one of a function that is traced around it. Modules go in as "
-            "arguments of both: autocast(lambda model, x: model(x))(model, x), not "
+            "autocast traces the function, which changes an NNX module or variable that is not "
+            "among its arguments, or belongs to a function that is traced around it. Pass modules "
+            "to both as arguments: autocast(lambda model, x: model(x))(model, x), not "
             f"autocast(model)(x). NNX says: {error}"
         ) from error
 
 
 def _is_object(x: Any) -> bool:
-    """Whether this is what functions change in place."""
+    """Whether this is an object of NNX, which functions change in place."""
     return _is_of_nnx(x, "Variable", "Pytree")
 
 
 def _may_change(x: Any) -> bool:
-    """Whether an object may be changed here: not where a function around took it from outside."""
+    """Whether an object may be changed here: not if an enclosing function closes over it."""
     nnx = sys.modules["flax.nnx"]
     try:
         for _, held in nnx.iter_graph(x):

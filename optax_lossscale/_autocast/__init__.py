@@ -1,1 +1,1 @@
-"""Any function in 16 bits: its products narrow, all else in float32 and kept narrow."""
+"""Any function in 16 bits: products are narrow, all else is in float32 but kept narrow."""

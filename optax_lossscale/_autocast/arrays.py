@@ -24,7 +24,7 @@ class Call(NamedTuple):
     program: Any
     arrays: list[Any]  # those in the arguments
     is_parameter: list[bool]  # for each of them
-    # What the call returns, of what the program gives; changes modules and variables.
+    # From the program's results to what the call returns; changes modules and variables.
     result: Callable[[Iterable[Any]], Any]
 
 
@@ -52,7 +52,7 @@ def as_program(
             left = iter(arrays)
             return variables.together([f.filled(left) for f in forms], inside=False)[1]
 
-        # What JAX says of the program names the function, of which it might take the repr.
+        # JAX names the function in what it says about the program, perhaps by its repr.
         if hasattr(inspect.unwrap(fun), "__code__"):
             of_arrays = functools.wraps(fun)(of_arrays)
         wide = [in_dtype(jnp.float32, x) if dtype_in(x) == low else x for x in arrays]
@@ -69,7 +69,7 @@ class _Form(NamedTuple):
     """A tree without its arrays."""
 
     tree: Any  # its structure
-    others: list[tuple[Any] | None]  # for each leaf, None for an array, else a tuple of it
+    others: list[tuple[Any] | None]  # for each leaf, None if it is an array, else a tuple of it
 
     def filled(self, arrays: Iterable[Any], with_others: bool = True) -> Any:
         """The tree of these arrays."""
@@ -80,7 +80,7 @@ class _Form(NamedTuple):
 
 
 def _form(tree: Any, known: Mapping[int, Any] = MappingProxyType({})) -> tuple[_Form, list[Any]]:
-    """A tree's form and its arrays; in the place of those with a known `id` is what is known."""
+    """A tree's form and its arrays; for those with an `id` in `known`, what is there instead."""
     leaves, structure = jax.tree.flatten(tree)
     is_other = lambda x: not is_array(x) or id(x) in known
     others = [(known.get(id(x), x),) if is_other(x) else None for x in leaves]
@@ -88,12 +88,12 @@ def _form(tree: Any, known: Mapping[int, Any] = MappingProxyType({})) -> tuple[_
 
 
 def _is_parameter(tree: Any, said: bool) -> Any:
-    """For each leaf of an argument, whether it is a parameter: of NNX's variables, `nnx.Param`."""
+    """For each leaf of an argument, whether it is a parameter: for NNX, an `nnx.Param`."""
     of = lambda x: variables.is_parameter(x) if variables.is_variable(x) else said
     of_leaves = lambda x: jax.tree.map(lambda _: of(x), x)
     return jax.tree.map(of_leaves, tree, is_leaf=variables.is_variable)
 
 
 def is_array(x: Any) -> bool:
-    """Whether this is an array at hand or a traced one; no Python number."""
+    """Whether this is an array, concrete or traced, and not a Python number."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic))

@@ -1,4 +1,4 @@
-"""`autocast`: any function, its matrix products in 16 bits and the rest in float32."""
+"""`autocast`: any function, with matrix products in 16 bits and the rest in float32."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -23,48 +23,48 @@ def autocast(
     dtype: Any = jnp.float16,
     argnums: int | Sequence[int] = 0,
 ) -> Callable[..., Any]:
-    """`fun`, its matrix products and convolutions in 16 bits, and all else in float32.
+    """`fun` with its matrix products and convolutions in 16 bits, and all else in float32.
 
-    What is written in float32, parameters, batch and model, trains in float16 without a cast:
-    products take and give `dtype`, and what lies between two of them is computed in float32
-    from what the one gave and rounded where the next begins. So exponentials, logarithms, powers,
+    A program written in float32, parameters, batch and model, trains in float16 without a cast:
+    products take and return `dtype`, and what lies between two of them is computed in float32 from
+    the first one's result and rounded where the next begins. So exponentials, logarithms, powers,
     sums, norms, losses and quotients have float32's range and digits, and a mask of -1e9 or an
-    epsilon of 1e-8 is what it was. Only products are ever narrowed. One of numbers too large for
-    `dtype` still overflows: that is for the loss scale to see.
+    epsilon of 1e-8 stays what it is. Only products are ever narrowed. A product of numbers too
+    large for `dtype` still overflows, for the loss scale to see.
 
-    The backward pass recomputes what lies between two products instead of keeping it: of what
-    goes from product to product, such as the residual stream of a transformer, it keeps 16 bits.
-    That takes about the memory of a model that was written in float16 by hand.
+    The backward pass recomputes what lies between two products instead of keeping it: what goes
+    from product to product, such as the residual stream of a transformer, is kept in 16 bits.
+    That takes about as much memory as a model that was written in float16 by hand.
 
-    A product stays as it is where it asks for it by `precision=jax.lax.Precision.HIGHEST`, or
-    stands under `jax.default_matmul_precision("highest")`; so does all that is float64, bfloat16
-    or float16 in `fun` itself, and what no jaxpr shows, as Pallas kernels. `dtype_report` says
-    which products run in what. It goes through `jit`, `scan`, `while_loop`, `cond`,
+    A product stays as it is if it asks to by `precision=jax.lax.Precision.HIGHEST`, or is under
+    `jax.default_matmul_precision("highest")`; so does everything that is float64, bfloat16 or
+    float16 in `fun` itself, and what no jaxpr shows, such as Pallas kernels. `dtype_report` says
+    which products run in which dtype. `autocast` goes through `jit`, `scan`, `while_loop`, `cond`,
     `jax.checkpoint`, `shard_map` and custom derivatives, and serves training, evaluation and
     derivatives of any order.
 
     Args:
-      fun: a function of arrays, trees and modules of them and of anything else; one that JAX
-        can trace. Flax NNX modules and variables among its arguments may change inside. Without
-        it this is a decorator: `@autocast(dtype=jnp.bfloat16)`.
+      fun: a function that JAX can trace, of arrays, of trees and modules of them, and of anything
+        else. Flax NNX modules and variables among its arguments may change inside. Without `fun`,
+        this is a decorator: `@autocast(dtype=jnp.bfloat16)`.
       dtype: `jnp.float16` or `jnp.bfloat16`.
-      argnums: which positional arguments hold the parameters, if any. What is made of a
+      argnums: which positional arguments hold the parameters, if any. What is made from a
         product and a parameter, as when a bias is added, is kept in 16 bits between products;
-        other float32 arguments keep in float32 what they meet, and so do parameters that are
-        given by keyword. That is a matter of memory.
+        what other float32 arguments meet is kept in float32, and so is what parameters passed by
+        keyword meet. This only affects memory.
 
     Returns:
       A function of `fun`'s arguments, whose results have the dtypes that `fun`'s have for
       arguments in float32 instead of `dtype`.
 
     Raises:
-      TypeError: if `fun` is no function or `argnums` no ints.
+      TypeError: if `fun` is not a function or `argnums` are not ints.
       ValueError: if `dtype` is neither of the two; when called, if there are fewer
         arguments than `argnums` says.
 
     Source: the lists of `torch.autocast` and of TensorFlow's mixed precision graph rewrite say
-    which operations need float32; that everything between two products is such, and recomputed
-    in the backward pass, is what a compiler that fuses it makes affordable.
+    which operations need float32. To do the same with everything between two products, and to
+    recompute it in the backward pass, is affordable with a compiler that fuses it.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -90,8 +90,8 @@ def autocast(
         parameters = {range(len(args))[n] for n in positions if -len(args) <= n < len(args)}
         if len(parameters) < len(positions) and not kwargs:
             raise ValueError(
-                f"autocast was told argnums={argnums!r}, and there are {len(args)} positional "
-                "arguments: give the parameters by position, or say argnums=() if there are none"
+                f"autocast was given argnums={argnums!r}, but there are {len(args)} positional "
+                "arguments: pass the parameters by position, or argnums=() if there are none"
             )
         with as_program(fun, args, kwargs, parameters, low) as call:
             _warn_of_nothing_narrowed(call.program)
@@ -105,7 +105,7 @@ def autocast(
 
 
 def _warn_of_nothing_narrowed(program: Any) -> None:
-    """Warns if all products are left in float32, but those that ask for it."""
+    """Warns if all products are left in float32, apart from those that ask for it."""
     reasons = dict.fromkeys(reasons_left(open_jaxpr(program).eqns))
     if reasons and "" not in reasons:
         said = "; ".join(f"{why} ({remedy(why)})" for why in reasons)

@@ -1,4 +1,4 @@
-"""Functions with derivatives of their own, entered: their derivatives are narrowed, too."""
+"""Functions with custom derivatives, entered: their derivatives are narrowed, too."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ Narrowed = Callable[[Callable[..., Any], Any, Sequence[Kind]], Any]
 def custom_jvp(
     eqn: Any, ins: list, runs: Sequence[Run], given: Sequence[Kind], narrowed: Narrowed
 ) -> list[Any]:
-    """The results of one, whose derivative is that of the original, rewritten in turn."""
+    """The results of a `custom_jvp`, whose derivative is the original one, rewritten in turn."""
     (run,) = runs
 
     def of(*xs):
@@ -53,9 +53,9 @@ def custom_jvp(
 def custom_vjp(
     eqn: Any, ins: list, runs: Sequence[Run], given: Sequence[Kind], narrowed: Narrowed
 ) -> list[Any]:
-    """The results of one, both of whose passes are those of the original, rewritten in turn."""
+    """The results of a `custom_vjp`, whose passes are the original ones, rewritten in turn."""
     # The backward pass begins with the forward one: a compiler that sees both computes it once.
-    # Without products in that, there is no run, and it goes on from what the original saves.
+    # If that has no products, there is no run, and it goes on from what the original saves.
     (run,) = runs or (None,)
     first = eqn.params["num_consts"]
 
@@ -64,7 +64,7 @@ def custom_vjp(
 
     def forward(*args):
         xs = [x.value for x in args]
-        # By what is differentiated alone: the original refuses to be by what it closes over.
+        # Only with respect to what is differentiated: the original refuses what it closes over.
         moved = {i: () for i, x in enumerate(args) if x.perturbed and i >= first}
         return _vjp(eqn, xs, moved) if run is None else (of(*xs), (xs, moved))
 
@@ -107,5 +107,5 @@ def _of_some(eqn: Any, xs: Sequence[Any]) -> Callable[[Mapping[int, Any]], list[
 
 
 def _of_floats(eqn: Any, xs: Sequence[Any]) -> list[Any]:
-    """Of what there is for each result of an equation, that for floats."""
+    """From one item for each result of an equation, those for floats."""
     return [x for v, x in zip(eqn.outvars, xs, strict=True) if is_float(v)]

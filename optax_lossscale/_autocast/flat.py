@@ -34,7 +34,7 @@ class Instruction(NamedTuple):
 
     @property
     def reads(self) -> set[int]:
-        """The numbers of what it takes, but for those in the program itself."""
+        """The numbers of its operands, without literals."""
         return {i for i in self.ins if i >= 0}
 
     def at_its_line(self) -> Any:
@@ -50,7 +50,7 @@ class Flat(NamedTuple):
     ins: list[int]  # the numbers of the arguments
     outs: list[int]  # the numbers of the results
     consts: dict[int, Any]  # what the program closes over, under its numbers
-    literals: dict[int, Literal]  # the numbers in the program itself, under negative ones
+    literals: dict[int, Literal]  # the literals in the program, under negative numbers
     types: dict[int, Any]  # the type of each value, as it was traced
 
     def readers(self) -> dict[int, list[Instruction | None]]:
@@ -65,7 +65,7 @@ class Flat(NamedTuple):
 
 
 def flat(jaxpr: Any) -> Flat:
-    """The steps of a program; a `jit` that was told where to have its arrays stays one."""
+    """The steps of a program; a `jit` that was told where to place its arrays stays one step."""
     steps: list[Instruction] = []
     consts: dict[int, Any] = {}
     literals: dict[int, Literal] = {}

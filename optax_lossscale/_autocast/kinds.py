@@ -17,20 +17,20 @@ from optax_lossscale._programs.walk import arguments_of, carried_by, programs_in
 
 
 class Kind(enum.IntEnum):
-    """What a value is, from what widens nothing to what widens all it meets."""
+    """What a value is, from what widens nothing to what widens everything it meets."""
 
     NUMBER = 0
-    """A number in the program that 16 bits hold, or a mask."""
+    """A literal that 16 bits hold, or a mask."""
     PARAMETER = 1
-    """A parameter, or what is made of parameters alone."""
+    """A parameter, or made from parameters alone."""
     ROWS = 2
-    """Rows of a parameter, as an embedding gives them: kept in 16 bits where they are added to."""
+    """Rows of a parameter, as from an embedding: kept in 16 bits where they are added to."""
     SUM = 3
-    """What a product gave, or a sum with such: kept in 16 bits."""
+    """The result of a product, or a sum with one: kept in 16 bits."""
     NEAR = 4
-    """Made of these, in about their range: recomputed; added to a SUM, it gives a SUM."""
+    """Made from these, in about their range: recomputed; added to a SUM, it gives a SUM."""
     FLOAT32 = 5
-    """What may have another range or need more digits."""
+    """Anything that may have another range or need more digits."""
 
 
 def kinds(program: Flat, given: Sequence[Kind], low: np.dtype) -> dict[int, Kind]:
@@ -64,11 +64,11 @@ def _kinds_of_results(jaxpr: Any, given: Sequence[Kind], low: np.dtype) -> list[
 
 
 def _kinds_inside(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
-    """The kinds of operands inside of an equation: those that a loop carries, in every round."""
-    # Where a scan runs over layers, so that each round multiplies by a matrix of its own, it
-    # carries what goes from layer to layer, which is kept as it is without a scan. Over steps of
-    # time it carries what may be a running sum: float32, and so does a `while`. Over layers, a
-    # carry that no product reads stays float32, too.
+    """The kinds of operands inside of an equation; those that a loop carries, in every round."""
+    # If a scan runs over layers, so that each round multiplies by a matrix of its own, it carries
+    # what goes from layer to layer, which is kept as it is without a scan. Over time steps it
+    # carries what may be a running sum, in float32, and so does a `while`. Over layers, a carry
+    # that no product reads stays in float32, too.
     inside, carried = list(operands), carried_by(eqn)
     for i in carried:
         inside[i] = Kind.FLOAT32
@@ -90,7 +90,7 @@ def _kinds_inside(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kin
 
 
 def _multiplied(jaxpr: Any, between: Is | None = None) -> list[bool]:
-    """Which arguments become an operand of a product, by way of operations that are `between`."""
+    """Which arguments become an operand of a product, by way of `between` operations alone."""
     program = flat(jaxpr)
     found: set[int] = set()
     for step in reversed(program.steps):
@@ -122,7 +122,7 @@ def _results(step: Instruction, operands: Sequence[Kind], low: np.dtype) -> Sequ
 def _of_operation(
     step: Instruction, operands: Sequence[Kind], widest: Kind, low: np.dtype
 ) -> Kind:
-    """Of float32 operands."""
+    """The kind of an operation on float32 operands."""
     name, traits = step.name, traits_of(step.name)
     if traits & (Is.MOVES | Is.SENDS | Is.CHOOSES):
         is_lookup = name == "gather" and widest == Kind.PARAMETER
@@ -136,13 +136,13 @@ def _of_operation(
     # bfloat16 has the range of float32.
     if name == "mul" and low != jnp.bfloat16 and min(operands) >= Kind.SUM:
         return Kind.FLOAT32
-    if widest < Kind.SUM:  # of parameters alone, what saturates makes no parameter
+    if widest < Kind.SUM:  # saturating parameters does not give a parameter
         return Kind.FLOAT32 if Is.SATURATES in traits else widest
     return Kind.NEAR
 
 
 def _of_number(number: Literal, low: np.dtype) -> Kind:
-    """A `NUMBER`, if it is 0, or of normal size, in 16 bits."""
+    """A `NUMBER` if it is 0, or a normal number, in 16 bits; else `FLOAT32`."""
     if dtype_in(number) != FLOAT32:
         return Kind.FLOAT32
     size, info = np.abs(np.asarray(number.val)), jnp.finfo(low)

@@ -1,4 +1,4 @@
-"""What a plan says: what of a program runs in what, what is kept, and what is recomputed."""
+"""What a plan says: what runs in which dtype, what is kept, and what is recomputed."""
 
 from typing import Any, NamedTuple
 
@@ -17,12 +17,12 @@ class Casting(NamedTuple):
 
 
 class Part(NamedTuple):
-    """An island; or an instruction by itself, as a product is."""
+    """An island; or an instruction by itself, such as a product."""
 
     steps: tuple[Instruction, ...]
     repeated: int  # how many leading steps repeat what other parts computed before
-    reads: dict[int, Any]  # of other parts, each in its dtype, or None for as it is kept
-    # What other parts read, in all dtypes in which they do; first that in which it is kept.
+    reads: dict[int, Any]  # from other parts, each in its dtype, or None for as it is kept
+    # What other parts read, in all dtypes in which they do, beginning with the one it is kept in.
     writes: dict[int, tuple[Any, ...]]
     is_recomputed: bool  # in the backward pass
     is_spread: bool = False  # whether it sends 16 bits, with the derivative of float32
@@ -58,5 +58,5 @@ class Plan(NamedTuple):
 
 
 def _short(dtype: Any) -> str:
-    """`f16` for float16, as programs have it."""
+    """`f16` for float16, as jaxprs have it."""
     return jax.core.ShapedArray((), dtype).str_short(short_dtypes=True).removesuffix("[]")

@@ -1,9 +1,9 @@
-"""Plans what of a program runs in what, what is kept for its gradient, and what is recomputed.
+"""Plans what runs in which dtype, what is kept for the gradient, and what is recomputed.
 
 Between the products everything runs in float32, in *islands*: a matrix product gives 16 bits, an
 island reads them, computes in float32, and rounds once where the next product begins. What one
-island computes for another is kept in 16 bits, if it is of the kind that can be. The backward pass
-recomputes an island from what it read, so no float32 array is kept for it.
+island computes for another is kept in 16 bits, if its kind can be. The backward pass recomputes an
+island from what it read, so no float32 array is kept for it.
 """
 
 import math
@@ -33,14 +33,14 @@ def plan(
 
 
 class _Planner:
-    """The making of a plan."""
+    """Makes a plan."""
 
     def __init__(self, program: Flat, takes: Sequence[Any], given: Sequence[Kind], how: Casting):
         self.how, self.program, self.takes = how, program, tuple(takes)
         self.kinds = kinds(program, given, how.dtype)
         self.readers = program.readers()
         self.sent = _sent_to_products(program, self.readers)
-        # The dtypes in which each value is there, the first as it is kept.
+        # The dtypes in which each value is available, beginning with the one it is kept in.
         self.held = {i: (dtype,) for i, dtype in zip(program.ins, takes, strict=True)}
         self.held |= {i: (dtype_in(x),) for i, x in program.consts.items()}
         self.held |= {i: (dtype_in(x),) for i, x in program.literals.items()}
@@ -81,7 +81,7 @@ class _Planner:
         # A product gives 16 bits, whoever reads it.
         kept = lambda i, dtype: dtype if dtype == self.how.dtype else self._kept_dtype(i)
         gives = tuple(map(kept, step.outs, planned.gives))
-        # What is moved after it was spread still has the derivative of float32.
+        # What is moved after being spread still has the derivative of float32.
         is_sum = traits_of(step.name) & (Is.SENDS | Is.SPREADS) != Is.SENDS
         is_wide = any(FLOAT32 in self.held[i] for i in step.reads)
         is_spread = self._is_sent(step) and is_sum and is_wide
@@ -95,14 +95,14 @@ class _Planner:
         rounded = {i for i, dtypes in wanted.items() if low in dtypes and self._is_kept_low(i)}
         read = set().union(*(step.reads for step in island))
         # A sum that is kept in 16 bits, and read here too, comes first and by itself. The rest
-        # then reads the sum, so that the gradient needs no operands of it beside.
+        # then reads the sum, so that the gradient does not need its operands as well.
         for i in (i for step in island for i in step.outs if i in rounded & read):
             self._add_part(self._needed(i, island), wanted, rounded)
         rest = [step for step in island if not self.held.keys() >= set(step.outs)]
         self._add_part(rest, wanted, rounded)
 
     def _needed(self, value: int, island: list[Instruction]) -> list[Instruction]:
-        """The steps of an island that it takes to have a value."""
+        """The steps of an island that it takes to compute a value."""
         found, needed = [], {value}
         for step in reversed(island):
             if not needed.isdisjoint(step.outs):
@@ -113,7 +113,7 @@ class _Planner:
     def _add_part(
         self, steps: list[Instruction], wanted: dict[int, tuple[Any, ...]], rounded: set[int]
     ) -> None:
-        """Adds a part of some steps of an island; it writes what others read and nothing holds."""
+        """Adds a part of some steps of an island; it writes what others read and is not held."""
         if not steps:
             return
         low, known = self.how.dtype, rounded & self.held.keys()  # by an earlier part of it
@@ -124,7 +124,7 @@ class _Planner:
         planned = []
         for step in steps:
             one = self._planned(step, values, not rounded.isdisjoint(step.outs))
-            # What reads it here sees what others will.
+            # Steps that read it here see what others will.
             pairs = zip(step.outs, one.gives, strict=True)
             one = one._replace(gives=tuple(low if i in rounded else dtype for i, dtype in pairs))
             values |= {i: (dtype,) for i, dtype in zip(step.outs, one.gives, strict=True)}
@@ -142,7 +142,7 @@ class _Planner:
         self.held |= part.writes
 
     def _wanted(self, island: list[Instruction]) -> dict[int, tuple[Any, ...]]:
-        """In which dtypes others are to have what of an island; the first is as it is kept."""
+        """The dtypes in which others need an island's values, beginning with the one kept."""
         # A cheap step that only islands read is repeated in them. They need its operands instead.
         inside = set(map(id, island))
         wanted: dict[int, tuple[Any, ...]] = {}
@@ -196,14 +196,14 @@ class _Planner:
         return step is not None and not self.sent.isdisjoint(step.outs)
 
     def _bytes(self, i: int) -> int:
-        """What it takes to keep a value; parameters and constants stay anyway."""
+        """The bytes that it takes to keep a value; parameters and constants are kept anyway."""
         if i in self.stays:
             return 0
         dtype = self.held[i][0] if i in self.held else self._kept_dtype(i)
         return math.prod(self.program.types[i].shape) * dtype.itemsize
 
     def _kept_dtype(self, i: int) -> Any:
-        """The dtype in which a value is kept, where not only products read it."""
+        """The dtype in which a value is kept, if not only products read it."""
         return self.how.dtype if self._is_kept_low(i) else dtype_in(self.program.types[i])
 
     def _is_kept_low(self, i: int) -> bool:
@@ -219,8 +219,8 @@ class _Planner:
 def _sent_to_products(
     program: Flat, readers: Mapping[int, Sequence[Instruction | None]]
 ) -> set[int]:
-    """What goes from device to device, or is kept under a name, and then to products alone."""
-    # Maybe through further movements. Products round it, and rounding commutes with moving.
+    """What goes from device to device, or is kept under a name, and then goes only to products."""
+    # Perhaps after further moves. Products round it, and rounding commutes with moving.
     for_products: set[int] = set()
     for step in reversed(program.steps):
         moves = traits_of(step.name) & (Is.MOVES | Is.SENDS | Is.SPREADS)
@@ -243,12 +243,12 @@ def _sent_to_products(
 def _plans_inside(
     eqn: Any, there: Sequence[Any], inside: Sequence[Kind], results: Sequence[Any], how: Casting
 ) -> tuple[Plan, ...]:
-    """The plans for the programs that an equation holds, of operands in some dtypes."""
+    """The plans for the programs that an equation holds, for operands in some dtypes."""
     takes, gives, carried = list(there), None, carried_by(eqn)
     each_round = slice(carried.start, carried.stop)
     takes[each_round] = _kept(eqn.invars, inside, how.dtype)[each_round]
     if eqn.primitive.name == "scan":
-        # What each round reads gets a gradient from each, and their sum is one of many numbers.
+        # What every round reads gets a gradient from each of them: a sum of many numbers.
         takes[: carried.start] = dtypes_in(eqn.invars[: carried.start])
         how = how._replace(prevent_cse=False)
     if eqn.primitive.name == "cond":

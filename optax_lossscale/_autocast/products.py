@@ -21,7 +21,7 @@ from optax_lossscale._programs.walk import equations_in
 
 AT_DEFAULT = "products at this jax_default_matmul_precision"
 SCOPE = "ols.autocast"
-"""The name around all that `autocast` runs, and around derivatives that are made of it later."""
+"""The scope of all that `autocast` runs, and of derivatives that are made from it later."""
 
 
 def is_narrowed(eqn: Any) -> bool:
@@ -30,8 +30,8 @@ def is_narrowed(eqn: Any) -> bool:
 
 
 def is_outer_product(eqn: Any) -> bool:
-    """Whether this multiplies as `dot_general` does and sums nothing, where that may change."""
-    # It is no product, but its derivatives, made of a `dot_general`, would be: in float32.
+    """Whether this is a `dot_general` that sums nothing, and may be rewritten."""
+    # It is not a product, but the derivatives of a `dot_general` would be: in float32.
     if eqn.primitive.name != "dot_general" or asks_for_precision(eqn):
         return False
     (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -41,7 +41,7 @@ def is_outer_product(eqn: Any) -> bool:
 
 
 def holds_products(eqn: Any) -> bool:
-    """Whether an equation holds products to compute in 16 bits, or what has such derivatives."""
+    """Whether an equation holds products, or what has such derivatives, to have in 16 bits."""
     # The backward pass of a `custom_vjp` may have products where its forward pass has none.
     has_own = lambda e: e.primitive.name == "custom_vjp_call"
     is_one = lambda e: is_narrowed(e) or is_outer_product(e) or has_own(e) or holds_products(e)
@@ -59,7 +59,7 @@ def why_left(eqn: Any) -> str:
 
 
 def reasons_left(eqns: Iterable[Any]) -> Iterator[str]:
-    """For each product that autocast would narrow or that it leaves: why; "" if it is narrowed."""
+    """For each product that autocast narrows or leaves, why it is left; "" if it is narrowed."""
     for eqn in eqns:
         why = why_left(eqn)
         if is_product(eqn) and asks_for_precision(eqn) and _default_asks_for_precision():
@@ -71,18 +71,18 @@ def reasons_left(eqns: Iterable[Any]) -> Iterator[str]:
 
 
 def remedy(why: str) -> str:
-    """What to do about a product that is left in float32 for such a reason."""
+    """What to do about a product that is left in float32 for this reason."""
     if why == AT_DEFAULT:
-        return "set it to 'default', and precision='highest' for the products that need it"
+        return "set it to 'default', and use precision='highest' for the products that need it"
     if why.startswith("a product with"):
         return "cast the integers to float32"
-    if why == "what only a derivative has":
-        return "cast in the rule of the derivative"
-    return "use autocast inside of it, as on the function that is handed to a solver"
+    if why == "a product that only a derivative has":
+        return "cast in the derivative's rule"
+    return "use autocast inside of it, as on the function that is passed to a solver"
 
 
 def _has_products(eqn: Any) -> bool:
-    """Whether there are products in an equation that would be in 16 bits outside, however deep."""
+    """Whether an equation holds products, however deep, that would be in 16 bits outside it."""
     is_one = lambda e: is_narrowed(e) or is_outer_product(e) or _has_products(e)
     return any(map(is_one, equations_in(eqn)))
 
@@ -97,7 +97,7 @@ def _why_not_rewritten(eqn: Any) -> str:
 
 
 def _waits(loop: Any) -> bool:
-    """Whether a `while` goes on by anything but a count: in 16 bits, it might for ever."""
+    """Whether a `while` goes on by anything but a count: in 16 bits, it might never end."""
     condition = open_jaxpr(loop.params["cond_jaxpr"])
     read = {v for inner in condition.eqns for v in inner.invars if not isinstance(v, Literal)}
     read.update(v for v in condition.outvars if not isinstance(v, Literal))

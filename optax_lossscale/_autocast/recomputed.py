@@ -1,4 +1,4 @@
-"""What is repeated or recomputed: to keep it would take more memory and no less time."""
+"""What is repeated or recomputed: keeping it would take more memory and no less time."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ _LONGEST = 50  # steps
 
 
 def is_cheap(eqn: Any) -> bool:
-    """Whether to recompute it takes no longer than to read it."""
+    """Whether recomputing it takes no longer than reading it."""
     if eqn.effects or is_product(eqn) or Is.CHEAP not in traits_of(eqn.primitive.name):
         return False
     return all(map(is_cheap, equations_in(eqn)))
@@ -27,20 +27,20 @@ class _Repeat(NamedTuple):
 
 
 class Repeated:
-    """Cheap steps to repeat in each island that reads what they give, as that is larger."""
+    """Cheap steps to repeat in each island that reads their results, as those are larger."""
 
-    # Such as a mask or a constant, which is broadcast, the rows of an embedding, and what a `tanh`
-    # gave: an island keeps for its gradient what they read instead.
+    # Such as a mask or a constant that is broadcast, the rows of an embedding, and the result of a
+    # `tanh`: for its gradient, an island keeps what these read instead.
     def __init__(self, size: Callable[[int], int]):
         self._size = size
         self._of: dict[int, _Repeat] = {}
 
     def sources(self, i: int) -> frozenset[int]:
-        """What it takes to have a value once more."""
+        """What it takes to compute a value once more."""
         return self._of[i].sources if i in self._of else frozenset((i,))
 
     def add(self, step: Instruction) -> None:
-        """Takes note of a step, if it is one of them."""
+        """Adds a step, if its results are larger than what it takes to repeat them."""
         sources = frozenset[int]().union(*map(self.sources, step.reads))
         length = 1 + sum(self._of[i].length for i in step.reads if i in self._of)
         is_larger = sum(map(self._size, sources)) <= sum(map(self._size, step.outs))
@@ -48,11 +48,11 @@ class Repeated:
             self._of |= dict.fromkeys(step.outs, _Repeat(step, sources, length))
 
     def discard(self, i: int) -> None:
-        """Lets a value be held."""
+        """Has a value held, not repeated."""
         self._of.pop(i, None)
 
     def before(self, island: list[Instruction], known: set[int]) -> list[Instruction]:
-        """Those whose results an island reads, but for known ones, and what they read in turn."""
+        """The steps whose results an island reads, except known ones, and what those read."""
         found: dict[int, Instruction] = {}  # by number, which is the order of the program
         unread = list(read_by(island))
         while unread:
@@ -66,7 +66,7 @@ class Repeated:
 
 
 def read_by(island: list[Instruction]) -> dict[int, None]:
-    """What an island reads of others."""
+    """What an island reads from others."""
     made = {i for step in island for i in step.outs}
     read = (i for step in island for i in step.ins if i >= 0)
     return {i: None for i in read if i not in made}

@@ -58,7 +58,7 @@ def _by_plan(made: Plan) -> Run:
 
 
 def _spread(step: Instruction, low: dict[int, list[Any]], ins: list[Any]) -> dict[int, list[Any]]:
-    """What was sent in 16 bits, and the same in float32, of which only derivatives are made."""
+    """What was sent in 16 bits, and the same in float32, from which only derivatives are made."""
     with step.at_its_line():
         wide = bind(step.eqn, in_dtypes(dtypes_in(step.eqn.invars), ins))
     return {i: [_in_place_of(low[i][0], x), x] for i, x in zip(step.outs, wide, strict=True)}
@@ -67,8 +67,8 @@ def _spread(step: Instruction, low: dict[int, list[Any]], ins: list[Any]) -> dic
 @jax.custom_jvp
 def _in_place_of(low: jax.Array, wide: jax.Array) -> jax.Array:
     """An array in 16 bits, with the derivative of one in float32."""
-    # Where the forward pass sends an array to many devices, the backward pass sums over them: in
-    # float32, so. The compiler drops the sending in float32, whose results nobody reads.
+    # Where the forward pass sends an array to many devices, the backward pass sums over them: this
+    # way in float32. The compiler drops the sending in float32, whose results nothing reads.
     return low
 
 
@@ -112,7 +112,7 @@ def _run(step: Instruction, ins: list[Any], how: Casting) -> list[Any]:
 def _traced_and_narrowed(
     how: Casting, function: Callable[..., Any], args: Any, given: Sequence[Kind]
 ) -> Any:
-    """What a function gives for arguments in the dtypes of the original, narrowed."""
+    """The results of a function of arguments in the original's dtypes, narrowed."""
     with DTYPE(how.dtype):
         jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*args)
     outs = narrowed(jaxpr, jax.tree.leaves(args), given, how)
@@ -128,7 +128,7 @@ def _product(eqn: Any, ins: Sequence[Any]) -> list[Any]:
 
 
 def _outer_product(eqn: Any, x: Any, y: Any) -> Any:
-    """The same by broadcasting, in float32: its derivatives are sums, and no matrix products."""
+    """The same by broadcasting, in float32: its derivatives are sums, not matrix products."""
     _, (batch_x, batch_y) = eqn.params["dimension_numbers"]
     x, y = (jnp.moveaxis(a, batch, range(len(batch))) for a, batch in ((x, batch_x), (y, batch_y)))
     end, start = range(x.ndim, eqn.outvars[0].aval.ndim), range(len(batch_x), x.ndim)

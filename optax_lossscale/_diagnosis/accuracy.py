@@ -1,4 +1,4 @@
-"""How far gradients in 16 bits are from those in float32, and what takes them there."""
+"""How far gradients in 16 bits are from those in float32, and why."""
 
 import bisect
 import functools
@@ -11,11 +11,11 @@ from optax_lossscale._diagnosis.program import Evidence, Program
 from optax_lossscale._diagnosis.widened import DIGITS, ROUNDED, WIDE, adds_many, rounds
 from optax_lossscale._programs.operations import Is, traits_of
 
-_NOTABLE = 0.03  # how far a gradient may be off before a word is said
-_ROUGH = 0.05  # and how far by the rounding of one line
-_WRONG = 0.1  # and by that of many
-_FAR = 0.5  # and how far that nothing excuses it
-_UNKNOWN = 0.1  # how far it may move with the last digits of float32, to be known at all
+_NOTABLE = 0.03  # how far a gradient may be off without being looked at
+_ROUGH = 0.05  # how far it may be off by the rounding of one line
+_WRONG = 0.1  # how far it may be off by the rounding of many
+_FAR = 0.5  # how far it may be off at most, whatever the excuse
+_UNKNOWN = 0.1  # how far it may move with the last digits of float32, and still count as known
 _NUDGES = 4
 
 
@@ -24,7 +24,7 @@ class GradientError(NamedTuple):
 
     Attributes:
       off: the norm of the difference, relative to the gradient's norm in float32.
-      cause: what takes it there: "stagnates", "vanishes", "overflows", "saturates" or "rounding".
+      cause: why: "stagnates", "vanishes", "overflows", "saturates" or "rounding".
       primitive: the operation at fault, as JAX calls it, such as `scatter-add`; "" if unknown.
       source: the line that made it, such as `model.py:12 (embed)`; "" if unknown.
     """
@@ -49,8 +49,8 @@ def off_by(evidence: Evidence, exponent: int, truth: Evidence) -> dict[str, floa
 
 
 def known(program: Program) -> set[str]:
-    """The parameters whose gradient float32 knows: not that of a bias before a normalization."""
-    # Which is zero, and what is computed is how it was rounded: other digits change all of it.
+    """Parameters whose gradient float32 determines: not that of a bias before a normalization."""
+    # That is zero, and what is computed is nothing but rounding: other digits change all of it.
     truth = program.truth
     moved = off_by(program.moved(2.0**-20, seed=0), 0, truth)
     return {name for name, off in moved.items() if off <= _UNKNOWN and truth.grads[name].any()}
@@ -59,12 +59,12 @@ def known(program: Program) -> set[str]:
 def find_errors(
     program: Program, exponent: int, off: dict[str, float]
 ) -> dict[str, GradientError]:
-    """Those gradients that are wrong in 16 bits, the worst first, each with its cause.
+    """The gradients that are wrong in 16 bits, the worst first, each with its cause.
 
-    Rounding that is spread evenly is no cause. It moves gradients no further than a change of the
-    parameters' last digit does, by which a rectified unit, a maximum or a router may decide
-    otherwise. What goes further has a cause that can be removed. It is found by leaving out what
-    it may be: the program is run without rounding its sums, and with any exponents.
+    Rounding that is spread evenly does not count as a cause: it moves gradients no further than a
+    change in the parameters' last digit, by which a rectified unit, a maximum or a router may
+    decide differently. A larger error has a cause that can be removed. It is found by leaving out
+    candidates: the program is run without rounding its sums, and with unlimited exponents.
     """
     equations = program.equations
     is_rounded = np.array([rounds(e.eqn) for e in equations], bool)
@@ -82,13 +82,13 @@ def find_errors(
 
     @functools.cache
     def after(cause: str, count: int) -> dict[str, float]:
-        """How far they are off with a cause in the first so many of its equations alone."""
+        """How far they are off with a cause in only the first `count` of its equations."""
         mode, where = ways[cause]
         return without(mode, where & (np.cumsum(where) > count))
 
     def error(name: str) -> GradientError | None:
         half = after("rounding", len(equations))[name] / 2
-        is_reproduced = half > off[name] / 8  # else it is inside an operation that is not known
+        is_reproduced = half > off[name] / 8  # else it is inside an unknown operation
         causes = [cause for cause, (_, where) in ways.items() if is_reproduced and where.any()]
         cause = next((cause for cause in causes if after(cause, 0)[name] <= half), "")
         if not cause:
@@ -113,7 +113,7 @@ def find_errors(
 
 
 def _suspects(program: Program, off: dict[str, float]) -> list[str]:
-    """The gradients that are further off than a change of the last digit moves them."""
+    """The gradients that are further off than a change in the last digit moves them."""
     far = [name for name, o in off.items() if o > _NOTABLE]
     if not far:
         return []

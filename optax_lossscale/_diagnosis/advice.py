@@ -1,4 +1,4 @@
-"""What to say of a model, and what to do about it, of what `diagnose` found."""
+"""The verdict on a model, and the advice for it, from what `diagnose` found."""
 
 import math
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ _DROWNED = 0.1  # a share that an optimizer should not lose
 _FLOAT16 = jnp.dtype(jnp.float16)
 
 Findings = Iterator[tuple[str, list[str]]]
-"""Verdicts, the one that matters most first, each with what to do, one sentence each."""
+"""Verdicts, the most important first, each with what to do, in one sentence each."""
 
 
 def judged(page: Diagnosis, program: Program) -> Diagnosis:
@@ -48,25 +48,25 @@ def judged(page: Diagnosis, program: Program) -> Diagnosis:
 def _about_what_is_not_finite(page: Diagnosis, program: Program) -> Findings:
     truth, loss = program.truth, program.at(0).loss
     if truth.is_finite:
-        verdict = "The loss is finite, its gradients are at no loss scale; in float32 they are."
+        verdict = "The loss is finite; its gradients are not at any scale, but are in float32."
         if not np.isfinite(loss):
-            alone = "at any loss scale, as that multiplies gradients alone"
+            alone = "at any loss scale, as that only multiplies gradients"
             verdict = f"The loss is {loss} {alone}; in float32 it is {truth.loss:.4g}."
         at_fault = maker(program, ROUNDED)
         because = f" The cause: {at_fault.what}." if at_fault else ""
         yield f"{verdict}{because}", _mended(page, program, at_fault)
         return
     what = "The gradients are" if np.isfinite(truth.loss) else "The loss is"
-    verdict = f"{what} not finite in float32 either, and no dtype and no loss scale helps"
+    verdict = f"{what} not finite in float32 either, so no dtype and no loss scale helps"
     params, _, args, kwargs = program.inputs
     given = inexact_leaves({"params": params, "args": args, "kwargs": kwargs})
     if nans := [name for name, x in given.items() if np.isnan(np.asarray(x)).any()]:
-        yield f"{verdict}: there are NaNs in {some(nans)}.", ["Look for where the NaNs come from."]
+        yield f"{verdict}: there are NaNs in {some(nans)}.", ["Find out where the NaNs come from."]
     elif at_fault := maker(program, WIDE):
         remedy = at_fault.remedy or "Compute with smaller numbers."
         yield f"{verdict}: {at_fault.what}.", [remedy]
     else:
-        yield f"{verdict}.", ["Look for infinities in what it is given."]
+        yield f"{verdict}.", ["Look for infinities in its inputs."]
 
 
 def _mended(page: Diagnosis, program: Program, at_fault: Maker | None = None) -> list[str]:
@@ -79,7 +79,7 @@ def _mended(page: Diagnosis, program: Program, at_fault: Maker | None = None) ->
         what = f"what is at {at_fault.source}"
     elif what not in tapped:
         what = what if what == "the loss" else f"the layer of {what}"
-        more = [] if tapped else ["To see which layer it is, tap their ends, and give probes."]
+        more = [] if tapped else ["To see which layer, tap the ends of layers, and pass probes."]
     return [f"Compute {what} in float32, or with smaller numbers.", *more]
 
 
@@ -94,25 +94,25 @@ def _about_errors(page: Diagnosis) -> Findings:
 
 
 _CORRECTIONS = {
-    "stagnates": ", where small terms are lost beside a large sum: ",
-    "vanishes": ", or with other numbers: what is below 6e-8 is 0.",
-    "overflows": ", or with other numbers: what is above 65504 is infinite.",
+    "stagnates": ", as small terms are lost beside a large sum: ",
+    "vanishes": ", or with other numbers: those below 6e-8 become 0.",
+    "overflows": ", or with other numbers: those above 65504 become infinite.",
     "saturates": ": float16 rounds it to its limit, where its derivative is 0.",
-    "rounding": ": it takes more digits than 16 bits have.",
+    "rounding": ": it needs more digits than 16 bits have.",
 }
 _SUMS = {
-    "scatter-add": "look up in the float32 table and cast what was found, not the table.",
-    "add_any": "cast a weight that many share where each uses it, inside the loop.",
-    "reduce_sum": "cast to float32 before, or give jnp.sum the dtype.",
+    "scatter-add": "index the float32 table and cast the result, not the table.",
+    "add_any": "cast a shared weight where it is used, inside the loop.",
+    "reduce_sum": "cast to float32 first, or pass the dtype to jnp.sum.",
 }
 
 
 def _correction(error: GradientError) -> str:
     if not error.primitive:
-        return "Compute more in float32: rounding adds up over many lines, no one is at fault."
+        return "Compute more in float32: rounding adds up over many lines, none at fault alone."
     how = f"Compute {error.primitive} at {error.source} in float32{_CORRECTIONS[error.cause]}"
     is_sum = error.cause == "stagnates"
-    return how + is_sum * _SUMS.get(error.primitive, "cast to float32 before.")
+    return how + is_sum * _SUMS.get(error.primitive, "cast to float32 first.")
 
 
 def _about_products(page: Diagnosis) -> Findings:
@@ -138,7 +138,7 @@ def _about_products(page: Diagnosis) -> Findings:
 
 
 def _about_scale(page: Diagnosis, fits: InitialScale, program: Program) -> Findings:
-    """What the loss scale has to be, if there has to be one."""
+    """What the loss scale has to be, if one is needed."""
     underflow, scale = page.underflow, f"2.0**{math.log2(fits.scale):.0f}"
     bound = f", min_scale={scale}" if fits.scale < 1 else ""
     ours = f"with_loss_scale(optimizer, DynamicLossScale(initial_scale={scale}{bound}))"
@@ -147,9 +147,9 @@ def _about_scale(page: Diagnosis, fits: InitialScale, program: Program) -> Findi
     worst = max(underflow, key=lambda name: underflow[name].left, default="")
     if worst and underflow[worst].left > _STILL_LOST:
         verdict = (
-            f"No one loss scale fits: at {scale_name(fits.scale)} {underflow[worst].left:.1%} of "
-            f"{gradients(worst)} are still lost to underflow, and from "
-            f"{scale_name(2 * fits.largest)} on others overflow."
+            f"No single loss scale fits: at {scale_name(fits.scale)} "
+            f"{underflow[worst].left:.1%} of {gradients(worst)} are still lost to underflow, "
+            f"and from {scale_name(2 * fits.largest)} on others overflow."
         )
         yield verdict, [*mend, f"Until then, wrap the optimizer: {ours}."]
     elif fits.largest < 1:
@@ -165,20 +165,20 @@ def _about_scale(page: Diagnosis, fits: InitialScale, program: Program) -> Findi
 
 def _about_loss_and_moments(page: Diagnosis) -> Findings:
     if page.loss_dtype == _FLOAT16:
-        verdict = "float16 is fine but for the loss: its gradient is the scale, at most 2**15."
-        yield verdict, ["Compute the loss in float32: cast what it is the mean or the sum of."]
+        verdict = "float16 is fine except for the loss: its gradient is the scale, at most 2**15."
+        yield verdict, ["Compute the loss in float32: cast what it averages or sums."]
     moments = page.moments
     if moments and moments.below_eps > _DROWNED:
         verdict = (
-            f"float16 is fine, and the optimizer is not: {moments.below_eps:.1%} of the gradients "
+            f"float16 is fine, but the optimizer is not: {moments.below_eps:.1%} of the gradients "
             f"are below Adam's eps of {moments.eps:g}, and move their parameters too little."
         )
-        small = "a clip by a small norm makes them small, and so does a loss divided by much"
+        small = "clipping to a small norm shrinks them, and so does dividing the loss"
         yield verdict, [f"Give Adam a smaller eps, 1e-15 say, or larger gradients: {small}."]
     if moments and moments.vanished > _DROWNED:
         dtypes = " and ".join(map(str, moments.dtypes))
         verdict = (
-            f"float16 is fine for the gradients, and {dtypes} is not for Adam's second moments: "
+            f"float16 is fine for the gradients, but {dtypes} is not for Adam's second moments: "
             f"{moments.vanished:.1%} of the squares are zero in it."
         )
         yield verdict, ["Initialize the optimizer with float32 parameters."]

@@ -19,7 +19,7 @@ from optax_lossscale._step.inputs import refuse_other_leaves
 
 LOWEST, HIGHEST = -126, 126  # the powers of two to search
 MARGIN = 2
-NEAR = 15  # where to begin: most end within a few bits of it
+NEAR = 15  # where to begin: most searches end within a few bits of it
 
 
 class InitialScale(NamedTuple):
@@ -56,28 +56,27 @@ def find_initial_scale(
 ) -> InitialScale:
     """Searches for the largest power of two at which no gradient overflows.
 
-    From a start too large, the first steps are skipped; from one too small, gradients underflow
-    for thousands of steps. This takes ten or so passes, by one compiled program; call it before
-    training, on the host, with a `loss_fn` that names no axis of `pmap` or `shard_map`.
+    Too large a first scale costs skipped steps; too small a one, thousands of steps of underflow.
+    The search takes ten or so passes of one compiled program; run it before training, on the host,
+    with a `loss_fn` that names no axis of `pmap` or `shard_map`.
 
     Args:
       loss_fn: called as `loss_fn(params, *args, **kwargs)`, as by `value_and_scaled_grad`.
       params: the initial parameters.
-      *args: the first batch. Arrays; bind what else there is with `functools.partial`.
+      *args: the first batch, of arrays; bind anything else with `functools.partial`.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      margin: how many bits to stay below the largest, at least 1: gradients grow. Fewer, if they
-        are not finite that far below.
-      others: the `args` of further batches of the same shapes, all of which are to be finite.
+      margin: how many bits to stay below the largest, at least 1, as gradients may grow; fewer,
+        if gradients are not finite that far below.
+      others: the `args` of further batches of the same shapes, which must all be finite too.
       **kwargs: further keyword arguments of `loss_fn`, arrays.
 
     Returns:
-      An `InitialScale`, with the `scale` to give as `initial_scale`; below 1, as `min_scale` too.
+      An `InitialScale`, with the `scale` to use as `initial_scale`; below 1, as `min_scale` too.
 
     Raises:
       ValueError: if the loss is not finite, or gradients are not at any scale, or `margin`
         is not a positive int.
-      TypeError: if the loss is not a real floating-point scalar, or an argument not what is
-        said above.
+      TypeError: if the loss is not a real floating-point scalar, or an argument has a wrong type.
 
     Example:
       >>> import jax.numpy as jnp
@@ -94,7 +93,7 @@ def find_initial_scale(
     validation.function("loss_fn", loss_fn)
     batches = [args, *others]
     if not all(isinstance(batch, (tuple, list)) for batch in batches):
-        raise TypeError("others must hold tuples, of the args of one further batch each")
+        raise TypeError("others must hold tuples, each with the args of one further batch")
     refuse_shared_names(loss_fn, ["has_aux", "margin", "others"], (params, *args))
     refuse_other_leaves("params", params)
     refuse_other_leaves("what loss_fn takes", (batches, kwargs))
@@ -110,8 +109,8 @@ def find_initial_scale(
         of_all = [evaluated(jnp.int32(exponent), params, batch, kwargs) for batch in batches]
         if bad := [loss for loss, _ in of_all if not jnp.isfinite(loss)]:
             raise ValueError(
-                f"the loss is {bad[0]}, and not finite at any loss scale for that multiplies "
-                "gradients alone: look for NaN or inf in the loss and the model; "
+                f"the loss is {bad[0]}, and no loss scale can change that, as it multiplies only "
+                "the gradients: look for NaN or inf in the loss and the model; "
                 "explain(nonfinite_leaves(grads), taps=…, loss=loss) says where"
             )
         return all(bool(finite) for _, finite in of_all)
@@ -127,9 +126,9 @@ def find_initial_scale(
 def search(
     is_finite: Callable[[int], bool], margin: int = MARGIN, near: int = NEAR
 ) -> InitialScale | None:
-    """The scale some bits below the largest whose exponent gives finite gradients, if any does."""
+    """The scale some bits below the largest at which gradients are finite, if there is one."""
     near = min(max(near, LOWEST), HIGHEST)
-    # Where not near, then below or above, at ever smaller distances.
+    # If not near, then anywhere below or above, at ever smaller distances.
     grids = (range(HIGHEST, LOWEST - 1, -distance) for distance in (64, 32, 16, 8, 4, 2, 1))
     good = next(filter(is_finite, itertools.chain([near], *grids)), None)
     if good is None:

@@ -1,4 +1,4 @@
-"""The whole story of a model in float16, from one loss function and a batch."""
+"""A full diagnosis of a model in float16, from one loss function and a batch."""
 
 import math
 from collections.abc import Callable
@@ -34,31 +34,31 @@ def diagnose(
     opt_state: Any = None,
     **kwargs: Any,
 ) -> Diagnosis:
-    """Whether float16 is fine for a model as it is, and if not what to do.
+    """Says whether float16 is fine for a model as it is, and if not, what to do.
 
-    Says in which dtype the model computes; how far its gradients are from those of the same
-    function in float32, and what takes them there; which loss scale fits, where gradients overflow
-    first and how many are lost to underflow; and what makes numbers that are not finite in float32
-    either. It compiles two or three programs and runs them some twenty times: call it before
-    training, on the host, with a `loss_fn` that names no axis of `pmap` or `shard_map`. It says
-    what these parameters and this batch do; later ones may do otherwise.
+    Reports in which dtype the model computes; how far its gradients are from those of the same
+    function in float32, and why; which loss scale fits, where gradients overflow first and how
+    many are lost to underflow; and where numbers come from that are not finite even in float32.
+    It compiles two or three programs and runs them some twenty times: call it before training, on
+    the host, with a `loss_fn` that names no axis of `pmap` or `shard_map`. It describes these
+    parameters and this batch; later ones may behave differently.
 
     Args:
       loss_fn: called as `loss_fn(params, *args, **kwargs)`, and with `probes=probes` if given.
       params: the parameters.
-      *args: a batch. Arrays; bind what else there is with `functools.partial`.
+      *args: a batch of arrays; bind anything else with `functools.partial`.
       probes: a tree of probes, each from `probe()`, in the order of the model, which `loss_fn`
-        gives to its taps, so that the page names places in the model; or None.
+        passes to its taps, so that the page names places in the model; or None.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      opt_state: the optimizer's state, whose second moments are looked at if it is Adam's or of
-        its kind: after some steps as they are, and before the first as these gradients make them.
+      opt_state: the optimizer's state. If it is Adam's or alike, its second moments are examined:
+        as they are after some steps, or, before the first, as these gradients will make them.
       **kwargs: further keyword arguments of `loss_fn`, arrays.
 
     Returns:
       A `Diagnosis`: print it, or read its `verdict`, `advice`, `errors` and other fields.
 
     Raises:
-      TypeError: if the loss is not a real floating-point scalar, or an argument is another type.
+      TypeError: if the loss is not a real floating-point scalar, or an argument has a wrong type.
       ValueError: if `probes` have no order, as in `explain`.
 
     Example:
@@ -112,7 +112,7 @@ def diagnose(
 def _at_a_scale(program: Program, fits: InitialScale) -> dict[str, Any]:
     """What 16 bits do to gradients that are finite at some scale, and in float32."""
     exponent = round(math.log2(fits.scale))
-    if fits.largest == 2.0**HIGHEST:  # as of bfloat16, or where all vanishes: one as good as any
+    if fits.largest == 2.0**HIGHEST:  # as in bfloat16, or if all vanish: any will do
         exponent = max(0, _guess(program.truth) - MARGIN) if _FLOAT16 in program.narrow else 0
     certain = known(program)
     all_off = off_by(program.at(exponent), exponent, program.truth)
@@ -125,7 +125,7 @@ def _at_a_scale(program: Program, fits: InitialScale) -> dict[str, Any]:
 
 
 def _explained(program: Program, exponent: int) -> Explanation:
-    """Of the gradients at a scale: counted on the host, where there is nothing to compile."""
+    """What `explain` says about gradients at a scale, counted on the host without compiling."""
     evidence, none = program.at(exponent), np.zeros(())
     counts: Any = lambda g: (g.size, none, none, np.isinf(g).sum(), none, np.isnan(g).sum(), none)
     leaves = {name: Summary(*counts(g)) for name, g in evidence.grads.items()}
@@ -133,6 +133,6 @@ def _explained(program: Program, exponent: int) -> Explanation:
 
 
 def _guess(truth: Evidence) -> int:
-    """The exponent from which on the largest gradient is infinite in float16."""
+    """The scale's exponent from which on the largest gradient is infinite in float16."""
     largest = max((float(np.abs(g).max(initial=0)) for g in truth.grads.values()), default=0)
     return round(math.log2(float(jnp.finfo(_FLOAT16).max) / largest)) if largest else NEAR

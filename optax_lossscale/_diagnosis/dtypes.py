@@ -30,20 +30,20 @@ _ROUNDING |= dict.fromkeys(("BF16_BF16_BF16", "BF16_BF16_F32"), jnp.dtype(jnp.bf
 
 
 class Operation(NamedTuple):
-    """What one line makes of one kind: its matrix products of float32 with float32, say.
+    """The operations of one kind on one line: its products of float32 with float32, say.
 
     Attributes:
       primitive: what JAX calls it: `dot_general`, `conv_general_dilated`, `reduce_sum`, `exp`.
-      operands: the dtypes of what it takes: of a product, of the two that it multiplies.
+      operands: the dtypes of its operands; for a product, of the two that it multiplies.
       before: the dtypes that these had before they were converted to wider ones.
-      result: the dtype of what it gives; None if that is nothing.
+      result: the dtype of its result; None if it has none.
       source: the line of your source: `model.py:12 (Block.__call__)`.
       count: how many of these the program has.
-      multiplications: how many of them one run takes, if they are products.
-      terms: how many numbers are added to one, at most; over devices they are not counted.
-      by_choice: whether a product is not the model's to narrow: it asks for its precision, or
-        Optax made it, or JAX in the derivative of a matrix decomposition.
-      left_in: in what `autocast` leaves a float32 product, such as a loop that waits for a number.
+      multiplications: how many multiplications one run takes, if these are products.
+      terms: how many numbers are summed into one, at most; sums over devices are not counted.
+      by_choice: whether a product has its dtype on purpose: it asks for its precision, or Optax
+        made it, or JAX did in the derivative of a matrix decomposition.
+      left_in: where `autocast` leaves it in float32, such as a loop that waits for a number.
     """
 
     primitive: str
@@ -64,14 +64,14 @@ class Operation(NamedTuple):
 
 
 class DtypeReport(NamedTuple):
-    """What `dtype_report` found; print it for a table, which has the largest first.
+    """What `dtype_report` found; print it for a table, with the largest first.
 
     Attributes:
       products: the matrix products and convolutions, in the order of the program.
       narrow: sums, exponentials, logarithms and powers in 16 bits or fewer, likewise.
-      opaque: kernels, callbacks and foreign calls, into which nothing can look.
+      opaque: kernels, callbacks and foreign calls, which cannot be looked into.
       unknown: operations on floating-point numbers that this version does not know.
-      while_loops: the lines of `while` loops around products, whose rounds are counted as one.
+      while_loops: the lines of `while` loops around products; they count as one iteration.
     """
 
     products: tuple[Operation, ...]
@@ -82,7 +82,7 @@ class DtypeReport(NamedTuple):
 
     @property
     def multiplications(self) -> dict[np.dtype, int]:
-        """Those of the products in each dtype, the most first."""
+        """The number of multiplications in each dtype, the largest first."""
         of: Counter[np.dtype] = Counter()
         for product in self.products:
             of[product.dtype] += product.multiplications
@@ -103,38 +103,38 @@ class DtypeReport(NamedTuple):
             "by line:": product_rows(self.products, self),
             "Sums, exponentials, logarithms and powers in 16 bits:": _rows(self.narrow),
             "Not looked into:": _rows(self.opaque),
-            "Not known:": _rows(self.unknown),
+            "Unknown:": _rows(self.unknown),
         }
         lines += [line for title, rows in sections.items() if rows for line in (title, *rows)]
-        lines += [f"Counted as one round: the loop at {line}" for line in self.while_loops]
+        lines += [f"Counted as one iteration: the loop at {line}" for line in self.while_loops]
         return "\n".join(lines)
 
 
 def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeReport:
-    """In which dtype a function computes what, and the lines of your source that made it so.
+    """What a function computes in which dtype, and the lines of your source that made it so.
 
-    Flax's modules, and JAX itself, promote to the widest of what they are given: one float32 input
-    is enough to have all that follows computed in float32, and only the time it takes shows that.
-    `autocast` avoids it. This counts matrix products and convolutions, and their multiplications,
-    by the dtype of their operands; and says where sums, exponentials, logarithms and powers are
-    computed in 16 bits, which have few digits and a small range.
+    Flax's modules, and JAX itself, promote to the widest dtype they are given: one float32 input
+    is enough to have everything after it computed in float32, and only the time it takes shows it.
+    `autocast` avoids that. This report counts matrix products and convolutions, and their
+    multiplications, by the dtype of their operands; and says where sums, exponentials, logarithms
+    and powers are computed in 16 bits, which have few digits and a small range.
 
     It traces the function and all that it holds, and runs and compiles nothing, so shapes are
-    enough. Give it the training step, and the backward pass is in it. Each branch of a `cond`
-    counts as run, and the rounds of a `while` as one. An outer product is no product here, nor is
-    a sum of products to single numbers.
+    enough. Give it the training step to include the backward pass. Every branch of a `cond` counts
+    as run, and the body of a `while` as run once. Outer products do not count as products, nor do
+    sums of products that leave single numbers.
 
     Args:
       fun: a function that JAX can trace, compiled or not.
-      *args: its arguments: trees and modules of arrays, or of `jax.ShapeDtypeStruct`. What is no
-        array is passed on as it is.
+      *args: its arguments: trees and modules of arrays, or of `jax.ShapeDtypeStruct`. Anything
+        else is passed on as it is.
       **kwargs: its keyword arguments, likewise.
 
     Returns:
       A `DtypeReport`: print it, or read its `products`, `shares`, `narrow` and `opaque`.
 
     Raises:
-      TypeError: if `fun` is no function.
+      TypeError: if `fun` is not a function.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -178,7 +178,7 @@ def product_rows(products: Iterable[Operation], report: DtypeReport) -> list[str
 
 
 def _operation(at: Equation) -> Operation:
-    """One, with all the floating-point arrays that it takes."""
+    """An operation, with all its floating-point operands."""
     pairs = zip(at.eqn.invars, at.before, strict=True)
     operands, before = zip(*[(v.aval.dtype, was) for v, was in pairs if is_float(v)], strict=True)
     result = at.eqn.outvars[0].aval.dtype if at.eqn.outvars else None
@@ -186,7 +186,7 @@ def _operation(at: Equation) -> Operation:
 
 
 def _product(at: Equation, usual: str) -> Operation:
-    """One that multiplies its first two operands."""
+    """An operation that multiplies its first two operands."""
     eqn, terms, precision = at.eqn, terms_of(at.eqn), str(at.eqn.params.get("precision"))
     operands = tuple(_ROUNDING.get(precision, v.aval.dtype) for v in eqn.invars[:2])
     asks = asks_for_precision(eqn) and precision not in _ROUNDING
@@ -207,16 +207,16 @@ def _product(at: Equation, usual: str) -> Operation:
 
 
 def _left_in(at: Equation) -> str:
-    """What a product is that `autocast` leaves in float32, or is in."""
+    """What a product that `autocast` leaves in float32 is, or what it is in."""
     around = [e.eqn for e in (at, *at.holders)]
-    # It would have been narrowed where the program shows it.
+    # Where the program shows it, it would have been narrowed.
     is_within = any(SCOPE in str(eqn.source_info.name_stack) for eqn in around)
-    derived = "what only a derivative has" if is_within and is_narrowed(at.eqn) else ""
+    derived = "a product that only a derivative has" if is_within and is_narrowed(at.eqn) else ""
     return next(filter(None, map(why_left, around)), derived)
 
 
 def _alike(operations: Iterable[Operation]) -> tuple[Operation, ...]:
-    """Those that differ in numbers alone as one."""
+    """The operations, where those that differ only in their counts are one."""
     found: dict[Operation, Operation] = {}
     for one in operations:
         kind = one._replace(count=0, multiplications=0, terms=0)
@@ -230,7 +230,7 @@ def _alike(operations: Iterable[Operation]) -> tuple[Operation, ...]:
 
 
 def _rows(operations: Iterable[Operation], total: int = 0) -> list[str]:
-    """Operations as lines of text, with their share of so many multiplications: the largest."""
+    """The largest operations as lines of text, with their share of `total` multiplications."""
     by_size = lambda one: (one.multiplications, one.terms, one.count)
     found = sorted(operations, key=by_size, reverse=True)
     rows = [_row(one, total) for one in found[:_SHOWN]]

@@ -17,11 +17,11 @@ _SHOWN = 5
 
 
 class Suspect(NamedTuple):
-    """A place of the model, and what speaks against it.
+    """A place in the model, and the evidence against it.
 
     Attributes:
       name: the place: the path of a leaf or a probe.
-      finding: what speaks against it, in words.
+      finding: the evidence against it, in words.
     """
 
     name: str
@@ -51,7 +51,7 @@ def nonfinite_leaves(tree: Any) -> dict[str, Summary]:
     Works under `jit`: return it from the step, beside the loss. One pass over the tree.
 
     Args:
-      tree: the gradients, or any pytree, of which integers and the like are left out.
+      tree: the gradients, or any pytree; integers and the like are left out.
 
     Returns:
       A flat dict from a leaf's path, such as `decoder/layer_3/kernel`, to its `Summary`.
@@ -71,29 +71,29 @@ def nonfinite_leaves(tree: Any) -> dict[str, Summary]:
 def explain(
     leaves: dict[str, Summary], *, taps: Any = None, loss: jax.typing.ArrayLike | None = None
 ) -> Explanation:
-    """A short report of where numbers stopped being finite first. Waits for the device.
+    """A short report on where numbers first stopped being finite. Waits for the device.
 
-    What is not finite spreads: forwards to the loss, from there to every gradient. So the suspect
-    is the first tapped place whose value is not finite; or else the loss; or if that is finite,
-    the place after the last one whose gradient is not finite, where those with parameters under
-    their path whose gradients are finite are passed over, as branches in parallel. -inf in some
-    numbers may be a mask's and is no fault, nor is an infinity where the loss is finite. Where
-    all of these are finite, suspects are the parameters, infinities before NaNs, few before many.
+    Infinities and NaNs spread: forwards to the loss, from there to every gradient. So the suspect
+    is the first tapped place whose value is not finite; or else the loss; or, if that is finite,
+    the place after the last one whose gradient is not finite, passing over places on parallel
+    branches: those with parameters under their path, all of whose gradients are finite. Some -inf
+    may come from a mask and is no fault, nor is an infinity if the loss is finite. If all of these
+    are finite, the suspects are the parameters, infinities before NaNs, few before many.
 
     Args:
       leaves: what `nonfinite_leaves` returned for the gradients.
       taps: what `tap` recorded at the ends of the model's layers, a tree of `Probe`s in the
-        model's order: a list, a stack, an `OrderedDict`, or a dict whose names differ in numbers
-        alone. A container of nothing but stacks of one length is one loop; two loops are two
-        containers.
-      loss: the loss, not scaled.
+        model's order: a list, a stack, an `OrderedDict`, or a dict whose names differ only in
+        numbers. A container of nothing but stacks of one length counts as one loop; put two loops
+        into two containers.
+      loss: the unscaled loss.
 
     Returns:
       An `Explanation`: print it, or read its `suspects`.
 
     Raises:
       ValueError: if `taps` has a dict of other names, which do not show the model's order.
-      TypeError: if `leaves`, `taps` or `loss` are something else, or those of an ensemble.
+      TypeError: if `leaves`, `taps` or `loss` have another type, or belong to an ensemble.
 
     Example:
       >>> import jax.numpy as jnp
@@ -107,7 +107,7 @@ def explain(
     loss = plain(loss)
     if loss is not None and not is_numeric(loss):
         raise TypeError(
-            f"loss must be the loss, a number, got {shown(loss)}; of a pair (loss, aux) give the "
+            f"loss must be the loss, a number, got {shown(loss)}; of a pair (loss, aux), pass the "
             "loss alone"
         )
     at_hand("explain", (leaves, taps, loss))
@@ -132,8 +132,8 @@ def refuse_other_leaves(leaves: Any) -> None:
     is_one = lambda leaf: isinstance(leaf, Summary) and not np.ndim(leaf.size)
     if not isinstance(leaves, Mapping) or not all(map(is_one, leaves.values())):
         raise TypeError(
-            "leaves must be what nonfinite_leaves returned, a dict of Summary; of replicas or an "
-            "ensemble give those of one, with its taps and its loss: "
+            "leaves must be what nonfinite_leaves returned, a dict of Summary; for replicas or an "
+            "ensemble, pass those of one, with its taps and its loss: "
             "jax.tree.map(lambda x: x[0], (leaves, taps, loss))"
         )
 
@@ -176,5 +176,5 @@ def _ranked(leaves: dict[str, Summary]) -> dict[str, Summary]:
 
 
 def _count(summary: Summary) -> str:
-    """What of it is not finite, in words."""
+    """How much of it is not finite, in words."""
     return f"{summary.infinities:.0f} inf and {summary.nans:.0f} NaN of {summary.size:.0f}"

@@ -1,4 +1,4 @@
-"""What underflow takes of gradients at the scale that fits, and without one."""
+"""What gradients lose to underflow, at the scale that fits and without one."""
 
 import bisect
 import collections
@@ -14,20 +14,20 @@ from optax_lossscale._diagnosis.calibration import InitialScale
 from optax_lossscale._diagnosis.places import recorded_places
 from optax_lossscale._diagnosis.program import Evidence, Program
 
-_NOTABLE = 0.01  # a share of gradients that is worth a word
+_NOTABLE = 0.01  # a share of gradients that is worth mentioning
 _TINY = float(jnp.finfo(jnp.float16).tiny)
-_REACH = 2.0**-40  # from the largest float16 to the smallest: no one scale holds more
-_HIGH_ENOUGH = 30  # 2**30 brings what float16 would flush from 2**-54 on into its range
+_REACH = 2.0**-40  # from the largest float16 to the smallest: no single scale holds more
+_HIGH_ENOUGH = 30  # 2**30 brings gradients from 2**-54 on into float16's range
 _STRIDE = 4  # from one scale to the next, to see what underflows
 
 
 class Underflow(NamedTuple):
-    """What underflow takes of the gradients of one kind of parameter, or at one kind of place.
+    """What the gradients of one kind of parameter, or at one kind of place, lose to underflow.
 
     Attributes:
-      lost: the share that is zero or subnormal at a loss scale of 1, and in float32 is not zero.
-      left: the share that is at the scale that fits, likewise.
-      bits: how large a power of two it takes for no more than that to be lost.
+      lost: the share that is zero or subnormal at a loss scale of 1, but not zero in float32.
+      left: the same share at the scale that fits.
+      bits: the exponent of the least power of two at which next to nothing is lost.
     """
 
     lost: float
@@ -38,7 +38,7 @@ class Underflow(NamedTuple):
 def find_underflow(
     program: Program, truth: Evidence, known: set[str], fits: InitialScale
 ) -> dict[str, Underflow]:
-    """What each group loses, against the scale at which it loses least; the worst first."""
+    """What each group loses, compared with the scale at which it loses least; the worst first."""
     in_16_bits = {name for name in known if _is_of_float16(program.at(0).grads[name])}
     shares = functools.cache(lambda e: _shares(program.at(e), truth, known, in_16_bits))
     fitting, largest = (round(math.log2(scale)) for scale in (fits.scale, fits.largest))
@@ -59,8 +59,8 @@ def find_underflow(
 def _shares(
     evidence: Evidence, truth: Evidence, known: set[str], in_16_bits: set[str]
 ) -> dict[str, float]:
-    """The share of each group that underflows; but for groups that overflow."""
-    counts: Any = collections.defaultdict(lambda: np.zeros(2))  # those lost, of how many
+    """The share of each group that underflows, without the groups that overflow."""
+    counts: Any = collections.defaultdict(lambda: np.zeros(2))  # how many are lost, of how many
     for name in filter(known.__contains__, evidence.grads):
         size, true = np.abs(evidence.grads[name]), np.abs(truth.grads[name])
         gone = (size < _TINY) if name in in_16_bits else (size == 0)

@@ -1,4 +1,4 @@
-"""Which line makes what is not finite, of what, and what to do about it."""
+"""Which line makes infinities or NaNs, out of what, and what to do about it."""
 
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -9,33 +9,33 @@ from optax_lossscale._diagnosis.program import Program
 from optax_lossscale._diagnosis.widened import NAN, NAN_OF_INFINITY
 from optax_lossscale._programs.operations import Is, traits_of
 
-_LINES = 32  # at most, to try
+_LINES = 32  # to try, at most
 _ABOVE_0 = (
-    "Keep {}: add to it a number that the dtype holds, or replace it by jnp.where before the {}; "
-    "after it is too late, as 0 times infinity is NaN."
+    "Keep {}: add a number that the dtype can hold, or replace it with jnp.where before the {}; "
+    "afterwards it is too late, as 0 times infinity is NaN."
 ).format
-_ROOT = _ABOVE_0("what is under the root above 0", "root")
-_LOGARITHM = _ABOVE_0("what the logarithm is taken of above 0", "logarithm")
+_ROOT = _ABOVE_0("the argument of the root above 0", "root")
+_LOGARITHM = _ABOVE_0("the argument of the logarithm above 0", "logarithm")
 _DIVISION = _ABOVE_0("the divisor away from 0", "division")
-_POWER = _ABOVE_0("what the power is taken of above 0", "power")
+_POWER = _ABOVE_0("the base of the power above 0", "power")
 _MASK = (
-    "If the infinities are a mask's: mask with a finite number, such as -3e4, instead of -inf, as "
-    "a softmax of nothing but -inf is NaN."
+    "If the infinities come from a mask, use a finite number, such as -3e4, instead of -inf: the "
+    "softmax of nothing but -inf is NaN."
 )
-# What operations make infinities and NaNs of, and what to do about it.
+# What operations make infinities and NaNs out of, and what to do about it.
 _OF_NUMBERS = {
     **dict.fromkeys(("log", "log1p", "log2"), ("the logarithm of 0 or less", _LOGARITHM)),
     **dict.fromkeys(("div", "rem", "atan2"), ("a division by 0", _DIVISION)),
     **dict.fromkeys(("pow", "integer_pow"), ("a power of 0 or less", _POWER)),
     **dict.fromkeys(("sqrt", "rsqrt", "cbrt"), ("a root of 0 or less", _ROOT)),
-    "gather": ("an index out of bounds", "Keep indices in bounds: jnp.take gives NaN for others."),
+    "gather": ("an index out of bounds", "Keep indices in bounds: jnp.take gives NaN elsewhere."),
 }
 
 
 class Maker(NamedTuple):
-    """A line that makes infinities or NaNs of finite numbers."""
+    """A line that makes infinities or NaNs out of finite numbers."""
 
-    what: str  # it makes them of, and where
+    what: str  # what it makes them out of, and where
     remedy: str  # what to do about it; "" if that is to compute with smaller numbers
     source: str
 
@@ -48,19 +48,19 @@ def maker(program: Program, mode: int) -> Maker | None:
     lines: dict[str, list[int]] = {}
     for n in sorted(made):
         lines.setdefault(program.equations[n].source, []).append(n)
-    # What a mask makes infinite, or a `where` leaves out, is not at fault.
+    # Infinities that a mask makes, or that a `where` leaves out, are not at fault.
     is_at_fault = lambda numbers: program.watched(0, mode, numbers)[0].is_finite
     at_fault = next(filter(is_at_fault, list(lines.values())[:_LINES]), None)
     number = at_fault[0] if at_fault else min(made)
     eqn, source = program.equations[number].eqn, program.equations[number].source
     on_line = {e.eqn.primitive.name for e in program.equations if e.source == source}
     what, remedy = _words(eqn, made[number], on_line)
-    alone = "" if at_fault else ", but not there alone"
+    alone = "" if at_fault else ", but not only there"
     return Maker(f"{what}, at {source}{alone}", remedy, source)
 
 
 def _words(eqn: Any, made: int, on_line: Collection[str]) -> tuple[str, str]:
-    """What an equation makes infinities or NaNs of, and what to do about it."""
+    """What an equation makes infinities or NaNs out of, and what to do about it."""
     name = eqn.primitive.name
     if made == NAN_OF_INFINITY:
         return f"infinities, in {name}", _MASK
@@ -68,7 +68,7 @@ def _words(eqn: Any, made: int, on_line: Collection[str]) -> tuple[str, str]:
     if name == "div" and isinstance(eqn.invars[0], Literal) and is_root:
         return "the derivative of a root at 0", _ROOT
     is_power = name in ("pow", "integer_pow") and made != NAN
-    # Of an exponent that is unknown, it is taken to be negative.
+    # An unknown exponent is taken to be negative.
     exponent = eqn.params.get("y", getattr(eqn.invars[-1], "val", -1)) if is_power else -1
     if name in _OF_NUMBERS and exponent < 0:
         return _OF_NUMBERS[name]

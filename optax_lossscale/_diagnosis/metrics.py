@@ -1,4 +1,4 @@
-"""What to log of loss scaling, as scalars."""
+"""What to log about loss scaling, as scalars."""
 
 from typing import Any
 
@@ -20,13 +20,13 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 
     Returns:
       Scalars, shape (), by name. `loss_scale` and `log2_loss_scale`, float32; `exhausted`, whether
-      the last step overflowed and nothing was left to lower, bool; `should_apply`, whether the
-      last step was applied, bool; `skipped_steps` and `consecutive_skipped_steps`, int32; and what
-      else the loss scale keeps as its public state: of a `DynamicLossScale` the `growth_counter`,
-      the steps since it grew or backed off, and `hysteresis_left`. With a rule of skipping also
-      the `gradient_norm`, the global norm of the unscaled gradients of the last step, infinite
-      where that was not finite, float32; `skipped_by_rule`, the finite steps among the skipped
-      ones, int32; and what else is the rule's public state.
+      the last step overflowed and the scale could not be lowered, bool; `should_apply`, whether
+      the last step was applied, bool; `skipped_steps` and `consecutive_skipped_steps`, int32; and
+      the other public state of the loss scale: for a `DynamicLossScale` the `growth_counter`, the
+      steps since it grew or backed off, and `hysteresis_left`. With a skip rule, also the
+      `gradient_norm`, the global norm of the unscaled gradients of the last step, infinite if
+      that was not finite, float32; `skipped_by_rule`, the finite steps among the skipped ones,
+      int32; and the other public state of the rule.
 
     Raises:
       ValueError: if the state holds no loss scale, or several.
@@ -60,9 +60,9 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     return scalars | {name: x for name, x in named.items() if name not in scalars}
 
 
-@jax.jit  # whose constants are on the device, where eager ones would be sent to it
+@jax.jit  # whose constants are on the device; eager ones would be sent to it
 def _of_loss_scale(loss_scale: LossScale) -> tuple[jax.Array, jax.Array, jax.Array]:
     scale = loss_scale()
-    mantissa, exponent = jnp.frexp(scale)  # so that powers of two have integers for logarithms
+    mantissa, exponent = jnp.frexp(scale)  # so that the logarithms of powers of two are integers
     log2 = (exponent - 1).astype(scale.dtype) + jnp.log2(2 * mantissa)
     return scale, log2, loss_scale.exhausted()

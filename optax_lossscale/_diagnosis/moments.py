@@ -1,4 +1,4 @@
-"""What Adam makes of gradients: whether its eps drowns them, and 16 bits hold their squares."""
+"""What Adam makes of gradients: whether its eps drowns them, and dtypes hold their squares."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -11,13 +11,13 @@ from optax_lossscale._arrays.precision import dtype_of
 
 
 class Moments(NamedTuple):
-    """How Adam's second moments stand.
+    """The state of Adam's second moments.
 
     Attributes:
-      eps: what is added to their root: the state's, if it has its hyperparameters in it, or 1e-8.
-      below_eps: the share of parameters with a gradient whose moment's root is less than it, so
-        that they move less than they should.
-      vanished: the share whose moment is zero in its dtype, and whose gradient is not.
+      eps: what is added to their root: from the state, if that holds hyperparameters, else 1e-8.
+      below_eps: of the parameters with a gradient, the share for which the root is less than eps,
+        so that they move less than they should.
+      vanished: the share whose moment is zero in its dtype, although the gradient is not.
       dtypes: the dtypes of the moments.
     """
 
@@ -28,12 +28,12 @@ class Moments(NamedTuple):
 
 
 def moments_of(opt_state: Any, grads: dict[str, np.ndarray]) -> Moments | None:
-    """Those of an optimizer state, or what true gradients will make of them in the first step."""
+    """Those of an optimizer state, or those that true gradients give it in the first step."""
     states = _parts(opt_state, lambda x: all(hasattr(x, name) for name in ("mu", "nu", "count")))
     if not states:
         return None
     injected = _parts(opt_state, lambda x: isinstance(getattr(x, "hyperparams", None), Mapping))
-    adams = {"eps": 1e-8, "b2": 0.999}  # if the state does not say others
+    adams = {"eps": 1e-8, "b2": 0.999}  # unless the state says otherwise
     hyperparams = adams | dict(injected[0].hyperparams if injected else {})
     eps, b2 = (float(hyperparams[name]) for name in adams)
     moments = [x for state in states for x in jax.tree.leaves(state.nu)]
@@ -56,6 +56,6 @@ def _parts(tree: Any, is_one: Callable[[Any], bool]) -> list[Any]:
 
 
 def _flat(trees: Iterable[Any]) -> np.ndarray:
-    """All numbers of trees in a row, in float64."""
+    """All numbers of some trees in one float64 array."""
     leaves = jax.tree.leaves(list(trees))
     return np.concatenate([np.zeros(0), *(np.ravel(x).astype(np.float64) for x in leaves)])

@@ -1,4 +1,4 @@
-"""What `diagnose` found, and the page that says it."""
+"""What `diagnose` found, and the page that reports it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,18 +23,18 @@ class Diagnosis(NamedTuple):
     Attributes:
       verdict: whether float16 is fine as it is, and if not what it needs.
       advice: what to do, one sentence each.
-      dtypes: in which dtype what is computed, as `dtype_report` says it of the gradients.
-      computes_in: the 16-bit dtypes that it computes in.
+      dtypes: what is computed in which dtype, as `dtype_report` reports it for the gradients.
+      computes_in: the 16-bit dtypes that the model computes in.
       loss_dtype: the dtype of the loss.
       errors: the gradients that are wrong at the scale that fits, and why, the worst first.
-      off: how far each gradient is from float32's there, relative to it; but for those that
-        float32 does not know either, as that of a bias before a normalization.
+      off: how far each gradient is from float32's at that scale, relative to it; without those
+        that float32 cannot determine either, such as that of a bias before a normalization.
       initial_scale: the scale that fits; None if none does.
-      overflow: what `explain` says of the least scale at which gradients overflow; None if they
-        do at none. Without a scale that fits, of a scale of 1.
-      underflow: what underflow takes, under the path of the parameters or of the tapped places,
-        numbers aside; the worst first, and what loses next to nothing left out.
-      moments: how Adam's second moments stand, if its state was given; else None.
+      overflow: what `explain` says about the least scale at which gradients overflow; None if
+        there is none. If no scale fits, what it says about a scale of 1.
+      underflow: what is lost to underflow, by the path of the parameters or of the tapped places,
+        without its numbers; the worst first, and without those that lose next to nothing.
+      moments: the state of Adam's second moments, if the optimizer's state was given; else None.
       not_compared: the operations that stay in 16 bits, as kernels do, whose errors are not in
         `off`; each with its line.
     """
@@ -85,7 +85,7 @@ class Diagnosis(NamedTuple):
         return "\n".join([*lines, *(wrapped(f"- {what}") for what in self.advice)])
 
     def _computes(self) -> str:
-        """In which dtype, in one sentence."""
+        """What it computes in which dtype, in one sentence."""
         products, loss = self.dtypes.products, f"the loss is {self.loss_dtype}"
         if not products:
             dtypes = " and ".join(map(str, self.computes_in)) or "float32 or wider"
@@ -93,7 +93,7 @@ class Diagnosis(NamedTuple):
         (most, share), *others = self.dtypes.shares.items()
         total, rest = sum(p.count for p in products), [p for p in products if p.dtype != most]
         if not others:
-            return f"Computes in {most}: all of {total} matrix products; {loss}."
+            return f"Computes in {most}: all {total} matrix products; {loss}."
         count = total - sum(p.count for p in rest)
         dtypes = ", ".join(str(dtype) for dtype, _ in others)
         lines = some(list(dict.fromkeys(p.source for p in rest)))
@@ -104,7 +104,7 @@ class Diagnosis(NamedTuple):
 
 
 def _table(rows: Sequence[Sequence[str]], text: Sequence[int] = (0,)) -> list[str]:
-    """The first rows of a table, under its title; nothing if that is all."""
+    """The first rows of a table, under its title; nothing if there are none."""
     left = len(rows) - 1 - _SHOWN
     more = [f"  and {left} more"] if left > 0 else []
     return [*table(rows[: 1 + _SHOWN], text), *more] if len(rows) > 1 else []

@@ -21,7 +21,7 @@ def recorded_places(taps: Any) -> list[Place]:
 
 
 def places(taps: Any, path: tuple = (), turns: tuple = ()) -> Iterator[Place]:
-    """Each place's name and record, in the order of the tree: those of a loop turn by turn."""
+    """Each place's name and record, in the tree's order; a loop's, iteration by iteration."""
     entries = [((), taps)] if isinstance(taps, Probe) else _entries(taps, path)
     lengths = {np.shape(x)[:1] for x in jax.tree.leaves(taps)}
     holds_a_probe = any(isinstance(entry, Probe) for _, entry in entries)
@@ -37,27 +37,27 @@ def places(taps: Any, path: tuple = (), turns: tuple = ()) -> Iterator[Place]:
 
 
 def refuse_unordered(taps: Any) -> None:
-    """Raises for a dict whose names are sorted and do not say in which order they were tapped."""
+    """Raises for a dict, which jax sorts, if its names do not show in which order taps ran."""
     for tree in filter(_is_sorted, jax.tree.leaves(taps, is_leaf=_is_sorted)):
         names = [str(name) for name, entry in tree.items() if jax.tree.leaves(entry)]
         if len({re.sub(r"\d+", "", name) for name in names}) > 1:
             raise ValueError(
-                f"taps must come in the model's order, and jax sorts a dict's keys: {names}. Give "
-                "the probes in a list, an OrderedDict, or under names that differ in their "
-                "numbers alone"
+                f"taps must be in the model's order, but jax sorts a dict's keys: {names}. Put "
+                "the probes into a list or an OrderedDict, or under names that differ only in "
+                "their numbers"
             )
         refuse_unordered(list(tree.values()))
 
 
 def _entries(tree: Any, path: tuple) -> list[tuple[tuple, Any]]:
-    """What a container holds, under its keys; but for what holds no probes."""
+    """What a container holds, under its keys, without what holds no probes."""
     entries, _ = jax.tree.flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     if entries and not entries[0][0]:
         raise TypeError(
-            f"taps are a tree of Probes, got a {type(tree).__name__} at {path_name(path)}; are "
-            "gradients and taps in the order of argnums?"
+            f"taps must be a tree of Probes, got a {type(tree).__name__} at {path_name(path)}; "
+            "are gradients and taps in the order of argnums?"
         )
-    if _is_sorted(tree):  # by the alphabet, with layer_10 before layer_2
+    if _is_sorted(tree):  # alphabetically, with layer_10 before layer_2
         entries = sorted(entries, key=lambda entry: natural(path_name(entry[0])))
     return [(key, entry) for key, entry in entries if jax.tree.leaves(entry)]
 

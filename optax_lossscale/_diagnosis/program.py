@@ -16,8 +16,8 @@ from optax_lossscale._programs.values import HALVES, dtype_in
 from optax_lossscale._programs.walk import Equation, equations
 from optax_lossscale._step.gradient import loss_of, scale_gradient
 
-# What runs some twenty times is compiled in a fifth of the time without optimizing its kernels.
-# Where it rounds is decided before that. The names are XLA's, for its compiler of CPUs.
+# For some twenty runs, a program is compiled without optimizing its kernels, in a fifth of the
+# time. Where it rounds is decided before that. The names are those of XLA's CPU compiler.
 _QUICKLY = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
@@ -26,7 +26,7 @@ _QUICKLY = {
 
 
 class Evidence(NamedTuple):
-    """Of one run at one loss scale, on the host."""
+    """The results of one run at one loss scale, on the host."""
 
     loss: np.ndarray  # not scaled, in its own dtype
     grads: dict[str, np.ndarray]  # of each floating-point or complex leaf under its path, scaled
@@ -39,12 +39,12 @@ class Evidence(NamedTuple):
 
 
 def gradients(loss_fn, has_aux, exponent, params, probes, args, kwargs) -> Evidence:
-    """Those of a loss function, at a loss scale of a power of two."""
+    """The gradients of a loss function, at a loss scale of `2**exponent`."""
 
     def scaled_fn(params, probes):  # not value_and_scaled_grad, which refuses modules
         given = {} if probes is None else {"probes": probes}
         loss = loss_of(loss_fn(params, *args, **given, **kwargs), has_aux)
-        wide = at_least_float32(loss)  # scale_gradient warns of less, and the page tells it
+        wide = at_least_float32(loss)  # scale_gradient would warn; the page says it
         return scale_gradient(wide, jnp.ldexp(jnp.float32(1), exponent)), jnp.asarray(loss)
 
     gradient = jax.grad(scaled_fn, argnums=(0, 1), has_aux=True, allow_int=True)
@@ -57,11 +57,11 @@ class Program:
 
     Attributes:
       inputs: the parameters, the probes, and the arguments and keyword arguments of the function.
-      equations: those that hold no others, in the order of their numbers.
+      equations: the equations that hold no others, in the order of their numbers.
       narrow: the 16-bit dtypes that it computes in.
-      not_widened: the equations that are in 16 bits where all others are in float32.
-      at: gives the `Evidence` as written, at a loss scale of a power of two.
-      truth: that in float32, at a loss scale of 1.
+      not_widened: the equations that stay in 16 bits when all others are in float32.
+      at: returns the `Evidence` as written, at a loss scale of `2**exponent`.
+      truth: the `Evidence` in float32, at a loss scale of 1.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], has_aux: bool, *inputs: Any):
@@ -82,7 +82,7 @@ class Program:
         self.truth = self._evidence(self._in_float32(*self._leaves(0))[0])
 
     def moved(self, part: float, seed: int) -> Evidence:
-        """In float32, with each parameter moved by a part of it, up or down at random."""
+        """In float32, with a `part` of each parameter added or subtracted at random."""
         leaves, signs = self._leaves(0), np.random.default_rng(seed)
         is_moved = [False, *map(is_inexact, jax.tree.leaves(self.inputs[0]))]
         for i in np.flatnonzero(is_moved):
@@ -91,26 +91,26 @@ class Program:
         return self._evidence(self._in_float32(*leaves)[0])
 
     def switched(self, exponent: int, modes: np.ndarray) -> Evidence:
-        """With each result rounded in its mode."""
+        """With each result rounded as its mode says."""
         return self._evidence(self._under(None)(modes, *self._leaves(exponent))[0])
 
     def watched(
         self, exponent: int, mode: int, healed: Collection[int] = ()
     ) -> tuple[Evidence, dict[int, int]]:
-        """In one mode, with 0 for what is not finite of equations `healed`.
+        """In one mode, with 0 for non-finite results of the equations `healed`.
 
-        And what equations make that is not finite, under their numbers.
+        Also returns what kind of non-finite numbers equations make, by equation number.
         """
         is_healed = np.isin(np.arange(len(self.equations)), list(healed))
         outs, made = self._under(mode)(is_healed, *self._leaves(exponent))
         return self._evidence(outs), {n: int(m) for n, m in jax.device_get(made).items() if m}
 
     def _compiled_under(self, mode: int | None) -> jax.stages.Compiled:
-        """The program that is watched in a mode, or switched."""
+        """The program to be watched in a mode, or to be switched if that is None."""
         rule = switching if mode is None else partial(watching, mode)
         given = np.zeros(len(self.equations), np.int32 if mode is None else bool)
         of = lambda given, *leaves: evaluate(self.jaxpr, leaves, rule(given))
-        # What is rounded to 16 bits and back again is not to be left as it was.
+        # The compiler must not drop a rounding to 16 bits and back.
         lowered = jax.jit(of).lower(given, *self._leaves(0))
         return _compiled(lowered, xla_allow_excess_precision=False)
 
@@ -124,7 +124,7 @@ class Program:
 
 
 def _like(x: Any, new: np.ndarray) -> Any:
-    """A new array where an old one is, in the dtype in which its numbers are held."""
+    """A new array on the devices of an old one, in the dtype in which its numbers are held."""
     new = new.astype(held_dtype(dtype_of(x)))
     is_placed = isinstance(x, jax.Array) and x.committed
     return jax.device_put(new, x.sharding) if is_placed else new
@@ -135,5 +135,5 @@ def _compiled(lowered: Any, **options: Any) -> jax.stages.Compiled:
     quickly = _QUICKLY if jax.default_backend() == "cpu" else {}
     try:
         return lowered.compile({**quickly, **options})
-    except jax.errors.JaxRuntimeError:  # of a version that does not know how to be quick
+    except jax.errors.JaxRuntimeError:  # from a version that does not know these options
         return lowered.compile(options)

@@ -28,15 +28,15 @@ def raise_if_stuck(
 ) -> None:
     """Raises if loss scaling has nothing left to try. Waits for the device.
 
-    Call it on the host, every so many steps: nothing can raise inside a compiled step.
+    Call it on the host, every now and then: nothing can raise inside a compiled step.
 
     Args:
       state: an optimizer state with one `LossScaleState` in it, a train state or an
         `nnx.Optimizer` that holds it; or a `LossScale`, of which only `exhausted` is looked at.
-      max_consecutive_skips: how many steps in a row may be skipped; and how many by a rule of
-        skipping, in a row or not, before 20 steps are to be applied for each.
-      leaves: what `nonfinite_leaves` returned for the last gradients, for the error to say what
-        `explain` makes of them, with the next two.
+      max_consecutive_skips: how many steps in a row may be skipped; and how many a skip rule may
+        skip, in a row or not, before each further one takes 20 applied steps.
+      leaves: what `nonfinite_leaves` returned for the last gradients, so that the error can
+        include what `explain` says about them and the next two.
       taps: what `tap` recorded; looked at only with `leaves`.
       loss: the loss.
 
@@ -44,7 +44,7 @@ def raise_if_stuck(
       LossScaleError: if the loss scale is `exhausted`, or more steps than
         `max_consecutive_skips` were skipped in a row, or by a rule beyond 1 in 20.
       ValueError: if the state holds no loss scale, or several; or as in `explain`.
-      TypeError: if `leaves` or `taps` are something else, or the state is that of an ensemble.
+      TypeError: if `leaves` or `taps` have another type, or the state is that of an ensemble.
 
     Source: DeepSpeed and fairseq raise where an overflow finds the scale at its minimum.
 
@@ -73,21 +73,21 @@ def raise_if_stuck(
     if shape := jnp.shape(loss_scale()) or jnp.shape(consecutive):
         raise TypeError(
             "raise_if_stuck takes the state of one model, got many, with leaves of shape "
-            f"{shape}. Give one member's at a time: jax.tree.map(lambda x: x[0], state)"
+            f"{shape}. Pass that of one member: jax.tree.map(lambda x: x[0], state)"
         )
     skips, rule = int(consecutive), states[0].skip_rule if states else None
-    by_rule = rule is not None and bool(jnp.isfinite(rule.gradient_norm))  # as it saw the last
+    by_rule = rule is not None and bool(jnp.isfinite(rule.gradient_norm))  # it saw the last
     much = rule is not None and int(rule.skip_debt) > APPLIED_PER_SKIP * max_consecutive_skips
     if loss_scale.exhausted():
         what = f"overflowed at a loss scale of {loss_scale():g}, which cannot be lowered."
     elif skips > max_consecutive_skips and not by_rule:
-        what = f"have overflowed at every step, the loss scale is {loss_scale():g}."
+        what = f"have overflowed at every step; the loss scale is {loss_scale():g}."
     elif rule is not None and (much or skips > max_consecutive_skips):
         raise LossScaleError(
             f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "
             f"{rule.skipped_by_rule} steps in all; {skips} were skipped in a row, and the last "
-            f"gradients are of norm {rule.gradient_norm:g}. If that is the level now, begin the "
-            "rule anew, state._replace(skip_rule=tx.init(params).skip_rule), or take "
+            f"gradients have a norm of {rule.gradient_norm:g}. If that is the new level, restart "
+            "the rule, state._replace(skip_rule=tx.init(params).skip_rule), or use "
             "skips.spikes(), which finds such a level by itself"
         )
     else:
@@ -96,6 +96,6 @@ def raise_if_stuck(
     blame = "" if leaves is None else f"\n{explain(leaves, taps=taps, loss=loss)}"
     raise LossScaleError(
         f"gradients {what}{skipped} Look for NaN or inf in the loss and the model. If gradients "
-        "are large and not broken, allow a smaller scale (min_scale), or compute the layer that "
+        "are large but not broken, allow a smaller scale (min_scale), or compute the layer that "
         f"overflows in float32.{blame}"
     )

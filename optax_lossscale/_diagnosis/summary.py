@@ -1,4 +1,4 @@
-"""What kinds of numbers an array holds; in one reading, where it is on one device."""
+"""What kinds of numbers an array holds, found in one pass if it is on one device."""
 
 import math
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from optax_lossscale._arrays.precision import at_least_float32, is_inexact
 
 
 class Summary(NamedTuple):
-    """How many numbers of an array are of which kind, in a floating-point dtype.
+    """How many numbers of each kind an array holds, in a floating-point dtype.
 
     Each is float32, so that it can be a gradient's leaf: shape (), or that of a stack of
     probes. Counts are rounded above 2**24. A complex number counts as two.
@@ -25,7 +25,7 @@ class Summary(NamedTuple):
       zeros: how many are zero, or would be flushed to it.
       subnormals: how many are below the smallest normal number, and not zero.
       infinities: how many are ±inf, or would overflow to it.
-      positive_infinities: how many of these are +inf, as none are that a mask puts there.
+      positive_infinities: how many of these are +inf, which a mask does not put there.
       nans: how many are NaN.
       largest: the largest absolute value as given, NaNs aside, not as the dtype rounds it.
     """
@@ -85,12 +85,12 @@ def inexact_leaves(tree: Any) -> dict[str, Any]:
 
 
 def _thresholds(dtype: np.dtype, given: np.dtype) -> tuple[float, float, float]:
-    """The largest that rounds to zero, the least to a normal number, the least to infinity."""
+    """The largest number that rounds to 0, the least to a normal one, the least to infinity."""
     info = jnp.finfo(dtype)
     half_step = float(info.smallest_subnormal) / 2
     largest = float(info.max)
     half_ulp = math.ldexp(float(info.eps), math.frexp(largest)[1] - 2)
-    is_narrow = dtype.itemsize < max(given.itemsize, 4)  # than what it is compared in
+    is_narrow = dtype.itemsize < max(given.itemsize, 4)  # than the dtype of the comparison
     limit = largest + half_ulp if is_narrow else math.inf
     return half_step, float(info.tiny) - half_step, limit
 

@@ -29,7 +29,7 @@ def probe(shape: int | tuple[int, ...] = ()) -> Probe:
     """An empty record, to be filled by a `tap`: a `Probe` of float32 zeros.
 
     Args:
-      shape: of each of its leaves: `()` for one place, or the number of layers for a stack of
+      shape: the shape of each leaf: `()` for one place, or the number of layers for a stack of
         them that `lax.scan` goes through.
 
     Example:
@@ -43,29 +43,29 @@ def probe(shape: int | tuple[int, ...] = ()) -> Probe:
 
 
 def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
-    """`x` itself, whose value and gradient leave their `Summary` in the probe's gradient.
+    """Returns `x`, and records its value's and gradient's `Summary` in the probe's gradient.
 
     A probe is an argument of the loss function like the parameters, and what was recorded comes
-    out as the gradient with respect to it, in the one pass that computes the others: under
+    out as the gradient with respect to it, in the same pass that computes the others: under
     `jit`, `scan`, `remat` and sharding, with no callback to the host. `None` for a probe, or one
     whose gradient is not asked for, compiles to nothing. Reverse mode only.
 
-    A probe that is tapped twice, or by a `vmap` that does not map it, records sums, of `largest`
-    too. Under `shard_map` a replicated probe sees all replicas; under `pmap`, or with
+    A probe that is used twice, or under a `vmap` that does not map over it, records sums, even of
+    `largest`. Under `shard_map` a replicated probe sees all replicas; under `pmap`, or with
     `check_vma=False`, each replica records its own. A place that the loss does not depend on
     records nothing.
 
     Args:
       x: a floating-point or complex array, any shape.
-      probe: from `probe()`, in whatever tree names the places; or None, for off. The order of the
-        tree should be the model's. Of several taps in one scanned layer, give their stacks in a
-        container of their own.
+      probe: from `probe()`, in any tree that names the places; or None, to record nothing. The
+        tree should be in the model's order. If a scanned layer has several taps, put their stacks
+        into a container of their own.
 
     Returns:
       `x`.
 
     Raises:
-      TypeError: if `x` is no such array, or `probe` no `Probe` of one place.
+      TypeError: if `x` is not such an array, or `probe` not a `Probe` of one place.
 
     Example:
       Two places of a model, and a third argument that is off by default:
@@ -92,11 +92,11 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
         return x
     if not isinstance(probe, Probe):
         kind = type(probe).__name__
-        raise TypeError(f"a probe is made by probe(), or is None, got {kind}; of a tree pass one")
+        raise TypeError(f"a probe is made by probe(), or None, got {kind}; of a tree, pass one")
     if shape := np.shape(probe.value.size):
         raise TypeError(
-            f"a tap takes the probe of one place, shape (), got one of shape {shape}; of a stack "
-            "pass the slices through lax.scan"
+            f"a tap takes the probe of one place, shape (), got one of shape {shape}; pass the "
+            "slices of a stack through lax.scan"
         )
     return _tap(x, probe)
 
@@ -119,7 +119,7 @@ def _backward(residuals, cotangent):
         most = lax.pmax([summary.largest for summary in record], axes)
         totals = zip(lax.psum(record, axes), most, strict=True)
         record = Probe(*(total._replace(largest=largest) for total, largest in totals))
-    # The sum varies over the axes that the probe varies over, where the record does not.
+    # Added to zeros, the record varies over the axes that the probe varies over.
     return cotangent, jax.tree.map(lambda r, p: r + jnp.zeros_like(p), record, probe)
 
 

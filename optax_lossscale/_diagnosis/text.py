@@ -17,10 +17,10 @@ def some(names: Sequence[str], what: str = "more") -> str:
 
 
 def table(rows: Sequence[Sequence[str]], text: Sequence[int] = (0,)) -> list[str]:
-    """Rows as lines, their first column shortened to fit, and aligned as `text` or as numbers."""
+    """Rows as lines; the first column is shortened to fit, and columns in `text` align left."""
     _, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     room = max(_COLUMNS - sum(widths) - 2 * len(widths), 24)
-    third = room // 3  # of a long name the end tells most
+    third = room // 3  # the end of a long name tells most
     fits = lambda name: name if len(name) <= room else f"{name[:third]}…{name[third + 1 - room :]}"
     rows = [(fits(name), *others) for name, *others in rows]
     widths = [max(len(row[0]) for row in rows), *widths]

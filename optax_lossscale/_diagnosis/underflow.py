@@ -26,7 +26,7 @@ class UnderflowReport:
     Attributes:
       leaves: the `Summary` of each leaf, under its path.
       loss_scale: the loss scale of these gradients; float32, shape ().
-      dtype: the dtype whose range the numbers are held against.
+      dtype: the dtype whose range the numbers are compared with.
     """
 
     leaves: dict[str, Summary]
@@ -42,8 +42,8 @@ class UnderflowReport:
     def best_scale(self) -> jax.Array:
         """The largest power of two times this scale that keeps all of these in range.
 
-        At most 2**127. Of these numbers alone: what overflows *inside* the model is `tap`'s and
-        `find_initial_scale`'s to say. NaN if some are ±inf or NaN as given, or all are zero.
+        At most 2**127. It depends on these numbers alone: to see what overflows *inside* the
+        model, use `tap` and `find_initial_scale`. NaN if some are ±inf or NaN, or all are zero.
         """
         total = self.total
         known = jnp.isfinite(total.largest) & (total.largest > 0) & (total.nans == 0)
@@ -56,7 +56,7 @@ class UnderflowReport:
 
     @property
     def groups(self) -> dict[str, Summary]:
-        """The `Summary` of all `blocks/*/mlp/w1`, say, the worst first. Waits for the device.
+        """A `Summary` for all `blocks/*/mlp/w1`, say; the worst first. Waits for the device.
 
         The worst are those with overflows, then those that lose the largest share.
         """
@@ -89,15 +89,15 @@ def underflow_report(
       scaled_grads: the gradients, still scaled; any pytree.
       loss_scale: the scale that they were computed with: whatever `get` takes, or an
         optimizer state that holds exactly one.
-      dtype: the floating-point dtype to hold them against.
+      dtype: the floating-point dtype to compare them with.
 
     Returns:
       An `UnderflowReport`: print it, with a row for each of the first twenty `groups`, or read
       its `leaves`, `groups`, `total` and `best_scale`.
 
     Raises:
-      ValueError: if `loss_scale` is no loss scale, or a state that holds none or several,
-        or `dtype` is not one of floating-point numbers.
+      ValueError: if `loss_scale` is not a loss scale, or a state that holds none or several,
+        or `dtype` is not a floating-point dtype.
 
     Example:
       >>> import jax.numpy as jnp
@@ -122,7 +122,7 @@ def _total(leaves: Collection[Summary]) -> Summary:
     """The `Summary` of several arrays together; not of what a `vmap` over models returned."""
     for shape in filter(None, (np.shape(leaf.size) for leaf in leaves)):
         raise TypeError(
-            f"this is a report of many models, with leaves of shape {shape}; take that of one: "
+            f"this is a report of many models, with leaves of shape {shape}; select one: "
             "jax.tree.map(lambda x: x[0], report)"
         )
     *counts, largest = map(jnp.stack, zip(empty(), *leaves, strict=True))

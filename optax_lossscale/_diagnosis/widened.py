@@ -15,7 +15,7 @@ from optax_lossscale._programs.run import Compute, Records, by_equation
 from optax_lossscale._programs.values import FLOAT32, HALVES, dtype_in, in_dtype, in_dtypes
 from optax_lossscale._programs.versions import bind, is_program, open_jaxpr, params_of
 
-_SHAPES = (jax.core.ShapedArray, jax.ShapeDtypeStruct)  # of what a foreign function returns
+_SHAPES = (jax.core.ShapedArray, jax.ShapeDtypeStruct)  # what a foreign function returns
 _COMBINE = ("add", "sub", "mul", "min", "max")
 _SCATTERS = {f"scatter-{how}": getattr(lax, f"scatter_{how}") for how in _COMBINE}
 _SCATTERS["scatter"] = lax.scatter
@@ -24,7 +24,7 @@ WIDE, DIGITS, ROUNDED = range(3)
 """How a result is rounded: not at all, to as many digits but with any exponent, or as written."""
 
 NAN_OF_INFINITY, INFINITY, NAN = range(1, 4)
-"""What an equation makes, of finite numbers but for the first. Of a loop the largest is noted."""
+"""What an equation makes; the last two, out of finite numbers. For a loop, the largest counts."""
 
 
 def evaluate(
@@ -33,15 +33,15 @@ def evaluate(
     """The results of a program with a float32 for every 16-bit float, and its records.
 
     A jaxpr of gradients holds the backward pass too, so this is what the same function would
-    compute if it had been written in float32. What is drawn at random stays the same, as its bits
-    are. Without a rule to compute equations, those that stay in 16 bits are recorded.
+    compute if it had been written in float32. Random numbers stay the same, as their bits do.
+    Without a rule to compute equations, those that stay in 16 bits are recorded.
     """
     widening = lambda number, eqn, ins: _widened(eqn, ins)
     return by_equation(jaxpr, compute or widening, held_dtype).call(args)
 
 
 def widely(eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """The results of an equation that holds no others, in float32 wherever that can be."""
+    """The results of an equation that holds no others, in float32 wherever possible."""
     return _widened(eqn, ins)[0]
 
 
@@ -62,11 +62,11 @@ def switching(modes: Any) -> Compute:
 
 
 def watching(mode: int, is_healed: Any) -> Compute:
-    """The rule that notes what is made that is not finite, and has 0 for it where told."""
+    """The rule that notes where non-finite numbers are made, and puts 0 for them where told."""
 
     def compute(n, eqn, ins):
         outs, name = (widely if mode == WIDE else rounded)(eqn, ins), eqn.primitive.name
-        # Of an index out of bounds, a gather makes NaN.
+        # For an index out of bounds, a gather makes NaN.
         if (is_exact(name) and name != "gather") or not any(map(is_inexact, outs)):
             return outs, None
         healed = [_healed(x, is_healed[n]) if is_inexact(x) else x for x in outs]
@@ -86,7 +86,7 @@ def adds_many(eqn: Any) -> bool:
 
 
 def _widened(eqn: Any, ins: Sequence[Any]) -> tuple[list[Any], Any]:
-    """The results in float32, and None; of what has no rule for that those in 16 bits, and 1."""
+    """The results in float32, and None; or in 16 bits, and 1, if there is no rule for float32."""
     if not _has_halves(eqn) or Is.OF_BITS in traits_of(eqn.primitive.name):
         return rounded(eqn, ins), None
     wanted = [(held_dtype(v.aval.dtype), v.aval.shape) for v in eqn.outvars]
@@ -109,15 +109,15 @@ def _in_float32(eqn: Any, ins: Sequence[Any]) -> list[Any]:
         half = len(ins) // 2
         return lax.reduce(ins[:half], ins[half:], computation, params["dimensions"])
     if any(is_program(x) or isinstance(x, _SHAPES) for x in _params(eqn)):
-        raise NotImplementedError("a kernel is in its dtypes, whatever it is given")
+        raise NotImplementedError("a kernel computes in its own dtypes, whatever it is given")
     if name == "convert_element_type":
         return [in_dtype(held_dtype(params["new_dtype"]), ins[0])]
     if name == "reduce_precision":
         info = jnp.finfo(dtype_in(eqn.outvars[0]))
         if params["exponent_bits"] >= info.nexp and params["mantissa_bits"] >= info.nmant:
-            return list(ins)  # as JAX writes where a policy of `jax.checkpoint` saves a value
+            return list(ins)  # JAX inserts it where a `jax.checkpoint` policy saves a value
     if "precision" in params and not isinstance(params["precision"], (tuple, lax.Precision)):
-        params["precision"] = None  # an algorithm's, of operands in 16 bits
+        params["precision"] = None  # it is an algorithm for 16-bit operands
     is_half = lambda x: isinstance(x, (np.dtype, type)) and x in HALVES
     params = {k: FLOAT32 if is_half(x) else x for k, x in params.items()}
     return bind(eqn.replace(params=params), ins)
@@ -155,10 +155,10 @@ def _kinds(xs: Sequence[Any]) -> Any:
     return functools.reduce(jnp.maximum, map(_kind, filter(is_inexact, xs)), np.uint8(0))
 
 
-# Each is traced once for all equations of a shape, and reads it once.
+# Each of these is traced once for all equations of a shape, and reads the array once.
 @jax.jit
 def _kind(x: jax.Array) -> jax.Array:
-    """Whether there are NaNs, 2, or else infinities, 1."""
+    """2 if there are NaNs, else 1 if there are infinities, else 0."""
     return jnp.where(jnp.isnan(x), 2, jnp.isinf(x)).astype(jnp.uint8).max(initial=0)
 
 
@@ -169,7 +169,7 @@ def _healed(x: jax.Array, is_healed: jax.Array) -> jax.Array:
 
 @jax.jit
 def _made(given: jax.Array, made: jax.Array) -> jax.Array:
-    """What is made of what is given, of the kinds of both."""
+    """What an equation made, from the kinds of its operands and of its results."""
     of_any = jnp.where(given == 1, NAN_OF_INFINITY, made + 1)
     return jnp.where(made > given, of_any, 0).astype(jnp.uint8)
 

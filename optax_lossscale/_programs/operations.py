@@ -7,36 +7,36 @@ class Is(enum.Flag):
     """What an operation is; it may be several of these at once."""
 
     MOVES = enum.auto()
-    """Gives the numbers that it takes, in another place or shape; runs in 16 bits, if they are."""
+    """Returns its operands' numbers in another place or shape; runs in 16 bits if they are so."""
     SENDS = enum.auto()
     """Goes from device to device, where the bytes count."""
     SPREADS = enum.auto()
     """Gives many devices what one had, or says that it may differ: its derivative is a sum."""
     CHOOSES = enum.auto()
-    """Gives numbers that it takes, or their negatives; in float32, as its derivative may sum."""
+    """Returns some operands' numbers, or their negatives; in float32, as a derivative may sum."""
     CASTS = enum.auto()
     """Rounds to its result's dtype."""
     ADDS_TWO = enum.auto()
     ADDS_MANY = enum.auto()
     """Sums many terms: in 16 bits the last ones are lost once the sum is large.
 
-    What also goes from device to device has few, one for each, and may be in 16 bits all the same.
+    A sum over devices has few terms, one for each, and may be in 16 bits all the same.
     """
     NEAR = enum.auto()
-    """Its results have about the range of what it takes."""
+    """Its results have about the range of its operands."""
     SATURATES = enum.auto()
-    """Gives nearly the same for all large numbers."""
+    """Returns nearly the same for all large numbers."""
     EXPONENTIAL = enum.auto()
-    """Leaves the range of what it takes."""
+    """Its results leave the range of its operands."""
     CHEAP = enum.auto()
-    """To recompute it takes no longer than to read what it gives: a compiler fuses it."""
+    """Recomputing it takes no longer than reading its results: a compiler fuses it."""
     PRODUCT = enum.auto()
     OF_BITS = enum.auto()
     """Reads or makes the bits of a number, which are those of its own dtype."""
     OPAQUE = enum.auto()
-    """Runs code that no program shows, or whose size no shape tells."""
+    """Runs code that no jaxpr shows, or whose amount of work no shape tells."""
     KEEPS = enum.auto()
-    """Says itself what is kept for the gradient of the program that it holds."""
+    """Itself says what is kept for the gradient of the program that it holds."""
     INLINED = enum.auto()
     """Is no more than the program that it holds."""
 
@@ -110,7 +110,7 @@ _NAMES = {
     """,
 }
 TABLE = {name: traits for traits, names in _NAMES.items() for name in names.split()}
-"""What each operation is: nothing for one that is known, and treated as one that is not."""
+"""What each operation is: `Is(0)` for one that is known, but treated like an unknown one."""
 
 _HELD = {
     "jaxpr": """
@@ -126,11 +126,11 @@ _HELD = {
     "solve_jaxpr": "CustomRoot",
 }
 PROGRAMS = {name: held.split() for held, names in _HELD.items() for name in names.split()}
-"""The parameters that hold the programs which an operation runs, in the order of running."""
+"""The parameters that hold the programs that an operation runs, in the order of running."""
 
 
 def traits_of(name: str) -> Is:
-    """What the operation of a name is; nothing, if it is not known."""
+    """What the operation with a name is; `Is(0)` if it is unknown."""
     return TABLE.get(name, Is(0))
 
 

@@ -1,8 +1,8 @@
 """The interpreter: a program is run by a rule, and so are the programs that its equations hold.
 
 An equation that holds programs, as `scan` does, is entered with each of these run in another
-way. What runs them may return records beside the results, which loops and branches gather: of
-all rounds, branches and devices the largest is kept.
+way. Running them may return records beside the results, which loops and branches gather: the
+largest over all iterations, branches and devices is kept.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from optax_lossscale._programs.versions import constants, mapped_axes, open_jaxp
 from optax_lossscale._programs.walk import programs_in
 
 Records = dict[int, Any]
-"""What was noted of an equation, under its number: arrays, of which the maximum is kept."""
+"""What was noted about an equation, under its number: arrays, whose maximum is kept."""
 
 Compute = Callable[[int, Any, Sequence[Any]], tuple[list[Any], Any]]
 """Gives an equation's results, and a note or None, from its number, itself and its operands."""
@@ -37,8 +37,8 @@ class Run(NamedTuple):
 def by_equation(
     program: Any, compute: Compute, holds: Callable[[Any], Any], first: int = 0
 ) -> Run:
-    """How to run a program equation by equation, of which `numbered` counts from `first`."""
-    # Numbers are in the dtypes that `holds` gives for theirs.
+    """How to run a program equation by equation, numbered from `first` as by `numbered`."""
+    # Numbers are held in the dtypes that `holds` returns for their own.
     jaxpr = open_jaxpr(program)
     held = lambda x: in_dtype(holds(dtype_in(x)), x)
     all_held = lambda variables: list(map(holds, dtypes_in(variables)))
@@ -70,7 +70,7 @@ def by_equation(
 
 
 def numbered(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a program that are not entered, in order: their places number them."""
+    """The equations of a program that are not entered, in the order of their numbers."""
     for eqn in open_jaxpr(jaxpr).eqns:
         if is_entered(eqn):
             for program in programs_in(eqn):
@@ -90,7 +90,7 @@ def enter(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any],
 
 
 def is_placed(eqn: Any) -> bool:
-    """Whether a `jit` was told where to have what it takes or gives."""
+    """Whether a `jit` was told where to place its arguments or results."""
     told = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return any(map(_is_told, told))
 
@@ -188,7 +188,7 @@ def _shard_map(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[
 
 
 def _placed(shardings: Sequence[Any] | None, xs: Sequence[Any]) -> list[Any]:
-    """Arrays where `jit` was told to have them; None for nowhere in particular."""
+    """Arrays where `jit` was told to place them; None means nowhere in particular."""
     pairs = zip(xs, shardings or [None] * len(xs), strict=True)
     return [lax.with_sharding_constraint(x, s) if _is_told(s) else x for x, s in pairs]
 

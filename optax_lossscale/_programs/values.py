@@ -13,7 +13,7 @@ HALVES = frozenset({jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)})
 
 
 def dtype_in(x: Any) -> Any:
-    """The dtype of an array, a type, a variable or a literal; None for what has none."""
+    """The dtype of an array, a type, a variable or a literal; None if it has none."""
     return getattr(getattr(x, "aval", x), "dtype", None)
 
 
@@ -24,7 +24,7 @@ def is_float(v: Any) -> bool:
 
 
 def in_dtype(dtype: Any, x: Any) -> Any:
-    """An array in another dtype; what has none, or is to have none, as it came."""
+    """An array in another dtype; unchanged if it has no dtype, or is to have None."""
     given = dtype_in(x)
     if dtype is None or given is None or given == dtype:  # NumPy's float64 equals None
         return x
@@ -37,7 +37,7 @@ def in_dtypes(dtypes: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
 
 
 def dtypes_in(variables: Sequence[Any]) -> list[Any]:
-    """Those in which variables were traced."""
+    """The dtypes in which variables were traced."""
     return list(map(dtype_in, variables))
 
 
@@ -49,7 +49,7 @@ def is_product(eqn: Any) -> bool:
         return True
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     left = [len(v.aval.shape) - len(contracted) - len(batch) for v in eqn.invars]
-    # An outer product sums nothing, and a sum of products to single numbers leaves nothing.
+    # An outer product sums nothing, and a sum of products to single numbers leaves no axis.
     return bool(contracted) and any(left)
 
 

@@ -1,4 +1,4 @@
-"""What differs between the supported versions of JAX in the programs that it traces."""
+"""What differs between the supported versions of JAX in the programs that they trace."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ def function_name(jaxpr: Any) -> str:
 
 
 def params_of(eqn: Any) -> dict[str, Any]:
-    """An equation's parameters; since jax 0.12 an object may hold them, as a `custom_root`'s."""
+    """An equation's parameters; since jax 0.12 an object may hold them, as in `custom_root`."""
     return getattr(eqn.params.get("_prim"), "params", eqn.params)
 
 
@@ -53,6 +53,6 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
 
 
 def mapped_axes(eqn: Any) -> tuple[Any, ...]:
-    """The axes of the mesh that a `shard_map` maps over, beside those around it."""
+    """The axes of the mesh that a `shard_map` maps over, besides those mapped around it."""
     was = "manual_axes"  # before jax 0.10
     return tuple(eqn.params[was] if was in eqn.params else eqn.params["newly_manual_axes"])

@@ -35,7 +35,7 @@ class Equation(NamedTuple):
     """An equation in its place."""
 
     eqn: Any
-    around: Self | None  # the equation that holds the program which this is in
+    around: Self | None  # the equation that holds the program that this one is in
     runs: int  # how often; each branch of a `cond` counts as run, and the body of a `while` once
     source: str  # the line that made it, as `model.py:12 (f)`
     before: tuple[Any, ...]  # the dtypes of its operands before they were converted to wider ones
@@ -48,7 +48,7 @@ class Equation(NamedTuple):
 
     @property
     def holders(self) -> Iterator["Equation"]:
-        """Those around it, the innermost first."""
+        """The equations around it, the innermost first."""
         if self.around is not None:
             yield self.around
             yield from self.around.holders
@@ -71,7 +71,7 @@ def traced(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def programs_in(eqn: Any) -> list[Any]:
-    """The jaxprs that an equation runs, closed or without constants, as they are."""
+    """The jaxprs that an equation runs, closed or open, as they are."""
     params, name = params_of(eqn), name_of(eqn)
     if name in TABLE:
         found = [_parameter(params, parameter) for parameter in PROGRAMS.get(name, ())]
@@ -81,7 +81,7 @@ def programs_in(eqn: Any) -> list[Any]:
 
 
 def equations_in(eqn: Any) -> Iterator[Any]:
-    """Those of the programs that an equation runs, but for those that these hold."""
+    """The equations of the programs that an equation runs, but not those that these hold."""
     return (inner for program in programs_in(eqn) for inner in open_jaxpr(program).eqns)
 
 
@@ -97,7 +97,7 @@ def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
 
 
 def carried_by(eqn: Any) -> range:
-    """The operands that a loop carries from round to round, by number."""
+    """The operands that a loop carries from iteration to iteration, by number."""
     if eqn.primitive.name == "scan":
         n_consts, n_carry = scan_sizes(eqn)
         return range(n_consts, n_consts + n_carry)
@@ -107,7 +107,7 @@ def carried_by(eqn: Any) -> range:
 
 
 def is_opaque(eqn: Any) -> bool:
-    """Whether nothing can look into what an equation runs: a kernel, or a Python function."""
+    """Whether what an equation runs cannot be looked into: a kernel, or a Python function."""
     params = params_of(eqn)
     holds_functions = params is not eqn.params and any(map(callable, params.values()))
     is_known_so = Is.OPAQUE in traits_of(name_of(eqn))
@@ -115,7 +115,7 @@ def is_opaque(eqn: Any) -> bool:
 
 
 def equations(jaxpr: Any) -> Iterator[Equation]:
-    """Those of a jaxpr, and those inside them."""
+    """The equations of a jaxpr, and those inside them."""
     frameworks = tuple(filter(None, map(_folder, _FRAMEWORKS)))
 
     def within(jaxpr: Any, around: Equation | None, before: dict[Any, Any]) -> Iterator[Equation]:
@@ -131,7 +131,7 @@ def equations(jaxpr: Any) -> Iterator[Equation]:
             yield at
             if _keeps_numbers(eqn):
                 before |= dict.fromkeys(eqn.outvars, operands[0])
-            carried = carried_by(eqn)  # which are those operands in the first round alone
+            carried = carried_by(eqn)  # equal to those operands only in the first round
             for program, given in arguments_of(eqn):
                 inner = open_jaxpr(program)
                 pairs = zip(inner.invars, given, strict=False)
@@ -142,7 +142,7 @@ def equations(jaxpr: Any) -> Iterator[Equation]:
 
 
 def is_of_the_optimizer(eqn: Any) -> bool:
-    """Whether Optax made this by itself, and not in a loss function."""
+    """Whether Optax made this on its own, and not in a loss function."""
     folder, calls = _folder("optax"), _calls(eqn)
     if not folder or not calls:
         return False
@@ -152,7 +152,7 @@ def is_of_the_optimizer(eqn: Any) -> bool:
 
 
 def is_of_a_decomposition(eqn: Any) -> bool:
-    """Whether JAX made this by itself, in the derivative of a QR decomposition, say."""
+    """Whether JAX made this on its own, in the derivative of a QR decomposition, say."""
     file = inspect.getsourcefile(inspect.unwrap(jax.lax.linalg.qr))
     frames = getattr(eqn.source_info.traceback, "frames", ())
     return any(frame.file_name == file for frame in frames)
@@ -165,7 +165,7 @@ def _is_traced(x: Any) -> bool:
 
 
 def _parameter(params: dict[str, Any], name: str) -> Any:
-    """A parameter by its name, or a part of it, as `jaxprs.solve`."""
+    """A parameter by its name, or a part of one, such as `jaxprs.solve`."""
     name, _, part = name.partition(".")
     return attrgetter(part)(params[name]) if part else params.get(name)
 
@@ -211,17 +211,17 @@ def _keeps_numbers(eqn: Any) -> bool:
 
 
 def _source(eqn: Any, around: str, frameworks: tuple[str, ...]) -> str:
-    """The innermost line that is no framework's."""
+    """The innermost line that is not in a framework."""
     calls = _calls(eqn)
     for call in reversed(calls):
         if not call.startswith(frameworks):
             return _short(call)
-    # What a framework compiles and keeps has no line but its own: that of the call around it then.
+    # What a framework compiles and caches has only lines of its own: take that of the call around.
     return around or (_short(calls[-1]) if calls else "an unknown line")
 
 
 def _calls(eqn: Any) -> list[str]:
-    """The calls that led to an equation, but for JAX's own; the innermost is the last."""
+    """The calls that led to an equation, without JAX's own; the innermost is the last."""
     return source_info_util.summarize(eqn.source_info, num_frames=1000).splitlines()
 
 

@@ -1,4 +1,4 @@
-"""How much an equation computes: how many numbers, each of how many terms."""
+"""How much an equation computes: how many numbers, each from how many terms."""
 
 import math
 from typing import Any
@@ -15,13 +15,13 @@ def results_of(eqn: Any) -> int:
         return math.prod(shape) // math.prod(params["lhs_dilation"])
     if numbers := params.get("ragged_dot_dimension_numbers"):
         (contracted, _), _ = numbers.dot_dimension_numbers
-        if set(numbers.lhs_ragged_dimensions) & set(contracted):  # a part of the sum a group
+        if set(numbers.lhs_ragged_dimensions) & set(contracted):  # each group is a part of the sum
             return math.prod(shape[1:])
     return math.prod(shape)
 
 
 def terms_of(eqn: Any) -> int:
-    """How many numbers are added to each that an equation gives; over devices none is counted."""
+    """How many numbers each result of an equation sums; sums over devices are not counted."""
     name, params = eqn.primitive.name, eqn.params
     shape, *others = (tuple(getattr(v.aval, "shape", ())) for v in eqn.invars)
     if name == "conv_general_dilated":
@@ -38,7 +38,7 @@ def terms_of(eqn: Any) -> int:
         return 1
     adds = lambda e: Is.ADDS_TWO in traits_of(e.primitive.name)
     if "jaxpr" in params and not any(map(adds, open_jaxpr(params["jaxpr"]).eqns)):
-        return 1  # a reduction by another function than a sum
+        return 1  # a reduction by a function other than a sum
     if name == "cumsum":
         return shape[params["axis"]]
     if name.startswith("scatter"):  # at most, if all go to one place

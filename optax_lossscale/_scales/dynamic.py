@@ -1,4 +1,4 @@
-"""The loss scale that grows while gradients are finite and backs off when not."""
+"""The loss scale that grows while gradients are finite and backs off when they are not."""
 
 from functools import partial
 from typing import Literal, Self, get_args
@@ -17,10 +17,10 @@ _REFILL = partial(validation.one_of, options=get_args(Refill))
 
 
 class DynamicLossScale(LossScale):
-    """Grows after a run of finite steps, backs off at a step that is not.
+    """Grows after a run of finite steps, and backs off at a non-finite one.
 
-    The default of `with_loss_scale`. Where gradients are rare, take `HeadroomLossScale`: steps of
-    zero gradients raise this scale, so that the next that is not zero overflows.
+    The default of `with_loss_scale`. If gradients are rare, use `HeadroomLossScale`: steps whose
+    gradients are all zero raise this scale, so that the next nonzero gradients overflow.
 
     Source: TensorFlow's `DynamicLossScale`, whose defaults these are, after Micikevicius et al.,
     "Mixed Precision Training" (https://arxiv.org/abs/1710.03740); the further options are those of
@@ -39,32 +39,32 @@ class DynamicLossScale(LossScale):
             else:
                 loss_scale = max(loss_scale * backoff_factor, min_scale)
 
-    Every product is rounded once, from the factor as given: a `backoff_factor` of `1 / 3` is
+    Every product is rounded once, from the factor as given: a `backoff_factor` of `1 / 3` equals
     TensorFlow's division by 3. An overflow never raises a scale, not even one that was restored
     from below `min_scale`.
 
     Args:
       initial_scale: the loss scale before the first step, between the bounds.
-      growth_interval: finite steps in a row after which it grows.
-      growth_factor: what it grows by, at least 1.
-      backoff_factor: what a non-finite step multiplies it by, in (0, 1].
-      min_scale: the floor. Below 1 for models whose gradients are large.
+      growth_interval: finite steps in a row after which the scale grows.
+      growth_factor: what growth multiplies the scale by, at least 1.
+      backoff_factor: what a back-off multiplies the scale by, in (0, 1].
+      min_scale: the floor. Set it below 1 for models whose gradients are large.
       max_scale: the cap.
       hysteresis: how many non-finite steps it takes to back off.
-      hysteresis_refill: when that many are granted anew: `"growth"`, when the scale is due to grow
+      hysteresis_refill: when that count is refilled: `"growth"`, when the scale is due to grow
         (Megatron-LM, DeepSpeed); `"rescale"`, then and at a back-off (tf.contrib); `"finite"`, at
         each finite step (DeepSpeed's `consecutive_hysteresis`).
-      clip_growth: whether a growth past `max_scale` ends there (Flax) or does not take place.
+      clip_growth: whether growth past `max_scale` ends there (Flax) or does not take place.
       clip_backoff: whether a back-off past `min_scale` ends there or does not take place.
-      can_be_exhausted: whether an overflow that finds nothing left to lower makes it `exhausted`.
-      initial_growth_counter: finite steps in a row before the first, below `growth_interval`.
+      can_be_exhausted: whether an overflow at a scale that cannot fall makes it `exhausted`.
+      initial_growth_counter: the first `growth_counter`, below `growth_interval`.
 
     Attributes:
       growth_counter: finite steps in a row since the last growth; int32, shape ().
-      hysteresis_left: non-finite steps from now to a back-off; int32, shape ().
+      hysteresis_left: non-finite steps left until a back-off; int32, shape ().
 
     Raises:
-      ValueError: for an argument outside what is said above.
+      ValueError: for an argument outside the ranges above.
 
     Example:
       >>> import optax_lossscale as ols
@@ -135,7 +135,7 @@ class DynamicLossScale(LossScale):
             lowered = jnp.maximum(lowered, self.min_scale)
         else:
             lowered = jnp.where(lowered >= self.min_scale, lowered, scale)
-        lowered = jnp.minimum(lowered, scale)  # which may be below the floor, if it was restored
+        lowered = jnp.minimum(lowered, scale)  # a restored one may be below the floor
         left_after = self.hysteresis if self.hysteresis_refill == "rescale" else 1
         return self.replace(
             loss_scale=jnp.where(backs_off, lowered, scale),

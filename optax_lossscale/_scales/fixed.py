@@ -10,14 +10,14 @@ from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.loss_scale import AxisName, LossScale
 
-_SCALE = validation.scale_up_to(2.0**126)  # above, its reciprocal is not normal
+_SCALE = validation.scale_up_to(2.0**126)  # above this, the reciprocal is not normal
 
 
 class FixedLossScale(LossScale):
     """A constant loss scale; nothing is checked, and no step is skipped.
 
-    The scale is a constant of compiled steps, and one of 1 compiles to no scaling at all. Source:
-    TensorFlow's `FixedLossScale`.
+    Compiled steps hold the scale as a constant, and a scale of 1 compiles to no scaling at all.
+    Source: TensorFlow's `FixedLossScale`.
 
     Args:
       scale: the loss scale, from 1.18e-38 to 2**126, so that it and its reciprocal are normal
@@ -51,7 +51,7 @@ class FixedLossScale(LossScale):
         return self
 
     def update(self, grads: Any, axis_name: AxisName | None = None) -> tuple[Self, bool]:
-        """This very loss scale, and True: the gradients are not looked at."""
+        """This loss scale itself, and True: the gradients are not looked at."""
         return self, True
 
     def scale(self, tree: T) -> T:

@@ -12,8 +12,8 @@ from optax_lossscale._scales import validation
 def register_with_flax(cls: Any) -> None:
     """Makes Flax, once it is imported, save and restore the state of a `Stateful` class.
 
-    It would restore a type that it does not know as whatever was saved. As it may be imported
-    after the class was defined, call this whenever an instance is made.
+    Flax would restore a type that it does not know as whatever was saved. As it may be imported
+    after the class was defined, this is called whenever an instance is made.
     """
     flax = sys.modules.get("flax.serialization")
     if register := getattr(flax, "register_serialization_state", None):  # not while it is imported
@@ -30,10 +30,10 @@ def _from_state_dict(stateful: Any, saved: Any) -> Any:
     kind, current = type(stateful).__name__, _to_state_dict(stateful)
     if not isinstance(saved, dict) or set(saved) != set(current):
         found = validation.shown(list(saved) if isinstance(saved, dict) else saved)
-        raise ValueError(f"what is saved of a {kind} is {list(current)}; got {found}")
+        raise ValueError(f"a saved {kind} must hold {list(current)}; got {found}")
     for name, here in current.items():
         shape, saved_shape = np.shape(here), np.shape(saved[name])
         if shape != saved_shape:
-            given = f"has shape {saved_shape}, and here, of another configuration, {shape}"
-            raise ValueError(f"the {name} that is saved of a {kind} {given}")
+            given = f"has shape {saved_shape}; here, with another configuration, it has {shape}"
+            raise ValueError(f"the saved {name} of a {kind} {given}")
     return stateful.replace(**saved)

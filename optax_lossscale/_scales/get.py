@@ -1,4 +1,4 @@
-"""A loss scale from what a user may call one, and from where it is kept."""
+"""A loss scale from what a user may pass for one, and from a state that holds one."""
 
 from typing import Any, Literal, Self
 
@@ -60,19 +60,19 @@ def get(identifier: LossScaleLike) -> LossScale:
 
 
 def get_loss_scale(state: Any) -> LossScale:
-    """The one loss scale in an optimizer state, however deep it lies.
+    """The one loss scale in an optimizer state, however deeply nested.
 
     Args:
       state: a state of `with_loss_scale`'s transformation, or anything that holds one: the state
-        of an `optax.chain`, a train state, an `nnx.Optimizer`. A `LossScale` is its own.
+        of an `optax.chain`, a train state, an `nnx.Optimizer`; or a `LossScale` itself.
 
     Returns:
-      The `LossScale`, of arrays, also where `nnx` keeps them in variables.
+      The `LossScale`, made of arrays even where `nnx` keeps them in variables.
 
     Raises:
-      ValueError: if the state holds no loss scale, or more than one, of which variables of `nnx`
-        that two modules share count once; or if something is around `with_loss_scale` that
-        belongs inside, as `optax.MultiSteps`.
+      ValueError: if the state holds no loss scale, or more than one, where `nnx` variables that
+        two modules share count once; or if something is wrapped around `with_loss_scale` that
+        belongs inside, such as `optax.MultiSteps`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -109,8 +109,8 @@ def resolve(loss_scale: Any) -> LossScale:
     found = get_loss_scale(loss_scale)
     if shape := np.shape(found.loss_scale):
         raise ValueError(
-            f"the state is a stack, whose loss scale has shape {shape}, as vmap(tx.init) or pmap "
-            "makes one: call this under vmap or pmap, as in vmap(train_step)(params, state, batch)"
+            f"the state is a stack, whose loss scale has shape {shape}, as made by vmap(tx.init) "
+            "or pmap: call this under vmap or pmap, as in vmap(train_step)(params, state, batch)"
         )
     return found
 
@@ -122,17 +122,17 @@ def name_in_optax(state: Any) -> str | None:
 
 
 class _Given(LossScale):
-    """A scale that is an array, and so may be traced: state, where that of a fixed one is not."""
+    """A scale given as an array, which may be traced: it is state, unlike that of a fixed one."""
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         return self
 
 
-# What must not be around `with_loss_scale`, by the name of its state, and what it would do there.
+# What must not wrap `with_loss_scale`, by the name of its state, and what it would do there.
 _AROUND = {
     "MultiStepsState": ("MultiSteps", "sums scaled gradients and keeps the NaN of an overflow"),
-    "ConditionallyTransformState": ("conditionally_transform", "hands on some gradients scaled"),
-    "ApplyIfFiniteState": ("apply_if_finite", "keeps overflows from it, which never lower it"),
+    "ConditionallyTransformState": ("conditionally_transform", "passes some gradients on scaled"),
+    "ApplyIfFiniteState": ("apply_if_finite", "hides overflows from it, so they never lower it"),
     "MechanicState": ("contrib.mechanize", "learns its learning rate from scaled gradients"),
 }
 
@@ -153,7 +153,7 @@ def _loss_scales(state: Any) -> list[LossScale]:
 
 
 def _count(loss_scales: list[LossScale]) -> int:
-    """How many there are, where those of the same variables of `nnx` are one."""
+    """How many there are, where those in the same `nnx` variables count once."""
     leaves = [jax.tree.leaves(x, is_leaf=is_variable) for x in loss_scales]
     variables = [xs for xs in leaves if xs and all(map(is_variable, xs))]
     return len(leaves) - len(variables) + len({tuple(map(id, xs)) for xs in variables})
@@ -164,7 +164,7 @@ def _is_real_number(x: jax.Array) -> bool:
 
 
 def _is_config(x: Any) -> bool:
-    """Whether a dict is one for `get`, and not a state's."""
+    """Whether a dict is a config for `get`, and not part of a state."""
     match x:
         case {"preset": str()} | {"class_name": str(), "config": _}:
             return True

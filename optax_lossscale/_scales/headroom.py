@@ -13,15 +13,15 @@ from optax_lossscale._scales.stateful import checked, state_field
 
 # Exponents of two, or differences of them: bits.
 _OVERFLOW = 16  # float16's numbers are below 2**16
-_DEEP = 32  # of float16's 40: deeper, what used to fit is lost, and a smaller scale is no help
-_BOUND = 100  # of the scale, either way
-_NEVER = -1000  # below all exponents there are
+_DEEP = 32  # of float16's 40: any deeper, what used to fit is lost, and a smaller scale is no help
+_BOUND = 100  # of the scale's exponent, either way
+_NEVER = -1000  # below all possible exponents
 
 # Steps.
-_LONG = 2000  # what TensorFlow and PyTorch wait before a scale grows
-_EXCUSED = 64  # many, against the six overflows after which the batch is found to be at fault
+_LONG = 2000  # how long TensorFlow and PyTorch wait before a scale grows
+_EXCUSED = 64  # many, compared with the six overflows after which the batch is found at fault
 
-_MEMORY = 8  # shortest windows: a rare outlier should not lower the scale for long
+_MEMORY = 8  # times the shortest window: a rare outlier should not lower the scale for long
 
 
 class HeadroomLossScale(LossScale):
@@ -32,14 +32,14 @@ class HeadroomLossScale(LossScale):
 
     Two things cannot be measured:
 
-    - An overflow means that a gradient is at least this large, or that the batch is broken. So
-      the scale falls by more bits each time, and these are held in reserve until a gradient
+    - An overflow means that a gradient is too large for the scale, or that the batch is broken.
+      So the scale falls by more bits each time, and these are held in reserve until a gradient
       explains the overflow, or it is clear that no scale would have prevented it.
-    - Zeros mean that there is no gradient, or that all of it underflowed. So 2000 of them raise
-      the scale by 32 bits. If that is too much for the next gradient, it is taken back, and the
-      next raise takes 16 times as many zeros.
+    - A step of zeros means that there is no gradient, or that all of it underflowed. So 2000 of
+      them raise the scale by 32 bits. If that is too much for the next gradient, the raise is
+      undone, and the next one takes 16 times as many zeros.
 
-    The rule, where `k` is the exponent of the scale, and the size of a step that of its largest
+    The rule, where `k` is the exponent of the scale, and `size` that of the step's largest
     gradient::
 
         raised = 32 * (zeros // wait)                            # wait = 2000 at first
@@ -62,21 +62,21 @@ class HeadroomLossScale(LossScale):
             zeros = 0
         k = base - max(reserve, 0) + 32 * (zeros // wait)
 
-    Windows double from a single step to `window`, the shortest in use; the patience is a quarter
-    of that or of a longer one. An overflow that is neither excused nor the same one still doubles
-    the window: up to 8 times the shortest or, where it comes when half of the reserve was given
-    up, up to 8000 steps. Each 2000 quiet steps halve it. Sizes are remembered for 8 times the
-    shortest at most. The scale is a power of two between 2**-100 and 2**100, and zeros do not
-    count where 32 bits more would be too many.
+    Windows double from a single step to `window`, from then on the shortest; the patience is a
+    quarter of that, or of a longer window. An overflow that is neither excused nor a continuation
+    of the last one doubles the window: up to 8 times the shortest or, if it comes just after half
+    of the reserve was given up, up to 8000 steps. Every 2000 quiet steps halve it. Sizes are
+    remembered for at most 8 times the shortest. The scale is a power of two between 2**-100 and
+    2**100, and zeros do not count if 32 bits more would be too many.
 
-    What follows from the rule, and is tested:
+    These properties follow from the rule, and are tested:
 
     - Of gradients of about one size, with up to 10,000 zeros between any two, 95% are applied.
     - Without NaNs, and with gradients below 2**115, it skips at most 75 steps in a row.
     - After any history, and with a margin of 1, 4608 steps whose largest gradients are alike bring
       the scale within a factor of 4 of the best, unless it flushed all of them to zero.
 
-    Of two sizes more than 2**31 apart that take turns, it takes the larger for broken.
+    If gradients alternate between sizes more than 2**31 apart, it treats the larger as broken.
 
     Source: this library, after OpenSeq2Seq's `LogMaxScaler`. docs/benchmarks/policies.md compares
     it with the others.
@@ -84,34 +84,34 @@ class HeadroomLossScale(LossScale):
     Args:
       initial_scale: the loss scale before the first step, from 2**-100 to 2**100, rounded down to
         a power of two.
-      margin: how many bits to leave between the largest gradient and overflow, from 0 to 24. More
-        make fewer steps overflow and more gradients underflow.
-      window: how many measured steps a largest gradient is remembered for at least, and twice as
-        many at most, while nothing overflows; from 4 to 2**20.
+      margin: how many bits to leave between the largest gradient and overflow, from 0 to 24. With
+        more of them, fewer steps overflow and more gradients underflow.
+      window: for how many measured steps the largest gradient is remembered at least, and for
+        twice as many at most, while nothing overflows; from 4 to 2**20.
 
     Attributes:
       spare_bits: the bits between overflow and the largest gradient of the last step that was
         measured; 0 after an overflow and before the first step; int32, shape ().
 
     Raises:
-      ValueError: for an argument outside what is said above.
+      ValueError: for an argument outside the ranges above.
 
     Example:
       >>> import jax.numpy as jnp
       >>> import optax_lossscale as ols
       >>> ls, should_apply = ols.HeadroomLossScale().update({"w": jnp.array([0.0, 2.0**-9])})
-      >>> print(ls() * 2.0**-9)  # below 2**16 by the margin of one bit, and less than one more
+      >>> print(ls() * 2.0**-9)  # below 2**16 by the margin of one bit and less than one more
       16384.0
     """
 
     margin: int = checked(partial(validation.count, least=0, most=24), default=1)
     window: int = checked(partial(validation.count, least=4, most=2**20), default=64)
-    spare_bits: jax.Array = state_field(0)  # shape=(), dtype=int32, as all that follow
-    _largest: jax.Array = state_field(_NEVER)  # size in this window
-    _window: jax.Array = state_field(1)  # how long one is
+    spare_bits: jax.Array = state_field(0)  # shape=(), dtype=int32, like all that follow
+    _largest: jax.Array = state_field(_NEVER)  # the largest size in this window
+    _window: jax.Array = state_field(1)  # its length
     _quiet: jax.Array = state_field(0)  # measured steps since an overflow that was not excused
     _reserve: jax.Array = state_field(0)  # bits; below zero, how many overflows are excused
-    _zeros: jax.Array = state_field(0)  # steps since the last that measured something
+    _zeros: jax.Array = state_field(0)  # steps since the last one that measured something
     _wait: jax.Array = state_field(_LONG)  # how many of them raise the scale
     _exhausted: jax.Array = state_field(False)  # dtype=bool
 
@@ -131,7 +131,7 @@ class HeadroomLossScale(LossScale):
         return new._at(base), finite
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
-        """From the flag alone, which measures nothing.
+        """Adapts by the flag alone, which measures nothing.
 
         The scale falls at an overflow as it does in `update`, and doubles after each 2000 finite
         steps in a row.
@@ -146,7 +146,7 @@ class HeadroomLossScale(LossScale):
         """Whether the last step overflowed at a scale of 2**-100, the lowest."""
         return jnp.asarray(self._exhausted)
 
-    # Each of these three returns the loss scale, but for its scale, and the new `base`.
+    # Each of these three returns the new loss scale, still with the old scale, and the new `base`.
 
     def _after_overflow(self) -> tuple[Self, jax.Array]:
         taken_back = self.replace(_zeros=0, _wait=16 * self._wait)
@@ -194,7 +194,7 @@ class HeadroomLossScale(LossScale):
         )
 
     def _reserve_after(self, explained: jax.Array, quiet: jax.Array) -> jax.Array:
-        half = jnp.minimum(self._reserve, self._reserve // 2)  # of nothing that is excused
+        half = jnp.minimum(self._reserve, self._reserve // 2)  # a negative one stays
         left = jnp.where(quiet % self._patience() == 0, half, self._reserve)
         left = jnp.where(self._reserve >= _DEEP, -_EXCUSED, left)
         return jnp.where(explained, 0, left)

@@ -19,8 +19,8 @@ _DEVIATIONS = validation.number("in [0, 1e6]", lambda x: 0 <= x <= 1e6)
 class LogMaxLossScale(LossScale):
     """Puts the largest gradient where it is unlikely to overflow.
 
-    Takes log2 of each step's largest gradient for normally distributed, and chooses the scale at
-    which one `overflow_std_dev` deviations above the mean is 2**16. Source: OpenSeq2Seq's
+    Assumes that log2 of each step's largest gradient is normally distributed, and chooses the
+    scale at which one `overflow_std_dev` deviations above the mean is 2**16. Source: OpenSeq2Seq's
     `LogMaxScaler` (https://arxiv.org/abs/1805.10387). The rule, with bias-corrected averages::
 
         x = log2(amax) if grads_finite else 2 ** log_max
@@ -28,8 +28,8 @@ class LogMaxLossScale(LossScale):
         spread = sqrt(average(x ** 2, beta2) - average(x, beta2) ** 2)
         loss_scale = clip(2 ** (16 - mean - overflow_std_dev * spread), min_scale, max_scale)
 
-    but an overflow does not raise a scale that was restored from below `min_scale`. `adjust`, by
-    the flag alone, counts overflows and leaves finite steps out.
+    except that an overflow does not raise a scale that was restored from below `min_scale`.
+    `adjust`, which sees only the flag, counts overflows and ignores finite steps.
 
     Args:
       initial_scale: the loss scale before the first step, between the bounds.
@@ -38,7 +38,7 @@ class LogMaxLossScale(LossScale):
       log_max: an overflow counts as a log2 of `2**log_max`, as in the reference; at most 60.
       beta1: decay of the mean, in [0, 1).
       beta2: decay of the averages behind the spread, in [0, 1).
-      overflow_std_dev: how many deviations are to spare, from 0 to 1e6.
+      overflow_std_dev: how many deviations of headroom to leave, from 0 to 1e6.
 
     Attributes:
       mean: moving average of x with beta1, not bias-corrected; float32, shape ().
@@ -48,7 +48,7 @@ class LogMaxLossScale(LossScale):
       weight2: `beta2` to the number of steps; float32, shape ().
 
     Raises:
-      ValueError: for an argument outside what is said above.
+      ValueError: for an argument outside the ranges above.
 
     Example:
       >>> import jax.numpy as jnp

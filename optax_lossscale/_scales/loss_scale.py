@@ -1,4 +1,4 @@
-"""The abstract loss scale: what every loss scale is, has and does."""
+"""The abstract loss scale: what all loss scales have in common."""
 
 import abc
 import dataclasses
@@ -24,8 +24,8 @@ class LossScale(Stateful):
     subclass it and write `adjust`; that alone makes it a frozen dataclass and a pytree. Its fields
     are configuration: arguments of the constructor, static under `jit`, written by `get_config`.
     Those declared with `state_field` are state: array leaves, changed by `replace`. A
-    `__post_init__` has to call `super().__post_init__()`. What `adjust` returns should be finite
-    and positive, whatever the sequence.
+    `__post_init__` has to call `super().__post_init__()`. The scale that `adjust` returns should
+    be finite and positive after any sequence of steps.
 
     Attributes:
       initial_scale: the loss scale before the first step; configuration.
@@ -79,23 +79,23 @@ class LossScale(Stateful):
         """Checks the gradients and adapts the scale.
 
         Args:
-          grads: the unscaled gradients, any pytree; `None` leaves are ignored. From a step
-            with a `mask` that leaves some out, a list of the others.
+          grads: the unscaled gradients, any pytree; `None` leaves are ignored. In a step whose
+            `mask` leaves some out, a list of the others.
           axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas decide
-            alike, at the cost of communicating one scalar.
+            together, at the cost of communicating one scalar.
 
         Returns:
           The new loss scale, and `should_apply`, a bool, shape (); the Python bool True where
           nothing was checked.
 
         Raises:
-          ValueError: if `axis_name` names no axis of a `pmap` or `shard_map` around.
+          ValueError: if `axis_name` names no axis of an enclosing `pmap` or `shard_map`.
         """
         finite = on_all_replicas(all_finite(grads), axis_name)
         return self.adjust(finite), finite
 
     def exhausted(self) -> jax.Array:
-        """Whether the last step overflowed and there was nothing left to lower.
+        """Whether the last step overflowed and the scale could not be lowered.
 
         A bool, shape (); False unless overridden. Where it is True, `raise_if_stuck` raises.
         """
@@ -115,9 +115,9 @@ class LossScale(Stateful):
 
         In the dtypes of `scale`; exact for a power of two, else within an ulp or two.
         """
-        # XLA turns x / scale into x * (1 / scale), and above 2**126 that is subnormal and flushed
-        # to zero. Hence two factors, a barrier that keeps XLA from multiplying them, and quotients
-        # for both: what is simpler XLA would compute anew in the kernel of each leaf.
+        # XLA turns x / scale into x * (1 / scale), and above 2**126 the latter factor is subnormal
+        # and flushed to zero. Hence two factors, a barrier that keeps XLA from multiplying them,
+        # and quotients for both: anything simpler XLA would recompute in the kernel of each leaf.
         scale = lax.optimization_barrier(self)()
         shift = jnp.where(scale > 2.0**100, jnp.float32(4.0), jnp.float32(1.0))
 
@@ -143,9 +143,9 @@ class LossScale(Stateful):
         """The loss scale that `get_config` described, in its initial state.
 
         Args:
-          config: `{"class_name": …, "config": {…}}`, naming this class or the last defined
-            subclass of the name. One with the name of a class of this library goes by its module
-            as well, `my_module.DynamicLossScale`.
+          config: `{"class_name": …, "config": {…}}`, naming this class or the last subclass
+            defined with that name. One that shares its name with a class of this library is
+            named with its module, `my_module.DynamicLossScale`.
 
         Raises:
           ValueError: for a malformed config, an unknown class, or an unknown or missing key.
@@ -173,13 +173,13 @@ def choose(grads_finite: jax.typing.ArrayLike, after_finite_step: T, after_overf
     """The one loss scale or the other, leaf by leaf."""
     if not hasattr(grads_finite, "dtype") and not isinstance(grads_finite, (bool, int, float)):
         got = validation.shown(grads_finite)
-        raise TypeError(f"grads_finite must be a bool, got {got}. What takes gradients is update")
+        raise TypeError(f"grads_finite must be a bool, got {got}. For gradients there is update")
     where = lambda finite, overflow: jnp.where(grads_finite, finite, overflow)
     return jax.tree.map(where, after_finite_step, after_overflow)
 
 
 def largest_of_all(grads: Any, axis_name: AxisName | None) -> jax.Array:
-    """The largest absolute gradient of all replicas; infinity if one of them is not finite."""
+    """The largest absolute gradient of all replicas; infinity if any gradient is not finite."""
     return across(lax.pmax, largest(grads), axis_name)
 
 

@@ -23,7 +23,7 @@ def state_field(default: Any = dataclasses.MISSING, *, init: Literal[False] = Fa
     Args:
       default: its first value. A bool, int or float becomes a bool, int32 or float32
         scalar; arrays keep their dtype. Without a default, `__post_init__` sets it.
-      init: False: state is no argument of the constructor.
+      init: always False: state is not an argument of the constructor.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -37,8 +37,8 @@ def state_field(default: Any = dataclasses.MISSING, *, init: Literal[False] = Fa
       >>> print(ls.overflows, ls.overflows.dtype)
       1 int32
     """
-    # NumPy values: strongly typed, impossible to donate away, and made without waking a JAX
-    # backend, which has to sleep until `jax.distributed.initialize`.
+    # NumPy values: strongly typed, impossible to donate away, and made without starting a JAX
+    # backend, which must not happen before `jax.distributed.initialize`.
     field = functools.partial(dataclasses.field, init=init, metadata={state_field: True})
     if default is dataclasses.MISSING:
         return field()
@@ -46,13 +46,13 @@ def state_field(default: Any = dataclasses.MISSING, *, init: Literal[False] = Fa
     array = np.asarray(default, dtype)
     if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != np.bool_:
         got = validation.shown(default)
-        raise TypeError(f"a state starts as a number or an array of numbers, got {got}")
-    value = array[()]  # a scalar of what has no dimensions
+        raise TypeError(f"a state must start as a number or an array of numbers, got {got}")
+    value = array[()]  # a scalar, if it has no dimensions
     return field(default_factory=lambda: value)
 
 
 def checked(check: Check, *, default: Any = dataclasses.MISSING) -> Any:
-    """Declares a field that its check converts, also where a subclass declares it anew."""
+    """Declares a field that its check converts, even if a subclass declares it anew."""
     return dataclasses.field(default=default, metadata={checked: check})
 
 
@@ -61,7 +61,7 @@ def checked(check: Check, *, default: Any = dataclasses.MISSING) -> Any:
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stateful(abc.ABC):
-    """What loss scales and rules of skipping are; `==` of two waits for the device."""
+    """The base class of loss scales and skip rules; `==` of two waits for the device."""
 
     _state_names: ClassVar[list[str]]
     _static_names: ClassVar[list[str]]
@@ -104,7 +104,7 @@ class Stateful(abc.ABC):
         if unknown := sorted(set(state) - set(self._state_names)):
             raise TypeError(
                 f"{type(self).__name__} has no state {', '.join(unknown)}; its state fields are "
-                f"{', '.join(self._state_names)}. For another configuration construct a new one."
+                f"{', '.join(self._state_names)}. For another configuration, construct a new one."
             )
         new = {k: _as_state(k, v, getattr(self, k).dtype) for k, v in state.items()}
         return self._with_attributes(vars(self) | new)

@@ -33,16 +33,16 @@ class ToleranceLossScale(LossScale):
                 overflows = steps = 0
                 loss_scale = max(loss_scale / factor, threshold)
 
-    but it stays, and is `exhausted`, instead of falling to `min_scale` or below. An overflow never
-    raises a scale, not even one that was restored from below `threshold`.
+    except that the scale stays, and is `exhausted`, instead of falling to `min_scale` or below. An
+    overflow never raises a scale, not even one that was restored from below `threshold`.
 
     Args:
       initial_scale: the loss scale before the first step, above `min_scale`.
-      growth_interval: finite steps in a row after which it grows.
-      factor: what it is multiplied or divided by, at least 1.
+      growth_interval: finite steps in a row after which the scale grows.
+      factor: what the scale is multiplied or divided by, at least 1.
       tolerance: the share of overflows that it takes to back off, in [0, 1].
-      threshold: a floor at which it stays without being exhausted, or None.
-      min_scale: what it always stays above.
+      threshold: a floor at which the scale stays without being exhausted, or None.
+      min_scale: what the scale always stays above.
 
     Attributes:
       growth_counter: finite steps in a row since the last growth; int32, shape ().
@@ -50,7 +50,7 @@ class ToleranceLossScale(LossScale):
       overflows: overflows since the last back-off; int32, shape ().
 
     Raises:
-      ValueError: for an argument outside what is said above.
+      ValueError: for an argument outside the ranges above.
 
     Example:
       >>> import optax_lossscale as ols

@@ -1,4 +1,4 @@
-"""What a constructor's argument may be, and the errors that say so."""
+"""What arguments may be, and the errors that say so."""
 
 import inspect
 import reprlib
@@ -25,13 +25,13 @@ def shown(value: Any) -> str:
     """A value in an error message: never long, whatever it is."""
     try:
         text = " ".join(_SHORT.repr(value).split())
-    except ValueError:  # an int of too many digits to be written down
+    except ValueError:  # an int with too many digits to print
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 300 else f"{text[:300]}…"
 
 
 def warn(text: str) -> None:
-    """Warns, on the line of the user's that led here; a report, which says it itself, does not."""
+    """Warns at the user's line that led here, but not in a report, which says it itself."""
     frames = traceback.walk_stack(inspect.currentframe())
     modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
     users = (n for n, name in enumerate(modules) if name.split(".")[0] not in _OURS)
@@ -44,7 +44,7 @@ def refuse(name: str, value: Any, allowed: str) -> NoReturn:
 
 
 def python_number(value: Any) -> int | float | None:
-    """A number, or an array of one that is at hand, as a Python number; None for all else."""
+    """A number, or a concrete array of one, as a Python number; None for anything else."""
     if isinstance(value, (np.generic, np.ndarray, jax.Array)) and value.shape == ():
         if isinstance(value, jax.core.Tracer):
             return None
@@ -53,14 +53,14 @@ def python_number(value: Any) -> int | float | None:
 
 
 def is_numeric(value: Any) -> bool:
-    """Whether this is a number or an array of numbers, and no bool."""
+    """Whether this is a number or an array of numbers, and not bools."""
     if hasattr(value, "dtype"):
         return jnp.issubdtype(value.dtype, jnp.number)
     return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
 
 
 def number(allowed: str, holds: Callable[[float], bool]) -> Callable[[str, Any], float]:
-    """A check that an argument is a finite number of which something holds; as a Python float."""
+    """A check that an argument is a finite number for which `holds`; it returns a Python float."""
 
     def checked(name: str, value: Any) -> float:
         found = python_number(value)
@@ -114,7 +114,7 @@ def floating_dtype(name: str, value: Any) -> np.dtype:
 
 
 def dtype(value: Any) -> np.dtype | None:
-    """A dtype, or None for what is none."""
+    """A dtype, or None for anything that is not one."""
     try:
         return None if value is None else jnp.dtype(value)
     except TypeError:
@@ -127,7 +127,7 @@ def function(name: str, value: Any) -> None:
 
 
 def argnums(value: Any) -> tuple[int, ...]:
-    """Which positional arguments: an int, or a sequence of them."""
+    """Which positional arguments: an int, or a sequence of ints."""
     found = tuple(value) if isinstance(value, Sequence) else (value,)
     is_int = lambda n: isinstance(n, (int, np.integer)) and not isinstance(n, bool)
     if not all(map(is_int, found)):
@@ -136,7 +136,7 @@ def argnums(value: Any) -> tuple[int, ...]:
 
 
 def at_hand(name: str, tree: Any) -> None:
-    """Numbers that the host can read, not traced ones."""
+    """Raises unless the host can read these numbers: they must not be traced."""
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
         raise TypeError(
             f"{name} reads numbers on the host: call it outside jit, vmap and grad, on what the "
@@ -145,14 +145,14 @@ def at_hand(name: str, tree: Any) -> None:
 
 
 def construct(cls: Callable[..., Any], config: Any) -> Any:
-    """`cls(**config)`, where an unknown or missing key is a `ValueError` that lists all."""
+    """`cls(**config)`; an unknown or missing key raises a `ValueError` that lists them all."""
     parameters = inspect.signature(cls).parameters.values()
     allowed = [p.name for p in parameters]
     required = [p.name for p in parameters if p.default is inspect.Parameter.empty]
     if not isinstance(config, dict) or not set(required) <= set(config) <= set(allowed):
         needed = f", of which it needs {', '.join(required)}" if required else ""
         raise ValueError(
-            f"the config of {cls.__name__} is a dict with keys among {', '.join(allowed)}"
+            f"the config of {cls.__name__} must be a dict with keys among {', '.join(allowed)}"
             f"{needed}; got {shown(config)}"
         )
     return cls(**config)

@@ -16,7 +16,7 @@ class RollingSkipRule(SkipRule):
     needs_value = True
     length: int
     sigma_factor: float
-    least_history: int  # how many steps it takes to skip one
+    least_history: int  # how many steps it takes before one is skipped
     ddof: int = 1  # of the deviation: 1 for the unbiased one, or 0
     least_deviation: float = 0.0
     seen: jax.Array = state_field(0)  # how many steps the window holds; shape=(), dtype=int32

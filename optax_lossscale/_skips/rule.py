@@ -1,4 +1,4 @@
-"""The abstract rule: what decides from a step's norm and loss whether it is applied."""
+"""The abstract rule, which decides from a step's norm and loss whether it is applied."""
 
 import abc
 from typing import ClassVar, Self
@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.stateful import Stateful, state_field
 
-APPLIED_PER_SKIP = 20  # how many steps applied make up for one skipped
+APPLIED_PER_SKIP = 20  # how many applied steps make up for a skipped one
 _MOST = 2**30
 
 
@@ -21,17 +21,17 @@ class SkipRule(Stateful):
     Given to `with_loss_scale` as `skip=rule`. It sees only steps whose gradients, norm and loss
     are finite: others are skipped without it, and not counted as its own.
 
-    A rule is immutable: `update` returns a new one. For one of your own, subclass it and write
+    A rule is immutable: `update` returns a new one. For a rule of your own, subclass it and write
     `decide`; that alone makes it a frozen dataclass and a pytree, as subclasses of `LossScale`
     are, with `state_field`s that `replace` changes.
 
     Attributes:
-      needs_value: whether a step has to be given its loss; of the class.
+      needs_value: whether a step has to be given its loss; a class attribute.
       gradient_norm: the global L2 norm of the unscaled gradients of the last step, infinite if
         the step was not finite; float32, shape (); state.
       skipped_by_rule: the finite steps skipped so far; int32, shape (); state.
-      skip_debt: 20 more for each finite step skipped and 1 less, down to 0, for each applied whose
-        gradients were not all zero; int32, shape (); state.
+      skip_debt: grows by 20 with each finite step skipped, and falls by 1, down to 0, with each
+        one applied whose gradients are not all zero; int32, shape (); state.
 
     Example:
       A rule that skips a step whose loss is twice the smallest so far:
@@ -81,11 +81,11 @@ class SkipRule(Stateful):
           The new rule, and `should_apply`; a bool, shape ().
 
         Raises:
-          ValueError: if the rule needs the loss, and there is none.
+          ValueError: if the rule needs the loss, but there is none.
         """
         if value is None and self.needs_value:
             raise ValueError(
-                f"the rule {type(self).__name__} looks at the loss, and the step was given none: "
+                f"the rule {type(self).__name__} looks at the loss, but the step was given none: "
                 "call apply_gradients(grads, state, params, value=loss), or update with value=loss"
             )
         norm = jnp.asarray(norm, jnp.float32)
@@ -93,7 +93,7 @@ class SkipRule(Stateful):
         new, should_apply = self.decide(norm, value)
         if jax.tree.structure(new) != jax.tree.structure(self):
             raise TypeError(
-                f"{type(self).__name__} must become another of its kind, with the same "
+                f"{type(self).__name__} must become a rule of its own type and "
                 f"configuration: return self.replace(…) from decide. Got {validation.shown(new)}"
             )
         skipped, debt = self.skipped_by_rule, new.skip_debt

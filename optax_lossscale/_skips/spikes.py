@@ -12,10 +12,10 @@ from optax_lossscale._scales.stateful import checked, state_field
 from optax_lossscale._skips.rule import APPLIED_PER_SKIP, SkipRule
 
 _DEVIATION = 1.4826  # of a normal distribution, in distances from its median to a quartile
-_FEWEST = 8  # steps without which nothing is known
-_ENOUGH = 24.0  # before them, proportionally more is allowed
+_FEWEST = 8  # with fewer steps, nothing is known
+_ENOUGH = 24.0  # with fewer steps, proportionally more is allowed
 _COMMON = 3  # as many steps as this are no accident
-_ABOVE_ALL = 1e3  # in the place of a logarithm that is not known
+_ABOVE_ALL = 1e3  # in place of a logarithm that is not known
 
 _POSITIVE = validation.number("above 0 and at most 1e6", lambda x: 0 < x <= 1e6)
 
@@ -27,7 +27,7 @@ class SpikeSkipRule(SkipRule):
     least: float = checked(_POSITIVE, default=1.0)
     window: int = checked(partial(validation.count, least=16, most=2**20), default=64)
     max_skips: int = checked(partial(validation.count, least=0, most=2**20), default=16)
-    # Up to which the last step was usual, infinite while unknown; shape=(), dtype=float32.
+    # The largest values usual at the last step, infinite while unknown; shape=(), dtype=float32.
     norm_limit: jax.Array = state_field(float("inf"))
     value_limit: jax.Array = state_field(float("inf"))
     # Of the logarithms of norms and of losses.

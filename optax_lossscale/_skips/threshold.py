@@ -26,11 +26,11 @@ class ThresholdSkipRule(SkipRule):
 
 @dataclasses.dataclass(frozen=True)
 class DropNorm:
-    """From which norm on a step is skipped, by the moving average of norms."""
+    """The norm from which on a step is skipped, by the moving average of norms."""
 
     mean_factor: float  # how many times the mean
     stddev_factor: float  # and how many deviations more
-    min_count: int  # how many steps it takes; before, it is a norm of 1e10
+    min_count: int  # how many steps it takes; until then, it is 1e10
 
     def __call__(self, count: jax.Array, mean: jax.Array, stddev: jax.Array) -> jax.Array:
         threshold = mean * self.mean_factor

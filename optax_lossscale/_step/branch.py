@@ -30,16 +30,16 @@ def apply_or_skip(
     A conditional computes one of the two, and on CPU its results stay in place. A GPU's
     compiler gives those results buffers of their own and copies them afterwards, and a
     TPU's does so with updates; a select is part of the kernel that computes its result, and
-    stays in place, but then the step is computed every time. Hence None for `branch`, the
+    stays in place, but then the step is computed every time. Hence `branch=None` means the
     first on CPU and the second elsewhere, by the platform that the program is lowered for.
     """
     if should_apply is True:
         return update(unscaled, state.inner_state)
     if is_traced(should_apply):
-        # What is called several times, in the branches for several platforms, is traced once.
+        # It is called several times, in the branches for several platforms, but traced once.
         update = jax.jit(update)
 
-    # These take what they need as arguments: what they close over takes longer to trace.
+    # These take what they need as arguments: closing over it would take longer to trace.
     def apply(given, state):
         # Unscaled a second time, where that fuses with the inner update: so the check
         # leaves no unscaled copy of the gradients in memory.
@@ -62,7 +62,7 @@ def apply_or_skip(
         return select(should_apply, given, state)
     if not is_traced(should_apply):
         # Not compiled, so Python can branch. A `lax.cond` would be compiled anew at each step, as
-        # its functions are new ones, and what they close over kept for good as its constants.
+        # its functions are new ones, and would keep what they close over for good as constants.
         # Copies, as a compiled step returns: they may be donated, and zeros share one array.
         return apply(given, state) if should_apply else jax.tree.map(jnp.copy, skip(given, state))
     if branch == "cond":

@@ -1,4 +1,4 @@
-"""Whether a step is applied, and what the loss scale and the rule of skipping make of it."""
+"""Whether a step is applied, and what the loss scale and the skip rule make of it."""
 
 from functools import partial
 from typing import Literal
@@ -27,10 +27,10 @@ Skip = SkipRule | Literal["nonfinite"]
 def decide(
     unscaled: Prepared, state: LossScaleState, skip: Skip | None, axis_name: AxisName | None
 ) -> tuple[jax.Array | Literal[True], LossScaleState]:
-    """Whether to apply a step, and the state after it, but for its inner state.
+    """Whether to apply a step, and the state after it, except for its inner state.
 
     The first is a bool, shape (), or the Python bool True where nothing was checked. All replicas
-    along the axes decide alike, by the largest of their norms and the mean of their losses.
+    along the axes decide together, by the largest of their norms and the mean of their losses.
     """
     # What is measured is not differentiated.
     grads, value = lax.stop_gradient((unscaled.checked_grads(), unscaled.value))
@@ -40,21 +40,21 @@ def decide(
         norm, finite = across(lax.pmax, norm, axis_name), on_all_replicas(finite, axis_name)
 
     if finite is not None and type(state.loss_scale).update is LossScale.update:
-        # Whether they are finite is all that it looks at, and is known.
+        # Whether they are finite is all that it looks at, and is already known.
         loss_scale, should_apply = state.loss_scale.adjust(finite), finite
     else:
         loss_scale, should_apply = state.loss_scale.update(grads, axis_name)
         should_apply = should_apply if finite is None else finite & should_apply
     if jax.tree.structure(loss_scale) != jax.tree.structure(state.loss_scale):
         raise TypeError(
-            f"{type(state.loss_scale).__name__} must adapt to another of its kind, with the same "
+            f"{type(state.loss_scale).__name__} must adapt to a loss scale of its own type and "
             f"configuration: return self.replace(…) from adjust. Got {loss_scale!r}"
         )
     if should_apply is True and skip is not None:
         should_apply = on_all_replicas(all_finite(grads), axis_name)
 
     if value is not None:
-        # The forward pass does not depend on the loss scale: no other would have helped.
+        # The forward pass does not depend on the loss scale: no other scale would have helped.
         loss_finite = on_all_replicas(jnp.isfinite(value), axis_name)
         loss_scale = jax.tree.map(partial(jnp.where, loss_finite), loss_scale, state.loss_scale)
         should_apply = loss_finite & should_apply
@@ -67,7 +67,7 @@ def decide(
         if value is not None:
             value = across(lax.pmean, value.astype(jnp.float32), axis_name)
             should_apply = should_apply & jnp.isfinite(value)
-        # It sees finite steps alone, and learns nothing from the others.
+        # It sees only finite steps, and learns nothing from the others.
         after_seeing, allowed = rule.update(norm, value)
         unseen = rule.replace(gradient_norm=jnp.inf)
         rule = jax.tree.map(partial(jnp.where, should_apply), after_seeing, unseen)

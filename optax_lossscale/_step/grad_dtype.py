@@ -1,4 +1,4 @@
-"""The dtypes in which gradients come: what is differentiated is cast to them first."""
+"""The dtypes of gradients: what is differentiated is cast to them first."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -11,8 +11,8 @@ from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import dtype_of, is_inexact
 from optax_lossscale._scales import validation
 
-# A dtype, a tree of them with None for what stays, or a function to one; of other containers give
-# a function.
+# A dtype, a tree of them with None for what stays, or a function that returns one; for other
+# containers, use a function.
 GradDtype: TypeAlias = (
     DTypeLike
     | Mapping[Any, "GradDtype | None"]
@@ -23,7 +23,7 @@ GradDtype: TypeAlias = (
 
 
 def narrowed(grad_dtype: Any, differentiated: Any) -> Any:
-    """What is differentiated, its wider floats in the dtypes that grad_dtype says."""
+    """What is differentiated, with wider floats cast to the dtypes that grad_dtype says."""
     if _is_function(grad_dtype):
         grad_dtype = grad_dtype(differentiated)
         refuse_other_dtypes(grad_dtype)
@@ -39,9 +39,9 @@ def _cast(path: Any, x: Any, dtype: Any) -> Any:
     dtype, other = jnp.dtype(dtype), dtype_of(x)
     if other != dtype and other.itemsize == dtype.itemsize:
         raise ValueError(
-            f"grad_dtype={dtype} casts wider floats only, and {path_name(path)} is "
+            f"grad_dtype={dtype} only casts wider floats, but {path_name(path)} is "
             f"{other}: with {dtype} inputs the model would compute in float32. Keep the "
-            f"parameters in float32 or in {dtype}, or give grad_dtype={other}"
+            f"parameters in float32 or in {dtype}, or pass grad_dtype={other}"
         )
     return jnp.asarray(x, dtype) if other.itemsize > dtype.itemsize else x
 
@@ -53,6 +53,6 @@ def refuse_other_dtypes(grad_dtype: Any) -> None:
 
 
 def _is_function(grad_dtype: Any) -> bool:
-    """Whether it is to be called; dtypes, and modules as trees of them, only can be."""
+    """Whether it is to be called; dtypes, and modules as trees of them, are callable too."""
     is_leaf = jax.tree_util.all_leaves([grad_dtype])
     return is_leaf and callable(grad_dtype) and validation.dtype(grad_dtype) is None

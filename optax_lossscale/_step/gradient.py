@@ -39,13 +39,13 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
 
     Raises:
       TypeError: if the loss is not a real scalar.
-      ValueError: if `loss_scale` is no loss scale, or a state that holds none or several.
+      ValueError: if `loss_scale` is not a loss scale, or a state that holds none or several.
 
     Warns:
-      UserWarning: if the loss is float16 and the loss scale may come to 2**16: the gradient of
+      UserWarning: if the loss is float16 and the loss scale may reach 2**16: the gradient of
         such a loss, which is the loss scale itself, is infinite there.
 
-    Source: `optax.scale_gradient`, with a loss scale for the factor.
+    Source: `optax.scale_gradient`, with a loss scale as the factor.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -75,7 +75,7 @@ def _scaled_tangent(primals, tangents):
 
 
 def _warn_of_float16(loss: Any, loss_scale: LossScale) -> None:
-    """Warns of a loss in float16, where the loss scale may come to be more than that holds."""
+    """Warns of a loss in float16, if the loss scale may grow beyond what that holds."""
     is_fixed = isinstance(loss_scale, FixedLossScale)
     highest = loss_scale.initial_scale if is_fixed else getattr(loss_scale, "max_scale", math.inf)
     if getattr(loss, "dtype", None) == jnp.float16 and highest >= 2**16:
@@ -96,7 +96,7 @@ def value_and_scaled_grad(
     grad_dtype: GradDtype | None = None,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, Any]]:
-    """As `jax.value_and_grad`, but the gradients are those of the scaled loss.
+    """Like `jax.value_and_grad`, but the gradients are those of the scaled loss.
 
     Call it inside the training step, with the step's own state: a function made before the loop
     would keep the first loss scale.
@@ -108,26 +108,26 @@ def value_and_scaled_grad(
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`.
       grad_dtype: the dtype of the gradients, such as `jnp.float16` for half the memory: wider
-        floats are cast to it before they are differentiated. Or a tree of dtypes, and of `None`
-        for what stays, that is a prefix of what is differentiated, of several `argnums` of their
-        tuple; or a function from that to one. It is not what the model computes in, which is the
-        widest of what its operations are given: for products in 16 bits give `autocast(fun)`.
+        floats are cast to it before they are differentiated. Or a tree of dtypes, with `None` for
+        what stays, that is a prefix of what is differentiated (for several `argnums`, of their
+        tuple); or a function from that to one. The model itself computes in the widest dtype that
+        its operations are given: for products in 16 bits, pass `autocast(fun)`.
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:
       A function of `fun`'s arguments that returns `(value, scaled_grads)`: the value
       is `fun`'s own, not scaled, bit for bit; the gradients are *still scaled*, as
-      `with_loss_scale`'s transformation takes them. For the norm of the true ones take
-      `metrics(state)["gradient_norm"]`, where a rule of skipping measures it, else
+      `with_loss_scale`'s transformation takes them. For the norm of the true ones, use
+      `metrics(state)["gradient_norm"]` if a skip rule measures it, else
       `optax.global_norm(get_loss_scale(state).unscale(scaled_grads))`.
 
     Raises:
-      ValueError: if `loss_scale` is no loss scale, or a state that holds none or several; if
-        `grad_dtype` has other dtypes than floating-point ones; when called, if it is no prefix of
-        what is differentiated, or that has floats of another dtype that is as wide.
-      TypeError: if `fun` is no function or `argnums` no ints; when called, if the loss is no real
-        floating-point scalar, or what is to be differentiated no tree of arrays, or an
-        `nnx.Module`: differentiate modules by their own means, with `scale_gradient`.
+      ValueError: if `loss_scale` is not a loss scale, or a state that holds none or several; if
+        `grad_dtype` has dtypes other than floating-point ones; when called, if it is not a prefix
+        of what is differentiated, or that has floats of another dtype of the same width.
+      TypeError: if `fun` is not a function or `argnums` are not ints; when called, if the loss is
+        not a real floating-point scalar, or what is differentiated is not a tree of arrays, or is
+        an `nnx.Module`: differentiate modules with `nnx` and `scale_gradient`.
 
     Warns:
       UserWarning: when called, for a float16 loss, as `scale_gradient` does.
@@ -184,7 +184,7 @@ def loss_of(value: Any, has_aux: bool) -> Any:
 
 
 def refuse_shared_names(fun: Callable[..., Any], ours: Sequence[str], args: tuple) -> None:
-    """Raises for a keyword of ours that is the function's as well, and would not reach it."""
+    """Raises if a keyword of ours is also an argument of the function, and would not reach it."""
     try:
         signature = inspect.signature(fun)
         given = {*signature.bind_partial(*args).arguments}
@@ -196,7 +196,7 @@ def refuse_shared_names(fun: Callable[..., Any], ours: Sequence[str], args: tupl
     for name in (theirs - given).intersection(ours):
         raise TypeError(
             f"{name} is an argument of this call, and one of the function's own, which would not "
-            f"get it: bind that to it, as in functools.partial(function, {name}=…)"
+            f"get it: bind the latter, as in functools.partial(function, {name}=…)"
         )
 
 
@@ -204,12 +204,12 @@ def _refuse_modules(tree: Any) -> None:
     for x in found(is_module, tree):
         raise TypeError(
             f"{type(x).__name__} is an nnx.Module, whose batch statistics and random streams "
-            "jax.grad would lose. Differentiate with nnx.value_and_grad, of a loss function "
+            "jax.grad would lose. Differentiate with nnx.value_and_grad a loss function "
             "that returns scale_gradient(loss, optimizer.opt_state)"
         )
     for x in jax.tree.leaves(tree):
         if not is_array(x):
             raise TypeError(
-                f"a leaf of what is differentiated is no array, {x!r}: take, of Equinox, "
-                "eqx.filter_value_and_grad, of a loss that is scale_gradient(loss, state)"
+                f"a leaf of what is differentiated is not an array, {x!r}: with Equinox, use "
+                "eqx.filter_value_and_grad on a loss that is scale_gradient(loss, state)"
             )

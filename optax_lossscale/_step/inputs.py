@@ -19,7 +19,7 @@ from optax_lossscale._arrays.variables import found, plain
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.validation import LARGEST, is_numeric, refuse, shown
 
-# Bools, a tree of them, or a function to one; of other containers give a function.
+# Bools, a tree of them, or a function that returns one; for other containers, use a function.
 Mask: TypeAlias = (
     bool | np.bool_ | Mapping[Any, "Mask"] | tuple["Mask", ...] | list[Any] | Callable[[Any], Any]
 )
@@ -37,7 +37,7 @@ class Prepared:
       params: the parameters, or None.
       value: the true loss, shape (), or None.
       missing: the paths of the leaves and branches without a gradient. Their parameters stay as
-        they are, and so does what inner keeps of them.
+        they are, and so does what inner keeps for them.
       checked: for each gradient whether the mask keeps it; the others are not scaled.
     """
 
@@ -49,8 +49,8 @@ class Prepared:
 
     def unscaled(self, loss_scale: LossScale) -> Self:
         """With unscaled gradients, in float32 or wider."""
-        # A compiled step unscales in several places, in the branches of several platforms, and
-        # is traced once.
+        # A compiled step unscales in several places, in the branches of several platforms, but
+        # traces it once.
         unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
         return dataclasses.replace(self, grads=unscale(loss_scale, self.grads, self.checked))
 
@@ -67,16 +67,16 @@ class Prepared:
         return [g for g, checked in pairs if checked]
 
     def moved(self, move: Callable[[Any, Any], Any], updates: Any) -> Any:
-        """`move(param, update)` of each parameter, whose update is None without a gradient."""
-        above = 1 if self.params is not _like(self.params) else 0  # which of two trees it is in
+        """`move(param, update)` for each parameter; without a gradient, its update is None."""
+        above = 1 if self.params is not _like(self.params) else 0  # the key of one of two trees
         of_each = lambda path, p, u: move(p, None if self.is_missing(path[above:]) else u)
         return jax.tree.map_with_path(of_each, self.params, updates)
 
     def slots_kept(self, init: Callable[[Any], Any], new: Any, old: Any) -> Any:
-        """The new inner state, but for what it keeps of parameters without a gradient."""
+        """The new inner state, except for what it keeps for parameters without a gradient."""
         if not self.missing:
             return new
-        # By path: some slots are trees themselves (of SM3), others are missing (under a mask).
+        # By path: some slots are trees themselves (SM3's), others are missing (under a mask).
         is_own = lambda path, _: self.is_missing(path)
         try:
             is_kept = optax.tree.map_params(
@@ -88,8 +88,8 @@ class Prepared:
             )
         except Exception as error:
             raise ValueError(
-                "inner does not tell which part of its state belongs to a parameter whose "
-                "gradient is None, as optax.tree.map_params cannot read it: give zeros for that "
+                "inner does not show which part of its state belongs to a parameter whose "
+                "gradient is None, as optax.tree.map_params cannot read it: pass zeros for that "
                 "gradient, or leave the parameter out with optax.masked inside the wrapper"
             ) from error
         return jax.tree.map(lambda kept, n, o: o if kept else n, is_kept, new, old)
@@ -106,7 +106,7 @@ def prepare(
     if found(lambda x: isinstance(x, optax.MaskedNode), scaled_grads):
         raise ValueError(
             "with_loss_scale is inside optax.masked, optax.partition or optax.multi_transform, "
-            "which hand the gradients of all other parameters on as they are, scaled: wrap the "
+            "which pass the gradients of all other parameters on as they are, scaled: wrap the "
             "whole of it, as in with_loss_scale(optax.masked(inner, mask))"
         )
     refuse_other_leaves("the gradients", scaled_grads)
@@ -157,17 +157,17 @@ def refuse_other_leaves(name: str, tree: Any) -> None:
         if not is_array(x):
             raise TypeError(
                 f"{name} must be a tree of arrays, got {shown(x)} at {path_name(path)}; of a "
-                "model that holds other things give the arrays alone, as eqx.filter(model, "
-                "eqx.is_inexact_array) does"
+                "model that holds other things, pass only the arrays, such as eqx.filter(model, "
+                "eqx.is_inexact_array)"
             )
 
 
 def refuse_batch_of_updates(param: Any, update: Any) -> None:
-    """Raises for an update that has not the shape of its parameter."""
+    """Raises for an update that does not have the shape of its parameter."""
     if np.shape(update) != np.shape(param):
         raise ValueError(
             f"the update of a parameter of shape {np.shape(param)} has the shape "
-            f"{np.shape(update)}; gradients of a batch are to be averaged first"
+            f"{np.shape(update)}; average the gradients of a batch first"
         )
 
 
@@ -179,26 +179,26 @@ def refuse_other_masks(mask: Mask | None) -> None:
 
 
 def refuse_no_scalar(name: str, x: Any) -> None:
-    """Raises for what is no real number, shape ()."""
+    """Raises unless this is a real number, shape ()."""
     if not is_numeric(x) or np.iscomplexobj(x):
         raise TypeError(
-            f"{name} must be a real number, got {shown(x)}; of a pair (loss, aux) or of several "
-            "losses in a dict give the loss alone, or where a function returns the pair say "
+            f"{name} must be a real number, got {shown(x)}; of a pair (loss, aux), or of several "
+            "losses in a dict, pass the loss alone; if a function returns the pair, set "
             "has_aux=True"
         )
     if shape := np.shape(x):
         raise TypeError(
-            f"{name} must be a scalar, got shape {shape}; reduce it, with jnp.mean say"
+            f"{name} must be a scalar, got shape {shape}; reduce it, say with jnp.mean"
         )
 
 
 def is_traced(tree: Any) -> bool:
-    """Whether this is a step to compile, as far as it depends on what is given."""
+    """Whether a tree holds tracers: what depends on it is being compiled."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
 def zeros_like(tree: Any) -> Any:
-    """A tree of zeros; leaves of one type share theirs, as tracing them takes time."""
+    """A tree of zeros; leaves of one type share theirs, as tracing takes time."""
     of_kind = {jax.typeof(x): x for x in jax.tree.leaves(tree)}
     zeros = {kind: jnp.zeros_like(x) for kind, x in of_kind.items()}
     return jax.tree.map(lambda x: zeros[jax.typeof(x)], tree)
@@ -220,7 +220,7 @@ def _checked(grads: Any, mask: Mask | None) -> tuple[bool, ...]:
 def _of_checked(
     function: Callable[[list[Any]], list[Any]], grads: Any, checked: tuple[bool, ...]
 ) -> Any:
-    """Gradients in float32 or wider, and those that are checked by a function of their list."""
+    """Gradients in float32 or wider, with a function applied to the list of those checked."""
     leaves, structure = jax.tree.flatten(grads)
     done = iter(function([g for g, is_checked in zip(leaves, checked, strict=True) if is_checked]))
     pairs = zip(leaves, checked, strict=True)
@@ -235,17 +235,17 @@ _unscale_traced_once = jax.jit(_unscale, static_argnums=2)
 
 
 def _zeros_for_nonfinite(tree: Any) -> Any:
-    """The numbers, zero where they are not finite.
+    """The tree, with zeros for numbers that are not finite.
 
-    Each by itself, which waits for no answer from the check: so a clip's norm of them is
-    computed in the check's own pass.
+    Each number by itself, without waiting for the check: so a clip's norm is computed in the
+    same pass as the check.
     """
     of_leaf = lambda x, zero: lax.select(is_finite(x), x, zero) if is_inexact(x) else x
     return jax.tree.map(of_leaf, tree, zeros_like(tree))
 
 
 def _like(params: Any) -> Any:
-    """The tree that gradients are like: the parameters; of `optax.lookahead`, the fast ones."""
+    """The tree that gradients are like: the parameters; for `optax.lookahead`, the fast ones."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
@@ -268,6 +268,6 @@ def _refuse_other_shapes(grads: Any, params: Any) -> None:
 def _true_loss(value: ArrayLike) -> jax.Array:
     value = plain(value)
     refuse_no_scalar("value, the true loss,", value)
-    if isinstance(value, (int, np.integer)):  # of which int32 does not hold each
+    if isinstance(value, (int, np.integer)):  # which int32 may not hold
         value = np.float32(min(max(value, -LARGEST), LARGEST))
     return jnp.asarray(value)

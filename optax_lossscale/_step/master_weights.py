@@ -1,4 +1,4 @@
-"""Parameters in 16 bits, and what they lack of the float32 numbers that are trained."""
+"""Parameters in 16 bits, and what they lack to be the float32 numbers that are trained."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -24,9 +24,9 @@ class MasterWeightsState(NamedTuple):
     """State of `with_master_weights`.
 
     Attributes:
-      master_weights: what the parameters lack of float32 numbers; a tree like them, of uint16 for
-        bfloat16, float32 for float16 (in 8 bits, a pair of that and a scalar of the dtype), and
-        `optax.MaskedNode()` for the others.
+      master_weights: what the parameters lack to be float32 numbers; a tree like them, of uint16
+        for bfloat16, float32 for float16 (for 8 bits, a pair of that and a scalar of the dtype),
+        and `optax.MaskedNode()` for the others.
       inner_state: the state of the wrapped optimizer, for parameters in float32 or wider.
     """
 
@@ -41,7 +41,7 @@ class MasterWeightsState(NamedTuple):
 
         Returns:
           A tree like `params`. A parameter that was changed since the last step is taken as it is;
-          one in bfloat16 up to half of its last place, as the old one's dropped bits are added.
+          in bfloat16, to within half of its last place, as the old one's dropped bits are added.
         """
         join_narrow = lambda p, rest: p if _is_masked(rest) else join(p, rest)
         return jax.tree.map(join_narrow, params, self.master_weights)
@@ -53,8 +53,8 @@ def with_master_weights(
     """Trains 16-bit parameters as float32 numbers, the master weights.
 
     Most steps change a parameter by less than float16 or bfloat16 can add to it, and the change is
-    lost. So the state keeps what the parameters lack of float32 numbers; `inner` updates those,
-    and the updates handed out make the parameters their rounding::
+    lost. So the state keeps what the parameters lack to be float32 numbers; `inner` updates those
+    numbers, and the updates returned take the parameters to their rounding::
 
         weights = join(params, rest)
         new_params, rest = split(weights + inner's updates)
@@ -65,9 +65,9 @@ def with_master_weights(
     which makes 16 bits enough.) For float16 parameters, whose range is smaller, it is a copy.
     `optax.apply_updates(params, updates)` is exact wherever float32 holds the difference.
 
-    What a program does to its parameters between steps counts, as a clip or pretrained ones loaded
-    after `init`: where a float16 parameter is not the rounding of its copy, the copy is forgotten;
-    a bfloat16 one's 16 further bits say no more than where between two roundings it lies.
+    A program may change its parameters between steps, by a clip or by loading pretrained ones
+    after `init`: if a float16 parameter is not the rounding of its copy, the copy is forgotten;
+    the 16 further bits of a bfloat16 one only say where between two roundings it lies.
 
     *Nothing may come after it*, as that would change where the parameters land: give it the whole
     optimizer, `with_loss_scale(with_master_weights(optax.chain(…)))`. Another order is refused by
@@ -85,15 +85,15 @@ def with_master_weights(
     Returns:
       An `optax.GradientTransformationExtraArgs` with a `MasterWeightsState`. Its `update` needs
       `params`; its updates are float32 or wider. A parameter whose gradient is `None` stays, as do
-      its slots. Parameters in float32 or wider are left to `inner` alone, and kept once.
+      its slots. Parameters in float32 or wider are left to `inner` alone, and kept only once.
 
     Raises:
-      TypeError: in `update`, if the state is none of this transformation.
+      TypeError: in `update`, if the state is not one of this transformation.
       ValueError: in `update`, without `params`, or if their shapes or dtypes are not those
         that the state was made for.
 
     Example:
-      Sixteen steps, each of which changes a weight of 1 by a quarter of what float16 can:
+      Sixteen steps, each of which changes a weight of 1 by a quarter of float16's least change:
 
       >>> import jax.numpy as jnp, optax
       >>> import optax_lossscale as ols
@@ -131,9 +131,9 @@ def with_master_weights(
 
 
 def with_rest_of_narrow(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
-    """A state of `init` with what these parameters lack of float32 numbers.
+    """A state of `init` with what these parameters lack to be float32 numbers.
 
-    Inside `with_loss_scale` all parameters come in float32, and `init` saw none that lack any.
+    Inside `with_loss_scale` all parameters come in float32, so `init` saw none that lack any.
     """
     if not found(_is_state, state):
         return state
@@ -142,7 +142,7 @@ def with_rest_of_narrow(state: Any, init: Callable[[Any], Any], params: Any) -> 
 
 
 def refuse_other_order(state: Any) -> None:
-    """Raises for a state that shows that others change the updates of `with_master_weights`."""
+    """Raises for a state in which others change the updates of `with_master_weights`."""
     if _is_state(state) or not found(_is_state, state):
         return
     parts, name = _parts(state), name_in_optax(state)
@@ -150,8 +150,8 @@ def refuse_other_order(state: Any) -> None:
     if is_followed or name in _MAKERS_OF_OTHER_UPDATES:
         raise ValueError(
             "with_master_weights is followed by other transformations in optax.chain, or is "
-            f"inside one, here that of {name or 'a chain'}, which change where its updates make "
-            "the parameters land: give it the whole optimizer, as in with_loss_scale("
+            f"inside one, here that of {name or 'a chain'}, which change where its updates take "
+            "the parameters: give it the whole optimizer, as in with_loss_scale("
             "with_master_weights(optax.chain(…)))"
         )
     for part in parts:
@@ -172,7 +172,7 @@ def _parts(state: Any) -> list[Any]:
 
 
 def refuse_other_master_weights(state: Any, expected: Callable[[], Any]) -> None:
-    """Raises unless the master weights in a state are such as `init` makes of the parameters."""
+    """Raises unless the master weights in a state are like those that `init` makes."""
     if own := found(_is_state, state):
         for given, needed in zip(own, found(_is_state, expected()), strict=False):
             _compare(given.master_weights, needed.master_weights)
@@ -203,7 +203,7 @@ def _compare(given: Any, needed: Any) -> None:
     if own != other:
         raise ValueError(
             "the state of with_master_weights was made for other parameters: it keeps "
-            f"{shown(own)}, and these need {shown(other)}. Make a new state: tx.init(params)"
+            f"{shown(own)}, but these need {shown(other)}. Make a new state: tx.init(params)"
         )
 
 

@@ -33,23 +33,23 @@ class LossScaleState(NamedTuple):
     consecutive_skipped_steps: jax.Array
     skip_rule: SkipRule | None = None
 
-    if not TYPE_CHECKING:  # to which it would mean that every name is one
+    if not TYPE_CHECKING:  # to a type checker, it would make every name an attribute
 
         def __getattr__(self, name):
             raise AttributeError(
-                f"a LossScaleState has no {name!r}; what the wrapped optimizer keeps is its "
-                "inner_state: where a function takes that optimizer's own state, as "
-                "optax.contrib.schedule_free_eval_params does, give it state.inner_state"
+                f"a LossScaleState has no {name!r}; the wrapped optimizer's state is its "
+                "inner_state: if a function takes that optimizer's own state, as "
+                "optax.contrib.schedule_free_eval_params does, pass it state.inner_state"
             )
 
 
 def wrapper_states(state: Any) -> list[LossScaleState]:
-    """Every `LossScaleState` in an optimizer state, however deep it lies."""
+    """Every `LossScaleState` in an optimizer state, however deeply nested."""
     return [plain(x) for x in found(lambda x: isinstance(x, LossScaleState), state)]
 
 
 def refuse_other_states(state: Any) -> None:
-    """Raises for what is no state of this transformation, or came back as something else."""
+    """Raises for anything but a state of this transformation, as it was returned."""
     if not isinstance(state, LossScaleState):
         raise TypeError(
             "the state must be the LossScaleState that this transformation's init or its "
@@ -65,23 +65,23 @@ def refuse_other_states(state: Any) -> None:
         )
     if shape:
         raise ValueError(
-            f"the state is a stack of shape {shape}, as vmap(tx.init) or pmap makes one: take the "
+            f"the state is a stack of shape {shape}, as made by vmap(tx.init) or pmap: take the "
             "whole step under that vmap or pmap, too, as in vmap(train_step)(params, state, batch)"
         )
 
 
 def refuse_other_rules(state: LossScaleState, own: LossScale, own_rule: SkipRule | None) -> None:
-    """Raises for a loss scale or a rule of skipping that is not the transformation's."""
+    """Raises for a loss scale or a skip rule that is not the transformation's."""
     text = lambda x: x.get_config() if isinstance(x, LossScale) else shown(x)
     of_scale = "tx.init(params)._replace(inner_state=state.inner_state)"
     of_rule = "state._replace(skip_rule=tx.init(params).skip_rule)"
     for name, given, needed, remedy in (
         ("loss scale", state.loss_scale, own, of_scale),
-        ("rule of skipping", state.skip_rule, own_rule, of_rule),
+        ("skip rule", state.skip_rule, own_rule, of_rule),
     ):
         if jax.tree.structure(given) != jax.tree.structure(needed):
             raise ValueError(
-                f"the state's {name} is of another configuration than this transformation's:\n"
+                f"the state's {name} has another configuration than this transformation's:\n"
                 f"  state:          {text(given)}\n  transformation: {text(needed)}\n"
                 "Restore a checkpoint into what tx.init(params) returns. To go on with this "
                 f"configuration, keep the rest of the state: {remedy}"
@@ -89,10 +89,10 @@ def refuse_other_rules(state: LossScaleState, own: LossScale, own_rule: SkipRule
 
 
 def refuse_narrower(inner_state: Any, expected: Callable[[], Any]) -> None:
-    """Raises for an inner state that is narrower than `init` makes it, whose shapes it is given.
+    """Raises for an inner state that is narrower than `init` makes it, which `expected` shows.
 
-    Second moments of small gradients underflow in float16, and the state of a bare optimizer of
-    16-bit parameters holds them in it.
+    Second moments of small gradients underflow in float16, in which the state of a bare optimizer
+    of 16-bit parameters holds them.
     """
     if not any(map(is_narrow, jax.tree.leaves(inner_state))):
         return

@@ -62,7 +62,7 @@ class ScaledStep:
                 "gradients divided by the loss scale twice: wrap the whole optimizer, once"
             )
         return LossScaleState(
-            # Copies: what init hands out may be donated, and the optimizer lives on.
+            # Copies: what init returns may be donated, and the optimizer lives on.
             loss_scale=jax.tree.map(jnp.array, self.loss_scale),
             inner_state=_unaliased(jax.tree.map(strong, inner_state), params),
             should_apply=jnp.array(True),
@@ -77,7 +77,7 @@ class ScaledStep:
 
     @property
     def rule(self) -> SkipRule | None:
-        """What decides about finite steps, in its first state."""
+        """The rule that decides about finite steps, in its initial state."""
         return self.skip if isinstance(self.skip, SkipRule) else None
 
     def step(self, scaled_grads, state, params, value, extra_args, *, to_params):
@@ -89,7 +89,7 @@ class ScaledStep:
             refuse_other_master_weights(state.inner_state, expected)
             refuse_narrower(state.inner_state, expected)
         if value is None and self.rule is not None:
-            value = extra_args.get("loss")  # which is its name in MaxText and Levanter
+            value = extra_args.get("loss")  # its name in MaxText and Levanter
         given = prepare(scaled_grads, params, value, self.mask)
         unscaled = given.unscaled(state.loss_scale)
         should_apply, new_state = decide(unscaled, state, self.skip, self.axis_name)

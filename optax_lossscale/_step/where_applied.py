@@ -1,4 +1,4 @@
-"""What the forward pass changes besides: kept where the step was skipped."""
+"""What else the forward pass changes: kept as it was if the step was skipped."""
 
 from typing import Any, TypeVar
 
@@ -17,13 +17,13 @@ def where_applied(state: Any, new: T, old: T) -> T:
     """`new` if the last step was applied, else `old`.
 
     For batch statistics, where one NaN stays for good, for an average of the parameters, and for
-    whatever else a skipped step should not have touched: by itself it leaves the parameters and
-    the optimizer's state as they were, and nothing else.
+    anything else that a skipped step should not change: by itself, skipping leaves only the
+    parameters and the optimizer's state as they were.
 
     Args:
       state: the optimizer state after the step, with one `LossScaleState` in it; a train state
         or an `nnx.Optimizer` that holds it.
-      new: any pytree, what the step made; leaves that are no arrays are taken as they are.
+      new: any pytree that the step made; leaves that are not arrays are taken as they are.
       old: what was there before, the same tree.
 
     Returns:
@@ -54,7 +54,7 @@ def where_applied(state: Any, new: T, old: T) -> T:
     ids = lambda tree: set(map(id, found(is_variable, tree)))
     if ids(new) & ids(old):  # `nnx.state` hands out a module's own variables
         raise ValueError(
-            "old holds the very variables of new, so it is what the step has made of them. Take a "
+            "old holds the same variables as new, which the step has changed in place. Take a "
             "copy before the step: old = nnx.clone(nnx.state(model, nnx.BatchStat))"
         )
 

@@ -38,7 +38,7 @@ class _Update(Protocol):
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     """An optimizer that takes scaled gradients, as `with_loss_scale` makes it.
 
-    A pair of `init` and `update`, as every Optax transformation, with two methods more.
+    A pair of `init` and `update`, like every Optax transformation, with two more methods.
 
     Attributes:
       init: from the parameters to a `LossScaleState`.
@@ -61,24 +61,24 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
         The same as `update` followed by `optax.apply_updates`, inside the branch that applies or
         skips the step: on CPU the unscaled gradients and the updates are then never written to
-        memory. An `optax.chain` around the wrapper has no such method: there call these two.
+        memory. An `optax.chain` around the wrapper has no such method: there, call those two.
 
         Args:
-          scaled_grads: gradients of the scaled loss; a tree like `params`. A parameter whose
-            gradient, or that of its branch, is `None` stays as it is, and so do its own slots of
-            the inner state.
+          scaled_grads: gradients of the scaled loss; a tree like `params`. Where a gradient is
+            `None`, or a whole branch is, the parameters stay as they are, and so do their slots
+            in the inner state.
           state: the state that `init` or the last step returned.
           params: the parameters, in any floating-point dtype.
-          value: the true loss, shape (), passed on to the inner transformation, too. One that is
-            not finite skips the step, and leaves the loss scale as it was.
+          value: the true loss, shape (), also passed on to the inner transformation. If it is not
+            finite, the step is skipped, and the loss scale stays as it was.
           **extra_args: passed on to the inner transformation.
 
         Returns:
-          `(params, state)`: at a skipped step the parameters and the inner state are
-          bit for bit those before it.
+          `(params, state)`: after a skipped step, the parameters and the inner state are
+          bit for bit what they were before it.
 
         Raises:
-          TypeError: if `state` is no `LossScaleState`, or `update` was replaced.
+          TypeError: if `state` is not a `LossScaleState`, or `update` was replaced.
           ValueError: if the gradients' structure is not the parameters', or the state is that
             of another configuration.
         """
@@ -104,9 +104,9 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         extra_args: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any, LossScaleState]:
-        """The loss, its gradients and the step that they make, in one call.
+        """Computes the loss and its gradients and takes the step, in one call.
 
-        The loss is passed on as the step's `value`: one that is not finite skips it.
+        The loss is passed on as the step's `value`: if it is not finite, the step is skipped.
 
         Args:
           loss_fn: called as `loss_fn(params, *args, **kwargs)`.
@@ -123,8 +123,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           `(loss, params, state)`, or `((loss, aux), params, state)` with `has_aux`.
 
         Raises:
-          TypeError: if `loss_fn` is no function or has an argument of a name above, or `state` is
-            no `LossScaleState`.
+          TypeError: if `loss_fn` is not a function or has an argument with a name from above, or
+            `state` is not a `LossScaleState`.
         """
         if not callable(loss_fn) or not isinstance(state, LossScaleState):
             raise TypeError(
@@ -157,32 +157,32 @@ def with_loss_scale(
     inside: `with_loss_scale(optax.chain(clip, optimizer))`.
 
     To accumulate gradients, write `with_loss_scale(optax.MultiSteps(inner, k))`: each micro-batch
-    is unscaled and checked by itself, and the window of one that overflowed waits for another.
+    is unscaled and checked by itself, and if one overflows, its window waits for another.
 
     Args:
       inner: any Optax transformation.
       loss_scale: whatever `get` takes. With a number or `None` nothing is checked, and the first
-        overflow writes NaN into the parameters, unless with `skip="nonfinite"`.
+        overflow writes NaN into the parameters, unless `skip="nonfinite"`.
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas decide
-        alike, a rule by the largest of their norms and the mean of their losses. If they do not, a
-        reduction inside `inner` hangs under `branch="cond"`. Reduce the gradients themselves with
-        `pmean`; under `shard_map`, where those of replicated parameters come out summed, the loss:
-        `pmean(loss_fn(…), axis_name)`. Under `jit` alone there is no axis to name.
+        together, a skip rule by the largest of their norms and the mean of their losses. If they
+        do not, a reduction inside `inner` hangs under `branch="cond"`. Reduce the gradients with
+        `pmean` yourself; under `shard_map`, where those of replicated parameters come out summed,
+        reduce the loss: `pmean(loss_fn(…), axis_name)`. Under `jit` alone, name no axis.
       mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or a function
-        from them to one. Leaves marked False are neither unscaled nor checked: for those whose
-        "gradient" is their new value, as the scales of float8 in Flax, which a transformation in
-        `inner` overwrites: `mask={"params": True, "_overwrite_with_gradient": False}`.
+        from them to one. Leaves marked False are neither unscaled nor checked. This is for leaves
+        whose "gradient" is their new value, such as Flax's float8 scales, if a transformation in
+        `inner` overwrites them: `mask={"params": True, "_overwrite_with_gradient": False}`.
       branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select in each
         kernel that computes a result; or None, by whichever keeps the step in place, the first on
         CPU and the second on GPU and TPU. Under a select `inner` runs at every step, with zeros
-        for what is not finite: say `"cond"` for an `inner` with side effects, such as a callback,
+        for what is not finite: use `"cond"` for an `inner` with side effects, such as a callback,
         or an expensive one, such as an `eigh`. A step that is not compiled branches in Python.
-      skip: what else to skip a step for. None: what the loss scale says. `"nonfinite"`: gradients
-        or a loss that are not finite, whatever the loss scale, as in bfloat16:
-        `with_loss_scale(inner, None, skip="nonfinite")`. A rule of `skips`: these, and the finite
-        steps that it takes for spikes, after which the loss scale adapts as after any. It is told
-        the global norm of the unscaled gradients that `mask` keeps, and the loss, if the step is
-        given its `value`, or `loss` as in MaxText and Levanter.
+      skip: what else to skip a step for. None: nothing but what the loss scale says.
+        `"nonfinite"`: gradients or a loss that are not finite, whatever the loss scale, as in
+        bfloat16: `with_loss_scale(inner, None, skip="nonfinite")`. A rule from `skips`: these, and
+        the finite steps that it considers spikes, after which the loss scale adapts as usual. The
+        rule sees the global norm of the unscaled gradients that `mask` keeps, and the loss, if the
+        step is given its `value`, or `loss` as in MaxText and Levanter.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with the further methods
@@ -190,8 +190,8 @@ def with_loss_scale(
 
     Raises:
       TypeError: if `inner` is not a transformation.
-      ValueError: if another argument is none of its values; in `init`, if a part of `inner` is
-        wrapped already.
+      ValueError: if another argument has a value other than those above; in `init`, if a part of
+        `inner` is already wrapped.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

@@ -1,1 +1,1 @@
-"""The main job: a transformer trained in float16, with and without loss scaling."""
+"""The main use: a transformer trained in float16, with and without loss scaling."""

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        parser.error(f"--out {folder} is no folder to write to: {error.strerror}")
+        parser.error(f"--out {folder} is not a folder to write to: {error.strerror}")
 
     print(_training.SETTING)
     runs = {}

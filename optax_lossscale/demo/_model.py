@@ -57,12 +57,12 @@ def block(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 
 def logits(p: dict[str, Any], x: jax.Array) -> jax.Array:
-    """Of each next byte, from what the last block returned; float32."""
+    """Logits of each next byte, from what the last block returned; float32."""
     return (_normed(x, p["norm"]) @ p["head"]).astype(jnp.float32)
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Its mean, in nats; a float32 scalar."""
+    """Mean cross-entropy, in nats; a float32 scalar."""
     log_likelihood = jax.nn.log_softmax(logits)
     return -jnp.take_along_axis(log_likelihood, targets[..., None], -1).mean()
 

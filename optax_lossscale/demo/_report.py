@@ -13,7 +13,7 @@ COLORS = ["#222222", "#d1495b", "#edae49", "#00798c"]
 
 
 def table(runs: dict[str, dict[str, np.ndarray]]) -> str:
-    """A Markdown table, a row a run; losses relative to float32's, which is the first."""
+    """A Markdown table with a row for each run; losses relative to float32's, the first run."""
     rows = [
         "| run | final loss | against float32 | gradients that are 0 | skipped | last scale |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",

@@ -1,4 +1,4 @@
-"""One training run, by the three lines that a user writes."""
+"""One training run, with the three lines that a user writes."""
 
 import functools
 from collections.abc import Callable

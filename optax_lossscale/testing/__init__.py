@@ -1,4 +1,4 @@
-"""Tests for training steps, to put into one's own."""
+"""Assertions about training steps, for your own tests."""
 
 from optax_lossscale.testing._computes_in import assert_computes_in
 from optax_lossscale.testing._scale_invariance import assert_scale_invariant

@@ -1,4 +1,4 @@
-"""That a training step computes in the dtype that is meant."""
+"""A test that a training step computes in the intended dtype."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,24 +16,24 @@ def assert_computes_in(
     """Raises if a training step computes matrix products or convolutions in another dtype.
 
     A model whose parameters are cast to float16 may compute in float32 all the same: one float32
-    input is enough, and the loss does not show it. It runs and compiles nothing; `dtype_report`
-    says what it looks at. Left out are products that say that they stay wide, with
+    input is enough, and the loss does not show it. This runs and compiles nothing; `dtype_report`
+    says what it looks at. It leaves out products that ask to stay wide, with
     `precision=jax.lax.Precision.HIGHEST` or under `jax.default_matmul_precision("highest")`, those
     of integers, and those in Optax's own optimizers, such as Muon's.
 
     Args:
-      step: the training step, compiled or not, or any function that JAX can trace, such as that
-        of the model's gradients alone.
+      step: the training step, compiled or not, or any function that JAX can trace, such as one
+        that returns the model's gradients alone.
       dtype: the floating-point dtype to compute in, such as `jnp.float16`.
-      *args: its arguments: arrays, or a `jax.ShapeDtypeStruct` in the place of each; trees and
-        modules of them. What is no array is passed on as it is.
+      *args: its arguments: arrays, or a `jax.ShapeDtypeStruct` in place of each; trees and modules
+        of them. Anything else is passed on as it is.
       **kwargs: its keyword arguments, likewise.
 
     Raises:
       AssertionError: if products or convolutions compute in another dtype. It names the lines
         of your source that made them, with their share of the multiplications.
-      ValueError: if there are none to look at, or `dtype` is not one of floating-point numbers.
-      TypeError: if `step` is no function.
+      ValueError: if there are none to look at, or `dtype` is not a floating-point dtype.
+      TypeError: if `step` is not a function.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -55,8 +55,8 @@ def assert_computes_in(
     judged = [p for p in products if not is_meant(p)]
     if not judged:
         raise ValueError(
-            "there is no matrix product or convolution to judge: give the step that trains, or "
-            f"its gradients' function. This one has\n{report}"
+            "there is no matrix product or convolution to judge: pass the training step, or the "
+            f"function that computes its gradients. This one has\n{report}"
         )
     if wrong := [p for p in judged if p.dtype != dtype]:
         number, total = (sum(p.count for p in products) for products in (wrong, judged))
@@ -69,7 +69,7 @@ def assert_computes_in(
 
 _WIDE = """\
 A product is computed in the widest dtype that it is given. Call the loss function through
-ols.autocast, which has the products of a float32 model in 16 bits. Or cast both operands to
+ols.autocast, which computes the products of a float32 model in 16 bits. Or cast both operands to
 {dtype}, or give the module dtype=jnp.{dtype}: where one was converted for it (as in
-float16→float32), it is the other that is to be cast. One that is to stay wide says so, by
+float16→float32), the other is the one to cast. To keep a product wide, compute it with
 precision=jax.lax.Precision.HIGHEST or under jax.default_matmul_precision("highest")."""

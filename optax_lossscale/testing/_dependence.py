@@ -1,10 +1,10 @@
 """Whether a series of outputs, at falling loss scales, depends on the loss scale.
 
-A loss scale that is a power of two changes no digit of a right step's gradients: what comes out
-is the same, bit for bit, wherever nothing overflows and nothing underflows. Overflow makes the
-step skipped, and skipped steps are not compared. What remains is underflow, and that dies away
+A loss scale that is a power of two changes no digit of a correct step's gradients: the outputs
+are the same, bit for bit, wherever nothing overflows and nothing underflows. After an overflow the
+step is skipped, and skipped steps are not compared. What remains is underflow, and that dies away
 as the loss scale rises: each doubling gives every gradient one more bit, until it has them all.
-So what rises with the loss scale, or does not die away, is no underflow.
+So a change that rises with the loss scale, or does not die away, is not underflow.
 """
 
 from itertools import pairwise
@@ -14,7 +14,7 @@ import numpy as np
 
 _POWERS = (-1, 1, -2, 2, -0.5, 0.5)
 _IN_A_ROW = 3  # differences between neighbours that must follow the same power of the loss scale
-_TOLERANCE = 0.02  # of their ratios; rounding in float16 gives any ratios
+_TOLERANCE = 0.02  # for their ratios; with rounding in float16 they may be anything
 _SHARE = 0.03  # of all that the output changes by anywhere: a change that counts
 _DIES_AWAY = 2 / 3
 _AT_ONCE = 0.15  # of the numbers that change anywhere: one may change its sign by underflow
@@ -47,7 +47,7 @@ def power(series: Series) -> float | None:
 
 
 def emerging(series: Series) -> np.ndarray:
-    """Between which rows each number emerges from underflow: at the lower as without gradients."""
+    """Between which rows numbers emerge from underflow: the lower one is as without gradients."""
     upper, lower = series.values[:-1], series.values[1:]
     # Single numbers may be flags.
     is_array = series.values.dtype == np.float64 and series.values.shape[1] > 1
@@ -57,7 +57,7 @@ def emerging(series: Series) -> np.ndarray:
 
 
 def change(series: Series, looked_at: np.ndarray) -> int | None:
-    """The row after which an output changes as by no underflow, of those to be looked at."""
+    """The first row to be looked at after which an output changes other than by underflow."""
     values = series.values
     rows = values if series.without is None else [*values, series.without]
     extent = max(norm_of_difference(values[0], row) for row in rows)

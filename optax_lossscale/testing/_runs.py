@@ -18,17 +18,17 @@ from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.validation import is_numeric
 from optax_lossscale._step.state import wrapper_states
 
-_SAMPLE = 2**16  # numbers of an output
-# How far below the highest loss scale the others are, by exponents. Their distances alternate, as
-# the rounding of 1/3, of which every second bit is set, could follow the scale at equal ones.
+_SAMPLE = 2**16  # numbers of an output, at most
+# How far below the highest loss scale the others are, by exponents. Their distances alternate: at
+# equal ones, the rounding of 1/3, of which every second bit is set, could follow the scale.
 _BELOW = [5 * i // 2 for i in range(13)]
-_ENOUGH = 8  # loss scales at which it is applied
+_ENOUGH = 8  # loss scales at which the step is applied
 _LOWEST = -125  # all gradients underflow, or nearly
 # A step that is applied even here computes in float32 or bfloat16, where nothing underflows at the
 # loss scales that matter, which are those from _START down.
 _WIDE, _START = 90, 30
-# In float16 there are 40 exponents from overflow to zero. So far below the highest loss scale, few
-# gradients underflow, and those are small.
+# In float16 there are 40 exponents from overflow to zero. This far below the highest loss scale,
+# few gradients underflow, and those are small.
 _REACH = 20
 _LONGEST_INTERVAL = 100_000  # steps
 
@@ -36,14 +36,14 @@ _LONGEST_INTERVAL = 100_000  # steps
 class Run(NamedTuple):
     """What a step made of its arguments at one loss scale."""
 
-    before: LossScale  # it was given, of host arrays
+    before: LossScale  # the one it was given, as host arrays
     after: list[LossScale]  # those it returned or wrote in place
-    flags: list[bool]  # that say whether the step was applied
+    flags: list[bool]  # which say whether the step was applied
     outputs: dict[str, np.ndarray]  # all else, flat: float64, and int64 for integers and bools
 
     @property
     def was_applied(self) -> bool:
-        """As far as can be seen."""
+        """Whether the step was applied, as far as can be seen."""
         return all(self.flags)
 
 
@@ -52,7 +52,7 @@ class Runs(NamedTuple):
 
     exponents: np.ndarray  # of the loss scales at which it was applied, falling
     falling: list[Run]  # at these
-    reach: float  # the least exponent at which little underflows; infinite where none can be told
+    reach: float  # the least exponent at which little underflows; infinite if it is unknown
     again: Run  # the first of them once more
     lowest: Run | None  # where all gradients underflow, if it was applied there
     infinite: Run | None  # at an infinite loss scale, unless the step stopped there by itself
@@ -66,18 +66,18 @@ class Runs(NamedTuple):
 
 
 def the_loss_scale(arguments: Any) -> LossScale:
-    """The one among the arguments."""
+    """The one loss scale among the arguments."""
     if not found(_is_loss_scale, arguments):
         raise ValueError(
-            "expected exactly one loss scale among the arguments of the step, found none: give it "
-            "the optimizer's state as an argument. Of a function that makes its state itself, or "
-            "takes several steps, call the assertion inside, at the first step"
+            "expected exactly one loss scale among the arguments of the step, found none: pass it "
+            "the optimizer's state as an argument. If a function makes its state itself, or takes "
+            "several steps, call the assertion inside it, at the first step"
         )
     return get_loss_scale(arguments)
 
 
 def make_runs(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -> Runs:
-    """The runs of a step, which is given a loss scale, at falling ones and at some others."""
+    """The runs of a step at falling loss scales and at some others."""
     scaled = lambda scale: loss_scale.replace(
         loss_scale=jnp.full_like(loss_scale.loss_scale, scale)
     )
@@ -100,7 +100,7 @@ def make_runs(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -
     steps, about_to_grow = _about_to_grow(scaled(2.0**steady))
     try:
         infinite = run(scaled(np.inf))
-    except Exception:  # of `raise_if_stuck`, or of a logger that has no integer for infinity
+    except Exception:  # from `raise_if_stuck`, or a logger that has no integer for infinity
         infinite = None
     falling = [at(int(exponent)) for exponent in exponents]
     reach = -np.inf if is_wide else exponents[0] - _REACH
@@ -124,7 +124,7 @@ def same(x: LossScale, y: LossScale) -> bool:
 
 @jax.jit
 def _about_to_grow(loss_scale: LossScale) -> tuple[jax.Array, LossScale]:
-    """The finite steps that change nothing but counters, and the loss scale after them."""
+    """How many finite steps change nothing but counters, and the loss scale after them."""
 
     def goes_on(carry):
         steps, now = carry
@@ -143,7 +143,7 @@ def _run(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -> Run
     with jax.debug_nans(False), jax.debug_infs(False):  # overflows are expected here
         result = step(*args, **kwargs)
 
-    # Arguments may have been changed in place; those that were not are no outputs.
+    # Arguments may have been changed in place; those that were not are not outputs.
     after = {"result": result, "args": args, "kwargs": kwargs}
     states = [s for s in wrapper_states(after) if id(s.should_apply) not in was_given]
     new = [plain(x) for x in found(_is_loss_scale, after)]
@@ -152,7 +152,7 @@ def _run(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -> Run
         flags = [bool(np.all(s.should_apply)) for s in states]
         if len(states) == len(skipped) == 1:  # a step may be several, the last of which applied
             flags += [np.array_equal(states[0].skipped_steps, skipped[0])]
-    else:  # whether it has adapted as to finite gradients
+    else:  # whether it has adapted as it does to finite gradients
         overflowed, not_overflowed = loss_scale.adjust(False), loss_scale.adjust(True)
         flags = [not same(x, overflowed) or same(x, not_overflowed) for x in new]
     before = jax.tree.map(np.asarray, loss_scale)
@@ -173,7 +173,7 @@ def _with_loss_scale(arguments: Any, loss_scale: LossScale) -> Any:
 
 
 def _outputs(after: Any, was_given: set[int]) -> Iterator[tuple[str, np.ndarray]]:
-    """What there is to compare, by name; of large arrays a sample."""
+    """What there is to compare, by name; for large arrays, a sample."""
     left_out = (LossScale, Summary)
     is_leaf = lambda x: isinstance(x, left_out) or is_variable(x)
     seen = set(was_given)

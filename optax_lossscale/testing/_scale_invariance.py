@@ -22,34 +22,34 @@ def assert_scale_invariant(
 ) -> None:
     """Raises if anything that a training step computes depends on the loss scale.
 
-    A right step multiplies the loss by the loss scale and divides the gradients by it, so what
-    comes out is the same at any loss scale, but for what underflows. In a wrong step the two do
-    not cancel, and nothing else may show it, as Adam trains on with gradients of any size. Put
-    this into your tests, with the step that you train with, its first state and a small batch.
+    A correct step multiplies the loss by the loss scale and divides the gradients by it, so the
+    outputs are the same at any loss scale, except for underflow. In a wrong step the two do not
+    cancel, and nothing else may show it, as Adam trains on with gradients of any size. Put this
+    into your tests, with the step that you train with, its first state and a small batch.
 
     It runs the step some thirty times on copies of its arguments: at falling powers of two, where
-    it looks for outputs that follow them by a power, or change between two of them as underflow
-    would not change them; at an infinite one, at which a right step is skipped; and with counters
-    such that the loss scale grows at this step. Outputs are all that the step returns or changes
-    in place, but for the loss scale, with what it counts and what `metrics` says about it, and
-    each `Summary`, which is of scaled numbers.
+    it looks for outputs that are proportional to a power of them, or that change between two of
+    them in a way that underflow does not explain; at an infinite one, at which a correct step is
+    skipped; and with counters such that the loss scale grows at this step. Outputs are everything
+    that the step returns or changes in place, except for the loss scale, its counters and what
+    `metrics` says about it, and each `Summary`, which is of scaled numbers.
 
     Args:
-      step: the training step, compiled, as one that is not takes ten times as long. It returns
-        its new state or changes it in place, and may donate its arguments.
+      step: the training step, compiled: otherwise this takes ten times as long. It returns its
+        new state or changes it in place, and may donate its arguments.
       *args: its arguments, which stay as they are. Somewhere among them is one loss scale: in an
         optimizer state, a train state, an `nnx.Optimizer`.
-      ignore: the outputs that are meant to depend on the loss scale, one or several, by the names
-        that the error has for them: `"result[2]['scaled_norm']"`, or `"result[2]"` for all in it.
-      **kwargs: its keyword arguments, as args. One that is named `ignore` is bound to the step
-        with `functools.partial`.
+      ignore: the outputs that are meant to depend on the loss scale, one or several, by their
+        names in the error: `"result[2]['scaled_norm']"`, or `"result[2]"` for everything in it.
+      **kwargs: its keyword arguments, likewise. Bind one that is named `ignore` to the step with
+        `functools.partial`.
 
     Raises:
       AssertionError: if outputs depend on the loss scale. It names them by path, says how, and
         what that usually means.
       ValueError: if there is no loss scale among the arguments, or several; if it is a
         `FixedLossScale`, which compiled steps hold as a constant; if the step is skipped at every
-        loss scale; if it does not do the same twice; or if a name to ignore is none.
+        loss scale; if two runs of it differ; or if a name to ignore is not that of an output.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -125,8 +125,8 @@ def _series(name: str, runs: Runs) -> Series:
     noise = dependence.norm_of_difference(values[0], runs.again.outputs[name])
     if noise > 0.01 * dependence.norm_of_difference(values[0], np.zeros_like(values[0])):
         raise ValueError(
-            f"two runs at the same loss scale differ, in {name}. Give the step all that it "
-            "depends on as arguments that can be copied: batches and PRNG keys as arrays, no "
+            f"two runs at the same loss scale differ, in {name}. Pass the step all that it "
+            "depends on as arguments that can be copied: batches and PRNG keys as arrays, not "
             "iterators or generators"
         )
     without = runs.lowest.outputs.get(name) if runs.lowest else None
@@ -152,7 +152,7 @@ def _accusation(runs: Runs, series: dict[str, Series]) -> str:
 
 
 def _changes(series: dict[str, Series], reach: float) -> dict[str, str]:
-    """Where outputs change otherwise than by underflow, in words."""
+    """Where outputs change other than by underflow, in words."""
     emerging = {name: dependence.emerging(x).any(1) for name, x in series.items()}
     how_many = sum(emerging.values())
     changes = {}
@@ -182,7 +182,7 @@ def _changed_at_infinity(runs: Runs, series: dict[str, Series]) -> list[str]:
 
 
 def _changed_at_growth(runs: Runs, series: dict[str, Series]) -> list[str]:
-    """What comes out otherwise at a step at which the loss scale grows."""
+    """What comes out different at a step at which the loss scale grows."""
     growing = runs.growing
     if growing is None or not growing.was_applied:
         return []
@@ -199,26 +199,26 @@ def _listed(title: str, names: list[str]) -> list[str]:
     return [title, *(f"  {line}" for line in [*names[:_SHOWN], *more])] if names else []
 
 
-_BY_A_POWER = "With twice the loss scale, these outputs, or what changes in them, are times"
-_BY_A_CHANGE = "These outputs change as the loss scale rises, as they would not by underflow:"
+_BY_A_POWER = "With twice the loss scale, these outputs, or their changes, are multiplied by"
+_BY_A_CHANGE = "These outputs change as the loss scale rises, and underflow does not explain it:"
 _AT_INFINITY = """\
-An infinite loss scale should make the gradients infinite or NaN, and the step skipped. It was
-applied, which changed"""
+An infinite loss scale should make the gradients infinite or NaN, and the step should be skipped.
+It was applied, which changed"""
 _AT_GROWTH = """\
-At a step at which the loss scale grows, these come out otherwise than at the same loss scale
+At a step at which the loss scale grows, these come out different than at the same loss scale
 without growth:"""
 
 _DIVIDED = """\
-So gradients are divided by a loss scale that they are not, or no longer, multiplied by. Take them
-with value_and_scaled_grad(loss_fn, state), or of scale_gradient(loss, state), inside the step,
-with the state that it is given and not an older one; leave the unscaling to the optimizer; and
-put what looks at the size of gradients, such as a clip, inside:
+So gradients are divided by a loss scale that they are not, or no longer, multiplied by. Compute
+them with value_and_scaled_grad(loss_fn, state), or from scale_gradient(loss, state), inside the
+step, with the state that it is given and not an older one; leave the unscaling to the optimizer;
+and put anything that looks at the size of gradients, such as a clip, inside:
 with_loss_scale(optax.chain(clip, …))."""
 _MULTIPLIED = """\
-So they are made of gradients that are still scaled. To log a norm, unscale them first:
-get_loss_scale(state).unscale(scaled_grads). And what stands before the wrapper in an optax.chain
-sees scaled gradients: put it inside, with_loss_scale(optax.chain(…)). Name in ignore= what is
-meant to depend on the loss scale."""
+So they come from gradients that are still scaled. To log a norm, unscale them first:
+get_loss_scale(state).unscale(scaled_grads). And anything before the wrapper in an optax.chain
+sees scaled gradients: put it inside, with_loss_scale(optax.chain(…)). Name outputs that are
+meant to depend on the loss scale in ignore=."""
 _ADAPTED = """\
-So they are unscaled by the new loss scale. Unscale by the one that the loss was multiplied by, of
-the state that the step is given, and adapt it afterwards."""
+So they are unscaled by the new loss scale. Unscale by the one that the loss was multiplied by,
+from the state that the step is given, and adapt it afterwards."""

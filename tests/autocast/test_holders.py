@@ -315,7 +315,7 @@ def test_nnx_modules_that_change_and_are_no_arguments_are_refused(how):
         "closed over": lambda: ols.autocast(lambda x: model(x))(X),
         "from around": lambda: jax.jit(lambda x: ols.autocast(nnx_loss)(model, x))(X),
     }[how]
-    with pytest.raises(TypeError, match="Modules go in as arguments"):
+    with pytest.raises(TypeError, match="Pass modules to both as arguments"):
         cast()
     assert np.isfinite(model(X)).all()  # it is what it was
 

@@ -312,7 +312,7 @@ def _(primals, tangents):
     ("fun", "text"),
     [
         (waits, "a loop that waits for a number .*inside of it"),
-        (solved, "symbolic zeros .*inside of it, as on the function that is handed to a solver"),
+        (solved, "symbolic zeros .*inside of it, as on the function that is passed to a solver"),
         (lambda w, x: jnp.round(x).astype(jnp.int32) @ w, "int32 .*cast the integers"),
     ],
 )

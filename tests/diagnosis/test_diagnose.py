@@ -81,7 +81,7 @@ def test_a_row_that_is_masked_whole_is_told():
     assert re.search(
         r"infinities, in sub, at \S+test_diagnose.py:\d+ \(attention\)", diagnosis.verdict
     )
-    assert any("mask with a finite number" in advice for advice in diagnosis.advice)
+    assert any("use a finite number" in advice for advice in diagnosis.advice)
     assert diagnosis.overflow.suspects[0].name == "weights"
 
 
@@ -117,7 +117,7 @@ def test_where_no_one_scale_fits_the_layer_is_named():
     x = jnp.where(jnp.arange(8) < 4, x, 2.0**-16)
     probes = OrderedDict(first=ols.diagnosis.probe(), second=ols.diagnosis.probe())
     diagnosis = ols.diagnose(two_layers, params, x, probes=probes)
-    assert diagnosis.verdict.startswith("No one loss scale fits: at 2**")
+    assert diagnosis.verdict.startswith("No single loss scale fits: at 2**")
     assert diagnosis.overflow.suspects[0].name == "second"
     assert diagnosis.advice[0].startswith("Compute second in float32")
     assert diagnosis.advice[1].startswith("Until then, wrap the optimizer")
@@ -131,7 +131,7 @@ def test_gradients_that_are_finite_at_no_scale():
         "the derivative of a root at 0, at tests/diagnosis/test_diagnose.py:" in diagnosis.verdict
     )
     assert diagnosis.overflow.suspects[0].name == "w"
-    assert diagnosis.advice[0].startswith("Keep what is under the root above 0")
+    assert diagnosis.advice[0].startswith("Keep the argument of the root above 0")
 
 
 def test_a_loss_so_large_that_its_gradients_overflow():
@@ -162,7 +162,7 @@ def test_takes_aux_and_keyword_arguments_and_parameters_of_any_kind():
 
 
 def test_probes_without_an_order_are_refused():
-    with pytest.raises(ValueError, match="taps must come in the model's order"):
+    with pytest.raises(ValueError, match="taps must be in the model's order"):
         diagnose(probes=dict(ON))
 
 

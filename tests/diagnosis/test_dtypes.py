@@ -188,7 +188,7 @@ def test_it_counts_what_runs_on_every_device():
 def test_rounds_that_nobody_knows_are_said_to_count_as_one():
     found = report(in_a_while, W, X)
     assert line("while") in found.while_loops[0]
-    assert f"Counted as one round: the loop at {found.while_loops[0]}" in str(found)
+    assert f"Counted as one iteration: the loop at {found.while_loops[0]}" in str(found)
     assert report(scanned, W, X).while_loops == ()
 
 
@@ -469,8 +469,8 @@ def test_a_product_that_only_a_rule_of_differentiation_has_says_so():
     w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
     found = report(jax.grad(ols.autocast(loss)), w, x)
     left = {p.left_in for p in found.products if p.dtype == F32}
-    assert left == {"what only a derivative has"}
-    assert ", as autocast leaves what only a derivative has" in str(found)
+    assert left == {"a product that only a derivative has"}
+    assert ", as autocast leaves a product that only a derivative has" in str(found)
     assert not any(p.left_in for p in report(jax.grad(loss), w, x).products)
 
 

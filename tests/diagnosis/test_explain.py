@@ -161,7 +161,7 @@ def test_names_places_in_lists_stacks_and_ordered_trees():
 )
 def test_a_dict_that_does_not_tell_the_order_is_refused(wrap):
     taps = wrap({"encoder": ols.diagnosis.probe(), "decoder": ols.diagnosis.probe()})
-    with pytest.raises(ValueError, match=r"model's order, .*encoder.* list, an OrderedDict"):
+    with pytest.raises(ValueError, match=r"model's order, .*encoder.* list or an OrderedDict"):
         ols.diagnosis.explain({}, taps=taps)
 
 
@@ -183,7 +183,7 @@ def test_taps_that_recorded_nothing_say_nothing():
 def test_taps_that_are_no_probes_are_refused():
     leaves, _, _ = step("forward")
     with pytest.raises(
-        TypeError, match=r"taps are a tree of Probes, got a \w+ at blocks/block_0/in"
+        TypeError, match=r"taps must be a tree of Probes, got a \w+ at blocks/block_0/in"
     ):
         ols.diagnosis.explain(leaves, taps=params())
 

@@ -80,7 +80,7 @@ def test_names_the_leaves_to_blame():
         ols.raise_if_stuck(state, leaves=leaves)
     with pytest.raises(ols.LossScaleError, match=r"\n1\. the loss: it is inf"):
         ols.raise_if_stuck(state, leaves=leaves, loss=jnp.inf)
-    with pytest.raises(ValueError, match="taps must come in the model's order"):
+    with pytest.raises(ValueError, match="taps must be in the model's order"):
         ols.raise_if_stuck(
             tx.init(params),
             leaves=leaves,
@@ -102,6 +102,6 @@ def test_a_limit_that_is_no_positive_int_is_refused():
 def test_of_many_models_it_says_to_take_one(loss_scale):
     tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale)
     states = jax.vmap(tx.init)(jnp.ones((3, 2)))
-    with pytest.raises(TypeError, match=r"shape \(3,\)\. Give one member's at a time"):
+    with pytest.raises(TypeError, match=r"shape \(3,\)\. Pass that of one member"):
         ols.raise_if_stuck(states)
     ols.raise_if_stuck(jax.tree.map(lambda x: x[0], states))

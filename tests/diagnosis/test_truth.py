@@ -351,11 +351,15 @@ def rooted(x):
 
 
 NOT_FINITE = {
-    "root": (rooted, "the derivative of a root at 0", "under the root"),
-    "logarithm": (lambda x: x * jnp.log(x), "the logarithm of 0", "the logarithm is taken of"),
+    "root": (rooted, "the derivative of a root at 0", "the argument of the root"),
+    "logarithm": (lambda x: x * jnp.log(x), "the logarithm of 0", "the argument of the logarithm"),
     "0/0": (lambda x: x / jnp.sum(x * 0), "a division by 0", "the divisor"),
-    "power": (lambda x: x**0.5, "a power of 0 or less", "the power is taken of"),
-    "norm": (lambda x: jnp.linalg.norm(x * 0), "the derivative of a root at 0", "under the root"),
+    "power": (lambda x: x**0.5, "a power of 0 or less", "the base of the power"),
+    "norm": (
+        lambda x: jnp.linalg.norm(x * 0),
+        "the derivative of a root at 0",
+        "the argument of the root",
+    ),
     "index": (
         lambda x: jnp.take(x, jnp.array([5])),
         "an index out of bounds",
@@ -374,7 +378,7 @@ NOT_FINITE = {
     "masked whole": (
         lambda x: x * jax.nn.softmax(jnp.where(x > 9, x, -jnp.inf)),
         "infinities, in sub",
-        "mask with a finite number",
+        "use a finite number",
     ),
 }
 
@@ -400,7 +404,7 @@ def test_where_no_line_alone_is_at_fault_it_says_so():
         return jnp.sum(first + second)
 
     params = {"w": jnp.ones(3), "v": jnp.ones(3)}
-    assert "(loss_fn), but not there alone." in ols.diagnose(loss_fn, params).verdict
+    assert "(loss_fn), but not only there." in ols.diagnose(loss_fn, params).verdict
 
 
 def test_a_mask_is_not_taken_for_what_overflows():
@@ -431,7 +435,7 @@ def test_operands_that_are_widened_are_named():
         return square(x)
 
     found = ols.diagnose(loss_fn, [normal(8, 8)] * 3, normal(4, 8).astype(F16))
-    assert str(found).startswith("Computes in float32: all of 8 matrix products")
+    assert str(found).startswith("Computes in float32: all 8 matrix products")
     assert found.verdict.startswith("Hardly anything is computed in float16")
     assert found.advice[0].startswith("Wrap the loss function: autocast(loss_fn) computes")
     assert "test_truth.py:" in found.advice[0]
@@ -454,7 +458,7 @@ def test_a_float16_loss_is_told():
     found = ols.diagnose(loss_fn, jnp.ones(3), jnp.ones(3, F16))
     assert found.loss_dtype == F16
     assert "the loss is float16." in str(found)
-    assert found.verdict.startswith("float16 is fine but for the loss")
+    assert found.verdict.startswith("float16 is fine except for the loss")
     assert found.advice[0].startswith("Compute the loss in float32")
 
 

@@ -122,6 +122,6 @@ def test_of_many_models_it_says_to_take_one():
         lambda scale: ols.diagnosis.underflow_report({"a": jnp.ones(3) * scale}, scale)
     )(scales)
     for read in (str, lambda r: r.total, lambda r: r.groups, lambda r: r.best_scale):
-        with pytest.raises(TypeError, match=r"leaves of shape \(3,\); take that of one"):
+        with pytest.raises(TypeError, match=r"leaves of shape \(3,\); select one"):
             read(reports)
     assert "2**" in str(jax.tree.map(lambda x: x[0], reports))

@@ -1,4 +1,4 @@
-"""What loss scales and rules of skipping have in common: `==` and `hash` of what holds arrays."""
+"""What loss scales and skip rules have in common: `==` and `hash` of what holds arrays."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What holds of every rule of skipping, whatever it is fed."""
+"""What holds of every skip rule, whatever it is fed."""
 
 import inspect
 

@@ -87,9 +87,13 @@ WRAPPER = {
     "mask: a function to a str": (lambda: step(lambda grads: "x"), ValueError, "tree of bools"),
     "mask: other keys": (lambda: step({"v": True}), ValueError, "a prefix of the gradients"),
     "mask: too deep": (lambda: step({"w": [True]}), ValueError, "a prefix of the gradients"),
-    "axis: unknown": (lambda: step(axis_name="data"), ValueError, "jit alone leave axis_name out"),
-    "axis: an int": (lambda: step(axis_name=3), ValueError, "axis_name=3 is no axis"),
-    "axis: a list": (lambda: step(axis_name=["a"]), ValueError, "is no axis of a pmap"),
+    "axis: unknown": (
+        lambda: step(axis_name="data"),
+        ValueError,
+        "jit alone, leave axis_name out",
+    ),
+    "axis: an int": (lambda: step(axis_name=3), ValueError, "axis_name=3 is not an axis"),
+    "axis: a list": (lambda: step(axis_name=["a"]), ValueError, "is not an axis of a pmap"),
     "init: a function": (lambda: TX.init(loss_fn), TypeError, "must be a tree of arrays"),
     "init: a str": (lambda: TX.init({"a": {"b": "x"}}), TypeError, "got 'x' at a/b"),
     "update: swapped": (lambda: TX.update(STATE, PARAMS), TypeError, "order of the arguments"),
@@ -102,7 +106,11 @@ WRAPPER = {
     "grads: a str": (lambda: step(grads={"w": "x"}), TypeError, "the gradients must be a tree"),
     "grads: other shape": (lambda: step(grads={"w": jnp.ones(4)}), ValueError, "(3,) at w"),
     "grads: broadcast": (lambda: step(grads={"w": jnp.ones((3, 1))}), ValueError, "got (3, 1)"),
-    "grads: a batch": (lambda: step(grads={"w": jnp.ones((2, 3))}), ValueError, "averaged first"),
+    "grads: a batch": (
+        lambda: step(grads={"w": jnp.ones((2, 3))}),
+        ValueError,
+        "average the gradients of a batch",
+    ),
     "state: of a bad restore": (
         lambda: step(state=STATE._replace(loss_scale={"loss_scale": 1.0})),
         ValueError,
@@ -121,14 +129,14 @@ WRAPPER = {
     "state: a stack": (
         lambda: step(state=jax.vmap(TX.init)({"w": jnp.ones((4, 3))})),
         ValueError,
-        "the state is a stack of shape (4,), as vmap(tx.init)",
+        "the state is a stack of shape (4,), as made by vmap(tx.init)",
     ),
     "state: its optimizer's": (
         lambda: optax.contrib.schedule_free_eval_params(STATE, PARAMS),
         AttributeError,
-        "give it state.inner_state",
+        "pass it state.inner_state",
     ),
-    "value: a dict": (lambda: step(value={"loss": 1.0}), TypeError, "give the loss alone"),
+    "value: a dict": (lambda: step(value={"loss": 1.0}), TypeError, "pass the loss alone"),
     "value: a str": (lambda: step(value="0.5"), TypeError, "a real number, got '0.5'"),
     "value: with aux": (lambda: step(value=(1.0, {"n": 2})), TypeError, "of a pair (loss, aux)"),
     "value: with an array": (
@@ -179,7 +187,7 @@ GRADIENT = {
     "a stack of states": (
         lambda: ols.value_and_scaled_grad(loss_fn, jax.vmap(TX.init)({"w": jnp.ones((4, 3))})),
         ValueError,
-        "loss scale has shape (4,), as vmap(tx.init)",
+        "loss scale has shape (4,), as made by vmap(tx.init)",
     ),
     "no function": (
         lambda: ols.value_and_scaled_grad(3, STATE),
@@ -203,12 +211,12 @@ GRADIENT = {
     "bfloat16 for float16": (
         lambda: narrowed(jnp.float16, jnp.bfloat16),
         ValueError,
-        "or give grad_dtype=float16",
+        "or pass grad_dtype=float16",
     ),
     "scale_gradient: a pair": (
         lambda: ols.scale_gradient((jnp.ones(()), 1), LS),
         TypeError,
-        "give the loss alone",
+        "pass the loss alone",
     ),
     "a vector": (lambda: differentiate(lambda p: p["w"]), TypeError, "jnp.mean"),
     "a pair": (lambda: differentiate(lambda p: (loss_fn(p), 1)), TypeError, "has_aux=True"),
@@ -343,10 +351,10 @@ LOSS_SCALES = {
     ),
     "replace: a str": (lambda: LS.replace(loss_scale="x"), TypeError, "an array of float32"),
     "replace: None": (lambda: LS.replace(loss_scale=None), TypeError, "an array of float32"),
-    "adjust: gradients": (lambda: LS.adjust(PARAMS), TypeError, "What takes gradients is update"),
+    "adjust: gradients": (lambda: LS.adjust(PARAMS), TypeError, "For gradients there is update"),
     "adjust: a str": (lambda: LS.adjust("yes"), TypeError, "grads_finite must be a bool"),
     "adjust: None": (lambda: LS.adjust(None), TypeError, "grads_finite must be a bool"),
-    "update: an axis": (lambda: LS.update(PARAMS, "data"), ValueError, "is no axis"),
+    "update: an axis": (lambda: LS.update(PARAMS, "data"), ValueError, "is not an axis"),
     "state: a str": (lambda: ols.state_field("x"), TypeError, "a number or an array of numbers"),
     "state: None": (lambda: ols.state_field(None), TypeError, "a number or an array of numbers"),
     "subclassed: fixed": (
@@ -357,7 +365,7 @@ LOSS_SCALES = {
     "restored: a number": (
         lambda: flax.serialization.from_state_dict(LS, 128.0),
         ValueError,
-        "what is saved of a DynamicLossScale",
+        "a saved DynamicLossScale must hold",
     ),
 }
 DIAGNOSIS = {
@@ -425,7 +433,7 @@ DIAGNOSIS = {
     "explain: a pair": (
         lambda: ols.diagnosis.explain(LEAVES, loss=(1.0, {})),
         TypeError,
-        "give the loss alone",
+        "pass the loss alone",
     ),
     "explain: a dict": (
         lambda: ols.diagnosis.explain(LEAVES, loss={"l": 1.0}),
@@ -483,7 +491,7 @@ SEARCH = {
     "a shared name": (
         lambda: ols.diagnosis.find_initial_scale(shares_names, PARAMS, others=[], margin=1),
         TypeError,
-        "would not get it: bind that to it",
+        "would not get it: bind the latter",
     ),
     "diagnose: a shared name": (
         lambda: ols.diagnose(shares_names, PARAMS, opt_state=STATE),
@@ -563,11 +571,11 @@ PLOT = {
     "taps: one step": (
         lambda: plot.taps(ols.diagnosis.probe(3)),
         TypeError,
-        "one tree for each step",
+        "a tree of Probes for each step",
     ),
-    "taps: a number": (lambda: plot.taps(3), TypeError, "one tree for each step"),
+    "taps: a number": (lambda: plot.taps(3), TypeError, "a tree of Probes for each step"),
     "taps: gradients": (lambda: plot.taps([PARAMS]), TypeError, "a tree of Probes"),
-    "taps: no places": (lambda: plot.taps([{}]), ValueError, "a Probe or more"),
+    "taps: no places": (lambda: plot.taps([{}]), ValueError, "one Probe or more"),
     "taps: other places": (
         lambda: plot.taps([*PROBES, [ols.diagnosis.probe(2)]]),
         ValueError,

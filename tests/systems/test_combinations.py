@@ -194,7 +194,7 @@ def test_a_state_of_another_configuration_is_refused_and_goes_on_with_the_new_on
     old = ols.with_loss_scale(optax.adam(0.1), given)
     grads = jax.tree.map(jnp.ones_like, PARAMS)
     params, state = old.apply_gradients(grads, old.init(PARAMS), PARAMS)
-    with pytest.raises(ValueError, match="of another configuration") as error:
+    with pytest.raises(ValueError, match="has another configuration") as error:
         tx.update(grads, state, params)
     migration = str(error.value).split(": ")[-1]
     migrated = eval(migration, {"tx": tx, "params": params, "state": state})

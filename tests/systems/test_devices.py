@@ -55,7 +55,7 @@ def test_an_overflow_on_one_replica_makes_all_skip(bad, reduced):
 )
 def test_an_axis_that_is_not_there_is_refused(loss_scale):
     tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale, axis_name="data")
-    with pytest.raises(ValueError, match=r"axis_name='data' is no axis .* jit alone leave"):
+    with pytest.raises(ValueError, match=r"axis_name='data' is not an axis .* jit alone, leave"):
         jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
 
 

@@ -85,22 +85,20 @@ def test_a_state_inside_other_containers():
 def test_another_kind_of_loss_scale_is_refused(other):
     target = ols.with_loss_scale(INNER).init(PARAMS)
     saved = flax.serialization.to_state_dict(ols.with_loss_scale(INNER, other).init(PARAMS))
-    with pytest.raises(ValueError, match=r"what is saved of a DynamicLossScale is .*hysteresis"):
+    with pytest.raises(ValueError, match=r"a saved DynamicLossScale must hold .*hysteresis"):
         flax.serialization.from_state_dict(target, saved)
 
 
 @pytest.mark.parametrize("saved", [None, 128.0, [1, 2], {}, {"loss_scale": 1.0}])
 def test_what_is_no_saved_loss_scale_is_refused(saved):
-    with pytest.raises(ValueError, match="what is saved of a DynamicLossScale"):
+    with pytest.raises(ValueError, match="a saved DynamicLossScale must hold"):
         flax.serialization.from_state_dict(ols.DynamicLossScale(), saved)
 
 
 def test_a_state_of_other_shapes_is_refused():
     start = lambda window: ols.with_loss_scale(INNER, skip=ols.skips.spikes(window=window))
     saved = flax.serialization.to_state_dict(start(64).init(PARAMS))
-    with pytest.raises(
-        ValueError, match=r"_last that is saved of a SpikeSkipRule has shape \(2, 64"
-    ):
+    with pytest.raises(ValueError, match=r"saved _last of a SpikeSkipRule has shape \(2, 64"):
         flax.serialization.from_state_dict(start(128).init(PARAMS), saved)
 
 
