@@ -190,11 +190,11 @@ def page(found: dict[str, Table]) -> str:
     versions = ", ".join(f"{name} {it}" for name, it in found["versions"]["run"].items())
     parts = [
         "# What it costs on a GPU and on TPUs, as compiled",
-        _answer(found),
-        "**These programs were compiled for an H100, a TPU v5e and a TPU v6e, and not run**, as "
+        "**These programs were compiled for an H100, a TPU v5e and a TPU v6e, and never run**, as "
         "no such device was at hand. They say what the compiler allocates and schedules, and "
         "nothing about time. Kernels were not tuned, as that takes the device. GPUs without fast "
-        "bfloat16 (V100, T4, RTX 20) were neither compiled for nor run on.",
+        "bfloat16 (V100, T4, RTX 20) are untested.",
+        _answer(found),
         "*Memory* is what the program allocates besides its arguments and results, and *moved* "
         "the bytes that it reads and writes, both over the parameters' bytes. On a TPU, what "
         "stays on the chip is not counted. Parameters and state are donated. Copies, kernels, "
@@ -227,15 +227,16 @@ def _answer(found: dict[str, Table]) -> str:
         return (
             "What loss scaling adds to a step, by what the compilers for GPU and TPU make of it."
         )
-    parts = []
+    parts, ours = [], []
     for target, table in tables.items():
         moved = {way: float(cells["moved"]) for way, cells in table.items()}
-        more = {way: f"{100 * (x / moved[_ways.PLAIN] - 1):.0f}%" for way, x in moved.items()}
-        ways = ", ".join(f"{more[way]} with {name}" for way, name in _NAMED.items())
+        more = {way: 100 * (x / moved[_ways.PLAIN] - 1) for way, x in moved.items()}
+        ways = ", ".join(f"{more[way]:.0f}% with {name}" for way, name in _NAMED.items())
         parts.append(f"{target}: {ways}")
+        ours.append(more["apply_gradients"])
     return (
-        "**How many more bytes a whole training step moves than without loss scaling.** "
-        f"{'. '.join(parts)}."
+        f"**With this library, a whole training step moves {min(ours):.0f}% to {max(ours):.0f}% "
+        f"more bytes than without loss scaling.** {'. '.join(parts)}."
     )
 
 

@@ -105,7 +105,7 @@ def _devices(rows: list[Row]) -> str:
 _SECTIONS = (
     (
         "whole_step",
-        "A whole float16 step, every way",
+        "A whole float16 step, every method",
         _whole_step,
         "The demo's transformer in four blocks of width 512, from a batch to new parameters: "
         "float32 parameters, AdamW, and so few tokens that the optimizer takes a visible share. "
@@ -156,8 +156,8 @@ def page(found: dict[str, Any]) -> str:
     parts = [
         "# What it costs on a CPU",
         _answer(found),
-        "Times are ratios to the same step without loss scaling, with quartiles. Each way was "
-        "compiled once, and all ways were run interleaved in random order. Made by "
+        "Times are ratios to the same step without loss scaling, with quartiles. Each method was "
+        "compiled once, and all were run interleaved in random order. Made by "
         "`python -m benchmarks` (with the extra `benchmarks` installed); all numbers, with SGD, "
         "Lion and other sizes, are in [results.json](results.json). With `--report` it redraws "
         "this page from that file.",
@@ -182,11 +182,13 @@ def _answer(found: dict[str, Any]) -> str:
     of_adamw = {
         r["way"]: r["ratio"] for r in _where(found["step"], optimizer="AdamW", dtype="float32")
     }
+    ours, _, *others = (of_step[way] for way in _NAMED)
     numbers = lambda ways: ", ".join(f"{ways[way]:.2f} {name}" for way, name in _NAMED.items())
     return (
-        "**In a whole training step, loss scaling takes a few percent of the time**: "
-        f"{numbers(of_step)}, as ratios to the step without loss scaling. **In the optimizer step "
-        f"alone, the ways differ more**: {numbers(of_adamw)}."
+        f"**With this library, a whole training step takes {ours:.2f} times as long as without "
+        f"loss scaling; with other methods, {min(others):.2f} to {max(others):.2f} times.** The "
+        f"ratios are {numbers(of_step)}. **In the optimizer step alone, methods differ more**: "
+        f"{numbers(of_adamw)}."
     )
 
 

@@ -52,7 +52,11 @@ def test_each_frameworks_program_runs(program):
 
 
 (_, SETUP), *RECIPES = blocks("docs/recipes.md")
-TOPICS = re.findall(r"^## (.*)", (ROOT / "docs/recipes.md").read_text(), re.M)
+RECIPES += blocks("docs/integrations.md")  # which continue the same program
+TOPICS = {
+    page: re.findall(r"^## (.*)", (ROOT / f"docs/{page}.md").read_text(), re.M)
+    for page in ("recipes", "integrations")
+}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the frameworks', not ours
@@ -60,7 +64,7 @@ TOPICS = re.findall(r"^## (.*)", (ROOT / "docs/recipes.md").read_text(), re.M)
     ("package", "recipe"),
     RECIPES,
     ids=["accumulation", "clipping", "checkpoint", "gpus", "frozen", "lora", "logging", "flash",
-         "ode", "numpyro", "brax", "nnx_trainer", "fixed", "nested"],
+         "ode", "numpyro", "brax", "nnx_trainer", "fixed"],
 )  # fmt: skip
 def test_each_recipe_runs(package, recipe, tmp_path, monkeypatch):
     """One that needs a package which the tests do not install names it, and runs where it is."""
@@ -70,9 +74,10 @@ def test_each_recipe_runs(package, recipe, tmp_path, monkeypatch):
     exec(SETUP + recipe, {})
 
 
-def test_the_readme_has_a_link_to_each_recipe():
-    links = re.findall(r"\(docs/recipes.md#([^)]+)\)", (ROOT / "README.md").read_text())
-    topics = [topic.lower() for topic in TOPICS if topic != "Whole programs"]
+@pytest.mark.parametrize("page", TOPICS)
+def test_the_readme_has_a_link_to_each_recipe(page):
+    links = re.findall(rf"\(docs/{page}.md#([^)]+)\)", (ROOT / "README.md").read_text())
+    topics = [topic.lower() for topic in TOPICS[page] if topic != "Whole programs"]
     assert [link.replace("-", " ") for link in links] == topics
 
 

@@ -254,7 +254,7 @@ def trainer_loss_fn(model, x, y):
 
 
 def trainer_of(directory, seed=0, shared=True):
-    """As docs/recipes.md has it."""
+    """As docs/integrations.md has it."""
     model = nnx.Linear(3, 2, dtype=jnp.float16, rngs=nnx.Rngs(seed))
     loss_scale = ols.DynamicLossScale(growth_interval=2)
     model.loss_scale = nnx.data(jax.tree.map(lambda x: nnx.Variable(jnp.asarray(x)), loss_scale))
