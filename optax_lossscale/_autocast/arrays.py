@@ -59,8 +59,8 @@ def as_program(
         args, kwargs = form.filled(wide, with_others=False)
         with variables.told_to_go_in_as_arguments(), DTYPE(low):
             program = jax.make_jaxpr(of_arrays)(*args, **kwargs)
-        said = [_is_parameter(x, i in parameters) for i, x in enumerate(given[0])]
-        flags = jax.tree.leaves((said, _is_parameter(given[1], False)))
+        said = [(x, i in parameters) for i, x in enumerate(given[0])] + [(given[1], False)]
+        flags = [flag for tree, is_said in said for flag in _are_parameters(tree, is_said)]
         flags = zip(flags, form.others, strict=True)
         yield Call(program, arrays, [is_it for is_it, other in flags if other is None], result)
 
@@ -87,11 +87,12 @@ def _form(tree: Any, known: Mapping[int, Any] = MappingProxyType({})) -> tuple[_
     return _Form(structure, others), [x for x in leaves if not is_other(x)]
 
 
-def _is_parameter(tree: Any, said: bool) -> Any:
+def _are_parameters(tree: Any, said: bool) -> list[bool]:
     """For each leaf of an argument, whether it is a parameter: for NNX, an `nnx.Param`."""
+    # No tree of flags: there are nodes that can hold nothing but arrays.
     of = lambda x: variables.is_parameter(x) if variables.is_variable(x) else said
-    of_leaves = lambda x: jax.tree.map(lambda _: of(x), x)
-    return jax.tree.map(of_leaves, tree, is_leaf=variables.is_variable)
+    leaves = jax.tree.leaves(tree, is_leaf=variables.is_variable)
+    return [of(leaf) for leaf in leaves for _ in jax.tree.leaves(leaf)]
 
 
 def is_array(x: Any) -> bool:

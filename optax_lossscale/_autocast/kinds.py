@@ -1,7 +1,7 @@
 """Which values are kept in 16 bits between the products, and which need float32."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,10 +10,12 @@ from jax.extend.core import Literal
 
 from optax_lossscale._autocast.flat import Flat, Instruction, flat
 from optax_lossscale._autocast.products import holds_products, is_narrowed
-from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._programs.operations import NORMALIZES, Is, traits_of
 from optax_lossscale._programs.run import is_entered
 from optax_lossscale._programs.values import FLOAT32, dtype_in, is_float
 from optax_lossscale._programs.walk import arguments_of, carried_by, programs_in
+
+_IN_MEANS = Is.MOVES | Is.SENDS | Is.CHOOSES | Is.ADDS_TWO | Is.NEAR
 
 
 class Kind(enum.IntEnum):
@@ -38,9 +40,18 @@ def kinds(program: Flat, given: Sequence[Kind], low: np.dtype) -> dict[int, Kind
     known = dict.fromkeys(program.consts, Kind.FLOAT32)
     known |= {i: _of_number(number, low) for i, number in program.literals.items()}
     known |= zip(program.ins, given, strict=True)
+    # Of what is made of a sum of many numbers: their shape, and the operations since.
+    made_of: dict[int, frozenset[Any]] = {}
     for step in program.steps:
-        operands = [known[i] for i in step.ins]
-        known.update(zip(step.outs, _results(step, operands, low), strict=True))
+        traits, results = traits_of(step.name), _results(step, [known[i] for i in step.ins], low)
+        sums = [made_of[i] for i in step.ins if i in made_of]
+        if _is_normalized(step, known, made_of):
+            results = [Kind.NEAR if Is.ADDS_TWO in traits else Kind.SUM]
+        elif sums and (traits & _IN_MEANS or step.name in NORMALIZES.values()):
+            made_of |= dict.fromkeys(step.outs, sums[0] | {step.name})
+        elif Is.ADDS_MANY in traits:
+            made_of |= dict.fromkeys(step.outs, frozenset({program.types[step.ins[0]].shape}))
+        known.update(zip(step.outs, results, strict=True))
     return known
 
 
@@ -139,6 +150,18 @@ def _of_operation(
     if widest < Kind.SUM:  # saturating parameters does not give a parameter
         return Kind.FLOAT32 if Is.SATURATES in traits else widest
     return Kind.NEAR
+
+
+def _is_normalized(
+    step: Instruction, known: Mapping[int, Kind], made_of: Mapping[int, frozenset[Any]]
+) -> bool:
+    """Whether a mean of as many numbers is taken off here, or they are divided by their norm."""
+    if step.name not in NORMALIZES:
+        return False
+    value, by = step.ins if step.name != "mul" else sorted(step.ins, key=known.__getitem__)
+    is_near = known[value] in (Kind.SUM, Kind.NEAR) and known[by] == Kind.FLOAT32
+    shape = step.eqn.outvars[0].aval.shape
+    return is_near and made_of.get(by, set()) >= {NORMALIZES[step.name], shape}
 
 
 def _of_number(number: Literal, low: np.dtype) -> Kind:

@@ -26,6 +26,7 @@ class Part(NamedTuple):
     writes: dict[int, tuple[Any, ...]]
     is_recomputed: bool  # in the backward pass
     is_spread: bool = False  # whether it sends 16 bits, with the derivative of float32
+    kept: frozenset[int] = frozenset()  # what is kept for the backward pass, and not recomputed
 
     def __str__(self) -> str:
         names = [step.name for step in self.steps]
@@ -36,6 +37,7 @@ class Part(NamedTuple):
         line = f"{how}: {' '.join(own)} ({', '.join(reads)}) -> {', '.join(writes)}"
         if repeated:
             line += f", repeating {' '.join(repeated)}"
+        line += f", keeping {', '.join(map(str, sorted(self.kept)))}" if self.kept else ""
         inside = [str(plan) for step in self.steps for plan in step.plans]
         return "\n".join([line, *("  " + row for text in inside for row in text.splitlines())])
 

@@ -15,7 +15,7 @@ from optax_lossscale._autocast.flat import Flat, Instruction, flat
 from optax_lossscale._autocast.kinds import Kind, kinds, kinds_at
 from optax_lossscale._autocast.plan import Casting, Part, Plan
 from optax_lossscale._autocast.products import holds_products, is_narrowed, is_outer_product
-from optax_lossscale._autocast.recomputed import Repeated, is_cheap, read_by
+from optax_lossscale._autocast.recomputed import Repeated, is_cheap, is_kept, read_by
 from optax_lossscale._programs.operations import Is, traits_of
 from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in
 from optax_lossscale._programs.walk import arguments_of, carried_by
@@ -135,7 +135,13 @@ class _Planner:
             return
         moves_only = all(Is.MOVES in traits_of(step.name) for step in steps)
         is_recomputed = self.how.recomputes and not moves_only
-        self._add(Part(tuple(planned), len(before), reads, writes, is_recomputed))
+        part = Part(tuple(planned), len(before), reads, writes, is_recomputed)
+        if is_recomputed:
+            largest = max(math.prod(self.program.types[i].shape) for i in writes)
+            read_here = set().union(*(step.reads for step in steps))
+            reduced = {step.outs[0] for step in steps if is_kept(step.eqn, largest)}
+            part = part._replace(kept=frozenset(reduced & read_here))
+        self._add(part)
 
     def _add(self, part: Part) -> None:
         self.parts.append(part)

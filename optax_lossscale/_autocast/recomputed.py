@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 
 from optax_lossscale._autocast.flat import Instruction
 from optax_lossscale._programs.operations import Is, traits_of
-from optax_lossscale._programs.values import is_product
+from optax_lossscale._programs.values import is_float, is_product
 from optax_lossscale._programs.walk import equations_in
 
 _LONGEST = 50  # steps
+_FEW = 32  # to one
 
 
 def is_cheap(eqn: Any) -> bool:
@@ -16,6 +17,16 @@ def is_cheap(eqn: Any) -> bool:
     if eqn.effects or is_product(eqn) or Is.CHEAP not in traits_of(eqn.primitive.name):
         return False
     return all(map(is_cheap, equations_in(eqn)))
+
+
+def is_kept(eqn: Any, largest: int) -> bool:
+    """Whether to keep a reduction rather than to recompute it; `largest` is written after it."""
+    if "axes" not in eqn.params or not is_float(eqn.outvars[0]):
+        return False
+    shape, size = eqn.invars[0].aval.shape, eqn.invars[0].aval.size
+    # A compiler makes one kernel of a sum over rows and of what is written of these rows after it.
+    is_read_once = eqn.params["axes"] == (len(shape) - 1,) and largest >= size
+    return eqn.outvars[0].aval.size * _FEW <= size and not is_read_once
 
 
 class _Repeat(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 
 from optax_lossscale._autocast.cast_inputs import DTYPE
 from optax_lossscale._autocast.derivatives import custom_jvp, custom_vjp
@@ -13,10 +14,12 @@ from optax_lossscale._autocast.flat import Instruction
 from optax_lossscale._autocast.kinds import Kind
 from optax_lossscale._autocast.plan import Casting, Part, Plan
 from optax_lossscale._autocast.planner import plan
-from optax_lossscale._autocast.products import is_narrowed, is_outer_product, why_left
+from optax_lossscale._autocast.products import SCOPE, is_narrowed, is_outer_product, why_left
 from optax_lossscale._programs.run import Run, enter
 from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in, in_dtype, in_dtypes
 from optax_lossscale._programs.versions import bind, open_jaxpr
+
+_KEEPS = checkpoint_policies.save_only_these_names(SCOPE)
 
 
 def narrowed(jaxpr: Any, args: Sequence[Any], given: Sequence[Kind], how: Casting) -> list[Any]:
@@ -44,7 +47,7 @@ def _by_plan(made: Plan) -> Run:
         for part in made.parts:
             of = lambda xs, part=part: _computed(part, xs, made)
             if part.is_recomputed:
-                of = jax.checkpoint(of, prevent_cse=made.how.prevent_cse)
+                of = jax.checkpoint(of, prevent_cse=made.how.prevent_cse, policy=_KEEPS)
             written = of([read(i, dtype) for i, dtype in part.reads.items()])
             if part.is_spread:
                 (step,) = part.steps
@@ -87,7 +90,10 @@ def _computed(part: Part, xs: Sequence[Any], made: Plan) -> dict[int, list[Any]]
     for step in part.steps:
         with step.at_its_line():
             outs = _run(step, list(map(cast, step.ins, step.takes)), made.how)
-            values |= zip(step.outs, in_dtypes(step.gives, outs), strict=True)
+            outs = in_dtypes(step.gives, outs)
+            if not part.kept.isdisjoint(step.outs):
+                outs = [checkpoint_name(x, SCOPE) for x in outs]
+            values |= zip(step.outs, outs, strict=True)
             new = [i for i in step.outs if i in part.writes]
             written |= {i: [in_dtype(d, values[i]) for d in part.writes[i]] for i in new}
     return written

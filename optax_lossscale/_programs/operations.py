@@ -128,6 +128,9 @@ _HELD = {
 PROGRAMS = {name: held.split() for held, names in _HELD.items() for name in names.split()}
 """The parameters that hold the programs that an operation runs, in the order of running."""
 
+NORMALIZES = {"sub": "div", "mul": "rsqrt", "div": "sqrt"}
+"""What takes a mean off, or divides by a norm; and by what operation that mean or norm is made."""
+
 
 def traits_of(name: str) -> Is:
     """What the operation with a name is; `Is(0)` if it is unknown."""

@@ -115,7 +115,7 @@ def test_only_float32_arrays_are_cast():
         return tree["a"] * scale, tree["i"], tree["b"]
 
     tree = {"a": Q, "i": jnp.arange(3), "b": Q.astype(jnp.bfloat16), "n": np.ones(2, np.float32)}
-    given = dict(scale=2.0, mask=Q > 0, name="causal")
+    given = {"scale": 2.0, "mask": Q > 0, "name": "causal"}
     outs = ols.autocast(lambda tree: kernel(tree, **given))(tree)
     assert [x.dtype for x in outs] == [jnp.float32, jnp.int32, jnp.bfloat16]
     assert seen["a"].dtype == seen["n"].dtype == jnp.float16

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
 from optax_lossscale._autocast.kinds import Kind
@@ -16,7 +17,8 @@ def planned(function, *args, given=F32):
     """The plan for a function of a parameter and of other arrays."""
     takes = [given, *[F32] * (len(args) - 1)]
     kinds = [Kind.PARAMETER, *[Kind.FLOAT32] * (len(args) - 1)]
-    return plan(jax.make_jaxpr(function)(*args), takes, kinds, Casting(F16))
+    traced = jax.make_jaxpr(function, axis_env=[("devices", 2)])(*args)
+    return plan(traced, takes, kinds, Casting(F16))
 
 
 def lines(function, *args, **options):
@@ -92,3 +94,74 @@ def test_positions_are_counted_once_more_where_they_are_read():
     """Rather than kept: `iota` reads nothing."""
     turned = lambda w, x: jnp.sum(jnp.sin(x @ w + jnp.arange(8.0)) @ w)
     assert [line for line in lines(turned, W, X) if "repeating iota" in line]
+
+
+def keeping(fun, *args):
+    """What each island keeps, by the operations that make it."""
+    made = planned(fun, *args)
+    return [
+        [s.name for s in p.steps if s.outs[0] in p.kept] for p in made.parts if p.is_recomputed
+    ]
+
+
+def test_sums_are_kept_that_would_take_another_pass():
+    """As those of a cross-entropy, after which nothing large is written."""
+    loss = lambda w, x: jnp.mean(jax.nn.logsumexp(x @ w, -1))
+    assert keeping(loss, jnp.ones((8, 64)), X) == [["reduce_max", "reduce_sum"]]
+
+
+def test_over_columns_they_are_kept_too():
+    """A batch norm's, whose kernel ends before that of the numbers that it normalizes begins."""
+    norm = lambda h: (h - h.mean(0)) * jax.lax.rsqrt(h.var(0) + 1e-6)
+    assert keeping(lambda w, x: norm(x @ w) @ w, W, jnp.ones((64, 8))) == [["reduce_sum"] * 3]
+
+
+def test_sums_over_rows_that_are_written_next_are_taken_again():
+    assert keeping(lambda w, x: jax.nn.softmax(x @ w) @ w.T, jnp.ones((8, 64)), X) == [[]]
+
+
+def kept_in(fun, *args):
+    """The dtypes in which parts keep what is as large as the last argument."""
+    made = planned(fun, *args)
+    size = args[-1].size
+    large = lambda p: (ds for i, ds in p.writes.items() if made.program.types[i].size == size)
+    return {str(dtype) for part in made.parts for dtypes in large(part) for dtype in dtypes}
+
+
+NORMS = {
+    "layer norm": lambda h: (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1)[:, None] + 1e-6),
+    "batch norm": lambda h: (h - h.mean(0)) * lax.rsqrt((h**2).mean(0) - h.mean(0) ** 2 + 1e-6),
+    "standardize": jax.nn.standardize,
+    "over devices": lambda h: h * lax.rsqrt(lax.pmean((h**2).mean(0), "devices") + 1e-6),
+    "by a norm": lambda h: h / jnp.linalg.norm(h, axis=-1, keepdims=True),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_a_stream_of_normalized_numbers_is_kept_in_16_bits(norm):
+    def layers(w, x):
+        x = norm(x @ w)
+        for _ in range(2):
+            x = jax.nn.relu(x + norm(x @ w))
+        return x @ w
+
+    assert kept_in(layers, W, jnp.ones((4, 8))) == {"float16"}
+
+
+@pytest.mark.parametrize(
+    "widen",
+    [
+        lambda h: h * jnp.sum(h**2, -1, keepdims=True),
+        lambda h: h - jnp.sum(h, -1, keepdims=True),
+        lambda h: h / jnp.sum(h, -1, keepdims=True),
+        lambda h: h * jnp.sqrt(jnp.mean(h**2, -1, keepdims=True)),
+        lambda h: h * lax.rsqrt(jnp.exp(h)),
+        lambda h: h * lax.rsqrt(jnp.mean(jnp.exp(h[:2]) ** 2)),
+    ],
+)
+def test_what_may_leave_the_range_is_kept_in_float32(widen):
+    def layers(w, x):
+        x = widen(x @ w)
+        return (x + x @ w) @ w + x
+
+    assert "float32" in kept_in(layers, W, jnp.ones((4, 8)))
