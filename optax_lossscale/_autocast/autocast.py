@@ -96,8 +96,10 @@ def autocast(
         with as_program(fun, args, kwargs, parameters, low) as call:
             _warn_of_nothing_narrowed(call.program)
             kinds = [Kind.PARAMETER if is_it else Kind.FLOAT32 for is_it in call.is_parameter]
+            # A TPU's compiler recomputes by itself what it lacks the memory for.
+            how = Casting(low, prevent_cse=jax.default_backend() != "tpu")
             with jax.named_scope(SCOPE):
-                outs = narrowed(call.program, call.arrays, kinds, Casting(low))
+                outs = narrowed(call.program, call.arrays, kinds, how)
             dtypes = dtypes_in(open_jaxpr(call.program).outvars)
             return call.result(in_dtypes(dtypes, list(map(jnp.asarray, outs))))
 

@@ -94,3 +94,12 @@ def test_compiled_for_a_cpu_it_takes_no_more_memory_than_in_float32(loss, params
 
     wide = in_dtype(loss, jnp.float32)
     assert temp_bytes(ols.autocast(wide)) <= temp_bytes(wide)
+
+
+@pytest.mark.parametrize(("backend", "prevents"), [("gpu", True), ("cpu", True), ("tpu", False)])
+def test_a_tpus_compiler_may_share_what_is_recomputed(backend, prevents, monkeypatch):
+    """It recomputes by itself what it lacks the memory for, and fuses more without a barrier."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    loss = ols.autocast(lambda w, x: jnp.sum(jax.nn.softmax(x @ w) @ w))
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(jnp.ones((8, 8)), jnp.ones((4, 8)))
+    assert ("prevent_cse=True" in str(jaxpr)) == prevents
