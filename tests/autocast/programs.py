@@ -29,7 +29,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import P, lax
+from jax.sharding import AxisType
 
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -301,6 +302,30 @@ def descended(f):
     return lambda p, v: v - 0.1 * jax.grad(lambda v: jnp.sum(f(p, v) ** 2))(v)
 
 
+SENDS = (
+    lambda v: lax.all_gather(v, "i")[1],
+    lambda v: lax.all_gather(v, "i", tiled=True)[: v.shape[0]],
+    lambda v: lax.ppermute(v, "i", [(0, 1), (1, 0)]),
+    lambda v: lax.all_to_all(jnp.stack([v, -v]), "i", 0, 0)[1],
+    lambda v: lax.psum(v, "i") / 2,
+    lambda v: lax.psum_scatter(jnp.stack([v, 2 * v]), "i") / 3,
+)
+
+
+def sent(f, how):
+    """On two devices, of what the one sends to the other."""
+
+    def on_devices(p, v):
+        mesh = jax.make_mesh((2,), ("i",), (AxisType.Auto,), devices=jax.devices()[:2])
+        of_each = lambda p, v: f(p, SENDS[how](v))
+        specs = {"in_specs": (P(), P("i")), "out_specs": P("i")}
+        of_both = jax.shard_map(of_each, mesh=mesh, **specs)
+        one, other = jnp.split(of_both(p, jnp.concatenate([v, v[::-1]])), 2)
+        return one + 0.5 * other
+
+    return on_devices
+
+
 def recurrence(v, w):
     combine = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])
     return lax.associative_scan(combine, (jax.nn.sigmoid(v @ w), v))[1]
@@ -337,7 +362,7 @@ PIECES = {
     for f in (
         scaled_jvp, scaled_vjp, kept_vjp, by_scan, by_scan_of_rows, by_fori, by_while, by_cond,
         by_switch, by_traced_switch, by_rows, by_map, remat, jitted, twice_jitted, descended,
-        recurrence, attention, conv, mask, ids, table,
+        sent, recurrence, attention, conv, mask, ids, table,
     )
 } | {"jax": jax, "jnp": jnp, "lax": lax, "np": np}  # fmt: skip
 
@@ -544,6 +569,9 @@ by_scan(scaled_jvp({f}))(p, {v})
 remat(scaled_jvp({f}), {policy})(p, {v})
 jax.jvp(lambda v: {f}(p, v), ({v},), (jnp.ones_like({v}),))[1]
 descended({f})(p, {v})
+sent({f}, {how})(p, {v})
+sent({f}, {how})(p, {v} @ {pdd})
+sent(lambda p, v: v @ {pdd}, {how})(p, {v})
 """
 # Of functions of one row:
 OF_ROWS = """
@@ -604,6 +632,7 @@ class Writer:
             "d": lambda: str(d),
             "nd": lambda: str(n * d),
             "policy": lambda: str(self.rng.integers(5)),
+            "how": lambda: str(self.rng.integers(len(SENDS))),
             "f": lambda: self.function(inner, depth - 1),
             "g": lambda: self.function(inner, depth - 1),
             "pd": lambda: self.param((d,), 0.5),
@@ -835,7 +864,7 @@ def wrong_dtypes(report, usual):
         o
         for o in report.narrow
         if jnp.float16 in o.operands
-        and o.primitive != "scatter-add"
+        and o.primitive not in ("scatter-add", "psum", "psum_invariant", "reduce_scatter")
         and (o.terms == 1 or o.terms >= MANY)
     ]
     was_narrow = [o for o in usual.narrow if jnp.float16 in o.operands]
@@ -882,5 +911,6 @@ if __name__ == "__main__":
     from compiling import compile_quickly
 
     compile_quickly()
+    jax.config.update("jax_num_cpu_devices", 2)
     warnings.simplefilter("ignore")
     main()
