@@ -3,6 +3,7 @@
 python -m benchmarks                 # what it costs on this machine: 25 minutes on two cores
 python -m benchmarks --quick         # small sizes, to see that it runs
 python -m benchmarks accelerators    # the same, compiled for a GPU and TPUs but not run
+python -m benchmarks autocast        # models under autocast, compiled likewise; 10 minutes
 python -m benchmarks policies        # loss scales side by side; 27 minutes
 python -m benchmarks skips           # the tables of docs/benchmarks/skips.md; 15 minutes
 
@@ -25,7 +26,7 @@ import optax
 from tqdm import tqdm
 
 import optax_lossscale as ols
-from benchmarks import _accelerators, _policies, _report, _sections, _skips, _tables
+from benchmarks import _accelerators, _autocast, _policies, _report, _sections, _skips, _tables
 
 
 def _processor() -> str:
@@ -65,7 +66,7 @@ def _machine() -> dict[str, Any]:
 def main():
     """Runs the sections and writes what they found."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    what = ["here", "accelerators", "policies", "skips"]
+    what = ["here", "accelerators", "autocast", "policies", "skips"]
     parser.add_argument("what", nargs="?", default="here", choices=what)
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
     parser.add_argument("--out", help="where the results go; default: docs/benchmarks")
@@ -81,13 +82,18 @@ def main():
     if options.what == "policies":
         _policies.main(options.quick, out, options.report)
         return
-    if options.what == "accelerators":
-        steps = options.only or _accelerators.STEPS
-        csv = out / "accelerators.csv"
+    if options.what in ("accelerators", "autocast"):
+        csv = out / f"{options.what}.csv"
+        if options.what == "autocast":
+            module, measure = _autocast, _autocast.measure
+        else:
+            steps = options.only or _accelerators.STEPS
+            module = _accelerators
+            measure = lambda: module.tables(module.measure(options.quick, steps))
         if not options.report:
-            _tables.write(csv, _accelerators.tables(_accelerators.measure(options.quick, steps)))
-        page = _accelerators.page(_tables.read(csv))
-        (out / "accelerators.md").write_text(page)
+            _tables.write(csv, measure())
+        page = module.page(_tables.read(csv))
+        csv.with_suffix(".md").write_text(page)
         print(page)
         return
     results = out / "results.json"

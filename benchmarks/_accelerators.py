@@ -45,12 +45,7 @@ def measure(quick: bool, steps: Sequence[str] = STEPS) -> list[Row]:
     Raises:
       SystemExit: if a compiler is not installed.
     """
-    missing = [name for name, target in TARGETS.items() if not target.is_installed]
-    if missing:
-        raise SystemExit(
-            f"no compiler for {', '.join(missing)}: install the extra `accelerators`, which is "
-            "available for Linux"
-        )
+    refuse_missing_compilers()
     cases = [
         Case(step, target, way, dtype)
         for target in TARGETS
@@ -65,6 +60,23 @@ def measure(quick: bool, steps: Sequence[str] = STEPS) -> list[Row]:
     with ProcessPoolExecutor(2, mp_context=spawn, max_tasks_per_child=1) as pool:
         rows = pool.map(functools.partial(_costs, quick), cases)
         return list(tqdm(rows, desc="programs", total=len(cases)))
+
+
+def refuse_missing_compilers() -> None:
+    """Ends the program if a compiler is not installed."""
+    missing = [name for name, target in TARGETS.items() if not target.is_installed]
+    if missing:
+        raise SystemExit(
+            f"no compiler for {', '.join(missing)}: install the extra `accelerators`, which is "
+            "available for Linux"
+        )
+
+
+def versions() -> Table:
+    """Those of the compilers, as a table."""
+    compilers = ("jax", "jaxlib", "jax-cuda12-plugin", "libtpu", "optax")
+    found = {name: metadata.version(name) for name in compilers}
+    return {"run": {"optax_lossscale": ols.__version__} | found}
 
 
 def _steps(step: str) -> dict[str, tuple[_ways.Way, _ways.Step]]:
@@ -135,10 +147,7 @@ def _total(rows: list[Row], key: str) -> float:
 
 def tables(rows: list[Row]) -> dict[str, Table]:
     """All tables, and the versions of the compilers."""
-    compilers = ("jax", "jaxlib", "jax-cuda12-plugin", "libtpu", "optax")
-    versions = {"optax_lossscale": ols.__version__}
-    versions |= {name: metadata.version(name) for name in compilers}
-    found = {"versions": {"run": versions}}
+    found = {"versions": versions()}
     for step, target in dict.fromkeys((r["step"], r["target"]) for r in rows):
         of_both = [r for r in rows if (r["step"], r["target"]) == (step, target)]
         found[f"{step}, {target}"] = _table(of_both)
@@ -187,7 +196,7 @@ _STEPS = {
 
 def page(found: dict[str, Table]) -> str:
     """The page, with a few rows and columns of each table."""
-    versions = ", ".join(f"{name} {it}" for name, it in found["versions"]["run"].items())
+    made_with = ", ".join(f"{name} {it}" for name, it in found["versions"]["run"].items())
     parts = [
         "# What it costs on a GPU and on TPUs, as compiled",
         "**These programs were compiled for an H100, a TPU v5e and a TPU v6e, and never run**, as "
@@ -201,7 +210,7 @@ def page(found: dict[str, Table]) -> str:
         "times to compile and further ways, among them `grad_dtype` and `branch`, are in "
         "[accelerators.csv](accelerators.csv).",
         "Made by `python -m benchmarks accelerators`, with the extras `benchmarks` and "
-        f"`accelerators` installed; {versions}. With `--report` it redraws this page from that "
+        f"`accelerators` installed; {made_with}. With `--report` it redraws this page from that "
         "file.",
     ]
     for step, (ways, text) in _STEPS.items():

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import _accelerators, _policies, _report, _sections, _skips, _tables
+from benchmarks import _accelerators, _autocast, _policies, _report, _sections, _skips, _tables
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "benchmarks"
@@ -20,7 +20,7 @@ def test_the_page_is_what_the_results_make():
     assert _report.page(found) == (PAGES / "README.md").read_text()
 
 
-@pytest.mark.parametrize("module", [_accelerators, _policies], ids=["accelerators", "policies"])
+@pytest.mark.parametrize("module", [_accelerators, _autocast, _policies])
 def test_a_page_is_what_its_csv_makes(module):
     name = module.__name__.partition("._")[2]
     found = _tables.read(PAGES / f"{name}.csv")
@@ -41,7 +41,7 @@ def test_tables_come_back_from_csv_as_they_were(tmp_path):
 def test_the_pages_name_the_same_version():
     named = {
         name: set(re.findall(r"optax_lossscale (\d+\.\d+\.\d+)", (PAGES / name).read_text()))
-        for name in ("README.md", "accelerators.md", "policies.md", "skips.md")
+        for name in ("README.md", "accelerators.md", "autocast.md", "policies.md", "skips.md")
     }
     [version] = set.union(*named.values())
     assert named == {name: {version} for name in named}
