@@ -13,6 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 import optax_lossscale as ols
+from benchmarks import _between_devices
+from benchmarks._models import by_hand, left
 
 W, X = normal(0, 32, 32, scale=0.2), normal(1, 32, 32)
 F16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
@@ -25,63 +27,13 @@ def mesh(*shape, axis_type=AxisType.Auto):
     return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape))
 
 
-def norm(h):
-    return h / jnp.sqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
-
-
-def mapped(of_each, weight=None, m=None):
-    """A loss of a weight and rows that lie on all devices."""
-    m = m or mesh(4)
-    mean = lambda w, x: lax.pmean(of_each(w, x), m.axis_names)
-    specs = (weight or P(), P(m.axis_names))
-    return jax.shard_map(mean, mesh=m, in_specs=specs, out_specs=P())
-
-
-# Each is a loss of a weight and a batch; `cast` is what one does by hand.
-def gathered_weight(cast):
-    def of_each(w, x):
-        return jnp.mean((cast(x) @ lax.all_gather(cast(w), "data", tiled=True)).astype(F32) ** 2)
-
-    return mapped(of_each, P("data"))
-
-
-def gathered_sequence(cast):
-    def of_each(w, x):
-        h = cast(norm((cast(x) @ cast(w)).astype(F32)))
-        return jnp.mean((lax.all_gather(h, "data", tiled=True) @ cast(w)).astype(F32) ** 2)
-
-    return mapped(of_each)
-
-
-def ring(cast):
-    def of_each(w, x):
-        q, k, total = cast(x) @ cast(w), cast(norm((cast(x) @ cast(w)).astype(F32))), 0
-        for _ in range(4):
-            total += jnp.mean((q @ k.T).astype(F32) ** 2)
-            k = lax.ppermute(k, "data", [(i, (i + 1) % 4) for i in range(4)])
-        return total
-
-    return mapped(of_each)
-
-
-def exchanged_heads(cast):
-    def of_each(w, x):
-        q = lax.all_to_all(cast(norm((cast(x) @ cast(w)).astype(F32))), "data", 1, 0, tiled=True)
-        return jnp.mean((q @ q.T).astype(F32) ** 2)
-
-    return mapped(of_each)
-
-
-def constrained(cast):
-    def loss(w, x):
-        w = lax.with_sharding_constraint(cast(w), jax.NamedSharding(mesh(4), P()))
-        return jnp.mean((cast(x) @ w).astype(F32) ** 2)
-
-    return loss
-
-
-LOSSES = [gathered_weight, gathered_sequence, ring, exchanged_heads, constrained]
-by_hand, as_it_is = lambda x: x.astype(F16), lambda x: x
+LOSSES = {
+    name: functools.partial(of, mesh=mesh(4)) for name, of in _between_devices.LOSSES.items()
+}
+CONSTRAINED = LOSSES["weights under a sharding constraint"]
+SEQUENCE = LOSSES["a sequence gathered, as in Megatron"]
+each_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+mapped = _between_devices.mapped
 
 
 def bytes_sent(fun, *args):
@@ -109,26 +61,26 @@ def dtypes(jaxpr, names):
     return found
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@each_loss
 def test_as_many_bytes_are_sent_as_by_hand(loss):
     for of in (lambda f: f, functools.partial(jax.grad, argnums=(0, 1))):
-        sent = bytes_sent(of(ols.autocast(loss(as_it_is))), W, X)
+        sent = bytes_sent(of(ols.autocast(loss(left))), W, X)
         assert sent <= 1.02 * bytes_sent(of(loss(by_hand)), W, X)
-        assert loss is constrained or 0 < sent < bytes_sent(of(loss(as_it_is)), W, X)
+        assert loss is CONSTRAINED or 0 < sent < bytes_sent(of(loss(left)), W, X)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@each_loss
 def test_gradients_of_weights_are_summed_in_float32(loss):
-    jaxpr = jax.make_jaxpr(jax.grad(ols.autocast(loss(as_it_is))))(W, X).jaxpr
-    of_activations = {"reduce_scatter"} if loss is gathered_sequence else set()
+    jaxpr = jax.make_jaxpr(jax.grad(ols.autocast(loss(left))))(W, X).jaxpr
+    of_activations = {"reduce_scatter"} if loss is SEQUENCE else set()
     assert {dtype for _, dtype in dtypes(jaxpr, SUMS - of_activations)} <= {F32}
     assert {dtype for _, dtype in dtypes(jaxpr, of_activations)} <= {F16}  # as by hand
     assert F16 in {dtype for _, dtype in dtypes(jaxpr, SENT)}
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@each_loss
 def test_value_and_gradient_are_those_of_float32(loss):
-    assert_as_in_float32(loss(as_it_is), W, X, exempt=("reduce_scatter",))
+    assert_as_in_float32(loss(left), W, X, exempt=("reduce_scatter",))
 
 
 def weight_of_some(w, x):
@@ -138,7 +90,7 @@ def weight_of_some(w, x):
 
 
 def test_sums_over_two_axes_are_not_rounded_between():
-    f = mapped(weight_of_some, P("model"), mesh(2, 2))
+    f = mapped(weight_of_some, mesh(2, 2), P("model"))
     assert_as_in_float32(f, W, X)
     jaxpr = jax.make_jaxpr(jax.grad(ols.autocast(f)))(W, X).jaxpr
     assert {dtype for _, dtype in dtypes(jaxpr, SUMS)} == {F32}
@@ -153,7 +105,7 @@ def test_under_scan_vmap_and_remat():
     def of_each(ws, x):
         return jnp.mean(lax.scan(layer, x, ws)[0] ** 2)
 
-    f = mapped(of_each, P(None, "data"))
+    f = mapped(of_each, mesh(4), P(None, "data"))
     several = lambda ws, xs: jnp.mean(jax.vmap(f, (None, 0))(ws, xs))
     ws, xs = np.stack([W, W.T]), np.stack([X, X.T])
     assert_as_in_float32(f, ws, X)
@@ -171,13 +123,13 @@ def test_a_part_of_what_was_gathered():
         x = lax.dynamic_slice(x, (lax.axis_index("data") * 0, 0), (8, 32))
         return jnp.mean((x @ lax.dynamic_slice(w, (0, lax.axis_index("data") + 3), (32, 8))) ** 2)
 
-    f = mapped(of_each, P("data"))
+    f = mapped(of_each, mesh(4), P("data"))
     assert_as_in_float32(f, W, X)
     assert bytes_sent(ols.autocast(f), W, X) == 2 * W.size
 
 
 def test_derivatives_forward():
-    f = ols.autocast(gathered_weight(as_it_is))
+    f = ols.autocast(_between_devices.gathered_weight(left, mesh(4)))
     _, along = jax.jit(lambda w, x: jax.jvp(f, (w, x), (w, x)))(W, X)
     assert along.dtype == F32
     np.testing.assert_allclose(along, 4 * f(W, X), rtol=2e-3)  # of the fourth degree
@@ -188,7 +140,7 @@ def test_what_is_read_in_float32_too_is_sent_in_float32():
         w = lax.all_gather(w, "data", tiled=True)
         return jnp.mean((x @ w) ** 2) + jnp.sum(jnp.exp(w))
 
-    f = mapped(of_each, P("data"))
+    f = mapped(of_each, mesh(4), P("data"))
     assert bytes_sent(ols.autocast(f), W, X) == 4 * W.size
 
 

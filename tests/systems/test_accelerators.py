@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
-from benchmarks import _hlo, _targets, _transformer, _ways
+from benchmarks import _autocast, _hlo, _models, _targets, _transformer, _ways
 from optax_lossscale._diagnosis import program
 
 DOORS = {"apply_gradients": _ways.apply_gradients, "update": _ways.update}
@@ -412,3 +412,71 @@ def test_autocast_takes_the_memory_and_traffic_of_a_cast_by_hand(target):
     by_hand, ours = programs["by hand"], programs["autocast"]
     assert ours.temp_bytes <= 1.1 * by_hand.temp_bytes
     assert ours.bytes_moved <= 1.03 * by_hand.bytes_moved
+
+
+# Memory and bytes moved over those by hand, at most.
+WORST = {
+    "norms after the sums, as in BERT": (1.05, 1.05),
+    "128k classes": (1.05, 1.05),
+    "ResNet with batch norm": (1.15, 1.15),
+}
+
+
+@over_h100
+@pytest.mark.parametrize("model", WORST)
+def test_autocast_costs_about_what_a_cast_by_hand_does(target, model):
+    found = _autocast.ratios(model, target)
+    memory, moved = WORST[model]
+    assert found["memory"] <= memory
+    assert found["moved"] <= moved
+
+
+@over_targets(_targets.V5E)
+def test_on_a_tpu_autocast_takes_the_memory_of_a_cast_by_hand(target):
+    assert _autocast.ratios("mixture of experts", target)["memory"] <= 1.05
+
+
+@over_h100
+def test_a_transformer_sends_what_it_does_with_a_cast_by_hand(target):
+    found = _autocast.sent_ratios(_autocast.WHOLE, target)
+    assert found["weights and activations"] <= 1.02
+    assert found["with sums of gradients"] <= 1.5
+
+
+def fused_attention(monkeypatch):
+    """cuDNN's, which looks for a GPU when it is traced."""
+    module = "jax._src.cudnn.fused_attention_stablehlo"
+    for name, answer in {
+        "check_cudnn_version": 91200,
+        "check_compute_capability": True,
+        "is_cuda_compute_capability_equal": False,
+    }.items():
+        try:
+            monkeypatch.setattr(f"{module}.{name}", lambda *args, answer=answer: answer)
+        except AttributeError:
+            pytest.skip(f"JAX looks for a GPU otherwise than by {name}")
+    return functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+
+
+@over_h100
+def test_cudnns_attention_is_given_16_bits_by_cast_inputs(target, monkeypatch):
+    attend, shape = fused_attention(monkeypatch), (2, 1024, 8, 64)
+
+    def loss(attend, cast):
+        def of(w, x):
+            q, k, v = (y.reshape(shape) for y in jnp.split(cast(x) @ cast(w), 3, -1))
+            return jnp.mean(attend(q, k, v).astype(jnp.float32) ** 2)
+
+        return of
+
+    args = struct((512, 1536)), struct((2, 1024, 512))
+    of_both = [
+        ols.autocast(loss(ols.cast_inputs(attend), _models.left)),
+        loss(attend, _models.by_hand),
+    ]
+    ours, by_hand = (compile_for(target.device(), jax.value_and_grad(f), *args) for f in of_both)
+    assert ours.temp_bytes <= 1.1 * by_hand.temp_bytes
+    of_heads = [o for o in ours.operations if "[2,8,1024,64]" in o.result]
+    kernels = [o.result for o in of_heads if o.opcode == "custom-call"]
+    assert len(kernels) == 2  # forward and backward
+    assert all("f16[2,8,1024,64]" in result for result in kernels)
