@@ -193,6 +193,23 @@ def test_trees_of_every_make():
     assert isinstance(grads[0], Weights)
 
 
+def test_a_node_that_can_hold_nothing_but_arrays():
+    """As Brax's counters, whose constructor makes arrays of what it is given."""
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Counter:
+        count: jax.Array
+
+        def __post_init__(self):
+            if isinstance(self.count, int):
+                self.count = jnp.uint32(self.count)
+
+    fun = lambda w, counter, x: jnp.mean(x @ w) + counter.count
+    args = W, Counter(3), X
+    assert_close(jax.jit(ols.autocast(fun))(*args), fun(*args), 0.005)
+
+
 # --- argnums ---
 
 
