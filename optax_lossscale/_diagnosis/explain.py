@@ -157,9 +157,8 @@ def _last_gradient(recorded: list[Place], leaves: dict[str, Summary]) -> Suspect
     name, record = recorded[last]
     after = [place for place, _ in recorded[last + 1 :]] or ["the loss"]
     at_fault = next((place for place in after if not _is_cleared(place, leaves)), after[0])
-    return Suspect(
-        at_fault, f"{_count(record.cotangent)} in the gradient that it passes to {name}"
-    )
+    finding = f"{_count(record.cotangent)} in the gradient that it passes to {name}"
+    return Suspect(at_fault, finding)
 
 
 def _is_cleared(place: str, leaves: dict[str, Summary]) -> bool:

@@ -132,10 +132,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
                 f"got {type(loss_fn).__name__} and {type(state).__name__}"
             )
         refuse_shared_names(loss_fn, ["has_aux", "grad_dtype", "extra_args"], (params, *args))
-        differentiate = value_and_scaled_grad(
-            loss_fn, state, has_aux=has_aux, grad_dtype=grad_dtype
-        )
-        value, scaled_grads = differentiate(params, *args, **kwargs)
+        gradient = value_and_scaled_grad(loss_fn, state, has_aux=has_aux, grad_dtype=grad_dtype)
+        value, scaled_grads = gradient(params, *args, **kwargs)
         extra_args = {"value": value[0] if has_aux else value, **(extra_args or {})}
         return value, *self.apply_gradients(scaled_grads, state, params, **extra_args)
 
