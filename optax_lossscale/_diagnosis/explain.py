@@ -84,8 +84,7 @@ def explain(
       leaves: what `nonfinite_leaves` returned for the gradients.
       taps: what `tap` recorded at the ends of the model's layers, a tree of `Probe`s in the
         model's order: a list, a stack, an `OrderedDict`, or a dict whose names differ only in
-        numbers. A container of nothing but stacks of one length counts as one loop; put two loops
-        into two containers.
+        numbers. A container of nothing but stacks of one length is one loop: give each its own.
       loss: the unscaled loss.
 
     Returns:

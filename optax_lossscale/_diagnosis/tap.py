@@ -52,8 +52,7 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
 
     A probe that is used twice, or under a `vmap` that does not map over it, records sums, even of
     `largest`. Under `shard_map` a replicated probe sees all replicas; under `pmap`, or with
-    `check_vma=False`, each replica records its own. A place that the loss does not depend on
-    records nothing.
+    `check_vma=False`, each sees its own. A place that the loss does not depend on records nothing.
 
     Args:
       x: a floating-point or complex array, any shape.

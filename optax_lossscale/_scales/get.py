@@ -109,8 +109,10 @@ def resolve(loss_scale: Any) -> LossScale:
     is_number = isinstance(loss_scale, jax.Array) and is_numeric(loss_scale)
     if is_number and loss_scale.shape == () and not jnp.iscomplexobj(loss_scale):
         return _Given().replace(loss_scale=loss_scale)
-    is_leaf = jax.tree_util.all_leaves([loss_scale])
-    if loss_scale is None or is_leaf or _is_config(loss_scale):
+    match loss_scale:  # a dict may be a config, or part of a state
+        case None | {"preset": str()} | {"class_name": str(), "config": _}:
+            return get(loss_scale)
+    if jax.tree_util.all_leaves([loss_scale]):
         return get(loss_scale)
     of_state = get_loss_scale(loss_scale)
     if shape := np.shape(of_state.loss_scale):
@@ -158,11 +160,3 @@ def _count(loss_scales: list[LossScale]) -> int:
     leaves = [jax.tree.leaves(x, is_leaf=is_variable) for x in loss_scales]
     variables = [xs for xs in leaves if xs and all(map(is_variable, xs))]
     return len(leaves) - len(variables) + len({tuple(map(id, xs)) for xs in variables})
-
-
-def _is_config(x: Any) -> bool:
-    """Whether a dict is a config for `get`, and not part of a state."""
-    match x:
-        case {"preset": str()} | {"class_name": str(), "config": _}:
-            return True
-    return False

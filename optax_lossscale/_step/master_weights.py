@@ -92,8 +92,7 @@ def with_master_weights(
 
     Raises:
       TypeError: in `update`, if the state is not one of this transformation.
-      ValueError: in `update`, without `params`, or if their shapes or dtypes are not those
-        that the state was made for.
+      ValueError: in `update`, without `params`, or if the state is for other shapes or dtypes.
 
     Example:
       Sixteen steps, each of which changes a weight of 1 by a quarter of float16's least change:
