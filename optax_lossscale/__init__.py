@@ -27,17 +27,13 @@ if TYPE_CHECKING:
     from optax_lossscale._autocast.cast_inputs import cast_inputs
     from optax_lossscale._diagnosis.diagnose import diagnose
 else:  # A type checker that saw `__getattr__` would accept every misspelt name.
-    _FUNCTIONS = {
-        "autocast": "_autocast.autocast",
-        "cast_inputs": "_autocast.cast_inputs",
-        "diagnose": "_diagnosis.diagnose",
-    }
+    _FOLDERS = {"autocast": "_autocast", "cast_inputs": "_autocast", "diagnose": "_diagnosis"}
 
     def __getattr__(name):
         if name in ("diagnosis", "plot", "testing"):
             return importlib.import_module(f"optax_lossscale.{name}")
-        if name in _FUNCTIONS:
-            module = importlib.import_module(f"optax_lossscale.{_FUNCTIONS[name]}")
+        if name in _FOLDERS:
+            module = importlib.import_module(f"optax_lossscale.{_FOLDERS[name]}.{name}")
             return globals().setdefault(name, getattr(module, name))
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

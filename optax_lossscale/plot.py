@@ -79,8 +79,7 @@ def exponents(
     Args:
       scaled_grads: gradients of the scaled loss; any pytree. If computed in float32, they show
         what a narrower dtype would lose.
-      loss_scale: what they were scaled by: whatever `get` takes, or an optimizer state that
-        holds exactly one.
+      loss_scale: what scaled them: whatever `get` takes, or a state that holds exactly one.
       dtype: the floating-point dtype whose ranges are shown.
       axes: the axes to draw into and to return; by default those of a new figure.
 

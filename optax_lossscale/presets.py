@@ -146,8 +146,7 @@ def tf_keras(
     Args:
       dynamic: whether the scale adapts; if not, the result is a `FixedLossScale`.
       initial_scale: the first scale, by default 2**15; required if not `dynamic`.
-      dynamic_growth_steps: finite steps in a row after which the scale grows, by default 2000;
-        only if `dynamic`.
+      dynamic_growth_steps: if `dynamic`, finite steps in a row until growth, by default 2000.
 
     Example:
       >>> from optax_lossscale import presets

@@ -162,9 +162,8 @@ def axlearn(
     follows the norms learns nothing from skipped steps: if they stay too large, it skips them all.
 
     Args:
-      drop_norm: the norm from which on a step is skipped; or what `drop_norm_by_…` returns, to
-        follow the norms.
-      grad_norm_ema_decay: the decay of the moving averages that the latter needs, in (0, 1).
+      drop_norm: the norm from which on a step is skipped, or what `drop_norm_by_…` returns.
+      grad_norm_ema_decay: the decay of the moving averages that the latter follows, in (0, 1).
 
     Example:
       >>> from optax_lossscale import skips

@@ -19,6 +19,9 @@ T = TypeVar("T")
 AxisName = Hashable
 Groups = list[list[jax.Array]]  # of leaves of one type that share a kernel
 
+_LARGEST = float(np.finfo(np.float32).max)
+_ROW, _SHORTEST_ROW = 2**16, 2**8  # numbers
+
 
 def all_finite(tree: Any) -> jax.Array:
     """Whether no leaf holds a NaN or an infinity.
@@ -42,20 +45,13 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def largest(tree: Any) -> jax.Array:
-    """The largest absolute value, in the one pass of `all_finite`: a float32 scalar, never NaN.
-
-    Infinity if a number is not finite, 0 for an empty tree, the larger of its two parts for a
-    complex number, and the largest float32 for a wider number above it.
-    """
+    """The largest absolute value, float32, in the same pass; infinity if one is not finite."""
     return _by_platform(tree, _largest_on_cpu, _largest, if_empty=np.float32(0))
 
 
 def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
-    """The global L2 norm, float32, and what `all_finite` says, in the one pass that it takes.
-
-    The norm is not finite if a number is not, and infinite from 2**64 on, where the sum of squares
-    is more than float32 holds.
-    """
+    """The global L2 norm, float32, and what `all_finite` says, in the one pass that it takes."""
+    # From 2**64 on, the norm is infinite: the sum of squares is more than float32 holds.
     empty = np.float32(0), np.True_
     square, finite = _by_platform(tree, _squares_on_cpu, _squares, if_empty=empty)
     return jnp.sqrt(square), finite
@@ -162,8 +158,7 @@ def _finite_sum(xs: list[jax.Array]) -> jax.Array:
     """A number for each place, finite if those of all the arrays are."""
     if len(xs) == 1:
         return xs[0]
-    # x - x is zero or NaN. A conjunction of flags would not be vectorized, and a CPU rounds each
-    # 16-bit sum by itself.
+    # x - x is zero or NaN. Flags would not be vectorized, and a CPU rounds 16-bit sums one by one.
     return functools.reduce(lax.add, [lax.sub(x, x) for x in map(at_least_float32, xs)])
 
 
@@ -184,9 +179,6 @@ def _rows(x: jax.Array) -> list[jax.Array]:
     return rows if head == size else [*rows, flat[head:]]
 
 
-_ROW, _SHORTEST_ROW = 2**16, 2**8
-
-
 def _square(x: jax.Array) -> jax.Array:
     """The square of the absolute value, as float32 or wider."""
     if jnp.iscomplexobj(x):
@@ -201,9 +193,6 @@ def _size(x: jax.Array) -> jax.Array:
     if x.dtype.itemsize > 4:
         x = jnp.clip(x, -_LARGEST, _LARGEST)
     return jnp.abs(x.astype(jnp.float32))
-
-
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 def _with_all(
@@ -230,9 +219,7 @@ def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
     return across(lax.pmin, flag.astype(jnp.int32), axis_name).astype(bool)
 
 
-def across(
-    reduce: Callable[..., jax.Array], x: jax.Array, axis_name: AxisName | None
-) -> jax.Array:
+def across(reduce: Callable, x: jax.Array, axis_name: AxisName | None) -> jax.Array:
     """A reduction over replicas, such as `lax.pmin`; over no axes, what was given."""
     if axis_name in (None, ()):
         return x

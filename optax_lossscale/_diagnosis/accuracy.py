@@ -56,9 +56,7 @@ def known(program: Program) -> set[str]:
     return {name for name, off in moved.items() if off <= _UNKNOWN and truth.grads[name].any()}
 
 
-def find_errors(
-    program: Program, exponent: int, off: dict[str, float]
-) -> dict[str, GradientError]:
+def errors_of(program: Program, exponent: int, off: dict[str, float]) -> dict[str, GradientError]:
     """The gradients that are wrong in 16 bits, the worst first, each with its cause.
 
     Rounding that is spread evenly does not count as a cause: it moves gradients no further than a

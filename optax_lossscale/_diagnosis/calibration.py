@@ -74,8 +74,7 @@ def find_initial_scale(
       An `InitialScale`, with the `scale` to use as `initial_scale`; below 1, as `min_scale` too.
 
     Raises:
-      ValueError: if the loss is not finite, or gradients are not at any scale, or `margin`
-        is not a positive int.
+      ValueError: if the loss is not finite, gradients are at no scale, or `margin` is below 1.
       TypeError: if the loss is not a real floating-point scalar, or an argument has a wrong type.
 
     Example:

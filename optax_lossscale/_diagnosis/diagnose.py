@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._diagnosis.accuracy import find_errors, known, off_by
+from optax_lossscale._diagnosis.accuracy import errors_of, known, off_by
 from optax_lossscale._diagnosis.advice import judged
 from optax_lossscale._diagnosis.calibration import HIGHEST, MARGIN, NEAR, InitialScale, search
 from optax_lossscale._diagnosis.dtypes import report_of
@@ -117,7 +117,7 @@ def _at_a_scale(program: Program, fits: InitialScale) -> dict[str, Any]:
     certain = known(program)
     all_off = off_by(program.at(exponent), exponent, program.truth)
     off = {name: o for name, o in all_off.items() if name in certain}
-    found: dict[str, Any] = {"off": off, "errors": find_errors(program, exponent, off)}
+    found: dict[str, Any] = {"off": off, "errors": errors_of(program, exponent, off)}
     if fits.largest < 2.0**HIGHEST:
         found["overflow"] = _explained(program, round(math.log2(fits.largest)) + 1)
         found["underflow"] = find_underflow(program, program.truth, certain, fits)

@@ -12,14 +12,7 @@ from jax import lax
 from optax_lossscale._autocast.products import AT_DEFAULT, SCOPE, is_narrowed, remedy, why_left
 from optax_lossscale._programs.operations import TABLE, Is, traits_of
 from optax_lossscale._programs.values import FLOAT32, asks_for_precision, is_float, is_product
-from optax_lossscale._programs.walk import (
-    Equation,
-    equations,
-    is_of_a_decomposition,
-    is_of_the_optimizer,
-    is_opaque,
-    traced,
-)
+from optax_lossscale._programs.walk import Equation, equations, is_of_a_library, is_opaque, traced
 from optax_lossscale._programs.work import results_of, terms_of
 from optax_lossscale._scales import validation
 
@@ -190,8 +183,7 @@ def _product(at: Equation, usual: str) -> Operation:
     eqn, terms, precision = at.eqn, terms_of(at.eqn), str(at.eqn.params.get("precision"))
     operands = tuple(_ROUNDING.get(precision, v.aval.dtype) for v in eqn.invars[:2])
     asks = asks_for_precision(eqn) and precision not in _ROUNDING
-    is_made = is_of_the_optimizer(eqn) or is_of_a_decomposition(eqn)
-    by_choice = is_made or (asks and precision != usual)
+    by_choice = is_of_a_library(eqn) or (asks and precision != usual)
     is_left = FLOAT32 in operands and not by_choice
     return Operation(
         eqn.primitive.name,

@@ -84,8 +84,7 @@ def explain(
       leaves: what `nonfinite_leaves` returned for the gradients.
       taps: what `tap` recorded at the ends of the model's layers, a tree of `Probe`s in the
         model's order: a list, a stack, an `OrderedDict`, or a dict whose names differ only in
-        numbers. A container of nothing but stacks of one length counts as one loop; put two loops
-        into two containers.
+        numbers. A container of nothing but stacks of one length is one loop: give each its own.
       loss: the unscaled loss.
 
     Returns:
@@ -157,9 +156,8 @@ def _last_gradient(recorded: list[Place], leaves: dict[str, Summary]) -> Suspect
     name, record = recorded[last]
     after = [place for place, _ in recorded[last + 1 :]] or ["the loss"]
     at_fault = next((place for place in after if not _is_cleared(place, leaves)), after[0])
-    return Suspect(
-        at_fault, f"{_count(record.cotangent)} in the gradient that it passes to {name}"
-    )
+    finding = f"{_count(record.cotangent)} in the gradient that it passes to {name}"
+    return Suspect(at_fault, finding)
 
 
 def _is_cleared(place: str, leaves: dict[str, Summary]) -> bool:

@@ -1,6 +1,6 @@
 """What Adam makes of gradients: whether its eps drowns them, and dtypes hold their squares."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays.precision import dtype_of
+from optax_lossscale._arrays.variables import found
 
 
 class Moments(NamedTuple):
@@ -29,10 +30,10 @@ class Moments(NamedTuple):
 
 def moments_of(opt_state: Any, grads: dict[str, np.ndarray]) -> Moments | None:
     """Those of an optimizer state, or those that true gradients give it in the first step."""
-    states = _parts(opt_state, lambda x: all(hasattr(x, name) for name in ("mu", "nu", "count")))
+    states = found(lambda x: all(hasattr(x, name) for name in ("mu", "nu", "count")), opt_state)
     if not states:
         return None
-    injected = _parts(opt_state, lambda x: isinstance(getattr(x, "hyperparams", None), Mapping))
+    injected = found(lambda x: isinstance(getattr(x, "hyperparams", None), Mapping), opt_state)
     adams = {"eps": 1e-8, "b2": 0.999}  # unless the state says otherwise
     hyperparams = adams | dict(injected[0].hyperparams if injected else {})
     eps, b2 = (float(hyperparams[name]) for name in adams)
@@ -49,10 +50,6 @@ def moments_of(opt_state: Any, grads: dict[str, np.ndarray]) -> Moments | None:
         held = held.astype(dtypes[0]) if len(dtypes) == 1 else held
     share = lambda which: float(np.count_nonzero(which & moves) / max(moves.sum(), 1))
     return Moments(eps, share((root < eps) & (held != 0)), share(held == 0), dtypes)
-
-
-def _parts(tree: Any, is_one: Callable[[Any], bool]) -> list[Any]:
-    return [x for x in jax.tree.leaves(tree, is_leaf=is_one) if is_one(x)]
 
 
 def _flat(trees: Iterable[Any]) -> np.ndarray:

@@ -53,27 +53,20 @@ def gradients(loss_fn, has_aux, exponent, params, probes, args, kwargs) -> Evide
 
 
 class Program:
-    """The gradients of a loss function at any loss scale, as written and in float32.
-
-    Attributes:
-      inputs: the parameters, the probes, and the arguments and keyword arguments of the function.
-      equations: the equations that hold no others, in the order of their numbers.
-      narrow: the 16-bit dtypes that it computes in.
-      not_widened: the equations that stay in 16 bits when all others are in float32.
-      at: returns the `Evidence` as written, at a loss scale of `2**exponent`.
-      truth: the `Evidence` in float32, at a loss scale of 1.
-    """
+    """The gradients of a loss function at any loss scale, as written and in float32."""
 
     def __init__(self, loss_fn: Callable[..., Any], has_aux: bool, *inputs: Any):
-        self.inputs = inputs
+        self.inputs = inputs  # parameters, probes, and the function's arguments, also by keyword
         traced = jax.jit(partial(gradients, loss_fn, has_aux)).trace(np.int32(0), *inputs)
         self.jaxpr, self._result = traced.jaxpr, jax.tree.structure(traced.out_info)
         self.loss_dtype = jnp.dtype(traced.out_info.loss.dtype)
         places = {id(e.eqn): e for e in equations(self.jaxpr.jaxpr)}
+        # Those that hold no others, in the order of their numbers.
         self.equations: list[Equation] = [places[id(eqn)] for eqn in numbered(self.jaxpr)]
         dtypes = dict.fromkeys(dtype_in(v) for e in self.equations for v in e.eqn.outvars)
         self.narrow = tuple(dtype for dtype in dtypes if dtype in HALVES)
         as_written = _compiled(traced.lower())
+        # The evidence as written, at a loss scale of `2**e`, and in float32, at one of 1.
         self.at = cache(lambda e: jax.device_get(as_written(np.int32(e), *inputs)))
         in_float32 = jax.jit(lambda *leaves: evaluate(self.jaxpr, leaves))
         self._in_float32 = _compiled(in_float32.lower(*self._leaves(0)))
@@ -97,10 +90,7 @@ class Program:
     def watched(
         self, exponent: int, mode: int, healed: Collection[int] = ()
     ) -> tuple[Evidence, dict[int, int]]:
-        """In one mode, with 0 for non-finite results of the equations `healed`.
-
-        Also returns what kind of non-finite numbers equations make, by equation number.
-        """
+        """In one mode, with 0 for non-finite results of `healed`; and what kinds each makes."""
         is_healed = np.isin(np.arange(len(self.equations)), list(healed))
         outs, made = self._under(mode)(is_healed, *self._leaves(exponent))
         return self._evidence(outs), {n: int(m) for n, m in jax.device_get(made).items() if m}

@@ -52,8 +52,7 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
 
     A probe that is used twice, or under a `vmap` that does not map over it, records sums, even of
     `largest`. Under `shard_map` a replicated probe sees all replicas; under `pmap`, or with
-    `check_vma=False`, each replica records its own. A place that the loss does not depend on
-    records nothing.
+    `check_vma=False`, each sees its own. A place that the loss does not depend on records nothing.
 
     Args:
       x: a floating-point or complex array, any shape.
@@ -106,10 +105,6 @@ def _tap(x, probe):
     return x
 
 
-def _forward(x, probe):
-    return x, (summarize(x), probe)
-
-
 def _backward(residuals, cotangent):
     value, probe = residuals
     record = Probe(value, summarize(cotangent))
@@ -123,4 +118,4 @@ def _backward(residuals, cotangent):
     return cotangent, jax.tree.map(lambda r, p: r + jnp.zeros_like(p), record, probe)
 
 
-_tap.defvjp(_forward, _backward)
+_tap.defvjp(lambda x, probe: (x, (summarize(x), probe)), _backward)

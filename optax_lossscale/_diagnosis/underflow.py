@@ -87,8 +87,7 @@ def underflow_report(
 
     Args:
       scaled_grads: the gradients, still scaled; any pytree.
-      loss_scale: the scale that they were computed with: whatever `get` takes, or an
-        optimizer state that holds exactly one.
+      loss_scale: what scaled them: whatever `get` takes, or a state that holds exactly one.
       dtype: the floating-point dtype to compare them with.
 
     Returns:

@@ -119,12 +119,13 @@ def equations(jaxpr: Any) -> Iterator[Equation]:
     frameworks = tuple(filter(None, map(_folder, _FRAMEWORKS)))
 
     def within(jaxpr: Any, around: Equation | None, before: dict[Any, Any]) -> Iterator[Equation]:
+        was = lambda v: dtype_in(v) if isinstance(v, Literal) else before.get(v, dtype_in(v))
         runs, rounds, sums, line = 1, 1, set(), ""
         if around is not None:
             rounds, sums = _times(around.eqn), _running_sums(around.eqn, jaxpr)
             runs, line = around.runs * rounds, around.source
         for eqn in jaxpr.eqns:
-            operands = tuple(_before(v, before) for v in eqn.invars)
+            operands = tuple(map(was, eqn.invars))
             summed = rounds if id(eqn) in sums else 1
             source = _source(eqn, line, frameworks)
             at = Equation(eqn, around, runs, source, operands, summed)
@@ -141,18 +142,12 @@ def equations(jaxpr: Any) -> Iterator[Equation]:
     return within(jaxpr, None, {})
 
 
-def is_of_the_optimizer(eqn: Any) -> bool:
-    """Whether Optax made this on its own, and not in a loss function."""
-    folder, calls = _folder("optax"), _calls(eqn)
-    if not folder or not calls:
-        return False
-    return calls[-1].startswith(folder) and not calls[-1].startswith(
-        os.path.join(folder, "losses")
-    )
-
-
-def is_of_a_decomposition(eqn: Any) -> bool:
-    """Whether JAX made this on its own, in the derivative of a QR decomposition, say."""
+def is_of_a_library(eqn: Any) -> bool:
+    """Whether Optax made this outside of its losses, or JAX in the derivative of a QR, say."""
+    optax, calls = _folder("optax"), _calls(eqn)
+    losses = os.path.join(optax, "losses")
+    if optax and calls and calls[-1].startswith(optax) and not calls[-1].startswith(losses):
+        return True
     file = inspect.getsourcefile(inspect.unwrap(jax.lax.linalg.qr))
     frames = getattr(eqn.source_info.traceback, "frames", ())
     return any(frame.file_name == file for frame in frames)
@@ -191,10 +186,6 @@ def _running_sums(eqn: Any, body: Any) -> set[int]:
     old_of = {new: old for new, old in pairs if not isinstance(new, Literal)}
     adds = [e for e in body.eqns if e.primitive.name in ("add", "add_any")]
     return {id(e) for e in adds if any(v is old_of.get(e.outvars[0]) for v in e.invars)}
-
-
-def _before(v: Any, before: dict[Any, Any]) -> Any:
-    return dtype_in(v) if isinstance(v, Literal) else before.get(v, dtype_in(v))
 
 
 def _keeps_numbers(eqn: Any) -> bool:

@@ -40,8 +40,7 @@ class DynamicLossScale(LossScale):
                 loss_scale = max(loss_scale * backoff_factor, min_scale)
 
     Every product is rounded once, from the factor as given: a `backoff_factor` of `1 / 3` equals
-    TensorFlow's division by 3. An overflow never raises a scale, not even one that was restored
-    from below `min_scale`.
+    TensorFlow's division by 3. An overflow does not raise a scale restored from below `min_scale`.
 
     Args:
       initial_scale: the loss scale before the first step, between the bounds.

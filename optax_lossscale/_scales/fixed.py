@@ -20,8 +20,7 @@ class FixedLossScale(LossScale):
     Source: TensorFlow's `FixedLossScale`.
 
     Args:
-      scale: the loss scale, from 1.18e-38 to 2**126, so that it and its reciprocal are normal
-        float32 numbers.
+      scale: from 1.18e-38 to 2**126, so that it and its reciprocal are normal float32 numbers.
 
     Raises:
       ValueError: if `scale` is not such a number.

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import presets
-from optax_lossscale._arrays.variables import is_variable, plain
+from optax_lossscale._arrays.variables import found, is_variable, plain
 from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.headroom import HeadroomLossScale
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._scales.validation import python_number, shown
+from optax_lossscale._scales.validation import is_numeric, python_number, shown
 
 LossScaleLike = LossScale | float | Literal["dynamic", "headroom"] | dict[str, Any] | None
 
@@ -81,13 +81,13 @@ def get_loss_scale(state: Any) -> LossScale:
       >>> ols.get_loss_scale(tx.init({"w": jnp.ones(3)}))
       FixedLossScale(128.0)
     """
-    found = _loss_scales(state)
-    count = _count(found)
+    loss_scales = loss_scales_in(state)
+    count = _count(loss_scales)
     if count != 1:
         remedy = (
             "Pass one of the states, or one LossScale. An optimizer is wrapped as a whole, once. "
             "To test a step that takes several states, bind all but one with functools.partial."
-            if found
+            if loss_scales
             else "Wrap the optimizer in with_loss_scale once and pass the state that its init "
             "returned, or pass a LossScale, such as get(128)."
         )
@@ -96,23 +96,31 @@ def get_loss_scale(state: Any) -> LossScale:
             f"{type(state).__name__}. {remedy}"
         )
     _refuse_around(state)
-    return plain(found[0])
+    return plain(loss_scales[0])
+
+
+def loss_scales_in(state: Any) -> list[LossScale]:
+    """Every loss scale in a state, however deeply nested."""
+    return found(lambda x: isinstance(x, LossScale), state)
 
 
 def resolve(loss_scale: Any) -> LossScale:
     """What an argument `loss_scale` means: whatever `get` takes, or a state that holds one."""
-    if isinstance(loss_scale, jax.Array) and _is_real_number(loss_scale):
+    is_number = isinstance(loss_scale, jax.Array) and is_numeric(loss_scale)
+    if is_number and loss_scale.shape == () and not jnp.iscomplexobj(loss_scale):
         return _Given().replace(loss_scale=loss_scale)
-    is_leaf = jax.tree_util.all_leaves([loss_scale])
-    if loss_scale is None or is_leaf or _is_config(loss_scale):
+    match loss_scale:  # a dict may be a config, or part of a state
+        case None | {"preset": str()} | {"class_name": str(), "config": _}:
+            return get(loss_scale)
+    if jax.tree_util.all_leaves([loss_scale]):
         return get(loss_scale)
-    found = get_loss_scale(loss_scale)
-    if shape := np.shape(found.loss_scale):
+    of_state = get_loss_scale(loss_scale)
+    if shape := np.shape(of_state.loss_scale):
         raise ValueError(
             f"the state is a stack, whose loss scale has shape {shape}, as made by vmap(tx.init) "
             "or pmap: call this under vmap or pmap, as in vmap(train_step)(params, state, batch)"
         )
-    return found
+    return of_state
 
 
 def name_in_optax(state: Any) -> str | None:
@@ -138,7 +146,7 @@ _AROUND = {
 
 
 def _refuse_around(state: Any) -> None:
-    is_around = lambda x: name_in_optax(x) in _AROUND and bool(_loss_scales(x))
+    is_around = lambda x: name_in_optax(x) in _AROUND and bool(loss_scales_in(x))
     for x in filter(is_around, jax.tree.leaves(state, is_leaf=is_around)):
         name, harm = _AROUND[type(x).__name__]
         raise ValueError(
@@ -147,25 +155,8 @@ def _refuse_around(state: Any) -> None:
         )
 
 
-def _loss_scales(state: Any) -> list[LossScale]:
-    is_loss_scale = lambda x: isinstance(x, LossScale)
-    return [x for x in jax.tree.leaves(state, is_leaf=is_loss_scale) if is_loss_scale(x)]
-
-
 def _count(loss_scales: list[LossScale]) -> int:
     """How many there are, where those in the same `nnx` variables count once."""
     leaves = [jax.tree.leaves(x, is_leaf=is_variable) for x in loss_scales]
     variables = [xs for xs in leaves if xs and all(map(is_variable, xs))]
     return len(leaves) - len(variables) + len({tuple(map(id, xs)) for xs in variables})
-
-
-def _is_real_number(x: jax.Array) -> bool:
-    return x.shape == () and any(jnp.issubdtype(x.dtype, d) for d in (jnp.integer, jnp.floating))
-
-
-def _is_config(x: Any) -> bool:
-    """Whether a dict is a config for `get`, and not part of a state."""
-    match x:
-        case {"preset": str()} | {"class_name": str(), "config": _}:
-            return True
-    return False

@@ -39,8 +39,7 @@ class HeadroomLossScale(LossScale):
       them raise the scale by 32 bits. If that is too much for the next gradient, the raise is
       undone, and the next one takes 16 times as many zeros.
 
-    The rule, where `k` is the exponent of the scale, and `size` that of the step's largest
-    gradient::
+    The rule, where `k` is the scale's exponent, and `size` that of the step's largest gradient::
 
         raised = 32 * (zeros // wait)                            # wait = 2000 at first
         base = k + max(reserve, 0) - raised                      # which fits what was measured
@@ -78,12 +77,10 @@ class HeadroomLossScale(LossScale):
 
     If gradients alternate between sizes more than 2**31 apart, it treats the larger as broken.
 
-    Source: this library, after OpenSeq2Seq's `LogMaxScaler`. docs/benchmarks/policies.md compares
-    it with the others.
+    Source: this library, after OpenSeq2Seq's `LogMaxScaler`. See docs/benchmarks/policies.md.
 
     Args:
-      initial_scale: the loss scale before the first step, from 2**-100 to 2**100, rounded down to
-        a power of two.
+      initial_scale: the first loss scale, from 2**-100 to 2**100, rounded down to a power of two.
       margin: how many bits to leave between the largest gradient and overflow, from 0 to 24. With
         more of them, fewer steps overflow and more gradients underflow.
       window: for how many measured steps the largest gradient is remembered at least, and for
@@ -133,8 +130,7 @@ class HeadroomLossScale(LossScale):
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         """Adapts by the flag alone, which measures nothing.
 
-        The scale falls at an overflow as it does in `update`, and doubles after each 2000 finite
-        steps in a row.
+        The scale falls at overflows as in `update`, and doubles every 2000 finite steps in a row.
         """
         quiet = self._quiet + 1
         kept = self.replace(_quiet=quiet, _reserve=0, _exhausted=False)

@@ -85,8 +85,7 @@ class LossScale(Stateful):
             together, at the cost of communicating one scalar.
 
         Returns:
-          The new loss scale, and `should_apply`, a bool, shape (); the Python bool True where
-          nothing was checked.
+          The new loss scale, and `should_apply`, a bool, shape (); Python's True if unchecked.
 
         Raises:
           ValueError: if `axis_name` names no axis of an enclosing `pmap` or `shard_map`.

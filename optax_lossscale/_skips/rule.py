@@ -66,8 +66,7 @@ class SkipRule(Stateful):
           value: the true loss, float32, shape (); or None, unless `needs_value`.
 
         Returns:
-          The new rule, with the structure and dtypes of this one, and whether the step may be
-          applied; a bool, shape ().
+          The new rule, of this one's structure and dtypes, and a bool, shape (): whether to apply.
         """
 
     def update(self, norm: ArrayLike, value: ArrayLike | None = None) -> tuple[Self, jax.Array]:

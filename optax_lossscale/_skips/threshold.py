@@ -40,19 +40,7 @@ class DropNorm:
 
 
 class MovingAverageSkipRule(SkipRule):
-    """The rule of `skips.axlearn` for a threshold that follows the norms.
-
-    With averages that begin at 1::
-
-        if norm >= drop_norm(count, mean, sqrt(mean_square - mean ** 2)):
-            skip
-        else:
-            decay = grad_norm_ema_decay * (1 - grad_norm_ema_decay ** count)
-                    / (1 - grad_norm_ema_decay ** (count + 1))
-            mean = decay * mean + (1 - decay) * norm
-            mean_square = decay * mean_square + (1 - decay) * norm ** 2
-            count += 1
-    """
+    """The rule of `skips.axlearn` for a threshold that follows the norms of applied steps."""
 
     drop_norm: DropNorm
     grad_norm_ema_decay: float = checked(_DECAY)

@@ -29,8 +29,7 @@ def decide(
 ) -> tuple[jax.Array | Literal[True], LossScaleState]:
     """Whether to apply a step, and the state after it, except for its inner state.
 
-    The first is a bool, shape (), or the Python bool True where nothing was checked. All replicas
-    along the axes decide together, by the largest of their norms and the mean of their losses.
+    The first is a bool, shape (), or the Python bool True where nothing was checked.
     """
     # What is measured is not differentiated.
     grads, value = lax.stop_gradient((unscaled.checked_grads(), unscaled.value))

@@ -30,8 +30,7 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
 
     Args:
       loss: a real floating-point scalar.
-      loss_scale: whatever `get` takes, or an optimizer state that holds exactly one. It gets
-        no gradient itself.
+      loss_scale: whatever `get` takes, or a state that holds exactly one. It gets no gradient.
 
     Returns:
       The loss bit for bit, shape (), as float32 or wider: a gradient times the loss scale
@@ -102,11 +101,10 @@ def value_and_scaled_grad(
     would keep the first loss scale.
 
     Args:
-      fun: a function that returns a real floating-point scalar, or with `has_aux` a
-        pair of that and anything.
+      fun: a function that returns the loss, a real floating-point scalar.
       loss_scale: whatever `get` takes, or an optimizer state that holds exactly one.
       argnums: which positional arguments to differentiate.
-      has_aux: whether `fun` returns `(loss, aux)`.
+      has_aux: whether `fun` returns a pair of that and anything, `(loss, aux)`.
       grad_dtype: the dtype of the gradients, such as `jnp.float16` for half the memory: wider
         floats are cast to it before they are differentiated. Or a tree of dtypes, with `None` for
         what stays, that is a prefix of what is differentiated (for several `argnums`, of their

@@ -30,27 +30,18 @@ _static: Any = partial(dataclasses.field, metadata={"static": True})
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What a step was given, checked and completed.
+    """What a step was given, checked and completed."""
 
-    Attributes:
-      grads: the gradients, as they came or unscaled; zeros where one is missing.
-      params: the parameters, or None.
-      value: the true loss, shape (), or None.
-      missing: the paths of the leaves and branches without a gradient. Their parameters stay as
-        they are, and so does what inner keeps for them.
-      checked: for each gradient whether the mask keeps it; the others are not scaled.
-    """
-
-    grads: Any
-    params: Any
-    value: jax.Array | None = None
+    grads: Any  # as they came or unscaled; zeros where one is missing
+    params: Any  # or None
+    value: jax.Array | None = None  # the true loss, shape ()
+    # The paths of leaves and branches without a gradient: they stay, as does what inner keeps.
     missing: frozenset[Any] = _static(default=frozenset())
-    checked: tuple[bool, ...] = _static(default=())
+    checked: tuple[bool, ...] = _static(default=())  # by the mask; the others are not scaled
 
     def unscaled(self, loss_scale: LossScale) -> Self:
         """With unscaled gradients, in float32 or wider."""
-        # A compiled step unscales in several places, in the branches of several platforms, but
-        # traces it once.
+        # A compiled step unscales in the branches of several platforms, but traces it once.
         unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
         return dataclasses.replace(self, grads=unscale(loss_scale, self.grads, self.checked))
 
@@ -99,18 +90,16 @@ class Prepared:
         return bool(self.missing) and any(path[:n] in self.missing for n in range(len(path) + 1))
 
 
-def prepare(
-    scaled_grads: Any, params: Any, value: ArrayLike | None, mask: Mask | None
-) -> Prepared:
+def prepare(grads: Any, params: Any, value: ArrayLike | None, mask: Mask | None) -> Prepared:
     """What a step was given, checked and completed."""
-    if found(lambda x: isinstance(x, optax.MaskedNode), scaled_grads):
+    if found(lambda x: isinstance(x, optax.MaskedNode), grads):
         raise ValueError(
             "with_loss_scale is inside optax.masked, optax.partition or optax.multi_transform, "
             "which pass the gradients of all other parameters on as they are, scaled: wrap the "
             "whole of it, as in with_loss_scale(optax.masked(inner, mask))"
         )
-    refuse_other_leaves("the gradients", scaled_grads)
-    given = complete(scaled_grads, params)
+    refuse_other_leaves("the gradients", grads)
+    given = complete(grads, params)
     if params is not None:
         _refuse_other_shapes(given.grads, _like(params))
     value = None if value is None else _true_loss(value)
@@ -187,9 +176,7 @@ def refuse_no_scalar(name: str, x: Any) -> None:
             "has_aux=True"
         )
     if shape := np.shape(x):
-        raise TypeError(
-            f"{name} must be a scalar, got shape {shape}; reduce it, say with jnp.mean"
-        )
+        raise TypeError(f"{name} must be a scalar, got shape {shape}: reduce it with jnp.mean")
 
 
 def is_traced(tree: Any) -> bool:
@@ -217,13 +204,11 @@ def _checked(grads: Any, mask: Mask | None) -> tuple[bool, ...]:
     return tuple(bool(keep) for keep, branch in pairs for _ in jax.tree.leaves(branch))
 
 
-def _of_checked(
-    function: Callable[[list[Any]], list[Any]], grads: Any, checked: tuple[bool, ...]
-) -> Any:
+def _of_checked(function: Callable[[Any], Any], grads: Any, checked: tuple[bool, ...]) -> Any:
     """Gradients in float32 or wider, with a function applied to the list of those checked."""
     leaves, structure = jax.tree.flatten(grads)
-    done = iter(function([g for g, is_checked in zip(leaves, checked, strict=True) if is_checked]))
-    pairs = zip(leaves, checked, strict=True)
+    pairs = list(zip(leaves, checked, strict=True))
+    done = iter(function([g for g, kept in pairs if kept]))
     return structure.unflatten(next(done) if kept else at_least_float32(g) for g, kept in pairs)
 
 
@@ -235,11 +220,8 @@ _unscale_traced_once = jax.jit(_unscale, static_argnums=2)
 
 
 def _zeros_for_nonfinite(tree: Any) -> Any:
-    """The tree, with zeros for numbers that are not finite.
-
-    Each number by itself, without waiting for the check: so a clip's norm is computed in the
-    same pass as the check.
-    """
+    """The tree, with zeros for numbers that are not finite."""
+    # Each by itself, without waiting for the check: so a clip's norm is computed in the same pass.
     of_leaf = lambda x, zero: lax.select(is_finite(x), x, zero) if is_inexact(x) else x
     return jax.tree.map(of_leaf, tree, zeros_like(tree))
 

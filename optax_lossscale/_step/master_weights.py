@@ -19,6 +19,8 @@ from optax_lossscale._scales.validation import shown
 from optax_lossscale._step.inputs import complete, refuse_batch_of_updates, update_or_zero
 from optax_lossscale._step.state import refuse_narrower
 
+_MAKERS_OF_OTHER_UPDATES = {"LookaheadState", "MechanicState", "SAMState", "ScheduleFreeState"}
+
 
 class MasterWeightsState(NamedTuple):
     """State of `with_master_weights`.
@@ -43,8 +45,9 @@ class MasterWeightsState(NamedTuple):
           A tree like `params`. A parameter that was changed since the last step is taken as it is;
           in bfloat16, to within half of its last place, as the old one's dropped bits are added.
         """
-        join_narrow = lambda p, rest: p if _is_masked(rest) else join(p, rest)
-        return jax.tree.map(join_narrow, params, self.master_weights)
+        is_wide = lambda rest: isinstance(rest, optax.MaskedNode)
+        joined = lambda p, rest: p if is_wide(rest) else join(p, rest)
+        return jax.tree.map(joined, params, self.master_weights)
 
 
 def with_master_weights(
@@ -89,8 +92,7 @@ def with_master_weights(
 
     Raises:
       TypeError: in `update`, if the state is not one of this transformation.
-      ValueError: in `update`, without `params`, or if their shapes or dtypes are not those
-        that the state was made for.
+      ValueError: in `update`, without `params`, or if the state is for other shapes or dtypes.
 
     Example:
       Sixteen steps, each of which changes a weight of 1 by a quarter of float16's least change:
@@ -131,10 +133,7 @@ def with_master_weights(
 
 
 def with_rest_of_narrow(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
-    """A state of `init` with what these parameters lack to be float32 numbers.
-
-    Inside `with_loss_scale` all parameters come in float32, so `init` saw none that lack any.
-    """
+    """A state of `init` with what parameters lack: `with_loss_scale` gave it float32 ones."""
     if not found(_is_state, state):
         return state
     own = lambda wide, x: x._replace(inner_state=wide.inner_state) if _is_state(x) else wide
@@ -156,9 +155,6 @@ def refuse_other_order(state: Any) -> None:
         )
     for part in parts:
         refuse_other_order(part)
-
-
-_MAKERS_OF_OTHER_UPDATES = {"LookaheadState", "MechanicState", "SAMState", "ScheduleFreeState"}
 
 
 def _is_chain(state: Any) -> bool:
@@ -209,7 +205,7 @@ def _compare(given: Any, needed: Any) -> None:
 
 def _moved(param: Any, rest: Any, weight: jax.Array, update: Any) -> tuple[Any, Any]:
     """A parameter's update, and what it then lacks, from the update of its master weight."""
-    if _is_masked(rest):
+    if isinstance(rest, optax.MaskedNode):
         return update, rest
     refuse_batch_of_updates(param, update)
     rounded, rest = split((weight + update).astype(jnp.float32), kept(rest)[1])
@@ -221,10 +217,6 @@ def _rest_of(param: Any) -> Any:
     if not is_narrow(param):
         return optax.MaskedNode()
     return split(at_least_float32(param), dtype_of(param))[1]
-
-
-def _is_masked(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)
 
 
 def _is_state(x: Any) -> bool:

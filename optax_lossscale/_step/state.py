@@ -89,11 +89,7 @@ def refuse_other_rules(state: LossScaleState, own: LossScale, own_rule: SkipRule
 
 
 def refuse_narrower(inner_state: Any, expected: Callable[[], Any]) -> None:
-    """Raises for an inner state that is narrower than `init` makes it, which `expected` shows.
-
-    Second moments of small gradients underflow in float16, in which the state of a bare optimizer
-    of 16-bit parameters holds them.
-    """
+    """Raises for an inner state that is narrower than `init` makes it, which `expected` shows."""
     if not any(map(is_narrow, jax.tree.leaves(inner_state))):
         return
 

@@ -15,21 +15,9 @@ from optax_lossscale._arrays.precision import at_least_float32, dtype_of, strong
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.validation import shown
 from optax_lossscale._skips.rule import SkipRule
+from optax_lossscale._step import inputs, master_weights
 from optax_lossscale._step.branch import Branch, apply_or_skip
 from optax_lossscale._step.decision import Skip, decide
-from optax_lossscale._step.inputs import (
-    Mask,
-    as_inner_sees,
-    prepare,
-    refuse_batch_of_updates,
-    refuse_other_leaves,
-    update_or_zero,
-)
-from optax_lossscale._step.master_weights import (
-    refuse_other_master_weights,
-    refuse_other_order,
-    with_rest_of_narrow,
-)
 from optax_lossscale._step.state import (
     LossScaleState,
     refuse_narrower,
@@ -46,16 +34,16 @@ class ScaledStep:
     inner: optax.GradientTransformation
     loss_scale: LossScale
     axis_name: AxisName | None
-    mask: Mask | None
+    mask: inputs.Mask | None
     branch: Branch | None
     skip: Skip | None
 
     def init(self, params: Any) -> LossScaleState:
         """The state before the first step."""
-        refuse_other_leaves("params", params)
-        inner_state = self.inner.init(jax.tree.map(as_inner_sees, params))
-        refuse_other_order(inner_state)
-        inner_state = with_rest_of_narrow(inner_state, self.inner.init, params)
+        inputs.refuse_other_leaves("params", params)
+        inner_state = self.inner.init(jax.tree.map(inputs.as_inner_sees, params))
+        master_weights.refuse_other_order(inner_state)
+        inner_state = master_weights.with_rest_of_narrow(inner_state, self.inner.init, params)
         if wrapper_states(inner_state):
             raise ValueError(
                 "a part of inner is wrapped in with_loss_scale already, and would see its "
@@ -86,11 +74,11 @@ class ScaledStep:
         refuse_other_rules(state, self.loss_scale, self.rule)
         if params is not None:
             expected = lambda: jax.eval_shape(self.init, params).inner_state
-            refuse_other_master_weights(state.inner_state, expected)
+            master_weights.refuse_other_master_weights(state.inner_state, expected)
             refuse_narrower(state.inner_state, expected)
         if value is None and self.rule is not None:
             value = extra_args.get("loss")  # its name in MaxText and Levanter
-        given = prepare(scaled_grads, params, value, self.mask)
+        given = inputs.prepare(scaled_grads, params, value, self.mask)
         unscaled = given.unscaled(state.loss_scale)
         should_apply, new_state = decide(unscaled, state, self.skip, self.axis_name)
         update = partial(self._inner_update, extra_args=extra_args, to_params=to_params)
@@ -106,14 +94,14 @@ class ScaledStep:
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if unscaled.value is not None and (takes_any or "value" in parameters):
             extra_args = {"value": unscaled.value} | extra_args
-        wide_params = jax.tree.map(as_inner_sees, params)
+        wide_params = jax.tree.map(inputs.as_inner_sees, params)
         try:
             updates, new = inner.update(unscaled.grads, inner_state, wide_params, **extra_args)
         except Exception as error:
             self._refuse_other_inner_state(error, inner_state, params)
             raise
         if params is not None:
-            updates = unscaled.moved(_param_after if to_params else update_or_zero, updates)
+            updates = unscaled.moved(_param_after if to_params else inputs.update_or_zero, updates)
         new = jax.tree.map(lambda new, old: strong(new, dtype_of(old)), new, inner_state)
         return updates, unscaled.slots_kept(self.inner.init, new, inner_state)
 
@@ -146,5 +134,5 @@ def _param_after(param: Any, update: Any) -> Any:
     """`optax.apply_updates`, in float32 or wider; a parameter without an update stays."""
     if update is None:
         return strong(param, dtype_of(param))
-    refuse_batch_of_updates(param, update)
+    inputs.refuse_batch_of_updates(param, update)
     return strong(optax.apply_updates(at_least_float32(param), update), dtype_of(param))

@@ -64,9 +64,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         memory. An `optax.chain` around the wrapper has no such method: there, call those two.
 
         Args:
-          scaled_grads: gradients of the scaled loss; a tree like `params`. Where a gradient is
-            `None`, or a whole branch is, the parameters stay as they are, and so do their slots
-            in the inner state.
+          scaled_grads: gradients of the scaled loss; a tree like `params`. Where a gradient or a
+            whole branch is `None`, the parameters stay, and so do their slots in the inner state.
           state: the state that `init` or the last step returned.
           params: the parameters, in any floating-point dtype.
           value: the true loss, shape (), also passed on to the inner transformation. If it is not
@@ -114,8 +113,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           params: the parameters.
           *args: further arguments of `loss_fn`.
           has_aux: whether `loss_fn` returns `(loss, aux)`.
-          grad_dtype: the dtype of the gradients, or those of their leaves, as in
-            `value_and_scaled_grad`.
+          grad_dtype: the dtype of the gradients, or of each, as in `value_and_scaled_grad`.
           extra_args: passed on to the inner transformation.
           **kwargs: further keyword arguments of `loss_fn`.
 
@@ -132,10 +130,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
                 f"got {type(loss_fn).__name__} and {type(state).__name__}"
             )
         refuse_shared_names(loss_fn, ["has_aux", "grad_dtype", "extra_args"], (params, *args))
-        differentiate = value_and_scaled_grad(
-            loss_fn, state, has_aux=has_aux, grad_dtype=grad_dtype
-        )
-        value, scaled_grads = differentiate(params, *args, **kwargs)
+        gradient = value_and_scaled_grad(loss_fn, state, has_aux=has_aux, grad_dtype=grad_dtype)
+        value, scaled_grads = gradient(params, *args, **kwargs)
         extra_args = {"value": value[0] if has_aux else value, **(extra_args or {})}
         return value, *self.apply_gradients(scaled_grads, state, params, **extra_args)
 
@@ -190,8 +186,7 @@ def with_loss_scale(
 
     Raises:
       TypeError: if `inner` is not a transformation.
-      ValueError: if another argument has a value other than those above; in `init`, if a part of
-        `inner` is already wrapped.
+      ValueError: for a value other than those above; in `init`, if a part of `inner` is wrapped.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

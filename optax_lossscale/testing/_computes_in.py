@@ -50,9 +50,8 @@ def assert_computes_in(
     """
     dtype = validation.floating_dtype("dtype", dtype)
     report = dtype_report(step, *args, **kwargs)
-    is_meant = lambda p: p.by_choice and p.dtype != dtype
     products = [p for p in report.products if jnp.issubdtype(p.dtype, jnp.inexact)]
-    judged = [p for p in products if not is_meant(p)]
+    judged = [p for p in products if p.dtype == dtype or not p.by_choice]
     if not judged:
         raise ValueError(
             "there is no matrix product or convolution to judge: pass the training step, or the "

@@ -10,10 +10,10 @@ import numpy as np
 from jax import lax
 from jax.tree_util import keystr
 
-from optax_lossscale._arrays.variables import found, is_variable, map_leaves, plain
+from optax_lossscale._arrays.variables import is_variable, map_leaves, plain
 from optax_lossscale._diagnosis.calibration import search
 from optax_lossscale._diagnosis.summary import Summary
-from optax_lossscale._scales.get import get_loss_scale
+from optax_lossscale._scales.get import get_loss_scale, loss_scales_in
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.validation import is_numeric
 from optax_lossscale._step.state import wrapper_states
@@ -67,7 +67,7 @@ class Runs(NamedTuple):
 
 def the_loss_scale(arguments: Any) -> LossScale:
     """The one loss scale among the arguments."""
-    if not found(_is_loss_scale, arguments):
+    if not loss_scales_in(arguments):
         raise ValueError(
             "expected exactly one loss scale among the arguments of the step, found none: pass it "
             "the optimizer's state as an argument. If a function makes its state itself, or takes "
@@ -78,9 +78,7 @@ def the_loss_scale(arguments: Any) -> LossScale:
 
 def make_runs(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -> Runs:
     """The runs of a step at falling loss scales and at some others."""
-    scaled = lambda scale: loss_scale.replace(
-        loss_scale=jnp.full_like(loss_scale.loss_scale, scale)
-    )
+    scaled = lambda to: loss_scale.replace(loss_scale=jnp.full_like(loss_scale.loss_scale, to))
     run = lambda loss_scale: _run(step, arguments, loss_scale)
     at = cache(lambda exponent: run(scaled(2.0**exponent)))
     highest = search(lambda exponent: at(exponent).was_applied)
@@ -146,7 +144,7 @@ def _run(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -> Run
     # Arguments may have been changed in place; those that were not are not outputs.
     after = {"result": result, "args": args, "kwargs": kwargs}
     states = [s for s in wrapper_states(after) if id(s.should_apply) not in was_given]
-    new = [plain(x) for x in found(_is_loss_scale, after)]
+    new = [plain(x) for x in loss_scales_in(after)]
     new = [jax.tree.map(np.asarray, x) for x in new if id(x.loss_scale) not in was_given]
     if states:
         flags = [bool(np.all(s.should_apply)) for s in states]
@@ -190,7 +188,3 @@ def _outputs(after: Any, was_given: set[int]) -> Iterator[tuple[str, np.ndarray]
         kind = np.float64 if jnp.issubdtype(numbers.dtype, jnp.inexact) else np.int64
         numbers = np.concatenate([part.astype(kind) for part in parts])
         yield f"{path[0].key}{keystr(path[1:])}", numbers
-
-
-def _is_loss_scale(x: Any) -> bool:
-    return isinstance(x, LossScale)

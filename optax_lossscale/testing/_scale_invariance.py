@@ -41,12 +41,10 @@ def assert_scale_invariant(
         optimizer state, a train state, an `nnx.Optimizer`.
       ignore: the outputs that are meant to depend on the loss scale, one or several, by their
         names in the error: `"result[2]['scaled_norm']"`, or `"result[2]"` for everything in it.
-      **kwargs: its keyword arguments, likewise. Bind one that is named `ignore` to the step with
-        `functools.partial`.
+      **kwargs: its keyword arguments, likewise; bind one named `ignore` with `functools.partial`.
 
     Raises:
-      AssertionError: if outputs depend on the loss scale. It names them by path, says how, and
-        what that usually means.
+      AssertionError: if outputs depend on the loss scale. It says which, how, and the usual cause.
       ValueError: if there is no loss scale among the arguments, or several; if it is a
         `FixedLossScale`, which compiled steps hold as a constant; if the step is skipped at every
         loss scale; if two runs of it differ; or if a name to ignore is not that of an output.
