@@ -733,3 +733,31 @@ def test_variables_of_nnx_that_are_aliases_count_once(right):
             ols.testing.assert_scale_invariant(step, model, optimizer, X)
         assert "args[0].kernel" in str(error.value)
         assert "tied" not in str(error.value)
+
+
+def test_inside_a_scan_it_is_called_by_a_callback():
+    """There its arguments are traced, and the error says so."""
+    loss_fn, params, batch = problem(jnp.float16)
+    tx, seen = ols.with_loss_scale(OPTIMIZERS["adam"]), []
+    state = tx.init(params)
+
+    def step(params, state):
+        loss, scaled_grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
+        return tx.apply_gradients(scaled_grads, state, params, value=loss)
+
+    def check(params, state):
+        ols.testing.assert_scale_invariant(jax.jit(step), params, state)
+        seen.append(True)
+
+    def steps(check):
+        def one(carry, _):
+            check(*carry)
+            return step(*carry), None
+
+        return jax.jit(lambda *carry: jax.lax.scan(one, carry, length=1)[0])
+
+    with pytest.raises(TypeError, match="or by jax.debug.callback"):
+        steps(check)(params, state)
+    jax.block_until_ready(steps(lambda *args: jax.debug.callback(check, *args))(params, state))
+    jax.effects_barrier()
+    assert seen

@@ -86,7 +86,7 @@ def get_loss_scale(state: Any) -> LossScale:
     if count != 1:
         remedy = (
             "Pass one of the states, or one LossScale. An optimizer is wrapped as a whole, once. "
-            "To test a step that takes several states, bind all but one with functools.partial."
+            "To test a step that takes several states, make it a function of one of them."
             if loss_scales
             else "Wrap the optimizer in with_loss_scale once and pass the state that its init "
             "returned, or pass a LossScale, such as get(128)."

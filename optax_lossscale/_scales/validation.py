@@ -140,7 +140,7 @@ def at_hand(name: str, tree: Any) -> None:
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
         raise TypeError(
             f"{name} reads numbers on the host: call it outside jit, vmap and grad, on what the "
-            "compiled step returned"
+            "compiled step returned, or by jax.debug.callback"
         )
 
 

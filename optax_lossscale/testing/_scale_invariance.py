@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from optax_lossscale._scales.fixed import FixedLossScale
+from optax_lossscale._scales.validation import at_hand
 from optax_lossscale._step.gradient import refuse_shared_names
 from optax_lossscale.testing import _dependence as dependence
 from optax_lossscale.testing._dependence import Series
@@ -71,6 +72,7 @@ def assert_scale_invariant(
     """
     refuse_shared_names(step, ["ignore"], args)
     arguments = (args, kwargs)
+    at_hand("assert_scale_invariant", arguments)
     loss_scale = the_loss_scale(arguments)
     if isinstance(loss_scale, FixedLossScale):
         raise ValueError(
