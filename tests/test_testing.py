@@ -756,7 +756,7 @@ def test_inside_a_scan_it_is_called_by_a_callback():
 
         return jax.jit(lambda *carry: jax.lax.scan(one, carry, length=1)[0])
 
-    with pytest.raises(TypeError, match="or by jax.debug.callback"):
+    with pytest.raises(TypeError, match=r"or by jax\.debug\.callback"):
         steps(check)(params, state)
     jax.block_until_ready(steps(lambda *args: jax.debug.callback(check, *args))(params, state))
     jax.effects_barrier()
