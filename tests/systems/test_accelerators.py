@@ -465,7 +465,8 @@ def test_cudnns_attention_is_given_16_bits_by_cast_inputs(target, monkeypatch):
     def loss(attend, cast):
         def of(w, x):
             q, k, v = (y.reshape(shape) for y in jnp.split(cast(x) @ cast(w), 3, -1))
-            return jnp.mean(attend(q, k, v).astype(jnp.float32) ** 2)
+            y = attend(q, k, v).reshape(x.shape)
+            return jnp.mean((cast(y) @ cast(w)).astype(jnp.float32) ** 2)
 
         return of
 
