@@ -19,7 +19,6 @@ from optax_lossscale._diagnosis.places import places
 from optax_lossscale._diagnosis.tap import Probe
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.get import resolve
-from optax_lossscale._scales.validation import at_hand, floating_dtype, function, refuse, shown
 
 BEFORE, AFTER = "#8a8f98", "#00798c"
 
@@ -48,7 +47,7 @@ def loss_scale(
       >>> ols.plot.loss_scale(history).get_xlabel()
       'step'
     """
-    at_hand("plot.loss_scale", history)
+    validation.at_hand("plot.loss_scale", history)
     names = ("loss_scale", "should_apply")
     try:
         if not isinstance(history, Mapping):
@@ -58,7 +57,7 @@ def loss_scale(
         scale = applied = np.array(())
     if scale.ndim != 1 or not scale.size or scale.shape != applied.shape:
         allowed = "a sequence of what metrics returned after each step, or one dict of them all"
-        refuse("history", history, allowed)
+        validation.refuse("history", history, allowed)
     axes, steps, skipped = _axes(axes, 2.6), np.arange(1, len(scale) + 1), ~applied.astype(bool)
     look: dict[str, Any] = {"color": AFTER, "lw": 1.5} | style
     axes.step(steps, scale, where="mid", **look)
@@ -89,8 +88,8 @@ def exponents(
       >>> plot.exponents({"w": jnp.array([1e-3, 0.5, 2.0])}, loss_scale=1024.0).get_xlabel()
       'gradient'
     """
-    at_hand("plot.exponents", (scaled_grads, loss_scale))
-    dtype = floating_dtype("dtype", dtype)
+    validation.at_hand("plot.exponents", (scaled_grads, loss_scale))
+    dtype = validation.floating_dtype("dtype", dtype)
     shift = float(np.log2(validation.scale("loss_scale", resolve(loss_scale)())))
     leaves = [np.ravel(x) for x in jax.tree.leaves(jax.device_get(scaled_grads)) if is_inexact(x)]
     # A complex number is viewed as two.
@@ -163,10 +162,10 @@ def taps(
       ['embed', 'layers/0', 'layers/1', 'layers/2']
     """
     if not isinstance(records, Sequence) or isinstance(records, Probe):
-        got = f"got {shown(records)}"
+        got = f"got {validation.shown(records)}"
         raise TypeError(f"records must be a sequence with a tree of Probes for each step, {got}")
-    function("quantity", quantity)
-    at_hand("plot.taps", records)
+    validation.function("quantity", quantity)
+    validation.at_hand("plot.taps", records)
     steps = [list(places(record)) for record in jax.device_get(list(records))]
     names = [name for name, _ in steps[0]] if steps else []
     if any([name for name, _ in step] != names for step in steps) or not names:
@@ -193,7 +192,7 @@ def taps(
 
 def _axes(axes: Axes | None, height: float) -> Axes:
     if axes is not None and not isinstance(axes, Axes):
-        raise TypeError(f"axes must be one matplotlib Axes, got {shown(axes)}")
+        raise TypeError(f"axes must be one matplotlib Axes, got {validation.shown(axes)}")
     return axes or plt.subplots(figsize=(7, height), layout="constrained")[1]
 
 

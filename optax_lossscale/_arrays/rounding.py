@@ -46,9 +46,7 @@ def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, Any]:
 def join(rounded: jax.Array, rest: Any) -> jax.Array:
     """The float32 number that `split` was given, or one that rounds to another `rounded`.
 
-    If `rounded` is not what `split` returned, the rest belongs to another number. With 16 bits
-    this cannot be seen: they change `rounded` by at most half of its last place. A number kept
-    whole is replaced by `rounded`.
+    Such a one replaces a number kept whole; 16 bits change it by at most half of its last place.
     """
     rounded = at_least_float32(rounded)
     number, dtype = kept(rest)

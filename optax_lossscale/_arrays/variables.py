@@ -96,7 +96,6 @@ def apart(tree: Any) -> Any:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return tree
-
     with nnx.split_context(_TAG) as context:
         of = lambda x: _Apart(*context.split([x])) if _may_change(x) else _AsItIs(x)
         return jax.tree.map(lambda x: of(x) if _is_object(x) else x, tree, is_leaf=_is_object)

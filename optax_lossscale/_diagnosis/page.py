@@ -35,7 +35,7 @@ class Diagnosis(NamedTuple):
       underflow: what is lost to underflow, by the path of the parameters or of the tapped places,
         without its numbers; the worst first, and without those that lose next to nothing.
       moments: the state of Adam's second moments, if the optimizer's state was given; else None.
-      not_compared: operations that stay in 16 bits, with their lines; their errors are not in `off`.
+      not_compared: operations left in 16 bits, each with its line; their errors are not in `off`.
     """
 
     verdict: str

@@ -94,14 +94,10 @@ class DynamicLossScale(LossScale):
     def __post_init__(self):
         super().__post_init__()
         validation.in_order(self.min_scale, self.initial_scale, self.max_scale)
-        counter = validation.count(
-            "initial_growth_counter", self.initial_growth_counter, 0, self.growth_interval - 1
-        )
-        self._set(
-            initial_growth_counter=counter,
-            growth_counter=np.int32(counter),
-            hysteresis_left=np.int32(self.hysteresis),
-        )
+        given, most = self.initial_growth_counter, self.growth_interval - 1
+        counter = validation.count("initial_growth_counter", given, 0, most)
+        self._set(initial_growth_counter=counter, growth_counter=np.int32(counter))
+        self._set(hysteresis_left=np.int32(self.hysteresis))
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         return choose(grads_finite, self._after_finite_step(), self._after_overflow())

@@ -27,11 +27,9 @@ def apply_or_skip(
 ) -> tuple[Any, Any]:
     """What a step gives, parameters or updates, and the inner state after it.
 
-    A conditional computes one of the two, and on CPU its results stay in place. A GPU's
-    compiler gives those results buffers of their own and copies them afterwards, and a
-    TPU's does so with updates; a select is part of the kernel that computes its result, and
-    stays in place, but then the step is computed every time. Hence `branch=None` means the
-    first on CPU and the second elsewhere, by the platform that the program is lowered for.
+    A conditional computes one of the two, and on CPU its results stay in place. A GPU's compiler
+    gives them buffers of their own and copies them afterwards, and a TPU's does so with updates; a
+    select is part of the kernel that computes its result, but computes the step every time.
     """
     if should_apply is True:
         return update(unscaled, state.inner_state)

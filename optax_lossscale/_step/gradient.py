@@ -15,7 +15,6 @@ from optax_lossscale._scales import validation
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.get import resolve
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._scales.validation import function
 from optax_lossscale._step.grad_dtype import GradDtype, narrowed, refuse_other_dtypes
 from optax_lossscale._step.inputs import refuse_no_scalar
 from optax_lossscale._step.master_weights import refuse_other_order
@@ -139,7 +138,7 @@ def value_and_scaled_grad(
     """
     refuse_other_order(loss_scale)
     loss_scale = resolve(loss_scale)
-    function("fun", fun)
+    validation.function("fun", fun)
     refuse_other_dtypes(grad_dtype)
     several = isinstance(argnums, Sequence)
     if not (differentiated := validation.argnums(argnums)):

@@ -176,7 +176,7 @@ def refuse_no_scalar(name: str, x: Any) -> None:
             "has_aux=True"
         )
     if shape := np.shape(x):
-        raise TypeError(f"{name} must be a scalar, got shape {shape}: reduce it with jnp.mean")
+        raise TypeError(f"{name} must be a scalar, got shape {shape}; reduce it, say by jnp.mean")
 
 
 def is_traced(tree: Any) -> bool:
