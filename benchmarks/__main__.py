@@ -89,7 +89,8 @@ def main():
         else:
             steps = options.only or _accelerators.STEPS
             module = _accelerators
-            measure = lambda: module.tables(module.measure(options.quick, steps))
+            before = _tables.read(csv) if options.only else {}
+            measure = lambda: before | module.tables(module.measure(options.quick, steps))
         if not options.report:
             _tables.write(csv, measure())
         page = module.page(_tables.read(csv))

@@ -109,7 +109,8 @@ def _costs(quick: bool, case: Case) -> Row:
     placed = _targets.place((params, jax.eval_shape(way.init, params), batch), device)
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     _measure.compile_(jnp.tanh, _targets.place(scalar, device))  # which starts the compiler
-    _, costs = _measure.compile_(function, *placed, donate=(0, 1))
+    with TARGETS[case.target].as_default():
+        _, costs = _measure.compile_(function, *placed, donate=(0, 1))
     parameter_bytes = sum(4 * x.size for x in jax.tree.leaves(params))
     return case._asdict() | {
         "memory": costs["temp_bytes"] / parameter_bytes,

@@ -4,7 +4,6 @@ import multiprocessing
 import pathlib
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +99,6 @@ def _eight_devices(loss: str, cast: _models.Cast, target: _targets.Target) -> _h
 def _compiled(loss: Any, cast: _models.Cast, target: _targets.Target, *args: Any) -> _hlo.Program:
     """A loss and its gradients, compiled as on the machine itself."""
     of = ols.autocast(loss) if cast is _models.left else loss
-    with mock.patch("jax.default_backend", return_value=target.platform):
+    with target.as_default():
         lowered = jax.jit(jax.value_and_grad(of)).lower(*args)
     return _hlo.Program(lowered.compile())

@@ -10,6 +10,7 @@ import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -51,6 +52,10 @@ class Target:
             return importlib.util.find_spec(self.module) is not None
         except ModuleNotFoundError:  # the package that it would be in
             return False
+
+    def as_default(self) -> Any:
+        """A context in which JAX's default backend is this one, as where there is one."""
+        return mock.patch("jax.default_backend", return_value=self.platform)
 
     def device(self) -> SingleDeviceSharding:
         """The placement on a single device."""

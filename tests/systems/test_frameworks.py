@@ -123,7 +123,8 @@ def test_an_nnx_module_given_to_value_and_scaled_grad_is_sent_here():
 
 def test_an_equinox_module_with_leaves_that_are_no_arrays_is_sent_here():
     model = eqx.nn.MLP(3, "scalar", 4, 1, key=jax.random.key(0))
-    with pytest.raises(TypeError, match=r"is not an array.*eqx.filter_value_and_grad.*scale_gradient"):
+    said = r"is not an array.*eqx.filter_value_and_grad.*scale_gradient"
+    with pytest.raises(TypeError, match=said):
         ols.value_and_scaled_grad(lambda model: model(X[0]), LS)(model)
     linear = eqx.nn.Linear(3, "scalar", key=jax.random.key(0))
     ols.value_and_scaled_grad(lambda model: model(X[0]), LS)(linear)
