@@ -206,7 +206,7 @@ def page(found: dict[str, Table]) -> str:
         "bfloat16 (V100, T4, RTX 20) are untested.",
         _answer(found),
         "*Memory* is what the program allocates besides its arguments and results, and *moved* "
-        "the bytes that it reads and writes, both over the parameters' bytes. On a TPU, what "
+        "the bytes that it reads and writes, both per parameter byte. On a TPU, what "
         "stays on the chip is not counted. Parameters and state are donated. Copies, kernels, "
         "times to compile and further ways, among them `grad_dtype` and `branch`, are in "
         "[accelerators.csv](accelerators.csv).",
