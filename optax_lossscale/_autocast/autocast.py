@@ -51,7 +51,8 @@ def autocast(
       argnums: which positional arguments hold the parameters, if any. What is made from a
         product and a parameter, as when a bias is added, is kept in 16 bits between products;
         what other float32 arguments meet is kept in float32, and so is what parameters passed by
-        keyword meet. This only affects memory.
+        keyword meet. So name the parameters alone: a state to which products are added loses
+        digits in 16 bits.
 
     Returns:
       A function of `fun`'s arguments, whose results have the dtypes that `fun`'s have for

@@ -19,7 +19,8 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
     While `autocast` traces a model, the float32 arrays among the arguments of `fun` are cast to
     `autocast`'s dtype, and results in that dtype are cast to float32. Elsewhere this is `fun`. So
     a model in float32 can call cuDNN's attention or a Pallas kernel, which `autocast` cannot look
-    into. A large negative bias becomes -inf in float16: give such a kernel a mask.
+    into. A large negative bias becomes -inf in float16: give such a kernel a mask. Of a function
+    with a derivative of its own, wrap the whole, not what its rules call.
 
     Args:
       fun: a function of arrays, trees of them and of anything else.

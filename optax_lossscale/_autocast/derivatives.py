@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from optax_lossscale._autocast.cast_inputs import DTYPE
 from optax_lossscale._autocast.kinds import Kind
 from optax_lossscale._programs.run import Run
 from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes, is_float
@@ -51,13 +52,13 @@ def custom_jvp(
 
 
 def custom_vjp(
-    eqn: Any, ins: list, runs: Sequence[Run], given: Sequence[Kind], narrowed: Narrowed
+    eqn: Any, ins: list, runs: Sequence[Run], given: Sequence[Kind], narrowed: Narrowed, low: Any
 ) -> list[Any]:
     """The results of a `custom_vjp`, whose passes are the original ones, rewritten in turn."""
     # The backward pass begins with the forward one: a compiler that sees both computes it once.
     # If that has no products, there is no run, and it goes on from what the original saves.
     (run,) = runs or (None,)
-    first = eqn.params["num_consts"]
+    first, taken = eqn.params["num_consts"], dtypes_in(ins)
 
     def of(*xs):
         return bind(eqn, xs) if run is None else run.call(xs)[0]
@@ -66,7 +67,10 @@ def custom_vjp(
         xs = [x.value for x in args]
         # Only with respect to what is differentiated: the original refuses what it closes over.
         moved = {i: () for i, x in enumerate(args) if x.perturbed and i >= first}
-        return _vjp(eqn, xs, moved) if run is None else (of(*xs), (xs, moved))
+        if run is not None:
+            return of(*xs), (xs, moved)
+        with DTYPE(low):
+            return _vjp(eqn, xs, moved)
 
     def backward(saved, cotangents):
         is_zero = lambda ct: isinstance(ct, SymbolicZero)
@@ -82,7 +86,7 @@ def custom_vjp(
             saved, of_saved = in_dtypes(dtypes_in(eqn.invars), xs), given
         kinds = [*of_saved, *[Kind.SUM] * len(cotangents)]
         grads = narrowed(pull, (saved, cotangents), kinds)
-        return tuple(in_dtype(dtype_in(x), grads.get(i)) for i, x in enumerate(ins))
+        return tuple(in_dtype(dtype, grads.get(i)) for i, dtype in enumerate(taken))
 
     of.__name__ = function_name(eqn.params["call_jaxpr"])
     of = jax.custom_vjp(of)

@@ -46,7 +46,7 @@ def kinds(program: Flat, given: Sequence[Kind], low: np.dtype) -> dict[int, Kind
         traits, results = traits_of(step.name), _results(step, [known[i] for i in step.ins], low)
         sums = [made_of[i] for i in step.ins if i in made_of]
         if _is_normalized(step, known, made_of):
-            results = [Kind.NEAR if Is.ADDS_TWO in traits else Kind.SUM]
+            results = [Kind.NEAR]
         elif sums and (traits & _IN_MEANS or step.name in NORMALIZES.values()):
             made_of |= dict.fromkeys(step.outs, sums[0] | {step.name})
         elif Is.ADDS_MANY in traits:
@@ -141,7 +141,8 @@ def _of_operation(
     if not traits & (Is.ADDS_TWO | Is.NEAR) or widest in (Kind.NUMBER, Kind.FLOAT32):
         return Kind.FLOAT32
     if Is.ADDS_TWO in traits:
-        return min(widest, Kind.SUM)
+        # What a constant or a parameter is added to is recomputed, if that is.
+        return Kind.SUM if Kind.SUM in operands or min(operands) == Kind.NEAR else widest
     if name == "div" and operands[1] != Kind.NUMBER:
         return Kind.FLOAT32
     # bfloat16 has the range of float32.

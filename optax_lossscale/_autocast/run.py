@@ -109,7 +109,7 @@ def _run(step: Instruction, ins: list[Any], how: Casting) -> list[Any]:
     runs = list(map(_by_plan, step.plans))
     narrowly = functools.partial(_traced_and_narrowed, how)
     if step.name == "custom_vjp_call" and not why_left(eqn):
-        return custom_vjp(eqn, ins, runs, step.kinds, narrowly)
+        return custom_vjp(eqn, ins, runs, step.kinds, narrowly, how.dtype)
     if step.name == "custom_jvp_call" and runs:
         return custom_jvp(eqn, ins, runs, step.kinds, narrowly)
     return enter(eqn, ins, runs)[0] if runs else bind(eqn, ins)

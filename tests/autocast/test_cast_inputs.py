@@ -133,3 +133,19 @@ def test_it_warns_of_nothing_where_all_products_are_in_the_kernel():
 def test_what_is_no_function_is_refused():
     with pytest.raises(TypeError, match="fun"):
         ols.cast_inputs(Q)
+
+
+def test_a_forward_rule_that_calls_a_kernel_is_given_16_bits_too():
+    kernel = ols.cast_inputs(in_16_bits)
+
+    @jax.custom_vjp
+    def f(w, x):
+        return kernel(x, w, w)
+
+    f.defvjp(
+        lambda w, x: (f(w, x), (w, x)),
+        lambda saved, g: jax.vjp(lambda w, x: attention(x, w, w), *saved)[1](g),
+    )
+    grads = jax.grad(ols.autocast(lambda w: jnp.sum(f(w, Q[0]) ** 2)))(W)
+    exact = jax.grad(lambda w: jnp.sum(attention(Q[0], w, w) ** 2))(W)
+    chex.assert_trees_all_close(grads, exact, rtol=0.05, atol=0.02)

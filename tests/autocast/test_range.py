@@ -12,6 +12,8 @@ import pytest
 from against_float32 import assert_as_in_float32, normal
 from jax import lax
 
+import optax_lossscale as ols
+
 CASES, NAMES = {}, []
 
 
@@ -859,3 +861,34 @@ def rolled_tokens_that_attend_to_themselves(h, p):
 def test_value_and_gradient_are_those_of_float32(name):
     fun, p, x, options = CASES[name]
     assert_as_in_float32(fun, p, x, **options)
+
+
+def masked_norm(h, scale=1, bias=0):
+    """Of a row that is masked whole, the variance is 0, and the quotient a million times it."""
+    mask = jnp.ones((16, 1)).at[3].set(0)
+    count = jnp.maximum((mask * jnp.ones_like(h)).sum(-1, keepdims=True), 1)
+    mean = (h * mask).sum(-1, keepdims=True) / count
+    variance = ((h - mean) ** 2 * mask).sum(-1, keepdims=True) / count
+    return ((h - mean) * lax.rsqrt(variance + 1e-12) * scale + bias) * mask
+
+
+NORMS_BEYOND_THE_RANGE = {
+    "a row that is masked whole": masked_norm,
+    "with an affine map": lambda h: masked_norm(h, scale=3, bias=1),
+    "a tiny share of a norm": lambda h: jnp.log1p(
+        jnp.abs(h / (1e-6 * jnp.linalg.norm(h, axis=-1, keepdims=True)))
+    ),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS_BEYOND_THE_RANGE.values(), ids=NORMS_BEYOND_THE_RANGE)
+def test_a_norm_that_leaves_the_range_is_as_in_float32(norm):
+    a, b = (0.2 * np.random.default_rng(n).normal(size=(32, 32)) for n in (0, 1))
+    x = np.random.default_rng(2).normal(size=(16, 32)).astype(np.float32)
+    p = a.astype(np.float32), b.astype(np.float32)
+
+    def loss(p, x):
+        z = norm(x @ p[0])
+        return jnp.mean((z + jnp.tanh(z) @ p[1]) ** 2)
+
+    np.testing.assert_allclose(jax.jit(ols.autocast(loss))(p, x), loss(p, x), rtol=0.01)

@@ -445,7 +445,7 @@ DIAGNOSIS = {
         ValueError,
         "Pass the optimizer state",
     ),
-    "several states": (lambda: ols.metrics((STATE, STATE)), ValueError, "functools.partial"),
+    "several states": (lambda: ols.metrics((STATE, STATE)), ValueError, "a function of one"),
     "explain: names": (
         lambda: ols.diagnosis.explain(
             LEAVES, taps={"embed": ols.diagnosis.probe(), "block": ols.diagnosis.probe()}
