@@ -141,7 +141,7 @@ def _of_operation(
     if not traits & (Is.ADDS_TWO | Is.NEAR) or widest in (Kind.NUMBER, Kind.FLOAT32):
         return Kind.FLOAT32
     if Is.ADDS_TWO in traits:
-        # What a constant or a parameter is added to is recomputed, if that is.
+        # What is recomputed is so with a constant or a parameter added to it, too.
         return Kind.SUM if Kind.SUM in operands or min(operands) == Kind.NEAR else widest
     if name == "div" and operands[1] != Kind.NUMBER:
         return Kind.FLOAT32
