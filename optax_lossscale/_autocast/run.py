@@ -47,7 +47,8 @@ def _by_plan(made: Plan) -> Run:
         for part in made.parts:
             of = lambda xs, part=part: _computed(part, xs, made)
             if part.is_recomputed:
-                of = jax.checkpoint(of, prevent_cse=made.how.prevent_cse, policy=_KEEPS)
+                policy = _KEEPS if part.kept else None  # which takes longer to trace
+                of = jax.checkpoint(of, prevent_cse=made.how.prevent_cse, policy=policy)
             written = of([read(i, dtype) for i, dtype in part.reads.items()])
             if part.is_spread:
                 (step,) = part.steps

@@ -31,7 +31,6 @@ LOSSES = {
     name: functools.partial(of, mesh=mesh(4)) for name, of in _between_devices.LOSSES.items()
 }
 CONSTRAINED = LOSSES["weights under a sharding constraint"]
-SEQUENCE = LOSSES["a sequence gathered, as in Megatron"]
 each_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 mapped = _between_devices.mapped
 
@@ -70,17 +69,15 @@ def test_as_many_bytes_are_sent_as_by_hand(loss):
 
 
 @each_loss
-def test_gradients_of_weights_are_summed_in_float32(loss):
+def test_gradients_are_summed_in_float32(loss):
     jaxpr = jax.make_jaxpr(jax.grad(ols.autocast(loss(left))))(W, X).jaxpr
-    of_activations = {"reduce_scatter"} if loss is SEQUENCE else set()
-    assert {dtype for _, dtype in dtypes(jaxpr, SUMS - of_activations)} <= {F32}
-    assert {dtype for _, dtype in dtypes(jaxpr, of_activations)} <= {F16}  # as by hand
+    assert {dtype for _, dtype in dtypes(jaxpr, SUMS)} <= {F32}
     assert F16 in {dtype for _, dtype in dtypes(jaxpr, SENT)}
 
 
 @each_loss
 def test_value_and_gradient_are_those_of_float32(loss):
-    assert_as_in_float32(loss(left), W, X, exempt=("reduce_scatter",))
+    assert_as_in_float32(loss(left), W, X)
 
 
 def weight_of_some(w, x):
