@@ -40,7 +40,7 @@ def kinds(program: Flat, given: Sequence[Kind], low: np.dtype) -> dict[int, Kind
     known = dict.fromkeys(program.consts, Kind.FLOAT32)
     known |= {i: _of_number(number, low) for i, number in program.literals.items()}
     known |= zip(program.ins, given, strict=True)
-    # Of what is made of a sum of many numbers: their shape, and the operations since.
+    # For each value made from a sum of many numbers: their shape, and the operations since.
     made_of: dict[int, frozenset[Any]] = {}
     for step in program.steps:
         traits, results = traits_of(step.name), _results(step, [known[i] for i in step.ins], low)
@@ -141,7 +141,7 @@ def _of_operation(
     if not traits & (Is.ADDS_TWO | Is.NEAR) or widest in (Kind.NUMBER, Kind.FLOAT32):
         return Kind.FLOAT32
     if Is.ADDS_TWO in traits:
-        # What is recomputed is so with a constant or a parameter added to it, too.
+        # With a constant or a parameter added, what is recomputed stays so.
         return Kind.SUM if Kind.SUM in operands or min(operands) == Kind.NEAR else widest
     if name == "div" and operands[1] != Kind.NUMBER:
         return Kind.FLOAT32
@@ -156,7 +156,7 @@ def _of_operation(
 def _is_normalized(
     step: Instruction, known: Mapping[int, Kind], made_of: Mapping[int, frozenset[Any]]
 ) -> bool:
-    """Whether a mean of as many numbers is taken off here, or they are divided by their norm."""
+    """Whether this subtracts the mean of as many numbers, or divides by the norm of as many."""
     if step.name not in NORMALIZES:
         return False
     value, by = step.ins if step.name != "mul" else sorted(step.ins, key=known.__getitem__)

@@ -24,7 +24,7 @@ def is_kept(eqn: Any, largest: int) -> bool:
     if "axes" not in eqn.params or not is_float(eqn.outvars[0]):
         return False
     shape, size = eqn.invars[0].aval.shape, eqn.invars[0].aval.size
-    # A compiler makes one kernel of a sum over rows and of what is written of these rows after it.
+    # A compiler sums over rows, and writes what it makes of these rows, in one kernel.
     is_read_once = eqn.params["axes"] == (len(shape) - 1,) and largest >= size
     return eqn.outvars[0].aval.size * _FEW <= size and not is_read_once
 

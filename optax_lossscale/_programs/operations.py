@@ -129,7 +129,7 @@ PROGRAMS = {name: held.split() for held, names in _HELD.items() for name in name
 """The parameters that hold the programs that an operation runs, in the order of running."""
 
 NORMALIZES = {"sub": "div", "mul": "rsqrt", "div": "sqrt"}
-"""What takes a mean off, or divides by a norm; and by what operation that mean or norm is made."""
+"""Operations that subtract a mean or divide by a norm, each with one that makes it of a sum."""
 
 
 def traits_of(name: str) -> Is:

@@ -1,5 +1,7 @@
 """What is kept for the backward pass takes the memory of a model that was cast by hand."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,3 +105,15 @@ def test_a_tpus_compiler_may_share_what_is_recomputed(backend, prevents, monkeyp
     loss = ols.autocast(lambda w, x: jnp.sum(jax.nn.softmax(x @ w) @ w))
     jaxpr = jax.make_jaxpr(jax.grad(loss))(jnp.ones((8, 8)), jnp.ones((4, 8)))
     assert ("prevent_cse=True" in str(jaxpr)) == prevents
+
+
+def test_gradients_of_a_value_that_is_read_often_are_summed_in_float32():
+    """And rounded once, where they leave the stretch between two products."""
+
+    def loss(w, x):
+        h = x @ w
+        return jnp.sum(jnp.sin(h) * jnp.cos(2 * h) + jnp.exp(-(h**2)))
+
+    text = str(jax.make_jaxpr(jax.grad(ols.autocast(loss)))(jnp.ones((8, 8)), jnp.ones((4, 8))))
+    sums = re.findall(r":(f16|f32)\[4,8\] = add_any", text)
+    assert set(sums) == {"f32"}

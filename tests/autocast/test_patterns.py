@@ -771,6 +771,23 @@ def assert_computes_in_float16(fun, *args):
         assert_computes_in(jnp.float16, fun, *args, many=200)
 
 
+def differences_of_floats(actual, expected):
+    """Those of each array of floats, relative to its norm; all arrays have equal dtypes."""
+    pairs = list(zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True))
+    assert [x.dtype for x, _ in pairs] == [y.dtype for _, y in pairs]
+    floats = [(x, y) for x, y in pairs if jnp.issubdtype(y.dtype, jnp.floating)]
+    return [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in floats]
+
+
+def rounded(pattern):
+    """The same in float32, of parameters and a batch that are rounded to float16 in each step."""
+    is_float32 = lambda x: jnp.result_type(x) == jnp.float32
+    of_leaf = lambda x: lax.reduce_precision(x, 5, 10) if is_float32(x) else x
+    low = lambda tree: jax.tree.map(of_leaf, tree)
+    of = pattern.loss_fn
+    return pattern._replace(loss_fn=lambda p, kept, key, x: of(low(p), kept, key, low(x)))
+
+
 # The others take two to ten seconds each.
 QUICK = {
     "mixture_of_experts_by_ragged_dot",
@@ -788,8 +805,7 @@ def test_thirty_steps_in_float16_end_where_float32_does(name):
     assert skipped == 0
     np.testing.assert_allclose(losses[0], expected[0], rtol=0.005)
     np.testing.assert_allclose(np.mean(losses[-3:]), np.mean(expected[-3:]), rtol=0.02)
-    for a, b in zip(jax.tree.leaves(cast_kept), jax.tree.leaves(kept), strict=True):
-        assert a.dtype == b.dtype
-        if jnp.issubdtype(b.dtype, jnp.floating):
-            # Of a ResNet whose stream is kept in 16 bits: 26%, at the same losses.
-            assert np.linalg.norm(a - b) <= 0.3 * np.linalg.norm(b)
+    off = differences_of_floats(cast_kept, kept)
+    if max(off, default=0) > 0.15:  # as one of a ResNet's, which follows every rounding
+        _, _, (_, rounded_kept) = trained(rounded(pattern), autocast=False)
+        assert max(off) <= 2 * max(differences_of_floats(rounded_kept, kept))
