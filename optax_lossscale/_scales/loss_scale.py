@@ -115,16 +115,20 @@ class LossScale(Stateful):
         In the dtypes of `scale`; exact for a power of two, else within an ulp or two.
         """
         # XLA turns x / scale into x * (1 / scale), and above 2**126 the latter factor is subnormal
-        # and flushed to zero. Hence two factors, a barrier that keeps XLA from multiplying them,
-        # and quotients for both: anything simpler XLA would recompute in the kernel of each leaf.
-        scale = lax.optimization_barrier(self)()
+        # and flushed to zero. Hence two factors, behind a barrier, or XLA would multiply them, and
+        # compute them anew in the kernel of each leaf. They share an array: a kernel compiles
+        # faster with one argument than with two.
+        scale = self()
         shift = jnp.where(scale > 2.0**100, jnp.float32(4.0), jnp.float32(1.0))
 
         @functools.cache  # once for each dtype and rank: tracing these for each leaf takes time
         def factors(dtype, ndim):
+            if ndim:
+                return [lax.broadcast(x, (1,) * ndim) for x in factors(dtype, 0)]
             wide = shift.astype(jnp.finfo(dtype).dtype)
-            both = 1 / wide, wide / scale.astype(wide.dtype)
-            return [lax.broadcast(x.astype(dtype), (1,) * ndim) for x in both]
+            both = jnp.stack([1 / wide, wide / scale.astype(wide.dtype)])
+            both = lax.optimization_barrier(both).astype(dtype)
+            return [both[0], both[1]]
 
         def unscaled(x):
             inverse_shift, shifted_inverse = factors(x.dtype, x.ndim)
