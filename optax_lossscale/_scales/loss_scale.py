@@ -121,14 +121,16 @@ class LossScale(Stateful):
         scale = self()
         shift = jnp.where(scale > 2.0**100, jnp.float32(4.0), jnp.float32(1.0))
 
-        @functools.cache  # once for each dtype and rank: tracing these for each leaf takes time
-        def factors(dtype, ndim):
-            if ndim:
-                return [lax.broadcast(x, (1,) * ndim) for x in factors(dtype, 0)]
+        @functools.cache  # as tracing takes time
+        def of_dtype(dtype):
             wide = shift.astype(jnp.finfo(dtype).dtype)
             both = jnp.stack([1 / wide, wide / scale.astype(wide.dtype)])
-            both = lax.optimization_barrier(both).astype(dtype)
-            return [both[0], both[1]]
+            first, second = lax.optimization_barrier(both).astype(dtype)
+            return first, second
+
+        @functools.cache
+        def factors(dtype, ndim):
+            return [lax.broadcast(x, (1,) * ndim) for x in of_dtype(dtype)]
 
         def unscaled(x):
             inverse_shift, shifted_inverse = factors(x.dtype, x.ndim)
