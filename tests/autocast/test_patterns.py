@@ -809,3 +809,25 @@ def test_thirty_steps_in_float16_end_where_float32_does(name):
     if max(off, default=0) > 0.15:  # as one of a ResNet's, which follows every rounding
         _, _, (_, rounded_kept) = trained(rounded(pattern), autocast=False)
         assert max(off) <= 2 * max(differences_of_floats(rounded_kept, kept))
+
+
+def test_importance_ratios_of_a_policy_begin_at_one():
+    def log_probabilities(weights, observations, actions):
+        *hidden, last = weights
+        for w in hidden:
+            observations = jnp.tanh(observations @ w)
+        log_softmax = jax.nn.log_softmax(observations @ last)
+        return jnp.take_along_axis(log_softmax, actions[:, None], 1)[:, 0]
+
+    normal, keys = jax.random.normal, jax.random.split(jax.random.key(0), 5)
+    shapes = [(17, 64), (64, 64), (64, 8)]
+    weights = [normal(k, s) * s[0] ** -0.5 for k, s in zip(keys, shapes, strict=False)]
+    batch = normal(keys[3], (4096, 17)), jax.random.randint(keys[4], (4096,), 0, 8)
+    learning = jax.jit(ols.autocast(log_probabilities))(weights, *batch)
+    acting = jax.jit(log_probabilities)(weights, *batch)
+    assert 0 < jnp.max(jnp.abs(jnp.exp(learning - acting) - 1)) < 0.002
+    one_by_one = lambda *pair: ols.autocast(log_probabilities)(weights, *(x[None] for x in pair))[
+        0
+    ]
+    acting = jax.jit(jax.vmap(one_by_one))(*batch)
+    np.testing.assert_array_equal(jnp.exp(learning - acting), 1)
