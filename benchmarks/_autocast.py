@@ -61,7 +61,8 @@ def _is_shown(column: str) -> bool:
 
 def ratios(model: str, target: _targets.Target) -> dict[str, float]:
     """Memory, bytes moved and kernels of a model's value and gradient, over those by hand."""
-    of_both = [_one_device(model, cast, target) for cast in (_models.left, _models.by_hand)]
+    of_model = _models.MODELS[model]
+    of_both = [compiled(of_model(cast), cast, target) for cast in (_models.left, _models.by_hand)]
     numbers = [(p.temp_bytes, p.bytes_moved, len(p.kernels)) for p in of_both]
     names = ("memory", "moved", "kernels")
     return {name: x / y for name, x, y in zip(names, *numbers, strict=True)}
@@ -78,9 +79,10 @@ def sent_ratios(loss: str, target: _targets.Target) -> dict[str, float]:
     return {name: x / y for name, x, y in zip(names, ours, theirs, strict=True)}
 
 
-def _one_device(model: str, cast: _models.Cast, target: _targets.Target) -> _hlo.Program:
-    params, batch, loss = _models.MODELS[model](cast)
-    return _compiled(loss, cast, target, *_targets.place((params, *batch), target.device()))
+def compiled(model: _models.Model, cast: _models.Cast, target: _targets.Target) -> _hlo.Program:
+    """A model's value and gradient on one device, cast by hand or under `autocast`."""
+    placed = _targets.place((model.params, *model.batch), target.device())
+    return _compiled(model.loss, cast, target, *placed)
 
 
 def _eight_devices(loss: str, cast: _models.Cast, target: _targets.Target) -> _hlo.Program:

@@ -1,5 +1,6 @@
 """How things are measured: compiled once, run interleaved in random order, medians."""
 
+import gc
 import random
 import statistics
 import time
@@ -36,6 +37,40 @@ def compile_(function: Callable[..., Any], *args: Any, donate: tuple[int, ...] =
         "collectives": [o.result for o in program.collectives],
     }
     return compiled, costs
+
+
+def interleave_compiling(
+    cases: dict[str, tuple[Callable[..., Any], tuple]], rounds: int, base: str
+) -> dict[str, Any]:
+    """Compiles each case once a round, from cold caches, in an order that changes.
+
+    Args:
+      cases: functions and their arguments, the first two of which are donated.
+      rounds: how many.
+      base: the case that the others are compared to.
+
+    Returns:
+      For each case the processor's seconds to trace, and to trace, lower and compile, and the
+      ratios of both to `base`; medians.
+    """
+    order, times = random.Random(0), {name: [] for name in cases}
+    for _ in range(rounds):
+        for name in order.sample(list(cases), len(cases)):
+            function, args = cases[name]
+            jax.clear_caches()
+            gc.collect()
+            start = time.process_time()
+            traced = jax.jit(function, donate_argnums=(0, 1)).trace(*args)
+            in_between = time.process_time()
+            traced.lower().compile()
+            times[name].append((in_between - start, time.process_time() - start))
+    medians = {k: list(map(statistics.median, zip(*v, strict=True))) for k, v in times.items()}
+    names = ("trace", "compile")
+    return {
+        name: {f"{what}_cpu_s": x for what, x in zip(names, found, strict=True)}
+        | {f"{what}_ratio": x / y for what, x, y in zip(names, found, medians[base], strict=True)}
+        for name, found in medians.items()
+    }
 
 
 def interleave(cases: dict[str, Callable[[], Any]], rounds: int, base: str) -> dict[str, Any]:

@@ -14,6 +14,8 @@ import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+import optax_lossscale as ols
+
 Cast: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
@@ -104,9 +106,18 @@ def _attention(cast: Cast, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Arra
     return jnp.einsum("bhts,bshd->bthd", cast(weights), cast(v))
 
 
+def _fused_attention(cast: Cast, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """By a kernel of cuDNN, which takes 16 bits alone."""
+    attend = functools.partial(
+        jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
+    )
+    return ols.cast_inputs(attend)(cast(q), cast(k), cast(v))
+
+
 def transformer(
     cast: Cast,
     *,
+    attend: Callable[..., jax.Array] = _attention,
     norms_after: bool = False,
     in_scan: bool = False,
     width: int = 1024,
@@ -122,7 +133,7 @@ def transformer(
         after = lambda x, n: _layer_norm(cast, x, *p[n]) if norms_after else x
         qkv = jnp.split(cast(before(x, "norm1")) @ cast(p["qkv"]), 3, -1)
         q, k, v = (y.reshape(batch, length, width // head, head) for y in qkv)
-        attended = checkpoint_name(_attention(cast, q, k, v).reshape(x.shape), "attended")
+        attended = checkpoint_name(attend(cast, q, k, v).reshape(x.shape), "attended")
         x = after(x + cast(attended) @ cast(p["out"]), "norm1")
         up = checkpoint_name(cast(before(x, "norm2")) @ cast(p["up"]) + cast(p["bias"]), "up")
         return after(x + cast(jax.nn.gelu(up)) @ cast(p["down"]), "norm2")
@@ -277,3 +288,6 @@ MODELS: dict[str, Callable[[Cast], Model]] = {
     "mixture of experts": experts,
     "recommender": recommender,
 }
+# In 16 bits alone, and only with a GPU at hand.
+FUSED = "4096 tokens of attention, fused"
+ON_GPU = {FUSED: functools.partial(transformer, attend=_fused_attention, **_LONG)}

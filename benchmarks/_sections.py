@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
-from benchmarks import _measure, _transformer, _ways
+from benchmarks import _measure, _models, _transformer, _ways
 from optax_lossscale._arrays.finite import norm_and_all_finite
 from optax_lossscale.demo import _model, _text, _training
 
@@ -25,6 +25,7 @@ OPTIMIZERS = {
     "Lion": optax.lion(1e-4),
 }
 DTYPES = ("float32", "bfloat16", "float16")
+BY_HAND = "float16 by hand"
 
 
 def _tree(size: int, leaves: int, dtype: Any, seed: int = 0) -> list[jax.Array]:
@@ -184,6 +185,54 @@ def _loss(params: Any, tokens: jax.Array, probes: Any = None, *, dtype: Any):
     return _model.loss(params, tokens, dtype, probes) / _training.MICRO_BATCHES
 
 
+def compiling(quick: bool) -> list[Row]:
+    """The time until a first step can run, and a first gradient under `autocast`."""
+    count, shapes, width, rounds = (10, 5, 64, 1) if quick else (400, 40, 512, 5)
+    inner, rows = OPTIMIZERS["AdamW"], []
+    peers = _ways.peers(inner)
+    ways = {name: _ways.ours(inner)[name] for name in (_ways.PLAIN, *_ways.DOORS)}
+    ways |= {
+        "lax.cond by hand": _ways.cond(inner),
+        _ways.APPLY_IF_FINITE: peers.pop(_ways.APPLY_IF_FINITE),
+    }
+
+    sizes = [8 * (1 + i % shapes) for i in range(count)]
+    grads = [jax.ShapeDtypeStruct((size, 256), jnp.float32) for size in sizes]
+    cases = {name: (way.step, _carried(way, grads), grads) for name, way in ways.items()}
+    rows += _compiled(cases, rounds, f"AdamW, {count} leaves of {shapes} shapes")
+
+    params = jax.eval_shape(lambda: _transformer.init(width))
+    tokens = jax.eval_shape(lambda: _transformer.tokens(4))
+    train = lambda way: way.train(_transformer.loss)
+    cases = {
+        name: (train(way), _carried(way, params), tokens) for name, way in (ways | peers).items()
+    }
+    rows += _compiled(cases, rounds, "a whole step")
+
+    losses = {
+        "float32": _transformer.float32_loss,
+        BY_HAND: _transformer.loss,
+        "autocast": ols.autocast(_transformer.float32_loss),
+    }
+    cases = {name: (_gradient(loss), (params, ()), tokens) for name, loss in losses.items()}
+    return rows + _compiled(cases, rounds, "a gradient")
+
+
+def _carried(way: _ways.Way, params: Any) -> tuple[Any, Any]:
+    return params, jax.eval_shape(way.init, params)
+
+
+def _gradient(loss: Callable) -> Callable:
+    return lambda params, _, tokens: jax.value_and_grad(loss)(params, tokens)
+
+
+def _compiled(cases: dict[str, tuple], rounds: int, program: str) -> list[Row]:
+    """The time to compile each case, `(function, (params, state), batch)`."""
+    calls = {name: (f, (*carried, batch)) for name, (f, carried, batch) in cases.items()}
+    times = _measure.interleave_compiling(calls, rounds, next(iter(cases)))
+    return [{"program": program, "way": name} | times[name] for name in cases]
+
+
 def whole_step(quick: bool) -> list[Row]:
     """A float16 transformer of four blocks, from a batch to new parameters, every way."""
     ways = _ways.whole(OPTIMIZERS["AdamW"])
@@ -224,6 +273,38 @@ def _train(
     cases = {name: functools.partial(run, name) for name in ways}
     times = _measure.interleave(cases, rounds, _ways.PLAIN)
     return [case | {"way": name} | times[name] | costs[name] for name in ways]
+
+
+def models(quick: bool) -> list[Row]:
+    """Gradients of models in float32, cast by hand and under `autocast`; not on a CPU."""
+    # Which has no float16 to compute in, so that nothing would be measured.
+    on_cpu = jax.default_backend() == "cpu"
+    tiny = functools.partial(_models.transformer, width=64, length=32, batch=2, layers=1)
+    there = {"tiny": tiny} if quick else {} if on_cpu else _models.MODELS
+    if jax.default_backend() == "gpu":
+        there |= _models.ON_GPU
+    rows = []
+    for name, model in there.items():
+        ways = {BY_HAND: (model(_models.by_hand), lambda loss: loss)}
+        ways["autocast"] = (model(_models.left), ols.autocast)
+        if name not in _models.ON_GPU:
+            ways["float32"] = (model(_models.left), lambda loss: loss)
+        programs, costs = {}, {}
+        batch = _filled(ways[BY_HAND][0])
+        for way, (it, cast) in ways.items():
+            program, costs[way] = _measure.compile_(jax.value_and_grad(cast(it.loss)), *batch)
+            programs[way] = functools.partial(program, *batch)
+        times = _measure.interleave(programs, 5 if quick else 25, BY_HAND)
+        rows += [{"model": name, "way": way} | times[way] | costs[way] for way in ways]
+    return rows
+
+
+def _filled(model: _models.Model) -> tuple[Any, ...]:
+    """Parameters and a batch of small random numbers."""
+    rng = np.random.default_rng(0)
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    of = lambda x: rng.normal(0, 0.02, x.shape) if is_float(x) else rng.integers(0, 8, x.shape)
+    return jax.tree.map(lambda x: jnp.asarray(of(x), x.dtype), (model.params, *model.batch))
 
 
 def devices(quick: bool) -> list[Row]:
@@ -306,7 +387,9 @@ SECTIONS = {
         leaves,
         check,
         train_step,
+        compiling,
         whole_step,
+        models,
         devices,
     )
 }

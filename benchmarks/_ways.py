@@ -20,6 +20,8 @@ SCALE = 2.0**15
 Step = Callable[..., tuple[Any, ...]]
 PLAIN = "no loss scaling"
 DYNAMIC = "apply_gradients, dynamic"
+APPLY_IF_FINITE = "optax.apply_if_finite"
+DOORS = (DYNAMIC, "update, dynamic")
 
 
 class Way(NamedTuple):
@@ -161,6 +163,18 @@ def apply_if_finite(inner: optax.GradientTransformation) -> Way:
     return _way(tx.init, plain(tx).step, _by_hand(lambda state: SCALE))
 
 
+def cond(inner: optax.GradientTransformation) -> Way:
+    """A conditional around the bare step, and nothing else: its scale stays as it is."""
+
+    def step(params, state, grads):
+        unscaled = jax.tree.map(lambda g: g.astype(jnp.float32) / SCALE, grads)
+        is_finite = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(unscaled)]).all()
+        skip = lambda params, state, _: (params, state)
+        return jax.lax.cond(is_finite, plain(inner).step, skip, params, state, unscaled)
+
+    return _way(inner.init, step, _by_hand(lambda state: SCALE))
+
+
 def where(inner: optax.GradientTransformation) -> Way:
     """What people write by hand."""
 
@@ -237,6 +251,6 @@ def peers(inner: optax.GradientTransformation) -> dict[str, Way]:
     return {
         "Flax DynamicScale": flax(inner),
         "JMP": jmp_(inner),
-        "optax.apply_if_finite": apply_if_finite(inner),
+        APPLY_IF_FINITE: apply_if_finite(inner),
         "jnp.where by hand": where(inner),
     }

@@ -443,8 +443,8 @@ def test_a_transformer_sends_what_it_does_with_a_cast_by_hand(target):
     assert found["with sums of gradients"] <= 1.5
 
 
-def fused_attention(monkeypatch):
-    """cuDNN's, which looks for a GPU when it is traced."""
+def as_if_there_was_a_gpu(monkeypatch):
+    """For cuDNN's attention, which looks for one when it is traced."""
     module = "jax._src.cudnn.fused_attention_stablehlo"
     for name, answer in {
         "check_cudnn_version": 91200,
@@ -455,29 +455,17 @@ def fused_attention(monkeypatch):
             monkeypatch.setattr(f"{module}.{name}", lambda *args, answer=answer: answer)
         except AttributeError:
             pytest.skip(f"JAX looks for a GPU otherwise than by {name}")
-    return functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
 
 
 @over_h100
 def test_cudnns_attention_is_given_16_bits_by_cast_inputs(target, monkeypatch):
-    attend, shape = fused_attention(monkeypatch), (2, 1024, 8, 64)
-
-    def loss(attend, cast):
-        def of(w, x):
-            q, k, v = (y.reshape(shape) for y in jnp.split(cast(x) @ cast(w), 3, -1))
-            y = attend(q, k, v).reshape(x.shape)
-            return jnp.mean((cast(y) @ cast(w)).astype(jnp.float32) ** 2)
-
-        return of
-
-    args = struct((512, 1536)), struct((2, 1024, 512))
-    of_both = [
-        ols.autocast(loss(ols.cast_inputs(attend), _models.left)),
-        loss(attend, _models.by_hand),
-    ]
-    ours, by_hand = (compile_for(target.device(), jax.value_and_grad(f), *args) for f in of_both)
+    as_if_there_was_a_gpu(monkeypatch)
+    model = _models.ON_GPU[_models.FUSED]
+    ours, by_hand = (
+        _autocast.compiled(model(cast), cast, target) for cast in (_models.left, _models.by_hand)
+    )
     assert ours.temp_bytes <= 1.1 * by_hand.temp_bytes
-    of_heads = [o for o in ours.operations if "[2,8,1024,64]" in o.result]
+    of_heads = [o for o in ours.operations if "[1,8,4096,64]" in o.result]
     kernels = [o.result for o in of_heads if o.opcode == "custom-call"]
     assert len(kernels) == 2  # forward and backward
-    assert all("f16[2,8,1024,64]" in result for result in kernels)
+    assert all("f16[1,8,4096,64]" in result for result in kernels)
