@@ -25,6 +25,9 @@ FLOAT16_STEP = "whole step from float32 to float16"
 STEPS = (PLAIN_STEP, CLIPPED_STEP, WHOLE_STEP, FLOAT16_STEP)
 # Of the transformer, whose parameters are float32.
 WHOLE_STEPS = (WHOLE_STEP, FLOAT16_STEP)
+# Where an older GPU's compiler makes the same of it, or a TPU's has no such pass to take.
+_H100, *_OLDER = (t.name for t in _targets.TARGETS if t.platform == "cuda")
+_ON = {CLIPPED_STEP: [_H100], PLAIN_STEP: [t for t in TARGETS if t not in _OLDER]}
 DTYPES = ("float32", "float16")
 ADAMW = optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
@@ -50,7 +53,7 @@ def measure(quick: bool, steps: Sequence[str] = STEPS) -> list[Row]:
         Case(step, target, way, dtype)
         for target in TARGETS
         for step in steps
-        if step != CLIPPED_STEP or target == _targets.H100.name
+        if target in _ON.get(step, TARGETS)
         for dtype in DTYPES
         if step not in WHOLE_STEPS or dtype == "float16"
         for way in _steps(step)
@@ -199,34 +202,37 @@ def page(found: dict[str, Table]) -> str:
     """The page, with a few rows and columns of each table."""
     made_with = ", ".join(f"{name} {it}" for name, it in found["versions"]["run"].items())
     parts = [
-        "# What it costs on a GPU and on TPUs, as compiled",
-        "**These programs were compiled for an H100, a TPU v5e and a TPU v6e, and never run**, as "
-        "no such device was at hand. They say what the compiler allocates and schedules, and "
-        "nothing about time. Kernels were not tuned, as that takes the device. GPUs without fast "
-        "bfloat16 (V100, T4, RTX 20) are untested.",
+        "# What it costs on GPUs and TPUs, as compiled",
+        "**These programs were compiled for an H100, a V100, a T4, a TPU v5e and a TPU v6e, and "
+        "never run**, as no such device was at hand. They say what the compiler allocates and "
+        "schedules, and nothing about time. Kernels were not tuned, as that takes the device. The "
+        "V100 and the T4 were described to the compiler from their data sheets.",
         _answer(found),
         "*Memory* is what the program allocates besides its arguments and results, and *moved* "
         "the bytes that it reads and writes, both per parameter byte. On a TPU, what "
         "stays on the chip is not counted. Parameters and state are donated. Copies, kernels, "
-        "times to compile and further ways, among them `grad_dtype` and `branch`, are in "
+        "times to compile and other variants, among them `grad_dtype` and `branch`, are in "
         "[accelerators.csv](accelerators.csv).",
         "Made by `python -m benchmarks accelerators`, with the extras `benchmarks` and "
         f"`accelerators` installed; {made_with}. With `--report` it redraws this page from that "
         "file.",
     ]
     for step, (ways, text) in _STEPS.items():
-        targets = [target for target in TARGETS if f"{step}, {target}" in found]
+        targets = [target for target in TARGETS.values() if f"{step}, {target.name}" in found]
         if not targets:
             continue
-        side_by_side = {
-            way: {
-                f"{target}: {column}": found[f"{step}, {target}"][way][column]
-                for target in targets
-                for column in _COLUMNS
+        parts += [f"## {step.capitalize()}", text]
+        for platform in dict.fromkeys(target.platform for target in targets):
+            of_platform = [target.name for target in targets if target.platform == platform]
+            side_by_side = {
+                way: {
+                    f"{target}: {column}": found[f"{step}, {target}"][way][column]
+                    for target in of_platform
+                    for column in _COLUMNS
+                }
+                for way in ways
             }
-            for way in ways
-        }
-        parts += [f"## {step.capitalize()}", text, _tables.show(step, side_by_side)]
+            parts.append(_tables.show(step, side_by_side))
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,7 +1,7 @@
 """The accelerators that programs are compiled for, without having any of them.
 
 The compilers come with the extra `accelerators`. They get the target by name, or by the
-description of a device that was recorded on one, and look for no driver and no device.
+description of a device, and look for no driver and no device.
 """
 
 import dataclasses
@@ -85,10 +85,13 @@ def _gpu(name: str, description: str) -> Target:
     return Target(name, "cuda", "jax_plugins.xla_cuda12", one, many)
 
 
-H100 = _gpu("H100", "h100.txtpb")
+H100 = _gpu("H100", "h100.txtpb")  # recorded on one
+# Written after their data sheets.
+V100 = _gpu("V100", "v100.txtpb")
+T4 = _gpu("T4", "t4.txtpb")
 V5E = _tpu("v5e")
 V6E = _tpu("v6e")
-TARGETS = (H100, V5E, V6E)
+TARGETS = (H100, V100, T4, V5E, V6E)
 
 
 def place(tree: Any, placement: Any) -> Any:

@@ -59,6 +59,16 @@ def test_the_default_run_shows_what_the_readme_claims(tmp_path):
 
 
 @pytest.mark.slow
+def test_undivided_the_model_needs_no_loss_scale(monkeypatch):
+    """Another claim of the README."""
+    monkeypatch.setattr(_training, "MICRO_BATCHES", 1)
+    text = _text.read(None)
+    names = ("float32", "float16, no loss scaling")
+    losses = [np.mean(_training.train(n, text, 400, 0)["loss"][-20:]) for n in names]
+    assert abs(losses[1] / losses[0] - 1) < 0.005
+
+
+@pytest.mark.slow
 def test_options_choose_text_steps_and_folder(tmp_path, capsys, small_model):
     data = tmp_path / "text"
     data.write_bytes(b"To be, or not to be, that is the question. " * 9)
