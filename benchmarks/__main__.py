@@ -2,11 +2,12 @@
 
 python -m benchmarks                 # what it costs on this machine: 25 minutes on two cores
 python -m benchmarks --quick         # small sizes, to see that it runs
-python -m benchmarks accelerators    # the same, compiled for a GPU and TPUs but not run
+python -m benchmarks accelerators    # the same, compiled for GPUs and TPUs but not run
 python -m benchmarks autocast        # models under autocast, compiled likewise; 10 minutes
 python -m benchmarks policies        # loss scales side by side; 27 minutes
 python -m benchmarks skips           # the tables of docs/benchmarks/skips.md; 15 minutes
 
+With a GPU the first runs there, with models in 16 bits besides: `python -m benchmarks --out DIR`.
 Each writes all its numbers to a file beside its page: results.json, or a CSV file.
 """
 

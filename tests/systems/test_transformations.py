@@ -42,7 +42,7 @@ def test_a_step_leaks_no_tracer():
 
 
 def test_debug_nans_stops_at_an_overflow_and_at_nothing_else():
-    """What docs/limits.md says: leave it off, or switch it off around the step."""
+    """What docs/diagnosis.md says: leave it off, or switch it off around the step."""
     with jax.debug_nans(True):
         _, state, _ = jax.jit(train_step)(PARAMS, TX.init(PARAMS), X)
         assert state.should_apply
