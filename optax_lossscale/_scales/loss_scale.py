@@ -116,8 +116,8 @@ class LossScale(Stateful):
         """
         # XLA turns x / scale into x * (1 / scale), and above 2**126 the latter factor is subnormal
         # and flushed to zero. Hence two factors, behind a barrier, or XLA would multiply them, and
-        # compute them anew in the kernel of each leaf. They share an array: a kernel compiles
-        # faster with one argument than with two.
+        # compute them anew in the kernel of each leaf; those of a fixed scale are constants. They
+        # share an array: a kernel compiles faster with one argument than with two.
         scale = self()
         shift = jnp.where(scale > 2.0**100, jnp.float32(4.0), jnp.float32(1.0))
 
@@ -125,7 +125,8 @@ class LossScale(Stateful):
         def of_dtype(dtype):
             wide = shift.astype(jnp.finfo(dtype).dtype)
             both = jnp.stack([1 / wide, wide / scale.astype(wide.dtype)])
-            first, second = lax.optimization_barrier(both).astype(dtype)
+            both = lax.optimization_barrier(both) if jax.tree.leaves(self) else both
+            first, second = both.astype(dtype)
             return first, second
 
         @functools.cache

@@ -75,10 +75,8 @@ def test_each_recipe_runs(package, recipe, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", TOPICS)
-def test_the_readme_has_a_link_to_each_recipe(page):
-    links = re.findall(rf"\(docs/{page}.md#([^)]+)\)", (ROOT / "README.md").read_text())
-    topics = [topic.lower() for topic in TOPICS[page] if topic != "Whole programs"]
-    assert [link.replace("-", " ") for link in links] == topics
+def test_the_readme_has_a_link_to_the_recipes(page):
+    assert f"(docs/{page}.md)" in (ROOT / "README.md").read_text()
 
 
 def test_the_readme_links_to_no_page_of_directives():
