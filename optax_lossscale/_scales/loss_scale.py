@@ -115,19 +115,18 @@ class LossScale(Stateful):
         In the dtypes of `scale`; exact for a power of two, else within an ulp or two.
         """
         # XLA turns x / scale into x * (1 / scale), and above 2**126 the latter factor is subnormal
-        # and flushed to zero. Hence two factors, behind a barrier, or XLA would multiply them, and
-        # compute them anew in the kernel of each leaf; those of a fixed scale are constants. They
-        # share an array: a kernel compiles faster with one argument than with two.
-        scale = self()
+        # and flushed to zero. Hence two factors, a barrier that keeps XLA from multiplying them,
+        # and quotients for both: anything simpler XLA would recompute in the kernel of each leaf.
+        scale = lax.optimization_barrier(self)()
         shift = jnp.where(scale > 2.0**100, jnp.float32(4.0), jnp.float32(1.0))
 
         @functools.cache  # as tracing takes time
         def of_dtype(dtype):
             wide = shift.astype(jnp.finfo(dtype).dtype)
-            both = jnp.stack([1 / wide, wide / scale.astype(wide.dtype)])
-            both = lax.optimization_barrier(both) if jax.tree.leaves(self) else both
-            first, second = both.astype(dtype)
-            return first, second
+            both = 1 / wide, wide / scale.astype(wide.dtype)
+            if jax.tree.leaves(self):  # else they are constants
+                both = lax.platform_dependent(*both, cpu=_in_one_array, default=lambda *x: x)
+            return [x.astype(dtype) for x in both]
 
         @functools.cache
         def factors(dtype, ndim):
@@ -173,6 +172,14 @@ class LossScale(Stateful):
                 f"{', '.join(sorted(classes))}. Import the module that defines yours first."
             )
         return validation.construct(classes[name], config["config"])
+
+
+def _in_one_array(*scalars: jax.Array) -> tuple[jax.Array, ...]:
+    """The same scalars, read from one array: so a CPU's kernels compile in two thirds of the time.
+
+    A GPU's compiler would then merge kernels of several leaves, and compile those for longer.
+    """
+    return tuple(lax.optimization_barrier(jnp.stack(scalars)))
 
 
 def choose(grads_finite: jax.typing.ArrayLike, after_finite_step: T, after_overflow: T) -> T:
