@@ -25,7 +25,7 @@ FLOAT16_STEP = "whole step from float32 to float16"
 STEPS = (PLAIN_STEP, CLIPPED_STEP, WHOLE_STEP, FLOAT16_STEP)
 # Of the transformer, whose parameters are float32.
 WHOLE_STEPS = (WHOLE_STEP, FLOAT16_STEP)
-# Where an older GPU's compiler makes the same of it, or a TPU's has no such pass to take.
+# A clip's norm shares its pass with the check on the H100. On older GPUs only whole steps count.
 _H100, *_OLDER = (t.name for t in _targets.TARGETS if t.platform == "cuda")
 _ON = {CLIPPED_STEP: [_H100], PLAIN_STEP: [t for t in TARGETS if t not in _OLDER]}
 DTYPES = ("float32", "float16")
@@ -203,11 +203,11 @@ def page(found: dict[str, Table]) -> str:
     made_with = ", ".join(f"{name} {it}" for name, it in found["versions"]["run"].items())
     parts = [
         "# What it costs on GPUs and TPUs, as compiled",
+        _answer(found),
         "**These programs were compiled for an H100, a V100, a T4, a TPU v5e and a TPU v6e, and "
         "never run**, as no such device was at hand. They say what the compiler allocates and "
         "schedules, and nothing about time. Kernels were not tuned, as that takes the device. The "
         "V100 and the T4 were described to the compiler from their data sheets.",
-        _answer(found),
         "*Memory* is what the program allocates besides its arguments and results, and *moved* "
         "the bytes that it reads and writes, both per parameter byte. On a TPU, what "
         "stays on the chip is not counted. Parameters and state are donated. Copies, kernels, "

@@ -288,6 +288,6 @@ MODELS: dict[str, Callable[[Cast], Model]] = {
     "mixture of experts": experts,
     "recommender": recommender,
 }
-# In 16 bits alone, and only with a GPU at hand.
+# In 16 bits alone, and only with a GPU of the A100's generation or a later one.
 FUSED = "4096 tokens of attention, fused"
 ON_GPU = {FUSED: functools.partial(transformer, attend=_fused_attention, **_LONG)}

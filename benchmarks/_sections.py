@@ -281,8 +281,9 @@ def models(quick: bool) -> list[Row]:
     on_cpu = jax.default_backend() == "cpu"
     tiny = functools.partial(_models.transformer, width=64, length=32, batch=2, layers=1)
     there = {"tiny": tiny} if quick else {} if on_cpu else _models.MODELS
-    if jax.default_backend() == "gpu":
-        there |= _models.ON_GPU
+    device = jax.devices()[0]
+    if device.platform == "gpu" and float(device.compute_capability) >= 8:
+        there = there | _models.ON_GPU
     rows = []
     for name, model in there.items():
         ways = {BY_HAND: (model(_models.by_hand), lambda loss: loss)}

@@ -175,7 +175,7 @@ class LossScale(Stateful):
 
 
 def _in_one_array(*scalars: jax.Array) -> tuple[jax.Array, ...]:
-    """The same scalars, read from one array: so a CPU's kernels compile in two thirds of the time.
+    """The same scalars, read from one array: a CPU's kernels compile faster with fewer arguments.
 
     A GPU's compiler would then merge kernels of several leaves, and compile those for longer.
     """

@@ -826,8 +826,7 @@ def test_importance_ratios_of_a_policy_begin_at_one():
     learning = jax.jit(ols.autocast(log_probabilities))(weights, *batch)
     acting = jax.jit(log_probabilities)(weights, *batch)
     assert 0 < jnp.max(jnp.abs(jnp.exp(learning - acting) - 1)) < 0.002
-    one_by_one = lambda *pair: ols.autocast(log_probabilities)(weights, *(x[None] for x in pair))[
-        0
-    ]
-    acting = jax.jit(jax.vmap(one_by_one))(*batch)
+    pairs = [x[:, None] for x in batch]  # a policy acts on one observation at a time
+    of_pairs = jax.vmap(ols.autocast(log_probabilities), in_axes=(None, 0, 0))
+    acting = jax.jit(of_pairs)(weights, *pairs)[:, 0]
     np.testing.assert_array_equal(jnp.exp(learning - acting), 1)

@@ -212,6 +212,13 @@ def test_replicas_agree_by_one_scalar(loss_scale, way):
     assert collectives(compiled) == ["s32[]" if loss_scale is CHECKING["dynamic"] else "f32[]"]
 
 
+def test_only_a_cpu_reads_the_factors_of_unscaling_from_an_array():
+    traced = jax.jit(ols.DynamicLossScale.unscale).trace(ols.DynamicLossScale(), PARAMS)
+    cpu, cuda = (traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda"))
+    assert "stablehlo.concatenate" in cpu
+    assert "stablehlo.concatenate" not in cuda
+
+
 def test_the_check_is_lowered_for_the_platform_at_hand():
     for check in (ols.all_finite, ols.HeadroomLossScale().update):
         traced = jax.jit(check).trace([jnp.ones((40, 3))])
