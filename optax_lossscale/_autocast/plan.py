@@ -49,6 +49,7 @@ class Plan(NamedTuple):
     gives: tuple[Any, ...]  # the dtypes of its results
     program: Flat
     parts: tuple[Part, ...]
+    fenced: set[int]  # what islands hand to each other in 16 bits, through a barrier
     how: Casting
 
     def __str__(self) -> str:

@@ -15,7 +15,7 @@ from optax_lossscale._autocast.flat import Flat, Instruction, flat
 from optax_lossscale._autocast.kinds import Kind, kinds, kinds_at
 from optax_lossscale._autocast.plan import Casting, Part, Plan
 from optax_lossscale._autocast.products import holds_products, is_narrowed, is_outer_product
-from optax_lossscale._autocast.recomputed import Repeated, is_cheap, is_kept, read_by
+from optax_lossscale._autocast.recomputed import Repeated, is_cheap, is_kept, only_moves, read_by
 from optax_lossscale._programs.operations import Is, traits_of
 from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in
 from optax_lossscale._programs.walk import arguments_of, carried_by
@@ -74,7 +74,11 @@ class _Planner:
         if gives is None:
             types = [program.types[i] for i in program.outs]
             gives = _kept(types, [self.kinds[i] for i in program.outs], low)
-        return Plan(self.takes, tuple(gives), program, tuple(self.parts), self.how)
+        # A compiler would leave out the casts to 16 bits and back, and keep float32 as well.
+        islands = [part for part in self.parts if part.is_recomputed and self.how.prevent_cse]
+        read = {i for part in islands for i in part.reads}
+        fenced = {i for part in islands for i in part.writes if self.held[i][0] == low} & read
+        return Plan(self.takes, tuple(gives), program, tuple(self.parts), fenced, self.how)
 
     def _add_by_itself(self, step: Instruction) -> None:
         planned = self._planned(step, self.held)
@@ -133,8 +137,7 @@ class _Planner:
         writes = {i: wanted[i] for step in steps for i in step.outs if i in new}
         if not writes:  # others repeat it
             return
-        moves_only = all(Is.MOVES in traits_of(step.name) for step in steps)
-        is_recomputed = self.how.recomputes and not moves_only
+        is_recomputed = self.how.recomputes and not all(map(only_moves, steps))
         part = Part(tuple(planned), len(before), reads, writes, is_recomputed)
         if is_recomputed:
             largest = max(math.prod(self.program.types[i].shape) for i in writes)

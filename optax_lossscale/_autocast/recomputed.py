@@ -10,6 +10,7 @@ from optax_lossscale._programs.walk import equations_in
 
 _LONGEST = 50  # steps
 _FEW = 32  # to one
+_PLACES = frozenset(("broadcast_in_dim", "concatenate", "convert_element_type", "gather", "pad"))
 
 
 def is_cheap(eqn: Any) -> bool:
@@ -17,6 +18,12 @@ def is_cheap(eqn: Any) -> bool:
     if eqn.effects or is_product(eqn) or Is.CHEAP not in traits_of(eqn.primitive.name):
         return False
     return all(map(is_cheap, equations_in(eqn)))
+
+
+def only_moves(step: Instruction) -> bool:
+    """Whether it leaves numbers as they are, so that its derivative needs none of them."""
+    is_place = Is.MOVES in traits_of(step.name) or step.name in _PLACES
+    return is_place or not is_float(step.eqn.outvars[0])
 
 
 def is_kept(eqn: Any, largest: int) -> bool:

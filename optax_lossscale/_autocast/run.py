@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 
 from optax_lossscale._autocast.cast_inputs import DTYPE
@@ -97,6 +98,8 @@ def _computed(part: Part, xs: Sequence[Any], made: Plan) -> dict[int, list[Any]]
             values |= zip(step.outs, outs, strict=True)
             new = [i for i in step.outs if i in part.writes]
             written |= {i: [in_dtype(d, values[i]) for d in part.writes[i]] for i in new}
+            for i in made.fenced.intersection(new):
+                written[i][0] = lax.optimization_barrier(written[i][0])
     return written
 
 

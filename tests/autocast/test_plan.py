@@ -5,20 +5,22 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+import optax_lossscale as ols
 from optax_lossscale._autocast.kinds import Kind
 from optax_lossscale._autocast.plan import Casting
 from optax_lossscale._autocast.planner import plan
 
 F16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
+FLOAT16 = Casting(F16)
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
 
 
-def planned(function, *args, given=F32):
+def planned(function, *args, given=F32, how=FLOAT16):
     """The plan for a function of a parameter and of other arrays."""
     takes = [given, *[F32] * (len(args) - 1)]
     kinds = [Kind.PARAMETER, *[Kind.FLOAT32] * (len(args) - 1)]
     traced = jax.make_jaxpr(function, axis_env=[("devices", 2)])(*args)
-    return plan(traced, takes, kinds, Casting(F16))
+    return plan(traced, takes, kinds, how)
 
 
 def lines(function, *args, **options):
@@ -43,6 +45,29 @@ def test_a_sum_with_a_product_is_kept_in_16_bits():
         "island: add (2, 4) -> 5:f16",
         "run: dot_general (5:f16, 0:f16) -> 6:f16",
     ]
+
+
+def test_what_is_only_moved_is_not_recomputed():
+    """As its derivative needs none of its numbers."""
+    joined = lambda w, x: jnp.concatenate([x @ w, (x @ w.T)[jnp.array([0, 2])]]) @ w
+    moved = [line for line in lines(joined, W, X) if "concatenate" in line]
+    assert len(moved) == 1
+    assert moved[0].startswith("run: ")
+    assert not any(line.startswith("island") for line in lines(joined, W, X))
+
+
+def test_what_islands_hand_to_each_other_in_16_bits_goes_through_a_barrier():
+    """But not what only a product reads, nor anything on a TPU."""
+
+    def stream(w, x):
+        h = jnp.tanh(x @ w) + x @ w.T  # which the next sum reads, too
+        return h + jnp.exp(h) @ w
+
+    assert planned(stream, W, X).fenced == {6}
+    assert "island: tanh add (2, 5) -> 6:f16" in lines(stream, W, X)
+    assert planned(stream, W, X, how=Casting(F16, prevent_cse=False)).fenced == set()
+    assert planned(lambda w, x: jnp.exp(x @ w) @ w, W, X).fenced == set()
+    assert "optimization_barrier" in str(jax.make_jaxpr(ols.autocast(stream))(W, X))
 
 
 def test_what_is_cheap_is_repeated_where_it_is_read():

@@ -418,7 +418,8 @@ def test_autocast_takes_the_memory_and_traffic_of_a_cast_by_hand(target):
 WORST = {
     "norms after the sums, as in BERT": (1.05, 1.05),
     "128k classes": (1.05, 1.05),
-    "ResNet with batch norm": (1.15, 1.15),
+    "ResNet with batch norm": (1.06, 1.08),
+    "recommender": (1.05, 1.06),
 }
 
 
