@@ -6,6 +6,7 @@ arrays in which memory.
 """
 
 import math
+import operator
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ _COLLECTIVES = (
     "collective-broadcast", "ragged-all-to-all",
 )  # fmt: skip
 _COPIES = ("copy", "slice", "dynamic-slice")  # alone, they move what is there
+_TAKES_PARTS = ("slice", "dynamic-slice", "gather", "copy")
+_IN_PLACE = "dynamic-update-slice"
 _RENAMED = 'custom_call_target="ConcatBitcast"'  # slices that lie side by side
 _ON_CHIP = re.compile(r"T\(.*S\([1-9]")  # a TPU's layouts alone have tiles
 _SCALAR_MEMORY = "S(6)"
@@ -29,6 +32,7 @@ _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?([\w.-]+) = (.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
 _CALLED = re.compile(r"(?:to_apply|body|true_computation|false_computation)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_CALLS = re.compile(r"calls=%?([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -55,7 +59,7 @@ class Operation(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the result, in whatever memory."""
-        return sum(map(_nbytes, _arrays(self.result)))
+        return _size(self.result)
 
 
 class _Instruction(NamedTuple):
@@ -69,8 +73,8 @@ class Program:
     """What a compiled program does.
 
     A conditional is assumed to take the branch that moves more, which is that of an applied step.
-    An operand counts as a whole, though a kernel may read only a part of it: a gather, say, reads
-    few rows of a table. On a TPU only its main memory counts, not what stays on the chip.
+    Where a kernel only takes slices or rows of an operand, these count, and where it writes into a
+    part of an array, that part. On a TPU only its main memory counts, not what stays on the chip.
 
     Attributes:
       operations: what runs, in order; a loop's body as many times as it is known to.
@@ -128,13 +132,48 @@ class Program:
                     yield from self._executed(called[0])
             else:
                 result = done.get(name, i.result)
-                read = sum(_main_memory(instructions[x].result) for x in i.operands)
-                operation = Operation(
-                    i.opcode.removesuffix("-start"), result, read, _main_memory(result)
-                )
-                if operation.opcode in _COPIES:  # of a part, maybe
-                    operation = operation._replace(read=min(read, operation.nbytes))
-                yield operation
+                operands = [_main_memory(instructions[x].result) for x in i.operands]
+                read = sum(map(operator.mul, operands, self._shares_read(i, instructions)))
+                written = self._written(i, result, instructions)
+                yield Operation(i.opcode.removesuffix("-start"), result, round(read), written)
+
+    def _body(self, fusion: _Instruction) -> dict[str, _Instruction]:
+        found = _CALLS.search(fusion.attributes)
+        return self._computations[found[1]] if found else {}
+
+    def _shares_read(self, i: _Instruction, others: dict[str, _Instruction]) -> list[float]:
+        """The share of each operand that an instruction reads."""
+        if i.opcode == "fusion" and (body := self._body(i)):
+            *_, root = body
+            needed = dict.fromkeys(body, 0.0) | {root: 1.0}
+            for name, inner in reversed(body.items()):
+                for x, share in zip(inner.operands, self._shares_read(inner, body), strict=True):
+                    needed[x] = min(1.0, needed[x] + needed[name] * share)
+            numbers = {
+                int(x.attributes): name for name, x in body.items() if x.opcode == "parameter"
+            }
+            return [needed[numbers[n]] for n in range(len(i.operands))]
+        shares = [1.0] * len(i.operands)
+        if i.opcode.removesuffix("-start") in _TAKES_PARTS:
+            shares[0] = min(1.0, _size(i.result) / max(1, _size(others[i.operands[0]].result)))
+        elif i.opcode == _IN_PLACE:
+            shares[0] = 0.0
+        return shares
+
+    def _written(self, i: _Instruction, result: str, others: dict[str, _Instruction]) -> int:
+        """The bytes that an instruction with a result of this type writes."""
+        if i.opcode == "fusion" and (body := self._body(i)):
+            *_, root = body.values()
+            parts = [body[x] for x in root.operands] if root.opcode == "tuple" else [root]
+            if any(part.opcode == _IN_PLACE for part in parts):
+                return sum(self._written(part, part.result, body) for part in parts)
+        if i.opcode == _IN_PLACE:
+            return _main_memory(others[i.operands[1]].result)
+        return _main_memory(result)
+
+
+def _size(result: str) -> int:
+    return sum(map(_nbytes, _arrays(result)))
 
 
 def _main_memory(result: str) -> int:
@@ -176,7 +215,8 @@ def _instruction(text: str) -> _Instruction:
     opcode, rest = rest.split("(", 1)
     end = _closing("(" + rest) - 1
     operands = re.findall(r"%([\w.-]+)", rest[:end])
-    return _Instruction(opcode, result, operands, rest[end:])
+    attributes = rest[: end - 1] if opcode == "parameter" else rest[end:]  # its number
+    return _Instruction(opcode, result, operands, attributes)
 
 
 def _closing(text: str) -> int:

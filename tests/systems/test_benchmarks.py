@@ -6,9 +6,20 @@ import re
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from benchmarks import _accelerators, _autocast, _policies, _report, _sections, _skips, _tables
+from benchmarks import (
+    _accelerators,
+    _autocast,
+    _hlo,
+    _policies,
+    _report,
+    _sections,
+    _skips,
+    _tables,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "benchmarks"
@@ -45,6 +56,23 @@ def test_the_pages_name_the_same_version():
     }
     [version] = set.union(*named.values())
     assert named == {name: {version} for name in named}
+
+
+MOVED = {  # bytes; x has 4096, the others have 32
+    "a whole array": (jnp.exp, 4096 + 4096),
+    "a slice": (lambda x: jnp.exp(x[:8]), 32 + 32),
+    "rows": (lambda x: jnp.exp(x[jnp.arange(8) ** 2]), 32 + 32),
+    "slices and the whole": (lambda x: jnp.exp(x + x[:1] + x[5:6]), 4096 + 4096),
+    "in place": (lambda x: x.at[8:16].set(2.0), 32),
+}
+
+
+@pytest.mark.parametrize("case", MOVED)
+def test_of_what_a_kernel_takes_slices_of_only_these_count_as_moved(case):
+    function, expected = MOVED[case]
+    compiled = jax.jit(function, donate_argnames="x" if case == "in place" else ())
+    program = _hlo.Program(compiled.lower(jnp.ones(1024)).compile())
+    assert expected <= program.bytes_moved <= expected + 64  # of indices and scalars
 
 
 @pytest.mark.slow
