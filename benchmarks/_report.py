@@ -131,8 +131,8 @@ _SECTIONS = (
         _whole_step,
         "The demo's transformer in four blocks of width 512, from a batch to new parameters: "
         "float32 parameters, AdamW, and so few tokens that the optimizer takes a visible share. "
-        "The parameters are cast to float16 in the model, or by `grad_dtype`. Temporary memory is "
-        "all that the compiler allocates, as a percentage of the parameters' bytes.",
+        "The casts to float16 are in the model, or made by `grad_dtype` or `autocast`. Temporary "
+        "memory is all that the compiler allocates, as a percentage of the parameters' bytes.",
     ),
     (
         "train_step",

@@ -235,11 +235,9 @@ def _compiled(cases: dict[str, tuple], rounds: int, program: str) -> list[Row]:
 
 def whole_step(quick: bool) -> list[Row]:
     """A float16 transformer of four blocks, from a batch to new parameters, every way."""
-    ways = _ways.whole(OPTIMIZERS["AdamW"])
-    return _whole({name: (way, _transformer.loss) for name, way in ways.items()}, quick)
-
-
-def _whole(ways: dict[str, tuple[_ways.Way, Callable]], quick: bool) -> list[Row]:
+    inner = OPTIMIZERS["AdamW"]
+    ways = {name: (way, _transformer.loss) for name, way in _ways.whole(inner).items()}
+    ways["apply_gradients, autocast"] = _ways.in_float16(inner)["autocast"]
     width, rounds = (64, 5) if quick else (512, 25)
     steps = {name: (way.init, way.train(loss)) for name, (way, loss) in ways.items()}
     fresh = lambda: _transformer.init(width)

@@ -34,7 +34,7 @@ _interval = partial(validation.count, least=2, most=2**20)
 def spikes(
     factor: float = 6.0, *, least: float = 1.0, window: int = 64, max_skips: int = 16
 ) -> SpikeSkipRule:
-    """Skips a step whose norm or loss is far above the usual one, but never many steps.
+    """Skips a step whose norm or loss is far above the usual one; in a row, at most `max_skips`.
 
     The usual norm is the median of those last applied, on a logarithmic scale, and their spread is
     the distance from there to the upper quartile, which a spike hardly moves. A norm that 1 in 20
@@ -60,7 +60,7 @@ def spikes(
                 budget = min(budget + 1 / 20, max_skips)
 
     In any series, at most `max_skips` finite steps are skipped, and then no more than 1 in 20,
-    not counting steps of zero gradients; so at most `max_skips` if the level changes for good.
+    not counting steps of zero gradients; so about `max_skips` if the level changes for good.
     Nothing is skipped while norms and losses rise by less than a factor of 2**least within a
     window. Their scale does not matter.
 

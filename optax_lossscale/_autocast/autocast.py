@@ -49,14 +49,13 @@ def autocast(
         this is a decorator: `@autocast(dtype=jnp.bfloat16)`.
       dtype: `jnp.float16` or `jnp.bfloat16`.
       argnums: which positional arguments hold the parameters, if any. What is made from a
-        product and a parameter, as when a bias is added, is kept in 16 bits between products;
-        what other float32 arguments meet is kept in float32, and so is what parameters passed by
-        keyword meet. So name the parameters alone: a state to which products are added loses
-        digits in 16 bits.
+        product and a parameter, as when a bias is added, is kept in 16 bits between products.
+        Sums with other float32 arguments, or with parameters passed by keyword, stay in float32.
+        So name the parameters alone: a state to which products are added loses digits in 16 bits.
 
     Returns:
-      A function of `fun`'s arguments, whose results have the dtypes that `fun`'s have for
-      arguments in float32 instead of `dtype`.
+      A function of `fun`'s arguments. If some of these are in `dtype`, its results have the
+      dtypes that `fun`'s would have for float32.
 
     Raises:
       TypeError: if `fun` is not a function or `argnums` are not ints.

@@ -195,8 +195,8 @@ def with_loss_scale(
       >>> params = {"w": jnp.array([1.0, 2.0])}
       >>> state = tx.init(params)
       >>> loss_fn = lambda params: jnp.sum(params["w"] ** 2)
-      >>> loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params)
-      >>> params, state = tx.apply_gradients(grads, state, params)
+      >>> loss, scaled_grads = ols.value_and_scaled_grad(loss_fn, state)(params)
+      >>> params, state = tx.apply_gradients(scaled_grads, state, params, value=loss)
       >>> print(loss, params["w"], state.should_apply)
       5.0 [0.8 1.6] True
     """
