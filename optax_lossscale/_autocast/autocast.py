@@ -39,9 +39,9 @@ def autocast(
     A product stays as it is if it asks to by `precision=jax.lax.Precision.HIGHEST`, or is under
     `jax.default_matmul_precision("highest")`; so does everything that is float64, bfloat16 or
     float16 in `fun` itself, and what no jaxpr shows, such as Pallas kernels. `dtype_report` says
-    which products run in which dtype. `autocast` goes through `jit`, `scan`, `while_loop`, `cond`,
-    `jax.checkpoint`, `shard_map` and custom derivatives, and serves training, evaluation and
-    derivatives of any order.
+    which products run in which dtype. `autocast` goes through `jit`, `scan`, a `while_loop` that
+    counts, `cond`, `jax.checkpoint`, `shard_map` and custom derivatives, and serves training,
+    evaluation and derivatives of any order.
 
     Args:
       fun: a function that JAX can trace, of arrays, of trees and modules of them, and of anything

@@ -34,7 +34,7 @@ def raise_if_stuck(
       state: an optimizer state with one `LossScaleState` in it, a train state or an
         `nnx.Optimizer` that holds it; or a `LossScale`, of which only `exhausted` is looked at.
       max_consecutive_skips: how many steps in a row may be skipped; and how many a skip rule may
-        skip, in a row or not, before each further one takes 20 applied steps.
+        skip, in a row or not, after which it may skip at most one step in 20.
       leaves: what `nonfinite_leaves` returned for the last gradients, so that the error can
         include what `explain` says about them and the next two.
       taps: what `tap` recorded; looked at only with `leaves`.
@@ -81,7 +81,7 @@ def raise_if_stuck(
     if loss_scale.exhausted():
         what = f"overflowed at a loss scale of {loss_scale():g}, which cannot be lowered."
     elif skips > max_consecutive_skips and not by_rule:
-        what = f"have overflowed at every step; the loss scale is {loss_scale():g}."
+        what = f"or losses were not finite; the loss scale is {loss_scale():g}."
     elif rule is not None and (much or skips > max_consecutive_skips):
         raise LossScaleError(
             f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "

@@ -160,8 +160,8 @@ def with_loss_scale(
       loss_scale: whatever `get` takes. With a number or `None` nothing is checked, and the first
         overflow writes NaN into the parameters, unless `skip="nonfinite"`.
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas decide
-        together, a skip rule by the largest of their norms and the mean of their losses. If they
-        do not, a reduction inside `inner` hangs under `branch="cond"`. Reduce the gradients with
+        together. A skip rule then uses their largest norm and mean loss. If they decide alone, a
+        reduction inside `inner` hangs under `branch="cond"`. Reduce the gradients with
         `pmean` yourself; under `shard_map`, where those of replicated parameters come out summed,
         reduce the loss: `pmean(loss_fn(…), axis_name)`. Under `jit` alone, name no axis.
       mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or a function
