@@ -131,11 +131,13 @@ class Program:
                 for _ in range(int(trips[1]) if trips else 1):
                     yield from self._executed(called[0])
             else:
-                result = done.get(name, i.result)
+                i = i._replace(
+                    opcode=i.opcode.removesuffix("-start"), result=done.get(name, i.result)
+                )
                 operands = [_main_memory(instructions[x].result) for x in i.operands]
                 read = sum(map(operator.mul, operands, self._shares_read(i, instructions)))
-                written = self._written(i, result, instructions)
-                yield Operation(i.opcode.removesuffix("-start"), result, round(read), written)
+                written = self._written(i, instructions)
+                yield Operation(i.opcode, i.result, round(read), written)
 
     def _body(self, fusion: _Instruction) -> dict[str, _Instruction]:
         found = _CALLS.search(fusion.attributes)
@@ -154,22 +156,22 @@ class Program:
             }
             return [needed[numbers[n]] for n in range(len(i.operands))]
         shares = [1.0] * len(i.operands)
-        if i.opcode.removesuffix("-start") in _TAKES_PARTS:
+        if i.opcode in _TAKES_PARTS:
             shares[0] = min(1.0, _size(i.result) / max(1, _size(others[i.operands[0]].result)))
         elif i.opcode == _IN_PLACE:
             shares[0] = 0.0
         return shares
 
-    def _written(self, i: _Instruction, result: str, others: dict[str, _Instruction]) -> int:
-        """The bytes that an instruction with a result of this type writes."""
+    def _written(self, i: _Instruction, others: dict[str, _Instruction]) -> int:
+        """The bytes that an instruction writes."""
         if i.opcode == "fusion" and (body := self._body(i)):
             *_, root = body.values()
             parts = [body[x] for x in root.operands] if root.opcode == "tuple" else [root]
             if any(part.opcode == _IN_PLACE for part in parts):
-                return sum(self._written(part, part.result, body) for part in parts)
+                return sum(self._written(part, body) for part in parts)
         if i.opcode == _IN_PLACE:
             return _main_memory(others[i.operands[1]].result)
-        return _main_memory(result)
+        return _main_memory(i.result)
 
 
 def _size(result: str) -> int:

@@ -63,8 +63,7 @@ def autocast(
         arguments than `argnums` says.
 
     Source: the lists of `torch.autocast` and of TensorFlow's mixed precision graph rewrite say
-    which operations need float32. To do the same with everything between two products, and to
-    recompute it in the backward pass, is affordable with a compiler that fuses it.
+    which operations need float32. Here it is all between two products, as a compiler fuses it.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -15,7 +15,7 @@ from optax_lossscale._autocast.flat import Flat, Instruction, flat
 from optax_lossscale._autocast.kinds import Kind, kinds, kinds_at
 from optax_lossscale._autocast.plan import Casting, Part, Plan
 from optax_lossscale._autocast.products import holds_products, is_narrowed, is_outer_product
-from optax_lossscale._autocast.recomputed import Repeated, is_cheap, is_kept, only_moves, read_by
+from optax_lossscale._autocast.recomputed import Repeated, is_cheap, is_kept, is_redone, read_by
 from optax_lossscale._programs.operations import Is, traits_of
 from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in
 from optax_lossscale._programs.walk import arguments_of, carried_by
@@ -137,7 +137,7 @@ class _Planner:
         writes = {i: wanted[i] for step in steps for i in step.outs if i in new}
         if not writes:  # others repeat it
             return
-        is_recomputed = self.how.recomputes and not all(map(only_moves, steps))
+        is_recomputed = self.how.recomputes and is_redone(steps)
         part = Part(tuple(planned), len(before), reads, writes, is_recomputed)
         if is_recomputed:
             largest = max(math.prod(self.program.types[i].shape) for i in writes)
@@ -164,7 +164,7 @@ class _Planner:
             for i in step.outs:
                 if others[i]:
                     if not all(r and is_cheap(r.eqn) and not self._is_sent(r) for r in others[i]):
-                        self.repeated.discard(i)
+                        self.repeated.of.pop(i, None)
                     unheld = (s for s in self.repeated.sources(i) if s not in self.held)
                     wanted |= {s: (self._kept_dtype(s),) for s in unheld}
                 is_read_low = any(_is_operand(i, r) or self._is_sent(r) for r in later[i])

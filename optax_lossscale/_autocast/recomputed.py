@@ -20,10 +20,13 @@ def is_cheap(eqn: Any) -> bool:
     return all(map(is_cheap, equations_in(eqn)))
 
 
-def only_moves(step: Instruction) -> bool:
-    """Whether it leaves numbers as they are, so that its derivative needs none of them."""
-    is_place = Is.MOVES in traits_of(step.name) or step.name in _PLACES
-    return is_place or not is_float(step.eqn.outvars[0])
+def is_redone(island: list[Instruction]) -> bool:
+    """Whether to recompute an island: it computes something, and does so in one pass."""
+    # Each level of an associative scan, which spaces numbers out, is another pass over memory.
+    places = lambda s: Is.MOVES in traits_of(s.name) or s.name in _PLACES
+    moves = lambda s: places(s) or not is_float(s.eqn.outvars[0])
+    spaces = lambda s: s.name == "pad" and any(gap for *_, gap in s.eqn.params["padding_config"])
+    return not all(map(moves, island)) and not any(map(spaces, island))
 
 
 def is_kept(eqn: Any, largest: int) -> bool:
@@ -51,23 +54,19 @@ class Repeated:
     # `tanh`: for its gradient, an island keeps what these read instead.
     def __init__(self, size: Callable[[int], int]):
         self._size = size
-        self._of: dict[int, _Repeat] = {}
+        self.of: dict[int, _Repeat] = {}
 
     def sources(self, i: int) -> frozenset[int]:
         """What it takes to compute a value once more."""
-        return self._of[i].sources if i in self._of else frozenset((i,))
+        return self.of[i].sources if i in self.of else frozenset((i,))
 
     def add(self, step: Instruction) -> None:
         """Adds a step, if its results are larger than what it takes to repeat them."""
         sources = frozenset[int]().union(*map(self.sources, step.reads))
-        length = 1 + sum(self._of[i].length for i in step.reads if i in self._of)
+        length = 1 + sum(self.of[i].length for i in step.reads if i in self.of)
         is_larger = sum(map(self._size, sources)) <= sum(map(self._size, step.outs))
         if is_larger and length <= _LONGEST:
-            self._of |= dict.fromkeys(step.outs, _Repeat(step, sources, length))
-
-    def discard(self, i: int) -> None:
-        """Has a value held, not repeated."""
-        self._of.pop(i, None)
+            self.of |= dict.fromkeys(step.outs, _Repeat(step, sources, length))
 
     def before(self, island: list[Instruction], known: set[int]) -> list[Instruction]:
         """The steps whose results an island reads, except known ones, and what those read."""
@@ -75,8 +74,8 @@ class Repeated:
         unread = list(read_by(island))
         while unread:
             i = unread.pop()
-            if i in self._of and i not in known:
-                step = self._of[i].step
+            if i in self.of and i not in known:
+                step = self.of[i].step
                 if step.outs[0] not in found:
                     found[step.outs[0]] = step
                     unread += step.reads

@@ -56,6 +56,13 @@ def test_what_is_only_moved_is_not_recomputed():
     assert not any(line.startswith("island") for line in lines(joined, W, X))
 
 
+def test_the_levels_of_an_associative_scan_are_not_recomputed():
+    """As each is another pass over memory."""
+    summed = lambda w, x: lax.associative_scan(jnp.add, jnp.exp(x @ w)) @ w
+    assert not any(line.startswith("island") for line in lines(summed, W, X))
+    assert any(line.startswith("run: exp") for line in lines(summed, W, X))
+
+
 def test_what_islands_hand_to_each_other_in_16_bits_goes_through_a_barrier():
     """But not what only a product reads, nor anything on a TPU."""
 

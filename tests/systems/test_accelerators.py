@@ -420,6 +420,7 @@ WORST = {
     "128k classes": (1.05, 1.05),
     "ResNet with batch norm": (1.06, 1.08),
     "recommender": (1.05, 1.06),
+    "Mamba": (1.05, 1.05),
 }
 
 
