@@ -21,7 +21,7 @@ _COLLECTIVES = (
     "collective-broadcast", "ragged-all-to-all",
 )  # fmt: skip
 _COPIES = ("copy", "slice", "dynamic-slice")  # alone, they move what is there
-_TAKES_PARTS = ("slice", "dynamic-slice", "gather", "copy")
+_TAKES_PARTS = (*_COPIES, "gather")
 _IN_PLACE = "dynamic-update-slice"
 _RENAMED = 'custom_call_target="ConcatBitcast"'  # slices that lie side by side
 _ON_CHIP = re.compile(r"T\(.*S\([1-9]")  # a TPU's layouts alone have tiles
