@@ -92,10 +92,16 @@ def _home(docname):
 def setup(app):
     """What no extension does; each is described below."""
     app.add_builder(Site, override=True)
+    app.connect("source-read", the_readme_is_the_home_page)
     app.connect("missing-reference", in_the_package)
     app.connect("object-description-transform", tidy_types, priority=900)  # after autodoc's
     app.connect("html-page-context", describe)
     app.connect("html-page-context", let_long_names_break)
+
+
+def the_readme_is_the_home_page(app, page, source):
+    """Links to the README, where a reader of the repository finds it, lead to the home page."""
+    source[0] = source[0].replace("](../README.md", "](index.md")
 
 
 def in_the_package(app, env, node, contnode):
