@@ -6,15 +6,15 @@ Prints the first page of docs/diagnosis.md, in about ten seconds on two cores.
 from collections import OrderedDict
 
 import jax
-import jax.numpy as jnp
 
 import optax_lossscale as ols
 from optax_lossscale.demo import _model, _text
 
 
+@ols.autocast
 def loss_fn(params, tokens, probes):
     """The mean over 1024 micro-batches."""
-    return _model.loss(params, tokens, jnp.float16, tuple(probes.values())) / 1024
+    return _model.loss(params, tokens, probes=tuple(probes.values())) / 1024
 
 
 if __name__ == "__main__":

@@ -40,9 +40,10 @@ def train(loss_scale, weight):
     return int(state.skipped_steps), float(jnp.stack(shares).mean())
 
 
+@functools.partial(ols.autocast, argnums=1)
 def loss_fn(weight, params, tokens):
     """The loss as it is differentiated."""
-    return _model.loss(params, tokens, jnp.float16) * weight
+    return _model.loss(params, tokens) * weight
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def _about_scale(page: Diagnosis, fits: InitialScale, program: Program) -> Findi
     elif underflow:
         name = next(iter(underflow))  # of all parameters, or else the worst
         lost = f"{underflow[name].lost:.1%} of {gradients(name)}"
-        yield f"float16 needs a loss scale: without one, {lost} are lost to underflow.", [wrap]
+        yield f"float16 needs a loss scale, or it loses {lost} to underflow.", [wrap]
 
 
 def _about_loss_and_moments(page: Diagnosis) -> Findings:

@@ -70,7 +70,7 @@ def diagnose(
       >>> x = jnp.full(256, 0.01, jnp.float16)
       >>> print(ols.diagnose(loss_fn, {"w": jnp.ones(256)}, x))
       Computes in float16, without matrix products; the loss is float32.
-      float16 needs a loss scale: without one, 100.0% of the gradients are lost to underflow.
+      float16 needs a loss scale, or it loses 100.0% of the gradients to underflow.
       Gradients: within 0.0% of float32's, at a scale of 2**31.
       Loss scale: 2**31, with 2 bits to spare before gradients overflow.
       Overflow: from 2**34 on, first at w: 256 inf and 0 NaN of 256 in its gradient.

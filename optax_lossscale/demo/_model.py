@@ -31,13 +31,13 @@ def init(key: jax.Array, width: int = WIDTH, blocks: int = BLOCKS) -> dict[str, 
     }
 
 
-def loss(params: Any, tokens: jax.Array, dtype: Any, probes: Any = None) -> jax.Array:
+def loss(params: Any, tokens: jax.Array, dtype: Any = None, probes: Any = None) -> jax.Array:
     """Mean cross-entropy of each next byte, in nats; `probes` are for the ends of the blocks.
 
-    Matrix products and activations, and so their gradients, are in `dtype`; norms, softmax and
-    the loss in float32, as is usual. Tokens have the shape (batch, CONTEXT + 1).
+    With a `dtype` it is cast by hand: products and activations, and so their gradients, are in
+    `dtype`; norms, softmax and loss in float32. Tokens have the shape (batch, CONTEXT + 1).
     """
-    p = jax.tree.map(lambda x: x.astype(dtype), params)
+    p = jax.tree.map(lambda x: x.astype(dtype or x.dtype), params)
     x = embed(p, tokens[:, :-1])
     for layer, probe in zip(p["blocks"], probes or [None] * len(p["blocks"]), strict=True):
         x = ols.diagnosis.tap(block(layer, x), probe)

@@ -1,4 +1,4 @@
-"""One training run, with the three lines that a user writes."""
+"""One training run, with the four changes that a user makes."""
 
 import functools
 from collections.abc import Callable
@@ -38,7 +38,8 @@ def optimizer_and_step(
     clip, adam = optax.clip_by_global_norm(1.0), optax.adamw(schedule)
     optimizer = optax.chain(optax.scale(float(MICRO_BATCHES)), clip, adam)
     tx = ols.with_loss_scale(optimizer, loss_scale)
-    loss_fn = lambda params, tokens: _model.loss(params, tokens, dtype) / MICRO_BATCHES
+    loss_fn = lambda params, tokens: _model.loss(params, tokens) / MICRO_BATCHES
+    loss_fn = loss_fn if dtype == jnp.float32 else ols.autocast(loss_fn, dtype)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params, state, tokens):

@@ -48,7 +48,7 @@ def test_a_healthy_model_is_fine_as_it_is():
 @pytest.mark.parametrize("mask", [None, CAUSAL])
 def test_a_small_loss_needs_a_scale(mask):
     diagnosis = diagnose(loss=2.0**-14, mask=mask)
-    assert diagnosis.verdict.startswith("float16 needs a loss scale: without one, ")
+    assert diagnosis.verdict.startswith("float16 needs a loss scale, or it loses ")
     found = ols.diagnosis.find_initial_scale(
         lambda w: attention(w, X, loss=2.0**-14, mask=mask), W
     )
