@@ -22,16 +22,20 @@ class Kind(enum.IntEnum):
     """What a value is, from what widens nothing to what widens everything it meets."""
 
     NUMBER = 0
-    """A literal that 16 bits hold, or a mask."""
+    """A literal of about 1, or 0, or a mask."""
     PARAMETER = 1
-    """A parameter, or made from parameters alone."""
+    """A parameter, made from parameters alone, or another literal that 16 bits hold."""
     ROWS = 2
     """Rows of a parameter, as from an embedding: kept in 16 bits where they are added to."""
     SUM = 3
     """The result of a product, or a sum with one: kept in 16 bits."""
     NEAR = 4
     """Made from these, in about their range: recomputed; added to a SUM, it gives a SUM."""
-    FLOAT32 = 5
+    NORMALIZED = 5
+    """A NEAR that has about the size 1, and that a gain may multiply."""
+    SCALED = 6
+    """These, multiplied by a parameter: added to one another, they may be large or small."""
+    FLOAT32 = 7
     """Anything that may have another range or need more digits."""
 
 
@@ -46,7 +50,7 @@ def kinds(program: Flat, given: Sequence[Kind], low: np.dtype) -> dict[int, Kind
         traits, results = traits_of(step.name), _results(step, [known[i] for i in step.ins], low)
         sums = [made_of[i] for i in step.ins if i in made_of]
         if _is_normalized(step, known, made_of):
-            results = [Kind.NEAR]
+            results = [Kind.NORMALIZED]
         elif sums and (traits & _IN_MEANS or step.name in NORMALIZES.values()):
             made_of |= dict.fromkeys(step.outs, sums[0] | {step.name})
         elif Is.ADDS_MANY in traits:
@@ -142,15 +146,17 @@ def _of_operation(
         return Kind.FLOAT32
     if Is.ADDS_TWO in traits:
         # With a constant or a parameter added, what is recomputed stays so.
-        return Kind.SUM if Kind.SUM in operands or min(operands) == Kind.NEAR else widest
+        is_near = Kind.SUM in operands or Kind.NEAR <= min(operands) < Kind.SCALED
+        return Kind.SUM if is_near else widest
     if name == "div" and operands[1] != Kind.NUMBER:
-        return Kind.FLOAT32
-    # bfloat16 has the range of float32.
-    if name == "mul" and low != jnp.bfloat16 and min(operands) >= Kind.SUM:
         return Kind.FLOAT32
     if widest < Kind.SUM:  # saturating parameters does not give a parameter
         return Kind.FLOAT32 if Is.SATURATES in traits else widest
-    return Kind.NEAR
+    if name == "mul" and low != jnp.bfloat16 and min(operands) > Kind.NUMBER:
+        if min(operands) >= Kind.SUM:
+            return Kind.FLOAT32
+        return Kind.NEAR if widest == Kind.NORMALIZED else Kind.SCALED
+    return Kind.NEAR if Is.SATURATES in traits else max(widest, Kind.NEAR)
 
 
 def _is_normalized(
@@ -160,15 +166,17 @@ def _is_normalized(
     if step.name not in NORMALIZES:
         return False
     value, by = step.ins if step.name != "mul" else sorted(step.ins, key=known.__getitem__)
-    is_near = known[value] in (Kind.SUM, Kind.NEAR) and known[by] == Kind.FLOAT32
+    is_near = Kind.SUM <= known[value] < Kind.FLOAT32 == known[by]
     shape = step.eqn.outvars[0].aval.shape
     return is_near and made_of.get(by, set()) >= {NORMALIZES[step.name], shape}
 
 
 def _of_number(number: Literal, low: np.dtype) -> Kind:
-    """A `NUMBER` if it is 0, or a normal number, in 16 bits; else `FLOAT32`."""
+    """A `NUMBER` if it is 0 or about 1, a `PARAMETER` if normal in 16 bits; else `FLOAT32`."""
     if dtype_in(number) != FLOAT32:
         return Kind.FLOAT32
     size, info = np.abs(np.asarray(number.val)), jnp.finfo(low)
     fits = (size == 0) | ((size >= float(info.tiny)) & (size <= float(info.max)))
-    return Kind.NUMBER if fits.all() else Kind.FLOAT32
+    if ((size == 0) | ((size >= 2**-8) & (size <= 2**8))).all():
+        return Kind.NUMBER
+    return Kind.PARAMETER if fits.all() else Kind.FLOAT32

@@ -13,6 +13,7 @@ class Casting(NamedTuple):
 
     dtype: np.dtype  # of the products
     recomputes: bool = True  # unless the user's own `jax.checkpoint` says what is kept
+    keeps: bool = True  # some sums, unless in a rule of derivatives: a name has no transpose
     prevent_cse: bool = True  # as `jax.checkpoint` has it
 
 

@@ -6,7 +6,6 @@ island computes for another is kept in 16 bits, if its kind can be. The backward
 island from what it read, so no float32 array is kept for it.
 """
 
-import math
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from optax_lossscale._autocast.plan import Casting, Part, Plan
 from optax_lossscale._autocast.products import holds_products, is_narrowed, is_outer_product
 from optax_lossscale._autocast.recomputed import Repeated, is_cheap, is_kept, is_redone, read_by
 from optax_lossscale._programs.operations import Is, traits_of
-from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in
+from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in, numbers_in
 from optax_lossscale._programs.walk import arguments_of, carried_by
 
 
@@ -139,8 +138,8 @@ class _Planner:
             return
         is_recomputed = self.how.recomputes and is_redone(steps)
         part = Part(tuple(planned), len(before), reads, writes, is_recomputed)
-        if is_recomputed:
-            largest = max(math.prod(self.program.types[i].shape) for i in writes)
+        if is_recomputed and self.how.keeps:
+            largest = max(numbers_in(self.program.types[i]) for i in writes)
             read_here = set().union(*(step.reads for step in steps))
             reduced = {step.outs[0] for step in steps if is_kept(step.eqn, largest)}
             part = part._replace(kept=frozenset(reduced & read_here))
@@ -209,7 +208,7 @@ class _Planner:
         if i in self.stays:
             return 0
         dtype = self.held[i][0] if i in self.held else self._kept_dtype(i)
-        return math.prod(self.program.types[i].shape) * dtype.itemsize
+        return numbers_in(self.program.types[i]) * dtype.itemsize
 
     def _kept_dtype(self, i: int) -> Any:
         """The dtype in which a value is kept, if not only products read it."""

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from optax_lossscale._autocast.flat import Instruction
 from optax_lossscale._programs.operations import Is, traits_of
-from optax_lossscale._programs.values import is_float, is_product
+from optax_lossscale._programs.values import is_float, is_product, numbers_in
 from optax_lossscale._programs.walk import equations_in
 
 _LONGEST = 50  # steps
@@ -33,10 +33,10 @@ def is_kept(eqn: Any, largest: int) -> bool:
     """Whether to keep a reduction rather than to recompute it; `largest` is written after it."""
     if "axes" not in eqn.params or not is_float(eqn.outvars[0]):
         return False
-    shape, size = eqn.invars[0].aval.shape, eqn.invars[0].aval.size
+    (of,), (result,) = eqn.invars, eqn.outvars
     # A compiler sums over rows, and writes what it makes of these rows, in one kernel.
-    is_read_once = eqn.params["axes"] == (len(shape) - 1,) and largest >= size
-    return eqn.outvars[0].aval.size * _FEW <= size and not is_read_once
+    is_read_once = eqn.params["axes"] == (of.aval.ndim - 1,) and largest >= numbers_in(of.aval)
+    return numbers_in(result.aval) * _FEW <= numbers_in(of.aval) and not is_read_once
 
 
 class _Repeat(NamedTuple):

@@ -115,7 +115,8 @@ def _run(step: Instruction, ins: list[Any], how: Casting) -> list[Any]:
     if step.name == "custom_vjp_call" and not why_left(eqn):
         return custom_vjp(eqn, ins, runs, step.kinds, narrowly, how.dtype)
     if step.name == "custom_jvp_call" and runs:
-        return custom_jvp(eqn, ins, runs, step.kinds, narrowly)
+        in_rule = functools.partial(_traced_and_narrowed, how._replace(keeps=False))
+        return custom_jvp(eqn, ins, runs, step.kinds, in_rule)
     return enter(eqn, ins, runs)[0] if runs else bind(eqn, ins)
 
 

@@ -1,5 +1,6 @@
 """The values in a program: their dtypes, and which equations multiply them."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,11 @@ def in_dtypes(dtypes: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
 def dtypes_in(variables: Sequence[Any]) -> list[Any]:
     """The dtypes in which variables were traced."""
     return list(map(dtype_in, variables))
+
+
+def numbers_in(array: Any) -> int:
+    """How many numbers an array has; a size that `jax.export` leaves open counts as 1024."""
+    return math.prod(n if isinstance(n, int) else 1024 for n in array.shape)
 
 
 def is_product(eqn: Any) -> bool:
