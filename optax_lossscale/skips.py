@@ -148,8 +148,7 @@ def levanter(rolling_interval_length: int = 128, sigma_factor: float = 6.0) -> R
     """
     length = _interval("rolling_interval_length", rolling_interval_length)
     factor = validation.positive("sigma_factor", sigma_factor)
-    history = max(2, length // 2)
-    return RollingSkipRule(length, factor, history, ddof=0, least_deviation=1e-6)
+    return RollingSkipRule(length, factor, max(2, length // 2), ddof=0, least_deviation=1e-6)
 
 
 def axlearn(

@@ -8,19 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from optax_lossscale._autocast.cast_inputs import DTYPE
 from optax_lossscale._autocast.kinds import Kind
 from optax_lossscale._programs.run import Run
 from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes, is_float
 from optax_lossscale._programs.versions import bind, function_name
 
-Narrowed = Callable[[Callable[..., Any], Any, Sequence[Kind]], Any]
-"""What a function gives for a tuple of arguments whose arrays are of some kinds, narrowed."""
+Kinds = Sequence[Kind]
+Narrowed = Callable[[Callable[..., Any], Any, Kinds], tuple[Any, list[Any]]]
+"""What a function gives for a tuple of arguments of some kinds, narrowed; its own dtypes."""
 
 
-def custom_jvp(
-    eqn: Any, ins: list, runs: Sequence[Run], given: Sequence[Kind], narrowed: Narrowed
-) -> list[Any]:
+def custom_jvp(eqn: Any, ins: list, runs: Sequence[Run], given: Kinds, narrowed: Narrowed) -> list:
     """The results of a `custom_jvp`, whose derivative is the original one, rewritten in turn."""
     (run,) = runs
 
@@ -42,7 +40,7 @@ def custom_jvp(
         traced = dtypes_in(eqn.invars)
         args = in_dtypes(traced, primals), {i: in_dtype(traced[i], tangents[i]) for i in moved}
         kinds = [*given, *(max(given[i], Kind.SUM) for i in moved)]
-        outs, moves = narrowed(derivative, args, kinds)
+        (outs, moves), _ = narrowed(derivative, args, kinds)
         outs = in_dtypes(run.gives, outs)
         no_move = lambda x: np.zeros(x.shape, jax.dtypes.float0)
         of_result = lambda i, x: in_dtype(x.dtype, moves[i]) if i in moves else no_move(x)
@@ -51,41 +49,34 @@ def custom_jvp(
     return of(*map(jnp.asarray, ins))
 
 
-def custom_vjp(
-    eqn: Any, ins: list, runs: Sequence[Run], given: Sequence[Kind], narrowed: Narrowed, low: Any
-) -> list[Any]:
+def custom_vjp(eqn: Any, ins: list, runs: Sequence[Run], given: Kinds, narrowed: Narrowed) -> list:
     """The results of a `custom_vjp`, whose passes are the original ones, rewritten in turn."""
-    # The backward pass begins with the forward one: a compiler that sees both computes it once.
-    # If that has no products, there is no run, and it goes on from what the original saves.
-    (run,) = runs or (None,)
     first, taken = eqn.params["num_consts"], dtypes_in(ins)
+    gives = runs[0].gives if runs else dtypes_in(eqn.outvars)
+    kinds = given or [Kind.FLOAT32] * len(ins)  # if the forward pass has no products
 
     def of(*xs):
-        return bind(eqn, xs) if run is None else run.call(xs)[0]
+        return runs[0].call(xs)[0] if runs else bind(eqn, xs)
 
     def forward(*args):
-        xs = [x.value for x in args]
+        xs = in_dtypes(dtypes_in(eqn.invars), [x.value for x in args])
         # Only with respect to what is differentiated: the original refuses what it closes over.
-        moved = {i: () for i, x in enumerate(args) if x.perturbed and i >= first}
-        if run is not None:
-            return of(*xs), (xs, moved)
-        with DTYPE(low):
-            return _vjp(eqn, xs, moved)
+        moved = [i for i, x in enumerate(args) if x.perturbed and i >= first]
+        (ys, pull), dtypes = narrowed(lambda *xs: _vjp(eqn, xs, moved), xs, kinds)
+        leaves, tree = jax.tree.flatten(pull)
+        widen = lambda leaves: jax.tree.unflatten(tree, in_dtypes(dtypes[len(ys) :], leaves))
+        return in_dtypes(gives, ys), jax.tree_util.Partial(widen, leaves)
 
     def backward(saved, cotangents):
         is_zero = lambda ct: isinstance(ct, SymbolicZero)
         zeros = lambda ct: jnp.zeros(ct.shape, dtype_in(ct)) if is_zero(ct) else ct
         floats = dtypes_in(_of_floats(eqn, eqn.outvars))  # masks, indices and keys have none
         cotangents = in_dtypes(floats, list(map(zeros, _of_floats(eqn, cotangents))))
-        if run is None:
-            pull = lambda saved, cotangents: saved(cotangents)[0]
-            of_saved = [Kind.FLOAT32] * len(jax.tree.leaves(saved))
-        else:
-            xs, moved = saved
-            pull = lambda xs, cotangents: _vjp(eqn, xs, moved)[1](cotangents)[0]
-            saved, of_saved = in_dtypes(dtypes_in(eqn.invars), xs), given
-        kinds = [*of_saved, *[Kind.SUM] * len(cotangents)]
-        grads = narrowed(pull, (saved, cotangents), kinds)
+        pull = saved()
+        pairs = zip(jax.tree.leaves(saved), jax.tree.leaves(pull), strict=True)
+        of_saved = [Kind.FLOAT32 if x.dtype == y.dtype else Kind.SUM for x, y in pairs]
+        pulled = lambda pull, cotangents: pull(cotangents)[0]
+        grads, _ = narrowed(pulled, (pull, cotangents), of_saved + [Kind.SUM] * len(cotangents))
         return tuple(in_dtype(dtype, grads.get(i)) for i, dtype in enumerate(taken))
 
     of.__name__ = function_name(eqn.params["call_jaxpr"])

@@ -36,8 +36,7 @@ class Part(NamedTuple):
         writes = [f"{i}:{'+'.join(map(_short, ds))}" for i, ds in self.writes.items()]
         how = "island" if self.is_recomputed else "spread" if self.is_spread else "run"
         line = f"{how}: {' '.join(own)} ({', '.join(reads)}) -> {', '.join(writes)}"
-        if repeated:
-            line += f", repeating {' '.join(repeated)}"
+        line += f", repeating {' '.join(repeated)}" if repeated else ""
         line += f", keeping {', '.join(map(str, sorted(self.kept)))}" if self.kept else ""
         inside = [str(plan) for step in self.steps for plan in step.plans]
         return "\n".join([line, *("  " + row for text in inside for row in text.splitlines())])

@@ -111,23 +111,20 @@ def _run(step: Instruction, ins: list[Any], how: Casting) -> list[Any]:
     if is_outer_product(eqn):
         return [_outer_product(eqn, *ins)]
     runs = list(map(_by_plan, step.plans))
-    narrowly = functools.partial(_traced_and_narrowed, how)
+    narrowly = functools.partial(_traced_and_narrowed, how._replace(keeps=False))
     if step.name == "custom_vjp_call" and not why_left(eqn):
-        return custom_vjp(eqn, ins, runs, step.kinds, narrowly, how.dtype)
+        return custom_vjp(eqn, ins, runs, step.kinds, narrowly)
     if step.name == "custom_jvp_call" and runs:
-        in_rule = functools.partial(_traced_and_narrowed, how._replace(keeps=False))
-        return custom_jvp(eqn, ins, runs, step.kinds, in_rule)
+        return custom_jvp(eqn, ins, runs, step.kinds, narrowly)
     return enter(eqn, ins, runs)[0] if runs else bind(eqn, ins)
 
 
-def _traced_and_narrowed(
-    how: Casting, function: Callable[..., Any], args: Any, given: Sequence[Kind]
-) -> Any:
-    """The results of a function of arguments in the original's dtypes, narrowed."""
+def _traced_and_narrowed(how: Casting, of: Callable[..., Any], args: Any, given: Any) -> Any:
+    """The results of a function of arguments in the original's dtypes, narrowed; their dtypes."""
     with DTYPE(how.dtype):
-        jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+        jaxpr, shape = jax.make_jaxpr(of, return_shape=True)(*args)
     outs = narrowed(jaxpr, jax.tree.leaves(args), given, how)
-    return jax.tree.unflatten(jax.tree.structure(shape), outs)
+    return jax.tree.unflatten(jax.tree.structure(shape), outs), dtypes_in(jax.tree.leaves(shape))
 
 
 def _product(eqn: Any, ins: Sequence[Any]) -> list[Any]:

@@ -15,9 +15,8 @@ from optax_lossscale.demo import _model, _text
 
 MICRO_BATCHES = 1024
 SETTING = f"""\
-Setting: the loss is a mean over a global batch of {MICRO_BATCHES} micro-batches, as under
-gradient accumulation or large data parallelism. A step computes one of them and
-lets it stand for all: its unscaled float32 gradient is summed {MICRO_BATCHES} times."""
+Setting: the loss is a mean over a global batch of {MICRO_BATCHES} micro-batches. A step computes
+one of them and lets it stand for all: its unscaled gradient is summed {MICRO_BATCHES} times."""
 CAUSE = f"The loss is divided by {MICRO_BATCHES}, so that gradients underflow in float16."
 
 # Growth after 15 steps instead of 2000 shows in a short run how the scale adapts.

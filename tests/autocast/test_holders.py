@@ -681,6 +681,53 @@ def test_custom_derivatives_keep_their_names():
     assert "name=my_vjp" in text
 
 
+def test_each_pass_of_a_custom_vjp_runs_once():
+    """The forward pass is the original's, which saves what it likes for the backward pass."""
+    ran = []
+
+    @jax.custom_vjp
+    def f(x, w):
+        return x @ w
+
+    def forward(x, w):
+        jax.debug.callback(lambda: ran.append("forward"))
+        y = jnp.tanh(x @ w)
+        return y, (x, w, y)
+
+    def backward(saved, ct):
+        jax.debug.callback(lambda: ran.append("backward"))
+        x, w, y = saved
+        ct = ct * (1 - y**2)
+        return ct @ w.T, x.T @ ct
+
+    f.defvjp(forward, backward)
+    for fun in (lambda p, x: f(x, p["w"]), scanned(lambda p, x: f(x, p["w"]))):
+        counts = []
+        for cast in (lambda f: f, ols.autocast):
+            step = jax.jit(jax.grad(cast(squared(fun))))
+            counts.append([*products(step, params(), X).values()])
+            ran.clear()
+            jax.block_until_ready(step(params(), X))
+            jax.effects_barrier()
+            counts[-1] += [ran.count("forward"), ran.count("backward")]
+        assert counts[0] == counts[1]
+
+
+def test_a_custom_jvp_that_sums_many_tangents():
+    """JAX transposes the rule, and what is named in it would have no transpose."""
+
+    @jax.custom_jvp
+    def f(x, w):
+        return jax.nn.relu(x @ w).mean(0)
+
+    @f.defjvp
+    def rule(primals, tangents):
+        y, dy = jax.jvp(lambda x, w: jax.nn.relu(x @ w).mean(0), primals, tangents)
+        return y, 1.5 * dy
+
+    holds(lambda p, x: f(jnp.tile(x, (16, 1)) @ p["w"], p["w"]) @ p["v"])
+
+
 def test_custom_vjps_of_every_make():
     @jax.custom_gradient
     def clipped(x):

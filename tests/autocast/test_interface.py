@@ -499,6 +499,13 @@ def test_symbolic_shapes():
     )
     assert_close(exported.call(P, X), jax.nn.softmax(layer(P, X)), 0.005)
 
+    def attention(p, x):  # compares sizes: those of scores and of what they are made of
+        h = layer(p, x)
+        return jnp.mean(jax.nn.softmax(h @ h.T) @ h)
+
+    step = jax.jit(jax.grad(ols.autocast(attention)))
+    assert_close(export.export(step)(*shapes).call(P, X), jax.grad(attention)(P, X), 0.005)
+
 
 def test_within_other_functions_that_are_cast_by_hand():
     """An argument in 16 bits because `grad_dtype` made it so widens nothing either."""

@@ -4,6 +4,8 @@ Each function here begins with a matrix product, whose result is in 16 bits, and
 overflows, underflows, or loses its digits there. All of it is float32 code, without a cast.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -861,6 +863,43 @@ def rolled_tokens_that_attend_to_themselves(h, p):
 def test_value_and_gradient_are_those_of_float32(name):
     fun, p, x, options = CASES[name]
     assert_as_in_float32(fun, p, x, **options)
+
+
+@pytest.mark.parametrize("unit", [3e4, 1e5, 1e-3, 1e-8])
+@pytest.mark.parametrize("is_parameter", [True, False])
+def test_a_sum_in_a_unit_of_its_own_is_as_in_float32(unit, is_parameter):
+    """Each product is about 1, and their sum, in that unit, is nothing for float16."""
+
+    def fun(p, x):
+        u = p["unit"] if is_parameter else unit
+        y = 2 * (u * (x @ p["w"])) + 2 * (u * jnp.tanh(x @ p["v"]))
+        return through(jnp.tanh(y / unit)) + jnp.mean((y / unit) ** 2)
+
+    p = {"w": permutation(32), "v": permutation(32)[::-1], "unit": jnp.float32(unit)}
+    assert_as_in_float32(fun, p, normal(0, 16, 32))
+
+
+def normalized(y, gain):
+    return y * lax.rsqrt(jnp.mean(y**2, -1, keepdims=True) + 1e-6) * gain
+
+
+LAYERS = {
+    "scaled, as in CaiT": (lambda y, gain: y, lambda y, gain: gain * y),
+    "normalized, as in Gemma 2": (normalized, normalized),
+}
+
+
+@pytest.mark.parametrize(("first", "then"), LAYERS.values(), ids=LAYERS)
+def test_a_stream_to_which_layers_with_gains_add_is_kept_in_16_bits(first, then):
+    def fun(p, x):
+        h = first(x @ p["w"], p["gain"])
+        for _ in range(3):
+            h = h + then(jnp.tanh(h @ p["w"]) @ p["w"], p["gain"])
+        return h @ p["w"]
+
+    p = {"w": permutation(32), "gain": jnp.ones(32)}
+    text = str(jax.make_jaxpr(ols.autocast(fun))(p, normal(0, 16, 32)))
+    assert len(re.findall(r":f16\[16,32\] = add ", text)) == 3
 
 
 def masked_norm(h, scale=1, bias=0):
