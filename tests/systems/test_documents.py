@@ -97,17 +97,18 @@ def test_what_diagnosis_prints_is_what_follows_the_program():
         assert out.getvalue() == printed
 
 
-SEVERAL_LOSSES = programs("docs/several_losses.md")
+STANDALONE = {
+    "skipping": programs("docs/skipping.md"),
+    "from PyTorch": programs("docs/coming_from_pytorch.md"),
+    "two networks": programs("docs/several_losses.md")[:1],
+    "two losses": programs("docs/several_losses.md")[1:],
+}
 
 
-@pytest.mark.parametrize("program", SEVERAL_LOSSES, ids=["two", "apex"])
-def test_with_several_losses(program):
+@pytest.mark.parametrize("programs", STANDALONE.values(), ids=STANDALONE)
+def test_each_program_of_a_topic_runs(programs):
+    [program] = programs
     assert "\nassert " in program
-    exec(program, {})
-
-
-def test_the_program_of_skipping_runs():
-    [program] = programs("docs/skipping.md")
     exec(program, {})
 
 
