@@ -243,23 +243,23 @@ def _answer(found: dict[str, Table]) -> str:
         return (
             "What loss scaling adds to a step, by what the compilers for GPU and TPU make of it."
         )
-    parts, ours = [], []
-    for target, table in tables.items():
-        moved = {way: float(cells["moved"]) for way, cells in table.items()}
-        more = {way: 100 * (x / moved[_ways.PLAIN] - 1) for way, x in moved.items()}
-        ways = ", ".join(f"{more[way]:.0f}% with {name}" for way, name in _NAMED.items())
-        parts.append(f"{target}: {ways}")
-        ours.append(more["apply_gradients"])
+
+    def more(platform: str, ways: Sequence[str]) -> str:
+        """From the least to the most that they add to the bytes of the plain step."""
+        percent = [
+            100 * (float(table[way]["moved"]) / float(table[_ways.PLAIN]["moved"]) - 1)
+            for name, table in tables.items()
+            if TARGETS[name].platform == platform
+            for way in ways
+        ]
+        return f"{min(percent):.0f}% to {max(percent):.0f}%"
+
     return (
-        f"**With this library, a whole training step moves {min(ours):.0f}% to {max(ours):.0f}% "
-        f"more bytes than without loss scaling.** {'. '.join(parts)}."
+        f"**Loss scaling adds {more('cuda', [*_METHODS, _EXCEPTION])} to the bytes that a whole "
+        f"training step moves on GPUs, by any method, and {more('tpu', _METHODS)} on TPUs, where "
+        f"`{_EXCEPTION}` adds {more('tpu', [_EXCEPTION])}.**"
     )
 
 
-_NAMED = {
-    "apply_gradients": "this library",
-    "Flax DynamicScale": "Flax's `DynamicScale`",
-    "JMP": "JMP",
-    "optax.apply_if_finite": "`optax.apply_if_finite`",
-    "jnp.where by hand": "a `jnp.where` by hand",
-}
+_METHODS = ["apply_gradients", "update", "Flax DynamicScale", "JMP", "jnp.where by hand"]
+_EXCEPTION = "optax.apply_if_finite"
