@@ -14,7 +14,7 @@ from optax_lossscale._diagnosis.widened import evaluate, held_dtype, switching, 
 from optax_lossscale._programs.run import numbered
 from optax_lossscale._programs.values import HALVES, dtype_in
 from optax_lossscale._programs.walk import Equation, equations
-from optax_lossscale._step.gradient import loss_of, scale_gradient
+from optax_lossscale._step.gradient import UNSCALED, loss_of, scale_gradient
 
 # For some twenty runs, a program is compiled without optimizing its kernels, in a fifth of the
 # time. Where it rounds is decided before that. The names are those of XLA's CPU compiler.
@@ -43,7 +43,8 @@ def gradients(loss_fn, has_aux, exponent, params, probes, args, kwargs) -> Evide
 
     def scaled_fn(params, probes):  # not value_and_scaled_grad, which refuses modules
         given = {} if probes is None else {"probes": probes}
-        loss = loss_of(loss_fn(params, *args, **given, **kwargs), has_aux)
+        with UNSCALED(True):
+            loss = loss_of(loss_fn(params, *args, **given, **kwargs), has_aux)
         wide = at_least_float32(loss)  # scale_gradient would warn; the page says it
         return scale_gradient(wide, jnp.ldexp(jnp.float32(1), exponent)), jnp.asarray(loss)
 

@@ -19,6 +19,9 @@ from optax_lossscale._step.grad_dtype import GradDtype, narrowed, refuse_other_d
 from optax_lossscale._step.inputs import refuse_no_scalar
 from optax_lossscale._step.master_weights import refuse_other_order
 
+UNSCALED = jax.make_user_context(False)
+"""Whether `scale_gradient` leaves gradients alone, as `diagnose` scales them itself."""
+
 
 def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     """The loss itself, with a gradient that is multiplied by the loss scale.
@@ -26,6 +29,7 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     One line inside a loss function, for whatever differentiates it: `nnx.value_and_grad`,
     `eqx.filter_value_and_grad`, a trainer that calls `jax.grad` itself. The gradients come out
     scaled, as `with_loss_scale`'s transformation takes them; in forward mode the tangent does.
+    `diagnose` and `find_initial_scale`, which try loss scales of their own, leave this one out.
 
     Args:
       loss: a real floating-point scalar.
@@ -58,7 +62,8 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     refuse_no_scalar("the loss", loss)
     loss, loss_scale = jnp.asarray(loss), resolve(loss_scale)
     _warn_of_float16(loss, loss_scale)
-    return _with_scaled_tangent(at_least_float32(loss), loss_scale)
+    wide = at_least_float32(loss)
+    return wide if UNSCALED.value else _with_scaled_tangent(wide, loss_scale)
 
 
 @jax.custom_jvp
@@ -202,7 +207,7 @@ def _refuse_modules(tree: Any) -> None:
         raise TypeError(
             f"{type(x).__name__} is an nnx.Module, whose batch statistics and random streams "
             "jax.grad would lose. Differentiate with nnx.value_and_grad a loss function "
-            "that returns scale_gradient(loss, optimizer.opt_state)"
+            "that returns scale_gradient(loss, optimizer)"
         )
     for x in jax.tree.leaves(tree):
         if not is_array(x):

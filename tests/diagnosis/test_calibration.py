@@ -38,6 +38,17 @@ def test_of_several_batches_the_least_compiled_for_once():
     assert found == ols.diagnosis.find_initial_scale(loss_fn, jnp.ones(3), *others[0])
 
 
+@pytest.mark.parametrize("compiled", [lambda fun: fun, jax.jit])
+def test_a_loss_that_scales_its_own_gradient_counts_as_if_it_did_not(compiled):
+    """As losses do in NNX and Equinox; a compiled function was traced with the scale before."""
+    scaled = compiled(lambda w, x: ols.scale_gradient(loss_fn(w, x), 2.0**10))
+    arguments = jnp.ones(3), jnp.full(3, 0.5, jnp.float16)
+    assert jax.grad(scaled)(*arguments).max() == 2.0**9
+    for find in (ols.diagnosis.find_initial_scale, lambda *args: str(ols.diagnose(*args))):
+        assert find(scaled, *arguments) == find(loss_fn, *arguments)
+    assert jax.grad(scaled)(*arguments).max() == 2.0**9
+
+
 def test_asks_the_function_anew_each_time():
     """Not one that it was compiled for before, nor keeps it in memory."""
 
