@@ -39,7 +39,7 @@ def picture(runs: dict[str, dict[str, np.ndarray]], folder: pathlib.Path) -> pat
         top.plot(np.arange(1, len(loss) + 1), loss, color=color, label=name, **style)
         plot.loss_scale(history, bottom, color=color, **style)
     top.set_title(CAUSE, fontsize=9)
-    top.set_ylabel("loss (nats a byte, running mean)")
+    top.set_ylabel("loss (nats per byte, running mean)")
     top.legend(frameon=False)
     top.spines[["top", "right"]].set_visible(False)
     top.grid(alpha=0.2)
