@@ -9,9 +9,12 @@ import tomllib
 import jax
 from docutils import nodes
 from sphinx.builders.html import StandaloneHTMLBuilder
+from sphinx.util import inspect
 from sphinx.util.typing import stringify_annotation
 
 import optax_lossscale as ols
+from optax_lossscale._diagnosis.calibration import MARGIN
+from optax_lossscale._scales.stateful import Stateful
 
 ROOT = pathlib.Path(__file__).parents[1]
 ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -94,6 +97,7 @@ def setup(app):
     app.add_builder(Site, override=True)
     app.connect("source-read", the_readme_is_the_home_page)
     app.connect("missing-reference", in_the_package)
+    app.connect("autodoc-process-signature", tidy_signatures)
     app.connect("object-description-transform", tidy_types, priority=900)  # after autodoc's
     app.connect("html-page-context", describe)
     app.connect("html-page-context", let_long_names_break)
@@ -114,6 +118,22 @@ def in_the_package(app, env, node, contnode):
     node["py:module"], node["py:class"] = project, None
     where = env, node["refdoc"], app.builder, node["reftype"], node["reftarget"]
     return env.domains["py"].resolve_xref(*where, node, contnode)
+
+
+DEFAULTS = {
+    "=3.4028234663852886e+38": "=3.4e38",
+    "=validation.SMALLEST": "=1.18e-38",
+    "=MARGIN": f"={MARGIN}",
+}
+
+
+def tidy_signatures(app, what, name, obj, options, signature, returns):
+    """The arguments of loss scales and rules, not of their `__new__`, and defaults as numbers."""
+    if what == "class" and issubclass(obj, Stateful):
+        signature = inspect.stringify_signature(inspect.signature(obj), show_annotation=False)
+    for default, number in DEFAULTS.items():
+        signature = signature and signature.replace(default, number)
+    return signature, returns
 
 
 ALIASES = {
