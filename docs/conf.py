@@ -5,6 +5,7 @@ import pathlib
 import re
 import textwrap
 import tomllib
+from typing import get_type_hints
 
 import jax
 from docutils import nodes
@@ -136,14 +137,20 @@ def tidy_signatures(app, what, name, obj, options, signature, returns):
     return signature, returns
 
 
+TREE = "PyTree | Callable[[Any], PyTree] | None"
 ALIASES = {
-    stringify_annotation(jax.typing.ArrayLike, "smart"): "jax.typing.ArrayLike",
-    stringify_annotation(jax.typing.DTypeLike, "smart"): "jax.typing.DTypeLike",
+    stringify_annotation(annotation, "smart"): name
+    for annotation, name in [
+        (get_type_hints(ols.with_loss_scale)["mask"], TREE),
+        (get_type_hints(ols.value_and_scaled_grad)["grad_dtype"], f"DTypeLike | {TREE}"),
+        (jax.typing.ArrayLike, "ArrayLike"),
+        (jax.typing.DTypeLike, "DTypeLike"),
+    ]
 }
 
 
 def tidy_types(app, domain, objtype, content):
-    """Calls unions by their names, leaves out `Any`, and puts what is returned in one place."""
+    """Gives long unions short names, leaves out `Any`, and puts what is returned in one place."""
     for fields in [child for child in content if isinstance(child, nodes.field_list)]:
         for field in list(fields):
             label, body = (child.astext() for child in field)
@@ -153,7 +160,7 @@ def tidy_types(app, domain, objtype, content):
             if body in ("Any", "~typing.Any", "None"):
                 continue
             for union, name in ALIASES.items():
-                body = body.replace(union, f"~{name}")
+                body = body.replace(union, name)
             field[1].children = [nodes.paragraph("", body.replace("~typing.Any", "Any"))]
             returns = [i for i, other in enumerate(fields) if other[0].astext() == "returns"]
             fields.insert(returns[0] + 1 if label == "rtype" and returns else len(fields), field)
