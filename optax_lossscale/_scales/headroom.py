@@ -77,7 +77,7 @@ class HeadroomLossScale(LossScale):
 
     If gradients alternate between sizes more than 2**31 apart, it treats the larger as broken.
 
-    Source: this library, after OpenSeq2Seq's `LogMaxScaler`. See docs/benchmarks/policies.md.
+    Source: this library, after OpenSeq2Seq's `LogMaxScaler`.
 
     Args:
       initial_scale: the first loss scale, from 2**-100 to 2**100, rounded down to a power of two.
