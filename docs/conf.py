@@ -5,13 +5,17 @@ import pathlib
 import re
 import textwrap
 import tomllib
+from typing import get_type_hints
 
 import jax
 from docutils import nodes
 from sphinx.builders.html import StandaloneHTMLBuilder
+from sphinx.util import inspect
 from sphinx.util.typing import stringify_annotation
 
 import optax_lossscale as ols
+from optax_lossscale._diagnosis.calibration import MARGIN
+from optax_lossscale._scales.stateful import Stateful
 
 ROOT = pathlib.Path(__file__).parents[1]
 ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -94,6 +98,7 @@ def setup(app):
     app.add_builder(Site, override=True)
     app.connect("source-read", the_readme_is_the_home_page)
     app.connect("missing-reference", in_the_package)
+    app.connect("autodoc-process-signature", tidy_signatures)
     app.connect("object-description-transform", tidy_types, priority=900)  # after autodoc's
     app.connect("html-page-context", describe)
     app.connect("html-page-context", let_long_names_break)
@@ -116,14 +121,36 @@ def in_the_package(app, env, node, contnode):
     return env.domains["py"].resolve_xref(*where, node, contnode)
 
 
+DEFAULTS = {
+    "=3.4028234663852886e+38": "=3.4e38",
+    "=validation.SMALLEST": "=1.18e-38",
+    "=MARGIN": f"={MARGIN}",
+}
+
+
+def tidy_signatures(app, what, name, obj, options, signature, returns):
+    """The arguments of loss scales and rules, not of their `__new__`, and defaults as numbers."""
+    if what == "class" and issubclass(obj, Stateful):
+        signature = inspect.stringify_signature(inspect.signature(obj), show_annotation=False)
+    for default, number in DEFAULTS.items():
+        signature = signature and signature.replace(default, number)
+    return signature, returns
+
+
+TREE = "PyTree | Callable[[Any], PyTree] | None"
 ALIASES = {
-    stringify_annotation(jax.typing.ArrayLike, "smart"): "jax.typing.ArrayLike",
-    stringify_annotation(jax.typing.DTypeLike, "smart"): "jax.typing.DTypeLike",
+    stringify_annotation(annotation, "smart"): name
+    for annotation, name in [
+        (get_type_hints(ols.with_loss_scale)["mask"], TREE),
+        (get_type_hints(ols.value_and_scaled_grad)["grad_dtype"], f"DTypeLike | {TREE}"),
+        (jax.typing.ArrayLike, "ArrayLike"),
+        (jax.typing.DTypeLike, "DTypeLike"),
+    ]
 }
 
 
 def tidy_types(app, domain, objtype, content):
-    """Calls unions by their names, leaves out `Any`, and puts what is returned in one place."""
+    """Gives long unions short names, leaves out `Any`, and puts what is returned in one place."""
     for fields in [child for child in content if isinstance(child, nodes.field_list)]:
         for field in list(fields):
             label, body = (child.astext() for child in field)
@@ -133,7 +160,7 @@ def tidy_types(app, domain, objtype, content):
             if body in ("Any", "~typing.Any", "None"):
                 continue
             for union, name in ALIASES.items():
-                body = body.replace(union, f"~{name}")
+                body = body.replace(union, name)
             field[1].children = [nodes.paragraph("", body.replace("~typing.Any", "Any"))]
             returns = [i for i, other in enumerate(fields) if other[0].astext() == "returns"]
             fields.insert(returns[0] + 1 if label == "rtype" and returns else len(fields), field)

@@ -1,11 +1,12 @@
-"""Rules for what else to skip a step for: `with_loss_scale(inner, …, skip=skips.spikes())`.
+"""Rules that skip a step whose gradients or loss are finite, but far too large.
 
-`spikes` is the one to use. The others are those of other systems, under their original names and
-argument names, and decide about finite steps as the originals do. Unlike most originals, they
-never see a non-finite step: it is skipped without them.
+Pass one to `with_loss_scale`, as in `with_loss_scale(inner, …, skip=skips.spikes())`. `spikes` is
+the one to use. The others are those of other systems, under their original names and argument
+names. They decide about finite steps as the originals do, but unlike most of these, they never
+see a non-finite step, which is skipped anyway.
 
-Each returns a `SkipRule`, whose `update` decides about a step; to write your own, subclass that.
-An argument that is not allowed raises a `ValueError`.
+A rule is a `SkipRule`; to write your own, subclass that. An argument that is not allowed raises
+a `ValueError`.
 """
 
 from functools import partial
@@ -36,9 +37,9 @@ def spikes(
 ) -> SpikeSkipRule:
     """Skips a step whose norm or loss is far above the usual one; in a row, at most `max_skips`.
 
-    The usual norm is the median of those last applied, on a logarithmic scale, and their spread is
-    the distance from there to the upper quartile, which a spike hardly moves. A norm that 1 in 20
-    reached is usual as well. The same goes for losses given as the step's `value`. The rule::
+    The usual norm is the median over the last applied steps, on a logarithmic scale, and the
+    spread is the distance from there to the upper quartile, which a spike hardly moves. A norm
+    that 1 in 20 of them reached is usual, too, and losses given as `value` likewise. The rule::
 
         for x, xs in [
             (log2(norm), log2 of the last `window` norms applied that were not 0),
@@ -59,17 +60,16 @@ def spikes(
             if norm > 0:
                 budget = min(budget + 1 / 20, max_skips)
 
-    In any series, at most `max_skips` finite steps are skipped, and then no more than 1 in 20,
-    not counting steps of zero gradients; so about `max_skips` if the level changes for good.
+    In any series, it skips at most `max_skips` finite steps and 1 more for every 20 applied steps
+    whose gradients are not all zero; so about `max_skips` if the level rises for good.
     Nothing is skipped while norms and losses rise by less than a factor of 2**least within a
     window. Their scale does not matter.
 
-    Source: this library. docs/skipping.md says what the rule does not do, and
-    docs/benchmarks/skips.md compares it with the others.
+    Source: this library.
 
     Args:
       factor: how many deviations above the median are too many, positive.
-      least: how many bits above the median a spike is at least, positive; 1 is twice the median.
+      least: by how many bits, at least, a spike exceeds the median, positive; 1 bit doubles it.
       window: how many norms and losses are remembered, from 16 to 2**20.
       max_skips: how many finite steps may be skipped before each further skip takes 20 applied
         steps, from 0 to 2**20.
@@ -89,9 +89,9 @@ def olmo_core(rolling_interval_length: int = 128, sigma_factor: float = 6) -> Ro
     """OLMo-core's `SkipStepOptimizer`.
 
     Skips a step whose loss or norm is more than `sigma_factor` unbiased standard deviations above
-    the mean of a window, which skipped steps enter too, once it is half full. It needs the step's
-    loss. The original differs in two ways: while its window holds a NaN it skips every step, and
-    below a length of 6 it skips the second, as the deviation of one number is NaN.
+    the mean of a window, once that is half full. Skipped steps enter the window, too. It needs the
+    step's loss. The original differs in two ways: while its window holds a NaN it skips every
+    step, and with a length below 6 it skips the second, as the deviation of one number is NaN.
 
     Args:
       rolling_interval_length: how many steps the window holds, at least 2.
@@ -133,9 +133,9 @@ def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule
 def levanter(rolling_interval_length: int = 128, sigma_factor: float = 6.0) -> RollingSkipRule:
     """Levanter's `SkipStepConfig`.
 
-    OLMo-core's rule, which needs the step's loss, with the biased standard deviation, at least
-    1e-6, and one more step before the first can be skipped. The original multiplies updates that
-    are not finite by 0, which leaves NaN in the parameters.
+    It is OLMo-core's rule, which needs the step's loss, but with the biased standard deviation, at
+    least 1e-6, and one more step before any is skipped. The original multiplies updates that are
+    not finite by 0, which leaves NaN in the parameters.
 
     Args:
       rolling_interval_length: how many steps the window holds, at least 2.
@@ -161,7 +161,7 @@ def axlearn(
     follows the norms learns nothing from skipped steps: if they stay too large, it skips them all.
 
     Args:
-      drop_norm: the norm from which on a step is skipped, or what `drop_norm_by_…` returns.
+      drop_norm: the norm from which on a step is skipped, or the result of `drop_norm_by_…`.
       grad_norm_ema_decay: the decay of the moving averages that the latter follows, in (0, 1).
 
     Example:
@@ -181,10 +181,10 @@ def axlearn(
 
 
 def drop_norm_by_grad_norm_ema(multipliers: tuple[float, ...] = (20, 40, 100)) -> DropNorm:
-    """AxLearn's function of this name: a multiple of the mean norm, for `axlearn`.
+    """A threshold for `axlearn`: a multiple of the mean norm. AxLearn's function of this name.
 
     Args:
-      multipliers: the smallest of these decides.
+      multipliers: the smallest of these is used.
 
     Example:
       >>> from optax_lossscale import skips
@@ -197,11 +197,11 @@ def drop_norm_by_grad_norm_ema(multipliers: tuple[float, ...] = (20, 40, 100)) -
 def drop_norm_by_grad_norm_stddev(
     *, min_count: int = 500, multipliers: tuple[float, ...] = (20, 40, 100)
 ) -> DropNorm:
-    """AxLearn's function of this name: the mean norm and a multiple of the standard deviation.
+    """A threshold for `axlearn`: the mean norm plus a multiple of the standard deviation.
 
     Args:
       min_count: how many steps it takes; until then, norms below 1e10 are applied.
-      multipliers: the smallest of these decides.
+      multipliers: the smallest of these is used.
 
     Example:
       >>> from optax_lossscale import skips

@@ -17,16 +17,15 @@ LARGEST = float(np.finfo(np.float32).max)
 LARGEST_INT = int(np.iinfo(np.int32).max)
 _OURS = ("optax_lossscale", "jax")
 
-_SHORT = reprlib.Repr()
+_SHORT: Any = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 60, 100
+# Else an int with too many digits to print is an error, or, from Python 3.14 on, an address.
+_SHORT.repr_int = lambda x, level: repr(x) if abs(x) < 10**40 else "<int>"
 
 
 def shown(value: Any) -> str:
     """A value in an error message: never long, whatever it is."""
-    try:
-        text = " ".join(_SHORT.repr(value).split())
-    except ValueError:  # an int with too many digits to print
-        text = f"<{type(value).__name__}>"
+    text = " ".join(_SHORT.repr(value).split())
     return text if len(text) <= 300 else f"{text[:300]}…"
 
 

@@ -18,12 +18,12 @@ _MOST = 2**30
 class SkipRule(Stateful):
     """Decides from the norm of a step's gradients, and from its loss, whether to apply the step.
 
-    Given to `with_loss_scale` as `skip=rule`. It sees only steps whose gradients, norm and loss
-    are finite: others are skipped without it, and not counted as its own.
+    Pass it to `with_loss_scale` as `skip=rule`. It sees only steps whose gradients, norm and loss
+    are finite; all others are skipped anyway, and do not count as skipped by the rule.
 
-    A rule is immutable: `update` returns a new one. For a rule of your own, subclass it and write
-    `decide`; that alone makes it a frozen dataclass and a pytree, as subclasses of `LossScale`
-    are, with `state_field`s that `replace` changes.
+    A rule is immutable: `update` returns a new one. To write your own, subclass this class and
+    define `decide`: that alone makes it a frozen dataclass and a pytree. As in a `LossScale`, its
+    state is declared with `state_field` and changed with `replace`.
 
     Attributes:
       needs_value: whether a step has to be given its loss; a class attribute.
@@ -59,25 +59,25 @@ class SkipRule(Stateful):
 
     @abc.abstractmethod
     def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
-        """What the rule makes of one finite step.
+        """Decides about one finite step.
 
         Args:
           norm: the global L2 norm of the unscaled gradients; float32, shape ().
           value: the true loss, float32, shape (); or None, unless `needs_value`.
 
         Returns:
-          The new rule, of this one's structure and dtypes, and a bool, shape (): whether to apply.
+          The new rule, with this one's structure and dtypes; and a bool, True to apply the step.
         """
 
     def update(self, norm: ArrayLike, value: ArrayLike | None = None) -> tuple[Self, jax.Array]:
-        """Decides about one finite step, and counts.
+        """Decides about one finite step, and updates the counts.
 
         Args:
           norm: the global L2 norm of the unscaled gradients, finite; shape ().
           value: the true loss, finite, shape (); or None.
 
         Returns:
-          The new rule, and `should_apply`; a bool, shape ().
+          The new rule, and `should_apply`, a bool, shape ().
 
         Raises:
           ValueError: if the rule needs the loss, but there is none.
