@@ -17,6 +17,7 @@ from optax_lossscale._diagnosis.summary import inexact_leaves
 from optax_lossscale._diagnosis.text import some
 from optax_lossscale._diagnosis.widened import ROUNDED, WIDE
 from optax_lossscale._programs.values import HALVES
+from optax_lossscale._scales.dynamic import DynamicLossScale
 
 _STILL_LOST = 0.05  # a share of gradients for which one scale is not enough
 _DROWNED = 0.1  # a share that an optimizer should not lose
@@ -63,8 +64,7 @@ def _about_what_is_not_finite(page: Diagnosis, program: Program) -> Findings:
     if nans := [name for name, x in given.items() if np.isnan(np.asarray(x)).any()]:
         yield f"{verdict}: there are NaNs in {some(nans)}.", ["Find out where the NaNs come from."]
     elif at_fault := maker(program, WIDE):
-        remedy = at_fault.remedy or "Compute with smaller numbers."
-        yield f"{verdict}: {at_fault.what}.", [remedy]
+        yield f"{verdict}: {at_fault.what}.", [at_fault.remedy or "Compute with smaller numbers."]
     else:
         yield f"{verdict}.", ["Look for infinities in its inputs."]
 
@@ -142,25 +142,26 @@ def _about_scale(page: Diagnosis, fits: InitialScale, program: Program) -> Findi
     underflow, scale = page.underflow, f"2.0**{math.log2(fits.scale):.0f}"
     bound = f", min_scale={scale}" if fits.scale < 1 else ""
     ours = f"with_loss_scale(optimizer, DynamicLossScale(initial_scale={scale}{bound}))"
+    start = round(math.log2(DynamicLossScale.initial_scale))
+    needed = max((of.bits for of in underflow.values()), default=0)
+    if needed <= start <= math.log2(fits.scale) and program.at(0).is_finite:
+        ours = f"with_loss_scale(optimizer), whose initial scale of 2**{start} suffices here"
     wrap, mend = f"Wrap the optimizer: {ours}.", _mended(page, program) if page.overflow else []
-    gradients = lambda group: "the gradients" + f" ({group})" * (group != "all")
-    worst = max(underflow, key=lambda name: underflow[name].left, default="")
-    if worst and underflow[worst].left > _STILL_LOST:
+    share = lambda lost, group: f"{lost:.1%} of the gradients" + f" ({group})" * (group != "all")
+    name, of = max(underflow.items(), key=lambda item: item[1].left, default=("", None))
+    if of and of.left > _STILL_LOST:
         verdict = (
-            f"No single loss scale fits: at {scale_name(fits.scale)} "
-            f"{underflow[worst].left:.1%} of {gradients(worst)} are still lost to underflow, "
-            f"and from {scale_name(2 * fits.largest)} on others overflow."
+            f"No single loss scale fits: at {scale_name(fits.scale)} {share(of.left, name)} are "
+            f"still lost to underflow, and from {scale_name(2 * fits.largest)} on others overflow."
         )
         yield verdict, [*mend, f"Until then, wrap the optimizer: {ours}."]
     elif fits.largest < 1:
-        verdict = "Gradients overflow without a loss scale: float16 needs one below 1."
-        yield verdict, [wrap, *mend]
+        yield "Gradients overflow without a loss scale: float16 needs one below 1.", [wrap, *mend]
     elif not program.at(0).is_finite:
         yield "float16 needs a loss scale: without one, gradients are not finite.", [wrap]
     elif underflow:
-        name = next(iter(underflow))  # of all parameters, or else the worst
-        lost = f"{underflow[name].lost:.1%} of {gradients(name)}"
-        yield f"float16 needs a loss scale, or it loses {lost} to underflow.", [wrap]
+        name, of = next(iter(underflow.items()))  # of all parameters, or else the worst
+        yield f"Without a loss scale, float16 loses {share(of.lost, name)} to underflow.", [wrap]
 
 
 def _about_loss_and_moments(page: Diagnosis) -> Findings:

@@ -36,12 +36,11 @@ def diagnose(
 ) -> Diagnosis:
     """Says whether float16 is fine for a model as it is, and if not, what to do.
 
-    Reports in which dtype the model computes; how far its gradients are from those of the same
-    function in float32, and why; which loss scale fits, where gradients overflow first and how
-    many are lost to underflow; and the origin of numbers that are not finite even in float32.
-    It compiles two or three programs and runs them some twenty times: call it before training, on
-    the host, with a `loss_fn` that names no axis of `pmap` or `shard_map`. It describes these
-    parameters and this batch; later ones may behave differently.
+    Reports in which dtype the model computes; how far its gradients are from float32's, and why;
+    which loss scale fits, where gradients overflow first and how many are lost to underflow; and
+    where numbers come from that are not finite even in float32. It compiles two or three programs
+    and runs them some twenty times: call it before training, on the host, with a `loss_fn` that
+    names no axis of `pmap` or `shard_map`. Later parameters and batches may behave differently.
 
     Args:
       loss_fn: called as `loss_fn(params, *args, **kwargs)`, and with `probes=probes` if given.
@@ -70,7 +69,7 @@ def diagnose(
       >>> x = jnp.full(256, 0.01, jnp.float16)
       >>> print(ols.diagnose(loss_fn, {"w": jnp.ones(256)}, x))
       Computes in float16, without matrix products; the loss is float32.
-      float16 needs a loss scale, or it loses 100.0% of the gradients to underflow.
+      Without a loss scale, float16 loses 100.0% of the gradients to underflow.
       Gradients: within 0.0% of float32's, at a scale of 2**31.
       Loss scale: 2**31, with 2 bits to spare before gradients overflow.
       Overflow: from 2**34 on, first at w: 256 inf and 0 NaN of 256 in its gradient.
@@ -78,7 +77,7 @@ def diagnose(
         all          100.0%      0.0%           11
         w            100.0%      0.0%           11
       What to do:
-      - Wrap the optimizer: with_loss_scale(optimizer, DynamicLossScale(initial_scale=2.0**31)).
+      - Wrap the optimizer: with_loss_scale(optimizer), whose initial scale of 2**15 suffices here.
     """
     validation.function("loss_fn", loss_fn)
     refuse_shared_names(loss_fn, ["has_aux", "opt_state"], (params, *args))

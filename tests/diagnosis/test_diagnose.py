@@ -46,9 +46,12 @@ def test_a_healthy_model_is_fine_as_it_is():
 
 
 @pytest.mark.parametrize("mask", [None, CAUSAL])
-def test_a_small_loss_needs_a_scale(mask):
+def test_a_small_loss_loses_gradients_without_a_scale(mask):
     diagnosis = diagnose(loss=2.0**-14, mask=mask)
-    assert diagnosis.verdict.startswith("float16 needs a loss scale, or it loses ")
+    assert re.fullmatch(
+        r"Without a loss scale, float16 loses \S+% of the gradients to underflow\.",
+        diagnosis.verdict,
+    )
     found = ols.diagnosis.find_initial_scale(
         lambda w: attention(w, X, loss=2.0**-14, mask=mask), W
     )
@@ -62,6 +65,44 @@ def test_a_small_loss_needs_a_scale(mask):
     assert 0 < worst.bits <= np.log2(found.scale)
     assert {"q", "k", "v"} >= {n for n in diagnosis.underflow if len(n) == 1}
     assert "arriving at out" in diagnosis.underflow
+
+
+@pytest.mark.parametrize(
+    ("probes", "loss", "fitting", "needed", "suffices"),
+    [
+        (ON, 1.0, 15, 12, True),  # gradients overflow at a scale of 2**18
+        (ON, 2.0, 14, 11, False),  # and here at 2**17
+        (None, 2.0**-16, 31, 15, True),
+        (None, 2.0**-17, 32, 16, False),
+    ],
+)
+def test_the_default_is_advised_up_to_where_it_suffices(probes, loss, fitting, needed, suffices):
+    diagnosis = diagnose(probes, loss=loss)
+    assert diagnosis.initial_scale.scale == 2.0**fitting
+    assert max(of.bits for of in diagnosis.underflow.values()) == needed
+    ours = f"with_loss_scale(optimizer, DynamicLossScale(initial_scale=2.0**{fitting}))."
+    if suffices:
+        ours = "with_loss_scale(optimizer), whose initial scale of 2**15 suffices here."
+    assert diagnosis.advice == [f"Wrap the optimizer: {ours}"]
+
+
+@jax.custom_vjp
+def nan_at_zero(x):
+    return x
+
+
+nan_at_zero.defvjp(lambda x: (x, None), lambda _, g: (g * (g / g),))
+
+
+def test_gradients_that_are_finite_with_a_scale_alone():
+    """And at the default's, where they are finite, only subnormal."""
+    loss_fn = lambda w: jnp.mean(nan_at_zero(w.astype(jnp.float16)).astype(jnp.float32)) * 2.0**-30
+    diagnosis = ols.diagnose(loss_fn, jnp.ones(4))
+    assert diagnosis.verdict == (
+        "float16 needs a loss scale: without one, gradients are not finite."
+    )
+    (advice,) = diagnosis.advice
+    assert "DynamicLossScale(initial_scale=2.0**45)" in advice
 
 
 @pytest.mark.slow
@@ -186,7 +227,7 @@ def test_the_page_of_the_demo_is_the_documentations(capsys):
     dtypes, verdict, *_ = capsys.readouterr().out.splitlines()
     document = (root / "docs/diagnosis.md").read_text()
     share = re.compile(r"(\d+\.\d)% of the gradients")
-    (lost,), (on_the_page,) = share.findall(verdict), share.findall(document.split("```")[1])
+    lost, on_the_page = (share.search(text)[1] for text in (verdict, document))
     assert float(lost) == pytest.approx(float(on_the_page), abs=1)  # which each JAX computes anew
     shown = verdict.replace(lost, on_the_page)
     assert f"```text\n{dtypes}\n{shown}\n" in document

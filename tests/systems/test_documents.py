@@ -90,7 +90,7 @@ def test_what_diagnosis_prints_is_what_follows_the_program():
     text = (ROOT / "docs/diagnosis.md").read_text()
     block = r"((?:(?!```|>>>)[^\n]*\n)*)```\n"
     found = re.findall(rf"^```python\n{block}\n```text\n{block}", text, re.M)
-    assert len(found) == 1
+    assert len(found) == 2
     for code, printed in found:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile(code, "train.py", "exec"), {})
