@@ -1,6 +1,6 @@
-"""What the numbers in training do, beyond what `diagnose` says about a whole step.
+"""Tools that look closer at the numbers of training than `diagnose`, which sees a whole step.
 
-Reports of gradients and dtypes (`underflow_report`, `dtype_report`, `nonfinite_leaves`), taps
+Reports on gradients and dtypes (`underflow_report`, `dtype_report`, `nonfinite_leaves`), taps
 inside the model (`tap`, `probe`), the place where numbers stopped being finite (`explain`), and
 the loss scale to begin with (`find_initial_scale`).
 """

@@ -1,4 +1,4 @@
-"""Plots of numbers, drawn on the host; they need the extra `plot`, which is matplotlib."""
+"""Plots, drawn on the host. They need matplotlib, which the extra `plot` installs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -78,7 +78,7 @@ def exponents(
     Args:
       scaled_grads: gradients of the scaled loss; any pytree. If computed in float32, they show
         what a narrower dtype would lose.
-      loss_scale: what scaled them: whatever `get` takes, or a state that holds exactly one.
+      loss_scale: the scale of these: anything that `get` accepts, or a state that holds one.
       dtype: the floating-point dtype whose ranges are shown.
       axes: the axes to draw into and to return; by default those of a new figure.
 
@@ -141,16 +141,16 @@ def taps(
     label: str = "gradient that underflows (%)",
     **style: Any,
 ) -> Axes:
-    """A heat map of what was tapped, over layers and steps.
+    """A heat map of tapped numbers, over layers and steps.
 
     The rows are in the order of the tree; those of a scanned layer, iteration by iteration.
 
     Args:
-      records: a sequence of trees, what `tap` recorded in each step. If `lax.scan` stacked them,
+      records: a sequence of trees, the records of `tap` in each step. If `lax.scan` stacked them,
         pass `[jax.tree.map(lambda x: x[i], stacked) for i in range(n)]`.
-      quantity: returns what to show, given a `Probe` whose leaves have the shape (steps,).
+      quantity: returns the numbers to show, of a `Probe` whose leaves have the shape (steps,).
       axes: the axes to draw into and to return; by default those of a new figure.
-      label: what the colors mean.
+      label: the meaning of the colors.
       **style: matplotlib properties of the image, such as `vmin` and `cmap`.
 
     Example:

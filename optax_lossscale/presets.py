@@ -2,7 +2,7 @@
 
 Each takes its reference's arguments, with their defaults, and adapts as the reference does: value
 for value in float32, except for LogMax, which is tested to within 1%. One thing differs: no scale
-leaves float32's normal range, 1.18e-38 to 3.4e38; it stays at the last value inside instead. An
+leaves float32's normal range, 1.18e-38 to 3.4e38, but stays at the last value inside. An
 argument that is not allowed raises a `ValueError`.
 
 Unless a preset says otherwise, it backs off at each non-finite step. Most count steps whose
@@ -60,7 +60,7 @@ def tensorflow_dynamic(
     Args:
       initial_loss_scale: the first scale, at least 1, which is the floor.
       increment_period: finite steps in a row after which the scale grows.
-      multiplier: what the scale is multiplied or divided by.
+      multiplier: multiplies the scale to grow, and divides it to back off.
 
     Example:
       >>> from optax_lossscale import presets
@@ -118,8 +118,8 @@ def tensorflow_contrib_exponential(
       init_loss_scale: the first scale, at least 1, which is the floor.
       incr_every_n_steps: finite steps in a row after which the scale grows.
       decr_every_n_nan_or_inf: how many non-finite steps it takes to back off.
-      incr_ratio: what growth multiplies the scale by.
-      decr_ratio: what a back-off multiplies the scale by.
+      incr_ratio: the factor by which the scale grows.
+      decr_ratio: the factor by which the scale backs off.
 
     Example:
       >>> from optax_lossscale import presets
@@ -193,8 +193,8 @@ def pytorch(
 
     Args:
       init_scale: the first scale.
-      growth_factor: what growth multiplies the scale by.
-      backoff_factor: what a back-off multiplies the scale by.
+      growth_factor: the factor by which the scale grows.
+      backoff_factor: the factor by which the scale backs off.
       growth_interval: finite steps in a row after which the scale grows.
       enabled: whether there is any scaling; if not, the result is `FixedLossScale(1)`.
 
@@ -220,8 +220,8 @@ def flax(
     """Flax's `flax.training.dynamic_scale.DynamicScale`, which grows up to the largest float32.
 
     Args:
-      growth_factor: what growth multiplies the scale by.
-      backoff_factor: what a back-off multiplies the scale by.
+      growth_factor: the factor by which the scale grows.
+      backoff_factor: the factor by which the scale backs off.
       growth_interval: one less than the finite steps in a row after which the scale grows.
       fin_steps: the count of finite steps in a row to start from, at most `growth_interval`.
       scale: the first scale.
@@ -258,7 +258,7 @@ def jmp(
       loss_scale: the first scale.
       counter: the count of finite steps in a row to start from, less than `period`.
       period: finite steps in a row after which the scale grows.
-      factor: what the scale is multiplied or divided by.
+      factor: multiplies the scale to grow, and divides it to back off.
       min_loss_scale: the floor.
 
     Example:
@@ -285,7 +285,7 @@ def mpx(
     Args:
       loss_scaling: the first scale, at most 65504.
       min_loss_scaling: the floor.
-      factor: what the scale is multiplied or divided by.
+      factor: multiplies the scale to grow, and divides it to back off.
       period: finite steps in a row after which the scale grows.
       counter: the count of finite steps in a row to start from, less than `period`.
 
@@ -313,8 +313,8 @@ def megatron(
     Args:
       initial_scale: the first scale.
       min_scale: the floor.
-      growth_factor: what growth multiplies the scale by.
-      backoff_factor: what a back-off multiplies the scale by.
+      growth_factor: the factor by which the scale grows.
+      backoff_factor: the factor by which the scale backs off.
       growth_interval: finite steps in a row after which the scale grows.
       hysteresis: how many non-finite steps it takes to back off.
 
@@ -347,7 +347,7 @@ def deepspeed(
 
     Args:
       init_scale: the first scale.
-      scale_factor: what the scale is multiplied or divided by.
+      scale_factor: multiplies the scale to grow, and divides it to back off.
       scale_window: finite steps in a row after which the scale grows.
       min_scale: the floor.
       delayed_shift: how many non-finite steps it takes to back off.
@@ -385,7 +385,7 @@ def fairseq(
 
     Args:
       init_scale: the first scale.
-      scale_factor: what the scale is multiplied or divided by.
+      scale_factor: multiplies the scale to grow, and divides it to back off.
       scale_window: finite steps in a row after which the scale grows.
       tolerance: the share of overflows since the last change of scale that it takes to back off.
       threshold: a floor at which the scale stays without an error.

@@ -24,7 +24,7 @@ _ROW, _SHORTEST_ROW = 2**16, 2**8  # numbers
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Whether no leaf holds a NaN or an infinity.
+    """Whether all numbers of a tree are finite: no NaN, no infinity.
 
     Args:
       tree: any pytree of arrays and Python numbers. `None`, integer, bool and

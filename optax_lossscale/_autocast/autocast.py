@@ -25,45 +25,45 @@ def autocast(
 ) -> Callable[..., Any]:
     """`fun` with its matrix products and convolutions in 16 bits, and all else in float32.
 
-    A program written in float32, parameters, batch and model, trains in float16 without a cast:
-    products take and return `dtype`, and what lies between two of them is computed in float32 from
-    the first one's result and rounded where the next begins. So exponentials, logarithms, powers,
-    sums, norms, losses and quotients have float32's range and digits, and a mask of -1e9 or an
-    epsilon of 1e-8 stays what it is. Only products are ever narrowed. A product of numbers too
-    large for `dtype` still overflows, for the loss scale to see.
+    A model whose parameters and inputs are float32 trains in float16 without a cast: products take
+    and return `dtype`, and the operations between two products compute in float32, whose result is
+    rounded for the second. So exponentials, logarithms, powers, sums, norms, losses and quotients
+    have float32's range and digits, and a mask of -1e9 or an epsilon of 1e-8 keeps its value. Only
+    products are ever narrowed. A product of numbers too large for `dtype` still overflows, for the
+    loss scale to see.
 
-    The backward pass recomputes what lies between two products instead of keeping it: what goes
-    from product to product, such as the residual stream of a transformer, is kept in 16 bits.
-    That takes about as much memory as a model that was written in float16 by hand.
+    The backward pass recomputes the intermediates between two products instead of keeping them;
+    activations that go from product to product, such as the residual stream of a transformer, are
+    kept in 16 bits. That takes about as much memory as a model written in float16 by hand.
 
-    A product stays as it is if it asks to by `precision=jax.lax.Precision.HIGHEST`, or is under
-    `jax.default_matmul_precision("highest")`; so does everything that is float64, bfloat16 or
-    float16 in `fun` itself, and what no jaxpr shows, such as Pallas kernels. `dtype_report` says
-    which products run in which dtype. `autocast` goes through `jit`, `scan`, a `while_loop` that
-    counts, `cond`, `jax.checkpoint`, `shard_map` and custom derivatives, and serves training,
-    evaluation and derivatives of any order.
+    A product with `precision=jax.lax.Precision.HIGHEST`, or under
+    `jax.default_matmul_precision("highest")`, stays as it is; so does everything that is float64,
+    bfloat16 or float16 in `fun` itself, and everything that no jaxpr shows, as in Pallas kernels.
+    `dtype_report` says which products run in which dtype. `autocast` goes through `jit`, `scan`,
+    `cond`, `jax.checkpoint`, `shard_map`, custom derivatives and each `while_loop` whose condition
+    reads only integers. It works for training, evaluation and derivatives of any order.
 
     Args:
-      fun: a function that JAX can trace, of arrays, of trees and modules of them, and of anything
-        else. Flax NNX modules and variables among its arguments may change inside. Without `fun`,
-        this is a decorator: `@autocast(dtype=jnp.bfloat16)`.
+      fun: a function that JAX can trace. It may take arrays, trees and modules of them, and
+        anything else; Flax NNX modules and variables among its arguments may change inside.
+        Without `fun`, this is a decorator: `@autocast(dtype=jnp.bfloat16)`.
       dtype: `jnp.float16` or `jnp.bfloat16`.
-      argnums: which positional arguments hold the parameters, if any. What is made from a
-        product and a parameter, as when a bias is added, is kept in 16 bits between products.
-        Sums with other float32 arguments, or with parameters passed by keyword, stay in float32.
-        So name the parameters alone: a state to which products are added loses digits in 16 bits.
+      argnums: which positional arguments hold the parameters, if any. The result of a product and
+        a parameter, as when a bias is added, is kept in 16 bits between products. Sums with other
+        float32 arguments, or with parameters passed by keyword, stay in float32. So name the
+        parameters alone: a state to which products are added loses digits in 16 bits.
 
     Returns:
-      A function of `fun`'s arguments. If some of these are in `dtype`, its results have the
-      dtypes that `fun`'s would have for float32.
+      A function of the same arguments. If some of these are in `dtype`, its results have the
+      dtypes that `fun` would give them in float32.
 
     Raises:
       TypeError: if `fun` is not a function or `argnums` are not ints.
       ValueError: if `dtype` is neither of the two; when called, if there are fewer
         arguments than `argnums` says.
 
-    Source: the lists of `torch.autocast` and of TensorFlow's mixed precision graph rewrite say
-    which operations need float32. Here it is all between two products, as a compiler fuses it.
+    Source: `torch.autocast` and TensorFlow's mixed precision graph rewrite, which list operations
+    that need float32. Here all operations between two products get it, as a compiler fuses them.
 
     Example:
       >>> import jax, jax.numpy as jnp

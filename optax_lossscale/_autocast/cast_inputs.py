@@ -14,13 +14,13 @@ DTYPE = jax.make_user_context(None)
 
 
 def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun`, whose inputs `autocast` casts to 16 bits: for a kernel that takes no others.
+    """Makes `autocast` cast the inputs of `fun` to 16 bits, for a kernel that takes no others.
 
     While `autocast` traces a model, the float32 arrays among the arguments of `fun` are cast to
-    `autocast`'s dtype, and results in that dtype are cast to float32. Elsewhere this is `fun`. So
-    a model in float32 can call cuDNN's attention or a Pallas kernel, which `autocast` cannot look
-    into. A large negative bias becomes -inf in float16: give such a kernel a mask. Of a function
-    with a derivative of its own, wrap the whole, not what its rules call.
+    `autocast`'s dtype, and results in that dtype are cast to float32. Elsewhere `fun` is called as
+    it is. So a model in float32 can call cuDNN's attention or a Pallas kernel, which `autocast`
+    cannot look into. A large negative bias becomes -inf in float16: give the kernel a mask
+    instead. Wrap a function with a custom derivative as a whole, not the kernels in its rules.
 
     Args:
       fun: a function of arrays, trees of them and of anything else.
@@ -29,7 +29,7 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
       A function of the same arguments.
 
     Raises:
-      TypeError: if `fun` is no function.
+      TypeError: if `fun` is not a function.
 
     Source: the argument `cast_inputs` of `torch.amp.custom_fwd`.
 

@@ -24,7 +24,7 @@ class GradientError(NamedTuple):
 
     Attributes:
       off: the norm of the difference, relative to the gradient's norm in float32.
-      cause: why: "stagnates", "vanishes", "overflows", "saturates" or "rounding".
+      cause: one of "stagnates", "vanishes", "overflows", "saturates" or "rounding".
       primitive: the operation at fault, as JAX calls it, such as `scatter-add`; "" if unknown.
       source: the line that made it, such as `model.py:12 (embed)`; "" if unknown.
     """

@@ -23,7 +23,7 @@ NEAR = 15  # where to begin: most searches end within a few bits of it
 
 
 class InitialScale(NamedTuple):
-    """What `find_initial_scale` found.
+    """The result of `find_initial_scale`.
 
     Attributes:
       scale: the scale to start with.
@@ -35,7 +35,7 @@ class InitialScale(NamedTuple):
 
     @property
     def spare_bits(self) -> float:
-        """How many bits the scale is below the largest."""
+        """By how many bits the scale is below the largest."""
         return math.log2(self.largest / self.scale)
 
     def __str__(self) -> str:
@@ -71,10 +71,10 @@ def find_initial_scale(
       **kwargs: further keyword arguments of `loss_fn`, arrays.
 
     Returns:
-      An `InitialScale`, with the `scale` to use as `initial_scale`; below 1, as `min_scale` too.
+      An `InitialScale`. Use its `scale` as `initial_scale` and, if below 1, as `min_scale` too.
 
     Raises:
-      ValueError: if the loss is not finite, gradients are at no scale, or `margin` is below 1.
+      ValueError: if the loss is not finite, gradients are finite at no scale, or `margin` < 1.
       TypeError: if the loss is not a real floating-point scalar, or an argument has a wrong type.
 
     Example:

@@ -38,7 +38,7 @@ def diagnose(
 
     Reports in which dtype the model computes; how far its gradients are from those of the same
     function in float32, and why; which loss scale fits, where gradients overflow first and how
-    many are lost to underflow; and where numbers come from that are not finite even in float32.
+    many are lost to underflow; and the origin of numbers that are not finite even in float32.
     It compiles two or three programs and runs them some twenty times: call it before training, on
     the host, with a `loss_fn` that names no axis of `pmap` or `shard_map`. It describes these
     parameters and this batch; later ones may behave differently.
@@ -50,8 +50,8 @@ def diagnose(
       probes: a tree of probes, each from `probe()`, in the order of the model, which `loss_fn`
         passes to its taps, so that the page names places in the model; or None.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      opt_state: the optimizer's state. If it is Adam's or alike, its second moments are examined:
-        as they are after some steps, or, before the first, as these gradients will make them.
+      opt_state: the optimizer's state. If it is that of Adam or the like, its second moments are
+        examined: as they are or, before the first step, as these gradients will make them.
       **kwargs: further keyword arguments of `loss_fn`, arrays.
 
     Returns:

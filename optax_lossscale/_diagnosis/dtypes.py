@@ -23,20 +23,20 @@ _ROUNDING |= dict.fromkeys(("BF16_BF16_BF16", "BF16_BF16_F32"), jnp.dtype(jnp.bf
 
 
 class Operation(NamedTuple):
-    """The operations of one kind on one line: its products of float32 with float32, say.
+    """All operations of one kind on one line, such as its products of float32 with float32.
 
     Attributes:
-      primitive: what JAX calls it: `dot_general`, `conv_general_dilated`, `reduce_sum`, `exp`.
+      primitive: its name in JAX, such as `dot_general`, `conv_general_dilated` or `reduce_sum`.
       operands: the dtypes of its operands; for a product, of the two that it multiplies.
-      before: the dtypes that these had before they were converted to wider ones.
+      before: the dtypes of the operands before they were converted to wider ones.
       result: the dtype of its result; None if it has none.
-      source: the line of your source: `model.py:12 (Block.__call__)`.
-      count: how many of these the program has.
+      source: the line of your source, such as `model.py:12 (Block.__call__)`.
+      count: how many of these operations the program has.
       multiplications: how many multiplications one run takes, if these are products.
       terms: how many numbers are summed into one, at most; sums over devices are not counted.
       by_choice: whether a product has its dtype on purpose: it asks for its precision, or Optax
         made it, or JAX did in the derivative of a matrix decomposition.
-      left_in: where `autocast` leaves it in float32, such as a loop that waits for a number.
+      left_in: where `autocast` leaves it in float32, such as "a loop that waits for a number".
     """
 
     primitive: str
@@ -52,16 +52,16 @@ class Operation(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype that it computes in: its widest operand's."""
+        """The dtype that it computes in, which is that of its widest operand."""
         return max(self.operands, key=lambda dtype: dtype.itemsize)
 
 
 class DtypeReport(NamedTuple):
-    """What `dtype_report` found; print it for a table, with the largest first.
+    """The result of `dtype_report`; print it for a table, with the largest first.
 
     Attributes:
       products: the matrix products and convolutions, in the order of the program.
-      narrow: sums, exponentials, logarithms and powers in 16 bits or fewer, likewise.
+      narrow: sums, exponentials, logarithms and powers in 16 bits or fewer, in the same order.
       opaque: kernels, callbacks and foreign calls, which cannot be looked into.
       unknown: operations on floating-point numbers that this version does not know.
       while_loops: the lines of `while` loops around products; they count as one iteration.
@@ -104,7 +104,7 @@ class DtypeReport(NamedTuple):
 
 
 def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeReport:
-    """What a function computes in which dtype, and the lines of your source that made it so.
+    """Says in which dtype a function computes, and which lines of your source made it so.
 
     Flax's modules, and JAX itself, promote to the widest dtype they are given: one float32 input
     is enough to have everything after it computed in float32, and only the time it takes shows it.
@@ -112,10 +112,10 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
     multiplications, by the dtype of their operands; and says where sums, exponentials, logarithms
     and powers are computed in 16 bits, which have few digits and a small range.
 
-    It traces the function and all that it holds, and runs and compiles nothing, so shapes are
+    It traces the function with everything inside, but runs and compiles nothing, so shapes are
     enough. Give it the training step to include the backward pass. Every branch of a `cond` counts
     as run, and the body of a `while` as run once. Outer products do not count as products, nor do
-    sums of products that leave single numbers.
+    inner products, whose results are single numbers.
 
     Args:
       fun: a function that JAX can trace, compiled or not.

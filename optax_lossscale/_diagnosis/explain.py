@@ -29,7 +29,7 @@ class Suspect(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What `explain` found; print it for the report.
+    """The result of `explain`; print it for the report.
 
     Attributes:
       suspects: the places to look at, the likeliest first; none if all is finite.
@@ -76,15 +76,15 @@ def explain(
     Infinities and NaNs spread: forwards to the loss, from there to every gradient. So the suspect
     is the first tapped place whose value is not finite; or else the loss; or, if that is finite,
     the place after the last one whose gradient is not finite, passing over places on parallel
-    branches: those with parameters under their path, all of whose gradients are finite. Some -inf
-    may come from a mask and is no fault, nor is an infinity if the loss is finite. If all of these
-    are finite, the suspects are the parameters, infinities before NaNs, few before many.
+    branches: those with parameters under their path, all of whose gradients are finite. A -inf may
+    come from a mask and is no fault, nor is an infinity if the loss is finite. If all of these are
+    finite, the suspects are the parameters, infinities before NaNs, few before many.
 
     Args:
-      leaves: what `nonfinite_leaves` returned for the gradients.
-      taps: what `tap` recorded at the ends of the model's layers, a tree of `Probe`s in the
-        model's order: a list, a stack, an `OrderedDict`, or a dict whose names differ only in
-        numbers. A container of nothing but stacks of one length is one loop: give each its own.
+      leaves: the result of `nonfinite_leaves` for the gradients.
+      taps: the records of `tap` at the ends of the model's layers, a tree in the model's order: a
+        list, a stack, an `OrderedDict`, or a dict whose names differ only in numbers. A container
+        that holds nothing but stacks of one length counts as one loop: give each loop its own.
       loss: the unscaled loss.
 
     Returns:

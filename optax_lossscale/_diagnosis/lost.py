@@ -22,7 +22,7 @@ _STRIDE = 4  # from one scale to the next, to see what underflows
 
 
 class Underflow(NamedTuple):
-    """What the gradients of one kind of parameter, or at one kind of place, lose to underflow.
+    """How many gradients of one kind of parameter, or at one kind of place, underflow.
 
     Attributes:
       lost: the share that is zero or subnormal at a loss scale of 1, but not zero in float32.

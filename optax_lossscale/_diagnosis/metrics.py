@@ -12,7 +12,7 @@ from optax_lossscale._step.state import wrapper_states
 
 
 def metrics(state: Any) -> dict[str, jax.Array]:
-    """The state of loss scaling, as a flat dict of scalars to log, in the compiled step or after.
+    """The state of loss scaling as a flat dict of scalars to log. Works under `jit`, too.
 
     Args:
       state: an optimizer state with one `LossScaleState` in it, a train state or an

@@ -15,7 +15,7 @@ class Moments(NamedTuple):
     """The state of Adam's second moments.
 
     Attributes:
-      eps: what is added to their root: from the state, if that holds hyperparameters, else 1e-8.
+      eps: the number added to their root: the state's, if it holds hyperparameters, else 1e-8.
       below_eps: of the parameters with a gradient, the share for which the root is less than eps,
         so that they move less than they should.
       vanished: the share whose moment is zero in its dtype, although the gradient is not.

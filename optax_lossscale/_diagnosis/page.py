@@ -18,21 +18,21 @@ _SHOWN = 8
 
 
 class Diagnosis(NamedTuple):
-    """What `diagnose` found; print it for the page.
+    """The result of `diagnose`; print it for the page.
 
     Attributes:
-      verdict: whether float16 is fine as it is, and if not what it needs.
+      verdict: whether float16 is fine as it is, and if not, what it needs.
       advice: what to do, one sentence each.
-      dtypes: what is computed in which dtype, as `dtype_report` reports it for the gradients.
+      dtypes: the `dtype_report` of the program that computes the gradients.
       computes_in: the 16-bit dtypes that the model computes in.
       loss_dtype: the dtype of the loss.
       errors: the gradients that are wrong at the scale that fits, and why, the worst first.
       off: how far each gradient is from float32's at that scale, relative to it; without those
         that float32 cannot determine either, such as that of a bias before a normalization.
       initial_scale: the scale that fits; None if none does.
-      overflow: what `explain` says about the least scale at which gradients overflow; None if
-        there is none. If no scale fits, what it says about a scale of 1.
-      underflow: what is lost to underflow, by the path of the parameters or of the tapped places,
+      overflow: the report of `explain` at the least scale at which gradients overflow; None if
+        there is none. If no scale fits, its report at a scale of 1.
+      underflow: how many gradients underflow, by the path of parameters or of tapped places,
         without its numbers; the worst first, and without those that lose next to nothing.
       moments: the state of Adam's second moments, if the optimizer's state was given; else None.
       not_compared: operations left in 16 bits, each with its line; their errors are not in `off`.

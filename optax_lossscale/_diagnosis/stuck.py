@@ -33,16 +33,16 @@ def raise_if_stuck(
     Args:
       state: an optimizer state with one `LossScaleState` in it, a train state or an
         `nnx.Optimizer` that holds it; or a `LossScale`, of which only `exhausted` is looked at.
-      max_consecutive_skips: how many steps in a row may be skipped; and how many a skip rule may
-        skip, in a row or not, after which it may skip at most one step in 20.
-      leaves: what `nonfinite_leaves` returned for the last gradients, so that the error can
-        include what `explain` says about them and the next two.
-      taps: what `tap` recorded; looked at only with `leaves`.
+      max_consecutive_skips: how many steps in a row may be skipped. A skip rule may skip as many,
+        in a row or not, and beyond these one step in 20.
+      leaves: the result of `nonfinite_leaves` for the last gradients. With it, the error includes
+        the report of `explain` on these gradients, `taps` and `loss`.
+      taps: the records of `tap`; used only with `leaves`.
       loss: the loss.
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`, or more steps than
-        `max_consecutive_skips` were skipped in a row, or by a rule beyond 1 in 20.
+        `max_consecutive_skips` were skipped in a row, or a rule skipped more than it may.
       ValueError: if the state holds no loss scale, or several; or as in `explain`.
       TypeError: if `leaves` or `taps` have another type, or the state is that of an ensemble.
 

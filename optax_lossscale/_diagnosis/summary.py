@@ -17,8 +17,8 @@ from optax_lossscale._arrays.precision import at_least_float32, is_inexact
 class Summary(NamedTuple):
     """How many numbers of each kind an array holds, in a floating-point dtype.
 
-    Each is float32, so that it can be a gradient's leaf: shape (), or that of a stack of
-    probes. Counts are rounded above 2**24. A complex number counts as two.
+    Each count is float32, so that it can be a leaf of a gradient: shape (), or that of a stack
+    of probes. Above 2**24 it is rounded. A complex number counts as two.
 
     Attributes:
       size: how many numbers there are.

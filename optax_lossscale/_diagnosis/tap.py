@@ -14,10 +14,10 @@ from optax_lossscale._scales import validation
 
 
 class Probe(NamedTuple):
-    """What `tap` records at one place of a model: the gradient of a `probe()`.
+    """The record of a `tap` at one place of a model: the gradient of a `probe()`.
 
     Attributes:
-      value: the `Summary` of what passed in the forward pass.
+      value: the `Summary` of the array in the forward pass.
       cotangent: the `Summary` of its gradient in the backward pass, scaled as the loss is.
     """
 
@@ -43,12 +43,12 @@ def probe(shape: int | tuple[int, ...] = ()) -> Probe:
 
 
 def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
-    """Returns `x`, and records its value's and gradient's `Summary` in the probe's gradient.
+    """Returns `x`, and records a `Summary` of it and of its gradient in the probe's gradient.
 
-    A probe is an argument of the loss function like the parameters, and what was recorded comes
-    out as the gradient with respect to it, in the same pass that computes the others: under
-    `jit`, `scan`, `remat` and sharding, with no callback to the host. `None` for a probe, or one
-    whose gradient is not asked for, compiles to nothing. Reverse mode only.
+    A probe is an argument of the loss function like the parameters, and the record comes out as
+    the gradient with respect to it, in the same pass that computes the others: under `jit`,
+    `scan`, `remat` and sharding, with no callback to the host. A probe that is `None`, or whose
+    gradient is not asked for, compiles to nothing. Reverse mode only.
 
     A probe that is used twice, or under a `vmap` that does not map over it, records sums, even of
     `largest`. Under `shard_map` a replicated probe sees all replicas; under `pmap`, or with
@@ -64,7 +64,7 @@ def tap(x: jax.Array, probe: Probe | None) -> jax.Array:
       `x`.
 
     Raises:
-      TypeError: if `x` is not such an array, or `probe` not a `Probe` of one place.
+      TypeError: if `x` is not such an array, or `probe` is not a `Probe` of one place.
 
     Example:
       Two places of a model, and a third argument that is off by default:

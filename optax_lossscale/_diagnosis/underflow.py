@@ -21,7 +21,7 @@ _SHOWN = 20
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class UnderflowReport:
-    """What `underflow_report` found; print it for a table.
+    """The result of `underflow_report`; print it for a table.
 
     Attributes:
       leaves: the `Summary` of each leaf, under its path.
@@ -40,7 +40,7 @@ class UnderflowReport:
 
     @property
     def best_scale(self) -> jax.Array:
-        """The largest power of two times this scale that keeps all of these in range.
+        """This scale times the largest power of two that keeps all numbers in range.
 
         At most 2**127. It depends on these numbers alone: to see what overflows *inside* the
         model, use `tap` and `find_initial_scale`. NaN if some are ±inf or NaN, or all are zero.
@@ -56,9 +56,9 @@ class UnderflowReport:
 
     @property
     def groups(self) -> dict[str, Summary]:
-        """A `Summary` for all `blocks/*/mlp/w1`, say; the worst first. Waits for the device.
+        """A `Summary` of each group of leaves, such as all `blocks/*/mlp/w1`; the worst first.
 
-        The worst are those with overflows, then those that lose the largest share.
+        The worst are those with overflows, then those that lose most. Waits for the device.
         """
         groups: dict[str, list[Summary]] = {}
         for name, leaf in jax.device_get(self.leaves).items():
@@ -80,14 +80,14 @@ class UnderflowReport:
 def underflow_report(
     scaled_grads: Any, loss_scale: Any, dtype: Any = jnp.float16
 ) -> UnderflowReport:
-    """How the scaled gradients lie in a dtype's range.
+    """Counts the scaled gradients that underflow, overflow, or are in a dtype's range.
 
     Works under `jit`, which can return the report. Gradients computed in float16 and then
-    converted show what is left of them; computed in float32, what float16 would leave.
+    converted show the actual underflow; those computed in float32, the underflow in float16.
 
     Args:
       scaled_grads: the gradients, still scaled; any pytree.
-      loss_scale: what scaled them: whatever `get` takes, or a state that holds exactly one.
+      loss_scale: the scale of these: anything that `get` accepts, or a state that holds one.
       dtype: the floating-point dtype to compare them with.
 
     Returns:

@@ -45,8 +45,8 @@ class DynamicLossScale(LossScale):
     Args:
       initial_scale: the loss scale before the first step, between the bounds.
       growth_interval: finite steps in a row after which the scale grows.
-      growth_factor: what growth multiplies the scale by, at least 1.
-      backoff_factor: what a back-off multiplies the scale by, in (0, 1].
+      growth_factor: the factor by which the scale grows, at least 1.
+      backoff_factor: the factor by which the scale backs off, in (0, 1].
       min_scale: the floor. Set it below 1 for models whose gradients are large.
       max_scale: the cap.
       hysteresis: how many non-finite steps it takes to back off.

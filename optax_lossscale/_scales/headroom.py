@@ -37,7 +37,7 @@ class HeadroomLossScale(LossScale):
       explains the overflow, or it is clear that no scale would have prevented it.
     - A step of zeros means that there is no gradient, or that all of it underflowed. So 2000 of
       them raise the scale by 32 bits. If that is too much for the next gradient, the raise is
-      undone, and the next one takes 16 times as many zeros.
+      undone, and the next raise takes 16 times as many zeros.
 
     The rule, where `k` is the scale's exponent, and `size` that of the step's largest gradient::
 
@@ -82,9 +82,9 @@ class HeadroomLossScale(LossScale):
     Args:
       initial_scale: the first loss scale, from 2**-100 to 2**100, rounded down to a power of two.
       margin: how many bits to leave between the largest gradient and overflow, from 0 to 24. With
-        more of them, fewer steps overflow and more gradients underflow.
-      window: for how many measured steps the largest gradient is remembered at least, and for
-        twice as many at most, while nothing overflows; from 4 to 2**20.
+        more bits, fewer steps overflow, but more gradients underflow.
+      window: for how many measured steps, at least, the largest gradient is remembered. While
+        nothing overflows, it is remembered for at most twice as many. From 4 to 2**20.
 
     Attributes:
       spare_bits: the bits between overflow and the largest gradient of the last step that was

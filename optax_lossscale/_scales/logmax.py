@@ -19,8 +19,8 @@ _DEVIATIONS = validation.number("in [0, 1e6]", lambda x: 0 <= x <= 1e6)
 class LogMaxLossScale(LossScale):
     """Puts the largest gradient where it is unlikely to overflow.
 
-    Assumes that log2 of each step's largest gradient is normally distributed, and chooses the
-    scale at which one `overflow_std_dev` deviations above the mean is 2**16. Source: OpenSeq2Seq's
+    Assumes that log2 of each step's largest gradient is normally distributed. A gradient
+    `overflow_std_dev` deviations above the mean is scaled to 2**16. Source: OpenSeq2Seq's
     `LogMaxScaler` (https://arxiv.org/abs/1805.10387). The rule, with bias-corrected averages::
 
         x = log2(amax) if grads_finite else 2 ** log_max
@@ -44,8 +44,8 @@ class LogMaxLossScale(LossScale):
       mean: moving average of x with beta1, not bias-corrected; float32, shape ().
       slow_mean: the same with beta2; float32, shape ().
       square: moving average of x ** 2 with beta2; float32, shape ().
-      weight1: `beta1` to the number of steps; float32, shape ().
-      weight2: `beta2` to the number of steps; float32, shape ().
+      weight1: `beta1` to the power of the steps so far; float32, shape ().
+      weight2: `beta2` to the power of the steps so far; float32, shape ().
 
     Raises:
       ValueError: for an argument outside the ranges above.

@@ -20,8 +20,8 @@ from optax_lossscale._scales.stateful import Stateful, checked, state_field
 class LossScale(Stateful):
     """A number that the loss is multiplied by, and the rule by which it adapts.
 
-    A loss scale is immutable: `update` and `adjust` return a new one. For a strategy of your own,
-    subclass it and write `adjust`; that alone makes it a frozen dataclass and a pytree. Its fields
+    A loss scale is immutable: `update` and `adjust` return a new one. To write your own, subclass
+    this class and define `adjust`: that alone makes it a frozen dataclass and a pytree. Its fields
     are configuration: arguments of the constructor, static under `jit`, written by `get_config`.
     Those declared with `state_field` are state: array leaves, changed by `replace`. A
     `__post_init__` has to call `super().__post_init__()`. The scale that `adjust` returns should
@@ -101,7 +101,7 @@ class LossScale(Stateful):
         return jnp.array(False)
 
     def scale(self, tree: T) -> T:
-        """Every inexact leaf of a loss, or of any pytree, times the loss scale.
+        """A loss, or any pytree, with floating-point and complex leaves times the scale.
 
         8- and 16-bit floats become float32; all other leaves keep their dtype, and `None`, integer
         and float0 leaves their values.
@@ -110,9 +110,9 @@ class LossScale(Stateful):
         return map_inexact(lambda x: x * scale.astype(jnp.finfo(x.dtype).dtype), tree)
 
     def unscale(self, tree: T) -> T:
-        """Every inexact leaf of gradients, or of any pytree, divided by the loss scale.
+        """Gradients, or any pytree, with floating-point and complex leaves divided by the scale.
 
-        In the dtypes of `scale`; exact for a power of two, else within an ulp or two.
+        Dtypes are those of `scale()`; exact for a power of two, else within an ulp or two.
         """
         # XLA turns x / scale into x * (1 / scale), and above 2**126 the latter factor is subnormal
         # and flushed to zero. Hence two factors, a barrier that keeps XLA from multiplying them,

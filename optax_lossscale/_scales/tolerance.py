@@ -39,10 +39,10 @@ class ToleranceLossScale(LossScale):
     Args:
       initial_scale: the loss scale before the first step, above `min_scale`.
       growth_interval: finite steps in a row after which the scale grows.
-      factor: what the scale is multiplied or divided by, at least 1.
+      factor: multiplies the scale to grow, and divides it to back off; at least 1.
       tolerance: the share of overflows that it takes to back off, in [0, 1].
       threshold: a floor at which the scale stays without being exhausted, or None.
-      min_scale: what the scale always stays above.
+      min_scale: a bound that the scale always stays above.
 
     Attributes:
       growth_counter: finite steps in a row since the last growth; int32, shape ().

@@ -23,17 +23,17 @@ from optax_lossscale._step.master_weights import refuse_other_order
 def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     """The loss itself, with a gradient that is multiplied by the loss scale.
 
-    One line inside a loss function, for whatever differentiates it: `nnx.value_and_grad`,
+    Put it into a loss function that other code differentiates: `nnx.value_and_grad`,
     `eqx.filter_value_and_grad`, a trainer that calls `jax.grad` itself. The gradients come out
-    scaled, as `with_loss_scale`'s transformation takes them; in forward mode the tangent does.
+    scaled, as `with_loss_scale` expects them; in forward mode, the tangent does.
 
     Args:
       loss: a real floating-point scalar.
-      loss_scale: whatever `get` takes, or a state that holds exactly one. It gets no gradient.
+      loss_scale: anything that `get` accepts, or a state that holds exactly one loss scale. No
+        gradient flows into it.
 
     Returns:
-      The loss bit for bit, shape (), as float32 or wider: a gradient times the loss scale
-      may be more than float16 holds.
+      The unchanged loss, shape (), in float32 or wider, as float16 may not hold its gradient.
 
     Raises:
       TypeError: if the loss is not a real scalar.
@@ -101,30 +101,30 @@ def value_and_scaled_grad(
 
     Args:
       fun: a function that returns the loss, a real floating-point scalar.
-      loss_scale: whatever `get` takes, or an optimizer state that holds exactly one.
+      loss_scale: anything that `get` accepts, or an optimizer state that holds exactly one.
       argnums: which positional arguments to differentiate.
-      has_aux: whether `fun` returns a pair of that and anything, `(loss, aux)`.
+      has_aux: whether `fun` returns `(loss, aux)`, a pair of the loss and anything else.
       grad_dtype: the dtype of the gradients, such as `jnp.float16` for half the memory: wider
         floats are cast to it before they are differentiated. Or a tree of dtypes, with `None` for
-        what stays, that is a prefix of what is differentiated (for several `argnums`, of their
-        tuple); or a function from that to one. The model itself computes in the widest dtype that
-        its operations are given: for products in 16 bits, pass `autocast(fun)`.
+        no cast, that is a prefix of the differentiated argument (for several `argnums`, of their
+        tuple); or a function that returns one for it. The model itself computes in the widest
+        dtype that its operations are given: for products in 16 bits, pass `autocast(fun)`.
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:
       A function of `fun`'s arguments that returns `(value, scaled_grads)`: the value
       is `fun`'s own, not scaled, bit for bit; the gradients are *still scaled*, as
-      `with_loss_scale`'s transformation takes them. For the norm of the true ones, use
+      `with_loss_scale` expects them. For the norm of the true gradients, use
       `metrics(state)["gradient_norm"]` if a skip rule measures it, else
       `optax.global_norm(get_loss_scale(state).unscale(scaled_grads))`.
 
     Raises:
       ValueError: if `loss_scale` is not a loss scale, or a state that holds none or several; if
         `grad_dtype` has dtypes other than floating-point ones; when called, if it is not a prefix
-        of what is differentiated, or that has floats of another dtype of the same width.
+        of the differentiated argument, or that has floats of another dtype as wide.
       TypeError: if `fun` is not a function or `argnums` are not ints; when called, if the loss is
-        not a real floating-point scalar, or what is differentiated is not a tree of arrays, or is
-        an `nnx.Module`: differentiate modules with `nnx` and `scale_gradient`.
+        not a real floating-point scalar, or a differentiated argument is not a tree of arrays, or
+        is an `nnx.Module`: differentiate modules with `nnx` and `scale_gradient`.
 
     Warns:
       UserWarning: when called, for a float16 loss, as `scale_gradient` does.

@@ -23,12 +23,12 @@ _MAKERS_OF_OTHER_UPDATES = {"LookaheadState", "MechanicState", "SAMState", "Sche
 
 
 class MasterWeightsState(NamedTuple):
-    """State of `with_master_weights`.
+    """The state of `with_master_weights`.
 
     Attributes:
-      master_weights: what the parameters lack to be float32 numbers; a tree like them, of uint16
-        for bfloat16, float32 for float16 (for 8 bits, a pair of that and a scalar of the dtype),
-        and `optax.MaskedNode()` for the others.
+      master_weights: the bits that the parameters lack to be float32 numbers; a tree like them, of
+        uint16 for bfloat16, float32 for float16 (for 8 bits, a pair of that and a scalar of the
+        dtype), and `optax.MaskedNode()` for all others.
       inner_state: the state of the wrapped optimizer, for parameters in float32 or wider.
     """
 
@@ -36,14 +36,14 @@ class MasterWeightsState(NamedTuple):
     inner_state: Any
 
     def weights(self, params: Any) -> Any:
-        """The parameters in float32 or wider, as they are trained: to evaluate and to export.
+        """The parameters in float32 or wider, as they are trained, for evaluation and export.
 
         Args:
           params: the parameters that belong to this state.
 
         Returns:
-          A tree like `params`. A parameter that was changed since the last step is taken as it is;
-          in bfloat16, to within half of its last place, as the old one's dropped bits are added.
+          A tree like `params`. A parameter that was changed since the last step is taken as it is,
+          but in bfloat16 to within half its last place, as the old one's further bits are added.
         """
         is_wide = lambda rest: isinstance(rest, optax.MaskedNode)
         joined = lambda p, rest: p if is_wide(rest) else join(p, rest)
@@ -56,26 +56,26 @@ def with_master_weights(
     """Trains 16-bit parameters as float32 numbers, the master weights.
 
     Most steps change a parameter by less than float16 or bfloat16 can add to it, and the change is
-    lost. So the state keeps what the parameters lack to be float32 numbers; `inner` updates those
-    numbers, and the updates returned take the parameters to their rounding::
+    lost. So the state keeps the bits that the parameters lack to be float32 numbers; `inner`
+    updates these numbers, and the updates returned take the parameters to the rounded ones::
 
         weights = join(params, rest)
         new_params, rest = split(weights + inner's updates)
         updates = new_params - params
 
-    For bfloat16 parameters `rest` is the 16 bits by which a float32 number is longer, half of what
-    a float32 copy takes, and training is the same to the bit. (Ties are rounded away from zero,
-    which makes 16 bits enough.) For float16 parameters, whose range is smaller, it is a copy.
+    For bfloat16 parameters, `rest` is the 16 further bits of each float32 number. They take half
+    the memory of a float32 copy, and training is the same to the bit. (Ties are rounded away from
+    zero, so 16 bits are enough.) For float16 parameters, whose range is smaller, it is a copy.
     `optax.apply_updates(params, updates)` is exact wherever float32 holds the difference.
 
     A program may change its parameters between steps, by a clip or by loading pretrained ones
-    after `init`: if a float16 parameter is not the rounding of its copy, the copy is forgotten;
-    the 16 further bits of a bfloat16 one only say where between two roundings it lies.
+    after `init`: a float16 parameter that is no longer its rounded copy replaces the copy; the 16
+    further bits of a bfloat16 one only say where it lies between two bfloat16 numbers.
 
     *Nothing may come after it*, as that would change where the parameters land: give it the whole
     optimizer, `with_loss_scale(with_master_weights(optax.chain(…)))`. Another order is refused by
-    the `init` of `with_loss_scale` around it, and by `value_and_scaled_grad` of such a state. What
-    comes before it in `optax.chain` sees rounded parameters.
+    the `init` of `with_loss_scale` around it, and by `value_and_scaled_grad` of such a state.
+    Transformations before it in an `optax.chain` see rounded parameters.
 
     Source: Micikevicius et al., "Mixed Precision Training" (https://arxiv.org/abs/1710.03740), as
     in Apex's level O2, Megatron-LM and DeepSpeed. The 16 further bits are the "split SGD" of

@@ -15,7 +15,7 @@ from optax_lossscale._skips.rule import SkipRule
 
 
 class LossScaleState(NamedTuple):
-    """State of `with_loss_scale`.
+    """The state of `with_loss_scale`.
 
     Attributes:
       loss_scale: the loss scale and its counters.
@@ -23,7 +23,7 @@ class LossScaleState(NamedTuple):
       should_apply: whether the last step was applied; bool, shape ().
       skipped_steps: the steps skipped so far; int32, shape ().
       consecutive_skipped_steps: those since the last applied step; int32, shape ().
-      skip_rule: the rule that decides about finite steps, with what it has learnt, or None.
+      skip_rule: the rule that decides about finite steps, with its own state; or None.
     """
 
     loss_scale: LossScale

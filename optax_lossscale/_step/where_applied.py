@@ -16,15 +16,15 @@ T = TypeVar("T")
 def where_applied(state: Any, new: T, old: T) -> T:
     """`new` if the last step was applied, else `old`.
 
-    For batch statistics, where one NaN stays for good, for an average of the parameters, and for
-    anything else that a skipped step should not change: by itself, skipping leaves only the
-    parameters and the optimizer's state as they were.
+    Use it for batch statistics, in which a NaN would stay for good, for an average of the
+    parameters, and for all other values that a skipped step should not change: by itself, skipping
+    protects only the parameters and the optimizer's state.
 
     Args:
       state: the optimizer state after the step, with one `LossScaleState` in it; a train state
         or an `nnx.Optimizer` that holds it.
       new: any pytree that the step made; leaves that are not arrays are taken as they are.
-      old: what was there before, the same tree.
+      old: the values before the step, a tree of the same structure.
 
     Returns:
       One of the two, leaf by leaf, in the structure and the dtypes of `old`. An `nnx.State` comes

@@ -36,13 +36,13 @@ class _Update(Protocol):
 
 
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
-    """An optimizer that takes scaled gradients, as `with_loss_scale` makes it.
+    """An optimizer that takes scaled gradients, made by `with_loss_scale`.
 
     A pair of `init` and `update`, like every Optax transformation, with two more methods.
 
     Attributes:
-      init: from the parameters to a `LossScaleState`.
-      update: from scaled gradients, the state and the parameters to `(updates, state)`.
+      init: takes the parameters, and returns a `LossScaleState`.
+      update: takes scaled gradients, the state and the parameters; returns `(updates, state)`.
     """
 
     init: _Init  # pyrefly: ignore[bad-override]
@@ -59,13 +59,13 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     ) -> tuple[Any, LossScaleState]:
         """One optimizer step, from scaled gradients to new parameters.
 
-        The same as `update` followed by `optax.apply_updates`, inside the branch that applies or
-        skips the step: on CPU the unscaled gradients and the updates are then never written to
+        Does the same as `update` and `optax.apply_updates`, but inside the branch that applies or
+        skips the step, so that on CPU the unscaled gradients and the updates are never written to
         memory. An `optax.chain` around the wrapper has no such method: there, call those two.
 
         Args:
           scaled_grads: gradients of the scaled loss; a tree like `params`. Where a gradient or a
-            whole branch is `None`, the parameters stay, and so do their slots in the inner state.
+            whole branch is `None`, the parameters and their slots in the inner state stay.
           state: the state that `init` or the last step returned.
           params: the parameters, in any floating-point dtype.
           value: the true loss, shape (), also passed on to the inner transformation. If it is not
@@ -78,8 +78,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
         Raises:
           TypeError: if `state` is not a `LossScaleState`, or `update` was replaced.
-          ValueError: if the gradients' structure is not the parameters', or the state is that
-            of another configuration.
+          ValueError: if gradients and parameters differ in structure, or if the state belongs
+            to another configuration.
         """
         step = getattr(self.update, "__self__", None)
         if not isinstance(step, ScaledStep):
@@ -149,36 +149,36 @@ def with_loss_scale(
 
     Each step unscales the gradients, checks that they are finite, lets `inner` update or skips the
     step, and adapts the loss scale. `inner` sees unscaled gradients in float32 or wider, and
-    parameters and state likewise, so what looks at the size of gradients, such as a clip, belongs
-    inside: `with_loss_scale(optax.chain(clip, optimizer))`.
+    parameters and state likewise. So a transformation that depends on the size of gradients, such
+    as a clip, belongs inside: `with_loss_scale(optax.chain(clip, optimizer))`.
 
     To accumulate gradients, write `with_loss_scale(optax.MultiSteps(inner, k))`: each micro-batch
-    is unscaled and checked by itself, and if one overflows, its window waits for another.
+    is unscaled and checked by itself, and one that overflows is replaced by the next.
 
     Args:
       inner: any Optax transformation.
-      loss_scale: whatever `get` takes. With a number or `None` nothing is checked, and the first
-        overflow writes NaN into the parameters, unless `skip="nonfinite"`.
+      loss_scale: anything that `get` accepts. With a number or `None`, nothing is checked, and the
+        first overflow writes NaN into the parameters, unless `skip="nonfinite"`.
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas decide
         together. A skip rule then uses their largest norm and mean loss. If they decide alone, a
-        reduction inside `inner` hangs under `branch="cond"`. Reduce the gradients with
-        `pmean` yourself; under `shard_map`, where those of replicated parameters come out summed,
-        reduce the loss: `pmean(loss_fn(…), axis_name)`. Under `jit` alone, name no axis.
+        reduction inside `inner` hangs under `branch="cond"`. Reduce the gradients with `pmean`
+        yourself; but under `shard_map`, which sums the gradients of replicated parameters, reduce
+        the loss instead: `pmean(loss_fn(…), axis_name)`. Under `jit` alone, name no axis.
       mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or a function
-        from them to one. Leaves marked False are neither unscaled nor checked. This is for leaves
-        whose "gradient" is their new value, such as Flax's float8 scales, if a transformation in
-        `inner` overwrites them: `mask={"params": True, "_overwrite_with_gradient": False}`.
+        that returns one for them. Leaves marked False are neither unscaled nor checked. It is for
+        leaves whose "gradient" is their new value, such as Flax's float8 scales, and which `inner`
+        overwrites with it: `mask={"params": True, "_overwrite_with_gradient": False}`.
       branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select in each
-        kernel that computes a result; or None, by whichever keeps the step in place, the first on
-        CPU and the second on GPU and TPU. Under a select `inner` runs at every step, with zeros
-        for what is not finite: use `"cond"` for an `inner` with side effects, such as a callback,
-        or an expensive one, such as an `eigh`. A step that is not compiled branches in Python.
-      skip: what else to skip a step for. None: nothing but what the loss scale says.
-        `"nonfinite"`: gradients or a loss that are not finite, whatever the loss scale, as in
-        bfloat16: `with_loss_scale(inner, None, skip="nonfinite")`. A rule from `skips`: these, and
-        the finite steps that it considers spikes, after which the loss scale adapts as usual. The
-        rule sees the global norm of the unscaled gradients that `mask` keeps, and the loss, if the
-        step is given its `value`, or `loss` as in MaxText and Levanter.
+        kernel that computes a result; or None, by the one that keeps the step in place, which is
+        `"cond"` on CPU and `"select"` on GPU and TPU. With `"select"`, `inner` runs at every step,
+        with zeros for numbers that are not finite: use `"cond"` if `inner` has side effects, such
+        as a callback, or is expensive, such as an `eigh`. Uncompiled steps branch in Python.
+      skip: which other steps to skip. None: only those that the loss scale skips. `"nonfinite"`:
+        those whose gradients or loss are not finite, whatever the loss scale, as in bfloat16:
+        `with_loss_scale(inner, None, skip="nonfinite")`. A rule from `skips`: these, and finite
+        steps that the rule considers spikes, after which the loss scale adapts as usual. The rule
+        sees the global norm of the unscaled gradients that `mask` keeps, and the loss, if it is
+        passed to the step as `value`, or as `loss` as in MaxText and Levanter.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with the further methods
@@ -186,7 +186,7 @@ def with_loss_scale(
 
     Raises:
       TypeError: if `inner` is not a transformation.
-      ValueError: for a value other than those above; in `init`, if a part of `inner` is wrapped.
+      ValueError: for other argument values; in `init`, if a part of `inner` is already wrapped.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

@@ -16,8 +16,8 @@ def assert_computes_in(
     """Raises if a training step computes matrix products or convolutions in another dtype.
 
     A model whose parameters are cast to float16 may compute in float32 all the same: one float32
-    input is enough, and the loss does not show it. This runs and compiles nothing; `dtype_report`
-    says what it looks at. It leaves out products that ask to stay wide, with
+    input is enough, and the loss does not show it. This runs and compiles nothing, and looks at
+    the same products as `dtype_report`, except those that ask to stay wide, with
     `precision=jax.lax.Precision.HIGHEST` or under `jax.default_matmul_precision("highest")`, those
     of integers, and those in Optax's own optimizers, such as Muon's.
 

@@ -28,15 +28,15 @@ def assert_scale_invariant(
     cancel, and nothing else may show it, as Adam trains on with gradients of any size. Put this
     into your tests, with the step that you train with, its first state and a small batch.
 
-    It runs the step some thirty times on copies of its arguments: at falling powers of two, where
-    it looks for outputs that are proportional to a power of them, or that change between two of
-    them in a way that underflow does not explain; at an infinite one, at which a correct step is
-    skipped; and with counters such that the loss scale grows at this step. Outputs are everything
-    that the step returns or changes in place, except for the loss scale, its counters and what
-    `metrics` says about it, and each `Summary`, which is of scaled numbers.
+    It runs the step some thirty times on copies of its arguments: at falling loss scales, powers
+    of two, where it looks for outputs that are proportional to a power of the scale, or change
+    from one scale to the next in a way that underflow does not explain; at an infinite scale, at
+    which a correct step is skipped; and with counters at which the loss scale grows in this step.
+    Outputs are everything that the step returns or changes in place, except for the loss scale
+    with its counters and `metrics`, and each `Summary`, which is of scaled numbers.
 
     Args:
-      step: the training step, compiled: otherwise this takes ten times as long. It returns its
+      step: the training step, compiled, or else this takes ten times as long. It returns its
         new state or changes it in place, and may donate its arguments.
       *args: its arguments, which stay as they are. Somewhere among them is one loss scale: in an
         optimizer state, a train state, an `nnx.Optimizer`.
