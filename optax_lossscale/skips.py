@@ -62,7 +62,7 @@ def spikes(
 
     In any series, it skips at most `max_skips` finite steps and 1 more for every 20 applied steps
     whose gradients are not all zero; so about `max_skips` if the level rises for good.
-    Nothing is skipped while norms and losses rise by less than a factor of 2**least within a
+    Nothing is skipped while norms and losses rise by less than a factor of `2**least` within a
     window. Their scale does not matter.
 
     Source: this library.

@@ -186,7 +186,7 @@ def with_loss_scale(
 
     Raises:
       TypeError: if `inner` is not a transformation.
-      ValueError: for other values; in `init`, if a part of `inner` is wrapped by this already.
+      ValueError: for other argument values; in `init`, if a part of `inner` is already wrapped.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
