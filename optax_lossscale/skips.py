@@ -216,8 +216,7 @@ def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
     """Megatron-LM's `grad_norm_skip_threshold`.
 
     Args:
-      grad_norm_skip_threshold: the largest norm that is applied. For infinity, the original's
-        default, use `skip="nonfinite"`.
+      grad_norm_skip_threshold: the largest norm that is applied; it must be finite.
 
     Example:
       >>> from optax_lossscale import skips

@@ -110,6 +110,8 @@ _SUMS = {
 def _correction(error: GradientError) -> str:
     if not error.primitive:
         return "Compute more in float32: rounding adds up over many lines, none at fault alone."
+    if error.primitive == "convert_element_type":
+        return f"Keep the product at {error.source} in float32: precision=lax.Precision.HIGHEST."
     how = f"Compute {error.primitive} at {error.source} in float32{_CORRECTIONS[error.cause]}"
     is_sum = error.cause == "stagnates"
     return how + is_sum * _SUMS.get(error.primitive, "cast to float32 first.")

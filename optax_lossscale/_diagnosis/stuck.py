@@ -55,7 +55,6 @@ def raise_if_stuck(
       >>> tx = ols.with_loss_scale(optax.sgd(0.1), ls)
       >>> params = jnp.ones(2)
       >>> state = tx.init(params)
-      >>> ols.raise_if_stuck(state)
       >>> params, state = tx.apply_gradients(jnp.full(2, jnp.nan), state, params)
       >>> ols.raise_if_stuck(state)
       Traceback (most recent call last):

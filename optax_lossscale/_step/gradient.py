@@ -19,8 +19,7 @@ from optax_lossscale._step.grad_dtype import GradDtype, narrowed, refuse_other_d
 from optax_lossscale._step.inputs import refuse_no_scalar
 from optax_lossscale._step.master_weights import refuse_other_order
 
-UNSCALED = jax.make_user_context(False)
-"""Whether `scale_gradient` leaves gradients alone, as `diagnose` scales them itself."""
+UNSCALED = jax.make_user_context(False)  # for `diagnose`, which scales the gradient itself
 
 
 def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
@@ -44,8 +43,7 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
       ValueError: if `loss_scale` is not a loss scale, or a state that holds none or several.
 
     Warns:
-      UserWarning: if the loss is float16 and the loss scale may reach 2**16: the gradient of
-        such a loss, which is the loss scale itself, is infinite there.
+      UserWarning: if the loss is float16, whose gradient, the loss scale, may become infinite.
 
     Source: `optax.scale_gradient`, with a loss scale as the factor.
 
@@ -83,10 +81,8 @@ def _warn_of_float16(loss: Any, loss_scale: LossScale) -> None:
     highest = loss_scale.initial_scale if is_fixed else getattr(loss_scale, "max_scale", math.inf)
     if getattr(loss, "dtype", None) == jnp.float16 and highest >= 2**16:
         validation.warn(
-            "the loss is float16, and so is its gradient, which is the loss scale itself: from "
-            "2**16 on that is infinite, so no gradient is finite at a larger loss scale than "
-            "2**15. Compute the loss in float32, as in "
-            "jnp.mean((prediction - target).astype(jnp.float32) ** 2)"
+            "the loss is float16, where its gradient, the loss scale, is infinite from 2**16 on. "
+            "Compute it in float32: jnp.mean((prediction - target).astype(jnp.float32) ** 2)"
         )
 
 
@@ -117,9 +113,8 @@ def value_and_scaled_grad(
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:
-      A function of `fun`'s arguments that returns `(value, scaled_grads)`: the value
-      is `fun`'s own, not scaled, bit for bit; the gradients are *still scaled*, as
-      `with_loss_scale` expects them. For the norm of the true gradients, use
+      A function of `fun`'s arguments that returns `(value, scaled_grads)`: `fun`'s own value, bit
+      for bit, and *scaled* gradients, for `with_loss_scale`. For the norm of the true ones, use
       `metrics(state)["gradient_norm"]` if a skip rule measures it, else
       `optax.global_norm(get_loss_scale(state).unscale(scaled_grads))`.
 

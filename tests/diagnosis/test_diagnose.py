@@ -1,5 +1,6 @@
 """One page that says what float16 does to a model, and what to do about it."""
 
+import functools
 import pathlib
 import re
 import runpy
@@ -231,3 +232,18 @@ def test_the_page_of_the_demo_is_the_documentations(capsys):
     assert float(lost) == pytest.approx(float(on_the_page), abs=1)  # which each JAX computes anew
     shown = verdict.replace(lost, on_the_page)
     assert f"```text\n{dtypes}\n{shown}\n" in document
+
+
+def test_of_a_product_that_autocast_rounds_the_advice_is_to_keep_it_and_helps():
+    x = 10 + jax.random.normal(jax.random.key(0), (64, 64))
+    w = 1 + 1e-4 * jax.random.normal(jax.random.key(1), (64, 4))
+
+    def loss_fn(w, x, precision=None):  # a small difference of large numbers
+        return jnp.mean((jnp.dot(x, w, precision=precision) - x.sum(-1, keepdims=True)) ** 2)
+
+    found = ols.diagnose(ols.autocast(loss_fn), w, x)
+    [advice] = found.advice
+    assert advice.startswith("Keep the product at ")
+    assert advice.endswith("(loss_fn) in float32: precision=lax.Precision.HIGHEST.")
+    kept = functools.partial(loss_fn, precision=jax.lax.Precision.HIGHEST)
+    assert not ols.diagnose(ols.autocast(kept), w, x).errors
