@@ -90,11 +90,36 @@ def test_what_diagnosis_prints_is_what_follows_the_program():
     text = (ROOT / "docs/diagnosis.md").read_text()
     block = r"((?:(?!```|>>>)[^\n]*\n)*)```\n"
     found = re.findall(rf"^```python\n{block}\n```text\n{block}", text, re.M)
-    assert len(found) == 2
-    for code, printed in found:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(compile(code, "train.py", "exec"), {})
-        assert out.getvalue() == printed
+    [(code, expected)] = found
+    assert printed_by(code) == expected
+
+
+def printed_by(code):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(code, "train.py", "exec"), {})
+    return out.getvalue()
+
+
+EMBEDDING = """\
+import jax, jax.numpy as jnp
+import optax_lossscale as ols
+
+
+def loss_fn(params, tokens):
+    x = params["embed"].astype(jnp.float16)[tokens]
+    x = jnp.tanh(x @ params["out"].astype(jnp.float16))
+    return jnp.mean((x.astype(jnp.float32) - 1) ** 2)
+
+
+params = {"embed": jnp.full((4, 16), 0.1), "out": jnp.full((16, 4), 0.1)}
+print(ols.diagnose(loss_fn, params, jnp.arange(32_768) % 4))
+"""
+
+
+def test_what_diagnosis_says_of_an_embedding_is_printed():
+    text = (ROOT / "docs/diagnosis.md").read_text()
+    [shown] = re.findall(r"^```text\n(float16 gives wrong gradients.*?)```", text, re.M | re.S)
+    assert set(shown.splitlines()) <= set(printed_by(EMBEDDING).splitlines())
 
 
 STANDALONE = {
