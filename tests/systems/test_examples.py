@@ -188,5 +188,5 @@ def test_every_program_is_short_and_in_the_documentation():
     for name in STEPS:
         assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 150
     for path in (ROOT / "examples").glob("*.py"):
-        assert f"python examples/{path.name}" in page
+        assert f"(../examples/{path.name})" in page
         assert f"python examples/{path.name}" in path.read_text()
