@@ -28,9 +28,8 @@ def autocast(
     A model whose parameters and inputs are float32 trains in float16 without a cast: products take
     and return `dtype`, and the operations between two products compute in float32, whose result is
     rounded for the second. So exponentials, logarithms, powers, sums, norms, losses and quotients
-    have float32's range and digits, and a mask of -1e9 or an epsilon of 1e-8 keeps its value. Only
-    products are ever narrowed. A product of numbers too large for `dtype` still overflows, for the
-    loss scale to see.
+    have float32's range and digits, and a mask of -1e9 or an epsilon of 1e-8 keeps its value. A
+    product too large for `dtype` still overflows, for the loss scale to see.
 
     The backward pass recomputes the intermediates between two products instead of keeping them;
     activations that go from product to product, such as the residual stream of a transformer, are
