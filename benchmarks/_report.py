@@ -193,7 +193,8 @@ def page(found: dict[str, Any]) -> str:
         "# What it costs on a CPU",
         _answer(found),
         "Times are ratios to the same step without loss scaling, with quartiles. Each method was "
-        "compiled once, and all were run interleaved in random order. Made by "
+        "compiled once, and all were run interleaved in random order. A ratio is the median of "
+        "the rounds' ratios, so it differs from the ratio of two medians in ms. Made by "
         "`python -m benchmarks` (with the extra `benchmarks` installed); all numbers, with SGD, "
         "Lion and other sizes, are in [results.json](results.json). With `--report` it redraws "
         "this page from that file.",

@@ -163,6 +163,7 @@ def _about_scale(page: Diagnosis, fits: InitialScale, program: Program) -> Findi
         yield "float16 needs a loss scale: without one, gradients are not finite.", [wrap]
     elif underflow:
         name, of = next(iter(underflow.items()))  # of all parameters, or else the worst
+        wrap += " With so few lost, many models need none." * (of.lost < _STILL_LOST)
         yield f"Without a loss scale, float16 loses {share(of.lost, name)} to underflow.", [wrap]
 
 

@@ -87,6 +87,15 @@ def test_the_default_is_advised_up_to_where_it_suffices(probes, loss, fitting, n
     assert diagnosis.advice == [f"Wrap the optimizer: {ours}"]
 
 
+@pytest.mark.parametrize(("tiny", "may_do_without"), [(4, True), (6, False)])
+def test_a_model_that_loses_few_gradients_may_need_no_scale(tiny, may_do_without):
+    x = jnp.where(jnp.arange(100) < tiny, 1e-7, 1).astype(jnp.float16)
+    loss_fn = lambda w: jnp.sum((w.astype(jnp.float16) * x).astype(jnp.float32))
+    [advice] = ols.diagnose(loss_fn, jnp.ones(100)).advice
+    assert advice.startswith("Wrap the optimizer")
+    assert ("many models need none" in advice) == may_do_without
+
+
 @jax.custom_vjp
 def nan_at_zero(x):
     return x
