@@ -5,8 +5,7 @@ the one to use. The others are those of other systems, under their original name
 names. They decide about finite steps as the originals do, but unlike most of these, they never
 see a non-finite step, which is skipped anyway.
 
-A rule is a `SkipRule`; to write your own, subclass that. An argument that is not allowed raises
-a `ValueError`.
+A rule is a `SkipRule`, which you may subclass. A wrong argument raises a `ValueError`.
 """
 
 from functools import partial

@@ -684,6 +684,46 @@ def test_a_step_without_the_wrapper_that_keeps_the_parameters_at_an_overflow(ret
     ols.testing.assert_scale_invariant(step, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("keeps", "left", "wrapped"),
+    [
+        (set(), {"result[0]['w']", "result[1][0].mu['w']"}, True),
+        (set(), {"result[0]['w']", "result[1][0].mu['w']"}, False),
+        ({"params"}, {"result[1][0].mu['w']"}, False),
+        ({"inner_state"}, {"result[0]['w']"}, False),
+        ({"params", "inner_state"}, set(), False),
+    ],
+)
+def test_a_step_that_does_not_skip_an_overflow_is_found(keeps, left, wrapped):
+    """As one that unscales by hand, and goes on; gradients that it logs may well be NaN."""
+    inner = optax.adam(1e-2)
+    loss_fn = ols.autocast(lambda params: jnp.mean(jnp.tanh(X @ params["w"]) ** 2))
+
+    @jax.jit
+    def step(params, inner_state, state):
+        loss, scaled_grads = ols.value_and_scaled_grad(loss_fn, state)(params)
+        loss_scale = ols.get_loss_scale(state)
+        loss_scale, finite = loss_scale.update(grads := loss_scale.unscale(scaled_grads))
+        updates, new_inner_state = inner.update(grads, inner_state, params)
+        new = {"params": optax.apply_updates(params, updates), "inner_state": new_inner_state}
+        old = {"params": params, "inner_state": inner_state}
+        kept = {n: optax.tree.where(finite, new[n], old[n]) if n in keeps else new[n] for n in new}
+        state = state._replace(loss_scale=loss_scale) if wrapped else loss_scale
+        logged = {"loss": loss, "grads": grads, "norm": optax.tree.norm(grads)}
+        return *kept.values(), state, logged
+
+    state = TX.init(PARAMS) if wrapped else ols.DynamicLossScale()
+    arguments = step, PARAMS, inner.init(PARAMS), state
+    if not left:
+        ols.testing.assert_scale_invariant(*arguments)
+        return
+    with pytest.raises(AssertionError, match="at which the step should be skipped") as raised:
+        ols.testing.assert_scale_invariant(*arguments)
+    names = {line.strip() for line in str(raised.value).splitlines() if line.startswith("  ")}
+    assert left <= names
+    assert not any("result[3]" in name for name in names)
+
+
 def test_a_batch_without_a_gradient_is_not_accused():
     tx = ols.with_loss_scale(optax.sign_sgd(0.1))
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._diagnosis.accuracy import GradientError
-from optax_lossscale._diagnosis.calibration import InitialScale
+from optax_lossscale._diagnosis.calibration import LOWEST, InitialScale
 from optax_lossscale._diagnosis.makers import Maker, maker
 from optax_lossscale._diagnosis.page import Diagnosis
 from optax_lossscale._diagnosis.places import recorded_places
@@ -33,15 +33,17 @@ def judged(page: Diagnosis, program: Program) -> Diagnosis:
     if fits is None:
         findings = list(_about_what_is_not_finite(page, program))
     else:
-        fine = "Nothing is computed in float16, and nothing has to be done."
+        fine, advice = "Nothing is computed in float16.", "To ask about it, pass autocast(loss_fn)"
         findings = [*_about_errors(page), *_about_products(page)]
         if dtypes:
-            fine = f"{dtypes[0]} is fine as it is, and needs no loss scale."
+            fine, advice = f"{dtypes[0]} is fine as it is, and needs no loss scale.", "Nothing"
             findings += [*_about_scale(page, fits, program), *_about_loss_and_moments(page)]
         if _FLOAT16 in dtypes:
             room = f"{math.log2(fits.largest):.0f} bits to spare"
             fine = f"float16 is fine as it is, without a loss scale, with {room}."
-        findings = findings or [(fine, ["Nothing."])]
+            if fits.scale < DynamicLossScale.initial_scale:
+                advice += f". A dynamic loss scale would start at {scale_name(fits.scale)}"
+        findings = findings or [(fine, [f"{advice}."])]
     to_do = [sentence for _, sentences in findings for sentence in sentences]
     return page._replace(verdict=findings[0][0], advice=to_do)
 
@@ -141,12 +143,13 @@ def _about_products(page: Diagnosis) -> Findings:
 
 def _about_scale(page: Diagnosis, fits: InitialScale, program: Program) -> Findings:
     """What the loss scale has to be, if one is needed."""
-    underflow, scale = page.underflow, f"2.0**{math.log2(fits.scale):.0f}"
-    bound = f", min_scale={scale}" if fits.scale < 1 else ""
+    underflow, exponent = page.underflow, math.log2(fits.scale)
+    scale, floor = f"2.0**{exponent:.0f}", max(exponent - 16, LOWEST)  # which leaves room to fall
+    bound = f", min_scale=2.0**{floor:.0f}" if exponent < 0 else ""
     ours = f"with_loss_scale(optimizer, DynamicLossScale(initial_scale={scale}{bound}))"
     start = round(math.log2(DynamicLossScale.initial_scale))
     needed = max((of.bits for of in underflow.values()), default=0)
-    if needed <= start <= math.log2(fits.scale) and program.at(0).is_finite:
+    if needed <= start <= exponent and program.at(0).is_finite:
         ours = f"with_loss_scale(optimizer), whose initial scale of 2**{start} suffices here"
     wrap, mend = f"Wrap the optimizer: {ours}.", _mended(page, program) if page.overflow else []
     share = lambda lost, group: f"{lost:.1%} of the gradients" + f" ({group})" * (group != "all")

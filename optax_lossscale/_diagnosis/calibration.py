@@ -56,7 +56,6 @@ def find_initial_scale(
 ) -> InitialScale:
     """Searches for the largest power of two at which no gradient overflows.
 
-    Too large a first scale costs skipped steps; too small a one, thousands of steps of underflow.
     The search takes ten or so passes of one compiled program; run it before training, on the host,
     with a `loss_fn` that names no axis of `pmap` or `shard_map`.
 
@@ -71,7 +70,7 @@ def find_initial_scale(
       **kwargs: further keyword arguments of `loss_fn`, arrays.
 
     Returns:
-      An `InitialScale`. Use its `scale` as `initial_scale` and, if below 1, as `min_scale` too.
+      An `InitialScale`. Use its `scale` as `initial_scale`; if below 1, lower `min_scale` too.
 
     Raises:
       ValueError: if the loss is not finite, gradients are finite at no scale, or `margin` < 1.

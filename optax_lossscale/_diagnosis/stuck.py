@@ -26,9 +26,7 @@ def raise_if_stuck(
     taps: Any = None,
     loss: jax.typing.ArrayLike | None = None,
 ) -> None:
-    """Raises if loss scaling has nothing left to try. Waits for the device.
-
-    Call it on the host, every now and then: nothing can raise inside a compiled step.
+    """Raises, on the host, if loss scaling has nothing left to try. Waits for the device.
 
     Args:
       state: an optimizer state with one `LossScaleState` in it, a train state or an
@@ -45,8 +43,6 @@ def raise_if_stuck(
         `max_consecutive_skips` were skipped in a row, or a rule skipped more than it may.
       ValueError: if the state holds no loss scale, or several; or as in `explain`.
       TypeError: if `leaves` or `taps` have another type, or the state is that of an ensemble.
-
-    Source: DeepSpeed and fairseq raise where an overflow finds the scale at its minimum.
 
     Example:
       >>> import jax.numpy as jnp, optax

@@ -28,9 +28,8 @@ class HeadroomLossScale(LossScale):
     """Measures the largest gradient, and keeps it a little below overflow.
 
     For short runs, and for gradients that jump in size or are rare. Where gradients inside the
-    model are larger than those of its parameters, `DynamicLossScale` skips fewer steps.
-
-    Two things cannot be measured:
+    model are larger than those of its parameters, `DynamicLossScale` skips fewer steps. Two things
+    cannot be measured:
 
     - An overflow means that a gradient is too large for the scale, or that the batch is broken.
       So the scale falls by more bits each time, and these are held in reserve until a gradient
@@ -74,8 +73,6 @@ class HeadroomLossScale(LossScale):
     - Without NaNs, and with gradients below 2**115, it skips at most 75 steps in a row.
     - After any history, and with a margin of 1, 4608 steps whose largest gradients are alike bring
       the scale within a factor of 4 of the best, unless it flushed all of them to zero.
-
-    If gradients alternate between sizes more than 2**31 apart, it treats the larger as broken.
 
     Source: this library, after OpenSeq2Seq's `LogMaxScaler`.
 

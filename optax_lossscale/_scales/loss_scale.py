@@ -94,10 +94,7 @@ class LossScale(Stateful):
         return self.adjust(finite), finite
 
     def exhausted(self) -> jax.Array:
-        """Whether the last step overflowed and the scale could not be lowered.
-
-        A bool, shape (); False unless overridden. Where it is True, `raise_if_stuck` raises.
-        """
+        """Whether the last step overflowed at a scale that could not fall; a bool, shape ()."""
         return jnp.array(False)
 
     def scale(self, tree: T) -> T:

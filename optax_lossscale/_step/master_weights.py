@@ -68,9 +68,8 @@ def with_master_weights(
     zero, so 16 bits are enough.) For float16 parameters, whose range is smaller, it is a copy.
     `optax.apply_updates(params, updates)` is exact wherever float32 holds the difference.
 
-    A program may change its parameters between steps, by a clip or by loading pretrained ones
-    after `init`: a float16 parameter that is no longer its rounded copy replaces the copy; the 16
-    further bits of a bfloat16 one only say where it lies between two bfloat16 numbers.
+    A program may change its parameters between steps: a float16 parameter that is no longer its
+    rounded copy replaces the copy; a bfloat16 one keeps the 16 further bits.
 
     *Nothing may come after it*, as that would change where the parameters land: give it the whole
     optimizer, `with_loss_scale(with_master_weights(optax.chain(…)))`. Another order is refused by

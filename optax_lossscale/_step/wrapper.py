@@ -152,11 +152,8 @@ def with_loss_scale(
     parameters and state likewise. So a transformation that depends on the size of gradients, such
     as a clip, belongs inside: `with_loss_scale(optax.chain(clip, optimizer))`.
 
-    To accumulate gradients, write `with_loss_scale(optax.MultiSteps(inner, k))`: each micro-batch
-    is unscaled and checked by itself, and one that overflows is replaced by the next.
-
     Args:
-      inner: any Optax transformation.
+      inner: any Optax transformation; to accumulate gradients, `optax.MultiSteps(inner, k)`.
       loss_scale: anything that `get` accepts. With a number or `None`, nothing is checked, and the
         first overflow writes NaN into the parameters, unless `skip="nonfinite"`.
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas decide

@@ -2,9 +2,8 @@
 
 A loss scale that is a power of two changes no digit of a correct step's gradients: the outputs
 are the same, bit for bit, wherever nothing overflows and nothing underflows. After an overflow the
-step is skipped, and skipped steps are not compared. What remains is underflow, and that dies away
-as the loss scale rises: each doubling gives every gradient one more bit, until it has them all.
-So a change that rises with the loss scale, or does not die away, is not underflow.
+step is skipped, and skipped steps are not compared. What remains is underflow, which dies away as
+the loss scale rises: each doubling gives every gradient one more bit, until it has them all.
 """
 
 from itertools import pairwise

@@ -58,6 +58,7 @@ class Runs(NamedTuple):
     infinite: Run | None  # at an infinite loss scale, unless the step stopped there by itself
     growing: Run | None  # at which the loss scale grows, if it ever does
     steady: Run  # at the same loss scale without growth
+    given: list[np.ndarray]  # the arguments, flat as outputs are
 
     @property
     def compared(self) -> list[Run]:
@@ -111,6 +112,7 @@ def make_runs(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -
         infinite=infinite,
         growing=run(about_to_grow) if steps < _LONGEST_INTERVAL else None,
         steady=at(steady),
+        given=[x for _, x in _outputs({"given": arguments}, set()) if x.dtype == np.float64],
     )
 
 

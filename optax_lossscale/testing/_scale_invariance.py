@@ -28,12 +28,11 @@ def assert_scale_invariant(
     cancel, and nothing else may show it, as Adam trains on with gradients of any size. Put this
     into your tests, with the step that you train with, its first state and a small batch.
 
-    It runs the step some thirty times on copies of its arguments: at falling loss scales, powers
-    of two, where it looks for outputs that are proportional to a power of the scale, or change
-    from one scale to the next in a way that underflow does not explain; at an infinite scale, at
-    which a correct step is skipped; and with counters at which the loss scale grows in this step.
-    Outputs are everything that the step returns or changes in place, except for the loss scale
-    with its counters and `metrics`, and each `Summary`, which is of scaled numbers.
+    It runs the step some thirty times on copies of its arguments. At falling loss scales, powers
+    of two, it looks for outputs that are proportional to a power of the scale, or change in a way
+    that underflow does not explain; at an infinite one, for a step that is not skipped; and where
+    the loss scale grows, for gradients unscaled by the new one. Outputs are all that the step
+    returns or changes, but for the loss scale, `metrics`, and a `Summary` of scaled numbers.
 
     Args:
       step: the training step, compiled, or else this takes ten times as long. It returns its
@@ -56,15 +55,10 @@ def assert_scale_invariant(
       >>> tx = ols.with_loss_scale(optax.adam(1e-3))
       >>> loss_fn = lambda params, x: jnp.mean((x @ params) ** 2)
       >>> @jax.jit
-      ... def right(params, state, x):
-      ...     loss, scaled_grads = ols.value_and_scaled_grad(loss_fn, state)(params, x)
-      ...     return *tx.apply_gradients(scaled_grads, state, params), loss
-      >>> @jax.jit
       ... def wrong(params, state, x):
       ...     loss, scaled_grads = jax.value_and_grad(loss_fn)(params, x)
       ...     return *tx.apply_gradients(scaled_grads, state, params), loss
       >>> params, x = jnp.ones(3), jnp.ones((2, 3))
-      >>> ols.testing.assert_scale_invariant(right, params, tx.init(params), x)
       >>> ols.testing.assert_scale_invariant(wrong, params, tx.init(params), x)
       Traceback (most recent call last):
           ...
@@ -77,8 +71,7 @@ def assert_scale_invariant(
     if isinstance(loss_scale, FixedLossScale):
         raise ValueError(
             "a FixedLossScale cannot be varied, as compiled steps hold it as a constant. Test the "
-            "step with an optimizer whose loss scale adapts, such as DynamicLossScale(): the rest "
-            "of the step is the same"
+            "step with a loss scale that adapts, such as DynamicLossScale(): the rest is the same"
         )
     runs = make_runs(step, arguments, loss_scale)
     names = _compared(runs, [ignore] if isinstance(ignore, str) else list(ignore))
@@ -147,6 +140,8 @@ def _accusation(runs: Runs, series: dict[str, Series]) -> str:
         return "\n".join([*said, *_listed(_AT_INFINITY, stays), _DIVIDED])
     if said:
         return "\n".join([*said, _MULTIPLIED])
+    if broken := _broken_at_infinity(runs, series):
+        return "\n".join([*_listed(_NOT_FINITE, broken), _NOT_SKIPPED])
     moved = _listed(_AT_GROWTH, _changed_at_growth(runs, series))
     return "\n".join([*moved, _ADAPTED]) if moved else ""
 
@@ -181,6 +176,18 @@ def _changed_at_infinity(runs: Runs, series: dict[str, Series]) -> list[str]:
     return [name for name, usual in given.items() if differs(infinite.outputs[name], usual)]
 
 
+def _broken_at_infinity(runs: Runs, series: dict[str, Series]) -> list[str]:
+    """The state that is not finite after an infinite loss scale, at which the step is skipped."""
+    made = runs.infinite.outputs if runs.infinite else {}
+    usual = {name: x.values[-1] for name, x in series.items() if name in made}
+    distance, olds = dependence.norm_of_difference, [x for x in runs.given if x.size > 1]
+    is_near = lambda new, old: distance(new, old) < distance(old, np.zeros_like(old)) / 2
+    became = lambda new: any(x.shape == new.shape and is_near(new, x) for x in olds)
+    is_state = lambda name: re.search(r"_state|\.(mu|nu|trace)\b", name) or became(usual[name])
+    broken = [n for n, x in usual.items() if np.isfinite(x).all() > np.isfinite(made[n]).all()]
+    return [name for name in broken if is_state(name)]
+
+
 def _changed_at_growth(runs: Runs, series: dict[str, Series]) -> list[str]:
     """What comes out different at a step at which the loss scale grows."""
     growing = runs.growing
@@ -204,6 +211,7 @@ _BY_A_CHANGE = "These outputs change as the loss scale rises, and underflow does
 _AT_INFINITY = """\
 An infinite loss scale should make the gradients infinite or NaN, and the step should be skipped.
 It was applied, which changed"""
+_NOT_FINITE = "An infinite loss scale, at which the step should be skipped, leaves not finite:"
 _AT_GROWTH = """\
 At a step at which the loss scale grows, these come out different than at the same loss scale
 without growth:"""
@@ -219,6 +227,9 @@ So they come from gradients that are still scaled. To log a norm, unscale them f
 get_loss_scale(state).unscale(scaled_grads). And anything before the wrapper in an optax.chain
 sees scaled gradients: put it inside, with_loss_scale(optax.chain(…)). Name outputs that are
 meant to depend on the loss scale in ignore=."""
+_NOT_SKIPPED = """\
+So an overflow would end the training. Let tx.apply_gradients take the step, or keep the old
+parameters and the optimizer's old state where should_apply is False."""
 _ADAPTED = """\
 So they are unscaled by the new loss scale. Unscale by the one that the loss was multiplied by,
 from the state that the step is given, and adapt it afterwards."""
