@@ -44,7 +44,7 @@ def assert_scale_invariant(
       **kwargs: its keyword arguments, likewise; bind one named `ignore` with `functools.partial`.
 
     Raises:
-      AssertionError: if outputs depend on the loss scale. It says which, how, and the usual cause.
+      AssertionError: if outputs depend on the loss scale, or an overflow is not skipped, and why.
       ValueError: if there is no loss scale among the arguments, or several; if it is a
         `FixedLossScale`, which compiled steps hold as a constant; if the step is skipped at every
         loss scale; if two runs of it differ; or if a name to ignore is not that of an output.
