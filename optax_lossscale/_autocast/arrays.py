@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays import variables
-from optax_lossscale._autocast.cast_inputs import DTYPE
+from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
 from optax_lossscale._programs.values import dtype_in, in_dtype
 
 
@@ -57,7 +57,7 @@ def as_program(
             of_arrays = functools.wraps(fun)(of_arrays)
         wide = [in_dtype(jnp.float32, x) if dtype_in(x) == low else x for x in arrays]
         args, kwargs = form.filled(wide, with_others=False)
-        with variables.told_to_go_in_as_arguments(), DTYPE(low):
+        with variables.told_to_go_in_as_arguments(), AUTOCAST_DTYPE(low):
             program = jax.make_jaxpr(of_arrays)(*args, **kwargs)
         said = [(x, i in parameters) for i, x in enumerate(given[0])] + [(given[1], False)]
         flags = [flag for tree, is_said in said for flag in _are_parameters(tree, is_said)]

@@ -6,11 +6,9 @@ from typing import Any
 
 import jax
 
+from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
 from optax_lossscale._programs.values import FLOAT32, dtype_in, in_dtype
 from optax_lossscale._scales import validation
-
-DTYPE = jax.make_user_context(None)
-"""What `autocast` computes in, while it traces a function; `None` elsewhere."""
 
 
 def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +46,7 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fun)
     def of_cast(*args, **kwargs):
-        low = DTYPE.value
+        low = AUTOCAST_DTYPE.value
         if low is None:
             return fun(*args, **kwargs)
         return _cast(low, FLOAT32, fun(*_cast(FLOAT32, low, args), **_cast(FLOAT32, low, kwargs)))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 
-from optax_lossscale._autocast.cast_inputs import DTYPE
+from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
 from optax_lossscale._autocast.derivatives import custom_jvp, custom_vjp
 from optax_lossscale._autocast.flat import Instruction
 from optax_lossscale._autocast.kinds import Kind
@@ -121,7 +121,7 @@ def _run(step: Instruction, ins: list[Any], how: Casting) -> list[Any]:
 
 def _traced_and_narrowed(how: Casting, of: Callable[..., Any], args: Any, given: Any) -> Any:
     """The results of a function of arguments in the original's dtypes, narrowed; their dtypes."""
-    with DTYPE(how.dtype):
+    with AUTOCAST_DTYPE(how.dtype):
         jaxpr, shape = jax.make_jaxpr(of, return_shape=True)(*args)
     outs = narrowed(jaxpr, jax.tree.leaves(args), given, how)
     return jax.tree.unflatten(jax.tree.structure(shape), outs), dtypes_in(jax.tree.leaves(shape))

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_lossscale._arrays.contexts import UNSCALED
 from optax_lossscale._arrays.precision import at_least_float32, is_array
 from optax_lossscale._arrays.variables import found, is_module
 from optax_lossscale._scales import validation
@@ -18,8 +19,6 @@ from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.grad_dtype import GradDtype, narrowed, refuse_other_dtypes
 from optax_lossscale._step.inputs import refuse_no_scalar
 from optax_lossscale._step.master_weights import refuse_other_order
-
-UNSCALED = jax.make_user_context(False)  # for `diagnose`, which scales the gradient itself
 
 
 def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:

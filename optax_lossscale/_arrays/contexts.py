@@ -1,0 +1,13 @@
+"""What the functions that are traced inside of a `with` are told, and JAX's caches of them heed.
+
+JAX traces and compiles anew whatever it did before a context was made. So the package makes all of
+them when it is imported, which is before the first step, and none in a module imported later.
+"""
+
+import jax
+
+AUTOCAST_DTYPE = jax.make_user_context(None)
+"""What `autocast` computes in, while it traces a function; `None` elsewhere."""
+
+UNSCALED = jax.make_user_context(False)
+"""Whether losses are left unscaled: for `diagnose`, which scales the gradient itself."""
