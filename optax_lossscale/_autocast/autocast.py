@@ -106,7 +106,7 @@ def autocast(
 
 def _warn_of_nothing_narrowed(program: Any) -> None:
     """Warns if all products are left in float32, apart from those that ask for it."""
-    reasons = dict.fromkeys(reasons_left(open_jaxpr(program).eqns))
+    reasons = reasons_left(program)
     if reasons and "" not in reasons:
         said = "; ".join(f"{why} ({remedy(why)})" for why in reasons)
         validation.warn(f"autocast leaves every matrix product in float32: {said}")

@@ -1,5 +1,6 @@
 """A traced program as a flat list of steps, with what `jit` compiles put in its place."""
 
+import collections
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,9 +10,13 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal
 
 from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.run import is_placed
 from optax_lossscale._programs.versions import constants, open_jaxpr
 from optax_lossscale._programs.walk import programs_in
+
+
+_LONG = 100  # steps
 
 
 class Instruction(NamedTuple):
@@ -64,8 +69,10 @@ class Flat(NamedTuple):
         return found
 
 
+@remembered
 def flat(jaxpr: Any) -> Flat:
-    """The steps of a program; a `jit` that was told where to place its arrays stays one step."""
+    """The steps of a program; a `jit` that is placed, or called again and again, stays one step."""
+    called = _called(jaxpr)
     steps: list[Instruction] = []
     consts: dict[int, Any] = {}
     literals: dict[int, Literal] = {}
@@ -92,8 +99,8 @@ def flat(jaxpr: Any) -> Flat:
         for eqn in jaxpr.eqns:
             operands = tuple(map(read, eqn.invars))
             scope = names + eqn.source_info.name_stack
-            if Is.INLINED in traits_of(eqn.primitive.name) and not is_placed(eqn):
-                (inner,) = programs_in(eqn)
+            inner = _inlined(eqn)
+            if inner is not None and id(inner) not in called:
                 if "name" in eqn.params:
                     scope = scope.extend(f"jit({eqn.params['name']})")
                 outs = add(inner, operands, scope)
@@ -106,3 +113,35 @@ def flat(jaxpr: Any) -> Flat:
     ins = [new(v.aval) for v in open_jaxpr(jaxpr).invars]
     outs = add(jaxpr, ins, source_info_util.new_name_stack())
     return Flat(steps, ins, outs, consts, literals, types)
+
+
+def _inlined(eqn: Any) -> Any:
+    """The program that an equation is no more than a call of; None for any other equation."""
+    if Is.INLINED not in traits_of(eqn.primitive.name) or is_placed(eqn):
+        return None
+    (program,) = programs_in(eqn)
+    return program
+
+
+def _called(jaxpr: Any) -> set[int]:
+    """The programs, by `id`, that stay calls: long ones that are called more than once."""
+    # What is put in place becomes one with what is around it. But a function that calls another
+    # twice, which calls another twice, and so on, would be as long as two to the power of their
+    # number.
+    calls = collections.Counter[int]()
+    unread, long = [jaxpr], set()
+    while unread:
+        for program in filter(None, map(_inlined, open_jaxpr(unread.pop()).eqns)):
+            calls[id(program)] += 1
+            if calls[id(program)] == 1:
+                unread.append(program)
+            elif _length(program) > _LONG:
+                long.add(id(program))
+    return long
+
+
+@remembered
+def _length(program: Any) -> int:
+    """How many steps a program has with all that it calls in place."""
+    inlined = map(_inlined, open_jaxpr(program).eqns)
+    return sum(1 if inner is None else _length(inner) for inner in inlined)

@@ -11,6 +11,7 @@ from jax.extend.core import Literal
 from optax_lossscale._autocast.flat import Flat, Instruction, flat
 from optax_lossscale._autocast.products import holds_products, is_narrowed
 from optax_lossscale._programs.operations import NORMALIZES, Is, traits_of
+from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.run import is_entered
 from optax_lossscale._programs.values import FLOAT32, dtype_in, is_float
 from optax_lossscale._programs.walk import arguments_of, carried_by, programs_in
@@ -67,12 +68,13 @@ def kinds_at(
     name = eqn.primitive.name
     if name == "while" or (name == "scan" and not holds_products(eqn)):
         return inside, [Kind.FLOAT32] * len(eqn.outvars)
-    of = lambda program, given: _kinds_of_results(program, [inside[n] for n in given], low)
+    of = lambda program, given: _kinds_of_results(program, tuple(inside[n] for n in given), low)
     results = zip(*(of(*each) for each in arguments_of(eqn)), strict=True)
     return inside, [*(inside[n] for n in carried), *list(map(max, results))[len(carried) :]]
 
 
-def _kinds_of_results(jaxpr: Any, given: Sequence[Kind], low: np.dtype) -> list[Kind]:
+@remembered
+def _kinds_of_results(jaxpr: Any, given: tuple[Kind, ...], low: np.dtype) -> list[Kind]:
     program = flat(jaxpr)
     known = kinds(program, given, low)
     return [known[i] for i in program.outs]
@@ -98,12 +100,13 @@ def _kinds_inside(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kin
     kept = {i for i in carried if multiplied[i] and operands[i] in streams}
     while True:
         given = [Kind.SUM if i in kept else kind for i, kind in enumerate(inside)]
-        after = dict(zip(carried, _kinds_of_results(program, given, low), strict=False))
+        after = dict(zip(carried, _kinds_of_results(program, tuple(given), low), strict=False))
         if all(after[i] <= Kind.SUM for i in kept):
             return given
         kept = {i for i in kept if after[i] <= Kind.SUM}
 
 
+@remembered
 def _multiplied(jaxpr: Any, between: Is | None = None) -> list[bool]:
     """Which arguments become an operand of a product, by way of `between` operations alone."""
     program = flat(jaxpr)

@@ -16,6 +16,7 @@ from optax_lossscale._autocast.plan import Casting, Part, Plan
 from optax_lossscale._autocast.products import holds_products, is_narrowed, is_outer_product
 from optax_lossscale._autocast.recomputed import Repeated, is_cheap, is_kept, is_redone, read_by
 from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in, numbers_in
 from optax_lossscale._programs.walk import arguments_of, carried_by
 
@@ -28,6 +29,17 @@ def plan(
     gives: Sequence[Any] | None = None,
 ) -> Plan:
     """The plan for a program traced in float32; it gives each `SUM` in 16 bits, unless told."""
+    return _plan(jaxpr, tuple(takes), tuple(given), how, None if gives is None else tuple(gives))
+
+
+@remembered
+def _plan(
+    jaxpr: Any,
+    takes: tuple[Any, ...],
+    given: tuple[Kind, ...],
+    how: Casting,
+    gives: tuple[Any, ...] | None,
+) -> Plan:
     return _Planner(flat(jaxpr), takes, given, how).plan(gives)
 
 

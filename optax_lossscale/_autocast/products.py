@@ -1,6 +1,5 @@
 """Which products are computed in 16 bits, and why others are left."""
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
+from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.run import is_entered
 from optax_lossscale._programs.values import (
     FLOAT32,
@@ -17,7 +17,7 @@ from optax_lossscale._programs.values import (
     is_product,
 )
 from optax_lossscale._programs.versions import name_of, open_jaxpr
-from optax_lossscale._programs.walk import equations_in
+from optax_lossscale._programs.walk import programs_in
 
 AT_DEFAULT = "products at this jax_default_matmul_precision"
 SCOPE = "ols.autocast"
@@ -42,32 +42,46 @@ def is_outer_product(eqn: Any) -> bool:
 
 def holds_products(eqn: Any) -> bool:
     """Whether an equation holds products, or what has such derivatives, to have in 16 bits."""
+    return not _why_not_rewritten(eqn) and any(map(_narrows, programs_in(eqn)))
+
+
+@remembered
+def _narrows(program: Any) -> bool:
+    """Whether a program has products, or what has such derivatives, to have in 16 bits."""
     # The backward pass of a `custom_vjp` may have products where its forward pass has none.
     has_own = lambda e: e.primitive.name == "custom_vjp_call"
     is_one = lambda e: is_narrowed(e) or is_outer_product(e) or has_own(e) or holds_products(e)
-    return not _why_not_rewritten(eqn) and any(map(is_one, equations_in(eqn)))
+    return any(map(is_one, open_jaxpr(program).eqns))
 
 
 def why_left(eqn: Any) -> str:
     """Why products in an equation, or the equation itself, stay in float32; "" if they do not."""
     if not is_product(eqn):
-        return _why_not_rewritten(eqn) if _has_products(eqn) else ""
+        return _why_not_rewritten(eqn) if any(map(_multiplies, programs_in(eqn))) else ""
     dtypes = dtypes_in(eqn.invars[:2])
     integers = [d for d in dtypes if jnp.issubdtype(d, jnp.integer)]  # maybe large ones
     is_left = FLOAT32 in dtypes and not is_narrowed(eqn) and not asks_for_precision(eqn)
     return f"a product with {integers[0]}" if is_left and integers else ""
 
 
-def reasons_left(eqns: Iterable[Any]) -> Iterator[str]:
-    """For each product that autocast narrows or leaves, why it is left; "" if it is narrowed."""
-    for eqn in eqns:
+def reasons_left(program: Any) -> tuple[str, ...]:
+    """Why autocast leaves products of a program, each reason once; "" for any that it narrows."""
+    return _reasons_left(program, _default_asks_for_precision())
+
+
+@remembered
+def _reasons_left(program: Any, all_ask: bool) -> tuple[str, ...]:
+    reasons: dict[str, None] = {}
+    for eqn in open_jaxpr(program).eqns:
         why = why_left(eqn)
-        if is_product(eqn) and asks_for_precision(eqn) and _default_asks_for_precision():
+        if is_product(eqn) and asks_for_precision(eqn) and all_ask:
             why = AT_DEFAULT
         if why or is_narrowed(eqn):
-            yield why
-        else:
-            yield from reasons_left(equations_in(eqn))
+            reasons[why] = None
+            continue
+        for inner in programs_in(eqn):
+            reasons |= dict.fromkeys(_reasons_left(inner, all_ask))
+    return tuple(reasons)
 
 
 def remedy(why: str) -> str:
@@ -81,10 +95,12 @@ def remedy(why: str) -> str:
     return "use autocast inside of it, as on the function that is passed to a solver"
 
 
-def _has_products(eqn: Any) -> bool:
-    """Whether an equation holds products, however deep, that would be in 16 bits outside it."""
-    is_one = lambda e: is_narrowed(e) or is_outer_product(e) or _has_products(e)
-    return any(map(is_one, equations_in(eqn)))
+@remembered
+def _multiplies(program: Any) -> bool:
+    """Whether a program has products, however deep, that would be in 16 bits outside it."""
+    holds_one = lambda e: any(map(_multiplies, programs_in(e)))
+    is_one = lambda e: is_narrowed(e) or is_outer_product(e) or holds_one(e)
+    return any(map(is_one, open_jaxpr(program).eqns))
 
 
 def _why_not_rewritten(eqn: Any) -> str:

@@ -5,8 +5,10 @@ from typing import Any, NamedTuple
 
 from optax_lossscale._autocast.flat import Instruction
 from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import is_float, is_product, numbers_in
-from optax_lossscale._programs.walk import equations_in
+from optax_lossscale._programs.versions import open_jaxpr
+from optax_lossscale._programs.walk import programs_in
 
 _LONGEST = 50  # steps
 _FEW = 32  # to one
@@ -17,7 +19,12 @@ def is_cheap(eqn: Any) -> bool:
     """Whether recomputing it takes no longer than reading it."""
     if eqn.effects or is_product(eqn) or Is.CHEAP not in traits_of(eqn.primitive.name):
         return False
-    return all(map(is_cheap, equations_in(eqn)))
+    return all(map(_is_all_cheap, programs_in(eqn)))
+
+
+@remembered
+def _is_all_cheap(program: Any) -> bool:
+    return all(map(is_cheap, open_jaxpr(program).eqns))
 
 
 def is_redone(island: list[Instruction]) -> bool:

@@ -1,5 +1,6 @@
 """Runs a program as its plan says."""
 
+import collections
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,10 +28,46 @@ def narrowed(jaxpr: Any, args: Sequence[Any], given: Sequence[Kind], how: Castin
     """The results of a program for arguments of some kinds, narrowed."""
     pairs = zip(args, open_jaxpr(jaxpr).invars, strict=True)
     takes = [how.dtype if dtype_in(x) == how.dtype else dtype_in(v) for x, v in pairs]
-    return _by_plan(plan(jaxpr, takes, given, how)).call(args)[0]
+    return _Runs(plan(jaxpr, takes, given, how)).whole.call(args)[0]
 
 
-def _by_plan(made: Plan) -> Run:
+class _Runs:
+    """How to run the programs in a program as their plans say."""
+
+    def __init__(self, made: Plan):
+        self._repeated = _repeated(made)
+        self._traced: dict[int, Callable[..., Any]] = {}
+        self.whole = _by_plan(made, self)
+
+    def inside(self, step: Instruction) -> list[Run]:
+        """How to run each of the programs that a step holds."""
+        return [self._traced_once(_by_plan(made, self), made, step) for made in step.plans]
+
+    def _traced_once(self, run: Run, made: Plan, step: Instruction) -> Run:
+        """The same; if other steps hold it, too, it is called as they are, and not copied."""
+        if id(made) not in self._repeated:
+            return run
+        if id(made) not in self._traced:
+            call = lambda args: run.call(args)[0]
+            call.__name__ = step.eqn.params.get("name", step.name)
+            self._traced[id(made)] = jax.jit(call)
+        return run._replace(call=lambda args: (self._traced[id(made)](list(args)), {}))
+
+
+def _repeated(made: Plan) -> set[int]:
+    """The plans in a plan, by `id`, that several steps have: for a program that JAX shares."""
+    uses = collections.Counter[int]()
+    unread = [made]
+    while unread:
+        steps = (step for part in unread.pop().parts for step in part.steps)
+        for inner in (inner for step in steps for inner in step.plans):
+            uses[id(inner)] += 1
+            if uses[id(inner)] == 1:
+                unread.append(inner)
+    return {i for i, n in uses.items() if n > 1}
+
+
+def _by_plan(made: Plan, runs: _Runs) -> Run:
     """How to run a program as a plan says."""
     program = made.program
 
@@ -46,7 +83,7 @@ def _by_plan(made: Plan) -> Run:
             return forms[dtype] if dtype in forms else next(iter(forms.values()))
 
         for part in made.parts:
-            of = lambda xs, part=part: _computed(part, xs, made)
+            of = lambda xs, part=part: _computed(part, xs, made, runs)
             if part.is_recomputed:
                 policy = _KEEPS if part.kept else None  # which takes longer to trace
                 of = jax.checkpoint(of, prevent_cse=made.how.prevent_cse, policy=policy)
@@ -59,7 +96,7 @@ def _by_plan(made: Plan) -> Run:
         pairs = zip(program.outs, made.gives, strict=True)
         return [in_dtype(dtype, read(i, dtype)) for i, dtype in pairs], {}
 
-    return Run(made.takes, made.gives, call)
+    return Run(made.takes, made.gives, call, records=False)
 
 
 def _spread(step: Instruction, low: dict[int, list[Any]], ins: list[Any]) -> dict[int, list[Any]]:
@@ -82,7 +119,7 @@ def _tangent_in_place_of(primals, tangents):
     return primals[0], in_dtype(dtype_in(primals[0]), tangents[1])
 
 
-def _computed(part: Part, xs: Sequence[Any], made: Plan) -> dict[int, list[Any]]:
+def _computed(part: Part, xs: Sequence[Any], made: Plan, runs: _Runs) -> dict[int, list[Any]]:
     """What a part writes, in each dtype."""
     values = dict(zip(part.reads, xs, strict=True))
     values |= {i: literal.val for i, literal in made.program.literals.items()}
@@ -91,7 +128,7 @@ def _computed(part: Part, xs: Sequence[Any], made: Plan) -> dict[int, list[Any]]
     written = {}
     for step in part.steps:
         with step.at_its_line():
-            outs = _run(step, list(map(cast, step.ins, step.takes)), made.how)
+            outs = _run(step, list(map(cast, step.ins, step.takes)), made.how, runs)
             outs = in_dtypes(step.gives, outs)
             if not part.kept.isdisjoint(step.outs):
                 outs = [checkpoint_name(x, SCOPE) for x in outs]
@@ -103,20 +140,20 @@ def _computed(part: Part, xs: Sequence[Any], made: Plan) -> dict[int, list[Any]]
     return written
 
 
-def _run(step: Instruction, ins: list[Any], how: Casting) -> list[Any]:
+def _run(step: Instruction, ins: list[Any], how: Casting, runs: _Runs) -> list[Any]:
     """The results of an instruction."""
     eqn = step.eqn
     if is_narrowed(eqn):
         return _product(eqn, ins)
     if is_outer_product(eqn):
         return [_outer_product(eqn, *ins)]
-    runs = list(map(_by_plan, step.plans))
+    inside = runs.inside(step)
     narrowly = functools.partial(_traced_and_narrowed, how._replace(keeps=False))
     if step.name == "custom_vjp_call" and not why_left(eqn):
-        return custom_vjp(eqn, ins, runs, step.kinds, narrowly)
-    if step.name == "custom_jvp_call" and runs:
-        return custom_jvp(eqn, ins, runs, step.kinds, narrowly)
-    return enter(eqn, ins, runs)[0] if runs else bind(eqn, ins)
+        return custom_vjp(eqn, ins, inside, step.kinds, narrowly)
+    if step.name == "custom_jvp_call" and inside:
+        return custom_jvp(eqn, ins, inside, step.kinds, narrowly)
+    return enter(eqn, ins, inside)[0] if inside else bind(eqn, ins)
 
 
 def _traced_and_narrowed(how: Casting, of: Callable[..., Any], args: Any, given: Any) -> Any:

@@ -32,6 +32,7 @@ class Run(NamedTuple):
     takes: Sequence[Any]  # the dtypes in which it is to be given its arguments
     gives: Sequence[Any]  # the dtypes of its results
     call: Callable[[Sequence[Any]], tuple[list[Any], Records]]
+    records: bool  # whether calling it may return any
 
 
 def by_equation(
@@ -66,7 +67,7 @@ def by_equation(
             values.update(zip(eqn.outvars, outs, strict=True))
         return list(map(read, jaxpr.outvars)), records
 
-    return Run(all_held(jaxpr.invars), all_held(jaxpr.outvars), call)
+    return Run(all_held(jaxpr.invars), all_held(jaxpr.outvars), call, records=True)
 
 
 def numbered(jaxpr: Any) -> Iterator[Any]:
@@ -142,7 +143,7 @@ def _while(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any]
         return in_dtypes(carried, outs), jax.tree.map(jnp.maximum, records, new)
 
     goes_on = lambda state: condition.call([*of_cond, *state[0]])[0][0]
-    noted = jax.eval_shape(lambda xs: body.call([*of_body, *xs])[1], carry)
+    noted = _noted(body, [*of_body, *carry])
     return lax.while_loop(goes_on, step, (carry, jax.tree.map(zeros_of, noted)))
 
 
@@ -152,7 +153,7 @@ def _cond(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any],
     gives = [widest(dtypes) for dtypes in zip(*(run.gives for run in runs), strict=True)]
     noted: Records = {}
     for run in runs:
-        noted |= jax.eval_shape(lambda xs, run=run: run.call(xs)[1], ins)
+        noted |= _noted(run, ins)
 
     def branch(run):
         def of(*ins):
@@ -162,6 +163,11 @@ def _cond(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any],
         return of
 
     return lax.switch(index, list(map(branch, runs)), *ins)
+
+
+def _noted(run: Run, ins: Sequence[Any]) -> Records:
+    """The types of the records of a program, which it is traced once more for, if it may have any."""
+    return jax.eval_shape(lambda xs: run.call(xs)[1], ins) if run.records else {}
 
 
 def _shard_map(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any], Records]:
