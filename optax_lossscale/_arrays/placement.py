@@ -1,5 +1,6 @@
 """Over which devices an array is spread, by the compiler or by `shard_map`."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -18,6 +19,19 @@ def is_partitioned(x: jax.Array) -> bool:
 def varying_axes(x: jax.Array) -> frozenset:
     """The axes of `shard_map` along which the array differs; none without `check_vma`."""
     return _varying(jax.typeof(x))
+
+
+def in_its_mesh(x: jax.typing.ArrayLike) -> contextlib.AbstractContextManager[Any]:
+    """A context for an operation on an array that may belong to another mesh than what is around.
+
+    As an array inside of `auto_axes` does, whose mesh has the same axes with other types.
+    """
+    mesh, around = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
+    is_auto = {AxisType.Auto}.issuperset
+    both_auto = is_auto(mesh.axis_types) and is_auto(around.axis_types)
+    if mesh.empty or around.empty or mesh == around or both_auto:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def zeros_of(kind: jax.ShapeDtypeStruct) -> jax.Array:

@@ -145,15 +145,18 @@ def _run(step: Instruction, ins: list[Any], how: Casting, runs: _Runs) -> list[A
     eqn = step.eqn
     if is_narrowed(eqn):
         return _product(eqn, ins)
-    if is_outer_product(eqn):
-        return [_outer_product(eqn, *ins)]
     inside = runs.inside(step)
     narrowly = functools.partial(_traced_and_narrowed, how._replace(keeps=False))
-    if step.name == "custom_vjp_call" and not why_left(eqn):
-        return custom_vjp(eqn, ins, inside, step.kinds, narrowly)
-    if step.name == "custom_jvp_call" and inside:
-        return custom_jvp(eqn, ins, inside, step.kinds, narrowly)
-    return enter(eqn, ins, inside)[0] if inside else bind(eqn, ins)
+    with eqn.ctx.manager:
+        if is_outer_product(eqn):
+            return [_outer_product(eqn, *ins)]
+        if step.name == "custom_vjp_call" and not why_left(eqn):
+            return custom_vjp(eqn, ins, inside, step.kinds, narrowly)
+        if step.name == "custom_jvp_call" and inside:
+            return custom_jvp(eqn, ins, inside, step.kinds, narrowly)
+        if inside:
+            return enter(eqn, ins, inside)[0]
+    return bind(eqn, ins)
 
 
 def _traced_and_narrowed(how: Casting, of: Callable[..., Any], args: Any, given: Any) -> Any:

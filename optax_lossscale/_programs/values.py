@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from optax_lossscale._arrays.placement import in_its_mesh
 from optax_lossscale._programs.operations import Is, traits_of
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -29,7 +30,8 @@ def in_dtype(dtype: Any, x: Any) -> Any:
     given = dtype_in(x)
     if dtype is None or given is None or given == dtype:  # NumPy's float64 equals None
         return x
-    return lax.convert_element_type(x, dtype)
+    with in_its_mesh(x):
+        return lax.convert_element_type(x, dtype)
 
 
 def in_dtypes(dtypes: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
