@@ -11,13 +11,13 @@ from jax.extend.core import Literal
 from optax_lossscale._programs.operations import Is, traits_of
 from optax_lossscale._programs.run import is_placed
 from optax_lossscale._programs.versions import constants, open_jaxpr
-from optax_lossscale._programs.walk import programs_in
+from optax_lossscale._programs.walk import has_users_line, programs_in
 
 
 class Instruction(NamedTuple):
     """An equation, whose operands and results are numbered over the whole program."""
 
-    eqn: Any  # as JAX traced it
+    eqn: Any  # as JAX traced it, but for its line: that of the call around, if it is JAX's own
     ins: tuple[int, ...]
     outs: tuple[int, ...]
     names: Any  # the scopes around it, by which profiles name it
@@ -81,7 +81,7 @@ def flat(jaxpr: Any) -> Flat:
         types[number] = literal.aval
         return number
 
-    def add(jaxpr, ins, names):
+    def add(jaxpr, ins, names, around):
         """Adds the steps of a jaxpr, and returns the numbers of its results."""
         held, jaxpr = constants(jaxpr), open_jaxpr(jaxpr)
         numbers = dict(zip(jaxpr.invars, ins, strict=True))
@@ -90,13 +90,15 @@ def flat(jaxpr: Any) -> Flat:
             consts[numbers[v]] = x
         read = lambda v: new_literal(v) if isinstance(v, Literal) else numbers[v]
         for eqn in jaxpr.eqns:
+            if around is not None and not has_users_line(eqn):
+                eqn = eqn.replace(source_info=eqn.source_info.replace(traceback=around))
             operands = tuple(map(read, eqn.invars))
             scope = names + eqn.source_info.name_stack
             if Is.INLINED in traits_of(eqn.primitive.name) and not is_placed(eqn):
                 (inner,) = programs_in(eqn)
                 if "name" in eqn.params:
                     scope = scope.extend(f"jit({eqn.params['name']})")
-                outs = add(inner, operands, scope)
+                outs = add(inner, operands, scope, eqn.source_info.traceback)
             else:
                 outs = tuple(new(v.aval) for v in eqn.outvars)
                 steps.append(Instruction(eqn, operands, outs, scope))
@@ -104,5 +106,5 @@ def flat(jaxpr: Any) -> Flat:
         return list(map(read, jaxpr.outvars))
 
     ins = [new(v.aval) for v in open_jaxpr(jaxpr).invars]
-    outs = add(jaxpr, ins, source_info_util.new_name_stack())
+    outs = add(jaxpr, ins, source_info_util.new_name_stack(), None)
     return Flat(steps, ins, outs, consts, literals, types)

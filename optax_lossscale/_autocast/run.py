@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 
@@ -13,6 +12,7 @@ from optax_lossscale._autocast.cast_inputs import DTYPE
 from optax_lossscale._autocast.derivatives import custom_jvp, custom_vjp
 from optax_lossscale._autocast.flat import Instruction
 from optax_lossscale._autocast.kinds import Kind
+from optax_lossscale._autocast.outer import outer_product
 from optax_lossscale._autocast.plan import Casting, Part, Plan
 from optax_lossscale._autocast.planner import plan
 from optax_lossscale._autocast.products import SCOPE, is_narrowed, is_outer_product, why_left
@@ -109,7 +109,7 @@ def _run(step: Instruction, ins: list[Any], how: Casting) -> list[Any]:
     if is_narrowed(eqn):
         return _product(eqn, ins)
     if is_outer_product(eqn):
-        return [_outer_product(eqn, *ins)]
+        return [outer_product(eqn, *ins)]
     runs = list(map(_by_plan, step.plans))
     narrowly = functools.partial(_traced_and_narrowed, how._replace(keeps=False))
     if step.name == "custom_vjp_call" and not why_left(eqn):
@@ -133,11 +133,3 @@ def _product(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype_in(ins[0])
     return bind(eqn.replace(params=params), ins)
-
-
-def _outer_product(eqn: Any, x: Any, y: Any) -> Any:
-    """The same by broadcasting, in float32: its derivatives are sums, not matrix products."""
-    _, (batch_x, batch_y) = eqn.params["dimension_numbers"]
-    x, y = (jnp.moveaxis(a, batch, range(len(batch))) for a, batch in ((x, batch_x), (y, batch_y)))
-    end, start = range(x.ndim, eqn.outvars[0].aval.ndim), range(len(batch_x), x.ndim)
-    return jnp.expand_dims(x, tuple(end)) * jnp.expand_dims(y, tuple(start))
