@@ -9,8 +9,8 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal
 
 from optax_lossscale._programs.operations import Is, traits_of
-from optax_lossscale._programs.run import is_placed
-from optax_lossscale._programs.versions import constants, open_jaxpr
+from optax_lossscale._programs.run import is_entered, is_placed
+from optax_lossscale._programs.versions import constants, is_program, open_jaxpr
 from optax_lossscale._programs.walk import has_users_line, programs_in
 
 
@@ -91,7 +91,7 @@ def flat(jaxpr: Any) -> Flat:
         read = lambda v: new_literal(v) if isinstance(v, Literal) else numbers[v]
         for eqn in jaxpr.eqns:
             if around is not None and not has_users_line(eqn):
-                eqn = eqn.replace(source_info=eqn.source_info.replace(traceback=around))
+                eqn = _at_line(around, eqn)
             operands = tuple(map(read, eqn.invars))
             scope = names + eqn.source_info.name_stack
             if Is.INLINED in traits_of(eqn.primitive.name) and not is_placed(eqn):
@@ -108,3 +108,20 @@ def flat(jaxpr: Any) -> Flat:
     ins = [new(v.aval) for v in open_jaxpr(jaxpr).invars]
     outs = add(jaxpr, ins, source_info_util.new_name_stack(), None)
     return Flat(steps, ins, outs, consts, literals, types)
+
+
+def _at_line(traceback: Any, eqn: Any) -> Any:
+    """An equation at the line of a call, and so what it holds, from which derivatives are made."""
+    params = eqn.params
+    if not is_entered(eqn):
+        at_line = lambda x: _all_at_line(traceback, x) if is_program(x) else x
+        params = jax.tree.map(at_line, params, is_leaf=is_program)
+    source_info = eqn.source_info.replace(traceback=traceback)
+    return eqn.replace(params=params, source_info=source_info)
+
+
+def _all_at_line(traceback: Any, program: Any) -> Any:
+    """A program, with all of its equations at the line of a call."""
+    jaxpr = open_jaxpr(program)
+    jaxpr = jaxpr.replace(eqns=[_at_line(traceback, eqn) for eqn in jaxpr.eqns])
+    return jaxpr if program is open_jaxpr(program) else program.replace(jaxpr=jaxpr)
