@@ -25,6 +25,7 @@ class Instruction(NamedTuple):
     takes: Sequence[Any] = ()  # the dtype to which each operand is cast, or None for as it comes
     gives: Sequence[Any] = ()  # the dtypes to which its results are rounded at once
     kinds: Sequence[Any] = ()  # those of its operands, if it holds products
+    uses: Sequence[Any] = ()  # what is done with its results, likewise
     plans: Sequence[Any] = ()  # for the programs that it holds, likewise
 
     @property

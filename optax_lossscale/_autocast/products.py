@@ -52,6 +52,11 @@ def holds_products(eqn: Any) -> bool:
     return not _why_not_rewritten(eqn) and any(map(is_one, equations_in(eqn)))
 
 
+def is_rewritten(eqn: Any) -> bool:
+    """Whether the programs in an equation are narrowed, if there is something to narrow."""
+    return not _why_not_rewritten(eqn)
+
+
 def why_left(eqn: Any) -> str:
     """Why products in an equation, or the equation itself, are not narrowed; "" if they are."""
     if not is_product(eqn):

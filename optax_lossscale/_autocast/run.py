@@ -16,6 +16,7 @@ from optax_lossscale._autocast.outer import outer_product
 from optax_lossscale._autocast.plan import Casting, Part, Plan
 from optax_lossscale._autocast.planner import plan
 from optax_lossscale._autocast.products import SCOPE, is_narrowed, is_outer_product, why_left
+from optax_lossscale._autocast.uses import Use
 from optax_lossscale._programs.run import Run, enter
 from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in, in_dtype, in_dtypes
 from optax_lossscale._programs.versions import bind, open_jaxpr
@@ -23,11 +24,17 @@ from optax_lossscale._programs.versions import bind, open_jaxpr
 _KEEPS = checkpoint_policies.save_only_these_names(SCOPE)
 
 
-def narrowed(jaxpr: Any, args: Sequence[Any], given: Sequence[Kind], how: Casting) -> list[Any]:
+def narrowed(
+    jaxpr: Any,
+    args: Sequence[Any],
+    given: Sequence[Kind],
+    how: Casting,
+    uses: Sequence[Use] | None = None,
+) -> list[Any]:
     """The results of a program for arguments of some kinds, narrowed."""
     pairs = zip(args, open_jaxpr(jaxpr).invars, strict=True)
     takes = [how.dtype if dtype_in(x) == how.dtype else dtype_in(v) for x, v in pairs]
-    return _by_plan(plan(jaxpr, takes, given, how)).call(args)[0]
+    return _by_plan(plan(jaxpr, takes, given, how, uses)).call(args)[0]
 
 
 def _by_plan(made: Plan) -> Run:
@@ -113,17 +120,23 @@ def _run(step: Instruction, ins: list[Any], how: Casting) -> list[Any]:
     runs = list(map(_by_plan, step.plans))
     narrowly = functools.partial(_traced_and_narrowed, how._replace(keeps=False))
     if step.name == "custom_vjp_call" and not why_left(eqn):
-        return custom_vjp(eqn, ins, runs, step.kinds, narrowly)
+        return custom_vjp(eqn, ins, runs, step, narrowly)
     if step.name == "custom_jvp_call" and runs:
-        return custom_jvp(eqn, ins, runs, step.kinds, narrowly)
+        return custom_jvp(eqn, ins, runs, step, narrowly)
     return enter(eqn, ins, runs)[0] if runs else bind(eqn, ins)
 
 
-def _traced_and_narrowed(how: Casting, of: Callable[..., Any], args: Any, given: Any) -> Any:
+def _traced_and_narrowed(
+    how: Casting,
+    of: Callable[..., Any],
+    args: Any,
+    given: Sequence[Kind],
+    uses: Callable[[Any], Sequence[Use]],
+) -> Any:
     """The results of a function of arguments in the original's dtypes, narrowed; their dtypes."""
     with DTYPE(how.dtype):
         jaxpr, shape = jax.make_jaxpr(of, return_shape=True)(*args)
-    outs = narrowed(jaxpr, jax.tree.leaves(args), given, how)
+    outs = narrowed(jaxpr, jax.tree.leaves(args), given, how, uses(shape))
     return jax.tree.unflatten(jax.tree.structure(shape), outs), dtypes_in(jax.tree.leaves(shape))
 
 
