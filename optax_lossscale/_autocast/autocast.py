@@ -1,7 +1,8 @@
 """`autocast`: any function, with matrix products in 16 bits and the rest in float32."""
 
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
 from typing import Any
 
@@ -58,8 +59,8 @@ def autocast(
 
     Raises:
       TypeError: if `fun` is not a function or `argnums` are not ints.
-      ValueError: if `dtype` is neither of the two; when called, if there are fewer
-        arguments than `argnums` says.
+      ValueError: if `dtype` is neither of the two or `argnums` repeat a number; when called, if an
+        argument that `argnums` name is not there, or is named twice.
 
     Source: `torch.autocast` and TensorFlow's mixed precision graph rewrite, which list operations
     that need float32. Here all operations between two products get it, as a compiler fuses them.
@@ -85,12 +86,7 @@ def autocast(
 
     @functools.wraps(fun)
     def autocasted(*args, **kwargs):
-        parameters = {range(len(args))[n] for n in positions if -len(args) <= n < len(args)}
-        if len(parameters) < len(positions) and not kwargs:
-            raise ValueError(
-                f"autocast was given argnums={argnums!r}, but there are {len(args)} positional "
-                "arguments: pass the parameters by position, or argnums=() if there are none"
-            )
+        parameters = _parameters(fun, argnums, positions, len(args), kwargs)
         with as_program(fun, args, kwargs, parameters, low) as call:
             _warn_of_nothing_narrowed(call.program)
             kinds = [Kind.PARAMETER if is_it else Kind.FLOAT32 for is_it in call.is_parameter]
@@ -104,9 +100,47 @@ def autocast(
     return autocasted
 
 
+def _parameters(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int],
+    positions: Sequence[int],
+    n_args: int,
+    kwargs: Mapping[str, Any],
+) -> set[int]:
+    """Which positional arguments of a call are parameters; `argnums` is what the user gave."""
+    parameters: set[int] = set()
+    for n in positions:
+        if -n_args <= n < n_args:
+            position = range(n_args)[n]
+            if position in parameters:
+                raise ValueError(
+                    f"autocast was given argnums={argnums!r}, which name argument {position} "
+                    f"of {n_args} twice: name each argument once"
+                )
+            parameters.add(position)
+        elif not _is_by_keyword(fun, n, kwargs):
+            raise ValueError(
+                f"autocast was given argnums={argnums!r}, but there are {n_args} positional "
+                "arguments: pass the parameters by position, or argnums=() if there are none"
+            )
+    return parameters
+
+
+def _is_by_keyword(fun: Callable[..., Any], position: int, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the argument that has this position was given by keyword."""
+    try:
+        named = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):  # as of some functions in C
+        return 0 <= position < len(kwargs)
+    if not 0 <= position < len(named):
+        return False
+    is_any_name = named[position].kind == inspect.Parameter.VAR_KEYWORD and bool(kwargs)
+    return is_any_name or named[position].name in kwargs
+
+
 def _warn_of_nothing_narrowed(program: Any) -> None:
-    """Warns if all products are left in float32, apart from those that ask for it."""
+    """Warns if no product is narrowed, apart from those that ask for their precision."""
     reasons = reasons_left(program)
     if reasons and "" not in reasons:
         said = "; ".join(f"{why} ({remedy(why)})" for why in reasons)
-        validation.warn(f"autocast leaves every matrix product in float32: {said}")
+        validation.warn(f"autocast leaves every matrix product as it is: {said}")

@@ -8,19 +8,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from optax_lossscale._autocast.flat import Instruction
 from optax_lossscale._autocast.kinds import Kind
+from optax_lossscale._autocast.uses import KEPT, Use
 from optax_lossscale._programs.run import Run
 from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes, is_float
 from optax_lossscale._programs.versions import bind, function_name
 
 Kinds = Sequence[Kind]
-Narrowed = Callable[[Callable[..., Any], Any, Kinds], tuple[Any, list[Any]]]
+UsesOf = Callable[[Any], Sequence[Use]]
+"""Says what is done with a function's results, from their types."""
+
+Narrowed = Callable[[Callable[..., Any], Any, Kinds, UsesOf], tuple[Any, list[Any]]]
 """What a function gives for a tuple of arguments of some kinds, narrowed; its own dtypes."""
 
 
-def custom_jvp(eqn: Any, ins: list, runs: Sequence[Run], given: Kinds, narrowed: Narrowed) -> list:
+def custom_jvp(
+    eqn: Any, ins: list, runs: Sequence[Run], step: Instruction, narrowed: Narrowed
+) -> list:
     """The results of a `custom_jvp`, whose derivative is the original one, rewritten in turn."""
     (run,) = runs
+    given = step.kinds
 
     def of(*xs):
         return run.call(xs)[0]
@@ -40,7 +48,8 @@ def custom_jvp(eqn: Any, ins: list, runs: Sequence[Run], given: Kinds, narrowed:
         traced = dtypes_in(eqn.invars)
         args = in_dtypes(traced, primals), {i: in_dtype(traced[i], tangents[i]) for i in moved}
         kinds = [*given, *(max(given[i], Kind.SUM) for i in moved)]
-        (outs, moves), _ = narrowed(derivative, args, kinds)
+        uses = lambda shapes: [*step.uses, *(step.uses[i] for i in shapes[1])]
+        (outs, moves), _ = narrowed(derivative, args, kinds, uses)
         outs = in_dtypes(run.gives, outs)
         no_move = lambda x: np.zeros(x.shape, jax.dtypes.float0)
         of_result = lambda i, x: in_dtype(x.dtype, moves[i]) if i in moves else no_move(x)
@@ -49,11 +58,15 @@ def custom_jvp(eqn: Any, ins: list, runs: Sequence[Run], given: Kinds, narrowed:
     return of(*map(jnp.asarray, ins))
 
 
-def custom_vjp(eqn: Any, ins: list, runs: Sequence[Run], given: Kinds, narrowed: Narrowed) -> list:
+def custom_vjp(
+    eqn: Any, ins: list, runs: Sequence[Run], step: Instruction, narrowed: Narrowed
+) -> list:
     """The results of a `custom_vjp`, whose passes are the original ones, rewritten in turn."""
     first, taken = eqn.params["num_consts"], dtypes_in(ins)
     gives = runs[0].gives if runs else dtypes_in(eqn.outvars)
-    kinds = given or [Kind.FLOAT32] * len(ins)  # if the forward pass has no products
+    # If the forward pass has no products, neither is known.
+    kinds = step.kinds or [Kind.FLOAT32] * len(ins)
+    of_results = step.uses or [Use.WIDELY] * len(eqn.outvars)
 
     def of(*xs):
         return runs[0].call(xs)[0] if runs else bind(eqn, xs)
@@ -62,7 +75,8 @@ def custom_vjp(eqn: Any, ins: list, runs: Sequence[Run], given: Kinds, narrowed:
         xs = in_dtypes(dtypes_in(eqn.invars), [x.value for x in args])
         # Only with respect to what is differentiated: the original refuses what it closes over.
         moved = [i for i, x in enumerate(args) if x.perturbed and i >= first]
-        (ys, pull), dtypes = narrowed(lambda *xs: _vjp(eqn, xs, moved), xs, kinds)
+        uses = lambda shapes: [*of_results, *([KEPT] * len(jax.tree.leaves(shapes[1])))]
+        (ys, pull), dtypes = narrowed(lambda *xs: _vjp(eqn, xs, moved), xs, kinds, uses)
         leaves, tree = jax.tree.flatten(pull)
         widen = lambda leaves: jax.tree.unflatten(tree, in_dtypes(dtypes[len(ys) :], leaves))
         return in_dtypes(gives, ys), jax.tree_util.Partial(widen, leaves)
@@ -76,7 +90,10 @@ def custom_vjp(eqn: Any, ins: list, runs: Sequence[Run], given: Kinds, narrowed:
         pairs = zip(jax.tree.leaves(saved), jax.tree.leaves(pull), strict=True)
         of_saved = [Kind.FLOAT32 if x.dtype == y.dtype else Kind.SUM for x, y in pairs]
         pulled = lambda pull, cotangents: pull(cotangents)[0]
-        grads, _ = narrowed(pulled, (pull, cotangents), of_saved + [Kind.SUM] * len(cotangents))
+        kinds = of_saved + [Kind.SUM] * len(cotangents)
+        is_wide = lambda i: taken[i] == dtype_in(eqn.invars[i])
+        uses = lambda shapes: [Use.WIDELY if is_wide(i) else KEPT for i in shapes]
+        grads, _ = narrowed(pulled, (pull, cotangents), kinds, uses)
         return tuple(in_dtype(dtype, grads.get(i)) for i, dtype in enumerate(taken))
 
     of.__name__ = function_name(eqn.params["call_jaxpr"])

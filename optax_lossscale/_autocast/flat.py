@@ -11,10 +11,9 @@ from jax.extend.core import Literal
 
 from optax_lossscale._programs.operations import Is, traits_of
 from optax_lossscale._programs.remembered import remembered
-from optax_lossscale._programs.run import is_placed
-from optax_lossscale._programs.versions import constants, open_jaxpr
-from optax_lossscale._programs.walk import programs_in
-
+from optax_lossscale._programs.run import is_entered, is_placed
+from optax_lossscale._programs.versions import constants, is_program, open_jaxpr
+from optax_lossscale._programs.walk import has_users_line, programs_in
 
 _LONG = 100  # steps
 
@@ -22,7 +21,7 @@ _LONG = 100  # steps
 class Instruction(NamedTuple):
     """An equation, whose operands and results are numbered over the whole program."""
 
-    eqn: Any  # as JAX traced it
+    eqn: Any  # as JAX traced it, but for its line: that of the call around, if it is JAX's own
     ins: tuple[int, ...]
     outs: tuple[int, ...]
     names: Any  # the scopes around it, by which profiles name it
@@ -30,6 +29,7 @@ class Instruction(NamedTuple):
     takes: Sequence[Any] = ()  # the dtype to which each operand is cast, or None for as it comes
     gives: Sequence[Any] = ()  # the dtypes to which its results are rounded at once
     kinds: Sequence[Any] = ()  # those of its operands, if it holds products
+    uses: Sequence[Any] = ()  # what is done with its results, likewise
     plans: Sequence[Any] = ()  # for the programs that it holds, likewise
 
     @property
@@ -88,7 +88,7 @@ def flat(jaxpr: Any) -> Flat:
         types[number] = literal.aval
         return number
 
-    def add(jaxpr, ins, names):
+    def add(jaxpr, ins, names, around):
         """Adds the steps of a jaxpr, and returns the numbers of its results."""
         held, jaxpr = constants(jaxpr), open_jaxpr(jaxpr)
         numbers = dict(zip(jaxpr.invars, ins, strict=True))
@@ -97,13 +97,15 @@ def flat(jaxpr: Any) -> Flat:
             consts[numbers[v]] = x
         read = lambda v: new_literal(v) if isinstance(v, Literal) else numbers[v]
         for eqn in jaxpr.eqns:
+            if around is not None and not has_users_line(eqn):
+                eqn = _at_line(around, eqn)
             operands = tuple(map(read, eqn.invars))
             scope = names + eqn.source_info.name_stack
             inner = _inlined(eqn)
             if inner is not None and id(inner) not in called:
                 if "name" in eqn.params:
                     scope = scope.extend(f"jit({eqn.params['name']})")
-                outs = add(inner, operands, scope)
+                outs = add(inner, operands, scope, eqn.source_info.traceback)
             else:
                 outs = tuple(new(v.aval) for v in eqn.outvars)
                 steps.append(Instruction(eqn, operands, outs, scope))
@@ -111,7 +113,7 @@ def flat(jaxpr: Any) -> Flat:
         return list(map(read, jaxpr.outvars))
 
     ins = [new(v.aval) for v in open_jaxpr(jaxpr).invars]
-    outs = add(jaxpr, ins, source_info_util.new_name_stack())
+    outs = add(jaxpr, ins, source_info_util.new_name_stack(), None)
     return Flat(steps, ins, outs, consts, literals, types)
 
 
@@ -145,3 +147,20 @@ def _length(program: Any) -> int:
     """How many steps a program has with all that it calls in place."""
     inlined = map(_inlined, open_jaxpr(program).eqns)
     return sum(1 if inner is None else _length(inner) for inner in inlined)
+
+
+def _at_line(traceback: Any, eqn: Any) -> Any:
+    """An equation at the line of a call, and so what it holds, from which derivatives are made."""
+    params = eqn.params
+    if not is_entered(eqn):
+        at_line = lambda x: _all_at_line(traceback, x) if is_program(x) else x
+        params = jax.tree.map(at_line, params, is_leaf=is_program)
+    source_info = eqn.source_info.replace(traceback=traceback)
+    return eqn.replace(params=params, source_info=source_info)
+
+
+def _all_at_line(traceback: Any, program: Any) -> Any:
+    """A program, with all of its equations at the line of a call."""
+    jaxpr = open_jaxpr(program)
+    jaxpr = jaxpr.replace(eqns=[_at_line(traceback, eqn) for eqn in jaxpr.eqns])
+    return jaxpr if program is open_jaxpr(program) else program.replace(jaxpr=jaxpr)

@@ -10,15 +10,17 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from optax_lossscale._autocast.flat import Flat, Instruction, flat
-from optax_lossscale._autocast.kinds import Kind, kinds, kinds_at
+from optax_lossscale._autocast.analysis import Analysis
+from optax_lossscale._autocast.flat import Flat, Instruction
+from optax_lossscale._autocast.kinds import Kind
 from optax_lossscale._autocast.plan import Casting, Part, Plan
 from optax_lossscale._autocast.products import holds_products, is_narrowed, is_outer_product
 from optax_lossscale._autocast.recomputed import Repeated, is_cheap, is_kept, is_redone, read_by
+from optax_lossscale._autocast.uses import Use, is_kept_low
 from optax_lossscale._programs.operations import Is, traits_of
-from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in, numbers_in
-from optax_lossscale._programs.walk import arguments_of, carried_by
+from optax_lossscale._programs.versions import open_jaxpr
+from optax_lossscale._programs.walk import carried_by
 
 
 def plan(
@@ -26,29 +28,32 @@ def plan(
     takes: Sequence[Any],
     given: Sequence[Kind],
     how: Casting,
-    gives: Sequence[Any] | None = None,
+    uses: Sequence[Use] | None = None,
 ) -> Plan:
-    """The plan for a program traced in float32; it gives each `SUM` in 16 bits, unless told."""
-    return _plan(jaxpr, tuple(takes), tuple(given), how, None if gives is None else tuple(gives))
-
-
-@remembered
-def _plan(
-    jaxpr: Any,
-    takes: tuple[Any, ...],
-    given: tuple[Kind, ...],
-    how: Casting,
-    gives: tuple[Any, ...] | None,
-) -> Plan:
-    return _Planner(flat(jaxpr), takes, given, how).plan(gives)
+    """The plan for a program traced in float32; `uses` says what is done with its results."""
+    if uses is None:
+        uses = [Use.WIDELY] * len(open_jaxpr(jaxpr).outvars)
+    analysis = Analysis(how.dtype)
+    return _Planner(jaxpr, takes, given, [0] * len(given), uses, how, analysis).plan(None)
 
 
 class _Planner:
     """Makes a plan."""
 
-    def __init__(self, program: Flat, takes: Sequence[Any], given: Sequence[Kind], how: Casting):
-        self.how, self.program, self.takes = how, program, tuple(takes)
-        self.kinds = kinds(program, given, how.dtype)
+    def __init__(
+        self,
+        jaxpr: Any,
+        takes: Sequence[Any],
+        given: Sequence[Kind],
+        depths: Sequence[int],
+        uses: Sequence[Use],
+        how: Casting,
+        analysis: Analysis,
+    ):
+        self.how, self.takes, self.analysis = how, tuple(takes), analysis
+        self.known = analysis.of(jaxpr, given, depths, uses)
+        self.program = program = self.known.program
+        self.kinds, self.uses = self.known.kinds, self.known.uses
         self.readers = program.readers()
         self.sent = _sent_to_products(program, self.readers)
         # The dtypes in which each value is available, beginning with the one it is kept in.
@@ -63,6 +68,7 @@ class _Planner:
     def plan(self, gives: Sequence[Any] | None) -> Plan:
         low, program = self.how.dtype, self.program
         made_of_low = {i for i, dtypes in self.held.items() if low in dtypes}
+        made_of_low.update(i for i in program.ins if self.kinds[i] == Kind.SUM)
         island: list[Instruction] = []
         made: set[int] = set()
         for step in program.steps:
@@ -78,13 +84,13 @@ class _Planner:
                 island, made = [], set()
             self._add_by_itself(step)
             if not reads_low:
-                made_of_low.update(i for i in step.outs if low in self.held[i])
+                is_of_product = lambda i: low in self.held[i] or self.kinds[i] == Kind.SUM
+                made_of_low.update(filter(is_of_product, step.outs))
             if made_of_low.isdisjoint(step.outs) and is_cheap(step.eqn):
                 self.repeated.add(step)
         self._add_island(island)
         if gives is None:
-            types = [program.types[i] for i in program.outs]
-            gives = _kept(types, [self.kinds[i] for i in program.outs], low)
+            gives = [self._kept_dtype(i) for i in program.outs]
         # A compiler would leave out the casts to 16 bits and back, and keep float32 as well.
         islands = [part for part in self.parts if part.is_recomputed and self.how.prevent_cse]
         read = {i for part in islands for i in part.reads}
@@ -107,8 +113,10 @@ class _Planner:
 
     def _add_island(self, island: list[Instruction]) -> None:
         wanted, low = self._wanted(island), self.how.dtype
-        rounded = {i for i, dtypes in wanted.items() if low in dtypes and self._is_kept_low(i)}
-        read = set().union(*(step.reads for step in island))
+        # Whether others read it here or not: how a program is divided changes no digits.
+        kept = {i for step in island for i in step.outs if self._is_kept_low(i)}
+        rounded = {i for i in kept if low in wanted.get(i, ()) or self._is_read_past(i)}
+        read = set().union(*(step.reads for step in island)) & wanted.keys()
         # A sum that is kept in 16 bits, and read here too, comes first and by itself. The rest
         # then reads the sum, so that the gradient does not need its operands as well.
         for i in (i for step in island for i in step.outs if i in rounded & read):
@@ -138,7 +146,9 @@ class _Planner:
         values = ChainMap({}, self.held)
         planned = []
         for step in steps:
-            one = self._planned(step, values, not rounded.isdisjoint(step.outs))
+            one = self._planned(
+                step, values, any(map(self._is_read_past, rounded & set(step.outs)))
+            )
             # Steps that read it here see what others will.
             pairs = zip(step.outs, one.gives, strict=True)
             one = one._replace(gives=tuple(low if i in rounded else dtype for i, dtype in pairs))
@@ -195,11 +205,7 @@ class _Planner:
         if is_outer_product(eqn):
             return step._replace(takes=(FLOAT32, FLOAT32), gives=results)
         if holds_products(eqn):
-            given = tuple(self.kinds[i] for i in step.ins)
-            inside, of_results = kinds_at(eqn, given, low)
-            gives = _kept(eqn.outvars, of_results, low)
-            plans = _plans_inside(eqn, there, inside, gives, self.how)
-            return step._replace(takes=as_they_come, gives=gives, kinds=given, plans=plans)
+            return self._entered(step, there)
         if self._is_sent(step):
             takes = tuple(low if dtype == FLOAT32 else dtype for dtype in dtypes_in(eqn.invars))
             return step._replace(takes=takes, gives=(low,) * len(results))
@@ -211,6 +217,59 @@ class _Planner:
             # Of rounded numbers, so that a compiler has no float32 array to keep.
             return step._replace(takes=(low,) * len(step.ins), gives=(low,))
         return step._replace(takes=tuple(dtypes_in(eqn.invars)), gives=results)
+
+    def _entered(self, step: Instruction, there: Sequence[Any]) -> Instruction:
+        """How a step that holds products is run: each program in it by a plan of its own."""
+        eqn, how, carried = step.eqn, self.how, carried_by(step.eqn)
+        given = tuple(self.kinds[i] for i in step.ins)
+        depths = [self.known.depths[i] for i in step.ins]
+        uses = tuple(self.uses[i] for i in step.outs)
+        entered = self.analysis.inside(eqn, given, depths, uses)
+        takes, gives = list(there), [self._kept_dtype(i) for i in step.outs]
+        if eqn.primitive.name == "scan":
+            # What every round reads gets a gradient from each of them: a sum of many numbers.
+            takes[: carried.start] = dtypes_in(eqn.invars[: carried.start])
+            how = how._replace(prevent_cse=False)
+        if Is.KEEPS in traits_of(eqn.primitive.name):
+            how = how._replace(recomputes=False)
+        of_operands = self.analysis.uses_of_operands_inside(eqn, entered)
+        for it in entered:
+            for n, kind in zip(it.operands, it.kinds, strict=True):
+                if n in carried:
+                    is_low = is_kept_low(kind, of_operands[n])
+                    takes[n] = how.dtype if is_low else dtype_in(eqn.invars[n])
+        as_told = tuple(gives) if eqn.primitive.name == "cond" else None
+        plans = [
+            self.analysis.once(
+                "plan",
+                it.program,
+                (tuple(takes[n] for n in it.operands), it.kinds, it.depths, it.uses, how, as_told),
+                self._plan_of_held,
+            )
+            for it in entered
+        ]
+        if eqn.primitive.name == "scan":
+            (each_round,) = plans
+            for j, n in enumerate(carried):
+                is_low = takes[n] == each_round.gives[j] == how.dtype
+                gives[j] = how.dtype if is_low else gives[j]
+        return step._replace(
+            takes=(None,) * len(step.ins), gives=tuple(gives), kinds=given, uses=uses, plans=plans
+        )
+
+    def _plan_of_held(
+        self,
+        program: Any,
+        takes: Sequence[Any],
+        kinds: Sequence[Kind],
+        depths: Sequence[int],
+        uses: Sequence[Use],
+        how: Casting,
+        gives: Sequence[Any] | None,
+    ) -> Plan:
+        """The plan of a program that an equation holds."""
+        planner = _Planner(program, takes, kinds, depths, uses, how, self.analysis)
+        return planner.plan(gives)
 
     def _is_sent(self, step: Instruction | None) -> bool:
         return step is not None and not self.sent.isdisjoint(step.outs)
@@ -229,11 +288,11 @@ class _Planner:
     def _is_kept_low(self, i: int) -> bool:
         if dtype_in(self.program.types[i]) != FLOAT32:
             return False
-        if self.kinds[i] == Kind.ROWS:
-            steps = [step for step in self.readers.get(i, ()) if step is not None]
-            is_sum = lambda s: Is.ADDS_TWO in traits_of(s.name)
-            return any(is_sum(s) and self.kinds[s.outs[0]] == Kind.SUM for s in steps)
-        return self.kinds[i] == Kind.SUM
+        return is_kept_low(self.kinds[i], self.uses[i])
+
+    def _is_read_past(self, i: int) -> bool:
+        """Whether a value is read again past a product."""
+        return Use.PAST in self.uses[i]
 
 
 def _sent_to_products(
@@ -258,33 +317,6 @@ def _sent_to_products(
         if not is_local or not sent.isdisjoint(step.reads):
             sent.update(for_products.intersection(step.outs))
     return sent
-
-
-def _plans_inside(
-    eqn: Any, there: Sequence[Any], inside: Sequence[Kind], results: Sequence[Any], how: Casting
-) -> tuple[Plan, ...]:
-    """The plans for the programs that an equation holds, for operands in some dtypes."""
-    takes, gives, carried = list(there), None, carried_by(eqn)
-    each_round = slice(carried.start, carried.stop)
-    takes[each_round] = _kept(eqn.invars, inside, how.dtype)[each_round]
-    if eqn.primitive.name == "scan":
-        # What every round reads gets a gradient from each of them: a sum of many numbers.
-        takes[: carried.start] = dtypes_in(eqn.invars[: carried.start])
-        how = how._replace(prevent_cse=False)
-    if eqn.primitive.name == "cond":
-        gives = results
-    if Is.KEEPS in traits_of(eqn.primitive.name):
-        how = how._replace(recomputes=False)
-    return tuple(
-        plan(program, [takes[n] for n in numbers], [inside[n] for n in numbers], how, gives)
-        for program, numbers in arguments_of(eqn)
-    )
-
-
-def _kept(values: Sequence[Any], kinds: Sequence[Kind], low: Any) -> tuple[Any, ...]:
-    """The dtypes in which values of some kinds go in and out of programs."""
-    pairs = zip(dtypes_in(values), kinds, strict=True)
-    return tuple(low if (d, kind) == (FLOAT32, Kind.SUM) else d for d, kind in pairs)
 
 
 def _is_operand(i: int, step: Instruction | None) -> bool:

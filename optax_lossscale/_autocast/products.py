@@ -11,15 +11,18 @@ from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.run import is_entered
 from optax_lossscale._programs.values import (
     FLOAT32,
+    FLOAT64,
     asks_for_precision,
     dtype_in,
     dtypes_in,
     is_product,
+    multiplies_once,
 )
 from optax_lossscale._programs.versions import name_of, open_jaxpr
 from optax_lossscale._programs.walk import programs_in
 
 AT_DEFAULT = "products at this jax_default_matmul_precision"
+_WITH_FLOAT64 = "a product with float64"
 SCOPE = "ols.autocast"
 """The scope of all that `autocast` runs, and of derivatives that are made from it later."""
 
@@ -30,14 +33,15 @@ def is_narrowed(eqn: Any) -> bool:
 
 
 def is_outer_product(eqn: Any) -> bool:
-    """Whether this is a `dot_general` that sums nothing, and may be rewritten."""
+    """Whether this multiplies single numbers, sums nothing, and may be rewritten."""
     # It is not a product, but the derivatives of a `dot_general` would be: in float32.
-    if eqn.primitive.name != "dot_general" or asks_for_precision(eqn):
+    if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
         return False
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    if contracted or eqn.params.get("out_sharding") is not None:
+    if not multiplies_once(eqn) or asks_for_precision(eqn):
         return False
-    return _multiplies_float32(eqn)
+    is_placed = eqn.params.get("out_sharding") is not None
+    is_grouped = eqn.params.get("batch_group_count", 1) > 1
+    return not is_placed and not is_grouped and _multiplies_float32(eqn)
 
 
 def holds_products(eqn: Any) -> bool:
@@ -54,14 +58,22 @@ def _narrows(program: Any) -> bool:
     return any(map(is_one, open_jaxpr(program).eqns))
 
 
+def is_rewritten(eqn: Any) -> bool:
+    """Whether the programs in an equation are narrowed, if there is something to narrow."""
+    return not _why_not_rewritten(eqn)
+
+
 def why_left(eqn: Any) -> str:
-    """Why products in an equation, or the equation itself, stay in float32; "" if they do not."""
+    """Why products in an equation, or the equation itself, are not narrowed; "" if they are."""
     if not is_product(eqn):
         return _why_not_rewritten(eqn) if any(map(_multiplies, programs_in(eqn))) else ""
+    if is_narrowed(eqn) or asks_for_precision(eqn):
+        return ""
     dtypes = dtypes_in(eqn.invars[:2])
+    if FLOAT64 in dtypes:
+        return _WITH_FLOAT64
     integers = [d for d in dtypes if jnp.issubdtype(d, jnp.integer)]  # maybe large ones
-    is_left = FLOAT32 in dtypes and not is_narrowed(eqn) and not asks_for_precision(eqn)
-    return f"a product with {integers[0]}" if is_left and integers else ""
+    return f"a product with {integers[0]}" if integers and FLOAT32 in dtypes else ""
 
 
 def reasons_left(program: Any) -> tuple[str, ...]:
@@ -88,6 +100,10 @@ def remedy(why: str) -> str:
     """What to do about a product that is left in float32 for this reason."""
     if why == AT_DEFAULT:
         return "set it to 'default', and use precision='highest' for the products that need it"
+    if why == _WITH_FLOAT64:
+        return (
+            "cast the batch and the parameters to float32: NumPy's arrays are float64 by default"
+        )
     if why.startswith("a product with"):
         return "cast the integers to float32"
     if why == "a product that only a derivative has":

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 
@@ -14,9 +13,11 @@ from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
 from optax_lossscale._autocast.derivatives import custom_jvp, custom_vjp
 from optax_lossscale._autocast.flat import Instruction
 from optax_lossscale._autocast.kinds import Kind
+from optax_lossscale._autocast.outer import outer_product
 from optax_lossscale._autocast.plan import Casting, Part, Plan
 from optax_lossscale._autocast.planner import plan
 from optax_lossscale._autocast.products import SCOPE, is_narrowed, is_outer_product, why_left
+from optax_lossscale._autocast.uses import Use
 from optax_lossscale._programs.run import Run, enter
 from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in, in_dtype, in_dtypes
 from optax_lossscale._programs.versions import bind, open_jaxpr
@@ -24,11 +25,17 @@ from optax_lossscale._programs.versions import bind, open_jaxpr
 _KEEPS = checkpoint_policies.save_only_these_names(SCOPE)
 
 
-def narrowed(jaxpr: Any, args: Sequence[Any], given: Sequence[Kind], how: Casting) -> list[Any]:
+def narrowed(
+    jaxpr: Any,
+    args: Sequence[Any],
+    given: Sequence[Kind],
+    how: Casting,
+    uses: Sequence[Use] | None = None,
+) -> list[Any]:
     """The results of a program for arguments of some kinds, narrowed."""
     pairs = zip(args, open_jaxpr(jaxpr).invars, strict=True)
     takes = [how.dtype if dtype_in(x) == how.dtype else dtype_in(v) for x, v in pairs]
-    return _Runs(plan(jaxpr, takes, given, how)).whole.call(args)[0]
+    return _Runs(plan(jaxpr, takes, given, how, uses)).whole.call(args)[0]
 
 
 class _Runs:
@@ -149,21 +156,27 @@ def _run(step: Instruction, ins: list[Any], how: Casting, runs: _Runs) -> list[A
     narrowly = functools.partial(_traced_and_narrowed, how._replace(keeps=False))
     with eqn.ctx.manager:
         if is_outer_product(eqn):
-            return [_outer_product(eqn, *ins)]
+            return [outer_product(eqn, *ins)]
         if step.name == "custom_vjp_call" and not why_left(eqn):
-            return custom_vjp(eqn, ins, inside, step.kinds, narrowly)
+            return custom_vjp(eqn, ins, inside, step, narrowly)
         if step.name == "custom_jvp_call" and inside:
-            return custom_jvp(eqn, ins, inside, step.kinds, narrowly)
+            return custom_jvp(eqn, ins, inside, step, narrowly)
         if inside:
             return enter(eqn, ins, inside)[0]
     return bind(eqn, ins)
 
 
-def _traced_and_narrowed(how: Casting, of: Callable[..., Any], args: Any, given: Any) -> Any:
+def _traced_and_narrowed(
+    how: Casting,
+    of: Callable[..., Any],
+    args: Any,
+    given: Sequence[Kind],
+    uses: Callable[[Any], Sequence[Use]],
+) -> Any:
     """The results of a function of arguments in the original's dtypes, narrowed; their dtypes."""
     with AUTOCAST_DTYPE(how.dtype):
         jaxpr, shape = jax.make_jaxpr(of, return_shape=True)(*args)
-    outs = narrowed(jaxpr, jax.tree.leaves(args), given, how)
+    outs = narrowed(jaxpr, jax.tree.leaves(args), given, how, uses(shape))
     return jax.tree.unflatten(jax.tree.structure(shape), outs), dtypes_in(jax.tree.leaves(shape))
 
 
@@ -173,11 +186,3 @@ def _product(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype_in(ins[0])
     return bind(eqn.replace(params=params), ins)
-
-
-def _outer_product(eqn: Any, x: Any, y: Any) -> Any:
-    """The same by broadcasting, in float32: its derivatives are sums, not matrix products."""
-    _, (batch_x, batch_y) = eqn.params["dimension_numbers"]
-    x, y = (jnp.moveaxis(a, batch, range(len(batch))) for a, batch in ((x, batch_x), (y, batch_y)))
-    end, start = range(x.ndim, eqn.outvars[0].aval.ndim), range(len(batch_x), x.ndim)
-    return jnp.expand_dims(x, tuple(end)) * jnp.expand_dims(y, tuple(start))

@@ -118,10 +118,13 @@ def _scan(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any],
     n_consts, n_carry = scan_sizes(eqn)
     ins = in_dtypes(run.takes, ins)
     consts, carry, xs = ins[:n_consts], ins[n_consts:][:n_carry], ins[n_consts + n_carry :]
-    carried = run.takes[n_consts:][:n_carry]
+    # From round to round in the wider of two dtypes, and from there in the one that is taken.
+    taken = run.takes[n_consts:][:n_carry]
+    carried = [_widest(dtypes) for dtypes in zip(taken, run.gives, strict=False)]
+    carry = in_dtypes(carried, carry)
 
     def body(carry, xs):
-        outs, records = run.call([*consts, *carry, *xs])
+        outs, records = run.call([*consts, *in_dtypes(taken, carry), *xs])
         return in_dtypes(carried, outs[:n_carry]), (outs[n_carry:], records)
 
     how = {name: params[name] for name in ("length", "reverse", "unroll")}
@@ -149,8 +152,7 @@ def _while(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any]
 
 def _cond(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any], Records]:
     index, *ins = ins
-    widest = lambda dtypes: max(dtypes, key=lambda dtype: dtype.itemsize)
-    gives = [widest(dtypes) for dtypes in zip(*(run.gives for run in runs), strict=True)]
+    gives = [_widest(dtypes) for dtypes in zip(*(run.gives for run in runs), strict=True)]
     noted: Records = {}
     for run in runs:
         noted |= _noted(run, ins)
@@ -166,7 +168,7 @@ def _cond(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any],
 
 
 def _noted(run: Run, ins: Sequence[Any]) -> Records:
-    """The types of the records of a program, which it is traced once more for, if it may have any."""
+    """The types of the records of a program that may have any, which is traced for them."""
     return jax.eval_shape(lambda xs: run.call(xs)[1], ins) if run.records else {}
 
 
@@ -191,6 +193,10 @@ def _shard_map(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[
         check_vma=params["check_vma"],
     )
     return mapped(*ins)
+
+
+def _widest(dtypes: Sequence[Any]) -> Any:
+    return max(dtypes, key=lambda dtype: dtype.itemsize)
 
 
 def _placed(shardings: Sequence[Any] | None, xs: Sequence[Any]) -> list[Any]:

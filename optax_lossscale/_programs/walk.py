@@ -116,7 +116,7 @@ def is_opaque(eqn: Any) -> bool:
 
 def equations(jaxpr: Any) -> Iterator[Equation]:
     """The equations of a jaxpr, and those inside them."""
-    frameworks = tuple(filter(None, map(_folder, _FRAMEWORKS)))
+    frameworks = _frameworks()
 
     def within(jaxpr: Any, around: Equation | None, before: dict[Any, Any]) -> Iterator[Equation]:
         was = lambda v: dtype_in(v) if isinstance(v, Literal) else before.get(v, dtype_in(v))
@@ -140,6 +140,12 @@ def equations(jaxpr: Any) -> Iterator[Equation]:
                 yield from within(inner, at, of_operands)
 
     return within(jaxpr, None, {})
+
+
+def has_users_line(eqn: Any) -> bool:
+    """Whether a user's code made an equation, and not what a framework compiles and caches."""
+    frameworks = _frameworks()
+    return any(not call.startswith(frameworks) for call in _calls(eqn))
 
 
 def is_of_a_library(eqn: Any) -> bool:
@@ -214,6 +220,11 @@ def _source(eqn: Any, around: str, frameworks: tuple[str, ...]) -> str:
 def _calls(eqn: Any) -> list[str]:
     """The calls that led to an equation, without JAX's own; the innermost is the last."""
     return source_info_util.summarize(eqn.source_info, num_frames=1000).splitlines()
+
+
+def _frameworks() -> tuple[str, ...]:
+    """The folders of those frameworks that are imported."""
+    return tuple(filter(None, map(_folder, _FRAMEWORKS)))
 
 
 def _folder(package: str) -> str:

@@ -131,6 +131,8 @@ def argnums(value: Any) -> tuple[int, ...]:
     is_int = lambda n: isinstance(n, (int, np.integer)) and not isinstance(n, bool)
     if not all(map(is_int, found)):
         raise TypeError(f"argnums must be an int or a sequence of ints, got {shown(value)}")
+    if len(set(found)) < len(found):
+        raise ValueError(f"argnums must name each argument once, got {shown(value)}")
     return found
 
 

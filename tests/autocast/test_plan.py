@@ -92,12 +92,22 @@ def test_what_is_cheap_is_repeated_where_it_is_read():
 
 def test_of_a_scan_over_layers_the_plan_of_a_layer_is_shown_inside():
     def layers(ws, x):
-        return lax.scan(lambda x, w: (jnp.tanh(x @ w) @ w + x @ w, None), x @ ws[0], ws)[0]
+        x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w) @ w + x @ w, None), x @ ws[0], ws)
+        return x + jnp.tanh(x) @ ws[0] @ ws[1]
 
     text = lines(layers, jnp.stack([W, W]), X)
     (scan,) = (i for i, line in enumerate(text) if line.startswith("run: scan"))
     assert text[scan + 1] == "  takes 0:f16, 1:f32"
     assert text[scan].endswith(":f16")
+    # What no product depends on is not rounded, although each layer takes 16 bits.
+    text = lines(
+        lambda ws, x: lax.scan(lambda x, w: (x + jnp.sin(x) @ w, None), x @ ws[0], ws)[0],
+        jnp.stack([W, W]),
+        X,
+    )
+    (scan,) = (i for i, line in enumerate(text) if line.startswith("run: scan"))
+    assert text[scan + 1] == "  takes 0:f16, 1:f32"
+    assert text[scan].endswith(":f32")
 
 
 def test_what_a_loop_waits_for_is_no_part_of_a_plan():

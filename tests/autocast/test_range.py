@@ -6,6 +6,7 @@ overflows, underflows, or loses its digits there. All of it is float32 code, wit
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -931,3 +932,54 @@ def test_a_norm_that_leaves_the_range_is_as_in_float32(norm):
         return jnp.mean((z + jnp.tanh(z) @ p[1]) ** 2)
 
     np.testing.assert_allclose(jax.jit(ols.autocast(loss))(p, x), loss(p, x), rtol=0.01)
+
+
+# --- products over one number ---
+
+
+def convolved(numbers, **options):
+    """A convolution by a kernel of one place, of axes in some order."""
+
+    def of(x, kernel):
+        strides = options.get("window_strides", (1, 1))
+        more = {name: value for name, value in options.items() if name != "window_strides"}
+        padding = more.pop("padding", "SAME")
+        return lax.conv_general_dilated(
+            x, kernel, strides, padding, dimension_numbers=numbers, **more
+        )
+
+    return of
+
+
+OVER_ONE_NUMBER = {
+    "matmul": (lambda x, y: x[:, None] @ y[None], (8,), (4,)),
+    "batched": (lambda x, y: jnp.einsum("bij,bjk->bik", x, y), (3, 4, 1), (3, 1, 5)),
+    "batch last": (lambda x, y: jnp.einsum("ijb,jkbm->bikm", x, y), (4, 1, 3), (1, 5, 3, 2)),
+    "two axes": (lambda x, y: jnp.tensordot(x, y, ((1, 2), (1, 0))), (4, 1, 1), (1, 1, 3)),
+    "convolution": (convolved(("NHWC", "HWIO", "NHWC")), (2, 5, 6, 1), (1, 1, 1, 3)),
+    "depthwise": (
+        convolved(
+            ("NCHW", "OIHW", "HWNC"),
+            window_strides=(2, 1),
+            padding=[(1, 2), (0, -1)],
+            lhs_dilation=(2, 3),
+            feature_group_count=3,
+        ),
+        (2, 3, 5, 6),
+        (6, 1, 1, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("multiply", "left", "right"), OVER_ONE_NUMBER.values(), ids=OVER_ONE_NUMBER
+)
+def test_a_product_over_one_number_stays_in_float32(multiply, left, right):
+    """As an outer product: it sums nothing, and is as long as its result to compute."""
+    x, y = normal(0, *left, scale=1000) + 0.123, normal(1, *right)
+    loss = lambda x, y: jnp.sum(jnp.sin(multiply(x, y)))
+    step = jax.value_and_grad(ols.autocast(loss), (0, 1))
+    chex.assert_trees_all_close(
+        step(x, y), jax.value_and_grad(loss, (0, 1))(x, y), rtol=1e-4, atol=1e-3
+    )
+    assert ols.diagnosis.dtype_report(step, x, y).products == ()
