@@ -16,7 +16,7 @@ PARAMS = {"w": jnp.ones((4, 2)), "b": jnp.ones(2)}
 
 @pytest.fixture(params=["as this run is", "as on a GPU"])
 def on_gpu(request, monkeypatch):
-    """Whether what depends on the platform is a GPU's: in this run, or once the plugin is loaded."""
+    """Whether choices by platform are a GPU's: in this run, or once the plugin is loaded."""
     if request.param == "as this run is":
         return request.config.pluginmanager.has_plugin("as_on_gpu")
     monkeypatch.setattr(lax, "platform_dependent", lax.platform_dependent)  # to be restored
