@@ -228,6 +228,7 @@ def test_squares_that_are_more_than_float32_holds_make_the_norm_infinite_and_not
     assert norm == 13
 
 
+@pytest.mark.about_cpus
 @pytest.mark.parametrize("check", [ols.all_finite, largest, norm_and_all_finite])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_leaves_that_share_a_kernel_are_added_up_in_float32(check, dtype):

@@ -108,7 +108,10 @@ def test_each_form_takes_the_steps_that_a_conditional_takes(form, inner, rules, 
     assert 6 <= state.skipped_steps <= 8
 
 
-@pytest.mark.parametrize(("branch", "runs"), [("cond", 1), (None, 1), ("select", 2)])
+@pytest.mark.parametrize(
+    ("branch", "runs"),
+    [("cond", 1), pytest.param(None, 1, marks=pytest.mark.about_cpus), ("select", 2)],
+)
 def test_inner_runs_at_a_skipped_step_under_a_select_alone_and_then_on_finite_numbers(
     branch, runs
 ):
@@ -137,7 +140,10 @@ def test_inner_is_traced_once(branch, door):
 
 
 @each_door
-@pytest.mark.parametrize(("branch", "conditionals"), [("cond", 1), (None, 1), ("select", 0)])
+@pytest.mark.parametrize(
+    ("branch", "conditionals"),
+    [("cond", 1), pytest.param(None, 1, marks=pytest.mark.about_cpus), ("select", 0)],
+)
 def test_on_cpu_there_is_a_conditional_unless_a_select_is_asked_for(branch, conditionals, door):
     tx = ols.with_loss_scale(optax.adamw(1e-2), LS, branch=branch)
     compiled = jax.jit(step_through(door, tx)).lower(PARAMS, tx.init(PARAMS), PARAMS).compile()

@@ -65,6 +65,7 @@ def test_minimize_takes_the_step_of_value_and_grad():
     chex.assert_trees_all_equal_dtypes(params, PARAMS)
 
 
+@pytest.mark.about_cpus
 def test_on_cpu_the_gradients_of_a_whole_step_take_half_the_memory():
     n, width = 8, 256
     params = [jnp.ones((width, width)) for _ in range(n)]

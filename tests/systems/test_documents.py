@@ -62,8 +62,8 @@ TOPICS = {
 @pytest.mark.parametrize(
     ("package", "recipe"),
     RECIPES,
-    ids=["accumulation", "clipping", "checkpoint", "gpus", "frozen", "lora", "logging", "flash",
-         "ode", "numpyro", "brax", "nnx_trainer", "fixed"],
+    ids=["accumulation", "clipping", "checkpoint", "gpus", "frozen", "inner", "logging", "flash",
+         "ode", "numpyro", "brax", "nnx_trainer", "handed"],
 )  # fmt: skip
 def test_each_recipe_runs(package, recipe, tmp_path, monkeypatch):
     """One that needs a package which the tests do not install names it, and runs where it is."""

@@ -305,3 +305,23 @@ def test_a_loss_scale_that_two_modules_share_is_one(tmp_path):
     apart = trainer_of(tmp_path / "none", shared=False)
     with pytest.raises(ValueError, match="found 2"):
         ols.get_loss_scale((apart.model, apart.optimizer))
+
+
+def test_a_lora_trains_its_adapters_alone():
+    model = nnx.LoRALinear(3, 2, lora_rank=2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, ols.with_loss_scale(optax.adam(1e-2), LS), wrt=nnx.LoRAParam)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        def loss_fn(model):
+            return ols.scale_gradient(jnp.mean((model(x) - 1) ** 2), optimizer)
+
+        adapters = nnx.DiffState(0, nnx.LoRAParam)
+        loss, scaled_grads = nnx.value_and_grad(ols.autocast(loss_fn), argnums=adapters)(model)
+        optimizer.update(model, scaled_grads, value=loss)
+        return loss
+
+    kernel = model.kernel[...]
+    losses = [step(model, optimizer, X) for _ in range(20)]
+    assert losses[-1] < losses[0]
+    np.testing.assert_array_equal(model.kernel[...], kernel)
