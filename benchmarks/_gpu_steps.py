@@ -43,7 +43,7 @@ def _resized(**sizes: dict[str, Any]) -> dict[str, Build]:
 
 # For a CPU, which computes float16 in float32.
 SMALL = _resized(
-    transformer={"width": 256, "length": 128, "batch": 2, "layers": 2},
+    transformer={"width": 128, "length": 64, "batch": 4, "layers": 2},
     resnet={"width": 32, "image": (8, 32, 32), "blocks": 2},
     mamba={"width": 64, "length": 64, "batch": 4},
     lstm={"width": 128, "length": 64, "batch": 16},
@@ -57,7 +57,7 @@ TINY = _resized(
 )
 SIZES = {"full": FULL, "small": SMALL, "tiny": TINY}
 # The same on every device, so that its losses can be compared.
-LEARNER = functools.partial(_models.transformer, width=128, length=32, batch=8, layers=2)
+LEARNER = functools.partial(_models.transformer, width=64, length=16, batch=8, layers=2)
 
 
 class TrainStep(NamedTuple):
@@ -176,7 +176,7 @@ def costs(size: str, model: str, way: str) -> Costs:
 
 def losses(size: str, way: str) -> Losses:
     """Trains a model to say which of the first eight inputs of a token is the largest."""
-    train = train_step(TINY["transformer"] if size == "tiny" else LEARNER, way)
+    train = train_step(TINY["LSTM"] if size == "tiny" else LEARNER, way)
     program = _compiled(train)
     params = _initial(train.params)
     state = train.init(params)
