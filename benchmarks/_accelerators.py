@@ -1,7 +1,9 @@
 """What a step costs on accelerators, as compiled for them; nothing is run."""
 
+import argparse
 import functools
 import multiprocessing
+import pathlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib import metadata
@@ -40,6 +42,16 @@ class Case(NamedTuple):
     target: str
     way: str
     dtype: str
+
+
+def main(options: argparse.Namespace) -> None:
+    """Writes the tables and the page; or the page alone, from the tables that are there."""
+    csv = pathlib.Path(options.out) / "accelerators.csv"
+    csv.parent.mkdir(parents=True, exist_ok=True)
+    if not options.report:
+        before = _tables.read(csv) if options.only else {}
+        _tables.write(csv, before | tables(measure(options.quick, options.only or STEPS)))
+    _tables.write_page(csv, page)
 
 
 def measure(quick: bool, steps: Sequence[str] = STEPS) -> list[Row]:

@@ -1,5 +1,6 @@
 """What models cost under `autocast`, over a cast by hand, as compiled for accelerators."""
 
+import argparse
 import multiprocessing
 import pathlib
 from concurrent.futures import ProcessPoolExecutor
@@ -18,6 +19,15 @@ ROWS = 8192  # of the batch between devices, and columns
 WHOLE = "a whole transformer, its weights gathered"
 ONE_DEVICE, EIGHT_DEVICES = "one device", "eight devices"
 _MOVEMENTS = ("all-gather", "all-to-all", "collective-permute")
+
+
+def main(options: argparse.Namespace) -> None:
+    """Writes the table and the page; or the page alone, from the table that is there."""
+    csv = pathlib.Path(options.out) / "autocast.csv"
+    csv.parent.mkdir(parents=True, exist_ok=True)
+    if not options.report:
+        _tables.write(csv, measure())
+    _tables.write_page(csv, page)
 
 
 def measure() -> dict[str, Table]:

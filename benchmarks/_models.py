@@ -58,9 +58,10 @@ def _layer_norm(cast: Cast, x: jax.Array, scale: jax.Array, bias: jax.Array) -> 
     return cast(jax.nn.standardize(_wide(x), epsilon=1e-6) * scale + bias)
 
 
-def resnet(cast: Cast) -> Model:
-    """Convolutions with a batch norm after each."""
-    width, image = 128, (64, 32, 32)
+def resnet(
+    cast: Cast, *, width: int = 128, image: tuple[int, ...] = (64, 32, 32), blocks: int = 4
+) -> Model:
+    """Convolutions with a batch norm after each; `image` is of a batch, without its channels."""
 
     def conv(x, w):
         numbers = ("NHWC", "HWIO", "NHWC")
@@ -83,7 +84,8 @@ def resnet(cast: Cast) -> Model:
 
     vectors = dict.fromkeys(("scale1", "bias1", "scale2", "bias2"), _floats(width))
     block = vectors | dict.fromkeys(("w1", "w2"), _floats(3, 3, width, width))
-    params = {"stem": _floats(3, 3, 3, width), "blocks": [block] * 4, "head": _floats(width, 10)}
+    params = {"stem": _floats(3, 3, 3, width), "blocks": [block] * blocks}
+    params["head"] = _floats(width, 10)
     return Model(params, (_floats(*image, 3), _integers(image[0])), loss)
 
 
@@ -168,9 +170,9 @@ def transformer(
     return Model(params, (_floats(batch, length, width), _integers(batch, length)), loss)
 
 
-def mamba(cast: Cast) -> Model:
+def mamba(cast: Cast, *, width: int = 512, length: int = 1024, batch: int = 4) -> Model:
     """Two layers of a selective state space, by an associative scan."""
-    width, states, length, batch = 512, 16, 1024, 4
+    states = 16
 
     def layer(x, p):
         z, u = jnp.split(_layer_norm(cast, x, *p["norm"]) @ cast(p["in"]), 2, -1)
@@ -206,9 +208,8 @@ def mamba(cast: Cast) -> Model:
     return Model(params, (_floats(batch, length, width), _integers(batch, length)), loss)
 
 
-def lstm(cast: Cast) -> Model:
-    """Over 128 steps of time."""
-    width, length, batch = 512, 128, 64
+def lstm(cast: Cast, *, width: int = 512, length: int = 128, batch: int = 64) -> Model:
+    """Over some steps of time."""
 
     def loss(params, xs, labels):
         def step(carry, x):

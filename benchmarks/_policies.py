@@ -4,6 +4,7 @@
 the picture.
 """
 
+import argparse
 import functools
 import pathlib
 import time
@@ -369,11 +370,11 @@ def page(tables: dict[str, Table]) -> str:
     )
 
 
-def main(quick: bool, out: pathlib.Path, report: bool = False) -> None:
+def main(options: argparse.Namespace) -> None:
     """Writes the tables and the page; or the page alone, from the tables that are there."""
+    out = pathlib.Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
     csv = out / "policies.csv"
-    if not report:
-        _tables.write(csv, measure(quick, out))
-    text = page(_tables.read(csv))
-    (out / "policies.md").write_text(text)
-    print(text)
+    if not options.report:
+        _tables.write(csv, measure(options.quick, out))
+    _tables.write_page(csv, page)

@@ -3,6 +3,7 @@
 `python -m benchmarks skips` writes docs/benchmarks/skips.csv, and from it the tables of skips.md.
 """
 
+import argparse
 import functools
 import pathlib
 import re
@@ -171,18 +172,18 @@ def tables(found: dict[tuple[str, str], Row]) -> dict[str, Table]:
     }
 
 
-def main(quick: bool, page: pathlib.Path = PAGE, report: bool = False) -> None:
+def main(options: argparse.Namespace) -> None:
     """Trains, writes the tables, and those that are shown between the marks of the page."""
-    csv = page.with_suffix(".csv")
-    if not report:
+    csv = PAGE.with_suffix(".csv")
+    if not options.report:
         start = time.perf_counter()
-        found = tables(measure(60 if quick else STEPS))
+        found = tables(measure(60 if options.quick else STEPS))
         print(f"{(time.perf_counter() - start) / 60:.0f} minutes")
-        if quick:
+        if options.quick:
             print(*(_tables.show(name, table) for name, table in found.items()), sep="\n\n")
             return
         _tables.write(csv, found)
-    page.write_text(with_tables(page.read_text(), _tables.read(csv)))
+    PAGE.write_text(with_tables(PAGE.read_text(), _tables.read(csv)))
 
 
 def with_tables(page: str, found: dict[str, Table]) -> str:

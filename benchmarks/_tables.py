@@ -2,7 +2,7 @@
 
 import csv
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 Table = dict[str, dict[str, str]]  # by row, by column
 HEADER = ["table", "row", "column", "value"]
@@ -39,3 +39,10 @@ def read(path: pathlib.Path) -> dict[str, Table]:
             cells = tables.setdefault(line["table"], {}).setdefault(line["row"], {})
             cells[line["column"]] = line["value"]
     return tables
+
+
+def write_page(csv: pathlib.Path, page: Callable[[dict[str, Table]], str]) -> None:
+    """Writes the page that a file makes beside it, and prints it."""
+    text = page(read(csv))
+    csv.with_suffix(".md").write_text(text)
+    print(text)

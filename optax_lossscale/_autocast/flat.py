@@ -71,7 +71,7 @@ class Flat(NamedTuple):
 
 @remembered
 def flat(jaxpr: Any) -> Flat:
-    """The steps of a program; a `jit` that is placed, or called again and again, stays one step."""
+    """The steps of a program; a `jit` that is placed or often called stays one step."""
     called = _called(jaxpr)
     steps: list[Instruction] = []
     consts: dict[int, Any] = {}

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
-from benchmarks import _autocast, _hlo, _models, _targets, _transformer, _ways
+from benchmarks import _autocast, _gpu_steps, _hlo, _models, _targets, _transformer, _ways
 from optax_lossscale._diagnosis import program
 
 DOORS = {"apply_gradients": _ways.apply_gradients, "update": _ways.update}
@@ -471,3 +471,31 @@ def test_cudnns_attention_is_given_16_bits_by_cast_inputs(target, monkeypatch):
     kernels = [o.result for o in of_heads if o.opcode == "custom-call"]
     assert len(kernels) == 2  # forward and backward
     assert all("f16[1,8,4096,64]" in result for result in kernels)
+
+
+ON_A_SMALL_CARD = 4 * 2**30  # bytes
+
+
+def maybe_slow(target, way):
+    """A case; all of a T4, where compilers refuse most, and of the others what is most our own."""
+    is_quick = target is _targets.T4 or way == _gpu_steps.AUTOCAST
+    return pytest.param(target, way, marks=() if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("target", "way"),
+    [
+        maybe_slow(target, way)
+        for target in (_targets.T4, _targets.V100, _targets.H100)
+        for way in _gpu_steps.WAYS
+    ],
+    ids=lambda it: getattr(it, "name", it),
+)
+@pytest.mark.parametrize("model", _gpu_steps.FULL)
+def test_the_models_of_a_gpus_report_compile_for_it_and_fit(target, way, model):
+    train = _gpu_steps.train_step(_gpu_steps.FULL[model], way)
+    state = jax.eval_shape(train.init, train.params)
+    placed = _targets.place((train.params, state, *train.batch), target.device())
+    with target.as_default():
+        program = jax.jit(train.step, donate_argnums=(0, 1)).lower(*placed).compile()
+    assert _gpu_steps.planned(program) <= ON_A_SMALL_CARD
