@@ -3,13 +3,11 @@
 Each table holds a wrong and a right step of a kind, and what the error says of the wrong one.
 """
 
-import functools
 import warnings
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import linen
@@ -26,7 +24,8 @@ KEYS = jax.random.split(jax.random.key(0), 3)
 PARAMS = {"w": jax.random.normal(KEYS[0], (4, 3)), "b": jnp.zeros(3)}
 X, Y = jax.random.normal(KEYS[1], (8, 4)), jax.random.normal(KEYS[2], (8, 3))
 INNER = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10))
-TX = ols.with_loss_scale(INNER)
+LOSS_SCALE = ols.DynamicLossScale(2.0**8)
+TX = ols.with_loss_scale(INNER, LOSS_SCALE)
 HALF = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
 KEPT = "where_applied"
 
@@ -157,7 +156,7 @@ def old_count(right):
 @step_of("result[1][1].trace['w']", KEPT)
 def momentum_after_the_wrapper(right):
     outside = optax.trace(0.9)
-    tx = ols.with_loss_scale(optax.chain(INNER, outside))
+    tx = ols.with_loss_scale(optax.chain(INNER, outside), LOSS_SCALE)
     tx = tx if right else optax.chain(TX, outside)
 
     def step(params, state, x, y):
@@ -197,34 +196,39 @@ def bfloat16_without_a_loss_scale(right):
 @step_of("result[0]['w']", "scale_gradient")
 def unscaled_gradients(right):
     def step(params, state, x, y):
-        grad_fn = ols.value_and_scaled_grad(loss_fn, state) if right else jax.value_and_grad(loss_fn)
+        grad_fn = (
+            ols.value_and_scaled_grad(loss_fn, state) if right else jax.value_and_grad(loss_fn)
+        )
         loss, grads = grad_fn(params, x, y)
         return *TX.apply_gradients(grads, state, params), loss
 
     return jax.jit(step), (*begun(TX), X, Y)
 
 
-@step_of("With a NaN in args[2]", "result[0]['w']")
-def nan_in_the_batch(right):
-    """A loss scale that is adapted by hand from a loss in which a NaN is no number."""
-    tx = ols.with_loss_scale(INNER, 2.0**10, skip="nonfinite" if right else None)
-
-    def step(params, state, x, y):
+@step_of("With a NaN in args[3]", "result[1]", KEPT)
+def statistics_that_are_kept_at_an_overflow_alone(right):
+    def step(params, mean, state, x, y):
         loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, x, y)
         finite = jnp.isfinite(optax.tree.norm(grads)) | jnp.isnan(loss)
-        new = tx.apply_gradients(grads, state, params)
-        return *optax.tree.where(finite, new, (params, state)), loss
+        new = jnp.where(finite, average(mean, x.mean(0)), mean)
+        params, state = TX.apply_gradients(grads, state, params, value=loss)
+        return params, kept_if(right, state, new, mean), state, loss
 
-    return jax.jit(step), (*begun(tx), X, Y)
+    params, state = begun(TX)
+    return jax.jit(step), (params, jnp.zeros(4), state, X, Y)
 
 
 @step_of("result[1]['w']", KEPT)
 def master_weights_multi_steps_and_an_average(right):
-    tx = ols.with_loss_scale(ols.with_master_weights(optax.MultiSteps(INNER, 2).gradient_transformation()))
+    tx = ols.with_loss_scale(
+        ols.with_master_weights(optax.MultiSteps(INNER, 2).gradient_transformation())
+    )
 
     def step(params, ema, state, key, x, y):
         key, now = jax.random.split(key)
-        loss, params, state = tx.minimize(autocast_loss, state, params, x + jax.random.normal(now), y)
+        loss, params, state = tx.minimize(
+            autocast_loss, state, params, x + jax.random.normal(now), y
+        )
         return params, kept_if(right, state, average(ema, params), ema), state, key, loss
 
     return jax.jit(step), (HALF, HALF, tx.init(HALF), jax.random.key(1), X, Y)
@@ -255,7 +259,8 @@ def under_pmap(right):
         new = average(stats, {"mean": mean})
         return params, kept_if(right, state, new, stats), state, loss
 
-    replicated = jax.tree.map(lambda x: jnp.stack([x, x]), (PARAMS, {"mean": X[0]}, begun(tx)[1]))
+    given = PARAMS, {"mean": X[0]}, tx.init(PARAMS)
+    replicated = jax.tree.map(lambda x: jnp.stack([x, x]), given)
     batch = X.reshape(2, 4, 4), Y.reshape(2, 4, 3)
     return jax.pmap(step, axis_name="data"), (*replicated, *batch)
 

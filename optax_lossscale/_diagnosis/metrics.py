@@ -10,7 +10,6 @@ from optax_lossscale._scales.get import get_loss_scale
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.state import wrapper_states
 
-
 BLANK = jax.make_user_context(False)  # for `testing`, to which the loss scale's own are no outputs
 
 

@@ -1,6 +1,7 @@
 """What outputs are called: in errors, and by whoever ignores some of them."""
 
 from collections.abc import Collection
+from typing import Any
 
 from jax.tree_util import keystr
 
@@ -27,8 +28,9 @@ def not_ignored(ignore: str | Collection[str], run: Run) -> list[Path]:
     return [path for path, name in names.items() if not is_ignored(name)]
 
 
-def listed(title: str, outputs: list[Path] | list[str]) -> list[str]:
-    """A title, and the first of the outputs under it; nothing without any."""
+def listed(title: str, outputs: list[Any], remedy: str = "") -> str:
+    """A title, the first of the outputs under it, and what to do; nothing without outputs."""
     lines = [x if isinstance(x, str) else name_of(x) for x in outputs]
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return [title, *(f"  {line}" for line in [*lines[:_SHOWN], *more])] if lines else []
+    shown = [f"  {line}\n" for line in lines[:_SHOWN] + more]
+    return "".join([title, "\n", *shown, remedy])

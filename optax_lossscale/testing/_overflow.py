@@ -9,7 +9,7 @@ import numpy as np
 from optax_lossscale._step.gradient import refuse_shared_names
 from optax_lossscale.testing._names import listed, name_of, not_ignored
 from optax_lossscale.testing._places import what_comes_back
-from optax_lossscale.testing._runs import Path, Run, Trial, equal, flat, outcomes, same
+from optax_lossscale.testing._runs import Trial, equal, flat, outcomes, same
 
 
 def assert_survives_overflow(
@@ -56,22 +56,21 @@ def assert_survives_overflow(
       >>> ols.testing.assert_survives_overflow(wrong, params, mean, tx.init(params), x)
       Traceback (most recent call last):
           ...
-      AssertionError: the step does not survive an overflow. Skipped, it changes
-        result[1]...
+      AssertionError: the step does not survive an overflow. Gradients overflow, the step is to...
     """
     refuse_shared_names(step, ["ignore"], args)
     trial = Trial("assert_survives_overflow", step, args, kwargs)
     usual = trial.run(trial.loss_scale)
     overflowing = trial.overflowing()
-    varied = [run for run in overflowing[-1:] if jax.tree.leaves(run.before)]
-    back = what_comes_back(trial, [usual, *varied])
+    # A fixed loss scale is not among the arguments that a run is given.
+    is_varied = bool(jax.tree.leaves(trial.loss_scale))
+    back = what_comes_back(trial, [usual, overflowing[-1]] if is_varied else [usual])
     judged = {path: back[path] for path in not_ignored(ignore, usual) if path in back}
-    said = _after_overflow(trial, overflowing, judged) or _after_nan(trial, back, judged)
-    if said:
+    if said := _after_overflow(trial, overflowing, judged) or _after_nan(trial, back, judged):
         raise AssertionError(f"the step does not survive an overflow. {said}")
 
 
-def is_stuck(run: Run) -> bool:
+def is_stuck(run):
     """Whether the loss scale comes back as it was given, where it would have changed."""
     backed_off, other = outcomes(run.before)
     possible = [backed_off] if run.was_skipped else [backed_off, other]
@@ -79,29 +78,28 @@ def is_stuck(run: Run) -> bool:
     return bool(is_given) and all(is_given) and not any(same(x, run.before) for x in possible)
 
 
-def changed(trial: Trial, run: Run, judged: dict[Path, Path]) -> list[Path]:
+def changed(trial, run, back):
     """What comes back from a run other than it was given."""
-    pairs = [(path, place) for path, place in judged.items() if path in run.outputs]
-    return [
-        path for path, place in pairs if not equal(run.outputs[path], flat(trial.floats[place]))
-    ]
+    pairs = [(path, flat(trial.floats[place])) for path, place in back.items()]
+    return [path for path, x in pairs if path in run.outputs and not equal(run.outputs[path], x)]
 
 
-def _after_overflow(trial: Trial, runs: list[Run], judged: dict[Path, Path]) -> str:
+def _after_overflow(trial, runs, judged):
     """What is wrong after gradients overflow, and what to do; empty if nothing is."""
     for run in runs:
-        is_applied = run.flags.size > 0 and not run.was_skipped
-        left = [] if is_applied else changed(trial, run, judged)
+        left = changed(trial, run, judged)
         if is_stuck(run):
             return STUCK
+        if run.flags.any():
+            continue
         if left:
-            return "\n".join([*listed(_LEFT, left), KEEP])
-        if run.was_skipped and run.states and not run.counts_a_skip:
+            return listed(_LEFT, left, KEEP)
+        if run.states and not run.counts_a_skip:
             return _UNCOUNTED
-    return APPLIED if is_applied else ""
+    return listed(_APPLIED, left, APPLIED) if runs[-1].flags.any() else ""
 
 
-def _after_nan(trial: Trial, back: dict[Path, Path], judged: dict[Path, Path]) -> str:
+def _after_nan(trial, back, judged):
     """What is wrong after a step on a batch with a NaN."""
     batch = [path for path, x in trial.floats.items() if x.ndim and path not in back.values()]
     if not batch:
@@ -113,26 +111,25 @@ def _after_nan(trial: Trial, back: dict[Path, Path], judged: dict[Path, Path]) -
     if not run.was_skipped:
         # The NaN may not reach the loss, or only the first of several steps.
         left = [path for path in left if not np.isfinite(run.outputs[path]).all()]
-    title = _LEFT_BY_NAN.format(name=name_of(batch[0]))
-    return "\n".join([*listed(title, left), KEEP]) if left else ""
+    return listed(_LEFT_BY_NAN.format(name=name_of(batch[0])), left, KEEP) if left else ""
 
 
 _LEFT = "Gradients overflow, the step is to be skipped, and these come back other than given:"
 _LEFT_BY_NAN = "With a NaN in {name}, these come back other than given:"
+_APPLIED = "The loss scale is infinite, gradients should overflow, but the step is applied, to"
 KEEP = """\
-For parameters and the optimizer's state, let tx.apply_gradients or tx.minimize take the step: it
-keeps them. All else that the step changes, batch statistics or an average of the parameters, has to be kept by
-ols.where_applied(state, new, old), with the state that the step returns."""
+Let tx.apply_gradients or tx.minimize take the step: they keep the parameters and the optimizer's
+state. Keep all else that the step changes, such as batch statistics or an average of the
+parameters, with ols.where_applied(state, new, old), where state is what the step made."""
 APPLIED = """\
-Gradients should overflow, as the loss scale is infinite, but the step is applied. Either they are
-not multiplied by the loss scale of the state that the step is given: compute them with
-value_and_scaled_grad(loss_fn, state) or from scale_gradient(loss, state). Or what is not finite is replaced before it is
-checked (nan_to_num, a where): hand the optimizer the scaled gradients as they come. Or nothing is
-checked, as with skip=None and a fixed loss scale: use skip="nonfinite". Or they are all zero: give the step a batch from which it
-learns."""
+Either gradients are not multiplied by the loss scale of the state that the step is given: use
+value_and_scaled_grad(loss_fn, state) or scale_gradient(loss, state). Or what is not finite is
+replaced before it is checked, by nan_to_num or a where: hand the optimizer scaled gradients as
+they come. Or nothing is checked, with skip=None and a fixed loss scale: use skip="nonfinite". Or
+they are all zero: give the step a batch that it learns from."""
 STUCK = """\
-Gradients overflow, and the loss scale comes back as it was, so that the next step overflows, too:
-return the state that the step makes, with its loss scale, not that which it is given."""
+Gradients overflow, and the loss scale comes back as it was given, so the next step overflows, too:
+return the state that the step makes, with its loss scale."""
 _UNCOUNTED = """\
 The step is skipped, but the state that comes back does not count it: return the state that the
-step makes as it is, and not one that is put together from old and new."""
+step makes as it is, not one put together from old and new."""

@@ -54,7 +54,7 @@ class Run(NamedTuple):
     @property
     def counts_a_skip(self) -> bool:
         """Whether more steps are skipped than before."""
-        return sum(np.sum(x.skipped_steps) for x in self.states) > self.skipped_before
+        return _skipped(self.states) > self.skipped_before
 
     @property
     def was_applied(self) -> bool:
@@ -81,6 +81,7 @@ class Trial:
                 "itself, or takes several steps, call the assertion inside it, at the first step"
             )
         self.loss_scale = jax.device_get(get_loss_scale((args, kwargs)))
+        self.skipped = _skipped(jax.device_get(wrapper_states(self.arguments)))
         numbers = numbers_in(self.arguments)
         floats = {path: x for path, x in numbers.items() if is_inexact(x)}
         self.floats = {path: np.asarray(jax.device_get(x)) for path, x in floats.items()}
@@ -134,7 +135,7 @@ class Trial:
             before=loss_scale,
             loss_scales=made(lambda tree: plain(loss_scales_in(tree))),
             states=made(wrapper_states),
-            skipped_before=sum(np.sum(x.skipped_steps) for x in wrapper_states(self.arguments)),
+            skipped_before=self.skipped,
         )
 
 
@@ -210,3 +211,7 @@ def _copy(x, number):
 
 def _is_number(dtype):
     return jnp.issubdtype(dtype, np.number) or dtype == np.bool_
+
+
+def _skipped(states):
+    return max((np.sum(state.skipped_steps) for state in states), default=0)

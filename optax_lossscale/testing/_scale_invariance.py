@@ -7,12 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.tree_util import GetAttrKey
 
-from optax_lossscale._arrays.precision import dtype_of
+from optax_lossscale._arrays.precision import dtype_of, is_inexact
 from optax_lossscale._diagnosis.calibration import search
 from optax_lossscale._scales.fixed import FixedLossScale
-from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.gradient import refuse_shared_names
 from optax_lossscale._step.master_weights import MasterWeightsState
 from optax_lossscale.testing import _dependence as dependence
@@ -20,7 +18,7 @@ from optax_lossscale.testing._dependence import Series
 from optax_lossscale.testing._names import listed, name_of, not_ignored
 from optax_lossscale.testing._overflow import APPLIED, KEEP, STUCK, changed, is_stuck
 from optax_lossscale.testing._places import what_comes_back
-from optax_lossscale.testing._runs import Numbers, Path, Run, Trial, equal, numbers_in
+from optax_lossscale.testing._runs import Trial, equal, numbers_in
 
 # How far below the highest loss scale the others are, by exponents. Their distances alternate: at
 # equal ones, the rounding of 1/3, of which every second bit is set, could follow the scale.
@@ -34,7 +32,6 @@ _WIDE, _START = 90, 30
 # few gradients underflow, and those are small.
 _REACH = 20
 _LONGEST_INTERVAL = 100_000  # steps
-_WEIGHTS = GetAttrKey("master_weights")
 
 
 def assert_scale_invariant(
@@ -94,54 +91,60 @@ def assert_scale_invariant(
         raise AssertionError(f"the step depends on the loss scale. {said}")
 
 
-def _accusation(trial: Trial, ignore: str | Collection[str]) -> str:
+def _accusation(trial, ignore):
     """What depends on the loss scale, how, and what to do; empty if there is nothing."""
     overflowing = trial.overflowing()
     if any(map(is_stuck, overflowing)):
         return STUCK
     falling = _falling(trial)
     usual = falling[0] if falling else trial.at(2.0**_LOWEST)
-    back = what_comes_back(trial, [usual, overflowing[-1]])
+    beyond = overflowing[-1]
+    back = what_comes_back(trial, [usual, beyond])
     if len(falling) < _ENOUGH:
         return _never_applied(usual, back, len(falling))
 
     judged = [path for path in not_ignored(ignore, usual) if _is_in_all(path, falling)]
-    lowest = _without_gradients(trial)
-    series = _series(trial, falling, lowest, judged)
+    series = _series(trial, falling, judged)
     powers = {path: p for path, x in series.items() if (p := dependence.power(x))}
     # The negative ones first: of Adam's they leave parameters that follow the inverse.
     in_order = sorted(powers, key=lambda path: powers[path] > 0)
-    said = listed(_BY_A_POWER, [f"2**{powers[path]}: {name_of(path)}" for path in in_order])
+    said = [f"2**{powers[path]}: {name_of(path)}" for path in in_order]
     if min(powers.values(), default=0) < 0:  # from which all else may follow
-        return "\n".join([*said, _DIVIDED])
-    changes = _changes(series, _reach(falling, lowest, judged))
-    said += listed(_BY_A_CHANGE, [text for path, text in changes.items() if path not in powers])
+        return listed(_BY_A_POWER, said, _DIVIDED)
+    changes = _changes(series, _reach(falling, series))
+    changes = [text for path, text in changes.items() if path not in powers]
 
-    beyond = overflowing[-1]
-    if np.isinf(_exponent(beyond)) and beyond.flags.size and beyond.was_applied:
-        other = [path for path in judged if _differs(beyond, usual, path)]
-        if other:
-            return "\n".join([*said, *listed(_AT_INFINITY, other), APPLIED])
-    if said:
-        return "\n".join([*said, _MULTIPLIED])
+    def differs(run, path):
+        return path in run.outputs and not equal(run.outputs[path], usual.outputs[path])
+
+    is_applied = np.isinf(_exponent(beyond)) and beyond.flags.size > 0 and beyond.was_applied
+    other = [path for path in judged if is_applied and differs(beyond, path)]
+    if other:
+        return listed(_AT_INFINITY, other, APPLIED)
+    if said or changes:
+        parts = [(_BY_A_POWER, said), (_BY_A_CHANGE, changes)]
+        return "".join(listed(title, names) for title, names in parts if names) + _MULTIPLIED
     kept = {path: back[path] for path in judged if path in back}
     for run in overflowing:
-        if run.was_skipped or not run.flags.size:
-            # What does not depend on gradients may change as it does at any other loss scale.
-            left = [path for path in changed(trial, run, kept) if _differs(run, usual, path)]
-            if left:
-                return "\n".join([*listed(_NOT_KEPT, left), KEEP])
+        # What does not depend on gradients may change as it does at any other loss scale.
+        left = [path for path in changed(trial, run, kept) if differs(run, path)]
+        if left and not run.flags.any():
+            return listed(_NOT_KEPT, left, KEEP)
     if lost := _lost_weights(usual, judged):
-        return "\n".join([*listed(_LOST, lost), _LAST])
+        return listed(_LOST, lost, _LAST)
     moved = _changed_at_growth(trial, falling, series)
-    return "\n".join([*listed(_AT_GROWTH, moved), _ADAPTED]) if moved else ""
+    return listed(_AT_GROWTH, moved, _ADAPTED) if moved else ""
 
 
-def _exponent(run: Run) -> float:
-    return float(np.log2(np.max(run.before.loss_scale)))
+def _exponent(run):
+    return np.log2(np.max(run.before.loss_scale))
 
 
-def _falling(trial: Trial) -> list[Run]:
+def _is_in_all(path, runs):
+    return all(path in run.outputs for run in runs)
+
+
+def _falling(trial):
     """Runs at falling loss scales, at which the step is applied."""
     highest = search(lambda exponent: trial.at(2.0**exponent).was_applied)
     top = round(np.log2(highest.largest)) if highest else _LOWEST
@@ -151,7 +154,7 @@ def _falling(trial: Trial) -> list[Run]:
     return [run for run in runs if run.was_applied]
 
 
-def _never_applied(run: Run, back: dict[Path, Path], times: int) -> str:
+def _never_applied(run, back, times):
     """What to say of a step that is skipped at nearly all loss scales."""
     made = [x for path, x in run.outputs.items() if path not in back]
     if not all(np.isfinite(x).all() for x in made):
@@ -163,23 +166,12 @@ def _never_applied(run: Run, back: dict[Path, Path], times: int) -> str:
     return _NEVER.format(times=times)
 
 
-def _without_gradients(trial: Trial) -> Run | None:
-    """A run in which all gradients underflow, if they do."""
-    lowest = trial.at(2.0**_LOWEST)
-    is_wide = trial.at(2.0**_WIDE).was_applied
-    return lowest if lowest.was_applied and not is_wide else None
-
-
-def _is_in_all(path: Path, runs: list[Run]) -> bool:
-    return all(path in run.outputs for run in runs)
-
-
-def _series(
-    trial: Trial, falling: list[Run], lowest: Run | None, judged: list[Path]
-) -> dict[Path, Series]:
-    """Outputs at the falling loss scales, with what two runs at the highest differ by."""
-    exponents = np.array([_exponent(run) for run in falling])
+def _series(trial, falling, judged):
+    """Outputs at the falling loss scales, by place."""
+    exponents = np.array([*map(_exponent, falling)])
     again = trial.run(falling[0].before)
+    lowest = trial.at(2.0**_LOWEST)
+    underflows = lowest.was_applied and not trial.at(2.0**_WIDE).was_applied
     series = {}
     for path in judged:
         values = np.stack([run.outputs[path] for run in falling])
@@ -190,28 +182,26 @@ def _series(
                 "that it depends on as arguments that can be copied: batches and PRNG keys as "
                 "arrays, not iterators or generators"
             )
-        without = lowest.outputs.get(path) if lowest else None
+        without = lowest.outputs.get(path) if underflows else None
         series[path] = Series(exponents, values, without, noise)
     return series
 
 
-def _reach(falling: list[Run], lowest: Run | None, judged: list[Path]) -> float:
+def _reach(falling, series):
     """The least exponent at which little underflows; infinite if it is unknown."""
     if not falling[0].flags.size:
         return np.inf
-    if lowest is None:
+    known = [x for x in series.values() if x.without is not None]
+    if not known:
         return -np.inf
-    top = _exponent(falling[0])
-    gone = [
-        _exponent(run)
-        for run in falling
-        if all(equal(run.outputs[path], lowest.outputs[path]) for path in judged)
-    ]
-    # A cast to 8 bits has half of float16's exponents.
-    return max(top - _REACH, (top + max(gone, default=-np.inf)) / 2)
+    exponents = known[0].exponents
+    is_gone = [all(equal(x.values[i], x.without) for x in known) for i in range(len(exponents))]
+    lowest = max(exponents[is_gone], default=-np.inf)
+    # A cast to 8 bits has half of float16's exponents, or less.
+    return max(exponents[0] - _REACH, (exponents[0] + lowest) / 2)
 
 
-def _changes(series: dict[Path, Series], reach: float) -> dict[Path, str]:
+def _changes(series, reach):
     """Where outputs change other than by underflow, in words."""
     emerging = {path: dependence.emerging(x).any(1) for path, x in series.items()}
     how_many = sum(emerging.values())
@@ -220,45 +210,38 @@ def _changes(series: dict[Path, Series], reach: float) -> dict[Path, str]:
         # Where numbers emerge elsewhere, what is computed of many may change by underflow.
         looked_at = (x.exponents[1:] >= reach) & (how_many == emerging[path])
         row = dependence.change(x, looked_at)
-        if row is None:
-            continue
-        high, low = x.exponents[row : row + 2].astype(int)
-        name = name_of(path)
-        changes[path] = f"{name}, between 2**{low} and 2**{high}"
-        if x.values.shape[1] == 1:
-            (above,), (below,) = x.values[row : row + 2]
-            changes[path] = f"{name} is {below:.4g} at 2**{low} and {above:.4g} at 2**{high}"
+        if row is not None:
+            high, low = x.exponents[row : row + 2].astype(int)
+            changes[path] = f"{name_of(path)}, between 2**{low} and 2**{high}"
+            if x.values.shape[1] == 1:
+                (above,), (below,) = x.values[row : row + 2]
+                is_so = f"{below:.4g} at 2**{low} and {above:.4g} at 2**{high}"
+                changes[path] = f"{name_of(path)} is {is_so}"
     return changes
 
 
-def _differs(run: Run, usual: Run, path: Path) -> bool:
-    """Whether an output is another one than usually."""
-    return path in run.outputs and not equal(run.outputs[path], usual.outputs[path])
-
-
-def _changed_at_growth(trial: Trial, falling: list[Run], series: dict[Path, Series]) -> list[Path]:
+def _changed_at_growth(trial, falling, series):
     """What comes out different at a step at which the loss scale grows."""
     given = np.log2(np.max(trial.loss_scale.loss_scale))
     steady = min(falling, key=lambda run: abs(_exponent(run) - given))
     steps, about_to_grow = jax.device_get(_about_to_grow(jax.device_put(steady.before)))
-    if steps >= _LONGEST_INTERVAL:
-        return []
     growing = trial.run(about_to_grow)
-    if not growing.was_applied:
+    if steps >= _LONGEST_INTERVAL or not growing.was_applied:
         return []
-    moved = []
-    for path, x in series.items():
+
+    def moves(path, x):
         # Not of flags and counts, which may be of the growth itself.
-        if x.values.dtype == np.float64 and path in growing.outputs:
-            usual = steady.outputs[path]
-            difference = dependence.norm_of_difference(usual, growing.outputs[path])
-            if difference > dependence.negligible(usual, x.noise):
-                moved.append(path)
-    return moved
+        if x.values.dtype != np.float64 or path not in growing.outputs:
+            return False
+        usual = steady.outputs[path]
+        difference = dependence.norm_of_difference(usual, growing.outputs[path])
+        return difference > dependence.negligible(usual, x.noise)
+
+    return [path for path, x in series.items() if moves(path, x)]
 
 
 @jax.jit
-def _about_to_grow(loss_scale: LossScale) -> tuple[jax.Array, LossScale]:
+def _about_to_grow(loss_scale):
     """How many finite steps change nothing but counters, and the loss scale after them."""
 
     def goes_on(carry):
@@ -269,24 +252,25 @@ def _about_to_grow(loss_scale: LossScale) -> tuple[jax.Array, LossScale]:
     return lax.while_loop(goes_on, next_step, (0, loss_scale))
 
 
-def _lost_weights(run: Run, judged: list[Path]) -> list[Path]:
+def _lost_weights(run, judged):
     """The float32 copies of which no float16 output is the rounding."""
+
+    def emptied(x):
+        return x._replace(master_weights=None) if isinstance(x, MasterWeightsState) else x
+
     is_state = lambda x: isinstance(x, MasterWeightsState)
     numbers = numbers_in(run.after)
-    halves = [run.outputs[path] for path in judged if dtype_of(numbers[path]) == jnp.float16]
-    lost = []
-    for path, state in jax.tree.leaves_with_path(run.after, is_leaf=is_state):
-        if is_state(state):
-            copies = numbers_in({_WEIGHTS.name: state.master_weights})
-            places = [(*path, _WEIGHTS, *end[1:]) for end in copies]
-            for place in places:
-                if place in judged and run.outputs[place].dtype == np.float64:
-                    with np.errstate(over="ignore"):
-                        rounded = run.outputs[place].astype(np.float16)
-                    alike = [x for x in halves if x.size == rounded.size]
-                    if alike and not any(equal(x, rounded) for x in alike):
-                        lost.append(place)
-    return lost
+    others = numbers_in(jax.tree.map(emptied, run.after, is_leaf=is_state))
+    halves = [run.outputs[path] for path in judged if dtype_of(numbers[path]) == np.float16]
+
+    def is_lost(path):
+        with np.errstate(over="ignore"):
+            rounded = run.outputs[path].astype(np.float16)
+        alike = [x for x in halves if x.size == rounded.size]
+        return bool(alike) and not any(equal(x, rounded) for x in alike)
+
+    copies = [path for path in judged if path not in others]
+    return [path for path in copies if is_inexact(numbers[path]) and is_lost(path)]
 
 
 _BY_A_POWER = "With twice the loss scale, these outputs, or their changes, are multiplied by"
