@@ -86,6 +86,7 @@ def changed(trial, run, back):
 
 def _after_overflow(trial, runs, judged):
     """What is wrong after gradients overflow, and what to do; empty if nothing is."""
+    left = []
     for run in runs:
         left = changed(trial, run, judged)
         if is_stuck(run):

@@ -41,7 +41,7 @@ def what_comes_back(trial: Trial, regimes: list[Run]) -> dict[Path, Path]:
     }
     # What is changed in place comes back in its place.
     back = {path: path for path in regimes[0].outputs if path in changes}
-    for path, place in sorted(found, key=found.get, reverse=True):
+    for path, place in sorted(found, key=lambda pair: found[pair], reverse=True):
         if found[path, place] > _ALONG and path not in back and place not in back.values():
             back[path] = place
     return back

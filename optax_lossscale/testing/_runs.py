@@ -23,6 +23,7 @@ from optax_lossscale._scales.get import get_loss_scale, loss_scales_in
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.validation import at_hand
 from optax_lossscale._skips.rule import SkipRule
+from optax_lossscale._step.master_weights import MasterWeightsState
 from optax_lossscale._step.state import LossScaleState, wrapper_states
 
 Path = tuple[Any, ...]  # of keys
@@ -30,14 +31,16 @@ Numbers = dict[Path, Any]  # arrays, by their places
 
 LARGEST = 2.0**126
 _LEFT_OUT = (LossScale, SkipRule, Summary)  # they record overflows, or are of scaled numbers
+_WEIGHTS = GetAttrKey("master_weights")
 _SAMPLE = 2**16  # numbers of an array, at most
 
 
 class Run(NamedTuple):
     """What a step made of its arguments."""
 
-    after: Any  # what it returned, and its arguments as they then were
-    outputs: Numbers  # what of that it made, flat
+    outputs: Numbers  # what it returned or changed in place, flat
+    dtypes: dict[Path, Any]  # in which it did
+    master_weights: list[Path]  # where there are some
     before: LossScale
     loss_scales: list[LossScale]  # that it made
     states: list[LossScaleState]  # that it made
@@ -124,14 +127,13 @@ class Trial:
             return jax.device_get([*parts(result), *filter(is_new, parts(given))])
 
         after = {"result": result, **given}
-        outputs = {
-            path: flat(jax.device_get(x))
-            for path, x in numbers_in(after).items()
-            if path[0] == DictKey("result") or is_new(x)
-        }
+        arrays = numbers_in(after).items()
+        outputs = {path: x for path, x in arrays if path[0] == DictKey("result") or is_new(x)}
+        masters = _leaves(after, MasterWeightsState).items()
         return Run(
-            after,
-            outputs,
+            {path: flat(jax.device_get(x)) for path, x in outputs.items()},
+            {path: dtype_of(x) for path, x in outputs.items()},
+            [(*path, _WEIGHTS) for path, x in masters if isinstance(x, MasterWeightsState)],
             before=loss_scale,
             loss_scales=made(lambda tree: plain(loss_scales_in(tree))),
             states=made(wrapper_states),

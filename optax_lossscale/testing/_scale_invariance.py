@@ -8,17 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale._arrays.precision import dtype_of, is_inexact
 from optax_lossscale._diagnosis.calibration import search
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._step.gradient import refuse_shared_names
-from optax_lossscale._step.master_weights import MasterWeightsState
 from optax_lossscale.testing import _dependence as dependence
 from optax_lossscale.testing._dependence import Series
 from optax_lossscale.testing._names import listed, name_of, not_ignored
 from optax_lossscale.testing._overflow import APPLIED, KEEP, STUCK, changed, is_stuck
 from optax_lossscale.testing._places import what_comes_back
-from optax_lossscale.testing._runs import Trial, equal, numbers_in
+from optax_lossscale.testing._runs import Trial, equal
 
 # How far below the highest loss scale the others are, by exponents. Their distances alternate: at
 # equal ones, the rounding of 1/3, of which every second bit is set, could follow the scale.
@@ -254,14 +252,7 @@ def _about_to_grow(loss_scale):
 
 def _lost_weights(run, judged):
     """The float32 copies of which no float16 output is the rounding."""
-
-    def emptied(x):
-        return x._replace(master_weights=None) if isinstance(x, MasterWeightsState) else x
-
-    is_state = lambda x: isinstance(x, MasterWeightsState)
-    numbers = numbers_in(run.after)
-    others = numbers_in(jax.tree.map(emptied, run.after, is_leaf=is_state))
-    halves = [run.outputs[path] for path in judged if dtype_of(numbers[path]) == np.float16]
+    halves = [run.outputs[path] for path in judged if run.dtypes[path] == np.float16]
 
     def is_lost(path):
         with np.errstate(over="ignore"):
@@ -269,8 +260,8 @@ def _lost_weights(run, judged):
         alike = [x for x in halves if x.size == rounded.size]
         return bool(alike) and not any(equal(x, rounded) for x in alike)
 
-    copies = [path for path in judged if path not in others]
-    return [path for path in copies if is_inexact(numbers[path]) and is_lost(path)]
+    copies = [path for path in judged if any(path[: len(m)] == m for m in run.master_weights)]
+    return [path for path in copies if run.dtypes[path] == np.float32 and is_lost(path)]
 
 
 _BY_A_POWER = "With twice the loss scale, these outputs, or their changes, are multiplied by"
