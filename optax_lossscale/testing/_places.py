@@ -41,7 +41,9 @@ def what_comes_back(trial: Trial, regimes: list[Run]) -> dict[Path, Path]:
     }
     # What is changed in place comes back in its place.
     back = {path: path for path in regimes[0].outputs if path in changes}
-    for path, place in sorted(found, key=lambda pair: found[pair], reverse=True):
+    # The places that are alike for longer come first.
+    order = sorted(found, key=lambda pair: (min(map(len, pair)), found[pair]), reverse=True)
+    for path, place in order:
         if found[path, place] > _ALONG and path not in back and place not in back.values():
             back[path] = place
     return back
@@ -52,9 +54,10 @@ def _nudged(trial):
     random = np.random.default_rng(0)
     nudged = {}
     for path, x in trial.floats.items():
-        factors = 1 + _NUDGE * random.choice([-1, 1], x.shape)
+        sizes = _NUDGE * random.uniform(0.5, 1.5, x.shape)
+        factors = 1 + sizes * random.choice([-1, 1], x.shape)
         wide = x.astype(np.result_type(np.float64, x.dtype))
-        nudged[path] = np.where(wide == 0, _NUDGE, wide * factors).astype(x.dtype)
+        nudged[path] = np.where(wide == 0, sizes, wide * factors).astype(x.dtype)
     return nudged
 
 
