@@ -48,11 +48,11 @@ class Run(NamedTuple):
 
     @property
     def flags(self) -> np.ndarray:
-        """Whether it was applied: by each state on each replica, or else by the loss scales."""
-        if self.states:
-            return np.concatenate([np.ravel(state.should_apply) for state in self.states])
+        """Whether it was applied: by each state on each replica, and by the loss scales."""
         backed_off, other = outcomes(self.before)
-        return np.array([same(x, other) or not same(x, backed_off) for x in self.loss_scales])
+        own = [same(x, other) or not same(x, backed_off) for x in self.loss_scales]
+        flags = [np.ravel(state.should_apply) for state in self.states]
+        return np.concatenate(flags) & all(own) if flags else np.array(own, bool)
 
     @property
     def counts_a_skip(self) -> bool:

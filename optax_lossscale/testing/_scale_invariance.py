@@ -112,12 +112,12 @@ def _accusation(trial, ignore):
     changes = _changes(series, _reach(falling, series))
     changes = [text for path, text in changes.items() if path not in powers]
 
-    def differs(run, path):
+    def differs(run, path, usual=usual):
         return path in run.outputs and not equal(run.outputs[path], usual.outputs[path])
 
     is_applied = np.isinf(_exponent(beyond)) and beyond.flags.size > 0 and beyond.was_applied
-    other = [path for path in judged if is_applied and differs(beyond, path)]
-    if other:
+    other = [path for path in judged if any(differs(beyond, path, run) for run in falling)]
+    if is_applied and other:
         return listed(_AT_INFINITY, other, APPLIED)
     if said or changes:
         parts = [(_BY_A_POWER, said), (_BY_A_CHANGE, changes)]
