@@ -11,3 +11,9 @@ AUTOCAST_DTYPE = jax.make_user_context(None)
 
 UNSCALED = jax.make_user_context(False)
 """Whether losses are left unscaled: for `diagnose`, which scales the gradient itself."""
+
+OVERFLOWS = jax.make_user_context(False)
+"""Whether a fixed loss scale is infinite: for `testing`, in whose steps gradients overflow."""
+
+BLANK_METRICS = jax.make_user_context(False)
+"""Whether `metrics` are of a loss scale at its start: for `testing`, which compares the rest."""

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._arrays.names import path_name
+from optax_lossscale._arrays.contexts import BLANK_METRICS
 from optax_lossscale._scales.get import get_loss_scale
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.state import wrapper_states
@@ -49,6 +50,8 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       hysteresis_left 1
     """
     loss_scale, wrappers = get_loss_scale(state), wrapper_states(state)
+    if BLANK_METRICS.value and jax.tree.leaves(loss_scale):
+        loss_scale = _at_first(loss_scale)
     scale, log2, exhausted = _of_loss_scale(loss_scale)
     scalars = {"loss_scale": scale, "log2_loss_scale": log2, "exhausted": exhausted}
     for wrapper in wrappers:
@@ -66,3 +69,10 @@ def _of_loss_scale(loss_scale: LossScale) -> tuple[jax.Array, jax.Array, jax.Arr
     mantissa, exponent = jnp.frexp(scale)  # so that the logarithms of powers of two are integers
     log2 = (exponent - 1).astype(scale.dtype) + jnp.log2(2 * mantissa)
     return scale, log2, loss_scale.exhausted()
+
+
+@jax.jit
+def _at_first(loss_scale: LossScale) -> LossScale:
+    """The loss scale as it once was, whatever it is now."""
+    first = jnp.full_like(loss_scale.loss_scale, loss_scale.initial_scale)
+    return jax.tree.map(jnp.zeros_like, loss_scale).replace(loss_scale=first)

@@ -4,8 +4,10 @@ import dataclasses
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale._arrays.contexts import OVERFLOWS
 from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.loss_scale import AxisName, LossScale
@@ -43,6 +45,9 @@ class FixedLossScale(LossScale):
     def __init_subclass__(cls, **kwargs: Any):
         raise TypeError(f"{cls.__name__} cannot subclass FixedLossScale; subclass LossScale")
 
+    def __call__(self) -> jax.Array:
+        return jnp.float32(jnp.inf) if OVERFLOWS.value else super().__call__()
+
     def __repr__(self) -> str:
         return f"FixedLossScale({self.initial_scale})"
 
@@ -54,10 +59,13 @@ class FixedLossScale(LossScale):
         return self, True
 
     def scale(self, tree: T) -> T:
-        return map_inexact(lambda x: x, tree) if self.initial_scale == 1 else super().scale(tree)
+        return map_inexact(lambda x: x, tree) if self._is_one() else super().scale(tree)
 
     def unscale(self, tree: T) -> T:
-        return self.scale(tree) if self.initial_scale == 1 else super().unscale(tree)
+        return self.scale(tree) if self._is_one() else super().unscale(tree)
 
     def get_config(self) -> dict[str, Any]:
         return {"class_name": "FixedLossScale", "config": {"scale": self.initial_scale}}
+
+    def _is_one(self) -> bool:
+        return self.initial_scale == 1 and not OVERFLOWS.value

@@ -73,7 +73,10 @@ def with_master_weights(
 
     *Nothing may come after it*, as that would change where the parameters land: give it the whole
     optimizer, `with_loss_scale(with_master_weights(optax.chain(…)))`. Another order is refused by
-    the `init` of `with_loss_scale` around it, and by `value_and_scaled_grad` of such a state.
+    the `init` of `with_loss_scale` around it, and by `value_and_scaled_grad` of such a state. A
+    transformation of your own that changes its updates cannot be seen: what the parameters lack is
+    lost at each step. `testing.assert_scale_invariant` finds that for float16; for bfloat16, whose
+    16 bits tell nothing without the parameter, nothing does.
     Transformations before it in an `optax.chain` see rounded parameters.
 
     Source: Micikevicius et al., "Mixed Precision Training" (https://arxiv.org/abs/1710.03740), as

@@ -1,6 +1,7 @@
 """Assertions about training steps, for your own tests."""
 
 from optax_lossscale.testing._computes_in import assert_computes_in
+from optax_lossscale.testing._overflow import assert_survives_overflow
 from optax_lossscale.testing._scale_invariance import assert_scale_invariant
 
-__all__ = ["assert_computes_in", "assert_scale_invariant"]
+__all__ = ["assert_computes_in", "assert_scale_invariant", "assert_survives_overflow"]

@@ -1,192 +1,218 @@
-"""A training step, run on copies of its arguments at many loss scales."""
+"""A training step, run on copies of its arguments with other numbers in some places.
 
-from collections.abc import Callable, Iterator
-from functools import cache
+What a number is, its place says, and the type of what it is in. The loss scale is what a
+`LossScale` holds: not what has its name or its value, nor another place of the same array.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.tree_util import keystr
+from jax.tree_util import DictKey, GetAttrKey
 
-from optax_lossscale._arrays.variables import is_variable, map_leaves, plain
-from optax_lossscale._diagnosis.calibration import search
+from optax_lossscale._arrays.precision import dtype_of, is_array, is_inexact
+from optax_lossscale._arrays.variables import is_variable, plain
+from optax_lossscale._arrays.contexts import BLANK_METRICS, OVERFLOWS
 from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._scales.get import get_loss_scale, loss_scales_in
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._scales.validation import is_numeric
-from optax_lossscale._step.state import wrapper_states
+from optax_lossscale._scales.validation import at_hand
+from optax_lossscale._skips.rule import SkipRule
+from optax_lossscale._step.master_weights import MasterWeightsState
+from optax_lossscale._step.state import LossScaleState, wrapper_states
 
-_SAMPLE = 2**16  # numbers of an output, at most
-# How far below the highest loss scale the others are, by exponents. Their distances alternate: at
-# equal ones, the rounding of 1/3, of which every second bit is set, could follow the scale.
-_BELOW = [5 * i // 2 for i in range(13)]
-_ENOUGH = 8  # loss scales at which the step is applied
-_LOWEST = -125  # all gradients underflow, or nearly
-# A step that is applied even here computes in float32 or bfloat16, where nothing underflows at the
-# loss scales that matter, which are those from _START down.
-_WIDE, _START = 90, 30
-# In float16 there are 40 exponents from overflow to zero. This far below the highest loss scale,
-# few gradients underflow, and those are small.
-_REACH = 20
-_LONGEST_INTERVAL = 100_000  # steps
+Path = tuple[Any, ...]  # of keys
+Numbers = dict[Path, Any]  # arrays, by their places
+
+LARGEST = 2.0**126
+_LEFT_OUT = (LossScale, SkipRule, Summary)  # they record overflows, or are of scaled numbers
+_WEIGHTS = GetAttrKey("master_weights")
+_SAMPLE = 2**16  # numbers of an array, at most
 
 
 class Run(NamedTuple):
-    """What a step made of its arguments at one loss scale."""
+    """What a step made of its arguments."""
 
-    before: LossScale  # the one it was given, as host arrays
-    after: list[LossScale]  # those it returned or wrote in place
-    flags: list[bool]  # which say whether the step was applied
-    outputs: dict[str, np.ndarray]  # all else, flat: float64, and int64 for integers and bools
+    outputs: Numbers  # what it returned or changed in place, flat
+    dtypes: dict[Path, Any]  # in which it did
+    master_weights: list[Path]  # where there are some
+    before: LossScale
+    loss_scales: list[LossScale]  # that it made
+    states: list[LossScaleState]  # that it made
+    skipped_before: int  # steps, by the state that it was given
+
+    @property
+    def flags(self) -> np.ndarray:
+        """Whether it was applied: by each state on each replica, and by the loss scales."""
+        backed_off, other = outcomes(self.before)
+        own = [same(x, other) or not same(x, backed_off) for x in self.loss_scales]
+        flags = [np.ravel(state.should_apply) for state in self.states]
+        return np.concatenate(flags) & all(own) if flags else np.array(own, bool)
+
+    @property
+    def counts_a_skip(self) -> bool:
+        """Whether more steps are skipped than before."""
+        return _skipped(self.states) > self.skipped_before
 
     @property
     def was_applied(self) -> bool:
-        """Whether the step was applied, as far as can be seen."""
-        return all(self.flags)
-
-
-class Runs(NamedTuple):
-    """The runs of a step on the same arguments."""
-
-    exponents: np.ndarray  # of the loss scales at which it was applied, falling
-    falling: list[Run]  # at these
-    reach: float  # the least exponent at which little underflows; infinite if it is unknown
-    again: Run  # the first of them once more
-    lowest: Run | None  # where all gradients underflow, if it was applied there
-    infinite: Run | None  # at an infinite loss scale, unless the step stopped there by itself
-    growing: Run | None  # at which the loss scale grows, if it ever does
-    steady: Run  # at the same loss scale without growth
-    given: list[np.ndarray]  # the arguments, flat as outputs are
+        """Whether it was applied, as far as can be seen; if it is several steps, all of them."""
+        return bool(np.all(self.flags)) and not self.counts_a_skip
 
     @property
-    def compared(self) -> list[Run]:
-        """Those in which an output is looked at, or recognized as a loss scale."""
-        return [*self.falling, *([self.growing] if self.growing else [])]
+    def was_skipped(self) -> bool:
+        """Whether it was skipped, as can be seen, on all replicas."""
+        return self.flags.size > 0 and not np.any(self.flags)
 
 
-def the_loss_scale(arguments: Any) -> LossScale:
-    """The one loss scale among the arguments."""
-    if not loss_scales_in(arguments):
-        raise ValueError(
-            "expected exactly one loss scale among the arguments of the step, found none: pass it "
-            "the optimizer's state as an argument. If a function makes its state itself, or takes "
-            "several steps, call the assertion inside it, at the first step"
+class Trial:
+    """A step and its arguments, to be run with other numbers among them."""
+
+    def __init__(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any):
+        at_hand(name, (args, kwargs))
+        self.step = step
+        self.arguments = {"args": args, "kwargs": kwargs}
+        if not loss_scales_in(self.arguments):
+            raise ValueError(
+                "expected exactly one loss scale among the arguments of the step, found none: "
+                "pass it the optimizer's state as an argument. If a function makes its state "
+                "itself, or takes several steps, call the assertion inside it, at the first step"
+            )
+        self.loss_scale = jax.device_get(get_loss_scale((args, kwargs)))
+        self.skipped = _skipped(jax.device_get(wrapper_states(self.arguments)))
+        numbers = numbers_in(self.arguments)
+        floats = {path: x for path, x in numbers.items() if is_inexact(x)}
+        self.floats = {path: np.asarray(jax.device_get(x)) for path, x in floats.items()}
+        self.at = functools.cache(lambda scale: self.run(self.scaled(scale)))
+
+    def scaled(self, scale: float) -> LossScale:
+        """The loss scale, with another number."""
+
+        def number(path, x):
+            return np.full_like(x, scale) if path[-1] == GetAttrKey("loss_scale") else x
+
+        return jax.tree.map_with_path(number, self.loss_scale)
+
+    def overflowing(self) -> list[Run]:
+        """Runs whose gradients overflow: of the last one, all do."""
+        if not jax.tree.leaves(self.loss_scale):
+            with OVERFLOWS(True):
+                return [self.run(self.loss_scale)]
+        try:
+            return [self.at(LARGEST), self.at(np.inf)]
+        except Exception:  # from `raise_if_stuck`, or a logger that has no integer for infinity
+            return [self.at(LARGEST)]
+
+    def run(self, loss_scale: LossScale, numbers: Numbers | None = None) -> Run:
+        """The step with this loss scale, and with other numbers in some places."""
+        places = _leaves(self.arguments).keys() - _leaves(self.arguments, LossScale).keys()
+        own = [path for path in _leaves(self.arguments) if path in places]
+        scales = zip(own, itertools.cycle(jax.tree.leaves(loss_scale)), strict=False)
+        given = _copied(self.arguments, {**(numbers or {}), **dict(scales)})
+        kept = jax.tree.leaves(plain(given))  # alive, so that no other array has their ids
+        was_given = set(map(id, kept))
+        with jax.debug_nans(False), jax.debug_infs(False), BLANK_METRICS(True):
+            result = self.step(*given["args"], **given["kwargs"])
+
+        # Arguments that it did not change in place are not its outputs, and may be gone.
+        def is_new(x):
+            return any(id(leaf) not in was_given for leaf in jax.tree.leaves(x))
+
+        def made(parts):
+            return jax.device_get([*parts(result), *filter(is_new, parts(given))])
+
+        after = {"result": result, **given}
+        arrays = numbers_in(after).items()
+        outputs = {path: x for path, x in arrays if path[0] == DictKey("result") or is_new(x)}
+        masters = _leaves(after, MasterWeightsState).items()
+        return Run(
+            {path: flat(jax.device_get(x)) for path, x in outputs.items()},
+            {path: dtype_of(x) for path, x in outputs.items()},
+            [(*path, _WEIGHTS) for path, x in masters if isinstance(x, MasterWeightsState)],
+            before=loss_scale,
+            loss_scales=made(lambda tree: plain(loss_scales_in(tree))),
+            states=made(wrapper_states),
+            skipped_before=self.skipped,
         )
-    return get_loss_scale(arguments)
 
 
-def make_runs(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -> Runs:
-    """The runs of a step at falling loss scales and at some others."""
-    scaled = lambda to: loss_scale.replace(loss_scale=jnp.full_like(loss_scale.loss_scale, to))
-    run = lambda loss_scale: _run(step, arguments, loss_scale)
-    at = cache(lambda exponent: run(scaled(2.0**exponent)))
-    highest = search(lambda exponent: at(exponent).was_applied)
-    top = round(np.log2(highest.largest)) if highest else _LOWEST
-    is_wide = top >= _WIDE
-    start = _START if is_wide else top
-    tried = [start - below for below in _BELOW if start - below >= _LOWEST]
-    exponents = np.array([exponent for exponent in tried if at(exponent).was_applied])
-    if len(exponents) < _ENOUGH:
-        raise ValueError(
-            f"the step is skipped at all but {len(exponents)} loss scales: look for NaN or inf in "
-            "the arguments, the loss and the model; explain(nonfinite_leaves(scaled_grads)) says "
-            "where"
-        )
-    usual = np.log2(np.max(loss_scale.loss_scale))
-    steady = int(min(exponents, key=lambda exponent: abs(exponent - usual)))
-    steps, about_to_grow = _about_to_grow(scaled(2.0**steady))
-    try:
-        infinite = run(scaled(np.inf))
-    except Exception:  # from `raise_if_stuck`, or a logger that has no integer for infinity
-        infinite = None
-    falling = [at(int(exponent)) for exponent in exponents]
-    reach = -np.inf if is_wide else exponents[0] - _REACH
-    return Runs(
-        exponents,
-        falling,
-        reach=reach if falling[0].flags else np.inf,
-        again=run(scaled(2.0 ** exponents[0])),
-        lowest=None if is_wide or not at(_LOWEST).was_applied else at(_LOWEST),
-        infinite=infinite,
-        growing=run(about_to_grow) if steps < _LONGEST_INTERVAL else None,
-        steady=at(steady),
-        given=[x for _, x in _outputs({"given": arguments}, set()) if x.dtype == np.float64],
-    )
+def numbers_in(tree: Any) -> Numbers:
+    """The numbers of a tree, by place; a variable that is in several places is in the first."""
+    numbers, seen = {}, set()
+    for path, x in _leaves(tree, _LEFT_OUT).items():
+        if not isinstance(x, _LEFT_OUT) and id(x) not in seen and is_array(plain(x)):
+            numbers[path] = plain(x)
+            seen.update([id(x)] if is_variable(x) else [])
+    return {path: x for path, x in numbers.items() if _is_number(dtype_of(x))}
+
+
+def flat(x: Any) -> np.ndarray:
+    """The numbers of an array, as float64 or int64; of a large one, a sample."""
+    numbers = np.ravel(np.asarray(x))
+    numbers = numbers[:: -(-numbers.size // _SAMPLE) or 1]
+    if np.iscomplexobj(numbers):
+        numbers = np.concatenate([numbers.real, numbers.imag])
+    return numbers.astype(np.float64 if is_inexact(numbers) else np.int64)
+
+
+def equal(x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether all numbers are the same; NaN is one of them."""
+    return np.array_equal(x, y, equal_nan=True)
 
 
 def same(x: LossScale, y: LossScale) -> bool:
-    """Whether two loss scales of one kind have the same state."""
-    equal = lambda a, b: np.array_equal(a, b, equal_nan=True)
-    return all(map(equal, jax.tree.leaves(x), jax.tree.leaves(y)))
+    """Whether two loss scales have the same state."""
+    return all(map(equal, map(flat, jax.tree.leaves(x)), map(flat, jax.tree.leaves(y))))
+
+
+def outcomes(loss_scale: LossScale) -> tuple[LossScale, LossScale]:
+    """The loss scale after an overflow, and after a step without one."""
+    return jax.device_get(_outcomes(jax.device_put(loss_scale)))
 
 
 @jax.jit
-def _about_to_grow(loss_scale: LossScale) -> tuple[jax.Array, LossScale]:
-    """How many finite steps change nothing but counters, and the loss scale after them."""
-
-    def goes_on(carry):
-        steps, now = carry
-        return (steps < _LONGEST_INTERVAL) & jnp.all(now() == now.adjust(True)())
-
-    next_step = lambda carry: (carry[0] + 1, carry[1].adjust(True))
-    return lax.while_loop(goes_on, next_step, (0, loss_scale))
+def _outcomes(loss_scale):
+    return loss_scale.adjust(False), loss_scale.adjust(True)
 
 
-def _run(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -> Run:
-    """The step on a copy of its arguments, `(args, kwargs)`, with this loss scale among them."""
-    args, kwargs = _with_loss_scale(arguments, loss_scale)
-    given = jax.tree.leaves((args, kwargs))  # kept alive, so that no other array has their ids
-    was_given = {id(x) for x in given}
-    skipped = [np.asarray(s.skipped_steps) for s in wrapper_states((args, kwargs))]
-    with jax.debug_nans(False), jax.debug_infs(False):  # overflows are expected here
-        result = step(*args, **kwargs)
-
-    # Arguments may have been changed in place; those that were not are not outputs.
-    after = {"result": result, "args": args, "kwargs": kwargs}
-    states = [s for s in wrapper_states(after) if id(s.should_apply) not in was_given]
-    new = [plain(x) for x in loss_scales_in(after)]
-    new = [jax.tree.map(np.asarray, x) for x in new if id(x.loss_scale) not in was_given]
-    if states:
-        flags = [bool(np.all(s.should_apply)) for s in states]
-        if len(states) == len(skipped) == 1:  # a step may be several, the last of which applied
-            flags += [np.array_equal(states[0].skipped_steps, skipped[0])]
-    else:  # whether it has adapted as it does to finite gradients
-        overflowed, not_overflowed = loss_scale.adjust(False), loss_scale.adjust(True)
-        flags = [not same(x, overflowed) or same(x, not_overflowed) for x in new]
-    before = jax.tree.map(np.asarray, loss_scale)
-    return Run(before, new, flags, dict(_outputs(after, was_given)))
+def _leaves(tree, whole=()):
+    """The leaves by place, and parts of some types as a whole."""
+    is_leaf = lambda x: isinstance(x, whole) or is_variable(x)
+    return dict(jax.tree.leaves_with_path(tree, is_leaf=is_leaf))
 
 
-def _with_loss_scale(arguments: Any, loss_scale: LossScale) -> Any:
-    """A copy with another loss scale, in which variables that are shared stay shared."""
-    given, new = jax.tree.leaves(get_loss_scale(arguments)), jax.tree.leaves(loss_scale)
-    replacements = {id(x): y for x, y in zip(given, new, strict=True)}
+def _copied(arguments, numbers):
+    """A copy with other numbers, in which variables that are shared stay shared."""
+    copies = {}
 
-    def copied(x):
-        if id(x) in replacements:
-            return jnp.asarray(x).at[...].set(replacements[id(x)])
-        return x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x
+    def copied(path, x):
+        if not is_variable(x):
+            return _copy(x, numbers.get(path))
+        if id(x) not in copies:
+            copies[id(x)] = jax.tree.map(lambda leaf: _copy(leaf, numbers.get(path)), x)
+        return copies[id(x)]
 
-    return map_leaves(copied, arguments)
+    return jax.tree.map_with_path(copied, arguments, is_leaf=is_variable)
 
 
-def _outputs(after: Any, was_given: set[int]) -> Iterator[tuple[str, np.ndarray]]:
-    """What there is to compare, by name; for large arrays, a sample."""
-    left_out = (LossScale, Summary)
-    is_leaf = lambda x: isinstance(x, left_out) or is_variable(x)
-    seen = set(was_given)
-    for path, leaf in jax.tree.leaves_with_path(after, is_leaf=is_leaf):
-        x = plain(leaf)
-        is_number = is_numeric(x) or jnp.issubdtype(getattr(x, "dtype", type(x)), np.bool_)
-        if isinstance(leaf, left_out) or id(x) in seen or not is_number:
-            continue
-        if is_variable(leaf):  # which may be in several places
-            seen.add(id(x))
-        numbers = np.ravel(np.asarray(x))
-        numbers = numbers[:: -(-numbers.size // _SAMPLE) or 1]
-        parts = (numbers.real, numbers.imag) if np.iscomplexobj(numbers) else (numbers,)
-        kind = np.float64 if jnp.issubdtype(numbers.dtype, jnp.inexact) else np.int64
-        numbers = np.concatenate([part.astype(kind) for part in parts])
-        yield f"{path[0].key}{keystr(path[1:])}", numbers
+def _copy(x, number):
+    """A copy of a leaf, or its like with another number."""
+    if isinstance(x, jax.Array):
+        if number is None:
+            return x.copy()
+        return jax.device_put(np.asarray(number, x.dtype), x.sharding if x.committed else None)
+    if isinstance(x, (np.ndarray, np.generic)):
+        return np.array(x if number is None else number, x.dtype)
+    return x if number is None else float(number)
+
+
+def _is_number(dtype):
+    return jnp.issubdtype(dtype, np.number) or dtype == np.bool_
+
+
+def _skipped(states):
+    return max((np.sum(state.skipped_steps) for state in states), default=0)

@@ -1,21 +1,35 @@
 """A test for training steps: nothing but the loss scale may depend on the loss scale."""
 
-import re
 from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from optax_lossscale._diagnosis.calibration import search
 from optax_lossscale._scales.fixed import FixedLossScale
-from optax_lossscale._scales.validation import at_hand
 from optax_lossscale._step.gradient import refuse_shared_names
 from optax_lossscale.testing import _dependence as dependence
 from optax_lossscale.testing._dependence import Series
-from optax_lossscale.testing._runs import Run, Runs, make_runs, same, the_loss_scale
+from optax_lossscale.testing._names import listed, name_of, not_ignored
+from optax_lossscale.testing._overflow import APPLIED, KEEP, STUCK, changed, is_stuck
+from optax_lossscale.testing._places import what_comes_back
+from optax_lossscale.testing._runs import Trial, equal
 
-_FEW = 100  # numbers of an output that may be loss scales
-_SHOWN = 8
+# How far below the highest loss scale the others are, by exponents. Their distances alternate: at
+# equal ones, the rounding of 1/3, of which every second bit is set, could follow the scale.
+_BELOW = [5 * i // 2 for i in range(13)]
+_ENOUGH = 8  # loss scales at which the step is applied
+_LOWEST = -125  # all gradients underflow, or nearly
+# A step that is applied even here computes in float32 or bfloat16, where nothing underflows at the
+# loss scales that matter, which are those from _START down.
+_WIDE, _START = 90, 30
+# In float16 there are 40 exponents from overflow to zero. This far below the highest loss scale,
+# few gradients underflow, and those are small.
+_REACH = 20
+_LONGEST_INTERVAL = 100_000  # steps
 
 
 def assert_scale_invariant(
@@ -65,145 +79,189 @@ def assert_scale_invariant(
       AssertionError: the step depends on the loss scale. With twice the loss scale...
     """
     refuse_shared_names(step, ["ignore"], args)
-    arguments = (args, kwargs)
-    at_hand("assert_scale_invariant", arguments)
-    loss_scale = the_loss_scale(arguments)
-    if isinstance(loss_scale, FixedLossScale):
+    trial = Trial("assert_scale_invariant", step, args, kwargs)
+    if isinstance(trial.loss_scale, FixedLossScale):
         raise ValueError(
             "a FixedLossScale cannot be varied, as compiled steps hold it as a constant. Test the "
             "step with a loss scale that adapts, such as DynamicLossScale(): the rest is the same"
         )
-    runs = make_runs(step, arguments, loss_scale)
-    names = _compared(runs, [ignore] if isinstance(ignore, str) else list(ignore))
-    if accused := _accusation(runs, {name: _series(name, runs) for name in names}):
-        raise AssertionError(f"the step depends on the loss scale. {accused}")
+    if said := _accusation(trial, ignore):
+        raise AssertionError(f"the step depends on the loss scale. {said}")
 
 
-def _compared(runs: Runs, ignored: list[str]) -> list[str]:
-    """The names of the outputs to compare."""
-    names = list(runs.falling[0].outputs)
-    is_in = lambda name, place: name == place or name.startswith((f"{place}[", f"{place}."))
-    for place in ignored:
-        if not any(is_in(name, place) for name in names):
-            shown = "\n".join(f"  {name}" for name in names)
-            raise ValueError(f"ignore={place!r} names no output. There are\n{shown}")
-    names = [name for name in names if not any(is_in(name, place) for place in ignored)]
-    is_everywhere = lambda name: all(name in run.outputs for run in runs.compared)
-    return [name for name in names if is_everywhere(name) and not _is_loss_scale(name, runs)]
-
-
-def _is_loss_scale(name: str, runs: Runs) -> bool:
-    """Whether an output is the loss scale or one of its numbers, by its name or its values."""
-    if re.search(r"loss_scale\w*\W*(\[\d+\])*$", name):
-        return True
-    values = np.stack([run.outputs[name] for run in runs.compared])
-    varying = values[:, (values != values[0]).any(0)]
-    own = np.stack([_numbers(run) for run in runs.compared])
-    is_one = lambda x: np.isclose(own, x[:, None], rtol=1e-5, atol=0, equal_nan=True).all(0).any()
-    return "norm" not in name and 0 < varying.shape[1] <= _FEW and all(map(is_one, varying.T))
-
-
-def _numbers(run: Run) -> np.ndarray:
-    """What a loss scale may be logged as: before and after the step, its state and logarithms."""
-    leaves = [np.ravel(x) for x in jax.tree.leaves((run.before, run.after))]
-    scales = np.concatenate([np.ravel(x.loss_scale) for x in (run.before, *run.after)])
-    logarithms = [np.log2(scales), np.log(scales), np.log10(scales)]
-    numbers = [*leaves, *logarithms, 1 / scales, scales / scales[0]]
-    return np.concatenate(numbers).astype(np.float64)
-
-
-def _series(name: str, runs: Runs) -> Series:
-    """An output at the falling loss scales, with what two runs at the highest differ by."""
-    values = np.stack([run.outputs[name] for run in runs.falling])
-    noise = dependence.norm_of_difference(values[0], runs.again.outputs[name])
-    if noise > 0.01 * dependence.norm_of_difference(values[0], np.zeros_like(values[0])):
-        raise ValueError(
-            f"two runs at the same loss scale differ, in {name}. Pass the step all that it "
-            "depends on as arguments that can be copied: batches and PRNG keys as arrays, not "
-            "iterators or generators"
-        )
-    without = runs.lowest.outputs.get(name) if runs.lowest else None
-    return Series(runs.exponents, values, without, noise)
-
-
-def _accusation(runs: Runs, series: dict[str, Series]) -> str:
+def _accusation(trial, ignore):
     """What depends on the loss scale, how, and what to do; empty if there is nothing."""
-    powers = {name: p for name, x in series.items() if (p := dependence.power(x))}
+    overflowing = trial.overflowing()
+    if any(map(is_stuck, overflowing)):
+        return STUCK
+    falling = _falling(trial)
+    usual = falling[0] if falling else trial.at(2.0**_LOWEST)
+    beyond = overflowing[-1]
+    back = what_comes_back(trial, [usual, beyond])
+    if len(falling) < _ENOUGH:
+        return _never_applied(usual, back, len(falling))
+
+    judged = [path for path in not_ignored(ignore, usual) if _is_in_all(path, falling)]
+    series = _series(trial, falling, judged)
+    powers = {path: p for path, x in series.items() if (p := dependence.power(x))}
     # The negative ones first: of Adam's they leave parameters that follow the inverse.
-    of_power = [f"2**{powers[n]}: {n}" for n in sorted(powers, key=lambda n: powers[n] > 0)]
-    said = _listed(_BY_A_POWER, of_power)
+    in_order = sorted(powers, key=lambda path: powers[path] > 0)
+    said = [f"2**{powers[path]}: {name_of(path)}" for path in in_order]
     if min(powers.values(), default=0) < 0:  # from which all else may follow
-        return "\n".join([*said, _DIVIDED])
-    changes = _changes(series, runs.reach)
-    said += _listed(_BY_A_CHANGE, [text for name, text in changes.items() if name not in powers])
-    if stays := _changed_at_infinity(runs, series):
-        return "\n".join([*said, *_listed(_AT_INFINITY, stays), _DIVIDED])
-    if said:
-        return "\n".join([*said, _MULTIPLIED])
-    if broken := _broken_at_infinity(runs, series):
-        return "\n".join([*_listed(_NOT_FINITE, broken), _NOT_SKIPPED])
-    moved = _listed(_AT_GROWTH, _changed_at_growth(runs, series))
-    return "\n".join([*moved, _ADAPTED]) if moved else ""
+        return listed(_BY_A_POWER, said, _DIVIDED)
+    changes = _changes(series, _reach(falling, series))
+    changes = [text for path, text in changes.items() if path not in powers]
+
+    def differs(run, path, usual=usual):
+        return path in run.outputs and not equal(run.outputs[path], usual.outputs[path])
+
+    is_applied = np.isinf(_exponent(beyond)) and beyond.flags.size > 0 and beyond.was_applied
+    other = [path for path in judged if any(differs(beyond, path, run) for run in falling)]
+    if is_applied and other:
+        return listed(_AT_INFINITY, other, APPLIED)
+    if said or changes:
+        parts = [(_BY_A_POWER, said), (_BY_A_CHANGE, changes)]
+        return "".join(listed(title, names) for title, names in parts if names) + _MULTIPLIED
+    kept = {path: back[path] for path in judged if path in back}
+    for run in overflowing:
+        # What does not depend on gradients may change as it does at any other loss scale.
+        left = [path for path in changed(trial, run, kept) if differs(run, path)]
+        if left and not run.flags.any():
+            return listed(_NOT_KEPT, left, KEEP)
+    if lost := _lost_weights(usual, judged):
+        return listed(_LOST, lost, _LAST)
+    moved = _changed_at_growth(trial, falling, series)
+    return listed(_AT_GROWTH, moved, _ADAPTED) if moved else ""
 
 
-def _changes(series: dict[str, Series], reach: float) -> dict[str, str]:
+def _exponent(run):
+    return np.log2(np.max(run.before.loss_scale))
+
+
+def _is_in_all(path, runs):
+    return all(path in run.outputs for run in runs)
+
+
+def _falling(trial):
+    """Runs at falling loss scales, at which the step is applied."""
+    highest = search(lambda exponent: trial.at(2.0**exponent).was_applied)
+    top = round(np.log2(highest.largest)) if highest else _LOWEST
+    start = _START if top >= _WIDE else top
+    tried = [start - below for below in _BELOW if start - below >= _LOWEST]
+    runs = [trial.at(2.0**exponent) for exponent in tried]
+    return [run for run in runs if run.was_applied]
+
+
+def _never_applied(run, back, times):
+    """What to say of a step that is skipped at nearly all loss scales."""
+    made = [x for path, x in run.outputs.items() if path not in back]
+    if not all(np.isfinite(x).all() for x in made):
+        raise ValueError(
+            f"the step is skipped at all but {times} loss scales: look for NaN or inf in "
+            "the arguments, the loss and the model; explain(nonfinite_leaves(scaled_grads)) says "
+            "where"
+        )
+    return _NEVER.format(times=times)
+
+
+def _series(trial, falling, judged):
+    """Outputs at the falling loss scales, by place."""
+    exponents = np.array([*map(_exponent, falling)])
+    again = trial.run(falling[0].before)
+    lowest = trial.at(2.0**_LOWEST)
+    underflows = lowest.was_applied and not trial.at(2.0**_WIDE).was_applied
+    series = {}
+    for path in judged:
+        values = np.stack([run.outputs[path] for run in falling])
+        noise = dependence.norm_of_difference(values[0], again.outputs[path])
+        if noise > 0.01 * dependence.norm_of_difference(values[0], np.zeros_like(values[0])):
+            raise ValueError(
+                f"two runs at the same loss scale differ, in {name_of(path)}. Pass the step all "
+                "that it depends on as arguments that can be copied: batches and PRNG keys as "
+                "arrays, not iterators or generators"
+            )
+        without = lowest.outputs.get(path) if underflows else None
+        series[path] = Series(exponents, values, without, noise)
+    return series
+
+
+def _reach(falling, series):
+    """The least exponent at which little underflows; infinite if it is unknown."""
+    if not falling[0].flags.size:
+        return np.inf
+    known = [x for x in series.values() if x.without is not None]
+    if not known:
+        return -np.inf
+    exponents = known[0].exponents
+    is_gone = [all(equal(x.values[i], x.without) for x in known) for i in range(len(exponents))]
+    lowest = max(exponents[is_gone], default=-np.inf)
+    # A cast to 8 bits has half of float16's exponents, or less.
+    return max(exponents[0] - _REACH, (exponents[0] + lowest) / 2)
+
+
+def _changes(series, reach):
     """Where outputs change other than by underflow, in words."""
-    emerging = {name: dependence.emerging(x).any(1) for name, x in series.items()}
+    emerging = {path: dependence.emerging(x).any(1) for path, x in series.items()}
     how_many = sum(emerging.values())
     changes = {}
-    for name, x in series.items():
+    for path, x in series.items():
         # Where numbers emerge elsewhere, what is computed of many may change by underflow.
-        looked_at = (x.exponents[1:] >= reach) & (how_many == emerging[name])
+        looked_at = (x.exponents[1:] >= reach) & (how_many == emerging[path])
         row = dependence.change(x, looked_at)
-        if row is None:
-            continue
-        (high, low), (above, below) = x.exponents[row : row + 2], x.values[row : row + 2]
-        changes[name] = f"{name}, between 2**{low} and 2**{high}"
-        if x.values.shape[1] == 1:
-            changes[name] = f"{name} is {below[0]:.4g} at 2**{low} and {above[0]:.4g} at 2**{high}"
+        if row is not None:
+            high, low = x.exponents[row : row + 2].astype(int)
+            changes[path] = f"{name_of(path)}, between 2**{low} and 2**{high}"
+            if x.values.shape[1] == 1:
+                (above,), (below,) = x.values[row : row + 2]
+                is_so = f"{below:.4g} at 2**{low} and {above:.4g} at 2**{high}"
+                changes[path] = f"{name_of(path)} is {is_so}"
     return changes
 
 
-def _changed_at_infinity(runs: Runs, series: dict[str, Series]) -> list[str]:
-    """What an infinite loss scale changes, and leaves finite, where it should skip the step."""
-    infinite = runs.infinite
-    if infinite is None or not infinite.was_applied:
-        return []
-    if all(same(after, infinite.before) for after in infinite.after):  # it was not even seen
-        return []
-    differs = lambda x, y: dependence.norm_of_difference(x, y) > 0
-    given = {name: x.values[0] for name, x in series.items() if name in infinite.outputs}
-    return [name for name, usual in given.items() if differs(infinite.outputs[name], usual)]
-
-
-def _broken_at_infinity(runs: Runs, series: dict[str, Series]) -> list[str]:
-    """The state that is not finite after an infinite loss scale, at which the step is skipped."""
-    made = runs.infinite.outputs if runs.infinite else {}
-    usual = {name: x.values[-1] for name, x in series.items() if name in made}
-    distance, olds = dependence.norm_of_difference, [x for x in runs.given if x.size > 1]
-    is_near = lambda new, old: distance(new, old) < distance(old, np.zeros_like(old)) / 2
-    became = lambda new: any(x.shape == new.shape and is_near(new, x) for x in olds)
-    is_state = lambda name: re.search(r"_state|\.(mu|nu|trace)\b", name) or became(usual[name])
-    broken = [n for n, x in usual.items() if np.isfinite(x).all() > np.isfinite(made[n]).all()]
-    return [name for name in broken if is_state(name)]
-
-
-def _changed_at_growth(runs: Runs, series: dict[str, Series]) -> list[str]:
+def _changed_at_growth(trial, falling, series):
     """What comes out different at a step at which the loss scale grows."""
-    growing = runs.growing
-    if growing is None or not growing.was_applied:
+    given = np.log2(np.max(trial.loss_scale.loss_scale))
+    steady = min(falling, key=lambda run: abs(_exponent(run) - given))
+    steps, about_to_grow = jax.device_get(_about_to_grow(jax.device_put(steady.before)))
+    growing = trial.run(about_to_grow)
+    if steps >= _LONGEST_INTERVAL or not growing.was_applied:
         return []
-    usual, grown = runs.steady.outputs, growing.outputs
-    # Not of flags and counts, which may be of the growth itself.
-    floats = {name: x.noise for name, x in series.items() if x.values.dtype == np.float64}
-    difference = lambda name: dependence.norm_of_difference(usual[name], grown[name])
-    is_more = lambda name, noise: difference(name) > dependence.negligible(usual[name], noise)
-    return [name for name, noise in floats.items() if is_more(name, noise)]
+
+    def moves(path, x):
+        # Not of flags and counts, which may be of the growth itself.
+        if x.values.dtype != np.float64 or path not in growing.outputs:
+            return False
+        usual = steady.outputs[path]
+        difference = dependence.norm_of_difference(usual, growing.outputs[path])
+        return difference > dependence.negligible(usual, x.noise)
+
+    return [path for path, x in series.items() if moves(path, x)]
 
 
-def _listed(title: str, names: list[str]) -> list[str]:
-    more = [f"and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
-    return [title, *(f"  {line}" for line in [*names[:_SHOWN], *more])] if names else []
+@jax.jit
+def _about_to_grow(loss_scale):
+    """How many finite steps change nothing but counters, and the loss scale after them."""
+
+    def goes_on(carry):
+        steps, now = carry
+        return (steps < _LONGEST_INTERVAL) & jnp.all(now() == now.adjust(True)())
+
+    next_step = lambda carry: (carry[0] + 1, carry[1].adjust(True))
+    return lax.while_loop(goes_on, next_step, (0, loss_scale))
+
+
+def _lost_weights(run, judged):
+    """The float32 copies of which no float16 output is the rounding."""
+    halves = [run.outputs[path] for path in judged if run.dtypes[path] == np.float16]
+
+    def is_lost(path):
+        with np.errstate(over="ignore"):
+            rounded = run.outputs[path].astype(np.float16)
+        alike = [x for x in halves if x.size == rounded.size]
+        return bool(alike) and not any(equal(x, rounded) for x in alike)
+
+    copies = [path for path in judged if any(path[: len(m)] == m for m in run.master_weights)]
+    return [path for path in copies if run.dtypes[path] == np.float32 and is_lost(path)]
 
 
 _BY_A_POWER = "With twice the loss scale, these outputs, or their changes, are multiplied by"
@@ -211,25 +269,31 @@ _BY_A_CHANGE = "These outputs change as the loss scale rises, and underflow does
 _AT_INFINITY = """\
 An infinite loss scale should make the gradients infinite or NaN, and the step should be skipped.
 It was applied, which changed"""
-_NOT_FINITE = "An infinite loss scale, at which the step should be skipped, leaves not finite:"
+_NOT_KEPT = "A loss scale that overflows, at which the step should be skipped, changes"
 _AT_GROWTH = """\
 At a step at which the loss scale grows, these come out different than at the same loss scale
 without growth:"""
+_LOST = "These float32 copies of with_master_weights are no longer those of the parameters:"
 
 _DIVIDED = """\
 So gradients are divided by a loss scale that they are not, or no longer, multiplied by. Compute
 them with value_and_scaled_grad(loss_fn, state), or from scale_gradient(loss, state), inside the
-step, with the state that it is given and not an older one; leave the unscaling to the optimizer;
-and put anything that looks at the size of gradients, such as a clip, inside:
-with_loss_scale(optax.chain(clip, …))."""
+step, with the state that it is given and not an older one or a scale kept beside it; leave the
+unscaling to the optimizer; and put anything that looks at the size of gradients, such as a clip,
+inside: with_loss_scale(optax.chain(clip, …))."""
 _MULTIPLIED = """\
 So they come from gradients that are still scaled. To log a norm, unscale them first:
 get_loss_scale(state).unscale(scaled_grads). And anything before the wrapper in an optax.chain
-sees scaled gradients: put it inside, with_loss_scale(optax.chain(…)). Name outputs that are
-meant to depend on the loss scale in ignore=."""
-_NOT_SKIPPED = """\
-So an overflow would end the training. Let tx.apply_gradients take the step, or keep the old
-parameters and the optimizer's old state where should_apply is False."""
+sees scaled gradients: put it inside, with_loss_scale(optax.chain(…)). To log the loss scale,
+return ols.metrics(state). Name other outputs that are meant to depend on it in ignore=."""
 _ADAPTED = """\
 So they are unscaled by the new loss scale. Unscale by the one that the loss was multiplied by,
 from the state that the step is given, and adapt it afterwards."""
+_NEVER = """\
+It is skipped at all but {times} loss scales, although what it returns is finite. So gradients are
+multiplied by another scale than that of the state that the step is given, such as that of another
+optimizer or an older state: use value_and_scaled_grad(loss_fn, state) inside the step."""
+_LAST = """\
+So something changes the updates of with_master_weights, and what the parameters cannot hold is
+lost at every step. Let nothing come after it, a transformation of your own neither:
+with_loss_scale(with_master_weights(…)) of the whole optimizer, and optax.apply_updates."""

@@ -1,0 +1,136 @@
+"""A test for training steps: of an overflow, or of a NaN in the batch, nothing is left."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import numpy as np
+
+from optax_lossscale._step.gradient import refuse_shared_names
+from optax_lossscale.testing._names import listed, name_of, not_ignored
+from optax_lossscale.testing._places import what_comes_back
+from optax_lossscale.testing._runs import Trial, equal, flat, outcomes, same
+
+
+def assert_survives_overflow(
+    step: Callable[..., Any], *args: Any, ignore: str | Collection[str] = (), **kwargs: Any
+) -> None:
+    """Raises if a step whose gradients overflow, or whose batch holds a NaN, leaves a trace.
+
+    Such a step is to be skipped: the parameters, the optimizer's state and every other float that
+    comes back, to be given to the next step, are as they were given. Only integers may count and
+    keys move on, the skip is counted, and the loss scale adapts, unless it is fixed. What is only
+    returned, such as the loss and norms to be logged, may be anything. It finds batch statistics,
+    hidden states and averages without `where_applied`, and steps that are not skipped at all. Put
+    it into your tests beside `assert_scale_invariant`, with the same arguments.
+
+    It runs the step on copies of its arguments: with a loss scale that is beyond all numbers; with
+    a NaN in the first array of floats that does not come back, the batch, if there is one (tokens
+    are none); and some times with small changes, to see which numbers come back.
+
+    Args:
+      step: the training step, compiled or not. It returns its new state or changes it in place,
+        and may donate its arguments.
+      *args: its arguments, which stay as they are. Somewhere among them is one loss scale: in an
+        optimizer state, a train state, an `nnx.Optimizer`.
+      ignore: outputs that an overflow may change, one or several, by their names in the error:
+        `"result[2]['mean']"`, or `"result[2]"` for everything in it.
+      **kwargs: its keyword arguments, likewise; bind one named `ignore` with `functools.partial`.
+
+    Raises:
+      AssertionError: if something is left of an overflow or a NaN, what it is, and what to do.
+      ValueError: if there is no loss scale among the arguments, or several; or if a name to ignore
+        is not that of an output.
+      TypeError: if the arguments are traced.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import optax_lossscale as ols
+      >>> tx = ols.with_loss_scale(optax.adam(1e-3))
+      >>> loss_fn = lambda params, x: jnp.mean((x @ params) ** 2)
+      >>> @jax.jit
+      ... def wrong(params, mean, state, x):
+      ...     loss, params, state = tx.minimize(loss_fn, state, params, x)
+      ...     return params, 0.9 * mean + 0.1 * jnp.mean(x), state, loss
+      >>> params, mean, x = jnp.ones(3), jnp.zeros(()), jnp.ones((2, 3))
+      >>> ols.testing.assert_survives_overflow(wrong, params, mean, tx.init(params), x)
+      Traceback (most recent call last):
+          ...
+      AssertionError: the step does not survive an overflow. Gradients overflow, the step is to...
+    """
+    refuse_shared_names(step, ["ignore"], args)
+    trial = Trial("assert_survives_overflow", step, args, kwargs)
+    usual = trial.run(trial.loss_scale)
+    overflowing = trial.overflowing()
+    # A fixed loss scale is not among the arguments that a run is given.
+    is_varied = bool(jax.tree.leaves(trial.loss_scale))
+    back = what_comes_back(trial, [usual, overflowing[-1]] if is_varied else [usual])
+    judged = {path: back[path] for path in not_ignored(ignore, usual) if path in back}
+    if said := _after_overflow(trial, overflowing, judged) or _after_nan(trial, back, judged):
+        raise AssertionError(f"the step does not survive an overflow. {said}")
+
+
+def is_stuck(run):
+    """Whether the loss scale comes back as it was given, where it would have changed."""
+    backed_off, other = outcomes(run.before)
+    possible = [backed_off] if run.was_skipped else [backed_off, other]
+    is_given = [same(x, run.before) for x in run.loss_scales]
+    return bool(is_given) and all(is_given) and not any(same(x, run.before) for x in possible)
+
+
+def changed(trial, run, back):
+    """What comes back from a run other than it was given."""
+    pairs = [(path, flat(trial.floats[place])) for path, place in back.items()]
+    return [path for path, x in pairs if path in run.outputs and not equal(run.outputs[path], x)]
+
+
+def _after_overflow(trial, runs, judged):
+    """What is wrong after gradients overflow, and what to do; empty if nothing is."""
+    left = []
+    for run in runs:
+        left = changed(trial, run, judged)
+        if is_stuck(run):
+            return STUCK
+        if run.flags.any():
+            continue
+        if left:
+            return listed(_LEFT, left, KEEP)
+        if run.states and not run.counts_a_skip:
+            return _UNCOUNTED
+    return listed(_APPLIED, left, APPLIED) if runs[-1].flags.any() else ""
+
+
+def _after_nan(trial, back, judged):
+    """What is wrong after a step on a batch with a NaN."""
+    batch = [path for path, x in trial.floats.items() if x.ndim and path not in back.values()]
+    if not batch:
+        return ""
+    numbers = trial.floats[batch[0]].copy()
+    numbers.flat[0] = np.nan
+    run = trial.run(trial.loss_scale, {batch[0]: numbers})
+    left = changed(trial, run, judged)
+    if not run.was_skipped:
+        # The NaN may not reach the loss, or only the first of several steps.
+        left = [path for path in left if not np.isfinite(run.outputs[path]).all()]
+    return listed(_LEFT_BY_NAN.format(name=name_of(batch[0])), left, KEEP) if left else ""
+
+
+_LEFT = "Gradients overflow, the step is to be skipped, and these come back other than given:"
+_LEFT_BY_NAN = "With a NaN in {name}, these come back other than given:"
+_APPLIED = "The loss scale is infinite, gradients should overflow, but the step is applied, to"
+KEEP = """\
+Let tx.apply_gradients or tx.minimize take the step: they keep the parameters and the optimizer's
+state. Keep all else that the step changes, such as batch statistics or an average of the
+parameters, with ols.where_applied(state, new, old), where state is what the step made."""
+APPLIED = """\
+Either gradients are not multiplied by the loss scale of the state that the step is given: use
+value_and_scaled_grad(loss_fn, state) or scale_gradient(loss, state). Or what is not finite is
+replaced before it is checked, by nan_to_num or a where: hand the optimizer scaled gradients as
+they come. Or nothing is checked, with skip=None and a fixed loss scale: use skip="nonfinite". Or
+they are all zero: give the step a batch that it learns from."""
+STUCK = """\
+Gradients overflow, and the loss scale comes back as it was given, so the next step overflows, too:
+return the state that the step makes, with its loss scale."""
+_UNCOUNTED = """\
+The step is skipped, but the state that comes back does not count it: return the state that the
+step makes as it is, not one put together from old and new."""

@@ -1,0 +1,378 @@
+"""`assert_survives_overflow` finds what an overflow leaves behind, and accuses no right step.
+
+Each table holds a wrong and a right step of a kind, and what the error says of the wrong one.
+"""
+
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ols
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # the framework's, not ours
+    from flax import nnx
+
+KEYS = jax.random.split(jax.random.key(0), 3)
+PARAMS = {"w": jax.random.normal(KEYS[0], (4, 3)), "b": jnp.zeros(3)}
+X, Y = jax.random.normal(KEYS[1], (8, 4)), jax.random.normal(KEYS[2], (8, 3))
+INNER = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10))
+LOSS_SCALE = ols.DynamicLossScale(2.0**8)
+TX = ols.with_loss_scale(INNER, LOSS_SCALE)
+HALF = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
+KEPT = "where_applied"
+
+
+def loss_fn(params, x, y):
+    return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+
+def autocast_loss(params, x, y):
+    return ols.autocast(loss_fn)(params, x, y)
+
+
+def begun(tx, params=PARAMS):
+    """Parameters and a state with moments, after a step."""
+    _, params, state = tx.minimize(autocast_loss, tx.init(params), params, X, Y)
+    return params, state
+
+
+def average(old, new):
+    return jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, old, new)
+
+
+def kept_if(right, state, new, old):
+    return ols.where_applied(state, new, old) if right else new
+
+
+STEPS = {}
+
+
+def step_of(*said):
+    """Registers a maker of a step and its arguments, and what is said of it if it is not right."""
+
+    def register(make):
+        STEPS[make.__name__] = make, said
+        return make
+
+    return register
+
+
+@step_of("result[1]['w']", KEPT)
+def average_of_parameters(right):
+    def step(params, ema, state, x, y):
+        loss, params, state = TX.minimize(autocast_loss, state, params, x, y)
+        return params, kept_if(right, state, average(ema, params), ema), state, loss
+
+    params, state = begun(TX)
+    return jax.jit(step, donate_argnums=(0, 1, 2)), (params, PARAMS, state, X, Y)
+
+
+@step_of("result[3]", KEPT)
+def running_mean_of_the_loss(right):
+    def step(params, state, x, mean, y):
+        loss, params, state = TX.minimize(loss_fn, state, params, x, y)
+        return loss, params, state, kept_if(right, state, 0.9 * mean + 0.1 * loss, mean)
+
+    params, state = begun(TX)
+    return jax.jit(step), (params, state, X, jnp.float32(0), Y)
+
+
+@step_of("result['stats']['mean']", KEPT)
+def statistics_in_a_dict(right):
+    def step(carry, x, y):
+        loss, params, state = TX.minimize(loss_fn, carry["state"], carry["params"], x, y)
+        stats = {"mean": 0.5 * carry["stats"]["mean"] + 0.5 * x.mean(0)}
+        stats = kept_if(right, state, stats, carry["stats"])
+        return {"params": params, "state": state, "stats": stats, "loss": loss}
+
+    params, state = begun(TX)
+    stats = {"mean": jnp.zeros(4)}
+    return jax.jit(step), ({"params": params, "state": state, "stats": stats}, X, Y)
+
+
+@step_of("result[0]['w']", "skip=None")
+def gradients_that_are_not_finite(right):
+    def step(params, state, x, y):
+        loss, grads = ols.value_and_scaled_grad(autocast_loss, state)(params, x, y)
+        grads = grads if right else jax.tree.map(jnp.nan_to_num, grads)
+        norm = optax.tree.norm(state.loss_scale.unscale(grads))
+        return *TX.apply_gradients(grads, state, params, value=loss), {"norm": norm}
+
+    return jax.jit(step), (*begun(TX), X, Y)
+
+
+@step_of("result[0]['w']", "result[1].inner_state[0].mu['w']", "minimize")
+def gradients_zeroed_by_hand(right):
+    def step(params, state, x, y):
+        loss, grads = ols.value_and_scaled_grad(autocast_loss, state)(params, x, y)
+        loss_scale, finite = state.loss_scale.update(grads := state.loss_scale.unscale(grads))
+        zeroed = jax.tree.map(lambda g: jnp.where(finite, g, 0), grads)
+        updates, inner_state = INNER.update(zeroed, state.inner_state, params)
+        new = optax.apply_updates(params, updates), inner_state
+        params, inner_state = (
+            optax.tree.where(finite, new, (params, state.inner_state)) if right else new
+        )
+        count = state.skipped_steps + 1 - finite
+        return params, ols.LossScaleState(loss_scale, inner_state, finite, count, count), loss
+
+    return jax.jit(step), (*begun(TX), X, Y)
+
+
+@step_of("loss scale comes back as it was", "return the state")
+def old_loss_scale(right):
+    def step(params, state, x, y):
+        loss, params, new = TX.minimize(autocast_loss, state, params, x, y)
+        return params, new if right else new._replace(loss_scale=state.loss_scale), loss
+
+    return jax.jit(step), (*begun(TX), X, Y)
+
+
+@step_of("loss scale comes back as it was", "return the state")
+def old_state(right):
+    def step(params, state, x, y):
+        loss, params, new = TX.minimize(autocast_loss, state, params, x, y)
+        return params, new if right else state, loss
+
+    return jax.jit(step), (*begun(TX), X, Y)
+
+
+@step_of("does not count")
+def old_count(right):
+    def step(params, state, x, y):
+        loss, params, new = TX.minimize(autocast_loss, state, params, x, y)
+        return params, new if right else new._replace(skipped_steps=state.skipped_steps), loss
+
+    return jax.jit(step), (*begun(TX), X, Y)
+
+
+@step_of("result[1][1].trace['w']", KEPT)
+def momentum_after_the_wrapper(right):
+    outside = optax.trace(0.9)
+    tx = ols.with_loss_scale(optax.chain(INNER, outside), LOSS_SCALE)
+    tx = tx if right else optax.chain(TX, outside)
+
+    def step(params, state, x, y):
+        loss, grads = ols.value_and_scaled_grad(autocast_loss, state)(params, x, y)
+        updates, state = tx.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state, loss
+
+    step = jax.jit(step)
+    params, state, _ = step(PARAMS, tx.init(PARAMS), X, Y)
+    return step, (params, state, X, Y)
+
+
+@step_of("result[0]['w']", "skip=None")
+def fixed_loss_scale(right):
+    tx = ols.with_loss_scale(INNER, 2.0**10, skip="nonfinite" if right else None)
+
+    def step(params, state, x, y):
+        loss, params, state = tx.minimize(autocast_loss, state, params, x, y)
+        return params, state, loss
+
+    return jax.jit(step), (*begun(tx), X, Y)
+
+
+@step_of("result[0]['w']", "skip=None")
+def bfloat16_without_a_loss_scale(right):
+    tx = ols.with_loss_scale(INNER, None, skip="nonfinite" if right else None)
+    bfloat16 = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+
+    def step(params, state, tokens):
+        loss = lambda params: jnp.sum(params["w"][tokens].astype(jnp.float32) ** 2)
+        loss, params, state = tx.minimize(loss, state, params)
+        return params, state, loss
+
+    return jax.jit(step), (bfloat16, tx.init(bfloat16), jnp.array([0, 2]))
+
+
+@step_of("result[0]['w']", "scale_gradient")
+def unscaled_gradients(right):
+    def step(params, state, x, y):
+        grad_fn = (
+            ols.value_and_scaled_grad(loss_fn, state) if right else jax.value_and_grad(loss_fn)
+        )
+        loss, grads = grad_fn(params, x, y)
+        return *TX.apply_gradients(grads, state, params), loss
+
+    return jax.jit(step), (*begun(TX), X, Y)
+
+
+@step_of("With a NaN in args[3]", "result[1]", KEPT)
+def statistics_that_are_kept_at_an_overflow_alone(right):
+    def step(params, mean, state, x, y):
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, x, y)
+        finite = jnp.isfinite(optax.tree.norm(grads)) | jnp.isnan(loss)
+        new = jnp.where(finite, average(mean, x.mean(0)), mean)
+        params, state = TX.apply_gradients(grads, state, params, value=loss)
+        return params, kept_if(right, state, new, mean), state, loss
+
+    params, state = begun(TX)
+    return jax.jit(step), (params, jnp.zeros(4), state, X, Y)
+
+
+@step_of("result[1]['w']", KEPT)
+def master_weights_multi_steps_and_an_average(right):
+    tx = ols.with_loss_scale(
+        ols.with_master_weights(optax.MultiSteps(INNER, 2).gradient_transformation())
+    )
+
+    def step(params, ema, state, key, x, y):
+        key, now = jax.random.split(key)
+        loss, params, state = tx.minimize(
+            autocast_loss, state, params, x + jax.random.normal(now), y
+        )
+        return params, kept_if(right, state, average(ema, params), ema), state, key, loss
+
+    return jax.jit(step), (HALF, HALF, tx.init(HALF), jax.random.key(1), X, Y)
+
+
+@step_of("result[0]['w']", KEPT)
+def decay_after_a_scan_of_steps(right):
+    def step(params, state, x, y):
+        def one(carry, batch):
+            loss, params, state = TX.minimize(autocast_loss, carry[1], carry[0], *batch)
+            decayed = jax.tree.map(lambda p: 0.99 * p, params)
+            return (kept_if(right, state, decayed, params), state), loss
+
+        carry, losses = jax.lax.scan(one, (params, state), (x, y))
+        return *carry, losses
+
+    return jax.jit(step), (*begun(TX), jnp.stack([X, X]), jnp.stack([Y, Y]))
+
+
+@step_of("result[1]['mean']", KEPT)
+def under_pmap(right):
+    tx = ols.with_loss_scale(INNER, axis_name="data")
+
+    def step(params, stats, state, x, y):
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, x, y)
+        grads, mean = jax.lax.pmean((grads, x.mean(0)), "data")
+        params, state = tx.apply_gradients(grads, state, params, value=loss)
+        new = average(stats, {"mean": mean})
+        return params, kept_if(right, state, new, stats), state, loss
+
+    given = PARAMS, {"mean": X[0]}, tx.init(PARAMS)
+    replicated = jax.tree.map(lambda x: jnp.stack([x, x]), given)
+    batch = X.reshape(2, 4, 4), Y.reshape(2, 4, 3)
+    return jax.pmap(step, axis_name="data"), (*replicated, *batch)
+
+
+@step_of("result[1]['mean']", KEPT)
+def under_shard_map(right):
+    mesh = jax.make_mesh((2,), ("data",))
+    tx = ols.with_loss_scale(INNER, axis_name="data")
+
+    def step(params, stats, state, x, y):
+        def mean_loss(params):
+            return jax.lax.pmean(loss_fn(params, x, y), "data")
+
+        loss, grads = ols.value_and_scaled_grad(mean_loss, state)(params)
+        params, state = tx.apply_gradients(grads, state, params, value=loss)
+        new = average(stats, {"mean": jax.lax.pmean(x.mean(0), "data")})
+        return params, kept_if(right, state, new, stats), state, loss
+
+    specs = {"in_specs": (P(), P(), P(), P("data"), P("data")), "out_specs": P()}
+    arguments = jax.device_put((PARAMS, {"mean": X[0]}, tx.init(PARAMS)), NamedSharding(mesh, P()))
+    batch = jax.device_put((X, Y), NamedSharding(mesh, P("data")))
+    return jax.jit(jax.shard_map(step, mesh=mesh, **specs)), (*arguments, *batch)
+
+
+class Normalized(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.BatchNorm(use_running_average=False)(linen.Dense(3)(x))
+
+
+@step_of("result[1]['BatchNorm_0']['mean']", KEPT)
+def batch_norm_of_linen(right):
+    model = Normalized()
+
+    def step(params, stats, state, x, y):
+        def loss_fn(params):
+            variables = {"params": params, "batch_stats": stats}
+            out, changed = model.apply(variables, x, mutable="batch_stats")
+            return jnp.mean((out - y) ** 2), changed["batch_stats"]
+
+        (loss, new), grads = ols.value_and_scaled_grad(loss_fn, state, has_aux=True)(params)
+        params, state = TX.apply_gradients(grads, state, params, value=loss)
+        return params, kept_if(right, state, new, stats), state, loss
+
+    variables = model.init(jax.random.key(0), X)
+    params = variables["params"]
+    return jax.jit(step), (params, variables["batch_stats"], TX.init(params), X, Y)
+
+
+class NormalizedNnx(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.norm(self.linear(x))
+
+
+@step_of("args[0].norm.mean", KEPT)
+def batch_norm_of_nnx(right):
+    model = NormalizedNnx()
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        def loss_fn(model):
+            return ols.scale_gradient(jnp.mean((model(x) - y) ** 2), optimizer)
+
+        before = nnx.clone(nnx.state(model, nnx.BatchStat))
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads, value=loss)
+        after = nnx.state(model, nnx.BatchStat)
+        if right:
+            nnx.update(model, ols.where_applied(optimizer, after, before))
+        return loss
+
+    return step, (model, optimizer, X, Y)
+
+
+@step_of("result[1].layers[0].weight", KEPT)
+def average_of_an_equinox_model(right):
+    model = eqx.nn.MLP(4, 3, width_size=8, depth=1, key=jax.random.key(0))
+
+    @eqx.filter_jit
+    def step(model, ema, state, x, y):
+        def loss_fn(model):
+            return ols.scale_gradient(jnp.mean((jax.vmap(model)(x) - y) ** 2), state)
+
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(model)
+        params, static = eqx.partition(model, eqx.is_inexact_array)
+        params, state = TX.apply_gradients(grads, state, params, value=loss)
+        old, _ = eqx.partition(ema, eqx.is_inexact_array)
+        new = kept_if(right, state, average(old, params), old)
+        return eqx.combine(params, static), eqx.combine(new, static), state, loss
+
+    state = TX.init(eqx.filter(model, eqx.is_inexact_array))
+    return step, (model, model, state, X, Y)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", STEPS)
+def test_what_an_overflow_or_a_nan_leaves_is_found(name):
+    make, said = STEPS[name]
+    step, arguments = make(right=False)
+    with pytest.raises(AssertionError, match="does not survive an overflow") as error:
+        ols.testing.assert_survives_overflow(step, *arguments)
+    assert all(text in str(error.value) for text in said), str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", STEPS)
+def test_a_right_step_is_not_accused(name):
+    step, arguments = STEPS[name][0](right=True)
+    ols.testing.assert_survives_overflow(step, *arguments)
+    ols.testing.assert_survives_overflow(step, *arguments)  # they are as they were
