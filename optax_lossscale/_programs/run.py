@@ -166,7 +166,7 @@ def _cond(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any],
 
 
 def _noted(run: Run, ins: Sequence[Any]) -> Records:
-    """The types of the records of a program, which it is traced once more for, if it may have any."""
+    """The types of a program's records; if it may have any, it is traced once more for them."""
     return jax.eval_shape(lambda xs: run.call(xs)[1], ins) if run.records else {}
 
 

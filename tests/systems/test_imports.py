@@ -93,7 +93,9 @@ FIRST_USE = """
             return w * 2
         w, x = jax.numpy.ones((4, 4)), jax.numpy.ones((2, 4))
         step(w, x)
-        listen = lambda event, duration, **_: compiled.append(event) if "compile" in event else None
+        def listen(event, duration, **_):
+            if "compile" in event:
+                compiled.append(event)
         jax.monitoring.register_event_duration_secs_listener(listen)
         step(w, x)
         return len(traces), compiled
