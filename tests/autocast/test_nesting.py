@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from against_float32 import assert_close, normal, products
 from jax import lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
@@ -86,11 +87,18 @@ def custom_vjp(inner, w, x):
 
 
 def shard_map(inner, w, x):
-    axis = f"axis{len(jax.sharding.get_abstract_mesh().axis_names)}"
-    mesh = jax.make_mesh((1,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
-    fun = lambda w, x: inner(w, layer(w, x))
-    mapped = jax.shard_map(fun, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
-    return mapped(w, x)
+    around = jax.sharding.get_abstract_mesh()
+    mesh = jax.make_mesh((1,) * 4, tuple("abcd"), axis_types=(AxisType.Auto,) * 4)
+    axis = "abcd"[around.axis_types.count(AxisType.Manual)]
+    fun = jax.shard_map(
+        lambda w, x: inner(w, layer(w, x)),
+        mesh=mesh if around.empty else around,
+        in_specs=(P(), P()),
+        out_specs=P(),
+        axis_names={axis},
+        check_vma=False,
+    )
+    return fun(w, x)
 
 
 HOLDERS = [
