@@ -71,7 +71,7 @@ class Flat(NamedTuple):
 
 @remembered
 def flat(jaxpr: Any) -> Flat:
-    """The steps of a program; a `jit` that is placed or often called stays one step."""
+    """The steps of a program; a `jit` that is placed, or long and repeated, stays one step."""
     called = _called(jaxpr)
     steps: list[Instruction] = []
     consts: dict[int, Any] = {}
@@ -127,11 +127,11 @@ def _inlined(eqn: Any) -> Any:
 
 def _called(jaxpr: Any) -> set[int]:
     """The programs, by `id`, that stay calls: long ones that are called more than once."""
-    # What is put in place becomes one with what is around it. But a function that calls another
-    # twice, which calls another twice, and so on, would be as long as two to the power of their
-    # number.
+    # In the place of its call, a program can share islands with what is around it. But a function
+    # that calls another twice, which calls another twice, and so on, would double at each of them.
     calls = collections.Counter[int]()
-    unread, long = [jaxpr], set()
+    long: set[int] = set()
+    unread = [jaxpr]
     while unread:
         for program in filter(None, map(_inlined, open_jaxpr(unread.pop()).eqns)):
             calls[id(program)] += 1

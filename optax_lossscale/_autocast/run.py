@@ -39,26 +39,24 @@ def narrowed(
 
 
 class _Runs:
-    """How to run the programs in a program as their plans say."""
+    """How to run a program, and those in it, as their plans say."""
 
     def __init__(self, made: Plan):
         self._repeated = _repeated(made)
-        self._traced: dict[int, Callable[..., Any]] = {}
+        self._shared: dict[int, Run] = {}  # by the `id` of the plan
         self.whole = _by_plan(made, self)
 
     def inside(self, step: Instruction) -> list[Run]:
         """How to run each of the programs that a step holds."""
-        return [self._traced_once(_by_plan(made, self), made, step) for made in step.plans]
+        name = step.eqn.params.get("name", step.name)
+        return [self._of(made, name) for made in step.plans]
 
-    def _traced_once(self, run: Run, made: Plan, step: Instruction) -> Run:
-        """The same; if other steps hold it, too, it is called as they are, and not copied."""
+    def _of(self, made: Plan, name: str) -> Run:
         if id(made) not in self._repeated:
-            return run
-        if id(made) not in self._traced:
-            call = lambda args: run.call(args)[0]
-            call.__name__ = step.eqn.params.get("name", step.name)
-            self._traced[id(made)] = jax.jit(call)
-        return run._replace(call=lambda args: (self._traced[id(made)](list(args)), {}))
+            return _by_plan(made, self)
+        if id(made) not in self._shared:
+            self._shared[id(made)] = _traced_once(_by_plan(made, self), name)
+        return self._shared[id(made)]
 
 
 def _repeated(made: Plan) -> set[int]:
@@ -72,6 +70,17 @@ def _repeated(made: Plan) -> set[int]:
             if uses[id(inner)] == 1:
                 unread.append(inner)
     return {i for i, n in uses.items() if n > 1}
+
+
+def _traced_once(run: Run, name: str) -> Run:
+    """A program that is called wherever it is run, and not copied."""
+
+    def outs(args):
+        return run.call(args)[0]
+
+    outs.__name__ = name
+    jitted = jax.jit(outs)
+    return run._replace(call=lambda args: (jitted(list(args)), {}))
 
 
 def _by_plan(made: Plan, runs: _Runs) -> Run:

@@ -1,8 +1,7 @@
 """What is said of a program, found out once, however many places hold or call it.
 
-JAX shares the jaxpr of a jitted function between its calls. So the programs in a program may be
-far fewer than their uses: a function that calls another twice, which calls another twice, and so
-on.
+JAX shares the jaxpr of a jitted function between its calls. So a program may hold far fewer
+programs than it runs: if a function calls another twice, which calls another twice, and so on.
 """
 
 import functools

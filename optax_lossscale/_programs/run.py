@@ -168,7 +168,7 @@ def _cond(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any],
 
 
 def _noted(run: Run, ins: Sequence[Any]) -> Records:
-    """The types of the records of a program that may have any, which is traced for them."""
+    """The types of a program's records; if it may have any, it is traced once more for them."""
     return jax.eval_shape(lambda xs: run.call(xs)[1], ins) if run.records else {}
 
 

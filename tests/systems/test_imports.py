@@ -6,6 +6,8 @@ import textwrap
 
 import pytest
 
+import optax_lossscale as ols
+
 # Before the import, each takes away something that is no promise of Optax's.
 WITHOUT = {
     "a chain that is refactored": """
@@ -66,3 +68,76 @@ def test_what_reads_programs_or_draws_is_imported_when_it_is_used():
         assert callable(ols.diagnosis.explain) and callable(ols.testing.assert_computes_in)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=120)
+
+
+# A process that has imported JAX and this package forks for each use: so each is the first there.
+FIRST_USE = """
+    import os
+    import sys
+    import jax
+    import jax.numpy as jnp
+    import optax
+    import optax_lossscale as ols
+
+    inner = optax.sgd(0.1)
+
+    def loss_fn(w, x):
+        return jnp.mean((x @ w) ** 2)
+
+    def traces_and_compilations(use):
+        traces, compiled = [], []
+        @jax.jit
+        def step(w, x):
+            traces.append(0)
+            eval(use, globals(), {"w": w, "x": x})
+            return w * 2
+        w, x = jax.numpy.ones((4, 4)), jax.numpy.ones((2, 4))
+        step(w, x)
+        def listen(event, duration, **_):
+            if "compile" in event:
+                compiled.append(event)
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        step(w, x)
+        return len(traces), compiled
+
+    for use in sys.argv[1:]:
+        child = os.fork()
+        if not child:
+            result = traces_and_compilations(use)
+            print(use, *result) if result != (1, []) else None
+            sys.stdout.flush()
+            os._exit(result != (1, []))
+        assert os.waitpid(child, 0)[1] == 0, use
+"""
+
+USES = [
+    "ols.autocast(loss_fn)(w, x)",
+    "ols.autocast(ols.cast_inputs(loss_fn))(w, x)",
+    "ols.cast_inputs(loss_fn)(w, x)",
+    "ols.scale_gradient(loss_fn(w, x), 8)",
+    "ols.with_loss_scale(inner).minimize(loss_fn, ols.with_loss_scale(inner).init(w), w, x)",
+]
+
+
+def public_names():
+    """Every name that the package or a public module of it has, as one writes it."""
+    modules = [ols.diagnosis, ols.plot, ols.presets, ols.skips, ols.testing]
+    found = [f"ols.{name}" for name in dir(ols)]
+    for module in modules:
+        path = module.__name__.replace("optax_lossscale", "ols")
+        found += [f"{path}.{name}" for name in dir(module) if not name.startswith("_")]
+    return found
+
+
+def assert_each_is_traced_once(uses):
+    script = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(FIRST_USE), *uses]
+    subprocess.run(script, check=True, timeout=600)
+
+
+def test_what_is_first_used_inside_of_jit_is_traced_and_compiled_once():
+    assert_each_is_traced_once(USES)
+
+
+@pytest.mark.slow
+def test_so_is_every_public_name():
+    assert_each_is_traced_once(public_names())
