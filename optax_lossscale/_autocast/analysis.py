@@ -121,22 +121,15 @@ class Analysis:
         return self._read[key][1]
 
     def _read_kinds_of_results(self, eqn: Any, operands: Sequence[Kind]) -> list[Kind]:
-        inside, carried, programs = (
-            self._kinds_inside(eqn, operands),
-            carried_by(eqn),
-            arguments_of(eqn),
-        )
-        if eqn.primitive.name == "while":
-            programs = programs[1:]
+        inside = self._kinds_inside(eqn, operands)
         found = []
-        for program, numbers in programs:
+        for program, numbers in _giving_results(eqn):
             known = self._kinds(program, [inside[n] for n in numbers])
             found.append([known[i] for i in self._flat(program).outs])
         results = [rules.widest(each) for each in zip(*found, strict=True)]
-        # It may run no round at all.
-        may_be_left = eqn.primitive.name == "while" or eqn.params.get("length") == 0
-        for j, n in enumerate(carried):
-            if may_be_left:
+        may_run_no_round = eqn.primitive.name == "while" or eqn.params.get("length") == 0
+        for j, n in enumerate(carried_by(eqn)):
+            if may_run_no_round:
                 results[j] = rules.widest((results[j], operands[n]))
             elif inside[n] != Kind.FLOAT32:
                 results[j] = inside[n]
@@ -210,21 +203,17 @@ class Analysis:
         """How many products came before the results of an equation that is entered."""
         places = _places(eqn, operands)
         found = []
-        for program, numbers in arguments_of(eqn):
+        for program, numbers in _giving_results(eqn):
             known = self._depths(program, [places[operands[n]] for n in numbers])
             found.append([_depth_at(known[i], places) for i in self._flat(program).outs])
-        if eqn.primitive.name == "while":
-            found = found[1:]
         return [max(each) for each in zip(*found, strict=True)]
 
     def _read_uses(
         self, jaxpr: Any, kinds: Sequence[Kind], depths: Sequence[int], results: Sequence[Use]
     ) -> dict[int, Use]:
-        program, of_kinds, of_depths = (
-            self._flat(jaxpr),
-            self._kinds(jaxpr, kinds),
-            self._depths(jaxpr, depths),
-        )
+        program = self._flat(jaxpr)
+        known_kinds = self._kinds(jaxpr, kinds)
+        known_depths = self._depths(jaxpr, depths)
         found = dict.fromkeys(program.types, Use(0))
         for i, use in zip(program.outs, results, strict=True):
             found[i] |= use
@@ -233,15 +222,12 @@ class Analysis:
             if is_narrowed(step.eqn):
                 operands = [Use.MULTIPLIED] * 2 + [Use(0)] * (len(step.ins) - 2)
             elif is_rewritten(step.eqn):
-                entered = self.inside(
-                    step.eqn,
-                    [of_kinds[i] for i in step.ins],
-                    [of_depths[i] for i in step.ins],
-                    after,
-                )
+                of_kinds = [known_kinds[i] for i in step.ins]
+                of_depths = [known_depths[i] for i in step.ins]
+                entered = self.inside(step.eqn, of_kinds, of_depths, after)
                 operands = self.uses_of_operands_inside(step.eqn, entered)
             else:
-                operands = uses_of_operands(step, of_kinds, of_depths, after)
+                operands = uses_of_operands(step, known_kinds, known_depths, after)
             for i, use in zip(step.ins, operands, strict=True):
                 found[i] |= use
         return found
@@ -277,3 +263,9 @@ def _products_in(program: Any) -> int:
         is_narrowed(eqn) + sum(map(_products_in, programs_in(eqn)))
         for eqn in open_jaxpr(program).eqns
     )
+
+
+def _giving_results(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
+    """The programs in an equation that give its results: not the condition of a `while`."""
+    programs = arguments_of(eqn)
+    return programs[1:] if eqn.primitive.name == "while" else programs
