@@ -171,8 +171,8 @@ def _refuse_other_order(loss_fn: Any, state: Any, params: Any) -> None:
         )
     kinds = ", ".join(type(x).__name__ for x in (loss_fn, state, params))
     raise TypeError(
-        "the order of the arguments is minimize(loss_fn, state, params, …), where … is what loss_fn "
-        f"takes besides params; got ({kinds}, …). {wrong}"
+        "the order of the arguments is minimize(loss_fn, state, params, …), where … is what "
+        f"loss_fn takes besides params; got ({kinds}, …). {wrong}"
     )
 
 

@@ -122,7 +122,9 @@ def test_asked_to_skip_nothing_what_checks_nothing_applies_everything(loss_scale
     assert state.skipped_steps == 0
     assert jnp.isnan(params["w"]).any()
     # What the loss scale became is kept, checked or not.
-    assert state.loss_scale() == (8 if isinstance(loss_scale, Scheduled) else ols.get(loss_scale)())
+    assert state.loss_scale() == (
+        8 if isinstance(loss_scale, Scheduled) else ols.get(loss_scale)()
+    )
 
 
 def test_a_loss_scale_that_looks_at_nothing_may_skip_and_change_all_the_same():
