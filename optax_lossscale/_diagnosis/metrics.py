@@ -51,11 +51,16 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     """
     loss_scale, wrappers = get_loss_scale(state), wrapper_states(state)
     scale, log2, exhausted = _of_loss_scale(loss_scale)
-    scalars = {"loss_scale": scale, "log2_loss_scale": log2, "exhausted": exhausted}
+    scalars: dict[str, jax.Array] = {
+        "loss_scale": scale,
+        "log2_loss_scale": log2,
+        "exhausted": exhausted,
+    }
     for wrapper in wrappers:
         names = ("should_apply", "skipped_steps", "consecutive_skipped_steps")
         scalars |= {name: getattr(wrapper, name) for name in names}
-    parts = [("loss_scale", loss_scale)] + [("skip_rule", w.skip_rule) for w in wrappers]
+    parts: list[tuple[str, Any]] = [("loss_scale", loss_scale)]
+    parts += [("skip_rule", wrapper.skip_rule) for wrapper in wrappers]
     for part, tree in parts:
         for path, x in jax.tree.leaves_with_path(tree):
             name = path_name(path)

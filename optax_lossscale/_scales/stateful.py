@@ -199,7 +199,7 @@ def _make_frozen_dataclass(cls: type[Stateful]) -> None:
 
 def _complete_init(cls: type[Stateful]) -> Callable[..., None]:
     """The class's `__init__`, which then says what a `__post_init__` has left out."""
-    init = cls.__init__
+    init: Callable[..., None] = cls.__init__
 
     @functools.wraps(init)
     def complete_init(self, *args, **kwargs):

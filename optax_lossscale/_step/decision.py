@@ -58,7 +58,7 @@ def decide(
         learns = on_all_replicas(jnp.isfinite(value), axis_name)
         should_apply = should_apply & learns
     rule = state.skip_rule
-    if rule is not None:
+    if rule is not None and norm is not None:
         rule, should_apply = _ruled(rule, norm, value, should_apply, axis_name)
         is_overflow = ~jnp.asarray(fits, bool)
         learns = should_apply | (is_overflow if learns is None else is_overflow & learns)
