@@ -114,7 +114,6 @@ def test_names_order_and_defaults_are_the_references():
     functions = inspect.getmembers(presets, inspect.isfunction)
     public = {name: f for name, f in functions if f.__module__ == presets.__name__}
     found = {name: arguments_of(f) for name, f in public.items() if name[0] != "_"}
-    del found["get"]
     assert found == SIGNATURES
     assert presets.tensorflow_dynamic() == ols.DynamicLossScale() == presets.tf_keras()
 
