@@ -169,10 +169,10 @@ def _refuse_other_order(loss_fn: Any, state: Any, params: Any) -> None:
             "The state is the LossScaleState alone, without what holds it. If that is the state "
             "of an optimizer around this one, call value_and_scaled_grad and its own update"
         )
-    kinds = ", ".join(type(x).__name__ for x in (loss_fn, state, params))
+    first, second, third = (type(x).__name__ for x in (loss_fn, state, params))
     raise TypeError(
         "the order of the arguments is minimize(loss_fn, state, params, …), where … is what "
-        f"loss_fn takes besides params; got ({kinds}, …). {wrong}"
+        f"loss_fn takes besides params; got {first} and {second}, then {third}. {wrong}"
     )
 
 

@@ -62,12 +62,27 @@ def test_aux_comes_back_beside_the_loss(grad_dtype):
 
 CHAINED = optax.chain(TX, optax.scale(0.5)).init(PARAMS)
 WRONG = {
-    "swapped": (loss_fn, PARAMS, STATE, r"\(function, dict, LossScaleState, …\).*are swapped"),
+    "swapped": (
+        loss_fn,
+        PARAMS,
+        STATE,
+        r"got function and dict, then LossScaleState\..*are swapped",
+    ),
     "a loss": (loss_fn(PARAMS), STATE, PARAMS, "the loss function itself, not a loss"),
-    "no function": (None, STATE, PARAMS, r"\(NoneType, LossScaleState, dict, …\)"),
-    "a state first": (STATE, loss_fn, PARAMS, r"\(LossScaleState, function, dict, …\)"),
-    "no state": (loss_fn, PARAMS, 1.0, r"\(function, dict, float, …\).*what tx\.init\(params\)"),
-    "a chain's": (loss_fn, CHAINED, PARAMS, r"\(function, tuple, dict, …\).*LossScaleState alone"),
+    "no function": (None, STATE, PARAMS, r"got NoneType and LossScaleState, then dict\."),
+    "a state first": (STATE, loss_fn, PARAMS, r"got LossScaleState and function, then dict\."),
+    "no state": (
+        loss_fn,
+        PARAMS,
+        1.0,
+        r"got function and dict, then float\..*what tx\.init\(params\)",
+    ),
+    "a chain's": (
+        loss_fn,
+        CHAINED,
+        PARAMS,
+        r"got function and tuple, then dict\..*LossScaleState alone",
+    ),
     "inner's": (loss_fn, STATE.inner_state, PARAMS, r"what tx\.init\(params\)"),
 }
 
