@@ -157,8 +157,8 @@ def train_step(quick: bool) -> list[Row]:
             updates, state = inner.update(grads, state, params)
             return optax.apply_updates(params, updates), state, loss
 
-        def ours(loss_scale, probe=None, loss_fn=loss_fn):
-            tx = ols.with_loss_scale(inner, loss_scale)
+        def ours(loss_scale, probe=None, loss_fn=loss_fn, **options):
+            tx = ols.with_loss_scale(inner, loss_scale, **options)
 
             def step(params, state, tokens):
                 probes = [probe] * _model.BLOCKS
@@ -174,7 +174,8 @@ def train_step(quick: bool) -> list[Row]:
             "dynamic": ours("dynamic"),
             "dynamic, every block tapped": ours("dynamic", ols.diagnosis.probe()),
             "fixed": ours(128),
-            "None": ours(None),
+            "fixed, skip=None": ours(128, skip=None),
+            "None, skip=None": ours(None, skip=None),
         }
         fresh = lambda: _model.init(jax.random.key(0))
         rows += _train(ways, fresh, tokens, 5 if quick else 150, dtype=dtype)

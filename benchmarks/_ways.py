@@ -200,7 +200,8 @@ def ours(inner: optax.GradientTransformation) -> dict[str, Way]:
         PLAIN: plain(inner),
         DYNAMIC: apply_gradients(inner, "dynamic"),
         "apply_gradients, fixed": apply_gradients(inner, 128),
-        "apply_gradients, None": apply_gradients(inner, None),
+        "apply_gradients, fixed, skip=None": apply_gradients(inner, 128, skip=None),
+        "apply_gradients, None, skip=None": apply_gradients(inner, None, skip=None),
         "update, dynamic": update(inner, "dynamic"),
     }
 

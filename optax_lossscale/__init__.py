@@ -1,10 +1,51 @@
-"""Loss scaling for JAX, as an Optax gradient transformation."""
+"""float16 training in JAX with Optax: autocast and loss scaling.
+
+    tx = ols.with_loss_scale(optax.adamw(1e-3))  # 1: wrap the optimizer
+    loss, params, state = tx.minimize(ols.autocast(loss_fn), state, params, batch)  # 2
+
+Each name has a docstring with an example: `help(ols.with_loss_scale)`.
+
+Take a step:
+    with_loss_scale          an optimizer that unscales, checks, applies or skips, and adapts
+    value_and_scaled_grad    the loss, and gradients of the scaled loss
+    scale_gradient           the same from inside a loss function, for NNX, Equinox and trainers
+    where_applied            what else a skipped step should keep, such as batch statistics
+    with_master_weights      parameters in 16 bits that train as if they were in 32
+    all_finite               whether all numbers of a tree are finite
+
+Compute in 16 bits:
+    autocast                 a function with its matrix products in float16 or bfloat16
+    cast_inputs              a kernel that takes 16 bits, under autocast
+
+Choose a loss scale:
+    DynamicLossScale         "dynamic", the default: grows, and backs off at an overflow
+    HeadroomLossScale        "headroom": measures gradients, and stays below overflow
+    FixedLossScale           a number, or None for 1
+    LossScale, state_field   the base of your own, and its state
+    get, get_loss_scale      a loss scale from a word, a number or a config; that in a state
+    presets                  the loss scalers of PyTorch, Flax, DeepSpeed and others
+
+Choose what to skip:
+    skips                    rules for steps whose gradients are finite, but far too large
+
+See what the numbers do:
+    diagnose                 a page: is float16 fine for this model, and if not, where and why
+    metrics                  what to log at each step
+    raise_if_stuck           raises LossScaleError if training cannot go on
+    diagnosis                tools that look closer
+    plot                     plots, with matplotlib
+    testing                  assertions about a training step, for your tests
+
+What is returned:
+    LossScaledTransformation, LossScaleState, MasterWeightsState
+"""
 
 import importlib
 from typing import TYPE_CHECKING
 
 from optax_lossscale import presets, skips
 from optax_lossscale._arrays.finite import all_finite
+from optax_lossscale._arrays.names import make_public as _make_public
 from optax_lossscale._diagnosis.metrics import metrics
 from optax_lossscale._diagnosis.stuck import LossScaleError, raise_if_stuck
 from optax_lossscale._scales.dynamic import DynamicLossScale
@@ -27,18 +68,21 @@ if TYPE_CHECKING:
     from optax_lossscale._autocast.cast_inputs import cast_inputs
     from optax_lossscale._diagnosis.diagnose import diagnose
 else:  # A type checker that saw `__getattr__` would accept every misspelt name.
+    _MODULES = ("diagnosis", "plot", "testing")
     _FOLDERS = {"autocast": "_autocast", "cast_inputs": "_autocast", "diagnose": "_diagnosis"}
 
     def __getattr__(name):
-        if name in ("diagnosis", "plot", "testing"):
+        if name in _MODULES:
             return importlib.import_module(f"optax_lossscale.{name}")
         if name in _FOLDERS:
             module = importlib.import_module(f"optax_lossscale.{_FOLDERS[name]}.{name}")
-            return globals().setdefault(name, getattr(module, name))
+            value = getattr(module, name)
+            _make_public(__name__, value)
+            return globals().setdefault(name, value)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():
-        return sorted({*globals(), *__all__})
+        return sorted({*globals(), *__all__, *_MODULES})
 
 
 __version__ = "0.3.0"
@@ -71,3 +115,8 @@ __all__ = [
     "with_loss_scale",
     "with_master_weights",
 ]
+
+_make_public(
+    __name__,
+    *(globals()[name] for name in __all__ if hasattr(globals().get(name), "__qualname__")),
+)

@@ -5,6 +5,7 @@ inside the model (`tap`, `probe`), the place where numbers stopped being finite 
 the loss scale to begin with (`find_initial_scale`).
 """
 
+from optax_lossscale._arrays.names import make_public
 from optax_lossscale._diagnosis.accuracy import GradientError
 from optax_lossscale._diagnosis.calibration import InitialScale, find_initial_scale
 from optax_lossscale._diagnosis.dtypes import DtypeReport, Operation, dtype_report
@@ -37,3 +38,5 @@ __all__ = [
     "tap",
     "underflow_report",
 ]
+
+make_public(__name__, *(globals()[name] for name in __all__))

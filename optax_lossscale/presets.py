@@ -6,7 +6,9 @@ leaves float32's normal range, 1.18e-38 to 3.4e38, but stays at the last value i
 argument that is not allowed raises a `ValueError`.
 
 Unless a preset says otherwise, it backs off at each non-finite step. Most count steps whose
-gradients are all zero as finite; if gradients are rare, `HeadroomLossScale` is better.
+gradients are all zero as finite; if gradients are rare, `HeadroomLossScale` is better. None of the
+originals looks at the loss, and where the scale is fixed most check nothing: to do as they do,
+pass `skip=None` to `with_loss_scale`.
 """
 
 import inspect
@@ -14,12 +16,35 @@ from typing import Any, Literal
 
 import numpy as np
 
+from optax_lossscale._arrays.names import make_public
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.logmax import LogMaxLossScale
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.tolerance import ToleranceLossScale
+
+__all__ = [
+    "LogMaxLossScale",
+    "ToleranceLossScale",
+    "apex",
+    "deepspeed",
+    "fairseq",
+    "flax",
+    "jmp",
+    "keras",
+    "megatron",
+    "mpx",
+    "openseq2seq_logmax",
+    "pytorch",
+    "tensorflow_contrib_exponential",
+    "tensorflow_contrib_fixed",
+    "tensorflow_dynamic",
+    "tensorflow_fixed",
+    "tf_keras",
+]
+
+make_public(__name__, LogMaxLossScale, ToleranceLossScale)
 
 # Down to the smallest normal float32; a back-off to below that does not take place.
 _NO_FLOOR: Any = {"min_scale": validation.SMALLEST, "clip_backoff": False}
@@ -74,7 +99,7 @@ def tensorflow_dynamic(
 
 
 def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
-    """TensorFlow's `FixedLossScale`.
+    """TensorFlow's `FixedLossScale`, which checks nothing; nor does a step with `skip=None`.
 
     Args:
       loss_scale_value: the scale.
@@ -465,29 +490,9 @@ def apex(
     return DynamicLossScale(scale, interval, max_scale=most, clip_growth=True, **floor)
 
 
+# By name, for a config.
 _PRESETS = {
-    name: function
-    for name, function in list(globals().items())
-    if inspect.isfunction(function) and function.__module__ == __name__ and name[0] != "_"
+    name: value
+    for name, value in list(globals().items())
+    if name in __all__ and inspect.isfunction(value)
 }
-
-
-def get(name: str, /, **arguments: Any) -> LossScale:
-    """The preset of that name, with those arguments.
-
-    Args:
-      name: the name of a function of this module.
-      **arguments: its arguments.
-
-    Raises:
-      ValueError: for an unknown name, or an unknown or missing argument; it lists those known.
-
-    Example:
-      >>> from optax_lossscale import presets
-      >>> bool(presets.get("pytorch", init_scale=1024.0) == presets.pytorch(1024.0))
-      True
-    """
-    if not isinstance(name, str) or name not in _PRESETS:
-        shown = validation.shown(name)
-        raise ValueError(f"no preset is named {shown}; there are {', '.join(_PRESETS)}")
-    return validation.construct(_PRESETS[name], arguments)

@@ -10,6 +10,7 @@ A rule is a `SkipRule`, which you may subclass. A wrong argument raises a `Value
 
 from functools import partial
 
+from optax_lossscale._arrays.names import make_public
 from optax_lossscale._scales import validation
 from optax_lossscale._skips.rolling import RollingSkipRule
 from optax_lossscale._skips.rule import SkipRule
@@ -27,6 +28,9 @@ __all__ = [
     "olmo_core",
     "spikes",
 ]
+
+make_public(__name__, SkipRule, RollingSkipRule, SpikeSkipRule)
+make_public(__name__, ThresholdSkipRule, MovingAverageSkipRule, DropNorm)
 
 _interval = partial(validation.count, least=2, most=2**20)
 

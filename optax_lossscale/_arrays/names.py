@@ -1,10 +1,19 @@
-"""What leaves and scales are called in reports, and in which order names are listed."""
+"""What things are called: in reports, and in which order; and where what is public lives."""
 
 import math
 import re
 from typing import Any
 
 from jax.tree_util import keystr
+
+
+def make_public(module: str, *things: Any) -> None:
+    """Makes a public module the home of classes and functions, which a private file defines.
+
+    It is what reprs, pickles and tracebacks name.
+    """
+    for thing in things:
+        thing.__module__ = module
 
 
 def path_name(path: Any) -> str:

@@ -3,8 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from types import EllipsisType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from optax_lossscale._scales import validation
 
 
 def autocast(
-    fun: Callable[..., Any] | EllipsisType = ...,
+    fun: Callable[..., Any] = inspect.Parameter.empty,  # so that a signature shows no default
     dtype: Any = jnp.float16,
     argnums: int | Sequence[int] = 0,
 ) -> Callable[..., Any]:
@@ -77,9 +76,9 @@ def autocast(
       >>> ols.diagnosis.dtype_report(ols.autocast(loss_fn), weights, x).shares
       {dtype('float16'): 1.0}
     """
-    if isinstance(fun, EllipsisType):
-        return functools.partial(autocast, dtype=dtype, argnums=argnums)
-    validation.function("fun", fun)
+    if fun is inspect.Parameter.empty:
+        return _Decorator(dtype, argnums)
+    _refuse_no_function(fun)
     low = validation.floating_dtype("dtype", dtype)
     validation.one_of("dtype", str(low), ("float16", "bfloat16"))
     positions = validation.argnums(argnums)
@@ -136,6 +135,32 @@ def _is_by_keyword(fun: Callable[..., Any], position: int, kwargs: Mapping[str, 
         return False
     is_any_name = named[position].kind == inspect.Parameter.VAR_KEYWORD and bool(kwargs)
     return is_any_name or named[position].name in kwargs
+
+
+class _Decorator:
+    """`autocast` without a function: a decorator, and no context as `torch.autocast` is."""
+
+    def __init__(self, dtype: Any, argnums: int | Sequence[int]):
+        self.dtype = dtype
+        self.argnums = argnums
+
+    def __call__(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        return autocast(fun, self.dtype, self.argnums)
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError("autocast wraps a function: ols.autocast(loss_fn). It is no context")
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+def _refuse_no_function(fun: Any) -> None:
+    """Raises for anything but a function, and for a dtype, which can be called like one."""
+    is_dtype = isinstance(fun, type) and validation.dtype(fun) in (jnp.float16, jnp.bfloat16)
+    if is_dtype or not callable(fun):
+        raise TypeError(
+            "fun must be a function, as autocast wraps a function: ols.autocast(loss_fn), or "
+            f"ols.autocast(loss_fn, jnp.bfloat16); got {validation.shown(fun)}"
+        )
 
 
 def _warn_of_nothing_narrowed(program: Any) -> None:

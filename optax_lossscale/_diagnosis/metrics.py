@@ -27,7 +27,8 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       steps since it grew or backed off, and `hysteresis_left`. With a skip rule, also the
       `gradient_norm`, the global norm of the unscaled gradients of the last step, infinite if
       that was not finite, float32; `skipped_by_rule`, the finite steps among the skipped ones,
-      int32; and the other public state of the rule.
+      int32; and the other public state of the rule. Where a name is taken, that of the loss scale
+      or the rule is `loss_scale/name` or `skip_rule/name`.
 
     Raises:
       ValueError: if the state holds no loss scale, or several.
@@ -53,14 +54,23 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     if BLANK_METRICS.value and jax.tree.leaves(loss_scale):
         loss_scale = _at_first(loss_scale)
     scale, log2, exhausted = _of_loss_scale(loss_scale)
-    scalars = {"loss_scale": scale, "log2_loss_scale": log2, "exhausted": exhausted}
+    scalars: dict[str, jax.Array] = {
+        "loss_scale": scale,
+        "log2_loss_scale": log2,
+        "exhausted": exhausted,
+    }
     for wrapper in wrappers:
         names = ("should_apply", "skipped_steps", "consecutive_skipped_steps")
         scalars |= {name: getattr(wrapper, name) for name in names}
-    rules = [wrapper.skip_rule for wrapper in wrappers]
-    own = [leaf for x in (loss_scale, *rules) for leaf in jax.tree.leaves_with_path(x)]
-    named = {path_name(path): x for path, x in own if not path_name(path).startswith("_")}
-    return scalars | {name: x for name, x in named.items() if name not in scalars}
+    parts: list[tuple[str, Any]] = [("loss_scale", loss_scale)]
+    parts += [("skip_rule", wrapper.skip_rule) for wrapper in wrappers]
+    for part, tree in parts:
+        for path, x in jax.tree.leaves_with_path(tree):
+            name = path_name(path)
+            is_the_scale = (part, name) == ("loss_scale", "loss_scale")
+            if not name.startswith("_") and not is_the_scale:
+                scalars[f"{part}/{name}" if name in scalars else name] = x
+    return scalars
 
 
 @jax.jit  # whose constants are on the device; eager ones would be sent to it

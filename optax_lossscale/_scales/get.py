@@ -8,11 +8,11 @@ import numpy as np
 
 from optax_lossscale import presets
 from optax_lossscale._arrays.variables import found, is_variable, plain
+from optax_lossscale._scales import validation
 from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.headroom import HeadroomLossScale
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._scales.validation import is_numeric, python_number, shown
 
 LossScaleLike = LossScale | float | Literal["dynamic", "headroom"] | dict[str, Any] | None
 
@@ -22,20 +22,23 @@ def get(identifier: LossScaleLike) -> LossScale:
 
     Args:
       identifier: `None` for no scaling, a `FixedLossScale` of 1; an int or float for a
-        `FixedLossScale`, with which an overflow writes NaN into the parameters unless
-        `with_loss_scale` has `skip="nonfinite"`; `"dynamic"` for a `DynamicLossScale`;
-        `"headroom"` for a `HeadroomLossScale`, which suits gradients that are rare; a `LossScale`
-        for itself; a dict from `get_config` for the loss scale that it describes; a dict
-        `{"preset": name, …}` for `presets.get(name, …)`.
+        `FixedLossScale`; `"dynamic"` for a `DynamicLossScale`; `"headroom"` for a
+        `HeadroomLossScale`, which suits gradients that are rare; a `LossScale` for itself; a dict
+        from `get_config` for the loss scale that it describes; a dict with the key `"preset"` for
+        the function of `presets` of that name, with the other items as its arguments.
 
     Raises:
-      ValueError: for anything else.
+      ValueError: for anything else; for a preset of an unknown name, or with an unknown or missing
+        argument, it lists those known.
 
     Example:
       >>> import optax_lossscale as ols
       >>> ols.get(128)
       FixedLossScale(128.0)
       >>> bool(ols.get("dynamic") == ols.DynamicLossScale())
+      True
+      >>> config = {"preset": "pytorch", "init_scale": 1024.0}
+      >>> bool(ols.get(config) == ols.presets.pytorch(init_scale=1024.0))
       True
     """
     match identifier:
@@ -48,15 +51,26 @@ def get(identifier: LossScaleLike) -> LossScale:
         case str() if identifier == "headroom":
             return HeadroomLossScale()
         case {"preset": name, **arguments}:
-            return presets.get(name, **{str(key): value for key, value in arguments.items()})
+            return _preset(name, arguments)
         case dict():
             return LossScale.from_config(identifier)
-    if python_number(identifier) is not None:
+    if validation.python_number(identifier) is not None:
         return FixedLossScale(identifier)
     raise ValueError(
         "a loss scale is None (no scaling), a number (fixed), 'dynamic', 'headroom', a LossScale, "
-        f"a dict from get_config(), or a dict with the key 'preset'; got {shown(identifier)}"
+        "a dict from get_config(), or a dict with the key 'preset'; got "
+        f"{validation.shown(identifier)}"
     )
+
+
+def _preset(name: Any, arguments: dict[Any, Any]) -> LossScale:
+    """The preset of that name, with those arguments."""
+    named = presets._PRESETS
+    if not isinstance(name, str) or name not in named:
+        raise ValueError(
+            f"no preset is named {validation.shown(name)}; there are {', '.join(named)}"
+        )
+    return validation.construct(named[name], arguments)
 
 
 def get_loss_scale(state: Any) -> LossScale:
@@ -106,9 +120,9 @@ def loss_scales_in(state: Any) -> list[LossScale]:
 
 def resolve(loss_scale: Any) -> LossScale:
     """What an argument `loss_scale` means: whatever `get` takes, or a state that holds one."""
-    is_number = isinstance(loss_scale, jax.Array) and is_numeric(loss_scale)
+    is_number = isinstance(loss_scale, jax.Array) and validation.is_numeric(loss_scale)
     if is_number and loss_scale.shape == () and not jnp.iscomplexobj(loss_scale):
-        return _Given().replace(loss_scale=loss_scale)
+        return _given(loss_scale)
     match loss_scale:  # a dict may be a config, or part of a state
         case None | {"preset": str()} | {"class_name": str(), "config": _}:
             return get(loss_scale)
@@ -127,6 +141,13 @@ def name_in_optax(state: Any) -> str | None:
     """The name of a state's class, if it is one of Optax's."""
     kind = type(state)
     return kind.__name__ if kind.__module__.split(".")[0] == "optax" else None
+
+
+def _given(loss_scale: jax.Array) -> LossScale:
+    """A loss scale of an array, which is checked unless it is traced."""
+    if not isinstance(loss_scale, jax.core.Tracer):
+        validation.scale("the loss scale", jax.device_get(loss_scale))
+    return _Given().replace(loss_scale=loss_scale)
 
 
 class _Given(LossScale):

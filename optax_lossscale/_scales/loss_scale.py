@@ -1,9 +1,7 @@
 """The abstract loss scale: what all loss scales have in common."""
 
 import abc
-import dataclasses
 import functools
-import inspect
 from typing import Any, Self
 
 import jax
@@ -51,6 +49,7 @@ class LossScale(Stateful):
       500.0 False
     """
 
+    _kind = "loss scale"
     initial_scale: float = checked(validation.scale, default=2.0**15)
     loss_scale: jax.Array = state_field()
 
@@ -135,41 +134,6 @@ class LossScale(Stateful):
 
         return map_inexact(unscaled, tree)
 
-    def get_config(self) -> dict[str, Any]:
-        """The class's name and its configuration, JSON-able, without the state."""
-        config = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
-        return {"class_name": _config_name(type(self)), "config": config}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "LossScale":
-        """The loss scale that `get_config` described, in its initial state.
-
-        Args:
-          config: `{"class_name": …, "config": {…}}`, naming this class or the last subclass
-            defined with that name. One that shares its name with a class of this library is
-            named with its module, `my_module.DynamicLossScale`.
-
-        Raises:
-          ValueError: for a malformed config, an unknown class, or an unknown or missing key.
-
-        Example:
-          >>> import optax_lossscale as ols
-          >>> config = {"class_name": "FixedLossScale", "config": {"scale": 128.0}}
-          >>> ols.LossScale.from_config(config)
-          FixedLossScale(128.0)
-        """
-        if not isinstance(config, dict) or set(config) != {"class_name", "config"}:
-            allowed = "a dict with the keys 'class_name' and 'config', as from get_config()"
-            validation.refuse("a loss scale's config", config, allowed)
-        classes = {_config_name(c): c for c in _subclasses(cls) if not inspect.isabstract(c)}
-        name = config["class_name"]
-        if not isinstance(name, str) or name not in classes:
-            raise ValueError(
-                f"no loss scale is named {validation.shown(name)}; there are "
-                f"{', '.join(sorted(classes))}. Import the module that defines yours first."
-            )
-        return validation.construct(classes[name], config["config"])
-
 
 def _in_one_array(*scalars: jax.Array) -> tuple[jax.Array, ...]:
     """The same scalars, read from one array: a CPU's kernels compile faster with fewer arguments.
@@ -191,15 +155,3 @@ def choose(grads_finite: jax.typing.ArrayLike, after_finite_step: T, after_overf
 def largest_of_all(grads: Any, axis_name: AxisName | None) -> jax.Array:
     """The largest absolute gradient of all replicas; infinity if any gradient is not finite."""
     return across(lax.pmax, largest(grads), axis_name)
-
-
-def _subclasses(cls: type[LossScale]) -> list[type[LossScale]]:
-    return [cls, *(d for c in cls.__subclasses__() for d in _subclasses(c))]
-
-
-def _config_name(cls: type[LossScale]) -> str:
-    """What a config calls a class; see `from_config`."""
-    is_own = lambda c: c.__module__.startswith("optax_lossscale.")
-    own = {c.__name__ for c in _subclasses(LossScale) if is_own(c)}
-    qualified = f"{cls.__module__}.{cls.__qualname__}"
-    return qualified if cls.__name__ in own and not is_own(cls) else cls.__name__

@@ -3,8 +3,9 @@
 import abc
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Self, dataclass_transform
+from typing import Any, ClassVar, Literal, NoReturn, Self, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -56,13 +57,24 @@ def checked(check: Check, *, default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={checked: check})
 
 
+class _Frozen:
+    """Refuses every assignment to a field, and its deletion, as a frozen dataclass does."""
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
+
+
 @dataclass_transform(
     frozen_default=True, field_specifiers=(dataclasses.field, state_field, checked)
 )
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stateful(abc.ABC):
+class Stateful(_Frozen, abc.ABC):
     """The base class of loss scales and skip rules; `==` of two waits for the device."""
 
+    _kind: ClassVar[str]  # what one is called in an error
     _state_names: ClassVar[list[str]]
     _static_names: ClassVar[list[str]]
     _checks: ClassVar[dict[str, Check]] = {}
@@ -73,12 +85,13 @@ class Stateful(abc.ABC):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        dataclasses.dataclass(frozen=True, eq=False)(cls)
+        _make_frozen_dataclass(cls)
         fields = dataclasses.fields(cls)
         cls._state_names = [f.name for f in fields if state_field in f.metadata]
         cls._static_names = [f.name for f in fields if state_field not in f.metadata]
         checks = {f.name: f.metadata[checked] for f in fields if checked in f.metadata}
         cls._checks = cls._checks | checks
+        cls.__init__ = _complete_init(cls)
         jax.tree_util.register_pytree_with_keys(cls, cls._flatten_with_keys, cls._unflatten)
 
     def __post_init__(self):
@@ -102,12 +115,53 @@ class Stateful(abc.ABC):
     def replace(self, **state: jax.typing.ArrayLike) -> Self:
         """A copy with new values of the named state fields, in the dtypes they had."""
         if unknown := sorted(set(state) - set(self._state_names)):
+            known = ", ".join(self._state_names)
+            has = f"its state fields are {known}" if known else "it has none, as it never changes"
             raise TypeError(
-                f"{type(self).__name__} has no state {', '.join(unknown)}; its state fields are "
-                f"{', '.join(self._state_names)}. For another configuration, construct a new one."
+                f"{type(self).__name__} has no state {', '.join(unknown)}; {has}. For another "
+                "configuration, construct a new one."
             )
         new = {k: _as_state(k, v, getattr(self, k).dtype) for k, v in state.items()}
         return self._with_attributes(vars(self) | new)
+
+    def get_config(self) -> dict[str, Any]:
+        """The class's name and its configuration, JSON-able, without the state."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+        config = {
+            name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+            for name, value in values.items()
+        }
+        return {"class_name": _config_name(type(self)), "config": config}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """The loss scale or the skip rule that `get_config` described, in its initial state.
+
+        Args:
+          config: `{"class_name": …, "config": {…}}`, naming this class or the last subclass
+            defined with that name. One that shares its name with a class of this library is
+            named with its module, `my_module.DynamicLossScale`.
+
+        Raises:
+          ValueError: for a malformed config, an unknown class, or an unknown or missing key.
+
+        Example:
+          >>> import optax_lossscale as ols
+          >>> config = {"class_name": "FixedLossScale", "config": {"scale": 128.0}}
+          >>> ols.LossScale.from_config(config)
+          FixedLossScale(128.0)
+        """
+        if not isinstance(config, dict) or set(config) != {"class_name", "config"}:
+            allowed = "a dict with the keys 'class_name' and 'config', as from get_config()"
+            validation.refuse(f"a {cls._kind}'s config", config, allowed)
+        classes = {_config_name(c): c for c in _subclasses(cls) if not inspect.isabstract(c)}
+        name = config["class_name"]
+        if not isinstance(name, str) or name not in classes:
+            raise ValueError(
+                f"no {cls._kind} is named {validation.shown(name)}; there are "
+                f"{', '.join(sorted(classes))}. Import the module that defines yours first."
+            )
+        return validation.construct(classes[name], config["config"])
 
     def _static(self) -> tuple[tuple[str, Any], ...]:
         return tuple((name, getattr(self, name)) for name in self._static_names)
@@ -126,6 +180,51 @@ class Stateful(abc.ABC):
         self = cls.__new__(cls)
         vars(self).update(attributes)
         return self
+
+
+def _make_frozen_dataclass(cls: type[Stateful]) -> None:
+    """Makes a class a frozen dataclass, so that its author may still decorate it as one."""
+    declared = {name: x for name, x in vars(cls).items() if isinstance(x, dataclasses.Field)}
+    dataclasses.dataclass(frozen=True, eq=False)(cls)
+    # A second `dataclass(frozen=True)` would refuse to replace these two; `_Frozen` has others.
+    del cls.__setattr__, cls.__delattr__
+    # It replaces what is only inherited.
+    for name in ("__eq__", "__hash__"):
+        setattr(cls, name, getattr(cls, name))
+    # It looks for the fields where the first has deleted them.
+    for name, field in declared.items():
+        if name not in vars(cls):
+            setattr(cls, name, field)
+
+
+def _complete_init(cls: type[Stateful]) -> Callable[..., None]:
+    """The class's `__init__`, which then says what a `__post_init__` has left out."""
+    init: Callable[..., None] = cls.__init__
+
+    @functools.wraps(init)
+    def complete_init(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        unset = [name for name in cls._state_names if name not in vars(self)]
+        if unset and type(self) is cls:
+            raise TypeError(
+                f"{cls.__name__} was made without its state {', '.join(unset)}. A __post_init__ "
+                "must call super().__post_init__(), and set each state_field() that has no "
+                "default: object.__setattr__(self, name, value)"
+            )
+
+    return complete_init
+
+
+def _subclasses(cls: type[Stateful]) -> list[type[Stateful]]:
+    return [cls, *(d for c in cls.__subclasses__() for d in _subclasses(c))]
+
+
+def _config_name(cls: type[Stateful]) -> str:
+    """What a config calls a class; see `from_config`."""
+    is_own = lambda c: c.__module__.split(".")[0] == "optax_lossscale"
+    own = {c.__name__ for c in _subclasses(Stateful) if is_own(c)}
+    qualified = f"{cls.__module__}.{cls.__qualname__}"
+    return qualified if cls.__name__ in own and not is_own(cls) else cls.__name__
 
 
 def _as_state(name: str, value: Any, dtype: Any) -> jax.Array:

@@ -1,12 +1,14 @@
 """The rule of a rolling window: mean and deviation of the last losses and norms."""
 
+from functools import partial
 from typing import Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._scales.stateful import state_field
+from optax_lossscale._scales import validation
+from optax_lossscale._scales.stateful import checked, state_field
 from optax_lossscale._skips.rule import SkipRule
 
 
@@ -14,17 +16,18 @@ class RollingSkipRule(SkipRule):
     """The rule of `skips.olmo_core`, `skips.maxtext` and `skips.levanter`."""
 
     needs_value = True
-    length: int
-    sigma_factor: float
-    least_history: int  # how many steps it takes before one is skipped
-    ddof: int = 1  # of the deviation: 1 for the unbiased one, or 0
-    least_deviation: float = 0.0
+    length: int = checked(partial(validation.count, least=2, most=2**20))
+    sigma_factor: float = checked(validation.positive)
+    least_history: int = checked(partial(validation.count, least=0))  # without a skip
+    ddof: int = checked(partial(validation.count, least=0, most=1), default=1)  # 1 for unbiased
+    least_deviation: float = checked(validation.finite, default=0.0)
     seen: jax.Array = state_field(0)  # how many steps the window holds; shape=(), dtype=int32
     _next: jax.Array = state_field(0)  # the place of the oldest; shape=(), dtype=int32
     _losses: jax.Array = state_field()  # shape=(length,), dtype=float32
     _norms: jax.Array = state_field()  # shape=(length,), dtype=float32
 
     def __post_init__(self):
+        super().__post_init__()
         empty = lambda: np.zeros(self.length, np.float32)
         self._set(_losses=empty(), _norms=empty())
 

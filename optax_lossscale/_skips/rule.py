@@ -23,7 +23,8 @@ class SkipRule(Stateful):
 
     A rule is immutable: `update` returns a new one. To write your own, subclass this class and
     define `decide`: that alone makes it a frozen dataclass and a pytree. As in a `LossScale`, its
-    state is declared with `state_field` and changed with `replace`.
+    state is declared with `state_field` and changed with `replace`, and `get_config` writes its
+    configuration.
 
     Attributes:
       needs_value: whether a step has to be given its loss; a class attribute.
@@ -52,6 +53,7 @@ class SkipRule(Stateful):
       False 1
     """
 
+    _kind = "skip rule"
     needs_value: ClassVar[bool] = False
     gradient_norm: jax.Array = state_field(0.0)
     skipped_by_rule: jax.Array = state_field(0)

@@ -1,7 +1,7 @@
 """The rules of a threshold for the norm: one that is given, and one that follows the norms."""
 
 import dataclasses
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,15 @@ from optax_lossscale._scales import validation
 from optax_lossscale._scales.stateful import checked, state_field
 from optax_lossscale._skips.rule import SkipRule
 
+_NOT_NEGATIVE = validation.number("a number of at least 0", lambda x: x >= 0)
 _DECAY = validation.number("in (0, 1), such as 0.99", lambda x: 0 < x < 1)
 
 
 class ThresholdSkipRule(SkipRule):
     """The rule of `skips.megatron`, and of `skips.axlearn` for a fixed threshold."""
 
-    threshold: float  # the largest norm to apply, positive
-    strict: bool = False  # whether to skip the threshold itself, too
+    threshold: float = checked(validation.positive)  # the largest norm to apply
+    strict: bool = checked(validation.flag, default=False)  # whether to skip the threshold, too
 
     def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
         return self, norm < self.threshold if self.strict else norm <= self.threshold
@@ -32,6 +33,11 @@ class DropNorm:
     stddev_factor: float  # and how many deviations more
     min_count: int  # how many steps it takes; until then, it is 1e10
 
+    def __post_init__(self):
+        validation.positive("mean_factor", self.mean_factor)
+        _NOT_NEGATIVE("stddev_factor", self.stddev_factor)
+        validation.count("min_count", self.min_count, least=0)
+
     def __call__(self, count: jax.Array, mean: jax.Array, stddev: jax.Array) -> jax.Array:
         threshold = mean * self.mean_factor
         if self.stddev_factor:
@@ -39,10 +45,15 @@ class DropNorm:
         return jnp.where(count < self.min_count, 1e10, threshold)
 
 
+def _drop_norm(name: str, value: Any) -> DropNorm:
+    """A check that takes what a config has for it, too."""
+    return value if isinstance(value, DropNorm) else validation.construct(DropNorm, value)
+
+
 class MovingAverageSkipRule(SkipRule):
     """The rule of `skips.axlearn` for a threshold that follows the norms of applied steps."""
 
-    drop_norm: DropNorm
+    drop_norm: DropNorm = checked(_drop_norm)
     grad_norm_ema_decay: float = checked(_DECAY)
     count: jax.Array = state_field(0)  # steps applied; shape=(), dtype=int32
     mean: jax.Array = state_field(1.0)  # of their norms; shape=(), dtype=float32

@@ -1,7 +1,7 @@
 """Whether a step is applied, and what the loss scale and the skip rule make of it."""
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from optax_lossscale._arrays.finite import (
     on_all_replicas,
 )
 from optax_lossscale._arrays.placement import varying_axes
+from optax_lossscale._scales.headroom import HeadroomLossScale
+from optax_lossscale._scales.logmax import LogMaxLossScale
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.inputs import Prepared
@@ -23,11 +25,18 @@ from optax_lossscale._step.state import LossScaleState
 
 Skip = SkipRule | Literal["nonfinite"]
 
+# Each is known to find every number that is not finite, so that nothing else need look.
+_CHECKING = {LossScale.update, HeadroomLossScale.update, LogMaxLossScale.update}
+
 
 def decide(
     unscaled: Prepared, state: LossScaleState, skip: Skip | None, axis_name: AxisName | None
 ) -> tuple[jax.Array | Literal[True], LossScaleState]:
     """Whether to apply a step, and the state after it, except for its inner state.
+
+    The loss scale learns from steps that are applied, and from gradients that are not finite. A
+    step skipped for another reason, by a rule or for its loss, leaves it as it was: no other scale
+    would have helped, and what was not applied is no good step.
 
     The first is a bool, shape (), or the Python bool True where nothing was checked.
     """
@@ -37,50 +46,26 @@ def decide(
     if state.skip_rule is not None:
         norm, finite = norm_and_all_finite(grads)
         norm, finite = across(lax.pmax, norm, axis_name), on_all_replicas(finite, axis_name)
+    elif skip is not None and type(state.loss_scale).update not in _CHECKING:
+        finite = on_all_replicas(all_finite(grads), axis_name)
 
-    if finite is not None and type(state.loss_scale).update is LossScale.update:
-        # Whether they are finite is all that it looks at, and is already known.
-        loss_scale, should_apply = state.loss_scale.adjust(finite), finite
-    else:
-        loss_scale, should_apply = state.loss_scale.update(grads, axis_name)
-        should_apply = should_apply if finite is None else finite & should_apply
-    if jax.tree.structure(loss_scale) != jax.tree.structure(state.loss_scale):
-        raise TypeError(
-            f"{type(state.loss_scale).__name__} must adapt to a loss scale of its own type and "
-            f"configuration: return self.replace(…) from adjust. Got {loss_scale!r}"
-        )
-    if should_apply is True and skip is not None:
-        should_apply = on_all_replicas(all_finite(grads), axis_name)
-
-    if value is not None:
-        # The forward pass does not depend on the loss scale: no other scale would have helped.
-        loss_finite = on_all_replicas(jnp.isfinite(value), axis_name)
-        loss_scale = jax.tree.map(partial(jnp.where, loss_finite), loss_scale, state.loss_scale)
-        should_apply = loss_finite & should_apply
-    if should_apply is True:
+    loss_scale, fits = _adapted(state.loss_scale, grads, finite, axis_name)
+    if skip is None and fits is True:
         return True, state._replace(loss_scale=loss_scale)
 
+    should_apply, learns = jnp.asarray(fits, bool), None
+    if skip is not None and value is not None:
+        learns = on_all_replicas(jnp.isfinite(value), axis_name)
+        should_apply = should_apply & learns
     rule = state.skip_rule
     if rule is not None and norm is not None:
-        should_apply = should_apply & jnp.isfinite(norm)
-        if value is not None:
-            value = across(lax.pmean, value.astype(jnp.float32), axis_name)
-            should_apply = should_apply & jnp.isfinite(value)
-        # It sees only finite steps, and learns nothing from the others.
-        after_seeing, allowed = rule.update(norm, value)
-        unseen = rule.replace(gradient_norm=jnp.inf)
-        rule = jax.tree.map(partial(jnp.where, should_apply), after_seeing, unseen)
-        should_apply = should_apply & allowed
+        rule, should_apply = _ruled(rule, norm, value, should_apply, axis_name)
+        is_overflow = ~jnp.asarray(fits, bool)
+        learns = should_apply | (is_overflow if learns is None else is_overflow & learns)
+    if learns is not None:
+        loss_scale = jax.tree.map(partial(jnp.where, learns), loss_scale, state.loss_scale)
+    _refuse_to_differ(should_apply, state)
 
-    should_apply = jnp.asarray(should_apply, bool)
-    if apart := varying_axes(should_apply) - varying_axes(jnp.asarray(state.should_apply)):
-        name, *_ = sorted(map(repr, apart))
-        raise ValueError(
-            f"the replicas along the axis {name} of a shard_map share their state, and would each "
-            "decide alone whether to apply the step, by gradients or a loss of their own. Let "
-            f"them decide together, with_loss_scale(…, axis_name={name}), or give each a state "
-            "of its own, that varies along this axis"
-        )
     skipped, in_a_row = state.skipped_steps, state.consecutive_skipped_steps
     return should_apply, state._replace(
         loss_scale=loss_scale,
@@ -89,3 +74,57 @@ def decide(
         consecutive_skipped_steps=jnp.where(should_apply, 0, optax.safe_increment(in_a_row)),
         skip_rule=rule,
     )
+
+
+def _adapted(
+    loss_scale: LossScale, grads: Any, finite: jax.Array | None, axis_name: AxisName | None
+) -> tuple[LossScale, jax.Array | bool]:
+    """The loss scale after these gradients, and whether it would apply them.
+
+    `finite` says whether they are, or is None if the loss scale alone decides.
+    """
+    if finite is not None and type(loss_scale).update is LossScale.update:
+        # Whether they are finite is all that it looks at, and is already known.
+        new, fits = loss_scale.adjust(finite), finite
+    else:
+        new, fits = loss_scale.update(grads, axis_name)
+        fits = fits if finite is None else finite & fits
+    if jax.tree.structure(new) != jax.tree.structure(loss_scale):
+        raise TypeError(
+            f"{type(loss_scale).__name__} must adapt to a loss scale of its own type and "
+            f"configuration: return self.replace(…) from adjust. Got {new!r}"
+        )
+    return new, fits
+
+
+def _ruled(
+    rule: SkipRule,
+    norm: jax.Array,
+    value: jax.Array | None,
+    should_apply: jax.Array,
+    axis_name: AxisName | None,
+) -> tuple[SkipRule, jax.Array]:
+    """The rule after a step, and whether to apply that.
+
+    It sees only finite steps, and learns nothing from the others.
+    """
+    should_apply = should_apply & jnp.isfinite(norm)
+    if value is not None:
+        value = across(lax.pmean, value.astype(jnp.float32), axis_name)
+        should_apply = should_apply & jnp.isfinite(value)
+    after_seeing, allowed = rule.update(norm, value)
+    unseen = rule.replace(gradient_norm=jnp.inf)
+    rule = jax.tree.map(partial(jnp.where, should_apply), after_seeing, unseen)
+    return rule, should_apply & allowed
+
+
+def _refuse_to_differ(should_apply: jax.Array, state: LossScaleState) -> None:
+    """Raises if replicas of a `shard_map` that share a state would decide differently."""
+    if apart := varying_axes(should_apply) - varying_axes(jnp.asarray(state.should_apply)):
+        name, *_ = sorted(map(repr, apart))
+        raise ValueError(
+            f"the replicas along the axis {name} of a shard_map share their state, and would each "
+            "decide alone whether to apply the step, by gradients or a loss of their own. Let "
+            f"them decide together, with_loss_scale(…, axis_name={name}), or give each a state "
+            "of its own, that varies along this axis"
+        )

@@ -201,11 +201,15 @@ def _refuse_modules(tree: Any) -> None:
         raise TypeError(
             f"{type(x).__name__} is an nnx.Module, whose batch statistics and random streams "
             "jax.grad would lose. Differentiate with nnx.value_and_grad a loss function "
-            "that returns scale_gradient(loss, optimizer)"
+            "that returns scale_gradient(loss, optimizer); or take the parameters out, "
+            "graphdef, params, rest = nnx.split(model, nnx.Param, ...), and differentiate a "
+            "function of them that calls nnx.merge(graphdef, params, rest)"
         )
     for x in jax.tree.leaves(tree):
         if not is_array(x):
             raise TypeError(
-                f"a leaf of what is differentiated is not an array, {x!r}: with Equinox, use "
+                f"a leaf of what is differentiated is not an array, {x!r}: with Equinox, take the "
+                "arrays out, params, static = eqx.partition(model, eqx.is_inexact_array), and "
+                "differentiate a function of them that calls eqx.combine(params, static); or use "
                 "eqx.filter_value_and_grad on a loss that is scale_gradient(loss, state)"
             )

@@ -6,6 +6,7 @@ from typing import Any, Protocol, get_args
 import optax
 from jax.typing import ArrayLike
 
+from optax_lossscale._arrays.variables import found, is_variable
 from optax_lossscale._scales.get import LossScaleLike, get
 from optax_lossscale._scales.loss_scale import AxisName
 from optax_lossscale._scales.validation import refuse
@@ -69,7 +70,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           state: the state that `init` or the last step returned.
           params: the parameters, in any floating-point dtype.
           value: the true loss, shape (), also passed on to the inner transformation. If it is not
-            finite, the step is skipped, and the loss scale stays as it was.
+            finite, the step is skipped, and the loss scale stays as it was (unless `skip=None`).
           **extra_args: passed on to the inner transformation.
 
         Returns:
@@ -97,6 +98,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         loss_fn: Callable[..., Any],
         state: LossScaleState,
         params: Any,
+        /,
         *args: Any,
         has_aux: bool = False,
         grad_dtype: GradDtype | None = None,
@@ -105,12 +107,14 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     ) -> tuple[Any, Any, LossScaleState]:
         """Computes the loss and its gradients and takes the step, in one call.
 
-        The loss is passed on as the step's `value`: if it is not finite, the step is skipped.
+        It is `value_and_scaled_grad(loss_fn, state)(params, …)` and then `apply_gradients` with
+        the loss as `value`: if it is not finite, the step is skipped.
 
         Args:
-          loss_fn: called as `loss_fn(params, *args, **kwargs)`.
+          loss_fn: called as `loss_fn(params, *args, **kwargs)`; it returns the loss, a scalar. For
+            matrix products in float16, pass `autocast(loss_fn)`.
           state: the state that `init` or the last step returned.
-          params: the parameters.
+          params: the parameters, a tree of arrays.
           *args: further arguments of `loss_fn`.
           has_aux: whether `loss_fn` returns `(loss, aux)`.
           grad_dtype: the dtype of the gradients, or of each, as in `value_and_scaled_grad`.
@@ -118,22 +122,58 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           **kwargs: further keyword arguments of `loss_fn`.
 
         Returns:
-          `(loss, params, state)`, or `((loss, aux), params, state)` with `has_aux`.
+          `(loss, params, state)`, or `((loss, aux), params, state)` with `has_aux`. The loss is
+          `loss_fn`'s own, unscaled.
 
         Raises:
-          TypeError: if `loss_fn` is not a function or has an argument with a name from above, or
-            `state` is not a `LossScaleState`.
+          TypeError: if `loss_fn` is not a function or has an argument `has_aux`, `grad_dtype` or
+            `extra_args`, or `state` is not a `LossScaleState`; it says what was given.
+
+        Example:
+          >>> import jax.numpy as jnp, optax
+          >>> import optax_lossscale as ols
+          >>> tx = ols.with_loss_scale(optax.sgd(0.1))
+          >>> params = {"w": jnp.array([1.0, 2.0])}
+          >>> loss_fn = lambda params, x: jnp.sum((params["w"] * x) ** 2)
+          >>> loss, params, state = tx.minimize(loss_fn, tx.init(params), params, 1.0)
+          >>> print(loss, params["w"], state.loss_scale())
+          5.0 [0.8 1.6] 32768.0
         """
-        if not callable(loss_fn) or not isinstance(state, LossScaleState):
-            raise TypeError(
-                "the order of the arguments is loss_fn, state, params, then what loss_fn takes; "
-                f"got {type(loss_fn).__name__} and {type(state).__name__}"
-            )
+        _refuse_other_order(loss_fn, state, params)
         refuse_shared_names(loss_fn, ["has_aux", "grad_dtype", "extra_args"], (params, *args))
         gradient = value_and_scaled_grad(loss_fn, state, has_aux=has_aux, grad_dtype=grad_dtype)
         value, scaled_grads = gradient(params, *args, **kwargs)
         extra_args = {"value": value[0] if has_aux else value, **(extra_args or {})}
         return value, *self.apply_gradients(scaled_grads, state, params, **extra_args)
+
+
+def _refuse_other_order(loss_fn: Any, state: Any, params: Any) -> None:
+    """Raises unless what `minimize` was given is in its order, and says what is wrong with it."""
+    states = found(lambda x: isinstance(x, LossScaleState), state)
+    if not callable(loss_fn):
+        wrong = "loss_fn is the loss function itself, not a loss that it returned"
+    elif isinstance(params, LossScaleState):
+        wrong = "Here, state and params are swapped"
+    elif not states:
+        wrong = "The state is what tx.init(params) or the last step returned"
+    elif is_variable(states[0].should_apply):
+        wrong = (
+            "An nnx.Optimizer takes its step itself: optimizer.update(model, scaled_grads, "
+            "value=loss), after nnx.value_and_grad of scale_gradient(loss, optimizer). With "
+            "minimize, use tx.init and the params of nnx.split(model, nnx.Param, ...) instead"
+        )
+    elif state is states[0]:
+        return
+    else:
+        wrong = (
+            "The state is the LossScaleState alone, without what holds it. If that is the state "
+            "of an optimizer around this one, call value_and_scaled_grad and its own update"
+        )
+    first, second, third = (type(x).__name__ for x in (loss_fn, state, params))
+    raise TypeError(
+        "the order of the arguments is minimize(loss_fn, state, params, …), where … is what "
+        f"loss_fn takes besides params; got {first} and {second}, then {third}. {wrong}"
+    )
 
 
 def with_loss_scale(
@@ -143,7 +183,7 @@ def with_loss_scale(
     axis_name: AxisName | None = None,
     mask: Mask | None = None,
     branch: Branch | None = None,
-    skip: Skip | None = None,
+    skip: Skip | None = "nonfinite",
 ) -> LossScaledTransformation:
     """Wraps an optimizer so that it takes the gradients of a scaled loss.
 
@@ -154,8 +194,8 @@ def with_loss_scale(
 
     Args:
       inner: any Optax transformation; to accumulate gradients, `optax.MultiSteps(inner, k)`.
-      loss_scale: anything that `get` accepts. With a number or `None`, nothing is checked, and the
-        first overflow writes NaN into the parameters, unless `skip="nonfinite"`.
+      loss_scale: anything that `get` accepts. `None` for no loss scale, as in bfloat16 and
+        float32: then the wrapper only skips bad steps.
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas decide
         together. A skip rule then uses their largest norm and mean loss. If they decide alone, a
         reduction inside `inner` hangs under `branch="cond"`. Reduce the gradients with `pmean`
@@ -170,12 +210,14 @@ def with_loss_scale(
         `"cond"` on CPU and `"select"` on GPU and TPU. With `"select"`, `inner` runs at every step,
         with zeros for numbers that are not finite: use `"cond"` if `inner` has side effects, such
         as a callback, or is expensive, such as an `eigh`. Uncompiled steps branch in Python.
-      skip: which other steps to skip. None: only those that the loss scale skips. `"nonfinite"`:
-        those whose gradients or loss are not finite, whatever the loss scale, as in bfloat16:
-        `with_loss_scale(inner, None, skip="nonfinite")`. A rule from `skips`: these, and finite
-        steps that the rule considers spikes, after which the loss scale adapts as usual. The rule
-        sees the global norm of the unscaled gradients that `mask` keeps, and the loss, if it is
-        passed to the step as `value`, or as `loss` as in MaxText and Levanter.
+      skip: which steps to skip. `"nonfinite"`: those whose gradients, or whose loss if it is
+        passed to the step as `value`, are not finite, whatever the loss scale. A rule from
+        `skips`: these, and finite steps that the rule considers spikes; they leave the loss scale
+        as it was, as if there had been no step. The rule sees the global norm of the unscaled
+        gradients that `mask` keeps, and the loss, as `value` or, as in MaxText and Levanter, as
+        `loss`. None: only those that the loss scale itself skips, as TensorFlow does; the loss is
+        not looked at, and with a fixed loss scale or none *nothing is checked*: an overflow writes
+        NaN into the parameters.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with the further methods

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import inspect
 
 import chex
 import jax
@@ -544,3 +545,25 @@ def test_within_other_functions_that_are_cast_by_hand():
     half = jax.tree.map(lambda x: x.astype(F16), P)
     fun = lambda p, x: layer(p, jax.nn.relu(layer(p, x)))
     assert products(ols.autocast(fun), half, X) == {"float16": 2}
+
+
+# --- what is no function ---
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": BF16}, {"argnums": ()}])
+def test_as_a_context_it_says_that_it_wraps_a_function(options):
+    says = pytest.raises(TypeError, match=r"autocast wraps a function: ols\.autocast\(loss_fn\)")
+    with says, ols.autocast(**options):
+        pass
+
+
+@pytest.mark.parametrize("given", ["cuda", 3, F16, BF16, np.float16, jnp.dtype(F16), {"w": 1}])
+def test_what_is_no_function_is_refused_with_what_to_write(given):
+    for wrap in (ols.autocast, ols.autocast(), ols.autocast(dtype=BF16)):
+        with pytest.raises(TypeError, match=r"fun must be a function.*autocast\(loss_fn\)"):
+            wrap(given)
+
+
+def test_its_signature_shows_no_sentinel():
+    assert str(inspect.signature(ols.autocast)).startswith("(fun: collections.abc.Callable[..., ")
+    assert "empty" not in str(inspect.signature(ols.autocast))

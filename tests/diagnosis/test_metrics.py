@@ -67,6 +67,46 @@ def test_hold_the_counters_of_a_strategy_of_ones_own():
     }
 
 
+def test_no_name_hides_another():
+    class Same(ols.LossScale):
+        steps: jax.Array = ols.state_field(1)
+        skipped_steps: jax.Array = ols.state_field(2)
+        exhausted_at: jax.Array = ols.state_field(3)
+
+        def adjust(self, grads_finite):
+            return self
+
+    class Names(ols.skips.SkipRule):
+        steps: jax.Array = ols.state_field(4)
+        skipped_steps: jax.Array = ols.state_field(5)
+        loss_scale: jax.Array = ols.state_field(6)
+        exhausted: jax.Array = ols.state_field(7)
+        _steps: jax.Array = ols.state_field(8)
+
+        def decide(self, norm, value):
+            return self, True
+
+    state = ols.with_loss_scale(optax.sgd(0.1), Same(64.0), skip=Names()).init(PARAMS)
+    assert {name: float(x) for name, x in ols.metrics(state).items()} == {
+        "loss_scale": 64,
+        "log2_loss_scale": 6,
+        "exhausted": 0,
+        "should_apply": 1,
+        "skipped_steps": 0,
+        "consecutive_skipped_steps": 0,
+        "steps": 1,
+        "loss_scale/skipped_steps": 2,
+        "exhausted_at": 3,
+        "gradient_norm": 0,
+        "skipped_by_rule": 0,
+        "skip_debt": 0,
+        "skip_rule/steps": 4,
+        "skip_rule/skipped_steps": 5,
+        "skip_rule/loss_scale": 6,
+        "skip_rule/exhausted": 7,
+    }
+
+
 @pytest.mark.parametrize(
     "loss_scale", [None, 128, "dynamic", "headroom", ols.presets.LogMaxLossScale()]
 )

@@ -34,3 +34,8 @@ def test_cannot_be_subclassed():
 
         class Mine(ols.FixedLossScale):
             pass
+
+
+def test_says_that_it_has_no_state_to_replace():
+    with pytest.raises(TypeError, match=r"no state loss_scale; it has none, as it never changes"):
+        ols.FixedLossScale(8).replace(loss_scale=4)

@@ -45,6 +45,39 @@ def test_a_number_that_is_no_scale_is_refused(bad):
         ols.get(bad)
 
 
+NO_SCALES = [-4.0, 0.0, -0.0, jnp.nan, jnp.inf, 1e-39]
+AS_ARRAYS = {
+    "float32": jnp.float32,
+    "float16": jnp.float16,
+    "bfloat16": jnp.bfloat16,
+    "an array": lambda x: jnp.full((), x),
+    "numpy": np.float32,
+    "committed": lambda x: jax.device_put(jnp.float32(x), jax.devices()[-1]),
+}
+TAKERS = {
+    "get": ols.get,
+    "with_loss_scale": lambda x: ols.with_loss_scale(optax.sgd(0.1), x),
+    "value_and_scaled_grad": lambda x: ols.value_and_scaled_grad(jnp.square, x),
+    "scale_gradient": lambda x: ols.scale_gradient(1.0, x),
+    "scale_gradient, closed over": lambda x: jax.jit(lambda y: ols.scale_gradient(y, x))(1.0),
+}
+
+
+@pytest.mark.parametrize("take", TAKERS.values(), ids=TAKERS)
+@pytest.mark.parametrize("as_array", AS_ARRAYS.values(), ids=AS_ARRAYS)
+def test_an_array_that_is_no_scale_is_refused_where_it_is_at_hand(as_array, take):
+    for number in NO_SCALES:
+        with pytest.raises(ValueError, match=r"scale must be a number between .*, got "):
+            take(as_array(number))
+    take(as_array(8.0))
+
+
+def test_a_traced_array_is_taken_as_it_is():
+    grad = jax.jit(lambda scale: ols.value_and_scaled_grad(jnp.square, scale)(3.0)[1])
+    assert grad(8.0) == 48
+    assert grad(-1.0) == -6
+
+
 PARAMS = {"w": jnp.ones(2)}
 TX = ols.with_loss_scale(optax.adam(1e-3))
 

@@ -73,14 +73,13 @@ def arguments_of(function):
 
 
 def default(name):
-    return presets.get(name, **REQUIRED.get(name, {}))
+    return ols.get({"preset": name} | REQUIRED.get(name, {}))
 
 
 @each
 def test_a_preset_is_found_by_name_and_documents_each_argument(name):
     function = getattr(presets, name)
     assert default(name) == function(**REQUIRED.get(name, {}))
-    assert ols.get({"preset": name, **REQUIRED.get(name, {})}) == default(name)
     assert ">>> from optax_lossscale import presets" in function.__doc__
     for argument in inspect.signature(function).parameters:
         assert f"      {argument}: " in inspect.getsource(function)
@@ -88,11 +87,12 @@ def test_a_preset_is_found_by_name_and_documents_each_argument(name):
 
 def test_an_unknown_name_or_argument_is_answered_with_the_known():
     with pytest.raises(ValueError, match=r"no preset is named 'torch'; there are .*pytorch"):
-        presets.get("torch")
-    with pytest.raises(ValueError, match="keys among init_scale, growth_factor"):
-        presets.get("pytorch", initial_scale=1.0)
-    with pytest.raises(ValueError, match="no preset is named 'torch'"):
         ols.get({"preset": "torch"})
+    with pytest.raises(ValueError, match="keys among init_scale, growth_factor"):
+        ols.get({"preset": "pytorch", "initial_scale": 1.0})
+    for other in ("get", "LogMaxLossScale", "_floor", "inspect", 3):
+        with pytest.raises(ValueError, match="no preset is named"):
+            ols.get({"preset": other})
 
 
 @each
@@ -114,7 +114,6 @@ def test_names_order_and_defaults_are_the_references():
     functions = inspect.getmembers(presets, inspect.isfunction)
     public = {name: f for name, f in functions if f.__module__ == presets.__name__}
     found = {name: arguments_of(f) for name, f in public.items() if name[0] != "_"}
-    del found["get"]
     assert found == SIGNATURES
     assert presets.tensorflow_dynamic() == ols.DynamicLossScale() == presets.tf_keras()
 
@@ -174,7 +173,7 @@ STARTED = {
 
 @pytest.mark.parametrize("name", STARTED)
 def test_a_starting_count_is_restored_from_the_config(name):
-    ls = presets.get(name, **STARTED[name])
+    ls = ols.get({"preset": name, **STARTED[name]})
     restored = ols.get(json.loads(json.dumps(ls.get_config())))
     assert restored == ls
     assert restored.growth_counter == 3
@@ -337,7 +336,7 @@ def test_a_hundred_thousand_steps_never_leave_the_normal_range(name):
         return (ls, jnp.minimum(least, ls()), jnp.maximum(most, ls())), None
 
     def run(gradients):
-        ls = jax.tree.map(jnp.asarray, presets.get(name, **FAST[name]))
+        ls = jax.tree.map(jnp.asarray, ols.get({"preset": name, **FAST[name]}))
         (_, least, most), _ = jax.lax.scan(step, (ls, ls(), ls()), gradients)
         return least, most
 

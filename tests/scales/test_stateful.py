@@ -1,7 +1,13 @@
 """What loss scales and skip rules have in common: `==` and `hash` of what holds arrays."""
 
+import copy
+import dataclasses
+import json
+import pickle
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import optax_lossscale as ols
@@ -68,3 +74,91 @@ def test_traced_ones_have_a_hash_and_are_not_compared(make):
         return jnp.zeros(())
 
     traced(one)
+
+
+def decorated(**options):
+    """A loss scale and a rule of one's own, under a decorator that they do not need."""
+    own = dataclasses.dataclass(frozen=True, **options)
+
+    @own
+    class Creeping(ols.LossScale):
+        rate: float = 1.5
+        steps: jax.Array = ols.state_field(0)
+        rates: jax.Array = ols.state_field()
+
+        def __post_init__(self):
+            super().__post_init__()
+            object.__setattr__(self, "rates", np.full(2, self.rate, np.float32))
+
+        def adjust(self, grads_finite):
+            return self.replace(loss_scale=self() * self.rate, steps=self.steps + 1)
+
+    @own
+    class Below(skips.SkipRule):
+        limit: float
+        largest: jax.Array = ols.state_field(0.0)
+
+        def decide(self, norm, value):
+            return self.replace(largest=jnp.maximum(self.largest, norm)), norm < self.limit
+
+    return Creeping, Below
+
+
+@pytest.mark.parametrize("options", [{}, {"eq": False}, {"order": True}, {"unsafe_hash": False}])
+def test_one_of_ones_own_may_be_decorated_as_a_frozen_dataclass(options):
+    Creeping, Below = decorated(**options)
+    scale, rule = Creeping(8.0, rate=2.0), Below(limit=3.0)
+    for one, field in ((scale, "rate"), (rule, "limit")):
+        after = moved(one)
+        same = jax.jit(lambda x: x)(after)
+        assert same == after
+        assert hash(same) == hash(one) == hash(copy.deepcopy(one))
+        assert one != after
+        assert [len(jax.tree.leaves(x)) for x in (one, after)] == [len(one._state_names)] * 2
+        for name in (field, "another"):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(one, name, 1.0)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            delattr(one, field)
+        config = json.loads(json.dumps(one.get_config()))
+        assert type(one).from_config(config) == one
+        assert {f.name for f in dataclasses.fields(one)} >= {field, *one._state_names}
+        assert not set(one.get_config()["config"]) & set(one._state_names)
+    assert moved(scale)() == 16
+    assert moved(scale).steps == 1
+    assert moved(rule).largest == 2
+
+    class Further(Creeping):
+        more: int = 3
+
+    assert moved(Further(4.0, rate=4.0)) == Further(4.0, rate=4.0).adjust(True)
+    assert Further(4.0).adjust(True)() == 6
+
+
+def test_a_post_init_that_leaves_state_unset_is_told_what_to_call():
+    class Forgetful(ols.LossScale):
+        def __post_init__(self):
+            pass
+
+        def adjust(self, grads_finite):
+            return self
+
+    class Unset(skips.SkipRule):
+        largest: jax.Array = ols.state_field()
+
+        def decide(self, norm, value):
+            return self, norm < 1
+
+    class Inheriting(Forgetful):
+        pass
+
+    for make, name in ((Forgetful, "loss_scale"), (Unset, "largest"), (Inheriting, "loss_scale")):
+        with pytest.raises(TypeError, match=rf"state {name}\..*call super\(\).__post_init__\(\)"):
+            make()
+
+
+@each
+def test_one_is_pickled_and_copied(make):
+    after = moved(make())
+    for same in (pickle.loads(pickle.dumps(after)), copy.copy(after), copy.deepcopy(after)):
+        assert same == after

@@ -1,6 +1,7 @@
 """What holds of every skip rule, whatever it is fed."""
 
 import inspect
+import json
 
 import hypothesis
 import hypothesis.strategies as st
@@ -204,3 +205,74 @@ def test_ones_own_rule_is_a_pytree_by_subclassing_alone():
         decisions.append(bool(should_apply))
     assert decisions == [False, True, False, True]
     assert (rule.period, rule.steps, rule.skipped_by_rule) == (2, 4, 2)
+
+
+class Below(skips.SkipRule):
+    """A rule of one's own, with configuration and state."""
+
+    limit: float = 2.0
+    seen: jax.Array = ols.state_field(0)
+
+    def decide(self, norm, value):
+        return self.replace(seen=self.seen + 1), norm < self.limit
+
+
+@pytest.mark.parametrize("rule", [*RULES.values(), Below(limit=3.0)], ids=[*RULES, "own"])
+def test_a_rule_is_made_anew_from_its_config_through_json(rule):
+    config = json.loads(json.dumps(rule.get_config()))
+    for back in (skips.SkipRule.from_config(config), type(rule).from_config(config)):
+        assert back == rule
+        assert type(back) is type(rule)
+    after, _ = rule.update(1.0, 1.0)
+    assert after.get_config() == rule.get_config()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, "a skip rule's config must be a dict with the keys"),
+        ("SpikeSkipRule", "a skip rule's config must be a dict with the keys"),
+        (
+            {"class_name": "spikes", "config": {}},
+            "no skip rule is named 'spikes'; there are .*Spi",
+        ),
+        ({"class_name": "DynamicLossScale", "config": {}}, "no skip rule is named"),
+        ({"class_name": "SkipRule", "config": {}}, "no skip rule is named"),
+        ({"class_name": "SpikeSkipRule", "config": {"windows": 3}}, "keys among factor, least"),
+        (
+            {"class_name": "SpikeSkipRule", "config": {"window": 3}},
+            "window must be an int between",
+        ),
+        ({"class_name": "ThresholdSkipRule", "config": {}}, "of which it needs threshold"),
+        ({"class_name": "ThresholdSkipRule", "config": {"threshold": -1.0}}, "threshold must be"),
+        (
+            {
+                "class_name": "RollingSkipRule",
+                "config": {"length": 1, "sigma_factor": 6.0, "least_history": 1},
+            },
+            "length must be an int between",
+        ),
+        *(
+            (
+                {
+                    "class_name": "MovingAverageSkipRule",
+                    "config": {"grad_norm_ema_decay": 0.9, "drop_norm": drop_norm},
+                },
+                said,
+            )
+            for drop_norm, said in [
+                ({}, "of which it needs mean_factor"),
+                (None, "the config of DropNorm must be a dict"),
+                ({"mean_factor": "x", "stddev_factor": 0.0, "min_count": 0}, "mean_factor must"),
+                (
+                    {"mean_factor": 1.0, "stddev_factor": -1.0, "min_count": 0},
+                    "stddev_factor must",
+                ),
+                ({"mean_factor": 1.0, "stddev_factor": 0.0, "min_count": 0.5}, "min_count must"),
+            ]
+        ),
+    ],
+)
+def test_a_config_that_no_rule_wrote_is_refused(config, said):
+    with pytest.raises(ValueError, match=said):
+        skips.SkipRule.from_config(config)

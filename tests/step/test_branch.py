@@ -80,7 +80,7 @@ def series(missing):
         "master weights": (jnp.float16, ols.with_master_weights(optax.sgd(2.0**-12, 0.5))),
     },
     rules={
-        "dynamic": (LS, None),
+        "dynamic": (LS, "nonfinite"),
         "headroom, spikes": (ols.HeadroomLossScale(1024), skips.spikes()),
         "fixed, nonfinite": (1024, "nonfinite"),
         "logmax, olmo_core": (ols.presets.LogMaxLossScale(1024), skips.olmo_core(8)),
@@ -175,6 +175,17 @@ def test_vmapped_each_replica_decides_for_itself(branch):
     params, states = step(both, states, PARAMS)
     np.testing.assert_array_equal(states.should_apply, [True, False])
     chex.assert_trees_all_equal(jax.tree.map(lambda x: x[1], params), PARAMS)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_a_branch_that_is_named_is_the_one_on_every_platform(platform):
+    """And without a name it is a conditional on CPU alone."""
+    forms = {"cond": True, "select": False, None: platform == "cpu"}
+    for branch, is_conditional in forms.items():
+        tx = ols.with_loss_scale(optax.sgd(0.1), LS, branch=branch)
+        step = lowered_for(platform, tx.apply_gradients)
+        text = step.lower(PARAMS, tx.init(PARAMS), PARAMS).compile().as_text()
+        assert (" conditional(" in text) == is_conditional
 
 
 def test_another_branch_is_refused():

@@ -62,23 +62,86 @@ class AtMost(skips.SkipRule):
         return self.replace(norms=self.norms + norm, losses=losses), norm <= self.limit
 
 
-@pytest.mark.parametrize("loss_scale", [None, 128])
-def test_nonfinite_makes_a_constant_scale_check(loss_scale):
-    inner = optax.adam(0.1)
-    unchecked = ols.with_loss_scale(inner, loss_scale)
-    params, state = jax.jit(unchecked.apply_gradients)(BAD, unchecked.init(PARAMS), PARAMS)
+class Scheduled(ols.LossScale):
+    """Doubles at every step, and looks at nothing."""
+
+    says: bool = True
+    as_array: bool = False
+
+    def adjust(self, grads_finite):
+        return self.replace(loss_scale=2 * self())
+
+    def update(self, grads, axis_name=None):
+        return self.adjust(True), jnp.array(self.says) if self.as_array else self.says
+
+
+UNCHECKED = {
+    "none": None,
+    "fixed": 128,
+    "scheduled": Scheduled(initial_scale=4),
+    "scheduled, an array": Scheduled(initial_scale=4, as_array=True),
+}
+CHECKED = {
+    "dynamic": "dynamic",
+    "headroom": "headroom",
+    "logmax": ols.presets.LogMaxLossScale(),
+    "tolerance": ols.presets.ToleranceLossScale(),
+    "contrib": ols.presets.tensorflow_contrib_fixed(128),
+}
+
+
+@pairwise(
+    loss_scale=UNCHECKED | CHECKED,
+    branch={"platform's": None, "cond": "cond", "select": "select"},
+    compiled={"compiled": True, "eager": False},
+    door={name: name for name in DOORS},
+    bad={"nan": jnp.nan, "inf": jnp.inf, "-inf": -jnp.inf},
+)
+def test_no_step_writes_what_is_not_finite_unless_asked_to(
+    loss_scale, branch, compiled, door, bad
+):
+    tx = ols.with_loss_scale(optax.adam(0.1), loss_scale, branch=branch)
+    step = jax.jit(DOORS[door](tx)) if compiled else DOORS[door](tx)
+    params, state = step(times(2), tx.init(PARAMS), PARAMS)
     assert state.should_apply
+    grads = {"w": PARAMS["w"].at[0, 1].set(bad), "b": PARAMS["b"]}
+    skipped, after = step(grads, state, params)
+    chex.assert_trees_all_equal(skipped, params)
+    chex.assert_trees_all_equal(after.inner_state, state.inner_state)
+    assert not after.should_apply
+    assert (after.skipped_steps, after.consecutive_skipped_steps) == (1, 1)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("loss_scale", UNCHECKED.values(), ids=UNCHECKED)
+def test_asked_to_skip_nothing_what_checks_nothing_applies_everything(loss_scale, compiled):
+    tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale, skip=None)
+    step = jax.jit(tx.apply_gradients) if compiled else tx.apply_gradients
+    params, state = step(BAD, tx.init(PARAMS), PARAMS, value=jnp.nan)
+    assert state.should_apply
+    assert state.skipped_steps == 0
     assert jnp.isnan(params["w"]).any()
-    for door in DOORS.values():
-        tx = ols.with_loss_scale(inner, loss_scale, skip="nonfinite")
-        step = jax.jit(door(tx))
-        params, state = step(times(2), tx.init(PARAMS), PARAMS)
-        assert state.should_apply
-        skipped, after = step(BAD, state, params)
-        chex.assert_trees_all_equal(skipped, params)
-        chex.assert_trees_all_equal(after.inner_state, state.inner_state)
-        assert not after.should_apply
-        assert (after.skipped_steps, after.consecutive_skipped_steps) == (1, 1)
+    # What the loss scale became is kept, checked or not.
+    assert state.loss_scale() == (
+        8 if isinstance(loss_scale, Scheduled) else ols.get(loss_scale)()
+    )
+
+
+def test_a_loss_scale_that_looks_at_nothing_may_skip_and_change_all_the_same():
+    for skip in (None, "nonfinite"):
+        tx = ols.with_loss_scale(optax.sgd(0.1), Scheduled(initial_scale=4, says=False), skip=skip)
+        params, state = tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)
+        chex.assert_trees_all_equal(params, PARAMS)
+        assert not state.should_apply
+        assert state.loss_scale() == 8
+
+
+def test_what_is_not_finite_is_skipped_unless_skip_says_otherwise():
+    bad = lambda **skip: ols.with_loss_scale(optax.sgd(0.1), 128, **skip)
+    applied = lambda tx: tx.apply_gradients(BAD, tx.init(PARAMS), PARAMS)[1].should_apply
+    assert not applied(bad())
+    assert not applied(bad(skip="nonfinite"))
+    assert applied(bad(skip=None))
 
 
 @pytest.mark.parametrize("loss_scale", ["dynamic", "headroom"])
@@ -123,10 +186,11 @@ def test_what_a_rule_skips_is_as_skipped_as_an_overflow(door, branch, compiled, 
     assert after.skip_rule.skipped_by_rule == 1
     np.testing.assert_allclose(after.skip_rule.norms, 101 * NORM, rtol=1e-6)  # it saw both
     assert after.skip_rule.losses == 3
-    # The loss scale grew after two finite steps, of which the second was skipped.
-    assert after.loss_scale() == (8 if kind == "dynamic" else 1)
-    _, state = step(times(8.0 if kind == "dynamic" else 1.0), after, params, value=1.0)
+    # A step that was not applied is no good step: the loss scale grows after the next one.
+    chex.assert_trees_all_equal(after.loss_scale, state.loss_scale)
+    _, state = step(times(scale), after, params, value=1.0)
     assert state.should_apply
+    assert state.loss_scale() == (8 if kind == "dynamic" else 1)
     assert (state.skipped_steps, state.consecutive_skipped_steps) == (1, 0)
 
 
@@ -162,9 +226,9 @@ def test_the_norm_is_that_of_the_unscaled_gradients_that_are_checked(loss_scale)
 
 
 @each_scale
-def test_a_rule_leaves_the_loss_scale_to_adapt_as_without_it(loss_scale):
+def test_a_rule_that_skips_nothing_leaves_the_loss_scale_to_adapt_as_without_it(loss_scale):
     trajectories = []
-    for skip in (None, AtMost(1e3), AtMost(1e-3)):
+    for skip in ("nonfinite", AtMost(1e3)):
         tx = ols.with_loss_scale(optax.set_to_zero(), loss_scale, skip=skip)
         step = jax.jit(tx.apply_gradients)
         params, state, scales = PARAMS, tx.init(PARAMS), []
@@ -172,7 +236,45 @@ def test_a_rule_leaves_the_loss_scale_to_adapt_as_without_it(loss_scale):
             params, state = step(times(factor * state.loss_scale()), state, params)
             scales.append(float(state.loss_scale()))
         trajectories.append(scales)
-    assert trajectories[0] == trajectories[1] == trajectories[2]
+    assert trajectories[0] == trajectories[1]
+
+
+GROWING = {
+    "dynamic": ols.DynamicLossScale(8.0, growth_interval=1),
+    "headroom": ols.HeadroomLossScale(8.0),
+    "logmax": ols.presets.LogMaxLossScale(8.0),
+    "tolerance": ols.presets.ToleranceLossScale(8.0, growth_interval=1),
+    "flax": ols.presets.flax(scale=8.0, growth_interval=0),
+}
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e25], ids=["norm", "norm beyond 2**64"])
+@pytest.mark.parametrize("loss_scale", GROWING.values(), ids=GROWING)
+def test_the_scale_stays_while_every_step_is_skipped_by_a_rule(loss_scale, factor):
+    """Until an overflow, from which it learns as ever."""
+    tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale, skip=AtMost(1e-3))
+    step = jax.jit(tx.apply_gradients)
+    state = tx.init(PARAMS)
+    for _ in range(5):
+        _, state = step(times(8 * factor), state, PARAMS)
+        assert not state.should_apply
+        chex.assert_trees_all_equal(state.loss_scale, tx.init(PARAMS).loss_scale)
+    _, state = step(BAD, state, PARAMS)
+    expected = jax.jit(lambda ls: ls.update(BAD)[0])(tx.init(PARAMS).loss_scale)
+    chex.assert_trees_all_close(state.loss_scale, expected)
+    assert state.skipped_steps == 6
+
+
+def test_a_spike_now_and_then_does_not_keep_the_scale_from_growing():
+    loss_scale = ols.DynamicLossScale(8.0, growth_interval=4)
+    tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale, skip=AtMost(10.0))
+    step, state = jax.jit(tx.apply_gradients), tx.init(PARAMS)
+    for i in range(12):
+        is_spike = i % 3 == 2
+        _, state = step(times((10 if is_spike else 1) * state.loss_scale()), state, PARAMS)
+        assert state.should_apply != is_spike
+    assert state.skipped_steps == 4
+    assert state.loss_scale() == 8 * 2**2  # of the eight steps that were applied
 
 
 @each_rule

@@ -41,6 +41,20 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_loss_scale(loss
         assert state.skipped_steps == state.consecutive_skipped_steps == 1
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+@each_scale
+def test_unless_asked_nothing_looks_at_the_loss(loss_scale, compiled):
+    """As in the originals: the loss scale alone decides, and goes by the gradients."""
+    tx = ols.with_loss_scale(optax.adam(0.1), loss_scale, skip=None)
+    step = jax.jit(tx.apply_gradients) if compiled else tx.apply_gradients
+    state = tx.init(PARAMS)
+    bad = jax.tree.map(lambda p: p * jnp.inf, PARAMS)
+    for grads in (PARAMS, bad):
+        with_value = step(grads, state, PARAMS, value=jnp.nan)
+        chex.assert_trees_all_close(with_value, step(grads, state, PARAMS), rtol=1e-6)
+    assert with_value[1].should_apply == isinstance(loss_scale, ols.FixedLossScale)
+
+
 @each_scale
 def test_a_finite_loss_changes_nothing(loss_scale):
     tx = ols.with_loss_scale(optax.adam(0.1), loss_scale)

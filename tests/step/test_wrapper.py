@@ -187,8 +187,8 @@ def test_a_division_that_overflows_is_an_overflow():
     assert state.skipped_steps == 1
 
 
-def test_fixed_scale_never_skips():
-    tx = ols.with_loss_scale(optax.sgd(1.0), 2)
+def test_a_fixed_scale_never_skips_if_nothing_is_to_be_skipped():
+    tx = ols.with_loss_scale(optax.sgd(1.0), 2, skip=None)
     params, state = tx.apply_gradients(jnp.array(jnp.inf), tx.init(jnp.zeros(())), jnp.zeros(()))
     assert params == -jnp.inf
     assert state.should_apply

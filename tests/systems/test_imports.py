@@ -1,9 +1,15 @@
 """What the package needs of others at import, and that it needs no more."""
 
+import inspect
+import pickle
+import pydoc
+import re
 import subprocess
 import sys
 import textwrap
 
+import jax.numpy as jnp
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -141,3 +147,56 @@ def test_what_is_first_used_inside_of_jit_is_traced_and_compiled_once():
 @pytest.mark.slow
 def test_so_is_every_public_name():
     assert_each_is_traced_once(public_names())
+
+
+def public(module):
+    """The classes and functions that a public module has for its users, by their full names."""
+    own = [name for name, x in vars(module).items() if inspect.isfunction(x)]
+    for name in getattr(module, "__all__", own):
+        value = getattr(module, name)
+        if inspect.ismodule(value):
+            yield from public(value)
+        elif hasattr(module, "__all__") or value.__module__ == module.__name__:
+            yield f"{module.__name__}.{name}", module, value
+
+
+PUBLIC = {name: (module, value) for name, module, value in [*public(ols), *public(ols.plot)]}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_is_public_says_so(name):
+    module, value = PUBLIC[name]
+    assert value.__module__ == module.__name__
+    assert pickle.loads(pickle.dumps(value)) is value
+    assert not re.search(r"optax_lossscale\._", repr(value))
+
+
+STATES = {
+    "spikes": ("dynamic", ols.skips.spikes()),
+    "olmo_core": ("headroom", ols.skips.olmo_core(8)),
+    "axlearn": (128, ols.skips.axlearn(ols.skips.drop_norm_by_grad_norm_ema(), 0.9)),
+    "megatron": (ols.presets.LogMaxLossScale(), ols.skips.megatron(1.0)),
+    "nonfinite": (ols.presets.ToleranceLossScale(), "nonfinite"),
+}
+
+
+@pytest.mark.parametrize(("loss_scale", "skip"), STATES.values(), ids=STATES)
+def test_a_pickled_state_names_no_private_file(loss_scale, skip):
+    inner = ols.with_master_weights(optax.sgd(0.1))
+    tx = ols.with_loss_scale(inner, loss_scale, skip=skip)
+    saved = pickle.dumps(tx.init({"w": jnp.ones(3, jnp.bfloat16)}))
+    assert b"optax_lossscale" in saved
+    assert b"optax_lossscale._" not in saved
+
+
+def test_dir_has_every_name_and_what_draws_too():
+    assert {*ols.__all__, "plot"} <= set(dir(ols))
+
+
+def test_help_begins_with_a_line_for_each_name():
+    text = pydoc.plain(pydoc.render_doc(ols))
+    overview, _ = text.split("PACKAGE CONTENTS")
+    assert len(overview.splitlines()) < 60
+    assert max(map(len, overview.splitlines())) <= 105
+    assert [name for name in ols.__all__ if not re.search(rf"\b{name}\b", overview)] == []
+    assert "optax_lossscale._" not in overview

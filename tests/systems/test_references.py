@@ -33,7 +33,7 @@ def test_all_169_recorded_runs_are_found():
 
 @pytest.mark.parametrize(("reference", "run"), recorded())
 def test_scales_and_decisions_are_the_recorded_ones(reference, run):
-    ls = ols.presets.get(reference, **run["config"])
+    ls = ols.get({"preset": reference, **run["config"]})
     finite = bits(run["finite"])
     largest = np.array([1.0 if a is None else a for a in run.get("amax", finite)], np.float32)
 
@@ -57,7 +57,7 @@ def test_scales_and_decisions_are_the_recorded_ones(reference, run):
 @pytest.mark.parametrize("way", ["update", "apply_gradients"])
 def test_parameters_are_the_recorded_ones(reference, run, way):
     """Each gradient is 0.125 times the scale; the inner optimizer is SGD(1.0)."""
-    tx = ols.with_loss_scale(optax.sgd(1.0), ols.presets.get(reference, **run["config"]))
+    tx = ols.with_loss_scale(optax.sgd(1.0), ols.get({"preset": reference, **run["config"]}))
 
     def step(carry, finite):
         param, state = carry
