@@ -21,19 +21,25 @@ from optax_lossscale._step.wrapper import LossScaledTransformation, with_loss_sc
 
 # The modules that read programs or draw are imported when they are used.
 if TYPE_CHECKING:
-    from optax_lossscale import diagnosis, testing
+    from optax_lossscale import testing
     from optax_lossscale import plot as plot
     from optax_lossscale._autocast.autocast import autocast
     from optax_lossscale._autocast.cast_inputs import cast_inputs
     from optax_lossscale._diagnosis.diagnose import diagnose
+    from optax_lossscale._diagnosis.dtypes import dtype_report
 else:  # A type checker that saw `__getattr__` would accept every misspelt name.
-    _FOLDERS = {"autocast": "_autocast", "cast_inputs": "_autocast", "diagnose": "_diagnosis"}
+    _FILES = {
+        "autocast": "_autocast.autocast",
+        "cast_inputs": "_autocast.cast_inputs",
+        "diagnose": "_diagnosis.diagnose",
+        "dtype_report": "_diagnosis.dtypes",
+    }
 
     def __getattr__(name):
-        if name in ("diagnosis", "plot", "testing"):
+        if name in ("plot", "testing"):
             return importlib.import_module(f"optax_lossscale.{name}")
-        if name in _FOLDERS:
-            module = importlib.import_module(f"optax_lossscale.{_FOLDERS[name]}.{name}")
+        if name in _FILES:
+            module = importlib.import_module(f"optax_lossscale.{_FILES[name]}")
             return globals().setdefault(name, getattr(module, name))
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -56,7 +62,7 @@ __all__ = [
     "autocast",
     "cast_inputs",
     "diagnose",
-    "diagnosis",
+    "dtype_report",
     "get",
     "get_loss_scale",
     "metrics",
