@@ -2,12 +2,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from optax_lossscale._diagnosis.notes import TOLERANCE, Note, limits
+from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note, limits
 from optax_lossscale._diagnosis.wide import is_narrow
 from optax_lossscale._programs.operations import Is, traits_of
 
@@ -42,6 +42,9 @@ def cause_of(note: Note) -> Cause | None:
     if not at_fault.bad and _is_undetermined(at_fault):
         return None
     how = _how(at_fault)
+    saturated = [read for read in at_fault.reads if _saturates(read)]
+    if how == "cancels" and saturated:
+        return Cause("saturates", saturated[0])
     if how == "divides by what is lost":
         lost = max(at_fault.reads, key=lambda read: read.lost)
         return Cause("vanishes", _first_lost(lost))
@@ -74,13 +77,22 @@ def _is_mask(note: Note) -> bool:
 def _path(note: Note) -> list[Note]:
     """From a result back along what is off the most, to where it is right."""
     path = [note]
+    floor = _floor(path)
     while True:
-        worst = max(note.reads, key=lambda read: (read.off, read.nan), default=None)
-        limit = TOLERANCE if note.bad else _floor(path)
+        floor = _floor([note]) if is_narrow(note.dtype) else floor
+        worst = max(note.reads, key=_weight(note), default=None)
+        limit = TOLERANCE if note.bad else floor
         if worst is None or not worst.off > limit:
             return path
         note = worst
         path.append(note)
+
+
+def _weight(note: Note) -> Callable[[Note], Any]:
+    """By what the operands of a result are compared: those of a sum by all that they are off."""
+    if note.bad or not traits_of(note.place.primitive) & (Is.ADDS_TWO | Is.CHOOSES):
+        return lambda read: (read.off, read.nan)
+    return lambda read: (read.bad, read.apart)
 
 
 def _floor(path: Sequence[Note]) -> float:
@@ -117,15 +129,18 @@ def _how(note: Note) -> str:
         return "divides by what is lost"
     if note.bad:
         return "overflows" if narrow and not note.nan else "is undefined"
-    if narrow and (note.lost > 0.2 or note.typical < tiny):
-        return "vanishes"
     if _cancels(note):
         return "cancels"
+    if narrow and (note.lost > FIFTH or note.typical < tiny):
+        return "vanishes"
     if narrow and Is.ADDS_MANY in traits or len(note.rounds) and traits & Is.ADDS_TWO:
         return "stagnates"
-    if narrow and Is.SATURATES in traits:
-        return "saturates"
     return "rounds" if narrow else "amplifies"
+
+
+def _saturates(note: Note) -> bool:
+    """Whether a result in 16 bits is rounded to the limit of its function."""
+    return is_narrow(note.dtype) and Is.SATURATES in traits_of(note.place.primitive)
 
 
 def _terms(note: Note) -> float:

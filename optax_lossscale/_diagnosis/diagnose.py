@@ -13,7 +13,7 @@ from optax_lossscale._diagnosis.cause import cause_in_float32, cause_of
 from optax_lossscale._diagnosis.dtypes import report_of
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
 from optax_lossscale._diagnosis.moments import moments_of
-from optax_lossscale._diagnosis.notes import TOLERANCE, Note
+from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note
 from optax_lossscale._diagnosis.page import Choice, Diagnosis, Place, Wrong
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow
@@ -24,7 +24,6 @@ from optax_lossscale._scales.get import get_loss_scale, loss_scales_in
 from optax_lossscale._step.gradient import refuse_shared_names
 
 _FEW = 0.01  # of choices, which may be decided either way
-_FIFTH = 0.2  # of the values of a layer
 
 
 def diagnose(
@@ -167,13 +166,13 @@ def _off_and_wrong(run: Run) -> tuple[dict[str, float], tuple[Wrong, ...]]:
 
 def _wrong_inside(run: Run) -> Iterator[Wrong]:
     """The first value inside of which a fifth is off, and what follows from it too."""
-    spread = [note for note in run.notes if not note.seeded and note.off_share > _FIFTH]
+    spread = [note for note in run.notes if not note.seeded and note.off_share > FIFTH]
     read = {id(one) for note in spread for one in note.reads}
     for note in spread:
         if id(note) in read:
             cause = cause_of(note)
             if cause is not None:
-                yield _wrong("a value inside", note, cause)
+                yield _wrong("a value inside", note, cause)._replace(off=note.off_share)
                 return
 
 
@@ -201,7 +200,7 @@ def _choices(run: Run) -> Iterator[Choice]:
     worst: dict[int, Note] = {}
     for note in run.notes:
         is_bool = jnp.issubdtype(note.dtype, jnp.bool_) and note.count > 1
-        if note.decided > (_FIFTH if is_bool else _FEW):
+        if note.decided > (FIFTH if is_bool else _FEW):
             if note.number not in worst or note.decided > worst[note.number].decided:
                 worst[note.number] = note
     for note in worst.values():

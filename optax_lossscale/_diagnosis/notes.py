@@ -10,6 +10,9 @@ import numpy as np
 TOLERANCE = 0.05
 """How far numbers may be from float32's, relative to them, before they count as off."""
 
+FIFTH = 0.2
+"""The share of an array's numbers that may be off."""
+
 _LIFTED = 0.25  # of the mean size: smaller numbers are compared with this
 
 
@@ -47,82 +50,83 @@ class Note:
     decided: float = 0.0  # of booleans and integers: the share that float32 decides otherwise
     largest: float = 0.0  # of the absolute values of float32's
     typical: float = 0.0  # their root mean square
-    exponents: Any = None  # how many of them have each exponent, beginning with 2**-127
 
     @property
     def off(self) -> float:
         """How far it is off: infinity if it is not finite where float32's is."""
         if self.bad:
             return math.inf
-        return max(self.error, TOLERANCE * 1.01 if self.off_share > 0.2 else 0.0)
+        return max(self.error, TOLERANCE * 1.01 if self.off_share > FIFTH else 0.0)
+
+    @property
+    def apart(self) -> float:
+        """How far its numbers are from float32's, as numbers."""
+        return self.off * self.typical * math.sqrt(self.count)
 
 
-def measured(low: np.ndarray, true: np.ndarray | None, with_exponents: bool) -> list[dict]:
-    """What is to be noted of results in each round of a loop: arrays, shape (rounds, …)."""
+def measured(low: np.ndarray, true: np.ndarray | None) -> list[dict[str, Any]]:
+    """What is to be noted of a result in each round of a loop, from arrays of shape (rounds, …)."""
     low = _rows(low)
-    if low.dtype.kind in "biu":
-        decided = (low != _rows(true)).mean(1) if low.size else np.zeros(len(low))
-        return [{"count": low.shape[1], "decided": float(share)} for share in decided]
-    if not low.shape[1]:
-        return [{"count": 0} for _ in low]
-    with np.errstate(all="ignore"):
-        return _measured(low, low if true is None else _rows(true), with_exponents)
-
-
-def _measured(low: np.ndarray, true: np.ndarray, with_exponents: bool) -> list[dict]:
-    is_same = low is true
     count = low.shape[1]
-    sums = np.einsum("ij,ij->i", true, true)
-    apart = np.zeros_like(low) if is_same else low - true
-    differences = np.einsum("ij,ij->i", apart, apart)
-    notes = []
-    for n, (total, distance) in enumerate(zip(sums, differences, strict=True)):
-        if math.isfinite(total) and math.isfinite(distance):
-            note = _of_finite(low[n], true[n], apart[n], total, distance, is_same)
-        else:
-            note = _of_some_not_finite(low[n], true[n])
-        if with_exponents:
-            note["exponents"] = exponents_of(true[n])
-        notes.append(note | {"count": count})
-    return notes
+    if not count:
+        return [{"count": 0}] * len(low)
+    if low.dtype.kind in "biu":
+        decided = (low != _rows(true)).mean(1).tolist()
+        return [{"count": count, "decided": share} for share in decided]
+    with np.errstate(all="ignore"):
+        columns = _columns(low, low if true is None else _rows(true))
+    columns["count"] = np.full(len(low), count)
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def _of_finite(low, true, apart, total, distance, is_same) -> dict:
+def _columns(low: np.ndarray, true: np.ndarray) -> dict[str, np.ndarray]:
+    """The numbers to note, an array over the rounds of each."""
     sizes = np.abs(true)
-    count = sizes.size
-    note: dict[str, Any] = {
-        "largest": float(sizes.max()),
-        "typical": math.sqrt(total / count),
-    }
-    if is_same or not distance:
-        return note
-    # Not a ratio of squares, which underflow.
-    note["error"] = math.sqrt(distance) / math.sqrt(total) if total else math.inf
-    least = _LIFTED * float(sizes.mean())
-    note["lost"] = 1 - np.count_nonzero(low) / max(np.count_nonzero(true), 1)
-    note["lost"] = max(note["lost"], 0.0)
-    if distance > 0.2 * count * (TOLERANCE * least) ** 2:  # else a fifth cannot be off
-        allowed = TOLERANCE * np.maximum(sizes, least)
-        note["off_share"] = np.count_nonzero(np.abs(apart) > allowed) / count
-    return note
+    total = np.einsum("ij,ij->i", true, true)
+    columns = {"largest": sizes.max(1), "typical": np.sqrt(total / true.shape[1])}
+    if low is true and np.isfinite(total).all():
+        return columns
+    apart = np.abs(low - true)
+    distance = np.einsum("ij,ij->i", apart, apart)
+    error = np.sqrt(distance) / np.sqrt(total)  # not of the ratio, which may underflow
+    columns["error"] = np.where(distance > 0, error, 0)
+    zeros = np.count_nonzero(low, 1) / np.maximum(np.count_nonzero(true, 1), 1)
+    columns["lost"] = np.where(distance > 0, np.maximum(1 - zeros, 0), 0)
+    least = _LIFTED * sizes.mean(1, keepdims=True)
+    columns["off_share"] = np.zeros(len(low))
+    may_be = distance > FIFTH * true.shape[1] * (TOLERANCE * least[:, 0]) ** 2
+    if may_be.any():  # else no fifth can be off
+        is_off = apart > TOLERANCE * np.maximum(sizes, least)
+        columns["off_share"] = is_off.mean(1)
+    is_finite = np.isfinite(total) & np.isfinite(distance)
+    for name in ("bad", "nan", "bad_true", "nan_true"):
+        columns[name] = np.zeros(len(low), bool)
+    for n in np.flatnonzero(~is_finite):
+        for name, value in _of_some_not_finite(low[n], true[n]).items():
+            columns[name][n] = value
+    return columns
 
 
-def _of_some_not_finite(low, true) -> dict:
+def _of_some_not_finite(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
+    """What is to be noted of numbers of which some are not finite, or their squares are not."""
     finite = np.isfinite(low)
     finite_true = np.isfinite(true)
     both = finite & finite_true
-    # In float64, as a square may be infinite where the number is not.
-    rest = true[both].astype(np.float64)
-    apart = low[both].astype(np.float64) - rest
-    note = _of_finite(low[both], rest, apart, rest @ rest, apart @ apart, False) if rest.size else {}
-    known = np.abs(true[finite_true])
-    if not finite_true.all():
-        note["bad_true"] = True
-        note["nan_true"] = bool(np.isnan(true).any())
-    note["largest"] = float(known.max(initial=0))
-    note["bad"] = bool((~finite & finite_true).any())
-    note["nan"] = bool((np.isnan(low) & finite_true).any())
-    return note
+    rest = np.zeros((1, max(np.count_nonzero(both), 1)))  # in float64, which holds the squares
+    rest_true = rest.copy()
+    rest[0, : both.sum()] = low[both]
+    rest_true[0, : both.sum()] = true[both]
+    known = _columns(rest, rest_true)
+    share = both.mean()
+    return {name: column[0] for name, column in known.items()} | {
+        "off_share": known["off_share"][0] * share,
+        "largest": np.abs(true[finite_true]).max(initial=0),
+        "bad": (~finite & finite_true).any(),
+        "nan": (np.isnan(low) & finite_true).any(),
+        "bad_true": not finite_true.all(),
+        "nan_true": np.isnan(true).any(),
+    }
 
 
 def exponents_of(x: np.ndarray) -> np.ndarray:

@@ -44,7 +44,8 @@ class Wrong(NamedTuple):
 
     Attributes:
       name: "the loss", the parameter whose gradient it is, or "a value inside".
-      off: how far it is from float32's, relative to it; infinite if it is not finite.
+      off: how far it is from float32's, relative to it; infinite if it is not finite. Of a value
+        inside, the share of its numbers that are off by more than 5%.
       how: what an equation does to the numbers: "overflows", "vanishes", "cancels", "stagnates",
         "saturates", "rounds", "amplifies", "is undefined", "is a kernel", or "adds up" if no one
         is at fault.

@@ -77,7 +77,7 @@ def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
 def _on_host(value: Value) -> Value:
     """A result as NumPy's arrays, noted by itself."""
     low, true = jax.device_get((value.pair.low, value.pair.true))
-    (measure,) = measured(low.astype(_wide(low))[None], true.astype(_wide(true))[None], False)
+    (measure,) = measured(low.astype(_wide(low))[None], true.astype(_wide(true))[None])
     note = value.note
     if note is not None:  # what was noted may be of a stack that this is a part of
         note = Note(note.place, note.number, note.rounds, (note,), note.dtype, **measure)

@@ -20,7 +20,6 @@ from optax_lossscale._diagnosis import stretch as compiling
 from optax_lossscale._diagnosis.flat import Flat, Step, Stretch
 from optax_lossscale._diagnosis.notes import Note, Place, measured
 from optax_lossscale._diagnosis.stretch import Pair
-from optax_lossscale._diagnosis.wide import is_narrow
 from optax_lossscale._programs.versions import mapped_axes, scan_sizes
 
 _BYTES = 2**27  # of results of a scan in float32 that are kept at once
@@ -54,13 +53,18 @@ class Devices:
         each = lambda x: jnp.expand_dims(x, 0)
 
         def of_one(*args):
-            args = args if in_specs else jax.tree.map(one, args)
+            args = jax.tree.map(one, args) if in_specs is None else args
             results = function(*args)
-            return results if out_specs else jax.tree.map(each, results)
+            return jax.tree.map(each, results) if out_specs is None else results
 
-        specs = {"in_specs": in_specs or self.spec, "out_specs": out_specs or self.spec}
-        names = set(self.axes)
-        return jax.shard_map(of_one, mesh=self.mesh, axis_names=names, check_vma=False, **specs)
+        return jax.shard_map(
+            of_one,
+            mesh=self.mesh,
+            axis_names=set(self.axes),
+            in_specs=self.spec if in_specs is None else in_specs,
+            out_specs=self.spec if out_specs is None else out_specs,
+            check_vma=False,
+        )
 
 
 class Shadow:
@@ -120,7 +124,7 @@ class Shadow:
             self._compiled[key] = compiling.compiled(devices.over(call) if devices else call)
         reads = [env[i].pair.packed() for i in part.reads]
         kept, records = self._compiled[key](reads)
-        measures = _measures(part, jax.tree.map(lambda x: x[None], jax.device_get(records)))
+        measures = _measures(jax.tree.map(lambda x: x[None], jax.device_get(records)))
         notes = {i: env[i].note for i in part.reads}
         self._note(part, measures, 0, notes, rounds)
         for number, packed in zip(part.keeps, kept, strict=True):
@@ -209,9 +213,11 @@ class Shadow:
         for start in starts:
             turns = range(start, min(start + rows, length))
             some = [jax.tree.map(lambda x: x[turns.start : turns.stop], x.pair.packed()) for x in xs]
-            carried, ys, records = self._compiled[id(part)](constants, carried, some)
+            carried, ys, records = self._compiled[id(part)](
+                constants, carried, some, np.arange(turns.start, turns.stop)
+            )
             stacks.append(ys)
-            measures = _measures(part, jax.device_get(records))
+            measures = _measures(jax.device_get(records))
             for n in turns[:: -1 if reverse else 1]:
                 given = [x.note for x in consts] + carry_notes + [_part(x, n) for x in xs]
                 notes = dict(zip(body.ins, given, strict=True))
@@ -246,16 +252,10 @@ _LOOPS = {
 }
 
 
-def _measures(part: Stretch, records: Sequence[Any]) -> list[list[Any]]:
+def _measures(records: Sequence[Any]) -> list[list[Any]]:
     """What is to be noted of each result of a stretch, in each round."""
-    rows = []
-    for step, outs in zip(part.steps, records, strict=True):
-        row = []
-        for v, record in zip(step.eqn.outvars, outs, strict=True):
-            counted = step.place.is_derivative and is_narrow(v.aval.dtype)
-            row.append(None if record is None else measured(*record, counted))
-        rows.append(row)
-    return rows
+    of_one = lambda record: None if record is None else measured(*record)
+    return [list(map(of_one, outs)) for outs in records]
 
 
 def _moved(value: Value, move: Callable, spec: Any) -> Value:

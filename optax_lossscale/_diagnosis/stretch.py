@@ -20,6 +20,13 @@ _QUICKLY = {
     "xla_cpu_parallel_codegen_split_count": 1,
 }
 
+# What `shard_map` writes where it checks along which axes arrays differ: here, along all.
+_OF_DEVICES = {
+    "pvary": lambda x, params: x,
+    "pcast": lambda x, params: x,
+    "psum_invariant": lambda x, params: lax.psum(x, params["axes"]),
+}
+
 
 class Pair(NamedTuple):
     """A value as the program computes it, and as it is in float32."""
@@ -63,8 +70,9 @@ def scanned(flat: Flat, reverse: bool, passed: set[int]) -> Any:
     """The function of a scan over a body without loops, which stacks the records of its rounds."""
     steps = flat.stretches[0].steps
 
-    def call(consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]):
-        def body(carry, xs):
+    def call(consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any], turns: Any):
+        def body(carry, numbered):
+            xs, _ = numbered
             ins = [*consts, *carry, *xs]
             pairs = dict(zip(flat.ins, map(unpacked, ins), strict=True))
             pairs |= {i: pair(x) for i, x in flat.consts.items()}
@@ -74,7 +82,7 @@ def scanned(flat: Flat, reverse: bool, passed: set[int]) -> Any:
             carried = [in_types(old, new) for old, new in zip(carry, outs, strict=False)]
             return carried, (outs[len(carry) :], records)
 
-        carry, (ys, records) = lax.scan(body, carry, xs, reverse=reverse)
+        carry, (ys, records) = lax.scan(body, carry, (xs, turns), reverse=reverse)
         return carry, ys, records
 
     return call
@@ -119,6 +127,9 @@ def _evaluated(
 def _computed(step: Step, ins: Sequence[Pair], passed: set[int]) -> list[Pair]:
     """The results of an equation in both."""
     eqn = step.eqn
+    if eqn.primitive.name in _OF_DEVICES:
+        of_one = _OF_DEVICES[eqn.primitive.name]
+        return [Pair(*(of_one(x, eqn.params) for x in pair[:2])) for pair in ins]
     lows = bind(eqn, [x.low for x in ins])
     if all(x.is_same for x in ins) and not narrows(eqn):
         return [Pair(x, x) for x in lows]
