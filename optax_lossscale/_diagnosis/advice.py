@@ -61,13 +61,23 @@ def _about_what_is_wrong(page: Diagnosis) -> Findings:
             [remedy_in_float32(one)],
         )
         return
+    if page.overflow and all(w.is_backward and w.how == "vanishes" for w in page.wrong):
+        verdict = (
+            f"No single loss scale fits: at {scale_name(page.scale)} the gradient of {first.name} "
+            f"is off by {first.off:.1%}, as {first.place} is lost to underflow, and from "
+            f"{scale_name(2 * page.initial_scale.largest)} on, {page.overflow} overflows."
+        )
+        yield verdict, [f"Compute {page.overflow} in float32, or with smaller numbers."]
+        return
     if not np.isfinite(page.loss):
         verdict = (
             f"The loss is {page.loss} at any loss scale, as that only multiplies gradients; in "
             f"float32 it is {page.loss_in_float32:.4g}{because}."
         )
     elif page.initial_scale is None:
-        verdict = f"The loss is finite; its gradients are not at any scale, but are in float32{because}."
+        verdict = (
+            f"The loss is finite; its gradients are not at any scale, but are in float32{because}."
+        )
     elif first.name == "the loss":
         verdict = f"{dtypes} gives a wrong loss, {page.loss:.4g} for {page.loss_in_float32:.4g}{because}."
     elif first.name == "a value inside":
@@ -174,9 +184,10 @@ def _about_products(page: Diagnosis) -> Findings:
 def _about_scale(page: Diagnosis) -> Findings:
     """What the loss scale has to be, if one is needed."""
     fits = page.initial_scale
-    exponent = math.log2(fits.scale)
     name, worst = max(page.underflow.items(), key=lambda item: item[1].left, default=("", None))
-    mend = [f"Compute {page.overflow} in float32, or with smaller numbers."] if page.overflow else []
+    mend = (
+        [f"Compute {page.overflow} in float32, or with smaller numbers."] if page.overflow else []
+    )
     if worst and worst.left > _STILL_LOST:
         verdict = (
             f"No single loss scale fits: at {scale_name(fits.scale)} {_share(worst.left, name)} are "
@@ -186,15 +197,20 @@ def _about_scale(page: Diagnosis) -> Findings:
     elif page.loss_scale is not None:
         yield from _about_theirs(page)
     elif fits.largest < 1:
-        yield "Gradients overflow without a loss scale: float16 needs one below 1.", [*_start(page), *mend]
+        yield (
+            "Gradients overflow without a loss scale: float16 needs one below 1.",
+            [*_start(page), *mend],
+        )
     elif not page.is_finite_without:
         yield "float16 needs a loss scale: without one, gradients are not finite.", _start(page)
     elif page.underflow:
         name, group = next(iter(page.underflow.items()))  # of all parameters, or else the worst
         (wrap,) = _start(page)
         wrap += " With so few lost, many models need none." * (group.lost < _STILL_LOST)
-        yield f"Without a loss scale, float16 loses {_share(group.lost, name)} to underflow.", [wrap]
-    del exponent
+        yield (
+            f"Without a loss scale, float16 loses {_share(group.lost, name)} to underflow.",
+            [wrap],
+        )
 
 
 def _about_theirs(page: Diagnosis) -> Findings:
@@ -203,10 +219,18 @@ def _about_theirs(page: Diagnosis) -> Findings:
     needed = max((group.bits for group in page.underflow.values()), default=0)
     if theirs > fits.largest:
         verdict = f"Gradients overflow at your loss scale, {scale_name(theirs)}."
-        yield verdict, [f"Nothing, if it is dynamic: it will fall. Else set it to {scale_name(fits.scale)}."]
+        yield (
+            verdict,
+            [f"Nothing, if it is dynamic: it will fall. Else set it to {scale_name(fits.scale)}."],
+        )
     elif theirs < 2.0 ** min(needed, math.log2(fits.scale)):
-        verdict = f"Your loss scale, {scale_name(theirs)}, is lower than what fits: gradients are lost."
-        yield verdict, [f"Nothing, if it is dynamic: it will grow. Else set it to {scale_name(fits.scale)}."]
+        verdict = (
+            f"Your loss scale, {scale_name(theirs)}, is lower than what fits: gradients are lost."
+        )
+        yield (
+            verdict,
+            [f"Nothing, if it is dynamic: it will grow. Else set it to {scale_name(fits.scale)}."],
+        )
 
 
 def _start(page: Diagnosis) -> list[str]:
@@ -216,7 +240,9 @@ def _start(page: Diagnosis) -> list[str]:
     exponent = math.log2(page.initial_scale.scale)
     floor = max(exponent - 16, _LOWEST)  # which leaves room to fall
     bound = f", min_scale=2.0**{floor:.0f}" if exponent < 0 else ""
-    ours = f"with_loss_scale(optimizer, DynamicLossScale(initial_scale=2.0**{exponent:.0f}{bound}))"
+    ours = (
+        f"with_loss_scale(optimizer, DynamicLossScale(initial_scale=2.0**{exponent:.0f}{bound}))"
+    )
     start = round(math.log2(DynamicLossScale.initial_scale))
     needed = max((group.bits for group in page.underflow.values()), default=0)
     if needed <= start <= exponent and page.is_finite_without:

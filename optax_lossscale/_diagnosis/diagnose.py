@@ -185,6 +185,7 @@ def _wrong(name: str, note: Note, cause: Any) -> Wrong:
         cause.how,
         _place(at),
         tuple(_place(product) for product in cause.products),
+        at.seeded,
         is_inner,
         at.bad_true,
     )
@@ -192,7 +193,9 @@ def _wrong(name: str, note: Note, cause: Any) -> Wrong:
 
 def _place(note: Note) -> Place:
     place = note.place
-    return Place(place.primitive or place.name, place.source, layer_of(note), note.rounds, note.dtype)
+    return Place(
+        place.primitive or place.name, place.source, layer_of(note), note.rounds, note.dtype
+    )
 
 
 def _choices(run: Run) -> Iterator[Choice]:

@@ -23,7 +23,13 @@ from optax_lossscale._step.gradient import SCALES
 _BYTES = 2**28  # of results in float32 that a stretch may return
 _STEPS = 300  # in a stretch, at most
 _LOOPS = ("scan", "while", "cond", "shard_map")
-_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "composite", "xla_metadata_call")
+_CALLS = (
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vmap_call",
+    "composite",
+    "xla_metadata_call",
+)
 _SAME_NUMBERS = ("broadcast_in_dim", "pvary", "pcast")
 _SELECTS = ("slice", "dynamic_slice")
 

@@ -51,6 +51,7 @@ class Wrong(NamedTuple):
         is at fault.
       place: that equation.
       products: the products in 16 bits that round what it is sensitive to.
+      is_backward: whether it is in the backward pass, where the loss scale reaches.
       is_inner: whether it is in a derivative that the loss function itself takes.
       is_in_float32: whether it is not finite in float32 either.
     """
@@ -60,6 +61,7 @@ class Wrong(NamedTuple):
     how: str
     place: Place
     products: tuple[Place, ...]
+    is_backward: bool
     is_inner: bool
     is_in_float32: bool
 
@@ -165,7 +167,9 @@ class Diagnosis(NamedTuple):
         """What it computes in which dtype, in one sentence or two."""
         products = self.dtypes.products
         loss = f"the loss is {self.loss_dtype}"
-        wide = "In float32 as it is; with autocast, it computes" if self.is_autocast else "Computes"
+        wide = (
+            "In float32 as it is; with autocast, it computes" if self.is_autocast else "Computes"
+        )
         if not products:
             dtypes = " and ".join(map(str, self.computes_in)) or "float32 or wider"
             return f"{wide} in {dtypes}, without matrix products; {loss}."
@@ -209,7 +213,9 @@ class Diagnosis(NamedTuple):
             return []
         lines = [f"Loss scale: {self.initial_scale}."]
         if self.loss_scale is not None:
-            lines[0] = f"Loss scale: yours is {scale_name(self.loss_scale)}. What fits: {lines[0][12:]}"
+            lines[0] = (
+                f"Loss scale: yours is {scale_name(self.loss_scale)}. What fits: {lines[0][12:]}"
+            )
         if self.overflow:
             top = scale_name(2 * self.initial_scale.largest)
             lines.append(f"Overflow: from {top} on, first in {self.overflow}.")

@@ -1,5 +1,6 @@
 """Which loss scale fits: what the magnitudes of a backward pass say, which is linear in it."""
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from optax_lossscale._diagnosis.shadow import Value
 HIGHEST = 126  # 2**127 is the last power of two in float32
 MARGIN = 2  # bits below the largest scale, as gradients may grow
 NOTABLE = 0.01  # a share of gradients that is worth mentioning
+_JUMP = 2.0**10  # times that numbers grow in one equation which is at fault for their size
 _REACH = 2.0**-40  # from the largest float16 to the smallest: no single scale holds more
 
 
@@ -69,7 +71,20 @@ def first_overflow(notes: Iterable[Note], scale: float) -> tuple[int, Note | Non
         return HIGHEST + 1, None
     least = min(room)
     first = math.ceil(least + math.log2(scale))
-    return (first, room[least]) if first <= HIGHEST else (HIGHEST + 1, None)
+    return (first, _made_large(room[least])) if first <= HIGHEST else (HIGHEST + 1, None)
+
+
+def _made_large(note: Note) -> Note:
+    """Where numbers of a backward pass became so large: at a jump before it, or right there."""
+    path = [note]
+    while True:
+        reads = [read for read in path[-1].reads if read.seeded and read.place.primitive]
+        if not reads:
+            break
+        path.append(max(reads, key=lambda read: read.largest))
+    growth = [x.largest / max(y.largest, 1e-45) for x, y in itertools.pairwise(path)]
+    most = max(growth, default=0.0)
+    return path[growth.index(most)] if most > _JUMP else note
 
 
 def underflow(

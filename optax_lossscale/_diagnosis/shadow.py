@@ -186,9 +186,7 @@ class Shadow:
         results: list[Any] = [None] * length
         carry = list(carry)
         for n in turns:
-            outs = self._run(
-                body, [*consts, *carry, *_taken(xs, n, axis)], (*rounds, n), devices
-            )
+            outs = self._run(body, [*consts, *carry, *_taken(xs, n, axis)], (*rounds, n), devices)
             carry, results[n] = outs[:n_carry], outs[n_carry:]
         return [*carry, *(_stacked(column, axis) for column in zip(*results, strict=True))]
 
@@ -212,7 +210,9 @@ class Shadow:
         starts = range(0, length, rows)[:: -1 if reverse else 1]
         for start in starts:
             turns = range(start, min(start + rows, length))
-            some = [jax.tree.map(lambda x: x[turns.start : turns.stop], x.pair.packed()) for x in xs]
+            some = [
+                jax.tree.map(lambda x: x[turns.start : turns.stop], x.pair.packed()) for x in xs
+            ]
             carried, ys, records = self._compiled[id(part)](
                 constants, carried, some, np.arange(turns.start, turns.stop)
             )

@@ -103,9 +103,7 @@ def compiled(function: Any) -> Any:
     if jax.default_backend() != "cpu":
         return jax.jit(function)
     # The compiler must not drop a rounding to 16 bits and back.
-    return jax.jit(
-        function, compiler_options={**_QUICKLY, "xla_allow_excess_precision": False}
-    )
+    return jax.jit(function, compiler_options={**_QUICKLY, "xla_allow_excess_precision": False})
 
 
 def _evaluated(

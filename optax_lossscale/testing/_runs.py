@@ -1,5 +1,7 @@
 """A training step, run on copies of its arguments at many loss scales."""
 
+import bisect
+import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
@@ -11,8 +13,6 @@ from jax import lax
 from jax.tree_util import keystr
 
 from optax_lossscale._arrays.variables import is_variable, map_leaves, plain
-from optax_lossscale._diagnosis.calibration import search
-from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._scales.get import get_loss_scale, loss_scales_in
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.validation import is_numeric
@@ -23,6 +23,7 @@ _SAMPLE = 2**16  # numbers of an output, at most
 # equal ones, the rounding of 1/3, of which every second bit is set, could follow the scale.
 _BELOW = [5 * i // 2 for i in range(13)]
 _ENOUGH = 8  # loss scales at which the step is applied
+_HIGHEST, _NEAR = 126, 15  # to search, and where to begin
 _LOWEST = -125  # all gradients underflow, or nearly
 # A step that is applied even here computes in float32 or bfloat16, where nothing underflows at the
 # loss scales that matter, which are those from _START down.
@@ -82,8 +83,7 @@ def make_runs(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -
     scaled = lambda to: loss_scale.replace(loss_scale=jnp.full_like(loss_scale.loss_scale, to))
     run = lambda loss_scale: _run(step, arguments, loss_scale)
     at = cache(lambda exponent: run(scaled(2.0**exponent)))
-    highest = search(lambda exponent: at(exponent).was_applied)
-    top = round(np.log2(highest.largest)) if highest else _LOWEST
+    top = _highest(lambda exponent: at(exponent).was_applied)
     is_wide = top >= _WIDE
     start = _START if is_wide else top
     tried = [start - below for below in _BELOW if start - below >= _LOWEST]
@@ -91,8 +91,7 @@ def make_runs(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -
     if len(exponents) < _ENOUGH:
         raise ValueError(
             f"the step is skipped at all but {len(exponents)} loss scales: look for NaN or inf in "
-            "the arguments, the loss and the model; explain(nonfinite_leaves(scaled_grads)) says "
-            "where"
+            "the arguments, the loss and the model; diagnose(loss_fn, params, batch) says where"
         )
     usual = np.log2(np.max(loss_scale.loss_scale))
     steady = int(min(exponents, key=lambda exponent: abs(exponent - usual)))
@@ -114,6 +113,17 @@ def make_runs(step: Callable[..., Any], arguments: Any, loss_scale: LossScale) -
         steady=at(steady),
         given=[x for _, x in _outputs({"given": arguments}, set()) if x.dtype == np.float64],
     )
+
+
+def _highest(is_applied: Callable[[int], bool]) -> int:
+    """The highest exponent of a loss scale at which a step is applied; `_LOWEST` if none is."""
+    # If not near 15, then anywhere, at ever smaller distances.
+    grids = (range(_HIGHEST, _LOWEST, -distance) for distance in (64, 32, 16, 8, 4, 2, 1))
+    good = next(filter(is_applied, itertools.chain([_NEAR], *grids)), None)
+    if good is None:
+        return _LOWEST
+    above = range(good + 1, (_NEAR if good < _NEAR else _HIGHEST) + 1)
+    return good + bisect.bisect_left(above, True, key=lambda exponent: not is_applied(exponent))
 
 
 def same(x: LossScale, y: LossScale) -> bool:
@@ -174,13 +184,12 @@ def _with_loss_scale(arguments: Any, loss_scale: LossScale) -> Any:
 
 def _outputs(after: Any, was_given: set[int]) -> Iterator[tuple[str, np.ndarray]]:
     """What there is to compare, by name; for large arrays, a sample."""
-    left_out = (LossScale, Summary)
-    is_leaf = lambda x: isinstance(x, left_out) or is_variable(x)
+    is_leaf = lambda x: isinstance(x, LossScale) or is_variable(x)
     seen = set(was_given)
     for path, leaf in jax.tree.leaves_with_path(after, is_leaf=is_leaf):
         x = plain(leaf)
         is_number = is_numeric(x) or jnp.issubdtype(getattr(x, "dtype", type(x)), np.bool_)
-        if isinstance(leaf, left_out) or id(x) in seen or not is_number:
+        if isinstance(leaf, LossScale) or id(x) in seen or not is_number:
             continue
         if is_variable(leaf):  # which may be in several places
             seen.add(id(x))
