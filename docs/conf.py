@@ -9,12 +9,12 @@ from typing import get_type_hints
 
 import jax
 from docutils import nodes
+from optax_lossscale._diagnosis.calibration import MARGIN
 from sphinx.builders.html import StandaloneHTMLBuilder
 from sphinx.util import inspect
 from sphinx.util.typing import stringify_annotation
 
 import optax_lossscale as ols
-from optax_lossscale._diagnosis.calibration import MARGIN
 from optax_lossscale._scales.stateful import Stateful
 
 ROOT = pathlib.Path(__file__).parents[1]

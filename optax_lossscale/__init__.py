@@ -21,8 +21,8 @@ from optax_lossscale._step.wrapper import LossScaledTransformation, with_loss_sc
 
 # The modules that read programs or draw are imported when they are used.
 if TYPE_CHECKING:
-    from optax_lossscale import testing
     from optax_lossscale import plot as plot
+    from optax_lossscale import testing
     from optax_lossscale._autocast.autocast import autocast
     from optax_lossscale._autocast.cast_inputs import cast_inputs
     from optax_lossscale._diagnosis.diagnose import diagnose

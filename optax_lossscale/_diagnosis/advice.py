@@ -9,6 +9,7 @@ from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._diagnosis.makers import remedy_in_float32, words_in_float32
 from optax_lossscale._diagnosis.page import Diagnosis, Wrong
 from optax_lossscale._diagnosis.text import some
+from optax_lossscale._programs.operations import Is, traits_of
 from optax_lossscale._programs.values import HALVES
 from optax_lossscale._scales.dynamic import DynamicLossScale
 
@@ -79,7 +80,8 @@ def _about_what_is_wrong(page: Diagnosis) -> Findings:
             f"The loss is finite; its gradients are not at any scale, but are in float32{because}."
         )
     elif first.name == "the loss":
-        verdict = f"{dtypes} gives a wrong loss, {page.loss:.4g} for {page.loss_in_float32:.4g}{because}."
+        losses = f"{page.loss:.4g} for {page.loss_in_float32:.4g}"
+        verdict = f"{dtypes} gives a wrong loss, {losses}{because}."
     elif first.name == "a value inside":
         verdict = (
             f"{dtypes} gives wrong values inside, though loss and gradients happen to agree with "
@@ -121,16 +123,12 @@ def _corrections(page: Diagnosis, one: Wrong) -> Iterator[str]:
         yield f"Keep the product at {some(lines, 'more lines')} in float32: {kept}."
     elif one.how == "is a kernel":
         yield f"Give {place} float32, or look into it: nothing shows what it computes."
-    elif one.place.primitive == "dot_general" or one.place.primitive.startswith("conv"):
-        kept = "precision=jax.lax.Precision.HIGHEST"
-        keep = f"Keep the product at {one.place.source} in float32: {kept}"
-        yield f"{keep}, or compute with smaller numbers." if one.how == "overflows" else f"{keep}."
-    elif one.how == "overflows":
-        yield f"Compute {place} in float32, or with smaller numbers: those above 65504 are infinite."
-    elif one.how == "vanishes":
-        yield f"Compute {place} in float32, or with larger numbers: those below 6e-8 become 0."
-    elif one.how == "saturates":
-        yield f"Compute {place} in float32: 16 bits round it to its limit, where its derivative is 0."
+    elif Is.PRODUCT in traits_of(one.place.primitive):
+        keep = "in float32: precision=jax.lax.Precision.HIGHEST"
+        smaller = ", or compute with smaller numbers" * (one.how == "overflows")
+        yield f"Keep the product at {one.place.source} {keep}{smaller}."
+    elif one.how in _RANGES:
+        yield f"Compute {place} in float32{_RANGES[one.how]}."
     elif one.how == "stagnates":
         how = _SUMS.get(one.place.primitive, "cast to float32 first.")
         yield f"Compute {place} in float32, as small terms are lost beside a large sum: {how}"
@@ -138,6 +136,11 @@ def _corrections(page: Diagnosis, one: Wrong) -> Iterator[str]:
         yield f"Compute {place}, and what it is made of, in float32: it needs more digits."
 
 
+_RANGES = {
+    "overflows": ", or with smaller numbers: those above 65504 are infinite",
+    "vanishes": ", or with larger numbers: those below 6e-8 become 0",
+    "saturates": ": 16 bits round it to its limit, where its derivative is 0",
+}
 _SUMS = {
     "scatter-add": "index the float32 table and cast the result, not the table.",
     "add_any": "cast a shared weight where it is used, inside the loop.",
@@ -190,8 +193,9 @@ def _about_scale(page: Diagnosis) -> Findings:
     )
     if worst and worst.left > _STILL_LOST:
         verdict = (
-            f"No single loss scale fits: at {scale_name(fits.scale)} {_share(worst.left, name)} are "
-            f"still lost to underflow, and from {scale_name(2 * fits.largest)} on others overflow."
+            f"No single loss scale fits: at {scale_name(fits.scale)} {_share(worst.left, name)} "
+            f"are still lost to underflow, and from {scale_name(2 * fits.largest)} on others "
+            "overflow."
         )
         yield verdict, [*mend, *_start(page)]
     elif page.loss_scale is not None:

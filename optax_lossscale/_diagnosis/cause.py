@@ -70,7 +70,7 @@ def _is_mask(note: Note) -> bool:
     while True:
         reads = [read for read in note.reads if read.bad_true]
         if not reads:
-            return not note.place.primitive or note.place.primitive in ("select_n", "pad")
+            return not note.reads or note.place.primitive in ("select_n", "pad")
         note = reads[0]
 
 
@@ -133,7 +133,7 @@ def _how(note: Note) -> str:
         return "cancels"
     if narrow and (note.lost > FIFTH or note.typical < tiny):
         return "vanishes"
-    if narrow and Is.ADDS_MANY in traits or len(note.rounds) and traits & Is.ADDS_TWO:
+    if (narrow and Is.ADDS_MANY in traits) or (len(note.rounds) and traits & Is.ADDS_TWO):
         return "stagnates"
     return "rounds" if narrow else "amplifies"
 

@@ -38,10 +38,10 @@ def diagnose(
 
     Runs the gradient of the loss function with every value beside what float32 gives for it, at a
     loss scale of 1 and at the one that fits. It reports whether the loss, the gradients and the
-    values inside are right; if not, at which line and in which layer they go wrong, and what to do;
-    which loss scale fits, and how many gradients are lost to underflow. Choices, such as indices
-    and branches, are those of the program. A loss function that computes in float32 is diagnosed
-    as `autocast` makes it. Call it on the host, with a loss function that names no axis of `pmap`
+    values inside are right; if not, in which line and layer they go wrong, and what to do; which
+    loss scale fits, and how many gradients are lost to underflow. Choices, such as indices and
+    branches, are those of the program. A loss function that computes in float32 is diagnosed as
+    `autocast` makes it. Call it on the host, with a loss function that names no axis of `pmap`
     or `shard_map` around it. A skipped step has left everything as it was, so that it can be
     diagnosed afterwards. Other parameters and batches may behave differently.
 
@@ -203,8 +203,8 @@ def _choices(run: Run) -> Iterator[Choice]:
     worst: dict[int, Note] = {}
     for note in run.notes:
         is_bool = jnp.issubdtype(note.dtype, jnp.bool_) and note.count > 1
-        if note.decided > (FIFTH if is_bool else _FEW):
-            if note.number not in worst or note.decided > worst[note.number].decided:
-                worst[note.number] = note
+        before = worst[note.number].decided if note.number in worst else 0.0
+        if note.decided > max(FIFTH if is_bool else _FEW, before):
+            worst[note.number] = note
     for note in worst.values():
         yield Choice(note.decided, note.count, _place(note))

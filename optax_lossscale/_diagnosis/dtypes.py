@@ -133,7 +133,7 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
       >>> import jax, jax.numpy as jnp
       >>> import optax_lossscale as ols
       >>> weights, x = jnp.ones((4, 2), jnp.float16), jnp.ones((8, 4))
-      >>> report = ols.diagnosis.dtype_report(lambda weights, x: x @ weights, weights, x)
+      >>> report = ols.dtype_report(lambda weights, x: x @ weights, weights, x)
       >>> report.shares
       {dtype('float32'): 1.0}
       >>> report.products[0].operands

@@ -54,9 +54,7 @@ class Note:
     @property
     def off(self) -> float:
         """How far it is off: infinity if it is not finite where float32's is."""
-        if self.bad:
-            return math.inf
-        return max(self.error, TOLERANCE * 1.01 if self.off_share > FIFTH else 0.0)
+        return math.inf if self.bad else self.error
 
     @property
     def apart(self) -> float:
@@ -65,7 +63,7 @@ class Note:
 
 
 def measured(low: np.ndarray, true: np.ndarray | None) -> list[dict[str, Any]]:
-    """What is to be noted of a result in each round of a loop, from arrays of shape (rounds, …)."""
+    """What is to be noted of a result in each round of a loop, of arrays, shape (rounds, …)."""
     low = _rows(low)
     count = low.shape[1]
     if not count:

@@ -95,8 +95,8 @@ class Diagnosis(NamedTuple):
       loss_dtype: the dtype of the loss.
       scale: the loss scale at which the gradients were compared.
       loss_scale: the one in the optimizer's state, if that was given; else None.
-      wrong: the loss and gradients that are off by more than 5%, the worst first, and why; if there
-        are none, the first value inside that is.
+      wrong: the loss and gradients that are off by more than 5%, the worst first, and why; if
+        there are none, the first value inside of which a fifth is.
       off: how far the loss and each gradient are from float32's, relative to it; without those
         that float32 does not determine either, such as that of a bias before a normalization.
       choices: where float32 would have chosen other indices, integers or branches.

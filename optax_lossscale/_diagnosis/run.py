@@ -1,5 +1,4 @@
-"""The runs of a gradient beside float32 that a diagnosis rests on: at a loss scale of 1, and at
-the one that fits."""
+"""The runs of a gradient beside float32: at a loss scale of 1, and at the one that fits."""
 
 import math
 from typing import NamedTuple

@@ -210,9 +210,7 @@ class Shadow:
         starts = range(0, length, rows)[:: -1 if reverse else 1]
         for start in starts:
             turns = range(start, min(start + rows, length))
-            some = [
-                jax.tree.map(lambda x: x[turns.start : turns.stop], x.pair.packed()) for x in xs
-            ]
+            some = [_some(x, start, turns.stop) for x in xs]
             carried, ys, records = self._compiled[id(part)](
                 constants, carried, some, np.arange(turns.start, turns.stop)
             )
@@ -262,6 +260,11 @@ def _moved(value: Value, move: Callable, spec: Any) -> Value:
     """A value on other devices."""
     packed = jax.tree.map(lambda x: move(x, spec), value.pair.packed())
     return Value(compiling.unpacked(packed), value.note)
+
+
+def _some(stack: Value, start: int, stop: int) -> Any:
+    """Some of the rounds of a stack."""
+    return jax.tree.map(lambda x: x[start:stop], stack.pair.packed())
 
 
 def _taken(stacks: Sequence[Value], n: int, axis: int) -> list[Value]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lossscale._diagnosis.flat import Flat, Step
-from optax_lossscale._diagnosis.wide import NotWidened, as_written, in_float32, narrows, widened
+from optax_lossscale._diagnosis.wide import NotWidenedError, as_written, in_float32, narrows, widened
 from optax_lossscale._programs.values import dtype_in, in_dtype, is_float
 from optax_lossscale._programs.versions import bind
 
@@ -134,7 +134,7 @@ def _computed(step: Step, ins: Sequence[Pair], passed: set[int]) -> list[Pair]:
     trues = [x.true for x in ins]
     try:
         trues = in_float32(eqn, trues)
-    except NotWidened:
+    except NotWidenedError:
         passed.add(step.number)
         is_once = eqn.primitive.name == "io_callback"
         trues = list(map(widened, lows)) if is_once else as_written(eqn, trues)

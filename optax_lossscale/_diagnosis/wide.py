@@ -23,7 +23,7 @@ _SCATTERS = {
 }
 
 
-class NotWidened(Exception):
+class NotWidenedError(Exception):
     """What an equation computes in 16 bits, it does in these whatever it is given."""
 
 
@@ -58,7 +58,7 @@ def in_float32(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     """The results of an equation for operands in float32.
 
     Raises:
-      NotWidened: if it computes in 16 bits whatever it is given, as kernels do.
+      NotWidenedError: if it computes in 16 bits whatever it is given, as kernels do.
     """
     if not narrows(eqn):
         return bind(eqn, ins)
@@ -68,9 +68,9 @@ def in_float32(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     try:
         results = _rewritten(eqn, ins)
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise NotWidened from error
+        raise NotWidenedError from error
     if [(x.dtype, x.shape) for x in results] != expected:
-        raise NotWidened
+        raise NotWidenedError
     return results
 
 
@@ -86,7 +86,7 @@ def _rewritten(eqn: Any, ins: Sequence[Any]) -> list[Any]:
         combine = _combination(params["jaxpr"])
         return lax.reduce(ins[:half], ins[half:], combine, params["dimensions"])
     if any(is_program(x) or isinstance(x, _SHAPES) for x in _leaves(eqn)):
-        raise NotWidened
+        raise NotWidenedError
     if name == "convert_element_type":
         return [in_dtype(wide_dtype(params["new_dtype"]), ins[0])]
     if name == "reduce_precision":

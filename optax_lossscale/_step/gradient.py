@@ -20,7 +20,7 @@ from optax_lossscale._step.inputs import refuse_no_scalar
 from optax_lossscale._step.master_weights import refuse_other_order
 
 SCALES = "ols.scale_gradient"
-"""The scope of the product that scales a gradient: `diagnose`, which tries scales, leaves it out."""
+"""The scope of the product that scales a gradient: `diagnose` tries scales without it."""
 
 
 def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:

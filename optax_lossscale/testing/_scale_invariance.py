@@ -32,7 +32,7 @@ def assert_scale_invariant(
     of two, it looks for outputs that are proportional to a power of the scale, or change in a way
     that underflow does not explain; at an infinite one, for a step that is not skipped; and where
     the loss scale grows, for gradients unscaled by the new one. Outputs are all that the step
-    returns or changes, but for the loss scale, `metrics`, and a `Summary` of scaled numbers.
+    returns or changes, but for the loss scale and `metrics`.
 
     Args:
       step: the training step, compiled, or else this takes ten times as long. It returns its

@@ -20,7 +20,7 @@ import optax_lossscale as ols
 F16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
 SOURCE = pathlib.Path(__file__).read_text().splitlines()
 FILE = pathlib.Path(__file__).name
-report = ols.diagnosis.dtype_report
+report = ols.dtype_report
 
 
 def line(marker):

@@ -306,7 +306,7 @@ def diagnosed(model, path=(), turn=(), kind=None):
 
 
 def faults(model):
-    """One kind of fault at every place after the other; in a loop, in one round after the other."""
+    """Two kinds of faults at every place."""
     kinds = itertools.cycle(KINDS)
     for path, kind_at in jax.tree.leaves_with_path(MODELS[model][2]):
         for _ in range(2):
