@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import optax_lossscale as ols
 from benchmarks._tasks import Task, in_float16
 
 EXPONENTS = np.arange(-110, 40)

@@ -9,7 +9,6 @@ from typing import get_type_hints
 
 import jax
 from docutils import nodes
-from optax_lossscale._diagnosis.calibration import MARGIN
 from sphinx.builders.html import StandaloneHTMLBuilder
 from sphinx.util import inspect
 from sphinx.util.typing import stringify_annotation
@@ -124,7 +123,6 @@ def in_the_package(app, env, node, contnode):
 DEFAULTS = {
     "=3.4028234663852886e+38": "=3.4e38",
     "=validation.SMALLEST": "=1.18e-38",
-    "=MARGIN": f"={MARGIN}",
 }
 
 

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lossscale._diagnosis.flat import Flat, Step
-from optax_lossscale._diagnosis.wide import NotWidenedError, as_written, in_float32, narrows, widened
+from optax_lossscale._diagnosis.wide import (
+    NotWidenedError,
+    as_written,
+    in_float32,
+    narrows,
+    widened,
+)
 from optax_lossscale._programs.values import dtype_in, in_dtype, is_float
 from optax_lossscale._programs.versions import bind
 
