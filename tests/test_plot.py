@@ -74,7 +74,7 @@ def test_loss_scale_draws_the_scale_and_marks_skipped_steps(stacked):
 
 
 def test_draws_into_given_axes():
-    _, (first, second, third) = plt.subplots(3)
+    _, (first, second) = plt.subplots(2)
     history = {"loss_scale": np.ones(3), "should_apply": np.ones(3, bool)}
     assert plot.loss_scale(history, first) is first
     assert plot.exponents([jnp.ones(3)], axes=second) is second

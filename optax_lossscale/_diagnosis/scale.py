@@ -131,12 +131,17 @@ def _shares(names: Sequence[str], grads: Sequence[Value]) -> dict[str, float]:
     counts: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
     for name, value in zip(names, grads, strict=True):
         low, sizes = _sizes(value)
-        is_half = value.note is not None and value.note.dtype == np.float16
-        gone = low < limits(np.float16)[1] if is_half else low == 0
+        gone = low < limits(np.float16)[1] if _is_of_float16(low) else low == 0
         lost = np.count_nonzero(gone & (sizes > sizes.max(initial=0) * _REACH))
         for group in ("all", without_numbers(name)):
             counts[group] += lost, low.size
     return {group: float(lost / max(size, 1)) for group, (lost, size) in counts.items()}
+
+
+def _is_of_float16(x: np.ndarray) -> bool:
+    """Whether these are numbers of float16, whatever dtype they have since been cast to."""
+    with np.errstate(over="ignore"):
+        return bool((x == x.astype(np.float16)).all())
 
 
 def _exponents(names: Sequence[str], grads: Sequence[Value]) -> Mapping[str, np.ndarray]:

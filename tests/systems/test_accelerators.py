@@ -368,8 +368,6 @@ DIAGNOSES = {
     "all_finite": lambda params, x: ols.all_finite(scaled_grads(params, x)),
     "metrics": lambda params, x: ols.metrics(ols.with_loss_scale(ADAMW).init(params)),
 }
-    ),
-}
 
 
 @over_two
