@@ -8,6 +8,7 @@ import numpy as np
 from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._diagnosis.makers import remedy_in_float32, words_in_float32
 from optax_lossscale._diagnosis.page import Diagnosis, Wrong
+from optax_lossscale._diagnosis.scale import InitialScale
 from optax_lossscale._diagnosis.text import some
 from optax_lossscale._programs.operations import Is, traits_of
 from optax_lossscale._programs.values import HALVES
@@ -32,7 +33,7 @@ def judged(page: Diagnosis) -> Diagnosis:
         fine += ", nor would autocast compute anything in it: there are no products to narrow"
     findings = [*_about_what_is_wrong(page), *_about_choices(page), *_about_products(page)]
     if page.initial_scale and np.float16 in page.computes_in:
-        findings += _about_scale(page)
+        findings += _about_scale(page, page.initial_scale)
         room = f"{math.log2(page.initial_scale.largest):.0f} bits to spare"
         fine = f"float16 is fine as it is, without a loss scale, with {room}"
         if page.loss_scale is not None:
@@ -62,7 +63,11 @@ def _about_what_is_wrong(page: Diagnosis) -> Findings:
             [remedy_in_float32(one)],
         )
         return
-    if page.overflow and all(w.is_backward and w.how == "vanishes" for w in page.wrong):
+    if (
+        page.initial_scale
+        and page.overflow
+        and all(w.is_backward and w.how == "vanishes" for w in page.wrong)
+    ):
         verdict = (
             f"No single loss scale fits: at {scale_name(page.scale)} the gradient of {first.name} "
             f"is off by {first.off:.1%}, as {first.place} is lost to underflow, and from "
@@ -184,9 +189,8 @@ def _about_products(page: Diagnosis) -> Findings:
     )
 
 
-def _about_scale(page: Diagnosis) -> Findings:
+def _about_scale(page: Diagnosis, fits: InitialScale) -> Findings:
     """What the loss scale has to be, if one is needed."""
-    fits = page.initial_scale
     name, worst = max(page.underflow.items(), key=lambda item: item[1].left, default=("", None))
     mend = (
         [f"Compute {page.overflow} in float32, or with smaller numbers."] if page.overflow else []
@@ -197,19 +201,22 @@ def _about_scale(page: Diagnosis) -> Findings:
             f"are still lost to underflow, and from {scale_name(2 * fits.largest)} on others "
             "overflow."
         )
-        yield verdict, [*mend, *_start(page)]
+        yield verdict, [*mend, *_start(page, fits)]
     elif page.loss_scale is not None:
-        yield from _about_theirs(page)
+        yield from _about_theirs(page, fits, page.loss_scale)
     elif fits.largest < 1:
         yield (
             "Gradients overflow without a loss scale: float16 needs one below 1.",
-            [*_start(page), *mend],
+            [*_start(page, fits), *mend],
         )
     elif not page.is_finite_without:
-        yield "float16 needs a loss scale: without one, gradients are not finite.", _start(page)
+        yield (
+            "float16 needs a loss scale: without one, gradients are not finite.",
+            _start(page, fits),
+        )
     elif page.underflow:
         name, group = next(iter(page.underflow.items()))  # of all parameters, or else the worst
-        (wrap,) = _start(page)
+        (wrap,) = _start(page, fits)
         wrap += " With so few lost, many models need none." * (group.lost < _STILL_LOST)
         yield (
             f"Without a loss scale, float16 loses {_share(group.lost, name)} to underflow.",
@@ -217,9 +224,8 @@ def _about_scale(page: Diagnosis) -> Findings:
         )
 
 
-def _about_theirs(page: Diagnosis) -> Findings:
+def _about_theirs(page: Diagnosis, fits: InitialScale, theirs: float) -> Findings:
     """Whether the loss scale in the optimizer's state fits."""
-    fits, theirs = page.initial_scale, page.loss_scale
     needed = max((group.bits for group in page.underflow.values()), default=0)
     if theirs > fits.largest:
         verdict = f"Gradients overflow at your loss scale, {scale_name(theirs)}."
@@ -237,11 +243,11 @@ def _about_theirs(page: Diagnosis) -> Findings:
         )
 
 
-def _start(page: Diagnosis) -> list[str]:
+def _start(page: Diagnosis, fits: InitialScale) -> list[str]:
     """How to begin with the scale that fits; nothing for who has a loss scale."""
     if page.loss_scale is not None:
         return []
-    exponent = math.log2(page.initial_scale.scale)
+    exponent = math.log2(fits.scale)
     floor = max(exponent - 16, _LOWEST)  # which leaves room to fall
     bound = f", min_scale=2.0**{floor:.0f}" if exponent < 0 else ""
     ours = (

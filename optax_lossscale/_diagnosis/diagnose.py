@@ -102,8 +102,8 @@ def _page(gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any) -> 
     off, wrong = _off_and_wrong(run)
     lost = {}
     if runs.fits and np.float16 in dtypes:
-        grads = [[*one.grads.values()] for one in (runs.at_1, run)]
-        lost = underflow(gradient.grad_names, *grads, run.scale)
+        at_1, fitting = (list(one.grads.values()) for one in (runs.at_1, run))
+        lost = underflow(gradient.grad_names, at_1, fitting)
     return Diagnosis(
         verdict="",
         advice=[],

@@ -69,7 +69,7 @@ def measured(low: np.ndarray, true: np.ndarray | None) -> list[dict[str, Any]]:
     if not count:
         return [{"count": 0}] * len(low)
     if low.dtype.kind in "biu":
-        decided = (low != _rows(true)).mean(1).tolist()
+        decided = (low != _rows(low if true is None else true)).mean(1).tolist()
         return [{"count": count, "decided": share} for share in decided]
     with np.errstate(all="ignore"):
         columns = _columns(low, low if true is None else _rows(true))

@@ -58,6 +58,7 @@ def runs_of(gradient: Gradient) -> Runs:
         fits = InitialScale(2.0 ** (largest - MARGIN), 2.0**largest) if is_finite else None
         return Runs(at_1, at_1, fits, overflow, passed)
     largest = min(largest, HIGHEST)
+    run = at_1
     for below in range(0, _TRIES * MARGIN, MARGIN):
         scale = 2.0 ** (largest - MARGIN - below)
         run = _run(shadow, gradient, scale)

@@ -91,15 +91,13 @@ def underflow(
     names: Sequence[str],
     at_1: Sequence[Value],
     fitting: Sequence[Value],
-    scale: float,
 ) -> dict[str, Underflow]:
     """What each group of parameters loses; all of them first, then the worst.
 
     Args:
       names: of the parameters.
       at_1: their gradients in a run at a loss scale of 1.
-      fitting: and in one at `scale`.
-      scale: the scale that fits.
+      fitting: and in one at the scale that fits.
     """
     before = _shares(names, at_1)
     after = _shares(names, fitting)

@@ -1,5 +1,6 @@
 """A stretch of a program, computed as it is and in float32; all results are returned."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -104,12 +105,23 @@ def in_types(old: tuple[Any, Any], new: tuple[Any, Any]) -> Any:
     return jax.tree.map(lambda x, y: in_dtype(dtype_in(x), y), old, new)
 
 
+@functools.cache
+def _options() -> dict[str, Any]:
+    """The options that this version of the compiler knows."""
+    # The compiler must not drop a rounding to 16 bits and back.
+    options = {"xla_allow_excess_precision": False}
+    for name, value in _QUICKLY.items() if jax.default_backend() == "cpu" else ():
+        try:
+            jax.jit(lambda: 0.0, compiler_options={name: value}).lower().compile()
+        except jax.errors.JaxRuntimeError:
+            continue
+        options[name] = value
+    return options
+
+
 def compiled(function: Any) -> Any:
     """A function, compiled quickly rather than optimized, for arguments of any types."""
-    if jax.default_backend() != "cpu":
-        return jax.jit(function)
-    # The compiler must not drop a rounding to 16 bits and back.
-    return jax.jit(function, compiler_options={**_QUICKLY, "xla_allow_excess_precision": False})
+    return jax.jit(function, compiler_options=_options())
 
 
 def _evaluated(
