@@ -64,7 +64,10 @@ def gradient_of(
             params, args, kwargs = map_leaves(of_leaf, given)
             loss = loss_of(loss_fn(params, *args, **kwargs), has_aux)
             refuse_no_scalar("the loss", loss)
-            return at_least_float32(jnp.asarray(loss)), jnp.asarray(loss)
+            loss = jnp.asarray(loss)
+            if not jnp.issubdtype(loss.dtype, jnp.floating):
+                raise TypeError(f"the loss must be a real floating-point scalar, got {loss.dtype}")
+            return at_least_float32(loss), loss
 
         differentiated = [arrays[n] for n in parameters]
         wide, pull, loss = jax.vjp(loss_and_its_own, differentiated, has_aux=True)

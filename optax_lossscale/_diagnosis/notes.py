@@ -49,6 +49,7 @@ class Note:
     lost: float = 0.0  # the share that is zero where float32's is not
     decided: float = 0.0  # of booleans and integers: the share that float32 decides otherwise
     largest: float = 0.0  # of the absolute values of float32's
+    largest_low: float | None = None  # of those of the program; None if they are the same
     typical: float = 0.0  # their root mean square
 
     @property
@@ -88,6 +89,7 @@ def _columns(low: np.ndarray, true: np.ndarray) -> dict[str, np.ndarray]:
     apart = np.abs(low - true)
     distance = np.einsum("ij,ij->i", apart, apart)
     error = np.sqrt(distance) / np.sqrt(total)  # not of the ratio, which may underflow
+    columns["largest_low"] = np.abs(low).max(1)
     columns["error"] = np.where(distance > 0, error, 0)
     zeros = np.count_nonzero(low, 1) / np.maximum(np.count_nonzero(true, 1), 1)
     columns["lost"] = np.where(distance > 0, np.maximum(1 - zeros, 0), 0)
@@ -120,6 +122,7 @@ def _of_some_not_finite(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
     return {name: column[0] for name, column in known.items()} | {
         "off_share": known["off_share"][0] * share,
         "largest": np.abs(true[finite_true]).max(initial=0),
+        "largest_low": np.abs(low[finite]).max(initial=0),
         "bad": (~finite & finite_true).any(),
         "nan": (np.isnan(low) & finite_true).any(),
         "bad_true": not finite_true.all(),

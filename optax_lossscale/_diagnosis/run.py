@@ -63,7 +63,11 @@ def runs_of(gradient: Gradient) -> Runs:
         scale = 2.0 ** (largest - MARGIN - below)
         run = _run(shadow, gradient, scale)
         if run.is_finite():
-            fits = InitialScale(scale, 2.0 ** (largest - below))
+            if not below:  # the program's own numbers say it to the bit
+                first, overflow = first_overflow(run.notes, scale)
+                largest = min(first - 1, HIGHEST)
+            best = max(largest - below, exponent_of(scale))
+            fits = InitialScale(min(scale, 2.0 ** (best - MARGIN)), 2.0**best)
             return Runs(at_1, run, fits, overflow, passed)
     return Runs(at_1, run, None, overflow, passed)
 

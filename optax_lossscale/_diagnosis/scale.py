@@ -65,8 +65,10 @@ def first_overflow(notes: Iterable[Note], scale: float) -> tuple[int, Note | Non
     """
     room = {}
     for note in notes:
-        if note.seeded and note.largest and note.dtype.kind in "fV":
-            room.setdefault(math.log2(limits(note.dtype)[0] / note.largest), note)
+        # Without a scale, the program's numbers may be lost.
+        size = note.largest if scale == 1 or note.largest_low is None else note.largest_low
+        if note.seeded and size and note.dtype.kind in "fV":
+            room.setdefault(math.log2(limits(note.dtype)[0] / size), note)
     if not room:
         return HIGHEST + 1, None
     least = min(room)

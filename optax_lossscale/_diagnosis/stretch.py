@@ -109,7 +109,7 @@ def in_types(old: tuple[Any, Any], new: tuple[Any, Any]) -> Any:
 def _options() -> dict[str, Any]:
     """The options that this version of the compiler knows."""
     # The compiler must not drop a rounding to 16 bits and back.
-    options = {"xla_allow_excess_precision": False}
+    options: dict[str, Any] = {"xla_allow_excess_precision": False}
     for name, value in _QUICKLY.items() if jax.default_backend() == "cpu" else ():
         try:
             jax.jit(lambda: 0.0, compiler_options={name: value}).lower().compile()
