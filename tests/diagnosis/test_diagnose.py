@@ -62,13 +62,13 @@ def test_a_small_loss_loses_gradients_without_a_scale(mask):
         r"Without a loss scale, float16 loses \S+% of the gradients to underflow\.",
         diagnosis.verdict,
     )
-    assert np.log2(diagnosis.initial_scale.scale) == 26
+    assert np.log2(diagnosis.initial_scale.scale) == 29
     (advice,) = diagnosis.advice
-    assert "DynamicLossScale(initial_scale=2.0**26)" in advice or "initial scale of" in advice
+    assert "DynamicLossScale(initial_scale=2.0**29)" in advice or "initial scale of" in advice
     name, worst = next(iter(diagnosis.underflow.items()))
     assert name == "all"
     assert worst.lost > 0.1
-    assert 0 < worst.bits <= 26
+    assert 0 < worst.bits <= 29
 
 
 @pytest.mark.parametrize(("tiny", "may_do_without"), [(4, True), (6, False)])
