@@ -57,10 +57,10 @@ def _about_what_is_wrong(page: Diagnosis) -> Findings:
     if first.is_in_float32:
         one = next((w for w in page.wrong if w.name == "the loss" and w.is_in_float32), first)
         what = "The loss is" if one.name == "the loss" else "The gradients are"
-        words = words_in_float32(one)
+        words = words_in_float32(page, one)
         yield (
             f"{what} not finite in float32 either, so no dtype and no loss scale helps: {words}.",
-            [remedy_in_float32(one)],
+            [remedy_in_float32(page, one)],
         )
         return
     if (

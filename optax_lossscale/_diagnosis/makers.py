@@ -1,6 +1,6 @@
 """What operations make infinities and NaNs out of in float32, and what to do about it."""
 
-from optax_lossscale._diagnosis.page import Wrong
+from optax_lossscale._diagnosis.page import Diagnosis, Wrong
 from optax_lossscale._programs.operations import Is, traits_of
 
 _ABOVE_0 = (
@@ -24,25 +24,33 @@ _ARE_MADE = {
 }
 
 
-def words_in_float32(one: Wrong) -> str:
+def words_in_float32(page: Diagnosis, one: Wrong) -> str:
     """What makes numbers that are not finite, and where."""
     name, source = one.place.primitive, one.place.source
     if not source:
         return f"there are NaNs or infinities in {name}"
-    what = _made(one)[0]
+    what = _made(page, one)[0]
     layer = f" [{one.place.layer}]" if one.place.layer else ""
     return f"{what}, at {source}{layer}"
 
 
-def remedy_in_float32(one: Wrong) -> str:
+def remedy_in_float32(page: Diagnosis, one: Wrong) -> str:
     """What to do about it."""
     if not one.place.source:
         return "Find out where they come from."
-    return _made(one)[1]
+    return _made(page, one)[1]
 
 
-def _made(one: Wrong) -> tuple[str, str]:
+def _made(page: Diagnosis, one: Wrong) -> tuple[str, str]:
     name = one.place.primitive
+    if name == "div" and one.is_backward:  # of the derivative of what is on its line
+        rows = (row.primitive for row in page.table.rows if row.source == one.place.source)
+        for primitive in rows:
+            what, remedy = _ARE_MADE.get(primitive, ("", ""))
+            if remedy == _ROOT:
+                return "the derivative of a root at 0", remedy
+            if remedy == _LOGARITHM:
+                return what, remedy
     if name in _ARE_MADE:
         return _ARE_MADE[name]
     if one.how == "overflows":

@@ -20,6 +20,7 @@ from optax_lossscale._diagnosis import stretch as compiling
 from optax_lossscale._diagnosis.flat import Flat, Step, Stretch
 from optax_lossscale._diagnosis.notes import Note, Place, measured
 from optax_lossscale._diagnosis.stretch import Pair
+from optax_lossscale._programs.values import is_float
 from optax_lossscale._programs.versions import mapped_axes, scan_sizes
 
 _BYTES = 2**27  # of results of a scan in float32 that are kept at once
@@ -308,5 +309,6 @@ def _joined(*parts: Any) -> Any:
 def argument(x: Any, name: str, is_parameter: bool = False, seeded: bool = False) -> Value:
     """A value that the program is given."""
     place = Place("", "", "", name, is_parameter)
-    dtype = getattr(x, "dtype", None)
-    return Value(compiling.pair(x), Note(place, -1, (), (), dtype, seeded))
+    pair = compiling.pair(x)
+    numbers = measured(np.asarray(pair.true)[None], None)[0] if is_float(x) else {}
+    return Value(pair, Note(place, -1, (), (), x.dtype, seeded, **numbers))
