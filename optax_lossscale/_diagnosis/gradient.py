@@ -50,8 +50,9 @@ def gradient_of(
     given = (params, args, kwargs)
     arrays: list[Any] = []
     map_leaves(lambda x: arrays.append(x) or x if _is_array(x) else x, given)
-    names = [*_names(params, ""), *_names((args, kwargs), "args")]
-    n_params = len(_names(params, ""))
+    names = _names(params)
+    n_params = len(names)
+    names += _names({"args": args, "kwargs": kwargs})
     parameters = [n for n in range(n_params) if is_inexact(arrays[n])]
 
     def gradient(arrays, seed):
@@ -84,7 +85,7 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array)
 
 
-def _names(tree: Any, root: str) -> list[str]:
+def _names(tree: Any) -> list[str]:
     """The names of the arrays in a tree; a variable in two places counts once."""
     names: list[str] = []
     variables: set[int] = set()

@@ -1,5 +1,7 @@
 """What operations make infinities and NaNs out of in float32, and what to do about it."""
 
+import math
+
 from optax_lossscale._diagnosis.page import Diagnosis, Wrong
 from optax_lossscale._programs.operations import Is, traits_of
 
@@ -43,7 +45,8 @@ def remedy_in_float32(page: Diagnosis, one: Wrong) -> str:
 
 def _made(page: Diagnosis, one: Wrong) -> tuple[str, str]:
     name = one.place.primitive
-    if name == "div" and one.is_backward:  # of the derivative of what is on its line
+    if name == "div" and math.isfinite(page.loss_in_float32):
+        # It is of the derivative of what else is on its line.
         rows = (row.primitive for row in page.table.rows if row.source == one.place.source)
         for primitive in rows:
             what, remedy = _ARE_MADE.get(primitive, ("", ""))
