@@ -74,7 +74,8 @@ def diagnose(
       Without a loss scale, float16 loses 100.0% of the gradients to underflow.
       Off from float32: the loss by 0.0%, gradients by at most 0.0%, at a scale of 2**31.
       Loss scale: 2**31, with 2 bits to spare before gradients overflow.
-      Overflow: from 2**34 on, first in mul at <doctest optax_lossscale._diagnosis.diagnose...
+      Overflow: from 2**34 on, first in convert_element_type at <doctest
+         optax_lossscale._diagnosis.diagnose.diagnose[2]>:3 (loss_fn).
       Underflow:  lost at 1  at 2**31  bits needed
         all          100.0%      0.0%           11
         w            100.0%      0.0%           11

@@ -508,7 +508,6 @@ def test_products_in_the_derivative_of_a_decomposition_are_nobodys_choice_but_ja
         (jnp.cosh, "cosh"),
         (jnp.sinh, "sinh"),
         (jnp.cumprod, "cumprod"),
-        (jnp.prod, "reduce_prod"),
         (lambda x: x**2.5, "pow"),
     ],
 )
