@@ -155,7 +155,7 @@ _SUMS = {
 
 def _about_choices(page: Diagnosis) -> Findings:
     """Integers and branches that float32 would have chosen otherwise."""
-    for choice in page.choices:
+    for choice in () if page.wrong else page.choices:
         primitive = choice.place.primitive
         is_cast = primitive == "convert_element_type"
         if choice.share > (_MANY if is_cast else 0.2):
