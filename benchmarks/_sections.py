@@ -157,22 +157,19 @@ def train_step(quick: bool) -> list[Row]:
             updates, state = inner.update(grads, state, params)
             return optax.apply_updates(params, updates), state, loss
 
-        def ours(loss_scale, probe=None, loss_fn=loss_fn, **options):
+        def ours(loss_scale, loss_fn=loss_fn, **options):
             tx = ols.with_loss_scale(inner, loss_scale, **options)
 
             def step(params, state, tokens):
-                probes = [probe] * _model.BLOCKS
-                value_and_grad = ols.value_and_scaled_grad(loss_fn, state, argnums=(0, 2))
-                loss, (grads, records) = value_and_grad(params, tokens, probes)
+                loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, tokens)
                 params, state = tx.apply_gradients(grads, state, params)
-                return params, state, (loss, records)
+                return params, state, loss
 
             return tx.init, step
 
         ways = {
             _ways.PLAIN: (inner.init, plain),
             "dynamic": ours("dynamic"),
-            "dynamic, every block tapped": ours("dynamic", ols.diagnosis.probe()),
             "fixed": ours(128),
             "fixed, skip=None": ours(128, skip=None),
             "None, skip=None": ours(None, skip=None),
@@ -182,8 +179,8 @@ def train_step(quick: bool) -> list[Row]:
     return rows
 
 
-def _loss(params: Any, tokens: jax.Array, probes: Any = None, *, dtype: Any):
-    return _model.loss(params, tokens, dtype, probes) / _training.MICRO_BATCHES
+def _loss(params: Any, tokens: jax.Array, *, dtype: Any):
+    return _model.loss(params, tokens, dtype) / _training.MICRO_BATCHES
 
 
 def compiling(quick: bool) -> list[Row]:

@@ -13,10 +13,25 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import optax_lossscale as ols
-
 Params = dict[str, Any]
 CLASSES = 8
+
+
+@jax.custom_vjp
+def _noted(x: jax.Array, probe: jax.Array) -> jax.Array:
+    return x
+
+
+def _backward(_: None, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return g, jnp.abs(g).max().astype(jnp.float32)
+
+
+_noted.defvjp(lambda x, probe: (x, None), _backward)
+
+
+def noted(x: jax.Array, probe: jax.Array | None) -> jax.Array:
+    """`x`; the gradient of the probe, if there is one, is the largest of `x`."""
+    return x if probe is None else _noted(x, probe)
 
 
 class Task(NamedTuple):
@@ -26,7 +41,8 @@ class Task(NamedTuple):
       init: from a key to float32 parameters.
       batch: from a key to the arguments of the loss besides the parameters.
       loss: called as `loss(params, batch, probe)`, with the parameters in the dtype to compute
-        in; a float32 scalar. The probe, or None, taps what is widest inside.
+        in; a float32 scalar. The gradient of the probe is the largest gradient where the model
+        is widest; None for no probe.
       optimizer: what it is trained with.
     """
 
@@ -85,7 +101,7 @@ def _transformer() -> Task:
         scores = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)).astype(x.dtype)
         x += (scores @ v) @ p["out"]
         x += jax.nn.gelu(normed(x) @ p["up"]) @ p["down"]
-        logits = ols.diagnosis.tap(normed(x) @ p["head"], probe)
+        logits = noted(normed(x) @ p["head"], probe)
         return cross_entropy(logits, tokens[:, 1:])
 
     shapes = {
@@ -114,7 +130,7 @@ def _convolution() -> Task:
     def loss(p, batch, probe):
         x, labels = batch
         x = jax.nn.relu(convolve(x.astype(p["first"].dtype), p["first"]) + p["bias"])
-        x = ols.diagnosis.tap(jax.nn.relu(convolve(x, p["second"])), probe)
+        x = noted(jax.nn.relu(convolve(x, p["second"])), probe)
         return cross_entropy(x.reshape(len(x), -1) @ p["head"], labels)
 
     shapes = {
@@ -148,7 +164,7 @@ def _gru() -> Task:
 
         h = jnp.zeros((len(x), width), p["gates"].dtype)
         h, _ = jax.lax.scan(step, h, x.astype(h.dtype).swapaxes(0, 1))
-        return cross_entropy(ols.diagnosis.tap(h, probe) @ p["head"], labels)
+        return cross_entropy(noted(h, probe) @ p["head"], labels)
 
     shapes = {
         "gates": (width + 2, 2 * width), "bias": (2 * width,), "new": (width + 2, width),
@@ -166,7 +182,7 @@ def _perceptron(widths: tuple[int, ...], activation: Callable[[jax.Array], jax.A
         x = x.astype(p["w0"].dtype)
         for i in range(len(shapes) - 1):
             x = activation(x @ p[f"w{i}"])
-        return ols.diagnosis.tap(x, probe) @ p[f"w{len(shapes) - 1}"]
+        return noted(x, probe) @ p[f"w{len(shapes) - 1}"]
 
     return (lambda key: weights(key, **shapes)), apply
 
@@ -227,7 +243,7 @@ def _words() -> Task:
     def loss(p, tokens, probe):
         x = p["embedding"][tokens]
         x = jnp.concatenate([x[:, :-2], x[:, 1:-1]], -1) @ p["hidden"]
-        return cross_entropy(ols.diagnosis.tap(jax.nn.relu(x), probe) @ p["head"], tokens[:, 2:])
+        return cross_entropy(noted(jax.nn.relu(x), probe) @ p["head"], tokens[:, 2:])
 
     shapes = {
         "embedding": (symbols, width),

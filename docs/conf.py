@@ -14,7 +14,6 @@ from sphinx.util import inspect
 from sphinx.util.typing import stringify_annotation
 
 import optax_lossscale as ols
-from optax_lossscale._diagnosis.calibration import MARGIN
 from optax_lossscale._scales.stateful import Stateful
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -124,7 +123,6 @@ def in_the_package(app, env, node, contnode):
 DEFAULTS = {
     "=3.4028234663852886e+38": "=3.4e38",
     "=validation.SMALLEST": "=1.18e-38",
-    "=MARGIN": f"={MARGIN}",
 }
 
 

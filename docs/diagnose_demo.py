@@ -3,8 +3,6 @@
 Prints the first page of docs/diagnosis.md, in about ten seconds on two cores.
 """
 
-from collections import OrderedDict
-
 import jax
 
 import optax_lossscale as ols
@@ -12,12 +10,11 @@ from optax_lossscale.demo import _model, _text
 
 
 @ols.autocast
-def loss_fn(params, tokens, probes):
+def loss_fn(params, tokens):
     """The mean over 1024 micro-batches."""
-    return _model.loss(params, tokens, probes=tuple(probes.values())) / 1024
+    return _model.loss(params, tokens) / 1024
 
 
 if __name__ == "__main__":
     tokens = next(_text.batches(_text.read(None), 1, seed=0))
-    probes = OrderedDict((f"block_{i}", ols.diagnosis.probe()) for i in range(_model.BLOCKS))
-    print(ols.diagnose(loss_fn, _model.init(jax.random.key(0)), tokens, probes=probes))
+    print(ols.diagnose(loss_fn, _model.init(jax.random.key(0)), tokens))

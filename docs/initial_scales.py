@@ -27,7 +27,8 @@ def train(loss_scale, weight):
     def train_step(params, state, tokens):
         grad_fn = ols.value_and_scaled_grad(functools.partial(loss_fn, weight), state)
         loss, scaled_grads = grad_fn(params, tokens)
-        share = ols.diagnosis.underflow_report(scaled_grads, state).total.underflow
+        numbers = jnp.concatenate([g.ravel() for g in jax.tree.leaves(scaled_grads)])
+        share = jnp.mean(jnp.abs(numbers) < jnp.finfo(jnp.float16).tiny)
         params, state = tx.apply_gradients(scaled_grads, state, params, value=loss)
         return params, state, share
 
@@ -51,11 +52,11 @@ if __name__ == "__main__":
     print("| loss | initial scale | | skipped | zero or subnormal in float16 |")
     print("| --- | --- | ---: | ---: | ---: |")
     for loss, weight in LOSSES.items():
-        found = ols.diagnosis.find_initial_scale(
+        found = ols.diagnose(
             functools.partial(loss_fn, weight), _model.init(jax.random.key(0)), tokens
-        )
+        ).initial_scale
         starts = {
-            "`find_initial_scale`": ols.DynamicLossScale(initial_scale=found.scale),
+            "`diagnose`": ols.DynamicLossScale(initial_scale=found.scale),
             "TensorFlow": ols.DynamicLossScale(),
             "PyTorch": ols.presets.pytorch(),
             "Flax": ols.presets.flax(),

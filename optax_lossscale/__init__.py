@@ -32,7 +32,7 @@ See what the numbers do:
     diagnose                 a page: is float16 fine for this model, and if not, where and why
     metrics                  what to log at each step
     raise_if_stuck           raises LossScaleError if training cannot go on
-    diagnosis                tools that look closer
+    dtype_report             which products compute in which dtype, line by line
     plot                     plots, with matplotlib
     testing                  assertions about a training step, for your tests
 
@@ -62,20 +62,26 @@ from optax_lossscale._step.wrapper import LossScaledTransformation, with_loss_sc
 
 # The modules that read programs or draw are imported when they are used.
 if TYPE_CHECKING:
-    from optax_lossscale import diagnosis, testing
     from optax_lossscale import plot as plot
+    from optax_lossscale import testing
     from optax_lossscale._autocast.autocast import autocast
     from optax_lossscale._autocast.cast_inputs import cast_inputs
     from optax_lossscale._diagnosis.diagnose import diagnose
+    from optax_lossscale._diagnosis.dtypes import dtype_report
 else:  # A type checker that saw `__getattr__` would accept every misspelt name.
-    _MODULES = ("diagnosis", "plot", "testing")
-    _FOLDERS = {"autocast": "_autocast", "cast_inputs": "_autocast", "diagnose": "_diagnosis"}
+    _MODULES = ("plot", "testing")
+    _FILES = {
+        "autocast": "_autocast.autocast",
+        "cast_inputs": "_autocast.cast_inputs",
+        "diagnose": "_diagnosis.diagnose",
+        "dtype_report": "_diagnosis.dtypes",
+    }
 
     def __getattr__(name):
         if name in _MODULES:
             return importlib.import_module(f"optax_lossscale.{name}")
-        if name in _FOLDERS:
-            module = importlib.import_module(f"optax_lossscale.{_FOLDERS[name]}.{name}")
+        if name in _FILES:
+            module = importlib.import_module(f"optax_lossscale.{_FILES[name]}")
             value = getattr(module, name)
             _make_public(__name__, value)
             return globals().setdefault(name, value)
@@ -100,7 +106,7 @@ __all__ = [
     "autocast",
     "cast_inputs",
     "diagnose",
-    "diagnosis",
+    "dtype_report",
     "get",
     "get_loss_scale",
     "metrics",

@@ -1,6 +1,6 @@
 """Plots, drawn on the host. They need matplotlib, which the extra `plot` installs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +15,6 @@ except ImportError as error:
     raise ImportError("plot needs matplotlib: pip install 'optax_lossscale[plot]'") from error
 
 from optax_lossscale._arrays.precision import is_inexact
-from optax_lossscale._diagnosis.places import places
-from optax_lossscale._diagnosis.tap import Probe
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.get import resolve
 
@@ -127,67 +125,6 @@ def exponents(
     axes.xaxis.set_major_formatter(lambda power, _: f"$2^{{{power:g}}}$")
     axes.legend(frameon=False)
     return _plain(axes)
-
-
-def underflow(probe: Probe) -> jax.Array:
-    """The share of a tapped gradient that is zero or subnormal, in percent."""
-    return 100 * probe.cotangent.underflow
-
-
-def taps(
-    records: Sequence[Any],
-    quantity: Callable[[Probe], jax.Array] = underflow,
-    axes: Axes | None = None,
-    label: str = "gradient that underflows (%)",
-    **style: Any,
-) -> Axes:
-    """A heat map of tapped numbers, over layers and steps.
-
-    The rows are in the order of the tree; those of a scanned layer, iteration by iteration.
-
-    Args:
-      records: a sequence of trees, the records of `tap` in each step. If `lax.scan` stacked them,
-        pass `[jax.tree.map(lambda x: x[i], stacked) for i in range(n)]`.
-      quantity: returns the numbers to show, of a `Probe` whose leaves have the shape (steps,).
-      axes: the axes to draw into and to return; by default those of a new figure.
-      label: the meaning of the colors.
-      **style: matplotlib properties of the image, such as `vmin` and `cmap`.
-
-    Example:
-      >>> import optax_lossscale as ols
-      >>> from optax_lossscale import plot
-      >>> steps = [{"embed": ols.diagnosis.probe(), "layers": ols.diagnosis.probe(3)}] * 4
-      >>> axes = plot.taps(steps, lambda probe: probe.value.largest, label="largest value")
-      >>> [text.get_text() for text in axes.get_yticklabels()]
-      ['embed', 'layers/0', 'layers/1', 'layers/2']
-    """
-    if not isinstance(records, Sequence) or isinstance(records, Probe):
-        got = f"got {validation.shown(records)}"
-        raise TypeError(f"records must be a sequence with a tree of Probes for each step, {got}")
-    validation.function("quantity", quantity)
-    validation.at_hand("plot.taps", records)
-    steps = [list(places(record)) for record in jax.device_get(list(records))]
-    names = [name for name, _ in steps[0]] if steps else []
-    if any([name for name, _ in step] != names for step in steps) or not names:
-        raise ValueError(
-            "records must hold one step or more, each with one Probe or more, at the same places"
-        )
-    by_place = zip(*([probe for _, probe in step] for step in steps), strict=True)
-    stacked = [jax.tree.map(lambda *x: np.array(x), *probes) for probes in by_place]
-    values = np.array([np.asarray(quantity(probe), np.float64) for probe in stacked])
-    shape = values.shape[1:]
-    if shape != (len(steps),):
-        raise ValueError(f"quantity must return an array of shape (steps,), got shape {shape}")
-    axes = _axes(axes, 2.6)
-    look: dict[str, Any] = {"cmap": "magma_r", "aspect": "auto", "interpolation": "nearest"}
-    extent = (0.5, len(steps) + 0.5, len(names) - 0.5, -0.5)
-    image = axes.imshow(np.ma.masked_invalid(values), extent=extent, **look | style)
-    every = 1 + len(names) // 30
-    axes.set_yticks(range(0, len(names), every), names[::every], parse_math=False)
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.figure.colorbar(image, ax=axes, label=label, pad=0.02)
-    return axes
 
 
 def _axes(axes: Axes | None, height: float) -> Axes:

@@ -191,7 +191,7 @@ MODELS = {
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_modules_that_promote_compute_nothing_in_float16_whatever_grad_dtype_says(make):
     step, *args = make(jnp.float32)
-    assert set(ols.diagnosis.dtype_report(step, *args).shares) == {F32}
+    assert set(ols.dtype_report(step, *args).shares) == {F32}
     computes_in(step, jnp.float32, *args)
     with pytest.raises(AssertionError, match="in another dtype than float16"):
         computes_in(step, jnp.float16, *args)
@@ -231,7 +231,7 @@ def diffusion_transformer(casts_time):
 
 def test_a_diffusion_transformer_whose_time_makes_it_float32_is_found():
     step, *args = diffusion_transformer(casts_time=False)
-    shares = ols.diagnosis.dtype_report(step, *args).shares
+    shares = ols.dtype_report(step, *args).shares
     assert shares[F32] > 0.9
     assert {line("modulation"), line("attention")} <= accused(step, *args)
 

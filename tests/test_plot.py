@@ -74,11 +74,10 @@ def test_loss_scale_draws_the_scale_and_marks_skipped_steps(stacked):
 
 
 def test_draws_into_given_axes():
-    _, (first, second, third) = plt.subplots(3)
+    _, (first, second) = plt.subplots(2)
     history = {"loss_scale": np.ones(3), "should_apply": np.ones(3, bool)}
     assert plot.loss_scale(history, first) is first
     assert plot.exponents([jnp.ones(3)], axes=second) is second
-    assert plot.taps([[ols.diagnosis.probe()]], axes=third) is third
 
 
 def test_exponents_draws_shares_before_and_after_scaling():
@@ -104,32 +103,3 @@ def test_exponents_of_a_tree_without_nonzero_numbers_says_how_many_are_zero(tree
 def test_exponents_counts_both_parts_of_complex_numbers():
     texts = plot.exponents([jnp.array([1j, 1 + 1j])], ols.get(2)).texts
     assert texts[-1].get_text() == "25.0% are 0"
-
-
-def test_taps_draws_a_row_a_layer_and_a_column_a_step():
-    at = lambda x: ols.diagnosis.probe()._replace(
-        cotangent=ols.diagnosis.probe().cotangent._replace(
-            size=jnp.float32(4), zeros=jnp.float32(x)
-        )
-    )
-    steps = [{"layer_2": at(0), "layer_10": at(step)} for step in range(3)]
-    axes = plot.taps(steps, vmax=100)
-    (image,) = axes.images
-    np.testing.assert_array_equal(image.get_array(), [[0, 0, 0], [0, 25, 50]])
-    assert [t.get_text() for t in axes.get_yticklabels()] == ["layer_2", "layer_10"]
-    axes = plot.taps(steps, lambda probe: probe.cotangent.zeros, label="zeros")
-    np.testing.assert_array_equal(axes.images[0].get_array()[1], [0, 1, 2])
-    with pytest.raises(TypeError, match="a sequence with a tree of Probes"):
-        plot.taps(steps[0])
-
-
-def test_a_tap_is_named_as_it_is_and_not_as_mathematics():
-    names = ["$x_{$", r"$\frac$", "a_$b$"]
-    axes = plot.taps([{name: ols.diagnosis.probe() for name in names}] * 2)
-    axes.figure.canvas.draw()
-    assert sorted(text.get_text() for text in axes.get_yticklabels()) == sorted(names)
-
-
-def test_taps_of_many_layers_names_some_of_them():
-    axes = plot.taps([[ols.diagnosis.probe()] * 100] * 2)
-    assert 20 <= len(axes.get_yticklabels()) <= 40

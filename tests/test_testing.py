@@ -198,8 +198,7 @@ def auxiliary_outputs_and_summaries(loss_fn, inner, params):
         (loss, aux), grads = ols.value_and_scaled_grad(with_aux, state, has_aux=True)(
             params, batch
         )
-        leaves = ols.diagnosis.nonfinite_leaves(grads)
-        return *tx.apply_gradients(grads, state, params), loss, aux, leaves
+        return *tx.apply_gradients(grads, state, params), loss, aux
 
     return tx, step
 

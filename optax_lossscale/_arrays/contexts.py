@@ -9,9 +9,6 @@ import jax
 AUTOCAST_DTYPE = jax.make_user_context(None)
 """What `autocast` computes in, while it traces a function; `None` elsewhere."""
 
-UNSCALED = jax.make_user_context(False)
-"""Whether losses are left unscaled: for `diagnose`, which scales the gradient itself."""
-
 OVERFLOWS = jax.make_user_context(False)
 """Whether a fixed loss scale is infinite: for `testing`, in whose steps gradients overflow."""
 

@@ -73,7 +73,7 @@ def autocast(
       >>> loss = jax.jit(ols.autocast(loss_fn))(weights, x)  # exp(12) is infinite in float16
       >>> print(f"{loss:.0f}")
       162755
-      >>> ols.diagnosis.dtype_report(ols.autocast(loss_fn), weights, x).shares
+      >>> ols.dtype_report(ols.autocast(loss_fn), weights, x).shares
       {dtype('float16'): 1.0}
     """
     if fun is inspect.Parameter.empty:

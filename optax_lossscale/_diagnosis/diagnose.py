@@ -1,64 +1,66 @@
-"""A full diagnosis of a model in float16, from one loss function and a batch."""
+"""A full diagnosis of a model in 16 bits, from one loss function and a batch."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._diagnosis.accuracy import errors_of, known, off_by
+from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._diagnosis.advice import judged
-from optax_lossscale._diagnosis.calibration import HIGHEST, MARGIN, NEAR, InitialScale, search
+from optax_lossscale._diagnosis.cause import cause_in_float32, cause_of
 from optax_lossscale._diagnosis.dtypes import report_of
-from optax_lossscale._diagnosis.explain import Explanation, explain
-from optax_lossscale._diagnosis.lost import find_underflow
+from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
 from optax_lossscale._diagnosis.moments import moments_of
-from optax_lossscale._diagnosis.page import Diagnosis
-from optax_lossscale._diagnosis.places import refuse_unordered
-from optax_lossscale._diagnosis.program import Evidence, Program
-from optax_lossscale._diagnosis.summary import Summary
+from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note
+from optax_lossscale._diagnosis.page import Choice, Diagnosis, Place, Wrong
+from optax_lossscale._diagnosis.run import Run, Runs, runs_of
+from optax_lossscale._diagnosis.scale import underflow
+from optax_lossscale._diagnosis.table import layer_of, table_of
+from optax_lossscale._diagnosis.wide import is_narrow
 from optax_lossscale._scales import validation
+from optax_lossscale._scales.get import get_loss_scale, loss_scales_in
 from optax_lossscale._step.gradient import refuse_shared_names
-from optax_lossscale._step.inputs import refuse_other_leaves
 
-_FLOAT16 = jnp.dtype(jnp.float16)
+_FEW = 0.01  # of choices, which may be decided either way
 
 
 def diagnose(
     loss_fn: Callable[..., Any],
     params: Any,
     *args: Any,
-    probes: Any = None,
     has_aux: bool = False,
     opt_state: Any = None,
     **kwargs: Any,
 ) -> Diagnosis:
-    """Says whether float16 is fine for a model as it is, and if not, what to do.
+    """Says whether 16 bits are fine for a model as it is, and if not, what to do.
 
-    Reports in which dtype the model computes; how far its gradients are from float32's, and why;
-    which loss scale fits, where gradients overflow first and how many are lost to underflow; and
-    where numbers come from that are not finite even in float32. It compiles two or three programs
-    and runs them some twenty times: call it before training, on the host, with a `loss_fn` that
-    names no axis of `pmap` or `shard_map`. Later parameters and batches may behave differently.
+    Runs the gradient of the loss function with every value beside what float32 gives for it, at a
+    loss scale of 1 and at the one that fits. It reports whether the loss, the gradients and the
+    values inside are right; if not, in which line and layer they go wrong, and what to do; which
+    loss scale fits, and how many gradients are lost to underflow. Choices, such as indices and
+    branches, are those of the program. A loss function that computes in float32 is diagnosed as
+    `autocast` makes it. Call it on the host, with a loss function that names no axis of `pmap`
+    or `shard_map` around it. A skipped step has left everything as it was, so that it can be
+    diagnosed afterwards. Other parameters and batches may behave differently.
 
     Args:
-      loss_fn: called as `loss_fn(params, *args, **kwargs)`, and with `probes=probes` if given.
-      params: the parameters.
-      *args: a batch of arrays; bind anything else with `functools.partial`.
-      probes: a tree of probes, each from `probe()`, in the order of the model, which `loss_fn`
-        passes to its taps, so that the page names places in the model; or None.
+      loss_fn: called as `loss_fn(params, *args, **kwargs)`; returns the loss, which need not be
+        scaled. A scale from `scale_gradient` is left out.
+      params: the parameters: a tree of arrays, a module of NNX or Equinox.
+      *args: a batch; what is not an array is passed on as it is.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      opt_state: the optimizer's state. If it is that of Adam or the like, its second moments are
-        examined: as they are or, before the first step, as these gradients will make them.
-      **kwargs: further keyword arguments of `loss_fn`, arrays.
+      opt_state: the optimizer's state. If it holds a loss scale, that is compared with the one
+        that fits. If it is that of Adam or the like, its second moments are examined: as they are
+        or, before the first step, as these gradients will make them.
+      **kwargs: further keyword arguments of `loss_fn`.
 
     Returns:
-      A `Diagnosis`: print it, or read its `verdict`, `advice`, `errors` and other fields.
+      A `Diagnosis`: print it, or read its `verdict`, `advice`, `wrong`, `table` and other fields.
 
     Raises:
-      TypeError: if the loss is not a real floating-point scalar, or an argument has a wrong type.
-      ValueError: if `probes` have no order, as in `explain`.
+      TypeError: if the loss is not a real floating-point scalar, or `loss_fn` is not a function.
 
     Example:
       >>> import jax.numpy as jnp
@@ -70,9 +72,10 @@ def diagnose(
       >>> print(ols.diagnose(loss_fn, {"w": jnp.ones(256)}, x))
       Computes in float16, without matrix products; the loss is float32.
       Without a loss scale, float16 loses 100.0% of the gradients to underflow.
-      Gradients: within 0.0% of float32's, at a scale of 2**31.
+      Off from float32: the loss by 0.0%, gradients by at most 0.0%, at a scale of 2**31.
       Loss scale: 2**31, with 2 bits to spare before gradients overflow.
-      Overflow: from 2**34 on, first at w: 256 inf and 0 NaN of 256 in its gradient.
+      Overflow: from 2**34 on, first in convert_element_type at <doctest
+         optax_lossscale._diagnosis.diagnose.diagnose[2]>:3 (loss_fn).
       Underflow:  lost at 1  at 2**31  bits needed
         all          100.0%      0.0%           11
         w            100.0%      0.0%           11
@@ -81,57 +84,128 @@ def diagnose(
     """
     validation.function("loss_fn", loss_fn)
     refuse_shared_names(loss_fn, ["has_aux", "opt_state"], (params, *args))
-    refuse_other_leaves("params", params)
-    refuse_other_leaves("what loss_fn takes", (args, kwargs))
-    validation.at_hand("diagnose", (params, args, kwargs, probes, opt_state))
-    refuse_unordered(probes)
-    program = Program(loss_fn, has_aux, params, probes, args, kwargs)
-    truth, fits = program.truth, None
-    if truth.is_finite and np.isfinite(program.at(0).loss):
-        fits = search(lambda exponent: program.at(exponent).is_finite, near=_guess(truth))
-    page = Diagnosis(
+    validation.at_hand("diagnose", (params, args, kwargs, opt_state))
+    # What is not finite is to be found here, and what is on the host to be looked at.
+    with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
+        gradient = gradient_of(loss_fn, params, args, kwargs, has_aux)
+        is_wide = not _dtypes_in(gradient)
+        if is_wide:
+            gradient = gradient_of(autocast(loss_fn), params, args, kwargs, has_aux)
+        return judged(_page(gradient, runs_of(gradient), is_wide, opt_state))
+
+
+def _page(gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any) -> Diagnosis:
+    """What the runs say, without a verdict."""
+    run = runs.fitting
+    true_grads = {name: np.asarray(x.pair.true) / run.scale for name, x in run.grads.items()}
+    loss_scales = loss_scales_in(opt_state)
+    dtypes = _dtypes_in(gradient)
+    off, wrong = _off_and_wrong(run)
+    lost = {}
+    if runs.fits and np.float16 in dtypes:
+        at_1, fitting = (list(one.grads.values()) for one in (runs.at_1, run))
+        lost = underflow(gradient.grad_names, at_1, fitting)
+    return Diagnosis(
         verdict="",
         advice=[],
-        dtypes=report_of(program.jaxpr.jaxpr),
-        computes_in=program.narrow,
-        loss_dtype=program.loss_dtype,
-        errors={},
-        off={},
-        initial_scale=fits,
-        overflow=None if fits else _explained(program, 0),
-        underflow={},
-        moments=moments_of(opt_state, truth.grads),
-        not_compared=tuple(dict.fromkeys((e.name, e.source) for e in program.not_widened)),
+        is_autocast=is_autocast and bool(dtypes),
+        dtypes=report_of(gradient.jaxpr.jaxpr),
+        computes_in=dtypes,
+        loss=float(run.loss.pair.low),
+        loss_in_float32=float(run.loss.pair.true),
+        loss_dtype=gradient.loss_dtype,
+        scale=run.scale,
+        loss_scale=float(get_loss_scale(opt_state)()) if loss_scales else None,
+        wrong=wrong,
+        off=off,
+        choices=tuple(_choices(run)),
+        initial_scale=runs.fits,
+        overflow=_place(runs.overflow) if runs.overflow else None,
+        is_finite_without=runs.at_1.is_finite(),
+        underflow=lost,
+        moments=moments_of(opt_state, true_grads),
+        not_compared=tuple((operation, line) for line, operation in runs.passed.items()),
+        table=table_of(run.notes),
     )
-    if fits and page.computes_in:
-        page = page._replace(**_at_a_scale(program, fits))
-    return judged(page, program)
 
 
-def _at_a_scale(program: Program, fits: InitialScale) -> dict[str, Any]:
-    """What 16 bits do to gradients that are finite at some scale, and in float32."""
-    exponent = round(math.log2(fits.scale))
-    if fits.largest == 2.0**HIGHEST:  # as in bfloat16, or if all vanish: any will do
-        exponent = max(0, _guess(program.truth) - MARGIN) if _FLOAT16 in program.narrow else 0
-    certain = known(program)
-    all_off = off_by(program.at(exponent), exponent, program.truth)
-    off = {name: o for name, o in all_off.items() if name in certain}
-    found: dict[str, Any] = {"off": off, "errors": errors_of(program, exponent, off)}
-    if fits.largest < 2.0**HIGHEST:
-        found["overflow"] = _explained(program, round(math.log2(fits.largest)) + 1)
-        found["underflow"] = find_underflow(program, program.truth, certain, fits)
-    return found
+def _dtypes_in(gradient: Gradient) -> tuple[np.dtype, ...]:
+    """The dtypes of 16 bits and fewer that a program computes in."""
+    dtypes = (v.aval.dtype for step in _steps(gradient.flat) for v in step.eqn.outvars)
+    return tuple(dict.fromkeys(filter(is_narrow, dtypes)))
 
 
-def _explained(program: Program, exponent: int) -> Explanation:
-    """What `explain` says about gradients at a scale, counted on the host without compiling."""
-    evidence, none = program.at(exponent), np.zeros(())
-    counts: Any = lambda g: (g.size, none, none, np.isinf(g).sum(), none, np.isnan(g).sum(), none)
-    leaves = {name: Summary(*counts(g)) for name, g in evidence.grads.items()}
-    return explain(leaves, taps=evidence.taps, loss=evidence.loss)
+def _steps(flat: Any) -> Iterator[Any]:
+    for stretch in flat.stretches:
+        for step in stretch.steps:
+            yield step
+            for program in step.programs:
+                yield from _steps(program)
 
 
-def _guess(truth: Evidence) -> int:
-    """The scale's exponent from which on the largest gradient is infinite in float16."""
-    largest = max((float(np.abs(g).max(initial=0)) for g in truth.grads.values()), default=0)
-    return round(math.log2(float(jnp.finfo(_FLOAT16).max) / largest)) if largest else NEAR
+def _off_and_wrong(run: Run) -> tuple[dict[str, float], tuple[Wrong, ...]]:
+    """How far the loss and gradients are off, without what float32 does not determine; and why."""
+    off = {}
+    wrong = []
+    for name, value in run.results.items():
+        note = value.note
+        if note is None:  # it depends on nothing
+            continue
+        if note.bad_true:
+            wrong.append(_wrong(name, note, cause_in_float32(note)))
+            continue
+        cause = cause_of(note) if note.off > TOLERANCE else None
+        if cause is not None:
+            wrong.append(_wrong(name, note, cause))
+        if cause is not None or note.off <= TOLERANCE:
+            off[name] = note.off
+    wrong = sorted(wrong, key=lambda one: (one.name != "the loss", -one.off))
+    if not wrong:
+        wrong = list(_wrong_inside(run))
+    return off, tuple(wrong)
+
+
+def _wrong_inside(run: Run) -> Iterator[Wrong]:
+    """The first value inside of which a fifth is off, and what follows from it too."""
+    spread = [note for note in run.notes if not note.seeded and note.off_share > FIFTH]
+    read = {id(one) for note in spread for one in note.reads}
+    for note in spread:
+        if id(note) in read:
+            cause = cause_of(note)
+            if cause is not None:
+                yield _wrong("a value inside", note, cause)._replace(off=note.off_share)
+                return
+
+
+def _wrong(name: str, note: Note, cause: Any) -> Wrong:
+    at = cause.note
+    is_inner = at.place.is_derivative and not at.seeded
+    return Wrong(
+        name,
+        note.off,
+        cause.how,
+        _place(at),
+        tuple(_place(product) for product in cause.products),
+        at.seeded,
+        is_inner,
+        at.bad_true,
+    )
+
+
+def _place(note: Note) -> Place:
+    place = note.place
+    return Place(
+        place.primitive or place.name, place.source, layer_of(note), note.rounds, note.dtype
+    )
+
+
+def _choices(run: Run) -> Iterator[Choice]:
+    """Indices and integers of which float32 would have decided some otherwise."""
+    worst: dict[int, Note] = {}
+    for note in run.notes:
+        is_bool = jnp.issubdtype(note.dtype, jnp.bool_) and note.count > 1
+        before = worst[note.number].decided if note.number in worst else 0.0
+        if note.decided > max(FIFTH if is_bool else _FEW, before):
+            worst[note.number] = note
+    for note in worst.values():
+        yield Choice(note.decided, note.count, _place(note))

@@ -22,6 +22,10 @@ _ROUNDING = dict.fromkeys(("F16_F16_F16", "F16_F16_F32"), jnp.dtype(jnp.float16)
 _ROUNDING |= dict.fromkeys(("BF16_BF16_BF16", "BF16_BF16_F32"), jnp.dtype(jnp.bfloat16))
 
 
+# Powers, exponentials and products of many that autocast may leave in 16 bits all the same.
+_LEAVE_THE_RANGE = {"integer_pow", "square", "cosh", "sinh", "lgamma", "cumprod", "reduce_prod"}
+
+
 class Operation(NamedTuple):
     """All operations of one kind on one line, such as its products of float32 with float32.
 
@@ -61,7 +65,8 @@ class DtypeReport(NamedTuple):
 
     Attributes:
       products: the matrix products and convolutions, in the order of the program.
-      narrow: sums, exponentials, logarithms and powers in 16 bits or fewer, in the same order.
+      narrow: sums, products of many numbers, exponentials, logarithms and powers in 16 bits or
+        fewer, in the same order.
       opaque: kernels, callbacks and foreign calls, which cannot be looked into.
       unknown: operations on floating-point numbers that this version does not know.
       while_loops: the lines of `while` loops around products; they count as one iteration.
@@ -133,7 +138,7 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
       >>> import jax, jax.numpy as jnp
       >>> import optax_lossscale as ols
       >>> weights, x = jnp.ones((4, 2), jnp.float16), jnp.ones((8, 4))
-      >>> report = ols.diagnosis.dtype_report(lambda weights, x: x @ weights, weights, x)
+      >>> report = ols.dtype_report(lambda weights, x: x @ weights, weights, x)
       >>> report.shares
       {dtype('float32'): 1.0}
       >>> report.products[0].operands
@@ -159,7 +164,8 @@ def report_of(jaxpr: Any) -> DtypeReport:
             while_loops += [around.source for around in at.holders if around.name == "while"][:1]
         elif floats and all(v.aval.dtype.itemsize <= 2 for v in floats):
             terms = at.summed * terms_of(at.eqn)
-            if terms > 1 or Is.EXPONENTIAL in traits or Is.SENDS | Is.ADDS_MANY in traits:
+            is_wild = Is.EXPONENTIAL in traits or at.name in _LEAVE_THE_RANGE
+            if terms > 1 or is_wild or Is.SENDS | Is.ADDS_MANY in traits:
                 narrow.append(_operation(at)._replace(terms=terms))
     loops = tuple(dict.fromkeys(while_loops))
     return DtypeReport(_alike(products), _alike(narrow), _alike(opaque), _alike(unknown), loops)

@@ -2,12 +2,8 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from optax_lossscale._diagnosis.explain import explain, refuse_other_leaves
-from optax_lossscale._diagnosis.places import refuse_unordered
-from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._scales.get import get_loss_scale
 from optax_lossscale._scales.validation import at_hand, count
 from optax_lossscale._skips.rule import APPLIED_PER_SKIP
@@ -18,31 +14,23 @@ class LossScaleError(RuntimeError):
     """Training overflows at the lowest loss scale or at every step, or a rule skips too much."""
 
 
-def raise_if_stuck(
-    state: Any,
-    max_consecutive_skips: int = 100,
-    *,
-    leaves: dict[str, Summary] | None = None,
-    taps: Any = None,
-    loss: jax.typing.ArrayLike | None = None,
-) -> None:
+def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
     """Raises, on the host, if loss scaling has nothing left to try. Waits for the device.
+
+    A skipped step has left everything as it was, so what is wrong with it can be seen afterwards:
+    `print(diagnose(loss_fn, params, batch))`.
 
     Args:
       state: an optimizer state with one `LossScaleState` in it, a train state or an
         `nnx.Optimizer` that holds it; or a `LossScale`, of which only `exhausted` is looked at.
       max_consecutive_skips: how many steps in a row may be skipped. A skip rule may skip as many,
         in a row or not, and beyond these one step in 20.
-      leaves: the result of `nonfinite_leaves` for the last gradients. With it, the error includes
-        the report of `explain` on these gradients, `taps` and `loss`.
-      taps: the records of `tap`; used only with `leaves`.
-      loss: the loss.
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`, or more steps than
         `max_consecutive_skips` were skipped in a row, or a rule skipped more than it may.
-      ValueError: if the state holds no loss scale, or several; or as in `explain`.
-      TypeError: if `leaves` or `taps` have another type, or the state is that of an ensemble.
+      ValueError: if the state holds no loss scale, or several.
+      TypeError: if the state is that of an ensemble.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -58,9 +46,6 @@ def raise_if_stuck(
       optax_lossscale.LossScaleError: gradients overflowed at a loss scale...
     """
     count("max_consecutive_skips", max_consecutive_skips)
-    if leaves is not None:
-        refuse_other_leaves(leaves)
-        refuse_unordered(taps)
     at_hand("raise_if_stuck", state)
     loss_scale = get_loss_scale(state)
     states = wrapper_states(state)
@@ -73,11 +58,23 @@ def raise_if_stuck(
     skips, rule = int(consecutive), states[0].skip_rule if states else None
     by_rule = rule is not None and bool(jnp.isfinite(rule.gradient_norm))  # it saw the last
     much = rule is not None and int(rule.skip_debt) > APPLIED_PER_SKIP * max_consecutive_skips
+    advice = (
+        "A skipped step has left everything as it was: "
+        "run print(ols.diagnose(loss_fn, params, batch))"
+    )
+    skipped = f" Steps skipped in a row: {skips}." if states else ""
     if loss_scale.exhausted():
-        what = f"overflowed at a loss scale of {loss_scale():g}, which cannot be lowered."
-    elif skips > max_consecutive_skips and not by_rule:
-        what = f"or losses were not finite; the loss scale is {loss_scale():g}."
-    elif rule is not None and (much or skips > max_consecutive_skips):
+        raise LossScaleError(
+            f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot be lowered."
+            f"{skipped} {advice}. If gradients are large but not broken, allow a smaller scale "
+            "(min_scale)"
+        )
+    if skips > max_consecutive_skips and not by_rule:
+        raise LossScaleError(
+            f"gradients or losses were not finite; the loss scale is {loss_scale():g}.{skipped} "
+            f"{advice}"
+        )
+    if rule is not None and (much or skips > max_consecutive_skips):
         raise LossScaleError(
             f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "
             f"{rule.skipped_by_rule} steps in all; {skips} were skipped in a row, and the last "
@@ -85,12 +82,3 @@ def raise_if_stuck(
             "the rule, state._replace(skip_rule=tx.init(params).skip_rule), or use "
             "skips.spikes(), which finds such a level by itself"
         )
-    else:
-        return
-    skipped = f" Steps skipped in a row: {skips}." if states else ""
-    blame = "" if leaves is None else f"\n{explain(leaves, taps=taps, loss=loss)}"
-    raise LossScaleError(
-        f"gradients {what}{skipped} Look for NaN or inf in the loss and the model. If gradients "
-        "are large but not broken, allow a smaller scale (min_scale), or compute the layer that "
-        f"overflows in float32.{blame}"
-    )

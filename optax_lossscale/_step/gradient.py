@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._arrays.contexts import UNSCALED
 from optax_lossscale._arrays.precision import at_least_float32, is_array
 from optax_lossscale._arrays.variables import found, is_module
 from optax_lossscale._scales import validation
@@ -20,6 +19,9 @@ from optax_lossscale._step.grad_dtype import GradDtype, narrowed, refuse_other_d
 from optax_lossscale._step.inputs import refuse_no_scalar
 from optax_lossscale._step.master_weights import refuse_other_order
 
+SCALES = "ols.scale_gradient"
+"""The scope of the product that scales a gradient: `diagnose` tries scales without it."""
+
 
 def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     """The loss itself, with a gradient that is multiplied by the loss scale.
@@ -27,7 +29,7 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     Put it into a loss function that other code differentiates: `nnx.value_and_grad`,
     `eqx.filter_value_and_grad`, a trainer that calls `jax.grad` itself. The gradients come out
     scaled, as `with_loss_scale` expects them; in forward mode, the tangent does.
-    `diagnose` and `find_initial_scale` try loss scales of their own, and leave this one out.
+    `diagnose` tries loss scales of its own, and leaves this one out.
 
     Args:
       loss: a real floating-point scalar.
@@ -60,7 +62,7 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     loss, loss_scale = jnp.asarray(loss), resolve(loss_scale)
     _warn_of_float16(loss, loss_scale)
     wide = at_least_float32(loss)
-    return wide if UNSCALED.value else _with_scaled_tangent(wide, loss_scale)
+    return _with_scaled_tangent(wide, loss_scale)
 
 
 @jax.custom_jvp
@@ -71,7 +73,8 @@ def _with_scaled_tangent(loss: jax.Array, loss_scale: LossScale) -> jax.Array:
 @_with_scaled_tangent.defjvp
 def _scaled_tangent(primals, tangents):
     (loss, loss_scale), (tangent, _) = primals, tangents
-    return loss, loss_scale.scale(tangent)
+    with jax.named_scope(SCALES):
+        return loss, loss_scale.scale(tangent)
 
 
 def _warn_of_float16(loss: Any, loss_scale: LossScale) -> None:

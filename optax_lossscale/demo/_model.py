@@ -5,8 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import optax_lossscale as ols
-
 BYTES, CONTEXT, WIDTH, HEADS, BLOCKS = 256, 64, 128, 4, 2
 
 
@@ -31,16 +29,16 @@ def init(key: jax.Array, width: int = WIDTH, blocks: int = BLOCKS) -> dict[str, 
     }
 
 
-def loss(params: Any, tokens: jax.Array, dtype: Any = None, probes: Any = None) -> jax.Array:
-    """Mean cross-entropy of each next byte, in nats; `probes` are for the ends of the blocks.
+def loss(params: Any, tokens: jax.Array, dtype: Any = None) -> jax.Array:
+    """Mean cross-entropy of each next byte, in nats.
 
     With a `dtype` it is cast by hand: products and activations, and so their gradients, are in
     `dtype`; norms, softmax and loss in float32. Tokens have the shape (batch, CONTEXT + 1).
     """
     p = jax.tree.map(lambda x: x.astype(dtype or x.dtype), params)
     x = embed(p, tokens[:, :-1])
-    for layer, probe in zip(p["blocks"], probes or [None] * len(p["blocks"]), strict=True):
-        x = ols.diagnosis.tap(block(layer, x), probe)
+    for layer in p["blocks"]:
+        x = block(layer, x)
     return cross_entropy(logits(p, x), tokens[:, 1:])
 
 

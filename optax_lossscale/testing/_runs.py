@@ -17,7 +17,6 @@ from jax.tree_util import DictKey, GetAttrKey
 from optax_lossscale._arrays.contexts import BLANK_METRICS, OVERFLOWS
 from optax_lossscale._arrays.precision import dtype_of, is_array, is_inexact
 from optax_lossscale._arrays.variables import is_variable, plain
-from optax_lossscale._diagnosis.summary import Summary
 from optax_lossscale._scales.get import get_loss_scale, loss_scales_in
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._scales.validation import at_hand
@@ -29,7 +28,7 @@ Path = tuple[Any, ...]  # of keys
 Numbers = dict[Path, Any]  # arrays, by their places
 
 LARGEST = 2.0**126
-_LEFT_OUT = (LossScale, SkipRule, Summary)  # they record overflows, or are of scaled numbers
+_LEFT_OUT = (LossScale, SkipRule)  # they record overflows
 _WEIGHTS = GetAttrKey("master_weights")
 _SAMPLE = 2**16  # numbers of an array, at most
 

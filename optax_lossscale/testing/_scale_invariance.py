@@ -1,5 +1,7 @@
 """A test for training steps: nothing but the loss scale may depend on the loss scale."""
 
+import bisect
+import itertools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -8,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale._diagnosis.calibration import search
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._step.gradient import refuse_shared_names
 from optax_lossscale.testing import _dependence as dependence
@@ -22,6 +23,8 @@ from optax_lossscale.testing._runs import Trial, equal
 # equal ones, the rounding of 1/3, of which every second bit is set, could follow the scale.
 _BELOW = [5 * i // 2 for i in range(13)]
 _ENOUGH = 8  # loss scales at which the step is applied
+_HIGHEST = 126  # exponent to search
+_NEAR = 15  # where the search begins
 _LOWEST = -125  # all gradients underflow, or nearly
 # A step that is applied even here computes in float32 or bfloat16, where nothing underflows at the
 # loss scales that matter, which are those from _START down.
@@ -46,7 +49,7 @@ def assert_scale_invariant(
     of two, it looks for outputs that are proportional to a power of the scale, or change in a way
     that underflow does not explain; at an infinite one, for a step that is not skipped; and where
     the loss scale grows, for gradients unscaled by the new one. Outputs are all that the step
-    returns or changes, but for the loss scale, `metrics`, and a `Summary` of scaled numbers.
+    returns or changes, but for the loss scale and `metrics`.
 
     Args:
       step: the training step, compiled, or else this takes ten times as long. It returns its
@@ -144,12 +147,22 @@ def _is_in_all(path, runs):
 
 def _falling(trial):
     """Runs at falling loss scales, at which the step is applied."""
-    highest = search(lambda exponent: trial.at(2.0**exponent).was_applied)
-    top = round(np.log2(highest.largest)) if highest else _LOWEST
+    top = _highest(lambda exponent: trial.at(2.0**exponent).was_applied)
     start = _START if top >= _WIDE else top
     tried = [start - below for below in _BELOW if start - below >= _LOWEST]
     runs = [trial.at(2.0**exponent) for exponent in tried]
     return [run for run in runs if run.was_applied]
+
+
+def _highest(is_applied: Callable[[int], bool]) -> int:
+    """The highest exponent of a loss scale at which a step is applied; `_LOWEST` if none is."""
+    # If not near 15, then anywhere, at ever smaller distances.
+    grids = (range(_HIGHEST, _LOWEST, -distance) for distance in (64, 32, 16, 8, 4, 2, 1))
+    good = next(filter(is_applied, itertools.chain([_NEAR], *grids)), None)
+    if good is None:
+        return _LOWEST
+    above = range(good + 1, (_NEAR if good < _NEAR else _HIGHEST) + 1)
+    return good + bisect.bisect_left(above, True, key=lambda exponent: not is_applied(exponent))
 
 
 def _never_applied(run, back, times):
@@ -158,8 +171,7 @@ def _never_applied(run, back, times):
     if not all(np.isfinite(x).all() for x in made):
         raise ValueError(
             f"the step is skipped at all but {times} loss scales: look for NaN or inf in "
-            "the arguments, the loss and the model; explain(nonfinite_leaves(scaled_grads)) says "
-            "where"
+            "the arguments, the loss and the model; diagnose(loss_fn, params, batch) says where"
         )
     return _NEVER.format(times=times)
 

@@ -95,7 +95,7 @@ def other_dtypes(dtype, fun, *args, many=64):
 
     Gathers are left to the numbers: no shape tells whether their gradient is a sum of many.
     """
-    report = ols.diagnosis.dtype_report(fun, *args)
+    report = ols.dtype_report(fun, *args)
     found = []
     if any(p.dtype != dtype and not p.by_choice for p in report.products):
         found.append(f"not all products are in {jnp.dtype(dtype)}:\n{report}")
@@ -113,7 +113,7 @@ def assert_computes_in(dtype, fun, *args, many=64):
 def products(fun, *args):
     """How many products a function computes, in each dtype."""
     found = {}
-    for p in ols.diagnosis.dtype_report(fun, *args).products:
+    for p in ols.dtype_report(fun, *args).products:
         found[str(p.dtype)] = found.get(str(p.dtype), 0) + p.count
     return found
 

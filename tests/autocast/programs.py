@@ -42,10 +42,31 @@ from against_float32 import (  # noqa: E402
 )
 
 import optax_lossscale as ols  # noqa: E402
-from optax_lossscale._diagnosis.widened import evaluate, widely  # noqa: E402
+from optax_lossscale._diagnosis.wide import (  # noqa: E402
+    NotWidenedError,
+    as_written,
+    in_float32,
+    wide_dtype,
+)
+from optax_lossscale._programs.run import by_equation  # noqa: E402
 from optax_lossscale._programs.values import is_float  # noqa: E402
 
 ROUNDING = 2.0**-11  # of float16, relative
+
+
+def evaluate(jaxpr, args, compute):
+    """The results of a program in float32, by a rule, and what the rule recorded."""
+    return by_equation(jaxpr, compute, wide_dtype).call(args)
+
+
+def widely(eqn, ins):
+    """The results of an equation in float32, wherever possible."""
+    try:
+        return in_float32(eqn, ins)
+    except NotWidenedError:
+        return as_written(eqn, ins)
+
+
 SMALLEST = 2.0**-25  # half its smallest number
 FREE = 2.0**-9  # an error below which nothing is asked
 ILL = 0.03  # moved by more than this, a program says nothing
@@ -790,14 +811,14 @@ def tried(program, autocast=None):
     exact_step = jax.jit(jax.value_and_grad(fun, (0, 1)))
     try:
         exact = exact_step(p, x)
-        usual = ols.diagnosis.dtype_report(exact_step, p, x)
+        usual = ols.dtype_report(exact_step, p, x)
     except Exception as error:  # the program is none
         return Finding("no program", repr(error))
     if not all(np.isfinite(g).all() for g in jax.tree.leaves(exact)):
         return Finding("out of range", "")
     try:
         step = jax.jit(scaled_value_and_grad(autocast(fun), (0, 1)))  # traced once
-        report = ols.diagnosis.dtype_report(step, jnp.float32(1), p, x)
+        report = ols.dtype_report(step, jnp.float32(1), p, x)
         actual, scale = with_its_scale(step, p, x)
     except Exception as error:
         return Finding(type(error).__name__, str(error)[:1500])

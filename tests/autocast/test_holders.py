@@ -1235,7 +1235,7 @@ def test_reports_name_the_users_lines():
     def my_layer(p, x):
         return x @ p["w"]
 
-    report = ols.diagnosis.dtype_report(jax.grad(ols.autocast(squared(my_layer))), params(), X)
+    report = ols.dtype_report(jax.grad(ols.autocast(squared(my_layer))), params(), X)
     assert report.products
     assert all("test_holders.py" in p.source for p in report.products), report
 

@@ -264,7 +264,7 @@ def test_without_a_function_it_decorates_one():
     def product(x):
         return x @ x.T
 
-    assert dict(ols.diagnosis.dtype_report(product, X).shares) == {jnp.dtype(jnp.bfloat16): 1.0}
+    assert dict(ols.dtype_report(product, X).shares) == {jnp.dtype(jnp.bfloat16): 1.0}
     with pytest.raises(ValueError, match="dtype"):
         ols.autocast(dtype=jnp.float32)(product)
 
@@ -441,7 +441,7 @@ def test_large_integers_beside_float32_stay_and_say_so():
     fun = lambda w, n: jnp.matmul(n, w, preferred_element_type=jnp.float32).sum(1) @ w[0]
     w, counts = normal(0, 8, 8), jnp.full((8, 8), 100_000, jnp.int32)
     cast = ols.autocast(lambda w, n: jnp.sum(fun(w, n)))
-    found = ols.diagnosis.dtype_report(jax.grad(cast), w, counts).products
+    found = ols.dtype_report(jax.grad(cast), w, counts).products
     assert {p.left_in for p in found} == {"a product with int32"}
     chex.assert_trees_all_close(cast(w, counts), jnp.sum(fun(w, counts)), rtol=1e-6)
 

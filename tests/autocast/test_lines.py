@@ -48,7 +48,7 @@ JITTED = {
 
 def lines_of_products(fun):
     """The lines at which a function multiplies, as the report of dtypes has them."""
-    return {product.source for product in ols.diagnosis.dtype_report(fun, W, X).products}
+    return {product.source for product in ols.dtype_report(fun, W, X).products}
 
 
 @pytest.mark.filterwarnings("ignore:autocast leaves every")

@@ -762,7 +762,7 @@ def trained(pattern, autocast):
 
 def assert_computes_in_float16(fun, *args):
     """All products but those of complex numbers."""
-    report = ols.diagnosis.dtype_report(fun, *args)
+    report = ols.dtype_report(fun, *args)
     assert any(p.dtype == jnp.float16 for p in report.products), report
     if any(jnp.issubdtype(p.dtype, jnp.complexfloating) for p in report.products):
         dtypes = {str(p.dtype) for p in report.products}

@@ -20,7 +20,7 @@ import optax_lossscale as ols
 F16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
 SOURCE = pathlib.Path(__file__).read_text().splitlines()
 FILE = pathlib.Path(__file__).name
-report = ols.diagnosis.dtype_report
+report = ols.dtype_report
 
 
 def line(marker):
@@ -498,3 +498,21 @@ def test_products_in_the_derivative_of_a_decomposition_are_nobodys_choice_but_ja
     assert sum(p.count for p in ours) == 2  # x @ w, and its derivative
     assert sum(p.count for p in found) > 2
     assert {str(p.dtype) for p in ours} == {"float16" if cast is ols.autocast else "float32"}
+
+
+@pytest.mark.parametrize(
+    ("function", "primitive"),
+    [
+        (lambda x: x**4, "integer_pow"),
+        (jnp.square, "square"),
+        (jnp.cosh, "cosh"),
+        (jnp.sinh, "sinh"),
+        (jnp.cumprod, "cumprod"),
+        (lambda x: x**2.5, "pow"),
+    ],
+)
+def test_powers_and_products_in_16_bits_are_listed_however_they_are_written(function, primitive):
+    at = jax.ShapeDtypeStruct((8,), jnp.float16)
+    assert primitive in {one.primitive for one in ols.dtype_report(function, at).narrow}
+    wide = jax.ShapeDtypeStruct((8,), jnp.float32)
+    assert ols.dtype_report(function, wide).narrow == ()

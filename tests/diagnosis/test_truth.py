@@ -10,8 +10,6 @@ import optax
 import pytest
 from jax import lax
 from jax.experimental import pallas
-from jax.extend.core import Primitive
-from jax.interpreters import ad, mlir
 from pairs import quick
 
 import optax_lossscale as ols
@@ -264,17 +262,62 @@ HEALTHY = {
 }
 
 
-@quick("model", HEALTHY, "perceptron", "embedding", "attention", "convolution", "lstm", "gate")
+@quick("model", HEALTHY, "perceptron", "embedding", "sparse embedding", "gate")
 def test_a_healthy_model_is_accused_of_nothing(model):
     found = ols.diagnose(*model())
-    assert found.errors == {}
+    assert found.wrong == ()
+    assert max(found.off.values()) < 0.03
     assert found.verdict.startswith(
         ("float16 is fine as it is", "Without a loss scale, float16 loses")
     )
     assert all(a.startswith(("Nothing.", "Wrap the optimizer")) for a in found.advice)
     page = str(found)
     assert page.startswith("Computes in float16")
-    assert "Gradients: within " in page
+    assert "Off from float32: the loss by " in page
+
+
+# The scale that fits and the largest at which no gradient overflows, as found by trying one after
+# the other: exponents of two.
+SCALES = {
+    "perceptron": (13, 15),
+    "deep": (17, 19),
+    "embedding": (14, 16),
+    "sparse embedding": (15, 17),
+    "attention": (18, 20),
+    "convolution": (12, 14),
+    "normalized": (14, 16),
+    "mixture": (13, 15),
+    "graph": (17, 19),
+    "lstm": (15, 17),
+    "stack": (13, 15),
+    "gate": (12, 14),
+    "rotary": (12, 14),
+}
+
+
+@quick("model", {model: model for model in SCALES}, "perceptron", "embedding", "gate")
+def test_the_scale_that_fits_is_the_one_that_a_search_finds(model):
+    fits = ols.diagnose(*HEALTHY[model]()).initial_scale
+    assert (np.log2(fits.scale), np.log2(fits.largest)) == SCALES[model]
+
+
+@quick("model", {model: model for model in SCALES}, "perceptron", "gate")
+def test_the_share_that_is_lost_is_what_counting_gives(model, monkeypatch):
+    loss_fn, params, *batch = HEALTHY[model]()
+    found = ols.diagnose(loss_fn, params, *batch)
+    grads = jax.jit(jax.grad(loss_fn))(params, *batch)
+    monkeypatch.setitem(globals(), "F16", F32)
+    loss_fn, *_ = HEALTHY[model]()
+    true = jax.grad(loss_fn)(params, *batch)
+    pairs = list(zip(*map(jax.tree.leaves, (grads, true)), strict=True))
+    size = sum(x.size for x, _ in pairs)
+    lost = 0
+    for x, y in pairs:
+        is_half = np.array_equal(x, np.asarray(x, np.float16))
+        matters = np.abs(y) > np.abs(y).max() * 2.0**-40
+        lost += np.sum((np.abs(x) < (2.0**-14 if is_half else 1e-45)) & matters)
+    of_all = found.underflow["all"].lost if "all" in found.underflow else 0
+    assert of_all == pytest.approx(lost / size if lost / size > 0.01 else 0, abs=0.005)
 
 
 FAULTY = {
@@ -282,25 +325,24 @@ FAULTY = {
     "embedding of 131k": (lambda: embedding(131_072), "embed", "stagnates", "scatter-add"),
     "shared over a scan": (scan, "w", "stagnates", "add_any"),
     "saturated gate": (gate, "gate", "saturates", "logistic"),
-    "positions in float16": (lambda: rotary(F16), "q", "rounding", ""),
+    "positions in float16": (lambda: rotary(F16), "q", "rounds", "cos"),
 }
 
 
-@pytest.mark.parametrize(("model", "leaf", "cause", "primitive"), FAULTY.values(), ids=FAULTY)
-def test_a_wrong_gradient_is_named_with_its_cause_and_its_line(model, leaf, cause, primitive):
-    loss_fn, *inputs = model()
-    found = ols.diagnose(loss_fn, *inputs)
-    assert leaf in found.errors
-    error = found.errors[leaf]
-    assert error.cause == cause
-    assert error.primitive == primitive or not primitive
-    assert "test_truth.py:" in error.source
+@quick("model", FAULTY, "embedding of 32k", "saturated gate")
+def test_a_wrong_gradient_is_named_with_its_cause_and_its_line(model):
+    function, leaf, how, primitive = model
+    found = ols.diagnose(*function())
+    wrong = {one.name: one for one in found.wrong}
+    assert wrong[leaf].how == how
+    assert wrong[leaf].place.primitive == primitive
+    assert "test_truth.py:" in wrong[leaf].place.source
     assert found.verdict.startswith("float16 gives wrong gradients: that of ")
-    assert any(error.source in advice for advice in found.advice)
+    assert any(wrong[leaf].place.source in advice for advice in found.advice)
     assert any(line.split()[:1] == [leaf] for line in str(found).splitlines())
 
 
-@pytest.mark.parametrize("name", ["embedding of 32k", "saturated gate", "positions in float16"])
+@pytest.mark.parametrize("name", ["embedding of 32k", "saturated gate"])
 def test_how_far_it_is_off_is_what_a_model_written_in_float32_says(name, monkeypatch):
     model, leaf, *_ = FAULTY[name]
     loss_fn, *inputs = model()
@@ -311,14 +353,14 @@ def test_how_far_it_is_off_is_what_a_model_written_in_float32_says(name, monkeyp
     loss_fn, *inputs = model()
     truth = np.asarray(jax.grad(loss_fn)(*inputs)[leaf])
     off = np.linalg.norm(np.asarray(grads[leaf]) / scale - truth) / np.linalg.norm(truth)
-    assert found.errors[leaf].off == pytest.approx(off, rel=0.02)
+    assert found.off[leaf] == pytest.approx(off, rel=0.02)
 
 
 def test_a_gradient_off_by_two_percent_is_no_error_and_is_said():
     found = ols.diagnose(*embedding(5000))
-    assert found.errors == {}
+    assert found.wrong == ()
     assert 0.005 < found.off["embed"] < 0.03
-    assert f"Gradients: within {found.off['embed']:.1%} of float32's" in str(found)
+    assert f"gradients by at most {found.off['embed']:.1%}" in str(found)
 
 
 def test_gradients_that_vanish_inside_are_named_whatever_the_scale():
@@ -331,18 +373,17 @@ def test_gradients_that_vanish_inside_are_named_whatever_the_scale():
         return square((x.astype(F32) * 1e8).astype(F16) @ p["b"])
 
     found = ols.diagnose(loss_fn, params, normal(16, 8, scale=1))
-    assert {name: error.cause for name, error in found.errors.items()} == {
-        "a": "vanishes",
-        "b": "vanishes",
-    }
+    assert {one.how for one in found.wrong} == {"vanishes"}
+    line = loss_fn.__code__.co_firstlineno + 3
+    assert all(f"test_truth.py:{line} " in one.place.source for one in found.wrong)
 
 
 def test_what_float32_does_not_know_either_is_no_error():
     """A bias before a normalization has no gradient but rounding, nor has one of all keys."""
     found = ols.diagnose(*normalized())
-    assert "b" not in found.off
+    assert found.wrong == ()
     assert {"w", "scale", "out"} <= found.off.keys()
-    assert "k_bias" not in ols.diagnose(*attention()).off
+    assert ols.diagnose(*attention()).wrong == ()
 
 
 # --- what is not finite ---
@@ -399,16 +440,6 @@ def test_of_a_nan_in_any_dtype_it_says_what_makes_it_and_where(function, what, r
     assert "in float32" not in advice
 
 
-def test_where_no_line_alone_is_at_fault_it_says_so():
-    def loss_fn(params):
-        first = jnp.log(params["w"] * 0)
-        second = jnp.log(params["v"] * 0)
-        return jnp.sum(first + second)
-
-    params = {"w": jnp.ones(3), "v": jnp.ones(3)}
-    assert "(loss_fn), but not only there." in ols.diagnose(loss_fn, params).verdict
-
-
 def test_a_mask_is_not_taken_for_what_overflows():
     def loss_fn(params, x):
         x = x.astype(F16) @ params["w"].astype(F16)
@@ -417,14 +448,14 @@ def test_a_mask_is_not_taken_for_what_overflows():
 
     found = ols.diagnose(loss_fn, {"w": jnp.full((4, 4), 100.0)}, jnp.ones((4, 4)))
     line = loss_fn.__code__.co_firstlineno + 3
-    assert f"in mul, at tests/diagnosis/test_truth.py:{line} " in found.verdict
+    assert f"mul at tests/diagnosis/test_truth.py:{line} " in found.verdict
     assert "in float32 it is " in found.verdict
 
 
 def test_nans_of_the_batch_are_not_the_models():
     loss_fn = lambda w, x: jnp.sum((w.astype(F16) * x).astype(F32))
     found = ols.diagnose(loss_fn, jnp.ones(3), jnp.full(3, jnp.nan, F16))
-    assert "there are NaNs in args/0" in found.verdict
+    assert "there are NaNs or infinities in args/0" in found.verdict
 
 
 # --- in which dtype ---
@@ -432,12 +463,13 @@ def test_nans_of_the_batch_are_not_the_models():
 
 def test_operands_that_are_widened_are_named():
     def loss_fn(params, x):
-        for w in params:
+        x = jnp.tanh(x @ params[0].astype(F16))
+        for w in params[1:]:
             x = jnp.tanh(x @ w)
         return square(x)
 
-    found = ols.diagnose(loss_fn, [normal(8, 8)] * 3, normal(4, 8).astype(F16))
-    assert str(found).startswith("Computes in float32: all 8 matrix products")
+    found = ols.diagnose(loss_fn, [normal(8, 8)] * 4, normal(4, 8).astype(F16))
+    assert str(found).startswith("Computes in float32: 9 of 11 matrix products")
     assert found.verdict.startswith("Hardly anything is computed in float16")
     assert found.advice[0].startswith("Wrap the loss function: autocast(loss_fn) computes")
     assert "test_truth.py:" in found.advice[0]
@@ -469,9 +501,9 @@ def test_bfloat16_is_held_against_float32_too(monkeypatch):
     found = ols.diagnose(*gate(1.0))
     assert found.verdict == "bfloat16 is fine as it is, and needs no loss scale."
     assert found.computes_in == (jnp.bfloat16,)
-    assert found.errors == {}
+    assert found.wrong == ()
     found = ols.diagnose(*embedding(4096))
-    assert found.errors["embed"].cause == "stagnates"
+    assert found.wrong[0].how == "stagnates"
     assert found.verdict.startswith("bfloat16 gives wrong gradients")
 
 
@@ -507,7 +539,7 @@ def test_a_loss_over_several_devices():
         return each(w, x)
 
     found = ols.diagnose(loss_fn, normal(4, 4), normal(jax.device_count(), 4))
-    assert found.errors == {}
+    assert found.wrong == ()
     assert 0 < found.off["."] < 0.01
 
 
@@ -561,25 +593,3 @@ def test_the_eps_of_injected_hyperparameters_is_the_states():
     found = ols.diagnose(quadratic(1.0), params, opt_state=adam.init(params))
     assert found.moments.eps == 1.0
     assert found.moments.below_eps == 1.0
-
-
-def test_digits_lost_inside_an_unknown_operation_are_blamed_on_no_other():
-    """What is computed in 16 bits inside of it, nothing outside shows or reproduces."""
-    serial = Primitive("serial_sum")
-    serial.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape[:1], x.dtype))
-
-    def total(x):
-        if x.dtype == F32:
-            return jnp.sum(x, 1)
-        return lax.scan(lambda total, x: (total + x, None), jnp.zeros(x.shape[0], F16), x.T)[0]
-
-    serial.def_impl(total)
-    mlir.register_lowering(serial, mlir.lower_fun(total, multiple_results=False))
-    ad.deflinear2(serial, lambda g, x: [jnp.broadcast_to(g[:, None], x.aval.shape)])
-
-    def loss_fn(params, x):
-        return square(serial.bind(jnp.tanh(params["w"].astype(F16) * x)).astype(F32) * 2.0**-13)
-
-    found = ols.diagnose(loss_fn, {"w": jnp.ones((2, 8192))}, jnp.ones((2, 8192), F16))
-    assert found.errors["w"].off > 0.5
-    assert found.errors["w"].primitive == found.errors["w"].source == ""

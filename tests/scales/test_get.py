@@ -120,7 +120,6 @@ GRADS = {"w": jnp.array([3.0, -1.0])}
 MEANINGS = {
     "value_and_scaled_grad": lambda ls: ols.value_and_scaled_grad(lambda x: x, ls)(1.0)[1],
     "scale_gradient": lambda ls: jax.grad(lambda x: ols.scale_gradient(x, ls))(1.0),
-    "underflow_report": lambda ls: ols.diagnosis.underflow_report(GRADS, ls).loss_scale,
 }
 each_function = pytest.mark.parametrize("scale_of", MEANINGS.values(), ids=MEANINGS)
 CONFIG = ols.FixedLossScale(128).get_config()

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from benchmarks import _autocast, _gpu_steps, _hlo, _models, _targets, _transformer, _ways
-from optax_lossscale._diagnosis import program
 
 DOORS = {"apply_gradients": _ways.apply_gradients, "update": _ways.update}
 ADAMW = optax.adamw(1e-3)
@@ -354,15 +353,6 @@ def scaled_grads(params, x):
     return ols.value_and_scaled_grad(mlp, ols.DynamicLossScale())(params, x)[1]
 
 
-def tapped_mlp(params, x, probes):
-    return mlp(params, ols.diagnosis.tap(jnp.tanh(x), probes))
-
-
-def tapped(params, x):
-    gradient = ols.value_and_scaled_grad(tapped_mlp, ols.DynamicLossScale(), argnums=(0, 2))
-    return gradient(params, x, ols.diagnosis.probe())[1]
-
-
 def scaled_inside(params, x):
     return jax.grad(lambda params: ols.scale_gradient(mlp(params, x), 128))(params)
 
@@ -372,23 +362,11 @@ def kept_where_skipped(params, x):
     return ols.where_applied(state, {"mean": x.mean(0)}, {"mean": x[0]})
 
 
-# Of those that run on the host, the program that they compile.
 DIAGNOSES = {
-    "tap": tapped,
     "scale_gradient": scaled_inside,
     "where_applied": kept_where_skipped,
     "all_finite": lambda params, x: ols.all_finite(scaled_grads(params, x)),
-    "nonfinite_leaves": lambda params, x: ols.diagnosis.nonfinite_leaves(scaled_grads(params, x)),
-    "underflow_report": lambda params, x: ols.diagnosis.underflow_report(
-        scaled_grads(params, x), ols.DynamicLossScale()
-    ),
     "metrics": lambda params, x: ols.metrics(ols.with_loss_scale(ADAMW).init(params)),
-    "find_initial_scale": lambda params, x: ols.all_finite(
-        program.gradients(mlp, False, jnp.int32(0), params, None, (x,), {}).grads
-    ),
-    "diagnose": lambda params, x: program.gradients(
-        tapped_mlp, False, jnp.int32(0), params, ols.diagnosis.probe(), (x,), {}
-    ),
 }
 
 

@@ -22,7 +22,6 @@ SGD = optax.sgd(0.1)
 TX = ols.with_loss_scale(SGD)
 STATE = TX.init(PARAMS)
 LS = ols.DynamicLossScale()
-LEAVES = ols.diagnosis.nonfinite_leaves(PARAMS)
 LONG = "x" * 10_000_000
 DEEP = functools.reduce(lambda inner, _: {"a": inner}, range(100_000), 1)
 NAN = float("nan")
@@ -369,76 +368,14 @@ LOSS_SCALES = {
     ),
 }
 DIAGNOSIS = {
-    "report: no dtype": (
-        lambda: ols.diagnosis.underflow_report(PARAMS, 8, None),
-        ValueError,
-        "dtype must",
-    ),
-    "report: a str": (
-        lambda: ols.diagnosis.underflow_report(PARAMS, 8, "x"),
-        ValueError,
-        "floating-point",
-    ),
-    "report: ints": (
-        lambda: ols.diagnosis.underflow_report(PARAMS, 8, int),
-        ValueError,
-        "floating-point",
-    ),
-    "report: 0": (lambda: ols.diagnosis.underflow_report(PARAMS, 0), ValueError, NUMBER),
-    "report: NaN": (lambda: ols.diagnosis.underflow_report(PARAMS, NAN), ValueError, NUMBER),
-    "report: an array 0": (
-        lambda: ols.diagnosis.underflow_report(PARAMS, jnp.float32(0)),
-        ValueError,
-        NUMBER,
-    ),
-    "report: an inf": (
-        lambda: ols.diagnosis.underflow_report(PARAMS, np.float32(np.inf)),
-        ValueError,
-        NUMBER,
-    ),
-    "report: swapped": (
-        lambda: ols.diagnosis.underflow_report(STATE, PARAMS),
-        ValueError,
-        "loss scale",
-    ),
     "metrics: none": (lambda: ols.metrics(PARAMS), ValueError, "exactly one loss scale"),
     "metrics: two": (lambda: ols.metrics((STATE, STATE)), ValueError, "found 2"),
     "check: none": (lambda: ols.raise_if_stuck(PARAMS), ValueError, "exactly one loss scale"),
     "check: skips": (lambda: ols.raise_if_stuck(STATE, 0), ValueError, INT),
-    "check: leaves": (
-        lambda: ols.raise_if_stuck(STATE, leaves=3),
-        TypeError,
-        "nonfinite_leaves returned",
-    ),
     "check: traced": (
         lambda: jax.jit(ols.raise_if_stuck)(STATE),
         TypeError,
         "call it outside jit",
-    ),
-    "explain: gradients": (
-        lambda: ols.diagnosis.explain(PARAMS),
-        TypeError,
-        "nonfinite_leaves returned",
-    ),
-    "explain: taps": (
-        lambda: ols.diagnosis.explain(LEAVES, taps=PARAMS),
-        TypeError,
-        "a tree of Probes",
-    ),
-    "explain: a str": (
-        lambda: ols.diagnosis.explain(LEAVES, loss="x"),
-        TypeError,
-        "a number, got 'x'",
-    ),
-    "explain: a pair": (
-        lambda: ols.diagnosis.explain(LEAVES, loss=(1.0, {})),
-        TypeError,
-        "pass the loss alone",
-    ),
-    "explain: a dict": (
-        lambda: ols.diagnosis.explain(LEAVES, loss={"l": 1.0}),
-        TypeError,
-        "a number, got",
     ),
     "where_applied: swapped": (
         lambda: ols.where_applied(1.0, 2.0, STATE),
@@ -446,54 +383,9 @@ DIAGNOSIS = {
         "Pass the optimizer state",
     ),
     "several states": (lambda: ols.metrics((STATE, STATE)), ValueError, "a function of one"),
-    "explain: names": (
-        lambda: ols.diagnosis.explain(
-            LEAVES, taps={"embed": ols.diagnosis.probe(), "block": ols.diagnosis.probe()}
-        ),
-        ValueError,
-        "an OrderedDict",
-    ),
-    "explain: traced": (
-        lambda: jax.jit(lambda leaves: str(ols.diagnosis.explain(leaves)))(LEAVES),
-        TypeError,
-        "call it outside jit",
-    ),
-    "probe: a str": (lambda: ols.diagnosis.probe("x"), ValueError, INT),
-    "probe: negative": (lambda: ols.diagnosis.probe(-1), ValueError, INT),
-    "probe: None": (lambda: ols.diagnosis.probe(None), ValueError, INT),
-    "tap: ints": (
-        lambda: ols.diagnosis.tap(jnp.arange(3), ols.diagnosis.probe()),
-        TypeError,
-        "a gradient to tap",
-    ),
-    "tap: swapped": (
-        lambda: ols.diagnosis.tap(ols.diagnosis.probe(), jnp.ones(3)),
-        TypeError,
-        "a gradient to tap",
-    ),
-    "tap: not called": (
-        lambda: ols.diagnosis.tap(jnp.ones(3), ols.diagnosis.probe),
-        TypeError,
-        "made by probe()",
-    ),
-    "tap: a tree": (
-        lambda: ols.diagnosis.tap(jnp.ones(3), [ols.diagnosis.probe()]),
-        TypeError,
-        "made by probe()",
-    ),
-    "tap: a stack": (
-        lambda: ols.diagnosis.tap(jnp.ones(3), ols.diagnosis.probe(3)),
-        TypeError,
-        "lax.scan",
-    ),
 }
-SEARCH = {
+DIAGNOSE = {
     "a shared name": (
-        lambda: ols.diagnosis.find_initial_scale(shares_names, PARAMS, others=[], margin=1),
-        TypeError,
-        "would not get it: bind the latter",
-    ),
-    "diagnose: a shared name": (
         lambda: ols.diagnose(shares_names, PARAMS, opt_state=STATE),
         TypeError,
         "functools.partial(function, opt_state=…)",
@@ -503,48 +395,17 @@ SEARCH = {
         TypeError,
         "functools.partial(function, ignore=…)",
     ),
-    "swapped": (
-        lambda: ols.diagnosis.find_initial_scale(PARAMS, loss_fn),
-        TypeError,
-        "loss_fn must be",
-    ),
-    "margin": (
-        lambda: ols.diagnosis.find_initial_scale(loss_fn, PARAMS, margin=0),
-        ValueError,
-        "margin",
-    ),
-    "params": (
-        lambda: ols.diagnosis.find_initial_scale(loss_fn, {"w": "x"}),
-        TypeError,
-        "tree of arrays",
-    ),
-    "a str": (
-        lambda: ols.diagnosis.find_initial_scale(lambda p, x: loss_fn(p), PARAMS, "x"),
-        TypeError,
-        "must be a tree of arrays, got 'x'",
-    ),
-    "a batch that is no tuple": (
-        lambda: ols.diagnosis.find_initial_scale(loss_fn, PARAMS, others=[{"x": 1.0}]),
-        TypeError,
-        "others must hold tuples",
-    ),
-    "no scalar": (
-        lambda: ols.diagnosis.find_initial_scale(lambda p: p["w"], PARAMS),
-        TypeError,
-        "reduce",
-    ),
-    "never finite": (
-        lambda: ols.diagnosis.find_initial_scale(lambda p: NAN * loss_fn(p), PARAMS),
-        ValueError,
-        "look for NaN or inf in the loss",
-    ),
+    "swapped": (lambda: ols.diagnose(PARAMS, loss_fn), TypeError, "loss_fn must be"),
+    "no scalar": (lambda: ols.diagnose(lambda p: p["w"], PARAMS), TypeError, "reduce"),
+    "a pair": (lambda: ols.diagnose(lambda p: (loss_fn(p), 1), PARAMS), TypeError, "has_aux"),
+    "no pair": (lambda: ols.diagnose(loss_fn, PARAMS, has_aux=True), TypeError, "a pair"),
+    "integers": (lambda: ols.diagnose(lambda p: jnp.sum(p), jnp.arange(3)), TypeError, "real"),
     "traced": (
-        lambda: jax.jit(lambda p: ols.diagnosis.find_initial_scale(loss_fn, p).scale)(PARAMS),
+        lambda: jax.jit(lambda p: ols.diagnose(loss_fn, p).loss)(PARAMS),
         TypeError,
         "call it outside jit",
     ),
 }
-PROBES = [[ols.diagnosis.probe(3)]]
 HISTORY = "what metrics returned after each step"
 PLOT = {
     "loss_scale: nothing": (lambda: plot.loss_scale([]), ValueError, HISTORY),
@@ -567,22 +428,6 @@ PLOT = {
         TypeError,
         "call it outside jit",
     ),
-    "taps: nothing": (lambda: plot.taps([]), ValueError, "one step or more"),
-    "taps: one step": (
-        lambda: plot.taps(ols.diagnosis.probe(3)),
-        TypeError,
-        "a tree of Probes for each step",
-    ),
-    "taps: a number": (lambda: plot.taps(3), TypeError, "a tree of Probes for each step"),
-    "taps: gradients": (lambda: plot.taps([PARAMS]), TypeError, "a tree of Probes"),
-    "taps: no places": (lambda: plot.taps([{}]), ValueError, "one Probe or more"),
-    "taps: other places": (
-        lambda: plot.taps([*PROBES, [ols.diagnosis.probe(2)]]),
-        ValueError,
-        "the same places",
-    ),
-    "taps: no function": (lambda: plot.taps(PROBES, "largest"), TypeError, "a function, got"),
-    "taps: no array": (lambda: plot.taps(PROBES, lambda probe: 1.0), ValueError, "(steps,)"),
 }
 CALLS = {
     f"{where}, {what}": call
@@ -596,7 +441,7 @@ CALLS = {
         },
         "loss scale": LOSS_SCALES,
         "diagnosis": DIAGNOSIS,
-        "find_initial_scale": SEARCH,
+        "diagnose": DIAGNOSE,
         "plot": PLOT,
     }.items()
     for what, call in calls.items()

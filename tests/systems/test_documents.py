@@ -269,19 +269,6 @@ RESULTS = {
         "LossScaleState",
         "LossScaledTransformation",
         "MasterWeightsState",
-        "diagnosis.Diagnosis",
-        "diagnosis.DtypeReport",
-        "diagnosis.Explanation",
-        "diagnosis.GradientError",
-        "diagnosis.InitialScale",
-        "diagnosis.Moments",
-        "diagnosis.Operation",
-        "diagnosis.Probe",
-        "diagnosis.Summary",
-        "diagnosis.Suspect",
-        "diagnosis.Underflow",
-        "diagnosis.UnderflowReport",
-        "plot.underflow",
     )
 }
 

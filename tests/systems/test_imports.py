@@ -65,13 +65,13 @@ def test_what_reads_programs_or_draws_is_imported_when_it_is_used():
     script = """
         import sys
         import optax_lossscale as ols
-        late = ("_programs", "_autocast", "diagnosis", "testing", "plot")
+        late = ("_programs", "_autocast", "testing", "plot")
         ours = [name for name in sys.modules if name.startswith("optax_lossscale.")]
         imported = {name.split(".")[1] for name in ours}
         assert not imported.intersection(late), imported
         assert set(ols.__all__) <= set(dir(ols)) and callable(ols.autocast)
         assert "optax_lossscale._programs.operations" in sys.modules
-        assert callable(ols.diagnosis.explain) and callable(ols.testing.assert_computes_in)
+        assert callable(ols.dtype_report) and callable(ols.testing.assert_computes_in)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=120)
 
@@ -127,7 +127,7 @@ USES = [
 
 def public_names():
     """Every name that the package or a public module of it has, as one writes it."""
-    modules = [ols.diagnosis, ols.plot, ols.presets, ols.skips, ols.testing]
+    modules = [ols.plot, ols.presets, ols.skips, ols.testing]
     found = [f"ols.{name}" for name in dir(ols)]
     for module in modules:
         path = module.__name__.replace("optax_lossscale", "ols")

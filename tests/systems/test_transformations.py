@@ -136,9 +136,6 @@ def test_strict_promotion_of_dtypes(loss_scale):
             params, state = tx.apply_gradients(scaled_grads, state, params)
         _, state = jax.jit(tx.update)(PARAMS, state, params)
         assert ols.metrics(state)["log2_loss_scale"] == jnp.log2(state.loss_scale())
-        report = jax.jit(ols.diagnosis.underflow_report)(PARAMS, state)
-        assert report.best_scale > 0
-        assert "Best scale" in str(report)
 
 
 def test_a_rematerialized_loss_has_the_same_gradients():

@@ -1,0 +1,126 @@
+"""An equation of a program as it would be if the program had been written in float32."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._programs.values import FLOAT32, dtype_in, in_dtype, in_dtypes
+from optax_lossscale._programs.versions import bind, is_program, open_jaxpr, params_of
+
+_SHAPES = (jax.core.ShapedArray, jax.ShapeDtypeStruct)  # what a foreign function returns
+_SCATTERS = {
+    "scatter": lax.scatter,
+    "scatter-add": lax.scatter_add,
+    "scatter-sub": lax.scatter_sub,
+    "scatter-mul": lax.scatter_mul,
+    "scatter-min": lax.scatter_min,
+    "scatter-max": lax.scatter_max,
+}
+
+
+class NotWidenedError(Exception):
+    """What an equation computes in 16 bits, it does in these whatever it is given."""
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Whether a dtype is a floating-point one of 16 bits or fewer."""
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """float32 for floating-point dtypes of 16 bits and fewer; others as they are."""
+    return FLOAT32 if is_narrow(dtype) else dtype
+
+
+def widened(x: Any) -> Any:
+    """The same numbers, in float32 if they were in 16 bits or fewer."""
+    return in_dtype(wide_dtype(dtype_in(x)), x)
+
+
+def narrows(eqn: Any) -> bool:
+    """Whether an equation has 16-bit numbers among its own or in the programs that it holds."""
+    own = map(dtype_in, (*eqn.invars, *eqn.outvars))
+    inside = (e for x in _leaves(eqn) if is_program(x) for e in open_jaxpr(x).eqns)
+    return any(map(is_narrow, own)) or any(map(narrows, inside))
+
+
+def as_written(eqn: Any, ins: Sequence[Any]) -> list[Any]:
+    """The results in float32 of an equation that computes in its own dtypes."""
+    return list(map(widened, bind(eqn, in_dtypes(list(map(dtype_in, eqn.invars)), ins))))
+
+
+def in_float32(eqn: Any, ins: Sequence[Any]) -> list[Any]:
+    """The results of an equation for operands in float32.
+
+    Raises:
+      NotWidenedError: if it computes in 16 bits whatever it is given, as kernels do.
+    """
+    if not narrows(eqn):
+        return bind(eqn, ins)
+    if Is.OF_BITS in traits_of(eqn.primitive.name):  # the bits of random numbers, which stay
+        return as_written(eqn, ins)
+    expected = [(wide_dtype(v.aval.dtype), v.aval.shape) for v in eqn.outvars]
+    try:
+        results = _rewritten(eqn, ins)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise NotWidenedError from error
+    if [(x.dtype, x.shape) for x in results] != expected:
+        raise NotWidenedError
+    return results
+
+
+def _rewritten(eqn: Any, ins: Sequence[Any]) -> list[Any]:
+    """The results of an equation with float32 in the place of every 16-bit dtype."""
+    name = eqn.primitive.name
+    params = dict(eqn.params)
+    if name in _SCATTERS:
+        del params["update_jaxpr"], params["update_consts"]
+        return [_SCATTERS[name](*ins, **params)]
+    if name == "reduce":
+        half = len(ins) // 2
+        combine = _combination(params["jaxpr"])
+        return lax.reduce(ins[:half], ins[half:], combine, params["dimensions"])
+    if any(is_program(x) or isinstance(x, _SHAPES) for x in _leaves(eqn)):
+        raise NotWidenedError
+    if name == "convert_element_type":
+        return [in_dtype(wide_dtype(params["new_dtype"]), ins[0])]
+    if name == "reduce_precision":
+        return list(ins)
+    if "precision" in params and not isinstance(params["precision"], (tuple, lax.Precision)):
+        params["precision"] = None  # it is an algorithm for 16-bit operands
+    for key, value in params.items():
+        if isinstance(value, (np.dtype, type)) and is_narrow(_dtype(value)):
+            params[key] = FLOAT32
+    return bind(eqn.replace(params=params), ins)
+
+
+def _combination(program: Any) -> Any:
+    """The function by which a `reduce` joins two numbers, in float32."""
+    jaxpr = open_jaxpr(program)
+
+    def combine(x, y):
+        values = dict(zip(jaxpr.invars, [*x, *y], strict=True))
+        for eqn in jaxpr.eqns:
+            ins = [values[v] if v in values else widened(jnp.asarray(v.val)) for v in eqn.invars]
+            values.update(zip(eqn.outvars, in_float32(eqn, ins), strict=True))
+        return [values[v] for v in jaxpr.outvars]
+
+    return combine
+
+
+def _dtype(x: Any) -> Any:
+    try:
+        return jnp.dtype(x)
+    except TypeError:  # a class that is none
+        return None
+
+
+def _leaves(eqn: Any) -> list[Any]:
+    """What an equation's parameters hold."""
+    is_leaf = lambda x: is_program(x) or isinstance(x, _SHAPES)
+    return jax.tree.leaves(list(params_of(eqn).values()), is_leaf=is_leaf)
