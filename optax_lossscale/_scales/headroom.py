@@ -53,8 +53,9 @@ class HeadroomLossScale(LossScale):
 
     An overflow means that some gradient is too large for the scale, or that the batch is broken.
     So the scale falls by 1, 2, 4, 8, … bits, which are held in reserve until a gradient explains
-    the overflow, nothing overflows any more, or 32 bits have not helped. Each row of overflows doubles the
-    `memory`: the number of steps, 0 at first, in which `largest` and `reserve` fall by a bit.
+    the overflow, nothing overflows any more, or 32 bits have not helped. Each row of overflows
+    doubles the `memory`: the number of steps, 0 at first, in which `largest` and `reserve` fall by
+    a bit.
 
     Gradients that are all zero have no size: `largest` stands for it above, and `memory` stays.
     They may be rare, or may all have underflowed. So the scale grows by one bit in 2048 to 32,768
