@@ -1,6 +1,7 @@
 """What the demo shows of its runs: a table and a picture."""
 
 import pathlib
+from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -10,24 +11,27 @@ from optax_lossscale import plot
 from optax_lossscale.demo._training import CAUSE
 
 COLORS = ["#222222", "#d1495b", "#edae49", "#00798c"]
+HEAD = """\
+| run | final loss | against float32 | last gradients that are 0 | skipped | last scale |
+| --- | ---: | ---: | ---: | ---: | ---: |"""
 
 
-def table(runs: dict[str, dict[str, np.ndarray]]) -> str:
+def table(runs: dict[str, dict[str, Any]]) -> str:
     """A Markdown table with a row for each run; losses relative to float32's, the first run."""
-    rows = [
-        "| run | final loss | against float32 | gradients that are 0 | skipped | last scale |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    rows = [HEAD]
     for name, history in runs.items():
-        loss, float32 = _final_loss(history), _final_loss(runs["float32"])
+        loss = _final_loss(history)
+        difference = loss / _final_loss(runs["float32"]) - 1
+        skipped = history["skipped_steps"][-1]
+        exponent = history["log2_loss_scale"][-1]
         rows.append(
-            f"| {name} | {loss:.4f} | {loss / float32 - 1:+.2%} | {history['zeros'].mean():.1%} "
-            f"| {history['skipped_steps'][-1]} | 2^{history['log2_loss_scale'][-1]:g} |"
+            f"| {name} | {loss:.4f} | {difference:+.2%} | {history['zeros']:.1%} "
+            f"| {skipped} | 2^{exponent:g} |"
         )
     return "\n".join(rows)
 
 
-def picture(runs: dict[str, dict[str, np.ndarray]], folder: pathlib.Path) -> pathlib.Path:
+def picture(runs: dict[str, dict[str, Any]], folder: pathlib.Path) -> pathlib.Path:
     """Losses and loss scales over the steps, as a PNG; returns its path."""
     matplotlib.use("agg")
     figure = plt.figure(figsize=(7, 5.5), layout="constrained")
@@ -48,7 +52,7 @@ def picture(runs: dict[str, dict[str, np.ndarray]], folder: pathlib.Path) -> pat
     return path
 
 
-def _final_loss(history: dict[str, np.ndarray]) -> float:
+def _final_loss(history: dict[str, Any]) -> float:
     """The mean of the last tenth of the steps."""
     return history["loss"][-max(1, len(history["loss"]) // 10) :].mean()
 

@@ -1,11 +1,10 @@
-"""One training run, with the four changes that a user makes."""
+"""One training run. What a user of loss scaling writes is in `train`: wrap, autocast, minimize."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from tqdm import tqdm
@@ -21,46 +20,62 @@ CAUSE = f"The loss is divided by {MICRO_BATCHES}, so that gradients underflow in
 
 # Growth after 15 steps instead of 2000 shows in a short run how the scale adapts.
 RUNS = {
-    "float32": (jnp.float32, None),
-    "float16, no loss scaling": (jnp.float16, None),
-    "float16, fixed scale": (jnp.float16, 128),
-    "float16, dynamic scale": (jnp.float16, ols.DynamicLossScale(growth_interval=15)),
+    "float32": None,
+    "float16, no loss scaling": None,
+    "float16, fixed scale": 128,
+    "float16, dynamic scale": ols.DynamicLossScale(growth_interval=15),
 }
+
+
+def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
+    """This micro-batch's share of the mean over all of them."""
+    return _model.loss(params, tokens) / MICRO_BATCHES
+
+
+def loss_of(name: str) -> Callable[..., jax.Array]:
+    """The loss function of one of the runs, in float32 or float16."""
+    return loss_fn if name == "float32" else ols.autocast(loss_fn)
 
 
 def optimizer_and_step(
     name: str, steps: int
 ) -> tuple[ols.LossScaledTransformation, Callable[..., Any]]:
-    """The optimizer of one of `RUNS`, and its compiled step, which donates params and state."""
-    dtype, loss_scale = RUNS[name]
+    """The optimizer of one of the runs, and its compiled step, which donates params and state."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps + 1)
-    clip, adam = optax.clip_by_global_norm(1.0), optax.adamw(schedule)
-    optimizer = optax.chain(optax.scale(float(MICRO_BATCHES)), clip, adam)
-    tx = ols.with_loss_scale(optimizer, loss_scale)
-    loss_fn = lambda params, tokens: _model.loss(params, tokens) / MICRO_BATCHES
-    loss_fn = loss_fn if dtype == jnp.float32 else ols.autocast(loss_fn, dtype)
+    summed = optax.scale(float(MICRO_BATCHES))
+    adamw = optax.chain(summed, optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    tx = ols.with_loss_scale(adamw, RUNS[name])
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params, state, tokens):
-        loss, scaled_grads = ols.value_and_scaled_grad(loss_fn, state)(params, tokens)
-        zeros = sum(jnp.sum(g == 0) for g in jax.tree.leaves(scaled_grads))
-        params, state = tx.apply_gradients(scaled_grads, state, params)
-        record = {"loss": loss * MICRO_BATCHES, "zeros": zeros / optax.tree.size(params)}
-        return params, state, record | ols.metrics(state)
+        loss, params, state = tx.minimize(loss_of(name), state, params, tokens)
+        return params, state, {"loss": loss * MICRO_BATCHES} | ols.metrics(state)
 
     return tx, train_step
 
 
+def share_of_zeros(name: str, params: Any, state: ols.LossScaleState, tokens: jax.Array) -> float:
+    """The share of the gradients that are zero: all but a few of these have underflowed."""
+    _, grads = jax.jit(ols.value_and_scaled_grad(loss_of(name), state))(params, tokens)
+    zeros = sum(np.sum(np.asarray(grad) == 0) for grad in jax.tree.leaves(grads))
+    return zeros / optax.tree.size(grads)
+
+
 def train(name: str, text: np.ndarray, steps: int, seed: int) -> dict[str, np.ndarray]:
-    """Trains the model once; returns the loss, the share of zeros and the metrics of each step."""
+    """Trains the model once.
+
+    Returns:
+      The loss and the metrics of each step, and of the last one the share of zero gradients.
+    """
     tx, train_step = optimizer_and_step(name, steps)
     params = _model.init(jax.random.key(seed))
-    state, records = tx.init(params), []
-    batches = _text.batches(text, steps, seed)
-    with tqdm(batches, desc=f"{name:24}", total=steps, unit="step") as bar:
-        for step, tokens in enumerate(bar, 1):
-            params, state, record = train_step(params, state, tokens)
-            records.append(record)
-            if step % 10 == 0 or step == steps:  # reading them waits for the device
-                bar.set_postfix(loss=f"{record['loss']:.3f}", scale=f"{record['loss_scale']:g}")
-    return jax.tree.map(lambda *x: np.array(x), *jax.device_get(records))
+    state = tx.init(params)
+    records = []
+    bar = tqdm(_text.batches(text, steps, seed), desc=f"{name:24}", total=steps, unit="step")
+    for tokens in bar:
+        params, state, record = train_step(params, state, tokens)
+        records.append(record)
+        if len(records) % 10 == 0:  # reading it waits for the device
+            bar.set_postfix(loss=f"{record['loss']:.3f}", scale=f"{record['loss_scale']:g}")
+    history = jax.tree.map(lambda *x: np.array(x), *jax.device_get(records))
+    return history | {"zeros": share_of_zeros(name, params, state, tokens)}
