@@ -94,20 +94,20 @@ def decorated(**options):
             return self.replace(loss_scale=self() * self.rate, steps=self.steps + 1)
 
     @own
-    class Below(skips.SkipRule):
+    class Under(skips.SkipRule):
         limit: float
         largest: jax.Array = ols.state_field(0.0)
 
         def decide(self, norm, value):
             return self.replace(largest=jnp.maximum(self.largest, norm)), norm < self.limit
 
-    return Creeping, Below
+    return Creeping, Under
 
 
 @pytest.mark.parametrize("options", [{}, {"eq": False}, {"order": True}, {"unsafe_hash": False}])
 def test_one_of_ones_own_may_be_decorated_as_a_frozen_dataclass(options):
-    Creeping, Below = decorated(**options)
-    scale, rule = Creeping(8.0, rate=2.0), Below(limit=3.0)
+    Creeping, Under = decorated(**options)
+    scale, rule = Creeping(8.0, rate=2.0), Under(limit=3.0)
     for one, field in ((scale, "rate"), (rule, "limit")):
         after = moved(one)
         same = jax.jit(lambda x: x)(after)

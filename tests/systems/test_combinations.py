@@ -211,7 +211,9 @@ def test_minimize_names_the_order_of_its_arguments():
         (state, loss_fn, PARAMS),
         (loss_fn, PARAMS, state),
     ):
-        with pytest.raises(TypeError, match="order of the arguments is loss_fn, state, params"):
+        with pytest.raises(
+            TypeError, match=r"order of the arguments is minimize\(loss_fn, state, params"
+        ):
             tx.minimize(*arguments)
 
 
