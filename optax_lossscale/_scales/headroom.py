@@ -161,7 +161,7 @@ class HeadroomLossScale(LossScale):
         _, exponent = jnp.frexp(self())
         return exponent - 1
 
-    def _with(self, largest: jax.Array, reserve: jax.Array, memory: jax.Array) -> Self:
+    def _with(self, largest: jax.Array, reserve: jax.typing.ArrayLike, memory: jax.Array) -> Self:
         """The loss scale that fits these."""
         fits = jnp.clip(_OVERFLOW - self.margin - largest, -_BOUND, _BOUND)
         exponent = jnp.floor(jnp.maximum(fits - jnp.maximum(reserve, 0), -_BOUND))

@@ -54,7 +54,9 @@ def optimizer_and_step(
     return tx, train_step
 
 
-def share_of_zeros(name: str, params: Any, state: ols.LossScaleState, tokens: jax.Array) -> float:
+def share_of_zeros(
+    name: str, params: Any, state: ols.LossScaleState, tokens: jax.typing.ArrayLike
+) -> float:
     """The share of the gradients that are zero: all but a few of these have underflowed."""
     _, grads = jax.jit(ols.value_and_scaled_grad(loss_of(name), state))(params, tokens)
     zeros = sum(np.sum(np.asarray(grad) == 0) for grad in jax.tree.leaves(grads))
