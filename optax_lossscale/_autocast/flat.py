@@ -13,7 +13,7 @@ from optax_lossscale._programs.operations import Is, traits_of
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.run import is_entered, is_placed
 from optax_lossscale._programs.versions import constants, is_program, open_jaxpr
-from optax_lossscale._programs.walk import has_users_line, programs_in
+from optax_lossscale._programs.walk import LIBRARY, has_users_line, is_of_a_library, programs_in
 
 _LONG = 100  # steps
 
@@ -155,7 +155,10 @@ def _at_line(traceback: Any, eqn: Any) -> Any:
     if not is_entered(eqn):
         at_line = lambda x: _all_at_line(traceback, x) if is_program(x) else x
         params = jax.tree.map(at_line, params, is_leaf=is_program)
-    source_info = eqn.source_info.replace(traceback=traceback)
+    names = eqn.source_info.name_stack
+    if is_of_a_library(eqn):  # which is known by the lines that are given up here
+        names = names.extend(LIBRARY)
+    source_info = eqn.source_info.replace(traceback=traceback, name_stack=names)
     return eqn.replace(params=params, source_info=source_info)
 
 

@@ -69,18 +69,11 @@ def diagnose(
       ...     y = params["w"].astype(jnp.float16) * x
       ...     return jnp.mean(y.astype(jnp.float32)) * 1e-3
       >>> x = jnp.full(256, 0.01, jnp.float16)
-      >>> print(ols.diagnose(loss_fn, {"w": jnp.ones(256)}, x))
-      Computes in float16, without matrix products; the loss is float32.
+      >>> report = ols.diagnose(loss_fn, {"w": jnp.ones(256)}, x)  # print it for the whole page
+      >>> print(report.verdict)
       Without a loss scale, float16 loses 100.0% of the gradients to underflow.
-      Off from float32: the loss by 0.0%, gradients by at most 0.0%, at a scale of 2**31.
-      Loss scale: 2**31, with 2 bits to spare before gradients overflow.
-      Overflow: from 2**34 on, first in convert_element_type at <doctest
-         optax_lossscale._diagnosis.diagnose.diagnose[2]>:3 (loss_fn).
-      Underflow:  lost at 1  at 2**31  bits needed
-        all          100.0%      0.0%           11
-        w            100.0%      0.0%           11
-      What to do:
-      - Wrap the optimizer: with_loss_scale(optimizer), whose initial scale of 2**15 suffices here.
+      >>> print(report.initial_scale)
+      2**31, with 2 bits to spare before gradients overflow
     """
     validation.function("loss_fn", loss_fn)
     refuse_shared_names(loss_fn, ["has_aux", "opt_state"], (params, *args))

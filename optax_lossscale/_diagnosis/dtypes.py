@@ -22,10 +22,6 @@ _ROUNDING = dict.fromkeys(("F16_F16_F16", "F16_F16_F32"), jnp.dtype(jnp.float16)
 _ROUNDING |= dict.fromkeys(("BF16_BF16_BF16", "BF16_BF16_F32"), jnp.dtype(jnp.bfloat16))
 
 
-# Powers, exponentials and products of many that autocast may leave in 16 bits all the same.
-_LEAVE_THE_RANGE = {"integer_pow", "square", "cosh", "sinh", "lgamma", "cumprod", "reduce_prod"}
-
-
 class Operation(NamedTuple):
     """All operations of one kind on one line, such as its products of float32 with float32.
 
@@ -164,7 +160,7 @@ def report_of(jaxpr: Any) -> DtypeReport:
             while_loops += [around.source for around in at.holders if around.name == "while"][:1]
         elif floats and all(v.aval.dtype.itemsize <= 2 for v in floats):
             terms = at.summed * terms_of(at.eqn)
-            is_wild = Is.EXPONENTIAL in traits or at.name in _LEAVE_THE_RANGE
+            is_wild = Is.EXPONENTIAL in traits
             if terms > 1 or is_wild or Is.SENDS | Is.ADDS_MANY in traits:
                 narrow.append(_operation(at)._replace(terms=terms))
     loops = tuple(dict.fromkeys(while_loops))

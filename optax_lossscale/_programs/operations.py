@@ -69,12 +69,14 @@ _NAMES = {
     Is.NEAR | Is.SATURATES | Is.CHEAP: "erf logistic tanh",
     Is.SATURATES | Is.CHEAP: "erfc",
     Is.SATURATES | Is.EXPONENTIAL | Is.CHEAP: "exp",
-    Is.EXPONENTIAL | Is.CHEAP: "exp2 expm1 log log1p log2 pow",
-    Is.EXPONENTIAL: "cumlogsumexp",
+    Is.EXPONENTIAL | Is.CHEAP: """
+        cosh exp2 expm1 integer_pow log log1p log2 pow reduce_prod sinh square
+    """,
+    Is.EXPONENTIAL: "cumlogsumexp cumprod lgamma",
     Is.CHEAP: """
-        acos acosh and argmax argmin asin asinh atan atan2 atanh cbrt cos cosh custom_jvp_call
-        custom_vjp_call eq erf_inv ge gt integer_pow iota is_finite le lt ne not one_minus_square
-        or reduce_and reduce_or reduce_prod rem rsqrt sin sinh sqrt square tan xor
+        acos acosh and argmax argmin asin asinh atan atan2 atanh cbrt cos custom_jvp_call
+        custom_vjp_call eq erf_inv ge gt iota is_finite le lt ne not one_minus_square
+        or reduce_and reduce_or rem rsqrt sin sqrt tan xor
     """,
     Is.CHEAP | Is.PRODUCT: "dot_general",
     Is.PRODUCT: "conv_general_dilated ragged_dot_general scaled_dot scaled_matmul_wrapper",
@@ -95,11 +97,11 @@ _NAMES = {
         bcoo_fromdense bcoo_sort_indices bcoo_sum_duplicates bcoo_todense bcoo_transpose
         bcsr_extract bcsr_fromdense bcsr_todense bessel_i0e bessel_i1e broadcast_to cholesky
         cholesky_update clz complex composite cond conj coo_fromdense coo_todense create_token
-        csr_fromdense csr_todense cumprod custom_linear_solve custom_partitioning custom_vmap_call
+        csr_fromdense csr_todense custom_linear_solve custom_partitioning custom_vmap_call
         debug_callback debug_print device_put digamma dim_as_value dimension_size eig eigh empty
         empty2 empty_ref fft free_ref freeze from_edtype geqp3 geqrf get hessenberg
         householder_product igamma igamma_grad_a igammac imag iota_2x32_shape layout_constraint
-        lgamma linear_call lu lu_pivots_to_permutation mulhi new_ref ormqr pbroadcast
+        linear_call lu lu_pivots_to_permutation mulhi new_ref ormqr pbroadcast
         platform_index polygamma population_count qr ragged_all_to_all random_bits random_clone
         random_fold_in random_gamma random_seed random_split random_unwrap random_wrap real
         reciprocal reduce_precision reduce_xor regularized_incomplete_beta rng_bit_generator

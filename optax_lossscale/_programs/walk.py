@@ -31,6 +31,10 @@ from optax_lossscale._programs.versions import (
 _FRAMEWORKS = ("einops", "equinox", "flax", "haiku", "haliax", "keras", "optax", "optax_lossscale")
 
 
+LIBRARY = "ols.library"
+"""The scope of what a library chose to compute, where it has been given the line of its call."""
+
+
 class Equation(NamedTuple):
     """An equation in its place."""
 
@@ -150,6 +154,8 @@ def has_users_line(eqn: Any) -> bool:
 
 def is_of_a_library(eqn: Any) -> bool:
     """Whether Optax made this outside of its losses, or JAX in the derivative of a QR, say."""
+    if LIBRARY in str(eqn.source_info.name_stack):
+        return True
     optax, calls = _folder("optax"), _calls(eqn)
     losses = os.path.join(optax, "losses")
     if optax and calls and calls[-1].startswith(optax) and not calls[-1].startswith(losses):
