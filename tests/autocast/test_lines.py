@@ -32,14 +32,16 @@ JITTED = {
     "cholesky": lambda w, x: jnp.linalg.cholesky(w @ w.T),
     "matrix_power": lambda w, x: jnp.linalg.matrix_power(w, 3),
     "multi_dot": lambda w, x: jnp.linalg.multi_dot([w, x, w]),
-    "svd": lambda w, x: jnp.linalg.svd(w @ x)[0],
+    "svd": lambda w, x: jnp.linalg.svd(w @ x, full_matrices=False)[0],
     "norm": lambda w, x: jnp.linalg.norm(w @ x, 2),
     "expm": lambda w, x: jax.scipy.linalg.expm(w),
     "cho_solve": lambda w, x: jax.scipy.linalg.cho_solve((w, True), x) @ w,
     "toeplitz": lambda w, x: jax.scipy.linalg.toeplitz(w[0]) @ x,
     "convolve in two dimensions": lambda w, x: jax.scipy.signal.convolve(x, w),
     "logpdf": lambda w, x: jax.scipy.stats.multivariate_normal.logpdf(x, x[0], w @ w.T),
-    "derivative of svd": lambda w, x: derivative_of_all(lambda w: jnp.linalg.svd(w)[1])(w),
+    "derivative of svd": lambda w, x: derivative_of_all(
+        lambda w: jnp.linalg.svd(w, full_matrices=False)[1]
+    )(w),
     "derivative of qr": lambda w, x: derivative_of_all(lambda w: jnp.linalg.qr(w)[1])(w),
     "derivative of det": lambda w, x: jax.grad(jnp.linalg.det)(w),
     "derivative of eigh": lambda w, x: derivative_of_all(lambda w: jnp.linalg.eigh(w)[1])(w),

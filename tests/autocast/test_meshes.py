@@ -1,6 +1,7 @@
 """autocast of operations under other meshes than what is around: `auto_axes`, `explicit_axes`."""
 
 import functools
+import inspect
 import warnings
 
 import jax
@@ -115,7 +116,6 @@ def explicit_products(p, x):
 
 UNDER_EXPLICIT = [
     looked_up,
-    looked_up_by_flax,
     before_a_product,
     after_a_product,
     a_product_after_another,
@@ -130,6 +130,8 @@ UNDER_EXPLICIT = [
     a_gradient_inside,
     explicit_inside_of_auto,
 ]
+if "out_sharding" in inspect.signature(nnx.Embed.__call__).parameters:  # as in newer Flax
+    UNDER_EXPLICIT.append(looked_up_by_flax)
 UNDER_AUTO = [explicit_between_products, explicit_products]
 CASES = [(AxisType.Explicit, fun) for fun in UNDER_EXPLICIT]
 CASES += [(AxisType.Auto, fun) for fun in UNDER_AUTO]

@@ -153,10 +153,17 @@ def calls_to_trace(fun):
 
 def assert_linear(make, depths):
     """Asserts that tracing it under autocast takes as much for each further level."""
-    calls_to_trace(ols.autocast(make(depths[0])))  # which may compile something
-    first, second, third = (calls_to_trace(ols.autocast(make(depth))) for depth in depths)
     # It would be 1.67 if each level read all that are in it once more, and 8 if it did so twice.
-    assert third - second < 1.4 * (second - first)
+    # JAX itself may take more for each, as old versions do for `vmap` in `vmap`.
+    by_jax = growth(lambda depth: make(depth), depths)
+    assert growth(lambda depth: ols.autocast(make(depth)), depths) < max(1.4, 1.2 * by_jax)
+
+
+def growth(make, depths):
+    """How much more the second half of the levels takes than the first."""
+    calls_to_trace(make(depths[0]))  # which may compile something
+    first, second, third = (calls_to_trace(make(depth)) for depth in depths)
+    return (third - second) / (second - first)
 
 
 def name_of(holder):
