@@ -91,7 +91,7 @@ else:  # A type checker that saw `__getattr__` would accept every misspelt name.
         return sorted({*globals(), *__all__, *_MODULES})
 
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "DynamicLossScale",
