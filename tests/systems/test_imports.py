@@ -128,7 +128,7 @@ USES = [
 def public_names():
     """Every name that the package or a public module of it has, as one writes it."""
     modules = [ols.plot, ols.presets, ols.skips, ols.testing]
-    found = [f"ols.{name}" for name in dir(ols)]
+    found = [f"ols.{name}" for name in dir(ols) if not name.startswith("_")]
     for module in modules:
         path = module.__name__.replace("optax_lossscale", "ols")
         found += [f"{path}.{name}" for name in dir(module) if not name.startswith("_")]
