@@ -177,7 +177,9 @@ def test_vmapped_each_replica_decides_for_itself(branch):
     chex.assert_trees_all_equal(jax.tree.map(lambda x: x[1], params), PARAMS)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize(
+    "platform", [pytest.param("cpu", marks=pytest.mark.about_cpus), "cuda", "tpu"]
+)
 def test_a_branch_that_is_named_is_the_one_on_every_platform(platform):
     """And without a name it is a conditional on CPU alone."""
     forms = {"cond": True, "select": False, None: platform == "cpu"}

@@ -112,6 +112,8 @@ def test_no_step_writes_what_is_not_finite_unless_asked_to(
     assert (after.skipped_steps, after.consecutive_skipped_steps) == (1, 1)
 
 
+# Of a CPU: where a flag is an array, a select on a GPU gives the optimizer zeros for NaN.
+@pytest.mark.about_cpus
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("loss_scale", UNCHECKED.values(), ids=UNCHECKED)
 def test_asked_to_skip_nothing_what_checks_nothing_applies_everything(loss_scale, compiled):
