@@ -136,18 +136,41 @@ def _scan(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any],
 def _while(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any], Records]:
     condition, body = runs
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    of_cond, of_body = ins[:n_cond], ins[n_cond:][:n_body]
+    cond_consts = ins[:n_cond]
+    body_consts = ins[n_cond:][:n_body]
     carried = body.takes[n_body:]
     carry = in_dtypes(carried, ins[n_cond + n_body :])
 
+    is_batched = eqn.params["cond_jaxpr"].out_avals[0].ndim > 0
+
+    def flags(carry):
+        """Whether to go on: under `vmap` a flag for each element of the batch."""
+        return condition.call([*cond_consts, *carry])[0][0]
+
+    def goes_on(state):
+        carry, _ = state
+        return flags(carry).any() if is_batched else flags(carry)
+
     def step(state):
         carry, records = state
-        outs, new = body.call([*of_body, *carry])
-        return in_dtypes(carried, outs), jax.tree.map(jnp.maximum, records, new)
+        outs, new = body.call([*body_consts, *carry])
+        outs = in_dtypes(carried, outs)
+        # An element of a batch that has come to its end waits for the others, unchanged.
+        if is_batched:
+            outs = _where_leading(flags(carry), outs, carry)
+        return outs, jax.tree.map(jnp.maximum, records, new)
 
-    goes_on = lambda state: condition.call([*of_cond, *state[0]])[0][0]
-    noted = _noted(body, [*of_body, *carry])
+    noted = _noted(body, [*body_consts, *carry])
     return lax.while_loop(goes_on, step, (carry, jax.tree.map(zeros_of, noted)))
+
+
+def _where_leading(flags: Any, xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
+    """Of each pair x where its flag is set, y elsewhere; flags are along the leading axes."""
+    chosen = []
+    for x, y in zip(xs, ys, strict=True):
+        trailing = tuple(range(flags.ndim, x.ndim))
+        chosen.append(jnp.where(jnp.expand_dims(flags, trailing), x, y))
+    return chosen
 
 
 def _cond(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any], Records]:

@@ -126,13 +126,12 @@ USES = [
 
 
 def public_names():
-    """Every name that the package or a public module of it has, as one writes it."""
-    modules = [ols.plot, ols.presets, ols.skips, ols.testing]
-    found = [f"ols.{name}" for name in dir(ols) if not name.startswith("_")]
-    for module in modules:
+    """Every public name of the package and of its public modules, as one writes it."""
+    names = [f"ols.{name}" for name in ols.__all__]
+    for module in [ols.plot, ols.presets, ols.skips, ols.testing]:
         path = module.__name__.replace("optax_lossscale", "ols")
-        found += [f"{path}.{name}" for name in dir(module) if not name.startswith("_")]
-    return found
+        names += [f"{path}.{name}" for name in dir(module) if not name.startswith("_")]
+    return names
 
 
 def assert_each_is_traced_once(uses):
