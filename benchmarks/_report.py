@@ -1,5 +1,6 @@
 """The results page and its charts, from results.json alone."""
 
+import itertools
 import pathlib
 from collections.abc import Iterable
 from typing import Any
@@ -280,13 +281,12 @@ def _draw_step(rows: list[Row], path: pathlib.Path) -> None:
 
 def _draw_leaves(rows: list[Row], path: pathlib.Path) -> None:
     figure, axis = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    marks = iter("osv^DPX*h")
-    for way in _values(rows, "way"):
+    for way, mark in zip(_values(rows, "way"), itertools.cycle("osv^DPX*h"), strict=False):
         found = _where(rows, way=way)
         axis.plot(
             [r["leaves"] for r in found],
             [r["compile_s"] for r in found],
-            marker=next(marks),
+            marker=mark,
             markersize=4,
             lw=1.2,
             color=_color(way),
