@@ -444,6 +444,40 @@ def test_none_several_and_fixed_loss_scales_are_refused():
         check(PARAMS, fixed.init(PARAMS), X)
 
 
+def two_optimizers(loss_scales, right=True):
+    """A step with a state of each, of which the last is wrong if it is not right, and arguments."""
+    txs = [ols.with_loss_scale(optax.adam(1e-2), x) for x in loss_scales]
+
+    @jax.jit
+    def step(params, states, x):
+        new, losses = [], []
+        for tx, p, state in zip(txs, params, states, strict=True):
+            loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2)
+            gradient = ols.value_and_scaled_grad(loss, state)
+            if not right and state is states[-1]:
+                gradient = jax.value_and_grad(loss)
+            value, grads = gradient(p, x)
+            new.append(tx.apply_gradients(grads, state, p))
+            losses.append(value)
+        return [p for p, _ in new], [state for _, state in new], losses
+
+    params = [PARAMS for _ in txs]
+    return step, params, [tx.init(PARAMS) for tx in txs], X
+
+
+def test_a_loss_scale_of_none_does_not_count():
+    """There is nothing to vary, and in an overflow its gradients overflow, too."""
+    for loss_scales in ([None, None], [None, "dynamic"], [128, None, "dynamic"]):
+        ols.testing.assert_survives_overflow(*two_optimizers(loss_scales))
+    ols.testing.assert_scale_invariant(*two_optimizers([None, None, "dynamic"]))
+    with pytest.raises(AssertionError, match=r"result\[1\]\[1\].inner_state"):
+        ols.testing.assert_scale_invariant(*two_optimizers([None, "dynamic"], right=False))
+    with pytest.raises(ValueError, match=r"FixedLossScale cannot be varied"):
+        ols.testing.assert_scale_invariant(*two_optimizers([None, None]))
+    with pytest.raises(ValueError, match="found 2"):
+        ols.testing.assert_scale_invariant(*two_optimizers(["dynamic", None, "dynamic"]))
+
+
 def test_a_step_that_is_always_skipped_says_nothing():
     with pytest.raises(ValueError, match=r"skipped at all but 0 loss scales.*look for NaN"):
         ols.testing.assert_scale_invariant(

@@ -75,13 +75,21 @@ class Trial:
         at_hand(name, (args, kwargs))
         self.step = step
         self.arguments = {"args": args, "kwargs": kwargs}
-        if not loss_scales_in(self.arguments):
+        loss_scales = loss_scales_in(self.arguments)
+        if not loss_scales:
             raise ValueError(
                 "expected exactly one loss scale among the arguments of the step, found none: "
                 "pass it the optimizer's state as an argument. If a function makes its state "
                 "itself, or takes several steps, call the assertion inside it, at the first step"
             )
-        self.loss_scale = jax.device_get(get_loss_scale((args, kwargs)))
+        varying = [x for x in loss_scales if jax.tree.leaves(x)]
+        self.has_fixed = len(varying) < len(loss_scales)
+        if self.has_fixed:
+            # One that is fixed, or None, has no number to be varied, and does not count.
+            counted = varying or loss_scales[:1]
+        else:
+            counted = self.arguments
+        self.loss_scale = jax.device_get(get_loss_scale(counted))
         self.skipped = _skipped(jax.device_get(wrapper_states(self.arguments)))
         numbers = numbers_in(self.arguments)
         floats = {path: x for path, x in numbers.items() if is_inexact(x)}
@@ -98,13 +106,13 @@ class Trial:
 
     def overflowing(self) -> list[Run]:
         """Runs whose gradients overflow: of the last one, all do."""
-        if not jax.tree.leaves(self.loss_scale):
-            with OVERFLOWS(True):
+        with OVERFLOWS(self.has_fixed):
+            if not jax.tree.leaves(self.loss_scale):
                 return [self.run(self.loss_scale)]
-        try:
-            return [self.at(LARGEST), self.at(np.inf)]
-        except Exception:  # from `raise_if_stuck`, or a logger that has no integer for infinity
-            return [self.at(LARGEST)]
+            try:
+                return [self.at(LARGEST), self.at(np.inf)]
+            except Exception:  # `raise_if_stuck`'s, or of a logger without an integer for infinity
+                return [self.at(LARGEST)]
 
     def run(self, loss_scale: LossScale, numbers: Numbers | None = None) -> Run:
         """The step with this loss scale, and with other numbers in some places."""
