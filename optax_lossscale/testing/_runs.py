@@ -45,6 +45,11 @@ class Run(NamedTuple):
     skipped_before: int  # steps, by the state that it was given
 
     @property
+    def exponent(self) -> float:
+        """That of the loss scale."""
+        return float(np.log2(np.max(self.before.loss_scale)))
+
+    @property
     def flags(self) -> np.ndarray:
         """Whether it was applied: by each state on each replica, and by the loss scales."""
         backed_off, other = outcomes(self.before)
@@ -84,11 +89,8 @@ class Trial:
             )
         varying = [x for x in loss_scales if jax.tree.leaves(x)]
         self.has_fixed = len(varying) < len(loss_scales)
-        if self.has_fixed:
-            # One that is fixed, or None, has no number to be varied, and does not count.
-            counted = varying or loss_scales[:1]
-        else:
-            counted = self.arguments
+        # One that is fixed, or None, has no number to be varied, and does not count.
+        counted = varying or loss_scales[:1] if self.has_fixed else self.arguments
         self.loss_scale = jax.device_get(get_loss_scale(counted))
         self.skipped = _skipped(jax.device_get(wrapper_states(self.arguments)))
         numbers = numbers_in(self.arguments)
