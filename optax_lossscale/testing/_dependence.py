@@ -14,14 +14,15 @@ _MANY = 0.25  # of the numbers that change anywhere: underflow may turn the sign
 _ROUNDING = 1e-6  # of a number
 
 
-def power(high: np.ndarray, middle: np.ndarray, low: np.ndarray, gap: int) -> float | None:
+def power(values: list[np.ndarray], gap: int) -> float | None:
     """The power of the loss scale that an output follows, up to a constant.
 
-    The loss scales are `gap` bits apart, so from `c + s**p` at each come two differences of which
-    one is `2**(p * gap)` times the other.
+    Its values are those at three loss scales, from the highest down, which are `gap` bits apart.
+    So from `c + s**p` at each come two differences, one of them `2**(p * gap)` times the other.
     """
-    numbers = np.stack([high, middle, low]).astype(np.float64)
-    upper, lower = -np.diff(numbers[:, np.isfinite(numbers).all(axis=0)], axis=0)
+    numbers = np.stack(values).astype(np.float64)
+    is_finite = np.isfinite(numbers).all(axis=0)
+    upper, lower = -np.diff(numbers[:, is_finite], axis=0)
     for power in _POWERS:
         error = np.linalg.norm(upper - 2.0 ** (power * gap) * lower)
         if upper.any() and error <= _TOLERANCE * np.linalg.norm(upper):

@@ -55,7 +55,9 @@ class Run(NamedTuple):
         backed_off, other = outcomes(self.before)
         own = [same(x, other) or not same(x, backed_off) for x in self.loss_scales]
         flags = [np.ravel(state.should_apply) for state in self.states]
-        return np.concatenate(flags) & all(own) if flags else np.array(own, bool)
+        if not flags:
+            return np.array(own, bool)
+        return np.concatenate(flags) & all(own)
 
     @property
     def counts_a_skip(self) -> bool:
@@ -190,7 +192,10 @@ def _outcomes(loss_scale):
 
 def _leaves(tree, whole=()):
     """The leaves by place, and parts of some types as a whole."""
-    is_leaf = lambda x: isinstance(x, whole) or is_variable(x)
+
+    def is_leaf(x):
+        return isinstance(x, whole) or is_variable(x)
+
     return dict(jax.tree.leaves_with_path(tree, is_leaf=is_leaf))
 
 
@@ -213,7 +218,8 @@ def _copy(x, number):
     if isinstance(x, jax.Array):
         if number is None:
             return x.copy()
-        return jax.device_put(np.asarray(number, x.dtype), x.sharding if x.committed else None)
+        sharding = x.sharding if x.committed else None
+        return jax.device_put(np.asarray(number, x.dtype), sharding)
     if isinstance(x, (np.ndarray, np.generic)):
         return np.array(x if number is None else number, x.dtype)
     return x if number is None else float(number)

@@ -213,9 +213,11 @@ def _changing(comparison, back, judged, noise):
     for path in judged:
         if not all(path in run.outputs for run in comparison.runs + comparison.near):
             continue
-        high, middle, low = [run.outputs[path] for run in comparison.runs]
+        values = [run.outputs[path] for run in comparison.runs]
+        high = values[0]
+        low = values[-1]
         start = comparison.starts.get(path, high)
-        followed = power(high, middle, low, comparison.gap)
+        followed = power(values, comparison.gap)
         if followed is not None and high.size > _FEW:
             start = high  # By chance, no array follows a power.
         if not changes(high, low, start, noise[path]):
@@ -223,7 +225,7 @@ def _changing(comparison, back, judged, noise):
         # One number that vanishes may change what is computed of many, such as their least.
         is_clear = comparison.vanished <= (_VANISHED if path in back else 0)
         if followed is None and is_clear:
-            followed = power(*[run.outputs[path] for run in comparison.near], _NEAR)
+            followed = power([run.outputs[path] for run in comparison.near], _NEAR)
         if followed is not None:
             said[path] = f"2**{followed}: {name_of(path)}"
         elif is_clear:
@@ -235,10 +237,11 @@ def _in_numbers(path, runs):
     """The name of an output, and of a single number what it is."""
     if runs[0].outputs[path].size > 1:
         return name_of(path)
-    below, above = [
-        f"{run.outputs[path].item():.4g} at 2**{run.exponent:.0f}" for run in (runs[-1], runs[0])
-    ]
-    return f"{name_of(path)} is {below} and {above}"
+
+    def number(run):
+        return f"{run.outputs[path].item():.4g} at 2**{run.exponent:.0f}"
+
+    return f"{name_of(path)} is {number(runs[-1])} and {number(runs[0])}"
 
 
 def _changed_at_growth(trial, usual, judged, noise):
@@ -266,7 +269,10 @@ def _about_to_grow(loss_scale):
         steps, now = carry
         return (steps < _LONGEST_INTERVAL) & jnp.all(now() == now.adjust(True)())
 
-    next_step = lambda carry: (carry[0] + 1, carry[1].adjust(True))
+    def next_step(carry):
+        steps, now = carry
+        return steps + 1, now.adjust(True)
+
     return lax.while_loop(goes_on, next_step, (0, loss_scale))
 
 
@@ -285,8 +291,8 @@ def _lost_weights(run, judged):
 
 
 _CHANGING = """\
-These outputs change with the loss scale, which underflow does not explain; before some is the
-power of the loss scale by which they, or their changes, are multiplied:"""
+These outputs change with the loss scale, and underflow does not explain it. Where 2**1 stands
+before a name, twice the loss scale doubles the output, or its change; where 2**-1, halves it:"""
 _AT_GROWTH = """\
 At a step at which the loss scale grows, these come out different than at the same loss scale
 without growth:"""
