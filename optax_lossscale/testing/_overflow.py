@@ -30,8 +30,9 @@ def assert_survives_overflow(
     Args:
       step: the training step, compiled or not. It returns its new state or changes it in place,
         and may donate its arguments.
-      *args: its arguments, which stay as they are. Somewhere among them is one loss scale: in an
-        optimizer state, a train state, an `nnx.Optimizer`.
+      *args: its arguments, which stay as they are. Somewhere among them is a loss scale, in an
+        optimizer state, a train state or an `nnx.Optimizer`: one that adapts, or fixed ones, or
+        both; None is one that is fixed.
       ignore: outputs that an overflow may change, one or several, by their names in the error:
         `"result[2]['mean']"`, or `"result[2]"` for everything in it.
       **kwargs: its keyword arguments, likewise; bind one named `ignore` with `functools.partial`.

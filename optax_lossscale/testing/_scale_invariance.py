@@ -59,17 +59,19 @@ def assert_scale_invariant(
     Args:
       step: the training step, compiled, or else this takes ten times as long. It returns its
         new state or changes it in place, and may donate its arguments.
-      *args: its arguments, which stay as they are. Somewhere among them is one loss scale: in an
-        optimizer state, a train state, an `nnx.Optimizer`.
+      *args: its arguments, which stay as they are. Somewhere among them is one loss scale that
+        adapts, in an optimizer state, a train state or an `nnx.Optimizer`; fixed ones, and None,
+        do not count beside it.
       ignore: the outputs that are meant to depend on the loss scale, one or several, by their
         names in the error: `"result[2]['scaled_norm']"`, or `"result[2]"` for everything in it.
       **kwargs: its keyword arguments, likewise; bind one named `ignore` with `functools.partial`.
 
     Raises:
       AssertionError: if outputs depend on the loss scale, or an overflow is not skipped, and why.
-      ValueError: if there is no loss scale among the arguments, or several; if it is a
-        `FixedLossScale`, which compiled steps hold as a constant; if the step is skipped at every
-        loss scale; if two runs of it differ; or if a name to ignore is not that of an output.
+      ValueError: if there is no loss scale among the arguments, or several that adapt; if there are
+        only `FixedLossScale`s, which compiled steps hold as constants; if the step is skipped at
+        every loss scale; if two runs of it differ; or if a name to ignore is not that of an
+        output.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
