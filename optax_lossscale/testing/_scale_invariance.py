@@ -68,8 +68,8 @@ def assert_scale_invariant(
 
     Raises:
       AssertionError: if outputs depend on the loss scale, or an overflow is not skipped, and why.
-      ValueError: if there is no loss scale among the arguments, or several that adapt; if there are
-        only `FixedLossScale`s, which compiled steps hold as constants; if the step is skipped at
+      ValueError: if there is no loss scale among the arguments, or several that adapt; if all are
+        `FixedLossScale`s, which compiled steps hold as constants; if the step is skipped at
         every loss scale; if two runs of it differ; or if a name to ignore is not that of an
         output.
 
