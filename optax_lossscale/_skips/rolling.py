@@ -1,4 +1,8 @@
-"""The rule of a rolling window: mean and deviation of the last losses and norms."""
+"""The rule of a rolling window: mean and deviation of the last losses and norms.
+
+The window is a ring: the newest number takes the place of the oldest, and `seen` says how many of
+the places hold one. OLMo-core, MaxText and Levanter share it, and differ in the deviation.
+"""
 
 from functools import partial
 from typing import Self
@@ -28,26 +32,32 @@ class RollingSkipRule(SkipRule):
 
     def __post_init__(self):
         super().__post_init__()
-        empty = lambda: np.zeros(self.length, np.float32)
-        self._set(_losses=empty(), _norms=empty())
+        self._set(
+            _losses=np.zeros(self.length, np.float32),
+            _norms=np.zeros(self.length, np.float32),
+        )
 
     def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
         assert value is not None  # as this rule needs it
-        usual = self._is_usual(value, self._losses) & self._is_usual(norm, self._norms)
-        here = jnp.arange(self.length) == self._next
+        loss_is_usual = self._is_usual(value, self._losses)
+        norm_is_usual = self._is_usual(norm, self._norms)
+        is_early = self.seen < self.least_history
+        is_oldest = jnp.arange(self.length) == self._next
         new = self.replace(
             seen=jnp.minimum(self.seen + 1, self.length),
             _next=(self._next + 1) % self.length,
-            _losses=jnp.where(here, value, self._losses),
-            _norms=jnp.where(here, norm, self._norms),
+            _losses=jnp.where(is_oldest, value, self._losses),
+            _norms=jnp.where(is_oldest, norm, self._norms),
         )
-        return new, usual | (self.seen < self.least_history)
+        return new, (loss_is_usual & norm_is_usual) | is_early
 
     def _is_usual(self, x: jax.Array, window: jax.Array) -> jax.Array:
-        held = jnp.arange(self.length) < self.seen
-        count = lambda n: jnp.maximum(n, 1).astype(jnp.float32)
-        mean = jnp.sum(jnp.where(held, window, 0)) / count(self.seen)
-        squares = jnp.where(held, jnp.square(window - mean), 0)
-        variance = jnp.sum(squares) / count(self.seen - self.ddof)
+        """Whether a number is at most `sigma_factor` deviations above the window's mean."""
+        is_filled = jnp.arange(self.length) < self.seen
+        count = jnp.maximum(self.seen, 1)
+        freedom = jnp.maximum(self.seen - self.ddof, 1)
+        mean = jnp.sum(jnp.where(is_filled, window, 0)) / count.astype(jnp.float32)
+        squares = jnp.where(is_filled, jnp.square(window - mean), 0)
+        variance = jnp.sum(squares) / freedom.astype(jnp.float32)
         deviation = jnp.maximum(jnp.sqrt(variance), self.least_deviation)
         return x - mean <= self.sigma_factor * deviation

@@ -12,7 +12,7 @@ from optax_lossscale._scales import validation
 from optax_lossscale._scales.stateful import Stateful, state_field
 
 APPLIED_PER_SKIP = 20  # how many applied steps make up for a skipped one
-_MOST = 2**30
+_MOST = 2**30  # of the debt, so that its int32 never wraps around
 
 
 class SkipRule(Stateful):
@@ -97,10 +97,14 @@ class SkipRule(Stateful):
                 f"{type(self).__name__} must become a rule of its own type and "
                 f"configuration: return self.replace(…) from decide. Got {validation.shown(new)}"
             )
-        skipped, debt = self.skipped_by_rule, new.skip_debt
-        paid = jnp.maximum(debt - (norm > 0).astype(jnp.int32), 0)
-        return new.replace(
+        skipped = self.skipped_by_rule
+        debt = new.skip_debt
+        # A step whose gradients are all zero changes nothing, and makes up for none.
+        paid_off = jnp.maximum(debt - (norm > 0).astype(jnp.int32), 0)
+        grown = jnp.minimum(debt, _MOST) + APPLIED_PER_SKIP
+        new = new.replace(
             gradient_norm=norm,
             skipped_by_rule=jnp.where(should_apply, skipped, optax.safe_increment(skipped)),
-            skip_debt=jnp.where(should_apply, paid, jnp.minimum(debt, _MOST) + APPLIED_PER_SKIP),
-        ), jnp.asarray(should_apply, bool)
+            skip_debt=jnp.where(should_apply, paid_off, grown),
+        )
+        return new, jnp.asarray(should_apply, bool)

@@ -41,14 +41,15 @@ class SpikeSkipRule(SkipRule):
 
     def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
         sizes = jnp.stack([norm, jnp.float32(0) if value is None else value])
-        given = sizes > 0
+        is_known = sizes > 0
         measured = jnp.log2(jnp.maximum(sizes, validation.SMALLEST))
         limits = self._limits()
-        is_spike = jnp.any((measured > limits) & given)
+        is_spike = jnp.any((measured > limits) & is_known)
         most = APPLIED_PER_SKIP * self.max_skips
+        # What happens this often is no accident, and is applied.
         is_common = is_spike & (self.skip_debt + APPLIED_PER_SKIP > most)
         should_apply = ~is_spike | is_common
-        new = self._with(measured, given & should_apply).replace(
+        new = self._with(measured, is_known & should_apply).replace(
             norm_limit=jnp.exp2(limits[0]),
             value_limit=jnp.exp2(limits[1]),
             skip_debt=jnp.where(is_common, most, self.skip_debt),
@@ -57,21 +58,28 @@ class SpikeSkipRule(SkipRule):
 
     def _limits(self) -> jax.Array:
         """The largest logarithms of a norm and of a loss that are usual; shape (2,)."""
-        held = jnp.arange(self.window)[None] < self._seen[:, None]
-        ordered = jnp.sort(jnp.where(held, self._last, _ABOVE_ALL))
+        is_filled = jnp.arange(self.window)[None] < self._seen[:, None]
+        ordered = jnp.sort(jnp.where(is_filled, self._last, _ABOVE_ALL))
         count = jnp.maximum(self._seen, _FEWEST)
-        at = lambda rank: jnp.take_along_axis(ordered, rank[:, None], 1)[:, 0]
-        median, quartile = at(count // 2), at(3 * count // 4)
+
+        def at(rank):
+            """The number of this rank, of norms and of losses."""
+            return jnp.take_along_axis(ordered, rank[:, None], 1)[:, 0]
+
+        median = at(count // 2)
+        quartile = at(3 * count // 4)
         common = at(count - jnp.maximum(_COMMON, count // APPLIED_PER_SKIP))
+        deviation = _DEVIATION * (quartile - median)
         floor = self.least * jnp.maximum(1, _ENOUGH / count.astype(jnp.float32))
-        allowed = jnp.maximum(self.factor * _DEVIATION * (quartile - median), floor)
+        allowed = jnp.maximum(self.factor * deviation, floor)
         limits = jnp.maximum(median + allowed, common + allowed / 2)
         return jnp.where(self._seen < _FEWEST, jnp.inf, limits)
 
     def _with(self, measured: jax.Array, remembered: jax.Array) -> Self:
         """With one more of each in the place of the oldest, if it is to be remembered."""
         one_more = remembered.astype(jnp.int32)
-        here = remembered[:, None] & (jnp.arange(self.window)[None] == self._next[:, None])
+        is_oldest = jnp.arange(self.window)[None] == self._next[:, None]
+        here = remembered[:, None] & is_oldest
         return self.replace(
             _last=jnp.where(here, measured[:, None], self._last),
             _seen=jnp.minimum(self._seen + one_more, self.window),

@@ -22,7 +22,9 @@ class ThresholdSkipRule(SkipRule):
     strict: bool = checked(validation.flag, default=False)  # whether to skip the threshold, too
 
     def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
-        return self, norm < self.threshold if self.strict else norm <= self.threshold
+        if self.strict:
+            return self, norm < self.threshold
+        return self, norm <= self.threshold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +64,17 @@ class MovingAverageSkipRule(SkipRule):
     def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
         variance = jnp.maximum(self.mean_square - jnp.square(self.mean), 0)
         usual = norm < self.drop_norm(self.count, self.mean, jnp.sqrt(variance))
-        weight = lambda count: 1 - self.grad_norm_ema_decay ** count.astype(jnp.float32)
+
+        def weight(count):
+            """Of the first norms in a moving average that starts from zero, together."""
+            return 1 - self.grad_norm_ema_decay ** count.astype(jnp.float32)
+
         decay = self.grad_norm_ema_decay * (weight(self.count) / weight(self.count + 1))
-        average = lambda old, new: jnp.where(usual, decay * old + (1 - decay) * new, old)
+
+        def average(old, new):
+            """The average with one more, if the step is applied."""
+            return jnp.where(usual, decay * old + (1 - decay) * new, old)
+
         square = jnp.minimum(jnp.square(norm), validation.LARGEST)
         new = self.replace(
             count=jnp.where(usual, optax.safe_increment(self.count), self.count),

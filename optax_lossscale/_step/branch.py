@@ -24,8 +24,11 @@ def apply_or_skip(
     branch: Branch | None,
     *,
     to_params: bool,
+    is_checked: bool,
 ) -> tuple[Any, Any]:
     """What a step gives, parameters or updates, and the inner state after it.
+
+    `is_checked` says that no step is applied whose gradients or loss are not finite.
 
     A conditional computes one of the two, and on CPU its results stay in place. A GPU's compiler
     gives them buffers of their own and copies them afterwards, and a TPU's does so with updates; a
@@ -53,7 +56,9 @@ def apply_or_skip(
         return lax.cond(should_apply, apply, skip, *given)
 
     def select(should_apply, given, state):
-        applied = update(given.unscaled(state.loss_scale).finite(), state.inner_state)
+        unless = False if is_checked else should_apply
+        finite = given.unscaled(state.loss_scale).finite(unless=unless)
+        applied = update(finite, state.inner_state)
         return jax.tree.map(partial(lax.select, should_apply), applied, skip(given, state))
 
     if branch == "select":

@@ -45,10 +45,14 @@ class Prepared:
         unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
         return dataclasses.replace(self, grads=unscale(loss_scale, self.grads, self.checked))
 
-    def finite(self) -> Self:
-        """With zeros for what is not finite, in the loss and in the gradients that are checked."""
-        grads = _of_checked(_zeros_for_nonfinite, self.grads, self.checked)
-        return dataclasses.replace(self, grads=grads, value=_zeros_for_nonfinite(self.value))
+    def finite(self, *, unless: jax.Array | bool = False) -> Self:
+        """With zeros for what is not finite, in the loss and in the gradients that are checked.
+
+        `unless` a step that nobody checked is applied all the same: it applies what there is.
+        """
+        zeros = partial(_zeros_for_nonfinite, unless=unless)
+        grads = _of_checked(zeros, self.grads, self.checked)
+        return dataclasses.replace(self, grads=grads, value=zeros(self.value))
 
     def checked_grads(self) -> Any:
         """The gradients to check: the tree, or a list of those that the mask keeps."""
@@ -219,11 +223,17 @@ def _unscale(loss_scale: LossScale, grads: Any, checked: tuple[bool, ...]) -> An
 _unscale_traced_once = jax.jit(_unscale, static_argnums=2)
 
 
-def _zeros_for_nonfinite(tree: Any) -> Any:
-    """The tree, with zeros for numbers that are not finite."""
+def _zeros_for_nonfinite(tree: Any, unless: jax.Array | bool) -> Any:
+    """The tree, with zeros for numbers that are not finite, unless they are to stay."""
+
     # Each by itself, without waiting for the check: so a clip's norm is computed in the same pass.
-    of_leaf = lambda x, zero: lax.select(is_finite(x), x, zero) if is_inexact(x) else x
-    return jax.tree.map(of_leaf, tree, zeros_like(tree))
+    def finite_or_zero(x, zero):
+        if not is_inexact(x):
+            return x
+        is_kept = is_finite(x) if unless is False else is_finite(x) | unless
+        return lax.select(is_kept, x, zero)
+
+    return jax.tree.map(finite_or_zero, tree, zeros_like(tree))
 
 
 def _like(params: Any) -> Any:

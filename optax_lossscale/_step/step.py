@@ -83,7 +83,14 @@ class ScaledStep:
         should_apply, new_state = decide(unscaled, state, self.skip, self.axis_name)
         update = partial(self._inner_update, extra_args=extra_args, to_params=to_params)
         new, inner_state = apply_or_skip(
-            should_apply, update, given, unscaled, state, self.branch, to_params=to_params
+            should_apply,
+            update,
+            given,
+            unscaled,
+            state,
+            self.branch,
+            to_params=to_params,
+            is_checked=self.skip is not None,
         )
         return new, new_state._replace(inner_state=inner_state)
 

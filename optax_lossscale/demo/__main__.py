@@ -5,16 +5,10 @@ import pathlib
 import sys
 import tempfile
 from functools import partial
-from typing import NoReturn
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line instead of two; exit code 2."""
-        self.exit(2, f"error: {message} (--help explains)\n")
 
 
 def _int_from(least: int, text: str) -> int:
+    """An option's number, from `least` to the largest int32."""
     most = 2**31 - 1
     if text.lstrip("+-").isdecimal() and least <= int(text) <= most:
         return int(text)
@@ -23,7 +17,11 @@ def _int_from(least: int, text: str) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; returns its exit code."""
-    parser = _Parser(prog="python -m optax_lossscale.demo", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m optax_lossscale.demo",
+        description=__doc__,
+        usage=argparse.SUPPRESS,  # so that an error is one line
+    )
     option = parser.add_argument
     option("--steps", type=partial(_int_from, 1), default=400, help="of each run (default: 400)")
     option("--data", metavar="FILE", help="text (default: Python's standard library's source)")

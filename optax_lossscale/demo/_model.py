@@ -5,21 +5,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-BYTES, CONTEXT, WIDTH, HEADS, BLOCKS = 256, 64, 128, 4, 2
+BYTES = 256  # the vocabulary
+CONTEXT = 64
+WIDTH = 128
+HEADS = 4
+BLOCKS = 2
 
 
 def init(key: jax.Array, width: int = WIDTH, blocks: int = BLOCKS) -> dict[str, Any]:
     """Parameters, in float32."""
     keys = iter(jax.random.split(key, 4 * blocks + 3))
-    normal = lambda *shape: jax.random.normal(next(keys), shape) * shape[0] ** -0.5
-    block = lambda: {
-        "norm1": jnp.ones(width),
-        "qkv": normal(width, 3 * width),
-        "out": normal(width, width),
-        "norm2": jnp.ones(width),
-        "up": normal(width, 4 * width),
-        "down": normal(4 * width, width),
-    }
+
+    def normal(*shape):
+        """Weights that keep the size of what they are multiplied by."""
+        return jax.random.normal(next(keys), shape) * shape[0] ** -0.5
+
+    def block():
+        """Those of attention and of the two layers after it."""
+        return {
+            "norm1": jnp.ones(width),
+            "qkv": normal(width, 3 * width),
+            "out": normal(width, width),
+            "norm2": jnp.ones(width),
+            "up": normal(width, 4 * width),
+            "down": normal(4 * width, width),
+        }
+
     return {
         "embedding": normal(BYTES, width) * 4,
         "position": normal(CONTEXT, width) * 0.5,
@@ -50,7 +61,8 @@ def embed(p: dict[str, Any], tokens: jax.Array) -> jax.Array:
 def block(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     """One of `p["blocks"]`."""
     x += _attention(p, _normed(x, p["norm1"]))
-    x += jax.nn.gelu(_normed(x, p["norm2"]) @ p["up"]) @ p["down"]
+    hidden = jax.nn.gelu(_normed(x, p["norm2"]) @ p["up"])
+    x += hidden @ p["down"]
     return x
 
 
@@ -66,14 +78,19 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def _normed(x: jax.Array, gain: jax.Array) -> jax.Array:
+    """RMS norm, computed in float32."""
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)
     return wide.astype(x.dtype) * gain
 
 
 def _attention(block: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    q, k, v = jnp.split((x @ block["qkv"]).reshape(*x.shape[:-1], HEADS, -1), 3, -1)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
+    """Causal attention, with the softmax in float32."""
+    heads = (x @ block["qkv"]).reshape(*x.shape[:-1], HEADS, -1)
+    q, k, v = jnp.split(heads, 3, -1)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32)
+    scores *= q.shape[-1] ** -0.5
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)).astype(x.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ block["out"]
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+    return mixed.reshape(x.shape) @ block["out"]

@@ -54,10 +54,13 @@ def picture(runs: dict[str, dict[str, Any]], folder: pathlib.Path) -> pathlib.Pa
 
 def _final_loss(history: dict[str, Any]) -> float:
     """The mean of the last tenth of the steps."""
-    return history["loss"][-max(1, len(history["loss"]) // 10) :].mean()
+    loss = history["loss"]
+    tenth = max(1, len(loss) // 10)
+    return loss[-tenth:].mean()
 
 
 def _smoothed(loss: np.ndarray, window: int = 10) -> np.ndarray:
     """The mean of the last `window` values, or of as many as there are."""
-    ends = range(1, len(loss) + 1)
-    return np.array([loss[max(0, end - window) : end].mean() for end in ends])
+    last = np.ones(window)
+    sums = np.convolve(loss, last)[: len(loss)]
+    return sums / np.convolve(np.ones_like(loss), last)[: len(loss)]

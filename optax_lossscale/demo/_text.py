@@ -16,9 +16,10 @@ def read(path: str | None) -> np.ndarray:
     library = pathlib.Path(sysconfig.get_paths()["stdlib"])
     files = sorted(library.glob("*.py")) if path is None else [pathlib.Path(path)]
     text = b"".join(file.read_bytes() for file in files)
-    if len(text) < CONTEXT + 1:
-        name = library if path is None else path
-        raise ValueError(f"{name} holds {len(text)} bytes; the demo needs at least {CONTEXT + 1}")
+    if len(text) <= CONTEXT:
+        raise ValueError(
+            f"{path or library} holds {len(text)} bytes; the demo needs at least {CONTEXT + 1}"
+        )
     return np.frombuffer(text, np.uint8)
 
 

@@ -45,12 +45,19 @@ class Run(NamedTuple):
     skipped_before: int  # steps, by the state that it was given
 
     @property
+    def exponent(self) -> float:
+        """That of the loss scale."""
+        return float(np.log2(np.max(self.before.loss_scale)))
+
+    @property
     def flags(self) -> np.ndarray:
         """Whether it was applied: by each state on each replica, and by the loss scales."""
         backed_off, other = outcomes(self.before)
         own = [same(x, other) or not same(x, backed_off) for x in self.loss_scales]
         flags = [np.ravel(state.should_apply) for state in self.states]
-        return np.concatenate(flags) & all(own) if flags else np.array(own, bool)
+        if not flags:
+            return np.array(own, bool)
+        return np.concatenate(flags) & all(own)
 
     @property
     def counts_a_skip(self) -> bool:
@@ -75,13 +82,18 @@ class Trial:
         at_hand(name, (args, kwargs))
         self.step = step
         self.arguments = {"args": args, "kwargs": kwargs}
-        if not loss_scales_in(self.arguments):
+        loss_scales = loss_scales_in(self.arguments)
+        if not loss_scales:
             raise ValueError(
                 "expected exactly one loss scale among the arguments of the step, found none: "
                 "pass it the optimizer's state as an argument. If a function makes its state "
                 "itself, or takes several steps, call the assertion inside it, at the first step"
             )
-        self.loss_scale = jax.device_get(get_loss_scale((args, kwargs)))
+        varying = [x for x in loss_scales if jax.tree.leaves(x)]
+        self.has_fixed = len(varying) < len(loss_scales)
+        # One that is fixed, or None, has no number to be varied, and does not count.
+        counted = varying or loss_scales[:1] if self.has_fixed else self.arguments
+        self.loss_scale = jax.device_get(get_loss_scale(counted))
         self.skipped = _skipped(jax.device_get(wrapper_states(self.arguments)))
         numbers = numbers_in(self.arguments)
         floats = {path: x for path, x in numbers.items() if is_inexact(x)}
@@ -98,13 +110,13 @@ class Trial:
 
     def overflowing(self) -> list[Run]:
         """Runs whose gradients overflow: of the last one, all do."""
-        if not jax.tree.leaves(self.loss_scale):
-            with OVERFLOWS(True):
+        with OVERFLOWS(self.has_fixed):
+            if not jax.tree.leaves(self.loss_scale):
                 return [self.run(self.loss_scale)]
-        try:
-            return [self.at(LARGEST), self.at(np.inf)]
-        except Exception:  # from `raise_if_stuck`, or a logger that has no integer for infinity
-            return [self.at(LARGEST)]
+            try:
+                return [self.at(LARGEST), self.at(np.inf)]
+            except Exception:  # `raise_if_stuck`'s, or of a logger without an integer for infinity
+                return [self.at(LARGEST)]
 
     def run(self, loss_scale: LossScale, numbers: Numbers | None = None) -> Run:
         """The step with this loss scale, and with other numbers in some places."""
@@ -180,7 +192,10 @@ def _outcomes(loss_scale):
 
 def _leaves(tree, whole=()):
     """The leaves by place, and parts of some types as a whole."""
-    is_leaf = lambda x: isinstance(x, whole) or is_variable(x)
+
+    def is_leaf(x):
+        return isinstance(x, whole) or is_variable(x)
+
     return dict(jax.tree.leaves_with_path(tree, is_leaf=is_leaf))
 
 
@@ -203,7 +218,8 @@ def _copy(x, number):
     if isinstance(x, jax.Array):
         if number is None:
             return x.copy()
-        return jax.device_put(np.asarray(number, x.dtype), x.sharding if x.committed else None)
+        sharding = x.sharding if x.committed else None
+        return jax.device_put(np.asarray(number, x.dtype), sharding)
     if isinstance(x, (np.ndarray, np.generic)):
         return np.array(x if number is None else number, x.dtype)
     return x if number is None else float(number)

@@ -112,8 +112,6 @@ def test_no_step_writes_what_is_not_finite_unless_asked_to(
     assert (after.skipped_steps, after.consecutive_skipped_steps) == (1, 1)
 
 
-# Of a CPU: where a flag is an array, a select on a GPU gives the optimizer zeros for NaN.
-@pytest.mark.about_cpus
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("loss_scale", UNCHECKED.values(), ids=UNCHECKED)
 def test_asked_to_skip_nothing_what_checks_nothing_applies_everything(loss_scale, compiled):
@@ -127,6 +125,30 @@ def test_asked_to_skip_nothing_what_checks_nothing_applies_everything(loss_scale
     assert state.loss_scale() == (
         8 if isinstance(loss_scale, Scheduled) else ols.get(loss_scale)()
     )
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("branch", [None, "cond", "select"])
+@pytest.mark.parametrize("loss_scale", UNCHECKED.values(), ids=UNCHECKED)
+def test_asked_to_skip_nothing_each_form_applies_what_there_is(loss_scale, branch, compiled):
+    inner = optax.trace(0.9)
+    tx = ols.with_loss_scale(inner, loss_scale, branch=branch, skip=None)
+    step = jax.jit(tx.update) if compiled else tx.update
+    updates, state = step(BAD, tx.init(PARAMS), PARAMS, value=jnp.inf)
+    assert jnp.isnan(updates["w"]).sum() == jnp.isnan(state.inner_state.trace["w"]).sum() == 1
+
+
+@pytest.mark.parametrize("loss_scale", [None, 128])
+def test_a_skip_ends_when_a_state_goes_on_without_a_check(loss_scale):
+    checked = ols.with_loss_scale(optax.sgd(0.1), loss_scale)
+    unchecked = ols.with_loss_scale(optax.sgd(0.1), loss_scale, skip=None)
+    _, state = checked.apply_gradients(BAD, checked.init(PARAMS), PARAMS)
+    assert not state.should_apply
+    for step in (unchecked.apply_gradients, jax.jit(unchecked.apply_gradients)):
+        _, after = step(PARAMS, state, PARAMS)
+        assert after.should_apply
+        assert (after.skipped_steps, after.consecutive_skipped_steps) == (1, 0)
+        chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
 
 
 def test_a_loss_scale_that_looks_at_nothing_may_skip_and_change_all_the_same():
