@@ -70,7 +70,7 @@ def _compiling(rows: list[Row]) -> str:
         for r in _where(rows, program=program):
             ratios = (f"{r[key]:.2f}" for key in ("trace_ratio", "compile_ratio"))
             body.append([r["way"], *ratios, f"{r['compile_cpu_s']:.1f} s"])
-        tables.append(_tables.markdown([program, "trace", "trace, lower and compile", ""], body))
+        tables.append(_tables.markdown([program, "trace", "trace, lower and compile", "time to compile"], body))
     return "\n\n".join(tables)
 
 
@@ -102,7 +102,7 @@ def _whole_step(rows: list[Row]) -> str:
         ]
         for r in rows
     ]
-    return _tables.markdown(["whole step", "time", "", "temporary memory"], body)
+    return _tables.markdown(["whole step", "time, relative", "time", "temporary memory"], body)
 
 
 def _models(rows: list[Row]) -> str:
@@ -115,7 +115,7 @@ def _models(rows: list[Row]) -> str:
         ]
         for r in rows
     ]
-    return _tables.markdown(["gradient", "time", "", "temporary memory"], body)
+    return _tables.markdown(["gradient", "time, relative", "time", "temporary memory"], body)
 
 
 def _devices(rows: list[Row]) -> str:

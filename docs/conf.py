@@ -26,6 +26,7 @@ version = release = ols.__version__
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
@@ -38,6 +39,7 @@ exclude_patterns = [".*", "**/.*", "docs/_build"]
 nb_execution_mode = "off"  # notebooks keep their outputs; .ci/run executes them
 nb_merge_streams = True
 myst_heading_anchors = 3
+autosummary_generate = False  # tables alone; the pages have the rest
 
 default_role = "py:obj"  # docstrings put code in single backquotes
 add_module_names = False
@@ -96,6 +98,8 @@ def setup(app):
     """What no extension does; each is described below."""
     app.add_builder(Site, override=True)
     app.connect("source-read", the_readme_is_the_home_page)
+    app.connect("source-read", the_names_come_first)
+    app.connect("doctree-resolved", raise_powers)
     app.connect("missing-reference", in_the_package)
     app.connect("autodoc-process-signature", tidy_signatures)
     app.connect("object-description-transform", tidy_types, priority=900)  # after autodoc's
@@ -106,6 +110,25 @@ def setup(app):
 def the_readme_is_the_home_page(app, page, source):
     """Links to the README, where a reader of the repository finds it, lead to the home page."""
     source[0] = source[0].replace("](../README.md", "](index.md")
+
+
+def the_names_come_first(app, page, source):
+    """A page of the reference begins with a table of the names that it describes."""
+    names = re.findall(r"^\.\. auto(?:function|class|exception):: ([\w.]+)", source[0], re.M)
+    if page.startswith("docs/api_"):
+        rows = "".join(f"   ~{name}\n" for name in names)
+        table = f"```{{eval-rst}}\n.. autosummary::\n   :nosignatures:\n\n{rows}```\n\n"
+        source[0] = re.sub(r"^(?=## |```)", lambda _: table, source[0], count=1, flags=re.M)
+
+
+def raise_powers(app, doctree, page):
+    """Sets the exponent of 2^15 in text, though not in code, as a superscript."""
+    for text in list(doctree.findall(nodes.Text)):
+        parts = re.split(r"(?<=\d)\^(-?\w+)", text)
+        in_code = isinstance(text.parent, (nodes.literal, nodes.literal_block))
+        if len(parts) > 1 and not in_code:
+            kinds = [nodes.Text, lambda exponent: nodes.superscript(exponent, exponent)]
+            text.parent.replace(text, [kinds[i % 2](part) for i, part in enumerate(parts)])
 
 
 def in_the_package(app, env, node, contnode):

@@ -73,7 +73,9 @@ def train(name: str, text: np.ndarray, steps: int, seed: int) -> dict[str, np.nd
     params = _model.init(jax.random.key(seed))
     state = tx.init(params)
     records = []
-    bar = tqdm(_text.batches(text, steps, seed), desc=f"{name:24}", total=steps, unit="step")
+    batches = _text.batches(text, steps, seed)
+    only_on_a_terminal = None  # tqdm's word for it
+    bar = tqdm(batches, f"{name:24}", total=steps, unit="step", disable=only_on_a_terminal)
     for tokens in bar:
         params, state, record = train_step(params, state, tokens)
         records.append(record)
