@@ -31,7 +31,7 @@ def custom_jvp(
     given = step.kinds
 
     def of(*xs):
-        return run.call(xs)[0]
+        return run.call(xs)
 
     of.__name__ = function_name(eqn.params["call_jaxpr"])
     of = jax.custom_jvp(of)
@@ -69,7 +69,7 @@ def custom_vjp(
     of_results = step.uses or [Use.WIDELY] * len(eqn.outvars)
 
     def of(*xs):
-        return runs[0].call(xs)[0] if runs else bind(eqn, xs)
+        return runs[0].call(xs) if runs else bind(eqn, xs)
 
     def forward(*args):
         xs = in_dtypes(dtypes_in(eqn.invars), [x.value for x in args])

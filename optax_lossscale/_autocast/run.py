@@ -35,7 +35,7 @@ def narrowed(
     """The results of a program for arguments of some kinds, narrowed."""
     pairs = zip(args, open_jaxpr(jaxpr).invars, strict=True)
     takes = [how.dtype if dtype_in(x) == how.dtype else dtype_in(v) for x, v in pairs]
-    return _Runs(plan(jaxpr, takes, given, how, uses)).whole.call(args)[0]
+    return _Runs(plan(jaxpr, takes, given, how, uses)).whole.call(args)
 
 
 class _Runs:
@@ -76,11 +76,11 @@ def _traced_once(run: Run, name: str) -> Run:
     """A program that is called wherever it is run, and not copied."""
 
     def outs(args):
-        return run.call(args)[0]
+        return run.call(args)
 
     outs.__name__ = name
     jitted = jax.jit(outs)
-    return run._replace(call=lambda args: (jitted(list(args)), {}))
+    return run._replace(call=lambda args: jitted(list(args)))
 
 
 def _by_plan(made: Plan, runs: _Runs) -> Run:
@@ -110,9 +110,9 @@ def _by_plan(made: Plan, runs: _Runs) -> Run:
             for i, forms in written.items():
                 held[i] = dict(zip(part.writes[i], forms, strict=True))
         pairs = zip(program.outs, made.gives, strict=True)
-        return [in_dtype(dtype, read(i, dtype)) for i, dtype in pairs], {}
+        return [in_dtype(dtype, read(i, dtype)) for i, dtype in pairs]
 
-    return Run(made.takes, made.gives, call, records=False)
+    return Run(made.takes, made.gives, call)
 
 
 def _spread(step: Instruction, low: dict[int, list[Any]], ins: list[Any]) -> dict[int, list[Any]]:
@@ -171,7 +171,7 @@ def _run(step: Instruction, ins: list[Any], how: Casting, runs: _Runs) -> list[A
         if step.name == "custom_jvp_call" and inside:
             return custom_jvp(eqn, ins, inside, step, narrowly)
         if inside:
-            return enter(eqn, ins, inside)[0]
+            return enter(eqn, ins, inside)
     return bind(eqn, ins)
 
 

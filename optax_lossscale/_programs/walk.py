@@ -84,11 +84,6 @@ def programs_in(eqn: Any) -> list[Any]:
     return list(filter(is_program, jax.tree.leaves(found, is_leaf=is_program)))
 
 
-def equations_in(eqn: Any) -> Iterator[Any]:
-    """The equations of the programs that an equation runs, but not those that these hold."""
-    return (inner for program in programs_in(eqn) for inner in open_jaxpr(program).eqns)
-
-
 def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
     """The programs in an equation, each with the numbers of the operands that it is given."""
     programs, n = programs_in(eqn), len(eqn.invars)
