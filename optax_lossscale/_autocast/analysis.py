@@ -10,10 +10,10 @@ from optax_lossscale._autocast.flat import Flat, flat
 from optax_lossscale._autocast.kinds import Kind
 from optax_lossscale._autocast.products import is_narrowed, is_rewritten
 from optax_lossscale._autocast.uses import Use, uses_of_operands
-from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._programs.operations import Is, traits, traits_of
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.versions import open_jaxpr
-from optax_lossscale._programs.walk import arguments_of, carried_by, programs_in
+from optax_lossscale._programs.walk import arguments_of, carried_by, giving_results, programs_in
 
 
 class Known(NamedTuple):
@@ -60,7 +60,7 @@ class Analysis:
         carried, programs = carried_by(eqn), arguments_of(eqn)
         places = _places(eqn, depths)  # so that layers that are alike are read once
         depths = [places[depth] for depth in depths]
-        is_condition = [eqn.primitive.name == "while" and n == 0 for n in range(len(programs))]
+        is_condition = [Is.WAITS in traits(eqn) and n == 0 for n in range(len(programs))]
         # What a scan carries from layer to layer is read in the next one, too. But if no product
         # depends on it in the end, it is rounded there alone: the last result is not.
         goes_on = [
@@ -123,11 +123,11 @@ class Analysis:
     def _read_kinds_of_results(self, eqn: Any, operands: Sequence[Kind]) -> list[Kind]:
         inside = self._kinds_inside(eqn, operands)
         found = []
-        for program, numbers in _giving_results(eqn):
+        for program, numbers in giving_results(eqn):
             known = self._kinds(program, [inside[n] for n in numbers])
             found.append([known[i] for i in self._flat(program).outs])
         results = [rules.widest(each) for each in zip(*found, strict=True)]
-        may_run_no_round = eqn.primitive.name == "while" or eqn.params.get("length") == 0
+        may_run_no_round = Is.WAITS in traits(eqn) or eqn.params.get("length") == 0
         for j, n in enumerate(carried_by(eqn)):
             if may_run_no_round:
                 results[j] = rules.widest((results[j], operands[n]))
@@ -147,7 +147,7 @@ class Analysis:
         inside, carried = list(operands), carried_by(eqn)
         for i in carried:
             inside[i] = Kind.FLOAT32
-        if eqn.primitive.name != "scan":
+        if Is.SCANS not in traits(eqn):
             return inside
         (program,) = programs_in(eqn)
         matrices = self._multiplied(program, Is.MOVES | Is.CASTS)
@@ -203,7 +203,7 @@ class Analysis:
         """How many products came before the results of an equation that is entered."""
         places = _places(eqn, operands)
         found = []
-        for program, numbers in _giving_results(eqn):
+        for program, numbers in giving_results(eqn):
             known = self._depths(program, [places[operands[n]] for n in numbers])
             found.append([_depth_at(known[i], places) for i in self._flat(program).outs])
         return [max(each) for each in zip(*found, strict=True)]
@@ -263,9 +263,3 @@ def _products_in(program: Any) -> int:
         is_narrowed(eqn) + sum(map(_products_in, programs_in(eqn)))
         for eqn in open_jaxpr(program).eqns
     )
-
-
-def _giving_results(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
-    """The programs in an equation that give its results: not the condition of a `while`."""
-    programs = arguments_of(eqn)
-    return programs[1:] if eqn.primitive.name == "while" else programs

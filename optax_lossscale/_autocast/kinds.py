@@ -10,10 +10,11 @@ from jax.extend.core import Literal
 
 from optax_lossscale._autocast.flat import Flat, Instruction
 from optax_lossscale._autocast.products import is_narrowed, is_rewritten
-from optax_lossscale._programs.operations import NORMALIZES, Is, traits_of
+from optax_lossscale._programs.operations import TABLE, Is, operation, traits_of
 from optax_lossscale._programs.values import FLOAT32, dtype_in, is_float
 
 _IN_MEANS = Is.MOVES | Is.SENDS | Is.CHOOSES | Is.ADDS_TWO | Is.NEAR
+_STATISTICS = {row.by for row in TABLE.values()} - {""}
 
 
 class Kind(enum.IntEnum):
@@ -60,7 +61,7 @@ def kinds(
         sums = [made_of[i] for i in step.ins if i in made_of]
         if _is_normalized(step, known, made_of):
             results = [Kind.NORMALIZED]
-        elif sums and (traits & _IN_MEANS or step.name in NORMALIZES.values()):
+        elif sums and (traits & _IN_MEANS or step.name in _STATISTICS):
             made_of |= dict.fromkeys(step.outs, sums[0] | {step.name})
         elif Is.ADDS_MANY in traits:
             made_of |= dict.fromkeys(step.outs, frozenset({program.types[step.ins[0]].shape}))
@@ -84,7 +85,7 @@ def _results(
         return [Kind.PRODUCT]
     if is_rewritten(eqn):
         return results_of(eqn, operands)
-    if name == "convert_element_type" and dtype_in(eqn.invars[0]) == jnp.bool_:
+    if Is.CASTS in traits_of(name) and dtype_in(eqn.invars[0]) == jnp.bool_:
         return [Kind.EXACT]
     of_floats = [k for v, k in zip(eqn.invars, operands, strict=True) if is_float(v)]
     floats = filter(is_float, (*eqn.invars, *eqn.outvars))
@@ -95,9 +96,9 @@ def _results(
 
 def _of_operation(step: Instruction, operands: Sequence[Kind], wide: Kind, low: np.dtype) -> Kind:
     """The kind of an operation on float32 operands."""
-    name, traits = step.name, traits_of(step.name)
+    traits = traits_of(step.name)
     if traits & (Is.MOVES | Is.SENDS | Is.CHOOSES):
-        if name == "gather" and wide == Kind.PARAMETER:
+        if Is.PICKS in traits and wide == Kind.PARAMETER:
             return Kind.ROWS
         is_sum = Is.ADDS_MANY in traits and wide == Kind.PRODUCT  # over devices
         return Kind.SUM if is_sum else wide
@@ -108,11 +109,11 @@ def _of_operation(step: Instruction, operands: Sequence[Kind], wide: Kind, low: 
         is_with_product = Kind.PRODUCT in operands or Kind.SUM in operands
         is_near = is_with_product or Kind.NEAR <= min(operands) < Kind.SCALED
         return Kind.SUM if is_near else wide
-    if name == "div" and operands[1] > Kind.NUMBER:
+    if Is.DIVIDES in traits and operands[1] > Kind.NUMBER:
         return Kind.FLOAT32
     if wide < Kind.PRODUCT:  # saturating parameters does not give a parameter
         return Kind.FLOAT32 if Is.SATURATES in traits else wide
-    if name == "mul" and low != jnp.bfloat16 and min(operands) > Kind.NUMBER:
+    if Is.MULTIPLIES in traits and low != jnp.bfloat16 and min(operands) > Kind.NUMBER:
         if min(operands) >= Kind.PRODUCT:
             return Kind.FLOAT32
         return Kind.NEAR if wide == Kind.NORMALIZED else Kind.SCALED
@@ -123,12 +124,14 @@ def _is_normalized(
     step: Instruction, known: Mapping[int, Kind], made_of: Mapping[int, frozenset[Any]]
 ) -> bool:
     """Whether this subtracts the mean of as many numbers, or divides by the norm of as many."""
-    if step.name not in NORMALIZES:
+    made_by = operation(step.eqn).by
+    if not made_by:
         return False
-    value, by = step.ins if step.name != "mul" else sorted(step.ins, key=known.__getitem__)
+    is_product = Is.MULTIPLIES in traits_of(step.name)
+    value, by = sorted(step.ins, key=known.__getitem__) if is_product else step.ins
     is_near = Kind.PRODUCT <= known[value] < Kind.FLOAT32 == known[by]
     shape = step.eqn.outvars[0].aval.shape
-    return is_near and made_of.get(by, set()) >= {NORMALIZES[step.name], shape}
+    return is_near and made_of.get(by, set()) >= {made_by, shape}
 
 
 def _of_number(number: Literal, low: np.dtype) -> Kind:

@@ -17,7 +17,7 @@ from optax_lossscale._autocast.plan import Casting, Part, Plan
 from optax_lossscale._autocast.products import holds_products, is_narrowed, is_outer_product
 from optax_lossscale._autocast.recomputed import Repeated, is_cheap, is_kept, is_redone, read_by
 from optax_lossscale._autocast.uses import Use, is_kept_low
-from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._programs.operations import Is, traits, traits_of
 from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in, numbers_in
 from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._programs.walk import carried_by
@@ -226,11 +226,11 @@ class _Planner:
         uses = tuple(self.uses[i] for i in step.outs)
         entered = self.analysis.inside(eqn, given, depths, uses)
         takes, gives = list(there), [self._kept_dtype(i) for i in step.outs]
-        if eqn.primitive.name == "scan":
+        if Is.SCANS in traits(eqn):
             # What every round reads gets a gradient from each of them: a sum of many numbers.
             takes[: carried.start] = dtypes_in(eqn.invars[: carried.start])
             how = how._replace(prevent_cse=False)
-        if Is.KEEPS in traits_of(eqn.primitive.name):
+        if Is.KEEPS in traits(eqn):
             how = how._replace(recomputes=False)
         of_operands = self.analysis.uses_of_operands_inside(eqn, entered)
         for it in entered:
@@ -238,7 +238,7 @@ class _Planner:
                 if n in carried:
                     is_low = is_kept_low(kind, of_operands[n])
                     takes[n] = how.dtype if is_low else dtype_in(eqn.invars[n])
-        as_told = tuple(gives) if eqn.primitive.name == "cond" else None
+        as_told = tuple(gives) if Is.BRANCHES in traits(eqn) else None
         plans = [
             self.analysis.once(
                 "plan",
@@ -248,7 +248,7 @@ class _Planner:
             )
             for it in entered
         ]
-        if eqn.primitive.name == "scan":
+        if Is.SCANS in traits(eqn):
             (each_round,) = plans
             for j, n in enumerate(carried):
                 is_low = takes[n] == each_round.gives[j] == how.dtype

@@ -12,7 +12,6 @@ from optax_lossscale._programs.walk import programs_in
 
 _LONGEST = 50  # steps
 _FEW = 32  # to one
-_PLACES = frozenset(("broadcast_in_dim", "concatenate", "convert_element_type", "gather", "pad"))
 
 
 def is_cheap(eqn: Any) -> bool:
@@ -30,9 +29,9 @@ def _is_all_cheap(program: Any) -> bool:
 def is_redone(island: list[Instruction]) -> bool:
     """Whether to recompute an island: it computes something, and does so in one pass."""
     # Each level of an associative scan, which spaces numbers out, is another pass over memory.
-    places = lambda s: Is.MOVES in traits_of(s.name) or s.name in _PLACES
+    places = lambda s: (Is.MOVES | Is.PLACES) & traits_of(s.name)
     moves = lambda s: places(s) or not is_float(s.eqn.outvars[0])
-    spaces = lambda s: s.name == "pad" and any(gap for *_, gap in s.eqn.params["padding_config"])
+    spaces = lambda s: any(gap for *_, gap in s.eqn.params.get("padding_config", ()))
     return not all(map(moves, island)) and not any(map(spaces, island))
 
 

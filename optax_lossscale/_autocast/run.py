@@ -18,6 +18,7 @@ from optax_lossscale._autocast.plan import Casting, Part, Plan
 from optax_lossscale._autocast.planner import plan
 from optax_lossscale._autocast.products import SCOPE, is_narrowed, is_outer_product, why_left
 from optax_lossscale._autocast.uses import Use
+from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.run import Run, enter
 from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in, in_dtype, in_dtypes
 from optax_lossscale._programs.versions import bind, open_jaxpr
@@ -166,9 +167,9 @@ def _run(step: Instruction, ins: list[Any], how: Casting, runs: _Runs) -> list[A
     with eqn.ctx.manager:
         if is_outer_product(eqn):
             return [outer_product(eqn, *ins)]
-        if step.name == "custom_vjp_call" and not why_left(eqn):
+        if Is.VJP in traits(eqn) and not why_left(eqn):
             return custom_vjp(eqn, ins, inside, step, narrowly)
-        if step.name == "custom_jvp_call" and inside:
+        if Is.JVP in traits(eqn) and inside:
             return custom_jvp(eqn, ins, inside, step, narrowly)
         if inside:
             return enter(eqn, ins, inside)

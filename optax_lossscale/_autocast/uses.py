@@ -66,7 +66,7 @@ def uses_of_operands(
             for out, v, result in zip(step.outs, eqn.outvars, results, strict=True)
         )
         is_read_past = any(depths[out] > depths[i] for out in step.outs)
-        if is_read_past or step.name == "name" or any(repeats):
+        if is_read_past or Is.NAMES in traits or any(repeats):
             use |= Use.PAST
         found.append(use)
     return found

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lossscale._programs.operations import TABLE, Is
+from optax_lossscale._programs.operations import ENTERED, Is, traits
 from optax_lossscale._programs.values import in_dtypes
 from optax_lossscale._programs.versions import mapped_axes, scan_sizes
 
@@ -26,12 +26,12 @@ class Run(NamedTuple):
 
 def is_entered(eqn: Any) -> bool:
     """Whether the programs that an equation holds can be run in another way."""
-    return eqn.primitive.name in _CALLS
+    return bool(traits(eqn) & ENTERED)
 
 
 def enter(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
     """The results of an equation that holds programs, each of which is run as `runs` says."""
-    return _CALLS[eqn.primitive.name](eqn, operands, runs)
+    return _ENTER[traits(eqn) & ENTERED](eqn, operands, runs)
 
 
 def is_placed(eqn: Any) -> bool:
@@ -168,13 +168,13 @@ def _is_a_place(sharding: Any) -> bool:
     return isinstance(sharding, jax.sharding.Sharding)
 
 
-_CALLS = {name: _inlined for name, traits in TABLE.items() if Is.INLINED in traits}
-_CALLS |= {name: _checkpoint for name, traits in TABLE.items() if Is.KEEPS in traits}
-_CALLS |= {
-    "cond": _cond,
-    "custom_jvp_call": _inlined,  # once differentiation is done
-    "custom_vjp_call": _inlined,
-    "scan": _scan,
-    "shard_map": _shard_map,
-    "while": _while,
+_ENTER = {
+    Is.INLINED: _inlined,
+    Is.KEEPS: _checkpoint,
+    Is.SCANS: _scan,
+    Is.WAITS: _while,
+    Is.BRANCHES: _cond,
+    Is.MAPS: _shard_map,
+    Is.JVP: _inlined,  # once differentiation is done
+    Is.VJP: _inlined,
 }
