@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._autocast.arrays import as_program
-from optax_lossscale._autocast.kinds import Kind
-from optax_lossscale._autocast.plan import Casting
+from optax_lossscale._autocast.classify import Kind
+from optax_lossscale._autocast.known import Casting
 from optax_lossscale._autocast.products import SCOPE, reasons_left, remedy
 from optax_lossscale._autocast.run import narrowed
 from optax_lossscale._programs.values import dtypes_in, in_dtypes

@@ -9,7 +9,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from optax_lossscale._autocast.flat import Instruction
-from optax_lossscale._autocast.kinds import Kind
+from optax_lossscale._autocast.classify import Kind, widest
 from optax_lossscale._autocast.uses import KEPT, Use
 from optax_lossscale._programs.run import Run
 from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes, is_float
@@ -47,7 +47,7 @@ def custom_jvp(
 
         traced = dtypes_in(eqn.invars)
         args = in_dtypes(traced, primals), {i: in_dtype(traced[i], tangents[i]) for i in moved}
-        kinds = [*given, *(max(given[i], Kind.SUM) for i in moved)]
+        kinds = [*given, *(widest((given[i], Kind.SUM)) for i in moved)]
         uses = lambda shapes: [*step.uses, *(step.uses[i] for i in shapes[1])]
         (outs, moves), _ = narrowed(derivative, args, kinds, uses)
         outs = in_dtypes(run.gives, outs)

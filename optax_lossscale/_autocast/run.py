@@ -12,10 +12,10 @@ from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
 from optax_lossscale._autocast.derivatives import custom_jvp, custom_vjp
 from optax_lossscale._autocast.flat import Instruction
-from optax_lossscale._autocast.kinds import Kind
+from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.outer import outer_product
-from optax_lossscale._autocast.plan import Casting, Part, Plan
-from optax_lossscale._autocast.planner import plan
+from optax_lossscale._autocast.known import Casting
+from optax_lossscale._autocast.plan import Part, Plan, plan
 from optax_lossscale._autocast.products import SCOPE, is_narrowed, is_outer_product, why_left
 from optax_lossscale._autocast.uses import Use
 from optax_lossscale._programs.operations import Is, traits
@@ -102,7 +102,7 @@ def _by_plan(made: Plan, runs: _Runs) -> Run:
         for part in made.parts:
             of = lambda xs, part=part: _computed(part, xs, made, runs)
             if part.is_recomputed:
-                policy = _KEEPS if part.kept else None  # which takes longer to trace
+                policy = _KEEPS if part.saved else None  # which takes longer to trace
                 of = jax.checkpoint(of, prevent_cse=made.how.prevent_cse, policy=policy)
             written = of([read(i, dtype) for i, dtype in part.reads.items()])
             if part.is_spread:
@@ -147,7 +147,7 @@ def _computed(part: Part, xs: Sequence[Any], made: Plan, runs: _Runs) -> dict[in
         with step.at_its_line():
             outs = _run(step, list(map(cast, step.ins, step.takes)), made.how, runs)
             outs = in_dtypes(step.gives, outs)
-            if not part.kept.isdisjoint(step.outs):
+            if not part.saved.isdisjoint(step.outs):
                 outs = [checkpoint_name(x, SCOPE) for x in outs]
             values |= zip(step.outs, outs, strict=True)
             new = [i for i in step.outs if i in part.writes]
