@@ -99,9 +99,7 @@ def _portion(
     """A portion of an island."""
     is_recomputed = known.how.recomputes and _is_recomputed(steps)
     saved = _saved(known, steps, writes) if is_recomputed and known.how.keeps else frozenset()
-    return Portion(
-        tuple(steps), True, writes, repeated, frozenset(rounded), is_recomputed, saved
-    )
+    return Portion(tuple(steps), True, writes, repeated, frozenset(rounded), is_recomputed, saved)
 
 
 def _wanted(

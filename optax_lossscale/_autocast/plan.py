@@ -14,6 +14,7 @@ from optax_lossscale._autocast.keep import Portion, keep, read_by
 from optax_lossscale._autocast.known import Casting, Known, known
 from optax_lossscale._autocast.partition import partition
 from optax_lossscale._autocast.products import holds_products, is_narrowed, is_outer_product
+from optax_lossscale._autocast.shown import shown
 from optax_lossscale._autocast.uses import Arguments, Entry, Use, entered, is_kept_low, uses_inside
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
@@ -45,22 +46,37 @@ class Plan(NamedTuple):
     gives: tuple[Any, ...]  # the dtypes of its results
     program: Flat
     parts: tuple[Part, ...]
-    fenced: set[int]
     how: Casting
+
+    def __str__(self) -> str:
+        return shown(self)
 
 
 def plan(
     jaxpr: Any,
-    takes: Sequence[Any],
+    args: Sequence[Any],
     kinds: Sequence[Kind],
     how: Casting,
     uses: Sequence[Use] | None = None,
 ) -> Plan:
-    """The plan for a program traced in float32; `uses` says what is done with its results."""
+    """The plan for a program that was traced in float32.
+
+    Args:
+      jaxpr: the program.
+      args: its arguments, of which those in the dtype of products are taken as they are.
+      kinds: what each of them is.
+      how: how it is narrowed.
+      uses: what is done with each of its results; without it, anything.
+    """
+    program = open_jaxpr(jaxpr)
+    takes = tuple(
+        how.dtype if dtype_in(x) == how.dtype else dtype_in(v)
+        for x, v in zip(args, program.invars, strict=True)
+    )
     if uses is None:
-        uses = [Use.WIDELY] * len(open_jaxpr(jaxpr).outvars)
+        uses = [Use.WIDELY] * len(program.outvars)
     arguments = Arguments(tuple(kinds), (0,) * len(kinds), tuple(uses))
-    return _plan(jaxpr, tuple(takes), arguments, how, None)
+    return _plan(jaxpr, takes, arguments, how, None)
 
 
 @remembered
@@ -81,10 +97,7 @@ def _plan(
         available |= part.writes
     if gives is None:
         gives = tuple(map(facts.kept_dtype, program.outs))
-    islands = [part for part in parts if part.is_recomputed and how.prevent_cse]
-    read = {i for part in islands for i in part.reads}
-    fenced = {i for part in islands for i in part.writes if available[i][0] == how.dtype} & read
-    return Plan(tuple(takes), gives, program, tuple(parts), fenced, how)
+    return Plan(takes, gives, program, tuple(parts), how)
 
 
 def _island(facts: Known, portion: Portion, available: Available) -> Part:
@@ -187,9 +200,7 @@ def _entered(facts: Known, step: Instruction, there: Sequence[Any]) -> Instructi
     )
 
 
-def _taken(
-    facts: Known, eqn: Any, entries: Sequence[Entry], there: Sequence[Any]
-) -> list[Any]:
+def _taken(facts: Known, eqn: Any, entries: Sequence[Entry], there: Sequence[Any]) -> list[Any]:
     """The dtypes in which the programs in an equation take its operands."""
     takes = list(there)
     carried = carried_by(eqn)

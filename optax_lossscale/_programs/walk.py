@@ -198,6 +198,11 @@ def _equations(jaxpr: Any, is_shared: bool) -> Iterator[Equation]:
     return iter(made)
 
 
+def line_of(eqn: Any) -> str:
+    """The user's line that made an equation, as `model.py:12 (f)`."""
+    return _source(eqn, "", _frameworks())
+
+
 def has_users_line(eqn: Any) -> bool:
     """Whether a user's code made an equation, and not what a framework compiles and caches."""
     frameworks = _frameworks()
