@@ -81,7 +81,7 @@ def autocast(
       >>> print(ols.autocast(loss_fn).plan(weights, x))  # doctest: +ELLIPSIS
       takes 0:f32, 1:f32
       run: dot_general (1:f16, 0:f16) -> 2:f16  # ... (loss_fn)
-      island: exp reduce_sum div (2) -> 5:f32, keeping 4  # ... (loss_fn)
+      island: exp reduce_sum div (2) -> 5:f32  # ... (loss_fn)
       gives 5:f32
     """
     if fun is inspect.Parameter.empty:

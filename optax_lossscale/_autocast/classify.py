@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from optax_lossscale._autocast.flat import Flat, Instruction, flat
+from optax_lossscale._autocast.flat import Instruction, flat
 from optax_lossscale._autocast.products import is_narrowed, is_rewritten
 from optax_lossscale._programs.operations import TABLE, Is, operation, traits
 from optax_lossscale._programs.remembered import remembered
@@ -77,7 +77,7 @@ _TRANSFERS = _transfers(_TABLE)
 
 @remembered
 def classify(jaxpr: Any, arguments: tuple[Kind, ...], low: np.dtype) -> Mapping[int, Kind]:
-    """The kind of each value of a program, by its number in `flat`, from those of its arguments."""
+    """The kind of each value of a program, by number, from the kinds of its arguments."""
     program = flat(jaxpr)
     kinds = dict.fromkeys(program.consts, Kind.FLOAT32)
     kinds |= {i: _of_literal(literal, low) for i, literal in program.literals.items()}

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_lossscale._autocast.classify import Kind, classify, of_arguments
 from optax_lossscale._autocast.cheap import is_cheap
+from optax_lossscale._autocast.classify import Kind, classify, of_arguments
 from optax_lossscale._autocast.flat import Instruction, flat
 from optax_lossscale._autocast.products import is_narrowed, is_rewritten
 from optax_lossscale._programs.operations import Is, traits

@@ -62,12 +62,12 @@ class Is(enum.Flag):
     JVP = enum.auto()
     """Holds a program whose derivative is a rule of the user's own."""
     VJP = enum.auto()
-    """Holds a program whose derivative is a rule of the user's own, for the backward pass alone."""
+    """Holds a program whose derivative for the backward pass is a rule of the user's own."""
     CHEAP = enum.auto()
     """Recomputing it takes no longer than reading its results: a compiler fuses it."""
 
 
-ENTERED = Is.INLINED | Is.KEEPS | Is.SCANS | Is.WAITS | Is.BRANCHES | Is.MAPS | Is.JVP | Is.VJP
+ENTERED = Is.INLINED | Is.KEEPS | Is.SCANS | Is.WAITS | Is.BRANCHES
 """What holds programs that `_programs.run` can run in another way; others run them as they are."""
 
 
@@ -88,297 +88,297 @@ class Operation(NamedTuple):
 
 
 _ROWS = """
-# operation                  | is                           | terms      | by    | programs
+# operation               | is                         | terms      | by    | programs
 # Returns its operands' numbers elsewhere
-copy                         | moves cheap
-copy_p                       | moves cheap
-dynamic_slice                | moves cheap
-expand_dims                  | moves cheap
-name                         | moves names
-optimization_barrier         | moves
-reshape                      | moves cheap
-reshard                      | moves sends cheap
-rev                          | moves cheap
-sharding_constraint          | moves sends cheap
-slice                        | moves cheap
-split                        | moves cheap
-squeeze                      | moves cheap
-stop_gradient                | moves cheap
-transpose                    | moves cheap
-unstack                      | moves cheap
+copy                      | moves cheap
+copy_p                    | moves cheap
+dynamic_slice             | moves cheap
+expand_dims               | moves cheap
+name                      | moves names
+optimization_barrier      | moves
+reshape                   | moves cheap
+reshard                   | moves sends cheap
+rev                       | moves cheap
+sharding_constraint       | moves sends cheap
+slice                     | moves cheap
+split                     | moves cheap
+squeeze                   | moves cheap
+stop_gradient             | moves cheap
+transpose                 | moves cheap
+unstack                   | moves cheap
 # Goes from device to device
-all_gather                   | sends spreads
-all_gather_invariant         | sends
-all_gather_reduced           | sends spreads
-all_to_all                   | sends
-pmax                         | sends
-pmin                         | sends
-ppermute                     | sends
-psum                         | sends adds_many
-psum_invariant               | sends adds_many
-reduce_scatter               | sends adds_many
-unreduced_psum               | sends adds_many
-unreduced_reduce_scatter     | sends adds_many
+all_gather                | sends spreads
+all_gather_invariant      | sends
+all_gather_reduced        | sends spreads
+all_to_all                | sends
+pmax                      | sends
+pmin                      | sends
+ppermute                  | sends
+psum                      | sends adds_many
+psum_invariant            | sends adds_many
+reduce_scatter            | sends adds_many
+unreduced_psum            | sends adds_many
+unreduced_reduce_scatter  | sends adds_many
 # Returns some of its operands' numbers
-abs                          | chooses cheap
-broadcast_in_dim             | places chooses cheap
-clamp                        | chooses cheap
-concatenate                  | places chooses cheap
-convert_element_type         | places chooses casts cheap
-cummax                       | chooses
-cummin                       | chooses
-dynamic_update_slice         | chooses cheap
-gather                       | places chooses picks cheap
-max                          | chooses cheap
-min                          | chooses cheap
-neg                          | chooses cheap
-pad                          | places chooses cheap
-pcast                        | spreads chooses cheap
-pvary                        | spreads chooses cheap
-reduce_max                   | chooses cheap
-reduce_min                   | chooses cheap
-reduce_window_max            | chooses cheap
-reduce_window_min            | chooses cheap
-scatter                      | chooses cheap
-scatter-max                  | chooses cheap
-scatter-min                  | chooses cheap
-select_n                     | chooses cheap
-sort                         | chooses
-stack                        | chooses cheap
-tile                         | chooses cheap
-top_k                        | chooses
+abs                       | chooses cheap
+broadcast_in_dim          | places chooses cheap
+clamp                     | chooses cheap
+concatenate               | places chooses cheap
+convert_element_type      | places chooses casts cheap
+cummax                    | chooses
+cummin                    | chooses
+dynamic_update_slice      | chooses cheap
+gather                    | places chooses picks cheap
+max                       | chooses cheap
+min                       | chooses cheap
+neg                       | chooses cheap
+pad                       | places chooses cheap
+pcast                     | spreads chooses cheap
+pvary                     | spreads chooses cheap
+reduce_max                | chooses cheap
+reduce_min                | chooses cheap
+reduce_window_max         | chooses cheap
+reduce_window_min         | chooses cheap
+scatter                   | chooses cheap
+scatter-max               | chooses cheap
+scatter-min               | chooses cheap
+select_n                  | chooses cheap
+sort                      | chooses
+stack                     | chooses cheap
+tile                      | chooses cheap
+top_k                     | chooses
 # Sums
-add                          | adds_two cheap
-add_any                      | adds_two cheap
-cumsum                       | adds_many                    | axis
-reduce                       | adds_many                    | dimensions
-reduce_sum                   | adds_many cheap              | axes
-reduce_window                | adds_many                    | window
-reduce_window_sum            | adds_many                    | window
-scatter-add                  | adds_many cheap              | updates
-scatter-sub                  | adds_many cheap              | updates
-select_and_scatter_add       | adds_many                    | window
-sub                          | adds_two cheap               | -          | div
+add                       | adds_two cheap
+add_any                   | adds_two cheap
+cumsum                    | adds_many                  | axis
+reduce                    | adds_many                  | dimensions
+reduce_sum                | adds_many cheap            | axes
+reduce_window             | adds_many                  | window
+reduce_window_sum         | adds_many                  | window
+scatter-add               | adds_many cheap            | updates
+scatter-sub               | adds_many cheap            | updates
+select_and_scatter_add    | adds_many                  | window
+sub                       | adds_two cheap             | -          | div
 # Has about the range of its operands
-ceil                         | near cheap
-div                          | divides near cheap           | -          | sqrt
-erf                          | near saturates cheap
-floor                        | near cheap
-logistic                     | near saturates cheap
-mul                          | multiplies near cheap        | -          | rsqrt
-round                        | near cheap
-sign                         | near cheap
-tanh                         | near saturates cheap
+ceil                      | near cheap
+div                       | divides near cheap         | -          | sqrt
+erf                       | near saturates cheap
+floor                     | near cheap
+logistic                  | near saturates cheap
+mul                       | multiplies near cheap      | -          | rsqrt
+round                     | near cheap
+sign                      | near cheap
+tanh                      | near saturates cheap
 # Leaves, or bounds, their range
-cosh                         | exponential cheap
-cumlogsumexp                 | exponential
-cumprod                      | exponential
-erfc                         | saturates cheap
-exp                          | saturates exponential cheap
-exp2                         | exponential cheap
-expm1                        | exponential cheap
-integer_pow                  | exponential cheap
-lgamma                       | exponential
-log                          | exponential cheap
-log1p                        | exponential cheap
-log2                         | exponential cheap
-pow                          | exponential cheap
-reduce_prod                  | exponential cheap
-scatter-mul                  | exponential cheap
-sinh                         | exponential cheap
-square                       | exponential cheap
+cosh                      | exponential cheap
+cumlogsumexp              | exponential
+cumprod                   | exponential
+erfc                      | saturates cheap
+exp                       | saturates exponential cheap
+exp2                      | exponential cheap
+expm1                     | exponential cheap
+integer_pow               | exponential cheap
+lgamma                    | exponential
+log                       | exponential cheap
+log1p                     | exponential cheap
+log2                      | exponential cheap
+pow                       | exponential cheap
+reduce_prod               | exponential cheap
+scatter-mul               | exponential cheap
+sinh                      | exponential cheap
+square                    | exponential cheap
 # Products
-conv_general_dilated         | product outer                | kernel
-dot_general                  | product outer cheap          | contracted
-ragged_dot_general           | product                      | contracted
-scaled_dot                   | product                      | contracted
-scaled_matmul_wrapper        | product                      | last
+conv_general_dilated      | product outer              | kernel
+dot_general               | product outer cheap        | contracted
+ragged_dot_general        | product                    | contracted
+scaled_dot                | product                    | contracted
+scaled_matmul_wrapper     | product                    | last
 # Bits
-bitcast_convert_type         | of_bits
-nextafter                    | of_bits
-rng_uniform                  | of_bits
+bitcast_convert_type      | of_bits
+nextafter                 | of_bits
+rng_uniform               | of_bits
 # What no jaxpr shows
-bcoo_dot_general             | opaque
-bcoo_dot_general_sampled     | opaque
-bcoo_spdot_general           | opaque
-bcsr_dot_general             | opaque
-call_exported                | opaque
-call_tf                      | opaque
-coo_matmat                   | opaque
-coo_matvec                   | opaque
-coo_spmm                     | opaque
-coo_spmv                     | opaque
-csr_matmat                   | opaque
-csr_matvec                   | opaque
-csr_spmm                     | opaque
-csr_spmv                     | opaque
-cudnn_fusion                 | opaque
+bcoo_dot_general          | opaque
+bcoo_dot_general_sampled  | opaque
+bcoo_spdot_general        | opaque
+bcsr_dot_general          | opaque
+call_exported             | opaque
+call_tf                   | opaque
+coo_matmat                | opaque
+coo_matvec                | opaque
+coo_spmm                  | opaque
+coo_spmv                  | opaque
+csr_matmat                | opaque
+csr_matvec                | opaque
+csr_spmm                  | opaque
+csr_spmv                  | opaque
+cudnn_fusion              | opaque
 dot_product_attention_bwd_wrapper | opaque
 dot_product_attention_fp8_bwd_wrapper | opaque
 dot_product_attention_fp8_fwd_wrapper | opaque
 dot_product_attention_fwd_wrapper | opaque
-ffi_call                     | opaque
-io_callback                  | opaque
-mosaic_gpu_call              | opaque
-pallas_call                  | opaque
-pure_callback                | opaque
-spsolve                      | opaque
-tpu_custom_call              | opaque
-triton_kernel_call           | opaque
+ffi_call                  | opaque
+io_callback               | opaque
+mosaic_gpu_call           | opaque
+pallas_call               | opaque
+pure_callback             | opaque
+spsolve                   | opaque
+tpu_custom_call           | opaque
+triton_kernel_call        | opaque
 # Holds programs
-checkpoint                   | keeps                        | -          | -     | jaxpr
-closed_call                  | inlined                      | -          | -     | jaxpr call_jaxpr
-composite                    | -                            | -          | -     | jaxpr
-cond                         | branches                     | -          | -     | branches
-core_call                    | inlined                      | -          | -     | jaxpr call_jaxpr
-custom_jvp_call              | jvp cheap                    | -          | -     | call_jaxpr
-custom_linear_solve          | -                            | -          | -     | jaxprs.solve
-custom_partitioning          | -                            | -          | -     | call
-custom_vjp_call              | vjp cheap                    | -          | -     | call_jaxpr
-custom_vmap_call             | -                            | -          | -     | call
-CustomRoot                   | -                            | -          | -     | solve_jaxpr
-eval_jaxpr                   | inlined                      | -          | -     | jaxpr call_jaxpr
-jit                          | inlined cheap                | -          | -     | jaxpr
-linear_call                  | -                            | -          | -     | callee
-pjit                         | inlined cheap                | -          | -     | jaxpr
-remat                        | keeps                        | -          | -     | jaxpr
-remat2                       | keeps                        | -          | -     | jaxpr
-run_state                    | -                            | -          | -     | jaxpr
-scan                         | scans                        | -          | -     | jaxpr
-shard_map                    | maps                         | -          | -     | jaxpr
-while                        | waits                        | -          | -     | cond_jaxpr body_jaxpr
-xla_metadata_call            | -                            | -          | -     | jaxpr
-xla_pmap                     | -                            | -          | -     | call_jaxpr
+checkpoint                | keeps                      | -          | -     | jaxpr
+closed_call               | inlined                    | -          | -     | jaxpr call_jaxpr
+composite                 | -                          | -          | -     | jaxpr
+cond                      | branches                   | -          | -     | branches
+core_call                 | inlined                    | -          | -     | jaxpr call_jaxpr
+custom_jvp_call           | jvp cheap                  | -          | -     | call_jaxpr
+custom_linear_solve       | -                          | -          | -     | jaxprs.solve
+custom_partitioning       | -                          | -          | -     | call
+custom_vjp_call           | vjp cheap                  | -          | -     | call_jaxpr
+custom_vmap_call          | -                          | -          | -     | call
+CustomRoot                | -                          | -          | -     | solve_jaxpr
+eval_jaxpr                | inlined                    | -          | -     | jaxpr call_jaxpr
+jit                       | inlined cheap              | -          | -     | jaxpr
+linear_call               | -                          | -          | -     | callee
+pjit                      | inlined cheap              | -          | -     | jaxpr
+remat                     | keeps                      | -          | -     | jaxpr
+remat2                    | keeps                      | -          | -     | jaxpr
+run_state                 | -                          | -          | -     | jaxpr
+scan                      | scans                      | -          | -     | jaxpr
+shard_map                 | maps                       | -          | -     | jaxpr
+while                     | waits                      | -          | -     | cond_jaxpr body_jaxpr
+xla_metadata_call         | -                          | -          | -     | jaxpr
+xla_pmap                  | -                          | -          | -     | call_jaxpr
 # Cheap, of any range
-acos                         | cheap
-acosh                        | cheap
-and                          | cheap
-argmax                       | cheap
-argmin                       | cheap
-asin                         | cheap
-asinh                        | cheap
-atan                         | cheap
-atan2                        | cheap
-atanh                        | cheap
-cbrt                         | cheap
-cos                          | cheap
-eq                           | cheap
-erf_inv                      | cheap
-ge                           | cheap
-gt                           | cheap
-iota                         | cheap
-is_finite                    | cheap
-le                           | cheap
-lt                           | cheap
-ne                           | cheap
-not                          | cheap
-one_minus_square             | cheap
-or                           | cheap
-reduce_and                   | cheap
-reduce_or                    | cheap
-rem                          | cheap
-rsqrt                        | cheap
-sin                          | cheap
-sqrt                         | cheap
-tan                          | cheap
-xor                          | cheap
+acos                      | cheap
+acosh                     | cheap
+and                       | cheap
+argmax                    | cheap
+argmin                    | cheap
+asin                      | cheap
+asinh                     | cheap
+atan                      | cheap
+atan2                     | cheap
+atanh                     | cheap
+cbrt                      | cheap
+cos                       | cheap
+eq                        | cheap
+erf_inv                   | cheap
+ge                        | cheap
+gt                        | cheap
+iota                      | cheap
+is_finite                 | cheap
+le                        | cheap
+lt                        | cheap
+ne                        | cheap
+not                       | cheap
+one_minus_square          | cheap
+or                        | cheap
+reduce_and                | cheap
+reduce_or                 | cheap
+rem                       | cheap
+rsqrt                     | cheap
+sin                       | cheap
+sqrt                      | cheap
+tan                       | cheap
+xor                       | cheap
 # Known, and treated like an unknown one
-accum_grad_in_ref            | -
-addupdate                    | -
-after_all                    | -
-approx_top_k                 | -
-axis_index                   | -
-bcoo_extract                 | -
-bcoo_fromdense               | -
-bcoo_sort_indices            | -
-bcoo_sum_duplicates          | -
-bcoo_todense                 | -
-bcoo_transpose               | -
-bcsr_extract                 | -
-bcsr_fromdense               | -
-bcsr_todense                 | -
-bessel_i0e                   | -
-bessel_i1e                   | -
-broadcast_to                 | -
-cholesky                     | -
-cholesky_update              | -
-clz                          | -
-complex                      | -
-conj                         | -
-coo_fromdense                | -
-coo_todense                  | -
-create_token                 | -
-csr_fromdense                | -
-csr_todense                  | -
-debug_callback               | -
-debug_print                  | -
-device_put                   | -
-digamma                      | -
-dim_as_value                 | -
-dimension_size               | -
-eig                          | -
-eigh                         | -
-empty                        | -
-empty2                       | -
-empty_ref                    | -
-fft                          | -
-free_ref                     | -
-freeze                       | -
-from_edtype                  | -
-geqp3                        | -
-geqrf                        | -
-get                          | -
-hessenberg                   | -
-householder_product          | -
-igamma                       | -
-igamma_grad_a                | -
-igammac                      | -
-imag                         | -
-iota_2x32_shape              | -
-layout_constraint            | -
-lu                           | -
-lu_pivots_to_permutation     | -
-mulhi                        | -
-new_ref                      | -
-ormqr                        | -
-pbroadcast                   | -
-platform_index               | -
-polygamma                    | -
-population_count             | -
-qr                           | -
-ragged_all_to_all            | -
-random_bits                  | -
-random_clone                 | -
-random_fold_in               | -
-random_gamma                 | -
-random_seed                  | -
-random_split                 | -
-random_unwrap                | -
-random_wrap                  | -
-real                         | -
-reciprocal                   | -
-reduce_precision             | -
-reduce_xor                   | -
-regularized_incomplete_beta  | -
-rng_bit_generator            | -
-schur                        | -
-select_and_gather_add        | -
-select_and_scatter           | -
-shift_left                   | -
-shift_right_arithmetic       | -
-shift_right_logical          | -
-svd                          | -
-swap                         | -
-symmetric_product            | -
-threefry2x32                 | -
-tie                          | -
-to_edtype                    | -
-triangular_solve             | -
-tridiagonal                  | -
-tridiagonal_solve            | -
+accum_grad_in_ref         | -
+addupdate                 | -
+after_all                 | -
+approx_top_k              | -
+axis_index                | -
+bcoo_extract              | -
+bcoo_fromdense            | -
+bcoo_sort_indices         | -
+bcoo_sum_duplicates       | -
+bcoo_todense              | -
+bcoo_transpose            | -
+bcsr_extract              | -
+bcsr_fromdense            | -
+bcsr_todense              | -
+bessel_i0e                | -
+bessel_i1e                | -
+broadcast_to              | -
+cholesky                  | -
+cholesky_update           | -
+clz                       | -
+complex                   | -
+conj                      | -
+coo_fromdense             | -
+coo_todense               | -
+create_token              | -
+csr_fromdense             | -
+csr_todense               | -
+debug_callback            | -
+debug_print               | -
+device_put                | -
+digamma                   | -
+dim_as_value              | -
+dimension_size            | -
+eig                       | -
+eigh                      | -
+empty                     | -
+empty2                    | -
+empty_ref                 | -
+fft                       | -
+free_ref                  | -
+freeze                    | -
+from_edtype               | -
+geqp3                     | -
+geqrf                     | -
+get                       | -
+hessenberg                | -
+householder_product       | -
+igamma                    | -
+igamma_grad_a             | -
+igammac                   | -
+imag                      | -
+iota_2x32_shape           | -
+layout_constraint         | -
+lu                        | -
+lu_pivots_to_permutation  | -
+mulhi                     | -
+new_ref                   | -
+ormqr                     | -
+pbroadcast                | -
+platform_index            | -
+polygamma                 | -
+population_count          | -
+qr                        | -
+ragged_all_to_all         | -
+random_bits               | -
+random_clone              | -
+random_fold_in            | -
+random_gamma              | -
+random_seed               | -
+random_split              | -
+random_unwrap             | -
+random_wrap               | -
+real                      | -
+reciprocal                | -
+reduce_precision          | -
+reduce_xor                | -
+regularized_incomplete_beta | -
+rng_bit_generator         | -
+schur                     | -
+select_and_gather_add     | -
+select_and_scatter        | -
+shift_left                | -
+shift_right_arithmetic    | -
+shift_right_logical       | -
+svd                       | -
+swap                      | -
+symmetric_product         | -
+threefry2x32              | -
+tie                       | -
+to_edtype                 | -
+triangular_solve          | -
+tridiagonal               | -
+tridiagonal_solve         | -
 with_memory_space_constraint | -
-zeros_like                   | -
-zeta                         | -
+zeros_like                | -
+zeta                      | -
 """
 
 

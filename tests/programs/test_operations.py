@@ -130,8 +130,8 @@ def operations_named(tree):
     """The strings in a file that name an operation, by which one is told from others.
 
     They are compared, or lie in a list, a set, or among the keys of a dictionary. Many of JAX's
-    names are also words, such as "name" or "max", which may stand anywhere else, also in a question
-    whether equations have a parameter of this name.
+    names are also words, such as "name" or "max", which may stand anywhere else, also where it is
+    asked whether an equation has a parameter of this name.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
