@@ -70,8 +70,8 @@ def _of_island(
     }
     read_here = {i for step in island for i in step.reads}
     # A sum that is kept in 16 bits, and read here too, comes first and by itself. The rest then
-    # reads the sum, so that the gradient does not need its operands as well. (Of the models in
-    # docs/benchmarks this saves a U-Net 6% of the bytes that it moves.)
+    # reads the sum, so that the gradient does not need its operands as well. (Compiled for an H100
+    # without this, a U-Net moves 1.06 of the bytes.)
     first = [i for i in made if i in rounded and i in read_here and i in wanted]
     portions: list[Portion] = []
     written: set[int] = set()

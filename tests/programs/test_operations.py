@@ -11,6 +11,7 @@ from jax.extend.core import Primitive
 
 import optax_lossscale
 from optax_lossscale._programs.operations import ENTERED, TABLE, Is, Operation, is_exact, operation
+from optax_lossscale._programs.run import _ENTER
 from optax_lossscale._programs.work import terms_of
 
 PACKAGE = pathlib.Path(optax_lossscale.__file__).parent
@@ -57,6 +58,17 @@ def test_what_is_entered_is_so_in_one_way_and_holds_programs():
     entered = [row for row in TABLE.values() if row.traits & ENTERED]
     assert len(entered) > 10
     assert all(row.programs and len(row.traits & ENTERED) == 1 for row in entered)
+
+
+@pytest.mark.parametrize("flag", list(ENTERED), ids=lambda flag: flag.name)
+def test_each_way_to_be_entered_is_that_of_an_operation_which_runs_so(flag):
+    assert flag in _ENTER
+    assert any(flag in row.traits for row in TABLE.values())
+
+
+def test_no_way_to_be_entered_is_left_out():
+    for flag in _ENTER:
+        assert flag in ENTERED
 
 
 def test_of_an_unknown_operation_nothing_is_assumed():
