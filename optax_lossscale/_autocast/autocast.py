@@ -115,7 +115,7 @@ def autocast(
         with planned(args, kwargs) as (_, made):
             return made
 
-    autocasted.plan = plan_of_call
+    vars(autocasted)["plan"] = plan_of_call
     return autocasted
 
 

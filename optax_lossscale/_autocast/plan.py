@@ -97,7 +97,7 @@ def _plan(
         available |= part.writes
     if gives is None:
         gives = tuple(map(facts.kept_dtype, program.outs))
-    return Plan(takes, gives, program, tuple(parts), how)
+    return Plan(tuple(takes), gives, program, tuple(parts), how)
 
 
 def _island(facts: Known, portion: Portion, available: Available) -> Part:

@@ -167,7 +167,7 @@ def _equations(jaxpr: Any, is_shared: bool) -> Iterator[Equation]:
                 dtype_in(v) if isinstance(v, Literal) else before.get(v, dtype_in(v))
                 for v in eqn.invars
             )
-            rounds = _times(holder.eqn) if id(eqn) in sums else 1
+            rounds = _times(holder.eqn) if holder and id(eqn) in sums else 1
             inside = frozenset() if holder is None else holder.inside | {name_of(holder.eqn)}
             source = _source(eqn, line, frameworks)
             visits.append(_Visit(eqn, key, around, inside, source, operands, rounds))
