@@ -96,7 +96,6 @@ def autocast(
         """A call as a program, and the plan for it."""
         parameters = _parameters(fun, argnums, positions, len(args), kwargs)
         with as_program(fun, args, kwargs, parameters, low) as call:
-            _warn_of_nothing_narrowed(call.program)
             kinds = [Kind.PARAMETER if is_one else Kind.FLOAT32 for is_one in call.is_parameter]
             # A TPU's compiler recomputes by itself what it lacks the memory for.
             how = Casting(low, prevent_cse=jax.default_backend() != "tpu")
@@ -105,6 +104,7 @@ def autocast(
     @functools.wraps(fun)
     def autocasted(*args, **kwargs):
         with planned(args, kwargs) as (call, made):
+            _warn_of_nothing_narrowed(call.program)
             with jax.named_scope(SCOPE):
                 results = run(made, call.arrays)
             dtypes = dtypes_in(open_jaxpr(call.program).outvars)
