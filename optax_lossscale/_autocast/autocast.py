@@ -1,5 +1,6 @@
 """`autocast`: any function, with matrix products in 16 bits and the rest in float32."""
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -9,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._autocast.arrays import as_program
-from optax_lossscale._autocast.kinds import Kind
-from optax_lossscale._autocast.plan import Casting
+from optax_lossscale._autocast.classify import Kind
+from optax_lossscale._autocast.known import Casting
+from optax_lossscale._autocast.plan import plan
 from optax_lossscale._autocast.products import SCOPE, reasons_left, remedy
-from optax_lossscale._autocast.run import narrowed
+from optax_lossscale._autocast.run import run
 from optax_lossscale._programs.values import dtypes_in, in_dtypes
 from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._scales import validation
@@ -54,7 +56,8 @@ def autocast(
 
     Returns:
       A function of the same arguments. If some of these are in `dtype`, its results have the
-      dtypes that `fun` would give them in float32.
+      dtypes that `fun` would give them in float32. Its attribute `plan`, another function of the
+      same arguments, returns what would run in which dtype, at which line, to be printed.
 
     Raises:
       TypeError: if `fun` is not a function or `argnums` are not ints.
@@ -75,6 +78,11 @@ def autocast(
       162755
       >>> ols.dtype_report(ols.autocast(loss_fn), weights, x).shares
       {dtype('float16'): 1.0}
+      >>> print(ols.autocast(loss_fn).plan(weights, x))  # doctest: +ELLIPSIS
+      takes 0:f32, 1:f32
+      run: dot_general (1:f16, 0:f16) -> 2:f16  # ... (loss_fn)
+      island: exp reduce_sum div (2) -> 5:f32  # ... (loss_fn)
+      gives 5:f32
     """
     if fun is inspect.Parameter.empty:
         return _Decorator(dtype, argnums)
@@ -83,19 +91,31 @@ def autocast(
     validation.one_of("dtype", str(low), ("float16", "bfloat16"))
     positions = validation.argnums(argnums)
 
-    @functools.wraps(fun)
-    def autocasted(*args, **kwargs):
+    @contextlib.contextmanager
+    def planned(args, kwargs):
+        """A call as a program, and the plan for it."""
         parameters = _parameters(fun, argnums, positions, len(args), kwargs)
         with as_program(fun, args, kwargs, parameters, low) as call:
-            _warn_of_nothing_narrowed(call.program)
-            kinds = [Kind.PARAMETER if is_it else Kind.FLOAT32 for is_it in call.is_parameter]
+            kinds = [Kind.PARAMETER if is_one else Kind.FLOAT32 for is_one in call.is_parameter]
             # A TPU's compiler recomputes by itself what it lacks the memory for.
             how = Casting(low, prevent_cse=jax.default_backend() != "tpu")
-            with jax.named_scope(SCOPE):
-                outs = narrowed(call.program, call.arrays, kinds, how)
-            dtypes = dtypes_in(open_jaxpr(call.program).outvars)
-            return call.result(in_dtypes(dtypes, list(map(jnp.asarray, outs))))
+            yield call, plan(call.program, call.arrays, kinds, how)
 
+    @functools.wraps(fun)
+    def autocasted(*args, **kwargs):
+        with planned(args, kwargs) as (call, made):
+            _warn_of_nothing_narrowed(call.program)
+            with jax.named_scope(SCOPE):
+                results = run(made, call.arrays)
+            dtypes = dtypes_in(open_jaxpr(call.program).outvars)
+            return call.result(in_dtypes(dtypes, list(map(jnp.asarray, results))))
+
+    def plan_of_call(*args, **kwargs):
+        """What runs in which dtype, what is kept, and what is recomputed; print it."""
+        with planned(args, kwargs) as (_, made):
+            return made
+
+    vars(autocasted)["plan"] = plan_of_call
     return autocasted
 
 

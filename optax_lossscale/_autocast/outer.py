@@ -10,7 +10,7 @@ from jax import lax
 
 def outer_product(eqn: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     """The result of a product whose every number is one number times another, in float32."""
-    if eqn.primitive.name == "conv_general_dilated":
+    if "window_strides" in eqn.params:
         return _pointwise_convolution(eqn, x, y)
     (contracted_x, contracted_y), (batch_x, batch_y) = eqn.params["dimension_numbers"]
     x = _batch_first(x, contracted_x, batch_x)

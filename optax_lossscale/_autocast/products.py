@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
+from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.run import is_entered
 from optax_lossscale._programs.values import (
@@ -35,7 +36,7 @@ def is_narrowed(eqn: Any) -> bool:
 def is_outer_product(eqn: Any) -> bool:
     """Whether this multiplies single numbers, sums nothing, and may be rewritten."""
     # It is not a product, but the derivatives of a `dot_general` would be: in float32.
-    if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
+    if Is.OUTER not in traits(eqn):
         return False
     if not multiplies_once(eqn) or asks_for_precision(eqn):
         return False
@@ -53,7 +54,7 @@ def holds_products(eqn: Any) -> bool:
 def _narrows(program: Any) -> bool:
     """Whether a program has products, or what has such derivatives, to have in 16 bits."""
     # The backward pass of a `custom_vjp` may have products where its forward pass has none.
-    has_own = lambda e: e.primitive.name == "custom_vjp_call"
+    has_own = lambda e: Is.VJP in traits(e)
     is_one = lambda e: is_narrowed(e) or is_outer_product(e) or has_own(e) or holds_products(e)
     return any(map(is_one, open_jaxpr(program).eqns))
 
@@ -124,7 +125,7 @@ def _why_not_rewritten(eqn: Any) -> str:
         return f"a {name_of(eqn)}"
     if eqn.params.get("symbolic_zeros"):  # which would see other perturbations
         return "a derivative with symbolic zeros"
-    is_while = eqn.primitive.name == "while"
+    is_while = Is.WAITS in traits(eqn)
     return "a loop that waits for a number" if is_while and _waits(eqn) else ""
 
 

@@ -1,13 +1,24 @@
-"""What is done with each value afterwards, which says whether it is kept in 16 bits."""
+"""The second pass: what is done with each value afterwards, which says how long it is needed.
+
+It goes backward, as kinds go forward. A value that is read again once a product has been computed
+from it has to be kept until then; one that is used up before is free.
+"""
 
 import enum
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from optax_lossscale._autocast.flat import Instruction
-from optax_lossscale._autocast.kinds import Kind
-from optax_lossscale._autocast.recomputed import is_cheap
-from optax_lossscale._programs.operations import Is, traits_of
+import numpy as np
+
+from optax_lossscale._autocast.cheap import is_cheap
+from optax_lossscale._autocast.classify import Kind, classify, of_arguments
+from optax_lossscale._autocast.flat import Instruction, flat
+from optax_lossscale._autocast.products import is_narrowed, is_rewritten
+from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import numbers_in
+from optax_lossscale._programs.versions import open_jaxpr
+from optax_lossscale._programs.walk import arguments_of, carried_by, giving_results, programs_in
 
 
 class Use(enum.Flag):
@@ -27,6 +38,22 @@ KEPT = Use.MULTIPLIED | Use.PAST
 """What is done with what a forward pass saves."""
 
 
+class Arguments(NamedTuple):
+    """What is known around a program of its arguments, and of what is done with its results."""
+
+    kinds: tuple[Kind, ...]
+    depths: tuple[int, ...]  # how many products came before each
+    uses: tuple[Use, ...]
+
+
+class Entry(NamedTuple):
+    """A program in an equation, and what is known where it is entered."""
+
+    program: Any
+    operands: Sequence[int]  # of the equation, by number, that it is given
+    known: Arguments
+
+
 def is_kept_low(kind: Kind, use: Use) -> bool:
     """Whether a float32 value of a kind is kept in 16 bits, and rounded where it is made."""
     # The result of a product is in 16 bits already. A sum that only products read is rounded by
@@ -35,54 +62,200 @@ def is_kept_low(kind: Kind, use: Use) -> bool:
     # make it and read it, its digits are the same.
     if kind == Kind.ROWS:
         return KEPT | Use.ADDED in use
-    is_sum = kind == Kind.SUM and Use.MULTIPLIED in use
-    return kind == Kind.PRODUCT or (is_sum and (Use.PAST in use or Use.WIDELY not in use))
+    if kind == Kind.SUM:
+        return Use.MULTIPLIED in use and (Use.PAST in use or Use.WIDELY not in use)
+    return kind == Kind.PRODUCT
 
 
-def uses_of_operands(
-    step: Instruction,
-    kinds: Mapping[int, Kind],
-    depths: Mapping[int, int],
-    results: Sequence[Use],
+@remembered
+def uses(jaxpr: Any, known: Arguments, low: np.dtype) -> Mapping[int, Use]:
+    """What is done with each value of a program, by its number in `flat`."""
+    program = flat(jaxpr)
+    kinds = classify(jaxpr, known.kinds, low)
+    depths = _depths(jaxpr, known.depths)
+    after = dict.fromkeys(program.types, Use(0))
+    for i, use in zip(program.outs, known.uses, strict=True):
+        after[i] |= use
+    for step in reversed(program.steps):
+        of_results = [after[i] for i in step.outs]
+        if is_narrowed(step.eqn):
+            of_operands = [Use.MULTIPLIED, Use.MULTIPLIED, *[Use(0)] * (len(step.ins) - 2)]
+        elif is_rewritten(step.eqn):
+            entries = entered(step, kinds, depths, of_results, low)
+            of_operands = uses_inside(step.eqn, entries, low)
+        else:
+            of_operands = _of_operands(step, kinds, depths, of_results)
+        for i, use in zip(step.ins, of_operands, strict=True):
+            after[i] |= use
+    return after
+
+
+def _of_operands(
+    step: Instruction, kinds: Mapping[int, Kind], depths: Mapping[int, int], results: Sequence[Use]
 ) -> list[Use]:
     """What an operation, neither a product nor entered, does with each of its operands."""
-    eqn = step.eqn
+    its_traits = traits(step.eqn)
     after = Use(0)
     for use in results:
         after |= use
-    traits = traits_of(step.name)
-    is_sum_with_product = Is.ADDS_TWO in traits and kinds[step.outs[0]] == Kind.SUM
-    found = []
-    for i, operand in zip(step.ins, eqn.invars, strict=True):
-        use = after & (Use.MULTIPLIED | Use.WIDELY | Use.ADDED)
-        if not _commutes_with_rounding(traits):
-            use = (use & Use.MULTIPLIED) | Use.WIDELY
-        if is_sum_with_product:
-            use |= Use.ADDED
-        repeats = (
-            Use.PAST in result
-            and _is_repeated(step, kinds[out], result)
-            and numbers_in(v.aval) >= numbers_in(operand.aval)
-            for out, v, result in zip(step.outs, eqn.outvars, results, strict=True)
-        )
-        is_read_past = any(depths[out] > depths[i] for out in step.outs)
-        if is_read_past or step.name == "name" or any(repeats):
-            use |= Use.PAST
-        found.append(use)
-    return found
+    passed_on = Use.MULTIPLIED | Use.WIDELY | Use.ADDED
+    every = after & passed_on
+    if not _commutes_with_rounding(its_traits):
+        every = (after & Use.MULTIPLIED) | Use.WIDELY
+    if Is.ADDS_TWO in its_traits and kinds[step.outs[0]] == Kind.SUM:
+        every |= Use.ADDED
+    if Is.NAMES in its_traits:
+        every |= Use.PAST
+    return [
+        every | Use.PAST if _is_read_past(step, n, kinds, depths, results) else every
+        for n in range(len(step.ins))
+    ]
 
 
-def _commutes_with_rounding(traits: Is) -> bool:
-    """Whether an operation on rounded operands gives the same as rounding its results."""
-    if traits & (Is.ADDS_MANY | Is.CASTS):
-        return False
-    # Sorting is not: with numbers that become equal, indices change.
-    is_choice = Is.CHOOSES in traits and Is.CHEAP in traits
-    return bool(traits & (Is.MOVES | Is.SENDS)) or is_choice
+def _is_read_past(
+    step: Instruction,
+    n: int,
+    kinds: Mapping[int, Kind],
+    depths: Mapping[int, int],
+    results: Sequence[Use],
+) -> bool:
+    """Whether the operand with a number is needed past a product, here or to repeat a result."""
+    if any(depths[i] > depths[step.ins[n]] for i in step.outs):
+        return True
+    size = numbers_in(step.eqn.invars[n].aval)
+    return any(
+        Use.PAST in use and _is_repeated(step, kinds[i], use) and numbers_in(v.aval) >= size
+        for i, v, use in zip(step.outs, step.eqn.outvars, results, strict=True)
+    )
 
 
 def _is_repeated(step: Instruction, kind: Kind, use: Use) -> bool:
     """Whether a result may be made once more where it is read, and not be kept itself."""
-    if _commutes_with_rounding(traits_of(step.name)):
+    if _commutes_with_rounding(traits(step.eqn)):
         return True
     return is_cheap(step.eqn) and not is_kept_low(kind, use)
+
+
+def _commutes_with_rounding(its_traits: Is) -> bool:
+    """Whether an operation on rounded operands gives the same as rounding its results."""
+    if its_traits & (Is.ADDS_MANY | Is.CASTS):
+        return False
+    # Sorting does not: with numbers that become equal, indices change.
+    is_choice = Is.CHOOSES | Is.CHEAP in its_traits
+    return bool(its_traits & (Is.MOVES | Is.SENDS)) or is_choice
+
+
+# --- how many products came before ---
+
+
+@remembered
+def _depths(jaxpr: Any, arguments: tuple[int, ...]) -> Mapping[int, int]:
+    """How many products came before each value at most, counted on from the arguments."""
+    program = flat(jaxpr)
+    depths = dict.fromkeys((*program.consts, *program.literals), 0)
+    depths |= zip(program.ins, arguments, strict=True)
+    for step in program.steps:
+        operands = [depths[i] for i in step.ins]
+        if is_rewritten(step.eqn):
+            depths |= zip(step.outs, _depths_of_results(step.eqn, operands), strict=True)
+        else:
+            deepest = max(operands, default=0)
+            depths |= dict.fromkeys(step.outs, deepest + is_narrowed(step.eqn))
+    return depths
+
+
+def _depths_of_results(eqn: Any, operands: Sequence[int]) -> list[int]:
+    """How many products came before the results of an equation that is entered."""
+    places = _places(eqn, operands)
+    of_programs = []
+    for program, numbers in giving_results(eqn):
+        depths = _depths(program, tuple(places[operands[n]] for n in numbers))
+        of_programs.append([_depth_at(depths[i], places) for i in flat(program).outs])
+    return [max(depths) for depths in zip(*of_programs, strict=True)]
+
+
+def _places(eqn: Any, depths: Sequence[int]) -> dict[int, int]:
+    """The depths of operands as the programs in an equation see them: from 0 on, and close."""
+    # Whether a value comes before another is all that is asked of depths. So a gap that is wider
+    # than all products in a program can bridge is as good as any other, and a function that is
+    # called from many depths is read a few times.
+    widest_gap = 1 + max(map(_products_in, programs_in(eqn)), default=0)
+    places: dict[int, int] = {}
+    place = 0
+    before = None
+    for depth in sorted(set(depths)):
+        if before is not None:
+            place += min(depth - before, widest_gap)
+        places[depth] = place
+        before = depth
+    return places
+
+
+def _depth_at(place: int, places: Mapping[int, int]) -> int:
+    """The depth outside of an equation of a value inside."""
+    below = [(start, depth) for depth, start in places.items() if start <= place]
+    start, depth = max(below, default=(0, 0))
+    return place - start + depth
+
+
+@remembered
+def _products_in(program: Any) -> int:
+    """How many products a program has, with those in the programs that it holds."""
+    return sum(
+        is_narrowed(eqn) + sum(map(_products_in, programs_in(eqn)))
+        for eqn in open_jaxpr(program).eqns
+    )
+
+
+# --- what holds programs ---
+
+
+def depths(jaxpr: Any, known: Arguments) -> Mapping[int, int]:
+    """How many products came before each value of a program at most."""
+    return _depths(jaxpr, known.depths)
+
+
+def entered(
+    step: Instruction,
+    kinds: Mapping[int, Kind],
+    depths: Mapping[int, int],
+    results: Sequence[Use],
+    low: np.dtype,
+) -> list[Entry]:
+    """What is known where an instruction enters the programs that it holds."""
+    eqn = step.eqn
+    inside = of_arguments(eqn, [kinds[i] for i in step.ins], low)
+    outside = [depths[i] for i in step.ins]
+    places = _places(eqn, outside)  # so that layers that are alike are read once
+    carried = carried_by(eqn)
+    after = list(results)
+    while True:
+        entries = []
+        for n, (program, numbers) in enumerate(arguments_of(eqn)):
+            is_condition = Is.WAITS in traits(eqn) and n == 0
+            known = Arguments(
+                tuple(inside[n] for n in numbers),
+                tuple(places[outside[n]] for n in numbers),
+                (Use.WIDELY,) if is_condition else tuple(after),
+            )
+            entries.append(Entry(program, numbers, known))
+        # What a scan carries from layer to layer is read in the next one, too. But if no product
+        # depends on it in the end, it is rounded there alone: the last result is not.
+        of_operands = uses_inside(eqn, entries, low)
+        joined = list(after)
+        for j, n in enumerate(carried):
+            if inside[n] != Kind.FLOAT32 and Use.MULTIPLIED in results[j]:
+                joined[j] |= of_operands[n]
+        if joined == after:
+            return entries
+        after = joined
+
+
+def uses_inside(eqn: Any, entries: Sequence[Entry], low: np.dtype) -> list[Use]:
+    """What the programs in an equation do with each of its operands."""
+    of_operands = [Use(0)] * len(eqn.invars)
+    for entry in entries:
+        after = uses(entry.program, entry.known, low)
+        for n, i in zip(entry.operands, flat(entry.program).ins, strict=True):
+            of_operands[n] |= after[i]
+    return of_operands

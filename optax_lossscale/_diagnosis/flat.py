@@ -16,7 +16,8 @@ from optax_lossscale._diagnosis.wide import is_narrow
 from optax_lossscale._programs.operations import Is, traits_of
 from optax_lossscale._programs.values import dtype_in, is_float
 from optax_lossscale._programs.versions import constants, open_jaxpr
-from optax_lossscale._programs.walk import Equation, equations, programs_in
+from optax_lossscale._programs.walk import Equation, programs_in
+from optax_lossscale._programs.walk import equations_of_each_call as equations
 from optax_lossscale._programs.work import terms_of
 from optax_lossscale._step.gradient import SCALES
 

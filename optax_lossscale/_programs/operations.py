@@ -1,6 +1,10 @@
-"""The tables of JAX's operations: what each is to a rule that runs programs."""
+"""What is known of JAX's operations: a row for each."""
 
 import enum
+import functools
+from typing import Any, NamedTuple
+
+from optax_lossscale._programs.versions import name_of
 
 
 class Is(enum.Flag):
@@ -8,12 +12,18 @@ class Is(enum.Flag):
 
     MOVES = enum.auto()
     """Returns its operands' numbers in another place or shape; runs in 16 bits if they are so."""
+    PLACES = enum.auto()
+    """Does no more than this either, but its derivative may sum, or it casts."""
     SENDS = enum.auto()
     """Goes from device to device, where the bytes count."""
     SPREADS = enum.auto()
     """Gives many devices what one had, or says that it may differ: its derivative is a sum."""
     CHOOSES = enum.auto()
     """Returns some operands' numbers, or their negatives; in float32, as a derivative may sum."""
+    PICKS = enum.auto()
+    """Returns rows of its first operand, as an embedding does."""
+    NAMES = enum.auto()
+    """Gives its operand a name, under which a policy of `jax.checkpoint` may keep it."""
     CASTS = enum.auto()
     """Rounds to its result's dtype."""
     ADDS_TWO = enum.auto()
@@ -22,125 +32,389 @@ class Is(enum.Flag):
 
     A sum over devices has few terms, one for each, and may be in 16 bits all the same.
     """
+    MULTIPLIES = enum.auto()
+    DIVIDES = enum.auto()
     NEAR = enum.auto()
     """Its results have about the range of its operands."""
     SATURATES = enum.auto()
     """Returns nearly the same for all large numbers."""
     EXPONENTIAL = enum.auto()
     """Its results leave the range of its operands."""
-    CHEAP = enum.auto()
-    """Recomputing it takes no longer than reading its results: a compiler fuses it."""
     PRODUCT = enum.auto()
+    OUTER = enum.auto()
+    """A product that `multiply` and `expand_dims` can compute, if it sums nothing."""
     OF_BITS = enum.auto()
     """Reads or makes the bits of a number, which are those of its own dtype."""
     OPAQUE = enum.auto()
     """Runs code that no jaxpr shows, or whose amount of work no shape tells."""
-    KEEPS = enum.auto()
-    """Itself says what is kept for the gradient of the program that it holds."""
     INLINED = enum.auto()
     """Is no more than the program that it holds."""
+    KEEPS = enum.auto()
+    """Itself says what is kept for the gradient of the program that it holds."""
+    SCANS = enum.auto()
+    """Runs its program for each row of what it is given."""
+    WAITS = enum.auto()
+    """Runs its program until another says that it is enough."""
+    BRANCHES = enum.auto()
+    """Runs one of its programs."""
+    MAPS = enum.auto()
+    """Runs its program on each device of a mesh."""
+    JVP = enum.auto()
+    """Holds a program whose derivative is a rule of the user's own."""
+    VJP = enum.auto()
+    """Holds a program whose derivative for the backward pass is a rule of the user's own."""
+    CHEAP = enum.auto()
+    """Recomputing it takes no longer than reading its results: a compiler fuses it."""
 
 
-_NAMES = {
-    Is.MOVES | Is.CHEAP: """
-        copy copy_p dynamic_slice expand_dims reshape rev slice split squeeze stop_gradient
-        transpose unstack
-    """,
-    Is.MOVES | Is.SENDS | Is.CHEAP: "reshard sharding_constraint",
-    Is.MOVES: "name optimization_barrier",
-    Is.SENDS | Is.SPREADS: "all_gather all_gather_reduced",
-    Is.SENDS: "all_gather_invariant all_to_all pmax pmin ppermute",
-    Is.SENDS | Is.ADDS_MANY: """
-        psum psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter
-    """,
-    Is.CHOOSES | Is.CHEAP: """
-        abs broadcast_in_dim clamp concatenate dynamic_update_slice gather max min neg pad
-        reduce_max reduce_min reduce_window_max reduce_window_min scatter select_n stack tile
-    """,
-    Is.SPREADS | Is.CHOOSES | Is.CHEAP: "pcast pvary",
-    Is.CHOOSES: "cummax cummin sort top_k",
-    Is.CHOOSES | Is.CASTS | Is.CHEAP: "convert_element_type",
-    Is.ADDS_TWO | Is.CHEAP: "add add_any sub",
-    Is.ADDS_MANY | Is.CHEAP: "reduce_sum scatter-add",
-    Is.ADDS_MANY: """
-        cumsum reduce reduce_window reduce_window_sum scatter-sub select_and_scatter_add
-    """,
-    Is.NEAR | Is.CHEAP: "ceil div floor mul round sign",
-    Is.NEAR | Is.SATURATES | Is.CHEAP: "erf logistic tanh",
-    Is.SATURATES | Is.CHEAP: "erfc",
-    Is.SATURATES | Is.EXPONENTIAL | Is.CHEAP: "exp",
-    Is.EXPONENTIAL | Is.CHEAP: """
-        cosh exp2 expm1 integer_pow log log1p log2 pow reduce_prod sinh square
-    """,
-    Is.EXPONENTIAL: "cumlogsumexp cumprod lgamma",
-    Is.CHEAP: """
-        acos acosh and argmax argmin asin asinh atan atan2 atanh cbrt cos custom_jvp_call
-        custom_vjp_call eq erf_inv ge gt iota is_finite le lt ne not one_minus_square
-        or reduce_and reduce_or rem rsqrt sin sqrt tan xor
-    """,
-    Is.CHEAP | Is.PRODUCT: "dot_general",
-    Is.PRODUCT: "conv_general_dilated ragged_dot_general scaled_dot scaled_matmul_wrapper",
-    Is.OF_BITS: "bitcast_convert_type nextafter rng_uniform",
-    Is.OPAQUE: """
-        bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcsr_dot_general call_exported
-        call_tf coo_matmat coo_matvec coo_spmm coo_spmv csr_matmat csr_matvec csr_spmm csr_spmv
-        cudnn_fusion dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd_wrapper
-        dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd_wrapper ffi_call
-        io_callback mosaic_gpu_call pallas_call pure_callback spsolve tpu_custom_call
-        triton_kernel_call
-    """,
-    Is.KEEPS: "checkpoint remat remat2",
-    Is.CHEAP | Is.INLINED: "jit pjit",
-    Is.INLINED: "closed_call core_call eval_jaxpr",
-    Is(0): """
-        CustomRoot accum_grad_in_ref addupdate after_all approx_top_k axis_index bcoo_extract
-        bcoo_fromdense bcoo_sort_indices bcoo_sum_duplicates bcoo_todense bcoo_transpose
-        bcsr_extract bcsr_fromdense bcsr_todense bessel_i0e bessel_i1e broadcast_to cholesky
-        cholesky_update clz complex composite cond conj coo_fromdense coo_todense create_token
-        csr_fromdense csr_todense custom_linear_solve custom_partitioning custom_vmap_call
-        debug_callback debug_print device_put digamma dim_as_value dimension_size eig eigh empty
-        empty2 empty_ref fft free_ref freeze from_edtype geqp3 geqrf get hessenberg
-        householder_product igamma igamma_grad_a igammac imag iota_2x32_shape layout_constraint
-        linear_call lu lu_pivots_to_permutation mulhi new_ref ormqr pbroadcast
-        platform_index polygamma population_count qr ragged_all_to_all random_bits random_clone
-        random_fold_in random_gamma random_seed random_split random_unwrap random_wrap real
-        reciprocal reduce_precision reduce_xor regularized_incomplete_beta rng_bit_generator
-        run_state scan scatter-max scatter-min scatter-mul schur select_and_gather_add
-        select_and_scatter shard_map shift_left shift_right_arithmetic shift_right_logical svd swap
-        symmetric_product threefry2x32 tie to_edtype triangular_solve tridiagonal tridiagonal_solve
-        while with_memory_space_constraint xla_metadata_call xla_pmap zeros_like zeta
-    """,
-}
-TABLE = {name: traits for traits, names in _NAMES.items() for name in names.split()}
-"""What each operation is: `Is(0)` for one that is known, but treated like an unknown one."""
+ENTERED = Is.INLINED | Is.KEEPS | Is.SCANS | Is.WAITS | Is.BRANCHES | Is.MAPS | Is.JVP | Is.VJP
+"""What holds programs that `_programs.run` can run in another way; others run them as they are."""
 
-_HELD = {
-    "jaxpr": """
-        checkpoint composite jit pjit remat remat2 run_state scan shard_map xla_metadata_call
-    """,
-    "call_jaxpr": "custom_jvp_call custom_vjp_call xla_pmap",
-    "jaxpr call_jaxpr": "closed_call core_call eval_jaxpr",
-    "call": "custom_partitioning custom_vmap_call",
-    "callee": "linear_call",
-    "branches": "cond",
-    "cond_jaxpr body_jaxpr": "while",
-    "jaxprs.solve": "custom_linear_solve",
-    "solve_jaxpr": "CustomRoot",
-}
-PROGRAMS = {name: held.split() for held, names in _HELD.items() for name in names.split()}
-"""The parameters that hold the programs that an operation runs, in the order of running."""
 
-NORMALIZES = {"sub": "div", "mul": "rsqrt", "div": "sqrt"}
-"""Operations that subtract a mean or divide by a norm, each with one that makes it of a sum."""
+class Operation(NamedTuple):
+    """What is known of an operation; as it stands here, of one that is not in the table.
+
+    So of an unknown one nothing is assumed: it runs as it was traced, in float32, is not repeated,
+    and every program among its parameters is one that it runs.
+    """
+
+    traits: Is = Is(0)
+    terms: str = ""  # what tells how many numbers each result sums: see `_programs.work`
+    # What makes the statistic by which it normalizes, from a sum of many numbers: of `x - mean`
+    # this is a division, of `x * rsqrt(variance)` it is `rsqrt`, of `x / norm` a root.
+    by: str = ""
+    # The parameters that hold the programs that it runs, in the order of running; None for all.
+    programs: tuple[str, ...] | None = None
+
+
+_ROWS = """
+# operation               | is                         | terms      | by    | programs
+# Returns its operands' numbers elsewhere
+copy                      | moves cheap
+copy_p                    | moves cheap
+dynamic_slice             | moves cheap
+expand_dims               | moves cheap
+name                      | moves names
+optimization_barrier      | moves
+reshape                   | moves cheap
+reshard                   | moves sends cheap
+rev                       | moves cheap
+sharding_constraint       | moves sends cheap
+slice                     | moves cheap
+split                     | moves cheap
+squeeze                   | moves cheap
+stop_gradient             | moves cheap
+transpose                 | moves cheap
+unstack                   | moves cheap
+# Goes from device to device
+all_gather                | sends spreads
+all_gather_invariant      | sends
+all_gather_reduced        | sends spreads
+all_to_all                | sends
+pmax                      | sends
+pmin                      | sends
+ppermute                  | sends
+psum                      | sends adds_many
+psum_invariant            | sends adds_many
+reduce_scatter            | sends adds_many
+unreduced_psum            | sends adds_many
+unreduced_reduce_scatter  | sends adds_many
+# Returns some of its operands' numbers
+abs                       | chooses cheap
+broadcast_in_dim          | places chooses cheap
+clamp                     | chooses cheap
+concatenate               | places chooses cheap
+convert_element_type      | places chooses casts cheap
+cummax                    | chooses
+cummin                    | chooses
+dynamic_update_slice      | chooses cheap
+gather                    | places chooses picks cheap
+max                       | chooses cheap
+min                       | chooses cheap
+neg                       | chooses cheap
+pad                       | places chooses cheap
+pcast                     | spreads chooses cheap
+pvary                     | spreads chooses cheap
+reduce_max                | chooses cheap
+reduce_min                | chooses cheap
+reduce_window_max         | chooses cheap
+reduce_window_min         | chooses cheap
+scatter                   | chooses cheap
+scatter-max               | chooses cheap
+scatter-min               | chooses cheap
+select_n                  | chooses cheap
+sort                      | chooses
+stack                     | chooses cheap
+tile                      | chooses cheap
+top_k                     | chooses
+# Sums
+add                       | adds_two cheap
+add_any                   | adds_two cheap
+cumsum                    | adds_many                  | axis
+reduce                    | adds_many                  | dimensions
+reduce_sum                | adds_many cheap            | axes
+reduce_window             | adds_many                  | window
+reduce_window_sum         | adds_many                  | window
+scatter-add               | adds_many cheap            | updates
+scatter-sub               | adds_many cheap            | updates
+select_and_scatter_add    | adds_many                  | window
+sub                       | adds_two cheap             | -          | div
+# Has about the range of its operands
+ceil                      | near cheap
+div                       | divides near cheap         | -          | sqrt
+erf                       | near saturates cheap
+floor                     | near cheap
+logistic                  | near saturates cheap
+mul                       | multiplies near cheap      | -          | rsqrt
+round                     | near cheap
+sign                      | near cheap
+tanh                      | near saturates cheap
+# Leaves, or bounds, their range
+cosh                      | exponential cheap
+cumlogsumexp              | exponential
+cumprod                   | exponential
+erfc                      | saturates cheap
+exp                       | saturates exponential cheap
+exp2                      | exponential cheap
+expm1                     | exponential cheap
+integer_pow               | exponential cheap
+lgamma                    | exponential
+log                       | exponential cheap
+log1p                     | exponential cheap
+log2                      | exponential cheap
+pow                       | exponential cheap
+reduce_prod               | exponential cheap
+scatter-mul               | exponential cheap
+sinh                      | exponential cheap
+square                    | exponential cheap
+# Products
+conv_general_dilated      | product outer              | kernel
+dot_general               | product outer cheap        | contracted
+ragged_dot_general        | product                    | contracted
+scaled_dot                | product                    | contracted
+scaled_matmul_wrapper     | product                    | last
+# Bits
+bitcast_convert_type      | of_bits
+nextafter                 | of_bits
+rng_uniform               | of_bits
+# What no jaxpr shows
+bcoo_dot_general          | opaque
+bcoo_dot_general_sampled  | opaque
+bcoo_spdot_general        | opaque
+bcsr_dot_general          | opaque
+call_exported             | opaque
+call_tf                   | opaque
+coo_matmat                | opaque
+coo_matvec                | opaque
+coo_spmm                  | opaque
+coo_spmv                  | opaque
+csr_matmat                | opaque
+csr_matvec                | opaque
+csr_spmm                  | opaque
+csr_spmv                  | opaque
+cudnn_fusion              | opaque
+dot_product_attention_bwd_wrapper | opaque
+dot_product_attention_fp8_bwd_wrapper | opaque
+dot_product_attention_fp8_fwd_wrapper | opaque
+dot_product_attention_fwd_wrapper | opaque
+ffi_call                  | opaque
+io_callback               | opaque
+mosaic_gpu_call           | opaque
+pallas_call               | opaque
+pure_callback             | opaque
+spsolve                   | opaque
+tpu_custom_call           | opaque
+triton_kernel_call        | opaque
+# Holds programs
+checkpoint                | keeps                      | -          | -     | jaxpr
+closed_call               | inlined                    | -          | -     | jaxpr call_jaxpr
+composite                 | -                          | -          | -     | jaxpr
+cond                      | branches                   | -          | -     | branches
+core_call                 | inlined                    | -          | -     | jaxpr call_jaxpr
+custom_jvp_call           | jvp cheap                  | -          | -     | call_jaxpr
+custom_linear_solve       | -                          | -          | -     | jaxprs.solve
+custom_partitioning       | -                          | -          | -     | call
+custom_vjp_call           | vjp cheap                  | -          | -     | call_jaxpr
+custom_vmap_call          | -                          | -          | -     | call
+CustomRoot                | -                          | -          | -     | solve_jaxpr
+eval_jaxpr                | inlined                    | -          | -     | jaxpr call_jaxpr
+jit                       | inlined cheap              | -          | -     | jaxpr
+linear_call               | -                          | -          | -     | callee
+pjit                      | inlined cheap              | -          | -     | jaxpr
+remat                     | keeps                      | -          | -     | jaxpr
+remat2                    | keeps                      | -          | -     | jaxpr
+run_state                 | -                          | -          | -     | jaxpr
+scan                      | scans                      | -          | -     | jaxpr
+shard_map                 | maps                       | -          | -     | jaxpr
+while                     | waits                      | -          | -     | cond_jaxpr body_jaxpr
+xla_metadata_call         | -                          | -          | -     | jaxpr
+xla_pmap                  | -                          | -          | -     | call_jaxpr
+# Cheap, of any range
+acos                      | cheap
+acosh                     | cheap
+and                       | cheap
+argmax                    | cheap
+argmin                    | cheap
+asin                      | cheap
+asinh                     | cheap
+atan                      | cheap
+atan2                     | cheap
+atanh                     | cheap
+cbrt                      | cheap
+cos                       | cheap
+eq                        | cheap
+erf_inv                   | cheap
+ge                        | cheap
+gt                        | cheap
+iota                      | cheap
+is_finite                 | cheap
+le                        | cheap
+lt                        | cheap
+ne                        | cheap
+not                       | cheap
+one_minus_square          | cheap
+or                        | cheap
+reduce_and                | cheap
+reduce_or                 | cheap
+rem                       | cheap
+rsqrt                     | cheap
+sin                       | cheap
+sqrt                      | cheap
+tan                       | cheap
+xor                       | cheap
+# Known, and treated like an unknown one
+accum_grad_in_ref         | -
+addupdate                 | -
+after_all                 | -
+approx_top_k              | -
+axis_index                | -
+bcoo_extract              | -
+bcoo_fromdense            | -
+bcoo_sort_indices         | -
+bcoo_sum_duplicates       | -
+bcoo_todense              | -
+bcoo_transpose            | -
+bcsr_extract              | -
+bcsr_fromdense            | -
+bcsr_todense              | -
+bessel_i0e                | -
+bessel_i1e                | -
+broadcast_to              | -
+cholesky                  | -
+cholesky_update           | -
+clz                       | -
+complex                   | -
+conj                      | -
+coo_fromdense             | -
+coo_todense               | -
+create_token              | -
+csr_fromdense             | -
+csr_todense               | -
+debug_callback            | -
+debug_print               | -
+device_put                | -
+digamma                   | -
+dim_as_value              | -
+dimension_size            | -
+eig                       | -
+eigh                      | -
+empty                     | -
+empty2                    | -
+empty_ref                 | -
+fft                       | -
+free_ref                  | -
+freeze                    | -
+from_edtype               | -
+geqp3                     | -
+geqrf                     | -
+get                       | -
+hessenberg                | -
+householder_product       | -
+igamma                    | -
+igamma_grad_a             | -
+igammac                   | -
+imag                      | -
+iota_2x32_shape           | -
+layout_constraint         | -
+lu                        | -
+lu_pivots_to_permutation  | -
+mulhi                     | -
+new_ref                   | -
+ormqr                     | -
+pbroadcast                | -
+platform_index            | -
+polygamma                 | -
+population_count          | -
+qr                        | -
+ragged_all_to_all         | -
+random_bits               | -
+random_clone              | -
+random_fold_in            | -
+random_gamma              | -
+random_seed               | -
+random_split              | -
+random_unwrap             | -
+random_wrap               | -
+real                      | -
+reciprocal                | -
+reduce_precision          | -
+reduce_xor                | -
+regularized_incomplete_beta | -
+rng_bit_generator         | -
+schur                     | -
+select_and_gather_add     | -
+select_and_scatter        | -
+shift_left                | -
+shift_right_arithmetic    | -
+shift_right_logical       | -
+svd                       | -
+swap                      | -
+symmetric_product         | -
+threefry2x32              | -
+tie                       | -
+to_edtype                 | -
+triangular_solve          | -
+tridiagonal               | -
+tridiagonal_solve         | -
+with_memory_space_constraint | -
+zeros_like                | -
+zeta                      | -
+"""
+
+
+def _row(line: str) -> tuple[str, Operation]:
+    """A name and what its row says of it."""
+    cells = [cell.strip().removeprefix("-") for cell in line.split(" | ")]
+    name, words, terms, by, programs = cells + [""] * (5 - len(cells))
+    flags = (Is[word.upper()] for word in words.split())
+    every = functools.reduce(Is.__or__, flags, Is(0))
+    return name, Operation(every, terms, by, tuple(programs.split()))
+
+
+TABLE = dict(_row(line) for line in _ROWS.splitlines() if line and not line.startswith("#"))
+"""What is known of each operation, by JAX's name for it."""
+
+_UNKNOWN = Operation()
+
+
+def operation(eqn: Any) -> Operation:
+    """What is known of an equation's operation."""
+    return TABLE.get(name_of(eqn), _UNKNOWN)
+
+
+def traits(eqn: Any) -> Is:
+    """What an equation's operation is."""
+    return operation(eqn).traits
 
 
 def traits_of(name: str) -> Is:
     """What the operation with a name is; `Is(0)` if it is unknown."""
-    return TABLE.get(name, Is(0))
+    return TABLE.get(name, _UNKNOWN).traits
 
 
 def is_exact(name: str) -> bool:
     """Whether an operation rounds nothing, and makes nothing infinite."""
-    traits = traits_of(name)
-    is_any = traits & (Is.MOVES | Is.SENDS | Is.CHOOSES)
-    return bool(is_any) and not traits & (Is.ADDS_TWO | Is.ADDS_MANY | Is.CASTS)
+    its_traits = traits_of(name)
+    returns_operands = its_traits & (Is.MOVES | Is.SENDS | Is.CHOOSES)
+    rounds = its_traits & (Is.ADDS_TWO | Is.ADDS_MANY | Is.CASTS)
+    return bool(returns_operands) and not rounds

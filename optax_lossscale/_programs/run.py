@@ -1,167 +1,116 @@
-"""The interpreter: a program is run by a rule, and so are the programs that its equations hold.
+"""Running an equation that holds programs, as `scan` does, with each of these run in another way.
 
-An equation that holds programs, as `scan` does, is entered with each of these run in another
-way. Running them may return records beside the results, which loops and branches gather: the
-largest over all iterations, branches and devices is kept.
+Each of the programs comes as a `Run`: which dtypes it takes, which it gives, and how it is called.
+Where two meet, as at the end of a loop's body and its beginning, the wider dtype is carried.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal
 
-from optax_lossscale._arrays.placement import varying_axes, zeros_of
-from optax_lossscale._programs.operations import TABLE, Is
-from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes
-from optax_lossscale._programs.versions import constants, mapped_axes, open_jaxpr, scan_sizes
-from optax_lossscale._programs.walk import programs_in
-
-Records = dict[int, Any]
-"""What was noted about an equation, under its number: arrays, whose maximum is kept."""
-
-Compute = Callable[[int, Any, Sequence[Any]], tuple[list[Any], Any]]
-"""Gives an equation's results, and a note or None, from its number, itself and its operands."""
+from optax_lossscale._programs.operations import ENTERED, Is, traits
+from optax_lossscale._programs.values import in_dtypes
+from optax_lossscale._programs.versions import mapped_axes, scan_sizes
 
 
 class Run(NamedTuple):
-    """A program, and how it is run."""
+    """How a program is run."""
 
     takes: Sequence[Any]  # the dtypes in which it is to be given its arguments
     gives: Sequence[Any]  # the dtypes of its results
-    call: Callable[[Sequence[Any]], tuple[list[Any], Records]]
-    records: bool  # whether calling it may return any
-
-
-def by_equation(
-    program: Any, compute: Compute, holds: Callable[[Any], Any], first: int = 0
-) -> Run:
-    """How to run a program equation by equation, numbered from `first` as by `numbered`."""
-    # Numbers are held in the dtypes that `holds` returns for their own.
-    jaxpr = open_jaxpr(program)
-    held = lambda x: in_dtype(holds(dtype_in(x)), x)
-    all_held = lambda variables: list(map(holds, dtypes_in(variables)))
-
-    def call(args):
-        given = [*constants(program), *args]
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], map(held, given), strict=True))
-        read = lambda v: held(jnp.asarray(v.val)) if isinstance(v, Literal) else values[v]
-        records: Records = {}
-        number = first
-        for eqn in jaxpr.eqns:
-            ins = list(map(read, eqn.invars))
-            if is_entered(eqn):
-                runs = []
-                for inner in programs_in(eqn):
-                    runs.append(by_equation(inner, compute, holds, number))
-                    number += sum(1 for _ in numbered(inner))
-                outs, noted = enter(eqn, ins, runs)
-                records |= noted
-            else:
-                outs, note = compute(number, eqn, ins)
-                if note is not None:
-                    records[number] = note
-                number += 1
-            values.update(zip(eqn.outvars, outs, strict=True))
-        return list(map(read, jaxpr.outvars)), records
-
-    return Run(all_held(jaxpr.invars), all_held(jaxpr.outvars), call, records=True)
-
-
-def numbered(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a program that are not entered, in the order of their numbers."""
-    for eqn in open_jaxpr(jaxpr).eqns:
-        if is_entered(eqn):
-            for program in programs_in(eqn):
-                yield from numbered(program)
-        else:
-            yield eqn
+    call: Callable[[Sequence[Any]], list[Any]]
 
 
 def is_entered(eqn: Any) -> bool:
     """Whether the programs that an equation holds can be run in another way."""
-    return eqn.primitive.name in _CALLS
+    return bool(traits(eqn) & ENTERED)
 
 
-def enter(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any], Records]:
-    """The results of an equation that holds programs, each run as told, and their records."""
-    return _CALLS[eqn.primitive.name](eqn, ins, runs)
+def enter(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
+    """The results of an equation that holds programs, each of which is run as `runs` says."""
+    return _ENTER[traits(eqn) & ENTERED](eqn, operands, runs)
 
 
 def is_placed(eqn: Any) -> bool:
     """Whether a `jit` was told where to place its arguments or results."""
-    told = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    return any(map(_is_told, told))
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return any(map(_is_a_place, shardings))
 
 
 # --- one function for each kind of equation ---
 
 
-def _inlined(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any], Records]:
+def _inlined(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
     (run,) = runs
-    outs, records = run.call(_placed(eqn.params.get("in_shardings"), ins))
-    return _placed(eqn.params.get("out_shardings"), outs), records
+    results = run.call(_placed(eqn.params.get("in_shardings"), operands))
+    return _placed(eqn.params.get("out_shardings"), results)
 
 
-def _remat(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any], Records]:
-    params, (run,) = eqn.params, runs
-    if params["differentiated"] and params["prevent_cse"]:
-        ins = lax.optimization_barrier(ins)
-    of = lambda *xs: run.call(xs)
-    return jax.checkpoint(of, prevent_cse=params["prevent_cse"], policy=params["policy"])(*ins)
+def _checkpoint(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
+    (run,) = runs
+    prevent_cse = eqn.params["prevent_cse"]
+    if eqn.params["differentiated"] and prevent_cse:
+        operands = lax.optimization_barrier(operands)
+
+    def call(*operands):
+        return run.call(operands)
+
+    policy = eqn.params["policy"]
+    return jax.checkpoint(call, prevent_cse=prevent_cse, policy=policy)(*operands)
 
 
-def _scan(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any], Records]:
-    params, (run,) = eqn.params, runs
+def _scan(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
+    (run,) = runs
     n_consts, n_carry = scan_sizes(eqn)
-    ins = in_dtypes(run.takes, ins)
-    consts, carry, xs = ins[:n_consts], ins[n_consts:][:n_carry], ins[n_consts + n_carry :]
+    operands = in_dtypes(run.takes, operands)
+    consts = operands[:n_consts]
+    carry = operands[n_consts : n_consts + n_carry]
+    xs = operands[n_consts + n_carry :]
     # From round to round in the wider of two dtypes, and from there in the one that is taken.
-    taken = run.takes[n_consts:][:n_carry]
+    taken = run.takes[n_consts : n_consts + n_carry]
     carried = [_widest(dtypes) for dtypes in zip(taken, run.gives, strict=False)]
-    carry = in_dtypes(carried, carry)
 
     def body(carry, xs):
-        outs, records = run.call([*consts, *in_dtypes(taken, carry), *xs])
-        return in_dtypes(carried, outs[:n_carry]), (outs[n_carry:], records)
+        results = run.call([*consts, *in_dtypes(taken, carry), *xs])
+        return in_dtypes(carried, results[:n_carry]), results[n_carry:]
 
-    how = {name: params[name] for name in ("length", "reverse", "unroll")}
-    splits = params.get("_split_transpose", False)  # which few scans have
-    carry, (ys, records) = lax.scan(body, carry, xs, **how, _split_transpose=splits)
-    return [*carry, *ys], jax.tree.map(lambda x: x.max(0, initial=0), records)
+    carry, ys = lax.scan(
+        body,
+        in_dtypes(carried, carry),
+        xs,
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+        _split_transpose=eqn.params.get("_split_transpose", False),  # which few scans have
+    )
+    return [*carry, *ys]
 
 
-def _while(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any], Records]:
+def _while(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
     condition, body = runs
-    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    cond_consts = ins[:n_cond]
-    body_consts = ins[n_cond:][:n_body]
+    n_condition = eqn.params["cond_nconsts"]
+    n_body = eqn.params["body_nconsts"]
+    condition_consts = operands[:n_condition]
+    body_consts = operands[n_condition : n_condition + n_body]
     carried = body.takes[n_body:]
-    carry = in_dtypes(carried, ins[n_cond + n_body :])
-
     is_batched = eqn.params["cond_jaxpr"].out_avals[0].ndim > 0
 
     def flags(carry):
         """Whether to go on: under `vmap` a flag for each element of the batch."""
-        return condition.call([*cond_consts, *carry])[0][0]
+        return condition.call([*condition_consts, *carry])[0]
 
-    def goes_on(state):
-        carry, _ = state
+    def goes_on(carry):
         return flags(carry).any() if is_batched else flags(carry)
 
-    def step(state):
-        carry, records = state
-        outs, new = body.call([*body_consts, *carry])
-        outs = in_dtypes(carried, outs)
+    def step(carry):
+        results = in_dtypes(carried, body.call([*body_consts, *carry]))
         # An element of a batch that has come to its end waits for the others, unchanged.
-        if is_batched:
-            outs = _where_leading(flags(carry), outs, carry)
-        return outs, jax.tree.map(jnp.maximum, records, new)
+        return _where_leading(flags(carry), results, carry) if is_batched else results
 
-    noted = _noted(body, [*body_consts, *carry])
-    return lax.while_loop(goes_on, step, (carry, jax.tree.map(zeros_of, noted)))
+    return lax.while_loop(goes_on, step, in_dtypes(carried, operands[n_condition + n_body :]))
 
 
 def _where_leading(flags: Any, xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
@@ -173,49 +122,32 @@ def _where_leading(flags: Any, xs: Sequence[Any], ys: Sequence[Any]) -> list[Any
     return chosen
 
 
-def _cond(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any], Records]:
-    index, *ins = ins
+def _cond(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
+    index, *operands = operands
     gives = [_widest(dtypes) for dtypes in zip(*(run.gives for run in runs), strict=True)]
-    noted: Records = {}
-    for run in runs:
-        noted |= _noted(run, ins)
 
     def branch(run):
-        def of(*ins):
-            outs, records = run.call(ins)
-            return in_dtypes(gives, outs), jax.tree.map(zeros_of, noted) | records
+        """One of the branches, as a function whose results have the dtypes of all."""
+        return lambda *operands: in_dtypes(gives, run.call(operands))
 
-        return of
-
-    return lax.switch(index, list(map(branch, runs)), *ins)
+    return lax.switch(index, list(map(branch, runs)), *operands)
 
 
-def _noted(run: Run, ins: Sequence[Any]) -> Records:
-    """The types of a program's records; if it may have any, it is traced once more for them."""
-    return jax.eval_shape(lambda xs: run.call(xs)[1], ins) if run.records else {}
+def _shard_map(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
+    (run,) = runs
 
-
-def _shard_map(eqn: Any, ins: Sequence[Any], runs: Sequence[Run]) -> tuple[list[Any], Records]:
-    params, (run,) = eqn.params, runs
-    axes = mapped_axes(eqn)
-
-    def largest(x):
-        along = tuple(varying_axes(x) if params["check_vma"] else axes)
-        return lax.pmax(x, along) if along else x
-
-    def of_each(*ins):
-        outs, records = run.call(ins)
-        return outs, jax.tree.map(largest, records)
+    def on_each_device(*operands):
+        return run.call(operands)
 
     mapped = jax.shard_map(
-        of_each,
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=(list(params["out_specs"]), jax.P()),
-        axis_names=set(axes),
-        check_vma=params["check_vma"],
+        on_each_device,
+        mesh=eqn.params["mesh"],
+        in_specs=tuple(eqn.params["in_specs"]),
+        out_specs=list(eqn.params["out_specs"]),
+        axis_names=set(mapped_axes(eqn)),
+        check_vma=eqn.params["check_vma"],
     )
-    return mapped(*ins)
+    return mapped(*operands)
 
 
 def _widest(dtypes: Sequence[Any]) -> Any:
@@ -224,21 +156,25 @@ def _widest(dtypes: Sequence[Any]) -> Any:
 
 def _placed(shardings: Sequence[Any] | None, xs: Sequence[Any]) -> list[Any]:
     """Arrays where `jit` was told to place them; None means nowhere in particular."""
-    pairs = zip(xs, shardings or [None] * len(xs), strict=True)
-    return [lax.with_sharding_constraint(x, s) if _is_told(s) else x for x, s in pairs]
+    if shardings is None:
+        return list(xs)
+    return [
+        lax.with_sharding_constraint(x, sharding) if _is_a_place(sharding) else x
+        for x, sharding in zip(xs, shardings, strict=True)
+    ]
 
 
-def _is_told(sharding: Any) -> bool:
+def _is_a_place(sharding: Any) -> bool:
     return isinstance(sharding, jax.sharding.Sharding)
 
 
-_CALLS = {name: _inlined for name, traits in TABLE.items() if Is.INLINED in traits}
-_CALLS |= {name: _remat for name, traits in TABLE.items() if Is.KEEPS in traits}
-_CALLS |= {
-    "cond": _cond,
-    "custom_jvp_call": _inlined,  # once differentiation is done
-    "custom_vjp_call": _inlined,
-    "scan": _scan,
-    "shard_map": _shard_map,
-    "while": _while,
+_ENTER = {
+    Is.INLINED: _inlined,
+    Is.KEEPS: _checkpoint,
+    Is.SCANS: _scan,
+    Is.WAITS: _while,
+    Is.BRANCHES: _cond,
+    Is.MAPS: _shard_map,
+    Is.JVP: _inlined,  # once differentiation is done
+    Is.VJP: _inlined,
 }

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lossscale._arrays.placement import in_its_mesh
-from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._programs.operations import Is, operation, traits
+from optax_lossscale._programs.work import terms_of
 
 FLOAT32 = jnp.dtype(jnp.float32)
 FLOAT64 = jnp.dtype("float64")
@@ -52,9 +53,9 @@ def numbers_in(array: Any) -> int:
 
 def is_product(eqn: Any) -> bool:
     """Whether this is a matrix product or a convolution."""
-    if Is.PRODUCT not in traits_of(eqn.primitive.name) or multiplies_once(eqn):
+    if Is.PRODUCT not in traits(eqn) or multiplies_once(eqn):
         return False
-    if eqn.primitive.name != "dot_general":
+    if operation(eqn).terms != "contracted" or Is.OUTER not in traits(eqn):
         return True
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     left = [len(v.aval.shape) - len(contracted) - len(batch) for v in eqn.invars]
@@ -64,17 +65,7 @@ def is_product(eqn: Any) -> bool:
 
 def multiplies_once(eqn: Any) -> bool:
     """Whether a product sums nothing: each of its results is a single number times another."""
-    x, y = (v.aval.shape for v in eqn.invars[:2])
-    if eqn.primitive.name == "conv_general_dilated":
-        _features, *summed = (y[axis] for axis in eqn.params["dimension_numbers"].rhs_spec)
-        return all(length == 1 for length in summed)
-    if ragged := eqn.params.get("ragged_dot_dimension_numbers"):
-        (contracted, _), _ = ragged.dot_dimension_numbers
-    elif eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-    else:
-        return False
-    return all(x[axis] == 1 for axis in contracted)
+    return terms_of(eqn) == 1
 
 
 def asks_for_precision(eqn: Any) -> bool:

@@ -1,5 +1,6 @@
 """Every equation of a program: how often it runs, and the user's line that made it."""
 
+import functools
 import inspect
 import math
 import os
@@ -16,7 +17,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal
 
 from optax_lossscale._arrays.variables import map_leaves
-from optax_lossscale._programs.operations import PROGRAMS, TABLE, Is, is_exact, traits_of
+from optax_lossscale._programs.operations import Is, is_exact, operation, traits
 from optax_lossscale._programs.values import dtype_in, is_float
 from optax_lossscale._programs.versions import (
     is_program,
@@ -58,17 +59,35 @@ class Equation(NamedTuple):
             yield from self.around.holders
 
 
+class _Visit(NamedTuple):
+    """An equation in a program that is read once for several calls."""
+
+    eqn: Any
+    key: Any  # of the program that it is in
+    around: int | None  # the number of the visit of what holds that program
+    inside: frozenset[str]  # the operations around it
+    source: str
+    before: tuple[Any, ...]
+    summed: int
+
+
 def traced(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The jaxpr of a call, in which all arrays are traced and everything else is as given."""
     arrays: list[Any] = []
-    map_leaves(lambda x: arrays.append(x) or x if _is_traced(x) else x, (args, kwargs))
+
+    def noted(x):
+        """A leaf as it is, noted if it is an array."""
+        if _is_traced(x):
+            arrays.append(x)
+        return x
+
+    map_leaves(noted, (args, kwargs))
 
     def of_arrays(arrays):
         next_array = iter(arrays).__next__
-        of_leaf = lambda x: next_array() if _is_traced(x) else x
-        given, options = map_leaves(of_leaf, (args, kwargs))
-        result = fun(*given, **options)
-        after = jax.tree.leaves((result, given, options))  # modules are changed in place
+        inputs = map_leaves(lambda x: next_array() if _is_traced(x) else x, (args, kwargs))
+        result = fun(*inputs[0], **inputs[1])
+        after = jax.tree.leaves((result, *inputs))  # modules are changed in place
         return [x for x in after if isinstance(x, jax.Array)]
 
     return jax.make_jaxpr(of_arrays)(arrays).jaxpr
@@ -76,36 +95,38 @@ def traced(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def programs_in(eqn: Any) -> list[Any]:
     """The jaxprs that an equation runs, closed or open, as they are."""
-    params, name = params_of(eqn), name_of(eqn)
-    if name in TABLE:
-        found = [_parameter(params, parameter) for parameter in PROGRAMS.get(name, ())]
-    else:
-        found = list(params.values())
-    return list(filter(is_program, jax.tree.leaves(found, is_leaf=is_program)))
-
-
-def equations_in(eqn: Any) -> Iterator[Any]:
-    """The equations of the programs that an equation runs, but not those that these hold."""
-    return (inner for program in programs_in(eqn) for inner in open_jaxpr(program).eqns)
+    params = params_of(eqn)
+    names = operation(eqn).programs
+    parameters = params.values() if names is None else [_parameter(params, n) for n in names]
+    return list(filter(is_program, jax.tree.leaves(list(parameters), is_leaf=is_program)))
 
 
 def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
     """The programs in an equation, each with the numbers of the operands that it is given."""
-    programs, n = programs_in(eqn), len(eqn.invars)
-    if eqn.primitive.name == "while":
+    programs = programs_in(eqn)
+    n = len(eqn.invars)
+    if Is.WAITS in traits(eqn):
         condition, body = programs
-        n_cond = eqn.params["cond_nconsts"]
-        return [(condition, [*range(n_cond), *carried_by(eqn)]), (body, range(n_cond, n))]
+        n_condition = eqn.params["cond_nconsts"]
+        return [
+            (condition, [*range(n_condition), *carried_by(eqn)]),
+            (body, range(n_condition, n)),
+        ]
     # The last ones: the first of a cond is its index.
     return [(p, range(n)[max(n - len(open_jaxpr(p).invars), 0) :]) for p in programs]
 
 
+def giving_results(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
+    """Those of `arguments_of` that give an equation's results: not the condition of a `while`."""
+    return arguments_of(eqn)[1:] if Is.WAITS in traits(eqn) else arguments_of(eqn)
+
+
 def carried_by(eqn: Any) -> range:
     """The operands that a loop carries from iteration to iteration, by number."""
-    if eqn.primitive.name == "scan":
+    if Is.SCANS in traits(eqn):
         n_consts, n_carry = scan_sizes(eqn)
         return range(n_consts, n_consts + n_carry)
-    if eqn.primitive.name == "while":
+    if Is.WAITS in traits(eqn):
         return range(eqn.params["cond_nconsts"] + eqn.params["body_nconsts"], len(eqn.invars))
     return range(0)
 
@@ -114,36 +135,72 @@ def is_opaque(eqn: Any) -> bool:
     """Whether what an equation runs cannot be looked into: a kernel, or a Python function."""
     params = params_of(eqn)
     holds_functions = params is not eqn.params and any(map(callable, params.values()))
-    is_known_so = Is.OPAQUE in traits_of(name_of(eqn))
-    return is_known_so or (holds_functions and not programs_in(eqn))
+    return Is.OPAQUE in traits(eqn) or (holds_functions and not programs_in(eqn))
 
 
 def equations(jaxpr: Any) -> Iterator[Equation]:
-    """The equations of a jaxpr, and those inside them."""
-    frameworks = _frameworks()
+    """The equations of a jaxpr, and those inside them; of a shared program, once.
 
-    def within(jaxpr: Any, around: Equation | None, before: dict[Any, Any]) -> Iterator[Equation]:
-        was = lambda v: dtype_in(v) if isinstance(v, Literal) else before.get(v, dtype_in(v))
-        runs, rounds, sums, line = 1, 1, set(), ""
-        if around is not None:
-            rounds, sums = _times(around.eqn), _running_sums(around.eqn, jaxpr)
-            runs, line = around.runs * rounds, around.source
+    Calls of a program that JAX shares are counted together: a function that calls another twice,
+    which calls another twice, and so on, is read in the time that it takes to trace it.
+    """
+    return _equations(jaxpr, is_shared=True)
+
+
+def equations_of_each_call(jaxpr: Any) -> Iterator[Equation]:
+    """The equations of a jaxpr, and those inside them, once for each call of what holds them."""
+    return _equations(jaxpr, is_shared=False)
+
+
+def _equations(jaxpr: Any, is_shared: bool) -> Iterator[Equation]:
+    frameworks = _frameworks()
+    visits: list[_Visit] = []
+    calls: dict[Any, list[tuple[Any, int]]] = {None: []}  # who enters a program, and how often
+
+    def visit(jaxpr: Any, key: Any, around: int | None, before: dict[Any, Any]) -> None:
+        """Notes the equations of a program, whose arguments had these dtypes before."""
+        holder = None if around is None else visits[around]
+        line = "" if holder is None else holder.source
+        sums = set() if holder is None else _running_sums(holder.eqn, jaxpr)
         for eqn in jaxpr.eqns:
-            operands = tuple(map(was, eqn.invars))
-            summed = rounds if id(eqn) in sums else 1
+            operands = tuple(
+                dtype_in(v) if isinstance(v, Literal) else before.get(v, dtype_in(v))
+                for v in eqn.invars
+            )
+            rounds = _times(holder.eqn) if holder and id(eqn) in sums else 1
+            inside = frozenset() if holder is None else holder.inside | {name_of(holder.eqn)}
             source = _source(eqn, line, frameworks)
-            at = Equation(eqn, around, runs, source, operands, summed)
-            yield at
+            visits.append(_Visit(eqn, key, around, inside, source, operands, rounds))
+            here = len(visits) - 1
             if _keeps_numbers(eqn):
                 before |= dict.fromkeys(eqn.outvars, operands[0])
             carried = carried_by(eqn)  # equal to those operands only in the first round
-            for program, given in arguments_of(eqn):
+            for program, numbers in arguments_of(eqn):
                 inner = open_jaxpr(program)
-                pairs = zip(inner.invars, given, strict=False)
-                of_operands = {v: operands[i] for v, i in pairs if i not in carried}
-                yield from within(inner, at, of_operands)
+                pairs = zip(inner.invars, numbers, strict=False)
+                dtypes = {v: operands[n] for v, n in pairs if n not in carried}
+                place = (inside, source, tuple(dtypes.values())) if is_shared else here
+                inner_key = (id(inner), id(eqn), place)
+                is_known = inner_key in calls
+                calls.setdefault(inner_key, []).append((key, _times(eqn)))
+                if not is_known:
+                    visit(inner, inner_key, here, dtypes)
 
-    return within(jaxpr, None, {})
+    @functools.cache
+    def runs(key: Any) -> int:
+        return sum(runs(caller) * times for caller, times in calls[key]) if key else 1
+
+    visit(jaxpr, None, None, {})
+    made: list[Equation] = []
+    for one in visits:
+        around = None if one.around is None else made[one.around]
+        made.append(Equation(one.eqn, around, runs(one.key), one.source, one.before, one.summed))
+    return iter(made)
+
+
+def line_of(eqn: Any) -> str:
+    """The user's line that made an equation, as `model.py:12 (f)`."""
+    return _source(eqn, "", _frameworks())
 
 
 def has_users_line(eqn: Any) -> bool:
@@ -179,35 +236,39 @@ def _parameter(params: dict[str, Any], name: str) -> Any:
 
 def _times(eqn: Any) -> int:
     """How often an equation runs the programs in it."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "scan":
-        return params["length"]
-    if name == "xla_pmap":
-        return params["global_axis_size"]
-    if name == "shard_map":
-        return math.prod(params["mesh"].shape[axis] for axis in mapped_axes(eqn))
-    return 1
+    if Is.SCANS in traits(eqn):
+        return eqn.params["length"]
+    if Is.MAPS in traits(eqn):
+        mesh = eqn.params["mesh"]
+        return math.prod(mesh.shape[axis] for axis in mapped_axes(eqn))
+    return eqn.params.get("global_axis_size", 1)
 
 
 def _running_sums(eqn: Any, body: Any) -> set[int]:
     """The equations of a scan's body, by id, that add to what it carries."""
-    if eqn.primitive.name != "scan":
+    if Is.SCANS not in traits(eqn):
         return set()
     carried = carried_by(eqn)
     pairs = zip(body.outvars, body.invars[carried.start : carried.stop], strict=False)
-    old_of = {new: old for new, old in pairs if not isinstance(new, Literal)}
-    adds = [e for e in body.eqns if e.primitive.name in ("add", "add_any")]
-    return {id(e) for e in adds if any(v is old_of.get(e.outvars[0]) for v in e.invars)}
+    before = {new: old for new, old in pairs if not isinstance(new, Literal)}
+    return {
+        id(inner)
+        for inner in body.eqns
+        if Is.ADDS_TWO in traits(inner)
+        and any(v is before.get(inner.outvars[0]) for v in inner.invars)
+    }
 
 
 def _keeps_numbers(eqn: Any) -> bool:
     """Whether the result is the one operand, in another form or in a wider dtype."""
-    (x, *more), y = eqn.invars or [None], eqn.outvars[:1]
-    if more or not y:
+    if len(eqn.invars) != 1 or not eqn.outvars:
         return False
-    if eqn.primitive.name == "convert_element_type":
-        return is_float(x) and is_float(y[0]) and dtype_in(x).itemsize < dtype_in(y[0]).itemsize
-    return is_exact(eqn.primitive.name)
+    before = dtype_in(eqn.invars[0])
+    after = dtype_in(eqn.outvars[0])
+    if Is.CASTS not in traits(eqn):
+        return is_exact(name_of(eqn))
+    are_floats = is_float(eqn.invars[0]) and is_float(eqn.outvars[0])
+    return are_floats and before.itemsize < after.itemsize
 
 
 # --- lines ---

@@ -19,6 +19,7 @@ import argparse
 import collections
 import functools
 import itertools
+import math
 import pathlib
 import re
 import sys
@@ -30,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P, lax
+from jax.extend.core import Literal
 from jax.sharding import AxisType
 
 HERE = pathlib.Path(__file__).parent
@@ -48,15 +50,45 @@ from optax_lossscale._diagnosis.wide import (  # noqa: E402
     in_float32,
     wide_dtype,
 )
-from optax_lossscale._programs.run import by_equation  # noqa: E402
-from optax_lossscale._programs.values import is_float  # noqa: E402
+from optax_lossscale._programs.run import Run, enter, is_entered  # noqa: E402
+from optax_lossscale._programs.values import dtype_in, in_dtypes, is_float  # noqa: E402
+from optax_lossscale._programs.versions import constants, open_jaxpr  # noqa: E402
+from optax_lossscale._programs.walk import programs_in  # noqa: E402
 
 ROUNDING = 2.0**-11  # of float16, relative
 
 
-def evaluate(jaxpr, args, compute):
-    """The results of a program in float32, by a rule, and what the rule recorded."""
-    return by_equation(jaxpr, compute, wide_dtype).call(args)
+def evaluate(program, args, compute):
+    """The results of a program in float32, each equation's computed by a rule."""
+    return evaluated(program, compute).call(args)
+
+
+def evaluated(program, compute):
+    """How to run a program equation by equation, in float32."""
+    jaxpr = open_jaxpr(program)
+
+    def dtypes(variables):
+        return [wide_dtype(dtype_in(v)) for v in variables]
+
+    def call(args):
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        xs = in_dtypes(dtypes(variables), [*constants(program), *args])
+        values = dict(zip(variables, xs, strict=True))
+
+        def read(variables):
+            xs = [jnp.asarray(v.val) if isinstance(v, Literal) else values[v] for v in variables]
+            return in_dtypes(dtypes(variables), xs)
+
+        for eqn in jaxpr.eqns:
+            ins = read(eqn.invars)
+            if is_entered(eqn):
+                outs = enter(eqn, ins, [evaluated(p, compute) for p in programs_in(eqn)])
+            else:
+                outs = compute(eqn, ins)
+            values.update(zip(eqn.outvars, outs, strict=True))
+        return read(jaxpr.outvars)
+
+    return Run(dtypes(jaxpr.invars), dtypes(jaxpr.outvars), call)
 
 
 def widely(eqn, ins):
@@ -722,11 +754,12 @@ FOLLOWING = {
 }  # fmt: skip
 
 
-def moving(seed, names):
+def moving(seed, names, note=None):
     """A rule for `evaluate`: results of these primitives, and products' operands, are moved.
 
-    It notes the largest of them.
+    The largest of them are given to `note`, one for each equation, as the program runs.
     """
+    count = itertools.count()
 
     def hashed(v, n):
         wild = jnp.sin(v * 12989.8 + seed * 78.233 + n * 37.719) * 43758.5453
@@ -744,23 +777,25 @@ def moving(seed, names):
         how = [written.get(v.aval.dtype.type, (0, 0)) for v in eqn.outvars]
         return [moved(x, number + 0.3, *by) for x, by in zip(outs, how, strict=True)]
 
-    def rule(number, eqn, ins):
-        name = eqn.primitive.name
+    def rule(eqn, ins):
+        name, number = eqn.primitive.name, next(count)
         if name not in names:
             outs = widely(eqn, ins)  # which float32 rounds as well
             if any(map(is_float, eqn.invars)):
                 outs = [moved(x, number + 0.7, 2.0**-22, 0) for x in outs]
-            return as_written(outs, eqn, number), None
+            return as_written(outs, eqn, number)
         is_product = name in PRODUCTS_OF_JAX and "HIGHEST" not in str(eqn.params["precision"])
         if is_product:
             ins = [moved(x, number + 0.1 * i) for i, x in enumerate(ins)]
         outs = [moved(x, number + 0.7) for x in widely(eqn, ins)]
         outs = as_written(outs, eqn, number)
         if name in PRODUCTS_OF_JAX and not is_product:
-            return outs, None
+            return outs
         large = [jnp.max(jnp.abs(x), initial=0) for x in [*ins * is_product, *outs]
                  if x.dtype == jnp.float32]  # fmt: skip
-        return outs, functools.reduce(jnp.maximum, large, jnp.float32(0))
+        if note and large:
+            jax.debug.callback(note, functools.reduce(jnp.maximum, large))
+        return outs
 
     return rule
 
@@ -775,16 +810,25 @@ class Sensitivity:
         self.names, self.args = names, jax.tree.leaves((p, x))
 
     def is_in_range(self):
-        run = lambda seed, *args: evaluate(self.jaxprs[0], args, moving(seed, self.names))[1]
-        largest = jax.jit(run)(jnp.float32(0), *self.args)
-        return max(map(float, largest.values()), default=0) <= LARGEST
+        largest = []
+
+        @jax.jit
+        def run(seed, *args):
+            return evaluate(self.jaxprs[0], args, moving(seed, self.names, note))
+
+        def note(x):
+            largest.append(float(x))
+
+        run(jnp.float32(0), *self.args)
+        jax.effects_barrier()
+        return not any(x > LARGEST or math.isnan(x) for x in largest)
 
     def errors(self, scale, samples=12):
         """The largest error of each array."""
 
         @jax.jit
         def run(seed, *args):
-            outs = evaluate(self.jaxprs[1], args, moving(seed, self.names))[0]
+            outs = evaluate(self.jaxprs[1], args, moving(seed, self.names))
             (_, value), grads = jax.tree.unflatten(self.tree, outs)
             return value, grads
 

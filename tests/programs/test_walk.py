@@ -37,3 +37,25 @@ def test_the_condition_of_a_while_has_operands_of_its_own():
         return lax.while_loop(lambda s: (a @ s).sum() < 9, lambda s: s + wide[0], start)
 
     assert products(function, W[0], X) == [(F32, F32)]
+
+
+def call_tree(depth):
+    """A function that calls another twice, which calls another twice, and so on."""
+    function = jax.jit(lambda w, x: jnp.tanh(x @ w))
+    for _ in range(depth):
+        function = jax.jit(lambda w, x, inner=function: inner(w, inner(w, x)))
+    return function
+
+
+def test_a_shared_program_is_read_once_and_counts_as_often_as_it_runs():
+    found = list(equations(jax.make_jaxpr(call_tree(20))(W[0], X).jaxpr))
+    n = len(found)  # of which a failing test would print too much
+    assert n < 200
+    assert sum(at.runs for at in found if at.name == "dot_general") == 2**20
+
+
+def test_a_loop_in_a_shared_program_counts_all_of_its_rounds():
+    loop = jax.jit(lambda w, x: lax.fori_loop(0, 5, lambda _, c: c @ w, x))
+    twice = lambda w, x: loop(w, lax.scan(lambda c, _: (loop(w, c), None), x, None, 3)[0])
+    found = equations(jax.make_jaxpr(twice)(W[0], jnp.ones((3, 4))).jaxpr)
+    assert sum(at.runs for at in found if at.name == "dot_general") == 20

@@ -1,0 +1,21 @@
+"""What is cheap: computing it again takes no longer than reading it from memory."""
+
+from typing import Any
+
+from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.remembered import remembered
+from optax_lossscale._programs.values import is_product
+from optax_lossscale._programs.versions import open_jaxpr
+from optax_lossscale._programs.walk import programs_in
+
+
+def is_cheap(eqn: Any) -> bool:
+    """Whether a compiler fuses an equation, and all in it, into what reads its results."""
+    if eqn.effects or is_product(eqn) or Is.CHEAP not in traits(eqn):
+        return False
+    return all(map(_are_all_cheap, programs_in(eqn)))
+
+
+@remembered
+def _are_all_cheap(program: Any) -> bool:
+    return all(map(is_cheap, open_jaxpr(program).eqns))

@@ -1,0 +1,271 @@
+"""The first pass: what kind each value is, which says whether 16 bits can hold it.
+
+Values are told apart by what they are made of. A result of a product is in 16 bits already, and a
+sum with one is kept so from product to product, as by hand. What is recomputed from these in about
+their range is as good as they are. Everything else may have another range, or need more digits.
+
+The rule is a table: a row for what an operation does, a column for its widest operand.
+"""
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from optax_lossscale._autocast.flat import Instruction, flat
+from optax_lossscale._autocast.products import is_narrowed, is_rewritten
+from optax_lossscale._programs.operations import TABLE, Is, operation, traits
+from optax_lossscale._programs.remembered import remembered
+from optax_lossscale._programs.values import FLOAT32, dtype_in, is_float
+from optax_lossscale._programs.walk import arguments_of, carried_by, giving_results, programs_in
+
+
+class Kind(enum.Enum):
+    """What a value is, from what widens nothing to what widens everything it meets."""
+
+    EXACT = "a literal of about 1 that 16 bits hold exactly, or 0, or a mask"
+    NUMBER = "another literal of about 1"
+    PARAMETER = "a parameter, made from parameters alone, or another literal that 16 bits hold"
+    ROWS = "rows of a parameter, as from an embedding: kept in 16 bits where they are added to"
+    PRODUCT = "the result of a product, perhaps moved: it has 16 bits already"
+    SUM = "a sum with the result of a product: kept in 16 bits from product to product"
+    NEAR = "made from these, in about their range: recomputed; added to a SUM, it gives a SUM"
+    NORMALIZED = "a NEAR that has about the size 1, and that a gain may multiply"
+    SCALED = "these, multiplied by a parameter: added to one another, they may be large or small"
+    FLOAT32 = "anything that may have another range or need more digits"
+
+
+_ORDER = list(Kind)
+_NUMBERS = frozenset({Kind.EXACT, Kind.NUMBER})
+_PARAMETERS = frozenset({Kind.PARAMETER, Kind.ROWS})
+STREAMS = frozenset({Kind.PARAMETER, Kind.ROWS, Kind.PRODUCT, Kind.SUM})
+"""What a scan over layers may carry from layer to layer in 16 bits."""
+
+_TABLE = """
+                        EXACT NUMBER PARAMETER ROWS PRODUCT SUM    NEAR   NORMALIZED SCALED FLOAT32
+moves                   same  same   same      same same    same   same   same       same   FLOAT32
+picks                   same  same   ROWS      same same    same   same   same       same   FLOAT32
+adds_over_devices       same  same   same      same SUM     same   same   same       same   FLOAT32
+adds_to_a_parameter     -     -      same      same SUM     same   same   same       same   FLOAT32
+adds_to_another         -     -      -         -    SUM     SUM    SUM    SUM        SUM    FLOAT32
+adds_to_a_scaled        -     -      -         -    -       -      -      -          same   FLOAT32
+multiplies_by_parameter -     -      same      same SCALED  SCALED SCALED NEAR       same   FLOAT32
+near                    -     -      same      same NEAR    NEAR   same   same       same   FLOAT32
+saturates               -     -      -         -    NEAR    NEAR   NEAR   NEAR       NEAR   FLOAT32
+leaves                  -     -      -         -    -       -      -      -          -      FLOAT32
+"""
+
+
+def _transfers(table: str) -> dict[str, dict[Kind, Kind]]:
+    """The kind of a result by the operation's row and the widest operand; `-` is FLOAT32."""
+    head, *rows = (line.split() for line in table.strip().splitlines())
+    kinds = [Kind[word] for word in head]
+    return {
+        name: {
+            kind: kind if word == "same" else Kind[word.replace("-", "FLOAT32")]
+            for kind, word in zip(kinds, words, strict=True)
+        }
+        for name, *words in rows
+    }
+
+
+_TRANSFERS = _transfers(_TABLE)
+
+
+@remembered
+def classify(jaxpr: Any, arguments: tuple[Kind, ...], low: np.dtype) -> Mapping[int, Kind]:
+    """The kind of each value of a program, by number, from the kinds of its arguments."""
+    program = flat(jaxpr)
+    kinds = dict.fromkeys(program.consts, Kind.FLOAT32)
+    kinds |= {i: _of_literal(literal, low) for i, literal in program.literals.items()}
+    kinds |= zip(program.ins, arguments, strict=True)
+    statistics: dict[int, _Statistic] = {}
+    for step in program.steps:
+        if _is_normalized(step, kinds, statistics):
+            results: Sequence[Kind] = [Kind.NORMALIZED]
+        else:
+            results = _of_results(step, [kinds[i] for i in step.ins], low)
+            statistic = _statistic(step, statistics)
+            if statistic:
+                statistics |= dict.fromkeys(step.outs, statistic)
+        kinds |= zip(step.outs, results, strict=True)
+    return kinds
+
+
+def widest(kinds: Iterable[Kind]) -> Kind:
+    """The kind of what may be any of these."""
+    kinds = set(kinds)
+    kind = max(kinds, key=_ORDER.index)
+    is_a_product = kinds <= {Kind.EXACT, Kind.PRODUCT}
+    return Kind.SUM if kind == Kind.PRODUCT and not is_a_product else kind
+
+
+def _of_results(step: Instruction, operands: Sequence[Kind], low: np.dtype) -> Sequence[Kind]:
+    """The kinds of the results of an instruction."""
+    eqn = step.eqn
+    if is_narrowed(eqn):
+        return [Kind.PRODUCT]
+    if is_rewritten(eqn):
+        return _of_entered(eqn, operands, low)
+    if Is.CASTS in traits(eqn) and dtype_in(eqn.invars[0]) == jnp.bool_:
+        return [Kind.EXACT]
+    floats = [v for v in (*eqn.invars, *eqn.outvars) if is_float(v)]
+    of_floats = [kind for v, kind in zip(eqn.invars, operands, strict=True) if is_float(v)]
+    kind = Kind.FLOAT32
+    if of_floats and all(dtype_in(v) == FLOAT32 for v in floats):
+        kind = _TRANSFERS[_row(eqn, operands, low)][widest(of_floats)]
+    return [kind] * len(step.outs)
+
+
+def _row(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> str:
+    """The row of an operation in the table: what it does with its widest operand."""
+    its_traits = traits(eqn)
+    if its_traits & (Is.MOVES | Is.SENDS | Is.CHOOSES):
+        is_sum = Is.ADDS_MANY in its_traits  # over devices
+        return "picks" if Is.PICKS in its_traits else "adds_over_devices" if is_sum else "moves"
+    if not its_traits & (Is.ADDS_TWO | Is.NEAR):
+        return "leaves"
+    narrowest = min(operands, key=_ORDER.index)
+    if Is.ADDS_TWO in its_traits:
+        # With a constant or a parameter added, what is recomputed stays so.
+        is_constant = narrowest in _NUMBERS | _PARAMETERS
+        is_scaled = narrowest == Kind.SCALED
+        how = "a_parameter" if is_constant else "a_scaled" if is_scaled else "another"
+        return f"adds_to_{how}"
+    if Is.DIVIDES in its_traits and operands[1] not in _NUMBERS:
+        return "leaves"
+    if Is.SATURATES in its_traits:
+        return "saturates"
+    # The range of bfloat16 is that of float32.
+    if Is.MULTIPLIES in its_traits and low != jnp.bfloat16 and narrowest not in _NUMBERS:
+        return "multiplies_by_parameter" if narrowest in _PARAMETERS else "leaves"
+    return "near"
+
+
+def _of_literal(literal: Literal, low: np.dtype) -> Kind:
+    """The kind of a literal: by whether it is 0 or about 1, and 16 bits hold it."""
+    if dtype_in(literal) != FLOAT32:
+        return Kind.FLOAT32
+    size = np.abs(np.asarray(literal.val))
+    is_about_1 = (size == 0) | ((size >= 2**-8) & (size <= 2**8))
+    if is_about_1.all():
+        is_exact = np.asarray(literal.val, low) == literal.val
+        return Kind.EXACT if is_exact.all() else Kind.NUMBER
+    info = jnp.finfo(low)
+    fits = (size == 0) | ((size >= float(info.tiny)) & (size <= float(info.max)))
+    return Kind.PARAMETER if fits.all() else Kind.FLOAT32
+
+
+# --- what subtracts its own mean, or is divided by its own norm ---
+
+_Statistic = frozenset[Any]
+"""Of a value made from a sum of many numbers: their shape, and the operations since."""
+
+_BY = {row.by for row in TABLE.values() if row.by}
+_IN_A_MEAN = Is.MOVES | Is.SENDS | Is.CHOOSES | Is.ADDS_TWO | Is.NEAR
+
+
+def _statistic(step: Instruction, known: Mapping[int, _Statistic]) -> _Statistic | None:
+    """What the results of an instruction are as a statistic; None if they are none."""
+    of_operands = [known[i] for i in step.ins if i in known]
+    if of_operands and (traits(step.eqn) & _IN_A_MEAN or step.name in _BY):
+        return of_operands[0] | {step.name}
+    is_sum = Is.ADDS_MANY in traits(step.eqn)
+    return frozenset({step.eqn.invars[0].aval.shape}) if is_sum else None
+
+
+def _is_normalized(
+    step: Instruction, kinds: Mapping[int, Kind], statistics: Mapping[int, _Statistic]
+) -> bool:
+    """Whether this subtracts the mean of as many numbers, or divides by the norm of as many."""
+    made_by = operation(step.eqn).by
+    if not made_by:
+        return False
+    value, by = step.ins
+    if Is.MULTIPLIES in traits(step.eqn):
+        value, by = sorted(step.ins, key=lambda i: _ORDER.index(kinds[i]))
+    is_of_products = kinds[value] not in _NUMBERS | _PARAMETERS | {Kind.FLOAT32}
+    shape = step.eqn.outvars[0].aval.shape
+    is_by_its_own = statistics.get(by, frozenset()) >= {made_by, shape}
+    return is_of_products and kinds[by] == Kind.FLOAT32 and is_by_its_own
+
+
+# --- what holds programs ---
+
+
+def of_arguments(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
+    """The kinds of operands inside of an equation: of what a loop carries, in every round."""
+    # If a scan runs over layers, so that each round multiplies by a matrix of its own, it carries
+    # what goes from layer to layer, which is kept as it is without a scan. Over time steps it
+    # carries what may be a running sum, in float32, and so does a `while`. Over layers, a carry
+    # that no product reads stays in float32, too.
+    inside = list(operands)
+    carried = carried_by(eqn)
+    for i in carried:
+        inside[i] = Kind.FLOAT32
+    if not _is_over_layers(eqn, operands):
+        return inside
+    (program,) = programs_in(eqn)
+    is_multiplied = _multiplied(program, None)
+    kept = {
+        i: Kind.PRODUCT if operands[i] == Kind.PRODUCT else Kind.SUM
+        for i in carried
+        if is_multiplied[i] and operands[i] in STREAMS
+    }
+    while True:
+        arguments = [kept.get(i, kind) for i, kind in enumerate(inside)]
+        kinds = classify(program, tuple(arguments), low)
+        after = dict(zip(carried, (kinds[i] for i in flat(program).outs), strict=False))
+        joined = {i: widest((kind, after[i])) for i, kind in kept.items()}
+        # What a round leaves in float32 is so from the first one on.
+        joined = {i: kind for i, kind in joined.items() if kind in STREAMS | _NUMBERS}
+        if joined == kept:
+            return arguments
+        kept = joined
+
+
+def _of_entered(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
+    """The kinds of the results of an equation that is entered."""
+    inside = of_arguments(eqn, operands, low)
+    of_programs = []
+    for program, numbers in giving_results(eqn):
+        kinds = classify(program, tuple(inside[n] for n in numbers), low)
+        of_programs.append([kinds[i] for i in flat(program).outs])
+    results = [widest(kinds) for kinds in zip(*of_programs, strict=True)]
+    may_run_no_round = Is.WAITS in traits(eqn) or eqn.params.get("length") == 0
+    for j, n in enumerate(carried_by(eqn)):
+        if may_run_no_round:
+            results[j] = widest((results[j], operands[n]))
+        elif inside[n] != Kind.FLOAT32:
+            results[j] = inside[n]
+    return results
+
+
+def _is_over_layers(eqn: Any, operands: Sequence[Kind]) -> bool:
+    """Whether this is a scan whose rounds have matrices of their own among the parameters."""
+    if Is.SCANS not in traits(eqn):
+        return False
+    (program,) = programs_in(eqn)
+    are_matrices = _multiplied(program, Is.MOVES | Is.CASTS)
+    of_a_round = range(carried_by(eqn).stop, len(operands))
+    return any(are_matrices[i] and operands[i] == Kind.PARAMETER for i in of_a_round)
+
+
+@remembered
+def _multiplied(jaxpr: Any, between: Is | None) -> tuple[bool, ...]:
+    """Which arguments become an operand of a product, by way of `between` alone, if given."""
+    program = flat(jaxpr)
+    multiplied: set[int] = set()
+    for step in reversed(program.steps):
+        goes_on = not between or traits(step.eqn) & between
+        if goes_on and not multiplied.isdisjoint(step.outs):
+            multiplied.update(step.ins)
+        if is_narrowed(step.eqn):
+            multiplied.update(step.ins[:2])
+        for inner, numbers in arguments_of(step.eqn):
+            flags = zip(numbers, _multiplied(inner, between), strict=False)
+            multiplied.update(step.ins[n] for n, is_multiplied in flags if is_multiplied)
+    return tuple(i in multiplied for i in program.ins)
