@@ -169,10 +169,15 @@ class Shadow:
         carry = list(ins[n_cond + n_body :])
         n = 0
         while True:
-            (goes_on,) = self._run(condition, [*of_cond, *carry], (*rounds, n), devices)
-            if not np.ravel(jax.device_get(goes_on.pair.low))[0]:
+            (condition_of_all,) = self._run(condition, [*of_cond, *carry], (*rounds, n), devices)
+            goes_on = jax.device_get(condition_of_all.pair.low)
+            if not goes_on.any():
                 return carry
-            carry = self._run(body, [*of_body, *carry], (*rounds, n), devices)
+            results = self._run(body, [*of_body, *carry], (*rounds, n), devices)
+            if not goes_on.all():  # elements of a batch, or devices, that have ended stay
+                pairs = zip(results, carry, strict=True)
+                results = [_where(goes_on, result, old) for result, old in pairs]
+            carry = results
             n += 1
 
     def _scan(self, step: Step, ins: Sequence[Value], rounds, devices) -> list[Value]:
@@ -261,6 +266,19 @@ def _moved(value: Value, move: Callable, spec: Any) -> Value:
     """A value on other devices."""
     packed = jax.tree.map(lambda x: move(x, spec), value.pair.packed())
     return Value(compiling.unpacked(packed), value.note)
+
+
+def _where(goes_on: np.ndarray, new: Value, old: Value) -> Value:
+    """The new value of the elements of a batch that go on with a loop, the old one of others."""
+
+    def choose(x, y):
+        axes = range(goes_on.ndim, x.ndim)
+        return jnp.where(jnp.expand_dims(goes_on, tuple(axes)), x, y)
+
+    low = choose(new.pair.low, old.pair.low)
+    if new.pair.is_same and old.pair.is_same:
+        return dataclasses.replace(new, pair=Pair(low, low))
+    return dataclasses.replace(new, pair=Pair(low, choose(new.pair.true, old.pair.true)))
 
 
 def _some(stack: Value, start: int, stop: int) -> Any:

@@ -530,6 +530,25 @@ def test_a_solver_that_stays_in_16_bits_is_told():
     assert len(found.not_compared) == 1
 
 
+def test_elements_of_a_batch_may_leave_a_loop_at_different_times():
+    def powers(x, w, steps):
+        goes_on = lambda carry: carry[0] < steps
+        step = lambda carry: (carry[0] + 1, carry[1] @ w)
+        return lax.while_loop(goes_on, step, (0, x))[1]
+
+    def loss_fn(w, xs, steps):
+        w, xs = half((w, xs))
+        return square(jax.vmap(powers, (0, None, 0))(xs, lax.stop_gradient(w), steps) @ w)
+
+    w = normal(4, 4)
+    xs = normal(3, 4, scale=1)
+    for steps in map(jnp.asarray, ([1, 5, 3], [5, 0, 3], [0, 0, 0])):
+        report = ols.diagnose(loss_fn, w, xs, steps)
+        in_float32 = float(loss_fn(w, xs, steps))
+        assert report.loss_in_float32 == pytest.approx(in_float32, rel=1e-3)
+        assert not report.wrong
+
+
 def test_a_loss_over_several_devices():
     mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
