@@ -70,7 +70,8 @@ def _compiling(rows: list[Row]) -> str:
         for r in _where(rows, program=program):
             ratios = (f"{r[key]:.2f}" for key in ("trace_ratio", "compile_ratio"))
             body.append([r["way"], *ratios, f"{r['compile_cpu_s']:.1f} s"])
-        tables.append(_tables.markdown([program, "trace", "trace, lower and compile", "time to compile"], body))
+        header = [program, "trace", "trace, lower and compile", "processor time"]
+        tables.append(_tables.markdown(header, body))
     return "\n\n".join(tables)
 
 
