@@ -51,8 +51,8 @@ def autocast(
       dtype: `jnp.float16` or `jnp.bfloat16`.
       argnums: which positional arguments hold the parameters, if any. The result of a product and
         a parameter, as when a bias is added, is kept in 16 bits between products. Sums with other
-        float32 arguments, or with parameters passed by keyword, stay in float32. So name the
-        parameters alone: a state to which products are added loses digits in 16 bits.
+        float32 arguments, or with parameters passed by keyword, stay in float32. So list
+        only parameters, never a recurrent state: it would lose digits in 16 bits.
 
     Returns:
       A function of the same arguments. If some of these are in `dtype`, its results have the

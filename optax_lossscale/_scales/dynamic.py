@@ -19,8 +19,8 @@ _REFILL = partial(validation.one_of, options=get_args(Refill))
 class DynamicLossScale(LossScale):
     """Grows after a run of finite steps, and backs off at a non-finite one.
 
-    The default of `with_loss_scale`. If gradients are rare, use `HeadroomLossScale`: steps whose
-    gradients are all zero raise this scale, so that the next nonzero gradients overflow.
+    The default of `with_loss_scale`. If most steps have gradients of zero, use
+    `HeadroomLossScale`: such steps raise this scale, so that the next nonzero gradients overflow.
 
     Source: TensorFlow's `DynamicLossScale`, whose defaults these are, after Micikevicius et al.,
     "Mixed Precision Training" (https://arxiv.org/abs/1710.03740); the further options are those of

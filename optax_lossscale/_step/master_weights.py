@@ -1,4 +1,4 @@
-"""Parameters in 16 bits, and what they lack to be the float32 numbers that are trained."""
+"""Parameters in 16 bits, and the bits lost by rounding the trained float32 numbers to them."""
 
 from collections import OrderedDict
 from collections.abc import Callable

@@ -50,7 +50,7 @@ class ScaledStep:
                 "gradients divided by the loss scale twice: wrap the whole optimizer, once"
             )
         return LossScaleState(
-            # Copies: what init returns may be donated, and the optimizer lives on.
+            # Copies: what init returns may be donated, and the optimizer is used again.
             loss_scale=jax.tree.map(jnp.array, self.loss_scale),
             inner_state=_unaliased(jax.tree.map(strong, inner_state), params),
             should_apply=jnp.array(True),

@@ -197,17 +197,18 @@ def with_loss_scale(
       loss_scale: anything that `get` accepts. `None` for no loss scale, as in bfloat16 and
         float32: then the wrapper only skips bad steps.
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas decide
-        together. A skip rule then uses their largest norm and mean loss. If they decide alone, a
-        reduction inside `inner` hangs under `branch="cond"`. Reduce the gradients with `pmean`
-        yourself; but under `shard_map`, which sums the gradients of replicated parameters, reduce
-        the loss instead: `pmean(loss_fn(…), axis_name)`. Under `jit` alone, name no axis.
+        together. A skip rule then uses their largest norm and mean loss. If they decide
+        independently, a collective inside `inner` deadlocks under `branch="cond"`. Reduce the
+        gradients with `pmean` yourself; but under `shard_map`, which sums the gradients of
+        replicated parameters, reduce the loss instead: `pmean(loss_fn(…), axis_name)`. Under `jit`
+        alone, name no axis.
       mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or a function
         that returns one for them. Leaves marked False are neither unscaled nor checked. It is for
-        leaves whose "gradient" is their new value, such as Flax's float8 scales, and which `inner`
+        leaves whose cotangent carries their new value, such as Flax's float8 scales, and which `inner`
         overwrites with it: `mask={"params": True, "_overwrite_with_gradient": False}`.
       branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select in each
-        kernel that computes a result; or None, by the one that keeps the step in place, which is
-        `"cond"` on CPU and `"select"` on GPU and TPU. With `"select"`, `inner` runs at every step,
+        kernel that computes a result; or None, by the one that avoids copies on the platform, which
+        is `"cond"` on CPU and `"select"` on GPU and TPU. With `"select"`, `inner` runs at every step,
         with zeros for numbers that are not finite: use `"cond"` if `inner` has side effects, such
         as a callback, or is expensive, such as an `eigh`. Uncompiled steps branch in Python.
       skip: which steps to skip. `"nonfinite"`: those whose gradients, or whose loss if it is
