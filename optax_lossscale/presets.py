@@ -6,8 +6,8 @@ leaves float32's normal range, 1.18e-38 to 3.4e38, but stays at the last value i
 argument that is not allowed raises a `ValueError`.
 
 Unless a preset says otherwise, it backs off at each non-finite step. Most count steps whose
-gradients are all zero as finite; if most steps have such, `HeadroomLossScale` is better. None of the
-originals looks at the loss, and where the scale is fixed most check nothing: to do as they do,
+gradients are all zero as finite; if most steps have such, `HeadroomLossScale` is better. None of
+the originals looks at the loss, and where the scale is fixed most check nothing: to do as they do,
 pass `skip=None` to `with_loss_scale`.
 """
 

@@ -204,13 +204,14 @@ def with_loss_scale(
         alone, name no axis.
       mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or a function
         that returns one for them. Leaves marked False are neither unscaled nor checked. It is for
-        leaves whose cotangent carries their new value, such as Flax's float8 scales, and which `inner`
-        overwrites with it: `mask={"params": True, "_overwrite_with_gradient": False}`.
+        leaves whose cotangent carries their new value, such as Flax's float8 scales, and which
+        `inner` overwrites with it: `mask={"params": True, "_overwrite_with_gradient": False}`.
       branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select in each
-        kernel that computes a result; or None, by the one that avoids copies on the platform, which
-        is `"cond"` on CPU and `"select"` on GPU and TPU. With `"select"`, `inner` runs at every step,
-        with zeros for numbers that are not finite: use `"cond"` if `inner` has side effects, such
-        as a callback, or is expensive, such as an `eigh`. Uncompiled steps branch in Python.
+        kernel that computes a result; or None, by the one that avoids copies on the platform,
+        which is `"cond"` on CPU and `"select"` on GPU and TPU. With `"select"`, `inner` runs at
+        every step, with zeros for numbers that are not finite: use `"cond"` if `inner` has side
+        effects, such as a callback, or is expensive, such as an `eigh`. Uncompiled steps branch in
+        Python.
       skip: which steps to skip. `"nonfinite"`: those whose gradients, or whose loss if it is
         passed to the step as `value`, are not finite, whatever the loss scale. A rule from
         `skips`: these, and finite steps that the rule considers spikes; they leave the loss scale
