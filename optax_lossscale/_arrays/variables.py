@@ -125,7 +125,8 @@ def told_to_go_in_as_arguments() -> Iterator[None]:
             "autocast traces the function, which changes an NNX module or variable that is not "
             "among its arguments, or belongs to a function that is traced around it. Pass modules "
             "to both as arguments: autocast(lambda model, x: model(x))(model, x), not "
-            f"autocast(model)(x). NNX says: {error}"
+            "autocast(model)(x). A model that is merged inside needs variables of its own: "
+            f"nnx.merge(graphdef, state, copy=True). NNX says: {error}"
         ) from error
 
 
