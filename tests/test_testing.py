@@ -428,7 +428,7 @@ def test_a_norm_that_is_infinite_at_high_loss_scales_is_accused_without_a_warnin
         norm = sum(jnp.sum(g.astype(jnp.float16) ** 2) for g in jax.tree.leaves(grads))
         return *tx.apply_gradients(grads, state, params), norm
 
-    with pytest.raises(AssertionError, match=r"\n  result\[2\]"):
+    with pytest.raises(AssertionError, match=r"2\*\*2: result\[2\]"):
         ols.testing.assert_scale_invariant(step, params, tx.init(params), batch)
 
 
@@ -445,7 +445,7 @@ def test_none_several_and_fixed_loss_scales_are_refused():
 
 
 def two_optimizers(loss_scales, right=True):
-    """A step with a state of each, of which the last one may be wrong, and its arguments."""
+    """A step with a state of each, of which the last is wrong if it is not right, and arguments."""
     txs = [ols.with_loss_scale(optax.adam(1e-2), x) for x in loss_scales]
 
     @jax.jit
@@ -479,7 +479,7 @@ def test_a_loss_scale_of_none_does_not_count():
 
 
 def test_a_step_that_is_always_skipped_says_nothing():
-    with pytest.raises(ValueError, match=r"skipped at all loss scales.*look for NaN"):
+    with pytest.raises(ValueError, match=r"skipped at all but 0 loss scales.*look for NaN"):
         ols.testing.assert_scale_invariant(
             jax.jit(small_step), PARAMS, TX.init(PARAMS), jnp.full_like(X, jnp.nan)
         )
@@ -757,7 +757,7 @@ def test_a_step_that_does_not_skip_an_overflow_is_found(keeps, left, wrapped):
     if not left:
         ols.testing.assert_scale_invariant(*arguments)
         return
-    with pytest.raises(AssertionError, match="the step is to be skipped") as raised:
+    with pytest.raises(AssertionError, match="at which the step should be skipped") as raised:
         ols.testing.assert_scale_invariant(*arguments)
     names = {line.strip() for line in str(raised.value).splitlines() if line.startswith("  ")}
     assert left <= names
@@ -890,7 +890,7 @@ def another_optimizers_scale_that_overflows(loss_fn, state, params, batch):
     ("minimize", "said"),
     [
         (WRAPPED.minimize, None),
-        (zeroed_by_hand, r"is to be skipped(.|\n)*result\[1\](.|\n)*minimize"),
+        (zeroed_by_hand, r"should be skipped, changes(.|\n)*result\[1\](.|\n)*minimize"),
         (nan_to_num, r"result\[1\](.|\n)*nan_to_num"),
         (old_loss_scale, r"loss scale comes back as it was(.|\n)*return the state"),
         (old_state, r"loss scale comes back as it was(.|\n)*return the state"),
@@ -994,31 +994,4 @@ def test_updates_of_master_weights_that_others_change_are_found(place):
     else:
         said = r"master_weights\['in'\](.|\n)*Let nothing come after it"
         with pytest.raises(AssertionError, match=said):
-            ols.testing.assert_scale_invariant(step, params, tx.init(params))
-
-
-@pytest.mark.parametrize("right", [True, False])
-def test_gradients_of_which_some_vanish_at_each_loss_scale(right):
-    """Of what is logged of them much hangs on a single one; a decay of scaled ones stays small."""
-    tx = ols.with_loss_scale(optax.lion(1e-3))
-    params = {"w": jax.random.normal(jax.random.key(0), (256,))}
-    sizes = 2.0 ** jnp.linspace(-30, 0, 256)
-
-    def loss_fn(params):
-        halves = (params["w"] * sizes).astype(jnp.float16)
-        return jnp.sum(jnp.sin(halves).astype(jnp.float32))
-
-    @jax.jit
-    def step(params, state):
-        loss, scaled = ols.value_and_scaled_grad(loss_fn, state, grad_dtype=jnp.float16)(params)
-        sizes = jnp.abs(state.loss_scale.unscale(scaled)["w"])
-        logs = {"least": sizes.min(), "histogram": jnp.histogram(jnp.log2(sizes + 1e-30), 20)[0]}
-        if not right:
-            scaled = jax.tree.map(lambda g, p: g + 0.01 * p, scaled, params)
-        return *tx.apply_gradients(scaled, state, params), loss, logs
-
-    if right:
-        ols.testing.assert_scale_invariant(step, params, tx.init(params))
-    else:
-        with pytest.raises(AssertionError, match=r"2\*\*-1: result\[1\].inner_state"):
             ols.testing.assert_scale_invariant(step, params, tx.init(params))

@@ -18,23 +18,19 @@ def name_of(path: Path) -> str:
 def not_ignored(ignore: str | Collection[str], run: Run) -> list[Path]:
     """The outputs to look at."""
     names = {path: name_of(path) for path in run.outputs}
-    ignored = set()
-    for place in [ignore] if isinstance(ignore, str) else ignore:
-        inside = (f"{place}[", f"{place}.")
-        paths = [p for p, name in names.items() if name == place or name.startswith(inside)]
-        if not paths:
+    ignored = [ignore] if isinstance(ignore, str) else list(ignore)
+    is_in = lambda name, place: name == place or name.startswith((f"{place}[", f"{place}."))
+    for place in ignored:
+        if not any(is_in(name, place) for name in names.values()):
             shown = "\n".join(f"  {name}" for name in names.values())
             raise ValueError(f"ignore={place!r} names no output. There are\n{shown}")
-        ignored.update(paths)
-    return [path for path in names if path not in ignored]
+    is_ignored = lambda name: any(is_in(name, place) for place in ignored)
+    return [path for path, name in names.items() if not is_ignored(name)]
 
 
 def listed(title: str, outputs: list[Any], remedy: str = "") -> str:
     """A title, the first of the outputs under it, and what to do; nothing without outputs."""
-    if not outputs:
-        return ""
     lines = [x if isinstance(x, str) else name_of(x) for x in outputs]
-    if len(lines) > _SHOWN:
-        lines[_SHOWN:] = [f"and {len(lines) - _SHOWN} more"]
-    shown = "".join(f"  {line}\n" for line in lines)
-    return f"{title}\n{shown}{remedy}"
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    shown = [f"  {line}\n" for line in lines[:_SHOWN] + more]
+    return "".join([title, "\n", *shown, remedy])

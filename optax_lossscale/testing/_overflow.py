@@ -3,12 +3,13 @@
 from collections.abc import Callable, Collection
 from typing import Any
 
+import jax
 import numpy as np
 
 from optax_lossscale._step.gradient import refuse_shared_names
 from optax_lossscale.testing._names import listed, name_of, not_ignored
 from optax_lossscale.testing._places import what_comes_back
-from optax_lossscale.testing._runs import Path, Run, Trial, equal, flat, outcomes, same
+from optax_lossscale.testing._runs import Trial, equal, flat, outcomes, same
 
 
 def assert_survives_overflow(
@@ -30,17 +31,16 @@ def assert_survives_overflow(
     Args:
       step: the training step, compiled or not. It returns its new state or changes it in place,
         and may donate its arguments.
-      *args: its arguments, which stay as they are. Somewhere among them is a loss scale, in an
-        optimizer state, a train state or an `nnx.Optimizer`: one that adapts, or fixed ones, or
-        both; None is one that is fixed.
+      *args: its arguments, which stay as they are. Somewhere among them is one loss scale: in an
+        optimizer state, a train state, an `nnx.Optimizer`.
       ignore: outputs that an overflow may change, one or several, by their names in the error:
         `"result[2]['mean']"`, or `"result[2]"` for everything in it.
       **kwargs: its keyword arguments, likewise; bind one named `ignore` with `functools.partial`.
 
     Raises:
       AssertionError: if something is left of an overflow or a NaN, what it is, and what to do.
-      ValueError: if there is no loss scale among the arguments, or several that adapt; or if a
-        name to ignore is not that of an output.
+      ValueError: if there is no loss scale among the arguments, or several; or if a name to ignore
+        is not that of an output.
       TypeError: if the arguments are traced.
 
     Example:
@@ -62,24 +62,15 @@ def assert_survives_overflow(
     trial = Trial("assert_survives_overflow", step, args, kwargs)
     usual = trial.run(trial.loss_scale)
     overflowing = trial.overflowing()
-    back = what_comes_back(trial, regimes(trial, usual, overflowing))
+    # A fixed loss scale is not among the arguments that a run is given.
+    is_varied = bool(jax.tree.leaves(trial.loss_scale))
+    back = what_comes_back(trial, [usual, overflowing[-1]] if is_varied else [usual])
     judged = {path: back[path] for path in not_ignored(ignore, usual) if path in back}
-    said = (
-        left_behind(trial, overflowing, judged)
-        or _not_skipped(trial, overflowing[-1], judged)
-        or _after_nan(trial, back, judged)
-    )
-    if said:
+    if said := _after_overflow(trial, overflowing, judged) or _after_nan(trial, back, judged):
         raise AssertionError(f"the step does not survive an overflow. {said}")
 
 
-def regimes(trial: Trial, usual: Run, overflowing: list[Run]) -> list[Run]:
-    """The runs that can be repeated with other numbers, to see which come back."""
-    # A fixed loss scale overflows in a context, and not by what a run is given.
-    return [usual] if trial.has_fixed else [usual, overflowing[-1]]
-
-
-def is_stuck(run: Run) -> bool:
+def is_stuck(run):
     """Whether the loss scale comes back as it was given, where it would have changed."""
     backed_off, other = outcomes(run.before)
     possible = [backed_off] if run.was_skipped else [backed_off, other]
@@ -87,68 +78,56 @@ def is_stuck(run: Run) -> bool:
     return bool(is_given) and all(is_given) and not any(same(x, run.before) for x in possible)
 
 
-def left_behind(trial: Trial, runs: list[Run], judged: dict[Path, Path]) -> str:
-    """What skipped runs leave of an overflow, and what to do; empty if nothing."""
+def changed(trial, run, back):
+    """What comes back from a run other than it was given."""
+    pairs = [(path, flat(trial.floats[place])) for path, place in back.items()]
+    return [path for path, x in pairs if path in run.outputs and not equal(run.outputs[path], x)]
+
+
+def _after_overflow(trial, runs, judged):
+    """What is wrong after gradients overflow, and what to do; empty if nothing is."""
+    left = []
     for run in runs:
+        left = changed(trial, run, judged)
         if is_stuck(run):
             return STUCK
         if run.flags.any():
             continue
-        if left := _changed(trial, run, judged):
-            return listed(_LEFT, left, _KEEP)
+        if left:
+            return listed(_LEFT, left, KEEP)
         if run.states and not run.counts_a_skip:
             return _UNCOUNTED
-    return ""
-
-
-def _changed(trial, run, judged):
-    """What comes back from a run other than it was given."""
-    pairs = [(path, flat(trial.floats[place])) for path, place in judged.items()]
-    return [path for path, x in pairs if path in run.outputs and not equal(run.outputs[path], x)]
-
-
-def _not_skipped(trial, run, judged):
-    """What is wrong if a run whose gradients all overflow is applied."""
-    if not run.flags.any():
-        return ""
-    left = _changed(trial, run, judged)
-    return listed(APPLIED, left or ["nothing, as the gradients come to zero"], APPLIED_REMEDY)
+    return listed(_APPLIED, left, APPLIED) if runs[-1].flags.any() else ""
 
 
 def _after_nan(trial, back, judged):
-    """What is wrong after a step with a NaN in the batch, if that has floats."""
+    """What is wrong after a step on a batch with a NaN."""
     batch = [path for path, x in trial.floats.items() if x.ndim and path not in back.values()]
     if not batch:
         return ""
-    place = batch[0]
-    numbers = trial.floats[place].copy()
+    numbers = trial.floats[batch[0]].copy()
     numbers.flat[0] = np.nan
-    run = trial.run(trial.loss_scale, {place: numbers})
-    left = _changed(trial, run, judged)
-    remedy = _KEEP
+    run = trial.run(trial.loss_scale, {batch[0]: numbers})
+    left = changed(trial, run, judged)
     if not run.was_skipped:
         # The NaN may not reach the loss, or only the first of several steps.
         left = [path for path in left if not np.isfinite(run.outputs[path]).all()]
-        remedy = APPLIED_REMEDY
-    return listed(_LEFT_BY_NAN.format(name=name_of(place)), left, remedy)
+    return listed(_LEFT_BY_NAN.format(name=name_of(batch[0])), left, KEEP) if left else ""
 
 
 _LEFT = "Gradients overflow, the step is to be skipped, and these come back other than given:"
 _LEFT_BY_NAN = "With a NaN in {name}, these come back other than given:"
-APPLIED = (
-    "The loss scale is infinite, gradients should overflow, but the step is applied, which changes"
-)
-_KEEP = """\
+_APPLIED = "The loss scale is infinite, gradients should overflow, but the step is applied, to"
+KEEP = """\
 Let tx.apply_gradients or tx.minimize take the step: they keep the parameters and the optimizer's
 state. Keep all else that the step changes, such as batch statistics or an average of the
 parameters, with ols.where_applied(state, new, old), where state is what the step made."""
-APPLIED_REMEDY = """\
+APPLIED = """\
 Either gradients are not multiplied by the loss scale of the state that the step is given: use
-value_and_scaled_grad(loss_fn, state) or scale_gradient(loss, state) inside the step, not with an
-older state or a scale kept beside it. Or what is not finite is replaced before it is checked, by
-nan_to_num or a where: hand the optimizer scaled gradients as they come. Or nothing is checked,
-with skip=None and a fixed loss scale: use skip="nonfinite". Or they are all zero: give the step a
-batch that it learns from."""
+value_and_scaled_grad(loss_fn, state) or scale_gradient(loss, state). Or what is not finite is
+replaced before it is checked, by nan_to_num or a where: hand the optimizer scaled gradients as
+they come. Or nothing is checked, with skip=None and a fixed loss scale: use skip="nonfinite". Or
+they are all zero: give the step a batch that it learns from."""
 STUCK = """\
 Gradients overflow, and the loss scale comes back as it was given, so the next step overflows, too:
 return the state that the step makes, with its loss scale."""

@@ -45,19 +45,12 @@ class Run(NamedTuple):
     skipped_before: int  # steps, by the state that it was given
 
     @property
-    def exponent(self) -> float:
-        """That of the loss scale."""
-        return float(np.log2(np.max(self.before.loss_scale)))
-
-    @property
     def flags(self) -> np.ndarray:
         """Whether it was applied: by each state on each replica, and by the loss scales."""
         backed_off, other = outcomes(self.before)
         own = [same(x, other) or not same(x, backed_off) for x in self.loss_scales]
         flags = [np.ravel(state.should_apply) for state in self.states]
-        if not flags:
-            return np.array(own, bool)
-        return np.concatenate(flags) & all(own)
+        return np.concatenate(flags) & all(own) if flags else np.array(own, bool)
 
     @property
     def counts_a_skip(self) -> bool:
@@ -91,8 +84,11 @@ class Trial:
             )
         varying = [x for x in loss_scales if jax.tree.leaves(x)]
         self.has_fixed = len(varying) < len(loss_scales)
-        # One that is fixed, or None, has no number to be varied, and does not count.
-        counted = varying or loss_scales[:1] if self.has_fixed else self.arguments
+        if self.has_fixed:
+            # One that is fixed, or None, has no number to be varied, and does not count.
+            counted = varying or loss_scales[:1]
+        else:
+            counted = self.arguments
         self.loss_scale = jax.device_get(get_loss_scale(counted))
         self.skipped = _skipped(jax.device_get(wrapper_states(self.arguments)))
         numbers = numbers_in(self.arguments)
@@ -192,10 +188,7 @@ def _outcomes(loss_scale):
 
 def _leaves(tree, whole=()):
     """The leaves by place, and parts of some types as a whole."""
-
-    def is_leaf(x):
-        return isinstance(x, whole) or is_variable(x)
-
+    is_leaf = lambda x: isinstance(x, whole) or is_variable(x)
     return dict(jax.tree.leaves_with_path(tree, is_leaf=is_leaf))
 
 
@@ -218,8 +211,7 @@ def _copy(x, number):
     if isinstance(x, jax.Array):
         if number is None:
             return x.copy()
-        sharding = x.sharding if x.committed else None
-        return jax.device_put(np.asarray(number, x.dtype), sharding)
+        return jax.device_put(np.asarray(number, x.dtype), x.sharding if x.committed else None)
     if isinstance(x, (np.ndarray, np.generic)):
         return np.array(x if number is None else number, x.dtype)
     return x if number is None else float(number)
