@@ -445,7 +445,7 @@ def test_none_several_and_fixed_loss_scales_are_refused():
 
 
 def two_optimizers(loss_scales, right=True):
-    """A step with a state of each, of which the last is wrong if it is not right, and arguments."""
+    """A step with a state of each, the last one wrong if it is not right, and arguments."""
     txs = [ols.with_loss_scale(optax.adam(1e-2), x) for x in loss_scales]
 
     @jax.jit

@@ -84,11 +84,9 @@ class Trial:
             )
         varying = [x for x in loss_scales if jax.tree.leaves(x)]
         self.has_fixed = len(varying) < len(loss_scales)
-        if self.has_fixed:
-            # One that is fixed, or None, has no number to be varied, and does not count.
-            counted = varying or loss_scales[:1]
-        else:
-            counted = self.arguments
+        # One that is fixed, or None, has no number to be varied, and does not count.
+        others = varying or loss_scales[:1]
+        counted = others if self.has_fixed else self.arguments
         self.loss_scale = jax.device_get(get_loss_scale(counted))
         self.skipped = _skipped(jax.device_get(wrapper_states(self.arguments)))
         numbers = numbers_in(self.arguments)
