@@ -149,10 +149,11 @@ def _of_literal(literal: Literal, low: np.dtype) -> Kind:
     """The kind of a literal: by whether it is 0 or about 1, and 16 bits hold it."""
     if dtype_in(literal) != FLOAT32:
         return Kind.FLOAT32
-    size = np.abs(np.asarray(literal.val))
+    value = np.asarray(literal.val, FLOAT32)  # which JAX may hold as a number of Python's
+    size = np.abs(value)
     is_about_1 = (size == 0) | ((size >= 2**-8) & (size <= 2**8))
     if is_about_1.all():
-        is_exact = np.asarray(literal.val, low) == literal.val
+        is_exact = value.astype(low) == value
         return Kind.EXACT if is_exact.all() else Kind.NUMBER
     info = jnp.finfo(low)
     fits = (size == 0) | ((size >= float(info.tiny)) & (size <= float(info.max)))
