@@ -51,12 +51,7 @@ def decide(
 
     loss_scale, fits = _adapted(state.loss_scale, grads, finite, axis_name)
     if skip is None and fits is True:
-        return True, state._replace(
-            loss_scale=loss_scale,
-            # A constant, of the replicas that the state is of.
-            should_apply=jnp.logical_or(state.should_apply, True),
-            consecutive_skipped_steps=jnp.multiply(state.consecutive_skipped_steps, 0),
-        )
+        return True, state._replace(loss_scale=loss_scale)
 
     should_apply, learns = jnp.asarray(fits, bool), None
     if skip is not None and value is not None:

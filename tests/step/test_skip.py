@@ -138,19 +138,6 @@ def test_asked_to_skip_nothing_each_form_applies_what_there_is(loss_scale, branc
     assert jnp.isnan(updates["w"]).sum() == jnp.isnan(state.inner_state.trace["w"]).sum() == 1
 
 
-@pytest.mark.parametrize("loss_scale", [None, 128])
-def test_a_skip_ends_when_a_state_goes_on_without_a_check(loss_scale):
-    checked = ols.with_loss_scale(optax.sgd(0.1), loss_scale)
-    unchecked = ols.with_loss_scale(optax.sgd(0.1), loss_scale, skip=None)
-    _, state = checked.apply_gradients(BAD, checked.init(PARAMS), PARAMS)
-    assert not state.should_apply
-    for step in (unchecked.apply_gradients, jax.jit(unchecked.apply_gradients)):
-        _, after = step(PARAMS, state, PARAMS)
-        assert after.should_apply
-        assert (after.skipped_steps, after.consecutive_skipped_steps) == (1, 0)
-        chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
-
-
 def test_a_loss_scale_that_looks_at_nothing_may_skip_and_change_all_the_same():
     for skip in (None, "nonfinite"):
         tx = ols.with_loss_scale(optax.sgd(0.1), Scheduled(initial_scale=4, says=False), skip=skip)

@@ -42,18 +42,13 @@ def compile_step(step, state, dtype):
 
 @functools.cache
 def compile_plain(inner, dtype):
-    """The step without loss scaling, which says that it was applied, and carries the rest."""
+    """The step without loss scaling, which carries what else the state holds unchanged."""
     state = ols.with_loss_scale(inner, None, skip=None).init(PARAMS)
 
     def step(params, state, grads):
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         updates, inner_state = inner.update(grads, state.inner_state, params)
-        state = state._replace(
-            inner_state=inner_state,
-            should_apply=jnp.logical_or(state.should_apply, True),
-            consecutive_skipped_steps=jnp.multiply(state.consecutive_skipped_steps, 0),
-        )
-        return optax.apply_updates(params, updates), state
+        return optax.apply_updates(params, updates), state._replace(inner_state=inner_state)
 
     return compile_step(step, state, dtype)
 
