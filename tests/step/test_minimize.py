@@ -1,6 +1,7 @@
 """`minimize`: the loss, its gradients and the step in one call, of whatever function."""
 
 import functools
+import warnings
 
 import chex
 import equinox as eqx
@@ -8,9 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
 
 import optax_lossscale as ols
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # the framework's, not ours
+    from flax import nnx
 
 PARAMS = {"w": jnp.array([1.0, -2.0])}
 TX = ols.with_loss_scale(optax.sgd(0.1))
