@@ -1,0 +1,56 @@
+"""The first pass of autocast by itself: of what kind a value is, by what it is made of."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from against_float32 import normal
+
+from optax_lossscale._autocast.classify import Kind, classify
+from optax_lossscale._autocast.flat import flat
+
+W = normal(0, 4, 4)
+GAIN = normal(1, 4)
+X = normal(2, 3, 4)
+ROWS = jnp.array([0, 2])
+
+
+def kind_of(fun, low=jnp.float16):
+    """Of the result of a function of a matrix, a gain and an input that is no parameter."""
+    program = jax.make_jaxpr(fun)(W, GAIN, X)
+    kinds = classify(program, (Kind.PARAMETER, Kind.PARAMETER, Kind.FLOAT32), jnp.dtype(low))
+    return kinds[flat(program).outs[0]]
+
+
+def centred(h):
+    return h - jnp.mean(h, -1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fun"),
+    [
+        (Kind.PARAMETER, lambda w, g, x: (w * 2).T + g),
+        (Kind.ROWS, lambda w, g, x: w[ROWS]),
+        (Kind.PRODUCT, lambda w, g, x: (x @ w).T),
+        (Kind.SUM, lambda w, g, x: x @ w + g),
+        (Kind.SUM, lambda w, g, x: x @ w + jnp.tanh(x @ w)),
+        (Kind.NEAR, lambda w, g, x: x @ w * 3),
+        (Kind.NEAR, lambda w, g, x: jax.nn.sigmoid(x @ w)),
+        (Kind.NEAR, lambda w, g, x: jnp.tanh(jnp.tanh(x @ w) * g)),
+        (Kind.NORMALIZED, lambda w, g, x: centred(x @ w)),
+        (Kind.NEAR, lambda w, g, x: centred(x @ w) * g),
+        (Kind.SCALED, lambda w, g, x: x @ w * g),
+        (Kind.SCALED, lambda w, g, x: x @ w * g + x @ w * g),
+        (Kind.FLOAT32, lambda w, g, x: jnp.exp(x @ w)),
+        (Kind.FLOAT32, lambda w, g, x: jnp.sum(x @ w)),
+        (Kind.FLOAT32, lambda w, g, x: (x @ w) * (x @ w)),
+        (Kind.FLOAT32, lambda w, g, x: x @ w + x),
+        (Kind.FLOAT32, lambda w, g, x: jax.lax.erf_inv(x @ w)),
+    ],
+)
+def test_a_kind_is_that_of_what_a_value_is_made_of(kind, fun):
+    assert kind_of(fun) == kind
+    assert kind_of(jax.jit(fun)) == kind
+
+
+def test_a_product_of_values_has_the_range_of_bfloat16():
+    assert kind_of(lambda w, g, x: (x @ w) * (x @ w), jnp.bfloat16) == Kind.NEAR
