@@ -32,6 +32,7 @@ def centred(h):
         (Kind.ROWS, lambda w, g, x: w[ROWS]),
         (Kind.PRODUCT, lambda w, g, x: (x @ w).T),
         (Kind.SUM, lambda w, g, x: x @ w + g),
+        (Kind.SUM, lambda w, g, x: x @ w + x @ (w * 2)),
         (Kind.SUM, lambda w, g, x: x @ w + jnp.tanh(x @ w)),
         (Kind.NEAR, lambda w, g, x: x @ w * 3),
         (Kind.NEAR, lambda w, g, x: jax.nn.sigmoid(x @ w)),
