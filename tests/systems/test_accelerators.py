@@ -309,7 +309,7 @@ def make(loss_scale):
 
 
 def public(module):
-    return {name: x for name, x in vars(module).items() if not name.startswith("_")}
+    return {name: getattr(module, name) for name in module.__all__}
 
 
 LOSS_SCALES = {
