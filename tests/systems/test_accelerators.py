@@ -392,11 +392,12 @@ def test_autocast_takes_the_memory_and_traffic_of_a_cast_by_hand(target):
     assert ours.bytes_moved <= 1.03 * by_hand.bytes_moved
 
 
-# Memory and bytes moved over those by hand, at most.
+# Memory and bytes moved over those by hand, at most. The ResNet's are those of jax 0.10; from jax
+# 0.12 on it moves 1.04.
 WORST = {
     "norms after the sums, as in BERT": (1.05, 1.05),
     "128k classes": (1.05, 1.05),
-    "ResNet with batch norm": (1.06, 1.08),
+    "ResNet with batch norm": (1.06, 1.09),
     "recommender": (1.05, 1.06),
     "Mamba": (1.05, 1.05),
 }
