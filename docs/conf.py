@@ -14,7 +14,7 @@ from sphinx.util import inspect
 from sphinx.util.typing import stringify_annotation
 
 import optax_lossscale as ols
-from optax_lossscale._scales.stateful import Stateful
+from optax_lossscale._arrays.stateful import Stateful
 
 ROOT = pathlib.Path(__file__).parents[1]
 ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -14,9 +14,9 @@ try:
 except ImportError as error:
     raise ImportError("plot needs matplotlib: pip install 'optax_lossscale[plot]'") from error
 
+from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.precision import is_inexact
-from optax_lossscale._scales import validation
-from optax_lossscale._scales.get import resolve
+from optax_lossscale._step.get import resolve
 
 BEFORE, AFTER = "#8a8f98", "#00798c"
 

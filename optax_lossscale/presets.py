@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.names import make_public
-from optax_lossscale._scales import validation
 from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.logmax import LogMaxLossScale

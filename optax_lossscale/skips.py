@@ -10,8 +10,8 @@ A rule is a `SkipRule`, which you may subclass. A wrong argument raises a `Value
 
 from functools import partial
 
+from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.names import make_public
-from optax_lossscale._scales import validation
 from optax_lossscale._skips.rolling import RollingSkipRule
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._skips.spikes import SpikeSkipRule

@@ -20,7 +20,8 @@ AxisName = Hashable
 Groups = list[list[jax.Array]]  # of leaves of one type that share a kernel
 
 _LARGEST = float(np.finfo(np.float32).max)
-_ROW, _SHORTEST_ROW = 2**16, 2**8  # numbers
+_ROW = 2**16  # numbers
+_SHORTEST_ROW = 2**8  # numbers
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -69,12 +70,12 @@ def _by_platform(
     # Some leaves share a kernel: kernels compile faster, and fewer are launched. But on CPU all
     # cores must stay busy; a GPU's compiler takes the norm of a clip in the same pass with groups
     # of four, not of eight; and a TPU's would keep more gradients waiting in main memory.
-    in_groups = lambda ask, size: lambda leaves: ask(_groups(leaves, size))
+    size_on_cpu = min(max(len(leaves) // 32, 1), 8)
     return lax.platform_dependent(
         leaves,
-        cpu=in_groups(on_cpu, min(max(len(leaves) // 32, 1), 8)),
-        tpu=in_groups(elsewhere, 1),
-        default=in_groups(elsewhere, 4),
+        cpu=lambda leaves: on_cpu(_groups(leaves, size_on_cpu)),
+        tpu=lambda leaves: elsewhere(_groups(leaves, 1)),
+        default=lambda leaves: elsewhere(_groups(leaves, 4)),
     )
 
 
@@ -95,17 +96,19 @@ def _joined(groups: Groups, of: Callable, join: Callable) -> list[jax.Array]:
 
 
 def _all_finite(groups: Groups) -> jax.Array:
+    """Whether all are: a reduction of flags for each group."""
     flags = _joined(groups, is_finite, lax.bitwise_and)
     return jnp.stack([lax.reduce_and(x, range(x.ndim)) for x in flags]).all()
 
 
 def _largest(groups: Groups) -> jax.Array:
-    or_infinity = lambda x: jnp.where(is_finite(x), _size(x), jnp.inf)
-    sizes = _joined(groups, or_infinity, lax.max)
+    """The largest size, which is infinite where one is not finite."""
+    sizes = _joined(groups, _size_or_infinity, lax.max)
     return jnp.stack([jnp.max(x, initial=0) for x in sizes]).max()
 
 
 def _squares(groups: Groups) -> tuple[jax.Array, jax.Array]:
+    """The sum of squares, and whether all are finite: two reductions that share a pass."""
     squares = _joined(groups, _square, lax.add)
     sums = [jnp.sum(x).astype(jnp.float32) for x in squares]
     return jnp.stack(sums).sum(), _all_finite(groups)
@@ -120,6 +123,7 @@ def _squares(groups: Groups) -> tuple[jax.Array, jax.Array]:
 
 
 def _all_finite_on_cpu(groups: Groups) -> jax.Array:
+    """Whether all are; the second question is whether a number equals itself."""
     sums = [_finite_sum(xs) for xs in groups]
     pairs = [_with_all(lax.bitwise_and, is_finite(x), lax.eq(x, x)) for x in sums]
     # The barrier keeps the flags from being fused with their conjunction: a kernel that has
@@ -128,6 +132,7 @@ def _all_finite_on_cpu(groups: Groups) -> jax.Array:
 
 
 def _largest_on_cpu(groups: Groups) -> jax.Array:
+    """The largest size, and in the same pass whether all are finite."""
     sizes = _joined(groups, _size, lax.max)
     flags = [is_finite(_finite_sum(xs)) for xs in groups]
     pairs = map(functools.partial(_with_all, lax.max), sizes, flags)
@@ -136,18 +141,18 @@ def _largest_on_cpu(groups: Groups) -> jax.Array:
 
 
 def _squares_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
+    """The sum of squares, and in the same pass whether all are finite."""
     # Such a reduction adds one number after the other, and a float32 sum of 2**24 and more stops
     # growing, so large leaves are summed row by row.
-    rows = lambda arrays: [row for x in arrays for row in _rows(x)]
-    squares = _joined(groups, _square, lax.add)
-    sums = [_finite_sum(xs) for xs in groups]
+    squares = _in_rows(_joined(groups, _square, lax.add))
+    finite_sums = _in_rows([_finite_sum(xs) for xs in groups])
     pairs = [
         _with_all(lax.add, x, is_finite(y), axes=[x.ndim - 1])
-        for x, y in zip(rows(squares), rows(sums), strict=True)
+        for x, y in zip(squares, finite_sums, strict=True)
     ]
-    joined = lambda xs, dtype: jnp.concatenate([jnp.ravel(x).astype(dtype) for x in xs])
     sums, flags = zip(*pairs, strict=True)
-    sums, flags = lax.optimization_barrier((joined(sums, jnp.float32), joined(flags, bool)))
+    one_of_each = (_concatenated(sums, jnp.float32), _concatenated(flags, bool))
+    sums, flags = lax.optimization_barrier(one_of_each)
     return sums.sum(), flags.all()
 
 
@@ -167,13 +172,19 @@ def is_finite(x: jax.Array) -> jax.Array:
     return jnp.isfinite(x) if jnp.iscomplexobj(x) else lax.is_finite(x)  # quicker to trace
 
 
+def _in_rows(arrays: list[jax.Array]) -> list[jax.Array]:
+    """The numbers of arrays, each in one row or in a matrix of rows."""
+    return [row for x in arrays for row in _rows(x)]
+
+
 def _rows(x: jax.Array) -> list[jax.Array]:
     """A leaf's numbers; those of a large one in rows of at most `_ROW`, the last one shorter."""
-    size, flat = x.size, x.reshape(-1)
+    size = x.size
+    flat = x.reshape(-1)
     if size <= _ROW:
         return [flat]
-    row = min(size & -size, _ROW)  # the largest power of two that divides
-    row = row if row >= _SHORTEST_ROW else _ROW
+    divisor = min(size & -size, _ROW)  # the largest power of two that divides
+    row = divisor if divisor >= _SHORTEST_ROW else _ROW
     head = size - size % row
     rows = [flat[:head].reshape(-1, row)]
     return rows if head == size else [*rows, flat[head:]]
@@ -195,6 +206,16 @@ def _size(x: jax.Array) -> jax.Array:
     return jnp.abs(x.astype(jnp.float32))
 
 
+def _size_or_infinity(x: jax.Array) -> jax.Array:
+    """The absolute value as float32, infinite for what is not finite; a NaN would be lost."""
+    return jnp.where(is_finite(x), _size(x), jnp.inf)
+
+
+def _concatenated(arrays: Sequence[jax.Array], dtype: Any) -> jax.Array:
+    """All numbers in one vector of a dtype."""
+    return jnp.concatenate([jnp.ravel(x).astype(dtype) for x in arrays])
+
+
 def _with_all(
     operation: Callable, x: jax.Array, flags: jax.Array, axes: Sequence[int] | None = None
 ) -> list[jax.Array]:
@@ -206,7 +227,12 @@ def _with_all(
 
 @functools.cache  # one function is traced once
 def _beside_and(operation: Callable) -> Callable:
-    return lambda a, b: (operation(a[0], b[0]), lax.bitwise_and(a[1], b[1]))
+    """An operation on the first of two pairs' members, and a conjunction of the second."""
+
+    def on_pairs(a, b):
+        return operation(a[0], b[0]), lax.bitwise_and(a[1], b[1])
+
+    return on_pairs
 
 
 # --- over replicas ---
@@ -234,8 +260,11 @@ def across(reduce: Callable, x: jax.Array, axis_name: AxisName | None) -> jax.Ar
 
 
 def _is_axis(name: Any) -> bool:
+    """Whether a name is that of one mapped axis around what is traced."""
+    if isinstance(name, (tuple, list)):
+        return False  # JAX would return the product of their sizes
     try:
         lax.axis_size(name)
     except (NameError, TypeError, ValueError):
         return False
-    return not isinstance(name, (tuple, list))  # of these it returns the product
+    return True

@@ -37,7 +37,12 @@ def at_least_float32(x: Any) -> Any:
 
 def map_inexact(function: Callable[[jax.Array], jax.Array], tree: T) -> T:
     """`function` of every inexact leaf, as an array of at least float32; the rest as it came."""
-    of_leaf = lambda x: function(jnp.asarray(at_least_float32(x))) if is_inexact(x) else x
+
+    def of_leaf(x):
+        if not is_inexact(x):
+            return x
+        return function(jnp.asarray(at_least_float32(x)))
+
     return jax.tree.map(of_leaf, tree)
 
 

@@ -45,8 +45,12 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def plain(tree: Any) -> Any:
     """The tree with each variable replaced by the array that it holds."""
-    # A variable is a pytree of one leaf.
-    value = lambda x: jax.tree.leaves(x)[0] if is_variable(x) and jax.tree.leaves(x) else x
+
+    def value(x):
+        # A variable is a pytree of one leaf, or of none if it holds nothing.
+        leaves = jax.tree.leaves(x) if is_variable(x) else []
+        return leaves[0] if leaves else x
+
     return jax.tree.map(value, tree, is_leaf=is_variable)
 
 
@@ -67,6 +71,11 @@ class _AsItIs:
 
     def __init__(self, x: Any):
         self.x = x
+
+
+def _is_apart(x: Any) -> bool:
+    """Whether this stands for an object of NNX in a tree that was taken apart."""
+    return isinstance(x, (_Apart, _AsItIs))
 
 
 def objects(tree: Any) -> list[Any]:
@@ -97,8 +106,13 @@ def apart(tree: Any) -> Any:
     if nnx is None:
         return tree
     with nnx.split_context(_TAG) as context:
-        of = lambda x: _Apart(*context.split([x])) if _may_change(x) else _AsItIs(x)
-        return jax.tree.map(lambda x: of(x) if _is_object(x) else x, tree, is_leaf=_is_object)
+
+        def taken_apart(x):
+            if not _is_object(x):
+                return x
+            return _Apart(*context.split([x])) if _may_change(x) else _AsItIs(x)
+
+        return jax.tree.map(taken_apart, tree, is_leaf=_is_object)
 
 
 def together(tree: Any, inside: bool) -> Any:
@@ -106,12 +120,15 @@ def together(tree: Any, inside: bool) -> Any:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return tree
-    is_one = lambda x: isinstance(x, (_Apart, _AsItIs))
     with nnx.merge_context(_TAG, inner=inside) as context:
-        # Its `merge` would copy references, to which others write.
-        merged = lambda x: context.unflatten(x.graph, nnx.to_flat_state(x.state))[0]
-        of = lambda x: merged(x) if isinstance(x, _Apart) else x.x
-        return jax.tree.map(lambda x: of(x) if is_one(x) else x, tree, is_leaf=is_one)
+
+        def put_together(x):
+            if isinstance(x, _Apart):
+                # The context's `merge` would copy references, to which others write.
+                return context.unflatten(x.graph, nnx.to_flat_state(x.state))[0]
+            return x.x if isinstance(x, _AsItIs) else x
+
+        return jax.tree.map(put_together, tree, is_leaf=_is_apart)
 
 
 @contextlib.contextmanager

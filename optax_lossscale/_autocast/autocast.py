@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
+from optax_lossscale._arrays import validation
 from optax_lossscale._autocast.arrays import as_program
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.known import Casting
@@ -17,7 +18,6 @@ from optax_lossscale._autocast.products import SCOPE, reasons_left, remedy
 from optax_lossscale._autocast.run import run
 from optax_lossscale._programs.values import dtypes_in, in_dtypes
 from optax_lossscale._programs.versions import open_jaxpr
-from optax_lossscale._scales import validation
 
 
 def autocast(

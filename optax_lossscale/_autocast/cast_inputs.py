@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
+from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
 from optax_lossscale._programs.values import FLOAT32, dtype_in, in_dtype
-from optax_lossscale._scales import validation
 
 
 def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:

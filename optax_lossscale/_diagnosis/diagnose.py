@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale._arrays import validation
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._diagnosis.advice import judged
 from optax_lossscale._diagnosis.cause import cause_in_float32, cause_of
@@ -19,8 +20,7 @@ from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow
 from optax_lossscale._diagnosis.table import layer_of, table_of
 from optax_lossscale._diagnosis.wide import is_narrow
-from optax_lossscale._scales import validation
-from optax_lossscale._scales.get import get_loss_scale, loss_scales_in
+from optax_lossscale._step.get import get_loss_scale, loss_scales_in
 from optax_lossscale._step.gradient import refuse_shared_names
 
 _FEW = 0.01  # of choices, which may be decided either way

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from optax_lossscale._arrays import validation
 from optax_lossscale._autocast.products import AT_DEFAULT, SCOPE, is_narrowed, remedy, why_left
 from optax_lossscale._programs.operations import TABLE, Is, traits_of
 from optax_lossscale._programs.values import FLOAT32, asks_for_precision, is_float, is_product
 from optax_lossscale._programs.walk import Equation, equations, is_of_a_library, is_opaque, traced
 from optax_lossscale._programs.work import results_of, terms_of
-from optax_lossscale._scales import validation
 
 _SHOWN = 20
 # The algorithms that round what they multiply, whatever its dtype.

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from optax_lossscale._arrays.contexts import BLANK_METRICS
 from optax_lossscale._arrays.names import path_name
-from optax_lossscale._scales.get import get_loss_scale
 from optax_lossscale._scales.loss_scale import LossScale
+from optax_lossscale._step.get import get_loss_scale
 from optax_lossscale._step.state import wrapper_states
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from optax_lossscale._scales.get import get_loss_scale
-from optax_lossscale._scales.validation import at_hand, count
+from optax_lossscale._arrays.validation import at_hand, count
 from optax_lossscale._skips.rule import APPLIED_PER_SKIP
+from optax_lossscale._step.get import get_loss_scale
 from optax_lossscale._step.state import wrapper_states
 
 

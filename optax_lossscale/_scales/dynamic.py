@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.precision import times
-from optax_lossscale._scales import validation
+from optax_lossscale._arrays.stateful import checked, state_field
 from optax_lossscale._scales.loss_scale import LossScale, choose
-from optax_lossscale._scales.stateful import checked, state_field
 
 Refill = Literal["growth", "rescale", "finite"]
 _REFILL = partial(validation.one_of, options=get_args(Refill))

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import OVERFLOWS
 from optax_lossscale._arrays.precision import T, map_inexact
-from optax_lossscale._scales import validation
 from optax_lossscale._scales.loss_scale import AxisName, LossScale
 
 _SCALE = validation.scale_up_to(2.0**126)  # above this, the reciprocal is not normal

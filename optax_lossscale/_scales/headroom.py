@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._scales import validation
+from optax_lossscale._arrays import validation
+from optax_lossscale._arrays.stateful import checked, state_field
 from optax_lossscale._scales.loss_scale import AxisName, LossScale, choose, largest_of_all
-from optax_lossscale._scales.stateful import checked, state_field
 
 # Bits.
 _OVERFLOW = 16  # float16's numbers are below 2**16

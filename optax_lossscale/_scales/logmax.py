@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._scales import validation
+from optax_lossscale._arrays import validation
+from optax_lossscale._arrays.stateful import checked, state_field
 from optax_lossscale._scales.loss_scale import AxisName, LossScale, choose, largest_of_all
-from optax_lossscale._scales.stateful import checked, state_field
 
 _DECAY = validation.number("in [0, 1) as a float32", lambda x: 0 <= float(np.float32(x)) < 1)
 # Beyond these the averages of squares would be infinite, and the scale NaN.
@@ -86,16 +86,18 @@ class LogMaxLossScale(LossScale):
         return choose(finite, self._observe(log2_amax), self._after_overflow()), finite
 
     def _after_overflow(self) -> Self:
-        scale, new = self(), self._observe(jnp.float32(2.0**self.log_max))
+        """As after a gradient of a given size, but no higher where the scale is at its floor."""
+        scale = self()
+        new = self._observe(jnp.float32(2.0**self.log_max))
         no_higher = jnp.where(scale < self.min_scale, jnp.minimum(new(), scale), new())
         return new.replace(loss_scale=no_higher)
 
     def _observe(self, x: jax.Array) -> Self:
-        average = lambda old, new, decay: decay * old + (1 - jnp.float32(decay)) * new
+        """Averages that have seen one more log2 of a largest gradient, and the scale from them."""
         new = self.replace(
-            mean=average(self.mean, x, self.beta1),
-            slow_mean=average(self.slow_mean, x, self.beta2),
-            square=average(self.square, x * x, self.beta2),
+            mean=_average(self.mean, x, self.beta1),
+            slow_mean=_average(self.slow_mean, x, self.beta2),
+            square=_average(self.square, x * x, self.beta2),
             weight1=self.weight1 * self.beta1,
             weight2=self.weight2 * self.beta2,
         )
@@ -104,3 +106,8 @@ class LogMaxLossScale(LossScale):
         log2_scale = 16 - (new.mean / (1 - new.weight1) + self.overflow_std_dev * spread)
         scale = jnp.clip(jnp.exp2(log2_scale), self.min_scale, self.max_scale)
         return new.replace(loss_scale=scale)
+
+
+def _average(old: jax.Array, new: jax.Array, decay: float) -> jax.Array:
+    """A moving average that has seen one more number; it starts at 0, and its weight is apart."""
+    return decay * old + (1 - jnp.float32(decay)) * new

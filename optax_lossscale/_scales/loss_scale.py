@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.finite import AxisName, across, all_finite, largest, on_all_replicas
 from optax_lossscale._arrays.precision import T, map_inexact
-from optax_lossscale._scales import validation
-from optax_lossscale._scales.stateful import Stateful, checked, state_field
+from optax_lossscale._arrays.stateful import Stateful, checked, state_field
 
 
 class LossScale(Stateful):
@@ -148,8 +148,11 @@ def choose(grads_finite: jax.typing.ArrayLike, after_finite_step: T, after_overf
     if not hasattr(grads_finite, "dtype") and not isinstance(grads_finite, (bool, int, float)):
         got = validation.shown(grads_finite)
         raise TypeError(f"grads_finite must be a bool, got {got}. For gradients there is update")
-    where = lambda finite, overflow: jnp.where(grads_finite, finite, overflow)
-    return jax.tree.map(where, after_finite_step, after_overflow)
+
+    def chosen(finite, overflow):
+        return jnp.where(grads_finite, finite, overflow)
+
+    return jax.tree.map(chosen, after_finite_step, after_overflow)
 
 
 def largest_of_all(grads: Any, axis_name: AxisName | None) -> jax.Array:

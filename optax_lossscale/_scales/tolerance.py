@@ -1,18 +1,22 @@
 """The loss scale that tolerates a share of overflows."""
 
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.precision import times
-from optax_lossscale._scales import validation
+from optax_lossscale._arrays.stateful import checked, state_field
 from optax_lossscale._scales.loss_scale import LossScale, choose
-from optax_lossscale._scales.stateful import checked, state_field
 
-_FLOOR = lambda name, x: None if x is None else validation.scale(name, x)
 _SHARE = validation.number("a number in [0, 1]", lambda x: 0 <= x <= 1)
+
+
+def _scale_or_none(name: str, value: Any) -> float | None:
+    """A scale, or None for none."""
+    return None if value is None else validation.scale(name, value)
 
 
 class ToleranceLossScale(LossScale):
@@ -65,7 +69,7 @@ class ToleranceLossScale(LossScale):
     growth_interval: int = checked(validation.count, default=2000)
     factor: float = checked(validation.growth_factor, default=2.0)
     tolerance: float = checked(_SHARE, default=0.0)
-    threshold: float | None = checked(_FLOOR, default=None)
+    threshold: float | None = checked(_scale_or_none, default=None)
     min_scale: float = checked(validation.scale, default=1e-4)
     growth_counter: jax.Array = state_field(0)  # shape=(), dtype=int32
     steps: jax.Array = state_field(0)  # shape=(), dtype=int32
@@ -85,7 +89,9 @@ class ToleranceLossScale(LossScale):
         return jnp.asarray(self._exhausted)
 
     def _after_finite_step(self) -> Self:
-        scale, counter = self(), self.growth_counter + 1
+        """Grown after enough of them, unless float32 could not hold it."""
+        scale = self()
+        counter = self.growth_counter + 1
         due = counter >= self.growth_interval
         grown = times(scale, self.factor)
         grown = jnp.where(grown <= validation.LARGEST, grown, scale)
@@ -97,7 +103,9 @@ class ToleranceLossScale(LossScale):
         )
 
     def _after_overflow(self) -> Self:
-        scale, steps = self(), optax.safe_increment(self.steps)
+        """Lowered if the share of overflows is too large, and exhausted if it cannot be."""
+        scale = self()
+        steps = optax.safe_increment(self.steps)
         overflows = optax.safe_increment(self.overflows)
         backs_off = jnp.divide(overflows, steps) >= self.tolerance
         lowered = times(scale, 1 / self.factor)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._scales import validation
-from optax_lossscale._scales.stateful import checked, state_field
+from optax_lossscale._arrays import validation
+from optax_lossscale._arrays.stateful import checked, state_field
 from optax_lossscale._skips.rule import SkipRule
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_lossscale._scales import validation
-from optax_lossscale._scales.stateful import Stateful, state_field
+from optax_lossscale._arrays import validation
+from optax_lossscale._arrays.stateful import Stateful, state_field
 
 APPLIED_PER_SKIP = 20  # how many applied steps make up for a skipped one
 _MOST = 2**30  # of the debt, so that its int32 never wraps around

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._scales import validation
-from optax_lossscale._scales.stateful import checked, state_field
+from optax_lossscale._arrays import validation
+from optax_lossscale._arrays.stateful import checked, state_field
 from optax_lossscale._skips.rule import APPLIED_PER_SKIP, SkipRule
 
 _DEVIATION = 1.4826  # of a normal distribution, in distances from its median to a quartile

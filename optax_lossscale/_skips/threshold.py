@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._scales import validation
-from optax_lossscale._scales.stateful import checked, state_field
+from optax_lossscale._arrays import validation
+from optax_lossscale._arrays.stateful import checked, state_field
 from optax_lossscale._skips.rule import SkipRule
 
 _NOT_NEGATIVE = validation.number("a number of at least 0", lambda x: x >= 0)

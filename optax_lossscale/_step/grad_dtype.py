@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import dtype_of, is_inexact
-from optax_lossscale._scales import validation
 
 # A dtype, a tree of them with None for what stays, or a function that returns one; for other
 # containers, use a function.
@@ -27,16 +27,16 @@ def narrowed(grad_dtype: Any, differentiated: Any) -> Any:
     if _is_function(grad_dtype):
         grad_dtype = grad_dtype(differentiated)
         refuse_other_dtypes(grad_dtype)
-    is_none = lambda x: x is None
-    dtypes = jax.tree.broadcast(grad_dtype, differentiated, is_leaf=is_none)
-    return jax.tree.map_with_path(_cast, differentiated, dtypes, is_leaf=is_none)
+    dtypes = jax.tree.broadcast(grad_dtype, differentiated, is_leaf=_is_none)
+    return jax.tree.map_with_path(_cast, differentiated, dtypes, is_leaf=_is_none)
 
 
 def _cast(path: Any, x: Any, dtype: Any) -> Any:
     """One leaf in a dtype, if it is wider; as it is for None."""
     if dtype is None or not is_inexact(x) or jnp.iscomplexobj(x):
         return x
-    dtype, other = jnp.dtype(dtype), dtype_of(x)
+    dtype = jnp.dtype(dtype)
+    other = dtype_of(x)
     if other != dtype and other.itemsize == dtype.itemsize:
         raise ValueError(
             f"grad_dtype={dtype} only casts wider floats, but {path_name(path)} is "
@@ -50,6 +50,11 @@ def refuse_other_dtypes(grad_dtype: Any) -> None:
     """Raises for what is neither a function nor a tree of floating-point dtypes."""
     for leaf in [] if _is_function(grad_dtype) else jax.tree.leaves(grad_dtype):
         validation.floating_dtype("grad_dtype", leaf)
+
+
+def _is_none(x: Any) -> bool:
+    """Whether a leaf of dtypes says that nothing is cast."""
+    return x is None
 
 
 def _is_function(grad_dtype: Any) -> bool:

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.precision import at_least_float32, is_array
 from optax_lossscale._arrays.variables import found, is_module
-from optax_lossscale._scales import validation
 from optax_lossscale._scales.fixed import FixedLossScale
-from optax_lossscale._scales.get import resolve
 from optax_lossscale._scales.loss_scale import LossScale
+from optax_lossscale._step.get import resolve
 from optax_lossscale._step.grad_dtype import GradDtype, narrowed, refuse_other_dtypes
 from optax_lossscale._step.inputs import refuse_no_scalar
 from optax_lossscale._step.master_weights import refuse_other_order

@@ -15,9 +15,9 @@ from jax.typing import ArrayLike
 from optax_lossscale._arrays.finite import is_finite
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, is_array, is_inexact
+from optax_lossscale._arrays.validation import LARGEST, is_numeric, refuse, shown
 from optax_lossscale._arrays.variables import found, plain
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._scales.validation import LARGEST, is_numeric, refuse, shown
 
 # Bools, a tree of them, or a function that returns one; for other containers, use a function.
 Mask: TypeAlias = (
@@ -64,19 +64,25 @@ class Prepared:
     def moved(self, move: Callable[[Any, Any], Any], updates: Any) -> Any:
         """`move(param, update)` for each parameter; without a gradient, its update is None."""
         above = 1 if self.params is not _like(self.params) else 0  # the key of one of two trees
-        of_each = lambda path, p, u: move(p, None if self.is_missing(path[above:]) else u)
-        return jax.tree.map_with_path(of_each, self.params, updates)
+
+        def moved(path, param, update):
+            return move(param, None if self.is_missing(path[above:]) else update)
+
+        return jax.tree.map_with_path(moved, self.params, updates)
 
     def slots_kept(self, init: Callable[[Any], Any], new: Any, old: Any) -> Any:
         """The new inner state, except for what it keeps for parameters without a gradient."""
         if not self.missing:
             return new
+
         # By path: some slots are trees themselves (SM3's), others are missing (under a mask).
-        is_own = lambda path, _: self.is_missing(path)
+        def are_kept(slots):
+            return jax.tree.map_with_path(lambda path, _: self.is_missing(path), slots)
+
         try:
             is_kept = optax.tree.map_params(
                 init,
-                lambda slots: jax.tree.map_with_path(is_own, slots),
+                are_kept,
                 new,
                 transform_non_params=lambda _: False,
                 is_leaf=lambda _: True,
@@ -117,10 +123,15 @@ def complete(grads: Any, params: Any) -> Prepared:
     if params is None:
         return Prepared(grads, None, missing=missing)
     like = _like(params)
-    zeros = partial(jax.tree.map, lambda p: jnp.zeros_like(as_inner_sees(p)))
-    of_each = lambda g, branch: zeros(branch) if _has_no_gradient(g) else g
+
+    def or_zeros(grad, branch):
+        """A gradient, or zeros for the branch of parameters that it is missing for."""
+        if not _has_no_gradient(grad):
+            return grad
+        return jax.tree.map(lambda p: jnp.zeros_like(as_inner_sees(p)), branch)
+
     try:
-        completed = jax.tree.map(of_each, grads, like, is_leaf=_has_no_gradient)
+        completed = jax.tree.map(or_zeros, grads, like, is_leaf=_has_no_gradient)
         if jax.tree.structure(completed) != jax.tree.structure(like):
             raise ValueError("a gradient for a branch of parameters")
     except ValueError as error:

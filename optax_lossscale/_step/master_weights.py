@@ -13,13 +13,18 @@ import optax
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_narrow
 from optax_lossscale._arrays.rounding import join, kept, split
+from optax_lossscale._arrays.validation import shown
 from optax_lossscale._arrays.variables import found
-from optax_lossscale._scales.get import name_in_optax
-from optax_lossscale._scales.validation import shown
 from optax_lossscale._step.inputs import complete, refuse_batch_of_updates, update_or_zero
 from optax_lossscale._step.state import refuse_narrower
 
-_MAKERS_OF_OTHER_UPDATES = {"LookaheadState", "MechanicState", "SAMState", "ScheduleFreeState"}
+# States of transformations that make updates of their own out of those of what they wrap.
+_MAKERS_OF_OTHER_UPDATES = (
+    optax.LookaheadState,
+    optax.contrib.MechanicState,
+    optax.contrib.SAMState,
+    optax.contrib.ScheduleFreeState,
+)
 
 
 class MasterWeightsState(NamedTuple):
@@ -45,8 +50,11 @@ class MasterWeightsState(NamedTuple):
           A tree like `params`. A parameter that was changed since the last step is taken as it is,
           but in bfloat16 to within half its last place, as the old one's further bits are added.
         """
-        is_wide = lambda rest: isinstance(rest, optax.MaskedNode)
-        joined = lambda p, rest: p if is_wide(rest) else join(p, rest)
+
+        def joined(param, rest):
+            is_wide = isinstance(rest, optax.MaskedNode)
+            return param if is_wide else join(param, rest)
+
         return jax.tree.map(joined, params, self.master_weights)
 
 
@@ -126,8 +134,8 @@ def with_master_weights(
             jax.tree.map(at_least_float32, given.grads), state.inner_state, weights, **extra_args
         )
         moved = jax.tree.map(_moved, params, state.master_weights, weights, inner_updates)
-        part = lambda n: jax.tree.map(lambda _, pair: pair[n], params, moved)
-        new_updates, master_weights = part(0), part(1)
+        new_updates = jax.tree.map(lambda _, pair: pair[0], params, moved)
+        master_weights = jax.tree.map(lambda _, pair: pair[1], params, moved)
         new_state = given.slots_kept(init, MasterWeightsState(master_weights, inner_state), state)
         return given.moved(update_or_zero, new_updates), new_state
 
@@ -138,20 +146,25 @@ def with_rest_of_narrow(state: Any, init: Callable[[Any], Any], params: Any) -> 
     """A state of `init` with what parameters lack: `with_loss_scale` gave it float32 ones."""
     if not found(_is_state, state):
         return state
-    own = lambda wide, x: x._replace(inner_state=wide.inner_state) if _is_state(x) else wide
-    return jax.tree.map(own, state, init(params), is_leaf=_is_state)
+
+    def with_own_rest(wide, own):
+        """The state for float32 parameters, but the rest that the narrow ones have."""
+        return own._replace(inner_state=wide.inner_state) if _is_state(own) else wide
+
+    return jax.tree.map(with_own_rest, state, init(params), is_leaf=_is_state)
 
 
 def refuse_other_order(state: Any) -> None:
     """Raises for a state in which others change the updates of `with_master_weights`."""
     if _is_state(state) or not found(_is_state, state):
         return
-    parts, name = _parts(state), name_in_optax(state)
+    parts = _parts(state)
     is_followed = _is_chain(state) and found(_is_state, parts[:-1])
-    if is_followed or name in _MAKERS_OF_OTHER_UPDATES:
+    if is_followed or isinstance(state, _MAKERS_OF_OTHER_UPDATES):
+        name = "a chain" if is_followed else type(state).__name__
         raise ValueError(
             "with_master_weights is followed by other transformations in optax.chain, or is "
-            f"inside one, here that of {name or 'a chain'}, which change where its updates take "
+            f"inside one, here that of {name}, which change where its updates take "
             "the parameters: give it the whole optimizer, as in with_loss_scale("
             "with_master_weights(optax.chain(…)))"
         )
@@ -161,11 +174,12 @@ def refuse_other_order(state: Any) -> None:
 
 def _is_chain(state: Any) -> bool:
     """Whether this is what `optax.chain` or `named_chain` keeps: the states of its members."""
-    is_state = lambda x: hasattr(x, "_fields") or _is_chain(x)
-    return type(state) in (tuple, OrderedDict) and all(map(is_state, _parts(state)))
+    is_tuple = type(state) in (tuple, OrderedDict)
+    return is_tuple and all(hasattr(x, "_fields") or _is_chain(x) for x in _parts(state))
 
 
 def _parts(state: Any) -> list[Any]:
+    """What a state directly consists of."""
     return jax.tree.leaves(state, is_leaf=lambda x: x is not state)
 
 
@@ -195,14 +209,19 @@ def _refuse_other_arguments(state: Any, params: Any) -> None:
 
 def _compare(given: Any, needed: Any) -> None:
     """Raises unless two trees of rests belong to parameters of the same shapes and dtypes."""
-    kind = lambda path, x: f"{dtype_of(x)}{list(np.shape(x))} at {path_name(path)}"
-    kinds = lambda rests: jax.tree.leaves(jax.tree.map_with_path(kind, rests))
-    own, other = kinds(given), kinds(needed)
+    own = _kinds(given)
+    other = _kinds(needed)
     if own != other:
         raise ValueError(
             "the state of with_master_weights was made for other parameters: it keeps "
             f"{shown(own)}, but these need {shown(other)}. Make a new state: tx.init(params)"
         )
+
+
+def _kinds(rests: Any) -> list[str]:
+    """Dtype, shape and path of each rest."""
+    leaves = jax.tree.leaves_with_path(rests)
+    return [f"{dtype_of(x)}{list(np.shape(x))} at {path_name(path)}" for path, x in leaves]
 
 
 def _moved(param: Any, rest: Any, weight: jax.Array, update: Any) -> tuple[Any, Any]:
@@ -216,6 +235,7 @@ def _moved(param: Any, rest: Any, weight: jax.Array, update: Any) -> tuple[Any, 
 
 
 def _rest_of(param: Any) -> Any:
+    """What a parameter lacks before the first step."""
     if not is_narrow(param):
         return optax.MaskedNode()
     return split(at_least_float32(param), dtype_of(param))[1]

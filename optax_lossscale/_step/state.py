@@ -8,9 +8,9 @@ import numpy as np
 
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import dtype_of, is_narrow
+from optax_lossscale._arrays.validation import shown
 from optax_lossscale._arrays.variables import found, plain
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._scales.validation import shown
 from optax_lossscale._skips.rule import SkipRule
 
 
@@ -72,7 +72,6 @@ def refuse_other_states(state: Any) -> None:
 
 def refuse_other_rules(state: LossScaleState, own: LossScale, own_rule: SkipRule | None) -> None:
     """Raises for a loss scale or a skip rule that is not the transformation's."""
-    text = lambda x: x.get_config() if isinstance(x, LossScale) else shown(x)
     of_scale = "tx.init(params)._replace(inner_state=state.inner_state)"
     of_rule = "state._replace(skip_rule=tx.init(params).skip_rule)"
     for name, given, needed, remedy in (
@@ -82,10 +81,16 @@ def refuse_other_rules(state: LossScaleState, own: LossScale, own_rule: SkipRule
         if jax.tree.structure(given) != jax.tree.structure(needed):
             raise ValueError(
                 f"the state's {name} has another configuration than this transformation's:\n"
-                f"  state:          {text(given)}\n  transformation: {text(needed)}\n"
+                f"  state:          {_shown_config(given)}\n"
+                f"  transformation: {_shown_config(needed)}\n"
                 "Restore a checkpoint into what tx.init(params) returns. To go on with this "
                 f"configuration, keep the rest of the state: {remedy}"
             )
+
+
+def _shown_config(x: Any) -> Any:
+    """A loss scale's configuration, or a rule."""
+    return x.get_config() if isinstance(x, LossScale) else shown(x)
 
 
 def refuse_narrower(inner_state: Any, expected: Callable[[], Any]) -> None:

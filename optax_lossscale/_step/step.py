@@ -12,8 +12,8 @@ import optax
 
 from optax_lossscale._arrays.finite import AxisName
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, strong
+from optax_lossscale._arrays.validation import shown
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._scales.validation import shown
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step import inputs, master_weights
 from optax_lossscale._step.branch import Branch, apply_or_skip
@@ -59,8 +59,8 @@ class ScaledStep:
             skip_rule=jax.tree.map(jnp.array, self.rule),
         )
 
-    def update(self, updates, state, params=None, *, value=None, **extra_args):
-        """One step, from scaled gradients to updates; a skipped one gives zeros."""
+    def __call__(self, updates, state, params=None, *, value=None, **extra_args):
+        """The transformation's `update`: one step, to updates; a skipped one gives zeros."""
         return self.step(updates, state, params, value, extra_args, to_params=False)
 
     @property
@@ -73,7 +73,11 @@ class ScaledStep:
         refuse_other_states(state)
         refuse_other_rules(state, self.loss_scale, self.rule)
         if params is not None:
-            expected = lambda: jax.eval_shape(self.init, params).inner_state
+
+            def expected():
+                """The inner state of these parameters, traced only if it is asked for."""
+                return jax.eval_shape(self.init, params).inner_state
+
             master_weights.refuse_other_master_weights(state.inner_state, expected)
             refuse_narrower(state.inner_state, expected)
         if value is None and self.rule is not None:
@@ -96,7 +100,8 @@ class ScaledStep:
 
     def _inner_update(self, unscaled, inner_state, *, extra_args, to_params):
         """What the step gives if it is applied, and the new inner state."""
-        inner, params = optax.with_extra_args_support(self.inner), unscaled.params
+        inner = optax.with_extra_args_support(self.inner)
+        params = unscaled.params
         parameters = inspect.signature(inner.update).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if unscaled.value is not None and (takes_any or "value" in parameters):
@@ -115,13 +120,17 @@ class ScaledStep:
     def _refuse_other_inner_state(self, error, inner_state, params):
         """Raises for a state that is not this optimizer's, if that is why it failed."""
         expected = inner_state if params is None else jax.eval_shape(self.init, params).inner_state
-        kind = lambda tree: (jax.tree.structure(tree), [*map(np.shape, jax.tree.leaves(tree))])
-        if kind(inner_state) != kind(expected):
+        if _structure_and_shapes(inner_state) != _structure_and_shapes(expected):
             raise ValueError(
                 "the state's inner_state is that of another optimizer, or of other parameters: "
                 f"this one's is {shown(expected)}, got {shown(inner_state)}. Begin with "
                 f"tx.init(params). The optimizer says: {error}"
             ) from error
+
+
+def _structure_and_shapes(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
+    """What two states of one optimizer for the same parameters have in common."""
+    return jax.tree.structure(tree), [np.shape(x) for x in jax.tree.leaves(tree)]
 
 
 def _unaliased(state: Any, params: Any) -> Any:

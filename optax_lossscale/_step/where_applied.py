@@ -51,8 +51,9 @@ def where_applied(state: Any, new: T, old: T) -> T:
             f"{type(state).__name__}. Pass the optimizer state that the step returned"
         )
     should_apply = states[0].should_apply
-    ids = lambda tree: set(map(id, found(is_variable, tree)))
-    if ids(new) & ids(old):  # `nnx.state` hands out a module's own variables
+    variables = {id(x) for x in found(is_variable, old)}
+    if any(id(x) in variables for x in found(is_variable, new)):
+        # `nnx.state` hands out a module's own variables.
         raise ValueError(
             "old holds the same variables as new, which the step has changed in place. Take a "
             "copy before the step: old = nnx.clone(nnx.state(model, nnx.BatchStat))"

@@ -6,13 +6,13 @@ from typing import Any, Protocol, get_args
 import optax
 from jax.typing import ArrayLike
 
+from optax_lossscale._arrays.validation import refuse
 from optax_lossscale._arrays.variables import found, is_variable
-from optax_lossscale._scales.get import LossScaleLike, get
 from optax_lossscale._scales.loss_scale import AxisName
-from optax_lossscale._scales.validation import refuse
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.branch import Branch
 from optax_lossscale._step.decision import Skip
+from optax_lossscale._step.get import LossScaleLike, get
 from optax_lossscale._step.grad_dtype import GradDtype
 from optax_lossscale._step.gradient import refuse_shared_names, value_and_scaled_grad
 from optax_lossscale._step.inputs import Mask, refuse_other_masks
@@ -82,8 +82,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           ValueError: if gradients and parameters differ in structure, or if the state belongs
             to another configuration.
         """
-        step = getattr(self.update, "__self__", None)
-        if not isinstance(step, ScaledStep):
+        if not isinstance(self.update, ScaledStep):
             raise TypeError(
                 "apply_gradients is the step of with_loss_scale's own update, which was replaced: "
                 "call updates, state = tx.update(scaled_grads, state, params) and "
@@ -91,7 +90,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
             )
         if params is None:
             raise ValueError("apply_gradients needs the parameters: gradients, state, params")
-        return step.step(scaled_grads, state, params, value, extra_args, to_params=True)
+        return self.update.step(scaled_grads, state, params, value, extra_args, to_params=True)
 
     def minimize(
         self,
@@ -253,4 +252,4 @@ def with_loss_scale(
         refuse("skip", skip, "None, 'nonfinite', or a rule such as skips.spikes()")
     refuse_other_masks(mask)
     step = ScaledStep(inner, get(loss_scale), axis_name, mask, branch, skip)
-    return LossScaledTransformation(step.init, step.update)
+    return LossScaledTransformation(step.init, step)

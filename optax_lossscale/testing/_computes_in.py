@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from optax_lossscale._arrays import validation
 from optax_lossscale._diagnosis.dtypes import dtype_report, product_rows
-from optax_lossscale._scales import validation
 
 
 def assert_computes_in(

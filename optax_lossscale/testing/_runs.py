@@ -16,11 +16,11 @@ from jax.tree_util import DictKey, GetAttrKey
 
 from optax_lossscale._arrays.contexts import BLANK_METRICS, OVERFLOWS
 from optax_lossscale._arrays.precision import dtype_of, is_array, is_inexact
+from optax_lossscale._arrays.validation import at_hand
 from optax_lossscale._arrays.variables import is_variable, plain
-from optax_lossscale._scales.get import get_loss_scale, loss_scales_in
 from optax_lossscale._scales.loss_scale import LossScale
-from optax_lossscale._scales.validation import at_hand
 from optax_lossscale._skips.rule import SkipRule
+from optax_lossscale._step.get import get_loss_scale, loss_scales_in
 from optax_lossscale._step.master_weights import MasterWeightsState
 from optax_lossscale._step.state import LossScaleState, wrapper_states
 

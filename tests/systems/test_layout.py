@@ -68,7 +68,7 @@ def test_contributing_has_a_line_for_every_module():
 @pytest.mark.parametrize(
     ("part", "line"),
     [
-        ("_arrays", "from optax_lossscale._scales.get import get"),
+        ("_arrays", "from optax_lossscale._step.get import get"),
         ("_programs", "from optax_lossscale._autocast.plan import plan"),
         ("_scales", "from optax_lossscale import _step"),
         ("presets", "import optax_lossscale._step.gradient"),

@@ -17,10 +17,22 @@ LARGEST = float(np.finfo(np.float32).max)
 LARGEST_INT = int(np.iinfo(np.int32).max)
 _OURS = ("optax_lossscale", "jax")
 
-_SHORT: Any = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 60, 100
-# Else an int with too many digits to print is an error, or, from Python 3.14 on, an address.
-_SHORT.repr_int = lambda x, level: repr(x) if abs(x) < 10**40 else "<int>"
+
+class _Short(reprlib.Repr):
+    """Values cut short."""
+
+    def __init__(self):
+        super().__init__()
+        self.maxlevel = 3
+        self.maxstring = 60
+        self.maxother = 100
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Without this, one with too many digits is an error, or on Python 3.14 an address."""
+        return repr(x) if abs(x) < 10**40 else "<int>"
+
+
+_SHORT = _Short()
 
 
 def shown(value: Any) -> str:
@@ -39,6 +51,7 @@ def warn(text: str) -> None:
 
 
 def refuse(name: str, value: Any, allowed: str) -> NoReturn:
+    """Raises for an argument, and says what is allowed for it."""
     raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
 
 
@@ -62,15 +75,16 @@ def number(allowed: str, holds: Callable[[float], bool]) -> Callable[[str, Any],
     """A check that an argument is a finite number for which `holds`; it returns a Python float."""
 
     def checked(name: str, value: Any) -> float:
-        found = python_number(value)
-        if found is None or not abs(found) <= sys.float_info.max or not holds(float(found)):
+        x = python_number(value)
+        if x is None or not abs(x) <= sys.float_info.max or not holds(float(x)):
             refuse(name, value, allowed)
-        return float(found)
+        return float(x)
 
     return checked
 
 
 def scale_up_to(largest: float) -> Callable[[str, Any], float]:
+    """A check that an argument can be a loss scale, which may not be subnormal."""
     allowed = f"a number between {SMALLEST:.4g} and {largest:.4g}, normal in float32"
     return number(allowed, lambda x: SMALLEST <= x <= largest)
 
@@ -83,33 +97,38 @@ backoff_factor = number("a number in (0, 1]", lambda x: 0 < x <= 1)
 
 
 def in_order(min_scale: float, initial_scale: float, max_scale: float) -> None:
+    """Raises unless the first scale lies between its bounds."""
     if not min_scale <= initial_scale <= max_scale:
         allowed = f"between min_scale={min_scale!r} and max_scale={max_scale!r}"
         refuse("initial_scale", initial_scale, allowed)
 
 
 def count(name: str, value: Any, least: int = 1, most: int = LARGEST_INT) -> int:
-    found = python_number(value)
-    if not isinstance(found, int) or not least <= found <= most:
+    """A whole number between two others."""
+    n = python_number(value)
+    if not isinstance(n, int) or not least <= n <= most:
         refuse(name, value, f"an int between {least} and {most}")
-    return found
+    return n
 
 
 def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:
+    """One of a few values of a type: 1 is not taken for True."""
     if type(value) is not type(options[0]) or value not in options:
         refuse(name, value, f"one of {', '.join(map(repr, options))}")
     return value
 
 
 def flag(name: str, value: Any) -> bool:
+    """True or False, and no number."""
     return one_of(name, value, (True, False))
 
 
 def floating_dtype(name: str, value: Any) -> np.dtype:
-    found = dtype(value)
-    if found is None or not jnp.issubdtype(found, jnp.floating):
+    """A dtype of real floating-point numbers."""
+    floating = dtype(value)
+    if floating is None or not jnp.issubdtype(floating, jnp.floating):
         refuse(name, value, "a floating-point dtype")
-    return found
+    return floating
 
 
 def dtype(value: Any) -> np.dtype | None:
@@ -121,19 +140,20 @@ def dtype(value: Any) -> np.dtype | None:
 
 
 def function(name: str, value: Any) -> None:
+    """Raises unless an argument can be called."""
     if not callable(value):
         raise TypeError(f"{name} must be a function, got {shown(value)}")
 
 
 def argnums(value: Any) -> tuple[int, ...]:
     """Which positional arguments: an int, or a sequence of ints."""
-    found = tuple(value) if isinstance(value, Sequence) else (value,)
-    is_int = lambda n: isinstance(n, (int, np.integer)) and not isinstance(n, bool)
-    if not all(map(is_int, found)):
-        raise TypeError(f"argnums must be an int or a sequence of ints, got {shown(value)}")
-    if len(set(found)) < len(found):
+    positions = tuple(value) if isinstance(value, Sequence) else (value,)
+    for position in positions:
+        if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
+            raise TypeError(f"argnums must be an int or a sequence of ints, got {shown(value)}")
+    if len(set(positions)) < len(positions):
         raise ValueError(f"argnums must name each argument once, got {shown(value)}")
-    return found
+    return positions
 
 
 def at_hand(name: str, tree: Any) -> None:

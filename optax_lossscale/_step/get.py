@@ -5,10 +5,11 @@ from typing import Any, Literal, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optax_lossscale import presets
+from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.variables import found, is_variable, plain
-from optax_lossscale._scales import validation
 from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.headroom import HeadroomLossScale
@@ -119,7 +120,10 @@ def loss_scales_in(state: Any) -> list[LossScale]:
 
 
 def resolve(loss_scale: Any) -> LossScale:
-    """What an argument `loss_scale` means: whatever `get` takes, or a state that holds one."""
+    """What an argument `loss_scale` means: whatever `get` takes, a state that holds one, an array.
+
+    An array may be traced, as where a trainer hands the scale through an argument of its own.
+    """
     is_number = isinstance(loss_scale, jax.Array) and validation.is_numeric(loss_scale)
     if is_number and loss_scale.shape == () and not jnp.iscomplexobj(loss_scale):
         return _given(loss_scale)
@@ -137,12 +141,6 @@ def resolve(loss_scale: Any) -> LossScale:
     return of_state
 
 
-def name_in_optax(state: Any) -> str | None:
-    """The name of a state's class, if it is one of Optax's."""
-    kind = type(state)
-    return kind.__name__ if kind.__module__.split(".")[0] == "optax" else None
-
-
 def _given(loss_scale: jax.Array) -> LossScale:
     """A loss scale of an array, which is checked unless it is traced."""
     if not isinstance(loss_scale, jax.core.Tracer):
@@ -157,19 +155,36 @@ class _Given(LossScale):
         return self
 
 
-# What must not wrap `with_loss_scale`, by the name of its state, and what it would do there.
+# What must not wrap `with_loss_scale`, by its state, and what it would do there.
 _AROUND = {
-    "MultiStepsState": ("MultiSteps", "sums scaled gradients and keeps the NaN of an overflow"),
-    "ConditionallyTransformState": ("conditionally_transform", "passes some gradients on scaled"),
-    "ApplyIfFiniteState": ("apply_if_finite", "hides overflows from it, so they never lower it"),
-    "MechanicState": ("contrib.mechanize", "learns its learning rate from scaled gradients"),
+    optax.MultiStepsState: (
+        "MultiSteps",
+        "sums scaled gradients and keeps the NaN of an overflow",
+    ),
+    optax.ConditionallyTransformState: (
+        "conditionally_transform",
+        "passes some gradients on scaled",
+    ),
+    optax.ApplyIfFiniteState: (
+        "apply_if_finite",
+        "hides overflows from it, so they never lower it",
+    ),
+    optax.contrib.MechanicState: (
+        "contrib.mechanize",
+        "learns its learning rate from scaled gradients",
+    ),
 }
 
 
+def _is_around(state: Any) -> bool:
+    """Whether this is the state of one of those, with a loss scale in it."""
+    return type(state) in _AROUND and bool(loss_scales_in(state))
+
+
 def _refuse_around(state: Any) -> None:
-    is_around = lambda x: name_in_optax(x) in _AROUND and bool(loss_scales_in(x))
-    for x in filter(is_around, jax.tree.leaves(state, is_leaf=is_around)):
-        name, harm = _AROUND[type(x).__name__]
+    """Raises if something is wrapped around `with_loss_scale` that belongs inside."""
+    for x in found(_is_around, state):
+        name, harm = _AROUND[type(x)]
         raise ValueError(
             f"optax.{name} around with_loss_scale {harm}: put it inside, where gradients are "
             f"unscaled and finite, as in with_loss_scale(optax.{name}(inner, …))"

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey
 
-from optax_lossscale._scales import validation
-from optax_lossscale._scales.flax_serialization import register_with_flax
+from optax_lossscale._arrays import validation
+from optax_lossscale._arrays.flax_serialization import register_with_flax
 
 Check = Callable[[str, Any], Any]
 
@@ -216,18 +216,25 @@ def _complete_init(cls: type[Stateful]) -> Callable[..., None]:
 
 
 def _subclasses(cls: type[Stateful]) -> list[type[Stateful]]:
+    """A class and all that derive from it, in the order of their definition."""
     return [cls, *(d for c in cls.__subclasses__() for d in _subclasses(c))]
 
 
 def _config_name(cls: type[Stateful]) -> str:
     """What a config calls a class; see `from_config`."""
-    is_own = lambda c: c.__module__.split(".")[0] == "optax_lossscale"
-    own = {c.__name__ for c in _subclasses(Stateful) if is_own(c)}
-    qualified = f"{cls.__module__}.{cls.__qualname__}"
-    return qualified if cls.__name__ in own and not is_own(cls) else cls.__name__
+    taken = {c.__name__ for c in _subclasses(Stateful) if _is_ours(c)}
+    if cls.__name__ in taken and not _is_ours(cls):
+        return f"{cls.__module__}.{cls.__qualname__}"
+    return cls.__name__
+
+
+def _is_ours(cls: type[Stateful]) -> bool:
+    """Whether a class is one of this library's, whose names are taken."""
+    return cls.__module__.split(".")[0] == "optax_lossscale"
 
 
 def _as_state(name: str, value: Any, dtype: Any) -> jax.Array:
+    """A new value for a state field, in its dtype."""
     try:
         return jnp.asarray(value, dtype)
     except (TypeError, ValueError) as error:

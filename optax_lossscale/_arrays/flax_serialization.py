@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from optax_lossscale._scales import validation
+from optax_lossscale._arrays import validation
 
 
 def register_with_flax(cls: Any) -> None:
