@@ -1,4 +1,4 @@
-"""The crash of docs/install.md: a layer norm under `jax.checkpoint` after a large product, on a CPU.
+"""The crash of docs/install.md: a layer norm under `jax.checkpoint` after a product, on a CPU.
 
 With jax 0.10.2 it ends in signal 11, in a second; with others it prints "no crash".
 """
