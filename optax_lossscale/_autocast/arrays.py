@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._arrays import variables
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
+from optax_lossscale._arrays.variables import is_variable
+from optax_lossscale._autocast import nnx
 from optax_lossscale._programs.values import dtype_in, in_dtype
 
 
@@ -33,36 +34,35 @@ def as_program(
     fun: Callable[..., Any], args: tuple, kwargs: dict, parameters: Container[int], low: np.dtype
 ) -> Iterator[Call]:
     """A call, traced with arrays of dtype `low` in float32; for use in this context alone."""
-    with variables.changes_kept():
-        given = variables.apart((args, kwargs))
-        form, arrays = _form(given)
-        forms: list[_Form] = []
+    with nnx.changes_kept():
+        inputs = nnx.apart((args, kwargs))
+        form, arrays = _form(inputs)
+        forms: list[_Form] = []  # of the objects that the function may change, and of its results
 
         def of_arrays(*args, **kwargs):
-            xs = jax.tree.leaves((args, kwargs))
-            args, kwargs = variables.together(form.filled(xs), inside=True)
-            objects = variables.objects((args, kwargs))
-            objects, outs = variables.apart((objects, fun(*args, **kwargs)))
-            of_objects, changed = _form(objects, dict(zip(map(id, xs), arrays, strict=True)))
-            of_outs, found = _form(outs)
-            forms[:] = of_objects, of_outs
-            return changed + found
+            traced = jax.tree.leaves((args, kwargs))
+            args, kwargs = nnx.together(form.filled(traced), inside=True)
+            objects = nnx.objects((args, kwargs))
+            objects, results = nnx.apart((objects, fun(*args, **kwargs)))
+            unchanged = {id(tracer): x for tracer, x in zip(traced, arrays, strict=True)}
+            form_of_objects, changed = _form(objects, unchanged)
+            form_of_results, returned = _form(results)
+            forms[:] = form_of_objects, form_of_results
+            return changed + returned
 
         def result(arrays):
-            left = iter(arrays)
-            return variables.together([f.filled(left) for f in forms], inside=False)[1]
+            following = iter(arrays)
+            return nnx.together([form.filled(following) for form in forms], inside=False)[1]
 
         # JAX names the function in what it says about the program, perhaps by its repr.
         if hasattr(inspect.unwrap(fun), "__code__"):
             of_arrays = functools.wraps(fun)(of_arrays)
         wide = [in_dtype(jnp.float32, x) if dtype_in(x) == low else x for x in arrays]
         args, kwargs = form.filled(wide, with_others=False)
-        with variables.told_to_go_in_as_arguments(), AUTOCAST_DTYPE(low):
+        with nnx.told_to_go_in_as_arguments(), AUTOCAST_DTYPE(low):
             program = jax.make_jaxpr(of_arrays)(*args, **kwargs)
-        said = [(x, i in parameters) for i, x in enumerate(given[0])] + [(given[1], False)]
-        flags = [flag for tree, is_said in said for flag in _are_parameters(tree, is_said)]
-        flags = zip(flags, form.others, strict=True)
-        yield Call(program, arrays, [is_it for is_it, other in flags if other is None], result)
+        flags = zip(_are_parameters(inputs, parameters), form.others, strict=True)
+        yield Call(program, arrays, [flag for flag, other in flags if other is None], result)
 
 
 class _Form(NamedTuple):
@@ -73,26 +73,40 @@ class _Form(NamedTuple):
 
     def filled(self, arrays: Iterable[Any], with_others: bool = True) -> Any:
         """The tree of these arrays."""
-        left = iter(arrays)
-        of_other = lambda other: other[0] if with_others else None
-        leaves = [next(left) if o is None else of_other(o) for o in self.others]
+        following = iter(arrays)
+        leaves = []
+        for other in self.others:
+            if other is None:
+                leaves.append(next(following))
+            else:
+                leaves.append(other[0] if with_others else None)
         return jax.tree.unflatten(self.tree, leaves)
 
 
 def _form(tree: Any, known: Mapping[int, Any] = MappingProxyType({})) -> tuple[_Form, list[Any]]:
     """A tree's form and its arrays; for those with an `id` in `known`, what is there instead."""
     leaves, structure = jax.tree.flatten(tree)
-    is_other = lambda x: not is_array(x) or id(x) in known
-    others = [(known.get(id(x), x),) if is_other(x) else None for x in leaves]
-    return _Form(structure, others), [x for x in leaves if not is_other(x)]
+    others: list[tuple[Any] | None] = []
+    arrays = []
+    for leaf in leaves:
+        if is_array(leaf) and id(leaf) not in known:
+            others.append(None)
+            arrays.append(leaf)
+        else:
+            others.append((known.get(id(leaf), leaf),))
+    return _Form(structure, others), arrays
 
 
-def _are_parameters(tree: Any, said: bool) -> list[bool]:
-    """For each leaf of an argument, whether it is a parameter: for NNX, an `nnx.Param`."""
+def _are_parameters(inputs: tuple[tuple, dict], positions: Container[int]) -> list[bool]:
+    """For each leaf of the arguments, whether it is a parameter: for NNX, an `nnx.Param`."""
     # No tree of flags: there are nodes that can hold nothing but arrays.
-    of = lambda x: variables.is_parameter(x) if variables.is_variable(x) else said
-    leaves = jax.tree.leaves(tree, is_leaf=variables.is_variable)
-    return [of(leaf) for leaf in leaves for _ in jax.tree.leaves(leaf)]
+    args, kwargs = inputs
+    flags: list[bool] = []
+    for tree, is_named in [*((x, i in positions) for i, x in enumerate(args)), (kwargs, False)]:
+        for leaf in jax.tree.leaves(tree, is_leaf=is_variable):
+            flag = nnx.is_parameter(leaf) if is_variable(leaf) else is_named
+            flags += [flag] * len(jax.tree.leaves(leaf))
+    return flags
 
 
 def is_array(x: Any) -> bool:

@@ -23,50 +23,64 @@ Narrowed = Callable[[Callable[..., Any], Any, Sequence[Kind], UsesOf], tuple[Any
 
 
 def custom_jvp(
-    step: Instruction, ins: list[Any], runs: Sequence[Run], narrowed: Narrowed
+    step: Instruction, operands: list[Any], runs: Sequence[Run], narrowed: Narrowed
 ) -> list[Any]:
     """The results of a `custom_jvp`, whose derivative is the original one, rewritten in turn."""
     eqn = step.eqn
     (run,) = runs
 
-    def primal(*xs):
-        return run.call(xs)
-
     def derivative(primals, tangents):
         """The original's results and their tangents, by number."""
         perturbed = {i: primals[i] for i in tangents}
-        results, moves = jax.jvp(_of_some(eqn, primals), (perturbed,), (tangents,))
-        return results, {i: t for i, t in enumerate(moves) if not _is_float0(t)}
+        results, tangents = jax.jvp(_of_some(eqn, primals), (perturbed,), (tangents,))
+        return results, {i: t for i, t in enumerate(tangents) if not _is_float0(t)}
 
     def rule(primals, tangents):
-        perturbed = [i for i, tangent in enumerate(tangents) if not _is_float0(tangent)]
         dtypes = dtypes_in(eqn.invars)
-        args = in_dtypes(dtypes, primals), {i: in_dtype(dtypes[i], tangents[i]) for i in perturbed}
+        perturbed = [i for i, tangent in enumerate(tangents) if not _is_float0(tangent)]
+        tangents = {i: in_dtype(dtypes[i], tangents[i]) for i in perturbed}
         kinds = [*step.kinds, *(widest((step.kinds[i], Kind.SUM)) for i in perturbed)]
 
         def uses(shapes):
             return [*step.uses, *(step.uses[i] for i in shapes[1])]
 
-        (results, moves), _ = narrowed(derivative, args, kinds, uses)
+        inputs = in_dtypes(dtypes, primals), tangents
+        (results, tangents), _ = narrowed(derivative, inputs, kinds, uses)
         results = in_dtypes(run.gives, results)
-        return results, [_tangent(x, moves.get(i)) for i, x in enumerate(results)]
+        return results, [_tangent(x, tangents.get(i)) for i, x in enumerate(results)]
 
-    primal.__name__ = function_name(eqn.params["call_jaxpr"])
-    function = jax.custom_jvp(primal)
+    function = jax.custom_jvp(_primal(eqn, runs))
     function.defjvp(rule)
-    return function(*map(jnp.asarray, ins))
+    return function(*map(jnp.asarray, operands))
 
 
 def custom_vjp(
-    step: Instruction, ins: list[Any], runs: Sequence[Run], narrowed: Narrowed
+    step: Instruction, operands: list[Any], runs: Sequence[Run], narrowed: Narrowed
 ) -> list[Any]:
     """The results of a `custom_vjp`, whose passes are the original ones, rewritten in turn."""
-    eqn = step.eqn
-    takes = dtypes_in(ins)
-    gives = runs[0].gives if runs else dtypes_in(eqn.outvars)
+    gives = runs[0].gives if runs else dtypes_in(step.eqn.outvars)
+    function = jax.custom_vjp(_primal(step.eqn, runs))
+    function.defvjp(
+        _forward(step, gives, narrowed),
+        _backward(step.eqn, dtypes_in(operands), narrowed),
+        symbolic_zeros=True,
+    )
+    return function(*map(jnp.asarray, operands))
 
-    def primal(*xs):
-        return runs[0].call(xs) if runs else bind(eqn, xs)
+
+def _primal(eqn: Any, runs: Sequence[Run]) -> Callable[..., list[Any]]:
+    """The function itself, under its own name; as it was traced, if it has no `runs`."""
+
+    def primal(*operands):
+        return runs[0].call(operands) if runs else bind(eqn, operands)
+
+    primal.__name__ = function_name(eqn.params["call_jaxpr"])
+    return primal
+
+
+def _forward(step: Instruction, gives: Sequence[Any], narrowed: Narrowed) -> Callable[..., Any]:
+    """The forward pass of a `custom_vjp`, with results in dtypes `gives`."""
+    eqn = step.eqn
 
     def forward(*args):
         primals = in_dtypes(dtypes_in(eqn.invars), [x.value for x in args])
@@ -77,11 +91,11 @@ def custom_vjp(
         kinds = step.kinds or [Kind.FLOAT32] * len(primals)
         of_results = step.uses or [Use.WIDELY] * len(eqn.outvars)
 
-        def uses(shapes):
-            return [*of_results, *([KEPT] * len(jax.tree.leaves(shapes[1])))]
-
         def with_pullback(*primals):
             return _vjp(eqn, primals, perturbed)
+
+        def uses(shapes):
+            return [*of_results, *([KEPT] * len(jax.tree.leaves(shapes[1])))]
 
         (results, pullback), dtypes = narrowed(with_pullback, primals, kinds, uses)
         residuals, structure = jax.tree.flatten(pullback)
@@ -93,12 +107,18 @@ def custom_vjp(
 
         return in_dtypes(gives, results), jax.tree_util.Partial(widened, residuals)
 
+    return forward
+
+
+def _backward(eqn: Any, takes: Sequence[Any], narrowed: Narrowed) -> Callable[..., Any]:
+    """The backward pass of a `custom_vjp`, whose operands come in dtypes `takes`."""
+
     def backward(widened, cotangents):
         pullback = widened()
-        pairs = zip(jax.tree.leaves(widened), jax.tree.leaves(pullback), strict=True)
-        of_residuals = [Kind.FLOAT32 if x.dtype == y.dtype else Kind.SUM for x, y in pairs]
-        of_floats = _cotangents(eqn, cotangents)
-        kinds = of_residuals + [Kind.SUM] * len(of_floats)
+        cotangents = _cotangents(eqn, cotangents)
+        residuals = zip(jax.tree.leaves(widened), jax.tree.leaves(pullback), strict=True)
+        kinds = [Kind.FLOAT32 if x.dtype == wide.dtype else Kind.SUM for x, wide in residuals]
+        kinds += [Kind.SUM] * len(cotangents)
 
         def uses(shapes):
             dtypes = dtypes_in(eqn.invars)
@@ -107,52 +127,50 @@ def custom_vjp(
         def pulled_back(pullback, cotangents):
             return pullback(cotangents)[0]
 
-        gradients, _ = narrowed(pulled_back, (pullback, of_floats), kinds, uses)
+        gradients, _ = narrowed(pulled_back, (pullback, cotangents), kinds, uses)
         return tuple(in_dtype(dtype, gradients.get(i)) for i, dtype in enumerate(takes))
 
-    primal.__name__ = function_name(eqn.params["call_jaxpr"])
-    function = jax.custom_vjp(primal)
-    function.defvjp(forward, backward, symbolic_zeros=True)
-    return function(*map(jnp.asarray, ins))
+    return backward
 
 
-def _vjp(eqn: Any, xs: Sequence[Any], perturbed: Iterable[int]) -> tuple[list[Any], Any]:
+def _vjp(eqn: Any, primals: Sequence[Any], perturbed: Iterable[int]) -> tuple[list[Any], Any]:
     """The results of a `custom_vjp`, and the function that pulls cotangents of floats back."""
 
-    def function(primals):
-        results = _of_some(eqn, xs)(primals)
+    def function(some):
+        results = _of_some(eqn, primals)(some)
         return _of_floats(eqn, results), results
 
-    _, pullback, results = jax.vjp(function, {i: xs[i] for i in perturbed}, has_aux=True)
+    _, pullback, results = jax.vjp(function, {i: primals[i] for i in perturbed}, has_aux=True)
     return results, pullback
 
 
-def _of_some(eqn: Any, xs: Sequence[Any]) -> Callable[[Mapping[int, Any]], list[Any]]:
+def _of_some(eqn: Any, primals: Sequence[Any]) -> Callable[[Mapping[int, Any]], list[Any]]:
     """The results of an equation as a function of some of its operands, by number."""
-    return lambda some: bind(eqn, [some.get(i, x) for i, x in enumerate(xs)])
+    return lambda some: bind(eqn, [some.get(i, x) for i, x in enumerate(primals)])
 
 
 def _cotangents(eqn: Any, cotangents: Sequence[Any]) -> list[Any]:
     """The cotangents of floats, in their dtypes: masks, indices and keys have none."""
-    return [
-        jnp.zeros(ct.shape, dtype_in(v))
-        if isinstance(ct, SymbolicZero)
-        else in_dtype(dtype_in(v), ct)
-        for v, ct in zip(_of_floats(eqn, eqn.outvars), _of_floats(eqn, cotangents), strict=True)
+    dtypes = dtypes_in(_of_floats(eqn, eqn.outvars))
+    instantiated = [
+        jnp.zeros(ct.shape, dtype) if isinstance(ct, SymbolicZero) else ct
+        for ct, dtype in zip(_of_floats(eqn, cotangents), dtypes, strict=True)
     ]
+    return in_dtypes(dtypes, instantiated)
 
 
-def _of_floats(eqn: Any, xs: Sequence[Any]) -> list[Any]:
+def _of_floats(eqn: Any, items: Sequence[Any]) -> list[Any]:
     """From one item for each result of an equation, those for floats."""
-    return [x for v, x in zip(eqn.outvars, xs, strict=True) if is_float(v)]
+    return [item for v, item in zip(eqn.outvars, items, strict=True) if is_float(v)]
 
 
-def _tangent(result: Any, move: Any) -> Any:
+def _tangent(result: Any, tangent: Any) -> Any:
     """The tangent of a result in its dtype; of an integer, there is none."""
-    if move is None:
+    if tangent is None:
         return np.zeros(result.shape, jax.dtypes.float0)
-    return in_dtype(result.dtype, move)
+    return in_dtype(result.dtype, tangent)
 
 
 def _is_float0(tangent: Any) -> bool:
+    """Whether a tangent is that of an integer, which has none."""
     return dtype_in(tangent) == jax.dtypes.float0

@@ -1,8 +1,7 @@
 """A traced program as a flat list of steps, with what `jit` compiles put in its place."""
 
 import collections
-import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -60,61 +59,69 @@ class Flat(NamedTuple):
 
     def readers(self) -> dict[int, list[Instruction | None]]:
         """The steps that take each value; None for the results."""
-        found: dict[int, list[Instruction | None]] = {}
+        readers: dict[int, list[Instruction | None]] = {}
         for step in self.steps:
             for i in step.reads:
-                found.setdefault(i, []).append(step)
+                readers.setdefault(i, []).append(step)
         for i in self.outs:
-            found.setdefault(i, []).append(None)
-        return found
+            readers.setdefault(i, []).append(None)
+        return readers
 
 
 @remembered
 def flat(jaxpr: Any) -> Flat:
     """The steps of a program; a `jit` that is placed, or long and repeated, stays one step."""
     called = _called(jaxpr)
-    steps: list[Instruction] = []
-    consts: dict[int, Any] = {}
-    literals: dict[int, Literal] = {}
-    types: dict[int, Any] = {}
-    count = itertools.count()
+    program = Flat([], [], [], {}, {}, {})
 
-    def new(aval):
-        types[number := next(count)] = aval
-        return number
-
-    def new_literal(literal):
-        literals[number := -1 - len(literals)] = literal
-        types[number] = literal.aval
-        return number
-
-    def add(jaxpr, ins, names, around):
+    def add(jaxpr, operands, scope, caller):
         """Adds the steps of a jaxpr, and returns the numbers of its results."""
-        held, jaxpr = constants(jaxpr), open_jaxpr(jaxpr)
-        numbers = dict(zip(jaxpr.invars, ins, strict=True))
-        for v, x in zip(jaxpr.constvars, held, strict=True):
-            numbers[v] = new(jax.typeof(x))
-            consts[numbers[v]] = x
-        read = lambda v: new_literal(v) if isinstance(v, Literal) else numbers[v]
-        for eqn in jaxpr.eqns:
-            if around is not None and not has_users_line(eqn):
-                eqn = _at_line(around, eqn)
-            operands = tuple(map(read, eqn.invars))
-            scope = names + eqn.source_info.name_stack
-            inner = _inlined(eqn)
-            if inner is not None and id(inner) not in called:
-                if "name" in eqn.params:
-                    scope = scope.extend(f"jit({eqn.params['name']})")
-                outs = add(inner, operands, scope, eqn.source_info.traceback)
-            else:
-                outs = tuple(new(v.aval) for v in eqn.outvars)
-                steps.append(Instruction(eqn, operands, outs, scope))
-            numbers.update(zip(eqn.outvars, outs, strict=True))
-        return list(map(read, jaxpr.outvars))
+        numbers = dict(zip(open_jaxpr(jaxpr).invars, operands, strict=True))
+        for v, x in zip(open_jaxpr(jaxpr).constvars, constants(jaxpr), strict=True):
+            numbers[v] = _new(program, jax.typeof(x))
+            program.consts[numbers[v]] = x
+        for eqn in open_jaxpr(jaxpr).eqns:
+            read = _numbers(program, numbers, eqn.invars)
+            results = add_one(_at_users_line(eqn, caller), read, scope)
+            numbers.update(zip(eqn.outvars, results, strict=True))
+        return _numbers(program, numbers, open_jaxpr(jaxpr).outvars)
 
-    ins = [new(v.aval) for v in open_jaxpr(jaxpr).invars]
-    outs = add(jaxpr, ins, source_info_util.new_name_stack(), None)
-    return Flat(steps, ins, outs, consts, literals, types)
+    def add_one(eqn, operands, scope):
+        """Adds the steps of an equation, and returns the numbers of its results."""
+        scope += eqn.source_info.name_stack
+        inner = _inlined(eqn)
+        if inner is None or id(inner) in called:
+            results = tuple(_new(program, v.aval) for v in eqn.outvars)
+            program.steps.append(Instruction(eqn, operands, results, scope))
+            return results
+        if "name" in eqn.params:
+            scope = scope.extend(f"jit({eqn.params['name']})")
+        return add(inner, operands, scope, eqn.source_info.traceback)
+
+    program.ins.extend(_new(program, v.aval) for v in open_jaxpr(jaxpr).invars)
+    program.outs.extend(add(jaxpr, program.ins, source_info_util.new_name_stack(), None))
+    return program
+
+
+def _new(program: Flat, aval: Any) -> int:
+    """Notes the type of a new value, and returns its number."""
+    number = len(program.types) - len(program.literals)
+    program.types[number] = aval
+    return number
+
+
+def _numbers(program: Flat, known: Mapping[Any, int], variables: Any) -> tuple[int, ...]:
+    """The numbers of variables; each literal among them gets one of its own, below 0."""
+    numbers = []
+    for v in variables:
+        if isinstance(v, Literal):
+            number = -1 - len(program.literals)
+            program.literals[number] = v
+            program.types[number] = v.aval
+        else:
+            number = known[v]
+        numbers.append(number)
+    return tuple(numbers)
 
 
 def _inlined(eqn: Any) -> Any:
@@ -149,12 +156,20 @@ def _length(program: Any) -> int:
     return sum(1 if inner is None else _length(inner) for inner in inlined)
 
 
+def _at_users_line(eqn: Any, caller: Any) -> Any:
+    """An equation at a line of the user's: at that of the call around, if it is JAX's own."""
+    return eqn if caller is None or has_users_line(eqn) else _at_line(caller, eqn)
+
+
 def _at_line(traceback: Any, eqn: Any) -> Any:
     """An equation at the line of a call, and so what it holds, from which derivatives are made."""
     params = eqn.params
     if not is_entered(eqn):
-        at_line = lambda x: _all_at_line(traceback, x) if is_program(x) else x
-        params = jax.tree.map(at_line, params, is_leaf=is_program)
+        params = jax.tree.map(
+            lambda x: _all_at_line(traceback, x) if is_program(x) else x,
+            params,
+            is_leaf=is_program,
+        )
     names = eqn.source_info.name_stack
     if is_of_a_library(eqn):  # which is known by the lines that are given up here
         names = names.extend(LIBRARY)

@@ -54,9 +54,10 @@ def holds_products(eqn: Any) -> bool:
 def _narrows(program: Any) -> bool:
     """Whether a program has products, or what has such derivatives, to have in 16 bits."""
     # The backward pass of a `custom_vjp` may have products where its forward pass has none.
-    has_own = lambda e: Is.VJP in traits(e)
-    is_one = lambda e: is_narrowed(e) or is_outer_product(e) or has_own(e) or holds_products(e)
-    return any(map(is_one, open_jaxpr(program).eqns))
+    return any(
+        is_narrowed(eqn) or is_outer_product(eqn) or Is.VJP in traits(eqn) or holds_products(eqn)
+        for eqn in open_jaxpr(program).eqns
+    )
 
 
 def is_rewritten(eqn: Any) -> bool:
@@ -115,9 +116,10 @@ def remedy(why: str) -> str:
 @remembered
 def _multiplies(program: Any) -> bool:
     """Whether a program has products, however deep, that would be in 16 bits outside it."""
-    holds_one = lambda e: any(map(_multiplies, programs_in(e)))
-    is_one = lambda e: is_narrowed(e) or is_outer_product(e) or holds_one(e)
-    return any(map(is_one, open_jaxpr(program).eqns))
+    return any(
+        is_narrowed(eqn) or is_outer_product(eqn) or any(map(_multiplies, programs_in(eqn)))
+        for eqn in open_jaxpr(program).eqns
+    )
 
 
 def _why_not_rewritten(eqn: Any) -> str:
@@ -132,10 +134,9 @@ def _why_not_rewritten(eqn: Any) -> str:
 def _waits(loop: Any) -> bool:
     """Whether a `while` goes on by anything but a count: in 16 bits, it might never end."""
     condition = open_jaxpr(loop.params["cond_jaxpr"])
-    read = {v for inner in condition.eqns for v in inner.invars if not isinstance(v, Literal)}
-    read.update(v for v in condition.outvars if not isinstance(v, Literal))
-    is_count = lambda v: jnp.issubdtype(dtype_in(v), jnp.integer)
-    return not all(is_count(v) for v in condition.invars if v in read)
+    operands = [*condition.outvars, *(v for eqn in condition.eqns for v in eqn.invars)]
+    read = {v for v in operands if not isinstance(v, Literal)}
+    return not all(jnp.issubdtype(dtype_in(v), jnp.integer) for v in condition.invars if v in read)
 
 
 def _default_asks_for_precision() -> bool:
