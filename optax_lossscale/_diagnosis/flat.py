@@ -4,26 +4,28 @@ What `jit` and the like hold is put in its place. A step that holds programs to 
 the other, as loops and branches do, is a stretch by itself.
 """
 
+import itertools
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 from jax.extend.core import Literal
 
 from optax_lossscale._autocast.products import SCOPE
 from optax_lossscale._diagnosis.notes import Place
 from optax_lossscale._diagnosis.wide import is_narrow
-from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._programs.operations import Is, traits, traits_of
 from optax_lossscale._programs.values import dtype_in, is_float
 from optax_lossscale._programs.versions import constants, open_jaxpr
-from optax_lossscale._programs.walk import Equation, programs_in
-from optax_lossscale._programs.walk import equations_of_each_call as equations
+from optax_lossscale._programs.walk import equations_of_each_call, programs_in
 from optax_lossscale._programs.work import terms_of
 from optax_lossscale._step.gradient import SCALES
 
 _BYTES = 2**28  # of results in float32 that a stretch may return
 _STEPS = 300  # in a stretch, at most
-_LOOPS = ("scan", "while", "cond", "shard_map")
+_LOOPS = Is.SCANS | Is.WAITS | Is.BRANCHES | Is.MAPS
 _CALLS = (
     "custom_jvp_call",
     "custom_vjp_call",
@@ -46,9 +48,15 @@ class Step(NamedTuple):
     programs: tuple["Flat", ...]  # that it holds, if it is a loop or a branch
 
     @property
-    def aliases(self) -> int | None:
-        """The operand whose numbers are the result's; None if they are others."""
-        return 0 if _keeps_numbers(self.eqn) else None
+    def keeps_numbers(self) -> bool:
+        """Whether the results are the operand's numbers, in another form or a wider dtype."""
+        name = self.eqn.primitive.name
+        if name == "convert_element_type":
+            (x,) = self.eqn.invars
+            (y,) = self.eqn.outvars
+            return is_narrow(dtype_in(x)) and is_float(y) and not is_narrow(dtype_in(y))
+        moves = Is.MOVES in traits_of(name) and name not in _SELECTS
+        return len(self.ins) == 1 and (moves or name in _SAME_NUMBERS)
 
 
 class Stretch(NamedTuple):
@@ -56,7 +64,6 @@ class Stretch(NamedTuple):
 
     steps: tuple[Step, ...]
     reads: tuple[int, ...]  # made before it
-    keeps: tuple[int, ...]  # that it makes for later
     frees: tuple[int, ...]  # that are not read afterwards
 
 
@@ -65,144 +72,131 @@ class Flat(NamedTuple):
 
     ins: tuple[int, ...]
     outs: tuple[int, ...]
-    consts: dict[int, Any]
-    literals: dict[int, Any]  # of the whole program
+    consts: dict[int, np.ndarray]  # what it closes over, and its literals
     stretches: tuple[Stretch, ...]
-
-    @property
-    def is_one_stretch(self) -> bool:
-        """Whether it has neither loops nor branches."""
-        return len(self.stretches) == 1 and not self.stretches[0].steps[0].programs
 
 
 def flattened(closed: Any) -> Flat:
     """A closed jaxpr in stretches."""
-    inside: dict[int, list[Equation]] = {}
-    for at in equations(open_jaxpr(closed)):
-        inside.setdefault(id(at.around), []).append(at)
-    # By the object, not by its number, which another may get.
-    return _Flattening(inside, iter(range(10**9))).program(closed, inside.get(id(None), []), "")
+    return _Flattening(closed).program(closed, "")
 
 
 class _Flattening:
-    """The flattening of a program, with the equations in each of its equations."""
+    """The flattening of a program, which numbers its steps and values."""
 
-    def __init__(self, inside: dict[int, list[Equation]], numbers: Iterator[int]):
-        self.inside = inside
-        self.numbers = numbers
-        self.literals: dict[int, Any] = {}
+    def __init__(self, closed: Any):
+        self._count = itertools.count()
+        self._equations = equations_of_each_call(open_jaxpr(closed))
 
-    def program(self, closed: Any, ats: Sequence[Equation], scope: str) -> Flat:
-        """A program, of the equations `ats`."""
-        jaxpr = open_jaxpr(closed)
-        consts: dict[int, Any] = {}
+    def program(self, closed: Any, scope: str) -> Flat:
+        """The whole program, or one that a loop in it holds."""
+        consts: dict[int, np.ndarray] = {}
         steps: list[Step] = []
-        ins = tuple(next(self.numbers) for _ in jaxpr.invars)
-        outs = self._add(closed, ats, scope, ins, (consts, steps))
-        stretches = tuple(_stretches(steps, outs, self.literals))
-        return Flat(ins, outs, consts, self.literals, stretches)
+        ins = self._numbers(open_jaxpr(closed).invars)
+        outs = self._add(closed, scope, ins, consts, steps)
+        return Flat(ins, outs, consts, tuple(_stretches(steps, outs)))
 
-    def _add(self, closed, ats, scope, ins, to) -> tuple[int, ...]:
-        """Adds a program's steps, and returns the numbers of its results."""
-        consts, steps = to
+    def _add(
+        self,
+        closed: Any,
+        scope: str,
+        ins: Sequence[int],
+        consts: dict[int, np.ndarray],
+        steps: list[Step],
+    ) -> tuple[int, ...]:
+        """Adds a program's constants and steps, and returns the numbers of its results."""
         jaxpr = open_jaxpr(closed)
         numbers = dict(zip(jaxpr.invars, ins, strict=True))
-        for variable, constant in zip(jaxpr.constvars, constants(closed), strict=True):
-            numbers[variable] = next(self.numbers)
-            consts[numbers[variable]] = constant
+
+        def constant(x):
+            number = next(self._count)
+            consts[number] = x
+            return number
 
         def read(v):
-            if not isinstance(v, Literal):
-                return numbers[v]
-            literal = next(self.numbers)
-            self.literals[literal] = v.val
-            return literal
+            is_literal = isinstance(v, Literal)
+            return constant(np.asarray(v.val, v.aval.dtype)) if is_literal else numbers[v]
 
-        for eqn, at in zip(jaxpr.eqns, ats, strict=True):
+        for v, x in zip(jaxpr.constvars, constants(closed), strict=True):
+            numbers[v] = constant(jax.device_get(x))
+        for eqn in jaxpr.eqns:
+            # In the same order; those inside of what stays one step are passed over.
+            source = next(at.source for at in self._equations if at.eqn is eqn)
             operands = tuple(map(read, eqn.invars))
             stack = f"{scope}/{eqn.source_info.name_stack}"
             programs = programs_in(eqn)
-            held = list(self._held(at, programs))
             if SCALES in stack and eqn.primitive.name == "mul":
                 results = operands[:1]  # the gradient without the scale of `scale_gradient`
             elif _is_call(eqn, programs):
-                results = self._add(programs[0], held[0], stack, operands, to)
+                results = self._add(programs[0], stack, operands, consts, steps)
             else:
-                results = tuple(next(self.numbers) for _ in eqn.outvars)
-                inner = zip(programs, held, strict=True) if _is_loop(eqn, programs) else ()
-                flats = tuple(self.program(p, kids, stack) for p, kids in inner)
-                place = _place(eqn, at.source, stack)
-                steps.append(Step(eqn, place, next(self.numbers), operands, results, flats))
+                results = self._numbers(eqn.outvars)
+                number = next(self._count)
+                flats = [self.program(p, stack) for p in programs] if _is_loop(eqn) else []
+                place = _place(eqn, source, stack)
+                steps.append(Step(eqn, place, number, operands, results, tuple(flats)))
             numbers.update(zip(eqn.outvars, results, strict=True))
         return tuple(map(read, jaxpr.outvars))
 
-    def _held(self, at: Equation, programs: Sequence[Any]) -> Iterator[list[Equation]]:
-        """The equations of each program that an equation holds."""
-        left = iter(self.inside.get(id(at), ()))
-        for program in programs:
-            yield [next(left) for _ in open_jaxpr(program).eqns]
-
-
-def _stretches(
-    steps: Sequence[Step], outs: tuple[int, ...], literals: Container[int]
-) -> Iterator[Stretch]:
-    """Steps cut before and after each that holds programs, and where results fill the memory."""
-    groups: list[list[Step]] = []
-    room = 0
-    for step in steps:
-        room -= sum(_size(v) for v in step.eqn.outvars)
-        is_cut = not groups or step.programs or groups[-1][-1].programs
-        if is_cut or room < 0 or len(groups[-1]) >= _STEPS:
-            groups.append([])
-            room = _BYTES
-        groups[-1].append(step)
-    last = {number: len(groups) for number in outs}
-    for n, group in reversed(list(enumerate(groups))):
-        for number in (i for step in group for i in step.ins):
-            last.setdefault(number, n)
-    for n, group in enumerate(groups):
-        made = {i for step in group for i in step.outs}
-        reads = dict.fromkeys(i for step in group for i in step.ins)
-        reads = [i for i in reads if i not in made and i not in literals]
-        keeps = tuple(i for step in group for i in step.outs if last.get(i, n) > n)
-        frees = tuple(i for i in reads if last[i] == n)
-        yield Stretch(tuple(group), tuple(reads), keeps, frees)
+    def _numbers(self, variables: Sequence[Any]) -> tuple[int, ...]:
+        """New numbers for some values."""
+        return tuple(next(self._count) for _ in variables)
 
 
 def _is_call(eqn: Any, programs: Sequence[Any]) -> bool:
     """Whether an equation is no more than the program that it holds."""
-    is_one = traits_of(eqn.primitive.name) & (Is.INLINED | Is.KEEPS)
-    is_one = is_one or eqn.primitive.name in _CALLS
-    return bool(is_one) and len(programs) == 1
+    is_one = Is.INLINED | Is.KEEPS
+    return len(programs) == 1 and bool(traits(eqn) & is_one or eqn.primitive.name in _CALLS)
 
 
-def _is_loop(eqn: Any, programs: Sequence[Any]) -> bool:
+def _is_loop(eqn: Any) -> bool:
     """Whether the programs in an equation are to be run one after the other: those with floats."""
-    return eqn.primitive.name in _LOOPS and any(map(_has_floats, programs))
+    return bool(traits(eqn) & _LOOPS) and any(map(_has_floats, programs_in(eqn)))
 
 
 def _has_floats(program: Any) -> bool:
-    jaxpr = open_jaxpr(program)
-    own = any(map(is_float, (v for eqn in jaxpr.eqns for v in eqn.outvars)))
-    return own or any(_has_floats(p) for eqn in jaxpr.eqns for p in programs_in(eqn))
+    """Whether any value that a program makes is a float."""
+    return any(
+        any(map(is_float, eqn.outvars)) or any(map(_has_floats, programs_in(eqn)))
+        for eqn in open_jaxpr(program).eqns
+    )
 
 
-def _keeps_numbers(eqn: Any) -> bool:
-    """Whether the results are the numbers of the operand, in another form or a wider dtype."""
-    name = eqn.primitive.name
-    if name == "convert_element_type":
-        (x,), (y,) = eqn.invars, eqn.outvars
-        return is_narrow(dtype_in(x)) and is_float(y) and not is_narrow(dtype_in(y))
-    moves = Is.MOVES in traits_of(name) and name not in _SELECTS
-    return len(eqn.invars) == 1 and (moves or name in _SAME_NUMBERS)
+def _stretches(steps: Sequence[Step], outs: Sequence[int]) -> Iterator[Stretch]:
+    """The stretches of a program, given its steps and results."""
+    groups = list(_groups(steps))
+    last = dict.fromkeys(outs, len(groups))
+    for n, group in reversed(list(enumerate(groups))):
+        for step in group:
+            for number in (*step.ins, *step.outs):
+                last.setdefault(number, n)
+    for n, group in enumerate(groups):
+        made = {number for step in group for number in step.outs}
+        read = dict.fromkeys(number for step in group for number in step.ins)
+        reads = tuple(number for number in read if number not in made)
+        frees = tuple(number for number in {*reads, *made} if last[number] == n)
+        yield Stretch(tuple(group), reads, frees)
 
 
-def _size(v: Any) -> int:
-    return 8 * v.aval.size if is_float(v) else 0
+def _groups(steps: Sequence[Step]) -> Iterator[list[Step]]:
+    """Steps cut before and after each that holds programs, and where results fill the memory."""
+    group: list[Step] = []
+    room = _BYTES
+    for step in steps:
+        size = sum(8 * v.aval.size for v in step.eqn.outvars if is_float(v))
+        is_full = size > room or len(group) >= _STEPS
+        if group and (is_full or step.programs or group[-1].programs):
+            yield group
+            group = []
+            room = _BYTES
+        group.append(step)
+        room -= size
+    if group:
+        yield group
 
 
 def _place(eqn: Any, source: str, stack: str) -> Place:
-    sums = traits_of(eqn.primitive.name) & (Is.PRODUCT | Is.ADDS_MANY)
+    sums = traits(eqn) & (Is.PRODUCT | Is.ADDS_MANY)
     return Place(
         eqn.primitive.name,
         source,

@@ -11,7 +11,9 @@ from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, is_inexact
 from optax_lossscale._arrays.variables import is_variable, map_leaves
 from optax_lossscale._diagnosis.flat import Flat, flattened
-from optax_lossscale._diagnosis.shadow import Value, argument
+from optax_lossscale._diagnosis.loops import Value
+from optax_lossscale._diagnosis.notes import Note, Place, measured
+from optax_lossscale._diagnosis.stretch import exact
 from optax_lossscale._step.gradient import loss_of
 from optax_lossscale._step.inputs import refuse_no_scalar
 
@@ -37,10 +39,19 @@ class Gradient(NamedTuple):
 
     def values(self, scale: float) -> list[Value]:
         """The arguments of the program at a loss scale."""
-        parameters = set(self.parameters)
-        pairs = enumerate(zip(self.arrays, self.names, strict=True))
-        given = [argument(x, name, n in parameters) for n, (x, name) in pairs]
-        return [*given, argument(jnp.float32(scale), "the loss scale", seeded=True)]
+        seed = _argument(np.float32(scale), Place("", "", "", "the loss scale"), seeded=True)
+        places = [
+            Place("", "", "", name, is_parameter=n in self.parameters)
+            for n, name in enumerate(self.names)
+        ]
+        return [*map(_argument, self.arrays, places), seed]
+
+
+def _argument(x: Any, place: Place, seeded: bool = False) -> Value:
+    """A value that the program is given."""
+    pair = exact(jax.device_get(x))
+    numbers = measured(pair.in_float32, None) if is_inexact(x) else {}
+    return Value(pair, Note(place, -1, (), (), x.dtype, seeded, **numbers))
 
 
 def gradient_of(

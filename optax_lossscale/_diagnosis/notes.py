@@ -63,71 +63,73 @@ class Note:
         return self.off * self.typical * math.sqrt(self.count)
 
 
-def measured(low: np.ndarray, true: np.ndarray | None) -> list[dict[str, Any]]:
-    """What is to be noted of a result in each round of a loop, of arrays, shape (rounds, …)."""
-    low = _rows(low)
-    count = low.shape[1]
-    if not count:
-        return [{"count": 0}] * len(low)
+def measured(low: np.ndarray, true: np.ndarray | None) -> dict[str, Any]:
+    """What is to be noted of a result beside float32's, which is None if it is the same."""
+    low = _numbers(low)
+    true = low if true is None else _numbers(true)
+    if not low.size:
+        return {"count": 0}
     if low.dtype.kind in "biu":
-        decided = (low != _rows(low if true is None else true)).mean(1).tolist()
-        return [{"count": count, "decided": share} for share in decided]
+        return {"count": low.size, "decided": float(np.mean(low != true))}
     with np.errstate(all="ignore"):
-        columns = _columns(low, low if true is None else _rows(true))
-    columns["count"] = np.full(len(low), count)
-    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
-    return [dict(zip(columns, row, strict=True)) for row in rows]
+        noted = _compared(low, true)
+        if noted is None:
+            noted = _compared_if_finite(low, true)
+    return {"count": low.size, **noted}
 
 
-def _columns(low: np.ndarray, true: np.ndarray) -> dict[str, np.ndarray]:
-    """The numbers to note, an array over the rounds of each."""
+def _compared(low: np.ndarray, true: np.ndarray) -> dict[str, Any] | None:
+    """What is noted of finite numbers; None if some are not, or their squares are out of range."""
     sizes = np.abs(true)
-    total = np.einsum("ij,ij->i", true, true)
-    columns = {"largest": sizes.max(1), "typical": np.sqrt(total / true.shape[1])}
-    if low is true and np.isfinite(total).all():
-        return columns
+    largest = float(sizes.max(initial=0))
+    total = float(true @ true)
+    least_total = 2.0**26 * np.finfo(true.dtype).tiny  # so that squares kept their digits
+    in_range = math.isfinite(total) and (total > least_total or not largest)
+    noted = {"largest": largest, "typical": math.sqrt(total / max(true.size, 1))}
+    if low is true:
+        return noted if in_range else None
     apart = np.abs(low - true)
-    distance = np.einsum("ij,ij->i", apart, apart)
-    error = np.sqrt(distance) / np.sqrt(total)  # not of the ratio, which may underflow
-    columns["largest_low"] = np.abs(low).max(1)
-    columns["error"] = np.where(distance > 0, error, 0)
-    zeros = np.count_nonzero(low, 1) / np.maximum(np.count_nonzero(true, 1), 1)
-    columns["lost"] = np.where(distance > 0, np.maximum(1 - zeros, 0), 0)
-    least = _LIFTED * sizes.mean(1, keepdims=True)
-    columns["off_share"] = np.zeros(len(low))
-    may_be = distance > FIFTH * true.shape[1] * (TOLERANCE * least[:, 0]) ** 2
-    if may_be.any():  # else no fifth can be off
+    distance = float(apart @ apart)
+    if not (in_range and math.isfinite(distance)):
+        return None
+    noted["largest_low"] = float(np.abs(low).max(initial=0))
+    if distance == 0:
+        return noted
+    noted["error"] = math.sqrt(distance / total) if total else math.inf
+    kept = np.count_nonzero(low) / max(np.count_nonzero(true), 1)
+    noted["lost"] = max(1 - kept, 0.0)
+    least = _LIFTED * float(sizes.mean())
+    if distance > FIFTH * true.size * (TOLERANCE * least) ** 2:  # else no fifth can be off
         is_off = apart > TOLERANCE * np.maximum(sizes, least)
-        columns["off_share"] = is_off.mean(1)
-    is_finite = np.isfinite(total) & np.isfinite(distance)
-    for name in ("bad", "nan", "bad_true", "nan_true"):
-        columns[name] = np.zeros(len(low), bool)
-    for n in np.flatnonzero(~is_finite):
-        for name, value in _of_some_not_finite(low[n], true[n]).items():
-            columns[name][n] = value
-    return columns
+        noted["off_share"] = float(is_off.mean())
+    return noted
 
 
-def _of_some_not_finite(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
-    """What is to be noted of numbers of which some are not finite, or their squares are not."""
+def _compared_if_finite(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
+    """What is noted of numbers some of which are not finite, or have squares out of range."""
     finite = np.isfinite(low)
     finite_true = np.isfinite(true)
     both = finite & finite_true
-    rest = np.zeros((1, max(np.count_nonzero(both), 1)))  # in float64, which holds the squares
-    rest_true = rest.copy()
-    rest[0, : both.sum()] = low[both]
-    rest_true[0, : both.sum()] = true[both]
-    known = _columns(rest, rest_true)
-    share = both.mean()
-    return {name: column[0] for name, column in known.items()} | {
-        "off_share": known["off_share"][0] * share,
-        "largest": np.abs(true[finite_true]).max(initial=0),
-        "largest_low": np.abs(low[finite]).max(initial=0),
-        "bad": (~finite & finite_true).any(),
-        "nan": (np.isnan(low) & finite_true).any(),
+    # float64 holds the squares.
+    noted = _compared(low[both].astype(np.float64), true[both].astype(np.float64)) or {}
+    return noted | {
+        "off_share": noted.get("off_share", 0.0) * float(both.mean()),
+        "largest": float(np.abs(true[finite_true]).max(initial=0)),
+        "largest_low": float(np.abs(low[finite]).max(initial=0)),
+        "bad": bool((~finite & finite_true).any()),
+        "nan": bool((np.isnan(low) & finite_true).any()),
         "bad_true": not finite_true.all(),
-        "nan_true": np.isnan(true).any(),
+        "nan_true": bool(np.isnan(true).any()),
     }
+
+
+def _numbers(x: np.ndarray) -> np.ndarray:
+    """A result as a row of real numbers that NumPy computes with."""
+    flat = np.ravel(x)
+    if flat.dtype.kind == "c":
+        return np.ascontiguousarray(flat).view(flat.real.dtype)
+    is_narrow = jnp.issubdtype(flat.dtype, jnp.floating) and flat.dtype.itemsize < 4
+    return flat.astype(np.float32) if is_narrow else flat
 
 
 def exponents_of(x: np.ndarray) -> np.ndarray:
@@ -142,9 +144,3 @@ def limits(dtype: Any) -> tuple[float, float]:
     largest = float(info.max)
     half_step = math.ldexp(float(info.eps), math.frexp(largest)[1] - 2)
     return largest + half_step, float(info.tiny)
-
-
-def _rows(x: np.ndarray) -> np.ndarray:
-    """Results as one row of real numbers for each round."""
-    flat = x.reshape(len(x), -1) if x.size else np.zeros((len(x), 0), x.dtype)
-    return np.ascontiguousarray(flat).view(x.real.dtype) if x.dtype.kind == "c" else flat

@@ -1,22 +1,23 @@
 """A stretch of a program, computed as it is and in float32; all results are returned."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from optax_lossscale._diagnosis.flat import Flat, Step
+from optax_lossscale._diagnosis.flat import Step, Stretch
 from optax_lossscale._diagnosis.wide import (
     NotWidenedError,
     as_written,
     in_float32,
+    is_narrow,
     narrows,
     widened,
 )
-from optax_lossscale._programs.values import dtype_in, in_dtype, is_float
+from optax_lossscale._programs.values import is_float
 from optax_lossscale._programs.versions import bind
 
 # A program that runs once or twice is compiled without optimizing its kernels, in a fifth of the
@@ -39,70 +40,69 @@ class Pair(NamedTuple):
     """A value as the program computes it, and as it is in float32."""
 
     low: Any
-    true: Any  # the same object, if nothing before it has rounded to 16 bits
-    decided: Any = None  # what float32 decides, of booleans and integers that follow the program
+    true: Any = None  # None for the same, if nothing before it has rounded to 16 bits
 
     @property
-    def is_same(self) -> bool:
-        return self.true is self.low
+    def in_float32(self) -> Any:
+        """The value in float32."""
+        return self.low if self.true is None else self.true
 
-    def packed(self) -> tuple[Any, Any]:
-        """As a tree of arrays, in which None stands for the same."""
-        return self.low, None if self.is_same else self.true
+    @property
+    def both(self) -> "Pair":
+        """With an array for each, if these are floats."""
+        return Pair(self.low, self.in_float32) if is_float(self.low) else self
 
 
-def pair(x: Any) -> Pair:
+def exact(x: np.ndarray) -> Pair:
     """A number that is exact in both."""
-    return Pair(x, widened(x))
+    return Pair(x, x.astype(np.float32) if is_narrow(x.dtype) else None)
 
 
-def unpacked(packed: tuple[Any, Any]) -> Pair:
-    """What `packed` packed."""
-    low, true = packed
-    return Pair(low, low if true is None else true)
+def followed(result: Pair) -> Pair:
+    """A result as it is read: what float32 would have chosen otherwise follows the program."""
+    return result if is_float(result.low) else Pair(result.low)
 
 
-def called(flat: Flat, stretch: Any, passed: set[int]) -> Any:
-    """The function from what a stretch reads to what it keeps, and a record of each result."""
+def called(stretch: Stretch, passed: set[int]) -> Callable[[Sequence[Pair]], list[list[Pair]]]:
+    """The function from what a stretch reads to the results of each of its steps.
 
-    def call(reads: Sequence[Any]):
-        pairs = dict(zip(stretch.reads, map(unpacked, reads), strict=True))
-        records = _evaluated(stretch.steps, pairs, flat.literals, passed)
-        return [pairs[i].packed() for i in stretch.keeps], records
+    Adds to `passed` the numbers of the steps that compute in 16 bits only.
+    """
 
-    return call
-
-
-def scanned(flat: Flat, reverse: bool, passed: set[int]) -> Any:
-    """The function of a scan over a body without loops, which stacks the records of its rounds."""
-    steps = flat.stretches[0].steps
-
-    def call(consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any], turns: Any):
-        def body(carry, numbered):
-            xs, _ = numbered
-            ins = [*consts, *carry, *xs]
-            pairs = dict(zip(flat.ins, map(unpacked, ins), strict=True))
-            pairs |= {i: pair(x) for i, x in flat.consts.items()}
-            records = _evaluated(steps, pairs, flat.literals, passed)
-            read = lambda i: pairs[i] if i in pairs else pair(jnp.asarray(flat.literals[i]))
-            outs = [apart(read(i)).packed() for i in flat.outs]
-            carried = [in_types(old, new) for old, new in zip(carry, outs, strict=False)]
-            return carried, (outs[len(carry) :], records)
-
-        carry, (ys, records) = lax.scan(body, carry, (xs, turns), reverse=reverse)
-        return carry, ys, records
+    def call(reads):
+        pairs = dict(zip(stretch.reads, reads, strict=True))
+        results = []
+        for step in stretch.steps:
+            outs = _computed(step, [pairs[i] for i in step.ins], passed)
+            pairs.update(zip(step.outs, map(followed, outs), strict=True))
+            results.append(outs)
+        return results
 
     return call
 
 
-def apart(value: Pair) -> Pair:
-    """A pair of two arrays, if these are floats: what a loop carries may differ later."""
-    return Pair(value.low, value.true + 0) if is_float(value.low) and value.is_same else value
+def _computed(step: Step, ins: Sequence[Pair], passed: set[int]) -> list[Pair]:
+    """The results of an equation, and what float32 gives for it."""
+    eqn = step.eqn
+    if eqn.primitive.name in _OF_DEVICES:
+        of_one = _OF_DEVICES[eqn.primitive.name]
+        return jax.tree.map(lambda x: of_one(x, eqn.params), list(ins))
+    lows = bind(eqn, [x.low for x in ins])
+    if all(x.true is None for x in ins) and not narrows(eqn):
+        return list(map(Pair, lows))
+    trues = [x.in_float32 for x in ins]
+    try:
+        results = in_float32(eqn, trues)
+    except NotWidenedError:
+        passed.add(step.number)
+        is_once = eqn.primitive.name == "io_callback"
+        results = list(map(widened, lows)) if is_once else as_written(eqn, trues)
+    return list(map(Pair, lows, results))
 
 
-def in_types(old: tuple[Any, Any], new: tuple[Any, Any]) -> Any:
-    """A packed pair in the types that a loop carries."""
-    return jax.tree.map(lambda x, y: in_dtype(dtype_in(x), y), old, new)
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function, compiled quickly rather than optimized, for arguments of any types."""
+    return jax.jit(function, compiler_options=_options())
 
 
 @functools.cache
@@ -110,62 +110,11 @@ def _options() -> dict[str, Any]:
     """The options that this version of the compiler knows."""
     # The compiler must not drop a rounding to 16 bits and back.
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
-    for name, value in _QUICKLY.items() if jax.default_backend() == "cpu" else ():
+    quickly = _QUICKLY if jax.default_backend() == "cpu" else {}
+    for name, value in quickly.items():
         try:
             jax.jit(lambda: 0.0, compiler_options={name: value}).lower().compile()
         except jax.errors.JaxRuntimeError:
             continue
         options[name] = value
     return options
-
-
-def compiled(function: Any) -> Any:
-    """A function, compiled quickly rather than optimized, for arguments of any types."""
-    return jax.jit(function, compiler_options=_options())
-
-
-def _evaluated(
-    steps: Sequence[Step],
-    pairs: dict[int, Pair],
-    literals: Mapping[int, Any],
-    passed: set[int],
-) -> list[list[Any]]:
-    """Adds the results of steps to `pairs`, and returns what is to be noted of each."""
-    read = lambda i: pairs[i] if i in pairs else pair(jnp.asarray(literals[i]))
-    records = []
-    for step in steps:
-        outs = _computed(step, list(map(read, step.ins)), passed)
-        pairs.update(zip(step.outs, outs, strict=True))
-        records.append([None if step.aliases is not None else _record(x) for x in outs])
-    return records
-
-
-def _computed(step: Step, ins: Sequence[Pair], passed: set[int]) -> list[Pair]:
-    """The results of an equation in both."""
-    eqn = step.eqn
-    if eqn.primitive.name in _OF_DEVICES:
-        of_one = _OF_DEVICES[eqn.primitive.name]
-        return [Pair(*(of_one(x, eqn.params) for x in pair[:2])) for pair in ins]
-    lows = bind(eqn, [x.low for x in ins])
-    if all(x.is_same for x in ins) and not narrows(eqn):
-        return [Pair(x, x) for x in lows]
-    trues = [x.true for x in ins]
-    try:
-        trues = in_float32(eqn, trues)
-    except NotWidenedError:
-        passed.add(step.number)
-        is_once = eqn.primitive.name == "io_callback"
-        trues = list(map(widened, lows)) if is_once else as_written(eqn, trues)
-    # What decides follows the program.
-    both = zip(lows, trues, strict=True)
-    return [Pair(x, y) if is_float(x) else Pair(x, x, decided=y) for x, y in both]
-
-
-def _record(value: Pair) -> Any:
-    """The numbers to note of a result, in float32; None if there is nothing to note."""
-    if is_float(value.low):
-        return widened(value.low), None if value.is_same else value.true
-    is_number = value.decided is not None and jnp.issubdtype(value.low.dtype, jnp.integer)
-    if is_number or (value.decided is not None and value.low.dtype == bool):
-        return value.low, value.decided
-    return None

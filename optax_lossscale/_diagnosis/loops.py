@@ -1,0 +1,154 @@
+"""Loops and branches in Python, around programs that are run with float32 beside them.
+
+Choices, of branches and of when to end, are those of the program.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._diagnosis.flat import Step
+from optax_lossscale._diagnosis.notes import Note
+from optax_lossscale._diagnosis.stretch import Pair
+from optax_lossscale._programs.operations import Is
+from optax_lossscale._programs.versions import scan_sizes
+
+
+@dataclasses.dataclass(slots=True)
+class Value:
+    """A value of the program, on the host, and what was noted of it."""
+
+    pair: Pair
+    note: Note | None = None
+    parts: Sequence[Note | None] = ()  # of a stack of the results of a loop
+
+    def each(self, function: Callable[[Any], Any]) -> "Value":
+        """A function of both numbers, noted as they are."""
+        return Value(jax.tree.map(function, self.pair), self.note, self.parts)
+
+
+RunsProgram = Callable[..., list[Value]]
+"""Runs a program of a step for some values; in a loop, it is given the round, too."""
+
+
+def scan(step: Step, ins: Sequence[Value], run: RunsProgram, axis: int) -> list[Value]:
+    """The results of a `scan`, whose rounds lie along an axis."""
+    (body,) = step.programs
+    params = step.eqn.params
+    n_consts, n_carry = scan_sizes(step.eqn)
+    consts = ins[:n_consts]
+    carry = ins[n_consts:][:n_carry]
+    stacks = ins[n_consts + n_carry :]
+    turns = range(params["length"])
+    results: dict[int, list[Value]] = {}
+    for n in reversed(turns) if params["reverse"] else turns:
+        xs = [_row(stack, n, axis) for stack in stacks]
+        outs = run(body, [*consts, *_in_both(carry), *xs], n)
+        carry = outs[:n_carry]
+        results[n] = outs[n_carry:]
+    columns = zip(*(results[n] for n in turns), strict=True)
+    return [*carry, *(_stack(column, axis) for column in columns)]
+
+
+def while_loop(step: Step, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
+    """The results of a `while`; of a batch, each element goes on until it has ended."""
+    condition, body = step.programs
+    n_condition = step.eqn.params["cond_nconsts"]
+    n_body = step.eqn.params["body_nconsts"]
+    of_condition = ins[:n_condition]
+    of_body = ins[n_condition:][:n_body]
+    carry = _in_both(ins[n_condition + n_body :])
+    entering: list[Value] = []
+    n = 0
+    while True:
+        (flags,) = run(condition, [*of_condition, *carry], n)
+        goes_on = np.asarray(flags.pair.low)
+        if not goes_on.any():
+            return carry
+        # What has ended runs its last round again, of which all is noted already; and what never
+        # began runs another's first.
+        entering = _where(goes_on, carry, entering or _like_the_first(goes_on, carry))
+        results = run(body, [*of_body, *entering], n)
+        carry = _in_both(_where(goes_on, results, carry))
+        n += 1
+
+
+def cond(step: Step, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
+    """The results of a `cond`, of which several devices may choose different branches."""
+    index, *operands = ins
+    chosen = np.clip(index.pair.low, 0, len(step.programs) - 1)
+    results: list[Value] = []
+    for number in np.unique(chosen):
+        here = np.asarray(chosen == number)
+        # Those that choose another branch run this one for what the first has.
+        values = operands if here.all() else _of_rows(operands, here)
+        outs = run(step.programs[number], values)
+        results = _where(here, outs, results or outs)
+    return results
+
+
+
+def _in_both(values: Sequence[Value]) -> list[Value]:
+    """Values with an array for each number: those that a loop carries may differ later."""
+    return [dataclasses.replace(x, pair=x.pair.both) for x in values]
+
+
+def _like_the_first(goes_on: np.ndarray, values: Sequence[Value]) -> list[Value]:
+    """What the first element of a batch that goes on has, for all of its elements."""
+    first = np.unravel_index(goes_on.argmax(), goes_on.shape)
+    return [value.each(lambda x: np.broadcast_to(x[first], x.shape)) for value in values]
+
+
+def _of_rows(values: Sequence[Value], here: np.ndarray) -> list[Value]:
+    """Values of several devices, with those of the first of some for the others."""
+    rows = np.where(here, np.arange(len(here)), here.argmax())
+    return [value.each(lambda x: x[rows]) for value in values]
+
+
+def _where(which: np.ndarray, new: Sequence[Value], old: Sequence[Value]) -> list[Value]:
+    """The new values of some elements of a batch or of some devices, the old ones of others."""
+    if which.all():
+        return list(new)
+
+    def chosen(x, y):
+        flags = np.expand_dims(which, tuple(range(which.ndim, np.ndim(x))))
+        return _numpy(x).where(flags, x, y)
+
+    return [_joined(pair, lambda xs: chosen(*xs)) for pair in zip(new, old, strict=True)]
+
+
+def _row(stack: Value, n: int, axis: int) -> Value:
+    """The value of one round in a stack of them."""
+    at = (slice(None),) * axis + (n,)
+    row = stack.each(lambda x: x[at])
+    return Value(row.pair, stack.parts[n] if stack.parts else stack.note)
+
+
+def _stack(values: Sequence[Value], axis: int) -> Value:
+    """The values of all rounds in one."""
+    stack = _joined(values, lambda xs: _numpy(xs[0]).stack(xs, axis))
+    return dataclasses.replace(stack, parts=[x.note for x in values])
+
+
+def _joined(values: Sequence[Value], join: Callable[[Sequence[Any]], Any]) -> Value:
+    """Several values in one, noted as the worst of them."""
+    pairs = [x.pair for x in values]
+    if any(pair.true is not None for pair in pairs):
+        pairs = [pair.both for pair in pairs]
+    notes = [x.note for x in values if x.note is not None]
+    worst = max(notes, key=lambda note: note.off, default=None)
+    in_float32 = next((note for note in notes if note.bad_true), None)
+    if worst is not None and in_float32 is not None and not worst.bad_true:
+        nan = any(note.nan_true for note in notes)
+        reads = (worst, in_float32)
+        worst = dataclasses.replace(worst, reads=reads, bad_true=True, nan_true=nan)
+    return Value(jax.tree.map(lambda *xs: join(xs), *pairs), worst)
+
+
+def _numpy(x: Any) -> Any:
+    """The library for an array: JAX's own knows the keys of random numbers."""
+    return np if isinstance(x.dtype, np.dtype) else jnp
