@@ -19,6 +19,8 @@ from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow
 from optax_lossscale._diagnosis.table import layer_of, table_of
 from optax_lossscale._diagnosis.wide import is_narrow
+from optax_lossscale._programs.values import dtype_in
+from optax_lossscale._programs.walk import equations
 from optax_lossscale._scales import validation
 from optax_lossscale._scales.get import get_loss_scale, loss_scales_in
 from optax_lossscale._step.gradient import refuse_shared_names
@@ -124,16 +126,9 @@ def _page(gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any) -> 
 
 def _dtypes_in(gradient: Gradient) -> tuple[np.dtype, ...]:
     """The dtypes of 16 bits and fewer that a program computes in."""
-    dtypes = (v.aval.dtype for step in _steps(gradient.flat) for v in step.eqn.outvars)
+    steps = equations(gradient.jaxpr.jaxpr)
+    dtypes = (dtype_in(v) for step in steps for v in step.eqn.outvars)
     return tuple(dict.fromkeys(filter(is_narrow, dtypes)))
-
-
-def _steps(flat: Any) -> Iterator[Any]:
-    for stretch in flat.stretches:
-        for step in stretch.steps:
-            yield step
-            for program in step.programs:
-                yield from _steps(program)
 
 
 def _off_and_wrong(run: Run) -> tuple[dict[str, float], tuple[Wrong, ...]]:

@@ -10,7 +10,6 @@ import numpy as np
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, is_inexact
 from optax_lossscale._arrays.variables import is_variable, map_leaves
-from optax_lossscale._diagnosis.flat import Flat, flattened
 from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import Note, Place, measured
 from optax_lossscale._diagnosis.stretch import exact
@@ -22,7 +21,6 @@ class Gradient(NamedTuple):
     """A traced gradient: its results are the loss, and the gradient of each parameter."""
 
     jaxpr: Any
-    flat: Flat
     arrays: list[Any]  # its arguments, without the seed, which is the last
     names: list[str]  # of the arguments
     parameters: list[int]  # the arguments that are differentiated
@@ -87,7 +85,7 @@ def gradient_of(
 
     jaxpr = jax.make_jaxpr(gradient)(arrays, jnp.float32(1))
     arrays = [jnp.asarray(x) for x in arrays]
-    return Gradient(jaxpr, flattened(jaxpr), arrays, names, parameters)
+    return Gradient(jaxpr, arrays, names, parameters)
 
 
 def _is_array(x: Any) -> bool:

@@ -11,10 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._diagnosis.flat import Step
 from optax_lossscale._diagnosis.notes import Note
-from optax_lossscale._diagnosis.stretch import Pair
-from optax_lossscale._programs.operations import Is
+from optax_lossscale._diagnosis.steps import Step
 from optax_lossscale._programs.versions import scan_sizes
 
 
@@ -22,7 +20,7 @@ from optax_lossscale._programs.versions import scan_sizes
 class Value:
     """A value of the program, on the host, and what was noted of it."""
 
-    pair: Pair
+    pair: Any = None  # a `Pair`, once it is computed
     note: Note | None = None
     parts: Sequence[Note | None] = ()  # of a stack of the results of a loop
 
@@ -89,7 +87,6 @@ def cond(step: Step, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
         outs = run(step.programs[number], values)
         results = _where(here, outs, results or outs)
     return results
-
 
 
 def _in_both(values: Sequence[Value]) -> list[Value]:

@@ -3,13 +3,12 @@
 import math
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from optax_lossscale._diagnosis.gradient import Gradient
+from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import Note, measured
 from optax_lossscale._diagnosis.scale import HIGHEST, MARGIN, InitialScale, first_overflow
-from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.shadow import Shadow
 from optax_lossscale._diagnosis.stretch import Pair
 
@@ -47,7 +46,7 @@ class Runs(NamedTuple):
 
 def runs_of(gradient: Gradient) -> Runs:
     """The run at a loss scale of 1, and one at the scale that follows from it."""
-    shadow = Shadow(gradient.flat)
+    shadow = Shadow(gradient.jaxpr)
     at_1 = _run(shadow, gradient, 1.0)
     passed = {n.place.source: n.place.primitive for n in at_1.notes if n.place.is_passed}
     if not at_1.is_finite(in_float32=True) or not np.isfinite(at_1.loss.pair.low):

@@ -12,16 +12,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
-from optax_lossscale._diagnosis import loops, stretch
-from optax_lossscale._diagnosis.flat import Flat, Step, Stretch
+from optax_lossscale._diagnosis import loops
 from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._diagnosis.notes import Note, measured
-from optax_lossscale._diagnosis.stretch import Pair
+from optax_lossscale._diagnosis.notes import Note, Place, measured
+from optax_lossscale._diagnosis.steps import Step, last_reads
+from optax_lossscale._diagnosis.stretch import Pair, Stretch, Wired, exact, followed
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import is_float
-from optax_lossscale._programs.versions import mapped_axes
+from optax_lossscale._programs.versions import constants, mapped_axes, open_jaxpr
 
+_BLOCK = 16  # equations that are compiled together, at least
+_STEPS = 300  # and at most
+_BYTES = 2**28  # of results in float32 that may be there at once
 _PATIENCE = 10.0  # seconds between two lines of progress
 
 
@@ -57,6 +61,11 @@ class Devices(NamedTuple):
         count = math.prod(self.mesh.shape[axis] for axis in self.axes)
         return np.broadcast_to(x, (count, *x.shape))
 
+    def moved(self, values: Sequence[Value], move: Callable, specs: Sequence[Any]) -> list[Value]:
+        """Values, each as its spec says."""
+        pairs = zip(values, specs, strict=True)
+        return [value.each(lambda x, spec=spec: move(x, spec)) for value, spec in pairs]
+
     def enter(self, x: Any, spec: Any) -> Any:
         """What each of them has of an array."""
         return jax.device_get(self.over(lambda x: x, in_specs=(spec,))(x))
@@ -66,128 +75,174 @@ class Devices(NamedTuple):
         return jax.device_get(self.over(lambda x: x, out_specs=spec)(x))
 
 
+class Around(NamedTuple):
+    """Where a program is run."""
+
+    place: Place = Place("", "", "")  # of the equation that holds it
+    path: tuple[int, ...] = ()  # the `id` of each equation around it
+    rounds: tuple[int, ...] = ()  # of the loops around it
+    devices: Devices | None = None
+
+    def constant(self, x: np.ndarray) -> Value:
+        """A value that is the same on all devices."""
+        value = Value(exact(x))
+        return value.each(self.devices.repeated) if self.devices else value
+
+
+class PutOff(NamedTuple):
+    """An equation that is yet to be computed."""
+
+    step: Step
+    ins: Sequence[Value]
+    outs: Sequence[Value]
+
+
 class Shadow:
     """A run of a program with float32 beside it.
+
+    Equations are put off, and compiled together where a loop or a branch needs their results, and
+    after products: so the layers of a model, which are alike, share what is compiled for one.
 
     Attributes:
       notes: what was noted of each result, in the order of running.
     """
 
-    def __init__(self, program: Flat):
+    def __init__(self, program: Any):
         self.program = program
         self.notes: list[Note] = []
-        self._passed: set[int] = set()  # the steps that compute in 16 bits only
-        self._compiled: dict[int, Callable] = {}  # by the `id` of the stretch
+        self._steps: dict[tuple[int, ...], Step] = {}  # by the path to it
+        self._put_off: list[PutOff] = []
+        self._stretches: dict[Any, Stretch] = {}
         self._said = time.monotonic()
 
     def __call__(self, values: Sequence[Value]) -> list[Value]:
         """The results for these arguments; the notes are those of this run."""
         self.notes = []
-        return self._run(self.program, values, (), None)
+        return self._run(self.program, values, Around())
 
-    def _run(
-        self,
-        program: Flat,
-        values: Sequence[Value],
-        rounds: tuple[int, ...],
-        devices: Devices | None,
-    ) -> list[Value]:
-        env = dict(zip(program.ins, values, strict=True))
-        for number, x in program.consts.items():
-            constant = Value(stretch.exact(x))
-            env[number] = constant.each(devices.repeated) if devices else constant
-        for part in program.stretches:
-            self._say(part)
-            (step, *_) = part.steps
-            if step.programs:
-                ins = [env[number] for number in step.ins]
-                results = self._run_loop(step, ins, rounds, devices)
-                env.update(zip(step.outs, results, strict=True))
-            else:
-                self._run_stretch(part, env, rounds, devices)
-            for number in part.frees:
-                del env[number]
-        return [env[number] for number in program.outs]
+    def _run(self, program: Any, values: Sequence[Value], around: Around) -> list[Value]:
+        """The results of a program."""
+        results = self._call(program, values, around)
+        self._compute(around)
+        return results
 
-    def _run_loop(
-        self,
-        step: Step,
-        ins: Sequence[Value],
-        rounds: tuple[int, ...],
-        devices: Devices | None,
-    ) -> list[Value]:
+    def _call(self, program: Any, values: Sequence[Value], around: Around) -> list[Value]:
+        """The results of a program, some of which are put off."""
+        jaxpr = open_jaxpr(program)
+        env = dict(zip(jaxpr.invars, values, strict=True))
+        for v, x in zip(jaxpr.constvars, constants(program), strict=True):
+            env[v] = around.constant(jax.device_get(x))
+
+        def read(v):
+            is_literal = isinstance(v, Literal)
+            return around.constant(np.asarray(v.val, v.aval.dtype)) if is_literal else env[v]
+
+        for eqn, frees in zip(jaxpr.eqns, last_reads(jaxpr), strict=True):
+            results = self._results(eqn, list(map(read, eqn.invars)), around)
+            env.update(zip(eqn.outvars, results, strict=True))
+            for v in frees:
+                del env[v]
+        return list(map(read, jaxpr.outvars))
+
+    def _results(self, eqn: Any, ins: Sequence[Value], around: Around) -> Sequence[Value]:
+        """The results of an equation."""
+        path = (*around.path, id(eqn))
+        if path not in self._steps:
+            self._steps[path] = Step.at(eqn, len(self._steps), around.place)
+        step = self._steps[path]
+        inside = around._replace(place=step.place, path=path)
+        if step.is_scale:
+            return ins[:1]
+        if step.is_call:
+            return self._call(step.programs[0], ins, inside)
+        if step.programs:
+            self._compute(around)
+            return self._run_loop(step, ins, inside)
+        outs = [Value() for _ in eqn.outvars]
+        self._put_off.append(PutOff(step, ins, outs))
+        if self._is_enough():
+            self._compute(around)
+        return outs
+
+    def _run_loop(self, step: Step, ins: Sequence[Value], inside: Around) -> list[Value]:
         def run(program, values, *turn):
-            return self._run(program, values, (*rounds, *turn), devices)
+            return self._run(program, values, inside._replace(rounds=(*inside.rounds, *turn)))
 
         kind = traits(step.eqn)
         if Is.SCANS in kind:
-            return loops.scan(step, ins, run, axis=1 if devices else 0)
+            return loops.scan(step, ins, run, axis=1 if inside.devices else 0)
         if Is.WAITS in kind:
             return loops.while_loop(step, ins, run)
         if Is.BRANCHES in kind:
             return loops.cond(step, ins, run)
-        return self._run_on_devices(step, ins, rounds)
-
-    def _run_on_devices(
-        self, step: Step, ins: Sequence[Value], rounds: tuple[int, ...]
-    ) -> list[Value]:
-        """The results of a `shard_map`."""
         params = step.eqn.params
         devices = Devices(params["mesh"], tuple(mapped_axes(step.eqn)))
+        values = devices.moved(ins, devices.enter, params["in_specs"])
+        results = self._run(step.programs[0], values, inside._replace(devices=devices))
+        return devices.moved(results, devices.leave, params["out_specs"])
 
-        def moved(values, move, specs):
-            pairs = zip(values, specs, strict=True)
-            return [value.each(lambda x, spec=spec: move(x, spec)) for value, spec in pairs]
+    def _is_enough(self) -> bool:
+        """Whether to compute what was put off: at the end of a block, or of the memory."""
+        last = self._put_off[-1].step
+        is_block = Is.PRODUCT in traits(last.eqn) and len(self._put_off) >= _BLOCK
+        size = sum(one.step.size for one in self._put_off)
+        return is_block or len(self._put_off) >= _STEPS or size > _BYTES
 
-        values = moved(ins, devices.enter, params["in_specs"])
-        results = self._run(step.programs[0], values, rounds, devices)
-        return moved(results, devices.leave, params["out_specs"])
+    def _compute(self, around: Around) -> None:
+        """Computes what was put off."""
+        put_off = self._put_off
+        self._put_off = []
+        numbers: dict[int, int] = {}  # by the `id` of a value
+        reads: dict[int, Pair] = {}
 
-    def _run_stretch(
-        self,
-        part: Stretch,
-        env: dict[int, Value],
-        rounds: tuple[int, ...],
-        devices: Devices | None,
-    ) -> None:
-        """Adds the results of a stretch to the values that are known."""
-        if id(part) not in self._compiled:
-            call = stretch.called(part, self._passed)
-            self._compiled[id(part)] = stretch.compiled(devices.over(call) if devices else call)
-        reads = [env[number].pair for number in part.reads]
-        results = jax.device_get(self._compiled[id(part)](reads))
-        for step, pairs in zip(part.steps, results, strict=True):
-            notes = [env[number].note for number in step.ins]
-            for number, v, pair in zip(step.outs, step.eqn.outvars, pairs, strict=True):
-                if step.keeps_numbers:
-                    note = notes[0]
-                else:
-                    note = self._noted(step, v.aval.dtype, pair, notes, rounds)
-                env[number] = Value(stretch.followed(pair), note)
+        def number(value):
+            number = numbers.setdefault(id(value), len(numbers))
+            if value.pair is not None:
+                reads[number] = value.pair
+            return number
 
-    def _noted(
-        self,
-        step: Step,
-        dtype: Any,
-        result: Pair,
-        notes: Sequence[Note | None],
-        rounds: tuple[int, ...],
-    ) -> Note | None:
-        """What is to be noted of a result; None of choices that float32 leaves as they are."""
-        is_choice = result.true is not None and jnp.issubdtype(dtype, jnp.integer)
-        is_choice = is_choice or (result.true is not None and dtype == bool)
-        if not (is_float(result.low) or is_choice):
-            return None
-        place = step.place._replace(is_passed=step.number in self._passed)
-        reads = tuple(note for note in notes if note is not None)
-        seeded = any(note.seeded for note in reads)
-        note = Note(place, step.number, rounds, reads, dtype, seeded, **measured(*result))
-        self.notes.append(note)
-        return note
+        wired = [
+            Wired(step.eqn, tuple(map(number, ins)), tuple(map(number, outs)))
+            for step, ins, outs in put_off
+        ]
+        keys = (one.step.key for one in put_off)
+        key = (
+            around.devices,
+            *((key, *wires[1:]) for key, wires in zip(keys, wired, strict=True)),
+        )
+        if key not in self._stretches:
+            transform = around.devices.over if around.devices else lambda function: function
+            self._stretches[key] = Stretch(wired, transform)
+        stretch = self._stretches[key]
+        for n, (one, pairs) in enumerate(zip(put_off, stretch(reads), strict=True)):
+            self._note(one, pairs, n in stretch.passed, around.rounds)
+        self._say(put_off)
 
-    def _say(self, part: Stretch) -> None:
+    def _note(self, one: PutOff, results: Sequence[Pair], is_passed: bool, rounds) -> None:
+        """Notes the results of an equation, which are its values from now on."""
+        step, ins, outs = one
+        for v, value, result in zip(step.eqn.outvars, outs, results, strict=True):
+            value.pair = followed(result)
+            if step.keeps_numbers:
+                value.note = ins[0].note
+            elif is_float(result.low) or _is_choice(result):
+                place = step.place._replace(is_passed=is_passed)
+                reads = tuple(x.note for x in ins if x.note is not None)
+                seeded = any(note.seeded for note in reads)
+                noted = measured(*result)
+                dtype = v.aval.dtype
+                value.note = Note(place, step.number, rounds, reads, dtype, seeded, **noted)
+                self.notes.append(value.note)
+
+    def _say(self, put_off: Sequence[PutOff]) -> None:
         """A line of progress, where it takes long."""
-        if time.monotonic() - self._said > _PATIENCE:
+        if put_off and time.monotonic() - self._said > _PATIENCE:
             self._said = time.monotonic()
-            source = part.steps[0].place.source
+            source = put_off[-1].step.place.source
             print(f"diagnose: {len(self.notes)} results, at {source}", file=sys.stderr, flush=True)
+
+
+def _is_choice(result: Pair) -> bool:
+    """Whether a result is of indices or conditions that float32 may choose otherwise."""
+    dtype = result.low.dtype
+    return result.true is not None and (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer))

@@ -1,4 +1,4 @@
-"""A stretch of a program, computed as it is and in float32; all results are returned."""
+"""A stretch of a program, compiled to return all results as they are and in float32."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -8,7 +8,6 @@ import jax
 import numpy as np
 from jax import lax
 
-from optax_lossscale._diagnosis.flat import Step, Stretch
 from optax_lossscale._diagnosis.wide import (
     NotWidenedError,
     as_written,
@@ -63,46 +62,61 @@ def followed(result: Pair) -> Pair:
     return result if is_float(result.low) else Pair(result.low)
 
 
-def called(stretch: Stretch, passed: set[int]) -> Callable[[Sequence[Pair]], list[list[Pair]]]:
-    """The function from what a stretch reads to the results of each of its steps.
+class Wired(NamedTuple):
+    """An equation of a stretch, whose values are numbered in the order in which it has them."""
 
-    Adds to `passed` the numbers of the steps that compute in 16 bits only.
+    eqn: Any
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+
+
+class Stretch:
+    """Equations that are compiled together.
+
+    Attributes:
+      passed: the numbers of those that compute in 16 bits only, once it was called.
     """
 
-    def call(reads):
-        pairs = dict(zip(stretch.reads, reads, strict=True))
+    def __init__(self, steps: Sequence[Wired], transform: Callable[[Callable], Callable]):
+        self.steps = steps
+        self.passed: set[int] = set()
+        self._compiled = jax.jit(transform(self._computed), compiler_options=_options())
+
+    def __call__(self, reads: dict[int, Pair]) -> list[list[Pair]]:
+        """The results of each, on the host, given what they read that was there before."""
+        return jax.device_get(self._compiled(reads))
+
+    def _computed(self, reads: dict[int, Pair]) -> list[list[Pair]]:
+        pairs = dict(reads)
         results = []
-        for step in stretch.steps:
-            outs = _computed(step, [pairs[i] for i in step.ins], passed)
+        for number, step in enumerate(self.steps):
+            try:
+                outs = _beside_float32(step.eqn, [pairs[i] for i in step.ins])
+            except NotWidenedError:
+                self.passed.add(number)
+                outs = _as_it_is(step.eqn, [pairs[i] for i in step.ins])
             pairs.update(zip(step.outs, map(followed, outs), strict=True))
             results.append(outs)
         return results
 
-    return call
 
-
-def _computed(step: Step, ins: Sequence[Pair], passed: set[int]) -> list[Pair]:
+def _beside_float32(eqn: Any, ins: Sequence[Pair]) -> list[Pair]:
     """The results of an equation, and what float32 gives for it."""
-    eqn = step.eqn
     if eqn.primitive.name in _OF_DEVICES:
         of_one = _OF_DEVICES[eqn.primitive.name]
         return jax.tree.map(lambda x: of_one(x, eqn.params), list(ins))
     lows = bind(eqn, [x.low for x in ins])
     if all(x.true is None for x in ins) and not narrows(eqn):
         return list(map(Pair, lows))
-    trues = [x.in_float32 for x in ins]
-    try:
-        results = in_float32(eqn, trues)
-    except NotWidenedError:
-        passed.add(step.number)
-        is_once = eqn.primitive.name == "io_callback"
-        results = list(map(widened, lows)) if is_once else as_written(eqn, trues)
-    return list(map(Pair, lows, results))
+    return list(map(Pair, lows, in_float32(eqn, [x.in_float32 for x in ins])))
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function, compiled quickly rather than optimized, for arguments of any types."""
-    return jax.jit(function, compiler_options=_options())
+def _as_it_is(eqn: Any, ins: Sequence[Pair]) -> list[Pair]:
+    """The results of an equation, and of the same for what its operands are in float32."""
+    lows = bind(eqn, [x.low for x in ins])
+    if eqn.primitive.name == "io_callback":  # which is to be called once
+        return [Pair(x, widened(x)) for x in lows]
+    return list(map(Pair, lows, as_written(eqn, [x.in_float32 for x in ins])))
 
 
 @functools.cache
