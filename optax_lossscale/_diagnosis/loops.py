@@ -69,7 +69,7 @@ def while_loop(step: Step, ins: Sequence[Value], run: RunsProgram) -> list[Value
             return carry
         # What has ended runs its last round again, of which all is noted already; and what never
         # began runs another's first.
-        entering = _where(goes_on, carry, entering or _like_the_first(goes_on, carry))
+        entering = _where(goes_on, carry, entering or _filled(goes_on, carry))
         results = run(body, [*of_body, *entering], n)
         carry = _in_both(_where(goes_on, results, carry))
         n += 1
@@ -82,9 +82,8 @@ def cond(step: Step, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
     results: list[Value] = []
     for number in np.unique(chosen):
         here = np.asarray(chosen == number)
-        # Those that choose another branch run this one for what the first has.
-        values = operands if here.all() else _of_rows(operands, here)
-        outs = run(step.programs[number], values)
+        # Devices that choose another branch run this one for what the first has.
+        outs = run(step.programs[number], _filled(here, operands))
         results = _where(here, outs, results or outs)
     return results
 
@@ -94,28 +93,26 @@ def _in_both(values: Sequence[Value]) -> list[Value]:
     return [dataclasses.replace(x, pair=x.pair.both) for x in values]
 
 
-def _like_the_first(goes_on: np.ndarray, values: Sequence[Value]) -> list[Value]:
-    """What the first element of a batch that goes on has, for all of its elements."""
-    first = np.unravel_index(goes_on.argmax(), goes_on.shape)
-    return [value.each(lambda x: np.broadcast_to(x[first], x.shape)) for value in values]
-
-
-def _of_rows(values: Sequence[Value], here: np.ndarray) -> list[Value]:
-    """Values of several devices, with those of the first of some for the others."""
-    rows = np.where(here, np.arange(len(here)), here.argmax())
-    return [value.each(lambda x: x[rows]) for value in values]
+def _filled(which: np.ndarray, values: Sequence[Value]) -> list[Value]:
+    """Values of some elements or devices, with what the first of them has for all others."""
+    if which.all():
+        return list(values)
+    first = np.unravel_index(which.argmax(), which.shape)
+    return [value.each(lambda x: _chosen(which, x, x[first])) for value in values]
 
 
 def _where(which: np.ndarray, new: Sequence[Value], old: Sequence[Value]) -> list[Value]:
     """The new values of some elements of a batch or of some devices, the old ones of others."""
     if which.all():
         return list(new)
+    pairs = zip(new, old, strict=True)
+    return [_joined(pair, lambda xs: _chosen(which, *xs)) for pair in pairs]
 
-    def chosen(x, y):
-        flags = np.expand_dims(which, tuple(range(which.ndim, np.ndim(x))))
-        return _numpy(x).where(flags, x, y)
 
-    return [_joined(pair, lambda xs: chosen(*xs)) for pair in zip(new, old, strict=True)]
+def _chosen(which: np.ndarray, x: Any, y: Any) -> Any:
+    """Of two arrays, the first where a flag along their first axes is set."""
+    flags = np.expand_dims(which, tuple(range(which.ndim, np.ndim(x))))
+    return _numpy(x).where(flags, x, y)
 
 
 def _row(stack: Value, n: int, axis: int) -> Value:
