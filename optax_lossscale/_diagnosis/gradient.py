@@ -113,8 +113,10 @@ def _is_array(x: Any) -> bool:
 def _argument(x: np.ndarray, place: Place) -> Value:
     """A value that the program is given."""
     pair = exact(x)
-    noted = measured(pair.in_float32, None) if is_inexact(x) else {}
-    return Value(pair, Note(place, -1, (), (), x.dtype, **noted))
+    note = Note(place, -1, (), (), x.dtype)
+    if is_inexact(x):
+        note.add(*measured(pair.in_float32[None], None))
+    return Value(pair, note)
 
 
 def _dtypes_in(program: Any) -> Iterator[Any]:

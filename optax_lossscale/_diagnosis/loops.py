@@ -32,8 +32,13 @@ class Value:
 RunsProgram = Callable[..., list[Value]]
 """Runs a program of a step for some values; in a loop, it is given the round, too."""
 
+Worst = Callable[[Sequence[Note | None]], Note | None]
+"""Chooses what is noted of several values in one."""
 
-def scan(step: Step, ins: Sequence[Value], run: RunsProgram, axis: int) -> list[Value]:
+
+def scan(
+    step: Step, ins: Sequence[Value], run: RunsProgram, worst: Worst, axis: int
+) -> list[Value]:
     """The results of a `scan`, whose rounds lie along an axis."""
     (body,) = step.programs
     params = step.eqn.params
@@ -49,7 +54,7 @@ def scan(step: Step, ins: Sequence[Value], run: RunsProgram, axis: int) -> list[
         carry = outs[:n_carry]
         results[n] = outs[n_carry:]
     columns = zip(*(results[n] for n in turns), strict=True)
-    return [*carry, *(_stack(column, axis) for column in columns)]
+    return [*carry, *(_stack(column, worst, axis) for column in columns)]
 
 
 def while_loop(step: Step, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
@@ -75,7 +80,7 @@ def while_loop(step: Step, ins: Sequence[Value], run: RunsProgram) -> list[Value
         n += 1
 
 
-def cond(step: Step, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
+def cond(step: Step, ins: Sequence[Value], run: RunsProgram, worst: Worst) -> list[Value]:
     """The results of a `cond`, of which several devices may choose different branches."""
     index, *operands = ins
     chosen = np.clip(index.pair.low, 0, len(step.programs) - 1)
@@ -84,7 +89,10 @@ def cond(step: Step, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
         here = np.asarray(chosen == number)
         # Devices that choose another branch run this one for what the first has.
         outs = run(step.programs[number], _filled(here, operands))
-        results = _where(here, outs, results or outs)
+        joined = _where(here, outs, results or outs)
+        for value, *both in zip(joined, outs, results or outs, strict=True):
+            value.note = worst([x.note for x in both])
+        results = joined
     return results
 
 
@@ -106,7 +114,9 @@ def _where(which: np.ndarray, new: Sequence[Value], old: Sequence[Value]) -> lis
     if which.all():
         return list(new)
     pairs = zip(new, old, strict=True)
-    return [_joined(pair, lambda xs: _chosen(which, *xs)) for pair in pairs]
+    return [
+        Value(_joined([x, y], lambda xs: _chosen(which, *xs)), x.note, x.parts) for x, y in pairs
+    ]
 
 
 def _chosen(which: np.ndarray, x: Any, y: Any) -> Any:
@@ -122,25 +132,19 @@ def _row(stack: Value, n: int, axis: int) -> Value:
     return Value(row.pair, stack.parts[n] if stack.parts else stack.note)
 
 
-def _stack(values: Sequence[Value], axis: int) -> Value:
+def _stack(values: Sequence[Value], worst: Worst, axis: int) -> Value:
     """The values of all rounds in one."""
-    stack = _joined(values, lambda xs: _numpy(xs[0]).stack(xs, axis))
-    return dataclasses.replace(stack, parts=[x.note for x in values])
+    notes = [x.note for x in values]
+    pair = _joined(values, lambda xs: _numpy(xs[0]).stack(xs, axis))
+    return Value(pair, worst(notes), notes)
 
 
-def _joined(values: Sequence[Value], join: Callable[[Sequence[Any]], Any]) -> Value:
-    """Several values in one, noted as the worst of them."""
+def _joined(values: Sequence[Value], join: Callable[[Sequence[Any]], Any]) -> Any:
+    """The pairs of several values in one."""
     pairs = [x.pair for x in values]
     if any(pair.true is not None for pair in pairs):
         pairs = [pair.both for pair in pairs]
-    notes = [x.note for x in values if x.note is not None]
-    worst = max(notes, key=lambda note: note.off, default=None)
-    in_float32 = next((note for note in notes if note.bad_true), None)
-    if worst is not None and in_float32 is not None and not worst.bad_true:
-        nan = any(note.nan_true for note in notes)
-        reads = (worst, in_float32)
-        worst = dataclasses.replace(worst, reads=reads, bad_true=True, nan_true=nan)
-    return Value(jax.tree.map(lambda *xs: join(xs), *pairs), worst)
+    return jax.tree.map(lambda *xs: join(xs), *pairs)
 
 
 def _numpy(x: Any) -> Any:

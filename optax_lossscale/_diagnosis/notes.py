@@ -52,6 +52,11 @@ class Note:
     largest_low: float | None = None  # of those of the program; None if they are the same
     typical: float = 0.0  # their root mean square
 
+    def add(self, numbers: dict[str, Any]) -> None:
+        """Adds what was measured."""
+        for name, value in numbers.items():
+            setattr(self, name, value)
+
     @property
     def off(self) -> float:
         """How far it is off: infinity if it is not finite where float32's is."""
@@ -63,45 +68,48 @@ class Note:
         return self.off * self.typical * math.sqrt(self.count)
 
 
-def measured(low: np.ndarray, true: np.ndarray | None) -> dict[str, Any]:
-    """What is to be noted of a result beside float32's, which is None if it is the same."""
+def measured(low: np.ndarray, true: np.ndarray | None) -> list[dict[str, Any]]:
+    """What is to be noted of results, a row for each, beside float32's; None if it is the same."""
     low = _numbers(low)
     true = low if true is None else _numbers(true)
-    if not low.size:
-        return {"count": 0}
+    rows, count = low.shape
+    if not count:
+        return [{"count": 0}] * rows
     if low.dtype.kind in "biu":
-        return {"count": low.size, "decided": float(np.mean(low != true))}
-    with np.errstate(all="ignore"):
-        noted = _compared(low, true)
-        if noted is None:
-            noted = _compared_if_finite(low, true)
-    return {"count": low.size, **noted}
+        columns = {"decided": (low != true).mean(1)}
+    else:
+        with np.errstate(all="ignore"):
+            columns = _compared(low, true)
+    columns["count"] = np.full(rows, count)
+    values = zip(*(column.tolist() for column in columns.values()), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in values]
 
 
-def _compared(low: np.ndarray, true: np.ndarray) -> dict[str, Any] | None:
-    """What is noted of finite numbers; None if some are not, or their squares are out of range."""
+def _compared(low: np.ndarray, true: np.ndarray) -> dict[str, np.ndarray]:
+    """What is to be noted of floats, an entry for each row."""
     sizes = np.abs(true)
-    largest = float(sizes.max(initial=0))
-    total = float(true @ true)
+    total = np.einsum("ij,ij->i", true, true)
+    noted = {"largest": sizes.max(1), "typical": np.sqrt(total / true.shape[1])}
     least_total = 2.0**26 * np.finfo(true.dtype).tiny  # so that squares kept their digits
-    in_range = math.isfinite(total) and (total > least_total or not largest)
-    noted = {"largest": largest, "typical": math.sqrt(total / max(true.size, 1))}
-    if low is true:
-        return noted if in_range else None
-    apart = np.abs(low - true)
-    distance = float(apart @ apart)
-    if not (in_range and math.isfinite(distance)):
-        return None
-    noted["largest_low"] = float(np.abs(low).max(initial=0))
-    if distance == 0:
+    in_range = np.isfinite(total) & ((total > least_total) | (noted["largest"] == 0))
+    if low is true and in_range.all():
         return noted
-    noted["error"] = math.sqrt(distance / total) if total else math.inf
-    kept = np.count_nonzero(low) / max(np.count_nonzero(true), 1)
-    noted["lost"] = max(1 - kept, 0.0)
-    least = _LIFTED * float(sizes.mean())
-    if distance > FIFTH * true.size * (TOLERANCE * least) ** 2:  # else no fifth can be off
-        is_off = apart > TOLERANCE * np.maximum(sizes, least)
-        noted["off_share"] = float(is_off.mean())
+    apart = np.abs(low - true)
+    distance = np.einsum("ij,ij->i", apart, apart)
+    noted["largest_low"] = np.abs(low).max(1)
+    noted["error"] = np.where(distance > 0, np.sqrt(distance) / np.sqrt(total), 0)
+    kept = np.count_nonzero(low, 1) / np.maximum(np.count_nonzero(true, 1), 1)
+    noted["lost"] = np.where(distance > 0, np.maximum(1 - kept, 0), 0)
+    least = _LIFTED * sizes.mean(1, keepdims=True)
+    noted["off_share"] = np.zeros(len(low))
+    may_be = distance > FIFTH * true.shape[1] * (TOLERANCE * least[:, 0]) ** 2
+    if may_be.any():  # else no fifth can be off
+        noted["off_share"] = (apart > TOLERANCE * np.maximum(sizes, least)).mean(1)
+    for name in ("bad", "nan", "bad_true", "nan_true"):
+        noted[name] = np.zeros(len(low), bool)
+    for n in np.flatnonzero(~(in_range & np.isfinite(distance))):
+        for name, value in _compared_if_finite(low[n], true[n]).items():
+            noted[name][n] = value
     return noted
 
 
@@ -110,22 +118,26 @@ def _compared_if_finite(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
     finite = np.isfinite(low)
     finite_true = np.isfinite(true)
     both = finite & finite_true
-    # float64 holds the squares.
-    noted = _compared(low[both].astype(np.float64), true[both].astype(np.float64)) or {}
-    return noted | {
-        "off_share": noted.get("off_share", 0.0) * float(both.mean()),
-        "largest": float(np.abs(true[finite_true]).max(initial=0)),
-        "largest_low": float(np.abs(low[finite]).max(initial=0)),
-        "bad": bool((~finite & finite_true).any()),
-        "nan": bool((np.isnan(low) & finite_true).any()),
+    noted = {
+        "largest": np.abs(true[finite_true]).max(initial=0),
+        "largest_low": np.abs(low[finite]).max(initial=0),
+        "bad": (~finite & finite_true).any(),
+        "nan": (np.isnan(low) & finite_true).any(),
         "bad_true": not finite_true.all(),
-        "nan_true": bool(np.isnan(true).any()),
+        "nan_true": np.isnan(true).any(),
     }
+    if not both.any() or (both.all() and true.dtype == np.float64):
+        return noted
+    # float64 holds the squares.
+    of_both = _compared(low[None, both].astype(float), true[None, both].astype(float))
+    rest = {name: column[0] for name, column in of_both.items()} | noted
+    rest["off_share"] = rest["off_share"] * both.mean()
+    return rest
 
 
 def _numbers(x: np.ndarray) -> np.ndarray:
-    """A result as a row of real numbers that NumPy computes with."""
-    flat = np.ravel(x)
+    """Results as rows of real numbers that NumPy computes with."""
+    flat = x.reshape(len(x), -1) if x.size else np.zeros((len(x), 0), np.float32)
     if flat.dtype.kind == "c":
         return np.ascontiguousarray(flat).view(flat.real.dtype)
     is_narrow = jnp.issubdtype(flat.dtype, jnp.floating) and flat.dtype.itemsize < 4

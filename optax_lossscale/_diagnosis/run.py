@@ -84,7 +84,8 @@ def _result(value: Value) -> Value:
     note = value.note
     pair = Pair(value.pair.low, value.pair.in_float32)
     if note is not None:  # what was noted may be of a stack that this is a part of
-        note = Note(note.place, note.number, note.rounds, (note,), note.dtype, **measured(*pair))
+        (numbers,) = measured(pair.low[None], pair.true[None])
+        note = Note(note.place, note.number, note.rounds, (note,), note.dtype, **numbers)
     return Value(pair, note)
 
 

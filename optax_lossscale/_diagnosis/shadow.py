@@ -3,9 +3,11 @@
 Stretches without loops are compiled; loops and branches are Python's, around these.
 """
 
+import dataclasses
 import math
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,9 +20,8 @@ from optax_lossscale._diagnosis import loops
 from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import Note, Place, measured
 from optax_lossscale._diagnosis.steps import Step, last_reads
-from optax_lossscale._diagnosis.stretch import Pair, Stretch, Wired, exact, followed
+from optax_lossscale._diagnosis.stretch import Pair, Stretch, Wired, exact, followed, holds_floats
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import is_float
 from optax_lossscale._programs.versions import constants, mapped_axes, open_jaxpr
 
 _BLOCK = 16  # equations that are compiled together, at least
@@ -113,12 +114,17 @@ class Shadow:
         self._steps: dict[tuple[int, ...], Step] = {}  # by the path to it
         self._put_off: list[PutOff] = []
         self._stretches: dict[Any, Stretch] = {}
+        # Of each result, the rounds that are yet to be measured, which takes less time at once.
+        self._unmeasured: dict[Any, list[tuple[Note, Pair]]] = defaultdict(list)
+        self._room = _BYTES
         self._said = time.monotonic()
 
     def __call__(self, values: Sequence[Value]) -> list[Value]:
         """The results for these arguments; the notes are those of this run."""
         self.notes = []
-        return self._run(self.program, values, Around())
+        results = self._run(self.program, values, Around())
+        self._measure()
+        return results
 
     def _run(self, program: Any, values: Sequence[Value], around: Around) -> list[Value]:
         """The results of a program."""
@@ -150,16 +156,17 @@ class Shadow:
         if path not in self._steps:
             self._steps[path] = Step.at(eqn, len(self._steps), around.place)
         step = self._steps[path]
-        inside = around._replace(place=step.place, path=path)
         if step.is_scale:
             return ins[:1]
-        if step.is_call:
-            return self._call(step.programs[0], ins, inside)
         if step.programs:
+            inside = around._replace(place=step.place, path=path)
+            if step.is_call:
+                return self._call(step.programs[0], ins, inside)
             self._compute(around)
             return self._run_loop(step, ins, inside)
         outs = [Value() for _ in eqn.outvars]
         self._put_off.append(PutOff(step, ins, outs))
+        self._room -= step.size
         if self._is_enough():
             self._compute(around)
         return outs
@@ -170,11 +177,11 @@ class Shadow:
 
         kind = traits(step.eqn)
         if Is.SCANS in kind:
-            return loops.scan(step, ins, run, axis=1 if inside.devices else 0)
+            return loops.scan(step, ins, run, self._worst, axis=1 if inside.devices else 0)
         if Is.WAITS in kind:
             return loops.while_loop(step, ins, run)
         if Is.BRANCHES in kind:
-            return loops.cond(step, ins, run)
+            return loops.cond(step, ins, run, self._worst)
         params = step.eqn.params
         devices = Devices(params["mesh"], tuple(mapped_axes(step.eqn)))
         values = devices.moved(ins, devices.enter, params["in_specs"])
@@ -183,10 +190,10 @@ class Shadow:
 
     def _is_enough(self) -> bool:
         """Whether to compute what was put off: at the end of a block, or of the memory."""
-        last = self._put_off[-1].step
-        is_block = Is.PRODUCT in traits(last.eqn) and len(self._put_off) >= _BLOCK
-        size = sum(one.step.size for one in self._put_off)
-        return is_block or len(self._put_off) >= _STEPS or size > _BYTES
+        count = len(self._put_off)
+        if count >= _STEPS or self._room < 0:
+            return True
+        return count >= _BLOCK and Is.PRODUCT in traits(self._put_off[-1].step.eqn)
 
     def _compute(self, around: Around) -> None:
         """Computes what was put off."""
@@ -216,6 +223,8 @@ class Shadow:
         stretch = self._stretches[key]
         for n, (one, pairs) in enumerate(zip(put_off, stretch(reads), strict=True)):
             self._note(one, pairs, n in stretch.passed, around.rounds)
+        if self._room < 0:
+            self._measure()
         self._say(put_off)
 
     def _note(self, one: PutOff, results: Sequence[Pair], is_passed: bool, rounds) -> None:
@@ -225,14 +234,36 @@ class Shadow:
             value.pair = followed(result)
             if step.keeps_numbers:
                 value.note = ins[0].note
-            elif is_float(result.low) or _is_choice(result):
-                place = step.place._replace(is_passed=is_passed)
+            elif holds_floats(result.low.dtype) or _is_choice(result):
+                place = step.place._replace(is_passed=True) if is_passed else step.place
                 reads = tuple(x.note for x in ins if x.note is not None)
                 seeded = any(note.seeded for note in reads)
-                noted = measured(*result)
-                dtype = v.aval.dtype
-                value.note = Note(place, step.number, rounds, reads, dtype, seeded, **noted)
+                value.note = Note(place, step.number, rounds, reads, v.aval.dtype, seeded)
                 self.notes.append(value.note)
+                kind = (step.number, v, result.true is None)
+                self._unmeasured[kind].append((value.note, result))
+
+    def _measure(self) -> None:
+        """Adds to notes how far results are off, and how large they are."""
+        for of_one in self._unmeasured.values():
+            pairs = [pair for _, pair in of_one]
+            stacked = jax.tree.map(lambda *xs: np.stack(xs), *pairs)
+            for (note, _), numbers in zip(of_one, measured(*stacked), strict=True):
+                note.add(numbers)
+        self._unmeasured.clear()
+        self._room = _BYTES
+
+    def _worst(self, notes: Sequence[Note | None]) -> Note | None:
+        """What is noted of several values in one: the worst."""
+        self._measure()
+        noted = [note for note in notes if note is not None]
+        worst = max(noted, key=lambda note: note.off, default=None)
+        in_float32 = next((note for note in noted if note.bad_true), None)
+        if worst is None or in_float32 is None or worst.bad_true:
+            return worst
+        reads = (worst, in_float32)
+        nan = any(note.nan_true for note in noted)
+        return dataclasses.replace(worst, reads=reads, bad_true=True, nan_true=nan)
 
     def _say(self, put_off: Sequence[PutOff]) -> None:
         """A line of progress, where it takes long."""

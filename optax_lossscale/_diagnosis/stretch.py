@@ -1,10 +1,13 @@
 """A stretch of a program, compiled to return all results as they are and in float32."""
 
 import functools
+import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -16,7 +19,6 @@ from optax_lossscale._diagnosis.wide import (
     narrows,
     widened,
 )
-from optax_lossscale._programs.values import is_float
 from optax_lossscale._programs.versions import bind
 
 # A program that runs once or twice is compiled without optimizing its kernels, in a fifth of the
@@ -49,7 +51,13 @@ class Pair(NamedTuple):
     @property
     def both(self) -> "Pair":
         """With an array for each, if these are floats."""
-        return Pair(self.low, self.in_float32) if is_float(self.low) else self
+        return Pair(self.low, self.in_float32) if holds_floats(self.low.dtype) else self
+
+
+@functools.cache
+def holds_floats(dtype: Any) -> bool:
+    """Whether arrays of a dtype are floating-point or complex."""
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def exact(x: np.ndarray) -> Pair:
@@ -59,7 +67,7 @@ def exact(x: np.ndarray) -> Pair:
 
 def followed(result: Pair) -> Pair:
     """A result as it is read: what float32 would have chosen otherwise follows the program."""
-    return result if is_float(result.low) else Pair(result.low)
+    return result if holds_floats(result.low.dtype) else Pair(result.low)
 
 
 class Wired(NamedTuple):
@@ -80,11 +88,31 @@ class Stretch:
     def __init__(self, steps: Sequence[Wired], transform: Callable[[Callable], Callable]):
         self.steps = steps
         self.passed: set[int] = set()
-        self._compiled = jax.jit(transform(self._computed), compiler_options=_options())
+        self._forms: dict[Any, tuple[Any, list[tuple[str, tuple[int, ...]]]]] = {}
+        self._compiled = jax.jit(transform(self._buffers), compiler_options=_options())
 
     def __call__(self, reads: dict[int, Pair]) -> list[list[Pair]]:
         """The results of each, on the host, given what they read that was there before."""
-        return jax.device_get(self._compiled(reads))
+        buffers = {dtype: _on_host(x) for dtype, x in self._compiled(reads).items()}
+        structure, types = self._forms[jax.tree.structure(reads)]
+        starts = dict.fromkeys(buffers, 0)
+        leaves = []
+        for dtype, shape in types:
+            start = starts[dtype]
+            starts[dtype] += math.prod(shape)
+            row = buffers[dtype][..., start : starts[dtype]]
+            leaves.append(row.reshape(row.shape[:-1] + shape).copy())
+        return jax.tree.unflatten(structure, leaves)
+
+    def _buffers(self, reads: dict[int, Pair]) -> dict[str, jax.Array]:
+        """All results of a dtype in one array: sending many takes longer than computing them."""
+        leaves, structure = jax.tree.flatten(self._computed(reads))
+        types = [(str(x.dtype), jnp.shape(x)) for x in leaves]
+        self._forms[jax.tree.structure(reads)] = structure, types
+        rows = defaultdict(list)
+        for (dtype, _), x in zip(types, leaves, strict=True):
+            rows[dtype].append(jnp.ravel(x))
+        return {dtype: jnp.concatenate(xs) for dtype, xs in rows.items()}
 
     def _computed(self, reads: dict[int, Pair]) -> list[list[Pair]]:
         pairs = dict(reads)
@@ -98,6 +126,11 @@ class Stretch:
             pairs.update(zip(step.outs, map(followed, outs), strict=True))
             results.append(outs)
         return results
+
+
+def _on_host(x: jax.Array) -> Any:
+    """An array of NumPy's, if it has one for the dtype: not for the keys of random numbers."""
+    return np.asarray(x) if isinstance(x.dtype, np.dtype) else x
 
 
 def _beside_float32(eqn: Any, ins: Sequence[Pair]) -> list[Pair]:
