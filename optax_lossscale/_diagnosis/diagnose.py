@@ -19,7 +19,6 @@ from optax_lossscale._diagnosis.page import Choice, Diagnosis, Place, Wrong
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow
 from optax_lossscale._diagnosis.table import layer_of, table_of
-from optax_lossscale._diagnosis.wide import is_narrow
 from optax_lossscale._step.get import get_loss_scale, loss_scales_in
 from optax_lossscale._step.gradient import refuse_shared_names
 
@@ -81,7 +80,7 @@ def diagnose(
     # What is not finite is to be found here, and what is on the host to be looked at.
     with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
         gradient = gradient_of(loss_fn, params, args, kwargs, has_aux)
-        is_wide = not _dtypes_in(gradient)
+        is_wide = not gradient.narrow_dtypes
         if is_wide:
             gradient = gradient_of(autocast(loss_fn), params, args, kwargs, has_aux)
         return judged(_page(gradient, runs_of(gradient), is_wide, opt_state))
@@ -92,7 +91,7 @@ def _page(gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any) -> 
     run = runs.fitting
     true_grads = {name: np.asarray(x.pair.true) / run.scale for name, x in run.grads.items()}
     loss_scales = loss_scales_in(opt_state)
-    dtypes = _dtypes_in(gradient)
+    dtypes = gradient.narrow_dtypes
     off, wrong = _off_and_wrong(run)
     lost = {}
     if runs.fits and np.float16 in dtypes:
@@ -120,20 +119,6 @@ def _page(gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any) -> 
         not_compared=tuple((operation, line) for line, operation in runs.passed.items()),
         table=table_of(run.notes),
     )
-
-
-def _dtypes_in(gradient: Gradient) -> tuple[np.dtype, ...]:
-    """The dtypes of 16 bits and fewer that a program computes in."""
-    dtypes = (v.aval.dtype for step in _steps(gradient.flat) for v in step.eqn.outvars)
-    return tuple(dict.fromkeys(filter(is_narrow, dtypes)))
-
-
-def _steps(flat: Any) -> Iterator[Any]:
-    for stretch in flat.stretches:
-        for step in stretch.steps:
-            yield step
-            for program in step.programs:
-                yield from _steps(program)
 
 
 def _off_and_wrong(run: Run) -> tuple[dict[str, float], tuple[Wrong, ...]]:

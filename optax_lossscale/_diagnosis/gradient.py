@@ -1,6 +1,7 @@
 """The gradient of a loss function as a program from arrays to arrays."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -10,18 +11,24 @@ import numpy as np
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, is_inexact
 from optax_lossscale._arrays.variables import is_variable, map_leaves
-from optax_lossscale._diagnosis.flat import Flat, flattened
-from optax_lossscale._diagnosis.shadow import Value, argument
+from optax_lossscale._diagnosis.loops import Value
+from optax_lossscale._diagnosis.notes import Note, Place, measured
+from optax_lossscale._diagnosis.stretch import exact
+from optax_lossscale._diagnosis.wide import is_narrow
+from optax_lossscale._programs.values import dtype_in
+from optax_lossscale._programs.versions import open_jaxpr
+from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._step.gradient import loss_of
 from optax_lossscale._step.inputs import refuse_no_scalar
+
+_PARAMETER = "params/"
 
 
 class Gradient(NamedTuple):
     """A traced gradient: its results are the loss, and the gradient of each parameter."""
 
     jaxpr: Any
-    flat: Flat
-    arrays: list[Any]  # its arguments, without the seed, which is the last
+    arrays: list[np.ndarray]  # its arguments, without the seed, which is the last
     names: list[str]  # of the arguments
     parameters: list[int]  # the arguments that are differentiated
 
@@ -35,48 +42,66 @@ class Gradient(NamedTuple):
         """The parameters that are differentiated, by name."""
         return [self.names[n] for n in self.parameters]
 
+    @property
+    def narrow_dtypes(self) -> tuple[np.dtype, ...]:
+        """The dtypes of 16 bits and fewer that it computes in."""
+        return tuple(dict.fromkeys(filter(is_narrow, _dtypes_in(self.jaxpr))))
+
     def values(self, scale: float) -> list[Value]:
         """The arguments of the program at a loss scale."""
-        parameters = set(self.parameters)
-        pairs = enumerate(zip(self.arrays, self.names, strict=True))
-        given = [argument(x, name, n in parameters) for n, (x, name) in pairs]
-        return [*given, argument(jnp.float32(scale), "the loss scale", seeded=True)]
+        values = []
+        for n, (x, name) in enumerate(zip(self.arrays, self.names, strict=True)):
+            place = Place("", "", "", name, is_parameter=n in self.parameters)
+            values.append(_argument(x, place))
+        seed = _argument(np.asarray(scale, np.float32), Place("", "", "", "the loss scale"))
+        seed.note.seeded = True
+        return [*values, seed]
 
 
 def gradient_of(
     loss_fn: Callable[..., Any], params: Any, args: tuple, kwargs: dict, has_aux: bool
 ) -> Gradient:
     """The gradient of a loss function, traced; all but arrays is passed on as it is."""
-    given = (params, args, kwargs)
-    arrays: list[Any] = []
-    map_leaves(lambda x: arrays.append(x) or x if _is_array(x) else x, given)
-    names = _names(params)
-    n_params = len(names)
-    names += _names({"args": args, "kwargs": kwargs})
-    parameters = [n for n in range(n_params) if is_inexact(arrays[n])]
+    everything = (params, args, kwargs)
+    named = list(_named_arrays(everything))
+    arrays = [x for _, x in named]
+    names = [name.removeprefix(_PARAMETER) for name, _ in named]
+    parameters = [
+        n for n, (name, x) in enumerate(named) if name.startswith(_PARAMETER) and is_inexact(x)
+    ]
+
+    def loss_of_parameters(arrays, differentiated):
+        replaced = dict(enumerate(arrays)) | dict(zip(parameters, differentiated, strict=True))
+        left = iter(replaced.values())
+        params, args, kwargs = map_leaves(lambda x: next(left) if _is_array(x) else x, everything)
+        loss = loss_of(loss_fn(params, *args, **kwargs), has_aux)
+        refuse_no_scalar("the loss", loss)
+        loss = jnp.asarray(loss)
+        if not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise TypeError(f"the loss must be a real floating-point scalar, got {loss.dtype}")
+        return at_least_float32(loss), loss
 
     def gradient(arrays, seed):
-        def loss_and_its_own(differentiated):
-            every = list(arrays)
-            for n, x in zip(parameters, differentiated, strict=True):
-                every[n] = x
-            left = iter(every)
-            of_leaf = lambda x: next(left) if _is_array(x) else x
-            params, args, kwargs = map_leaves(of_leaf, given)
-            loss = loss_of(loss_fn(params, *args, **kwargs), has_aux)
-            refuse_no_scalar("the loss", loss)
-            loss = jnp.asarray(loss)
-            if not jnp.issubdtype(loss.dtype, jnp.floating):
-                raise TypeError(f"the loss must be a real floating-point scalar, got {loss.dtype}")
-            return at_least_float32(loss), loss
-
+        loss_and_its_own = functools.partial(loss_of_parameters, arrays)
         differentiated = [arrays[n] for n in parameters]
         wide, pull, loss = jax.vjp(loss_and_its_own, differentiated, has_aux=True)
         return loss, pull(seed.astype(wide.dtype))[0]
 
     jaxpr = jax.make_jaxpr(gradient)(arrays, jnp.float32(1))
-    arrays = [jnp.asarray(x) for x in arrays]
-    return Gradient(jaxpr, flattened(jaxpr), arrays, names, parameters)
+    on_host = jax.device_get([jnp.asarray(x) for x in arrays])
+    return Gradient(jaxpr, on_host, names, parameters)
+
+
+def _named_arrays(everything: tuple) -> Iterator[tuple[str, Any]]:
+    """The arrays in parameters, arguments and keywords; a variable in two places counts once."""
+    prefixes = (_PARAMETER, "args/", "kwargs/")
+    variables: set[int] = set()
+    for (first, *path), leaf in jax.tree.leaves_with_path(everything, is_leaf=is_variable):
+        if is_variable(leaf) and id(leaf) in variables:
+            continue
+        variables.add(id(leaf))
+        for x in filter(_is_array, jax.tree.leaves(leaf)):
+            yield prefixes[first.idx] + path_name(path), x
 
 
 def _is_array(x: Any) -> bool:
@@ -85,14 +110,18 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array)
 
 
-def _names(tree: Any) -> list[str]:
-    """The names of the arrays in a tree; a variable in two places counts once."""
-    names: list[str] = []
-    variables: set[int] = set()
-    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_variable):
-        if is_variable(leaf) and id(leaf) in variables:
-            continue
-        variables.add(id(leaf))
-        name = path_name(path)
-        names += [name] * sum(map(_is_array, jax.tree.leaves(leaf)))
-    return names
+def _argument(x: np.ndarray, place: Place) -> Value:
+    """A value that the program is given."""
+    pair = exact(x)
+    note = Note(place, -1, (), (), x.dtype)
+    if is_inexact(x):
+        note.add(*measured(pair.in_float32[None], None))
+    return Value(pair, note)
+
+
+def _dtypes_in(program: Any) -> Iterator[Any]:
+    """The dtypes of all that a program computes."""
+    for eqn in open_jaxpr(program).eqns:
+        yield from map(dtype_in, eqn.outvars)
+        for inner in programs_in(eqn):
+            yield from _dtypes_in(inner)

@@ -52,6 +52,11 @@ class Note:
     largest_low: float | None = None  # of those of the program; None if they are the same
     typical: float = 0.0  # their root mean square
 
+    def add(self, numbers: dict[str, Any]) -> None:
+        """Adds what was measured."""
+        for name, value in numbers.items():
+            setattr(self, name, value)
+
     @property
     def off(self) -> float:
         """How far it is off: infinity if it is not finite where float32's is."""
@@ -64,63 +69,56 @@ class Note:
 
 
 def measured(low: np.ndarray, true: np.ndarray | None) -> list[dict[str, Any]]:
-    """What is to be noted of a result in each round of a loop, of arrays, shape (rounds, …)."""
-    low = _rows(low)
-    count = low.shape[1]
+    """What is to be noted of results, a row for each, beside float32's; None if it is the same."""
+    low = _numbers(low)
+    true = low if true is None else _numbers(true)
+    rows, count = low.shape
     if not count:
-        return [{"count": 0}] * len(low)
+        return [{"count": 0}] * rows
     if low.dtype.kind in "biu":
-        decided = (low != _rows(low if true is None else true)).mean(1).tolist()
-        return [{"count": count, "decided": share} for share in decided]
-    with np.errstate(all="ignore"):
-        columns = _columns(low, low if true is None else _rows(true))
-    columns["count"] = np.full(len(low), count)
-    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
-    return [dict(zip(columns, row, strict=True)) for row in rows]
+        columns = {"decided": (low != true).mean(1)}
+    else:
+        with np.errstate(all="ignore"):
+            columns = _compared(low, true)
+    columns["count"] = np.full(rows, count)
+    values = zip(*(column.tolist() for column in columns.values()), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in values]
 
 
-def _columns(low: np.ndarray, true: np.ndarray) -> dict[str, np.ndarray]:
-    """The numbers to note, an array over the rounds of each."""
+def _compared(low: np.ndarray, true: np.ndarray) -> dict[str, np.ndarray]:
+    """What is to be noted of floats, an entry for each row."""
     sizes = np.abs(true)
     total = np.einsum("ij,ij->i", true, true)
-    columns = {"largest": sizes.max(1), "typical": np.sqrt(total / true.shape[1])}
-    if low is true and np.isfinite(total).all():
-        return columns
+    noted = {"largest": sizes.max(1), "typical": np.sqrt(total / true.shape[1])}
+    least_total = 2.0**26 * np.finfo(true.dtype).tiny  # so that squares kept their digits
+    in_range = np.isfinite(total) & ((total > least_total) | (noted["largest"] == 0))
+    if low is true and in_range.all():
+        return noted
     apart = np.abs(low - true)
     distance = np.einsum("ij,ij->i", apart, apart)
-    error = np.sqrt(distance) / np.sqrt(total)  # not of the ratio, which may underflow
-    columns["largest_low"] = np.abs(low).max(1)
-    columns["error"] = np.where(distance > 0, error, 0)
-    zeros = np.count_nonzero(low, 1) / np.maximum(np.count_nonzero(true, 1), 1)
-    columns["lost"] = np.where(distance > 0, np.maximum(1 - zeros, 0), 0)
+    noted["largest_low"] = np.abs(low).max(1)
+    noted["error"] = np.where(distance > 0, np.sqrt(distance) / np.sqrt(total), 0)
+    kept = np.count_nonzero(low, 1) / np.maximum(np.count_nonzero(true, 1), 1)
+    noted["lost"] = np.where(distance > 0, np.maximum(1 - kept, 0), 0)
     least = _LIFTED * sizes.mean(1, keepdims=True)
-    columns["off_share"] = np.zeros(len(low))
+    noted["off_share"] = np.zeros(len(low))
     may_be = distance > FIFTH * true.shape[1] * (TOLERANCE * least[:, 0]) ** 2
     if may_be.any():  # else no fifth can be off
-        is_off = apart > TOLERANCE * np.maximum(sizes, least)
-        columns["off_share"] = is_off.mean(1)
-    is_finite = np.isfinite(total) & np.isfinite(distance)
+        noted["off_share"] = (apart > TOLERANCE * np.maximum(sizes, least)).mean(1)
     for name in ("bad", "nan", "bad_true", "nan_true"):
-        columns[name] = np.zeros(len(low), bool)
-    for n in np.flatnonzero(~is_finite):
-        for name, value in _of_some_not_finite(low[n], true[n]).items():
-            columns[name][n] = value
-    return columns
+        noted[name] = np.zeros(len(low), bool)
+    for n in np.flatnonzero(~(in_range & np.isfinite(distance))):
+        for name, value in _compared_if_finite(low[n], true[n]).items():
+            noted[name][n] = value
+    return noted
 
 
-def _of_some_not_finite(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
-    """What is to be noted of numbers of which some are not finite, or their squares are not."""
+def _compared_if_finite(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
+    """What is noted of numbers some of which are not finite, or have squares out of range."""
     finite = np.isfinite(low)
     finite_true = np.isfinite(true)
     both = finite & finite_true
-    rest = np.zeros((1, max(np.count_nonzero(both), 1)))  # in float64, which holds the squares
-    rest_true = rest.copy()
-    rest[0, : both.sum()] = low[both]
-    rest_true[0, : both.sum()] = true[both]
-    known = _columns(rest, rest_true)
-    share = both.mean()
-    return {name: column[0] for name, column in known.items()} | {
-        "off_share": known["off_share"][0] * share,
+    noted = {
         "largest": np.abs(true[finite_true]).max(initial=0),
         "largest_low": np.abs(low[finite]).max(initial=0),
         "bad": (~finite & finite_true).any(),
@@ -128,6 +126,22 @@ def _of_some_not_finite(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
         "bad_true": not finite_true.all(),
         "nan_true": np.isnan(true).any(),
     }
+    if not both.any() or (both.all() and true.dtype == np.float64):
+        return noted
+    # float64 holds the squares.
+    of_both = _compared(low[None, both].astype(float), true[None, both].astype(float))
+    rest = {name: column[0] for name, column in of_both.items()} | noted
+    rest["off_share"] = rest["off_share"] * both.mean()
+    return rest
+
+
+def _numbers(x: np.ndarray) -> np.ndarray:
+    """Results as rows of real numbers that NumPy computes with."""
+    flat = x.reshape(len(x), -1) if x.size else np.zeros((len(x), 0), np.float32)
+    if flat.dtype.kind == "c":
+        return np.ascontiguousarray(flat).view(flat.real.dtype)
+    is_narrow = jnp.issubdtype(flat.dtype, jnp.floating) and flat.dtype.itemsize < 4
+    return flat.astype(np.float32) if is_narrow else flat
 
 
 def exponents_of(x: np.ndarray) -> np.ndarray:
@@ -142,9 +156,3 @@ def limits(dtype: Any) -> tuple[float, float]:
     largest = float(info.max)
     half_step = math.ldexp(float(info.eps), math.frexp(largest)[1] - 2)
     return largest + half_step, float(info.tiny)
-
-
-def _rows(x: np.ndarray) -> np.ndarray:
-    """Results as one row of real numbers for each round."""
-    flat = x.reshape(len(x), -1) if x.size else np.zeros((len(x), 0), x.dtype)
-    return np.ascontiguousarray(flat).view(x.real.dtype) if x.dtype.kind == "c" else flat

@@ -3,13 +3,14 @@
 import math
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from optax_lossscale._diagnosis.gradient import Gradient
+from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import Note, measured
 from optax_lossscale._diagnosis.scale import HIGHEST, MARGIN, InitialScale, first_overflow
-from optax_lossscale._diagnosis.shadow import Shadow, Value
+from optax_lossscale._diagnosis.shadow import Shadow
+from optax_lossscale._diagnosis.stretch import Pair
 
 _TRIES = 4  # at a scale, each a little lower than the one before
 
@@ -45,7 +46,7 @@ class Runs(NamedTuple):
 
 def runs_of(gradient: Gradient) -> Runs:
     """The run at a loss scale of 1, and one at the scale that follows from it."""
-    shadow = Shadow(gradient.flat)
+    shadow = Shadow(gradient.jaxpr)
     at_1 = _run(shadow, gradient, 1.0)
     passed = {n.place.source: n.place.primitive for n in at_1.notes if n.place.is_passed}
     if not at_1.is_finite(in_float32=True) or not np.isfinite(at_1.loss.pair.low):
@@ -74,22 +75,18 @@ def runs_of(gradient: Gradient) -> Runs:
 
 def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
     loss, *grads = shadow(gradient.values(scale))
-    results = dict(zip(gradient.grad_names, map(_on_host, grads), strict=True))
-    return Run(scale, _on_host(loss), results, shadow.notes)
+    results = dict(zip(gradient.grad_names, map(_result, grads), strict=True))
+    return Run(scale, _result(loss), results, shadow.notes)
 
 
-def _on_host(value: Value) -> Value:
-    """A result as NumPy's arrays, noted by itself."""
-    low, true = jax.device_get((value.pair.low, value.pair.true))
-    (measure,) = measured(low.astype(_wide(low))[None], true.astype(_wide(true))[None])
+def _result(value: Value) -> Value:
+    """A result with an array for each number, noted by itself."""
     note = value.note
+    pair = Pair(value.pair.low, value.pair.in_float32)
     if note is not None:  # what was noted may be of a stack that this is a part of
-        note = Note(note.place, note.number, note.rounds, (note,), note.dtype, **measure)
-    return Value(value.pair._replace(low=low, true=true), note)
-
-
-def _wide(x: np.ndarray) -> np.dtype:
-    return x.dtype if x.dtype.itemsize >= 4 else np.dtype(np.float32)
+        (numbers,) = measured(pair.low[None], pair.true[None])
+        note = Note(note.place, note.number, note.rounds, (note,), note.dtype, **numbers)
+    return Value(pair, note)
 
 
 def exponent_of(scale: float) -> int:

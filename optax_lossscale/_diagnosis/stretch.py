@@ -1,22 +1,24 @@
-"""A stretch of a program, computed as it is and in float32; all results are returned."""
+"""A stretch of a program, compiled to return all results as they are and in float32."""
 
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from optax_lossscale._diagnosis.flat import Flat, Step
 from optax_lossscale._diagnosis.wide import (
     NotWidenedError,
     as_written,
     in_float32,
+    is_narrow,
     narrows,
     widened,
 )
-from optax_lossscale._programs.values import dtype_in, in_dtype, is_float
 from optax_lossscale._programs.versions import bind
 
 # A program that runs once or twice is compiled without optimizing its kernels, in a fifth of the
@@ -39,70 +41,115 @@ class Pair(NamedTuple):
     """A value as the program computes it, and as it is in float32."""
 
     low: Any
-    true: Any  # the same object, if nothing before it has rounded to 16 bits
-    decided: Any = None  # what float32 decides, of booleans and integers that follow the program
+    true: Any = None  # None for the same, if nothing before it has rounded to 16 bits
 
     @property
-    def is_same(self) -> bool:
-        return self.true is self.low
+    def in_float32(self) -> Any:
+        """The value in float32."""
+        return self.low if self.true is None else self.true
 
-    def packed(self) -> tuple[Any, Any]:
-        """As a tree of arrays, in which None stands for the same."""
-        return self.low, None if self.is_same else self.true
+    @property
+    def both(self) -> "Pair":
+        """With an array for each, if these are floats."""
+        return Pair(self.low, self.in_float32) if holds_floats(self.low.dtype) else self
 
 
-def pair(x: Any) -> Pair:
+@functools.cache
+def holds_floats(dtype: Any) -> bool:
+    """Whether arrays of a dtype are floating-point or complex."""
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def exact(x: np.ndarray) -> Pair:
     """A number that is exact in both."""
-    return Pair(x, widened(x))
+    return Pair(x, x.astype(np.float32) if is_narrow(x.dtype) else None)
 
 
-def unpacked(packed: tuple[Any, Any]) -> Pair:
-    """What `packed` packed."""
-    low, true = packed
-    return Pair(low, low if true is None else true)
+def followed(result: Pair) -> Pair:
+    """A result as it is read: what float32 would have chosen otherwise follows the program."""
+    return result if holds_floats(result.low.dtype) else Pair(result.low)
 
 
-def called(flat: Flat, stretch: Any, passed: set[int]) -> Any:
-    """The function from what a stretch reads to what it keeps, and a record of each result."""
+class Wired(NamedTuple):
+    """An equation of a stretch, whose values are numbered in the order in which it has them."""
 
-    def call(reads: Sequence[Any]):
-        pairs = dict(zip(stretch.reads, map(unpacked, reads), strict=True))
-        records = _evaluated(stretch.steps, pairs, flat.literals, passed)
-        return [pairs[i].packed() for i in stretch.keeps], records
-
-    return call
+    eqn: Any
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
 
 
-def scanned(flat: Flat, reverse: bool, passed: set[int]) -> Any:
-    """The function of a scan over a body without loops, which stacks the records of its rounds."""
-    steps = flat.stretches[0].steps
+class Stretch:
+    """Equations that are compiled together.
 
-    def call(consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any], turns: Any):
-        def body(carry, numbered):
-            xs, _ = numbered
-            ins = [*consts, *carry, *xs]
-            pairs = dict(zip(flat.ins, map(unpacked, ins), strict=True))
-            pairs |= {i: pair(x) for i, x in flat.consts.items()}
-            records = _evaluated(steps, pairs, flat.literals, passed)
-            read = lambda i: pairs[i] if i in pairs else pair(jnp.asarray(flat.literals[i]))
-            outs = [apart(read(i)).packed() for i in flat.outs]
-            carried = [in_types(old, new) for old, new in zip(carry, outs, strict=False)]
-            return carried, (outs[len(carry) :], records)
+    Attributes:
+      passed: the numbers of those that compute in 16 bits only, once it was called.
+    """
 
-        carry, (ys, records) = lax.scan(body, carry, (xs, turns), reverse=reverse)
-        return carry, ys, records
+    def __init__(self, steps: Sequence[Wired], transform: Callable[[Callable], Callable]):
+        self.steps = steps
+        self.passed: set[int] = set()
+        self._forms: dict[Any, tuple[Any, list[tuple[str, tuple[int, ...]]]]] = {}
+        self._compiled = jax.jit(transform(self._buffers), compiler_options=_options())
 
-    return call
+    def __call__(self, reads: dict[int, Pair]) -> list[list[Pair]]:
+        """The results of each, on the host, given what they read that was there before."""
+        buffers = {dtype: _on_host(x) for dtype, x in self._compiled(reads).items()}
+        structure, types = self._forms[jax.tree.structure(reads)]
+        starts = dict.fromkeys(buffers, 0)
+        leaves = []
+        for dtype, shape in types:
+            start = starts[dtype]
+            starts[dtype] += math.prod(shape)
+            row = buffers[dtype][..., start : starts[dtype]]
+            leaves.append(row.reshape(row.shape[:-1] + shape).copy())
+        return jax.tree.unflatten(structure, leaves)
+
+    def _buffers(self, reads: dict[int, Pair]) -> dict[str, jax.Array]:
+        """All results of a dtype in one array: sending many takes longer than computing them."""
+        leaves, structure = jax.tree.flatten(self._computed(reads))
+        types = [(str(x.dtype), jnp.shape(x)) for x in leaves]
+        self._forms[jax.tree.structure(reads)] = structure, types
+        rows = defaultdict(list)
+        for (dtype, _), x in zip(types, leaves, strict=True):
+            rows[dtype].append(jnp.ravel(x))
+        return {dtype: jnp.concatenate(xs) for dtype, xs in rows.items()}
+
+    def _computed(self, reads: dict[int, Pair]) -> list[list[Pair]]:
+        pairs = dict(reads)
+        results = []
+        for number, step in enumerate(self.steps):
+            try:
+                outs = _beside_float32(step.eqn, [pairs[i] for i in step.ins])
+            except NotWidenedError:
+                self.passed.add(number)
+                outs = _as_it_is(step.eqn, [pairs[i] for i in step.ins])
+            pairs.update(zip(step.outs, map(followed, outs), strict=True))
+            results.append(outs)
+        return results
 
 
-def apart(value: Pair) -> Pair:
-    """A pair of two arrays, if these are floats: what a loop carries may differ later."""
-    return Pair(value.low, value.true + 0) if is_float(value.low) and value.is_same else value
+def _on_host(x: jax.Array) -> Any:
+    """An array of NumPy's, if it has one for the dtype: not for the keys of random numbers."""
+    return np.asarray(x) if isinstance(x.dtype, np.dtype) else x
 
 
-def in_types(old: tuple[Any, Any], new: tuple[Any, Any]) -> Any:
-    """A packed pair in the types that a loop carries."""
-    return jax.tree.map(lambda x, y: in_dtype(dtype_in(x), y), old, new)
+def _beside_float32(eqn: Any, ins: Sequence[Pair]) -> list[Pair]:
+    """The results of an equation, and what float32 gives for it."""
+    if eqn.primitive.name in _OF_DEVICES:
+        of_one = _OF_DEVICES[eqn.primitive.name]
+        return jax.tree.map(lambda x: of_one(x, eqn.params), list(ins))
+    lows = bind(eqn, [x.low for x in ins])
+    if all(x.true is None for x in ins) and not narrows(eqn):
+        return list(map(Pair, lows))
+    return list(map(Pair, lows, in_float32(eqn, [x.in_float32 for x in ins])))
+
+
+def _as_it_is(eqn: Any, ins: Sequence[Pair]) -> list[Pair]:
+    """The results of an equation, and of the same for what its operands are in float32."""
+    lows = bind(eqn, [x.low for x in ins])
+    if eqn.primitive.name == "io_callback":  # which is to be called once
+        return [Pair(x, widened(x)) for x in lows]
+    return list(map(Pair, lows, as_written(eqn, [x.in_float32 for x in ins])))
 
 
 @functools.cache
@@ -110,62 +157,11 @@ def _options() -> dict[str, Any]:
     """The options that this version of the compiler knows."""
     # The compiler must not drop a rounding to 16 bits and back.
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
-    for name, value in _QUICKLY.items() if jax.default_backend() == "cpu" else ():
+    quickly = _QUICKLY if jax.default_backend() == "cpu" else {}
+    for name, value in quickly.items():
         try:
             jax.jit(lambda: 0.0, compiler_options={name: value}).lower().compile()
         except jax.errors.JaxRuntimeError:
             continue
         options[name] = value
     return options
-
-
-def compiled(function: Any) -> Any:
-    """A function, compiled quickly rather than optimized, for arguments of any types."""
-    return jax.jit(function, compiler_options=_options())
-
-
-def _evaluated(
-    steps: Sequence[Step],
-    pairs: dict[int, Pair],
-    literals: Mapping[int, Any],
-    passed: set[int],
-) -> list[list[Any]]:
-    """Adds the results of steps to `pairs`, and returns what is to be noted of each."""
-    read = lambda i: pairs[i] if i in pairs else pair(jnp.asarray(literals[i]))
-    records = []
-    for step in steps:
-        outs = _computed(step, list(map(read, step.ins)), passed)
-        pairs.update(zip(step.outs, outs, strict=True))
-        records.append([None if step.aliases is not None else _record(x) for x in outs])
-    return records
-
-
-def _computed(step: Step, ins: Sequence[Pair], passed: set[int]) -> list[Pair]:
-    """The results of an equation in both."""
-    eqn = step.eqn
-    if eqn.primitive.name in _OF_DEVICES:
-        of_one = _OF_DEVICES[eqn.primitive.name]
-        return [Pair(*(of_one(x, eqn.params) for x in pair[:2])) for pair in ins]
-    lows = bind(eqn, [x.low for x in ins])
-    if all(x.is_same for x in ins) and not narrows(eqn):
-        return [Pair(x, x) for x in lows]
-    trues = [x.true for x in ins]
-    try:
-        trues = in_float32(eqn, trues)
-    except NotWidenedError:
-        passed.add(step.number)
-        is_once = eqn.primitive.name == "io_callback"
-        trues = list(map(widened, lows)) if is_once else as_written(eqn, trues)
-    # What decides follows the program.
-    both = zip(lows, trues, strict=True)
-    return [Pair(x, y) if is_float(x) else Pair(x, x, decided=y) for x, y in both]
-
-
-def _record(value: Pair) -> Any:
-    """The numbers to note of a result, in float32; None if there is nothing to note."""
-    if is_float(value.low):
-        return widened(value.low), None if value.is_same else value.true
-    is_number = value.decided is not None and jnp.issubdtype(value.low.dtype, jnp.integer)
-    if is_number or (value.decided is not None and value.low.dtype == bool):
-        return value.low, value.decided
-    return None

@@ -452,6 +452,73 @@ def test_a_while_loop_is_followed():
     assert line_of(loss_fn, 1) in found.wrong[0].place.source
 
 
+def devices_mesh():
+    return jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
+
+
+@pytest.mark.parametrize("device", [0, 2])
+def test_each_device_follows_the_branch_that_it_chooses(device):
+    def large(y):
+        return y * F16(3e3) * F16(3e3)
+
+    def each(w, x):
+        y = x.astype(F16) @ w.astype(F16)
+        y = lax.cond(lax.axis_index("d") == device, large, lambda y: y * F16(2), y)
+        return lax.pmean(square(y), "d")
+
+    loss_fn = jax.shard_map(each, mesh=devices_mesh(), in_specs=(P(), P("d")), out_specs=P())
+    found = ols.diagnose(loss_fn, normal(8, 8), normal(2 * jax.device_count(), 8))
+    assert line_of(large, 1) in found.wrong[0].place.source
+    assert any(line_of(each, 2) in row.source for row in found.table.rows)  # the other branch
+
+
+def test_the_branches_of_several_devices_are_joined():
+    def each(w, x):
+        y = x @ w.astype(F16)
+        y = lax.cond(x[0, 0] > 0, lambda y: y * F16(2), lambda y: y * F16(-3), y)
+        return lax.pmean(square(y), "d")
+
+    loss_fn = jax.shard_map(each, mesh=devices_mesh(), in_specs=(P(), P("d")), out_specs=P())
+    params = normal(8, 8)
+    x = normal(2 * jax.device_count(), 8).astype(F16)
+    found = ols.diagnose(loss_fn, params, x)
+    assert found.loss == pytest.approx(float(loss_fn(params, x)), rel=1e-3)
+    assert found.loss_in_float32 == pytest.approx(found.loss, rel=1e-2)
+    assert found.wrong == ()
+
+
+ENDED = {
+    "after some rounds": [3.0, 1.5, 1.3],
+    "before the first": [400.0, 1.5, 1.3],
+    "of a batch of batches": [[3.0, 400.0], [1.5, 1.3]],
+}
+
+
+@pytest.mark.parametrize("case", ENDED)
+@pytest.mark.parametrize("on_devices", [False, True])
+def test_what_has_left_a_loop_is_not_noted(case, on_devices):
+    starts = jnp.asarray(ENDED[case], F16)
+
+    def squared(x):
+        return lax.while_loop(lambda x: x < 300, lambda x: x * x, x)
+
+    each = squared
+    for _ in range(starts.ndim):
+        each = jax.vmap(each)
+    if on_devices:
+        starts = jnp.tile(starts, (jax.device_count(),) + (1,) * (starts.ndim - 1))
+        each = jax.shard_map(each, mesh=devices_mesh(), in_specs=P("d"), out_specs=P("d"))
+
+    def loss_fn(w):
+        return square(w.astype(F16)) * jnp.mean(each(starts).astype(F32))
+
+    found = ols.diagnose(loss_fn, normal(8))
+    rows = [row for row in found.table.rows if line_of(squared, 1) in row.source]
+    assert rows
+    assert max(row.error for row in rows) < 0.01  # another round would overflow
+    assert found.wrong == ()
+
+
 @pytest.mark.parametrize("gain", [1.0, 3e3])
 def test_a_loss_over_several_devices(gain):
     mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
