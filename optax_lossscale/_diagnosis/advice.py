@@ -1,15 +1,19 @@
 """The verdict on a model, and the advice for it."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._arrays.names import scale_name
+from optax_lossscale._arrays.names import scale_name, without_numbers
 from optax_lossscale._diagnosis.makers import remedy_in_float32, words_in_float32
 from optax_lossscale._diagnosis.page import Diagnosis, Wrong
-from optax_lossscale._diagnosis.scale import InitialScale
-from optax_lossscale._diagnosis.text import some
+from optax_lossscale._diagnosis.scale import InitialScale, Underflow
+from optax_lossscale._diagnosis.table import Row
+from optax_lossscale._diagnosis.text import lines_of, some
+from optax_lossscale._diagnosis.wide import is_narrow
 from optax_lossscale._programs.operations import Is, traits_of
 from optax_lossscale._programs.values import HALVES
 from optax_lossscale._scales.dynamic import DynamicLossScale
@@ -18,6 +22,7 @@ _STILL_LOST = 0.05  # a share of gradients for which one scale is not enough
 _DROWNED = 0.1  # a share that an optimizer should not lose
 _MANY = 0.05  # a share of choices that should not be made otherwise
 _LOWEST = -126
+_START = round(math.log2(DynamicLossScale.initial_scale))
 
 Findings = Iterator[tuple[str, list[str]]]
 """Verdicts, the most important first, each with what to do, in one sentence each."""
@@ -25,145 +30,204 @@ Findings = Iterator[tuple[str, list[str]]]
 
 def judged(page: Diagnosis) -> Diagnosis:
     """The page with its verdict and advice."""
-    fine = "Nothing is computed in 16 bits"
-    advice = "Nothing"
-    if page.computes_in:
-        fine = f"{page.computes_in[0]} is fine as it is, and needs no loss scale"
-    else:
-        fine += ", nor would autocast compute anything in it: there are no products to narrow"
-    findings = [*_about_what_is_wrong(page), *_about_choices(page), *_about_products(page)]
-    if page.initial_scale and np.float16 in page.computes_in:
-        findings += _about_scale(page, page.initial_scale)
-        room = f"{math.log2(page.initial_scale.largest):.0f} bits to spare"
-        fine = f"float16 is fine as it is, without a loss scale, with {room}"
-        if page.loss_scale is not None:
-            fine = f"float16 is fine, and so is a loss scale of {scale_name(page.loss_scale)}"
-        elif page.initial_scale.scale < DynamicLossScale.initial_scale:
-            start = scale_name(page.initial_scale.scale)
-            advice += f". A dynamic loss scale would start at {start}"
-    findings += _about_loss_and_moments(page)
+    findings = [
+        *_about_what_is_wrong(page),
+        *_about_choices(page),
+        *_about_products(page),
+        *_about_scale(page),
+        *_about_loss_and_moments(page),
+    ]
     if not findings:
-        return page._replace(verdict=f"{fine}.", advice=[f"{advice}."])
+        return _found_fine(page)
     to_do = [sentence for _, sentences in findings for sentence in sentences]
     return page._replace(verdict=findings[0][0], advice=list(dict.fromkeys(to_do)))
 
 
+def _found_fine(page: Diagnosis) -> Diagnosis:
+    """The page of a model of which nothing is wrong."""
+    fits = _scale_that_fits(page)
+    advice = "Nothing."
+    if not page.computes_in:
+        verdict = (
+            "Nothing is computed in 16 bits, nor would autocast compute anything in it: there are "
+            "no products to narrow."
+        )
+    elif not fits:
+        verdict = f"{page.computes_in[0]} is fine as it is, and needs no loss scale."
+    elif page.loss_scale is not None:
+        verdict = f"float16 is fine, and so is a loss scale of {scale_name(page.loss_scale)}."
+    else:
+        spare = f"{math.log2(fits.largest):.0f} bits to spare"
+        verdict = f"float16 is fine as it is, without a loss scale, with {spare}."
+        if fits.scale < DynamicLossScale.initial_scale:
+            advice += f" A dynamic loss scale would start at {scale_name(fits.scale)}."
+    return page._replace(verdict=verdict, advice=[advice])
+
+
+def _scale_that_fits(page: Diagnosis) -> InitialScale | None:
+    """The scale that fits a model in float16; of others, None."""
+    return page.initial_scale if np.float16 in page.computes_in else None
+
+
 def _about_what_is_wrong(page: Diagnosis) -> Findings:
+    """The loss, gradients and values inside that are off."""
     if not page.wrong:
         return
-    first = page.wrong[0]
+    worst = page.wrong[0]
+    not_finite = [one for one in page.wrong if one.is_in_float32]
+    if worst.is_in_float32:
+        losses = [one for one in not_finite if one.name == "the loss"]
+        (first, *_) = [*losses, worst]
+        what = "The loss is" if losses else "The gradients are"
+        yield (
+            f"{what} not finite in float32 either, so no loss scale helps: "
+            f"{words_in_float32(page, first)}.",
+            [remedy_in_float32(page, first)],
+        )
+    elif page.overflow and all(_is_lost_at_the_scale_that_fits(page, one) for one in page.wrong):
+        verdict = (
+            f"No single loss scale fits: at {scale_name(page.scale)} the gradient of {worst.name} "
+            f"is off by {worst.off:.1%}, as {worst.place} is lost to underflow, and from "
+            f"{_top(page.initial_scale)} on, {page.overflow} overflows."
+        )
+        yield verdict, [_in_range(page.overflow)]
+    else:
+        advice = [sentence for one in page.wrong for sentence in _remedies(page, one)]
+        yield f"{_what_is_wrong(page, worst)}.", advice
+
+
+def _is_lost_at_the_scale_that_fits(page: Diagnosis, one: Wrong) -> bool:
+    """Whether a larger scale would mend it."""
+    return page.initial_scale is not None and one.how == "vanishes" and one.place.is_backward
+
+
+def _what_is_wrong(page: Diagnosis, worst: Wrong) -> str:
+    """What 16 bits spoil, and where."""
     dtypes = " and ".join(map(str, page.computes_in))
-    because = f": {first.place} {_HOW.get(first.how, first.how)}" * (first.how != "adds up")
-    if first.is_in_float32:
-        one = next((w for w in page.wrong if w.name == "the loss" and w.is_in_float32), first)
-        what = "The loss is" if one.name == "the loss" else "The gradients are"
-        words = words_in_float32(page, one)
-        yield (
-            f"{what} not finite in float32 either, so no dtype and no loss scale helps: {words}.",
-            [remedy_in_float32(page, one)],
-        )
-        return
-    if (
-        page.initial_scale
-        and page.overflow
-        and all(w.is_backward and w.how == "vanishes" for w in page.wrong)
-    ):
-        verdict = (
-            f"No single loss scale fits: at {scale_name(page.scale)} the gradient of {first.name} "
-            f"is off by {first.off:.1%}, as {first.place} is lost to underflow, and from "
-            f"{scale_name(2 * page.initial_scale.largest)} on, {page.overflow} overflows."
-        )
-        yield verdict, [f"Compute {page.overflow} in float32, or with smaller numbers."]
-        return
+    because = "" if worst.how == "adds up" else f": {worst.place} {_HOWS[worst.how][0]}"
     if not np.isfinite(page.loss):
-        verdict = (
+        return (
             f"The loss is {page.loss} at any loss scale, as that only multiplies gradients; in "
-            f"float32 it is {page.loss_in_float32:.4g}{because}."
+            f"float32 it is {page.loss_in_float32:.4g}{because}"
         )
-    elif page.initial_scale is None:
-        verdict = (
-            f"The loss is finite; its gradients are not at any scale, but are in float32{because}."
+    if page.initial_scale is None:
+        return (
+            f"The loss is finite; its gradients are not at any scale, but are in float32{because}"
         )
-    elif first.name == "the loss":
+    if worst.name == "the loss":
         losses = f"{page.loss:.4g} for {page.loss_in_float32:.4g}"
-        verdict = f"{dtypes} gives a wrong loss, {losses}{because}."
-    elif first.name == "a value inside":
-        verdict = (
+        return f"{dtypes} gives a wrong loss, {losses}{because}"
+    if worst.name == "a value inside":
+        return (
             f"{dtypes} gives wrong values inside, though loss and gradients happen to agree with "
-            f"float32's{because}."
+            f"float32's{because}"
         )
-    else:
-        verdict = (
-            f"{dtypes} gives wrong gradients: that of {first.name} is off by {first.off:.1%}, at "
-            f"the scale that fits best{because}."
-        )
-    yield verdict, list(dict.fromkeys(s for one in page.wrong for s in _corrections(page, one)))
+    return (
+        f"{dtypes} gives wrong gradients: that of {worst.name} is off by {worst.off:.1%}, at the "
+        f"scale that fits best{because}"
+    )
 
 
-_HOW = {
-    "is a kernel": "is a kernel, which computes in 16 bits",
-    "amplifies": "amplifies the rounding of its operands",
-    "cancels": "cancels, and leaves little but the rounding of its operands",
-    "is undefined": "is not defined for numbers a little off",
-    "vanishes": "is lost to underflow",
-    "stagnates": "stagnates, as small terms are lost beside a large sum",
-    "rounds": "needs more digits than 16 bits have",
+_DIGITS = "Compute {line}, and what it is made of, in float32: it needs more digits."
+_HOWS = {  # what an equation does, in the words of the verdict; and what to do about it
+    "overflows": (
+        "overflows",
+        "Compute {line} in float32, or with smaller numbers: those above {largest} are infinite.",
+    ),
+    "vanishes": (
+        "is lost to underflow",
+        "Compute {line} in float32, or with larger numbers: those below {least} become 0.",
+    ),
+    "saturates": (
+        "saturates",
+        "Compute {line} in float32: 16 bits round it to its limit, where its derivative is 0.",
+    ),
+    "stagnates": (
+        "stagnates, as small terms are lost beside a large sum",
+        "Compute {line} in float32, as small terms are lost beside a large sum: {summed}",
+    ),
+    "rounds": ("needs more digits than 16 bits have", _DIGITS),
+    "amplifies": ("amplifies the rounding of its operands", _DIGITS),
+    "cancels": ("cancels, and leaves little but the rounding of its operands", _DIGITS),
+    "is undefined": ("is not defined for numbers a little off", _DIGITS),
+    "is a kernel": (
+        "is a kernel, which computes in 16 bits",
+        "Give {line} float32, or look into it: nothing shows what it computes.",
+    ),
+    "adds up": (
+        "",
+        "Compute more in float32: rounding adds up over many lines, none at fault alone.",
+    ),
 }
-
-
-def _corrections(page: Diagnosis, one: Wrong) -> Iterator[str]:
-    """What to do about something that is wrong."""
-    place = f"{one.place.primitive} at {one.place.source}"
-    lines = list(dict.fromkeys(product.source for product in one.products))
-    if one.is_inner and one.how in ("vanishes", "overflows"):
-        yield (
-            f"The derivative at {one.place.source} is taken inside of the loss function, where no "
-            "loss scale reaches: scale its own loss by a fixed number, as in "
-            "ols.value_and_scaled_grad(inner_loss, 2.0**10)(x), and divide what it returns."
-        )
-    elif one.how == "adds up":
-        yield "Compute more in float32: rounding adds up over many lines, none at fault alone."
-    elif lines:
-        kept = "precision=jax.lax.Precision.HIGHEST"
-        yield f"Keep the product at {some(lines, 'more lines')} in float32: {kept}."
-    elif one.how == "is a kernel":
-        yield f"Give {place} float32, or look into it: nothing shows what it computes."
-    elif Is.PRODUCT in traits_of(one.place.primitive):
-        keep = "in float32: precision=jax.lax.Precision.HIGHEST"
-        smaller = ", or compute with smaller numbers" * (one.how == "overflows")
-        yield f"Keep the product at {one.place.source} {keep}{smaller}."
-    elif one.how in _RANGES:
-        yield f"Compute {place} in float32{_RANGES[one.how]}."
-    elif one.how == "stagnates":
-        how = _SUMS.get(one.place.primitive, "cast to float32 first.")
-        yield f"Compute {place} in float32, as small terms are lost beside a large sum: {how}"
-    else:
-        yield f"Compute {place}, and what it is made of, in float32: it needs more digits."
-
-
-_RANGES = {
-    "overflows": ", or with smaller numbers: those above 65504 are infinite",
-    "vanishes": ", or with larger numbers: those below 6e-8 become 0",
-    "saturates": ": 16 bits round it to its limit, where its derivative is 0",
-}
-_SUMS = {
+_INNER = (
+    "The derivative at {source} is taken inside of the loss function, where no loss scale "
+    "reaches: scale its own loss by a fixed number, as in "
+    "ols.value_and_scaled_grad(inner_loss, 2.0**10)(x), and divide what it returns."
+)
+_WIDE = "Compute what {line} is made of in float32: it needs more digits than 16 bits have."
+_SUMMED = {  # how each kind of sum is to be had in float32
     "scatter-add": "index the float32 table and cast the result, not the table.",
     "add_any": "cast a shared weight where it is used, inside the loop.",
     "reduce_sum": "cast to float32 first, or pass the dtype to jnp.sum.",
 }
 
 
+def _remedies(page: Diagnosis, one: Wrong) -> Iterator[str]:
+    """What to do about something that is wrong."""
+    place = one.place
+    is_product = Is.PRODUCT in traits_of(place.primitive)
+    is_of_range = one.how in ("vanishes", "overflows")
+    template = _HOWS[one.how][1]
+    if one.is_inner and is_of_range:
+        template = _INNER
+    elif one.products:
+        yield from _kept(page, one.products)
+        return
+    elif is_product and one.how not in ("adds up", "is a kernel"):
+        yield from _kept(
+            page, [place], ", or compute with smaller numbers" * (one.how == "overflows")
+        )
+        return
+    elif template is _DIGITS and not is_narrow(place.dtype):
+        template = _WIDE
+    range_of = jnp.finfo(place.dtype if is_narrow(place.dtype) else jnp.float16)
+    yield template.format(
+        line=place.line,
+        source=place.source,
+        largest=f"{float(range_of.max):g}",
+        least=f"{float(range_of.smallest_subnormal):.0e}".replace("e-0", "e-"),
+        summed=_SUMMED.get(place.primitive, "cast to float32 first."),
+    )
+
+
+def _kept(page: Diagnosis, products: Sequence[Row], otherwise: str = "") -> Iterator[str]:
+    """How to have products in float32: those that autocast narrows, and those that a cast does."""
+    autocasts = {product.source for product in page.dtypes.products if product.by_autocast}
+    lines = lines_of(products)
+    ways = {
+        "precision=jax.lax.Precision.HIGHEST": [line for line in lines if line in autocasts],
+        "cast its operands to float32": [line for line in lines if line not in autocasts],
+    }
+    for way, some_lines in ways.items():
+        if some_lines:
+            where = some(some_lines, "more lines")
+            yield f"Keep the product at {where} in float32: {way}{otherwise}."
+
+
+def _in_range(place: Row) -> str:
+    return f"Compute {place} in float32, or with smaller numbers."
+
+
 def _about_choices(page: Diagnosis) -> Findings:
     """Integers and branches that float32 would have chosen otherwise."""
     for choice in () if page.wrong else page.choices:
-        primitive = choice.place.primitive
-        is_cast = primitive == "convert_element_type"
-        if choice.share > (_MANY if is_cast else 0.2):
+        is_cast = choice.primitive == "convert_element_type"
+        if choice.decided > (_MANY if is_cast else 0.2):
             verdict = (
-                f"{choice.share:.1%} of the {choice.count} numbers chosen in {choice.place} are "
-                "not what float32 chooses."
+                f"{choice.decided:.1%} of the {choice.count} numbers chosen in {choice} are not "
+                "what float32 chooses."
             )
-            yield verdict, [f"Compute what {primitive} at {choice.place.source} reads in float32."]
+            yield verdict, [f"Compute what {choice.line} reads in float32."]
             return
 
 
@@ -173,12 +237,13 @@ def _about_products(page: Diagnosis) -> Findings:
     wide = [p for p in products if p.dtype.itemsize > 2]
     widened = [p for p in wide if HALVES.intersection(p.before)]
     share = sum(share for dtype, share in page.dtypes.shares.items() if dtype.itemsize > 2)
-    count, total = (sum(p.count for p in some) for some in (wide, products))
+    count = sum(p.count for p in wide)
+    total = sum(p.count for p in products)
     if not widened or page.is_autocast or share <= 0.5 or count <= total / 2:
         return
     dtype = next(dtype for p in widened for dtype in p.before if dtype in HALVES)
     in_dtype = "" if dtype == np.float16 else ", jnp.bfloat16"
-    lines = some(list(dict.fromkeys(p.source for p in widened)), "more lines")
+    lines = some(lines_of(widened), "more lines")
     yield (
         f"Hardly anything is computed in {dtype}: {count} of {total} matrix products are in "
         f"{wide[0].dtype}, to which their operands are widened.",
@@ -189,75 +254,79 @@ def _about_products(page: Diagnosis) -> Findings:
     )
 
 
-def _about_scale(page: Diagnosis, fits: InitialScale) -> Findings:
+def _about_scale(page: Diagnosis) -> Findings:
     """What the loss scale has to be, if one is needed."""
-    name, worst = max(page.underflow.items(), key=lambda item: item[1].left, default=("", None))
-    mend = (
-        [f"Compute {page.overflow} in float32, or with smaller numbers."] if page.overflow else []
-    )
+    fits = _scale_that_fits(page)
+    if not fits:
+        return
+    mend = [_in_range(page.overflow)] if page.overflow else []
+    lost = _lost_for_want_of_a_scale(page)
+    name, worst = max(lost.items(), key=lambda item: item[1].left, default=("", None))
     if worst and worst.left > _STILL_LOST:
         verdict = (
             f"No single loss scale fits: at {scale_name(fits.scale)} {_share(worst.left, name)} "
-            f"are still lost to underflow, and from {scale_name(2 * fits.largest)} on others "
-            "overflow."
+            f"are still lost to underflow, and from {_top(fits)} on others overflow."
         )
-        yield verdict, [*mend, *_start(page, fits)]
+        yield verdict, [*mend, *_wrap(page, fits)]
     elif page.loss_scale is not None:
         yield from _about_theirs(page, fits, page.loss_scale)
     elif fits.largest < 1:
-        yield (
-            "Gradients overflow without a loss scale: float16 needs one below 1.",
-            [*_start(page, fits), *mend],
-        )
+        verdict = "Gradients overflow without a loss scale: float16 needs one below 1."
+        yield verdict, [*_wrap(page, fits), *mend]
     elif not page.is_finite_without:
-        yield (
-            "float16 needs a loss scale: without one, gradients are not finite.",
-            _start(page, fits),
-        )
-    elif page.underflow:
-        name, group = next(iter(page.underflow.items()))  # of all parameters, or else the worst
-        (wrap,) = _start(page, fits)
+        verdict = "float16 needs a loss scale: without one, gradients are not finite."
+        yield verdict, _wrap(page, fits)
+    elif lost:
+        name, group = next(iter(lost.items()))  # of all parameters, or else the worst
+        (wrap,) = _wrap(page, fits)
         wrap += " With so few lost, many models need none." * (group.lost < _STILL_LOST)
-        yield (
-            f"Without a loss scale, float16 loses {_share(group.lost, name)} to underflow.",
-            [wrap],
-        )
+        verdict = f"Without a loss scale, float16 loses {_share(group.lost, name)} to underflow."
+        yield verdict, [wrap]
+
+
+def _lost_for_want_of_a_scale(page: Diagnosis) -> dict[str, Underflow]:
+    """The groups of gradients that are lost, and are neither wrong nor nothing but rounding."""
+    wrong = {one.name for one in page.wrong}
+    groups = {without_numbers(name) for name in page.off if name not in wrong}
+    lost = {name: group for name, group in page.underflow.items() if name in groups}
+    is_every = page.underflow.keys() <= {"all", *lost}
+    return page.underflow if is_every else lost
 
 
 def _about_theirs(page: Diagnosis, fits: InitialScale, theirs: float) -> Findings:
     """Whether the loss scale in the optimizer's state fits."""
-    needed = max((group.bits for group in page.underflow.values()), default=0)
+    change = f"Else set it to {scale_name(fits.scale)}."
     if theirs > fits.largest:
         verdict = f"Gradients overflow at your loss scale, {scale_name(theirs)}."
-        yield (
-            verdict,
-            [f"Nothing, if it is dynamic: it will fall. Else set it to {scale_name(fits.scale)}."],
-        )
-    elif theirs < 2.0 ** min(needed, math.log2(fits.scale)):
+        yield verdict, [f"Nothing, if it is dynamic: it will fall. {change}"]
+    elif theirs < 2.0 ** min(_bits_needed(page), math.log2(fits.scale)):
         verdict = (
             f"Your loss scale, {scale_name(theirs)}, is lower than what fits: gradients are lost."
         )
-        yield (
-            verdict,
-            [f"Nothing, if it is dynamic: it will grow. Else set it to {scale_name(fits.scale)}."],
-        )
+        yield verdict, [f"Nothing, if it is dynamic: it will grow. {change}"]
 
 
-def _start(page: Diagnosis, fits: InitialScale) -> list[str]:
+def _wrap(page: Diagnosis, fits: InitialScale) -> list[str]:
     """How to begin with the scale that fits; nothing for who has a loss scale."""
+    exponent = round(math.log2(fits.scale))
     if page.loss_scale is not None:
         return []
-    exponent = math.log2(fits.scale)
+    if _bits_needed(page) <= _START <= exponent and page.is_finite_without:
+        initial = f"with_loss_scale(optimizer), whose initial scale of 2**{_START} suffices here"
+        return [f"Wrap the optimizer: {initial}."]
     floor = max(exponent - 16, _LOWEST)  # which leaves room to fall
-    bound = f", min_scale=2.0**{floor:.0f}" if exponent < 0 else ""
-    ours = (
-        f"with_loss_scale(optimizer, DynamicLossScale(initial_scale=2.0**{exponent:.0f}{bound}))"
-    )
-    start = round(math.log2(DynamicLossScale.initial_scale))
-    needed = max((group.bits for group in page.underflow.values()), default=0)
-    if needed <= start <= exponent and page.is_finite_without:
-        ours = f"with_loss_scale(optimizer), whose initial scale of 2**{start} suffices here"
-    return [f"Wrap the optimizer: {ours}."]
+    bound = f", min_scale=2.0**{floor}" if exponent < 0 else ""
+    scale = f"DynamicLossScale(initial_scale=2.0**{exponent}{bound})"
+    return [f"Wrap the optimizer: with_loss_scale(optimizer, {scale})."]
+
+
+def _bits_needed(page: Diagnosis) -> int:
+    return max((group.bits for group in page.underflow.values()), default=0)
+
+
+def _top(fits: Any) -> str:
+    """The scale from which on something overflows."""
+    return scale_name(2 * fits.largest)
 
 
 def _share(lost: float, group: str) -> str:
@@ -265,6 +334,7 @@ def _share(lost: float, group: str) -> str:
 
 
 def _about_loss_and_moments(page: Diagnosis) -> Findings:
+    """A loss in float16, and what Adam makes of gradients."""
     if page.wrong:
         return
     if page.loss_dtype == np.float16:

@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -16,6 +16,8 @@ _SMALL = 0.2  # of the size of its terms: a sum as small as this cancels
 _ROUNDING = 2.0**-24  # of float32
 _KNOWN = 20  # times float32's rounding of its terms, above which float32 determines a sum
 _RUNNING = 8  # rounds of a loop in which an error grows, for a sum to stagnate
+_NOTHING = 100  # times the size of what is lost, beside which that makes no difference
+_SUMS = Is.ADDS_TWO | Is.ADDS_MANY
 
 
 class Cause(NamedTuple):
@@ -34,22 +36,20 @@ class Cause(NamedTuple):
 
 def cause_of(note: Note) -> Cause | None:
     """Why a result is off; None if float32 does not determine it either."""
-    path = _path(note)
-    finite = [one for one in path if not one.bad]
-    at_fault = _at_fault(finite, note) if finite else path[-1]
+    at_fault = _at_fault(_path(note))
     if at_fault is None:
-        return Cause("adds up", note, ())
+        return Cause("adds up", note)
     if not at_fault.bad and _is_undetermined(at_fault):
         return None
     how = _how(at_fault)
-    saturated = [read for read in at_fault.reads if _saturates(read)]
+    saturated = next(filter(_saturates, at_fault.reads), None)
     if how == "cancels" and saturated:
-        return Cause("saturates", saturated[0])
+        return Cause("saturates", saturated)
     if how == "divides by what is lost":
-        lost = max(at_fault.reads, key=lambda read: read.lost)
-        return Cause("vanishes", _first_lost(lost))
-    is_sensitive = how in ("cancels", "amplifies", "is undefined")
-    return Cause(how, at_fault, _products(at_fault) if is_sensitive else ())
+        return Cause("vanishes", _first_lost(at_fault))
+    if how in ("cancels", "amplifies", "is undefined"):
+        return Cause(how, at_fault, tuple(_products(at_fault)))
+    return Cause(how, at_fault)
 
 
 def cause_in_float32(note: Note) -> Cause:
@@ -59,14 +59,14 @@ def cause_in_float32(note: Note) -> Cause:
         nans = [read for read in reads if read.nan_true]
         if note.nan_true and nans:
             note = nans[0]
-        elif reads and (not note.nan_true or not _is_mask(reads[0])):
+        elif reads and not (note.nan_true and _is_mask(note)):
             note = reads[0]
         else:
             return Cause("is undefined" if note.nan_true else "overflows", note)
 
 
 def _is_mask(note: Note) -> bool:
-    """Whether infinities come from no finite number: those of a mask."""
+    """Whether infinities that make a NaN are those of a mask, and not numbers of the model."""
     while True:
         reads = [read for read in note.reads if read.bad_true]
         if not reads:
@@ -79,20 +79,20 @@ def _path(note: Note) -> list[Note]:
     path = [note]
     floor = _floor(path)
     while True:
-        floor = _floor([note]) if is_narrow(note.dtype) else floor
-        worst = max(note.reads, key=_weight(note), default=None)
-        limit = TOLERANCE if note.bad else floor
-        if worst is None or not worst.off > limit:
+        if is_narrow(note.dtype):
+            floor = _floor([note])
+        worst = _worst(note)
+        if worst is None or worst.off <= (TOLERANCE if note.bad else floor):
             return path
         note = worst
         path.append(note)
 
 
-def _weight(note: Note) -> Callable[[Note], Any]:
-    """By what the operands of a result are compared: those of a sum by all that they are off."""
-    if note.bad or not traits_of(note.place.primitive) & (Is.ADDS_TWO | Is.CHOOSES):
-        return lambda read: (read.off, read.nan)
-    return lambda read: (read.bad, read.apart)
+def _worst(note: Note) -> Note | None:
+    """The operand that is off the most; of a sum, the one by which the sum is off the most."""
+    if not note.bad and _is(note, Is.ADDS_TWO | Is.CHOOSES):
+        return max(note.reads, key=lambda read: (read.bad, read.apart), default=None)
+    return max(note.reads, key=lambda read: (read.off, read.nan), default=None)
 
 
 def _floor(path: Sequence[Note]) -> float:
@@ -101,61 +101,96 @@ def _floor(path: Sequence[Note]) -> float:
     return 2 * float(jnp.finfo(halves[-1] if halves else jnp.float16).eps)
 
 
-def _at_fault(path: Sequence[Note], result: Note) -> Note | None:
-    """The equation in which an error grows most; None if it grows a little in many."""
+def _at_fault(path: Sequence[Note]) -> Note | None:
+    """The equation in which an error grows most; None if it grows a little in many.
+
+    What is made of numbers that are wrong already is not at fault, however much worse it is.
+    """
+    bad = [n for n, note in enumerate(path) if note.bad]
+    if bad:
+        made_of = path[bad[-1] + 1 :]
+        return (_jump(made_of) or _running(made_of)) if made_of else path[bad[-1]]
+    off = [n for n, note in enumerate(path) if note.off > TOLERANCE]
+    first = path[off[-1] :] if off else path
+    return _jump(first) or _running(first) or _jump(path) or _running(path)
+
+
+def _jump(path: Sequence[Note]) -> Note | None:
+    """The equation in which an error grows most, if it grows by much."""
     floor = _floor(path)
-    before = [note.off for note in path[1:]] + [floor]
-    growth = [note.off / max(off, floor) for note, off in zip(path, before, strict=True)]
+    # More than wholly wrong is no worse: the inverse of 256 for 5000 is off by 1800%.
+    errors = [min(note.off, 1.0) for note in path]
+    before = [max(error, floor) for error in (*errors[1:], floor)]
+    growth = [error / least for error, least in zip(errors, before, strict=True)]
     most = max(growth)
-    if most >= _JUMP:
-        return path[growth.index(most)]
+    return path[growth.index(most)] if most >= _JUMP else None
+
+
+def _running(path: Sequence[Note]) -> Note | None:
+    """The sum in which an error grows a little in each of many rounds of a loop."""
     rounds = Counter(note.number for note in path if note.rounds)
-    number, count = rounds.most_common(1)[0] if rounds else (0, 0)
-    is_sum = lambda note: traits_of(note.place.primitive) & (Is.ADDS_TWO | Is.ADDS_MANY)
-    running = [note for note in path if note.number == number and is_sum(note)]
-    return running[0] if running and count >= _RUNNING else None
+    for number, count in rounds.most_common(1):
+        sums = [note for note in path if note.number == number and _is(note, _SUMS)]
+        if count >= _RUNNING and sums:
+            return sums[0]
+    return None
 
 
 def _how(note: Note) -> str:
     """What an equation does to numbers that are right."""
-    traits = traits_of(note.place.primitive)
+    is_in_loop = bool(note.rounds)
     narrow = is_narrow(note.dtype)
-    infinite, tiny = limits(note.dtype)
     if note.place.is_passed:
         return "is a kernel"
-    if note.bad and note.largest >= infinite * (1 - TOLERANCE):
-        return "overflows"
-    if note.bad and any(read.lost for read in note.reads):
-        return "divides by what is lost"
     if note.bad:
-        return "overflows" if narrow and not note.nan else "is undefined"
+        return _how_not_finite(note)
     if _cancels(note):
         return "cancels"
-    if narrow and (note.lost > FIFTH or note.typical < tiny):
+    if narrow and _vanishes(note):
         return "vanishes"
-    if (narrow and Is.ADDS_MANY in traits) or (len(note.rounds) and traits & Is.ADDS_TWO):
+    if (narrow and _is(note, Is.ADDS_MANY)) or (is_in_loop and _is(note, _SUMS)):
         return "stagnates"
     return "rounds" if narrow else "amplifies"
 
 
+def _how_not_finite(note: Note) -> str:
+    """What an equation does that is not finite where float32's is."""
+    infinite, _ = limits(note.dtype)
+    if note.largest >= infinite * (1 - TOLERANCE):
+        return "overflows"
+    if any(read.lost for read in note.reads):
+        return "divides by what is lost"
+    return "overflows" if is_narrow(note.dtype) and not note.nan else "is undefined"
+
+
+def _vanishes(note: Note) -> bool:
+    """Whether numbers are below what their dtype holds, and matter beside the others."""
+    _, tiny = limits(note.dtype)
+    least = tiny * float(jnp.finfo(note.dtype).eps)
+    mean = note.typical / math.sqrt(note.count)  # or more
+    return note.typical < tiny or (note.lost > FIFTH and mean < _NOTHING * least)
+
+
+def _is(note: Note, traits: Is) -> bool:
+    """Whether the operation of a note has one of these traits."""
+    return bool(traits_of(note.place.primitive) & traits)
+
+
 def _saturates(note: Note) -> bool:
     """Whether a result in 16 bits is rounded to the limit of its function."""
-    return is_narrow(note.dtype) and Is.SATURATES in traits_of(note.place.primitive)
+    return is_narrow(note.dtype) and _is(note, Is.SATURATES)
 
 
 def _terms(note: Note) -> float:
     """How large a sum of its terms would be, if they had all signs."""
     sizes = [read.typical for read in note.reads if read.typical]
-    is_product = Is.PRODUCT in traits_of(note.place.primitive)
-    size = math.prod(sizes) if is_product else max(sizes, default=0.0)
+    size = math.prod(sizes) if _is(note, Is.PRODUCT) else max(sizes, default=0.0)
     return size * math.sqrt(note.place.terms)
 
 
 def _cancels(note: Note) -> bool:
     """Whether a result is small beside the terms that it is a sum of."""
-    traits = traits_of(note.place.primitive)
-    is_sum = traits & (Is.ADDS_TWO | Is.ADDS_MANY | Is.PRODUCT)
-    return bool(is_sum) and note.typical < _SMALL * _terms(note)
+    return _is(note, _SUMS | Is.PRODUCT) and note.typical < _SMALL * _terms(note)
 
 
 def _is_undetermined(note: Note) -> bool:
@@ -164,7 +199,8 @@ def _is_undetermined(note: Note) -> bool:
 
 
 def _first_lost(note: Note) -> Note:
-    """Where numbers that are lost became zero."""
+    """Where the numbers that are lost became zero, before a result."""
+    note = max(note.reads, key=lambda read: read.lost)
     while True:
         lost = [read for read in note.reads if read.lost >= note.lost / 2]
         if not lost:
@@ -172,9 +208,8 @@ def _first_lost(note: Note) -> Note:
         note = lost[0]
 
 
-def _products(note: Note) -> tuple[Note, ...]:
+def _products(note: Note) -> Iterator[Note]:
     """The products in 16 bits nearest before a result."""
-    products: dict[str, Note] = {}
     seen = {id(note)}
     left = list(note.reads)
     while left:
@@ -182,8 +217,7 @@ def _products(note: Note) -> tuple[Note, ...]:
         if id(one) in seen:
             continue
         seen.add(id(one))
-        if is_narrow(one.dtype) and Is.PRODUCT in traits_of(one.place.primitive):
-            products.setdefault(one.place.source, one)
+        if is_narrow(one.dtype) and _is(one, Is.PRODUCT):
+            yield one
         else:
             left.extend(one.reads)
-    return tuple(products.values())

@@ -4,21 +4,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._diagnosis.advice import judged
-from optax_lossscale._diagnosis.cause import cause_in_float32, cause_of
+from optax_lossscale._diagnosis.cause import Cause, cause_in_float32, cause_of
 from optax_lossscale._diagnosis.dtypes import report_of
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
 from optax_lossscale._diagnosis.moments import moments_of
 from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note
-from optax_lossscale._diagnosis.page import Choice, Diagnosis, Place, Wrong
+from optax_lossscale._diagnosis.page import Diagnosis, Wrong
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow
-from optax_lossscale._diagnosis.table import layer_of, table_of
+from optax_lossscale._diagnosis.table import Row, row_of, table_of
 from optax_lossscale._step.get import get_loss_scale, loss_scales_in
 from optax_lossscale._step.gradient import refuse_shared_names
 
@@ -88,15 +87,15 @@ def diagnose(
 
 def _page(gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any) -> Diagnosis:
     """What the runs say, without a verdict."""
-    run = runs.fitting
-    true_grads = {name: np.asarray(x.pair.true) / run.scale for name, x in run.grads.items()}
-    loss_scales = loss_scales_in(opt_state)
+    run = _judged_by(runs)
     dtypes = gradient.narrow_dtypes
     off, wrong = _off_and_wrong(run)
     lost = {}
     if runs.fits and np.float16 in dtypes:
-        at_1, fitting = (list(one.grads.values()) for one in (runs.at_1, run))
-        lost = underflow(gradient.grad_names, at_1, fitting)
+        grads_at_1 = list(runs.at_1.grads.values())
+        lost = underflow(gradient.grad_names, grads_at_1, list(run.grads.values()))
+    true_grads = {name: np.asarray(x.pair.true) / run.scale for name, x in run.grads.items()}
+    has_scale = bool(loss_scales_in(opt_state))
     return Diagnosis(
         verdict="",
         advice=[],
@@ -107,18 +106,33 @@ def _page(gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any) -> 
         loss_in_float32=float(run.loss.pair.true),
         loss_dtype=gradient.loss_dtype,
         scale=run.scale,
-        loss_scale=float(get_loss_scale(opt_state)()) if loss_scales else None,
+        loss_scale=float(get_loss_scale(opt_state)()) if has_scale else None,
         wrong=wrong,
         off=off,
         choices=tuple(_choices(run)),
         initial_scale=runs.fits,
-        overflow=_place(runs.overflow) if runs.overflow else None,
+        overflow=row_of(runs.overflow) if runs.overflow else None,
         is_finite_without=runs.at_1.is_finite(),
         underflow=lost,
         moments=moments_of(opt_state, true_grads),
         not_compared=tuple((operation, line) for line, operation in runs.passed.items()),
         table=table_of(run.notes),
     )
+
+
+def _judged_by(runs: Runs) -> Run:
+    """The run at the scale that fits; if none does, that at 1, where less is lost, or as much is.
+
+    Where something is not finite at any scale, a very small one loses what is right at 1.
+    """
+    if runs.fits or _count_not_finite(runs.at_1) > _count_not_finite(runs.fitting):
+        return runs.fitting
+    return runs.at_1
+
+
+def _count_not_finite(run: Run) -> int:
+    notes = [value.note for value in run.results.values()]
+    return sum(note is not None and note.bad for note in notes)
 
 
 def _off_and_wrong(run: Run) -> tuple[dict[str, float], tuple[Wrong, ...]]:
@@ -129,18 +143,17 @@ def _off_and_wrong(run: Run) -> tuple[dict[str, float], tuple[Wrong, ...]]:
         note = value.note
         if note is None:  # it depends on nothing
             continue
+        cause = None
         if note.bad_true:
-            wrong.append(_wrong(name, note, cause_in_float32(note)))
-            continue
-        cause = cause_of(note) if note.off > TOLERANCE else None
+            cause = cause_in_float32(note)
+        elif note.off > TOLERANCE:
+            cause = cause_of(note)
         if cause is not None:
-            wrong.append(_wrong(name, note, cause))
-        if cause is not None or note.off <= TOLERANCE:
+            wrong.append(_wrong(name, note.off, cause, run))
+        if not note.bad_true and (cause is not None or note.off <= TOLERANCE):
             off[name] = note.off
-    wrong = sorted(wrong, key=lambda one: (one.name != "the loss", -one.off))
-    if not wrong:
-        wrong = list(_wrong_inside(run))
-    return off, tuple(wrong)
+    wrong.sort(key=lambda one: (one.name != "the loss", -one.off))
+    return off, tuple(wrong or _wrong_inside(run))
 
 
 def _wrong_inside(run: Run) -> Iterator[Wrong]:
@@ -148,42 +161,27 @@ def _wrong_inside(run: Run) -> Iterator[Wrong]:
     spread = [note for note in run.notes if not note.seeded and note.off_share > FIFTH]
     read = {id(one) for note in spread for one in note.reads}
     for note in spread:
-        if id(note) in read:
-            cause = cause_of(note)
-            if cause is not None:
-                yield _wrong("a value inside", note, cause)._replace(off=note.off_share)
-                return
+        cause = cause_of(note) if id(note) in read else None
+        if cause is not None:
+            yield _wrong("a value inside", note.off_share, cause, run)
+            return
 
 
-def _wrong(name: str, note: Note, cause: Any) -> Wrong:
+def _wrong(name: str, off: float, cause: Cause, run: Run) -> Wrong:
+    """A row of the page."""
     at = cause.note
-    is_inner = at.place.is_derivative and not at.seeded
-    return Wrong(
-        name,
-        note.off,
-        cause.how,
-        _place(at),
-        tuple(_place(product) for product in cause.products),
-        at.seeded,
-        is_inner,
-        at.bad_true,
-    )
+    # What a rule for the backward pass computes comes after the loss.
+    is_before_the_loss = run.loss.note is not None and at.number <= run.loss.note.number
+    is_inner = at.place.is_derivative and not at.seeded and is_before_the_loss
+    return Wrong(name, off, cause.how, row_of(at), tuple(map(row_of, cause.products)), is_inner)
 
 
-def _place(note: Note) -> Place:
-    place = note.place
-    return Place(
-        place.primitive or place.name, place.source, layer_of(note), note.rounds, note.dtype
-    )
-
-
-def _choices(run: Run) -> Iterator[Choice]:
+def _choices(run: Run) -> Iterator[Row]:
     """Indices and integers of which float32 would have decided some otherwise."""
     worst: dict[int, Note] = {}
     for note in run.notes:
-        is_bool = jnp.issubdtype(note.dtype, jnp.bool_) and note.count > 1
-        before = worst[note.number].decided if note.number in worst else 0.0
-        if note.decided > max(FIFTH if is_bool else _FEW, before):
+        is_mask = note.dtype == np.bool_ and note.count > 1
+        least = worst[note.number].decided if note.number in worst else 0.0
+        if note.decided > max(FIFTH if is_mask else _FEW, least):
             worst[note.number] = note
-    for note in worst.values():
-        yield Choice(note.decided, note.count, _place(note))
+    yield from map(row_of, worst.values())

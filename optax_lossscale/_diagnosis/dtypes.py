@@ -11,12 +11,20 @@ from jax import lax
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._autocast.products import AT_DEFAULT, SCOPE, is_narrowed, remedy, why_left
+from optax_lossscale._diagnosis.text import aligned
 from optax_lossscale._programs.operations import TABLE, Is, traits_of
-from optax_lossscale._programs.values import FLOAT32, asks_for_precision, is_float, is_product
+from optax_lossscale._programs.values import (
+    FLOAT32,
+    HALVES,
+    asks_for_precision,
+    is_float,
+    is_product,
+)
 from optax_lossscale._programs.walk import Equation, equations, is_of_a_library, is_opaque, traced
 from optax_lossscale._programs.work import results_of, terms_of
 
 _SHOWN = 20
+_WILD = Is.EXPONENTIAL | Is.SENDS | Is.ADDS_MANY
 # The algorithms that round what they multiply, whatever its dtype.
 _ROUNDING = dict.fromkeys(("F16_F16_F16", "F16_F16_F32"), jnp.dtype(jnp.float16))
 _ROUNDING |= dict.fromkeys(("BF16_BF16_BF16", "BF16_BF16_F32"), jnp.dtype(jnp.bfloat16))
@@ -36,6 +44,7 @@ class Operation(NamedTuple):
       terms: how many numbers are summed into one, at most; sums over devices are not counted.
       by_choice: whether a product has its dtype on purpose: it asks for its precision, or Optax
         made it, or JAX did in the derivative of a matrix decomposition.
+      by_autocast: whether it is `autocast` that computes it in 16 bits.
       left_in: where `autocast` leaves it in float32, such as "a loop that waits for a number".
     """
 
@@ -48,6 +57,7 @@ class Operation(NamedTuple):
     multiplications: int = 0
     terms: int = 1
     by_choice: bool = False
+    by_autocast: bool = False
     left_in: str = ""
 
     @property
@@ -77,10 +87,10 @@ class DtypeReport(NamedTuple):
     @property
     def multiplications(self) -> dict[np.dtype, int]:
         """The number of multiplications in each dtype, the largest first."""
-        of: Counter[np.dtype] = Counter()
+        counts: Counter[np.dtype] = Counter()
         for product in self.products:
-            of[product.dtype] += product.multiplications
-        return dict(of.most_common())
+            counts[product.dtype] += product.multiplications
+        return dict(counts.most_common())
 
     @property
     def shares(self) -> dict[np.dtype, float]:
@@ -89,7 +99,9 @@ class DtypeReport(NamedTuple):
         return {dtype: n / total for dtype, n in self.multiplications.items()}
 
     def __str__(self) -> str:
-        lines = ["Matrix products and convolutions:", *([] if self.products else ["  none"])]
+        lines = ["Matrix products and convolutions:"]
+        if not self.products:
+            lines.append("  none")
         for dtype, share in self.shares.items():
             count = sum(p.count for p in self.products if p.dtype == dtype)
             lines.append(f"  {count} in {dtype}, {share:.1%} of the multiplications")
@@ -99,7 +111,9 @@ class DtypeReport(NamedTuple):
             "Not looked into:": _rows(self.opaque),
             "Unknown:": _rows(self.unknown),
         }
-        lines += [line for title, rows in sections.items() if rows for line in (title, *rows)]
+        for title, rows in sections.items():
+            if rows:
+                lines += [title, *rows]
         lines += [f"Counted as one iteration: the loop at {line}" for line in self.while_loops]
         return "\n".join(lines)
 
@@ -146,11 +160,14 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
 
 def report_of(jaxpr: Any) -> DtypeReport:
     """The report of what was traced."""
-    products, narrow, opaque, unknown, while_loops = [], [], [], [], []
-    vector = jax.ShapeDtypeStruct((1,), jnp.float32)
-    usual = str(jax.make_jaxpr(lax.dot)(vector, vector).eqns[0].params["precision"])
+    products = []
+    narrow = []
+    opaque = []
+    unknown = []
+    while_loops = []
+    usual = _usual_precision()
     for at in equations(jaxpr):
-        floats, traits = [v for v in at.eqn.invars if is_float(v)], traits_of(at.name)
+        floats = [v for v in at.eqn.invars if is_float(v)]
         if is_opaque(at.eqn) and floats:
             opaque.append(_operation(at))
         elif at.name not in TABLE and floats:
@@ -159,12 +176,23 @@ def report_of(jaxpr: Any) -> DtypeReport:
             products.append(_product(at, usual))
             while_loops += [around.source for around in at.holders if around.name == "while"][:1]
         elif floats and all(v.aval.dtype.itemsize <= 2 for v in floats):
-            terms = at.summed * terms_of(at.eqn)
-            is_wild = Is.EXPONENTIAL in traits
-            if terms > 1 or is_wild or Is.SENDS | Is.ADDS_MANY in traits:
-                narrow.append(_operation(at)._replace(terms=terms))
-    loops = tuple(dict.fromkeys(while_loops))
-    return DtypeReport(_alike(products), _alike(narrow), _alike(opaque), _alike(unknown), loops)
+            one = _operation(at)._replace(terms=at.summed * terms_of(at.eqn))
+            if one.terms > 1 or traits_of(at.name) & _WILD:
+                narrow.append(one)
+    return DtypeReport(
+        _alike(products),
+        _alike(narrow),
+        _alike(opaque),
+        _alike(unknown),
+        tuple(dict.fromkeys(while_loops)),
+    )
+
+
+def _usual_precision() -> str:
+    """The precision of a product that asks for none."""
+    vector = jax.ShapeDtypeStruct((1,), jnp.float32)
+    (product,) = jax.make_jaxpr(lax.dot)(vector, vector).eqns
+    return str(product.params["precision"])
 
 
 def product_rows(products: Iterable[Operation], report: DtypeReport) -> list[str]:
@@ -174,72 +202,96 @@ def product_rows(products: Iterable[Operation], report: DtypeReport) -> list[str
 
 def _operation(at: Equation) -> Operation:
     """An operation, with all its floating-point operands."""
-    pairs = zip(at.eqn.invars, at.before, strict=True)
-    operands, before = zip(*[(v.aval.dtype, was) for v, was in pairs if is_float(v)], strict=True)
-    result = at.eqn.outvars[0].aval.dtype if at.eqn.outvars else None
-    return Operation(at.name, operands, before, result, at.source)
+    floats = [n for n, v in enumerate(at.eqn.invars) if is_float(v)]
+    return Operation(
+        primitive=at.name,
+        operands=tuple(at.eqn.invars[n].aval.dtype for n in floats),
+        before=tuple(at.before[n] for n in floats),
+        result=at.eqn.outvars[0].aval.dtype if at.eqn.outvars else None,
+        source=at.source,
+    )
 
 
 def _product(at: Equation, usual: str) -> Operation:
     """An operation that multiplies its first two operands."""
-    eqn, terms, precision = at.eqn, terms_of(at.eqn), str(at.eqn.params.get("precision"))
+    eqn = at.eqn
+    terms = terms_of(eqn)
+    precision = str(eqn.params.get("precision"))
     operands = tuple(_ROUNDING.get(precision, v.aval.dtype) for v in eqn.invars[:2])
     asks = asks_for_precision(eqn) and precision not in _ROUNDING
     by_choice = is_of_a_library(eqn) or (asks and precision != usual)
-    is_left = FLOAT32 in operands and not by_choice
+    left_in = ""
+    if FLOAT32 in operands and not by_choice:
+        left_in = AT_DEFAULT if asks else _left_in(at)
     return Operation(
-        eqn.primitive.name,
-        operands,
-        at.before[:2],
-        eqn.outvars[0].aval.dtype,
-        at.source,
+        primitive=eqn.primitive.name,
+        operands=operands,
+        before=at.before[:2],
+        result=eqn.outvars[0].aval.dtype,
+        source=at.source,
         multiplications=at.runs * results_of(eqn) * terms,
         terms=terms,
         by_choice=by_choice,
-        left_in=(AT_DEFAULT if asks else _left_in(at)) if is_left else "",
+        by_autocast=operands[0] in HALVES and _is_in_autocast(at),
+        left_in=left_in,
     )
+
+
+def _is_in_autocast(at: Equation) -> bool:
+    """Whether `autocast` runs an equation, or it is of a derivative that is made from that."""
+    return any(SCOPE in str(e.eqn.source_info.name_stack) for e in (at, *at.holders))
 
 
 def _left_in(at: Equation) -> str:
     """What a product that `autocast` leaves in float32 is, or what it is in."""
-    around = [e.eqn for e in (at, *at.holders)]
+    for around in (at, *at.holders):
+        reason = why_left(around.eqn)
+        if reason:
+            return reason
     # Where the program shows it, it would have been narrowed.
-    is_within = any(SCOPE in str(eqn.source_info.name_stack) for eqn in around)
-    derived = "a product that only a derivative has" if is_within and is_narrowed(at.eqn) else ""
-    return next(filter(None, map(why_left, around)), derived)
+    is_derived = _is_in_autocast(at) and is_narrowed(at.eqn)
+    return "a product that only a derivative has" if is_derived else ""
 
 
 def _alike(operations: Iterable[Operation]) -> tuple[Operation, ...]:
     """The operations, where those that differ only in their counts are one."""
-    found: dict[Operation, Operation] = {}
+    kinds: dict[Operation, Operation] = {}
     for one in operations:
         kind = one._replace(count=0, multiplications=0, terms=0)
-        others = found.get(kind, kind)
-        found[kind] = kind._replace(
+        others = kinds.get(kind, kind)
+        kinds[kind] = kind._replace(
             count=others.count + 1,
             multiplications=others.multiplications + one.multiplications,
             terms=max(others.terms, one.terms),
         )
-    return tuple(found.values())
+    return tuple(kinds.values())
 
 
 def _rows(operations: Iterable[Operation], total: int = 0) -> list[str]:
     """The largest operations as lines of text, with their share of `total` multiplications."""
-    by_size = lambda one: (one.multiplications, one.terms, one.count)
-    found = sorted(operations, key=by_size, reverse=True)
-    rows = [_row(one, total) for one in found[:_SHOWN]]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(["", *map(str.ljust, row, widths)]).rstrip() for row in rows]
-    return lines if len(found) <= _SHOWN else [*lines, f"  and {len(found) - _SHOWN} more"]
+    largest = sorted(operations, key=_size, reverse=True)
+    if not largest:
+        return []
+    rows = [_row(one, total) for one in largest[:_SHOWN]]
+    lines = aligned(rows, text=range(len(rows[0])))
+    left = len(largest) - _SHOWN
+    return [*lines, f"  and {left} more"] if left > 0 else lines
+
+
+def _size(one: Operation) -> tuple[int, ...]:
+    return one.multiplications, one.terms, one.count
 
 
 def _row(one: Operation, total: int) -> tuple[str, ...]:
     """As in `float32 × float16→float32  50.0%  1 dot_general  model.py:12 (f), by choice`."""
-    pairs = zip(one.operands, one.before, strict=True)
-    dtypes = [str(now) if now == was else f"{was}→{now}" for now, was in pairs]
-    dtypes = dtypes[:1] if len(set(dtypes)) == 1 else dtypes
+    dtypes = []
+    for now, was in zip(one.operands, one.before, strict=True):
+        dtypes.append(str(now) if now == was else f"{was}→{now}")
+    if len(set(dtypes)) == 1:
+        dtypes = dtypes[:1]
     share = [f"{one.multiplications / total:.1%}"] if total else []
     terms = f" of {one.terms} terms" if one.terms > 1 and not one.multiplications else ""
-    left = f", as autocast leaves {one.left_in}: {remedy(one.left_in)}" if one.left_in else ""
-    why = left or ", by choice" * one.by_choice
-    return " × ".join(dtypes), *share, f"{one.count} {one.primitive}{terms}", one.source + why
+    why = ", by choice" if one.by_choice else ""
+    if one.left_in:
+        why = f", as autocast leaves {one.left_in}: {remedy(one.left_in)}"
+    return "", " × ".join(dtypes), *share, f"{one.count} {one.primitive}{terms}", one.source + why

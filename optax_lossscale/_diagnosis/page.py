@@ -1,6 +1,6 @@
 """What `diagnose` found, and the page that reports it."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,34 +9,10 @@ from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._diagnosis.dtypes import DtypeReport
 from optax_lossscale._diagnosis.moments import Moments
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
-from optax_lossscale._diagnosis.table import Table
-from optax_lossscale._diagnosis.text import some, table, wrapped
+from optax_lossscale._diagnosis.table import Row, Table
+from optax_lossscale._diagnosis.text import lines_of, some, table, wrapped
 
 _SHOWN = 8
-
-
-class Place(NamedTuple):
-    """An equation of the gradient.
-
-    Attributes:
-      primitive: its name in JAX, such as `dot_general`; of an argument, its path.
-      source: the line that made it, as `model.py:12 (f)`.
-      layer: the scope that it is in, or else the parameters nearest to it.
-      rounds: the rounds of the loops around it, the outermost first, from 0.
-      dtype: the dtype of its result.
-    """
-
-    primitive: str
-    source: str
-    layer: str
-    rounds: tuple[int, ...]
-    dtype: Any
-
-    def __str__(self) -> str:
-        inside = [self.layer, *(f"iteration {n}" for n in self.rounds)]
-        layer = ", ".join(filter(None, inside))
-        at = f"{self.primitive} at {self.source}" if self.source else self.primitive
-        return f"{at} [{layer}]" if layer else at
 
 
 class Wrong(NamedTuple):
@@ -51,33 +27,20 @@ class Wrong(NamedTuple):
         is at fault.
       place: that equation.
       products: the products in 16 bits that round what it is sensitive to.
-      is_backward: whether it is in the backward pass, where the loss scale reaches.
       is_inner: whether it is in a derivative that the loss function itself takes.
-      is_in_float32: whether it is not finite in float32 either.
     """
 
     name: str
     off: float
     how: str
-    place: Place
-    products: tuple[Place, ...]
-    is_backward: bool
+    place: Row
+    products: tuple[Row, ...]
     is_inner: bool
-    is_in_float32: bool
 
-
-class Choice(NamedTuple):
-    """Indices, integers or conditions that float32 would have decided otherwise.
-
-    Attributes:
-      share: of them.
-      count: how many there are.
-      place: the equation.
-    """
-
-    share: float
-    count: int
-    place: Place
+    @property
+    def is_in_float32(self) -> bool:
+        """Whether it is not finite in float32 either."""
+        return not self.place.is_finite
 
 
 class Diagnosis(NamedTuple):
@@ -122,9 +85,9 @@ class Diagnosis(NamedTuple):
     loss_scale: float | None
     wrong: tuple[Wrong, ...]
     off: dict[str, float]
-    choices: tuple[Choice, ...]
+    choices: tuple[Row, ...]
     initial_scale: InitialScale | None
-    overflow: Place | None
+    overflow: Row | None
     is_finite_without: bool
     underflow: dict[str, Underflow]
     moments: Moments | None
@@ -142,94 +105,96 @@ class Diagnosis(NamedTuple):
         return magnitudes(self.table, axes)
 
     def __str__(self) -> str:
-        lines = [self._computes(), self.verdict, *self._compared(), *self._scales()]
+        sentences = [self._computes(), self.verdict, *self._compared(), *self._scales()]
         if self.moments:
             dtypes = " and ".join(map(str, self.moments.dtypes))
-            lines.append(
+            sentences.append(
                 f"Adam: {self.moments.below_eps:.1%} of the gradients are below its eps of "
                 f"{self.moments.eps:g}; {self.moments.vanished:.1%} of their squares are zero in "
                 f"{dtypes}."
             )
-        wrong = [("Wrong:", "off by", "because")]
-        for one in self.wrong:
-            off = "not finite" if one.off == np.inf or one.is_in_float32 else f"{one.off:.1%}"
-            wrong.append((f"  {one.name}", off, _because(one)))
-        at = scale_name(self.initial_scale.scale) if self.initial_scale else ""
-        lost = [("Underflow:", "lost at 1", f"at {at}", "bits needed")]
-        for name, group in self.underflow.items():
-            shares = (f"{group.lost:.1%}", f"{group.left:.1%}")
-            lost.append((f"  {name}", *shares, str(group.bits)))
-        lines = list(map(wrapped, lines))
-        lines += [*_table(wrong, text=(0, 2)), *_table(lost), "What to do:"]
-        return "\n".join([*lines, *(wrapped(f"- {what}") for what in self.advice)])
+        lines = [
+            *map(wrapped, sentences),
+            *_first_rows([("Wrong:", "off by", "because"), *map(_cells, self.wrong)], text=(0, 2)),
+            *_first_rows(self._underflow()),
+            "What to do:",
+            *(wrapped(f"- {what}") for what in self.advice),
+        ]
+        return "\n".join(lines)
 
     def _computes(self) -> str:
-        """What it computes in which dtype, in one sentence or two."""
+        """What it computes in which dtype, in one sentence."""
+        how = "In float32 as it is; with autocast, it computes" if self.is_autocast else "Computes"
+        return f"{how} in {self._dtypes()}; the loss is {self.loss_dtype}."
+
+    def _dtypes(self) -> str:
+        """The dtypes of its products, and of which lines the others are."""
         products = self.dtypes.products
-        loss = f"the loss is {self.loss_dtype}"
-        wide = (
-            "In float32 as it is; with autocast, it computes" if self.is_autocast else "Computes"
-        )
         if not products:
             dtypes = " and ".join(map(str, self.computes_in)) or "float32 or wider"
-            return f"{wide} in {dtypes}, without matrix products; {loss}."
+            return f"{dtypes}, without matrix products"
         (most, share), *others = self.dtypes.shares.items()
-        total = sum(p.count for p in products)
         rest = [p for p in products if p.dtype != most]
-        if not others:
-            return f"{wide} in {most}: all {total} matrix products; {loss}."
+        total = sum(p.count for p in products)
+        if not rest:
+            return f"{most}: all {total} matrix products"
         count = total - sum(p.count for p in rest)
         dtypes = ", ".join(str(dtype) for dtype, _ in others)
-        lines = some(list(dict.fromkeys(p.source for p in rest)))
         return (
-            f"{wide} in {most}: {count} of {total} matrix products, {share:.1%} of the "
-            f"multiplications; the others in {dtypes}, at {lines}; {loss}."
+            f"{most}: {count} of {total} matrix products, {share:.1%} of the multiplications; "
+            f"the others in {dtypes}, at {some(lines_of(rest))}"
         )
 
-    def _compared(self) -> list[str]:
+    def _compared(self) -> Iterator[str]:
         """How far it is from float32."""
-        lines = []
-        if self.computes_in and not self.wrong and "the loss" in self.off:
+        if self.wrong and np.isfinite([self.loss, self.loss_in_float32]).all():
+            yield f"The loss is {self.loss:.4g}, in float32 {self.loss_in_float32:.4g}."
+        elif self.computes_in and not self.wrong and "the loss" in self.off:
             grads = [off for name, off in self.off.items() if name != "the loss"]
-            at = "" if self.scale == 1 else f", at a scale of {scale_name(self.scale)}"
-            lines.append(
+            at = f", at a scale of {scale_name(self.scale)}" if self.scale != 1 else ""
+            yield (
                 f"Off from float32: the loss by {self.off['the loss']:.1%}, gradients by at most "
                 f"{max(grads, default=0):.1%}{at}."
             )
-        elif np.isfinite([self.loss, self.loss_in_float32]).all() and self.wrong:
-            lines.append(f"The loss is {self.loss:.4g}, in float32 {self.loss_in_float32:.4g}.")
         for choice in self.choices[:_SHOWN]:
-            lines.append(
-                f"Chosen otherwise than in float32: {choice.share:.1%} of {choice.count}, in "
-                f"{choice.place}."
-            )
+            share = f"{choice.decided:.1%} of {choice.count}"
+            yield f"Chosen otherwise than in float32: {share}, in {choice}."
         for operation, source in self.not_compared:
-            lines.append(f"Not compared: what {operation} computes in 16 bits at {source}.")
-        return lines
+            yield f"Not compared: what {operation} computes in 16 bits at {source}."
 
-    def _scales(self) -> list[str]:
+    def _scales(self) -> Iterator[str]:
         """Which loss scale fits, and where gradients overflow first."""
         if not self.initial_scale or np.float16 not in self.computes_in:
-            return []
-        lines = [f"Loss scale: {self.initial_scale}."]
+            return
+        theirs = ""
         if self.loss_scale is not None:
-            lines[0] = (
-                f"Loss scale: yours is {scale_name(self.loss_scale)}. What fits: {lines[0][12:]}"
-            )
+            theirs = f"yours is {scale_name(self.loss_scale)}. What fits: "
+        yield f"Loss scale: {theirs}{self.initial_scale}."
         if self.overflow:
             top = scale_name(2 * self.initial_scale.largest)
-            lines.append(f"Overflow: from {top} on, first in {self.overflow}.")
-        return lines
+            yield f"Overflow: from {top} on, first in {self.overflow}."
+
+    def _underflow(self) -> Iterator[tuple[str, ...]]:
+        """The share of gradients that each group of parameters loses."""
+        at = scale_name(self.initial_scale.scale) if self.initial_scale else ""
+        yield "Underflow:", "lost at 1", f"at {at}", "bits needed"
+        for name, group in self.underflow.items():
+            yield f"  {name}", f"{group.lost:.1%}", f"{group.left:.1%}", str(group.bits)
 
 
-def _because(one: Wrong) -> str:
+def _cells(one: Wrong) -> tuple[str, str, str]:
+    is_finite = one.off < np.inf and not one.is_in_float32
+    because = f"{one.how} in {one.place}"
     if one.how == "adds up":
-        return "rounding adds up over many lines"
-    return f"{one.how} in {one.place}"
+        because = "rounding adds up over many lines"
+    return f"  {one.name}", f"{one.off:.1%}" if is_finite else "not finite", because
 
 
-def _table(rows: Sequence[Sequence[str]], text: Sequence[int] = (0,)) -> list[str]:
+def _first_rows(rows: Iterable[tuple[str, ...]], text: Container[int] = (0,)) -> list[str]:
     """The first rows of a table, under its title; nothing if there are none."""
-    left = len(rows) - 1 - _SHOWN
-    more = [f"  and {left} more"] if left > 0 else []
-    return [*table(rows[: 1 + _SHOWN], text), *more] if len(rows) > 1 else []
+    title, *rest = rows
+    if not rest:
+        return []
+    lines = table([title, *rest[:_SHOWN]], text)
+    left = len(rest) - _SHOWN
+    return [*lines, f"  and {left} more"] if left > 0 else lines

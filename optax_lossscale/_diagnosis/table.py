@@ -14,8 +14,8 @@ class Row(NamedTuple):
     """An equation of the gradient; in a loop, the round in which it is off the most.
 
     Attributes:
-      primitive: its name in JAX, such as `dot_general`.
-      source: the line that made it, as `model.py:12 (f)`.
+      primitive: its name in JAX, such as `dot_general`; of an argument, its path.
+      source: the line that made it, as `model.py:12 (f)`; of an argument, "".
       layer: the scope that it is in, or else the parameters nearest to it.
       rounds: the rounds of the loops around it, the outermost first, from 0.
       dtype: the dtype of its result.
@@ -45,6 +45,16 @@ class Row(NamedTuple):
     typical: float
     count: int
 
+    @property
+    def line(self) -> str:
+        """What it is and where, as `dot_general at model.py:12 (f)`."""
+        return f"{self.primitive} at {self.source}" if self.source else self.primitive
+
+    def __str__(self) -> str:
+        inside = [self.layer, *(f"iteration {n}" for n in self.rounds)]
+        layer = ", ".join(filter(None, inside))
+        return f"{self.line} [{layer}]" if layer else self.line
+
 
 class Table(NamedTuple):
     """A row for each equation, in the order of the program; print it."""
@@ -65,47 +75,39 @@ def table_of(notes: Iterable[Note]) -> Table:
         if key not in worst or note.off > worst[key].off:
             worst[key] = note
         largest[key] = max(largest.get(key, 0.0), note.largest)
-    order = sorted(worst, key=lambda key: key[0])
-    return Table(tuple(_row(worst[key], largest[key]) for key in order))
+    in_order = sorted(worst, key=lambda key: key[0])
+    return Table(tuple(row_of(worst[key])._replace(largest=largest[key]) for key in in_order))
 
 
-def layer_of(note: Note) -> str:
+def row_of(note: Note) -> Row:
+    """The row of what was noted in one round."""
+    return Row(
+        primitive=note.place.primitive or note.place.name,
+        source=note.place.source,
+        layer=_layer(note),
+        rounds=note.rounds,
+        dtype=note.dtype,
+        is_backward=note.seeded,
+        before=max((read.off for read in note.reads), default=0.0),
+        error=note.off,
+        is_finite=not note.bad_true,
+        lost=note.lost,
+        decided=note.decided,
+        largest=note.largest,
+        typical=note.typical,
+        count=note.count,
+    )
+
+
+def _layer(note: Note) -> str:
     """The scope of a result, or else the parameters nearest to it."""
     if note.place.scope:
         return note.place.scope
-    names = next(filter(None, map(_parameters, _levels(note))), [])
-    return some(sorted(names, key=natural))
-
-
-def where(note: Note) -> str:
-    """`dot_general at model.py:12 (f) [blocks/w1, iteration 3]`."""
-    inside = [layer_of(note), *(f"iteration {n}" for n in note.rounds)]
-    layer = ", ".join(filter(None, inside))
-    return f"{note.place.primitive} at {note.place.source}" + (f" [{layer}]" if layer else "")
-
-
-def before(note: Note) -> float:
-    """How far the operand is off that is off the most."""
-    return max((read.off for read in note.reads), default=0.0)
-
-
-def _row(note: Note, largest: float) -> Row:
-    return Row(
-        note.place.primitive,
-        note.place.source,
-        layer_of(note),
-        note.rounds,
-        note.dtype,
-        note.seeded,
-        before(note),
-        note.off,
-        not note.bad_true,
-        note.lost,
-        note.decided,
-        largest,
-        note.typical,
-        note.count,
-    )
+    for level in _levels(note):
+        names = {note.place.name for note in level if note.place.is_parameter}
+        if names:
+            return some(sorted(names, key=natural))
+    return ""
 
 
 def _levels(note: Note) -> Iterator[list[Note]]:
@@ -114,17 +116,19 @@ def _levels(note: Note) -> Iterator[list[Note]]:
     level = [note]
     while level:
         yield level
-        reads = [read for one in level for read in one.reads if id(read) not in seen]
-        level = list({id(read): read for read in reads}.values())
-        seen.update(map(id, level))
-
-
-def _parameters(notes: Iterable[Note]) -> set[str]:
-    return {note.place.name for note in notes if note.place.is_parameter}
+        reads = {id(read): read for one in level for read in one.reads}
+        level = [read for key, read in reads.items() if key not in seen]
+        seen.update(reads)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    layer = ", ".join([row.layer, *map(str, row.rounds)])
-    shares = [f"{x:.1%}" for x in (row.before, row.error, row.lost)]
-    name = row.primitive
-    return row.source, layer, name, str(row.dtype), *shares, f"{row.largest:.3g}"
+    return (
+        row.source,
+        ", ".join([row.layer, *map(str, row.rounds)]),
+        row.primitive,
+        str(row.dtype),
+        f"{row.before:.1%}",
+        f"{row.error:.1%}",
+        f"{row.lost:.1%}",
+        f"{row.largest:.3g}",
+    )
