@@ -13,7 +13,7 @@ from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import dtype_in, is_float
 from optax_lossscale._programs.versions import open_jaxpr
-from optax_lossscale._programs.walk import has_users_line, line_of, programs_in
+from optax_lossscale._programs.walk import LIBRARY, has_users_line, line_of, programs_in
 from optax_lossscale._programs.work import terms_of
 from optax_lossscale._step.gradient import SCALES
 
@@ -94,7 +94,7 @@ def _scope(stack: str) -> str:
     without_jit = re.sub(r"p?jit\([^()]*\)", "", stack)
     plain = re.sub(r"\w+\(|\)", "", without_jit)
     names = [name for name in plain.split("/") if re.fullmatch(r"[\w.-]+", name)]
-    ours = (SCOPE, "rematted_computation", "checkpoint", "while", "body", "cond")
+    ours = (SCOPE, LIBRARY, "rematted_computation", "checkpoint", "while", "body", "cond")
     return "/".join(name for name in names if name not in ours)
 
 
