@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._arrays import validation
-from optax_lossscale._arrays.precision import at_least_float32, is_array
+from optax_lossscale._arrays.names import path_name
+from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_array, is_inexact
 from optax_lossscale._arrays.variables import found, is_module
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.loss_scale import LossScale
@@ -126,7 +127,8 @@ def value_and_scaled_grad(
         of the differentiated argument, or that has floats of another dtype as wide.
       TypeError: if `fun` is not a function or `argnums` are not ints; when called, if the loss is
         not a real floating-point scalar, or a differentiated argument is not a tree of arrays, or
-        is an `nnx.Module`: differentiate modules with `nnx` and `scale_gradient`.
+        is an `nnx.Module`: differentiate modules with `nnx` and `scale_gradient`; or has integers,
+        unless `allow_int=True`.
 
     Warns:
       UserWarning: when called, for a float16 loss, as `scale_gradient` does.
@@ -159,6 +161,8 @@ def value_and_scaled_grad(
         positions = [range(len(args))[n] for n in differentiated if -len(args) <= n < len(args)]
         given = tuple(args[n] for n in positions)
         _refuse_modules(given)
+        if not kwargs.get("allow_int", False):
+            _refuse_integers(given[0] if len(given) == 1 else given)
         if grad_dtype is not None and len(given) == len(differentiated):  # else JAX refuses
             cast = narrowed(grad_dtype, given if several else given[0])
             cast = dict(zip(positions, cast if several else (cast,), strict=True))
@@ -199,7 +203,19 @@ def refuse_shared_names(fun: Callable[..., Any], ours: Sequence[str], args: tupl
         )
 
 
+def _refuse_integers(tree: Any) -> None:
+    """Raises for leaves that have no gradient, and says which."""
+    for path, x in jax.tree.leaves_with_path(tree):
+        if not is_inexact(x):
+            raise TypeError(
+                f"what is differentiated has {dtype_of(x)} at {path_name(path)}, which has no "
+                "gradient: differentiate floats alone, and pass the others as an argument of "
+                "their own; or pass allow_int=True, for gradients that are float0"
+            )
+
+
 def _refuse_modules(tree: Any) -> None:
+    """Raises for models that are to be taken apart first."""
     for x in found(is_module, tree):
         raise TypeError(
             f"{type(x).__name__} is an nnx.Module, whose batch statistics and random streams "

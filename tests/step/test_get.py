@@ -39,6 +39,31 @@ def test_an_unknown_identifier_is_answered_with_the_known(bad):
         ols.get(bad)
 
 
+@pytest.mark.parametrize(
+    ("bad", "meant"),
+    {
+        "dynmaic": "Did you mean 'dynamic'",
+        "Headroom": "Did you mean 'headroom'",
+        "none": "Did you mean None",
+        "bf16": "autocast.*pass None",
+        "bfloat16": "autocast.*pass None",
+        jnp.bfloat16: "autocast.*pass None",
+        np.dtype("float16"): "autocast.*pass None",
+    }.items(),
+)
+def test_an_error_guesses_what_was_meant(bad, meant):
+    with pytest.raises(ValueError, match=meant):
+        ols.with_loss_scale(optax.sgd(0.1), bad)
+
+
+@pytest.mark.parametrize("bad", ["fixed", "xyz", object, (), np.ones(3)])
+def test_an_error_guesses_nothing_where_nothing_is_close(bad):
+    with pytest.raises(ValueError, match="a loss scale is None") as error:
+        ols.get(bad)
+    assert "Did you mean" not in str(error.value)
+    assert "autocast" not in str(error.value)
+
+
 @pytest.mark.parametrize("bad", [0, -128, np.nan, np.inf])
 def test_a_number_that_is_no_scale_is_refused(bad):
     with pytest.raises(ValueError, match="scale must be a number between"):

@@ -53,6 +53,18 @@ def test_passes_has_aux_argnums_and_further_arguments_on():
     assert g.dtype == jax.dtypes.float0
 
 
+@pytest.mark.parametrize("way", ["value_and_scaled_grad", "minimize"])
+def test_integers_among_the_parameters_are_named(way):
+    params = {"w": jnp.ones(3), "step": jnp.arange(3)}
+    fun = lambda params: jnp.sum(params["w"])
+    tx = ols.with_loss_scale(optax.sgd(0.1))
+    with pytest.raises(TypeError, match="has int32 at step, which has no gradient"):
+        if way == "minimize":
+            tx.minimize(fun, tx.init(params), params)
+        else:
+            ols.value_and_scaled_grad(fun, LS)(params)
+
+
 def test_is_named_as_the_function():
     assert ols.value_and_scaled_grad(loss_fn, LS).__name__ == "loss_fn"
 
