@@ -71,9 +71,8 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "fl
 
 def _what_was_meant(identifier: Any) -> str:
     """The end of an error about something that is no loss scale, if it shows what was meant."""
-    dtype = validation.dtype(
-        _DTYPES.get(identifier, identifier) if type(identifier) is str else identifier
-    )
+    name = _DTYPES.get(identifier, identifier) if isinstance(identifier, str) else identifier
+    dtype = validation.dtype(name) if isinstance(name, (str, type, np.dtype)) else None
     if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
         return (
             ". A dtype goes to autocast(loss_fn, dtype); in bfloat16, pass None here, which "

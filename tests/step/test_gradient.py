@@ -58,11 +58,12 @@ def test_integers_among_the_parameters_are_named(way):
     params = {"w": jnp.ones(3), "step": jnp.arange(3)}
     fun = lambda params: jnp.sum(params["w"])
     tx = ols.with_loss_scale(optax.sgd(0.1))
+    ways = {
+        "value_and_scaled_grad": lambda: ols.value_and_scaled_grad(fun, LS)(params),
+        "minimize": lambda: tx.minimize(fun, tx.init(params), params),
+    }
     with pytest.raises(TypeError, match="has int32 at step, which has no gradient"):
-        if way == "minimize":
-            tx.minimize(fun, tx.init(params), params)
-        else:
-            ols.value_and_scaled_grad(fun, LS)(params)
+        ways[way]()
 
 
 def test_is_named_as_the_function():
