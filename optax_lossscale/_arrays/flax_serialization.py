@@ -27,12 +27,14 @@ def _to_state_dict(stateful: Any) -> dict[str, Any]:
 
 def _from_state_dict(stateful: Any, saved: Any) -> Any:
     """The same configuration, with the state that was saved."""
-    kind, current = type(stateful).__name__, _to_state_dict(stateful)
+    kind = type(stateful).__name__
+    current = _to_state_dict(stateful)
     if not isinstance(saved, dict) or set(saved) != set(current):
         found = validation.shown(list(saved) if isinstance(saved, dict) else saved)
         raise ValueError(f"a saved {kind} must hold {list(current)}; got {found}")
     for name, here in current.items():
-        shape, saved_shape = np.shape(here), np.shape(saved[name])
+        shape = np.shape(here)
+        saved_shape = np.shape(saved[name])
         if shape != saved_shape:
             given = f"has shape {saved_shape}; here, with another configuration, it has {shape}"
             raise ValueError(f"the saved {name} of a {kind} {given}")

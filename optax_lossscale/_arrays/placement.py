@@ -26,7 +26,8 @@ def in_its_mesh(x: jax.typing.ArrayLike) -> contextlib.AbstractContextManager[An
 
     As an array inside of `auto_axes` does, whose mesh has the same axes with other types.
     """
-    mesh, around = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
+    mesh = jax.typeof(x).sharding.mesh
+    around = jax.sharding.get_abstract_mesh()
     is_auto = {AxisType.Auto}.issuperset
     both_auto = is_auto(mesh.axis_types) and is_auto(around.axis_types)
     if mesh.empty or around.empty or mesh == around or both_auto:
@@ -36,7 +37,8 @@ def in_its_mesh(x: jax.typing.ArrayLike) -> contextlib.AbstractContextManager[An
 
 def zeros_of(kind: jax.ShapeDtypeStruct) -> jax.Array:
     """Zeros of a type, which count as differing along the same axes of `shard_map`."""
-    zeros, axes = jnp.zeros(kind.shape, kind.dtype), tuple(_varying(kind))
+    zeros = jnp.zeros(kind.shape, kind.dtype)
+    axes = tuple(_varying(kind))
     if not axes:
         return zeros
     if hasattr(lax, "pcast"):

@@ -20,7 +20,8 @@ from optax_lossscale._arrays.precision import at_least_float32, dtype_of
 _HALF = np.uint32(0x8000)
 _UPPER = np.uint32(0xFFFF0000)
 _UNSIGNED = np.uint32(0x7FFFFFFF)
-_SMALLEST, _INFINITE = np.uint32(0x00010000), np.uint32(0x7F800000)
+_SMALLEST = np.uint32(0x00010000)
+_INFINITE = np.uint32(0x7F800000)
 
 
 class Whole(NamedTuple):

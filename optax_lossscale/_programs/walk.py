@@ -213,7 +213,8 @@ def is_of_a_library(eqn: Any) -> bool:
     """Whether Optax made this outside of its losses, or JAX in the derivative of a QR, say."""
     if LIBRARY in str(eqn.source_info.name_stack):
         return True
-    optax, calls = _folder("optax"), _calls(eqn)
+    optax = _folder("optax")
+    calls = _calls(eqn)
     losses = os.path.join(optax, "losses")
     if optax and calls and calls[-1].startswith(optax) and not calls[-1].startswith(losses):
         return True

@@ -94,7 +94,8 @@ class DynamicLossScale(LossScale):
     def __post_init__(self):
         super().__post_init__()
         validation.in_order(self.min_scale, self.initial_scale, self.max_scale)
-        given, most = self.initial_growth_counter, self.growth_interval - 1
+        given = self.initial_growth_counter
+        most = self.growth_interval - 1
         counter = validation.count("initial_growth_counter", given, 0, most)
         self._set(initial_growth_counter=counter, growth_counter=np.int32(counter))
         self._set(hysteresis_left=np.int32(self.hysteresis))

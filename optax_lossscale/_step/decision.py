@@ -45,7 +45,8 @@ def decide(
     norm = finite = None
     if state.skip_rule is not None:
         norm, finite = norm_and_all_finite(grads)
-        norm, finite = across(lax.pmax, norm, axis_name), on_all_replicas(finite, axis_name)
+        norm = across(lax.pmax, norm, axis_name)
+        finite = on_all_replicas(finite, axis_name)
     elif skip is not None and type(state.loss_scale).update not in _CHECKING:
         finite = on_all_replicas(all_finite(grads), axis_name)
 
@@ -53,7 +54,8 @@ def decide(
     if skip is None and fits is True:
         return True, state._replace(loss_scale=loss_scale)
 
-    should_apply, learns = jnp.asarray(fits, bool), None
+    should_apply = jnp.asarray(fits, bool)
+    learns = None
     if skip is not None and value is not None:
         learns = on_all_replicas(jnp.isfinite(value), axis_name)
         should_apply = should_apply & learns
@@ -66,7 +68,8 @@ def decide(
         loss_scale = jax.tree.map(partial(jnp.where, learns), loss_scale, state.loss_scale)
     _refuse_to_differ(should_apply, state)
 
-    skipped, in_a_row = state.skipped_steps, state.consecutive_skipped_steps
+    skipped = state.skipped_steps
+    in_a_row = state.consecutive_skipped_steps
     return should_apply, state._replace(
         loss_scale=loss_scale,
         should_apply=should_apply,
@@ -85,7 +88,8 @@ def _adapted(
     """
     if finite is not None and type(loss_scale).update is LossScale.update:
         # Whether they are finite is all that it looks at, and is already known.
-        new, fits = loss_scale.adjust(finite), finite
+        new = loss_scale.adjust(finite)
+        fits = finite
     else:
         new, fits = loss_scale.update(grads, axis_name)
         fits = fits if finite is None else finite & fits

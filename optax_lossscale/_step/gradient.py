@@ -60,7 +60,8 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     """
     refuse_other_order(loss_scale)
     refuse_no_scalar("the loss", loss)
-    loss, loss_scale = jnp.asarray(loss), resolve(loss_scale)
+    loss = jnp.asarray(loss)
+    loss_scale = resolve(loss_scale)
     _warn_of_float16(loss, loss_scale)
     wide = at_least_float32(loss)
     return _with_scaled_tangent(wide, loss_scale)

@@ -56,7 +56,8 @@ def refuse_other_states(state: Any) -> None:
             f"last step returned, got a {type(state).__name__}; the order of the arguments is "
             "gradients, state, params"
         )
-    kind, shape = dtype_of(state.should_apply), np.shape(state.should_apply)
+    kind = dtype_of(state.should_apply)
+    shape = np.shape(state.should_apply)
     if kind != np.bool_:
         raise TypeError(
             f"the state's should_apply came back as {kind}: a transformation around the wrapper "
