@@ -143,7 +143,7 @@ def test_interrupt_keeps_what_was_finished(tmp_path):
 
 
 def test_its_step_depends_on_the_loss_scale_in_nothing(small_model):
-    tx, step = _training.optimizer_and_step("float16, dynamic scale", 60)
+    tx, step = _training.make_train_step("float16, dynamic scale", 60)
     text = np.frombuffer(b"To be, or not to be, that is the question. " * 9, np.uint8)
     first, second = _text.batches(text, 2, seed=0)
     params = _model.init(jax.random.key(0))

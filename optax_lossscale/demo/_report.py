@@ -21,13 +21,15 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
     rows = [HEAD]
     for name, history in runs.items():
         loss = _final_loss(history)
-        difference = loss / _final_loss(runs["float32"]) - 1
-        skipped = history["skipped_steps"][-1]
-        exponent = history["log2_loss_scale"][-1]
-        rows.append(
-            f"| {name} | {loss:.4f} | {difference:+.2%} | {history['zeros']:.1%} "
-            f"| {skipped} | 2^{exponent:g} |"
-        )
+        cells = [
+            name,
+            f"{loss:.4f}",
+            f"{loss / _final_loss(runs['float32']) - 1:+.2%}",
+            f"{history['zeros']:.1%}",
+            f"{history['skipped_steps'][-1]}",
+            f"2^{history['log2_loss_scale'][-1]:g}",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

@@ -1,4 +1,4 @@
-"""One training run. What a user of loss scaling writes is in `train`: wrap, autocast, minimize."""
+"""One training run. What a user of loss scaling writes is in `make_train_step`: three lines."""
 
 import functools
 from collections.abc import Callable
@@ -27,40 +27,37 @@ RUNS = {
 }
 
 
-def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-    """This micro-batch's share of the mean over all of them."""
-    return _model.loss(params, tokens) / MICRO_BATCHES
+def make_loss_fn(name: str) -> Callable[..., jax.Array]:
+    """This micro-batch's share of the mean over all of them, in float32 or float16."""
 
+    def loss_fn(params, tokens):
+        return _model.loss(params, tokens) / MICRO_BATCHES
 
-def loss_of(name: str) -> Callable[..., jax.Array]:
-    """The loss function of one of the runs, in float32 or float16."""
     return loss_fn if name == "float32" else ols.autocast(loss_fn)
 
 
-def optimizer_and_step(
+def make_optimizer(steps: int) -> optax.GradientTransformationExtraArgs:
+    """AdamW, as it would be without loss scaling."""
+    return optax.chain(
+        optax.scale(float(MICRO_BATCHES)),
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps + 1)),
+    )
+
+
+def make_train_step(
     name: str, steps: int
 ) -> tuple[ols.LossScaledTransformation, Callable[..., Any]]:
     """The optimizer of one of the runs, and its compiled step, which donates params and state."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps + 1)
-    summed = optax.scale(float(MICRO_BATCHES))
-    adamw = optax.chain(summed, optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-    tx = ols.with_loss_scale(adamw, RUNS[name])
+    loss_fn = make_loss_fn(name)
+    tx = ols.with_loss_scale(make_optimizer(steps), RUNS[name])
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @functools.partial(jax.jit, donate_argnames=("params", "state"))
     def train_step(params, state, tokens):
-        loss, params, state = tx.minimize(loss_of(name), state, params, tokens)
+        loss, params, state = tx.minimize(loss_fn, state, params, tokens)
         return params, state, {"loss": loss * MICRO_BATCHES} | ols.metrics(state)
 
     return tx, train_step
-
-
-def share_of_zeros(
-    name: str, params: Any, state: ols.LossScaleState, tokens: jax.typing.ArrayLike
-) -> float:
-    """The share of the gradients that are zero: all but a few of these have underflowed."""
-    _, grads = jax.jit(ols.value_and_scaled_grad(loss_of(name), state))(params, tokens)
-    zeros = sum(np.sum(np.asarray(grad) == 0) for grad in jax.tree.leaves(grads))
-    return zeros / optax.tree.size(grads)
 
 
 def train(name: str, text: np.ndarray, steps: int, seed: int) -> dict[str, np.ndarray]:
@@ -69,17 +66,26 @@ def train(name: str, text: np.ndarray, steps: int, seed: int) -> dict[str, np.nd
     Returns:
       The loss and the metrics of each step, and of the last one the share of zero gradients.
     """
-    tx, train_step = optimizer_and_step(name, steps)
+    tx, train_step = make_train_step(name, steps)
     params = _model.init(jax.random.key(seed))
     state = tx.init(params)
     records = []
     batches = _text.batches(text, steps, seed)
     only_on_a_terminal = None  # tqdm's word for it
-    bar = tqdm(batches, f"{name:24}", total=steps, unit="step", disable=only_on_a_terminal)
-    for tokens in bar:
+    for tokens in tqdm(batches, f"{name:24}", steps, unit="step", disable=only_on_a_terminal):
         params, state, record = train_step(params, state, tokens)
         records.append(record)
-        if len(records) % 10 == 0:  # reading it waits for the device
-            bar.set_postfix(loss=f"{record['loss']:.3f}", scale=f"{record['loss_scale']:g}")
     history = jax.tree.map(lambda *x: np.array(x), *jax.device_get(records))
-    return history | {"zeros": share_of_zeros(name, params, state, tokens)}
+    return history | {"zeros": share_of_zeros(make_loss_fn(name), params, state, tokens)}
+
+
+def share_of_zeros(
+    loss_fn: Callable[..., jax.Array],
+    params: Any,
+    state: ols.LossScaleState,
+    tokens: jax.typing.ArrayLike,
+) -> float:
+    """The share of the gradients that are zero: all but a few of these have underflowed."""
+    _, grads = jax.jit(ols.value_and_scaled_grad(loss_fn, state))(params, tokens)
+    zeros = sum(np.sum(np.asarray(grad) == 0) for grad in jax.tree.leaves(grads))
+    return zeros / optax.tree.size(grads)

@@ -4,6 +4,9 @@ A loss scale that is a power of two changes no digit of a correct step's gradien
 are the same, bit for bit, wherever nothing overflows and nothing underflows. After an overflow the
 step is skipped, and skipped steps are not compared. What remains is underflow, which dies away as
 the loss scale rises: each doubling gives every gradient one more bit, until it has them all.
+
+So an output of a wrong step is known by either of two signs: it follows a power of the loss scale,
+or it changes by more between two neighbours than at lower loss scales, where more underflows.
 """
 
 from itertools import pairwise
@@ -14,8 +17,11 @@ import numpy as np
 _POWERS = (-1, 1, -2, 2, -0.5, 0.5)
 _IN_A_ROW = 3  # differences between neighbours that must follow the same power of the loss scale
 _TOLERANCE = 0.02  # for their ratios; with rounding in float16 they may be anything
+# In float16 there are 40 exponents from overflow to zero. This far below the highest loss scale,
+# few gradients underflow, and those are small.
+_REACH = 20
 _SHARE = 0.03  # of all that the output changes by anywhere: a change that counts
-_DIES_AWAY = 2 / 3
+_DIES_AWAY = 2 / 3  # of the largest change at lower loss scales
 _AT_ONCE = 0.15  # of the numbers that change anywhere: one may change its sign by underflow
 _ROUNDING = 1e-6  # of an output
 
@@ -31,26 +37,30 @@ class Series(NamedTuple):
 
 def power(series: Series) -> float | None:
     """The power of the loss scale that an output follows somewhere, up to a constant."""
-    exponents = series.exponents
-    for first in range(len(exponents) - _IN_A_ROW):
+    for first in range(len(series.exponents) - _IN_A_ROW):
         window = slice(first, first + _IN_A_ROW + 1)
-        values = series.values[window]
-        values = values[:, np.isfinite(values).all(0)]
         for power in _POWERS:
-            slopes = np.diff(values, axis=0).T / np.diff(2.0 ** (power * exponents[window]))
-            sizes = np.linalg.norm(slopes, axis=0)
-            differences = np.linalg.norm(np.diff(slopes), axis=0)
-            if sizes.min() > 0 and differences.max() <= _TOLERANCE * sizes.min():
+            if _is_linear(series.values[window], 2.0 ** (power * series.exponents[window])):
                 return power
     return None
 
 
+def _is_linear(values, x):
+    """Whether all rows of values lie on one line over x, which is not level."""
+    is_finite = np.isfinite(values).all(axis=0)
+    slopes = np.diff(values[:, is_finite], axis=0) / np.diff(x)[:, None]
+    norms = np.linalg.norm(slopes, axis=1)
+    differences = np.linalg.norm(np.diff(slopes, axis=0), axis=1)
+    return norms.min() > 0 and differences.max() <= _TOLERANCE * norms.min()
+
+
 def emerging(series: Series) -> np.ndarray:
     """Between which rows numbers emerge from underflow: the lower one is as without gradients."""
-    upper, lower = series.values[:-1], series.values[1:]
-    # Single numbers may be flags.
-    is_array = series.values.dtype == np.float64 and series.values.shape[1] > 1
-    if series.without is None or not is_array:
+    upper = series.values[:-1]
+    lower = series.values[1:]
+    is_float = series.values.dtype == np.float64
+    may_be_a_flag = upper.shape[1] == 1
+    if series.without is None or not is_float or may_be_a_flag:
         return np.zeros(upper.shape, bool)
     return (lower == series.without) & (upper != lower)
 
@@ -58,27 +68,37 @@ def emerging(series: Series) -> np.ndarray:
 def change(series: Series, looked_at: np.ndarray) -> int | None:
     """The first row to be looked at after which an output changes other than by underflow."""
     values = series.values
-    rows = values if series.without is None else [*values, series.without]
-    extent = max(norm_of_difference(values[0], row) for row in rows)
+    ends = values
+    if series.without is not None:
+        ends = np.vstack([values, series.without])
+        looked_at = looked_at & (series.exponents[1:] >= series.exponents[0] - _REACH)
+    extent = max(distance(values[0], end) for end in ends)
     if extent <= negligible(values[0], series.noise):
         return None
-    changes = [norm_of_difference(*pair) for pair in pairwise(values)]
+    changes = [distance(upper, lower) for upper, lower in pairwise(values)]
     moves = (values[:-1] != values[1:]) & ~emerging(series)
-    many = _AT_ONCE * (values != values[0]).any(0).sum()
-    for i in np.flatnonzero(looked_at):
-        change = norm_of_difference(values[i, moves[i]], values[i + 1, moves[i]])
-        least = max(_SHARE * extent, _DIES_AWAY * max(changes[i + 1 :], default=0))
-        if change > least and moves[i].sum() > many:
-            return int(i)
+    at_once = _AT_ONCE * (values != values[0]).any(axis=0).sum()
+    for row in np.flatnonzero(looked_at):
+        is_moving = moves[row]
+        change = distance(values[row, is_moving], values[row + 1, is_moving])
+        below = max(changes[row + 1 :], default=0)
+        is_large = change > max(_SHARE * extent, _DIES_AWAY * below)
+        if is_large and is_moving.sum() > at_once:
+            return int(row)
     return None
 
 
 def negligible(x: np.ndarray, noise: float) -> float:
     """The norm of a difference that rounding may make."""
-    return max(_ROUNDING * float(np.linalg.norm(x[np.isfinite(x)])), 8 * noise)
+    return max(_ROUNDING * size(x), 8 * noise)
 
 
-def norm_of_difference(x: np.ndarray, y: np.ndarray) -> float:
+def size(x: np.ndarray) -> float:
+    """The norm, without what is not finite."""
+    return float(np.linalg.norm(x[np.isfinite(x)]))
+
+
+def distance(x: np.ndarray, y: np.ndarray) -> float:
     """The norm of the difference, without what is not finite."""
     both = np.isfinite(x) & np.isfinite(y)
     return float(np.linalg.norm(x[both] - y[both]))

@@ -56,7 +56,7 @@ def assert_survives_overflow(
       >>> ols.testing.assert_survives_overflow(wrong, params, mean, tx.init(params), x)
       Traceback (most recent call last):
           ...
-      AssertionError: the step does not survive an overflow. Gradients overflow, the step is to...
+      AssertionError: the step does not survive an overflow. A loss scale that overflows, at...
     """
     refuse_shared_names(step, ["ignore"], args)
     trial = Trial("assert_survives_overflow", step, args, kwargs)
@@ -78,26 +78,36 @@ def is_stuck(run):
     return bool(is_given) and all(is_given) and not any(same(x, run.before) for x in possible)
 
 
-def changed(trial, run, back):
+def left_behind(trial, runs, back):
+    """What skipped steps change of what comes back, and what to do; empty if nothing."""
+    for run in runs:
+        left = _changed(trial, run, back)
+        if left and not run.flags.any():
+            return listed(_LEFT, left, _KEEP)
+    return ""
+
+
+def _changed(trial, run, back):
     """What comes back from a run other than it was given."""
-    pairs = [(path, flat(trial.floats[place])) for path, place in back.items()]
-    return [path for path, x in pairs if path in run.outputs and not equal(run.outputs[path], x)]
+
+    def is_kept(path, place):
+        return path not in run.outputs or equal(run.outputs[path], flat(trial.floats[place]))
+
+    return [path for path, place in back.items() if not is_kept(path, place)]
 
 
 def _after_overflow(trial, runs, judged):
     """What is wrong after gradients overflow, and what to do; empty if nothing is."""
-    left = []
-    for run in runs:
-        left = changed(trial, run, judged)
-        if is_stuck(run):
-            return STUCK
-        if run.flags.any():
-            continue
-        if left:
-            return listed(_LEFT, left, KEEP)
-        if run.states and not run.counts_a_skip:
-            return _UNCOUNTED
-    return listed(_APPLIED, left, APPLIED) if runs[-1].flags.any() else ""
+    if any(is_stuck(run) for run in runs):
+        return STUCK
+    if said := left_behind(trial, runs, judged):
+        return said
+    skipped = [run for run in runs if not run.flags.any()]
+    if any(run.states and not run.counts_a_skip for run in skipped):
+        return _UNCOUNTED
+    beyond = runs[-1]
+    changes = _changed(trial, beyond, judged) if beyond.flags.any() else []
+    return listed(APPLIED, changes, APPLIED_REMEDY)
 
 
 def _after_nan(trial, back, judged):
@@ -108,21 +118,21 @@ def _after_nan(trial, back, judged):
     numbers = trial.floats[batch[0]].copy()
     numbers.flat[0] = np.nan
     run = trial.run(trial.loss_scale, {batch[0]: numbers})
-    left = changed(trial, run, judged)
+    left = _changed(trial, run, judged)
     if not run.was_skipped:
         # The NaN may not reach the loss, or only the first of several steps.
         left = [path for path in left if not np.isfinite(run.outputs[path]).all()]
-    return listed(_LEFT_BY_NAN.format(name=name_of(batch[0])), left, KEEP) if left else ""
+    return listed(_LEFT_BY_NAN.format(name=name_of(batch[0])), left, _KEEP)
 
 
-_LEFT = "Gradients overflow, the step is to be skipped, and these come back other than given:"
+_LEFT = "A loss scale that overflows, at which the step should be skipped, changes"
 _LEFT_BY_NAN = "With a NaN in {name}, these come back other than given:"
-_APPLIED = "The loss scale is infinite, gradients should overflow, but the step is applied, to"
-KEEP = """\
+APPLIED = "The loss scale is infinite, gradients should overflow, but the step is applied, to"
+_KEEP = """\
 Let tx.apply_gradients or tx.minimize take the step: they keep the parameters and the optimizer's
 state. Keep all else that the step changes, such as batch statistics or an average of the
 parameters, with ols.where_applied(state, new, old), where state is what the step made."""
-APPLIED = """\
+APPLIED_REMEDY = """\
 Either gradients are not multiplied by the loss scale of the state that the step is given: use
 value_and_scaled_grad(loss_fn, state) or scale_gradient(loss, state). Or what is not finite is
 replaced before it is checked, by nan_to_num or a where: hand the optimizer scaled gradients as

@@ -19,46 +19,47 @@ def what_comes_back(trial: Trial, regimes: list[Run]) -> dict[Path, Path]:
     One of several regimes is enough to see it: in others, the step may make NaNs, or change
     numbers by more than they are nudged.
     """
-    nudged = _nudged(trial)
-    with np.errstate(invalid="ignore"):  # of infinities
-        changes = {path: flat(nudged[path]) - flat(x) for path, x in trial.floats.items()}
-    runs = {}
-    for argument in {path[:2] for path in nudged}:
-        numbers = {path: x for path, x in nudged.items() if path[:2] == argument}
-        runs[argument] = [trial.run(run.before, numbers) for run in regimes]
-
-    def likeness(path, place):
-        """The cosine between the two changes, in the regime where it is larger."""
-        pairs = zip(regimes, runs[place[:2]], strict=True)
-        made = [[run.outputs.get(path) for run in pair] for pair in pairs]
-        return max(_cosine(changes[place], *x) for x in made)
-
-    found = {
-        (path, place): likeness(path, place)
-        for path, x in regimes[0].outputs.items()
-        for place in changes
-        if path not in changes and _are_alike(path, place) and x.size == changes[place].size
-    }
+    usual = regimes[0]
     # What is changed in place comes back in its place.
-    back = {path: path for path in regimes[0].outputs if path in changes}
-    # The places that are alike for longer come first.
-    order = sorted(found, key=lambda pair: (min(map(len, pair)), found[pair]), reverse=True)
-    for path, place in order:
-        if found[path, place] > _ALONG and path not in back and place not in back.values():
+    back = {path: path for path in usual.outputs if path in trial.floats}
+    likeness = _likeness(trial, regimes, [path for path in usual.outputs if path not in back])
+
+    def rank(pair):
+        """Places that are alike for longer come first."""
+        path, place = pair
+        return min(len(path), len(place)), likeness[pair]
+
+    for path, place in sorted(likeness, key=rank, reverse=True):
+        is_taken = path in back or place in back.values()
+        if likeness[path, place] > _ALONG and not is_taken:
             back[path] = place
     return back
 
 
-def _nudged(trial):
-    """The arguments' floats, each a little off."""
+def _likeness(trial, regimes, outputs):
+    """How far outputs change along with floats in like places, which are nudged."""
     random = np.random.default_rng(0)
-    nudged = {}
-    for path, x in trial.floats.items():
-        sizes = _NUDGE * random.uniform(0.5, 1.5, x.shape)
-        factors = 1 + sizes * random.choice([-1, 1], x.shape)
-        wide = x.astype(np.result_type(np.float64, x.dtype))
-        nudged[path] = np.where(wide == 0, sizes, wide * factors).astype(x.dtype)
-    return nudged
+    nudged = {}  # by argument
+    for place, x in trial.floats.items():
+        nudged.setdefault(place[:2], {})[place] = _nudged(x, random)
+    likeness = {}
+    for numbers in nudged.values():
+        pairs = [(run, trial.run(run.before, numbers)) for run in regimes]
+        for place, x in numbers.items():
+            with np.errstate(invalid="ignore"):  # of infinities
+                change = flat(x) - flat(trial.floats[place])
+            for path in outputs:
+                if _are_alike(path, place):
+                    likeness[path, place] = max(_cosine(change, path, *pair) for pair in pairs)
+    return likeness
+
+
+def _nudged(x, random):
+    """An array, each number of it a little off."""
+    sizes = _NUDGE * random.uniform(0.5, 1.5, x.shape)
+    factors = 1 + sizes * random.choice([-1, 1], x.shape)
+    wide = x.astype(np.result_type(np.float64, x.dtype))
+    return np.where(wide == 0, sizes, wide * factors).astype(x.dtype)
 
 
 def _are_alike(path, place):
@@ -67,11 +68,17 @@ def _are_alike(path, place):
     return inner <= 0 or path[-inner:] == place[-inner:]
 
 
-def _cosine(given, before, after):
-    """The cosine between a change of an argument and one of an output, if it is large enough."""
-    if before is None or after is None:
+def _cosine(change, path, before, after):
+    """The cosine between a change of an argument and an output's, if that is large enough."""
+    old = before.outputs.get(path)
+    new = after.outputs.get(path)
+    if old is None or new is None or not old.size == new.size == change.size:
         return 0
-    finite = np.isfinite(given) & np.isfinite(before) & np.isfinite(after)
-    given, made = given[finite], after[finite] - before[finite]
-    along, norm = given @ made, np.linalg.norm(given)
-    return along / norm / np.linalg.norm(made) if along > _LEAST * norm**2 else 0
+    is_finite = np.isfinite(change) & np.isfinite(old) & np.isfinite(new)
+    change = change[is_finite]
+    made = new[is_finite] - old[is_finite]
+    along = change @ made
+    norm = np.linalg.norm(change)
+    if along <= _LEAST * norm**2:
+        return 0
+    return along / (norm * np.linalg.norm(made))

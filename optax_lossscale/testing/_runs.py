@@ -6,6 +6,7 @@ What a number is, its place says, and the type of what it is in. The loss scale 
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,17 +46,23 @@ class Run(NamedTuple):
     skipped_before: int  # steps, by the state that it was given
 
     @property
+    def exponent(self) -> float:
+        """That of the loss scale, as a power of two."""
+        return float(np.log2(np.max(self.before.loss_scale)))
+
+    @property
     def flags(self) -> np.ndarray:
         """Whether it was applied: by each state on each replica, and by the loss scales."""
         backed_off, other = outcomes(self.before)
         own = [same(x, other) or not same(x, backed_off) for x in self.loss_scales]
-        flags = [np.ravel(state.should_apply) for state in self.states]
-        return np.concatenate(flags) & all(own) if flags else np.array(own, bool)
+        if not self.states:
+            return np.array(own, bool)
+        return np.concatenate([np.ravel(x.should_apply) for x in self.states]) & all(own)
 
     @property
     def counts_a_skip(self) -> bool:
         """Whether more steps are skipped than before."""
-        return _skipped(self.states) > self.skipped_before
+        return _skipped_steps(self.states) > self.skipped_before
 
     @property
     def was_applied(self) -> bool:
@@ -88,19 +95,19 @@ class Trial:
         others = varying or loss_scales[:1]
         counted = others if self.has_fixed else self.arguments
         self.loss_scale = jax.device_get(get_loss_scale(counted))
-        self.skipped = _skipped(jax.device_get(wrapper_states(self.arguments)))
+        self.skipped_before = _skipped_steps(jax.device_get(wrapper_states(self.arguments)))
         numbers = numbers_in(self.arguments)
         floats = {path: x for path, x in numbers.items() if is_inexact(x)}
         self.floats = {path: np.asarray(jax.device_get(x)) for path, x in floats.items()}
-        self.at = functools.cache(lambda scale: self.run(self.scaled(scale)))
+        self.at = functools.cache(self._at)
 
-    def scaled(self, scale: float) -> LossScale:
-        """The loss scale, with another number."""
+    def _at(self, scale: float) -> Run:
+        """The step at this loss scale."""
 
         def number(path, x):
             return np.full_like(x, scale) if path[-1] == GetAttrKey("loss_scale") else x
 
-        return jax.tree.map_with_path(number, self.loss_scale)
+        return self.run(jax.tree.map_with_path(number, self.loss_scale))
 
     def overflowing(self) -> list[Run]:
         """Runs whose gradients overflow: of the last one, all do."""
@@ -114,51 +121,65 @@ class Trial:
 
     def run(self, loss_scale: LossScale, numbers: Numbers | None = None) -> Run:
         """The step with this loss scale, and with other numbers in some places."""
-        places = _leaves(self.arguments).keys() - _leaves(self.arguments, LossScale).keys()
-        own = [path for path in _leaves(self.arguments) if path in places]
-        scales = zip(own, itertools.cycle(jax.tree.leaves(loss_scale)), strict=False)
-        given = _copied(self.arguments, {**(numbers or {}), **dict(scales)})
+        given = _copied(self.arguments, {**(numbers or {}), **self._places(loss_scale)})
         kept = jax.tree.leaves(plain(given))  # alive, so that no other array has their ids
-        was_given = set(map(id, kept))
+        ids = {id(x) for x in kept}
         with jax.debug_nans(False), jax.debug_infs(False), BLANK_METRICS(True):
             result = self.step(*given["args"], **given["kwargs"])
 
         # Arguments that it did not change in place are not its outputs, and may be gone.
         def is_new(x):
-            return any(id(leaf) not in was_given for leaf in jax.tree.leaves(x))
+            return any(id(leaf) not in ids for leaf in jax.tree.leaves(x))
 
-        def made(parts):
-            return jax.device_get([*parts(result), *filter(is_new, parts(given))])
+        def made(parts_of):
+            changed = [x for x in parts_of(given) if is_new(x)]
+            return jax.device_get([*parts_of(result), *changed])
 
         after = {"result": result, **given}
-        arrays = numbers_in(after).items()
-        outputs = {path: x for path, x in arrays if path[0] == DictKey("result") or is_new(x)}
-        masters = _leaves(after, MasterWeightsState).items()
+        outputs = {
+            path: x
+            for path, x in numbers_in(after).items()
+            if path[0] == DictKey("result") or is_new(x)
+        }
+        parts = _leaves(after, MasterWeightsState).items()
         return Run(
-            {path: flat(jax.device_get(x)) for path, x in outputs.items()},
-            {path: dtype_of(x) for path, x in outputs.items()},
-            [(*path, _WEIGHTS) for path, x in masters if isinstance(x, MasterWeightsState)],
+            outputs={path: flat(jax.device_get(x)) for path, x in outputs.items()},
+            dtypes={path: dtype_of(x) for path, x in outputs.items()},
+            master_weights=[
+                (*path, _WEIGHTS) for path, x in parts if isinstance(x, MasterWeightsState)
+            ],
             before=loss_scale,
             loss_scales=made(lambda tree: plain(loss_scales_in(tree))),
             states=made(wrapper_states),
-            skipped_before=self.skipped,
+            skipped_before=self.skipped_before,
         )
+
+    def _places(self, loss_scale):
+        """The numbers of a loss scale, in each place of the arguments that holds such a number."""
+        others = _leaves(self.arguments, LossScale)
+        places = [path for path in _leaves(self.arguments) if path not in others]
+        return dict(zip(places, itertools.cycle(jax.tree.leaves(loss_scale)), strict=False))
 
 
 def numbers_in(tree: Any) -> Numbers:
     """The numbers of a tree, by place; a variable that is in several places is in the first."""
-    numbers, seen = {}, set()
+    numbers = {}
+    seen = set()
     for path, x in _leaves(tree, _LEFT_OUT).items():
-        if not isinstance(x, _LEFT_OUT) and id(x) not in seen and is_array(plain(x)):
+        if isinstance(x, _LEFT_OUT) or id(x) in seen:
+            continue
+        if is_variable(x):
+            seen.add(id(x))
+        if is_array(plain(x)) and _is_number(dtype_of(plain(x))):
             numbers[path] = plain(x)
-            seen.update([id(x)] if is_variable(x) else [])
-    return {path: x for path, x in numbers.items() if _is_number(dtype_of(x))}
+    return numbers
 
 
 def flat(x: Any) -> np.ndarray:
     """The numbers of an array, as float64 or int64; of a large one, a sample."""
     numbers = np.ravel(np.asarray(x))
-    numbers = numbers[:: -(-numbers.size // _SAMPLE) or 1]
+    stride = max(1, math.ceil(numbers.size / _SAMPLE))
+    numbers = numbers[::stride]
     if np.iscomplexobj(numbers):
         numbers = np.concatenate([numbers.real, numbers.imag])
     return numbers.astype(np.float64 if is_inexact(numbers) else np.int64)
@@ -171,7 +192,8 @@ def equal(x: np.ndarray, y: np.ndarray) -> bool:
 
 def same(x: LossScale, y: LossScale) -> bool:
     """Whether two loss scales have the same state."""
-    return all(map(equal, map(flat, jax.tree.leaves(x)), map(flat, jax.tree.leaves(y))))
+    pairs = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=False)
+    return all(equal(flat(a), flat(b)) for a, b in pairs)
 
 
 def outcomes(loss_scale: LossScale) -> tuple[LossScale, LossScale]:
@@ -186,7 +208,10 @@ def _outcomes(loss_scale):
 
 def _leaves(tree, whole=()):
     """The leaves by place, and parts of some types as a whole."""
-    is_leaf = lambda x: isinstance(x, whole) or is_variable(x)
+
+    def is_leaf(x):
+        return isinstance(x, whole) or is_variable(x)
+
     return dict(jax.tree.leaves_with_path(tree, is_leaf=is_leaf))
 
 
@@ -195,10 +220,11 @@ def _copied(arguments, numbers):
     copies = {}
 
     def copied(path, x):
+        number = numbers.get(path)
         if not is_variable(x):
-            return _copy(x, numbers.get(path))
+            return _copy(x, number)
         if id(x) not in copies:
-            copies[id(x)] = jax.tree.map(lambda leaf: _copy(leaf, numbers.get(path)), x)
+            copies[id(x)] = jax.tree.map(lambda leaf: _copy(leaf, number), x)
         return copies[id(x)]
 
     return jax.tree.map_with_path(copied, arguments, is_leaf=is_variable)
@@ -216,8 +242,10 @@ def _copy(x, number):
 
 
 def _is_number(dtype):
+    """Whether a dtype is of numbers or flags, and not of PRNG keys."""
     return jnp.issubdtype(dtype, np.number) or dtype == np.bool_
 
 
-def _skipped(states):
+def _skipped_steps(states):
+    """How many steps are skipped, by the state that counts most."""
     return max((np.sum(state.skipped_steps) for state in states), default=0)

@@ -1,7 +1,11 @@
-"""A test for training steps: nothing but the loss scale may depend on the loss scale."""
+"""A test for training steps: nothing but the loss scale may depend on the loss scale.
+
+The step runs at falling loss scales, from the highest at which it is applied; at one at which all
+gradients overflow; and at one that is about to grow. `_dependence` says what the first are
+evidence of. At the others, nothing is to change.
+"""
 
 import bisect
-import itertools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -15,7 +19,13 @@ from optax_lossscale._step.gradient import refuse_shared_names
 from optax_lossscale.testing import _dependence as dependence
 from optax_lossscale.testing._dependence import Series
 from optax_lossscale.testing._names import listed, name_of, not_ignored
-from optax_lossscale.testing._overflow import APPLIED, KEEP, STUCK, changed, is_stuck
+from optax_lossscale.testing._overflow import (
+    APPLIED,
+    APPLIED_REMEDY,
+    STUCK,
+    is_stuck,
+    left_behind,
+)
 from optax_lossscale.testing._places import what_comes_back
 from optax_lossscale.testing._runs import Trial, equal
 
@@ -23,15 +33,11 @@ from optax_lossscale.testing._runs import Trial, equal
 # equal ones, the rounding of 1/3, of which every second bit is set, could follow the scale.
 _BELOW = [5 * i // 2 for i in range(13)]
 _ENOUGH = 8  # loss scales at which the step is applied
-_HIGHEST = 126  # exponent to search
-_NEAR = 15  # where the search begins
-_LOWEST = -125  # all gradients underflow, or nearly
-# A step that is applied even here computes in float32 or bfloat16, where nothing underflows at the
-# loss scales that matter, which are those from _START down.
-_WIDE, _START = 90, 30
-# In float16 there are 40 exponents from overflow to zero. This far below the highest loss scale,
-# few gradients underflow, and those are small.
-_REACH = 20
+_LOWEST = -125  # the exponent of a loss scale at which all gradients underflow, or nearly
+# A step that is applied even at _WIDE computes in float32 or bfloat16, where nothing underflows at
+# the loss scales that matter, which are those from _START down.
+_WIDE = 90
+_START = 30
 _LONGEST_INTERVAL = 100_000  # steps
 
 
@@ -95,7 +101,7 @@ def assert_scale_invariant(
 def _accusation(trial, ignore):
     """What depends on the loss scale, how, and what to do; empty if there is nothing."""
     overflowing = trial.overflowing()
-    if any(map(is_stuck, overflowing)):
+    if any(is_stuck(run) for run in overflowing):
         return STUCK
     falling = _falling(trial)
     usual = falling[0] if falling else trial.at(2.0**_LOWEST)
@@ -104,65 +110,42 @@ def _accusation(trial, ignore):
     if len(falling) < _ENOUGH:
         return _never_applied(usual, back, len(falling))
 
-    judged = [path for path in not_ignored(ignore, usual) if _is_in_all(path, falling)]
+    in_all = set.intersection(*(set(run.outputs) for run in falling))
+    judged = [path for path in not_ignored(ignore, usual) if path in in_all]
     series = _series(trial, falling, judged)
-    powers = {path: p for path, x in series.items() if (p := dependence.power(x))}
-    # The negative ones first: of Adam's they leave parameters that follow the inverse.
-    in_order = sorted(powers, key=lambda path: powers[path] > 0)
-    said = [f"2**{powers[path]}: {name_of(path)}" for path in in_order]
-    if min(powers.values(), default=0) < 0:  # from which all else may follow
-        return listed(_BY_A_POWER, said, _DIVIDED)
-    changes = _changes(series, _reach(falling, series))
-    changes = [text for path, text in changes.items() if path not in powers]
-
-    def differs(run, path, usual=usual):
-        return path in run.outputs and not equal(run.outputs[path], usual.outputs[path])
-
-    is_applied = np.isinf(_exponent(beyond)) and beyond.flags.size > 0 and beyond.was_applied
-    other = [path for path in judged if any(differs(beyond, path, run) for run in falling)]
-    if is_applied and other:
-        return listed(_AT_INFINITY, other, APPLIED)
-    if said or changes:
-        parts = [(_BY_A_POWER, said), (_BY_A_CHANGE, changes)]
-        return "".join(listed(title, names) for title, names in parts if names) + _MULTIPLIED
-    kept = {path: back[path] for path in judged if path in back}
-    for run in overflowing:
-        # What does not depend on gradients may change as it does at any other loss scale.
-        left = [path for path in changed(trial, run, kept) if differs(run, path)]
-        if left and not run.flags.any():
-            return listed(_NOT_KEPT, left, KEEP)
-    if lost := _lost_weights(usual, judged):
-        return listed(_LOST, lost, _LAST)
-    moved = _changed_at_growth(trial, falling, series)
-    return listed(_AT_GROWTH, moved, _ADAPTED) if moved else ""
-
-
-def _exponent(run):
-    return np.log2(np.max(run.before.loss_scale))
-
-
-def _is_in_all(path, runs):
-    return all(path in run.outputs for run in runs)
+    powers = _powers(series)
+    if any(text.startswith("2**-") for text in powers.values()):  # from which all else may follow
+        return listed(_BY_A_POWER, powers.values(), _DIVIDED)
+    if np.isinf(beyond.exponent) and beyond.flags.size and beyond.was_applied:
+        different = [path for path in judged if any(_differ(beyond, x, path) for x in falling)]
+        if different:
+            return listed(APPLIED, different, APPLIED_REMEDY)
+    can_be_skipped = usual.flags.size > 0
+    changes = _changes(series, powers) if can_be_skipped else []
+    if powers or changes:
+        by_a_power = listed(_BY_A_POWER, powers.values())
+        return by_a_power + listed(_BY_A_CHANGE, changes) + _MULTIPLIED
+    # What does not depend on gradients may change as it does at any other loss scale.
+    kept = {p: back[p] for p in judged if p in back and _differ(beyond, usual, p)}
+    return (
+        left_behind(trial, overflowing, kept)
+        or listed(_LOST, _lost_weights(usual, judged), _LAST)
+        or listed(_AT_GROWTH, _changed_at_growth(trial, falling, series), _ADAPTED)
+    )
 
 
 def _falling(trial):
     """Runs at falling loss scales, at which the step is applied."""
-    top = _highest(lambda exponent: trial.at(2.0**exponent).was_applied)
-    start = _START if top >= _WIDE else top
+
+    def is_skipped(exponent):
+        return not trial.at(2.0**exponent).was_applied
+
+    exponents = range(_LOWEST, _WIDE + 1)
+    top = _LOWEST - 1 + bisect.bisect_left(exponents, True, key=is_skipped)
+    start = _START if top == _WIDE else top
     tried = [start - below for below in _BELOW if start - below >= _LOWEST]
     runs = [trial.at(2.0**exponent) for exponent in tried]
     return [run for run in runs if run.was_applied]
-
-
-def _highest(is_applied: Callable[[int], bool]) -> int:
-    """The highest exponent of a loss scale at which a step is applied; `_LOWEST` if none is."""
-    # If not near 15, then anywhere, at ever smaller distances.
-    grids = (range(_HIGHEST, _LOWEST, -distance) for distance in (64, 32, 16, 8, 4, 2, 1))
-    good = next(filter(is_applied, itertools.chain([_NEAR], *grids)), None)
-    if good is None:
-        return _LOWEST
-    above = range(good + 1, (_NEAR if good < _NEAR else _HIGHEST) + 1)
-    return good + bisect.bisect_left(above, True, key=lambda exponent: not is_applied(exponent))
 
 
 def _never_applied(run, back, times):
@@ -178,15 +161,15 @@ def _never_applied(run, back, times):
 
 def _series(trial, falling, judged):
     """Outputs at the falling loss scales, by place."""
-    exponents = np.array([*map(_exponent, falling)])
+    exponents = np.array([run.exponent for run in falling])
     again = trial.run(falling[0].before)
     lowest = trial.at(2.0**_LOWEST)
     underflows = lowest.was_applied and not trial.at(2.0**_WIDE).was_applied
     series = {}
     for path in judged:
         values = np.stack([run.outputs[path] for run in falling])
-        noise = dependence.norm_of_difference(values[0], again.outputs[path])
-        if noise > 0.01 * dependence.norm_of_difference(values[0], np.zeros_like(values[0])):
+        noise = dependence.distance(values[0], again.outputs[path])
+        if noise > 0.01 * dependence.size(values[0]):
             raise ValueError(
                 f"two runs at the same loss scale differ, in {name_of(path)}. Pass the step all "
                 "that it depends on as arguments that can be copied: batches and PRNG keys as "
@@ -197,55 +180,58 @@ def _series(trial, falling, judged):
     return series
 
 
-def _reach(falling, series):
-    """The least exponent at which little underflows; infinite if it is unknown."""
-    if not falling[0].flags.size:
-        return np.inf
-    known = [x for x in series.values() if x.without is not None]
-    if not known:
-        return -np.inf
-    exponents = known[0].exponents
-    is_gone = [all(equal(x.values[i], x.without) for x in known) for i in range(len(exponents))]
-    lowest = max(exponents[is_gone], default=-np.inf)
-    # A cast to 8 bits has half of float16's exponents, or less.
-    return max(exponents[0] - _REACH, (exponents[0] + lowest) / 2)
+def _powers(series):
+    """The outputs that follow a power of the loss scale, in words; the negative ones first."""
+    powers = {path: dependence.power(x) for path, x in series.items()}
+    followed = {path: power for path, power in powers.items() if power is not None}
+    # Those of Adam's state leave parameters that follow the inverse.
+    in_order = sorted(followed, key=lambda path: followed[path] > 0)
+    return {path: f"2**{followed[path]}: {name_of(path)}" for path in in_order}
 
 
-def _changes(series, reach):
-    """Where outputs change other than by underflow, in words."""
-    emerging = {path: dependence.emerging(x).any(1) for path, x in series.items()}
+def _changes(series, powers):
+    """The outputs that change other than by underflow and by a power, in words."""
+    emerging = {path: dependence.emerging(x).any(axis=1) for path, x in series.items()}
     how_many = sum(emerging.values())
-    changes = {}
+    changes = []
     for path, x in series.items():
         # Where numbers emerge elsewhere, what is computed of many may change by underflow.
-        looked_at = (x.exponents[1:] >= reach) & (how_many == emerging[path])
-        row = dependence.change(x, looked_at)
-        if row is not None:
-            high, low = x.exponents[row : row + 2].astype(int)
-            changes[path] = f"{name_of(path)}, between 2**{low} and 2**{high}"
-            if x.values.shape[1] == 1:
-                (above,), (below,) = x.values[row : row + 2]
-                is_so = f"{below:.4g} at 2**{low} and {above:.4g} at 2**{high}"
-                changes[path] = f"{name_of(path)} is {is_so}"
+        row = dependence.change(x, np.equal(how_many, emerging[path]))
+        if row is not None and path not in powers:
+            changes.append(_between(path, x, row))
     return changes
+
+
+def _between(path, series, row):
+    """Between which loss scales an output changes; of a single number, also from what to what."""
+    high, low = (f"2**{exponent:.0f}" for exponent in series.exponents[row : row + 2])
+    if series.values.shape[1] > 1:
+        return f"{name_of(path)}, between {low} and {high}"
+    above, below = series.values[row : row + 2, 0]
+    return f"{name_of(path)} is {below:.4g} at {low} and {above:.4g} at {high}"
+
+
+def _differ(run, other, path):
+    """Whether an output, if it is there, is another in two runs."""
+    return path in run.outputs and not equal(run.outputs[path], other.outputs[path])
 
 
 def _changed_at_growth(trial, falling, series):
     """What comes out different at a step at which the loss scale grows."""
-    given = np.log2(np.max(trial.loss_scale.loss_scale))
-    steady = min(falling, key=lambda run: abs(_exponent(run) - given))
+    exponent = np.log2(np.max(trial.loss_scale.loss_scale))
+    steady = min(falling, key=lambda run: abs(run.exponent - exponent))
     steps, about_to_grow = jax.device_get(_about_to_grow(jax.device_put(steady.before)))
     growing = trial.run(about_to_grow)
     if steps >= _LONGEST_INTERVAL or not growing.was_applied:
         return []
 
     def moves(path, x):
-        # Not of flags and counts, which may be of the growth itself.
-        if x.values.dtype != np.float64 or path not in growing.outputs:
+        is_float = x.values.dtype == np.float64  # others may be flags and counts of the growth
+        if not is_float or path not in growing.outputs:
             return False
         usual = steady.outputs[path]
-        difference = dependence.norm_of_difference(usual, growing.outputs[path])
-        return difference > dependence.negligible(usual, x.noise)
+        change = dependence.distance(usual, growing.outputs[path])
+        return change > dependence.negligible(usual, x.noise)
 
     return [path for path, x in series.items() if moves(path, x)]
 
@@ -258,7 +244,10 @@ def _about_to_grow(loss_scale):
         steps, now = carry
         return (steps < _LONGEST_INTERVAL) & jnp.all(now() == now.adjust(True)())
 
-    next_step = lambda carry: (carry[0] + 1, carry[1].adjust(True))
+    def next_step(carry):
+        steps, now = carry
+        return steps + 1, now.adjust(True)
+
     return lax.while_loop(goes_on, next_step, (0, loss_scale))
 
 
@@ -278,10 +267,6 @@ def _lost_weights(run, judged):
 
 _BY_A_POWER = "With twice the loss scale, these outputs, or their changes, are multiplied by"
 _BY_A_CHANGE = "These outputs change as the loss scale rises, and underflow does not explain it:"
-_AT_INFINITY = """\
-An infinite loss scale should make the gradients infinite or NaN, and the step should be skipped.
-It was applied, which changed"""
-_NOT_KEPT = "A loss scale that overflows, at which the step should be skipped, changes"
 _AT_GROWTH = """\
 At a step at which the loss scale grows, these come out different than at the same loss scale
 without growth:"""
@@ -294,10 +279,10 @@ step, with the state that it is given and not an older one or a scale kept besid
 unscaling to the optimizer; and put anything that looks at the size of gradients, such as a clip,
 inside: with_loss_scale(optax.chain(clip, …))."""
 _MULTIPLIED = """\
-So they come from gradients that are still scaled. To log a norm, unscale them first:
-get_loss_scale(state).unscale(scaled_grads). And anything before the wrapper in an optax.chain
-sees scaled gradients: put it inside, with_loss_scale(optax.chain(…)). To log the loss scale,
-return ols.metrics(state). Name other outputs that are meant to depend on it in ignore=."""
+So they come from gradients that are still multiplied by the loss scale. To log a norm, unscale
+them first: get_loss_scale(state).unscale(scaled_grads). And anything before the wrapper in an
+optax.chain sees scaled gradients: put it inside, with_loss_scale(optax.chain(…)). To log the loss
+scale, return ols.metrics(state). Name other outputs that are meant to depend on it in ignore=."""
 _ADAPTED = """\
 So they are unscaled by the new loss scale. Unscale by the one that the loss was multiplied by,
 from the state that the step is given, and adapt it afterwards."""

@@ -215,9 +215,11 @@ def test_a_mistake_is_found(make, inner, dtype):
         ols.testing.assert_scale_invariant(jax.jit(step), params, tx.init(params), batch)
     said = str(error.value)
     logged = make is a_norm_of_scaled_gradients
-    assert ("\n  2**1: result[2]['norm']\nSo they come from" in said) == logged
+    why = "So they come from gradients that are still multiplied by the loss scale"
+    assert (f"\n  2**1: result[2]['norm']\n{why}" in said) == logged
+    why = "So gradients are divided by a loss scale that they are not, or no longer, multiplied by"
     remedy = "value_and_scaled_grad(loss_fn, state)"
-    assert ("\n  2**-1: result[" in said and remedy in said) != logged
+    assert all(text in said for text in ("\n  2**-1: result[", why, remedy)) != logged
 
 
 @pytest.mark.parametrize(("make", "inner", "dtype"), [*each_with_some(RIGHT, IN_FLOAT16)])

@@ -1,0 +1,46 @@
+"""Variables of Flax NNX stand for the arrays in them, and count once where they are held twice."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_lossscale as ols
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # the framework's, not ours
+    from flax import nnx
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def model_and_optimizer():
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    tx = ols.with_loss_scale(optax.sgd(0.1), ols.DynamicLossScale(8.0))
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+def test_the_loss_scale_of_an_optimizer_is_made_of_arrays():
+    _, optimizer = model_and_optimizer()
+    loss_scale = ols.get_loss_scale(optimizer)
+    assert isinstance(loss_scale.loss_scale, jax.Array)
+    assert isinstance(loss_scale(), jax.Array)
+    assert loss_scale() == 8
+
+
+def test_a_loss_scale_that_is_held_twice_is_one():
+    _, optimizer = model_and_optimizer()
+    assert ols.get_loss_scale([optimizer, optimizer])() == 8
+    _, another = model_and_optimizer()
+    with pytest.raises(ValueError, match="found 2"):
+        ols.get_loss_scale([optimizer, another])
+
+
+def test_a_module_that_autocast_is_given_is_changed_in_place():
+    model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    mean = model.mean
+    ols.autocast(lambda model, x: model(x))(model, jnp.ones((4, 3)))
+    assert model.mean is mean
+    assert (mean[...] != 0).all()
