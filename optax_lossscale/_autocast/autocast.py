@@ -79,8 +79,8 @@ def autocast(
       >>> ols.dtype_report(ols.autocast(loss_fn), weights, x).shares
       {dtype('float16'): 1.0}
       >>> print(ols.autocast(loss_fn).plan(weights, x))  # doctest: +ELLIPSIS
-      takes 0:f32, 1:f32
-      run: dot_general (1:f16, 0:f16) -> 2:f16  # ... (loss_fn)
+      takes weights:f32, x:f32
+      run: dot_general (x:f16, weights:f16) -> 2:f16  # ... (loss_fn)
       island: exp reduce_sum div (2) -> 5:f32  # ... (loss_fn)
       gives 5:f32
     """

@@ -11,7 +11,12 @@ from jax.extend.core import Literal
 from optax_lossscale._programs.operations import Is, traits_of
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.run import is_entered, is_placed
-from optax_lossscale._programs.versions import constants, is_program, open_jaxpr
+from optax_lossscale._programs.versions import (
+    argument_names,
+    constants,
+    is_program,
+    open_jaxpr,
+)
 from optax_lossscale._programs.walk import LIBRARY, has_users_line, is_of_a_library, programs_in
 
 _LONG = 100  # steps
@@ -56,6 +61,7 @@ class Flat(NamedTuple):
     consts: dict[int, Any]  # what the program closes over, under its numbers
     literals: dict[int, Literal]  # the literals in the program, under negative numbers
     types: dict[int, Any]  # the type of each value, as it was traced
+    names: Sequence[str]  # what the user's code calls the arguments, if it is known
 
     def readers(self) -> dict[int, list[Instruction | None]]:
         """The steps that take each value; None for the results."""
@@ -72,7 +78,7 @@ class Flat(NamedTuple):
 def flat(jaxpr: Any) -> Flat:
     """The steps of a program; a `jit` that is placed, or long and repeated, stays one step."""
     called = _called(jaxpr)
-    program = Flat([], [], [], {}, {}, {})
+    program = Flat([], [], [], {}, {}, {}, argument_names(jaxpr))
 
     def add(jaxpr, operands, scope, caller):
         """Adds the steps of a jaxpr, and returns the numbers of its results."""

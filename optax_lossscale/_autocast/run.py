@@ -2,13 +2,14 @@
 
 import collections
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
+from optax_lossscale._autocast.alike import common
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.derivatives import custom_jvp, custom_vjp
 from optax_lossscale._autocast.flat import Instruction
@@ -27,11 +28,15 @@ _SAVES = checkpoint_policies.save_only_these_names(SCOPE)
 Inside = Callable[[Instruction], list[Run]]
 """How to run each of the programs that an instruction holds."""
 
+Islands = dict[Hashable, Callable[[list[Any]], list[Any]]]
+"""What computes islands that are recomputed, by what those that are alike have in common."""
+
 
 def run(made: Plan, args: Sequence[Any]) -> list[Any]:
     """The results of a program for arguments in the dtypes that its plan takes."""
     repeated = _repeated(made)
     shared: dict[int, Run] = {}  # by the `id` of the plan
+    islands: Islands = {}
 
     def inside(step: Instruction) -> list[Run]:
         name = step.eqn.params.get("name", step.name)
@@ -39,12 +44,12 @@ def run(made: Plan, args: Sequence[Any]) -> list[Any]:
 
     def run_of(made: Plan, name: str) -> Run:
         if id(made) not in repeated:
-            return _by_plan(made, inside)
+            return _by_plan(made, inside, islands)
         if id(made) not in shared:
-            shared[id(made)] = _traced_once(_by_plan(made, inside), name)
+            shared[id(made)] = _traced_once(_by_plan(made, inside, islands), name)
         return shared[id(made)]
 
-    return _by_plan(made, inside).call(args)
+    return run_of(made, "").call(args)
 
 
 def _repeated(made: Plan) -> set[int]:
@@ -71,7 +76,7 @@ def _traced_once(run: Run, name: str) -> Run:
     return run._replace(call=lambda args: jitted(list(args)))
 
 
-def _by_plan(made: Plan, inside: Inside) -> Run:
+def _by_plan(made: Plan, inside: Inside, islands: Islands) -> Run:
     """How to run a program as a plan says."""
     program = made.program
 
@@ -90,7 +95,7 @@ def _by_plan(made: Plan, inside: Inside) -> Run:
 
         for part in made.parts:
             operands = [read(i, dtype) for i, dtype in part.reads.items()]
-            written = _written(part, operands, made, inside)
+            written = _written(part, operands, made, inside, islands)
             if part.is_spread:
                 (step,) = part.steps
                 written = _spread(step, written, [read(i, FLOAT32) for i in step.ins])
@@ -122,16 +127,23 @@ def _tangent_in_place_of(primals, tangents):
     return primals[0], in_dtype(dtype_in(primals[0]), tangents[1])
 
 
-def _written(part: Part, operands: list[Any], made: Plan, inside: Inside) -> dict[int, list[Any]]:
+def _written(
+    part: Part, operands: list[Any], made: Plan, inside: Inside, islands: Islands
+) -> dict[int, list[Any]]:
     """What a part writes, in each dtype; recomputed in the backward pass, if the part says so."""
-
-    def computed(operands):
+    if not part.is_recomputed:
         return _computed(part, operands, made, inside)
 
-    if not part.is_recomputed:
-        return computed(operands)
+    def computed(operands):
+        written = _computed(part, operands, made, inside)
+        return [written[i] for i in sorted(written)]
+
+    key = common(part, made.program), made.how
+    # JAX knows by the function that it has traced and differentiated it before.
+    function = computed if key[0] is None else islands.setdefault(key, computed)
     policy = _SAVES if part.saved else None  # which takes longer to trace
-    return jax.checkpoint(computed, prevent_cse=made.how.prevent_cse, policy=policy)(operands)
+    recomputed = jax.checkpoint(function, prevent_cse=made.how.prevent_cse, policy=policy)
+    return dict(zip(sorted(part.writes), recomputed(operands), strict=True))
 
 
 def _computed(part: Part, operands: list[Any], made: Plan, inside: Inside) -> dict[int, list[Any]]:

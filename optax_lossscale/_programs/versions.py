@@ -24,6 +24,13 @@ def function_name(jaxpr: Any) -> str:
     return getattr(getattr(open_jaxpr(jaxpr), "debug_info", None), "func_name", "function")
 
 
+def argument_names(jaxpr: Any) -> Sequence[str]:
+    """What the function that a jaxpr was traced from calls each argument; empty if unknown."""
+    names = getattr(getattr(open_jaxpr(jaxpr), "debug_info", None), "arg_names", None) or ()
+    is_of_each = len(names) == len(open_jaxpr(jaxpr).invars)  # not where constants were added
+    return tuple(name or "" for name in names) if is_of_each else ()
+
+
 def params_of(eqn: Any) -> dict[str, Any]:
     """An equation's parameters; since jax 0.12 an object may hold them, as in `custom_root`."""
     return getattr(eqn.params.get("_prim"), "params", eqn.params)

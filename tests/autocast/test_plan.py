@@ -30,10 +30,10 @@ def lines(function, *args, **options):
 
 def test_products_run_in_16_bits_and_what_lies_between_is_an_island():
     assert lines(lambda w, x: jnp.sum(jnp.exp(x @ w) @ w), W, X) == [
-        "takes 0:f32, 1:f32",
-        "run: dot_general (1:f16, 0:f16) -> 2:f16",
+        "takes w:f32, x:f32",
+        "run: dot_general (x:f16, w:f16) -> 2:f16",
         "island: exp (2) -> 3:f16",
-        "run: dot_general (3:f16, 0:f16) -> 4:f16",
+        "run: dot_general (3:f16, w:f16) -> 4:f16",
         "island: reduce_sum (4) -> 5:f32",
         "gives 5:f32",
     ]
@@ -42,9 +42,9 @@ def test_products_run_in_16_bits_and_what_lies_between_is_an_island():
 def test_a_sum_with_a_product_is_kept_in_16_bits():
     """And comes first, for the rest of its island to read it as it is kept."""
     assert lines(lambda w, x: (h := x @ w + x @ w.T) + jnp.exp(h @ w), W, X)[3:6] == [
-        "run: dot_general (1:f16, 3:f16) -> 4:f16",
+        "run: dot_general (x:f16, 3:f16) -> 4:f16",
         "island: add (2, 4) -> 5:f16",
-        "run: dot_general (5:f16, 0:f16) -> 6:f16",
+        "run: dot_general (5:f16, w:f16) -> 6:f16",
     ]
 
 
@@ -84,7 +84,7 @@ def test_of_a_scan_over_layers_the_plan_of_a_layer_is_shown_inside():
 
     text = lines(layers, jnp.stack([W, W]), X)
     (scan,) = (i for i, line in enumerate(text) if line.startswith("run: scan"))
-    assert text[scan + 1] == "  takes 0:f16, 1:f32"
+    assert text[scan + 1] == "  takes x:f16, w:f32"
     assert text[scan].endswith(":f16")
     # What no product depends on is not rounded, although each layer takes 16 bits.
     text = lines(
@@ -93,7 +93,7 @@ def test_of_a_scan_over_layers_the_plan_of_a_layer_is_shown_inside():
         X,
     )
     (scan,) = (i for i, line in enumerate(text) if line.startswith("run: scan"))
-    assert text[scan + 1] == "  takes 0:f16, 1:f32"
+    assert text[scan + 1] == "  takes x:f16, w:f32"
     assert text[scan].endswith(":f32")
 
 
@@ -101,7 +101,7 @@ def test_what_a_loop_waits_for_is_no_part_of_a_plan():
     def fun(w, x):
         return lax.while_loop(lambda x: x.sum() > 1e-3, lambda x: x @ w / 2, x)
 
-    assert lines(fun, W, X)[1:-1] == ["run: while (0:f32, 1:f32) -> 2:f32"]
+    assert lines(fun, W, X)[1:-1] == ["run: while (w:f32, x:f32) -> 2:f32"]
 
 
 def test_what_nobody_reads_is_no_part():
@@ -119,7 +119,7 @@ def test_a_plan_is_a_pure_function_of_the_program():
     again = lambda w, x: fun(w, x)
     assert planned(fun, W, X) is not planned(again, W, X)
     assert str(planned(fun, W, X)) == str(planned(again, W, X))
-    assert str(planned(fun, W, X, given=F16)).startswith("takes 0:f16, 1:f32")
+    assert str(planned(fun, W, X, given=F16)).startswith("takes w:f16, x:f32")
 
 
 def test_positions_are_counted_once_more_where_they_are_read():
@@ -205,10 +205,59 @@ def test_a_plan_of_a_users_function_says_its_lines():
         return jnp.sum(h @ w)
 
     text = str(ols.autocast(block).plan(W, X))
-    assert text.splitlines()[1].startswith("run: dot_general (1:f16, 0:f16) -> 2:f16  # ")
+    assert text.splitlines()[1].startswith("run: dot_general (x:f16, w:f16) -> 2:f16  # ")
     first = block.__code__.co_firstlineno
     for n in (1, 2):
         assert f"test_plan.py:{first + n} (block)" in text
+
+
+def test_arguments_are_called_as_in_the_users_function():
+    def block(params, *, x):
+        return jnp.sum(x @ params["up"] @ params["down"])
+
+    text = str(ols.autocast(block).plan({"up": W, "down": W}, x=X))
+    assert text.startswith("takes params['down']:f32, params['up']:f32, x:f32")
+    assert "dot_general (x:f16, params['up']:f16) -> 3:f16" in text
+
+
+def test_branches_and_the_two_programs_of_a_loop_are_told_apart():
+    branching = lambda w, x: lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x @ w @ w, x)
+    text = lines(branching, W, X)
+    labels = [i for i, line in enumerate(text) if "branch" in line]
+    assert [text[i] for i in labels] == ["  branch 0:", "  branch 1:"]
+    assert [len([line for line in part if "dot_general" in line])
+            for part in (text[: labels[1]], text[labels[1] :])] == [2, 1]  # fmt: skip
+    counting = lambda w, x: lax.fori_loop(0, jnp.int32(x[0, 0]), lambda i, x: x @ w, x)
+    text = lines(counting, W, X)
+    assert "  condition:" in text
+    assert text.index("  condition:") < text.index("  body:")
+
+
+def test_what_is_kept_in_both_dtypes_is_shown_with_both():
+    both = lambda w, x: ((h := jnp.exp(x @ w)), h @ w)
+    assert "island: exp (2) -> 3:f32 and f16" in lines(both, W, X)
+
+
+def test_a_long_part_takes_several_lines_and_names_a_function_once():
+    def long(w, x):
+        h = x @ w
+        for _ in range(40):
+            h = jnp.sin(h)
+            h = jnp.cos(h)
+        return h @ w
+
+    text = str(ols.autocast(long).plan(W, X))
+    assert max(map(len, text.splitlines())) <= 120
+    assert text.count("(long)") == 3
+    first = long.__code__.co_firstlineno
+    assert f":{first + 3}, {first + 4} (long)" in text
+
+
+def test_what_jax_adds_has_no_line():
+    counted = lambda w, x: lax.fori_loop(0, 3, lambda i, x: x @ w, x)
+    text = str(ols.autocast(counted).plan(W, X))
+    assert "run: add" in text
+    assert "unknown" not in text
 
 
 def test_a_plan_that_calls_share_is_shown_once():
