@@ -198,6 +198,8 @@ class Shadow:
     def _compute(self, around: Around) -> None:
         """Computes what was put off."""
         put_off = self._put_off
+        if not put_off:
+            return
         self._put_off = []
         numbers: dict[int, int] = {}  # by the `id` of a value
         reads: dict[int, Pair] = {}
@@ -267,7 +269,7 @@ class Shadow:
 
     def _say(self, put_off: Sequence[PutOff]) -> None:
         """A line of progress, where it takes long."""
-        if put_off and time.monotonic() - self._said > _PATIENCE:
+        if time.monotonic() - self._said > _PATIENCE:
             self._said = time.monotonic()
             source = put_off[-1].step.place.source
             print(f"diagnose: {len(self.notes)} results, at {source}", file=sys.stderr, flush=True)

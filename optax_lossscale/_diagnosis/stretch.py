@@ -118,11 +118,9 @@ class Stretch:
         pairs = dict(reads)
         results = []
         for number, step in enumerate(self.steps):
-            try:
-                outs = _beside_float32(step.eqn, [pairs[i] for i in step.ins])
-            except NotWidenedError:
+            outs, is_passed = _beside_float32(step.eqn, [pairs[i] for i in step.ins])
+            if is_passed:
                 self.passed.add(number)
-                outs = _as_it_is(step.eqn, [pairs[i] for i in step.ins])
             pairs.update(zip(step.outs, map(followed, outs), strict=True))
             results.append(outs)
         return results
@@ -133,23 +131,21 @@ def _on_host(x: jax.Array) -> Any:
     return np.asarray(x) if isinstance(x.dtype, np.dtype) else x
 
 
-def _beside_float32(eqn: Any, ins: Sequence[Pair]) -> list[Pair]:
-    """The results of an equation, and what float32 gives for it."""
+def _beside_float32(eqn: Any, ins: Sequence[Pair]) -> tuple[list[Pair], bool]:
+    """The results of an equation beside float32's, and whether it has none in float32."""
     if eqn.primitive.name in _OF_DEVICES:
         of_one = _OF_DEVICES[eqn.primitive.name]
-        return jax.tree.map(lambda x: of_one(x, eqn.params), list(ins))
+        return jax.tree.map(lambda x: of_one(x, eqn.params), list(ins)), False
     lows = bind(eqn, [x.low for x in ins])
     if all(x.true is None for x in ins) and not narrows(eqn):
-        return list(map(Pair, lows))
-    return list(map(Pair, lows, in_float32(eqn, [x.in_float32 for x in ins])))
-
-
-def _as_it_is(eqn: Any, ins: Sequence[Pair]) -> list[Pair]:
-    """The results of an equation, and of the same for what its operands are in float32."""
-    lows = bind(eqn, [x.low for x in ins])
-    if eqn.primitive.name == "io_callback":  # which is to be called once
-        return [Pair(x, widened(x)) for x in lows]
-    return list(map(Pair, lows, as_written(eqn, [x.in_float32 for x in ins])))
+        return list(map(Pair, lows)), False
+    trues = [x.in_float32 for x in ins]
+    try:
+        return list(map(Pair, lows, in_float32(eqn, trues))), False
+    except NotWidenedError:
+        is_once = eqn.primitive.name == "io_callback"
+        results = list(map(widened, lows)) if is_once else as_written(eqn, trues)
+        return list(map(Pair, lows, results)), True
 
 
 @functools.cache
