@@ -75,7 +75,8 @@ def _fitting(shadow: Shadow, gradient: Gradient, runs: Runs, largest: int) -> Ru
             largest = max(min(first, infinite) - 1, exponent)
             fits = _fits(min(exponent, largest - MARGIN), largest)
             runs = runs._replace(fitting=run, fits=fits, overflow=overflow or runs.overflow)
-            if largest - MARGIN <= exponent + 1:
+            is_linear = largest - MARGIN <= exponent + 1
+            if is_linear or overflow is None:  # or nothing is left that could overflow
                 break
             exponent = largest - MARGIN
         elif finite is None:

@@ -89,30 +89,29 @@ class Stretch:
         self.steps = steps
         self.passed: set[int] = set()
         self._forms: dict[Any, tuple[Any, list[tuple[str, tuple[int, ...]]]]] = {}
-        self._compiled = jax.jit(transform(self._buffers), compiler_options=_options())
+        self._compiled = jax.jit(transform(self._in_rows), compiler_options=_options())
 
     def __call__(self, reads: dict[int, Pair]) -> list[list[Pair]]:
         """The results of each, on the host, given what they read that was there before."""
-        buffers = {dtype: _on_host(x) for dtype, x in self._compiled(reads).items()}
+        rows = {str(x.dtype): _on_host(x) for x in self._compiled(reads)}
         structure, types = self._forms[jax.tree.structure(reads)]
-        starts = dict.fromkeys(buffers, 0)
         leaves = []
         for dtype, shape in types:
-            start = starts[dtype]
-            starts[dtype] += math.prod(shape)
-            row = buffers[dtype][..., start : starts[dtype]]
-            leaves.append(row.reshape(row.shape[:-1] + shape).copy())
+            size = math.prod(shape)
+            numbers = rows[dtype][..., :size]
+            rows[dtype] = rows[dtype][..., size:]
+            leaves.append(numbers.reshape(numbers.shape[:-1] + shape).copy())
         return jax.tree.unflatten(structure, leaves)
 
-    def _buffers(self, reads: dict[int, Pair]) -> dict[str, jax.Array]:
-        """All results of a dtype in one array: sending many takes longer than computing them."""
+    def _in_rows(self, reads: dict[int, Pair]) -> list[jax.Array]:
+        """All results of a dtype in a row: sending many takes longer than computing them."""
         leaves, structure = jax.tree.flatten(self._computed(reads))
         types = [(str(x.dtype), jnp.shape(x)) for x in leaves]
         self._forms[jax.tree.structure(reads)] = structure, types
         rows = defaultdict(list)
-        for (dtype, _), x in zip(types, leaves, strict=True):
-            rows[dtype].append(jnp.ravel(x))
-        return {dtype: jnp.concatenate(xs) for dtype, xs in rows.items()}
+        for x in leaves:
+            rows[x.dtype].append(jnp.ravel(x))
+        return list(map(jnp.concatenate, rows.values()))
 
     def _computed(self, reads: dict[int, Pair]) -> list[list[Pair]]:
         pairs = dict(reads)
