@@ -53,9 +53,8 @@ class Gradient(NamedTuple):
         for n, (x, name) in enumerate(zip(self.arrays, self.names, strict=True)):
             place = Place("", "", "", name, is_parameter=n in self.parameters)
             values.append(_argument(x, place))
-        seed = _argument(np.asarray(scale, np.float32), Place("", "", "", "the loss scale"))
-        seed.note.seeded = True
-        return [*values, seed]
+        place = Place("", "", "", "the loss scale")
+        return [*values, _argument(np.asarray(scale, np.float32), place, seeded=True)]
 
 
 def gradient_of(
@@ -110,10 +109,10 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array)
 
 
-def _argument(x: np.ndarray, place: Place) -> Value:
+def _argument(x: np.ndarray, place: Place, seeded: bool = False) -> Value:
     """A value that the program is given."""
     pair = exact(x)
-    note = Note(place, -1, (), (), x.dtype)
+    note = Note(place, -1, (), (), x.dtype, seeded)
     if is_inexact(x):
         note.add(*measured(pair.in_float32[None], None))
     return Value(pair, note)

@@ -28,9 +28,9 @@ _ARE_MADE = {
 
 def words_in_float32(page: Diagnosis, one: Wrong) -> str:
     """What makes numbers that are not finite, and where."""
-    name, source = one.place.primitive, one.place.source
+    source = one.place.source
     if not source:
-        return f"there are NaNs or infinities in {name}"
+        return f"there are NaNs or infinities in {one.place.primitive}"
     what = _made(page, one)[0]
     layer = f" [{one.place.layer}]" if one.place.layer else ""
     return f"{what}, at {source}{layer}"

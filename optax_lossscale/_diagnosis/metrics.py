@@ -50,7 +50,8 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       growth_counter 0
       hysteresis_left 1
     """
-    loss_scale, wrappers = get_loss_scale(state), wrapper_states(state)
+    loss_scale = get_loss_scale(state)
+    wrappers = wrapper_states(state)
     if BLANK_METRICS.value and jax.tree.leaves(loss_scale):
         loss_scale = _at_first(loss_scale)
     scale, log2, exhausted = _of_loss_scale(loss_scale)
@@ -60,17 +61,24 @@ def metrics(state: Any) -> dict[str, jax.Array]:
         "exhausted": exhausted,
     }
     for wrapper in wrappers:
-        names = ("should_apply", "skipped_steps", "consecutive_skipped_steps")
-        scalars |= {name: getattr(wrapper, name) for name in names}
-    parts: list[tuple[str, Any]] = [("loss_scale", loss_scale)]
-    parts += [("skip_rule", wrapper.skip_rule) for wrapper in wrappers]
-    for part, tree in parts:
-        for path, x in jax.tree.leaves_with_path(tree):
-            name = path_name(path)
-            is_the_scale = (part, name) == ("loss_scale", "loss_scale")
-            if not name.startswith("_") and not is_the_scale:
-                scalars[f"{part}/{name}" if name in scalars else name] = x
+        for name in ("should_apply", "skipped_steps", "consecutive_skipped_steps"):
+            scalars[name] = getattr(wrapper, name)
+    _add_public(scalars, "loss_scale", loss_scale)
+    for wrapper in wrappers:
+        _add_public(scalars, "skip_rule", wrapper.skip_rule)
     return scalars
+
+
+def _add_public(scalars: dict[str, jax.Array], part: str, tree: Any) -> None:
+    """Adds the public state of the loss scale or of the skip rule, but for the scale itself."""
+    for path, x in jax.tree.leaves_with_path(tree):
+        name = path_name(path)
+        is_the_scale = name == part == "loss_scale"
+        if name.startswith("_") or is_the_scale:
+            continue
+        if name in scalars:
+            name = f"{part}/{name}"
+        scalars[name] = x
 
 
 @jax.jit  # whose constants are on the device; eager ones would be sent to it

@@ -30,29 +30,49 @@ class Moments(NamedTuple):
 
 def moments_of(opt_state: Any, grads: dict[str, np.ndarray]) -> Moments | None:
     """Those of an optimizer state, or those that true gradients give it in the first step."""
-    states = found(lambda x: all(hasattr(x, name) for name in ("mu", "nu", "count")), opt_state)
+    states = found(_is_adam, opt_state)
     if not states:
         return None
-    injected = found(lambda x: isinstance(getattr(x, "hyperparams", None), Mapping), opt_state)
-    adams = {"eps": 1e-8, "b2": 0.999}  # unless the state says otherwise
-    hyperparams = adams | dict(injected[0].hyperparams if injected else {})
-    eps, b2 = (float(hyperparams[name]) for name in adams)
+    hyperparams = {"eps": 1e-8, "b2": 0.999}  # unless the state says otherwise
+    for injected in found(_holds_hyperparams, opt_state)[:1]:
+        hyperparams |= injected.hyperparams
+    eps = float(hyperparams["eps"])
+    b2 = float(hyperparams["b2"])
     moments = [x for state in states for x in jax.tree.leaves(state.nu)]
     dtypes = tuple(dict.fromkeys(jnp.dtype(dtype_of(x)) for x in moments))
-    if after := [state for state in states if int(state.count)]:
-        moves = _flat(state.mu for state in after) != 0
-        held = _flat(state.nu for state in after)
-        unbiased = [_flat([state.nu]) / (1 - b2 ** int(state.count)) for state in after]
-        root = np.sqrt(np.maximum(np.concatenate(unbiased), 0))
+    after_a_step = [state for state in states if int(state.count)]
+    if after_a_step:
+        moves = _flat(state.mu for state in after_a_step) != 0
+        squares = _flat(state.nu for state in after_a_step)
+        unbiased = [_flat([x.nu]) / (1 - b2 ** int(x.count)) for x in after_a_step]
+        roots = np.sqrt(np.maximum(np.concatenate(unbiased), 0))
     else:
-        root = _flat(map(np.abs, grads.values()))
-        moves, held = root != 0, (1 - b2) * root**2
-        held = held.astype(dtypes[0]) if len(dtypes) == 1 else held
-    share = lambda which: float(np.count_nonzero(which & moves) / max(moves.sum(), 1))
-    return Moments(eps, share((root < eps) & (held != 0)), share(held == 0), dtypes)
+        roots = _flat(map(np.abs, grads.values()))
+        moves = roots != 0
+        squares = (1 - b2) * roots**2
+        if len(dtypes) == 1:
+            squares = squares.astype(dtypes[0])
+    below_eps = (roots < eps) & (squares != 0)
+    return Moments(eps, _share(below_eps, moves), _share(squares == 0, moves), dtypes)
+
+
+def _is_adam(x: Any) -> bool:
+    """Whether this is the state of Adam or of one like it."""
+    return all(hasattr(x, name) for name in ("mu", "nu", "count"))
+
+
+def _holds_hyperparams(x: Any) -> bool:
+    """Whether this is the state of `optax.inject_hyperparams`."""
+    return isinstance(getattr(x, "hyperparams", None), Mapping)
+
+
+def _share(which: np.ndarray, moves: np.ndarray) -> float:
+    """The share of parameters among those that have a gradient."""
+    return float(np.count_nonzero(which & moves) / max(moves.sum(), 1))
 
 
 def _flat(trees: Iterable[Any]) -> np.ndarray:
     """All numbers of some trees in one float64 array."""
     leaves = jax.tree.leaves(list(trees))
-    return np.concatenate([np.zeros(0), *(np.ravel(x).astype(np.float64) for x in leaves)])
+    rows = [np.ravel(x).astype(np.float64) for x in leaves]
+    return np.concatenate([np.zeros(0), *rows])

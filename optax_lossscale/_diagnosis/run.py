@@ -1,6 +1,5 @@
 """The runs of a gradient beside float32: at a loss scale of 1, and at the one that fits."""
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +11,7 @@ from optax_lossscale._diagnosis.scale import HIGHEST, MARGIN, InitialScale, firs
 from optax_lossscale._diagnosis.shadow import Shadow
 from optax_lossscale._diagnosis.stretch import Pair
 
-_TRIES = 4  # at a scale, each a little lower than the one before
+_TRIES = 6  # of scales, where the backward pass is not linear in them
 
 
 class Run(NamedTuple):
@@ -52,25 +51,47 @@ def runs_of(gradient: Gradient) -> Runs:
     if not at_1.is_finite(in_float32=True) or not np.isfinite(at_1.loss.pair.low):
         return Runs(at_1, at_1, None, None, passed)
     first, overflow = first_overflow(at_1.notes, 1.0)
-    largest = first - 1
-    halves = [n for n in at_1.notes if n.seeded and n.dtype == np.float16]
-    if not halves:
-        is_finite = at_1.is_finite()
-        fits = InitialScale(2.0 ** (largest - MARGIN), 2.0**largest) if is_finite else None
-        return Runs(at_1, at_1, fits, overflow, passed)
-    largest = min(largest, HIGHEST)
-    run = at_1
-    for below in range(0, _TRIES * MARGIN, MARGIN):
-        scale = 2.0 ** (largest - MARGIN - below)
-        run = _run(shadow, gradient, scale)
+    if any(note.seeded and note.dtype == np.float16 for note in at_1.notes):
+        largest = min(first - 1, HIGHEST)
+        return _fitting(shadow, gradient, Runs(at_1, at_1, None, overflow, passed), largest)
+    fits = _fits(first - 1 - MARGIN, first - 1) if at_1.is_finite() else None
+    return Runs(at_1, at_1, fits, overflow, passed)
+
+
+def _fitting(shadow: Shadow, gradient: Gradient, runs: Runs, largest: int) -> Runs:
+    """The same, with the run at the scale that fits, if `largest` is what a linear pass allows."""
+    exponent = largest - MARGIN
+    finite = None  # the largest exponent of a scale that is known to fit
+    infinite = HIGHEST + 1  # the least of one that is known to be too large
+    if runs.at_1.is_finite():
+        finite = 0
+        runs = runs._replace(fits=_fits(0, 0))
+    for _ in range(_TRIES):
+        run = _run(shadow, gradient, 2.0**exponent)
         if run.is_finite():
-            if not below:  # the program's own numbers say it to the bit
-                first, overflow = first_overflow(run.notes, scale)
-                largest = min(first - 1, HIGHEST)
-            best = max(largest - below, exponent_of(scale))
-            fits = InitialScale(min(scale, 2.0 ** (best - MARGIN)), 2.0**best)
-            return Runs(at_1, run, fits, overflow, passed)
-    return Runs(at_1, run, None, overflow, passed)
+            finite = exponent
+            # The program's own numbers say it to the bit.
+            first, overflow = first_overflow(run.notes, run.scale)
+            largest = max(min(first, infinite) - 1, exponent)
+            fits = _fits(min(exponent, largest - MARGIN), largest)
+            runs = runs._replace(fitting=run, fits=fits, overflow=overflow or runs.overflow)
+            is_linear = largest - MARGIN <= exponent + 1
+            if is_linear or overflow is None:  # or nothing is left that could overflow
+                break
+            exponent = largest - MARGIN
+        elif finite is None:
+            infinite = exponent
+            exponent -= 2 * MARGIN
+        else:
+            infinite = exponent
+            exponent = (finite + exponent) // 2
+            if exponent <= finite:
+                break
+    return runs
+
+
+def _fits(exponent: int, largest: int) -> InitialScale:
+    return InitialScale(2.0**exponent, 2.0**largest)
 
 
 def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
@@ -87,8 +108,3 @@ def _result(value: Value) -> Value:
         (numbers,) = measured(pair.low[None], pair.true[None])
         note = Note(note.place, note.number, note.rounds, (note,), note.dtype, **numbers)
     return Value(pair, note)
-
-
-def exponent_of(scale: float) -> int:
-    """The exponent of a power of two."""
-    return round(math.log2(scale))

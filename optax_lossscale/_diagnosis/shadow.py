@@ -22,6 +22,7 @@ from optax_lossscale._diagnosis.notes import Note, Place, measured
 from optax_lossscale._diagnosis.steps import Step, last_reads
 from optax_lossscale._diagnosis.stretch import Pair, Stretch, Wired, exact, followed, holds_floats
 from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.values import dtype_in
 from optax_lossscale._programs.versions import constants, mapped_axes, open_jaxpr
 
 _BLOCK = 16  # equations that are compiled together, at least
@@ -140,8 +141,9 @@ class Shadow:
             env[v] = around.constant(jax.device_get(x))
 
         def read(v):
-            is_literal = isinstance(v, Literal)
-            return around.constant(np.asarray(v.val, v.aval.dtype)) if is_literal else env[v]
+            if isinstance(v, Literal):
+                return around.constant(np.asarray(v.val, dtype_in(v)))
+            return env[v]
 
         for eqn, frees in zip(jaxpr.eqns, last_reads(jaxpr), strict=True):
             results = self._results(eqn, list(map(read, eqn.invars)), around)
@@ -198,6 +200,8 @@ class Shadow:
     def _compute(self, around: Around) -> None:
         """Computes what was put off."""
         put_off = self._put_off
+        if not put_off:
+            return
         self._put_off = []
         numbers: dict[int, int] = {}  # by the `id` of a value
         reads: dict[int, Pair] = {}
@@ -267,7 +271,7 @@ class Shadow:
 
     def _say(self, put_off: Sequence[PutOff]) -> None:
         """A line of progress, where it takes long."""
-        if put_off and time.monotonic() - self._said > _PATIENCE:
+        if time.monotonic() - self._said > _PATIENCE:
             self._said = time.monotonic()
             source = put_off[-1].step.place.source
             print(f"diagnose: {len(self.notes)} results, at {source}", file=sys.stderr, flush=True)

@@ -89,40 +89,37 @@ class Stretch:
         self.steps = steps
         self.passed: set[int] = set()
         self._forms: dict[Any, tuple[Any, list[tuple[str, tuple[int, ...]]]]] = {}
-        self._compiled = jax.jit(transform(self._buffers), compiler_options=_options())
+        self._compiled = jax.jit(transform(self._in_rows), compiler_options=_options())
 
     def __call__(self, reads: dict[int, Pair]) -> list[list[Pair]]:
         """The results of each, on the host, given what they read that was there before."""
-        buffers = {dtype: _on_host(x) for dtype, x in self._compiled(reads).items()}
+        rows = {str(x.dtype): _on_host(x) for x in self._compiled(reads)}
         structure, types = self._forms[jax.tree.structure(reads)]
-        starts = dict.fromkeys(buffers, 0)
         leaves = []
         for dtype, shape in types:
-            start = starts[dtype]
-            starts[dtype] += math.prod(shape)
-            row = buffers[dtype][..., start : starts[dtype]]
-            leaves.append(row.reshape(row.shape[:-1] + shape).copy())
+            size = math.prod(shape)
+            numbers = rows[dtype][..., :size]
+            rows[dtype] = rows[dtype][..., size:]
+            leaves.append(numbers.reshape(numbers.shape[:-1] + shape).copy())
         return jax.tree.unflatten(structure, leaves)
 
-    def _buffers(self, reads: dict[int, Pair]) -> dict[str, jax.Array]:
-        """All results of a dtype in one array: sending many takes longer than computing them."""
+    def _in_rows(self, reads: dict[int, Pair]) -> list[jax.Array]:
+        """All results of a dtype in a row: sending many takes longer than computing them."""
         leaves, structure = jax.tree.flatten(self._computed(reads))
         types = [(str(x.dtype), jnp.shape(x)) for x in leaves]
         self._forms[jax.tree.structure(reads)] = structure, types
         rows = defaultdict(list)
-        for (dtype, _), x in zip(types, leaves, strict=True):
-            rows[dtype].append(jnp.ravel(x))
-        return {dtype: jnp.concatenate(xs) for dtype, xs in rows.items()}
+        for x in leaves:
+            rows[x.dtype].append(jnp.ravel(x))
+        return list(map(jnp.concatenate, rows.values()))
 
     def _computed(self, reads: dict[int, Pair]) -> list[list[Pair]]:
         pairs = dict(reads)
         results = []
         for number, step in enumerate(self.steps):
-            try:
-                outs = _beside_float32(step.eqn, [pairs[i] for i in step.ins])
-            except NotWidenedError:
+            outs, is_passed = _beside_float32(step.eqn, [pairs[i] for i in step.ins])
+            if is_passed:
                 self.passed.add(number)
-                outs = _as_it_is(step.eqn, [pairs[i] for i in step.ins])
             pairs.update(zip(step.outs, map(followed, outs), strict=True))
             results.append(outs)
         return results
@@ -133,23 +130,21 @@ def _on_host(x: jax.Array) -> Any:
     return np.asarray(x) if isinstance(x.dtype, np.dtype) else x
 
 
-def _beside_float32(eqn: Any, ins: Sequence[Pair]) -> list[Pair]:
-    """The results of an equation, and what float32 gives for it."""
+def _beside_float32(eqn: Any, ins: Sequence[Pair]) -> tuple[list[Pair], bool]:
+    """The results of an equation beside float32's, and whether it has none in float32."""
     if eqn.primitive.name in _OF_DEVICES:
         of_one = _OF_DEVICES[eqn.primitive.name]
-        return jax.tree.map(lambda x: of_one(x, eqn.params), list(ins))
+        return jax.tree.map(lambda x: of_one(x, eqn.params), list(ins)), False
     lows = bind(eqn, [x.low for x in ins])
     if all(x.true is None for x in ins) and not narrows(eqn):
-        return list(map(Pair, lows))
-    return list(map(Pair, lows, in_float32(eqn, [x.in_float32 for x in ins])))
-
-
-def _as_it_is(eqn: Any, ins: Sequence[Pair]) -> list[Pair]:
-    """The results of an equation, and of the same for what its operands are in float32."""
-    lows = bind(eqn, [x.low for x in ins])
-    if eqn.primitive.name == "io_callback":  # which is to be called once
-        return [Pair(x, widened(x)) for x in lows]
-    return list(map(Pair, lows, as_written(eqn, [x.in_float32 for x in ins])))
+        return list(map(Pair, lows)), False
+    trues = [x.in_float32 for x in ins]
+    try:
+        return list(map(Pair, lows, in_float32(eqn, trues))), False
+    except NotWidenedError:
+        is_once = eqn.primitive.name == "io_callback"
+        results = list(map(widened, lows)) if is_once else as_written(eqn, trues)
+        return list(map(Pair, lows, results)), True
 
 
 @functools.cache

@@ -55,7 +55,8 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
             "raise_if_stuck takes the state of one model, got many, with leaves of shape "
             f"{shape}. Pass that of one member: jax.tree.map(lambda x: x[0], state)"
         )
-    skips, rule = int(consecutive), states[0].skip_rule if states else None
+    skips = int(consecutive)
+    rule = states[0].skip_rule if states else None
     by_rule = rule is not None and bool(jnp.isfinite(rule.gradient_norm))  # it saw the last
     much = rule is not None and int(rule.skip_debt) > APPLIED_PER_SKIP * max_consecutive_skips
     advice = (

@@ -85,7 +85,7 @@ def _rewritten(eqn: Any, ins: Sequence[Any]) -> list[Any]:
         half = len(ins) // 2
         combine = _combination(params["jaxpr"])
         return lax.reduce(ins[:half], ins[half:], combine, params["dimensions"])
-    if any(is_program(x) or isinstance(x, _SHAPES) for x in _leaves(eqn)):
+    if any(map(_is_whole, _leaves(eqn))):
         raise NotWidenedError
     if name == "convert_element_type":
         return [in_dtype(wide_dtype(params["new_dtype"]), ins[0])]
@@ -122,5 +122,9 @@ def _dtype(x: Any) -> Any:
 
 def _leaves(eqn: Any) -> list[Any]:
     """What an equation's parameters hold."""
-    is_leaf = lambda x: is_program(x) or isinstance(x, _SHAPES)
-    return jax.tree.leaves(list(params_of(eqn).values()), is_leaf=is_leaf)
+    return jax.tree.leaves(list(params_of(eqn).values()), is_leaf=_is_whole)
+
+
+def _is_whole(x: Any) -> bool:
+    """Whether this is a program, or the type of what a foreign function returns."""
+    return is_program(x) or isinstance(x, _SHAPES)

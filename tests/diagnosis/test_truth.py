@@ -301,6 +301,53 @@ def test_the_scale_that_fits_is_the_one_that_a_search_finds(model):
     assert (np.log2(fits.scale), np.log2(fits.largest)) == SCALES[model]
 
 
+NOT_LINEAR = {
+    "saturating": lambda g: g / (1 + jnp.abs(g)),
+    "normalized": lambda g: g / (jnp.abs(g).max() + F16(1e-3)),
+    "squared": lambda g: g * jnp.abs(g) * F16(64),
+}
+
+
+@pytest.mark.parametrize("rule", NOT_LINEAR)
+def test_of_a_backward_pass_that_is_not_linear_too_the_scale_is_what_a_search_finds(rule):
+    identity = jax.custom_vjp(lambda x: x)
+    identity.defvjp(lambda x: (x, None), lambda _, g: (NOT_LINEAR[rule](g),))
+    params, x = normal(8, 8), normal(16, 8, scale=1)
+
+    def loss_fn(w, x):
+        return square(identity(x.astype(F16) @ w.astype(F16)))
+
+    def is_finite(exponent):
+        grads = jax.grad(lambda w: loss_fn(w, x) * 2.0**exponent)(params)
+        return bool(jnp.isfinite(grads).all())
+
+    fits = ols.diagnose(loss_fn, params, x).initial_scale
+    largest = max(filter(is_finite, range(-4, 40)))
+    assert largest - 4 <= np.log2(fits.scale) < largest
+
+
+def test_gradients_that_are_infinite_at_any_scale_are_compared_without_one():
+    @jax.custom_vjp
+    def identity(x):
+        return x
+
+    def backward(x, g):
+        large = jnp.exp(jnp.abs(x) * F16(30))
+        return (g * large / (1 + large),)
+
+    identity.defvjp(lambda x: (x, x), backward)
+    params = {"a": normal(8, 8), "b": normal(8, 8, seed=1)}
+
+    def loss_fn(p, x):
+        p = half(p)
+        return square(identity(x.astype(F16) @ p["a"]) @ p["b"])
+
+    found = ols.diagnose(loss_fn, params, normal(16, 8, scale=1))
+    assert found.initial_scale is None
+    assert found.scale == 1
+    assert [one.name for one in found.wrong] == ["a"]  # and not b, whose gradient is right
+
+
 @quick("model", {model: model for model in SCALES}, "perceptron", "gate")
 def test_the_share_that_is_lost_is_what_counting_gives(model, monkeypatch):
     loss_fn, params, *batch = HEALTHY[model]()
