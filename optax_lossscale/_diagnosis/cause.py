@@ -71,7 +71,9 @@ def _is_mask(note: Note) -> bool:
         reads = [read for read in note.reads if read.bad_true]
         if not reads:
             return not note.reads or note.place.primitive in ("select_n", "pad")
-        note = reads[0]
+        (note, *_) = reads
+        if _is(note, Is.PRODUCT):  # which no one masks before
+            return False
 
 
 def _path(note: Note) -> list[Note]:

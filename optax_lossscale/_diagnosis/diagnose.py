@@ -12,7 +12,7 @@ from optax_lossscale._diagnosis.cause import Cause, cause_in_float32, cause_of
 from optax_lossscale._diagnosis.dtypes import report_of
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
 from optax_lossscale._diagnosis.moments import moments_of
-from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note
+from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note, limits
 from optax_lossscale._diagnosis.page import Diagnosis, Wrong
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow
@@ -39,7 +39,8 @@ def diagnose(
     loss scale of 1 and at the one that fits. It reports whether the loss, the gradients and the
     values inside are right; if not, in which line and layer they go wrong, and what to do; which
     loss scale fits, and how many gradients are lost to underflow. Choices, such as indices and
-    branches, are those of the program. A loss function that computes in float32 is diagnosed as
+    branches, are those of the program, and so are constants, as they were rounded when it was
+    traced: 0.999 is 1 in bfloat16. A loss function that computes in float32 is diagnosed as
     `autocast` makes it. Call it on the host, with a loss function that names no axis of `pmap`
     or `shard_map` around it. A skipped step has left everything as it was, so that it can be
     diagnosed afterwards. Other parameters and batches may behave differently.
@@ -174,10 +175,16 @@ def _off_and_wrong(run: Run) -> tuple[dict[str, float], tuple[Wrong, ...]]:
 def _wrong_inside(run: Run) -> Iterator[Wrong]:
     """The first value inside of which a fifth is off, and what follows from it too."""
     spread = [note for note in run.notes if not note.seeded and note.off_share > FIFTH]
-    read = {id(one) for note in spread for one in note.reads}
+    sizes: dict[int, float] = {}  # of what follows
     for note in spread:
-        cause = cause_of(note) if id(note) in read else None
-        if cause is not None:
+        for read in note.reads:
+            sizes[id(read)] = max(sizes.get(id(read), 0.0), note.typical)
+    for note in spread:
+        cause = cause_of(note) if id(note) in sizes else None
+        if cause is None:
+            continue
+        _, least = limits(cause.note.dtype)
+        if cause.how != "vanishes" or sizes[id(note)] >= least:  # else it goes on vanishing
             yield _wrong("a value inside", note.off_share, cause, run)
             return
 
