@@ -92,6 +92,8 @@ def _page(gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any) -> 
     run = _judged_by(runs)
     dtypes = _dtypes_in(gradient)
     off, wrong = _off_and_wrong(run)
+    if not wrong:
+        wrong = tuple(_wrong_inside(run, limits(np.float16)[1] if np.float16 in dtypes else 0.0))
     lost = {}
     if runs.fits and np.float16 in dtypes:
         grads_at_1 = list(runs.at_1.grads.values())
@@ -114,6 +116,7 @@ def _page(gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any) -> 
         choices=tuple(_choices(run)),
         initial_scale=runs.fits,
         overflow=row_of(runs.overflow) if runs.overflow else None,
+        has_gradients=any(np.any(x) for x in true_grads.values()),
         is_finite_without=runs.at_1.is_finite(),
         underflow=lost,
         moments=moments_of(opt_state, true_grads),
@@ -169,22 +172,19 @@ def _off_and_wrong(run: Run) -> tuple[dict[str, float], tuple[Wrong, ...]]:
         if not note.bad_true and (cause is not None or note.off <= TOLERANCE):
             off[name] = note.off
     wrong.sort(key=lambda one: (one.name != "the loss", -one.off))
-    return off, tuple(wrong or _wrong_inside(run))
+    return off, tuple(wrong)
 
 
-def _wrong_inside(run: Run) -> Iterator[Wrong]:
-    """The first value inside of which a fifth is off, and what follows from it too."""
+def _wrong_inside(run: Run, least: float) -> Iterator[Wrong]:
+    """The first value inside of which a fifth is off, and what follows from it too.
+
+    What has vanished, and goes on vanishing below the least normal number, is nothing.
+    """
     spread = [note for note in run.notes if not note.seeded and note.off_share > FIFTH]
-    sizes: dict[int, float] = {}  # of what follows
+    follows = {id(read) for note in spread if note.typical >= least for read in note.reads}
     for note in spread:
-        for read in note.reads:
-            sizes[id(read)] = max(sizes.get(id(read), 0.0), note.typical)
-    for note in spread:
-        cause = cause_of(note) if id(note) in sizes else None
-        if cause is None:
-            continue
-        _, least = limits(cause.note.dtype)
-        if cause.how != "vanishes" or sizes[id(note)] >= least:  # else it goes on vanishing
+        cause = cause_of(note) if id(note) in follows else None
+        if cause is not None:
             yield _wrong("a value inside", note.off_share, cause, run)
             return
 

@@ -495,16 +495,48 @@ def test_a_sum_that_stagnates_is_named_and_not_what_is_made_of_it(loop, follows)
     assert advice.startswith("Compute add at ")
 
 
-def test_what_follows_from_an_overflow_is_not_at_fault():
+@pytest.mark.parametrize(
+    "swallows",
+    [jnp.log, lambda x: x**-0.5, lambda x: 1 / x, jnp.tanh],
+    ids=["a logarithm", "a root", "a division", "a limit"],
+)
+def test_what_follows_from_an_overflow_is_not_at_fault(swallows):
     def loss_fn(w, x):
         x = (x.astype(F16) * 1000) @ w.astype(F16)
-        return jnp.log(jnp.mean((x * x).astype(F32)))
+        size = jnp.mean((x * x).astype(F32))
+        return swallows(size / 1e6)
 
     found = ols.diagnose(loss_fn, normal(8, 8), normal(4, 8, scale=1))
     line = loss_fn.__code__.co_firstlineno + 2
     assert {one.how for one in found.wrong} == {"overflows"}
     (advice,) = found.advice
     assert f"Compute mul at tests/diagnosis/test_truth.py:{line} " in advice
+
+
+def test_products_of_small_steps_are_not_what_a_difference_is_sensitive_to():
+    """Of 16-bit weights after a few small steps, less what they were."""
+
+    def loss_fn(w, x):
+        moved = w.astype(F16)
+        for _ in range(3):
+            moved = moved - F16(1e-3) * (x.astype(F16).T @ (x.astype(F16) @ moved))
+        return jnp.mean((moved - w).astype(F32) ** 2) * 1e4
+
+    found = ols.diagnose(loss_fn, 1 + normal(8, 4), normal(4, 8, scale=0.5))
+    assert found.wrong[0].how == "cancels"
+    assert not any("Keep the product" in advice for advice in found.advice)
+    assert found.advice[0].startswith("Compute what sub at ")
+
+
+@pytest.mark.parametrize("dtype", [F16, jnp.bfloat16])
+def test_gradients_that_are_all_zero_are_told(dtype):
+    def loss_fn(w, x):
+        return square(jax.nn.relu(-jnp.abs(x.astype(dtype) @ w.astype(dtype))))
+
+    found = ols.diagnose(loss_fn, normal(8, 8), normal(4, 8, scale=1))
+    assert found.verdict == "All gradients are 0, in float32 as well."
+    assert not found.has_gradients
+    assert "Loss scale" not in str(found)
 
 
 @pytest.mark.parametrize("function", [jnp.arccos, lambda x: 1 - x], ids=["arccos", "1 - x"])
@@ -597,15 +629,26 @@ def test_a_gradient_that_is_wrong_anyway_asks_for_no_scale():
     assert advice.startswith("Compute tanh at ")
 
 
-def test_products_that_go_to_zero_as_they_must_are_fine():
+def decayed(x, gate):
+    for _ in range(5):
+        gate = gate * gate
+    return x + gate * x
+
+
+def scanned(x, gate):
+    """The state of a gated recurrence, and the product of all gates."""
+    step = lambda c, now: ((now[0] * c[0] + now[1], now[0] * c[1]), None)
+    (state, product), _ = lax.scan(step, (jnp.zeros(8, F16), jnp.ones(8, F16)), (gate, x))
+    return state + product
+
+
+@pytest.mark.parametrize("recurrence", [decayed, scanned])
+def test_products_that_go_to_zero_as_they_must_are_fine(recurrence):
     def loss_fn(w, x):
         x = x.astype(F16)
-        gate = jax.nn.sigmoid(x @ w.astype(F16))
-        for _ in range(5):
-            gate = gate * gate
-        return square(x + gate * x)
+        return square(recurrence(x, jax.nn.sigmoid(x @ w.astype(F16))))
 
-    found = ols.diagnose(loss_fn, normal(8, 8, scale=0.3), normal(16, 8, scale=1))
+    found = ols.diagnose(loss_fn, normal(8, 8, scale=0.3), normal(32, 8, scale=1))
     assert found.wrong == ()
 
 
