@@ -67,10 +67,9 @@ def _columns(history: Any) -> tuple[np.ndarray, np.ndarray]:
         if not isinstance(history, Mapping):
             history = {name: [step[name] for step in history] for name in names}
         scale, applied = (np.array(jax.device_get(history[name])) for name in names)
-        is_known = scale.ndim == 1 and scale.size and scale.shape == applied.shape
     except (KeyError, TypeError, IndexError):
-        is_known = False
-    if not is_known:
+        scale = applied = np.array(())
+    if scale.ndim != 1 or not scale.size or scale.shape != applied.shape:
         allowed = "a sequence of what metrics returned after each step, or one dict of them all"
         validation.refuse("history", history, allowed)
     return scale, applied
