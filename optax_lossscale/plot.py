@@ -18,7 +18,9 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.precision import is_inexact
 from optax_lossscale._step.get import resolve
 
-BEFORE, AFTER = "#8a8f98", "#00798c"
+BEFORE = "#8a8f98"
+AFTER = "#00798c"
+_SHADES = (0.14, 0.06, 0.0, 0.14)  # of zero, the subnormal numbers, the normal ones and infinity
 
 
 def loss_scale(
@@ -46,6 +48,20 @@ def loss_scale(
       'step'
     """
     validation.at_hand("plot.loss_scale", history)
+    scale, applied = _columns(history)
+    steps = np.arange(1, len(scale) + 1)
+    skipped = ~applied.astype(bool)
+    axes = _axes(axes, 2.6)
+    look: dict[str, Any] = {"color": AFTER, "lw": 1.5} | style
+    axes.step(steps, scale, where="mid", **look)
+    axes.plot(steps[skipped], scale[skipped], "x", color=look["color"], ms=6, mew=1.5, zorder=3)
+    axes.set_yscale("log", base=2)
+    axes.set(xlabel="step", ylabel="loss scale\n(×: step skipped)")
+    return _plain(axes)
+
+
+def _columns(history: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The loss scale after each step, and whether the step was applied."""
     names = ("loss_scale", "should_apply")
     try:
         if not isinstance(history, Mapping):
@@ -56,13 +72,7 @@ def loss_scale(
     if scale.ndim != 1 or not scale.size or scale.shape != applied.shape:
         allowed = "a sequence of what metrics returned after each step, or one dict of them all"
         validation.refuse("history", history, allowed)
-    axes, steps, skipped = _axes(axes, 2.6), np.arange(1, len(scale) + 1), ~applied.astype(bool)
-    look: dict[str, Any] = {"color": AFTER, "lw": 1.5} | style
-    axes.step(steps, scale, where="mid", **look)
-    axes.plot(steps[skipped], scale[skipped], "x", color=look["color"], ms=6, mew=1.5, zorder=3)
-    axes.set_yscale("log", base=2)
-    axes.set(xlabel="step", ylabel="loss scale\n(×: step skipped)")
-    return _plain(axes)
+    return scale, applied
 
 
 def exponents(
@@ -89,42 +99,52 @@ def exponents(
     validation.at_hand("plot.exponents", (scaled_grads, loss_scale))
     dtype = validation.floating_dtype("dtype", dtype)
     shift = float(np.log2(validation.scale("loss_scale", resolve(loss_scale)())))
-    leaves = [np.ravel(x) for x in jax.tree.leaves(jax.device_get(scaled_grads)) if is_inexact(x)]
-    # A complex number is viewed as two.
-    parts = [x.view(x.real.dtype).astype(np.float64) for x in leaves]
-    sizes = np.abs(np.concatenate([np.zeros(0), *parts]))
-    share = 100 / max(1, sizes.size)
-    scaled = np.floor(np.log2(sizes[(sizes > 0) & (sizes < np.inf)]))
-    runs = {"unscaled": (scaled - shift, BEFORE)} if shift else {}
-    runs[f"scaled by $2^{{{shift:g}}}$" if shift else "gradients"] = (scaled, AFTER)
+    sizes = _sizes(scaled_grads)
+    percent = 100 / max(1, sizes.size)
+    powers = np.floor(np.log2(sizes[(sizes > 0) & (sizes < np.inf)]))
+    histograms = [(powers, AFTER, "gradients")]
+    if shift:
+        scaled = f"scaled by $2^{{{shift:g}}}$"
+        histograms = [(powers - shift, BEFORE, "unscaled"), (powers, AFTER, scaled)]
 
     info = jnp.finfo(dtype)
-    flushed = np.log2(float(info.smallest_subnormal)) - 1
-    normal, top = np.log2(float(info.tiny)), np.log2(float(info.max))
-    ends = [flushed - 6, top + 3, *(run.max() + 1 for run, _ in runs.values() if run.size)]
-    low, high = np.floor(min(ends)), np.ceil(max(ends))
-    axes, bins = _axes(axes, 3.2), list(np.arange(low, high + 1))
-    for label, (run, color) in runs.items():
-        look = {"facecolor": (color, 0.35), "edgecolor": color, "lw": 1.5, "label": label}
-        weights = np.full(run.shape, share)
-        run = np.maximum(run, low)  # anything smaller is in the first bin
-        axes.hist(run, bins, weights=weights, histtype="stepfilled", **look)
-    above: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "ha": "center"}
-    for text, start, end, shade in (
-        ("zero", low, flushed, 0.14),
-        ("subnormal", flushed, normal, 0.06),
-        (dtype.name, normal, top, 0),
-        ("inf", top, high, 0.14),
-    ):
+    flushed = info.minexp - info.nmant - 1
+    low = flushed - 6
+    largest = max(np.max(run, initial=info.maxexp + 2) for run, *_ in histograms)
+    edges = [low, flushed, info.minexp, info.maxexp, np.ceil(largest + 1)]
+    axes = _axes(axes, 3.2)
+    for run, color, label in histograms:
+        axes.hist(
+            np.maximum(run, low),  # anything smaller is in the first bin
+            list(np.arange(low, edges[-1] + 1)),
+            weights=np.full(run.shape, percent),
+            histtype="stepfilled",
+            facecolor=(color, 0.35),
+            edgecolor=color,
+            lw=1.5,
+            label=label,
+        )
+    names = ("zero", "subnormal", dtype.name, "inf")
+    place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "ha": "center"}
+    for name, start, end, shade in zip(names, edges, edges[1:], _SHADES, strict=False):
         axes.axvspan(start, end, alpha=shade, color="black", lw=0, zorder=0)
-        axes.text((start + end) / 2, 1.02, text, **above, fontsize=9)
-    zeros = f"{share * np.sum(sizes == 0):.1f}% are 0"
-    axes.text((low + flushed) / 2, 0.92, zeros, **above, fontsize=8)
-    axes.set(xlim=(low, high), xlabel="gradient", ylabel="share of all (%)")
+        axes.text((start + end) / 2, 1.02, name, fontsize=9, **place)
+    zeros = f"{percent * np.sum(sizes == 0):.1f}% are 0"
+    axes.text((low + flushed) / 2, 0.92, zeros, fontsize=8, **place)
+    axes.set(xlim=(low, edges[-1]), xlabel="gradient", ylabel="share of all (%)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(lambda power, _: f"$2^{{{power:g}}}$")
     axes.legend(frameon=False)
     return _plain(axes)
+
+
+def _sizes(tree: Any) -> np.ndarray:
+    """The absolute values of all numbers; a complex number is viewed as two."""
+    parts = [np.zeros(0)]
+    for leaf in jax.tree.leaves(jax.device_get(tree)):
+        if is_inexact(leaf):
+            parts.append(np.ravel(leaf).view(leaf.real.dtype).astype(np.float64))
+    return np.abs(np.concatenate(parts))
 
 
 def _axes(axes: Axes | None, height: float) -> Axes:

@@ -34,6 +34,7 @@ def judged(page: Diagnosis) -> Diagnosis:
         *_about_what_is_wrong(page),
         *_about_choices(page),
         *_about_products(page),
+        *_about_no_gradients(page),
         *_about_scale(page),
         *_about_loss_and_moments(page),
     ]
@@ -66,7 +67,8 @@ def _found_fine(page: Diagnosis) -> Diagnosis:
 
 def _scale_that_fits(page: Diagnosis) -> InitialScale | None:
     """The scale that fits a model in float16; of others, None."""
-    return page.initial_scale if np.float16 in page.computes_in else None
+    is_scaled = np.float16 in page.computes_in and page.has_gradients
+    return page.initial_scale if is_scaled else None
 
 
 def _about_what_is_wrong(page: Diagnosis) -> Findings:
@@ -252,6 +254,15 @@ def _about_products(page: Diagnosis) -> Findings:
             f"in {dtype}. Or cast both operands to {dtype} at {lines}."
         ],
     )
+
+
+def _about_no_gradients(page: Diagnosis) -> Findings:
+    """Gradients that tell nothing of 16 bits, nor train anything."""
+    if page.computes_in and not page.wrong and not page.has_gradients:
+        yield (
+            "All gradients are 0, in float32 as well.",
+            ["Look for what stops them, such as a ReLU that is 0 for every input."],
+        )
 
 
 def _about_scale(page: Diagnosis) -> Findings:

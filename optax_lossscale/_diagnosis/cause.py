@@ -71,7 +71,9 @@ def _is_mask(note: Note) -> bool:
         reads = [read for read in note.reads if read.bad_true]
         if not reads:
             return not note.reads or note.place.primitive in ("select_n", "pad")
-        note = reads[0]
+        (note, *_) = reads
+        if _is(note, Is.PRODUCT):  # which no one masks before
+            return False
 
 
 def _path(note: Note) -> list[Note]:
@@ -220,4 +222,12 @@ def _products(note: Note) -> Iterator[Note]:
         if is_narrow(one.dtype) and _is(one, Is.PRODUCT):
             yield one
         else:
-            left.extend(one.reads)
+            left.extend(_that_count(one))
+
+
+def _that_count(note: Note) -> Sequence[Note]:
+    """The operands whose rounding counts: not a small term beside a large one."""
+    if not _is(note, Is.ADDS_TWO):
+        return note.reads
+    least = _SMALL * max(read.typical for read in note.reads)
+    return [read for read in note.reads if read.typical >= least]

@@ -13,7 +13,7 @@ from optax_lossscale._diagnosis.cause import Cause, cause_in_float32, cause_of
 from optax_lossscale._diagnosis.dtypes import report_of
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
 from optax_lossscale._diagnosis.moments import moments_of
-from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note
+from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note, limits
 from optax_lossscale._diagnosis.page import Diagnosis, Wrong
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow
@@ -38,7 +38,8 @@ def diagnose(
     loss scale of 1 and at the one that fits. It reports whether the loss, the gradients and the
     values inside are right; if not, in which line and layer they go wrong, and what to do; which
     loss scale fits, and how many gradients are lost to underflow. Choices, such as indices and
-    branches, are those of the program. A loss function that computes in float32 is diagnosed as
+    branches, are those of the program, and so are constants, as they were rounded when it was
+    traced: 0.999 is 1 in bfloat16. A loss function that computes in float32 is diagnosed as
     `autocast` makes it. Call it on the host, with a loss function that names no axis of `pmap`
     or `shard_map` around it. A skipped step has left everything as it was, so that it can be
     diagnosed afterwards. Other parameters and batches may behave differently.
@@ -90,6 +91,8 @@ def _page(gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any) -> 
     run = _judged_by(runs)
     dtypes = gradient.narrow_dtypes
     off, wrong = _off_and_wrong(run)
+    if not wrong:
+        wrong = tuple(_wrong_inside(run, limits(np.float16)[1] if np.float16 in dtypes else 0.0))
     lost = {}
     if runs.fits and np.float16 in dtypes:
         grads_at_1 = list(runs.at_1.grads.values())
@@ -112,6 +115,7 @@ def _page(gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any) -> 
         choices=tuple(_choices(run)),
         initial_scale=runs.fits,
         overflow=row_of(runs.overflow) if runs.overflow else None,
+        has_gradients=any(np.any(x) for x in true_grads.values()),
         is_finite_without=runs.at_1.is_finite(),
         underflow=lost,
         moments=moments_of(opt_state, true_grads),
@@ -153,15 +157,18 @@ def _off_and_wrong(run: Run) -> tuple[dict[str, float], tuple[Wrong, ...]]:
         if not note.bad_true and (cause is not None or note.off <= TOLERANCE):
             off[name] = note.off
     wrong.sort(key=lambda one: (one.name != "the loss", -one.off))
-    return off, tuple(wrong or _wrong_inside(run))
+    return off, tuple(wrong)
 
 
-def _wrong_inside(run: Run) -> Iterator[Wrong]:
-    """The first value inside of which a fifth is off, and what follows from it too."""
+def _wrong_inside(run: Run, least: float) -> Iterator[Wrong]:
+    """The first value inside of which a fifth is off, and what follows from it too.
+
+    What has vanished, and goes on vanishing below the least normal number, is nothing.
+    """
     spread = [note for note in run.notes if not note.seeded and note.off_share > FIFTH]
-    read = {id(one) for note in spread for one in note.reads}
+    follows = {id(read) for note in spread if note.typical >= least for read in note.reads}
     for note in spread:
-        cause = cause_of(note) if id(note) in read else None
+        cause = cause_of(note) if id(note) in follows else None
         if cause is not None:
             yield _wrong("a value inside", note.off_share, cause, run)
             return

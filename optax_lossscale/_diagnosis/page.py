@@ -65,7 +65,9 @@ class Diagnosis(NamedTuple):
       choices: where float32 would have chosen other indices, integers or branches.
       initial_scale: the scale that fits; None if none does.
       overflow: where gradients become infinite first, at twice the largest scale.
-      is_finite_without: whether gradients are finite without a loss scale.
+      has_gradients: whether any gradient is not 0 in float32.
+      has_gradients: bool
+    is_finite_without: whether gradients are finite without a loss scale.
       underflow: how many gradients underflow, by the path of parameters without its numbers; the
         worst first, and without those that lose next to nothing.
       moments: the state of Adam's second moments, if the optimizer's state was given; else None.
@@ -88,6 +90,7 @@ class Diagnosis(NamedTuple):
     choices: tuple[Row, ...]
     initial_scale: InitialScale | None
     overflow: Row | None
+    has_gradients: bool
     is_finite_without: bool
     underflow: dict[str, Underflow]
     moments: Moments | None
@@ -152,6 +155,7 @@ class Diagnosis(NamedTuple):
         elif self.computes_in and not self.wrong and "the loss" in self.off:
             grads = [off for name, off in self.off.items() if name != "the loss"]
             at = f", at a scale of {scale_name(self.scale)}" if self.scale != 1 else ""
+            at += ", with the same choices" if self.choices else ""
             yield (
                 f"Off from float32: the loss by {self.off['the loss']:.1%}, gradients by at most "
                 f"{max(grads, default=0):.1%}{at}."
@@ -164,7 +168,8 @@ class Diagnosis(NamedTuple):
 
     def _scales(self) -> Iterator[str]:
         """Which loss scale fits, and where gradients overflow first."""
-        if not self.initial_scale or np.float16 not in self.computes_in:
+        is_scaled = np.float16 in self.computes_in and self.has_gradients
+        if not self.initial_scale or not is_scaled:
             return
         theirs = ""
         if self.loss_scale is not None:

@@ -1,9 +1,8 @@
 """Which loss scale fits: what the magnitudes of a backward pass say, which is linear in it."""
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +37,7 @@ class InitialScale(NamedTuple):
     def __str__(self) -> str:
         scale = scale_name(self.scale)
         if self.largest == 2.0**HIGHEST:
-            return f"{scale}: nothing overflows up to 2**{HIGHEST}; is float16 in use?"
+            return f"{scale}, as nothing overflows up to 2**{HIGHEST}"
         return f"{scale}, with {self.spare_bits:.0f} bits to spare before gradients overflow"
 
 
@@ -63,30 +62,36 @@ def first_overflow(notes: Iterable[Note], scale: float) -> tuple[int, Note | Non
       notes: of a run.
       scale: at which it was made.
     """
-    room = {}
+    first = None
+    least = math.inf
     for note in notes:
-        # Without a scale, the program's numbers may be lost.
-        size = note.largest if scale == 1 or note.largest_low is None else note.largest_low
+        size = note.largest
+        if scale != 1 and note.largest_low is not None:
+            size = note.largest_low  # without a scale, the program's numbers may be lost
         if note.seeded and size and note.dtype.kind in "fV":
-            room.setdefault(math.log2(limits(note.dtype)[0] / size), note)
-    if not room:
+            room = math.log2(limits(note.dtype)[0] / size)
+            if room < least:
+                first = note
+                least = room
+    if first is None or least + math.log2(scale) > HIGHEST:
         return HIGHEST + 1, None
-    least = min(room)
-    first = math.ceil(least + math.log2(scale))
-    return (first, _made_large(room[least])) if first <= HIGHEST else (HIGHEST + 1, None)
+    return math.ceil(least + math.log2(scale)), _made_large(first)
 
 
 def _made_large(note: Note) -> Note:
     """Where numbers of a backward pass became so large: at a jump before it, or right there."""
-    path = [note]
+    at = note
+    largest_jump = _JUMP
     while True:
-        reads = [read for read in path[-1].reads if read.seeded and read.place.primitive]
+        reads = [read for read in note.reads if read.seeded and read.place.primitive]
         if not reads:
-            break
-        path.append(max(reads, key=lambda read: read.largest))
-    growth = [x.largest / max(y.largest, 1e-45) for x, y in itertools.pairwise(path)]
-    most = max(growth, default=0.0)
-    return path[growth.index(most)] if most > _JUMP else note
+            return at
+        before = max(reads, key=lambda read: read.largest)
+        jump = note.largest / max(before.largest, 1e-45)
+        if jump > largest_jump:
+            largest_jump = jump
+            at = note
+        note = before
 
 
 def underflow(
@@ -101,41 +106,51 @@ def underflow(
       at_1: their gradients in a run at a loss scale of 1.
       fitting: and in one at the scale that fits.
     """
-    before = _shares(names, at_1)
-    after = _shares(names, fitting)
-    sizes = _exponents(names, at_1)
-    found = {}
-    for group, lost in before.items():
-        left = after.get(group, lost)
-        if max(lost, left) > NOTABLE:
-            found[group] = Underflow(lost, left, _bits(sizes[group]))
-    return dict(sorted(found.items(), key=lambda item: (item[0] != "all", -item[1].lost)))
-
-
-def lost_at(sizes: np.ndarray, exponent: int) -> float:
-    """The share of numbers that is zero or subnormal in float16 at a scale of `2**exponent`."""
-    normal = 127 - 14 - exponent  # the place of the first that is in range
-    total = sizes[1:255].sum()
-    return float(sizes[1 : max(normal, 1)].sum() / max(total, 1))
-
-
-def _bits(sizes: np.ndarray) -> int:
-    """The least power of two at which next to nothing is lost that another would keep."""
-    exponents = range(HIGHEST)
-    least = min(lost_at(sizes, e) for e in exponents)
-    return next(e for e in exponents if lost_at(sizes, e) <= least + NOTABLE)
-
-
-def _shares(names: Sequence[str], grads: Sequence[Value]) -> dict[str, float]:
-    """The share of each group's gradients that underflows."""
-    counts: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
-    for name, value in zip(names, grads, strict=True):
-        low, sizes = _sizes(value)
-        gone = low < limits(np.float16)[1] if _is_of_float16(low) else low == 0
-        lost = np.count_nonzero(gone & (sizes > sizes.max(initial=0) * _REACH))
+    groups: dict[str, _Group] = defaultdict(_Group)
+    for name, before, after in zip(names, at_1, fitting, strict=True):
         for group in ("all", without_numbers(name)):
-            counts[group] += lost, low.size
-    return {group: float(lost / max(size, 1)) for group, (lost, size) in counts.items()}
+            groups[group].add(before, after)
+    lost = {
+        name: Underflow(group.lost / group.size, group.left / group.size, _bits(group.exponents))
+        for name, group in groups.items()
+        if max(group.lost, group.left) > NOTABLE * group.size
+    }
+    return dict(sorted(lost.items(), key=lambda item: (item[0] != "all", -item[1].lost)))
+
+
+class _Group:
+    """The gradients of one kind of parameter: how many there are, and how many are lost."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.lost = 0
+        self.left = 0
+        self.exponents = np.zeros(256, int)  # how many have each, in float32 at a scale of 1
+
+    def add(self, at_1: Value, fitting: Value) -> None:
+        """Counts one gradient, in its runs at a scale of 1 and at the one that fits."""
+        true = _sizes(at_1.pair.true)
+        self.size += true.size
+        self.lost += _count_lost(at_1)
+        self.left += _count_lost(fitting)
+        self.exponents += exponents_of(true[_may_be_kept(true)])
+
+
+def _count_lost(value: Value) -> int:
+    """How many numbers of a gradient are zero or subnormal, and should not be."""
+    low = _sizes(value.pair.low)
+    gone = low < limits(np.float16)[1] if _is_of_float16(low) else low == 0
+    return int(np.count_nonzero(gone & _may_be_kept(_sizes(value.pair.true))))
+
+
+def _may_be_kept(true: np.ndarray) -> np.ndarray:
+    """Which numbers of a gradient some scale keeps."""
+    return true > true.max(initial=0) * _REACH
+
+
+def _sizes(x: np.ndarray) -> np.ndarray:
+    """The absolute values of all numbers."""
+    return np.abs(np.asarray(x)).astype(np.float32).ravel()
 
 
 def _is_of_float16(x: np.ndarray) -> bool:
@@ -144,18 +159,10 @@ def _is_of_float16(x: np.ndarray) -> bool:
         return bool((x == x.astype(np.float16)).all())
 
 
-def _exponents(names: Sequence[str], grads: Sequence[Value]) -> Mapping[str, np.ndarray]:
-    """How many gradients of each group have which exponent, at a scale of 1."""
-    sizes: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(256, int))
-    for name, value in zip(names, grads, strict=True):
-        size = _sizes(value)[1]
-        found = exponents_of(size[size > size.max(initial=0) * _REACH])
-        for group in ("all", without_numbers(name)):
-            sizes[group] += found
-    return sizes
-
-
-def _sizes(value: Value) -> tuple[np.ndarray, np.ndarray]:
-    """The absolute values of a gradient, and of float32's."""
-    low, true = (np.abs(np.asarray(x)).astype(np.float32) for x in value.pair[:2])
-    return low.ravel(), true.ravel()
+def _bits(exponents: np.ndarray) -> int:
+    """The least power of two at which next to nothing is lost that another would keep."""
+    first_normal = 127 - 14  # the place of the least exponent of float16
+    below = np.cumsum(exponents) - exponents[0]  # those that are zero are not lost
+    lost = [below[max(first_normal - bits - 1, 0)] for bits in range(HIGHEST)]
+    enough = min(lost) + NOTABLE * max(exponents[1:255].sum(), 1)
+    return next(bits for bits in range(HIGHEST) if lost[bits] <= enough)

@@ -505,6 +505,211 @@ def test_nans_of_the_batch_are_not_the_models():
     assert "there are NaNs or infinities in args/0" in found.verdict
 
 
+# --- the line at fault, and no other ---
+
+
+def divided(total, n):
+    return n / total
+
+
+def compared(total, n):
+    return total / n - 1.3
+
+
+@pytest.mark.parametrize(
+    ("loop", "follows"), [("scan", divided), ("scan", compared), ("while", divided)]
+)
+def test_a_sum_that_stagnates_is_named_and_not_what_is_made_of_it(loop, follows):
+    n = 600
+    dtype = jnp.bfloat16
+
+    def loss_fn(w, x):
+        y = jnp.tanh(x.astype(dtype) @ w.astype(dtype)).astype(F32)
+        total = jnp.asarray(256, dtype)
+        add = lambda total, _=None: (total + jnp.ones_like(total), None)  # which adds nothing
+        if loop == "scan":
+            total, _ = lax.scan(add, total, length=n)
+        else:
+            step = lambda state: (state[0] + 1, add(state[1])[0])
+            _, total = lax.while_loop(lambda state: state[0] < n, step, (0, total))
+        return follows(total.astype(F32), n) * jnp.sum(y)
+
+    found = ols.diagnose(loss_fn, normal(8, 8), normal(4, 8, scale=1))
+    line = loss_fn.__code__.co_firstlineno + 3
+    assert {one.how for one in found.wrong} == {"stagnates"}
+    assert all(f"test_truth.py:{line} " in one.place.source for one in found.wrong)
+    (advice,) = found.advice
+    assert advice.startswith("Compute add at ")
+
+
+@pytest.mark.parametrize(
+    "swallows",
+    [jnp.log, lambda x: x**-0.5, lambda x: 1 / x, jnp.tanh],
+    ids=["a logarithm", "a root", "a division", "a limit"],
+)
+def test_what_follows_from_an_overflow_is_not_at_fault(swallows):
+    def loss_fn(w, x):
+        x = (x.astype(F16) * 1000) @ w.astype(F16)
+        size = jnp.mean((x * x).astype(F32))
+        return swallows(size / 1e6)
+
+    found = ols.diagnose(loss_fn, normal(8, 8), normal(4, 8, scale=1))
+    line = loss_fn.__code__.co_firstlineno + 2
+    assert {one.how for one in found.wrong} == {"overflows"}
+    (advice,) = found.advice
+    assert f"Compute mul at tests/diagnosis/test_truth.py:{line} " in advice
+
+
+def test_products_of_small_steps_are_not_what_a_difference_is_sensitive_to():
+    """Of 16-bit weights after a few small steps, less what they were."""
+
+    def loss_fn(w, x):
+        moved = w.astype(F16)
+        for _ in range(3):
+            moved = moved - F16(1e-3) * (x.astype(F16).T @ (x.astype(F16) @ moved))
+        return jnp.mean((moved - w).astype(F32) ** 2) * 1e4
+
+    found = ols.diagnose(loss_fn, 1 + normal(8, 4), normal(4, 8, scale=0.5))
+    assert found.wrong[0].how == "cancels"
+    assert not any("Keep the product" in advice for advice in found.advice)
+    assert found.advice[0].startswith("Compute what sub at ")
+
+
+@pytest.mark.parametrize("dtype", [F16, jnp.bfloat16])
+def test_gradients_that_are_all_zero_are_told(dtype):
+    def loss_fn(w, x):
+        return square(jax.nn.relu(-jnp.abs(x.astype(dtype) @ w.astype(dtype))))
+
+    found = ols.diagnose(loss_fn, normal(8, 8), normal(4, 8, scale=1))
+    assert found.verdict == "All gradients are 0, in float32 as well."
+    assert not found.has_gradients
+    assert "Loss scale" not in str(found)
+
+
+@pytest.mark.parametrize("function", [jnp.arccos, lambda x: 1 - x], ids=["arccos", "1 - x"])
+def test_rounding_to_zero_is_no_underflow(function):
+    def loss_fn(w):
+        return jnp.mean(function(w.astype(jnp.bfloat16)).astype(F32))
+
+    found = ols.diagnose(loss_fn, 1 - jnp.linspace(1e-4, 1e-3, 8))
+    assert " is fine" not in found.verdict
+    assert "vanishes" not in {one.how for one in found.wrong}
+    assert "6e-8" not in str(found)
+
+
+def test_the_range_in_the_advice_is_that_of_the_dtype():
+    def loss_fn(w):
+        return jnp.mean(jnp.log(jnp.exp(w.astype(jnp.bfloat16)).astype(F32)))
+
+    found = ols.diagnose(loss_fn, jnp.full(8, 89.0))
+    assert "65504" not in str(found)
+
+
+@pytest.mark.parametrize("cast", ["by hand", "by autocast"])
+def test_products_are_kept_by_the_means_that_work(cast):
+    def loss_fn(w, x, operands=F16, **how):
+        if cast == "by hand":
+            x = x.astype(F16).astype(operands)
+            w = w.astype(operands)
+        y = jnp.matmul(x, w, **how).astype(F32)
+        return square(y - x.astype(F32).sum(-1, keepdims=True))
+
+    w = 1 + normal(8, 1, scale=1e-4)
+    x = 10 + normal(64, 8, scale=1)
+    if cast == "by hand":
+        (advice,) = [a for a in ols.diagnose(loss_fn, w, x).advice if "Keep" in a]
+        assert advice.endswith("in float32: cast its operands to float32.")
+        followed = functools.partial(loss_fn, operands=F32)
+        assert ols.diagnose(followed, w, x).wrong == ()
+    else:
+        found = ols.diagnose(ols.autocast(loss_fn), w, x)
+        (advice,) = [a for a in found.advice if "Keep" in a]
+        assert advice.endswith("in float32: precision=jax.lax.Precision.HIGHEST.")
+        followed = ols.autocast(functools.partial(loss_fn, precision="highest"))
+        assert ols.diagnose(followed, w, x).wrong == ()
+
+
+def test_a_rule_for_the_backward_pass_is_no_derivative_inside():
+    @jax.custom_vjp
+    def gated(x):
+        return x * jax.nn.sigmoid(x)
+
+    def backward(x, g):
+        e = jnp.exp(x * 6)
+        return (g * e / (1 + e),)
+
+    gated.defvjp(lambda x: (gated(x), x), backward)
+
+    def loss_fn(params, x):
+        x = gated(x.astype(F16) @ params["w"].astype(F16))
+        return square(x @ params["out"].astype(F16))
+
+    params = {"w": normal(8, 8), "out": normal(8, 2)}
+    found = ols.diagnose(loss_fn, params, normal(16, 8, scale=3.0))
+    assert [one.name for one in found.wrong] == ["w"]  # and not `out`, which is right at 1
+    (advice,) = found.advice
+    assert advice.startswith("Compute exp at ")
+
+
+def batch_normalized(params, x):
+    x = x @ params["w"] + params["bias"]
+    x = (x - x.mean(0)) * lax.rsqrt(x.var(0) + 1e-5)
+    return square(jax.nn.relu(x) @ params["out"])
+
+
+def test_a_bias_that_a_normalization_takes_out_asks_for_no_scale():
+    params = {"w": normal(16, 64), "bias": jnp.zeros(64), "out": normal(64, 4)}
+    found = ols.diagnose(ols.autocast(batch_normalized), params, normal(32, 16, scale=1))
+    assert found.wrong == ()
+    assert found.verdict.startswith("float16 is fine as it is")
+
+
+def test_a_gradient_that_is_wrong_anyway_asks_for_no_scale():
+    def loss_fn(params, x):
+        x = jnp.tanh(x.astype(F16) @ params["w"].astype(F16) * 30)
+        return square(x @ params["out"].astype(F16))
+
+    params = {"w": (jnp.abs(normal(8, 8, scale=1)) + 1) / 30, "out": normal(8, 2)}
+    found = ols.diagnose(loss_fn, params, jnp.abs(normal(64, 8, scale=0.4)) + 0.2)
+    assert [one.how for one in found.wrong] == ["saturates"]
+    (advice,) = found.advice
+    assert advice.startswith("Compute tanh at ")
+
+
+def decayed(x, gate):
+    for _ in range(5):
+        gate = gate * gate
+    return x + gate * x
+
+
+def scanned(x, gate):
+    """The state of a gated recurrence, and the product of all gates."""
+    step = lambda c, now: ((now[0] * c[0] + now[1], now[0] * c[1]), None)
+    (state, product), _ = lax.scan(step, (jnp.zeros(8, F16), jnp.ones(8, F16)), (gate, x))
+    return state + product
+
+
+@pytest.mark.parametrize("recurrence", [decayed, scanned])
+def test_products_that_go_to_zero_as_they_must_are_fine(recurrence):
+    def loss_fn(w, x):
+        x = x.astype(F16)
+        return square(recurrence(x, jax.nn.sigmoid(x @ w.astype(F16))))
+
+    found = ols.diagnose(loss_fn, normal(8, 8, scale=0.3), normal(32, 8, scale=1))
+    assert found.wrong == ()
+
+
+def test_an_infinite_number_of_the_batch_is_no_mask():
+    def loss_fn(params, x, keep):
+        x = jax.nn.relu(x.astype(F16) @ params["w"].astype(F16)) @ params["out"].astype(F16)
+        return jnp.mean(jnp.where(keep, (x.astype(F32) ** 2).mean(-1), 0))
+
+    params = {"w": normal(8, 8), "out": normal(8, 2)}
+    x = normal(16, 8, scale=1).at[3, 2].set(jnp.inf)
+    found = ols.diagnose(loss_fn, params, x, jnp.arange(16) != 3)
+    assert "there are NaNs or infinities in args/0" in found.verdict
+
+
 # --- in which dtype ---
 
 
