@@ -14,3 +14,6 @@ OVERFLOWS = jax.make_user_context(False)
 
 BLANK_METRICS = jax.make_user_context(False)
 """Whether `metrics` are of a loss scale at its start: for `testing`, which compares the rest."""
+
+IS_REPORTED = jax.make_user_context(False)
+"""Whether a report is made: it says itself what is warned of, and tries loss scales of its own."""

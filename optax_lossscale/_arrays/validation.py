@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale._arrays.contexts import IS_REPORTED
+
 SMALLEST = float(np.finfo(np.float32).tiny)
 LARGEST = float(np.finfo(np.float32).max)
 LARGEST_INT = int(np.iinfo(np.int32).max)
@@ -42,12 +44,13 @@ def shown(value: Any) -> str:
 
 
 def warn(text: str) -> None:
-    """Warns at the user's line that led here, but not in a report, which says it itself."""
+    """Warns at the user's line that led here, but not while a report is made of it."""
+    if IS_REPORTED.value:
+        return
     frames = traceback.walk_stack(inspect.currentframe())
     modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
     users = (n for n, name in enumerate(modules) if name.split(".")[0] not in _OURS)
-    if not any(name.startswith("optax_lossscale._diagnosis") for name in modules):
-        warnings.warn(text, stacklevel=next(users, 0) + 1)
+    warnings.warn(text, stacklevel=next(users, 0) + 1)
 
 
 def refuse(name: str, value: Any, allowed: str) -> NoReturn:

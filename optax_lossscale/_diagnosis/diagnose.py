@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from optax_lossscale._arrays import validation
+from optax_lossscale._arrays.contexts import IS_REPORTED
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._diagnosis.advice import judged
 from optax_lossscale._diagnosis.cause import Cause, cause_in_float32, cause_of
@@ -78,7 +79,12 @@ def diagnose(
     refuse_shared_names(loss_fn, ["has_aux", "opt_state"], (params, *args))
     validation.at_hand("diagnose", (params, args, kwargs, opt_state))
     # What is not finite is to be found here, and what is on the host to be looked at.
-    with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
+    with (
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.transfer_guard("allow"),
+        IS_REPORTED(True),
+    ):
         gradient = gradient_of(loss_fn, params, args, kwargs, has_aux)
         is_wide = not gradient.narrow_dtypes
         if is_wide:

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from optax_lossscale._arrays import validation
+from optax_lossscale._arrays.contexts import IS_REPORTED
 from optax_lossscale._autocast.products import AT_DEFAULT, SCOPE, is_narrowed, remedy, why_left
 from optax_lossscale._diagnosis.text import aligned
 from optax_lossscale._programs.operations import TABLE, Is, traits_of
@@ -155,7 +156,8 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
       (dtype('float32'), dtype('float16'))
     """
     validation.function("fun", fun)
-    return report_of(traced(fun, args, kwargs))
+    with IS_REPORTED(True):
+        return report_of(traced(fun, args, kwargs))
 
 
 def report_of(jaxpr: Any) -> DtypeReport:

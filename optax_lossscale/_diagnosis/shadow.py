@@ -158,8 +158,6 @@ class Shadow:
         if path not in self._steps:
             self._steps[path] = Step.at(eqn, len(self._steps), around.place)
         step = self._steps[path]
-        if step.is_scale:
-            return ins[:1]
         if step.programs:
             inside = around._replace(place=step.place, path=path)
             if step.is_call:

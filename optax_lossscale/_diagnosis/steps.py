@@ -15,7 +15,6 @@ from optax_lossscale._programs.values import dtype_in, is_float
 from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._programs.walk import LIBRARY, has_users_line, line_of, programs_in
 from optax_lossscale._programs.work import terms_of
-from optax_lossscale._step.gradient import SCALES
 
 _LOOPS = Is.SCANS | Is.WAITS | Is.BRANCHES | Is.MAPS
 _CALLS = (
@@ -38,7 +37,6 @@ class Step(NamedTuple):
     programs: Sequence[Any]  # that it holds, if these are run by themselves
     is_call: bool  # whether it is no more than the one that it holds
     keeps_numbers: bool  # whether the results are the operand's, in another form or a wider dtype
-    is_scale: bool  # whether it multiplies by the scale of `scale_gradient`
     size: int  # of its results in float32, in bytes
     key: Hashable  # equal for what computes the same
 
@@ -56,7 +54,6 @@ class Step(NamedTuple):
             programs if is_call or is_loop else (),
             is_call,
             _keeps_numbers(eqn),
-            SCALES in place.scope and place.primitive == "mul",
             sum(8 * v.aval.size for v in eqn.outvars if is_float(v)),
             _key(eqn),
         )

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._arrays import validation
+from optax_lossscale._arrays.contexts import IS_REPORTED
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_array, is_inexact
 from optax_lossscale._arrays.variables import found, is_module
@@ -19,9 +20,6 @@ from optax_lossscale._step.get import resolve
 from optax_lossscale._step.grad_dtype import GradDtype, narrowed, refuse_other_dtypes
 from optax_lossscale._step.inputs import refuse_no_scalar
 from optax_lossscale._step.master_weights import refuse_other_order
-
-SCALES = "ols.scale_gradient"
-"""The scope of the product that scales a gradient: `diagnose` tries scales without it."""
 
 
 def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
@@ -64,7 +62,7 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     loss_scale = resolve(loss_scale)
     _warn_of_float16(loss, loss_scale)
     wide = at_least_float32(loss)
-    return _with_scaled_tangent(wide, loss_scale)
+    return wide if IS_REPORTED.value else _with_scaled_tangent(wide, loss_scale)
 
 
 @jax.custom_jvp
@@ -75,8 +73,7 @@ def _with_scaled_tangent(loss: jax.Array, loss_scale: LossScale) -> jax.Array:
 @_with_scaled_tangent.defjvp
 def _scaled_tangent(primals, tangents):
     (loss, loss_scale), (tangent, _) = primals, tangents
-    with jax.named_scope(SCALES):
-        return loss, loss_scale.scale(tangent)
+    return loss, loss_scale.scale(tangent)
 
 
 def _warn_of_float16(loss: Any, loss_scale: LossScale) -> None:
