@@ -45,6 +45,8 @@ def centred(h):
         (Kind.NEAR, lambda w, g, x: x @ w * g),
         (Kind.NEAR, lambda w, g, x: x @ w * (x > 0)),
         (Kind.SUM, lambda w, g, x: x @ w * g + x @ w * g),
+        # By a norm of fewer numbers, it may have any size.
+        (Kind.FLOAT32, lambda w, g, x: x @ w * jax.lax.rsqrt(jnp.mean((x @ w)[:2] ** 2))),
         (Kind.FLOAT32, lambda w, g, x: jnp.exp(x @ w)),
         (Kind.FLOAT32, lambda w, g, x: jnp.sum(x @ w)),
         (Kind.FLOAT32, lambda w, g, x: (x @ w) * (x @ w)),
