@@ -16,7 +16,7 @@ ROWS = jnp.array([0, 2])
 
 def kind_of(fun, low=jnp.float16):
     """Of the result of a function of a matrix, a gain and an input that is no parameter."""
-    program = jax.make_jaxpr(fun)(W, GAIN, X)
+    program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(W, GAIN, X)
     kinds = classify(program, (Kind.PARAMETER, Kind.PARAMETER, Kind.FLOAT32), jnp.dtype(low))
     return kinds[flat(program).outs[0]]
 
@@ -34,6 +34,7 @@ def centred(h):
         (Kind.PRODUCT, lambda w, g, x: jnp.where(x > 0, x @ w, 0.0)),
         (Kind.SUM, lambda w, g, x: jnp.where(x > 0, x @ w, g)),
         (Kind.SUM, lambda w, g, x: x @ w + 1),
+        (Kind.SUM, lambda w, g, x: jax.lax.psum(x @ w, "devices")),
         (Kind.SUM, lambda w, g, x: x @ w + g),
         (Kind.SUM, lambda w, g, x: x @ w + x @ (w * 2)),
         (Kind.SUM, lambda w, g, x: x @ w + jnp.tanh(x @ w)),
