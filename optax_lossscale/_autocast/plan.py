@@ -146,7 +146,8 @@ def _typed(
     facts: Known, step: Instruction, available: Available, is_low: bool = False
 ) -> Instruction:
     """An instruction with the dtypes in which it runs; a sum of two in 16 bits, if `is_low`."""
-    eqn, low = step.eqn, facts.low
+    eqn = step.eqn
+    low = facts.low
     there = tuple(available[i][0] for i in step.ins)
     results = tuple(dtypes_in(eqn.outvars))
     as_they_come = (None,) * len(step.ins)

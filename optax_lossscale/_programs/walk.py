@@ -6,7 +6,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
@@ -153,49 +153,69 @@ def equations_of_each_call(jaxpr: Any) -> Iterator[Equation]:
 
 
 def _equations(jaxpr: Any, is_shared: bool) -> Iterator[Equation]:
-    frameworks = _frameworks()
     visits: list[_Visit] = []
     calls: dict[Any, list[tuple[Any, int]]] = {None: []}  # who enters a program, and how often
+    frameworks = _frameworks()
 
     def visit(jaxpr: Any, key: Any, around: int | None, before: dict[Any, Any]) -> None:
         """Notes the equations of a program, whose arguments had these dtypes before."""
         holder = None if around is None else visits[around]
+        inside = frozenset() if holder is None else holder.inside | {name_of(holder.eqn)}
         line = "" if holder is None else holder.source
         sums = set() if holder is None else _running_sums(holder.eqn, jaxpr)
         for eqn in jaxpr.eqns:
-            operands = tuple(
-                dtype_in(v) if isinstance(v, Literal) else before.get(v, dtype_in(v))
-                for v in eqn.invars
-            )
+            operands = tuple(_dtype_before(v, before) for v in eqn.invars)
             rounds = _times(holder.eqn) if holder and id(eqn) in sums else 1
-            inside = frozenset() if holder is None else holder.inside | {name_of(holder.eqn)}
             source = _source(eqn, line, frameworks)
-            visits.append(_Visit(eqn, key, around, inside, source, operands, rounds))
-            here = len(visits) - 1
+            one = _Visit(eqn, key, around, inside, source, operands, rounds)
+            visits.append(one)
             if _keeps_numbers(eqn):
                 before |= dict.fromkeys(eqn.outvars, operands[0])
-            carried = carried_by(eqn)  # equal to those operands only in the first round
-            for program, numbers in arguments_of(eqn):
-                inner = open_jaxpr(program)
-                pairs = zip(inner.invars, numbers, strict=False)
-                dtypes = {v: operands[n] for v, n in pairs if n not in carried}
-                place = (inside, source, tuple(dtypes.values())) if is_shared else here
-                inner_key = (id(inner), id(eqn), place)
-                is_known = inner_key in calls
-                calls.setdefault(inner_key, []).append((key, _times(eqn)))
-                if not is_known:
-                    visit(inner, inner_key, here, dtypes)
+            enter(one, len(visits) - 1)
+
+    def enter(holder: _Visit, number: int) -> None:
+        """Visits the programs in an equation that were not visited before."""
+        for program, operands in arguments_of(holder.eqn):
+            inner = open_jaxpr(program)
+            dtypes = _dtypes_inside(holder, inner, operands)
+            place = (holder.inside, holder.source, tuple(dtypes.values())) if is_shared else number
+            key = (id(inner), id(holder.eqn), place)
+            is_known = key in calls
+            calls.setdefault(key, []).append((holder.key, _times(holder.eqn)))
+            if not is_known:
+                visit(inner, key, number, dtypes)
+
+    visit(jaxpr, None, None, {})
+    return iter(_counted(visits, calls))
+
+
+def _counted(
+    visits: Sequence[_Visit], calls: Mapping[Any, list[tuple[Any, int]]]
+) -> list[Equation]:
+    """The equations that were visited, with how often each runs."""
 
     @functools.cache
     def runs(key: Any) -> int:
         return sum(runs(caller) * times for caller, times in calls[key]) if key else 1
 
-    visit(jaxpr, None, None, {})
-    made: list[Equation] = []
+    equations: list[Equation] = []
     for one in visits:
-        around = None if one.around is None else made[one.around]
-        made.append(Equation(one.eqn, around, runs(one.key), one.source, one.before, one.summed))
-    return iter(made)
+        around = None if one.around is None else equations[one.around]
+        times = runs(one.key)
+        equations.append(Equation(one.eqn, around, times, one.source, one.before, one.summed))
+    return equations
+
+
+def _dtype_before(v: Any, before: Mapping[Any, Any]) -> Any:
+    """The dtype of a value before it was converted to a wider one, if it was."""
+    return dtype_in(v) if isinstance(v, Literal) else before.get(v, dtype_in(v))
+
+
+def _dtypes_inside(holder: _Visit, inner: Any, operands: Sequence[int]) -> dict[Any, Any]:
+    """The dtypes that the arguments of a program in an equation had before."""
+    carried = carried_by(holder.eqn)  # equal to those operands only in the first round
+    pairs = zip(inner.invars, operands, strict=False)
+    return {v: holder.before[n] for v, n in pairs if n not in carried}
 
 
 def line_of(eqn: Any) -> str:

@@ -25,7 +25,7 @@ def arguments(result):
 
 def use_of(operation, fun, result=WIDELY):
     """What is done with the result of the first of a function's operations with a name."""
-    program = jax.make_jaxpr(fun)(W, X)
+    program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(W, X)
     after = uses(program, arguments(result), FLOAT16)
     return next(after[step.outs[0]] for step in flat(program).steps if step.name == operation)
 
@@ -60,6 +60,8 @@ def test_a_use_is_what_is_done_with_a_value_afterwards(use, operation, fun):
         (lambda h: lax.cummax(h), False),
         (lambda h: jnp.sort(h), False),
         (lambda h: h.sum(0, keepdims=True), False),
+        (lambda h: lax.ppermute(h, "devices", [(0, 1)]), True),
+        (lambda h: lax.psum(h, "devices"), False),
         (lambda h: h * 2, False),
     ],
 )
