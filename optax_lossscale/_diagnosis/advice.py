@@ -297,6 +297,9 @@ def _about_scale(page: Diagnosis) -> Findings:
 
 def _lost_for_want_of_a_scale(page: Diagnosis) -> dict[str, Underflow]:
     """The groups of gradients that are lost, and are neither wrong nor nothing but rounding."""
+    every = page.underflow.get("all")
+    if every and every.left > _STILL_LOST and not page.wrong:
+        return page.underflow  # what is nothing but rounding is no small part of the model
     wrong = {one.name for one in page.wrong}
     groups = {without_numbers(name) for name in page.off if name not in wrong}
     lost = {name: group for name, group in page.underflow.items() if name in groups}
