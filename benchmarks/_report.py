@@ -140,8 +140,7 @@ _SECTIONS = (
         "train_step",
         "A whole train step",
         _train_step,
-        "The demo's own transformer, which is smaller, in two dtypes. Tapped, the step also "
-        "returns a summary of each block's values and gradients.",
+        "The demo's own transformer, which is smaller, in two dtypes.",
     ),
     (
         "step",

@@ -72,7 +72,7 @@ class _Frozen:
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stateful(_Frozen, abc.ABC):
-    """The base class of loss scales and skip rules; `==` of two waits for the device."""
+    """The base class of loss scales and skip rules; comparing two blocks on the device."""
 
     _kind: ClassVar[str]  # what one is called in an error
     _state_names: ClassVar[list[str]]

@@ -158,7 +158,7 @@ _HOWS = {  # what an equation does, in the words of the verdict; and what to do 
     ),
     "adds up": (
         "",
-        "Compute more in float32: rounding adds up over many lines, none at fault alone.",
+        "Compute more in float32: rounding adds up over many lines; no one line is at fault.",
     ),
 }
 _INNER = (

@@ -7,7 +7,7 @@ from optax_lossscale._programs.operations import Is, traits_of
 
 _ABOVE_0 = (
     "Keep {}: add a number that the dtype can hold, or replace it with jnp.where before the {}; "
-    "afterwards it is too late, as 0 times infinity is NaN."
+    "replacing the result does not help, as 0 times infinity is NaN."
 ).format
 _ROOT = _ABOVE_0("the argument of the root above 0", "root")
 _LOGARITHM = _ABOVE_0("the argument of the logarithm above 0", "logarithm")

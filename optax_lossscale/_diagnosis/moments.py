@@ -1,4 +1,4 @@
-"""What Adam makes of gradients: whether its eps drowns them, and dtypes hold their squares."""
+"""What Adam makes of gradients: whether eps exceeds them, and dtypes hold their squares."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple

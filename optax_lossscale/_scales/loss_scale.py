@@ -78,8 +78,8 @@ class LossScale(Stateful):
         """Checks the gradients and adapts the scale.
 
         Args:
-          grads: the unscaled gradients, any pytree; `None` leaves are ignored. In a step whose
-            `mask` leaves some out, a list of the others.
+          grads: the unscaled gradients, any pytree; `None` leaves are ignored. If a
+            `mask` excludes some, the step passes a list of the rest.
           axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas decide
             together, at the cost of communicating one scalar.
 
