@@ -167,10 +167,10 @@ _INNER = (
     "ols.value_and_scaled_grad(inner_loss, 2.0**10)(x), and divide what it returns."
 )
 _WIDE = "Compute what {line} is made of in float32: it needs more digits than 16 bits have."
-_SUMMED = {  # how each kind of sum is to be had in float32
-    "scatter-add": "index the float32 table and cast the result, not the table.",
-    "add_any": "cast a shared weight where it is used, inside the loop.",
-    "reduce_sum": "cast to float32 first, or pass the dtype to jnp.sum.",
+_SUMMED = {  # how a sum, of the backward pass or not, is to be had in float32
+    ("scatter-add", True): "index the float32 table and cast the result, not the table.",
+    ("add_any", True): "cast a shared weight where it is used, inside the loop.",
+    ("reduce_sum", False): "cast to float32 first, or pass the dtype to jnp.sum.",
 }
 
 
@@ -198,7 +198,7 @@ def _remedies(page: Diagnosis, one: Wrong) -> Iterator[str]:
         source=place.source,
         largest=f"{float(range_of.max):g}",
         least=f"{float(range_of.smallest_subnormal):.0e}".replace("e-0", "e-"),
-        summed=_SUMMED.get(place.primitive, "cast to float32 first."),
+        summed=_SUMMED.get((place.primitive, place.is_backward), "cast to float32 first."),
     )
 
 

@@ -560,6 +560,16 @@ def test_what_follows_from_an_overflow_is_not_at_fault(swallows):
     assert f"Compute mul at tests/diagnosis/test_truth.py:{line} " in advice
 
 
+def test_a_count_that_stagnates_is_told_of_no_table():
+    def loss_fn(w):
+        degree = jax.ops.segment_sum(jnp.ones(4000, jnp.bfloat16), jnp.zeros(4000, int), 2)
+        return jnp.sum(w / (degree.astype(F32) + 1))
+
+    (advice,) = ols.diagnose(loss_fn, jnp.ones(2)).advice
+    assert advice.startswith("Compute scatter-add at ")
+    assert "table" not in advice
+
+
 def test_products_of_small_steps_are_not_what_a_difference_is_sensitive_to():
     """Of 16-bit weights after a few small steps, less what they were."""
 
