@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from against_float32 import normal
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.known import Casting, known
@@ -45,6 +46,11 @@ def shown(groups):
         (
             "dot_general [mul] ppermute dot_general",
             lambda w, x: lax.ppermute(x @ w * 2, "devices", [(0, 1)]) @ w,
+        ),
+        # Or what is kept for a product, under a name.
+        (
+            "dot_general [exp] name dot_general",
+            lambda w, x: checkpoint_name(jnp.exp(x @ w), "h") @ w,
         ),
         # Two that lie between the same products are one.
         (
