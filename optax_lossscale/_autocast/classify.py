@@ -32,8 +32,9 @@ class Kind(enum.Enum):
     ROWS = "rows of a parameter, as from an embedding: kept in 16 bits where they are added to"
     PRODUCT = "the result of a product, perhaps moved: it has 16 bits already"
     SUM = "a sum with the result of a product: kept in 16 bits from product to product"
-    NEAR = "made from these in about their range, or by a gain; it is recomputed"
+    NEAR = "made from these, in about their range: recomputed; added to a SUM, it gives a SUM"
     NORMALIZED = "a NEAR that has about the size 1, and that a gain may multiply"
+    SCALED = "these, multiplied by a parameter: added to one another, they may be large or small"
     FLOAT32 = "anything that may have another range or need more digits"
 
 
@@ -44,16 +45,17 @@ STREAMS = frozenset({Kind.PARAMETER, Kind.ROWS, Kind.PRODUCT, Kind.SUM})
 """What a scan over layers may carry from layer to layer in 16 bits."""
 
 _TABLE = """
-                        EXACT NUMBER PARAMETER ROWS PRODUCT SUM  NEAR NORMALIZED FLOAT32
-moves                   same  same   same      same same    same same same       FLOAT32
-picks                   same  same   ROWS      same same    same same same       FLOAT32
-adds_over_devices       same  same   same      same SUM     same same same       FLOAT32
-adds_to_a_parameter     -     -      same      same SUM     same same same       FLOAT32
-adds_to_another         -     -      -         -    SUM     SUM  SUM  SUM        FLOAT32
-multiplies_by_parameter -     -      same      same NEAR    NEAR NEAR NEAR       FLOAT32
-near                    -     -      same      same NEAR    NEAR same same       FLOAT32
-saturates               -     -      -         -    NEAR    NEAR NEAR NEAR       FLOAT32
-leaves                  -     -      -         -    -       -    -    -          FLOAT32
+                        EXACT NUMBER PARAMETER ROWS PRODUCT SUM    NEAR   NORMALIZED SCALED FLOAT32
+moves                   same  same   same      same same    same   same   same       same   FLOAT32
+picks                   same  same   ROWS      same same    same   same   same       same   FLOAT32
+adds_over_devices       same  same   same      same SUM     same   same   same       same   FLOAT32
+adds_to_a_parameter     -     -      same      same SUM     same   same   same       same   FLOAT32
+adds_to_another         -     -      -         -    SUM     SUM    SUM    SUM        SUM    FLOAT32
+adds_to_a_scaled        -     -      -         -    -       -      -      -          same   FLOAT32
+multiplies_by_parameter -     -      same      same SCALED  SCALED SCALED NEAR       same   FLOAT32
+near                    -     -      same      same NEAR    NEAR   same   same       same   FLOAT32
+saturates               -     -      -         -    NEAR    NEAR   NEAR   NEAR       NEAR   FLOAT32
+leaves                  -     -      -         -    -       -      -      -          -      FLOAT32
 """
 
 
@@ -130,7 +132,9 @@ def _row(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> str:
     if Is.ADDS_TWO in its_traits:
         # With a constant or a parameter added, what is recomputed stays so.
         is_constant = narrowest in _NUMBERS | _PARAMETERS
-        return "adds_to_a_parameter" if is_constant else "adds_to_another"
+        is_scaled = narrowest == Kind.SCALED
+        how = "a_parameter" if is_constant else "a_scaled" if is_scaled else "another"
+        return f"adds_to_{how}"
     if Is.DIVIDES in its_traits and operands[1] not in _NUMBERS:
         return "leaves"
     if Is.SATURATES in its_traits:

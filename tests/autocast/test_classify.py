@@ -43,9 +43,9 @@ def centred(h):
         (Kind.NEAR, lambda w, g, x: jnp.tanh(jnp.tanh(x @ w) * g)),
         (Kind.NORMALIZED, lambda w, g, x: centred(x @ w)),
         (Kind.NEAR, lambda w, g, x: centred(x @ w) * g),
-        (Kind.NEAR, lambda w, g, x: x @ w * g),
+        (Kind.SCALED, lambda w, g, x: x @ w * g),
         (Kind.NEAR, lambda w, g, x: x @ w * (x > 0)),
-        (Kind.SUM, lambda w, g, x: x @ w * g + x @ w * g),
+        (Kind.SCALED, lambda w, g, x: x @ w * g + x @ w * g),
         # By a norm of fewer numbers, it may have any size.
         (Kind.FLOAT32, lambda w, g, x: x @ w * jax.lax.rsqrt(jnp.mean((x @ w)[:2] ** 2))),
         (Kind.FLOAT32, lambda w, g, x: jnp.exp(x @ w)),

@@ -674,6 +674,19 @@ def test_a_bias_that_a_normalization_takes_out_asks_for_no_scale():
     assert found.verdict.startswith("float16 is fine as it is")
 
 
+@pytest.mark.parametrize("dtype", [F16, jnp.bfloat16])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_bias_of_a_convolution_that_is_normalized_is_no_error(seed, dtype):
+    def loss_fn(params, x):
+        x = lax.conv_general_dilated(x, params["w"], **CONV) + params["bias"]
+        x = (x - x.mean((0, 1, 2))) * lax.rsqrt(x.var((0, 1, 2)) + 1e-5)
+        return square(jax.nn.relu(x).mean((1, 2)) @ params["out"] - 1)
+
+    params = {"w": normal(3, 3, 3, 8), "bias": jnp.zeros(8), "out": normal(8, 4)}
+    images = jax.random.normal(jax.random.key(seed), (8, 12, 12, 3))
+    assert ols.diagnose(ols.autocast(loss_fn, dtype), params, images).wrong == ()
+
+
 def test_a_gradient_that_is_wrong_anyway_asks_for_no_scale():
     def loss_fn(params, x):
         x = jnp.tanh(x.astype(F16) @ params["w"].astype(F16) * 30)
