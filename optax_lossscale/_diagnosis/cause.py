@@ -229,5 +229,5 @@ def _that_count(note: Note) -> Sequence[Note]:
     """The operands whose rounding counts: not a small term beside a large one."""
     if not _is(note, Is.ADDS_TWO):
         return note.reads
-    least = _SMALL * max(read.typical for read in note.reads)
+    least = _SMALL * max((read.typical for read in note.reads), default=0.0)
     return [read for read in note.reads if read.typical >= least]
