@@ -674,6 +674,19 @@ def test_a_bias_that_a_normalization_takes_out_asks_for_no_scale():
     assert found.verdict.startswith("float16 is fine as it is")
 
 
+def test_a_sum_of_constants_before_what_is_wrong_is_no_error():
+    """As in a variance, which divides by how many numbers there are, less 0."""
+
+    def loss_fn(w, x):
+        x = x @ w
+        x = x * lax.rsqrt(x.var(0) + 1e-5)
+        return square(jnp.mean(x * x, 0) - jnp.mean(x, 0) ** 2)
+
+    inputs = 1 + 0.01 * normal(8, 8, scale=1), 30 + normal(64, 8, scale=1)
+    found = ols.diagnose(ols.autocast(loss_fn), *inputs)
+    assert [one.how for one in found.wrong] == ["cancels"]
+
+
 @pytest.mark.parametrize("dtype", [F16, jnp.bfloat16])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_bias_of_a_convolution_that_is_normalized_is_no_error(seed, dtype):
