@@ -6,7 +6,6 @@ from typing import Any, Literal, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optax_lossscale import presets
 from optax_lossscale._arrays import validation
@@ -177,36 +176,31 @@ class _Given(LossScale):
         return self
 
 
-# What must not wrap `with_loss_scale`, by its state, and what it would do there.
+# What must not wrap `with_loss_scale`, by the name of its state, and what it would do there. By
+# name, as a version of Optax may lack one of them.
 _AROUND = {
-    optax.MultiStepsState: (
-        "MultiSteps",
-        "sums scaled gradients and keeps the NaN of an overflow",
-    ),
-    optax.ConditionallyTransformState: (
-        "conditionally_transform",
-        "passes some gradients on scaled",
-    ),
-    optax.ApplyIfFiniteState: (
-        "apply_if_finite",
-        "hides overflows from it, so they never lower it",
-    ),
-    optax.contrib.MechanicState: (
-        "contrib.mechanize",
-        "learns its learning rate from scaled gradients",
-    ),
+    "MultiStepsState": ("MultiSteps", "sums scaled gradients and keeps the NaN of an overflow"),
+    "ConditionallyTransformState": ("conditionally_transform", "passes some gradients on scaled"),
+    "ApplyIfFiniteState": ("apply_if_finite", "hides overflows from it, so they never lower it"),
+    "MechanicState": ("contrib.mechanize", "learns its learning rate from scaled gradients"),
 }
+
+
+def name_in_optax(state: Any) -> str | None:
+    """The name of a state's class, if it is one of Optax's."""
+    kind = type(state)
+    return kind.__name__ if kind.__module__.split(".")[0] == "optax" else None
 
 
 def _is_around(state: Any) -> bool:
     """Whether this is the state of one of those, with a loss scale in it."""
-    return type(state) in _AROUND and bool(loss_scales_in(state))
+    return name_in_optax(state) in _AROUND and bool(loss_scales_in(state))
 
 
 def _refuse_around(state: Any) -> None:
     """Raises if something is wrapped around `with_loss_scale` that belongs inside."""
     for x in found(_is_around, state):
-        name, harm = _AROUND[type(x)]
+        name, harm = _AROUND[type(x).__name__]
         raise ValueError(
             f"optax.{name} around with_loss_scale {harm}: put it inside, where gradients are "
             f"unscaled and finite, as in with_loss_scale(optax.{name}(inner, …))"

@@ -15,16 +15,12 @@ from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_nar
 from optax_lossscale._arrays.rounding import join, kept, split
 from optax_lossscale._arrays.validation import shown
 from optax_lossscale._arrays.variables import found
+from optax_lossscale._step.get import name_in_optax
 from optax_lossscale._step.inputs import complete, refuse_batch_of_updates, update_or_zero
 from optax_lossscale._step.state import refuse_narrower
 
-# States of transformations that make updates of their own out of those of what they wrap.
-_MAKERS_OF_OTHER_UPDATES = (
-    optax.LookaheadState,
-    optax.contrib.MechanicState,
-    optax.contrib.SAMState,
-    optax.contrib.ScheduleFreeState,
-)
+# States, by name, of what makes updates of its own out of those of the transformation inside.
+_MAKERS_OF_OTHER_UPDATES = {"LookaheadState", "MechanicState", "SAMState", "ScheduleFreeState"}
 
 
 class MasterWeightsState(NamedTuple):
@@ -160,11 +156,11 @@ def refuse_other_order(state: Any) -> None:
         return
     parts = _parts(state)
     is_followed = _is_chain(state) and found(_is_state, parts[:-1])
-    if is_followed or isinstance(state, _MAKERS_OF_OTHER_UPDATES):
-        name = "a chain" if is_followed else type(state).__name__
+    name = name_in_optax(state)
+    if is_followed or name in _MAKERS_OF_OTHER_UPDATES:
         raise ValueError(
             "with_master_weights is followed by other transformations in optax.chain, or is "
-            f"inside one, here that of {name}, which change where its updates take "
+            f"inside one, here that of {name or 'a chain'}, which change where its updates take "
             "the parameters: give it the whole optimizer, as in with_loss_scale("
             "with_master_weights(optax.chain(…)))"
         )
