@@ -14,7 +14,10 @@ from optax_lossscale._programs.operations import Is, traits_of
 _JUMP = 3.0  # times that an error has to grow in one equation for that one to be at fault
 _SMALL = 0.2  # of the size of its terms: a sum as small as this cancels
 _ROUNDING = 2.0**-24  # of float32
-_KNOWN = 100  # times float32's rounding of its terms, above which float32 determines a sum
+_KNOWN = 20  # times float32's rounding of its terms, above which float32 determines a sum
+_KNOWN_OF_MANY = (
+    100  # the same for a gradient that sums many terms, each rounded many times before
+)
 _RUNNING = 8  # rounds of a loop in which an error grows, for a sum to stagnate
 _NOTHING = 100  # times the size of what is lost, beside which that makes no difference
 _SUMS = Is.ADDS_TWO | Is.ADDS_MANY
@@ -197,7 +200,9 @@ def _cancels(note: Note) -> bool:
 
 def _is_undetermined(note: Note) -> bool:
     """Whether a sum is nothing but float32's rounding of its terms."""
-    return _cancels(note) and note.typical < _KNOWN * _ROUNDING * _terms(note)
+    is_of_many = note.place.is_derivative and note.place.terms > 1
+    known = _KNOWN_OF_MANY if is_of_many else _KNOWN
+    return _cancels(note) and note.typical < known * _ROUNDING * _terms(note)
 
 
 def _first_lost(note: Note) -> Note:

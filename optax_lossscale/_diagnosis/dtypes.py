@@ -25,7 +25,7 @@ from optax_lossscale._programs.walk import Equation, equations, is_of_a_library,
 from optax_lossscale._programs.work import results_of, terms_of
 
 _SHOWN = 20
-_WILD = Is.EXPONENTIAL | Is.SENDS | Is.ADDS_MANY
+_ADDS_OVER_DEVICES = Is.SENDS | Is.ADDS_MANY  # what has both traits
 # The algorithms that round what they multiply, whatever its dtype.
 _ROUNDING = dict.fromkeys(("F16_F16_F16", "F16_F16_F32"), jnp.dtype(jnp.float16))
 _ROUNDING |= dict.fromkeys(("BF16_BF16_BF16", "BF16_BF16_F32"), jnp.dtype(jnp.bfloat16))
@@ -179,7 +179,9 @@ def report_of(jaxpr: Any) -> DtypeReport:
             while_loops += [around.source for around in at.holders if around.name == "while"][:1]
         elif floats and all(v.aval.dtype.itemsize <= 2 for v in floats):
             one = _operation(at)._replace(terms=at.summed * terms_of(at.eqn))
-            if one.terms > 1 or traits_of(at.name) & _WILD:
+            traits = traits_of(at.name)
+            is_wild = Is.EXPONENTIAL in traits or _ADDS_OVER_DEVICES in traits
+            if one.terms > 1 or is_wild:
                 narrow.append(one)
     return DtypeReport(
         _alike(products),
