@@ -138,9 +138,9 @@ def _written(
         written = _computed(part, operands, made, inside)
         return [written[i] for i in sorted(written)]
 
-    key = common(part, made.program), made.how
+    alike = common(part, made.program)
     # JAX knows by the function that it has traced and differentiated it before.
-    function = computed if key[0] is None else islands.setdefault(key, computed)
+    function = computed if alike is None else islands.setdefault((alike, made.how), computed)
     policy = _SAVES if part.saved else None  # which takes longer to trace
     recomputed = jax.checkpoint(function, prevent_cse=made.how.prevent_cse, policy=policy)
     return dict(zip(sorted(part.writes), recomputed(operands), strict=True))

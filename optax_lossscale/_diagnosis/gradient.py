@@ -1,7 +1,8 @@
 """The gradient of a loss function as a program from arrays to arrays."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import Note, Place, measured
 from optax_lossscale._diagnosis.stretch import exact
 from optax_lossscale._diagnosis.wide import is_narrow
+from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import dtype_in
 from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._programs.walk import programs_in
@@ -45,7 +47,7 @@ class Gradient(NamedTuple):
     @property
     def narrow_dtypes(self) -> tuple[np.dtype, ...]:
         """The dtypes of 16 bits and fewer that it computes in."""
-        return tuple(dict.fromkeys(filter(is_narrow, _dtypes_in(self.jaxpr))))
+        return tuple(filter(is_narrow, _dtypes_in(open_jaxpr(self.jaxpr))))
 
     def values(self, scale: float) -> list[Value]:
         """The arguments of the program at a loss scale."""
@@ -64,7 +66,7 @@ def gradient_of(
     everything = (params, args, kwargs)
     named = list(_named_arrays(everything))
     arrays = [x for _, x in named]
-    names = [name.removeprefix(_PARAMETER) for name, _ in named]
+    names = _unlike([name.removeprefix(_PARAMETER) for name, _ in named])
     parameters = [
         n for n, (name, x) in enumerate(named) if name.startswith(_PARAMETER) and is_inexact(x)
     ]
@@ -118,9 +120,18 @@ def _argument(x: np.ndarray, place: Place, seeded: bool = False) -> Value:
     return Value(pair, note)
 
 
-def _dtypes_in(program: Any) -> Iterator[Any]:
-    """The dtypes of all that a program computes."""
-    for eqn in open_jaxpr(program).eqns:
-        yield from map(dtype_in, eqn.outvars)
+@remembered
+def _dtypes_in(jaxpr: Any) -> tuple[Any, ...]:
+    """The dtypes of all that a program computes, each once."""
+    dtypes: dict[Any, None] = {}
+    for eqn in jaxpr.eqns:
+        dtypes |= dict.fromkeys(map(dtype_in, eqn.outvars))
         for inner in programs_in(eqn):
-            yield from _dtypes_in(inner)
+            dtypes |= dict.fromkeys(_dtypes_in(open_jaxpr(inner)))
+    return tuple(dtypes)
+
+
+def _unlike(names: Sequence[str]) -> list[str]:
+    """Names with a number where several are alike, as of `{"a/b": x, "a": {"b": y}}`."""
+    counts = Counter(names)
+    return [f"{name} (argument {n})" if counts[name] > 1 else name for n, name in enumerate(names)]

@@ -37,7 +37,12 @@ Worst = Callable[[Sequence[Note | None]], Note | None]
 
 
 def scan(
-    step: Step, ins: Sequence[Value], run: RunsProgram, worst: Worst, axis: int
+    step: Step,
+    ins: Sequence[Value],
+    run: RunsProgram,
+    worst: Worst,
+    constant: Callable[[np.ndarray], Value],
+    axis: int,
 ) -> list[Value]:
     """The results of a `scan`, whose rounds lie along an axis."""
     (body,) = step.programs
@@ -47,6 +52,9 @@ def scan(
     carry = ins[n_consts:][:n_carry]
     stacks = ins[n_consts + n_carry :]
     turns = range(params["length"])
+    if not turns:
+        stacked = [v.aval for v in step.eqn.outvars[n_carry:]]
+        return [*carry, *(constant(np.zeros(x.shape, x.dtype)) for x in stacked)]
     results: dict[int, list[Value]] = {}
     for n in reversed(turns) if params["reverse"] else turns:
         xs = [_row(stack, n, axis) for stack in stacks]

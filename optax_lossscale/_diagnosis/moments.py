@@ -57,8 +57,14 @@ def moments_of(opt_state: Any, grads: dict[str, np.ndarray]) -> Moments | None:
 
 
 def _is_adam(x: Any) -> bool:
-    """Whether this is the state of Adam or of one like it."""
-    return all(hasattr(x, name) for name in ("mu", "nu", "count"))
+    """Whether this is the state of Adam or of one like it, with two moments of each number."""
+    if not all(hasattr(x, name) for name in ("mu", "nu", "count")):
+        return False
+    return _shapes(x.mu) == _shapes(x.nu)
+
+
+def _shapes(tree: Any) -> list[tuple[int, ...]]:
+    return [np.shape(x) for x in jax.tree.leaves(tree)]
 
 
 def _holds_hyperparams(x: Any) -> bool:

@@ -140,6 +140,8 @@ def _numbers(x: np.ndarray) -> np.ndarray:
     flat = x.reshape(len(x), -1) if x.size else np.zeros((len(x), 0), np.float32)
     if flat.dtype.kind == "c":
         return np.ascontiguousarray(flat).view(flat.real.dtype)
+    if jnp.issubdtype(flat.dtype, jnp.integer) and flat.dtype.kind == "V":
+        return flat.astype(np.int8)  # of int4 and the like, which are not NumPy's own
     is_narrow = jnp.issubdtype(flat.dtype, jnp.floating) and flat.dtype.itemsize < 4
     return flat.astype(np.float32) if is_narrow else flat
 

@@ -66,8 +66,7 @@ class Diagnosis(NamedTuple):
       initial_scale: the scale that fits; None if none does.
       overflow: where gradients become infinite first, at twice the largest scale.
       has_gradients: whether any gradient is not 0 in float32.
-      has_gradients: bool
-    is_finite_without: whether gradients are finite without a loss scale.
+      is_finite_without: whether gradients are finite without a loss scale.
       underflow: how many gradients underflow, by the path of parameters without its numbers; the
         worst first, and without those that lose next to nothing.
       moments: the state of Adam's second moments, if the optimizer's state was given; else None.

@@ -29,8 +29,9 @@ class Run(NamedTuple):
 
     def is_finite(self, in_float32: bool = False) -> bool:
         """Whether the loss and all gradients are, in the program or in float32."""
-        values = (value.pair[in_float32] for value in self.results.values())
-        return all(np.isfinite(x).all() for x in values)
+        pairs = [value.pair for value in self.results.values()]
+        numbers = [pair.true if in_float32 else pair.low for pair in pairs]
+        return all(np.isfinite(x).all() for x in numbers)
 
 
 class Runs(NamedTuple):

@@ -177,7 +177,8 @@ class Shadow:
 
         kind = traits(step.eqn)
         if Is.SCANS in kind:
-            return loops.scan(step, ins, run, self._worst, axis=1 if inside.devices else 0)
+            axis = 1 if inside.devices else 0
+            return loops.scan(step, ins, run, self._worst, inside.constant, axis)
         if Is.WAITS in kind:
             return loops.while_loop(step, ins, run)
         if Is.BRANCHES in kind:

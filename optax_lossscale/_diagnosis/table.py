@@ -1,5 +1,6 @@
 """The table of a program's equations: how far each is from float32, and how large its numbers."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -8,6 +9,8 @@ import numpy as np
 from optax_lossscale._arrays.names import natural
 from optax_lossscale._diagnosis.notes import Note
 from optax_lossscale._diagnosis.text import some, table
+
+_NEAR = 200  # operations back, in which parameters are looked for
 
 
 class Row(NamedTuple):
@@ -103,7 +106,7 @@ def _layer(note: Note) -> str:
     """The scope of a result, or else the parameters nearest to it."""
     if note.place.scope:
         return note.place.scope
-    for level in _levels(note):
+    for level in itertools.islice(_levels(note), _NEAR):
         names = {note.place.name for note in level if note.place.is_parameter}
         if names:
             return some(sorted(names, key=natural))

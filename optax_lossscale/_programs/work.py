@@ -17,7 +17,7 @@ def results_of(eqn: Any) -> int:
         if set(ragged.lhs_ragged_dimensions) & set(contracted):  # each group is part of a sum
             shape = shape[1:]
     # The zeros that a transposed convolution puts between its inputs are not multiplied.
-    return math.prod(shape) // math.prod(eqn.params.get("lhs_dilation", ()))
+    return math.ceil(math.prod(shape) / math.prod(eqn.params.get("lhs_dilation", ())))
 
 
 def terms_of(eqn: Any) -> int:

@@ -115,7 +115,8 @@ def value_and_scaled_grad(
 
     Returns:
       A function of `fun`'s arguments that returns `(value, scaled_grads)`: `fun`'s own value, bit
-      for bit, and *scaled* gradients, for `with_loss_scale`. For the norm of the true ones, use
+      for bit (with `grad_dtype`, that of what was cast), and *scaled* gradients, for
+      `with_loss_scale`. For the norm of the true ones, use
       `metrics(state)["gradient_norm"]` if a skip rule measures it, else
       `optax.global_norm(get_loss_scale(state).unscale(scaled_grads))`.
 

@@ -98,7 +98,8 @@ def with_master_weights(
 
     Raises:
       TypeError: in `update`, if the state is not one of this transformation.
-      ValueError: in `update`, without `params`, or if the state is for other shapes or dtypes.
+      ValueError: in `update`, without `params`, or if the state is for other shapes or dtypes;
+        float32 parameters are taken for those that `with_loss_scale` made of 16-bit ones.
 
     Example:
       Sixteen steps, each of which changes a weight of 1 by a quarter of float16's least change:

@@ -14,7 +14,7 @@ from optax_lossscale._step.branch import Branch
 from optax_lossscale._step.decision import Skip
 from optax_lossscale._step.get import LossScaleLike, get
 from optax_lossscale._step.grad_dtype import GradDtype
-from optax_lossscale._step.gradient import refuse_shared_names, value_and_scaled_grad
+from optax_lossscale._step.gradient import loss_of, refuse_shared_names, value_and_scaled_grad
 from optax_lossscale._step.inputs import Mask, refuse_other_masks
 from optax_lossscale._step.state import LossScaleState
 from optax_lossscale._step.step import ScaledStep
@@ -117,16 +117,17 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           *args: further arguments of `loss_fn`.
           has_aux: whether `loss_fn` returns `(loss, aux)`.
           grad_dtype: the dtype of the gradients, or of each, as in `value_and_scaled_grad`.
-          extra_args: passed on to the inner transformation.
+          extra_args: passed on to the inner transformation, beside the loss as `value`.
           **kwargs: further keyword arguments of `loss_fn`.
 
         Returns:
           `(loss, params, state)`, or `((loss, aux), params, state)` with `has_aux`. The loss is
-          `loss_fn`'s own, unscaled.
+          `loss_fn`'s own, unscaled; with `grad_dtype`, that of the parameters as cast.
 
         Raises:
           TypeError: if `loss_fn` is not a function or has an argument `has_aux`, `grad_dtype` or
-            `extra_args`, or `state` is not a `LossScaleState`; it says what was given.
+            `extra_args`, if these have a `value`, or `state` is not a `LossScaleState`; it says
+            what was given.
 
         Example:
           >>> import jax.numpy as jnp, optax
@@ -142,8 +143,16 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         refuse_shared_names(loss_fn, ["has_aux", "grad_dtype", "extra_args"], (params, *args))
         gradient = value_and_scaled_grad(loss_fn, state, has_aux=has_aux, grad_dtype=grad_dtype)
         value, scaled_grads = gradient(params, *args, **kwargs)
-        extra_args = {"value": value[0] if has_aux else value, **(extra_args or {})}
-        return value, *self.apply_gradients(scaled_grads, state, params, **extra_args)
+        loss = loss_of(value, has_aux)
+        if extra_args and "value" in extra_args:
+            raise TypeError(
+                "minimize passes the loss on as value itself, and skips the step by it if it is "
+                "not finite: leave value out of extra_args"
+            )
+        stepped = self.apply_gradients(
+            scaled_grads, state, params, value=loss, **(extra_args or {})
+        )
+        return value, *stepped
 
 
 def _refuse_other_order(loss_fn: Any, state: Any, params: Any) -> None:
@@ -209,8 +218,8 @@ def with_loss_scale(
         kernel that computes a result; or None, by the one that avoids copies on the platform,
         which is `"cond"` on CPU and `"select"` on GPU and TPU. With `"select"`, `inner` runs at
         every step, with zeros for numbers that are not finite: use `"cond"` if `inner` has side
-        effects, such as a callback, or is expensive, such as an `eigh`. Uncompiled steps branch in
-        Python.
+        effects, such as a callback, or is expensive, such as an `eigh`. Uncompiled, the first and
+        None branch in Python.
       skip: which steps to skip. `"nonfinite"`: those whose gradients, or whose loss if it is
         passed to the step as `value`, are not finite, whatever the loss scale. A rule from
         `skips`: these, and finite steps that the rule considers spikes; they leave the loss scale

@@ -4,7 +4,6 @@ Each function here begins with a matrix product, whose result is in 16 bits, and
 overflows, underflows, or loses its digits there. All of it is float32 code, without a cast.
 """
 
-
 import chex
 import jax
 import jax.numpy as jnp

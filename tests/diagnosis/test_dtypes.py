@@ -516,3 +516,11 @@ def test_powers_and_products_in_16_bits_are_listed_however_they_are_written(func
     assert primitive in {one.primitive for one in ols.dtype_report(function, at).narrow}
     wide = jax.ShapeDtypeStruct((8,), jnp.float32)
     assert ols.dtype_report(function, wide).narrow == ()
+
+
+def test_a_transposed_convolution_with_few_results_counts_as_a_product():
+    def fun(x, w):
+        return lax.conv_general_dilated(x, w, (1, 1), [(0, 0)] * 2, lhs_dilation=(3, 3))
+
+    (product,) = ols.dtype_report(fun, jnp.ones((1, 1, 2, 2)), jnp.ones((1, 1, 4, 4))).products
+    assert product.multiplications > 0

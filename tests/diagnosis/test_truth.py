@@ -900,3 +900,39 @@ def test_the_eps_of_injected_hyperparameters_is_the_states():
     found = ols.diagnose(quadratic(1.0), params, opt_state=adam.init(params))
     assert found.moments.eps == 1.0
     assert found.moments.below_eps == 1.0
+
+
+# --- what is rare ---
+
+
+def over_no_rounds(params, x):
+    _, ys = lax.scan(lambda c, row: (c + row.sum(), row * 2), 0.0, x[:0])
+    return square(x @ params["w"]) + jnp.sum(ys)
+
+
+def in_four_bits(params, x):
+    quantized = (x.astype(F16) * 2).astype(jnp.int4)
+    return square((x @ params["w"]) * quantized.astype(F32))
+
+
+@pytest.mark.parametrize("loss_fn", [over_no_rounds, in_four_bits])
+def test_what_is_rare_is_run(loss_fn):
+    found = ols.diagnose(ols.autocast(loss_fn), {"w": normal(8, 8)}, normal(16, 8))
+    assert found.wrong == ()
+    assert "w" in found.off
+
+
+def test_parameters_whose_paths_read_alike_are_told_apart():
+    params = {"a/b": normal(8, 8), "a": {"b": normal(8, 8, seed=1)}}
+    loss_fn = lambda params, x: square(x @ params["a/b"] @ params["a"]["b"])
+    found = ols.diagnose(ols.autocast(loss_fn), params, normal(16, 8))
+    assert len(found.off) == 3
+    assert all(name.startswith("a/b (argument ") for name in found.off if name != "the loss")
+
+
+def test_a_state_with_one_second_moment_for_each_array_is_not_taken_for_adams():
+    params = {"w": normal(4, 8), "b": jnp.zeros(8)}
+    loss_fn = lambda params, x: square(x @ params["w"] + params["b"])
+    tx = optax.novograd(1e-3)
+    _, state = tx.update(params, tx.init(params), params)
+    assert ols.diagnose(loss_fn, params, normal(16, 4), opt_state=state).moments is None

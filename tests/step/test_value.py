@@ -141,3 +141,14 @@ def test_inner_is_given_the_value_by_its_name_or_among_any_others_or_not_at_all(
         tx = ols.with_loss_scale(inner, None)
         tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=2.0)
     assert seen == [2, 2, None]
+
+
+def test_minimize_takes_no_value_beside_its_own():
+    tx = ols.with_loss_scale(optax.sgd(0.1))
+    with pytest.raises(TypeError, match="leave value out of extra_args"):
+        tx.minimize(
+            lambda params: jnp.sum(params["w"] ** 2),
+            tx.init(PARAMS),
+            PARAMS,
+            extra_args={"value": jnp.nan},
+        )
