@@ -91,8 +91,9 @@ def assert_scale_invariant(
     trial = Trial("assert_scale_invariant", step, args, kwargs)
     if isinstance(trial.loss_scale, FixedLossScale):
         raise ValueError(
-            "a FixedLossScale cannot be varied, as compiled steps hold it as a constant. Test the "
-            "step with a loss scale that adapts, such as DynamicLossScale(): the rest is the same"
+            "a FixedLossScale cannot be varied, which a number and None stand for, as compiled "
+            "steps hold it as a constant. Test the step with a loss scale that adapts, such as "
+            "DynamicLossScale(): the rest is the same"
         )
     if said := _accusation(trial, ignore):
         raise AssertionError(f"the step depends on the loss scale. {said}")
