@@ -290,7 +290,8 @@ def _about_scale(page: Diagnosis) -> Findings:
     elif lost:
         name, group = next(iter(lost.items()))  # of all parameters, or else the worst
         (wrap,) = _wrap(page, fits)
-        wrap += " With so few lost, many models need none." * (group.lost < _STILL_LOST)
+        if group.lost < _STILL_LOST and not page.wrong:
+            wrap += " With so few lost, many models need none."
         verdict = f"Without a loss scale, float16 loses {_share(group.lost, name)} to underflow."
         yield verdict, [wrap]
 
