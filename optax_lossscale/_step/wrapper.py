@@ -43,7 +43,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
     Attributes:
       init: takes the parameters, and returns a `LossScaleState`.
-      update: takes scaled gradients, the state and the parameters; returns `(updates, state)`.
+      update: `update(scaled_grads, state, params=None, *, value=None, **extra_args)` returns
+        `(updates, state)`, zeros for updates if it skips the step; `value` is the true loss.
     """
 
     init: _Init  # pyrefly: ignore[bad-override]
