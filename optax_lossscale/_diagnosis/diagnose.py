@@ -190,7 +190,12 @@ def _wrong(name: str, off: float, cause: Cause, run: Run) -> Wrong:
 
 
 def _choices(run: Run) -> Iterator[Row]:
-    """Indices and integers of which float32 would have decided some otherwise."""
+    """Indices and integers of which float32 would have decided some otherwise.
+
+    There are none where the loss is not finite: a NaN decides nothing.
+    """
+    if not np.isfinite(run.loss.pair.low):
+        return
     worst: dict[int, Note] = {}
     for note in run.notes:
         is_mask = note.dtype == np.bool_ and note.count > 1
