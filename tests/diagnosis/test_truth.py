@@ -687,6 +687,9 @@ def test_a_sum_of_constants_before_what_is_wrong_is_no_error():
     assert [one.how for one in found.wrong] == ["cancels"]
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="float32's own sums are off by 1e-4 there, on a CPU"
+)
 @pytest.mark.parametrize("dtype", [F16, jnp.bfloat16])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_bias_of_a_convolution_that_is_normalized_is_no_error(seed, dtype):
