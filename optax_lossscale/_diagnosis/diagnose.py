@@ -94,7 +94,7 @@ def diagnose(
 
 def _page(gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any) -> Diagnosis:
     """What the runs say, without a verdict."""
-    run = _judged_by(runs)
+    run = runs.fitting
     dtypes = gradient.narrow_dtypes
     off, wrong = _off_and_wrong(run)
     if not wrong:
@@ -128,21 +128,6 @@ def _page(gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any) -> 
         not_compared=tuple((operation, line) for line, operation in runs.passed.items()),
         table=table_of(run.notes),
     )
-
-
-def _judged_by(runs: Runs) -> Run:
-    """The run at the scale that fits; if none does, that at 1, where less is lost, or as much is.
-
-    Where something is not finite at any scale, a very small one loses what is right at 1.
-    """
-    if runs.fits or _count_not_finite(runs.at_1) > _count_not_finite(runs.fitting):
-        return runs.fitting
-    return runs.at_1
-
-
-def _count_not_finite(run: Run) -> int:
-    notes = [value.note for value in run.results.values()]
-    return sum(note is not None and note.bad for note in notes)
 
 
 def _off_and_wrong(run: Run) -> tuple[dict[str, float], tuple[Wrong, ...]]:
