@@ -237,11 +237,12 @@ def _about_products(page: Diagnosis) -> Findings:
     """Where operands in 16 bits were widened, and most is computed in float32."""
     products = page.dtypes.products
     wide = [p for p in products if p.dtype.itemsize > 2]
-    widened = [p for p in wide if HALVES.intersection(p.before)]
+    widened = [p for p in wide if HALVES.intersection(p.before) and not p.by_choice]
+    has_autocast = page.is_autocast or any(p.by_autocast for p in products)
     share = sum(share for dtype, share in page.dtypes.shares.items() if dtype.itemsize > 2)
     count = sum(p.count for p in wide)
     total = sum(p.count for p in products)
-    if not widened or page.is_autocast or share <= 0.5 or count <= total / 2:
+    if not widened or has_autocast or share <= 0.5 or count <= total / 2:
         return
     dtype = next(dtype for p in widened for dtype in p.before if dtype in HALVES)
     in_dtype = "" if dtype == np.float16 else ", jnp.bfloat16"

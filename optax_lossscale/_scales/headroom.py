@@ -115,14 +115,14 @@ class HeadroomLossScale(LossScale):
         return choose(grads_finite, after_finite_step, self._after_overflow())
 
     def exhausted(self) -> jax.Array:
-        """Whether overflows have brought the scale to 2**-100, the lowest."""
-        return (self() <= 2.0**-_BOUND) & (self._reserve > 0)
+        """Whether the last step overflowed, and the scale stands at 2**-100, the lowest."""
+        has_overflowed = (self._reserve > 0) & ~self._has_faded()
+        return (self() <= 2.0**-_BOUND) & has_overflowed
 
     def _after_overflow(self) -> Self:
         """A larger reserve, or one excuse less, and a longer memory."""
         more = jnp.where(self._reserve < 0, 1, jnp.minimum(self._reserve + 1, _DEEP))
-        has_faded = self._reserve % 1 > 0  # as it is whole after an overflow
-        is_first = (self._reserve == 0) | has_faded
+        is_first = (self._reserve == 0) | self._has_faded()
         longer = jnp.clip(2 * self._memory, _SHORTEST, _LONGEST)
         memory = jnp.where(is_first, longer, self._memory)
         return self._with(self._largest(), jnp.ceil(self._reserve + more), memory)
@@ -152,6 +152,10 @@ class HeadroomLossScale(LossScale):
         left = jnp.maximum(self._reserve - (1 + self._reserve) * fall, 0)
         left = jnp.where(self._reserve < 0, self._reserve, left)
         return jnp.where(self._reserve >= _DEEP, -_EXCUSED, left)
+
+    def _has_faded(self) -> jax.Array:
+        """Whether the reserve is less than the last overflow left, which is a whole number."""
+        return self._reserve % 1 > 0
 
     def _largest(self) -> jax.Array:
         """The exponent of the largest gradient that is remembered, a fraction included."""

@@ -163,14 +163,14 @@ def resolve(loss_scale: Any) -> LossScale:
 
 
 def _given(loss_scale: jax.Array) -> LossScale:
-    """A loss scale of an array, which is checked unless it is traced."""
-    if not isinstance(loss_scale, jax.core.Tracer):
-        validation.scale("the loss scale", jax.device_get(loss_scale))
-    return _Given().replace(loss_scale=loss_scale)
+    """A loss scale of an array: a fixed one, unless the array is traced."""
+    if isinstance(loss_scale, jax.core.Tracer):
+        return _Given().replace(loss_scale=loss_scale)
+    return FixedLossScale(jax.device_get(loss_scale))
 
 
 class _Given(LossScale):
-    """A scale given as an array, which may be traced: it is state, unlike that of a fixed one."""
+    """A scale that is given as a traced array: it is state, unlike that of a fixed one."""
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         return self
