@@ -36,10 +36,14 @@ def main() -> None:
     parser.add_argument("what", nargs="?", default="here", choices=COMMANDS)
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
     parser.add_argument(
-        "--out", default="docs/benchmarks", help="where the results go; default: %(default)s"
+        "--out",
+        default="docs/benchmarks",
+        help="where the results go; default: %(default)s",
     )
     parser.add_argument("--only", nargs="+", help="sections to run anew; default: all")
-    parser.add_argument("--report", action="store_true", help="redraw from the results alone")
+    parser.add_argument(
+        "--report", action="store_true", help="redraw from the results alone"
+    )
     options = parser.parse_args()
     try:
         command = importlib.import_module(f"benchmarks._{options.what}")

@@ -27,7 +27,8 @@ FLOAT16_STEP = "whole step from float32 to float16"
 STEPS = (PLAIN_STEP, CLIPPED_STEP, WHOLE_STEP, FLOAT16_STEP)
 # Of the transformer, whose parameters are float32.
 WHOLE_STEPS = (WHOLE_STEP, FLOAT16_STEP)
-# A clip's norm shares its pass with the check on the H100. On older GPUs only whole steps count.
+# A clip's norm shares its pass with the check on the H100. On older GPUs only whole
+# steps count.
 _H100, *_OLDER = (t.name for t in _targets.TARGETS if t.platform == "cuda")
 _ON = {CLIPPED_STEP: [_H100], PLAIN_STEP: [t for t in TARGETS if t not in _OLDER]}
 DTYPES = ("float32", "float16")
@@ -50,7 +51,9 @@ def main(options: argparse.Namespace) -> None:
     csv.parent.mkdir(parents=True, exist_ok=True)
     if not options.report:
         before = _tables.read(csv) if options.only else {}
-        _tables.write(csv, before | tables(measure(options.quick, options.only or STEPS)))
+        _tables.write(
+            csv, before | tables(measure(options.quick, options.only or STEPS))
+        )
     _tables.write_page(csv, page)
 
 
@@ -123,7 +126,8 @@ def _costs(quick: bool, case: Case) -> Row:
     device = TARGETS[case.target].device()
     placed = _targets.place((params, jax.eval_shape(way.init, params), batch), device)
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    _measure.compile_(jnp.tanh, _targets.place(scalar, device))  # which starts the compiler
+    # which starts the compiler
+    _measure.compile_(jnp.tanh, _targets.place(scalar, device))
     with TARGETS[case.target].as_default():
         _, costs = _measure.compile_(function, *placed, donate=(0, 1))
     parameter_bytes = sum(4 * x.size for x in jax.tree.leaves(params))
@@ -170,7 +174,8 @@ def tables(rows: list[Row]) -> dict[str, Table]:
     return found
 
 
-# What the page shows: of each step these ways, and the numbers of those columns on each target.
+# What the page shows: of each step these ways, and the numbers of those columns on each
+# target.
 _COLUMNS = ("memory", "moved")
 _EVERY_WAY = (
     _ways.PLAIN,
@@ -212,7 +217,9 @@ _STEPS = {
 
 def page(found: dict[str, Table]) -> str:
     """The page, with a few rows and columns of each table."""
-    made_with = ", ".join(f"{name} {it}" for name, it in found["versions"]["run"].items())
+    made_with = ", ".join(
+        f"{name} {it}" for name, it in found["versions"]["run"].items()
+    )
     parts = [
         "# What it costs on GPUs and TPUs, as compiled",
         _answer(found),
@@ -230,12 +237,16 @@ def page(found: dict[str, Table]) -> str:
         "file.",
     ]
     for step, (ways, text) in _STEPS.items():
-        targets = [target for target in TARGETS.values() if f"{step}, {target.name}" in found]
+        targets = [
+            target for target in TARGETS.values() if f"{step}, {target.name}" in found
+        ]
         if not targets:
             continue
         parts += [f"## {step.capitalize()}", text]
         for platform in dict.fromkeys(target.platform for target in targets):
-            of_platform = [target.name for target in targets if target.platform == platform]
+            of_platform = [
+                target.name for target in targets if target.platform == platform
+            ]
             side_by_side = {
                 way: {
                     f"{target}: {column}": found[f"{step}, {target}"][way][column]
@@ -252,9 +263,8 @@ def _answer(found: dict[str, Table]) -> str:
     """What the whole step says, in a paragraph."""
     tables = {name: found.get(f"{WHOLE_STEP}, {name}") for name in TARGETS}
     if not all(tables.values()):
-        return (
-            "What loss scaling adds to a step, by what the compilers for GPU and TPU make of it."
-        )
+        what = "What loss scaling adds to a step"
+        return f"{what}, by what the compilers for GPU and TPU make of it."
 
     def more(platform: str, ways: Sequence[str]) -> str:
         """From the least to the most that they add to the bytes of the plain step."""
@@ -273,5 +283,11 @@ def _answer(found: dict[str, Table]) -> str:
     )
 
 
-_METHODS = ["apply_gradients", "update", "Flax DynamicScale", "JMP", "jnp.where by hand"]
+_METHODS = [
+    "apply_gradients",
+    "update",
+    "Flax DynamicScale",
+    "JMP",
+    "jnp.where by hand",
+]
 _EXCEPTION = "optax.apply_if_finite"

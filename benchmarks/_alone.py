@@ -36,7 +36,9 @@ def call(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
         result, reason = receiver.recv()
     except EOFError:
         process.join()
-        raise CallError(f"its process ended with exit code {process.exitcode}") from None
+        raise CallError(
+            f"its process ended with exit code {process.exitcode}"
+        ) from None
     finally:
         process.kill()
         process.join()
@@ -46,7 +48,9 @@ def call(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
     return result
 
 
-def _send(sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _send(
+    sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     try:
         sender.send((function(*args), ""))
     except Exception as error:

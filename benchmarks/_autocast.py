@@ -34,7 +34,11 @@ def measure() -> dict[str, Table]:
     """Compiles every model for an H100 and a v5e, and what is sent for eight H100s."""
     _accelerators.refuse_missing_compilers()
     h100, v5e = _targets.H100.name, _targets.V5E.name
-    cases = [(ONE_DEVICE, model, target) for model in _models.MODELS for target in (h100, v5e)]
+    cases = [
+        (ONE_DEVICE, model, target)
+        for model in _models.MODELS
+        for target in (h100, v5e)
+    ]
     cases += [(EIGHT_DEVICES, loss, h100) for loss in (*_between_devices.LOSSES, WHOLE)]
     found: dict[str, Table] = {"versions": _accelerators.versions()}
     # Each in a process of its own, as compilers remember what they have compiled.
@@ -55,10 +59,14 @@ def _cells(case: tuple[str, str, str]) -> dict[str, str]:
 
 def page(found: dict[str, Table]) -> str:
     """The page, with all numbers but those of kernels."""
-    made_with = ", ".join(f"{name} {it}" for name, it in found["versions"]["run"].items())
+    made_with = ", ".join(
+        f"{name} {it}" for name, it in found["versions"]["run"].items()
+    )
     columns = next(iter(found[ONE_DEVICE].values()))
     tables = [
-        _tables.show("one device", found[ONE_DEVICE], columns=filter(_is_shown, columns)),
+        _tables.show(
+            "one device", found[ONE_DEVICE], columns=filter(_is_shown, columns)
+        ),
         _tables.show("eight devices", found[EIGHT_DEVICES]),
     ]
     text = pathlib.Path(__file__).with_name("_autocast_page.txt").read_text()
@@ -72,7 +80,10 @@ def _is_shown(column: str) -> bool:
 def ratios(model: str, target: _targets.Target) -> dict[str, float]:
     """Memory, bytes moved and kernels of a model's value and gradient, over those by hand."""
     of_model = _models.MODELS[model]
-    of_both = [compiled(of_model(cast), cast, target) for cast in (_models.left, _models.by_hand)]
+    of_both = [
+        compiled(of_model(cast), cast, target)
+        for cast in (_models.left, _models.by_hand)
+    ]
     numbers = [(p.temp_bytes, p.bytes_moved, len(p.kernels)) for p in of_both]
     names = ("memory", "moved", "kernels")
     return {name: x / y for name, x, y in zip(names, *numbers, strict=True)}
@@ -80,7 +91,9 @@ def ratios(model: str, target: _targets.Target) -> dict[str, float]:
 
 def sent_ratios(loss: str, target: _targets.Target) -> dict[str, float]:
     """What eight devices send each other, without sums and with them, over that by hand."""
-    of_both = [_eight_devices(loss, cast, target) for cast in (_models.left, _models.by_hand)]
+    of_both = [
+        _eight_devices(loss, cast, target) for cast in (_models.left, _models.by_hand)
+    ]
     of = lambda program, names: sum(
         o.nbytes for o in program.collectives if o.opcode.startswith(names)
     )
@@ -89,13 +102,17 @@ def sent_ratios(loss: str, target: _targets.Target) -> dict[str, float]:
     return {name: x / y for name, x, y in zip(names, ours, theirs, strict=True)}
 
 
-def compiled(model: _models.Model, cast: _models.Cast, target: _targets.Target) -> _hlo.Program:
+def compiled(
+    model: _models.Model, cast: _models.Cast, target: _targets.Target
+) -> _hlo.Program:
     """A model's value and gradient on one device, cast by hand or under `autocast`."""
     placed = _targets.place((model.params, *model.batch), target.device())
     return _compiled(model.loss, cast, target, *placed)
 
 
-def _eight_devices(loss: str, cast: _models.Cast, target: _targets.Target) -> _hlo.Program:
+def _eight_devices(
+    loss: str, cast: _models.Cast, target: _targets.Target
+) -> _hlo.Program:
     mesh = target.mesh("data", axis_types=(AxisType.Auto,))
     placed = lambda *args: _targets.place(args, _targets.by_rows(mesh))
     if loss != WHOLE:
@@ -103,12 +120,17 @@ def _eight_devices(loss: str, cast: _models.Cast, target: _targets.Target) -> _h
         of_loss = _between_devices.LOSSES[loss](cast, mesh)
         return _compiled(of_loss, cast, target, *placed(square, square))
     model = _models.transformer(cast)
-    whole = [jax.ShapeDtypeStruct((8 * x.shape[0], *x.shape[1:]), x.dtype) for x in model.batch]
+    whole = [
+        jax.ShapeDtypeStruct((8 * x.shape[0], *x.shape[1:]), x.dtype)
+        for x in model.batch
+    ]
     of_each = _between_devices.gathered_model(model, cast, mesh)
     return _compiled(of_each, cast, target, *placed(model.params, *whole))
 
 
-def _compiled(loss: Any, cast: _models.Cast, target: _targets.Target, *args: Any) -> _hlo.Program:
+def _compiled(
+    loss: Any, cast: _models.Cast, target: _targets.Target, *args: Any
+) -> _hlo.Program:
     """A loss and its gradients, compiled as on the machine itself."""
     of = ols.autocast(loss) if cast is _models.left else loss
     with target.as_default():

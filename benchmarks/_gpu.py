@@ -23,13 +23,16 @@ def main(options: argparse.Namespace) -> None:
     """Measures everything, with progress on stderr, and prints the report."""
     start = time.monotonic()
     try:
-        # This process leaves the device alone, which would keep most of its memory from others.
+        # This process leaves the device alone, which would keep most of its memory from
+        # others.
         machine = _alone.call(_machine.for_report, seconds=CASE_LIMIT_S)
     except _alone.CallError as failure:
         raise SystemExit(f"JAX does not start: {failure}") from None
     if machine["platform"] == "cpu":
         _say(NO_GPU)
-    size = "tiny" if options.quick else "small" if machine["platform"] == "cpu" else "full"
+    size = (
+        "tiny" if options.quick else "small" if machine["platform"] == "cpu" else "full"
+    )
     found = measure(size, start + LIMIT_S)
     minutes, seconds = divmod(round(time.monotonic() - start), 60)
     machine["took"] = f"{minutes}:{seconds:02d} minutes, models of size `{size}`"
@@ -39,7 +42,8 @@ def main(options: argparse.Namespace) -> None:
 def measure(size: str, deadline: float) -> _gpu_report.Found:
     """The costs of each model's step, and the losses of one model, each in its own process."""
     cases: dict[_gpu_report.Case, tuple[Callable[..., Any], ...]] = {
-        (_gpu_report.LEARNING, way): (_gpu_steps.losses, size, way) for way in _gpu_steps.WAYS
+        (_gpu_report.LEARNING, way): (_gpu_steps.losses, size, way)
+        for way in _gpu_steps.WAYS
     }
     for model in _gpu_steps.FULL:
         for way in _gpu_steps.WAYS:

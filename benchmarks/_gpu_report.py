@@ -30,7 +30,8 @@ _EXPLAINED = (
     "skipped, out of all that were taken."
 )
 _TF32 = (
-    "By JAX's default, float32 products run in TF32 on NVIDIA GPUs from the A100's generation on."
+    "By JAX's default, float32 products run in TF32 on NVIDIA GPUs from the A100's "
+    "generation on."
 )
 
 
@@ -47,7 +48,9 @@ def page(machine: dict[str, str], found: Found) -> str:
         _losses_table(found),
     ]
     if is_cpu:
-        parts.insert(1, "**This was a CPU, with small models, and says nothing about GPUs.**")
+        parts.insert(
+            1, "**This was a CPU, with small models, and says nothing about GPUs.**"
+        )
     return "\n\n".join(parts)
 
 
@@ -87,7 +90,13 @@ def _peak(costs: Costs, base: Costs | None) -> str:
 def _losses_table(found: Found) -> str:
     starts = range(0, LOSS_STEPS, WINDOW)
     windows = [f"{start + 1} to {start + WINDOW}" for start in starts]
-    header = ["mean loss of steps", *windows, "farthest from float32", "skipped", "loss scale"]
+    header = [
+        "mean loss of steps",
+        *windows,
+        "farthest from float32",
+        "skipped",
+        "loss scale",
+    ]
     base = found[LEARNING, FLOAT32]
     body = []
     for way in WAYS:
@@ -100,7 +109,9 @@ def _losses_table(found: Found) -> str:
 
 def _loss_cells(learned: Losses, base: Losses | _alone.CallError) -> list[str]:
     losses = learned.losses
-    means = [statistics.fmean(losses[i : i + WINDOW]) for i in range(0, len(losses), WINDOW)]
+    means = [
+        statistics.fmean(losses[i : i + WINDOW]) for i in range(0, len(losses), WINDOW)
+    ]
     farthest = ""
     if isinstance(base, Losses) and base is not learned:
         farthest = f"{max(map(_distance, losses, base.losses)):.4f}"

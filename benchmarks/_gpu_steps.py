@@ -145,7 +145,8 @@ def _float32_step(loss_fn: Callable[..., jax.Array]) -> Callable[..., Any]:
 def costs(size: str, model: str, way: str) -> Costs:
     """Takes steps on one batch, and measures them; in a process of its own, for the memory."""
     train = train_step(SIZES[size][model], way)
-    # Compiled before anything is allocated, so that a peak tells of the steps and not of tuning.
+    # Compiled before anything is allocated, so that a peak tells of the steps and not
+    # of tuning.
     start = time.perf_counter()
     program = _compiled(train)
     compile_s = time.perf_counter() - start
@@ -240,7 +241,9 @@ class _Run:
         """Takes so many, and returns the seconds until the last has ended."""
         start = time.perf_counter()
         for _ in range(count):
-            self.params, self.state, self.loss = self.program(self.params, self.state, *self.batch)
+            self.params, self.state, self.loss = self.program(
+                self.params, self.state, *self.batch
+            )
         jax.block_until_ready(self.loss)
         self.steps += count
         return time.perf_counter() - start

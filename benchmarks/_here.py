@@ -40,9 +40,18 @@ def _measure(options: argparse.Namespace, results: pathlib.Path) -> None:
 def _run(section: str, quick: bool) -> list[dict[str, Any]]:
     if section != "devices" or jax.device_count() > 1:
         return _sections.SECTIONS[section](quick)
-    # Simulated devices share the cores' threads, which would disturb the other sections.
+    # Simulated devices share the cores' threads, which would disturb the other
+    # sections.
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks", "--only", section, "--out", folder]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks",
+            "--only",
+            section,
+            "--out",
+            folder,
+        ]
         command += ["--quick"] if quick else []
         environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)

@@ -30,7 +30,9 @@ _SCALAR_MEMORY = "S(6)"
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?([\w.-]+) = (.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
-_CALLED = re.compile(r"(?:to_apply|body|true_computation|false_computation)=%?([\w.-]+)")
+_CALLED = re.compile(
+    r"(?:to_apply|body|true_computation|false_computation)=%?([\w.-]+)"
+)
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CALLS = re.compile(r"calls=%?([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -113,7 +115,9 @@ class Program:
         instructions = self._computations[computation]
         # An asynchronous operation reads when it starts and writes until it is done.
         done = {
-            i.operands[0]: i.result for i in instructions.values() if i.opcode.endswith("-done")
+            i.operands[0]: i.result
+            for i in instructions.values()
+            if i.opcode.endswith("-done")
         }
         for name, i in instructions.items():
             called = _CALLED.findall(i.attributes)
@@ -132,10 +136,13 @@ class Program:
                     yield from self._executed(called[0])
             else:
                 i = i._replace(
-                    opcode=i.opcode.removesuffix("-start"), result=done.get(name, i.result)
+                    opcode=i.opcode.removesuffix("-start"),
+                    result=done.get(name, i.result),
                 )
                 operands = [_main_memory(instructions[x].result) for x in i.operands]
-                read = sum(map(operator.mul, operands, self._shares_read(i, instructions)))
+                read = sum(
+                    map(operator.mul, operands, self._shares_read(i, instructions))
+                )
                 written = self._written(i, instructions)
                 yield Operation(i.opcode, i.result, round(read), written)
 
@@ -143,21 +150,29 @@ class Program:
         found = _CALLS.search(fusion.attributes)
         return self._computations[found[1]] if found else {}
 
-    def _shares_read(self, i: _Instruction, others: dict[str, _Instruction]) -> list[float]:
+    def _shares_read(
+        self, i: _Instruction, others: dict[str, _Instruction]
+    ) -> list[float]:
         """The share of each operand that an instruction reads."""
         if i.opcode == "fusion" and (body := self._body(i)):
             *_, root = body
             needed = dict.fromkeys(body, 0.0) | {root: 1.0}
             for name, inner in reversed(body.items()):
-                for x, share in zip(inner.operands, self._shares_read(inner, body), strict=True):
+                for x, share in zip(
+                    inner.operands, self._shares_read(inner, body), strict=True
+                ):
                     needed[x] = min(1.0, needed[x] + needed[name] * share)
             numbers = {
-                int(x.attributes): name for name, x in body.items() if x.opcode == "parameter"
+                int(x.attributes): name
+                for name, x in body.items()
+                if x.opcode == "parameter"
             }
             return [needed[numbers[n]] for n in range(len(i.operands))]
         shares = [1.0] * len(i.operands)
         if i.opcode in _TAKES_PARTS:
-            shares[0] = min(1.0, _size(i.result) / max(1, _size(others[i.operands[0]].result)))
+            shares[0] = min(
+                1.0, _size(i.result) / max(1, _size(others[i.operands[0]].result))
+            )
         elif i.opcode == _IN_PLACE:
             shares[0] = 0.0
         return shares
@@ -166,7 +181,9 @@ class Program:
         """The bytes that an instruction writes."""
         if i.opcode == "fusion" and (body := self._body(i)):
             *_, root = body.values()
-            parts = [body[x] for x in root.operands] if root.opcode == "tuple" else [root]
+            parts = (
+                [body[x] for x in root.operands] if root.opcode == "tuple" else [root]
+            )
             if any(part.opcode == _IN_PLACE for part in parts):
                 return sum(self._written(part, body) for part in parts)
         if i.opcode == _IN_PLACE:
@@ -180,7 +197,9 @@ def _size(result: str) -> int:
 
 def _main_memory(result: str) -> int:
     """The bytes that a type, of an array or a tuple of them, has in main memory."""
-    return sum(_nbytes(array) for array in _arrays(result) if not _ON_CHIP.search(array[2]))
+    return sum(
+        _nbytes(array) for array in _arrays(result) if not _ON_CHIP.search(array[2])
+    )
 
 
 def _arrays(result: str) -> list[tuple[str, str, str]]:

@@ -129,11 +129,20 @@ def sequence(family: str, seed: int, steps: int) -> Sequence:
     """A sequence of a family, with parameters drawn at random."""
     d = _Draw((seed, list(FAMILIES).index(family), steps), steps)
     base, noise = d.between(-25, 8), d.noise(0.05, 2.0)
-    drawn = {"shift": 0.0, "broken": d.at_random(0), "kind": np.zeros(steps, int), "noise": noise}
+    drawn = {
+        "shift": 0.0,
+        "broken": d.at_random(0),
+        "kind": np.zeros(steps, int),
+        "noise": noise,
+    }
     drawn |= FAMILIES[family](d)
     log2_largest = (base + drawn["shift"] + drawn["noise"]).astype(np.float32)
     return Sequence(
-        log2_largest, drawn["broken"], drawn["kind"], d.between(5, 13), d.between(2, 5.5)
+        log2_largest,
+        drawn["broken"],
+        drawn["kind"],
+        d.between(5, 13),
+        d.between(2, 5.5),
     )
 
 
@@ -156,7 +165,9 @@ class Hostile:
             sizes = np.stack([s.log2_largest for s in batch])
             broken = np.stack([s.broken for s in batch])
             replayed = jax.device_get(_replay(policy, sizes, broken))
-            costs += [_cost(s, *outcome) for s, *outcome in zip(batch, *replayed, strict=True)]
+            costs += [
+                _cost(s, *outcome) for s, *outcome in zip(batch, *replayed, strict=True)
+            ]
         return 100 * np.concatenate(np.reshape(costs, self._shape), axis=1)
 
 
@@ -183,7 +194,9 @@ def _cost(sequence: Sequence, log2_scale: np.ndarray, skipped: np.ndarray) -> fl
     A skipped step costs 1, and an applied one the share of its gradients that was flushed.
     """
     room = sequence.log2_largest + log2_scale - UNDERFLOW
-    flushed = np.asarray(jax.scipy.special.ndtr((sequence.median - room) / sequence.spread))
+    flushed = np.asarray(
+        jax.scipy.special.ndtr((sequence.median - room) / sequence.spread)
+    )
     cost = np.where(skipped, 1, np.where(room < 0, 1, flushed))
     possible = ~sequence.broken & np.isfinite(sequence.log2_largest)
     kinds = [possible & (sequence.kind == kind) for kind in (0, 1)]

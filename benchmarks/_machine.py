@@ -48,7 +48,9 @@ def for_report() -> dict[str, str]:
         "runtime": runtime(),
         "processor": f"{processor()}, {cores()} cores",
         "versions": ", ".join(installed),
-        "settings": ", ".join(f"`{name}={value}`" for name, value in settings().items()),
+        "settings": ", ".join(
+            f"`{name}={value}`" for name, value in settings().items()
+        ),
     }
 
 
@@ -58,7 +60,9 @@ def processor() -> str:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "")
+    return next(
+        (x.split(":")[1].strip() for x in lines if x.startswith("model name")), ""
+    )
 
 
 def cores() -> int:
@@ -102,9 +106,13 @@ def _versions() -> list[str]:
     """Of the installed packages that decide how fast a program is."""
     installed = {d.name.lower(): d.version for d in metadata.distributions() if d.name}
     of_gpus = sorted(name for name in installed if name.startswith(_OF_GPUS))
-    return [f"{name} {installed[name]}" for name in ("jax", "jaxlib", "optax", *of_gpus)]
+    return [
+        f"{name} {installed[name]}" for name in ("jax", "jaxlib", "optax", *of_gpus)
+    ]
 
 
 def _output(*command: str) -> str:
-    result = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    result = subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True
+    )
     return result.stdout.strip()

@@ -64,16 +64,23 @@ def interleave_compiling(
             in_between = time.process_time()
             traced.lower().compile()
             times[name].append((in_between - start, time.process_time() - start))
-    medians = {k: list(map(statistics.median, zip(*v, strict=True))) for k, v in times.items()}
+    medians = {
+        k: list(map(statistics.median, zip(*v, strict=True))) for k, v in times.items()
+    }
     names = ("trace", "compile")
     return {
         name: {f"{what}_cpu_s": x for what, x in zip(names, found, strict=True)}
-        | {f"{what}_ratio": x / y for what, x, y in zip(names, found, medians[base], strict=True)}
+        | {
+            f"{what}_ratio": x / y
+            for what, x, y in zip(names, found, medians[base], strict=True)
+        }
         for name, found in medians.items()
     }
 
 
-def interleave(cases: dict[str, Callable[[], Any]], rounds: int, base: str) -> dict[str, Any]:
+def interleave(
+    cases: dict[str, Callable[[], Any]], rounds: int, base: str
+) -> dict[str, Any]:
     """Times each case once a round, in an order that changes from round to round.
 
     Args:

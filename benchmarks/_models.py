@@ -54,12 +54,18 @@ def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.mean(losses)
 
 
-def _layer_norm(cast: Cast, x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+def _layer_norm(
+    cast: Cast, x: jax.Array, scale: jax.Array, bias: jax.Array
+) -> jax.Array:
     return cast(jax.nn.standardize(_wide(x), epsilon=1e-6) * scale + bias)
 
 
 def resnet(
-    cast: Cast, *, width: int = 128, image: tuple[int, ...] = (64, 32, 32), blocks: int = 4
+    cast: Cast,
+    *,
+    width: int = 128,
+    image: tuple[int, ...] = (64, 32, 32),
+    blocks: int = 4,
 ) -> Model:
     """Convolutions with a batch norm after each; `image` is of a batch, without its channels."""
 
@@ -77,8 +83,12 @@ def resnet(
     def loss(params, images, labels):
         x = jax.nn.relu(conv(images, params["stem"]))
         for block in params["blocks"]:
-            h = jax.nn.relu(normed(conv(x, block["w1"]), block["scale1"], block["bias1"]))
-            x = jax.nn.relu(x + normed(conv(h, block["w2"]), block["scale2"], block["bias2"]))
+            h = jax.nn.relu(
+                normed(conv(x, block["w1"]), block["scale1"], block["bias1"])
+            )
+            x = jax.nn.relu(
+                x + normed(conv(h, block["w2"]), block["scale2"], block["bias2"])
+            )
         x = jnp.mean(_wide(x), (1, 2))
         return _cross_entropy(cast(x) @ cast(params["head"]), labels)
 
@@ -102,7 +112,9 @@ def classifier(cast: Cast) -> Model:
 
 
 def _attention(cast: Cast, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    scores = _wide(jnp.einsum("bthd,bshd->bhts", cast(q), cast(k))) * q.shape[-1] ** -0.5
+    scores = (
+        _wide(jnp.einsum("bthd,bshd->bhts", cast(q), cast(k))) * q.shape[-1] ** -0.5
+    )
     causal = jnp.tri(q.shape[1], dtype=bool)
     weights = jax.nn.softmax(jnp.where(causal, scores, -1e9))
     return jnp.einsum("bhts,bshd->bthd", cast(weights), cast(v))
@@ -137,7 +149,9 @@ def transformer(
         q, k, v = (y.reshape(batch, length, width // head, head) for y in qkv)
         attended = checkpoint_name(attend(cast, q, k, v).reshape(x.shape), "attended")
         x = after(x + cast(attended) @ cast(p["out"]), "norm1")
-        up = checkpoint_name(cast(before(x, "norm2")) @ cast(p["up"]) + cast(p["bias"]), "up")
+        up = checkpoint_name(
+            cast(before(x, "norm2")) @ cast(p["up"]) + cast(p["bias"]), "up"
+        )
         return after(x + cast(jax.nn.gelu(up)) @ cast(p["down"]), "norm2")
 
     def loss(params, x, labels):
@@ -167,7 +181,9 @@ def transformer(
         "layers": stacked if in_scan else [one] * layers,
         "head": _floats(width, 1024),
     }
-    return Model(params, (_floats(batch, length, width), _integers(batch, length)), loss)
+    return Model(
+        params, (_floats(batch, length, width), _integers(batch, length)), loss
+    )
 
 
 def mamba(cast: Cast, *, width: int = 512, length: int = 1024, batch: int = 4) -> Model:
@@ -205,7 +221,9 @@ def mamba(cast: Cast, *, width: int = 512, length: int = 1024, batch: int = 4) -
         "layers": [one] * 2,
         "head": _floats(width, 256),
     }
-    return Model(params, (_floats(batch, length, width), _integers(batch, length)), loss)
+    return Model(
+        params, (_floats(batch, length, width), _integers(batch, length)), loss
+    )
 
 
 def lstm(cast: Cast, *, width: int = 512, length: int = 128, batch: int = 64) -> Model:
@@ -224,8 +242,12 @@ def lstm(cast: Cast, *, width: int = 512, length: int = 128, batch: int = 64) ->
         _, hs = lax.scan(step, (cast(zeros), zeros), cast(xs))
         return _cross_entropy(cast(hs) @ cast(params["head"]), labels)
 
-    params = dict.fromkeys("xh", _floats(width, 4 * width)) | {"head": _floats(width, 256)}
-    return Model(params, (_floats(length, batch, width), _integers(length, batch)), loss)
+    params = dict.fromkeys("xh", _floats(width, 4 * width)) | {
+        "head": _floats(width, 256)
+    }
+    return Model(
+        params, (_floats(length, batch, width), _integers(length, batch)), loss
+    )
 
 
 def experts(cast: Cast) -> Model:
@@ -273,13 +295,17 @@ def recommender(cast: Cast) -> Model:
         "layers": [_floats(first, 512), _floats(512, 256)],
         "out": _floats(256, 1),
     }
-    return Model(params, (_integers(batch, features), _floats(batch, 13), _floats(batch)), loss)
+    return Model(
+        params, (_integers(batch, features), _floats(batch, 13), _floats(batch)), loss
+    )
 
 
 _LONG = {"length": 4096, "batch": 1, "layers": 1, "width": 512}
 MODELS: dict[str, Callable[[Cast], Model]] = {
     "transformer": transformer,
-    "norms after the sums, as in BERT": functools.partial(transformer, norms_after=True),
+    "norms after the sums, as in BERT": functools.partial(
+        transformer, norms_after=True
+    ),
     "layers in a scan, kept by name": functools.partial(transformer, in_scan=True),
     "4096 tokens of attention": functools.partial(transformer, **_LONG),
     "128k classes": classifier,

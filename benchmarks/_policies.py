@@ -32,7 +32,9 @@ HEADROOM = "headroom"
 DEFAULTS = {
     "tensorflow_fixed, 2^15": presets.tensorflow_fixed(2.0**15),
     "tensorflow_dynamic": presets.tensorflow_dynamic(),
-    "tensorflow_contrib_exponential": presets.tensorflow_contrib_exponential(2.0**15, 2000),
+    "tensorflow_contrib_exponential": presets.tensorflow_contrib_exponential(
+        2.0**15, 2000
+    ),
     "tf_keras": presets.tf_keras(),
     "keras": presets.keras(),
     "pytorch": presets.pytorch(),
@@ -50,10 +52,14 @@ FITTED = {
     "pytorch, interval 50": presets.pytorch(growth_interval=50),
     "megatron, interval 200": presets.megatron(2.0**32, 1.0, 2.0, 0.5, 200, 2),
     "deepspeed, interval 200": presets.deepspeed(scale_window=200),
-    "fairseq, interval 200, tolerance 5%": presets.fairseq(scale_window=200, tolerance=0.05),
+    "fairseq, interval 200, tolerance 5%": presets.fairseq(
+        scale_window=200, tolerance=0.05
+    ),
     "openseq2seq_logmax, log_max 4": presets.openseq2seq_logmax(log_max=4.0),
 }
-POLICIES: dict[str, ols.LossScale] = {HEADROOM: ols.HeadroomLossScale()} | DEFAULTS | FITTED
+POLICIES: dict[str, ols.LossScale] = (
+    {HEADROOM: ols.HeadroomLossScale()} | DEFAULTS | FITTED
+)
 SEEDS = (0, 1, 2)
 # What the page shows of the tables; policies.csv has all of them.
 SHOWN = (
@@ -81,11 +87,15 @@ SMALLER = 2.0**-17  # what the loss is multiplied by in the second training
 def runs(tasks: dict[str, Task], seeds: tuple[int, ...], steps: int) -> list[Recording]:
     """The recorded gradients of every task with every seed."""
     cases = [(task, seed) for task in tasks.values() for seed in seeds]
-    return [jax.device_get(record(*case, steps)) for case in tqdm(cases, desc="recording")]
+    return [
+        jax.device_get(record(*case, steps)) for case in tqdm(cases, desc="recording")
+    ]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def train(task: Task, factor: jax.Array, steps: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def train(
+    task: Task, factor: jax.Array, steps: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Trains a task in float16 under every policy, with every seed, and in float32.
 
     Args:
@@ -108,7 +118,12 @@ def train(task: Task, factor: jax.Array, steps: int) -> tuple[jax.Array, jax.Arr
         size = largest(grads)
         grads = jax.tree.map(lambda g: g / factor, grads)
         updates, new = task.optimizer.update(grads, state, params)
-        return loss / (factor * scale), size, jax.tree.map(jnp.add, params, updates), new
+        return (
+            loss / (factor * scale),
+            size,
+            jax.tree.map(jnp.add, params, updates),
+            new,
+        )
 
     def step(carry, keys):
         narrow, wide, policies = carry
@@ -118,7 +133,9 @@ def train(task: Task, factor: jax.Array, steps: int) -> tuple[jax.Array, jax.Arr
         over_policies = jax.vmap(over_seeds, in_axes=(0, 0, 0, None))
         loss, sizes, *new = over_policies(*narrow, scale, batch)
         finite = jnp.isfinite(sizes)
-        keep = lambda new, old: jnp.where(finite.reshape(shape + (1,) * (new.ndim - 2)), new, old)
+        keep = lambda new, old: jnp.where(
+            finite.reshape(shape + (1,) * (new.ndim - 2)), new, old
+        )
         narrow = jax.tree.map(keep, tuple(new), narrow)
         policies = [
             _of_each_seed(lambda ls, size: ls.update(size)[0], ls, of_policy)
@@ -138,7 +155,9 @@ def train(task: Task, factor: jax.Array, steps: int) -> tuple[jax.Array, jax.Arr
     spread = lambda x: jnp.broadcast_to(x, (shape[0], *x.shape))
     repeat = lambda x: jnp.broadcast_to(x, (len(SEEDS), *jnp.shape(x)))
     policies = [jax.tree.map(repeat, ls) for ls in POLICIES.values()]
-    keys = jax.vmap(lambda seed: jax.random.split(jax.random.key(seed + 1000), steps))(seeds)
+    keys = jax.vmap(lambda seed: jax.random.split(jax.random.key(seed + 1000), steps))(
+        seeds
+    )
     carry = jax.tree.map(spread, wide), wide, policies
     _, (loss, wide_loss, skipped) = jax.lax.scan(step, carry, keys.T)
     last = steps // 10
@@ -146,7 +165,8 @@ def train(task: Task, factor: jax.Array, steps: int) -> tuple[jax.Array, jax.Arr
 
 
 def _of_each_seed(function: Callable[..., Any], *args: Any) -> Any:
-    return jax.vmap(function, axis_size=len(SEEDS))(*args)  # a fixed scale has no arrays
+    # a fixed scale has no arrays
+    return jax.vmap(function, axis_size=len(SEEDS))(*args)
 
 
 def _number(x: float) -> str:
@@ -177,15 +197,21 @@ def _targets(outcomes: dict[str, _replay.Outcome]) -> Table:
         better = [
             name
             for name, o in outcomes.items()
-            if name != HEADROOM and o.skips[i].mean() <= skips and o.lost[i].mean() < lost
+            if name != HEADROOM
+            and o.skips[i].mean() <= skips
+            and o.lost[i].mean() < lost
         ]
         if better:
             beaten[scenario.name] = better
     elsewhere = "; ".join(f"{k}: {', '.join(v)}" for k, v in beaten.items()) or "none"
     skips, lost = ours.skips[undisturbed], ours.lost[undisturbed]
-    worst = lambda x, digits: f"{x.mean():.{digits}f}; the worst run {x.max():.{digits}f}"
+    worst = lambda x, digits: (
+        f"{x.mean():.{digits}f}; the worst run {x.max():.{digits}f}"
+    )
     rows = {
-        "undisturbed, skips per 1,000 steps after the first 20: at most 1": worst(skips, 2),
+        "undisturbed, skips per 1,000 steps after the first 20: at most 1": worst(
+            skips, 2
+        ),
         "undisturbed, percent of the gradients lost: at most 0.05": worst(lost, 3),
         "undisturbed, steps to within a factor of 4 of the best scale: at most 6": _steps(
             ours.found[undisturbed]
@@ -216,7 +242,9 @@ def _of_each_task(ours: _replay.Outcome, tasks: list[str], seeds: int) -> Table:
     return table
 
 
-def _scenarios(outcomes: dict[str, _replay.Outcome], scenarios: list[_replay.Scenario]) -> Table:
+def _scenarios(
+    outcomes: dict[str, _replay.Outcome], scenarios: list[_replay.Scenario]
+) -> Table:
     names = [s.name for s in scenarios]
     places = dict(zip(names, _places(names), strict=True))
     cell = lambda o, i: f"{_number(o.skips[i].mean())} / {_number(o.lost[i].mean())}%"
@@ -230,7 +258,9 @@ def _found(outcomes: dict[str, _replay.Outcome]) -> Table:
     names = [s.name for s in _replay.UNDISTURBED]
     places, again = _places(names), [_replay.FALL, _replay.NANS]
     return {
-        policy: {name: _steps(o.found[i]) for name, i in zip(names, places, strict=True)}
+        policy: {
+            name: _steps(o.found[i]) for name, i in zip(names, places, strict=True)
+        }
         | {
             f"after {name}": _steps(o.found_again[i])
             for name, i in zip(again, _places(again), strict=True)
@@ -295,7 +325,9 @@ def _draw(outcomes: dict[str, _replay.Outcome], out: pathlib.Path) -> None:
         best = next(iter(outcomes.values())).best[place, 0]
         axis.plot(best, color="#cccccc", lw=0.6, label="the best of each step")
         for policy, color in shown.items():
-            axis.plot(outcomes[policy].log2_scale[place, 0], color=color, lw=1.1, label=policy)
+            axis.plot(
+                outcomes[policy].log2_scale[place, 0], color=color, lw=1.1, label=policy
+            )
         axis.set_title(name.replace("^", "**"), loc="left", fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0, 0].legend(frameon=False, fontsize=7)
@@ -311,7 +343,9 @@ def measure(quick: bool, out: pathlib.Path) -> dict[str, Table]:
     steps, trained_steps = (6000, 300) if quick else (6000, 2000)
     seeds = SEEDS[:1] if quick else SEEDS
     replays = _replay.Replays(runs(REPORTED, seeds, steps))
-    outcomes = {name: replays(ls) for name, ls in tqdm(POLICIES.items(), desc="replaying")}
+    outcomes = {
+        name: replays(ls) for name, ls in tqdm(POLICIES.items(), desc="replaying")
+    }
     _draw(outcomes, out)
     hostile = _hostile.Hostile(seed=100, of_each=1 if quick else 10)
     costs = {name: hostile(ls) for name, ls in tqdm(POLICIES.items(), desc="fooling")}
@@ -348,13 +382,17 @@ def measure(quick: bool, out: pathlib.Path) -> dict[str, Table]:
 def page(tables: dict[str, Table]) -> str:
     """The page, with a few rows and columns of each table."""
     replayed = {
-        name: cells | tables["disturbed"][name] for name, cells in tables["undisturbed"].items()
+        name: cells | tables["disturbed"][name]
+        for name, cells in tables["undisturbed"].items()
     }
     hostile = tables["hostile"]
     worse = tables["hostile, worse"].get(HEADROOM, {})
     targets = list(tables["targets"])[:-1]  # the last is too long for a page
     return _PAGE.read_text().format(
-        **{name.replace(" ", "_"): cell for name, cell in tables["about"]["run"].items()},
+        **{
+            name.replace(" ", "_"): cell
+            for name, cell in tables["about"]["run"].items()
+        },
         policies=len(POLICIES),
         tasks=", ".join(REPORTED),
         cost=f"{float(hostile[HEADROOM]['all']):.1f}",
@@ -364,7 +402,9 @@ def page(tables: dict[str, Table]) -> str:
         worse="; ".join(f"{name}: {of}" for name, of in worse.items()) or "none",
         hostile=_tables.show("cost, %", hostile, SHOWN),
         replayed=_tables.show("skips / lost", replayed, SHOWN, SHOWN_SCENARIOS),
-        found=_tables.show("steps", tables["steps to a good scale"], SHOWN, SHOWN_STEPS),
+        found=_tables.show(
+            "steps", tables["steps to a good scale"], SHOWN, SHOWN_STEPS
+        ),
         targets=_tables.show("target", tables["targets"], targets),
         plain=_tables.show("final loss", tables["final losses"], ("float32", *SHOWN)),
     )

@@ -48,7 +48,9 @@ def record(task: Task, seed: jax.Array, steps: int) -> Recording:
         numbers = jnp.abs(jnp.concatenate([g.ravel() for g in jax.tree.leaves(wide)]))
         largest = numbers.max()
         inner = jnp.maximum(largest, probe)
-        exponents = jnp.where(numbers > 0, jnp.frexp(numbers)[1] - 1, EXPONENTS[-1] + 1)[sample]
+        exponents = jnp.where(
+            numbers > 0, jnp.frexp(numbers)[1] - 1, EXPONENTS[-1] + 1
+        )[sample]
         counts = jnp.sum(exponents[:, None] == EXPONENTS, 0)
 
         scale = jnp.ldexp(jnp.float32(1), 15 - jnp.frexp(inner)[1])

@@ -48,7 +48,10 @@ DISTURBED = [
     Scenario(FALL, shift=lambda t: np.where(t < 2000, 0, -10), over=2000),
     Scenario("end of warm-up", shift=lambda t: np.minimum(t // 60, 8) - 8),
     Scenario("learning-rate jump", shift=lambda t: np.where(t < 3000, 0, 5)),
-    Scenario(OUTLIERS, shift=lambda t: np.where(np.isin(t, (700, 1500, 2600, 3900, 5200)), 12, 0)),
+    Scenario(
+        OUTLIERS,
+        shift=lambda t: np.where(np.isin(t, (700, 1500, 2600, 3900, 5200)), 12, 0),
+    ),
     Scenario(NANS, broken=lambda t: (t >= 3000) & (t < 3006), over=3006),
     Scenario("NaN every 200", broken=lambda t: t % 200 == 137),
     Scenario("inner 2^4 larger", inner=4),
@@ -90,19 +93,27 @@ class Replays:
         self._lost = np.stack([_lost_below(run.counts) for run in runs])
         steps = np.arange(len(runs[0].largest))
         shifts = np.stack([s.shift(steps) for s, _ in cases])
-        largest = np.stack([run.largest for _, run in cases]).astype(np.float64) * 2.0**shifts
+        largest = (
+            np.stack([run.largest for _, run in cases]).astype(np.float64) * 2.0**shifts
+        )
         inner = np.stack([run.inner * 2.0**s.inner for s, run in cases]) * 2.0**shifts
         self._shifts, self._best = shifts, np.floor(np.log2((OVERFLOW - 1e-3) / inner))
         broken = np.stack([s.broken(steps) for s, _ in cases])
         self._largest = largest.astype(np.float32)
         self._inner = np.where(broken, np.inf, inner).astype(np.float32)
         self._over = np.array([[s.over] for s, _ in cases])
-        self._starts = np.array([np.nan if s.start is None else s.start for s, _ in cases])
+        self._starts = np.array(
+            [np.nan if s.start is None else s.start for s, _ in cases]
+        )
 
     def __call__(self, policy: ols.LossScale) -> Outcome:
         """What the policy makes of them."""
-        starts = np.where(np.isnan(self._starts), policy(), self._starts).astype(np.float32)
-        scales, skipped = jax.device_get(_replay(policy, starts, self._largest, self._inner))
+        starts = np.where(np.isnan(self._starts), policy(), self._starts).astype(
+            np.float32
+        )
+        scales, skipped = jax.device_get(
+            _replay(policy, starts, self._largest, self._inner)
+        )
         log2_scale = np.log2(scales)
         lost = self._lost_at(log2_scale) - self._lost_at(self._best)
         applied = ~skipped
@@ -137,7 +148,9 @@ def _lost_below(counts: np.ndarray) -> np.ndarray:
 
 
 @jax.jit
-def _replay(policy: ols.LossScale, starts: Any, largest: Any, inner: Any) -> tuple[Any, Any]:
+def _replay(
+    policy: ols.LossScale, starts: Any, largest: Any, inner: Any
+) -> tuple[Any, Any]:
     """The scales, and which steps were skipped; both (cases, steps)."""
 
     def step(loss_scale, sizes):

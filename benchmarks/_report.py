@@ -39,7 +39,8 @@ def _step(rows: list[Row]) -> str:
         by_dtype = [_where(rows, way=way, dtype=d)[0] for d in dtypes]
         plain = [_where(rows, way=_ways.PLAIN, dtype=d)[0] for d in dtypes]
         extra = [
-            100 * (r["temp_share"] - p["temp_share"]) for r, p in zip(by_dtype, plain, strict=True)
+            100 * (r["temp_share"] - p["temp_share"])
+            for r, p in zip(by_dtype, plain, strict=True)
         ]
         times = [_ratio(by_dtype[0]), *(f"{r['ratio']:.2f}" for r in by_dtype[1:])]
         body.append([way, *times, " / ".join(f"{abs(x):.0f}%" for x in extra)])
@@ -80,7 +81,12 @@ def _check(rows: list[Row]) -> str:
     body = []
     for name in _values(rows, "check"):
         found = [_where(rows, check=name, dtype=d)[0] for d in dtypes]
-        body.append([f"`{name}`", *(f"{r['ms']:.1f} ms, {r['gb_per_s']:.0f} GB/s" for r in found)])
+        body.append(
+            [
+                f"`{name}`",
+                *(f"{r['ms']:.1f} ms, {r['gb_per_s']:.0f} GB/s" for r in found),
+            ]
+        )
     return _tables.markdown(["32M numbers", *dtypes], body)
 
 
@@ -103,7 +109,9 @@ def _whole_step(rows: list[Row]) -> str:
         ]
         for r in rows
     ]
-    return _tables.markdown(["whole step", "time, relative", "time", "temporary memory"], body)
+    return _tables.markdown(
+        ["whole step", "time, relative", "time", "temporary memory"], body
+    )
 
 
 def _models(rows: list[Row]) -> str:
@@ -116,11 +124,16 @@ def _models(rows: list[Row]) -> str:
         ]
         for r in rows
     ]
-    return _tables.markdown(["gradient", "time, relative", "time", "temporary memory"], body)
+    return _tables.markdown(
+        ["gradient", "time, relative", "time", "temporary memory"], body
+    )
 
 
 def _devices(rows: list[Row]) -> str:
-    body = [[f"{r['placement']}, {r['way']}", _ratio(r), str(len(r["collectives"]))] for r in rows]
+    body = [
+        [f"{r['placement']}, {r['way']}", _ratio(r), str(len(r["collectives"]))]
+        for r in rows
+    ]
     return _tables.markdown(
         [f"{rows[0]['devices']} devices", "time", "collective operations"], body
     )
@@ -215,13 +228,18 @@ def page(found: dict[str, Any]) -> str:
 def _answer(found: dict[str, Any]) -> str:
     """What the tables say, in a paragraph."""
     if not {"whole_step", "step"} <= found.keys():
-        return "What loss scaling adds to an optimizer step and to a training step on CPU."
+        return (
+            "What loss scaling adds to an optimizer step and to a training step on CPU."
+        )
     of_step = {r["way"]: r["ratio"] for r in found["whole_step"]}
     of_adamw = {
-        r["way"]: r["ratio"] for r in _where(found["step"], optimizer="AdamW", dtype="float32")
+        r["way"]: r["ratio"]
+        for r in _where(found["step"], optimizer="AdamW", dtype="float32")
     }
     ours, _, *others = (of_step[way] for way in _NAMED)
-    numbers = lambda ways: ", ".join(f"{ways[way]:.2f} {name}" for way, name in _NAMED.items())
+    numbers = lambda ways: ", ".join(
+        f"{ways[way]:.2f} {name}" for way, name in _NAMED.items()
+    )
     return (
         f"**With this library, a whole training step takes {ours:.2f} times as long as without "
         f"loss scaling; with other methods, {min(others):.2f} to {max(others):.2f} times.** The "
@@ -242,7 +260,9 @@ _NAMED = {
 
 def draw(found: dict[str, Any], out: pathlib.Path) -> None:
     """The charts, as PNG files in `out`."""
-    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    plt.rcParams.update(
+        {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    )
     if "step" in found:
         _draw_step(_where(found["step"], optimizer="AdamW"), out / "step.png")
     if "leaves" in found:
@@ -266,9 +286,17 @@ def _draw_step(rows: list[Row], path: pathlib.Path) -> None:
             [max(0, r - low) for r, (low, _) in zip(ratios, quartiles, strict=True)],
             [max(0, high - r) for r, (_, high) in zip(ratios, quartiles, strict=True)],
         ]
-        axis.barh(ways, ratios, xerr=spread, color=[_color(w) for w in ways], error_kw={"lw": 0.8})
+        axis.barh(
+            ways,
+            ratios,
+            xerr=spread,
+            color=[_color(w) for w in ways],
+            error_kw={"lw": 0.8},
+        )
         for i, (ratio, (_, high)) in enumerate(zip(ratios, quartiles, strict=True)):
-            axis.text(max(ratio, high) + 0.1, i, f"{ratio:.2f}", va="center", fontsize=8)
+            axis.text(
+                max(ratio, high) + 0.1, i, f"{ratio:.2f}", va="center", fontsize=8
+            )
         axis.axvline(1, color="black", lw=0.6)
         axis.set_xlim(0, max(r["quartiles"][1] for r in rows) * 1.15)
         axis.set_title(f"{dtype} gradients")
@@ -281,7 +309,9 @@ def _draw_step(rows: list[Row], path: pathlib.Path) -> None:
 
 def _draw_leaves(rows: list[Row], path: pathlib.Path) -> None:
     figure, axis = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    for way, mark in zip(_values(rows, "way"), itertools.cycle("osv^DPX*h"), strict=False):
+    for way, mark in zip(
+        _values(rows, "way"), itertools.cycle("osv^DPX*h"), strict=False
+    ):
         found = _where(rows, way=way)
         axis.plot(
             [r["leaves"] for r in found],

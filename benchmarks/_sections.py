@@ -74,7 +74,10 @@ class _Steps:
         cases = {name: functools.partial(self.step, name) for name in self.programs}
         times = _measure.interleave(cases, rounds, _ways.PLAIN)
         parameter_bytes = 4 * self.size
-        rows = [case | {"way": name} | times[name] | self.costs[name] for name in self.programs]
+        rows = [
+            case | {"way": name} | times[name] | self.costs[name]
+            for name in self.programs
+        ]
         for row in rows:
             row["temp_share"] = row["temp_bytes"] / parameter_bytes
         return rows
@@ -94,8 +97,12 @@ def step(quick: bool) -> list[Row]:
 def sizes(quick: bool) -> list[Row]:
     """AdamW in 100 leaves, from 1M to 128M parameters, float32 gradients."""
     rows = []
-    for size in (MILLION,) if quick else (MILLION, 8 * MILLION, 32 * MILLION, 128 * MILLION):
-        steps = _Steps(_ways.ours(OPTIMIZERS["AdamW"]), size, 10 if quick else 100, "float32")
+    for size in (
+        (MILLION,) if quick else (MILLION, 8 * MILLION, 32 * MILLION, 128 * MILLION)
+    ):
+        steps = _Steps(
+            _ways.ours(OPTIMIZERS["AdamW"]), size, 10 if quick else 100, "float32"
+        )
         rounds = 5 if quick else max(11, min(200, 800 * MILLION // size))
         rows += steps.measure(rounds, size=size)
     return rows
@@ -120,8 +127,12 @@ def check(quick: bool) -> list[Row]:
     checks: dict[str, Callable[[Any], Any]] = {
         "all_finite": ols.all_finite,
         "all_finite and the norm": norm_and_all_finite,
-        "all(isfinite(x))": lambda tree: jnp.array([jnp.isfinite(x).all() for x in tree]).all(),
-        "sum(x * 0) == 0": lambda tree: jnp.array([jnp.sum(x * 0) == 0 for x in tree]).all(),
+        "all(isfinite(x))": lambda tree: jnp.array(
+            [jnp.isfinite(x).all() for x in tree]
+        ).all(),
+        "sum(x * 0) == 0": lambda tree: jnp.array(
+            [jnp.sum(x * 0) == 0 for x in tree]
+        ).all(),
         "jmp.all_finite": jmp.all_finite,
         "optax.tree.norm": lambda tree: jnp.isfinite(optax.tree.norm(tree)),
     }
@@ -135,7 +146,11 @@ def check(quick: bool) -> list[Row]:
         times = _measure.interleave(cases, 5 if quick else 25, "all_finite")
         nbytes = sum(x.nbytes for x in tree)
         rows += [
-            {"dtype": dtype, "check": name, "gb_per_s": nbytes / times[name]["ms"] / 1e6}
+            {
+                "dtype": dtype,
+                "check": name,
+                "gb_per_s": nbytes / times[name]["ms"] / 1e6,
+            }
             | times[name]
             | costs[name]
             for name in checks
@@ -196,14 +211,17 @@ def compiling(quick: bool) -> list[Row]:
 
     sizes = [8 * (1 + i % shapes) for i in range(count)]
     grads = [jax.ShapeDtypeStruct((size, 256), jnp.float32) for size in sizes]
-    cases = {name: (way.step, _carried(way, grads), grads) for name, way in ways.items()}
+    cases = {
+        name: (way.step, _carried(way, grads), grads) for name, way in ways.items()
+    }
     rows += _compiled(cases, rounds, f"AdamW, {count} leaves of {shapes} shapes")
 
     params = jax.eval_shape(lambda: _transformer.init(width))
     tokens = jax.eval_shape(lambda: _transformer.tokens(4))
     train = lambda way: way.train(_transformer.loss)
     cases = {
-        name: (train(way), _carried(way, params), tokens) for name, way in (ways | peers).items()
+        name: (train(way), _carried(way, params), tokens)
+        for name, way in (ways | peers).items()
     }
     rows += _compiled(cases, rounds, "a whole step")
 
@@ -212,7 +230,9 @@ def compiling(quick: bool) -> list[Row]:
         BY_HAND: _transformer.loss,
         "autocast": ols.autocast(_transformer.float32_loss),
     }
-    cases = {name: (_gradient(loss), (params, ()), tokens) for name, loss in losses.items()}
+    cases = {
+        name: (_gradient(loss), (params, ()), tokens) for name, loss in losses.items()
+    }
     return rows + _compiled(cases, rounds, "a gradient")
 
 
@@ -226,7 +246,9 @@ def _gradient(loss: Callable) -> Callable:
 
 def _compiled(cases: dict[str, tuple], rounds: int, program: str) -> list[Row]:
     """The time to compile each case, `(function, (params, state), batch)`."""
-    calls = {name: (f, (*carried, batch)) for name, (f, carried, batch) in cases.items()}
+    calls = {
+        name: (f, (*carried, batch)) for name, (f, carried, batch) in cases.items()
+    }
     times = _measure.interleave_compiling(calls, rounds, next(iter(cases)))
     return [{"program": program, "way": name} | times[name] for name in cases]
 
@@ -275,7 +297,9 @@ def models(quick: bool) -> list[Row]:
     """Gradients of models in float32, cast by hand and under `autocast`; not on a CPU."""
     # Which has no float16 to compute in, so that nothing would be measured.
     on_cpu = jax.default_backend() == "cpu"
-    tiny = functools.partial(_models.transformer, width=64, length=32, batch=2, layers=1)
+    tiny = functools.partial(
+        _models.transformer, width=64, length=32, batch=2, layers=1
+    )
     there = {"tiny": tiny} if quick else {} if on_cpu else _models.MODELS
     device = jax.devices()[0]
     if device.platform == "gpu" and float(device.compute_capability) >= 8:
@@ -289,7 +313,9 @@ def models(quick: bool) -> list[Row]:
         programs, costs = {}, {}
         batch = _filled(ways[BY_HAND][0])
         for way, (it, cast) in ways.items():
-            program, costs[way] = _measure.compile_(jax.value_and_grad(cast(it.loss)), *batch)
+            program, costs[way] = _measure.compile_(
+                jax.value_and_grad(cast(it.loss)), *batch
+            )
             programs[way] = functools.partial(program, *batch)
         times = _measure.interleave(programs, 5 if quick else 25, BY_HAND)
         rows += [{"model": name, "way": way} | times[way] | costs[way] for way in ways]
@@ -300,8 +326,12 @@ def _filled(model: _models.Model) -> tuple[Any, ...]:
     """Parameters and a batch of small random numbers."""
     rng = np.random.default_rng(0)
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    of = lambda x: rng.normal(0, 0.02, x.shape) if is_float(x) else rng.integers(0, 8, x.shape)
-    return jax.tree.map(lambda x: jnp.asarray(of(x), x.dtype), (model.params, *model.batch))
+    of = lambda x: (
+        rng.normal(0, 0.02, x.shape) if is_float(x) else rng.integers(0, 8, x.shape)
+    )
+    return jax.tree.map(
+        lambda x: jnp.asarray(of(x), x.dtype), (model.params, *model.batch)
+    )
 
 
 def devices(quick: bool) -> list[Row]:
@@ -329,7 +359,9 @@ def devices(quick: bool) -> list[Row]:
         ("sharded", sharded, P("data")),
     ):
         place = NamedSharding(mesh, spec)
-        fresh = jax.jit(lambda: [jnp.full(shape, 1.0 + i) for i in range(16)], out_shardings=place)
+        fresh = jax.jit(
+            lambda: [jnp.full(shape, 1.0 + i) for i in range(16)], out_shardings=place
+        )
         programs, costs, carried, grads = {}, {}, {}, fresh()
         for name, loss_scale in {_ways.PLAIN: None, "dynamic": "dynamic"}.items():
             init, step = way(loss_scale)
@@ -362,7 +394,9 @@ def bandwidth(quick: bool) -> list[Row]:
     """How fast this machine reads, and reads and writes, 32M float32 numbers in 100 leaves."""
     tree = _tree(MILLION if quick else 32 * MILLION, 100, "float32")
     nbytes = sum(x.nbytes for x in tree)
-    read, _ = _measure.compile_(lambda tree: jnp.array([x.sum() for x in tree]).sum(), tree)
+    read, _ = _measure.compile_(
+        lambda tree: jnp.array([x.sum() for x in tree]).sum(), tree
+    )
     write, _ = _measure.compile_(lambda tree: [x + 1 for x in tree], tree, donate=(0,))
     carried = [_tree(MILLION if quick else 32 * MILLION, 100, "float32")]
 
@@ -372,7 +406,9 @@ def bandwidth(quick: bool) -> list[Row]:
 
     times = _measure.interleave({"read": lambda: read(tree), "copy": copy}, 25, "read")
     moved = {"read": nbytes, "copy": 2 * nbytes}
-    return [{"what": k, "gb_per_s": moved[k] / t["ms"] / 1e6} | t for k, t in times.items()]
+    return [
+        {"what": k, "gb_per_s": moved[k] / t["ms"] / 1e6} | t for k, t in times.items()
+    ]
 
 
 SECTIONS = {

@@ -62,7 +62,9 @@ def scenarios(text: np.ndarray, steps: int, seed: int) -> dict[str, Scenario]:
     tokens = np.stack([*_text.batches(text, steps, seed)])[:, :BATCH]
     ones, never = np.ones(steps, np.float32), np.zeros(steps, bool)
     garbage = rng.integers(0, _model.BYTES, tokens.shape).astype(np.int32)
-    one_byte = np.broadcast_to(rng.integers(0, _model.BYTES, (steps, 1, 1)), tokens.shape)
+    one_byte = np.broadcast_to(
+        rng.integers(0, _model.BYTES, (steps, 1, 1)), tokens.shape
+    )
     at = lambda places: np.isin(np.arange(steps), places)
     early, late = (
         steps // 20,
@@ -70,7 +72,9 @@ def scenarios(text: np.ndarray, steps: int, seed: int) -> dict[str, Scenario]:
     )
     some, shard = at([early, *late]), at(np.arange(steps // 2, steps // 2 + 12))
     long_shard = at(np.arange(steps // 2, steps // 2 + 40))
-    where = lambda mask, bad: np.where(mask[:, None, None], bad, tokens).astype(np.int32)
+    where = lambda mask, bad: np.where(mask[:, None, None], bad, tokens).astype(
+        np.int32
+    )
     sizes = np.exp(rng.uniform(np.log(10), np.log(1000), steps)).astype(np.float32)
     lasting = np.where(np.arange(steps) < steps // 2, 1, 30).astype(np.float32)
     return {
@@ -78,14 +82,22 @@ def scenarios(text: np.ndarray, steps: int, seed: int) -> dict[str, Scenario]:
         "gradients 10 to 1000 times too large, at 10 steps": Scenario(
             tokens, np.where(some, sizes, ones), some
         ),
-        "batches of random bytes, at 10 steps": Scenario(where(some, garbage), ones, some),
-        "batches of one byte repeated, at 10 steps": Scenario(where(some, one_byte), ones, some),
-        "a shard of random bytes, 12 steps": Scenario(where(shard, garbage), ones, shard),
+        "batches of random bytes, at 10 steps": Scenario(
+            where(some, garbage), ones, some
+        ),
+        "batches of one byte repeated, at 10 steps": Scenario(
+            where(some, one_byte), ones, some
+        ),
+        "a shard of random bytes, 12 steps": Scenario(
+            where(shard, garbage), ones, shard
+        ),
         "a shard of random bytes, 40 steps": Scenario(
             where(long_shard, garbage), ones, long_shard
         ),
         "a loss 30 times as large, for good": Scenario(tokens, lasting, never),
-        "a learning rate 10 times too high": Scenario(tokens, ones, never, 10 * LEARNING_RATE),
+        "a learning rate 10 times too high": Scenario(
+            tokens, ones, never, 10 * LEARNING_RATE
+        ),
     }
 
 
@@ -160,7 +172,9 @@ def tables(found: dict[tuple[str, str], Row]) -> dict[str, Table]:
     planted = {name: found[name, NOTHING].planted for name in names}
 
     def each(cell: Callable[[Row], str], names: Iterable[str]) -> Table:
-        return {name: {rule: cell(found[name, rule]) for rule in RULES} for name in names}
+        return {
+            name: {rule: cell(found[name, rule]) for rule in RULES} for name in names
+        }
 
     caught = each(lambda x: str(x.caught), filter(planted.get, names))
     return {
@@ -180,7 +194,10 @@ def main(options: argparse.Namespace) -> None:
         found = tables(measure(60 if options.quick else STEPS))
         print(f"{(time.perf_counter() - start) / 60:.0f} minutes")
         if options.quick:
-            print(*(_tables.show(name, table) for name, table in found.items()), sep="\n\n")
+            print(
+                *(_tables.show(name, table) for name, table in found.items()),
+                sep="\n\n",
+            )
             return
         _tables.write(csv, found)
     PAGE.write_text(with_tables(PAGE.read_text(), _tables.read(csv)))
@@ -190,5 +207,7 @@ def with_tables(page: str, found: dict[str, Table]) -> str:
     """The page, with these tables between its marks."""
     shown = ("final loss", "planted steps skipped")
     measured = "\n\n".join(_tables.show(name, found[name]) for name in shown)
-    marked = re.compile(r"(?<=<!-- measured -->\n\n).*(?=\n\n<!-- until here -->)", re.S)
+    marked = re.compile(
+        r"(?<=<!-- measured -->\n\n).*(?=\n\n<!-- until here -->)", re.S
+    )
     return marked.sub(lambda _: measured, page)

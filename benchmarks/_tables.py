@@ -14,10 +14,14 @@ def markdown(header: list[str], body: Iterable[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *body])
 
 
-def show(title: str, table: Table, rows: Iterable[str] = (), columns: Iterable[str] = ()) -> str:
+def show(
+    title: str, table: Table, rows: Iterable[str] = (), columns: Iterable[str] = ()
+) -> str:
     """These rows and columns of a table, or all, as Markdown."""
     columns = list(columns) or list(next(iter(table.values())))
-    body = [[name, *(table[name][column] for column in columns)] for name in rows or table]
+    body = [
+        [name, *(table[name][column] for column in columns)] for name in rows or table
+    ]
     return markdown([title, *columns], body)
 
 
@@ -28,7 +32,9 @@ def write(path: pathlib.Path, tables: dict[str, Table]) -> None:
         writer.writerow(HEADER)
         for name, table in tables.items():
             for row, cells in table.items():
-                writer.writerows([name, row, column, value] for column, value in cells.items())
+                writer.writerows(
+                    [name, row, column, value] for column, value in cells.items()
+                )
 
 
 def read(path: pathlib.Path) -> dict[str, Table]:

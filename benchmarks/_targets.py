@@ -17,7 +17,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-# libtpu would ask the cloud which machine this is, and let only one process at a time load it.
+# libtpu would ask the cloud which machine this is, and let only one process at a time
+# load it.
 _LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -66,7 +67,8 @@ class Target:
         return Mesh(np.array(self._devices(self.many)), (axis,), **kwargs)
 
     def _devices(self, topology: dict[str, str]) -> list[jax.Device]:
-        # Looking for devices of their own, the plugins would find none, and compile no more.
+        # Looking for devices of their own, the plugins would find none, and compile no
+        # more.
         jax.config.update("jax_platforms", "cpu")
         for name, value in _LIBTPU.items():
             os.environ.setdefault(name, value)

@@ -74,7 +74,9 @@ def fixed(*shape: int, seed: int) -> jax.Array:
 
 def normed(x: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(
+        x.dtype
+    )
 
 
 def _sentences(key: jax.Array, logits: jax.Array, length: int) -> jax.Array:
@@ -124,7 +126,9 @@ def _convolution() -> Task:
     def convolve(x, kernel):
         # As a product of matrices: float16 convolutions are slow on CPUs.
         height, width = x.shape[1] - 2, x.shape[2] - 2
-        parts = [x[:, i : i + height, j : j + width] for i in range(3) for j in range(3)]
+        parts = [
+            x[:, i : i + height, j : j + width] for i in range(3) for j in range(3)
+        ]
         return jnp.concatenate(parts, -1) @ kernel
 
     def loss(p, batch, probe):
@@ -158,7 +162,9 @@ def _gru() -> Task:
 
         def step(h, x):
             both = jnp.concatenate([h, x], -1)
-            update, reset = jnp.split(jax.nn.sigmoid(both @ p["gates"] + p["bias"]), 2, -1)
+            update, reset = jnp.split(
+                jax.nn.sigmoid(both @ p["gates"] + p["bias"]), 2, -1
+            )
             new = jnp.tanh(jnp.concatenate([reset * h, x], -1) @ p["new"])
             return update * h + (1 - update) * new, None
 
@@ -229,7 +235,10 @@ def _autoencoder() -> Task:
         return jnp.mean((apply(p, x, probe).astype(jnp.float32) - x) ** 2)
 
     return Task(
-        init, batch, loss, optax.adamw(optax.warmup_cosine_decay_schedule(0, 3e-3, 500, 6000))
+        init,
+        batch,
+        loss,
+        optax.adamw(optax.warmup_cosine_decay_schedule(0, 3e-3, 500, 6000)),
     )
 
 

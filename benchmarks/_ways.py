@@ -43,7 +43,9 @@ def _float32(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
-def _way(init: Callable[[Any], Any], step: Step, value_and_grad: Callable[..., Any]) -> Way:
+def _way(
+    init: Callable[[Any], Any], step: Step, value_and_grad: Callable[..., Any]
+) -> Way:
     """A way whose step takes the gradients from `value_and_grad(loss_fn, state)`."""
 
     def train(loss_fn):
@@ -84,7 +86,10 @@ def plain(inner: optax.GradientTransformation) -> Way:
 
 
 def apply_gradients(
-    inner: optax.GradientTransformation, loss_scale: Any, grad_dtype: Any = None, **options: Any
+    inner: optax.GradientTransformation,
+    loss_scale: Any,
+    grad_dtype: Any = None,
+    **options: Any,
 ) -> Way:
     """This library's short way; the options are `with_loss_scale`'s."""
     tx = ols.with_loss_scale(inner, loss_scale, **options)
@@ -93,7 +98,10 @@ def apply_gradients(
 
 
 def update(
-    inner: optax.GradientTransformation, loss_scale: Any, grad_dtype: Any = None, **options: Any
+    inner: optax.GradientTransformation,
+    loss_scale: Any,
+    grad_dtype: Any = None,
+    **options: Any,
 ) -> Way:
     """This library as any other Optax transformation."""
     tx = ols.with_loss_scale(inner, loss_scale, **options)
@@ -119,7 +127,9 @@ def flax(inner: optax.GradientTransformation) -> Way:
     def train(loss_fn):
         def train_step(params, state, *batch):
             scale, opt_state = state
-            scale, is_finite, loss, grads = scale.value_and_grad(loss_fn)(params, *batch)
+            scale, is_finite, loss, grads = scale.value_and_grad(loss_fn)(
+                params, *batch
+            )
             updates, new_opt_state = inner.update(grads, opt_state, params)
             select = functools.partial(jnp.where, is_finite)
             new_params = optax.apply_updates(params, updates)
@@ -132,7 +142,9 @@ def flax(inner: optax.GradientTransformation) -> Way:
         inner_product = lambda params: optax.tree.vdot(params, _float32(grads))
         return train(inner_product)(params, state)[:2]
 
-    strong = lambda tree: jax.tree.map(lambda x: jnp.asarray(x, jnp.asarray(x).dtype), tree)
+    strong = lambda tree: jax.tree.map(
+        lambda x: jnp.asarray(x, jnp.asarray(x).dtype), tree
+    )
     init = lambda params: (strong(DynamicScale(scale=SCALE)), inner.init(params))
     return Way(init, step, train)
 
@@ -151,8 +163,8 @@ def jmp_(inner: optax.GradientTransformation) -> Way:
         loss_scale = loss_scale.adjust(is_finite)
         return params, ((loss_scale.loss_scale, loss_scale.counter), opt_state)
 
-    # The class checks its fields whenever it is unflattened, which `jit(…).lower` does with
-    # placeholders; so the step carries the fields.
+    # The class checks its fields whenever it is unflattened, which `jit(…).lower` does
+    # with placeholders; so the step carries the fields.
     init = lambda params: ((jnp.float32(SCALE), jnp.int32(0)), inner.init(params))
     return _way(init, step, _by_hand(lambda state: state[0][0]))
 
@@ -168,7 +180,9 @@ def cond(inner: optax.GradientTransformation) -> Way:
 
     def step(params, state, grads):
         unscaled = jax.tree.map(lambda g: g.astype(jnp.float32) / SCALE, grads)
-        is_finite = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(unscaled)]).all()
+        is_finite = jnp.array(
+            [jnp.isfinite(g).all() for g in jax.tree.leaves(unscaled)]
+        ).all()
         skip = lambda params, state, _: (params, state)
         return jax.lax.cond(is_finite, plain(inner).step, skip, params, state, unscaled)
 
@@ -181,14 +195,20 @@ def where(inner: optax.GradientTransformation) -> Way:
     def step(params, state, grads):
         scale, good_steps, opt_state = state
         unscaled = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
-        is_finite = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(unscaled)]).all()
+        is_finite = jnp.array(
+            [jnp.isfinite(g).all() for g in jax.tree.leaves(unscaled)]
+        ).all()
         updates, new_opt_state = inner.update(unscaled, opt_state, params)
         select = lambda new, old: jnp.where(is_finite, new, old)
         params = jax.tree.map(select, optax.apply_updates(params, updates), params)
         opt_state = jax.tree.map(select, new_opt_state, opt_state)
         grow = is_finite & (good_steps == 1999)
         scale = jnp.where(is_finite, jnp.where(grow, scale * 2, scale), scale / 2)
-        return params, (scale, jnp.where(is_finite & ~grow, good_steps + 1, 0), opt_state)
+        return params, (
+            scale,
+            jnp.where(is_finite & ~grow, good_steps + 1, 0),
+            opt_state,
+        )
 
     init = lambda params: (jnp.float32(SCALE), jnp.int32(0), inner.init(params))
     return _way(init, step, _by_hand(lambda state: state[0]))
@@ -220,7 +240,9 @@ def whole(inner: optax.GradientTransformation) -> dict[str, Way]:
     } | peers(inner)
 
 
-def in_float16(inner: optax.GradientTransformation) -> dict[str, tuple[Way, Callable[..., Any]]]:
+def in_float16(
+    inner: optax.GradientTransformation,
+) -> dict[str, tuple[Way, Callable[..., Any]]]:
     """Whole steps of one model that compute in float16 in other ways, each with its loss."""
     dynamic = apply_gradients(inner, "dynamic")
     in_float16_gradients = apply_gradients(inner, "dynamic", jnp.float16)
@@ -234,7 +256,9 @@ def in_float16(inner: optax.GradientTransformation) -> dict[str, tuple[Way, Call
     }
 
 
-def branches(inner: optax.GradientTransformation, grad_dtype: Any = None) -> dict[str, Way]:
+def branches(
+    inner: optax.GradientTransformation, grad_dtype: Any = None
+) -> dict[str, Way]:
     """The plain optimizer, this library's ways under either branch, and the others."""
     doors = {"apply_gradients": apply_gradients, "update": update}
     ways = {PLAIN: plain(inner)}

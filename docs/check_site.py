@@ -25,7 +25,13 @@ from collections.abc import Iterator
 
 SITE = pathlib.Path(__file__).parent / "_build/html"
 WIDTHS = (390, 1440)  # pixels: a phone's and a desktop's
-LOADS = {"img": "src", "script": "src", "link": "href", "iframe": "src", "source": "src"}
+LOADS = {
+    "img": "src",
+    "script": "src",
+    "link": "href",
+    "iframe": "src",
+    "source": "src",
+}
 
 
 class Page(html.parser.HTMLParser):
@@ -64,7 +70,9 @@ def read(site: pathlib.Path) -> dict[pathlib.Path, Page]:
     return {path: Page(path) for path in paths if "_static" not in path.parts}
 
 
-def faults_in_files(pages: dict[pathlib.Path, Page]) -> Iterator[tuple[pathlib.Path, str]]:
+def faults_in_files(
+    pages: dict[pathlib.Path, Page],
+) -> Iterator[tuple[pathlib.Path, str]]:
     """What is wrong with the pages as they are written: each page with a sentence about it."""
     titles = collections.Counter(page.title for page in pages.values())
     for path, page in pages.items():
@@ -80,7 +88,11 @@ def faults_in_files(pages: dict[pathlib.Path, Page]) -> Iterator[tuple[pathlib.P
                 if address in page.loads and to.scheme != "data":
                     yield path, f"loads {address} from the network"
                 continue
-            target = (path.parent / urllib.parse.unquote(to.path)).resolve() if to.path else path
+            target = (
+                (path.parent / urllib.parse.unquote(to.path)).resolve()
+                if to.path
+                else path
+            )
             if not target.is_file():
                 yield path, f"a dead link: {address}"
             elif target in pages and to.fragment:
@@ -148,14 +160,21 @@ def browser(profile: str):
         f"user-data-dir={profile}",
     ):
         options.add_argument(f"--{argument}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    options.set_capability(
+        "goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"}
+    )
     return webdriver.Chrome(options, webdriver.ChromeService(driver))
 
 
 def faults_in_browser(chrome, path: pathlib.Path) -> Iterator[str]:
     """What is wrong with a page as a browser shows it."""
     for width in WIDTHS:
-        screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        screen = {
+            "width": width,
+            "height": 900,
+            "deviceScaleFactor": 1,
+            "mobile": False,
+        }
         chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
         chrome.get(path.as_uri())
         for entry in chrome.get_log("browser"):
@@ -165,7 +184,12 @@ def faults_in_browser(chrome, path: pathlib.Path) -> Iterator[str]:
             event = json.loads(entry["message"])["message"]
             if event["method"] == "Network.requestWillBeSent":
                 address = event["params"]["request"]["url"]
-                if urllib.parse.urlsplit(address).scheme in ("http", "https", "ws", "wss"):
+                if urllib.parse.urlsplit(address).scheme in (
+                    "http",
+                    "https",
+                    "ws",
+                    "wss",
+                ):
                     yield f"at {width} px, a request to the network: {address}"
         if chrome.execute_script("return document.documentElement.scrollWidth") > width:
             wide = ", ".join(chrome.execute_script(TOO_WIDE, width))
@@ -188,7 +212,9 @@ def main(site: pathlib.Path) -> bool:
             looked = f"also in a browser, {' and '.join(map(str, WIDTHS))} px wide"
             with chrome:
                 faults += [
-                    (path, said) for path in pages for said in faults_in_browser(chrome, path)
+                    (path, said)
+                    for path in pages
+                    for said in faults_in_browser(chrome, path)
                 ]
     for path, fault in sorted(faults):
         print(f"{path.relative_to(site.resolve())}: {fault}")

@@ -33,7 +33,12 @@ extensions = [
     "sphinx_design",
 ]
 root_doc = "docs/index"
-include_patterns = ["CHANGELOG.md", "CONTRIBUTING.md", "docs/**.md", "notebooks/*.ipynb"]
+include_patterns = [
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "docs/**.md",
+    "notebooks/*.ipynb",
+]
 exclude_patterns = [".*", "**/.*", "docs/_build"]
 
 nb_execution_mode = "off"  # notebooks keep their outputs; .ci/run executes them
@@ -61,7 +66,8 @@ html_css_files = ["style.css"]
 html_title = project
 html_context = {"default_mode": "auto"}  # light or dark as the reader's system is
 html_favicon = "_static/favicon.png"
-html_extra_path = ["redirect"]  # from docs/index.html, where the search finds it, to the home page
+# from docs/index.html, where the search finds it, to the home page
+html_extra_path = ["redirect"]
 html_theme_options = {
     "logo": {
         "image_light": "_static/logo-light.svg",
@@ -102,7 +108,8 @@ def setup(app):
     app.connect("doctree-resolved", raise_powers)
     app.connect("missing-reference", in_the_package)
     app.connect("autodoc-process-signature", tidy_signatures)
-    app.connect("object-description-transform", tidy_types, priority=900)  # after autodoc's
+    # after autodoc's
+    app.connect("object-description-transform", tidy_types, priority=900)
     app.connect("html-page-context", describe)
     app.connect("html-page-context", let_long_names_break)
 
@@ -114,11 +121,15 @@ def the_readme_is_the_home_page(app, page, source):
 
 def the_names_come_first(app, page, source):
     """A page of the reference begins with a table of the names that it describes."""
-    names = re.findall(r"^\.\. auto(?:function|class|exception):: ([\w.]+)", source[0], re.M)
+    names = re.findall(
+        r"^\.\. auto(?:function|class|exception):: ([\w.]+)", source[0], re.M
+    )
     if page.startswith("docs/api_"):
         rows = "".join(f"   ~{name}\n" for name in names)
         table = f"```{{eval-rst}}\n.. autosummary::\n   :nosignatures:\n\n{rows}```\n\n"
-        source[0] = re.sub(r"^(?=## |```)", lambda _: table, source[0], count=1, flags=re.M)
+        source[0] = re.sub(
+            r"^(?=## |```)", lambda _: table, source[0], count=1, flags=re.M
+        )
 
 
 def raise_powers(app, doctree, page):
@@ -128,7 +139,9 @@ def raise_powers(app, doctree, page):
         in_code = isinstance(text.parent, (nodes.literal, nodes.literal_block))
         if len(parts) > 1 and not in_code:
             kinds = [nodes.Text, lambda exponent: nodes.superscript(exponent, exponent)]
-            text.parent.replace(text, [kinds[i % 2](part) for i, part in enumerate(parts)])
+            text.parent.replace(
+                text, [kinds[i % 2](part) for i, part in enumerate(parts)]
+            )
 
 
 def in_the_package(app, env, node, contnode):
@@ -146,7 +159,8 @@ def in_the_package(app, env, node, contnode):
 DEFAULTS = {
     "=3.4028234663852886e+38": "=3.4e38",
     "=validation.SMALLEST": "=1.18e-38",
-    # Sphinx takes the first argument of `autocast` for one with a default, and shifts the others'.
+    # Sphinx takes the first argument of `autocast` for one with a default, and shifts
+    # the others'.
     "dtype=inspect.Parameter.empty, argnums=jnp.float16": "dtype=jnp.float16, argnums=0",
 }
 
@@ -154,7 +168,9 @@ DEFAULTS = {
 def tidy_signatures(app, what, name, obj, options, signature, returns):
     """The arguments of loss scales and rules, not of their `__new__`, and defaults as numbers."""
     if what == "class" and issubclass(obj, Stateful):
-        signature = inspect.stringify_signature(inspect.signature(obj), show_annotation=False)
+        signature = inspect.stringify_signature(
+            inspect.signature(obj), show_annotation=False
+        )
     for default, number in DEFAULTS.items():
         signature = signature and signature.replace(default, number)
     return signature, returns
@@ -165,7 +181,10 @@ ALIASES = {
     stringify_annotation(annotation, "smart"): name
     for annotation, name in [
         (get_type_hints(ols.with_loss_scale)["mask"], TREE),
-        (get_type_hints(ols.value_and_scaled_grad)["grad_dtype"], f"DTypeLike | {TREE}"),
+        (
+            get_type_hints(ols.value_and_scaled_grad)["grad_dtype"],
+            f"DTypeLike | {TREE}",
+        ),
         (jax.typing.ArrayLike, "ArrayLike"),
         (jax.typing.DTypeLike, "DTypeLike"),
     ]
@@ -184,9 +203,15 @@ def tidy_types(app, domain, objtype, content):
                 continue
             for union, name in ALIASES.items():
                 body = body.replace(union, name)
-            field[1].children = [nodes.paragraph("", body.replace("~typing.Any", "Any"))]
-            returns = [i for i, other in enumerate(fields) if other[0].astext() == "returns"]
-            fields.insert(returns[0] + 1 if label == "rtype" and returns else len(fields), field)
+            field[1].children = [
+                nodes.paragraph("", body.replace("~typing.Any", "Any"))
+            ]
+            returns = [
+                i for i, other in enumerate(fields) if other[0].astext() == "returns"
+            ]
+            fields.insert(
+                returns[0] + 1 if label == "rtype" and returns else len(fields), field
+            )
 
 
 def describe(app, page, template, context, doctree):

@@ -20,5 +20,7 @@ def loss(x, weights):
 
 
 if __name__ == "__main__":
-    jax.block_until_ready(jax.jit(jax.grad(loss))(jnp.ones((4096, 512)), jnp.ones((512, 512))))
+    jax.block_until_ready(
+        jax.jit(jax.grad(loss))(jnp.ones((4096, 512)), jnp.ones((512, 512)))
+    )
     print("no crash")

@@ -19,4 +19,6 @@ if __name__ == "__main__":
     tokens = next(_text.batches(_text.read(None), 1, seed=0))
     params = _model.init(jax.random.key(0))
     print(ols.diagnose(loss_fn, params, tokens))
-    print("\nUndivided:", ols.diagnose(ols.autocast(_model.loss), params, tokens).verdict)
+    print(
+        "\nUndivided:", ols.diagnose(ols.autocast(_model.loss), params, tokens).verdict
+    )

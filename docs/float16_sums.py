@@ -37,4 +37,6 @@ if __name__ == "__main__":
     for times in (1000, 4096):
         found = np.full((times, 1), 0.1, np.float16)
         off = error(one_by_one(found).astype(np.float64), found)
-        print(f"a token that occurs {times} times, each with the same gradient: {off:.0%} off")
+        print(
+            f"a token that occurs {times} times, each with the same gradient: {off:.0%} off"
+        )

@@ -14,13 +14,19 @@ from optax_lossscale.demo import _model, _text
 
 STEPS = 200
 BYTES = _text.BATCH * _model.CONTEXT
-# What the mean over a micro-batch is multiplied by, to make the loss that is differentiated.
-LOSSES = {"mean over 1024 micro-batches": 1 / 1024, "sum over a micro-batch": float(BYTES)}
+# What the mean over a micro-batch is multiplied by, to make the loss that is
+# differentiated.
+LOSSES = {
+    "mean over 1024 micro-batches": 1 / 1024,
+    "sum over a micro-batch": float(BYTES),
+}
 
 
 def train(loss_scale, weight):
     """The skipped steps, and the mean share of gradients that are zero or subnormal."""
-    inner = optax.chain(optax.scale(1 / weight), optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
+    inner = optax.chain(
+        optax.scale(1 / weight), optax.clip_by_global_norm(1.0), optax.adamw(3e-3)
+    )
     tx = ols.with_loss_scale(inner, loss_scale)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -64,4 +70,7 @@ if __name__ == "__main__":
         for name, loss_scale in starts.items():
             skipped, underflow = train(loss_scale, weight)
             scale = f"2^{jnp.log2(loss_scale()):g}"
-            print(f"| {loss} | {name} | {scale} | {skipped} | {underflow:.2%} |", flush=True)
+            print(
+                f"| {loss} | {name} | {scale} | {skipped} | {underflow:.2%} |",
+                flush=True,
+            )

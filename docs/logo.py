@@ -41,7 +41,9 @@ def draw(name: str, colors: dict[str, str]):
     axes.set_position((0.02, 0.02, 0.96, 0.96))
     plot.loss_scale(history(), axes, color=colors["line"], lw=6.5)
     _, crosses = axes.lines
-    crosses.set(color=colors["cross"], markersize=14, markeredgewidth=5.5, clip_on=False)
+    crosses.set(
+        color=colors["cross"], markersize=14, markeredgewidth=5.5, clip_on=False
+    )
     axes.margins(0.08, 0.15)
     axes.set_axis_off()
     figure.savefig(STATIC / name, transparent=True)
@@ -49,7 +51,8 @@ def draw(name: str, colors: dict[str, str]):
 
 
 if __name__ == "__main__":
-    plt.rcParams["svg.hashsalt"] = "optax_lossscale"  # or ids would differ from run to run,
+    # or ids would differ from run to run,
+    plt.rcParams["svg.hashsalt"] = "optax_lossscale"
     os.environ["SOURCE_DATE_EPOCH"] = "0"  # and dates
     draw("logo-light.svg", LIGHT)
     draw("logo-dark.svg", DARK)

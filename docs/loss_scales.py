@@ -16,7 +16,9 @@ STEPS = 300
 # Intervals of tens of steps, not thousands, for three hundred steps to show them.
 PANELS = {
     "TensorFlow, tf.keras, JMP": presets.tensorflow_dynamic(2.0**12, 20),
-    "tf.contrib: every 2nd overflow, ×0.8": presets.tensorflow_contrib_exponential(2.0**12, 20),
+    "tf.contrib: every 2nd overflow, ×0.8": presets.tensorflow_contrib_exponential(
+        2.0**12, 20
+    ),
     "Keras 3, PyTorch: no floor": presets.pytorch(2.0**12, growth_interval=20),
     "Flax: one step later": presets.flax(scale=2.0**12, growth_interval=20),
     "MPX: capped at 65504": presets.mpx(2.0**12, period=20),

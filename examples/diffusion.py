@@ -35,8 +35,12 @@ class Block(eqx.Module):
     def __init__(self, key):
         keys = jax.random.split(key)
         self.norms = [eqx.nn.LayerNorm((PATCHES, WIDTH)) for _ in range(2)]
-        self.over_patches = eqx.nn.MLP(PATCHES, PATCHES, 2 * PATCHES, 1, jax.nn.gelu, key=keys[0])
-        self.over_channels = eqx.nn.MLP(WIDTH, WIDTH, 2 * WIDTH, 1, jax.nn.gelu, key=keys[1])
+        self.over_patches = eqx.nn.MLP(
+            PATCHES, PATCHES, 2 * PATCHES, 1, jax.nn.gelu, key=keys[0]
+        )
+        self.over_channels = eqx.nn.MLP(
+            WIDTH, WIDTH, 2 * WIDTH, 1, jax.nn.gelu, key=keys[1]
+        )
 
     def __call__(self, x):
         """From shape (PATCHES, WIDTH) to the same."""
@@ -62,7 +66,9 @@ class Mixer(eqx.Module):
     def __call__(self, image, time):
         """The velocity, float32 of shape (SIDE, SIDE), at an image of which `time` is noise."""
         waves = jnp.cos(jnp.pi * time * jnp.arange(16))
-        patches = image.reshape(SIDE // PATCH, PATCH, SIDE // PATCH, PATCH).swapaxes(1, 2)
+        patches = image.reshape(SIDE // PATCH, PATCH, SIDE // PATCH, PATCH).swapaxes(
+            1, 2
+        )
         x = jax.vmap(self.embed)(patches.reshape(PATCHES, PATCH**2))
         x += self.embed_time(waves)
         for block in self.blocks:
@@ -78,7 +84,9 @@ def draw_images(key):
     center = jax.random.uniform(keys[1], (2, BATCH, 1, 1), minval=5, maxval=SIDE - 6)
     radius = jax.random.uniform(keys[2], (BATCH, 1, 1), minval=2, maxval=5)
     x, y = jnp.abs(jnp.indices((SIDE, SIDE))[:, None] - center)
-    return jnp.clip(radius - jnp.where(is_disk, jnp.hypot(x, y), jnp.maximum(x, y)), -1, 1)
+    return jnp.clip(
+        radius - jnp.where(is_disk, jnp.hypot(x, y), jnp.maximum(x, y)), -1, 1
+    )
 
 
 def diffusion_loss(model, key):
@@ -99,11 +107,18 @@ def make_train_step():
     def train_step(model, average, state, key):
         params, static = eqx.partition(model, eqx.is_inexact_array)
         loss_fn = lambda params: diffusion_loss(eqx.combine(params, static), key)
-        loss, scaled_grads = ols.value_and_scaled_grad(ols.autocast(loss_fn), state)(params)
+        loss, scaled_grads = ols.value_and_scaled_grad(ols.autocast(loss_fn), state)(
+            params
+        )
         params, state = tx.apply_gradients(scaled_grads, state, params, value=loss)
         moved = optax.incremental_update(params, average, step_size=0.01)
         average = ols.where_applied(state, moved, average)
-        return eqx.combine(params, static), average, state, {"loss": loss} | ols.metrics(state)
+        return (
+            eqx.combine(params, static),
+            average,
+            state,
+            {"loss": loss} | ols.metrics(state),
+        )
 
     return tx, train_step
 
@@ -115,7 +130,9 @@ def sample(model, key, steps=50):
     def step(i, images):
         return images - jax.vmap(model, (0, None))(images, 1 - i / steps) / steps
 
-    return jax.lax.fori_loop(0, steps, step, jax.random.normal(key, (BATCH, SIDE, SIDE)))
+    return jax.lax.fori_loop(
+        0, steps, step, jax.random.normal(key, (BATCH, SIDE, SIDE))
+    )
 
 
 def main(steps=2000):

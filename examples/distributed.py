@@ -54,7 +54,9 @@ def compare(loss_scale):
     """
     config = json.dumps(loss_scale.get_config(), sort_keys=True).encode()
     digest = np.frombuffer(hashlib.sha256(config).digest(), np.uint8)
-    multihost_utils.assert_equal(digest, f"process {jax.process_index()} has {config.decode()}")
+    multihost_utils.assert_equal(
+        digest, f"process {jax.process_index()} has {config.decode()}"
+    )
 
 
 def optimizer_and_step(mesh, loss_scale):
@@ -63,11 +65,14 @@ def optimizer_and_step(mesh, loss_scale):
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=P()
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(), P(), P("data"), P("data")),
+        out_specs=P(),
     )
     def train_step(params, state, x, y):
-        # The mean is taken in the loss: gradients with respect to replicated parameters come
-        # out of shard_map summed over the replicas, so this makes them the mean's.
+        # The mean is taken in the loss: gradients with respect to replicated parameters
+        # come out of shard_map summed over the replicas, so this makes them the mean's.
         mean_loss = lambda *args: jax.lax.pmean(ols.autocast(loss_fn)(*args), "data")
         loss, scaled_grads = ols.value_and_scaled_grad(mean_loss, state)(params, x, y)
         params, state = tx.apply_gradients(scaled_grads, state, params, value=loss)
@@ -81,7 +86,8 @@ def initial(tx):
     keys = jax.random.split(jax.random.key(0))
     shapes = {"in": (WIDTH, 64), "out": (64, 4)}
     params = {
-        k: jax.random.normal(key, shapes[k]) / 8 for k, key in zip(shapes, keys, strict=True)
+        k: jax.random.normal(key, shapes[k]) / 8
+        for k, key in zip(shapes, keys, strict=True)
     }
     return params, tx.init(params)
 
@@ -138,7 +144,8 @@ def start_here(processes, arguments):
     command = [sys.executable, __file__, *arguments, "--coordinator", address]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     ranks = [
-        subprocess.Popen([*command, "--rank", str(i)], env=environment) for i in range(processes)
+        subprocess.Popen([*command, "--rank", str(i)], env=environment)
+        for i in range(processes)
     ]
     return max(abs(rank.wait()) for rank in ranks)
 
@@ -152,13 +159,22 @@ def main():
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0")
     parser.add_argument("--rank", type=int, help="which of them this is")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--growth-interval", type=int, default=10, help="of the loss scale")
+    parser.add_argument(
+        "--growth-interval", type=int, default=10, help="of the loss scale"
+    )
     parser.add_argument("--checkpoint", metavar="DIR")
     parser.add_argument(
-        "--heartbeat", type=int, default=100, help="seconds of silence that end the others"
+        "--heartbeat",
+        type=int,
+        default=100,
+        help="seconds of silence that end the others",
     )
     parser.add_argument(
-        "--overflow", type=int, nargs=2, metavar=("STEP", "RANK"), help="where to plant one"
+        "--overflow",
+        type=int,
+        nargs=2,
+        metavar=("STEP", "RANK"),
+        help="where to plant one",
     )
     options = parser.parse_args()
     if options.processes and options.rank is None and options.coordinator is None:
@@ -170,8 +186,12 @@ def main():
         heartbeat_timeout_seconds=options.heartbeat,
     )
     overflow = tuple(options.overflow) if options.overflow else None
-    params, state = train(options.steps, options.growth_interval, overflow, options.checkpoint)
-    digest = hashlib.sha256(b"".join(np.asarray(p).tobytes() for p in jax.tree.leaves(params)))
+    params, state = train(
+        options.steps, options.growth_interval, overflow, options.checkpoint
+    )
+    digest = hashlib.sha256(
+        b"".join(np.asarray(p).tobytes() for p in jax.tree.leaves(params))
+    )
     say(
         f"process {jax.process_index()}: parameters {digest.hexdigest()[:16]}, scale "
         f"{state.loss_scale():g}, skipped {state.skipped_steps}"

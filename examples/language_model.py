@@ -50,7 +50,10 @@ class Block(nnx.Module):
     def attention(self, x):
         """Causal; written out, as `jax.nn.dot_product_attention` takes no float16 on a CPU."""
         q, k, v = jnp.split(self.qkv(x).reshape(*x.shape[:-1], HEADS, -1), 3, axis=-1)
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
+        scores = (
+            jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32)
+            * q.shape[-1] ** -0.5
+        )
         causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
         weights = nnx.softmax(jnp.where(causal, scores, -jnp.inf)).astype(x.dtype)
         return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
@@ -96,7 +99,9 @@ def make_train_step(graph):
 
     def loss_fn(params, tokens):
         logits = nnx.merge(graph, params)(tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, tokens[:, 1:]
+        ).mean()
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params, state, tokens):
@@ -116,7 +121,11 @@ def main(steps=300, checkpoint=None):
     tx, train_step = make_train_step(graph)
     state = tx.init(params)
 
-    manager = ocp.CheckpointManager(pathlib.Path(checkpoint).absolute()) if checkpoint else None
+    manager = (
+        ocp.CheckpointManager(pathlib.Path(checkpoint).absolute())
+        if checkpoint
+        else None
+    )
     start = (manager and manager.latest_step()) or 0
     if start:
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, (params, state))

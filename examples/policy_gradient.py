@@ -21,7 +21,8 @@ from jax.nn.initializers import orthogonal
 
 import optax_lossscale as ols
 
-CARTS, LENGTH, LIMIT = 64, 32, 500  # side by side; steps of a rollout; of an episode, at most
+# side by side; steps of a rollout; of an episode, at most
+CARTS, LENGTH, LIMIT = 64, 32, 500
 DISCOUNT, LAMBDA = 0.99, 0.95
 
 
@@ -34,7 +35,9 @@ class Carts(NamedTuple):
 
 def reset(key):
     """Carts almost at rest, with poles almost upright."""
-    return Carts(jax.random.uniform(key, (4, CARTS), minval=-0.05, maxval=0.05), jnp.zeros(CARTS))
+    return Carts(
+        jax.random.uniform(key, (4, CARTS), minval=-0.05, maxval=0.05), jnp.zeros(CARTS)
+    )
 
 
 def push(carts, action):
@@ -45,14 +48,23 @@ def push(carts, action):
     turn = (9.8 * sin - cos * pull) / (0.5 * (4 / 3 - 0.1 * cos**2 / 1.1))
     rates = jnp.stack([speed, pull - 0.05 * turn * cos / 1.1, spin, turn])
     body = carts.body + 0.02 * rates
-    return Carts(body, carts.time + 1), (jnp.abs(body[0]) > 2.4) | (jnp.abs(body[2]) > 0.2095)
+    return Carts(body, carts.time + 1), (jnp.abs(body[0]) > 2.4) | (
+        jnp.abs(body[2]) > 0.2095
+    )
 
 
 def init(key):
     """The network's weights and biases, layer by layer, in float32."""
-    layer = lambda key, gain, *shape: (orthogonal(gain)(key, shape), jnp.zeros(shape[1]))
+    layer = lambda key, gain, *shape: (
+        orthogonal(gain)(key, shape),
+        jnp.zeros(shape[1]),
+    )
     keys = jax.random.split(key, 3)
-    return [layer(keys[0], 1.4, 4, 64), layer(keys[1], 1.4, 64, 64), layer(keys[2], 0.1, 64, 3)]
+    return [
+        layer(keys[0], 1.4, 4, 64),
+        layer(keys[1], 1.4, 64, 64),
+        layer(keys[2], 0.1, 64, 3),
+    ]
 
 
 @ols.autocast
@@ -98,7 +110,9 @@ def advantages(happened, value):
 def actor_critic_loss(params, happened, advantage):
     """The loss of the policy, of its entropy and of the value; a float32 scalar."""
     log_probs, value = network(params, happened["carts"])
-    taken = jnp.take_along_axis(log_probs, happened["action"][..., None], axis=-1)[..., 0]
+    taken = jnp.take_along_axis(log_probs, happened["action"][..., None], axis=-1)[
+        ..., 0
+    ]
     entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
     error = happened["value"] + advantage - value
     return jnp.mean(-taken * advantage - 0.01 * entropy + 0.01 * error**2)
@@ -116,7 +130,8 @@ def make_train_step(steps):
         differentiate = ols.value_and_scaled_grad(actor_critic_loss, state)
         loss, scaled_grads = differentiate(params, happened, advantage)
         params, state = tx.apply_gradients(scaled_grads, state, params, value=loss)
-        over, time = happened["over"], happened["carts"].time + 1  # at its end, the return
+        # at its end, the return
+        over, time = happened["over"], happened["carts"].time + 1
         metrics = {"return": jnp.sum(over * time), "episodes": jnp.sum(over)}
         return (params, state, carts), metrics | ols.metrics(state)
 
@@ -129,11 +144,15 @@ def main(steps=500, seed=0):
     params, carts = init(keys[0]), reset(keys[1])
     tx, train_step = make_train_step(steps)
     state = tx.init(params)
-    train_steps = jax.jit(lambda *args: jax.lax.scan(train_step, *args), donate_argnums=0)
+    train_steps = jax.jit(
+        lambda *args: jax.lax.scan(train_step, *args), donate_argnums=0
+    )
 
     returns, keys = [], jax.random.split(keys[2], steps)
     for i in range(0, steps, 50):
-        (params, state, carts), metrics = train_steps((params, state, carts), keys[i : i + 50])
+        (params, state, carts), metrics = train_steps(
+            (params, state, carts), keys[i : i + 50]
+        )
         ols.raise_if_stuck(state)
         returns.append(float(metrics["return"].sum() / metrics["episodes"].sum()))
         print(

@@ -124,5 +124,9 @@ __all__ = [
 
 _make_public(
     __name__,
-    *(globals()[name] for name in __all__ if hasattr(globals().get(name), "__qualname__")),
+    *(
+        globals()[name]
+        for name in __all__
+        if hasattr(globals().get(name), "__qualname__")
+    ),
 )

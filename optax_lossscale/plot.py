@@ -12,7 +12,9 @@ try:
     from matplotlib.axes import Axes
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
-    raise ImportError("plot needs matplotlib: pip install 'optax_lossscale[plot]'") from error
+    raise ImportError(
+        "plot needs matplotlib: pip install 'optax_lossscale[plot]'"
+    ) from error
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.precision import is_inexact
@@ -20,7 +22,8 @@ from optax_lossscale._step.get import resolve
 
 BEFORE = "#8a8f98"
 AFTER = "#00798c"
-_SHADES = (0.14, 0.06, 0.0, 0.14)  # of zero, the subnormal numbers, the normal ones and infinity
+# Of zero, the subnormal numbers, the normal ones and infinity
+_SHADES = (0.14, 0.06, 0.0, 0.14)
 
 
 def loss_scale(
@@ -31,8 +34,9 @@ def loss_scale(
     """The loss scale over the steps, with a cross at each skipped step.
 
     Args:
-      history: a sequence of the `metrics` after each step; or one dict of them stacked, shape
-        (steps,), as `lax.scan` returns them. The scale drawn is the one after the step.
+      history: a sequence of the `metrics` after each step; or one dict of them stacked,
+        shape (steps,), as `lax.scan` returns them. The scale drawn is the one after the
+        step.
       axes: the axes to draw into and to return; by default those of a new figure.
       **style: matplotlib properties of the line, such as `color` and `label`.
 
@@ -54,7 +58,15 @@ def loss_scale(
     axes = _axes(axes, 2.6)
     look: dict[str, Any] = {"color": AFTER, "lw": 1.5} | style
     axes.step(steps, scale, where="mid", **look)
-    axes.plot(steps[skipped], scale[skipped], "x", color=look["color"], ms=6, mew=1.5, zorder=3)
+    axes.plot(
+        steps[skipped],
+        scale[skipped],
+        "x",
+        color=look["color"],
+        ms=6,
+        mew=1.5,
+        zorder=3,
+    )
     axes.set_yscale("log", base=2)
     axes.set(xlabel="step", ylabel="loss scale\n(×: step skipped)")
     return _plain(axes)
@@ -76,17 +88,22 @@ def _columns(history: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def exponents(
-    scaled_grads: Any, loss_scale: Any = 1.0, dtype: Any = jnp.float16, axes: Axes | None = None
+    scaled_grads: Any,
+    loss_scale: Any = 1.0,
+    dtype: Any = jnp.float16,
+    axes: Axes | None = None,
 ) -> Axes:
     """A histogram of gradients before and after scaling, against a dtype's range.
 
-    The bins are powers of two; the ranges in which the dtype has subnormal numbers, zero and
-    infinity are shaded. Infinities and NaNs are not drawn, but count in the percentages.
+    The bins are powers of two; the ranges in which the dtype has subnormal numbers,
+    zero and infinity are shaded. Infinities and NaNs are not drawn, but count in the
+    percentages.
 
     Args:
-      scaled_grads: gradients of the scaled loss; any pytree. If computed in float32, they show
-        what a narrower dtype would lose.
-      loss_scale: the scale of these: anything that `get` accepts, or a state that holds one.
+      scaled_grads: gradients of the scaled loss; any pytree. If computed in float32,
+        they show what a narrower dtype would lose.
+      loss_scale: the scale of these: anything that `get` accepts, or a state that holds
+        one.
       dtype: the floating-point dtype whose ranges are shown.
       axes: the axes to draw into and to return; by default those of a new figure.
 
@@ -149,7 +166,9 @@ def _sizes(tree: Any) -> np.ndarray:
 
 def _axes(axes: Axes | None, height: float) -> Axes:
     if axes is not None and not isinstance(axes, Axes):
-        raise TypeError(f"axes must be one matplotlib Axes, got {validation.shown(axes)}")
+        raise TypeError(
+            f"axes must be one matplotlib Axes, got {validation.shown(axes)}"
+        )
     return axes or plt.subplots(figsize=(7, height), layout="constrained")[1]
 
 

@@ -1,14 +1,14 @@
 """The loss scalers of other systems, under their original names and argument names.
 
-Each takes its reference's arguments, with their defaults, and adapts as the reference does: value
-for value in float32, except for LogMax, which is tested to within 1%. One thing differs: no scale
-leaves float32's normal range, 1.18e-38 to 3.4e38, but stays at the last value inside. An
-argument that is not allowed raises a `ValueError`.
+Each takes its reference's arguments, with their defaults, and adapts as the reference
+does: value for value in float32, except for LogMax, which is tested to within 1%. One
+thing differs: no scale leaves float32's normal range, 1.18e-38 to 3.4e38, but stays at
+the last value inside. An argument that is not allowed raises a `ValueError`.
 
-Unless a preset says otherwise, it backs off at each non-finite step. Most count steps whose
-gradients are all zero as finite; if most steps have such, `HeadroomLossScale` is better. None of
-the originals looks at the loss, and where the scale is fixed most check nothing: to do as they do,
-pass `skip=None` to `with_loss_scale`.
+Unless a preset says otherwise, it backs off at each non-finite step. Most count steps
+whose gradients are all zero as finite; if most steps have such, `HeadroomLossScale` is
+better. None of the originals looks at the loss, and where the scale is fixed most check
+nothing: to do as they do, pass `skip=None` to `with_loss_scale`.
 """
 
 import inspect
@@ -78,7 +78,9 @@ def _jmp_rule(counter: int, period: int, factor: float) -> dict[str, Any]:
 
 
 def tensorflow_dynamic(
-    initial_loss_scale: float = 2.0**15, increment_period: int = 2000, multiplier: float = 2.0
+    initial_loss_scale: float = 2.0**15,
+    increment_period: int = 2000,
+    multiplier: float = 2.0,
 ) -> DynamicLossScale:
     """TensorFlow's `tf.train.experimental.DynamicLossScale`.
 
@@ -95,7 +97,9 @@ def tensorflow_dynamic(
     scale = validation.scale("initial_loss_scale", initial_loss_scale)
     interval = validation.count("increment_period", increment_period)
     factor = _growth("multiplier", multiplier)
-    return DynamicLossScale(scale, interval, growth_factor=factor, backoff_factor=1 / factor)
+    return DynamicLossScale(
+        scale, interval, growth_factor=factor, backoff_factor=1 / factor
+    )
 
 
 def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
@@ -125,7 +129,9 @@ def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
       128.0 False
     """
     scale = validation.scale("loss_scale", loss_scale)
-    return DynamicLossScale(scale, growth_factor=1.0, backoff_factor=1.0, can_be_exhausted=False)
+    return DynamicLossScale(
+        scale, growth_factor=1.0, backoff_factor=1.0, can_be_exhausted=False
+    )
 
 
 def tensorflow_contrib_exponential(
@@ -155,7 +161,9 @@ def tensorflow_contrib_exponential(
         initial_scale=validation.scale("init_loss_scale", init_loss_scale),
         growth_interval=validation.count("incr_every_n_steps", incr_every_n_steps),
         growth_factor=_growth("incr_ratio", incr_ratio),
-        backoff_factor=validation.backoff_factor("decr_ratio", _float32("decr_ratio", decr_ratio)),
+        backoff_factor=validation.backoff_factor(
+            "decr_ratio", _float32("decr_ratio", decr_ratio)
+        ),
         hysteresis=validation.count("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf),
         hysteresis_refill="rescale",
     )
@@ -171,7 +179,8 @@ def tf_keras(
     Args:
       dynamic: whether the scale adapts; if not, the result is a `FixedLossScale`.
       initial_scale: the first scale, by default 2**15; required if not `dynamic`.
-      dynamic_growth_steps: if `dynamic`, finite steps in a row until growth, by default 2000.
+      dynamic_growth_steps: if `dynamic`, finite steps in a row until growth, by default
+        2000.
 
     Example:
       >>> from optax_lossscale import presets
@@ -181,7 +190,9 @@ def tf_keras(
     if validation.flag("dynamic", dynamic):
         scale = 2.0**15 if initial_scale is None else initial_scale
         interval = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
-        return DynamicLossScale(scale, validation.count("dynamic_growth_steps", interval))
+        return DynamicLossScale(
+            scale, validation.count("dynamic_growth_steps", interval)
+        )
     if initial_scale is None or dynamic_growth_steps is not None:
         raise ValueError(
             "with dynamic=False give initial_scale, and no dynamic_growth_steps; got "
@@ -191,7 +202,9 @@ def tf_keras(
     return FixedLossScale(initial_scale)
 
 
-def keras(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> DynamicLossScale:
+def keras(
+    initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
+) -> DynamicLossScale:
     """Keras 3's `LossScaleOptimizer`, which doubles and halves without floor or cap.
 
     Args:
@@ -231,7 +244,9 @@ def pytorch(
     if not validation.flag("enabled", enabled):
         return FixedLossScale(1)
     scale = validation.scale("init_scale", init_scale)
-    return DynamicLossScale(scale, growth_interval, growth_factor, backoff_factor, **_NO_FLOOR)
+    return DynamicLossScale(
+        scale, growth_interval, growth_factor, backoff_factor, **_NO_FLOOR
+    )
 
 
 def flax(
@@ -247,8 +262,10 @@ def flax(
     Args:
       growth_factor: the factor by which the scale grows.
       backoff_factor: the factor by which the scale backs off.
-      growth_interval: one less than the finite steps in a row after which the scale grows.
-      fin_steps: the count of finite steps in a row to start from, at most `growth_interval`.
+      growth_interval: one less than the finite steps in a row after which the scale
+        grows.
+      fin_steps: the count of finite steps in a row to start from, at most
+        `growth_interval`.
       scale: the first scale.
       minimum_scale: the floor, or None.
 
@@ -264,7 +281,9 @@ def flax(
         growth_factor=_growth("growth_factor", growth_factor),
         backoff_factor=_float32("backoff_factor", backoff_factor),
         growth_interval=finite_steps + 1,
-        initial_growth_counter=validation.count("fin_steps", fin_steps, 0, finite_steps),
+        initial_growth_counter=validation.count(
+            "fin_steps", fin_steps, 0, finite_steps
+        ),
         clip_growth=True,
         **_floor("minimum_scale", minimum_scale),
     )
@@ -293,7 +312,9 @@ def jmp(
     """
     scale = validation.scale("loss_scale", loss_scale)
     floor = validation.scale("min_loss_scale", min_loss_scale)
-    return DynamicLossScale(scale, min_scale=floor, **_jmp_rule(counter, period, factor))
+    return DynamicLossScale(
+        scale, min_scale=floor, **_jmp_rule(counter, period, factor)
+    )
 
 
 def mpx(
@@ -305,7 +326,8 @@ def mpx(
 ) -> DynamicLossScale:
     """MPX's `mpx.DynamicLossScaling`.
 
-    Growth ends at 65504, float16's largest. MPX unscales by the next scale, we by the current one.
+    Growth ends at 65504, float16's largest. MPX unscales by the next scale, we by the
+    current one.
 
     Args:
       loss_scaling: the first scale, at most 65504.
@@ -322,7 +344,9 @@ def mpx(
     scale = validation.scale("loss_scaling", loss_scaling)
     floor = validation.scale("min_loss_scaling", min_loss_scaling)
     rule = _jmp_rule(counter, period, factor)
-    return DynamicLossScale(scale, min_scale=floor, max_scale=65504.0, clip_growth=True, **rule)
+    return DynamicLossScale(
+        scale, min_scale=floor, max_scale=65504.0, clip_growth=True, **rule
+    )
 
 
 def megatron(
@@ -377,7 +401,8 @@ def deepspeed(
       min_scale: the floor.
       delayed_shift: how many non-finite steps it takes to back off.
       consecutive_hysteresis: whether these must be consecutive.
-      raise_error_at_min_scale: whether `raise_if_stuck` raises on an overflow at the floor.
+      raise_error_at_min_scale: whether `raise_if_stuck` raises on an overflow at the
+        floor.
 
     Example:
       >>> from optax_lossscale import presets
@@ -394,7 +419,9 @@ def deepspeed(
         min_scale=min_scale,
         hysteresis=validation.count("delayed_shift", delayed_shift),
         hysteresis_refill="finite" if consecutive else "growth",
-        can_be_exhausted=validation.flag("raise_error_at_min_scale", raise_error_at_min_scale),
+        can_be_exhausted=validation.flag(
+            "raise_error_at_min_scale", raise_error_at_min_scale
+        ),
     )
 
 
@@ -412,9 +439,11 @@ def fairseq(
       init_scale: the first scale.
       scale_factor: multiplies the scale to grow, and divides it to back off.
       scale_window: finite steps in a row after which the scale grows.
-      tolerance: the share of overflows since the last change of scale that it takes to back off.
+      tolerance: the share of overflows since the last change of scale that it takes to
+        back off.
       threshold: a floor at which the scale stays without an error.
-      min_loss_scale: `raise_if_stuck` raises where the scale would fall to this or below.
+      min_loss_scale: `raise_if_stuck` raises where the scale would fall to this or
+        below.
 
     Example:
       >>> from optax_lossscale import presets
@@ -425,7 +454,9 @@ def fairseq(
     interval = validation.count("scale_window", scale_window)
     factor = validation.growth_factor("scale_factor", scale_factor)
     floor = validation.scale("min_loss_scale", min_loss_scale)
-    return ToleranceLossScale(scale, interval, factor, tolerance, threshold, min_scale=floor)
+    return ToleranceLossScale(
+        scale, interval, factor, tolerance, threshold, min_scale=floor
+    )
 
 
 def openseq2seq_logmax(
@@ -453,7 +484,9 @@ def openseq2seq_logmax(
     """
     least = validation.scale("scale_min", scale_min)
     most = validation.scale("scale_max", scale_max)
-    return LogMaxLossScale(max(1.0, least), least, most, log_max, beta1, beta2, overflow_std_dev)
+    return LogMaxLossScale(
+        max(1.0, least), least, most, log_max, beta1, beta2, overflow_std_dev
+    )
 
 
 def apex(

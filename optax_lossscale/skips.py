@@ -1,9 +1,9 @@
 """Rules that skip a step whose gradients or loss are finite, but far too large.
 
-Pass one to `with_loss_scale`, as in `with_loss_scale(inner, …, skip=skips.spikes())`. `spikes` is
-the one to use. The others are those of other systems, under their original names and argument
-names. They decide about finite steps as the originals do, but unlike most of these, they never
-see a non-finite step, which is skipped anyway.
+Pass one to `with_loss_scale`, as in `with_loss_scale(inner, …, skip=skips.spikes())`.
+`spikes` is the one to use. The others are those of other systems, under their original
+names and argument names. They decide about finite steps as the originals do, but unlike
+most of these, they never see a non-finite step, which is skipped anyway.
 
 A rule is a `SkipRule`, which you may subclass. A wrong argument raises a `ValueError`.
 """
@@ -15,7 +15,11 @@ from optax_lossscale._arrays.names import make_public
 from optax_lossscale._skips.rolling import RollingSkipRule
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._skips.spikes import SpikeSkipRule
-from optax_lossscale._skips.threshold import DropNorm, MovingAverageSkipRule, ThresholdSkipRule
+from optax_lossscale._skips.threshold import (
+    DropNorm,
+    MovingAverageSkipRule,
+    ThresholdSkipRule,
+)
 
 __all__ = [
     "SkipRule",
@@ -40,9 +44,10 @@ def spikes(
 ) -> SpikeSkipRule:
     """Skips a step whose norm or loss is far above the usual one; in a row, at most `max_skips`.
 
-    The usual norm is the median over the last applied steps, on a logarithmic scale, and the
-    spread is the distance from there to the upper quartile, which a spike hardly moves. A norm
-    that 1 in 20 of them reached is usual, too, and losses given as `value` likewise. The rule::
+    The usual norm is the median over the last applied steps, on a logarithmic scale,
+    and the spread is the distance from there to the upper quartile, which a spike
+    hardly moves. A norm that 1 in 20 of them reached is usual, too, and losses given as
+    `value` likewise. The rule::
 
         for x, xs in [
             (log2(norm), log2 of the last `window` norms applied that were not 0),
@@ -63,19 +68,20 @@ def spikes(
             if norm > 0:
                 budget = min(budget + 1 / 20, max_skips)
 
-    In any series, it skips at most `max_skips` finite steps and 1 more for every 20 applied steps
-    whose gradients are not all zero; so about `max_skips` if the level rises for good.
-    Nothing is skipped while norms and losses rise by less than a factor of `2**least` within a
-    window. Their scale does not matter.
+    In any series, it skips at most `max_skips` finite steps and 1 more for every 20
+    applied steps whose gradients are not all zero; so about `max_skips` if the level
+    rises for good. Nothing is skipped while norms and losses rise by less than a factor
+    of `2**least` within a window. Their scale does not matter.
 
     Source: this library.
 
     Args:
       factor: how many deviations above the median are too many, positive.
-      least: by how many bits, at least, a spike exceeds the median, positive; 1 bit doubles it.
+      least: by how many bits, at least, a spike exceeds the median, positive; 1 bit
+        doubles it.
       window: how many norms and losses are remembered, from 16 to 2**20.
-      max_skips: how many finite steps may be skipped before each further skip takes 20 applied
-        steps, from 0 to 2**20.
+      max_skips: how many finite steps may be skipped before each further skip takes 20
+        applied steps, from 0 to 2**20.
 
     Example:
       >>> import optax_lossscale as ols
@@ -88,13 +94,16 @@ def spikes(
     return SpikeSkipRule(factor=factor, least=least, window=window, max_skips=max_skips)
 
 
-def olmo_core(rolling_interval_length: int = 128, sigma_factor: float = 6) -> RollingSkipRule:
+def olmo_core(
+    rolling_interval_length: int = 128, sigma_factor: float = 6
+) -> RollingSkipRule:
     """OLMo-core's `SkipStepOptimizer`.
 
-    Skips a step whose loss or norm is more than `sigma_factor` unbiased standard deviations above
-    the mean of a window, once that is half full. Skipped steps enter the window, too. It needs the
-    step's loss. The original differs in two ways: while its window holds a NaN it skips every
-    step, and with a length below 6 it skips the second, as the deviation of one number is NaN.
+    Skips a step whose loss or norm is more than `sigma_factor` unbiased standard
+    deviations above the mean of a window, once that is half full. Skipped steps enter
+    the window, too. It needs the step's loss. The original differs in two ways: while
+    its window holds a NaN it skips every step, and with a length below 6 it skips the
+    second, as the deviation of one number is NaN.
 
     Args:
       rolling_interval_length: how many steps the window holds, at least 2.
@@ -115,9 +124,9 @@ def olmo_core(rolling_interval_length: int = 128, sigma_factor: float = 6) -> Ro
 def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule:
     """MaxText's `skip_step_on_spikes`, with the defaults of `skip_step_interval` and so on.
 
-    It is OLMo-core's rule, which needs the step's loss, and differs from the original in the same
-    ways. MaxText's trainer gives it the norm of clipped gradients; here it sees the true norm, as
-    the clip is inside the wrapper.
+    It is OLMo-core's rule, which needs the step's loss, and differs from the original
+    in the same ways. MaxText's trainer gives it the norm of clipped gradients; here it
+    sees the true norm, as the clip is inside the wrapper.
 
     Args:
       interval: how many steps the window holds, at least 2.
@@ -133,12 +142,14 @@ def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule
     return RollingSkipRule(length, factor, least_history=max(2, length // 2) - 1)
 
 
-def levanter(rolling_interval_length: int = 128, sigma_factor: float = 6.0) -> RollingSkipRule:
+def levanter(
+    rolling_interval_length: int = 128, sigma_factor: float = 6.0
+) -> RollingSkipRule:
     """Levanter's `SkipStepConfig`.
 
-    It is OLMo-core's rule, which needs the step's loss, but with the biased standard deviation, at
-    least 1e-6, and one more step before any is skipped. The original multiplies updates that are
-    not finite by 0, which leaves NaN in the parameters.
+    It is OLMo-core's rule, which needs the step's loss, but with the biased standard
+    deviation, at least 1e-6, and one more step before any is skipped. The original
+    multiplies updates that are not finite by 0, which leaves NaN in the parameters.
 
     Args:
       rolling_interval_length: how many steps the window holds, at least 2.
@@ -151,7 +162,9 @@ def levanter(rolling_interval_length: int = 128, sigma_factor: float = 6.0) -> R
     """
     length = _interval("rolling_interval_length", rolling_interval_length)
     factor = validation.positive("sigma_factor", sigma_factor)
-    return RollingSkipRule(length, factor, max(2, length // 2), ddof=0, least_deviation=1e-6)
+    return RollingSkipRule(
+        length, factor, max(2, length // 2), ddof=0, least_deviation=1e-6
+    )
 
 
 def axlearn(
@@ -160,12 +173,15 @@ def axlearn(
     """AxLearn's `skip_and_clip_by_global_norm`, without the clip.
 
     The clip, its `max_norm`, belongs inside the wrapper:
-    `with_loss_scale(optax.chain(optax.clip_by_global_norm(max_norm), inner), …)`. A rule that
-    follows the norms learns nothing from skipped steps: if they stay too large, it skips them all.
+    `with_loss_scale(optax.chain(optax.clip_by_global_norm(max_norm), inner), …)`. A
+    rule that follows the norms learns nothing from skipped steps: if they stay too
+    large, it skips them all.
 
     Args:
-      drop_norm: the norm from which on a step is skipped, or the result of `drop_norm_by_…`.
-      grad_norm_ema_decay: the decay of the moving averages that the latter follows, in (0, 1).
+      drop_norm: the norm from which on a step is skipped, or the result of
+        `drop_norm_by_…`.
+      grad_norm_ema_decay: the decay of the moving averages that the latter follows, in
+        (0, 1).
 
     Example:
       >>> from optax_lossscale import skips
@@ -176,14 +192,18 @@ def axlearn(
       False
     """
     if not isinstance(drop_norm, DropNorm):
-        return ThresholdSkipRule(validation.positive("drop_norm", drop_norm), strict=True)
+        return ThresholdSkipRule(
+            validation.positive("drop_norm", drop_norm), strict=True
+        )
     if grad_norm_ema_decay is None:
         allowed = "given, such as 0.99, where drop_norm follows the norms"
         validation.refuse("grad_norm_ema_decay", grad_norm_ema_decay, allowed)
     return MovingAverageSkipRule(drop_norm, grad_norm_ema_decay)
 
 
-def drop_norm_by_grad_norm_ema(multipliers: tuple[float, ...] = (20, 40, 100)) -> DropNorm:
+def drop_norm_by_grad_norm_ema(
+    multipliers: tuple[float, ...] = (20, 40, 100),
+) -> DropNorm:
     """A threshold for `axlearn`: a multiple of the mean norm. AxLearn's function of this name.
 
     Args:
@@ -212,7 +232,9 @@ def drop_norm_by_grad_norm_stddev(
       500
     """
     count = validation.count("min_count", min_count, least=0)
-    return DropNorm(mean_factor=1.0, stddev_factor=_smallest(multipliers), min_count=count)
+    return DropNorm(
+        mean_factor=1.0, stddev_factor=_smallest(multipliers), min_count=count
+    )
 
 
 def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
@@ -227,11 +249,15 @@ def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
       >>> print(should_apply)
       False
     """
-    threshold = validation.positive("grad_norm_skip_threshold", grad_norm_skip_threshold)
+    threshold = validation.positive(
+        "grad_norm_skip_threshold", grad_norm_skip_threshold
+    )
     return ThresholdSkipRule(threshold)
 
 
 def _smallest(multipliers: tuple[float, ...]) -> float:
     if not isinstance(multipliers, tuple | list) or not multipliers:
         validation.refuse("multipliers", multipliers, "a tuple of positive numbers")
-    return min(validation.positive("multipliers", multiplier) for multiplier in multipliers)
+    return min(
+        validation.positive("multipliers", multiplier) for multiplier in multipliers
+    )

@@ -37,7 +37,9 @@ def lowered_for(platform: str, function: Callable[..., Any], **options: Any) -> 
     checks = [jax.export.DisabledSafetyCheck.platform()]
 
     def call(*args, **kwargs):
-        export = jax.export.export(jax.jit(function), platforms=[platform], disabled_checks=checks)
+        export = jax.export.export(
+            jax.jit(function), platforms=[platform], disabled_checks=checks
+        )
         return export(*args, **kwargs).call(*args, **kwargs)
 
     return jax.jit(call, **options)

@@ -23,9 +23,12 @@ from importlib.machinery import SourceFileLoader
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-IMPORTED = "jax jax.export optax chex hypothesis.extra.numpy flax.nnx orbax.checkpoint jmp"
+IMPORTED = (
+    "jax jax.export optax chex hypothesis.extra.numpy flax.nnx orbax.checkpoint jmp"
+)
 OPTIONS = ["-x", "-n0", "-p", "no:cacheprovider", "--hypothesis-profile=ci"]
-OPTIONS += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is imported before
+# of what is imported before
+OPTIONS += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
 TESTS = {
     "_arrays/finite.py": "arrays/test_finite.py",
     "_scales/dynamic.py": "scales/test_dynamic.py",
@@ -41,7 +44,11 @@ SAME = {
 
 
 def either_way(pairs: str) -> dict[str, str]:
-    return {a: b for pair in pairs.split(", ") for a, b in (pair.split(), pair.split()[::-1])}
+    return {
+        a: b
+        for pair in pairs.split(", ")
+        for a, b in (pair.split(), pair.split()[::-1])
+    }
 
 
 OPERATORS = either_way(
@@ -51,7 +58,14 @@ NAMES = either_way(
     "min max, minimum maximum, pmin pmax, pmean psum, any all, bitwise_and bitwise_or, "
     "reduce_and reduce_or, add sub, float32 float16"
 )
-LEFT_OUT = {"on_all_replicas", "optimization_barrier", "abs", "sqrt", "clip", "at_least_float32"}
+LEFT_OUT = {
+    "on_all_replicas",
+    "optimization_barrier",
+    "abs",
+    "sqrt",
+    "clip",
+    "at_least_float32",
+}
 
 
 def changed(node: ast.AST) -> Iterator[ast.AST]:
@@ -106,7 +120,9 @@ def places(holder: ast.AST) -> Iterator[tuple[ast.AST, str, ast.AST]]:
         if field in ("annotation", "returns", "decorator_list"):
             continue
         for node in list(value) if isinstance(value, list) else [value]:
-            if isinstance(node, ast.AST) and not isinstance(node, ast.Raise | ast.JoinedStr):
+            if isinstance(node, ast.AST) and not isinstance(
+                node, ast.Raise | ast.JoinedStr
+            ):
                 yield holder, field, node
                 yield from places(node)
 
@@ -129,15 +145,21 @@ def passes(path: pathlib.Path, source: str, tests: list[str], limit: int) -> boo
     os.dup2(1, 2)
     get_code = SourceFileLoader.get_code
     SourceFileLoader.get_code = lambda self, name: (
-        compile(source, path, "exec") if self.path == str(path) else get_code(self, name)
+        compile(source, path, "exec")
+        if self.path == str(path)
+        else get_code(self, name)
     )
     os._exit(pytest.main([*OPTIONS, *tests]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="*", default=TESTS, help="files of the package in TESTS")
-    parser.add_argument("--number", type=int, default=10, help="of changes of each file")
+    parser.add_argument(
+        "files", nargs="*", default=TESTS, help="files of the package in TESTS"
+    )
+    parser.add_argument(
+        "--number", type=int, default=10, help="of changes of each file"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     os.chdir(ROOT)
@@ -147,18 +169,28 @@ def main() -> None:
         importlib.import_module(name)
     unnoticed = 0
     for name in options.files:
-        path, tests = ROOT / "optax_lossscale" / name, [f"tests/{t}" for t in TESTS[name].split()]
+        path, tests = (
+            ROOT / "optax_lossscale" / name,
+            [f"tests/{t}" for t in TESTS[name].split()],
+        )
         source, start = path.read_text(), time.monotonic()
         if not passes(path, source, tests, 600):
             sys.exit(f"{name}: its tests fail without a change")
         limit = int(3 * (time.monotonic() - start)) + 60
         drawn = random.Random(options.seed).sample([*mutants(source)], options.number)
         for line, words, mutant in drawn:
-            if any(line.startswith(start) and words.startswith(same) for start, same in SAME):
+            if any(
+                line.startswith(start) and words.startswith(same)
+                for start, same in SAME
+            ):
                 continue
             passed = passes(path, mutant, tests, limit)
             unnoticed += passed
-            print("NOT NOTICED" if passed else "noticed", f"{name}, {line}: {words}", flush=True)
+            print(
+                "NOT NOTICED" if passed else "noticed",
+                f"{name}, {line}: {words}",
+                flush=True,
+            )
     sys.exit(f"{unnoticed} not noticed by any quick test" if unnoticed else 0)
 
 

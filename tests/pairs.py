@@ -13,20 +13,29 @@ def pairwise(**parameters):
     """
     names = [*parameters]
     cases = [*itertools.product(*(parameters[name] for name in names))]
-    pairs_in = lambda case: set(itertools.combinations(zip(names, case, strict=True), 2))
+    pairs_in = lambda case: set(
+        itertools.combinations(zip(names, case, strict=True), 2)
+    )
     missing = set().union(*map(pairs_in, cases))
     chosen = []
     while missing:
-        case = max(cases, key=lambda case: len(pairs_in(case) & missing))  # the first of the best
+        # the first of the best
+        case = max(cases, key=lambda case: len(pairs_in(case) & missing))
         chosen.append(case)
         missing -= pairs_in(case)
-    values = [[parameters[n][i] for n, i in zip(names, case, strict=True)] for case in chosen]
-    return pytest.mark.parametrize(names, values, ids=["-".join(case) for case in chosen])
+    values = [
+        [parameters[n][i] for n, i in zip(names, case, strict=True)] for case in chosen
+    ]
+    return pytest.mark.parametrize(
+        names, values, ids=["-".join(case) for case in chosen]
+    )
 
 
 def quick(name, cases, *chosen):
     """Parametrizes a test over the values of a dict, by their ids; those not chosen are slow."""
     assert set(chosen) <= set(cases)
     mark = lambda case: () if case in chosen else pytest.mark.slow
-    values = [pytest.param(value, id=case, marks=mark(case)) for case, value in cases.items()]
+    values = [
+        pytest.param(value, id=case, marks=mark(case)) for case, value in cases.items()
+    ]
     return pytest.mark.parametrize(name, values)

@@ -26,7 +26,9 @@ DEMO = [sys.executable, "-m", "optax_lossscale.demo"]
 @pytest.fixture
 def small_model(monkeypatch):
     """Compiles sooner."""
-    monkeypatch.setattr(_model, "init", functools.partial(_model.init, width=16, blocks=1))
+    monkeypatch.setattr(
+        _model, "init", functools.partial(_model.init, width=16, blocks=1)
+    )
 
 
 def png_size(path):
@@ -37,7 +39,11 @@ def png_size(path):
 
 
 def rows(output):
-    cells = [line.strip("|").split("|") for line in output.splitlines() if line.startswith("| ")]
+    cells = [
+        line.strip("|").split("|")
+        for line in output.splitlines()
+        if line.startswith("| ")
+    ]
     return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in cells[1:]}
 
 
@@ -49,7 +55,9 @@ def test_the_default_run_shows_what_the_readme_claims(tmp_path):
     )
     assert "mean over a global batch of 1024 micro-batches" in done.stdout
     table = rows(done.stdout)
-    loss = {name: float(row[0]) for name, row in table.items() if name in _training.RUNS}
+    loss = {
+        name: float(row[0]) for name, row in table.items() if name in _training.RUNS
+    }
     assert list(loss) == list(_training.RUNS)
     float32 = loss["float32"]
     assert abs(loss["float16, dynamic scale"] / float32 - 1) < 0.005
@@ -76,7 +84,10 @@ def test_options_choose_text_steps_and_folder(tmp_path, capsys, small_model):
     data = tmp_path / "text"
     data.write_bytes(b"To be, or not to be, that is the question. " * 9)
     out = tmp_path / "made" / "on the way"
-    assert main(["--steps", "1", "--data", str(data), "--out", str(out), "--seed", "3"]) == 0
+    assert (
+        main(["--steps", "1", "--data", str(data), "--out", str(out), "--seed", "3"])
+        == 0
+    )
     captured = capsys.readouterr()
     assert set(rows(captured.out)) >= set(_training.RUNS)
     cause = "The loss is divided by 1024, so that gradients underflow in float16."
@@ -147,7 +158,8 @@ def test_its_step_depends_on_the_loss_scale_in_nothing(small_model):
     text = np.frombuffer(b"To be, or not to be, that is the question. " * 9, np.uint8)
     first, second = _text.batches(text, 2, seed=0)
     params = _model.init(jax.random.key(0))
-    params, state, _ = step(params, tx.init(params), first)  # the first of a warmup moves nothing
+    # the first of a warmup moves nothing
+    params, state, _ = step(params, tx.init(params), first)
     ols.testing.assert_scale_invariant(step, params, state, second)
 
 
@@ -161,4 +173,6 @@ def test_the_same_seed_gives_the_same_batches():
 
 
 def test_the_plotted_loss_is_a_running_mean():
-    np.testing.assert_allclose(_report._smoothed(np.array([1.0, 3.0, 5.0]), 2), [1, 2, 4])
+    np.testing.assert_allclose(
+        _report._smoothed(np.array([1.0, 3.0, 5.0]), 2), [1, 2, 4]
+    )

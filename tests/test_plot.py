@@ -27,8 +27,13 @@ def _close():
 def test_plot_needs_no_import_of_its_own(monkeypatch):
     monkeypatch.delitem(sys.modules, "optax_lossscale.plot")
     monkeypatch.delattr(ols, "plot")
-    assert ols.plot.loss_scale([{"loss_scale": 8.0, "should_apply": True}]).get_xlabel() == "step"
-    with pytest.raises(AttributeError, match="'optax_lossscale' has no attribute 'plto'"):
+    assert (
+        ols.plot.loss_scale([{"loss_scale": 8.0, "should_apply": True}]).get_xlabel()
+        == "step"
+    )
+    with pytest.raises(
+        AttributeError, match="'optax_lossscale' has no attribute 'plto'"
+    ):
         ols.plto  # noqa: B018
 
 
@@ -43,14 +48,18 @@ def test_without_matplotlib_all_else_works_and_plot_names_the_extra(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
     )
     last = run.stderr.splitlines()[-1]
-    assert last == "ImportError: plot needs matplotlib: pip install 'optax_lossscale[plot]'"
+    assert (
+        last
+        == "ImportError: plot needs matplotlib: pip install 'optax_lossscale[plot]'"
+    )
     assert "line 4, in <module>" in run.stderr
 
 
 @pytest.mark.parametrize("flag", [bool, int, float])
 def test_loss_scale_takes_flags_as_loggers_keep_them(flag):
     history = [
-        {"loss_scale": 8.0, "should_apply": flag(step != 1), "step": step} for step in range(3)
+        {"loss_scale": 8.0, "should_apply": flag(step != 1), "step": step}
+        for step in range(3)
     ]
     np.testing.assert_array_equal(plot.loss_scale(history).lines[1].get_xdata(), [2])
 
@@ -93,9 +102,12 @@ def test_exponents_draws_shares_before_and_after_scaling():
 
 
 @pytest.mark.parametrize(
-    ("tree", "zeros"), [({}, 0), ([None, 3], 0), ([jnp.zeros((0, 3))], 0), ([jnp.zeros(3)], 100)]
+    ("tree", "zeros"),
+    [({}, 0), ([None, 3], 0), ([jnp.zeros((0, 3))], 0), ([jnp.zeros(3)], 100)],
 )
-def test_exponents_of_a_tree_without_nonzero_numbers_says_how_many_are_zero(tree, zeros):
+def test_exponents_of_a_tree_without_nonzero_numbers_says_how_many_are_zero(
+    tree, zeros
+):
     texts = plot.exponents(tree, dtype=jnp.bfloat16).texts
     assert texts[-1].get_text() == f"{zeros:.1f}% are 0"
 

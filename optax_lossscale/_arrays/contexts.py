@@ -1,7 +1,8 @@
 """What the functions that are traced inside of a `with` are told, and JAX's caches of them heed.
 
-JAX traces and compiles anew whatever it did before a context was made. So the package makes all of
-them when it is imported, which is before the first step, and none in a module imported later.
+JAX traces and compiles anew whatever it did before a context was made. So the package
+makes all of them when it is imported, which is before the first step, and none in a
+module imported later.
 """
 
 import jax

@@ -52,14 +52,18 @@ def largest(tree: Any) -> jax.Array:
 
 def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
     """The global L2 norm, float32, and what `all_finite` says, in the one pass that it takes."""
-    # From 2**64 on, the norm is infinite: the sum of squares is more than float32 holds.
+    # From 2**64 on, the norm is infinite: the sum of squares is more than float32
+    # holds.
     empty = np.float32(0), np.True_
     square, finite = _by_platform(tree, _squares_on_cpu, _squares, if_empty=empty)
     return jnp.sqrt(square), finite
 
 
 def _by_platform(
-    tree: Any, on_cpu: Callable[[Groups], T], elsewhere: Callable[[Groups], T], if_empty: Any
+    tree: Any,
+    on_cpu: Callable[[Groups], T],
+    elsewhere: Callable[[Groups], T],
+    if_empty: Any,
 ) -> T:
     """What is asked of a tree, computed as suits the platform that the program is lowered for."""
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
@@ -67,9 +71,10 @@ def _by_platform(
         return jax.tree.map(jnp.asarray, if_empty)
     if any(map(is_partitioned, leaves)):
         return elsewhere(_groups(leaves, 1))
-    # Some leaves share a kernel: kernels compile faster, and fewer are launched. But on CPU all
-    # cores must stay busy; a GPU's compiler takes the norm of a clip in the same pass with groups
-    # of four, not of eight; and a TPU's would keep more gradients waiting in main memory.
+    # Some leaves share a kernel: kernels compile faster, and fewer are launched. But on
+    # CPU all cores must stay busy; a GPU's compiler takes the norm of a clip in the
+    # same pass with groups of four, not of eight; and a TPU's would keep more gradients
+    # waiting in main memory.
     size_on_cpu = min(max(len(leaves) // 32, 1), 8)
     return lax.platform_dependent(
         leaves,
@@ -84,7 +89,9 @@ def _groups(leaves: list[jax.Array], size: int) -> Groups:
     of_type: dict[Any, list[jax.Array]] = {}
     for x in leaves:
         of_type.setdefault(jax.typeof(x), []).append(x)
-    return [xs[i : i + size] for xs in of_type.values() for i in range(0, len(xs), size)]
+    return [
+        xs[i : i + size] for xs in of_type.values() for i in range(0, len(xs), size)
+    ]
 
 
 def _joined(groups: Groups, of: Callable, join: Callable) -> list[jax.Array]:
@@ -116,19 +123,22 @@ def _squares(groups: Groups) -> tuple[jax.Array, jax.Array]:
 
 # --- on CPU ---
 #
-# A max does not help: XLA's loses NaNs on CPU. And a reduction with one output is compiled to
-# several passes, through an array of the leaf's size. But one with two outputs becomes a single
-# pass at the speed of memory, in every dtype and with the unscaling fused into it. Hence a second
-# question about each number, even where the first implies its answer.
+# A max does not help: XLA's loses NaNs on CPU. And a reduction with one output is
+# compiled to several passes, through an array of the leaf's size. But one with two
+# outputs becomes a single pass at the speed of memory, in every dtype and with the
+# unscaling fused into it. Hence a second question about each number, even where the
+# first implies its answer.
 
 
 def _all_finite_on_cpu(groups: Groups) -> jax.Array:
     """Whether all are; the second question is whether a number equals itself."""
     sums = [_finite_sum(xs) for xs in groups]
     pairs = [_with_all(lax.bitwise_and, is_finite(x), lax.eq(x, x)) for x in sums]
-    # The barrier keeps the flags from being fused with their conjunction: a kernel that has
-    # an argument for every leaf compiles in quadratic time.
-    return lax.optimization_barrier(jnp.stack([flag for pair in pairs for flag in pair])).all()
+    # The barrier keeps the flags from being fused with their conjunction: a kernel that
+    # has an argument for every leaf compiles in quadratic time.
+    return lax.optimization_barrier(
+        jnp.stack([flag for pair in pairs for flag in pair])
+    ).all()
 
 
 def _largest_on_cpu(groups: Groups) -> jax.Array:
@@ -136,14 +146,16 @@ def _largest_on_cpu(groups: Groups) -> jax.Array:
     sizes = _joined(groups, _size, lax.max)
     flags = [is_finite(_finite_sum(xs)) for xs in groups]
     pairs = map(functools.partial(_with_all, lax.max), sizes, flags)
-    sizes, flags = lax.optimization_barrier(tuple(map(jnp.stack, zip(*pairs, strict=True))))
+    sizes, flags = lax.optimization_barrier(
+        tuple(map(jnp.stack, zip(*pairs, strict=True)))
+    )
     return jnp.where(flags.all(), sizes.max(), jnp.inf)
 
 
 def _squares_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
     """The sum of squares, and in the same pass whether all are finite."""
-    # Such a reduction adds one number after the other, and a float32 sum of 2**24 and more stops
-    # growing, so large leaves are summed row by row.
+    # Such a reduction adds one number after the other, and a float32 sum of 2**24 and
+    # more stops growing, so large leaves are summed row by row.
     squares = _in_rows(_joined(groups, _square, lax.add))
     finite_sums = _in_rows([_finite_sum(xs) for xs in groups])
     pairs = [
@@ -163,13 +175,15 @@ def _finite_sum(xs: list[jax.Array]) -> jax.Array:
     """A number for each place, finite if those of all the arrays are."""
     if len(xs) == 1:
         return xs[0]
-    # x - x is zero or NaN. Flags would not be vectorized, and a CPU rounds 16-bit sums one by one.
+    # x - x is zero or NaN. Flags would not be vectorized, and a CPU rounds 16-bit sums
+    # one by one.
     return functools.reduce(lax.add, [lax.sub(x, x) for x in map(at_least_float32, xs)])
 
 
 def is_finite(x: jax.Array) -> jax.Array:
     """Which numbers are finite."""
-    return jnp.isfinite(x) if jnp.iscomplexobj(x) else lax.is_finite(x)  # quicker to trace
+    # Quicker to trace
+    return jnp.isfinite(x) if jnp.iscomplexobj(x) else lax.is_finite(x)
 
 
 def _in_rows(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -217,7 +231,10 @@ def _concatenated(arrays: Sequence[jax.Array], dtype: Any) -> jax.Array:
 
 
 def _with_all(
-    operation: Callable, x: jax.Array, flags: jax.Array, axes: Sequence[int] | None = None
+    operation: Callable,
+    x: jax.Array,
+    flags: jax.Array,
+    axes: Sequence[int] | None = None,
 ) -> list[jax.Array]:
     """A reduction by an operation, and whether all flags are True, in one pass."""
     initial = x.dtype.type(x.dtype == bool)  # True or 0
@@ -252,9 +269,9 @@ def across(reduce: Callable, x: jax.Array, axis_name: AxisName | None) -> jax.Ar
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not all(map(_is_axis, names)) or len(set(names)) < len(names):
         raise ValueError(
-            f"axis_name={axis_name!r} is not an axis of a pmap or shard_map around this step, nor "
-            "a tuple of such axes, each once. Under jit alone, leave axis_name out: the check "
-            "already covers all devices"
+            f"axis_name={axis_name!r} is not an axis of a pmap or shard_map around "
+            "this step, nor a tuple of such axes, each once. Under jit alone, leave "
+            "axis_name out: the check already covers all devices"
         )
     return reduce(x, names)
 

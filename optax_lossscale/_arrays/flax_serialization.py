@@ -12,11 +12,12 @@ from optax_lossscale._arrays import validation
 def register_with_flax(cls: Any) -> None:
     """Makes Flax, once it is imported, save and restore the state of a `Stateful` class.
 
-    Flax would restore a type that it does not know as whatever was saved. As it may be imported
-    after the class was defined, this is called whenever an instance is made.
+    Flax would restore a type that it does not know as whatever was saved. As it may be
+    imported after the class was defined, this is called whenever an instance is made.
     """
     flax = sys.modules.get("flax.serialization")
-    if register := getattr(flax, "register_serialization_state", None):  # not while it is imported
+    # It has none while it is imported.
+    if register := getattr(flax, "register_serialization_state", None):
         with contextlib.suppress(ValueError):  # Flax knows it already
             register(cls, _to_state_dict, _from_state_dict)
 

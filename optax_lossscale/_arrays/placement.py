@@ -24,7 +24,8 @@ def varying_axes(x: jax.Array) -> frozenset:
 def in_its_mesh(x: jax.typing.ArrayLike) -> contextlib.AbstractContextManager[Any]:
     """A context for an operation on an array that may belong to another mesh than what is around.
 
-    As an array inside of `auto_axes` does, whose mesh has the same axes with other types.
+    As an array inside of `auto_axes` does, whose mesh has the same axes with other
+    types.
     """
     mesh = jax.typeof(x).sharding.mesh
     around = jax.sharding.get_abstract_mesh()

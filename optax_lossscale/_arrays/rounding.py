@@ -1,9 +1,9 @@
 """A float32 number as its rounding to 16 or 8 bits, and what the rounding dropped.
 
-For bfloat16 that is the lower half of the number: 16 bits, with ties rounded away from zero, and
-not to even as by `astype`. Then 2**16 float32 numbers round to each bfloat16 one, as many as 16
-bits tell apart; with ties to even, it would be 2**16 + 1 for every other one. For dtypes that drop
-more than that, the whole number is kept.
+For bfloat16 that is the lower half of the number: 16 bits, with ties rounded away from
+zero, and not to even as by `astype`. Then 2**16 float32 numbers round to each bfloat16
+one, as many as 16 bits tell apart; with ties to even, it would be 2**16 + 1 for every
+other one. For dtypes that drop more than that, the whole number is kept.
 """
 
 from typing import Any, NamedTuple
@@ -15,8 +15,9 @@ from jax import lax
 
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of
 
-# A bfloat16 number is the upper half of a float32 one. Half of its last place is added before the
-# lower half is cut off, so this is the lower half that says "nothing was dropped".
+# A bfloat16 number is the upper half of a float32 one. Half of its last place is added
+# before the lower half is cut off, so this is the lower half that says "nothing was
+# dropped".
 _HALF = np.uint32(0x8000)
 _UPPER = np.uint32(0xFFFF0000)
 _UNSIGNED = np.uint32(0x7FFFFFFF)
@@ -34,34 +35,43 @@ class Whole(NamedTuple):
 def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, Any]:
     """A float32 number rounded to 16 or 8 bits, still as float32, and what else `join` needs.
 
-    That is a uint16 array for bfloat16, the number itself for float16, and a `Whole` for others.
+    That is a uint16 array for bfloat16, the number itself for float16, and a `Whole`
+    for others.
     """
     if dtype == jnp.bfloat16:
         bits = lax.bitcast_convert_type(number, jnp.uint32) + _HALF
         rounded = lax.bitcast_convert_type(bits & _UPPER, jnp.float32)
         return jnp.where(jnp.isfinite(number), rounded, number), bits.astype(jnp.uint16)
     rounded = number.astype(dtype).astype(jnp.float32)
-    return rounded, number if dtype == jnp.float16 else Whole(number, jnp.zeros((), dtype))
+    return rounded, number if dtype == jnp.float16 else Whole(
+        number, jnp.zeros((), dtype)
+    )
 
 
 def join(rounded: jax.Array, rest: Any) -> jax.Array:
     """The float32 number that `split` was given, or one that rounds to another `rounded`.
 
-    Such a one replaces a number kept whole; 16 bits change it by at most half of its last place.
+    Such a one replaces a number kept whole; 16 bits change it by at most half of its
+    last place.
     """
     rounded = at_least_float32(rounded)
     number, dtype = kept(rest)
     if dtype == jnp.bfloat16:
         bits = lax.bitcast_convert_type(rounded, jnp.uint32)
         size = bits & _UNSIGNED
-        joined = lax.bitcast_convert_type(bits + number.astype(jnp.uint32) - _HALF, jnp.float32)
+        joined = lax.bitcast_convert_type(
+            bits + number.astype(jnp.uint32) - _HALF, jnp.float32
+        )
         # Numbers that round to zero are smaller than what float32 arithmetic keeps.
         return jnp.where((size >= _SMALLEST) & (size < _INFINITE), joined, rounded)
-    # Adding an update turns -0.0 into 0.0, so the sign of a zero does not count. Bits are
-    # compared, as compilers may leave out the rounding of a number that is compared.
+    # Adding an update turns -0.0 into 0.0, so the sign of a zero does not count. Bits
+    # are compared, as compilers may leave out the rounding of a number that is
+    # compared.
     is_zero = rounded == 0
     own = _bits(jnp.where(is_zero, jnp.abs(number), number), dtype)
-    return jnp.where(own == _bits(jnp.where(is_zero, 0, rounded), dtype), number, rounded)
+    return jnp.where(
+        own == _bits(jnp.where(is_zero, 0, rounded), dtype), number, rounded
+    )
 
 
 def kept(rest: Any) -> tuple[jax.Array, np.dtype]:
@@ -73,4 +83,6 @@ def kept(rest: Any) -> tuple[jax.Array, np.dtype]:
 
 
 def _bits(number: jax.Array, dtype: np.dtype) -> jax.Array:
-    return lax.bitcast_convert_type(number.astype(dtype), f"uint{jnp.finfo(dtype).bits}")
+    return lax.bitcast_convert_type(
+        number.astype(dtype), f"uint{jnp.finfo(dtype).bits}"
+    )

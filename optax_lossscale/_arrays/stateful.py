@@ -18,7 +18,9 @@ from optax_lossscale._arrays.flax_serialization import register_with_flax
 Check = Callable[[str, Any], Any]
 
 
-def state_field(default: Any = dataclasses.MISSING, *, init: Literal[False] = False) -> Any:
+def state_field(
+    default: Any = dataclasses.MISSING, *, init: Literal[False] = False
+) -> Any:
     """Declares a field that changes from step to step: an array leaf of a `LossScale` or a rule.
 
     Args:
@@ -38,16 +40,20 @@ def state_field(default: Any = dataclasses.MISSING, *, init: Literal[False] = Fa
       >>> print(ls.overflows, ls.overflows.dtype)
       1 int32
     """
-    # NumPy values: strongly typed, impossible to donate away, and made without starting a JAX
-    # backend, which must not happen before `jax.distributed.initialize`.
-    field = functools.partial(dataclasses.field, init=init, metadata={state_field: True})
+    # NumPy values: strongly typed, impossible to donate away, and made without starting
+    # a JAX backend, which must not happen before `jax.distributed.initialize`.
+    field = functools.partial(
+        dataclasses.field, init=init, metadata={state_field: True}
+    )
     if default is dataclasses.MISSING:
         return field()
     dtype = {bool: np.bool_, int: np.int32, float: np.float32}.get(type(default))
     array = np.asarray(default, dtype)
     if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != np.bool_:
         got = validation.shown(default)
-        raise TypeError(f"a state must start as a number or an array of numbers, got {got}")
+        raise TypeError(
+            f"a state must start as a number or an array of numbers, got {got}"
+        )
     value = array[()]  # a scalar, if it has no dimensions
     return field(default_factory=lambda: value)
 
@@ -92,7 +98,9 @@ class Stateful(_Frozen, abc.ABC):
         checks = {f.name: f.metadata[checked] for f in fields if checked in f.metadata}
         cls._checks = cls._checks | checks
         cls.__init__ = _complete_init(cls)
-        jax.tree_util.register_pytree_with_keys(cls, cls._flatten_with_keys, cls._unflatten)
+        jax.tree_util.register_pytree_with_keys(
+            cls, cls._flatten_with_keys, cls._unflatten
+        )
 
     def __post_init__(self):
         checks = self._checks.items()
@@ -103,7 +111,9 @@ class Stateful(_Frozen, abc.ABC):
             return NotImplemented
         validation.at_hand("==", (self, other))
         same = jax.tree.structure(self) == jax.tree.structure(other)
-        return same and all(map(np.array_equal, jax.tree.leaves(self), jax.tree.leaves(other)))
+        return same and all(
+            map(np.array_equal, jax.tree.leaves(self), jax.tree.leaves(other))
+        )
 
     def __hash__(self) -> int:
         return hash((type(self), self._static()))  # a tracer in the state has no hash
@@ -116,19 +126,27 @@ class Stateful(_Frozen, abc.ABC):
         """A copy with new values of the named state fields, in the dtypes they had."""
         if unknown := sorted(set(state) - set(self._state_names)):
             known = ", ".join(self._state_names)
-            has = f"its state fields are {known}" if known else "it has none, as it never changes"
+            has = (
+                f"its state fields are {known}"
+                if known
+                else "it has none, as it never changes"
+            )
             raise TypeError(
-                f"{type(self).__name__} has no state {', '.join(unknown)}; {has}. For another "
-                "configuration, construct a new one."
+                f"{type(self).__name__} has no state {', '.join(unknown)}; {has}. For "
+                "another configuration, construct a new one."
             )
         new = {k: _as_state(k, v, getattr(self, k).dtype) for k, v in state.items()}
         return self._with_attributes(vars(self) | new)
 
     def get_config(self) -> dict[str, Any]:
         """The class's name and its configuration, JSON-able, without the state."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+        values = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init
+        }
         config = {
-            name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+            name: dataclasses.asdict(value)
+            if dataclasses.is_dataclass(value)
+            else value
             for name, value in values.items()
         }
         return {"class_name": _config_name(type(self)), "config": config}
@@ -138,12 +156,13 @@ class Stateful(_Frozen, abc.ABC):
         """The loss scale or the skip rule that `get_config` described, in its initial state.
 
         Args:
-          config: `{"class_name": …, "config": {…}}`, naming this class or the last subclass
-            defined with that name. One that shares its name with a class of this library is
-            named with its module, `my_module.DynamicLossScale`.
+          config: `{"class_name": …, "config": {…}}`, naming this class or the last
+            subclass defined with that name. One that shares its name with a class of
+            this library is named with its module, `my_module.DynamicLossScale`.
 
         Raises:
-          ValueError: for a malformed config, an unknown class, or an unknown or missing key.
+          ValueError: for a malformed config, an unknown class, or an unknown or missing
+            key.
 
         Example:
           >>> import optax_lossscale as ols
@@ -152,14 +171,19 @@ class Stateful(_Frozen, abc.ABC):
           FixedLossScale(128.0)
         """
         if not isinstance(config, dict) or set(config) != {"class_name", "config"}:
-            allowed = "a dict with the keys 'class_name' and 'config', as from get_config()"
+            allowed = (
+                "a dict with the keys 'class_name' and 'config', as from get_config()"
+            )
             validation.refuse(f"a {cls._kind}'s config", config, allowed)
-        classes = {_config_name(c): c for c in _subclasses(cls) if not inspect.isabstract(c)}
+        classes = {
+            _config_name(c): c for c in _subclasses(cls) if not inspect.isabstract(c)
+        }
         name = config["class_name"]
         if not isinstance(name, str) or name not in classes:
             raise ValueError(
                 f"no {cls._kind} is named {validation.shown(name)}; there are "
-                f"{', '.join(sorted(classes))}. Import the module that defines yours first."
+                f"{', '.join(sorted(classes))}. Import the module that defines yours "
+                "first."
             )
         return validation.construct(classes[name], config["config"])
 
@@ -172,7 +196,9 @@ class Stateful(_Frozen, abc.ABC):
 
     @classmethod
     def _unflatten(cls, static: Any, leaves: Any) -> Self:
-        return cls._with_attributes([*static, *zip(cls._state_names, leaves, strict=True)])
+        return cls._with_attributes(
+            [*static, *zip(cls._state_names, leaves, strict=True)]
+        )
 
     @classmethod
     def _with_attributes(cls, attributes: Any) -> Self:
@@ -184,9 +210,12 @@ class Stateful(_Frozen, abc.ABC):
 
 def _make_frozen_dataclass(cls: type[Stateful]) -> None:
     """Makes a class a frozen dataclass, so that its author may still decorate it as one."""
-    declared = {name: x for name, x in vars(cls).items() if isinstance(x, dataclasses.Field)}
+    declared = {
+        name: x for name, x in vars(cls).items() if isinstance(x, dataclasses.Field)
+    }
     dataclasses.dataclass(frozen=True, eq=False)(cls)
-    # A second `dataclass(frozen=True)` would refuse to replace these two; `_Frozen` has others.
+    # A second `dataclass(frozen=True)` would refuse to replace these two; `_Frozen` has
+    # others.
     del cls.__setattr__, cls.__delattr__
     # It replaces what is only inherited.
     for name in ("__eq__", "__hash__"):
@@ -207,9 +236,10 @@ def _complete_init(cls: type[Stateful]) -> Callable[..., None]:
         unset = [name for name in cls._state_names if name not in vars(self)]
         if unset and type(self) is cls:
             raise TypeError(
-                f"{cls.__name__} was made without its state {', '.join(unset)}. A __post_init__ "
-                "must call super().__post_init__(), and set each state_field() that has no "
-                "default: object.__setattr__(self, name, value)"
+                f"{cls.__name__} was made without its state {', '.join(unset)}. A "
+                "__post_init__ must call super().__post_init__(), and set each "
+                "state_field() that has no default: object.__setattr__(self, name, "
+                "value)"
             )
 
     return complete_init
@@ -239,4 +269,6 @@ def _as_state(name: str, value: Any, dtype: Any) -> jax.Array:
         return jnp.asarray(value, dtype)
     except (TypeError, ValueError) as error:
         got = validation.shown(value)
-        raise TypeError(f"the state {name} must be an array of {dtype}, got {got}") from error
+        raise TypeError(
+            f"the state {name} must be an array of {dtype}, got {got}"
+        ) from error

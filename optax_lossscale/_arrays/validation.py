@@ -64,7 +64,11 @@ def python_number(value: Any) -> int | float | None:
         if isinstance(value, jax.core.Tracer):
             return None
         value = value.item()
-    return None if isinstance(value, bool) or not isinstance(value, (int, float)) else value
+    return (
+        None
+        if isinstance(value, bool) or not isinstance(value, (int, float))
+        else value
+    )
 
 
 def is_numeric(value: Any) -> bool:
@@ -153,7 +157,9 @@ def argnums(value: Any) -> tuple[int, ...]:
     positions = tuple(value) if isinstance(value, Sequence) else (value,)
     for position in positions:
         if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
-            raise TypeError(f"argnums must be an int or a sequence of ints, got {shown(value)}")
+            raise TypeError(
+                f"argnums must be an int or a sequence of ints, got {shown(value)}"
+            )
     if len(set(positions)) < len(positions):
         raise ValueError(f"argnums must name each argument once, got {shown(value)}")
     return positions
@@ -163,8 +169,8 @@ def at_hand(name: str, tree: Any) -> None:
     """Raises unless the host can read these numbers: they must not be traced."""
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
         raise TypeError(
-            f"{name} reads numbers on the host: call it outside jit, vmap and grad, on what the "
-            "compiled step returned, or by jax.debug.callback"
+            f"{name} reads numbers on the host: call it outside jit, vmap and grad, on "
+            "what the compiled step returned, or by jax.debug.callback"
         )
 
 
@@ -176,7 +182,7 @@ def construct(cls: Callable[..., Any], config: Any) -> Any:
     if not isinstance(config, dict) or not set(required) <= set(config) <= set(allowed):
         needed = f", of which it needs {', '.join(required)}" if required else ""
         raise ValueError(
-            f"the config of {cls.__name__} must be a dict with keys among {', '.join(allowed)}"
-            f"{needed}; got {shown(config)}"
+            f"the config of {cls.__name__} must be a dict with keys among "
+            f"{', '.join(allowed)}{needed}; got {shown(config)}"
         )
     return cls(**config)

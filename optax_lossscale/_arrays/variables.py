@@ -21,7 +21,9 @@ def is_of_nnx(x: Any, *classes: str) -> bool:
     """Whether this is of one of the classes of Flax NNX with these names."""
     # Only a program that has imported Flax can have one, so this does not import it.
     nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, tuple(getattr(nnx, name) for name in classes))
+    return nnx is not None and isinstance(
+        x, tuple(getattr(nnx, name) for name in classes)
+    )
 
 
 def found(is_one: Callable[[Any], bool], tree: Any) -> list[Any]:

@@ -1,6 +1,7 @@
 """Which islands compute the same, so that one trace serves all of them.
 
-The layers of a model are often alike, and derivatives of `jax.checkpoint` take long to trace.
+The layers of a model are often alike, and derivatives of `jax.checkpoint` take long to
+trace.
 """
 
 from collections.abc import Hashable
@@ -37,7 +38,8 @@ def common(part: Part, program: Flat) -> Hashable | None:
 def _instruction(step: Instruction) -> tuple[Any, ...]:
     """What an instruction computes, and what made it."""
     eqn = step.eqn
-    params = tuple(sorted(eqn.params.items()))  # by their names, of which no two are equal
+    # Sorted by their names, of which no two are equal.
+    params = tuple(sorted(eqn.params.items()))
     made_by = (eqn.source_info.traceback, step.names)
     return eqn.primitive, params, eqn.ctx, made_by, tuple(step.takes), tuple(step.gives)
 

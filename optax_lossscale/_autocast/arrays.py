@@ -20,31 +20,39 @@ from optax_lossscale._programs.values import dtype_in, in_dtype
 class Call(NamedTuple):
     """A call of a function as a program of the arrays in it."""
 
-    # From the arrays in the arguments to those that the call changed in the Flax NNX modules and
-    # variables among these, and to those in the results; as traced.
+    # From the arrays in the arguments to those that the call changed in the Flax NNX
+    # modules and variables among these, and to those in the results; as traced.
     program: Any
     arrays: list[Any]  # those in the arguments
     is_parameter: list[bool]  # for each of them
-    # From the program's results to what the call returns; changes modules and variables.
+    # From the program's results to what the call returns; changes modules and
+    # variables.
     result: Callable[[Iterable[Any]], Any]
 
 
 @contextlib.contextmanager
 def as_program(
-    fun: Callable[..., Any], args: tuple, kwargs: dict, parameters: Container[int], low: np.dtype
+    fun: Callable[..., Any],
+    args: tuple,
+    kwargs: dict,
+    parameters: Container[int],
+    low: np.dtype,
 ) -> Iterator[Call]:
     """A call, traced with arrays of dtype `low` in float32; for use in this context alone."""
     with nnx.changes_kept():
         inputs = nnx.apart((args, kwargs))
         form, arrays = _form(inputs)
-        forms: list[_Form] = []  # of the objects that the function may change, and of its results
+        # Those of the objects that the function may change, and of its results.
+        forms: list[_Form] = []
 
         def of_arrays(*args, **kwargs):
             traced = jax.tree.leaves((args, kwargs))
             args, kwargs = nnx.together(form.filled(traced), inside=True)
             objects = nnx.objects((args, kwargs))
             objects, results = nnx.apart((objects, fun(*args, **kwargs)))
-            unchanged = {id(tracer): x for tracer, x in zip(traced, arrays, strict=True)}
+            unchanged = {
+                id(tracer): x for tracer, x in zip(traced, arrays, strict=True)
+            }
             form_of_objects, changed = _form(objects, unchanged)
             form_of_results, returned = _form(results)
             forms[:] = form_of_objects, form_of_results
@@ -52,7 +60,9 @@ def as_program(
 
         def result(arrays):
             following = iter(arrays)
-            return nnx.together([form.filled(following) for form in forms], inside=False)[1]
+            return nnx.together(
+                [form.filled(following) for form in forms], inside=False
+            )[1]
 
         # JAX names the function in what it says about the program, perhaps by its repr.
         if hasattr(inspect.unwrap(fun), "__code__"):
@@ -62,14 +72,17 @@ def as_program(
         with nnx.told_to_go_in_as_arguments(), AUTOCAST_DTYPE(low):
             program = jax.make_jaxpr(of_arrays)(*args, **kwargs)
         flags = zip(_are_parameters(inputs, parameters), form.others, strict=True)
-        yield Call(program, arrays, [flag for flag, other in flags if other is None], result)
+        yield Call(
+            program, arrays, [flag for flag, other in flags if other is None], result
+        )
 
 
 class _Form(NamedTuple):
     """A tree without its arrays."""
 
     tree: Any  # its structure
-    others: list[tuple[Any] | None]  # for each leaf, None if it is an array, else a tuple of it
+    # For each leaf, None if it is an array, else a tuple of it
+    others: list[tuple[Any] | None]
 
     def filled(self, arrays: Iterable[Any], with_others: bool = True) -> Any:
         """The tree of these arrays."""
@@ -83,7 +96,9 @@ class _Form(NamedTuple):
         return jax.tree.unflatten(self.tree, leaves)
 
 
-def _form(tree: Any, known: Mapping[int, Any] = MappingProxyType({})) -> tuple[_Form, list[Any]]:
+def _form(
+    tree: Any, known: Mapping[int, Any] = MappingProxyType({})
+) -> tuple[_Form, list[Any]]:
     """A tree's form and its arrays; for those with an `id` in `known`, what is there instead."""
     leaves, structure = jax.tree.flatten(tree)
     others: list[tuple[Any] | None] = []
@@ -97,12 +112,17 @@ def _form(tree: Any, known: Mapping[int, Any] = MappingProxyType({})) -> tuple[_
     return _Form(structure, others), arrays
 
 
-def _are_parameters(inputs: tuple[tuple, dict], positions: Container[int]) -> list[bool]:
+def _are_parameters(
+    inputs: tuple[tuple, dict], positions: Container[int]
+) -> list[bool]:
     """For each leaf of the arguments, whether it is a parameter: for NNX, an `nnx.Param`."""
     # No tree of flags: there are nodes that can hold nothing but arrays.
     args, kwargs = inputs
     flags: list[bool] = []
-    for tree, is_named in [*((x, i in positions) for i, x in enumerate(args)), (kwargs, False)]:
+    for tree, is_named in [
+        *((x, i in positions) for i, x in enumerate(args)),
+        (kwargs, False),
+    ]:
         for leaf in jax.tree.leaves(tree, is_leaf=is_variable):
             flag = nnx.is_parameter(leaf) if is_variable(leaf) else is_named
             flags += [flag] * len(jax.tree.leaves(leaf))

@@ -21,51 +21,58 @@ from optax_lossscale._programs.versions import open_jaxpr
 
 
 def autocast(
-    fun: Callable[..., Any] = inspect.Parameter.empty,  # so that a signature shows no default
+    # So that a signature shows no default
+    fun: Callable[..., Any] = inspect.Parameter.empty,
     dtype: Any = jnp.float16,
     argnums: int | Sequence[int] = 0,
 ) -> Callable[..., Any]:
     """`fun` with its matrix products and convolutions in 16 bits, and all else in float32.
 
-    A model whose parameters and inputs are float32 trains in float16 without a cast: products take
-    and return `dtype`, and the operations between two products compute in float32, whose result is
-    rounded for the second. So exponentials, logarithms, powers, sums, norms, losses and quotients
-    have float32's range and digits, and a mask of -1e9 or an epsilon of 1e-8 keeps its value. A
-    product too large for `dtype` still overflows, for the loss scale to see.
+    A model whose parameters and inputs are float32 trains in float16 without a cast:
+    products take and return `dtype`, and the operations between two products compute in
+    float32, whose result is rounded for the second. So exponentials, logarithms,
+    powers, sums, norms, losses and quotients have float32's range and digits, and a
+    mask of -1e9 or an epsilon of 1e-8 keeps its value. A product too large for `dtype`
+    still overflows, for the loss scale to see.
 
-    The backward pass recomputes the intermediates between two products instead of keeping them;
-    activations that go from product to product, such as the residual stream of a transformer, are
-    kept in 16 bits. That takes about as much memory as a model written in float16 by hand.
+    The backward pass recomputes the intermediates between two products instead of
+    keeping them; activations that go from product to product, such as the residual
+    stream of a transformer, are kept in 16 bits. That takes about as much memory as a
+    model written in float16 by hand.
 
     A product with `precision=jax.lax.Precision.HIGHEST`, or under
-    `jax.default_matmul_precision("highest")`, stays as it is; so does everything that is float64,
-    bfloat16 or float16 in `fun` itself, and everything that no jaxpr shows, as in Pallas kernels.
-    `dtype_report` says which products run in which dtype. `autocast` goes through `jit`, `scan`,
-    `cond`, `jax.checkpoint`, `shard_map`, custom derivatives and each `while_loop` whose condition
-    reads only integers. It works for training, evaluation and derivatives of any order.
+    `jax.default_matmul_precision("highest")`, stays as it is; so does everything that
+    is float64, bfloat16 or float16 in `fun` itself, and everything that no jaxpr shows,
+    as in Pallas kernels. `dtype_report` says which products run in which dtype.
+    `autocast` goes through `jit`, `scan`, `cond`, `jax.checkpoint`, `shard_map`, custom
+    derivatives and each `while_loop` whose condition reads only integers. It works for
+    training, evaluation and derivatives of any order.
 
     Args:
-      fun: a function that JAX can trace. It may take arrays, trees and modules of them, and
-        anything else; Flax NNX modules and variables among its arguments may change inside.
-        Without `fun`, this is a decorator: `@autocast(dtype=jnp.bfloat16)`.
+      fun: a function that JAX can trace. It may take arrays, trees and modules of them,
+        and anything else; Flax NNX modules and variables among its arguments may change
+        inside. Without `fun`, this is a decorator: `@autocast(dtype=jnp.bfloat16)`.
       dtype: `jnp.float16` or `jnp.bfloat16`.
-      argnums: which positional arguments hold the parameters, if any. The result of a product and
-        a parameter, as when a bias is added, is kept in 16 bits between products. Sums with other
-        float32 arguments, or with parameters passed by keyword, stay in float32. So list
-        only parameters, never a recurrent state: it would lose digits in 16 bits.
+      argnums: which positional arguments hold the parameters, if any. The result of a
+        product and a parameter, as when a bias is added, is kept in 16 bits between
+        products. Sums with other float32 arguments, or with parameters passed by
+        keyword, stay in float32. So list only parameters, never a recurrent state: it
+        would lose digits in 16 bits.
 
     Returns:
-      A function of the same arguments. If some of these are in `dtype`, its results have the
-      dtypes that `fun` would give them in float32. Its attribute `plan`, another function of the
-      same arguments, returns what would run in which dtype, at which line, to be printed.
+      A function of the same arguments. If some of these are in `dtype`, its results
+      have the dtypes that `fun` would give them in float32. Its attribute `plan`,
+      another function of the same arguments, returns what would run in which dtype, at
+      which line, to be printed.
 
     Raises:
       TypeError: if `fun` is not a function or `argnums` are not ints.
-      ValueError: if `dtype` is neither of the two or `argnums` repeat a number; when called, if an
-        argument that `argnums` name is not there, or is named twice.
+      ValueError: if `dtype` is neither of the two or `argnums` repeat a number; when
+        called, if an argument that `argnums` name is not there, or is named twice.
 
-    Source: `torch.autocast` and TensorFlow's mixed precision graph rewrite, which list operations
-    that need float32. Here all operations between two products get it, as a compiler fuses them.
+    Source: `torch.autocast` and TensorFlow's mixed precision graph rewrite, which list
+    operations that need float32. Here all operations between two products get it, as a
+    compiler fuses them.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -96,7 +103,10 @@ def autocast(
         """A call as a program, and the plan for it."""
         parameters = _parameters(fun, argnums, positions, len(args), kwargs)
         with as_program(fun, args, kwargs, parameters, low) as call:
-            kinds = [Kind.PARAMETER if is_one else Kind.FLOAT32 for is_one in call.is_parameter]
+            kinds = [
+                Kind.PARAMETER if is_one else Kind.FLOAT32
+                for is_one in call.is_parameter
+            ]
             # A TPU's compiler recomputes by itself what it lacks the memory for.
             how = Casting(low, prevent_cse=jax.default_backend() != "tpu")
             yield call, plan(call.program, call.arrays, kinds, how)
@@ -133,19 +143,22 @@ def _parameters(
             position = range(n_args)[n]
             if position in parameters:
                 raise ValueError(
-                    f"autocast was given argnums={argnums!r}, which name argument {position} "
-                    f"of {n_args} twice: name each argument once"
+                    f"autocast was given argnums={argnums!r}, which name argument "
+                    f"{position} of {n_args} twice: name each argument once"
                 )
             parameters.add(position)
         elif not _is_by_keyword(fun, n, kwargs):
             raise ValueError(
-                f"autocast was given argnums={argnums!r}, but there are {n_args} positional "
-                "arguments: pass the parameters by position, or argnums=() if there are none"
+                f"autocast was given argnums={argnums!r}, but there are {n_args} "
+                "positional arguments: pass the parameters by position, or argnums=() "
+                "if there are none"
             )
     return parameters
 
 
-def _is_by_keyword(fun: Callable[..., Any], position: int, kwargs: Mapping[str, Any]) -> bool:
+def _is_by_keyword(
+    fun: Callable[..., Any], position: int, kwargs: Mapping[str, Any]
+) -> bool:
     """Whether the argument that has this position was given by keyword."""
     try:
         named = list(inspect.signature(fun).parameters.values())
@@ -168,18 +181,24 @@ class _Decorator:
         return autocast(fun, self.dtype, self.argnums)
 
     def __enter__(self) -> NoReturn:
-        raise TypeError("autocast wraps a function: ols.autocast(loss_fn). It is no context")
+        raise TypeError(
+            "autocast wraps a function: ols.autocast(loss_fn). It is no context"
+        )
 
     def __exit__(self, *error: Any) -> None: ...
 
 
 def _refuse_no_function(fun: Any) -> None:
     """Raises for anything but a function, and for a dtype, which can be called like one."""
-    is_dtype = isinstance(fun, type) and validation.dtype(fun) in (jnp.float16, jnp.bfloat16)
+    is_dtype = isinstance(fun, type) and validation.dtype(fun) in (
+        jnp.float16,
+        jnp.bfloat16,
+    )
     if is_dtype or not callable(fun):
         raise TypeError(
-            "fun must be a function, as autocast wraps a function: ols.autocast(loss_fn), or "
-            f"ols.autocast(loss_fn, jnp.bfloat16); got {validation.shown(fun)}"
+            "fun must be a function, as autocast wraps a function: "
+            "ols.autocast(loss_fn), or ols.autocast(loss_fn, jnp.bfloat16); got "
+            f"{validation.shown(fun)}"
         )
 
 

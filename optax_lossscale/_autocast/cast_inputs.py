@@ -14,11 +14,12 @@ from optax_lossscale._programs.values import FLOAT32, dtype_in, in_dtype
 def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Makes `autocast` cast the inputs of `fun` to 16 bits, for a kernel that takes no others.
 
-    While `autocast` traces a model, the float32 arrays among the arguments of `fun` are cast to
-    `autocast`'s dtype, and results in that dtype are cast to float32. Elsewhere `fun` is called as
-    it is. So a model in float32 can call cuDNN's attention or a Pallas kernel, which `autocast`
-    cannot look into. A large negative bias becomes -inf in float16: give the kernel a mask
-    instead. Wrap a function with a custom derivative as a whole, not the kernels in its rules.
+    While `autocast` traces a model, the float32 arrays among the arguments of `fun` are
+    cast to `autocast`'s dtype, and results in that dtype are cast to float32. Elsewhere
+    `fun` is called as it is. So a model in float32 can call cuDNN's attention or a
+    Pallas kernel, which `autocast` cannot look into. A large negative bias becomes -inf
+    in float16: give the kernel a mask instead. Wrap a function with a custom derivative
+    as a whole, not the kernels in its rules.
 
     Args:
       fun: a function of arrays, trees of them and of anything else.
@@ -49,7 +50,9 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
         low = AUTOCAST_DTYPE.value
         if low is None:
             return fun(*args, **kwargs)
-        return _cast(low, FLOAT32, fun(*_cast(FLOAT32, low, args), **_cast(FLOAT32, low, kwargs)))
+        return _cast(
+            low, FLOAT32, fun(*_cast(FLOAT32, low, args), **_cast(FLOAT32, low, kwargs))
+        )
 
     return of_cast
 

@@ -1,8 +1,9 @@
 """The first pass: what kind each value is, which says whether 16 bits can hold it.
 
-Values are told apart by what they are made of. A result of a product is in 16 bits already, and a
-sum with one is kept so from product to product, as by hand. What is recomputed from these in about
-their range is as good as they are. Everything else may have another range, or need more digits.
+Values are told apart by what they are made of. A result of a product is in 16 bits
+already, and a sum with one is kept so from product to product, as by hand. What is
+recomputed from these in about their range is as good as they are. Everything else may
+have another range, or need more digits.
 
 The rule is a table: a row for what an operation does, a column for its widest operand.
 """
@@ -20,7 +21,12 @@ from optax_lossscale._autocast.products import is_narrowed, is_rewritten
 from optax_lossscale._programs.operations import TABLE, Is, operation, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import FLOAT32, dtype_in, is_float
-from optax_lossscale._programs.walk import arguments_of, carried_by, giving_results, programs_in
+from optax_lossscale._programs.walk import (
+    arguments_of,
+    carried_by,
+    giving_results,
+    programs_in,
+)
 
 
 class Kind(enum.Enum):
@@ -28,7 +34,9 @@ class Kind(enum.Enum):
 
     EXACT = "a literal of about 1 that 16 bits hold exactly, or 0, or a mask"
     NUMBER = "another literal of about 1"
-    PARAMETER = "a parameter, made from parameters alone, or another literal that 16 bits hold"
+    PARAMETER = (
+        "a parameter, made from parameters alone, or another literal that 16 bits hold"
+    )
     ROWS = "rows of a parameter, as from an embedding: kept in 16 bits where they are added to"
     PRODUCT = "the result of a product, perhaps moved: it has 16 bits already"
     SUM = "a sum with the result of a product: kept in 16 bits from product to product"
@@ -76,7 +84,9 @@ _TRANSFERS = _transfers(_TABLE)
 
 
 @remembered
-def classify(jaxpr: Any, arguments: tuple[Kind, ...], low: np.dtype) -> Mapping[int, Kind]:
+def classify(
+    jaxpr: Any, arguments: tuple[Kind, ...], low: np.dtype
+) -> Mapping[int, Kind]:
     """The kind of each value of a program, by number, from the kinds of its arguments."""
     program = flat(jaxpr)
     kinds = dict.fromkeys(program.consts, Kind.FLOAT32)
@@ -103,7 +113,9 @@ def widest(kinds: Iterable[Kind]) -> Kind:
     return Kind.SUM if kind == Kind.PRODUCT and not is_a_product else kind
 
 
-def _of_results(step: Instruction, operands: Sequence[Kind], low: np.dtype) -> Sequence[Kind]:
+def _of_results(
+    step: Instruction, operands: Sequence[Kind], low: np.dtype
+) -> Sequence[Kind]:
     """The kinds of the results of an instruction."""
     eqn = step.eqn
     if is_narrowed(eqn):
@@ -113,7 +125,9 @@ def _of_results(step: Instruction, operands: Sequence[Kind], low: np.dtype) -> S
     if Is.CASTS in traits(eqn) and dtype_in(eqn.invars[0]) == jnp.bool_:
         return [Kind.EXACT]
     floats = [v for v in (*eqn.invars, *eqn.outvars) if is_float(v)]
-    of_floats = [kind for v, kind in zip(eqn.invars, operands, strict=True) if is_float(v)]
+    of_floats = [
+        kind for v, kind in zip(eqn.invars, operands, strict=True) if is_float(v)
+    ]
     kind = Kind.FLOAT32
     if of_floats and all(dtype_in(v) == FLOAT32 for v in floats):
         kind = _TRANSFERS[_row(eqn, operands, low)][widest(of_floats)]
@@ -125,7 +139,13 @@ def _row(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> str:
     its_traits = traits(eqn)
     if its_traits & (Is.MOVES | Is.SENDS | Is.CHOOSES):
         is_sum = Is.ADDS_MANY in its_traits  # over devices
-        return "picks" if Is.PICKS in its_traits else "adds_over_devices" if is_sum else "moves"
+        return (
+            "picks"
+            if Is.PICKS in its_traits
+            else "adds_over_devices"
+            if is_sum
+            else "moves"
+        )
     if not its_traits & (Is.ADDS_TWO | Is.NEAR):
         return "leaves"
     narrowest = min(operands, key=_ORDER.index)
@@ -140,7 +160,11 @@ def _row(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> str:
     if Is.SATURATES in its_traits:
         return "saturates"
     # The range of bfloat16 is that of float32.
-    if Is.MULTIPLIES in its_traits and low != jnp.bfloat16 and narrowest not in _NUMBERS:
+    if (
+        Is.MULTIPLIES in its_traits
+        and low != jnp.bfloat16
+        and narrowest not in _NUMBERS
+    ):
         return "multiplies_by_parameter" if narrowest in _PARAMETERS else "leaves"
     return "near"
 
@@ -149,7 +173,8 @@ def _of_literal(literal: Literal, low: np.dtype) -> Kind:
     """The kind of a literal: by whether it is 0 or about 1, and 16 bits hold it."""
     if dtype_in(literal) != FLOAT32:
         return Kind.FLOAT32
-    value = np.asarray(literal.val, FLOAT32)  # which JAX may hold as a number of Python's
+    # JAX may hold it as a number of Python's.
+    value = np.asarray(literal.val, FLOAT32)
     size = np.abs(value)
     is_about_1 = (size == 0) | ((size >= 2**-8) & (size <= 2**8))
     if is_about_1.all():
@@ -199,10 +224,10 @@ def _is_normalized(
 
 def of_arguments(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
     """The kinds of operands inside of an equation: of what a loop carries, in every round."""
-    # If a scan runs over layers, so that each round multiplies by a matrix of its own, it carries
-    # what goes from layer to layer, which is kept as it is without a scan. Over time steps it
-    # carries what may be a running sum, in float32, and so does a `while`. Over layers, a carry
-    # that no product reads stays in float32, too.
+    # If a scan runs over layers, so that each round multiplies by a matrix of its own,
+    # it carries what goes from layer to layer, which is kept as it is without a scan.
+    # Over time steps it carries what may be a running sum, in float32, and so does a
+    # `while`. Over layers, a carry that no product reads stays in float32, too.
     inside = list(operands)
     carried = carried_by(eqn)
     for i in carried:
@@ -268,5 +293,7 @@ def _multiplied(jaxpr: Any, between: Is | None) -> tuple[bool, ...]:
             multiplied.update(step.ins[:2])
         for inner, numbers in arguments_of(step.eqn):
             flags = zip(numbers, _multiplied(inner, between), strict=False)
-            multiplied.update(step.ins[n] for n, is_multiplied in flags if is_multiplied)
+            multiplied.update(
+                step.ins[n] for n, is_multiplied in flags if is_multiplied
+            )
     return tuple(i in multiplied for i in program.ins)

@@ -12,13 +12,21 @@ from optax_lossscale._autocast.classify import Kind, widest
 from optax_lossscale._autocast.flat import Instruction
 from optax_lossscale._autocast.uses import KEPT, Use
 from optax_lossscale._programs.run import Run
-from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes, is_float
+from optax_lossscale._programs.values import (
+    dtype_in,
+    dtypes_in,
+    in_dtype,
+    in_dtypes,
+    is_float,
+)
 from optax_lossscale._programs.versions import bind, function_name
 
 UsesOf = Callable[[Any], Sequence[Use]]
 """Says what is done with a function's results, from their types."""
 
-Narrowed = Callable[[Callable[..., Any], Any, Sequence[Kind], UsesOf], tuple[Any, list[Any]]]
+Narrowed = Callable[
+    [Callable[..., Any], Any, Sequence[Kind], UsesOf], tuple[Any, list[Any]]
+]
 """What a function gives for a tuple of arguments of some kinds, narrowed; its own dtypes."""
 
 
@@ -78,13 +86,16 @@ def _primal(eqn: Any, runs: Sequence[Run]) -> Callable[..., list[Any]]:
     return primal
 
 
-def _forward(step: Instruction, gives: Sequence[Any], narrowed: Narrowed) -> Callable[..., Any]:
+def _forward(
+    step: Instruction, gives: Sequence[Any], narrowed: Narrowed
+) -> Callable[..., Any]:
     """The forward pass of a `custom_vjp`, with results in dtypes `gives`."""
     eqn = step.eqn
 
     def forward(*args):
         primals = in_dtypes(dtypes_in(eqn.invars), [x.value for x in args])
-        # Only with respect to what is differentiated: the original refuses what it closes over.
+        # Only with respect to what is differentiated: the original refuses what it
+        # closes over.
         first = eqn.params["num_consts"]
         perturbed = [i for i, x in enumerate(args) if x.perturbed and i >= first]
         # If the forward pass has no products, neither is known.
@@ -116,8 +127,12 @@ def _backward(eqn: Any, takes: Sequence[Any], narrowed: Narrowed) -> Callable[..
     def backward(widened, cotangents):
         pullback = widened()
         cotangents = _cotangents(eqn, cotangents)
-        residuals = zip(jax.tree.leaves(widened), jax.tree.leaves(pullback), strict=True)
-        kinds = [Kind.FLOAT32 if x.dtype == wide.dtype else Kind.SUM for x, wide in residuals]
+        residuals = zip(
+            jax.tree.leaves(widened), jax.tree.leaves(pullback), strict=True
+        )
+        kinds = [
+            Kind.FLOAT32 if x.dtype == wide.dtype else Kind.SUM for x, wide in residuals
+        ]
         kinds += [Kind.SUM] * len(cotangents)
 
         def uses(shapes):
@@ -133,18 +148,24 @@ def _backward(eqn: Any, takes: Sequence[Any], narrowed: Narrowed) -> Callable[..
     return backward
 
 
-def _vjp(eqn: Any, primals: Sequence[Any], perturbed: Iterable[int]) -> tuple[list[Any], Any]:
+def _vjp(
+    eqn: Any, primals: Sequence[Any], perturbed: Iterable[int]
+) -> tuple[list[Any], Any]:
     """The results of a `custom_vjp`, and the function that pulls cotangents of floats back."""
 
     def function(some):
         results = _of_some(eqn, primals)(some)
         return _of_floats(eqn, results), results
 
-    _, pullback, results = jax.vjp(function, {i: primals[i] for i in perturbed}, has_aux=True)
+    _, pullback, results = jax.vjp(
+        function, {i: primals[i] for i in perturbed}, has_aux=True
+    )
     return results, pullback
 
 
-def _of_some(eqn: Any, primals: Sequence[Any]) -> Callable[[Mapping[int, Any]], list[Any]]:
+def _of_some(
+    eqn: Any, primals: Sequence[Any]
+) -> Callable[[Mapping[int, Any]], list[Any]]:
     """The results of an equation as a function of some of its operands, by number."""
     return lambda some: bind(eqn, [some.get(i, x) for i, x in enumerate(primals)])
 

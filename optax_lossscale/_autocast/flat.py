@@ -17,7 +17,12 @@ from optax_lossscale._programs.versions import (
     is_program,
     open_jaxpr,
 )
-from optax_lossscale._programs.walk import LIBRARY, has_users_line, is_of_a_library, programs_in
+from optax_lossscale._programs.walk import (
+    LIBRARY,
+    has_users_line,
+    is_of_a_library,
+    programs_in,
+)
 
 _LONG = 100  # steps
 
@@ -25,12 +30,14 @@ _LONG = 100  # steps
 class Instruction(NamedTuple):
     """An equation, whose operands and results are numbered over the whole program."""
 
-    eqn: Any  # as JAX traced it, but for its line: that of the call around, if it is JAX's own
+    # As JAX traced it, but for its line: that of the call around, if it is JAX's own
+    eqn: Any
     ins: tuple[int, ...]
     outs: tuple[int, ...]
     names: Any  # the scopes around it, by which profiles name it
     # Once it is planned:
-    takes: Sequence[Any] = ()  # the dtype to which each operand is cast, or None for as it comes
+    # the dtype to which each operand is cast, or None for as it comes
+    takes: Sequence[Any] = ()
     gives: Sequence[Any] = ()  # the dtypes to which its results are rounded at once
     kinds: Sequence[Any] = ()  # those of its operands, if it holds products
     uses: Sequence[Any] = ()  # what is done with its results, likewise
@@ -49,7 +56,9 @@ class Instruction(NamedTuple):
     def at_its_line(self) -> Any:
         """A context in which errors, `debug_nans` and profiles point at the line that made it."""
         names = source_info_util.current_name_stack() + self.names
-        return source_info_util.user_context(self.eqn.source_info.traceback, name_stack=names)
+        return source_info_util.user_context(
+            self.eqn.source_info.traceback, name_stack=names
+        )
 
 
 class Flat(NamedTuple):
@@ -105,7 +114,9 @@ def flat(jaxpr: Any) -> Flat:
         return add(inner, operands, scope, eqn.source_info.traceback)
 
     program.ins.extend(_new(program, v.aval) for v in open_jaxpr(jaxpr).invars)
-    program.outs.extend(add(jaxpr, program.ins, source_info_util.new_name_stack(), None))
+    program.outs.extend(
+        add(jaxpr, program.ins, source_info_util.new_name_stack(), None)
+    )
     return program
 
 
@@ -116,7 +127,9 @@ def _new(program: Flat, aval: Any) -> int:
     return number
 
 
-def _numbers(program: Flat, known: Mapping[Any, int], variables: Any) -> tuple[int, ...]:
+def _numbers(
+    program: Flat, known: Mapping[Any, int], variables: Any
+) -> tuple[int, ...]:
     """The numbers of variables; each literal among them gets one of its own, below 0."""
     numbers = []
     for v in variables:
@@ -140,8 +153,9 @@ def _inlined(eqn: Any) -> Any:
 
 def _called(jaxpr: Any) -> set[int]:
     """The programs, by `id`, that stay calls: long ones that are called more than once."""
-    # In the place of its call, a program can share islands with what is around it. But a function
-    # that calls another twice, which calls another twice, and so on, would double at each of them.
+    # In the place of its call, a program can share islands with what is around it. But
+    # a function that calls another twice, which calls another twice, and so on, would
+    # double at each of them.
     calls = collections.Counter[int]()
     long: set[int] = set()
     unread = [jaxpr]

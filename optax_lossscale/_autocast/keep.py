@@ -1,8 +1,9 @@
 """The fourth pass: what each island leaves for others, in which dtype, and what is recomputed.
 
-What one island computes for another is kept in 16 bits, if its kind can be. What is cheap, and
-larger than what it is made of, is not kept: each island that reads it repeats it. In the backward
-pass an island is recomputed from what it read, so no float32 array is kept for it.
+What one island computes for another is kept in 16 bits, if its kind can be. What is
+cheap, and larger than what it is made of, is not kept: each island that reads it
+repeats it. In the backward pass an island is recomputed from what it read, so no
+float32 array is kept for it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,11 +28,12 @@ class Portion(NamedTuple):
 
     steps: tuple[Instruction, ...]
     is_island: bool
-    # What others read, in all dtypes in which they do, beginning with the one it is kept in;
-    # empty for what runs alone, which writes all of its results.
+    # What others read, in all dtypes in which they do, beginning with the one it is
+    # kept in; empty for what runs alone, which writes all of its results.
     writes: Mapping[int, Dtypes]
     repeated: int = 0  # how many leading steps repeat what others computed before
-    rounded: frozenset[int] = frozenset()  # what is rounded to 16 bits for those that read it here
+    # What is rounded to 16 bits for those that read it here
+    rounded: frozenset[int] = frozenset()
     is_recomputed: bool = False  # in the backward pass, if anything is
     saved: frozenset[int] = frozenset()  # what is kept all the same
 
@@ -66,12 +68,13 @@ def _of_island(
     rounded = {
         i
         for i in made
-        if known.is_kept_low(i) and (known.low in wanted.get(i, ()) or known.is_read_past(i))
+        if known.is_kept_low(i)
+        and (known.low in wanted.get(i, ()) or known.is_read_past(i))
     }
     read_here = {i for step in island for i in step.reads}
-    # A sum that is kept in 16 bits, and read here too, comes first and by itself. The rest then
-    # reads the sum, so that the gradient does not need its operands as well. (Compiled for an H100
-    # without this, a U-Net moves 1.06 of the bytes.)
+    # A sum that is kept in 16 bits, and read here too, comes first and by itself. The
+    # rest then reads the sum, so that the gradient does not need its operands as well.
+    # (Compiled for an H100 without this, a U-Net moves 1.06 of the bytes.)
     first = [i for i in made if i in rounded and i in read_here and i in wanted]
     portions: list[Portion] = []
     written: set[int] = set()
@@ -82,7 +85,9 @@ def _of_island(
             steps = _needed(i, island, written)
         repeated = _repeated_before(steps, repeats, rounded & written)
         steps = [*repeated, *steps]
-        writes = {i: wanted[i] for i in _made_by(steps) if i in wanted and i not in written}
+        writes = {
+            i: wanted[i] for i in _made_by(steps) if i in wanted and i not in written
+        }
         if writes:  # or else others repeat it
             portions.append(_portion(known, steps, len(repeated), writes, rounded))
             written.update(writes)
@@ -98,8 +103,14 @@ def _portion(
 ) -> Portion:
     """A portion of an island."""
     is_recomputed = known.how.recomputes and _is_recomputed(steps)
-    saved = _saved(known, steps, writes) if is_recomputed and known.how.keeps else frozenset()
-    return Portion(tuple(steps), True, writes, repeated, frozenset(rounded), is_recomputed, saved)
+    saved = (
+        _saved(known, steps, writes)
+        if is_recomputed and known.how.keeps
+        else frozenset()
+    )
+    return Portion(
+        tuple(steps), True, writes, repeated, frozenset(rounded), is_recomputed, saved
+    )
 
 
 def _wanted(
@@ -109,12 +120,17 @@ def _wanted(
     later = _later(known, island)
     wanted: dict[int, Dtypes] = {}
     for i, readers in later.items():
-        # A cheap step that only islands read is repeated in them. They need its operands instead.
+        # A cheap step that only islands read is repeated in them. They need its
+        # operands instead.
         if _but_products(i, readers):
             sources = repeats[i].sources if i in repeats else {i}
-            wanted |= {source: (known.kept_dtype(source),) for source in sources & later.keys()}
+            wanted |= {
+                source: (known.kept_dtype(source),) for source in sources & later.keys()
+            }
     for i, readers in later.items():
-        is_read_low = any(is_operand(i, reader) or known.is_sent(reader) for reader in readers)
+        is_read_low = any(
+            is_operand(i, reader) or known.is_sent(reader) for reader in readers
+        )
         if is_read_low and known.low not in wanted.get(i, ()):
             wanted[i] = (*wanted.get(i, ()), known.low)
     return wanted
@@ -133,7 +149,9 @@ def _needed(
     return steps[::-1]
 
 
-def _later(known: Known, island: Iterable[Instruction]) -> dict[int, Sequence[Instruction | None]]:
+def _later(
+    known: Known, island: Iterable[Instruction]
+) -> dict[int, Sequence[Instruction | None]]:
     """What reads the values of an island outside of it; None for the program's results."""
     inside = {id(step) for step in island}
     return {
@@ -142,7 +160,9 @@ def _later(known: Known, island: Iterable[Instruction]) -> dict[int, Sequence[In
     }
 
 
-def _but_products(i: int, readers: Iterable[Instruction | None]) -> list[Instruction | None]:
+def _but_products(
+    i: int, readers: Iterable[Instruction | None]
+) -> list[Instruction | None]:
     """Those of the readers of a value that read it otherwise than as a product's operand."""
     return [reader for reader in readers if not is_operand(i, reader)]
 
@@ -152,9 +172,10 @@ def _but_products(i: int, readers: Iterable[Instruction | None]) -> list[Instruc
 
 def _repeats(known: Known, groups: Sequence[Group]) -> dict[int, Repeat]:
     """What islands repeat: cheap steps whose results are larger than what they are made of."""
-    # Such as a mask or a constant that is broadcast, the rows of an embedding, and the result of a
-    # `tanh`: for its gradient, an island keeps what these read instead. (Without this, attention
-    # over long sequences takes 1.47 of the memory, and moves 1.30 of the bytes.)
+    # Such as a mask or a constant that is broadcast, the rows of an embedding, and the
+    # result of a `tanh`: for its gradient, an island keeps what these read instead.
+    # (Without this, attention over long sequences takes 1.47 of the memory, and moves
+    # 1.30 of the bytes.)
     repeats: dict[int, Repeat] = {}
     for group in groups:
         later = _later(known, group.steps)
@@ -174,14 +195,22 @@ def _is_loose(known: Known, step: Instruction) -> bool:
     return is_cheap(step.eqn) and not any(map(known.is_of_products, step.outs))
 
 
-def _repeat(known: Known, step: Instruction, repeats: Mapping[int, Repeat]) -> Repeat | None:
+def _repeat(
+    known: Known, step: Instruction, repeats: Mapping[int, Repeat]
+) -> Repeat | None:
     """What it takes to repeat a step, if that is less than to keep its results."""
     before = [repeats[i] for i in step.reads if i in repeats]
     sources = {i for i in step.reads if i not in repeats}
     sources.update(*(one.sources for one in before))
     length = 1 + sum(one.length for one in before)
-    is_larger = sum(_bytes(known, i) for i in sources) <= sum(_bytes(known, i) for i in step.outs)
-    return Repeat(step, frozenset(sources), length) if is_larger and length <= _LONGEST else None
+    is_larger = sum(_bytes(known, i) for i in sources) <= sum(
+        _bytes(known, i) for i in step.outs
+    )
+    return (
+        Repeat(step, frozenset(sources), length)
+        if is_larger and length <= _LONGEST
+        else None
+    )
 
 
 def _repeatable(
@@ -191,7 +220,9 @@ def _repeatable(
     readers = {i: _but_products(i, later[i]) for i in step.outs}
     if any(readers[i] and known.is_kept_low(i) for i in step.outs):
         return ()
-    return tuple(i for i in step.outs if all(_is_in_island(known, r) for r in readers[i]))
+    return tuple(
+        i for i in step.outs if all(_is_in_island(known, r) for r in readers[i])
+    )
 
 
 def _is_in_island(known: Known, reader: Instruction | None) -> bool:
@@ -199,7 +230,9 @@ def _is_in_island(known: Known, reader: Instruction | None) -> bool:
 
 
 def _repeated_before(
-    steps: Sequence[Instruction], repeats: Mapping[int, Repeat], rounded: Collection[int]
+    steps: Sequence[Instruction],
+    repeats: Mapping[int, Repeat],
+    rounded: Collection[int],
 ) -> list[Instruction]:
     """The steps whose results a portion reads, except rounded ones, and what those read."""
     before: dict[int, Instruction] = {}  # by number, which is the order of the program
@@ -228,8 +261,8 @@ def _bytes(known: Known, i: int) -> int:
 
 def _is_recomputed(steps: Sequence[Instruction]) -> bool:
     """Whether to recompute a portion: it computes something, and does so in one pass."""
-    # Each level of an associative scan, which spaces numbers out, is another pass over memory.
-    # (Without this, Mamba moves 1.14 of the bytes.)
+    # Each level of an associative scan, which spaces numbers out, is another pass over
+    # memory. (Without this, Mamba moves 1.14 of the bytes.)
     return not all(map(_only_moves, steps)) and not any(map(_spaces, steps))
 
 

@@ -20,7 +20,8 @@ class Casting(NamedTuple):
 
     dtype: np.dtype  # of the products
     recomputes: bool = True  # unless the user's own `jax.checkpoint` says what is kept
-    keeps: bool = True  # some sums, unless in a rule of derivatives: a name has no transpose
+    # Some sums, unless in a rule of derivatives: a name has no transpose
+    keeps: bool = True
     prevent_cse: bool = True  # as `jax.checkpoint` has it
 
 
@@ -60,10 +61,16 @@ class Known(NamedTuple):
 
     def is_of_products(self, i: int) -> bool:
         """Whether a value is in 16 bits, or a sum with one that is."""
-        return self.kinds[i] == Kind.SUM or i in self.sent or self.kept_dtype(i) == self.low
+        return (
+            self.kinds[i] == Kind.SUM
+            or i in self.sent
+            or self.kept_dtype(i) == self.low
+        )
 
 
-def known(jaxpr: Any, takes: Sequence[Any], arguments: Arguments, how: Casting) -> Known:
+def known(
+    jaxpr: Any, takes: Sequence[Any], arguments: Arguments, how: Casting
+) -> Known:
     """What is known of the values of a program, given the same of its arguments and results."""
     program = flat(jaxpr)
     readers = program.readers()
@@ -102,7 +109,8 @@ def _moved_to_products(program: Flat, readers: Readers) -> set[int]:
 
     def is_only_for_products(i: int) -> bool:
         return dtype_in(program.types[i]) == FLOAT32 and all(
-            is_operand(i, reader) or (reader is not None and not moved.isdisjoint(reader.outs))
+            is_operand(i, reader)
+            or (reader is not None and not moved.isdisjoint(reader.outs))
             for reader in readers.get(i, ())
         )
 

@@ -1,10 +1,12 @@
 """Flax NNX, whose objects a traced function changes in place; all that is NNX's own is here.
 
-A function's arguments are taken `apart` into arrays, put `together` inside of the trace, taken
-apart again there with the results, and put together outside. So each object that goes in comes out
-as itself, changed as without a trace. All of it happens in one context, `changes_kept`.
+A function's arguments are taken `apart` into arrays, put `together` inside of the
+trace, taken apart again there with the results, and put together outside. So each
+object that goes in comes out as itself, changed as without a trace. All of it happens
+in one context, `changes_kept`.
 
-Where Flax is not imported, there are no such objects: then every function returns what it takes.
+Where Flax is not imported, there are no such objects: then every function returns what
+it takes.
 """
 
 import contextlib
@@ -87,11 +89,12 @@ def told_to_go_in_as_arguments() -> Iterator[None]:
         yield
     except _of_another_trace() as error:
         raise TypeError(
-            "autocast traces the function, which changes an NNX module or variable that is not "
-            "among its arguments, or belongs to a function that is traced around it. Pass modules "
-            "to both as arguments: autocast(lambda model, x: model(x))(model, x), not "
-            "autocast(model)(x). A model that is merged inside needs variables of its own: "
-            f"nnx.merge(graphdef, state, copy=True). NNX says: {error}"
+            "autocast traces the function, which changes an NNX module or variable "
+            "that is not among its arguments, or belongs to a function that is traced "
+            "around it. Pass modules to both as arguments: autocast(lambda model, x: "
+            "model(x))(model, x), not autocast(model)(x). A model that is merged "
+            "inside needs variables of its own: nnx.merge(graphdef, state, "
+            f"copy=True). NNX says: {error}"
         ) from error
 
 
@@ -105,7 +108,9 @@ def _of_another_trace() -> Any:
     return getattr(sys.modules.get("flax.errors"), "TraceContextError", ())
 
 
-def _map(function: Callable[[Any], Any], is_one: Callable[[Any], bool], tree: Any) -> Any:
+def _map(
+    function: Callable[[Any], Any], is_one: Callable[[Any], bool], tree: Any
+) -> Any:
     """The tree with `function` of each node for which `is_one` holds."""
     return jax.tree.map(lambda x: function(x) if is_one(x) else x, tree, is_leaf=is_one)
 
@@ -122,7 +127,12 @@ def _is_apart(x: Any) -> bool:
 
 def _may_change(x: Any) -> bool:
     """Whether an object may be changed here: not if an enclosing function closes over it."""
-    return all(map(_is_writable, filter(is_variable, (node for _, node in _nnx().iter_graph(x)))))
+    return all(
+        map(
+            _is_writable,
+            filter(is_variable, (node for _, node in _nnx().iter_graph(x))),
+        )
+    )
 
 
 def _is_writable(variable: Any) -> bool:

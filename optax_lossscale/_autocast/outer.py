@@ -20,7 +20,9 @@ def outer_product(eqn: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.expand_dims(x, tuple(after_x)) * jnp.expand_dims(y, tuple(before_y))
 
 
-def _batch_first(x: jax.Array, contracted: Sequence[int], batch: Sequence[int]) -> jax.Array:
+def _batch_first(
+    x: jax.Array, contracted: Sequence[int], batch: Sequence[int]
+) -> jax.Array:
     """An operand of a `dot_general`: batch axes first, without those of length 1 to contract."""
     first = (*batch, *contracted)
     moved = jnp.moveaxis(x, first, range(len(first)))
@@ -34,7 +36,9 @@ def _pointwise_convolution(eqn: Any, x: jax.Array, kernel: jax.Array) -> jax.Arr
     x = jnp.transpose(x, numbers.lhs_spec)  # batch, features, places
     places = [
         (low, high, dilation - 1)
-        for (low, high), dilation in zip(params["padding"], params["lhs_dilation"], strict=True)
+        for (low, high), dilation in zip(
+            params["padding"], params["lhs_dilation"], strict=True
+        )
     ]
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *places])
     strides = (1, 1, *params["window_strides"])

@@ -1,7 +1,7 @@
 """The third pass: a program in groups, which are products and what else runs alone, and islands.
 
-An island is what is computed between products, from these, and cheaply enough to be computed once
-more in the backward pass.
+An island is what is computed between products, from these, and cheaply enough to be
+computed once more in the backward pass.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """The fifth pass: the plan, which says in which dtype each instruction runs; print it.
 
-Between products everything runs in float32, in islands: a product gives 16 bits, an island reads
-them, computes in float32, and rounds once where the next product begins.
+Between products everything runs in float32, in islands: a product gives 16 bits, an
+island reads them, computes in float32, and rounds once where the next product begins.
 """
 
 from collections import ChainMap
@@ -13,9 +13,20 @@ from optax_lossscale._autocast.flat import Flat, Instruction
 from optax_lossscale._autocast.keep import Portion, keep, read_by
 from optax_lossscale._autocast.known import Casting, Known, known
 from optax_lossscale._autocast.partition import partition
-from optax_lossscale._autocast.products import holds_products, is_narrowed, is_outer_product
+from optax_lossscale._autocast.products import (
+    holds_products,
+    is_narrowed,
+    is_outer_product,
+)
 from optax_lossscale._autocast.shown import shown
-from optax_lossscale._autocast.uses import Arguments, Entry, Use, entered, is_kept_low, uses_inside
+from optax_lossscale._autocast.uses import (
+    Arguments,
+    Entry,
+    Use,
+    entered,
+    is_kept_low,
+    uses_inside,
+)
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in
@@ -31,12 +42,15 @@ class Part(NamedTuple):
 
     steps: tuple[Instruction, ...]
     repeated: int  # how many leading steps repeat what other parts computed before
-    reads: dict[int, Any]  # from other parts, each in its dtype, or None for as it is kept
-    # What other parts read, in all dtypes in which they do, beginning with the one it is kept in.
+    # From other parts, each in its dtype, or None for as it is kept
+    reads: dict[int, Any]
+    # What other parts read, in all dtypes in which they do, beginning with the one it
+    # is kept in.
     writes: Mapping[int, tuple[Any, ...]]
     is_recomputed: bool = False  # in the backward pass
     is_spread: bool = False  # whether it sends 16 bits, with the derivative of float32
-    saved: frozenset[int] = frozenset()  # what is kept for the backward pass, and not recomputed
+    # What is kept for the backward pass, and not recomputed
+    saved: frozenset[int] = frozenset()
 
 
 class Plan(NamedTuple):
@@ -63,7 +77,8 @@ def plan(
 
     Args:
       jaxpr: the program.
-      args: its arguments, of which those in the dtype of products are taken as they are.
+      args: its arguments, of which those in the dtype of products are taken as they
+        are.
       kinds: what each of them is.
       how: how it is narrowed.
       uses: what is done with each of its results; without it, anything.
@@ -109,7 +124,9 @@ def _island(facts: Known, portion: Portion, available: Available) -> Part:
         typed = _typed(facts, step, here, is_low=any(map(facts.is_read_past, rounded)))
         # Steps that read it here see what others will.
         pairs = zip(step.outs, typed.gives, strict=True)
-        typed = typed._replace(gives=tuple(facts.low if i in rounded else d for i, d in pairs))
+        typed = typed._replace(
+            gives=tuple(facts.low if i in rounded else d for i, d in pairs)
+        )
         here |= {i: (dtype,) for i, dtype in zip(step.outs, typed.gives, strict=True)}
         steps.append(typed)
     reads = dict.fromkeys(read_by(steps))
@@ -158,7 +175,9 @@ def _typed(
     if holds_products(eqn):
         return _entered(facts, step, there)
     if facts.is_sent(step):
-        takes = tuple(low if dtype == FLOAT32 else dtype for dtype in dtypes_in(eqn.invars))
+        takes = tuple(
+            low if dtype == FLOAT32 else dtype for dtype in dtypes_in(eqn.invars)
+        )
         return step._replace(takes=takes, gives=(low,) * len(results))
     if traits(eqn) & (Is.MOVES | Is.SENDS):
         gives = there if len(there) == len(results) else there[:1] * len(results)
@@ -184,7 +203,13 @@ def _entered(facts: Known, step: Instruction, there: Sequence[Any]) -> Instructi
     gives = [facts.kept_dtype(i) for i in step.outs]
     as_told = tuple(gives) if Is.BRANCHES in traits(eqn) else None
     plans = [
-        _plan(entry.program, tuple(takes[n] for n in entry.operands), entry.known, how, as_told)
+        _plan(
+            entry.program,
+            tuple(takes[n] for n in entry.operands),
+            entry.known,
+            how,
+            as_told,
+        )
         for entry in entries
     ]
     if Is.SCANS in traits(eqn):
@@ -201,12 +226,15 @@ def _entered(facts: Known, step: Instruction, there: Sequence[Any]) -> Instructi
     )
 
 
-def _taken(facts: Known, eqn: Any, entries: Sequence[Entry], there: Sequence[Any]) -> list[Any]:
+def _taken(
+    facts: Known, eqn: Any, entries: Sequence[Entry], there: Sequence[Any]
+) -> list[Any]:
     """The dtypes in which the programs in an equation take its operands."""
     takes = list(there)
     carried = carried_by(eqn)
     if Is.SCANS in traits(eqn):
-        # What every round reads gets a gradient from each of them: a sum of many numbers.
+        # What every round reads gets a gradient from each of them: a sum of many
+        # numbers.
         takes[: carried.start] = dtypes_in(eqn.invars[: carried.start])
     of_operands = uses_inside(eqn, entries, facts.low)
     for entry in entries:

@@ -53,9 +53,13 @@ def holds_products(eqn: Any) -> bool:
 @remembered
 def _narrows(program: Any) -> bool:
     """Whether a program has products, or what has such derivatives, to have in 16 bits."""
-    # The backward pass of a `custom_vjp` may have products where its forward pass has none.
+    # The backward pass of a `custom_vjp` may have products where its forward pass has
+    # none.
     return any(
-        is_narrowed(eqn) or is_outer_product(eqn) or Is.VJP in traits(eqn) or holds_products(eqn)
+        is_narrowed(eqn)
+        or is_outer_product(eqn)
+        or Is.VJP in traits(eqn)
+        or holds_products(eqn)
         for eqn in open_jaxpr(program).eqns
     )
 
@@ -68,7 +72,9 @@ def is_rewritten(eqn: Any) -> bool:
 def why_left(eqn: Any) -> str:
     """Why products in an equation, or the equation itself, are not narrowed; "" if they are."""
     if not is_product(eqn):
-        return _why_not_rewritten(eqn) if any(map(_multiplies, programs_in(eqn))) else ""
+        return (
+            _why_not_rewritten(eqn) if any(map(_multiplies, programs_in(eqn))) else ""
+        )
     if is_narrowed(eqn) or asks_for_precision(eqn):
         return ""
     dtypes = dtypes_in(eqn.invars[:2])
@@ -104,7 +110,8 @@ def remedy(why: str) -> str:
         return "set it to 'default', and use precision='highest' for the products that need it"
     if why == _WITH_FLOAT64:
         return (
-            "cast the batch and the parameters to float32: NumPy's arrays are float64 by default"
+            "cast the batch and the parameters to float32: NumPy's arrays are float64 "
+            "by default"
         )
     if why.startswith("a product with"):
         return "cast the integers to float32"
@@ -117,7 +124,9 @@ def remedy(why: str) -> str:
 def _multiplies(program: Any) -> bool:
     """Whether a program has products, however deep, that would be in 16 bits outside it."""
     return any(
-        is_narrowed(eqn) or is_outer_product(eqn) or any(map(_multiplies, programs_in(eqn)))
+        is_narrowed(eqn)
+        or is_outer_product(eqn)
+        or any(map(_multiplies, programs_in(eqn)))
         for eqn in open_jaxpr(program).eqns
     )
 
@@ -136,7 +145,9 @@ def _waits(loop: Any) -> bool:
     condition = open_jaxpr(loop.params["cond_jaxpr"])
     operands = [*condition.outvars, *(v for eqn in condition.eqns for v in eqn.invars)]
     read = {v for v in operands if not isinstance(v, Literal)}
-    return not all(jnp.issubdtype(dtype_in(v), jnp.integer) for v in condition.invars if v in read)
+    return not all(
+        jnp.issubdtype(dtype_in(v), jnp.integer) for v in condition.invars if v in read
+    )
 
 
 def _default_asks_for_precision() -> bool:

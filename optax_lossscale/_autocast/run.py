@@ -16,11 +16,22 @@ from optax_lossscale._autocast.flat import Instruction
 from optax_lossscale._autocast.known import Casting
 from optax_lossscale._autocast.outer import outer_product
 from optax_lossscale._autocast.plan import Part, Plan, plan
-from optax_lossscale._autocast.products import SCOPE, is_narrowed, is_outer_product, why_left
+from optax_lossscale._autocast.products import (
+    SCOPE,
+    is_narrowed,
+    is_outer_product,
+    why_left,
+)
 from optax_lossscale._autocast.uses import Use
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.run import Run, enter
-from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in, in_dtype, in_dtypes
+from optax_lossscale._programs.values import (
+    FLOAT32,
+    dtype_in,
+    dtypes_in,
+    in_dtype,
+    in_dtypes,
+)
 from optax_lossscale._programs.versions import bind
 
 _SAVES = checkpoint_policies.save_only_these_names(SCOPE)
@@ -81,7 +92,8 @@ def _by_plan(made: Plan, inside: Inside, islands: Islands) -> Run:
     program = made.program
 
     def call(args):
-        # A value is held under its number, as an array for each dtype in which it is read.
+        # A value is held under its number, as an array for each dtype in which it is
+        # read.
         values: dict[int, dict[Any, Any]] = {}
         for i, x in (*program.consts.items(), *zip(program.ins, args, strict=True)):
             values[i] = {dtype_in(x): x}
@@ -107,18 +119,23 @@ def _by_plan(made: Plan, inside: Inside, islands: Islands) -> Run:
     return Run(made.takes, made.gives, call)
 
 
-def _spread(step: Instruction, low: dict[int, list[Any]], ins: list[Any]) -> dict[int, list[Any]]:
+def _spread(
+    step: Instruction, low: dict[int, list[Any]], ins: list[Any]
+) -> dict[int, list[Any]]:
     """What was sent in 16 bits, and the same in float32, from which only derivatives are made."""
     with step.at_its_line():
         wide = bind(step.eqn, in_dtypes(dtypes_in(step.eqn.invars), ins))
-    return {i: [_in_place_of(low[i][0], x), x] for i, x in zip(step.outs, wide, strict=True)}
+    return {
+        i: [_in_place_of(low[i][0], x), x] for i, x in zip(step.outs, wide, strict=True)
+    }
 
 
 @jax.custom_jvp
 def _in_place_of(low: jax.Array, wide: jax.Array) -> jax.Array:
     """An array in 16 bits, with the derivative of one in float32."""
-    # Where the forward pass sends an array to many devices, the backward pass sums over them: this
-    # way in float32. The compiler drops the sending in float32, whose results nothing reads.
+    # Where the forward pass sends an array to many devices, the backward pass sums over
+    # them: this way in float32. The compiler drops the sending in float32, whose
+    # results nothing reads.
     return low
 
 
@@ -140,36 +157,49 @@ def _written(
 
     alike = common(part, made.program)
     # JAX knows by the function that it has traced and differentiated it before.
-    function = computed if alike is None else islands.setdefault((alike, made.how), computed)
+    function = (
+        computed if alike is None else islands.setdefault((alike, made.how), computed)
+    )
     policy = _SAVES if part.saved else None  # which takes longer to trace
-    recomputed = jax.checkpoint(function, prevent_cse=made.how.prevent_cse, policy=policy)
+    recomputed = jax.checkpoint(
+        function, prevent_cse=made.how.prevent_cse, policy=policy
+    )
     return dict(zip(sorted(part.writes), recomputed(operands), strict=True))
 
 
-def _computed(part: Part, operands: list[Any], made: Plan, inside: Inside) -> dict[int, list[Any]]:
+def _computed(
+    part: Part, operands: list[Any], made: Plan, inside: Inside
+) -> dict[int, list[Any]]:
     """What a part writes, in each dtype."""
     values = dict(zip(part.reads, operands, strict=True))
     values |= {i: literal.val for i, literal in made.program.literals.items()}
 
-    @functools.cache  # so that its gradients are summed in the dtype in which it is read
+    # So that its gradients are summed in the dtype in which it is read
+    @functools.cache
     def cast(i, dtype):
         return in_dtype(dtype, values[i])
 
     written: dict[int, list[Any]] = {}
     for step in part.steps:
         with step.at_its_line():
-            results = _results(step, list(map(cast, step.ins, step.takes)), made.how, inside)
+            results = _results(
+                step, list(map(cast, step.ins, step.takes)), made.how, inside
+            )
             results = in_dtypes(step.gives, results)
             if not part.saved.isdisjoint(step.outs):
                 results = [checkpoint_name(x, SCOPE) for x in results]
             values |= zip(step.outs, results, strict=True)
             for i in step.outs:
                 if i in part.writes:
-                    written[i] = [in_dtype(dtype, values[i]) for dtype in part.writes[i]]
+                    written[i] = [
+                        in_dtype(dtype, values[i]) for dtype in part.writes[i]
+                    ]
     return written
 
 
-def _results(step: Instruction, ins: list[Any], how: Casting, inside: Inside) -> list[Any]:
+def _results(
+    step: Instruction, ins: list[Any], how: Casting, inside: Inside
+) -> list[Any]:
     """The results of an instruction."""
     eqn = step.eqn
     if is_narrowed(eqn):

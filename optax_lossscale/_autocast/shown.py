@@ -63,7 +63,9 @@ def _line(part: "Part", names: Mapping[int, Any]) -> str:
     repeated = part.steps[: part.repeated]
     steps = part.steps[part.repeated :]
     reads = _typed(names, part.reads, part.reads.values())
-    writes = [f"{i}:{' and '.join(map(_short, dtypes))}" for i, dtypes in part.writes.items()]
+    writes = [
+        f"{i}:{' and '.join(map(_short, dtypes))}" for i, dtypes in part.writes.items()
+    ]
     line = f"{how}: {_operations(steps)} ({reads}) -> {', '.join(writes)}"
     if repeated:
         line += f", repeating {_operations(repeated)}"
@@ -97,7 +99,9 @@ def _names(program: Flat) -> Mapping[int, Any]:
     return names | {i: name for i, name in pairs if name and counts[name] == 1}
 
 
-def _typed(names: Mapping[int, Any], numbers: Iterable[int], dtypes: Iterable[Any]) -> str:
+def _typed(
+    names: Mapping[int, Any], numbers: Iterable[int], dtypes: Iterable[Any]
+) -> str:
     """Values by name, or else by number, each with its dtype, if it is said."""
     typed = []
     for i, dtype in zip(numbers, dtypes, strict=True):
@@ -108,12 +112,18 @@ def _typed(names: Mapping[int, Any], numbers: Iterable[int], dtypes: Iterable[An
 
 def _short(dtype: Any) -> str:
     """`f16` for float16, as jaxprs have it."""
-    return jax.core.ShapedArray((), dtype).str_short(short_dtypes=True).removesuffix("[]")
+    return (
+        jax.core.ShapedArray((), dtype).str_short(short_dtypes=True).removesuffix("[]")
+    )
 
 
 def _wrapped(line: str) -> list[str]:
     """A line in as many as it takes."""
     lines = textwrap.wrap(
-        line, _WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        line,
+        _WIDTH,
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
     )
     return [line.replace(_NO_BREAK, " ") for line in lines]

@@ -1,7 +1,7 @@
 """The second pass: what is done with each value afterwards, which says how long it is needed.
 
-It goes backward, as kinds go forward. A value that is read again once a product has been computed
-from it has to be kept until then; one that is used up before is free.
+It goes backward, as kinds go forward. A value that is read again once a product has
+been computed from it has to be kept until then; one that is used up before is free.
 """
 
 import enum
@@ -18,7 +18,12 @@ from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import numbers_in
 from optax_lossscale._programs.versions import open_jaxpr
-from optax_lossscale._programs.walk import arguments_of, carried_by, giving_results, programs_in
+from optax_lossscale._programs.walk import (
+    arguments_of,
+    carried_by,
+    giving_results,
+    programs_in,
+)
 
 
 class Use(enum.Flag):
@@ -56,10 +61,10 @@ class Entry(NamedTuple):
 
 def is_kept_low(kind: Kind, use: Use) -> bool:
     """Whether a float32 value of a kind is kept in 16 bits, and rounded where it is made."""
-    # The result of a product is in 16 bits already. A sum that only products read is rounded by
-    # these, and so may be before. A sum that no product depends on is never rounded, and one that
-    # is used up before the next product is not rounded either: whatever holds the programs that
-    # make it and read it, its digits are the same.
+    # The result of a product is in 16 bits already. A sum that only products read is
+    # rounded by these, and so may be before. A sum that no product depends on is never
+    # rounded, and one that is used up before the next product is not rounded either:
+    # whatever holds the programs that make it and read it, its digits are the same.
     if kind == Kind.ROWS:
         return KEPT | Use.ADDED in use
     if kind == Kind.SUM:
@@ -79,7 +84,11 @@ def uses(jaxpr: Any, known: Arguments, low: np.dtype) -> Mapping[int, Use]:
     for step in reversed(program.steps):
         of_results = [after[i] for i in step.outs]
         if is_narrowed(step.eqn):
-            of_operands = [Use.MULTIPLIED, Use.MULTIPLIED, *[Use(0)] * (len(step.ins) - 2)]
+            of_operands = [
+                Use.MULTIPLIED,
+                Use.MULTIPLIED,
+                *[Use(0)] * (len(step.ins) - 2),
+            ]
         elif is_rewritten(step.eqn):
             entries = entered(step, kinds, depths, of_results, low)
             of_operands = uses_inside(step.eqn, entries, low)
@@ -91,7 +100,10 @@ def uses(jaxpr: Any, known: Arguments, low: np.dtype) -> Mapping[int, Use]:
 
 
 def _of_operands(
-    step: Instruction, kinds: Mapping[int, Kind], depths: Mapping[int, int], results: Sequence[Use]
+    step: Instruction,
+    kinds: Mapping[int, Kind],
+    depths: Mapping[int, int],
+    results: Sequence[Use],
 ) -> list[Use]:
     """What an operation, neither a product nor entered, does with each of its operands."""
     its_traits = traits(step.eqn)
@@ -124,7 +136,9 @@ def _is_read_past(
         return True
     size = numbers_in(step.eqn.invars[n].aval)
     return any(
-        Use.PAST in use and _is_repeated(step, kinds[i], use) and numbers_in(v.aval) >= size
+        Use.PAST in use
+        and _is_repeated(step, kinds[i], use)
+        and numbers_in(v.aval) >= size
         for i, v, use in zip(step.outs, step.eqn.outvars, results, strict=True)
     )
 
@@ -157,7 +171,9 @@ def _depths(jaxpr: Any, arguments: tuple[int, ...]) -> Mapping[int, int]:
     for step in program.steps:
         operands = [depths[i] for i in step.ins]
         if is_rewritten(step.eqn):
-            depths |= zip(step.outs, _depths_of_results(step.eqn, operands), strict=True)
+            depths |= zip(
+                step.outs, _depths_of_results(step.eqn, operands), strict=True
+            )
         else:
             deepest = max(operands, default=0)
             depths |= dict.fromkeys(step.outs, deepest + is_narrowed(step.eqn))
@@ -176,9 +192,9 @@ def _depths_of_results(eqn: Any, operands: Sequence[int]) -> list[int]:
 
 def _places(eqn: Any, depths: Sequence[int]) -> dict[int, int]:
     """The depths of operands as the programs in an equation see them: from 0 on, and close."""
-    # Whether a value comes before another is all that is asked of depths. So a gap that is wider
-    # than all products in a program can bridge is as good as any other, and a function that is
-    # called from many depths is read a few times.
+    # Whether a value comes before another is all that is asked of depths. So a gap that
+    # is wider than all products in a program can bridge is as good as any other, and a
+    # function that is called from many depths is read a few times.
     widest_gap = 1 + max(map(_products_in, programs_in(eqn)), default=0)
     places: dict[int, int] = {}
     place = 0
@@ -239,8 +255,9 @@ def entered(
                 (Use.WIDELY,) if is_condition else tuple(after),
             )
             entries.append(Entry(program, numbers, known))
-        # What a scan carries from layer to layer is read in the next one, too. But if no product
-        # depends on it in the end, it is rounded there alone: the last result is not.
+        # What a scan carries from layer to layer is read in the next one, too. But if
+        # no product depends on it in the end, it is rounded there alone: the last
+        # result is not.
         of_operands = uses_inside(eqn, entries, low)
         joined = list(after)
         for j, n in enumerate(carried):

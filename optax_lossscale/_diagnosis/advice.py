@@ -50,13 +50,15 @@ def _found_fine(page: Diagnosis) -> Diagnosis:
     advice = "Nothing."
     if not page.computes_in:
         verdict = (
-            "Nothing is computed in 16 bits, nor would autocast compute anything in it: there are "
-            "no products to narrow."
+            "Nothing is computed in 16 bits, nor would autocast compute anything in "
+            "it: there are no products to narrow."
         )
     elif not fits:
         verdict = f"{page.computes_in[0]} is fine as it is, and needs no loss scale."
     elif page.loss_scale is not None:
-        verdict = f"float16 is fine, and so is a loss scale of {scale_name(page.loss_scale)}."
+        verdict = (
+            f"float16 is fine, and so is a loss scale of {scale_name(page.loss_scale)}."
+        )
     else:
         spare = f"{math.log2(fits.largest):.0f} bits to spare"
         verdict = f"float16 is fine as it is, without a loss scale, with {spare}."
@@ -86,11 +88,14 @@ def _about_what_is_wrong(page: Diagnosis) -> Findings:
             f"{words_in_float32(page, first)}.",
             [remedy_in_float32(page, first)],
         )
-    elif page.overflow and all(_is_lost_at_the_scale_that_fits(page, one) for one in page.wrong):
+    elif page.overflow and all(
+        _is_lost_at_the_scale_that_fits(page, one) for one in page.wrong
+    ):
         verdict = (
-            f"No single loss scale fits: at {scale_name(page.scale)} the gradient of {worst.name} "
-            f"is off by {worst.off:.1%}, as {worst.place} is lost to underflow, and from "
-            f"{_top(page.initial_scale)} on, {page.overflow} overflows."
+            f"No single loss scale fits: at {scale_name(page.scale)} the gradient of "
+            f"{worst.name} is off by {worst.off:.1%}, as {worst.place} is lost to "
+            f"underflow, and from {_top(page.initial_scale)} on, {page.overflow} "
+            "overflows."
         )
         yield verdict, [_in_range(page.overflow)]
     else:
@@ -100,7 +105,11 @@ def _about_what_is_wrong(page: Diagnosis) -> Findings:
 
 def _is_lost_at_the_scale_that_fits(page: Diagnosis, one: Wrong) -> bool:
     """Whether a larger scale would mend it."""
-    return page.initial_scale is not None and one.how == "vanishes" and one.place.is_backward
+    return (
+        page.initial_scale is not None
+        and one.how == "vanishes"
+        and one.place.is_backward
+    )
 
 
 def _what_is_wrong(page: Diagnosis, worst: Wrong) -> str:
@@ -109,24 +118,25 @@ def _what_is_wrong(page: Diagnosis, worst: Wrong) -> str:
     because = "" if worst.how == "adds up" else f": {worst.place} {_HOWS[worst.how][0]}"
     if not np.isfinite(page.loss):
         return (
-            f"The loss is {page.loss} at any loss scale, as that only multiplies gradients; in "
-            f"float32 it is {page.loss_in_float32:.4g}{because}"
+            f"The loss is {page.loss} at any loss scale, as that only multiplies "
+            f"gradients; in float32 it is {page.loss_in_float32:.4g}{because}"
         )
     if page.initial_scale is None:
         return (
-            f"The loss is finite; its gradients are not at any scale, but are in float32{because}"
+            "The loss is finite; its gradients are not at any scale, but are in "
+            f"float32{because}"
         )
     if worst.name == "the loss":
         losses = f"{page.loss:.4g} for {page.loss_in_float32:.4g}"
         return f"{dtypes} gives a wrong loss, {losses}{because}"
     if worst.name == "a value inside":
         return (
-            f"{dtypes} gives wrong values inside, though loss and gradients happen to agree with "
-            f"float32's{because}"
+            f"{dtypes} gives wrong values inside, though loss and gradients happen to "
+            f"agree with float32's{because}"
         )
     return (
-        f"{dtypes} gives wrong gradients: that of {worst.name} is off by {worst.off:.1%}, at the "
-        f"scale that fits best{because}"
+        f"{dtypes} gives wrong gradients: that of {worst.name} is off by "
+        f"{worst.off:.1%}, at the scale that fits best{because}"
     )
 
 
@@ -134,19 +144,23 @@ _DIGITS = "Compute {line}, and what it is made of, in float32: it needs more dig
 _HOWS = {  # what an equation does, in the words of the verdict; and what to do about it
     "overflows": (
         "overflows",
-        "Compute {line} in float32, or with smaller numbers: those above {largest} are infinite.",
+        "Compute {line} in float32, or with smaller numbers: those above {largest} "
+        "are infinite.",
     ),
     "vanishes": (
         "is lost to underflow",
-        "Compute {line} in float32, or with larger numbers: those below {least} become 0.",
+        "Compute {line} in float32, or with larger numbers: those below {least} "
+        "become 0.",
     ),
     "saturates": (
         "saturates",
-        "Compute {line} in float32: 16 bits round it to its limit, where its derivative is 0.",
+        "Compute {line} in float32: 16 bits round it to its limit, where its "
+        "derivative is 0.",
     ),
     "stagnates": (
         "stagnates, as small terms are lost beside a large sum",
-        "Compute {line} in float32, as small terms are lost beside a large sum: {summed}",
+        "Compute {line} in float32, as small terms are lost beside a large sum: "
+        "{summed}",
     ),
     "rounds": ("needs more digits than 16 bits have", _DIGITS),
     "amplifies": ("amplifies the rounding of its operands", _DIGITS),
@@ -158,17 +172,23 @@ _HOWS = {  # what an equation does, in the words of the verdict; and what to do 
     ),
     "adds up": (
         "",
-        "Compute more in float32: rounding adds up over many lines; no one line is at fault.",
+        "Compute more in float32: rounding adds up over many lines; no one line is "
+        "at fault.",
     ),
 }
 _INNER = (
-    "The derivative at {source} is taken inside of the loss function, where no loss scale "
-    "reaches: scale its own loss by a fixed number, as in "
+    "The derivative at {source} is taken inside of the loss function, where no loss "
+    "scale reaches: scale its own loss by a fixed number, as in "
     "ols.value_and_scaled_grad(inner_loss, 2.0**10)(x), and divide what it returns."
 )
-_WIDE = "Compute what {line} is made of in float32: it needs more digits than 16 bits have."
+_WIDE = (
+    "Compute what {line} is made of in float32: it needs more digits than 16 bits have."
+)
 _SUMMED = {  # how a sum, of the backward pass or not, is to be had in float32
-    ("scatter-add", True): "index the float32 table and cast the result, not the table.",
+    (
+        "scatter-add",
+        True,
+    ): "index the float32 table and cast the result, not the table.",
     ("add_any", True): "cast a shared weight where it is used, inside the loop.",
     ("reduce_sum", False): "cast to float32 first, or pass the dtype to jnp.sum.",
 }
@@ -187,7 +207,9 @@ def _remedies(page: Diagnosis, one: Wrong) -> Iterator[str]:
         return
     elif is_product and one.how not in ("adds up", "is a kernel"):
         yield from _kept(
-            page, [place], ", or compute with smaller numbers" * (one.how == "overflows")
+            page,
+            [place],
+            ", or compute with smaller numbers" * (one.how == "overflows"),
         )
         return
     elif template is _DIGITS and not is_narrow(place.dtype):
@@ -198,17 +220,27 @@ def _remedies(page: Diagnosis, one: Wrong) -> Iterator[str]:
         source=place.source,
         largest=f"{float(range_of.max):g}",
         least=f"{float(range_of.smallest_subnormal):.0e}".replace("e-0", "e-"),
-        summed=_SUMMED.get((place.primitive, place.is_backward), "cast to float32 first."),
+        summed=_SUMMED.get(
+            (place.primitive, place.is_backward), "cast to float32 first."
+        ),
     )
 
 
-def _kept(page: Diagnosis, products: Sequence[Row], otherwise: str = "") -> Iterator[str]:
+def _kept(
+    page: Diagnosis, products: Sequence[Row], otherwise: str = ""
+) -> Iterator[str]:
     """How to have products in float32: those that autocast narrows, and those that a cast does."""
-    autocasts = {product.source for product in page.dtypes.products if product.by_autocast}
+    autocasts = {
+        product.source for product in page.dtypes.products if product.by_autocast
+    }
     lines = lines_of(products)
     ways = {
-        "precision=jax.lax.Precision.HIGHEST": [line for line in lines if line in autocasts],
-        "cast its operands to float32": [line for line in lines if line not in autocasts],
+        "precision=jax.lax.Precision.HIGHEST": [
+            line for line in lines if line in autocasts
+        ],
+        "cast its operands to float32": [
+            line for line in lines if line not in autocasts
+        ],
     }
     for way, some_lines in ways.items():
         if some_lines:
@@ -226,8 +258,8 @@ def _about_choices(page: Diagnosis) -> Findings:
         is_cast = choice.primitive == "convert_element_type"
         if choice.decided > (_MANY if is_cast else 0.2):
             verdict = (
-                f"{choice.decided:.1%} of the {choice.count} numbers chosen in {choice} are not "
-                "what float32 chooses."
+                f"{choice.decided:.1%} of the {choice.count} numbers chosen in "
+                f"{choice} are not what float32 chooses."
             )
             yield verdict, [f"Compute what {choice.line} reads in float32."]
             return
@@ -239,7 +271,9 @@ def _about_products(page: Diagnosis) -> Findings:
     wide = [p for p in products if p.dtype.itemsize > 2]
     widened = [p for p in wide if HALVES.intersection(p.before) and not p.by_choice]
     has_autocast = page.is_autocast or any(p.by_autocast for p in products)
-    share = sum(share for dtype, share in page.dtypes.shares.items() if dtype.itemsize > 2)
+    share = sum(
+        share for dtype, share in page.dtypes.shares.items() if dtype.itemsize > 2
+    )
     count = sum(p.count for p in wide)
     total = sum(p.count for p in products)
     if not widened or has_autocast or share <= 0.5 or count <= total / 2:
@@ -248,11 +282,11 @@ def _about_products(page: Diagnosis) -> Findings:
     in_dtype = "" if dtype == np.float16 else ", jnp.bfloat16"
     lines = some(lines_of(widened), "more lines")
     yield (
-        f"Hardly anything is computed in {dtype}: {count} of {total} matrix products are in "
-        f"{wide[0].dtype}, to which their operands are widened.",
+        f"Hardly anything is computed in {dtype}: {count} of {total} matrix products "
+        f"are in {wide[0].dtype}, to which their operands are widened.",
         [
-            f"Wrap the loss function: autocast(loss_fn{in_dtype}) computes every matrix product "
-            f"in {dtype}. Or cast both operands to {dtype} at {lines}."
+            f"Wrap the loss function: autocast(loss_fn{in_dtype}) computes every "
+            f"matrix product in {dtype}. Or cast both operands to {dtype} at {lines}."
         ],
     )
 
@@ -276,8 +310,9 @@ def _about_scale(page: Diagnosis) -> Findings:
     name, worst = max(lost.items(), key=lambda item: item[1].left, default=("", None))
     if worst and worst.left > _STILL_LOST:
         verdict = (
-            f"No single loss scale fits: at {scale_name(fits.scale)} {_share(worst.left, name)} "
-            f"are still lost to underflow, and from {_top(fits)} on others overflow."
+            f"No single loss scale fits: at {scale_name(fits.scale)} "
+            f"{_share(worst.left, name)} are still lost to underflow, and from "
+            f"{_top(fits)} on others overflow."
         )
         yield verdict, [*mend, *_wrap(page, fits)]
     elif page.loss_scale is not None:
@@ -301,7 +336,8 @@ def _lost_for_want_of_a_scale(page: Diagnosis) -> dict[str, Underflow]:
     """The groups of gradients that are lost, and are neither wrong nor nothing but rounding."""
     every = page.underflow.get("all")
     if every and every.left > _STILL_LOST and not page.wrong:
-        return page.underflow  # what is nothing but rounding is no small part of the model
+        # What is nothing but rounding is no small part of the model
+        return page.underflow
     wrong = {one.name for one in page.wrong}
     groups = {without_numbers(name) for name in page.off if name not in wrong}
     lost = {name: group for name, group in page.underflow.items() if name in groups}
@@ -317,7 +353,8 @@ def _about_theirs(page: Diagnosis, fits: InitialScale, theirs: float) -> Finding
         yield verdict, [f"Nothing, if it is dynamic: it will fall. {change}"]
     elif theirs < 2.0 ** min(_bits_needed(page), math.log2(fits.scale)):
         verdict = (
-            f"Your loss scale, {scale_name(theirs)}, is lower than what fits: gradients are lost."
+            f"Your loss scale, {scale_name(theirs)}, is lower than what fits: "
+            "gradients are lost."
         )
         yield verdict, [f"Nothing, if it is dynamic: it will grow. {change}"]
 
@@ -359,15 +396,19 @@ def _about_loss_and_moments(page: Diagnosis) -> Findings:
     moments = page.moments
     if moments and moments.below_eps > _DROWNED:
         verdict = (
-            f"float16 is fine, but the optimizer is not: {moments.below_eps:.1%} of the gradients "
-            f"are below Adam's eps of {moments.eps:g}, and move their parameters too little."
+            f"float16 is fine, but the optimizer is not: {moments.below_eps:.1%} of "
+            f"the gradients are below Adam's eps of {moments.eps:g}, and move their "
+            "parameters too little."
         )
         small = "clipping to a small norm shrinks them, and so does dividing the loss"
-        yield verdict, [f"Give Adam a smaller eps, 1e-15 say, or larger gradients: {small}."]
+        yield (
+            verdict,
+            [f"Give Adam a smaller eps, 1e-15 say, or larger gradients: {small}."],
+        )
     if moments and moments.vanished > _DROWNED:
         dtypes = " and ".join(map(str, moments.dtypes))
         verdict = (
-            f"float16 is fine for the gradients, but {dtypes} is not for Adam's second moments: "
-            f"{moments.vanished:.1%} of the squares are zero in it."
+            f"float16 is fine for the gradients, but {dtypes} is not for Adam's second "
+            f"moments: {moments.vanished:.1%} of the squares are zero in it."
         )
         yield verdict, ["Initialize the optimizer with float32 parameters."]

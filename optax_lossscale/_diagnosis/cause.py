@@ -11,10 +11,12 @@ from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note, limits
 from optax_lossscale._diagnosis.wide import is_narrow
 from optax_lossscale._programs.operations import Is, traits_of
 
-_JUMP = 3.0  # times that an error has to grow in one equation for that one to be at fault
+# Times that an error has to grow in one equation for that one to be at fault
+_JUMP = 3.0
 _SMALL = 0.2  # of the size of its terms: a sum as small as this cancels
 _ROUNDING = 2.0**-24  # of float32
-_KNOWN = 20  # times float32's rounding of its terms, above which float32 determines a sum
+# Times float32's rounding of its terms, above which float32 determines a sum
+_KNOWN = 20
 _KNOWN_OF_MANY = (
     100  # the same for a gradient that sums many terms, each rounded many times before
 )
@@ -109,7 +111,8 @@ def _floor(path: Sequence[Note]) -> float:
 def _at_fault(path: Sequence[Note]) -> Note | None:
     """The equation in which an error grows most; None if it grows a little in many.
 
-    What is made of numbers that are wrong already is not at fault, however much worse it is.
+    What is made of numbers that are wrong already is not at fault, however much worse
+    it is.
     """
     bad = [n for n, note in enumerate(path) if note.bad]
     if bad:

@@ -35,32 +35,36 @@ def diagnose(
 ) -> Diagnosis:
     """Says whether 16 bits are fine for a model as it is, and if not, what to do.
 
-    Runs the gradient of the loss function with every value beside what float32 gives for it, at a
-    loss scale of 1 and at the one that fits. It reports whether the loss, the gradients and the
-    values inside are right; if not, in which line and layer they go wrong, and what to do; which
-    loss scale fits, and how many gradients are lost to underflow. Choices, such as indices and
-    branches, are those of the program, and so are constants, as they were rounded when it was
-    traced: 0.999 is 1 in bfloat16. A loss function that computes in float32 is diagnosed as
-    `autocast` makes it. Call it on the host, with a loss function that names no axis of `pmap`
-    or `shard_map` around it. A skipped step has left everything as it was, so that it can be
-    diagnosed afterwards. Other parameters and batches may behave differently.
+    Runs the gradient of the loss function with every value beside what float32 gives
+    for it, at a loss scale of 1 and at the one that fits. It reports whether the loss,
+    the gradients and the values inside are right; if not, in which line and layer they
+    go wrong, and what to do; which loss scale fits, and how many gradients are lost to
+    underflow. Choices, such as indices and branches, are those of the program, and so
+    are constants, as they were rounded when it was traced: 0.999 is 1 in bfloat16. A
+    loss function that computes in float32 is diagnosed as `autocast` makes it. Call it
+    on the host, with a loss function that names no axis of `pmap` or `shard_map` around
+    it. A skipped step has left everything as it was, so that it can be diagnosed
+    afterwards. Other parameters and batches may behave differently.
 
     Args:
-      loss_fn: called as `loss_fn(params, *args, **kwargs)`; returns the loss, which need not be
-        scaled. A scale from `scale_gradient` is left out.
+      loss_fn: called as `loss_fn(params, *args, **kwargs)`; returns the loss, which
+        need not be scaled. A scale from `scale_gradient` is left out.
       params: the parameters: a tree of arrays, a module of NNX or Equinox.
       *args: a batch; what is not an array is passed on as it is.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      opt_state: the optimizer's state. If it holds a loss scale, that is compared with the one
-        that fits. If it is that of Adam or the like, its second moments are examined: as they are
-        or, before the first step, as these gradients will make them.
+      opt_state: the optimizer's state. If it holds a loss scale, that is compared with
+        the one that fits. If it is that of Adam or the like, its second moments are
+        examined: as they are or, before the first step, as these gradients will make
+        them.
       **kwargs: further keyword arguments of `loss_fn`.
 
     Returns:
-      A `Diagnosis`: print it, or read its `verdict`, `advice`, `wrong`, `table` and other fields.
+      A `Diagnosis`: print it, or read its `verdict`, `advice`, `wrong`, `table` and
+        other fields.
 
     Raises:
-      TypeError: if the loss is not a real floating-point scalar, or `loss_fn` is not a function.
+      TypeError: if the loss is not a real floating-point scalar, or `loss_fn` is not a
+        function.
 
     Example:
       >>> import jax.numpy as jnp
@@ -92,18 +96,24 @@ def diagnose(
         return judged(_page(gradient, runs_of(gradient), is_wide, opt_state))
 
 
-def _page(gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any) -> Diagnosis:
+def _page(
+    gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any
+) -> Diagnosis:
     """What the runs say, without a verdict."""
     run = runs.fitting
     dtypes = gradient.narrow_dtypes
     off, wrong = _off_and_wrong(run)
     if not wrong:
-        wrong = tuple(_wrong_inside(run, limits(np.float16)[1] if np.float16 in dtypes else 0.0))
+        wrong = tuple(
+            _wrong_inside(run, limits(np.float16)[1] if np.float16 in dtypes else 0.0)
+        )
     lost = {}
     if runs.fits and np.float16 in dtypes:
         grads_at_1 = list(runs.at_1.grads.values())
         lost = underflow(gradient.grad_names, grads_at_1, list(run.grads.values()))
-    true_grads = {name: np.asarray(x.pair.true) / run.scale for name, x in run.grads.items()}
+    true_grads = {
+        name: np.asarray(x.pair.true) / run.scale for name, x in run.grads.items()
+    }
     has_scale = bool(loss_scales_in(opt_state))
     return Diagnosis(
         verdict="",
@@ -125,7 +135,9 @@ def _page(gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any) -> 
         is_finite_without=runs.at_1.is_finite(),
         underflow=lost,
         moments=moments_of(opt_state, true_grads),
-        not_compared=tuple((operation, line) for line, operation in runs.passed.items()),
+        not_compared=tuple(
+            (operation, line) for line, operation in runs.passed.items()
+        ),
         table=table_of(run.notes),
     )
 
@@ -157,7 +169,9 @@ def _wrong_inside(run: Run, least: float) -> Iterator[Wrong]:
     What has vanished, and goes on vanishing below the least normal number, is nothing.
     """
     spread = [note for note in run.notes if not note.seeded and note.off_share > FIFTH]
-    follows = {id(read) for note in spread if note.typical >= least for read in note.reads}
+    follows = {
+        id(read) for note in spread if note.typical >= least for read in note.reads
+    }
     for note in spread:
         cause = cause_of(note) if id(note) in follows else None
         if cause is not None:
@@ -171,7 +185,9 @@ def _wrong(name: str, off: float, cause: Cause, run: Run) -> Wrong:
     # What a rule for the backward pass computes comes after the loss.
     is_before_the_loss = run.loss.note is not None and at.number <= run.loss.note.number
     is_inner = at.place.is_derivative and not at.seeded and is_before_the_loss
-    return Wrong(name, off, cause.how, row_of(at), tuple(map(row_of, cause.products)), is_inner)
+    return Wrong(
+        name, off, cause.how, row_of(at), tuple(map(row_of, cause.products)), is_inner
+    )
 
 
 def _choices(run: Run) -> Iterator[Row]:

@@ -11,7 +11,13 @@ from jax import lax
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import IS_REPORTED
-from optax_lossscale._autocast.products import AT_DEFAULT, SCOPE, is_narrowed, remedy, why_left
+from optax_lossscale._autocast.products import (
+    AT_DEFAULT,
+    SCOPE,
+    is_narrowed,
+    remedy,
+    why_left,
+)
 from optax_lossscale._diagnosis.text import aligned
 from optax_lossscale._programs.operations import TABLE, Is, traits_of
 from optax_lossscale._programs.values import (
@@ -21,7 +27,13 @@ from optax_lossscale._programs.values import (
     is_float,
     is_product,
 )
-from optax_lossscale._programs.walk import Equation, equations, is_of_a_library, is_opaque, traced
+from optax_lossscale._programs.walk import (
+    Equation,
+    equations,
+    is_of_a_library,
+    is_opaque,
+    traced,
+)
 from optax_lossscale._programs.work import results_of, terms_of
 
 _SHOWN = 20
@@ -35,18 +47,22 @@ class Operation(NamedTuple):
     """All operations of one kind on one line, such as its products of float32 with float32.
 
     Attributes:
-      primitive: its name in JAX, such as `dot_general`, `conv_general_dilated` or `reduce_sum`.
-      operands: the dtypes of its operands; for a product, of the two that it multiplies.
+      primitive: its name in JAX, such as `dot_general`, `conv_general_dilated` or
+        `reduce_sum`.
+      operands: the dtypes of its operands; for a product, of the two that it
+        multiplies.
       before: the dtypes of the operands before they were converted to wider ones.
       result: the dtype of its result; None if it has none.
       source: the line of your source, such as `model.py:12 (Block.__call__)`.
       count: how many of these operations the program has.
       multiplications: how many multiplications one run takes, if these are products.
-      terms: how many numbers are summed into one, at most; sums over devices are not counted.
-      by_choice: whether a product has its dtype on purpose: it asks for its precision, or Optax
-        made it, or JAX did in the derivative of a matrix decomposition.
+      terms: how many numbers are summed into one, at most; sums over devices are not
+        counted.
+      by_choice: whether a product has its dtype on purpose: it asks for its precision,
+        or Optax made it, or JAX did in the derivative of a matrix decomposition.
       by_autocast: whether it is `autocast` that computes it in 16 bits.
-      left_in: where `autocast` leaves it in float32, such as "a loop that waits for a number".
+      left_in: where `autocast` leaves it in float32, such as "a loop that waits for a
+        number".
     """
 
     primitive: str
@@ -72,11 +88,12 @@ class DtypeReport(NamedTuple):
 
     Attributes:
       products: the matrix products and convolutions, in the order of the program.
-      narrow: sums, products of many numbers, exponentials, logarithms and powers in 16 bits or
-        fewer, in the same order.
+      narrow: sums, products of many numbers, exponentials, logarithms and powers in 16
+        bits or fewer, in the same order.
       opaque: kernels, callbacks and foreign calls, which cannot be looked into.
       unknown: operations on floating-point numbers that this version does not know.
-      while_loops: the lines of `while` loops around products; they count as one iteration.
+      while_loops: the lines of `while` loops around products; they count as one
+        iteration.
     """
 
     products: tuple[Operation, ...]
@@ -115,32 +132,37 @@ class DtypeReport(NamedTuple):
         for title, rows in sections.items():
             if rows:
                 lines += [title, *rows]
-        lines += [f"Counted as one iteration: the loop at {line}" for line in self.while_loops]
+        lines += [
+            f"Counted as one iteration: the loop at {line}" for line in self.while_loops
+        ]
         return "\n".join(lines)
 
 
 def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeReport:
     """Says in which dtype a function computes, and which lines of your source made it so.
 
-    Flax's modules, and JAX itself, promote to the widest dtype they are given: one float32 input
-    is enough to have everything after it computed in float32, and only the time it takes shows it.
-    `autocast` avoids that. This report counts matrix products and convolutions, and their
-    multiplications, by the dtype of their operands; and says where sums, exponentials, logarithms
-    and powers are computed in 16 bits, which have few digits and a small range.
+    Flax's modules, and JAX itself, promote to the widest dtype they are given: one
+    float32 input is enough to have everything after it computed in float32, and only
+    the time it takes shows it. `autocast` avoids that. This report counts matrix
+    products and convolutions, and their multiplications, by the dtype of their
+    operands; and says where sums, exponentials, logarithms and powers are computed in
+    16 bits, which have few digits and a small range.
 
-    It traces the function with everything inside, but runs and compiles nothing, so shapes are
-    enough. Give it the training step to include the backward pass. Every branch of a `cond` counts
-    as run, and the body of a `while` as run once. Outer products do not count as products, nor do
-    inner products, whose results are single numbers.
+    It traces the function with everything inside, but runs and compiles nothing, so
+    shapes are enough. Give it the training step to include the backward pass. Every
+    branch of a `cond` counts as run, and the body of a `while` as run once. Outer
+    products do not count as products, nor do inner products, whose results are single
+    numbers.
 
     Args:
       fun: a function that JAX can trace, compiled or not.
-      *args: its arguments: trees and modules of arrays, or of `jax.ShapeDtypeStruct`. Anything
-        else is passed on as it is.
+      *args: its arguments: trees and modules of arrays, or of `jax.ShapeDtypeStruct`.
+        Anything else is passed on as it is.
       **kwargs: its keyword arguments, likewise.
 
     Returns:
-      A `DtypeReport`: print it, or read its `products`, `shares`, `narrow` and `opaque`.
+      A `DtypeReport`: print it, or read its `products`, `shares`, `narrow` and
+        `opaque`.
 
     Raises:
       TypeError: if `fun` is not a function.
@@ -176,7 +198,9 @@ def report_of(jaxpr: Any) -> DtypeReport:
             unknown.append(_operation(at))
         elif is_product(at.eqn):
             products.append(_product(at, usual))
-            while_loops += [around.source for around in at.holders if around.name == "while"][:1]
+            while_loops += [
+                around.source for around in at.holders if around.name == "while"
+            ][:1]
         elif floats and all(v.aval.dtype.itemsize <= 2 for v in floats):
             one = _operation(at)._replace(terms=at.summed * terms_of(at.eqn))
             traits = traits_of(at.name)
@@ -294,8 +318,16 @@ def _row(one: Operation, total: int) -> tuple[str, ...]:
     if len(set(dtypes)) == 1:
         dtypes = dtypes[:1]
     share = [f"{one.multiplications / total:.1%}"] if total else []
-    terms = f" of {one.terms} terms" if one.terms > 1 and not one.multiplications else ""
+    terms = (
+        f" of {one.terms} terms" if one.terms > 1 and not one.multiplications else ""
+    )
     why = ", by choice" if one.by_choice else ""
     if one.left_in:
         why = f", as autocast leaves {one.left_in}: {remedy(one.left_in)}"
-    return "", " × ".join(dtypes), *share, f"{one.count} {one.primitive}{terms}", one.source + why
+    return (
+        "",
+        " × ".join(dtypes),
+        *share,
+        f"{one.count} {one.primitive}{terms}",
+        one.source + why,
+    )

@@ -68,18 +68,26 @@ def gradient_of(
     arrays = [x for _, x in named]
     names = _unlike([name.removeprefix(_PARAMETER) for name, _ in named])
     parameters = [
-        n for n, (name, x) in enumerate(named) if name.startswith(_PARAMETER) and is_inexact(x)
+        n
+        for n, (name, x) in enumerate(named)
+        if name.startswith(_PARAMETER) and is_inexact(x)
     ]
 
     def loss_of_parameters(arrays, differentiated):
-        replaced = dict(enumerate(arrays)) | dict(zip(parameters, differentiated, strict=True))
+        replaced = dict(enumerate(arrays)) | dict(
+            zip(parameters, differentiated, strict=True)
+        )
         left = iter(replaced.values())
-        params, args, kwargs = map_leaves(lambda x: next(left) if _is_array(x) else x, everything)
+        params, args, kwargs = map_leaves(
+            lambda x: next(left) if _is_array(x) else x, everything
+        )
         loss = loss_of(loss_fn(params, *args, **kwargs), has_aux)
         refuse_no_scalar("the loss", loss)
         loss = jnp.asarray(loss)
         if not jnp.issubdtype(loss.dtype, jnp.floating):
-            raise TypeError(f"the loss must be a real floating-point scalar, got {loss.dtype}")
+            raise TypeError(
+                f"the loss must be a real floating-point scalar, got {loss.dtype}"
+            )
         return at_least_float32(loss), loss
 
     def gradient(arrays, seed):
@@ -97,7 +105,9 @@ def _named_arrays(everything: tuple) -> Iterator[tuple[str, Any]]:
     """The arrays in parameters, arguments and keywords; a variable in two places counts once."""
     prefixes = (_PARAMETER, "args/", "kwargs/")
     variables: set[int] = set()
-    for (first, *path), leaf in jax.tree.leaves_with_path(everything, is_leaf=is_variable):
+    for (first, *path), leaf in jax.tree.leaves_with_path(
+        everything, is_leaf=is_variable
+    ):
         if is_variable(leaf) and id(leaf) in variables:
             continue
         variables.add(id(leaf))
@@ -134,4 +144,7 @@ def _dtypes_in(jaxpr: Any) -> tuple[Any, ...]:
 def _unlike(names: Sequence[str]) -> list[str]:
     """Names with a number where several are alike, as of `{"a/b": x, "a": {"b": y}}`."""
     counts = Counter(names)
-    return [f"{name} (argument {n})" if counts[name] > 1 else name for n, name in enumerate(names)]
+    return [
+        f"{name} (argument {n})" if counts[name] > 1 else name
+        for n, name in enumerate(names)
+    ]

@@ -80,15 +80,17 @@ def while_loop(step: Step, ins: Sequence[Value], run: RunsProgram) -> list[Value
         goes_on = np.asarray(flags.pair.low)
         if not goes_on.any():
             return carry
-        # What has ended runs its last round again, of which all is noted already; and what never
-        # began runs another's first.
+        # What has ended runs its last round again, of which all is noted already; and
+        # what never began runs another's first.
         entering = _where(goes_on, carry, entering or _filled(goes_on, carry))
         results = run(body, [*of_body, *entering], n)
         carry = _in_both(_where(goes_on, results, carry))
         n += 1
 
 
-def cond(step: Step, ins: Sequence[Value], run: RunsProgram, worst: Worst) -> list[Value]:
+def cond(
+    step: Step, ins: Sequence[Value], run: RunsProgram, worst: Worst
+) -> list[Value]:
     """The results of a `cond`, of which several devices may choose different branches."""
     index, *operands = ins
     chosen = np.clip(index.pair.low, 0, len(step.programs) - 1)
@@ -117,13 +119,16 @@ def _filled(which: np.ndarray, values: Sequence[Value]) -> list[Value]:
     return [value.each(lambda x: _chosen(which, x, x[first])) for value in values]
 
 
-def _where(which: np.ndarray, new: Sequence[Value], old: Sequence[Value]) -> list[Value]:
+def _where(
+    which: np.ndarray, new: Sequence[Value], old: Sequence[Value]
+) -> list[Value]:
     """The new values of some elements of a batch or of some devices, the old ones of others."""
     if which.all():
         return list(new)
     pairs = zip(new, old, strict=True)
     return [
-        Value(_joined([x, y], lambda xs: _chosen(which, *xs)), x.note, x.parts) for x, y in pairs
+        Value(_joined([x, y], lambda xs: _chosen(which, *xs)), x.note, x.parts)
+        for x, y in pairs
     ]
 
 

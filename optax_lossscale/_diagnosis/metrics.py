@@ -20,14 +20,15 @@ def metrics(state: Any) -> dict[str, jax.Array]:
         `nnx.Optimizer` that holds it; or a `LossScale`, for its own entries alone.
 
     Returns:
-      Scalars, shape (), by name. `loss_scale` and `log2_loss_scale`, float32; `exhausted`, whether
-      the last step overflowed and the scale could not be lowered, bool; `should_apply`, whether
-      the last step was applied, bool; `skipped_steps` and `consecutive_skipped_steps`, int32; and
-      the other public state of the loss scale: for a `DynamicLossScale` the `growth_counter`, the
-      steps since it grew or backed off, and `hysteresis_left`. With a skip rule, also the
-      `gradient_norm`, the global norm of the unscaled gradients of the last step, infinite if
-      that was not finite, float32; `skipped_by_rule`, the finite steps among the skipped ones,
-      int32; and the other public state of the rule. Where a name is taken, that of the loss scale
+      Scalars, shape (), by name. `loss_scale` and `log2_loss_scale`, float32;
+      `exhausted`, whether the last step overflowed and the scale could not be lowered,
+      bool; `should_apply`, whether the last step was applied, bool; `skipped_steps` and
+      `consecutive_skipped_steps`, int32; and the other public state of the loss scale:
+      for a `DynamicLossScale` the `growth_counter`, the steps since it grew or backed
+      off, and `hysteresis_left`. With a skip rule, also the `gradient_norm`, the global
+      norm of the unscaled gradients of the last step, infinite if that was not finite,
+      float32; `skipped_by_rule`, the finite steps among the skipped ones, int32; and
+      the other public state of the rule. Where a name is taken, that of the loss scale
       or the rule is `loss_scale/name` or `skip_rule/name`.
 
     Raises:
@@ -84,7 +85,8 @@ def _add_public(scalars: dict[str, jax.Array], part: str, tree: Any) -> None:
 @jax.jit  # whose constants are on the device; eager ones would be sent to it
 def _of_loss_scale(loss_scale: LossScale) -> tuple[jax.Array, jax.Array, jax.Array]:
     scale = loss_scale()
-    mantissa, exponent = jnp.frexp(scale)  # so that the logarithms of powers of two are integers
+    # So that the logarithms of powers of two are integers
+    mantissa, exponent = jnp.frexp(scale)
     log2 = (exponent - 1).astype(scale.dtype) + jnp.log2(2 * mantissa)
     return scale, log2, loss_scale.exhausted()
 

@@ -15,10 +15,12 @@ class Moments(NamedTuple):
     """The state of Adam's second moments.
 
     Attributes:
-      eps: the number added to their root: the state's, if it holds hyperparameters, else 1e-8.
-      below_eps: of the parameters with a gradient, the share for which the root is less than eps,
-        so that they move less than they should.
-      vanished: the share whose moment is zero in its dtype, although the gradient is not.
+      eps: the number added to their root: the state's, if it holds hyperparameters,
+        else 1e-8.
+      below_eps: of the parameters with a gradient, the share for which the root is less
+        than eps, so that they move less than they should.
+      vanished: the share whose moment is zero in its dtype, although the gradient is
+        not.
       dtypes: the dtypes of the moments.
     """
 

@@ -21,10 +21,12 @@ class Place(NamedTuple):
 
     primitive: str  # "" for an argument
     source: str  # the line that made it
-    scope: str  # the names of the scopes that it is in, as `encoder/layer_3`; "" for none
+    # The names of the scopes that it is in, as `encoder/layer_3`; "" for none
+    scope: str
     name: str = ""  # of an argument: its path
     is_parameter: bool = False
-    is_derivative: bool = False  # of the backward pass, or of one that the loss function takes
+    # Of the backward pass, or of one that the loss function takes
+    is_derivative: bool = False
     is_passed: bool = False  # computed in 16 bits only
     terms: int = 1  # that are summed to one number, of a product or a sum
 
@@ -40,16 +42,19 @@ class Note:
     dtype: Any
     seeded: bool = False  # whether it depends on the seed of the backward pass
     count: int = 1  # of numbers
-    error: float = 0.0  # the norm of the difference from float32's, relative to their norm
+    # The norm of the difference from float32's, relative to their norm
+    error: float = 0.0
     off_share: float = 0.0  # of the numbers that are off by more than the tolerance
     bad: bool = False  # not finite where float32's is
     nan: bool = False  # NaN where float32's is finite
     bad_true: bool = False  # float32's is not finite either
     nan_true: bool = False  # float32's is NaN
     lost: float = 0.0  # the share that is zero where float32's is not
-    decided: float = 0.0  # of booleans and integers: the share that float32 decides otherwise
+    # Of booleans and integers: the share that float32 decides otherwise
+    decided: float = 0.0
     largest: float = 0.0  # of the absolute values of float32's
-    largest_low: float | None = None  # of those of the program; None if they are the same
+    # Of those of the program; None if they are the same
+    largest_low: float | None = None
     typical: float = 0.0  # their root mean square
 
     def add(self, numbers: dict[str, Any]) -> None:
@@ -90,7 +95,8 @@ def _compared(low: np.ndarray, true: np.ndarray) -> dict[str, np.ndarray]:
     sizes = np.abs(true)
     total = np.einsum("ij,ij->i", true, true)
     noted = {"largest": sizes.max(1), "typical": np.sqrt(total / true.shape[1])}
-    least_total = 2.0**26 * np.finfo(true.dtype).tiny  # so that squares kept their digits
+    # So that squares kept their digits
+    least_total = 2.0**26 * np.finfo(true.dtype).tiny
     in_range = np.isfinite(total) & ((total > least_total) | (noted["largest"] == 0))
     if low is true and in_range.all():
         return noted
@@ -128,7 +134,7 @@ def _compared_if_finite(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
     }
     if not both.any() or (both.all() and true.dtype == np.float64):
         return noted
-    # float64 holds the squares.
+    # Float64 holds the squares.
     of_both = _compared(low[None, both].astype(float), true[None, both].astype(float))
     rest = {name: column[0] for name, column in of_both.items()} | noted
     rest["off_share"] = rest["off_share"] * both.mean()

@@ -20,11 +20,11 @@ class Wrong(NamedTuple):
 
     Attributes:
       name: "the loss", the parameter whose gradient it is, or "a value inside".
-      off: how far it is from float32's, relative to it; infinite if it is not finite. Of a value
-        inside, the share of its numbers that are off by more than 5%.
-      how: what an equation does to the numbers: "overflows", "vanishes", "cancels", "stagnates",
-        "saturates", "rounds", "amplifies", "is undefined", "is a kernel", or "adds up" if no one
-        is at fault.
+      off: how far it is from float32's, relative to it; infinite if it is not finite.
+        Of a value inside, the share of its numbers that are off by more than 5%.
+      how: what an equation does to the numbers: "overflows", "vanishes", "cancels",
+        "stagnates", "saturates", "rounds", "amplifies", "is undefined", "is a kernel",
+        or "adds up" if no one is at fault.
       place: that equation.
       products: the products in 16 bits that round what it is sensitive to.
       is_inner: whether it is in a derivative that the loss function itself takes.
@@ -49,8 +49,8 @@ class Diagnosis(NamedTuple):
     Attributes:
       verdict: whether 16 bits are fine as they are, and if not, what is wrong.
       advice: what to do, one sentence each.
-      is_autocast: whether the loss function computes in float32, so that this is of what
-        `autocast` makes of it.
+      is_autocast: whether the loss function computes in float32, so that this is of
+        what `autocast` makes of it.
       dtypes: the `dtype_report` of the program that computes the gradients.
       computes_in: the dtypes of 16 bits and fewer that the model computes in.
       loss: the loss, as the program computes it.
@@ -58,18 +58,20 @@ class Diagnosis(NamedTuple):
       loss_dtype: the dtype of the loss.
       scale: the loss scale at which the gradients were compared.
       loss_scale: the one in the optimizer's state, if that was given; else None.
-      wrong: the loss and gradients that are off by more than 5%, the worst first, and why; if
-        there are none, the first value inside of which a fifth is.
-      off: how far the loss and each gradient are from float32's, relative to it; without those
-        that float32 does not determine either, such as that of a bias before a normalization.
+      wrong: the loss and gradients that are off by more than 5%, the worst first, and
+        why; if there are none, the first value inside of which a fifth is.
+      off: how far the loss and each gradient are from float32's, relative to it;
+        without those that float32 does not determine either, such as that of a bias
+        before a normalization.
       choices: where float32 would have chosen other indices, integers or branches.
       initial_scale: the scale that fits; None if none does.
       overflow: where gradients become infinite first, at twice the largest scale.
       has_gradients: whether any gradient is not 0 in float32.
       is_finite_without: whether gradients are finite without a loss scale.
-      underflow: how many gradients underflow, by the path of parameters without its numbers; the
-        worst first, and without those that lose next to nothing.
-      moments: the state of Adam's second moments, if the optimizer's state was given; else None.
+      underflow: how many gradients underflow, by the path of parameters without its
+        numbers; the worst first, and without those that lose next to nothing.
+      moments: the state of Adam's second moments, if the optimizer's state was given;
+        else None.
       not_compared: operations that compute in 16 bits only, each with its line.
       table: a row for each equation.
     """
@@ -100,7 +102,8 @@ class Diagnosis(NamedTuple):
         """Draws the magnitudes along the program, with float16's range shaded.
 
         Args:
-          axes: the matplotlib axes to draw into and to return; by default those of a new figure.
+          axes: the matplotlib axes to draw into and to return; by default those of a
+            new figure.
         """
         from optax_lossscale._diagnosis.picture import magnitudes
 
@@ -111,13 +114,15 @@ class Diagnosis(NamedTuple):
         if self.moments:
             dtypes = " and ".join(map(str, self.moments.dtypes))
             sentences.append(
-                f"Adam: {self.moments.below_eps:.1%} of the gradients are below its eps of "
-                f"{self.moments.eps:g}; {self.moments.vanished:.1%} of their squares are zero in "
-                f"{dtypes}."
+                f"Adam: {self.moments.below_eps:.1%} of the gradients are below its "
+                f"eps of {self.moments.eps:g}; {self.moments.vanished:.1%} of their "
+                f"squares are zero in {dtypes}."
             )
         lines = [
             *map(wrapped, sentences),
-            *_first_rows([("Wrong:", "off by", "because"), *map(_cells, self.wrong)], text=(0, 2)),
+            *_first_rows(
+                [("Wrong:", "off by", "because"), *map(_cells, self.wrong)], text=(0, 2)
+            ),
             *_first_rows(self._underflow()),
             "What to do:",
             *(wrapped(f"- {what}") for what in self.advice),
@@ -126,7 +131,11 @@ class Diagnosis(NamedTuple):
 
     def _computes(self) -> str:
         """What it computes in which dtype, in one sentence."""
-        how = "In float32 as it is; with autocast, it computes" if self.is_autocast else "Computes"
+        how = (
+            "In float32 as it is; with autocast, it computes"
+            if self.is_autocast
+            else "Computes"
+        )
         return f"{how} in {self._dtypes()}; the loss is {self.loss_dtype}."
 
     def _dtypes(self) -> str:
@@ -143,8 +152,8 @@ class Diagnosis(NamedTuple):
         count = total - sum(p.count for p in rest)
         dtypes = ", ".join(str(dtype) for dtype, _ in others)
         return (
-            f"{most}: {count} of {total} matrix products, {share:.1%} of the multiplications; "
-            f"the others in {dtypes}, at {some(lines_of(rest))}"
+            f"{most}: {count} of {total} matrix products, {share:.1%} of the "
+            f"multiplications; the others in {dtypes}, at {some(lines_of(rest))}"
         )
 
     def _compared(self) -> Iterator[str]:
@@ -156,8 +165,8 @@ class Diagnosis(NamedTuple):
             at = f", at a scale of {scale_name(self.scale)}" if self.scale != 1 else ""
             at += ", with the same choices" if self.choices else ""
             yield (
-                f"Off from float32: the loss by {self.off['the loss']:.1%}, gradients by at most "
-                f"{max(grads, default=0):.1%}{at}."
+                f"Off from float32: the loss by {self.off['the loss']:.1%}, gradients "
+                f"by at most {max(grads, default=0):.1%}{at}."
             )
         for choice in self.choices[:_SHOWN]:
             share = f"{choice.decided:.1%} of {choice.count}"
@@ -194,7 +203,9 @@ def _cells(one: Wrong) -> tuple[str, str, str]:
     return f"  {one.name}", f"{one.off:.1%}" if is_finite else "not finite", because
 
 
-def _first_rows(rows: Iterable[tuple[str, ...]], text: Container[int] = (0,)) -> list[str]:
+def _first_rows(
+    rows: Iterable[tuple[str, ...]], text: Container[int] = (0,)
+) -> list[str]:
     """The first rows of a table, under its title; nothing if there are none."""
     title, *rest = rows
     if not rest:

@@ -19,7 +19,9 @@ def magnitudes(table: Table, axes: Any = None) -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError("plot needs matplotlib: pip install 'optax_lossscale[plot]'") from error
+        raise ImportError(
+            "plot needs matplotlib: pip install 'optax_lossscale[plot]'"
+        ) from error
     if axes is None:
         _, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
     rows = [row for row in table.rows if row.largest and row.dtype.itemsize < 8]
@@ -45,7 +47,9 @@ def magnitudes(table: Table, axes: Any = None) -> Any:
     backward = [place for place in places if rows[place].is_backward]
     if backward:
         axes.axvline(backward[0] - 0.5, color="black", lw=0.8, ls=":")
-    axes.set(ylim=(bottom, top), xlabel="equation of the gradient", ylabel="size in float32")
+    axes.set(
+        ylim=(bottom, top), xlabel="equation of the gradient", ylabel="size in float32"
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
     return axes

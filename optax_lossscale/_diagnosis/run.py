@@ -7,7 +7,12 @@ import numpy as np
 from optax_lossscale._diagnosis.gradient import Gradient
 from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import Note, measured
-from optax_lossscale._diagnosis.scale import HIGHEST, MARGIN, InitialScale, first_overflow
+from optax_lossscale._diagnosis.scale import (
+    HIGHEST,
+    MARGIN,
+    InitialScale,
+    first_overflow,
+)
 from optax_lossscale._diagnosis.shadow import Shadow
 from optax_lossscale._diagnosis.stretch import Pair
 
@@ -48,13 +53,17 @@ def runs_of(gradient: Gradient) -> Runs:
     """The run at a loss scale of 1, and one at the scale that follows from it."""
     shadow = Shadow(gradient.jaxpr)
     at_1 = _run(shadow, gradient, 1.0)
-    passed = {n.place.source: n.place.primitive for n in at_1.notes if n.place.is_passed}
+    passed = {
+        n.place.source: n.place.primitive for n in at_1.notes if n.place.is_passed
+    }
     if not at_1.is_finite(in_float32=True) or not np.isfinite(at_1.loss.pair.low):
         return Runs(at_1, at_1, None, None, passed)
     first, overflow = first_overflow(at_1.notes, 1.0)
     if any(note.seeded and note.dtype == np.float16 for note in at_1.notes):
         largest = min(first - 1, HIGHEST)
-        return _fitting(shadow, gradient, Runs(at_1, at_1, None, overflow, passed), largest)
+        return _fitting(
+            shadow, gradient, Runs(at_1, at_1, None, overflow, passed), largest
+        )
     fits = _fits(first - 1 - MARGIN, first - 1) if at_1.is_finite() else None
     return Runs(at_1, at_1, fits, overflow, passed)
 
@@ -75,7 +84,9 @@ def _fitting(shadow: Shadow, gradient: Gradient, runs: Runs, largest: int) -> Ru
             first, overflow = first_overflow(run.notes, run.scale)
             largest = max(min(first, infinite) - 1, exponent)
             fits = _fits(min(exponent, largest - MARGIN), largest)
-            runs = runs._replace(fitting=run, fits=fits, overflow=overflow or runs.overflow)
+            runs = runs._replace(
+                fitting=run, fits=fits, overflow=overflow or runs.overflow
+            )
             is_linear = largest - MARGIN <= exponent + 1
             if is_linear or overflow is None:  # or nothing is left that could overflow
                 break
@@ -107,5 +118,7 @@ def _result(value: Value) -> Value:
     pair = Pair(value.pair.low, value.pair.in_float32)
     if note is not None:  # what was noted may be of a stack that this is a part of
         (numbers,) = measured(pair.low[None], pair.true[None])
-        note = Note(note.place, note.number, note.rounds, (note,), note.dtype, **numbers)
+        note = Note(
+            note.place, note.number, note.rounds, (note,), note.dtype, **numbers
+        )
     return Value(pair, note)

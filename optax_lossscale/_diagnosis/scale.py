@@ -14,8 +14,10 @@ from optax_lossscale._diagnosis.shadow import Value
 HIGHEST = 126  # 2**127 is the last power of two in float32
 MARGIN = 2  # bits below the largest scale, as gradients may grow
 NOTABLE = 0.01  # a share of gradients that is worth mentioning
-_JUMP = 2.0**10  # times that numbers grow in one equation which is at fault for their size
-_REACH = 2.0**-40  # from the largest float16 to the smallest: no single scale holds more
+# Times that numbers grow in one equation which is at fault for their size
+_JUMP = 2.0**10
+# From the largest float16 to the smallest: no single scale holds more
+_REACH = 2.0**-40
 
 
 class InitialScale(NamedTuple):
@@ -45,7 +47,8 @@ class Underflow(NamedTuple):
     """How many gradients of one kind of parameter underflow.
 
     Attributes:
-      lost: the share that is zero or subnormal at a loss scale of 1, but not zero in float32.
+      lost: the share that is zero or subnormal at a loss scale of 1, but not zero in
+        float32.
       left: the same share at the scale that fits.
       bits: the exponent of the least power of two at which next to nothing is lost.
     """
@@ -67,7 +70,8 @@ def first_overflow(notes: Iterable[Note], scale: float) -> tuple[int, Note | Non
     for note in notes:
         size = note.largest
         if scale != 1 and note.largest_low is not None:
-            size = note.largest_low  # without a scale, the program's numbers may be lost
+            # Without a scale, the program's numbers may be lost
+            size = note.largest_low
         if note.seeded and size and note.dtype.kind in "fV":
             room = math.log2(limits(note.dtype)[0] / size)
             if room < least:
@@ -111,11 +115,15 @@ def underflow(
         for group in ("all", without_numbers(name)):
             groups[group].add(before, after)
     lost = {
-        name: Underflow(group.lost / group.size, group.left / group.size, _bits(group.exponents))
+        name: Underflow(
+            group.lost / group.size, group.left / group.size, _bits(group.exponents)
+        )
         for name, group in groups.items()
         if max(group.lost, group.left) > NOTABLE * group.size
     }
-    return dict(sorted(lost.items(), key=lambda item: (item[0] != "all", -item[1].lost)))
+    return dict(
+        sorted(lost.items(), key=lambda item: (item[0] != "all", -item[1].lost))
+    )
 
 
 class _Group:
@@ -125,7 +133,8 @@ class _Group:
         self.size = 0
         self.lost = 0
         self.left = 0
-        self.exponents = np.zeros(256, int)  # how many have each, in float32 at a scale of 1
+        # How many have each, in float32 at a scale of 1
+        self.exponents = np.zeros(256, int)
 
     def add(self, at_1: Value, fitting: Value) -> None:
         """Counts one gradient, in its runs at a scale of 1 and at the one that fits."""

@@ -20,7 +20,14 @@ from optax_lossscale._diagnosis import loops
 from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import Note, Place, measured
 from optax_lossscale._diagnosis.steps import Step, last_reads
-from optax_lossscale._diagnosis.stretch import Pair, Stretch, Wired, exact, followed, holds_floats
+from optax_lossscale._diagnosis.stretch import (
+    Pair,
+    Stretch,
+    Wired,
+    exact,
+    followed,
+    holds_floats,
+)
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import dtype_in
 from optax_lossscale._programs.versions import constants, mapped_axes, open_jaxpr
@@ -37,7 +44,9 @@ class Devices(NamedTuple):
     mesh: Any
     axes: tuple[Any, ...]
 
-    def over(self, function: Callable, in_specs: Any = None, out_specs: Any = None) -> Callable:
+    def over(
+        self, function: Callable, in_specs: Any = None, out_specs: Any = None
+    ) -> Callable:
         """A function of what one device has, for all of them."""
 
         def of_one(*args):
@@ -63,7 +72,9 @@ class Devices(NamedTuple):
         count = math.prod(self.mesh.shape[axis] for axis in self.axes)
         return np.broadcast_to(x, (count, *x.shape))
 
-    def moved(self, values: Sequence[Value], move: Callable, specs: Sequence[Any]) -> list[Value]:
+    def moved(
+        self, values: Sequence[Value], move: Callable, specs: Sequence[Any]
+    ) -> list[Value]:
         """Values, each as its spec says."""
         pairs = zip(values, specs, strict=True)
         return [value.each(lambda x, spec=spec: move(x, spec)) for value, spec in pairs]
@@ -102,8 +113,9 @@ class PutOff(NamedTuple):
 class Shadow:
     """A run of a program with float32 beside it.
 
-    Equations are put off, and compiled together where a loop or a branch needs their results, and
-    after products: so the layers of a model, which are alike, share what is compiled for one.
+    Equations are put off, and compiled together where a loop or a branch needs their
+    results, and after products: so the layers of a model, which are alike, share what
+    is compiled for one.
 
     Attributes:
       notes: what was noted of each result, in the order of running.
@@ -115,7 +127,8 @@ class Shadow:
         self._steps: dict[tuple[int, ...], Step] = {}  # by the path to it
         self._put_off: list[PutOff] = []
         self._stretches: dict[Any, Stretch] = {}
-        # Of each result, the rounds that are yet to be measured, which takes less time at once.
+        # Of each result, the rounds that are yet to be measured, which takes less time
+        # at once.
         self._unmeasured: dict[Any, list[tuple[Note, Pair]]] = defaultdict(list)
         self._room = _BYTES
         self._said = time.monotonic()
@@ -127,13 +140,17 @@ class Shadow:
         self._measure()
         return results
 
-    def _run(self, program: Any, values: Sequence[Value], around: Around) -> list[Value]:
+    def _run(
+        self, program: Any, values: Sequence[Value], around: Around
+    ) -> list[Value]:
         """The results of a program."""
         results = self._call(program, values, around)
         self._compute(around)
         return results
 
-    def _call(self, program: Any, values: Sequence[Value], around: Around) -> list[Value]:
+    def _call(
+        self, program: Any, values: Sequence[Value], around: Around
+    ) -> list[Value]:
         """The results of a program, some of which are put off."""
         jaxpr = open_jaxpr(program)
         env = dict(zip(jaxpr.invars, values, strict=True))
@@ -152,7 +169,9 @@ class Shadow:
                 del env[v]
         return list(map(read, jaxpr.outvars))
 
-    def _results(self, eqn: Any, ins: Sequence[Value], around: Around) -> Sequence[Value]:
+    def _results(
+        self, eqn: Any, ins: Sequence[Value], around: Around
+    ) -> Sequence[Value]:
         """The results of an equation."""
         path = (*around.path, id(eqn))
         if path not in self._steps:
@@ -171,9 +190,13 @@ class Shadow:
             self._compute(around)
         return outs
 
-    def _run_loop(self, step: Step, ins: Sequence[Value], inside: Around) -> list[Value]:
+    def _run_loop(
+        self, step: Step, ins: Sequence[Value], inside: Around
+    ) -> list[Value]:
         def run(program, values, *turn):
-            return self._run(program, values, inside._replace(rounds=(*inside.rounds, *turn)))
+            return self._run(
+                program, values, inside._replace(rounds=(*inside.rounds, *turn))
+            )
 
         kind = traits(step.eqn)
         if Is.SCANS in kind:
@@ -221,7 +244,9 @@ class Shadow:
             *((key, *wires[1:]) for key, wires in zip(keys, wired, strict=True)),
         )
         if key not in self._stretches:
-            transform = around.devices.over if around.devices else lambda function: function
+            transform = (
+                around.devices.over if around.devices else lambda function: function
+            )
             self._stretches[key] = Stretch(wired, transform)
         stretch = self._stretches[key]
         for n, (one, pairs) in enumerate(zip(put_off, stretch(reads), strict=True)):
@@ -230,7 +255,9 @@ class Shadow:
             self._measure()
         self._say(put_off)
 
-    def _note(self, one: PutOff, results: Sequence[Pair], is_passed: bool, rounds) -> None:
+    def _note(
+        self, one: PutOff, results: Sequence[Pair], is_passed: bool, rounds
+    ) -> None:
         """Notes the results of an equation, which are its values from now on."""
         step, ins, outs = one
         for v, value, result in zip(step.eqn.outvars, outs, results, strict=True):
@@ -241,7 +268,9 @@ class Shadow:
                 place = step.place._replace(is_passed=True) if is_passed else step.place
                 reads = tuple(x.note for x in ins if x.note is not None)
                 seeded = any(note.seeded for note in reads)
-                value.note = Note(place, step.number, rounds, reads, v.aval.dtype, seeded)
+                value.note = Note(
+                    place, step.number, rounds, reads, v.aval.dtype, seeded
+                )
                 self.notes.append(value.note)
                 kind = (step.number, v, result.true is None)
                 self._unmeasured[kind].append((value.note, result))
@@ -273,10 +302,16 @@ class Shadow:
         if time.monotonic() - self._said > _PATIENCE:
             self._said = time.monotonic()
             source = put_off[-1].step.place.source
-            print(f"diagnose: {len(self.notes)} results, at {source}", file=sys.stderr, flush=True)
+            print(
+                f"diagnose: {len(self.notes)} results, at {source}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _is_choice(result: Pair) -> bool:
     """Whether a result is of indices or conditions that float32 may choose otherwise."""
     dtype = result.low.dtype
-    return result.true is not None and (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer))
+    return result.true is not None and (
+        dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer)
+    )

@@ -36,7 +36,8 @@ class Step(NamedTuple):
     number: int  # in the order of running
     programs: Sequence[Any]  # that it holds, if these are run by themselves
     is_call: bool  # whether it is no more than the one that it holds
-    keeps_numbers: bool  # whether the results are the operand's, in another form or a wider dtype
+    # Whether the results are the operand's, in another form or a wider dtype
+    keeps_numbers: bool
     size: int  # of its results in float32, in bytes
     key: Hashable  # equal for what computes the same
 
@@ -64,7 +65,9 @@ def last_reads(jaxpr: Any) -> list[list[Any]]:
     """For each equation of a program, the variables that nothing reads after it."""
     last = {}
     for n, eqn in enumerate(jaxpr.eqns):
-        last |= {v: n for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal)}
+        last |= {
+            v: n for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal)
+        }
     for v in jaxpr.outvars:
         if not isinstance(v, Literal):
             last.pop(v, None)
@@ -91,7 +94,15 @@ def _scope(stack: str) -> str:
     without_jit = re.sub(r"p?jit\([^()]*\)", "", stack)
     plain = re.sub(r"\w+\(|\)", "", without_jit)
     names = [name for name in plain.split("/") if re.fullmatch(r"[\w.-]+", name)]
-    ours = (SCOPE, LIBRARY, "rematted_computation", "checkpoint", "while", "body", "cond")
+    ours = (
+        SCOPE,
+        LIBRARY,
+        "rematted_computation",
+        "checkpoint",
+        "while",
+        "body",
+        "cond",
+    )
     return "/".join(name for name in names if name not in ours)
 
 

@@ -21,15 +21,16 @@ from optax_lossscale._diagnosis.wide import (
 )
 from optax_lossscale._programs.versions import bind
 
-# A program that runs once or twice is compiled without optimizing its kernels, in a fifth of the
-# time. The names are those of XLA's CPU compiler.
+# A program that runs once or twice is compiled without optimizing its kernels, in a
+# fifth of the time. The names are those of XLA's CPU compiler.
 _QUICKLY = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
 
-# What `shard_map` writes where it checks along which axes arrays differ: here, along all.
+# What `shard_map` writes where it checks along which axes arrays differ: here, along
+# all.
 _OF_DEVICES = {
     "pvary": lambda x, params: x,
     "pcast": lambda x, params: x,
@@ -85,7 +86,9 @@ class Stretch:
       passed: the numbers of those that compute in 16 bits only, once it was called.
     """
 
-    def __init__(self, steps: Sequence[Wired], transform: Callable[[Callable], Callable]):
+    def __init__(
+        self, steps: Sequence[Wired], transform: Callable[[Callable], Callable]
+    ):
         self.steps = steps
         self.passed: set[int] = set()
         self._forms: dict[Any, tuple[Any, list[tuple[str, tuple[int, ...]]]]] = {}

@@ -17,18 +17,20 @@ class LossScaleError(RuntimeError):
 def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
     """Raises, on the host, if loss scaling has nothing left to try. Waits for the device.
 
-    A skipped step has left everything as it was, so what is wrong with it can be seen afterwards:
-    `print(diagnose(loss_fn, params, batch))`.
+    A skipped step has left everything as it was, so what is wrong with it can be seen
+    afterwards: `print(diagnose(loss_fn, params, batch))`.
 
     Args:
       state: an optimizer state with one `LossScaleState` in it, a train state or an
-        `nnx.Optimizer` that holds it; or a `LossScale`, of which only `exhausted` is looked at.
-      max_consecutive_skips: how many steps in a row may be skipped. A skip rule may skip as many,
-        in a row or not, and beyond these one step in 20.
+        `nnx.Optimizer` that holds it; or a `LossScale`, of which only `exhausted` is
+        looked at.
+      max_consecutive_skips: how many steps in a row may be skipped. A skip rule may
+        skip as many, in a row or not, and beyond these one step in 20.
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`, or more steps than
-        `max_consecutive_skips` were skipped in a row, or a rule skipped more than it may.
+        `max_consecutive_skips` were skipped in a row, or a rule skipped more than it
+        may.
       ValueError: if the state holds no loss scale, or several.
       TypeError: if the state is that of an ensemble.
 
@@ -52,13 +54,18 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
     consecutive = states[0].consecutive_skipped_steps if states else 0
     if shape := jnp.shape(loss_scale()) or jnp.shape(consecutive):
         raise TypeError(
-            "raise_if_stuck takes the state of one model, got many, with leaves of shape "
-            f"{shape}. Pass that of one member: jax.tree.map(lambda x: x[0], state)"
+            "raise_if_stuck takes the state of one model, got many, with leaves of "
+            f"shape {shape}. Pass that of one member: jax.tree.map(lambda x: x[0], "
+            "state)"
         )
     skips = int(consecutive)
     rule = states[0].skip_rule if states else None
-    by_rule = rule is not None and bool(jnp.isfinite(rule.gradient_norm))  # it saw the last
-    much = rule is not None and int(rule.skip_debt) > APPLIED_PER_SKIP * max_consecutive_skips
+    # The rule saw the last step.
+    by_rule = rule is not None and bool(jnp.isfinite(rule.gradient_norm))
+    much = (
+        rule is not None
+        and int(rule.skip_debt) > APPLIED_PER_SKIP * max_consecutive_skips
+    )
     advice = (
         "A skipped step has left everything as it was: "
         "run print(ols.diagnose(loss_fn, params, batch))"
@@ -66,20 +73,21 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
     skipped = f" Steps skipped in a row: {skips}." if states else ""
     if loss_scale.exhausted():
         raise LossScaleError(
-            f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot be lowered."
-            f"{skipped} {advice}. If gradients are large but not broken, allow a smaller scale "
-            "(min_scale)"
+            f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot "
+            f"be lowered.{skipped} {advice}. If gradients are large but not broken, "
+            "allow a smaller scale (min_scale)"
         )
     if skips > max_consecutive_skips and not by_rule:
         raise LossScaleError(
-            f"gradients or losses were not finite; the loss scale is {loss_scale():g}.{skipped} "
-            f"{advice}"
+            "gradients or losses were not finite; the loss scale is "
+            f"{loss_scale():g}.{skipped} {advice}"
         )
     if rule is not None and (much or skips > max_consecutive_skips):
         raise LossScaleError(
             f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "
-            f"{rule.skipped_by_rule} steps in all; {skips} were skipped in a row, and the last "
-            f"gradients have a norm of {rule.gradient_norm:g}. If that is the new level, restart "
-            "the rule, state._replace(skip_rule=tx.init(params).skip_rule), or use "
+            f"{rule.skipped_by_rule} steps in all; {skips} were skipped in a row, and "
+            f"the last gradients have a norm of {rule.gradient_norm:g}. If that is the "
+            "new level, restart the rule, "
+            "state._replace(skip_rule=tx.init(params).skip_rule), or use "
             "skips.spikes(), which finds such a level by itself"
         )

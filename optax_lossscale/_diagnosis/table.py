@@ -22,8 +22,10 @@ class Row(NamedTuple):
       layer: the scope that it is in, or else the parameters nearest to it.
       rounds: the rounds of the loops around it, the outermost first, from 0.
       dtype: the dtype of its result.
-      is_backward: whether it is of the backward pass, and so in proportion to the loss scale.
-      before: how far its operands are from float32's: the norm of the difference, relative.
+      is_backward: whether it is of the backward pass, and so in proportion to the loss
+        scale.
+      before: how far its operands are from float32's: the norm of the difference,
+        relative.
       error: how far its result is; infinite if it is not finite where float32's is.
       is_finite: whether float32's result is finite.
       lost: the share of its numbers that is zero where float32's is not.
@@ -65,7 +67,16 @@ class Table(NamedTuple):
     rows: tuple[Row, ...]
 
     def __str__(self) -> str:
-        titles = ("line", "layer", "operation", "dtype", "before", "off", "lost", "largest")
+        titles = (
+            "line",
+            "layer",
+            "operation",
+            "dtype",
+            "before",
+            "off",
+            "lost",
+            "largest",
+        )
         return "\n".join(table([titles, *map(_cells, self.rows)], text=(0, 1, 2, 3)))
 
 
@@ -79,7 +90,9 @@ def table_of(notes: Iterable[Note]) -> Table:
             worst[key] = note
         largest[key] = max(largest.get(key, 0.0), note.largest)
     in_order = sorted(worst, key=lambda key: key[0])
-    return Table(tuple(row_of(worst[key])._replace(largest=largest[key]) for key in in_order))
+    return Table(
+        tuple(row_of(worst[key])._replace(largest=largest[key]) for key in in_order)
+    )
 
 
 def row_of(note: Note) -> Row:

@@ -8,7 +8,10 @@ _COLUMNS = 100
 _LEAST = 24  # letters of a name that is shortened
 _SHOWN = 3
 wrapped = textwrap.TextWrapper(
-    width=_COLUMNS, subsequent_indent="   ", break_long_words=False, break_on_hyphens=False
+    width=_COLUMNS,
+    subsequent_indent="   ",
+    break_long_words=False,
+    break_on_hyphens=False,
 ).fill
 
 
@@ -39,7 +42,9 @@ def table(rows: Sequence[Sequence[str]], text: Container[int] = (0,)) -> list[st
     room = _COLUMNS
     for cells in list(zip(*rows, strict=True))[1:]:
         room -= max(map(len, cells)) + 2
-    return aligned([(_shortened(row[0], max(room, _LEAST)), *row[1:]) for row in rows], text)
+    return aligned(
+        [(_shortened(row[0], max(room, _LEAST)), *row[1:]) for row in rows], text
+    )
 
 
 def _shortened(name: str, room: int) -> str:

@@ -12,7 +12,8 @@ from optax_lossscale._programs.operations import Is, traits_of
 from optax_lossscale._programs.values import FLOAT32, dtype_in, in_dtype, in_dtypes
 from optax_lossscale._programs.versions import bind, is_program, open_jaxpr, params_of
 
-_SHAPES = (jax.core.ShapedArray, jax.ShapeDtypeStruct)  # what a foreign function returns
+# What a foreign function returns
+_SHAPES = (jax.core.ShapedArray, jax.ShapeDtypeStruct)
 _SCATTERS = {
     "scatter": lax.scatter,
     "scatter-add": lax.scatter_add,
@@ -29,7 +30,9 @@ class NotWidenedError(Exception):
 
 def is_narrow(dtype: Any) -> bool:
     """Whether a dtype is a floating-point one of 16 bits or fewer."""
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return (
+        dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    )
 
 
 def wide_dtype(dtype: Any) -> Any:
@@ -51,7 +54,9 @@ def narrows(eqn: Any) -> bool:
 
 def as_written(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     """The results in float32 of an equation that computes in its own dtypes."""
-    return list(map(widened, bind(eqn, in_dtypes(list(map(dtype_in, eqn.invars)), ins))))
+    return list(
+        map(widened, bind(eqn, in_dtypes(list(map(dtype_in, eqn.invars)), ins)))
+    )
 
 
 def in_float32(eqn: Any, ins: Sequence[Any]) -> list[Any]:
@@ -62,7 +67,8 @@ def in_float32(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     """
     if not narrows(eqn):
         return bind(eqn, ins)
-    if Is.OF_BITS in traits_of(eqn.primitive.name):  # the bits of random numbers, which stay
+    # The bits of random numbers, which stay
+    if Is.OF_BITS in traits_of(eqn.primitive.name):
         return as_written(eqn, ins)
     expected = [(wide_dtype(v.aval.dtype), v.aval.shape) for v in eqn.outvars]
     try:
@@ -91,7 +97,9 @@ def _rewritten(eqn: Any, ins: Sequence[Any]) -> list[Any]:
         return [in_dtype(wide_dtype(params["new_dtype"]), ins[0])]
     if name == "reduce_precision":
         return list(ins)
-    if "precision" in params and not isinstance(params["precision"], (tuple, lax.Precision)):
+    if "precision" in params and not isinstance(
+        params["precision"], (tuple, lax.Precision)
+    ):
         params["precision"] = None  # it is an algorithm for 16-bit operands
     for key, value in params.items():
         if isinstance(value, (np.dtype, type)) and is_narrow(_dtype(value)):
@@ -106,7 +114,10 @@ def _combination(program: Any) -> Any:
     def combine(x, y):
         values = dict(zip(jaxpr.invars, [*x, *y], strict=True))
         for eqn in jaxpr.eqns:
-            ins = [values[v] if v in values else widened(jnp.asarray(v.val)) for v in eqn.invars]
+            ins = [
+                values[v] if v in values else widened(jnp.asarray(v.val))
+                for v in eqn.invars
+            ]
             values.update(zip(eqn.outvars, in_float32(eqn, ins), strict=True))
         return [values[v] for v in jaxpr.outvars]
 

@@ -67,28 +67,40 @@ class Is(enum.Flag):
     """Recomputing it takes no longer than reading its results: a compiler fuses it."""
 
 
-ENTERED = Is.INLINED | Is.KEEPS | Is.SCANS | Is.WAITS | Is.BRANCHES | Is.MAPS | Is.JVP | Is.VJP
+ENTERED = (
+    Is.INLINED
+    | Is.KEEPS
+    | Is.SCANS
+    | Is.WAITS
+    | Is.BRANCHES
+    | Is.MAPS
+    | Is.JVP
+    | Is.VJP
+)
 """What holds programs that `_programs.run` can run in another way; others run them as they are."""
 
 
 class Operation(NamedTuple):
     """What is known of an operation; as it stands here, of one that is not in the table.
 
-    So of an unknown one nothing is assumed: it runs as it was traced, in float32, is not repeated,
-    and every program among its parameters is one that it runs.
+    So of an unknown one nothing is assumed: it runs as it was traced, in float32, is
+    not repeated, and every program among its parameters is one that it runs.
     """
 
     traits: Is = Is(0)
-    terms: str = ""  # what tells how many numbers each result sums: see `_programs.work`
-    # What makes the statistic by which it normalizes, from a sum of many numbers: of `x - mean`
-    # this is a division, of `x * rsqrt(variance)` it is `rsqrt`, of `x / norm` a root.
+    # What tells how many numbers each result sums: see `_programs.work`
+    terms: str = ""
+    # What makes the statistic by which it normalizes, from a sum of many numbers: of `x
+    # - mean` this is a division, of `x * rsqrt(variance)` it is `rsqrt`, of `x / norm`
+    # a root.
     by: str = ""
-    # The parameters that hold the programs that it runs, in the order of running; None for all.
+    # The parameters that hold the programs that it runs, in the order of running; None
+    # for all.
     programs: tuple[str, ...] | None = None
 
 
 _ROWS = """
-# operation               | is                         | terms      | by    | programs
+# Operation               | is                         | terms      | by    | programs
 # Returns its operands' numbers elsewhere
 copy                      | moves cheap
 copy_p                    | moves cheap
@@ -391,7 +403,9 @@ def _row(line: str) -> tuple[str, Operation]:
     return name, Operation(every, terms, by, tuple(programs.split()))
 
 
-TABLE = dict(_row(line) for line in _ROWS.splitlines() if line and not line.startswith("#"))
+TABLE = dict(
+    _row(line) for line in _ROWS.splitlines() if line and not line.startswith("#")
+)
 """What is known of each operation, by JAX's name for it."""
 
 _UNKNOWN = Operation()

@@ -1,7 +1,8 @@
 """Running an equation that holds programs, as `scan` does, with each of these run in another way.
 
-Each of the programs comes as a `Run`: which dtypes it takes, which it gives, and how it is called.
-Where two meet, as at the end of a loop's body and its beginning, the wider dtype is carried.
+Each of the programs comes as a `Run`: which dtypes it takes, which it gives, and how it
+is called. Where two meet, as at the end of a loop's body and its beginning, the wider
+dtype is carried.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +37,10 @@ def enter(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
 
 def is_placed(eqn: Any) -> bool:
     """Whether a `jit` was told where to place its arguments or results."""
-    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    shardings = (
+        *eqn.params.get("in_shardings", ()),
+        *eqn.params.get("out_shardings", ()),
+    )
     return any(map(_is_a_place, shardings))
 
 
@@ -69,7 +73,8 @@ def _scan(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
     consts = operands[:n_consts]
     carry = operands[n_consts : n_consts + n_carry]
     xs = operands[n_consts + n_carry :]
-    # From round to round in the wider of two dtypes, and from there in the one that is taken.
+    # From round to round in the wider of two dtypes, and from there in the one that is
+    # taken.
     taken = run.takes[n_consts : n_consts + n_carry]
     carried = [_widest(dtypes) for dtypes in zip(taken, run.gives, strict=False)]
 
@@ -84,7 +89,8 @@ def _scan(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
         length=eqn.params["length"],
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],
-        _split_transpose=eqn.params.get("_split_transpose", False),  # which few scans have
+        # Few scans have this.
+        _split_transpose=eqn.params.get("_split_transpose", False),
     )
     return [*carry, *ys]
 
@@ -107,10 +113,13 @@ def _while(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
 
     def step(carry):
         results = in_dtypes(carried, body.call([*body_consts, *carry]))
-        # An element of a batch that has come to its end waits for the others, unchanged.
+        # An element of a batch that has come to its end waits for the others,
+        # unchanged.
         return _where_leading(flags(carry), results, carry) if is_batched else results
 
-    return lax.while_loop(goes_on, step, in_dtypes(carried, operands[n_condition + n_body :]))
+    return lax.while_loop(
+        goes_on, step, in_dtypes(carried, operands[n_condition + n_body :])
+    )
 
 
 def _where_leading(flags: Any, xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
@@ -124,7 +133,9 @@ def _where_leading(flags: Any, xs: Sequence[Any], ys: Sequence[Any]) -> list[Any
 
 def _cond(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
     index, *operands = operands
-    gives = [_widest(dtypes) for dtypes in zip(*(run.gives for run in runs), strict=True)]
+    gives = [
+        _widest(dtypes) for dtypes in zip(*(run.gives for run in runs), strict=True)
+    ]
 
     def branch(run):
         """One of the branches, as a function whose results have the dtypes of all."""

@@ -21,13 +21,18 @@ def is_program(x: Any) -> bool:
 
 def function_name(jaxpr: Any) -> str:
     """The name of the function that a jaxpr was traced from, if it says so."""
-    return getattr(getattr(open_jaxpr(jaxpr), "debug_info", None), "func_name", "function")
+    return getattr(
+        getattr(open_jaxpr(jaxpr), "debug_info", None), "func_name", "function"
+    )
 
 
 def argument_names(jaxpr: Any) -> Sequence[str]:
     """What the function that a jaxpr was traced from calls each argument; empty if unknown."""
-    names = getattr(getattr(open_jaxpr(jaxpr), "debug_info", None), "arg_names", None) or ()
-    is_of_each = len(names) == len(open_jaxpr(jaxpr).invars)  # not where constants were added
+    names = (
+        getattr(getattr(open_jaxpr(jaxpr), "debug_info", None), "arg_names", None) or ()
+    )
+    # Not where constants were added
+    is_of_each = len(names) == len(open_jaxpr(jaxpr).invars)
     return tuple(name or "" for name in names) if is_of_each else ()
 
 
@@ -45,7 +50,8 @@ def name_of(eqn: Any) -> str:
 def bind(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     """The results of an equation for other operands of the same types."""
     bound = eqn.primitive.get_bind_params(eqn.params)
-    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # before jax 0.9
+    # Before jax 0.9
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
     with eqn.ctx.manager:
         outs = eqn.primitive.bind(*functions, *ins, **params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
@@ -55,11 +61,14 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
     """How many of a scan's operands are the same in each round, and how many are carried."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
-    n_consts, n_carry = (len(part) for part in eqn.params["ft_in"].unpack()[:2])  # since jax 0.12
+    # Since jax 0.12
+    n_consts, n_carry = (len(part) for part in eqn.params["ft_in"].unpack()[:2])
     return n_consts, n_carry
 
 
 def mapped_axes(eqn: Any) -> tuple[Any, ...]:
     """The axes of the mesh that a `shard_map` maps over, besides those mapped around it."""
     was = "manual_axes"  # before jax 0.10
-    return tuple(eqn.params[was] if was in eqn.params else eqn.params["newly_manual_axes"])
+    return tuple(
+        eqn.params[was] if was in eqn.params else eqn.params["newly_manual_axes"]
+    )

@@ -29,7 +29,16 @@ from optax_lossscale._programs.versions import (
 )
 
 # Their lines are passed over: they call the user's functions, and are called by them.
-_FRAMEWORKS = ("einops", "equinox", "flax", "haiku", "haliax", "keras", "optax", "optax_lossscale")
+_FRAMEWORKS = (
+    "einops",
+    "equinox",
+    "flax",
+    "haiku",
+    "haliax",
+    "keras",
+    "optax",
+    "optax_lossscale",
+)
 
 
 LIBRARY = "ols.library"
@@ -41,9 +50,11 @@ class Equation(NamedTuple):
 
     eqn: Any
     around: Self | None  # the equation that holds the program that this one is in
-    runs: int  # how often; each branch of a `cond` counts as run, and the body of a `while` once
+    # How often; each branch of a `cond` counts as run, and the body of a `while` once
+    runs: int
     source: str  # the line that made it, as `model.py:12 (f)`
-    before: tuple[Any, ...]  # the dtypes of its operands before they were converted to wider ones
+    # The dtypes of its operands before they were converted to wider ones
+    before: tuple[Any, ...]
     summed: int  # how often it adds to what a `scan` carries: 1, if it does not
 
     @property
@@ -85,7 +96,9 @@ def traced(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
     def of_arrays(arrays):
         next_array = iter(arrays).__next__
-        inputs = map_leaves(lambda x: next_array() if _is_traced(x) else x, (args, kwargs))
+        inputs = map_leaves(
+            lambda x: next_array() if _is_traced(x) else x, (args, kwargs)
+        )
         result = fun(*inputs[0], **inputs[1])
         after = jax.tree.leaves((result, *inputs))  # modules are changed in place
         return [x for x in after if isinstance(x, jax.Array)]
@@ -97,8 +110,12 @@ def programs_in(eqn: Any) -> list[Any]:
     """The jaxprs that an equation runs, closed or open, as they are."""
     params = params_of(eqn)
     names = operation(eqn).programs
-    parameters = params.values() if names is None else [_parameter(params, n) for n in names]
-    return list(filter(is_program, jax.tree.leaves(list(parameters), is_leaf=is_program)))
+    parameters = (
+        params.values() if names is None else [_parameter(params, n) for n in names]
+    )
+    return list(
+        filter(is_program, jax.tree.leaves(list(parameters), is_leaf=is_program))
+    )
 
 
 def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
@@ -127,7 +144,9 @@ def carried_by(eqn: Any) -> range:
         n_consts, n_carry = scan_sizes(eqn)
         return range(n_consts, n_consts + n_carry)
     if Is.WAITS in traits(eqn):
-        return range(eqn.params["cond_nconsts"] + eqn.params["body_nconsts"], len(eqn.invars))
+        return range(
+            eqn.params["cond_nconsts"] + eqn.params["body_nconsts"], len(eqn.invars)
+        )
     return range(0)
 
 
@@ -141,8 +160,9 @@ def is_opaque(eqn: Any) -> bool:
 def equations(jaxpr: Any) -> Iterator[Equation]:
     """The equations of a jaxpr, and those inside them; of a shared program, once.
 
-    Calls of a program that JAX shares are counted together: a function that calls another twice,
-    which calls another twice, and so on, is read in the time that it takes to trace it.
+    Calls of a program that JAX shares are counted together: a function that calls
+    another twice, which calls another twice, and so on, is read in the time that it
+    takes to trace it.
     """
     return _equations(jaxpr, is_shared=True)
 
@@ -154,13 +174,16 @@ def equations_of_each_call(jaxpr: Any) -> Iterator[Equation]:
 
 def _equations(jaxpr: Any, is_shared: bool) -> Iterator[Equation]:
     visits: list[_Visit] = []
-    calls: dict[Any, list[tuple[Any, int]]] = {None: []}  # who enters a program, and how often
+    # Who enters a program, and how often
+    calls: dict[Any, list[tuple[Any, int]]] = {None: []}
     frameworks = _frameworks()
 
     def visit(jaxpr: Any, key: Any, around: int | None, before: dict[Any, Any]) -> None:
         """Notes the equations of a program, whose arguments had these dtypes before."""
         holder = None if around is None else visits[around]
-        inside = frozenset() if holder is None else holder.inside | {name_of(holder.eqn)}
+        inside = (
+            frozenset() if holder is None else holder.inside | {name_of(holder.eqn)}
+        )
         line = "" if holder is None else holder.source
         sums = set() if holder is None else _running_sums(holder.eqn, jaxpr)
         for eqn in jaxpr.eqns:
@@ -178,7 +201,11 @@ def _equations(jaxpr: Any, is_shared: bool) -> Iterator[Equation]:
         for program, operands in arguments_of(holder.eqn):
             inner = open_jaxpr(program)
             dtypes = _dtypes_inside(holder, inner, operands)
-            place = (holder.inside, holder.source, tuple(dtypes.values())) if is_shared else number
+            place = (
+                (holder.inside, holder.source, tuple(dtypes.values()))
+                if is_shared
+                else number
+            )
             key = (id(inner), id(holder.eqn), place)
             is_known = key in calls
             calls.setdefault(key, []).append((holder.key, _times(holder.eqn)))
@@ -202,7 +229,9 @@ def _counted(
     for one in visits:
         around = None if one.around is None else equations[one.around]
         times = runs(one.key)
-        equations.append(Equation(one.eqn, around, times, one.source, one.before, one.summed))
+        equations.append(
+            Equation(one.eqn, around, times, one.source, one.before, one.summed)
+        )
     return equations
 
 
@@ -211,7 +240,9 @@ def _dtype_before(v: Any, before: Mapping[Any, Any]) -> Any:
     return dtype_in(v) if isinstance(v, Literal) else before.get(v, dtype_in(v))
 
 
-def _dtypes_inside(holder: _Visit, inner: Any, operands: Sequence[int]) -> dict[Any, Any]:
+def _dtypes_inside(
+    holder: _Visit, inner: Any, operands: Sequence[int]
+) -> dict[Any, Any]:
     """The dtypes that the arguments of a program in an equation had before."""
     carried = carried_by(holder.eqn)  # equal to those operands only in the first round
     pairs = zip(inner.invars, operands, strict=False)
@@ -236,7 +267,12 @@ def is_of_a_library(eqn: Any) -> bool:
     optax = _folder("optax")
     calls = _calls(eqn)
     losses = os.path.join(optax, "losses")
-    if optax and calls and calls[-1].startswith(optax) and not calls[-1].startswith(losses):
+    if (
+        optax
+        and calls
+        and calls[-1].startswith(optax)
+        and not calls[-1].startswith(losses)
+    ):
         return True
     file = inspect.getsourcefile(inspect.unwrap(jax.lax.linalg.qr))
     frames = getattr(eqn.source_info.traceback, "frames", ())
@@ -301,7 +337,8 @@ def _source(eqn: Any, around: str, frameworks: tuple[str, ...]) -> str:
     for call in reversed(calls):
         if not call.startswith(frameworks):
             return _short(call)
-    # What a framework compiles and caches has only lines of its own: take that of the call around.
+    # What a framework compiles and caches has only lines of its own: take that of the
+    # call around.
     return around or (_short(calls[-1]) if calls else "an unknown line")
 
 

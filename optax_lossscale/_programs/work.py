@@ -14,9 +14,11 @@ def results_of(eqn: Any) -> int:
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
     if ragged:
         (contracted, _), _ = ragged.dot_dimension_numbers
-        if set(ragged.lhs_ragged_dimensions) & set(contracted):  # each group is part of a sum
+        # Each group is part of a sum
+        if set(ragged.lhs_ragged_dimensions) & set(contracted):
             shape = shape[1:]
-    # The zeros that a transposed convolution puts between its inputs are not multiplied.
+    # The zeros that a transposed convolution puts between its inputs are not
+    # multiplied.
     return math.ceil(math.prod(shape) / math.prod(eqn.params.get("lhs_dilation", ())))
 
 
@@ -25,14 +27,18 @@ def terms_of(eqn: Any) -> int:
     count = _TERMS.get(operation(eqn).terms)
     if count is None or not _adds(eqn):
         return 1
-    return count(*(tuple(getattr(v.aval, "shape", ())) for v in eqn.invars), **eqn.params)
+    return count(
+        *(tuple(getattr(v.aval, "shape", ())) for v in eqn.invars), **eqn.params
+    )
 
 
 def _adds(eqn: Any) -> bool:
     """Whether an equation that reduces by a function of its own does so by a sum."""
     if "jaxpr" not in eqn.params:
         return True
-    return any(Is.ADDS_TWO in traits(inner) for inner in open_jaxpr(eqn.params["jaxpr"]).eqns)
+    return any(
+        Is.ADDS_TWO in traits(inner) for inner in open_jaxpr(eqn.params["jaxpr"]).eqns
+    )
 
 
 # --- from the shapes of operands, and parameters ---
@@ -47,12 +53,16 @@ def _of_contracted(x: Shape, *_: Shape, **params: Any) -> int:
     return math.prod(x[axis] for axis in contracted)
 
 
-def _of_kernel(_: Shape, kernel: Shape, *, dimension_numbers: Any, **params: Any) -> int:
+def _of_kernel(
+    _: Shape, kernel: Shape, *, dimension_numbers: Any, **params: Any
+) -> int:
     _features, *summed = (kernel[axis] for axis in dimension_numbers.rhs_spec)
     return math.prod(summed)
 
 
-def _of_updates(_: Shape, __: Shape, updates: Shape, *, dimension_numbers: Any, **params) -> int:
+def _of_updates(
+    _: Shape, __: Shape, updates: Shape, *, dimension_numbers: Any, **params
+) -> int:
     # At most, if all go to one place.
     window = dimension_numbers.update_window_dims
     return math.prod(n for axis, n in enumerate(updates) if axis not in window)
@@ -62,7 +72,9 @@ _TERMS = {
     "axes": lambda x, *_, axes, **params: math.prod(x[axis] for axis in axes),
     "axis": lambda x, *_, axis, **params: x[axis],
     "contracted": _of_contracted,
-    "dimensions": lambda x, *_, dimensions, **params: math.prod(x[axis] for axis in dimensions),
+    "dimensions": lambda x, *_, dimensions, **params: math.prod(
+        x[axis] for axis in dimensions
+    ),
     "kernel": _of_kernel,
     "last": lambda x, *_, **params: x[-1],
     "updates": _of_updates,

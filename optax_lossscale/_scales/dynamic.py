@@ -20,11 +20,13 @@ class DynamicLossScale(LossScale):
     """Grows after a run of finite steps, and backs off at a non-finite one.
 
     The default of `with_loss_scale`. If most steps have gradients of zero, use
-    `HeadroomLossScale`: such steps raise this scale, so that the next nonzero gradients overflow.
+    `HeadroomLossScale`: such steps raise this scale, so that the next nonzero gradients
+    overflow.
 
-    Source: TensorFlow's `DynamicLossScale`, whose defaults these are, after Micikevicius et al.,
-    "Mixed Precision Training" (https://arxiv.org/abs/1710.03740); the further options are those of
-    PyTorch, Flax, Megatron-LM, DeepSpeed and tf.contrib. The rule::
+    Source: TensorFlow's `DynamicLossScale`, whose defaults these are, after
+    Micikevicius et al., "Mixed Precision Training" (https://arxiv.org/abs/1710.03740);
+    the further options are those of PyTorch, Flax, Megatron-LM, DeepSpeed and
+    tf.contrib. The rule::
 
         if grads_finite:
             growth_counter += 1
@@ -39,8 +41,9 @@ class DynamicLossScale(LossScale):
             else:
                 loss_scale = max(loss_scale * backoff_factor, min_scale)
 
-    Every product is rounded once, from the factor as given: a `backoff_factor` of `1 / 3` equals
-    TensorFlow's division by 3. An overflow does not raise a scale restored from below `min_scale`.
+    Every product is rounded once, from the factor as given: a `backoff_factor` of `1 /
+    3` equals TensorFlow's division by 3. An overflow does not raise a scale restored
+    from below `min_scale`.
 
     Args:
       initial_scale: the loss scale before the first step, between the bounds.
@@ -50,12 +53,16 @@ class DynamicLossScale(LossScale):
       min_scale: the floor. Set it below 1 for models whose gradients are large.
       max_scale: the cap.
       hysteresis: how many non-finite steps it takes to back off.
-      hysteresis_refill: when that count is refilled: `"growth"`, when the scale is due to grow
-        (Megatron-LM, DeepSpeed); `"rescale"`, then and at a back-off (tf.contrib); `"finite"`, at
-        each finite step (DeepSpeed's `consecutive_hysteresis`).
-      clip_growth: whether growth past `max_scale` ends there (Flax) or does not take place.
-      clip_backoff: whether a back-off past `min_scale` ends there or does not take place.
-      can_be_exhausted: whether an overflow at a scale that cannot fall makes it `exhausted`.
+      hysteresis_refill: when that count is refilled: `"growth"`, when the scale is due
+        to grow (Megatron-LM, DeepSpeed); `"rescale"`, then and at a back-off
+        (tf.contrib); `"finite"`, at each finite step (DeepSpeed's
+        `consecutive_hysteresis`).
+      clip_growth: whether growth past `max_scale` ends there (Flax) or does not take
+        place.
+      clip_backoff: whether a back-off past `min_scale` ends there or does not take
+        place.
+      can_be_exhausted: whether an overflow at a scale that cannot fall makes it
+        `exhausted`.
       initial_growth_counter: the first `growth_counter`, below `growth_interval`.
 
     Attributes:
@@ -104,7 +111,9 @@ class DynamicLossScale(LossScale):
         return choose(grads_finite, self._after_finite_step(), self._after_overflow())
 
     def exhausted(self) -> jax.Array:
-        return jnp.asarray(self._exhausted) if self.can_be_exhausted else jnp.array(False)
+        return (
+            jnp.asarray(self._exhausted) if self.can_be_exhausted else jnp.array(False)
+        )
 
     def _after_finite_step(self) -> Self:
         scale = self()

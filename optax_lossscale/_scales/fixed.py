@@ -18,11 +18,12 @@ _SCALE = validation.scale_up_to(2.0**126)  # above this, the reciprocal is not n
 class FixedLossScale(LossScale):
     """A constant loss scale; nothing is checked, and no step is skipped.
 
-    Compiled steps hold the scale as a constant, and a scale of 1 compiles to no scaling at all.
-    Source: TensorFlow's `FixedLossScale`.
+    Compiled steps hold the scale as a constant, and a scale of 1 compiles to no scaling
+    at all. Source: TensorFlow's `FixedLossScale`.
 
     Args:
-      scale: from 1.18e-38 to 2**126, so that it and its reciprocal are normal float32 numbers.
+      scale: from 1.18e-38 to 2**126, so that it and its reciprocal are normal float32
+        numbers.
 
     Raises:
       ValueError: if `scale` is not such a number.
@@ -43,7 +44,9 @@ class FixedLossScale(LossScale):
         super().__init__(_SCALE("scale", scale))
 
     def __init_subclass__(cls, **kwargs: Any):
-        raise TypeError(f"{cls.__name__} cannot subclass FixedLossScale; subclass LossScale")
+        raise TypeError(
+            f"{cls.__name__} cannot subclass FixedLossScale; subclass LossScale"
+        )
 
     def __call__(self) -> jax.Array:
         return jnp.float32(jnp.inf) if OVERFLOWS.value else super().__call__()
@@ -54,7 +57,9 @@ class FixedLossScale(LossScale):
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         return self
 
-    def update(self, grads: Any, axis_name: AxisName | None = None) -> tuple[Self, bool]:
+    def update(
+        self, grads: Any, axis_name: AxisName | None = None
+    ) -> tuple[Self, bool]:
         """This loss scale itself, and True: the gradients are not looked at."""
         return self, True
 

@@ -1,8 +1,9 @@
 """The loss scale that keeps the largest gradient a little below overflow.
 
-It goes by two numbers, in bits: how large gradients have been, which is measured, and how many
-bits more to keep in reserve, which is guessed from overflows that no measured size explains. Both
-fall as long as nothing confirms them, and the more often steps overflow, the slower they fall.
+It goes by two numbers, in bits: how large gradients have been, which is measured, and
+how many bits more to keep in reserve, which is guessed from overflows that no measured
+size explains. Both fall as long as nothing confirms them, and the more often steps
+overflow, the slower they fall.
 """
 
 from functools import partial
@@ -14,15 +15,22 @@ import numpy as np
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.stateful import checked, state_field
-from optax_lossscale._scales.loss_scale import AxisName, LossScale, choose, largest_of_all
+from optax_lossscale._scales.loss_scale import (
+    AxisName,
+    LossScale,
+    choose,
+    largest_of_all,
+)
 
 # Bits.
 _OVERFLOW = 16  # float16's numbers are below 2**16
-_DEEP = 32  # of float16's 40: any deeper, what used to fit is lost, and a smaller scale is no help
+# Of float16's 40: any deeper, what used to fit is lost, and a smaller scale is no help
+_DEEP = 32
 _BOUND = 100  # of the scale's exponent, either way
 
 # Steps.
-_EXCUSED = 64  # many, compared with the six overflows after which the batch is found at fault
+# many, compared with the six overflows after which the batch is found at fault
+_EXCUSED = 64
 _SHORTEST = 32  # a rare outlier should not lower the scale for long
 _LONGEST = 512  # what recurs less often than that costs few steps
 _GROWTH = 2048  # about as long as TensorFlow and PyTorch wait before a scale grows
@@ -32,11 +40,12 @@ _ZEROS = 64  # steps of zeros that count as one: most of them are no sign of und
 class HeadroomLossScale(LossScale):
     """Measures the largest gradient, and keeps it a little below overflow.
 
-    For short runs, and for gradients that jump in size or are rare. Where gradients inside the
-    model are larger than those of its parameters, `DynamicLossScale` skips fewer steps.
+    For short runs, and for gradients that jump in size or are rare. Where gradients
+    inside the model are larger than those of its parameters, `DynamicLossScale` skips
+    fewer steps.
 
-    The rule, where `size` is the exponent of the step's largest gradient, and `largest` that of
-    the largest that is remembered::
+    The rule, where `size` is the exponent of the step's largest gradient, and `largest`
+    that of the largest that is remembered::
 
         if grads_overflow:
             if reserve == 0 or reserve % 1 > 0:             # it has faded since the last one
@@ -51,26 +60,28 @@ class HeadroomLossScale(LossScale):
             memory = memory + 2 if memory < 32 else max(memory * (1 - 1 / 4096), 32)
         loss_scale = 2 ** floor(16 - margin - largest - max(reserve, 0))
 
-    An overflow means that some gradient is too large for the scale, or that the batch is broken.
-    So the scale falls by 1, 2, 4, 8, … bits, which are held in reserve until a gradient explains
-    the overflow, nothing overflows any more, or 32 bits have not helped. Each row of overflows
-    doubles the `memory`: the number of steps, 0 at first, in which `largest` and `reserve` fall by
-    a bit.
+    An overflow means that some gradient is too large for the scale, or that the batch
+    is broken. So the scale falls by 1, 2, 4, 8, … bits, which are held in reserve until
+    a gradient explains the overflow, nothing overflows any more, or 32 bits have not
+    helped. Each row of overflows doubles the `memory`: the number of steps, 0 at first,
+    in which `largest` and `reserve` fall by a bit.
 
-    Gradients that are all zero have no size: `largest` stands for it above, and `memory` stays.
-    They may be rare, or may all have underflowed. So the scale grows by one bit in 2048 to 32,768
-    such steps. It is a power of two between 2**-100 and 2**100.
+    Gradients that are all zero have no size: `largest` stands for it above, and
+    `memory` stays. They may be rare, or may all have underflowed. So the scale grows by
+    one bit in 2048 to 32,768 such steps. It is a power of two between 2**-100 and
+    2**100.
 
     Source: this library, after OpenSeq2Seq's `LogMaxScaler`.
 
     Args:
-      initial_scale: the first loss scale, from 2**-100 to 2**100, rounded down to a power of two.
-      margin: how many bits to leave between the largest gradient and overflow, from 0 to 24. With
-        more bits, fewer steps overflow, but more gradients underflow.
+      initial_scale: the first loss scale, from 2**-100 to 2**100, rounded down to a
+        power of two.
+      margin: how many bits to leave between the largest gradient and overflow, from 0
+        to 24. With more bits, fewer steps overflow, but more gradients underflow.
 
     Attributes:
-      spare_bits: the bits between the largest gradient that is remembered and overflow: the
-        margin, the reserve, and what rounding leaves; float32, shape ().
+      spare_bits: the bits between the largest gradient that is remembered and overflow:
+        the margin, the reserve, and what rounding leaves; float32, shape ().
 
     Raises:
       ValueError: for an argument outside the ranges above.
@@ -84,8 +95,10 @@ class HeadroomLossScale(LossScale):
     """
 
     margin: int = checked(partial(validation.count, least=0, most=24), default=1)
-    spare_bits: jax.Array = state_field()  # shape=(), dtype=float32, like all that follow
-    _reserve: jax.Array = state_field(0.0)  # bits; below zero, how many overflows are excused
+    # shape=(), dtype=float32, like all that follow
+    spare_bits: jax.Array = state_field()
+    # Bits; below zero, how many overflows are excused
+    _reserve: jax.Array = state_field(0.0)
     _memory: jax.Array = state_field(0.0)  # measured steps
 
     def __post_init__(self):
@@ -97,7 +110,9 @@ class HeadroomLossScale(LossScale):
         self._set(loss_scale=np.ldexp(np.float32(0.5), exponent))
         self._set(spare_bits=np.float32(self.margin))
 
-    def update(self, grads: Any, axis_name: AxisName | None = None) -> tuple[Self, jax.Array]:
+    def update(
+        self, grads: Any, axis_name: AxisName | None = None
+    ) -> tuple[Self, jax.Array]:
         gradient = largest_of_all(grads, axis_name)
         finite = jnp.isfinite(gradient)
         after_finite_step = choose(
@@ -108,7 +123,8 @@ class HeadroomLossScale(LossScale):
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         """Adapts by the flag alone, which measures nothing.
 
-        The scale falls at overflows as in `update`, and doubles every 2048 finite steps in a row.
+        The scale falls at overflows as in `update`, and doubles every 2048 finite steps
+        in a row.
         """
         fallen_to = self._largest() + jnp.maximum(self._reserve, 0)
         after_finite_step = self._with(fallen_to - 1 / _GROWTH, 0.0, self._memory)
@@ -145,7 +161,9 @@ class HeadroomLossScale(LossScale):
     def _after_zeros(self) -> Self:
         """A little of what a measured step changes, in case all gradients have underflowed."""
         fall = 1 / (_ZEROS * jnp.maximum(self._memory, _SHORTEST))
-        return self._with(self._largest() - fall, self._reserve_after(fall), self._memory)
+        return self._with(
+            self._largest() - fall, self._reserve_after(fall), self._memory
+        )
 
     def _reserve_after(self, fall: jax.Array) -> jax.Array:
         """The reserve after a finite step that does not explain the overflows."""
@@ -165,12 +183,15 @@ class HeadroomLossScale(LossScale):
         _, exponent = jnp.frexp(self())
         return exponent - 1
 
-    def _with(self, largest: jax.Array, reserve: jax.typing.ArrayLike, memory: jax.Array) -> Self:
+    def _with(
+        self, largest: jax.Array, reserve: jax.typing.ArrayLike, memory: jax.Array
+    ) -> Self:
         """The loss scale that fits these."""
         fits = jnp.clip(_OVERFLOW - self.margin - largest, -_BOUND, _BOUND)
         exponent = jnp.floor(jnp.maximum(fits - jnp.maximum(reserve, 0), -_BOUND))
         return self.replace(
-            loss_scale=jnp.ldexp(jnp.float32(1), exponent.astype(jnp.int32)),  # exp2 is inexact
+            # exp2 is inexact
+            loss_scale=jnp.ldexp(jnp.float32(1), exponent.astype(jnp.int32)),
             spare_bits=self.margin + fits - exponent,
             _reserve=reserve,
             _memory=memory,

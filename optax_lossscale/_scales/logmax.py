@@ -8,9 +8,16 @@ import numpy as np
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.stateful import checked, state_field
-from optax_lossscale._scales.loss_scale import AxisName, LossScale, choose, largest_of_all
+from optax_lossscale._scales.loss_scale import (
+    AxisName,
+    LossScale,
+    choose,
+    largest_of_all,
+)
 
-_DECAY = validation.number("in [0, 1) as a float32", lambda x: 0 <= float(np.float32(x)) < 1)
+_DECAY = validation.number(
+    "in [0, 1) as a float32", lambda x: 0 <= float(np.float32(x)) < 1
+)
 # Beyond these the averages of squares would be infinite, and the scale NaN.
 _AT_MOST_60 = validation.number("a number of at most 60", lambda x: x <= 60)
 _DEVIATIONS = validation.number("in [0, 1e6]", lambda x: 0 <= x <= 1e6)
@@ -19,23 +26,26 @@ _DEVIATIONS = validation.number("in [0, 1e6]", lambda x: 0 <= x <= 1e6)
 class LogMaxLossScale(LossScale):
     """Puts the largest gradient where it is unlikely to overflow.
 
-    Assumes that log2 of each step's largest gradient is normally distributed. A gradient
-    `overflow_std_dev` deviations above the mean is scaled to 2**16. Source: OpenSeq2Seq's
-    `LogMaxScaler` (https://arxiv.org/abs/1805.10387). The rule, with bias-corrected averages::
+    Assumes that log2 of each step's largest gradient is normally distributed. A
+    gradient `overflow_std_dev` deviations above the mean is scaled to 2**16. Source:
+    OpenSeq2Seq's `LogMaxScaler` (https://arxiv.org/abs/1805.10387). The rule, with
+    bias-corrected averages::
 
         x = log2(amax) if grads_finite else 2 ** log_max
         mean = average(x, beta1)
         spread = sqrt(average(x ** 2, beta2) - average(x, beta2) ** 2)
         loss_scale = clip(2 ** (16 - mean - overflow_std_dev * spread), min_scale, max_scale)
 
-    except that an overflow does not raise a scale that was restored from below `min_scale`.
-    `adjust`, which sees only the flag, counts overflows and ignores finite steps.
+    except that an overflow does not raise a scale that was restored from below
+    `min_scale`. `adjust`, which sees only the flag, counts overflows and ignores finite
+    steps.
 
     Args:
       initial_scale: the loss scale before the first step, between the bounds.
       min_scale: the floor.
       max_scale: the cap.
-      log_max: an overflow counts as a log2 of `2**log_max`, as in the reference; at most 60.
+      log_max: an overflow counts as a log2 of `2**log_max`, as in the reference; at
+        most 60.
       beta1: decay of the mean, in [0, 1).
       beta2: decay of the averages behind the spread, in [0, 1).
       overflow_std_dev: how many deviations of headroom to leave, from 0 to 1e6.
@@ -79,7 +89,9 @@ class LogMaxLossScale(LossScale):
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         return choose(grads_finite, self, self._after_overflow())
 
-    def update(self, grads: Any, axis_name: AxisName | None = None) -> tuple[Self, jax.Array]:
+    def update(
+        self, grads: Any, axis_name: AxisName | None = None
+    ) -> tuple[Self, jax.Array]:
         amax = largest_of_all(grads, axis_name)
         finite = jnp.isfinite(amax)
         log2_amax = jnp.log2(jnp.maximum(amax, validation.SMALLEST))
@@ -101,9 +113,13 @@ class LogMaxLossScale(LossScale):
             weight1=self.weight1 * self.beta1,
             weight2=self.weight2 * self.beta2,
         )
-        variance = new.square / (1 - new.weight2) - (new.slow_mean / (1 - new.weight2)) ** 2
+        variance = (
+            new.square / (1 - new.weight2) - (new.slow_mean / (1 - new.weight2)) ** 2
+        )
         spread = jnp.sqrt(jnp.maximum(variance, 0))
-        log2_scale = 16 - (new.mean / (1 - new.weight1) + self.overflow_std_dev * spread)
+        log2_scale = 16 - (
+            new.mean / (1 - new.weight1) + self.overflow_std_dev * spread
+        )
         scale = jnp.clip(jnp.exp2(log2_scale), self.min_scale, self.max_scale)
         return new.replace(loss_scale=scale)
 

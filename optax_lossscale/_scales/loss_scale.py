@@ -10,7 +10,13 @@ import numpy as np
 from jax import lax
 
 from optax_lossscale._arrays import validation
-from optax_lossscale._arrays.finite import AxisName, across, all_finite, largest, on_all_replicas
+from optax_lossscale._arrays.finite import (
+    AxisName,
+    across,
+    all_finite,
+    largest,
+    on_all_replicas,
+)
 from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._arrays.stateful import Stateful, checked, state_field
 
@@ -18,12 +24,13 @@ from optax_lossscale._arrays.stateful import Stateful, checked, state_field
 class LossScale(Stateful):
     """A number that the loss is multiplied by, and the rule by which it adapts.
 
-    A loss scale is immutable: `update` and `adjust` return a new one. To write your own, subclass
-    this class and define `adjust`: that alone makes it a frozen dataclass and a pytree. Its fields
-    are configuration: arguments of the constructor, static under `jit`, written by `get_config`.
-    Those declared with `state_field` are state: array leaves, changed by `replace`. A
-    `__post_init__` has to call `super().__post_init__()`. The scale that `adjust` returns should
-    be finite and positive after any sequence of steps.
+    A loss scale is immutable: `update` and `adjust` return a new one. To write your
+    own, subclass this class and define `adjust`: that alone makes it a frozen dataclass
+    and a pytree. Its fields are configuration: arguments of the constructor, static
+    under `jit`, written by `get_config`. Those declared with `state_field` are state:
+    array leaves, changed by `replace`. A `__post_init__` has to call
+    `super().__post_init__()`. The scale that `adjust` returns should be finite and
+    positive after any sequence of steps.
 
     Attributes:
       initial_scale: the loss scale before the first step; configuration.
@@ -80,14 +87,16 @@ class LossScale(Stateful):
         Args:
           grads: the unscaled gradients, any pytree; `None` leaves are ignored. If a
             `mask` excludes some, the step passes a list of the rest.
-          axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas decide
-            together, at the cost of communicating one scalar.
+          axis_name: under `pmap` or `shard_map`, the axis or axes over which all
+            replicas decide together, at the cost of communicating one scalar.
 
         Returns:
-          The new loss scale, and `should_apply`, a bool, shape (); Python's True if unchecked.
+          The new loss scale, and `should_apply`, a bool, shape (); Python's True if
+          unchecked.
 
         Raises:
-          ValueError: if `axis_name` names no axis of an enclosing `pmap` or `shard_map`.
+          ValueError: if `axis_name` names no axis of an enclosing `pmap` or
+            `shard_map`.
         """
         finite = on_all_replicas(all_finite(grads), axis_name)
         return self.adjust(finite), finite
@@ -99,8 +108,8 @@ class LossScale(Stateful):
     def scale(self, tree: T) -> T:
         """A loss, or any pytree, with floating-point and complex leaves times the scale.
 
-        8- and 16-bit floats become float32; all other leaves keep their dtype, and `None`, integer
-        and float0 leaves their values.
+        8- and 16-bit floats become float32; all other leaves keep their dtype, and
+        `None`, integer and float0 leaves their values.
         """
         scale = self()
         return map_inexact(lambda x: x * scale.astype(jnp.finfo(x.dtype).dtype), tree)
@@ -108,11 +117,13 @@ class LossScale(Stateful):
     def unscale(self, tree: T) -> T:
         """Gradients, or any pytree, with floating-point and complex leaves divided by the scale.
 
-        Dtypes are those of `scale()`; exact for a power of two, else within an ulp or two.
+        Dtypes are those of `scale()`; exact for a power of two, else within an ulp or
+        two.
         """
-        # XLA turns x / scale into x * (1 / scale), and above 2**126 the latter factor is subnormal
-        # and flushed to zero. Hence two factors, a barrier that keeps XLA from multiplying them,
-        # and quotients for both: anything simpler XLA would recompute in the kernel of each leaf.
+        # XLA turns x / scale into x * (1 / scale), and above 2**126 the latter factor
+        # is subnormal and flushed to zero. Hence two factors, a barrier that keeps XLA
+        # from multiplying them, and quotients for both: anything simpler XLA would
+        # recompute in the kernel of each leaf.
         scale = lax.optimization_barrier(self)()
         shift = jnp.where(scale > 2.0**100, jnp.float32(4.0), jnp.float32(1.0))
 
@@ -121,7 +132,9 @@ class LossScale(Stateful):
             wide = shift.astype(jnp.finfo(dtype).dtype)
             both = 1 / wide, wide / scale.astype(wide.dtype)
             if jax.tree.leaves(self):  # else they are constants
-                both = lax.platform_dependent(*both, cpu=_in_one_array, default=lambda *x: x)
+                both = lax.platform_dependent(
+                    *both, cpu=_in_one_array, default=lambda *x: x
+                )
             return [x.astype(dtype) for x in both]
 
         @functools.cache
@@ -138,16 +151,23 @@ class LossScale(Stateful):
 def _in_one_array(*scalars: jax.Array) -> tuple[jax.Array, ...]:
     """The same scalars, read from one array: a CPU's kernels compile faster with fewer arguments.
 
-    A GPU's compiler would then merge kernels of several leaves, and compile those for longer.
+    A GPU's compiler would then merge kernels of several leaves, and compile those for
+    longer.
     """
     return tuple(lax.optimization_barrier(jnp.stack(scalars)))
 
 
-def choose(grads_finite: jax.typing.ArrayLike, after_finite_step: T, after_overflow: T) -> T:
+def choose(
+    grads_finite: jax.typing.ArrayLike, after_finite_step: T, after_overflow: T
+) -> T:
     """The one loss scale or the other, leaf by leaf."""
-    if not hasattr(grads_finite, "dtype") and not isinstance(grads_finite, (bool, int, float)):
+    if not hasattr(grads_finite, "dtype") and not isinstance(
+        grads_finite, (bool, int, float)
+    ):
         got = validation.shown(grads_finite)
-        raise TypeError(f"grads_finite must be a bool, got {got}. For gradients there is update")
+        raise TypeError(
+            f"grads_finite must be a bool, got {got}. For gradients there is update"
+        )
 
     def chosen(finite, overflow):
         return jnp.where(grads_finite, finite, overflow)

@@ -37,8 +37,9 @@ class ToleranceLossScale(LossScale):
                 overflows = steps = 0
                 loss_scale = max(loss_scale / factor, threshold)
 
-    except that the scale stays, and is `exhausted`, instead of falling to `min_scale` or below. An
-    overflow never raises a scale, not even one that was restored from below `threshold`.
+    except that the scale stays, and is `exhausted`, instead of falling to `min_scale`
+    or below. An overflow never raises a scale, not even one that was restored from
+    below `threshold`.
 
     Args:
       initial_scale: the loss scale before the first step, above `min_scale`.

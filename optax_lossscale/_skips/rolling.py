@@ -1,7 +1,8 @@
 """The rule of a rolling window: mean and deviation of the last losses and norms.
 
-The window is a ring: the newest number takes the place of the oldest, and `seen` says how many of
-the places hold one. OLMo-core, MaxText and Levanter share it, and differ in the deviation.
+The window is a ring: the newest number takes the place of the oldest, and `seen` says
+how many of the places hold one. OLMo-core, MaxText and Levanter share it, and differ in
+the deviation.
 """
 
 from functools import partial
@@ -23,9 +24,11 @@ class RollingSkipRule(SkipRule):
     length: int = checked(partial(validation.count, least=2, most=2**20))
     sigma_factor: float = checked(validation.positive)
     least_history: int = checked(partial(validation.count, least=0))  # without a skip
-    ddof: int = checked(partial(validation.count, least=0, most=1), default=1)  # 1 for unbiased
+    # 1 for unbiased
+    ddof: int = checked(partial(validation.count, least=0, most=1), default=1)
     least_deviation: float = checked(validation.finite, default=0.0)
-    seen: jax.Array = state_field(0)  # how many steps the window holds; shape=(), dtype=int32
+    # How many steps the window holds; shape=(), dtype=int32
+    seen: jax.Array = state_field(0)
     _next: jax.Array = state_field(0)  # the place of the oldest; shape=(), dtype=int32
     _losses: jax.Array = state_field()  # shape=(length,), dtype=float32
     _norms: jax.Array = state_field()  # shape=(length,), dtype=float32
@@ -37,7 +40,9 @@ class RollingSkipRule(SkipRule):
             _norms=np.zeros(self.length, np.float32),
         )
 
-    def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
+    def decide(
+        self, norm: jax.Array, value: jax.Array | None
+    ) -> tuple[Self, jax.Array]:
         assert value is not None  # as this rule needs it
         loss_is_usual = self._is_usual(value, self._losses)
         norm_is_usual = self._is_usual(norm, self._norms)

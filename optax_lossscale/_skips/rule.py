@@ -18,21 +18,22 @@ _MOST = 2**30  # of the debt, so that its int32 never wraps around
 class SkipRule(Stateful):
     """Decides from the norm of a step's gradients, and from its loss, whether to apply the step.
 
-    Pass it to `with_loss_scale` as `skip=rule`. It sees only steps whose gradients, norm and loss
-    are finite; all others are skipped anyway, and do not count as skipped by the rule.
+    Pass it to `with_loss_scale` as `skip=rule`. It sees only steps whose gradients,
+    norm and loss are finite; all others are skipped anyway, and do not count as skipped
+    by the rule.
 
-    A rule is immutable: `update` returns a new one. To write your own, subclass this class and
-    define `decide`: that alone makes it a frozen dataclass and a pytree. As in a `LossScale`, its
-    state is declared with `state_field` and changed with `replace`, and `get_config` writes its
-    configuration.
+    A rule is immutable: `update` returns a new one. To write your own, subclass this
+    class and define `decide`: that alone makes it a frozen dataclass and a pytree. As
+    in a `LossScale`, its state is declared with `state_field` and changed with
+    `replace`, and `get_config` writes its configuration.
 
     Attributes:
       needs_value: whether a step has to be given its loss; a class attribute.
-      gradient_norm: the global L2 norm of the unscaled gradients of the last step, infinite if
-        the step was not finite; float32, shape (); state.
+      gradient_norm: the global L2 norm of the unscaled gradients of the last step,
+        infinite if the step was not finite; float32, shape (); state.
       skipped_by_rule: the finite steps skipped so far; int32, shape (); state.
-      skip_debt: grows by 20 with each finite step skipped, and falls by 1, down to 0, with each
-        one applied whose gradients are not all zero; int32, shape (); state.
+      skip_debt: grows by 20 with each finite step skipped, and falls by 1, down to 0,
+        with each one applied whose gradients are not all zero; int32, shape (); state.
 
     Example:
       A rule that skips a step whose loss is twice the smallest so far:
@@ -60,7 +61,9 @@ class SkipRule(Stateful):
     skip_debt: jax.Array = state_field(0)
 
     @abc.abstractmethod
-    def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
+    def decide(
+        self, norm: jax.Array, value: jax.Array | None
+    ) -> tuple[Self, jax.Array]:
         """Decides about one finite step.
 
         Args:
@@ -68,10 +71,13 @@ class SkipRule(Stateful):
           value: the true loss, float32, shape (); or None, unless `needs_value`.
 
         Returns:
-          The new rule, with this one's structure and dtypes; and a bool, True to apply the step.
+          The new rule, with this one's structure and dtypes; and a bool, True to apply
+          the step.
         """
 
-    def update(self, norm: ArrayLike, value: ArrayLike | None = None) -> tuple[Self, jax.Array]:
+    def update(
+        self, norm: ArrayLike, value: ArrayLike | None = None
+    ) -> tuple[Self, jax.Array]:
         """Decides about one finite step, and updates the counts.
 
         Args:
@@ -86,8 +92,9 @@ class SkipRule(Stateful):
         """
         if value is None and self.needs_value:
             raise ValueError(
-                f"the rule {type(self).__name__} looks at the loss, but the step was given none: "
-                "call apply_gradients(grads, state, params, value=loss), or update with value=loss"
+                f"the rule {type(self).__name__} looks at the loss, but the step was "
+                "given none: call apply_gradients(grads, state, params, value=loss), "
+                "or update with value=loss"
             )
         norm = jnp.asarray(norm, jnp.float32)
         value = None if value is None else jnp.asarray(value, jnp.float32)
@@ -95,7 +102,8 @@ class SkipRule(Stateful):
         if jax.tree.structure(new) != jax.tree.structure(self):
             raise TypeError(
                 f"{type(self).__name__} must become a rule of its own type and "
-                f"configuration: return self.replace(…) from decide. Got {validation.shown(new)}"
+                "configuration: return self.replace(…) from decide. Got "
+                f"{validation.shown(new)}"
             )
         skipped = self.skipped_by_rule
         debt = new.skip_debt
@@ -104,7 +112,9 @@ class SkipRule(Stateful):
         grown = jnp.minimum(debt, _MOST) + APPLIED_PER_SKIP
         new = new.replace(
             gradient_norm=norm,
-            skipped_by_rule=jnp.where(should_apply, skipped, optax.safe_increment(skipped)),
+            skipped_by_rule=jnp.where(
+                should_apply, skipped, optax.safe_increment(skipped)
+            ),
             skip_debt=jnp.where(should_apply, paid_off, grown),
         )
         return new, jnp.asarray(should_apply, bool)

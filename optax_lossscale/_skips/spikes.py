@@ -11,7 +11,8 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.stateful import checked, state_field
 from optax_lossscale._skips.rule import APPLIED_PER_SKIP, SkipRule
 
-_DEVIATION = 1.4826  # of a normal distribution, in distances from its median to a quartile
+# Of a normal distribution, in distances from its median to a quartile
+_DEVIATION = 1.4826
 _FEWEST = 8  # with fewer steps, nothing is known
 _ENOUGH = 24.0  # with fewer steps, proportionally more is allowed
 _COMMON = 3  # as many steps as this are no accident
@@ -27,19 +28,24 @@ class SpikeSkipRule(SkipRule):
     least: float = checked(_POSITIVE, default=1.0)
     window: int = checked(partial(validation.count, least=16, most=2**20), default=64)
     max_skips: int = checked(partial(validation.count, least=0, most=2**20), default=16)
-    # The largest values usual at the last step, infinite while unknown; shape=(), dtype=float32.
+    # The largest values usual at the last step, infinite while unknown; shape=(),
+    # dtype=float32.
     norm_limit: jax.Array = state_field(float("inf"))
     value_limit: jax.Array = state_field(float("inf"))
     # Of the logarithms of norms and of losses.
-    _seen: jax.Array = state_field(np.zeros(2, np.int32))  # how many are remembered; shape=(2,)
-    _next: jax.Array = state_field(np.zeros(2, np.int32))  # the place of the oldest; shape=(2,)
+    # how many are remembered; shape=(2,)
+    _seen: jax.Array = state_field(np.zeros(2, np.int32))
+    # The place of the oldest; shape=(2,)
+    _next: jax.Array = state_field(np.zeros(2, np.int32))
     _last: jax.Array = state_field()  # shape=(2, window), dtype=float32
 
     def __post_init__(self):
         super().__post_init__()
         self._set(_last=np.zeros((2, self.window), np.float32))
 
-    def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
+    def decide(
+        self, norm: jax.Array, value: jax.Array | None
+    ) -> tuple[Self, jax.Array]:
         sizes = jnp.stack([norm, jnp.float32(0) if value is None else value])
         is_known = sizes > 0
         measured = jnp.log2(jnp.maximum(sizes, validation.SMALLEST))

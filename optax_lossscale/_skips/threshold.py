@@ -19,9 +19,12 @@ class ThresholdSkipRule(SkipRule):
     """The rule of `skips.megatron`, and of `skips.axlearn` for a fixed threshold."""
 
     threshold: float = checked(validation.positive)  # the largest norm to apply
-    strict: bool = checked(validation.flag, default=False)  # whether to skip the threshold, too
+    # Whether to skip the threshold, too
+    strict: bool = checked(validation.flag, default=False)
 
-    def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
+    def decide(
+        self, norm: jax.Array, value: jax.Array | None
+    ) -> tuple[Self, jax.Array]:
         if self.strict:
             return self, norm < self.threshold
         return self, norm <= self.threshold
@@ -40,7 +43,9 @@ class DropNorm:
         _NOT_NEGATIVE("stddev_factor", self.stddev_factor)
         validation.count("min_count", self.min_count, least=0)
 
-    def __call__(self, count: jax.Array, mean: jax.Array, stddev: jax.Array) -> jax.Array:
+    def __call__(
+        self, count: jax.Array, mean: jax.Array, stddev: jax.Array
+    ) -> jax.Array:
         threshold = mean * self.mean_factor
         if self.stddev_factor:
             threshold = threshold + stddev * self.stddev_factor
@@ -49,7 +54,9 @@ class DropNorm:
 
 def _drop_norm(name: str, value: Any) -> DropNorm:
     """A check that takes what a config has for it, too."""
-    return value if isinstance(value, DropNorm) else validation.construct(DropNorm, value)
+    return (
+        value if isinstance(value, DropNorm) else validation.construct(DropNorm, value)
+    )
 
 
 class MovingAverageSkipRule(SkipRule):
@@ -59,9 +66,12 @@ class MovingAverageSkipRule(SkipRule):
     grad_norm_ema_decay: float = checked(_DECAY)
     count: jax.Array = state_field(0)  # steps applied; shape=(), dtype=int32
     mean: jax.Array = state_field(1.0)  # of their norms; shape=(), dtype=float32
-    mean_square: jax.Array = state_field(1.0)  # of the norms' squares; shape=(), dtype=float32
+    # Of the norms' squares; shape=(), dtype=float32
+    mean_square: jax.Array = state_field(1.0)
 
-    def decide(self, norm: jax.Array, value: jax.Array | None) -> tuple[Self, jax.Array]:
+    def decide(
+        self, norm: jax.Array, value: jax.Array | None
+    ) -> tuple[Self, jax.Array]:
         variance = jnp.maximum(self.mean_square - jnp.square(self.mean), 0)
         usual = norm < self.drop_norm(self.count, self.mean, jnp.sqrt(variance))
 

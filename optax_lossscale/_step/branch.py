@@ -30,17 +30,20 @@ def apply_or_skip(
 
     `is_checked` says that no step is applied whose gradients or loss are not finite.
 
-    A conditional computes one of the two, and on CPU its results stay in place. A GPU's compiler
-    gives them buffers of their own and copies them afterwards, and a TPU's does so with updates; a
-    select is part of the kernel that computes its result, but computes the step every time.
+    A conditional computes one of the two, and on CPU its results stay in place. A GPU's
+    compiler gives them buffers of their own and copies them afterwards, and a TPU's
+    does so with updates; a select is part of the kernel that computes its result, but
+    computes the step every time.
     """
     if should_apply is True:
         return update(unscaled, state.inner_state)
     if is_traced(should_apply):
-        # It is called several times, in the branches for several platforms, but traced once.
+        # It is called several times, in the branches for several platforms, but traced
+        # once.
         update = jax.jit(update)
 
-    # These take what they need as arguments: closing over it would take longer to trace.
+    # These take what they need as arguments: closing over it would take longer to
+    # trace.
     def apply(given, state):
         # Unscaled a second time, where that fuses with the inner update: so the check
         # leaves no unscaled copy of the gradients in memory.
@@ -59,15 +62,22 @@ def apply_or_skip(
         unless = False if is_checked else should_apply
         finite = given.unscaled(state.loss_scale).finite(unless=unless)
         applied = update(finite, state.inner_state)
-        return jax.tree.map(partial(lax.select, should_apply), applied, skip(given, state))
+        return jax.tree.map(
+            partial(lax.select, should_apply), applied, skip(given, state)
+        )
 
     if branch == "select":
         return select(should_apply, given, state)
     if not is_traced(should_apply):
-        # Not compiled, so Python can branch. A `lax.cond` would be compiled anew at each step, as
-        # its functions are new ones, and would keep what they close over for good as constants.
-        # Copies, as a compiled step returns: they may be donated, and zeros share one array.
-        return apply(given, state) if should_apply else jax.tree.map(jnp.copy, skip(given, state))
+        # Not compiled, so Python can branch. A `lax.cond` would be compiled anew at
+        # each step, as its functions are new ones, and would keep what they close over
+        # for good as constants. Copies, as a compiled step returns: they may be
+        # donated, and zeros share one array.
+        return (
+            apply(given, state)
+            if should_apply
+            else jax.tree.map(jnp.copy, skip(given, state))
+        )
     if branch == "cond":
         return cond(should_apply, given, state)
     return lax.platform_dependent(should_apply, given, state, cpu=cond, default=select)

@@ -30,13 +30,16 @@ _CHECKING = {LossScale.update, HeadroomLossScale.update, LogMaxLossScale.update}
 
 
 def decide(
-    unscaled: Prepared, state: LossScaleState, skip: Skip | None, axis_name: AxisName | None
+    unscaled: Prepared,
+    state: LossScaleState,
+    skip: Skip | None,
+    axis_name: AxisName | None,
 ) -> tuple[jax.Array | Literal[True], LossScaleState]:
     """Whether to apply a step, and the state after it, except for its inner state.
 
-    The loss scale learns from steps that are applied, and from gradients that are not finite. A
-    step skipped for another reason, by a rule or for its loss, leaves it as it was: no other scale
-    would have helped, and what was not applied is no good step.
+    The loss scale learns from steps that are applied, and from gradients that are not
+    finite. A step skipped for another reason, by a rule or for its loss, leaves it as
+    it was: no other scale would have helped, and what was not applied is no good step.
 
     The first is a bool, shape (), or the Python bool True where nothing was checked.
     """
@@ -63,9 +66,13 @@ def decide(
     if rule is not None and norm is not None:
         rule, should_apply = _ruled(rule, norm, value, should_apply, axis_name)
         is_overflow = ~jnp.asarray(fits, bool)
-        learns = should_apply | (is_overflow if learns is None else is_overflow & learns)
+        learns = should_apply | (
+            is_overflow if learns is None else is_overflow & learns
+        )
     if learns is not None:
-        loss_scale = jax.tree.map(partial(jnp.where, learns), loss_scale, state.loss_scale)
+        loss_scale = jax.tree.map(
+            partial(jnp.where, learns), loss_scale, state.loss_scale
+        )
     _refuse_to_differ(should_apply, state)
 
     skipped = state.skipped_steps
@@ -74,13 +81,18 @@ def decide(
         loss_scale=loss_scale,
         should_apply=should_apply,
         skipped_steps=jnp.where(should_apply, skipped, optax.safe_increment(skipped)),
-        consecutive_skipped_steps=jnp.where(should_apply, 0, optax.safe_increment(in_a_row)),
+        consecutive_skipped_steps=jnp.where(
+            should_apply, 0, optax.safe_increment(in_a_row)
+        ),
         skip_rule=rule,
     )
 
 
 def _adapted(
-    loss_scale: LossScale, grads: Any, finite: jax.Array | None, axis_name: AxisName | None
+    loss_scale: LossScale,
+    grads: Any,
+    finite: jax.Array | None,
+    axis_name: AxisName | None,
 ) -> tuple[LossScale, jax.Array | bool]:
     """The loss scale after these gradients, and whether it would apply them.
 
@@ -95,8 +107,8 @@ def _adapted(
         fits = fits if finite is None else finite & fits
     if jax.tree.structure(new) != jax.tree.structure(loss_scale):
         raise TypeError(
-            f"{type(loss_scale).__name__} must adapt to a loss scale of its own type and "
-            f"configuration: return self.replace(…) from adjust. Got {new!r}"
+            f"{type(loss_scale).__name__} must adapt to a loss scale of its own type "
+            f"and configuration: return self.replace(…) from adjust. Got {new!r}"
         )
     return new, fits
 
@@ -124,11 +136,14 @@ def _ruled(
 
 def _refuse_to_differ(should_apply: jax.Array, state: LossScaleState) -> None:
     """Raises if replicas of a `shard_map` that share a state would decide differently."""
-    if apart := varying_axes(should_apply) - varying_axes(jnp.asarray(state.should_apply)):
+    if apart := varying_axes(should_apply) - varying_axes(
+        jnp.asarray(state.should_apply)
+    ):
         name, *_ = sorted(map(repr, apart))
         raise ValueError(
-            f"the replicas along the axis {name} of a shard_map share their state, and would each "
-            "decide alone whether to apply the step, by gradients or a loss of their own. Let "
-            f"them decide together, with_loss_scale(…, axis_name={name}), or give each a state "
-            "of its own, that varies along this axis"
+            f"the replicas along the axis {name} of a shard_map share their state, and "
+            "would each decide alone whether to apply the step, by gradients or a "
+            "loss of their own. Let them decide together, with_loss_scale(…, "
+            f"axis_name={name}), or give each a state of its own, that varies along "
+            "this axis"
         )

@@ -15,7 +15,9 @@ from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.headroom import HeadroomLossScale
 from optax_lossscale._scales.loss_scale import LossScale
 
-LossScaleLike = LossScale | float | Literal["dynamic", "headroom"] | dict[str, Any] | None
+LossScaleLike = (
+    LossScale | float | Literal["dynamic", "headroom"] | dict[str, Any] | None
+)
 
 
 def get(identifier: LossScaleLike) -> LossScale:
@@ -24,13 +26,14 @@ def get(identifier: LossScaleLike) -> LossScale:
     Args:
       identifier: `None` for no scaling, a `FixedLossScale` of 1; an int or float for a
         `FixedLossScale`; `"dynamic"` for a `DynamicLossScale`; `"headroom"` for a
-        `HeadroomLossScale`, which suits gradients that are rare; a `LossScale` for itself; a dict
-        from `get_config` for the loss scale that it describes; a dict with the key `"preset"` for
-        the function of `presets` of that name, with the other items as its arguments.
+        `HeadroomLossScale`, which suits gradients that are rare; a `LossScale` for
+        itself; a dict from `get_config` for the loss scale that it describes; a dict
+        with the key `"preset"` for the function of `presets` of that name, with the
+        other items as its arguments.
 
     Raises:
-      ValueError: for anything else; for a preset of an unknown name, or with an unknown or missing
-        argument, it lists those known.
+      ValueError: for anything else; for a preset of an unknown name, or with an unknown
+        or missing argument, it lists those known.
 
     Example:
       >>> import optax_lossscale as ols
@@ -58,8 +61,8 @@ def get(identifier: LossScaleLike) -> LossScale:
     if validation.python_number(identifier) is not None:
         return FixedLossScale(identifier)
     raise ValueError(
-        "a loss scale is None (no scaling), a number (fixed), 'dynamic', 'headroom', a LossScale, "
-        "a dict from get_config(), or a dict with the key 'preset'; got "
+        "a loss scale is None (no scaling), a number (fixed), 'dynamic', 'headroom', "
+        "a LossScale, a dict from get_config(), or a dict with the key 'preset'; got "
         f"{validation.shown(identifier)}{_what_was_meant(identifier)}"
     )
 
@@ -70,12 +73,16 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "fl
 
 def _what_was_meant(identifier: Any) -> str:
     """The end of an error about something that is no loss scale, if it shows what was meant."""
-    name = _DTYPES.get(identifier, identifier) if isinstance(identifier, str) else identifier
+    name = (
+        _DTYPES.get(identifier, identifier)
+        if isinstance(identifier, str)
+        else identifier
+    )
     dtype = validation.dtype(name) if isinstance(name, (str, type, np.dtype)) else None
     if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
         return (
-            ". A dtype goes to autocast(loss_fn, dtype); in bfloat16, pass None here, which "
-            "scales nothing and skips what is not finite"
+            ". A dtype goes to autocast(loss_fn, dtype); in bfloat16, pass None here, "
+            "which scales nothing and skips what is not finite"
         )
     if not isinstance(identifier, str):
         return ""
@@ -99,16 +106,17 @@ def get_loss_scale(state: Any) -> LossScale:
     """The one loss scale in an optimizer state, however deeply nested.
 
     Args:
-      state: a state of `with_loss_scale`'s transformation, or anything that holds one: the state
-        of an `optax.chain`, a train state, an `nnx.Optimizer`; or a `LossScale` itself.
+      state: a state of `with_loss_scale`'s transformation, or anything that holds one:
+        the state of an `optax.chain`, a train state, an `nnx.Optimizer`; or a
+        `LossScale` itself.
 
     Returns:
       The `LossScale`, made of arrays even where `nnx` keeps them in variables.
 
     Raises:
-      ValueError: if the state holds no loss scale, or more than one, where `nnx` variables that
-        two modules share count once; or if something is wrapped around `with_loss_scale` that
-        belongs inside, such as `optax.MultiSteps`.
+      ValueError: if the state holds no loss scale, or more than one, where `nnx`
+        variables that two modules share count once; or if something is wrapped around
+        `with_loss_scale` that belongs inside, such as `optax.MultiSteps`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -121,8 +129,9 @@ def get_loss_scale(state: Any) -> LossScale:
     count = _count(loss_scales)
     if count != 1:
         remedy = (
-            "Pass one of the states, or one LossScale. An optimizer is wrapped as a whole, once. "
-            "To test a step that takes several states, make it a function of one of them."
+            "Pass one of the states, or one LossScale. An optimizer is wrapped as a "
+            "whole, once. To test a step that takes several states, make it a "
+            "function of one of them."
             if loss_scales
             else "Wrap the optimizer in with_loss_scale once and pass the state that its init "
             "returned, or pass a LossScale, such as get(128)."
@@ -143,7 +152,8 @@ def loss_scales_in(state: Any) -> list[LossScale]:
 def resolve(loss_scale: Any) -> LossScale:
     """What an argument `loss_scale` means: whatever `get` takes, a state that holds one, an array.
 
-    An array may be traced, as where a trainer hands the scale through an argument of its own.
+    An array may be traced, as where a trainer hands the scale through an argument of
+    its own.
     """
     is_number = isinstance(loss_scale, jax.Array) and validation.is_numeric(loss_scale)
     if is_number and loss_scale.shape == () and not jnp.iscomplexobj(loss_scale):
@@ -156,8 +166,9 @@ def resolve(loss_scale: Any) -> LossScale:
     of_state = get_loss_scale(loss_scale)
     if shape := np.shape(of_state.loss_scale):
         raise ValueError(
-            f"the state is a stack, whose loss scale has shape {shape}, as made by vmap(tx.init) "
-            "or pmap: call this under vmap or pmap, as in vmap(train_step)(params, state, batch)"
+            f"the state is a stack, whose loss scale has shape {shape}, as made by "
+            "vmap(tx.init) or pmap: call this under vmap or pmap, as in "
+            "vmap(train_step)(params, state, batch)"
         )
     return of_state
 
@@ -176,13 +187,25 @@ class _Given(LossScale):
         return self
 
 
-# What must not wrap `with_loss_scale`, by the name of its state, and what it would do there. By
-# name, as a version of Optax may lack one of them.
+# What must not wrap `with_loss_scale`, by the name of its state, and what it would do
+# there. By name, as a version of Optax may lack one of them.
 _AROUND = {
-    "MultiStepsState": ("MultiSteps", "sums scaled gradients and keeps the NaN of an overflow"),
-    "ConditionallyTransformState": ("conditionally_transform", "passes some gradients on scaled"),
-    "ApplyIfFiniteState": ("apply_if_finite", "hides overflows from it, so they never lower it"),
-    "MechanicState": ("contrib.mechanize", "learns its learning rate from scaled gradients"),
+    "MultiStepsState": (
+        "MultiSteps",
+        "sums scaled gradients and keeps the NaN of an overflow",
+    ),
+    "ConditionallyTransformState": (
+        "conditionally_transform",
+        "passes some gradients on scaled",
+    ),
+    "ApplyIfFiniteState": (
+        "apply_if_finite",
+        "hides overflows from it, so they never lower it",
+    ),
+    "MechanicState": (
+        "contrib.mechanize",
+        "learns its learning rate from scaled gradients",
+    ),
 }
 
 
@@ -202,8 +225,9 @@ def _refuse_around(state: Any) -> None:
     for x in found(_is_around, state):
         name, harm = _AROUND[type(x).__name__]
         raise ValueError(
-            f"optax.{name} around with_loss_scale {harm}: put it inside, where gradients are "
-            f"unscaled and finite, as in with_loss_scale(optax.{name}(inner, …))"
+            f"optax.{name} around with_loss_scale {harm}: put it inside, where "
+            "gradients are unscaled and finite, as in "
+            f"with_loss_scale(optax.{name}(inner, …))"
         )
 
 

@@ -11,8 +11,8 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import dtype_of, is_inexact
 
-# A dtype, a tree of them with None for what stays, or a function that returns one; for other
-# containers, use a function.
+# A dtype, a tree of them with None for what stays, or a function that returns one; for
+# other containers, use a function.
 GradDtype: TypeAlias = (
     DTypeLike
     | Mapping[Any, "GradDtype | None"]
@@ -40,8 +40,8 @@ def _cast(path: Any, x: Any, dtype: Any) -> Any:
     if other != dtype and other.itemsize == dtype.itemsize:
         raise ValueError(
             f"grad_dtype={dtype} only casts wider floats, but {path_name(path)} is "
-            f"{other}: with {dtype} inputs the model would compute in float32. Keep the "
-            f"parameters in float32 or in {dtype}, or pass grad_dtype={other}"
+            f"{other}: with {dtype} inputs the model would compute in float32. Keep "
+            f"the parameters in float32 or in {dtype}, or pass grad_dtype={other}"
         )
     return jnp.asarray(x, dtype) if other.itemsize > dtype.itemsize else x
 

@@ -12,7 +12,12 @@ import jax.numpy as jnp
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import IS_REPORTED
 from optax_lossscale._arrays.names import path_name
-from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_array, is_inexact
+from optax_lossscale._arrays.precision import (
+    at_least_float32,
+    dtype_of,
+    is_array,
+    is_inexact,
+)
 from optax_lossscale._arrays.variables import found, is_module
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.loss_scale import LossScale
@@ -26,24 +31,27 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     """The loss itself, with a gradient that is multiplied by the loss scale.
 
     Put it into a loss function that other code differentiates: `nnx.value_and_grad`,
-    `eqx.filter_value_and_grad`, a trainer that calls `jax.grad` itself. The gradients come out
-    scaled, as `with_loss_scale` expects them; in forward mode, the tangent does.
-    `diagnose` tries loss scales of its own, and leaves this one out.
+    `eqx.filter_value_and_grad`, a trainer that calls `jax.grad` itself. The gradients
+    come out scaled, as `with_loss_scale` expects them; in forward mode, the tangent
+    does. `diagnose` tries loss scales of its own, and leaves this one out.
 
     Args:
       loss: a real floating-point scalar.
-      loss_scale: anything that `get` accepts, or a state that holds exactly one loss scale. No
-        gradient flows into it.
+      loss_scale: anything that `get` accepts, or a state that holds exactly one loss
+        scale. No gradient flows into it.
 
     Returns:
-      The unchanged loss, shape (), in float32 or wider, as float16 may not hold its gradient.
+      The unchanged loss, shape (), in float32 or wider, as float16 may not hold its
+      gradient.
 
     Raises:
       TypeError: if the loss is not a real scalar.
-      ValueError: if `loss_scale` is not a loss scale, or a state that holds none or several.
+      ValueError: if `loss_scale` is not a loss scale, or a state that holds none or
+        several.
 
     Warns:
-      UserWarning: if the loss is float16, whose gradient, the loss scale, may become infinite.
+      UserWarning: if the loss is float16, whose gradient, the loss scale, may become
+        infinite.
 
     Source: `optax.scale_gradient`, with a loss scale as the factor.
 
@@ -79,11 +87,16 @@ def _scaled_tangent(primals, tangents):
 def _warn_of_float16(loss: Any, loss_scale: LossScale) -> None:
     """Warns of a loss in float16, if the loss scale may grow beyond what that holds."""
     is_fixed = isinstance(loss_scale, FixedLossScale)
-    highest = loss_scale.initial_scale if is_fixed else getattr(loss_scale, "max_scale", math.inf)
+    highest = (
+        loss_scale.initial_scale
+        if is_fixed
+        else getattr(loss_scale, "max_scale", math.inf)
+    )
     if getattr(loss, "dtype", None) == jnp.float16 and highest >= 2**16:
         validation.warn(
-            "the loss is float16, where its gradient, the loss scale, is infinite from 2**16 on. "
-            "Compute it in float32: jnp.mean((prediction - target).astype(jnp.float32) ** 2)"
+            "the loss is float16, where its gradient, the loss scale, is infinite "
+            "from 2**16 on. Compute it in float32: jnp.mean((prediction - "
+            "target).astype(jnp.float32) ** 2)"
         )
 
 
@@ -98,36 +111,40 @@ def value_and_scaled_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Like `jax.value_and_grad`, but the gradients are those of the scaled loss.
 
-    Call it inside the training step, with the step's own state: a function made before the loop
-    would keep the first loss scale.
+    Call it inside the training step, with the step's own state: a function made before
+    the loop would keep the first loss scale.
 
     Args:
       fun: a function that returns the loss, a real floating-point scalar.
-      loss_scale: anything that `get` accepts, or an optimizer state that holds exactly one.
+      loss_scale: anything that `get` accepts, or an optimizer state that holds exactly
+        one.
       argnums: which positional arguments to differentiate.
-      has_aux: whether `fun` returns `(loss, aux)`, a pair of the loss and anything else.
-      grad_dtype: the dtype of the gradients, such as `jnp.float16` for half the memory: wider
-        floats are cast to it before they are differentiated. Or a tree of dtypes, with `None` for
-        no cast, that is a prefix of the differentiated argument (for several `argnums`, of their
-        tuple); or a function that returns one for it. The model itself computes in the widest
-        dtype that its operations are given: for products in 16 bits, pass `autocast(fun)`.
+      has_aux: whether `fun` returns `(loss, aux)`, a pair of the loss and anything
+        else.
+      grad_dtype: the dtype of the gradients, such as `jnp.float16` for half the memory:
+        wider floats are cast to it before they are differentiated. Or a tree of dtypes,
+        with `None` for no cast, that is a prefix of the differentiated argument (for
+        several `argnums`, of their tuple); or a function that returns one for it. The
+        model itself computes in the widest dtype that its operations are given: for
+        products in 16 bits, pass `autocast(fun)`.
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:
-      A function of `fun`'s arguments that returns `(value, scaled_grads)`: `fun`'s own value, bit
-      for bit (with `grad_dtype`, that of what was cast), and *scaled* gradients, for
-      `with_loss_scale`. For the norm of the true ones, use
+      A function of `fun`'s arguments that returns `(value, scaled_grads)`: `fun`'s own
+      value, bit for bit (with `grad_dtype`, that of what was cast), and *scaled*
+      gradients, for `with_loss_scale`. For the norm of the true ones, use
       `metrics(state)["gradient_norm"]` if a skip rule measures it, else
       `optax.global_norm(get_loss_scale(state).unscale(scaled_grads))`.
 
     Raises:
-      ValueError: if `loss_scale` is not a loss scale, or a state that holds none or several; if
-        `grad_dtype` has dtypes other than floating-point ones; when called, if it is not a prefix
-        of the differentiated argument, or that has floats of another dtype as wide.
-      TypeError: if `fun` is not a function or `argnums` are not ints; when called, if the loss is
-        not a real floating-point scalar, or a differentiated argument is not a tree of arrays, or
-        is an `nnx.Module`: differentiate modules with `nnx` and `scale_gradient`; or has integers,
-        unless `allow_int=True`.
+      ValueError: if `loss_scale` is not a loss scale, or a state that holds none or
+        several; if `grad_dtype` has dtypes other than floating-point ones; when called,
+        if it is not a prefix of the differentiated argument, or that has floats of
+        another dtype as wide.
+      TypeError: if `fun` is not a function or `argnums` are not ints; when called, if
+        the loss is not a real floating-point scalar, or a differentiated argument is
+        not a tree of arrays, or is an `nnx.Module`: differentiate modules with `nnx`
+        and `scale_gradient`; or has integers, unless `allow_int=True`.
 
     Warns:
       UserWarning: when called, for a float16 loss, as `scale_gradient` does.
@@ -153,16 +170,21 @@ def value_and_scaled_grad(
         refuse_no_scalar("the loss", loss)
         return loss_scale.scale(jnp.asarray(loss)), value
 
-    scaled_value_and_grad = jax.value_and_grad(scaled_fun, argnums, has_aux=True, **kwargs)
+    scaled_value_and_grad = jax.value_and_grad(
+        scaled_fun, argnums, has_aux=True, **kwargs
+    )
 
     @functools.wraps(fun)
     def value_and_scaled_grad_fn(*args, **kw):
-        positions = [range(len(args))[n] for n in differentiated if -len(args) <= n < len(args)]
+        positions = [
+            range(len(args))[n] for n in differentiated if -len(args) <= n < len(args)
+        ]
         given = tuple(args[n] for n in positions)
         _refuse_modules(given)
         if not kwargs.get("allow_int", False):
             _refuse_integers(given[0] if len(given) == 1 else given)
-        if grad_dtype is not None and len(given) == len(differentiated):  # else JAX refuses
+        # Else JAX refuses
+        if grad_dtype is not None and len(given) == len(differentiated):
             cast = narrowed(grad_dtype, given if several else given[0])
             cast = dict(zip(positions, cast if several else (cast,), strict=True))
             args = [cast.get(n, arg) for n, arg in enumerate(args)]
@@ -185,7 +207,9 @@ def loss_of(value: Any, has_aux: bool) -> Any:
     return value[0]
 
 
-def refuse_shared_names(fun: Callable[..., Any], ours: Sequence[str], args: tuple) -> None:
+def refuse_shared_names(
+    fun: Callable[..., Any], ours: Sequence[str], args: tuple
+) -> None:
     """Raises if a keyword of ours is also an argument of the function, and would not reach it."""
     try:
         signature = inspect.signature(fun)
@@ -194,11 +218,16 @@ def refuse_shared_names(fun: Callable[..., Any], ours: Sequence[str], args: tupl
         return
     given.update(getattr(inspect.unwrap(fun), "keywords", {}))  # of a functools.partial
     parameters = signature.parameters.values()
-    theirs = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    theirs = {
+        p.name
+        for p in parameters
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
     for name in (theirs - given).intersection(ours):
         raise TypeError(
-            f"{name} is an argument of this call, and one of the function's own, which would not "
-            f"get it: bind the latter, as in functools.partial(function, {name}=…)"
+            f"{name} is an argument of this call, and one of the function's own, which "
+            "would not get it: bind the latter, as in functools.partial(function, "
+            f"{name}=…)"
         )
 
 
@@ -207,9 +236,10 @@ def _refuse_integers(tree: Any) -> None:
     for path, x in jax.tree.leaves_with_path(tree):
         if not is_inexact(x):
             raise TypeError(
-                f"what is differentiated has {dtype_of(x)} at {path_name(path)}, which has no "
-                "gradient: differentiate floats alone, and pass the others as an argument of "
-                "their own; or pass allow_int=True, for gradients that are float0"
+                f"what is differentiated has {dtype_of(x)} at {path_name(path)}, which "
+                "has no gradient: differentiate floats alone, and pass the others as "
+                "an argument of their own; or pass allow_int=True, for gradients that "
+                "are float0"
             )
 
 
@@ -217,17 +247,19 @@ def _refuse_modules(tree: Any) -> None:
     """Raises for models that are to be taken apart first."""
     for x in found(is_module, tree):
         raise TypeError(
-            f"{type(x).__name__} is an nnx.Module, whose batch statistics and random streams "
-            "jax.grad would lose. Differentiate with nnx.value_and_grad a loss function "
-            "that returns scale_gradient(loss, optimizer); or take the parameters out, "
-            "graphdef, params, rest = nnx.split(model, nnx.Param, ...), and differentiate a "
-            "function of them that calls nnx.merge(graphdef, params, rest)"
+            f"{type(x).__name__} is an nnx.Module, whose batch statistics and random "
+            "streams jax.grad would lose. Differentiate with nnx.value_and_grad a "
+            "loss function that returns scale_gradient(loss, optimizer); or take the "
+            "parameters out, graphdef, params, rest = nnx.split(model, nnx.Param, "
+            "...), and differentiate a function of them that calls "
+            "nnx.merge(graphdef, params, rest)"
         )
     for x in jax.tree.leaves(tree):
         if not is_array(x):
             raise TypeError(
-                f"a leaf of what is differentiated is not an array, {x!r}: with Equinox, take the "
-                "arrays out, params, static = eqx.partition(model, eqx.is_inexact_array), and "
-                "differentiate a function of them that calls eqx.combine(params, static); or use "
-                "eqx.filter_value_and_grad on a loss that is scale_gradient(loss, state)"
+                f"a leaf of what is differentiated is not an array, {x!r}: with "
+                "Equinox, take the arrays out, params, static = eqx.partition(model, "
+                "eqx.is_inexact_array), and differentiate a function of them that "
+                "calls eqx.combine(params, static); or use eqx.filter_value_and_grad "
+                "on a loss that is scale_gradient(loss, state)"
             )

@@ -19,9 +19,15 @@ from optax_lossscale._arrays.validation import LARGEST, is_numeric, refuse, show
 from optax_lossscale._arrays.variables import found, plain
 from optax_lossscale._scales.loss_scale import LossScale
 
-# Bools, a tree of them, or a function that returns one; for other containers, use a function.
+# Bools, a tree of them, or a function that returns one; for other containers, use a
+# function.
 Mask: TypeAlias = (
-    bool | np.bool_ | Mapping[Any, "Mask"] | tuple["Mask", ...] | list[Any] | Callable[[Any], Any]
+    bool
+    | np.bool_
+    | Mapping[Any, "Mask"]
+    | tuple["Mask", ...]
+    | list[Any]
+    | Callable[[Any], Any]
 )
 
 _static: Any = partial(dataclasses.field, metadata={"static": True})
@@ -35,20 +41,26 @@ class Prepared:
     grads: Any  # as they came or unscaled; zeros where one is missing
     params: Any  # or None
     value: jax.Array | None = None  # the true loss, shape ()
-    # The paths of leaves and branches without a gradient: they stay, as does what inner keeps.
+    # The paths of leaves and branches without a gradient: they stay, as does what inner
+    # keeps.
     missing: frozenset[Any] = _static(default=frozenset())
-    checked: tuple[bool, ...] = _static(default=())  # by the mask; the others are not scaled
+    # By the mask; the others are not scaled
+    checked: tuple[bool, ...] = _static(default=())
 
     def unscaled(self, loss_scale: LossScale) -> Self:
         """With unscaled gradients, in float32 or wider."""
-        # A compiled step unscales in the branches of several platforms, but traces it once.
+        # A compiled step unscales in the branches of several platforms, but traces it
+        # once.
         unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
-        return dataclasses.replace(self, grads=unscale(loss_scale, self.grads, self.checked))
+        return dataclasses.replace(
+            self, grads=unscale(loss_scale, self.grads, self.checked)
+        )
 
     def finite(self, *, unless: jax.Array | bool = False) -> Self:
         """With zeros for what is not finite, in the loss and in the gradients that are checked.
 
-        `unless` a step that nobody checked is applied all the same: it applies what there is.
+        `unless` a step that nobody checked is applied all the same: it applies what
+        there is.
         """
         zeros = partial(_zeros_for_nonfinite, unless=unless)
         grads = _of_checked(zeros, self.grads, self.checked)
@@ -63,7 +75,8 @@ class Prepared:
 
     def moved(self, move: Callable[[Any, Any], Any], updates: Any) -> Any:
         """`move(param, update)` for each parameter; without a gradient, its update is None."""
-        above = 1 if self.params is not _like(self.params) else 0  # the key of one of two trees
+        # The key of one of two trees
+        above = 1 if self.params is not _like(self.params) else 0
 
         def moved(path, param, update):
             return move(param, None if self.is_missing(path[above:]) else update)
@@ -75,7 +88,8 @@ class Prepared:
         if not self.missing:
             return new
 
-        # By path: some slots are trees themselves (SM3's), others are missing (under a mask).
+        # By path: some slots are trees themselves (SM3's), others are missing (under a
+        # mask).
         def are_kept(slots):
             return jax.tree.map_with_path(lambda path, _: self.is_missing(path), slots)
 
@@ -89,24 +103,30 @@ class Prepared:
             )
         except Exception as error:
             raise ValueError(
-                "inner does not show which part of its state belongs to a parameter whose "
-                "gradient is None, as optax.tree.map_params cannot read it: pass zeros for that "
-                "gradient, or leave the parameter out with optax.masked inside the wrapper"
+                "inner does not show which part of its state belongs to a parameter "
+                "whose gradient is None, as optax.tree.map_params cannot read it: "
+                "pass zeros for that gradient, or leave the parameter out with "
+                "optax.masked inside the wrapper"
             ) from error
         return jax.tree.map(lambda kept, n, o: o if kept else n, is_kept, new, old)
 
     def is_missing(self, path: Any) -> bool:
         """Whether there was no gradient at a path, or for the branch in which it lies."""
-        return bool(self.missing) and any(path[:n] in self.missing for n in range(len(path) + 1))
+        return bool(self.missing) and any(
+            path[:n] in self.missing for n in range(len(path) + 1)
+        )
 
 
-def prepare(grads: Any, params: Any, value: ArrayLike | None, mask: Mask | None) -> Prepared:
+def prepare(
+    grads: Any, params: Any, value: ArrayLike | None, mask: Mask | None
+) -> Prepared:
     """What a step was given, checked and completed."""
     if found(lambda x: isinstance(x, optax.MaskedNode), grads):
         raise ValueError(
-            "with_loss_scale is inside optax.masked, optax.partition or optax.multi_transform, "
-            "which pass the gradients of all other parameters on as they are, scaled: wrap the "
-            "whole of it, as in with_loss_scale(optax.masked(inner, mask))"
+            "with_loss_scale is inside optax.masked, optax.partition or "
+            "optax.multi_transform, which pass the gradients of all other parameters "
+            "on as they are, scaled: wrap the whole of it, as in "
+            "with_loss_scale(optax.masked(inner, mask))"
         )
     refuse_other_leaves("the gradients", grads)
     given = complete(grads, params)
@@ -136,9 +156,9 @@ def complete(grads: Any, params: Any) -> Prepared:
             raise ValueError("a gradient for a branch of parameters")
     except ValueError as error:
         raise ValueError(
-            "the gradients must have the structure of the parameters, with None where there is "
-            f"no gradient.\nGradients: {jax.tree.structure(grads)}\n"
-            f"Parameters: {jax.tree.structure(like)}"
+            "the gradients must have the structure of the parameters, with None where "
+            "there is no gradient.\nGradients: "
+            f"{jax.tree.structure(grads)}\nParameters: {jax.tree.structure(like)}"
         ) from error
     return Prepared(completed, params, missing=missing)
 
@@ -160,9 +180,9 @@ def refuse_other_leaves(name: str, tree: Any) -> None:
     for path, x in jax.tree.leaves_with_path(tree):
         if not is_array(x):
             raise TypeError(
-                f"{name} must be a tree of arrays, got {shown(x)} at {path_name(path)}; of a "
-                "model that holds other things, pass only the arrays, such as eqx.filter(model, "
-                "eqx.is_inexact_array)"
+                f"{name} must be a tree of arrays, got {shown(x)} at "
+                f"{path_name(path)}; of a model that holds other things, pass only the "
+                "arrays, such as eqx.filter(model, eqx.is_inexact_array)"
             )
 
 
@@ -179,19 +199,23 @@ def refuse_other_masks(mask: Mask | None) -> None:
     """Raises for what is neither a function nor a tree of bools."""
     for leaf in [] if callable(mask) else jax.tree.leaves(mask):
         if not isinstance(leaf, (bool, np.bool_)):
-            refuse("mask", leaf, "a tree of bools, or a function from the gradients to one")
+            refuse(
+                "mask", leaf, "a tree of bools, or a function from the gradients to one"
+            )
 
 
 def refuse_no_scalar(name: str, x: Any) -> None:
     """Raises unless this is a real number, shape ()."""
     if not is_numeric(x) or np.iscomplexobj(x):
         raise TypeError(
-            f"{name} must be a real number, got {shown(x)}; of a pair (loss, aux), or of several "
-            "losses in a dict, pass the loss alone; if a function returns the pair, set "
-            "has_aux=True"
+            f"{name} must be a real number, got {shown(x)}; of a pair (loss, aux), or "
+            "of several losses in a dict, pass the loss alone; if a function returns "
+            "the pair, set has_aux=True"
         )
     if shape := np.shape(x):
-        raise TypeError(f"{name} must be a scalar, got shape {shape}; reduce it, say by jnp.mean")
+        raise TypeError(
+            f"{name} must be a scalar, got shape {shape}; reduce it, say by jnp.mean"
+        )
 
 
 def is_traced(tree: Any) -> bool:
@@ -215,16 +239,22 @@ def _checked(grads: Any, mask: Mask | None) -> tuple[bool, ...]:
     try:
         pairs = zip(leaves, structure.flatten_up_to(grads), strict=True)
     except ValueError as error:
-        raise ValueError(f"mask must be a prefix of the gradients' tree: {error}") from error
+        raise ValueError(
+            f"mask must be a prefix of the gradients' tree: {error}"
+        ) from error
     return tuple(bool(keep) for keep, branch in pairs for _ in jax.tree.leaves(branch))
 
 
-def _of_checked(function: Callable[[Any], Any], grads: Any, checked: tuple[bool, ...]) -> Any:
+def _of_checked(
+    function: Callable[[Any], Any], grads: Any, checked: tuple[bool, ...]
+) -> Any:
     """Gradients in float32 or wider, with a function applied to the list of those checked."""
     leaves, structure = jax.tree.flatten(grads)
     pairs = list(zip(leaves, checked, strict=True))
     done = iter(function([g for g, kept in pairs if kept]))
-    return structure.unflatten(next(done) if kept else at_least_float32(g) for g, kept in pairs)
+    return structure.unflatten(
+        next(done) if kept else at_least_float32(g) for g, kept in pairs
+    )
 
 
 def _unscale(loss_scale: LossScale, grads: Any, checked: tuple[bool, ...]) -> Any:
@@ -237,7 +267,8 @@ _unscale_traced_once = jax.jit(_unscale, static_argnums=2)
 def _zeros_for_nonfinite(tree: Any, unless: jax.Array | bool) -> Any:
     """The tree, with zeros for numbers that are not finite, unless they are to stay."""
 
-    # Each by itself, without waiting for the check: so a clip's norm is computed in the same pass.
+    # Each by itself, without waiting for the check: so a clip's norm is computed in the
+    # same pass.
     def finite_or_zero(x, zero):
         if not is_inexact(x):
             return x

@@ -16,21 +16,32 @@ from optax_lossscale._arrays.rounding import join, kept, split
 from optax_lossscale._arrays.validation import shown
 from optax_lossscale._arrays.variables import found
 from optax_lossscale._step.get import name_in_optax
-from optax_lossscale._step.inputs import complete, refuse_batch_of_updates, update_or_zero
+from optax_lossscale._step.inputs import (
+    complete,
+    refuse_batch_of_updates,
+    update_or_zero,
+)
 from optax_lossscale._step.state import refuse_narrower
 
-# States, by name, of what makes updates of its own out of those of the transformation inside.
-_MAKERS_OF_OTHER_UPDATES = {"LookaheadState", "MechanicState", "SAMState", "ScheduleFreeState"}
+# States, by name, of what makes updates of its own out of those of the transformation
+# inside.
+_MAKERS_OF_OTHER_UPDATES = {
+    "LookaheadState",
+    "MechanicState",
+    "SAMState",
+    "ScheduleFreeState",
+}
 
 
 class MasterWeightsState(NamedTuple):
     """The state of `with_master_weights`.
 
     Attributes:
-      master_weights: the bits that the parameters lack to be float32 numbers; a tree like them, of
-        uint16 for bfloat16, float32 for float16 (for 8 bits, a pair of that and a scalar of the
-        dtype), and `optax.MaskedNode()` for all others.
-      inner_state: the state of the wrapped optimizer, for parameters in float32 or wider.
+      master_weights: the bits that the parameters lack to be float32 numbers; a tree
+        like them, of uint16 for bfloat16, float32 for float16 (for 8 bits, a pair of
+        that and a scalar of the dtype), and `optax.MaskedNode()` for all others.
+      inner_state: the state of the wrapped optimizer, for parameters in float32 or
+        wider.
     """
 
     master_weights: Any
@@ -43,8 +54,9 @@ class MasterWeightsState(NamedTuple):
           params: the parameters that belong to this state.
 
         Returns:
-          A tree like `params`. A parameter that was changed since the last step is taken as it is,
-          but in bfloat16 to within half its last place, as the old one's further bits are added.
+          A tree like `params`. A parameter that was changed since the last step is
+          taken as it is, but in bfloat16 to within half its last place, as the old
+          one's further bits are added.
         """
 
         def joined(param, rest):
@@ -59,50 +71,58 @@ def with_master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Trains 16-bit parameters as float32 numbers, the master weights.
 
-    Most steps change a parameter by less than float16 or bfloat16 can add to it, and the change is
-    lost. So the state keeps the bits that the parameters lack to be float32 numbers; `inner`
-    updates these numbers, and the updates returned take the parameters to the rounded ones::
+    Most steps change a parameter by less than float16 or bfloat16 can add to it, and
+    the change is lost. So the state keeps the bits that the parameters lack to be
+    float32 numbers; `inner` updates these numbers, and the updates returned take the
+    parameters to the rounded ones::
 
         weights = join(params, rest)
         new_params, rest = split(weights + inner's updates)
         updates = new_params - params
 
-    For bfloat16 parameters, `rest` is the 16 further bits of each float32 number. They take half
-    the memory of a float32 copy, and training is the same to the bit. (Ties are rounded away from
-    zero, so 16 bits are enough.) For float16 parameters, whose range is smaller, it is a copy.
-    `optax.apply_updates(params, updates)` is exact wherever float32 holds the difference.
+    For bfloat16 parameters, `rest` is the 16 further bits of each float32 number. They
+    take half the memory of a float32 copy, and training is the same to the bit. (Ties
+    are rounded away from zero, so 16 bits are enough.) For float16 parameters, whose
+    range is smaller, it is a copy. `optax.apply_updates(params, updates)` is exact
+    wherever float32 holds the difference.
 
-    A program may change its parameters between steps: a float16 parameter that is no longer its
-    rounded copy replaces the copy; a bfloat16 one keeps the 16 further bits.
+    A program may change its parameters between steps: a float16 parameter that is no
+    longer its rounded copy replaces the copy; a bfloat16 one keeps the 16 further bits.
 
-    *Nothing may come after it*, as that would change where the parameters land: give it the whole
-    optimizer, `with_loss_scale(with_master_weights(optax.chain(…)))`. Another order is refused by
-    the `init` of `with_loss_scale` around it, and by `value_and_scaled_grad` of such a state. A
-    transformation of your own that changes its updates cannot be seen: what the parameters lack is
-    lost at each step. `testing.assert_scale_invariant` finds that for float16; for bfloat16, whose
-    16 bits tell nothing without the parameter, nothing does.
-    Transformations before it in an `optax.chain` see rounded parameters.
+    *Nothing may come after it*, as that would change where the parameters land: give it
+    the whole optimizer, `with_loss_scale(with_master_weights(optax.chain(…)))`. Another
+    order is refused by the `init` of `with_loss_scale` around it, and by
+    `value_and_scaled_grad` of such a state. A transformation of your own that changes
+    its updates cannot be seen: what the parameters lack is lost at each step.
+    `testing.assert_scale_invariant` finds that for float16; for bfloat16, whose 16 bits
+    tell nothing without the parameter, nothing does. Transformations before it in an
+    `optax.chain` see rounded parameters.
 
-    Source: Micikevicius et al., "Mixed Precision Training" (https://arxiv.org/abs/1710.03740), as
-    in Apex's level O2, Megatron-LM and DeepSpeed. The 16 further bits are the "split SGD" of
-    Kalamkar et al., "Optimizing Deep Learning Recommender Systems' Training On CPU Cluster
-    Architectures" (https://arxiv.org/abs/2005.04680).
+    Source: Micikevicius et al., "Mixed Precision Training"
+    (https://arxiv.org/abs/1710.03740), as in Apex's level O2, Megatron-LM and
+    DeepSpeed. The 16 further bits are the "split SGD" of Kalamkar et al., "Optimizing
+    Deep Learning Recommender Systems' Training On CPU Cluster Architectures"
+    (https://arxiv.org/abs/2005.04680).
 
     Args:
-      inner: any Optax transformation. It sees gradients and parameters in float32 or wider.
+      inner: any Optax transformation. It sees gradients and parameters in float32 or
+        wider.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs` with a `MasterWeightsState`. Its `update` needs
-      `params`; its updates are float32 or wider. A parameter whose gradient is `None` stays, as do
-      its slots. Parameters in float32 or wider are left to `inner` alone, and kept only once.
+      An `optax.GradientTransformationExtraArgs` with a `MasterWeightsState`. Its
+      `update` needs `params`; its updates are float32 or wider. A parameter whose
+      gradient is `None` stays, as do its slots. Parameters in float32 or wider are left
+      to `inner` alone, and kept only once.
 
     Raises:
       TypeError: in `update`, if the state is not one of this transformation.
-      ValueError: in `update`, without `params`, or if the state is for other shapes or dtypes;
-        float32 parameters are taken for those that `with_loss_scale` made of 16-bit ones.
+      ValueError: in `update`, without `params`, or if the state is for other shapes or
+        dtypes; float32 parameters are taken for those that `with_loss_scale` made of
+        16-bit ones.
 
     Example:
-      Sixteen steps, each of which changes a weight of 1 by a quarter of float16's least change:
+      Sixteen steps, each of which changes a weight of 1 by a quarter of float16's least
+      change:
 
       >>> import jax.numpy as jnp, optax
       >>> import optax_lossscale as ols
@@ -120,20 +140,31 @@ def with_master_weights(
 
     def init(params):
         wide_params = jax.tree.map(at_least_float32, params)
-        return MasterWeightsState(jax.tree.map(_rest_of, params), inner_tx.init(wide_params))
+        return MasterWeightsState(
+            jax.tree.map(_rest_of, params), inner_tx.init(wide_params)
+        )
 
     def update(updates, state, params=None, **extra_args):
         _refuse_other_arguments(state, params)
         given = complete(updates, params)
         weights = state.weights(params)
-        refuse_narrower(state.inner_state, lambda: jax.eval_shape(inner_tx.init, weights))
-        inner_updates, inner_state = inner_tx.update(
-            jax.tree.map(at_least_float32, given.grads), state.inner_state, weights, **extra_args
+        refuse_narrower(
+            state.inner_state, lambda: jax.eval_shape(inner_tx.init, weights)
         )
-        moved = jax.tree.map(_moved, params, state.master_weights, weights, inner_updates)
+        inner_updates, inner_state = inner_tx.update(
+            jax.tree.map(at_least_float32, given.grads),
+            state.inner_state,
+            weights,
+            **extra_args,
+        )
+        moved = jax.tree.map(
+            _moved, params, state.master_weights, weights, inner_updates
+        )
         new_updates = jax.tree.map(lambda _, pair: pair[0], params, moved)
         master_weights = jax.tree.map(lambda _, pair: pair[1], params, moved)
-        new_state = given.slots_kept(init, MasterWeightsState(master_weights, inner_state), state)
+        new_state = given.slots_kept(
+            init, MasterWeightsState(master_weights, inner_state), state
+        )
         return given.moved(update_or_zero, new_updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -160,10 +191,10 @@ def refuse_other_order(state: Any) -> None:
     name = name_in_optax(state)
     if is_followed or name in _MAKERS_OF_OTHER_UPDATES:
         raise ValueError(
-            "with_master_weights is followed by other transformations in optax.chain, or is "
-            f"inside one, here that of {name or 'a chain'}, which change where its updates take "
-            "the parameters: give it the whole optimizer, as in with_loss_scale("
-            "with_master_weights(optax.chain(…)))"
+            "with_master_weights is followed by other transformations in optax.chain, "
+            f"or is inside one, here that of {name or 'a chain'}, which change where "
+            "its updates take the parameters: give it the whole optimizer, as in "
+            "with_loss_scale(with_master_weights(optax.chain(…)))"
         )
     for part in parts:
         refuse_other_order(part)
@@ -172,7 +203,9 @@ def refuse_other_order(state: Any) -> None:
 def _is_chain(state: Any) -> bool:
     """Whether this is what `optax.chain` or `named_chain` keeps: the states of its members."""
     is_tuple = type(state) in (tuple, OrderedDict)
-    return is_tuple and all(hasattr(x, "_fields") or _is_chain(x) for x in _parts(state))
+    return is_tuple and all(
+        hasattr(x, "_fields") or _is_chain(x) for x in _parts(state)
+    )
 
 
 def _parts(state: Any) -> list[Any]:
@@ -190,18 +223,26 @@ def refuse_other_master_weights(state: Any, expected: Callable[[], Any]) -> None
 def _refuse_other_arguments(state: Any, params: Any) -> None:
     if not _is_state(state):
         raise TypeError(
-            "the state of with_master_weights must be the MasterWeightsState that its init or its "
-            f"last step returned, got a {type(state).__name__}. To begin with master weights in a "
-            "run that had none, restore the optimizer's state into that of init: "
-            "state._replace(inner_state=optax.tree.cast_like(restored, state.inner_state))"
+            "the state of with_master_weights must be the MasterWeightsState that its "
+            f"init or its last step returned, got a {type(state).__name__}. To begin "
+            "with master weights in a run that had none, restore the optimizer's "
+            "state into that of init: "
+            "state._replace(inner_state=optax.tree.cast_like(restored, "
+            "state.inner_state))"
         )
     if params is None:
         raise ValueError(
-            "with_master_weights needs the parameters: call update(updates, state, params)"
+            "with_master_weights needs the parameters: call update(updates, state, "
+            "params)"
         )
     # Inside with_loss_scale all come in float32, and it has compared them as they are.
-    if any(map(is_narrow, jax.tree.leaves(params))) or not jax.tree.leaves(state.master_weights):
-        _compare(state.master_weights, jax.eval_shape(partial(jax.tree.map, _rest_of), params))
+    if any(map(is_narrow, jax.tree.leaves(params))) or not jax.tree.leaves(
+        state.master_weights
+    ):
+        _compare(
+            state.master_weights,
+            jax.eval_shape(partial(jax.tree.map, _rest_of), params),
+        )
 
 
 def _compare(given: Any, needed: Any) -> None:
@@ -211,14 +252,17 @@ def _compare(given: Any, needed: Any) -> None:
     if own != other:
         raise ValueError(
             "the state of with_master_weights was made for other parameters: it keeps "
-            f"{shown(own)}, but these need {shown(other)}. Make a new state: tx.init(params)"
+            f"{shown(own)}, but these need {shown(other)}. Make a new state: "
+            "tx.init(params)"
         )
 
 
 def _kinds(rests: Any) -> list[str]:
     """Dtype, shape and path of each rest."""
     leaves = jax.tree.leaves_with_path(rests)
-    return [f"{dtype_of(x)}{list(np.shape(x))} at {path_name(path)}" for path, x in leaves]
+    return [
+        f"{dtype_of(x)}{list(np.shape(x))} at {path_name(path)}" for path, x in leaves
+    ]
 
 
 def _moved(param: Any, rest: Any, weight: jax.Array, update: Any) -> tuple[Any, Any]:

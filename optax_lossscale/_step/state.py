@@ -37,9 +37,10 @@ class LossScaleState(NamedTuple):
 
         def __getattr__(self, name):
             raise AttributeError(
-                f"a LossScaleState has no {name!r}; the wrapped optimizer's state is its "
-                "inner_state: if a function takes that optimizer's own state, as "
-                "optax.contrib.schedule_free_eval_params does, pass it state.inner_state"
+                f"a LossScaleState has no {name!r}; the wrapped optimizer's state is "
+                "its inner_state: if a function takes that optimizer's own state, as "
+                "optax.contrib.schedule_free_eval_params does, pass it "
+                "state.inner_state"
             )
 
 
@@ -52,26 +53,29 @@ def refuse_other_states(state: Any) -> None:
     """Raises for anything but a state of this transformation, as it was returned."""
     if not isinstance(state, LossScaleState):
         raise TypeError(
-            "the state must be the LossScaleState that this transformation's init or its "
-            f"last step returned, got a {type(state).__name__}; the order of the arguments is "
-            "gradients, state, params"
+            "the state must be the LossScaleState that this transformation's init or "
+            f"its last step returned, got a {type(state).__name__}; the order of the "
+            "arguments is gradients, state, params"
         )
     kind = dtype_of(state.should_apply)
     shape = np.shape(state.should_apply)
     if kind != np.bool_:
         raise TypeError(
-            f"the state's should_apply came back as {kind}: a transformation around the wrapper "
-            "has computed with its state, as SAM's transparent mode does. Put it inside: "
-            "with_loss_scale(optax.contrib.sam(…))"
+            f"the state's should_apply came back as {kind}: a transformation around "
+            "the wrapper has computed with its state, as SAM's transparent mode does. "
+            "Put it inside: with_loss_scale(optax.contrib.sam(…))"
         )
     if shape:
         raise ValueError(
-            f"the state is a stack of shape {shape}, as made by vmap(tx.init) or pmap: take the "
-            "whole step under that vmap or pmap, too, as in vmap(train_step)(params, state, batch)"
+            f"the state is a stack of shape {shape}, as made by vmap(tx.init) or pmap: "
+            "take the whole step under that vmap or pmap, too, as in "
+            "vmap(train_step)(params, state, batch)"
         )
 
 
-def refuse_other_rules(state: LossScaleState, own: LossScale, own_rule: SkipRule | None) -> None:
+def refuse_other_rules(
+    state: LossScaleState, own: LossScale, own_rule: SkipRule | None
+) -> None:
     """Raises for a loss scale or a skip rule that is not the transformation's."""
     of_scale = "tx.init(params)._replace(inner_state=state.inner_state)"
     of_rule = "state._replace(skip_rule=tx.init(params).skip_rule)"
@@ -81,11 +85,11 @@ def refuse_other_rules(state: LossScaleState, own: LossScale, own_rule: SkipRule
     ):
         if jax.tree.structure(given) != jax.tree.structure(needed):
             raise ValueError(
-                f"the state's {name} has another configuration than this transformation's:\n"
-                f"  state:          {_shown_config(given)}\n"
-                f"  transformation: {_shown_config(needed)}\n"
-                "Restore a checkpoint into what tx.init(params) returns. To go on with this "
-                f"configuration, keep the rest of the state: {remedy}"
+                f"the state's {name} has another configuration than this "
+                f"transformation's:\n  state:          {_shown_config(given)}\n  "
+                f"transformation: {_shown_config(needed)}\nRestore a checkpoint into "
+                "what tx.init(params) returns. To go on with this configuration, keep "
+                f"the rest of the state: {remedy}"
             )
 
 
@@ -102,10 +106,11 @@ def refuse_narrower(inner_state: Any, expected: Callable[[], Any]) -> None:
     def check(path, given, needed):
         if is_narrow(given) and dtype_of(given).itemsize < dtype_of(needed).itemsize:
             raise ValueError(
-                f"the inner state holds {dtype_of(given)} where it needs {dtype_of(needed)}, at "
-                f"{path_name(path)}: it is that of an optimizer of 16-bit parameters, and small "
-                "numbers would underflow in it. Cast it once: state._replace(inner_state="
-                "optax.tree.cast_like(restored, state.inner_state)), with the state of init"
+                f"the inner state holds {dtype_of(given)} where it needs "
+                f"{dtype_of(needed)}, at {path_name(path)}: it is that of an optimizer "
+                "of 16-bit parameters, and small numbers would underflow in it. Cast "
+                "it once: state._replace(inner_state=optax.tree.cast_like(restored, "
+                "state.inner_state)), with the state of init"
             )
 
     shapes = expected()

@@ -43,11 +43,14 @@ class ScaledStep:
         inputs.refuse_other_leaves("params", params)
         inner_state = self.inner.init(jax.tree.map(inputs.as_inner_sees, params))
         master_weights.refuse_other_order(inner_state)
-        inner_state = master_weights.with_rest_of_narrow(inner_state, self.inner.init, params)
+        inner_state = master_weights.with_rest_of_narrow(
+            inner_state, self.inner.init, params
+        )
         if wrapper_states(inner_state):
             raise ValueError(
-                "a part of inner is wrapped in with_loss_scale already, and would see its "
-                "gradients divided by the loss scale twice: wrap the whole optimizer, once"
+                "a part of inner is wrapped in with_loss_scale already, and would see "
+                "its gradients divided by the loss scale twice: wrap the whole "
+                "optimizer, once"
             )
         return LossScaleState(
             # Copies: what init returns may be donated, and the optimizer is used again.
@@ -108,23 +111,34 @@ class ScaledStep:
             extra_args = {"value": unscaled.value} | extra_args
         wide_params = jax.tree.map(inputs.as_inner_sees, params)
         try:
-            updates, new = inner.update(unscaled.grads, inner_state, wide_params, **extra_args)
+            updates, new = inner.update(
+                unscaled.grads, inner_state, wide_params, **extra_args
+            )
         except Exception as error:
             self._refuse_other_inner_state(error, inner_state, params)
             raise
         if params is not None:
-            updates = unscaled.moved(_param_after if to_params else inputs.update_or_zero, updates)
-        new = jax.tree.map(lambda new, old: strong(new, dtype_of(old)), new, inner_state)
+            updates = unscaled.moved(
+                _param_after if to_params else inputs.update_or_zero, updates
+            )
+        new = jax.tree.map(
+            lambda new, old: strong(new, dtype_of(old)), new, inner_state
+        )
         return updates, unscaled.slots_kept(self.inner.init, new, inner_state)
 
     def _refuse_other_inner_state(self, error, inner_state, params):
         """Raises for a state that is not this optimizer's, if that is why it failed."""
-        expected = inner_state if params is None else jax.eval_shape(self.init, params).inner_state
+        expected = (
+            inner_state
+            if params is None
+            else jax.eval_shape(self.init, params).inner_state
+        )
         if _structure_and_shapes(inner_state) != _structure_and_shapes(expected):
             raise ValueError(
-                "the state's inner_state is that of another optimizer, or of other parameters: "
-                f"this one's is {shown(expected)}, got {shown(inner_state)}. Begin with "
-                f"tx.init(params). The optimizer says: {error}"
+                "the state's inner_state is that of another optimizer, or of other "
+                f"parameters: this one's is {shown(expected)}, got "
+                f"{shown(inner_state)}. Begin with tx.init(params). The optimizer "
+                f"says: {error}"
             ) from error
 
 

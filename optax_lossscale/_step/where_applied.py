@@ -16,23 +16,24 @@ T = TypeVar("T")
 def where_applied(state: Any, new: T, old: T) -> T:
     """`new` if the last step was applied, else `old`.
 
-    Use it for batch statistics, in which a NaN would stay for good, for an average of the
-    parameters, and for all other values that a skipped step should not change: by itself, skipping
-    protects only the parameters and the optimizer's state.
+    Use it for batch statistics, in which a NaN would stay for good, for an average of
+    the parameters, and for all other values that a skipped step should not change: by
+    itself, skipping protects only the parameters and the optimizer's state.
 
     Args:
-      state: the optimizer state after the step, with one `LossScaleState` in it; a train state
-        or an `nnx.Optimizer` that holds it.
-      new: any pytree that the step made; leaves that are not arrays are taken as they are.
+      state: the optimizer state after the step, with one `LossScaleState` in it; a
+        train state or an `nnx.Optimizer` that holds it.
+      new: any pytree that the step made; leaves that are not arrays are taken as they
+        are.
       old: the values before the step, a tree of the same structure.
 
     Returns:
-      One of the two, leaf by leaf, in the structure and the dtypes of `old`. An `nnx.State` comes
-      back as one, with variables of its own.
+      One of the two, leaf by leaf, in the structure and the dtypes of `old`. An
+      `nnx.State` comes back as one, with variables of its own.
 
     Raises:
-      ValueError: if the state holds no `LossScaleState`, or several; if the trees differ; or if
-        both hold the same `nnx` variables, which have changed in place.
+      ValueError: if the state holds no `LossScaleState`, or several; if the trees
+        differ; or if both hold the same `nnx` variables, which have changed in place.
       TypeError: if arrays differ in shape.
 
     Example:
@@ -55,14 +56,17 @@ def where_applied(state: Any, new: T, old: T) -> T:
     if any(id(x) in variables for x in found(is_variable, new)):
         # `nnx.state` hands out a module's own variables.
         raise ValueError(
-            "old holds the same variables as new, which the step has changed in place. Take a "
-            "copy before the step: old = nnx.clone(nnx.state(model, nnx.BatchStat))"
+            "old holds the same variables as new, which the step has changed in "
+            "place. Take a copy before the step: old = nnx.clone(nnx.state(model, "
+            "nnx.BatchStat))"
         )
 
     def chosen(old, new):
         if not is_array(old):
             return new
-        return lax.select(should_apply, strong(jnp.asarray(new), dtype_of(old)), jnp.asarray(old))
+        return lax.select(
+            should_apply, strong(jnp.asarray(new), dtype_of(old)), jnp.asarray(old)
+        )
 
     kept = jax.tree.map(chosen, plain(old), plain(new))
     return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(kept))

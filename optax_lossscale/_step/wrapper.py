@@ -14,7 +14,11 @@ from optax_lossscale._step.branch import Branch
 from optax_lossscale._step.decision import Skip
 from optax_lossscale._step.get import LossScaleLike, get
 from optax_lossscale._step.grad_dtype import GradDtype
-from optax_lossscale._step.gradient import loss_of, refuse_shared_names, value_and_scaled_grad
+from optax_lossscale._step.gradient import (
+    loss_of,
+    refuse_shared_names,
+    value_and_scaled_grad,
+)
 from optax_lossscale._step.inputs import Mask, refuse_other_masks
 from optax_lossscale._step.state import LossScaleState
 from optax_lossscale._step.step import ScaledStep
@@ -39,12 +43,14 @@ class _Update(Protocol):
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     """An optimizer that takes scaled gradients, made by `with_loss_scale`.
 
-    A pair of `init` and `update`, like every Optax transformation, with two more methods.
+    A pair of `init` and `update`, like every Optax transformation, with two more
+    methods.
 
     Attributes:
       init: takes the parameters, and returns a `LossScaleState`.
-      update: `update(scaled_grads, state, params=None, *, value=None, **extra_args)` returns
-        `(updates, state)`, zeros for updates if it skips the step; `value` is the true loss.
+      update: `update(scaled_grads, state, params=None, *, value=None, **extra_args)`
+        returns `(updates, state)`, zeros for updates if it skips the step; `value` is
+        the true loss.
     """
 
     init: _Init  # pyrefly: ignore[bad-override]
@@ -61,37 +67,44 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     ) -> tuple[Any, LossScaleState]:
         """One optimizer step, from scaled gradients to new parameters.
 
-        Does the same as `update` and `optax.apply_updates`, but inside the branch that applies or
-        skips the step, so that on CPU the unscaled gradients and the updates are never written to
-        memory. An `optax.chain` around the wrapper has no such method: there, call those two.
+        Does the same as `update` and `optax.apply_updates`, but inside the branch that
+        applies or skips the step, so that on CPU the unscaled gradients and the updates
+        are never written to memory. An `optax.chain` around the wrapper has no such
+        method: there, call those two.
 
         Args:
-          scaled_grads: gradients of the scaled loss; a tree like `params`. Where a gradient or a
-            whole branch is `None`, the parameters and their slots in the inner state stay.
+          scaled_grads: gradients of the scaled loss; a tree like `params`. Where a
+            gradient or a whole branch is `None`, the parameters and their slots in the
+            inner state stay.
           state: the state that `init` or the last step returned.
           params: the parameters, in any floating-point dtype.
-          value: the true loss, shape (), also passed on to the inner transformation. If it is not
-            finite, the step is skipped, and the loss scale stays as it was (unless `skip=None`).
+          value: the true loss, shape (), also passed on to the inner transformation. If
+            it is not finite, the step is skipped, and the loss scale stays as it was
+            (unless `skip=None`).
           **extra_args: passed on to the inner transformation.
 
         Returns:
-          `(params, state)`: after a skipped step, the parameters and the inner state are
-          bit for bit what they were before it.
+          `(params, state)`: after a skipped step, the parameters and the inner state
+          are bit for bit what they were before it.
 
         Raises:
           TypeError: if `state` is not a `LossScaleState`, or `update` was replaced.
-          ValueError: if gradients and parameters differ in structure, or if the state belongs
-            to another configuration.
+          ValueError: if gradients and parameters differ in structure, or if the state
+            belongs to another configuration.
         """
         if not isinstance(self.update, ScaledStep):
             raise TypeError(
-                "apply_gradients is the step of with_loss_scale's own update, which was replaced: "
-                "call updates, state = tx.update(scaled_grads, state, params) and "
-                "optax.apply_updates(params, updates) instead"
+                "apply_gradients is the step of with_loss_scale's own update, which "
+                "was replaced: call updates, state = tx.update(scaled_grads, state, "
+                "params) and optax.apply_updates(params, updates) instead"
             )
         if params is None:
-            raise ValueError("apply_gradients needs the parameters: gradients, state, params")
-        return self.update.step(scaled_grads, state, params, value, extra_args, to_params=True)
+            raise ValueError(
+                "apply_gradients needs the parameters: gradients, state, params"
+            )
+        return self.update.step(
+            scaled_grads, state, params, value, extra_args, to_params=True
+        )
 
     def minimize(
         self,
@@ -107,28 +120,31 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     ) -> tuple[Any, Any, LossScaleState]:
         """Computes the loss and its gradients and takes the step, in one call.
 
-        It is `value_and_scaled_grad(loss_fn, state)(params, …)` and then `apply_gradients` with
-        the loss as `value`: if it is not finite, the step is skipped.
+        It is `value_and_scaled_grad(loss_fn, state)(params, …)` and then
+        `apply_gradients` with the loss as `value`: if it is not finite, the step is
+        skipped.
 
         Args:
-          loss_fn: called as `loss_fn(params, *args, **kwargs)`; it returns the loss, a scalar. For
-            matrix products in float16, pass `autocast(loss_fn)`.
+          loss_fn: called as `loss_fn(params, *args, **kwargs)`; it returns the loss, a
+            scalar. For matrix products in float16, pass `autocast(loss_fn)`.
           state: the state that `init` or the last step returned.
           params: the parameters, a tree of arrays.
           *args: further arguments of `loss_fn`.
           has_aux: whether `loss_fn` returns `(loss, aux)`.
-          grad_dtype: the dtype of the gradients, or of each, as in `value_and_scaled_grad`.
+          grad_dtype: the dtype of the gradients, or of each, as in
+            `value_and_scaled_grad`.
           extra_args: passed on to the inner transformation, beside the loss as `value`.
           **kwargs: further keyword arguments of `loss_fn`.
 
         Returns:
-          `(loss, params, state)`, or `((loss, aux), params, state)` with `has_aux`. The loss is
-          `loss_fn`'s own, unscaled; with `grad_dtype`, that of the parameters as cast.
+          `(loss, params, state)`, or `((loss, aux), params, state)` with `has_aux`. The
+          loss is `loss_fn`'s own, unscaled; with `grad_dtype`, that of the parameters
+          as cast.
 
         Raises:
-          TypeError: if `loss_fn` is not a function or has an argument `has_aux`, `grad_dtype` or
-            `extra_args`, if these have a `value`, or `state` is not a `LossScaleState`; it says
-            what was given.
+          TypeError: if `loss_fn` is not a function or has an argument `has_aux`,
+            `grad_dtype` or `extra_args`, if these have a `value`, or `state` is not a
+            `LossScaleState`; it says what was given.
 
         Example:
           >>> import jax.numpy as jnp, optax
@@ -141,14 +157,18 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           5.0 [0.8 1.6] 32768.0
         """
         _refuse_other_order(loss_fn, state, params)
-        refuse_shared_names(loss_fn, ["has_aux", "grad_dtype", "extra_args"], (params, *args))
-        gradient = value_and_scaled_grad(loss_fn, state, has_aux=has_aux, grad_dtype=grad_dtype)
+        refuse_shared_names(
+            loss_fn, ["has_aux", "grad_dtype", "extra_args"], (params, *args)
+        )
+        gradient = value_and_scaled_grad(
+            loss_fn, state, has_aux=has_aux, grad_dtype=grad_dtype
+        )
         value, scaled_grads = gradient(params, *args, **kwargs)
         loss = loss_of(value, has_aux)
         if extra_args and "value" in extra_args:
             raise TypeError(
-                "minimize passes the loss on as value itself, and skips the step by it if it is "
-                "not finite: leave value out of extra_args"
+                "minimize passes the loss on as value itself, and skips the step by "
+                "it if it is not finite: leave value out of extra_args"
             )
         stepped = self.apply_gradients(
             scaled_grads, state, params, value=loss, **(extra_args or {})
@@ -167,21 +187,24 @@ def _refuse_other_order(loss_fn: Any, state: Any, params: Any) -> None:
         wrong = "The state is what tx.init(params) or the last step returned"
     elif is_variable(states[0].should_apply):
         wrong = (
-            "An nnx.Optimizer takes its step itself: optimizer.update(model, scaled_grads, "
-            "value=loss), after nnx.value_and_grad of scale_gradient(loss, optimizer). With "
-            "minimize, use tx.init and the params of nnx.split(model, nnx.Param, ...) instead"
+            "An nnx.Optimizer takes its step itself: optimizer.update(model, "
+            "scaled_grads, value=loss), after nnx.value_and_grad of "
+            "scale_gradient(loss, optimizer). With minimize, use tx.init and the "
+            "params of nnx.split(model, nnx.Param, ...) instead"
         )
     elif state is states[0]:
         return
     else:
         wrong = (
-            "The state is the LossScaleState alone, without what holds it. If that is the state "
-            "of an optimizer around this one, call value_and_scaled_grad and its own update"
+            "The state is the LossScaleState alone, without what holds it. If that is "
+            "the state of an optimizer around this one, call value_and_scaled_grad "
+            "and its own update"
         )
     first, second, third = (type(x).__name__ for x in (loss_fn, state, params))
     raise TypeError(
-        "the order of the arguments is minimize(loss_fn, state, params, …), where … is what "
-        f"loss_fn takes besides params; got {first} and {second}, then {third}. {wrong}"
+        "the order of the arguments is minimize(loss_fn, state, params, …), where … "
+        f"is what loss_fn takes besides params; got {first} and {second}, then "
+        f"{third}. {wrong}"
     )
 
 
@@ -196,39 +219,43 @@ def with_loss_scale(
 ) -> LossScaledTransformation:
     """Wraps an optimizer so that it takes the gradients of a scaled loss.
 
-    Each step unscales the gradients, checks that they are finite, lets `inner` update or skips the
-    step, and adapts the loss scale. `inner` sees unscaled gradients in float32 or wider, and
-    parameters and state likewise. So a transformation that depends on the size of gradients, such
-    as a clip, belongs inside: `with_loss_scale(optax.chain(clip, optimizer))`.
+    Each step unscales the gradients, checks that they are finite, lets `inner` update
+    or skips the step, and adapts the loss scale. `inner` sees unscaled gradients in
+    float32 or wider, and parameters and state likewise. So a transformation that
+    depends on the size of gradients, such as a clip, belongs inside:
+    `with_loss_scale(optax.chain(clip, optimizer))`.
 
     Args:
-      inner: any Optax transformation; to accumulate gradients, `optax.MultiSteps(inner, k)`.
-      loss_scale: anything that `get` accepts. `None` for no loss scale, as in bfloat16 and
-        float32: then the wrapper only skips bad steps.
-      axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas decide
-        together. A skip rule then uses their largest norm and mean loss. If they decide
-        independently, a collective inside `inner` deadlocks under `branch="cond"`. Reduce the
-        gradients with `pmean` yourself; but under `shard_map`, which sums the gradients of
-        replicated parameters, reduce the loss instead: `pmean(loss_fn(…), axis_name)`. Under `jit`
-        alone, name no axis.
-      mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or a function
-        that returns one for them. Leaves marked False are neither unscaled nor checked. It is for
-        leaves whose cotangent carries their new value, such as Flax's float8 scales, and which
-        `inner` overwrites with it: `mask={"params": True, "_overwrite_with_gradient": False}`.
-      branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select in each
-        kernel that computes a result; or None, by the one that avoids copies on the platform,
-        which is `"cond"` on CPU and `"select"` on GPU and TPU. With `"select"`, `inner` runs at
-        every step, with zeros for numbers that are not finite: use `"cond"` if `inner` has side
-        effects, such as a callback, or is expensive, such as an `eigh`. Uncompiled, the first and
-        None branch in Python.
-      skip: which steps to skip. `"nonfinite"`: those whose gradients, or whose loss if it is
-        passed to the step as `value`, are not finite, whatever the loss scale. A rule from
-        `skips`: these, and finite steps that the rule considers spikes; they leave the loss scale
-        as it was, as if there had been no step. The rule sees the global norm of the unscaled
-        gradients that `mask` keeps, and the loss, as `value` or, as in MaxText and Levanter, as
-        `loss`. None: only those that the loss scale itself skips, as TensorFlow does; the loss is
-        not looked at, and with a fixed loss scale or none *nothing is checked*: an overflow writes
-        NaN into the parameters.
+      inner: any Optax transformation; to accumulate gradients, `optax.MultiSteps(inner,
+        k)`.
+      loss_scale: anything that `get` accepts. `None` for no loss scale, as in bfloat16
+        and float32: then the wrapper only skips bad steps.
+      axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas
+        decide together. A skip rule then uses their largest norm and mean loss. If they
+        decide independently, a collective inside `inner` deadlocks under
+        `branch="cond"`. Reduce the gradients with `pmean` yourself; but under
+        `shard_map`, which sums the gradients of replicated parameters, reduce the loss
+        instead: `pmean(loss_fn(…), axis_name)`. Under `jit` alone, name no axis.
+      mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or
+        a function that returns one for them. Leaves marked False are neither unscaled
+        nor checked. It is for leaves whose cotangent carries their new value, such as
+        Flax's float8 scales, and which `inner` overwrites with it: `mask={"params":
+        True, "_overwrite_with_gradient": False}`.
+      branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select
+        in each kernel that computes a result; or None, by the one that avoids copies on
+        the platform, which is `"cond"` on CPU and `"select"` on GPU and TPU. With
+        `"select"`, `inner` runs at every step, with zeros for numbers that are not
+        finite: use `"cond"` if `inner` has side effects, such as a callback, or is
+        expensive, such as an `eigh`. Uncompiled, the first and None branch in Python.
+      skip: which steps to skip. `"nonfinite"`: those whose gradients, or whose loss if
+        it is passed to the step as `value`, are not finite, whatever the loss scale. A
+        rule from `skips`: these, and finite steps that the rule considers spikes; they
+        leave the loss scale as it was, as if there had been no step. The rule sees the
+        global norm of the unscaled gradients that `mask` keeps, and the loss, as
+        `value` or, as in MaxText and Levanter, as `loss`. None: only those that the
+        loss scale itself skips, as TensorFlow does; the loss is not looked at, and with
+        a fixed loss scale or none *nothing is checked*: an overflow writes NaN into the
+        parameters.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with the further methods
@@ -236,7 +263,8 @@ def with_loss_scale(
 
     Raises:
       TypeError: if `inner` is not a transformation.
-      ValueError: for other argument values; in `init`, if a part of `inner` is already wrapped.
+      ValueError: for other argument values; in `init`, if a part of `inner` is already
+        wrapped.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -250,9 +278,12 @@ def with_loss_scale(
       >>> print(loss, params["w"], state.should_apply)
       5.0 [0.8 1.6] True
     """
-    if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
+    if not callable(getattr(inner, "init", None)) or not callable(
+        getattr(inner, "update", None)
+    ):
         raise TypeError(
-            f"inner must be an Optax gradient transformation, with init and update; got {inner!r}"
+            "inner must be an Optax gradient transformation, with init and update; "
+            f"got {inner!r}"
         )
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()

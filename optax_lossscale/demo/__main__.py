@@ -12,7 +12,9 @@ def _int_from(least: int, text: str) -> int:
     most = 2**31 - 1
     if text.lstrip("+-").isdecimal() and least <= int(text) <= most:
         return int(text)
-    raise argparse.ArgumentTypeError(f"needs an integer from {least} to {most}, got {text!r}")
+    raise argparse.ArgumentTypeError(
+        f"needs an integer from {least} to {most}, got {text!r}"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,10 +25,23 @@ def main(arguments: list[str] | None = None) -> int:
         usage=argparse.SUPPRESS,  # so that an error is one line
     )
     option = parser.add_argument
-    option("--steps", type=partial(_int_from, 1), default=400, help="of each run (default: 400)")
-    option("--data", metavar="FILE", help="text (default: Python's standard library's source)")
-    option("--out", metavar="DIR", default="demo_results", help="(default: demo_results)")
-    option("--seed", type=partial(_int_from, 0), default=0, help="of all runs (default: 0)")
+    option(
+        "--steps",
+        type=partial(_int_from, 1),
+        default=400,
+        help="of each run (default: 400)",
+    )
+    option(
+        "--data",
+        metavar="FILE",
+        help="text (default: Python's standard library's source)",
+    )
+    option(
+        "--out", metavar="DIR", default="demo_results", help="(default: demo_results)"
+    )
+    option(
+        "--seed", type=partial(_int_from, 0), default=0, help="of all runs (default: 0)"
+    )
     options = parser.parse_args(arguments)
     try:
         from optax_lossscale.demo import _report, _text, _training

@@ -43,8 +43,9 @@ def init(key: jax.Array, width: int = WIDTH, blocks: int = BLOCKS) -> dict[str, 
 def loss(params: Any, tokens: jax.Array, dtype: Any = None) -> jax.Array:
     """Mean cross-entropy of each next byte, in nats.
 
-    With a `dtype` it is cast by hand: products and activations, and so their gradients, are in
-    `dtype`; norms, softmax and loss in float32. Tokens have the shape (batch, CONTEXT + 1).
+    With a `dtype` it is cast by hand: products and activations, and so their gradients,
+    are in `dtype`; norms, softmax and loss in float32. Tokens have the shape (batch,
+    CONTEXT + 1).
     """
     p = jax.tree.map(lambda x: x.astype(dtype or x.dtype), params)
     x = embed(p, tokens[:, :-1])

@@ -18,7 +18,8 @@ def read(path: str | None) -> np.ndarray:
     text = b"".join(file.read_bytes() for file in files)
     if len(text) <= CONTEXT:
         raise ValueError(
-            f"{path or library} holds {len(text)} bytes; the demo needs at least {CONTEXT + 1}"
+            f"{path or library} holds {len(text)} bytes; the demo needs at least "
+            f"{CONTEXT + 1}"
         )
     return np.frombuffer(text, np.uint8)
 

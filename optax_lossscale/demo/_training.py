@@ -16,7 +16,9 @@ MICRO_BATCHES = 1024
 SETTING = f"""\
 Setting: the loss is a mean over a global batch of {MICRO_BATCHES} micro-batches. A step computes
 one of them and lets it stand for all: its unscaled gradient is summed {MICRO_BATCHES} times."""
-CAUSE = f"The loss is divided by {MICRO_BATCHES}, so that gradients underflow in float16."
+CAUSE = (
+    f"The loss is divided by {MICRO_BATCHES}, so that gradients underflow in float16."
+)
 
 # Growth after 15 steps instead of 2000 shows in a short run how the scale adapts.
 RUNS = {
@@ -41,7 +43,9 @@ def make_optimizer(steps: int) -> optax.GradientTransformationExtraArgs:
     return optax.chain(
         optax.scale(float(MICRO_BATCHES)),
         optax.clip_by_global_norm(1.0),
-        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps + 1)),
+        optax.adamw(
+            optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps + 1)
+        ),
     )
 
 
@@ -64,7 +68,8 @@ def train(name: str, text: np.ndarray, steps: int, seed: int) -> dict[str, np.nd
     """Trains the model once.
 
     Returns:
-      The loss and the metrics of each step, and of the last one the share of zero gradients.
+      The loss and the metrics of each step, and of the last one the share of zero
+      gradients.
     """
     tx, train_step = make_train_step(name, steps)
     params = _model.init(jax.random.key(seed))
@@ -72,11 +77,15 @@ def train(name: str, text: np.ndarray, steps: int, seed: int) -> dict[str, np.nd
     records = []
     batches = _text.batches(text, steps, seed)
     only_on_a_terminal = None  # tqdm's word for it
-    for tokens in tqdm(batches, f"{name:24}", steps, unit="step", disable=only_on_a_terminal):
+    for tokens in tqdm(
+        batches, f"{name:24}", steps, unit="step", disable=only_on_a_terminal
+    ):
         params, state, record = train_step(params, state, tokens)
         records.append(record)
     history = jax.tree.map(lambda *x: np.array(x), *jax.device_get(records))
-    return history | {"zeros": share_of_zeros(make_loss_fn(name), params, state, tokens)}
+    return history | {
+        "zeros": share_of_zeros(make_loss_fn(name), params, state, tokens)
+    }
 
 
 def share_of_zeros(

@@ -7,4 +7,6 @@ from optax_lossscale.testing._scale_invariance import assert_scale_invariant
 
 __all__ = ["assert_computes_in", "assert_scale_invariant", "assert_survives_overflow"]
 
-make_public(__name__, assert_computes_in, assert_scale_invariant, assert_survives_overflow)
+make_public(
+    __name__, assert_computes_in, assert_scale_invariant, assert_survives_overflow
+)

@@ -15,24 +15,26 @@ def assert_computes_in(
 ) -> None:
     """Raises if a training step computes matrix products or convolutions in another dtype.
 
-    A model whose parameters are cast to float16 may compute in float32 all the same: one float32
-    input is enough, and the loss does not show it. This runs and compiles nothing, and looks at
-    the same products as `dtype_report`, except those that ask to stay wide, with
-    `precision=jax.lax.Precision.HIGHEST` or under `jax.default_matmul_precision("highest")`, those
-    of integers, and those in Optax's own optimizers, such as Muon's.
+    A model whose parameters are cast to float16 may compute in float32 all the same:
+    one float32 input is enough, and the loss does not show it. This runs and compiles
+    nothing, and looks at the same products as `dtype_report`, except those that ask to
+    stay wide, with `precision=jax.lax.Precision.HIGHEST` or under
+    `jax.default_matmul_precision("highest")`, those of integers, and those in Optax's
+    own optimizers, such as Muon's.
 
     Args:
-      step: the training step, compiled or not, or any function that JAX can trace, such as one
-        that returns the model's gradients alone.
+      step: the training step, compiled or not, or any function that JAX can trace, such
+        as one that returns the model's gradients alone.
       dtype: the floating-point dtype to compute in, such as `jnp.float16`.
-      *args: its arguments: arrays, or a `jax.ShapeDtypeStruct` in place of each; trees and modules
-        of them. Anything else is passed on as it is.
+      *args: its arguments: arrays, or a `jax.ShapeDtypeStruct` in place of each; trees
+        and modules of them. Anything else is passed on as it is.
       **kwargs: its keyword arguments, likewise.
 
     Raises:
-      AssertionError: if products or convolutions compute in another dtype. It names the lines
-        of your source that made them, with their share of the multiplications.
-      ValueError: if there are none to look at, or `dtype` is not a floating-point dtype.
+      AssertionError: if products or convolutions compute in another dtype. It names the
+        lines of your source that made them, with their share of the multiplications.
+      ValueError: if there are none to look at, or `dtype` is not a floating-point
+        dtype.
       TypeError: if `step` is not a function.
 
     Example:
@@ -54,8 +56,8 @@ def assert_computes_in(
     judged = [p for p in products if p.dtype == dtype or not p.by_choice]
     if not judged:
         raise ValueError(
-            "there is no matrix product or convolution to judge: pass the training step, or the "
-            f"function that computes its gradients. This one has\n{report}"
+            "there is no matrix product or convolution to judge: pass the training "
+            f"step, or the function that computes its gradients. This one has\n{report}"
         )
     if wrong := [p for p in judged if p.dtype != dtype]:
         number, total = (sum(p.count for p in products) for products in (wrong, judged))

@@ -1,12 +1,14 @@
 """Whether a series of outputs, at falling loss scales, depends on the loss scale.
 
-A loss scale that is a power of two changes no digit of a correct step's gradients: the outputs
-are the same, bit for bit, wherever nothing overflows and nothing underflows. After an overflow the
-step is skipped, and skipped steps are not compared. What remains is underflow, which dies away as
-the loss scale rises: each doubling gives every gradient one more bit, until it has them all.
+A loss scale that is a power of two changes no digit of a correct step's gradients: the
+outputs are the same, bit for bit, wherever nothing overflows and nothing underflows.
+After an overflow the step is skipped, and skipped steps are not compared. What remains
+is underflow, which dies away as the loss scale rises: each doubling gives every
+gradient one more bit, until it has them all.
 
-So an output of a wrong step is known by either of two signs: it follows a power of the loss scale,
-or it changes by more between two neighbours than at lower loss scales, where more underflows.
+So an output of a wrong step is known by either of two signs: it follows a power of the
+loss scale, or it changes by more between two neighbours than at lower loss scales,
+where more underflows.
 """
 
 from itertools import pairwise
@@ -15,14 +17,16 @@ from typing import NamedTuple
 import numpy as np
 
 _POWERS = (-1, 1, -2, 2, -0.5, 0.5)
-_IN_A_ROW = 3  # differences between neighbours that must follow the same power of the loss scale
+# Differences between neighbours that must follow the same power of the loss scale
+_IN_A_ROW = 3
 _TOLERANCE = 0.02  # for their ratios; with rounding in float16 they may be anything
-# In float16 there are 40 exponents from overflow to zero. This far below the highest loss scale,
-# few gradients underflow, and those are small.
+# In float16 there are 40 exponents from overflow to zero. This far below the highest
+# loss scale, few gradients underflow, and those are small.
 _REACH = 20
 _SHARE = 0.03  # of all that the output changes by anywhere: a change that counts
 _DIES_AWAY = 2 / 3  # of the largest change at lower loss scales
-_AT_ONCE = 0.15  # of the numbers that change anywhere: one may change its sign by underflow
+# Of the numbers that change anywhere: one may change its sign by underflow
+_AT_ONCE = 0.15
 _ROUNDING = 1e-6  # of an output
 
 
@@ -30,8 +34,10 @@ class Series(NamedTuple):
     """One output at several loss scales."""
 
     exponents: np.ndarray  # of the loss scales, falling
-    values: np.ndarray  # what came out at each, a row: int64 of integers and bools, else float64
-    without: np.ndarray | None  # what comes out where all gradients underflow, if that is known
+    # What came out at each, a row: int64 of integers and bools, else float64
+    values: np.ndarray
+    # What comes out where all gradients underflow, if that is known
+    without: np.ndarray | None
     noise: float  # the norm of the difference between two runs that should be the same
 
 
@@ -40,7 +46,9 @@ def power(series: Series) -> float | None:
     for first in range(len(series.exponents) - _IN_A_ROW):
         window = slice(first, first + _IN_A_ROW + 1)
         for power in _POWERS:
-            if _is_linear(series.values[window], 2.0 ** (power * series.exponents[window])):
+            if _is_linear(
+                series.values[window], 2.0 ** (power * series.exponents[window])
+            ):
                 return power
     return None
 

@@ -21,7 +21,11 @@ def not_ignored(ignore: str | Collection[str], run: Run) -> list[Path]:
         if not any(_is_in(path, place) for path in run.outputs):
             shown = "\n".join(f"  {name_of(path)}" for path in run.outputs)
             raise ValueError(f"ignore={place!r} names no output. There are\n{shown}")
-    return [path for path in run.outputs if not any(_is_in(path, place) for place in ignored)]
+    return [
+        path
+        for path in run.outputs
+        if not any(_is_in(path, place) for place in ignored)
+    ]
 
 
 def _is_in(path, place):

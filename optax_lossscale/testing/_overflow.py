@@ -13,34 +13,41 @@ from optax_lossscale.testing._runs import Trial, equal, flat, outcomes, same
 
 
 def assert_survives_overflow(
-    step: Callable[..., Any], *args: Any, ignore: str | Collection[str] = (), **kwargs: Any
+    step: Callable[..., Any],
+    *args: Any,
+    ignore: str | Collection[str] = (),
+    **kwargs: Any,
 ) -> None:
     """Raises if a step whose gradients overflow, or whose batch holds a NaN, leaves a trace.
 
-    Such a step is to be skipped: the parameters, the optimizer's state and every other float that
-    comes back, to be given to the next step, are as they were given. Only integers may count and
-    keys move on, the skip is counted, and the loss scale adapts, unless it is fixed. What is only
-    returned, such as the loss and norms to be logged, may be anything. It finds batch statistics,
-    hidden states and averages without `where_applied`, and steps that are not skipped at all. Put
-    it into your tests beside `assert_scale_invariant`, with the same arguments.
+    Such a step is to be skipped: the parameters, the optimizer's state and every other
+    float that comes back, to be given to the next step, are as they were given. Only
+    integers may count and keys move on, the skip is counted, and the loss scale adapts,
+    unless it is fixed. What is only returned, such as the loss and norms to be logged,
+    may be anything. It finds batch statistics, hidden states and averages without
+    `where_applied`, and steps that are not skipped at all. Put it into your tests
+    beside `assert_scale_invariant`, with the same arguments.
 
-    It runs the step on copies of its arguments: with a loss scale that is beyond all numbers; with
-    a NaN in the first array of floats that does not come back, the batch, if there is one (tokens
-    are none); and some times with small changes, to see which numbers come back.
+    It runs the step on copies of its arguments: with a loss scale that is beyond all
+    numbers; with a NaN in the first array of floats that does not come back, the batch,
+    if there is one (tokens are none); and some times with small changes, to see which
+    numbers come back.
 
     Args:
-      step: the training step, compiled or not. It returns its new state or changes it in place,
-        and may donate its arguments.
-      *args: its arguments, which stay as they are. Somewhere among them is one loss scale: in an
-        optimizer state, a train state, an `nnx.Optimizer`.
-      ignore: outputs that an overflow may change, one or several, by their names in the error:
-        `"result[2]['mean']"`, or `"result[2]"` for everything in it.
-      **kwargs: its keyword arguments, likewise; bind one named `ignore` with `functools.partial`.
+      step: the training step, compiled or not. It returns its new state or changes it
+        in place, and may donate its arguments.
+      *args: its arguments, which stay as they are. Somewhere among them is one loss
+        scale: in an optimizer state, a train state, an `nnx.Optimizer`.
+      ignore: outputs that an overflow may change, one or several, by their names in the
+        error: `"result[2]['mean']"`, or `"result[2]"` for everything in it.
+      **kwargs: its keyword arguments, likewise; bind one named `ignore` with
+        `functools.partial`.
 
     Raises:
-      AssertionError: if something is left of an overflow or a NaN, what it is, and what to do.
-      ValueError: if there is no loss scale among the arguments, or several; or if a name to ignore
-        is not that of an output.
+      AssertionError: if something is left of an overflow or a NaN, what it is, and what
+        to do.
+      ValueError: if there is no loss scale among the arguments, or several; or if a
+        name to ignore is not that of an output.
       TypeError: if the arguments are traced.
 
     Example:
@@ -66,7 +73,9 @@ def assert_survives_overflow(
     is_varied = bool(jax.tree.leaves(trial.loss_scale))
     back = what_comes_back(trial, [usual, overflowing[-1]] if is_varied else [usual])
     judged = {path: back[path] for path in not_ignored(ignore, usual) if path in back}
-    if said := _after_overflow(trial, overflowing, judged) or _after_nan(trial, back, judged):
+    if said := _after_overflow(trial, overflowing, judged) or _after_nan(
+        trial, back, judged
+    ):
         raise AssertionError(f"the step does not survive an overflow. {said}")
 
 
@@ -75,7 +84,11 @@ def is_stuck(run):
     backed_off, other = outcomes(run.before)
     possible = [backed_off] if run.was_skipped else [backed_off, other]
     is_given = [same(x, run.before) for x in run.loss_scales]
-    return bool(is_given) and all(is_given) and not any(same(x, run.before) for x in possible)
+    return (
+        bool(is_given)
+        and all(is_given)
+        and not any(same(x, run.before) for x in possible)
+    )
 
 
 def left_behind(trial, runs, back):
@@ -91,7 +104,9 @@ def _changed(trial, run, back):
     """What comes back from a run other than it was given."""
 
     def is_kept(path, place):
-        return path not in run.outputs or equal(run.outputs[path], flat(trial.floats[place]))
+        return path not in run.outputs or equal(
+            run.outputs[path], flat(trial.floats[place])
+        )
 
     return [path for path, place in back.items() if not is_kept(path, place)]
 
@@ -112,7 +127,9 @@ def _after_overflow(trial, runs, judged):
 
 def _after_nan(trial, back, judged):
     """What is wrong after a step on a batch with a NaN."""
-    batch = [path for path, x in trial.floats.items() if x.ndim and path not in back.values()]
+    batch = [
+        path for path, x in trial.floats.items() if x.ndim and path not in back.values()
+    ]
     if not batch:
         return ""
     numbers = trial.floats[batch[0]].copy()
@@ -127,7 +144,9 @@ def _after_nan(trial, back, judged):
 
 _LEFT = "A loss scale that overflows, at which the step should be skipped, changes"
 _LEFT_BY_NAN = "With a NaN in {name}, these come back other than given:"
-APPLIED = "The loss scale is infinite, gradients should overflow, but the step is applied, to"
+APPLIED = (
+    "The loss scale is infinite, gradients should overflow, but the step is applied, to"
+)
 _KEEP = """\
 Let tx.apply_gradients or tx.minimize take the step: they keep the parameters and the optimizer's
 state. Keep all else that the step changes, such as batch statistics or an average of the

@@ -1,7 +1,8 @@
 """Which of a step's arguments come back from it, to be given to the next step.
 
-Parameters, moments, batch statistics: what comes back is in a like place, of the same size, and a
-change of what was given comes back, too. Of a loss or a prediction that does not hold.
+Parameters, moments, batch statistics: what comes back is in a like place, of the same
+size, and a change of what was given comes back, too. Of a loss or a prediction that
+does not hold.
 """
 
 import numpy as np
@@ -16,13 +17,15 @@ _LEAST = 0.05  # of a change that comes back: in an average, only a part of it d
 def what_comes_back(trial: Trial, regimes: list[Run]) -> dict[Path, Path]:
     """Of each float that comes back, its place among the outputs and among the arguments.
 
-    One of several regimes is enough to see it: in others, the step may make NaNs, or change
-    numbers by more than they are nudged.
+    One of several regimes is enough to see it: in others, the step may make NaNs, or
+    change numbers by more than they are nudged.
     """
     usual = regimes[0]
     # What is changed in place comes back in its place.
     back = {path: path for path in usual.outputs if path in trial.floats}
-    likeness = _likeness(trial, regimes, [path for path in usual.outputs if path not in back])
+    likeness = _likeness(
+        trial, regimes, [path for path in usual.outputs if path not in back]
+    )
 
     def rank(pair):
         """Places that are alike for longer come first."""
@@ -50,7 +53,9 @@ def _likeness(trial, regimes, outputs):
                 change = flat(x) - flat(trial.floats[place])
             for path in outputs:
                 if _are_alike(path, place):
-                    likeness[path, place] = max(_cosine(change, path, *pair) for pair in pairs)
+                    likeness[path, place] = max(
+                        _cosine(change, path, *pair) for pair in pairs
+                    )
     return likeness
 
 

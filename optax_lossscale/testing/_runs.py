@@ -1,7 +1,8 @@
 """A training step, run on copies of its arguments with other numbers in some places.
 
-What a number is, its place says, and the type of what it is in. The loss scale is what a
-`LossScale` holds: not what has its name or its value, nor another place of the same array.
+What a number is, its place says, and the type of what it is in. The loss scale is what
+a `LossScale` holds: not what has its name or its value, nor another place of the same
+array.
 """
 
 import functools
@@ -57,7 +58,9 @@ class Run(NamedTuple):
         own = [same(x, other) or not same(x, backed_off) for x in self.loss_scales]
         if not self.states:
             return np.array(own, bool)
-        return np.concatenate([np.ravel(x.should_apply) for x in self.states]) & all(own)
+        return np.concatenate([np.ravel(x.should_apply) for x in self.states]) & all(
+            own
+        )
 
     @property
     def counts_a_skip(self) -> bool:
@@ -85,9 +88,10 @@ class Trial:
         loss_scales = loss_scales_in(self.arguments)
         if not loss_scales:
             raise ValueError(
-                "expected exactly one loss scale among the arguments of the step, found none: "
-                "pass it the optimizer's state as an argument. If a function makes its state "
-                "itself, or takes several steps, call the assertion inside it, at the first step"
+                "expected exactly one loss scale among the arguments of the step, "
+                "found none: pass it the optimizer's state as an argument. If a "
+                "function makes its state itself, or takes several steps, call the "
+                "assertion inside it, at the first step"
             )
         varying = [x for x in loss_scales if jax.tree.leaves(x)]
         self.has_fixed = len(varying) < len(loss_scales)
@@ -95,10 +99,14 @@ class Trial:
         others = varying or loss_scales[:1]
         counted = others if self.has_fixed else self.arguments
         self.loss_scale = jax.device_get(get_loss_scale(counted))
-        self.skipped_before = _skipped_steps(jax.device_get(wrapper_states(self.arguments)))
+        self.skipped_before = _skipped_steps(
+            jax.device_get(wrapper_states(self.arguments))
+        )
         numbers = numbers_in(self.arguments)
         floats = {path: x for path, x in numbers.items() if is_inexact(x)}
-        self.floats = {path: np.asarray(jax.device_get(x)) for path, x in floats.items()}
+        self.floats = {
+            path: np.asarray(jax.device_get(x)) for path, x in floats.items()
+        }
         self.at = functools.cache(self._at)
 
     def _at(self, scale: float) -> Run:
@@ -116,18 +124,21 @@ class Trial:
                 return [self.run(self.loss_scale)]
             try:
                 return [self.at(LARGEST), self.at(np.inf)]
-            except Exception:  # `raise_if_stuck`'s, or of a logger without an integer for infinity
+            # `raise_if_stuck`'s, or of a logger without an integer for infinity
+            except Exception:
                 return [self.at(LARGEST)]
 
     def run(self, loss_scale: LossScale, numbers: Numbers | None = None) -> Run:
         """The step with this loss scale, and with other numbers in some places."""
         given = _copied(self.arguments, {**(numbers or {}), **self._places(loss_scale)})
-        kept = jax.tree.leaves(plain(given))  # alive, so that no other array has their ids
+        # They are kept alive, so that no other array has their ids.
+        kept = jax.tree.leaves(plain(given))
         ids = {id(x) for x in kept}
         with jax.debug_nans(False), jax.debug_infs(False), BLANK_METRICS(True):
             result = self.step(*given["args"], **given["kwargs"])
 
-        # Arguments that it did not change in place are not its outputs, and may be gone.
+        # Arguments that it did not change in place are not its outputs, and may be
+        # gone.
         def is_new(x):
             return any(id(leaf) not in ids for leaf in jax.tree.leaves(x))
 
@@ -146,7 +157,9 @@ class Trial:
             outputs={path: flat(jax.device_get(x)) for path, x in outputs.items()},
             dtypes={path: dtype_of(x) for path, x in outputs.items()},
             master_weights=[
-                (*path, _WEIGHTS) for path, x in parts if isinstance(x, MasterWeightsState)
+                (*path, _WEIGHTS)
+                for path, x in parts
+                if isinstance(x, MasterWeightsState)
             ],
             before=loss_scale,
             loss_scales=made(lambda tree: plain(loss_scales_in(tree))),
@@ -158,7 +171,9 @@ class Trial:
         """The numbers of a loss scale, in each place of the arguments that holds such a number."""
         others = _leaves(self.arguments, LossScale)
         places = [path for path in _leaves(self.arguments) if path not in others]
-        return dict(zip(places, itertools.cycle(jax.tree.leaves(loss_scale)), strict=False))
+        return dict(
+            zip(places, itertools.cycle(jax.tree.leaves(loss_scale)), strict=False)
+        )
 
 
 def numbers_in(tree: Any) -> Numbers:
@@ -235,7 +250,9 @@ def _copy(x, number):
     if isinstance(x, jax.Array):
         if number is None:
             return x.copy()
-        return jax.device_put(np.asarray(number, x.dtype), x.sharding if x.committed else None)
+        return jax.device_put(
+            np.asarray(number, x.dtype), x.sharding if x.committed else None
+        )
     if isinstance(x, (np.ndarray, np.generic)):
         return np.array(x if number is None else number, x.dtype)
     return x if number is None else float(number)

@@ -1,8 +1,8 @@
 """A test for training steps: nothing but the loss scale may depend on the loss scale.
 
-The step runs at falling loss scales, from the highest at which it is applied; at one at which all
-gradients overflow; and at one that is about to grow. `_dependence` says what the first are
-evidence of. At the others, nothing is to change.
+The step runs at falling loss scales, from the highest at which it is applied; at one at
+which all gradients overflow; and at one that is about to grow. `_dependence` says what
+the first are evidence of. At the others, nothing is to change.
 """
 
 import bisect
@@ -29,48 +29,59 @@ from optax_lossscale.testing._overflow import (
 from optax_lossscale.testing._places import what_comes_back
 from optax_lossscale.testing._runs import Trial, equal
 
-# How far below the highest loss scale the others are, by exponents. Their distances alternate: at
-# equal ones, the rounding of 1/3, of which every second bit is set, could follow the scale.
+# How far below the highest loss scale the others are, by exponents. Their distances
+# alternate: at equal ones, the rounding of 1/3, of which every second bit is set, could
+# follow the scale.
 _BELOW = [5 * i // 2 for i in range(13)]
 _ENOUGH = 8  # loss scales at which the step is applied
-_LOWEST = -125  # the exponent of a loss scale at which all gradients underflow, or nearly
-# A step that is applied even at _WIDE computes in float32 or bfloat16, where nothing underflows at
-# the loss scales that matter, which are those from _START down.
+# The exponent of a loss scale at which all gradients underflow, or nearly
+_LOWEST = -125
+# A step that is applied even at _WIDE computes in float32 or bfloat16, where nothing
+# underflows at the loss scales that matter, which are those from _START down.
 _WIDE = 90
 _START = 30
 _LONGEST_INTERVAL = 100_000  # steps
 
 
 def assert_scale_invariant(
-    step: Callable[..., Any], *args: Any, ignore: str | Collection[str] = (), **kwargs: Any
+    step: Callable[..., Any],
+    *args: Any,
+    ignore: str | Collection[str] = (),
+    **kwargs: Any,
 ) -> None:
     """Raises if anything that a training step computes depends on the loss scale.
 
-    A correct step multiplies the loss by the loss scale and divides the gradients by it, so the
-    outputs are the same at any loss scale, except for underflow. In a wrong step the two do not
-    cancel, and nothing else may show it, as Adam trains on with gradients of any size. Put this
-    into your tests, with the step that you train with, its first state and a small batch.
+    A correct step multiplies the loss by the loss scale and divides the gradients by
+    it, so the outputs are the same at any loss scale, except for underflow. In a wrong
+    step the two do not cancel, and nothing else may show it, as Adam trains on with
+    gradients of any size. Put this into your tests, with the step that you train with,
+    its first state and a small batch.
 
-    It runs the step some thirty times on copies of its arguments. At falling loss scales, powers
-    of two, it looks for outputs that are proportional to a power of the scale, or change in a way
-    that underflow does not explain; at an infinite one, for a step that is not skipped; and where
-    the loss scale grows, for gradients unscaled by the new one. Outputs are all that the step
-    returns or changes, but for the loss scale and `metrics`.
+    It runs the step some thirty times on copies of its arguments. At falling loss
+    scales, powers of two, it looks for outputs that are proportional to a power of the
+    scale, or change in a way that underflow does not explain; at an infinite one, for a
+    step that is not skipped; and where the loss scale grows, for gradients unscaled by
+    the new one. Outputs are all that the step returns or changes, but for the loss
+    scale and `metrics`.
 
     Args:
-      step: the training step, compiled, or else this takes ten times as long. It returns its
-        new state or changes it in place, and may donate its arguments.
-      *args: its arguments, which stay as they are. Somewhere among them is one loss scale: in an
-        optimizer state, a train state, an `nnx.Optimizer`.
-      ignore: the outputs that are meant to depend on the loss scale, one or several, by their
-        names in the error: `"result[2]['scaled_norm']"`, or `"result[2]"` for everything in it.
-      **kwargs: its keyword arguments, likewise; bind one named `ignore` with `functools.partial`.
+      step: the training step, compiled, or else this takes ten times as long. It
+        returns its new state or changes it in place, and may donate its arguments.
+      *args: its arguments, which stay as they are. Somewhere among them is one loss
+        scale: in an optimizer state, a train state, an `nnx.Optimizer`.
+      ignore: the outputs that are meant to depend on the loss scale, one or several, by
+        their names in the error: `"result[2]['scaled_norm']"`, or `"result[2]"` for
+        everything in it.
+      **kwargs: its keyword arguments, likewise; bind one named `ignore` with
+        `functools.partial`.
 
     Raises:
-      AssertionError: if outputs depend on the loss scale, or an overflow is not skipped, and why.
+      AssertionError: if outputs depend on the loss scale, or an overflow is not
+        skipped, and why.
       ValueError: if there is no loss scale among the arguments, or several; if it is a
-        `FixedLossScale`, which compiled steps hold as a constant; if the step is skipped at every
-        loss scale; if two runs of it differ; or if a name to ignore is not that of an output.
+        `FixedLossScale`, which compiled steps hold as a constant; if the step is
+        skipped at every loss scale; if two runs of it differ; or if a name to ignore is
+        not that of an output.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -91,9 +102,9 @@ def assert_scale_invariant(
     trial = Trial("assert_scale_invariant", step, args, kwargs)
     if isinstance(trial.loss_scale, FixedLossScale):
         raise ValueError(
-            "a FixedLossScale cannot be varied, which a number and None stand for, as compiled "
-            "steps hold it as a constant. Test the step with a loss scale that adapts, such as "
-            "DynamicLossScale(): the rest is the same"
+            "a FixedLossScale cannot be varied, which a number and None stand for, as "
+            "compiled steps hold it as a constant. Test the step with a loss scale "
+            "that adapts, such as DynamicLossScale(): the rest is the same"
         )
     if said := _accusation(trial, ignore):
         raise AssertionError(f"the step depends on the loss scale. {said}")
@@ -115,10 +126,13 @@ def _accusation(trial, ignore):
     judged = [path for path in not_ignored(ignore, usual) if path in in_all]
     series = _series(trial, falling, judged)
     powers = _powers(series)
-    if any(text.startswith("2**-") for text in powers.values()):  # from which all else may follow
+    # All else may follow from these.
+    if any(text.startswith("2**-") for text in powers.values()):
         return listed(_BY_A_POWER, powers.values(), _DIVIDED)
     if np.isinf(beyond.exponent) and beyond.flags.size and beyond.was_applied:
-        different = [path for path in judged if any(_differ(beyond, x, path) for x in falling)]
+        different = [
+            path for path in judged if any(_differ(beyond, x, path) for x in falling)
+        ]
         if different:
             return listed(APPLIED, different, APPLIED_REMEDY)
     can_be_skipped = usual.flags.size > 0
@@ -154,8 +168,9 @@ def _never_applied(run, back, times):
     made = [x for path, x in run.outputs.items() if path not in back]
     if not all(np.isfinite(x).all() for x in made):
         raise ValueError(
-            f"the step is skipped at all but {times} loss scales: look for NaN or inf in "
-            "the arguments, the loss and the model; diagnose(loss_fn, params, batch) says where"
+            f"the step is skipped at all but {times} loss scales: look for NaN or inf "
+            "in the arguments, the loss and the model; diagnose(loss_fn, params, "
+            "batch) says where"
         )
     return _NEVER.format(times=times)
 
@@ -172,9 +187,9 @@ def _series(trial, falling, judged):
         noise = dependence.distance(values[0], again.outputs[path])
         if noise > 0.01 * dependence.size(values[0]):
             raise ValueError(
-                f"two runs at the same loss scale differ, in {name_of(path)}. Pass the step all "
-                "that it depends on as arguments that can be copied: batches and PRNG keys as "
-                "arrays, not iterators or generators"
+                f"two runs at the same loss scale differ, in {name_of(path)}. Pass the "
+                "step all that it depends on as arguments that can be copied: batches "
+                "and PRNG keys as arrays, not iterators or generators"
             )
         without = lowest.outputs.get(path) if underflows else None
         series[path] = Series(exponents, values, without, noise)
@@ -196,7 +211,8 @@ def _changes(series, powers):
     how_many = sum(emerging.values())
     changes = []
     for path, x in series.items():
-        # Where numbers emerge elsewhere, what is computed of many may change by underflow.
+        # Where numbers emerge elsewhere, what is computed of many may change by
+        # underflow.
         row = dependence.change(x, np.equal(how_many, emerging[path]))
         if row is not None and path not in powers:
             changes.append(_between(path, x, row))
@@ -227,7 +243,8 @@ def _changed_at_growth(trial, falling, series):
         return []
 
     def moves(path, x):
-        is_float = x.values.dtype == np.float64  # others may be flags and counts of the growth
+        # Others may be flags and counts of the growth
+        is_float = x.values.dtype == np.float64
         if not is_float or path not in growing.outputs:
             return False
         usual = steady.outputs[path]
@@ -262,16 +279,24 @@ def _lost_weights(run, judged):
         alike = [x for x in halves if x.size == rounded.size]
         return bool(alike) and not any(equal(x, rounded) for x in alike)
 
-    copies = [path for path in judged if any(path[: len(m)] == m for m in run.master_weights)]
+    copies = [
+        path for path in judged if any(path[: len(m)] == m for m in run.master_weights)
+    ]
     return [path for path in copies if run.dtypes[path] == np.float32 and is_lost(path)]
 
 
-_BY_A_POWER = "With twice the loss scale, these outputs, or their changes, are multiplied by"
-_BY_A_CHANGE = "These outputs change as the loss scale rises, and underflow does not explain it:"
+_BY_A_POWER = (
+    "With twice the loss scale, these outputs, or their changes, are multiplied by"
+)
+_BY_A_CHANGE = (
+    "These outputs change as the loss scale rises, and underflow does not explain it:"
+)
 _AT_GROWTH = """\
 At a step at which the loss scale grows, these come out different than at the same loss scale
 without growth:"""
-_LOST = "These float32 copies of with_master_weights are no longer those of the parameters:"
+_LOST = (
+    "These float32 copies of with_master_weights are no longer those of the parameters:"
+)
 
 _DIVIDED = """\
 So gradients are divided by a loss scale that they are not, or no longer, multiplied by. Compute

@@ -16,7 +16,9 @@ def squared(x):
 
 def test_a_function_compiled_outside_of_autocast_is_traced_anew_inside_and_stays_as_it_was():
     assert squared(X).dtype == jnp.float32
-    assert set(ols.dtype_report(ols.autocast(squared), X).shares) == {jnp.dtype("float16")}
+    assert set(ols.dtype_report(ols.autocast(squared), X).shares) == {
+        jnp.dtype("float16")
+    }
     assert set(ols.dtype_report(squared, X).shares) == {jnp.dtype("float32")}
 
 

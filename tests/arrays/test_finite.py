@@ -56,7 +56,10 @@ def each_case(*names, sizes=(7,)):
     cases = []
     for platform, dtype, size in itertools.product(PLATFORMS, DTYPES, sizes):
         if platform == "cpu" or size == 7:
-            values, words = (platform, dtype, size), (platform, jnp.dtype(dtype).name, str(size))
+            values, words = (
+                (platform, dtype, size),
+                (platform, jnp.dtype(dtype).name, str(size)),
+            )
             is_quick = dtype in (jnp.float16, jnp.float32)
             is_quick |= platform == "cpu" and size in (7, 65_537)
             marks, n = () if is_quick else pytest.mark.slow, len(names)
@@ -143,24 +146,40 @@ def test_agrees_with_numpy(platform, x):
     expected = abs(x).max(initial=0) if finite else np.inf
     np.testing.assert_array_equal(amax, np.float32(expected))
     if finite:
-        np.testing.assert_allclose(norm, np.linalg.norm(x.astype(np.float64)), rtol=1e-5)
+        np.testing.assert_allclose(
+            norm, np.linalg.norm(x.astype(np.float64)), rtol=1e-5
+        )
 
 
 @each_platform
 def test_finds_a_nan_at_every_position_of_a_small_tree(platform):
     check = check_of(platform)
-    tree = {"a": jnp.ones((3, 2)), "b": [jnp.ones(()), None, jnp.ones((0,))], "c": jnp.ones(5)}
+    tree = {
+        "a": jnp.ones((3, 2)),
+        "b": [jnp.ones(()), None, jnp.ones((0,))],
+        "c": jnp.ones(5),
+    }
     leaves, treedef = jax.tree.flatten(tree)
     for k, leaf in enumerate(leaves):
         for i in range(leaf.size):
-            planted = [*leaves[:k], leaf.reshape(-1).at[i].set(jnp.nan), *leaves[k + 1 :]]
+            planted = [
+                *leaves[:k],
+                leaf.reshape(-1).at[i].set(jnp.nan),
+                *leaves[k + 1 :],
+            ]
             assert not check(jax.tree.unflatten(treedef, planted))[0]
 
 
 def test_ignores_what_is_not_a_float():
     float0 = np.zeros(3, jax.dtypes.float0)
     key = jax.random.key(0)
-    tree = {"none": None, "int": jnp.arange(3), "bool": True, "float0": float0, "key": key}
+    tree = {
+        "none": None,
+        "int": jnp.arange(3),
+        "bool": True,
+        "float0": float0,
+        "key": key,
+    }
     assert ols.all_finite(tree)
     assert not ols.all_finite(tree | {"float": np.nan})
     assert largest(tree) == 0
@@ -179,7 +198,9 @@ def test_a_tree_without_numbers_is_finite(tree):
 
 @each_platform
 def test_evaluates_abstractly_and_under_vmap(platform):
-    shape = jax.eval_shape(ols.all_finite, {"w": jax.ShapeDtypeStruct((3, 4), jnp.float16)})
+    shape = jax.eval_shape(
+        ols.all_finite, {"w": jax.ShapeDtypeStruct((3, 4), jnp.float16)}
+    )
     assert (shape.shape, shape.dtype) == ((), bool)
     mapped = lambda f, x: lowered_for(platform, jax.vmap(f))(jnp.array(x))
     members = [[1.0, -2.0], [jnp.inf, 0.0], [3.0, jnp.nan]]
@@ -239,7 +260,9 @@ def test_leaves_that_share_a_kernel_are_added_up_in_float32(check, dtype):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64]
+)
 def test_finds_what_is_planted_in_sharded_arrays(dtype, axis_type):
     check = check_of("cpu")
     mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
@@ -255,7 +278,9 @@ def test_finds_what_is_planted_in_sharded_arrays(dtype, axis_type):
             for i in range(8):  # in every shard of rows, and of columns
                 planted = x.copy()
                 planted[i, 5 * i % 12] = bad
-                finite, amax, (_, also_finite) = check([jax.device_put(planted, sharding)])
+                finite, amax, (_, also_finite) = check(
+                    [jax.device_put(planted, sharding)]
+                )
                 assert not finite
                 assert not also_finite
                 assert amax == jnp.inf

@@ -55,7 +55,10 @@ def test_every_float32_number_comes_back_from_bfloat16_and_16_bits(low):
 def test_it_rounds_to_the_nearest_bfloat16_number_and_ties_away_from_zero():
     number = with_low_halves(LOW_HALVES)
     number = number[~np.isnan(number)]
-    rounded, is_tie = np.asarray(there_and_back(number)[0]), bits(number) & 0xFFFF == 0x8000
+    rounded, is_tie = (
+        np.asarray(there_and_back(number)[0]),
+        bits(number) & 0xFFFF == 0x8000,
+    )
     assert not (bits(rounded) & 0xFFFF).any()
     to_even = number.astype(BFLOAT16).astype(np.float32)
     np.testing.assert_array_equal(rounded[~is_tie], to_even[~is_tie])
@@ -65,7 +68,9 @@ def test_it_rounds_to_the_nearest_bfloat16_number_and_ties_away_from_zero():
 @pytest.mark.parametrize("rest", LOW_HALVES)
 def test_whatever_the_16_bits_the_number_rounds_to_the_parameter(rest):
     rests = np.full(EVERY_BFLOAT16.shape, rest, np.uint16)
-    joined, joined_wide, rounded = map(np.asarray, back_and_there(EVERY_BFLOAT16, rests))
+    joined, joined_wide, rounded = map(
+        np.asarray, back_and_there(EVERY_BFLOAT16, rests)
+    )
     param = EVERY_BFLOAT16.astype(np.float32)
     np.testing.assert_array_equal(rounded, param)
     np.testing.assert_array_equal(joined_wide, joined)

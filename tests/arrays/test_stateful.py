@@ -25,7 +25,11 @@ each = pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 
 
 def moved(one):
-    return one.update(2.0, 1.0)[0] if isinstance(one, skips.SkipRule) else one.update(2.0)[0]
+    return (
+        one.update(2.0, 1.0)[0]
+        if isinstance(one, skips.SkipRule)
+        else one.update(2.0)[0]
+    )
 
 
 @each
@@ -57,7 +61,12 @@ def test_one_may_be_a_static_argument():
     scaled = jax.jit(scale, static_argnums=0)
     start = ols.DynamicLossScale(initial_scale=4.0)
     halved = start.adjust(False)
-    assert [scaled(ls, 1.0) for ls in (start, halved, start, start.adjust(False))] == [4, 2, 4, 2]
+    assert [scaled(ls, 1.0) for ls in (start, halved, start, start.adjust(False))] == [
+        4,
+        2,
+        4,
+        2,
+    ]
     assert len(traced) == 2
 
 
@@ -69,7 +78,9 @@ def test_traced_ones_have_a_hash_and_are_not_compared(make):
     def traced(other):
         assert hash(other) == hash(one)
         if jax.tree.leaves(one):
-            with pytest.raises(TypeError, match="== reads numbers on the host: call it outside"):
+            with pytest.raises(
+                TypeError, match="== reads numbers on the host: call it outside"
+            ):
                 _ = one == other
         return jnp.zeros(())
 
@@ -99,12 +110,16 @@ def decorated(**options):
         largest: jax.Array = ols.state_field(0.0)
 
         def decide(self, norm, value):
-            return self.replace(largest=jnp.maximum(self.largest, norm)), norm < self.limit
+            return self.replace(
+                largest=jnp.maximum(self.largest, norm)
+            ), norm < self.limit
 
     return Creeping, Under
 
 
-@pytest.mark.parametrize("options", [{}, {"eq": False}, {"order": True}, {"unsafe_hash": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"eq": False}, {"order": True}, {"unsafe_hash": False}]
+)
 def test_one_of_ones_own_may_be_decorated_as_a_frozen_dataclass(options):
     Creeping, Under = decorated(**options)
     scale, rule = Creeping(8.0, rate=2.0), Under(limit=3.0)
@@ -114,7 +129,9 @@ def test_one_of_ones_own_may_be_decorated_as_a_frozen_dataclass(options):
         assert same == after
         assert hash(same) == hash(one) == hash(copy.deepcopy(one))
         assert one != after
-        assert [len(jax.tree.leaves(x)) for x in (one, after)] == [len(one._state_names)] * 2
+        assert [len(jax.tree.leaves(x)) for x in (one, after)] == [
+            len(one._state_names)
+        ] * 2
         for name in (field, "another"):
             with pytest.raises(dataclasses.FrozenInstanceError):
                 setattr(one, name, 1.0)
@@ -152,13 +169,23 @@ def test_a_post_init_that_leaves_state_unset_is_told_what_to_call():
     class Inheriting(Forgetful):
         pass
 
-    for make, name in ((Forgetful, "loss_scale"), (Unset, "largest"), (Inheriting, "loss_scale")):
-        with pytest.raises(TypeError, match=rf"state {name}\..*call super\(\).__post_init__\(\)"):
+    for make, name in (
+        (Forgetful, "loss_scale"),
+        (Unset, "largest"),
+        (Inheriting, "loss_scale"),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"state {name}\..*call super\(\).__post_init__\(\)"
+        ):
             make()
 
 
 @each
 def test_one_is_pickled_and_copied(make):
     after = moved(make())
-    for same in (pickle.loads(pickle.dumps(after)), copy.copy(after), copy.deepcopy(after)):
+    for same in (
+        pickle.loads(pickle.dumps(after)),
+        copy.copy(after),
+        copy.deepcopy(after),
+    ):
         assert same == after

@@ -8,11 +8,14 @@ import numpy as np
 
 import optax_lossscale as ols
 
-# Those that a dynamic loss scale would come to: the first at which no gradient overflows.
+# Those that a dynamic loss scale would come to: the first at which no gradient
+# overflows.
 EXPONENTS = (24, 18, 12, 6, 0, -6, -12, -18)
 
 
-def assert_as_in_float32(fun, *args, argnums=(0, 1), within=0.005, dtype=jnp.float16, many=64):
+def assert_as_in_float32(
+    fun, *args, argnums=(0, 1), within=0.005, dtype=jnp.float16, many=64
+):
     """Holds value and gradients of `fun` under autocast to those in float32.
 
     Args:
@@ -24,7 +27,8 @@ def assert_as_in_float32(fun, *args, argnums=(0, 1), within=0.005, dtype=jnp.flo
       many: how many terms make a sum one that is not to be in 16 bits.
     """
     exact = jax.jit(jax.value_and_grad(fun, argnums))(*args)
-    step = jax.jit(scaled_value_and_grad(ols.autocast(fun, dtype), argnums))  # traced once
+    # traced once
+    step = jax.jit(scaled_value_and_grad(ols.autocast(fun, dtype), argnums))
     found = differences(at_the_largest_scale(step, *args), exact, within)
     found += other_dtypes(dtype, step, jnp.float32(1), *args, many=many)
     assert not found, "\n".join(found)
@@ -55,14 +59,18 @@ def differences(actual, expected, within):
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     found = []
     for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+        jax.tree_util.tree_leaves_with_path(actual),
+        jax.tree.leaves(expected),
+        strict=True,
     ):
         name = jax.tree_util.keystr(path)
         kinds = [(jnp.shape(a), jnp.result_type(a)) for a in (x, y)]
         if kinds[0] != kinds[1]:
             found.append(f"{name} is {kinds[0]}, not {kinds[1]}")
         elif (error := relative_error(x, y)) > within:
-            found.append(f"{name} is off by {error:.2g}: {summary(x)}, not {summary(y)}")
+            found.append(
+                f"{name} is off by {error:.2g}: {summary(x)}, not {summary(y)}"
+            )
     return found
 
 
@@ -122,4 +130,5 @@ def products(fun, *args):
 def normal(seed, *shape, scale=1.0):
     """Random numbers that float16 holds."""
     x = np.random.default_rng(seed).standard_normal(shape) * scale
-    return x.astype(np.float16).astype(np.float32)  # no jax.Array, which a trace might leak
+    # no jax.Array, which a trace might leak
+    return x.astype(np.float16).astype(np.float32)

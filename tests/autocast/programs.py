@@ -76,13 +76,18 @@ def evaluated(program, compute):
         values = dict(zip(variables, xs, strict=True))
 
         def read(variables):
-            xs = [jnp.asarray(v.val) if isinstance(v, Literal) else values[v] for v in variables]
+            xs = [
+                jnp.asarray(v.val) if isinstance(v, Literal) else values[v]
+                for v in variables
+            ]
             return in_dtypes(dtypes(variables), xs)
 
         for eqn in jaxpr.eqns:
             ins = read(eqn.invars)
             if is_entered(eqn):
-                outs = enter(eqn, ins, [evaluated(p, compute) for p in programs_in(eqn)])
+                outs = enter(
+                    eqn, ins, [evaluated(p, compute) for p in programs_in(eqn)]
+                )
             else:
                 outs = compute(eqn, ins)
             values.update(zip(eqn.outvars, outs, strict=True))
@@ -128,20 +133,27 @@ class Function(NamedTuple):
     @property
     def results(self):
         last = self.lines[-1].name if self.lines else "v0"
-        names = [name for name in self.others if name in {line.name for line in self.lines}]
+        names = [
+            name for name in self.others if name in {line.name for line in self.lines}
+        ]
         return list(dict.fromkeys([last, *names]))
 
     def source(self):
         lines = [f"    {line.name} = {line.text}" for line in self.lines]
         return "\n".join(
-            [f"def {self.name}(p, v0):", *lines, f"    return {', '.join(self.results)}"]
+            [
+                f"def {self.name}(p, v0):",
+                *lines,
+                f"    return {', '.join(self.results)}",
+            ]
         )
 
 
 class Program(NamedTuple):
     seed: int
     functions: tuple[Function, ...]  # the last is the program
-    params: dict[str, tuple[tuple[int, ...], float]]  # shapes, and how large the numbers are
+    # shapes, and how large the numbers are
+    params: dict[str, tuple[tuple[int, ...], float]]
     shape: tuple[int, ...]
     size: float
 
@@ -169,12 +181,17 @@ class Program(NamedTuple):
             rng.standard_normal(shape).astype(np.float16) * size, jnp.float32
         )
         x = number(self.shape, self.size)
-        p = {name: number(shape, size) for name, (shape, size) in sorted(self.params.items())}
+        p = {
+            name: number(shape, size)
+            for name, (shape, size) in sorted(self.params.items())
+        }
         return p, x
 
     def __str__(self):
         p = ", ".join(f"{k}: {v[0]} * {v[1]:.3g}" for k, v in self.params.items())
-        return f"# seed {self.seed}; x: {self.shape} * {self.size}; {p}\n{self.source()}"
+        return (
+            f"# seed {self.seed}; x: {self.shape} * {self.size}; {p}\n{self.source()}"
+        )
 
 
 def pruned(program):
@@ -218,7 +235,9 @@ def smaller_ones(program):
     size = lambda p: sum(len(f.lines) for f in p.functions)
     for n, f in enumerate(program.functions):
         put = lambda new, n=n: pruned(
-            program._replace(functions=(*program.functions[:n], new, *program.functions[n + 1 :]))
+            program._replace(
+                functions=(*program.functions[:n], new, *program.functions[n + 1 :])
+            )
         )
         is_last = n == len(program.functions) - 1
         for name in f.results[1:]:
@@ -299,7 +318,9 @@ def by_scan_of_rows(f):
 
 
 def by_fori(f):
-    return lambda p, v: lax.fori_loop(0, 3, lambda i, c: 0.5 * c + f(p, c) * (i + 1) / 3, v)
+    return lambda p, v: lax.fori_loop(
+        0, 3, lambda i, c: 0.5 * c + f(p, c) * (i + 1) / 3, v
+    )
 
 
 def by_while(f):
@@ -385,7 +406,8 @@ def recurrence(v, w):
 
 
 def attention(q, k, v):
-    unit = lambda v: v / (1e-3 + jnp.max(jnp.abs(v)))  # or the products may be above 65504
+    # or the products may be above 65504
+    unit = lambda v: v / (1e-3 + jnp.max(jnp.abs(v)))
     scores = 5 * unit(q) @ unit(k).T
     mask = jnp.arange(q.shape[0])[:, None] >= jnp.arange(k.shape[0])
     scores = jnp.where(mask, scores, -1e9)
@@ -407,7 +429,12 @@ def ids(seed, n, below):
 
 
 def table(seed, *shape):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float16).astype("f")
+    return (
+        np.random.default_rng(seed)
+        .standard_normal(shape)
+        .astype(np.float16)
+        .astype("f")
+    )
 
 
 PIECES = {
@@ -419,7 +446,8 @@ PIECES = {
     )
 } | {"jax": jax, "jnp": jnp, "lax": lax, "np": np}  # fmt: skip
 
-# `{v}` is an array of shape (n, d), `{u}` another one of the same shape. Those that keep it:
+# `{v}` is an array of shape (n, d), `{u}` another one of the same shape. Those that
+# keep it:
 KEEPING = """
 jnp.tanh({v})
 jax.nn.sigmoid({v})
@@ -746,7 +774,12 @@ def program(seed):
 # --- what is asked of a program ---
 
 
-PRODUCTS_OF_JAX = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+PRODUCTS_OF_JAX = {
+    "dot_general",
+    "conv_general_dilated",
+    "ragged_dot",
+    "ragged_dot_general",
+}
 # What autocast may compute in 16 bits if its operands are.
 FOLLOWING = {
     "abs", "add", "add_any", "clamp", "div", "erf", "logistic", "max", "min", "mul", "neg",
@@ -769,7 +802,8 @@ def moving(seed, names, note=None):
         if v.dtype != jnp.float32:
             return v
         moves = v * rounding * hashed(v, n) + smallest * hashed(v, n + 0.5)
-        return jnp.where(jnp.isfinite(v), v + jnp.sign(seed) * moves, v)  # or inf would be NaN
+        # or inf would be NaN
+        return jnp.where(jnp.isfinite(v), v + jnp.sign(seed) * moves, v)
 
     def as_written(outs, eqn, number):
         """What the program itself rounds to 16 bits may be rounded to the next number there."""
@@ -784,7 +818,9 @@ def moving(seed, names, note=None):
             if any(map(is_float, eqn.invars)):
                 outs = [moved(x, number + 0.7, 2.0**-22, 0) for x in outs]
             return as_written(outs, eqn, number)
-        is_product = name in PRODUCTS_OF_JAX and "HIGHEST" not in str(eqn.params["precision"])
+        is_product = name in PRODUCTS_OF_JAX and "HIGHEST" not in str(
+            eqn.params["precision"]
+        )
         if is_product:
             ins = [moved(x, number + 0.1 * i) for i, x in enumerate(ins)]
         outs = [moved(x, number + 0.7) for x in widely(eqn, ins)]
@@ -805,7 +841,10 @@ class Sensitivity:
 
     def __init__(self, fun, names, p, x):
         step = scaled_value_and_grad(fun, (0, 1))
-        self.jaxprs = jax.make_jaxpr(fun)(p, x), jax.make_jaxpr(step)(jnp.float32(1), p, x)
+        self.jaxprs = (
+            jax.make_jaxpr(fun)(p, x),
+            jax.make_jaxpr(step)(jnp.float32(1), p, x),
+        )
         self.tree = jax.tree.structure(jax.eval_shape(step, jnp.float32(1), p, x))
         self.names, self.args = names, jax.tree.leaves((p, x))
 
@@ -834,7 +873,9 @@ class Sensitivity:
 
         scale, found = jnp.float32(scale), collections.Counter()
         still = run(jnp.float32(0), scale, *self.args)
-        assert all(np.isfinite(x).all() for x in jax.tree.leaves(still)), "nothing is moved here"
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(still)), (
+            "nothing is moved here"
+        )
         for n in range(1, samples + 1):
             errors = compared(run(jnp.float32(n), scale, *self.args), still)
             found = {name: max(found[name], error) for name, error in errors.items()}
@@ -843,7 +884,8 @@ class Sensitivity:
 
 
 class Finding(NamedTuple):
-    kind: str  # "", "ill-conditioned", "out of range", "follows", "wrong", "dtype", an exception's
+    # "", "ill-conditioned", "out of range", "follows", "wrong", "dtype", an exception's
+    kind: str
     text: str
 
 
@@ -878,7 +920,10 @@ def tried(program, autocast=None):
     if max(errors.values()) <= FREE:
         return Finding("", "")
     finding = Finding("", "")
-    for kind, names in [("follows", PRODUCTS_OF_JAX), ("wrong", PRODUCTS_OF_JAX | FOLLOWING)]:
+    for kind, names in [
+        ("follows", PRODUCTS_OF_JAX),
+        ("wrong", PRODUCTS_OF_JAX | FOLLOWING),
+    ]:
         sensitivity = Sensitivity(fun, names, p, x)
         if not sensitivity.is_in_range():
             return finding if finding.kind else Finding("out of range", "")
@@ -904,7 +949,9 @@ def with_its_scale(step, p, x):
 
 def compared(actual, exact):
     """The error of each array, relative to its largest number."""
-    pairs = zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(exact), strict=True)
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(exact), strict=True
+    )
     return {jax.tree_util.keystr(path): relative_error(a, b) for (path, a), b in pairs}
 
 
@@ -929,7 +976,8 @@ def wrong_dtypes(report, usual):
         o
         for o in report.narrow
         if jnp.float16 in o.operands
-        and o.primitive not in ("scatter-add", "psum", "psum_invariant", "reduce_scatter")
+        and o.primitive
+        not in ("scatter-add", "psum", "psum_invariant", "reduce_scatter")
         and (o.terms == 1 or o.terms >= MANY)
     ]
     was_narrow = [o for o in usual.narrow if jnp.float16 in o.operands]
@@ -954,7 +1002,10 @@ def main():
         return
     counts, kinds, begin = collections.Counter(), collections.Counter(), time.time()
     for seed in itertools.count(options.start):
-        if time.time() - begin > 60 * options.minutes or sum(kinds.values()) >= options.findings:
+        if (
+            time.time() - begin > 60 * options.minutes
+            or sum(kinds.values()) >= options.findings
+        ):
             break
         one = program(seed)
         finding = tried(one)

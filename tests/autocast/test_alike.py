@@ -68,6 +68,8 @@ def test_those_made_by_other_lines_or_in_other_scopes_are_not():
 
 
 def test_layers_that_differ_in_a_number_give_what_they_give_in_float32():
-    fun = lambda w, x: jnp.sum(layers(lambda w, x, i: jnp.tanh(x @ w * (i + 1.5)))(w, x) ** 2)
+    fun = lambda w, x: jnp.sum(
+        layers(lambda w, x, i: jnp.tanh(x @ w * (i + 1.5)))(w, x) ** 2
+    )
     exact = jax.value_and_grad(fun)(W, X)
     assert_close(jax.value_and_grad(ols.autocast(fun))(W, X), exact, 0.02)

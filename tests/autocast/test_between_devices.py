@@ -18,7 +18,13 @@ from benchmarks._models import by_hand, left
 
 W, X = normal(0, 32, 32, scale=0.2), normal(1, 32, 32)
 F16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
-SUMS = {"psum", "psum_invariant", "reduce_scatter", "unreduced_psum", "unreduced_reduce_scatter"}
+SUMS = {
+    "psum",
+    "psum_invariant",
+    "reduce_scatter",
+    "unreduced_psum",
+    "unreduced_reduce_scatter",
+}
 SENT = {"all_gather", "all_to_all", "ppermute", "reshard", "sharding_constraint"}
 
 
@@ -28,7 +34,8 @@ def mesh(*shape, axis_type=AxisType.Auto):
 
 
 LOSSES = {
-    name: functools.partial(of, mesh=mesh(4)) for name, of in _between_devices.LOSSES.items()
+    name: functools.partial(of, mesh=mesh(4))
+    for name, of in _between_devices.LOSSES.items()
 }
 CONSTRAINED = LOSSES["weights under a sharding constraint"]
 each_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
@@ -118,7 +125,9 @@ def test_a_part_of_what_was_gathered():
     def of_each(w, x):
         w = lax.all_gather(w, "data", tiled=True)
         x = lax.dynamic_slice(x, (lax.axis_index("data") * 0, 0), (8, 32))
-        return jnp.mean((x @ lax.dynamic_slice(w, (0, lax.axis_index("data") + 3), (32, 8))) ** 2)
+        return jnp.mean(
+            (x @ lax.dynamic_slice(w, (0, lax.axis_index("data") + 3), (32, 8))) ** 2
+        )
 
     f = mapped(of_each, mesh(4), P("data"))
     assert_as_in_float32(f, W, X)
@@ -152,7 +161,9 @@ def test_resharded():
 
 
 def test_what_is_kept_under_a_name_for_a_product_is_kept_in_16_bits():
-    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("h"))
+    @functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("h")
+    )
     def loss(w, x):
         return jnp.sum(jnp.exp(checkpoint_name(jnp.tanh(x @ w), "h") @ w))
 

@@ -62,7 +62,12 @@ def dtypes_seen():
 def test_a_function_that_was_compiled_outside_of_autocast_is_traced_anew_inside():
     kernel, seen = dtypes_seen()
     compiled = jax.jit(kernel)
-    for run in (compiled, ols.autocast(compiled), compiled, ols.autocast(compiled, jnp.bfloat16)):
+    for run in (
+        compiled,
+        ols.autocast(compiled),
+        compiled,
+        ols.autocast(compiled, jnp.bfloat16),
+    ):
         assert run(Q).dtype == jnp.float32
     assert seen == [jnp.float32, jnp.float16, jnp.bfloat16]
 
@@ -114,7 +119,12 @@ def test_only_float32_arrays_are_cast():
         seen.update(tree, scale=scale, mask=mask, name=name, nothing=nothing)
         return tree["a"] * scale, tree["i"], tree["b"]
 
-    tree = {"a": Q, "i": jnp.arange(3), "b": Q.astype(jnp.bfloat16), "n": np.ones(2, np.float32)}
+    tree = {
+        "a": Q,
+        "i": jnp.arange(3),
+        "b": Q.astype(jnp.bfloat16),
+        "n": np.ones(2, np.float32),
+    }
     given = {"scale": 2.0, "mask": Q > 0, "name": "causal"}
     outs = ols.autocast(lambda tree: kernel(tree, **given))(tree)
     assert [x.dtype for x in outs] == [jnp.float32, jnp.int32, jnp.bfloat16]

@@ -17,7 +17,9 @@ ROWS = jnp.array([0, 2])
 def kind_of(fun, low=jnp.float16):
     """Of the result of a function of a matrix, a gain and an input that is no parameter."""
     program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(W, GAIN, X)
-    kinds = classify(program, (Kind.PARAMETER, Kind.PARAMETER, Kind.FLOAT32), jnp.dtype(low))
+    kinds = classify(
+        program, (Kind.PARAMETER, Kind.PARAMETER, Kind.FLOAT32), jnp.dtype(low)
+    )
     return kinds[flat(program).outs[0]]
 
 
@@ -47,7 +49,10 @@ def centred(h):
         (Kind.NEAR, lambda w, g, x: x @ w * (x > 0)),
         (Kind.SCALED, lambda w, g, x: x @ w * g + x @ w * g),
         # By a norm of fewer numbers, it may have any size.
-        (Kind.FLOAT32, lambda w, g, x: x @ w * jax.lax.rsqrt(jnp.mean((x @ w)[:2] ** 2))),
+        (
+            Kind.FLOAT32,
+            lambda w, g, x: x @ w * jax.lax.rsqrt(jnp.mean((x @ w)[:2] ** 2)),
+        ),
         (Kind.FLOAT32, lambda w, g, x: jnp.exp(x @ w)),
         (Kind.FLOAT32, lambda w, g, x: jnp.sum(x @ w)),
         (Kind.FLOAT32, lambda w, g, x: (x @ w) * (x @ w)),

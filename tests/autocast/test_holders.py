@@ -100,9 +100,13 @@ def test_nnx_modules_change_as_in_float32(inside):
 
     def step(loss_fn, model, x, loss_scale):
         if inside:
-            scaled = loss_fn(lambda model, x: ols.scale_gradient(nnx_loss(model, x), loss_scale))
+            scaled = loss_fn(
+                lambda model, x: ols.scale_gradient(nnx_loss(model, x), loss_scale)
+            )
         else:
-            scaled = lambda m, x: ols.scale_gradient(loss_fn(nnx_loss)(m, x), loss_scale)
+            scaled = lambda m, x: ols.scale_gradient(
+                loss_fn(nnx_loss)(m, x), loss_scale
+            )
         loss, grads = nnx.value_and_grad(scaled)(model, x)
         return loss, nnx.to_pure_dict(grads)
 
@@ -121,7 +125,9 @@ def test_nnx_modules_change_as_in_float32(inside):
 @pytest.mark.slow
 def test_nnx_modules_may_be_anywhere_in_the_arguments():
     def loss_fn(models, x, *, other):
-        return nnx_loss(models["a"][0], x) + nnx_loss(other, x) + nnx_loss(models["b"], x)
+        return (
+            nnx_loss(models["a"][0], x) + nnx_loss(other, x) + nnx_loss(models["b"], x)
+        )
 
     results = []
     for loss in (loss_fn, ols.autocast(loss_fn)):
@@ -175,7 +181,12 @@ def modules_as_results(actor, critic, x):
     made = nnx.Linear(8, 8, rngs=nnx.Rngs(3))
     made.kernel[...] = 2 * actor.first.kernel[...]
     loss = critic(actor(made(x))).mean()
-    return loss, {"all": (actor, critic), "part": actor.norm.mean, "made": made, "same": made}
+    return loss, {
+        "all": (actor, critic),
+        "part": actor.norm.mean,
+        "made": made,
+        "same": made,
+    }
 
 
 def metrics(model, metrics, x):
@@ -216,7 +227,9 @@ def model_and_its_optimizer():
 
 
 CHANGES = {
-    moving_average: lambda: ({"model": Model(), "average": nnx.Variable(jnp.zeros(()))},),
+    moving_average: lambda: (
+        {"model": Model(), "average": nnx.Variable(jnp.zeros(()))},
+    ),
     counter: lambda: (nnx.Variable(jnp.zeros(8)),),
     a_part_beside_the_whole: model_and_its_mean,
     modules_as_results: lambda: (Model(0), Model(1)),
@@ -232,7 +245,9 @@ CHANGES = {
 
 def numbers(tree):
     """What is in a tree of modules and variables, under its names."""
-    is_key = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    is_key = lambda x: (
+        isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    )
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     leaves = [(p, jax.random.key_data(x) if is_key(x) else x) for p, x in leaves]
     return {jax.tree_util.keystr(path): x for path, x in leaves}
@@ -246,7 +261,9 @@ def the_same_objects(tree):
         if is_object(top):
             for inner, x in nnx.iter_graph(top):
                 if is_object(x):
-                    places.setdefault(id(x), []).append((jax.tree_util.keystr(path), inner))
+                    places.setdefault(id(x), []).append(
+                        (jax.tree_util.keystr(path), inner)
+                    )
     return sorted(str(found) for found in places.values() if len(found) > 1)
 
 
@@ -320,7 +337,9 @@ def test_nnx_modules_that_change_and_are_no_arguments_are_refused(how):
     assert np.isfinite(model(X)).all()  # it is what it was
 
 
-@pytest.mark.skipif(not hasattr(nnx.Variable, "ref"), reason="this Flax has other references")
+@pytest.mark.skipif(
+    not hasattr(nnx.Variable, "ref"), reason="this Flax has other references"
+)
 def test_what_is_written_to_a_reference_in_an_nnx_variable_is_kept():
     total = nnx.Variable(jnp.zeros(8), ref=True)
     for run in (lambda f: f, nnx.jit):
@@ -390,7 +409,9 @@ def test_an_nnx_training_step_in_full():
 
     def losses(autocast):
         model = Model()
-        tx = ols.with_loss_scale(optax.adam(1e-2), ols.DynamicLossScale(initial_scale=1024))
+        tx = ols.with_loss_scale(
+            optax.adam(1e-2), ols.DynamicLossScale(initial_scale=1024)
+        )
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
         @nnx.jit
@@ -432,7 +453,9 @@ def eqx_loss(model, state, x):
     return jnp.mean((y - 1) ** 2), state
 
 
-@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    "compiled", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_equinox_modules_and_their_state(compiled):
     results = []
     for loss_fn in (eqx_loss, ols.autocast(eqx_loss)):
@@ -443,7 +466,9 @@ def test_equinox_modules_and_their_state(compiled):
             return ols.scale_gradient(loss, ols.FixedLossScale(256)), state
 
         step = eqx.filter_value_and_grad(scaled, has_aux=True)
-        (loss, new), grads = (eqx.filter_jit(step) if compiled else step)(model, state, X)
+        (loss, new), grads = (eqx.filter_jit(step) if compiled else step)(
+            model, state, X
+        )
         results.append((loss, jax.tree.leaves(new), jax.tree.leaves(grads)))
         assert isinstance(new, eqx.nn.State)
     assert_close(results[1], results[0], 0.01)
@@ -453,7 +478,9 @@ def test_a_linen_model_with_statistics_and_rngs():
     class Layers(nn.Module):
         @nn.compact
         def __call__(self, x, train):
-            x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8, use_bias=False)(x))
+            x = nn.BatchNorm(use_running_average=not train)(
+                nn.Dense(8, use_bias=False)(x)
+            )
             return nn.Dense(4)(nn.Dropout(0.5, deterministic=not train)(nn.relu(x)))
 
     model = Layers()
@@ -480,7 +507,9 @@ def test_jit_around_and_inside():
     holds(jax.jit(lambda p, x: jax.jit(block)(p, block(p, x)), inline=True))
     donated = jax.jit(lambda x: x + 1, donate_argnums=0)
     holds(lambda p, x: block(p, donated(x * 1)))
-    static = jax.jit(lambda p, x, how: block(p, x) if how == "twice" else x, static_argnums=2)
+    static = jax.jit(
+        lambda p, x, how: block(p, x) if how == "twice" else x, static_argnums=2
+    )
     holds(lambda p, x: static(p, x, "twice"))
 
 
@@ -499,7 +528,9 @@ def test_donated_arguments_of_a_step():
 
 
 def scanned(body):
-    return lambda p, x: lax.scan(lambda c, _: (body(p, c), jnp.sum(c)), x, None, length=3)[0]
+    return lambda p, x: lax.scan(
+        lambda c, _: (body(p, c), jnp.sum(c)), x, None, length=3
+    )[0]
 
 
 POLICIES = {
@@ -565,7 +596,10 @@ def test_while_loops_whose_elements_end_at_different_times():
         of_each = jax.vmap(until, (None, None, 0))
         return jax.vmap(of_each, (None, 0, None))(p, x[:, None], jnp.arange(4))
 
-    (rounds, y), (exact_rounds, exact_y) = ols.autocast(fun)(params(), X), fun(params(), X)
+    (rounds, y), (exact_rounds, exact_y) = (
+        ols.autocast(fun)(params(), X),
+        fun(params(), X),
+    )
     assert (rounds == exact_rounds).all()
     assert_close(y, exact_y, 0.01)
     assert_close(jax.jit(ols.autocast(fun))(params(), X)[1], exact_y, 0.01)
@@ -582,7 +616,9 @@ def test_a_fixed_point_is_found_as_in_float32():
             return n + 1, new, jnp.max(jnp.abs(new - z))
 
         n, z, error = lax.while_loop(
-            lambda s: (s[2] > 1e-6) & (s[0] < 500), step, (0, jnp.zeros_like(x), jnp.float32(1))
+            lambda s: (s[2] > 1e-6) & (s[0] < 500),
+            step,
+            (0, jnp.zeros_like(x), jnp.float32(1)),
         )
         return n, z, error
 
@@ -628,9 +664,19 @@ def test_an_integrator_with_small_steps():
 def test_conditionals():
     holds(lambda p, x: lax.cond(x[0, 0] > 0, block, lambda p, x: x, p, x))
     plain = lambda p, x: x
-    holds(lambda p, x: lax.switch(x.shape[0], [plain, lambda p, x: x @ p["w"], block], p, x))
-    holds(lambda p, x: lax.cond(x.sum() > 1e9, lambda: x @ p["w"], lambda: x * 1e-5 + 1))
-    holds(lambda p, x: jax.vmap(lambda r: lax.cond(r[0] > 0, lambda r: r @ p["w"], jnp.exp, r))(x))
+    holds(
+        lambda p, x: lax.switch(
+            x.shape[0], [plain, lambda p, x: x @ p["w"], block], p, x
+        )
+    )
+    holds(
+        lambda p, x: lax.cond(x.sum() > 1e9, lambda: x @ p["w"], lambda: x * 1e-5 + 1)
+    )
+    holds(
+        lambda p, x: jax.vmap(
+            lambda r: lax.cond(r[0] > 0, lambda r: r @ p["w"], jnp.exp, r)
+        )(x)
+    )
     holds(
         lambda p, x: lax.platform_dependent(
             x, cpu=lambda x: block(p, x), default=lambda x: x @ p["v"]
@@ -755,7 +801,8 @@ def test_custom_vjps_of_every_make():
         return f(x) * n
 
     called.defvjp(
-        lambda f, x, n: (f(x) * n, x), lambda f, n, x, ct: (jax.vjp(f, x)[1](ct * n)[0],)
+        lambda f, x, n: (f(x) * n, x),
+        lambda f, n, x, ct: (jax.vjp(f, x)[1](ct * n)[0],),
     )
     holds(lambda p, x: called(jnp.sin, x @ p["w"], 3) @ p["v"])
 
@@ -833,7 +880,9 @@ def int8_product():
     @jax.custom_vjp
     def f(x, w):
         (a, s), (b, t) = quantized(x), quantized(w)
-        return lax.dot(a, b, preferred_element_type=jnp.int32).astype(jnp.float32) * s * t
+        return (
+            lax.dot(a, b, preferred_element_type=jnp.int32).astype(jnp.float32) * s * t
+        )
 
     def backward(saved, ct):
         x, w = (a.astype(jnp.float32) * s for a, s in saved)
@@ -909,7 +958,10 @@ def test_symbolic_zeros_are_as_they_were():
         zero = jax.custom_derivatives.SymbolicZero
         seen.append((type(dx) is not zero, type(dw) is not zero))
         out = g(x, w)
-        terms = [0 * out if type(dx) is zero else dx @ w, 0 * out if type(dw) is zero else x @ dw]
+        terms = [
+            0 * out if type(dx) is zero else dx @ w,
+            0 * out if type(dw) is zero else x @ dw,
+        ]
         return out, terms[0] + terms[1]
 
     g.defjvp(rule, symbolic_zeros=True)
@@ -952,9 +1004,21 @@ def test_linear_solvers_and_roots():
         return jnp.eye(8) * 2 + 0.3 * (p["w"] + p["w"].T)
 
     same(lambda p, x: jnp.linalg.solve(matrix(p), x.T))
-    same(lambda p, x: jax.scipy.sparse.linalg.cg(lambda v: matrix(p) @ v, x[0], tol=1e-6)[0])
-    same(lambda p, x: jax.scipy.sparse.linalg.gmres(lambda v: matrix(p) @ v, x[0], tol=1e-6)[0])
-    same(lambda p, x: jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(matrix(p)), x.T))
+    same(
+        lambda p, x: jax.scipy.sparse.linalg.cg(
+            lambda v: matrix(p) @ v, x[0], tol=1e-6
+        )[0]
+    )
+    same(
+        lambda p, x: jax.scipy.sparse.linalg.gmres(
+            lambda v: matrix(p) @ v, x[0], tol=1e-6
+        )[0]
+    )
+    same(
+        lambda p, x: jax.scipy.linalg.cho_solve(
+            jax.scipy.linalg.cho_factor(matrix(p)), x.T
+        )
+    )
 
     def root(p, x):
         f = lambda z: z - 0.5 * jnp.tanh(z @ p["w"]) - x
@@ -979,7 +1043,9 @@ def test_forward_mode_and_a_second_derivative():
     t = jax.tree.map(jnp.ones_like, p)
     along = lambda f: jax.jvp(jax.grad(f), (p, X), (t, jnp.zeros_like(X)))
     assert_close(
-        jax.jit(lambda: along(ols.autocast(loss)))(), jax.jit(lambda: along(loss))(), 0.01
+        jax.jit(lambda: along(ols.autocast(loss)))(),
+        jax.jit(lambda: along(loss))(),
+        0.01,
     )
 
 
@@ -993,7 +1059,9 @@ def test_higher_derivatives_and_forward_mode():
     assert_close(jax.linearize(lambda p: cast(p, X), p)[1](t),
                  jax.linearize(lambda p: loss(p, X), p)[1](t), 0.005)  # fmt: skip
     assert_close(jax.jacfwd(cast)(p, X), jax.jacfwd(loss)(p, X), 0.005)
-    assert_close(jax.jit(jax.hessian(cast))(p, X), jax.jit(jax.hessian(loss))(p, X), 0.01)
+    assert_close(
+        jax.jit(jax.hessian(cast))(p, X), jax.jit(jax.hessian(loss))(p, X), 0.01
+    )
     product = lambda f: jax.grad(lambda p: jnp.vdot(jax.grad(f)(p, X)["w"], t["w"]))(p)
     assert_close(product(cast), product(loss), 0.01)
     each = lambda f: jax.vmap(jax.grad(f), (None, 0))(p, X[:, None])
@@ -1064,7 +1132,9 @@ def test_pmap_and_collectives():
     spread = jax.tree.map(lambda p: jnp.stack([p] * 4), params())
     run = lambda f: jax.pmap(jax.value_and_grad(f), axis_name="i")(spread, x)
     assert_close(run(ols.autocast(loss)), run(loss), 0.01)
-    mapped = lambda f: jax.vmap(jax.value_and_grad(f), (None, 0), axis_name="i")(params(), x)
+    mapped = lambda f: jax.vmap(jax.value_and_grad(f), (None, 0), axis_name="i")(
+        params(), x
+    )
     assert_close(mapped(ols.autocast(loss)), mapped(loss), 0.01)
 
 
@@ -1076,7 +1146,11 @@ def test_shard_map_inside_and_around(check_vma):
         return lax.psum(jnp.mean((block(p, x) - 1) ** 2), "data") / 4
 
     shard = functools.partial(
-        jax.shard_map, mesh=m, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
+        jax.shard_map,
+        mesh=m,
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
     )
     assert_as_in_float32(shard(local), params(), X)
     if check_vma:
@@ -1103,7 +1177,9 @@ def test_shard_map_of_a_sharded_weight():
     assert products(cast, params(), X) == {"float16": 5}
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
+)
 def test_shardings_are_kept(axis_type):
     m = mesh(axis_type)
     sharding = NamedSharding(m, P("data"))
@@ -1143,7 +1219,9 @@ def test_jit_inside_with_shardings():
     place = NamedSharding(m, P("data"))
     inner = jax.jit(lambda x: x + 1, in_shardings=place, out_shardings=place)
     fun = lambda p, x: inner(x @ p["w"]) @ p["v"]
-    assert_close(jax.jit(ols.autocast(fun))(params(), X), jax.jit(fun)(params(), X), 0.005)
+    assert_close(
+        jax.jit(ols.autocast(fun))(params(), X), jax.jit(fun)(params(), X), 0.005
+    )
 
 
 # --- effects ---
@@ -1277,10 +1355,14 @@ def test_errors_name_the_users_function_and_arguments():
         return x if model(x)[0, 0] > 0 else x + 1
 
     error = jax.errors.TracerBoolConversionError
-    with pytest.raises(error, match=r"function decides at .*test_holders.*argument x\."):
+    with pytest.raises(
+        error, match=r"function decides at .*test_holders.*argument x\."
+    ):
         ols.autocast(decides)(params(), X)
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    with pytest.raises(error, match=r"function of_a_module at .*arguments x, model.*kernel"):
+    with pytest.raises(
+        error, match=r"function of_a_module at .*arguments x, model.*kernel"
+    ):
         ols.autocast(of_a_module)(X, model=model)
 
 
@@ -1288,8 +1370,8 @@ def test_with_grad_dtype():
     loss = squared(lambda p, x: block(p, x))
     scale = ols.FixedLossScale(1024)
     exact = jax.grad(loss)(params(), X)
-    grads = ols.value_and_scaled_grad(ols.autocast(loss), scale, grad_dtype=jnp.float16)(
-        params(), X
-    )[1]
+    grads = ols.value_and_scaled_grad(
+        ols.autocast(loss), scale, grad_dtype=jnp.float16
+    )(params(), X)[1]
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(F16)}
     assert_close(scale.unscale(grads), exact, 0.01)

@@ -27,7 +27,9 @@ def layer(p, x):
 
 def kinds(tree):
     """Of each leaf its type, dtype and weak type."""
-    kind = lambda x: (x.shape, x.dtype, jax.typeof(x).weak_type) if isinstance(x, jax.Array) else x
+    kind = lambda x: (
+        (x.shape, x.dtype, jax.typeof(x).weak_type) if isinstance(x, jax.Array) else x
+    )
     return jax.tree.map(kind, tree)
 
 
@@ -81,7 +83,9 @@ def test_results_are_of_the_kinds_that_they_were(jit):
 
 def test_shapes_are_known_without_a_run():
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (P, X))
-    assert jax.eval_shape(ols.autocast(layer), *shapes) == jax.eval_shape(layer, *shapes)
+    assert jax.eval_shape(ols.autocast(layer), *shapes) == jax.eval_shape(
+        layer, *shapes
+    )
 
 
 def test_a_parameter_or_input_that_is_returned_is_not_rounded():
@@ -114,7 +118,9 @@ def test_keywords_and_what_is_no_array():
         assert isinstance(scale, float)
         return f(x @ p["w"]) * scale
 
-    cast = ols.autocast(fun)(P, "tanh", x=X, f=jnp.tanh, scale=2.0, names=("a", "b"), flag=False)
+    cast = ols.autocast(fun)(
+        P, "tanh", x=X, f=jnp.tanh, scale=2.0, names=("a", "b"), flag=False
+    )
     assert_close(cast, 2 * jnp.tanh(X @ W), 0.005)
 
 
@@ -144,7 +150,12 @@ def test_arguments_in_16_bits(dtype):
     """The batch, as from a loader, or the parameters: computed as if they were in float32."""
     w, x = jnp.asarray(W, dtype), jnp.asarray(X, dtype)
     fun = lambda p, x: jnp.mean(jnp.exp(jnp.tanh(x @ p["w"]) + p["b"]))
-    for args in [({**P, "w": w}, X), (P, x), ({**P, "w": w}, x), ({"w": w, "b": w[0]}, x)]:
+    for args in [
+        ({**P, "w": w}, X),
+        (P, x),
+        ({**P, "w": w}, x),
+        ({"w": w, "b": w[0]}, x),
+    ]:
         wide = jax.tree.map(lambda a: jnp.asarray(a, F32), args)
         loss, grads = jax.jit(jax.value_and_grad(fun))(*wide)
         cast_loss, cast_grads = jax.jit(jax.value_and_grad(ols.autocast(fun)))(*args)
@@ -175,7 +186,11 @@ def test_keys_and_integers_are_as_they_were():
 
 
 def test_arrays_of_no_size_and_no_axes():
-    fun = lambda p, x: (x[:0] @ p["w"], jnp.dot(x[0, 0], p["b"][0]), x[:, :0] @ p["w"][:0])
+    fun = lambda p, x: (
+        x[:0] @ p["w"],
+        jnp.dot(x[0, 0], p["b"][0]),
+        x[:, :0] @ p["w"][:0],
+    )
     assert_close(ols.autocast(fun)(P, X), fun(P, X), 0.005)
 
 
@@ -225,7 +240,9 @@ def test_argnums_may_be_one_or_several(argnums):
 
 
 def test_argnums_may_count_from_the_end():
-    assert_close(ols.autocast(bias_only, argnums=-1)(X, P["b"]), bias_only(X, P["b"]), 0.005)
+    assert_close(
+        ols.autocast(bias_only, argnums=-1)(X, P["b"]), bias_only(X, P["b"]), 0.005
+    )
 
 
 @pytest.mark.parametrize("argnums", [2, -3, (0, 5)])
@@ -235,7 +252,9 @@ def test_argnums_that_are_not_there_are_refused(argnums):
 
 
 @pytest.mark.parametrize("argnums", [7, -2, -3, (0, 2), (1, 7)])
-def test_argnums_that_are_not_there_are_refused_where_others_are_given_by_keyword(argnums):
+def test_argnums_that_are_not_there_are_refused_where_others_are_given_by_keyword(
+    argnums,
+):
     with pytest.raises(ValueError, match=r"argnums=.* 1 positional arguments"):
         ols.autocast(bias_only, argnums=argnums)(X, bias=P["b"])
 
@@ -248,7 +267,9 @@ def test_argnums_that_name_an_argument_twice_are_refused(argnums):
 
 def test_parameters_may_be_given_by_keyword():
     assert_close(
-        ols.autocast(bias_only, argnums=(0, 1))(X, bias=P["b"]), bias_only(X, P["b"]), 0.005
+        ols.autocast(bias_only, argnums=(0, 1))(X, bias=P["b"]),
+        bias_only(X, P["b"]),
+        0.005,
     )
     assert_close(
         ols.autocast(lambda **given: bias_only(**given))(x=X, bias=P["b"]),
@@ -284,14 +305,18 @@ def test_what_is_no_function_is_refused(fun):
 # --- dtype ---
 
 
-@pytest.mark.parametrize("dtype", [F16, "float16", np.float16, np.dtype("f2"), BF16, "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [F16, "float16", np.float16, np.dtype("f2"), BF16, "bfloat16"]
+)
 def test_dtypes_under_any_name(dtype):
     cast = ols.autocast(layer, dtype)
     assert products(cast, P, X) == {jnp.dtype(dtype).name: 1}
     assert_close(cast(P, X), layer(P, X), 0.02)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, bool, "float61", jnp.complex64, None, object])
+@pytest.mark.parametrize(
+    "dtype", [jnp.int8, bool, "float61", jnp.complex64, None, object]
+)
 def test_dtypes_that_are_none_of_floats_are_refused(dtype):
     with pytest.raises((ValueError, TypeError), match="dtype"):
         ols.autocast(layer, dtype)
@@ -350,7 +375,10 @@ def _(primals, tangents):
     ("fun", "text"),
     [
         (waits, "a loop that waits for a number .*inside of it"),
-        (solved, "symbolic zeros .*inside of it, as on the function that is passed to a solver"),
+        (
+            solved,
+            "symbolic zeros .*inside of it, as on the function that is passed to a solver",
+        ),
         (lambda w, x: jnp.round(x).astype(jnp.int32) @ w, "int32 .*cast the integers"),
     ],
 )
@@ -377,14 +405,19 @@ def test_it_warns_where_a_float64_batch_makes_every_product_float64(wrap):
 
 def test_the_remedy_for_a_solver_narrows():
     inside = lambda w, x: lax.while_loop(
-        lambda x: x.sum() > 1e-3, lambda x: ols.autocast(jnp.matmul, argnums=1)(x, w) / 2, x
+        lambda x: x.sum() > 1e-3,
+        lambda x: ols.autocast(jnp.matmul, argnums=1)(x, w) / 2,
+        x,
     )
     assert products(inside, P["w"], X) == {"float16": 1}
 
 
 @pytest.mark.parametrize("precision", ["highest", "float32"])
 def test_it_warns_where_the_default_precision_keeps_all(precision):
-    with jax.default_matmul_precision(precision), pytest.warns(UserWarning, match="'default'"):
+    with (
+        jax.default_matmul_precision(precision),
+        pytest.warns(UserWarning, match="'default'"),
+    ):
         jax.jit(ols.autocast(layer))(P, X)
 
 
@@ -404,7 +437,9 @@ def test_a_lower_default_precision_keeps_nothing(precision):
 def test_explicit_16_bit_and_integer_products_stay():
     def fun(p, x):
         brain = (x.astype(BF16) @ p["w"].astype(BF16)).astype(F32)
-        ints = (jnp.round(x).astype(jnp.int32) @ jnp.ones((8, 8), jnp.int32)).astype(F32)
+        ints = (jnp.round(x).astype(jnp.int32) @ jnp.ones((8, 8), jnp.int32)).astype(
+            F32
+        )
         mixed = x.astype(BF16) @ p["w"]
         compl = ((x + 1j) @ p["w"]).real
         return (brain + ints + mixed + compl) @ p["w"]
@@ -438,7 +473,9 @@ def test_masks_and_small_integers_beside_float32_are_taken_in_16_bits(dtype, low
 
 @pytest.mark.filterwarnings("ignore:autocast leaves every")
 def test_large_integers_beside_float32_stay_and_say_so():
-    fun = lambda w, n: jnp.matmul(n, w, preferred_element_type=jnp.float32).sum(1) @ w[0]
+    fun = lambda w, n: (
+        jnp.matmul(n, w, preferred_element_type=jnp.float32).sum(1) @ w[0]
+    )
     w, counts = normal(0, 8, 8), jnp.full((8, 8), 100_000, jnp.int32)
     cast = ols.autocast(lambda w, n: jnp.sum(fun(w, n)))
     found = ols.dtype_report(jax.grad(cast), w, counts).products
@@ -465,7 +502,9 @@ def test_float64_stays():
         grads = jax.grad(lambda p: ols.autocast(fun)(p, x)[0].sum())(p)
         assert grads["wide"].dtype == jnp.float64
         counted = ols.autocast(lambda w, x: (x @ w, jnp.arange(3), jnp.float64(1) / 3))
-        assert kinds(counted(w32, x32)) == kinds((x32 @ w32, jnp.arange(3), jnp.float64(1) / 3))
+        assert kinds(counted(w32, x32)) == kinds(
+            (x32 @ w32, jnp.arange(3), jnp.float64(1) / 3)
+        )
 
 
 def test_preferred_element_types_are_kept():
@@ -473,7 +512,9 @@ def test_preferred_element_types_are_kept():
     fun = lambda p, x: (
         jnp.dot(x, p["w"], preferred_element_type=F32),
         jax.lax.dot(x.astype(BF16), p["w"].astype(BF16), preferred_element_type=F32),
-        jnp.einsum("nd,de->ne", x.astype(BF16), p["w"].astype(BF16), preferred_element_type=F32),
+        jnp.einsum(
+            "nd,de->ne", x.astype(BF16), p["w"].astype(BF16), preferred_element_type=F32
+        ),
     )
     cast, exact = ols.autocast(fun)(P, X), fun(P, X)
     assert kinds(cast) == kinds(exact)
@@ -527,9 +568,9 @@ def test_symbolic_shapes():
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), P),
         jax.ShapeDtypeStruct((n, 8), F32),
     )
-    exported = export.export(jax.jit(ols.autocast(lambda p, x: jax.nn.softmax(layer(p, x)))))(
-        *shapes
-    )
+    exported = export.export(
+        jax.jit(ols.autocast(lambda p, x: jax.nn.softmax(layer(p, x))))
+    )(*shapes)
     assert_close(exported.call(P, X), jax.nn.softmax(layer(P, X)), 0.005)
 
     def attention(p, x):  # compares sizes: those of scores and of what they are made of
@@ -537,7 +578,9 @@ def test_symbolic_shapes():
         return jnp.mean(jax.nn.softmax(h @ h.T) @ h)
 
     step = jax.jit(jax.grad(ols.autocast(attention)))
-    assert_close(export.export(step)(*shapes).call(P, X), jax.grad(attention)(P, X), 0.005)
+    assert_close(
+        export.export(step)(*shapes).call(P, X), jax.grad(attention)(P, X), 0.005
+    )
 
 
 def test_within_other_functions_that_are_cast_by_hand():
@@ -552,18 +595,26 @@ def test_within_other_functions_that_are_cast_by_hand():
 
 @pytest.mark.parametrize("options", [{}, {"dtype": BF16}, {"argnums": ()}])
 def test_as_a_context_it_says_that_it_wraps_a_function(options):
-    says = pytest.raises(TypeError, match=r"autocast wraps a function: ols\.autocast\(loss_fn\)")
+    says = pytest.raises(
+        TypeError, match=r"autocast wraps a function: ols\.autocast\(loss_fn\)"
+    )
     with says, ols.autocast(**options):
         pass
 
 
-@pytest.mark.parametrize("given", ["cuda", 3, F16, BF16, np.float16, jnp.dtype(F16), {"w": 1}])
+@pytest.mark.parametrize(
+    "given", ["cuda", 3, F16, BF16, np.float16, jnp.dtype(F16), {"w": 1}]
+)
 def test_what_is_no_function_is_refused_with_what_to_write(given):
     for wrap in (ols.autocast, ols.autocast(), ols.autocast(dtype=BF16)):
-        with pytest.raises(TypeError, match=r"fun must be a function.*autocast\(loss_fn\)"):
+        with pytest.raises(
+            TypeError, match=r"fun must be a function.*autocast\(loss_fn\)"
+        ):
             wrap(given)
 
 
 def test_its_signature_shows_no_sentinel():
-    assert str(inspect.signature(ols.autocast)).startswith("(fun: collections.abc.Callable[..., ")
+    assert str(inspect.signature(ols.autocast)).startswith(
+        "(fun: collections.abc.Callable[..., "
+    )
     assert "empty" not in str(inspect.signature(ols.autocast))

@@ -42,7 +42,10 @@ def writes(portion):
         ([{"exp": WIDE}], lambda w, x: jnp.exp(x @ w)),
         ([{"exp": (FLOAT32, FLOAT16)}], lambda w, x: ((h := jnp.exp(x @ w)), h @ w)),
         # A sum with a product is rounded for all that read it.
-        ([{"add": LOW}, {"add": WIDE}], lambda w, x: (h := x @ w + x @ (w * 2)) + h @ w),
+        (
+            [{"add": LOW}, {"add": WIDE}],
+            lambda w, x: (h := x @ w + x @ (w * 2)) + h @ w,
+        ),
         # And comes first, if its own island reads it.
         (
             [{"add": LOW}, {"sin": LOW}, {"add": WIDE}],

@@ -14,7 +14,8 @@ def derivative_of_all(fun):
     return jax.grad(lambda w: jnp.sum(fun(w)))
 
 
-# Functions that JAX jits itself, so that what it compiles and caches has lines of its own alone.
+# Functions that JAX jits itself, so that what it compiles and caches has lines of its
+# own alone.
 JITTED = {
     "convolve": lambda w, x: jnp.convolve(x[0], w[0]),
     "correlate": lambda w, x: jnp.correlate(x[0], w[0]),
@@ -42,9 +43,13 @@ JITTED = {
     "derivative of svd": lambda w, x: derivative_of_all(
         lambda w: jnp.linalg.svd(w, full_matrices=False)[1]
     )(w),
-    "derivative of qr": lambda w, x: derivative_of_all(lambda w: jnp.linalg.qr(w)[1])(w),
+    "derivative of qr": lambda w, x: derivative_of_all(lambda w: jnp.linalg.qr(w)[1])(
+        w
+    ),
     "derivative of det": lambda w, x: jax.grad(jnp.linalg.det)(w),
-    "derivative of eigh": lambda w, x: derivative_of_all(lambda w: jnp.linalg.eigh(w)[1])(w),
+    "derivative of eigh": lambda w, x: derivative_of_all(
+        lambda w: jnp.linalg.eigh(w)[1]
+    )(w),
 }
 
 

@@ -39,7 +39,9 @@ def in_dtype(loss, dtype):
 
 def bytes_kept(loss, params):
     """Of the arrays that the backward pass gets from the forward pass, without the parameters."""
-    pullback = jax.eval_shape(lambda *args: jax.vjp(loss, *args, has_aux=False)[1], params, TOKENS)
+    pullback = jax.eval_shape(
+        lambda *args: jax.vjp(loss, *args, has_aux=False)[1], params, TOKENS
+    )
     sizes = {p.shape for p in jax.tree.leaves(params)}
     kept = (x for x in jax.tree.leaves(pullback) if x.shape not in sizes)
     return sum(x.size * x.dtype.itemsize for x in kept)
@@ -63,8 +65,13 @@ def test_of_a_residual_stream_only_the_sums_are_kept():
         return jnp.mean(jax.nn.standardize(x) ** 2)
 
     matrix = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    params, x = {"in": matrix, "layers": [matrix] * 4}, jax.ShapeDtypeStruct((64, 8), jnp.float32)
-    pullback = jax.eval_shape(lambda *args: jax.vjp(ols.autocast(loss), *args)[1], params, x)
+    params, x = (
+        {"in": matrix, "layers": [matrix] * 4},
+        jax.ShapeDtypeStruct((64, 8), jnp.float32),
+    )
+    pullback = jax.eval_shape(
+        lambda *args: jax.vjp(ols.autocast(loss), *args)[1], params, x
+    )
     kept = [y for y in jax.tree.leaves(pullback) if y.shape == x.shape]
     # The input of each product, and the sum after each.
     assert [y.dtype for y in kept].count(jnp.float16) == 5 + 5
@@ -98,7 +105,9 @@ def test_compiled_for_a_cpu_it_takes_no_more_memory_than_in_float32(loss, params
     assert temp_bytes(ols.autocast(wide)) <= temp_bytes(wide)
 
 
-@pytest.mark.parametrize(("backend", "prevents"), [("gpu", True), ("cpu", True), ("tpu", False)])
+@pytest.mark.parametrize(
+    ("backend", "prevents"), [("gpu", True), ("cpu", True), ("tpu", False)]
+)
 def test_a_tpus_compiler_may_share_what_is_recomputed(backend, prevents, monkeypatch):
     """It recomputes by itself what it lacks the memory for, and fuses more without a barrier."""
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
@@ -114,6 +123,8 @@ def test_gradients_of_a_value_that_is_read_often_are_summed_in_float32():
         h = x @ w
         return jnp.sum(jnp.sin(h) * jnp.cos(2 * h) + jnp.exp(-(h**2)))
 
-    text = str(jax.make_jaxpr(jax.grad(ols.autocast(loss)))(jnp.ones((8, 8)), jnp.ones((4, 8))))
+    text = str(
+        jax.make_jaxpr(jax.grad(ols.autocast(loss)))(jnp.ones((8, 8)), jnp.ones((4, 8)))
+    )
     sums = re.findall(r":(f16|f32)\[4,8\] = add_any", text)
     assert set(sums) == {"f32"}

@@ -130,14 +130,17 @@ UNDER_EXPLICIT = [
     a_gradient_inside,
     explicit_inside_of_auto,
 ]
-if "out_sharding" in inspect.signature(nnx.Embed.__call__).parameters:  # as in newer Flax
+# as in newer Flax
+if "out_sharding" in inspect.signature(nnx.Embed.__call__).parameters:
     UNDER_EXPLICIT.append(looked_up_by_flax)
 UNDER_AUTO = [explicit_between_products, explicit_products]
 CASES = [(AxisType.Explicit, fun) for fun in UNDER_EXPLICIT]
 CASES += [(AxisType.Auto, fun) for fun in UNDER_AUTO]
 
 
-@pytest.mark.parametrize(("axis_type", "fun"), CASES, ids=[fun.__name__ for _, fun in CASES])
+@pytest.mark.parametrize(
+    ("axis_type", "fun"), CASES, ids=[fun.__name__ for _, fun in CASES]
+)
 def test_operations_under_another_mesh_give_what_they_give_in_float32(axis_type, fun):
     """The loss and its gradients, placed as without autocast, with the products in float16."""
     mesh = jax.make_mesh((4,), ("d",), axis_types=(axis_type,))

@@ -27,7 +27,9 @@ def layer(w, x):
 
 
 def cond(inner, w, x):
-    return lax.cond(x.sum() > 0, lambda x: inner(w, layer(w, x)), lambda x: layer(w, x), x)
+    return lax.cond(
+        x.sum() > 0, lambda x: inner(w, layer(w, x)), lambda x: layer(w, x), x
+    )
 
 
 def switch(inner, w, x):
@@ -153,10 +155,13 @@ def calls_to_trace(fun):
 
 def assert_linear(make, depths):
     """Asserts that tracing it under autocast takes as much for each further level."""
-    # It would be 1.67 if each level read all that are in it once more, and 8 if it did so twice.
-    # JAX itself may take more for each, as old versions do for `vmap` in `vmap`.
+    # It would be 1.67 if each level read all that are in it once more, and 8 if it did
+    # so twice. JAX itself may take more for each, as old versions do for `vmap` in
+    # `vmap`.
     by_jax = growth(lambda depth: make(depth), depths)
-    assert growth(lambda depth: ols.autocast(make(depth)), depths) < max(1.4, 1.2 * by_jax)
+    assert growth(lambda depth: ols.autocast(make(depth)), depths) < max(
+        1.4, 1.2 * by_jax
+    )
 
 
 def growth(make, depths):
@@ -213,7 +218,9 @@ def test_gradients_of_nested_programs_take_few_times_what_they_take_in_float32(h
 @pytest.mark.parametrize("holder", [None, cond, custom_vjp], ids=name_of)
 def test_what_is_called_by_many_gives_what_it_gives_in_float32(holder, monkeypatch):
     monkeypatch.setattr(flat, "_LONG", 5)
-    fun = called_twice(holder, 3 if holder is None else 2, of=lambda w, x: jnp.cos(x @ w))
+    fun = called_twice(
+        holder, 3 if holder is None else 2, of=lambda w, x: jnp.cos(x @ w)
+    )
     loss = lambda fun: lambda w, x: jnp.sum(fun(w, x) ** 2)
     exact = jax.jit(jax.value_and_grad(loss(fun)))(W, X)
     cast = jax.value_and_grad(ols.autocast(loss(fun)))

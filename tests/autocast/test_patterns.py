@@ -69,7 +69,9 @@ class ResidualBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x, train):
-        norm = functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
+        norm = functools.partial(
+            nn.BatchNorm, use_running_average=not train, momentum=0.9
+        )
         strides = (self.strides, self.strides)
         y = nn.Conv(self.features, (3, 3), strides, use_bias=False)(x)
         y = nn.relu(norm()(y))
@@ -102,10 +104,16 @@ def linen_resnet():
         variables = {"params": params, "batch_stats": stats}
         logits, new = model.apply(variables, images, mutable=["batch_stats"])
         loss = optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, 4)).mean()
-        decay = 0.5 * 1e-4 * sum(jnp.sum(x**2) for x in jax.tree.leaves(params) if x.ndim > 1)
+        decay = (
+            0.5
+            * 1e-4
+            * sum(jnp.sum(x**2) for x in jax.tree.leaves(params) if x.ndim > 1)
+        )
         return loss + decay, new["batch_stats"]
 
-    return Pattern(loss_fn, variables["params"], (images, labels), variables["batch_stats"])
+    return Pattern(
+        loss_fn, variables["params"], (images, labels), variables["batch_stats"]
+    )
 
 
 class LanguageModel(nn.Module):
@@ -117,7 +125,9 @@ class LanguageModel(nn.Module):
         inputs = jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
         mask = nn.combine_masks(nn.make_attention_mask(tokens >= 0, tokens >= 0),
                                 nn.make_causal_mask(tokens))  # fmt: skip
-        position = jnp.arange(tokens.shape[1])[:, None] / 10_000 ** (jnp.arange(16) / 16)
+        position = jnp.arange(tokens.shape[1])[:, None] / 10_000 ** (
+            jnp.arange(16) / 16
+        )
         x = embed(inputs) + jnp.concatenate([jnp.sin(position), jnp.cos(position)], -1)
         x = nn.Dropout(0.1, deterministic=not train)(x)
         for _ in range(2):
@@ -202,14 +212,18 @@ class Autoencoder(nn.Module):
 @pattern
 def linen_variational_autoencoder():
     model = Autoencoder()
-    x = (jax.random.uniform(key(0), (16, 64)) > jnp.linspace(0, 1, 64)).astype(jnp.float32)
+    x = (jax.random.uniform(key(0), (16, 64)) > jnp.linspace(0, 1, 64)).astype(
+        jnp.float32
+    )
     params = model.init(key(1), x, key(2))["params"]
 
     def loss_fn(params, kept, key, x):
         logits, mean, log_variance = model.apply({"params": params}, x, key)
         logits = nn.log_sigmoid(logits)
         entropy = -jnp.sum(x * logits + (1 - x) * jnp.log(-jnp.expm1(logits)), -1)
-        divergence = -0.5 * jnp.sum(1 + log_variance - mean**2 - jnp.exp(log_variance), -1)
+        divergence = -0.5 * jnp.sum(
+            1 + log_variance - mean**2 - jnp.exp(log_variance), -1
+        )
         return entropy.mean() + divergence.mean(), None
 
     return Pattern(loss_fn, params, x, learning_rate=1e-3)
@@ -218,7 +232,9 @@ def linen_variational_autoencoder():
 class ActorCritic(nn.Module):
     @nn.compact
     def __call__(self, x):
-        init = functools.partial(nn.Dense, kernel_init=nn.initializers.orthogonal(2**0.5))
+        init = functools.partial(
+            nn.Dense, kernel_init=nn.initializers.orthogonal(2**0.5)
+        )
         actor = nn.tanh(init(32)(nn.tanh(init(32)(x))))
         mean = nn.Dense(3, kernel_init=nn.initializers.orthogonal(0.01))(actor)
         log_std = self.param("log_std", nn.initializers.constant(-0.5), (3,))
@@ -264,7 +280,9 @@ def linen_ppo():
         clipped = jnp.clip(ratio, 0.8, 1.2) * normalized
         actor = -jnp.minimum(ratio * normalized, clipped).mean()
         near = old_values + jnp.clip(values - old_values, -0.2, 0.2)
-        critic = 0.5 * jnp.maximum((values - targets) ** 2, (near - targets) ** 2).mean()
+        critic = (
+            0.5 * jnp.maximum((values - targets) ** 2, (near - targets) ** 2).mean()
+        )
         entropy = jnp.mean(jnp.sum(log_std + 0.5 * jnp.log(2 * jnp.pi * jnp.e), -1))
         return 1 + actor + 0.5 * critic - 0.01 * entropy, None
 
@@ -363,7 +381,9 @@ class Recognizer(nnx.Module):
         self.conv = nnx.Conv(8, 16, (3,), rngs=rngs)
         self.norm = nnx.BatchNorm(16, rngs=rngs)
         self.forward = nnx.RNN(nnx.GRUCell(16, 16, rngs=rngs))
-        self.backward = nnx.RNN(nnx.GRUCell(16, 16, rngs=rngs), reverse=True, keep_order=True)
+        self.backward = nnx.RNN(
+            nnx.GRUCell(16, 16, rngs=rngs), reverse=True, keep_order=True
+        )
         self.out = nnx.Linear(32, 6, rngs=rngs)
 
     def __call__(self, x):
@@ -379,7 +399,8 @@ def nnx_ctc():
     lengths = (jnp.arange(14) >= jnp.array([[14], [12], [9], [14]])).astype(jnp.float32)
 
     def loss_fn(params, rest, key, x):
-        model = nnx.merge(graph, params, rest, copy=True)  # what changes is a trace's own
+        # what changes is a trace's own
+        model = nnx.merge(graph, params, rest, copy=True)
         losses = optax.ctc_loss(model(x), lengths, labels, paddings)
         return jnp.mean(losses), nnx.state(model, nnx.Not(nnx.Param))
 
@@ -403,7 +424,9 @@ def haiku_transformer():
             attention = hk.MultiHeadAttention(4, 8, w_init=init, model_size=32)
             y = norm()(x)
             x = x + hk.dropout(hk.next_rng_key(), 0.1, attention(y, y, y, mask=mask))
-            x = x + hk.Sequential([hk.Linear(64), jax.nn.gelu, hk.Linear(32)])(norm()(x))
+            x = x + hk.Sequential([hk.Linear(64), jax.nn.gelu, hk.Linear(32)])(
+                norm()(x)
+            )
         return hk.Linear(32)(norm()(x))
 
     model, tokens = hk.transform(forward), text(32, 8, 16)
@@ -421,7 +444,9 @@ def haiku_lstm_with_remat():
     def forward(tokens):
         x = hk.Embed(16, 24)(tokens)
         core = hk.DeepRNN([hk.LSTM(24), jnp.tanh, hk.LSTM(24)])
-        unrolled, _ = hk.dynamic_unroll(hk.remat(core), x, core.initial_state(tokens.shape[1]))
+        unrolled, _ = hk.dynamic_unroll(
+            hk.remat(core), x, core.initial_state(tokens.shape[1])
+        )
         return hk.BatchApply(hk.Linear(16))(unrolled)
 
     model, tokens = hk.without_apply_rng(hk.transform(forward)), text(16, 6, 12).T
@@ -489,7 +514,9 @@ def equinox_vision_transformer():
         images, labels = batch
         model = eqx.combine(params, static)
         logits = jax.vmap(model)(images, jax.random.split(key, 8))
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), None
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, labels
+        ).mean(), None
 
     return Pattern(loss_fn, params, (images, labels))
 
@@ -536,7 +563,9 @@ def selective_state_space_by_associative_scan():
 
     def loss_fn(p, kept, key, tokens):
         x = p["embedding"][tokens[:, :-1]]
-        norm = lambda x: x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * p["norm"]
+        norm = lambda x: (
+            x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * p["norm"]
+        )
         x = x + mixed(p, norm(x))
         logits = norm(x) @ p["embedding"].T
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
@@ -593,7 +622,9 @@ def mixture_of_experts_by_ragged_dot():
         order = jnp.argsort(chosen.ravel())
         sizes = jnp.bincount(chosen.ravel(), length=experts).astype(jnp.int32)
         tokens = jnp.repeat(x, 2, axis=0)[order]
-        y = lax.ragged_dot(jax.nn.silu(lax.ragged_dot(tokens, p["up"], sizes)), p["down"], sizes)
+        y = lax.ragged_dot(
+            jax.nn.silu(lax.ragged_dot(tokens, p["up"], sizes)), p["down"], sizes
+        )
         y = y[jnp.argsort(order)].reshape(*gates.shape, d)
         load = jnp.mean(jax.nn.one_hot(chosen, experts).sum(1), 0)
         balance = experts * jnp.sum(load * probabilities.mean(0))
@@ -667,7 +698,9 @@ def lstm_by_scan_with_remat():
         x = p["embedding"][tokens[:-1]]
         start = (jnp.zeros((tokens.shape[1], d)), jnp.zeros((tokens.shape[1], d)))
         _, h = lax.scan(step, start, x)
-        losses = optax.softmax_cross_entropy_with_integer_labels(h @ p["out"], tokens[1:])
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            h @ p["out"], tokens[1:]
+        )
         return losses.mean(), None
 
     return Pattern(loss_fn, params, text(16, 6, 16).T, learning_rate=1e-2)
@@ -728,9 +761,13 @@ def contrastive_pairs():
         logits = a @ b.T * jnp.exp(jnp.minimum(p["log_temperature"], jnp.log(100.0)))
         labels = jnp.arange(logits.shape[0])
         cross = optax.softmax_cross_entropy_with_integer_labels
-        return 0.5 * (cross(logits, labels).mean() + cross(logits.T, labels).mean()), None
+        return 0.5 * (
+            cross(logits, labels).mean() + cross(logits.T, labels).mean()
+        ), None
 
-    return Pattern(loss_fn, params, (normal(4, 16, 12), normal(5, 16, 10)), learning_rate=1e-2)
+    return Pattern(
+        loss_fn, params, (normal(4, 16, 12), normal(5, 16, 10)), learning_rate=1e-2
+    )
 
 
 def trained(pattern, autocast):
@@ -756,7 +793,9 @@ def trained(pattern, autocast):
         args = (pattern.params, pattern.kept, key(7), pattern.batch)
         assert_computes_in_float16(gradients, *args)
     (params, kept, state), losses = run(*carry)
-    assert jax.tree.all(jax.tree.map(lambda x, y: x.dtype == y.dtype, params, pattern.params))
+    assert jax.tree.all(
+        jax.tree.map(lambda x, y: x.dtype == y.dtype, params, pattern.params)
+    )
     return losses, state.skipped_steps, (params, kept)
 
 
@@ -785,7 +824,9 @@ def rounded(pattern):
     of_leaf = lambda x: lax.reduce_precision(x, 5, 10) if is_float32(x) else x
     low = lambda tree: jax.tree.map(of_leaf, tree)
     of = pattern.loss_fn
-    return pattern._replace(loss_fn=lambda p, kept, key, x: of(low(p), kept, key, low(x)))
+    return pattern._replace(
+        loss_fn=lambda p, kept, key, x: of(low(p), kept, key, low(x))
+    )
 
 
 # The others take two to ten seconds each.
@@ -795,7 +836,8 @@ QUICK = {
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PATTERNS]
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PATTERNS],
 )
 def test_thirty_steps_in_float16_end_where_float32_does(name):
     pattern = PATTERNS[name]()

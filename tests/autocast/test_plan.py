@@ -74,7 +74,9 @@ def test_what_is_cheap_is_repeated_where_it_is_read():
 
     repeating = [line for line in lines(masked, W, X) if "repeating" in line]
     assert len(repeating) == 2
-    assert all("broadcast_in_dim" in line.split(", repeating ")[1] for line in repeating)
+    assert all(
+        "broadcast_in_dim" in line.split(", repeating ")[1] for line in repeating
+    )
 
 
 def test_of_a_scan_over_layers_the_plan_of_a_layer_is_shown_inside():
@@ -88,7 +90,9 @@ def test_of_a_scan_over_layers_the_plan_of_a_layer_is_shown_inside():
     assert text[scan].endswith(":f16")
     # What no product depends on is not rounded, although each layer takes 16 bits.
     text = lines(
-        lambda ws, x: lax.scan(lambda x, w: (x + jnp.sin(x) @ w, None), x @ ws[0], ws)[0],
+        lambda ws, x: lax.scan(lambda x, w: (x + jnp.sin(x) @ w, None), x @ ws[0], ws)[
+            0
+        ],
         jnp.stack([W, W]),
         X,
     )
@@ -132,7 +136,9 @@ def keeping(fun, *args):
     """What each island keeps, by the operations that make it."""
     made = planned(fun, *args)
     return [
-        [s.name for s in p.steps if s.outs[0] in p.saved] for p in made.parts if p.is_recomputed
+        [s.name for s in p.steps if s.outs[0] in p.saved]
+        for p in made.parts
+        if p.is_recomputed
     ]
 
 
@@ -145,26 +151,40 @@ def test_sums_are_kept_that_would_take_another_pass():
 def test_over_columns_they_are_kept_too():
     """A batch norm's, whose kernel ends before that of the numbers that it normalizes begins."""
     norm = lambda h: (h - h.mean(0)) * jax.lax.rsqrt(h.var(0) + 1e-6)
-    assert keeping(lambda w, x: norm(x @ w) @ w, W, jnp.ones((64, 8))) == [["reduce_sum"] * 3]
+    assert keeping(lambda w, x: norm(x @ w) @ w, W, jnp.ones((64, 8))) == [
+        ["reduce_sum"] * 3
+    ]
 
 
 def test_sums_over_rows_that_are_written_next_are_taken_again():
-    assert keeping(lambda w, x: jax.nn.softmax(x @ w) @ w.T, jnp.ones((8, 64)), X) == [[]]
+    assert keeping(lambda w, x: jax.nn.softmax(x @ w) @ w.T, jnp.ones((8, 64)), X) == [
+        []
+    ]
 
 
 def kept_in(fun, *args):
     """The dtypes in which parts keep what is as large as the last argument."""
     made = planned(fun, *args)
     size = args[-1].size
-    large = lambda p: (ds for i, ds in p.writes.items() if made.program.types[i].size == size)
-    return {str(dtype) for part in made.parts for dtypes in large(part) for dtype in dtypes}
+    large = lambda p: (
+        ds for i, ds in p.writes.items() if made.program.types[i].size == size
+    )
+    return {
+        str(dtype) for part in made.parts for dtypes in large(part) for dtype in dtypes
+    }
 
 
 NORMS = {
-    "layer norm": lambda h: (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1)[:, None] + 1e-6),
-    "batch norm": lambda h: (h - h.mean(0)) * lax.rsqrt((h**2).mean(0) - h.mean(0) ** 2 + 1e-6),
+    "layer norm": lambda h: (
+        (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1)[:, None] + 1e-6)
+    ),
+    "batch norm": lambda h: (
+        (h - h.mean(0)) * lax.rsqrt((h**2).mean(0) - h.mean(0) ** 2 + 1e-6)
+    ),
     "standardize": jax.nn.standardize,
-    "over devices": lambda h: h * lax.rsqrt(lax.pmean((h**2).mean(0), "devices") + 1e-6),
+    "over devices": lambda h: (
+        h * lax.rsqrt(lax.pmean((h**2).mean(0), "devices") + 1e-6)
+    ),
     "by a norm": lambda h: h / jnp.linalg.norm(h, axis=-1, keepdims=True),
 }
 
@@ -205,7 +225,9 @@ def test_a_plan_of_a_users_function_says_its_lines():
         return jnp.sum(h @ w)
 
     text = str(ols.autocast(block).plan(W, X))
-    assert text.splitlines()[1].startswith("run: dot_general (x:f16, w:f16) -> 2:f16  # ")
+    assert text.splitlines()[1].startswith(
+        "run: dot_general (x:f16, w:f16) -> 2:f16  # "
+    )
     first = block.__code__.co_firstlineno
     for n in (1, 2):
         assert f"test_plan.py:{first + n} (block)" in text
@@ -221,7 +243,9 @@ def test_arguments_are_called_as_in_the_users_function():
 
 
 def test_branches_and_the_two_programs_of_a_loop_are_told_apart():
-    branching = lambda w, x: lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x @ w @ w, x)
+    branching = lambda w, x: lax.cond(
+        x[0, 0] > 0, lambda x: x @ w, lambda x: x @ w @ w, x
+    )
     text = lines(branching, W, X)
     labels = [i for i, line in enumerate(text) if "branch" in line]
     assert [text[i] for i in labels] == ["  branch 0:", "  branch 1:"]
@@ -274,5 +298,7 @@ def test_a_plan_changes_no_module():
     norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
     before = nnx.state(norm)
     ols.autocast(lambda norm, w, x: norm(x @ w).sum()).plan(norm, W, X)
-    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(nnx.state(norm)), strict=True):
+    for x, y in zip(
+        jax.tree.leaves(before), jax.tree.leaves(nnx.state(norm)), strict=True
+    ):
         assert (x == y).all()

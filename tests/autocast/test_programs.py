@@ -20,7 +20,9 @@ def test_a_random_program_computes_what_it_does_in_float32(seed):
 def test_many_random_programs_compute_what_they_do_in_float32(start):
     for seed in range(start, start + 3):
         finding = tried(program(seed))
-        assert finding.kind in HARMLESS, f"{program(seed)}\n{finding.kind}: {finding.text}"
+        assert finding.kind in HARMLESS, (
+            f"{program(seed)}\n{finding.kind}: {finding.text}"
+        )
 
 
 @pytest.mark.slow
@@ -49,6 +51,8 @@ def test_what_a_program_rounds_to_16_bits_may_become_the_next_number_there():
     """A gradient in bfloat16 is off by 2**-8 where it is rounded up, and not down."""
 
     def fun(p, x):
-        return jnp.sum((x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16)).astype(jnp.float32))
+        return jnp.sum(
+            (x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16)).astype(jnp.float32)
+        )
 
     assert sensitivity(fun) > 2.0**-9

@@ -182,7 +182,9 @@ def logsumexp_by_hand(h, p):
 
 @case(size=30.0, slow=True)
 def cross_entropy_by_one_hot(h, p):
-    return -jnp.mean(jnp.sum(jax.nn.one_hot(jnp.arange(16), 32) * jax.nn.log_softmax(h), -1))
+    return -jnp.mean(
+        jnp.sum(jax.nn.one_hot(jnp.arange(16), 32) * jax.nn.log_softmax(h), -1)
+    )
 
 
 @case(size=30.0)
@@ -299,7 +301,9 @@ def focal_loss(h, p):
 def contrastive_loss(h, p):
     z = h / (jnp.linalg.norm(h, axis=-1, keepdims=True) + 1e-8)
     logits = z @ z.T / 0.07
-    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(32)).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits, jnp.arange(32)
+    ).mean()
 
 
 # --- sums of many ---
@@ -434,7 +438,12 @@ def embeddings_of_many_tokens_by_a_module(h, p):
     return jnp.sum(jax.nn.relu((x + h) @ p["w"] + 1)) / 100
 
 
-@case(rows=8, size=0.1, parameters=[("embedding", normal(2, 16, 32, scale=0.3))], slow=True)
+@case(
+    rows=8,
+    size=0.1,
+    parameters=[("embedding", normal(2, 16, 32, scale=0.3))],
+    slow=True,
+)
 def tied_embeddings(h, p):
     logits = (p["embedding"][jnp.arange(8)] + h) @ p["embedding"].T
     return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(8)).mean()
@@ -460,7 +469,10 @@ def division_by_a_guard_alone(h, p):
 
 @case(size=0.0)
 def division_by_a_clipped_sum(h, p):
-    return jnp.sum(h / jnp.maximum(jnp.sum(jnp.abs(h), -1, keepdims=True), 1e-12)) * 1e-12 + 1
+    return (
+        jnp.sum(h / jnp.maximum(jnp.sum(jnp.abs(h), -1, keepdims=True), 1e-12)) * 1e-12
+        + 1
+    )
 
 
 @case(size=0.0, slow=True)
@@ -619,7 +631,10 @@ def sine_of_large_phases(h, p):
 def rotary_embedding_at_far_positions(h, p):
     angles = (jnp.arange(64.0) + 30_000)[:, None] / 10_000 ** (jnp.arange(16) / 16)
     a, b = jnp.split(h, 2, -1)
-    turned = [a * jnp.cos(angles) - b * jnp.sin(angles), b * jnp.cos(angles) + a * jnp.sin(angles)]
+    turned = [
+        a * jnp.cos(angles) - b * jnp.sin(angles),
+        b * jnp.cos(angles) + a * jnp.sin(angles),
+    ]
     q = jnp.concatenate(turned, -1)
     return through(jax.nn.softmax(q @ q.T / 32**0.5))
 
@@ -707,7 +722,9 @@ def large_numbers_into_remat_with_a_product(h, p):
 @case(size=300.0)
 def large_numbers_into_a_branch(h, p):
     y = h * jnp.roll(h, 1, 0)
-    return through(lax.cond(h[0, 0] < 1e9, lambda y: (y / 1e4) @ p["w"], lambda y: y, y))
+    return through(
+        lax.cond(h[0, 0] < 1e9, lambda y: (y / 1e4) @ p["w"], lambda y: y, y)
+    )
 
 
 @case(size=300.0, slow=True)
@@ -724,7 +741,11 @@ def large_numbers_into_a_scan(h, p):
 
 
 @case(
-    rows=1000, parameters=[("v", normal(5, 32, 32, scale=0.1)), ("each", np.ones((1000, 32), "f"))]
+    rows=1000,
+    parameters=[
+        ("v", normal(5, 32, 32, scale=0.1)),
+        ("each", np.ones((1000, 32), "f")),
+    ],
 )
 def small_steps_with_a_parameter_each(h, p):
     """What is multiplied in each round by itself is no parameter, and the parameter not itself."""
@@ -767,7 +788,9 @@ PERMUTATIONS = ("each", np.stack([permutation(32)] * 3))
 @case(size=300.0, parameters=[PERMUTATIONS])
 def large_numbers_into_layers(h, p):
     y = h * jnp.roll(h, 1, 0)
-    return through(lax.scan(lambda y, w: (y + (y / 1e4) @ w, None), y, p["each"])[0] / 1e4)
+    return through(
+        lax.scan(lambda y, w: (y + (y / 1e4) @ w, None), y, p["each"])[0] / 1e4
+    )
 
 
 @case(size=300.0, parameters=[PERMUTATIONS])
@@ -899,7 +922,11 @@ def test_a_stream_to_which_layers_with_gains_add_is_kept_in_16_bits(first, then)
 
     p = {"w": permutation(32), "gain": jnp.ones(32)}
     jaxpr = jax.make_jaxpr(ols.autocast(fun))(p, normal(0, 16, 32))
-    adds = [at.eqn.outvars[0].aval for at in equations_of_each_call(jaxpr) if at.name == "add"]
+    adds = [
+        at.eqn.outvars[0].aval
+        for at in equations_of_each_call(jaxpr)
+        if at.name == "add"
+    ]
     dtypes = [str(x.dtype) for x in adds if x.shape == (16, 32)]
     assert dtypes.count("float16") == 3
     # The last sum, which only a product reads, is rounded once: by that.
@@ -924,7 +951,9 @@ NORMS_BEYOND_THE_RANGE = {
 }
 
 
-@pytest.mark.parametrize("norm", NORMS_BEYOND_THE_RANGE.values(), ids=NORMS_BEYOND_THE_RANGE)
+@pytest.mark.parametrize(
+    "norm", NORMS_BEYOND_THE_RANGE.values(), ids=NORMS_BEYOND_THE_RANGE
+)
 def test_a_norm_that_leaves_the_range_is_as_in_float32(norm):
     a, b = (0.2 * np.random.default_rng(n).normal(size=(32, 32)) for n in (0, 1))
     x = np.random.default_rng(2).normal(size=(16, 32)).astype(np.float32)
@@ -945,7 +974,9 @@ def convolved(numbers, **options):
 
     def of(x, kernel):
         strides = options.get("window_strides", (1, 1))
-        more = {name: value for name, value in options.items() if name != "window_strides"}
+        more = {
+            name: value for name, value in options.items() if name != "window_strides"
+        }
         padding = more.pop("padding", "SAME")
         return lax.conv_general_dilated(
             x, kernel, strides, padding, dimension_numbers=numbers, **more
@@ -957,8 +988,16 @@ def convolved(numbers, **options):
 OVER_ONE_NUMBER = {
     "matmul": (lambda x, y: x[:, None] @ y[None], (8,), (4,)),
     "batched": (lambda x, y: jnp.einsum("bij,bjk->bik", x, y), (3, 4, 1), (3, 1, 5)),
-    "batch last": (lambda x, y: jnp.einsum("ijb,jkbm->bikm", x, y), (4, 1, 3), (1, 5, 3, 2)),
-    "two axes": (lambda x, y: jnp.tensordot(x, y, ((1, 2), (1, 0))), (4, 1, 1), (1, 1, 3)),
+    "batch last": (
+        lambda x, y: jnp.einsum("ijb,jkbm->bikm", x, y),
+        (4, 1, 3),
+        (1, 5, 3, 2),
+    ),
+    "two axes": (
+        lambda x, y: jnp.tensordot(x, y, ((1, 2), (1, 0))),
+        (4, 1, 1),
+        (1, 1, 3),
+    ),
     "convolution": (convolved(("NHWC", "HWIO", "NHWC")), (2, 5, 6, 1), (1, 1, 1, 3)),
     "depthwise": (
         convolved(

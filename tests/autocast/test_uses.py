@@ -9,7 +9,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.flat import flat
-from optax_lossscale._autocast.uses import KEPT, Arguments, Use, depths, is_kept_low, uses
+from optax_lossscale._autocast.uses import (
+    KEPT,
+    Arguments,
+    Use,
+    depths,
+    is_kept_low,
+    uses,
+)
 
 W = normal(0, 4, 4)
 X = normal(1, 3, 4)
@@ -27,7 +34,9 @@ def use_of(operation, fun, result=WIDELY):
     """What is done with the result of the first of a function's operations with a name."""
     program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(W, X)
     after = uses(program, arguments(result), FLOAT16)
-    return next(after[step.outs[0]] for step in flat(program).steps if step.name == operation)
+    return next(
+        after[step.outs[0]] for step in flat(program).steps if step.name == operation
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,7 +48,8 @@ def use_of(operation, fun, result=WIDELY):
         (WIDELY, "dot_general", lambda w, x: jnp.sum(x @ w)),
         (MULTIPLIED | WIDELY, "dot_general", lambda w, x: jnp.exp(x @ w) @ w),
         (WIDELY | ADDED, "tanh", lambda w, x: jnp.tanh(x @ w) + x @ w),
-        # It is read again once a product has been computed from it, by itself or after a `tanh`.
+        # It is read again once a product has been computed from it, by itself or after
+        # a `tanh`.
         (KEPT | WIDELY, "exp", lambda w, x: (h := jnp.exp(x @ w)) + h @ w),
         (KEPT | WIDELY | ADDED, "dot_general", lambda w, x: (h := x @ w) + h @ w),
         (KEPT | WIDELY, "dot_general", lambda w, x: (h := jnp.tanh(x @ w)) + h @ w),
@@ -65,7 +75,9 @@ def test_a_use_is_what_is_done_with_a_value_afterwards(use, operation, fun):
         (lambda h: h * 2, False),
     ],
 )
-def test_what_commutes_with_rounding_passes_on_what_is_done_with_its_result(moves, commutes):
+def test_what_commutes_with_rounding_passes_on_what_is_done_with_its_result(
+    moves, commutes
+):
     use = MULTIPLIED if commutes else MULTIPLIED | WIDELY
     assert use_of("dot_general", lambda w, x: moves(x @ w) @ w) == use
 
@@ -75,14 +87,21 @@ def test_what_commutes_with_rounding_passes_on_what_is_done_with_its_result(move
     [
         (MULTIPLIED, lambda w, h: jax.checkpoint(lambda h: h @ w)(h)),
         (MULTIPLIED | WIDELY, lambda w, h: jax.checkpoint(lambda h: jnp.sin(h) @ w)(h)),
-        (MULTIPLIED, lambda w, h: lax.cond(w[0, 0] > 0, lambda h: h @ w, lambda h: h @ w @ w, h)),
+        (
+            MULTIPLIED,
+            lambda w, h: lax.cond(w[0, 0] > 0, lambda h: h @ w, lambda h: h @ w @ w, h),
+        ),
         (
             MULTIPLIED | WIDELY,
-            lambda w, h: lax.cond(w[0, 0] > 0, lambda h: h @ w, lambda h: jnp.sin(h), h),
+            lambda w, h: lax.cond(
+                w[0, 0] > 0, lambda h: h @ w, lambda h: jnp.sin(h), h
+            ),
         ),
         (
             KEPT | WIDELY | ADDED,
-            lambda w, h: lax.scan(lambda h, w: (h + jnp.sin(h) @ w, None), h, w[None])[0],
+            lambda w, h: lax.scan(lambda h, w: (h + jnp.sin(h) @ w, None), h, w[None])[
+                0
+            ],
         ),
         # It waits in a branch for what is multiplied beside it.
         (
@@ -112,7 +131,9 @@ def test_a_depth_is_how_many_products_came_before_at_most():
     assert depths_of(lambda w, x: x + x @ w, outside=(0, 5)) == [6]
     two = lambda x, w: (x @ w @ w, None)
     assert depths_of(lambda w, x: jax.checkpoint(lambda x: two(x, w)[0])(x) @ w) == [3]
-    assert depths_of(lambda w, x: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x)) == [1]
+    assert depths_of(lambda w, x: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x)) == [
+        1
+    ]
 
 
 def test_depths_that_are_far_apart_are_close_inside_of_an_operation():

@@ -24,7 +24,9 @@ def with_derivative_jvp(fun):
 def with_derivative_vjp(fun):
     """The same with its own derivative, by `custom_vjp`."""
     wrapped = jax.custom_vjp(fun)
-    wrapped.defvjp(lambda *args: jax.vjp(fun, *args), lambda pull, cotangent: pull(cotangent))
+    wrapped.defvjp(
+        lambda *args: jax.vjp(fun, *args), lambda pull, cotangent: pull(cotangent)
+    )
     return wrapped
 
 
@@ -68,9 +70,13 @@ def on_one_device(fun):
     """By a `shard_map` over a mesh of one device."""
 
     def of(p, x):
-        mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+        mesh = jax.make_mesh(
+            (1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,)
+        )
         specs = jax.P(), jax.P("devices")
-        return jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=jax.P("devices"))(p, x)
+        return jax.shard_map(
+            fun, mesh=mesh, in_specs=specs, out_specs=jax.P("devices")
+        )(p, x)
 
     return of
 
@@ -83,8 +89,12 @@ WRAPPERS = {
     "checkpoint in jit": lambda fun: jax.jit(jax.checkpoint(fun)),
     "scan": in_scan,
     "map": in_map,
-    "cond": lambda fun: lambda p, x: lax.cond(x[0, 0] < 9, fun, lambda p, x: 2 * fun(p, x), p, x),
-    "switch": lambda fun: lambda p, x: lax.switch(jnp.int32(x[0, 0] < 9), [fun, fun], p, x),
+    "cond": lambda fun: (
+        lambda p, x: lax.cond(x[0, 0] < 9, fun, lambda p, x: 2 * fun(p, x), p, x)
+    ),
+    "switch": lambda fun: (
+        lambda p, x: lax.switch(jnp.int32(x[0, 0] < 9), [fun, fun], p, x)
+    ),
     "fori_loop": in_fori_loop,
     "while_loop": in_while_loop,
     "custom_jvp": with_derivative_jvp,
@@ -93,7 +103,9 @@ WRAPPERS = {
     "checkpoint in cond": lambda fun: (
         lambda p, x: lax.cond(x[0, 0] < 9, jax.checkpoint(fun), fun, p, x)
     ),
-    "cond in scan": lambda fun: in_scan(lambda p, x: lax.cond(x[0, 0] < 9, fun, fun, p, x)),
+    "cond in scan": lambda fun: in_scan(
+        lambda p, x: lax.cond(x[0, 0] < 9, fun, fun, p, x)
+    ),
 }
 
 
@@ -165,8 +177,12 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("layer", ["dense", "its sum with its input", "normalized", "with gelu"])
-@pytest.mark.parametrize("wrap", [lambda fun: fun, jax.checkpoint], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize(
+    "layer", ["dense", "its sum with its input", "normalized", "with gelu"]
+)
+@pytest.mark.parametrize(
+    "wrap", [lambda fun: fun, jax.checkpoint], ids=["plain", "checkpoint"]
+)
 @pytest.mark.parametrize("returned", BESIDE.values(), ids=BESIDE)
 def test_the_loss_is_the_same_whatever_is_returned_beside_it(returned, wrap, layer):
     def loss(p, x, y):
@@ -183,7 +199,9 @@ def test_a_sum_at_the_end_keeps_its_digits_and_range(bias):
     p = {"w": normal(6, 8, 8) / 3, "b": normal(7, 8) + bias}
     for wrap in WRAPPERS.values():
         actual = ols.autocast(wrap(dense))(p, X)
-        np.testing.assert_array_equal(actual, ols.autocast(lambda p, x: 1.0 * dense(p, x))(p, X))
+        np.testing.assert_array_equal(
+            actual, ols.autocast(lambda p, x: 1.0 * dense(p, x))(p, X)
+        )
 
 
 def in_layers(fun):
@@ -206,7 +224,10 @@ def one_by_one(fun):
 @pytest.mark.parametrize("bias", [0, 3000], ids=["goes on", "ends"])
 def test_a_scan_over_layers_gives_what_they_give_one_by_one(layer, bias):
     """The last sum, too, which no product depends on, is not rounded."""
-    p = {"w": normal(2, 3, 8, 8) / 5, "b": normal(3, 3, 8) + np.array([[0], [0], [bias]])}
+    p = {
+        "w": normal(2, 3, 8, 8) / 5,
+        "b": normal(3, 3, 8) + np.array([[0], [0], [bias]]),
+    }
     p = jax.tree.map(np.float32, p)
     head = normal(4, 8, 8) / 3
 
@@ -216,9 +237,12 @@ def test_a_scan_over_layers_gives_what_they_give_one_by_one(layer, bias):
 
     actual = run(functools.partial(fun, around=in_layers), p, X)
     expected = run(functools.partial(fun, around=one_by_one), p, X)
-    # But for a stream, which without a scan is rounded as it is carried, and in the last sum.
+    # But for a stream, which without a scan is rounded as it is carried, and in the
+    # last sum.
     is_stream = layer in ("its sum with its input", "a residual block")
-    np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=0.02 if is_stream else 2e-5)
+    np.testing.assert_allclose(
+        actual, expected, rtol=2e-6, atol=0.02 if is_stream else 2e-5
+    )
 
 
 def equations(jaxpr):
@@ -257,6 +281,8 @@ def test_a_residual_stream_goes_from_layer_to_layer_in_16_bits(names, wrap):
 
     p = {"w": normal(2, 8, 8) / 3, "b": normal(3, 8)}
     held = equations(jax.make_jaxpr(ols.autocast(loss))(p, X).jaxpr)
-    blocks = [eqn for eqn in held if eqn.primitive.name in names and "dot_general" in str(eqn)]
+    blocks = [
+        eqn for eqn in held if eqn.primitive.name in names and "dot_general" in str(eqn)
+    ]
     dtypes = [v.aval.dtype for eqn in blocks for v in eqn.outvars]
     assert dtypes == [jnp.float16] * 3

@@ -49,7 +49,9 @@ def line_of(function, after):
 def test_a_healthy_model_is_fine_as_it_is():
     loss_fn = lambda w, x: jnp.sum((w.astype(jnp.float16) * x).astype(jnp.float32))
     diagnosis = ols.diagnose(loss_fn, jnp.ones(3), 1.0)
-    assert diagnosis.verdict.startswith("float16 is fine as it is, without a loss scale")
+    assert diagnosis.verdict.startswith(
+        "float16 is fine as it is, without a loss scale"
+    )
     assert diagnosis.advice == ["Nothing. A dynamic loss scale would start at 2**13."]
     assert diagnosis.underflow == {}
     assert "What to do:\n- Nothing." in str(diagnosis)
@@ -64,7 +66,10 @@ def test_a_small_loss_loses_gradients_without_a_scale(mask):
     )
     assert np.log2(diagnosis.initial_scale.scale) == 29
     (advice,) = diagnosis.advice
-    assert "DynamicLossScale(initial_scale=2.0**29)" in advice or "initial scale of" in advice
+    assert (
+        "DynamicLossScale(initial_scale=2.0**29)" in advice
+        or "initial scale of" in advice
+    )
     name, worst = next(iter(diagnosis.underflow.items()))
     assert name == "all"
     assert worst.lost > 0.1
@@ -127,7 +132,9 @@ def test_where_no_one_scale_fits_the_layer_is_named():
 def test_gradients_that_are_finite_at_no_scale():
     loss_fn = lambda w, x: jnp.sum(jnp.sqrt(w["w"] * x))
     diagnosis = ols.diagnose(loss_fn, {"w": jnp.zeros(3)}, 1.0)
-    assert diagnosis.verdict.startswith("The gradients are not finite in float32 either")
+    assert diagnosis.verdict.startswith(
+        "The gradients are not finite in float32 either"
+    )
     assert line_of(loss_fn, 0) in diagnosis.verdict
     assert diagnosis.wrong[0].name == "w"
     assert diagnosis.advice[0].startswith("Keep the argument of the root above 0")
@@ -138,7 +145,8 @@ def test_a_loss_so_large_that_its_gradients_overflow():
     assert "needs one below 1" in diagnosis.verdict
     exponent = np.log2(diagnosis.initial_scale.scale)
     bounds = f"initial_scale=2.0**{exponent:.0f}, min_scale=2.0**{exponent - 16:.0f})"
-    assert bounds in diagnosis.advice[0]  # and a larger batch later does not end the training
+    # and a larger batch later does not end the training
+    assert bounds in diagnosis.advice[0]
 
 
 # --- what it is called with ---
@@ -150,10 +158,14 @@ def test_of_float32_it_says_what_autocast_would_make_of_it():
     found, cast = ols.diagnose(loss_fn, w, x), ols.diagnose(ols.autocast(loss_fn), w, x)
     assert found.is_autocast
     assert not cast.is_autocast
-    assert str(found).startswith("In float32 as it is; with autocast, it computes in float16")
+    assert str(found).startswith(
+        "In float32 as it is; with autocast, it computes in float16"
+    )
     assert (found.verdict, found.off) == (cast.verdict, cast.off)
     elementwise = ols.diagnose(lambda w, x: jnp.sum((w * x) ** 2), jnp.ones(3), 1.0)
-    assert elementwise.verdict.startswith("Nothing is computed in 16 bits, nor would autocast")
+    assert elementwise.verdict.startswith(
+        "Nothing is computed in 16 bits, nor would autocast"
+    )
 
 
 def test_traces_the_loss_function_once():
@@ -165,7 +177,9 @@ def test_takes_aux_keyword_arguments_and_parameters_of_any_kind():
     def with_aux(params, x, key, activation, *, size):
         assert isinstance(size, float)
         keep = jax.random.bernoulli(key, 0.9, x.shape)
-        return attention(params["w"], activation(jnp.where(keep, x, 0)), size=size), "any aux"
+        return attention(
+            params["w"], activation(jnp.where(keep, x, 0)), size=size
+        ), "any aux"
 
     params = {"w": W, "steps": jnp.int32(3), "none": None, "key": jax.random.key(1)}
     key = jax.random.key(0)
@@ -200,7 +214,8 @@ def test_a_loss_that_scales_its_own_gradient_counts_as_if_it_did_not(compiled):
     scaled = compiled(lambda w, x: ols.scale_gradient(loss_fn(w, x), 2.0**10))
     inputs = normal(8, 8), normal(4, 8).astype(F16)
     assert (
-        ols.diagnose(scaled, *inputs).initial_scale == ols.diagnose(loss_fn, *inputs).initial_scale
+        ols.diagnose(scaled, *inputs).initial_scale
+        == ols.diagnose(loss_fn, *inputs).initial_scale
     )
 
 
@@ -216,7 +231,9 @@ def test_the_loss_scale_in_a_state_is_compared_and_none_is_advised():
     assert "yours is 2**15" in str(fine)
     assert at(2.0**40).verdict == "Gradients overflow at your loss scale, 2**40."
     assert at(2.0).verdict.startswith("Your loss scale, 2**1, is lower than what fits")
-    assert not any("Wrap" in advice for s in ("dynamic", 2.0**40, 2.0) for advice in at(s).advice)
+    assert not any(
+        "Wrap" in advice for s in ("dynamic", 2.0**40, 2.0) for advice in at(s).advice
+    )
 
 
 def test_a_float16_argument_is_read_exactly():
@@ -368,7 +385,9 @@ def test_a_loss_that_16_bits_spoil_is_not_called_fine_and_its_line_is_named(name
 
 def test_of_products_that_cancel_the_advice_is_to_keep_them_and_helps():
     function, params, x = spoiled("residual")
-    [advice] = [a for a in ols.diagnose(ols.autocast(function), params, x).advice if "Keep" in a]
+    [advice] = [
+        a for a in ols.diagnose(ols.autocast(function), params, x).advice if "Keep" in a
+    ]
     assert line_of(function, 2) in advice
     assert advice.endswith("in float32: precision=jax.lax.Precision.HIGHEST.")
     kept = lambda params, x: square(
@@ -438,7 +457,12 @@ def test_in_a_scan_over_layers_the_iteration_is_named(body, reverse):
     assert line_of(overflowing, 2) in place.source
     assert place.rounds[0] == 3
     assert "iteration 3" in str(place)
-    assert ols.diagnose(steps_of(BODIES[body], reverse=reverse), LAYERS, normal(4, 8)).wrong == ()
+    assert (
+        ols.diagnose(
+            steps_of(BODIES[body], reverse=reverse), LAYERS, normal(4, 8)
+        ).wrong
+        == ()
+    )
 
 
 def test_a_while_loop_is_followed():
@@ -466,10 +490,13 @@ def test_each_device_follows_the_branch_that_it_chooses(device):
         y = lax.cond(lax.axis_index("d") == device, large, lambda y: y * F16(2), y)
         return lax.pmean(square(y), "d")
 
-    loss_fn = jax.shard_map(each, mesh=devices_mesh(), in_specs=(P(), P("d")), out_specs=P())
+    loss_fn = jax.shard_map(
+        each, mesh=devices_mesh(), in_specs=(P(), P("d")), out_specs=P()
+    )
     found = ols.diagnose(loss_fn, normal(8, 8), normal(2 * jax.device_count(), 8))
     assert line_of(large, 1) in found.wrong[0].place.source
-    assert any(line_of(each, 2) in row.source for row in found.table.rows)  # the other branch
+    # the other branch
+    assert any(line_of(each, 2) in row.source for row in found.table.rows)
 
 
 def test_the_branches_of_several_devices_are_joined():
@@ -478,7 +505,9 @@ def test_the_branches_of_several_devices_are_joined():
         y = lax.cond(x[0, 0] > 0, lambda y: y * F16(2), lambda y: y * F16(-3), y)
         return lax.pmean(square(y), "d")
 
-    loss_fn = jax.shard_map(each, mesh=devices_mesh(), in_specs=(P(), P("d")), out_specs=P())
+    loss_fn = jax.shard_map(
+        each, mesh=devices_mesh(), in_specs=(P(), P("d")), out_specs=P()
+    )
     params = normal(8, 8)
     x = normal(2 * jax.device_count(), 8).astype(F16)
     found = ols.diagnose(loss_fn, params, x)
@@ -507,7 +536,9 @@ def test_what_has_left_a_loop_is_not_noted(case, on_devices):
         each = jax.vmap(each)
     if on_devices:
         starts = jnp.tile(starts, (jax.device_count(),) + (1,) * (starts.ndim - 1))
-        each = jax.shard_map(each, mesh=devices_mesh(), in_specs=P("d"), out_specs=P("d"))
+        each = jax.shard_map(
+            each, mesh=devices_mesh(), in_specs=P("d"), out_specs=P("d")
+        )
 
     def loss_fn(w):
         return square(w.astype(F16)) * jnp.mean(each(starts).astype(F32))
@@ -539,7 +570,9 @@ def test_a_loss_over_several_devices(gain):
 
 
 def test_the_page_fits_a_terminal_and_is_short():
-    params = {f"{'a_long_name/' * 6}{chr(97 + i)}": w for i, w in enumerate([jnp.eye(8)] * 20)}
+    params = {
+        f"{'a_long_name/' * 6}{chr(97 + i)}": w for i, w in enumerate([jnp.eye(8)] * 20)
+    }
 
     def loss_fn(params, x):
         x = sum(x @ w.astype(jnp.float16) for w in params.values())
@@ -554,7 +587,9 @@ def test_the_page_fits_a_terminal_and_is_short():
 def test_the_table_has_a_row_for_each_equation_with_its_line_and_layer():
     table = ols.diagnose(attention, W, X, size=2.0**6).table
     products = [
-        row for row in table.rows if row.primitive == "dot_general" and not row.is_backward
+        row
+        for row in table.rows
+        if row.primitive == "dot_general" and not row.is_backward
     ]
     assert [row.layer for row in products][:2] == ["q", "k"]
     assert line_of(attention, 3) in products[0].source
@@ -584,6 +619,7 @@ def test_the_page_of_the_demo_is_the_documentations(capsys):
     document = (root / "docs/diagnosis.md").read_text()
     share = re.compile(r"(\d+\.\d)% of the gradients")
     lost, on_the_page = (share.search(text)[1] for text in (verdict, document))
-    assert float(lost) == pytest.approx(float(on_the_page), abs=1)  # which each JAX computes anew
+    # which each JAX computes anew
+    assert float(lost) == pytest.approx(float(on_the_page), abs=1)
     shown = verdict.replace(lost, on_the_page)
     assert f"```text\n{dtypes}\n{shown}\n" in document

@@ -53,7 +53,9 @@ def compilers(fun, *args):
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.integers(2, 5), min_size=6, max_size=6),
-    st.sampled_from(["ij,jk->ik", "bij,bjk->bik", "bhqd,bhkd->bhqk", "bij,kj->bik", "ij,j->i"]),
+    st.sampled_from(
+        ["ij,jk->ik", "bij,bjk->bik", "bhqd,bhkd->bhqk", "bij,kj->bik", "ij,j->i"]
+    ),
 )
 def test_a_product_takes_the_multiplications_that_the_compiler_counts(sizes, formula):
     size = dict(zip(sorted(set(formula) - set(",->")), sizes, strict=False))
@@ -72,7 +74,13 @@ def test_a_product_takes_the_multiplications_that_the_compiler_counts(sizes, for
         {"feature_group_count": 2},
         {"batch_group_count": 2},
     ],
-    ids=["plain", "strided", "dilated", "of groups of features", "of groups of a batch"],
+    ids=[
+        "plain",
+        "strided",
+        "dilated",
+        "of groups of features",
+        "of groups of a batch",
+    ],
 )
 def test_a_convolution_takes_the_multiplications_that_the_compiler_counts(options):
     options = {"window_strides": (1, 1), "padding": "VALID"} | options
@@ -127,7 +135,9 @@ def custom(w, x):
     return x @ w
 
 
-custom.defvjp(lambda w, x: (custom(w, x), (w, x)), lambda r, g: (r[1].T @ g, g @ r[0].T))
+custom.defvjp(
+    lambda w, x: (custom(w, x), (w, x)), lambda r, g: (r[1].T @ g, g @ r[0].T)
+)
 
 
 @jax.custom_jvp
@@ -147,7 +157,9 @@ def everywhere(w, x):
     mesh = Mesh(jax.devices(), "devices")
     spec = PartitionSpec("devices")
     body = lambda w, x: x @ w
-    return jax.shard_map(body, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec)(w, x)
+    return jax.shard_map(
+        body, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec
+    )(w, x)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +169,10 @@ def everywhere(w, x):
         (jax.jit(jax.jit(lambda w, x: x @ w)), ONE),
         (jax.vmap(lambda w, x: x @ w, (None, 0)), ONE),
         (scanned, 7 * ONE),
-        (lambda w, x: lax.scan(lambda x, _: (scanned(w, x), None), x, length=3)[0], 21 * ONE),
+        (
+            lambda w, x: lax.scan(lambda x, _: (scanned(w, x), None), x, length=3)[0],
+            21 * ONE,
+        ),
         (lambda w, x: lax.map(lambda row: row @ w, x), ONE),
         (in_a_cond, 2 * ONE),
         (in_a_while, ONE),
@@ -165,7 +180,10 @@ def everywhere(w, x):
         (custom, ONE),
         (jax.grad(lambda w, x: jnp.sum(custom(w, x)), (0, 1)), 3 * ONE),
         (forward, ONE),
-        (jax.grad(lambda w, x: jnp.sum(jax.checkpoint(lambda: jnp.sin(x @ w))())), 3 * ONE),
+        (
+            jax.grad(lambda w, x: jnp.sum(jax.checkpoint(lambda: jnp.sin(x @ w))())),
+            3 * ONE,
+        ),
         (lambda w, x: jax.jvp(forward, (w, x), (w, x)), 3 * ONE),
         (solved, 4 * 4),
         (lambda w, x: jax.pure_callback(np.exp, x, x) @ w, ONE),
@@ -197,7 +215,9 @@ def test_rounds_that_nobody_knows_are_said_to_count_as_one():
 
 def test_the_shares_are_those_of_the_multiplications():
     def fun(w, x):
-        return lax.scan(lambda x, _: (x @ w, None), x, length=3)[0].astype(F32) @ w.astype(F32)
+        return lax.scan(lambda x, _: (x @ w, None), x, length=3)[0].astype(
+            F32
+        ) @ w.astype(F32)
 
     found = report(fun, W, X)
     assert found.shares == {F16: 0.75, F32: 0.25}
@@ -216,8 +236,14 @@ def test_the_widest_operand_counts_and_not_the_result():
 def test_an_algorithm_says_what_is_multiplied():
     x = array(4, 4, dtype=F32)
     rounded = lax.DotAlgorithmPreset.F16_F16_F32
-    assert report(functools.partial(lax.dot, precision=rounded), x, x).shares == {F16: 1.0}
-    assert not report(functools.partial(lax.dot, precision=rounded), x, x).products[0].by_choice
+    assert report(functools.partial(lax.dot, precision=rounded), x, x).shares == {
+        F16: 1.0
+    }
+    assert (
+        not report(functools.partial(lax.dot, precision=rounded), x, x)
+        .products[0]
+        .by_choice
+    )
     exact = lax.DotAlgorithmPreset.F32_F32_F32
     (product,) = report(functools.partial(lax.dot, precision=exact), x, x).products
     assert product.dtype == F32
@@ -229,7 +255,9 @@ def test_a_default_precision_is_no_choice_of_the_model_and_is_told():
     with jax.default_matmul_precision("highest"):
         found = report(jnp.matmul, x, x)
     assert not found.products[0].by_choice
-    assert "as autocast leaves products at this jax_default_matmul_precision" in str(found)
+    assert "as autocast leaves products at this jax_default_matmul_precision" in str(
+        found
+    )
 
 
 def test_it_sees_what_an_operand_was_through_a_function_and_a_transposition():
@@ -244,7 +272,9 @@ def test_it_sees_what_an_operand_was_through_a_function_and_a_transposition():
 
 def test_it_sees_what_an_operand_was_in_the_branch_of_a_cond():
     def fun(w, x):
-        return lax.cond(x[0, 0] > 0, lambda w, x: x @ w, lambda w, x: x, w.astype(F32), x)
+        return lax.cond(
+            x[0, 0] > 0, lambda w, x: x @ w, lambda w, x: x, w.astype(F32), x
+        )
 
     (product,) = report(fun, W, array(2, 4, dtype=F32)).products
     assert product.before == (F32, F16)
@@ -307,7 +337,10 @@ def test_kernels_and_callbacks_are_said_not_to_be_looked_into():
         y[...] = x[...] @ w[...]
 
     def fun(x, w):
-        y = pl.pallas_call(kernel, jax.ShapeDtypeStruct((2, 4), F16), interpret=True)(x, w)  # here
+        # here
+        y = pl.pallas_call(kernel, jax.ShapeDtypeStruct((2, 4), F16), interpret=True)(
+            x, w
+        )
         return jax.pure_callback(np.exp, y, y)
 
     found = report(fun, X, W)
@@ -337,7 +370,10 @@ def test_products_that_jax_compiles_but_once_are_those_of_the_lines_that_call_it
         x = jax.nn.gelu(x)
         return jnp.einsum("ij,jk->ik", x, w)  # the second
 
-    assert set(lines(report(fun, W, X).products)) == {line("the first"), line("the second")}
+    assert set(lines(report(fun, W, X).products)) == {
+        line("the first"),
+        line("the second"),
+    }
 
 
 def test_the_backward_pass_is_of_the_line_of_the_forward_pass():
@@ -390,7 +426,9 @@ def test_arrays_that_a_step_has_deleted_still_have_their_shapes():
 def test_what_is_no_array_is_passed_on_as_it_is():
     def fun(params, name, times, *, mode, key, half):
         assert (name, times, mode) == ("w", 2, print)
-        return [params[name] @ (half * jax.random.normal(key, (4,))) for _ in range(times)]
+        return [
+            params[name] @ (half * jax.random.normal(key, (4,))) for _ in range(times)
+        ]
 
     params = {"w": np.ones((3, 4), np.float32), "b": None, "note": "text"}
     options = {"mode": print, "key": jax.random.key(0), "half": np.float16(0.5)}
@@ -408,7 +446,8 @@ def test_an_empty_report_reads_as_one():
 def test_the_text_has_the_largest_first_and_never_loses_a_line_number():
     def model(w, x):
         y = jnp.tanh(x @ w)  # half
-        y = jnp.exp(y) * lax.reduce(y, np.array(0, y.dtype), lax.add, (0, 1))  # exponential
+        # exponential
+        y = jnp.exp(y) * lax.reduce(y, np.array(0, y.dtype), lax.add, (0, 1))
         return y.astype(F32) @ w.astype(F32)[:, :1]  # single
 
     text = str(report(model, W, X))
@@ -449,7 +488,9 @@ def test_a_product_that_autocast_leaves_wide_deep_inside_says_in_what():
     w, x = jnp.eye(4), jnp.ones((2, 4))
 
     def fun(w, x):
-        waits = lambda x: lax.while_loop(lambda x: x.sum() > 1e-3, lambda x: x @ w / 2, x)
+        waits = lambda x: lax.while_loop(
+            lambda x: x.sum() > 1e-3, lambda x: x @ w / 2, x
+        )
         return lax.cond(x.sum() > 0, jax.jit(waits), lambda x: x, x)
 
     (product,) = report(ols.autocast(fun), w, x).products
@@ -480,24 +521,33 @@ def test_products_of_a_root_are_seen_in_every_version_of_jax():
     def fun(w, x):
         solve = lambda f, z: lax.fori_loop(0, 9, lambda _, z: z - f(z), z)
         tangent_solve = lambda g, y: lax.fori_loop(0, 9, lambda _, v: v - (g(v) - y), y)
-        return lax.custom_root(lambda z: z - jnp.tanh(z @ w) - x, x, solve, tangent_solve).sum()
+        return lax.custom_root(
+            lambda z: z - jnp.tanh(z @ w) - x, x, solve, tangent_solve
+        ).sum()
 
     assert [p.dtype for p in report(fun, w, x).products] == [jnp.float32]
     found = report(ols.autocast(fun), w, x).products
     assert found
     assert all(p.dtype == jnp.float16 or p.left_in == "a CustomRoot" for p in found)
-    if jax.__version_info__ >= (0, 12):  # solves with the transposed function, as Python has it
+    # solves with the transposed function, as Python has it
+    if jax.__version_info__ >= (0, 12):
         assert len(report(jax.grad(fun), w, x).opaque) == 1
 
 
-@pytest.mark.parametrize("cast", [ols.autocast, lambda fun: fun], ids=["autocast", "float32"])
-def test_products_in_the_derivative_of_a_decomposition_are_nobodys_choice_but_jaxs(cast):
+@pytest.mark.parametrize(
+    "cast", [ols.autocast, lambda fun: fun], ids=["autocast", "float32"]
+)
+def test_products_in_the_derivative_of_a_decomposition_are_nobodys_choice_but_jaxs(
+    cast,
+):
     factor = lambda w, x: jnp.tanh(jnp.linalg.qr(x @ w)[0]).sum()
     found = report(jax.grad(cast(factor)), jnp.eye(4), jnp.ones((4, 4))).products
     ours = [p for p in found if not p.by_choice]
     assert sum(p.count for p in ours) == 2  # x @ w, and its derivative
     assert sum(p.count for p in found) > 2
-    assert {str(p.dtype) for p in ours} == {"float16" if cast is ols.autocast else "float32"}
+    assert {str(p.dtype) for p in ours} == {
+        "float16" if cast is ols.autocast else "float32"
+    }
 
 
 @pytest.mark.parametrize(
@@ -511,7 +561,9 @@ def test_products_in_the_derivative_of_a_decomposition_are_nobodys_choice_but_ja
         (lambda x: x**2.5, "pow"),
     ],
 )
-def test_powers_and_products_in_16_bits_are_listed_however_they_are_written(function, primitive):
+def test_powers_and_products_in_16_bits_are_listed_however_they_are_written(
+    function, primitive
+):
     at = jax.ShapeDtypeStruct((8,), jnp.float16)
     assert primitive in {one.primitive for one in ols.dtype_report(function, at).narrow}
     wide = jax.ShapeDtypeStruct((8,), jnp.float32)
@@ -522,5 +574,7 @@ def test_a_transposed_convolution_with_few_results_counts_as_a_product():
     def fun(x, w):
         return lax.conv_general_dilated(x, w, (1, 1), [(0, 0)] * 2, lhs_dilation=(3, 3))
 
-    (product,) = ols.dtype_report(fun, jnp.ones((1, 1, 2, 2)), jnp.ones((1, 1, 4, 4))).products
+    (product,) = ols.dtype_report(
+        fun, jnp.ones((1, 1, 2, 2)), jnp.ones((1, 1, 4, 4))
+    ).products
     assert product.multiplications > 0

@@ -56,7 +56,9 @@ def test_hold_the_counters_of_a_strategy_of_ones_own():
         overflows: jax.Array = ols.state_field(0)
 
         def adjust(self, grads_finite):
-            return self.replace(overflows=self.overflows + jnp.logical_not(grads_finite))
+            return self.replace(
+                overflows=self.overflows + jnp.logical_not(grads_finite)
+            )
 
     metrics = ols.metrics(Counting(initial_scale=4.0).adjust(False))
     assert {k: float(v) for k, v in metrics.items()} == {
@@ -110,7 +112,9 @@ def test_no_name_hides_another():
 @pytest.mark.parametrize(
     "loss_scale", [None, 128, "dynamic", "headroom", ols.presets.LogMaxLossScale()]
 )
-@pytest.mark.parametrize("skip", [None, ols.skips.megatron(1.0)], ids=["none", "a rule"])
+@pytest.mark.parametrize(
+    "skip", [None, ols.skips.megatron(1.0)], ids=["none", "a rule"]
+)
 def test_sends_nothing_to_the_device(loss_scale, skip):
     tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale, skip=skip)
     _, state = tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)

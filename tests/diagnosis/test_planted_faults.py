@@ -51,7 +51,9 @@ def half(params):
 
 def normed(x):
     wide = x.astype(jnp.float32)
-    return (wide * lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-3)).astype(x.dtype)
+    return (wide * lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-3)).astype(
+        x.dtype
+    )
 
 
 def squares(x, planted):
@@ -80,7 +82,11 @@ def transformer_block(p, x, planted):
     q, k, v = jnp.split(normed(x) @ p["attn"]["qkv"], 3, -1)
     scores = jnp.where(jnp.tri(LENGTH, dtype=bool), q @ k.mT * WIDTH**-0.5, -jnp.inf)
     scores = place(scores, "scores", planted)
-    attn = jax.nn.softmax(scores.astype(jnp.float32)).astype(v.dtype) @ v @ p["attn"]["out"]
+    attn = (
+        jax.nn.softmax(scores.astype(jnp.float32)).astype(v.dtype)
+        @ v
+        @ p["attn"]["out"]
+    )
     x = x + place(attn, "attn", planted)
     mlp = jax.nn.gelu(normed(x) @ p["mlp"]["up"]) @ p["mlp"]["down"]
     return x + place(mlp, "mlp", planted)
@@ -120,12 +126,16 @@ def scanned_transformer(params, x, planted):
 
 
 def conv(x, w):
-    return lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+    return lax.conv_general_dilated(
+        x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )
 
 
 def conv_params():
     weights = Weights()
-    block = lambda: {name: weights(3, WIDTH, WIDTH) for name in ("conv1", "conv2", "shortcut")}
+    block = lambda: {
+        name: weights(3, WIDTH, WIDTH) for name in ("conv1", "conv2", "shortcut")
+    }
     return {"stem": weights(3, 3, WIDTH), "blocks": [block(), block(), block()]}
 
 
@@ -170,7 +180,8 @@ def rnn(params, x, planted):
     return squares(x, planted)
 
 
-# A mixture of experts, and an autoencoder with a head for the mean and one for the variance.
+# A mixture of experts, and an autoencoder with a head for the mean and one for the
+# variance.
 
 
 def mixture_params():
@@ -198,7 +209,9 @@ def mixture(params, x, planted):
 def autoencoder_params():
     weights = Weights()
     names = ("hidden", "mean", "log_variance", "decoder")
-    return {name: {"w": weights(3 if name == "hidden" else WIDTH, WIDTH)} for name in names}
+    return {
+        name: {"w": weights(3 if name == "hidden" else WIDTH, WIDTH)} for name in names
+    }
 
 
 def autoencoder(params, x, planted):
@@ -250,7 +263,11 @@ def blocks(*names):
     return [{name: at() for name in names} for _ in range(3)]
 
 
-TRANSFORMER = {"embed": at(), "blocks": [*blocks("scores", "attn", "mlp")], "head": at()}
+TRANSFORMER = {
+    "embed": at(),
+    "blocks": [*blocks("scores", "attn", "mlp")],
+    "head": at(),
+}
 TRANSFORMER["blocks"].append({name: at() for name in ("scores", "attn", "mlp")})
 MODELS = {
     "transformer": (transformer, transformer_params(list), TRANSFORMER),
@@ -273,7 +290,10 @@ MODELS = {
         rnn_params(),
         {
             "embed": at(),
-            "layers": {"steps": {"pre": at(3, LENGTH), "hidden": at(3, LENGTH)}, "sum": at(3)},
+            "layers": {
+                "steps": {"pre": at(3, LENGTH), "hidden": at(3, LENGTH)},
+                "sum": at(3),
+            },
         },
     ),
     "mixture of experts, vmapped": (
@@ -301,7 +321,9 @@ def diagnosed(model, path=(), turn=(), kind=None):
     if path:
         inside = functools.reduce(lambda tree, key: tree[key_of(key)], path, planted)
         inside[turn] = KINDS[kind]
-    x = jnp.asarray(np.random.default_rng(7).normal(size=(BATCH, LENGTH, 3)), jnp.float16)
+    x = jnp.asarray(
+        np.random.default_rng(7).normal(size=(BATCH, LENGTH, 3)), jnp.float16
+    )
     return ols.diagnose(loss_fn, params, x, planted)
 
 
@@ -316,7 +338,9 @@ def is_at(found, name, turn):
     """Whether a place that was found is where the fault was planted."""
     is_line = found.source.endswith(("(spoiled)", "(place)", "(hazard)"))
     is_layer = f"end_of_{name}" in found.layer
-    return is_line and is_layer and found.rounds[len(found.rounds) - len(turn) :] == turn
+    return (
+        is_line and is_layer and found.rounds[len(found.rounds) - len(turn) :] == turn
+    )
 
 
 @pytest.mark.slow

@@ -23,8 +23,12 @@ def test_passes_while_there_is_something_to_lower():
 
 @pytest.mark.parametrize("wrap", [lambda tx: tx, optax.chain])
 def test_raises_when_exhausted(wrap):
-    tx = wrap(ols.with_loss_scale(optax.sgd(0.1), ols.DynamicLossScale(initial_scale=2.0)))
-    with pytest.raises(ols.LossScaleError, match=r"scale of 1, .* in a row: 2\. .*min_scale"):
+    tx = wrap(
+        ols.with_loss_scale(optax.sgd(0.1), ols.DynamicLossScale(initial_scale=2.0))
+    )
+    with pytest.raises(
+        ols.LossScaleError, match=r"scale of 1, .* in a row: 2\. .*min_scale"
+    ):
         ols.raise_if_stuck(after(tx, NAN, NAN))
     ols.raise_if_stuck(after(tx, NAN, NAN, PARAMS))
 
@@ -48,7 +52,9 @@ def test_a_rule_that_skips_much_is_seen_though_never_in_a_row(every, steps, stuc
         norm = jnp.where(i % every == 0, 5.0, 1.0)
         return tx.update(norm, state, jnp.ones(()))[1], None
 
-    state, _ = jax.jit(lambda s: jax.lax.scan(step, s, jnp.arange(steps)))(tx.init(jnp.ones(())))
+    state, _ = jax.jit(lambda s: jax.lax.scan(step, s, jnp.arange(steps)))(
+        tx.init(jnp.ones(()))
+    )
     assert state.skipped_steps == steps // every
     if stuck:
         with pytest.raises(
@@ -62,7 +68,9 @@ def test_a_rule_that_skips_much_is_seen_though_never_in_a_row(every, steps, stuc
 def test_a_loss_scale_alone_is_checked_without_counts():
     ls = ols.presets.fairseq(init_scale=1.0, min_loss_scale=0.5)
     ols.raise_if_stuck(ls)
-    with pytest.raises(ols.LossScaleError, match=r"overflowed at a loss scale of 1, which cannot"):
+    with pytest.raises(
+        ols.LossScaleError, match=r"overflowed at a loss scale of 1, which cannot"
+    ):
         ols.raise_if_stuck(ls.adjust(False))
     ols.raise_if_stuck(ols.FixedLossScale(1).adjust(False))
 

@@ -15,7 +15,11 @@ from pairs import quick
 import optax_lossscale as ols
 
 F16, F32 = jnp.float16, jnp.float32
-CONV = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+CONV = {
+    "window_strides": (1, 1),
+    "padding": "SAME",
+    "dimension_numbers": ("NHWC", "HWIO", "NHWC"),
+}
 
 
 def half(tree):
@@ -41,7 +45,12 @@ def square(x, target=0.0):
 
 
 def perceptron():
-    params = {"w1": normal(32, 64), "b1": jnp.zeros(64), "w2": normal(64, 64), "w3": normal(64, 1)}
+    params = {
+        "w1": normal(32, 64),
+        "b1": jnp.zeros(64),
+        "w2": normal(64, 64),
+        "w3": normal(64, 1),
+    }
 
     def loss_fn(params, x, y):
         p = half(params)
@@ -105,10 +114,17 @@ def convolution():
 
 
 def normalized(variance=lambda x: x.var(0), dtype=F32, mean=0.0):
-    params = {"w": normal(16, 32), "b": jnp.zeros(32), "scale": jnp.ones(32), "out": normal(32, 1)}
+    params = {
+        "w": normal(16, 32),
+        "b": jnp.zeros(32),
+        "scale": jnp.ones(32),
+        "out": normal(32, 1),
+    }
 
     def loss_fn(params, x):
-        x = (x.astype(F16) @ params["w"].astype(F16) + params["b"].astype(F16)).astype(dtype)
+        x = (x.astype(F16) @ params["w"].astype(F16) + params["b"].astype(F16)).astype(
+            dtype
+        )
         x = (x - x.mean(0)) * jax.lax.rsqrt(variance(x) + jnp.asarray(1e-5, dtype))
         x = (x * params["scale"].astype(dtype)).astype(F16)
         return square(jax.nn.relu(x) @ params["out"].astype(F16))
@@ -117,7 +133,11 @@ def normalized(variance=lambda x: x.var(0), dtype=F32, mean=0.0):
 
 
 def mixture():
-    params = {"router": normal(16, 4), "up": normal(4, 16, 32), "down": normal(4, 32, 16)}
+    params = {
+        "router": normal(16, 4),
+        "up": normal(4, 16, 32),
+        "down": normal(4, 32, 16),
+    }
 
     def loss_fn(params, x):
         p, x = half(params), x.astype(F16)
@@ -137,7 +157,9 @@ def graph():
     def loss_fn(params, x, y):
         p = half(params)
         x = x.astype(F16) @ p["w"]
-        scores = jax.nn.leaky_relu((x @ p["a"])[source] + (x @ p["a"])[target]).astype(F32)
+        scores = jax.nn.leaky_relu((x @ p["a"])[source] + (x @ p["a"])[target]).astype(
+            F32
+        )
         weights = jnp.exp(scores - jax.ops.segment_max(scores, target, 64)[target])
         weights /= jax.ops.segment_sum(weights, target, 64)[target] + 1e-9
         x = jax.ops.segment_sum(x[source] * weights[:, None].astype(F16), target, 64)
@@ -147,7 +169,12 @@ def graph():
 
 
 def lstm():
-    params = {"w": normal(16, 64), "u": normal(8, 64), "b": jnp.zeros(64), "out": normal(16, 1)}
+    params = {
+        "w": normal(16, 64),
+        "u": normal(8, 64),
+        "b": jnp.zeros(64),
+        "out": normal(16, 1),
+    }
 
     def loss_fn(params, x):
         p = half(params)
@@ -245,7 +272,9 @@ HEALTHY = {
     "perceptron": perceptron,
     "deep": deep,
     "embedding": embedding,
-    "embedding summed in float32": functools.partial(embedding, 32_768, cast_first=False),
+    "embedding summed in float32": functools.partial(
+        embedding, 32_768, cast_first=False
+    ),
     "sparse embedding": functools.partial(embedding, 256, rows=500),
     "attention": attention,
     "attention in float16": functools.partial(attention, softmax=F16),
@@ -276,8 +305,8 @@ def test_a_healthy_model_is_accused_of_nothing(model):
     assert "Off from float32: the loss by " in page
 
 
-# The scale that fits and the largest at which no gradient overflows, as found by trying one after
-# the other: exponents of two.
+# The scale that fits and the largest at which no gradient overflows, as found by trying
+# one after the other: exponents of two.
 SCALES = {
     "perceptron": (13, 15),
     "deep": (17, 19),
@@ -309,7 +338,9 @@ NOT_LINEAR = {
 
 
 @pytest.mark.parametrize("rule", NOT_LINEAR)
-def test_of_a_backward_pass_that_is_not_linear_too_the_scale_is_what_a_search_finds(rule):
+def test_of_a_backward_pass_that_is_not_linear_too_the_scale_is_what_a_search_finds(
+    rule,
+):
     identity = jax.custom_vjp(lambda x: x)
     identity.defvjp(lambda x: (x, None), lambda _, g: (NOT_LINEAR[rule](g),))
     params, x = normal(8, 8), normal(16, 8, scale=1)
@@ -345,7 +376,8 @@ def test_gradients_that_are_infinite_at_any_scale_are_compared_without_one():
     found = ols.diagnose(loss_fn, params, normal(16, 8, scale=1))
     assert found.initial_scale is None
     assert found.scale == 1
-    assert [one.name for one in found.wrong] == ["a"]  # and not b, whose gradient is right
+    # and not b, whose gradient is right
+    assert [one.name for one in found.wrong] == ["a"]
 
 
 @quick("model", {model: model for model in SCALES}, "perceptron", "gate")
@@ -368,8 +400,18 @@ def test_the_share_that_is_lost_is_what_counting_gives(model, monkeypatch):
 
 
 FAULTY = {
-    "embedding of 32k": (lambda: embedding(32_768), "embed", "stagnates", "scatter-add"),
-    "embedding of 131k": (lambda: embedding(131_072), "embed", "stagnates", "scatter-add"),
+    "embedding of 32k": (
+        lambda: embedding(32_768),
+        "embed",
+        "stagnates",
+        "scatter-add",
+    ),
+    "embedding of 131k": (
+        lambda: embedding(131_072),
+        "embed",
+        "stagnates",
+        "scatter-add",
+    ),
     "shared over a scan": (scan, "w", "stagnates", "add_any"),
     "saturated gate": (gate, "gate", "saturates", "logistic"),
     "positions in float16": (lambda: rotary(F16), "q", "rounds", "cos"),
@@ -399,7 +441,9 @@ def test_how_far_it_is_off_is_what_a_model_written_in_float32_says(name, monkeyp
     monkeypatch.setitem(globals(), "F16", F32)
     loss_fn, *inputs = model()
     truth = np.asarray(jax.grad(loss_fn)(*inputs)[leaf])
-    off = np.linalg.norm(np.asarray(grads[leaf]) / scale - truth) / np.linalg.norm(truth)
+    off = np.linalg.norm(np.asarray(grads[leaf]) / scale - truth) / np.linalg.norm(
+        truth
+    )
     assert found.off[leaf] == pytest.approx(off, rel=0.02)
 
 
@@ -442,7 +486,11 @@ def rooted(x):
 
 NOT_FINITE = {
     "root": (rooted, "the derivative of a root at 0", "the argument of the root"),
-    "logarithm": (lambda x: x * jnp.log(x), "the logarithm of 0", "the argument of the logarithm"),
+    "logarithm": (
+        lambda x: x * jnp.log(x),
+        "the logarithm of 0",
+        "the argument of the logarithm",
+    ),
     "0/0": (lambda x: x / jnp.sum(x * 0), "a division by 0", "the divisor"),
     "power": (lambda x: x**0.5, "a power of 0 or less", "the base of the power"),
     "norm": (
@@ -473,7 +521,9 @@ NOT_FINITE = {
 }
 
 
-@pytest.mark.parametrize(("function", "what", "remedy"), NOT_FINITE.values(), ids=NOT_FINITE)
+@pytest.mark.parametrize(
+    ("function", "what", "remedy"), NOT_FINITE.values(), ids=NOT_FINITE
+)
 def test_of_a_nan_in_any_dtype_it_says_what_makes_it_and_where(function, what, remedy):
     def loss_fn(params, x):
         return jnp.sum(function(params["w"].astype(F16) * x).astype(F32))
@@ -526,7 +576,8 @@ def test_a_sum_that_stagnates_is_named_and_not_what_is_made_of_it(loop, follows)
     def loss_fn(w, x):
         y = jnp.tanh(x.astype(dtype) @ w.astype(dtype)).astype(F32)
         total = jnp.asarray(256, dtype)
-        add = lambda total, _=None: (total + jnp.ones_like(total), None)  # which adds nothing
+        # which adds nothing
+        add = lambda total, _=None: (total + jnp.ones_like(total), None)
         if loop == "scan":
             total, _ = lax.scan(add, total, length=n)
         else:
@@ -562,7 +613,9 @@ def test_what_follows_from_an_overflow_is_not_at_fault(swallows):
 
 def test_a_count_that_stagnates_is_told_of_no_table():
     def loss_fn(w):
-        degree = jax.ops.segment_sum(jnp.ones(4000, jnp.bfloat16), jnp.zeros(4000, int), 2)
+        degree = jax.ops.segment_sum(
+            jnp.ones(4000, jnp.bfloat16), jnp.zeros(4000, int), 2
+        )
         return jnp.sum(w / (degree.astype(F32) + 1))
 
     (advice,) = ols.diagnose(loss_fn, jnp.ones(2)).advice
@@ -596,7 +649,9 @@ def test_gradients_that_are_all_zero_are_told(dtype):
     assert "Loss scale" not in str(found)
 
 
-@pytest.mark.parametrize("function", [jnp.arccos, lambda x: 1 - x], ids=["arccos", "1 - x"])
+@pytest.mark.parametrize(
+    "function", [jnp.arccos, lambda x: 1 - x], ids=["arccos", "1 - x"]
+)
 def test_rounding_to_zero_is_no_underflow(function):
     def loss_fn(w):
         return jnp.mean(function(w.astype(jnp.bfloat16)).astype(F32))
@@ -656,7 +711,8 @@ def test_a_rule_for_the_backward_pass_is_no_derivative_inside():
 
     params = {"w": normal(8, 8), "out": normal(8, 2)}
     found = ols.diagnose(loss_fn, params, normal(16, 8, scale=3.0))
-    assert [one.name for one in found.wrong] == ["w"]  # and not `out`, which is right at 1
+    # and not `out`, which is right at 1
+    assert [one.name for one in found.wrong] == ["w"]
     (advice,) = found.advice
     assert advice.startswith("Compute exp at ")
 
@@ -669,7 +725,9 @@ def batch_normalized(params, x):
 
 def test_a_bias_that_a_normalization_takes_out_asks_for_no_scale():
     params = {"w": normal(16, 64), "bias": jnp.zeros(64), "out": normal(64, 4)}
-    found = ols.diagnose(ols.autocast(batch_normalized), params, normal(32, 16, scale=1))
+    found = ols.diagnose(
+        ols.autocast(batch_normalized), params, normal(32, 16, scale=1)
+    )
     assert found.wrong == ()
     assert found.verdict.startswith("float16 is fine as it is")
 
@@ -688,7 +746,8 @@ def test_a_sum_of_constants_before_what_is_wrong_is_no_error():
 
 
 @pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="float32's own sums are off by 1e-4 there, on a CPU"
+    jax.__version_info__ < (0, 10),
+    reason="float32's own sums are off by 1e-4 there, on a CPU",
 )
 @pytest.mark.parametrize("dtype", [F16, jnp.bfloat16])
 @pytest.mark.parametrize("seed", range(3))
@@ -724,7 +783,9 @@ def decayed(x, gate):
 def scanned(x, gate):
     """The state of a gated recurrence, and the product of all gates."""
     step = lambda c, now: ((now[0] * c[0] + now[1], now[0] * c[1]), None)
-    (state, product), _ = lax.scan(step, (jnp.zeros(8, F16), jnp.ones(8, F16)), (gate, x))
+    (state, product), _ = lax.scan(
+        step, (jnp.zeros(8, F16), jnp.ones(8, F16)), (gate, x)
+    )
     return state + product
 
 
@@ -740,7 +801,9 @@ def test_products_that_go_to_zero_as_they_must_are_fine(recurrence):
 
 def test_an_infinite_number_of_the_batch_is_no_mask():
     def loss_fn(params, x, keep):
-        x = jax.nn.relu(x.astype(F16) @ params["w"].astype(F16)) @ params["out"].astype(F16)
+        x = jax.nn.relu(x.astype(F16) @ params["w"].astype(F16)) @ params["out"].astype(
+            F16
+        )
         return jnp.mean(jnp.where(keep, (x.astype(F32) ** 2).mean(-1), 0))
 
     params = {"w": normal(8, 8), "out": normal(8, 2)}
@@ -762,7 +825,9 @@ def test_operands_that_are_widened_are_named():
     found = ols.diagnose(loss_fn, [normal(8, 8)] * 4, normal(4, 8).astype(F16))
     assert str(found).startswith("Computes in float32: 9 of 11 matrix products")
     assert found.verdict.startswith("Hardly anything is computed in float16")
-    assert found.advice[0].startswith("Wrap the loss function: autocast(loss_fn) computes")
+    assert found.advice[0].startswith(
+        "Wrap the loss function: autocast(loss_fn) computes"
+    )
     assert "test_truth.py:" in found.advice[0]
 
 
@@ -771,7 +836,9 @@ def test_what_is_in_another_dtype_is_named():
         x = jnp.tanh(x.astype(F16) @ params["w"].astype(F16))
         return crossentropy(x.astype(F32) @ params["head"], jnp.zeros(4, int))
 
-    found = ols.diagnose(loss_fn, {"w": normal(32, 32), "head": normal(32, 2)}, normal(4, 32))
+    found = ols.diagnose(
+        loss_fn, {"w": normal(32, 32), "head": normal(32, 2)}, normal(4, 32)
+    )
     first = str(found).splitlines()[0]
     assert first.startswith("Computes in float16: 2 of 5 matrix products, ")
     assert "the others in float32, at " in first + str(found).splitlines()[1]
@@ -803,7 +870,9 @@ def test_a_kernel_that_is_not_compared_is_told():
         y[...] = x[...] * 2
 
     def loss_fn(w, x):
-        y = pallas.pallas_call(kernel, jax.ShapeDtypeStruct((8,), F16), interpret=True)(x)
+        y = pallas.pallas_call(kernel, jax.ShapeDtypeStruct((8,), F16), interpret=True)(
+            x
+        )
         return jnp.sum((y * w.astype(F16)).astype(F32))
 
     found = ols.diagnose(loss_fn, jnp.ones(8), jnp.ones(8, F16))
@@ -813,11 +882,15 @@ def test_a_kernel_that_is_not_compared_is_told():
 def test_a_solver_that_stays_in_16_bits_is_told():
     def loss_fn(w):
         solve = lambda _, b: b / 2
-        x = lax.custom_linear_solve(lambda x: 2 * x, w.astype(F16), solve, symmetric=True)
+        x = lax.custom_linear_solve(
+            lambda x: 2 * x, w.astype(F16), solve, symmetric=True
+        )
         return jnp.sum(x.astype(F32))
 
     found = ols.diagnose(loss_fn, jnp.ones(8))
-    assert re.search(r"Not compared: what \S+ computes in 16 bits at tests/", str(found))
+    assert re.search(
+        r"Not compared: what \S+ computes in 16 bits at tests/", str(found)
+    )
     assert len(found.not_compared) == 1
 
 
@@ -829,7 +902,9 @@ def test_elements_of_a_batch_may_leave_a_loop_at_different_times():
 
     def loss_fn(w, xs, steps):
         w, xs = half((w, xs))
-        return square(jax.vmap(powers, (0, None, 0))(xs, lax.stop_gradient(w), steps) @ w)
+        return square(
+            jax.vmap(powers, (0, None, 0))(xs, lax.stop_gradient(w), steps) @ w
+        )
 
     w = normal(4, 4)
     xs = normal(3, 4, scale=1)
@@ -841,11 +916,15 @@ def test_elements_of_a_batch_may_leave_a_loop_at_different_times():
 
 
 def test_a_loss_over_several_devices():
-    mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh(
+        (jax.device_count(),), ("d",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
 
     def loss_fn(w, x):
         each = lambda w, x: jax.lax.pmean(square(x.astype(F16) @ w.astype(F16)), "d")
-        each = jax.shard_map(each, mesh=mesh, in_specs=(jax.P(), jax.P("d")), out_specs=jax.P())
+        each = jax.shard_map(
+            each, mesh=mesh, in_specs=(jax.P(), jax.P("d")), out_specs=jax.P()
+        )
         return each(w, x)
 
     found = ols.diagnose(loss_fn, normal(4, 4), normal(jax.device_count(), 4))
@@ -894,7 +973,10 @@ def test_second_moments_that_vanish_in_16_bits_are_told():
         assert found.moments.vanished == (1.0 if dtype == F16 else 0.0)
     found = ols.diagnose(loss_fn, params, opt_state=optax.adam(1e-3).init(params))
     assert "float16 is not for Adam's second moments: 100.0%" in found.verdict
-    assert ols.diagnose(loss_fn, params, opt_state=optax.sgd(0.1).init(params)).moments is None
+    assert (
+        ols.diagnose(loss_fn, params, opt_state=optax.sgd(0.1).init(params)).moments
+        is None
+    )
 
 
 def test_the_eps_of_injected_hyperparameters_is_the_states():
@@ -930,7 +1012,9 @@ def test_parameters_whose_paths_read_alike_are_told_apart():
     loss_fn = lambda params, x: square(x @ params["a/b"] @ params["a"]["b"])
     found = ols.diagnose(ols.autocast(loss_fn), params, normal(16, 8))
     assert len(found.off) == 3
-    assert all(name.startswith("a/b (argument ") for name in found.off if name != "the loss")
+    assert all(
+        name.startswith("a/b (argument ") for name in found.off if name != "the loss"
+    )
 
 
 def test_a_state_with_one_second_moment_for_each_array_is_not_taken_for_adams():

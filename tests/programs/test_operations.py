@@ -10,7 +10,14 @@ from jax import lax
 from jax.extend.core import Primitive
 
 import optax_lossscale
-from optax_lossscale._programs.operations import ENTERED, TABLE, Is, Operation, is_exact, operation
+from optax_lossscale._programs.operations import (
+    ENTERED,
+    TABLE,
+    Is,
+    Operation,
+    is_exact,
+    operation,
+)
 from optax_lossscale._programs.run import _ENTER
 from optax_lossscale._programs.work import terms_of
 
@@ -51,7 +58,9 @@ def test_what_models_are_made_of_is_known(function):
 
 def test_what_moves_and_chooses_is_exact_and_what_adds_or_rounds_is_not():
     assert all(map(is_exact, ["transpose", "max", "all_gather", "pmax", "select_n"]))
-    assert not any(map(is_exact, ["add", "psum", "convert_element_type", "exp", "not known"]))
+    assert not any(
+        map(is_exact, ["add", "psum", "convert_element_type", "exp", "not known"])
+    )
 
 
 def test_what_is_entered_is_so_in_one_way_and_holds_programs():
@@ -115,7 +124,9 @@ def test_all_that_adds_many_says_how_many():
         ),
     }
     adds_many = {name for name, row in TABLE.items() if Is.ADDS_MANY in row.traits}
-    assert functions.keys() == {name for name in adds_many if Is.SENDS not in TABLE[name].traits}
+    assert functions.keys() == {
+        name for name in adds_many if Is.SENDS not in TABLE[name].traits
+    }
     for name, (function, terms) in functions.items():
         eqns = jax.make_jaxpr(function)(X).jaxpr.eqns
         (found,) = (terms_of(eqn) for eqn in eqns if eqn.primitive.name == name)
@@ -123,7 +134,9 @@ def test_all_that_adds_many_says_how_many():
 
 
 def test_a_reduction_that_chooses_adds_nothing():
-    largest = lambda x: lax.reduce(x, -jnp.inf, lambda x, y: jnp.where(x > y, x, y), (1,))
+    largest = lambda x: lax.reduce(
+        x, -jnp.inf, lambda x, y: jnp.where(x > y, x, y), (1,)
+    )
     (eqn,) = jax.make_jaxpr(largest)(X).jaxpr.eqns
     assert terms_of(eqn) == 1
 
@@ -157,7 +170,11 @@ def operations_named(tree):
             elements = [node.value]
         else:
             continue
-        yield from (e.value for e in elements if isinstance(e, ast.Constant) and e.value in TABLE)
+        yield from (
+            e.value
+            for e in elements
+            if isinstance(e, ast.Constant) and e.value in TABLE
+        )
 
 
 @pytest.mark.parametrize("path", READERS, ids=lambda p: p.name)

@@ -47,7 +47,9 @@ def test_params_and_name_of_a_root():
     assert any(map(versions.is_program, versions.params_of(eqn).values()))
 
 
-@pytest.mark.parametrize("function", [jnp.sin, lax.cumsum, jax.jit(jnp.exp), jax.nn.relu])
+@pytest.mark.parametrize(
+    "function", [jnp.sin, lax.cumsum, jax.jit(jnp.exp), jax.nn.relu]
+)
 def test_bind(function):
     eqn = equation(function, X)
     (out,) = versions.bind(eqn, [X])
@@ -56,14 +58,20 @@ def test_bind(function):
 
 def test_bind_in_a_mesh():
     mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
-    mapped = jax.shard_map(lambda x: x * 2, mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a"))
+    mapped = jax.shard_map(
+        lambda x: x * 2, mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a")
+    )
     eqn = equation(mapped, X)
-    np.testing.assert_array_equal(jax.jit(lambda x: versions.bind(eqn, [x]))(X)[0], X * 2)
+    np.testing.assert_array_equal(
+        jax.jit(lambda x: versions.bind(eqn, [x]))(X)[0], X * 2
+    )
     assert versions.mapped_axes(eqn) == ("a",)
 
 
 def test_scan_sizes():
-    eqn = equation(lambda y, c, x: lax.scan(lambda c, x: (c * x * y, x), c, x), 2.0, 1.0, X)
+    eqn = equation(
+        lambda y, c, x: lax.scan(lambda c, x: (c * x * y, x), c, x), 2.0, 1.0, X
+    )
     assert versions.scan_sizes(eqn) == (1, 1)
 
 
@@ -76,5 +84,7 @@ def test_varying_axes():
         return x
 
     in_specs = (jax.P("a"), jax.P())
-    jax.make_jaxpr(jax.shard_map(look, mesh=mesh, in_specs=in_specs, out_specs=jax.P("a")))(X, X)
+    jax.make_jaxpr(
+        jax.shard_map(look, mesh=mesh, in_specs=in_specs, out_specs=jax.P("a"))
+    )(X, X)
     assert [set(axes) for axes in seen] == [{"a"}, set()]

@@ -56,6 +56,8 @@ def test_a_shared_program_is_read_once_and_counts_as_often_as_it_runs():
 
 def test_a_loop_in_a_shared_program_counts_all_of_its_rounds():
     loop = jax.jit(lambda w, x: lax.fori_loop(0, 5, lambda _, c: c @ w, x))
-    twice = lambda w, x: loop(w, lax.scan(lambda c, _: (loop(w, c), None), x, None, 3)[0])
+    twice = lambda w, x: loop(
+        w, lax.scan(lambda c, _: (loop(w, c), None), x, None, 3)[0]
+    )
     found = equations(jax.make_jaxpr(twice)(W[0], jnp.ones((3, 4))).jaxpr)
     assert sum(at.runs for at in found if at.name == "dot_general") == 20

@@ -15,7 +15,9 @@ LARGEST = float(np.finfo(np.float32).max)
 def run(ls, finite):
     """Scales after each step of a compiled loop, and the loss scale at its end."""
     step = lambda ls, finite: (ls.adjust(finite),) * 2
-    ls, history = jax.jit(lambda ls, f: jax.lax.scan(step, ls, f))(ls, jnp.array(finite, bool))
+    ls, history = jax.jit(lambda ls, f: jax.lax.scan(step, ls, f))(
+        ls, jnp.array(finite, bool)
+    )
     return list(np.asarray(history.loss_scale)), ls
 
 
@@ -75,7 +77,9 @@ def test_follows_its_documented_rules(config, finite):
 
 
 def test_the_default_is_tensorflows_rule():
-    scales, _ = run(ols.DynamicLossScale(), [True] * 4000 + [False] * 20 + [True] * 1999)
+    scales, _ = run(
+        ols.DynamicLossScale(), [True] * 4000 + [False] * 20 + [True] * 1999
+    )
     assert scales[1998:2000] == [2**15, 2**16]
     assert scales[3999] == 2**17
     assert scales[4000:4003] == [2**16, 2**15, 2**14]
@@ -109,14 +113,21 @@ def test_hysteresis_refills_when_it_was_told_to(refill, expected):
 
 @pytest.mark.parametrize("clip_growth", [False, True])
 def test_it_grows_to_its_cap_and_not_beyond(clip_growth):
-    ls = ols.DynamicLossScale(8, growth_interval=1, max_scale=16, clip_growth=clip_growth)
+    ls = ols.DynamicLossScale(
+        8, growth_interval=1, max_scale=16, clip_growth=clip_growth
+    )
     scales, _ = run(ls, [True, True])
     assert scales == [16, 16]
 
 
 def test_growth_past_the_cap_is_refused_or_clipped():
     config = {"initial_scale": 1000, "growth_interval": 1, "max_scale": 3000}
-    assert run(ols.DynamicLossScale(**config), [1, 1, 0, 1])[0] == [2000, 2000, 1000, 2000]
+    assert run(ols.DynamicLossScale(**config), [1, 1, 0, 1])[0] == [
+        2000,
+        2000,
+        1000,
+        2000,
+    ]
     clipped = ols.DynamicLossScale(**config, clip_growth=True)
     assert run(clipped, [1, 1, 0, 1])[0] == [2000, 3000, 1500, 3000]
 
@@ -175,11 +186,15 @@ def test_backing_off_by_a_reciprocal_divides(divisor, compiled):
     f = functools.partial(backed_off, divisor)
     one, many = (jax.jit(f), jax.jit(jax.vmap(f))) if compiled else (f, jax.vmap(f))
     np.testing.assert_array_equal(many(scales), scales / np.float32(divisor))
-    np.testing.assert_array_equal([one(s) for s in scales[:20]], scales[:20] / np.float32(divisor))
+    np.testing.assert_array_equal(
+        [one(s) for s in scales[:20]], scales[:20] / np.float32(divisor)
+    )
 
 
 def test_counters_reach_the_int32_maximum_without_overflow():
-    ls = ols.DynamicLossScale(growth_interval=2**31 - 1).replace(growth_counter=2**31 - 2)
+    ls = ols.DynamicLossScale(growth_interval=2**31 - 1).replace(
+        growth_counter=2**31 - 2
+    )
     grown = ls.adjust(True)
     assert (grown.growth_counter, grown()) == (0, 2**16)
 
@@ -199,7 +214,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(k, v) for k, vs in BAD.items() for v in vs])
+@pytest.mark.parametrize(
+    ("name", "value"), [(k, v) for k, vs in BAD.items() for v in vs]
+)
 def test_a_bad_argument_is_named_with_what_was_given(name, value):
     named = "initial_scale" if value in (2.0**16, 2.0**14) else name
     with pytest.raises(ValueError, match=f"{named} must be .*, got "):

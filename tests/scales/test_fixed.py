@@ -22,7 +22,8 @@ def test_has_no_state_and_is_compiled_in():
 
 
 @pytest.mark.parametrize(
-    "bad", [0, -1, np.inf, np.nan, True, np.True_, "8", None, [8], 1e39, 2.0**127, 1e-39, 1j]
+    "bad",
+    [0, -1, np.inf, np.nan, True, np.True_, "8", None, [8], 1e39, 2.0**127, 1e-39, 1j],
 )
 def test_what_is_no_positive_finite_number_is_refused(bad):
     with pytest.raises(ValueError, match=r"scale must be a number between .* got "):
@@ -37,5 +38,7 @@ def test_cannot_be_subclassed():
 
 
 def test_says_that_it_has_no_state_to_replace():
-    with pytest.raises(TypeError, match=r"no state loss_scale; it has none, as it never changes"):
+    with pytest.raises(
+        TypeError, match=r"no state loss_scale; it has none, as it never changes"
+    ):
         ols.FixedLossScale(8).replace(loss_scale=4)

@@ -84,7 +84,10 @@ def test_finds_what_gradients_inside_the_model_need():
 
 
 def test_what_they_need_later_is_found_too():
-    x, inner = sizes(4000), np.where(np.arange(4000) < 1000, 1.0, 2.0**5).astype(np.float32)
+    x, inner = (
+        sizes(4000),
+        np.where(np.arange(4000) < 1000, 1.0, 2.0**5).astype(np.float32),
+    )
     _, (log2_scale, overflows, _) = train(ols.HeadroomLossScale(), x, inner)
     assert overflows[1000:].sum() <= 20
     assert np.median(best(x, inner)[1000:] - log2_scale[1000:]) <= 6
@@ -110,7 +113,11 @@ def every(distances, steps=250_000):
 def test_rare_gradients_are_applied_at_whatever_distance():
     """The first ones may be lost, as zeros raise the scale until an overflow proves them rare."""
     cases = {n: [n] for n in (2, 17, 500, 1999, 2000, 2001, 2500, 5000, 9999, 10_000)}
-    cases |= {"in turn": [2001, 4001], "and 1": [1, 10_000], "bursts": [1, 1, 1, 1, 9996]}
+    cases |= {
+        "in turn": [2001, 4001],
+        "and 1": [1, 10_000],
+        "bursts": [1, 1, 1, 1, 9996],
+    }
     cases |= {"random": np.random.default_rng(0).integers(1, 10_001, 1000)}
     cases |= {"longer": np.repeat([100, 2001, 4003, 8007, 10_000], 7)}
     x = np.stack([every(distances) for distances in cases.values()])
@@ -164,7 +171,9 @@ def test_from_the_flag_alone_it_falls_as_at_any_overflow_and_stays(threshold):
     after, (log2_scale, overflows, _) = train(ls, x, from_flag=True)
     fallen = [30, 29, 27, 23, 15, -1, -33]
     count = sum(log2 > threshold for log2 in fallen)
-    np.testing.assert_array_equal(np.round(log2_scale[: count + 1]), fallen[: count + 1])
+    np.testing.assert_array_equal(
+        np.round(log2_scale[: count + 1]), fallen[: count + 1]
+    )
     assert overflows.sum() == count
     assert after() == 2.0 ** fallen[count]
 
@@ -220,7 +229,8 @@ def test_exhausted_where_the_lowest_scale_overflows():
     for _ in range(5):
         ls, _ = ls.update(jnp.array(jnp.inf))
     assert ls.exhausted()
-    for gradient in (2.0**114, 1.0, 0.0):  # one that explains it, and two that acquit the scale
+    # one that explains it, and two that acquit the scale
+    for gradient in (2.0**114, 1.0, 0.0):
         after, _ = ls.update(jnp.array(gradient))
         assert not after.exhausted()
 
@@ -234,7 +244,9 @@ def loss_fn(params, x):
 def test_trains_float16_through_every_door(way):
     inner = optax.adam(3e-2)
     accumulated = way == "accumulated"
-    tx = ols.with_loss_scale(optax.MultiSteps(inner, 2) if accumulated else inner, "headroom")
+    tx = ols.with_loss_scale(
+        optax.MultiSteps(inner, 2) if accumulated else inner, "headroom"
+    )
     params = {"w": jnp.linspace(0.5, 2.0, 8)}
     x = jax.random.normal(jax.random.key(0), (16, 8))
 
@@ -261,7 +273,9 @@ def test_replicas_follow_the_largest_of_all(way):
     update = lambda ls, g: ls.update(g, axis_name="i")
     if way == "shard_map":
         mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
-        update = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=(P(), P("i")), out_specs=P()))
+        update = jax.jit(
+            jax.shard_map(update, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
+        )
     else:
         update = jax.pmap(update, axis_name="i", in_axes=(None, 0), out_axes=None)
     ls, should_apply = update(ols.HeadroomLossScale(), jnp.array([1.0, 2.0, 0.5, 0.0]))
@@ -293,7 +307,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(k, v) for k, vs in BAD.items() for v in vs])
+@pytest.mark.parametrize(
+    ("name", "value"), [(k, v) for k, vs in BAD.items() for v in vs]
+)
 def test_what_is_not_allowed_is_named(name, value):
     with pytest.raises(ValueError, match=f"{name} must be .*, got "):
         ols.HeadroomLossScale(**{name: value})
@@ -348,7 +364,9 @@ def replay(ls, events):
 
 
 events = st.one_of(
-    st.integers(-30, 30), st.integers(-120, 110), st.sampled_from([BROKEN, BROKEN, ZEROS])
+    st.integers(-30, 30),
+    st.integers(-120, 110),
+    st.sampled_from([BROKEN, BROKEN, ZEROS]),
 )
 runs = st.lists(st.tuples(events, st.integers(1, 12)), min_size=1, max_size=40)
 
@@ -361,7 +379,8 @@ def test_follows_the_documented_rule(runs, options):
     history += [0] * (200 - len(history))
     _, exponents = replay(ls, np.array(history, np.int32))
     agree = np.asarray(exponents) == rule(ls, history)
-    assert agree.mean() > 0.95  # rounding to float32 may decide between two powers of two
+    # rounding to float32 may decide between two powers of two
+    assert agree.mean() > 0.95
 
 
 def in_every_state(**values):
@@ -376,7 +395,9 @@ def in_every_state(**values):
 def test_without_nans_it_skips_at_most_75_steps_in_a_row():
     """From every scale and reserve. A gradient of 2**115 fits at scales up to 2**-99."""
     states = in_every_state(
-        loss_scale=np.arange(-100, 101), _reserve=np.r_[-64, -63, -1:64], _memory=[0, 32, 512]
+        loss_scale=np.arange(-100, 101),
+        _reserve=np.r_[-64, -63, -1:64],
+        _memory=[0, 32, 512],
     )
 
     @jax.jit
@@ -396,7 +417,9 @@ def test_after_any_history_5000_steps_alike_are_enough():
         _memory=[0, 1, 32, 64, 512],
         _reserve=[-64, -1, 0, 1, 2, 3, 7, 15, 16, 31, 63],
     )
-    _, exponents = jax.jit(jax.vmap(replay, (0, None)))(states, np.full(5000, -2, np.int32))
+    _, exponents = jax.jit(jax.vmap(replay, (0, None)))(
+        states, np.full(5000, -2, np.int32)
+    )
     best = 16 - (-2)
     assert np.all(exponents[:, -1] <= best)
     assert np.all(exponents[:, -1] >= best - 2)
@@ -418,7 +441,9 @@ def hostile(steps=4000):
     fails = lambda share, x: np.where(rng.random(steps) < share, BROKEN, x)
     large = {n: t % n == 0 for n in (2, 7, 29, 101)}
     cases = {
-        **{f"every {n}": np.where(t % n == 0, noise - 3, ZEROS) for n in (2, 3, 20, 70)},
+        **{
+            f"every {n}": np.where(t % n == 0, noise - 3, ZEROS) for n in (2, 3, 20, 70)
+        },
         **{f"1 in {n} larger": noise - 8 + 13 * large[n] for n in large},
         "1 in 30 larger, at random": noise - 12 + 20 * (rng.random(steps) < 1 / 30),
         **{f"{p:.1%} broken": fails(p, noise - 5) for p in (0.003, 0.02, 0.1, 0.3)},
@@ -460,8 +485,14 @@ def test_hostile_gradients_cost_no_more_than_under_the_other_rules():
         return np.where(both, (of(real & kinds) + of(real & ~kinds)) / 2, of(real))
 
     ours = cost(ols.HeadroomLossScale())
-    others = np.minimum(cost(ols.DynamicLossScale()), cost(ols.presets.pytorch(2.0**15)))
-    worse = {name: (a, b) for name, a, b in zip(names, ours, others, strict=True) if a > b + 0.06}
+    others = np.minimum(
+        cost(ols.DynamicLossScale()), cost(ols.presets.pytorch(2.0**15))
+    )
+    worse = {
+        name: (a, b)
+        for name, a, b in zip(names, ours, others, strict=True)
+        if a > b + 0.06
+    }
     assert not worse
     assert ours.mean() < 0.03
 
@@ -481,7 +512,9 @@ def train_float16(loss_fn, loss_scale, weights):
     def step(carry, weight):
         params, state = carry
         loss = lambda p: loss_fn(p, x, weight)
-        _, grads = ols.value_and_scaled_grad(loss, state, grad_dtype=jnp.float16)(params)
+        _, grads = ols.value_and_scaled_grad(loss, state, grad_dtype=jnp.float16)(
+            params
+        )
         lost = jnp.mean(grads == 0)
         params, state = tx.apply_gradients(grads, state, params)
         return (params, state), (state.should_apply, lost)
@@ -519,7 +552,9 @@ def test_networks_in_turn_are_both_trained():
     x = jnp.linspace(0.1, 1, 8)
 
     def loss_fn(moving, resting, weight):
-        product = (moving.astype(jnp.float16) * x.astype(jnp.float16)).astype(jnp.float32)
+        product = (moving.astype(jnp.float16) * x.astype(jnp.float16)).astype(
+            jnp.float32
+        )
         return weight * jnp.mean((product - resting) ** 2)
 
     def turn_of(moves, rests, weight):
@@ -527,7 +562,9 @@ def test_networks_in_turn_are_both_trained():
             _, grads = ols.value_and_scaled_grad(loss_fn, state)(
                 params[moves], params[rests], weight
             )
-            params, state = tx.apply_gradients({moves: grads, rests: None}, state, params)
+            params, state = tx.apply_gradients(
+                {moves: grads, rests: None}, state, params
+            )
             return (params, state), state.should_apply & (grads != 0).all()
 
         return step
@@ -536,6 +573,8 @@ def test_networks_in_turn_are_both_trained():
     step = lambda carry, turn: jax.lax.switch(turn, turns, *carry)
     params = {"d": jnp.ones(8), "g": jnp.full(8, 2.0)}
     turn = jnp.arange(800) % 2
-    _, trained = jax.jit(lambda carry: jax.lax.scan(step, carry, turn))((params, tx.init(params)))
+    _, trained = jax.jit(lambda carry: jax.lax.scan(step, carry, turn))(
+        (params, tx.init(params))
+    )
     assert trained[0::2].sum() >= 380
     assert trained[1::2].sum() >= 380

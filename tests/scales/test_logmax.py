@@ -8,8 +8,8 @@ import pytest
 
 import optax_lossscale as ols
 
-# Of a loss scale after gradients that are all as large: the spread is the root of a difference
-# that is rounded, and compilers contract it as they like.
+# Of a loss scale after gradients that are all as large: the spread is the root of a
+# difference that is rounded, and compilers contract it as they like.
 ROUNDED = 2**-8
 
 
@@ -26,9 +26,13 @@ def rules(ls, log2_amax):
         spread = max(square - average(xs, ls.beta2) ** 2, 0) ** 0.5
         mean = average(xs, ls.beta1)
         log2_scale = 16 - mean - ls.overflow_std_dev * spread
-        log2_scales.append(np.clip(log2_scale, np.log2(ls.min_scale), np.log2(ls.max_scale)))
+        log2_scales.append(
+            np.clip(log2_scale, np.log2(ls.min_scale), np.log2(ls.max_scale))
+        )
         # A spread is the root of a difference of numbers as large as `square`.
-        errors.append(1e-3 + 1e-5 * abs(mean) + ls.overflow_std_dev * (1e-5 * square) ** 0.5)
+        errors.append(
+            1e-3 + 1e-5 * abs(mean) + ls.overflow_std_dev * (1e-5 * square) ** 0.5
+        )
     return np.array(log2_scales), np.array(errors)
 
 
@@ -50,7 +54,9 @@ def rules(ls, log2_amax):
 def test_follows_its_documented_rule(config, log2_amax):
     ls = ols.presets.LogMaxLossScale(**config)
     amax = jnp.array([np.inf if x is None else 2.0**x for x in log2_amax], jnp.float32)
-    run = jax.jit(lambda ls, xs: jax.lax.scan(lambda ls, x: (ls.update(x)[0],) * 2, ls, xs))
+    run = jax.jit(
+        lambda ls, xs: jax.lax.scan(lambda ls, x: (ls.update(x)[0],) * 2, ls, xs)
+    )
     _, history = run(ls, amax)
     expected, error = rules(ls, log2_amax)
     np.testing.assert_array_less(abs(np.log2(history.loss_scale) - expected), error)
@@ -65,7 +71,9 @@ def test_puts_the_largest_gradient_below_the_cutoff():
     np.testing.assert_allclose(ls(), 2.0**18, rtol=1e-2)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64]
+)
 def test_finds_the_largest_and_what_is_not_finite_anywhere(dtype):
     rng = np.random.default_rng(0)
     update = jax.jit(lambda x: ols.presets.LogMaxLossScale(max_scale=2.0**30).update(x))
@@ -121,7 +129,9 @@ def test_replicas_share_the_largest_gradient():
 
 
 def test_an_optimizer_unscales_by_the_scale_before_the_gradient():
-    tx = ols.with_loss_scale(optax.sgd(1.0), ols.presets.LogMaxLossScale(initial_scale=256.0))
+    tx = ols.with_loss_scale(
+        optax.sgd(1.0), ols.presets.LogMaxLossScale(initial_scale=256.0)
+    )
     params, state = jax.jit(tx.apply_gradients)(
         jnp.array([512.0]), tx.init(jnp.zeros(1)), jnp.zeros(1)
     )
@@ -140,7 +150,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(k, v) for k, vs in BAD.items() for v in vs])
+@pytest.mark.parametrize(
+    ("name", "value"), [(k, v) for k, vs in BAD.items() for v in vs]
+)
 def test_a_bad_argument_is_named_with_what_was_given(name, value):
     named = "initial_scale" if value in (2.0, 0.5) else name
     with pytest.raises(ValueError, match=f"{named} must be .*, got "):

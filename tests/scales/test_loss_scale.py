@@ -35,7 +35,9 @@ class Cautious(ols.LossScale):
 ALL = [
     ols.FixedLossScale(128),
     ols.DynamicLossScale(initial_scale=1024, growth_interval=2),
-    ols.presets.ToleranceLossScale(initial_scale=1024, growth_interval=2, threshold=1.0),
+    ols.presets.ToleranceLossScale(
+        initial_scale=1024, growth_interval=2, threshold=1.0
+    ),
     ols.presets.LogMaxLossScale(initial_scale=1024, beta1=0.5),
     ols.HeadroomLossScale(initial_scale=1024),
     Cautious(initial_scale=1024.0, patience=2),
@@ -65,7 +67,9 @@ def test_state_is_strongly_typed_and_stays_so(ls):
     after = ls
     for finite in (True, True, False, True, True):
         after = adjust(after, finite)
-        chex.assert_trees_all_equal_shapes_and_dtypes(after, jax.tree.map(jnp.asarray, ls))
+        chex.assert_trees_all_equal_shapes_and_dtypes(
+            after, jax.tree.map(jnp.asarray, ls)
+        )
     for leaf in jax.tree.leaves(after):
         assert leaf.dtype in (jnp.float32, jnp.int32, jnp.bool_)
         assert not leaf.weak_type
@@ -88,20 +92,33 @@ def test_nothing_is_validated_at_unflatten(ls):
 
 
 def test_leaves_are_named_after_their_fields():
-    paths = [jax.tree_util.keystr(k) for k, _ in jax.tree_util.tree_leaves_with_path(ALL[1])]
-    assert paths == [".loss_scale", ".growth_counter", ".hysteresis_left", "._exhausted"]
+    paths = [
+        jax.tree_util.keystr(k) for k, _ in jax.tree_util.tree_leaves_with_path(ALL[1])
+    ]
+    assert paths == [
+        ".loss_scale",
+        ".growth_counter",
+        ".hysteresis_left",
+        "._exhausted",
+    ]
 
 
 @each
 def test_config_round_trip_through_json(ls):
     config = json.loads(json.dumps(ls.get_config()))
-    for back in (ols.LossScale.from_config(config), type(ls).from_config(config), ols.get(config)):
+    for back in (
+        ols.LossScale.from_config(config),
+        type(ls).from_config(config),
+        ols.get(config),
+    ):
         assert back == ls
         assert type(back) is type(ls)
 
 
 def test_config_is_the_configuration_and_not_the_state():
-    ls = ols.DynamicLossScale(initial_scale=np.float32(1024), growth_interval=np.int64(2))
+    ls = ols.DynamicLossScale(
+        initial_scale=np.float32(1024), growth_interval=np.int64(2)
+    )
     assert ls.adjust(False).get_config() == ls.get_config()
     assert json.loads(json.dumps(ls.get_config()))["config"]["initial_scale"] == 1024
 
@@ -140,10 +157,14 @@ def test_a_class_under_the_name_of_one_of_ours_goes_by_its_module_too():
     class Renamed(ols.DynamicLossScale):
         pass
 
-    Renamed.__name__ = "DynamicLossScale"  # as `class DynamicLossScale(ols.DynamicLossScale)`
+    # as `class DynamicLossScale(ols.DynamicLossScale)`
+    Renamed.__name__ = "DynamicLossScale"
     for ours in (ols.DynamicLossScale(), ols.presets.pytorch()):
         assert type(ols.get(ours.get_config())) is ols.DynamicLossScale
-        assert type(ols.DynamicLossScale.from_config(ours.get_config())) is ols.DynamicLossScale
+        assert (
+            type(ols.DynamicLossScale.from_config(ours.get_config()))
+            is ols.DynamicLossScale
+        )
     for theirs in (DynamicLossScale(8.0), Renamed(8.0)):
         config = json.loads(json.dumps(theirs.get_config()))
         assert config["class_name"].startswith(f"{__name__}.test_a_class_under")
@@ -193,7 +214,9 @@ def test_a_state_field_may_be_an_array_of_any_shape_and_dtype():
 def test_replace_keeps_dtypes_and_knows_its_fields():
     ls = Cautious().replace(quiet_steps=2.0, smoothed=1)
     assert (ls.quiet_steps.dtype, ls.smoothed.dtype) == (jnp.int32, jnp.float32)
-    with pytest.raises(TypeError, match="no state patience; its state fields are loss_scale"):
+    with pytest.raises(
+        TypeError, match="no state patience; its state fields are loss_scale"
+    ):
         ls.replace(patience=4)
 
 
@@ -201,7 +224,9 @@ def test_replace_keeps_dtypes_and_knows_its_fields():
     "bad", [0, -1, np.inf, -np.inf, np.nan, True, "8", None, 1e39, 1e-39, 10**400]
 )
 def test_an_initial_scale_that_is_no_positive_finite_number_is_refused(bad):
-    with pytest.raises(ValueError, match=r"initial_scale must be a number between .* got "):
+    with pytest.raises(
+        ValueError, match=r"initial_scale must be a number between .* got "
+    ):
         Cautious(initial_scale=bad)
 
 
@@ -256,14 +281,18 @@ def test_floats_are_scaled_in_float32_or_wider_and_all_else_passes_through(ls, m
     for name in ("f16", "bf16", "f32", "f8", "numpy", "python"):
         assert out[name].dtype == jnp.float32
         assert not out[name].weak_type
-        np.testing.assert_array_equal(out[name], np.float32(TREE[name]) * np.float32(factor))
+        np.testing.assert_array_equal(
+            out[name], np.float32(TREE[name]) * np.float32(factor)
+        )
     assert out["c64"] == (1 + 2j) * factor
 
 
 def test_float64_keeps_its_precision():
     with jax.enable_x64(True):
         x = jnp.array(1 / 3, jnp.float64)
-        out = ols.FixedLossScale(128).unscale(ols.FixedLossScale(64).scale([x, jnp.array(1j)]))
+        out = ols.FixedLossScale(128).unscale(
+            ols.FixedLossScale(64).scale([x, jnp.array(1j)])
+        )
         assert [o.dtype for o in out] == [jnp.float64, jnp.complex128]
         assert out[0] == x / 2
         third = ols.DynamicLossScale(initial_scale=3.0)
@@ -340,12 +369,16 @@ def test_a_population_under_vmap_adapts_each_by_its_own_gradients():
 
 
 OUT_OF_BOUNDS = {
-    "dynamic": ols.DynamicLossScale(min_scale=1024, max_scale=2.0**20, growth_interval=1),
+    "dynamic": ols.DynamicLossScale(
+        min_scale=1024, max_scale=2.0**20, growth_interval=1
+    ),
     "dynamic, clipped growth": ols.DynamicLossScale(
         min_scale=1024, max_scale=2.0**20, growth_interval=1, clip_growth=True
     ),
     "dynamic, unclipped": ols.DynamicLossScale(min_scale=1024, clip_backoff=False),
-    "dynamic, hysteresis": ols.DynamicLossScale(min_scale=1024, max_scale=2.0**20, hysteresis=3),
+    "dynamic, hysteresis": ols.DynamicLossScale(
+        min_scale=1024, max_scale=2.0**20, hysteresis=3
+    ),
     "tolerance, threshold": ols.presets.ToleranceLossScale(threshold=1024),
     "tolerance, min_scale": ols.presets.ToleranceLossScale(min_scale=1024),
     "logmax": ols.presets.LogMaxLossScale(initial_scale=2048, min_scale=1024),
@@ -354,7 +387,9 @@ OUT_OF_BOUNDS = {
 
 @pytest.mark.parametrize("ls", OUT_OF_BOUNDS.values(), ids=OUT_OF_BOUNDS)
 @pytest.mark.parametrize("saved", [4.0, 1023.0, 2.0**15, 2.0**22])
-def test_an_overflow_never_raises_a_scale_restored_from_a_run_with_other_bounds(ls, saved):
+def test_an_overflow_never_raises_a_scale_restored_from_a_run_with_other_bounds(
+    ls, saved
+):
     ls = ls.replace(loss_scale=saved)
     for gradient in (jnp.inf, jnp.inf, 1.0, jnp.inf, 1.0, 1.0):
         before, (ls, _) = ls(), ls.update(jnp.float32(gradient))

@@ -24,7 +24,10 @@ with warnings.catch_warnings():
 REQUIRED = {
     "tensorflow_fixed": {"loss_scale_value": 128.0},
     "tensorflow_contrib_fixed": {"loss_scale": 128.0},
-    "tensorflow_contrib_exponential": {"init_loss_scale": 2.0**15, "incr_every_n_steps": 1000},
+    "tensorflow_contrib_exponential": {
+        "init_loss_scale": 2.0**15,
+        "incr_every_n_steps": 1000,
+    },
     "jmp": {"loss_scale": 2.0**15},
     "mpx": {"loss_scaling": 2.0**15},
     "megatron": {
@@ -86,7 +89,9 @@ def test_a_preset_is_found_by_name_and_documents_each_argument(name):
 
 
 def test_an_unknown_name_or_argument_is_answered_with_the_known():
-    with pytest.raises(ValueError, match=r"no preset is named 'torch'; there are .*pytorch"):
+    with pytest.raises(
+        ValueError, match=r"no preset is named 'torch'; there are .*pytorch"
+    ):
         ols.get({"preset": "torch"})
     with pytest.raises(ValueError, match="keys among init_scale, growth_factor"):
         ols.get({"preset": "pytorch", "initial_scale": 1.0})
@@ -132,7 +137,10 @@ def test_takes_arrays_where_the_reference_takes_them():
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"dynamic": False}, {"dynamic": False, "initial_scale": 2, "dynamic_growth_steps": 3}],
+    [
+        {"dynamic": False},
+        {"dynamic": False, "initial_scale": 2, "dynamic_growth_steps": 3},
+    ],
 )
 def test_tf_keras_fixed_needs_a_scale_and_nothing_else(arguments):
     with pytest.raises(ValueError, match="with dynamic=False give initial_scale"):
@@ -145,7 +153,9 @@ def scales(ls, finite):
 
 
 def test_apex_follows_its_published_rule():
-    ls = presets.apex(init_scale=2.0**23, scale_window=2, min_loss_scale=2.0**22, scale_factor=9)
+    ls = presets.apex(
+        init_scale=2.0**23, scale_window=2, min_loss_scale=2.0**22, scale_factor=9
+    )
     finite = np.array([1, 1, 1, 1, 0, 0, 0, 1, 1], bool)
     expected = 2.0 ** np.array([23, 24, 24, 24, 23, 22, 22, 22, 23])
     np.testing.assert_array_equal(scales(ls, finite), expected)
@@ -161,7 +171,9 @@ def test_tensorflow_contrib_fixed_skips_at_an_unchanged_scale():
     np.testing.assert_array_equal(params, [1.0, 1.0])
     assert (state.loss_scale(), state.skipped_steps) == (128, 2)
     ols.raise_if_stuck(state)  # a fixed scale is never exhausted
-    assert (scales(presets.tensorflow_contrib_fixed(3.0), np.arange(9000) % 7 > 2) == 3).all()
+    assert (
+        scales(presets.tensorflow_contrib_fixed(3.0), np.arange(9000) % 7 > 2) == 3
+    ).all()
 
 
 STARTED = {
@@ -177,11 +189,15 @@ def test_a_starting_count_is_restored_from_the_config(name):
     restored = ols.get(json.loads(json.dumps(ls.get_config())))
     assert restored == ls
     assert restored.growth_counter == 3
-    np.testing.assert_array_equal(scales(restored, np.ones(3, bool)), ls() * np.array([1, 1, 2]))
+    np.testing.assert_array_equal(
+        scales(restored, np.ones(3, bool)), ls() * np.array([1, 1, 2])
+    )
 
 
 def test_no_preset_wakes_a_backend():
-    arguments = {name: REQUIRED.get(name, {}) | STARTED.get(name, {}) for name in SIGNATURES}
+    arguments = {
+        name: REQUIRED.get(name, {}) | STARTED.get(name, {}) for name in SIGNATURES
+    }
     code = (
         "import jax, optax_lossscale as ols\n"
         f"for name, arguments in {arguments!r}.items():\n"
@@ -191,7 +207,9 @@ def test_no_preset_wakes_a_backend():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def apex_update_scale_hysteresis(scale, growth_factor, backoff_factor, interval, hysteresis):
+def apex_update_scale_hysteresis(
+    scale, growth_factor, backoff_factor, interval, hysteresis
+):
     """Apex's kernel of that name, by its published rule: one step, with a state of three."""
     state = [np.float32(scale), 0, hysteresis]
 
@@ -261,12 +279,16 @@ def test_flax_scales_equal_the_installed_references(
 
     def step(reference, ok):
         loss_fn = lambda x: x * jnp.where(ok, 1.0, jnp.inf)
-        reference, is_finite, _, _ = reference.value_and_grad(loss_fn)(jnp.float32(1e-30))
+        reference, is_finite, _, _ = reference.value_and_grad(loss_fn)(
+            jnp.float32(1e-30)
+        )
         return reference, (reference.scale, is_finite)
 
     reference = flax.training.dynamic_scale.DynamicScale(**arguments)
     reference = reference.replace(scale=jnp.float32(scale), fin_steps=jnp.int32(0))
-    theirs, decisions = jax.jit(lambda r, f: jax.lax.scan(step, r, f)[1])(reference, finite)
+    theirs, decisions = jax.jit(lambda r, f: jax.lax.scan(step, r, f)[1])(
+        reference, finite
+    )
     np.testing.assert_array_equal(decisions, finite)
     np.testing.assert_array_equal(scales(presets.flax(**arguments), finite), theirs)
 
@@ -321,7 +343,9 @@ def adversarial_gradients():
     rng = np.random.default_rng(0)
     t = np.arange(STEPS)
     waves = [t % (2 * n) < n for n in (1, 300, 5_000)]
-    finite = np.stack([t >= 0, t < 0, *waves, *(rng.random((3, STEPS)) < [[0.1], [0.5], [0.99]])])
+    finite = np.stack(
+        [t >= 0, t < 0, *waves, *(rng.random((3, STEPS)) < [[0.1], [0.5], [0.99]])]
+    )
     sizes = rng.choice(np.float32([0.0, 1e-45, 1e-38, 1.0, 3e38]), (8, STEPS))
     return jnp.asarray(np.where(finite, sizes, np.inf).T)
 

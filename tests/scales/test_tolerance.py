@@ -10,7 +10,9 @@ import optax_lossscale as ols
 
 def run(ls, finite):
     step = lambda ls, finite: (ls.adjust(finite),) * 2
-    _, history = jax.jit(lambda ls, f: jax.lax.scan(step, ls, f))(ls, jnp.array(finite, bool))
+    _, history = jax.jit(lambda ls, f: jax.lax.scan(step, ls, f))(
+        ls, jnp.array(finite, bool)
+    )
     return list(np.asarray(history.loss_scale)), list(np.asarray(history.exhausted()))
 
 
@@ -59,14 +61,17 @@ def test_follows_its_documented_rule(config, finite):
 
 def test_growth_out_of_float32_is_refused():
     scales, _ = run(
-        ols.presets.ToleranceLossScale(initial_scale=2.0**126, growth_interval=1), [1] * 4
+        ols.presets.ToleranceLossScale(initial_scale=2.0**126, growth_interval=1),
+        [1] * 4,
     )
     assert scales == [2.0**127] * 4
 
 
 def test_counters_stop_at_the_int32_maximum():
     most = 2**31 - 1
-    ls = ols.presets.ToleranceLossScale(tolerance=1.0).replace(steps=most, overflows=most - 1)
+    ls = ols.presets.ToleranceLossScale(tolerance=1.0).replace(
+        steps=most, overflows=most - 1
+    )
     assert ls.adjust(True).steps == most
     assert ls.replace(overflows=most, steps=most).adjust(False)() == 2**14
 
@@ -81,7 +86,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(k, v) for k, vs in BAD.items() for v in vs])
+@pytest.mark.parametrize(
+    ("name", "value"), [(k, v) for k, vs in BAD.items() for v in vs]
+)
 def test_a_bad_argument_is_named_with_what_was_given(name, value):
     with pytest.raises(ValueError, match=f"{name} must be .*, got "):
         ols.presets.ToleranceLossScale(**{name: value})

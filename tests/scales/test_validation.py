@@ -13,8 +13,12 @@ def test_a_number_may_be_an_array_of_one(number):
     assert ols.DynamicLossScale(number) == ols.DynamicLossScale(8.0)
 
 
-@pytest.mark.parametrize("value", [True, "8", None, np.ones(2), np.nan, 1 + 0j, 0, -8.0])
-def test_what_is_no_number_that_fits_is_refused_with_what_is_allowed_and_what_was_given(value):
+@pytest.mark.parametrize(
+    "value", [True, "8", None, np.ones(2), np.nan, 1 + 0j, 0, -8.0]
+)
+def test_what_is_no_number_that_fits_is_refused_with_what_is_allowed_and_what_was_given(
+    value,
+):
     said = r"initial_scale must be a number between .* and .*, got "
     with pytest.raises(ValueError, match=said):
         ols.DynamicLossScale(value)
@@ -25,7 +29,12 @@ def test_a_traced_number_is_refused():
         jax.jit(lambda x: ols.DynamicLossScale(x)())(8.0)
 
 
-LONG = {"text": "x" * 10**6, "list": [0] * 10**5, "array": np.ones(10**5), "int": 10**5000}
+LONG = {
+    "text": "x" * 10**6,
+    "list": [0] * 10**5,
+    "array": np.ones(10**5),
+    "int": 10**5000,
+}
 
 
 @pytest.mark.parametrize("value", LONG.values(), ids=LONG)

@@ -72,14 +72,18 @@ def test_a_rule_is_frozen_and_evaluates_abstractly(rule):
         rule.skipped_by_rule = 3
     shapes = jax.eval_shape(lambda: rule.update(1.0, 1.0))
     assert jax.tree.structure(shapes[0]) == jax.tree.structure(rule)
-    for before, after in zip(jax.tree.leaves(rule), jax.tree.leaves(shapes[0]), strict=True):
+    for before, after in zip(
+        jax.tree.leaves(rule), jax.tree.leaves(shapes[0]), strict=True
+    ):
         assert (before.shape, before.dtype) == (after.shape, after.dtype)
         assert not after.weak_type
 
 
 @each_rule
 def test_what_a_rule_learns_is_no_configuration(rule):
-    assert hash(jax.tree.structure(rule)) == hash(jax.tree.structure(rule.update(1.0, 1.0)[0]))
+    assert hash(jax.tree.structure(rule)) == hash(
+        jax.tree.structure(rule.update(1.0, 1.0)[0])
+    )
     if rule.needs_value:
         with pytest.raises(ValueError, match="looks at the loss"):
             rule.update(1.0)
@@ -116,7 +120,9 @@ def test_arguments_and_defaults_are_their_owners():
         parameters = [p.replace(annotation=bare) for p in signature.parameters.values()]
         return str(signature.replace(parameters=parameters, return_annotation=bare))
 
-    functions = {name: getattr(skips, name) for name in skips.__all__ if name != "SkipRule"}
+    functions = {
+        name: getattr(skips, name) for name in skips.__all__ if name != "SkipRule"
+    }
     assert {name: plain(function) for name, function in functions.items()} == SIGNATURES
 
 
@@ -146,7 +152,10 @@ def test_axlearn_learns_nothing_from_what_it_skips():
         (lambda: skips.spikes(window=15), "window must be an int between 16 and"),
         (lambda: skips.spikes(max_skips=-1), "max_skips must be an int between 0"),
         (lambda: skips.spikes(max_skips=1.5), "max_skips"),
-        (lambda: skips.olmo_core(1), "rolling_interval_length must be an int between 2"),
+        (
+            lambda: skips.olmo_core(1),
+            "rolling_interval_length must be an int between 2",
+        ),
         (lambda: skips.olmo_core(sigma_factor=0), "sigma_factor must be a positive"),
         (lambda: skips.maxtext(interval=1.5), "interval"),
         (lambda: skips.maxtext(scaling_factor=float("nan")), "scaling_factor"),
@@ -161,9 +170,15 @@ def test_axlearn_learns_nothing_from_what_it_skips():
             r"grad_norm_ema_decay must be in \(0, 1\)",
         ),
         (lambda: skips.drop_norm_by_grad_norm_ema(()), "multipliers must be a tuple"),
-        (lambda: skips.drop_norm_by_grad_norm_stddev(multipliers=(1, -1)), "multipliers"),
+        (
+            lambda: skips.drop_norm_by_grad_norm_stddev(multipliers=(1, -1)),
+            "multipliers",
+        ),
         (lambda: skips.drop_norm_by_grad_norm_stddev(min_count=-1), "min_count"),
-        (lambda: skips.megatron(float("inf")), "grad_norm_skip_threshold must be a positive"),
+        (
+            lambda: skips.megatron(float("inf")),
+            "grad_norm_skip_threshold must be a positive",
+        ),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(make, message):
@@ -179,7 +194,8 @@ def test_the_smallest_of_axlearns_multipliers_decides():
 
 
 def test_a_norm_of_the_threshold_itself_is_applied_by_megatron_and_skipped_by_axlearn():
-    follows = skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 0.9)  # whose mean begins at 1
+    # whose mean begins at 1
+    follows = skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 0.9)
     for rule, threshold, applied in (
         (skips.megatron(2.0), 2.0, True),
         (skips.axlearn(2.0), 2.0, False),
@@ -217,7 +233,9 @@ class Below(skips.SkipRule):
         return self.replace(seen=self.seen + 1), norm < self.limit
 
 
-@pytest.mark.parametrize("rule", [*RULES.values(), Below(limit=3.0)], ids=[*RULES, "own"])
+@pytest.mark.parametrize(
+    "rule", [*RULES.values(), Below(limit=3.0)], ids=[*RULES, "own"]
+)
 def test_a_rule_is_made_anew_from_its_config_through_json(rule):
     config = json.loads(json.dumps(rule.get_config()))
     for back in (skips.SkipRule.from_config(config), type(rule).from_config(config)):
@@ -238,13 +256,22 @@ def test_a_rule_is_made_anew_from_its_config_through_json(rule):
         ),
         ({"class_name": "DynamicLossScale", "config": {}}, "no skip rule is named"),
         ({"class_name": "SkipRule", "config": {}}, "no skip rule is named"),
-        ({"class_name": "SpikeSkipRule", "config": {"windows": 3}}, "keys among factor, least"),
+        (
+            {"class_name": "SpikeSkipRule", "config": {"windows": 3}},
+            "keys among factor, least",
+        ),
         (
             {"class_name": "SpikeSkipRule", "config": {"window": 3}},
             "window must be an int between",
         ),
-        ({"class_name": "ThresholdSkipRule", "config": {}}, "of which it needs threshold"),
-        ({"class_name": "ThresholdSkipRule", "config": {"threshold": -1.0}}, "threshold must be"),
+        (
+            {"class_name": "ThresholdSkipRule", "config": {}},
+            "of which it needs threshold",
+        ),
+        (
+            {"class_name": "ThresholdSkipRule", "config": {"threshold": -1.0}},
+            "threshold must be",
+        ),
         (
             {
                 "class_name": "RollingSkipRule",
@@ -263,12 +290,18 @@ def test_a_rule_is_made_anew_from_its_config_through_json(rule):
             for drop_norm, said in [
                 ({}, "of which it needs mean_factor"),
                 (None, "the config of DropNorm must be a dict"),
-                ({"mean_factor": "x", "stddev_factor": 0.0, "min_count": 0}, "mean_factor must"),
+                (
+                    {"mean_factor": "x", "stddev_factor": 0.0, "min_count": 0},
+                    "mean_factor must",
+                ),
                 (
                     {"mean_factor": 1.0, "stddev_factor": -1.0, "min_count": 0},
                     "stddev_factor must",
                 ),
-                ({"mean_factor": 1.0, "stddev_factor": 0.0, "min_count": 0.5}, "min_count must"),
+                (
+                    {"mean_factor": 1.0, "stddev_factor": 0.0, "min_count": 0.5},
+                    "min_count must",
+                ),
             ]
         ),
     ],

@@ -55,7 +55,9 @@ def plainly(norms, losses, factor, least, window, max_skips):
 
 
 def noisy(steps, noise=0.2, seed=0):
-    return np.exp(noise * np.random.default_rng(seed).normal(size=steps)).astype(np.float32)
+    return np.exp(noise * np.random.default_rng(seed).normal(size=steps)).astype(
+        np.float32
+    )
 
 
 SERIES = {
@@ -117,7 +119,9 @@ def test_a_spike_is_skipped_and_widens_nothing():
 
 @pytest.mark.parametrize("max_skips", [0, 1, 5, 16])
 def test_a_lasting_change_of_level_is_taken_for_what_it_is(max_skips):
-    norms = np.concatenate([noisy(100), 100 * noisy(400, seed=1), 1e6 * noisy(50, seed=2)])
+    norms = np.concatenate(
+        [noisy(100), 100 * noisy(400, seed=1), 1e6 * noisy(50, seed=2)]
+    )
     applied, _ = decided(skips.spikes(max_skips=max_skips), norms)
     skipped = np.flatnonzero(~np.array(applied))
     expected = [*range(100, 100 + max_skips), *range(500, 500 + max_skips)]
@@ -136,7 +140,9 @@ MOVES = {
     "falls": lambda norm, value: (1e-3 * norm, 1e-3 * value),
 }
 moves = st.lists(
-    st.tuples(st.sampled_from(range(len(MOVES))), st.integers(1, 40)), min_size=1, max_size=12
+    st.tuples(st.sampled_from(range(len(MOVES))), st.integers(1, 40)),
+    min_size=1,
+    max_size=12,
 )
 
 
@@ -155,7 +161,9 @@ def attacked(rule, moves):
     return jax.lax.scan(step, rule, moves)[1]
 
 
-@pytest.mark.parametrize("config", [(6.0, 1.0, 64, 16), (1.0, 1e-3, 16, 3), (1.0, 0.1, 20, 0)])
+@pytest.mark.parametrize(
+    "config", [(6.0, 1.0, 64, 16), (1.0, 1e-3, 16, 3), (1.0, 0.1, 20, 0)]
+)
 @hypothesis.given(moves=moves)
 @hypothesis.settings(deadline=None, max_examples=60)
 def test_in_no_series_more_than_max_skips_and_1_in_20_are_skipped(config, moves):
@@ -206,7 +214,9 @@ def test_two_tasks_in_long_turns_cost_no_more_than_the_bound():
 def test_rare_spikes_are_caught_for_as_long_as_they_come(of):
     rng = np.random.default_rng(0)
     spikes = (rng.random(5000) < 0.01) & (np.arange(5000) >= 20)
-    series = noisy(5000) * np.where(spikes, np.exp(rng.uniform(*np.log([10, 100]), 5000)), 1)
+    series = noisy(5000) * np.where(
+        spikes, np.exp(rng.uniform(*np.log([10, 100]), 5000)), 1
+    )
     series = series.astype(np.float32)
     given = (series, None) if of == "norms" else (noisy(5000, seed=1), series)
     applied, rule = decided(skips.spikes(), *given)
@@ -232,7 +242,9 @@ def test_what_rises_slowly_falls_or_warms_up_is_no_spike(noise):
         1 + 3 * np.sin(steps / 60) ** 2,
         0.05 + np.exp(-((steps - 60) ** 2) / 1000),
     ):
-        applied, _ = decided(skips.spikes(), (noisy(600, noise) * shape).astype(np.float32))
+        applied, _ = decided(
+            skips.spikes(), (noisy(600, noise) * shape).astype(np.float32)
+        )
         assert applied.all()
 
 
@@ -269,8 +281,10 @@ def test_steps_without_a_gradient_do_not_keep_a_new_level_from_being_seen():
 @pytest.mark.parametrize(
     "losses",
     [
-        np.where(np.arange(400) % 10 == 9, 1.0, 0.0),  # most examples have none, as of a hinge
-        np.where(np.arange(400) % 5 == 4, 3.0, 2.0) + 0.02 * (noisy(400) - 1),  # a harder task
+        # most examples have none, as of a hinge
+        np.where(np.arange(400) % 10 == 9, 1.0, 0.0),
+        # a harder task
+        np.where(np.arange(400) % 5 == 4, 3.0, 2.0) + 0.02 * (noisy(400) - 1),
         noisy(400, 1.5),  # heavy-tailed
         -np.log(np.random.default_rng(0).random(400)),
     ],

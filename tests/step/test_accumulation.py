@@ -13,7 +13,9 @@ import optax_lossscale as ols
 
 PARAMS = {"w": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.array([0.25, 0.0])}
 WINDOW = 3
-BATCHES = jnp.asarray(np.random.default_rng(0).normal(size=(3 * WINDOW, 4, 2)), jnp.float32)
+BATCHES = jnp.asarray(
+    np.random.default_rng(0).normal(size=(3 * WINDOW, 4, 2)), jnp.float32
+)
 
 
 def loss_fn(params, batch):
@@ -40,7 +42,9 @@ def scaled_step(name, door):
     @jax.jit
     def step(params, state, average, batch, is_bad):
         if door == "minimize":
-            planted = lambda params, batch: loss_fn(params, batch) * jnp.where(is_bad, jnp.inf, 1)
+            planted = lambda params, batch: (
+                loss_fn(params, batch) * jnp.where(is_bad, jnp.inf, 1)
+            )
             loss, params, state = tx.minimize(planted, state, params, batch)
         else:
             loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
@@ -81,7 +85,9 @@ def plain_run(name):
     [("adam", "apply_gradients"), ("adam", "minimize"), ("masters", "update")],
 )
 @pytest.mark.parametrize("bad", [(), (0,), (1,), (2,), (5,), (4, 5, 6), (0, 2, 4, 10)])
-def test_bad_micro_batches_leave_no_trace_wherever_they_are_in_a_window(name, door, bad):
+def test_bad_micro_batches_leave_no_trace_wherever_they_are_in_a_window(
+    name, door, bad
+):
     tx, step = scaled_step(name, door)
     params = OPTIMIZERS[name][1]
     state, average, good = tx.init(params), jnp.float32(0), 0
@@ -123,17 +129,25 @@ OUTSIDE = {
 
 @pytest.mark.parametrize("around", OUTSIDE.values(), ids=OUTSIDE)
 @pytest.mark.parametrize("skip", [None, optax.skip_not_finite], ids=["sums", "skips"])
-def test_accumulation_around_the_wrapper_is_refused_and_the_other_order_named(around, skip):
+def test_accumulation_around_the_wrapper_is_refused_and_the_other_order_named(
+    around, skip
+):
     """It keeps the NaN of the first overflow for good, or never lowers the loss scale."""
     scaled = ols.with_loss_scale(optax.adam(0.1))
     steps = optax.MultiSteps(around(scaled), 4, should_skip_update_fn=skip)
     state = steps.init(PARAMS)
     for take in (
         lambda state: ols.value_and_scaled_grad(loss_fn, state)(PARAMS, BATCHES[0]),
-        jax.jit(lambda state: ols.value_and_scaled_grad(loss_fn, state)(PARAMS, BATCHES[0])[1]),
+        jax.jit(
+            lambda state: ols.value_and_scaled_grad(loss_fn, state)(PARAMS, BATCHES[0])[
+                1
+            ]
+        ),
         lambda state: ols.scale_gradient(1.0, {"opt_state": state}),
         ols.get_loss_scale,
         ols.metrics,
     ):
-        with pytest.raises(ValueError, match=r"with_loss_scale\(optax\.MultiSteps\(inner, …\)\)"):
+        with pytest.raises(
+            ValueError, match=r"with_loss_scale\(optax\.MultiSteps\(inner, …\)\)"
+        ):
             take(state)

@@ -40,7 +40,9 @@ def spy(seen):
         jax.debug.callback(lambda ok: seen.append(bool(ok)), finite)
         return updates, state
 
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    return optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(), update
+    )
 
 
 @each_door
@@ -75,9 +77,15 @@ def series(missing):
     form={"cuda": ("cuda", None), "tpu": ("tpu", None), "select": ("cpu", "select")},
     inner={
         "adamw": (jnp.float32, optax.adamw(1e-2)),
-        "clipped": (jnp.float32, optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, 0.9))),
+        "clipped": (
+            jnp.float32,
+            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, 0.9)),
+        ),
         # Of powers of two: what differs by an ulp may be rounded to another float16.
-        "master weights": (jnp.float16, ols.with_master_weights(optax.sgd(2.0**-12, 0.5))),
+        "master weights": (
+            jnp.float16,
+            ols.with_master_weights(optax.sgd(2.0**-12, 0.5)),
+        ),
     },
     rules={
         "dynamic": (LS, "nonfinite"),
@@ -88,7 +96,9 @@ def series(missing):
     missing={"none missing": (), "two missing": ("w1", "w2")},
     door={"apply_gradients": "apply_gradients", "update": "update"},
 )
-def test_each_form_takes_the_steps_that_a_conditional_takes(form, inner, rules, missing, door):
+def test_each_form_takes_the_steps_that_a_conditional_takes(
+    form, inner, rules, missing, door
+):
     (platform, branch), (dtype, inner), (loss_scale, skip) = form, inner, rules
     make = functools.partial(ols.with_loss_scale, inner, loss_scale, skip=skip)
     expected = jax.jit(step_through(door, tx := make(branch="cond")))
@@ -144,9 +154,13 @@ def test_inner_is_traced_once(branch, door):
     ("branch", "conditionals"),
     [("cond", 1), pytest.param(None, 1, marks=pytest.mark.about_cpus), ("select", 0)],
 )
-def test_on_cpu_there_is_a_conditional_unless_a_select_is_asked_for(branch, conditionals, door):
+def test_on_cpu_there_is_a_conditional_unless_a_select_is_asked_for(
+    branch, conditionals, door
+):
     tx = ols.with_loss_scale(optax.adamw(1e-2), LS, branch=branch)
-    compiled = jax.jit(step_through(door, tx)).lower(PARAMS, tx.init(PARAMS), PARAMS).compile()
+    compiled = (
+        jax.jit(step_through(door, tx)).lower(PARAMS, tx.init(PARAMS), PARAMS).compile()
+    )
     assert compiled.as_text().count(" conditional(") == conditionals
 
 
@@ -160,7 +174,9 @@ def test_one_exported_program_serves_every_platform(branch, door):
     )
     leaves, structure = jax.tree.flatten(tx.init(PARAMS))
     platforms = ("cpu", "cuda", "tpu")
-    exported = jax.export.export(jax.jit(flat), platforms=platforms)(PARAMS, leaves, PARAMS)
+    exported = jax.export.export(jax.jit(flat), platforms=platforms)(
+        PARAMS, leaves, PARAMS
+    )
     for grads in (PARAMS, BAD):
         here = exported.call(grads, leaves, PARAMS)
         chex.assert_trees_all_close(here, flat(grads, leaves, PARAMS))
@@ -191,5 +207,7 @@ def test_a_branch_that_is_named_is_the_one_on_every_platform(platform):
 
 
 def test_another_branch_is_refused():
-    with pytest.raises(ValueError, match=r"branch must be 'cond', 'select', or None .*'switch'"):
+    with pytest.raises(
+        ValueError, match=r"branch must be 'cond', 'select', or None .*'switch'"
+    ):
         ols.with_loss_scale(optax.sgd(0.1), branch="switch")  # pyrefly: ignore

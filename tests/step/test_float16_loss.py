@@ -95,7 +95,9 @@ def test_it_is_warned_of_at_the_line_that_differentiates_it(program):
     assert "# here" in line(w[0])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"]
+)
 def test_a_loss_with_float32s_range_is_fine(dtype):
     ols.value_and_scaled_grad(loss_in(dtype), STATE)(W)
     ols.scale_gradient(loss_in(dtype)(W), STATE)

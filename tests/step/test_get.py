@@ -10,7 +10,14 @@ import optax_lossscale as ols
 def test_each_identifier_stands_for_its_loss_scale():
     assert ols.get(None) == ols.FixedLossScale(1)
     assert ols.get("dynamic") == ols.DynamicLossScale()
-    for number in (128, 128.0, np.float32(128), np.int64(128), jnp.float32(128), np.array(128)):
+    for number in (
+        128,
+        128.0,
+        np.float32(128),
+        np.int64(128),
+        jnp.float32(128),
+        np.array(128),
+    ):
         assert ols.get(number) == ols.FixedLossScale(128)
     ls = ols.DynamicLossScale(initial_scale=2)
     assert ols.get(ls) is ls
@@ -35,7 +42,9 @@ def test_each_identifier_stands_for_its_loss_scale():
     ],
 )
 def test_an_unknown_identifier_is_answered_with_the_known(bad):
-    with pytest.raises(ValueError, match=r"a loss scale is None .* a number .* 'dynamic'"):
+    with pytest.raises(
+        ValueError, match=r"a loss scale is None .* a number .* 'dynamic'"
+    ):
         ols.get(bad)
 
 
@@ -84,7 +93,9 @@ TAKERS = {
     "with_loss_scale": lambda x: ols.with_loss_scale(optax.sgd(0.1), x),
     "value_and_scaled_grad": lambda x: ols.value_and_scaled_grad(jnp.square, x),
     "scale_gradient": lambda x: ols.scale_gradient(1.0, x),
-    "scale_gradient, closed over": lambda x: jax.jit(lambda y: ols.scale_gradient(y, x))(1.0),
+    "scale_gradient, closed over": lambda x: jax.jit(
+        lambda y: ols.scale_gradient(y, x)
+    )(1.0),
 }
 
 
@@ -92,7 +103,9 @@ TAKERS = {
 @pytest.mark.parametrize("as_array", AS_ARRAYS.values(), ids=AS_ARRAYS)
 def test_an_array_that_is_no_scale_is_refused_where_it_is_at_hand(as_array, take):
     for number in NO_SCALES:
-        with pytest.raises(ValueError, match=r"scale must be a number between .*, got "):
+        with pytest.raises(
+            ValueError, match=r"scale must be a number between .*, got "
+        ):
             take(as_array(number))
     take(as_array(8.0))
 
@@ -117,7 +130,8 @@ TX = ols.with_loss_scale(optax.adam(1e-3))
         optax.masked(TX, {"w": True}),
         ols.with_loss_scale(optax.MultiSteps(optax.adam(1e-3), 2)),
         optax.chain(
-            optax.identity(), optax.chain(optax.masked(TX, {"w": True}), optax.identity())
+            optax.identity(),
+            optax.chain(optax.masked(TX, {"w": True}), optax.identity()),
         ),
     ],
 )
@@ -133,9 +147,13 @@ def test_finds_a_fixed_one_which_has_no_leaves():
 
 
 def test_none_or_several_is_an_error():
-    with pytest.raises(ValueError, match="exactly one loss scale in the state, found 0"):
+    with pytest.raises(
+        ValueError, match="exactly one loss scale in the state, found 0"
+    ):
         ols.get_loss_scale(optax.adam(1e-3).init(PARAMS))
-    with pytest.raises(ValueError, match="exactly one loss scale in the state, found 2"):
+    with pytest.raises(
+        ValueError, match="exactly one loss scale in the state, found 2"
+    ):
         ols.get_loss_scale(optax.chain(TX, TX).init(PARAMS))
 
 
@@ -143,7 +161,9 @@ def test_none_or_several_is_an_error():
 
 GRADS = {"w": jnp.array([3.0, -1.0])}
 MEANINGS = {
-    "value_and_scaled_grad": lambda ls: ols.value_and_scaled_grad(lambda x: x, ls)(1.0)[1],
+    "value_and_scaled_grad": lambda ls: ols.value_and_scaled_grad(lambda x: x, ls)(1.0)[
+        1
+    ],
     "scale_gradient": lambda ls: jax.grad(lambda x: ols.scale_gradient(x, ls))(1.0),
 }
 each_function = pytest.mark.parametrize("scale_of", MEANINGS.values(), ids=MEANINGS)
@@ -189,12 +209,16 @@ def test_every_function_takes_a_traced_number(scale_of, scale):
     "bad", ["dynamc", True, 0, np.nan, object(), jnp.ones(3), jnp.array(True)]
 )
 def test_every_function_answers_an_unknown_identifier_as_get_does(scale_of, bad):
-    with pytest.raises(ValueError, match=r"a loss scale is None|scale must be a number between"):
+    with pytest.raises(
+        ValueError, match=r"a loss scale is None|scale must be a number between"
+    ):
         scale_of(bad)
 
 
 @each_function
-@pytest.mark.parametrize("state", [(), {}, PARAMS, (TX.init(PARAMS),) * 2, {"config": CONFIG}])
+@pytest.mark.parametrize(
+    "state", [(), {}, PARAMS, (TX.init(PARAMS),) * 2, {"config": CONFIG}]
+)
 def test_every_function_refuses_a_state_without_exactly_one(scale_of, state):
     with pytest.raises(ValueError, match="exactly one loss scale in the state, found"):
         scale_of(state)

@@ -19,7 +19,9 @@ def loss_fn(params, x):
     return jnp.mean(y.astype(jnp.float32) ** 2)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"]
+)
 def test_gradients_are_those_with_respect_to_the_cast_parameters(dtype):
     loss, grads = ols.value_and_scaled_grad(loss_fn, LS, grad_dtype=dtype)(PARAMS, X)
     cast = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
@@ -36,7 +38,9 @@ def test_only_wider_floats_among_what_is_differentiated_are_cast():
     seen = {}
 
     def note(params, other, scale):
-        seen.update(jax.tree.map(lambda x: jnp.asarray(x).dtype, {**params, "other": other}))
+        seen.update(
+            jax.tree.map(lambda x: jnp.asarray(x).dtype, {**params, "other": other})
+        )
         return jnp.real(params["c"]).astype(jnp.float32) * scale
 
     params = {
@@ -46,7 +50,9 @@ def test_only_wider_floats_among_what_is_differentiated_are_cast():
         "c": jnp.complex64(1),
         "n": jnp.int32(1),
     }
-    gradient = ols.value_and_scaled_grad(note, LS, (0, -1), grad_dtype=jnp.float16, allow_int=True)
+    gradient = ols.value_and_scaled_grad(
+        note, LS, (0, -1), grad_dtype=jnp.float16, allow_int=True
+    )
     _, (grads, scale_grad) = gradient(params, jnp.float32(1), jnp.float32(2))
     names = ["w", "half", "byte", "c", "n", "other"]
     expected = ["float16", "float16", "float8_e5m2", "complex64", "int32", "float32"]
@@ -59,7 +65,9 @@ def test_minimize_takes_the_step_of_value_and_grad():
     tx = ols.with_loss_scale(optax.adam(0.1), LS)
     state = tx.init(PARAMS)
     loss, params, after = tx.minimize(loss_fn, state, PARAMS, X, grad_dtype=jnp.float16)
-    value, grads = ols.value_and_scaled_grad(loss_fn, state, grad_dtype=jnp.float16)(PARAMS, X)
+    value, grads = ols.value_and_scaled_grad(loss_fn, state, grad_dtype=jnp.float16)(
+        PARAMS, X
+    )
     expected = tx.apply_gradients(grads, state, PARAMS, value=value)
     chex.assert_trees_all_equal((loss, (params, after)), (value, expected))
     chex.assert_trees_all_equal_dtypes(params, PARAMS)
@@ -78,7 +86,9 @@ def test_on_cpu_the_gradients_of_a_whole_step_take_half_the_memory():
 
     def temporary(grad_dtype):
         def step(params, state, x):
-            differentiate = ols.value_and_scaled_grad(loss_fn, state, grad_dtype=grad_dtype)
+            differentiate = ols.value_and_scaled_grad(
+                loss_fn, state, grad_dtype=grad_dtype
+            )
             loss, grads = differentiate(params, x)
             return *tx.apply_gradients(grads, state, params), loss
 
@@ -117,9 +127,14 @@ def dtypes(tree):
             {"w": np.dtype("float16"), "layers": [jnp.bfloat16, {"scale": None}]},
             ["bfloat16", "float32", "float16"],
         ),
-        (lambda params: {"w": jnp.float16, "layers": None}, ["float32", "float32", "float16"]),
         (
-            lambda params: jax.tree.map(lambda p: jnp.float16 if p.ndim > 1 else None, params),
+            lambda params: {"w": jnp.float16, "layers": None},
+            ["float32", "float32", "float16"],
+        ),
+        (
+            lambda params: jax.tree.map(
+                lambda p: jnp.float16 if p.ndim > 1 else None, params
+            ),
             ["float32", "float32", "float16"],
         ),
         (lambda params: jnp.float16, ["float16"] * 3),
@@ -135,7 +150,9 @@ def test_by_leaf_as_a_prefix_or_a_function(grad_dtype, expected):
 
 def test_the_last_argument_of_a_function_of_one():
     loss_fn = lambda params: jnp.sum(params["w"].astype(jnp.float32))
-    grads = ols.value_and_scaled_grad(loss_fn, LS, argnums=-1, grad_dtype=jnp.float16)(PARAMS)[1]
+    grads = ols.value_and_scaled_grad(loss_fn, LS, argnums=-1, grad_dtype=jnp.float16)(
+        PARAMS
+    )[1]
     assert set(dtypes(grads)) == {"float16"}
 
 
@@ -145,7 +162,12 @@ def test_of_several_arguments_it_is_a_prefix_of_their_tuple():
     )(PAIR, X, jnp.ones(3))[1]
     assert dtypes(differentiate((None, jnp.float16))) == ["float32"] + ["float16"] * 3
     by_leaf = ("bfloat16", {"w": None, "layers": jnp.float16})
-    assert dtypes(differentiate(by_leaf)) == ["bfloat16", "float16", "float16", "float32"]
+    assert dtypes(differentiate(by_leaf)) == [
+        "bfloat16",
+        "float16",
+        "float16",
+        "float32",
+    ]
     assert dtypes(differentiate(lambda arguments: (jnp.float16, None)))[0] == "float16"
     with pytest.raises(ValueError, match="the prefix pytree"):
         differentiate([jnp.float16, None])
@@ -165,7 +187,9 @@ def test_by_leaf_under_minimize_and_jit():
             seen.extend(dtypes(params))
             return pair_loss(params, x)
 
-        return tx.minimize(noting, state, params, x, grad_dtype={"w": jnp.float16, "layers": None})
+        return tx.minimize(
+            noting, state, params, x, grad_dtype={"w": jnp.float16, "layers": None}
+        )
 
     _, params, _ = step(PAIR, tx.init(PAIR), X)
     assert seen == ["float32", "float32", "float16"]
@@ -190,11 +214,15 @@ def test_a_tree_with_other_leaves_is_refused(grad_dtype):
     with pytest.raises(ValueError, match="grad_dtype must be a floating-point dtype"):
         ols.value_and_scaled_grad(pair_loss, LS, grad_dtype=grad_dtype)
     with pytest.raises(ValueError, match="grad_dtype must be a floating-point dtype"):
-        ols.value_and_scaled_grad(pair_loss, LS, grad_dtype=lambda params: grad_dtype)(PAIR, X)
+        ols.value_and_scaled_grad(pair_loss, LS, grad_dtype=lambda params: grad_dtype)(
+            PAIR, X
+        )
 
 
 @pytest.mark.parametrize("wrap", [lambda tree: tree, lambda tree: lambda params: tree])
 def test_a_tree_that_is_no_prefix_is_refused(wrap):
-    differentiate = ols.value_and_scaled_grad(pair_loss, LS, grad_dtype=wrap({"w": jnp.float16}))
+    differentiate = ols.value_and_scaled_grad(
+        pair_loss, LS, grad_dtype=wrap({"w": jnp.float16})
+    )
     with pytest.raises(ValueError, match="the prefix pytree"):
         differentiate(PAIR, X)

@@ -46,7 +46,9 @@ def test_float16_loss_may_be_scaled_by_more_than_float16_holds():
 
 def test_passes_has_aux_argnums_and_further_arguments_on():
     fun = lambda x, y: (x * y, {"aux": x + y})
-    value, grads = ols.value_and_scaled_grad(fun, LS, argnums=(0, 1), has_aux=True)(2.0, 3.0)
+    value, grads = ols.value_and_scaled_grad(fun, LS, argnums=(0, 1), has_aux=True)(
+        2.0, 3.0
+    )
     assert value == (6.0, {"aux": 5.0})
     assert grads == (3072.0, 2048.0)
     _, g = ols.value_and_scaled_grad(lambda n: n * 1.0, LS, allow_int=True)(3)
@@ -76,7 +78,9 @@ def test_is_named_as_the_function():
 def test_takes_an_optimizer_state(wrap):
     state = wrap(ols.with_loss_scale(optax.sgd(0.1), LS)).init(PARAMS)
     expected = ols.value_and_scaled_grad(loss_fn, LS)(PARAMS)[1]
-    chex.assert_trees_all_equal(ols.value_and_scaled_grad(loss_fn, state)(PARAMS)[1], expected)
+    chex.assert_trees_all_equal(
+        ols.value_and_scaled_grad(loss_fn, state)(PARAMS)[1], expected
+    )
 
 
 def test_a_state_without_a_loss_scale_is_refused():

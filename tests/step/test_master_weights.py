@@ -10,7 +10,10 @@ import pytest
 import optax_lossscale as ols
 from optax_lossscale.demo import _model, _text
 
-PARAMS = {"w": jnp.linspace(-2.0, 3.0, 24).reshape(4, 6), "b": jnp.linspace(0.01, 100.0, 6)}
+PARAMS = {
+    "w": jnp.linspace(-2.0, 3.0, 24).reshape(4, 6),
+    "b": jnp.linspace(0.01, 100.0, 6),
+}
 each_dtype = pytest.mark.parametrize(
     "dtype", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"]
 )
@@ -51,7 +54,9 @@ def test_parameters_are_the_rounding_of_the_master_weights(dtype, door):
     for n in range(50):
         params, state = step(gradients(params, n), state, params)
         chex.assert_trees_all_equal_dtypes(params, cast(PARAMS, dtype))
-        chex.assert_trees_all_equal(params, rounded(state.inner_state.weights(params), dtype))
+        chex.assert_trees_all_equal(
+            params, rounded(state.inner_state.weights(params), dtype)
+        )
 
 
 @each_dtype
@@ -75,13 +80,17 @@ def test_without_loss_scaling_it_is_an_optax_transformation_of_its_own():
     tx = optax.chain(optax.clip(1.0), ols.with_master_weights(optax.sgd(1e-5)))
     state = tx.init(params)
     for n in range(5):
-        updates, state = tx.update(cast(gradients(params, n), jnp.float16), state, params)
+        updates, state = tx.update(
+            cast(gradients(params, n), jnp.float16), state, params
+        )
         params = optax.apply_updates(params, updates)
     chex.assert_trees_all_equal(params, cast(state[1].weights(params), jnp.float16))
     chex.assert_trees_all_equal_dtypes(params, cast(PARAMS, jnp.float16))
 
 
-@pytest.mark.parametrize("wrap", [lambda tx: tx, ols.with_loss_scale], ids=["alone", "wrapped"])
+@pytest.mark.parametrize(
+    "wrap", [lambda tx: tx, ols.with_loss_scale], ids=["alone", "wrapped"]
+)
 @pytest.mark.parametrize("chained", [False, True])
 def test_what_is_wide_already_is_kept_once(wrap, chained):
     params = {"w": jnp.ones(3, jnp.float16), "b": jnp.ones(2), "n": jnp.array([1, 2])}
@@ -115,7 +124,9 @@ def test_a_skipped_step_leaves_the_master_weights_bit_for_bit(door):
 def test_inside_masked_it_keeps_a_copy_of_its_own_part_alone():
     params = cast(PARAMS, jnp.float16)
     mask = {"w": True, "b": False}
-    tx = ols.with_loss_scale(optax.masked(ols.with_master_weights(optax.sgd(0.1)), mask), 1)
+    tx = ols.with_loss_scale(
+        optax.masked(ols.with_master_weights(optax.sgd(0.1)), mask), 1
+    )
     state = tx.init(params)
     copies = jax.tree.leaves(state.inner_state.inner_state.master_weights)
     assert [x.shape for x in copies] == [PARAMS["w"].shape]
@@ -135,7 +146,9 @@ def test_donated_and_sharded_parameters_keep_their_place():
         grads = jax.tree.map(lambda p: p.astype(jnp.float32) * 2.0**15, params)
         params, state = step(params, state, grads)
     assert params["w"].sharding.is_equivalent_to(place, 2)
-    np.testing.assert_array_equal(params["w"], np.full((4, 2), 1 - 2.0**-10, np.float16))
+    np.testing.assert_array_equal(
+        params["w"], np.full((4, 2), 1 - 2.0**-10, np.float16)
+    )
 
 
 def test_without_parameters_it_says_what_it_needs():
@@ -144,10 +157,13 @@ def test_without_parameters_it_says_what_it_needs():
         tx.update(PARAMS, tx.init(PARAMS))
 
 
-# Steps of 2**-10, in which bfloat16 has an eighth of what it can add to 1, and float16 all of it.
+# Steps of 2**-10, in which bfloat16 has an eighth of what it can add to 1, and float16
+# all of it.
 STEP = 2.0**-10
 each_wrap = pytest.mark.parametrize(
-    "wrap", [lambda tx: tx, lambda tx: ols.with_loss_scale(tx, 1)], ids=["alone", "wrapped"]
+    "wrap",
+    [lambda tx: tx, lambda tx: ols.with_loss_scale(tx, 1)],
+    ids=["alone", "wrapped"],
 )
 is_state = lambda x: isinstance(x, ols.MasterWeightsState)
 
@@ -216,9 +232,12 @@ def test_parameters_loaded_after_init_are_those_that_are_trained(dtype, wrap):
 @each_dtype
 def test_a_parameter_changed_between_steps_is_right(dtype, wrap):
     tx = wrap(ols.with_master_weights(optax.sgd(STEP)))
-    params, state = trained(tx, {"w": jnp.array([1.0, 2.0, -3.0, 5.0], dtype)}, 5 * [1.3])
+    params, state = trained(
+        tx, {"w": jnp.array([1.0, 2.0, -3.0, 5.0], dtype)}, 5 * [1.3]
+    )
     kept = master_weights(state, params)["w"][3]
-    others = jnp.array([-7.0, 0.0, 1e-3], dtype)  # an average, a pruned one, a new layer's
+    # an average, a pruned one, a new layer's
+    others = jnp.array([-7.0, 0.0, 1e-3], dtype)
     params = {"w": params["w"].at[:3].set(others)}
     weights = master_weights(state, params)
     chex.assert_trees_all_equal(rounded(weights, dtype), params)
@@ -249,14 +268,18 @@ def test_a_small_parameter_of_either_zero_is_still_trained(dtype):
     size = 1e-9 if dtype == jnp.float16 else 1e-37
     tx = ols.with_master_weights(optax.sgd(size))
     params, state = trained(tx, {"w": jnp.array([0.0, -0.0], dtype)}, 8 * [1.0])
-    chex.assert_trees_all_close(state.weights(params), {"w": jnp.full(2, -8 * size)}, rtol=1e-5)
+    chex.assert_trees_all_close(
+        state.weights(params), {"w": jnp.full(2, -8 * size)}, rtol=1e-5
+    )
 
 
 def test_an_infinite_parameter_stays_and_a_nan_spreads_to_no_other():
     params = {"w": jnp.array([jnp.inf, jnp.nan, 1.0], jnp.bfloat16)}
     tx = ols.with_master_weights(optax.sgd(STEP))
     params, state = trained(tx, params, 8 * [1.0])
-    np.testing.assert_array_equal(params["w"][:2].astype(jnp.float32), [jnp.inf, jnp.nan])
+    np.testing.assert_array_equal(
+        params["w"][:2].astype(jnp.float32), [jnp.inf, jnp.nan]
+    )
     np.testing.assert_array_equal(state.weights(params)["w"][2], 1 - 8 * STEP)
 
 
@@ -284,7 +307,9 @@ def test_each_of_an_ensemble_is_trained_as_alone():
 ADAM = optax.scale_by_adam()
 FOLLOWED = {
     "chain": lambda tx: optax.chain(tx, optax.scale_by_learning_rate(1e-3)),
-    "chain in a chain": lambda tx: optax.chain(optax.chain(optax.clip(1.0), tx), optax.scale(-1)),
+    "chain in a chain": lambda tx: optax.chain(
+        optax.chain(optax.clip(1.0), tx), optax.scale(-1)
+    ),
     "named_chain": lambda tx: optax.named_chain(("z", tx), ("a", optax.scale(-1e-3))),
     "lookahead": lambda tx: optax.lookahead(tx, 5, 0.5),
     "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 1e-3),
@@ -312,7 +337,10 @@ NOT_FOLLOWED = {
 
 @pytest.mark.parametrize("around", NOT_FOLLOWED.values(), ids=NOT_FOLLOWED)
 def test_what_hands_its_updates_on_may_be_around_it(around):
-    params, own = {"w": jnp.ones(2, jnp.bfloat16)}, ols.with_master_weights(optax.sgd(STEP))
+    params, own = (
+        {"w": jnp.ones(2, jnp.bfloat16)},
+        ols.with_master_weights(optax.sgd(STEP)),
+    )
     tx = ols.with_loss_scale(around(own), 1)
     after, state = trained(tx, params, 3 * [1.0])
     chex.assert_trees_all_equal(after, {"w": jnp.full(2, 1 - 2.0**-8, jnp.bfloat16)})
@@ -327,7 +355,9 @@ FOLLOWED_IN_A_CHAIN = {
     "later": lambda tx: optax.chain(tx, optax.identity(), optax.chain(LEARNING_RATE)),
     "named": lambda tx: optax.named_chain(("z", tx), ("a", LEARNING_RATE)),
     "masked": lambda tx: optax.chain(optax.masked(tx, {"w": True}), LEARNING_RATE),
-    "partition": lambda tx: optax.chain(optax.partition({"a": tx}, {"w": "a"}), LEARNING_RATE),
+    "partition": lambda tx: optax.chain(
+        optax.partition({"a": tx}, {"w": "a"}), LEARNING_RATE
+    ),
     "injected": lambda tx: optax.chain(
         optax.inject_hyperparams(lambda step: tx)(step=1.0), LEARNING_RATE
     ),
@@ -337,18 +367,28 @@ FOLLOWED_IN_A_CHAIN = {
 }
 
 
-@pytest.mark.parametrize("around", FOLLOWED_IN_A_CHAIN.values(), ids=FOLLOWED_IN_A_CHAIN)
+@pytest.mark.parametrize(
+    "around", FOLLOWED_IN_A_CHAIN.values(), ids=FOLLOWED_IN_A_CHAIN
+)
 @pytest.mark.parametrize("init", [lambda tx: tx.init, lambda tx: jax.jit(tx.init)])
 def test_followed_in_a_chain_it_is_refused(around, init):
     tx = ols.with_loss_scale(around(ols.with_master_weights(ADAM)))
-    with pytest.raises(ValueError, match="with_master_weights is followed by other transforma"):
+    with pytest.raises(
+        ValueError, match="with_master_weights is followed by other transforma"
+    ):
         init(tx)({"w": jnp.ones(2, jnp.bfloat16)})
 
 
 @pytest.mark.parametrize(
-    "take", [lambda s: ols.value_and_scaled_grad(jnp.sum, s), lambda s: ols.scale_gradient(1.0, s)]
+    "take",
+    [
+        lambda s: ols.value_and_scaled_grad(jnp.sum, s),
+        lambda s: ols.scale_gradient(1.0, s),
+    ],
 )
-def test_followed_outside_the_wrapper_its_state_is_refused_where_gradients_are_taken(take):
+def test_followed_outside_the_wrapper_its_state_is_refused_where_gradients_are_taken(
+    take,
+):
     own = ols.with_loss_scale(ols.with_master_weights(ADAM))
     params = (jnp.ones(2, jnp.bfloat16), jnp.ones(2))
     take((own.init(params), params))  # no chain, but a carry
@@ -359,7 +399,9 @@ def test_followed_outside_the_wrapper_its_state_is_refused_where_gradients_are_t
         optax.chain(optax.chain(own, optax.identity()), LEARNING_RATE),
     ):
         state = tx.init(params)
-        with pytest.raises(ValueError, match="with_master_weights is followed by other"):
+        with pytest.raises(
+            ValueError, match="with_master_weights is followed by other"
+        ):
             take(state)
 
 
@@ -445,11 +487,19 @@ def test_the_state_of_a_bare_optimizer_is_refused_and_taken_when_cast_into_its_p
     tx = ols.with_master_weights(inner)
     wrapped = ols.with_loss_scale(tx)
     state = tx.init(params)
-    with pytest.raises(TypeError, match=r"must be the MasterWeightsState .* got a tuple.*restore"):
+    with pytest.raises(
+        TypeError, match=r"must be the MasterWeightsState .* got a tuple.*restore"
+    ):
         tx.update(params, restored, params)
-    with pytest.raises(ValueError, match=r"another optimizer.*MasterWeightsState.*restore"):
-        wrapped.update(params, wrapped.init(params)._replace(inner_state=restored), params)
-    with pytest.raises(ValueError, match=r"float16 where it needs float32, at 0/mu/w.*cast_like"):
+    with pytest.raises(
+        ValueError, match=r"another optimizer.*MasterWeightsState.*restore"
+    ):
+        wrapped.update(
+            params, wrapped.init(params)._replace(inner_state=restored), params
+        )
+    with pytest.raises(
+        ValueError, match=r"float16 where it needs float32, at 0/mu/w.*cast_like"
+    ):
         tx.update(params, state._replace(inner_state=restored), params)
     cast_once = optax.tree.cast_like(restored, state.inner_state)
     _, after = tx.update(params, state._replace(inner_state=cast_once), params)
@@ -482,7 +532,9 @@ def test_bfloat16_parameters_reach_the_loss_of_float32_in_the_setting_of_the_dem
 
         @jax.jit
         def step(params, state, tokens):
-            differentiate = ols.value_and_scaled_grad(_model.loss, state, grad_dtype=param_dtype)
+            differentiate = ols.value_and_scaled_grad(
+                _model.loss, state, grad_dtype=param_dtype
+            )
             loss, grads = differentiate(params, tokens, dtype)
             return *tx.apply_gradients(grads, state, params, value=loss), loss
 

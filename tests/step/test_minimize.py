@@ -26,7 +26,9 @@ def loss_fn(params, x=1.0):
 
 
 def test_is_the_gradient_and_the_step():
-    loss, params, state = jax.jit(functools.partial(TX.minimize, loss_fn))(STATE, PARAMS, 2.0)
+    loss, params, state = jax.jit(functools.partial(TX.minimize, loss_fn))(
+        STATE, PARAMS, 2.0
+    )
     expected, scaled_grads = ols.value_and_scaled_grad(loss_fn, STATE)(PARAMS, 2.0)
     assert loss == expected == 20
     step = TX.apply_gradients(scaled_grads, STATE, PARAMS, value=loss)
@@ -45,7 +47,9 @@ def test_a_function_may_have_keywords_of_any_name_that_is_not_an_option(name):
 def test_a_keyword_that_is_an_option_has_to_be_bound(name):
     own = eval(f"lambda p, {name}=1.0: loss_fn(p, {name})", globals())
     for fun in (own, ols.autocast(own)):
-        with pytest.raises(TypeError, match=rf"functools.partial\(function, {name}=…\)"):
+        with pytest.raises(
+            TypeError, match=rf"functools.partial\(function, {name}=…\)"
+        ):
             TX.minimize(fun, STATE, PARAMS)
     bound = functools.partial(own, **{name: 2.0})
     assert TX.minimize(bound, STATE, PARAMS)[0] == 20
@@ -56,7 +60,9 @@ def test_a_keyword_that_is_an_option_has_to_be_bound(name):
 def test_aux_comes_back_beside_the_loss(grad_dtype):
     with_aux = lambda p, x: (loss_fn(p, x).astype(jnp.float32), {"x": x})
     tx = ols.with_loss_scale(optax.sgd(0.1), 64)
-    minimize = functools.partial(tx.minimize, with_aux, has_aux=True, grad_dtype=grad_dtype)
+    minimize = functools.partial(
+        tx.minimize, with_aux, has_aux=True, grad_dtype=grad_dtype
+    )
     (loss, aux), _, state = jax.jit(minimize)(tx.init(PARAMS), PARAMS, 2.0)
     assert (loss, aux["x"], state.should_apply) == (20, 2, True)
     _, params, state = jax.jit(minimize)(state, PARAMS, jnp.nan)
@@ -73,8 +79,18 @@ WRONG = {
         r"got function and dict, then LossScaleState\..*are swapped",
     ),
     "a loss": (loss_fn(PARAMS), STATE, PARAMS, "the loss function itself, not a loss"),
-    "no function": (None, STATE, PARAMS, r"got NoneType and LossScaleState, then dict\."),
-    "a state first": (STATE, loss_fn, PARAMS, r"got LossScaleState and function, then dict\."),
+    "no function": (
+        None,
+        STATE,
+        PARAMS,
+        r"got NoneType and LossScaleState, then dict\.",
+    ),
+    "a state first": (
+        STATE,
+        loss_fn,
+        PARAMS,
+        r"got LossScaleState and function, then dict\.",
+    ),
     "no state": (
         loss_fn,
         PARAMS,
@@ -92,7 +108,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("fun", "state", "params", "said"), WRONG.values(), ids=WRONG)
-def test_arguments_in_another_order_are_named_beside_the_right_one(fun, state, params, said):
+def test_arguments_in_another_order_are_named_beside_the_right_one(
+    fun, state, params, said
+):
     with pytest.raises(TypeError, match=said) as raised:
         TX.minimize(fun, state, params, 1.0)
     assert "minimize(loss_fn, state, params, …)" in str(raised.value)
@@ -118,22 +136,32 @@ def takes_steps(of_params, params):
 def test_the_arrays_of_an_equinox_model():
     model = eqx.nn.MLP(4, 2, width_size=8, depth=1, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)
-    trained, falls = takes_steps(lambda params: jax.vmap(eqx.combine(params, static)), params)
+    trained, falls = takes_steps(
+        lambda params: jax.vmap(eqx.combine(params, static)), params
+    )
     assert falls
     assert isinstance(eqx.combine(trained, static), eqx.nn.MLP)
-    with pytest.raises(TypeError, match=r"eqx\.partition\(model, eqx\.is_inexact_array\)"):
+    with pytest.raises(
+        TypeError, match=r"eqx\.partition\(model, eqx\.is_inexact_array\)"
+    ):
         TX.minimize(lambda model: jnp.mean(jax.vmap(model)(X)), STATE, model)
 
 
 def test_the_parameters_of_an_nnx_module():
-    model = nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 2, rngs=nnx.Rngs(1)))
+    model = nnx.Sequential(
+        nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 2, rngs=nnx.Rngs(1))
+    )
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    trained, falls = takes_steps(lambda params: nnx.merge(graphdef, params, rest), params)
+    trained, falls = takes_steps(
+        lambda params: nnx.merge(graphdef, params, rest), params
+    )
     assert falls
     nnx.update(model, trained)
     with pytest.raises(TypeError, match=r"nnx\.split\(model, nnx\.Param, \.\.\.\)"):
         TX.minimize(lambda model: jnp.mean(model(X)), STATE, model)
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
     for state in (optimizer, optimizer.opt_state):
-        with pytest.raises(TypeError, match=r"nnx\.Optimizer .*optimizer\.update\(model, scaled"):
+        with pytest.raises(
+            TypeError, match=r"nnx\.Optimizer .*optimizer\.update\(model, scaled"
+        ):
             TX.minimize(loss_fn, state, trained)

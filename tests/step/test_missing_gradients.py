@@ -70,7 +70,9 @@ def test_trained_in_turn_each_half_is_as_if_trained_alone():
         grads = {k: GRADS[k] if k == name else None for k in GRADS}
         grads = {"w": grads["w"], "n": grads["n"] or {"b": None}}
         params, state = tx.apply_gradients(grads, state, params)
-        each[name] = alone[name].apply_gradients(GRADS[name], each[name][1], each[name][0])
+        each[name] = alone[name].apply_gradients(
+            GRADS[name], each[name][1], each[name][0]
+        )
     for name in PARAMS:
         chex.assert_trees_all_equal(params[name], each[name][0])
 
@@ -103,7 +105,9 @@ def test_a_gradient_for_a_branch_of_parameters_is_refused():
 
 @each_door
 def test_a_clip_inside_sees_zeros(door):
-    tx = ols.with_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), 1)
+    tx = ols.with_loss_scale(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), 1
+    )
     grads = {"w": None, "n": {"b": jnp.array([3.0])}}
     params, _ = step_through(door, tx, grads, tx.init(PARAMS), PARAMS)
     chex.assert_trees_all_close(params["n"]["b"], PARAMS["n"]["b"] - 1)
@@ -132,7 +136,9 @@ def test_a_node_that_refuses_none_is_trained(mask, door):
     params = {"layer": Layer(jnp.ones(2), jnp.ones(1)), "head": jnp.ones(2)}
     mask = None if mask is None else {"layer": mask, "head": True}
     for branch in ("cond", "select"):
-        tx = ols.with_loss_scale(optax.adam(0.1), branch=branch, skip="nonfinite", mask=mask)
+        tx = ols.with_loss_scale(
+            optax.adam(0.1), branch=branch, skip="nonfinite", mask=mask
+        )
         state = tx.init(params)
         after, _ = step_through(door, tx, params, state, params)
         assert (after["layer"].b < 1).all()
@@ -161,10 +167,14 @@ def test_the_float0_gradient_of_an_integer_counts_as_missing():
     assert grads["steps"].dtype == jax.dtypes.float0
     for door in ("apply_gradients", "update"):
         after, _ = step_through(door, tx, grads, state, params)
-        chex.assert_trees_all_equal(after, {"w": jnp.array([0.0]), "steps": jnp.array([3])})
+        chex.assert_trees_all_equal(
+            after, {"w": jnp.array([0.0]), "steps": jnp.array([3])}
+        )
 
 
-@pytest.mark.parametrize("inner", [optax.sgd(0.5), optax.adamw(0.5)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "inner", [optax.sgd(0.5), optax.adamw(0.5)], ids=["sgd", "adamw"]
+)
 def test_a_prng_key_among_the_parameters_stays(inner):
     params = {"w": jnp.array([1.0]), "key": jax.random.key(3)}
     tx = ols.with_loss_scale(inner)

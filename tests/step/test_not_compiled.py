@@ -12,7 +12,11 @@ import pytest
 
 import optax_lossscale as ols
 
-PARAMS = {"w": jnp.full((16, 16), 0.1), "v": jnp.full((16, 16), 0.2), "b": jnp.zeros(16)}
+PARAMS = {
+    "w": jnp.full((16, 16), 0.1),
+    "v": jnp.full((16, 16), 0.2),
+    "b": jnp.zeros(16),
+}
 X = jnp.ones((4, 16))
 BAD = jnp.inf * X
 INNER = optax.adam(1e-2)
@@ -20,7 +24,9 @@ LS = ols.DynamicLossScale(1024.0, growth_interval=3)
 
 compiled = []
 jax.monitoring.register_event_duration_secs_listener(
-    lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None
+    lambda event, seconds, **_: (
+        compiled.append(event) if "backend_compile" in event else None
+    )
 )
 
 
@@ -65,7 +71,11 @@ def cost(step, state):
         for x in [X] * 4 + [BAD] * 2 + [X] * 4:
             params, state = step(params, state, x)
         live = jax.live_arrays()
-        return len(compiled) - programs, len(live) - arrays, sum(x.nbytes for x in live) - size
+        return (
+            len(compiled) - programs,
+            len(live) - arrays,
+            sum(x.nbytes for x in live) - size,
+        )
     finally:
         gc.enable()
 
@@ -106,7 +116,8 @@ def test_what_compiles_or_keeps_arrays_is_seen():
 
 
 @pytest.mark.parametrize(
-    ("door", "branch"), [("apply_gradients", None), slow("update", None), slow("update", "select")]
+    ("door", "branch"),
+    [("apply_gradients", None), slow("update", None), slow("update", "select")],
 )
 def test_steps_are_those_of_a_compiled_one(door, branch):
     tx = ols.with_loss_scale(INNER, LS, branch=branch)
@@ -144,7 +155,9 @@ def test_what_a_skipped_step_returns_may_be_donated():
     state = tx.init(PARAMS)
     overflow = jax.tree.map(lambda p: p * jnp.nan + jnp.inf, PARAMS)
     updates, skipped = tx.update(overflow, state, PARAMS)
-    consume = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    consume = jax.jit(
+        lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0
+    )
     chex.assert_trees_all_equal(consume(updates), jax.tree.map(jnp.ones_like, PARAMS))
     consume(skipped.inner_state)
     tx.update(overflow, state, PARAMS)

@@ -53,7 +53,9 @@ def test_under_shard_map():
     mesh = jax.make_mesh((2,), ("data",))
 
     def step(w, x):
-        return jax.grad(lambda w: ols.scale_gradient(jax.lax.pmean(loss_fn(w, x), "data"), LS))(w)
+        return jax.grad(
+            lambda w: ols.scale_gradient(jax.lax.pmean(loss_fn(w, x), "data"), LS)
+        )(w)
 
     sharded = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     batch = jax.device_put(jnp.stack([X, 2 * X]), NamedSharding(mesh, P("data")))
@@ -63,7 +65,9 @@ def test_under_shard_map():
 
 def test_a_float16_loss_does_not_overflow_by_the_scale():
     half = lambda w: (w * 100).sum().astype(jnp.float16)
-    loss, grad = jax.value_and_grad(lambda w: ols.scale_gradient(half(w), 1024))(jnp.ones(2))
+    loss, grad = jax.value_and_grad(lambda w: ols.scale_gradient(half(w), 1024))(
+        jnp.ones(2)
+    )
     assert (loss.dtype, loss) == (jnp.float32, 200)
     assert grad.dtype == jnp.float32
     chex.assert_trees_all_equal(grad, jnp.full(2, 102400.0))
@@ -71,7 +75,9 @@ def test_a_float16_loss_does_not_overflow_by_the_scale():
 
 def test_keeps_a_wider_loss():
     with jax.enable_x64(True):
-        loss, grad = jax.value_and_grad(lambda w: ols.scale_gradient(w**2, LS))(jnp.float64(0.1))
+        loss, grad = jax.value_and_grad(lambda w: ols.scale_gradient(w**2, LS))(
+            jnp.float64(0.1)
+        )
         assert (loss.dtype, grad.dtype) == (jnp.float64, jnp.float64)
         assert loss == np.float64(0.1) ** 2
         np.testing.assert_allclose(grad, 1024 * 0.2, rtol=1e-15)

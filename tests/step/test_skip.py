@@ -27,7 +27,9 @@ RULES = {
     "maxtext": skips.maxtext(8),
     "levanter": skips.levanter(8),
     "axlearn": skips.axlearn(skips.drop_norm_by_grad_norm_ema((5,)), 0.9),
-    "axlearn, stddev": skips.axlearn(skips.drop_norm_by_grad_norm_stddev(min_count=3), 0.9),
+    "axlearn, stddev": skips.axlearn(
+        skips.drop_norm_by_grad_norm_stddev(min_count=3), 0.9
+    ),
     "axlearn, fixed": skips.axlearn(10.0),
     "megatron": skips.megatron(10.0),
 }
@@ -114,7 +116,9 @@ def test_no_step_writes_what_is_not_finite_unless_asked_to(
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("loss_scale", UNCHECKED.values(), ids=UNCHECKED)
-def test_asked_to_skip_nothing_what_checks_nothing_applies_everything(loss_scale, compiled):
+def test_asked_to_skip_nothing_what_checks_nothing_applies_everything(
+    loss_scale, compiled
+):
     tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale, skip=None)
     step = jax.jit(tx.apply_gradients) if compiled else tx.apply_gradients
     params, state = step(BAD, tx.init(PARAMS), PARAMS, value=jnp.nan)
@@ -130,17 +134,25 @@ def test_asked_to_skip_nothing_what_checks_nothing_applies_everything(loss_scale
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("branch", [None, "cond", "select"])
 @pytest.mark.parametrize("loss_scale", UNCHECKED.values(), ids=UNCHECKED)
-def test_asked_to_skip_nothing_each_form_applies_what_there_is(loss_scale, branch, compiled):
+def test_asked_to_skip_nothing_each_form_applies_what_there_is(
+    loss_scale, branch, compiled
+):
     inner = optax.trace(0.9)
     tx = ols.with_loss_scale(inner, loss_scale, branch=branch, skip=None)
     step = jax.jit(tx.update) if compiled else tx.update
     updates, state = step(BAD, tx.init(PARAMS), PARAMS, value=jnp.inf)
-    assert jnp.isnan(updates["w"]).sum() == jnp.isnan(state.inner_state.trace["w"]).sum() == 1
+    assert (
+        jnp.isnan(updates["w"]).sum()
+        == jnp.isnan(state.inner_state.trace["w"]).sum()
+        == 1
+    )
 
 
 def test_a_loss_scale_that_looks_at_nothing_may_skip_and_change_all_the_same():
     for skip in (None, "nonfinite"):
-        tx = ols.with_loss_scale(optax.sgd(0.1), Scheduled(initial_scale=4, says=False), skip=skip)
+        tx = ols.with_loss_scale(
+            optax.sgd(0.1), Scheduled(initial_scale=4, says=False), skip=skip
+        )
         params, state = tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)
         chex.assert_trees_all_equal(params, PARAMS)
         assert not state.should_apply
@@ -149,7 +161,9 @@ def test_a_loss_scale_that_looks_at_nothing_may_skip_and_change_all_the_same():
 
 def test_what_is_not_finite_is_skipped_unless_skip_says_otherwise():
     bad = lambda **skip: ols.with_loss_scale(optax.sgd(0.1), 128, **skip)
-    applied = lambda tx: tx.apply_gradients(BAD, tx.init(PARAMS), PARAMS)[1].should_apply
+    applied = lambda tx: (
+        tx.apply_gradients(BAD, tx.init(PARAMS), PARAMS)[1].should_apply
+    )
     assert not applied(bad())
     assert not applied(bad(skip="nonfinite"))
     assert applied(bad(skip=None))
@@ -182,7 +196,9 @@ def test_without_a_rule_the_state_has_the_leaves_that_it_had():
 )
 def test_what_a_rule_skips_is_as_skipped_as_an_overflow(door, branch, compiled, kind):
     loss_scale = LS if kind == "dynamic" else None
-    tx = ols.with_loss_scale(optax.adamw(1e-2), loss_scale, branch=branch, skip=AtMost(10.0))
+    tx = ols.with_loss_scale(
+        optax.adamw(1e-2), loss_scale, branch=branch, skip=AtMost(10.0)
+    )
     step = jax.jit(DOORS[door](tx)) if compiled else DOORS[door](tx)
     scale = 4.0 if kind == "dynamic" else 1.0
     params, state = step(times(scale), tx.init(PARAMS), PARAMS, value=jnp.float32(1))
@@ -195,9 +211,11 @@ def test_what_a_rule_skips_is_as_skipped_as_an_overflow(door, branch, compiled, 
     assert not after.should_apply
     assert (after.skipped_steps, after.consecutive_skipped_steps) == (1, 1)
     assert after.skip_rule.skipped_by_rule == 1
-    np.testing.assert_allclose(after.skip_rule.norms, 101 * NORM, rtol=1e-6)  # it saw both
+    # it saw both
+    np.testing.assert_allclose(after.skip_rule.norms, 101 * NORM, rtol=1e-6)
     assert after.skip_rule.losses == 3
-    # A step that was not applied is no good step: the loss scale grows after the next one.
+    # A step that was not applied is no good step: the loss scale grows after the next
+    # one.
     chex.assert_trees_all_equal(after.loss_scale, state.loss_scale)
     _, state = step(times(scale), after, params, value=1.0)
     assert state.should_apply
@@ -227,7 +245,9 @@ def test_a_step_that_is_not_finite_teaches_a_rule_nothing(rule, bad):
 def test_the_norm_is_that_of_the_unscaled_gradients_that_are_checked(loss_scale):
     w_alone = {"w": True, "b": False, "n": True}
     for mask, expected in ((None, NORM), (w_alone, float(np.sqrt(14.25)))):
-        tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale, mask=mask, skip=AtMost(10.0))
+        tx = ols.with_loss_scale(
+            optax.sgd(0.1), loss_scale, mask=mask, skip=AtMost(10.0)
+        )
         params = PARAMS | {"n": jnp.ones(3)}
         state = tx.init(params)
         grads = times(state.loss_scale()) | {"n": None}
@@ -237,7 +257,9 @@ def test_the_norm_is_that_of_the_unscaled_gradients_that_are_checked(loss_scale)
 
 
 @each_scale
-def test_a_rule_that_skips_nothing_leaves_the_loss_scale_to_adapt_as_without_it(loss_scale):
+def test_a_rule_that_skips_nothing_leaves_the_loss_scale_to_adapt_as_without_it(
+    loss_scale,
+):
     trajectories = []
     for skip in ("nonfinite", AtMost(1e3)):
         tx = ols.with_loss_scale(optax.set_to_zero(), loss_scale, skip=skip)
@@ -282,7 +304,9 @@ def test_a_spike_now_and_then_does_not_keep_the_scale_from_growing():
     step, state = jax.jit(tx.apply_gradients), tx.init(PARAMS)
     for i in range(12):
         is_spike = i % 3 == 2
-        _, state = step(times((10 if is_spike else 1) * state.loss_scale()), state, PARAMS)
+        _, state = step(
+            times((10 if is_spike else 1) * state.loss_scale()), state, PARAMS
+        )
         assert state.should_apply != is_spike
     assert state.skipped_steps == 4
     assert state.loss_scale() == 8 * 2**2  # of the eight steps that were applied
@@ -298,13 +322,20 @@ def test_a_rule_that_needs_the_loss_says_so_when_traced(rule):
     if not rule.needs_value:
         trace()
         return
-    with pytest.raises(ValueError, match=r"looks at the loss.*apply_gradients\(.*value=loss\)"):
+    with pytest.raises(
+        ValueError, match=r"looks at the loss.*apply_gradients\(.*value=loss\)"
+    ):
         trace()
 
 
 @pytest.mark.parametrize(
     ("dtype", "number"),
-    [("float16", 1.5), ("bfloat16", 2.0**17), ("float32", 2.0**17 + 1), ("float64", 2.0**17 + 1)],
+    [
+        ("float16", 1.5),
+        ("bfloat16", 2.0**17),
+        ("float32", 2.0**17 + 1),
+        ("float64", 2.0**17 + 1),
+    ],
 )
 def test_a_loss_of_any_dtype_reaches_the_rule_as_float32(dtype, number):
     class Noting(skips.SkipRule):
@@ -316,14 +347,18 @@ def test_a_loss_of_any_dtype_reaches_the_rule_as_float32(dtype, number):
     with jax.enable_x64(dtype == "float64"):
         tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=Noting())
         loss = jnp.asarray(number, dtype)
-        _, state = jax.jit(tx.apply_gradients)(PARAMS, tx.init(PARAMS), PARAMS, value=loss)
+        _, state = jax.jit(tx.apply_gradients)(
+            PARAMS, tx.init(PARAMS), PARAMS, value=loss
+        )
         assert state.should_apply
 
 
 def test_minimize_hands_the_loss_to_the_rule():
     tx = ols.with_loss_scale(optax.sgd(0.1), LS, skip=AtMost(1e3))
     loss_fn = lambda params: jnp.sum(params["w"] ** 2)
-    loss, _, state = jax.jit(lambda s, p: tx.minimize(loss_fn, s, p))(tx.init(PARAMS), PARAMS)
+    loss, _, state = jax.jit(lambda s, p: tx.minimize(loss_fn, s, p))(
+        tx.init(PARAMS), PARAMS
+    )
     assert state.skip_rule.losses == loss
 
 
@@ -338,7 +373,9 @@ def test_steps_compile_once_and_keep_every_dtype_in_a_scan(rule):
     assert not any(x.weak_type for x in jax.tree.leaves((state, before)))
 
     def body(carry, factor):
-        params, state = tx.apply_gradients(times(factor), *carry[::-1], value=jnp.float32(1))
+        params, state = tx.apply_gradients(
+            times(factor), *carry[::-1], value=jnp.float32(1)
+        )
         return (params, state), state.should_apply
 
     scan = jax.jit(lambda carry, factors: jax.lax.scan(body, carry, factors))
@@ -377,7 +414,9 @@ def test_steps_are_differentiated_as_without_a_rule(skip, loss_scale, way):
             return (params, state), None
 
         xs = jnp.array([1.0, 1.1, 0.9])
-        (params, _), _ = jax.lax.scan(step, ({"w": PARAMS["w"]}, tx.init({"w": PARAMS["w"]})), xs)
+        (params, _), _ = jax.lax.scan(
+            step, ({"w": PARAMS["w"]}, tx.init({"w": PARAMS["w"]})), xs
+        )
         return loss_fn(params, learning_rate)
 
     derivative = jax.jit(way(after_steps), static_argnums=(1, 2))
@@ -391,7 +430,9 @@ def test_what_a_rule_measures_is_not_differentiated(rule):
     tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=rule)
 
     def ruled(x):
-        return tx.apply_gradients(times(x), tx.init(PARAMS), PARAMS, value=x)[1].skip_rule
+        return tx.apply_gradients(times(x), tx.init(PARAMS), PARAMS, value=x)[
+            1
+        ].skip_rule
 
     _, tangents = jax.jit(lambda x: jax.jvp(ruled, (x,), (1.0,)))(1.0)
     floats = [x for x in jax.tree.leaves(tangents) if x.dtype == jnp.float32]
@@ -429,7 +470,9 @@ REPLICAS = 4
 
 @pytest.mark.parametrize("reduced", [False, True])
 def test_replicas_go_by_the_largest_norm_and_the_mean_loss(reduced):
-    tx = ols.with_loss_scale(optax.adam(1e-2), LS, axis_name="replica", skip=AtMost(10.0))
+    tx = ols.with_loss_scale(
+        optax.adam(1e-2), LS, axis_name="replica", skip=AtMost(10.0)
+    )
 
     def step(params, state, factor):
         grads = times(factor * state.loss_scale())
@@ -450,7 +493,9 @@ def test_replicas_go_by_the_largest_norm_and_the_mean_loss(reduced):
             chex.assert_trees_all_equal(params, before[0])
 
 
-@pytest.mark.parametrize("loss_scale", [LS, 4, "headroom"], ids=["dynamic", "fixed", "headroom"])
+@pytest.mark.parametrize(
+    "loss_scale", [LS, 4, "headroom"], ids=["dynamic", "fixed", "headroom"]
+)
 @pytest.mark.parametrize("skip", ["nonfinite", AtMost(1e9)], ids=["nonfinite", "rule"])
 def test_an_overflow_on_one_replica_is_one_on_all(skip, loss_scale):
     tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale, axis_name="replica", skip=skip)
@@ -458,7 +503,9 @@ def test_an_overflow_on_one_replica_is_one_on_all(skip, loss_scale):
     params, state = spread(PARAMS), spread(tx.init(PARAMS))
     grads = spread(PARAMS)
     grads["w"] = grads["w"].at[2, 0, 1].set(jnp.inf)
-    after, state = jax.vmap(tx.apply_gradients, axis_name="replica")(grads, state, params)
+    after, state = jax.vmap(tx.apply_gradients, axis_name="replica")(
+        grads, state, params
+    )
     assert not state.should_apply.any()
     chex.assert_trees_all_equal(after, params)
     for leaf in jax.tree.leaves((state.loss_scale, state.skip_rule)):
@@ -468,7 +515,9 @@ def test_an_overflow_on_one_replica_is_one_on_all(skip, loss_scale):
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_replicas_under_shard_map_agree(check_vma):
     mesh = jax.make_mesh((REPLICAS,), ("data",), axis_types=(AxisType.Auto,))
-    tx = ols.with_loss_scale(optax.sgd(1e-2), LS, axis_name="data", skip=skips.maxtext(8))
+    tx = ols.with_loss_scale(
+        optax.sgd(1e-2), LS, axis_name="data", skip=skips.maxtext(8)
+    )
 
     def step(params, state, x):
         mean_loss = lambda p, x: jax.lax.pmean(jnp.sum(p["w"] ** 2) * x[0], "data")
@@ -476,13 +525,19 @@ def test_replicas_under_shard_map_agree(check_vma):
         return tx.apply_gradients(grads, state, params, value=loss)
 
     spread = jax.shard_map(
-        step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=check_vma
+        step,
+        mesh=mesh,
+        in_specs=(P(), P(), P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
     )
     spread = jax.jit(spread)
     params, state = PARAMS, tx.init(PARAMS)
     decisions = []
     for i in range(8):
-        params, state = spread(params, state, jnp.full(REPLICAS, 1e3 if i == 6 else 1.0))
+        params, state = spread(
+            params, state, jnp.full(REPLICAS, 1e3 if i == 6 else 1.0)
+        )
         decisions.append(bool(state.should_apply))
     assert decisions == [True] * 6 + [False, True]
 
@@ -497,7 +552,9 @@ def test_arrays_spread_by_the_compiler_have_the_norm_of_the_whole():
 
 
 def test_a_skipped_micro_batch_is_left_out_of_its_window():
-    tx = ols.with_loss_scale(optax.MultiSteps(optax.sgd(0.1), 2), None, skip=AtMost(10.0))
+    tx = ols.with_loss_scale(
+        optax.MultiSteps(optax.sgd(0.1), 2), None, skip=AtMost(10.0)
+    )
     params, state = PARAMS, tx.init(PARAMS)
     step = jax.jit(tx.apply_gradients)
     for factor in (1.0, 100.0):
@@ -511,7 +568,9 @@ def test_a_state_of_another_rule_is_refused_and_the_remedy_works():
     old = ols.with_loss_scale(optax.sgd(0.1), LS)
     new = ols.with_loss_scale(optax.sgd(0.1), LS, skip=skips.maxtext(8))
     state = old.init(PARAMS)
-    with pytest.raises(ValueError, match=r"_replace\(skip_rule=tx.init\(params\).skip_rule\)"):
+    with pytest.raises(
+        ValueError, match=r"_replace\(skip_rule=tx.init\(params\).skip_rule\)"
+    ):
         new.apply_gradients(PARAMS, state, PARAMS, value=1.0)
     state = state._replace(skip_rule=new.init(PARAMS).skip_rule)
     _, state = new.apply_gradients(PARAMS, state, PARAMS, value=1.0)
@@ -540,7 +599,9 @@ def test_a_rule_that_becomes_another_is_refused():
 
 def test_metrics_have_the_norm_and_what_the_rule_counts():
     tx = ols.with_loss_scale(optax.sgd(0.1), 128, skip=AtMost(2.0))
-    assert "gradient_norm" not in ols.metrics(ols.with_loss_scale(optax.sgd(0.1)).init(PARAMS))
+    assert "gradient_norm" not in ols.metrics(
+        ols.with_loss_scale(optax.sgd(0.1)).init(PARAMS)
+    )
     _, state = tx.apply_gradients(times(128), tx.init(PARAMS), PARAMS)
     found = jax.jit(ols.metrics)(state)
     np.testing.assert_allclose(found["gradient_norm"], NORM, rtol=1e-6)
@@ -580,7 +641,9 @@ def test_a_state_that_was_saved_before_there_were_rules_is_restored(tmp_path):
     _, state = tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)
     saved = flax.serialization.to_state_dict(state)
     del saved["skip_rule"]
-    restored = flax.serialization.from_state_dict(tx.init(PARAMS), saved | {"skip_rule": None})
+    restored = flax.serialization.from_state_dict(
+        tx.init(PARAMS), saved | {"skip_rule": None}
+    )
     chex.assert_trees_all_equal(restored, state)
 
     five = {name: x for name, x in state._asdict().items() if name != "skip_rule"}

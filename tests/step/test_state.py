@@ -12,7 +12,9 @@ TX = ols.with_loss_scale(optax.adam(1e-3))
 
 
 def test_a_name_of_the_inner_optimizers_state_says_where_that_is():
-    with pytest.raises(AttributeError, match="no 'z'; the wrapped optimizer's state is its inner"):
+    with pytest.raises(
+        AttributeError, match="no 'z'; the wrapped optimizer's state is its inner"
+    ):
         TX.init(PARAMS).z  # noqa: B018
 
 
@@ -33,7 +35,9 @@ def test_a_state_that_was_computed_with_is_refused():
 
 
 def test_a_state_of_another_configuration_is_refused_with_both():
-    other = ols.with_loss_scale(optax.adam(1e-3), ols.DynamicLossScale(growth_interval=7))
+    other = ols.with_loss_scale(
+        optax.adam(1e-3), ols.DynamicLossScale(growth_interval=7)
+    )
     with pytest.raises(ValueError, match="another configuration") as error:
         TX.update(PARAMS, other.init(PARAMS), PARAMS)
     assert all(str(interval) in str(error.value) for interval in (7, 2000))

@@ -27,7 +27,9 @@ each_branch = pytest.mark.parametrize("branch", [None, "select"])
 
 @each_branch
 @each_scale
-def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_loss_scale(loss_scale, branch):
+def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_loss_scale(
+    loss_scale, branch
+):
     tx = ols.with_loss_scale(optax.adam(0.1), loss_scale, branch=branch)
     before = tx.init(PARAMS)
     step = jax.jit(tx.apply_gradients)
@@ -78,7 +80,9 @@ def test_minimize_passes_the_loss_on():
     tx = ols.with_loss_scale(optax.sgd(0.1), 64)
     loss_fn = lambda params, x: jnp.sum(params["w"] * x)
     state = tx.init(PARAMS)
-    _, params, state = jax.jit(tx.minimize, static_argnums=0)(loss_fn, state, PARAMS, jnp.nan)
+    _, params, state = jax.jit(tx.minimize, static_argnums=0)(
+        loss_fn, state, PARAMS, jnp.nan
+    )
     chex.assert_trees_all_equal(params, PARAMS)
     assert state.skipped_steps == 1
 
@@ -86,7 +90,10 @@ def test_minimize_passes_the_loss_on():
 def test_inner_is_given_the_value_as_an_extra_argument():
     inner = optax.GradientTransformationExtraArgs(
         lambda params: jnp.float32(0),
-        lambda updates, state, params=None, *, value, **extra: (updates, value + extra["more"]),
+        lambda updates, state, params=None, *, value, **extra: (
+            updates,
+            value + extra["more"],
+        ),
     )
     tx = ols.with_loss_scale(inner)
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.float32(2), more=1)
@@ -102,7 +109,9 @@ def test_all_replicas_agree_on_a_loss_that_is_nan_on_one():
     state = jax.tree.map(lambda x: jnp.stack([x] * 4), tx.init(PARAMS))
     losses = jnp.array([1.0, 1.0, jnp.nan, 1.0])
     params = jax.tree.map(lambda x: jnp.stack([x] * 4), PARAMS)
-    step = jax.pmap(lambda g, s, p, loss: tx.apply_gradients(g, s, p, value=loss), "data")
+    step = jax.pmap(
+        lambda g, s, p, loss: tx.apply_gradients(g, s, p, value=loss), "data"
+    )
     after, state = step(params, state, params, losses)
     chex.assert_trees_all_equal(after, params)
     assert not state.should_apply.any()
@@ -110,7 +119,9 @@ def test_all_replicas_agree_on_a_loss_that_is_nan_on_one():
 
 def test_a_value_that_is_no_scalar_is_refused():
     tx = ols.with_loss_scale(optax.sgd(0.1))
-    with pytest.raises(TypeError, match=r"true loss, must be a scalar, got shape \(2,\)"):
+    with pytest.raises(
+        TypeError, match=r"true loss, must be a scalar, got shape \(2,\)"
+    ):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.ones(2))
 
 
@@ -137,7 +148,9 @@ def test_inner_is_given_the_value_by_its_name_or_among_any_others_or_not_at_all(
         return updates, state
 
     for update in (by_name, among_others, neither):
-        inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+        inner = optax.GradientTransformationExtraArgs(
+            lambda params: optax.EmptyState(), update
+        )
         tx = ols.with_loss_scale(inner, None)
         tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=2.0)
     assert seen == [2, 2, None]

@@ -36,16 +36,24 @@ def trees():
 
 
 def arrays(tree):
-    read = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    read = lambda x: (
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    )
     return [read(jnp.asarray(x)) for x in jax.tree.leaves(tree) if x is not len]
 
 
 def test_takes_the_new_after_an_applied_step_and_the_old_after_a_skipped_one():
     new, old = trees()
-    chex.assert_trees_all_equal(arrays(ols.where_applied(APPLIED, new, old)), arrays(new))
-    chex.assert_trees_all_equal(arrays(ols.where_applied(SKIPPED, new, old)), arrays(old))
+    chex.assert_trees_all_equal(
+        arrays(ols.where_applied(APPLIED, new, old)), arrays(new)
+    )
+    chex.assert_trees_all_equal(
+        arrays(ols.where_applied(SKIPPED, new, old)), arrays(old)
+    )
     assert ols.where_applied(SKIPPED, new, old)["function"] is len
-    assert jax.tree.structure(ols.where_applied(SKIPPED, new, old)) == jax.tree.structure(old)
+    assert jax.tree.structure(
+        ols.where_applied(SKIPPED, new, old)
+    ) == jax.tree.structure(old)
 
 
 def test_dtypes_are_those_of_the_old_and_strong():
@@ -85,15 +93,30 @@ def test_takes_whatever_holds_the_state(wrap):
 
 
 def test_states_that_hold_no_wrappers_state_or_several_are_refused():
-    for state in (optax.sgd(0.1).init(PARAMS), ols.DynamicLossScale(), (APPLIED, APPLIED)):
+    for state in (
+        optax.sgd(0.1).init(PARAMS),
+        ols.DynamicLossScale(),
+        (APPLIED, APPLIED),
+    ):
         with pytest.raises(ValueError, match=r"exactly one LossScaleState, found [02]"):
             ols.where_applied(state, 1.0, 2.0)
 
 
 def test_other_trees_and_shapes_are_refused():
     keys = jax.random.key(0)
-    others = [({"a": 1.0}, {"b": 1.0}), (1.0, {"a": 1.0}), ({"a": 1.0}, 1.0), (0, keys), (keys, 0)]
-    shapes = [(jnp.ones(2), jnp.ones(3)), (1.0, jnp.ones(3)), (jnp.ones(3), 1.0), ("x", 1.0)]
+    others = [
+        ({"a": 1.0}, {"b": 1.0}),
+        (1.0, {"a": 1.0}),
+        ({"a": 1.0}, 1.0),
+        (0, keys),
+        (keys, 0),
+    ]
+    shapes = [
+        (jnp.ones(2), jnp.ones(3)),
+        (1.0, jnp.ones(3)),
+        (jnp.ones(3), 1.0),
+        ("x", 1.0),
+    ]
     for new, old in others + shapes:
         with pytest.raises((TypeError, ValueError)):
             ols.where_applied(APPLIED, new, old)

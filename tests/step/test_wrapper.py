@@ -46,7 +46,9 @@ OPTIMIZERS = {
     "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
     "adafactor": optax.adafactor(1e-2),
     "lion": optax.lion(1e-2),
-    "injected": optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1e-2, 1e-3, 9)),
+    "injected": optax.inject_hyperparams(optax.adam)(
+        optax.linear_schedule(1e-2, 1e-3, 9)
+    ),
 }
 both_ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 each_kind = pytest.mark.parametrize("loss_scale", KINDS.values(), ids=KINDS)
@@ -99,7 +101,10 @@ def trajectory(step, state, grad_fn):
 
 
 @pairwise(
-    inner=OPTIMIZERS, loss_scale=KINDS, way=WAYS, compiled={"eager": False, "compiled": True}
+    inner=OPTIMIZERS,
+    loss_scale=KINDS,
+    way=WAYS,
+    compiled={"eager": False, "compiled": True},
 )
 def test_equals_the_unwrapped_optimizer(inner, loss_scale, way, compiled):
     """Bit for bit, but for the fused multiply-adds that a compiler may choose otherwise."""
@@ -116,7 +121,10 @@ def test_equals_the_unwrapped_optimizer(inner, loss_scale, way, compiled):
         )
     rtol = 1e-5 if compiled else 0
     chex.assert_trees_all_close(
-        (params, state.inner_state), (plain_params, plain_state), rtol=rtol, atol=rtol / 100
+        (params, state.inner_state),
+        (plain_params, plain_state),
+        rtol=rtol,
+        atol=rtol / 100,
     )
 
 
@@ -166,14 +174,18 @@ def test_skipped_updates_are_zero():
 def test_unscales_by_the_scale_that_scaled():
     ls = ols.DynamicLossScale(initial_scale=8, growth_interval=1)
     tx = ols.with_loss_scale(optax.sgd(1.0), ls)
-    params, state = tx.apply_gradients(jnp.array(8.0), tx.init(jnp.array(0.0)), jnp.array(0.0))
+    params, state = tx.apply_gradients(
+        jnp.array(8.0), tx.init(jnp.array(0.0)), jnp.array(0.0)
+    )
     assert params == -1
     assert state.loss_scale() == 16
 
 
 def test_a_clip_inside_clips_true_gradients():
     tx = ols.with_loss_scale(optax.chain(optax.clip(1.0), optax.sgd(1.0)), 1024)
-    params, _ = tx.apply_gradients(jnp.array(512.0), tx.init(jnp.array(0.0)), jnp.array(0.0))
+    params, _ = tx.apply_gradients(
+        jnp.array(512.0), tx.init(jnp.array(0.0)), jnp.array(0.0)
+    )
     assert params == -0.5
 
 
@@ -189,7 +201,9 @@ def test_a_division_that_overflows_is_an_overflow():
 
 def test_a_fixed_scale_never_skips_if_nothing_is_to_be_skipped():
     tx = ols.with_loss_scale(optax.sgd(1.0), 2, skip=None)
-    params, state = tx.apply_gradients(jnp.array(jnp.inf), tx.init(jnp.zeros(())), jnp.zeros(()))
+    params, state = tx.apply_gradients(
+        jnp.array(jnp.inf), tx.init(jnp.zeros(())), jnp.zeros(())
+    )
     assert params == -jnp.inf
     assert state.should_apply
     assert state.skipped_steps == 0
@@ -206,7 +220,9 @@ def test_minimize_is_the_loss_its_gradients_and_the_step():
     )
     chex.assert_trees_all_close(params, expected[0], rtol=1e-6)
     with_aux = lambda params, x: (loss_fn(params, x), "aux")
-    (loss2, aux), params2, _ = tx.minimize(with_aux, tx.init(PARAMS), PARAMS, 2 * X, has_aux=True)
+    (loss2, aux), params2, _ = tx.minimize(
+        with_aux, tx.init(PARAMS), PARAMS, 2 * X, has_aux=True
+    )
     assert aux == "aux"
     chex.assert_trees_all_close((loss2, params2), (loss, params), rtol=1e-6)
 
@@ -223,7 +239,9 @@ def test_users_own_strategy_with_an_update_of_its_own():
             return self.adjust(small), small
 
     tx = ols.with_loss_scale(optax.sgd(1.0), Wary(initial_scale=4.0))
-    params, state = tx.apply_gradients(jnp.array([36.0]), tx.init(jnp.zeros(1)), jnp.zeros(1))
+    params, state = tx.apply_gradients(
+        jnp.array([36.0]), tx.init(jnp.zeros(1)), jnp.zeros(1)
+    )
     assert (params, state.loss_scale()) == (-9, 4)
     params, state = tx.apply_gradients(jnp.array([44.0]), state, params)
     assert (params, state.loss_scale()) == (-9, 2)
@@ -243,7 +261,9 @@ def test_inner_sees_float32_whatever_the_parameters(inner, dtype, way):
         return optax.EmptyState()
 
     def spy_update(updates, state, params=None):
-        seen["updates"], seen["params"] = jax.tree.map(lambda x: x.dtype, (updates, params))
+        seen["updates"], seen["params"] = jax.tree.map(
+            lambda x: x.dtype, (updates, params)
+        )
         return updates, state
 
     spy = optax.GradientTransformation(spy_init, spy_update)
@@ -400,7 +420,9 @@ def test_leaves_masked_out_are_neither_unscaled_nor_checked(way, callable_mask):
     params = {"w": jnp.zeros(2), "history": {"amax": jnp.zeros(())}}
     grads = {"w": jnp.full(2, 1024.0), "history": {"amax": jnp.array(7.0)}}
     params, state = jax.jit(way(tx))(grads, tx.init(params), params)
-    chex.assert_trees_all_equal(params, {"w": -jnp.ones(2), "history": {"amax": jnp.array(7.0)}})
+    chex.assert_trees_all_equal(
+        params, {"w": -jnp.ones(2), "history": {"amax": jnp.array(7.0)}}
+    )
     grads["history"]["amax"] = jnp.array(jnp.inf)
     _, state = jax.jit(way(tx))(grads, state, params)
     assert state.should_apply
@@ -454,7 +476,9 @@ def test_names_that_the_loss_has_too_reach_it_where_they_are_bound_or_positional
     params = {"w": jnp.ones(2)}
 
     def loss_fn(params, extra_args=0.0, *, grad_dtype=None):
-        return jnp.sum(params["w"]) + extra_args + (100.0 if grad_dtype == "mine" else 0.0)
+        return (
+            jnp.sum(params["w"]) + extra_args + (100.0 if grad_dtype == "mine" else 0.0)
+        )
 
     bound = functools.partial(loss_fn, grad_dtype="mine")
     loss, _, _ = tx.minimize(bound, tx.init(params), params, 10.0)
@@ -515,7 +539,12 @@ def halve(updates, state, params=None):
 
 @pytest.mark.parametrize(
     "copied",
-    [copy.copy, copy.deepcopy, lambda tx: jax.tree.map(lambda x: x, tx), lambda tx: tx._replace()],
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda tx: jax.tree.map(lambda x: x, tx),
+        lambda tx: tx._replace(),
+    ],
     ids=["copy", "deepcopy", "tree.map", "_replace"],
 )
 def test_a_copy_takes_the_same_step(copied):
@@ -524,8 +553,13 @@ def test_a_copy_takes_the_same_step(copied):
     assert type(same) is ols.LossScaledTransformation
     state = same.init(PARAMS)
     chex.assert_trees_all_equal(state, tx.init(PARAMS))
-    for step, original in ((same.apply_gradients, tx.apply_gradients), (same.update, tx.update)):
-        chex.assert_trees_all_equal(step(PARAMS, state, PARAMS), original(PARAMS, state, PARAMS))
+    for step, original in (
+        (same.apply_gradients, tx.apply_gradients),
+        (same.update, tx.update),
+    ):
+        chex.assert_trees_all_equal(
+            step(PARAMS, state, PARAMS), original(PARAMS, state, PARAMS)
+        )
 
 
 def test_what_is_made_of_module_level_functions_can_be_pickled():
@@ -542,7 +576,9 @@ def test_what_is_made_of_module_level_functions_can_be_pickled():
 def test_init_can_be_replaced():
     """To start with another scale, say, and keep the step."""
     tx = ols.with_loss_scale(optax.sgd(1.0), LS)
-    quiet = lambda params: tx.init(params)._replace(loss_scale=LS.replace(loss_scale=8.0))
+    quiet = lambda params: tx.init(params)._replace(
+        loss_scale=LS.replace(loss_scale=8.0)
+    )
     same = tx._replace(init=quiet)
     params, state = same.apply_gradients(PARAMS, same.init(PARAMS), PARAMS)
     assert state.loss_scale() == 8
@@ -553,14 +589,18 @@ def test_init_can_be_replaced():
 
 def test_apply_gradients_refuses_to_take_another_step_than_a_replaced_update():
     tx = ols.with_loss_scale(optax.sgd(1.0), LS)
-    other = tx._replace(update=lambda updates, state, params=None, **extra: (updates, state))
+    other = tx._replace(
+        update=lambda updates, state, params=None, **extra: (updates, state)
+    )
     state = other.init(PARAMS)
     assert other.update(PARAMS, state) == (PARAMS, state)
     for step in (
         lambda: other.apply_gradients(PARAMS, state, PARAMS),
         lambda: other.minimize(loss_fn, state, PARAMS),
     ):
-        with pytest.raises(TypeError, match=r"update, which was replaced: .*apply_updates"):
+        with pytest.raises(
+            TypeError, match=r"update, which was replaced: .*apply_updates"
+        ):
             step()
 
 
@@ -592,7 +632,9 @@ def test_a_strategy_that_returns_something_else_is_refused(returned):
             return returned
 
     tx = ols.with_loss_scale(optax.sgd(0.1), Forgetful())
-    with pytest.raises(TypeError, match=r"Forgetful must adapt to a loss scale of its own type"):
+    with pytest.raises(
+        TypeError, match=r"Forgetful must adapt to a loss scale of its own type"
+    ):
         tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)
 
 
@@ -609,7 +651,9 @@ def test_a_strategy_that_returns_something_else_is_refused(returned):
     ],
 )
 def test_an_inner_that_is_no_transformation_is_refused(inner):
-    with pytest.raises(TypeError, match="inner must be an Optax gradient transformation"):
+    with pytest.raises(
+        TypeError, match="inner must be an Optax gradient transformation"
+    ):
         ols.with_loss_scale(inner)
 
 
@@ -625,9 +669,13 @@ def test_a_state_in_16_bits_is_refused_where_init_makes_float32_and_taken_once_c
     tx = ols.with_loss_scale(inner, 1)
     state, restored = tx.init(params), inner.init(params)
     for step in (tx.update, tx.apply_gradients):
-        with pytest.raises(ValueError, match=r"float16 where it needs float32, at 0/mu/w.*cast"):
+        with pytest.raises(
+            ValueError, match=r"float16 where it needs float32, at 0/mu/w.*cast"
+        ):
             step(params, state._replace(inner_state=restored), params)
-    state = state._replace(inner_state=optax.tree.cast_like(restored, state.inner_state))
+    state = state._replace(
+        inner_state=optax.tree.cast_like(restored, state.inner_state)
+    )
     grads = {"w": jnp.full(3, 1e-4, jnp.float16)}
     after, state = tx.apply_gradients(grads, state, params)
     expected = np.square(grads["w"].astype(jnp.float32)) * 1e-3

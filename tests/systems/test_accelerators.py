@@ -15,7 +15,15 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
-from benchmarks import _autocast, _gpu_steps, _hlo, _models, _targets, _transformer, _ways
+from benchmarks import (
+    _autocast,
+    _gpu_steps,
+    _hlo,
+    _models,
+    _targets,
+    _transformer,
+    _ways,
+)
 
 DOORS = {"apply_gradients": _ways.apply_gradients, "update": _ways.update}
 ADAMW = optax.adamw(1e-3)
@@ -50,7 +58,9 @@ def mlp(params, x):
 
 def compile_for(placement, function, *args, donate=()):
     placed = _targets.place(args, placement)
-    return _hlo.Program(jax.jit(function, donate_argnums=donate).lower(*placed).compile())
+    return _hlo.Program(
+        jax.jit(function, donate_argnums=donate).lower(*placed).compile()
+    )
 
 
 def optimizer_step(way, target, dtype, params=PARAMS):
@@ -94,7 +104,9 @@ def parallel_step(door, target, placement, **options):
         way = DOORS[door](ADAMW, "dynamic", axis_name=axis_name, **options)
 
     def gathered_mlp(params, x):
-        gather = lambda w: lax.with_sharding_constraint(w.astype(jnp.float16), everywhere)
+        gather = lambda w: lax.with_sharding_constraint(
+            w.astype(jnp.float16), everywhere
+        )
         return mlp([gather(w) for w in params], x)
 
     step = {
@@ -112,7 +124,9 @@ def parallel_step(door, target, placement, **options):
     rows = lambda x: spread(x) if x.shape in shapes else everywhere
     carry = _targets.place(carry, rows if placement == "FSDP" else everywhere)
     batch = _targets.place(LARGER_BATCH, spread)
-    return _hlo.Program(jax.jit(step, donate_argnums=(0, 1)).lower(*carry, batch).compile())
+    return _hlo.Program(
+        jax.jit(step, donate_argnums=(0, 1)).lower(*carry, batch).compile()
+    )
 
 
 @functools.cache
@@ -124,7 +138,8 @@ def further_collectives(ours, plain):
     """How many, and of how many bytes in all."""
     return (
         len(ours.collectives) - len(plain.collectives),
-        sum(o.nbytes for o in ours.collectives) - sum(o.nbytes for o in plain.collectives),
+        sum(o.nbytes for o in ours.collectives)
+        - sum(o.nbytes for o in plain.collectives),
     )
 
 
@@ -151,7 +166,9 @@ over_h100 = over_targets(_targets.H100)
 over_two = over_targets(_targets.H100, _targets.V5E)
 over_doors = pytest.mark.parametrize("door", DOORS)
 over_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-over_placements = pytest.mark.parametrize("placement", ["data parallelism", "FSDP", "shard_map"])
+over_placements = pytest.mark.parametrize(
+    "placement", ["data parallelism", "FSDP", "shard_map"]
+)
 
 
 @over_targets(*_targets.TARGETS)
@@ -196,7 +213,9 @@ def test_with_a_clip_inside_the_gradients_are_read_no_more_often(target, door, d
     assert ours.bytes_moved - plain.bytes_moved <= 1e-3 * nbytes(PARAMS)
 
 
-over_checks = pytest.mark.parametrize("loss_scale", ["dynamic", None], ids=["scaled", "not"])
+over_checks = pytest.mark.parametrize(
+    "loss_scale", ["dynamic", None], ids=["scaled", "not"]
+)
 
 
 @over_h100
@@ -206,7 +225,9 @@ over_checks = pytest.mark.parametrize("loss_scale", ["dynamic", None], ids=["sca
 def test_a_rule_of_skipping_takes_its_norm_in_the_pass_of_the_check(
     target, door, loss_scale, dtype
 ):
-    of = lambda skip: optimizer_step(DOORS[door](ADAMW, loss_scale, skip=skip), target, dtype)
+    of = lambda skip: optimizer_step(
+        DOORS[door](ADAMW, loss_scale, skip=skip), target, dtype
+    )
     checked, ruled = of("nonfinite"), of(ols.skips.spikes())
     # What remains are the squares of rows, and scalars.
     assert ruled.bytes_moved - checked.bytes_moved <= 2e-3 * nbytes(PARAMS)
@@ -231,7 +252,9 @@ def test_with_a_clip_inside_a_rule_reads_the_gradients_no_more_often(
 @over_targets(_targets.V5E)
 @over_checks
 @over_doors
-def test_on_a_tpu_a_rule_reads_the_gradients_once_more_at_most(target, door, loss_scale):
+def test_on_a_tpu_a_rule_reads_the_gradients_once_more_at_most(
+    target, door, loss_scale
+):
     """Some of them less often, as a part stays on the chip: more or less of it, as it happens."""
     plain = plain_optimizer_step(ADAMW, target, "float32")
     way = DOORS[door](ADAMW, loss_scale, skip=ols.skips.spikes())
@@ -267,7 +290,9 @@ def test_16_bit_parameters_with_master_weights_stay_in_place(target, door):
 @over_two
 @pytest.mark.parametrize("grad_dtype", [None, jnp.float16], ids=["casts", "grad_dtype"])
 @over_doors
-def test_a_whole_float16_step_takes_the_memory_of_the_plain_one(target, door, grad_dtype):
+def test_a_whole_float16_step_takes_the_memory_of_the_plain_one(
+    target, door, grad_dtype
+):
     plain = plain_whole_step(target)
     ours = whole_step(DOORS[door](ADAMW, "dynamic", grad_dtype), target)
     assert extra_memory(ours, plain) <= 0.15
@@ -295,7 +320,9 @@ def test_a_conditional_would_be_noticed(target):
     From jax 0.12 on, one around `apply_gradients` is in place.
     """
     plain = plain_optimizer_step(ADAMW, target, "float32")
-    ours = optimizer_step(_ways.update(ADAMW, "dynamic", branch="cond"), target, "float32")
+    ours = optimizer_step(
+        _ways.update(ADAMW, "dynamic", branch="cond"), target, "float32"
+    )
     assert extra_memory(ours, plain) > 0.9
     assert ours.bytes_moved > 1.5 * plain.bytes_moved
 
@@ -386,14 +413,16 @@ def test_autocast_takes_the_memory_and_traffic_of_a_cast_by_hand(target):
         args = (params, jax.eval_shape(way.init, params), tokens)
         if name in ("by hand", "autocast"):
             placement = target.device()
-            programs[name] = compile_for(placement, way.train(loss), *args, donate=(0, 1))
+            programs[name] = compile_for(
+                placement, way.train(loss), *args, donate=(0, 1)
+            )
     by_hand, ours = programs["by hand"], programs["autocast"]
     assert ours.temp_bytes <= 1.1 * by_hand.temp_bytes
     assert ours.bytes_moved <= 1.03 * by_hand.bytes_moved
 
 
-# Memory and bytes moved over those by hand, at most. The ResNet's are those of jax 0.10; from jax
-# 0.12 on it moves 1.04.
+# Memory and bytes moved over those by hand, at most. The ResNet's are those of jax
+# 0.10; from jax 0.12 on it moves 1.04.
 WORST = {
     "norms after the sums, as in BERT": (1.05, 1.05),
     "128k classes": (1.05, 1.05),
@@ -443,7 +472,8 @@ def test_cudnns_attention_is_given_16_bits_by_cast_inputs(target, monkeypatch):
     as_if_there_was_a_gpu(monkeypatch)
     model = _models.ON_GPU[_models.FUSED]
     ours, by_hand = (
-        _autocast.compiled(model(cast), cast, target) for cast in (_models.left, _models.by_hand)
+        _autocast.compiled(model(cast), cast, target)
+        for cast in (_models.left, _models.by_hand)
     )
     assert ours.temp_bytes <= 1.1 * by_hand.temp_bytes
     of_heads = [o for o in ours.operations if "[1,8,4096,64]" in o.result]

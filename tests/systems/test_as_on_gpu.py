@@ -19,14 +19,17 @@ def on_gpu(request, monkeypatch):
     """Whether choices by platform are a GPU's: in this run, or once the plugin is loaded."""
     if request.param == "as this run is":
         return request.config.pluginmanager.has_plugin("as_on_gpu")
-    monkeypatch.setattr(lax, "platform_dependent", lax.platform_dependent)  # to be restored
+    # to be restored
+    monkeypatch.setattr(lax, "platform_dependent", lax.platform_dependent)
     as_on_gpu.pytest_configure()
     return True
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_cudas_choice_is_taken_or_else_the_default(compiled, on_gpu):
-    named = {name: lambda x, name=name: x + len(name) for name in ("cpu", "tpu", "cuda")}
+    named = {
+        name: lambda x, name=name: x + len(name) for name in ("cpu", "tpu", "cuda")
+    }
     default = lambda x: x + 100
     how = jax.jit if compiled else lambda f: f
     assert how(lambda x: lax.platform_dependent(x, **named))(0) == (4 if on_gpu else 3)
@@ -43,7 +46,9 @@ def test_a_step_is_skipped_as_on_a_gpu(on_gpu):
         jax.debug.callback(lambda: runs.append(True))
         return updates, state
 
-    tx = ols.with_loss_scale(optax.GradientTransformation(lambda _: optax.EmptyState(), update))
+    tx = ols.with_loss_scale(
+        optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    )
     state = tx.init(PARAMS)
     bad = jax.tree.map(lambda x: x * jnp.nan, PARAMS)
     params, state = jax.jit(tx.apply_gradients)(bad, state, PARAMS)
@@ -55,7 +60,8 @@ def test_a_step_is_skipped_as_on_a_gpu(on_gpu):
 
 def test_leaves_are_checked_in_groups_as_on_a_gpu(on_gpu):
     """Of four, where a CPU takes so few leaves one by one."""
-    check = jax.jit(lambda leaves: ols.all_finite(leaves))  # a new one, not traced before
+    # a new one, not traced before
+    check = jax.jit(lambda leaves: ols.all_finite(leaves))
     program = check.lower([jnp.ones((8, 128))] * 8).as_text()
     of_leaves = re.findall(r"stablehlo\.reduce.*tensor<8x128x", program)
     assert len(of_leaves) == (2 if on_gpu else 8)

@@ -35,7 +35,9 @@ def shares_names(params, *, margin=1, opt_state=None, ignore=()):
     return loss_fn(params) + margin
 
 
-def step(mask=None, axis_name=None, grads=PARAMS, state=STATE, params=PARAMS, value=None):
+def step(
+    mask=None, axis_name=None, grads=PARAMS, state=STATE, params=PARAMS, value=None
+):
     tx = ols.with_loss_scale(SGD, mask=mask, axis_name=axis_name)
     return tx.apply_gradients(grads, state, params, value=value)
 
@@ -75,36 +77,124 @@ def narrowed(dtype, grad_dtype):
 
 NUMBER, INT = "must be a number between", "must be an int between"
 WRAPPER = {
-    "no transformation": (lambda: ols.with_loss_scale(1e-3), TypeError, "Optax gradient trans"),
-    "an alias not called": (lambda: ols.with_loss_scale(optax.adam), TypeError, "init and update"),
-    "swapped": (lambda: ols.with_loss_scale("dynamic", SGD), TypeError, "inner must be"),
-    "an unknown loss scale": (lambda: ols.with_loss_scale(SGD, "auto"), ValueError, "'dynamic'"),
-    "a class": (lambda: ols.with_loss_scale(SGD, ols.DynamicLossScale), ValueError, "a LossScale"),
+    "no transformation": (
+        lambda: ols.with_loss_scale(1e-3),
+        TypeError,
+        "Optax gradient trans",
+    ),
+    "an alias not called": (
+        lambda: ols.with_loss_scale(optax.adam),
+        TypeError,
+        "init and update",
+    ),
+    "swapped": (
+        lambda: ols.with_loss_scale("dynamic", SGD),
+        TypeError,
+        "inner must be",
+    ),
+    "an unknown loss scale": (
+        lambda: ols.with_loss_scale(SGD, "auto"),
+        ValueError,
+        "'dynamic'",
+    ),
+    "a class": (
+        lambda: ols.with_loss_scale(SGD, ols.DynamicLossScale),
+        ValueError,
+        "a LossScale",
+    ),
     "a scale of 0": (lambda: ols.with_loss_scale(SGD, 0), ValueError, NUMBER),
-    "mask: a str": (lambda: ols.with_loss_scale(SGD, mask="x"), ValueError, "tree of bools"),
-    "mask: ints": (lambda: ols.with_loss_scale(SGD, mask={"w": 1}), ValueError, "tree of bools"),
-    "mask: a function to a str": (lambda: step(lambda grads: "x"), ValueError, "tree of bools"),
-    "mask: other keys": (lambda: step({"v": True}), ValueError, "a prefix of the gradients"),
-    "mask: too deep": (lambda: step({"w": [True]}), ValueError, "a prefix of the gradients"),
+    "mask: a str": (
+        lambda: ols.with_loss_scale(SGD, mask="x"),
+        ValueError,
+        "tree of bools",
+    ),
+    "mask: ints": (
+        lambda: ols.with_loss_scale(SGD, mask={"w": 1}),
+        ValueError,
+        "tree of bools",
+    ),
+    "mask: a function to a str": (
+        lambda: step(lambda grads: "x"),
+        ValueError,
+        "tree of bools",
+    ),
+    "mask: other keys": (
+        lambda: step({"v": True}),
+        ValueError,
+        "a prefix of the gradients",
+    ),
+    "mask: too deep": (
+        lambda: step({"w": [True]}),
+        ValueError,
+        "a prefix of the gradients",
+    ),
     "axis: unknown": (
         lambda: step(axis_name="data"),
         ValueError,
         "jit alone, leave axis_name out",
     ),
-    "axis: an int": (lambda: step(axis_name=3), ValueError, "axis_name=3 is not an axis"),
-    "axis: a list": (lambda: step(axis_name=["a"]), ValueError, "is not an axis of a pmap"),
-    "init: a function": (lambda: TX.init(loss_fn), TypeError, "must be a tree of arrays"),
+    "axis: an int": (
+        lambda: step(axis_name=3),
+        ValueError,
+        "axis_name=3 is not an axis",
+    ),
+    "axis: a list": (
+        lambda: step(axis_name=["a"]),
+        ValueError,
+        "is not an axis of a pmap",
+    ),
+    "init: a function": (
+        lambda: TX.init(loss_fn),
+        TypeError,
+        "must be a tree of arrays",
+    ),
     "init: a str": (lambda: TX.init({"a": {"b": "x"}}), TypeError, "got 'x' at a/b"),
-    "update: swapped": (lambda: TX.update(STATE, PARAMS), TypeError, "order of the arguments"),
-    "apply: swapped": (lambda: step(state=PARAMS, params=STATE), TypeError, "order of the arg"),
-    "apply: no state": (lambda: step(state=None), TypeError, "LossScaleState that this"),
-    "apply: inner state": (lambda: step(state=STATE.inner_state), TypeError, "LossScaleState"),
+    "update: swapped": (
+        lambda: TX.update(STATE, PARAMS),
+        TypeError,
+        "order of the arguments",
+    ),
+    "apply: swapped": (
+        lambda: step(state=PARAMS, params=STATE),
+        TypeError,
+        "order of the arg",
+    ),
+    "apply: no state": (
+        lambda: step(state=None),
+        TypeError,
+        "LossScaleState that this",
+    ),
+    "apply: inner state": (
+        lambda: step(state=STATE.inner_state),
+        TypeError,
+        "LossScaleState",
+    ),
     "apply: no params": (lambda: step(params=None), ValueError, "needs the parameters"),
-    "grads: other keys": (lambda: step(grads={"v": 1.0}), ValueError, "structure of the param"),
-    "grads: with the loss": (lambda: step(grads=(1.0, PARAMS)), ValueError, "structure of the"),
-    "grads: a str": (lambda: step(grads={"w": "x"}), TypeError, "the gradients must be a tree"),
-    "grads: other shape": (lambda: step(grads={"w": jnp.ones(4)}), ValueError, "(3,) at w"),
-    "grads: broadcast": (lambda: step(grads={"w": jnp.ones((3, 1))}), ValueError, "got (3, 1)"),
+    "grads: other keys": (
+        lambda: step(grads={"v": 1.0}),
+        ValueError,
+        "structure of the param",
+    ),
+    "grads: with the loss": (
+        lambda: step(grads=(1.0, PARAMS)),
+        ValueError,
+        "structure of the",
+    ),
+    "grads: a str": (
+        lambda: step(grads={"w": "x"}),
+        TypeError,
+        "the gradients must be a tree",
+    ),
+    "grads: other shape": (
+        lambda: step(grads={"w": jnp.ones(4)}),
+        ValueError,
+        "(3,) at w",
+    ),
+    "grads: broadcast": (
+        lambda: step(grads={"w": jnp.ones((3, 1))}),
+        ValueError,
+        "got (3, 1)",
+    ),
     "grads: a batch": (
         lambda: step(grads={"w": jnp.ones((2, 3))}),
         ValueError,
@@ -121,7 +211,9 @@ WRAPPER = {
         "inner_state is that of another optimizer",
     ),
     "state: of other parameters": (
-        lambda: step_by(optax.adam(0.1), ols.with_loss_scale(optax.adam(0.1)).init({"v": 1.0})),
+        lambda: step_by(
+            optax.adam(0.1), ols.with_loss_scale(optax.adam(0.1)).init({"v": 1.0})
+        ),
         ValueError,
         "or of other parameters",
     ),
@@ -135,9 +227,17 @@ WRAPPER = {
         AttributeError,
         "pass it state.inner_state",
     ),
-    "value: a dict": (lambda: step(value={"loss": 1.0}), TypeError, "pass the loss alone"),
+    "value: a dict": (
+        lambda: step(value={"loss": 1.0}),
+        TypeError,
+        "pass the loss alone",
+    ),
     "value: a str": (lambda: step(value="0.5"), TypeError, "a real number, got '0.5'"),
-    "value: with aux": (lambda: step(value=(1.0, {"n": 2})), TypeError, "of a pair (loss, aux)"),
+    "value: with aux": (
+        lambda: step(value=(1.0, {"n": 2})),
+        TypeError,
+        "of a pair (loss, aux)",
+    ),
     "value: with an array": (
         lambda: step(value=(jnp.ones(()), jnp.ones(3))),
         TypeError,
@@ -154,7 +254,11 @@ WRAPPER = {
         "functools.partial(function, has_aux=…)",
     ),
     "sam around": (sam_around_the_wrapper, TypeError, "Put it inside"),
-    "minimize: no function": (lambda: TX.minimize(3, STATE, PARAMS), TypeError, "got int and"),
+    "minimize: no function": (
+        lambda: TX.minimize(3, STATE, PARAMS),
+        TypeError,
+        "got int and",
+    ),
     "minimize: a pair": (
         lambda: TX.minimize(lambda p: (loss_fn(p), 1), STATE, PARAMS),
         TypeError,
@@ -167,7 +271,11 @@ WRAPPER = {
     ),
 }
 GRADIENT = {
-    "swapped": (lambda: ols.value_and_scaled_grad(STATE, loss_fn), ValueError, "loss scale"),
+    "swapped": (
+        lambda: ols.value_and_scaled_grad(STATE, loss_fn),
+        ValueError,
+        "loss scale",
+    ),
     "parameters": (
         lambda: ols.value_and_scaled_grad(loss_fn, PARAMS),
         ValueError,
@@ -184,7 +292,9 @@ GRADIENT = {
         "found 2",
     ),
     "a stack of states": (
-        lambda: ols.value_and_scaled_grad(loss_fn, jax.vmap(TX.init)({"w": jnp.ones((4, 3))})),
+        lambda: ols.value_and_scaled_grad(
+            loss_fn, jax.vmap(TX.init)({"w": jnp.ones((4, 3))})
+        ),
         ValueError,
         "loss scale has shape (4,), as made by vmap(tx.init)",
     ),
@@ -198,10 +308,26 @@ GRADIENT = {
         TypeError,
         "fun must be a function",
     ),
-    "argnums: none": (lambda: differentiate(loss_fn, argnums=()), TypeError, "argnums must be"),
-    "argnums: a str": (lambda: differentiate(loss_fn, argnums="w"), TypeError, "argnums must be"),
-    "argnums: a bool": (lambda: differentiate(loss_fn, argnums=True), TypeError, "an int or"),
-    "argnums: a float": (lambda: differentiate(loss_fn, argnums=0.0), TypeError, "an int or"),
+    "argnums: none": (
+        lambda: differentiate(loss_fn, argnums=()),
+        TypeError,
+        "argnums must be",
+    ),
+    "argnums: a str": (
+        lambda: differentiate(loss_fn, argnums="w"),
+        TypeError,
+        "argnums must be",
+    ),
+    "argnums: a bool": (
+        lambda: differentiate(loss_fn, argnums=True),
+        TypeError,
+        "an int or",
+    ),
+    "argnums: a float": (
+        lambda: differentiate(loss_fn, argnums=0.0),
+        TypeError,
+        "an int or",
+    ),
     "float16 for bfloat16": (
         lambda: narrowed(jnp.bfloat16, jnp.float16),
         ValueError,
@@ -218,13 +344,33 @@ GRADIENT = {
         "pass the loss alone",
     ),
     "a vector": (lambda: differentiate(lambda p: p["w"]), TypeError, "jnp.mean"),
-    "a pair": (lambda: differentiate(lambda p: (loss_fn(p), 1)), TypeError, "has_aux=True"),
-    "no pair": (lambda: differentiate(loss_fn, has_aux=True), TypeError, "a pair (loss, aux)"),
+    "a pair": (
+        lambda: differentiate(lambda p: (loss_fn(p), 1)),
+        TypeError,
+        "has_aux=True",
+    ),
+    "no pair": (
+        lambda: differentiate(loss_fn, has_aux=True),
+        TypeError,
+        "a pair (loss, aux)",
+    ),
     "an int": (lambda: differentiate(lambda p: 1), TypeError, "grad requires real"),
-    "a bool": (lambda: differentiate(lambda p: p["w"][0] > 0), TypeError, "a real number"),
-    "a complex": (lambda: differentiate(lambda p: 1j * loss_fn(p)), TypeError, "a real number"),
+    "a bool": (
+        lambda: differentiate(lambda p: p["w"][0] > 0),
+        TypeError,
+        "a real number",
+    ),
+    "a complex": (
+        lambda: differentiate(lambda p: 1j * loss_fn(p)),
+        TypeError,
+        "a real number",
+    ),
     "None": (lambda: differentiate(lambda p: None), TypeError, "a real number"),
-    "a dict": (lambda: differentiate(lambda p: {"loss": loss_fn(p)}), TypeError, "in a dict"),
+    "a dict": (
+        lambda: differentiate(lambda p: {"loss": loss_fn(p)}),
+        TypeError,
+        "in a dict",
+    ),
     "get_loss_scale: none": (lambda: ols.get_loss_scale(PARAMS), ValueError, "found 0"),
 }
 GET = {
@@ -235,16 +381,32 @@ GET = {
     "a traced number": (lambda: jax.jit(ols.get)(3.0), ValueError, "a number (fixed)"),
     "a negative number": (lambda: ols.get(-1), ValueError, NUMBER),
     "NaN": (lambda: ols.get(NAN), ValueError, NUMBER),
-    "an empty dict": (lambda: ols.get({}), ValueError, "the keys 'class_name' and 'config'"),
+    "an empty dict": (
+        lambda: ols.get({}),
+        ValueError,
+        "the keys 'class_name' and 'config'",
+    ),
     "10 MB": (lambda: ols.get(LONG), ValueError, "'dynamic'"),
     "deep": (lambda: ols.get(DEEP), ValueError, "the keys 'class_name' and 'config'"),
-    "wide": (lambda: ols.get(dict.fromkeys(range(10**5))), ValueError, "the keys 'class_name'"),
+    "wide": (
+        lambda: ols.get(dict.fromkeys(range(10**5))),
+        ValueError,
+        "the keys 'class_name'",
+    ),
     "a class of 10 MB": (lambda: config(LONG), ValueError, "Import the module"),
-    "a key of 10 MB": (lambda: config(**{LONG: 1}), ValueError, "keys among initial_scale"),
+    "a key of 10 MB": (
+        lambda: config(**{LONG: 1}),
+        ValueError,
+        "keys among initial_scale",
+    ),
     "a value of 10 MB": (lambda: config(initial_scale=LONG), ValueError, NUMBER),
     "a deep value": (lambda: config(growth_interval=DEEP), ValueError, INT),
     "a huge int": (lambda: config(initial_scale=10**10_000), ValueError, NUMBER),
-    "a number of digits": (lambda: config(growth_interval=10**10_000), ValueError, "got <int>"),
+    "a number of digits": (
+        lambda: config(growth_interval=10**10_000),
+        ValueError,
+        "got <int>",
+    ),
     "an int key": (
         lambda: ols.get({"class_name": "DynamicLossScale", "config": {1: 2}}),
         ValueError,
@@ -253,29 +415,52 @@ GET = {
     "no config": (lambda: config("FixedLossScale"), ValueError, "it needs scale"),
     "an unknown class": (lambda: config("Nonesuch"), ValueError, "Import the module"),
     "no class": (lambda: config(None), ValueError, "no loss scale is named None"),
-    "from_config: a str": (lambda: ols.LossScale.from_config("x"), ValueError, "get_config()"),
+    "from_config: a str": (
+        lambda: ols.LossScale.from_config("x"),
+        ValueError,
+        "get_config()",
+    ),
     "from_config: of another": (
         lambda: ols.presets.ToleranceLossScale.from_config(LS.get_config()),
         ValueError,
         "there are ToleranceLossScale",
     ),
-    "preset: unknown": (lambda: preset("torch"), ValueError, "there are tensorflow_dynamic"),
+    "preset: unknown": (
+        lambda: preset("torch"),
+        ValueError,
+        "there are tensorflow_dynamic",
+    ),
     "preset: an int": (lambda: preset(5), ValueError, "no preset is named 5"),
     "preset: a list": (lambda: preset([]), ValueError, "no preset is named []"),
-    "preset: unknown argument": (lambda: preset("keras", scale=1), ValueError, "dynamic_growth"),
-    "preset: an argument called name": (lambda: preset("keras", name=1), ValueError, "among"),
+    "preset: unknown argument": (
+        lambda: preset("keras", scale=1),
+        ValueError,
+        "dynamic_growth",
+    ),
+    "preset: an argument called name": (
+        lambda: preset("keras", name=1),
+        ValueError,
+        "among",
+    ),
     "preset: an int for a key": (
         lambda: ols.get({"preset": "keras", 3: 4}),
         ValueError,
         "keys among initial_scale",
     ),
     "preset: missing": (lambda: preset("jmp"), ValueError, "it needs loss_scale"),
-    "preset: a bad value": (lambda: preset("keras", initial_scale="x"), ValueError, NUMBER),
+    "preset: a bad value": (
+        lambda: preset("keras", initial_scale="x"),
+        ValueError,
+        NUMBER,
+    ),
 }
 PRESETS = {
     "tensorflow_dynamic": ({"multiplier": "2"}, "multiplier must be"),
     "tensorflow_dynamic, period": ({"increment_period": 0}, f"increment_period {INT}"),
-    "tensorflow_dynamic, multiplier": ({"multiplier": 0.5}, "multiplier must be a number from 1"),
+    "tensorflow_dynamic, multiplier": (
+        {"multiplier": 0.5},
+        "multiplier must be a number from 1",
+    ),
     "tensorflow_fixed": ({"loss_scale_value": "dynamic"}, NUMBER),
     "tensorflow_contrib_fixed": ({"loss_scale": "x"}, f"loss_scale {NUMBER}"),
     "tensorflow_contrib_fixed, small": ({"loss_scale": 0.5}, "between min_scale=1.0"),
@@ -283,23 +468,38 @@ PRESETS = {
         {"init_loss_scale": 8.0, "incr_every_n_steps": 2, "decr_ratio": 1.5},
         "decr_ratio must be a number in",
     ),
-    "tf_keras, the scale first": ({"dynamic": 1024.0}, "dynamic must be one of True, False"),
-    "tf_keras, the kind": ({"dynamic": "dynamic"}, "dynamic must be one of True, False"),
+    "tf_keras, the scale first": (
+        {"dynamic": 1024.0},
+        "dynamic must be one of True, False",
+    ),
+    "tf_keras, the kind": (
+        {"dynamic": "dynamic"},
+        "dynamic must be one of True, False",
+    ),
     "tf_keras, fixed": ({"dynamic": False}, "give initial_scale"),
     "tf_keras, steps": ({"dynamic_growth_steps": 2.5}, f"dynamic_growth_steps {INT}"),
     "keras": ({"dynamic_growth_steps": "2000"}, f"dynamic_growth_steps {INT}"),
     "pytorch": ({"enabled": "False"}, "enabled must be one of True, False"),
     "pytorch, 0": ({"enabled": 0}, "enabled must be one of True, False"),
     "pytorch, scale": ({"init_scale": None}, f"init_scale {NUMBER}"),
-    "pytorch, factor": ({"growth_factor": 0.5}, "growth_factor must be a number from 1"),
+    "pytorch, factor": (
+        {"growth_factor": 0.5},
+        "growth_factor must be a number from 1",
+    ),
     "flax": ({"fin_steps": -5}, "fin_steps must be an int between 0 and 2000"),
     "flax, many": ({"fin_steps": 2001}, "fin_steps must be an int between 0 and 2000"),
     "flax, a str": ({"growth_interval": "2000"}, f"growth_interval {INT}"),
     "flax, a float": ({"fin_steps": 0.5}, f"fin_steps {INT}"),
     "flax, minimum": ({"minimum_scale": "x"}, f"minimum_scale {NUMBER}"),
-    "jmp": ({"loss_scale": 8.0, "counter": -1}, "counter must be an int between 0 and 1999"),
+    "jmp": (
+        {"loss_scale": 8.0, "counter": -1},
+        "counter must be an int between 0 and 1999",
+    ),
     "jmp, period": ({"loss_scale": 8.0, "period": "x"}, f"period {INT}"),
-    "mpx": ({"loss_scaling": 8.0, "counter": 2000}, "counter must be an int between 0 and 1999"),
+    "mpx": (
+        {"loss_scaling": 8.0, "counter": 2000},
+        "counter must be an int between 0 and 1999",
+    ),
     "mpx, large": ({"loss_scaling": 65536.0}, "max_scale=65504.0"),
     "megatron": (
         {
@@ -312,9 +512,15 @@ PRESETS = {
         },
         "backoff_factor must be a number in",
     ),
-    "deepspeed": ({"consecutive_hysteresis": "no"}, "consecutive_hysteresis must be one of"),
+    "deepspeed": (
+        {"consecutive_hysteresis": "no"},
+        "consecutive_hysteresis must be one of",
+    ),
     "deepspeed, shift": ({"delayed_shift": 0}, f"delayed_shift {INT}"),
-    "deepspeed, raise": ({"raise_error_at_min_scale": 1}, "raise_error_at_min_scale must be"),
+    "deepspeed, raise": (
+        {"raise_error_at_min_scale": 1},
+        "raise_error_at_min_scale must be",
+    ),
     "fairseq": ({"tolerance": 5}, r"tolerance must be a number in [0, 1]"),
     "fairseq, window": ({"scale_window": 1.5}, f"scale_window {INT}"),
     "openseq2seq_logmax": ({"scale_min": "1"}, f"scale_min {NUMBER}"),
@@ -328,34 +534,82 @@ LOSS_SCALES = {
     "fixed: large": (lambda: ols.FixedLossScale(2.0**127), ValueError, NUMBER),
     "fixed: traced": (lambda: jax.jit(ols.FixedLossScale)(3.0), ValueError, NUMBER),
     "dynamic: an array": (lambda: ols.DynamicLossScale(np.ones(2)), ValueError, NUMBER),
-    "dynamic: bounds": (lambda: ols.DynamicLossScale(0.5), ValueError, "between min_scale"),
-    "dynamic: interval": (lambda: ols.DynamicLossScale(growth_interval=2.5), ValueError, INT),
+    "dynamic: bounds": (
+        lambda: ols.DynamicLossScale(0.5),
+        ValueError,
+        "between min_scale",
+    ),
+    "dynamic: interval": (
+        lambda: ols.DynamicLossScale(growth_interval=2.5),
+        ValueError,
+        INT,
+    ),
     "dynamic: refill": (
         lambda: ols.DynamicLossScale(hysteresis_refill=[]),
         ValueError,
         "'growth', 'rescale', 'finite'",
     ),
-    "dynamic: a flag": (lambda: ols.DynamicLossScale(clip_growth=1), ValueError, "True, False"),
+    "dynamic: a flag": (
+        lambda: ols.DynamicLossScale(clip_growth=1),
+        ValueError,
+        "True, False",
+    ),
     "dynamic: a start": (
         lambda: ols.DynamicLossScale(growth_interval=5, initial_growth_counter=5),
         ValueError,
         "initial_growth_counter must be an int between 0 and 4",
     ),
-    "tolerance": (lambda: ols.presets.ToleranceLossScale(tolerance=2), ValueError, "[0, 1]"),
-    "logmax": (lambda: ols.presets.LogMaxLossScale(log_max=61), ValueError, "at most 60"),
+    "tolerance": (
+        lambda: ols.presets.ToleranceLossScale(tolerance=2),
+        ValueError,
+        "[0, 1]",
+    ),
+    "logmax": (
+        lambda: ols.presets.LogMaxLossScale(log_max=61),
+        ValueError,
+        "at most 60",
+    ),
     "replace: configuration": (
         lambda: LS.replace(growth_interval=1),
         TypeError,
         "construct a new one",
     ),
-    "replace: a str": (lambda: LS.replace(loss_scale="x"), TypeError, "an array of float32"),
-    "replace: None": (lambda: LS.replace(loss_scale=None), TypeError, "an array of float32"),
-    "adjust: gradients": (lambda: LS.adjust(PARAMS), TypeError, "For gradients there is update"),
-    "adjust: a str": (lambda: LS.adjust("yes"), TypeError, "grads_finite must be a bool"),
+    "replace: a str": (
+        lambda: LS.replace(loss_scale="x"),
+        TypeError,
+        "an array of float32",
+    ),
+    "replace: None": (
+        lambda: LS.replace(loss_scale=None),
+        TypeError,
+        "an array of float32",
+    ),
+    "adjust: gradients": (
+        lambda: LS.adjust(PARAMS),
+        TypeError,
+        "For gradients there is update",
+    ),
+    "adjust: a str": (
+        lambda: LS.adjust("yes"),
+        TypeError,
+        "grads_finite must be a bool",
+    ),
     "adjust: None": (lambda: LS.adjust(None), TypeError, "grads_finite must be a bool"),
-    "update: an axis": (lambda: LS.update(PARAMS, "data"), ValueError, "is not an axis"),
-    "state: a str": (lambda: ols.state_field("x"), TypeError, "a number or an array of numbers"),
-    "state: None": (lambda: ols.state_field(None), TypeError, "a number or an array of numbers"),
+    "update: an axis": (
+        lambda: LS.update(PARAMS, "data"),
+        ValueError,
+        "is not an axis",
+    ),
+    "state: a str": (
+        lambda: ols.state_field("x"),
+        TypeError,
+        "a number or an array of numbers",
+    ),
+    "state: None": (
+        lambda: ols.state_field(None),
+        TypeError,
+        "a number or an array of numbers",
+    ),
     "subclassed: fixed": (
         lambda: type("Mine", (ols.FixedLossScale,), {}),
         TypeError,
@@ -368,9 +622,17 @@ LOSS_SCALES = {
     ),
 }
 DIAGNOSIS = {
-    "metrics: none": (lambda: ols.metrics(PARAMS), ValueError, "exactly one loss scale"),
+    "metrics: none": (
+        lambda: ols.metrics(PARAMS),
+        ValueError,
+        "exactly one loss scale",
+    ),
     "metrics: two": (lambda: ols.metrics((STATE, STATE)), ValueError, "found 2"),
-    "check: none": (lambda: ols.raise_if_stuck(PARAMS), ValueError, "exactly one loss scale"),
+    "check: none": (
+        lambda: ols.raise_if_stuck(PARAMS),
+        ValueError,
+        "exactly one loss scale",
+    ),
     "check: skips": (lambda: ols.raise_if_stuck(STATE, 0), ValueError, INT),
     "check: traced": (
         lambda: jax.jit(ols.raise_if_stuck)(STATE),
@@ -382,7 +644,11 @@ DIAGNOSIS = {
         ValueError,
         "Pass the optimizer state",
     ),
-    "several states": (lambda: ols.metrics((STATE, STATE)), ValueError, "a function of one"),
+    "several states": (
+        lambda: ols.metrics((STATE, STATE)),
+        ValueError,
+        "a function of one",
+    ),
 }
 DIAGNOSE = {
     "a shared name": (
@@ -397,9 +663,21 @@ DIAGNOSE = {
     ),
     "swapped": (lambda: ols.diagnose(PARAMS, loss_fn), TypeError, "loss_fn must be"),
     "no scalar": (lambda: ols.diagnose(lambda p: p["w"], PARAMS), TypeError, "reduce"),
-    "a pair": (lambda: ols.diagnose(lambda p: (loss_fn(p), 1), PARAMS), TypeError, "has_aux"),
-    "no pair": (lambda: ols.diagnose(loss_fn, PARAMS, has_aux=True), TypeError, "a pair"),
-    "integers": (lambda: ols.diagnose(lambda p: jnp.sum(p), jnp.arange(3)), TypeError, "real"),
+    "a pair": (
+        lambda: ols.diagnose(lambda p: (loss_fn(p), 1), PARAMS),
+        TypeError,
+        "has_aux",
+    ),
+    "no pair": (
+        lambda: ols.diagnose(loss_fn, PARAMS, has_aux=True),
+        TypeError,
+        "a pair",
+    ),
+    "integers": (
+        lambda: ols.diagnose(lambda p: jnp.sum(p), jnp.arange(3)),
+        TypeError,
+        "real",
+    ),
     "traced": (
         lambda: jax.jit(lambda p: ols.diagnose(loss_fn, p).loss)(PARAMS),
         TypeError,
@@ -412,8 +690,16 @@ PLOT = {
     "loss_scale: None": (lambda: plot.loss_scale(None), ValueError, HISTORY),
     "loss_scale: scales": (lambda: plot.loss_scale([1.0, 2.0]), ValueError, HISTORY),
     "loss_scale: a state": (lambda: plot.loss_scale(STATE), ValueError, HISTORY),
-    "loss_scale: one step": (lambda: plot.loss_scale(ols.metrics(STATE)), ValueError, HISTORY),
-    "loss_scale: of a scale": (lambda: plot.loss_scale([ols.metrics(LS)]), ValueError, HISTORY),
+    "loss_scale: one step": (
+        lambda: plot.loss_scale(ols.metrics(STATE)),
+        ValueError,
+        HISTORY,
+    ),
+    "loss_scale: of a scale": (
+        lambda: plot.loss_scale([ols.metrics(LS)]),
+        ValueError,
+        HISTORY,
+    ),
     "loss_scale: axes": (
         lambda: plot.loss_scale([ols.metrics(STATE)], np.array([1, 2])),
         TypeError,
@@ -422,7 +708,11 @@ PLOT = {
     "exponents: 0": (lambda: plot.exponents(PARAMS, loss_scale=0), ValueError, NUMBER),
     "exponents: NaN": (lambda: plot.exponents(PARAMS, NAN), ValueError, NUMBER),
     "exponents: a str": (lambda: plot.exponents(PARAMS, "x"), ValueError, "loss scale"),
-    "exponents: dtype": (lambda: plot.exponents(PARAMS, 1.0, None), ValueError, "floating-point"),
+    "exponents: dtype": (
+        lambda: plot.exponents(PARAMS, 1.0, None),
+        ValueError,
+        "floating-point",
+    ),
     "exponents: traced": (
         lambda: jax.jit(plot.exponents)(PARAMS),
         TypeError,
@@ -464,7 +754,9 @@ def test_there_are_a_hundred_bad_calls_and_every_preset_is_among_them():
     assert {what.split(",")[0] for what in PRESETS} == set(presets._PRESETS)
 
 
-def is_refused(axis_name, door="apply_gradients", check_vma=True, compiled=False, around=True):
+def is_refused(
+    axis_name, door="apply_gradients", check_vma=True, compiled=False, around=True
+):
     """Whether a step under `shard_map` over the axis `data` says what is wrong with a name."""
     tx = ols.with_loss_scale(SGD, axis_name=axis_name)
     calls = {
@@ -472,18 +764,22 @@ def is_refused(axis_name, door="apply_gradients", check_vma=True, compiled=False
         "update": lambda grads: tx.update(grads, STATE, PARAMS)[0],
         "value": lambda grads: tx.update(grads, STATE, PARAMS, value=loss_fn(grads))[0],
         "LossScale.update": lambda grads: LS.update(grads, axis_name)[1],
-        "HeadroomLossScale.update": lambda grads: ols.HeadroomLossScale().update(grads, axis_name)[
-            1
-        ],
+        "HeadroomLossScale.update": lambda grads: ols.HeadroomLossScale().update(
+            grads, axis_name
+        )[1],
     }
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     P, call = jax.sharding.PartitionSpec, calls[door]
     if around:
-        call = jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check_vma)
+        call = jax.shard_map(
+            call, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check_vma
+        )
     try:
         (jax.jit(call) if compiled else call)(PARAMS)
     except ValueError as error:
-        return f"axis_name={axis_name!r}" in str(error) and "pmap or shard_map" in str(error)
+        return f"axis_name={axis_name!r}" in str(error) and "pmap or shard_map" in str(
+            error
+        )
     return False
 
 
@@ -526,5 +822,9 @@ def test_a_name_given_twice_is_refused_and_no_names_are_as_none():
     with pytest.raises(ValueError, match="each once"):
         call(("data", "data"))(jnp.ones(2))
     grads = jnp.array([1.0, jnp.inf])
-    for name, decided in {(): [True, False], "data": [False] * 2, ("data",): [False] * 2}.items():
+    for name, decided in {
+        (): [True, False],
+        "data": [False] * 2,
+        ("data",): [False] * 2,
+    }.items():
         np.testing.assert_array_equal(call(name)(grads), decided)

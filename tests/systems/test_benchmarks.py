@@ -62,7 +62,13 @@ def test_the_pages_name_the_same_version():
     version = r"optax_lossscale (?:between )?(\d+\.\d+\.\d+)"
     named = {
         name: set(re.findall(version, (PAGES / name).read_text()))
-        for name in ("README.md", "accelerators.md", "autocast.md", "policies.md", "skips.md")
+        for name in (
+            "README.md",
+            "accelerators.md",
+            "autocast.md",
+            "policies.md",
+            "skips.md",
+        )
     }
     [version] = set.union(*named.values())
     assert named == {name: {version} for name in named}
@@ -122,7 +128,9 @@ def in_this_process(function, *args, seconds):
 
 
 def too_large(cast):
-    raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nMore")
+    raise RuntimeError(
+        "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nMore"
+    )
 
 
 def rows(report):
@@ -135,7 +143,9 @@ def rows(report):
 def test_the_report_of_a_gpu_has_a_row_for_all_that_is_measured_and_all_that_fails(
     monkeypatch, capsys
 ):
-    models = dict.fromkeys(_gpu_steps.FULL, too_large) | {"LSTM": _gpu_steps.TINY["LSTM"]}
+    models = dict.fromkeys(_gpu_steps.FULL, too_large) | {
+        "LSTM": _gpu_steps.TINY["LSTM"]
+    }
     monkeypatch.setitem(_gpu_steps.SIZES, "tiny", models)
     monkeypatch.setattr(_gpu_steps, "ROUND_S", 0.0)
     monkeypatch.setattr(_alone, "call", in_this_process)
@@ -158,12 +168,16 @@ def test_the_report_of_a_gpu_has_a_row_for_all_that_is_measured_and_all_that_fai
 
 
 def costs(ms=1.0, peak=2**20, peak_of_compiling=False):
-    return _gpu_steps.Costs(ms, (0.5, 2.0), peak, peak_of_compiling, 2**20, 1.0, 1.0, 0, 9)
+    return _gpu_steps.Costs(
+        ms, (0.5, 2.0), peak, peak_of_compiling, 2**20, 1.0, 1.0, 0, 9
+    )
 
 
 def test_the_report_of_a_gpu_compares_with_float32_where_there_is_something_to_compare():
     float32, by_hand, autocast = _gpu_steps.WAYS
-    found = {(model, way): costs() for model in _gpu_steps.FULL for way in _gpu_steps.WAYS}
+    found = {
+        (model, way): costs() for model in _gpu_steps.FULL for way in _gpu_steps.WAYS
+    }
     found["Mamba", autocast] = costs(0.5, 2**19, True)
     found["LSTM", float32] = _alone.CallError("took longer than 9 s")
     learned = {float32: [2.0, 1.0], by_hand: [2.0, 1.5], autocast: [2.0, math.nan]}
@@ -182,7 +196,9 @@ def test_the_report_of_a_gpu_compares_with_float32_where_there_is_something_to_c
 
 def test_when_the_ten_minutes_are_over_the_rest_is_not_run():
     found = _gpu.measure("full", deadline=time.monotonic())
-    assert {str(result) for result in found.values()} == {"not run, as the ten minutes were over"}
+    assert {str(result) for result in found.values()} == {
+        "not run, as the ten minutes were over"
+    }
 
 
 WITHOUT_EXTRAS = """
@@ -201,7 +217,9 @@ for argument in ("--help", "here"):
 
 def test_without_the_extras_the_gpu_is_reported_and_what_else_is_missing_is_named():
     command = [sys.executable, "-c", WITHOUT_EXTRAS]
-    result = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    result = subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True
+    )
     said = "python -m benchmarks here needs tqdm: pip install '.[benchmarks]'"
     assert "python -m benchmarks gpu " in result.stdout
     assert result.stdout.splitlines()[-1] == said
@@ -218,7 +236,13 @@ def test_where_reports_of_gpus_go_the_command_is_named(file):
 @pytest.mark.slow
 def test_the_report_of_a_gpu_is_what_its_command_prints():
     command = [sys.executable, "-m", "benchmarks", "gpu", "--quick"]
-    result = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    result = subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True
+    )
     found = rows(result.stdout)
-    assert all(" of " in found[f"{m}, {w}"][-1] for m in _gpu_steps.FULL for w in _gpu_steps.WAYS)
+    assert all(
+        " of " in found[f"{m}, {w}"][-1]
+        for m in _gpu_steps.FULL
+        for w in _gpu_steps.WAYS
+    )
     assert all(float(found[way][0]) > 0 for way in _gpu_steps.WAYS)

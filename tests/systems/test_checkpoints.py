@@ -72,7 +72,9 @@ def test_orbax_restores_a_state_that_trains_on_alike(tmp_path, loss_scale):
 
 
 def test_the_state_is_kept_and_the_new_configuration_holds(tmp_path):
-    tx = ols.with_loss_scale(INNER, ols.DynamicLossScale(initial_scale=64, growth_interval=100))
+    tx = ols.with_loss_scale(
+        INNER, ols.DynamicLossScale(initial_scale=64, growth_interval=100)
+    )
     _, state = stepped(tx, tx.init(PARAMS))
     save(tmp_path / "state", state)
     changed = ols.DynamicLossScale(growth_interval=2, backoff_factor=0.25)
@@ -93,7 +95,9 @@ def test_orbax_restores_onto_another_number_of_devices(tmp_path, devices):
     def place(tree, count):
         mesh = jax.make_mesh((count,), ("data",), devices=jax.devices()[:count])
         spec = lambda x: P("data") if x.ndim else P()
-        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x))), tree)
+        return jax.tree.map(
+            lambda x: jax.device_put(x, NamedSharding(mesh, spec(x))), tree
+        )
 
     tx = ols.with_loss_scale(INNER, LOSS_SCALES["dynamic"])
     params, state = place((PARAMS, tx.init(PARAMS)), 4)
@@ -116,7 +120,9 @@ def test_a_run_without_loss_scaling_goes_on_with_it(tmp_path):
     _, inner_state = INNER.update(PARAMS, inner_state, PARAMS)
     save(tmp_path / "state", inner_state)
     tx = ols.with_loss_scale(INNER)
-    state = tx.init(PARAMS)._replace(inner_state=restore(tmp_path / "state", INNER.init(PARAMS)))
+    state = tx.init(PARAMS)._replace(
+        inner_state=restore(tmp_path / "state", INNER.init(PARAMS))
+    )
     chex.assert_trees_all_equal(state.inner_state, inner_state)
     _, state = tx.apply_gradients(PARAMS, state, PARAMS)
     assert state.inner_state[0].count == 2

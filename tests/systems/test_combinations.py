@@ -76,10 +76,16 @@ def scaled_run(tx, steps=5, extra=nothing, skip=()):
 
 INSIDE = {
     "chain": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
-    "named_chain": optax.named_chain(("clip", optax.clip(0.1)), ("adam", optax.adam(1e-2))),
+    "named_chain": optax.named_chain(
+        ("clip", optax.clip(0.1)), ("adam", optax.adam(1e-2))
+    ),
     "masked": optax.masked(optax.adam(1e-2), is_matrix),
-    "partition": optax.partition({"matrix": optax.adam(1e-2), "vector": optax.sgd(0.1)}, labels),
-    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0, 9)),
+    "partition": optax.partition(
+        {"matrix": optax.adam(1e-2), "vector": optax.sgd(0.1)}, labels
+    ),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(
+        optax.linear_schedule(0.1, 0, 9)
+    ),
     "apply_if_finite": optax.apply_if_finite(optax.adam(1e-2), 3),
     "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
     "multi_steps": optax.MultiSteps(optax.adam(1e-2), 2),
@@ -109,7 +115,9 @@ def test_a_skipped_step_is_as_if_it_had_not_been(inner):
 
 AROUND = {
     "chain": lambda tx: optax.chain(tx, optax.scale(0.5)),
-    "named_chain": lambda tx: optax.named_chain(("scaled", tx), ("half", optax.scale(0.5))),
+    "named_chain": lambda tx: optax.named_chain(
+        ("scaled", tx), ("half", optax.scale(0.5))
+    ),
     "inject_hyperparams": lambda tx: optax.inject_hyperparams(
         lambda factor: optax.chain(tx, optax.scale(factor))
     )(0.5),
@@ -164,8 +172,13 @@ BELONGS_INSIDE = {
 @pytest.mark.parametrize("around", BELONGS_INSIDE.values(), ids=BELONGS_INSIDE)
 def test_what_sees_scaled_gradients_around_the_wrapper_is_refused_by_its_state(around):
     state = around(wrapped(ADAM)).init(PARAMS)
-    for take in (lambda state: ols.value_and_scaled_grad(loss_fn, state), ols.get_loss_scale):
-        with pytest.raises(ValueError, match=r"around with_loss_scale .*(inside|leave it out)"):
+    for take in (
+        lambda state: ols.value_and_scaled_grad(loss_fn, state),
+        ols.get_loss_scale,
+    ):
+        with pytest.raises(
+            ValueError, match=r"around with_loss_scale .*(inside|leave it out)"
+        ):
             take(state)
 
 
@@ -189,7 +202,9 @@ def test_wrapping_what_is_wrapped_is_refused():
 
 
 @pytest.mark.parametrize("given", [None, 64, ols.DynamicLossScale(growth_interval=7)])
-def test_a_state_of_another_configuration_is_refused_and_goes_on_with_the_new_one(given):
+def test_a_state_of_another_configuration_is_refused_and_goes_on_with_the_new_one(
+    given,
+):
     tx = ols.with_loss_scale(optax.adam(0.1), LS)
     old = ols.with_loss_scale(optax.adam(0.1), given)
     grads = jax.tree.map(jnp.ones_like, PARAMS)
@@ -212,7 +227,8 @@ def test_minimize_names_the_order_of_its_arguments():
         (loss_fn, PARAMS, state),
     ):
         with pytest.raises(
-            TypeError, match=r"order of the arguments is minimize\(loss_fn, state, params"
+            TypeError,
+            match=r"order of the arguments is minimize\(loss_fn, state, params",
         ):
             tx.minimize(*arguments)
 
@@ -233,7 +249,8 @@ def test_a_loss_scale_for_each_part_is_one_too_many_for_one_loss():
 
 def test_reduce_on_plateau_is_given_the_value():
     inner = optax.chain(
-        optax.adam(0.5), optax.contrib.reduce_on_plateau(factor=0.5, patience=0, cooldown=0)
+        optax.adam(0.5),
+        optax.contrib.reduce_on_plateau(factor=0.5, patience=0, cooldown=0),
     )
     extra = lambda loss, grads: {"value": loss}
     params, state = scaled_run(ols.with_loss_scale(inner, LS), 12, extra)
@@ -256,7 +273,9 @@ def test_lbfgs_is_given_true_values_and_gradients():
 def test_sam_differentiates_the_true_loss_itself():
     """In its opaque mode it takes further gradients by a function: of the loss, not scaled."""
     make = lambda: optax.contrib.sam(
-        optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), opaque_mode=True
+        optax.sgd(0.1),
+        optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
+        opaque_mode=True,
     )
     extra = lambda loss, grads: {"grad_fn": lambda params, _: jax.grad(loss_fn)(params)}
     params, state = scaled_run(ols.with_loss_scale(make(), LS), 5, extra)
@@ -299,8 +318,12 @@ def test_lookahead_inside_and_around_steps_as_without():
     make = lambda inner: optax.lookahead(inner, sync_period=2, slow_step_size=0.5)
     plain = run(make(fast), lambda p, _: jax.grad(loss_fn)(p))
     grad_fn = lambda p, state: ols.value_and_scaled_grad(loss_fn, state)(p)[1]
-    chex.assert_trees_all_close(run(ols.with_loss_scale(make(fast), LS), grad_fn), plain)
-    chex.assert_trees_all_close(run(make(ols.with_loss_scale(fast, LS)), grad_fn), plain)
+    chex.assert_trees_all_close(
+        run(ols.with_loss_scale(make(fast), LS), grad_fn), plain
+    )
+    chex.assert_trees_all_close(
+        run(make(ols.with_loss_scale(fast, LS)), grad_fn), plain
+    )
 
 
 def test_accumulation_is_the_large_batch():
@@ -322,11 +345,15 @@ def test_accumulation_is_the_large_batch():
 @pytest.mark.parametrize("number", [0.05, np.float64(0.05), jnp.float32(0.05), 1])
 @pytest.mark.parametrize("loss_scale", [LS, 1024], ids=["dynamic", "fixed"])
 def test_a_hyperparameter_set_to_a_number_between_eager_steps(number, loss_scale):
-    tx = ols.with_loss_scale(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), loss_scale)
+    tx = ols.with_loss_scale(
+        optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), loss_scale
+    )
     params, state = PARAMS, tx.init(PARAMS)
     for _ in range(2):
         state.inner_state.hyperparams["learning_rate"] = number
-        params, state = tx.apply_gradients(jax.tree.map(jnp.ones_like, params), state, params)
+        params, state = tx.apply_gradients(
+            jax.tree.map(jnp.ones_like, params), state, params
+        )
     expected = jax.tree.map(lambda p: p - 2 * number / 1024, PARAMS)
     chex.assert_trees_all_close(params, expected, rtol=1e-6)
     assert state.inner_state.count == 2

@@ -37,7 +37,11 @@ over_optimizers = pytest.mark.parametrize("inner", OPTIMIZERS.values(), ids=OPTI
 def compile_step(step, state, dtype):
     """The compiled `step(params, state, grads)`, parameters and state donated."""
     grads = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
-    return jax.jit(step, donate_argnums=(0, 1)).lower(PARAMS, state, grads).compile(AS_USERS_DO)
+    return (
+        jax.jit(step, donate_argnums=(0, 1))
+        .lower(PARAMS, state, grads)
+        .compile(AS_USERS_DO)
+    )
 
 
 @functools.cache
@@ -48,7 +52,9 @@ def compile_plain(inner, dtype):
     def step(params, state, grads):
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         updates, inner_state = inner.update(grads, state.inner_state, params)
-        return optax.apply_updates(params, updates), state._replace(inner_state=inner_state)
+        return optax.apply_updates(params, updates), state._replace(
+            inner_state=inner_state
+        )
 
     return compile_step(step, state, dtype)
 
@@ -91,7 +97,9 @@ def anonymous(compiled):
     return re.sub(r"%[\w.-]+", lambda m: names.setdefault(m[0], f"%{len(names)}"), text)
 
 
-@pairwise(loss_scale=CHECKING | {"none": None, "fixed": 128}, inner=OPTIMIZERS, dtype=DTYPES)
+@pairwise(
+    loss_scale=CHECKING | {"none": None, "fixed": 128}, inner=OPTIMIZERS, dtype=DTYPES
+)
 def test_the_check_costs_one_read_of_the_gradients(loss_scale, inner, dtype):
     plain, ours = compile_plain(inner, dtype), compile_ours(inner, loss_scale, dtype)
     assert temp_bytes(ours) - temp_bytes(plain) <= 0.03 * PARAMS_BYTES
@@ -106,11 +114,14 @@ def test_the_check_costs_one_read_of_the_gradients(loss_scale, inner, dtype):
     inner=OPTIMIZERS,
     dtype=DTYPES,
 )
-def test_a_rule_of_skipping_takes_its_norm_in_the_pass_of_the_check(loss_scale, inner, dtype):
+def test_a_rule_of_skipping_takes_its_norm_in_the_pass_of_the_check(
+    loss_scale, inner, dtype
+):
     checked = compile_ours(inner, loss_scale, dtype)
     ruled = compile_ours(inner, loss_scale, dtype, skip=ols.skips.spikes(window=16))
     grads_bytes = PARAMS_BYTES * jnp.dtype(dtype).itemsize / 4
-    assert bytes_accessed(ruled) - bytes_accessed(checked) <= 0.1 * grads_bytes  # for the window
+    # for the window
+    assert bytes_accessed(ruled) - bytes_accessed(checked) <= 0.1 * grads_bytes
     assert temp_bytes(ruled) - temp_bytes(checked) <= 0.03 * PARAMS_BYTES
     assert conditionals(ruled) == 1
 
@@ -118,7 +129,10 @@ def test_a_rule_of_skipping_takes_its_norm_in_the_pass_of_the_check(loss_scale, 
 @over_dtypes
 def test_update_writes_the_updates_besides(dtype):
     adamw = OPTIMIZERS["adamw"]
-    plain, ours = compile_plain(adamw, dtype), compile_ours(adamw, "dynamic", dtype, "update")
+    plain, ours = (
+        compile_plain(adamw, dtype),
+        compile_ours(adamw, "dynamic", dtype, "update"),
+    )
     assert temp_bytes(ours) - temp_bytes(plain) <= 1.03 * PARAMS_BYTES
     # Written in either branch and read once, besides the check's read of the gradients.
     grads_bytes = PARAMS_BYTES * jnp.dtype(dtype).itemsize / 4
@@ -136,10 +150,18 @@ def test_without_loss_scaling_and_checks_the_program_is_the_plain_one(inner, dty
 
 @over_dtypes
 @over_optimizers
-def test_a_fixed_scale_that_checks_nothing_is_a_constant_in_the_plain_program(inner, dtype):
-    plain, ours = compile_plain(inner, dtype), compile_ours(inner, 128, dtype, skip=None)
+def test_a_fixed_scale_that_checks_nothing_is_a_constant_in_the_plain_program(
+    inner, dtype
+):
+    plain, ours = (
+        compile_plain(inner, dtype),
+        compile_ours(inner, 128, dtype, skip=None),
+    )
     assert bytes_accessed(ours) == bytes_accessed(plain)
-    assert ours.memory_analysis().temp_size_in_bytes == plain.memory_analysis().temp_size_in_bytes
+    assert (
+        ours.memory_analysis().temp_size_in_bytes
+        == plain.memory_analysis().temp_size_in_bytes
+    )
     assert conditionals(ours) == 0
     fusions = lambda compiled: compiled.as_text().count(" fusion(")
     assert fusions(ours) == fusions(plain)
@@ -150,8 +172,12 @@ def test_the_check_allocates_nothing(dtype):
     grads = {"w": jnp.ones((1000, 320), dtype), "b": [jnp.ones((64, 64), dtype)] * 9}
     for check in (
         ols.all_finite,
-        lambda grads: ols.DynamicLossScale().update(ols.FixedLossScale(3).unscale(grads)),
-        lambda grads: ols.HeadroomLossScale().update(ols.FixedLossScale(3).unscale(grads)),
+        lambda grads: ols.DynamicLossScale().update(
+            ols.FixedLossScale(3).unscale(grads)
+        ),
+        lambda grads: ols.HeadroomLossScale().update(
+            ols.FixedLossScale(3).unscale(grads)
+        ),
         lambda grads: norm_and_all_finite(ols.FixedLossScale(3).unscale(grads)),
     ):
         compiled = jax.jit(check).lower(grads).compile(AS_USERS_DO)
@@ -183,7 +209,9 @@ def test_the_two_factors_of_unscaling_are_one_argument_of_a_kernel():
     axis_type={"auto": AxisType.Auto, "explicit": AxisType.Explicit},
     spec={"replicated": P(), "rows": P("data"), "columns": P(None, "data")},
 )
-def test_sharded_jit_communicates_one_scalar_a_leaf_at_once(loss_scale, axis_type, spec):
+def test_sharded_jit_communicates_one_scalar_a_leaf_at_once(
+    loss_scale, axis_type, spec
+):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
     params = jax.device_put(PARAMS, NamedSharding(mesh, spec))
     tx = ols.with_loss_scale(OPTIMIZERS["sgd"], loss_scale)
@@ -210,12 +238,16 @@ def test_replicas_agree_by_one_scalar(loss_scale, way):
         mesh = jax.make_mesh((4,), ("data",))
         step = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())
         compiled = jax.jit(step).lower(PARAMS, state, PARAMS).compile()
-    assert collectives(compiled) == ["s32[]" if loss_scale is CHECKING["dynamic"] else "f32[]"]
+    assert collectives(compiled) == [
+        "s32[]" if loss_scale is CHECKING["dynamic"] else "f32[]"
+    ]
 
 
 def test_only_a_cpu_reads_the_factors_of_unscaling_from_an_array():
     traced = jax.jit(ols.DynamicLossScale.unscale).trace(ols.DynamicLossScale(), PARAMS)
-    cpu, cuda = (traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda"))
+    cpu, cuda = (
+        traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda")
+    )
     assert "stablehlo.concatenate" in cpu
     assert "stablehlo.concatenate" not in cuda
 
@@ -223,6 +255,8 @@ def test_only_a_cpu_reads_the_factors_of_unscaling_from_an_array():
 def test_the_check_is_lowered_for_the_platform_at_hand():
     for check in (ols.all_finite, ols.HeadroomLossScale().update):
         traced = jax.jit(check).trace([jnp.ones((40, 3))])
-        cpu, cuda = (traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda"))
+        cpu, cuda = (
+            traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda")
+        )
         assert "optimization_barrier" in cpu
         assert "optimization_barrier" not in cuda

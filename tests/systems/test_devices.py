@@ -55,7 +55,9 @@ def test_an_overflow_on_one_replica_makes_all_skip(bad, reduced):
 )
 def test_an_axis_that_is_not_there_is_refused(loss_scale):
     tx = ols.with_loss_scale(optax.sgd(0.1), loss_scale, axis_name="data")
-    with pytest.raises(ValueError, match=r"axis_name='data' is not an axis .* jit alone, leave"):
+    with pytest.raises(
+        ValueError, match=r"axis_name='data' is not an axis .* jit alone, leave"
+    ):
         jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
 
 
@@ -64,7 +66,9 @@ def test_without_axis_name_replicas_decide_alone():
     flags = jax.pmap(update)(jnp.array([1.0, jnp.inf, 1.0, jnp.nan]))
     np.testing.assert_array_equal(flags, [True, False, True, False])
     agreed = jax.pmap(lambda g: LS.update(g, axis_name="i")[1], axis_name="i")
-    np.testing.assert_array_equal(agreed(jnp.array([1.0, jnp.inf, 1.0, jnp.nan])), [False] * 4)
+    np.testing.assert_array_equal(
+        agreed(jnp.array([1.0, jnp.inf, 1.0, jnp.nan])), [False] * 4
+    )
 
 
 @pytest.mark.parametrize("bad", [None, 2])
@@ -85,19 +89,27 @@ def test_replicas_under_shard_map_step_as_one_device_or_all_skip(bad, way):
 
     before = (PARAMS, tx.init(PARAMS))
     mapped = jax.jit(
-        jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=(P(), P()))
+        jax.shard_map(
+            step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=(P(), P())
+        )
     )
     after = mapped(*before, batches(bad))
     assert bool(after[1].should_apply) == (bad is None)
     if bad is not None:
         chex.assert_trees_all_equal(after[0], PARAMS)
         return
-    grads = jax.grad(lambda p: jnp.mean(jax.vmap(loss_fn, (None, 0))(p, batches())))(PARAMS)
+    grads = jax.grad(lambda p: jnp.mean(jax.vmap(loss_fn, (None, 0))(p, batches())))(
+        PARAMS
+    )
     updates, _ = inner.update(grads, inner.init(PARAMS))
-    chex.assert_trees_all_close(after[0], optax.apply_updates(PARAMS, updates), rtol=1e-5)
+    chex.assert_trees_all_close(
+        after[0], optax.apply_updates(PARAMS, updates), rtol=1e-5
+    )
 
 
-@pytest.mark.parametrize("loss_scale", [LS, "headroom", 8], ids=["dynamic", "headroom", "fixed"])
+@pytest.mark.parametrize(
+    "loss_scale", [LS, "headroom", 8], ids=["dynamic", "headroom", "fixed"]
+)
 @pytest.mark.parametrize("apart", ["gradients", "loss"])
 def test_a_forgotten_axis_name_is_named_unless_each_replica_has_a_state_of_its_own(
     apart, loss_scale
@@ -113,12 +125,16 @@ def test_a_forgotten_axis_name_is_named_unless_each_replica_has_a_state_of_its_o
         loss, grads = ols.value_and_scaled_grad(loss_fn, state)(mine, x[0])
         value = None if apart == "gradients" else loss
         _, state = tx.apply_gradients(grads, state, params, value=value)
-        return jax.tree.map(lambda s: jnp.full(1, s), (state.should_apply, state.skipped_steps))
+        return jax.tree.map(
+            lambda s: jnp.full(1, s), (state.should_apply, state.skipped_steps)
+        )
 
     own = jax.vmap(lambda _: tx.init(PARAMS))(jnp.arange(REPLICAS))
     for state, spec in ((own, P("data")), (tx.init(PARAMS), P())):
         mapped = jax.jit(
-            jax.shard_map(step, mesh=mesh, in_specs=(spec, P("data")), out_specs=P("data"))
+            jax.shard_map(
+                step, mesh=mesh, in_specs=(spec, P("data")), out_specs=P("data")
+            )
         )
         if spec == P("data"):
             _, skipped = mapped(state, batches(2))
@@ -142,7 +158,9 @@ def test_shards_under_shard_map_step_or_all_skip(bad, way):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    grads = PARAMS if bad is None else {**PARAMS, "b": PARAMS["b"].at[2 * bad].set(jnp.nan)}
+    grads = (
+        PARAMS if bad is None else {**PARAMS, "b": PARAMS["b"].at[2 * bad].set(jnp.nan)}
+    )
     state = tx.init(PARAMS)
     specs = jax.tree.map(lambda x: P("model") if x.ndim else P(), state)
     mapped = jax.jit(
@@ -160,7 +178,9 @@ def test_shards_under_shard_map_step_or_all_skip(bad, way):
     chex.assert_trees_all_equal(params, expected)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
+)
 @pytest.mark.parametrize("way", ["update", "apply_gradients"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 def test_sharded_jit_keeps_every_placement(axis_type, way, dtype):
@@ -176,7 +196,9 @@ def test_sharded_jit_keeps_every_placement(axis_type, way, dtype):
         return optax.apply_updates(params, updates), state
 
     with jax.set_mesh(mesh):
-        shard = lambda x: jax.device_put(x, NamedSharding(mesh, P("model") if x.ndim else P()))
+        shard = lambda x: jax.device_put(
+            x, NamedSharding(mesh, P("model") if x.ndim else P())
+        )
         params = jax.tree.map(lambda p: shard(p.astype(dtype)), PARAMS)
         state = jax.tree.map(shard, tx.init(params))
         for finite in (True, False, True):
@@ -186,6 +208,8 @@ def test_sharded_jit_keeps_every_placement(axis_type, way, dtype):
             for old_leaf, new_leaf in zip(
                 jax.tree.leaves((params, state)), jax.tree.leaves(new), strict=True
             ):
-                assert new_leaf.sharding.is_equivalent_to(old_leaf.sharding, new_leaf.ndim)
+                assert new_leaf.sharding.is_equivalent_to(
+                    old_leaf.sharding, new_leaf.ndim
+                )
             params, state = new
             assert bool(state.should_apply) == finite

@@ -118,7 +118,9 @@ print(ols.diagnose(loss_fn, params, jnp.arange(32_768) % 4))
 
 def test_what_diagnosis_says_of_an_embedding_is_printed():
     text = (ROOT / "docs/diagnosis.md").read_text()
-    [shown] = re.findall(r"^```text\n(float16 gives wrong gradients.*?)```", text, re.M | re.S)
+    [shown] = re.findall(
+        r"^```text\n(float16 gives wrong gradients.*?)```", text, re.M | re.S
+    )
     assert set(shown.splitlines()) <= set(printed_by(EMBEDDING).splitlines())
 
 
@@ -153,8 +155,8 @@ def test_all_five_notebooks_are_found():
     assert len(NOTEBOOKS) == 5
 
 
-# Characters that a code box of the site shows at 1440 pixels. Reports of the library are as
-# wide; code is narrower, as notebooks/ruff.toml has it too.
+# Characters that a code box of the site shows at 1440 pixels. Reports of the library
+# are as wide; code is narrower, as pyproject.toml has it.
 CODE, OUTPUT = 88, 100
 
 
@@ -189,12 +191,19 @@ def test_notebooks_keep_clean_outputs_and_are_in_the_documentation(name):
         "stream",
     }
     assert {output.get("name", "stdout") for output in outputs(name)} == {"stdout"}
-    assert not re.search(r"Warning|/(home|tmp|root|usr|work)/|\x1b", "".join(printed(name)))
-    assert f"../notebooks/{name.removesuffix('.ipynb')}\n" in (ROOT / "docs/index.md").read_text()
+    assert not re.search(
+        r"Warning|/(home|tmp|root|usr|work)/|\x1b", "".join(printed(name))
+    )
+    assert (
+        f"../notebooks/{name.removesuffix('.ipynb')}\n"
+        in (ROOT / "docs/index.md").read_text()
+    )
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_notebooks_begin_with_a_title_and_one_paragraph_that_says_how_long_they_take(name):
+def test_notebooks_begin_with_a_title_and_one_paragraph_that_says_how_long_they_take(
+    name,
+):
     title, paragraph = source(cells(name, "markdown")[0]).split("\n\n")
     assert re.fullmatch("# .+", title)
     assert re.search(r"\btakes\b.*\b(seconds|minute)\b", paragraph)
@@ -202,7 +211,11 @@ def test_notebooks_begin_with_a_title_and_one_paragraph_that_says_how_long_they_
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebooks_name_nothing_private(name):
-    nodes = [node for cell in cells(name, "code") for node in ast.walk(ast.parse(source(cell)))]
+    nodes = [
+        node
+        for cell in cells(name, "code")
+        for node in ast.walk(ast.parse(source(cell)))
+    ]
     modules = [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
     imported = [
         alias.name
@@ -223,7 +236,12 @@ def test_notebooks_lines_fit_the_page(name):
     text = "\n".join(source(cell) for cell in cells(name, "markdown"))
     code += re.findall(r"^```.*?\n(.*?)^```", text, re.S | re.M)
     wide = [line for block in code for line in block.splitlines() if len(line) > CODE]
-    wide += [line for text in printed(name) for line in text.splitlines() if len(line) > OUTPUT]
+    wide += [
+        line
+        for text in printed(name)
+        for line in text.splitlines()
+        if len(line) > OUTPUT
+    ]
     assert not wide
 
 
@@ -250,7 +268,9 @@ def public(module):
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__
     }
-    names = getattr(module, "__all__", [name for name in functions if not name.startswith("_")])
+    names = getattr(
+        module, "__all__", [name for name in functions if not name.startswith("_")]
+    )
     for name in sorted(names):
         value = getattr(module, name)
         yield f"{module.__name__}.{name}", value
@@ -282,4 +302,6 @@ def test_every_public_name_is_in_the_api_reference_once(name):
 def test_every_public_name_has_a_docstring_with_an_example(name):
     documented = inspect.getdoc(PUBLIC[name])
     assert documented
-    assert inspect.ismodule(PUBLIC[name]) or re.search("^ *>>> .*import", documented, re.M)
+    assert inspect.ismodule(PUBLIC[name]) or re.search(
+        "^ *>>> .*import", documented, re.M
+    )

@@ -19,12 +19,15 @@ import optax_lossscale as ols
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the frameworks', not ours
+# the frameworks', not ours
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 def load(name, **sizes):
     """A program as a module of its own, with smaller sizes."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        name, ROOT / "examples" / f"{name}.py"
+    )
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     for size, value in sizes.items():
@@ -50,7 +53,12 @@ def language_model_step():
     example = language_model()
     graph, params = example.nnx.split(example.LanguageModel(example.nnx.Rngs(0)))
     tx, train_step = example.make_train_step(graph)
-    return train_step, params, tx.init(params), example.batch(example.read_documents(), 0)
+    return (
+        train_step,
+        params,
+        tx.init(params),
+        example.batch(example.read_documents(), 0),
+    )
 
 
 def diffusion_step():
@@ -113,8 +121,12 @@ def overflowing(args):
     """A copy of the arguments, with a loss scale at which the gradients overflow."""
     copy = jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, args)
     is_state = lambda x: isinstance(x, ols.LossScaleState)
-    raised = lambda x: x._replace(loss_scale=x.loss_scale.replace(loss_scale=jnp.float32(2**30)))
-    return jax.tree.map(lambda x: raised(x) if is_state(x) else x, copy, is_leaf=is_state)
+    raised = lambda x: x._replace(
+        loss_scale=x.loss_scale.replace(loss_scale=jnp.float32(2**30))
+    )
+    return jax.tree.map(
+        lambda x: raised(x) if is_state(x) else x, copy, is_leaf=is_state
+    )
 
 
 @each_program
@@ -177,7 +189,10 @@ def test_the_command_in_its_docstring_runs(name):
     assert f"\n    python examples/{name}.py\n" in script.read_text()
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     run = subprocess.run(
-        [sys.executable, script, "--steps", "20"], capture_output=True, text=True, env=environment
+        [sys.executable, script, "--steps", "20"],
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout

@@ -46,7 +46,9 @@ def stepped(tx):
 def test_bytes_restore_the_state(loss_scale):
     tx = ols.with_loss_scale(INNER, loss_scale)
     state = stepped(tx)
-    restored = flax.serialization.from_bytes(tx.init(PARAMS), flax.serialization.to_bytes(state))
+    restored = flax.serialization.from_bytes(
+        tx.init(PARAMS), flax.serialization.to_bytes(state)
+    )
     assert type(restored.loss_scale) is type(loss_scale)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     chex.assert_trees_all_equal(restored, state)
@@ -58,7 +60,9 @@ def test_a_restored_state_takes_a_step_without_compiling_anew():
     state = stepped(tx)
     step = jax.jit(chex.assert_max_traces(tx.apply_gradients, n=1))
     expected = step(PARAMS, state, PARAMS)
-    restored = flax.serialization.from_bytes(tx.init(PARAMS), flax.serialization.to_bytes(state))
+    restored = flax.serialization.from_bytes(
+        tx.init(PARAMS), flax.serialization.to_bytes(state)
+    )
     chex.assert_trees_all_equal(step(PARAMS, restored, PARAMS), expected)
 
 
@@ -81,11 +85,17 @@ def test_a_state_inside_other_containers():
     assert isinstance(ols.get_loss_scale(restored["opt"]), ols.DynamicLossScale)
 
 
-@pytest.mark.parametrize("other", [ols.FixedLossScale(8), ols.presets.ToleranceLossScale()])
+@pytest.mark.parametrize(
+    "other", [ols.FixedLossScale(8), ols.presets.ToleranceLossScale()]
+)
 def test_another_kind_of_loss_scale_is_refused(other):
     target = ols.with_loss_scale(INNER).init(PARAMS)
-    saved = flax.serialization.to_state_dict(ols.with_loss_scale(INNER, other).init(PARAMS))
-    with pytest.raises(ValueError, match=r"a saved DynamicLossScale must hold .*hysteresis"):
+    saved = flax.serialization.to_state_dict(
+        ols.with_loss_scale(INNER, other).init(PARAMS)
+    )
+    with pytest.raises(
+        ValueError, match=r"a saved DynamicLossScale must hold .*hysteresis"
+    ):
         flax.serialization.from_state_dict(target, saved)
 
 
@@ -96,9 +106,13 @@ def test_what_is_no_saved_loss_scale_is_refused(saved):
 
 
 def test_a_state_of_other_shapes_is_refused():
-    start = lambda window: ols.with_loss_scale(INNER, skip=ols.skips.spikes(window=window))
+    start = lambda window: ols.with_loss_scale(
+        INNER, skip=ols.skips.spikes(window=window)
+    )
     saved = flax.serialization.to_state_dict(start(64).init(PARAMS))
-    with pytest.raises(ValueError, match=r"saved _last of a SpikeSkipRule has shape \(2, 64"):
+    with pytest.raises(
+        ValueError, match=r"saved _last of a SpikeSkipRule has shape \(2, 64"
+    ):
         flax.serialization.from_state_dict(start(128).init(PARAMS), saved)
 
 
@@ -175,4 +189,6 @@ def test_restored_before_it_is_known_to_flax_a_state_is_refused_by_the_step():
             raise AssertionError
         flax.serialization.to_bytes(tx.init(jnp.ones(3)))
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=120
+    )

@@ -46,13 +46,17 @@ def nnx_step(model, optimizer, x):
     before = nnx.clone(nnx.state(model, nnx.BatchStat))
     loss, grads = nnx.value_and_grad(loss_fn)(model)
     optimizer.update(model, grads)
-    nnx.update(model, ols.where_applied(optimizer, nnx.state(model, nnx.BatchStat), before))
+    nnx.update(
+        model, ols.where_applied(optimizer, nnx.state(model, nnx.BatchStat), before)
+    )
     return loss
 
 
 def test_nnx_batch_statistics_move_as_without_loss_scaling_and_survive_an_overflow():
     model, plain = Model(), Model()
-    optimizer = nnx.Optimizer(model, ols.with_loss_scale(optax.adam(1e-2)), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(
+        model, ols.with_loss_scale(optax.adam(1e-2)), wrt=nnx.Param
+    )
     x = jax.random.normal(jax.random.key(0), (8, 3)) + 1
     nnx_step(model, optimizer, x)
     plain(x)
@@ -73,12 +77,17 @@ def test_variables_that_changed_in_place_are_no_old_ones():
 
 def test_an_nnx_optimizer_is_read_as_it_is_and_gives_plain_arrays():
     model = Model()
-    optimizer = nnx.Optimizer(model, ols.with_loss_scale(optax.adam(1e-2)), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(
+        model, ols.with_loss_scale(optax.adam(1e-2)), wrt=nnx.Param
+    )
     for holder in (optimizer, optimizer.opt_state):
         loss_scale = ols.get_loss_scale(holder)
         assert type(loss_scale) is ols.DynamicLossScale
         read = [*jax.tree.leaves(loss_scale), *ols.metrics(holder).values()]
-        assert all(isinstance(x, jax.Array) for x in [*read, loss_scale.loss_scale, loss_scale()])
+        assert all(
+            isinstance(x, jax.Array)
+            for x in [*read, loss_scale.loss_scale, loss_scale()]
+        )
         ols.raise_if_stuck(holder)
         assert ols.value_and_scaled_grad(lambda x: 2 * x, holder)(1.0)[1] == 2.0**16
     for _ in range(2):
@@ -113,7 +122,8 @@ def test_an_nnx_module_given_to_value_and_scaled_grad_is_sent_here():
         differentiate(lambda x, tree: tree["model"](X).mean(), LS, argnums=(0, -1))(
             X, {"model": Model()}
         )
-    # Its state alone is a tree of arrays, and a module that is not differentiated is no matter.
+    # Its state alone is a tree of arrays, and a module that is not differentiated is no
+    # matter.
     model = Model()
     model.eval()
     graph, params, rest = nnx.split(model, nnx.Param, ...)
@@ -146,7 +156,9 @@ class Tied(nnx.Module):
 @pytest.mark.parametrize("mistake", [None, "forgotten", "older state"])
 def test_a_mistake_in_a_step_that_changes_nnx_modules_in_place_is_found(mistake):
     model = Tied()
-    optimizer = nnx.Optimizer(model, ols.with_loss_scale(optax.adam(1e-2)), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(
+        model, ols.with_loss_scale(optax.adam(1e-2)), wrt=nnx.Param
+    )
     older = ols.get_loss_scale(optimizer)
 
     @nnx.jit
@@ -203,7 +215,9 @@ def test_an_nnx_state_comes_back_as_one_with_variables_of_its_own(gradient):
         kept = ols.where_applied(state, new, old)
         return (state, kept), None
 
-    (_, kept), _ = jax.lax.scan(step, (tx.init(jnp.ones(())), old), jnp.array([gradient]))
+    (_, kept), _ = jax.lax.scan(
+        step, (tx.init(jnp.ones(())), old), jnp.array([gradient])
+    )
     assert jax.tree.structure(kept) == jax.tree.structure(old)
     assert isinstance(kept, nnx.State)
     variables = jax.tree.leaves(kept, is_leaf=lambda x: isinstance(x, nnx.Variable))
@@ -212,7 +226,8 @@ def test_an_nnx_state_comes_back_as_one_with_variables_of_its_own(gradient):
     chex.assert_trees_all_equal(nnx.to_pure_dict(kept), nnx.to_pure_dict(expected))
     nnx.update(model, kept)
     np.testing.assert_array_equal(
-        nnx.merge(graph, nnx.merge_state(rest, kept)).norm.mean[...], model.norm.mean[...]
+        nnx.merge(graph, nnx.merge_state(rest, kept)).norm.mean[...],
+        model.norm.mean[...],
     )
 
 
@@ -227,7 +242,9 @@ class Trainer:
             for part, path in self.parts():
                 target = nnx.state(part)
                 args = ocp.checkpoint_utils.construct_restore_args(target)
-                nnx.update(part, self.checkpointer.restore(path, target, restore_args=args))
+                nnx.update(
+                    part, self.checkpointer.restore(path, target, restore_args=args)
+                )
         self.train_step = nnx.jit(self._train_step, donate_argnames="optimizer")
 
     def parts(self):
@@ -258,7 +275,9 @@ def trainer_of(directory, seed=0, shared=True):
     """As docs/integrations.md has it."""
     model = nnx.Linear(3, 2, dtype=jnp.float16, rngs=nnx.Rngs(seed))
     loss_scale = ols.DynamicLossScale(growth_interval=2)
-    model.loss_scale = nnx.data(jax.tree.map(lambda x: nnx.Variable(jnp.asarray(x)), loss_scale))
+    model.loss_scale = nnx.data(
+        jax.tree.map(lambda x: nnx.Variable(jnp.asarray(x)), loss_scale)
+    )
     tx = ols.with_loss_scale(optax.adam(1e-2), loss_scale)
     trainer = Trainer(model, tx, trainer_loss_fn, directory)
     if shared:
@@ -271,7 +290,9 @@ INPUTS = {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 2))}
 
 def trained(trainer, steps, inputs=INPUTS):
     for _ in range(steps):
-        loss, _, scaled_norm = trainer.train_step(trainer.model, trainer.optimizer, inputs)
+        loss, _, scaled_norm = trainer.train_step(
+            trainer.model, trainer.optimizer, inputs
+        )
     return loss, scaled_norm
 
 
@@ -288,7 +309,9 @@ def test_a_model_that_shares_the_optimizers_loss_scale_trains_through_overflow_a
 
     resumed = trainer_of(tmp_path / "checkpoint", seed=1)
     assert (
-        ols.get_loss_scale(resumed.model)() == ols.get_loss_scale(resumed.optimizer)() == 2.0**16
+        ols.get_loss_scale(resumed.model)()
+        == ols.get_loss_scale(resumed.optimizer)()
+        == 2.0**16
     )
     for one in (trainer, resumed):
         loss, scaled_norm = trained(one, 3)
@@ -309,7 +332,9 @@ def test_a_loss_scale_that_two_modules_share_is_one(tmp_path):
 
 def test_a_lora_trains_its_adapters_alone():
     model = nnx.LoRALinear(3, 2, lora_rank=2, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, ols.with_loss_scale(optax.adam(1e-2), LS), wrt=nnx.LoRAParam)
+    optimizer = nnx.Optimizer(
+        model, ols.with_loss_scale(optax.adam(1e-2), LS), wrt=nnx.LoRAParam
+    )
 
     @nnx.jit
     def step(model, optimizer, x):
@@ -317,7 +342,9 @@ def test_a_lora_trains_its_adapters_alone():
             return ols.scale_gradient(jnp.mean((model(x) - 1) ** 2), optimizer)
 
         adapters = nnx.DiffState(0, nnx.LoRAParam)
-        loss, scaled_grads = nnx.value_and_grad(ols.autocast(loss_fn), argnums=adapters)(model)
+        loss, scaled_grads = nnx.value_and_grad(
+            ols.autocast(loss_fn), argnums=adapters
+        )(model)
         optimizer.update(model, scaled_grads, value=loss)
         return loss
 

@@ -73,10 +73,13 @@ def test_what_reads_programs_or_draws_is_imported_when_it_is_used():
         assert "optax_lossscale._programs.operations" in sys.modules
         assert callable(ols.dtype_report) and callable(ols.testing.assert_computes_in)
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=120
+    )
 
 
-# A process that has imported JAX and this package forks for each use: so each is the first there.
+# A process that has imported JAX and this package forks for each use: so each is the
+# first there.
 FIRST_USE = """
     import os
     import sys
@@ -159,7 +162,9 @@ def public(module):
             yield f"{module.__name__}.{name}", module, value
 
 
-PUBLIC = {name: (module, value) for name, module, value in [*public(ols), *public(ols.plot)]}
+PUBLIC = {
+    name: (module, value) for name, module, value in [*public(ols), *public(ols.plot)]
+}
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -197,5 +202,7 @@ def test_help_begins_with_a_line_for_each_name():
     overview, _ = text.split("PACKAGE CONTENTS")
     assert len(overview.splitlines()) < 60
     assert max(map(len, overview.splitlines())) <= 105
-    assert [name for name in ols.__all__ if not re.search(rf"\b{name}\b", overview)] == []
+    assert [
+        name for name in ols.__all__ if not re.search(rf"\b{name}\b", overview)
+    ] == []
     assert "optax_lossscale._" not in overview

@@ -10,7 +10,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "optax_lossscale"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 
-# Each floor has its folders and files; the package itself, `__init__.py`, lies on top of them all.
+# Each floor has its folders and files; the package itself, `__init__.py`, lies on top
+# of them all.
 FLOORS = {
     "_arrays": 1,
     "_programs": 2,
@@ -48,10 +49,14 @@ def imported(source):
 
 def upwards(part, source):
     """The imports of a module in `part` that go up a floor."""
-    return [other for other in imported(source) if FLOORS.get(other, TOP) > FLOORS[part]]
+    return [
+        other for other in imported(source) if FLOORS.get(other, TOP) > FLOORS[part]
+    ]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE))
+)
 def test_no_module_imports_from_a_floor_above_its_own(path):
     part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     assert upwards(part, path.read_text()) == []
@@ -73,7 +78,10 @@ def test_contributing_has_a_line_for_every_module():
         ("_programs", "from optax_lossscale._autocast.plan import plan"),
         ("_scales", "from optax_lossscale import _step"),
         ("presets", "import optax_lossscale._step.gradient"),
-        ("_step", "def f():\n    from optax_lossscale._diagnosis.page import Diagnosis"),
+        (
+            "_step",
+            "def f():\n    from optax_lossscale._diagnosis.page import Diagnosis",
+        ),
         ("_diagnosis", "from optax_lossscale import plot"),
         ("_diagnosis", "import optax_lossscale as ols"),
     ],
@@ -84,7 +92,14 @@ def test_an_import_that_goes_up_a_floor_is_seen(part, line):
 
 def test_imports_that_stay_on_a_floor_or_go_down_are_allowed():
     source = (
-        "import jax\nfrom optax_lossscale import presets\nimport optax_lossscale._arrays.finite"
+        "import jax\n"
+        "from optax_lossscale import presets\n"
+        "import optax_lossscale._arrays.finite"
     )
     assert upwards("_scales", source) == []
-    assert upwards("demo", "import optax_lossscale as ols\nfrom optax_lossscale import plot") == []
+    assert (
+        upwards(
+            "demo", "import optax_lossscale as ols\nfrom optax_lossscale import plot"
+        )
+        == []
+    )

@@ -59,7 +59,9 @@ def extra(name):
 NAMES = [name for name in aliases() if name not in REASONS]
 each_optimizer = pytest.mark.parametrize("name", NAMES)
 WAYS = ["apply_gradients", "update"]
-COMPILED = [("jit", *rest) for rest in itertools.product([jnp.float16, jnp.float32], WAYS)]
+COMPILED = [
+    ("jit", *rest) for rest in itertools.product([jnp.float16, jnp.float32], WAYS)
+]
 # Where a step takes longer to compile.
 ELSEWHERE = [
     (placement, *rest)
@@ -87,11 +89,15 @@ def numbers(dtype, seed):
 
 def test_every_optimizer_of_optax_is_found():
     assert len(aliases()) >= 25
-    assert {"adam", "adamw", "sgd", "lion", "adafactor", "lamb", "lbfgs"} <= set(aliases())
+    assert {"adam", "adamw", "sgd", "lion", "adafactor", "lamb", "lbfgs"} <= set(
+        aliases()
+    )
 
 
 def types(tree):
-    return jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree)
+    return jax.tree.map(
+        lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree
+    )
 
 
 def placed(tree, mesh, divisible):
@@ -114,7 +120,9 @@ def on_replicas(step, mesh):
         return step(jax.tree.map(own, grads), state, params, **extra_args)
 
     def replicated(grads, state, params, **extra_args):
-        one = lambda grads, state, params, extra: replica_step(grads, state, params, **extra)
+        one = lambda grads, state, params, extra: replica_step(
+            grads, state, params, **extra
+        )
         step = jax.shard_map(one, mesh=mesh, in_specs=P(), out_specs=P())
         return step(grads, state, params, extra_args)
 
@@ -126,7 +134,9 @@ def test_a_wrapped_optimizer_keeps_types_and_placement_and_skips_an_overflow(
     name, placement, dtype, way
 ):
     if placement == "shard_map":
-        tx = ols.with_loss_scale(optax.chain(mean_over("data"), make(name)), LS, axis_name="data")
+        tx = ols.with_loss_scale(
+            optax.chain(mean_over("data"), make(name)), LS, axis_name="data"
+        )
     else:
         tx = ols.with_loss_scale(make(name), LS)
     params = numbers(dtype, 0)
@@ -150,7 +160,9 @@ def test_a_wrapped_optimizer_keeps_types_and_placement_and_skips_an_overflow(
 
     params = place(params)
     state = tx.init(params) if mesh is None else place(tx.init(numbers(dtype, 0)))
-    chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(tx.init, abstract), state)
+    chex.assert_trees_all_equal_shapes_and_dtypes(
+        jax.eval_shape(tx.init, abstract), state
+    )
 
     step = tx.apply_gradients if way == "apply_gradients" else update
     steps = [(1, 0.0), (2, np.inf), (3, 0.0)]
@@ -217,8 +229,8 @@ def test_master_weights_round_to_the_parameters(name):
         assert types(state) == types(tx.init(params))
 
 
-# Of two programs with the same arithmetic, LLVM may fuse other multiply-adds. Up to this
-# instruction set there are none.
+# Of two programs with the same arithmetic, LLVM may fuse other multiply-adds. Up to
+# this instruction set there are none.
 NO_FMA = "--xla_cpu_max_isa=AVX"
 compiled = pytest.param(
     "compiled",
@@ -232,7 +244,15 @@ compiled = pytest.param(
 @pytest.mark.slow
 def test_compiled_without_fused_multiply_adds_each_equals_the_bare_one():
     """Runs the compiled cases of the next test in a process without fused multiply-adds."""
-    command = [sys.executable, "-m", "pytest", "-n0", __file__, "-k", "bit_for_bit and compiled"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n0",
+        __file__,
+        "-k",
+        "bit_for_bit and compiled",
+    ]
     run = subprocess.run(
         command, env=os.environ | {"XLA_FLAGS": NO_FMA}, capture_output=True, text=True
     )
@@ -262,7 +282,10 @@ def test_equals_the_bare_optimizer_bit_for_bit(name, mode, way):
         plain, wrapped = jax.jit(plain), jax.jit(wrapped)
     params = jax.tree.map(jnp.array, numbers(np.float32, 0))
     fixed = LS.replace(growth_counter=-100)  # no growth, so that 1024 stays right
-    a, b = (params, inner.init(params)), (params, tx.init(params)._replace(loss_scale=fixed))
+    a, b = (
+        (params, inner.init(params)),
+        (params, tx.init(params)._replace(loss_scale=fixed)),
+    )
     for seed in range(3):
         grads = jax.tree.map(jnp.array, numbers(np.float32, seed + 1))
         with jax.disable_jit(mode == "eager"):

@@ -141,7 +141,9 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes(tmp_path):
     _, err = finish(run)
     assert run.returncode != 0
     assert time.monotonic() - killed < 60
-    assert re.search(r"unhealthy|heartbeat|[Cc]onnection|closed|[Ss]hutdown", err), err[-2000:]
+    assert re.search(r"unhealthy|heartbeat|[Cc]onnection|closed|[Ss]hutdown", err), err[
+        -2000:
+    ]
 
     run = start("--processes", 2, "--steps", 100, *checkpoint)
     out, err = finish(run)
@@ -159,7 +161,8 @@ def test_a_run_killed_eight_times_ends_as_if_undisturbed(tmp_path):
     moments = random.Random(0)
     for _ in range(8):
         run = start("--processes", 1, "--steps", steps, "--checkpoint", tmp_path)
-        follow(run, r"step \d\d+:")  # by then step 4 is saved, as step 9's save waits for it
+        # by then step 4 is saved, as step 9's save waits for it
+        follow(run, r"step \d\d+:")
         time.sleep(moments.uniform(0, 0.25))
         os.killpg(run.pid, signal.SIGKILL)
         run.communicate()

@@ -67,7 +67,9 @@ settings = hypothesis.settings(deadline=None, max_examples=100)
 
 
 def is_float(x):
-    return isinstance(x, float) or (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact))
+    return isinstance(x, float) or (
+        hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+    )
 
 
 def widened(x):
@@ -82,12 +84,16 @@ def test_any_tree_is_scaled_and_unscaled_in_float32_or_wider(tree, ls, x64):
     with jax.enable_x64(x64):
         for result, factor in ((ls.scale(tree), ls()), (ls.unscale(tree), 1 / ls())):
             assert jax.tree.structure(result) == jax.tree.structure(tree)
-            for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(result), strict=True):
+            for x, y in zip(
+                jax.tree.leaves(tree), jax.tree.leaves(result), strict=True
+            ):
                 if not is_float(x):
                     assert y is x
                     continue
                 assert y.dtype == widened(jnp.asarray(x))
-                wide = np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
+                wide = np.asarray(
+                    x, np.complex128 if np.iscomplexobj(x) else np.float64
+                )
                 np.testing.assert_allclose(y, wide * float(factor), rtol=1e-6)
 
 
@@ -123,9 +129,14 @@ def test_what_is_not_finite_is_found_wherever_it_is(tree, data):
     assert new() == ls() / 2
 
 
-SKIPPING = ols.with_loss_scale(optax.adamw(0.1), ols.DynamicLossScale(growth_interval=2))
+SKIPPING = ols.with_loss_scale(
+    optax.adamw(0.1), ols.DynamicLossScale(growth_interval=2)
+)
 # Compiled once for all examples.
-STEPS = {"apply_gradients": jax.jit(SKIPPING.apply_gradients), "update": jax.jit(SKIPPING.update)}
+STEPS = {
+    "apply_gradients": jax.jit(SKIPPING.apply_gradients),
+    "update": jax.jit(SKIPPING.update),
+}
 
 
 @pytest.mark.parametrize("way", STEPS)
@@ -143,7 +154,9 @@ def test_no_parameter_changes_at_a_skipped_step(way, data):
             flat = grads[name].reshape(-1)
             flat[data.draw(st.integers(0, flat.size - 1))] = bad
         result, new = STEPS[way](grads, state, params)
-        after = result if way == "apply_gradients" else optax.apply_updates(params, result)
+        after = (
+            result if way == "apply_gradients" else optax.apply_updates(params, result)
+        )
         changed = not np.array_equal(after["w"], params["w"])
         assert changed == (bad is None)
         if bad is not None:

@@ -44,7 +44,8 @@ def test_the_readmes_program_computes_in_float16_throughout(program):
     """But for the exponentials of the softmax between its products."""
     arguments = program["params"], program["state"], program["batch"]
     report = ols.dtype_report(program["train_step"], *arguments)
-    # Two forward, and backward two of each; of that with the batch one, for the parameter.
+    # Two forward, and backward two of each; of that with the batch one, for the
+    # parameter.
     assert sum(product.count for product in report.products) == 2 + 2 * 2 - 1
     assert report.shares == {jnp.dtype(jnp.float16): 1.0}
     assert report.narrow == ()

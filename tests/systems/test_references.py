@@ -35,18 +35,24 @@ def test_all_169_recorded_runs_are_found():
 def test_scales_and_decisions_are_the_recorded_ones(reference, run):
     ls = ols.get({"preset": reference, **run["config"]})
     finite = bits(run["finite"])
-    largest = np.array([1.0 if a is None else a for a in run.get("amax", finite)], np.float32)
+    largest = np.array(
+        [1.0 if a is None else a for a in run.get("amax", finite)], np.float32
+    )
 
     def step(ls, gradient):
         ls, should_apply = ls.update({"w": gradient, "none": None})
         return ls, (ls(), should_apply, ls.exhausted())
 
-    gradients = np.where(finite, largest, np.inf)[:, None] * np.array([0.5, -1.0], np.float32)
+    gradients = np.where(finite, largest, np.inf)[:, None] * np.array(
+        [0.5, -1.0], np.float32
+    )
     scan = jax.jit(lambda ls, gradients: jax.lax.scan(step, ls, gradients))
     _, (scale, applied, exhausted) = jax.device_get(scan(ls, gradients))
     n = len(run["scale"])
     rtol = 1e-2 if reference == "openseq2seq_logmax" else 0
-    np.testing.assert_allclose(scale[:n], np.array(run["scale"], np.float32), rtol=rtol, atol=0)
+    np.testing.assert_allclose(
+        scale[:n], np.array(run["scale"], np.float32), rtol=rtol, atol=0
+    )
     np.testing.assert_array_equal(applied[:n], bits(run["apply"]))
     if "raises_at_end" in run:
         assert not exhausted[:n].any()
@@ -57,7 +63,9 @@ def test_scales_and_decisions_are_the_recorded_ones(reference, run):
 @pytest.mark.parametrize("way", ["update", "apply_gradients"])
 def test_parameters_are_the_recorded_ones(reference, run, way):
     """Each gradient is 0.125 times the scale; the inner optimizer is SGD(1.0)."""
-    tx = ols.with_loss_scale(optax.sgd(1.0), ols.get({"preset": reference, **run["config"]}))
+    tx = ols.with_loss_scale(
+        optax.sgd(1.0), ols.get({"preset": reference, **run["config"]})
+    )
 
     def step(carry, finite):
         param, state = carry

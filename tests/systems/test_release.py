@@ -25,7 +25,11 @@ needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
 def git(checkout, *arguments):
     settings = ["user.name=test", "user.email=test@localhost", "commit.gpgsign=false"]
-    command = ["git", *(word for setting in settings for word in ("-c", setting)), *arguments]
+    command = [
+        "git",
+        *(word for setting in settings for word in ("-c", setting)),
+        *arguments,
+    ]
     subprocess.run(command, cwd=checkout, check=True, capture_output=True)
 
 
@@ -50,8 +54,12 @@ def ready(tmp_path):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / file, tmp_path / file)
     edit(tmp_path, "pyproject.toml", r"^(# )?Repository = .*", ADDRESS)
-    [version] = re.findall('^__version__ = "(.*)"', (tmp_path / FILES[3]).read_text(), re.M)
-    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## [{version}] - 2026-01-31\n")
+    [version] = re.findall(
+        '^__version__ = "(.*)"', (tmp_path / FILES[3]).read_text(), re.M
+    )
+    (tmp_path / "CHANGELOG.md").write_text(
+        f"# Changelog\n\n## [{version}] - 2026-01-31\n"
+    )
     edit(tmp_path, "CITATION.cff", "^date-released: .*", "date-released: 2026-01-31")
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", "-A")
@@ -69,9 +77,24 @@ def test_what_is_ready_is_refused_for_its_tag_alone(ready):
 @pytest.mark.parametrize(
     ("file", "pattern", "replacement", "complaint"),
     [
-        ("pyproject.toml", "^Repository.*", "", "fill in `Repository` under [project.urls]"),
-        ("pyproject.toml", "https://example", "example", "from https:// to the repository"),
-        ("CITATION.cff", "^date-released: .*", "date-released: 2026-02-01", "CITATION.cff"),
+        (
+            "pyproject.toml",
+            "^Repository.*",
+            "",
+            "fill in `Repository` under [project.urls]",
+        ),
+        (
+            "pyproject.toml",
+            "https://example",
+            "example",
+            "from https:// to the repository",
+        ),
+        (
+            "CITATION.cff",
+            "^date-released: .*",
+            "date-released: 2026-02-01",
+            "CITATION.cff",
+        ),
     ],
     ids=["no address", "no https", "citation"],
 )
@@ -112,7 +135,9 @@ def test_what_is_not_committed_is_refused(ready):
 
 def test_no_dependency_has_an_upper_bound():
     extras = PROJECT["optional-dependencies"].values()
-    requirements = map(Requirement, [*PROJECT["dependencies"], *(r for e in extras for r in e)])
+    requirements = map(
+        Requirement, [*PROJECT["dependencies"], *(r for e in extras for r in e)]
+    )
     assert {s.operator for r in requirements for s in r.specifier} == {">="}
 
 
@@ -130,10 +155,29 @@ def test_the_pythons_that_are_claimed_are_those_that_are_tried():
 
 
 def test_only_pyproject_names_the_repository():
-    folders = [".ci", ".github", "benchmarks", "docs", "examples", "notebooks", "optax_lossscale"]
+    folders = [
+        ".ci",
+        ".github",
+        "benchmarks",
+        "docs",
+        "examples",
+        "notebooks",
+        "optax_lossscale",
+    ]
     files = [p for p in ROOT.iterdir() if p.is_file()]
     files += [p for folder in folders for p in (ROOT / folder).rglob("*")]
-    texts = {".py", ".md", ".toml", ".yml", ".yaml", ".html", ".css", ".ipynb", ".svg", ""}
+    texts = {
+        ".py",
+        ".md",
+        ".toml",
+        ".yml",
+        ".yaml",
+        ".html",
+        ".css",
+        ".ipynb",
+        ".svg",
+        "",
+    }
     naming = [
         str(p.relative_to(ROOT))
         for p in files

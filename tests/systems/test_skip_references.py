@@ -25,7 +25,8 @@ def numbers(values):
 
 
 SERIES = {
-    x["series"]: (numbers(x["norm"]), numbers(x["loss"])) for x in lines(TRACES / "series.jsonl")
+    x["series"]: (numbers(x["norm"]), numbers(x["loss"]))
+    for x in lines(TRACES / "series.jsonl")
 }
 RUNS = [
     pytest.param(path.stem, run, id=f"{path.stem}-{i}")
@@ -55,7 +56,9 @@ def decided(rule, norms, losses):
         return (param, state), (state.should_apply, jnp.isfinite(param))
 
     start = jnp.zeros(())
-    (_, state), (applied, finite) = jax.lax.scan(step, (start, tx.init(start)), (norms, losses))
+    (_, state), (applied, finite) = jax.lax.scan(
+        step, (start, tx.init(start)), (norms, losses)
+    )
     return applied, finite, state.skip_rule.skipped_by_rule
 
 
@@ -85,7 +88,11 @@ def test_a_nan_costs_the_originals_as_many_steps_as_their_window_is_long(origina
     """The deliberate difference: here it costs the one step."""
     runs = [run for name, run in (p.values for p in RUNS) if name == original]
     default = runs[0]["config"]
-    [run] = [run for run in runs if run["config"] == default and run["series"] == "not finite"]
+    [run] = [
+        run
+        for run in runs
+        if run["config"] == default and run["series"] == "not finite"
+    ]
     applied, _, skipped = decided(made(original, run["config"]), *SERIES["not finite"])
     assert run["apply"].count("0") > 128
     assert text(applied).count("0") == 2 + skipped == 3

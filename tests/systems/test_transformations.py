@@ -83,8 +83,8 @@ def test_checkify_of_floats_stops_at_an_overflow():
 
 def test_an_exported_step_gives_the_same_results():
     state = TX.init(PARAMS)
-    # A loss scale is a class of its own, for which jax.export has no serialization; so the
-    # leaves cross, and the tree is put together again on the other side.
+    # A loss scale is a class of its own, for which jax.export has no serialization; so
+    # the leaves cross, and the tree is put together again on the other side.
     leaves, treedef = jax.tree.flatten((PARAMS, state))
 
     def step(leaves, x):
@@ -126,7 +126,8 @@ def test_dtypes_are_the_same_in_x64_mode(x64):
 
 
 @pytest.mark.parametrize(
-    "loss_scale", [LS, ols.presets.ToleranceLossScale(), ols.presets.LogMaxLossScale(), 8]
+    "loss_scale",
+    [LS, ols.presets.ToleranceLossScale(), ols.presets.LogMaxLossScale(), 8],
 )
 def test_strict_promotion_of_dtypes(loss_scale):
     tx = ols.with_loss_scale(optax.sgd(1e-2), loss_scale)

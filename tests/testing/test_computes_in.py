@@ -42,7 +42,9 @@ def accused(step, *args):
     return set(re.findall(rf"{FILE}:\d+ ", str(caught.value)))
 
 
-def linen(model, *inputs, dtype=jnp.float16, loss=lambda y: jnp.mean(y.astype(F32) ** 2)):
+def linen(
+    model, *inputs, dtype=jnp.float16, loss=lambda y: jnp.mean(y.astype(F32) ** 2)
+):
     """A training step of a Linen model, with `grad_dtype`, and shapes for its arguments."""
     variables = jax.eval_shape(model.init, jax.random.key(0), *inputs)
     params = variables.pop("params")
@@ -52,7 +54,9 @@ def linen(model, *inputs, dtype=jnp.float16, loss=lambda y: jnp.mean(y.astype(F3
             y = model.apply({"params": params, **rest}, *inputs, mutable=list(rest))
             return loss(y[0] if isinstance(y, tuple) else y)
 
-        loss_value, grads = ols.value_and_scaled_grad(loss_fn, state, grad_dtype=dtype)(params)
+        loss_value, grads = ols.value_and_scaled_grad(loss_fn, state, grad_dtype=dtype)(
+            params
+        )
         return *TX.apply_gradients(grads, state, params), loss_value
 
     return jax.jit(step), params, variables, jax.eval_shape(TX.init, params), *inputs
@@ -69,7 +73,9 @@ class ResNetBlock(nn.Module):
     @nn.compact
     def __call__(self, x):
         conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
-        norm = functools.partial(nn.BatchNorm, use_running_average=False, dtype=self.dtype)
+        norm = functools.partial(
+            nn.BatchNorm, use_running_average=False, dtype=self.dtype
+        )
         y = nn.relu(norm()(conv(self.filters, (3, 3), self.strides)(x)))
         y = norm()(conv(self.filters, (3, 3))(y))
         if x.shape != y.shape:
@@ -125,7 +131,9 @@ TOKENS = jax.ShapeDtypeStruct((2, 8), jnp.int32)
 def rope(x, positions):
     """Rotary embeddings, whose table is an outer product in float32."""
     frequencies = 1e4 ** -(jnp.arange(x.shape[-1] // 2) / (x.shape[-1] // 2))
-    angles = jnp.einsum("t,d->td", positions.astype(jnp.float32), frequencies)[:, None, :]
+    angles = jnp.einsum("t,d->td", positions.astype(jnp.float32), frequencies)[
+        :, None, :
+    ]
     first, second = jnp.split(x.astype(jnp.float32), 2, -1)
     rotated = first * jnp.cos(angles) - second * jnp.sin(angles)
     crossed = second * jnp.cos(angles) + first * jnp.sin(angles)
@@ -174,7 +182,9 @@ def gemma(dtype):
         def loss_fn(params):
             return jnp.mean(nnx.merge(graph, params)(tokens).astype(jnp.float32) ** 2)
 
-        loss, grads = ols.value_and_scaled_grad(loss_fn, state, grad_dtype=jnp.float16)(params)
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state, grad_dtype=jnp.float16)(
+            params
+        )
         return *TX.apply_gradients(grads, state, params), loss
 
     return step, params, state, TOKENS
@@ -217,7 +227,8 @@ class DiffusionTransformer(nn.Module):
         if self.casts_time:
             time = time.astype(x.dtype)
         condition = nn.Dense(16)(nn.silu(nn.Dense(16)(time)))
-        shift, scale, gate = jnp.split(nn.Dense(48)(condition)[:, None], 3, -1)  # modulation
+        # modulation
+        shift, scale, gate = jnp.split(nn.Dense(48)(condition)[:, None], 3, -1)
         y = nn.LayerNorm(use_bias=False, use_scale=False)(x) * (1 + scale) + shift
         x = x + gate * nn.MultiHeadDotProductAttention(2)(y)  # attention
         return nn.Dense(4)(x)
@@ -268,7 +279,9 @@ def test_the_one_wide_layer_of_an_nnx_model_is_named():
             return self.second(x)  # nnx
 
     model = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
-    optimizer = nnx.eval_shape(lambda: nnx.Optimizer(Model(nnx.Rngs(0)), TX, wrt=nnx.Param))
+    optimizer = nnx.eval_shape(
+        lambda: nnx.Optimizer(Model(nnx.Rngs(0)), TX, wrt=nnx.Param)
+    )
 
     @nnx.jit
     def step(model, optimizer, x):
@@ -293,15 +306,20 @@ def test_a_variable_that_an_nnx_model_holds_twice_stays_one():
             self.first = self.second = nnx.Linear(4, 4, dtype=jnp.float16, rngs=rngs)
 
         def __call__(self, tokens):
-            return self.second(self.first(self.embed(tokens))) @ self.tied[...].T  # tied
+            # tied
+            return self.second(self.first(self.embed(tokens))) @ self.tied[...].T
 
     model = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
-    optimizer = nnx.eval_shape(lambda: nnx.Optimizer(Model(nnx.Rngs(0)), TX, wrt=nnx.Param))
+    optimizer = nnx.eval_shape(
+        lambda: nnx.Optimizer(Model(nnx.Rngs(0)), TX, wrt=nnx.Param)
+    )
 
     @nnx.jit
     def step(model, optimizer, tokens):
         def loss_fn(model):
-            return ols.scale_gradient(jnp.mean(model(tokens).astype(F32) ** 2), optimizer)
+            return ols.scale_gradient(
+                jnp.mean(model(tokens).astype(F32) ** 2), optimizer
+            )
 
         optimizer.update(model, nnx.grad(loss_fn)(model))
 
@@ -326,13 +344,17 @@ def test_the_one_wide_layer_of_an_equinox_model_is_named():
     state = eqx.filter_eval_shape(
         lambda: TX.init(eqx.filter(make(jax.random.key(0)), eqx.is_array))
     )
-    half = lambda model: jax.tree.map(lambda p: p.astype(F16) if eqx.is_array(p) else p, model)
+    half = lambda model: jax.tree.map(
+        lambda p: p.astype(F16) if eqx.is_array(p) else p, model
+    )
 
     @eqx.filter_jit(donate="all")
     def step(model, state, x, scale):
         @eqx.filter_value_and_grad
         def loss_fn(model):
-            return ols.scale_gradient(scale * jnp.mean(jax.vmap(half(model))(x) ** 2), state)
+            return ols.scale_gradient(
+                scale * jnp.mean(jax.vmap(half(model))(x) ** 2), state
+            )
 
         _, grads = loss_fn(model)
         params, static = eqx.partition(model, eqx.is_inexact_array)
@@ -370,7 +392,9 @@ def test_it_says_how_many_and_which_operand_was_converted():
     with pytest.raises(AssertionError) as caught:
         computes_in(step, jnp.float16, weights(), weights(jnp.float32))
     message = str(caught.value)
-    assert message.startswith("1 of 2 matrix products and convolutions compute in another dtype")
+    assert message.startswith(
+        "1 of 2 matrix products and convolutions compute in another dtype"
+    )
     assert "float32 × float16→float32  50.0%  1 dot_general" in message
     assert "precision=jax.lax.Precision.HIGHEST" in message
 
@@ -398,7 +422,9 @@ def test_what_optax_multiplies_is_not_the_models():
 
     def step(params, state, x):
         loss_fn = lambda params: jnp.sum((x @ params).astype(jnp.float32))
-        _, grads = ols.value_and_scaled_grad(loss_fn, state, grad_dtype=jnp.float16)(params)
+        _, grads = ols.value_and_scaled_grad(loss_fn, state, grad_dtype=jnp.float16)(
+            params
+        )
         return tx.apply_gradients(grads, state, params)
 
     state = jax.eval_shape(tx.init, params)

@@ -88,7 +88,9 @@ def running_mean_of_the_loss(right):
 @step_of("result['stats']['mean']", KEPT)
 def statistics_in_a_dict(right):
     def step(carry, x, y):
-        loss, params, state = TX.minimize(loss_fn, carry["state"], carry["params"], x, y)
+        loss, params, state = TX.minimize(
+            loss_fn, carry["state"], carry["params"], x, y
+        )
         stats = {"mean": 0.5 * carry["stats"]["mean"] + 0.5 * x.mean(0)}
         stats = kept_if(right, state, stats, carry["stats"])
         return {"params": params, "state": state, "stats": stats, "loss": loss}
@@ -113,7 +115,9 @@ def gradients_that_are_not_finite(right):
 def gradients_zeroed_by_hand(right):
     def step(params, state, x, y):
         loss, grads = ols.value_and_scaled_grad(autocast_loss, state)(params, x, y)
-        loss_scale, finite = state.loss_scale.update(grads := state.loss_scale.unscale(grads))
+        loss_scale, finite = state.loss_scale.update(
+            grads := state.loss_scale.unscale(grads)
+        )
         zeroed = jax.tree.map(lambda g: jnp.where(finite, g, 0), grads)
         updates, inner_state = INNER.update(zeroed, state.inner_state, params)
         new = optax.apply_updates(params, updates), inner_state
@@ -121,7 +125,11 @@ def gradients_zeroed_by_hand(right):
             optax.tree.where(finite, new, (params, state.inner_state)) if right else new
         )
         count = state.skipped_steps + 1 - finite
-        return params, ols.LossScaleState(loss_scale, inner_state, finite, count, count), loss
+        return (
+            params,
+            ols.LossScaleState(loss_scale, inner_state, finite, count, count),
+            loss,
+        )
 
     return jax.jit(step), (*begun(TX), X, Y)
 
@@ -148,7 +156,11 @@ def old_state(right):
 def old_count(right):
     def step(params, state, x, y):
         loss, params, new = TX.minimize(autocast_loss, state, params, x, y)
-        return params, new if right else new._replace(skipped_steps=state.skipped_steps), loss
+        return (
+            params,
+            new if right else new._replace(skipped_steps=state.skipped_steps),
+            loss,
+        )
 
     return jax.jit(step), (*begun(TX), X, Y)
 
@@ -197,7 +209,9 @@ def bfloat16_without_a_loss_scale(right):
 def unscaled_gradients(right):
     def step(params, state, x, y):
         grad_fn = (
-            ols.value_and_scaled_grad(loss_fn, state) if right else jax.value_and_grad(loss_fn)
+            ols.value_and_scaled_grad(loss_fn, state)
+            if right
+            else jax.value_and_grad(loss_fn)
         )
         loss, grads = grad_fn(params, x, y)
         return *TX.apply_gradients(grads, state, params), loss
@@ -229,7 +243,13 @@ def master_weights_multi_steps_and_an_average(right):
         loss, params, state = tx.minimize(
             autocast_loss, state, params, x + jax.random.normal(now), y
         )
-        return params, kept_if(right, state, average(ema, params), ema), state, key, loss
+        return (
+            params,
+            kept_if(right, state, average(ema, params), ema),
+            state,
+            key,
+            loss,
+        )
 
     return jax.jit(step), (HALF, HALF, tx.init(HALF), jax.random.key(1), X, Y)
 
@@ -280,7 +300,9 @@ def under_shard_map(right):
         return params, kept_if(right, state, new, stats), state, loss
 
     specs = {"in_specs": (P(), P(), P(), P("data"), P("data")), "out_specs": P()}
-    arguments = jax.device_put((PARAMS, {"mean": X[0]}, tx.init(PARAMS)), NamedSharding(mesh, P()))
+    arguments = jax.device_put(
+        (PARAMS, {"mean": X[0]}, tx.init(PARAMS)), NamedSharding(mesh, P())
+    )
     batch = jax.device_put((X, Y), NamedSharding(mesh, P("data")))
     return jax.jit(jax.shard_map(step, mesh=mesh, **specs)), (*arguments, *batch)
 
@@ -301,7 +323,9 @@ def batch_norm_of_linen(right):
             out, changed = model.apply(variables, x, mutable="batch_stats")
             return jnp.mean((out - y) ** 2), changed["batch_stats"]
 
-        (loss, new), grads = ols.value_and_scaled_grad(loss_fn, state, has_aux=True)(params)
+        (loss, new), grads = ols.value_and_scaled_grad(loss_fn, state, has_aux=True)(
+            params
+        )
         params, state = TX.apply_gradients(grads, state, params, value=loss)
         return params, kept_if(right, state, new, stats), state, loss
 

@@ -207,12 +207,16 @@ IN_FLOAT16 = {name: (inner, jnp.float16) for name, inner in OPTIMIZERS.items()}
 IN_BOTH = IN_FLOAT16 | {"float32": (optax.sgd(0.1), jnp.float32)}
 
 
-@pytest.mark.parametrize(("make", "inner", "dtype"), [*each_with_some(MISTAKES, IN_BOTH)])
+@pytest.mark.parametrize(
+    ("make", "inner", "dtype"), [*each_with_some(MISTAKES, IN_BOTH)]
+)
 def test_a_mistake_is_found(make, inner, dtype):
     loss_fn, params, batch = problem(dtype)
     tx, step = make(loss_fn, inner, params)
     with pytest.raises(AssertionError, match="depends on the loss scale") as error:
-        ols.testing.assert_scale_invariant(jax.jit(step), params, tx.init(params), batch)
+        ols.testing.assert_scale_invariant(
+            jax.jit(step), params, tx.init(params), batch
+        )
     said = str(error.value)
     logged = make is a_norm_of_scaled_gradients
     why = "So they come from gradients that are still multiplied by the loss scale"
@@ -222,7 +226,9 @@ def test_a_mistake_is_found(make, inner, dtype):
     assert all(text in said for text in ("\n  2**-1: result[", why, remedy)) != logged
 
 
-@pytest.mark.parametrize(("make", "inner", "dtype"), [*each_with_some(RIGHT, IN_FLOAT16)])
+@pytest.mark.parametrize(
+    ("make", "inner", "dtype"), [*each_with_some(RIGHT, IN_FLOAT16)]
+)
 def test_a_right_step_is_not_accused(make, inner, dtype):
     loss_fn, params, batch = problem(dtype)
     tx, step = make(loss_fn, inner, params)
@@ -248,7 +254,10 @@ def test_a_mistake_at_the_end_of_a_window_is_found():
         ols.testing.assert_scale_invariant(step, params, state, batch)
 
 
-PARAMS, X = {"w": jnp.array([0.5, -1.0, 2.0])}, jnp.array([[1.0, 2.0, 3.0], [-0.3, 0.4, 0.1]])
+PARAMS, X = (
+    {"w": jnp.array([0.5, -1.0, 2.0])},
+    jnp.array([[1.0, 2.0, 3.0], [-0.3, 0.4, 0.1]]),
+)
 TX = ols.with_loss_scale(optax.adam(1e-2))
 
 
@@ -262,7 +271,9 @@ def small_step(params, state, x, differentiate=ols.value_and_scaled_grad):
 
 
 def forgetful_step(params, state, x):
-    return small_step(params, state, x, lambda loss_fn, state: jax.value_and_grad(loss_fn))
+    return small_step(
+        params, state, x, lambda loss_fn, state: jax.value_and_grad(loss_fn)
+    )
 
 
 def test_the_arguments_stay_as_they_are_and_the_step_is_traced_once():
@@ -297,14 +308,18 @@ def test_random_keys_and_what_is_no_array_go_to_the_step_as_they_are():
 def test_a_step_that_changes_its_arguments_in_place(right):
     def step(trainer, x):
         update = small_step if right else forgetful_step
-        trainer["params"], trainer["state"], loss = update(trainer["params"], trainer["state"], x)
+        trainer["params"], trainer["state"], loss = update(
+            trainer["params"], trainer["state"], x
+        )
         return loss
 
     trainer = {"params": PARAMS, "state": TX.init(PARAMS)}
     if right:
         ols.testing.assert_scale_invariant(step, trainer, X)
     else:
-        with pytest.raises(AssertionError, match=r"2\*\*-1: args\[0\]\['state'\].inner_state"):
+        with pytest.raises(
+            AssertionError, match=r"2\*\*-1: args\[0\]\['state'\].inner_state"
+        ):
             ols.testing.assert_scale_invariant(step, trainer, X)
     assert trainer["params"] is PARAMS
 
@@ -332,7 +347,14 @@ def test_what_metrics_returns_is_not_accused_under_whatever_name_and_in_whatever
         used = ols.metrics(state)["loss_scale"]
         params, state, _ = small_step(params, state, X)
         logs = {f"train/{name}": value for name, value in ols.metrics(state).items()}
-        return params, state, logs, jnp.stack([used, used / 2]), 1 / used, jnp.log10(used)
+        return (
+            params,
+            state,
+            logs,
+            jnp.stack([used, used / 2]),
+            1 / used,
+            jnp.log10(used),
+        )
 
     for tested in (step, jax.jit(step)):
         ols.testing.assert_scale_invariant(tested, PARAMS, TX.init(PARAMS))
@@ -344,7 +366,9 @@ def test_other_outputs_that_are_loss_scales_have_to_be_named():
         return params, state, {"loss": loss, "loss_scale": state.loss_scale()}
 
     arguments = (jax.jit(step), PARAMS, TX.init(PARAMS))
-    with pytest.raises(AssertionError, match=r"2\*\*1: result\[2\]\['loss_scale'\](.|\n)*metrics"):
+    with pytest.raises(
+        AssertionError, match=r"2\*\*1: result\[2\]\['loss_scale'\](.|\n)*metrics"
+    ):
         ols.testing.assert_scale_invariant(*arguments)
     ols.testing.assert_scale_invariant(*arguments, ignore="result[2]['loss_scale']")
 
@@ -352,8 +376,14 @@ def test_other_outputs_that_are_loss_scales_have_to_be_named():
 @pytest.mark.parametrize(
     ("around", "said"),
     [
-        (lambda tx: optax.chain(optax.trace(0.9), tx), r"2\*\*1: result\[1\]\[0\].trace"),
-        (lambda tx: optax.chain(optax.add_decayed_weights(0.1), tx), r"2\*\*-1: result\[0\]"),
+        (
+            lambda tx: optax.chain(optax.trace(0.9), tx),
+            r"2\*\*1: result\[1\]\[0\].trace",
+        ),
+        (
+            lambda tx: optax.chain(optax.add_decayed_weights(0.1), tx),
+            r"2\*\*-1: result\[0\]",
+        ),
     ],
 )
 def test_other_things_around_the_wrapper_are_found(around, said):
@@ -377,7 +407,12 @@ def test_gradients_that_underflow_or_overflow_at_most_loss_scales(share):
         loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, X)
         unscaled = state.loss_scale.unscale(grads)
         zeros = jnp.mean(unscaled["w"] == 0)
-        return *TX.apply_gradients(grads, state, params), loss, optax.tree.norm(unscaled), zeros
+        return (
+            *TX.apply_gradients(grads, state, params),
+            loss,
+            optax.tree.norm(unscaled),
+            zeros,
+        )
 
     ols.testing.assert_scale_invariant(jax.jit(step), PARAMS, TX.init(PARAMS))
 
@@ -442,7 +477,9 @@ def test_none_several_and_fixed_loss_scales_are_refused():
     with pytest.raises(ValueError, match="found 2"):
         check(PARAMS, (state, state), X)
     fixed = ols.with_loss_scale(optax.sgd(0.1), 128)
-    with pytest.raises(ValueError, match=r"FixedLossScale cannot be varied.*DynamicLossScale"):
+    with pytest.raises(
+        ValueError, match=r"FixedLossScale cannot be varied.*DynamicLossScale"
+    ):
         check(PARAMS, fixed.init(PARAMS), X)
 
 
@@ -473,15 +510,21 @@ def test_a_loss_scale_of_none_does_not_count():
         ols.testing.assert_survives_overflow(*two_optimizers(loss_scales))
     ols.testing.assert_scale_invariant(*two_optimizers([None, None, "dynamic"]))
     with pytest.raises(AssertionError, match=r"result\[1\]\[1\].inner_state"):
-        ols.testing.assert_scale_invariant(*two_optimizers([None, "dynamic"], right=False))
+        ols.testing.assert_scale_invariant(
+            *two_optimizers([None, "dynamic"], right=False)
+        )
     with pytest.raises(ValueError, match=r"FixedLossScale cannot be varied"):
         ols.testing.assert_scale_invariant(*two_optimizers([None, None]))
     with pytest.raises(ValueError, match="found 2"):
-        ols.testing.assert_scale_invariant(*two_optimizers(["dynamic", None, "dynamic"]))
+        ols.testing.assert_scale_invariant(
+            *two_optimizers(["dynamic", None, "dynamic"])
+        )
 
 
 def test_a_step_that_is_always_skipped_says_nothing():
-    with pytest.raises(ValueError, match=r"skipped at all but 0 loss scales.*look for NaN"):
+    with pytest.raises(
+        ValueError, match=r"skipped at all but 0 loss scales.*look for NaN"
+    ):
         ols.testing.assert_scale_invariant(
             jax.jit(small_step), PARAMS, TX.init(PARAMS), jnp.full_like(X, jnp.nan)
         )
@@ -491,7 +534,9 @@ def test_a_step_that_draws_numbers_by_itself_is_refused():
     rng = np.random.default_rng(0)
 
     def step(params, state):
-        return small_step(params, state, rng.standard_normal(X.shape).astype(np.float32))
+        return small_step(
+            params, state, rng.standard_normal(X.shape).astype(np.float32)
+        )
 
     with pytest.raises(ValueError, match="two runs at the same loss scale differ"):
         ols.testing.assert_scale_invariant(step, PARAMS, TX.init(PARAMS))
@@ -502,7 +547,9 @@ def norm_of(grads):
 
 
 def numbers_of(grads):
-    return jnp.concatenate([jnp.ravel(g).astype(jnp.float32) for g in jax.tree.leaves(grads)])
+    return jnp.concatenate(
+        [jnp.ravel(g).astype(jnp.float32) for g in jax.tree.leaves(grads)]
+    )
 
 
 WRONG_LOGS = {
@@ -536,7 +583,9 @@ def logging_step(dtype):
 
     @jax.jit
     def step(params, state, batch):
-        loss, scaled = ols.value_and_scaled_grad(loss_fn, state, grad_dtype=dtype)(params, batch)
+        loss, scaled = ols.value_and_scaled_grad(loss_fn, state, grad_dtype=dtype)(
+            params, batch
+        )
         before, unscaled = state.loss_scale, state.loss_scale.unscale(scaled)
         params, state = tx.apply_gradients(scaled, state, params)
         right = {name: log(unscaled) for name, log in WRONG_LOGS.items()} | {
@@ -544,7 +593,9 @@ def logging_step(dtype):
             "count of zeros": jnp.sum(numbers_of(scaled) == 0),
             "divided": norm_of(scaled) / before(),
             "finite": ols.all_finite(scaled),
-            "direction": jax.tree.map(lambda g: g.astype(jnp.float32) / norm_of(g), scaled),
+            "direction": jax.tree.map(
+                lambda g: g.astype(jnp.float32) / norm_of(g), scaled
+            ),
             "applied": state.should_apply,
             "grew": state.loss_scale() > before(),
             "metrics": {f"train/{k}": x for k, x in ols.metrics(state).items()},
@@ -564,8 +615,12 @@ def test_what_is_logged_of_scaled_gradients_is_found(name):
     assert f"result[3]['{name}']" in str(error.value)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32], ids=["float16", "float32"])
-def test_what_is_logged_of_unscaled_gradients_and_of_the_loss_scale_is_not_accused(dtype):
+@pytest.mark.parametrize(
+    "dtype", [jnp.float16, jnp.float32], ids=["float16", "float32"]
+)
+def test_what_is_logged_of_unscaled_gradients_and_of_the_loss_scale_is_not_accused(
+    dtype,
+):
     step, arguments = logging_step(dtype)
     ols.testing.assert_scale_invariant(step, *arguments, ignore="result[3]")
 
@@ -580,8 +635,12 @@ def test_the_error_says_where_a_number_changes():
 
 def test_what_is_to_be_ignored_is_there():
     step, arguments = logging_step(jnp.float16)
-    with pytest.raises(ValueError, match=r"ignore='result\[4\]' names no output(.|\n)*\['flag'\]"):
-        ols.testing.assert_scale_invariant(step, *arguments, ignore=["result[3]", "result[4]"])
+    with pytest.raises(
+        ValueError, match=r"ignore='result\[4\]' names no output(.|\n)*\['flag'\]"
+    ):
+        ols.testing.assert_scale_invariant(
+            step, *arguments, ignore=["result[3]", "result[4]"]
+        )
     with pytest.raises(ValueError, match="names no output"):  # no part of a name
         ols.testing.assert_scale_invariant(step, *arguments, ignore="result[3]['fl")
 
@@ -591,7 +650,9 @@ UPDATES = {
     "1 + norm": lambda updates, norm: optax.tree.scale(1 / (1 + norm), updates),
     "root": lambda updates, norm: optax.tree.scale(1 / jnp.sqrt(norm), updates),
     "logarithm": lambda updates, norm: optax.tree.scale(1 / jnp.log1p(norm), updates),
-    "none above 100": lambda updates, norm: optax.tree.scale(1.0 * (norm < 100), updates),
+    "none above 100": lambda updates, norm: optax.tree.scale(
+        1.0 * (norm < 100), updates
+    ),
     "smaller above 10": lambda updates, norm: optax.tree.scale(
         jnp.where(norm > 10, 0.5, 1), updates
     ),
@@ -608,15 +669,21 @@ def step_with_changed_updates(dtype, name):
     def step(params, state, batch, change):
         loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
         updates, state = tx.update(grads, state, params)
-        updates = jax.lax.switch(change, list(UPDATES.values()), updates, norm_of(grads))
+        updates = jax.lax.switch(
+            change, list(UPDATES.values()), updates, norm_of(grads)
+        )
         return optax.apply_updates(params, updates), state, loss
 
     return step, (params, tx.init(params), batch)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("sgd", jnp.float32), ("adam", jnp.float16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("sgd", jnp.float32), ("adam", jnp.float16)]
+)
 @pytest.mark.parametrize("change", UPDATES)
-def test_updates_that_depend_on_the_size_of_scaled_gradients_are_found(change, name, dtype):
+def test_updates_that_depend_on_the_size_of_scaled_gradients_are_found(
+    change, name, dtype
+):
     step, arguments = step_with_changed_updates(dtype, name)
     check = functools.partial(ols.testing.assert_scale_invariant, step, *arguments)
     if change == "right":
@@ -646,7 +713,9 @@ def test_forgotten_scaling_is_found_under_optimizers_that_hide_it(inner):
 
     state = tx.init(PARAMS)
     ols.testing.assert_scale_invariant(step, PARAMS, state, X, True)
-    with pytest.raises(AssertionError, match=r"infinite(.|\n)*result\[[01]\](.|\n)*value_and"):
+    with pytest.raises(
+        AssertionError, match=r"infinite(.|\n)*result\[[01]\](.|\n)*value_and"
+    ):
         ols.testing.assert_scale_invariant(step, PARAMS, state, X, False)
 
 
@@ -663,16 +732,18 @@ def test_a_scale_that_adapts_before_it_unscales_is_found(inner, loss_scale):
     def step(params, state, loss_scale, right):
         _, grads = ols.value_and_scaled_grad(small_loss, loss_scale)(params, X)
         new_scale, finite = loss_scale.update(loss_scale.unscale(grads))
-        grads = new_scale.replace(loss_scale=jnp.where(right, loss_scale(), new_scale())).unscale(
-            grads
-        )
+        grads = new_scale.replace(
+            loss_scale=jnp.where(right, loss_scale(), new_scale())
+        ).unscale(grads)
         updates, new_state = inner.update(grads, state, params)
         new = optax.apply_updates(params, updates), new_state
         return *optax.tree.where(finite, new, (params, state)), new_scale
 
     arguments = (PARAMS, inner.init(PARAMS), loss_scale)
     ols.testing.assert_scale_invariant(step, *arguments, right=True)
-    with pytest.raises(AssertionError, match=r"grows(.|\n)*result\[[01]\](.|\n)*by the new loss"):
+    with pytest.raises(
+        AssertionError, match=r"grows(.|\n)*result\[[01]\](.|\n)*by the new loss"
+    ):
         ols.testing.assert_scale_invariant(step, *arguments, right=False)
 
 
@@ -691,7 +762,9 @@ def test_parts_of_different_sizes_in_float16_are_not_accused():
 
     params = {"a": params, "b": jax.tree.map(lambda p: 1.1 * p, params)}
     for bits in (10, 18, 26):
-        ols.testing.assert_scale_invariant(step, params, tx.init(params), batch, 2.0**-bits)
+        ols.testing.assert_scale_invariant(
+            step, params, tx.init(params), batch, 2.0**-bits
+        )
 
 
 def test_steps_of_which_one_overflows_are_not_compared():
@@ -745,11 +818,19 @@ def test_a_step_that_does_not_skip_an_overflow_is_found(keeps, left, wrapped):
     def step(params, inner_state, state):
         loss, scaled_grads = ols.value_and_scaled_grad(loss_fn, state)(params)
         loss_scale = ols.get_loss_scale(state)
-        loss_scale, finite = loss_scale.update(grads := loss_scale.unscale(scaled_grads))
+        loss_scale, finite = loss_scale.update(
+            grads := loss_scale.unscale(scaled_grads)
+        )
         updates, new_inner_state = inner.update(grads, inner_state, params)
-        new = {"params": optax.apply_updates(params, updates), "inner_state": new_inner_state}
+        new = {
+            "params": optax.apply_updates(params, updates),
+            "inner_state": new_inner_state,
+        }
         old = {"params": params, "inner_state": inner_state}
-        kept = {n: optax.tree.where(finite, new[n], old[n]) if n in keeps else new[n] for n in new}
+        kept = {
+            n: optax.tree.where(finite, new[n], old[n]) if n in keeps else new[n]
+            for n in new
+        }
         state = state._replace(loss_scale=loss_scale) if wrapped else loss_scale
         logged = {"loss": loss, "grads": grads, "norm": optax.tree.norm(grads)}
         return *kept.values(), state, logged
@@ -759,9 +840,13 @@ def test_a_step_that_does_not_skip_an_overflow_is_found(keeps, left, wrapped):
     if not left:
         ols.testing.assert_scale_invariant(*arguments)
         return
-    with pytest.raises(AssertionError, match="at which the step should be skipped") as raised:
+    with pytest.raises(
+        AssertionError, match="at which the step should be skipped"
+    ) as raised:
         ols.testing.assert_scale_invariant(*arguments)
-    names = {line.strip() for line in str(raised.value).splitlines() if line.startswith("  ")}
+    names = {
+        line.strip() for line in str(raised.value).splitlines() if line.startswith("  ")
+    }
     assert left <= names
     assert not any("result[3]" in name for name in names)
 
@@ -775,7 +860,9 @@ def test_a_batch_without_a_gradient_is_not_accused():
         loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params)
         return *tx.apply_gradients(grads, state, params), loss
 
-    ols.testing.assert_scale_invariant(step, PARAMS, tx.init(PARAMS), X, jnp.zeros(2, bool))
+    ols.testing.assert_scale_invariant(
+        step, PARAMS, tx.init(PARAMS), X, jnp.zeros(2, bool)
+    )
 
 
 def test_a_step_that_stops_at_an_infinite_loss_scale_is_not_accused():
@@ -842,7 +929,9 @@ def test_inside_a_scan_it_is_called_by_a_callback():
 
     with pytest.raises(TypeError, match=r"or by jax\.debug\.callback"):
         steps(check)(params, state)
-    jax.block_until_ready(steps(lambda *args: jax.debug.callback(check, *args))(params, state))
+    jax.block_until_ready(
+        steps(lambda *args: jax.debug.callback(check, *args))(params, state)
+    )
     jax.effects_barrier()
     assert seen
 
@@ -855,7 +944,9 @@ TOO_LARGE = OTHERS._replace(loss_scale=ols.DynamicLossScale(2.0**40))
 
 def zeroed_by_hand(loss_fn, state, params, batch):
     loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
-    loss_scale, finite = state.loss_scale.update(grads := state.loss_scale.unscale(grads))
+    loss_scale, finite = state.loss_scale.update(
+        grads := state.loss_scale.unscale(grads)
+    )
     zeroed = jax.tree.map(lambda g: jnp.where(finite, g, 0), grads)
     updates, inner_state = ADAMW.update(zeroed, state.inner_state, params)
     count = state.skipped_steps + 1 - finite
@@ -865,7 +956,9 @@ def zeroed_by_hand(loss_fn, state, params, batch):
 
 def nan_to_num(loss_fn, state, params, batch):
     loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
-    return loss, *WRAPPED.apply_gradients(jax.tree.map(jnp.nan_to_num, grads), state, params)
+    return loss, *WRAPPED.apply_gradients(
+        jax.tree.map(jnp.nan_to_num, grads), state, params
+    )
 
 
 def old_loss_scale(loss_fn, state, params, batch):
@@ -892,12 +985,18 @@ def another_optimizers_scale_that_overflows(loss_fn, state, params, batch):
     ("minimize", "said"),
     [
         (WRAPPED.minimize, None),
-        (zeroed_by_hand, r"should be skipped, changes(.|\n)*result\[1\](.|\n)*minimize"),
+        (
+            zeroed_by_hand,
+            r"should be skipped, changes(.|\n)*result\[1\](.|\n)*minimize",
+        ),
         (nan_to_num, r"result\[1\](.|\n)*nan_to_num"),
         (old_loss_scale, r"loss scale comes back as it was(.|\n)*return the state"),
         (old_state, r"loss scale comes back as it was(.|\n)*return the state"),
         (another_optimizers_scale, r"2\*\*-1: result\[1\](.|\n)*not an older one"),
-        (another_optimizers_scale_that_overflows, r"another scale than that of the state"),
+        (
+            another_optimizers_scale_that_overflows,
+            r"another scale than that of the state",
+        ),
     ],
 )
 def test_a_step_that_goes_wrong_at_an_overflow_or_at_all_is_found(minimize, said):
@@ -936,7 +1035,9 @@ def test_a_loss_scale_is_known_by_its_type_and_not_by_name_value_or_identity():
     for name in ("loss_scaled_norm", "loss_scale"):
         with pytest.raises(AssertionError, match=rf"2\*\*1: result\[2\]\['{name}'\]"):
             check(jax.jit(functools.partial(logged, name=name)), params, state)
-    with pytest.raises(AssertionError, match=r"2\*\*-1: result\[0\](.|\n)*kept beside it"):
+    with pytest.raises(
+        AssertionError, match=r"2\*\*-1: result\[0\](.|\n)*kept beside it"
+    ):
         check(jax.jit(carried), params, state, state.loss_scale())
 
 

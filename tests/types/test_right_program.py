@@ -21,7 +21,9 @@ def test_a_right_program_runs():
     )
 
     @jax.jit
-    def train_step(params: dict[str, jax.Array], state: ols.LossScaleState, x: jax.Array):
+    def train_step(
+        params: dict[str, jax.Array], state: ols.LossScaleState, x: jax.Array
+    ):
         loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, x)
         params, state = tx.apply_gradients(grads, state, params)
         return params, state, loss
@@ -31,7 +33,13 @@ def test_a_right_program_runs():
     assert bool(state.should_apply)
     assert float(loss) < 1 < float(state.loss_scale())
     loss, params, state = tx.minimize(loss_fn, state, params, x, grad_dtype=jnp.float16)
-    for grad_dtype in (None, "float16", {"w": jnp.bfloat16}, {"w": None}, lambda p: jnp.float16):
+    for grad_dtype in (
+        None,
+        "float16",
+        {"w": jnp.bfloat16},
+        {"w": None},
+        lambda p: jnp.float16,
+    ):
         ols.value_and_scaled_grad(loss_fn, state, grad_dtype=grad_dtype)(params, x)
     for mask in (
         None,
@@ -43,7 +51,10 @@ def test_a_right_program_runs():
         masked = ols.with_loss_scale(inner, mask=mask)
         masked.update(params, masked.init(params), params)
     updates, state = tx.update(
-        ols.value_and_scaled_grad(loss_fn, state)(params, x)[1], state, params, value=loss
+        ols.value_and_scaled_grad(loss_fn, state)(params, x)[1],
+        state,
+        params,
+        value=loss,
     )
     params = optax.apply_updates(params, updates)
     ols.raise_if_stuck(state)
@@ -52,9 +63,13 @@ def test_a_right_program_runs():
 
     config = ols.presets.pytorch(growth_interval=500).get_config()
     for loss_scale in ("dynamic", 128, 0.5, None, tx.init(params).loss_scale, config):
-        chain = optax.chain(ols.with_loss_scale(optax.sgd(0.1), loss_scale), optax.scale(0.5))
+        chain = optax.chain(
+            ols.with_loss_scale(optax.sgd(0.1), loss_scale), optax.scale(0.5)
+        )
         assert ols.get_loss_scale(chain.init(params)) == ols.get(loss_scale)
-    half = ols.with_loss_scale(ols.with_master_weights(inner), "dynamic", branch="select")
+    half = ols.with_loss_scale(
+        ols.with_master_weights(inner), "dynamic", branch="select"
+    )
     assert bool(half.init(params).should_apply)
     accumulating = ols.with_loss_scale(optax.MultiSteps(optax.adam(1e-3), 4))
     scaled = ols.get_loss_scale(accumulating.init(params)).scale(loss)
@@ -66,7 +81,9 @@ def test_a_right_program_runs():
 
         def adjust(self, grads_finite: jax.typing.ArrayLike):
             factor = jnp.where(grads_finite, self.rate, 0.5)
-            return self.replace(loss_scale=self() * factor, overflows=self.overflows + 1)
+            return self.replace(
+                loss_scale=self() * factor, overflows=self.overflows + 1
+            )
 
     creeping, should_apply = Creeping(initial_scale=1000.0, rate=1.1).update(params)
     assert bool(should_apply)
