@@ -186,7 +186,7 @@ class Shadow:
         outs = [Value() for _ in eqn.outvars]
         self._put_off.append(PutOff(step, ins, outs))
         self._room -= step.size
-        if self._is_enough():
+        if self._is_enough(is_in_loop=bool(around.rounds)):
             self._compute(around)
         return outs
 
@@ -212,11 +212,13 @@ class Shadow:
         results = self._run(step.programs[0], values, inside._replace(devices=devices))
         return devices.moved(results, devices.leave, params["out_specs"])
 
-    def _is_enough(self) -> bool:
+    def _is_enough(self, is_in_loop: bool) -> bool:
         """Whether to compute what was put off: at the end of a block, or of the memory."""
         count = len(self._put_off)
         if count >= _STEPS or self._room < 0:
             return True
+        if is_in_loop:  # all of whose rounds share what is compiled
+            return False
         return count >= _BLOCK and Is.PRODUCT in traits(self._put_off[-1].step.eqn)
 
     def _compute(self, around: Around) -> None:
@@ -279,7 +281,7 @@ class Shadow:
         """Adds to notes how far results are off, and how large they are."""
         for of_one in self._unmeasured.values():
             pairs = [pair for _, pair in of_one]
-            stacked = jax.tree.map(lambda *xs: np.stack(xs), *pairs)
+            stacked = jax.tree.map(_stacked, *pairs)
             for (note, _), numbers in zip(of_one, measured(*stacked), strict=True):
                 note.add(numbers)
         self._unmeasured.clear()
@@ -307,6 +309,11 @@ class Shadow:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _stacked(*rounds: np.ndarray) -> np.ndarray:
+    """The results of several rounds in one array; that of one round is not copied."""
+    return np.stack(rounds) if len(rounds) > 1 else rounds[0][None]
 
 
 def _is_choice(result: Pair) -> bool:

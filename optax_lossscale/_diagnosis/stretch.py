@@ -1,7 +1,6 @@
 """A stretch of a program, compiled to return all results as they are and in float32."""
 
 import functools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +27,9 @@ _QUICKLY = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
+
+# Numbers of a result that is sent by itself.
+_LARGE = 2**12
 
 # What `shard_map` writes where it checks along which axes arrays differ: here, along
 # all.
@@ -91,30 +93,43 @@ class Stretch:
     ):
         self.steps = steps
         self.passed: set[int] = set()
-        self._forms: dict[Any, tuple[Any, list[tuple[str, tuple[int, ...]]]]] = {}
-        self._compiled = jax.jit(transform(self._in_rows), compiler_options=_options())
+        self._forms: dict[Any, tuple[Any, list[tuple[str, tuple[int, ...], int]]]] = {}
+        self._compiled = jax.jit(transform(self._sent), compiler_options=_options())
 
     def __call__(self, reads: dict[int, Pair]) -> list[list[Pair]]:
         """The results of each, on the host, given what they read that was there before."""
-        rows = {str(x.dtype): _on_host(x) for x in self._compiled(reads)}
+        large, rows = jax.tree.map(_on_host, self._compiled(reads))
         structure, types = self._forms[jax.tree.structure(reads)]
+        left = iter(large)
+        ends = dict.fromkeys(rows, 0)
         leaves = []
-        for dtype, shape in types:
-            size = math.prod(shape)
-            numbers = rows[dtype][..., :size]
-            rows[dtype] = rows[dtype][..., size:]
-            leaves.append(numbers.reshape(numbers.shape[:-1] + shape).copy())
+        for dtype, shape, size in types:
+            if size > _LARGE:
+                leaves.append(next(left))
+                continue
+            row = rows[dtype]
+            begin = ends[dtype]
+            ends[dtype] = begin + size
+            numbers = row[..., begin : begin + size].copy()
+            leaves.append(numbers.reshape(row.shape[:-1] + shape))
         return jax.tree.unflatten(structure, leaves)
 
-    def _in_rows(self, reads: dict[int, Pair]) -> list[jax.Array]:
-        """All results of a dtype in a row: sending many takes longer than computing them."""
+    def _sent(self, reads: dict[int, Pair]) -> tuple[list[Any], dict[str, jax.Array]]:
+        """All results: large ones, and small ones in a row for each dtype.
+
+        Sending many small ones takes longer than computing them.
+        """
         leaves, structure = jax.tree.flatten(self._computed(reads))
-        types = [(str(x.dtype), jnp.shape(x)) for x in leaves]
+        types = [(str(x.dtype), jnp.shape(x), jnp.size(x)) for x in leaves]
         self._forms[jax.tree.structure(reads)] = structure, types
+        large = []
         rows = defaultdict(list)
         for x in leaves:
-            rows[x.dtype].append(jnp.ravel(x))
-        return list(map(jnp.concatenate, rows.values()))
+            if jnp.size(x) > _LARGE:
+                large.append(x)
+            else:
+                rows[str(x.dtype)].append(jnp.ravel(x))
+        return large, {dtype: jnp.concatenate(row) for dtype, row in rows.items()}
 
     def _computed(self, reads: dict[int, Pair]) -> list[list[Pair]]:
         pairs = dict(reads)

@@ -337,10 +337,8 @@ def test_kernels_and_callbacks_are_said_not_to_be_looked_into():
         y[...] = x[...] @ w[...]
 
     def fun(x, w):
-        # here
-        y = pl.pallas_call(kernel, jax.ShapeDtypeStruct((2, 4), F16), interpret=True)(
-            x, w
-        )
+        shape = jax.ShapeDtypeStruct((2, 4), F16)
+        y = pl.pallas_call(kernel, shape, interpret=True)(x, w)  # here
         return jax.pure_callback(np.exp, y, y)
 
     found = report(fun, X, W)
@@ -446,8 +444,8 @@ def test_an_empty_report_reads_as_one():
 def test_the_text_has_the_largest_first_and_never_loses_a_line_number():
     def model(w, x):
         y = jnp.tanh(x @ w)  # half
-        # exponential
-        y = jnp.exp(y) * lax.reduce(y, np.array(0, y.dtype), lax.add, (0, 1))
+        zero = np.array(0, y.dtype)
+        y = jnp.exp(y) * lax.reduce(y, zero, lax.add, (0, 1))  # exponential
         return y.astype(F32) @ w.astype(F32)[:, :1]  # single
 
     text = str(report(model, W, X))

@@ -576,7 +576,6 @@ def test_a_sum_that_stagnates_is_named_and_not_what_is_made_of_it(loop, follows)
     def loss_fn(w, x):
         y = jnp.tanh(x.astype(dtype) @ w.astype(dtype)).astype(F32)
         total = jnp.asarray(256, dtype)
-        # which adds nothing
         add = lambda total, _=None: (total + jnp.ones_like(total), None)
         if loop == "scan":
             total, _ = lax.scan(add, total, length=n)
