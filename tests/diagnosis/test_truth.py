@@ -814,6 +814,20 @@ def test_an_infinite_number_of_the_batch_is_no_mask():
 # --- in which dtype ---
 
 
+def test_nobody_is_advised_to_narrow_what_the_advice_was_to_keep():
+    def loss_fn(w, x, y):
+        z = x @ w
+        gram = jnp.matmul(z, z.T, precision="highest") + 1e-3 * jnp.eye(len(x))
+        factor = jnp.linalg.cholesky(gram)
+        solved = jax.scipy.linalg.cho_solve((factor, True), y)
+        return y @ solved + jnp.sum(jnp.log(jnp.diag(factor)))
+
+    batch = normal(24, 8, scale=1.0), normal(24, scale=1.0, seed=3)
+    found = ols.diagnose(ols.autocast(loss_fn), normal(8, 16, scale=0.3), *batch)
+    assert str(found).startswith("Computes in float32: ")
+    assert not any("Wrap the loss function" in line for line in found.advice)
+
+
 def test_operands_that_are_widened_are_named():
     def loss_fn(params, x):
         x = jnp.tanh(x @ params[0].astype(F16))

@@ -235,6 +235,18 @@ def test_exhausted_where_the_lowest_scale_overflows():
         assert not after.exhausted()
 
 
+def test_not_exhausted_after_a_step_that_was_applied_at_the_lowest_scale():
+    ls = ols.HeadroomLossScale(initial_scale=2.0**-99)
+    for gradient in (2.0**114, jnp.inf, jnp.inf):
+        ls, _ = ls.update(jnp.array(gradient))
+    assert ls() == 2.0**-100
+    assert ls.exhausted()
+    ls, should_apply = ls.update(jnp.array(2.0**113))
+    assert should_apply
+    assert ls() == 2.0**-100
+    assert not ls.exhausted()
+
+
 def loss_fn(params, x):
     prediction = (x.astype(jnp.float16) * params["w"].astype(jnp.float16)).sum(-1)
     return 1e-6 * jnp.mean((prediction.astype(jnp.float32) - jnp.arange(16)) ** 2)
