@@ -72,13 +72,12 @@ def cause_in_float32(note: Note) -> Cause:
 
 def _is_mask(note: Note) -> bool:
     """Whether infinities that make a NaN are those of a mask, and not numbers of the model."""
-    while True:
+    while not _is(note, Is.PRODUCT):  # before which no one masks
         reads = [read for read in note.reads if read.bad_true]
         if not reads:
             return not note.reads or note.place.primitive in ("select_n", "pad")
         (note, *_) = reads
-        if _is(note, Is.PRODUCT):  # which no one masks before
-            return False
+    return False
 
 
 def _path(note: Note) -> list[Note]:

@@ -555,6 +555,16 @@ def test_nans_of_the_batch_are_not_the_models():
     assert "there are NaNs or infinities in args/0" in found.verdict
 
 
+def test_infinities_of_the_batch_are_named_where_their_row_is_masked():
+    def loss_fn(w, x, is_kept):
+        losses = ((x.astype(F16) @ w.astype(F16)).astype(F32) ** 2).mean(-1)
+        return jnp.sum(jnp.where(is_kept, losses, 0))
+
+    x = normal(8, 8, scale=1.0).at[3, 2].set(jnp.inf)
+    found = ols.diagnose(loss_fn, normal(8, 8), x, jnp.arange(8) != 3)
+    assert "there are NaNs or infinities in args/0" in found.verdict
+
+
 # --- the line at fault, and no other ---
 
 
