@@ -47,8 +47,6 @@ from optax_lossscale import presets, skips
 from optax_lossscale._arrays.finite import all_finite
 from optax_lossscale._arrays.names import make_public as _make_public
 from optax_lossscale._arrays.stateful import state_field
-from optax_lossscale._diagnosis.metrics import metrics
-from optax_lossscale._diagnosis.stuck import LossScaleError, raise_if_stuck
 from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.headroom import HeadroomLossScale
@@ -56,7 +54,9 @@ from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.get import get, get_loss_scale
 from optax_lossscale._step.gradient import scale_gradient, value_and_scaled_grad
 from optax_lossscale._step.master_weights import MasterWeightsState, with_master_weights
+from optax_lossscale._step.metrics import metrics
 from optax_lossscale._step.state import LossScaleState
+from optax_lossscale._step.stuck import LossScaleError, raise_if_stuck
 from optax_lossscale._step.where_applied import where_applied
 from optax_lossscale._step.wrapper import LossScaledTransformation, with_loss_scale
 
