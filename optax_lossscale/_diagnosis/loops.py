@@ -54,15 +54,17 @@ def scan(
     turns = range(params["length"])
     if not turns:
         stacked = [v.aval for v in step.eqn.outvars[n_carry:]]
-        return [*carry, *(constant(np.zeros(x.shape, x.dtype)) for x in stacked)]
+        empty = [constant(np.zeros(x.shape, x.dtype)) for x in stacked]
+        return [*carry, *empty]
     results: dict[int, list[Value]] = {}
     for n in reversed(turns) if params["reverse"] else turns:
         xs = [_row(stack, n, axis) for stack in stacks]
         outs = run(body, [*consts, *_in_both(carry), *xs], n)
         carry = outs[:n_carry]
         results[n] = outs[n_carry:]
-    columns = zip(*(results[n] for n in turns), strict=True)
-    return [*carry, *(_stack(column, worst, axis) for column in columns)]
+    in_order = [results[n] for n in turns]
+    stacked = [_stack(rounds, worst, axis) for rounds in zip(*in_order, strict=True)]
+    return [*carry, *stacked]
 
 
 def while_loop(step: Step, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
@@ -99,10 +101,10 @@ def cond(
         here = np.asarray(chosen == number)
         # Devices that choose another branch run this one for what the first has.
         outs = run(step.programs[number], _filled(here, operands))
-        joined = _where(here, outs, results or outs)
-        for value, *both in zip(joined, outs, results or outs, strict=True):
-            value.note = worst([x.note for x in both])
-        results = joined
+        before = results or outs  # of the branches that other devices chose
+        results = _where(here, outs, before)
+        for value, new, old in zip(results, outs, before, strict=True):
+            value.note = worst([new.note, old.note])
     return results
 
 
@@ -125,11 +127,15 @@ def _where(
     """The new values of some elements of a batch or of some devices, the old ones of others."""
     if which.all():
         return list(new)
-    pairs = zip(new, old, strict=True)
-    return [
-        Value(_joined([x, y], lambda xs: _chosen(which, *xs)), x.note, x.parts)
-        for x, y in pairs
-    ]
+
+    def choose(arrays):
+        return _chosen(which, *arrays)
+
+    values = []
+    for x, y in zip(new, old, strict=True):
+        pair = _joined([x, y], choose)
+        values.append(Value(pair, x.note, x.parts))
+    return values
 
 
 def _chosen(which: np.ndarray, x: Any, y: Any) -> Any:
@@ -147,9 +153,12 @@ def _row(stack: Value, n: int, axis: int) -> Value:
 
 def _stack(values: Sequence[Value], worst: Worst, axis: int) -> Value:
     """The values of all rounds in one."""
+
+    def stack(arrays):
+        return _numpy(arrays[0]).stack(arrays, axis)
+
     notes = [x.note for x in values]
-    pair = _joined(values, lambda xs: _numpy(xs[0]).stack(xs, axis))
-    return Value(pair, worst(notes), notes)
+    return Value(_joined(values, stack), worst(notes), notes)
 
 
 def _joined(values: Sequence[Value], join: Callable[[Sequence[Any]], Any]) -> Any:

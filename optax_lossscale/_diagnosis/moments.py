@@ -35,18 +35,14 @@ def moments_of(opt_state: Any, grads: dict[str, np.ndarray]) -> Moments | None:
     states = found(_is_adam, opt_state)
     if not states:
         return None
-    hyperparams = {"eps": 1e-8, "b2": 0.999}  # unless the state says otherwise
-    for injected in found(_holds_hyperparams, opt_state)[:1]:
-        hyperparams |= injected.hyperparams
-    eps = float(hyperparams["eps"])
-    b2 = float(hyperparams["b2"])
+    eps, b2 = _eps_and_b2(opt_state)
     moments = [x for state in states for x in jax.tree.leaves(state.nu)]
     dtypes = tuple(dict.fromkeys(jnp.dtype(dtype_of(x)) for x in moments))
     after_a_step = [state for state in states if int(state.count)]
     if after_a_step:
         moves = _flat(state.mu for state in after_a_step) != 0
         squares = _flat(state.nu for state in after_a_step)
-        unbiased = [_flat([x.nu]) / (1 - b2 ** int(x.count)) for x in after_a_step]
+        unbiased = [_unbiased(state, b2) for state in after_a_step]
         roots = np.sqrt(np.maximum(np.concatenate(unbiased), 0))
     else:
         roots = _flat(map(np.abs, grads.values()))
@@ -54,8 +50,25 @@ def moments_of(opt_state: Any, grads: dict[str, np.ndarray]) -> Moments | None:
         squares = (1 - b2) * roots**2
         if len(dtypes) == 1:
             squares = squares.astype(dtypes[0])
-    below_eps = (roots < eps) & (squares != 0)
-    return Moments(eps, _share(below_eps, moves), _share(squares == 0, moves), dtypes)
+    has_vanished = squares == 0
+    is_below_eps = (roots < eps) & ~has_vanished
+    return Moments(
+        eps, _share(is_below_eps, moves), _share(has_vanished, moves), dtypes
+    )
+
+
+def _eps_and_b2(opt_state: Any) -> tuple[float, float]:
+    """Adam's hyperparameters: its defaults, unless the state says otherwise."""
+    hyperparams = {"eps": 1e-8, "b2": 0.999}
+    for injected in found(_holds_hyperparams, opt_state)[:1]:
+        hyperparams |= injected.hyperparams
+    return float(hyperparams["eps"]), float(hyperparams["b2"])
+
+
+def _unbiased(state: Any, b2: float) -> np.ndarray:
+    """Second moments without their bias towards 0."""
+    steps = int(state.count)
+    return _flat([state.nu]) / (1 - b2**steps)
 
 
 def _is_adam(x: Any) -> bool:
