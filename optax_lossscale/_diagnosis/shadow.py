@@ -32,8 +32,7 @@ from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import dtype_in
 from optax_lossscale._programs.versions import constants, mapped_axes, open_jaxpr
 
-_BLOCK = 16  # equations that are compiled together, at least
-_STEPS = 300  # and at most
+_STEPS = 300  # equations that are compiled together, at most
 _BYTES = 2**28  # of results in float32 that may be there at once
 _PATIENCE = 10.0  # seconds between two lines of progress
 
@@ -213,13 +212,12 @@ class Shadow:
         return devices.moved(results, devices.leave, params["out_specs"])
 
     def _is_enough(self, is_in_loop: bool) -> bool:
-        """Whether to compute what was put off: at the end of a block, or of the memory."""
-        count = len(self._put_off)
-        if count >= _STEPS or self._room < 0:
+        """Whether to compute what was put off."""
+        if len(self._put_off) >= _STEPS or self._room < 0:
             return True
         if is_in_loop:  # all of whose rounds share what is compiled
             return False
-        return count >= _BLOCK and Is.PRODUCT in traits(self._put_off[-1].step.eqn)
+        return Is.PRODUCT in traits(self._put_off[-1].step.eqn)
 
     def _compute(self, around: Around) -> None:
         """Computes what was put off."""
