@@ -3,6 +3,7 @@
 import html
 import pathlib
 import re
+import sys
 import textwrap
 import tomllib
 from typing import get_type_hints
@@ -110,6 +111,7 @@ def setup(app):
     app.connect("autodoc-process-signature", tidy_signatures)
     # after autodoc's
     app.connect("object-description-transform", tidy_types, priority=900)
+    app.connect("viewcode-follow-imported", where_it_is_written)
     app.connect("html-page-context", describe)
     app.connect("html-page-context", let_long_names_break)
 
@@ -130,6 +132,18 @@ def the_names_come_first(app, page, source):
         source[0] = re.sub(
             r"^(?=## |```)", lambda _: table, source[0], count=1, flags=re.M
         )
+
+
+def where_it_is_written(app, module, name):
+    """The private module that defines what is public, for the link to its source."""
+    definition = re.compile(rf"^(?:class|def) {re.escape(name)}\b", re.M)
+    for path, candidate in sorted(sys.modules.items()):
+        is_private = path.startswith("optax_lossscale._")
+        if is_private:
+            source = pathlib.Path(candidate.__file__).read_text()
+            if definition.search(source):
+                return path
+    return None
 
 
 def raise_powers(app, doctree, page):

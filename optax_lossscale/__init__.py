@@ -37,7 +37,7 @@ See what the numbers do:
     testing                  assertions about a training step, for your tests
 
 What is returned:
-    LossScaledTransformation, LossScaleState, MasterWeightsState
+    LossScaledTransformation, LossScaleState, MasterWeightsState, Diagnosis, DtypeReport
 """
 
 import importlib
@@ -67,10 +67,13 @@ if TYPE_CHECKING:
     from optax_lossscale._autocast.autocast import autocast
     from optax_lossscale._autocast.cast_inputs import cast_inputs
     from optax_lossscale._diagnosis.diagnose import diagnose
-    from optax_lossscale._diagnosis.dtypes import dtype_report
+    from optax_lossscale._diagnosis.dtypes import DtypeReport, dtype_report
+    from optax_lossscale._diagnosis.page import Diagnosis
 else:  # A type checker that saw `__getattr__` would accept every misspelt name.
     _MODULES = ("plot", "testing")
     _FILES = {
+        "Diagnosis": "_diagnosis.page",
+        "DtypeReport": "_diagnosis.dtypes",
         "autocast": "_autocast.autocast",
         "cast_inputs": "_autocast.cast_inputs",
         "diagnose": "_diagnosis.diagnose",
@@ -94,6 +97,8 @@ else:  # A type checker that saw `__getattr__` would accept every misspelt name.
 __version__ = "0.4.0"
 
 __all__ = [
+    "Diagnosis",
+    "DtypeReport",
     "DynamicLossScale",
     "FixedLossScale",
     "HeadroomLossScale",

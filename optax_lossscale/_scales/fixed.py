@@ -16,8 +16,9 @@ _SCALE = validation.scale_up_to(2.0**126)  # above this, the reciprocal is not n
 
 
 class FixedLossScale(LossScale):
-    """A constant loss scale; nothing is checked, and no step is skipped.
+    """A constant loss scale, which itself checks nothing.
 
+    `with_loss_scale` skips steps that are not finite all the same, unless `skip=None`.
     Compiled steps hold the scale as a constant, and a scale of 1 compiles to no scaling
     at all. Source: TensorFlow's `FixedLossScale`.
 

@@ -62,13 +62,25 @@ def test_no_module_imports_from_a_floor_above_its_own(path):
     assert upwards(part, path.read_text()) == []
 
 
-def test_contributing_has_a_line_for_every_module():
-    row = r"^\|[^|]*\| `([\w/]+(?:\.py|/))` \|[^|]+\|$"  # floor, file, idea
-    listed = re.findall(row, CONTRIBUTING.read_text(), re.M)
-    modules = {str(p.relative_to(PACKAGE)) for p in MODULES if p.name != "__init__.py"}
-    folders = {name for name in listed if name.endswith("/")}
-    in_a_folder = {m for m in modules for folder in folders if m.startswith(folder)}
-    assert sorted(listed) == sorted((modules - in_a_folder) | folders)
+def test_contributing_has_each_part_on_its_floor():
+    rows = re.findall(r"^\| (\d): [^|]*\|([^|]+)\|$", CONTRIBUTING.read_text(), re.M)
+    parts = r"`(\w+)(?:\.py|/)`"
+    listed = {
+        part: int(floor) for floor, row in rows for part in re.findall(parts, row)
+    }
+    assert listed == FLOORS
+    assert {path.relative_to(PACKAGE).parts[0] for path in MODULES} == {
+        path.name
+        for part in FLOORS
+        for path in (PACKAGE / part, PACKAGE / f"{part}.py")
+        if path.exists()
+    }
+
+
+def test_each_file_says_in_its_first_line_what_it_is_about():
+    first_lines = [path.read_text().partition("\n")[0] for path in MODULES]
+    assert all(re.fullmatch(r'"""[^"]+(""")?', line) for line in first_lines)
+    assert len(set(first_lines)) == len(first_lines)
 
 
 @pytest.mark.parametrize(
