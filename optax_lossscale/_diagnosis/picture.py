@@ -32,7 +32,8 @@ def magnitudes(table: Table, axes: Any = None) -> Any:
     off = np.array([row.error > TOLERANCE for row in rows], bool)
 
     def mark(which: np.ndarray, marker: str, **look: Any) -> None:
-        axes.plot(places[which], largest[which], marker, **look)
+        if which.any():  # or the legend would name what is not there
+            axes.plot(places[which], largest[which], marker, **look)
 
     axes.vlines(places, typical, largest, color=_GREY, lw=0.8)
     mark(narrow, ".", color="#00798c", ms=4, label="16 bits")

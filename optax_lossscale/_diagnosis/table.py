@@ -137,14 +137,18 @@ def _levels(note: Note) -> Iterator[list[Note]]:
         seen.update(reads)
 
 
+def _off(error: float) -> str:
+    return f"{error:.1%}" if error < np.inf else "not finite"
+
+
 def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.source,
         ", ".join([row.layer, *map(str, row.rounds)]),
         row.primitive,
         str(row.dtype),
-        f"{row.before:.1%}",
-        f"{row.error:.1%}",
+        _off(row.before),
+        _off(row.error),
         f"{row.lost:.1%}",
         f"{row.largest:.3g}",
     )

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._step.gradient import refuse_shared_names
 from optax_lossscale.testing._names import listed, name_of, not_ignored
 from optax_lossscale.testing._places import what_comes_back
@@ -73,9 +74,15 @@ def assert_survives_overflow(
     is_varied = bool(jax.tree.leaves(trial.loss_scale))
     back = what_comes_back(trial, [usual, overflowing[-1]] if is_varied else [usual])
     judged = {path: back[path] for path in not_ignored(ignore, usual) if path in back}
-    if said := _after_overflow(trial, overflowing, judged) or _after_nan(
-        trial, back, judged
-    ):
+    batch = _first_of_batch(trial, back)
+    # A scale of 1 need not be multiplied by: there, a NaN in the batch tells.
+    need_not_overflow = batch is not None and trial.loss_scale == FixedLossScale(1)
+    said = _after_overflow(trial, overflowing, judged)
+    if not said and not need_not_overflow:
+        said = _where_applied(trial, overflowing[-1], usual, judged)
+    if not said and batch is not None:
+        said = _after_nan(trial, batch, judged)
+    if said:
         raise AssertionError(f"the step does not survive an overflow. {said}")
 
 
@@ -120,26 +127,37 @@ def _after_overflow(trial, runs, judged):
     skipped = [run for run in runs if not run.flags.any()]
     if any(run.states and not run.counts_a_skip for run in skipped):
         return _UNCOUNTED
-    beyond = runs[-1]
-    changes = _changed(trial, beyond, judged) if beyond.flags.any() else []
+    return ""
+
+
+def _where_applied(trial, beyond, usual, judged):
+    """What a step is applied to beyond all loss scales, and what to do; empty if skipped."""
+    if not beyond.flags.any():
+        return ""
+    changes = _changed(trial, beyond, judged)
+    if beyond.flags.all() and not changes:  # gradients are 0, divided by infinity
+        changes = _changed(trial, usual, judged)
     return listed(APPLIED, changes, APPLIED_REMEDY)
 
 
-def _after_nan(trial, back, judged):
+def _first_of_batch(trial, back):
+    """The first array of floats that does not come back; None if there is none."""
+    for path, x in trial.floats.items():
+        if x.ndim and path not in back.values():
+            return path
+    return None
+
+
+def _after_nan(trial, batch, judged):
     """What is wrong after a step on a batch with a NaN."""
-    batch = [
-        path for path, x in trial.floats.items() if x.ndim and path not in back.values()
-    ]
-    if not batch:
-        return ""
-    numbers = trial.floats[batch[0]].copy()
+    numbers = trial.floats[batch].copy()
     numbers.flat[0] = np.nan
-    run = trial.run(trial.loss_scale, {batch[0]: numbers})
+    run = trial.run(trial.loss_scale, {batch: numbers})
     left = _changed(trial, run, judged)
     if not run.was_skipped:
         # The NaN may not reach the loss, or only the first of several steps.
         left = [path for path in left if not np.isfinite(run.outputs[path]).all()]
-    return listed(_LEFT_BY_NAN.format(name=name_of(batch[0])), left, _KEEP)
+    return listed(_LEFT_BY_NAN.format(name=name_of(batch)), left, _KEEP)
 
 
 _LEFT = "A loss scale that overflows, at which the step should be skipped, changes"

@@ -384,6 +384,31 @@ def average_of_an_equinox_model(right):
     return step, (model, model, state, X, Y)
 
 
+@step_of("NaN", "result[0]['w']")
+def gradients_of_jax_itself_in_bfloat16(right):
+    tx = ols.with_loss_scale(INNER, None, skip="nonfinite" if right else None)
+    narrow_loss = ols.autocast(loss_fn, jnp.bfloat16)
+
+    def step(params, state, x, y):
+        loss, grads = jax.value_and_grad(narrow_loss)(params, x, y)
+        return *tx.apply_gradients(grads, state, params), loss
+
+    return jax.jit(step), (*begun(tx), X, Y)
+
+
+def test_a_step_without_a_loss_scale_that_nothing_makes_overflow_is_not_passed():
+    tx = ols.with_loss_scale(optax.sgd(0.1), None)
+
+    @jax.jit
+    def step(table, state, tokens):
+        loss, grad = jax.value_and_grad(lambda table: jnp.sum(table[tokens]))(table)
+        return *tx.apply_gradients(grad, state, table), loss
+
+    table = jnp.ones((4, 2))
+    with pytest.raises(AssertionError, match="not multiplied by the loss scale"):
+        ols.testing.assert_survives_overflow(step, table, tx.init(table), jnp.arange(3))
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", STEPS)
 def test_what_an_overflow_or_a_nan_leaves_is_found(name):
