@@ -249,7 +249,8 @@ def _answer(found: dict[str, Any]) -> str:
 
 _OURS = "apply_gradients, dynamic"
 _UPDATE = "update, dynamic"
-_OTHERS = ("optax.apply_if_finite", "Flax DynamicScale", "JMP", "jnp.where by hand")
+# `optax.apply_if_finite` has no loss scale.
+_OTHERS = ("Flax DynamicScale", "JMP", "jnp.where by hand")
 
 
 def draw(found: dict[str, Any], out: pathlib.Path) -> None:

@@ -134,7 +134,7 @@ def value_and_scaled_grad(
       value, bit for bit (with `grad_dtype`, that of what was cast), and *scaled*
       gradients, for `with_loss_scale`. For the norm of the true ones, use
       `metrics(state)["gradient_norm"]` if a skip rule measures it, else
-      `optax.global_norm(get_loss_scale(state).unscale(scaled_grads))`.
+      `optax.tree.norm(get_loss_scale(state).unscale(scaled_grads))`.
 
     Raises:
       ValueError: if `loss_scale` is not a loss scale, or a state that holds none or
