@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays.precision import dtype_of
-from optax_lossscale._arrays.variables import found
+from optax_lossscale._arrays.variables import find
 
 
 class Moments(NamedTuple):
@@ -32,11 +32,11 @@ class Moments(NamedTuple):
 
 def moments_of(opt_state: Any, grads: dict[str, np.ndarray]) -> Moments | None:
     """Those of an optimizer state, or those that true gradients give it in the first step."""
-    states = found(_is_adam, opt_state)
+    states = find(_is_adam, opt_state)
     if not states:
         return None
     hyperparams = {"eps": 1e-8, "b2": 0.999}  # unless the state says otherwise
-    for injected in found(_holds_hyperparams, opt_state)[:1]:
+    for injected in find(_holds_hyperparams, opt_state)[:1]:
         hyperparams |= injected.hyperparams
     eps = float(hyperparams["eps"])
     b2 = float(hyperparams["b2"])

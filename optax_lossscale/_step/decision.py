@@ -73,7 +73,7 @@ def decide(
         loss_scale = jax.tree.map(
             partial(jnp.where, learns), loss_scale, state.loss_scale
         )
-    _refuse_to_differ(should_apply, state)
+    _check_replicas_agree(should_apply, state)
 
     skipped = state.skipped_steps
     in_a_row = state.consecutive_skipped_steps
@@ -134,7 +134,7 @@ def _ruled(
     return rule, should_apply & allowed
 
 
-def _refuse_to_differ(should_apply: jax.Array, state: LossScaleState) -> None:
+def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> None:
     """Raises if replicas of a `shard_map` that share a state would decide differently."""
     if apart := varying_axes(should_apply) - varying_axes(
         jnp.asarray(state.should_apply)

@@ -18,13 +18,17 @@ from optax_lossscale._arrays.precision import (
     is_array,
     is_inexact,
 )
-from optax_lossscale._arrays.variables import found, is_module
+from optax_lossscale._arrays.variables import find, is_module
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.get import resolve
-from optax_lossscale._step.grad_dtype import GradDtype, narrowed, refuse_other_dtypes
-from optax_lossscale._step.inputs import refuse_no_scalar
-from optax_lossscale._step.master_weights import refuse_other_order
+from optax_lossscale._step.grad_dtype import (
+    GradDtype,
+    cast_to_grad_dtype,
+    check_grad_dtype,
+)
+from optax_lossscale._step.inputs import check_scalar
+from optax_lossscale._step.master_weights import check_order
 
 
 def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
@@ -64,8 +68,8 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
       >>> float(loss), float(scaled_grad)
       (9.0, 48.0)
     """
-    refuse_other_order(loss_scale)
-    refuse_no_scalar("the loss", loss)
+    check_order(loss_scale)
+    check_scalar("the loss", loss)
     loss = jnp.asarray(loss)
     loss_scale = resolve(loss_scale)
     _warn_of_float16(loss, loss_scale)
@@ -156,10 +160,10 @@ def value_and_scaled_grad(
       >>> float(loss), float(scaled_grad)
       (9.0, 48.0)
     """
-    refuse_other_order(loss_scale)
+    check_order(loss_scale)
     loss_scale = resolve(loss_scale)
     validation.function("fun", fun)
-    refuse_other_dtypes(grad_dtype)
+    check_grad_dtype(grad_dtype)
     several = isinstance(argnums, Sequence)
     if not (differentiated := validation.argnums(argnums)):
         raise TypeError("argnums must be an int or a sequence of at least one, got ()")
@@ -167,7 +171,7 @@ def value_and_scaled_grad(
     def scaled_fun(*args, **kw):
         value = fun(*args, **kw)
         loss = loss_of(value, has_aux)
-        refuse_no_scalar("the loss", loss)
+        check_scalar("the loss", loss)
         return loss_scale.scale(jnp.asarray(loss)), value
 
     scaled_value_and_grad = jax.value_and_grad(
@@ -180,12 +184,12 @@ def value_and_scaled_grad(
             range(len(args))[n] for n in differentiated if -len(args) <= n < len(args)
         ]
         given = tuple(args[n] for n in positions)
-        _refuse_modules(given)
+        _check_no_modules(given)
         if not kwargs.get("allow_int", False):
-            _refuse_integers(given[0] if len(given) == 1 else given)
+            _check_inexact(given[0] if len(given) == 1 else given)
         # Else JAX refuses
         if grad_dtype is not None and len(given) == len(differentiated):
-            cast = narrowed(grad_dtype, given if several else given[0])
+            cast = cast_to_grad_dtype(grad_dtype, given if several else given[0])
             cast = dict(zip(positions, cast if several else (cast,), strict=True))
             args = [cast.get(n, arg) for n, arg in enumerate(args)]
         (_, value), scaled_grads = scaled_value_and_grad(*args, **kw)
@@ -207,9 +211,7 @@ def loss_of(value: Any, has_aux: bool) -> Any:
     return value[0]
 
 
-def refuse_shared_names(
-    fun: Callable[..., Any], ours: Sequence[str], args: tuple
-) -> None:
+def check_keywords(fun: Callable[..., Any], ours: Sequence[str], args: tuple) -> None:
     """Raises if a keyword of ours is also an argument of the function, and would not reach it."""
     try:
         signature = inspect.signature(fun)
@@ -231,7 +233,7 @@ def refuse_shared_names(
         )
 
 
-def _refuse_integers(tree: Any) -> None:
+def _check_inexact(tree: Any) -> None:
     """Raises for leaves that have no gradient, and says which."""
     for path, x in jax.tree.leaves_with_path(tree):
         if not is_inexact(x):
@@ -243,9 +245,9 @@ def _refuse_integers(tree: Any) -> None:
             )
 
 
-def _refuse_modules(tree: Any) -> None:
+def _check_no_modules(tree: Any) -> None:
     """Raises for models that are to be taken apart first."""
-    for x in found(is_module, tree):
+    for x in find(is_module, tree):
         raise TypeError(
             f"{type(x).__name__} is an nnx.Module, whose batch statistics and random "
             "streams jax.grad would lose. Differentiate with nnx.value_and_grad a "

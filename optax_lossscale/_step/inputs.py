@@ -16,7 +16,7 @@ from optax_lossscale._arrays.finite import is_finite
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, is_array, is_inexact
 from optax_lossscale._arrays.validation import LARGEST, is_numeric, refuse, shown
-from optax_lossscale._arrays.variables import found, plain
+from optax_lossscale._arrays.variables import find, plain
 from optax_lossscale._scales.loss_scale import LossScale
 
 # Bools, a tree of them, or a function that returns one; for other containers, use a
@@ -121,17 +121,17 @@ def prepare(
     grads: Any, params: Any, value: ArrayLike | None, mask: Mask | None
 ) -> Prepared:
     """What a step was given, checked and completed."""
-    if found(lambda x: isinstance(x, optax.MaskedNode), grads):
+    if find(lambda x: isinstance(x, optax.MaskedNode), grads):
         raise ValueError(
             "with_loss_scale is inside optax.masked, optax.partition or "
             "optax.multi_transform, which pass the gradients of all other parameters "
             "on as they are, scaled: wrap the whole of it, as in "
             "with_loss_scale(optax.masked(inner, mask))"
         )
-    refuse_other_leaves("the gradients", grads)
+    check_arrays("the gradients", grads)
     given = complete(grads, params)
     if params is not None:
-        _refuse_other_shapes(given.grads, _like(params))
+        _check_shapes(given.grads, _like(params))
     value = None if value is None else _true_loss(value)
     return dataclasses.replace(given, value=value, checked=_checked(given.grads, mask))
 
@@ -175,7 +175,7 @@ def update_or_zero(param: Any, update: Any) -> Any:
     return jnp.zeros_like(as_inner_sees(param)) if update is None else update
 
 
-def refuse_other_leaves(name: str, tree: Any) -> None:
+def check_arrays(name: str, tree: Any) -> None:
     """Raises for a tree with leaves that are neither arrays nor numbers."""
     for path, x in jax.tree.leaves_with_path(tree):
         if not is_array(x):
@@ -186,7 +186,7 @@ def refuse_other_leaves(name: str, tree: Any) -> None:
             )
 
 
-def refuse_batch_of_updates(param: Any, update: Any) -> None:
+def check_update_shape(param: Any, update: Any) -> None:
     """Raises for an update that does not have the shape of its parameter."""
     if np.shape(update) != np.shape(param):
         raise ValueError(
@@ -195,7 +195,7 @@ def refuse_batch_of_updates(param: Any, update: Any) -> None:
         )
 
 
-def refuse_other_masks(mask: Mask | None) -> None:
+def check_mask(mask: Mask | None) -> None:
     """Raises for what is neither a function nor a tree of bools."""
     for leaf in [] if callable(mask) else jax.tree.leaves(mask):
         if not isinstance(leaf, (bool, np.bool_)):
@@ -204,7 +204,7 @@ def refuse_other_masks(mask: Mask | None) -> None:
             )
 
 
-def refuse_no_scalar(name: str, x: Any) -> None:
+def check_scalar(name: str, x: Any) -> None:
     """Raises unless this is a real number, shape ()."""
     if not is_numeric(x) or np.iscomplexobj(x):
         raise TypeError(
@@ -234,7 +234,7 @@ def _checked(grads: Any, mask: Mask | None) -> tuple[bool, ...]:
     """For each gradient whether the mask, a prefix of their tree, keeps it."""
     if callable(mask):
         mask = mask(grads)
-        refuse_other_masks(mask)
+        check_mask(mask)
     leaves, structure = jax.tree.flatten(True if mask is None else mask)
     try:
         pairs = zip(leaves, structure.flatten_up_to(grads), strict=True)
@@ -288,7 +288,7 @@ def _has_no_gradient(grad: Any) -> bool:
     return grad is None or getattr(grad, "dtype", None) == jax.dtypes.float0
 
 
-def _refuse_other_shapes(grads: Any, params: Any) -> None:
+def _check_shapes(grads: Any, params: Any) -> None:
     """Raises unless each gradient has its parameter's shape, or a batch of it."""
     pairs = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(grads), strict=True)
     for (path, p), g in pairs:
@@ -301,7 +301,7 @@ def _refuse_other_shapes(grads: Any, params: Any) -> None:
 
 def _true_loss(value: ArrayLike) -> jax.Array:
     value = plain(value)
-    refuse_no_scalar("value, the true loss,", value)
+    check_scalar("value, the true loss,", value)
     if isinstance(value, (int, np.integer)):  # which int32 may not hold
         value = np.float32(min(max(value, -LARGEST), LARGEST))
     return jnp.asarray(value)

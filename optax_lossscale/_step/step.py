@@ -20,9 +20,9 @@ from optax_lossscale._step.branch import Branch, apply_or_skip
 from optax_lossscale._step.decision import Skip, decide
 from optax_lossscale._step.state import (
     LossScaleState,
-    refuse_narrower,
-    refuse_other_rules,
-    refuse_other_states,
+    check_configuration,
+    check_inner_dtypes,
+    check_state,
     wrapper_states,
 )
 
@@ -40,9 +40,9 @@ class ScaledStep:
 
     def init(self, params: Any) -> LossScaleState:
         """The state before the first step."""
-        inputs.refuse_other_leaves("params", params)
+        inputs.check_arrays("params", params)
         inner_state = self.inner.init(jax.tree.map(inputs.as_inner_sees, params))
-        master_weights.refuse_other_order(inner_state)
+        master_weights.check_order(inner_state)
         inner_state = master_weights.with_rest_of_narrow(
             inner_state, self.inner.init, params
         )
@@ -73,16 +73,16 @@ class ScaledStep:
 
     def step(self, scaled_grads, state, params, value, extra_args, *, to_params):
         """One step, to new parameters or to the updates that lead there."""
-        refuse_other_states(state)
-        refuse_other_rules(state, self.loss_scale, self.rule)
+        check_state(state)
+        check_configuration(state, self.loss_scale, self.rule)
         if params is not None:
 
             def expected():
                 """The inner state of these parameters, traced only if it is asked for."""
                 return jax.eval_shape(self.init, params).inner_state
 
-            master_weights.refuse_other_master_weights(state.inner_state, expected)
-            refuse_narrower(state.inner_state, expected)
+            master_weights.check_master_weights(state.inner_state, expected)
+            check_inner_dtypes(state.inner_state, expected)
         if value is None and self.rule is not None:
             value = extra_args.get("loss")  # its name in MaxText and Levanter
         given = inputs.prepare(scaled_grads, params, value, self.mask)
@@ -115,7 +115,7 @@ class ScaledStep:
                 unscaled.grads, inner_state, wide_params, **extra_args
             )
         except Exception as error:
-            self._refuse_other_inner_state(error, inner_state, params)
+            self._check_inner_state(error, inner_state, params)
             raise
         if params is not None:
             updates = unscaled.moved(
@@ -126,7 +126,7 @@ class ScaledStep:
         )
         return updates, unscaled.slots_kept(self.inner.init, new, inner_state)
 
-    def _refuse_other_inner_state(self, error, inner_state, params):
+    def _check_inner_state(self, error, inner_state, params):
         """Raises for a state that is not this optimizer's, if that is why it failed."""
         expected = (
             inner_state
@@ -164,5 +164,5 @@ def _param_after(param: Any, update: Any) -> Any:
     """`optax.apply_updates`, in float32 or wider; a parameter without an update stays."""
     if update is None:
         return strong(param, dtype_of(param))
-    inputs.refuse_batch_of_updates(param, update)
+    inputs.check_update_shape(param, update)
     return strong(optax.apply_updates(at_least_float32(param), update), dtype_of(param))
