@@ -15,7 +15,6 @@ from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import (
     at_least_float32,
     dtype_of,
-    is_array,
     is_inexact,
 )
 from optax_lossscale._arrays.variables import find, is_module
@@ -27,7 +26,7 @@ from optax_lossscale._step.grad_dtype import (
     cast_to_grad_dtype,
     check_grad_dtype,
 )
-from optax_lossscale._step.inputs import check_scalar
+from optax_lossscale._step.inputs import check_arrays, check_scalar
 from optax_lossscale._step.master_weights import check_order
 
 
@@ -90,12 +89,9 @@ def _scaled_tangent(primals, tangents):
 
 def _warn_of_float16(loss: Any, loss_scale: LossScale) -> None:
     """Warns of a loss in float16, if the loss scale may grow beyond what that holds."""
-    is_fixed = isinstance(loss_scale, FixedLossScale)
-    highest = (
-        loss_scale.initial_scale
-        if is_fixed
-        else getattr(loss_scale, "max_scale", math.inf)
-    )
+    highest = getattr(loss_scale, "max_scale", math.inf)
+    if isinstance(loss_scale, FixedLossScale):
+        highest = loss_scale.initial_scale
     if getattr(loss, "dtype", None) == jnp.float16 and highest >= 2**16:
         validation.warn(
             "the loss is float16, where its gradient, the loss scale, is infinite "
@@ -164,8 +160,9 @@ def value_and_scaled_grad(
     loss_scale = resolve(loss_scale)
     validation.function("fun", fun)
     check_grad_dtype(grad_dtype)
-    several = isinstance(argnums, Sequence)
-    if not (differentiated := validation.argnums(argnums)):
+    is_one = not isinstance(argnums, Sequence)
+    differentiated = validation.argnums(argnums)
+    if not differentiated:
         raise TypeError("argnums must be an int or a sequence of at least one, got ()")
 
     def scaled_fun(*args, **kw):
@@ -180,18 +177,19 @@ def value_and_scaled_grad(
 
     @functools.wraps(fun)
     def value_and_scaled_grad_fn(*args, **kw):
-        positions = [
-            range(len(args))[n] for n in differentiated if -len(args) <= n < len(args)
-        ]
-        given = tuple(args[n] for n in positions)
-        _check_no_modules(given)
+        there = [n for n in differentiated if -len(args) <= n < len(args)]
+        operands = tuple(args[n] for n in there)
+        first_or_all = operands[0] if len(operands) == 1 else operands
+        _check_no_modules(operands)
+        check_arrays("what is differentiated", first_or_all)
         if not kwargs.get("allow_int", False):
-            _check_inexact(given[0] if len(given) == 1 else given)
-        # Else JAX refuses
-        if grad_dtype is not None and len(given) == len(differentiated):
-            cast = cast_to_grad_dtype(grad_dtype, given if several else given[0])
-            cast = dict(zip(positions, cast if several else (cast,), strict=True))
-            args = [cast.get(n, arg) for n, arg in enumerate(args)]
+            _check_inexact(first_or_all)
+        are_all_there = len(there) == len(differentiated)  # else JAX refuses
+        if grad_dtype is not None and are_all_there:
+            cast = cast_to_grad_dtype(grad_dtype, operands[0] if is_one else operands)
+            args = list(args)
+            for n, operand in zip(there, (cast,) if is_one else cast, strict=True):
+                args[n] = operand
         (_, value), scaled_grads = scaled_value_and_grad(*args, **kw)
         _warn_of_float16(loss_of(value, has_aux), loss_scale)
         return value, scaled_grads
@@ -215,22 +213,20 @@ def check_keywords(fun: Callable[..., Any], ours: Sequence[str], args: tuple) ->
     """Raises if a keyword of ours is also an argument of the function, and would not reach it."""
     try:
         signature = inspect.signature(fun)
-        given = {*signature.bind_partial(*args).arguments}
+        bound = {*signature.bind_partial(*args).arguments}
     except (TypeError, ValueError):  # no signature, or another: the call will say so
         return
-    given.update(getattr(inspect.unwrap(fun), "keywords", {}))  # of a functools.partial
-    parameters = signature.parameters.values()
-    theirs = {
-        p.name
-        for p in parameters
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    }
-    for name in (theirs - given).intersection(ours):
-        raise TypeError(
-            f"{name} is an argument of this call, and one of the function's own, which "
-            "would not get it: bind the latter, as in functools.partial(function, "
-            f"{name}=…)"
-        )
+    bound.update(getattr(inspect.unwrap(fun), "keywords", {}))  # of a functools.partial
+    for name in ours:
+        parameter = signature.parameters.get(name)
+        if parameter is None or name in bound:
+            continue
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TypeError(
+                f"{name} is an argument of this call, and one of the function's own, "
+                "which would not get it: bind the latter, as in "
+                f"functools.partial(function, {name}=…)"
+            )
 
 
 def _check_inexact(tree: Any) -> None:
@@ -256,12 +252,3 @@ def _check_no_modules(tree: Any) -> None:
             "...), and differentiate a function of them that calls "
             "nnx.merge(graphdef, params, rest)"
         )
-    for x in jax.tree.leaves(tree):
-        if not is_array(x):
-            raise TypeError(
-                f"a leaf of what is differentiated is not an array, {x!r}: with "
-                "Equinox, take the arrays out, params, static = eqx.partition(model, "
-                "eqx.is_inexact_array), and differentiate a function of them that "
-                "calls eqx.combine(params, static); or use eqx.filter_value_and_grad "
-                "on a loss that is scale_gradient(loss, state)"
-            )

@@ -193,8 +193,12 @@ def check_arrays(name: str, tree: Any) -> None:
         if not is_array(x):
             raise TypeError(
                 f"{name} must be a tree of arrays, got {shown(x)} at "
-                f"{path_name(path)}; of a model that holds other things, pass only the "
-                "arrays, such as eqx.filter(model, eqx.is_inexact_array)"
+                f"{path_name(path)}, which is not an array. Take the arrays out of a "
+                "model that holds other things: in Equinox, params, static = "
+                "eqx.partition(model, eqx.is_inexact_array), and differentiate a "
+                "function of params that calls eqx.combine(params, static); or use "
+                "eqx.filter_value_and_grad on a loss that is scale_gradient(loss, "
+                "state)"
             )
 
 
