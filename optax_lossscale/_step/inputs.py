@@ -255,15 +255,17 @@ def _checked(grads: Any, mask: Mask | None) -> tuple[bool, ...]:
     if callable(mask):
         mask = mask(grads)
         check_mask(mask)
-    if mask is None:
-        mask = True
+    flags, structure = jax.tree.flatten(True if mask is None else mask)
     try:
-        flags = jax.tree.broadcast(mask, grads)
+        branches = structure.flatten_up_to(grads)
     except ValueError as error:
         raise ValueError(
             f"mask must be a prefix of the gradients' tree: {error}"
         ) from error
-    return tuple(bool(flag) for flag in jax.tree.leaves(flags))
+    checked = []
+    for flag, branch in zip(flags, branches, strict=True):
+        checked += [bool(flag)] * len(jax.tree.leaves(branch))
+    return tuple(checked)
 
 
 def _of_checked(
