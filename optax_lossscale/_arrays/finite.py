@@ -69,7 +69,7 @@ def _by_platform(
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
     if not leaves:
         return jax.tree.map(jnp.asarray, if_empty)
-    if any(map(is_partitioned, leaves)):
+    if any(is_partitioned(x) for x in leaves):
         return elsewhere(_groups(leaves, 1))
     # Some leaves share a kernel: kernels compile faster, and fewer are launched. But on
     # CPU all cores must stay busy; a GPU's compiler takes the norm of a clip in the
@@ -86,17 +86,25 @@ def _by_platform(
 
 def _groups(leaves: list[jax.Array], size: int) -> Groups:
     """Groups of leaves of one type, each of at most `size`."""
-    of_type: dict[Any, list[jax.Array]] = {}
+    leaves_of_type: dict[Any, list[jax.Array]] = {}
     for x in leaves:
-        of_type.setdefault(jax.typeof(x), []).append(x)
-    return [
-        xs[i : i + size] for xs in of_type.values() for i in range(0, len(xs), size)
-    ]
+        leaves_of_type.setdefault(jax.typeof(x), []).append(x)
+    groups = []
+    for alike in leaves_of_type.values():
+        for start in range(0, len(alike), size):
+            groups.append(alike[start : start + size])
+    return groups
 
 
-def _joined(groups: Groups, of: Callable, join: Callable) -> list[jax.Array]:
-    """An array for each group: `of` every number, joined place by place."""
-    return [functools.reduce(join, map(of, xs)) for xs in groups]
+def _joined(groups: Groups, function: Callable, join: Callable) -> list[jax.Array]:
+    """An array for each group: a function of every number, joined place by place."""
+    arrays = []
+    for first, *others in groups:
+        joined = function(first)
+        for x in others:
+            joined = join(joined, function(x))
+        arrays.append(joined)
+    return arrays
 
 
 # --- elsewhere: partitioned, each takes one all-reduce, of a number for each leaf ---
@@ -104,14 +112,16 @@ def _joined(groups: Groups, of: Callable, join: Callable) -> list[jax.Array]:
 
 def _all_finite(groups: Groups) -> jax.Array:
     """Whether all are: a reduction of flags for each group."""
-    flags = _joined(groups, is_finite, lax.bitwise_and)
-    return jnp.stack([lax.reduce_and(x, range(x.ndim)) for x in flags]).all()
+    arrays_of_flags = _joined(groups, is_finite, lax.bitwise_and)
+    flags = [lax.reduce_and(x, range(x.ndim)) for x in arrays_of_flags]
+    return jnp.stack(flags).all()
 
 
 def _largest(groups: Groups) -> jax.Array:
     """The largest size, which is infinite where one is not finite."""
-    sizes = _joined(groups, _size_or_infinity, lax.max)
-    return jnp.stack([jnp.max(x, initial=0) for x in sizes]).max()
+    arrays_of_sizes = _joined(groups, _size_or_infinity, lax.max)
+    sizes = [jnp.max(x, initial=0) for x in arrays_of_sizes]
+    return jnp.stack(sizes).max()
 
 
 def _squares(groups: Groups) -> tuple[jax.Array, jax.Array]:
@@ -132,24 +142,25 @@ def _squares(groups: Groups) -> tuple[jax.Array, jax.Array]:
 
 def _all_finite_on_cpu(groups: Groups) -> jax.Array:
     """Whether all are; the second question is whether a number equals itself."""
-    sums = [_finite_sum(xs) for xs in groups]
-    pairs = [_with_all(lax.bitwise_and, is_finite(x), lax.eq(x, x)) for x in sums]
+    flags = []
+    for x in [_finite_sum(leaves) for leaves in groups]:
+        flags += _with_all(lax.bitwise_and, is_finite(x), lax.eq(x, x))
     # The barrier keeps the flags from being fused with their conjunction: a kernel that
     # has an argument for every leaf compiles in quadratic time.
-    return lax.optimization_barrier(
-        jnp.stack([flag for pair in pairs for flag in pair])
-    ).all()
+    computed = lax.optimization_barrier(jnp.stack(flags))
+    return computed.all()
 
 
 def _largest_on_cpu(groups: Groups) -> jax.Array:
     """The largest size, and in the same pass whether all are finite."""
-    sizes = _joined(groups, _size, lax.max)
-    flags = [is_finite(_finite_sum(xs)) for xs in groups]
-    pairs = map(functools.partial(_with_all, lax.max), sizes, flags)
-    sizes, flags = lax.optimization_barrier(
-        tuple(map(jnp.stack, zip(*pairs, strict=True)))
-    )
-    return jnp.where(flags.all(), sizes.max(), jnp.inf)
+    arrays_of_sizes = _joined(groups, _size, lax.max)
+    arrays_of_flags = [is_finite(_finite_sum(leaves)) for leaves in groups]
+    arrays = zip(arrays_of_sizes, arrays_of_flags, strict=True)
+    pairs = [_with_all(lax.max, size, flag) for size, flag in arrays]
+    sizes, flags = zip(*pairs, strict=True)
+    one_of_each = (jnp.stack(sizes), jnp.stack(flags))
+    all_sizes, all_flags = lax.optimization_barrier(one_of_each)
+    return jnp.where(all_flags.all(), all_sizes.max(), jnp.inf)
 
 
 def _squares_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
@@ -157,33 +168,34 @@ def _squares_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
     # Such a reduction adds one number after the other, and a float32 sum of 2**24 and
     # more stops growing, so large leaves are summed row by row.
     squares = _in_rows(_joined(groups, _square, lax.add))
-    finite_sums = _in_rows([_finite_sum(xs) for xs in groups])
-    pairs = [
-        _with_all(lax.add, x, is_finite(y), axes=[x.ndim - 1])
-        for x, y in zip(squares, finite_sums, strict=True)
-    ]
+    finite_sums = _in_rows([_finite_sum(leaves) for leaves in groups])
+    rows = zip(squares, finite_sums, strict=True)
+    pairs = [_with_all(lax.add, x, is_finite(y), axes=[x.ndim - 1]) for x, y in rows]
     sums, flags = zip(*pairs, strict=True)
     one_of_each = (_concatenated(sums, jnp.float32), _concatenated(flags, bool))
-    sums, flags = lax.optimization_barrier(one_of_each)
-    return sums.sum(), flags.all()
+    all_sums, all_flags = lax.optimization_barrier(one_of_each)
+    return all_sums.sum(), all_flags.all()
 
 
 # --- numbers ---
 
 
-def _finite_sum(xs: list[jax.Array]) -> jax.Array:
+def _finite_sum(leaves: list[jax.Array]) -> jax.Array:
     """A number for each place, finite if those of all the arrays are."""
-    if len(xs) == 1:
-        return xs[0]
+    if len(leaves) == 1:
+        return leaves[0]
     # x - x is zero or NaN. Flags would not be vectorized, and a CPU rounds 16-bit sums
     # one by one.
-    return functools.reduce(lax.add, [lax.sub(x, x) for x in map(at_least_float32, xs)])
+    wide = map(at_least_float32, leaves)
+    zeros = [lax.sub(x, x) for x in wide]
+    return functools.reduce(lax.add, zeros)
 
 
 def is_finite(x: jax.Array) -> jax.Array:
     """Which numbers are finite."""
-    # Quicker to trace
-    return jnp.isfinite(x) if jnp.iscomplexobj(x) else lax.is_finite(x)
+    if jnp.iscomplexobj(x):
+        return jnp.isfinite(x)
+    return lax.is_finite(x)  # quicker to trace
 
 
 def _in_rows(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -197,11 +209,15 @@ def _rows(x: jax.Array) -> list[jax.Array]:
     flat = x.reshape(-1)
     if size <= _ROW:
         return [flat]
-    divisor = min(size & -size, _ROW)  # the largest power of two that divides
-    row = divisor if divisor >= _SHORTEST_ROW else _ROW
-    head = size - size % row
-    rows = [flat[:head].reshape(-1, row)]
-    return rows if head == size else [*rows, flat[head:]]
+    length = min(size & -size, _ROW)  # the largest power of two that divides
+    if length < _SHORTEST_ROW:
+        length = _ROW
+    rest = size % length
+    head = size - rest
+    rows = [flat[:head].reshape(-1, length)]
+    if rest:
+        rows.append(flat[head:])
+    return rows
 
 
 def _square(x: jax.Array) -> jax.Array:
@@ -237,8 +253,9 @@ def _with_all(
     axes: Sequence[int] | None = None,
 ) -> list[jax.Array]:
     """A reduction by an operation, and whether all flags are True, in one pass."""
+    if axes is None:
+        axes = range(x.ndim)
     initial = x.dtype.type(x.dtype == bool)  # True or 0
-    axes = range(x.ndim) if axes is None else axes
     return lax.reduce((x, flags), (initial, np.True_), _beside_and(operation), axes)
 
 
@@ -246,8 +263,10 @@ def _with_all(
 def _beside_and(operation: Callable) -> Callable:
     """An operation on the first of two pairs' members, and a conjunction of the second."""
 
-    def on_pairs(a, b):
-        return operation(a[0], b[0]), lax.bitwise_and(a[1], b[1])
+    def on_pairs(so_far, new):
+        reduced, all_flags = so_far
+        x, flag = new
+        return operation(reduced, x), lax.bitwise_and(all_flags, flag)
 
     return on_pairs
 
@@ -259,7 +278,8 @@ def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
     """Whether a flag is True on every replica."""
     if axis_name is None:
         return flag
-    return across(lax.pmin, flag.astype(jnp.int32), axis_name).astype(bool)
+    number = flag.astype(jnp.int32)
+    return across(lax.pmin, number, axis_name).astype(bool)
 
 
 def across(reduce: Callable, x: jax.Array, axis_name: AxisName | None) -> jax.Array:
@@ -267,7 +287,8 @@ def across(reduce: Callable, x: jax.Array, axis_name: AxisName | None) -> jax.Ar
     if axis_name in (None, ()):
         return x
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if not all(map(_is_axis, names)) or len(set(names)) < len(names):
+    are_axes = all(_is_axis(name) for name in names)
+    if not are_axes or len(set(names)) < len(names):
         raise ValueError(
             f"axis_name={axis_name!r} is not an axis of a pmap or shard_map around "
             "this step, nor a tuple of such axes, each once. Under jit alone, leave "

@@ -23,7 +23,8 @@ def path_name(path: Any) -> str:
 
 def natural(name: str) -> list[tuple[str, int]]:
     """A key by which layer_2 precedes layer_10."""
-    return [(text, int(n or 0)) for text, n in re.findall(r"(\D*)(\d*)", name)]
+    parts = re.findall(r"(\D*)(\d*)", name)
+    return [(text, int(digits or 0)) for text, digits in parts]
 
 
 def without_numbers(name: str) -> str:
@@ -34,4 +35,5 @@ def without_numbers(name: str) -> str:
 def scale_name(scale: float) -> str:
     """A scale as text: `2**15`, or decimals if it is no power of two."""
     mantissa, exponent = math.frexp(scale)
-    return f"2**{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
+    is_power = mantissa == 0.5
+    return f"2**{exponent - 1}" if is_power else f"{scale:g}"

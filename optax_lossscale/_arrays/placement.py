@@ -13,7 +13,8 @@ def is_partitioned(x: jax.Array) -> bool:
     """Whether the compiler may spread the array over devices, as `jit` does."""
     mesh = jax.typeof(x).sharding.mesh
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    return any(size > 1 and kind != AxisType.Manual for size, kind in axes)
+    sizes = [size for size, kind in axes if kind != AxisType.Manual]
+    return max(sizes, default=1) > 1
 
 
 def varying_axes(x: jax.Array) -> frozenset:
@@ -29,9 +30,9 @@ def in_its_mesh(x: jax.typing.ArrayLike) -> contextlib.AbstractContextManager[An
     """
     mesh = jax.typeof(x).sharding.mesh
     around = jax.sharding.get_abstract_mesh()
-    is_auto = {AxisType.Auto}.issuperset
-    both_auto = is_auto(mesh.axis_types) and is_auto(around.axis_types)
-    if mesh.empty or around.empty or mesh == around or both_auto:
+    kinds = {*mesh.axis_types, *around.axis_types}
+    is_one_mesh = mesh.empty or around.empty or mesh == around
+    if is_one_mesh or kinds == {AxisType.Auto}:
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(mesh)
 
@@ -49,5 +50,6 @@ def zeros_of(kind: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _varying(kind: Any) -> frozenset:
+    """The axes along which an array of a type differs."""
     axes = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type  # since jax 0.9
     return getattr(axes, "varying", axes) or frozenset()

@@ -9,11 +9,14 @@ import numpy as np
 from jax import lax
 
 T = TypeVar("T")
+_PYTHON_NUMBER = (bool, int, float, complex)
 
 
 def is_inexact(x: Any) -> bool:
     """Whether a leaf is a floating-point or complex number, of any width."""
-    return is_array(x) and jnp.issubdtype(dtype_of(x), jnp.inexact)
+    if not is_array(x):
+        return False
+    return jnp.issubdtype(dtype_of(x), jnp.inexact)
 
 
 def is_narrow(x: Any) -> bool:
@@ -23,7 +26,7 @@ def is_narrow(x: Any) -> bool:
 
 def is_array(x: Any) -> bool:
     """Whether a leaf is an array, an abstract one or a Python number."""
-    return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
+    return hasattr(x, "dtype") or isinstance(x, _PYTHON_NUMBER)
 
 
 def at_least_float32(x: Any) -> Any:
@@ -38,19 +41,21 @@ def at_least_float32(x: Any) -> Any:
 def map_inexact(function: Callable[[jax.Array], jax.Array], tree: T) -> T:
     """`function` of every inexact leaf, as an array of at least float32; the rest as it came."""
 
-    def of_leaf(x):
+    def mapped(x):
         if not is_inexact(x):
             return x
-        return function(jnp.asarray(at_least_float32(x)))
+        wide = at_least_float32(x)
+        return function(jnp.asarray(wide))
 
-    return jax.tree.map(of_leaf, tree)
+    return jax.tree.map(mapped, tree)
 
 
 def strong(x: Any, dtype: Any = None) -> Any:
     """`x` in its own or the given dtype, never weakly typed, which would cause a new trace."""
-    dtype = dtype or dtype_of(x)
-    is_number = isinstance(x, (bool, int, float, complex))
-    if not is_number and x.dtype == dtype and not getattr(x, "weak_type", False):
+    if dtype is None:
+        dtype = dtype_of(x)
+    is_weak = isinstance(x, _PYTHON_NUMBER) or getattr(x, "weak_type", False)
+    if not is_weak and x.dtype == dtype:
         return x
     return lax.convert_element_type(x, dtype)
 
@@ -63,7 +68,8 @@ def times(scale: jax.Array, factor: float) -> jax.Array:
     # with a rounded 1/3 is an ulp off, and XLA makes exactly that of a division by a
     # constant. In float64 both come out right.
     with jax.enable_x64(True):
-        product = lax.convert_element_type(scale, np.float64) * np.float64(factor)
+        wide = lax.convert_element_type(scale, np.float64)
+        product = wide * np.float64(factor)
         return lax.convert_element_type(product, np.float32)
 
 

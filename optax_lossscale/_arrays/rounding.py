@@ -40,12 +40,13 @@ def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, Any]:
     """
     if dtype == jnp.bfloat16:
         bits = lax.bitcast_convert_type(number, jnp.uint32) + _HALF
-        rounded = lax.bitcast_convert_type(bits & _UPPER, jnp.float32)
-        return jnp.where(jnp.isfinite(number), rounded, number), bits.astype(jnp.uint16)
+        upper = lax.bitcast_convert_type(bits & _UPPER, jnp.float32)
+        rounded = jnp.where(jnp.isfinite(number), upper, number)
+        return rounded, bits.astype(jnp.uint16)
     rounded = number.astype(dtype).astype(jnp.float32)
-    return rounded, number if dtype == jnp.float16 else Whole(
-        number, jnp.zeros((), dtype)
-    )
+    if dtype == jnp.float16:
+        return rounded, number
+    return rounded, Whole(number, jnp.zeros((), dtype))
 
 
 def join(rounded: jax.Array, rest: Any) -> jax.Array:
@@ -55,34 +56,40 @@ def join(rounded: jax.Array, rest: Any) -> jax.Array:
     last place.
     """
     rounded = at_least_float32(rounded)
-    number, dtype = kept(rest)
-    if dtype == jnp.bfloat16:
-        bits = lax.bitcast_convert_type(rounded, jnp.uint32)
-        size = bits & _UNSIGNED
-        joined = lax.bitcast_convert_type(
-            bits + number.astype(jnp.uint32) - _HALF, jnp.float32
-        )
-        # Numbers that round to zero are smaller than what float32 arithmetic keeps.
-        return jnp.where((size >= _SMALLEST) & (size < _INFINITE), joined, rounded)
+    dtype = narrow_dtype(rest)
+    if dtype != jnp.bfloat16:
+        number = rest.number if isinstance(rest, Whole) else rest
+        return _or_replaced(number, rounded, dtype)
+    bits = lax.bitcast_convert_type(rounded, jnp.uint32)
+    size = bits & _UNSIGNED
+    joined_bits = bits + rest.astype(jnp.uint32) - _HALF
+    joined = lax.bitcast_convert_type(joined_bits, jnp.float32)
+    # Numbers that round to zero are smaller than what float32 arithmetic keeps.
+    has_bits = (size >= _SMALLEST) & (size < _INFINITE)
+    return jnp.where(has_bits, joined, rounded)
+
+
+def narrow_dtype(rest: Any) -> np.dtype:
+    """The dtype of 16 or 8 bits whose numbers a rest belongs to."""
+    if isinstance(rest, Whole):
+        return dtype_of(rest.of_dtype)
+    is_bits = jnp.issubdtype(dtype_of(rest), jnp.integer)
+    return jnp.dtype(jnp.bfloat16 if is_bits else jnp.float16)
+
+
+def _or_replaced(number: jax.Array, rounded: jax.Array, dtype: np.dtype) -> jax.Array:
+    """A number kept whole, or `rounded` where that is no longer its rounding."""
     # Adding an update turns -0.0 into 0.0, so the sign of a zero does not count. Bits
     # are compared, as compilers may leave out the rounding of a number that is
     # compared.
     is_zero = rounded == 0
-    own = _bits(jnp.where(is_zero, jnp.abs(number), number), dtype)
-    return jnp.where(
-        own == _bits(jnp.where(is_zero, 0, rounded), dtype), number, rounded
-    )
-
-
-def kept(rest: Any) -> tuple[jax.Array, np.dtype]:
-    """The array in a rest, and the narrow dtype that it belongs to."""
-    if isinstance(rest, Whole):
-        return rest.number, dtype_of(rest.of_dtype)
-    is_bits = jnp.issubdtype(dtype_of(rest), jnp.integer)
-    return rest, jnp.dtype(jnp.bfloat16 if is_bits else jnp.float16)
+    unsigned = jnp.where(is_zero, jnp.abs(number), number)
+    own_bits = _bits(unsigned, dtype)
+    bits = _bits(jnp.where(is_zero, 0, rounded), dtype)
+    return jnp.where(own_bits == bits, number, rounded)
 
 
 def _bits(number: jax.Array, dtype: np.dtype) -> jax.Array:
-    return lax.bitcast_convert_type(
-        number.astype(dtype), f"uint{jnp.finfo(dtype).bits}"
-    )
+    """The bits of a number in a dtype, as an unsigned integer."""
+    width = jnp.finfo(dtype).bits
+    return lax.bitcast_convert_type(number.astype(dtype), f"uint{width}")

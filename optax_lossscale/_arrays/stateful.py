@@ -42,11 +42,9 @@ def state_field(
     """
     # NumPy values: strongly typed, impossible to donate away, and made without starting
     # a JAX backend, which must not happen before `jax.distributed.initialize`.
-    field = functools.partial(
-        dataclasses.field, init=init, metadata={state_field: True}
-    )
+    metadata = {state_field: True}
     if default is dataclasses.MISSING:
-        return field()
+        return dataclasses.field(init=init, metadata=metadata)
     dtype = {bool: np.bool_, int: np.int32, float: np.float32}.get(type(default))
     array = np.asarray(default, dtype)
     if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != np.bool_:
@@ -55,7 +53,9 @@ def state_field(
             f"a state must start as a number or an array of numbers, got {got}"
         )
     value = array[()]  # a scalar, if it has no dimensions
-    return field(default_factory=lambda: value)
+    return dataclasses.field(
+        default_factory=lambda: value, init=init, metadata=metadata
+    )
 
 
 def checked(check: Check, *, default: Any = dataclasses.MISSING) -> Any:
@@ -103,17 +103,18 @@ class Stateful(_Frozen, abc.ABC):
         )
 
     def __post_init__(self):
-        checks = self._checks.items()
-        self._set(**{name: check(name, getattr(self, name)) for name, check in checks})
+        for name, check in self._checks.items():
+            self._set(**{name: check(name, getattr(self, name))})
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
         validation.at_hand("==", (self, other))
-        same = jax.tree.structure(self) == jax.tree.structure(other)
-        return same and all(
-            map(np.array_equal, jax.tree.leaves(self), jax.tree.leaves(other))
-        )
+        leaves, structure = jax.tree.flatten(self)
+        other_leaves, other_structure = jax.tree.flatten(other)
+        if structure != other_structure:
+            return False
+        return all(map(np.array_equal, leaves, other_leaves))
 
     def __hash__(self) -> int:
         return hash((type(self), self._static()))  # a tracer in the state has no hash
@@ -124,31 +125,28 @@ class Stateful(_Frozen, abc.ABC):
 
     def replace(self, **state: jax.typing.ArrayLike) -> Self:
         """A copy with new values of the named state fields, in the dtypes they had."""
-        if unknown := sorted(set(state) - set(self._state_names)):
-            known = ", ".join(self._state_names)
-            has = (
-                f"its state fields are {known}"
-                if known
-                else "it has none, as it never changes"
-            )
+        unknown = sorted(set(state) - set(self._state_names))
+        if unknown:
+            known = "it has none, as it never changes"
+            if self._state_names:
+                known = f"its state fields are {', '.join(self._state_names)}"
             raise TypeError(
-                f"{type(self).__name__} has no state {', '.join(unknown)}; {has}. For "
-                "another configuration, construct a new one."
+                f"{type(self).__name__} has no state {', '.join(unknown)}; {known}. "
+                "For another configuration, construct a new one."
             )
-        new = {k: _as_state(k, v, getattr(self, k).dtype) for k, v in state.items()}
-        return self._with_attributes(vars(self) | new)
+        attributes = dict(vars(self))
+        for name, value in state.items():
+            attributes[name] = _as_state(name, value, getattr(self, name).dtype)
+        return self._with_attributes(attributes)
 
     def get_config(self) -> dict[str, Any]:
         """The class's name and its configuration, JSON-able, without the state."""
-        values = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init
-        }
-        config = {
-            name: dataclasses.asdict(value)
-            if dataclasses.is_dataclass(value)
-            else value
-            for name, value in values.items()
-        }
+        config = {}
+        for field in dataclasses.fields(self):
+            if field.init:
+                value = getattr(self, field.name)
+                is_tree = dataclasses.is_dataclass(value)
+                config[field.name] = dataclasses.asdict(value) if is_tree else value
         return {"class_name": _config_name(type(self)), "config": config}
 
     @classmethod
@@ -175,30 +173,31 @@ class Stateful(_Frozen, abc.ABC):
                 "a dict with the keys 'class_name' and 'config', as from get_config()"
             )
             validation.refuse(f"a {cls._kind}'s config", config, allowed)
-        classes = {
-            _config_name(c): c for c in _subclasses(cls) if not inspect.isabstract(c)
-        }
+        concrete = [c for c in _subclasses(cls) if not inspect.isabstract(c)]
+        classes = {_config_name(c): c for c in concrete}
         name = config["class_name"]
         if not isinstance(name, str) or name not in classes:
+            known = ", ".join(sorted(classes))
             raise ValueError(
-                f"no {cls._kind} is named {validation.shown(name)}; there are "
-                f"{', '.join(sorted(classes))}. Import the module that defines yours "
-                "first."
+                f"no {cls._kind} is named {validation.shown(name)}; there are {known}. "
+                "Import the module that defines yours first."
             )
         return validation.construct(classes[name], config["config"])
 
     def _static(self) -> tuple[tuple[str, Any], ...]:
+        """The configuration, which can be hashed and compared."""
         return tuple((name, getattr(self, name)) for name in self._static_names)
 
     def _flatten_with_keys(self) -> tuple[Any, Any]:
+        """The state as leaves with their keys, and the configuration beside it."""
         leaves = [(GetAttrKey(name), getattr(self, name)) for name in self._state_names]
         return leaves, self._static()
 
     @classmethod
     def _unflatten(cls, static: Any, leaves: Any) -> Self:
-        return cls._with_attributes(
-            [*static, *zip(cls._state_names, leaves, strict=True)]
-        )
+        """An instance of any leaves, checked by nothing: JAX puts placeholders there."""
+        state = zip(cls._state_names, leaves, strict=True)
+        return cls._with_attributes([*static, *state])
 
     @classmethod
     def _with_attributes(cls, attributes: Any) -> Self:
@@ -210,9 +209,8 @@ class Stateful(_Frozen, abc.ABC):
 
 def _make_frozen_dataclass(cls: type[Stateful]) -> None:
     """Makes a class a frozen dataclass, so that its author may still decorate it as one."""
-    declared = {
-        name: x for name, x in vars(cls).items() if isinstance(x, dataclasses.Field)
-    }
+    attributes = vars(cls).items()
+    declared = {k: x for k, x in attributes if isinstance(x, dataclasses.Field)}
     dataclasses.dataclass(frozen=True, eq=False)(cls)
     # A second `dataclass(frozen=True)` would refuse to replace these two; `_Frozen` has
     # others.
@@ -247,7 +245,10 @@ def _complete_init(cls: type[Stateful]) -> Callable[..., None]:
 
 def _subclasses(cls: type[Stateful]) -> list[type[Stateful]]:
     """A class and all that derive from it, in the order of their definition."""
-    return [cls, *(d for c in cls.__subclasses__() for d in _subclasses(c))]
+    subclasses = [cls]
+    for child in cls.__subclasses__():
+        subclasses += _subclasses(child)
+    return subclasses
 
 
 def _config_name(cls: type[Stateful]) -> str:
@@ -260,7 +261,8 @@ def _config_name(cls: type[Stateful]) -> str:
 
 def _is_ours(cls: type[Stateful]) -> bool:
     """Whether a class is one of this library's, whose names are taken."""
-    return cls.__module__.split(".")[0] == "optax_lossscale"
+    package, *_ = cls.__module__.split(".")
+    return package == "optax_lossscale"
 
 
 def _as_state(name: str, value: Any, dtype: Any) -> jax.Array:
@@ -268,7 +270,6 @@ def _as_state(name: str, value: Any, dtype: Any) -> jax.Array:
     try:
         return jnp.asarray(value, dtype)
     except (TypeError, ValueError) as error:
+        allowed = f"an array of {dtype}"
         got = validation.shown(value)
-        raise TypeError(
-            f"the state {name} must be an array of {dtype}, got {got}"
-        ) from error
+        raise TypeError(f"the state {name} must be {allowed}, got {got}") from error

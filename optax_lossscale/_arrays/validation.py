@@ -39,7 +39,8 @@ _SHORT = _Short()
 
 def shown(value: Any) -> str:
     """A value in an error message: never long, whatever it is."""
-    text = " ".join(_SHORT.repr(value).split())
+    words = _SHORT.repr(value).split()
+    text = " ".join(words)
     return text if len(text) <= 300 else f"{text[:300]}…"
 
 
@@ -47,10 +48,13 @@ def warn(text: str) -> None:
     """Warns at the user's line that led here, but not while a report is made of it."""
     if IS_REPORTED.value:
         return
-    frames = traceback.walk_stack(inspect.currentframe())
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
-    users = (n for n, name in enumerate(modules) if name.split(".")[0] not in _OURS)
-    warnings.warn(text, stacklevel=next(users, 0) + 1)
+    level = 1
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        package, *_ = frame.f_globals.get("__name__", "").split(".")
+        if package not in _OURS:
+            break
+        level += 1
+    warnings.warn(text, stacklevel=level)
 
 
 def refuse(name: str, value: Any, allowed: str) -> NoReturn:
@@ -60,15 +64,12 @@ def refuse(name: str, value: Any, allowed: str) -> NoReturn:
 
 def python_number(value: Any) -> int | float | None:
     """A number, or a concrete array of one, as a Python number; None for anything else."""
+    if isinstance(value, jax.core.Tracer):
+        return None
     if isinstance(value, (np.generic, np.ndarray, jax.Array)) and value.shape == ():
-        if isinstance(value, jax.core.Tracer):
-            return None
         value = value.item()
-    return (
-        None
-        if isinstance(value, bool) or not isinstance(value, (int, float))
-        else value
-    )
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number else None
 
 
 def is_numeric(value: Any) -> bool:
@@ -83,7 +84,8 @@ def number(allowed: str, holds: Callable[[float], bool]) -> Callable[[str, Any],
 
     def checked(name: str, value: Any) -> float:
         x = python_number(value)
-        if x is None or not abs(x) <= sys.float_info.max or not holds(float(x)):
+        is_finite = x is not None and abs(x) <= sys.float_info.max
+        if not is_finite or not holds(float(x)):
             refuse(name, value, allowed)
         return float(x)
 
@@ -112,16 +114,18 @@ def in_order(min_scale: float, initial_scale: float, max_scale: float) -> None:
 
 def count(name: str, value: Any, least: int = 1, most: int = LARGEST_INT) -> int:
     """A whole number between two others."""
-    n = python_number(value)
-    if not isinstance(n, int) or not least <= n <= most:
+    number = python_number(value)
+    if not isinstance(number, int) or not least <= number <= most:
         refuse(name, value, f"an int between {least} and {most}")
-    return n
+    return number
 
 
 def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:
     """One of a few values of a type: 1 is not taken for True."""
-    if type(value) is not type(options[0]) or value not in options:
-        refuse(name, value, f"one of {', '.join(map(repr, options))}")
+    is_of_their_type = type(value) is type(options[0])
+    if not is_of_their_type or value not in options:
+        allowed = ", ".join(map(repr, options))
+        refuse(name, value, f"one of {allowed}")
     return value
 
 
@@ -155,19 +159,23 @@ def function(name: str, value: Any) -> None:
 def argnums(value: Any) -> tuple[int, ...]:
     """Which positional arguments: an int, or a sequence of ints."""
     positions = tuple(value) if isinstance(value, Sequence) else (value,)
+    got = shown(value)
     for position in positions:
         if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
-            raise TypeError(
-                f"argnums must be an int or a sequence of ints, got {shown(value)}"
-            )
+            raise TypeError(f"argnums must be an int or a sequence of ints, got {got}")
     if len(set(positions)) < len(positions):
-        raise ValueError(f"argnums must name each argument once, got {shown(value)}")
+        raise ValueError(f"argnums must name each argument once, got {got}")
     return positions
+
+
+def is_traced(tree: Any) -> bool:
+    """Whether a tree holds tracers: what depends on it is being compiled."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
 def at_hand(name: str, tree: Any) -> None:
     """Raises unless the host can read these numbers: they must not be traced."""
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
+    if is_traced(tree):
         raise TypeError(
             f"{name} reads numbers on the host: call it outside jit, vmap and grad, on "
             "what the compiled step returned, or by jax.debug.callback"
@@ -176,13 +184,15 @@ def at_hand(name: str, tree: Any) -> None:
 
 def construct(cls: Callable[..., Any], config: Any) -> Any:
     """`cls(**config)`; an unknown or missing key raises a `ValueError` that lists them all."""
-    parameters = inspect.signature(cls).parameters.values()
-    allowed = [p.name for p in parameters]
-    required = [p.name for p in parameters if p.default is inspect.Parameter.empty]
-    if not isinstance(config, dict) or not set(required) <= set(config) <= set(allowed):
-        needed = f", of which it needs {', '.join(required)}" if required else ""
-        raise ValueError(
-            f"the config of {cls.__name__} must be a dict with keys among "
-            f"{', '.join(allowed)}{needed}; got {shown(config)}"
-        )
-    return cls(**config)
+    allowed = inspect.signature(cls).parameters
+    required = [name for name, p in allowed.items() if p.default is p.empty]
+    fits = isinstance(config, dict) and set(required) <= set(config) <= set(allowed)
+    if fits:
+        return cls(**config)
+    keys = ", ".join(allowed)
+    if required:
+        keys += f", of which it needs {', '.join(required)}"
+    raise ValueError(
+        f"the config of {cls.__name__} must be a dict with keys among {keys}; got "
+        f"{shown(config)}"
+    )

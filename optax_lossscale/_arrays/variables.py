@@ -21,14 +21,15 @@ def is_of_nnx(x: Any, *classes: str) -> bool:
     """Whether this is of one of the classes of Flax NNX with these names."""
     # Only a program that has imported Flax can have one, so this does not import it.
     nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(
-        x, tuple(getattr(nnx, name) for name in classes)
-    )
+    if nnx is None:
+        return False
+    return isinstance(x, tuple(getattr(nnx, name) for name in classes))
 
 
-def found(is_one: Callable[[Any], bool], tree: Any) -> list[Any]:
-    """The nodes of a tree for which `is_one` holds, however deeply nested."""
-    return list(filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
+def find(is_node: Callable[[Any], bool], tree: Any) -> list[Any]:
+    """The nodes of a tree for which `is_node` holds, however deeply nested."""
+    nodes = jax.tree.leaves(tree, is_leaf=is_node)
+    return [x for x in nodes if is_node(x)]
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -49,8 +50,10 @@ def plain(tree: Any) -> Any:
     """The tree with each variable replaced by the array that it holds."""
 
     def value(x):
+        if not is_variable(x):
+            return x
         # A variable is a pytree of one leaf, or of none if it holds nothing.
-        leaves = jax.tree.leaves(x) if is_variable(x) else []
+        leaves = jax.tree.leaves(x)
         return leaves[0] if leaves else x
 
     return jax.tree.map(value, tree, is_leaf=is_variable)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_lossscale._arrays.variables import found, is_of_nnx, is_variable
+from optax_lossscale._arrays.variables import find, is_of_nnx, is_variable
 
 _TAG = "optax_lossscale"  # by which NNX knows what belongs to one call
 
@@ -37,7 +37,7 @@ class _AsItIs:
 
 def objects(tree: Any) -> list[Any]:
     """The modules, variables, random streams, optimizers and metrics of NNX in a tree."""
-    return found(_is_object, tree)
+    return find(_is_object, tree)
 
 
 def is_parameter(variable: Any) -> bool:

@@ -20,7 +20,7 @@ from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow
 from optax_lossscale._diagnosis.table import Row, row_of, table_of
 from optax_lossscale._step.get import get_loss_scale, loss_scales_in
-from optax_lossscale._step.gradient import refuse_shared_names
+from optax_lossscale._step.gradient import check_keywords
 
 _FEW = 0.01  # of choices, which may be decided either way
 
@@ -80,7 +80,7 @@ def diagnose(
       2**31, with 2 bits to spare before gradients overflow
     """
     validation.function("loss_fn", loss_fn)
-    refuse_shared_names(loss_fn, ["has_aux", "opt_state"], (params, *args))
+    check_keywords(loss_fn, ["has_aux", "opt_state"], (params, *args))
     validation.at_hand("diagnose", (params, args, kwargs, opt_state))
     # What is not finite is to be found here, and what is on the host to be looked at.
     with (

@@ -21,7 +21,7 @@ from optax_lossscale._programs.values import dtype_in
 from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._step.gradient import loss_of
-from optax_lossscale._step.inputs import refuse_no_scalar
+from optax_lossscale._step.inputs import check_scalar
 
 _PARAMETER = "params/"
 
@@ -82,7 +82,7 @@ def gradient_of(
             lambda x: next(left) if _is_array(x) else x, everything
         )
         loss = loss_of(loss_fn(params, *args, **kwargs), has_aux)
-        refuse_no_scalar("the loss", loss)
+        check_scalar("the loss", loss)
         loss = jnp.asarray(loss)
         if not jnp.issubdtype(loss.dtype, jnp.floating):
             raise TypeError(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays.precision import dtype_of
-from optax_lossscale._arrays.variables import found
+from optax_lossscale._arrays.variables import find
 
 
 class Moments(NamedTuple):
@@ -32,7 +32,7 @@ class Moments(NamedTuple):
 
 def moments_of(opt_state: Any, grads: dict[str, np.ndarray]) -> Moments | None:
     """Those of an optimizer state, or those that true gradients give it in the first step."""
-    states = found(_is_adam, opt_state)
+    states = find(_is_adam, opt_state)
     if not states:
         return None
     eps, b2 = _eps_and_b2(opt_state)
@@ -60,7 +60,7 @@ def moments_of(opt_state: Any, grads: dict[str, np.ndarray]) -> Moments | None:
 def _eps_and_b2(opt_state: Any) -> tuple[float, float]:
     """Adam's hyperparameters: its defaults, unless the state says otherwise."""
     hyperparams = {"eps": 1e-8, "b2": 0.999}
-    for injected in found(_holds_hyperparams, opt_state)[:1]:
+    for injected in find(_holds_hyperparams, opt_state)[:1]:
         hyperparams |= injected.hyperparams
     return float(hyperparams["eps"]), float(hyperparams["b2"])
 

@@ -16,16 +16,19 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.stateful import checked, state_field
 from optax_lossscale._skips.rule import SkipRule
 
+_LENGTH = partial(validation.count, least=2, most=2**20)
+_NOT_NEGATIVE = partial(validation.count, least=0)
+_ZERO_OR_ONE = partial(validation.count, least=0, most=1)
+
 
 class RollingSkipRule(SkipRule):
     """The rule of `skips.olmo_core`, `skips.maxtext` and `skips.levanter`."""
 
     needs_value = True
-    length: int = checked(partial(validation.count, least=2, most=2**20))
+    length: int = checked(_LENGTH)
     sigma_factor: float = checked(validation.positive)
-    least_history: int = checked(partial(validation.count, least=0))  # without a skip
-    # 1 for unbiased
-    ddof: int = checked(partial(validation.count, least=0, most=1), default=1)
+    least_history: int = checked(_NOT_NEGATIVE)  # without a skip
+    ddof: int = checked(_ZERO_OR_ONE, default=1)  # 1 for unbiased
     least_deviation: float = checked(validation.finite, default=0.0)
     # How many steps the window holds; shape=(), dtype=int32
     seen: jax.Array = state_field(0)
@@ -35,10 +38,8 @@ class RollingSkipRule(SkipRule):
 
     def __post_init__(self):
         super().__post_init__()
-        self._set(
-            _losses=np.zeros(self.length, np.float32),
-            _norms=np.zeros(self.length, np.float32),
-        )
+        empty = np.zeros(self.length, np.float32)
+        self._set(_losses=empty, _norms=empty)
 
     def decide(
         self, norm: jax.Array, value: jax.Array | None
@@ -54,15 +55,17 @@ class RollingSkipRule(SkipRule):
             _losses=jnp.where(is_oldest, value, self._losses),
             _norms=jnp.where(is_oldest, norm, self._norms),
         )
-        return new, (loss_is_usual & norm_is_usual) | is_early
+        are_usual = loss_is_usual & norm_is_usual
+        return new, are_usual | is_early
 
     def _is_usual(self, x: jax.Array, window: jax.Array) -> jax.Array:
         """Whether a number is at most `sigma_factor` deviations above the window's mean."""
         is_filled = jnp.arange(self.length) < self.seen
         count = jnp.maximum(self.seen, 1)
-        freedom = jnp.maximum(self.seen - self.ddof, 1)
-        mean = jnp.sum(jnp.where(is_filled, window, 0)) / count.astype(jnp.float32)
+        degrees = jnp.maximum(self.seen - self.ddof, 1)  # of freedom
+        numbers = jnp.where(is_filled, window, 0)
+        mean = jnp.sum(numbers) / count.astype(jnp.float32)
         squares = jnp.where(is_filled, jnp.square(window - mean), 0)
-        variance = jnp.sum(squares) / freedom.astype(jnp.float32)
+        variance = jnp.sum(squares) / degrees.astype(jnp.float32)
         deviation = jnp.maximum(jnp.sqrt(variance), self.least_deviation)
         return x - mean <= self.sigma_factor * deviation

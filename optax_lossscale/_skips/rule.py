@@ -97,7 +97,8 @@ class SkipRule(Stateful):
                 "or update with value=loss"
             )
         norm = jnp.asarray(norm, jnp.float32)
-        value = None if value is None else jnp.asarray(value, jnp.float32)
+        if value is not None:
+            value = jnp.asarray(value, jnp.float32)
         new, should_apply = self.decide(norm, value)
         if jax.tree.structure(new) != jax.tree.structure(self):
             raise TypeError(

@@ -19,6 +19,8 @@ _COMMON = 3  # as many steps as this are no accident
 _ABOVE_ALL = 1e3  # in place of a logarithm that is not known
 
 _POSITIVE = validation.number("above 0 and at most 1e6", lambda x: 0 < x <= 1e6)
+_WINDOW = partial(validation.count, least=16, most=2**20)
+_SKIPS = partial(validation.count, least=0, most=2**20)
 
 
 class SpikeSkipRule(SkipRule):
@@ -26,8 +28,8 @@ class SpikeSkipRule(SkipRule):
 
     factor: float = checked(_POSITIVE, default=6.0)
     least: float = checked(_POSITIVE, default=1.0)
-    window: int = checked(partial(validation.count, least=16, most=2**20), default=64)
-    max_skips: int = checked(partial(validation.count, least=0, most=2**20), default=16)
+    window: int = checked(_WINDOW, default=64)
+    max_skips: int = checked(_SKIPS, default=16)
     # The largest values usual at the last step, infinite while unknown; shape=(),
     # dtype=float32.
     norm_limit: jax.Array = state_field(float("inf"))
@@ -46,48 +48,55 @@ class SpikeSkipRule(SkipRule):
     def decide(
         self, norm: jax.Array, value: jax.Array | None
     ) -> tuple[Self, jax.Array]:
-        sizes = jnp.stack([norm, jnp.float32(0) if value is None else value])
+        if value is None:
+            value = jnp.float32(0)
+        sizes = jnp.stack([norm, value])
         is_known = sizes > 0
         measured = jnp.log2(jnp.maximum(sizes, validation.SMALLEST))
         limits = self._limits()
         is_spike = jnp.any((measured > limits) & is_known)
-        most = APPLIED_PER_SKIP * self.max_skips
+        most_debt = APPLIED_PER_SKIP * self.max_skips
         # What happens this often is no accident, and is applied.
-        is_common = is_spike & (self.skip_debt + APPLIED_PER_SKIP > most)
+        is_common = is_spike & (self.skip_debt + APPLIED_PER_SKIP > most_debt)
         should_apply = ~is_spike | is_common
-        new = self._with(measured, is_known & should_apply).replace(
+        new = self._remember(measured, is_known & should_apply)
+        new = new.replace(
             norm_limit=jnp.exp2(limits[0]),
             value_limit=jnp.exp2(limits[1]),
-            skip_debt=jnp.where(is_common, most, self.skip_debt),
+            skip_debt=jnp.where(is_common, most_debt, self.skip_debt),
         )
         return new, should_apply
 
     def _limits(self) -> jax.Array:
         """The largest logarithms of a norm and of a loss that are usual; shape (2,)."""
-        is_filled = jnp.arange(self.window)[None] < self._seen[:, None]
+        places = jnp.arange(self.window)[None]
+        is_filled = places < self._seen[:, None]
         ordered = jnp.sort(jnp.where(is_filled, self._last, _ABOVE_ALL))
         count = jnp.maximum(self._seen, _FEWEST)
 
         def at(rank):
             """The number of this rank, of norms and of losses."""
-            return jnp.take_along_axis(ordered, rank[:, None], 1)[:, 0]
+            numbers = jnp.take_along_axis(ordered, rank[:, None], 1)
+            return numbers[:, 0]
 
         median = at(count // 2)
         quartile = at(3 * count // 4)
-        common = at(count - jnp.maximum(_COMMON, count // APPLIED_PER_SKIP))
+        how_many_reached = jnp.maximum(_COMMON, count // APPLIED_PER_SKIP)
+        common = at(count - how_many_reached)
         deviation = _DEVIATION * (quartile - median)
-        floor = self.least * jnp.maximum(1, _ENOUGH / count.astype(jnp.float32))
+        shortage = jnp.maximum(1, _ENOUGH / count.astype(jnp.float32))
+        floor = self.least * shortage
         allowed = jnp.maximum(self.factor * deviation, floor)
         limits = jnp.maximum(median + allowed, common + allowed / 2)
         return jnp.where(self._seen < _FEWEST, jnp.inf, limits)
 
-    def _with(self, measured: jax.Array, remembered: jax.Array) -> Self:
-        """With one more of each in the place of the oldest, if it is to be remembered."""
-        one_more = remembered.astype(jnp.int32)
+    def _remember(self, measured: jax.Array, is_usual: jax.Array) -> Self:
+        """With one more of each in the place of the oldest, if it is usual."""
+        one_more = is_usual.astype(jnp.int32)
         is_oldest = jnp.arange(self.window)[None] == self._next[:, None]
-        here = remembered[:, None] & is_oldest
+        is_replaced = is_usual[:, None] & is_oldest
         return self.replace(
-            _last=jnp.where(here, measured[:, None], self._last),
+            _last=jnp.where(is_replaced, measured[:, None], self._last),
             _seen=jnp.minimum(self._seen + one_more, self.window),
             _next=(self._next + one_more) % self.window,
         )

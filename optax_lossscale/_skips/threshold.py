@@ -54,9 +54,9 @@ class DropNorm:
 
 def _drop_norm(name: str, value: Any) -> DropNorm:
     """A check that takes what a config has for it, too."""
-    return (
-        value if isinstance(value, DropNorm) else validation.construct(DropNorm, value)
-    )
+    if isinstance(value, DropNorm):
+        return value
+    return validation.construct(DropNorm, value)
 
 
 class MovingAverageSkipRule(SkipRule):
@@ -73,22 +73,25 @@ class MovingAverageSkipRule(SkipRule):
         self, norm: jax.Array, value: jax.Array | None
     ) -> tuple[Self, jax.Array]:
         variance = jnp.maximum(self.mean_square - jnp.square(self.mean), 0)
-        usual = norm < self.drop_norm(self.count, self.mean, jnp.sqrt(variance))
+        stddev = jnp.sqrt(variance)
+        is_usual = norm < self.drop_norm(self.count, self.mean, stddev)
 
         def weight(count):
             """Of the first norms in a moving average that starts from zero, together."""
             return 1 - self.grad_norm_ema_decay ** count.astype(jnp.float32)
 
-        decay = self.grad_norm_ema_decay * (weight(self.count) / weight(self.count + 1))
+        correction = weight(self.count) / weight(self.count + 1)
+        decay = self.grad_norm_ema_decay * correction
 
         def average(old, new):
             """The average with one more, if the step is applied."""
-            return jnp.where(usual, decay * old + (1 - decay) * new, old)
+            return jnp.where(is_usual, decay * old + (1 - decay) * new, old)
 
         square = jnp.minimum(jnp.square(norm), validation.LARGEST)
+        one_more = optax.safe_increment(self.count)
         new = self.replace(
-            count=jnp.where(usual, optax.safe_increment(self.count), self.count),
+            count=jnp.where(is_usual, one_more, self.count),
             mean=average(self.mean, norm),
             mean_square=average(self.mean_square, square),
         )
-        return new, usual
+        return new, is_usual

@@ -45,7 +45,8 @@ def decide(
     """
     # What is measured is not differentiated.
     grads, value = lax.stop_gradient((unscaled.checked_grads(), unscaled.value))
-    norm = finite = None
+    norm = None
+    finite = None
     if state.skip_rule is not None:
         norm, finite = norm_and_all_finite(grads)
         norm = across(lax.pmax, norm, axis_name)
@@ -58,32 +59,32 @@ def decide(
         return True, state._replace(loss_scale=loss_scale)
 
     should_apply = jnp.asarray(fits, bool)
-    learns = None
+    scale_adapts = None  # whether it does, unless it always does
     if skip is not None and value is not None:
-        learns = on_all_replicas(jnp.isfinite(value), axis_name)
-        should_apply = should_apply & learns
+        loss_is_finite = on_all_replicas(jnp.isfinite(value), axis_name)
+        should_apply = should_apply & loss_is_finite
+        scale_adapts = loss_is_finite
     rule = state.skip_rule
     if rule is not None and norm is not None:
         rule, should_apply = _ruled(rule, norm, value, should_apply, axis_name)
-        is_overflow = ~jnp.asarray(fits, bool)
-        learns = should_apply | (
-            is_overflow if learns is None else is_overflow & learns
-        )
-    if learns is not None:
-        loss_scale = jax.tree.map(
-            partial(jnp.where, learns), loss_scale, state.loss_scale
-        )
-    _refuse_to_differ(should_apply, state)
+        overflows = ~jnp.asarray(fits, bool)
+        if scale_adapts is not None:
+            overflows = overflows & scale_adapts
+        scale_adapts = should_apply | overflows
+    if scale_adapts is not None:
+        choose = partial(jnp.where, scale_adapts)
+        loss_scale = jax.tree.map(choose, loss_scale, state.loss_scale)
+    _check_replicas_agree(should_apply, state)
 
     skipped = state.skipped_steps
+    skipped = jnp.where(should_apply, skipped, optax.safe_increment(skipped))
     in_a_row = state.consecutive_skipped_steps
+    in_a_row = jnp.where(should_apply, 0, optax.safe_increment(in_a_row))
     return should_apply, state._replace(
         loss_scale=loss_scale,
         should_apply=should_apply,
-        skipped_steps=jnp.where(should_apply, skipped, optax.safe_increment(skipped)),
-        consecutive_skipped_steps=jnp.where(
-            should_apply, 0, optax.safe_increment(in_a_row)
-        ),
+        skipped_steps=skipped,
+        consecutive_skipped_steps=in_a_row,
         skip_rule=rule,
     )
 
@@ -104,7 +105,8 @@ def _adapted(
         fits = finite
     else:
         new, fits = loss_scale.update(grads, axis_name)
-        fits = fits if finite is None else finite & fits
+        if finite is not None:
+            fits = finite & fits
     if jax.tree.structure(new) != jax.tree.structure(loss_scale):
         raise TypeError(
             f"{type(loss_scale).__name__} must adapt to a loss scale of its own type "
@@ -134,12 +136,12 @@ def _ruled(
     return rule, should_apply & allowed
 
 
-def _refuse_to_differ(should_apply: jax.Array, state: LossScaleState) -> None:
+def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> None:
     """Raises if replicas of a `shard_map` that share a state would decide differently."""
-    if apart := varying_axes(should_apply) - varying_axes(
-        jnp.asarray(state.should_apply)
-    ):
-        name, *_ = sorted(map(repr, apart))
+    axes_of_state = varying_axes(jnp.asarray(state.should_apply))
+    axes_apart = varying_axes(should_apply) - axes_of_state
+    if axes_apart:
+        name, *_ = sorted(map(repr, axes_apart))
         raise ValueError(
             f"the replicas along the axis {name} of a shard_map share their state, and "
             "would each decide alone whether to apply the step, by gradients or a "

@@ -9,7 +9,7 @@ import numpy as np
 
 from optax_lossscale import presets
 from optax_lossscale._arrays import validation
-from optax_lossscale._arrays.variables import found, is_variable, plain
+from optax_lossscale._arrays.variables import find, is_variable, plain
 from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.headroom import HeadroomLossScale
@@ -140,13 +140,13 @@ def get_loss_scale(state: Any) -> LossScale:
             f"expected exactly one loss scale in the state, found {count} in a "
             f"{type(state).__name__}. {remedy}"
         )
-    _refuse_around(state)
+    _check_nesting(state)
     return plain(loss_scales[0])
 
 
 def loss_scales_in(state: Any) -> list[LossScale]:
     """Every loss scale in a state, however deeply nested."""
-    return found(lambda x: isinstance(x, LossScale), state)
+    return find(lambda x: isinstance(x, LossScale), state)
 
 
 def resolve(loss_scale: Any) -> LossScale:
@@ -220,9 +220,9 @@ def _is_around(state: Any) -> bool:
     return name_in_optax(state) in _AROUND and bool(loss_scales_in(state))
 
 
-def _refuse_around(state: Any) -> None:
+def _check_nesting(state: Any) -> None:
     """Raises if something is wrapped around `with_loss_scale` that belongs inside."""
-    for x in found(_is_around, state):
+    for x in find(_is_around, state):
         name, harm = _AROUND[type(x).__name__]
         raise ValueError(
             f"optax.{name} around with_loss_scale {harm}: put it inside, where "

@@ -22,11 +22,11 @@ GradDtype: TypeAlias = (
 )
 
 
-def narrowed(grad_dtype: Any, differentiated: Any) -> Any:
+def cast_to_grad_dtype(grad_dtype: Any, differentiated: Any) -> Any:
     """What is differentiated, with wider floats cast to the dtypes that grad_dtype says."""
     if _is_function(grad_dtype):
         grad_dtype = grad_dtype(differentiated)
-        refuse_other_dtypes(grad_dtype)
+        check_grad_dtype(grad_dtype)
     dtypes = jax.tree.broadcast(grad_dtype, differentiated, is_leaf=_is_none)
     return jax.tree.map_with_path(_cast, differentiated, dtypes, is_leaf=_is_none)
 
@@ -46,7 +46,7 @@ def _cast(path: Any, x: Any, dtype: Any) -> Any:
     return jnp.asarray(x, dtype) if other.itemsize > dtype.itemsize else x
 
 
-def refuse_other_dtypes(grad_dtype: Any) -> None:
+def check_grad_dtype(grad_dtype: Any) -> None:
     """Raises for what is neither a function nor a tree of floating-point dtypes."""
     for leaf in [] if _is_function(grad_dtype) else jax.tree.leaves(grad_dtype):
         validation.floating_dtype("grad_dtype", leaf)

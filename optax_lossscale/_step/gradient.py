@@ -15,16 +15,19 @@ from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import (
     at_least_float32,
     dtype_of,
-    is_array,
     is_inexact,
 )
-from optax_lossscale._arrays.variables import found, is_module
+from optax_lossscale._arrays.variables import find, is_module
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.get import resolve
-from optax_lossscale._step.grad_dtype import GradDtype, narrowed, refuse_other_dtypes
-from optax_lossscale._step.inputs import refuse_no_scalar
-from optax_lossscale._step.master_weights import refuse_other_order
+from optax_lossscale._step.grad_dtype import (
+    GradDtype,
+    cast_to_grad_dtype,
+    check_grad_dtype,
+)
+from optax_lossscale._step.inputs import check_arrays, check_scalar
+from optax_lossscale._step.master_weights import check_order
 
 
 def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
@@ -64,8 +67,8 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
       >>> float(loss), float(scaled_grad)
       (9.0, 48.0)
     """
-    refuse_other_order(loss_scale)
-    refuse_no_scalar("the loss", loss)
+    check_order(loss_scale)
+    check_scalar("the loss", loss)
     loss = jnp.asarray(loss)
     loss_scale = resolve(loss_scale)
     _warn_of_float16(loss, loss_scale)
@@ -86,12 +89,9 @@ def _scaled_tangent(primals, tangents):
 
 def _warn_of_float16(loss: Any, loss_scale: LossScale) -> None:
     """Warns of a loss in float16, if the loss scale may grow beyond what that holds."""
-    is_fixed = isinstance(loss_scale, FixedLossScale)
-    highest = (
-        loss_scale.initial_scale
-        if is_fixed
-        else getattr(loss_scale, "max_scale", math.inf)
-    )
+    highest = getattr(loss_scale, "max_scale", math.inf)
+    if isinstance(loss_scale, FixedLossScale):
+        highest = loss_scale.initial_scale
     if getattr(loss, "dtype", None) == jnp.float16 and highest >= 2**16:
         validation.warn(
             "the loss is float16, where its gradient, the loss scale, is infinite "
@@ -156,18 +156,19 @@ def value_and_scaled_grad(
       >>> float(loss), float(scaled_grad)
       (9.0, 48.0)
     """
-    refuse_other_order(loss_scale)
+    check_order(loss_scale)
     loss_scale = resolve(loss_scale)
     validation.function("fun", fun)
-    refuse_other_dtypes(grad_dtype)
-    several = isinstance(argnums, Sequence)
-    if not (differentiated := validation.argnums(argnums)):
+    check_grad_dtype(grad_dtype)
+    is_one = not isinstance(argnums, Sequence)
+    differentiated = validation.argnums(argnums)
+    if not differentiated:
         raise TypeError("argnums must be an int or a sequence of at least one, got ()")
 
     def scaled_fun(*args, **kw):
         value = fun(*args, **kw)
         loss = loss_of(value, has_aux)
-        refuse_no_scalar("the loss", loss)
+        check_scalar("the loss", loss)
         return loss_scale.scale(jnp.asarray(loss)), value
 
     scaled_value_and_grad = jax.value_and_grad(
@@ -176,18 +177,19 @@ def value_and_scaled_grad(
 
     @functools.wraps(fun)
     def value_and_scaled_grad_fn(*args, **kw):
-        positions = [
-            range(len(args))[n] for n in differentiated if -len(args) <= n < len(args)
-        ]
-        given = tuple(args[n] for n in positions)
-        _refuse_modules(given)
+        there = [n for n in differentiated if -len(args) <= n < len(args)]
+        operands = tuple(args[n] for n in there)
+        first_or_all = operands[0] if len(operands) == 1 else operands
+        _check_no_modules(operands)
+        check_arrays("what is differentiated", first_or_all)
         if not kwargs.get("allow_int", False):
-            _refuse_integers(given[0] if len(given) == 1 else given)
-        # Else JAX refuses
-        if grad_dtype is not None and len(given) == len(differentiated):
-            cast = narrowed(grad_dtype, given if several else given[0])
-            cast = dict(zip(positions, cast if several else (cast,), strict=True))
-            args = [cast.get(n, arg) for n, arg in enumerate(args)]
+            _check_inexact(first_or_all)
+        are_all_there = len(there) == len(differentiated)  # else JAX refuses
+        if grad_dtype is not None and are_all_there:
+            cast = cast_to_grad_dtype(grad_dtype, operands[0] if is_one else operands)
+            args = list(args)
+            for n, operand in zip(there, (cast,) if is_one else cast, strict=True):
+                args[n] = operand
         (_, value), scaled_grads = scaled_value_and_grad(*args, **kw)
         _warn_of_float16(loss_of(value, has_aux), loss_scale)
         return value, scaled_grads
@@ -207,31 +209,27 @@ def loss_of(value: Any, has_aux: bool) -> Any:
     return value[0]
 
 
-def refuse_shared_names(
-    fun: Callable[..., Any], ours: Sequence[str], args: tuple
-) -> None:
+def check_keywords(fun: Callable[..., Any], ours: Sequence[str], args: tuple) -> None:
     """Raises if a keyword of ours is also an argument of the function, and would not reach it."""
     try:
         signature = inspect.signature(fun)
-        given = {*signature.bind_partial(*args).arguments}
+        bound = {*signature.bind_partial(*args).arguments}
     except (TypeError, ValueError):  # no signature, or another: the call will say so
         return
-    given.update(getattr(inspect.unwrap(fun), "keywords", {}))  # of a functools.partial
-    parameters = signature.parameters.values()
-    theirs = {
-        p.name
-        for p in parameters
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    }
-    for name in (theirs - given).intersection(ours):
-        raise TypeError(
-            f"{name} is an argument of this call, and one of the function's own, which "
-            "would not get it: bind the latter, as in functools.partial(function, "
-            f"{name}=…)"
-        )
+    bound.update(getattr(inspect.unwrap(fun), "keywords", {}))  # of a functools.partial
+    for name in ours:
+        parameter = signature.parameters.get(name)
+        if parameter is None or name in bound:
+            continue
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TypeError(
+                f"{name} is an argument of this call, and one of the function's own, "
+                "which would not get it: bind the latter, as in "
+                f"functools.partial(function, {name}=…)"
+            )
 
 
-def _refuse_integers(tree: Any) -> None:
+def _check_inexact(tree: Any) -> None:
     """Raises for leaves that have no gradient, and says which."""
     for path, x in jax.tree.leaves_with_path(tree):
         if not is_inexact(x):
@@ -243,9 +241,9 @@ def _refuse_integers(tree: Any) -> None:
             )
 
 
-def _refuse_modules(tree: Any) -> None:
+def _check_no_modules(tree: Any) -> None:
     """Raises for models that are to be taken apart first."""
-    for x in found(is_module, tree):
+    for x in find(is_module, tree):
         raise TypeError(
             f"{type(x).__name__} is an nnx.Module, whose batch statistics and random "
             "streams jax.grad would lose. Differentiate with nnx.value_and_grad a "
@@ -254,12 +252,3 @@ def _refuse_modules(tree: Any) -> None:
             "...), and differentiate a function of them that calls "
             "nnx.merge(graphdef, params, rest)"
         )
-    for x in jax.tree.leaves(tree):
-        if not is_array(x):
-            raise TypeError(
-                f"a leaf of what is differentiated is not an array, {x!r}: with "
-                "Equinox, take the arrays out, params, static = eqx.partition(model, "
-                "eqx.is_inexact_array), and differentiate a function of them that "
-                "calls eqx.combine(params, static); or use eqx.filter_value_and_grad "
-                "on a loss that is scale_gradient(loss, state)"
-            )

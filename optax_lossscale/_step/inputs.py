@@ -15,8 +15,14 @@ from jax.typing import ArrayLike
 from optax_lossscale._arrays.finite import is_finite
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, is_array, is_inexact
-from optax_lossscale._arrays.validation import LARGEST, is_numeric, refuse, shown
-from optax_lossscale._arrays.variables import found, plain
+from optax_lossscale._arrays.validation import (
+    LARGEST,
+    is_numeric,
+    is_traced,
+    refuse,
+    shown,
+)
+from optax_lossscale._arrays.variables import find, plain
 from optax_lossscale._scales.loss_scale import LossScale
 
 # Bools, a tree of them, or a function that returns one; for other containers, use a
@@ -52,9 +58,8 @@ class Prepared:
         # A compiled step unscales in the branches of several platforms, but traces it
         # once.
         unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
-        return dataclasses.replace(
-            self, grads=unscale(loss_scale, self.grads, self.checked)
-        )
+        grads = unscale(loss_scale, self.grads, self.checked)
+        return dataclasses.replace(self, grads=grads)
 
     def finite(self, *, unless: jax.Array | bool = False) -> Self:
         """With zeros for what is not finite, in the loss and in the gradients that are checked.
@@ -75,11 +80,13 @@ class Prepared:
 
     def moved(self, move: Callable[[Any, Any], Any], updates: Any) -> Any:
         """`move(param, update)` for each parameter; without a gradient, its update is None."""
-        # The key of one of two trees
-        above = 1 if self.params is not _like(self.params) else 0
+        is_pair = isinstance(self.params, optax.LookaheadParams)
 
         def moved(path, param, update):
-            return move(param, None if self.is_missing(path[above:]) else update)
+            path_of_grad = path[1:] if is_pair else path
+            if self.is_missing(path_of_grad):
+                update = None
+            return move(param, update)
 
         return jax.tree.map_with_path(moved, self.params, updates)
 
@@ -88,15 +95,15 @@ class Prepared:
         if not self.missing:
             return new
 
-        # By path: some slots are trees themselves (SM3's), others are missing (under a
-        # mask).
-        def are_kept(slots):
+        def are_missing(slots):
+            # By path: some slots are trees themselves (SM3's), others are missing
+            # (under a mask).
             return jax.tree.map_with_path(lambda path, _: self.is_missing(path), slots)
 
         try:
-            is_kept = optax.tree.map_params(
+            without_gradient = optax.tree.map_params(
                 init,
-                are_kept,
+                are_missing,
                 new,
                 transform_non_params=lambda _: False,
                 is_leaf=lambda _: True,
@@ -108,38 +115,43 @@ class Prepared:
                 "pass zeros for that gradient, or leave the parameter out with "
                 "optax.masked inside the wrapper"
             ) from error
-        return jax.tree.map(lambda kept, n, o: o if kept else n, is_kept, new, old)
+
+        def chosen(is_missing, new, old):
+            return old if is_missing else new
+
+        return jax.tree.map(chosen, without_gradient, new, old)
 
     def is_missing(self, path: Any) -> bool:
         """Whether there was no gradient at a path, or for the branch in which it lies."""
-        return bool(self.missing) and any(
-            path[:n] in self.missing for n in range(len(path) + 1)
-        )
+        if not self.missing:
+            return False
+        return any(path[:length] in self.missing for length in range(len(path) + 1))
 
 
 def prepare(
     grads: Any, params: Any, value: ArrayLike | None, mask: Mask | None
 ) -> Prepared:
     """What a step was given, checked and completed."""
-    if found(lambda x: isinstance(x, optax.MaskedNode), grads):
+    if find(lambda x: isinstance(x, optax.MaskedNode), grads):
         raise ValueError(
             "with_loss_scale is inside optax.masked, optax.partition or "
             "optax.multi_transform, which pass the gradients of all other parameters "
             "on as they are, scaled: wrap the whole of it, as in "
             "with_loss_scale(optax.masked(inner, mask))"
         )
-    refuse_other_leaves("the gradients", grads)
-    given = complete(grads, params)
+    check_arrays("the gradients", grads)
+    completed = complete(grads, params)
     if params is not None:
-        _refuse_other_shapes(given.grads, _like(params))
-    value = None if value is None else _true_loss(value)
-    return dataclasses.replace(given, value=value, checked=_checked(given.grads, mask))
+        _check_shapes(completed.grads, _like(params))
+    loss = None if value is None else _true_loss(value)
+    checked = _checked(completed.grads, mask)
+    return dataclasses.replace(completed, value=loss, checked=checked)
 
 
 def complete(grads: Any, params: Any) -> Prepared:
     """The gradients with zeros for missing ones, as inner has a place for every parameter."""
-    given = jax.tree.leaves_with_path(grads, is_leaf=_has_no_gradient)
-    missing = frozenset(path for path, g in given if _has_no_gradient(g))
+    leaves = jax.tree.leaves_with_path(grads, is_leaf=_has_no_gradient)
+    missing = frozenset(path for path, g in leaves if _has_no_gradient(g))
     if params is None:
         return Prepared(grads, None, missing=missing)
     like = _like(params)
@@ -175,36 +187,42 @@ def update_or_zero(param: Any, update: Any) -> Any:
     return jnp.zeros_like(as_inner_sees(param)) if update is None else update
 
 
-def refuse_other_leaves(name: str, tree: Any) -> None:
+def check_arrays(name: str, tree: Any) -> None:
     """Raises for a tree with leaves that are neither arrays nor numbers."""
     for path, x in jax.tree.leaves_with_path(tree):
         if not is_array(x):
             raise TypeError(
                 f"{name} must be a tree of arrays, got {shown(x)} at "
-                f"{path_name(path)}; of a model that holds other things, pass only the "
-                "arrays, such as eqx.filter(model, eqx.is_inexact_array)"
+                f"{path_name(path)}, which is not an array. Take the arrays out of a "
+                "model that holds other things: in Equinox, params, static = "
+                "eqx.partition(model, eqx.is_inexact_array), and differentiate a "
+                "function of params that calls eqx.combine(params, static); or use "
+                "eqx.filter_value_and_grad on a loss that is scale_gradient(loss, "
+                "state)"
             )
 
 
-def refuse_batch_of_updates(param: Any, update: Any) -> None:
+def check_update_shape(param: Any, update: Any) -> None:
     """Raises for an update that does not have the shape of its parameter."""
-    if np.shape(update) != np.shape(param):
+    shape = np.shape(param)
+    if np.shape(update) != shape:
         raise ValueError(
-            f"the update of a parameter of shape {np.shape(param)} has the shape "
+            f"the update of a parameter of shape {shape} has the shape "
             f"{np.shape(update)}; average the gradients of a batch first"
         )
 
 
-def refuse_other_masks(mask: Mask | None) -> None:
+def check_mask(mask: Mask | None) -> None:
     """Raises for what is neither a function nor a tree of bools."""
-    for leaf in [] if callable(mask) else jax.tree.leaves(mask):
+    if callable(mask):
+        return
+    allowed = "a tree of bools, or a function from the gradients to one"
+    for leaf in jax.tree.leaves(mask):
         if not isinstance(leaf, (bool, np.bool_)):
-            refuse(
-                "mask", leaf, "a tree of bools, or a function from the gradients to one"
-            )
+            refuse("mask", leaf, allowed)
 
 
-def refuse_no_scalar(name: str, x: Any) -> None:
+def check_scalar(name: str, x: Any) -> None:
     """Raises unless this is a real number, shape ()."""
     if not is_numeric(x) or np.iscomplexobj(x):
         raise TypeError(
@@ -212,37 +230,42 @@ def refuse_no_scalar(name: str, x: Any) -> None:
             "of several losses in a dict, pass the loss alone; if a function returns "
             "the pair, set has_aux=True"
         )
-    if shape := np.shape(x):
+    shape = np.shape(x)
+    if shape:
         raise TypeError(
             f"{name} must be a scalar, got shape {shape}; reduce it, say by jnp.mean"
         )
 
 
-def is_traced(tree: Any) -> bool:
-    """Whether a tree holds tracers: what depends on it is being compiled."""
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
-
-
 def zeros_like(tree: Any) -> Any:
     """A tree of zeros; leaves of one type share theirs, as tracing takes time."""
-    of_kind = {jax.typeof(x): x for x in jax.tree.leaves(tree)}
-    zeros = {kind: jnp.zeros_like(x) for kind, x in of_kind.items()}
-    return jax.tree.map(lambda x: zeros[jax.typeof(x)], tree)
+    zeros: dict[Any, jax.Array] = {}
+
+    def shared(x):
+        kind = jax.typeof(x)
+        if kind not in zeros:
+            zeros[kind] = jnp.zeros_like(x)
+        return zeros[kind]
+
+    return jax.tree.map(shared, tree)
 
 
 def _checked(grads: Any, mask: Mask | None) -> tuple[bool, ...]:
     """For each gradient whether the mask, a prefix of their tree, keeps it."""
     if callable(mask):
         mask = mask(grads)
-        refuse_other_masks(mask)
-    leaves, structure = jax.tree.flatten(True if mask is None else mask)
+        check_mask(mask)
+    flags, structure = jax.tree.flatten(True if mask is None else mask)
     try:
-        pairs = zip(leaves, structure.flatten_up_to(grads), strict=True)
+        branches = structure.flatten_up_to(grads)
     except ValueError as error:
         raise ValueError(
             f"mask must be a prefix of the gradients' tree: {error}"
         ) from error
-    return tuple(bool(keep) for keep, branch in pairs for _ in jax.tree.leaves(branch))
+    checked = []
+    for flag, branch in zip(flags, branches, strict=True):
+        checked += [bool(flag)] * len(jax.tree.leaves(branch))
+    return tuple(checked)
 
 
 def _of_checked(
@@ -251,13 +274,15 @@ def _of_checked(
     """Gradients in float32 or wider, with a function applied to the list of those checked."""
     leaves, structure = jax.tree.flatten(grads)
     pairs = list(zip(leaves, checked, strict=True))
-    done = iter(function([g for g, kept in pairs if kept]))
-    return structure.unflatten(
-        next(done) if kept else at_least_float32(g) for g, kept in pairs
-    )
+    results = iter(function([g for g, is_checked in pairs if is_checked]))
+    mapped = []
+    for g, is_checked in pairs:
+        mapped.append(next(results) if is_checked else at_least_float32(g))
+    return structure.unflatten(mapped)
 
 
 def _unscale(loss_scale: LossScale, grads: Any, checked: tuple[bool, ...]) -> Any:
+    """The unscaled gradients, and those that the mask leaves out as they are."""
     return _of_checked(loss_scale.unscale, grads, checked)
 
 
@@ -272,8 +297,10 @@ def _zeros_for_nonfinite(tree: Any, unless: jax.Array | bool) -> Any:
     def finite_or_zero(x, zero):
         if not is_inexact(x):
             return x
-        is_kept = is_finite(x) if unless is False else is_finite(x) | unless
-        return lax.select(is_kept, x, zero)
+        stays = is_finite(x)
+        if unless is not False:
+            stays = stays | unless
+        return lax.select(stays, x, zero)
 
     return jax.tree.map(finite_or_zero, tree, zeros_like(tree))
 
@@ -288,20 +315,23 @@ def _has_no_gradient(grad: Any) -> bool:
     return grad is None or getattr(grad, "dtype", None) == jax.dtypes.float0
 
 
-def _refuse_other_shapes(grads: Any, params: Any) -> None:
+def _check_shapes(grads: Any, params: Any) -> None:
     """Raises unless each gradient has its parameter's shape, or a batch of it."""
     pairs = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(grads), strict=True)
-    for (path, p), g in pairs:
-        if np.shape(g)[np.ndim(g) - np.ndim(p) :] != np.shape(p):
+    for (path, param), grad in pairs:
+        shape = np.shape(param)
+        dimensions_of_batch = np.ndim(grad) - len(shape)
+        if np.shape(grad)[dimensions_of_batch:] != shape:
             raise ValueError(
-                f"a gradient must have the shape of its parameter, {np.shape(p)} at "
-                f"{path_name(path)}; got {np.shape(g)}"
+                f"a gradient must have the shape of its parameter, {shape} at "
+                f"{path_name(path)}; got {np.shape(grad)}"
             )
 
 
 def _true_loss(value: ArrayLike) -> jax.Array:
-    value = plain(value)
-    refuse_no_scalar("value, the true loss,", value)
-    if isinstance(value, (int, np.integer)):  # which int32 may not hold
-        value = np.float32(min(max(value, -LARGEST), LARGEST))
-    return jnp.asarray(value)
+    """The loss as an array, shape ()."""
+    loss = plain(value)
+    check_scalar("value, the true loss,", loss)
+    if isinstance(loss, (int, np.integer)):  # which int32 may not hold
+        loss = np.float32(min(max(loss, -LARGEST), LARGEST))
+    return jnp.asarray(loss)

@@ -12,16 +12,16 @@ import optax
 
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_narrow
-from optax_lossscale._arrays.rounding import join, kept, split
+from optax_lossscale._arrays.rounding import join, narrow_dtype, split
 from optax_lossscale._arrays.validation import shown
-from optax_lossscale._arrays.variables import found
+from optax_lossscale._arrays.variables import find
 from optax_lossscale._step.get import name_in_optax
 from optax_lossscale._step.inputs import (
+    check_update_shape,
     complete,
-    refuse_batch_of_updates,
     update_or_zero,
 )
-from optax_lossscale._step.state import refuse_narrower
+from optax_lossscale._step.state import check_inner_dtypes
 
 # States, by name, of what makes updates of its own out of those of the transformation
 # inside.
@@ -145,10 +145,10 @@ def with_master_weights(
         )
 
     def update(updates, state, params=None, **extra_args):
-        _refuse_other_arguments(state, params)
+        _check_arguments(state, params)
         given = complete(updates, params)
         weights = state.weights(params)
-        refuse_narrower(
+        check_inner_dtypes(
             state.inner_state, lambda: jax.eval_shape(inner_tx.init, weights)
         )
         inner_updates, inner_state = inner_tx.update(
@@ -172,7 +172,7 @@ def with_master_weights(
 
 def with_rest_of_narrow(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
     """A state of `init` with what parameters lack: `with_loss_scale` gave it float32 ones."""
-    if not found(_is_state, state):
+    if not find(_is_state, state):
         return state
 
     def with_own_rest(wide, own):
@@ -182,12 +182,12 @@ def with_rest_of_narrow(state: Any, init: Callable[[Any], Any], params: Any) -> 
     return jax.tree.map(with_own_rest, state, init(params), is_leaf=_is_state)
 
 
-def refuse_other_order(state: Any) -> None:
+def check_order(state: Any) -> None:
     """Raises for a state in which others change the updates of `with_master_weights`."""
-    if _is_state(state) or not found(_is_state, state):
+    if _is_state(state) or not find(_is_state, state):
         return
     parts = _parts(state)
-    is_followed = _is_chain(state) and found(_is_state, parts[:-1])
+    is_followed = _is_chain(state) and find(_is_state, parts[:-1])
     name = name_in_optax(state)
     if is_followed or name in _MAKERS_OF_OTHER_UPDATES:
         raise ValueError(
@@ -197,7 +197,7 @@ def refuse_other_order(state: Any) -> None:
             "with_loss_scale(with_master_weights(optax.chain(…)))"
         )
     for part in parts:
-        refuse_other_order(part)
+        check_order(part)
 
 
 def _is_chain(state: Any) -> bool:
@@ -213,14 +213,14 @@ def _parts(state: Any) -> list[Any]:
     return jax.tree.leaves(state, is_leaf=lambda x: x is not state)
 
 
-def refuse_other_master_weights(state: Any, expected: Callable[[], Any]) -> None:
+def check_master_weights(state: Any, expected: Callable[[], Any]) -> None:
     """Raises unless the master weights in a state are like those that `init` makes."""
-    if own := found(_is_state, state):
-        for given, needed in zip(own, found(_is_state, expected()), strict=False):
+    if own := find(_is_state, state):
+        for given, needed in zip(own, find(_is_state, expected()), strict=False):
             _compare(given.master_weights, needed.master_weights)
 
 
-def _refuse_other_arguments(state: Any, params: Any) -> None:
+def _check_arguments(state: Any, params: Any) -> None:
     if not _is_state(state):
         raise TypeError(
             "the state of with_master_weights must be the MasterWeightsState that its "
@@ -269,10 +269,12 @@ def _moved(param: Any, rest: Any, weight: jax.Array, update: Any) -> tuple[Any, 
     """A parameter's update, and what it then lacks, from the update of its master weight."""
     if isinstance(rest, optax.MaskedNode):
         return update, rest
-    refuse_batch_of_updates(param, update)
-    rounded, rest = split((weight + update).astype(jnp.float32), kept(rest)[1])
+    check_update_shape(param, update)
+    moved_weight = (weight + update).astype(jnp.float32)
+    rounded, rest = split(moved_weight, narrow_dtype(rest))
     param = at_least_float32(param)
-    return jnp.where(rounded == param, 0, rounded - param), rest  # infinity stays, too
+    difference = jnp.where(rounded == param, 0, rounded - param)  # infinity stays, too
+    return difference, rest
 
 
 def _rest_of(param: Any) -> Any:

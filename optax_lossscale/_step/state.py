@@ -9,7 +9,7 @@ import numpy as np
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import dtype_of, is_narrow
 from optax_lossscale._arrays.validation import shown
-from optax_lossscale._arrays.variables import found, plain
+from optax_lossscale._arrays.variables import find, plain
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
 
@@ -46,10 +46,10 @@ class LossScaleState(NamedTuple):
 
 def wrapper_states(state: Any) -> list[LossScaleState]:
     """Every `LossScaleState` in an optimizer state, however deeply nested."""
-    return [plain(x) for x in found(lambda x: isinstance(x, LossScaleState), state)]
+    return [plain(x) for x in find(lambda x: isinstance(x, LossScaleState), state)]
 
 
-def refuse_other_states(state: Any) -> None:
+def check_state(state: Any) -> None:
     """Raises for anything but a state of this transformation, as it was returned."""
     if not isinstance(state, LossScaleState):
         raise TypeError(
@@ -73,7 +73,7 @@ def refuse_other_states(state: Any) -> None:
         )
 
 
-def refuse_other_rules(
+def check_configuration(
     state: LossScaleState, own: LossScale, own_rule: SkipRule | None
 ) -> None:
     """Raises for a loss scale or a skip rule that is not the transformation's."""
@@ -98,7 +98,7 @@ def _shown_config(x: Any) -> Any:
     return x.get_config() if isinstance(x, LossScale) else shown(x)
 
 
-def refuse_narrower(inner_state: Any, expected: Callable[[], Any]) -> None:
+def check_inner_dtypes(inner_state: Any, expected: Callable[[], Any]) -> None:
     """Raises for an inner state that is narrower than `init` makes it, which `expected` shows."""
     if not any(map(is_narrow, jax.tree.leaves(inner_state))):
         return

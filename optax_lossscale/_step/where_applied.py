@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lossscale._arrays.precision import dtype_of, is_array, strong
-from optax_lossscale._arrays.variables import found, is_variable, plain
+from optax_lossscale._arrays.variables import find, is_variable, plain
 from optax_lossscale._step.state import wrapper_states
 
 T = TypeVar("T")
@@ -52,8 +52,8 @@ def where_applied(state: Any, new: T, old: T) -> T:
             f"{type(state).__name__}. Pass the optimizer state that the step returned"
         )
     should_apply = states[0].should_apply
-    variables = {id(x) for x in found(is_variable, old)}
-    if any(id(x) in variables for x in found(is_variable, new)):
+    variables = {id(x) for x in find(is_variable, old)}
+    if any(id(x) in variables for x in find(is_variable, new)):
         # `nnx.state` hands out a module's own variables.
         raise ValueError(
             "old holds the same variables as new, which the step has changed in "

@@ -7,7 +7,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.validation import refuse
-from optax_lossscale._arrays.variables import found, is_variable
+from optax_lossscale._arrays.variables import find, is_variable
 from optax_lossscale._scales.loss_scale import AxisName
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.branch import Branch
@@ -15,11 +15,11 @@ from optax_lossscale._step.decision import Skip
 from optax_lossscale._step.get import LossScaleLike, get
 from optax_lossscale._step.grad_dtype import GradDtype
 from optax_lossscale._step.gradient import (
+    check_keywords,
     loss_of,
-    refuse_shared_names,
     value_and_scaled_grad,
 )
-from optax_lossscale._step.inputs import Mask, refuse_other_masks
+from optax_lossscale._step.inputs import Mask, check_mask
 from optax_lossscale._step.state import LossScaleState
 from optax_lossscale._step.step import ScaledStep
 
@@ -156,8 +156,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           >>> print(loss, params["w"], state.loss_scale())
           5.0 [0.8 1.6] 32768.0
         """
-        _refuse_other_order(loss_fn, state, params)
-        refuse_shared_names(
+        _check_minimize_arguments(loss_fn, state, params)
+        check_keywords(
             loss_fn, ["has_aux", "grad_dtype", "extra_args"], (params, *args)
         )
         gradient = value_and_scaled_grad(
@@ -176,9 +176,9 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         return value, *stepped
 
 
-def _refuse_other_order(loss_fn: Any, state: Any, params: Any) -> None:
+def _check_minimize_arguments(loss_fn: Any, state: Any, params: Any) -> None:
     """Raises unless what `minimize` was given is in its order, and says what is wrong with it."""
-    states = found(lambda x: isinstance(x, LossScaleState), state)
+    states = find(lambda x: isinstance(x, LossScaleState), state)
     if not callable(loss_fn):
         wrong = "loss_fn is the loss function itself, not a loss that it returned"
     elif isinstance(params, LossScaleState):
@@ -291,6 +291,6 @@ def with_loss_scale(
         refuse("branch", branch, "'cond', 'select', or None for the platform's own")
     if not isinstance(skip, SkipRule | None) and skip != "nonfinite":
         refuse("skip", skip, "None, 'nonfinite', or a rule such as skips.spikes()")
-    refuse_other_masks(mask)
+    check_mask(mask)
     step = ScaledStep(inner, get(loss_scale), axis_name, mask, branch, skip)
     return LossScaledTransformation(step.init, step)

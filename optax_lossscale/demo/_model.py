@@ -16,12 +16,13 @@ def init(key: jax.Array, width: int = WIDTH, blocks: int = BLOCKS) -> dict[str, 
     """Parameters, in float32."""
     keys = iter(jax.random.split(key, 4 * blocks + 3))
 
-    def normal(*shape):
+    def normal(inputs, outputs):
         """Weights that keep the size of what they are multiplied by."""
-        return jax.random.normal(next(keys), shape) * shape[0] ** -0.5
+        weights = jax.random.normal(next(keys), (inputs, outputs))
+        return weights * inputs**-0.5
 
     def block():
-        """Those of attention and of the two layers after it."""
+        """Of attention, and of the two layers after it."""
         return {
             "norm1": jnp.ones(width),
             "qkv": normal(width, 3 * width),
@@ -47,7 +48,9 @@ def loss(params: Any, tokens: jax.Array, dtype: Any = None) -> jax.Array:
     are in `dtype`; norms, softmax and loss in float32. Tokens have the shape (batch,
     CONTEXT + 1).
     """
-    p = jax.tree.map(lambda x: x.astype(dtype or x.dtype), params)
+    p = params
+    if dtype is not None:
+        p = jax.tree.map(lambda x: x.astype(dtype), params)
     x = embed(p, tokens[:, :-1])
     for layer in p["blocks"]:
         x = block(layer, x)
@@ -61,37 +64,44 @@ def embed(p: dict[str, Any], tokens: jax.Array) -> jax.Array:
 
 def block(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     """One of `p["blocks"]`."""
-    x += _attention(p, _normed(x, p["norm1"]))
-    hidden = jax.nn.gelu(_normed(x, p["norm2"]) @ p["up"])
-    x += hidden @ p["down"]
-    return x
+    normed = _normed(x, p["norm1"])
+    x += _attention(p, normed)
+    normed = _normed(x, p["norm2"])
+    hidden = jax.nn.gelu(normed @ p["up"])
+    return x + hidden @ p["down"]
 
 
 def logits(p: dict[str, Any], x: jax.Array) -> jax.Array:
     """Logits of each next byte, from what the last block returned; float32."""
-    return (_normed(x, p["norm"]) @ p["head"]).astype(jnp.float32)
+    logits = _normed(x, p["norm"]) @ p["head"]
+    return logits.astype(jnp.float32)
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Mean cross-entropy, in nats; a float32 scalar."""
-    log_likelihood = jax.nn.log_softmax(logits)
-    return -jnp.take_along_axis(log_likelihood, targets[..., None], -1).mean()
+    log_likelihoods = jax.nn.log_softmax(logits)
+    of_targets = jnp.take_along_axis(log_likelihoods, targets[..., None], -1)
+    return -of_targets.mean()
 
 
 def _normed(x: jax.Array, gain: jax.Array) -> jax.Array:
     """RMS norm, computed in float32."""
     wide = x.astype(jnp.float32)
-    wide *= jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)
-    return wide.astype(x.dtype) * gain
+    mean_square = jnp.mean(wide**2, -1, keepdims=True)
+    normed = wide * jax.lax.rsqrt(mean_square + 1e-6)
+    return normed.astype(x.dtype) * gain
 
 
 def _attention(block: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     """Causal attention, with the softmax in float32."""
-    heads = (x @ block["qkv"]).reshape(*x.shape[:-1], HEADS, -1)
+    batch, length, _ = x.shape
+    qkv = x @ block["qkv"]
+    heads = qkv.reshape(batch, length, HEADS, -1)
     q, k, v = jnp.split(heads, 3, -1)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32)
     scores *= q.shape[-1] ** -0.5
-    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)).astype(x.dtype)
+    is_past = jnp.tril(jnp.ones((length, length), bool))
+    scores = jnp.where(is_past, scores, -jnp.inf)
+    weights = jax.nn.softmax(scores).astype(x.dtype)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
     return mixed.reshape(x.shape) @ block["out"]

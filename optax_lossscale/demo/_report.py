@@ -19,17 +19,17 @@ HEAD = """\
 def table(runs: dict[str, dict[str, Any]]) -> str:
     """A Markdown table with a row for each run; losses relative to float32's, the first run."""
     rows = [HEAD]
+    reference = _final_loss(runs["float32"])
     for name, history in runs.items():
         loss = _final_loss(history)
-        cells = [
-            name,
-            f"{loss:.4f}",
-            f"{loss / _final_loss(runs['float32']) - 1:+.2%}",
-            f"{history['zeros']:.1%}",
-            f"{history['skipped_steps'][-1]}",
-            f"2^{history['log2_loss_scale'][-1]:g}",
-        ]
-        rows.append(f"| {' | '.join(cells)} |")
+        against = loss / reference - 1
+        zeros = history["zeros"]
+        skipped = history["skipped_steps"][-1]
+        exponent = history["log2_loss_scale"][-1]
+        rows.append(
+            f"| {name} | {loss:.4f} | {against:+.2%} | {zeros:.1%} | {skipped} | "
+            f"2^{exponent:g} |"
+        )
     return "\n".join(rows)
 
 
@@ -63,6 +63,6 @@ def _final_loss(history: dict[str, Any]) -> float:
 
 def _smoothed(loss: np.ndarray, window: int = 10) -> np.ndarray:
     """The mean of the last `window` values, or of as many as there are."""
-    last = np.ones(window)
-    sums = np.convolve(loss, last)[: len(loss)]
-    return sums / np.convolve(np.ones_like(loss), last)[: len(loss)]
+    sums = np.convolve(loss, np.ones(window))[: len(loss)]
+    counts = np.minimum(np.arange(len(loss)) + 1, window)
+    return sums / counts

@@ -27,6 +27,8 @@ def read(path: str | None) -> np.ndarray:
 def batches(text: np.ndarray, steps: int, seed: int) -> Iterator[np.ndarray]:
     """Random excerpts: int32, shape (BATCH, CONTEXT + 1), the same for the same seed."""
     rng = np.random.default_rng(seed)
+    offsets = np.arange(CONTEXT + 1)
     for _ in range(steps):
         starts = rng.integers(0, len(text) - CONTEXT, BATCH)
-        yield text[starts[:, None] + np.arange(CONTEXT + 1)].astype(np.int32)
+        excerpts = text[starts[:, None] + offsets]
+        yield excerpts.astype(np.int32)

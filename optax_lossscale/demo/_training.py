@@ -40,12 +40,11 @@ def make_loss_fn(name: str) -> Callable[..., jax.Array]:
 
 def make_optimizer(steps: int) -> optax.GradientTransformationExtraArgs:
     """AdamW, as it would be without loss scaling."""
+    rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps + 1)
     return optax.chain(
         optax.scale(float(MICRO_BATCHES)),
         optax.clip_by_global_norm(1.0),
-        optax.adamw(
-            optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps + 1)
-        ),
+        optax.adamw(rate),
     )
 
 
@@ -59,7 +58,8 @@ def make_train_step(
     @functools.partial(jax.jit, donate_argnames=("params", "state"))
     def train_step(params, state, tokens):
         loss, params, state = tx.minimize(loss_fn, state, params, tokens)
-        return params, state, {"loss": loss * MICRO_BATCHES} | ols.metrics(state)
+        record = {"loss": loss * MICRO_BATCHES, **ols.metrics(state)}
+        return params, state, record
 
     return tx, train_step
 
@@ -75,26 +75,23 @@ def train(name: str, text: np.ndarray, steps: int, seed: int) -> dict[str, np.nd
     params = _model.init(jax.random.key(seed))
     state = tx.init(params)
     records = []
-    batches = _text.batches(text, steps, seed)
-    only_on_a_terminal = None  # tqdm's word for it
-    for tokens in tqdm(
-        batches, f"{name:24}", steps, unit="step", disable=only_on_a_terminal
-    ):
+    batches = tqdm(
+        _text.batches(text, steps, seed),
+        desc=f"{name:24}",
+        total=steps,
+        unit="step",
+        disable=None,  # shown on a terminal alone
+    )
+    for tokens in batches:
         params, state, record = train_step(params, state, tokens)
         records.append(record)
     history = jax.tree.map(lambda *x: np.array(x), *jax.device_get(records))
-    return history | {
-        "zeros": share_of_zeros(make_loss_fn(name), params, state, tokens)
-    }
+    scaled_grad = jax.jit(ols.value_and_scaled_grad(make_loss_fn(name), state))
+    _, scaled_grads = scaled_grad(params, tokens)
+    return history | {"zeros": share_of_zeros(scaled_grads)}
 
 
-def share_of_zeros(
-    loss_fn: Callable[..., jax.Array],
-    params: Any,
-    state: ols.LossScaleState,
-    tokens: jax.typing.ArrayLike,
-) -> float:
+def share_of_zeros(grads: Any) -> float:
     """The share of the gradients that are zero: all but a few of these have underflowed."""
-    _, grads = jax.jit(ols.value_and_scaled_grad(loss_fn, state))(params, tokens)
-    zeros = sum(np.sum(np.asarray(grad) == 0) for grad in jax.tree.leaves(grads))
-    return zeros / optax.tree.size(grads)
+    nonzero = sum(np.count_nonzero(grad) for grad in jax.tree.leaves(grads))
+    return 1 - nonzero / optax.tree.size(grads)

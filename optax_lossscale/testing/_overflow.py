@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from optax_lossscale._scales.fixed import FixedLossScale
-from optax_lossscale._step.gradient import refuse_shared_names
+from optax_lossscale._step.gradient import check_keywords
 from optax_lossscale.testing._names import listed, name_of, not_ignored
 from optax_lossscale.testing._places import what_comes_back
 from optax_lossscale.testing._runs import Trial, equal, flat, outcomes, same
@@ -66,7 +66,7 @@ def assert_survives_overflow(
           ...
       AssertionError: the step does not survive an overflow. A loss scale that overflows, at...
     """
-    refuse_shared_names(step, ["ignore"], args)
+    check_keywords(step, ["ignore"], args)
     trial = Trial("assert_survives_overflow", step, args, kwargs)
     usual = trial.run(trial.loss_scale)
     overflowing = trial.overflowing()

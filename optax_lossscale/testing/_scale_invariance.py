@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from optax_lossscale._scales.fixed import FixedLossScale
-from optax_lossscale._step.gradient import refuse_shared_names
+from optax_lossscale._step.gradient import check_keywords
 from optax_lossscale.testing import _dependence as dependence
 from optax_lossscale.testing._dependence import Series
 from optax_lossscale.testing._names import listed, name_of, not_ignored
@@ -98,7 +98,7 @@ def assert_scale_invariant(
           ...
       AssertionError: the step depends on the loss scale. With twice the loss scale...
     """
-    refuse_shared_names(step, ["ignore"], args)
+    check_keywords(step, ["ignore"], args)
     trial = Trial("assert_scale_invariant", step, args, kwargs)
     if isinstance(trial.loss_scale, FixedLossScale):
         raise ValueError(
