@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from optax_lossscale._autocast.classify import Kind, widest
-from optax_lossscale._autocast.flat import Instruction
+from optax_lossscale._autocast.classify import Kind, join
+from optax_lossscale._autocast.flat import Step
 from optax_lossscale._autocast.uses import KEPT, Use
-from optax_lossscale._programs.run import Run
+from optax_lossscale._programs.enter import Callee
 from optax_lossscale._programs.values import (
     dtype_in,
     dtypes_in,
@@ -24,18 +24,18 @@ from optax_lossscale._programs.versions import bind, function_name
 UsesOf = Callable[[Any], Sequence[Use]]
 """Says what is done with a function's results, from their types."""
 
-Narrowed = Callable[
+Rewritten = Callable[
     [Callable[..., Any], Any, Sequence[Kind], UsesOf], tuple[Any, list[Any]]
 ]
-"""What a function gives for a tuple of arguments of some kinds, narrowed; its own dtypes."""
+"""What a function gives for a tuple of arguments of some kinds, rewritten; its own dtypes."""
 
 
 def custom_jvp(
-    step: Instruction, operands: list[Any], runs: Sequence[Run], narrowed: Narrowed
+    step: Step, operands: list[Any], callees: Sequence[Callee], rewritten: Rewritten
 ) -> list[Any]:
     """The results of a `custom_jvp`, whose derivative is the original one, rewritten in turn."""
     eqn = step.eqn
-    (run,) = runs
+    (callee,) = callees
 
     def derivative(primals, tangents):
         """The original's results and their tangents, by number."""
@@ -47,47 +47,47 @@ def custom_jvp(
         dtypes = dtypes_in(eqn.invars)
         perturbed = [i for i, tangent in enumerate(tangents) if not _is_float0(tangent)]
         tangents = {i: in_dtype(dtypes[i], tangents[i]) for i in perturbed}
-        kinds = [*step.kinds, *(widest((step.kinds[i], Kind.SUM)) for i in perturbed)]
+        kinds = [*step.kinds, *(join((step.kinds[i], Kind.SUM)) for i in perturbed)]
 
         def uses(shapes):
             return [*step.uses, *(step.uses[i] for i in shapes[1])]
 
         inputs = in_dtypes(dtypes, primals), tangents
-        (results, tangents), _ = narrowed(derivative, inputs, kinds, uses)
-        results = in_dtypes(run.gives, results)
+        (results, tangents), _ = rewritten(derivative, inputs, kinds, uses)
+        results = in_dtypes(callee.gives, results)
         return results, [_tangent(x, tangents.get(i)) for i, x in enumerate(results)]
 
-    function = jax.custom_jvp(_primal(eqn, runs))
+    function = jax.custom_jvp(_primal(eqn, callees))
     function.defjvp(rule)
     return function(*map(jnp.asarray, operands))
 
 
 def custom_vjp(
-    step: Instruction, operands: list[Any], runs: Sequence[Run], narrowed: Narrowed
+    step: Step, operands: list[Any], callees: Sequence[Callee], rewritten: Rewritten
 ) -> list[Any]:
     """The results of a `custom_vjp`, whose passes are the original ones, rewritten in turn."""
-    gives = runs[0].gives if runs else dtypes_in(step.eqn.outvars)
-    function = jax.custom_vjp(_primal(step.eqn, runs))
+    gives = callees[0].gives if callees else dtypes_in(step.eqn.outvars)
+    function = jax.custom_vjp(_primal(step.eqn, callees))
     function.defvjp(
-        _forward(step, gives, narrowed),
-        _backward(step.eqn, dtypes_in(operands), narrowed),
+        _forward(step, gives, rewritten),
+        _backward(step.eqn, dtypes_in(operands), rewritten),
         symbolic_zeros=True,
     )
     return function(*map(jnp.asarray, operands))
 
 
-def _primal(eqn: Any, runs: Sequence[Run]) -> Callable[..., list[Any]]:
-    """The function itself, under its own name; as it was traced, if it has no `runs`."""
+def _primal(eqn: Any, callees: Sequence[Callee]) -> Callable[..., list[Any]]:
+    """The function itself, under its own name; as it was traced, if it has no `callees`."""
 
     def primal(*operands):
-        return runs[0].call(operands) if runs else bind(eqn, operands)
+        return callees[0].call(operands) if callees else bind(eqn, operands)
 
     primal.__name__ = function_name(eqn.params["call_jaxpr"])
     return primal
 
 
 def _forward(
-    step: Instruction, gives: Sequence[Any], narrowed: Narrowed
+    step: Step, gives: Sequence[Any], rewritten: Rewritten
 ) -> Callable[..., Any]:
     """The forward pass of a `custom_vjp`, with results in dtypes `gives`."""
     eqn = step.eqn
@@ -108,7 +108,7 @@ def _forward(
         def uses(shapes):
             return [*of_results, *([KEPT] * len(jax.tree.leaves(shapes[1])))]
 
-        (results, pullback), dtypes = narrowed(with_pullback, primals, kinds, uses)
+        (results, pullback), dtypes = rewritten(with_pullback, primals, kinds, uses)
         residuals, structure = jax.tree.flatten(pullback)
 
         def widened(residuals):
@@ -121,7 +121,9 @@ def _forward(
     return forward
 
 
-def _backward(eqn: Any, takes: Sequence[Any], narrowed: Narrowed) -> Callable[..., Any]:
+def _backward(
+    eqn: Any, takes: Sequence[Any], rewritten: Rewritten
+) -> Callable[..., Any]:
     """The backward pass of a `custom_vjp`, whose operands come in dtypes `takes`."""
 
     def backward(widened, cotangents):
@@ -142,7 +144,7 @@ def _backward(eqn: Any, takes: Sequence[Any], narrowed: Narrowed) -> Callable[..
         def pulled_back(pullback, cotangents):
             return pullback(cotangents)[0]
 
-        gradients, _ = narrowed(pulled_back, (pullback, cotangents), kinds, uses)
+        gradients, _ = rewritten(pulled_back, (pullback, cotangents), kinds, uses)
         return tuple(in_dtype(dtype, gradients.get(i)) for i, dtype in enumerate(takes))
 
     return backward

@@ -1,6 +1,6 @@
 """Running an equation that holds programs, as `scan` does, with each of these run in another way.
 
-Each of the programs comes as a `Run`: which dtypes it takes, which it gives, and how it
+Each of the programs comes as a `Callee`: which dtypes it takes, which it gives, and how it
 is called. Where two meet, as at the end of a loop's body and its beginning, the wider
 dtype is carried.
 """
@@ -17,7 +17,7 @@ from optax_lossscale._programs.values import in_dtypes
 from optax_lossscale._programs.versions import mapped_axes, scan_sizes
 
 
-class Run(NamedTuple):
+class Callee(NamedTuple):
     """How a program is run."""
 
     takes: Sequence[Any]  # the dtypes in which it is to be given its arguments
@@ -30,9 +30,9 @@ def is_entered(eqn: Any) -> bool:
     return bool(traits(eqn) & ENTERED)
 
 
-def enter(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
-    """The results of an equation that holds programs, each of which is run as `runs` says."""
-    return _ENTER[traits(eqn) & ENTERED](eqn, operands, runs)
+def enter(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list[Any]:
+    """The results of an equation that holds programs, each of which is run as `callees` says."""
+    return _ENTER[traits(eqn) & ENTERED](eqn, operands, callees)
 
 
 def is_placed(eqn: Any) -> bool:
@@ -47,39 +47,41 @@ def is_placed(eqn: Any) -> bool:
 # --- one function for each kind of equation ---
 
 
-def _inlined(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
-    (run,) = runs
-    results = run.call(_placed(eqn.params.get("in_shardings"), operands))
+def _inlined(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list[Any]:
+    (callee,) = callees
+    results = callee.call(_placed(eqn.params.get("in_shardings"), operands))
     return _placed(eqn.params.get("out_shardings"), results)
 
 
-def _checkpoint(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
-    (run,) = runs
+def _checkpoint(
+    eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]
+) -> list[Any]:
+    (callee,) = callees
     prevent_cse = eqn.params["prevent_cse"]
     if eqn.params["differentiated"] and prevent_cse:
         operands = lax.optimization_barrier(operands)
 
     def call(*operands):
-        return run.call(operands)
+        return callee.call(operands)
 
     policy = eqn.params["policy"]
     return jax.checkpoint(call, prevent_cse=prevent_cse, policy=policy)(*operands)
 
 
-def _scan(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
-    (run,) = runs
+def _scan(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list[Any]:
+    (callee,) = callees
     n_consts, n_carry = scan_sizes(eqn)
-    operands = in_dtypes(run.takes, operands)
+    operands = in_dtypes(callee.takes, operands)
     consts = operands[:n_consts]
     carry = operands[n_consts : n_consts + n_carry]
     xs = operands[n_consts + n_carry :]
     # From round to round in the wider of two dtypes, and from there in the one that is
     # taken.
-    taken = run.takes[n_consts : n_consts + n_carry]
-    carried = [_widest(dtypes) for dtypes in zip(taken, run.gives, strict=False)]
+    taken = callee.takes[n_consts : n_consts + n_carry]
+    carried = [_widest(dtypes) for dtypes in zip(taken, callee.gives, strict=False)]
 
     def body(carry, xs):
-        results = run.call([*consts, *in_dtypes(taken, carry), *xs])
+        results = callee.call([*consts, *in_dtypes(taken, carry), *xs])
         return in_dtypes(carried, results[:n_carry]), results[n_carry:]
 
     carry, ys = lax.scan(
@@ -95,8 +97,8 @@ def _scan(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
     return [*carry, *ys]
 
 
-def _while(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
-    condition, body = runs
+def _while(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list[Any]:
+    condition, body = callees
     n_condition = eqn.params["cond_nconsts"]
     n_body = eqn.params["body_nconsts"]
     condition_consts = operands[:n_condition]
@@ -131,24 +133,27 @@ def _where_leading(flags: Any, xs: Sequence[Any], ys: Sequence[Any]) -> list[Any
     return chosen
 
 
-def _cond(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
+def _cond(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list[Any]:
     index, *operands = operands
     gives = [
-        _widest(dtypes) for dtypes in zip(*(run.gives for run in runs), strict=True)
+        _widest(dtypes)
+        for dtypes in zip(*(callee.gives for callee in callees), strict=True)
     ]
 
-    def branch(run):
+    def branch(callee):
         """One of the branches, as a function whose results have the dtypes of all."""
-        return lambda *operands: in_dtypes(gives, run.call(operands))
+        return lambda *operands: in_dtypes(gives, callee.call(operands))
 
-    return lax.switch(index, list(map(branch, runs)), *operands)
+    return lax.switch(index, list(map(branch, callees)), *operands)
 
 
-def _shard_map(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
-    (run,) = runs
+def _shard_map(
+    eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]
+) -> list[Any]:
+    (callee,) = callees
 
     def on_each_device(*operands):
-        return run.call(operands)
+        return callee.call(operands)
 
     mapped = jax.shard_map(
         on_each_device,
