@@ -90,21 +90,28 @@ def _operations(steps: Iterable[Step]) -> str:
 
 def _sources(steps: Iterable[Step]) -> str:
     """The user's lines that made steps, as `model.py:12, 14 (f)`; "" if there are none."""
-    lines: dict[tuple[str, str], dict[str, None]] = collections.defaultdict(dict)
+    numbers: dict[tuple[str, str], dict[str, None]] = collections.defaultdict(dict)
     for step in steps:
         file, _, place = line_of(step.eqn).rpartition(":")
-        line, _, function = place.partition(" ")
+        number, _, function = place.partition(" ")
         if file:  # or else it is JAX's own, such as the counter of a loop
-            lines[file, function][line] = None
-    return ", ".join(f"{file}:{', '.join(lines[file, f])} {f}" for file, f in lines)
+            numbers[file, function][number] = None
+    sources = []
+    for (file, function), in_function in numbers.items():
+        sources.append(f"{file}:{', '.join(in_function)} {function}")
+    return ", ".join(sources)
 
 
 def _names(program: Flat) -> Mapping[int, Any]:
     """What values are called: arguments as in the user's code, literals as they are."""
-    names = {i: literal.val for i, literal in program.literals.items()}
+    names: dict[int, Any] = {}
+    for i, literal in program.literals.items():
+        names[i] = literal.val
     counts = collections.Counter(program.names)
-    pairs = zip(program.ins, program.names, strict=False)
-    return names | {i: name for i, name in pairs if name and counts[name] == 1}
+    for i, name in zip(program.ins, program.names, strict=False):
+        if name and counts[name] == 1:
+            names[i] = name
+    return names
 
 
 def _typed(
@@ -120,9 +127,8 @@ def _typed(
 
 def _short(dtype: Any) -> str:
     """`f16` for float16, as jaxprs have it."""
-    return (
-        jax.core.ShapedArray((), dtype).str_short(short_dtypes=True).removesuffix("[]")
-    )
+    scalar = jax.core.ShapedArray((), dtype)
+    return scalar.str_short(short_dtypes=True).removesuffix("[]")
 
 
 def _wrapped(line: str) -> list[str]:

@@ -37,11 +37,9 @@ def enter(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list[
 
 def is_placed(eqn: Any) -> bool:
     """Whether a `jit` was told where to place its arguments or results."""
-    shardings = (
-        *eqn.params.get("in_shardings", ()),
-        *eqn.params.get("out_shardings", ()),
-    )
-    return any(map(_is_a_place, shardings))
+    of_operands = eqn.params.get("in_shardings", ())
+    of_results = eqn.params.get("out_shardings", ())
+    return any(map(_is_a_place, (*of_operands, *of_results)))
 
 
 # --- one function for each kind of equation ---
@@ -71,13 +69,14 @@ def _checkpoint(
 def _scan(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list[Any]:
     (callee,) = callees
     n_consts, n_carry = scan_sizes(eqn)
+    first_x = n_consts + n_carry
     operands = in_dtypes(callee.takes, operands)
     consts = operands[:n_consts]
-    carry = operands[n_consts : n_consts + n_carry]
-    xs = operands[n_consts + n_carry :]
+    carry = operands[n_consts:first_x]
+    xs = operands[first_x:]
     # From round to round in the wider of two dtypes, and from there in the one that is
     # taken.
-    taken = callee.takes[n_consts : n_consts + n_carry]
+    taken = callee.takes[n_consts:first_x]
     carried = [_widest(dtypes) for dtypes in zip(taken, callee.gives, strict=False)]
 
     def body(carry, xs):
@@ -101,27 +100,30 @@ def _while(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list
     condition, body = callees
     n_condition = eqn.params["cond_nconsts"]
     n_body = eqn.params["body_nconsts"]
+    n_consts = n_condition + n_body
     condition_consts = operands[:n_condition]
-    body_consts = operands[n_condition : n_condition + n_body]
+    body_consts = operands[n_condition:n_consts]
+    carry = operands[n_consts:]
     carried = body.takes[n_body:]
     is_batched = eqn.params["cond_jaxpr"].out_avals[0].ndim > 0
 
     def flags(carry):
         """Whether to go on: under `vmap` a flag for each element of the batch."""
-        return condition.call([*condition_consts, *carry])[0]
+        (results,) = condition.call([*condition_consts, *carry])
+        return results
 
     def goes_on(carry):
         return flags(carry).any() if is_batched else flags(carry)
 
     def step(carry):
         results = in_dtypes(carried, body.call([*body_consts, *carry]))
+        if not is_batched:
+            return results
         # An element of a batch that has come to its end waits for the others,
         # unchanged.
-        return _where_leading(flags(carry), results, carry) if is_batched else results
+        return _where_leading(flags(carry), results, carry)
 
-    return lax.while_loop(
-        goes_on, step, in_dtypes(carried, operands[n_condition + n_body :])
-    )
+    return lax.while_loop(goes_on, step, in_dtypes(carried, carry))
 
 
 def _where_leading(flags: Any, xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
@@ -135,10 +137,8 @@ def _where_leading(flags: Any, xs: Sequence[Any], ys: Sequence[Any]) -> list[Any
 
 def _cond(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list[Any]:
     index, *operands = operands
-    gives = [
-        _widest(dtypes)
-        for dtypes in zip(*(callee.gives for callee in callees), strict=True)
-    ]
+    of_branches = [callee.gives for callee in callees]
+    gives = [_widest(dtypes) for dtypes in zip(*of_branches, strict=True)]
 
     def branch(callee):
         """One of the branches, as a function whose results have the dtypes of all."""
@@ -174,10 +174,12 @@ def _placed(shardings: Sequence[Any] | None, xs: Sequence[Any]) -> list[Any]:
     """Arrays where `jit` was told to place them; None means nowhere in particular."""
     if shardings is None:
         return list(xs)
-    return [
-        lax.with_sharding_constraint(x, sharding) if _is_a_place(sharding) else x
-        for x, sharding in zip(xs, shardings, strict=True)
-    ]
+    placed = []
+    for x, sharding in zip(xs, shardings, strict=True):
+        if _is_a_place(sharding):
+            x = lax.with_sharding_constraint(x, sharding)
+        placed.append(x)
+    return placed
 
 
 def _is_a_place(sharding: Any) -> bool:
