@@ -9,47 +9,50 @@ from typing import Any
 
 import numpy as np
 
-from optax_lossscale._autocast.flat import Flat, Instruction
-from optax_lossscale._autocast.plan import Part
+from optax_lossscale._autocast.flat import Flat, Step
+from optax_lossscale._autocast.partition import Region
+from optax_lossscale._autocast.store import made_by
 
 
-def common(part: Part, program: Flat) -> Hashable | None:
+def common(island: Region, program: Flat) -> Hashable | None:
     """What islands that compute the same, made by the same lines, have in common.
 
     It is None for an island that shares its trace with no other.
     """
-    made = [i for step in part.steps for i in step.outs]
-    places = {i: place for place, i in enumerate((*part.reads, *made))}
+    if any(step.plans for step in island.steps):
+        return None
+    # Values by their places in the island
+    places: dict[int, Hashable] = {}
+    for place, i in enumerate((*island.reads, *made_by(island.steps))):
+        places[i] = place
+    for step in island.steps:
+        for i in step.ins:
+            if i in program.literals:
+                places[i] = _literal(program.literals[i])
+    steps = tuple(_step(step, places, program) for step in island.steps)
+    stores = tuple((places[i], island.stores[i]) for i in sorted(island.stores))
+    kept = frozenset(places[i] for i in island.kept)
+    key = (steps, stores, kept)
+    return key if _is_hashable(key) else None
 
-    def operand(i: int) -> Hashable:
-        literal = program.literals.get(i)
-        return places[i] if literal is None else _literal(literal)
 
-    steps = tuple(
-        (*_instruction(step), tuple(map(operand, step.ins)), _types(step, program))
-        for step in part.steps
-    )
-    writes = tuple((places[i], part.writes[i]) for i in sorted(part.writes))
-    key = (steps, writes, frozenset(places[i] for i in part.saved))
-    holds_plans = any(step.plans for step in part.steps)
-    return None if holds_plans or not _is_hashable(key) else key
-
-
-def _instruction(step: Instruction) -> tuple[Any, ...]:
-    """What an instruction computes, and what made it."""
+def _step(step: Step, places: dict[int, Hashable], program: Flat) -> Hashable:
+    """What a step computes of what, in which types, and what made it."""
     eqn = step.eqn
-    # Sorted by their names, of which no two are equal.
-    params = tuple(sorted(eqn.params.items()))
-    made_by = (eqn.source_info.traceback, step.names)
-    return eqn.primitive, params, eqn.ctx, made_by, tuple(step.takes), tuple(step.gives)
+    return (
+        eqn.primitive,
+        tuple(sorted(eqn.params.items())),  # by their names, of which no two are equal
+        eqn.ctx,
+        eqn.source_info.traceback,
+        step.names,
+        tuple(step.takes),
+        tuple(step.gives),
+        tuple(places[i] for i in step.ins),
+        tuple(program.types[i] for i in (*step.ins, *step.outs)),
+    )
 
 
-def _types(step: Instruction, program: Flat) -> tuple[Any, ...]:
-    """The types of an instruction's operands and results."""
-    return tuple(program.types[i] for i in (*step.ins, *step.outs))
-
-
-def _literal(literal: Any) -> tuple[Any, ...]:
+def _literal(literal: Any) -> Hashable:
     """A literal, of which 0 is not the same as -0."""
     return literal.aval, type(literal.val), np.asarray(literal.val).tobytes()
 

@@ -50,9 +50,8 @@ def as_program(
             args, kwargs = nnx.together(form.filled(traced), inside=True)
             objects = nnx.objects((args, kwargs))
             objects, results = nnx.apart((objects, fun(*args, **kwargs)))
-            unchanged = {
-                id(tracer): x for tracer, x in zip(traced, arrays, strict=True)
-            }
+            ids = map(id, traced)
+            unchanged = dict(zip(ids, arrays, strict=True))
             form_of_objects, changed = _form(objects, unchanged)
             form_of_results, returned = _form(results)
             forms[:] = form_of_objects, form_of_results
@@ -60,9 +59,9 @@ def as_program(
 
         def result(arrays):
             following = iter(arrays)
-            return nnx.together(
-                [form.filled(following) for form in forms], inside=False
-            )[1]
+            filled = [form.filled(following) for form in forms]
+            _, results = nnx.together(filled, inside=False)
+            return results
 
         # JAX names the function in what it says about the program, perhaps by its repr.
         if hasattr(inspect.unwrap(fun), "__code__"):
@@ -72,9 +71,8 @@ def as_program(
         with nnx.told_to_go_in_as_arguments(), AUTOCAST_DTYPE(low):
             program = jax.make_jaxpr(of_arrays)(*args, **kwargs)
         flags = zip(_are_parameters(inputs, parameters), form.others, strict=True)
-        yield Call(
-            program, arrays, [flag for flag, other in flags if other is None], result
-        )
+        of_arrays_alone = [flag for flag, other in flags if other is None]
+        yield Call(program, arrays, of_arrays_alone, result)
 
 
 class _Form(NamedTuple):
@@ -119,10 +117,9 @@ def _are_parameters(
     # No tree of flags: there are nodes that can hold nothing but arrays.
     args, kwargs = inputs
     flags: list[bool] = []
-    for tree, is_named in [
-        *((x, i in positions) for i, x in enumerate(args)),
-        (kwargs, False),
-    ]:
+    trees = [(x, i in positions) for i, x in enumerate(args)]
+    trees.append((kwargs, False))
+    for tree, is_named in trees:
         for leaf in jax.tree.leaves(tree, is_leaf=is_variable):
             flag = nnx.is_parameter(leaf) if is_variable(leaf) else is_named
             flags += [flag] * len(jax.tree.leaves(leaf))

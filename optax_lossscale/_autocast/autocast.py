@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from optax_lossscale._arrays import validation
 from optax_lossscale._autocast.arrays import as_program
 from optax_lossscale._autocast.classify import Kind
-from optax_lossscale._autocast.known import Casting
-from optax_lossscale._autocast.plan import plan
+from optax_lossscale._autocast.facts import Casting
+from optax_lossscale._autocast.plan import plan_for
 from optax_lossscale._autocast.products import SCOPE, reasons_left, remedy
 from optax_lossscale._autocast.run import run
 from optax_lossscale._programs.values import dtypes_in, in_dtypes
@@ -37,7 +37,7 @@ def autocast(
 
     The backward pass recomputes the intermediates between two products instead of
     keeping them; activations that go from product to product, such as the residual
-    stream of a transformer, are kept in 16 bits. That takes about as much memory as a
+    stream of a transformer, are stored in 16 bits. That takes about as much memory as a
     model written in float16 by hand.
 
     A product with `precision=jax.lax.Precision.HIGHEST`, or under
@@ -54,7 +54,7 @@ def autocast(
         inside. Without `fun`, this is a decorator: `@autocast(dtype=jnp.bfloat16)`.
       dtype: `jnp.float16` or `jnp.bfloat16`.
       argnums: which positional arguments hold the parameters, if any. The result of a
-        product and a parameter, as when a bias is added, is kept in 16 bits between
+        product and a parameter, as when a bias is added, is stored in 16 bits between
         products. Sums with other float32 arguments, or with parameters passed by
         keyword, stay in float32. So list only parameters, never a recurrent state: it
         would lose digits in 16 bits.
@@ -108,22 +108,22 @@ def autocast(
                 for is_one in call.is_parameter
             ]
             # A TPU's compiler recomputes by itself what it lacks the memory for.
-            how = Casting(low, prevent_cse=jax.default_backend() != "tpu")
-            yield call, plan(call.program, call.arrays, kinds, how)
+            casting = Casting(low, prevent_cse=jax.default_backend() != "tpu")
+            yield call, plan_for(call.program, call.arrays, kinds, casting)
 
     @functools.wraps(fun)
     def autocasted(*args, **kwargs):
-        with planned(args, kwargs) as (call, made):
+        with planned(args, kwargs) as (call, plan):
             _warn_of_nothing_narrowed(call.program)
             with jax.named_scope(SCOPE):
-                results = run(made, call.arrays)
+                results = run(plan, call.arrays)
             dtypes = dtypes_in(open_jaxpr(call.program).outvars)
             return call.result(in_dtypes(dtypes, list(map(jnp.asarray, results))))
 
     def plan_of_call(*args, **kwargs):
-        """What runs in which dtype, what is kept, and what is recomputed; print it."""
-        with planned(args, kwargs) as (_, made):
-            return made
+        """What runs in which dtype, what is stored, and what is recomputed; print it."""
+        with planned(args, kwargs) as (_, plan):
+            return plan
 
     vars(autocasted)["plan"] = plan_of_call
     return autocasted

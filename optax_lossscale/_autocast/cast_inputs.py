@@ -50,13 +50,16 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
         low = AUTOCAST_DTYPE.value
         if low is None:
             return fun(*args, **kwargs)
-        return _cast(
-            low, FLOAT32, fun(*_cast(FLOAT32, low, args), **_cast(FLOAT32, low, kwargs))
-        )
+        args, kwargs = _cast(FLOAT32, low, (args, kwargs))
+        return _cast(low, FLOAT32, fun(*args, **kwargs))
 
     return of_cast
 
 
 def _cast(of: Any, to: Any, tree: Any) -> Any:
     """A tree, those of its arrays that are of one dtype cast to another."""
-    return jax.tree.map(lambda x: in_dtype(to, x) if dtype_in(x) == of else x, tree)
+
+    def cast(x):
+        return in_dtype(to, x) if dtype_in(x) == of else x
+
+    return jax.tree.map(cast, tree)

@@ -1,11 +1,12 @@
 """The first pass: what kind each value is, which says whether 16 bits can hold it.
 
 Values are told apart by what they are made of. A result of a product is in 16 bits
-already, and a sum with one is kept so from product to product, as by hand. What is
+already, and a sum with one is stored so from product to product, as by hand. What is
 recomputed from these in about their range is as good as they are. Everything else may
 have another range, or need more digits.
 
-The rule is a table: a row for what an operation does, a column for its widest operand.
+The rule is a table: a row for what an operation does, a column for the join
+of its operands, as in any analysis of data flow.
 """
 
 import enum
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from optax_lossscale._autocast.flat import Instruction, flat
+from optax_lossscale._autocast.flat import Step, flat
 from optax_lossscale._autocast.products import is_narrowed, is_rewritten
 from optax_lossscale._programs.operations import TABLE, Is, operation, traits
 from optax_lossscale._programs.remembered import remembered
@@ -37,9 +38,11 @@ class Kind(enum.Enum):
     PARAMETER = (
         "a parameter, made from parameters alone, or another literal that 16 bits hold"
     )
-    ROWS = "rows of a parameter, as from an embedding: kept in 16 bits where they are added to"
+    ROWS = "rows of a parameter, as from an embedding: stored in 16 bits where they are added to"
     PRODUCT = "the result of a product, perhaps moved: it has 16 bits already"
-    SUM = "a sum with the result of a product: kept in 16 bits from product to product"
+    SUM = (
+        "a sum with the result of a product: stored in 16 bits from product to product"
+    )
     NEAR = "made from these, in about their range: recomputed; added to a SUM, it gives a SUM"
     NORMALIZED = "a NEAR that has about the size 1, and that a gain may multiply"
     SCALED = "these, multiplied by a parameter: added to one another, they may be large or small"
@@ -68,16 +71,17 @@ leaves                  -     -      -         -    -       -      -      -     
 
 
 def _transfers(table: str) -> dict[str, dict[Kind, Kind]]:
-    """The kind of a result by the operation's row and the widest operand; `-` is FLOAT32."""
+    """The kind of a result by the operation's row and the join of its operands; `-` is FLOAT32."""
     head, *rows = (line.split() for line in table.strip().splitlines())
     kinds = [Kind[word] for word in head]
-    return {
-        name: {
-            kind: kind if word == "same" else Kind[word.replace("-", "FLOAT32")]
-            for kind, word in zip(kinds, words, strict=True)
-        }
-        for name, *words in rows
-    }
+    transfers: dict[str, dict[Kind, Kind]] = {}
+    for name, *words in rows:
+        transfers[name] = {}
+        for kind, word in zip(kinds, words, strict=True):
+            is_same = word == "same"
+            result = kind if is_same else Kind[word.replace("-", "FLOAT32")]
+            transfers[name][kind] = result
+    return transfers
 
 
 _TRANSFERS = _transfers(_TABLE)
@@ -105,7 +109,7 @@ def classify(
     return kinds
 
 
-def widest(kinds: Iterable[Kind]) -> Kind:
+def join(kinds: Iterable[Kind]) -> Kind:
     """The kind of what may be any of these."""
     kinds = set(kinds)
     kind = max(kinds, key=_ORDER.index)
@@ -113,10 +117,8 @@ def widest(kinds: Iterable[Kind]) -> Kind:
     return Kind.SUM if kind == Kind.PRODUCT and not is_a_product else kind
 
 
-def _of_results(
-    step: Instruction, operands: Sequence[Kind], low: np.dtype
-) -> Sequence[Kind]:
-    """The kinds of the results of an instruction."""
+def _of_results(step: Step, operands: Sequence[Kind], low: np.dtype) -> Sequence[Kind]:
+    """The kinds of the results of a step."""
     eqn = step.eqn
     if is_narrowed(eqn):
         return [Kind.PRODUCT]
@@ -125,47 +127,39 @@ def _of_results(
     if Is.CASTS in traits(eqn) and dtype_in(eqn.invars[0]) == jnp.bool_:
         return [Kind.EXACT]
     floats = [v for v in (*eqn.invars, *eqn.outvars) if is_float(v)]
-    of_floats = [
-        kind for v, kind in zip(eqn.invars, operands, strict=True) if is_float(v)
-    ]
+    pairs = zip(eqn.invars, operands, strict=True)
+    of_floats = [kind for v, kind in pairs if is_float(v)]
+    are_float32 = all(dtype_in(v) == FLOAT32 for v in floats)
     kind = Kind.FLOAT32
-    if of_floats and all(dtype_in(v) == FLOAT32 for v in floats):
-        kind = _TRANSFERS[_row(eqn, operands, low)][widest(of_floats)]
+    if of_floats and are_float32:
+        kind = _TRANSFERS[_row(eqn, operands, low)][join(of_floats)]
     return [kind] * len(step.outs)
 
 
 def _row(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> str:
-    """The row of an operation in the table: what it does with its widest operand."""
+    """The row of an operation in the table: what it does with its operands."""
     its_traits = traits(eqn)
     if its_traits & (Is.MOVES | Is.SENDS | Is.CHOOSES):
-        is_sum = Is.ADDS_MANY in its_traits  # over devices
-        return (
-            "picks"
-            if Is.PICKS in its_traits
-            else "adds_over_devices"
-            if is_sum
-            else "moves"
-        )
-    if not its_traits & (Is.ADDS_TWO | Is.NEAR):
-        return "leaves"
-    narrowest = min(operands, key=_ORDER.index)
+        if Is.PICKS in its_traits:
+            return "picks"
+        is_sum_over_devices = Is.ADDS_MANY in its_traits
+        return "adds_over_devices" if is_sum_over_devices else "moves"
+    least = min(operands, key=_ORDER.index)
     if Is.ADDS_TWO in its_traits:
-        # With a constant or a parameter added, what is recomputed stays so.
-        is_constant = narrowest in _NUMBERS | _PARAMETERS
-        is_scaled = narrowest == Kind.SCALED
-        how = "a_parameter" if is_constant else "a_scaled" if is_scaled else "another"
-        return f"adds_to_{how}"
+        if least in _NUMBERS | _PARAMETERS:
+            # With a constant or a parameter added, what is recomputed stays so.
+            return "adds_to_a_parameter"
+        return "adds_to_a_scaled" if least == Kind.SCALED else "adds_to_another"
+    if Is.NEAR not in its_traits:
+        return "leaves"
     if Is.DIVIDES in its_traits and operands[1] not in _NUMBERS:
         return "leaves"
     if Is.SATURATES in its_traits:
         return "saturates"
     # The range of bfloat16 is that of float32.
-    if (
-        Is.MULTIPLIES in its_traits
-        and low != jnp.bfloat16
-        and narrowest not in _NUMBERS
-    ):
-        return "multiplies_by_parameter" if narrowest in _PARAMETERS else "leaves"
+    may_leave_the_range = Is.MULTIPLIES in its_traits and low != jnp.bfloat16
+    if may_leave_the_range and least not in _NUMBERS:
+        return "multiplies_by_parameter" if least in _PARAMETERS else "leaves"
     return "near"
 
 
@@ -190,24 +184,30 @@ def _of_literal(literal: Literal, low: np.dtype) -> Kind:
 _Statistic = frozenset[Any]
 """Of a value made from a sum of many numbers: their shape, and the operations since."""
 
-_BY = {row.by for row in TABLE.values() if row.by}
+_MAKE_STATISTICS = {row.statistic for row in TABLE.values() if row.statistic}
 _IN_A_MEAN = Is.MOVES | Is.SENDS | Is.CHOOSES | Is.ADDS_TWO | Is.NEAR
 
 
-def _statistic(step: Instruction, known: Mapping[int, _Statistic]) -> _Statistic | None:
-    """What the results of an instruction are as a statistic; None if they are none."""
-    of_operands = [known[i] for i in step.ins if i in known]
-    if of_operands and (traits(step.eqn) & _IN_A_MEAN or step.name in _BY):
+def _statistic(step: Step, statistics: Mapping[int, _Statistic]) -> _Statistic | None:
+    """What the results of a step are as a statistic; None if they are none."""
+    of_operands = [statistics[i] for i in step.ins if i in statistics]
+    goes_on = traits(step.eqn) & _IN_A_MEAN or step.name in _MAKE_STATISTICS
+    if of_operands and goes_on:
         return of_operands[0] | {step.name}
-    is_sum = Is.ADDS_MANY in traits(step.eqn)
-    return frozenset({step.eqn.invars[0].aval.shape}) if is_sum else None
+    if Is.ADDS_MANY in traits(step.eqn):
+        return frozenset({step.eqn.invars[0].aval.shape})
+    return None
 
 
 def _is_normalized(
-    step: Instruction, kinds: Mapping[int, Kind], statistics: Mapping[int, _Statistic]
+    step: Step, kinds: Mapping[int, Kind], statistics: Mapping[int, _Statistic]
 ) -> bool:
-    """Whether this subtracts the mean of as many numbers, or divides by the norm of as many."""
-    made_by = operation(step.eqn).by
+    """Whether this subtracts the mean of as many numbers, or divides by the norm of as many.
+
+    What is so has about the size 1: without this rule and that of NEAR, a ResNet takes
+    1.16 of the memory and moves 1.08 of the bytes.
+    """
+    made_by = operation(step.eqn).statistic
     if not made_by:
         return False
     value, by = step.ins
@@ -225,7 +225,7 @@ def _is_normalized(
 def of_arguments(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
     """The kinds of operands inside of an equation: of what a loop carries, in every round."""
     # If a scan runs over layers, so that each round multiplies by a matrix of its own,
-    # it carries what goes from layer to layer, which is kept as it is without a scan.
+    # it carries what goes from layer to layer, which is stored as it is without a scan.
     # Over time steps it carries what may be a running sum, in float32, and so does a
     # `while`. Over layers, a carry that no product reads stays in float32, too.
     inside = list(operands)
@@ -236,21 +236,21 @@ def of_arguments(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind
         return inside
     (program,) = programs_in(eqn)
     is_multiplied = _multiplied(program, None)
-    kept = {
-        i: Kind.PRODUCT if operands[i] == Kind.PRODUCT else Kind.SUM
-        for i in carried
-        if is_multiplied[i] and operands[i] in STREAMS
-    }
+    streams: dict[int, Kind] = {}
+    for i in carried:
+        if is_multiplied[i] and operands[i] in STREAMS:
+            is_product = operands[i] == Kind.PRODUCT
+            streams[i] = Kind.PRODUCT if is_product else Kind.SUM
     while True:
-        arguments = [kept.get(i, kind) for i, kind in enumerate(inside)]
+        arguments = [streams.get(i, kind) for i, kind in enumerate(inside)]
         kinds = classify(program, tuple(arguments), low)
-        after = dict(zip(carried, (kinds[i] for i in flat(program).outs), strict=False))
-        joined = {i: widest((kind, after[i])) for i, kind in kept.items()}
+        after = dict(zip(carried, flat(program).outs, strict=False))
+        joined = {i: join((kind, kinds[after[i]])) for i, kind in streams.items()}
         # What a round leaves in float32 is so from the first one on.
         joined = {i: kind for i, kind in joined.items() if kind in STREAMS | _NUMBERS}
-        if joined == kept:
+        if joined == streams:
             return arguments
-        kept = joined
+        streams = joined
 
 
 def _of_entered(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
@@ -260,11 +260,11 @@ def _of_entered(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind]
     for program, numbers in giving_results(eqn):
         kinds = classify(program, tuple(inside[n] for n in numbers), low)
         of_programs.append([kinds[i] for i in flat(program).outs])
-    results = [widest(kinds) for kinds in zip(*of_programs, strict=True)]
+    results = [join(kinds) for kinds in zip(*of_programs, strict=True)]
     may_run_no_round = Is.WAITS in traits(eqn) or eqn.params.get("length") == 0
     for j, n in enumerate(carried_by(eqn)):
         if may_run_no_round:
-            results[j] = widest((results[j], operands[n]))
+            results[j] = join((results[j], operands[n]))
         elif inside[n] != Kind.FLOAT32:
             results[j] = inside[n]
     return results
@@ -293,7 +293,7 @@ def _multiplied(jaxpr: Any, between: Is | None) -> tuple[bool, ...]:
             multiplied.update(step.ins[:2])
         for inner, numbers in arguments_of(step.eqn):
             flags = zip(numbers, _multiplied(inner, between), strict=False)
-            multiplied.update(
-                step.ins[n] for n, is_multiplied in flags if is_multiplied
-            )
+            for n, is_multiplied in flags:
+                if is_multiplied:
+                    multiplied.add(step.ins[n])
     return tuple(i in multiplied for i in program.ins)

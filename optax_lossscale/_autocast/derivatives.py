@@ -1,4 +1,4 @@
-"""Functions with custom derivatives, entered: their derivatives are narrowed, too."""
+"""Functions with custom derivatives, entered: their derivatives are rewritten, too."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from optax_lossscale._autocast.classify import Kind, widest
-from optax_lossscale._autocast.flat import Instruction
+from optax_lossscale._autocast.classify import Kind, join
+from optax_lossscale._autocast.flat import Step
 from optax_lossscale._autocast.uses import KEPT, Use
-from optax_lossscale._programs.run import Run
+from optax_lossscale._programs.enter import Callee
 from optax_lossscale._programs.values import (
     dtype_in,
     dtypes_in,
@@ -24,70 +24,74 @@ from optax_lossscale._programs.versions import bind, function_name
 UsesOf = Callable[[Any], Sequence[Use]]
 """Says what is done with a function's results, from their types."""
 
-Narrowed = Callable[
+Rewritten = Callable[
     [Callable[..., Any], Any, Sequence[Kind], UsesOf], tuple[Any, list[Any]]
 ]
-"""What a function gives for a tuple of arguments of some kinds, narrowed; its own dtypes."""
+"""What a function gives for a tuple of arguments of some kinds, rewritten; its own dtypes."""
 
 
 def custom_jvp(
-    step: Instruction, operands: list[Any], runs: Sequence[Run], narrowed: Narrowed
+    step: Step, operands: list[Any], callees: Sequence[Callee], rewritten: Rewritten
 ) -> list[Any]:
     """The results of a `custom_jvp`, whose derivative is the original one, rewritten in turn."""
     eqn = step.eqn
-    (run,) = runs
+    (callee,) = callees
 
     def derivative(primals, tangents):
         """The original's results and their tangents, by number."""
+        function = _of_some(eqn, primals)
         perturbed = {i: primals[i] for i in tangents}
-        results, tangents = jax.jvp(_of_some(eqn, primals), (perturbed,), (tangents,))
-        return results, {i: t for i, t in enumerate(tangents) if not _is_float0(t)}
+        results, tangents = jax.jvp(function, (perturbed,), (tangents,))
+        return results, _but_float0(tangents)
 
     def rule(primals, tangents):
         dtypes = dtypes_in(eqn.invars)
-        perturbed = [i for i, tangent in enumerate(tangents) if not _is_float0(tangent)]
-        tangents = {i: in_dtype(dtypes[i], tangents[i]) for i in perturbed}
-        kinds = [*step.kinds, *(widest((step.kinds[i], Kind.SUM)) for i in perturbed)]
+        primals = in_dtypes(dtypes, primals)
+        perturbed = _but_float0(tangents)
+        tangents = {i: in_dtype(dtypes[i], t) for i, t in perturbed.items()}
+        kinds = list(step.kinds)
+        for i in perturbed:
+            kinds.append(join((step.kinds[i], Kind.SUM)))
 
         def uses(shapes):
-            return [*step.uses, *(step.uses[i] for i in shapes[1])]
+            _, of_tangents = shapes
+            return [*step.uses, *(step.uses[i] for i in of_tangents)]
 
-        inputs = in_dtypes(dtypes, primals), tangents
-        (results, tangents), _ = narrowed(derivative, inputs, kinds, uses)
-        results = in_dtypes(run.gives, results)
+        (results, tangents), _ = rewritten(derivative, (primals, tangents), kinds, uses)
+        results = in_dtypes(callee.gives, results)
         return results, [_tangent(x, tangents.get(i)) for i, x in enumerate(results)]
 
-    function = jax.custom_jvp(_primal(eqn, runs))
+    function = jax.custom_jvp(_primal(eqn, callees))
     function.defjvp(rule)
     return function(*map(jnp.asarray, operands))
 
 
 def custom_vjp(
-    step: Instruction, operands: list[Any], runs: Sequence[Run], narrowed: Narrowed
+    step: Step, operands: list[Any], callees: Sequence[Callee], rewritten: Rewritten
 ) -> list[Any]:
     """The results of a `custom_vjp`, whose passes are the original ones, rewritten in turn."""
-    gives = runs[0].gives if runs else dtypes_in(step.eqn.outvars)
-    function = jax.custom_vjp(_primal(step.eqn, runs))
+    gives = callees[0].gives if callees else dtypes_in(step.eqn.outvars)
+    function = jax.custom_vjp(_primal(step.eqn, callees))
     function.defvjp(
-        _forward(step, gives, narrowed),
-        _backward(step.eqn, dtypes_in(operands), narrowed),
+        _forward(step, gives, rewritten),
+        _backward(step.eqn, dtypes_in(operands), rewritten),
         symbolic_zeros=True,
     )
     return function(*map(jnp.asarray, operands))
 
 
-def _primal(eqn: Any, runs: Sequence[Run]) -> Callable[..., list[Any]]:
-    """The function itself, under its own name; as it was traced, if it has no `runs`."""
+def _primal(eqn: Any, callees: Sequence[Callee]) -> Callable[..., list[Any]]:
+    """The function itself, under its own name; as it was traced, if it has no `callees`."""
 
     def primal(*operands):
-        return runs[0].call(operands) if runs else bind(eqn, operands)
+        return callees[0].call(operands) if callees else bind(eqn, operands)
 
     primal.__name__ = function_name(eqn.params["call_jaxpr"])
     return primal
 
 
 def _forward(
-    step: Instruction, gives: Sequence[Any], narrowed: Narrowed
+    step: Step, gives: Sequence[Any], rewritten: Rewritten
 ) -> Callable[..., Any]:
     """The forward pass of a `custom_vjp`, with results in dtypes `gives`."""
     eqn = step.eqn
@@ -106,33 +110,34 @@ def _forward(
             return _vjp(eqn, primals, perturbed)
 
         def uses(shapes):
-            return [*of_results, *([KEPT] * len(jax.tree.leaves(shapes[1])))]
+            _, of_pullback = shapes
+            return [*of_results, *(KEPT for _ in jax.tree.leaves(of_pullback))]
 
-        (results, pullback), dtypes = narrowed(with_pullback, primals, kinds, uses)
+        (results, pullback), dtypes = rewritten(with_pullback, primals, kinds, uses)
         residuals, structure = jax.tree.flatten(pullback)
+        wide_dtypes = dtypes[len(results) :]
 
         def widened(residuals):
             """The pullback in its own dtypes."""
-            wide = in_dtypes(dtypes[len(results) :], residuals)
-            return jax.tree.unflatten(structure, wide)
+            return jax.tree.unflatten(structure, in_dtypes(wide_dtypes, residuals))
 
         return in_dtypes(gives, results), jax.tree_util.Partial(widened, residuals)
 
     return forward
 
 
-def _backward(eqn: Any, takes: Sequence[Any], narrowed: Narrowed) -> Callable[..., Any]:
+def _backward(
+    eqn: Any, takes: Sequence[Any], rewritten: Rewritten
+) -> Callable[..., Any]:
     """The backward pass of a `custom_vjp`, whose operands come in dtypes `takes`."""
 
     def backward(widened, cotangents):
         pullback = widened()
         cotangents = _cotangents(eqn, cotangents)
-        residuals = zip(
-            jax.tree.leaves(widened), jax.tree.leaves(pullback), strict=True
-        )
-        kinds = [
-            Kind.FLOAT32 if x.dtype == wide.dtype else Kind.SUM for x, wide in residuals
-        ]
+        kinds = []
+        residuals = jax.tree.leaves(widened)
+        for x, wide in zip(residuals, jax.tree.leaves(pullback), strict=True):
+            kinds.append(Kind.FLOAT32 if x.dtype == wide.dtype else Kind.SUM)
         kinds += [Kind.SUM] * len(cotangents)
 
         def uses(shapes):
@@ -140,9 +145,11 @@ def _backward(eqn: Any, takes: Sequence[Any], narrowed: Narrowed) -> Callable[..
             return [Use.WIDELY if takes[i] == dtypes[i] else KEPT for i in shapes]
 
         def pulled_back(pullback, cotangents):
-            return pullback(cotangents)[0]
+            (gradients,) = pullback(cotangents)
+            return gradients
 
-        gradients, _ = narrowed(pulled_back, (pullback, cotangents), kinds, uses)
+        inputs = (pullback, cotangents)
+        gradients, _ = rewritten(pulled_back, inputs, kinds, uses)
         return tuple(in_dtype(dtype, gradients.get(i)) for i, dtype in enumerate(takes))
 
     return backward
@@ -152,14 +159,14 @@ def _vjp(
     eqn: Any, primals: Sequence[Any], perturbed: Iterable[int]
 ) -> tuple[list[Any], Any]:
     """The results of a `custom_vjp`, and the function that pulls cotangents of floats back."""
+    function = _of_some(eqn, primals)
 
-    def function(some):
-        results = _of_some(eqn, primals)(some)
+    def floats_and_all(some):
+        results = function(some)
         return _of_floats(eqn, results), results
 
-    _, pullback, results = jax.vjp(
-        function, {i: primals[i] for i in perturbed}, has_aux=True
-    )
+    some = {i: primals[i] for i in perturbed}
+    _, pullback, results = jax.vjp(floats_and_all, some, has_aux=True)
     return results, pullback
 
 
@@ -173,10 +180,10 @@ def _of_some(
 def _cotangents(eqn: Any, cotangents: Sequence[Any]) -> list[Any]:
     """The cotangents of floats, in their dtypes: masks, indices and keys have none."""
     dtypes = dtypes_in(_of_floats(eqn, eqn.outvars))
-    instantiated = [
-        jnp.zeros(ct.shape, dtype) if isinstance(ct, SymbolicZero) else ct
-        for ct, dtype in zip(_of_floats(eqn, cotangents), dtypes, strict=True)
-    ]
+    instantiated = []
+    for ct, dtype in zip(_of_floats(eqn, cotangents), dtypes, strict=True):
+        is_zero = isinstance(ct, SymbolicZero)
+        instantiated.append(jnp.zeros(ct.shape, dtype) if is_zero else ct)
     return in_dtypes(dtypes, instantiated)
 
 
@@ -192,6 +199,7 @@ def _tangent(result: Any, tangent: Any) -> Any:
     return in_dtype(result.dtype, tangent)
 
 
-def _is_float0(tangent: Any) -> bool:
-    """Whether a tangent is that of an integer, which has none."""
-    return dtype_in(tangent) == jax.dtypes.float0
+def _but_float0(tangents: Sequence[Any]) -> dict[int, Any]:
+    """The tangents that there are, by number: an integer has none."""
+    pairs = enumerate(tangents)
+    return {i: t for i, t in pairs if dtype_in(t) != jax.dtypes.float0}

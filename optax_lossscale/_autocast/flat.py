@@ -8,9 +8,9 @@ import jax
 from jax.extend import source_info_util
 from jax.extend.core import Literal
 
+from optax_lossscale._programs.enter import is_entered, is_placed
 from optax_lossscale._programs.operations import Is, traits_of
 from optax_lossscale._programs.remembered import remembered
-from optax_lossscale._programs.run import is_entered, is_placed
 from optax_lossscale._programs.versions import (
     argument_names,
     constants,
@@ -27,7 +27,7 @@ from optax_lossscale._programs.walk import (
 _LONG = 100  # steps
 
 
-class Instruction(NamedTuple):
+class Step(NamedTuple):
     """An equation, whose operands and results are numbered over the whole program."""
 
     # As JAX traced it, but for its line: that of the call around, if it is JAX's own
@@ -64,7 +64,7 @@ class Instruction(NamedTuple):
 class Flat(NamedTuple):
     """A program as a flat list of steps."""
 
-    steps: list[Instruction]
+    steps: list[Step]
     ins: list[int]  # the numbers of the arguments
     outs: list[int]  # the numbers of the results
     consts: dict[int, Any]  # what the program closes over, under its numbers
@@ -72,9 +72,9 @@ class Flat(NamedTuple):
     types: dict[int, Any]  # the type of each value, as it was traced
     names: Sequence[str]  # what the user's code calls the arguments, if it is known
 
-    def readers(self) -> dict[int, list[Instruction | None]]:
+    def readers(self) -> dict[int, list[Step | None]]:
         """The steps that take each value; None for the results."""
-        readers: dict[int, list[Instruction | None]] = {}
+        readers: dict[int, list[Step | None]] = {}
         for step in self.steps:
             for i in step.reads:
                 readers.setdefault(i, []).append(step)
@@ -107,7 +107,7 @@ def flat(jaxpr: Any) -> Flat:
         inner = _inlined(eqn)
         if inner is None or id(inner) in called:
             results = tuple(_new(program, v.aval) for v in eqn.outvars)
-            program.steps.append(Instruction(eqn, operands, results, scope))
+            program.steps.append(Step(eqn, operands, results, scope))
             return results
         if "name" in eqn.params:
             scope = scope.extend(f"jit({eqn.params['name']})")

@@ -127,12 +127,8 @@ def _is_apart(x: Any) -> bool:
 
 def _may_change(x: Any) -> bool:
     """Whether an object may be changed here: not if an enclosing function closes over it."""
-    return all(
-        map(
-            _is_writable,
-            filter(is_variable, (node for _, node in _nnx().iter_graph(x))),
-        )
-    )
+    nodes = [node for _, node in _nnx().iter_graph(x)]
+    return all(map(_is_writable, filter(is_variable, nodes)))
 
 
 def _is_writable(variable: Any) -> bool:

@@ -12,12 +12,13 @@ def outer_product(eqn: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     """The result of a product whose every number is one number times another, in float32."""
     if "window_strides" in eqn.params:
         return _pointwise_convolution(eqn, x, y)
-    (contracted_x, contracted_y), (batch_x, batch_y) = eqn.params["dimension_numbers"]
-    x = _batch_first(x, contracted_x, batch_x)
-    y = _batch_first(y, contracted_y, batch_y)
-    after_x = range(x.ndim, eqn.outvars[0].aval.ndim)
-    before_y = range(len(batch_x), x.ndim)
-    return jnp.expand_dims(x, tuple(after_x)) * jnp.expand_dims(y, tuple(before_y))
+    contracted, batch = eqn.params["dimension_numbers"]
+    x = _batch_first(x, contracted[0], batch[0])
+    y = _batch_first(y, contracted[1], batch[1])
+    # Batch axes, then those of x, then those of y
+    axes_of_x = range(len(batch[0]), x.ndim)
+    axes_of_y = range(x.ndim, eqn.outvars[0].aval.ndim)
+    return jnp.expand_dims(x, tuple(axes_of_y)) * jnp.expand_dims(y, tuple(axes_of_x))
 
 
 def _batch_first(
@@ -25,26 +26,33 @@ def _batch_first(
 ) -> jax.Array:
     """An operand of a `dot_general`: batch axes first, without those of length 1 to contract."""
     first = (*batch, *contracted)
-    moved = jnp.moveaxis(x, first, range(len(first)))
-    return jnp.squeeze(moved, tuple(range(len(batch), len(first))))
+    x = jnp.moveaxis(x, first, range(len(first)))
+    return jnp.squeeze(x, tuple(range(len(batch), len(first))))
 
 
 def _pointwise_convolution(eqn: Any, x: jax.Array, kernel: jax.Array) -> jax.Array:
     """A convolution by a kernel of a single place, over a single feature in each group."""
-    params = eqn.params
-    numbers = params["dimension_numbers"]
+    numbers = eqn.params["dimension_numbers"]
     x = jnp.transpose(x, numbers.lhs_spec)  # batch, features, places
-    places = [
-        (low, high, dilation - 1)
-        for (low, high), dilation in zip(
-            params["padding"], params["lhs_dilation"], strict=True
-        )
-    ]
-    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *places])
-    strides = (1, 1, *params["window_strides"])
-    x = lax.slice(x, [0] * x.ndim, x.shape, strides)
+    x = _at_places(x, **eqn.params)
     gains = jnp.ravel(kernel)  # one for each feature of the result
     x = jnp.repeat(x, gains.size // x.shape[1], axis=1)
     y = x * jnp.expand_dims(gains, tuple(range(1, x.ndim - 1)))
     order = [numbers.out_spec.index(axis) for axis in range(y.ndim)]
     return jnp.transpose(y, order)
+
+
+def _at_places(
+    x: jax.Array,
+    *,
+    padding: Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int],
+    window_strides: Sequence[int],
+    **params: Any,
+) -> jax.Array:
+    """What a convolution by a kernel of a single place multiplies by it, in each place."""
+    edges = [(0, 0, 0), (0, 0, 0)]  # of batch and features
+    for (low, high), dilation in zip(padding, lhs_dilation, strict=True):
+        edges.append((low, high, dilation - 1))
+    x = lax.pad(x, jnp.zeros((), x.dtype), edges)
+    return lax.slice(x, [0] * x.ndim, x.shape, (1, 1, *window_strides))

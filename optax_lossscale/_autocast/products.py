@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
+from optax_lossscale._programs.enter import is_entered
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
-from optax_lossscale._programs.run import is_entered
 from optax_lossscale._programs.values import (
     FLOAT32,
     FLOAT64,

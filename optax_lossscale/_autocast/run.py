@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -12,10 +13,11 @@ from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
 from optax_lossscale._autocast.alike import common
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.derivatives import custom_jvp, custom_vjp
-from optax_lossscale._autocast.flat import Instruction
-from optax_lossscale._autocast.known import Casting
+from optax_lossscale._autocast.facts import Casting
+from optax_lossscale._autocast.flat import Step
 from optax_lossscale._autocast.outer import outer_product
-from optax_lossscale._autocast.plan import Part, Plan, plan
+from optax_lossscale._autocast.partition import Region
+from optax_lossscale._autocast.plan import Plan, plan_for
 from optax_lossscale._autocast.products import (
     SCOPE,
     is_narrowed,
@@ -23,8 +25,8 @@ from optax_lossscale._autocast.products import (
     why_left,
 )
 from optax_lossscale._autocast.uses import Use
+from optax_lossscale._programs.enter import Callee, enter
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.run import Run, enter
 from optax_lossscale._programs.values import (
     FLOAT32,
     dtype_in,
@@ -34,100 +36,103 @@ from optax_lossscale._programs.values import (
 )
 from optax_lossscale._programs.versions import bind
 
-_SAVES = checkpoint_policies.save_only_these_names(SCOPE)
+_KEEPS = checkpoint_policies.save_only_these_names(SCOPE)
 
-Inside = Callable[[Instruction], list[Run]]
-"""How to run each of the programs that an instruction holds."""
+CalleesOf = Callable[[Step], list[Callee]]
+"""How to run each of the programs that a step holds."""
 
 Islands = dict[Hashable, Callable[[list[Any]], list[Any]]]
 """What computes islands that are recomputed, by what those that are alike have in common."""
 
+Forms = dict[Any, Any]
+"""A value as an array for each dtype in which it is read, beginning with the one stored."""
 
-def run(made: Plan, args: Sequence[Any]) -> list[Any]:
+
+def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
     """The results of a program for arguments in the dtypes that its plan takes."""
-    repeated = _repeated(made)
-    shared: dict[int, Run] = {}  # by the `id` of the plan
+    shared = _shared(plan)
+    traced: dict[int, Callee] = {}  # by the `id` of the plan
     islands: Islands = {}
 
-    def inside(step: Instruction) -> list[Run]:
+    def callees_of(step: Step) -> list[Callee]:
         name = step.eqn.params.get("name", step.name)
-        return [run_of(plan, name) for plan in step.plans]
+        return [callee(inner, name) for inner in step.plans]
 
-    def run_of(made: Plan, name: str) -> Run:
-        if id(made) not in repeated:
-            return _by_plan(made, inside, islands)
-        if id(made) not in shared:
-            shared[id(made)] = _traced_once(_by_plan(made, inside, islands), name)
-        return shared[id(made)]
+    def callee(plan: Plan, name: str) -> Callee:
+        if id(plan) not in shared:
+            return _by_plan(plan, callees_of, islands)
+        if id(plan) not in traced:
+            traced[id(plan)] = _traced_once(_by_plan(plan, callees_of, islands), name)
+        return traced[id(plan)]
 
-    return run_of(made, "").call(args)
+    return callee(plan, "").call(args)
 
 
-def _repeated(made: Plan) -> set[int]:
+def _shared(plan: Plan) -> set[int]:
     """The plans in a plan, by `id`, that several steps have: for a program that JAX shares."""
     uses = collections.Counter[int]()
-    unread = [made]
+    unread = [plan]
     while unread:
-        steps = [step for part in unread.pop().parts for step in part.steps]
-        for inner in [inner for step in steps for inner in step.plans]:
-            uses[id(inner)] += 1
-            if uses[id(inner)] == 1:
-                unread.append(inner)
+        for region in unread.pop().regions:
+            for inner in itertools.chain(*(step.plans for step in region.steps)):
+                uses[id(inner)] += 1
+                if uses[id(inner)] == 1:
+                    unread.append(inner)
     return {i for i, n in uses.items() if n > 1}
 
 
-def _traced_once(run: Run, name: str) -> Run:
+def _traced_once(callee: Callee, name: str) -> Callee:
     """A program that is called wherever it is run, and not copied."""
 
     def results(args):
-        return run.call(args)
+        return callee.call(args)
 
     results.__name__ = name
     jitted = jax.jit(results)
-    return run._replace(call=lambda args: jitted(list(args)))
+    return callee._replace(call=lambda args: jitted(list(args)))
 
 
-def _by_plan(made: Plan, inside: Inside, islands: Islands) -> Run:
+def _by_plan(plan: Plan, callees_of: CalleesOf, islands: Islands) -> Callee:
     """How to run a program as a plan says."""
-    program = made.program
+    program = plan.program
 
     def call(args):
-        # A value is held under its number, as an array for each dtype in which it is
-        # read.
-        values: dict[int, dict[Any, Any]] = {}
+        values: dict[int, Forms] = {}
         for i, x in (*program.consts.items(), *zip(program.ins, args, strict=True)):
             values[i] = {dtype_in(x): x}
         for i, literal in program.literals.items():
             values[i] = {dtype_in(literal): literal.val}
 
         def read(i, dtype=None):
-            """A value in a dtype, if it is there in it, or else as it is kept."""
+            """A value in a dtype, if it is there in it, or else as it is stored."""
             forms = values[i]
             return forms[dtype] if dtype in forms else next(iter(forms.values()))
 
-        for part in made.parts:
-            operands = [read(i, dtype) for i, dtype in part.reads.items()]
-            written = _written(part, operands, made, inside, islands)
-            if part.is_spread:
-                (step,) = part.steps
-                written = _spread(step, written, [read(i, FLOAT32) for i in step.ins])
-            for i, forms in written.items():
-                values[i] = dict(zip(part.writes[i], forms, strict=True))
-        pairs = zip(program.outs, made.gives, strict=True)
+        for region in plan.regions:
+            operands = [read(i, dtype) for i, dtype in region.reads.items()]
+            stored = _stored(region, operands, plan, callees_of, islands)
+            if region.is_spread:
+                (step,) = region.steps
+                stored = _spread(step, stored, [read(i, FLOAT32) for i in step.ins])
+            for i, arrays in stored.items():
+                values[i] = dict(zip(region.stores[i], arrays, strict=True))
+        pairs = zip(program.outs, plan.gives, strict=True)
         return [in_dtype(dtype, read(i, dtype)) for i, dtype in pairs]
 
-    return Run(made.takes, made.gives, call)
+    return Callee(plan.takes, plan.gives, call)
 
 
 def _spread(
-    step: Instruction, low: dict[int, list[Any]], ins: list[Any]
+    step: Step, low: dict[int, list[Any]], operands: list[Any]
 ) -> dict[int, list[Any]]:
     """What was sent in 16 bits, and the same in float32, from which only derivatives are made."""
     with step.at_its_line():
-        wide = bind(step.eqn, in_dtypes(dtypes_in(step.eqn.invars), ins))
-    return {
-        i: [_in_place_of(low[i][0], x), x] for i, x in zip(step.outs, wide, strict=True)
-    }
+        wide = bind(step.eqn, in_dtypes(dtypes_in(step.eqn.invars), operands))
+    spread = {}
+    for i, x in zip(step.outs, wide, strict=True):
+        narrow, _ = low[i]
+        spread[i] = [_in_place_of(narrow, x), x]
+    return spread
 
 
 @jax.custom_jvp
@@ -141,102 +146,107 @@ def _in_place_of(low: jax.Array, wide: jax.Array) -> jax.Array:
 
 @_in_place_of.defjvp
 def _tangent_in_place_of(primals, tangents):
-    return primals[0], in_dtype(dtype_in(primals[0]), tangents[1])
+    low, _ = primals
+    _, tangent = tangents
+    return low, in_dtype(dtype_in(low), tangent)
 
 
-def _written(
-    part: Part, operands: list[Any], made: Plan, inside: Inside, islands: Islands
+def _stored(
+    region: Region,
+    operands: list[Any],
+    plan: Plan,
+    callees_of: CalleesOf,
+    islands: Islands,
 ) -> dict[int, list[Any]]:
-    """What a part writes, in each dtype; recomputed in the backward pass, if the part says so."""
-    if not part.is_recomputed:
-        return _computed(part, operands, made, inside)
+    """What a region stores, in each dtype; recomputed in the backward pass, if it says so."""
+    if not region.is_recomputed:
+        return _computed(region, operands, plan, callees_of)
 
     def computed(operands):
-        written = _computed(part, operands, made, inside)
-        return [written[i] for i in sorted(written)]
+        stored = _computed(region, operands, plan, callees_of)
+        return [stored[i] for i in sorted(stored)]
 
-    alike = common(part, made.program)
-    # JAX knows by the function that it has traced and differentiated it before.
-    function = (
-        computed if alike is None else islands.setdefault((alike, made.how), computed)
-    )
-    policy = _SAVES if part.saved else None  # which takes longer to trace
+    function = computed
+    alike = common(region, plan.program)
+    if alike is not None:
+        # JAX knows by the function that it has traced and differentiated it before.
+        function = islands.setdefault((alike, plan.casting), computed)
     recomputed = jax.checkpoint(
-        function, prevent_cse=made.how.prevent_cse, policy=policy
+        function,
+        prevent_cse=plan.casting.prevent_cse,
+        policy=_KEEPS if region.kept else None,  # a policy takes longer to trace
     )
-    return dict(zip(sorted(part.writes), recomputed(operands), strict=True))
+    return dict(zip(sorted(region.stores), recomputed(operands), strict=True))
 
 
 def _computed(
-    part: Part, operands: list[Any], made: Plan, inside: Inside
+    region: Region, reads: list[Any], plan: Plan, callees_of: CalleesOf
 ) -> dict[int, list[Any]]:
-    """What a part writes, in each dtype."""
-    values = dict(zip(part.reads, operands, strict=True))
-    values |= {i: literal.val for i, literal in made.program.literals.items()}
+    """What a region stores, in each dtype, from what it reads."""
+    values = dict(zip(region.reads, reads, strict=True))
+    for i, literal in plan.program.literals.items():
+        values[i] = literal.val
 
     # So that its gradients are summed in the dtype in which it is read
     @functools.cache
     def cast(i, dtype):
         return in_dtype(dtype, values[i])
 
-    written: dict[int, list[Any]] = {}
-    for step in part.steps:
+    stored: dict[int, list[Any]] = {}
+    for step in region.steps:
         with step.at_its_line():
-            results = _results(
-                step, list(map(cast, step.ins, step.takes)), made.how, inside
-            )
+            operands = list(map(cast, step.ins, step.takes))
+            results = _results(step, operands, plan.casting, callees_of)
             results = in_dtypes(step.gives, results)
-            if not part.saved.isdisjoint(step.outs):
+            if not region.kept.isdisjoint(step.outs):
                 results = [checkpoint_name(x, SCOPE) for x in results]
-            values |= zip(step.outs, results, strict=True)
-            for i in step.outs:
-                if i in part.writes:
-                    written[i] = [
-                        in_dtype(dtype, values[i]) for dtype in part.writes[i]
-                    ]
-    return written
+            for i, x in zip(step.outs, results, strict=True):
+                values[i] = x
+                if i in region.stores:
+                    stored[i] = [in_dtype(dtype, x) for dtype in region.stores[i]]
+    return stored
 
 
 def _results(
-    step: Instruction, ins: list[Any], how: Casting, inside: Inside
+    step: Step, operands: list[Any], casting: Casting, callees_of: CalleesOf
 ) -> list[Any]:
-    """The results of an instruction."""
+    """The results of a step."""
     eqn = step.eqn
     if is_narrowed(eqn):
-        return _product(eqn, ins)
-    runs = inside(step)
-    narrowed = functools.partial(_narrowed, how._replace(keeps=False))
+        return _product(eqn, operands)
+    callees = callees_of(step)
+    rewritten = functools.partial(_rewritten, casting._replace(keeps=False))
     with eqn.ctx.manager:
         if is_outer_product(eqn):
-            return [outer_product(eqn, *ins)]
+            return [outer_product(eqn, *operands)]
         if Is.VJP in traits(eqn) and not why_left(eqn):
-            return custom_vjp(step, ins, runs, narrowed)
-        if Is.JVP in traits(eqn) and runs:
-            return custom_jvp(step, ins, runs, narrowed)
-        if runs:
-            return enter(eqn, ins, runs)
-    return bind(eqn, ins)
+            return custom_vjp(step, operands, callees, rewritten)
+        if Is.JVP in traits(eqn) and callees:
+            return custom_jvp(step, operands, callees, rewritten)
+        if callees:
+            return enter(eqn, operands, callees)
+    return bind(eqn, operands)
 
 
-def _narrowed(
-    how: Casting,
+def _rewritten(
+    casting: Casting,
     fun: Callable[..., Any],
     args: Any,
     kinds: Sequence[Kind],
     uses: Callable[[Any], Sequence[Use]],
 ) -> tuple[Any, list[Any]]:
-    """The results of a function of arguments in the original's dtypes, narrowed; their dtypes."""
-    with AUTOCAST_DTYPE(how.dtype):
+    """The results of a function of arguments in the original's dtypes, rewritten; their dtypes."""
+    with AUTOCAST_DTYPE(casting.dtype):
         jaxpr, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
     arrays = jax.tree.leaves(args)
-    results = run(plan(jaxpr, arrays, kinds, how, uses(shape)), arrays)
+    results = run(plan_for(jaxpr, arrays, kinds, casting, uses(shape)), arrays)
     leaves, structure = jax.tree.flatten(shape)
     return jax.tree.unflatten(structure, results), dtypes_in(leaves)
 
 
-def _product(eqn: Any, ins: Sequence[Any]) -> list[Any]:
+def _product(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """A matrix product or convolution that takes and gives 16 bits."""
     params = eqn.params | {"precision": None}
     if params.get("preferred_element_type") is not None:
-        params["preferred_element_type"] = dtype_in(ins[0])
-    return bind(eqn.replace(params=params), ins)
+        params["preferred_element_type"] = dtype_in(operands[0])
+    return bind(eqn.replace(params=params), operands)

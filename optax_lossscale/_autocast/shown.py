@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from optax_lossscale._autocast.flat import Flat, Instruction
+from optax_lossscale._autocast.flat import Flat, Step
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.walk import line_of
 
 if TYPE_CHECKING:
-    from optax_lossscale._autocast.plan import Part, Plan
+    from optax_lossscale._autocast.partition import Region
+    from optax_lossscale._autocast.plan import Plan
 
 _WIDTH = 120
 _NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -28,15 +29,15 @@ def _lines(plan: "Plan", printed: set[int]) -> Iterator[str]:
     printed.add(id(plan))
     names = _names(plan.program)
     yield from _wrapped("takes " + _typed(names, plan.program.ins, plan.takes))
-    for part in plan.parts:
-        yield from _wrapped(_line(part, names))
-        for step in part.steps:
+    for region in plan.regions:
+        yield from _wrapped(_line(region, names))
+        for step in region.steps:
             yield from _inside(step, printed)
     yield from _wrapped("gives " + _typed(names, plan.program.outs, plan.gives))
 
 
-def _inside(step: Instruction, printed: set[int]) -> Iterator[str]:
-    """The lines of the plans for the programs that an instruction holds."""
+def _inside(step: Step, printed: set[int]) -> Iterator[str]:
+    """The lines of the plans for the programs that a step holds."""
     for label, inner in zip(_labels(step), step.plans, strict=True):
         indent = "  "
         if label:
@@ -46,8 +47,8 @@ def _inside(step: Instruction, printed: set[int]) -> Iterator[str]:
         yield from (indent + line for line in lines)
 
 
-def _labels(step: Instruction) -> Sequence[str]:
-    """What tells apart the programs that an instruction holds, if there are several."""
+def _labels(step: Step) -> Sequence[str]:
+    """What tells apart the programs that a step holds, if there are several."""
     if not step.plans:
         return []
     if Is.WAITS in traits(step.eqn):
@@ -57,46 +58,60 @@ def _labels(step: Instruction) -> Sequence[str]:
     return [""]
 
 
-def _line(part: "Part", names: Mapping[int, Any]) -> str:
-    """What a part runs, reads and writes, and the lines that made it."""
-    how = "island" if part.is_recomputed else "spread" if part.is_spread else "run"
-    repeated = part.steps[: part.repeated]
-    steps = part.steps[part.repeated :]
-    reads = _typed(names, part.reads, part.reads.values())
-    writes = [
-        f"{i}:{' and '.join(map(_short, dtypes))}" for i, dtypes in part.writes.items()
-    ]
-    line = f"{how}: {_operations(steps)} ({reads}) -> {', '.join(writes)}"
+def _line(region: "Region", names: Mapping[int, Any]) -> str:
+    """What a region runs, reads and stores, and the lines that made it."""
+    repeated = region.steps[: region.repeated]
+    steps = region.steps[region.repeated :]
+    reads = _typed(names, region.reads, region.reads.values())
+    stores = []
+    for i, dtypes in region.stores.items():
+        stores.append(f"{i}:{' and '.join(map(_short, dtypes))}")
+    line = f"{_how(region)}: {_operations(steps)} ({reads}) -> {', '.join(stores)}"
     if repeated:
         line += f", repeating {_operations(repeated)}"
-    saved = [f"{s.outs[0]} ({s.name})" for s in part.steps if s.outs[0] in part.saved]
-    if saved:
-        line += f", keeping {', '.join(saved)}"
+    if region.kept:
+        kept = [step for step in region.steps if step.outs[0] in region.kept]
+        line += ", keeping "
+        line += ", ".join(f"{step.outs[0]} ({step.name})" for step in kept)
     sources = _sources(steps)
     return f"{line}  #{_NO_BREAK}{sources}" if sources else line
 
 
-def _operations(steps: Iterable[Instruction]) -> str:
+def _how(region: "Region") -> str:
+    """How a region is run: as an island only if it is recomputed, or it is as steps alone."""
+    if region.is_recomputed:
+        return "island"
+    return "spread" if region.is_spread else "run"
+
+
+def _operations(steps: Iterable[Step]) -> str:
     return " ".join(step.name for step in steps)
 
 
-def _sources(steps: Iterable[Instruction]) -> str:
-    """The user's lines that made instructions, as `model.py:12, 14 (f)`; "" if there are none."""
-    lines: dict[tuple[str, str], dict[str, None]] = collections.defaultdict(dict)
+def _sources(steps: Iterable[Step]) -> str:
+    """The user's lines that made steps, as `model.py:12, 14 (f)`; "" if there are none."""
+    numbers: dict[tuple[str, str], dict[str, None]] = collections.defaultdict(dict)
     for step in steps:
         file, _, place = line_of(step.eqn).rpartition(":")
-        line, _, function = place.partition(" ")
+        number, _, function = place.partition(" ")
         if file:  # or else it is JAX's own, such as the counter of a loop
-            lines[file, function][line] = None
-    return ", ".join(f"{file}:{', '.join(lines[file, f])} {f}" for file, f in lines)
+            numbers[file, function][number] = None
+    sources = []
+    for (file, function), in_function in numbers.items():
+        sources.append(f"{file}:{', '.join(in_function)} {function}")
+    return ", ".join(sources)
 
 
 def _names(program: Flat) -> Mapping[int, Any]:
     """What values are called: arguments as in the user's code, literals as they are."""
-    names = {i: literal.val for i, literal in program.literals.items()}
+    names: dict[int, Any] = {}
+    for i, literal in program.literals.items():
+        names[i] = literal.val
     counts = collections.Counter(program.names)
-    pairs = zip(program.ins, program.names, strict=False)
-    return names | {i: name for i, name in pairs if name and counts[name] == 1}
+    for i, name in zip(program.ins, program.names, strict=False):
+        if name and counts[name] == 1:
+            names[i] = name
+    return names
 
 
 def _typed(
@@ -112,9 +127,8 @@ def _typed(
 
 def _short(dtype: Any) -> str:
     """`f16` for float16, as jaxprs have it."""
-    return (
-        jax.core.ShapedArray((), dtype).str_short(short_dtypes=True).removesuffix("[]")
-    )
+    scalar = jax.core.ShapedArray((), dtype)
+    return scalar.str_short(short_dtypes=True).removesuffix("[]")
 
 
 def _wrapped(line: str) -> list[str]:

@@ -77,7 +77,7 @@ ENTERED = (
     | Is.JVP
     | Is.VJP
 )
-"""What holds programs that `_programs.run` can run in another way; others run them as they are."""
+"""What holds programs that `enter` can run in another way; others run them as they are."""
 
 
 class Operation(NamedTuple):
@@ -90,17 +90,17 @@ class Operation(NamedTuple):
     traits: Is = Is(0)
     # What tells how many numbers each result sums: see `_programs.work`
     terms: str = ""
-    # What makes the statistic by which it normalizes, from a sum of many numbers: of `x
-    # - mean` this is a division, of `x * rsqrt(variance)` it is `rsqrt`, of `x / norm`
-    # a root.
-    by: str = ""
+    # The operation that gives a statistic by which this one normalizes, from a sum of
+    # many numbers: for `x - mean` a division, for `x * rsqrt(variance)` that `rsqrt`,
+    # for `x / norm` a root.
+    statistic: str = ""
     # The parameters that hold the programs that it runs, in the order of running; None
     # for all.
     programs: tuple[str, ...] | None = None
 
 
 _ROWS = """
-# Operation               | is                         | terms      | by    | programs
+# Operation               | is                     | terms      | statistic | programs
 # Returns its operands' numbers elsewhere
 copy                      | moves cheap
 copy_p                    | moves cheap
@@ -162,22 +162,22 @@ top_k                     | chooses
 # Sums
 add                       | adds_two cheap
 add_any                   | adds_two cheap
-cumsum                    | adds_many                  | axis
-reduce                    | adds_many                  | dimensions
-reduce_sum                | adds_many cheap            | axes
-reduce_window             | adds_many                  | window
-reduce_window_sum         | adds_many                  | window
-scatter-add               | adds_many cheap            | updates
-scatter-sub               | adds_many cheap            | updates
-select_and_scatter_add    | adds_many                  | window
-sub                       | adds_two cheap             | -          | div
+cumsum                    | adds_many              | axis
+reduce                    | adds_many              | dimensions
+reduce_sum                | adds_many cheap        | axes
+reduce_window             | adds_many              | window
+reduce_window_sum         | adds_many              | window
+scatter-add               | adds_many cheap        | updates
+scatter-sub               | adds_many cheap        | updates
+select_and_scatter_add    | adds_many              | window
+sub                       | adds_two cheap         | -          | div
 # Has about the range of its operands
 ceil                      | near cheap
-div                       | divides near cheap         | -          | sqrt
+div                       | divides near cheap     | -          | sqrt
 erf                       | near saturates cheap
 floor                     | near cheap
 logistic                  | near saturates cheap
-mul                       | multiplies near cheap      | -          | rsqrt
+mul                       | multiplies near cheap  | -          | rsqrt
 round                     | near cheap
 sign                      | near cheap
 tanh                      | near saturates cheap
@@ -200,11 +200,11 @@ scatter-mul               | exponential cheap
 sinh                      | exponential cheap
 square                    | exponential cheap
 # Products
-conv_general_dilated      | product outer              | kernel
-dot_general               | product outer cheap        | contracted
-ragged_dot_general        | product                    | contracted
-scaled_dot                | product                    | contracted
-scaled_matmul_wrapper     | product                    | last
+conv_general_dilated      | product outer          | kernel
+dot_general               | product outer cheap    | contracted
+ragged_dot_general        | product                | contracted
+scaled_dot                | product                | contracted
+scaled_matmul_wrapper     | product                | last
 # Bits
 bitcast_convert_type      | of_bits
 nextafter                 | of_bits
@@ -238,29 +238,29 @@ spsolve                   | opaque
 tpu_custom_call           | opaque
 triton_kernel_call        | opaque
 # Holds programs
-checkpoint                | keeps                      | -          | -     | jaxpr
-closed_call               | inlined                    | -          | -     | jaxpr call_jaxpr
-composite                 | -                          | -          | -     | jaxpr
-cond                      | branches                   | -          | -     | branches
-core_call                 | inlined                    | -          | -     | jaxpr call_jaxpr
-custom_jvp_call           | jvp cheap                  | -          | -     | call_jaxpr
-custom_linear_solve       | -                          | -          | -     | jaxprs.solve
-custom_partitioning       | -                          | -          | -     | call
-custom_vjp_call           | vjp cheap                  | -          | -     | call_jaxpr
-custom_vmap_call          | -                          | -          | -     | call
-CustomRoot                | -                          | -          | -     | solve_jaxpr
-eval_jaxpr                | inlined                    | -          | -     | jaxpr call_jaxpr
-jit                       | inlined cheap              | -          | -     | jaxpr
-linear_call               | -                          | -          | -     | callee
-pjit                      | inlined cheap              | -          | -     | jaxpr
-remat                     | keeps                      | -          | -     | jaxpr
-remat2                    | keeps                      | -          | -     | jaxpr
-run_state                 | -                          | -          | -     | jaxpr
-scan                      | scans                      | -          | -     | jaxpr
-shard_map                 | maps                       | -          | -     | jaxpr
-while                     | waits                      | -          | -     | cond_jaxpr body_jaxpr
-xla_metadata_call         | -                          | -          | -     | jaxpr
-xla_pmap                  | -                          | -          | -     | call_jaxpr
+checkpoint                | keeps                  | -          | -         | jaxpr
+closed_call               | inlined                | -          | -         | jaxpr call_jaxpr
+composite                 | -                      | -          | -         | jaxpr
+cond                      | branches               | -          | -         | branches
+core_call                 | inlined                | -          | -         | jaxpr call_jaxpr
+custom_jvp_call           | jvp cheap              | -          | -         | call_jaxpr
+custom_linear_solve       | -                      | -          | -         | jaxprs.solve
+custom_partitioning       | -                      | -          | -         | call
+custom_vjp_call           | vjp cheap              | -          | -         | call_jaxpr
+custom_vmap_call          | -                      | -          | -         | call
+CustomRoot                | -                      | -          | -         | solve_jaxpr
+eval_jaxpr                | inlined                | -          | -         | jaxpr call_jaxpr
+jit                       | inlined cheap          | -          | -         | jaxpr
+linear_call               | -                      | -          | -         | callee
+pjit                      | inlined cheap          | -          | -         | jaxpr
+remat                     | keeps                  | -          | -         | jaxpr
+remat2                    | keeps                  | -          | -         | jaxpr
+run_state                 | -                      | -          | -         | jaxpr
+scan                      | scans                  | -          | -         | jaxpr
+shard_map                 | maps                   | -          | -         | jaxpr
+while                     | waits                  | -          | -         | cond_jaxpr body_jaxpr
+xla_metadata_call         | -                      | -          | -         | jaxpr
+xla_pmap                  | -                      | -          | -         | call_jaxpr
 # Cheap, of any range
 acos                      | cheap
 acosh                     | cheap
@@ -397,10 +397,10 @@ zeta                      | -
 def _row(line: str) -> tuple[str, Operation]:
     """A name and what its row says of it."""
     cells = [cell.strip().removeprefix("-") for cell in line.split(" | ")]
-    name, words, terms, by, programs = cells + [""] * (5 - len(cells))
+    name, words, terms, statistic, programs = cells + [""] * (5 - len(cells))
     flags = (Is[word.upper()] for word in words.split())
     every = functools.reduce(Is.__or__, flags, Is(0))
-    return name, Operation(every, terms, by, tuple(programs.split()))
+    return name, Operation(every, terms, statistic, tuple(programs.split()))
 
 
 TABLE = dict(

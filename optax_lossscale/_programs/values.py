@@ -29,8 +29,9 @@ def is_float(v: Any) -> bool:
 
 def in_dtype(dtype: Any, x: Any) -> Any:
     """An array in another dtype; unchanged if it has no dtype, or is to have None."""
-    given = dtype_in(x)
-    if dtype is None or given is None or given == dtype:  # NumPy's float64 equals None
+    now = dtype_in(x)
+    has_none = dtype is None or now is None  # NumPy's float64 equals None
+    if has_none or now == dtype:
         return x
     with in_its_mesh(x):
         return lax.convert_element_type(x, dtype)
@@ -48,7 +49,8 @@ def dtypes_in(variables: Sequence[Any]) -> list[Any]:
 
 def numbers_in(array: Any) -> int:
     """How many numbers an array has; a size that `jax.export` leaves open counts as 1024."""
-    return math.prod(n if isinstance(n, int) else 1024 for n in array.shape)
+    sizes = [n if isinstance(n, int) else 1024 for n in array.shape]
+    return math.prod(sizes)
 
 
 def is_product(eqn: Any) -> bool:
@@ -58,9 +60,9 @@ def is_product(eqn: Any) -> bool:
     if operation(eqn).terms != "contracted" or Is.OUTER not in traits(eqn):
         return True
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-    left = [len(v.aval.shape) - len(contracted) - len(batch) for v in eqn.invars]
     # A sum of products to single numbers leaves no axis.
-    return any(left)
+    n_summed = len(contracted) + len(batch)
+    return any(len(v.aval.shape) > n_summed for v in eqn.invars)
 
 
 def multiplies_once(eqn: Any) -> bool:
@@ -71,6 +73,6 @@ def multiplies_once(eqn: Any) -> bool:
 def asks_for_precision(eqn: Any) -> bool:
     """Whether a product requests its precision, by itself or by the default around it."""
     precision = eqn.params.get("precision")
-    if precision is None:
-        return False
-    return not isinstance(precision, tuple) or lax.Precision.HIGHEST in precision
+    if isinstance(precision, tuple):
+        return lax.Precision.HIGHEST in precision
+    return precision is not None

@@ -21,19 +21,16 @@ def is_program(x: Any) -> bool:
 
 def function_name(jaxpr: Any) -> str:
     """The name of the function that a jaxpr was traced from, if it says so."""
-    return getattr(
-        getattr(open_jaxpr(jaxpr), "debug_info", None), "func_name", "function"
-    )
+    return getattr(_debug_info(jaxpr), "func_name", "function")
 
 
 def argument_names(jaxpr: Any) -> Sequence[str]:
     """What the function that a jaxpr was traced from calls each argument; empty if unknown."""
-    names = (
-        getattr(getattr(open_jaxpr(jaxpr), "debug_info", None), "arg_names", None) or ()
-    )
+    names = getattr(_debug_info(jaxpr), "arg_names", None)
     # Not where constants were added
-    is_of_each = len(names) == len(open_jaxpr(jaxpr).invars)
-    return tuple(name or "" for name in names) if is_of_each else ()
+    if names is None or len(names) != len(open_jaxpr(jaxpr).invars):
+        return ()
+    return tuple(name or "" for name in names)
 
 
 def params_of(eqn: Any) -> dict[str, Any]:
@@ -43,18 +40,19 @@ def params_of(eqn: Any) -> dict[str, Any]:
 
 def name_of(eqn: Any) -> str:
     """What JAX calls an equation's operation, or the object that holds its parameters."""
-    held = eqn.params.get("_prim")
-    return eqn.primitive.name if held is None else type(held).__name__
+    holder = eqn.params.get("_prim")
+    return eqn.primitive.name if holder is None else type(holder).__name__
 
 
-def bind(eqn: Any, ins: Sequence[Any]) -> list[Any]:
+def bind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """The results of an equation for other operands of the same types."""
-    bound = eqn.primitive.get_bind_params(eqn.params)
-    # Before jax 0.9
-    functions, params = bound if isinstance(bound, tuple) else ((), bound)
+    functions = ()
+    params = eqn.primitive.get_bind_params(eqn.params)
+    if isinstance(params, tuple):  # before jax 0.9
+        functions, params = params
     with eqn.ctx.manager:
-        outs = eqn.primitive.bind(*functions, *ins, **params)
-    return list(outs) if eqn.primitive.multiple_results else [outs]
+        results = eqn.primitive.bind(*functions, *operands, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def scan_sizes(eqn: Any) -> tuple[int, int]:
@@ -62,13 +60,17 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     # Since jax 0.12
-    n_consts, n_carry = (len(part) for part in eqn.params["ft_in"].unpack()[:2])
-    return n_consts, n_carry
+    consts, carry, *_ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry)
 
 
 def mapped_axes(eqn: Any) -> tuple[Any, ...]:
     """The axes of the mesh that a `shard_map` maps over, besides those mapped around it."""
-    was = "manual_axes"  # before jax 0.10
-    return tuple(
-        eqn.params[was] if was in eqn.params else eqn.params["newly_manual_axes"]
-    )
+    if "manual_axes" in eqn.params:  # before jax 0.10
+        return tuple(eqn.params["manual_axes"])
+    return tuple(eqn.params["newly_manual_axes"])
+
+
+def _debug_info(jaxpr: Any) -> Any:
+    """What a jaxpr says of the function that it was traced from; None for nothing."""
+    return getattr(open_jaxpr(jaxpr), "debug_info", None)

@@ -95,11 +95,15 @@ def traced(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     map_leaves(noted, (args, kwargs))
 
     def of_arrays(arrays):
-        next_array = iter(arrays).__next__
-        inputs = map_leaves(
-            lambda x: next_array() if _is_traced(x) else x, (args, kwargs)
-        )
-        result = fun(*inputs[0], **inputs[1])
+        following = iter(arrays)
+
+        def replaced(x):
+            """The next array for a leaf that is one, and any other leaf as it is."""
+            return next(following) if _is_traced(x) else x
+
+        inputs = map_leaves(replaced, (args, kwargs))
+        its_args, its_kwargs = inputs
+        result = fun(*its_args, **its_kwargs)
         after = jax.tree.leaves((result, *inputs))  # modules are changed in place
         return [x for x in after if isinstance(x, jax.Array)]
 
@@ -110,27 +114,29 @@ def programs_in(eqn: Any) -> list[Any]:
     """The jaxprs that an equation runs, closed or open, as they are."""
     params = params_of(eqn)
     names = operation(eqn).programs
-    parameters = (
-        params.values() if names is None else [_parameter(params, n) for n in names]
-    )
-    return list(
-        filter(is_program, jax.tree.leaves(list(parameters), is_leaf=is_program))
-    )
+    if names is None:
+        parameters = list(params.values())
+    else:
+        parameters = [_parameter(params, name) for name in names]
+    leaves = jax.tree.leaves(parameters, is_leaf=is_program)
+    return [leaf for leaf in leaves if is_program(leaf)]
 
 
 def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
     """The programs in an equation, each with the numbers of the operands that it is given."""
     programs = programs_in(eqn)
-    n = len(eqn.invars)
+    operands = range(len(eqn.invars))
     if Is.WAITS in traits(eqn):
         condition, body = programs
         n_condition = eqn.params["cond_nconsts"]
-        return [
-            (condition, [*range(n_condition), *carried_by(eqn)]),
-            (body, range(n_condition, n)),
-        ]
-    # The last ones: the first of a cond is its index.
-    return [(p, range(n)[max(n - len(open_jaxpr(p).invars), 0) :]) for p in programs]
+        of_condition = [*range(n_condition), *carried_by(eqn)]
+        return [(condition, of_condition), (body, operands[n_condition:])]
+    given: list[tuple[Any, Sequence[int]]] = []
+    for program in programs:
+        # The last ones: the first of a cond is its index.
+        n_before = len(operands) - len(open_jaxpr(program).invars)
+        given.append((program, operands[max(n_before, 0) :]))
+    return given
 
 
 def giving_results(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
@@ -144,9 +150,8 @@ def carried_by(eqn: Any) -> range:
         n_consts, n_carry = scan_sizes(eqn)
         return range(n_consts, n_consts + n_carry)
     if Is.WAITS in traits(eqn):
-        return range(
-            eqn.params["cond_nconsts"] + eqn.params["body_nconsts"], len(eqn.invars)
-        )
+        n_consts = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        return range(n_consts, len(eqn.invars))
     return range(0)
 
 
@@ -180,17 +185,21 @@ def _equations(jaxpr: Any, is_shared: bool) -> Iterator[Equation]:
 
     def visit(jaxpr: Any, key: Any, around: int | None, before: dict[Any, Any]) -> None:
         """Notes the equations of a program, whose arguments had these dtypes before."""
-        holder = None if around is None else visits[around]
-        inside = (
-            frozenset() if holder is None else holder.inside | {name_of(holder.eqn)}
-        )
-        line = "" if holder is None else holder.source
-        sums = set() if holder is None else _running_sums(holder.eqn, jaxpr)
+        inside: frozenset[str] = frozenset()
+        line = ""
+        sums: set[int] = set()
+        rounds = 1
+        if around is not None:
+            holder = visits[around]
+            inside = holder.inside | {name_of(holder.eqn)}
+            line = holder.source
+            sums = _running_sums(holder.eqn, jaxpr)
+            rounds = _times(holder.eqn)
         for eqn in jaxpr.eqns:
             operands = tuple(_dtype_before(v, before) for v in eqn.invars)
-            rounds = _times(holder.eqn) if holder and id(eqn) in sums else 1
+            summed = rounds if id(eqn) in sums else 1
             source = _source(eqn, line, frameworks)
-            one = _Visit(eqn, key, around, inside, source, operands, rounds)
+            one = _Visit(eqn, key, around, inside, source, operands, summed)
             visits.append(one)
             if _keeps_numbers(eqn):
                 before |= dict.fromkeys(eqn.outvars, operands[0])
@@ -201,11 +210,9 @@ def _equations(jaxpr: Any, is_shared: bool) -> Iterator[Equation]:
         for program, operands in arguments_of(holder.eqn):
             inner = open_jaxpr(program)
             dtypes = _dtypes_inside(holder, inner, operands)
-            place = (
-                (holder.inside, holder.source, tuple(dtypes.values()))
-                if is_shared
-                else number
-            )
+            place: Any = number
+            if is_shared:
+                place = (holder.inside, holder.source, tuple(dtypes.values()))
             key = (id(inner), id(holder.eqn), place)
             is_known = key in calls
             calls.setdefault(key, []).append((holder.key, _times(holder.eqn)))
@@ -223,7 +230,9 @@ def _counted(
 
     @functools.cache
     def runs(key: Any) -> int:
-        return sum(runs(caller) * times for caller, times in calls[key]) if key else 1
+        if key is None:
+            return 1
+        return sum(runs(caller) * times for caller, times in calls[key])
 
     equations: list[Equation] = []
     for one in visits:
@@ -266,13 +275,9 @@ def is_of_a_library(eqn: Any) -> bool:
         return True
     optax = _folder("optax")
     calls = _calls(eqn)
-    losses = os.path.join(optax, "losses")
-    if (
-        optax
-        and calls
-        and calls[-1].startswith(optax)
-        and not calls[-1].startswith(losses)
-    ):
+    innermost = calls[-1] if calls else ""
+    is_loss = innermost.startswith(os.path.join(optax, "losses"))
+    if optax and innermost.startswith(optax) and not is_loss:
         return True
     file = inspect.getsourcefile(inspect.unwrap(jax.lax.linalg.qr))
     frames = getattr(eqn.source_info.traceback, "frames", ())
@@ -308,12 +313,13 @@ def _running_sums(eqn: Any, body: Any) -> set[int]:
     carried = carried_by(eqn)
     pairs = zip(body.outvars, body.invars[carried.start : carried.stop], strict=False)
     before = {new: old for new, old in pairs if not isinstance(new, Literal)}
-    return {
-        id(inner)
-        for inner in body.eqns
-        if Is.ADDS_TWO in traits(inner)
-        and any(v is before.get(inner.outvars[0]) for v in inner.invars)
-    }
+    sums: set[int] = set()
+    for inner in body.eqns:
+        if Is.ADDS_TWO in traits(inner):
+            old = before.get(inner.outvars[0])
+            if any(v is old for v in inner.invars):
+                sums.add(id(inner))
+    return sums
 
 
 def _keeps_numbers(eqn: Any) -> bool:

@@ -27,9 +27,8 @@ def terms_of(eqn: Any) -> int:
     count = _TERMS.get(operation(eqn).terms)
     if count is None or not _adds(eqn):
         return 1
-    return count(
-        *(tuple(getattr(v.aval, "shape", ())) for v in eqn.invars), **eqn.params
-    )
+    shapes = [tuple(getattr(v.aval, "shape", ())) for v in eqn.invars]
+    return count(*shapes, **eqn.params)
 
 
 def _adds(eqn: Any) -> bool:
@@ -46,18 +45,34 @@ def _adds(eqn: Any) -> bool:
 Shape = Sequence[int]
 
 
+def _of_axes(x: Shape, *_: Shape, axes: Sequence[int], **params: Any) -> int:
+    return math.prod(x[axis] for axis in axes)
+
+
+def _of_axis(x: Shape, *_: Shape, axis: int, **params: Any) -> int:
+    return x[axis]
+
+
 def _of_contracted(x: Shape, *_: Shape, **params: Any) -> int:
     ragged = params.get("ragged_dot_dimension_numbers")
     numbers = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
     (contracted, _), _ = numbers
-    return math.prod(x[axis] for axis in contracted)
+    return _of_axes(x, axes=contracted)
+
+
+def _of_dimensions(x: Shape, *_: Shape, dimensions: Shape, **params: Any) -> int:
+    return _of_axes(x, axes=dimensions)
 
 
 def _of_kernel(
     _: Shape, kernel: Shape, *, dimension_numbers: Any, **params: Any
 ) -> int:
-    _features, *summed = (kernel[axis] for axis in dimension_numbers.rhs_spec)
-    return math.prod(summed)
+    _features, *summed = dimension_numbers.rhs_spec
+    return _of_axes(kernel, axes=summed)
+
+
+def _of_last(x: Shape, *_: Shape, **params: Any) -> int:
+    return x[-1]
 
 
 def _of_updates(
@@ -68,15 +83,17 @@ def _of_updates(
     return math.prod(n for axis, n in enumerate(updates) if axis not in window)
 
 
+def _of_window(*_: Shape, window_dimensions: Shape, **params: Any) -> int:
+    return math.prod(window_dimensions)
+
+
 _TERMS = {
-    "axes": lambda x, *_, axes, **params: math.prod(x[axis] for axis in axes),
-    "axis": lambda x, *_, axis, **params: x[axis],
+    "axes": _of_axes,
+    "axis": _of_axis,
     "contracted": _of_contracted,
-    "dimensions": lambda x, *_, dimensions, **params: math.prod(
-        x[axis] for axis in dimensions
-    ),
+    "dimensions": _of_dimensions,
     "kernel": _of_kernel,
-    "last": lambda x, *_, **params: x[-1],
+    "last": _of_last,
     "updates": _of_updates,
-    "window": lambda *_, window_dimensions, **params: math.prod(window_dimensions),
+    "window": _of_window,
 }

@@ -50,7 +50,7 @@ from optax_lossscale._diagnosis.wide import (  # noqa: E402
     in_float32,
     wide_dtype,
 )
-from optax_lossscale._programs.run import Run, enter, is_entered  # noqa: E402
+from optax_lossscale._programs.enter import Callee, enter, is_entered  # noqa: E402
 from optax_lossscale._programs.values import dtype_in, in_dtypes, is_float  # noqa: E402
 from optax_lossscale._programs.versions import constants, open_jaxpr  # noqa: E402
 from optax_lossscale._programs.walk import programs_in  # noqa: E402
@@ -93,7 +93,7 @@ def evaluated(program, compute):
             values.update(zip(eqn.outvars, outs, strict=True))
         return read(jaxpr.outvars)
 
-    return Run(dtypes(jaxpr.invars), dtypes(jaxpr.outvars), call)
+    return Callee(dtypes(jaxpr.invars), dtypes(jaxpr.outvars), call)
 
 
 def widely(eqn, ins):

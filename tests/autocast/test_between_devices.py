@@ -160,7 +160,7 @@ def test_resharded():
         assert bytes_sent(ols.autocast(loss), w, x) == 2 * W.size
 
 
-def test_what_is_kept_under_a_name_for_a_product_is_kept_in_16_bits():
+def test_what_is_kept_under_a_name_for_a_product_is_stored_in_16_bits():
     @functools.partial(
         jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("h")
     )

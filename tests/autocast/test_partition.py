@@ -8,28 +8,30 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale._autocast.classify import Kind
-from optax_lossscale._autocast.known import Casting, known
+from optax_lossscale._autocast.facts import Casting, facts_of
 from optax_lossscale._autocast.partition import partition
-from optax_lossscale._autocast.uses import Arguments, Use
+from optax_lossscale._autocast.uses import Context, Use
 
 W = normal(0, 4, 4)
 X = normal(1, 3, 4)
 FLOAT16, FLOAT32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
 
 
-def groups_of(fun, takes=(FLOAT32, FLOAT32)):
-    """The groups of a function of a matrix and an input that is no parameter."""
+def regions_of(fun, takes=(FLOAT32, FLOAT32)):
+    """The regions of a function of a matrix and an input that is no parameter."""
     program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(W, X)
     results = (Use.WIDELY,) * len(program.out_avals)
-    arguments = Arguments((Kind.PARAMETER, Kind.FLOAT32), (0, 0), results)
-    return partition(known(program, takes, arguments, Casting(FLOAT16)))
+    arguments = Context((Kind.PARAMETER, Kind.FLOAT32), (0, 0), results)
+    return partition(facts_of(program, takes, arguments, Casting(FLOAT16)))
 
 
-def shown(groups):
-    """The operations of groups in order, those of an island as one string in brackets."""
+def shown(regions):
+    """The operations of regions in order, those of an island as one string in brackets."""
     return [
-        f"[{' '.join(s.name for s in g.steps)}]" if g.is_island else g.steps[0].name
-        for g in groups
+        f"[{' '.join(s.name for s in region.steps)}]"
+        if region.is_island
+        else region.steps[0].name
+        for region in regions
     ]
 
 
@@ -65,13 +67,13 @@ def shown(groups):
     ],
 )
 def test_an_island_is_what_lies_between_products(expected, fun):
-    assert " ".join(shown(groups_of(fun))) == expected
+    assert " ".join(shown(regions_of(fun))) == expected
 
 
 def test_what_is_made_of_an_argument_in_16_bits_is_an_island():
     fun = lambda w, x: jnp.exp(x)
-    assert shown(groups_of(fun)) == ["exp"]
-    assert shown(groups_of(fun, takes=(FLOAT32, FLOAT16))) == ["[exp]"]
+    assert shown(regions_of(fun)) == ["exp"]
+    assert shown(regions_of(fun, takes=(FLOAT32, FLOAT16))) == ["[exp]"]
 
 
 def test_no_group_reads_what_a_later_one_makes():
@@ -82,12 +84,14 @@ def test_no_group_reads_what_a_later_one_makes():
         y = jnp.sort(z @ w) + y * jnp.cos(x)
         return jax.checkpoint(lambda y: jnp.tanh(y) @ w)(y) + z
 
-    groups = groups_of(fun)
+    regions = regions_of(fun)
     program = jax.make_jaxpr(fun)(W, X)
     made = set()
-    for group in groups:
-        for step in group.steps:
-            later = {i for g in groups for s in g.steps for i in s.outs} - made
+    for region in regions:
+        for step in region.steps:
+            later = {
+                i for region in regions for s in region.steps for i in s.outs
+            } - made
             assert later.isdisjoint(step.reads)
             made.update(step.outs)
-    assert sum(len(group.steps) for group in groups) >= len(program.eqns)
+    assert sum(len(region.steps) for region in regions) >= len(program.eqns)

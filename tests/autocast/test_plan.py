@@ -7,8 +7,8 @@ from jax import lax
 
 import optax_lossscale as ols
 from optax_lossscale._autocast.classify import Kind
-from optax_lossscale._autocast.known import Casting
-from optax_lossscale._autocast.plan import plan
+from optax_lossscale._autocast.facts import Casting
+from optax_lossscale._autocast.plan import plan_for
 
 F16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
 FLOAT16 = Casting(F16)
@@ -19,7 +19,7 @@ def planned(function, *args, given=F32, how=FLOAT16):
     """The plan for a function of a parameter and of other arrays."""
     kinds = [Kind.PARAMETER, *[Kind.FLOAT32] * (len(args) - 1)]
     traced = jax.make_jaxpr(function, axis_env=[("devices", 2)])(*args)
-    return plan(traced, [args[0].astype(given), *args[1:]], kinds, how)
+    return plan_for(traced, [args[0].astype(given), *args[1:]], kinds, how)
 
 
 def lines(function, *args, **options):
@@ -39,8 +39,8 @@ def test_products_run_in_16_bits_and_what_lies_between_is_an_island():
     ]
 
 
-def test_a_sum_with_a_product_is_kept_in_16_bits():
-    """And comes first, for the rest of its island to read it as it is kept."""
+def test_a_sum_with_a_product_is_stored_in_16_bits():
+    """And comes first, for the rest of its island to read it as it is stored."""
     assert lines(lambda w, x: (h := x @ w + x @ w.T) + jnp.exp(h @ w), W, X)[3:6] == [
         "run: dot_general (x:f16, 3:f16) -> 4:f16",
         "island: add (2, 4) -> 5:f16",
@@ -101,14 +101,14 @@ def test_of_a_scan_over_layers_the_plan_of_a_layer_is_shown_inside():
     assert text[scan].endswith(":f32")
 
 
-def test_what_a_loop_waits_for_is_no_part_of_a_plan():
+def test_what_a_loop_waits_for_has_no_plan():
     def fun(w, x):
         return lax.while_loop(lambda x: x.sum() > 1e-3, lambda x: x @ w / 2, x)
 
     assert lines(fun, W, X)[1:-1] == ["run: while (w:f32, x:f32) -> 2:f32"]
 
 
-def test_what_nobody_reads_is_no_part():
+def test_what_nobody_reads_is_no_region():
     assert not any(line.endswith("-> ") for line in lines(unread, W, X))
 
 
@@ -127,7 +127,7 @@ def test_a_plan_is_a_pure_function_of_the_program():
 
 
 def test_positions_are_counted_once_more_where_they_are_read():
-    """Rather than kept: `iota` reads nothing."""
+    """Rather than stored: `iota` reads nothing."""
     turned = lambda w, x: jnp.sum(jnp.sin(x @ w + jnp.arange(8.0)) @ w)
     assert [line for line in lines(turned, W, X) if "repeating iota" in line]
 
@@ -136,8 +136,8 @@ def keeping(fun, *args):
     """What each island keeps, by the operations that make it."""
     made = planned(fun, *args)
     return [
-        [s.name for s in p.steps if s.outs[0] in p.saved]
-        for p in made.parts
+        [s.name for s in p.steps if s.outs[0] in p.kept]
+        for p in made.regions
         if p.is_recomputed
     ]
 
@@ -162,15 +162,18 @@ def test_sums_over_rows_that_are_written_next_are_taken_again():
     ]
 
 
-def kept_in(fun, *args):
-    """The dtypes in which parts keep what is as large as the last argument."""
+def stored_in(fun, *args):
+    """The dtypes in which regions store what is as large as the last argument."""
     made = planned(fun, *args)
     size = args[-1].size
     large = lambda p: (
-        ds for i, ds in p.writes.items() if made.program.types[i].size == size
+        ds for i, ds in p.stores.items() if made.program.types[i].size == size
     )
     return {
-        str(dtype) for part in made.parts for dtypes in large(part) for dtype in dtypes
+        str(dtype)
+        for region in made.regions
+        for dtypes in large(region)
+        for dtype in dtypes
     }
 
 
@@ -190,14 +193,14 @@ NORMS = {
 
 
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
-def test_a_stream_of_normalized_numbers_is_kept_in_16_bits(norm):
+def test_a_stream_of_normalized_numbers_is_stored_in_16_bits(norm):
     def layers(w, x):
         x = norm(x @ w)
         for _ in range(2):
             x = jax.nn.relu(x + norm(x @ w))
         return x @ w
 
-    assert kept_in(layers, W, jnp.ones((4, 8))) == {"float16"}
+    assert stored_in(layers, W, jnp.ones((4, 8))) == {"float16"}
 
 
 @pytest.mark.parametrize(
@@ -211,12 +214,12 @@ def test_a_stream_of_normalized_numbers_is_kept_in_16_bits(norm):
         lambda h: h * lax.rsqrt(jnp.mean(jnp.exp(h[:2]) ** 2)),
     ],
 )
-def test_what_may_leave_the_range_is_kept_in_float32(widen):
+def test_what_may_leave_the_range_is_stored_in_float32(widen):
     def layers(w, x):
         x = widen(x @ w)
         return (x + x @ w) @ w + x
 
-    assert "float32" in kept_in(layers, W, jnp.ones((4, 8)))
+    assert "float32" in stored_in(layers, W, jnp.ones((4, 8)))
 
 
 def test_a_plan_of_a_users_function_says_its_lines():
@@ -257,12 +260,12 @@ def test_branches_and_the_two_programs_of_a_loop_are_told_apart():
     assert text.index("  condition:") < text.index("  body:")
 
 
-def test_what_is_kept_in_both_dtypes_is_shown_with_both():
+def test_what_is_stored_in_both_dtypes_is_shown_with_both():
     both = lambda w, x: ((h := jnp.exp(x @ w)), h @ w)
     assert "island: exp (2) -> 3:f32 and f16" in lines(both, W, X)
 
 
-def test_a_long_part_takes_several_lines_and_names_a_function_once():
+def test_a_long_region_takes_several_lines_and_names_a_function_once():
     def long(w, x):
         h = x @ w
         for _ in range(40):

@@ -11,10 +11,10 @@ from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.flat import flat
 from optax_lossscale._autocast.uses import (
     KEPT,
-    Arguments,
+    Context,
     Use,
     depths,
-    is_kept_low,
+    is_stored_low,
     uses,
 )
 
@@ -27,7 +27,7 @@ MULTIPLIED, PAST, WIDELY, ADDED = Use.MULTIPLIED, Use.PAST, Use.WIDELY, Use.ADDE
 
 def arguments(result):
     """A matrix and an input that is no parameter, for one result with which `result` is done."""
-    return Arguments((Kind.PARAMETER, Kind.FLOAT32), (0, 0), (result,))
+    return Context((Kind.PARAMETER, Kind.FLOAT32), (0, 0), (result,))
 
 
 def use_of(operation, fun, result=WIDELY):
@@ -122,7 +122,7 @@ def test_what_is_done_with_the_result_is_done_with_what_only_moves_into_it():
 def depths_of(fun, outside=(0, 0)):
     """How many products came before the result of each product of a function."""
     program = jax.make_jaxpr(fun)(W, X)
-    before = depths(program, arguments(WIDELY)._replace(depths=outside))
+    before = depths(program, outside)
     return [before[i] for i in flat(program).outs]
 
 
@@ -160,5 +160,5 @@ def test_depths_that_are_far_apart_are_close_inside_of_an_operation():
         (Kind.FLOAT32, KEPT, False),
     ],
 )
-def test_what_is_kept_in_16_bits_follows_from_a_kind_and_a_use(kind, use, is_low):
-    assert is_kept_low(kind, use) == is_low
+def test_what_is_stored_in_16_bits_follows_from_a_kind_and_a_use(kind, use, is_low):
+    assert is_stored_low(kind, use) == is_low

@@ -10,6 +10,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 import optax_lossscale
+from optax_lossscale._programs.enter import _ENTER
 from optax_lossscale._programs.operations import (
     ENTERED,
     TABLE,
@@ -18,7 +19,6 @@ from optax_lossscale._programs.operations import (
     is_exact,
     operation,
 )
-from optax_lossscale._programs.run import _ENTER
 from optax_lossscale._programs.work import terms_of
 
 PACKAGE = pathlib.Path(optax_lossscale.__file__).parent

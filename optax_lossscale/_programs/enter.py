@@ -1,6 +1,6 @@
 """Running an equation that holds programs, as `scan` does, with each of these run in another way.
 
-Each of the programs comes as a `Run`: which dtypes it takes, which it gives, and how it
+Each of the programs comes as a `Callee`: which dtypes it takes, which it gives, and how it
 is called. Where two meet, as at the end of a loop's body and its beginning, the wider
 dtype is carried.
 """
@@ -17,7 +17,7 @@ from optax_lossscale._programs.values import in_dtypes
 from optax_lossscale._programs.versions import mapped_axes, scan_sizes
 
 
-class Run(NamedTuple):
+class Callee(NamedTuple):
     """How a program is run."""
 
     takes: Sequence[Any]  # the dtypes in which it is to be given its arguments
@@ -30,56 +30,57 @@ def is_entered(eqn: Any) -> bool:
     return bool(traits(eqn) & ENTERED)
 
 
-def enter(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
-    """The results of an equation that holds programs, each of which is run as `runs` says."""
-    return _ENTER[traits(eqn) & ENTERED](eqn, operands, runs)
+def enter(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list[Any]:
+    """The results of an equation that holds programs, each of which is run as `callees` says."""
+    return _ENTER[traits(eqn) & ENTERED](eqn, operands, callees)
 
 
 def is_placed(eqn: Any) -> bool:
     """Whether a `jit` was told where to place its arguments or results."""
-    shardings = (
-        *eqn.params.get("in_shardings", ()),
-        *eqn.params.get("out_shardings", ()),
-    )
-    return any(map(_is_a_place, shardings))
+    of_operands = eqn.params.get("in_shardings", ())
+    of_results = eqn.params.get("out_shardings", ())
+    return any(map(_is_a_place, (*of_operands, *of_results)))
 
 
 # --- one function for each kind of equation ---
 
 
-def _inlined(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
-    (run,) = runs
-    results = run.call(_placed(eqn.params.get("in_shardings"), operands))
+def _inlined(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list[Any]:
+    (callee,) = callees
+    results = callee.call(_placed(eqn.params.get("in_shardings"), operands))
     return _placed(eqn.params.get("out_shardings"), results)
 
 
-def _checkpoint(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
-    (run,) = runs
+def _checkpoint(
+    eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]
+) -> list[Any]:
+    (callee,) = callees
     prevent_cse = eqn.params["prevent_cse"]
     if eqn.params["differentiated"] and prevent_cse:
         operands = lax.optimization_barrier(operands)
 
     def call(*operands):
-        return run.call(operands)
+        return callee.call(operands)
 
     policy = eqn.params["policy"]
     return jax.checkpoint(call, prevent_cse=prevent_cse, policy=policy)(*operands)
 
 
-def _scan(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
-    (run,) = runs
+def _scan(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list[Any]:
+    (callee,) = callees
     n_consts, n_carry = scan_sizes(eqn)
-    operands = in_dtypes(run.takes, operands)
+    first_x = n_consts + n_carry
+    operands = in_dtypes(callee.takes, operands)
     consts = operands[:n_consts]
-    carry = operands[n_consts : n_consts + n_carry]
-    xs = operands[n_consts + n_carry :]
+    carry = operands[n_consts:first_x]
+    xs = operands[first_x:]
     # From round to round in the wider of two dtypes, and from there in the one that is
     # taken.
-    taken = run.takes[n_consts : n_consts + n_carry]
-    carried = [_widest(dtypes) for dtypes in zip(taken, run.gives, strict=False)]
+    taken = callee.takes[n_consts:first_x]
+    carried = [_widest(dtypes) for dtypes in zip(taken, callee.gives, strict=False)]
 
     def body(carry, xs):
-        results = run.call([*consts, *in_dtypes(taken, carry), *xs])
+        results = callee.call([*consts, *in_dtypes(taken, carry), *xs])
         return in_dtypes(carried, results[:n_carry]), results[n_carry:]
 
     carry, ys = lax.scan(
@@ -95,31 +96,34 @@ def _scan(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
     return [*carry, *ys]
 
 
-def _while(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
-    condition, body = runs
+def _while(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list[Any]:
+    condition, body = callees
     n_condition = eqn.params["cond_nconsts"]
     n_body = eqn.params["body_nconsts"]
+    n_consts = n_condition + n_body
     condition_consts = operands[:n_condition]
-    body_consts = operands[n_condition : n_condition + n_body]
+    body_consts = operands[n_condition:n_consts]
+    carry = operands[n_consts:]
     carried = body.takes[n_body:]
     is_batched = eqn.params["cond_jaxpr"].out_avals[0].ndim > 0
 
     def flags(carry):
         """Whether to go on: under `vmap` a flag for each element of the batch."""
-        return condition.call([*condition_consts, *carry])[0]
+        (results,) = condition.call([*condition_consts, *carry])
+        return results
 
     def goes_on(carry):
         return flags(carry).any() if is_batched else flags(carry)
 
     def step(carry):
         results = in_dtypes(carried, body.call([*body_consts, *carry]))
+        if not is_batched:
+            return results
         # An element of a batch that has come to its end waits for the others,
         # unchanged.
-        return _where_leading(flags(carry), results, carry) if is_batched else results
+        return _where_leading(flags(carry), results, carry)
 
-    return lax.while_loop(
-        goes_on, step, in_dtypes(carried, operands[n_condition + n_body :])
-    )
+    return lax.while_loop(goes_on, step, in_dtypes(carried, carry))
 
 
 def _where_leading(flags: Any, xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
@@ -131,24 +135,25 @@ def _where_leading(flags: Any, xs: Sequence[Any], ys: Sequence[Any]) -> list[Any
     return chosen
 
 
-def _cond(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
+def _cond(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list[Any]:
     index, *operands = operands
-    gives = [
-        _widest(dtypes) for dtypes in zip(*(run.gives for run in runs), strict=True)
-    ]
+    of_branches = [callee.gives for callee in callees]
+    gives = [_widest(dtypes) for dtypes in zip(*of_branches, strict=True)]
 
-    def branch(run):
+    def branch(callee):
         """One of the branches, as a function whose results have the dtypes of all."""
-        return lambda *operands: in_dtypes(gives, run.call(operands))
+        return lambda *operands: in_dtypes(gives, callee.call(operands))
 
-    return lax.switch(index, list(map(branch, runs)), *operands)
+    return lax.switch(index, list(map(branch, callees)), *operands)
 
 
-def _shard_map(eqn: Any, operands: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
-    (run,) = runs
+def _shard_map(
+    eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]
+) -> list[Any]:
+    (callee,) = callees
 
     def on_each_device(*operands):
-        return run.call(operands)
+        return callee.call(operands)
 
     mapped = jax.shard_map(
         on_each_device,
@@ -169,10 +174,12 @@ def _placed(shardings: Sequence[Any] | None, xs: Sequence[Any]) -> list[Any]:
     """Arrays where `jit` was told to place them; None means nowhere in particular."""
     if shardings is None:
         return list(xs)
-    return [
-        lax.with_sharding_constraint(x, sharding) if _is_a_place(sharding) else x
-        for x, sharding in zip(xs, shardings, strict=True)
-    ]
+    placed = []
+    for x, sharding in zip(xs, shardings, strict=True):
+        if _is_a_place(sharding):
+            x = lax.with_sharding_constraint(x, sharding)
+        placed.append(x)
+    return placed
 
 
 def _is_a_place(sharding: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The fourth pass of autocast by itself: what islands leave, and what is recomputed."""
+"""The fourth pass of autocast by itself: what islands store, and what is recomputed."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,10 @@ from against_float32 import normal
 from jax import lax
 
 from optax_lossscale._autocast.classify import Kind
-from optax_lossscale._autocast.keep import keep
-from optax_lossscale._autocast.known import Casting, known
+from optax_lossscale._autocast.facts import Casting, facts_of
 from optax_lossscale._autocast.partition import partition
-from optax_lossscale._autocast.uses import Arguments, Use
+from optax_lossscale._autocast.store import store
+from optax_lossscale._autocast.uses import Context, Use
 
 W = normal(0, 8, 8)
 X = normal(1, 4, 8)
@@ -19,19 +19,19 @@ LOW, WIDE = (FLOAT16,), (FLOAT32,)
 FLOAT16_ALONE = Casting(FLOAT16)
 
 
-def portions_of(fun, w=W, how=FLOAT16_ALONE):
+def regions_of(fun, w=W, how=FLOAT16_ALONE):
     """The islands of a function of a matrix and an input that is no parameter."""
     program = jax.make_jaxpr(fun)(w, X)
     results = (Use.WIDELY,) * len(program.out_avals)
-    arguments = Arguments((Kind.PARAMETER, Kind.FLOAT32), (0, 0), results)
-    facts = known(program, (FLOAT32, FLOAT32), arguments, how)
-    return [portion for portion in keep(facts, partition(facts)) if portion.is_island]
+    arguments = Context((Kind.PARAMETER, Kind.FLOAT32), (0, 0), results)
+    facts = facts_of(program, (FLOAT32, FLOAT32), arguments, how)
+    return [region for region in store(facts, partition(facts)) if region.is_island]
 
 
-def writes(portion):
-    """What a portion writes, by the operation that makes it."""
-    made_by = {i: step.name for step in portion.steps for i in step.outs}
-    return {made_by[i]: dtypes for i, dtypes in portion.writes.items()}
+def stores(region):
+    """What a region stores, by the operation that makes it."""
+    made_by = {i: step.name for step in region.steps for i in step.outs}
+    return {made_by[i]: dtypes for i, dtypes in region.stores.items()}
 
 
 @pytest.mark.parametrize(
@@ -51,19 +51,19 @@ def writes(portion):
             [{"add": LOW}, {"sin": LOW}, {"add": WIDE}],
             lambda w, x: (h := x @ w + x @ (w * 2)) + jnp.sin(h) @ w,
         ),
-        # What is cheap is repeated, and its operand kept in its place.
+        # What is cheap is repeated, and its operand stored in its place.
         ([{"tanh": LOW}, {"mul": WIDE}], lambda w, x: (h := jnp.tanh(x @ w)) * (h @ w)),
-        # What nobody reads is not written.
+        # What nobody reads is not stored.
         ([{"sin": WIDE}], lambda w, x: (h := x @ w, jnp.exp(h), jnp.sin(h))[2]),
     ],
 )
-def test_an_island_leaves_what_others_read_in_the_dtype_in_which_they_do(expected, fun):
-    assert list(map(writes, portions_of(fun))) == expected
+def test_an_island_stores_what_others_read_in_the_dtype_in_which_they_do(expected, fun):
+    assert list(map(stores, regions_of(fun))) == expected
 
 
-def repeated(portion):
-    """The operations that a portion repeats."""
-    return [step.name for step in portion.steps[: portion.repeated]]
+def repeated(region):
+    """The operations that a region repeats."""
+    return [step.name for step in region.steps[: region.repeated]]
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def repeated(portion):
     [
         (["tanh"], lambda w, x: (h := jnp.tanh(x @ w)) * (h @ w)),
         (["exp", "mul"], lambda w, x: (h := jnp.exp(x @ w) * 2) * (h @ w)),
-        # A reduction is smaller than what it is made of: kept.
+        # A reduction is smaller than what it is made of: stored.
         ([], lambda w, x: (h := jnp.sum(x @ w, 0)) * (x @ w @ w) + h),
         # So is what another than an island reads.
         ([], lambda w, x: jnp.cumsum(h := jnp.tanh(x @ w), 0) @ w * h[0, 0]),
     ],
 )
 def test_what_is_cheap_and_larger_than_its_operands_is_repeated(expected, fun):
-    assert repeated(portions_of(fun)[-1]) == expected
+    assert repeated(regions_of(fun)[-1]) == expected
 
 
 @pytest.mark.parametrize(
@@ -92,27 +92,27 @@ def test_what_is_cheap_and_larger_than_its_operands_is_repeated(expected, fun):
     ],
 )
 def test_an_island_is_recomputed_if_that_is_one_pass(is_recomputed, fun):
-    assert [p.is_recomputed for p in portions_of(fun)] == [is_recomputed]
+    assert [p.is_recomputed for p in regions_of(fun)] == [is_recomputed]
     left = FLOAT16_ALONE._replace(recomputes=False)
-    assert [p.is_recomputed for p in portions_of(fun, how=left)] == [False]
+    assert [p.is_recomputed for p in regions_of(fun, how=left)] == [False]
 
 
-def saved(fun, w, how=FLOAT16_ALONE):
+def kept(fun, w, how=FLOAT16_ALONE):
     """The operations whose results the islands of a function keep for the backward pass."""
     return [
-        [step.name for step in portion.steps if step.outs[0] in portion.saved]
-        for portion in portions_of(fun, w, how)
+        [step.name for step in region.steps if step.outs[0] in region.kept]
+        for region in regions_of(fun, w, how)
     ]
 
 
-def test_a_reduction_is_saved_where_taking_it_again_is_another_pass():
+def test_a_reduction_is_kept_where_taking_it_again_is_another_pass():
     loss = lambda w, x: jnp.mean(jax.nn.logsumexp(x @ w, -1))
     wide = normal(2, 8, 64)
-    assert saved(loss, wide) == [["reduce_max", "reduce_sum"]]
-    assert saved(loss, W) == [[]]  # of 8 numbers: no pass
-    # After a softmax, its rows are written, in the kernel that sums them.
-    assert saved(lambda w, x: jax.nn.softmax(x @ w) @ w.T, wide) == [[]]
+    assert kept(loss, wide) == [["reduce_max", "reduce_sum"]]
+    assert kept(loss, W) == [[]]  # of 8 numbers: no pass
+    # After a softmax, its rows are stored, in the kernel that sums them.
+    assert kept(lambda w, x: jax.nn.softmax(x @ w) @ w.T, wide) == [[]]
     # A name has no transpose, so in rules of derivatives none is kept.
-    assert saved(loss, wide, FLOAT16_ALONE._replace(keeps=False)) == [[]]
-    # What its own island does not read is written, if it is read at all.
-    assert saved(lambda w, x: jnp.sum(x @ w, -1), wide) == [[]]
+    assert kept(loss, wide, FLOAT16_ALONE._replace(keeps=False)) == [[]]
+    # What its own island does not read is stored, if it is read at all.
+    assert kept(lambda w, x: jnp.sum(x @ w, -1), wide) == [[]]
