@@ -19,8 +19,8 @@ import importlib
 COMMANDS = {
     "here": ".[benchmarks]",
     "gpu": ".",
-    "accelerators": ".[accelerators]",
-    "autocast": ".[accelerators]",
+    "accelerators": ".[compilers]",
+    "autocast": ".[compilers]",
     "policies": ".[benchmarks]",
     "skips": ".[benchmarks]",
 }

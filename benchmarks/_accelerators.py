@@ -85,7 +85,7 @@ def refuse_missing_compilers() -> None:
     missing = [name for name, target in TARGETS.items() if not target.is_installed]
     if missing:
         raise SystemExit(
-            f"no compiler for {', '.join(missing)}: install the extra `accelerators`, which is "
+            f"no compiler for {', '.join(missing)}: install the extra `compilers`, which is "
             "available for Linux"
         )
 
@@ -233,7 +233,7 @@ def page(found: dict[str, Table]) -> str:
         "times to compile and other variants, among them `grad_dtype` and `branch`, are in "
         "[accelerators.csv](accelerators.csv).",
         "Made by `python -m benchmarks accelerators`, with the extras `benchmarks` and "
-        f"`accelerators` installed; {made_with}. With `--report` it redraws this page from that "
+        f"`compilers` installed; {made_with}. With `--report` it redraws this page from that "
         "file.",
     ]
     for step, (ways, text) in _STEPS.items():

@@ -1,6 +1,6 @@
 """The accelerators that programs are compiled for, without having any of them.
 
-The compilers come with the extra `accelerators`. They get the target by name, or by the
+The compilers come with the extra `compilers`. They get the target by name, or by the
 description of a device, and look for no driver and no device.
 """
 

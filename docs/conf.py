@@ -23,6 +23,7 @@ ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 project = "optax_lossscale"
 author = project_copyright = "the optax_lossscale authors"
 version = release = ols.__version__
+html_baseurl = ABOUT.get("urls", {}).get("Documentation", "")
 
 extensions = [
     "myst_nb",
