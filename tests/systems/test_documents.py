@@ -285,6 +285,8 @@ DOCUMENTED = re.findall(r"^\.\. auto\w+:: ([\w.]+)", REFERENCE, re.M)
 RESULTS = {
     f"optax_lossscale.{name}"
     for name in (
+        "Diagnosis",
+        "DtypeReport",
         "LossScaleError",
         "LossScaleState",
         "LossScaledTransformation",

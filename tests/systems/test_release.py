@@ -133,12 +133,18 @@ def test_what_is_not_committed_is_refused(ready):
     assert complaint.startswith("not everything is committed")
 
 
-def test_no_dependency_has_an_upper_bound():
+def test_no_dependency_has_an_upper_bound_but_linters_are_pinned():
     extras = PROJECT["optional-dependencies"].values()
     requirements = map(
         Requirement, [*PROJECT["dependencies"], *(r for e in extras for r in e)]
     )
-    assert {s.operator for r in requirements for s in r.specifier} == {">="}
+    bounds = {r.name: s.operator for r in requirements for s in r.specifier}
+    pinned = {name for name, operator in bounds.items() if operator == "=="}
+    assert pinned == {"basedpyright", "pyrefly", "ruff"}
+    assert {*bounds.values()} == {"==", ">="}
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    for name, version in re.findall(r"(ruff|pyrefly)==([\d.]+)", hooks):
+        assert f"{name}=={version}" in PROJECT["optional-dependencies"]["dev"]
 
 
 def test_the_oldest_versions_that_are_tried_are_the_lower_bounds():
