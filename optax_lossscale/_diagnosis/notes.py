@@ -134,7 +134,7 @@ def _compared_if_finite(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
     }
     if not both.any() or (both.all() and true.dtype == np.float64):
         return noted
-    # Float64 holds the squares.
+    # float64 holds the squares.
     of_both = _compared(low[None, both].astype(float), true[None, both].astype(float))
     rest = {name: column[0] for name, column in of_both.items()} | noted
     rest["off_share"] = rest["off_share"] * both.mean()
