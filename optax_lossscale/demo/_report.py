@@ -39,7 +39,7 @@ def picture(runs: dict[str, dict[str, Any]], folder: pathlib.Path) -> pathlib.Pa
     figure = plt.figure(figsize=(7, 5.5), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for (name, history), color in zip(runs.items(), COLORS, strict=False):
-        # Float32 goes beneath, wide and pale: two of the others lie on top of it.
+        # float32 goes beneath, wide and pale: two of the others lie on top of it.
         style = {"lw": 5, "alpha": 0.25} if name == "float32" else {"lw": 1.3}
         loss = _smoothed(history["loss"])
         top.plot(np.arange(1, len(loss) + 1), loss, color=color, label=name, **style)
