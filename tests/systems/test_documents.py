@@ -185,6 +185,8 @@ def printed(name):
 def test_notebooks_keep_clean_outputs_and_are_in_the_documentation(name):
     """That they run is shown by `.ci/run`, which executes them."""
     assert all(cell["execution_count"] for cell in cells(name, "code"))
+    # When a cell ran would differ after each run.
+    assert not any("execution" in cell["metadata"] for cell in cells(name, "code"))
     assert {output["output_type"] for output in outputs(name)} <= {
         "display_data",
         "execute_result",
