@@ -19,7 +19,7 @@ from optax_lossscale._programs.values import (
     is_product,
     multiplies_once,
 )
-from optax_lossscale._programs.versions import name_of, open_jaxpr
+from optax_lossscale._programs.versions import is_ref, name_of, open_jaxpr
 from optax_lossscale._programs.walk import programs_in
 
 AT_DEFAULT = "products at this jax_default_matmul_precision"
@@ -67,6 +67,13 @@ def _narrows(program: Any) -> bool:
 def is_rewritten(eqn: Any) -> bool:
     """Whether the programs in an equation are narrowed, if there is something to narrow."""
     return not _why_not_rewritten(eqn)
+
+
+def has_new_passes(eqn: Any) -> bool:
+    """Whether this is a `custom_vjp` whose passes are rewritten: without a Ref to write to."""
+    if Is.VJP not in traits(eqn) or any(map(is_ref, eqn.invars)):
+        return False
+    return not why_left(eqn)
 
 
 def why_left(eqn: Any) -> str:
@@ -136,6 +143,8 @@ def _why_not_rewritten(eqn: Any) -> str:
         return f"a {name_of(eqn)}"
     if eqn.params.get("symbolic_zeros"):  # which would see other perturbations
         return "a derivative with symbolic zeros"
+    if Is.VJP in traits(eqn) and any(map(is_ref, eqn.invars)):
+        return "a derivative that writes to a Ref"
     is_while = Is.WAITS in traits(eqn)
     return "a loop that waits for a number" if is_while and _waits(eqn) else ""
 

@@ -20,9 +20,9 @@ from optax_lossscale._autocast.partition import Region
 from optax_lossscale._autocast.plan import Plan, plan_for
 from optax_lossscale._autocast.products import (
     SCOPE,
+    has_new_passes,
     is_narrowed,
     is_outer_product,
-    why_left,
 )
 from optax_lossscale._autocast.uses import Use
 from optax_lossscale._programs.enter import Callee, enter
@@ -219,7 +219,7 @@ def _results(
     with eqn.ctx.manager:
         if is_outer_product(eqn):
             return [outer_product(eqn, *operands)]
-        if Is.VJP in traits(eqn) and not why_left(eqn):
+        if has_new_passes(eqn):
             return custom_vjp(step, operands, callees, rewritten)
         if Is.JVP in traits(eqn) and callees:
             return custom_jvp(step, operands, callees, rewritten)

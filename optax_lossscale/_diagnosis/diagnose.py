@@ -64,7 +64,7 @@ def diagnose(
 
     Raises:
       TypeError: if the loss is not a real floating-point scalar, or `loss_fn` is not a
-        function.
+        function, or makes a `jax.Ref`.
 
     Example:
       >>> import jax.numpy as jnp

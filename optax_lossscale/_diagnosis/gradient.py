@@ -18,8 +18,8 @@ from optax_lossscale._diagnosis.stretch import exact
 from optax_lossscale._diagnosis.wide import is_narrow
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import dtype_in
-from optax_lossscale._programs.versions import open_jaxpr
-from optax_lossscale._programs.walk import programs_in
+from optax_lossscale._programs.versions import is_ref, open_jaxpr
+from optax_lossscale._programs.walk import equations, programs_in
 from optax_lossscale._step.gradient import loss_of
 from optax_lossscale._step.inputs import check_scalar
 
@@ -97,6 +97,7 @@ def gradient_of(
         return loss, pull(seed.astype(wide.dtype))[0]
 
     jaxpr = jax.make_jaxpr(gradient)(arrays, jnp.float32(1))
+    _check_no_refs(jaxpr)
     on_host = jax.device_get([jnp.asarray(x) for x in arrays])
     return Gradient(jaxpr, on_host, names, parameters)
 
@@ -128,6 +129,16 @@ def _argument(x: np.ndarray, place: Place, seeded: bool = False) -> Value:
     if is_inexact(x):
         note.add(*measured(pair.in_float32[None], None))
     return Value(pair, note)
+
+
+def _check_no_refs(jaxpr: Any) -> None:
+    """Raises for a program that changes arrays of its own in place."""
+    for at in equations(jaxpr):
+        if any(map(is_ref, at.eqn.outvars)):
+            raise TypeError(
+                "diagnose cannot follow numbers through a jax.Ref, such as that made "
+                f"at {at.source}: give it a loss function that passes values on"
+            )
 
 
 @remembered

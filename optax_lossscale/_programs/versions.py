@@ -19,6 +19,11 @@ def is_program(x: Any) -> bool:
     return hasattr(open_jaxpr(x), "eqns")
 
 
+def is_ref(v: Any) -> bool:
+    """Whether a variable is a `jax.Ref`, an array that is changed in place."""
+    return hasattr(v.aval, "inner_aval")
+
+
 def function_name(jaxpr: Any) -> str:
     """The name of the function that a jaxpr was traced from, if it says so."""
     return getattr(_debug_info(jaxpr), "func_name", "function")

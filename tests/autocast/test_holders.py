@@ -935,6 +935,33 @@ def test_a_mapped_custom_vjp_that_closes_over_an_array():
     holds(lambda p, x: jax.vmap(one)(x @ p["w"]))
 
 
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this jax has no refs")
+@pytest.mark.parametrize("multiplies", [False, True])
+def test_a_backward_pass_may_write_to_a_ref(multiplies):
+    """As gradients are logged, since a pass that is only differentiated returns no more."""
+
+    @jax.custom_vjp
+    def logged(ref, x):
+        return x @ V if multiplies else x
+
+    def forward(ref, x):
+        return logged(ref, x), ref
+
+    def backward(ref, ct):
+        ref[...] += jnp.abs(ct).sum()
+        return None, ct @ V.T if multiplies else ct
+
+    logged.defvjp(forward, backward)
+    loss_fn = lambda p, ref: jnp.mean(jnp.square(logged(ref, jnp.tanh(X @ p["w"]))))
+    written = []
+    for fun in (loss_fn, ols.autocast(loss_fn)):
+        ref = jax.new_ref(jnp.float32(0))
+        grads = jax.grad(fun)(params(), ref)
+        written.append((grads["w"], jnp.float32(ref[...])))
+    assert written[0][1] > 0
+    assert_close(*written, 0.005)
+
+
 @pytest.mark.filterwarnings("ignore:autocast leaves every")
 def test_symbolic_zeros_are_as_they_were():
     seen = []

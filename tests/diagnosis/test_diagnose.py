@@ -383,6 +383,18 @@ def test_a_loss_that_16_bits_spoil_is_not_called_fine_and_its_line_is_named(name
     assert found.advice
 
 
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this jax has no refs")
+def test_a_ref_is_refused_with_its_line():
+    def loss_fn(w, x):
+        total = jax.new_ref(jnp.float32(0))
+        total[...] += jnp.sum(x @ w)
+        return total[...]
+
+    line = loss_fn.__code__.co_firstlineno + 1
+    with pytest.raises(TypeError, match=rf"a jax.Ref.*test_diagnose.py:{line} "):
+        ols.diagnose(loss_fn, normal(8, 8), normal(4, 8))
+
+
 def test_of_products_that_cancel_the_advice_is_to_keep_them_and_helps():
     function, params, x = spoiled("residual")
     [advice] = [
