@@ -48,7 +48,7 @@ class HeadroomLossScale(LossScale):
     that of the largest that is remembered::
 
         if grads_overflow:
-            if reserve == 0 or reserve % 1 > 0:             # it has faded since the last one
+            if reserve == 0 or reserve has faded since the last overflow:
                 memory = clip(2 * memory, 32, 512)
             reserve = ceil(reserve + 1 if reserve < 0 else reserve + min(reserve + 1, 32))
         else:
