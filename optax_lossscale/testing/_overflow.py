@@ -71,24 +71,25 @@ def assert_survives_overflow(
     overflowing = trial.overflowing()
     # A fixed loss scale is not among the arguments that a run is given.
     is_varied = bool(jax.tree.leaves(trial.loss_scale))
-    back = what_comes_back(trial, [usual, overflowing[-1]] if is_varied else [usual])
+    regimes = [usual, overflowing[-1]] if is_varied else [usual]
+    back = what_comes_back(trial, regimes)
     judged = {path: back[path] for path in not_ignored(ignore, usual) if path in back}
-    if said := _after_overflow(trial, overflowing, judged) or _after_nan(
-        trial, back, judged
-    ):
-        raise AssertionError(f"the step does not survive an overflow. {said}")
+    fault = _after_overflow(trial, overflowing, judged)
+    if not fault:
+        fault = _after_nan(trial, back, judged)
+    if fault:
+        raise AssertionError(f"the step does not survive an overflow. {fault}")
 
 
 def is_stuck(run):
     """Whether the loss scale comes back as it was given, where it would have changed."""
+    if not run.loss_scales:
+        return False
     backed_off, other = outcomes(run.before)
     possible = [backed_off] if run.was_skipped else [backed_off, other]
-    is_given = [same(x, run.before) for x in run.loss_scales]
-    return (
-        bool(is_given)
-        and all(is_given)
-        and not any(same(x, run.before) for x in possible)
-    )
+    may_stay = any(same(x, run.before) for x in possible)
+    stays = all(same(x, run.before) for x in run.loss_scales)
+    return stays and not may_stay
 
 
 def left_behind(trial, runs, back):
@@ -103,20 +104,20 @@ def left_behind(trial, runs, back):
 def _changed(trial, run, back):
     """What comes back from a run other than it was given."""
 
-    def is_kept(path, place):
-        return path not in run.outputs or equal(
-            run.outputs[path], flat(trial.floats[place])
-        )
+    def is_changed(path, place):
+        return not equal(run.outputs[path], flat(trial.floats[place]))
 
-    return [path for path, place in back.items() if not is_kept(path, place)]
+    returned = [(path, place) for path, place in back.items() if path in run.outputs]
+    return [path for path, place in returned if is_changed(path, place)]
 
 
 def _after_overflow(trial, runs, judged):
     """What is wrong after gradients overflow, and what to do; empty if nothing is."""
     if any(is_stuck(run) for run in runs):
         return STUCK
-    if said := left_behind(trial, runs, judged):
-        return said
+    fault = left_behind(trial, runs, judged)
+    if fault:
+        return fault
     skipped = [run for run in runs if not run.flags.any()]
     if any(run.states and not run.counts_a_skip for run in skipped):
         return _UNCOUNTED
@@ -127,19 +128,19 @@ def _after_overflow(trial, runs, judged):
 
 def _after_nan(trial, back, judged):
     """What is wrong after a step on a batch with a NaN."""
-    batch = [
-        path for path, x in trial.floats.items() if x.ndim and path not in back.values()
-    ]
-    if not batch:
+    arrays = [path for path, x in trial.floats.items() if x.ndim]
+    batches = [path for path in arrays if path not in back.values()]
+    if not batches:
         return ""
-    numbers = trial.floats[batch[0]].copy()
+    batch = batches[0]
+    numbers = trial.floats[batch].copy()
     numbers.flat[0] = np.nan
-    run = trial.run(trial.loss_scale, {batch[0]: numbers})
+    run = trial.run(trial.loss_scale, {batch: numbers})
     left = _changed(trial, run, judged)
     if not run.was_skipped:
         # The NaN may not reach the loss, or only the first of several steps.
         left = [path for path in left if not np.isfinite(run.outputs[path]).all()]
-    return listed(_LEFT_BY_NAN.format(name=name_of(batch[0])), left, _KEEP)
+    return listed(_LEFT_BY_NAN.format(name=name_of(batch)), left, _KEEP)
 
 
 _LEFT = "A loss scale that overflows, at which the step should be skipped, changes"
