@@ -58,15 +58,8 @@ def loss_scale(
     axes = _axes(axes, 2.6)
     look: dict[str, Any] = {"color": AFTER, "lw": 1.5} | style
     axes.step(steps, scale, where="mid", **look)
-    axes.plot(
-        steps[skipped],
-        scale[skipped],
-        "x",
-        color=look["color"],
-        ms=6,
-        mew=1.5,
-        zorder=3,
-    )
+    cross: dict[str, Any] = {"ms": 6, "mew": 1.5, "zorder": 3, "color": look["color"]}
+    axes.plot(steps[skipped], scale[skipped], "x", **cross)
     axes.set_yscale("log", base=2)
     axes.set(xlabel="step", ylabel="loss scale\n(×: step skipped)")
     return _plain(axes)
@@ -75,14 +68,21 @@ def loss_scale(
 def _columns(history: Any) -> tuple[np.ndarray, np.ndarray]:
     """The loss scale after each step, and whether the step was applied."""
     names = ("loss_scale", "should_apply")
+    allowed = (
+        "a sequence of what metrics returned after each step, or one dict of them all"
+    )
+    columns = []
     try:
-        if not isinstance(history, Mapping):
-            history = {name: [step[name] for step in history] for name in names}
-        scale, applied = (np.array(jax.device_get(history[name])) for name in names)
+        for name in names:
+            if isinstance(history, Mapping):
+                column = history[name]
+            else:
+                column = [step[name] for step in history]
+            columns.append(np.array(jax.device_get(column)))
     except (KeyError, TypeError, IndexError):
-        scale = applied = np.array(())
+        validation.refuse("history", history, allowed)
+    scale, applied = columns
     if scale.ndim != 1 or not scale.size or scale.shape != applied.shape:
-        allowed = "a sequence of what metrics returned after each step, or one dict of them all"
         validation.refuse("history", history, allowed)
     return scale, applied
 
@@ -115,10 +115,12 @@ def exponents(
     """
     validation.at_hand("plot.exponents", (scaled_grads, loss_scale))
     dtype = validation.floating_dtype("dtype", dtype)
-    shift = float(np.log2(validation.scale("loss_scale", resolve(loss_scale)())))
+    scale = validation.scale("loss_scale", resolve(loss_scale)())
+    shift = float(np.log2(scale))
     sizes = _sizes(scaled_grads)
     percent = 100 / max(1, sizes.size)
-    powers = np.floor(np.log2(sizes[(sizes > 0) & (sizes < np.inf)]))
+    drawn = sizes[(sizes > 0) & (sizes < np.inf)]
+    powers = np.floor(np.log2(drawn))
     histograms = [(powers, AFTER, "gradients")]
     if shift:
         scaled = f"scaled by $2^{{{shift:g}}}$"
@@ -127,14 +129,15 @@ def exponents(
     info = jnp.finfo(dtype)
     flushed = info.minexp - info.nmant - 1
     low = flushed - 6
-    largest = max(np.max(run, initial=info.maxexp + 2) for run, *_ in histograms)
-    edges = [low, flushed, info.minexp, info.maxexp, np.ceil(largest + 1)]
+    largest = max(np.max(x, initial=info.maxexp + 2) for x, *_ in histograms)
+    high = np.ceil(largest + 1)
+    bins = list(np.arange(low, high + 1))
     axes = _axes(axes, 3.2)
-    for run, color, label in histograms:
+    for exponents, color, label in histograms:
         axes.hist(
-            np.maximum(run, low),  # anything smaller is in the first bin
-            list(np.arange(low, edges[-1] + 1)),
-            weights=np.full(run.shape, percent),
+            np.maximum(exponents, low),  # anything smaller is in the first bin
+            bins,
+            weights=np.full(exponents.shape, percent),
             histtype="stepfilled",
             facecolor=(color, 0.35),
             edgecolor=color,
@@ -142,13 +145,14 @@ def exponents(
             label=label,
         )
     names = ("zero", "subnormal", dtype.name, "inf")
+    edges = [low, flushed, info.minexp, info.maxexp, high]
     place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "ha": "center"}
     for name, start, end, shade in zip(names, edges, edges[1:], _SHADES, strict=False):
         axes.axvspan(start, end, alpha=shade, color="black", lw=0, zorder=0)
         axes.text((start + end) / 2, 1.02, name, fontsize=9, **place)
     zeros = f"{percent * np.sum(sizes == 0):.1f}% are 0"
     axes.text((low + flushed) / 2, 0.92, zeros, fontsize=8, **place)
-    axes.set(xlim=(low, edges[-1]), xlabel="gradient", ylabel="share of all (%)")
+    axes.set(xlim=(low, high), xlabel="gradient", ylabel="share of all (%)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(lambda power, _: f"$2^{{{power:g}}}$")
     axes.legend(frameon=False)
@@ -160,19 +164,23 @@ def _sizes(tree: Any) -> np.ndarray:
     parts = [np.zeros(0)]
     for leaf in jax.tree.leaves(jax.device_get(tree)):
         if is_inexact(leaf):
-            parts.append(np.ravel(leaf).view(leaf.real.dtype).astype(np.float64))
+            real = np.ravel(leaf).view(leaf.real.dtype)
+            parts.append(real.astype(np.float64))
     return np.abs(np.concatenate(parts))
 
 
 def _axes(axes: Axes | None, height: float) -> Axes:
-    if axes is not None and not isinstance(axes, Axes):
-        raise TypeError(
-            f"axes must be one matplotlib Axes, got {validation.shown(axes)}"
-        )
-    return axes or plt.subplots(figsize=(7, height), layout="constrained")[1]
+    """The axes to draw into: those that are given, or new ones."""
+    if axes is None:
+        _, axes = plt.subplots(figsize=(7, height), layout="constrained")
+    if not isinstance(axes, Axes):
+        got = validation.shown(axes)
+        raise TypeError(f"axes must be one matplotlib Axes, got {got}")
+    return axes
 
 
 def _plain(axes: Axes) -> Axes:
+    """Without a frame, and with a pale grid."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2)
     return axes

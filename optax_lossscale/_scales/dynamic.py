@@ -101,21 +101,28 @@ class DynamicLossScale(LossScale):
     def __post_init__(self):
         super().__post_init__()
         validation.in_order(self.min_scale, self.initial_scale, self.max_scale)
-        given = self.initial_growth_counter
-        most = self.growth_interval - 1
-        counter = validation.count("initial_growth_counter", given, 0, most)
-        self._set(initial_growth_counter=counter, growth_counter=np.int32(counter))
-        self._set(hysteresis_left=np.int32(self.hysteresis))
+        counter = validation.count(
+            "initial_growth_counter",
+            self.initial_growth_counter,
+            least=0,
+            most=self.growth_interval - 1,
+        )
+        self._set(
+            initial_growth_counter=counter,
+            growth_counter=np.int32(counter),
+            hysteresis_left=np.int32(self.hysteresis),
+        )
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         return choose(grads_finite, self._after_finite_step(), self._after_overflow())
 
     def exhausted(self) -> jax.Array:
-        return (
-            jnp.asarray(self._exhausted) if self.can_be_exhausted else jnp.array(False)
-        )
+        if not self.can_be_exhausted:
+            return jnp.array(False)
+        return jnp.asarray(self._exhausted)
 
     def _after_finite_step(self) -> Self:
+        """Grown if it is due to grow, and then only as far as the cap allows."""
         scale = self()
         counter = self.growth_counter + 1
         due = counter >= self.growth_interval
@@ -124,15 +131,16 @@ class DynamicLossScale(LossScale):
             grown = jnp.minimum(grown, self.max_scale)
         else:
             grown = jnp.where(grown <= self.max_scale, grown, scale)
-        refill = True if self.hysteresis_refill == "finite" else due
+        refills = True if self.hysteresis_refill == "finite" else due
         return self.replace(
             loss_scale=jnp.where(due, grown, scale),
             growth_counter=jnp.where(due, 0, counter),
-            hysteresis_left=jnp.where(refill, self.hysteresis, self.hysteresis_left),
+            hysteresis_left=jnp.where(refills, self.hysteresis, self.hysteresis_left),
             _exhausted=False,
         )
 
     def _after_overflow(self) -> Self:
+        """Lowered if enough overflows were tolerated, and then only as far as the floor allows."""
         scale = self()
         backs_off = self.hysteresis_left <= 1
         lowered = times(scale, self.backoff_factor)

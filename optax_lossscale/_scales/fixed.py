@@ -50,7 +50,9 @@ class FixedLossScale(LossScale):
         )
 
     def __call__(self) -> jax.Array:
-        return jnp.float32(jnp.inf) if OVERFLOWS.value else super().__call__()
+        if OVERFLOWS.value:
+            return jnp.float32(jnp.inf)
+        return super().__call__()
 
     def __repr__(self) -> str:
         return f"FixedLossScale({self.initial_scale})"
@@ -65,13 +67,18 @@ class FixedLossScale(LossScale):
         return self, True
 
     def scale(self, tree: T) -> T:
-        return map_inexact(lambda x: x, tree) if self._is_one() else super().scale(tree)
+        if self._is_one():
+            return map_inexact(lambda x: x, tree)
+        return super().scale(tree)
 
     def unscale(self, tree: T) -> T:
-        return self.scale(tree) if self._is_one() else super().unscale(tree)
+        if self._is_one():
+            return self.scale(tree)
+        return super().unscale(tree)
 
     def get_config(self) -> dict[str, Any]:
         return {"class_name": "FixedLossScale", "config": {"scale": self.initial_scale}}
 
     def _is_one(self) -> bool:
+        """Whether multiplying by it changes nothing."""
         return self.initial_scale == 1 and not OVERFLOWS.value

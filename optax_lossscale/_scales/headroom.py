@@ -48,7 +48,7 @@ class HeadroomLossScale(LossScale):
     that of the largest that is remembered::
 
         if grads_overflow:
-            if reserve == 0 or reserve % 1 > 0:             # it has faded since the last one
+            if reserve == 0 or reserve has faded since the last overflow:
                 memory = clip(2 * memory, 32, 512)
             reserve = ceil(reserve + 1 if reserve < 0 else reserve + min(reserve + 1, 32))
         else:
@@ -115,10 +115,12 @@ class HeadroomLossScale(LossScale):
     ) -> tuple[Self, jax.Array]:
         gradient = largest_of_all(grads, axis_name)
         finite = jnp.isfinite(gradient)
+        is_measured = gradient > 0
         after_finite_step = choose(
-            gradient > 0, self._after_measuring(gradient), self._after_zeros()
+            is_measured, self._after_measuring(gradient), self._after_zeros()
         )
-        return choose(finite, after_finite_step, self._after_overflow()), finite
+        new = choose(finite, after_finite_step, self._after_overflow())
+        return new, finite
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         """Adapts by the flag alone, which measures nothing.
@@ -137,11 +139,14 @@ class HeadroomLossScale(LossScale):
 
     def _after_overflow(self) -> Self:
         """A larger reserve, or one excuse less, and a longer memory."""
-        more = jnp.where(self._reserve < 0, 1, jnp.minimum(self._reserve + 1, _DEEP))
+        doubled = jnp.minimum(self._reserve + 1, _DEEP)
+        is_excused = self._reserve < 0
+        more = jnp.where(is_excused, 1, doubled)
         is_first = (self._reserve == 0) | self._has_faded()
         longer = jnp.clip(2 * self._memory, _SHORTEST, _LONGEST)
         memory = jnp.where(is_first, longer, self._memory)
-        return self._with(self._largest(), jnp.ceil(self._reserve + more), memory)
+        reserve = jnp.ceil(self._reserve + more)
+        return self._with(self._largest(), reserve, memory)
 
     def _after_measuring(self, gradient: jax.Array) -> Self:
         """What the gradient shows; the first one decides alone, as the memory is still 0."""
@@ -152,22 +157,25 @@ class HeadroomLossScale(LossScale):
         above = jnp.maximum(largest - size, 0)
         explains_overflow = size > largest + self.margin
         shorter = jnp.maximum(self._memory * (1 - 1 / 4096), _SHORTEST)
-        return self._with(
-            jnp.maximum(size, largest - (1 + above / 10) * fall),
-            jnp.where(explains_overflow, 0, self._reserve_after(fall)),
-            jnp.where(self._memory < _SHORTEST, self._memory + 2, shorter),
-        )
+        fallen = largest - (1 + above / 10) * fall
+        largest = jnp.maximum(size, fallen)
+        reserve = jnp.where(explains_overflow, 0, self._reserve_after(fall))
+        is_young = self._memory < _SHORTEST
+        memory = jnp.where(is_young, self._memory + 2, shorter)
+        return self._with(largest, reserve, memory)
 
     def _after_zeros(self) -> Self:
         """A little of what a measured step changes, in case all gradients have underflowed."""
         fall = 1 / (_ZEROS * jnp.maximum(self._memory, _SHORTEST))
-        return self._with(
-            self._largest() - fall, self._reserve_after(fall), self._memory
-        )
+        largest = self._largest() - fall
+        return self._with(largest, self._reserve_after(fall), self._memory)
 
     def _reserve_after(self, fall: jax.Array) -> jax.Array:
         """The reserve after a finite step that does not explain the overflows."""
-        left = jnp.maximum(self._reserve - (1 + self._reserve) * fall, 0)
+        left = self._reserve - (1 + self._reserve) * fall
+        left = jnp.maximum(left, 0)
+        # A whole number is what an overflow leaves; of 31, a memory of 32 makes 30.
+        left = jnp.where(left % 1 == 0, jnp.nextafter(left, 0), left)
         left = jnp.where(self._reserve < 0, self._reserve, left)
         return jnp.where(self._reserve >= _DEEP, -_EXCUSED, left)
 
@@ -180,6 +188,7 @@ class HeadroomLossScale(LossScale):
         return _OVERFLOW - self._exponent() - self.spare_bits
 
     def _exponent(self) -> jax.Array:
+        """That of the loss scale, which is a power of two."""
         _, exponent = jnp.frexp(self())
         return exponent - 1
 
@@ -188,10 +197,12 @@ class HeadroomLossScale(LossScale):
     ) -> Self:
         """The loss scale that fits these."""
         fits = jnp.clip(_OVERFLOW - self.margin - largest, -_BOUND, _BOUND)
-        exponent = jnp.floor(jnp.maximum(fits - jnp.maximum(reserve, 0), -_BOUND))
+        with_reserve = fits - jnp.maximum(reserve, 0)
+        exponent = jnp.floor(jnp.maximum(with_reserve, -_BOUND))
+        # exp2 is inexact
+        loss_scale = jnp.ldexp(jnp.float32(1), exponent.astype(jnp.int32))
         return self.replace(
-            # exp2 is inexact
-            loss_scale=jnp.ldexp(jnp.float32(1), exponent.astype(jnp.int32)),
+            loss_scale=loss_scale,
             spare_bits=self.margin + fits - exponent,
             _reserve=reserve,
             _memory=memory,

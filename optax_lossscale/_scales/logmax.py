@@ -15,9 +15,7 @@ from optax_lossscale._scales.loss_scale import (
     largest_of_all,
 )
 
-_DECAY = validation.number(
-    "in [0, 1) as a float32", lambda x: 0 <= float(np.float32(x)) < 1
-)
+_DECAY = validation.number("in [0, 1) as a float32", lambda x: 0 <= np.float32(x) < 1)
 # Beyond these the averages of squares would be infinite, and the scale NaN.
 _AT_MOST_60 = validation.number("a number of at most 60", lambda x: x <= 60)
 _DEVIATIONS = validation.number("in [0, 1e6]", lambda x: 0 <= x <= 1e6)
@@ -95,14 +93,16 @@ class LogMaxLossScale(LossScale):
         amax = largest_of_all(grads, axis_name)
         finite = jnp.isfinite(amax)
         log2_amax = jnp.log2(jnp.maximum(amax, validation.SMALLEST))
-        return choose(finite, self._observe(log2_amax), self._after_overflow()), finite
+        new = choose(finite, self._observe(log2_amax), self._after_overflow())
+        return new, finite
 
     def _after_overflow(self) -> Self:
         """As after a gradient of a given size, but no higher where the scale is at its floor."""
         scale = self()
         new = self._observe(jnp.float32(2.0**self.log_max))
-        no_higher = jnp.where(scale < self.min_scale, jnp.minimum(new(), scale), new())
-        return new.replace(loss_scale=no_higher)
+        is_below_floor = scale < self.min_scale
+        no_higher = jnp.minimum(new(), scale)
+        return new.replace(loss_scale=jnp.where(is_below_floor, no_higher, new()))
 
     def _observe(self, x: jax.Array) -> Self:
         """Averages that have seen one more log2 of a largest gradient, and the scale from them."""
@@ -113,14 +113,15 @@ class LogMaxLossScale(LossScale):
             weight1=self.weight1 * self.beta1,
             weight2=self.weight2 * self.beta2,
         )
-        variance = (
-            new.square / (1 - new.weight2) - (new.slow_mean / (1 - new.weight2)) ** 2
-        )
+        # Divided by the weight of what they have seen, the averages have no bias.
+        mean_square = new.square / (1 - new.weight2)
+        slow_mean = new.slow_mean / (1 - new.weight2)
+        variance = mean_square - slow_mean**2
         spread = jnp.sqrt(jnp.maximum(variance, 0))
-        log2_scale = 16 - (
-            new.mean / (1 - new.weight1) + self.overflow_std_dev * spread
-        )
-        scale = jnp.clip(jnp.exp2(log2_scale), self.min_scale, self.max_scale)
+        mean = new.mean / (1 - new.weight1)
+        highest = mean + self.overflow_std_dev * spread
+        scale = jnp.exp2(16 - highest)
+        scale = jnp.clip(scale, self.min_scale, self.max_scale)
         return new.replace(loss_scale=scale)
 
 

@@ -129,13 +129,14 @@ class LossScale(Stateful):
 
         @functools.cache  # as tracing takes time
         def of_dtype(dtype):
-            wide = shift.astype(jnp.finfo(dtype).dtype)
-            both = 1 / wide, wide / scale.astype(wide.dtype)
+            wide_shift = shift.astype(jnp.finfo(dtype).dtype)
+            wide_scale = scale.astype(wide_shift.dtype)
+            pair = (1 / wide_shift, wide_shift / wide_scale)
             if jax.tree.leaves(self):  # else they are constants
-                both = lax.platform_dependent(
-                    *both, cpu=_in_one_array, default=lambda *x: x
+                pair = lax.platform_dependent(
+                    *pair, cpu=_in_one_array, default=lambda *pair: pair
                 )
-            return [x.astype(dtype) for x in both]
+            return [x.astype(dtype) for x in pair]
 
         @functools.cache
         def factors(dtype, ndim):
@@ -161,9 +162,8 @@ def choose(
     grads_finite: jax.typing.ArrayLike, after_finite_step: T, after_overflow: T
 ) -> T:
     """The one loss scale or the other, leaf by leaf."""
-    if not hasattr(grads_finite, "dtype") and not isinstance(
-        grads_finite, (bool, int, float)
-    ):
+    is_flag = isinstance(grads_finite, (bool, int, float))
+    if not is_flag and not hasattr(grads_finite, "dtype"):
         got = validation.shown(grads_finite)
         raise TypeError(
             f"grads_finite must be a bool, got {got}. For gradients there is update"

@@ -108,13 +108,16 @@ class ToleranceLossScale(LossScale):
         scale = self()
         steps = optax.safe_increment(self.steps)
         overflows = optax.safe_increment(self.overflows)
-        backs_off = jnp.divide(overflows, steps) >= self.tolerance
+        share = jnp.divide(overflows, steps)
+        backs_off = share >= self.tolerance
         lowered = times(scale, 1 / self.factor)
         if self.threshold is not None:
-            lowered = jnp.minimum(jnp.maximum(lowered, self.threshold), scale)
+            lowered = jnp.maximum(lowered, self.threshold)
+            lowered = jnp.minimum(lowered, scale)  # a restored one may be below it
         exhausted = backs_off & (lowered <= self.min_scale)
+        falls = backs_off & ~exhausted
         return self.replace(
-            loss_scale=jnp.where(backs_off & ~exhausted, lowered, scale),
+            loss_scale=jnp.where(falls, lowered, scale),
             growth_counter=0,
             steps=jnp.where(backs_off, 0, steps),
             overflows=jnp.where(backs_off, 0, overflows),

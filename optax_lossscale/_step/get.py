@@ -73,12 +73,11 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "fl
 
 def _what_was_meant(identifier: Any) -> str:
     """The end of an error about something that is no loss scale, if it shows what was meant."""
-    name = (
-        _DTYPES.get(identifier, identifier)
-        if isinstance(identifier, str)
-        else identifier
-    )
-    dtype = validation.dtype(name) if isinstance(name, (str, type, np.dtype)) else None
+    dtype = None
+    if isinstance(identifier, str):
+        dtype = validation.dtype(_DTYPES.get(identifier, identifier))
+    elif isinstance(identifier, (type, np.dtype)):
+        dtype = validation.dtype(identifier)
     if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
         return (
             ". A dtype goes to autocast(loss_fn, dtype); in bfloat16, pass None here, "
@@ -129,13 +128,15 @@ def get_loss_scale(state: Any) -> LossScale:
     count = _count(loss_scales)
     if count != 1:
         remedy = (
-            "Pass one of the states, or one LossScale. An optimizer is wrapped as a "
-            "whole, once. To test a step that takes several states, make it a "
-            "function of one of them."
-            if loss_scales
-            else "Wrap the optimizer in with_loss_scale once and pass the state that its init "
-            "returned, or pass a LossScale, such as get(128)."
+            "Wrap the optimizer in with_loss_scale once and pass the state that its "
+            "init returned, or pass a LossScale, such as get(128)."
         )
+        if loss_scales:
+            remedy = (
+                "Pass one of the states, or one LossScale. An optimizer is wrapped as "
+                "a whole, once. To test a step that takes several states, make it a "
+                "function of one of them."
+            )
         raise ValueError(
             f"expected exactly one loss scale in the state, found {count} in a "
             f"{type(state).__name__}. {remedy}"
@@ -157,14 +158,15 @@ def resolve(loss_scale: Any) -> LossScale:
     """
     is_number = isinstance(loss_scale, jax.Array) and validation.is_numeric(loss_scale)
     if is_number and loss_scale.shape == () and not jnp.iscomplexobj(loss_scale):
-        return _given(loss_scale)
+        return _of_array(loss_scale)
     match loss_scale:  # a dict may be a config, or part of a state
         case None | {"preset": str()} | {"class_name": str(), "config": _}:
             return get(loss_scale)
     if jax.tree_util.all_leaves([loss_scale]):
         return get(loss_scale)
     of_state = get_loss_scale(loss_scale)
-    if shape := np.shape(of_state.loss_scale):
+    shape = np.shape(of_state.loss_scale)
+    if shape:
         raise ValueError(
             f"the state is a stack, whose loss scale has shape {shape}, as made by "
             "vmap(tx.init) or pmap: call this under vmap or pmap, as in "
@@ -173,15 +175,15 @@ def resolve(loss_scale: Any) -> LossScale:
     return of_state
 
 
-def _given(loss_scale: jax.Array) -> LossScale:
+def _of_array(loss_scale: jax.Array) -> LossScale:
     """A loss scale of an array: a fixed one, unless the array is traced."""
     if isinstance(loss_scale, jax.core.Tracer):
-        return _Given().replace(loss_scale=loss_scale)
+        return _TracedLossScale().replace(loss_scale=loss_scale)
     return FixedLossScale(jax.device_get(loss_scale))
 
 
-class _Given(LossScale):
-    """A scale that is given as a traced array: it is state, unlike that of a fixed one."""
+class _TracedLossScale(LossScale):
+    """A scale that is a traced array: it is state, unlike that of a fixed one."""
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         return self
@@ -233,6 +235,12 @@ def _check_nesting(state: Any) -> None:
 
 def _count(loss_scales: list[LossScale]) -> int:
     """How many there are, where those in the same `nnx` variables count once."""
-    leaves = [jax.tree.leaves(x, is_leaf=is_variable) for x in loss_scales]
-    variables = [xs for xs in leaves if xs and all(map(is_variable, xs))]
-    return len(leaves) - len(variables) + len({tuple(map(id, xs)) for xs in variables})
+    of_arrays = 0
+    variables = set()
+    for loss_scale in loss_scales:
+        leaves = jax.tree.leaves(loss_scale, is_leaf=is_variable)
+        if leaves and all(map(is_variable, leaves)):
+            variables.add(tuple(map(id, leaves)))
+        else:
+            of_arrays += 1
+    return of_arrays + len(variables)

@@ -36,19 +36,23 @@ def _cast(path: Any, x: Any, dtype: Any) -> Any:
     if dtype is None or not is_inexact(x) or jnp.iscomplexobj(x):
         return x
     dtype = jnp.dtype(dtype)
-    other = dtype_of(x)
-    if other != dtype and other.itemsize == dtype.itemsize:
+    own_dtype = dtype_of(x)
+    if own_dtype != dtype and own_dtype.itemsize == dtype.itemsize:
         raise ValueError(
             f"grad_dtype={dtype} only casts wider floats, but {path_name(path)} is "
-            f"{other}: with {dtype} inputs the model would compute in float32. Keep "
-            f"the parameters in float32 or in {dtype}, or pass grad_dtype={other}"
+            f"{own_dtype}: with {dtype} inputs the model would compute in float32. "
+            f"Keep the parameters in float32 or in {dtype}, or pass "
+            f"grad_dtype={own_dtype}"
         )
-    return jnp.asarray(x, dtype) if other.itemsize > dtype.itemsize else x
+    is_wider = own_dtype.itemsize > dtype.itemsize
+    return jnp.asarray(x, dtype) if is_wider else x
 
 
 def check_grad_dtype(grad_dtype: Any) -> None:
     """Raises for what is neither a function nor a tree of floating-point dtypes."""
-    for leaf in [] if _is_function(grad_dtype) else jax.tree.leaves(grad_dtype):
+    if _is_function(grad_dtype):
+        return
+    for leaf in jax.tree.leaves(grad_dtype):
         validation.floating_dtype("grad_dtype", leaf)
 
 

@@ -146,13 +146,13 @@ def with_master_weights(
 
     def update(updates, state, params=None, **extra_args):
         _check_arguments(state, params)
-        given = complete(updates, params)
+        completed = complete(updates, params)
         weights = state.weights(params)
         check_inner_dtypes(
             state.inner_state, lambda: jax.eval_shape(inner_tx.init, weights)
         )
         inner_updates, inner_state = inner_tx.update(
-            jax.tree.map(at_least_float32, given.grads),
+            jax.tree.map(at_least_float32, completed.grads),
             state.inner_state,
             weights,
             **extra_args,
@@ -162,10 +162,9 @@ def with_master_weights(
         )
         new_updates = jax.tree.map(lambda _, pair: pair[0], params, moved)
         master_weights = jax.tree.map(lambda _, pair: pair[1], params, moved)
-        new_state = given.slots_kept(
-            init, MasterWeightsState(master_weights, inner_state), state
-        )
-        return given.moved(update_or_zero, new_updates), new_state
+        new_state = MasterWeightsState(master_weights, inner_state)
+        new_state = completed.slots_kept(init, new_state, state)
+        return completed.moved(update_or_zero, new_updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -175,11 +174,13 @@ def with_rest_of_narrow(state: Any, init: Callable[[Any], Any], params: Any) -> 
     if not find(_is_state, state):
         return state
 
-    def with_own_rest(wide, own):
+    def with_rest(wide, narrow):
         """The state for float32 parameters, but the rest that the narrow ones have."""
-        return own._replace(inner_state=wide.inner_state) if _is_state(own) else wide
+        if not _is_state(narrow):
+            return wide
+        return narrow._replace(inner_state=wide.inner_state)
 
-    return jax.tree.map(with_own_rest, state, init(params), is_leaf=_is_state)
+    return jax.tree.map(with_rest, state, init(params), is_leaf=_is_state)
 
 
 def check_order(state: Any) -> None:
@@ -215,12 +216,15 @@ def _parts(state: Any) -> list[Any]:
 
 def check_master_weights(state: Any, expected: Callable[[], Any]) -> None:
     """Raises unless the master weights in a state are like those that `init` makes."""
-    if own := find(_is_state, state):
-        for given, needed in zip(own, find(_is_state, expected()), strict=False):
-            _compare(given.master_weights, needed.master_weights)
+    states = find(_is_state, state)
+    if not states:
+        return
+    for current, initial in zip(states, find(_is_state, expected()), strict=False):
+        _check_rests(current.master_weights, initial.master_weights)
 
 
 def _check_arguments(state: Any, params: Any) -> None:
+    """Raises for what `update` cannot do with, and says what to give it instead."""
     if not _is_state(state):
         raise TypeError(
             "the state of with_master_weights must be the MasterWeightsState that its "
@@ -236,24 +240,21 @@ def _check_arguments(state: Any, params: Any) -> None:
             "params)"
         )
     # Inside with_loss_scale all come in float32, and it has compared them as they are.
-    if any(map(is_narrow, jax.tree.leaves(params))) or not jax.tree.leaves(
-        state.master_weights
-    ):
-        _compare(
-            state.master_weights,
-            jax.eval_shape(partial(jax.tree.map, _rest_of), params),
-        )
+    are_narrow = any(map(is_narrow, jax.tree.leaves(params)))
+    if are_narrow or not jax.tree.leaves(state.master_weights):
+        rests = jax.eval_shape(partial(jax.tree.map, _rest_of), params)
+        _check_rests(state.master_weights, rests)
 
 
-def _compare(given: Any, needed: Any) -> None:
+def _check_rests(rests: Any, expected: Any) -> None:
     """Raises unless two trees of rests belong to parameters of the same shapes and dtypes."""
-    own = _kinds(given)
-    other = _kinds(needed)
-    if own != other:
+    kinds = _kinds(rests)
+    expected_kinds = _kinds(expected)
+    if kinds != expected_kinds:
         raise ValueError(
             "the state of with_master_weights was made for other parameters: it keeps "
-            f"{shown(own)}, but these need {shown(other)}. Make a new state: "
-            "tx.init(params)"
+            f"{shown(kinds)}, but these need {shown(expected_kinds)}. Make a new "
+            "state: tx.init(params)"
         )
 
 

@@ -74,23 +74,25 @@ def check_state(state: Any) -> None:
 
 
 def check_configuration(
-    state: LossScaleState, own: LossScale, own_rule: SkipRule | None
+    state: LossScaleState, loss_scale: LossScale, rule: SkipRule | None
 ) -> None:
     """Raises for a loss scale or a skip rule that is not the transformation's."""
-    of_scale = "tx.init(params)._replace(inner_state=state.inner_state)"
-    of_rule = "state._replace(skip_rule=tx.init(params).skip_rule)"
-    for name, given, needed, remedy in (
-        ("loss scale", state.loss_scale, own, of_scale),
-        ("skip rule", state.skip_rule, own_rule, of_rule),
+    for name, in_state, configured, remedy in (
+        ("loss scale", state.loss_scale, loss_scale, _WITH_OTHER_SCALE),
+        ("skip rule", state.skip_rule, rule, _WITH_OTHER_RULE),
     ):
-        if jax.tree.structure(given) != jax.tree.structure(needed):
+        if jax.tree.structure(in_state) != jax.tree.structure(configured):
             raise ValueError(
                 f"the state's {name} has another configuration than this "
-                f"transformation's:\n  state:          {_shown_config(given)}\n  "
-                f"transformation: {_shown_config(needed)}\nRestore a checkpoint into "
-                "what tx.init(params) returns. To go on with this configuration, keep "
-                f"the rest of the state: {remedy}"
+                f"transformation's:\n  state:          {_shown_config(in_state)}\n  "
+                f"transformation: {_shown_config(configured)}\nRestore a checkpoint "
+                "into what tx.init(params) returns. To go on with this configuration, "
+                f"keep the rest of the state: {remedy}"
             )
+
+
+_WITH_OTHER_SCALE = "tx.init(params)._replace(inner_state=state.inner_state)"
+_WITH_OTHER_RULE = "state._replace(skip_rule=tx.init(params).skip_rule)"
 
 
 def _shown_config(x: Any) -> Any:
@@ -103,16 +105,20 @@ def check_inner_dtypes(inner_state: Any, expected: Callable[[], Any]) -> None:
     if not any(map(is_narrow, jax.tree.leaves(inner_state))):
         return
 
-    def check(path, given, needed):
-        if is_narrow(given) and dtype_of(given).itemsize < dtype_of(needed).itemsize:
+    def check(path, x, initial):
+        if not is_narrow(x):
+            return
+        dtype = dtype_of(x)
+        initial_dtype = dtype_of(initial)
+        if dtype.itemsize < initial_dtype.itemsize:
             raise ValueError(
-                f"the inner state holds {dtype_of(given)} where it needs "
-                f"{dtype_of(needed)}, at {path_name(path)}: it is that of an optimizer "
-                "of 16-bit parameters, and small numbers would underflow in it. Cast "
-                "it once: state._replace(inner_state=optax.tree.cast_like(restored, "
+                f"the inner state holds {dtype} where it needs {initial_dtype}, at "
+                f"{path_name(path)}: it is that of an optimizer of 16-bit parameters, "
+                "and small numbers would underflow in it. Cast it once: "
+                "state._replace(inner_state=optax.tree.cast_like(restored, "
                 "state.inner_state)), with the state of init"
             )
 
-    shapes = expected()
-    if jax.tree.structure(shapes) == jax.tree.structure(inner_state):
-        jax.tree.map_with_path(check, inner_state, shapes)
+    initial_state = expected()
+    if jax.tree.structure(initial_state) == jax.tree.structure(inner_state):
+        jax.tree.map_with_path(check, inner_state, initial_state)

@@ -52,8 +52,8 @@ def where_applied(state: Any, new: T, old: T) -> T:
             f"{type(state).__name__}. Pass the optimizer state that the step returned"
         )
     should_apply = states[0].should_apply
-    variables = {id(x) for x in find(is_variable, old)}
-    if any(id(x) in variables for x in find(is_variable, new)):
+    old_variables = {id(x) for x in find(is_variable, old)}
+    if any(id(x) in old_variables for x in find(is_variable, new)):
         # `nnx.state` hands out a module's own variables.
         raise ValueError(
             "old holds the same variables as new, which the step has changed in "
@@ -64,9 +64,8 @@ def where_applied(state: Any, new: T, old: T) -> T:
     def chosen(old, new):
         if not is_array(old):
             return new
-        return lax.select(
-            should_apply, strong(jnp.asarray(new), dtype_of(old)), jnp.asarray(old)
-        )
+        new = strong(jnp.asarray(new), dtype_of(old))
+        return lax.select(should_apply, new, jnp.asarray(old))
 
-    kept = jax.tree.map(chosen, plain(old), plain(new))
-    return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(kept))
+    arrays = jax.tree.map(chosen, plain(old), plain(new))
+    return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(arrays))

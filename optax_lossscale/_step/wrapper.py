@@ -278,9 +278,8 @@ def with_loss_scale(
       >>> print(loss, params["w"], state.should_apply)
       5.0 [0.8 1.6] True
     """
-    if not callable(getattr(inner, "init", None)) or not callable(
-        getattr(inner, "update", None)
-    ):
+    methods = (getattr(inner, "init", None), getattr(inner, "update", None))
+    if not all(map(callable, methods)):
         raise TypeError(
             "inner must be an Optax gradient transformation, with init and update; "
             f"got {inner!r}"

@@ -59,8 +59,10 @@ def assert_computes_in(
             "there is no matrix product or convolution to judge: pass the training "
             f"step, or the function that computes its gradients. This one has\n{report}"
         )
-    if wrong := [p for p in judged if p.dtype != dtype]:
-        number, total = (sum(p.count for p in products) for products in (wrong, judged))
+    wrong = [p for p in judged if p.dtype != dtype]
+    if wrong:
+        number = sum(p.count for p in wrong)
+        total = sum(p.count for p in judged)
         title = f"{number} of {total} matrix products and convolutions compute in another dtype"
         rows = "\n".join(product_rows(wrong, report))
         where = f"The first of them in the program is at {wrong[0].source}."

@@ -45,10 +45,10 @@ def power(series: Series) -> float | None:
     """The power of the loss scale that an output follows somewhere, up to a constant."""
     for first in range(len(series.exponents) - _IN_A_ROW):
         window = slice(first, first + _IN_A_ROW + 1)
+        values = series.values[window]
+        exponents = series.exponents[window]
         for power in _POWERS:
-            if _is_linear(
-                series.values[window], 2.0 ** (power * series.exponents[window])
-            ):
+            if _is_linear(values, 2.0 ** (power * exponents)):
                 return power
     return None
 
@@ -56,10 +56,12 @@ def power(series: Series) -> float | None:
 def _is_linear(values, x):
     """Whether all rows of values lie on one line over x, which is not level."""
     is_finite = np.isfinite(values).all(axis=0)
-    slopes = np.diff(values[:, is_finite], axis=0) / np.diff(x)[:, None]
-    norms = np.linalg.norm(slopes, axis=1)
-    differences = np.linalg.norm(np.diff(slopes, axis=0), axis=1)
-    return norms.min() > 0 and differences.max() <= _TOLERANCE * norms.min()
+    rises = np.diff(values[:, is_finite], axis=0)
+    slopes = rises / np.diff(x)[:, None]
+    bends = np.diff(slopes, axis=0)
+    least_slope = np.linalg.norm(slopes, axis=1).min()
+    largest_bend = np.linalg.norm(bends, axis=1).max()
+    return least_slope > 0 and largest_bend <= _TOLERANCE * least_slope
 
 
 def emerging(series: Series) -> np.ndarray:
@@ -70,28 +72,33 @@ def emerging(series: Series) -> np.ndarray:
     may_be_a_flag = upper.shape[1] == 1
     if series.without is None or not is_float or may_be_a_flag:
         return np.zeros(upper.shape, bool)
-    return (lower == series.without) & (upper != lower)
+    is_without = lower == series.without
+    return is_without & (upper != lower)
 
 
 def change(series: Series, looked_at: np.ndarray) -> int | None:
     """The first row to be looked at after which an output changes other than by underflow."""
     values = series.values
+    highest = values[0]
     ends = values
     if series.without is not None:
         ends = np.vstack([values, series.without])
-        looked_at = looked_at & (series.exponents[1:] >= series.exponents[0] - _REACH)
-    extent = max(distance(values[0], end) for end in ends)
-    if extent <= negligible(values[0], series.noise):
+        lowest_looked_at = series.exponents[0] - _REACH
+        looked_at = looked_at & (series.exponents[1:] >= lowest_looked_at)
+    extent = max(distance(highest, end) for end in ends)
+    if extent <= negligible(highest, series.noise):
         return None
     changes = [distance(upper, lower) for upper, lower in pairwise(values)]
     moves = (values[:-1] != values[1:]) & ~emerging(series)
-    at_once = _AT_ONCE * (values != values[0]).any(axis=0).sum()
+    how_many_move = (values != highest).any(axis=0).sum()
     for row in np.flatnonzero(looked_at):
         is_moving = moves[row]
-        change = distance(values[row, is_moving], values[row + 1, is_moving])
-        below = max(changes[row + 1 :], default=0)
-        is_large = change > max(_SHARE * extent, _DIES_AWAY * below)
-        if is_large and is_moving.sum() > at_once:
+        upper = values[row, is_moving]
+        lower = values[row + 1, is_moving]
+        largest_below = max(changes[row + 1 :], default=0)
+        least = max(_SHARE * extent, _DIES_AWAY * largest_below)
+        is_large = distance(upper, lower) > least
+        if is_large and is_moving.sum() > _AT_ONCE * how_many_move:
             return int(row)
     return None
 
@@ -108,5 +115,6 @@ def size(x: np.ndarray) -> float:
 
 def distance(x: np.ndarray, y: np.ndarray) -> float:
     """The norm of the difference, without what is not finite."""
-    both = np.isfinite(x) & np.isfinite(y)
-    return float(np.linalg.norm(x[both] - y[both]))
+    are_finite = np.isfinite(x) & np.isfinite(y)
+    difference = x[are_finite] - y[are_finite]
+    return float(np.linalg.norm(difference))

@@ -16,16 +16,15 @@ def name_of(path: Path) -> str:
 
 def not_ignored(ignore: str | Collection[str], run: Run) -> list[Path]:
     """The outputs to look at."""
-    ignored = [ignore] if isinstance(ignore, str) else list(ignore)
-    for place in ignored:
-        if not any(_is_in(path, place) for path in run.outputs):
+    places = [ignore] if isinstance(ignore, str) else list(ignore)
+    paths = list(run.outputs)
+    for place in places:
+        inside = {path for path in run.outputs if _is_in(path, place)}
+        if not inside:
             shown = "\n".join(f"  {name_of(path)}" for path in run.outputs)
             raise ValueError(f"ignore={place!r} names no output. There are\n{shown}")
-    return [
-        path
-        for path in run.outputs
-        if not any(_is_in(path, place) for place in ignored)
-    ]
+        paths = [path for path in paths if path not in inside]
+    return paths
 
 
 def _is_in(path, place):

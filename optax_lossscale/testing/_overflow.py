@@ -72,30 +72,30 @@ def assert_survives_overflow(
     overflowing = trial.overflowing()
     # A fixed loss scale is not among the arguments that a run is given.
     is_varied = bool(jax.tree.leaves(trial.loss_scale))
-    back = what_comes_back(trial, [usual, overflowing[-1]] if is_varied else [usual])
+    regimes = [usual, overflowing[-1]] if is_varied else [usual]
+    back = what_comes_back(trial, regimes)
     judged = {path: back[path] for path in not_ignored(ignore, usual) if path in back}
     batch = _first_of_batch(trial, back)
     # A scale of 1 need not be multiplied by: there, a NaN in the batch tells.
     need_not_overflow = batch is not None and trial.loss_scale == FixedLossScale(1)
-    said = _after_overflow(trial, overflowing, judged)
-    if not said and not need_not_overflow:
-        said = _where_applied(trial, overflowing[-1], usual, judged)
-    if not said and batch is not None:
-        said = _after_nan(trial, batch, judged)
-    if said:
-        raise AssertionError(f"the step does not survive an overflow. {said}")
+    fault = _after_overflow(trial, overflowing, judged)
+    if not fault and not need_not_overflow:
+        fault = _where_applied(trial, overflowing[-1], usual, judged)
+    if not fault and batch is not None:
+        fault = _after_nan(trial, batch, judged)
+    if fault:
+        raise AssertionError(f"the step does not survive an overflow. {fault}")
 
 
 def is_stuck(run):
     """Whether the loss scale comes back as it was given, where it would have changed."""
+    if not run.loss_scales:
+        return False
     backed_off, other = outcomes(run.before)
     possible = [backed_off] if run.was_skipped else [backed_off, other]
-    is_given = [same(x, run.before) for x in run.loss_scales]
-    return (
-        bool(is_given)
-        and all(is_given)
-        and not any(same(x, run.before) for x in possible)
-    )
+    may_stay = any(same(x, run.before) for x in possible)
+    stays = all(same(x, run.before) for x in run.loss_scales)
+    return stays and not may_stay
 
 
 def left_behind(trial, runs, back):
@@ -110,20 +110,20 @@ def left_behind(trial, runs, back):
 def _changed(trial, run, back):
     """What comes back from a run other than it was given."""
 
-    def is_kept(path, place):
-        return path not in run.outputs or equal(
-            run.outputs[path], flat(trial.floats[place])
-        )
+    def is_changed(path, place):
+        return not equal(run.outputs[path], flat(trial.floats[place]))
 
-    return [path for path, place in back.items() if not is_kept(path, place)]
+    returned = [(path, place) for path, place in back.items() if path in run.outputs]
+    return [path for path, place in returned if is_changed(path, place)]
 
 
 def _after_overflow(trial, runs, judged):
     """What is wrong after gradients overflow, and what to do; empty if nothing is."""
     if any(is_stuck(run) for run in runs):
         return STUCK
-    if said := left_behind(trial, runs, judged):
-        return said
+    fault = left_behind(trial, runs, judged)
+    if fault:
+        return fault
     skipped = [run for run in runs if not run.flags.any()]
     if any(run.states and not run.counts_a_skip for run in skipped):
         return _UNCOUNTED

@@ -20,21 +20,21 @@ def what_comes_back(trial: Trial, regimes: list[Run]) -> dict[Path, Path]:
     One of several regimes is enough to see it: in others, the step may make NaNs, or
     change numbers by more than they are nudged.
     """
-    usual = regimes[0]
+    outputs = regimes[0].outputs
     # What is changed in place comes back in its place.
-    back = {path: path for path in usual.outputs if path in trial.floats}
-    likeness = _likeness(
-        trial, regimes, [path for path in usual.outputs if path not in back]
-    )
+    back = {path: path for path in outputs if path in trial.floats}
+    elsewhere = [path for path in outputs if path not in back]
+    likeness = _likeness(trial, regimes, elsewhere)
 
     def rank(pair):
         """Places that are alike for longer come first."""
         path, place = pair
         return min(len(path), len(place)), likeness[pair]
 
-    for path, place in sorted(likeness, key=rank, reverse=True):
+    for pair in sorted(likeness, key=rank, reverse=True):
+        path, place = pair
         is_taken = path in back or place in back.values()
-        if likeness[path, place] > _ALONG and not is_taken:
+        if likeness[pair] > _ALONG and not is_taken:
             back[path] = place
     return back
 
@@ -42,20 +42,20 @@ def what_comes_back(trial: Trial, regimes: list[Run]) -> dict[Path, Path]:
 def _likeness(trial, regimes, outputs):
     """How far outputs change along with floats in like places, which are nudged."""
     random = np.random.default_rng(0)
-    nudged = {}  # by argument
+    arguments = {}
     for place, x in trial.floats.items():
-        nudged.setdefault(place[:2], {})[place] = _nudged(x, random)
+        numbers = arguments.setdefault(place[:2], {})
+        numbers[place] = _nudged(x, random)
     likeness = {}
-    for numbers in nudged.values():
+    for numbers in arguments.values():
         pairs = [(run, trial.run(run.before, numbers)) for run in regimes]
         for place, x in numbers.items():
             with np.errstate(invalid="ignore"):  # of infinities
                 change = flat(x) - flat(trial.floats[place])
             for path in outputs:
                 if _are_alike(path, place):
-                    likeness[path, place] = max(
-                        _cosine(change, path, *pair) for pair in pairs
-                    )
+                    cosines = [_cosine(change, path, *pair) for pair in pairs]
+                    likeness[path, place] = max(cosines)
     return likeness
 
 
@@ -64,7 +64,8 @@ def _nudged(x, random):
     sizes = _NUDGE * random.uniform(0.5, 1.5, x.shape)
     factors = 1 + sizes * random.choice([-1, 1], x.shape)
     wide = x.astype(np.result_type(np.float64, x.dtype))
-    return np.where(wide == 0, sizes, wide * factors).astype(x.dtype)
+    nudged = np.where(wide == 0, sizes, wide * factors)
+    return nudged.astype(x.dtype)
 
 
 def _are_alike(path, place):
@@ -79,11 +80,13 @@ def _cosine(change, path, before, after):
     new = after.outputs.get(path)
     if old is None or new is None or not old.size == new.size == change.size:
         return 0
-    is_finite = np.isfinite(change) & np.isfinite(old) & np.isfinite(new)
-    change = change[is_finite]
-    made = new[is_finite] - old[is_finite]
-    along = change @ made
+    with np.errstate(invalid="ignore"):  # of infinities
+        change_of_output = new - old
+    are_finite = np.isfinite(change) & np.isfinite(change_of_output)
+    change = change[are_finite]
+    change_of_output = change_of_output[are_finite]
+    along = change @ change_of_output
     norm = np.linalg.norm(change)
     if along <= _LEAST * norm**2:
         return 0
-    return along / (norm * np.linalg.norm(made))
+    return along / (norm * np.linalg.norm(change_of_output))

@@ -55,12 +55,13 @@ class Run(NamedTuple):
     def flags(self) -> np.ndarray:
         """Whether it was applied: by each state on each replica, and by the loss scales."""
         backed_off, other = outcomes(self.before)
-        own = [same(x, other) or not same(x, backed_off) for x in self.loss_scales]
+        by_scales = [
+            same(x, other) or not same(x, backed_off) for x in self.loss_scales
+        ]
         if not self.states:
-            return np.array(own, bool)
-        return np.concatenate([np.ravel(x.should_apply) for x in self.states]) & all(
-            own
-        )
+            return np.array(by_scales, bool)
+        by_states = [np.ravel(state.should_apply) for state in self.states]
+        return np.concatenate(by_states) & all(by_scales)
 
     @property
     def counts_a_skip(self) -> bool:
@@ -99,23 +100,23 @@ class Trial:
         others = varying or loss_scales[:1]
         counted = others if self.has_fixed else self.arguments
         self.loss_scale = jax.device_get(get_loss_scale(counted))
-        self.skipped_before = _skipped_steps(
-            jax.device_get(wrapper_states(self.arguments))
-        )
-        numbers = numbers_in(self.arguments)
-        floats = {path: x for path, x in numbers.items() if is_inexact(x)}
-        self.floats = {
-            path: np.asarray(jax.device_get(x)) for path, x in floats.items()
-        }
+        states = jax.device_get(wrapper_states(self.arguments))
+        self.skipped_before = _skipped_steps(states)
+        self.floats = {}
+        for path, x in numbers_in(self.arguments).items():
+            if is_inexact(x):
+                self.floats[path] = np.asarray(jax.device_get(x))
         self.at = functools.cache(self._at)
 
     def _at(self, scale: float) -> Run:
         """The step at this loss scale."""
 
-        def number(path, x):
-            return np.full_like(x, scale) if path[-1] == GetAttrKey("loss_scale") else x
+        def with_scale(path, x):
+            if path[-1] != GetAttrKey("loss_scale"):
+                return x
+            return np.full_like(x, scale)
 
-        return self.run(jax.tree.map_with_path(number, self.loss_scale))
+        return self.run(jax.tree.map_with_path(with_scale, self.loss_scale))
 
     def overflowing(self) -> list[Run]:
         """Runs whose gradients overflow: of the last one, all do."""
@@ -130,12 +131,13 @@ class Trial:
 
     def run(self, loss_scale: LossScale, numbers: Numbers | None = None) -> Run:
         """The step with this loss scale, and with other numbers in some places."""
-        given = _copied(self.arguments, {**(numbers or {}), **self._places(loss_scale)})
+        changed = {**(numbers or {}), **self._places(loss_scale)}
+        arguments = _copied(self.arguments, changed)
         # They are kept alive, so that no other array has their ids.
-        kept = jax.tree.leaves(plain(given))
-        ids = {id(x) for x in kept}
+        alive = jax.tree.leaves(plain(arguments))
+        ids = {id(x) for x in alive}
         with jax.debug_nans(False), jax.debug_infs(False), BLANK_METRICS(True):
-            result = self.step(*given["args"], **given["kwargs"])
+            result = self.step(*arguments["args"], **arguments["kwargs"])
 
         # Arguments that it did not change in place are not its outputs, and may be
         # gone.
@@ -143,24 +145,22 @@ class Trial:
             return any(id(leaf) not in ids for leaf in jax.tree.leaves(x))
 
         def made(parts_of):
-            changed = [x for x in parts_of(given) if is_new(x)]
-            return jax.device_get([*parts_of(result), *changed])
+            in_place = [x for x in parts_of(arguments) if is_new(x)]
+            return jax.device_get([*parts_of(result), *in_place])
 
-        after = {"result": result, **given}
-        outputs = {
-            path: x
-            for path, x in numbers_in(after).items()
-            if path[0] == DictKey("result") or is_new(x)
-        }
-        parts = _leaves(after, MasterWeightsState).items()
+        after = {"result": result, **arguments}
+        outputs = {}
+        dtypes = {}
+        for path, x in numbers_in(after).items():
+            if path[0] == DictKey("result") or is_new(x):
+                outputs[path] = flat(jax.device_get(x))
+                dtypes[path] = dtype_of(x)
+        parts = _leaves(after, MasterWeightsState)
+        states = [k for k, x in parts.items() if isinstance(x, MasterWeightsState)]
         return Run(
-            outputs={path: flat(jax.device_get(x)) for path, x in outputs.items()},
-            dtypes={path: dtype_of(x) for path, x in outputs.items()},
-            master_weights=[
-                (*path, _WEIGHTS)
-                for path, x in parts
-                if isinstance(x, MasterWeightsState)
-            ],
+            outputs=outputs,
+            dtypes=dtypes,
+            master_weights=[(*path, _WEIGHTS) for path in states],
             before=loss_scale,
             loss_scales=made(lambda tree: plain(loss_scales_in(tree))),
             states=made(wrapper_states),
@@ -171,9 +171,8 @@ class Trial:
         """The numbers of a loss scale, in each place of the arguments that holds such a number."""
         others = _leaves(self.arguments, LossScale)
         places = [path for path in _leaves(self.arguments) if path not in others]
-        return dict(
-            zip(places, itertools.cycle(jax.tree.leaves(loss_scale)), strict=False)
-        )
+        numbers = itertools.cycle(jax.tree.leaves(loss_scale))
+        return dict(zip(places, numbers, strict=False))
 
 
 def numbers_in(tree: Any) -> Numbers:
@@ -185,8 +184,9 @@ def numbers_in(tree: Any) -> Numbers:
             continue
         if is_variable(x):
             seen.add(id(x))
-        if is_array(plain(x)) and _is_number(dtype_of(plain(x))):
-            numbers[path] = plain(x)
+        array = plain(x)
+        if is_array(array) and _is_number(dtype_of(array)):
+            numbers[path] = array
     return numbers
 
 
@@ -250,9 +250,8 @@ def _copy(x, number):
     if isinstance(x, jax.Array):
         if number is None:
             return x.copy()
-        return jax.device_put(
-            np.asarray(number, x.dtype), x.sharding if x.committed else None
-        )
+        sharding = x.sharding if x.committed else None
+        return jax.device_put(np.asarray(number, x.dtype), sharding)
     if isinstance(x, (np.ndarray, np.generic)):
         return np.array(x if number is None else number, x.dtype)
     return x if number is None else float(number)

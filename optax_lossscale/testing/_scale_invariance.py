@@ -106,8 +106,9 @@ def assert_scale_invariant(
             "compiled steps hold it as a constant. Test the step with a loss scale "
             "that adapts, such as DynamicLossScale(): the rest is the same"
         )
-    if said := _accusation(trial, ignore):
-        raise AssertionError(f"the step depends on the loss scale. {said}")
+    fault = _accusation(trial, ignore)
+    if fault:
+        raise AssertionError(f"the step depends on the loss scale. {fault}")
 
 
 def _accusation(trial, ignore):
@@ -130,9 +131,11 @@ def _accusation(trial, ignore):
     if any(text.startswith("2**-") for text in powers.values()):
         return listed(_BY_A_POWER, powers.values(), _DIVIDED)
     if np.isinf(beyond.exponent) and beyond.flags.size and beyond.was_applied:
-        different = [
-            path for path in judged if any(_differ(beyond, x, path) for x in falling)
-        ]
+
+        def is_different(path):
+            return any(_differ(beyond, run, path) for run in falling)
+
+        different = [path for path in judged if is_different(path)]
         if different:
             return listed(APPLIED, different, APPLIED_REMEDY)
     can_be_skipped = usual.flags.size > 0
@@ -156,17 +159,18 @@ def _falling(trial):
         return not trial.at(2.0**exponent).was_applied
 
     exponents = range(_LOWEST, _WIDE + 1)
-    top = _LOWEST - 1 + bisect.bisect_left(exponents, True, key=is_skipped)
-    start = _START if top == _WIDE else top
-    tried = [start - below for below in _BELOW if start - below >= _LOWEST]
-    runs = [trial.at(2.0**exponent) for exponent in tried]
+    how_many_fit = bisect.bisect_left(exponents, True, key=is_skipped)
+    highest = _LOWEST - 1 + how_many_fit
+    start = _START if highest == _WIDE else highest
+    tried = [start - below for below in _BELOW]
+    runs = [trial.at(2.0**exponent) for exponent in tried if exponent >= _LOWEST]
     return [run for run in runs if run.was_applied]
 
 
 def _never_applied(run, back, times):
     """What to say of a step that is skipped at nearly all loss scales."""
-    made = [x for path, x in run.outputs.items() if path not in back]
-    if not all(np.isfinite(x).all() for x in made):
+    only_returned = [x for path, x in run.outputs.items() if path not in back]
+    if not all(np.isfinite(x).all() for x in only_returned):
         raise ValueError(
             f"the step is skipped at all but {times} loss scales: look for NaN or inf "
             "in the arguments, the loss and the model; diagnose(loss_fn, params, "
@@ -273,16 +277,17 @@ def _lost_weights(run, judged):
     """The float32 copies of which no float16 output is the rounding."""
     halves = [run.outputs[path] for path in judged if run.dtypes[path] == np.float16]
 
+    def is_copy(path):
+        is_inside = any(path[: len(place)] == place for place in run.master_weights)
+        return is_inside and run.dtypes[path] == np.float32
+
     def is_lost(path):
         with np.errstate(over="ignore"):
             rounded = run.outputs[path].astype(np.float16)
         alike = [x for x in halves if x.size == rounded.size]
         return bool(alike) and not any(equal(x, rounded) for x in alike)
 
-    copies = [
-        path for path in judged if any(path[: len(m)] == m for m in run.master_weights)
-    ]
-    return [path for path in copies if run.dtypes[path] == np.float32 and is_lost(path)]
+    return [path for path in judged if is_copy(path) and is_lost(path)]
 
 
 _BY_A_POWER = (

@@ -333,14 +333,16 @@ BROKEN, ZEROS = 1000, -1000  # instead of a size
 def rule(ls, events):
     """The documented rule in plain Python: the exponents of the scale after each step."""
     margin, reserve, memory = ls.margin, 0.0, 0.0
+    has_faded = False
     k = int(np.log2(ls.initial_scale))
     largest = 16 - margin - k
     exponents = []
     for event in events:
         if event == BROKEN or event + k > 16:
-            if reserve == 0 or reserve % 1 > 0:
+            if reserve == 0 or has_faded:
                 memory = min(max(2 * memory, 32), 512)
             reserve = math.ceil(reserve + (1 if reserve < 0 else min(reserve + 1, 32)))
+            has_faded = False
         else:
             is_measured = event != ZEROS
             size = event if is_measured else largest
@@ -351,6 +353,7 @@ def rule(ls, events):
                 reserve = -64
             elif reserve > 0:
                 reserve = max(reserve - (1 + reserve) * fall, 0)
+                has_faded = True
             fallen = largest - (1 + max(largest - size, 0) / 10) * fall
             largest = max(size, fallen) if is_measured else fallen
             if is_measured:
@@ -383,6 +386,10 @@ events = st.one_of(
 runs = st.lists(st.tuples(events, st.integers(1, 12)), min_size=1, max_size=40)
 
 
+# A reserve of 31 fades by a whole bit.
+@hypothesis.example(
+    [(BROKEN, 5), (-10, 1), (BROKEN, 1), (-10, 12), (-20, 200)], (15, 1)
+)
 @hypothesis.given(runs, st.sampled_from([(15, 1), (-90, 0), (40, 3)]))
 @hypothesis.settings(deadline=None, max_examples=100)
 def test_follows_the_documented_rule(runs, options):

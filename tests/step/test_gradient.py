@@ -88,6 +88,18 @@ def test_a_state_without_a_loss_scale_is_refused():
         ols.value_and_scaled_grad(loss_fn, optax.sgd(0.1).init(PARAMS))
 
 
+def test_what_is_no_array_is_refused_by_its_place():
+    params = {"layers": [PARAMS, {"name": "last"}]}
+    for refused in (
+        lambda: ols.value_and_scaled_grad(lambda params: 0.0, LS)(params),
+        lambda: ols.with_loss_scale(optax.sgd(0.1)).init(params),
+    ):
+        with pytest.raises(
+            TypeError, match="got 'last' at layers/1/name, which is not"
+        ):
+            refused()
+
+
 @pytest.mark.parametrize(
     ("loss", "said"),
     [

@@ -66,6 +66,16 @@ def apply(tx, grads, state, params):
     return optax.apply_updates(params, updates), state
 
 
+def step_by_update(tx, loss_fn):
+    """A step of a transformation that may be wrapped around the wrapper."""
+
+    def step(params, state, batch):
+        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
+        return *apply(tx, grads, state, params), loss
+
+    return step
+
+
 @step_of(MISTAKES)
 def forgotten_scaling(loss_fn, inner, params):
     tx = ols.with_loss_scale(inner)
@@ -104,12 +114,7 @@ def unscaled_by_hand(loss_fn, inner, params):
 @step_of(MISTAKES)
 def a_clip_outside(loss_fn, inner, params):
     tx = optax.chain(optax.clip_by_global_norm(1.0), ols.with_loss_scale(inner))
-
-    def step(params, state, batch):
-        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
-        return *apply(tx, grads, state, params), loss
-
-    return tx, step
+    return tx, step_by_update(tx, loss_fn)
 
 
 @step_of(MISTAKES)
@@ -163,12 +168,7 @@ def minimize(loss_fn, inner, params):
 @step_of(RIGHT)
 def a_chain_around(loss_fn, inner, params):
     tx = optax.chain(ols.with_loss_scale(inner), optax.scale(0.5))
-
-    def step(params, state, batch):
-        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
-        return *apply(tx, grads, state, params), loss
-
-    return tx, step
+    return tx, step_by_update(tx, loss_fn)
 
 
 @step_of(RIGHT)
@@ -243,11 +243,7 @@ def test_a_mistake_at_the_end_of_a_window_is_found():
     loss_fn, params, batch = problem(jnp.float32)
     accumulating = optax.MultiSteps(optax.sgd(0.1), 2)
     tx = optax.chain(optax.clip(1e-3), ols.with_loss_scale(accumulating))
-
-    @jax.jit
-    def step(params, state, batch):
-        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
-        return *apply(tx, grads, state, params), loss
+    step = jax.jit(step_by_update(tx, loss_fn))
 
     params, state, _ = step(params, tx.init(params), batch)
     with pytest.raises(AssertionError, match=r"2\*\*-1: result\[0\]"):
@@ -1086,15 +1082,11 @@ def test_updates_of_master_weights_that_others_change_are_found(place):
     tx = ols.with_master_weights(optax.adam(1e-2))
     tx = ols.with_loss_scale(halved(tx) if place == "inside" else tx)
     tx = halved(tx) if place == "outside" else tx
-
-    @jax.jit
-    def step(params, state):
-        loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
-        return *apply(tx, grads, state, params), loss
-
+    step = jax.jit(step_by_update(tx, loss_fn))
+    arguments = (step, params, tx.init(params), batch)
     if place == "none":
-        ols.testing.assert_scale_invariant(step, params, tx.init(params))
+        ols.testing.assert_scale_invariant(*arguments)
     else:
         said = r"master_weights\['in'\](.|\n)*Let nothing come after it"
         with pytest.raises(AssertionError, match=said):
-            ols.testing.assert_scale_invariant(step, params, tx.init(params))
+            ols.testing.assert_scale_invariant(*arguments)
