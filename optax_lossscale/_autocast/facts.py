@@ -64,7 +64,7 @@ class Facts(NamedTuple):
 
     def is_of_products(self, i: int) -> bool:
         """Whether a value is in 16 bits as it comes, or a sum with one that is."""
-        if self.kinds[i] == Kind.SUM or i in self.sent:
+        if self.kinds[i] == Kind.SUM:
             return True
         if i in self.arguments:
             return self.arguments[i] == self.low

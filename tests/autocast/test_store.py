@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from against_float32 import normal
+from against_float32 import assert_close, normal
 from jax import lax
 
+import optax_lossscale as ols
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Casting, facts_of
 from optax_lossscale._autocast.partition import partition
@@ -21,7 +22,7 @@ FLOAT16_ALONE = Casting(FLOAT16)
 
 def regions_of(fun, w=W, how=FLOAT16_ALONE):
     """The islands of a function of a matrix and an input that is no parameter."""
-    program = jax.make_jaxpr(fun)(w, X)
+    program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(w, X)
     results = (Use.WIDELY,) * len(program.out_avals)
     arguments = Context((Kind.PARAMETER, Kind.FLOAT32), (0, 0), results)
     facts = facts_of(program, (FLOAT32, FLOAT32), arguments, how)
@@ -59,6 +60,68 @@ def stores(region):
 )
 def test_an_island_stores_what_others_read_in_the_dtype_in_which_they_do(expected, fun):
     assert list(map(stores, regions_of(fun))) == expected
+
+
+def rounded(fun):
+    """The operations whose results are rounded for the island that makes them, too."""
+    return [
+        [step.name for step in region.steps if step.outs[0] in region.rounded]
+        for region in regions_of(fun)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("expected", "fun"),
+    [
+        # What products read.
+        ([["add"]], lambda w, x: (x @ w + x @ (w * 2)) @ w),
+        # Before a choice, rounding is left to its result, which a product reads.
+        ([["max"]], lambda w, x: lax.max(x @ w + x @ (w * 2), 0.0) @ w),
+        # But a sum that is needed past the product is added in 16 bits, as by hand.
+        (
+            [["add", "max"], []],
+            lambda w, x: (h := lax.max(x @ w + x @ (w * 2), 0.0)) + h @ w,
+        ),
+        # Nothing is rounded for the results of a program alone.
+        ([[]], lambda w, x: x @ w + x @ (w * 2)),
+    ],
+)
+def test_a_sum_is_rounded_where_a_product_reads_it_or_it_is_needed_past_one(
+    expected, fun
+):
+    assert rounded(fun) == expected
+
+
+def test_what_others_read_of_an_island_is_stored_at_once():
+    """Unless it reads a sum of its own, which comes first."""
+
+    def fun(w, x):
+        total = x @ w + x @ (w * 2)
+        exponential = jnp.exp(x @ w)
+        return total @ w, exponential @ w
+
+    assert list(map(stores, regions_of(fun))) == [{"add": LOW, "exp": LOW}]
+
+
+def test_what_is_sent_in_16_bits_is_stored_so_too():
+    fun = lambda w, x: lax.ppermute(jnp.exp(x @ w), "devices", [(0, 1)]) @ w
+    (region,) = regions_of(fun)
+    assert FLOAT16 in stores(region)["exp"]
+
+
+def test_no_region_reads_what_none_has_stored():
+    """Such as a sum of which only a choice is stored, and a `tanh` that is repeated."""
+
+    def fun(w, x):
+        h = x @ w + x @ (w * 2)
+        positive = jax.nn.relu(h)
+        squashed = jnp.tanh(h)
+        total = positive + squashed
+        mixed = jnp.sin(total) * squashed
+        return jnp.sum(squashed @ w + mixed @ w + total + positive)
+
+    exact = jax.value_and_grad(fun, (0, 1))(W, X)
+    assert_close(jax.value_and_grad(ols.autocast(fun), (0, 1))(W, X), exact, 0.02)
 
 
 def repeated(region):
