@@ -20,9 +20,9 @@ LOW, WIDE = (FLOAT16,), (FLOAT32,)
 FLOAT16_ALONE = Casting(FLOAT16)
 
 
-def regions_of(fun, w=W, how=FLOAT16_ALONE):
+def regions_of(fun, w=W, x=X, how=FLOAT16_ALONE):
     """The islands of a function of a matrix and an input that is no parameter."""
-    program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(w, X)
+    program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(w, x)
     results = (Use.WIDELY,) * len(program.out_avals)
     arguments = Context((Kind.PARAMETER, Kind.FLOAT32), (0, 0), results)
     facts = facts_of(program, (FLOAT32, FLOAT32), arguments, how)
@@ -135,13 +135,46 @@ def repeated(region):
         (["tanh"], lambda w, x: (h := jnp.tanh(x @ w)) * (h @ w)),
         (["exp", "mul"], lambda w, x: (h := jnp.exp(x @ w) * 2) * (h @ w)),
         # A reduction is smaller than what it is made of: stored.
-        ([], lambda w, x: (h := jnp.sum(x @ w, 0)) * (x @ w @ w) + h),
+        ([], lambda w, x: (h := jnp.sum(jnp.exp(x @ w), 0)) * ((x @ w * h) @ w)),
+        # Rows of an embedding that are added to a product are stored in 16 bits.
+        ([], lambda w, x: (h := w[jnp.arange(8)]) + h @ w),
+        # What has nothing to do with products is repeated where it is cheap.
+        (["sin"], lambda w, x: x @ w * jnp.sin(x)),
+        ([], lambda w, x: x @ w * jnp.cumsum(x, 1)),
+        # A sum that is stored in 16 bits is read, although its bias takes no memory,
+        ([], lambda w, x: (h := x @ w + w) + h @ w),
+        # But for what is repeated of it, it is added once more.
+        (
+            ["add", "tanh"],
+            lambda w, x: jnp.tanh(h := x @ w + w) * (h @ w),
+        ),
         # So is what another than an island reads.
         ([], lambda w, x: jnp.cumsum(h := jnp.tanh(x @ w), 0) @ w * h[0, 0]),
     ],
 )
 def test_what_is_cheap_and_larger_than_its_operands_is_repeated(expected, fun):
-    assert repeated(regions_of(fun)[-1]) == expected
+    assert repeated(regions_of(fun, x=jnp.ones((8, 8)))[-1]) == expected
+
+
+def test_a_sum_that_comes_first_is_read_in_the_rest_of_its_island():
+    def fun(w, x):
+        total = x @ w + w
+        positive = lax.max(total, 0.0)
+        return total @ w + positive @ w + positive
+
+    first, rest, _ = regions_of(fun, x=W)
+    assert stores(first) == {"add": LOW}
+    assert repeated(rest) == []
+
+
+def test_no_more_than_fifty_steps_are_repeated_for_a_value():
+    def long(w, x):
+        h = x @ w
+        for _ in range(60):
+            h = jnp.sin(h)
+        return h * (h @ w)
+
+    assert repeated(regions_of(long)[-1]) == ["sin"] * 9
 
 
 @pytest.mark.parametrize(
@@ -164,7 +197,7 @@ def kept(fun, w, how=FLOAT16_ALONE):
     """The operations whose results the islands of a function keep for the backward pass."""
     return [
         [step.name for step in region.steps if step.outs[0] in region.kept]
-        for region in regions_of(fun, w, how)
+        for region in regions_of(fun, w, how=how)
     ]
 
 
