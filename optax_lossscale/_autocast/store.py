@@ -24,6 +24,12 @@ _LONGEST = 50  # steps that are repeated for one value
 _FEW = 32  # numbers for one that a reduction leaves
 
 
+Steps = Sequence[Step]
+
+Wanted = Mapping[int, Dtypes]
+"""The values of an island that others read, by number."""
+
+
 class Repeat(NamedTuple):
     """A step that islands repeat, rather than read its results."""
 
@@ -51,7 +57,7 @@ def store(facts: Facts, regions: Sequence[Region]) -> tuple[Region, ...]:
     return tuple(storing)
 
 
-def _of_island(facts: Facts, island: Sequence[Step], repeats: Repeats) -> list[Region]:
+def _of_island(facts: Facts, island: Steps, repeats: Repeats) -> list[Region]:
     """The regions of an island, in order.
 
     A sum that is stored in 16 bits, and read here too, comes first and by itself. The
@@ -65,7 +71,7 @@ def _of_island(facts: Facts, island: Sequence[Step], repeats: Repeats) -> list[R
     regions: list[Region] = []
     stored: set[int] = set()
 
-    def add(steps: Sequence[Step]) -> None:
+    def add(steps: Steps) -> None:
         """Adds a region of steps; none, if others repeat all of them."""
         unstored = {i: s for s in island for i in s.outs if i not in stored}
         repeated = _repeated_before(steps, repeats, rounded, unstored)
@@ -84,16 +90,14 @@ def _of_island(facts: Facts, island: Sequence[Step], repeats: Repeats) -> list[R
     return regions
 
 
-def _is_rounded(facts: Facts, i: int, wanted: Mapping[int, Dtypes]) -> bool:
+def _is_rounded(facts: Facts, i: int, wanted: Wanted) -> bool:
     """Whether a value of an island is rounded to 16 bits for those that read it there, too."""
     # Whether others read it there or not: how a program is divided changes no digits.
     is_read_low = facts.low in wanted.get(i, ())
     return facts.is_stored_low(i) and (is_read_low or facts.is_read_past(i))
 
 
-def _wanted(
-    facts: Facts, island: Sequence[Step], repeats: Repeats
-) -> dict[int, Dtypes]:
+def _wanted(facts: Facts, island: Steps, repeats: Repeats) -> dict[int, Dtypes]:
     """The dtypes in which others read an island's values, beginning with the one stored."""
     later = _later(facts, island)
     wanted: dict[int, Dtypes] = {}
@@ -113,7 +117,7 @@ def _wanted(
     return wanted
 
 
-def _needed(value: int, island: Sequence[Step], stored: Collection[int]) -> list[Step]:
+def _needed(value: int, island: Steps, stored: Collection[int]) -> list[Step]:
     """The steps of an island that it takes to compute a value from what is stored already."""
     steps: list[Step] = []
     needed = {value}
@@ -124,7 +128,7 @@ def _needed(value: int, island: Sequence[Step], stored: Collection[int]) -> list
     return steps[::-1]
 
 
-def _later(facts: Facts, island: Iterable[Step]) -> Later:
+def _later(facts: Facts, island: Steps) -> Later:
     """What reads the values of an island outside of it."""
     inside = {id(step) for step in island}
     later: dict[int, list[Reader]] = {}
@@ -139,7 +143,7 @@ def _but_products(i: int, readers: Iterable[Reader]) -> list[Reader]:
     return [reader for reader in readers if not is_operand(i, reader)]
 
 
-def _operands(steps: Iterable[Step]) -> set[int]:
+def _operands(steps: Steps) -> set[int]:
     """What steps read, from each other or from elsewhere."""
     return {i for step in steps for i in step.reads}
 
@@ -204,7 +208,7 @@ def _repeat(facts: Facts, step: Step, repeats: Repeats) -> Repeat | None:
 
 
 def _repeated_before(
-    steps: Sequence[Step],
+    steps: Steps,
     repeats: Repeats,
     rounded: Collection[int],
     unstored: Mapping[int, Step],
@@ -252,7 +256,7 @@ def _recomputed(facts: Facts, region: Region) -> Region:
     return region._replace(is_recomputed=True, kept=kept)
 
 
-def _is_one_pass(steps: Sequence[Step]) -> bool:
+def _is_one_pass(steps: Steps) -> bool:
     """Whether steps compute something, and do so in one pass over memory.
 
     Each level of an associative scan, which spaces numbers out, is another pass:
@@ -268,7 +272,8 @@ def _only_moves(step: Step) -> bool:
 
 
 def _spaces(step: Step) -> bool:
-    return any(gap for *_, gap in step.eqn.params.get("padding_config", ()))
+    padding = step.eqn.params.get("padding_config", ())
+    return any(gap for *_, gap in padding)
 
 
 def _kept(facts: Facts, region: Region) -> frozenset[int]:
@@ -278,8 +283,12 @@ def _kept(facts: Facts, region: Region) -> frozenset[int]:
     """
     types = facts.program.types
     largest = max(numbers_in(types[i]) for i in region.stores)
-    reductions = {s.outs[0] for s in region.steps if _is_kept(s.eqn, largest)}
-    return frozenset(reductions & _operands(region.steps))
+    read_here = _operands(region.steps)
+    kept: set[int] = set()
+    for step in region.steps:
+        if _is_kept(step.eqn, largest):
+            kept.update(read_here.intersection(step.outs))
+    return frozenset(kept)
 
 
 def _is_kept(eqn: Any, largest: int) -> bool:
@@ -295,12 +304,18 @@ def _is_kept(eqn: Any, largest: int) -> bool:
     return n_left * _FEW <= n_reduced and not is_read_once
 
 
-def read_by(steps: Iterable[Step]) -> dict[int, None]:
+def read_by(steps: Steps) -> dict[int, None]:
     """What steps read from others."""
     made = set(made_by(steps))
-    return {i: None for step in steps for i in step.ins if i >= 0 and i not in made}
+    read: dict[int, None] = {}
+    for step in steps:
+        for i in step.ins:
+            is_literal = i < 0
+            if i not in made and not is_literal:
+                read[i] = None
+    return read
 
 
-def made_by(steps: Iterable[Step]) -> list[int]:
+def made_by(steps: Steps) -> list[int]:
     """The numbers of what steps compute."""
     return [i for step in steps for i in step.outs]
