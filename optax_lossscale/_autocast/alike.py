@@ -23,14 +23,16 @@ def common(island: Region, program: Flat) -> Hashable | None:
         return None
     # Values by their places in the island
     places: dict[int, Hashable] = {}
-    for place, i in enumerate((*island.reads, *made_by(island.steps))):
+    values = [*island.reads, *made_by(island.steps)]
+    for place, i in enumerate(values):
         places[i] = place
     for step in island.steps:
         for i in step.ins:
             if i in program.literals:
                 places[i] = _literal(program.literals[i])
     steps = tuple(_step(step, places, program) for step in island.steps)
-    stores = tuple((places[i], island.stores[i]) for i in sorted(island.stores))
+    stored = sorted(island.stores)
+    stores = tuple((places[i], island.stores[i]) for i in stored)
     kept = frozenset(places[i] for i in island.kept)
     key = (steps, stores, kept)
     return key if _is_hashable(key) else None
@@ -48,13 +50,15 @@ def _step(step: Step, places: dict[int, Hashable], program: Flat) -> Hashable:
         tuple(step.takes),
         tuple(step.gives),
         tuple(places[i] for i in step.ins),
-        tuple(program.types[i] for i in (*step.ins, *step.outs)),
+        tuple(program.types[i] for i in step.ins),
+        tuple(program.types[i] for i in step.outs),
     )
 
 
 def _literal(literal: Any) -> Hashable:
     """A literal, of which 0 is not the same as -0."""
-    return literal.aval, type(literal.val), np.asarray(literal.val).tobytes()
+    digits = np.asarray(literal.val).tobytes()
+    return literal.aval, type(literal.val), digits
 
 
 def _is_hashable(key: Any) -> bool:

@@ -95,18 +95,18 @@ class _Form(NamedTuple):
 
 
 def _form(
-    tree: Any, known: Mapping[int, Any] = MappingProxyType({})
+    tree: Any, unchanged: Mapping[int, Any] = MappingProxyType({})
 ) -> tuple[_Form, list[Any]]:
-    """A tree's form and its arrays; for those with an `id` in `known`, what is there instead."""
+    """A tree's form and its arrays; for those with an `id` in `unchanged`, what is there."""
     leaves, structure = jax.tree.flatten(tree)
     others: list[tuple[Any] | None] = []
     arrays = []
     for leaf in leaves:
-        if is_array(leaf) and id(leaf) not in known:
+        if is_array(leaf) and id(leaf) not in unchanged:
             others.append(None)
             arrays.append(leaf)
         else:
-            others.append((known.get(id(leaf), leaf),))
+            others.append((unchanged.get(id(leaf), leaf),))
     return _Form(structure, others), arrays
 
 

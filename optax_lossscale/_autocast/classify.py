@@ -49,6 +49,8 @@ class Kind(enum.Enum):
     FLOAT32 = "anything that may have another range or need more digits"
 
 
+Kinds = Sequence[Kind]
+
 _ORDER = list(Kind)
 _NUMBERS = frozenset({Kind.EXACT, Kind.NUMBER})
 _PARAMETERS = frozenset({Kind.PARAMETER, Kind.ROWS})
@@ -94,12 +96,13 @@ def classify(
     """The kind of each value of a program, by number, from the kinds of its arguments."""
     program = flat(jaxpr)
     kinds = dict.fromkeys(program.consts, Kind.FLOAT32)
-    kinds |= {i: _of_literal(literal, low) for i, literal in program.literals.items()}
+    for i, literal in program.literals.items():
+        kinds[i] = _of_literal(literal, low)
     kinds |= zip(program.ins, arguments, strict=True)
     statistics: dict[int, _Statistic] = {}
     for step in program.steps:
         if _is_normalized(step, kinds, statistics):
-            results: Sequence[Kind] = [Kind.NORMALIZED]
+            results: Kinds = [Kind.NORMALIZED]
         else:
             results = _of_results(step, [kinds[i] for i in step.ins], low)
             statistic = _statistic(step, statistics)
@@ -117,7 +120,7 @@ def join(kinds: Iterable[Kind]) -> Kind:
     return Kind.SUM if kind == Kind.PRODUCT and not is_a_product else kind
 
 
-def _of_results(step: Step, operands: Sequence[Kind], low: np.dtype) -> Sequence[Kind]:
+def _of_results(step: Step, operands: Kinds, low: np.dtype) -> Kinds:
     """The kinds of the results of a step."""
     eqn = step.eqn
     if is_narrowed(eqn):
@@ -136,7 +139,7 @@ def _of_results(step: Step, operands: Sequence[Kind], low: np.dtype) -> Sequence
     return [kind] * len(step.outs)
 
 
-def _row(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> str:
+def _row(eqn: Any, operands: Kinds, low: np.dtype) -> str:
     """The row of an operation in the table: what it does with its operands."""
     its_traits = traits(eqn)
     if its_traits & (Is.MOVES | Is.SENDS | Is.CHOOSES):
@@ -170,13 +173,15 @@ def _of_literal(literal: Literal, low: np.dtype) -> Kind:
     # JAX may hold it as a number of Python's.
     value = np.asarray(literal.val, FLOAT32)
     size = np.abs(value)
-    is_about_1 = (size == 0) | ((size >= 2**-8) & (size <= 2**8))
-    if is_about_1.all():
+    is_zero = size == 0
+    is_about_1 = (size >= 2**-8) & (size <= 2**8)
+    if (is_zero | is_about_1).all():
         is_exact = value.astype(low) == value
         return Kind.EXACT if is_exact.all() else Kind.NUMBER
     info = jnp.finfo(low)
-    fits = (size == 0) | ((size >= float(info.tiny)) & (size <= float(info.max)))
-    return Kind.PARAMETER if fits.all() else Kind.FLOAT32
+    is_in_range = (size >= float(info.tiny)) & (size <= float(info.max))
+    fits = (is_zero | is_in_range).all()
+    return Kind.PARAMETER if fits else Kind.FLOAT32
 
 
 # --- what subtracts its own mean, or is divided by its own norm ---
@@ -212,6 +217,7 @@ def _is_normalized(
         return False
     value, by = step.ins
     if Is.MULTIPLIES in traits(step.eqn):
+        # The norm, in float32, comes last in the order.
         value, by = sorted(step.ins, key=lambda i: _ORDER.index(kinds[i]))
     is_of_products = kinds[value] not in _NUMBERS | _PARAMETERS | {Kind.FLOAT32}
     shape = step.eqn.outvars[0].aval.shape
@@ -222,7 +228,7 @@ def _is_normalized(
 # --- what holds programs ---
 
 
-def of_arguments(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
+def of_arguments(eqn: Any, operands: Kinds, low: np.dtype) -> list[Kind]:
     """The kinds of operands inside of an equation: of what a loop carries, in every round."""
     # If a scan runs over layers, so that each round multiplies by a matrix of its own,
     # it carries what goes from layer to layer, which is stored as it is without a scan.
@@ -245,15 +251,18 @@ def of_arguments(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind
         arguments = [streams.get(i, kind) for i, kind in enumerate(inside)]
         kinds = classify(program, tuple(arguments), low)
         after = dict(zip(carried, flat(program).outs, strict=False))
-        joined = {i: join((kind, kinds[after[i]])) for i, kind in streams.items()}
-        # What a round leaves in float32 is so from the first one on.
-        joined = {i: kind for i, kind in joined.items() if kind in STREAMS | _NUMBERS}
+        joined: dict[int, Kind] = {}
+        for i, kind in streams.items():
+            joined_kind = join((kind, kinds[after[i]]))
+            # What a round leaves in float32 is so from the first one on.
+            if joined_kind in STREAMS | _NUMBERS:
+                joined[i] = joined_kind
         if joined == streams:
             return arguments
         streams = joined
 
 
-def _of_entered(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind]:
+def _of_entered(eqn: Any, operands: Kinds, low: np.dtype) -> list[Kind]:
     """The kinds of the results of an equation that is entered."""
     inside = of_arguments(eqn, operands, low)
     of_programs = []
@@ -270,7 +279,7 @@ def _of_entered(eqn: Any, operands: Sequence[Kind], low: np.dtype) -> list[Kind]
     return results
 
 
-def _is_over_layers(eqn: Any, operands: Sequence[Kind]) -> bool:
+def _is_over_layers(eqn: Any, operands: Kinds) -> bool:
     """Whether this is a scan whose rounds have matrices of their own among the parameters."""
     if Is.SCANS not in traits(eqn):
         return False

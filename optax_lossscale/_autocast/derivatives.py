@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 from optax_lossscale._autocast.classify import Kind, join
 from optax_lossscale._autocast.flat import Step
 from optax_lossscale._autocast.uses import KEPT, Use
-from optax_lossscale._programs.enter import Callee
+from optax_lossscale._programs.enter import Callees
 from optax_lossscale._programs.values import (
     dtype_in,
     dtypes_in,
@@ -24,14 +24,14 @@ from optax_lossscale._programs.versions import bind, function_name
 UsesOf = Callable[[Any], Sequence[Use]]
 """Says what is done with a function's results, from their types."""
 
-Rewritten = Callable[
-    [Callable[..., Any], Any, Sequence[Kind], UsesOf], tuple[Any, list[Any]]
-]
+Function = Callable[..., Any]
+
+Rewritten = Callable[[Function, Any, Sequence[Kind], UsesOf], tuple[Any, list[Any]]]
 """What a function gives for a tuple of arguments of some kinds, rewritten; its own dtypes."""
 
 
 def custom_jvp(
-    step: Step, operands: list[Any], callees: Sequence[Callee], rewritten: Rewritten
+    step: Step, operands: list[Any], callees: Callees, rewritten: Rewritten
 ) -> list[Any]:
     """The results of a `custom_jvp`, whose derivative is the original one, rewritten in turn."""
     eqn = step.eqn
@@ -59,7 +59,10 @@ def custom_jvp(
 
         (results, tangents), _ = rewritten(derivative, (primals, tangents), kinds, uses)
         results = in_dtypes(callee.gives, results)
-        return results, [_tangent(x, tangents.get(i)) for i, x in enumerate(results)]
+        of_results = []
+        for i, result in enumerate(results):
+            of_results.append(_tangent(result, tangents.get(i)))
+        return results, of_results
 
     function = jax.custom_jvp(_primal(eqn, callees))
     function.defjvp(rule)
@@ -67,7 +70,7 @@ def custom_jvp(
 
 
 def custom_vjp(
-    step: Step, operands: list[Any], callees: Sequence[Callee], rewritten: Rewritten
+    step: Step, operands: list[Any], callees: Callees, rewritten: Rewritten
 ) -> list[Any]:
     """The results of a `custom_vjp`, whose passes are the original ones, rewritten in turn."""
     gives = callees[0].gives if callees else dtypes_in(step.eqn.outvars)
@@ -80,7 +83,7 @@ def custom_vjp(
     return function(*map(jnp.asarray, operands))
 
 
-def _primal(eqn: Any, callees: Sequence[Callee]) -> Callable[..., list[Any]]:
+def _primal(eqn: Any, callees: Callees) -> Function:
     """The function itself, under its own name; as it was traced, if it has no `callees`."""
 
     def primal(*operands):
@@ -90,9 +93,7 @@ def _primal(eqn: Any, callees: Sequence[Callee]) -> Callable[..., list[Any]]:
     return primal
 
 
-def _forward(
-    step: Step, gives: Sequence[Any], rewritten: Rewritten
-) -> Callable[..., Any]:
+def _forward(step: Step, gives: Sequence[Any], rewritten: Rewritten) -> Function:
     """The forward pass of a `custom_vjp`, with results in dtypes `gives`."""
     eqn = step.eqn
 
@@ -126,9 +127,7 @@ def _forward(
     return forward
 
 
-def _backward(
-    eqn: Any, takes: Sequence[Any], rewritten: Rewritten
-) -> Callable[..., Any]:
+def _backward(eqn: Any, takes: Sequence[Any], rewritten: Rewritten) -> Function:
     """The backward pass of a `custom_vjp`, whose operands come in dtypes `takes`."""
 
     def backward(widened, cotangents):
@@ -150,7 +149,8 @@ def _backward(
 
         inputs = (pullback, cotangents)
         gradients, _ = rewritten(pulled_back, inputs, kinds, uses)
-        return tuple(in_dtype(dtype, gradients.get(i)) for i, dtype in enumerate(takes))
+        of_operands = [gradients.get(i) for i in range(len(takes))]
+        return tuple(in_dtypes(takes, of_operands))
 
     return backward
 
@@ -174,7 +174,12 @@ def _of_some(
     eqn: Any, primals: Sequence[Any]
 ) -> Callable[[Mapping[int, Any]], list[Any]]:
     """The results of an equation as a function of some of its operands, by number."""
-    return lambda some: bind(eqn, [some.get(i, x) for i, x in enumerate(primals)])
+
+    def results(some):
+        operands = [some.get(i, x) for i, x in enumerate(primals)]
+        return bind(eqn, operands)
+
+    return results
 
 
 def _cotangents(eqn: Any, cotangents: Sequence[Any]) -> list[Any]:
@@ -201,5 +206,8 @@ def _tangent(result: Any, tangent: Any) -> Any:
 
 def _but_float0(tangents: Sequence[Any]) -> dict[int, Any]:
     """The tangents that there are, by number: an integer has none."""
-    pairs = enumerate(tangents)
-    return {i: t for i, t in pairs if dtype_in(t) != jax.dtypes.float0}
+    there = {}
+    for i, tangent in enumerate(tangents):
+        if dtype_in(tangent) != jax.dtypes.float0:
+            there[i] = tangent
+    return there

@@ -52,7 +52,9 @@ class Facts(NamedTuple):
 
     def stored_dtype(self, i: int) -> Any:
         """The dtype in which a value is stored, if not only products read it."""
-        return self.low if self.is_stored_low(i) else dtype_in(self.program.types[i])
+        if self.is_stored_low(i):
+            return self.low
+        return dtype_in(self.program.types[i])
 
     def is_read_past(self, i: int) -> bool:
         """Whether a value is read again past a product."""
@@ -64,7 +66,7 @@ class Facts(NamedTuple):
 
     def is_of_products(self, i: int) -> bool:
         """Whether a value is in 16 bits as it comes, or a sum with one that is."""
-        if self.kinds[i] == Kind.SUM or i in self.sent:
+        if self.kinds[i] == Kind.SUM:
             return True
         if i in self.arguments:
             return self.arguments[i] == self.low
@@ -118,8 +120,9 @@ def _moved_to_products(program: Flat, readers: Readers) -> set[int]:
         return is_moved_on or is_operand(i, reader)
 
     def is_only_for_products(i: int) -> bool:
-        is_float32 = dtype_in(program.types[i]) == FLOAT32
-        return is_float32 and all(rounds(i, reader) for reader in readers.get(i, ()))
+        if dtype_in(program.types[i]) != FLOAT32:
+            return False
+        return all(rounds(i, reader) for reader in readers.get(i, ()))
 
     for step in reversed(program.steps):
         moves = traits(step.eqn) & (Is.MOVES | Is.SENDS | Is.SPREADS)

@@ -128,7 +128,7 @@ def _new(program: Flat, aval: Any) -> int:
 
 
 def _numbers(
-    program: Flat, known: Mapping[Any, int], variables: Any
+    program: Flat, numbered: Mapping[Any, int], variables: Any
 ) -> tuple[int, ...]:
     """The numbers of variables; each literal among them gets one of its own, below 0."""
     numbers = []
@@ -138,7 +138,7 @@ def _numbers(
             program.literals[number] = v
             program.types[number] = v.aval
         else:
-            number = known[v]
+            number = numbered[v]
         numbers.append(number)
     return tuple(numbers)
 

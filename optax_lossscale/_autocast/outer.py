@@ -18,7 +18,9 @@ def outer_product(eqn: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     # Batch axes, then those of x, then those of y
     axes_of_x = range(len(batch[0]), x.ndim)
     axes_of_y = range(x.ndim, eqn.outvars[0].aval.ndim)
-    return jnp.expand_dims(x, tuple(axes_of_y)) * jnp.expand_dims(y, tuple(axes_of_x))
+    x = jnp.expand_dims(x, tuple(axes_of_y))
+    y = jnp.expand_dims(y, tuple(axes_of_x))
+    return x * y
 
 
 def _batch_first(
@@ -27,7 +29,8 @@ def _batch_first(
     """An operand of a `dot_general`: batch axes first, without those of length 1 to contract."""
     first = (*batch, *contracted)
     x = jnp.moveaxis(x, first, range(len(first)))
-    return jnp.squeeze(x, tuple(range(len(batch), len(first))))
+    axes = range(len(batch), len(first))
+    return jnp.squeeze(x, tuple(axes))
 
 
 def _pointwise_convolution(eqn: Any, x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -36,8 +39,10 @@ def _pointwise_convolution(eqn: Any, x: jax.Array, kernel: jax.Array) -> jax.Arr
     x = jnp.transpose(x, numbers.lhs_spec)  # batch, features, places
     x = _at_places(x, **eqn.params)
     gains = jnp.ravel(kernel)  # one for each feature of the result
-    x = jnp.repeat(x, gains.size // x.shape[1], axis=1)
-    y = x * jnp.expand_dims(gains, tuple(range(1, x.ndim - 1)))
+    results_of_each = gains.size // x.shape[1]
+    x = jnp.repeat(x, results_of_each, axis=1)
+    axes_of_places = range(1, x.ndim - 1)
+    y = x * jnp.expand_dims(gains, tuple(axes_of_places))
     order = [numbers.out_spec.index(axis) for axis in range(y.ndim)]
     return jnp.transpose(y, order)
 
@@ -55,4 +60,5 @@ def _at_places(
     for (low, high), dilation in zip(padding, lhs_dilation, strict=True):
         edges.append((low, high, dilation - 1))
     x = lax.pad(x, jnp.zeros((), x.dtype), edges)
-    return lax.slice(x, [0] * x.ndim, x.shape, (1, 1, *window_strides))
+    strides = (1, 1, *window_strides)
+    return lax.slice(x, [0] * x.ndim, x.shape, strides)

@@ -84,8 +84,10 @@ def _plan(
     """The plan for a program whose results are to have dtypes, or are to come as stored."""
     facts = facts_of(jaxpr, takes, context, casting)
     program = facts.program
-    available: dict[int, Dtypes] = {i: (d,) for i, d in facts.arguments.items()}
-    for i, x in (*program.consts.items(), *program.literals.items()):
+    available: dict[int, Dtypes] = {}
+    for i, dtype in facts.arguments.items():
+        available[i] = (dtype,)
+    for i, x in (program.consts | program.literals).items():
         available[i] = (dtype_in(x),)
     regions: list[Region] = []
     for region in store(facts, partition(facts)):
@@ -131,7 +133,11 @@ def _alone(facts: Facts, region: Region, available: Available) -> Region:
         gives.append(dtype)
         for_derivative = (FLOAT32,) if is_spread else ()
         stores[i] = (dtype, *for_derivative)
-    reads = {i: dtype for i, dtype in zip(step.ins, typed.takes, strict=True) if i >= 0}
+    reads: dict[int, Any] = {}
+    for i, dtype in zip(step.ins, typed.takes, strict=True):
+        is_literal = i < 0
+        if not is_literal:
+            reads[i] = dtype
     return region._replace(
         steps=(typed._replace(gives=tuple(gives)),),
         stores=stores,
@@ -151,7 +157,8 @@ def _typed(
     stored = tuple(available[i][0] for i in step.ins)
     as_they_come = (None,) * len(step.ins)
     if is_narrowed(eqn):
-        return step._replace(takes=(low, low, *as_they_come[2:]), gives=(low,))
+        takes = (low, low, *as_they_come[2:])
+        return step._replace(takes=takes, gives=(low,))
     if is_outer_product(eqn):
         return step._replace(takes=(FLOAT32, FLOAT32), gives=results)
     if holds_products(eqn):
@@ -161,13 +168,19 @@ def _typed(
         return step._replace(takes=takes, gives=(low,) * len(results))
     if traits(eqn) & (Is.MOVES | Is.SENDS):
         # From each operand a result, or from one operand all of them.
-        gives = stored if len(stored) == len(results) else stored[:1] * len(results)
+        is_of_each = len(stored) == len(results)
+        gives = stored if is_of_each else stored[:1] * len(results)
         return step._replace(takes=as_they_come, gives=gives)
-    shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} if is_low else set()
-    if is_low and Is.ADDS_TWO in traits(eqn) and len(shapes) == 1:
+    if is_low and Is.ADDS_TWO in traits(eqn) and _is_of_one_shape(eqn):
         # Of rounded numbers, so that a compiler has no float32 array to store.
         return step._replace(takes=(low, low), gives=(low,))
     return step._replace(takes=operands, gives=results)
+
+
+def _is_of_one_shape(eqn: Any) -> bool:
+    """Whether no operand of an equation is broadcast."""
+    shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)}
+    return len(shapes) == 1
 
 
 def _entered(facts: Facts, step: Step, stored: Dtypes) -> Step:

@@ -47,11 +47,11 @@ def is_outer_product(eqn: Any) -> bool:
 
 def holds_products(eqn: Any) -> bool:
     """Whether an equation holds products, or what has such derivatives, to have in 16 bits."""
-    return not _why_not_rewritten(eqn) and any(map(_narrows, programs_in(eqn)))
+    return not _why_not_rewritten(eqn) and any(map(_has_products, programs_in(eqn)))
 
 
 @remembered
-def _narrows(program: Any) -> bool:
+def _has_products(program: Any) -> bool:
     """Whether a program has products, or what has such derivatives, to have in 16 bits."""
     # The backward pass of a `custom_vjp` may have products where its forward pass has
     # none.
@@ -65,7 +65,7 @@ def _narrows(program: Any) -> bool:
 
 
 def is_rewritten(eqn: Any) -> bool:
-    """Whether the programs in an equation are narrowed, if there is something to narrow."""
+    """Whether the programs in an equation are rewritten, if there is something to narrow."""
     return not _why_not_rewritten(eqn)
 
 

@@ -98,7 +98,8 @@ def _by_plan(plan: Plan, callees_of: CalleesOf, islands: Islands) -> Callee:
 
     def call(args):
         values: dict[int, Forms] = {}
-        for i, x in (*program.consts.items(), *zip(program.ins, args, strict=True)):
+        arguments = dict(zip(program.ins, args, strict=True))
+        for i, x in (program.consts | arguments).items():
             values[i] = {dtype_in(x): x}
         for i, literal in program.literals.items():
             values[i] = {dtype_in(literal): literal.val}
@@ -113,7 +114,8 @@ def _by_plan(plan: Plan, callees_of: CalleesOf, islands: Islands) -> Callee:
             stored = _stored(region, operands, plan, callees_of, islands)
             if region.is_spread:
                 (step,) = region.steps
-                stored = _spread(step, stored, [read(i, FLOAT32) for i in step.ins])
+                wide = [read(i, FLOAT32) for i in step.ins]
+                stored = _spread(step, stored, wide)
             for i, arrays in stored.items():
                 values[i] = dict(zip(region.stores[i], arrays, strict=True))
         pairs = zip(program.outs, plan.gives, strict=True)

@@ -24,12 +24,25 @@ _LONGEST = 50  # steps that are repeated for one value
 _FEW = 32  # numbers for one that a reduction leaves
 
 
+Steps = Sequence[Step]
+
+Wanted = Mapping[int, Dtypes]
+"""The values of an island that others read, by number."""
+
+
 class Repeat(NamedTuple):
     """A step that islands repeat, rather than read its results."""
 
     step: Step
     sources: frozenset[int]  # what it takes to repeat it
     length: int  # of how many steps it is the last
+
+
+Repeats = Mapping[int, Repeat]
+"""How values can be made once more, by number."""
+
+Later = Mapping[int, Sequence[Reader]]
+"""What reads the values of an island outside of it."""
 
 
 def store(facts: Facts, regions: Sequence[Region]) -> tuple[Region, ...]:
@@ -44,9 +57,7 @@ def store(facts: Facts, regions: Sequence[Region]) -> tuple[Region, ...]:
     return tuple(storing)
 
 
-def _of_island(
-    facts: Facts, island: Sequence[Step], repeats: Mapping[int, Repeat]
-) -> list[Region]:
+def _of_island(facts: Facts, island: Steps, repeats: Repeats) -> list[Region]:
     """The regions of an island, in order.
 
     A sum that is stored in 16 bits, and read here too, comes first and by itself. The
@@ -54,15 +65,16 @@ def _of_island(
     without this, a U-Net moves 1.06 of the bytes, with 0.97 of the memory.
     """
     wanted = _wanted(facts, island, repeats)
-    rounded = frozenset(i for i in made_by(island) if _is_rounded(facts, i, wanted))
-    read_here = {i for step in island for i in step.reads}
-    first = [i for i in made_by(island) if i in rounded & read_here & wanted.keys()]
+    made = made_by(island)
+    rounded = frozenset(i for i in made if _is_rounded(facts, i, wanted))
+    comes_first = rounded & wanted.keys() & _operands(island)
     regions: list[Region] = []
     stored: set[int] = set()
 
-    def add(steps: Sequence[Step]) -> None:
+    def add(steps: Steps) -> None:
         """Adds a region of steps; none, if others repeat all of them."""
-        repeated = _repeated_before(steps, repeats, rounded & stored)
+        unstored = {i: s for s in island for i in s.outs if i not in stored}
+        repeated = _repeated_before(steps, repeats, rounded, unstored)
         steps = (*repeated, *steps)
         new = [i for i in made_by(steps) if i in wanted and i not in stored]
         if new:
@@ -71,22 +83,21 @@ def _of_island(
             regions.append(_recomputed(facts, region))
             stored.update(new)
 
-    for i in first:
-        add(_needed(i, island, stored))
+    for i in made:
+        if i in comes_first:
+            add(_needed(i, island, stored))
     add([step for step in island if not stored.issuperset(step.outs)])
     return regions
 
 
-def _is_rounded(facts: Facts, i: int, wanted: Mapping[int, Dtypes]) -> bool:
+def _is_rounded(facts: Facts, i: int, wanted: Wanted) -> bool:
     """Whether a value of an island is rounded to 16 bits for those that read it there, too."""
     # Whether others read it there or not: how a program is divided changes no digits.
     is_read_low = facts.low in wanted.get(i, ())
     return facts.is_stored_low(i) and (is_read_low or facts.is_read_past(i))
 
 
-def _wanted(
-    facts: Facts, island: Sequence[Step], repeats: Mapping[int, Repeat]
-) -> dict[int, Dtypes]:
+def _wanted(facts: Facts, island: Steps, repeats: Repeats) -> dict[int, Dtypes]:
     """The dtypes in which others read an island's values, beginning with the one stored."""
     later = _later(facts, island)
     wanted: dict[int, Dtypes] = {}
@@ -106,7 +117,7 @@ def _wanted(
     return wanted
 
 
-def _needed(value: int, island: Sequence[Step], stored: Collection[int]) -> list[Step]:
+def _needed(value: int, island: Steps, stored: Collection[int]) -> list[Step]:
     """The steps of an island that it takes to compute a value from what is stored already."""
     steps: list[Step] = []
     needed = {value}
@@ -117,7 +128,7 @@ def _needed(value: int, island: Sequence[Step], stored: Collection[int]) -> list
     return steps[::-1]
 
 
-def _later(facts: Facts, island: Iterable[Step]) -> dict[int, list[Reader]]:
+def _later(facts: Facts, island: Steps) -> Later:
     """What reads the values of an island outside of it."""
     inside = {id(step) for step in island}
     later: dict[int, list[Reader]] = {}
@@ -130,6 +141,11 @@ def _later(facts: Facts, island: Iterable[Step]) -> dict[int, list[Reader]]:
 def _but_products(i: int, readers: Iterable[Reader]) -> list[Reader]:
     """Those of the readers of a value that read it otherwise than as a product's operand."""
     return [reader for reader in readers if not is_operand(i, reader)]
+
+
+def _operands(steps: Steps) -> set[int]:
+    """What steps read, from each other or from elsewhere."""
+    return {i for step in steps for i in step.reads}
 
 
 # --- what is repeated ---
@@ -148,7 +164,7 @@ def _repeats(facts: Facts, regions: Sequence[Region]) -> dict[int, Repeat]:
         later = _later(facts, region.steps)
         for step in region.steps:
             if region.is_island:
-                results = _repeatable(facts, step, later)
+                results = _read_by_islands(facts, step, later)
             else:
                 results = step.outs if _is_loose(facts, step) else ()
             repeat = _repeat(facts, step, repeats) if results else None
@@ -162,7 +178,23 @@ def _is_loose(facts: Facts, step: Step) -> bool:
     return is_cheap(step.eqn) and not any(map(facts.is_of_products, step.outs))
 
 
-def _repeat(facts: Facts, step: Step, repeats: Mapping[int, Repeat]) -> Repeat | None:
+def _read_by_islands(facts: Facts, step: Step, later: Later) -> list[int]:
+    """The results of a step in an island that no others read; none, if one is stored low."""
+    results: list[int] = []
+    for i in step.outs:
+        readers = _but_products(i, later[i])
+        if readers and facts.is_stored_low(i):
+            return []
+        if all(_is_in_island(facts, reader) for reader in readers):
+            results.append(i)
+    return results
+
+
+def _is_in_island(facts: Facts, reader: Reader) -> bool:
+    return reader is not None and is_cheap(reader.eqn) and not facts.is_sent(reader)
+
+
+def _repeat(facts: Facts, step: Step, repeats: Repeats) -> Repeat | None:
     """What it takes to repeat a step; None if that is more than to store its results."""
     before = [repeats[i] for i in step.reads if i in repeats]
     sources = {i for i in step.reads if i not in repeats}
@@ -175,35 +207,31 @@ def _repeat(facts: Facts, step: Step, repeats: Mapping[int, Repeat]) -> Repeat |
     return Repeat(step, frozenset(sources), length)
 
 
-def _repeatable(
-    facts: Facts, step: Step, later: Mapping[int, Sequence[Reader]]
-) -> tuple[int, ...]:
-    """The results of a step in an island that others can repeat; `later` reads them outside."""
-    readers = {i: _but_products(i, later[i]) for i in step.outs}
-    if any(readers[i] and facts.is_stored_low(i) for i in step.outs):
-        return ()
-    return tuple(
-        i for i in step.outs if all(_is_in_island(facts, r) for r in readers[i])
-    )
-
-
-def _is_in_island(facts: Facts, reader: Reader) -> bool:
-    return reader is not None and is_cheap(reader.eqn) and not facts.is_sent(reader)
-
-
 def _repeated_before(
-    steps: Sequence[Step], repeats: Mapping[int, Repeat], rounded: Collection[int]
+    steps: Steps,
+    repeats: Repeats,
+    rounded: Collection[int],
+    unstored: Mapping[int, Step],
 ) -> list[Step]:
-    """The steps whose results a region reads, except rounded ones, and what those read."""
+    """The steps that a region of an island repeats, to have what it reads.
+
+    These make what `repeats` says, but for values of the island that are `rounded` and
+    stored, and what else is `unstored` of the island.
+    """
     before: dict[int, Step] = {}  # by number, which is the order of the program
     unread = list(read_by(steps))
     while unread:
         i = unread.pop()
-        if i in repeats and i not in rounded:
+        if i in unstored:
+            step = unstored[i]
+        elif i in repeats and i not in rounded:
             step = repeats[i].step
-            if step.outs[0] not in before:
-                before[step.outs[0]] = step
-                unread += step.reads
+        else:
+            continue
+        number = step.outs[0]
+        if number not in before:
+            before[number] = step
+            unread += step.reads
     return [before[number] for number in sorted(before)]
 
 
@@ -228,7 +256,7 @@ def _recomputed(facts: Facts, region: Region) -> Region:
     return region._replace(is_recomputed=True, kept=kept)
 
 
-def _is_one_pass(steps: Sequence[Step]) -> bool:
+def _is_one_pass(steps: Steps) -> bool:
     """Whether steps compute something, and do so in one pass over memory.
 
     Each level of an associative scan, which spaces numbers out, is another pass:
@@ -238,12 +266,14 @@ def _is_one_pass(steps: Sequence[Step]) -> bool:
 
 
 def _only_moves(step: Step) -> bool:
-    moves = bool(traits(step.eqn) & (Is.MOVES | Is.PLACES))
-    return moves or not is_float(step.eqn.outvars[0])
+    if traits(step.eqn) & (Is.MOVES | Is.PLACES):
+        return True
+    return not is_float(step.eqn.outvars[0])
 
 
 def _spaces(step: Step) -> bool:
-    return any(gap for *_, gap in step.eqn.params.get("padding_config", ()))
+    padding = step.eqn.params.get("padding_config", ())
+    return any(gap for *_, gap in padding)
 
 
 def _kept(facts: Facts, region: Region) -> frozenset[int]:
@@ -251,10 +281,14 @@ def _kept(facts: Facts, region: Region) -> frozenset[int]:
 
     Without this, a large vocabulary moves 1.11 of the bytes, and a ResNet 1.04.
     """
-    largest = max(numbers_in(facts.program.types[i]) for i in region.stores)
-    read_here = {i for step in region.steps for i in step.reads}
-    reductions = {s.outs[0] for s in region.steps if _is_kept(s.eqn, largest)}
-    return frozenset(reductions & read_here)
+    types = facts.program.types
+    largest = max(numbers_in(types[i]) for i in region.stores)
+    read_here = _operands(region.steps)
+    kept: set[int] = set()
+    for step in region.steps:
+        if _is_kept(step.eqn, largest):
+            kept.update(read_here.intersection(step.outs))
+    return frozenset(kept)
 
 
 def _is_kept(eqn: Any, largest: int) -> bool:
@@ -262,19 +296,26 @@ def _is_kept(eqn: Any, largest: int) -> bool:
     if "axes" not in eqn.params or not is_float(eqn.outvars[0]):
         return False
     operand = eqn.invars[0].aval
-    reduced = numbers_in(operand)
+    n_reduced = numbers_in(operand)
+    n_left = numbers_in(eqn.outvars[0].aval)
     # A compiler sums over rows, and stores what it makes of these rows, in one kernel.
     is_over_rows = eqn.params["axes"] == (operand.ndim - 1,)
-    is_read_once = is_over_rows and largest >= reduced
-    return numbers_in(eqn.outvars[0].aval) * _FEW <= reduced and not is_read_once
+    is_read_once = is_over_rows and largest >= n_reduced
+    return n_left * _FEW <= n_reduced and not is_read_once
 
 
-def read_by(steps: Iterable[Step]) -> dict[int, None]:
+def read_by(steps: Steps) -> dict[int, None]:
     """What steps read from others."""
     made = set(made_by(steps))
-    return {i: None for step in steps for i in step.ins if i >= 0 and i not in made}
+    read: dict[int, None] = {}
+    for step in steps:
+        for i in step.ins:
+            is_literal = i < 0
+            if i not in made and not is_literal:
+                read[i] = None
+    return read
 
 
-def made_by(steps: Iterable[Step]) -> list[int]:
+def made_by(steps: Steps) -> list[int]:
     """The numbers of what steps compute."""
     return [i for step in steps for i in step.outs]

@@ -39,6 +39,9 @@ class Use(enum.Flag):
     """It is added to the result of a product."""
 
 
+Kinds = Mapping[int, Kind]
+Depths = Mapping[int, int]
+
 NOTHING = Use(0)
 KEPT = Use.MULTIPLIED | Use.PAST
 """What is done with what a forward pass keeps for the backward pass."""
@@ -104,8 +107,8 @@ def uses(jaxpr: Any, context: Context, low: np.dtype) -> Mapping[int, Use]:
 
 def _of_operands(
     step: Step,
-    kinds: Mapping[int, Kind],
-    depths: Mapping[int, int],
+    kinds: Kinds,
+    depths: Depths,
     results: Sequence[Use],
 ) -> list[Use]:
     """What an operation, neither a product nor entered, does with each of its operands."""
@@ -131,8 +134,8 @@ def _of_operands(
 def _is_read_past(
     step: Step,
     n: int,
-    kinds: Mapping[int, Kind],
-    depths: Mapping[int, int],
+    kinds: Kinds,
+    depths: Depths,
     results: Sequence[Use],
 ) -> bool:
     """Whether the operand with a number is needed past a product, here or to repeat a result."""
@@ -168,7 +171,7 @@ def _commutes_with_rounding(its_traits: Is) -> bool:
 
 
 @remembered
-def depths(jaxpr: Any, arguments: tuple[int, ...]) -> Mapping[int, int]:
+def depths(jaxpr: Any, arguments: tuple[int, ...]) -> Depths:
     """How many products came before each value at most, counted on from the arguments."""
     program = flat(jaxpr)
     before = dict.fromkeys((*program.consts, *program.literals), 0)
@@ -190,7 +193,8 @@ def _depths_of_results(eqn: Any, operands: Sequence[int]) -> list[int]:
     of_programs = []
     for program, numbers in giving_results(eqn):
         inside = depths(program, tuple(places[operands[n]] for n in numbers))
-        of_programs.append([_depth_at(inside[i], places) for i in flat(program).outs])
+        results = [inside[i] for i in flat(program).outs]
+        of_programs.append([_depth_at(place, places) for place in results])
     return list(map(max, zip(*of_programs, strict=True)))
 
 
@@ -232,8 +236,8 @@ def _products_in(program: Any) -> int:
 
 def entered(
     step: Step,
-    kinds: Mapping[int, Kind],
-    depths: Mapping[int, int],
+    kinds: Kinds,
+    depths: Depths,
     results: Sequence[Use],
     low: np.dtype,
 ) -> list[Entry]:
@@ -272,6 +276,7 @@ def uses_inside(eqn: Any, entries: Sequence[Entry], low: np.dtype) -> list[Use]:
     of_operands = [NOTHING] * len(eqn.invars)
     for entry in entries:
         after = uses(entry.program, entry.context, low)
-        for n, i in zip(entry.operands, flat(entry.program).ins, strict=True):
+        arguments = flat(entry.program).ins
+        for n, i in zip(entry.operands, arguments, strict=True):
             of_operands[n] |= after[i]
     return of_operands

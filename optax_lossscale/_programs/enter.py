@@ -16,13 +16,19 @@ from optax_lossscale._programs.operations import ENTERED, Is, traits
 from optax_lossscale._programs.values import in_dtypes
 from optax_lossscale._programs.versions import mapped_axes, scan_sizes
 
+Arrays = Sequence[Any]
+
 
 class Callee(NamedTuple):
     """How a program is run."""
 
     takes: Sequence[Any]  # the dtypes in which it is to be given its arguments
     gives: Sequence[Any]  # the dtypes of its results
-    call: Callable[[Sequence[Any]], list[Any]]
+    call: Callable[[Arrays], list[Any]]
+
+
+Callees = Sequence[Callee]
+"""The programs that an equation holds, in the order of running."""
 
 
 def is_entered(eqn: Any) -> bool:
@@ -30,7 +36,7 @@ def is_entered(eqn: Any) -> bool:
     return bool(traits(eqn) & ENTERED)
 
 
-def enter(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list[Any]:
+def enter(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     """The results of an equation that holds programs, each of which is run as `callees` says."""
     return _ENTER[traits(eqn) & ENTERED](eqn, operands, callees)
 
@@ -45,15 +51,13 @@ def is_placed(eqn: Any) -> bool:
 # --- one function for each kind of equation ---
 
 
-def _inlined(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list[Any]:
+def _inlined(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     (callee,) = callees
     results = callee.call(_placed(eqn.params.get("in_shardings"), operands))
     return _placed(eqn.params.get("out_shardings"), results)
 
 
-def _checkpoint(
-    eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]
-) -> list[Any]:
+def _checkpoint(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     (callee,) = callees
     prevent_cse = eqn.params["prevent_cse"]
     if eqn.params["differentiated"] and prevent_cse:
@@ -66,7 +70,7 @@ def _checkpoint(
     return jax.checkpoint(call, prevent_cse=prevent_cse, policy=policy)(*operands)
 
 
-def _scan(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list[Any]:
+def _scan(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     (callee,) = callees
     n_consts, n_carry = scan_sizes(eqn)
     first_x = n_consts + n_carry
@@ -96,7 +100,7 @@ def _scan(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list[
     return [*carry, *ys]
 
 
-def _while(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list[Any]:
+def _while(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     condition, body = callees
     n_condition = eqn.params["cond_nconsts"]
     n_body = eqn.params["body_nconsts"]
@@ -126,7 +130,7 @@ def _while(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list
     return lax.while_loop(goes_on, step, in_dtypes(carried, carry))
 
 
-def _where_leading(flags: Any, xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
+def _where_leading(flags: Any, xs: Arrays, ys: Arrays) -> list[Any]:
     """Of each pair x where its flag is set, y elsewhere; flags are along the leading axes."""
     chosen = []
     for x, y in zip(xs, ys, strict=True):
@@ -135,7 +139,7 @@ def _where_leading(flags: Any, xs: Sequence[Any], ys: Sequence[Any]) -> list[Any
     return chosen
 
 
-def _cond(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list[Any]:
+def _cond(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     index, *operands = operands
     of_branches = [callee.gives for callee in callees]
     gives = [_widest(dtypes) for dtypes in zip(*of_branches, strict=True)]
@@ -147,9 +151,7 @@ def _cond(eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]) -> list[
     return lax.switch(index, list(map(branch, callees)), *operands)
 
 
-def _shard_map(
-    eqn: Any, operands: Sequence[Any], callees: Sequence[Callee]
-) -> list[Any]:
+def _shard_map(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     (callee,) = callees
 
     def on_each_device(*operands):
@@ -170,7 +172,7 @@ def _widest(dtypes: Sequence[Any]) -> Any:
     return max(dtypes, key=lambda dtype: dtype.itemsize)
 
 
-def _placed(shardings: Sequence[Any] | None, xs: Sequence[Any]) -> list[Any]:
+def _placed(shardings: Sequence[Any] | None, xs: Arrays) -> list[Any]:
     """Arrays where `jit` was told to place them; None means nowhere in particular."""
     if shardings is None:
         return list(xs)

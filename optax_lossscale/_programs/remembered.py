@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 Answer = TypeVar("Answer")
 
 
-def remembered(of: Callable[..., Answer]) -> Callable[..., Answer]:
+def remembered(function: Callable[..., Answer]) -> Callable[..., Answer]:
     """A pure function of a program and other arguments, whose results live as long as the program.
 
     A result may hold what is in the program, but not the program itself, which would
@@ -23,11 +23,11 @@ def remembered(of: Callable[..., Answer]) -> Callable[..., Answer]:
         weakref.WeakKeyDictionary()
     )
 
-    @functools.wraps(of)
-    def ask(program: Any, *how: Hashable) -> Answer:
-        known = answers.setdefault(program, {})
-        if how not in known:
-            known[how] = of(program, *how)
-        return known[how]
+    @functools.wraps(function)
+    def ask(program: Any, *args: Hashable) -> Answer:
+        of_program = answers.setdefault(program, {})
+        if args not in of_program:
+            of_program[args] = function(program, *args)
+        return of_program[args]
 
     return ask

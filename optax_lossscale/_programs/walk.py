@@ -141,7 +141,8 @@ def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
 
 def giving_results(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
     """Those of `arguments_of` that give an equation's results: not the condition of a `while`."""
-    return arguments_of(eqn)[1:] if Is.WAITS in traits(eqn) else arguments_of(eqn)
+    entered = arguments_of(eqn)
+    return entered[1:] if Is.WAITS in traits(eqn) else entered
 
 
 def carried_by(eqn: Any) -> range:
@@ -246,7 +247,8 @@ def _counted(
 
 def _dtype_before(v: Any, before: Mapping[Any, Any]) -> Any:
     """The dtype of a value before it was converted to a wider one, if it was."""
-    return dtype_in(v) if isinstance(v, Literal) else before.get(v, dtype_in(v))
+    now = dtype_in(v)
+    return now if isinstance(v, Literal) else before.get(v, now)
 
 
 def _dtypes_inside(

@@ -19,7 +19,8 @@ def results_of(eqn: Any) -> int:
             shape = shape[1:]
     # The zeros that a transposed convolution puts between its inputs are not
     # multiplied.
-    return math.ceil(math.prod(shape) / math.prod(eqn.params.get("lhs_dilation", ())))
+    dilation = math.prod(eqn.params.get("lhs_dilation", ()))
+    return math.ceil(math.prod(shape) / dilation)
 
 
 def terms_of(eqn: Any) -> int:

@@ -17,11 +17,11 @@ X = normal(1, 3, 4)
 FLOAT16, FLOAT32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
 
 
-def regions_of(fun, takes=(FLOAT32, FLOAT32)):
+def regions_of(fun, takes=(FLOAT32, FLOAT32), kind=Kind.FLOAT32):
     """The regions of a function of a matrix and an input that is no parameter."""
     program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(W, X)
     results = (Use.WIDELY,) * len(program.out_avals)
-    arguments = Context((Kind.PARAMETER, Kind.FLOAT32), (0, 0), results)
+    arguments = Context((Kind.PARAMETER, kind), (0, 0), results)
     return partition(facts_of(program, takes, arguments, Casting(FLOAT16)))
 
 
@@ -49,6 +49,11 @@ def shown(regions):
             "dot_general [mul] ppermute dot_general",
             lambda w, x: lax.ppermute(x @ w * 2, "devices", [(0, 1)]) @ w,
         ),
+        # As is what only moves it on to a product.
+        (
+            "dot_general [mul] ppermute transpose dot_general",
+            lambda w, x: lax.ppermute(x @ w * 2, "devices", [(0, 1)]).T @ x,
+        ),
         # Or what is kept for a product, under a name.
         (
             "dot_general [exp] name dot_general",
@@ -74,6 +79,14 @@ def test_what_is_made_of_an_argument_in_16_bits_is_an_island():
     fun = lambda w, x: jnp.exp(x)
     assert shown(regions_of(fun)) == ["exp"]
     assert shown(regions_of(fun, takes=(FLOAT32, FLOAT16))) == ["[exp]"]
+    # So is what is made of one that is a sum with a product, whatever its dtype.
+    assert shown(regions_of(fun, kind=Kind.SUM)) == ["[exp]"]
+
+
+def test_what_is_made_of_a_constant_in_16_bits_is_an_island():
+    low = X.astype(FLOAT16)
+    assert shown(regions_of(lambda w, x: jnp.exp(low))) == ["[exp]"]
+    assert shown(regions_of(lambda w, x: jnp.exp(jnp.array(X)))) == ["exp"]
 
 
 def test_no_group_reads_what_a_later_one_makes():

@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from against_float32 import normal
+from against_float32 import assert_close, normal
 from jax import lax
 
+import optax_lossscale as ols
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Casting, facts_of
 from optax_lossscale._autocast.partition import partition
@@ -19,9 +20,9 @@ LOW, WIDE = (FLOAT16,), (FLOAT32,)
 FLOAT16_ALONE = Casting(FLOAT16)
 
 
-def regions_of(fun, w=W, how=FLOAT16_ALONE):
+def regions_of(fun, w=W, x=X, how=FLOAT16_ALONE):
     """The islands of a function of a matrix and an input that is no parameter."""
-    program = jax.make_jaxpr(fun)(w, X)
+    program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(w, x)
     results = (Use.WIDELY,) * len(program.out_avals)
     arguments = Context((Kind.PARAMETER, Kind.FLOAT32), (0, 0), results)
     facts = facts_of(program, (FLOAT32, FLOAT32), arguments, how)
@@ -61,6 +62,68 @@ def test_an_island_stores_what_others_read_in_the_dtype_in_which_they_do(expecte
     assert list(map(stores, regions_of(fun))) == expected
 
 
+def rounded(fun):
+    """The operations whose results are rounded for the island that makes them, too."""
+    return [
+        [step.name for step in region.steps if step.outs[0] in region.rounded]
+        for region in regions_of(fun)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("expected", "fun"),
+    [
+        # What products read.
+        ([["add"]], lambda w, x: (x @ w + x @ (w * 2)) @ w),
+        # Before a choice, rounding is left to its result, which a product reads.
+        ([["max"]], lambda w, x: lax.max(x @ w + x @ (w * 2), 0.0) @ w),
+        # But a sum that is needed past the product is added in 16 bits, as by hand.
+        (
+            [["add", "max"], []],
+            lambda w, x: (h := lax.max(x @ w + x @ (w * 2), 0.0)) + h @ w,
+        ),
+        # Nothing is rounded for the results of a program alone.
+        ([[]], lambda w, x: x @ w + x @ (w * 2)),
+    ],
+)
+def test_a_sum_is_rounded_where_a_product_reads_it_or_it_is_needed_past_one(
+    expected, fun
+):
+    assert rounded(fun) == expected
+
+
+def test_what_others_read_of_an_island_is_stored_at_once():
+    """Unless it reads a sum of its own, which comes first."""
+
+    def fun(w, x):
+        total = x @ w + x @ (w * 2)
+        exponential = jnp.exp(x @ w)
+        return total @ w, exponential @ w
+
+    assert list(map(stores, regions_of(fun))) == [{"add": LOW, "exp": LOW}]
+
+
+def test_what_is_sent_in_16_bits_is_stored_so_too():
+    fun = lambda w, x: lax.ppermute(jnp.exp(x @ w), "devices", [(0, 1)]) @ w
+    (region,) = regions_of(fun)
+    assert FLOAT16 in stores(region)["exp"]
+
+
+def test_no_region_reads_what_none_has_stored():
+    """Such as a sum of which only a choice is stored, and a `tanh` that is repeated."""
+
+    def fun(w, x):
+        h = x @ w + x @ (w * 2)
+        positive = jax.nn.relu(h)
+        squashed = jnp.tanh(h)
+        total = positive + squashed
+        mixed = jnp.sin(total) * squashed
+        return jnp.sum(squashed @ w + mixed @ w + total + positive)
+
+    exact = jax.value_and_grad(fun, (0, 1))(W, X)
+    assert_close(jax.value_and_grad(ols.autocast(fun), (0, 1))(W, X), exact, 0.02)
+
+
 def repeated(region):
     """The operations that a region repeats."""
     return [step.name for step in region.steps[: region.repeated]]
@@ -72,13 +135,46 @@ def repeated(region):
         (["tanh"], lambda w, x: (h := jnp.tanh(x @ w)) * (h @ w)),
         (["exp", "mul"], lambda w, x: (h := jnp.exp(x @ w) * 2) * (h @ w)),
         # A reduction is smaller than what it is made of: stored.
-        ([], lambda w, x: (h := jnp.sum(x @ w, 0)) * (x @ w @ w) + h),
+        ([], lambda w, x: (h := jnp.sum(jnp.exp(x @ w), 0)) * ((x @ w * h) @ w)),
+        # Rows of an embedding that are added to a product are stored in 16 bits.
+        ([], lambda w, x: (h := w[jnp.arange(8)]) + h @ w),
+        # What has nothing to do with products is repeated where it is cheap.
+        (["sin"], lambda w, x: x @ w * jnp.sin(x)),
+        ([], lambda w, x: x @ w * jnp.cumsum(x, 1)),
+        # A sum that is stored in 16 bits is read, although its bias takes no memory,
+        ([], lambda w, x: (h := x @ w + w) + h @ w),
+        # But for what is repeated of it, it is added once more.
+        (
+            ["add", "tanh"],
+            lambda w, x: jnp.tanh(h := x @ w + w) * (h @ w),
+        ),
         # So is what another than an island reads.
         ([], lambda w, x: jnp.cumsum(h := jnp.tanh(x @ w), 0) @ w * h[0, 0]),
     ],
 )
 def test_what_is_cheap_and_larger_than_its_operands_is_repeated(expected, fun):
-    assert repeated(regions_of(fun)[-1]) == expected
+    assert repeated(regions_of(fun, x=jnp.ones((8, 8)))[-1]) == expected
+
+
+def test_a_sum_that_comes_first_is_read_in_the_rest_of_its_island():
+    def fun(w, x):
+        total = x @ w + w
+        positive = lax.max(total, 0.0)
+        return total @ w + positive @ w + positive
+
+    first, rest, _ = regions_of(fun, x=W)
+    assert stores(first) == {"add": LOW}
+    assert repeated(rest) == []
+
+
+def test_no_more_than_fifty_steps_are_repeated_for_a_value():
+    def long(w, x):
+        h = x @ w
+        for _ in range(60):
+            h = jnp.sin(h)
+        return h * (h @ w)
+
+    assert repeated(regions_of(long)[-1]) == ["sin"] * 9
 
 
 @pytest.mark.parametrize(
@@ -101,7 +197,7 @@ def kept(fun, w, how=FLOAT16_ALONE):
     """The operations whose results the islands of a function keep for the backward pass."""
     return [
         [step.name for step in region.steps if step.outs[0] in region.kept]
-        for region in regions_of(fun, w, how)
+        for region in regions_of(fun, w, how=how)
     ]
 
 
