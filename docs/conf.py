@@ -137,9 +137,10 @@ def the_names_come_first(app, page, source):
 
 def where_it_is_written(app, module, name):
     """The private module that defines what is public, for the link to its source."""
-    definition = re.compile(rf"^(?:class|def) {re.escape(name)}\b", re.M)
+    outermost = re.escape(name.partition(".")[0])
+    definition = re.compile(rf"^(?:class|def) {outermost}\b", re.M)
     for path, candidate in sorted(sys.modules.items()):
-        is_private = path.startswith("optax_lossscale._")
+        is_private = path.startswith("optax_lossscale.") and "._" in path
         if is_private:
             source = pathlib.Path(candidate.__file__).read_text()
             if definition.search(source):
