@@ -227,8 +227,8 @@ class DiffusionTransformer(nn.Module):
         if self.casts_time:
             time = time.astype(x.dtype)
         condition = nn.Dense(16)(nn.silu(nn.Dense(16)(time)))
-        # modulation
-        shift, scale, gate = jnp.split(nn.Dense(48)(condition)[:, None], 3, -1)
+        modulation = nn.Dense(48)(condition)  # modulation
+        shift, scale, gate = jnp.split(modulation[:, None], 3, -1)
         y = nn.LayerNorm(use_bias=False, use_scale=False)(x) * (1 + scale) + shift
         x = x + gate * nn.MultiHeadDotProductAttention(2)(y)  # attention
         return nn.Dense(4)(x)
@@ -306,8 +306,8 @@ def test_a_variable_that_an_nnx_model_holds_twice_stays_one():
             self.first = self.second = nnx.Linear(4, 4, dtype=jnp.float16, rngs=rngs)
 
         def __call__(self, tokens):
-            # tied
-            return self.second(self.first(self.embed(tokens))) @ self.tied[...].T
+            x = self.second(self.first(self.embed(tokens)))
+            return x @ self.tied[...].T  # tied
 
     model = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
     optimizer = nnx.eval_shape(
