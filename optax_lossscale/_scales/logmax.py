@@ -15,7 +15,9 @@ from optax_lossscale._scales.loss_scale import (
     largest_of_all,
 )
 
-_DECAY = validation.number("in [0, 1) as a float32", lambda x: 0 <= np.float32(x) < 1)
+_DECAY = validation.number(
+    "in [0, 1) as a float32", lambda x: bool(0 <= np.float32(x) < 1)
+)
 # Beyond these the averages of squares would be infinite, and the scale NaN.
 _AT_MOST_60 = validation.number("a number of at most 60", lambda x: x <= 60)
 _DEVIATIONS = validation.number("in [0, 1e6]", lambda x: 0 <= x <= 1e6)

@@ -144,12 +144,15 @@ def _accusation(trial, ignore):
         by_a_power = listed(_BY_A_POWER, powers.values())
         return by_a_power + listed(_BY_A_CHANGE, changes) + _MULTIPLIED
     # What does not depend on gradients may change as it does at any other loss scale.
-    kept = {p: back[p] for p in judged if p in back and _differ(beyond, usual, p)}
-    return (
-        left_behind(trial, overflowing, kept)
-        or listed(_LOST, _lost_weights(usual, judged), _LAST)
-        or listed(_AT_GROWTH, _changed_at_growth(trial, falling, series), _ADAPTED)
-    )
+    differing = [path for path in judged if _differ(beyond, usual, path)]
+    to_stay = {path: back[path] for path in differing if path in back}
+    fault = left_behind(trial, overflowing, to_stay)
+    if not fault:
+        fault = listed(_LOST, _lost_weights(usual, judged), _LAST)
+    if not fault:
+        changed = _changed_at_growth(trial, falling, series)
+        fault = listed(_AT_GROWTH, changed, _ADAPTED)
+    return fault
 
 
 def _falling(trial):
@@ -202,22 +205,28 @@ def _series(trial, falling, judged):
 
 def _powers(series):
     """The outputs that follow a power of the loss scale, in words; the negative ones first."""
-    powers = {path: dependence.power(x) for path, x in series.items()}
-    followed = {path: power for path, power in powers.items() if power is not None}
+    powers = {}
+    for path, x in series.items():
+        power = dependence.power(x)
+        if power is not None:
+            powers[path] = power
     # Those of Adam's state leave parameters that follow the inverse.
-    in_order = sorted(followed, key=lambda path: followed[path] > 0)
-    return {path: f"2**{followed[path]}: {name_of(path)}" for path in in_order}
+    in_order = sorted(powers, key=lambda path: powers[path] > 0)
+    return {path: f"2**{powers[path]}: {name_of(path)}" for path in in_order}
 
 
 def _changes(series, powers):
     """The outputs that change other than by underflow and by a power, in words."""
-    emerging = {path: dependence.emerging(x).any(axis=1) for path, x in series.items()}
+    emerging = {}
+    for path, x in series.items():
+        emerging[path] = dependence.emerging(x).any(axis=1)
     how_many = sum(emerging.values())
     changes = []
     for path, x in series.items():
         # Where numbers emerge elsewhere, what is computed of many may change by
         # underflow.
-        row = dependence.change(x, np.equal(how_many, emerging[path]))
+        none_elsewhere = np.equal(how_many, emerging[path])
+        row = dependence.change(x, none_elsewhere)
         if row is not None and path not in powers:
             changes.append(_between(path, x, row))
     return changes
@@ -234,7 +243,9 @@ def _between(path, series, row):
 
 def _differ(run, other, path):
     """Whether an output, if it is there, is another in two runs."""
-    return path in run.outputs and not equal(run.outputs[path], other.outputs[path])
+    if path not in run.outputs:
+        return False
+    return not equal(run.outputs[path], other.outputs[path])
 
 
 def _changed_at_growth(trial, falling, series):
