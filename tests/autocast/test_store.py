@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import pytest
 from against_float32 import assert_close, normal
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from optax_lossscale._autocast.classify import Kind
@@ -165,6 +167,17 @@ def test_a_sum_that_comes_first_is_read_in_the_rest_of_its_island():
     first, rest, _ = regions_of(fun, x=W)
     assert stores(first) == {"add": LOW}
     assert repeated(rest) == []
+
+
+def test_what_is_placed_for_a_product_is_stored_for_all():
+    mesh = jax.make_mesh((1,), ("devices",), axis_types=(AxisType.Auto,))
+    everywhere = NamedSharding(mesh, P())
+
+    def fun(w, x):
+        h = jnp.tanh(x @ w)
+        return lax.with_sharding_constraint(h, everywhere) @ w * h
+
+    assert repeated(regions_of(fun)[-1]) == []
 
 
 def test_no_more_than_fifty_steps_are_repeated_for_a_value():
