@@ -240,8 +240,7 @@ def _bytes(facts: Facts, i: int) -> int:
     is_parameter = i in facts.arguments and facts.kinds[i] == Kind.PARAMETER
     if is_parameter or i in facts.program.consts:
         return 0
-    dtype = facts.low if i in facts.sent else facts.stored_dtype(i)
-    dtype = facts.arguments.get(i, dtype)
+    dtype = facts.arguments.get(i, facts.stored_dtype(i))
     return numbers_in(facts.program.types[i]) * dtype.itemsize
 
 

@@ -22,12 +22,12 @@ LOW, WIDE = (FLOAT16,), (FLOAT32,)
 FLOAT16_ALONE = Casting(FLOAT16)
 
 
-def regions_of(fun, w=W, x=X, how=FLOAT16_ALONE):
+def regions_of(fun, w=W, x=X, how=FLOAT16_ALONE, takes=FLOAT32):
     """The islands of a function of a matrix and an input that is no parameter."""
     program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(w, x)
     results = (Use.WIDELY,) * len(program.out_avals)
     arguments = Context((Kind.PARAMETER, Kind.FLOAT32), (0, 0), results)
-    facts = facts_of(program, (FLOAT32, FLOAT32), arguments, how)
+    facts = facts_of(program, (FLOAT32, takes), arguments, how)
     return [region for region in store(facts, partition(facts)) if region.is_island]
 
 
@@ -156,6 +156,12 @@ def repeated(region):
 )
 def test_what_is_cheap_and_larger_than_its_operands_is_repeated(expected, fun):
     assert repeated(regions_of(fun, x=jnp.ones((8, 8)))[-1]) == expected
+
+
+def test_an_argument_in_16_bits_counts_as_such():
+    fun = lambda w, x: (h := x @ w * x) * (h @ w)
+    assert repeated(regions_of(fun)[-1]) == []
+    assert repeated(regions_of(fun, takes=FLOAT16)[-1]) == ["mul"]
 
 
 def test_a_sum_that_comes_first_is_read_in_the_rest_of_its_island():
