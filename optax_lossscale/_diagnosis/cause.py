@@ -15,11 +15,7 @@ from optax_lossscale._programs.operations import Is, traits_of
 _JUMP = 3.0
 _SMALL = 0.2  # of the size of its terms: a sum as small as this cancels
 _ROUNDING = 2.0**-24  # of float32
-# Times float32's rounding of its terms, above which float32 determines a sum
-_KNOWN = 20
-_KNOWN_OF_MANY = (
-    100  # the same for a gradient that sums many terms, each rounded many times before
-)
+_ROUNDING_OF_MANY = 5 * _ROUNDING  # where each of many terms was rounded many times
 _RUNNING = 8  # rounds of a loop in which an error grows, for a sum to stagnate
 _NOTHING = 100  # times the size of what is lost, beside which that makes no difference
 _SUMS = Is.ADDS_TWO | Is.ADDS_MANY
@@ -44,7 +40,7 @@ def cause_of(note: Note) -> Cause | None:
     at_fault = _at_fault(_path(note))
     if at_fault is None:
         return Cause("adds up", note)
-    if not at_fault.bad and _is_undetermined(at_fault):
+    if _is_undetermined(note, at_fault):
         return None
     how = _how(at_fault)
     saturated = next(filter(_saturates, at_fault.reads), None)
@@ -200,11 +196,19 @@ def _cancels(note: Note) -> bool:
     return _is(note, _SUMS | Is.PRODUCT) and note.typical < _SMALL * _terms(note)
 
 
-def _is_undetermined(note: Note) -> bool:
-    """Whether a sum is nothing but float32's rounding of its terms."""
-    is_of_many = note.place.is_derivative and note.place.terms > 1
-    known = _KNOWN_OF_MANY if is_of_many else _KNOWN
-    return _cancels(note) and note.typical < known * _ROUNDING * _terms(note)
+def _is_undetermined(note: Note, at_fault: Note) -> bool:
+    """Whether float32's rounding of the terms of a sum spoils a result of that, too.
+
+    What is wrong with the result is in proportion to what is wrong with the sum.
+    """
+    if note.bad or at_fault.bad or not _cancels(at_fault):
+        return False
+    is_of_many = at_fault.place.is_derivative and at_fault.place.terms > 1
+    rounding = _ROUNDING_OF_MANY if is_of_many else _ROUNDING
+    apart = at_fault.off * at_fault.typical
+    if not at_fault.typical:  # it is all 0 in float32
+        apart = at_fault.largest_low or 0.0
+    return note.off * rounding * _terms(at_fault) > TOLERANCE * apart
 
 
 def _first_lost(note: Note) -> Note:
