@@ -12,13 +12,15 @@ over the same model with it.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from optax_lossscale._autocast.cheap import is_cheap
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Facts, Reader, is_operand
 from optax_lossscale._autocast.flat import Step
 from optax_lossscale._autocast.partition import Dtypes, Region
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import is_float, numbers_in
+from optax_lossscale._programs.values import dtype_in, is_float, numbers_in
 
 _LONGEST = 50  # steps that are repeated for one value
 _FEW = 32  # numbers for one that a reduction leaves
@@ -292,7 +294,9 @@ def _kept(facts: Facts, region: Region) -> frozenset[int]:
 
 def _is_kept(eqn: Any, largest: int) -> bool:
     """Whether to keep a reduction; `largest` numbers are stored after it."""
-    if "axes" not in eqn.params or not is_float(eqn.outvars[0]):
+    # What is kept, JAX rounds to its dtype, which it cannot do with complex numbers.
+    is_real = jnp.issubdtype(dtype_in(eqn.outvars[0]), jnp.floating)
+    if "axes" not in eqn.params or not is_real:
         return False
     operand = eqn.invars[0].aval
     n_reduced = numbers_in(operand)

@@ -269,7 +269,10 @@ def _about_products(page: Diagnosis) -> Findings:
     """Where operands in 16 bits were widened, and most is computed in float32."""
     products = page.dtypes.products
     wide = [p for p in products if p.dtype.itemsize > 2]
-    widened = [p for p in wide if HALVES.intersection(p.before) and not p.by_choice]
+    # Who widens both operands means it, and so the products of its derivative.
+    meant = {p.source for p in wide if HALVES.issuperset(p.before)}
+    half = [p for p in wide if HALVES.intersection(p.before)]
+    widened = [p for p in half if not p.by_choice and p.source not in meant]
     has_autocast = page.is_autocast or any(p.by_autocast for p in products)
     share = sum(
         share for dtype, share in page.dtypes.shares.items() if dtype.itemsize > 2

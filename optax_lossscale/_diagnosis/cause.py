@@ -205,9 +205,7 @@ def _is_undetermined(note: Note, at_fault: Note) -> bool:
         return False
     is_of_many = at_fault.place.is_derivative and at_fault.place.terms > 1
     rounding = _ROUNDING_OF_MANY if is_of_many else _ROUNDING
-    apart = at_fault.off * at_fault.typical
-    if not at_fault.typical:  # it is all 0 in float32
-        apart = at_fault.largest_low or 0.0
+    apart = at_fault.distance / math.sqrt(at_fault.count)
     return note.off * rounding * _terms(at_fault) > TOLERANCE * apart
 
 

@@ -42,8 +42,8 @@ class Note:
     dtype: Any
     seeded: bool = False  # whether it depends on the seed of the backward pass
     count: int = 1  # of numbers
-    # The norm of the difference from float32's, relative to their norm
-    error: float = 0.0
+    distance: float = 0.0  # the norm of the difference from float32's
+    error: float = 0.0  # the same, relative to the norm of float32's
     off_share: float = 0.0  # of the numbers that are off by more than the tolerance
     bad: bool = False  # not finite where float32's is
     nan: bool = False  # NaN where float32's is finite
@@ -70,7 +70,7 @@ class Note:
     @property
     def apart(self) -> float:
         """How far its numbers are from float32's, as numbers."""
-        return self.off * self.typical * math.sqrt(self.count)
+        return math.inf if self.bad else self.distance
 
 
 def measured(low: np.ndarray, true: np.ndarray | None) -> list[dict[str, Any]]:
@@ -103,6 +103,7 @@ def _compared(low: np.ndarray, true: np.ndarray) -> dict[str, np.ndarray]:
     apart = np.abs(low - true)
     distance = np.einsum("ij,ij->i", apart, apart)
     noted["largest_low"] = np.abs(low).max(1)
+    noted["distance"] = np.sqrt(distance)
     noted["error"] = np.where(distance > 0, np.sqrt(distance) / np.sqrt(total), 0)
     kept = np.count_nonzero(low, 1) / np.maximum(np.count_nonzero(true, 1), 1)
     noted["lost"] = np.where(distance > 0, np.maximum(1 - kept, 0), 0)

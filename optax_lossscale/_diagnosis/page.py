@@ -168,9 +168,11 @@ class Diagnosis(NamedTuple):
                 f"Off from float32: the loss by {self.off['the loss']:.1%}, gradients "
                 f"by at most {max(grads, default=0):.1%}{at}."
             )
-        for choice in self.choices[:_SHOWN]:
-            share = f"{choice.decided:.1%} of {choice.count}"
-            yield f"Chosen otherwise than in float32: {share}, in {choice}."
+        chosen = []
+        for choice in self.choices:
+            chosen.append(f"{choice.decided:.1%} of {choice.count}, in {choice}")
+        for what in list(dict.fromkeys(chosen))[:_SHOWN]:
+            yield f"Chosen otherwise than in float32: {what}."
         for operation, source in self.not_compared:
             yield f"Not compared: what {operation} computes in 16 bits at {source}."
 

@@ -618,3 +618,18 @@ def test_its_signature_shows_no_sentinel():
         "(fun: collections.abc.Callable[..., "
     )
     assert "empty" not in str(inspect.signature(ols.autocast))
+
+
+def test_a_mean_of_complex_numbers_has_a_gradient():
+    """It would be kept for the backward pass, where JAX rounds what is kept."""
+
+    def loss_fn(w, x):
+        angles = x @ w
+        mean = jnp.mean(jax.lax.complex(jnp.cos(angles), jnp.sin(angles)), 0)
+        return jnp.mean(jnp.abs(mean) ** 2)
+
+    w = jax.random.normal(jax.random.key(0), (8, 16))
+    x = jax.random.normal(jax.random.key(1), (64, 8))
+    grad = jax.jit(jax.grad(ols.autocast(loss_fn)))(w, x)
+    expected = jax.grad(loss_fn)(w, x)
+    assert jnp.linalg.norm(grad - expected) < 0.01 * jnp.linalg.norm(expected)

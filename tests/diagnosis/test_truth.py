@@ -565,6 +565,40 @@ def test_infinities_of_the_batch_are_named_where_their_row_is_masked():
     assert "there are NaNs or infinities in args/0" in found.verdict
 
 
+@pytest.mark.parametrize("weight", [1e-3, 0.1])
+def test_a_sum_that_is_0_in_float32_spoils_what_float32_determines(weight):
+    """The gradient of the penalty is 0 where weights are orthogonal, but not in float16."""
+    orthogonal = jnp.linalg.qr(normal(16, 16, scale=1.0))[0]
+
+    def loss_fn(w, x):
+        task = jnp.mean(jnp.tanh(x @ w) ** 2)
+        return weight * task + jnp.sum((w @ w.T - jnp.eye(16)) ** 2)
+
+    found = ols.diagnose(loss_fn, orthogonal, normal(8, 16, scale=1.0))
+    line = loss_fn.__code__.co_firstlineno + 2
+    assert [one.how for one in found.wrong] == ["cancels"]
+    assert f"test_truth.py:{line} " in found.wrong[0].place.source
+
+
+def test_a_sum_is_no_more_wrong_than_its_terms():
+    def loss_fn(w, x):
+        def count(state, row):
+            mean, steps = state
+            mean = mean * 0.875 + 0.125 * (row.astype(jnp.bfloat16) @ w)
+            return (mean, steps + 1), mean
+
+        start = jnp.zeros(4, jnp.bfloat16), jnp.zeros((), jnp.bfloat16)
+        (_, steps), means = lax.scan(count, start, x)
+        return square(means) + 1e-3 * (steps.astype(F32) - len(x)) ** 2
+
+    w = normal(8, 4, scale=1.0).astype(jnp.bfloat16)
+    found = ols.diagnose(loss_fn, w, normal(600, 8, scale=1.0))
+    line = loss_fn.__code__.co_firstlineno + 4
+    assert found.wrong[0].name == "the loss"
+    assert found.wrong[0].how == "stagnates"
+    assert f"test_truth.py:{line} " in found.wrong[0].place.source
+
+
 # --- the line at fault, and no other ---
 
 
@@ -822,6 +856,16 @@ def test_an_infinite_number_of_the_batch_is_no_mask():
 
 
 # --- in which dtype ---
+
+
+def test_nobody_is_advised_to_narrow_what_was_cast_as_advised():
+    def loss_fn(w, x):
+        z = x.astype(F16) @ w.astype(F16)
+        wide = z.astype(F32)
+        return square(jnp.tanh(wide @ wide.T))
+
+    found = ols.diagnose(loss_fn, normal(8, 8, scale=0.3), normal(24, 8, scale=1.0))
+    assert not any("cast both operands" in line for line in found.advice)
 
 
 def test_nobody_is_advised_to_narrow_what_the_advice_was_to_keep():
