@@ -132,7 +132,7 @@ def _what_is_wrong(page: Diagnosis, worst: Wrong) -> str:
     if worst.name == "a value inside":
         return (
             f"{dtypes} gives wrong values inside, though loss and gradients happen to "
-            f"agree with float32's{because}"
+            f"agree with float32's, or are nothing but rounding there{because}"
         )
     return (
         f"{dtypes} gives wrong gradients: that of {worst.name} is off by "
@@ -299,7 +299,10 @@ def _about_no_gradients(page: Diagnosis) -> Findings:
     if page.computes_in and not page.wrong and not page.has_gradients:
         yield (
             "All gradients are 0, in float32 as well.",
-            ["Look for what stops them, such as a ReLU that is 0 for every input."],
+            [
+                "Look for what stops them, such as a ReLU that is 0 for every input, or a "
+                "constant that 16 bits round to 0 or infinity."
+            ],
         )
 
 
@@ -336,11 +339,7 @@ def _about_scale(page: Diagnosis) -> Findings:
 
 
 def _lost_for_want_of_a_scale(page: Diagnosis) -> dict[str, Underflow]:
-    """The groups of gradients that are lost, and are neither wrong nor nothing but rounding."""
-    every = page.underflow.get("all")
-    if every and every.left > _STILL_LOST and not page.wrong:
-        # What is nothing but rounding is no small part of the model
-        return page.underflow
+    """The groups of gradients that are lost, and are not wrong."""
     wrong = {one.name for one in page.wrong}
     groups = {without_numbers(name) for name in page.off if name not in wrong}
     lost = {name: group for name, group in page.underflow.items() if name in groups}
