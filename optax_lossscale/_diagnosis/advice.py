@@ -34,7 +34,7 @@ def judged(page: Diagnosis) -> Diagnosis:
         *_about_what_is_wrong(page),
         *_about_choices(page),
         *_about_products(page),
-        *_about_no_gradients(page),
+        *(_about_rounding(page) or _about_no_gradients(page)),
         *_about_scale(page),
         *_about_loss_and_moments(page),
     ]
@@ -238,14 +238,15 @@ def _kept(
         "precision=jax.lax.Precision.HIGHEST": [
             line for line in lines if line in autocasts
         ],
-        "cast its operands to float32": [
+        "cast the operands to float32": [
             line for line in lines if line not in autocasts
         ],
     }
     for way, some_lines in ways.items():
         if some_lines:
             where = some(some_lines, "more lines")
-            yield f"Keep the product at {where} in float32: {way}{otherwise}."
+            what = "product" if len(some_lines) == 1 else "products"
+            yield f"Keep the {what} at {where} in float32: {way}{otherwise}."
 
 
 def _in_range(place: Row) -> str:
@@ -292,6 +293,21 @@ def _about_products(page: Diagnosis) -> Findings:
             f"matrix product in {dtype}. Or cast both operands to {dtype} at {lines}."
         ],
     )
+
+
+def _about_rounding(page: Diagnosis) -> list[tuple[str, list[str]]]:
+    """A loss that float32 does not determine either, of which nothing can be said."""
+    if not page.computes_in or page.wrong or "the loss" in page.off:
+        return []
+    verdict = (
+        f"The loss is nothing but rounding, {page.loss:.3g} for {page.loss_in_float32:.3g} "
+        "in float32, and so may be its gradients."
+    )
+    advice = (
+        "Diagnose other parameters or another batch. If it compares two things that are "
+        "to be equal, compute both in the same dtype, such as a teacher under autocast."
+    )
+    return [(verdict, [advice])]
 
 
 def _about_no_gradients(page: Diagnosis) -> Findings:

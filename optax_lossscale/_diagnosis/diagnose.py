@@ -1,6 +1,6 @@
 """A full diagnosis of a model in 16 bits, from one loss function and a batch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -169,9 +169,15 @@ def _off_and_wrong(run: Run) -> tuple[dict[str, float], tuple[Wrong, ...]]:
 def _wrong_inside(run: Run, least: float) -> Iterator[Wrong]:
     """The first value inside of which a fifth is off, and what follows from it too.
 
-    What has vanished, and goes on vanishing below the least normal number, is nothing.
+    What has vanished, and goes on vanishing below the least normal number, is nothing,
+    and neither is what only decides, such as whether a loop goes on.
     """
-    spread = [note for note in run.notes if not note.seeded and note.off_share > FIFTH]
+    made_of = _made_of(value.note for value in run.results.values())
+    spread = [
+        note
+        for note in run.notes
+        if id(note) in made_of and not note.seeded and note.off_share > FIFTH
+    ]
     follows = {
         id(read) for note in spread if note.typical >= least for read in note.reads
     }
@@ -180,6 +186,18 @@ def _wrong_inside(run: Run, least: float) -> Iterator[Wrong]:
         if cause is not None:
             yield _wrong("a value inside", note.off_share, cause, run)
             return
+
+
+def _made_of(results: Iterable[Note | None]) -> set[int]:
+    """The `id` of each note of what results are made of."""
+    left = [note for note in results if note is not None]
+    seen: set[int] = set()
+    while left:
+        note = left.pop()
+        if id(note) not in seen:
+            seen.add(id(note))
+            left.extend(note.reads)
+    return seen
 
 
 def _wrong(name: str, off: float, cause: Cause, run: Run) -> Wrong:

@@ -165,9 +165,10 @@ class Diagnosis(NamedTuple):
             grads = [off for name, off in self.off.items() if name != "the loss"]
             at = f", at a scale of {scale_name(self.scale)}" if self.scale != 1 else ""
             at += ", with the same choices" if self.choices else ""
+            most = f"by at most {max(grads):.1%}" if grads else "nothing but rounding"
             yield (
                 f"Off from float32: the loss by {self.off['the loss']:.1%}, gradients "
-                f"by at most {max(grads, default=0):.1%}{at}."
+                f"{most}{at}."
             )
         chosen = []
         for choice in self.choices:

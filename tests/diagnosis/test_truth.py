@@ -580,6 +580,40 @@ def test_a_sum_that_is_0_in_float32_spoils_what_float32_determines(weight):
     assert f"test_truth.py:{line} " in found.wrong[0].place.source
 
 
+def test_of_a_loss_that_is_nothing_but_rounding_nothing_is_said():
+    def loss_fn(student, teacher, x):
+        half = jnp.tanh(x.astype(F16) @ student.astype(F16)).astype(F32)
+        return jnp.mean((half - jnp.tanh(x @ teacher)) ** 2)
+
+    w = normal(8, 8)
+    found = ols.diagnose(loss_fn, w, w, normal(16, 8, scale=1.0))
+    assert found.off == {}
+    assert "nothing but rounding" in found.verdict
+    assert "the same dtype" in found.advice[0]
+    assert "fine" not in found.verdict
+
+
+def test_what_only_ends_a_loop_is_not_a_value_of_the_model():
+    def root(x):
+        def goes_on(state):
+            y, last = state
+            return jnp.abs(y - last).max() > 1e-4
+
+        def step(state):
+            y, _ = state
+            return (y + x / y) / 2, y
+
+        return lax.while_loop(goes_on, step, (x, x + 1))[0]
+
+    def loss_fn(w, x):
+        positive = jax.nn.softplus(x.astype(F16) @ w.astype(F16)) + 1
+        roots = root(lax.stop_gradient(positive))
+        return square((positive / roots).astype(F32))
+
+    found = ols.diagnose(loss_fn, normal(8, 8), normal(16, 8, scale=1.0))
+    assert not found.wrong
+
+
 def test_a_sum_is_no_more_wrong_than_its_terms():
     def loss_fn(w, x):
         def count(state, row):
@@ -726,7 +760,7 @@ def test_products_are_kept_by_the_means_that_work(cast):
     x = 10 + normal(64, 8, scale=1)
     if cast == "by hand":
         (advice,) = [a for a in ols.diagnose(loss_fn, w, x).advice if "Keep" in a]
-        assert advice.endswith("in float32: cast its operands to float32.")
+        assert advice.endswith("in float32: cast the operands to float32.")
         followed = functools.partial(loss_fn, operands=F32)
         assert ols.diagnose(followed, w, x).wrong == ()
     else:
