@@ -201,7 +201,7 @@ def test_the_command_in_its_docstring_runs(name):
 def test_every_program_is_short_and_in_the_documentation():
     page = (ROOT / "docs" / "recipes.md").read_text()
     for name in STEPS:
-        assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 160
+        assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 170
     for path in (ROOT / "examples").glob("*.py"):
         assert f"(../examples/{path.name})" in page
         assert f"python examples/{path.name}" in path.read_text()
