@@ -136,7 +136,13 @@ def the_names_come_first(app, page, source):
 
 
 def where_it_is_written(app, module, name):
-    """The private module that defines what is public, for the link to its source."""
+    """The private module that defines what is public, for the link to its source.
+
+    There is none for a module of which the reference names other things by their private
+    places: Sphinx would lead back to those as if they were public.
+    """
+    reference = "".join(path.read_text() for path in ROOT.glob("docs/api_*.md"))
+    named = set(re.findall(r":: (optax_lossscale\._[\w.]+)\.\w+", reference))
     outermost = re.escape(name.partition(".")[0])
     definition = re.compile(rf"^(?:class|def) {outermost}\b", re.M)
     for path, candidate in sorted(sys.modules.items()):
@@ -144,7 +150,7 @@ def where_it_is_written(app, module, name):
         if is_private:
             source = pathlib.Path(candidate.__file__).read_text()
             if definition.search(source):
-                return path
+                return module if path in named else path
     return None
 
 
