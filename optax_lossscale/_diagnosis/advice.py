@@ -270,17 +270,17 @@ def _about_products(page: Diagnosis) -> Findings:
     """Where operands in 16 bits were widened, and most is computed in float32."""
     products = page.dtypes.products
     wide = [p for p in products if p.dtype.itemsize > 2]
-    # Who widens both operands means it, and so the products of its derivative.
+    widened = [p for p in wide if HALVES.intersection(p.before) and not p.by_choice]
+    # Who widens both operands means it, unless that widens the operands of other lines.
     meant = {p.source for p in wide if HALVES.issuperset(p.before)}
-    half = [p for p in wide if HALVES.intersection(p.before)]
-    widened = [p for p in half if not p.by_choice and p.source not in meant]
+    is_meant = meant.issuperset(p.source for p in widened)
     has_autocast = page.is_autocast or any(p.by_autocast for p in products)
     share = sum(
         share for dtype, share in page.dtypes.shares.items() if dtype.itemsize > 2
     )
     count = sum(p.count for p in wide)
     total = sum(p.count for p in products)
-    if not widened or has_autocast or share <= 0.5 or count <= total / 2:
+    if is_meant or has_autocast or share <= 0.5 or count <= total / 2:
         return
     dtype = next(dtype for p in widened for dtype in p.before if dtype in HALVES)
     in_dtype = "" if dtype == np.float16 else ", jnp.bfloat16"
