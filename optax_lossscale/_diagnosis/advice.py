@@ -355,7 +355,11 @@ def _about_scale(page: Diagnosis) -> Findings:
 
 
 def _lost_for_want_of_a_scale(page: Diagnosis) -> dict[str, Underflow]:
-    """The groups of gradients that are lost, and are not wrong."""
+    """The groups of gradients that are lost, and are neither wrong nor nothing but rounding."""
+    every = page.underflow.get("all")
+    if every and every.left > _STILL_LOST and not page.wrong:
+        # What is nothing but rounding is no small part of the model.
+        return page.underflow
     wrong = {one.name for one in page.wrong}
     groups = {without_numbers(name) for name in page.off if name not in wrong}
     lost = {name: group for name, group in page.underflow.items() if name in groups}
@@ -392,7 +396,10 @@ def _wrap(page: Diagnosis, fits: InitialScale) -> list[str]:
 
 
 def _bits_needed(page: Diagnosis) -> int:
-    return max((group.bits for group in page.underflow.values()), default=0)
+    """The bits that gradients need, but for those that are nothing but rounding."""
+    groups = {without_numbers(name) for name in page.off}
+    lost = [group.bits for name, group in page.underflow.items() if name in groups]
+    return max(lost, default=0)
 
 
 def _top(fits: Any) -> str:

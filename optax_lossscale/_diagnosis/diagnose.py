@@ -109,11 +109,8 @@ def _page(
         )
     lost = {}
     if runs.fits and np.float16 in dtypes:
-        # What float32 does not determine either is not lost.
-        determined = {*off, *(one.name for one in wrong)}
-        names = [name for name in gradient.grad_names if name in determined]
-        grads_at_1 = [runs.at_1.grads[name] for name in names]
-        lost = underflow(names, grads_at_1, [run.grads[name] for name in names])
+        grads_at_1 = list(runs.at_1.grads.values())
+        lost = underflow(gradient.grad_names, grads_at_1, list(run.grads.values()))
     true_grads = {
         name: np.asarray(x.pair.true) / run.scale for name, x in run.grads.items()
     }

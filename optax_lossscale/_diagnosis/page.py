@@ -69,8 +69,7 @@ class Diagnosis(NamedTuple):
       has_gradients: whether any gradient is not 0 in float32.
       is_finite_without: whether gradients are finite without a loss scale.
       underflow: how many gradients underflow, by the path of parameters without its
-        numbers; the worst first, and without those that lose next to nothing or that
-        float32 does not determine either.
+        numbers; the worst first, and without those that lose next to nothing.
       moments: the state of Adam's second moments, if the optimizer's state was given;
         else None.
       not_compared: operations that compute in 16 bits only, each with its line.
