@@ -4,8 +4,6 @@ import contextlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AxisType
 
 
@@ -35,18 +33,6 @@ def in_its_mesh(x: jax.typing.ArrayLike) -> contextlib.AbstractContextManager[An
     if is_one_mesh or kinds == {AxisType.Auto}:
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(mesh)
-
-
-def zeros_of(kind: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros of a type, which count as differing along the same axes of `shard_map`."""
-    zeros = jnp.zeros(kind.shape, kind.dtype)
-    axes = tuple(_varying(kind))
-    if not axes:
-        return zeros
-    if hasattr(lax, "pcast"):
-        return lax.pcast(zeros, axes, to="varying")
-    before: Any = lax
-    return before.pvary(zeros, axes)  # before jax 0.9
 
 
 def _varying(kind: Any) -> frozenset:

@@ -170,15 +170,6 @@ def equations(jaxpr: Any) -> Iterator[Equation]:
     another twice, which calls another twice, and so on, is read in the time that it
     takes to trace it.
     """
-    return _equations(jaxpr, is_shared=True)
-
-
-def equations_of_each_call(jaxpr: Any) -> Iterator[Equation]:
-    """The equations of a jaxpr, and those inside them, once for each call of what holds them."""
-    return _equations(jaxpr, is_shared=False)
-
-
-def _equations(jaxpr: Any, is_shared: bool) -> Iterator[Equation]:
     visits: list[_Visit] = []
     # Who enters a program, and how often
     calls: dict[Any, list[tuple[Any, int]]] = {None: []}
@@ -211,9 +202,7 @@ def _equations(jaxpr: Any, is_shared: bool) -> Iterator[Equation]:
         for program, operands in arguments_of(holder.eqn):
             inner = open_jaxpr(program)
             dtypes = _dtypes_inside(holder, inner, operands)
-            place: Any = number
-            if is_shared:
-                place = (holder.inside, holder.source, tuple(dtypes.values()))
+            place = (holder.inside, holder.source, tuple(dtypes.values()))
             key = (id(inner), id(holder.eqn), place)
             is_known = key in calls
             calls.setdefault(key, []).append((holder.key, _times(holder.eqn)))

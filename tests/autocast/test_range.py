@@ -14,7 +14,8 @@ from against_float32 import assert_as_in_float32, normal
 from jax import lax
 
 import optax_lossscale as ols
-from optax_lossscale._programs.walk import equations_of_each_call
+from optax_lossscale._programs.versions import open_jaxpr
+from optax_lossscale._programs.walk import programs_in
 
 CASES, NAMES = {}, []
 
@@ -912,6 +913,14 @@ LAYERS = {
 }
 
 
+def equations_of_each_call(program):
+    """Those of a program that JAX shares as often as it is called."""
+    for eqn in open_jaxpr(program).eqns:
+        yield eqn
+        for inner in programs_in(eqn):
+            yield from equations_of_each_call(inner)
+
+
 @pytest.mark.parametrize(("first", "then"), LAYERS.values(), ids=LAYERS)
 def test_a_stream_to_which_layers_with_gains_add_is_kept_in_16_bits(first, then):
     def fun(p, x):
@@ -923,9 +932,9 @@ def test_a_stream_to_which_layers_with_gains_add_is_kept_in_16_bits(first, then)
     p = {"w": permutation(32), "gain": jnp.ones(32)}
     jaxpr = jax.make_jaxpr(ols.autocast(fun))(p, normal(0, 16, 32))
     adds = [
-        at.eqn.outvars[0].aval
-        for at in equations_of_each_call(jaxpr)
-        if at.name == "add"
+        eqn.outvars[0].aval
+        for eqn in equations_of_each_call(jaxpr)
+        if eqn.primitive.name == "add"
     ]
     dtypes = [str(x.dtype) for x in adds if x.shape == (16, 32)]
     assert dtypes.count("float16") == 3

@@ -836,7 +836,19 @@ def test_a_bias_of_a_convolution_that_is_normalized_is_no_error(seed, dtype):
 
     params = {"w": normal(3, 3, 3, 8), "bias": jnp.zeros(8), "out": normal(8, 4)}
     images = jax.random.normal(jax.random.key(seed), (8, 12, 12, 3))
-    assert ols.diagnose(ols.autocast(loss_fn, dtype), params, images).wrong == ()
+    found = ols.diagnose(ols.autocast(loss_fn, dtype), params, images)
+    assert found.wrong == ()
+    # Nor does what it lacks, which no scale gives it, say where to begin.
+    assert not any("initial_scale" in line for line in found.advice)
+
+
+def test_gradients_that_are_nothing_but_rounding_are_called_so():
+    params = {"bias": jnp.zeros(64)}
+    others = {"w": normal(16, 64), "out": normal(64, 4)}
+    loss_fn = lambda params, x: batch_normalized(params | others, x)
+    found = ols.diagnose(ols.autocast(loss_fn), params, normal(32, 16, scale=1))
+    assert found.off.keys() == {"the loss"}
+    assert "gradients nothing but rounding" in str(found)
 
 
 def test_a_gradient_that_is_wrong_anyway_asks_for_no_scale():

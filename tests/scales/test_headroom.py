@@ -235,6 +235,20 @@ def test_exhausted_where_the_lowest_scale_overflows():
         assert not after.exhausted()
 
 
+def test_recovers_in_the_steps_that_the_documentation_says():
+    """`docs/loss_scales.md`: after a fall by 2**40 and many broken batches."""
+    batches = [jnp.inf, jnp.inf, jnp.inf, 2.0**20] * 400 + [2.0**-20] * 6000
+
+    def step(ls, gradient):
+        ls, _ = ls.update(gradient)
+        return ls, ls()
+
+    first = jax.tree.map(jnp.asarray, ols.HeadroomLossScale())
+    _, scales = jax.lax.scan(step, first, jnp.array(batches, jnp.float32))
+    far = np.flatnonzero(scales[1600:] < scales[-1] / 4)
+    assert 4100 < far[-1] < 4300
+
+
 def test_not_exhausted_after_a_step_that_was_applied_at_the_lowest_scale():
     ls = ols.HeadroomLossScale(initial_scale=2.0**-99)
     for gradient in (2.0**114, jnp.inf, jnp.inf):
