@@ -131,9 +131,11 @@ def _jump(path: Sequence[Note]) -> Note | None:
 
 def _running(path: Sequence[Note]) -> Note | None:
     """The sum in which an error grows a little in each of many rounds of a loop."""
-    rounds = Counter(note.number for note in path if note.rounds)
+    rounds = Counter(note.place.number for note in path if note.rounds)
     for number, count in rounds.most_common(1):
-        sums = [note for note in path if note.number == number and _is(note, _SUMS)]
+        sums = [
+            note for note in path if note.place.number == number and _is(note, _SUMS)
+        ]
         if count >= _RUNNING and sums:
             return sums[0]
     return None
@@ -143,7 +145,7 @@ def _how(note: Note) -> str:
     """What an equation does to numbers that are right."""
     is_in_loop = bool(note.rounds)
     narrow = is_narrow(note.dtype)
-    if note.place.is_passed:
+    if note.is_passed:
         return "is a kernel"
     if note.bad:
         return _how_not_finite(note)

@@ -201,7 +201,9 @@ def _wrong(name: str, off: float, cause: Cause, run: Run) -> Wrong:
     """A row of the page."""
     at = cause.note
     # What a rule for the backward pass computes comes after the loss.
-    is_before_the_loss = run.loss.note is not None and at.number <= run.loss.note.number
+    is_before_the_loss = (
+        run.loss.note is not None and at.place.number <= run.loss.note.place.number
+    )
     is_inner = at.place.is_derivative and not at.seeded and is_before_the_loss
     return Wrong(
         name, off, cause.how, row_of(at), tuple(map(row_of, cause.products)), is_inner
@@ -218,7 +220,7 @@ def _choices(run: Run) -> Iterator[Row]:
     worst: dict[int, Note] = {}
     for note in run.notes:
         is_mask = note.dtype == np.bool_ and note.count > 1
-        least = worst[note.number].decided if note.number in worst else 0.0
+        least = worst[note.place.number].decided if note.place.number in worst else 0.0
         if note.decided > max(FIFTH if is_mask else _FEW, least):
-            worst[note.number] = note
+            worst[note.place.number] = note
     yield from map(row_of, worst.values())

@@ -14,7 +14,7 @@ from optax_lossscale._arrays.precision import at_least_float32, is_inexact
 from optax_lossscale._arrays.variables import is_variable, map_leaves
 from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import Note, Place, measured
-from optax_lossscale._diagnosis.stretch import exact
+from optax_lossscale._diagnosis.pairs import exact
 from optax_lossscale._diagnosis.wide import is_narrow
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import dtype_in
@@ -125,10 +125,8 @@ def _is_array(x: Any) -> bool:
 def _argument(x: np.ndarray, place: Place, seeded: bool = False) -> Value:
     """A value that the program is given."""
     pair = exact(x)
-    note = Note(place, -1, (), (), x.dtype, seeded)
-    if is_inexact(x):
-        note.add(*measured(pair.in_float32[None], None))
-    return Value(pair, note)
+    numbers = measured(pair.in_float32, None) if is_inexact(x) else {}
+    return Value(pair, Note(place, (), (), x.dtype, seeded, **numbers))
 
 
 def _check_no_refs(jaxpr: Any) -> None:

@@ -3,118 +3,111 @@
 Choices, of branches and of when to end, are those of the program.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._diagnosis.notes import Note
-from optax_lossscale._diagnosis.steps import Step
+from optax_lossscale._diagnosis.notes import Note, worst
+from optax_lossscale._diagnosis.pairs import Pair
+from optax_lossscale._diagnosis.pieces import Piece
 from optax_lossscale._programs.versions import scan_sizes
 
 
-@dataclasses.dataclass(slots=True)
-class Value:
-    """A value of the program, on the host, and what was noted of it."""
+class Value(NamedTuple):
+    """A value of the program, and what was noted of it."""
 
-    pair: Any = None  # a `Pair`, once it is computed
+    pair: Pair
     note: Note | None = None
     parts: Sequence[Note | None] = ()  # of a stack of the results of a loop
 
     def each(self, function: Callable[[Any], Any]) -> "Value":
         """A function of both numbers, noted as they are."""
-        return Value(jax.tree.map(function, self.pair), self.note, self.parts)
+        return self._replace(pair=jax.tree.map(function, self.pair))
 
 
 RunsProgram = Callable[..., list[Value]]
-"""Runs a program of a step for some values; in a loop, it is given the round, too."""
-
-Worst = Callable[[Sequence[Note | None]], Note | None]
-"""Chooses what is noted of several values in one."""
+"""Runs a program of an equation for some values; in a loop, it is given the round, too."""
 
 
 def scan(
-    step: Step,
+    piece: Piece,
     ins: Sequence[Value],
     run: RunsProgram,
-    worst: Worst,
     constant: Callable[[np.ndarray], Value],
     axis: int,
 ) -> list[Value]:
     """The results of a `scan`, whose rounds lie along an axis."""
-    (body,) = step.programs
-    params = step.eqn.params
-    n_consts, n_carry = scan_sizes(step.eqn)
+    (eqn,) = piece.eqns
+    (body,) = piece.programs
+    n_consts, n_carry = scan_sizes(eqn)
     consts = ins[:n_consts]
     carry = ins[n_consts:][:n_carry]
     stacks = ins[n_consts + n_carry :]
-    turns = range(params["length"])
+    turns = range(eqn.params["length"])
     if not turns:
-        stacked = [v.aval for v in step.eqn.outvars[n_carry:]]
-        empty = [constant(np.zeros(x.shape, x.dtype)) for x in stacked]
-        return [*carry, *empty]
-    results: dict[int, list[Value]] = {}
-    for n in reversed(turns) if params["reverse"] else turns:
-        xs = [_row(stack, n, axis) for stack in stacks]
-        outs = run(body, [*consts, *_in_both(carry), *xs], n)
+        empty = [np.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+        return [*carry, *map(constant, empty[n_carry:])]
+    in_order = turns[::-1] if eqn.params["reverse"] else turns
+    results = {}
+    for n in in_order:
+        rows = [_row(stack, n, axis) for stack in stacks]
+        outs = run(body, [*consts, *_in_both(carry), *rows], n)
         carry = outs[:n_carry]
         results[n] = outs[n_carry:]
-    in_order = [results[n] for n in turns]
-    stacked = [_stack(rounds, worst, axis) for rounds in zip(*in_order, strict=True)]
-    return [*carry, *stacked]
+    columns = zip(*(results[n] for n in turns), strict=True)
+    return [*carry, *(_stack(column, axis) for column in columns)]
 
 
-def while_loop(step: Step, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
+def while_loop(piece: Piece, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
     """The results of a `while`; of a batch, each element goes on until it has ended."""
-    condition, body = step.programs
-    n_condition = step.eqn.params["cond_nconsts"]
-    n_body = step.eqn.params["body_nconsts"]
-    of_condition = ins[:n_condition]
-    of_body = ins[n_condition:][:n_body]
-    carry = _in_both(ins[n_condition + n_body :])
-    entering: list[Value] = []
+    (eqn,) = piece.eqns
+    condition, body = piece.programs
+    n_condition = eqn.params["cond_nconsts"]
+    n_consts = n_condition + eqn.params["body_nconsts"]
+    carry = _in_both(ins[n_consts:])
     n = 0
     while True:
-        (flags,) = run(condition, [*of_condition, *carry], n)
+        (flags,) = run(condition, [*ins[:n_condition], *carry], n)
         goes_on = np.asarray(flags.pair.low)
         if not goes_on.any():
             return carry
-        # What has ended runs its last round again, of which all is noted already; and
-        # what never began runs another's first.
-        entering = _where(goes_on, carry, entering or _filled(goes_on, carry))
-        results = run(body, [*of_body, *entering], n)
+        going = _filled(goes_on, carry)
+        results = run(body, [*ins[n_condition:n_consts], *going], n)
         carry = _in_both(_where(goes_on, results, carry))
         n += 1
 
 
-def cond(
-    step: Step, ins: Sequence[Value], run: RunsProgram, worst: Worst
-) -> list[Value]:
+def cond(piece: Piece, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
     """The results of a `cond`, of which several devices may choose different branches."""
     index, *operands = ins
-    chosen = np.clip(index.pair.low, 0, len(step.programs) - 1)
+    chosen = np.clip(index.pair.low, 0, len(piece.programs) - 1)
     results: list[Value] = []
     for number in np.unique(chosen):
         here = np.asarray(chosen == number)
-        # Devices that choose another branch run this one for what the first has.
-        outs = run(step.programs[number], _filled(here, operands))
+        outs = run(piece.programs[number], _filled(here, operands))
         before = results or outs  # of the branches that other devices chose
-        results = _where(here, outs, before)
-        for value, new, old in zip(results, outs, before, strict=True):
-            value.note = worst([new.note, old.note])
+        results = [
+            value._replace(note=worst([new.note, old.note]))
+            for value, new, old in zip(
+                _where(here, outs, before), outs, before, strict=True
+            )
+        ]
     return results
 
 
 def _in_both(values: Sequence[Value]) -> list[Value]:
     """Values with an array for each number: those that a loop carries may differ later."""
-    return [dataclasses.replace(x, pair=x.pair.both) for x in values]
+    return [value._replace(pair=value.pair.both) for value in values]
 
 
 def _filled(which: np.ndarray, values: Sequence[Value]) -> list[Value]:
-    """Values of some elements or devices, with what the first of them has for all others."""
+    """Values of some elements or devices; what is not of them has what their first one has.
+
+    So a program can be run for all, and nothing is noted but of these.
+    """
     if which.all():
         return list(values)
     first = np.unravel_index(which.argmax(), which.shape)
@@ -127,15 +120,10 @@ def _where(
     """The new values of some elements of a batch or of some devices, the old ones of others."""
     if which.all():
         return list(new)
-
-    def choose(arrays):
-        return _chosen(which, *arrays)
-
-    values = []
-    for x, y in zip(new, old, strict=True):
-        pair = _joined([x, y], choose)
-        values.append(Value(pair, x.note, x.parts))
-    return values
+    return [
+        x._replace(pair=_joined([x, y], lambda arrays: _chosen(which, *arrays)))
+        for x, y in zip(new, old, strict=True)
+    ]
 
 
 def _chosen(which: np.ndarray, x: Any, y: Any) -> Any:
@@ -147,23 +135,20 @@ def _chosen(which: np.ndarray, x: Any, y: Any) -> Any:
 def _row(stack: Value, n: int, axis: int) -> Value:
     """The value of one round in a stack of them."""
     at = (slice(None),) * axis + (n,)
-    row = stack.each(lambda x: x[at])
+    row = stack.each(lambda x: _on_host(x)[at])
     return Value(row.pair, stack.parts[n] if stack.parts else stack.note)
 
 
-def _stack(values: Sequence[Value], worst: Worst, axis: int) -> Value:
+def _stack(values: Sequence[Value], axis: int) -> Value:
     """The values of all rounds in one."""
-
-    def stack(arrays):
-        return _numpy(arrays[0]).stack(arrays, axis)
-
-    notes = [x.note for x in values]
-    return Value(_joined(values, stack), worst(notes), notes)
+    notes = [value.note for value in values]
+    pair = _joined(values, lambda arrays: _numpy(arrays[0]).stack(arrays, axis))
+    return Value(pair, worst(notes), notes)
 
 
-def _joined(values: Sequence[Value], join: Callable[[Sequence[Any]], Any]) -> Any:
+def _joined(values: Sequence[Value], join: Callable[[Sequence[Any]], Any]) -> Pair:
     """The pairs of several values in one."""
-    pairs = [x.pair for x in values]
+    pairs = [value.pair for value in values]
     if any(pair.true is not None for pair in pairs):
         pairs = [pair.both for pair in pairs]
     return jax.tree.map(lambda *xs: join(xs), *pairs)
@@ -172,3 +157,8 @@ def _joined(values: Sequence[Value], join: Callable[[Sequence[Any]], Any]) -> An
 def _numpy(x: Any) -> Any:
     """The library for an array: JAX's own knows the keys of random numbers."""
     return np if isinstance(x.dtype, np.dtype) else jnp
+
+
+def _on_host(x: Any) -> Any:
+    """An array as NumPy's, which takes rows of it without compiling, if it has the dtype."""
+    return np.asarray(x) if isinstance(x.dtype, np.dtype) else x

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -27,8 +28,8 @@ class Place(NamedTuple):
     is_parameter: bool = False
     # Of the backward pass, or of one that the loss function takes
     is_derivative: bool = False
-    is_passed: bool = False  # computed in 16 bits only
     terms: int = 1  # that are summed to one number, of a product or a sum
+    number: int = -1  # in the order of running; of an argument, -1
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -36,11 +37,11 @@ class Note:
     """What was noted of one result, in one round of the loops around it."""
 
     place: Place
-    number: int  # of the place in the program
     rounds: tuple[int, ...]  # of the loops around it, the outermost first
     reads: tuple["Note", ...]  # the notes of its operands
     dtype: Any
     seeded: bool = False  # whether it depends on the seed of the backward pass
+    is_passed: bool = False  # whether it is computed in 16 bits in both
     count: int = 1  # of numbers
     distance: float = 0.0  # the norm of the difference from float32's
     error: float = 0.0  # the same, relative to the norm of float32's
@@ -52,15 +53,8 @@ class Note:
     lost: float = 0.0  # the share that is zero where float32's is not
     # Of booleans and integers: the share that float32 decides otherwise
     decided: float = 0.0
-    largest: float = 0.0  # of the absolute values of float32's
-    # Of those of the program; None if they are the same
-    largest_low: float | None = None
+    largest: float = 0.0  # of the absolute values of both
     typical: float = 0.0  # their root mean square
-
-    def add(self, numbers: dict[str, Any]) -> None:
-        """Adds what was measured."""
-        for name, value in numbers.items():
-            setattr(self, name, value)
 
     @property
     def off(self) -> float:
@@ -73,50 +67,58 @@ class Note:
         return math.inf if self.bad else self.distance
 
 
-def measured(low: np.ndarray, true: np.ndarray | None) -> list[dict[str, Any]]:
-    """What is to be noted of results, a row for each, beside float32's; None if it is the same."""
+def worst(notes: Iterable[Note | None]) -> Note | None:
+    """What is noted of several values in one: the worst."""
+    noted = [note for note in notes if note is not None]
+    most = max(noted, key=lambda note: note.off, default=None)
+    in_float32 = next((note for note in noted if note.bad_true), None)
+    if most is None or in_float32 is None or most.bad_true:
+        return most
+    nan = any(note.nan_true for note in noted)
+    return dataclasses.replace(
+        most, reads=(most, in_float32), bad_true=True, nan_true=nan
+    )
+
+
+def measured(low: Any, true: Any) -> dict[str, Any]:
+    """What is to be noted of a result beside float32's, which is None if it is the same."""
     low = _numbers(low)
     true = low if true is None else _numbers(true)
-    rows, count = low.shape
-    if not count:
-        return [{"count": 0}] * rows
+    if not low.size:
+        return {"count": 0}
     if low.dtype.kind in "biu":
-        columns = {"decided": (low != true).mean(1)}
-    else:
-        with np.errstate(all="ignore"):
-            columns = _compared(low, true)
-    columns["count"] = np.full(rows, count)
-    values = zip(*(column.tolist() for column in columns.values()), strict=True)
-    return [dict(zip(columns, row, strict=True)) for row in values]
+        return {"count": low.size, "decided": float((low != true).mean())}
+    with np.errstate(all="ignore"):
+        return {"count": low.size, **_compared(low, true)}
 
 
-def _compared(low: np.ndarray, true: np.ndarray) -> dict[str, np.ndarray]:
-    """What is to be noted of floats, an entry for each row."""
+def _compared(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
+    """What is to be noted of floats."""
     sizes = np.abs(true)
-    total = np.einsum("ij,ij->i", true, true)
-    noted = {"largest": sizes.max(1), "typical": np.sqrt(total / true.shape[1])}
+    largest = float(sizes.max())
+    total = float(true @ true)
     # So that squares kept their digits
-    least_total = 2.0**26 * np.finfo(true.dtype).tiny
-    in_range = np.isfinite(total) & ((total > least_total) | (noted["largest"] == 0))
-    if low is true and in_range.all():
+    in_range = total > 2.0**26 * np.finfo(true.dtype).tiny or not largest
+    if not (math.isfinite(total) and in_range):
+        return _compared_if_finite(low, true)
+    noted = {"largest": largest, "typical": math.sqrt(total / true.size)}
+    if low is true:
         return noted
     apart = np.abs(low - true)
-    distance = np.einsum("ij,ij->i", apart, apart)
-    noted["largest_low"] = np.abs(low).max(1)
-    noted["distance"] = np.sqrt(distance)
-    noted["error"] = np.where(distance > 0, np.sqrt(distance) / np.sqrt(total), 0)
-    kept = np.count_nonzero(low, 1) / np.maximum(np.count_nonzero(true, 1), 1)
-    noted["lost"] = np.where(distance > 0, np.maximum(1 - kept, 0), 0)
-    least = _LIFTED * sizes.mean(1, keepdims=True)
-    noted["off_share"] = np.zeros(len(low))
-    may_be = distance > FIFTH * true.shape[1] * (TOLERANCE * least[:, 0]) ** 2
-    if may_be.any():  # else no fifth can be off
-        noted["off_share"] = (apart > TOLERANCE * np.maximum(sizes, least)).mean(1)
-    for name in ("bad", "nan", "bad_true", "nan_true"):
-        noted[name] = np.zeros(len(low), bool)
-    for n in np.flatnonzero(~(in_range & np.isfinite(distance))):
-        for name, value in _compared_if_finite(low[n], true[n]).items():
-            noted[name][n] = value
+    distance = float(apart @ apart)
+    if not math.isfinite(distance):
+        return _compared_if_finite(low, true)
+    if not distance:
+        return noted
+    noted["largest"] = max(largest, float(np.abs(low).max()))
+    noted["distance"] = math.sqrt(distance)
+    noted["error"] = math.sqrt(distance / total) if total else math.inf
+    kept = np.count_nonzero(low) / max(np.count_nonzero(true), 1)
+    noted["lost"] = max(1 - kept, 0.0)
+    least = _LIFTED * float(sizes.mean())
+    if distance > FIFTH * true.size * (TOLERANCE * least) ** 2:  # else no fifth is off
+        is_off = apart > TOLERANCE * np.maximum(sizes, least)
+        noted["off_share"] = float(is_off.mean())
     return noted
 
 
@@ -126,27 +128,24 @@ def _compared_if_finite(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
     finite_true = np.isfinite(true)
     both = finite & finite_true
     noted = {
-        "largest": np.abs(true[finite_true]).max(initial=0),
-        "largest_low": np.abs(low[finite]).max(initial=0),
-        "bad": (~finite & finite_true).any(),
-        "nan": (np.isnan(low) & finite_true).any(),
+        "bad": bool((~finite & finite_true).any()),
+        "nan": bool((np.isnan(low) & finite_true).any()),
         "bad_true": not finite_true.all(),
-        "nan_true": np.isnan(true).any(),
+        "nan_true": bool(np.isnan(true).any()),
     }
-    if not both.any() or (both.all() and true.dtype == np.float64):
-        return noted
-    # float64 holds the squares.
-    of_both = _compared(low[None, both].astype(float), true[None, both].astype(float))
-    rest = {name: column[0] for name, column in of_both.items()} | noted
-    rest["off_share"] = rest["off_share"] * both.mean()
-    return rest
+    sizes = [np.abs(x[np.isfinite(x)]).max(initial=0) for x in (low, true)]
+    if both.any() and not (both.all() and true.dtype == np.float64):
+        # float64 holds the squares.
+        noted |= _compared(low[both].astype(float), true[both].astype(float))
+        noted["off_share"] = noted.get("off_share", 0.0) * float(both.mean())
+    return noted | {"largest": float(max(sizes))}
 
 
-def _numbers(x: np.ndarray) -> np.ndarray:
-    """Results as rows of real numbers that NumPy computes with."""
-    flat = x.reshape(len(x), -1) if x.size else np.zeros((len(x), 0), np.float32)
+def _numbers(x: Any) -> np.ndarray:
+    """The real numbers of a result, in a dtype that NumPy computes with."""
+    flat = np.asarray(x).ravel()
     if flat.dtype.kind == "c":
-        return np.ascontiguousarray(flat).view(flat.real.dtype)
+        return flat.view(flat.real.dtype)
     if jnp.issubdtype(flat.dtype, jnp.integer) and flat.dtype.kind == "V":
         return flat.astype(np.int8)  # of int4 and the like, which are not NumPy's own
     is_narrow = jnp.issubdtype(flat.dtype, jnp.floating) and flat.dtype.itemsize < 4

@@ -7,6 +7,7 @@ import numpy as np
 from optax_lossscale._diagnosis.gradient import Gradient
 from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import Note, measured
+from optax_lossscale._diagnosis.pairs import Pair
 from optax_lossscale._diagnosis.scale import (
     HIGHEST,
     MARGIN,
@@ -14,7 +15,6 @@ from optax_lossscale._diagnosis.scale import (
     first_overflow,
 )
 from optax_lossscale._diagnosis.shadow import Shadow
-from optax_lossscale._diagnosis.stretch import Pair
 
 _TRIES = 6  # of scales, where the backward pass is not linear in them
 
@@ -53,9 +53,7 @@ def runs_of(gradient: Gradient) -> Runs:
     """The run at a loss scale of 1, and one at the scale that follows from it."""
     shadow = Shadow(gradient.jaxpr)
     at_1 = _run(shadow, gradient, 1.0)
-    passed = {
-        n.place.source: n.place.primitive for n in at_1.notes if n.place.is_passed
-    }
+    passed = {n.place.source: n.place.primitive for n in at_1.notes if n.is_passed}
     if not at_1.is_finite(in_float32=True) or not np.isfinite(at_1.loss.pair.low):
         return Runs(at_1, at_1, None, None, passed)
     first, overflow = first_overflow(at_1.notes, 1.0)
@@ -115,10 +113,8 @@ def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
 def _result(value: Value) -> Value:
     """A result with an array for each number, noted by itself."""
     note = value.note
-    pair = Pair(value.pair.low, value.pair.in_float32)
+    pair = Pair(np.asarray(value.pair.low), np.asarray(value.pair.in_float32))
     if note is not None:  # what was noted may be of a stack that this is a part of
-        (numbers,) = measured(pair.low[None], pair.true[None])
-        note = Note(
-            note.place, note.number, note.rounds, (note,), note.dtype, **numbers
-        )
+        numbers = measured(pair.low, pair.true)
+        note = Note(note.place, note.rounds, (note,), note.dtype, **numbers)
     return Value(pair, note)

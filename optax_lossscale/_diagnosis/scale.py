@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
+from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import Note, exponents_of, limits
-from optax_lossscale._diagnosis.shadow import Value
 
 HIGHEST = 126  # 2**127 is the last power of two in float32
 MARGIN = 2  # bits below the largest scale, as gradients may grow
@@ -68,12 +68,8 @@ def first_overflow(notes: Iterable[Note], scale: float) -> tuple[int, Note | Non
     first = None
     least = math.inf
     for note in notes:
-        size = note.largest
-        if scale != 1 and note.largest_low is not None:
-            # Without a scale, the program's numbers may be lost
-            size = note.largest_low
-        if note.seeded and size and note.dtype.kind in "fV":
-            room = math.log2(limits(note.dtype)[0] / size)
+        if note.seeded and note.largest and note.dtype.kind in "fV":
+            room = math.log2(limits(note.dtype)[0] / note.largest)
             if room < least:
                 first = note
                 least = room

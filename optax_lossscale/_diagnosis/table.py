@@ -85,7 +85,7 @@ def table_of(notes: Iterable[Note]) -> Table:
     worst: dict[tuple[int, Any], Note] = {}
     largest: dict[tuple[int, Any], float] = {}
     for note in notes:
-        key = (note.number, note.dtype)
+        key = (note.place.number, note.dtype)
         if key not in worst or note.off > worst[key].off:
             worst[key] = note
         largest[key] = max(largest.get(key, 0.0), note.largest)

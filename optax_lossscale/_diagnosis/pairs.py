@@ -1,0 +1,134 @@
+"""A value beside what float32 gives for it, and an equation run for both."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from optax_lossscale._diagnosis.pieces import Piece
+from optax_lossscale._diagnosis.wide import (
+    NotWidenedError,
+    as_written,
+    in_float32,
+    is_narrow,
+    narrows,
+    widened,
+)
+from optax_lossscale._programs.values import dtype_in
+from optax_lossscale._programs.versions import bind
+
+# What runs once or twice is compiled without optimizing its kernels, in a third of the
+# time. The names are those of XLA's CPU compiler.
+_QUICKLY = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+
+# What `shard_map` writes where it checks along which axes arrays differ: here, along
+# all.
+_OF_DEVICES = {
+    "pvary": lambda x, params: x,
+    "pcast": lambda x, params: x,
+    "psum_invariant": lambda x, params: lax.psum(x, params["axes"]),
+}
+
+
+class Pair(NamedTuple):
+    """A value as the program computes it, and as it is in float32."""
+
+    low: Any
+    true: Any = None  # None for the same, if nothing before it has rounded to 16 bits
+
+    @property
+    def in_float32(self) -> Any:
+        """The value in float32."""
+        return self.low if self.true is None else self.true
+
+    @property
+    def both(self) -> "Pair":
+        """With an array for each, if these are floats."""
+        return Pair(self.low, self.in_float32) if holds_floats(self.low.dtype) else self
+
+    @property
+    def followed(self) -> "Pair":
+        """As it is read: what float32 would have chosen otherwise follows the program."""
+        return self if holds_floats(self.low.dtype) else Pair(self.low)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["pairs"],
+    meta_fields=["is_passed"],
+)
+@dataclasses.dataclass
+class Results:
+    """The results of an equation, and whether it computes in 16 bits for float32 too."""
+
+    pairs: list[Pair]
+    is_passed: bool = False
+
+
+@functools.cache
+def holds_floats(dtype: Any) -> bool:
+    """Whether arrays of a dtype are floating-point or complex."""
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def exact(x: np.ndarray) -> Pair:
+    """A number that is exact in both."""
+    return Pair(x, x.astype(np.float32) if is_narrow(x.dtype) else None)
+
+
+def beside_float32(piece: Piece, ins: Sequence[Pair]) -> list[Results]:
+    """The results of each equation of a piece, beside float32's."""
+    env = dict(zip(piece.reads, ins, strict=True))
+    every = []
+    for eqn in piece.eqns:
+        operands = [
+            exact(np.asarray(v.val, dtype_in(v))) if isinstance(v, Literal) else env[v]
+            for v in eqn.invars
+        ]
+        results = _of_one(eqn, operands)
+        every.append(results)
+        for v, pair in zip(eqn.outvars, results.pairs, strict=True):
+            env[v] = pair.followed
+    return every
+
+
+def _of_one(eqn: Any, ins: Sequence[Pair]) -> Results:
+    """The results of an equation beside float32's."""
+    if eqn.primitive.name in _OF_DEVICES:
+        of_one = _OF_DEVICES[eqn.primitive.name]
+        return Results(jax.tree.map(lambda x: of_one(x, eqn.params), list(ins)))
+    lows = bind(eqn, [x.low for x in ins])
+    if all(x.true is None for x in ins) and not narrows(eqn):
+        return Results(list(map(Pair, lows)))
+    trues = [x.in_float32 for x in ins]
+    try:
+        return Results(list(map(Pair, lows, in_float32(eqn, trues))))
+    except NotWidenedError:
+        is_once = eqn.primitive.name == "io_callback"
+        results = list(map(widened, lows)) if is_once else as_written(eqn, trues)
+        return Results(list(map(Pair, lows, results)), is_passed=True)
+
+
+@functools.cache
+def compiler_options() -> dict[str, Any]:
+    """The options that this version of the compiler knows."""
+    # The compiler must not drop a rounding to 16 bits and back.
+    options: dict[str, Any] = {"xla_allow_excess_precision": False}
+    quickly = _QUICKLY if jax.default_backend() == "cpu" else {}
+    for name, value in quickly.items():
+        try:
+            jax.jit(lambda: 0.0, compiler_options={name: value}).lower().compile()
+        except jax.errors.JaxRuntimeError:
+            continue
+        options[name] = value
+    return options
