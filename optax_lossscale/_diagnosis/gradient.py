@@ -16,10 +16,9 @@ from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import Note, Place, measured
 from optax_lossscale._diagnosis.pairs import exact
 from optax_lossscale._diagnosis.wide import is_narrow
-from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import dtype_in
-from optax_lossscale._programs.versions import is_ref, open_jaxpr
-from optax_lossscale._programs.walk import equations, programs_in
+from optax_lossscale._programs.versions import is_ref
+from optax_lossscale._programs.walk import equations
 from optax_lossscale._step.gradient import loss_of
 from optax_lossscale._step.inputs import check_scalar
 
@@ -47,7 +46,8 @@ class Gradient(NamedTuple):
     @property
     def narrow_dtypes(self) -> tuple[np.dtype, ...]:
         """The dtypes of 16 bits and fewer that it computes in."""
-        return tuple(filter(is_narrow, _dtypes_in(open_jaxpr(self.jaxpr))))
+        results = (v for at in equations(self.jaxpr) for v in at.eqn.outvars)
+        return tuple(filter(is_narrow, dict.fromkeys(map(dtype_in, results))))
 
     def values(self, scale: float) -> list[Value]:
         """The arguments of the program at a loss scale."""
@@ -137,17 +137,6 @@ def _check_no_refs(jaxpr: Any) -> None:
                 "diagnose cannot follow numbers through a jax.Ref, such as that made "
                 f"at {at.source}: give it a loss function that passes values on"
             )
-
-
-@remembered
-def _dtypes_in(jaxpr: Any) -> tuple[Any, ...]:
-    """The dtypes of all that a program computes, each once."""
-    dtypes: dict[Any, None] = {}
-    for eqn in jaxpr.eqns:
-        dtypes |= dict.fromkeys(map(dtype_in, eqn.outvars))
-        for inner in programs_in(eqn):
-            dtypes |= dict.fromkeys(_dtypes_in(open_jaxpr(inner)))
-    return tuple(dtypes)
 
 
 def _unlike(names: Sequence[str]) -> list[str]:

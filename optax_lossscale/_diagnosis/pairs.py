@@ -121,14 +121,14 @@ def _of_one(eqn: Any, ins: Sequence[Pair]) -> Results:
 
 @functools.cache
 def compiler_options() -> dict[str, Any]:
-    """The options that this version of the compiler knows."""
+    """Options for programs that run once or twice, if this compiler knows them."""
     # The compiler must not drop a rounding to 16 bits and back.
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
-    quickly = _QUICKLY if jax.default_backend() == "cpu" else {}
-    for name, value in quickly.items():
-        try:
-            jax.jit(lambda: 0.0, compiler_options={name: value}).lower().compile()
-        except jax.errors.JaxRuntimeError:
-            continue
-        options[name] = value
-    return options
+    if jax.default_backend() != "cpu":
+        return options
+    quickly = options | _QUICKLY
+    try:
+        jax.jit(lambda: 0.0, compiler_options=quickly).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return options
+    return quickly

@@ -87,10 +87,6 @@ def _rewritten(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     if name in _SCATTERS:
         del params["update_jaxpr"], params["update_consts"]
         return [_SCATTERS[name](*ins, **params)]
-    if name == "reduce":
-        half = len(ins) // 2
-        combine = _combination(params["jaxpr"])
-        return lax.reduce(ins[:half], ins[half:], combine, params["dimensions"])
     if any(map(_is_whole, _leaves(eqn))):
         raise NotWidenedError
     if name == "convert_element_type":
@@ -105,23 +101,6 @@ def _rewritten(eqn: Any, ins: Sequence[Any]) -> list[Any]:
         if isinstance(value, (np.dtype, type)) and is_narrow(_dtype(value)):
             params[key] = FLOAT32
     return bind(eqn.replace(params=params), ins)
-
-
-def _combination(program: Any) -> Any:
-    """The function by which a `reduce` joins two numbers, in float32."""
-    jaxpr = open_jaxpr(program)
-
-    def combine(x, y):
-        values = dict(zip(jaxpr.invars, [*x, *y], strict=True))
-        for eqn in jaxpr.eqns:
-            ins = [
-                values[v] if v in values else widened(jnp.asarray(v.val))
-                for v in eqn.invars
-            ]
-            values.update(zip(eqn.outvars, in_float32(eqn, ins), strict=True))
-        return [values[v] for v in jaxpr.outvars]
-
-    return combine
 
 
 def _dtype(x: Any) -> Any:
