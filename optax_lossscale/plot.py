@@ -52,7 +52,8 @@ def loss_scale(
       'step'
     """
     validation.at_hand("plot.loss_scale", history)
-    scale, applied = _columns(history)
+    scale = _column(history, "loss_scale")
+    applied = _column(history, "should_apply")
     steps = np.arange(1, len(scale) + 1)
     skipped = ~applied.astype(bool)
     axes = _axes(axes, 2.6)
@@ -65,26 +66,23 @@ def loss_scale(
     return _plain(axes)
 
 
-def _columns(history: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The loss scale after each step, and whether the step was applied."""
-    names = ("loss_scale", "should_apply")
-    allowed = (
-        "a sequence of what metrics returned after each step, or one dict of them all"
-    )
-    columns = []
+def _column(history: Any, name: str) -> np.ndarray:
+    """One of the metrics after each step."""
     try:
-        for name in names:
-            if isinstance(history, Mapping):
-                column = history[name]
-            else:
-                column = [step[name] for step in history]
-            columns.append(np.array(jax.device_get(column)))
+        if isinstance(history, Mapping):
+            column = history[name]
+        else:
+            column = [step[name] for step in history]
     except (KeyError, TypeError, IndexError):
-        validation.refuse("history", history, allowed)
-    scale, applied = columns
-    if scale.ndim != 1 or not scale.size or scale.shape != applied.shape:
-        validation.refuse("history", history, allowed)
-    return scale, applied
+        column = ()
+    numbers = np.array(jax.device_get(column))
+    if numbers.ndim != 1 or not numbers.size:
+        validation.refuse(
+            "history",
+            history,
+            "a sequence of what metrics returned after each step, or one dict of them all",
+        )
+    return numbers
 
 
 def exponents(
@@ -173,9 +171,6 @@ def _axes(axes: Axes | None, height: float) -> Axes:
     """The axes to draw into: those that are given, or new ones."""
     if axes is None:
         _, axes = plt.subplots(figsize=(7, height), layout="constrained")
-    if not isinstance(axes, Axes):
-        got = validation.shown(axes)
-        raise TypeError(f"axes must be one matplotlib Axes, got {got}")
     return axes
 
 

@@ -215,8 +215,9 @@ def _remedies(page: Diagnosis, one: Wrong) -> Iterator[str]:
     elif template is _DIGITS and not is_narrow(place.dtype):
         template = _WIDE
     range_of = jnp.finfo(place.dtype if is_narrow(place.dtype) else jnp.float16)
+    is_cast = place.primitive == "convert_element_type"
     yield template.format(
-        line=place.line,
+        line=f"what is cast at {place.source}" if is_cast else place.line,
         source=place.source,
         largest=f"{float(range_of.max):g}",
         least=f"{float(range_of.smallest_subnormal):.0e}".replace("e-0", "e-"),
