@@ -268,27 +268,27 @@ def _about_choices(page: Diagnosis) -> Findings:
 
 
 def _about_products(page: Diagnosis) -> Findings:
-    """Where operands in 16 bits were widened, and most is computed in float32."""
+    """Where an operand in 16 bits met one in float32, and most is computed in float32."""
     products = page.dtypes.products
-    wide = [p for p in products if p.dtype.itemsize > 2]
-    widened = [p for p in wide if HALVES.intersection(p.before) and not p.by_choice]
-    # Who widens both operands means it, unless that widens the operands of other lines.
-    meant = {p.source for p in wide if HALVES.issuperset(p.before)}
-    is_meant = meant.issuperset(p.source for p in widened)
     has_autocast = page.is_autocast or any(p.by_autocast for p in products)
-    share = sum(
-        share for dtype, share in page.dtypes.shares.items() if dtype.itemsize > 2
-    )
-    count = sum(p.count for p in wide)
-    total = sum(p.count for p in products)
-    if is_meant or has_autocast or share <= 0.5 or count <= total / 2:
+    share = sum(s for dtype, s in page.dtypes.shares.items() if dtype.itemsize > 2)
+    # The first product of a line is that of the forward pass.
+    firsts = {p.source: p for p in reversed(products)}
+    widened = [
+        p
+        for p in reversed(firsts.values())
+        if p.dtype.itemsize > 2 and not p.by_choice and HALVES.intersection(p.before)
+    ]
+    # Who widens both operands means it.
+    is_meant = all(HALVES.issuperset(p.before) for p in widened)
+    if page.wrong or has_autocast or share <= 0.5 or is_meant:
         return
     dtype = next(dtype for p in widened for dtype in p.before if dtype in HALVES)
     in_dtype = "" if dtype == np.float16 else ", jnp.bfloat16"
     lines = some(lines_of(widened), "more lines")
     yield (
-        f"Hardly anything is computed in {dtype}: {count} of {total} matrix products "
-        f"are in {wide[0].dtype}, to which their operands are widened.",
+        f"Hardly anything is computed in {dtype}: {share:.1%} of the multiplications "
+        f"are in {widened[0].dtype}, to which an operand is widened.",
         [
             f"Wrap the loss function: autocast(loss_fn{in_dtype}) computes every "
             f"matrix product in {dtype}. Or cast both operands to {dtype} at {lines}."

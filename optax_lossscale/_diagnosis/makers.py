@@ -14,8 +14,9 @@ _LOGARITHM = _ABOVE_0("the argument of the logarithm above 0", "logarithm")
 _DIVISION = _ABOVE_0("the divisor away from 0", "division")
 _POWER = _ABOVE_0("the base of the power above 0", "power")
 _MASK = (
-    "If the infinities come from a mask, use a finite number, such as -3e4, instead "
-    "of -inf: the softmax of nothing but -inf is NaN."
+    "If the infinities come from a mask, or are a constant that is too large for its "
+    "dtype, use a finite number, such as -3e4 instead of -inf: the softmax of nothing "
+    "but -inf is NaN."
 )
 _ARE_MADE = {
     **dict.fromkeys(

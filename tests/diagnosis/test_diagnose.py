@@ -477,6 +477,33 @@ def test_in_a_scan_over_layers_the_iteration_is_named(body, reverse):
     )
 
 
+LAYERS_ALIKE = {
+    "a number": (lambda x, y: x * 2 + y, lambda x, y: x * 3 + y),
+    "the order of operands": (lambda x, y: x - y, lambda x, y: y - x),
+    "an axis": (lambda x, y: x + y.sum(0), lambda x, y: x + y.sum(1)),
+    "a shape": (lambda x, y: x[:4].sum() + y, lambda x, y: x[:3].sum() + y),
+    "what is read twice": (lambda x, y: x * x + y, lambda x, y: x * y + x),
+}
+
+
+@pytest.mark.parametrize("differ_in", LAYERS_ALIKE)
+def test_layers_that_differ_in_little_are_not_taken_for_one(differ_in):
+    """Though what is compiled for one serves for all that are alike."""
+    first, second = LAYERS_ALIKE[differ_in]
+
+    def loss_fn(w, x):
+        x = x.astype(F16)
+        for layer in (first, second, first):
+            x = jnp.tanh(layer(x, x.T.astype(F16)) @ w.astype(F16))
+        return square(x - 1)
+
+    w, x = normal(8, 8, scale=0.3), normal(8, 8)
+    found = ols.diagnose(loss_fn, w, x)
+    assert found.wrong == ()
+    assert found.loss == pytest.approx(float(loss_fn(w, x)), rel=1e-3)
+    assert found.loss_in_float32 == pytest.approx(found.loss, rel=1e-2)
+
+
 def test_a_while_loop_is_followed():
     def loss_fn(w, x):
         body = lambda state: (state[0] + 1, state[1] * F16(20))
