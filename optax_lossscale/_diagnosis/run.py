@@ -54,49 +54,41 @@ def runs_of(gradient: Gradient) -> Runs:
     shadow = Shadow(gradient.jaxpr)
     at_1 = _run(shadow, gradient, 1.0)
     passed = {n.place.source: n.place.primitive for n in at_1.notes if n.is_passed}
+    runs = Runs(at_1, at_1, None, None, passed)
     if not at_1.is_finite(in_float32=True) or not np.isfinite(at_1.loss.pair.low):
-        return Runs(at_1, at_1, None, None, passed)
+        return runs
     first, overflow = first_overflow(at_1.notes, 1.0)
+    runs = runs._replace(overflow=overflow)
     if any(note.seeded and note.dtype == np.float16 for note in at_1.notes):
-        largest = min(first - 1, HIGHEST)
-        return _fitting(
-            shadow, gradient, Runs(at_1, at_1, None, overflow, passed), largest
-        )
-    fits = _fits(first - 1 - MARGIN, first - 1) if at_1.is_finite() else None
-    return Runs(at_1, at_1, fits, overflow, passed)
+        return _fitting(shadow, gradient, runs, min(first - 1, HIGHEST) - MARGIN)
+    if at_1.is_finite():
+        return runs._replace(fits=_fits(first - 1 - MARGIN, first - 1))
+    return runs
 
 
-def _fitting(shadow: Shadow, gradient: Gradient, runs: Runs, largest: int) -> Runs:
-    """The same, with the run at the scale that fits, if `largest` is what a linear pass allows."""
-    exponent = largest - MARGIN
-    finite = None  # the largest exponent of a scale that is known to fit
-    infinite = HIGHEST + 1  # the least of one that is known to be too large
+def _fitting(shadow: Shadow, gradient: Gradient, runs: Runs, exponent: int) -> Runs:
+    """The same, with the run at the scale that fits: 2**exponent, if the pass is linear."""
+    most = HIGHEST  # no scale above it fits
     if runs.at_1.is_finite():
-        finite = 0
         runs = runs._replace(fits=_fits(0, 0))
     for _ in range(_TRIES):
         run = _run(shadow, gradient, 2.0**exponent)
-        if run.is_finite():
-            finite = exponent
-            # The program's own numbers say it to the bit.
-            first, overflow = first_overflow(run.notes, run.scale)
-            largest = max(min(first, infinite) - 1, exponent)
-            fits = _fits(min(exponent, largest - MARGIN), largest)
-            runs = runs._replace(
-                fitting=run, fits=fits, overflow=overflow or runs.overflow
-            )
-            is_linear = largest - MARGIN <= exponent + 1
-            if is_linear or overflow is None:  # or nothing is left that could overflow
-                break
-            exponent = largest - MARGIN
-        elif finite is None:
-            infinite = exponent
+        if not run.is_finite():
+            most = exponent - 1
             exponent -= 2 * MARGIN
-        else:
-            infinite = exponent
-            exponent = (finite + exponent) // 2
-            if exponent <= finite:
-                break
+            continue
+        # The program's own numbers say it to the bit.
+        first, overflow = first_overflow(run.notes, run.scale)
+        largest = max(min(first - 1, most), exponent)
+        runs = runs._replace(
+            fitting=run,
+            fits=_fits(min(exponent, largest - MARGIN), largest),
+            overflow=overflow or runs.overflow,
+        )
+        is_linear = largest - MARGIN <= exponent + 1
+        if is_linear or overflow is None:  # or nothing is left that could overflow
+            break
+        exponent = largest - MARGIN
     return runs
 
 
