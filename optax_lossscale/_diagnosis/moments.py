@@ -35,15 +35,18 @@ def moments_of(opt_state: Any, grads: dict[str, np.ndarray]) -> Moments | None:
     states = find(_is_adam, opt_state)
     if not states:
         return None
-    eps, b2 = _eps_and_b2(opt_state)
+    hyperparams = {"eps": 1e-8, "b2": 0.999}  # Adam's, unless the state says otherwise
+    for injected in find(_holds_hyperparams, opt_state):
+        hyperparams |= injected.hyperparams
+    eps = float(hyperparams["eps"])
+    b2 = float(hyperparams["b2"])
     moments = [x for state in states for x in jax.tree.leaves(state.nu)]
     dtypes = tuple(dict.fromkeys(jnp.dtype(dtype_of(x)) for x in moments))
-    after_a_step = [state for state in states if int(state.count)]
-    if after_a_step:
-        moves = _flat(state.mu for state in after_a_step) != 0
-        squares = _flat(state.nu for state in after_a_step)
-        unbiased = [_unbiased(state, b2) for state in after_a_step]
-        roots = np.sqrt(np.maximum(np.concatenate(unbiased), 0))
+    steps = max(int(state.count) for state in states)
+    if steps:
+        moves = _flat(state.mu for state in states) != 0
+        squares = _flat(moments)
+        roots = np.sqrt(np.maximum(squares, 0) / (1 - b2**steps))  # without their bias
     else:
         roots = _flat(map(np.abs, grads.values()))
         moves = roots != 0
@@ -55,20 +58,6 @@ def moments_of(opt_state: Any, grads: dict[str, np.ndarray]) -> Moments | None:
     return Moments(
         eps, _share(is_below_eps, moves), _share(has_vanished, moves), dtypes
     )
-
-
-def _eps_and_b2(opt_state: Any) -> tuple[float, float]:
-    """Adam's hyperparameters: its defaults, unless the state says otherwise."""
-    hyperparams = {"eps": 1e-8, "b2": 0.999}
-    for injected in find(_holds_hyperparams, opt_state)[:1]:
-        hyperparams |= injected.hyperparams
-    return float(hyperparams["eps"]), float(hyperparams["b2"])
-
-
-def _unbiased(state: Any, b2: float) -> np.ndarray:
-    """Second moments without their bias towards 0."""
-    steps = int(state.count)
-    return _flat([state.nu]) / (1 - b2**steps)
 
 
 def _is_adam(x: Any) -> bool:

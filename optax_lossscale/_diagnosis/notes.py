@@ -127,7 +127,7 @@ def _compared_if_finite(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
     finite = np.isfinite(low)
     finite_true = np.isfinite(true)
     both = finite & finite_true
-    noted = {
+    noted: dict[str, Any] = {
         "bad": bool((~finite & finite_true).any()),
         "nan": bool((np.isnan(low) & finite_true).any()),
         "bad_true": not finite_true.all(),
