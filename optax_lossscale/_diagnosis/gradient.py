@@ -12,6 +12,7 @@ import numpy as np
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, is_inexact
 from optax_lossscale._arrays.variables import is_variable, map_leaves
+from optax_lossscale._autocast.arrays import is_array
 from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import Note, Place, measured
 from optax_lossscale._diagnosis.pairs import exact
@@ -79,7 +80,7 @@ def gradient_of(
         )
         left = iter(replaced.values())
         params, args, kwargs = map_leaves(
-            lambda x: next(left) if _is_array(x) else x, everything
+            lambda x: next(left) if is_array(x) else x, everything
         )
         loss = loss_of(loss_fn(params, *args, **kwargs), has_aux)
         check_scalar("the loss", loss)
@@ -112,14 +113,8 @@ def _named_arrays(everything: tuple) -> Iterator[tuple[str, Any]]:
         if is_variable(leaf) and id(leaf) in variables:
             continue
         variables.add(id(leaf))
-        for x in filter(_is_array, jax.tree.leaves(leaf)):
+        for x in filter(is_array, jax.tree.leaves(leaf)):
             yield prefixes[first.idx] + path_name(path), x
-
-
-def _is_array(x: Any) -> bool:
-    if isinstance(x, (np.ndarray, np.generic)):
-        return x.dtype == np.bool_ or jnp.issubdtype(x.dtype, np.number)
-    return isinstance(x, jax.Array)
 
 
 def _argument(x: np.ndarray, place: Place, seeded: bool = False) -> Value:
