@@ -266,7 +266,7 @@ def test_a_rule_is_made_anew_from_its_config_through_json(rule):
         ),
         (
             {"class_name": "ThresholdSkipRule", "config": {}},
-            "of which it needs threshold",
+            "keys among threshold",
         ),
         (
             {"class_name": "ThresholdSkipRule", "config": {"threshold": -1.0}},
@@ -288,7 +288,7 @@ def test_a_rule_is_made_anew_from_its_config_through_json(rule):
                 said,
             )
             for drop_norm, said in [
-                ({}, "of which it needs mean_factor"),
+                ({}, "keys among mean_factor"),
                 (None, "the config of DropNorm must be a dict"),
                 (
                     {"mean_factor": "x", "stddev_factor": 0.0, "min_count": 0},

@@ -401,18 +401,13 @@ GET = {
     ),
     "a value of 10 MB": (lambda: config(initial_scale=LONG), ValueError, NUMBER),
     "a deep value": (lambda: config(growth_interval=DEEP), ValueError, INT),
-    "a huge int": (lambda: config(initial_scale=10**10_000), ValueError, NUMBER),
-    "a number of digits": (
-        lambda: config(growth_interval=10**10_000),
-        ValueError,
-        "got <int>",
-    ),
+    "a huge int": (lambda: config(initial_scale=10**10_000), ValueError, "digits"),
     "an int key": (
         lambda: ols.get({"class_name": "DynamicLossScale", "config": {1: 2}}),
         ValueError,
         "keys among initial_scale",
     ),
-    "no config": (lambda: config("FixedLossScale"), ValueError, "it needs scale"),
+    "no config": (lambda: config("FixedLossScale"), ValueError, "keys among scale"),
     "an unknown class": (lambda: config("Nonesuch"), ValueError, "Import the module"),
     "no class": (lambda: config(None), ValueError, "no loss scale is named None"),
     "from_config: a str": (
@@ -447,7 +442,7 @@ GET = {
         ValueError,
         "keys among initial_scale",
     ),
-    "preset: missing": (lambda: preset("jmp"), ValueError, "it needs loss_scale"),
+    "preset: missing": (lambda: preset("jmp"), ValueError, "keys among loss_scale"),
     "preset: a bad value": (
         lambda: preset("keras", initial_scale="x"),
         ValueError,
@@ -576,13 +571,13 @@ LOSS_SCALES = {
     ),
     "replace: a str": (
         lambda: LS.replace(loss_scale="x"),
-        TypeError,
-        "an array of float32",
+        ValueError,
+        "could not convert string to float",
     ),
     "replace: None": (
         lambda: LS.replace(loss_scale=None),
-        TypeError,
-        "an array of float32",
+        ValueError,
+        "None is not a valid value",
     ),
     "adjust: gradients": (
         lambda: LS.adjust(PARAMS),
