@@ -37,7 +37,7 @@ class InnerUpdate:
         wide_params = jax.tree.map(as_inner_sees, params)
         try:
             updates, new_state = inner.update(
-                unscaled.grads,
+                unscaled.all_grads(),
                 inner_state,
                 wide_params,
                 **self._extra_args(inner, unscaled.value),
