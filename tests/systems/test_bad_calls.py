@@ -205,27 +205,10 @@ WRAPPER = {
         ValueError,
         "Restore a checkpoint into",
     ),
-    "state: of another optimizer": (
-        lambda: step_by(optax.adam(0.1), STATE),
-        ValueError,
-        "inner_state is that of another optimizer",
-    ),
-    "state: of other parameters": (
-        lambda: step_by(
-            optax.adam(0.1), ols.with_loss_scale(optax.adam(0.1)).init({"v": 1.0})
-        ),
-        ValueError,
-        "or of other parameters",
-    ),
     "state: a stack": (
         lambda: step(state=jax.vmap(TX.init)({"w": jnp.ones((4, 3))})),
         ValueError,
         "the state is a stack of shape (4,), as made by vmap(tx.init)",
-    ),
-    "state: its optimizer's": (
-        lambda: optax.contrib.schedule_free_eval_params(STATE, PARAMS),
-        AttributeError,
-        "pass it state.inner_state",
     ),
     "value: a dict": (
         lambda: step(value={"loss": 1.0}),
