@@ -187,7 +187,7 @@ def _check_minimize_arguments(loss_fn: Any, state: Any, params: Any) -> None:
         f"is what loss_fn takes besides params; got {first} and {second}, then "
         f"{third}. loss_fn is the function itself, not a loss that it returned, and "
         "the state the LossScaleState that tx.init(params) or the last step returned, "
-        "without what holds it. If that is an nnx.Optimizer, it takes the step itself: "
+        "without what holds it. An nnx.Optimizer takes the step itself: "
         "optimizer.update(model, scaled_grads, value=loss), after nnx.value_and_grad of "
         "scale_gradient(loss, optimizer); so does an optimizer around this one, after "
         "value_and_scaled_grad"
