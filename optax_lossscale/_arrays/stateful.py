@@ -132,13 +132,8 @@ class Stateful(abc.ABC):
 
     def get_config(self) -> dict[str, Any]:
         """The class's name and its configuration, JSON-able, without the state."""
-        config = {}
-        for field in dataclasses.fields(self):
-            if field.init:
-                value = getattr(self, field.name)
-                if dataclasses.is_dataclass(value):
-                    value = dataclasses.asdict(value)
-                config[field.name] = value
+        names = [f.name for f in dataclasses.fields(self) if f.init]
+        config = {name: getattr(self, name) for name in names}
         return {"class_name": _config_name(type(self)), "config": config}
 
     @classmethod
