@@ -158,7 +158,7 @@ def test_axlearn_learns_nothing_from_what_it_skips():
         ),
         (lambda: skips.olmo_core(sigma_factor=0), "sigma_factor must be a positive"),
         (lambda: skips.maxtext(interval=1.5), "interval"),
-        (lambda: skips.maxtext(scaling_factor=float("nan")), "scaling_factor"),
+        (lambda: skips.maxtext(scaling_factor=float("nan")), "sigma_factor"),
         (lambda: skips.levanter("x"), "rolling_interval_length"),
         (lambda: skips.axlearn(0), "drop_norm must be a positive number"),
         (
