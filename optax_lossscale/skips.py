@@ -8,8 +8,6 @@ most of these, they never see a non-finite step, which is skipped anyway.
 A rule is a `SkipRule`, which you may subclass. A wrong argument raises a `ValueError`.
 """
 
-from functools import partial
-
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.names import make_public
 from optax_lossscale._skips.rolling import RollingSkipRule
@@ -35,8 +33,6 @@ __all__ = [
 
 make_public(__name__, SkipRule, RollingSkipRule, SpikeSkipRule)
 make_public(__name__, ThresholdSkipRule, MovingAverageSkipRule, DropNorm)
-
-_interval = partial(validation.count, least=2, most=2**20)
 
 
 def spikes(
@@ -115,10 +111,9 @@ def olmo_core(
       >>> print(should_apply)
       True
     """
-    length = _interval("rolling_interval_length", rolling_interval_length)
-    factor = validation.positive("sigma_factor", sigma_factor)
     # In the original, the step itself counts.
-    return RollingSkipRule(length, factor, least_history=max(2, length // 2) - 1)
+    least_history = _half(rolling_interval_length) - 1
+    return RollingSkipRule(rolling_interval_length, sigma_factor, least_history)
 
 
 def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule:
@@ -137,9 +132,7 @@ def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule
       >>> skips.maxtext(interval=64).least_history
       31
     """
-    length = _interval("interval", interval)
-    factor = validation.positive("scaling_factor", scaling_factor)
-    return RollingSkipRule(length, factor, least_history=max(2, length // 2) - 1)
+    return olmo_core(interval, scaling_factor)
 
 
 def levanter(
@@ -160,10 +153,12 @@ def levanter(
       >>> skips.levanter(rolling_interval_length=64).least_history
       32
     """
-    length = _interval("rolling_interval_length", rolling_interval_length)
-    factor = validation.positive("sigma_factor", sigma_factor)
     return RollingSkipRule(
-        length, factor, max(2, length // 2), ddof=0, least_deviation=1e-6
+        rolling_interval_length,
+        sigma_factor,
+        least_history=_half(rolling_interval_length),
+        ddof=0,
+        least_deviation=1e-6,
     )
 
 
@@ -198,7 +193,7 @@ def axlearn(
     if grad_norm_ema_decay is None:
         allowed = "given, such as 0.99, where drop_norm follows the norms"
         validation.refuse("grad_norm_ema_decay", grad_norm_ema_decay, allowed)
-    return MovingAverageSkipRule(drop_norm, grad_norm_ema_decay)
+    return MovingAverageSkipRule(*drop_norm, grad_norm_ema_decay)
 
 
 def drop_norm_by_grad_norm_ema(
@@ -228,13 +223,11 @@ def drop_norm_by_grad_norm_stddev(
 
     Example:
       >>> from optax_lossscale import skips
-      >>> skips.axlearn(skips.drop_norm_by_grad_norm_stddev(), 0.99).drop_norm.min_count
+      >>> skips.axlearn(skips.drop_norm_by_grad_norm_stddev(), 0.99).min_count
       500
     """
     count = validation.count("min_count", min_count, least=0)
-    return DropNorm(
-        mean_factor=1.0, stddev_factor=_smallest(multipliers), min_count=count
-    )
+    return DropNorm(1.0, stddev_factor=_smallest(multipliers), min_count=count)
 
 
 def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
@@ -255,9 +248,14 @@ def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
     return ThresholdSkipRule(threshold)
 
 
+def _half(length: int) -> int:
+    """How many steps make a window of a length half full."""
+    length = validation.count("rolling_interval_length", length, least=2, most=2**20)
+    return max(2, length // 2)
+
+
 def _smallest(multipliers: tuple[float, ...]) -> float:
+    """The multiplier that decides, as it is reached first."""
     if not isinstance(multipliers, tuple | list) or not multipliers:
         validation.refuse("multipliers", multipliers, "a tuple of positive numbers")
-    return min(
-        validation.positive("multipliers", multiplier) for multiplier in multipliers
-    )
+    return min(validation.positive("multipliers", x) for x in multipliers)

@@ -1,11 +1,11 @@
 """A frozen dataclass that is a pytree: configuration that is static, and state that changes."""
 
 import abc
+import copy
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NoReturn, Self, dataclass_transform
+from typing import Any, ClassVar, Literal, Self, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -63,21 +63,11 @@ def checked(check: Check, *, default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={checked: check})
 
 
-class _Frozen:
-    """Refuses every assignment to a field, and its deletion, as a frozen dataclass does."""
-
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
-
-
 @dataclass_transform(
     frozen_default=True, field_specifiers=(dataclasses.field, state_field, checked)
 )
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stateful(_Frozen, abc.ABC):
+class Stateful(abc.ABC):
     """The base class of loss scales and skip rules; comparing two blocks on the device."""
 
     _kind: ClassVar[str]  # what one is called in an error
@@ -91,13 +81,12 @@ class Stateful(_Frozen, abc.ABC):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        _make_frozen_dataclass(cls)
+        dataclasses.dataclass(frozen=True, eq=False)(cls)
         fields = dataclasses.fields(cls)
         cls._state_names = [f.name for f in fields if state_field in f.metadata]
         cls._static_names = [f.name for f in fields if state_field not in f.metadata]
         checks = {f.name: f.metadata[checked] for f in fields if checked in f.metadata}
         cls._checks = cls._checks | checks
-        cls.__init__ = _complete_init(cls)
         jax.tree_util.register_pytree_with_keys(
             cls, cls._flatten_with_keys, cls._unflatten
         )
@@ -117,7 +106,8 @@ class Stateful(_Frozen, abc.ABC):
         return all(map(np.array_equal, leaves, other_leaves))
 
     def __hash__(self) -> int:
-        return hash((type(self), self._static()))  # a tracer in the state has no hash
+        # Without the state, as a tracer has no hash.
+        return hash((type(self), self._values(self._static_names)))
 
     def _set(self, **values: Any) -> None:
         """Sets fields of an instance under construction, which is frozen later."""
@@ -134,19 +124,16 @@ class Stateful(_Frozen, abc.ABC):
                 f"{type(self).__name__} has no state {', '.join(unknown)}; {known}. "
                 "For another configuration, construct a new one."
             )
-        attributes = dict(vars(self))
+        new = copy.copy(self)
         for name, value in state.items():
-            attributes[name] = _as_state(name, value, getattr(self, name).dtype)
-        return self._with_attributes(attributes)
+            dtype = getattr(self, name).dtype
+            new._set(**{name: jnp.asarray(value, dtype)})
+        return new
 
     def get_config(self) -> dict[str, Any]:
         """The class's name and its configuration, JSON-able, without the state."""
-        config = {}
-        for field in dataclasses.fields(self):
-            if field.init:
-                value = getattr(self, field.name)
-                is_tree = dataclasses.is_dataclass(value)
-                config[field.name] = dataclasses.asdict(value) if is_tree else value
+        names = [f.name for f in dataclasses.fields(self) if f.init]
+        config = {name: getattr(self, name) for name in names}
         return {"class_name": _config_name(type(self)), "config": config}
 
     @classmethod
@@ -184,63 +171,23 @@ class Stateful(_Frozen, abc.ABC):
             )
         return validation.construct(classes[name], config["config"])
 
-    def _static(self) -> tuple[tuple[str, Any], ...]:
-        """The configuration, which can be hashed and compared."""
-        return tuple((name, getattr(self, name)) for name in self._static_names)
+    def _values(self, names: list[str]) -> tuple[Any, ...]:
+        """The values of some fields: the state, or the configuration."""
+        return tuple(getattr(self, name) for name in names)
 
     def _flatten_with_keys(self) -> tuple[Any, Any]:
         """The state as leaves with their keys, and the configuration beside it."""
-        leaves = [(GetAttrKey(name), getattr(self, name)) for name in self._state_names]
-        return leaves, self._static()
+        keys = map(GetAttrKey, self._state_names)
+        state = self._values(self._state_names)
+        return list(zip(keys, state, strict=True)), self._values(self._static_names)
 
     @classmethod
-    def _unflatten(cls, static: Any, leaves: Any) -> Self:
+    def _unflatten(cls, static: Any, state: Any) -> Self:
         """An instance of any leaves, checked by nothing: JAX puts placeholders there."""
-        state = zip(cls._state_names, leaves, strict=True)
-        return cls._with_attributes([*static, *state])
-
-    @classmethod
-    def _with_attributes(cls, attributes: Any) -> Self:
-        """An instance made without `__init__`, which would start afresh."""
-        self = cls.__new__(cls)
-        vars(self).update(attributes)
+        self = cls.__new__(cls)  # `__init__` would start afresh
+        self._set(**dict(zip(cls._static_names, static, strict=True)))
+        self._set(**dict(zip(cls._state_names, state, strict=True)))
         return self
-
-
-def _make_frozen_dataclass(cls: type[Stateful]) -> None:
-    """Makes a class a frozen dataclass, so that its author may still decorate it as one."""
-    attributes = vars(cls).items()
-    declared = {k: x for k, x in attributes if isinstance(x, dataclasses.Field)}
-    dataclasses.dataclass(frozen=True, eq=False)(cls)
-    # A second `dataclass(frozen=True)` would refuse to replace these two; `_Frozen` has
-    # others.
-    del cls.__setattr__, cls.__delattr__
-    # It replaces what is only inherited.
-    for name in ("__eq__", "__hash__"):
-        setattr(cls, name, getattr(cls, name))
-    # It looks for the fields where the first has deleted them.
-    for name, field in declared.items():
-        if name not in vars(cls):
-            setattr(cls, name, field)
-
-
-def _complete_init(cls: type[Stateful]) -> Callable[..., None]:
-    """The class's `__init__`, which then says what a `__post_init__` has left out."""
-    init: Callable[..., None] = cls.__init__
-
-    @functools.wraps(init)
-    def complete_init(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        unset = [name for name in cls._state_names if name not in vars(self)]
-        if unset and type(self) is cls:
-            raise TypeError(
-                f"{cls.__name__} was made without its state {', '.join(unset)}. A "
-                "__post_init__ must call super().__post_init__(), and set each "
-                "state_field() that has no default: object.__setattr__(self, name, "
-                "value)"
-            )
-
-    return complete_init
 
 
 def _subclasses(cls: type[Stateful]) -> list[type[Stateful]]:
@@ -252,7 +199,7 @@ def _subclasses(cls: type[Stateful]) -> list[type[Stateful]]:
 
 
 def _config_name(cls: type[Stateful]) -> str:
-    """What a config calls a class; see `from_config`."""
+    """What a config calls a class; the names of this library's own are taken."""
     taken = {c.__name__ for c in _subclasses(Stateful) if _is_ours(c)}
     if cls.__name__ in taken and not _is_ours(cls):
         return f"{cls.__module__}.{cls.__qualname__}"
@@ -260,16 +207,5 @@ def _config_name(cls: type[Stateful]) -> str:
 
 
 def _is_ours(cls: type[Stateful]) -> bool:
-    """Whether a class is one of this library's, whose names are taken."""
-    package, *_ = cls.__module__.split(".")
-    return package == "optax_lossscale"
-
-
-def _as_state(name: str, value: Any, dtype: Any) -> jax.Array:
-    """A new value for a state field, in its dtype."""
-    try:
-        return jnp.asarray(value, dtype)
-    except (TypeError, ValueError) as error:
-        allowed = f"an array of {dtype}"
-        got = validation.shown(value)
-        raise TypeError(f"the state {name} must be {allowed}, got {got}") from error
+    """Whether a class is one of this library's."""
+    return cls.__module__.split(".")[0] == "optax_lossscale"

@@ -3,6 +3,7 @@
 import inspect
 import reprlib
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,28 +21,15 @@ LARGEST_INT = int(np.iinfo(np.int32).max)
 _OURS = ("optax_lossscale", "jax")
 
 
-class _Short(reprlib.Repr):
-    """Values cut short."""
-
-    def __init__(self):
-        super().__init__()
-        self.maxlevel = 3
-        self.maxstring = 60
-        self.maxother = 100
-
-    def repr_int(self, x: int, level: int) -> str:
-        """Without this, one with too many digits is an error, or on Python 3.14 an address."""
-        return repr(x) if abs(x) < 10**40 else "<int>"
-
-
-_SHORT = _Short()
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 3
+_SHORT.maxstring = 60
+_SHORT.maxother = 100
 
 
 def shown(value: Any) -> str:
     """A value in an error message: never long, whatever it is."""
-    words = _SHORT.repr(value).split()
-    text = " ".join(words)
-    return text if len(text) <= 300 else f"{text[:300]}…"
+    return textwrap.shorten(_SHORT.repr(value), 300, placeholder="…")
 
 
 def warn(text: str) -> None:
@@ -159,12 +147,13 @@ def function(name: str, value: Any) -> None:
 def argnums(value: Any) -> tuple[int, ...]:
     """Which positional arguments: an int, or a sequence of ints."""
     positions = tuple(value) if isinstance(value, Sequence) else (value,)
-    got = shown(value)
-    for position in positions:
-        if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
-            raise TypeError(f"argnums must be an int or a sequence of ints, got {got}")
-    if len(set(positions)) < len(positions):
-        raise ValueError(f"argnums must name each argument once, got {got}")
+    ints = [x for x in positions if isinstance(x, (int, np.integer))]
+    has_flag = any(isinstance(x, bool) for x in ints)  # say has_aux
+    if not ints or has_flag or len(set(ints)) < len(positions):
+        raise TypeError(
+            "argnums must be an int or a sequence of different ints, got "
+            f"{shown(value)}"
+        )
     return positions
 
 
@@ -184,15 +173,13 @@ def at_hand(name: str, tree: Any) -> None:
 
 def construct(cls: Callable[..., Any], config: Any) -> Any:
     """`cls(**config)`; an unknown or missing key raises a `ValueError` that lists them all."""
-    allowed = inspect.signature(cls).parameters
-    required = [name for name, p in allowed.items() if p.default is p.empty]
-    fits = isinstance(config, dict) and set(required) <= set(config) <= set(allowed)
-    if fits:
-        return cls(**config)
-    keys = ", ".join(allowed)
-    if required:
-        keys += f", of which it needs {', '.join(required)}"
-    raise ValueError(
-        f"the config of {cls.__name__} must be a dict with keys among {keys}; got "
-        f"{shown(config)}"
-    )
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(**config)
+    except TypeError as error:
+        keys = ", ".join(signature.parameters)
+        raise ValueError(
+            f"the config of {cls.__name__} must be a dict with keys among {keys}, and "
+            f"with those that have no default; got {shown(config)}"
+        ) from error
+    return cls(**config)

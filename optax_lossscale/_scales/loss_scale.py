@@ -128,23 +128,18 @@ class LossScale(Stateful):
         shift = jnp.where(scale > 2.0**100, jnp.float32(4.0), jnp.float32(1.0))
 
         @functools.cache  # as tracing takes time
-        def of_dtype(dtype):
-            wide_shift = shift.astype(jnp.finfo(dtype).dtype)
-            wide_scale = scale.astype(wide_shift.dtype)
-            pair = (1 / wide_shift, wide_shift / wide_scale)
-            if jax.tree.leaves(self):  # else they are constants
-                pair = lax.platform_dependent(
-                    *pair, cpu=_in_one_array, default=lambda *pair: pair
-                )
-            return [x.astype(dtype) for x in pair]
-
-        @functools.cache
-        def factors(dtype, ndim):
-            return [lax.broadcast(x, (1,) * ndim) for x in of_dtype(dtype)]
+        def factors(dtype):
+            wide_shift = shift.astype(dtype)
+            pair = (1 / wide_shift, wide_shift / scale.astype(dtype))
+            if not jax.tree.leaves(self):
+                return pair  # of constants
+            return lax.platform_dependent(
+                *pair, cpu=_in_one_array, default=lambda *pair: pair
+            )
 
         def unscaled(x):
-            inverse_shift, shifted_inverse = factors(x.dtype, x.ndim)
-            return lax.mul(lax.mul(x, inverse_shift), shifted_inverse)
+            inverse_shift, shifted_inverse = factors(jnp.finfo(x.dtype).dtype)
+            return x * inverse_shift * shifted_inverse
 
         return map_inexact(unscaled, tree)
 

@@ -10,6 +10,7 @@ import numpy as np
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.stateful import checked, state_field
 from optax_lossscale._skips.rule import APPLIED_PER_SKIP, SkipRule
+from optax_lossscale._skips.window import with_newest
 
 # Of a normal distribution, in distances from its median to a quartile
 _DEVIATION = 1.4826
@@ -37,8 +38,6 @@ class SpikeSkipRule(SkipRule):
     # Of the logarithms of norms and of losses.
     # how many are remembered; shape=(2,)
     _seen: jax.Array = state_field(np.zeros(2, np.int32))
-    # The place of the oldest; shape=(2,)
-    _next: jax.Array = state_field(np.zeros(2, np.int32))
     _last: jax.Array = state_field()  # shape=(2, window), dtype=float32
 
     def __post_init__(self):
@@ -91,12 +90,10 @@ class SpikeSkipRule(SkipRule):
         return jnp.where(self._seen < _FEWEST, jnp.inf, limits)
 
     def _remember(self, measured: jax.Array, is_usual: jax.Array) -> Self:
-        """With one more of each in the place of the oldest, if it is usual."""
-        one_more = is_usual.astype(jnp.int32)
-        is_oldest = jnp.arange(self.window)[None] == self._next[:, None]
-        is_replaced = is_usual[:, None] & is_oldest
+        """With one more of each, if it is usual."""
+        with_one_more = with_newest(self._last, measured)
+        seen = self._seen + is_usual.astype(jnp.int32)
         return self.replace(
-            _last=jnp.where(is_replaced, measured[:, None], self._last),
-            _seen=jnp.minimum(self._seen + one_more, self.window),
-            _next=(self._next + one_more) % self.window,
+            _last=jnp.where(is_usual[:, None], with_one_more, self._last),
+            _seen=jnp.minimum(seen, self.window),
         )

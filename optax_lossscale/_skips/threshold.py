@@ -1,7 +1,7 @@
 """The rules of a threshold for the norm: one that is given, and one that follows the norms."""
 
-import dataclasses
-from typing import Any, Self
+from functools import partial
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from optax_lossscale._arrays.stateful import checked, state_field
 from optax_lossscale._skips.rule import SkipRule
 
 _NOT_NEGATIVE = validation.number("a number of at least 0", lambda x: x >= 0)
+_COUNT = partial(validation.count, least=0)
 _DECAY = validation.number("in (0, 1), such as 0.99", lambda x: 0 < x < 1)
 
 
@@ -30,39 +31,21 @@ class ThresholdSkipRule(SkipRule):
         return self, norm <= self.threshold
 
 
-@dataclasses.dataclass(frozen=True)
-class DropNorm:
-    """The norm from which on a step is skipped, by the moving average of norms."""
+class DropNorm(NamedTuple):
+    """A norm from which on a step is skipped, by the moving average of norms."""
 
-    mean_factor: float  # how many times the mean
-    stddev_factor: float  # and how many deviations more
-    min_count: int  # how many steps it takes; until then, it is 1e10
-
-    def __post_init__(self):
-        validation.positive("mean_factor", self.mean_factor)
-        _NOT_NEGATIVE("stddev_factor", self.stddev_factor)
-        validation.count("min_count", self.min_count, least=0)
-
-    def __call__(
-        self, count: jax.Array, mean: jax.Array, stddev: jax.Array
-    ) -> jax.Array:
-        threshold = mean * self.mean_factor
-        if self.stddev_factor:
-            threshold = threshold + stddev * self.stddev_factor
-        return jnp.where(count < self.min_count, 1e10, threshold)
-
-
-def _drop_norm(name: str, value: Any) -> DropNorm:
-    """A check that takes what a config has for it, too."""
-    if isinstance(value, DropNorm):
-        return value
-    return validation.construct(DropNorm, value)
+    mean_factor: float
+    stddev_factor: float
+    min_count: int
 
 
 class MovingAverageSkipRule(SkipRule):
     """The rule of `skips.axlearn` for a threshold that follows the norms of applied steps."""
 
-    drop_norm: DropNorm = checked(_drop_norm)
+    mean_factor: float = checked(validation.positive)  # how many times the mean
+    stddev_factor: float = checked(_NOT_NEGATIVE)  # and how many deviations more
+    # How many steps it takes; until then, norms below 1e10 are applied
+    min_count: int = checked(_COUNT)
     grad_norm_ema_decay: float = checked(_DECAY)
     count: jax.Array = state_field(0)  # steps applied; shape=(), dtype=int32
     mean: jax.Array = state_field(1.0)  # of their norms; shape=(), dtype=float32
@@ -74,7 +57,11 @@ class MovingAverageSkipRule(SkipRule):
     ) -> tuple[Self, jax.Array]:
         variance = jnp.maximum(self.mean_square - jnp.square(self.mean), 0)
         stddev = jnp.sqrt(variance)
-        is_usual = norm < self.drop_norm(self.count, self.mean, stddev)
+        threshold = self.mean * self.mean_factor
+        if self.stddev_factor:
+            threshold = threshold + stddev * self.stddev_factor
+        threshold = jnp.where(self.count < self.min_count, 1e10, threshold)
+        is_usual = norm < threshold
 
         def weight(count):
             """Of the first norms in a moving average that starts from zero, together."""

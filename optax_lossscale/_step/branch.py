@@ -9,7 +9,7 @@ from jax import lax
 
 from optax_lossscale._arrays.precision import strong
 from optax_lossscale._arrays.validation import is_traced
-from optax_lossscale._step.inputs import Prepared, zeros_like
+from optax_lossscale._step.inputs import Prepared
 from optax_lossscale._step.state import LossScaleState
 from optax_lossscale._step.update import InnerUpdate
 
@@ -49,15 +49,16 @@ def apply_or_skip(
         if update.to_params:
             return jax.tree.map(strong, scaled.params), state.inner_state
         updates, _ = jax.eval_shape(apply, scaled, state)
-        return zeros_like(updates), state.inner_state
+        return jax.tree.map(jnp.zeros_like, updates), state.inner_state
 
     def cond(should_apply, scaled, state):
         return lax.cond(should_apply, apply, skip, scaled, state)
 
     def select(should_apply, scaled, state):
-        unless = False if update.is_checked else should_apply
-        finite = scaled.unscaled(state.loss_scale).finite(unless=unless)
-        applied = inner_update(finite, state.inner_state)
+        unscaled = scaled.unscaled(state.loss_scale)
+        if update.is_checked:
+            unscaled = unscaled.finite()
+        applied = inner_update(unscaled, state.inner_state)
         skipped = skip(scaled, state)
         return jax.tree.map(partial(lax.select, should_apply), applied, skipped)
 

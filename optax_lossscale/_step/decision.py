@@ -44,7 +44,7 @@ def decide(
     The first is a bool, shape (), or the Python bool True where nothing was checked.
     """
     # What is measured is not differentiated.
-    grads, value = lax.stop_gradient((unscaled.checked_grads(), unscaled.value))
+    grads, value = lax.stop_gradient((unscaled.grads, unscaled.value))
     norm = None
     finite = None
     if state.skip_rule is not None:

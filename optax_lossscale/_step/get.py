@@ -1,6 +1,5 @@
 """A loss scale from what a user may pass for one, and from a state that holds one."""
 
-import difflib
 from typing import Any, Literal, Self
 
 import jax
@@ -63,32 +62,8 @@ def get(identifier: LossScaleLike) -> LossScale:
     raise ValueError(
         "a loss scale is None (no scaling), a number (fixed), 'dynamic', 'headroom', "
         "a LossScale, a dict from get_config(), or a dict with the key 'preset'; got "
-        f"{validation.shown(identifier)}{_what_was_meant(identifier)}"
+        f"{validation.shown(identifier)}. A dtype goes to autocast(loss_fn, dtype)"
     )
-
-
-# What dtypes are called elsewhere.
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
-
-
-def _what_was_meant(identifier: Any) -> str:
-    """The end of an error about something that is no loss scale, if it shows what was meant."""
-    dtype = None
-    if isinstance(identifier, str):
-        dtype = validation.dtype(_DTYPES.get(identifier, identifier))
-    elif isinstance(identifier, (type, np.dtype)):
-        dtype = validation.dtype(identifier)
-    if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
-        return (
-            ". A dtype goes to autocast(loss_fn, dtype); in bfloat16, pass None here, "
-            "which scales nothing and skips what is not finite"
-        )
-    if not isinstance(identifier, str):
-        return ""
-    if identifier.lower() in ("none", "off", "false", ""):
-        return ". Did you mean None?"
-    close = difflib.get_close_matches(identifier.lower(), ("dynamic", "headroom"), 1)
-    return f". Did you mean {close[0]!r}?" if close else ""
 
 
 def _preset(name: Any, arguments: dict[Any, Any]) -> LossScale:

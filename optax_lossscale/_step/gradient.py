@@ -11,12 +11,7 @@ import jax.numpy as jnp
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import IS_REPORTED
-from optax_lossscale._arrays.names import path_name
-from optax_lossscale._arrays.precision import (
-    at_least_float32,
-    dtype_of,
-    is_inexact,
-)
+from optax_lossscale._arrays.precision import at_least_float32
 from optax_lossscale._arrays.variables import find, is_module
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.loss_scale import LossScale
@@ -160,10 +155,8 @@ def value_and_scaled_grad(
     loss_scale = resolve(loss_scale)
     validation.function("fun", fun)
     check_grad_dtype(grad_dtype)
+    positions = validation.argnums(argnums)
     is_one = not isinstance(argnums, Sequence)
-    differentiated = validation.argnums(argnums)
-    if not differentiated:
-        raise TypeError("argnums must be an int or a sequence of at least one, got ()")
 
     def scaled_fun(*args, **kw):
         value = fun(*args, **kw)
@@ -177,18 +170,17 @@ def value_and_scaled_grad(
 
     @functools.wraps(fun)
     def value_and_scaled_grad_fn(*args, **kw):
-        there = [n for n in differentiated if -len(args) <= n < len(args)]
-        operands = tuple(args[n] for n in there)
-        first_or_all = operands[0] if len(operands) == 1 else operands
-        _check_no_modules(operands)
-        check_arrays("what is differentiated", first_or_all)
-        if not kwargs.get("allow_int", False):
-            _check_inexact(first_or_all)
-        are_all_there = len(there) == len(differentiated)  # else JAX refuses
-        if grad_dtype is not None and are_all_there:
-            cast = cast_to_grad_dtype(grad_dtype, operands[0] if is_one else operands)
+        try:
+            operands = [args[n] for n in positions]
+        except IndexError:
+            return scaled_value_and_grad(*args, **kw)  # JAX says what is missing
+        differentiated = operands[0] if is_one else tuple(operands)
+        _check_no_modules(differentiated)
+        check_arrays("what is differentiated", differentiated)
+        if grad_dtype is not None:
+            cast = cast_to_grad_dtype(grad_dtype, differentiated)
             args = list(args)
-            for n, operand in zip(there, (cast,) if is_one else cast, strict=True):
+            for n, operand in zip(positions, [cast] if is_one else cast, strict=True):
                 args[n] = operand
         (_, value), scaled_grads = scaled_value_and_grad(*args, **kw)
         _warn_of_float16(loss_of(value, has_aux), loss_scale)
@@ -226,18 +218,6 @@ def check_keywords(fun: Callable[..., Any], ours: Sequence[str], args: tuple) ->
                 f"{name} is an argument of this call, and one of the function's own, "
                 "which would not get it: bind the latter, as in "
                 f"functools.partial(function, {name}=…)"
-            )
-
-
-def _check_inexact(tree: Any) -> None:
-    """Raises for leaves that have no gradient, and says which."""
-    for path, x in jax.tree.leaves_with_path(tree):
-        if not is_inexact(x):
-            raise TypeError(
-                f"what is differentiated has {dtype_of(x)} at {path_name(path)}, which "
-                "has no gradient: differentiate floats alone, and pass the others as "
-                "an argument of their own; or pass allow_int=True, for gradients that "
-                "are float0"
             )
 
 

@@ -9,19 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.finite import is_finite
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, is_array, is_inexact
-from optax_lossscale._arrays.validation import (
-    LARGEST,
-    is_numeric,
-    is_traced,
-    refuse,
-    shown,
-)
+from optax_lossscale._arrays.validation import is_numeric, is_traced, refuse, shown
 from optax_lossscale._arrays.variables import find, plain
 from optax_lossscale._scales.loss_scale import LossScale
 
@@ -42,41 +35,42 @@ _static: Any = partial(dataclasses.field, metadata={"static": True})
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What a step was given, checked and completed."""
+    """What a step was given, checked and completed.
 
-    grads: Any  # as they came or unscaled; zeros where one is missing
+    A `mask` divides the leaves of the gradients in two lists, with None in each for
+    those of the other. Without one, all are in `grads`, in their own tree.
+    """
+
+    grads: Any  # as they came or unscaled, with zeros where one is missing
     params: Any  # or None
     value: jax.Array | None = None  # the true loss, shape ()
     # The paths of leaves and branches without a gradient: they stay, as does what inner
     # keeps.
     missing: frozenset[Any] = _static(default=frozenset())
-    # By the mask; the others are not scaled
-    checked: tuple[bool, ...] = _static(default=())
+    left_out: Any = None  # by the mask: neither scaled nor checked
+    structure: Any = _static(default=None)  # of both, if there is a mask
 
     def unscaled(self, loss_scale: LossScale) -> Self:
         """With unscaled gradients, in float32 or wider."""
         # A compiled step unscales in the branches of several platforms, but traces it
         # once.
         unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
-        grads = unscale(loss_scale, self.grads, self.checked)
-        return dataclasses.replace(self, grads=grads)
+        return dataclasses.replace(self, grads=unscale(loss_scale, self.grads))
 
-    def finite(self, *, unless: jax.Array | bool = False) -> Self:
-        """With zeros for what is not finite, in the loss and in the gradients that are checked.
+    def finite(self) -> Self:
+        """With zeros for what is not finite, in the loss and in the gradients checked."""
+        # Each by itself, without waiting for the check: so a clip's norm is computed in
+        # the same pass.
+        grads, value = jax.tree.map(_zero_unless_finite, (self.grads, self.value))
+        return dataclasses.replace(self, grads=grads, value=value)
 
-        `unless` a step that nobody checked is applied all the same: it applies what
-        there is.
-        """
-        zeros = partial(_zeros_for_nonfinite, unless=unless)
-        grads = _of_checked(zeros, self.grads, self.checked)
-        return dataclasses.replace(self, grads=grads, value=zeros(self.value))
-
-    def checked_grads(self) -> Any:
-        """The gradients to check: the tree, or a list of those that the mask keeps."""
-        if all(self.checked):
+    def all_grads(self) -> Any:
+        """The gradients in their own tree, as inner takes them."""
+        if self.structure is None:
             return self.grads
-        pairs = zip(jax.tree.leaves(self.grads), self.checked, strict=True)
-        return [g for g, checked in pairs if checked]
+        pairs = zip(self.grads, self.left_out, strict=True)
+        leaves = [left_out if grad is None else grad for grad, left_out in pairs]
+        return self.structure.unflatten(leaves)
 
     def moved(self, move: Callable[[Any, Any], Any], updates: Any) -> Any:
         """`move(param, update)` for each parameter; without a gradient, its update is None."""
@@ -144,8 +138,8 @@ def prepare(
     if params is not None:
         _check_shapes(completed.grads, _like(params))
     loss = None if value is None else _true_loss(value)
-    checked = _checked(completed.grads, mask)
-    return dataclasses.replace(completed, value=loss, checked=checked)
+    prepared = dataclasses.replace(completed, value=loss)
+    return prepared if mask is None else _divided(prepared, mask)
 
 
 def complete(grads: Any, params: Any) -> Prepared:
@@ -164,14 +158,14 @@ def complete(grads: Any, params: Any) -> Prepared:
 
     try:
         completed = jax.tree.map(or_zeros, grads, like, is_leaf=_has_no_gradient)
-        if jax.tree.structure(completed) != jax.tree.structure(like):
-            raise ValueError("a gradient for a branch of parameters")
-    except ValueError as error:
+    except ValueError:
+        completed = None
+    if jax.tree.structure(completed) != jax.tree.structure(like):
         raise ValueError(
             "the gradients must have the structure of the parameters, with None where "
             "there is no gradient.\nGradients: "
             f"{jax.tree.structure(grads)}\nParameters: {jax.tree.structure(like)}"
-        ) from error
+        )
     return Prepared(completed, params, missing=missing)
 
 
@@ -237,72 +231,39 @@ def check_scalar(name: str, x: Any) -> None:
         )
 
 
-def zeros_like(tree: Any) -> Any:
-    """A tree of zeros; leaves of one type share theirs, as tracing takes time."""
-    zeros: dict[Any, jax.Array] = {}
-
-    def shared(x):
-        kind = jax.typeof(x)
-        if kind not in zeros:
-            zeros[kind] = jnp.zeros_like(x)
-        return zeros[kind]
-
-    return jax.tree.map(shared, tree)
-
-
-def _checked(grads: Any, mask: Mask | None) -> tuple[bool, ...]:
-    """For each gradient whether the mask, a prefix of their tree, keeps it."""
+def _divided(prepared: Prepared, mask: Mask) -> Prepared:
+    """What a step was given, with the gradients that a mask leaves out by themselves."""
     if callable(mask):
-        mask = mask(grads)
+        mask = mask(prepared.grads)
         check_mask(mask)
-    flags, structure = jax.tree.flatten(True if mask is None else mask)
     try:
-        branches = structure.flatten_up_to(grads)
+        flags = jax.tree.leaves(jax.tree.broadcast(mask, prepared.grads))
     except ValueError as error:
         raise ValueError(
             f"mask must be a prefix of the gradients' tree: {error}"
         ) from error
-    checked = []
-    for flag, branch in zip(flags, branches, strict=True):
-        checked += [bool(flag)] * len(jax.tree.leaves(branch))
-    return tuple(checked)
+    leaves, structure = jax.tree.flatten(prepared.grads)
+    grads = []
+    left_out = []
+    for leaf, is_kept in zip(leaves, flags, strict=True):
+        grads.append(leaf if is_kept else None)
+        left_out.append(None if is_kept else at_least_float32(leaf))
+    return dataclasses.replace(
+        prepared, grads=grads, left_out=left_out, structure=structure
+    )
 
 
-def _of_checked(
-    function: Callable[[Any], Any], grads: Any, checked: tuple[bool, ...]
-) -> Any:
-    """Gradients in float32 or wider, with a function applied to the list of those checked."""
-    leaves, structure = jax.tree.flatten(grads)
-    pairs = list(zip(leaves, checked, strict=True))
-    results = iter(function([g for g, is_checked in pairs if is_checked]))
-    mapped = []
-    for g, is_checked in pairs:
-        mapped.append(next(results) if is_checked else at_least_float32(g))
-    return structure.unflatten(mapped)
+def _unscale(loss_scale: LossScale, grads: Any) -> Any:
+    """The gradients divided by the loss scale, in float32 or wider."""
+    return loss_scale.unscale(grads)
 
 
-def _unscale(loss_scale: LossScale, grads: Any, checked: tuple[bool, ...]) -> Any:
-    """The unscaled gradients, and those that the mask leaves out as they are."""
-    return _of_checked(loss_scale.unscale, grads, checked)
+_unscale_traced_once = jax.jit(_unscale)
 
 
-_unscale_traced_once = jax.jit(_unscale, static_argnums=2)
-
-
-def _zeros_for_nonfinite(tree: Any, unless: jax.Array | bool) -> Any:
-    """The tree, with zeros for numbers that are not finite, unless they are to stay."""
-
-    # Each by itself, without waiting for the check: so a clip's norm is computed in the
-    # same pass.
-    def finite_or_zero(x, zero):
-        if not is_inexact(x):
-            return x
-        stays = is_finite(x)
-        if unless is not False:
-            stays = stays | unless
-        return lax.select(stays, x, zero)
-
-    return jax.tree.map(finite_or_zero, tree, zeros_like(tree))
+def _zero_unless_finite(x: Any) -> Any:
+    """The numbers that are finite, and zeros for the others."""
+    return jnp.where(is_finite(x), x, 0) if is_inexact(x) else x
 
 
 def _like(params: Any) -> Any:
@@ -332,6 +293,4 @@ def _true_loss(value: ArrayLike) -> jax.Array:
     """The loss as an array, shape ()."""
     loss = plain(value)
     check_scalar("value, the true loss,", loss)
-    if isinstance(loss, (int, np.integer)):  # which int32 may not hold
-        loss = np.float32(min(max(loss, -LARGEST), LARGEST))
     return jnp.asarray(loss)

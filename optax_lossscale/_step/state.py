@@ -1,7 +1,7 @@
 """What an optimizer with loss scaling keeps from step to step."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,16 +32,6 @@ class LossScaleState(NamedTuple):
     skipped_steps: jax.Array
     consecutive_skipped_steps: jax.Array
     skip_rule: SkipRule | None = None
-
-    if not TYPE_CHECKING:  # to a type checker, it would make every name an attribute
-
-        def __getattr__(self, name):
-            raise AttributeError(
-                f"a LossScaleState has no {name!r}; the wrapped optimizer's state is "
-                "its inner_state: if a function takes that optimizer's own state, as "
-                "optax.contrib.schedule_free_eval_params does, pass it "
-                "state.inner_state"
-            )
 
 
 def wrapper_states(state: Any) -> list[LossScaleState]:

@@ -78,9 +78,7 @@ class ScaledStep:
         unscaled = scaled.unscaled(state.loss_scale)
         should_apply, new_state = decide(unscaled, state, self.skip, self.axis_name)
         is_checked = self.skip is not None
-        update = InnerUpdate(
-            self.inner, self._expected_state, extra_args, to_params, is_checked
-        )
+        update = InnerUpdate(self.inner, extra_args, to_params, is_checked)
         if should_apply is True:
             new, inner_state = update.apply(unscaled, state.inner_state)
         else:

@@ -2,15 +2,13 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, strong
-from optax_lossscale._arrays.validation import shown
 from optax_lossscale._step.inputs import (
     Prepared,
     as_inner_sees,
@@ -24,8 +22,6 @@ class InnerUpdate:
     """What one step computes if it is applied, and in which form it gives that."""
 
     inner: optax.GradientTransformation
-    # The inner state for given parameters, abstract: to say what is wrong with another
-    expected_state: Callable[[Any], Any]
     extra_args: Mapping[str, Any]
     to_params: bool  # whether it gives the new parameters, or else the updates
     is_checked: bool  # so that none is applied whose gradients or loss are not finite
@@ -35,16 +31,12 @@ class InnerUpdate:
         params = unscaled.params
         inner = optax.with_extra_args_support(self.inner)
         wide_params = jax.tree.map(as_inner_sees, params)
-        try:
-            updates, new_state = inner.update(
-                unscaled.grads,
-                inner_state,
-                wide_params,
-                **self._extra_args(inner, unscaled.value),
-            )
-        except Exception as error:
-            self._check_inner_state(error, inner_state, params)
-            raise
+        updates, new_state = inner.update(
+            unscaled.all_grads(),
+            inner_state,
+            wide_params,
+            **self._extra_args(inner, unscaled.value),
+        )
         if params is not None:
             move = _param_after if self.to_params else update_or_zero
             updates = unscaled.moved(move, updates)
@@ -62,27 +54,6 @@ class InnerUpdate:
         if value is None or not (takes_any or "value" in parameters):
             return self.extra_args
         return {"value": value, **self.extra_args}
-
-    def _check_inner_state(
-        self, error: Exception, inner_state: Any, params: Any
-    ) -> None:
-        """Raises for a state that is not this optimizer's, if that is why it failed."""
-        if params is None:
-            return
-        expected = self.expected_state(params)
-        if _structure_and_shapes(inner_state) != _structure_and_shapes(expected):
-            raise ValueError(
-                "the state's inner_state is that of another optimizer, or of other "
-                f"parameters: this one's is {shown(expected)}, got "
-                f"{shown(inner_state)}. Begin with tx.init(params). The optimizer "
-                f"says: {error}"
-            ) from error
-
-
-def _structure_and_shapes(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
-    """What two states of one optimizer for the same parameters have in common."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [np.shape(x) for x in leaves]
 
 
 def _param_after(param: Any, update: Any) -> Any:

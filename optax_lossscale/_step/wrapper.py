@@ -7,7 +7,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.validation import refuse
-from optax_lossscale._arrays.variables import find, is_variable
+from optax_lossscale._arrays.variables import is_variable
 from optax_lossscale._scales.loss_scale import AxisName
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.branch import Branch
@@ -177,34 +177,20 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
 
 def _check_minimize_arguments(loss_fn: Any, state: Any, params: Any) -> None:
-    """Raises unless what `minimize` was given is in its order, and says what is wrong with it."""
-    states = find(lambda x: isinstance(x, LossScaleState), state)
-    if not callable(loss_fn):
-        wrong = "loss_fn is the loss function itself, not a loss that it returned"
-    elif isinstance(params, LossScaleState):
-        wrong = "Here, state and params are swapped"
-    elif not states:
-        wrong = "The state is what tx.init(params) or the last step returned"
-    elif is_variable(states[0].should_apply):
-        wrong = (
-            "An nnx.Optimizer takes its step itself: optimizer.update(model, "
-            "scaled_grads, value=loss), after nnx.value_and_grad of "
-            "scale_gradient(loss, optimizer). With minimize, use tx.init and the "
-            "params of nnx.split(model, nnx.Param, ...) instead"
-        )
-    elif state is states[0]:
+    """Raises unless what `minimize` was given is in its order."""
+    is_state = isinstance(state, LossScaleState) and not is_variable(state.should_apply)
+    if callable(loss_fn) and is_state and not isinstance(params, LossScaleState):
         return
-    else:
-        wrong = (
-            "The state is the LossScaleState alone, without what holds it. If that is "
-            "the state of an optimizer around this one, call value_and_scaled_grad "
-            "and its own update"
-        )
     first, second, third = (type(x).__name__ for x in (loss_fn, state, params))
     raise TypeError(
         "the order of the arguments is minimize(loss_fn, state, params, …), where … "
         f"is what loss_fn takes besides params; got {first} and {second}, then "
-        f"{third}. {wrong}"
+        f"{third}. loss_fn is the function itself, not a loss that it returned, and "
+        "the state the LossScaleState that tx.init(params) or the last step returned, "
+        "without what holds it. An nnx.Optimizer takes the step itself: "
+        "optimizer.update(model, scaled_grads, value=loss), after nnx.value_and_grad of "
+        "scale_gradient(loss, optimizer); so does an optimizer around this one, after "
+        "value_and_scaled_grad"
     )
 
 

@@ -48,29 +48,10 @@ def test_an_unknown_identifier_is_answered_with_the_known(bad):
         ols.get(bad)
 
 
-@pytest.mark.parametrize(
-    ("bad", "meant"),
-    {
-        "dynmaic": "Did you mean 'dynamic'",
-        "Headroom": "Did you mean 'headroom'",
-        "none": "Did you mean None",
-        "bf16": "autocast.*pass None",
-        "bfloat16": "autocast.*pass None",
-        jnp.bfloat16: "autocast.*pass None",
-        np.dtype("float16"): "autocast.*pass None",
-    }.items(),
-)
-def test_an_error_guesses_what_was_meant(bad, meant):
-    with pytest.raises(ValueError, match=meant):
+@pytest.mark.parametrize("bad", ["bf16", jnp.bfloat16, np.dtype("float16")])
+def test_an_error_says_where_a_dtype_goes(bad):
+    with pytest.raises(ValueError, match="A dtype goes to autocast"):
         ols.with_loss_scale(optax.sgd(0.1), bad)
-
-
-@pytest.mark.parametrize("bad", ["fixed", "xyz", object, (), np.ones(3)])
-def test_an_error_guesses_nothing_where_nothing_is_close(bad):
-    with pytest.raises(ValueError, match="a loss scale is None") as error:
-        ols.get(bad)
-    assert "Did you mean" not in str(error.value)
-    assert "autocast" not in str(error.value)
 
 
 @pytest.mark.parametrize("bad", [0, -128, np.nan, np.inf])

@@ -56,7 +56,7 @@ def test_passes_has_aux_argnums_and_further_arguments_on():
 
 
 @pytest.mark.parametrize("way", ["value_and_scaled_grad", "minimize"])
-def test_integers_among_the_parameters_are_named(way):
+def test_integers_among_the_parameters_are_refused(way):
     params = {"w": jnp.ones(3), "step": jnp.arange(3)}
     fun = lambda params: jnp.sum(params["w"])
     tx = ols.with_loss_scale(optax.sgd(0.1))
@@ -64,7 +64,7 @@ def test_integers_among_the_parameters_are_named(way):
         "value_and_scaled_grad": lambda: ols.value_and_scaled_grad(fun, LS)(params),
         "minimize": lambda: tx.minimize(fun, tx.init(params), params),
     }
-    with pytest.raises(TypeError, match="has int32 at step, which has no gradient"):
+    with pytest.raises(TypeError, match="got int32"):
         ways[way]()
 
 

@@ -76,9 +76,9 @@ WRONG = {
         loss_fn,
         PARAMS,
         STATE,
-        r"got function and dict, then LossScaleState\..*are swapped",
+        r"got function and dict, then LossScaleState\.",
     ),
-    "a loss": (loss_fn(PARAMS), STATE, PARAMS, "the loss function itself, not a loss"),
+    "a loss": (loss_fn(PARAMS), STATE, PARAMS, "the function itself, not a loss"),
     "no function": (
         None,
         STATE,
@@ -95,15 +95,15 @@ WRONG = {
         loss_fn,
         PARAMS,
         1.0,
-        r"got function and dict, then float\..*what tx\.init\(params\)",
+        r"got function and dict, then float\..*that tx\.init\(params\)",
     ),
     "a chain's": (
         loss_fn,
         CHAINED,
         PARAMS,
-        r"got function and tuple, then dict\..*LossScaleState alone",
+        r"got function and tuple, then dict\..*without what holds it",
     ),
-    "inner's": (loss_fn, STATE.inner_state, PARAMS, r"what tx\.init\(params\)"),
+    "inner's": (loss_fn, STATE.inner_state, PARAMS, r"that tx\.init\(params\)"),
 }
 
 

@@ -461,7 +461,7 @@ def test_members_under_vmap_each_go_by_their_own_norms(rule):
         spikes = jnp.array([1.0, 1e3 if i == 11 else 1.0])[:, None, None]
         _, state = step(times(noise * spikes, params), state, params)
     np.testing.assert_array_equal(state.skip_rule.skipped_by_rule[0], 0)
-    minimum = getattr(getattr(rule, "drop_norm", None), "min_count", 0)
+    minimum = getattr(rule, "min_count", 0)
     assert state.skip_rule.skipped_by_rule[1] == (1 if minimum <= 11 else 0)
 
 

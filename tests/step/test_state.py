@@ -11,13 +11,6 @@ PARAMS = {"w": jnp.ones(3)}
 TX = ols.with_loss_scale(optax.adam(1e-3))
 
 
-def test_a_name_of_the_inner_optimizers_state_says_where_that_is():
-    with pytest.raises(
-        AttributeError, match="no 'z'; the wrapped optimizer's state is its inner"
-    ):
-        TX.init(PARAMS).z  # noqa: B018
-
-
 def test_a_stack_of_states_is_taken_under_vmap_alone():
     params = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
     states = jax.vmap(TX.init)(params)

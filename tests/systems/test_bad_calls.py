@@ -205,27 +205,10 @@ WRAPPER = {
         ValueError,
         "Restore a checkpoint into",
     ),
-    "state: of another optimizer": (
-        lambda: step_by(optax.adam(0.1), STATE),
-        ValueError,
-        "inner_state is that of another optimizer",
-    ),
-    "state: of other parameters": (
-        lambda: step_by(
-            optax.adam(0.1), ols.with_loss_scale(optax.adam(0.1)).init({"v": 1.0})
-        ),
-        ValueError,
-        "or of other parameters",
-    ),
     "state: a stack": (
         lambda: step(state=jax.vmap(TX.init)({"w": jnp.ones((4, 3))})),
         ValueError,
         "the state is a stack of shape (4,), as made by vmap(tx.init)",
-    ),
-    "state: its optimizer's": (
-        lambda: optax.contrib.schedule_free_eval_params(STATE, PARAMS),
-        AttributeError,
-        "pass it state.inner_state",
     ),
     "value: a dict": (
         lambda: step(value={"loss": 1.0}),
@@ -401,18 +384,13 @@ GET = {
     ),
     "a value of 10 MB": (lambda: config(initial_scale=LONG), ValueError, NUMBER),
     "a deep value": (lambda: config(growth_interval=DEEP), ValueError, INT),
-    "a huge int": (lambda: config(initial_scale=10**10_000), ValueError, NUMBER),
-    "a number of digits": (
-        lambda: config(growth_interval=10**10_000),
-        ValueError,
-        "got <int>",
-    ),
+    "a huge int": (lambda: config(initial_scale=10**10_000), ValueError, "digits"),
     "an int key": (
         lambda: ols.get({"class_name": "DynamicLossScale", "config": {1: 2}}),
         ValueError,
         "keys among initial_scale",
     ),
-    "no config": (lambda: config("FixedLossScale"), ValueError, "it needs scale"),
+    "no config": (lambda: config("FixedLossScale"), ValueError, "keys among scale"),
     "an unknown class": (lambda: config("Nonesuch"), ValueError, "Import the module"),
     "no class": (lambda: config(None), ValueError, "no loss scale is named None"),
     "from_config: a str": (
@@ -447,7 +425,7 @@ GET = {
         ValueError,
         "keys among initial_scale",
     ),
-    "preset: missing": (lambda: preset("jmp"), ValueError, "it needs loss_scale"),
+    "preset: missing": (lambda: preset("jmp"), ValueError, "keys among loss_scale"),
     "preset: a bad value": (
         lambda: preset("keras", initial_scale="x"),
         ValueError,
@@ -576,13 +554,13 @@ LOSS_SCALES = {
     ),
     "replace: a str": (
         lambda: LS.replace(loss_scale="x"),
-        TypeError,
-        "an array of float32",
+        ValueError,
+        "could not convert string to float",
     ),
     "replace: None": (
         lambda: LS.replace(loss_scale=None),
-        TypeError,
-        "an array of float32",
+        ValueError,
+        "None is not a valid value",
     ),
     "adjust: gradients": (
         lambda: LS.adjust(PARAMS),
