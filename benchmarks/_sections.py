@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lossscale as ols
 from benchmarks import _measure, _models, _transformer, _ways
 from optax_lossscale._arrays.finite import norm_and_all_finite
-from optax_lossscale.demo import _model, _text, _training
+from optax_lossscale.demo import _model, _text
 
 Row = dict[str, Any]
 MILLION = 1_000_000
@@ -195,7 +195,7 @@ def train_step(quick: bool) -> list[Row]:
 
 
 def _loss(params: Any, tokens: jax.Array, *, dtype: Any):
-    return _model.loss(params, tokens, dtype) / _training.MICRO_BATCHES
+    return _model.loss(optax.tree.cast(params, dtype), tokens) / 1024
 
 
 def compiling(quick: bool) -> list[Row]:

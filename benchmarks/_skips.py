@@ -122,7 +122,8 @@ def train(rule: str, scenario: Any, steps: int, seeds: jax.Array) -> Outcome:
 
         def step(carry, batch):
             tokens, factor = batch
-            loss_fn = lambda params: factor * _model.loss(params, tokens, jnp.bfloat16)
+            cast = functools.partial(optax.tree.cast, dtype=jnp.bfloat16)
+            loss_fn = lambda params: factor * _model.loss(cast(params), tokens)
             loss, params, state = tx.minimize(loss_fn, carry[1], carry[0])
             return (params, state), (loss / factor, state.should_apply)
 
@@ -151,7 +152,7 @@ class Row(NamedTuple):
 
 def measure(steps: int) -> dict[tuple[str, str], Row]:
     """Trains under each rule in each scenario."""
-    cases = _stacked(_text.read(None), steps)
+    cases = _stacked(_text.read(), steps)
     found = {}
     for rule in tqdm(RULES, desc="rules"):
         for name, scenario in cases.items():

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_lossscale.demo import _model
 
@@ -23,9 +24,9 @@ def tokens(batch: int) -> jax.Array:
 
 def loss(params: Any, tokens: jax.Array) -> jax.Array:
     """Casts the parameters itself, where they are not float16 yet."""
-    return _model.loss(params, tokens, jnp.float16)
+    return _model.loss(optax.tree.cast(params, jnp.float16), tokens)
 
 
 def float32_loss(params: Any, tokens: jax.Array) -> jax.Array:
     """The same in float32."""
-    return _model.loss(params, tokens, jnp.float32)
+    return _model.loss(optax.tree.cast(params, jnp.float32), tokens)

@@ -41,7 +41,7 @@ def train(loss_scale, weight):
     params = _model.init(jax.random.key(0))
     state = tx.init(params)
     shares = []
-    for tokens in _text.batches(_text.read(None), STEPS, seed=0):
+    for tokens in _text.batches(_text.read(), STEPS, seed=0):
         params, state, share = train_step(params, state, tokens)
         shares.append(share)
     return int(state.skipped_steps), float(jnp.stack(shares).mean())
@@ -54,7 +54,7 @@ def loss_fn(weight, params, tokens):
 
 
 if __name__ == "__main__":
-    tokens = next(_text.batches(_text.read(None), 1, seed=0))
+    tokens = next(_text.batches(_text.read(), 1, seed=0))
     print("| loss | initial scale | | skipped | zero or subnormal in float16 |")
     print("| --- | --- | ---: | ---: | ---: |")
     for loss, weight in LOSSES.items():

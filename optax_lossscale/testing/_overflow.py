@@ -125,7 +125,7 @@ def _after_overflow(trial, runs, judged):
     if fault:
         return fault
     skipped = [run for run in runs if not run.flags.any()]
-    if any(run.states and not run.counts_a_skip for run in skipped):
+    if any(run.states and run.skips <= 0 for run in skipped):
         return _UNCOUNTED
     return ""
 

@@ -23,15 +23,13 @@ from optax_lossscale._arrays.variables import is_variable, plain
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.get import get_loss_scale, loss_scales_in
-from optax_lossscale._step.master_weights import MasterWeightsState
-from optax_lossscale._step.state import LossScaleState, wrapper_states
+from optax_lossscale._step.state import LossScaleState
 
 Path = tuple[Any, ...]  # of keys
 Numbers = dict[Path, Any]  # arrays, by their places
 
 LARGEST = 2.0**126
 _LEFT_OUT = (LossScale, SkipRule)  # they record overflows
-_WEIGHTS = GetAttrKey("master_weights")
 _SAMPLE = 2**16  # numbers of an array, at most
 
 
@@ -39,12 +37,10 @@ class Run(NamedTuple):
     """What a step made of its arguments."""
 
     outputs: Numbers  # what it returned or changed in place, flat
-    dtypes: dict[Path, Any]  # in which it did
-    master_weights: list[Path]  # where there are some
     before: LossScale
     loss_scales: list[LossScale]  # that it made
     states: list[LossScaleState]  # that it made
-    skipped_before: int  # steps, by the state that it was given
+    skips: int  # more than before, by the state that counts most
 
     @property
     def exponent(self) -> float:
@@ -64,14 +60,9 @@ class Run(NamedTuple):
         return np.concatenate(by_states) & all(by_scales)
 
     @property
-    def counts_a_skip(self) -> bool:
-        """Whether more steps are skipped than before."""
-        return _skipped_steps(self.states) > self.skipped_before
-
-    @property
     def was_applied(self) -> bool:
         """Whether it was applied, as far as can be seen; if it is several steps, all of them."""
-        return bool(np.all(self.flags)) and not self.counts_a_skip
+        return bool(np.all(self.flags)) and self.skips <= 0
 
     @property
     def was_skipped(self) -> bool:
@@ -87,21 +78,13 @@ class Trial:
         self.step = step
         self.arguments = {"args": args, "kwargs": kwargs}
         loss_scales = loss_scales_in(self.arguments)
-        if not loss_scales:
-            raise ValueError(
-                "expected exactly one loss scale among the arguments of the step, "
-                "found none: pass it the optimizer's state as an argument. If a "
-                "function makes its state itself, or takes several steps, call the "
-                "assertion inside it, at the first step"
-            )
         varying = [x for x in loss_scales if jax.tree.leaves(x)]
         self.has_fixed = len(varying) < len(loss_scales)
         # One that is fixed, or None, has no number to be varied, and does not count.
-        others = varying or loss_scales[:1]
-        counted = others if self.has_fixed else self.arguments
+        counted = varying or loss_scales[:1]
         self.loss_scale = jax.device_get(get_loss_scale(counted))
-        states = jax.device_get(wrapper_states(self.arguments))
-        self.skipped_before = _skipped_steps(states)
+        states = _parts(LossScaleState, self.arguments).values()
+        self.skipped_before = _skipped_steps(jax.device_get([*states]))
         self.floats = {}
         for path, x in numbers_in(self.arguments).items():
             if is_inexact(x):
@@ -139,32 +122,23 @@ class Trial:
         with jax.debug_nans(False), jax.debug_infs(False), BLANK_METRICS(True):
             result = self.step(*arguments["args"], **arguments["kwargs"])
 
-        # Arguments that it did not change in place are not its outputs, and may be
-        # gone.
-        def is_new(x):
-            return any(id(leaf) not in ids for leaf in jax.tree.leaves(x))
-
-        def made(parts_of):
-            in_place = [x for x in parts_of(arguments) if is_new(x)]
-            return jax.device_get([*parts_of(result), *in_place])
+        def outputs(parts):
+            """Without arguments that it did not change in place, which may be gone."""
+            made = {}
+            for path, x in parts.items():
+                is_new = any(id(leaf) not in ids for leaf in jax.tree.leaves(x))
+                if is_new or path[0] == DictKey("result"):
+                    made[path] = jax.device_get(x)
+            return made
 
         after = {"result": result, **arguments}
-        outputs = {}
-        dtypes = {}
-        for path, x in numbers_in(after).items():
-            if path[0] == DictKey("result") or is_new(x):
-                outputs[path] = flat(jax.device_get(x))
-                dtypes[path] = dtype_of(x)
-        parts = _leaves(after, MasterWeightsState)
-        states = [k for k, x in parts.items() if isinstance(x, MasterWeightsState)]
+        states = [*outputs(_parts(LossScaleState, after)).values()]
         return Run(
-            outputs=outputs,
-            dtypes=dtypes,
-            master_weights=[(*path, _WEIGHTS) for path in states],
+            outputs={k: flat(x) for k, x in outputs(numbers_in(after)).items()},
             before=loss_scale,
-            loss_scales=made(lambda tree: plain(loss_scales_in(tree))),
-            states=made(wrapper_states),
-            skipped_before=self.skipped_before,
+            loss_scales=[*outputs(_parts(LossScale, after)).values()],
+            states=states,
+            skips=_skipped_steps(states) - self.skipped_before,
         )
 
     def _places(self, loss_scale):
@@ -173,6 +147,12 @@ class Trial:
         places = [path for path in _leaves(self.arguments) if path not in others]
         numbers = itertools.cycle(jax.tree.leaves(loss_scale))
         return dict(zip(places, numbers, strict=False))
+
+
+def _parts(kind, tree):
+    """The parts of a tree that are of a type, by place, made of arrays."""
+    parts = _leaves(tree, kind)
+    return {path: plain(x) for path, x in parts.items() if isinstance(x, kind)}
 
 
 def numbers_in(tree: Any) -> Numbers:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import GetAttrKey
 
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._step.gradient import check_keywords
@@ -41,6 +42,7 @@ _LOWEST = -125
 _WIDE = 90
 _START = 30
 _LONGEST_INTERVAL = 100_000  # steps
+_WEIGHTS = GetAttrKey("master_weights")
 
 
 def assert_scale_invariant(
@@ -119,9 +121,9 @@ def _accusation(trial, ignore):
     falling = _falling(trial)
     usual = falling[0] if falling else trial.at(2.0**_LOWEST)
     beyond = overflowing[-1]
-    back = what_comes_back(trial, [usual, beyond])
     if len(falling) < _ENOUGH:
-        return _never_applied(usual, back, len(falling))
+        return _never_applied(usual, len(falling))
+    back = what_comes_back(trial, [usual, beyond])
 
     in_all = set.intersection(*(set(run.outputs) for run in falling))
     judged = [path for path in not_ignored(ignore, usual) if path in in_all]
@@ -144,11 +146,11 @@ def _accusation(trial, ignore):
         by_a_power = listed(_BY_A_POWER, powers.values())
         return by_a_power + listed(_BY_A_CHANGE, changes) + _MULTIPLIED
     # What does not depend on gradients may change as it does at any other loss scale.
-    differing = [path for path in judged if _differ(beyond, usual, path)]
-    to_stay = {path: back[path] for path in differing if path in back}
+    back = {path: back[path] for path in judged if path in back}
+    to_stay = {k: place for k, place in back.items() if _differ(beyond, usual, k)}
     fault = left_behind(trial, overflowing, to_stay)
     if not fault:
-        fault = listed(_LOST, _lost_weights(usual, judged), _LAST)
+        fault = listed(_LOST, _lost_weights(trial, usual, back), _LAST)
     if not fault:
         changed = _changed_at_growth(trial, falling, series)
         fault = listed(_AT_GROWTH, changed, _ADAPTED)
@@ -170,10 +172,9 @@ def _falling(trial):
     return [run for run in runs if run.was_applied]
 
 
-def _never_applied(run, back, times):
+def _never_applied(run, times):
     """What to say of a step that is skipped at nearly all loss scales."""
-    only_returned = [x for path, x in run.outputs.items() if path not in back]
-    if not all(np.isfinite(x).all() for x in only_returned):
+    if not all(np.isfinite(x).all() for x in run.outputs.values()):
         raise ValueError(
             f"the step is skipped at all but {times} loss scales: look for NaN or inf "
             "in the arguments, the loss and the model; diagnose(loss_fn, params, "
@@ -228,17 +229,9 @@ def _changes(series, powers):
         none_elsewhere = np.equal(how_many, emerging[path])
         row = dependence.change(x, none_elsewhere)
         if row is not None and path not in powers:
-            changes.append(_between(path, x, row))
+            high, low = x.exponents[row : row + 2]
+            changes.append(f"{name_of(path)}, between 2**{low:g} and 2**{high:g}")
     return changes
-
-
-def _between(path, series, row):
-    """Between which loss scales an output changes; of a single number, also from what to what."""
-    high, low = (f"2**{exponent:.0f}" for exponent in series.exponents[row : row + 2])
-    if series.values.shape[1] > 1:
-        return f"{name_of(path)}, between {low} and {high}"
-    above, below = series.values[row : row + 2, 0]
-    return f"{name_of(path)} is {below:.4g} at {low} and {above:.4g} at {high}"
 
 
 def _differ(run, other, path):
@@ -284,13 +277,15 @@ def _about_to_grow(loss_scale):
     return lax.while_loop(goes_on, next_step, (0, loss_scale))
 
 
-def _lost_weights(run, judged):
-    """The float32 copies of which no float16 output is the rounding."""
-    halves = [run.outputs[path] for path in judged if run.dtypes[path] == np.float16]
+def _lost_weights(trial, run, back):
+    """The float32 copies of which no float16 parameter is the rounding."""
 
-    def is_copy(path):
-        is_inside = any(path[: len(place)] == place for place in run.master_weights)
-        return is_inside and run.dtypes[path] == np.float32
+    def of_dtype(dtype):
+        return [
+            path for path, place in back.items() if trial.floats[place].dtype == dtype
+        ]
+
+    halves = [run.outputs[path] for path in of_dtype(np.float16)]
 
     def is_lost(path):
         with np.errstate(over="ignore"):
@@ -298,7 +293,7 @@ def _lost_weights(run, judged):
         alike = [x for x in halves if x.size == rounded.size]
         return bool(alike) and not any(equal(x, rounded) for x in alike)
 
-    return [path for path in judged if is_copy(path) and is_lost(path)]
+    return [path for path in of_dtype(np.float32) if _WEIGHTS in path and is_lost(path)]
 
 
 _BY_A_POWER = (

@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from compiling import AS_USERS_DO
 from jax import lax
@@ -16,16 +17,17 @@ TOKENS = jax.ShapeDtypeStruct((64, _model.CONTEXT + 1), jnp.int32)
 
 
 def unrolled(params, tokens, dtype):
-    return _model.loss(params, tokens, dtype)
+    return _model.loss(optax.tree.cast(params, dtype), tokens)
 
 
 def scanned(params, tokens, dtype, block=_model.block):
     """The same with its blocks in a scan."""
-    p = jax.tree.map(lambda x: x.astype(dtype), params)
-    x = _model.embed(p, tokens[:, :-1])
+    p = optax.tree.cast(params, dtype)
+    x = p["embedding"][tokens[:, :-1]] + p["position"]
     blocks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *p["blocks"])
     x, _ = lax.scan(lambda x, p: (block(p, x), None), x, blocks)
-    return _model.cross_entropy(_model.logits(p, x), tokens[:, 1:])
+    logits = (_model.normed(x, p["norm"]) @ p["head"]).astype(jnp.float32)
+    return _model.cross_entropy(logits, tokens[:, 1:]).mean()
 
 
 @pytest.fixture

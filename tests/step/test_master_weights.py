@@ -522,7 +522,7 @@ def test_8_bit_parameters_are_trained_by_apply_gradients_and_keep_a_copy():
 
 @pytest.mark.slow
 def test_bfloat16_parameters_reach_the_loss_of_float32_in_the_setting_of_the_demo():
-    steps, text = 400, _text.read(None)
+    steps, text = 400, _text.read()
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps + 1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 
@@ -533,9 +533,11 @@ def test_bfloat16_parameters_reach_the_loss_of_float32_in_the_setting_of_the_dem
         @jax.jit
         def step(params, state, tokens):
             differentiate = ols.value_and_scaled_grad(
-                _model.loss, state, grad_dtype=param_dtype
+                lambda params, tokens: _model.loss(cast(params, dtype), tokens),
+                state,
+                grad_dtype=param_dtype,
             )
-            loss, grads = differentiate(params, tokens, dtype)
+            loss, grads = differentiate(params, tokens)
             return *tx.apply_gradients(grads, state, params, value=loss), loss
 
         params, losses = cast(_model.init(jax.random.key(0)), param_dtype), []
