@@ -11,6 +11,7 @@ from jax import lax
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import IS_REPORTED
+from optax_lossscale._autocast.arrays import as_program
 from optax_lossscale._autocast.products import (
     AT_DEFAULT,
     SCOPE,
@@ -27,12 +28,11 @@ from optax_lossscale._programs.values import (
     is_float,
     is_product,
 )
+from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._programs.walk import (
     Equation,
     equations,
     is_of_a_library,
-    is_opaque,
-    traced,
 )
 from optax_lossscale._programs.work import results_of, terms_of
 
@@ -178,8 +178,8 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
       (dtype('float32'), dtype('float16'))
     """
     validation.function("fun", fun)
-    with IS_REPORTED(True):
-        return report_of(traced(fun, args, kwargs))
+    with IS_REPORTED(True), as_program(fun, args, kwargs) as call:
+        return report_of(open_jaxpr(call.program))
 
 
 def report_of(jaxpr: Any) -> DtypeReport:
@@ -192,7 +192,7 @@ def report_of(jaxpr: Any) -> DtypeReport:
     usual = _usual_precision()
     for at in equations(jaxpr):
         floats = [v for v in at.eqn.invars if is_float(v)]
-        if is_opaque(at.eqn) and floats:
+        if Is.OPAQUE in traits_of(at.name) and floats:
             opaque.append(_operation(at))
         elif at.name not in TABLE and floats:
             unknown.append(_operation(at))
