@@ -32,7 +32,7 @@ from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._programs.walk import (
     Equation,
     equations,
-    is_of_a_library,
+    is_of_optax,
 )
 from optax_lossscale._programs.work import results_of, terms_of
 
@@ -59,7 +59,7 @@ class Operation(NamedTuple):
       terms: how many numbers are summed into one, at most; sums over devices are not
         counted.
       by_choice: whether a product has its dtype on purpose: it asks for its precision,
-        or Optax made it, or JAX did in the derivative of a matrix decomposition.
+        or Optax made it.
       by_autocast: whether it is `autocast` that computes it in 16 bits.
       left_in: where `autocast` leaves it in float32, such as "a loop that waits for a
         number".
@@ -247,7 +247,7 @@ def _product(at: Equation, usual: str) -> Operation:
     precision = str(eqn.params.get("precision"))
     operands = tuple(_ROUNDING.get(precision, v.aval.dtype) for v in eqn.invars[:2])
     asks = asks_for_precision(eqn) and precision not in _ROUNDING
-    by_choice = is_of_a_library(eqn) or (asks and precision != usual)
+    by_choice = is_of_optax(eqn) or (asks and precision != usual)
     left_in = ""
     if FLOAT32 in operands and not by_choice:
         left_in = AT_DEFAULT if asks else _left_in(at)

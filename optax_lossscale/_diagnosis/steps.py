@@ -13,7 +13,7 @@ from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import dtype_in, is_float
 from optax_lossscale._programs.versions import open_jaxpr
-from optax_lossscale._programs.walk import LIBRARY, has_users_line, line_of, programs_in
+from optax_lossscale._programs.walk import has_users_line, line_of, programs_in
 from optax_lossscale._programs.work import terms_of
 
 _LOOPS = Is.SCANS | Is.WAITS | Is.BRANCHES | Is.MAPS
@@ -96,7 +96,6 @@ def _scope(stack: str) -> str:
     names = [name for name in plain.split("/") if re.fullmatch(r"[\w.-]+", name)]
     ours = (
         SCOPE,
-        LIBRARY,
         "rematted_computation",
         "checkpoint",
         "while",

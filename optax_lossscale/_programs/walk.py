@@ -1,6 +1,5 @@
 """Every equation of a program: how often it runs, and the user's line that made it."""
 
-import inspect
 import math
 import os
 import re
@@ -35,10 +34,6 @@ _FRAMEWORKS = (
     "optax",
     "optax_lossscale",
 )
-
-
-LIBRARY = "ols.library"
-"""The scope of what a library chose to compute, where it has been given the line of its call."""
 
 
 class Equation(NamedTuple):
@@ -173,19 +168,14 @@ def has_users_line(eqn: Any) -> bool:
     return bool(_users_calls(eqn))
 
 
-def is_of_a_library(eqn: Any) -> bool:
-    """Whether Optax made this outside of its losses, or JAX in the derivative of a QR, say."""
-    if LIBRARY in str(eqn.source_info.name_stack):
-        return True
+def is_of_optax(eqn: Any) -> bool:
+    """Whether Optax made an equation, outside of its losses."""
     optax = _folder("optax")
     calls = _calls(eqn)
-    innermost = calls[-1] if calls else ""
-    is_loss = innermost.startswith(os.path.join(optax, "losses"))
-    if optax and innermost.startswith(optax) and not is_loss:
-        return True
-    file = inspect.getsourcefile(inspect.unwrap(jax.lax.linalg.qr))
-    frames = getattr(eqn.source_info.traceback, "frames", ())
-    return any(frame.file_name == file for frame in frames)
+    if not optax or not calls:
+        return False
+    is_loss = calls[-1].startswith(os.path.join(optax, "losses"))
+    return calls[-1].startswith(optax) and not is_loss
 
 
 def _parameter(params: dict[str, Any], name: str) -> Any:
