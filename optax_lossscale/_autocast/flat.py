@@ -9,7 +9,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal
 
 from optax_lossscale._programs.enter import is_placed
-from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.versions import (
     argument_names,
@@ -139,7 +139,7 @@ def _numbers(
 
 def _inlined(eqn: Any) -> Any:
     """The program that an equation is no more than a call of; None for any other equation."""
-    if Is.INLINED not in traits_of(eqn.primitive.name) or is_placed(eqn):
+    if Is.INLINED not in traits(eqn) or is_placed(eqn):
         return None
     (program,) = programs_in(eqn)
     return program

@@ -131,13 +131,15 @@ def _why_not_rewritten(eqn: Any) -> str:
         return "a derivative with symbolic zeros"
     if Is.VJP in traits(eqn) and any(map(is_ref, eqn.invars)):
         return "a derivative that writes to a Ref"
-    is_while = Is.WAITS in traits(eqn)
-    return "a loop that waits for a number" if is_while and _waits(eqn) else ""
+    if Is.WAITS in traits(eqn) and _waits(open_jaxpr(eqn.params["cond_jaxpr"])):
+        return "a loop that waits for a number"
+    return ""
 
 
-def _waits(loop: Any) -> bool:
-    """Whether a `while` goes on by anything but a count: in 16 bits, it might never end."""
-    condition = open_jaxpr(loop.params["cond_jaxpr"])
+def _waits(condition: Any) -> bool:
+    """Whether a `while` goes on by anything but one count: in 16 bits, it might never end."""
+    if condition.outvars[0].aval.shape:  # by one for each example, under `vmap`
+        return True
     operands = [*condition.outvars, *(v for eqn in condition.eqns for v in eqn.invars)]
     read = {v for v in operands if not isinstance(v, Literal)}
     return not all(

@@ -425,11 +425,3 @@ def traits(eqn: Any) -> Is:
 def traits_of(name: str) -> Is:
     """What the operation with a name is; `Is(0)` if it is unknown."""
     return TABLE.get(name, _UNKNOWN).traits
-
-
-def is_exact(name: str) -> bool:
-    """Whether an operation rounds nothing, and makes nothing infinite."""
-    its_traits = traits_of(name)
-    returns_operands = its_traits & (Is.MOVES | Is.SENDS | Is.CHOOSES)
-    rounds = its_traits & (Is.ADDS_TWO | Is.ADDS_MANY | Is.CASTS)
-    return bool(returns_operands) and not rounds

@@ -12,7 +12,7 @@ import jax
 from jax.extend import source_info_util
 from jax.extend.core import Literal
 
-from optax_lossscale._programs.operations import Is, is_exact, operation, traits
+from optax_lossscale._programs.operations import Is, operation, traits
 from optax_lossscale._programs.values import dtype_in, is_float
 from optax_lossscale._programs.versions import (
     is_program,
@@ -198,8 +198,10 @@ def _keeps_numbers(eqn: Any) -> bool:
     """Whether the results are the one operand, in another form or in a wider dtype."""
     if len(eqn.invars) != 1:
         return False
-    if Is.CASTS not in traits(eqn):
-        return is_exact(name_of(eqn))
+    its_traits = traits(eqn)
+    if Is.CASTS not in its_traits:
+        is_exact = its_traits & (Is.MOVES | Is.SENDS | Is.CHOOSES)
+        return bool(is_exact) and Is.ADDS_MANY not in its_traits
     (operand,) = eqn.invars
     (result,) = eqn.outvars
     are_floats = is_float(operand) and is_float(result)

@@ -588,24 +588,6 @@ def test_while_loops():
     assert products(cast, params(), X) == {"float16": 2}
 
 
-def test_while_loops_whose_elements_end_at_different_times():
-    def until(p, x, rounds):
-        step = lambda state: (state[0] + 1, block(p, state[1]))
-        return lax.while_loop(lambda state: state[0] < rounds, step, (0, x))
-
-    def fun(p, x):
-        of_each = jax.vmap(until, (None, None, 0))
-        return jax.vmap(of_each, (None, 0, None))(p, x[:, None], jnp.arange(4))
-
-    (rounds, y), (exact_rounds, exact_y) = (
-        ols.autocast(fun)(params(), X),
-        fun(params(), X),
-    )
-    assert (rounds == exact_rounds).all()
-    assert_close(y, exact_y, 0.01)
-    assert_close(jax.jit(ols.autocast(fun))(params(), X)[1], exact_y, 0.01)
-
-
 @pytest.mark.filterwarnings("ignore:autocast leaves every")
 def test_a_fixed_point_is_found_as_in_float32():
     """Products that are rounded to 16 bits may never come within 1e-6 of each other."""
