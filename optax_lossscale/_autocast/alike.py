@@ -21,21 +21,22 @@ def common(island: Region, program: Flat) -> Hashable | None:
     """
     if any(step.plans for step in island.steps):
         return None
-    # Values by their places in the island
+    # Values by their places in the island, but literals by what they are
     places: dict[int, Hashable] = {}
-    values = [*island.reads, *made_by(island.steps)]
-    for place, i in enumerate(values):
+    for place, i in enumerate([*island.reads, *made_by(island.steps)]):
         places[i] = place
-    for step in island.steps:
-        for i in step.ins:
-            if i in program.literals:
-                places[i] = _literal(program.literals[i])
+    read = {i for step in island.steps for i in step.ins}
+    for i in read.intersection(program.literals):
+        places[i] = _literal(program.literals[i])
     steps = tuple(_step(step, places, program) for step in island.steps)
-    stored = sorted(island.stores)
-    stores = tuple((places[i], island.stores[i]) for i in stored)
+    stores = tuple((places[i], island.stores[i]) for i in sorted(island.stores))
     kept = frozenset(places[i] for i in island.kept)
     key = (steps, stores, kept)
-    return key if _is_hashable(key) else None
+    try:
+        hash(key)
+    except TypeError:  # of a parameter that is compared with no other
+        return None
+    return key
 
 
 def _step(step: Step, places: dict[int, Hashable], program: Flat) -> Hashable:
@@ -59,12 +60,3 @@ def _literal(literal: Any) -> Hashable:
     """A literal, of which 0 is not the same as -0."""
     digits = np.asarray(literal.val).tobytes()
     return literal.aval, type(literal.val), digits
-
-
-def _is_hashable(key: Any) -> bool:
-    """Whether everything in a tuple can be told apart by its hash."""
-    try:
-        hash(key)
-    except TypeError:
-        return False
-    return True

@@ -14,7 +14,7 @@ import numpy as np
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
 from optax_lossscale._arrays.variables import is_variable
 from optax_lossscale._autocast import nnx
-from optax_lossscale._programs.values import dtype_in, in_dtype
+from optax_lossscale._programs.values import FLOAT32, in_dtype
 
 
 class Call(NamedTuple):
@@ -35,8 +35,8 @@ def as_program(
     fun: Callable[..., Any],
     args: tuple,
     kwargs: dict,
-    parameters: Container[int],
-    low: np.dtype,
+    parameters: Container[int] = (),
+    low: np.dtype | None = None,
 ) -> Iterator[Call]:
     """A call, traced with arrays of dtype `low` in float32; for use in this context alone."""
     with nnx.changes_kept():
@@ -66,32 +66,37 @@ def as_program(
         # JAX names the function in what it says about the program, perhaps by its repr.
         if hasattr(inspect.unwrap(fun), "__code__"):
             of_arrays = functools.wraps(fun)(of_arrays)
-        wide = [in_dtype(jnp.float32, x) if dtype_in(x) == low else x for x in arrays]
-        args, kwargs = form.filled(wide, with_others=False)
-        with nnx.told_to_go_in_as_arguments(), AUTOCAST_DTYPE(low):
+        wide = arrays
+        if low is not None:
+            wide = [in_dtype(FLOAT32, x) if x.dtype == low else x for x in arrays]
+        args, kwargs = form.without_others().filled(wide)
+        with AUTOCAST_DTYPE(low):
             program = jax.make_jaxpr(of_arrays)(*args, **kwargs)
-        flags = zip(_are_parameters(inputs, parameters), form.others, strict=True)
-        of_arrays_alone = [flag for flag, other in flags if other is None]
-        yield Call(program, arrays, of_arrays_alone, result)
+        flags = zip(_are_parameters(inputs, parameters), form.leaves, strict=True)
+        is_parameter = [flag for flag, leaf in flags if leaf is _ARRAY]
+        yield Call(program, arrays, is_parameter, result)
+
+
+_ARRAY = object()
+"""What stands for an array in a form."""
 
 
 class _Form(NamedTuple):
     """A tree without its arrays."""
 
     tree: Any  # its structure
-    # For each leaf, None if it is an array, else a tuple of it
-    others: list[tuple[Any] | None]
+    leaves: list[Any]  # with `_ARRAY` for each array
 
-    def filled(self, arrays: Iterable[Any], with_others: bool = True) -> Any:
+    def filled(self, arrays: Iterable[Any]) -> Any:
         """The tree of these arrays."""
         following = iter(arrays)
-        leaves = []
-        for other in self.others:
-            if other is None:
-                leaves.append(next(following))
-            else:
-                leaves.append(other[0] if with_others else None)
+        leaves = [next(following) if leaf is _ARRAY else leaf for leaf in self.leaves]
         return jax.tree.unflatten(self.tree, leaves)
+
+    def without_others(self) -> "_Form":
+        """The form with None for all that is no array."""
+        leaves = [leaf if leaf is _ARRAY else None for leaf in self.leaves]
+        return self._replace(leaves=leaves)
 
 
 def _form(
@@ -99,33 +104,36 @@ def _form(
 ) -> tuple[_Form, list[Any]]:
     """A tree's form and its arrays; for those with an `id` in `unchanged`, what is there."""
     leaves, structure = jax.tree.flatten(tree)
-    others: list[tuple[Any] | None] = []
+    kept = []
     arrays = []
     for leaf in leaves:
-        if is_array(leaf) and id(leaf) not in unchanged:
-            others.append(None)
+        if id(leaf) in unchanged:
+            kept.append(unchanged[id(leaf)])
+        elif is_array(leaf):
+            kept.append(_ARRAY)
             arrays.append(leaf)
         else:
-            others.append((unchanged.get(id(leaf), leaf),))
-    return _Form(structure, others), arrays
+            kept.append(leaf)
+    return _Form(structure, kept), arrays
 
 
 def _are_parameters(
     inputs: tuple[tuple, dict], positions: Container[int]
 ) -> list[bool]:
     """For each leaf of the arguments, whether it is a parameter: for NNX, an `nnx.Param`."""
-    # No tree of flags: there are nodes that can hold nothing but arrays.
-    args, kwargs = inputs
     flags: list[bool] = []
-    trees = [(x, i in positions) for i, x in enumerate(args)]
-    trees.append((kwargs, False))
-    for tree, is_named in trees:
-        for leaf in jax.tree.leaves(tree, is_leaf=is_variable):
-            flag = nnx.is_parameter(leaf) if is_variable(leaf) else is_named
-            flags += [flag] * len(jax.tree.leaves(leaf))
+    leaves = jax.tree.leaves_with_path(inputs, is_leaf=is_variable)
+    for (of_inputs, of_argument, *_), leaf in leaves:
+        is_positional = of_inputs.idx == 0
+        flag = is_positional and of_argument.idx in positions
+        if is_variable(leaf):
+            flag = nnx.is_parameter(leaf)
+        flags += [flag] * len(jax.tree.leaves(leaf))
     return flags
 
 
 def is_array(x: Any) -> bool:
-    """Whether this is an array, concrete or traced, and not a Python number."""
-    return isinstance(x, (jax.Array, np.ndarray, np.generic))
+    """Whether this is an array of numbers, perhaps traced, or the type of one."""
+    if isinstance(x, (np.ndarray, np.generic)):
+        return x.dtype == np.bool_ or jnp.issubdtype(x.dtype, np.number)
+    return isinstance(x, (jax.Array, jax.ShapeDtypeStruct))

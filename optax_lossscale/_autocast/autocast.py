@@ -3,8 +3,8 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,9 +45,9 @@ def autocast(
     is float64, bfloat16 or float16 in `fun` itself, and everything that no jaxpr shows,
     as in Pallas kernels. `dtype_report` says which products run in which dtype.
     `autocast` goes through `jit`, `scan`, `cond`, `jax.checkpoint`, `shard_map`, custom
-    derivatives and each `while_loop` whose condition reads only integers. It works for
-    training, evaluation and derivatives of any order. Call it under `jit`: without,
-    each call is traced and planned anew.
+    derivatives and each `while_loop` whose condition is a single one that reads only
+    integers. It works for training, evaluation and derivatives of any order. Call it
+    under `jit`: without, each call is traced and planned anew.
 
     Args:
       fun: a function that JAX can trace. It may take arrays, trees and modules of them,
@@ -69,7 +69,7 @@ def autocast(
     Raises:
       TypeError: if `fun` is not a function or `argnums` are not ints.
       ValueError: if `dtype` is neither of the two or `argnums` repeat a number; when
-        called, if an argument that `argnums` name is not there, or is named twice.
+        called, if an argument that `argnums` name is not there.
 
     Source: `torch.autocast` and TensorFlow's mixed precision graph rewrite, which list
     operations that need float32. Here all operations between two products get it, as a
@@ -93,8 +93,8 @@ def autocast(
       gives 5:f32
     """
     if fun is inspect.Parameter.empty:
-        return _Decorator(dtype, argnums)
-    _refuse_no_function(fun)
+        return functools.partial(autocast, dtype=dtype, argnums=argnums)
+    validation.function("fun", fun)
     low = validation.floating_dtype("dtype", dtype)
     validation.one_of("dtype", str(low), ("float16", "bfloat16"))
     positions = validation.argnums(argnums)
@@ -102,7 +102,7 @@ def autocast(
     @contextlib.contextmanager
     def planned(args, kwargs):
         """A call as a program, and the plan for it."""
-        parameters = _parameters(fun, argnums, positions, len(args), kwargs)
+        parameters = _parameters(argnums, positions, len(args), len(kwargs))
         with as_program(fun, args, kwargs, parameters, low) as call:
             kinds = [
                 Kind.PARAMETER if is_one else Kind.FLOAT32
@@ -131,76 +131,21 @@ def autocast(
 
 
 def _parameters(
-    fun: Callable[..., Any],
     argnums: int | Sequence[int],
     positions: Sequence[int],
     n_args: int,
-    kwargs: Mapping[str, Any],
+    n_kwargs: int,
 ) -> set[int]:
     """Which positional arguments of a call are parameters; `argnums` is what the user gave."""
-    parameters: set[int] = set()
     for n in positions:
-        if -n_args <= n < n_args:
-            position = range(n_args)[n]
-            if position in parameters:
-                raise ValueError(
-                    f"autocast was given argnums={argnums!r}, which name argument "
-                    f"{position} of {n_args} twice: name each argument once"
-                )
-            parameters.add(position)
-        elif not _is_by_keyword(fun, n, kwargs):
+        if not -n_args <= n < n_args + n_kwargs:
             raise ValueError(
                 f"autocast was given argnums={argnums!r}, but there are {n_args} "
                 "positional arguments: pass the parameters by position, or argnums=() "
                 "if there are none"
             )
-    return parameters
-
-
-def _is_by_keyword(
-    fun: Callable[..., Any], position: int, kwargs: Mapping[str, Any]
-) -> bool:
-    """Whether the argument that has this position was given by keyword."""
-    try:
-        named = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):  # as of some functions in C
-        return 0 <= position < len(kwargs)
-    if not 0 <= position < len(named):
-        return False
-    is_any_name = named[position].kind == inspect.Parameter.VAR_KEYWORD and bool(kwargs)
-    return is_any_name or named[position].name in kwargs
-
-
-class _Decorator:
-    """`autocast` without a function: a decorator, and no context as `torch.autocast` is."""
-
-    def __init__(self, dtype: Any, argnums: int | Sequence[int]):
-        self.dtype = dtype
-        self.argnums = argnums
-
-    def __call__(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        return autocast(fun, self.dtype, self.argnums)
-
-    def __enter__(self) -> NoReturn:
-        raise TypeError(
-            "autocast wraps a function: ols.autocast(loss_fn). It is no context"
-        )
-
-    def __exit__(self, *error: Any) -> None: ...
-
-
-def _refuse_no_function(fun: Any) -> None:
-    """Raises for anything but a function, and for a dtype, which can be called like one."""
-    is_dtype = isinstance(fun, type) and validation.dtype(fun) in (
-        jnp.float16,
-        jnp.bfloat16,
-    )
-    if is_dtype or not callable(fun):
-        raise TypeError(
-            "fun must be a function, as autocast wraps a function: "
-            "ols.autocast(loss_fn), or ols.autocast(loss_fn, jnp.bfloat16); got "
-            f"{validation.shown(fun)}"
-        )
+    # An argument that is given by keyword is none of them.
+    return {range(n_args)[n] for n in positions if n < n_args}
 
 
 def _warn_of_nothing_narrowed(program: Any) -> None:

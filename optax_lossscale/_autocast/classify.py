@@ -23,7 +23,6 @@ from optax_lossscale._programs.operations import TABLE, Is, operation, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import FLOAT32, dtype_in, is_float
 from optax_lossscale._programs.walk import (
-    arguments_of,
     carried_by,
     giving_results,
     programs_in,
@@ -41,9 +40,7 @@ class Kind(enum.Enum):
 
     EXACT = "a literal of about 1 that 16 bits hold exactly, or 0, or a mask"
     NUMBER = "another literal of about 1"
-    PARAMETER = (
-        "a parameter, made from parameters alone, or another literal that 16 bits hold"
-    )
+    PARAMETER = "a parameter, or made from parameters alone"
     ROWS = "rows of a parameter, as from an embedding: stored in 16 bits where they are added to"
     PRODUCT = "the result of a product, perhaps moved: it has 16 bits already"
     SUM = (
@@ -60,35 +57,34 @@ Kinds = Sequence[Kind]
 _ORDER = list(Kind)
 _NUMBERS = frozenset({Kind.EXACT, Kind.NUMBER})
 _PARAMETERS = frozenset({Kind.PARAMETER, Kind.ROWS})
-STREAMS = frozenset({Kind.PARAMETER, Kind.ROWS, Kind.PRODUCT, Kind.SUM})
+_STREAMS = frozenset({Kind.PARAMETER, Kind.ROWS, Kind.PRODUCT, Kind.SUM})
 """What a scan over layers may carry from layer to layer in 16 bits."""
 
 _TABLE = """
-                        EXACT NUMBER PARAMETER ROWS PRODUCT SUM    NEAR   NORMALIZED SCALED FLOAT32
-moves                   same  same   same      same same    same   same   same       same   FLOAT32
-picks                   same  same   ROWS      same same    same   same   same       same   FLOAT32
-adds_over_devices       same  same   same      same SUM     same   same   same       same   FLOAT32
-adds_to_a_parameter     -     -      same      same SUM     same   same   same       same   FLOAT32
-adds_to_another         -     -      -         -    SUM     SUM    SUM    SUM        SUM    FLOAT32
-adds_to_a_scaled        -     -      -         -    -       -      -      -          same   FLOAT32
-multiplies_by_parameter -     -      same      same SCALED  SCALED SCALED NEAR       same   FLOAT32
-near                    -     -      same      same NEAR    NEAR   same   same       same   FLOAT32
-saturates               -     -      -         -    NEAR    NEAR   NEAR   NEAR       NEAR   FLOAT32
-leaves                  -     -      -         -    -       -      -      -          -      FLOAT32
+                        EXACT NUMBER PARAMETER ROWS PRODUCT SUM    NEAR   NORMALIZED SCALED
+moves                   same  same   same      same same    same   same   same       same
+picks                   same  same   ROWS      same same    same   same   same       same
+adds_over_devices       same  same   same      same SUM     same   same   same       same
+adds_to_a_parameter     -     -      same      same SUM     same   same   same       same
+adds_to_another         -     -      -         -    SUM     SUM    SUM    SUM        SUM
+adds_to_a_scaled        -     -      -         -    -       -      -      -          same
+multiplies_by_parameter -     -      same      same SCALED  SCALED SCALED NEAR       same
+near                    -     -      same      same NEAR    NEAR   same   same       same
+saturates               -     -      -         -    NEAR    NEAR   NEAR   NEAR       NEAR
+leaves                  -     -      -         -    -       -      -      -          -
 """
 
 
 def _transfers(table: str) -> dict[str, dict[Kind, Kind]]:
-    """The kind of a result by the operation's row and the join of its operands; `-` is FLOAT32."""
+    """The kind of a result by the operation's row and the join of its operands; but for `-`."""
     head, *rows = (line.split() for line in table.strip().splitlines())
-    kinds = [Kind[word] for word in head]
     transfers: dict[str, dict[Kind, Kind]] = {}
     for name, *words in rows:
         transfers[name] = {}
-        for kind, word in zip(kinds, words, strict=True):
-            is_same = word == "same"
-            result = kind if is_same else Kind[word.replace("-", "FLOAT32")]
-            transfers[name][kind] = result
+        for kind, word in zip(head, words, strict=True):
+            if word != "-":
+                result = kind if word == "same" else word
+                transfers[name][Kind[kind]] = Kind[result]
     return transfers
 
 
@@ -135,13 +131,13 @@ def _of_results(step: Step, operands: Kinds, low: np.dtype) -> Kinds:
         return _of_entered(eqn, operands, low)
     if Is.CASTS in traits(eqn) and dtype_in(eqn.invars[0]) == jnp.bool_:
         return [Kind.EXACT]
-    floats = [v for v in (*eqn.invars, *eqn.outvars) if is_float(v)]
     pairs = zip(eqn.invars, operands, strict=True)
     of_floats = [kind for v, kind in pairs if is_float(v)]
-    are_float32 = all(dtype_in(v) == FLOAT32 for v in floats)
+    dtypes = {dtype_in(v) for v in (*eqn.invars, *eqn.outvars) if is_float(v)}
     kind = Kind.FLOAT32
-    if of_floats and are_float32:
-        kind = _TRANSFERS[_row(eqn, operands, low)][join(of_floats)]
+    if of_floats and dtypes == {FLOAT32}:
+        row = _TRANSFERS[_row(eqn, operands, low)]
+        kind = row.get(join(of_floats), Kind.FLOAT32)
     return [kind] * len(step.outs)
 
 
@@ -179,15 +175,11 @@ def _of_literal(literal: Literal, low: np.dtype) -> Kind:
     # JAX may hold it as a number of Python's.
     value = np.asarray(literal.val, FLOAT32)
     size = np.abs(value)
-    is_zero = size == 0
     is_about_1 = (size >= 2**-8) & (size <= 2**8)
-    if (is_zero | is_about_1).all():
-        is_exact = value.astype(low) == value
-        return Kind.EXACT if is_exact.all() else Kind.NUMBER
-    info = jnp.finfo(low)
-    is_in_range = (size >= float(info.tiny)) & (size <= float(info.max))
-    fits = (is_zero | is_in_range).all()
-    return Kind.PARAMETER if fits else Kind.FLOAT32
+    if not (is_about_1 | (size == 0)).all():
+        return Kind.FLOAT32
+    is_exact = value.astype(low) == value
+    return Kind.EXACT if is_exact.all() else Kind.NUMBER
 
 
 # --- what subtracts its own mean, or is divided by its own norm ---
@@ -236,36 +228,27 @@ def _is_normalized(
 
 def of_arguments(eqn: Any, operands: Kinds, low: np.dtype) -> list[Kind]:
     """The kinds of operands inside of an equation: of what a loop carries, in every round."""
-    # If a scan runs over layers, so that each round multiplies by a matrix of its own,
-    # it carries what goes from layer to layer, which is stored as it is without a scan.
-    # Over time steps it carries what may be a running sum, in float32, and so does a
-    # `while`. Over layers, a carry that no product reads stays in float32, too.
-    inside = list(operands)
+    # If a scan runs over layers, it carries what goes from layer to layer, which is
+    # stored as it is without a scan. Over time steps it carries what may be a running
+    # sum, in float32, and so does a `while`.
     carried = carried_by(eqn)
-    for i in carried:
-        inside[i] = Kind.FLOAT32
-    if not _is_over_layers(eqn, operands):
-        return inside
-    (program,) = programs_in(eqn)
-    is_multiplied = _multiplied(program, None)
-    streams: dict[int, Kind] = {}
-    for i in carried:
-        if is_multiplied[i] and operands[i] in STREAMS:
-            is_product = operands[i] == Kind.PRODUCT
-            streams[i] = Kind.PRODUCT if is_product else Kind.SUM
+    streams: set[int] = set()
+    if _is_over_layers(eqn, operands):
+        streams = {i for i in carried if operands[i] in _STREAMS}
     while True:
-        arguments = [streams.get(i, kind) for i, kind in enumerate(inside)]
-        kinds = classify(program, tuple(arguments), low)
-        after = dict(zip(carried, flat(program).outs, strict=False))
-        joined: dict[int, Kind] = {}
-        for i, kind in streams.items():
-            joined_kind = join((kind, kinds[after[i]]))
-            # What a round leaves in float32 is so from the first one on.
-            if joined_kind in STREAMS | _NUMBERS:
-                joined[i] = joined_kind
-        if joined == streams:
-            return arguments
-        streams = joined
+        inside = list(operands)
+        for i in carried:
+            inside[i] = Kind.SUM if i in streams else Kind.FLOAT32
+        if not streams:
+            return inside
+        (program,) = programs_in(eqn)
+        kinds = classify(program, tuple(inside), low)
+        after = zip(carried, flat(program).outs, strict=False)
+        # What a round leaves in float32 is so from the first one on.
+        left = {i for i, new in after if kinds[new] not in _STREAMS | _NUMBERS}
+        if streams.isdisjoint(left):
+            return inside
+        streams -= left
 
 
 def _of_entered(eqn: Any, operands: Kinds, low: np.dtype) -> list[Kind]:
@@ -276,12 +259,8 @@ def _of_entered(eqn: Any, operands: Kinds, low: np.dtype) -> list[Kind]:
         kinds = classify(program, tuple(inside[n] for n in numbers), low)
         of_programs.append([kinds[i] for i in flat(program).outs])
     results = [join(kinds) for kinds in zip(*of_programs, strict=True)]
-    may_run_no_round = Is.WAITS in traits(eqn) or eqn.params.get("length") == 0
     for j, n in enumerate(carried_by(eqn)):
-        if may_run_no_round:
-            results[j] = join((results[j], operands[n]))
-        elif inside[n] != Kind.FLOAT32:
-            results[j] = inside[n]
+        results[j] = join((results[j], inside[n]))
     return results
 
 
@@ -289,26 +268,8 @@ def _is_over_layers(eqn: Any, operands: Kinds) -> bool:
     """Whether this is a scan whose rounds have matrices of their own among the parameters."""
     if Is.SCANS not in traits(eqn):
         return False
-    (program,) = programs_in(eqn)
-    are_matrices = _multiplied(program, Is.MOVES | Is.CASTS)
     of_a_round = range(carried_by(eqn).stop, len(operands))
-    return any(are_matrices[i] and operands[i] == Kind.PARAMETER for i in of_a_round)
-
-
-@remembered
-def _multiplied(jaxpr: Any, between: Is | None) -> tuple[bool, ...]:
-    """Which arguments become an operand of a product, by way of `between` alone, if given."""
-    program = flat(jaxpr)
-    multiplied: set[int] = set()
-    for step in reversed(program.steps):
-        goes_on = not between or traits(step.eqn) & between
-        if goes_on and not multiplied.isdisjoint(step.outs):
-            multiplied.update(step.ins)
-        if is_narrowed(step.eqn):
-            multiplied.update(step.ins[:2])
-        for inner, numbers in arguments_of(step.eqn):
-            flags = zip(numbers, _multiplied(inner, between), strict=False)
-            for n, is_multiplied in flags:
-                if is_multiplied:
-                    multiplied.add(step.ins[n])
-    return tuple(i in multiplied for i in program.ins)
+    return any(
+        operands[i] == Kind.PARAMETER and eqn.invars[i].aval.ndim > 2
+        for i in of_a_round
+    )

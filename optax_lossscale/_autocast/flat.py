@@ -8,21 +8,15 @@ import jax
 from jax.extend import source_info_util
 from jax.extend.core import Literal
 
-from optax_lossscale._programs.enter import is_entered, is_placed
-from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._programs.enter import is_placed
+from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.versions import (
     argument_names,
     constants,
-    is_program,
     open_jaxpr,
 )
-from optax_lossscale._programs.walk import (
-    LIBRARY,
-    has_users_line,
-    is_of_a_library,
-    programs_in,
-)
+from optax_lossscale._programs.walk import has_users_line, programs_in
 
 _LONG = 100  # steps
 
@@ -145,7 +139,7 @@ def _numbers(
 
 def _inlined(eqn: Any) -> Any:
     """The program that an equation is no more than a call of; None for any other equation."""
-    if Is.INLINED not in traits_of(eqn.primitive.name) or is_placed(eqn):
+    if Is.INLINED not in traits(eqn) or is_placed(eqn):
         return None
     (program,) = programs_in(eqn)
     return program
@@ -178,27 +172,6 @@ def _length(program: Any) -> int:
 
 def _at_users_line(eqn: Any, caller: Any) -> Any:
     """An equation at a line of the user's: at that of the call around, if it is JAX's own."""
-    return eqn if caller is None or has_users_line(eqn) else _at_line(caller, eqn)
-
-
-def _at_line(traceback: Any, eqn: Any) -> Any:
-    """An equation at the line of a call, and so what it holds, from which derivatives are made."""
-    params = eqn.params
-    if not is_entered(eqn):
-        params = jax.tree.map(
-            lambda x: _all_at_line(traceback, x) if is_program(x) else x,
-            params,
-            is_leaf=is_program,
-        )
-    names = eqn.source_info.name_stack
-    if is_of_a_library(eqn):  # which is known by the lines that are given up here
-        names = names.extend(LIBRARY)
-    source_info = eqn.source_info.replace(traceback=traceback, name_stack=names)
-    return eqn.replace(params=params, source_info=source_info)
-
-
-def _all_at_line(traceback: Any, program: Any) -> Any:
-    """A program, with all of its equations at the line of a call."""
-    jaxpr = open_jaxpr(program)
-    jaxpr = jaxpr.replace(eqns=[_at_line(traceback, eqn) for eqn in jaxpr.eqns])
-    return jaxpr if program is open_jaxpr(program) else program.replace(jaxpr=jaxpr)
+    if caller is None or has_users_line(eqn):
+        return eqn
+    return eqn.replace(source_info=eqn.source_info.replace(traceback=caller))

@@ -82,30 +82,9 @@ def together(tree: Any, inside: bool) -> Any:
         return _map(merged, _is_apart, tree)
 
 
-@contextlib.contextmanager
-def told_to_go_in_as_arguments() -> Iterator[None]:
-    """Turns an error about a variable that may not be changed into one that says what to do."""
-    try:
-        yield
-    except _of_another_trace() as error:
-        raise TypeError(
-            "autocast traces the function, which changes an NNX module or variable "
-            "that is not among its arguments, or belongs to a function that is traced "
-            "around it. Pass modules to both as arguments: autocast(lambda model, x: "
-            "model(x))(model, x), not autocast(model)(x). A model that is merged "
-            "inside needs variables of its own: nnx.merge(graphdef, state, "
-            f"copy=True). NNX says: {error}"
-        ) from error
-
-
 def _nnx() -> Any:
     """Flax NNX; None where no program has imported it."""
     return sys.modules.get("flax.nnx")
-
-
-def _of_another_trace() -> Any:
-    """What NNX raises for a change of a variable that belongs to another trace."""
-    return getattr(sys.modules.get("flax.errors"), "TraceContextError", ())
 
 
 def _map(
@@ -136,6 +115,6 @@ def _is_writable(variable: Any) -> bool:
     try:
         # NNX has no public question for it: this writes what is there already.
         variable.set_metadata(variable.get_metadata())
-    except _of_another_trace():
+    except sys.modules["flax.errors"].TraceContextError:
         return False
     return True

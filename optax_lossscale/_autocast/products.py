@@ -70,18 +70,15 @@ def is_rewritten(eqn: Any) -> bool:
 
 
 def has_new_passes(eqn: Any) -> bool:
-    """Whether this is a `custom_vjp` whose passes are rewritten: without a Ref to write to."""
-    if Is.VJP not in traits(eqn) or any(map(is_ref, eqn.invars)):
-        return False
-    return not why_left(eqn)
+    """Whether this is a `custom_vjp` whose passes are rewritten."""
+    return Is.VJP in traits(eqn) and is_rewritten(eqn)
 
 
 def why_left(eqn: Any) -> str:
     """Why products in an equation, or the equation itself, are not narrowed; "" if they are."""
     if not is_product(eqn):
-        return (
-            _why_not_rewritten(eqn) if any(map(_multiplies, programs_in(eqn))) else ""
-        )
+        has_products = any(map(_has_products, programs_in(eqn)))
+        return _why_not_rewritten(eqn) if has_products else ""
     if is_narrowed(eqn) or asks_for_precision(eqn):
         return ""
     dtypes = dtypes_in(eqn.invars[:2])
@@ -127,17 +124,6 @@ def remedy(why: str) -> str:
     return "use autocast inside of it, as on the function that is passed to a solver"
 
 
-@remembered
-def _multiplies(program: Any) -> bool:
-    """Whether a program has products, however deep, that would be in 16 bits outside it."""
-    return any(
-        is_narrowed(eqn)
-        or is_outer_product(eqn)
-        or any(map(_multiplies, programs_in(eqn)))
-        for eqn in open_jaxpr(program).eqns
-    )
-
-
 def _why_not_rewritten(eqn: Any) -> str:
     if not is_entered(eqn):
         return f"a {name_of(eqn)}"
@@ -145,13 +131,15 @@ def _why_not_rewritten(eqn: Any) -> str:
         return "a derivative with symbolic zeros"
     if Is.VJP in traits(eqn) and any(map(is_ref, eqn.invars)):
         return "a derivative that writes to a Ref"
-    is_while = Is.WAITS in traits(eqn)
-    return "a loop that waits for a number" if is_while and _waits(eqn) else ""
+    if Is.WAITS in traits(eqn) and _waits(open_jaxpr(eqn.params["cond_jaxpr"])):
+        return "a loop that waits for a number"
+    return ""
 
 
-def _waits(loop: Any) -> bool:
-    """Whether a `while` goes on by anything but a count: in 16 bits, it might never end."""
-    condition = open_jaxpr(loop.params["cond_jaxpr"])
+def _waits(condition: Any) -> bool:
+    """Whether a `while` goes on by anything but one count: in 16 bits, it might never end."""
+    if condition.outvars[0].aval.shape:  # by one for each example, under `vmap`
+        return True
     operands = [*condition.outvars, *(v for eqn in condition.eqns for v in eqn.invars)]
     read = {v for v in operands if not isinstance(v, Literal)}
     return not all(
@@ -169,12 +157,8 @@ def _default_asks_for_precision() -> bool:
 def _multiplies_float32(eqn: Any) -> bool:
     """Whether this is a float32 product, of float32 or with integers that 16 bits hold."""
     operands = set(dtypes_in(eqn.invars[:2]))
-    is_float32 = FLOAT32 in operands and dtype_in(eqn.outvars[0]) == FLOAT32
-    return is_float32 and all(d == FLOAT32 or _is_8_bit_integer(d) for d in operands)
-
-
-def _is_8_bit_integer(dtype: Any) -> bool:
-    """Whether 16 bits hold all numbers of a dtype: integers of 8 bits and fewer, and masks."""
-    return dtype == jnp.bool_ or (
-        jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits <= 8
-    )
+    if FLOAT32 not in operands or dtype_in(eqn.outvars[0]) != FLOAT32:
+        return False
+    others = operands - {FLOAT32}
+    # Of 8 bits and fewer, and masks
+    return all(d.itemsize == 1 and not jnp.issubdtype(d, jnp.inexact) for d in others)

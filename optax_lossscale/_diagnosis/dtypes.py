@@ -11,6 +11,7 @@ from jax import lax
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import IS_REPORTED
+from optax_lossscale._autocast.arrays import as_program
 from optax_lossscale._autocast.products import (
     AT_DEFAULT,
     SCOPE,
@@ -27,12 +28,11 @@ from optax_lossscale._programs.values import (
     is_float,
     is_product,
 )
+from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._programs.walk import (
     Equation,
     equations,
-    is_of_a_library,
-    is_opaque,
-    traced,
+    is_of_optax,
 )
 from optax_lossscale._programs.work import results_of, terms_of
 
@@ -59,7 +59,7 @@ class Operation(NamedTuple):
       terms: how many numbers are summed into one, at most; sums over devices are not
         counted.
       by_choice: whether a product has its dtype on purpose: it asks for its precision,
-        or Optax made it, or JAX did in the derivative of a matrix decomposition.
+        or Optax made it.
       by_autocast: whether it is `autocast` that computes it in 16 bits.
       left_in: where `autocast` leaves it in float32, such as "a loop that waits for a
         number".
@@ -178,8 +178,8 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
       (dtype('float32'), dtype('float16'))
     """
     validation.function("fun", fun)
-    with IS_REPORTED(True):
-        return report_of(traced(fun, args, kwargs))
+    with IS_REPORTED(True), as_program(fun, args, kwargs) as call:
+        return report_of(open_jaxpr(call.program))
 
 
 def report_of(jaxpr: Any) -> DtypeReport:
@@ -192,7 +192,7 @@ def report_of(jaxpr: Any) -> DtypeReport:
     usual = _usual_precision()
     for at in equations(jaxpr):
         floats = [v for v in at.eqn.invars if is_float(v)]
-        if is_opaque(at.eqn) and floats:
+        if Is.OPAQUE in traits_of(at.name) and floats:
             opaque.append(_operation(at))
         elif at.name not in TABLE and floats:
             unknown.append(_operation(at))
@@ -247,7 +247,7 @@ def _product(at: Equation, usual: str) -> Operation:
     precision = str(eqn.params.get("precision"))
     operands = tuple(_ROUNDING.get(precision, v.aval.dtype) for v in eqn.invars[:2])
     asks = asks_for_precision(eqn) and precision not in _ROUNDING
-    by_choice = is_of_a_library(eqn) or (asks and precision != usual)
+    by_choice = is_of_optax(eqn) or (asks and precision != usual)
     left_in = ""
     if FLOAT32 in operands and not by_choice:
         left_in = AT_DEFAULT if asks else _left_in(at)

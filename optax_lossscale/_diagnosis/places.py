@@ -8,7 +8,7 @@ from optax_lossscale._diagnosis.notes import Place
 from optax_lossscale._diagnosis.wide import is_narrow
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import dtype_in, is_float
-from optax_lossscale._programs.walk import LIBRARY, has_users_line, line_of
+from optax_lossscale._programs.walk import has_users_line, line_of
 from optax_lossscale._programs.work import terms_of
 
 _SAME_NUMBERS = ("broadcast_in_dim", "pvary", "pcast")
@@ -47,7 +47,6 @@ def _scope(stack: str) -> str:
     names = [name for name in plain.split("/") if re.fullmatch(r"[\w.-]+", name)]
     ours = (
         SCOPE,
-        LIBRARY,
         "rematted_computation",
         "checkpoint",
         "while",

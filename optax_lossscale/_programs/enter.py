@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from optax_lossscale._programs.operations import ENTERED, Is, traits
@@ -109,34 +108,15 @@ def _while(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     body_consts = operands[n_condition:n_consts]
     carry = operands[n_consts:]
     carried = body.takes[n_body:]
-    is_batched = eqn.params["cond_jaxpr"].out_avals[0].ndim > 0
-
-    def flags(carry):
-        """Whether to go on: under `vmap` a flag for each element of the batch."""
-        (results,) = condition.call([*condition_consts, *carry])
-        return results
 
     def goes_on(carry):
-        return flags(carry).any() if is_batched else flags(carry)
+        (flag,) = condition.call([*condition_consts, *carry])
+        return flag
 
     def step(carry):
-        results = in_dtypes(carried, body.call([*body_consts, *carry]))
-        if not is_batched:
-            return results
-        # An element of a batch that has come to its end waits for the others,
-        # unchanged.
-        return _where_leading(flags(carry), results, carry)
+        return in_dtypes(carried, body.call([*body_consts, *carry]))
 
     return lax.while_loop(goes_on, step, in_dtypes(carried, carry))
-
-
-def _where_leading(flags: Any, xs: Arrays, ys: Arrays) -> list[Any]:
-    """Of each pair x where its flag is set, y elsewhere; flags are along the leading axes."""
-    chosen = []
-    for x, y in zip(xs, ys, strict=True):
-        trailing = tuple(range(flags.ndim, x.ndim))
-        chosen.append(jnp.where(jnp.expand_dims(flags, trailing), x, y))
-    return chosen
 
 
 def _cond(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:

@@ -88,7 +88,8 @@ class Operation(NamedTuple):
     """
 
     traits: Is = Is(0)
-    # What tells how many numbers each result sums: see `_programs.work`
+    # What tells how many numbers each result sums, by its own name where it is a
+    # parameter: see `_programs.work`
     terms: str = ""
     # The operation that gives a statistic by which this one normalizes, from a sum of
     # many numbers: for `x - mean` a division, for `x * rsqrt(variance)` that `rsqrt`,
@@ -165,11 +166,11 @@ add_any                   | adds_two cheap
 cumsum                    | adds_many              | axis
 reduce                    | adds_many              | dimensions
 reduce_sum                | adds_many cheap        | axes
-reduce_window             | adds_many              | window
-reduce_window_sum         | adds_many              | window
+reduce_window             | adds_many              | window_dimensions
+reduce_window_sum         | adds_many              | window_dimensions
 scatter-add               | adds_many cheap        | updates
 scatter-sub               | adds_many cheap        | updates
-select_and_scatter_add    | adds_many              | window
+select_and_scatter_add    | adds_many              | window_dimensions
 sub                       | adds_two cheap         | -          | div
 # Has about the range of its operands
 ceil                      | near cheap
@@ -424,11 +425,3 @@ def traits(eqn: Any) -> Is:
 def traits_of(name: str) -> Is:
     """What the operation with a name is; `Is(0)` if it is unknown."""
     return TABLE.get(name, _UNKNOWN).traits
-
-
-def is_exact(name: str) -> bool:
-    """Whether an operation rounds nothing, and makes nothing infinite."""
-    its_traits = traits_of(name)
-    returns_operands = its_traits & (Is.MOVES | Is.SENDS | Is.CHOOSES)
-    rounds = its_traits & (Is.ADDS_TWO | Is.ADDS_MANY | Is.CASTS)
-    return bool(returns_operands) and not rounds

@@ -25,15 +25,14 @@ def is_ref(v: Any) -> bool:
 
 
 def function_name(jaxpr: Any) -> str:
-    """The name of the function that a jaxpr was traced from, if it says so."""
-    return getattr(_debug_info(jaxpr), "func_name", "function")
+    """The name of the function that a jaxpr was traced from."""
+    return open_jaxpr(jaxpr).debug_info.func_name
 
 
 def argument_names(jaxpr: Any) -> Sequence[str]:
     """What the function that a jaxpr was traced from calls each argument; empty if unknown."""
-    names = getattr(_debug_info(jaxpr), "arg_names", None)
-    # Not where constants were added
-    if names is None or len(names) != len(open_jaxpr(jaxpr).invars):
+    names = open_jaxpr(jaxpr).debug_info.arg_names or ()
+    if len(names) != len(open_jaxpr(jaxpr).invars):  # where constants were added
         return ()
     return tuple(name or "" for name in names)
 
@@ -74,8 +73,3 @@ def mapped_axes(eqn: Any) -> tuple[Any, ...]:
     if "manual_axes" in eqn.params:  # before jax 0.10
         return tuple(eqn.params["manual_axes"])
     return tuple(eqn.params["newly_manual_axes"])
-
-
-def _debug_info(jaxpr: Any) -> Any:
-    """What a jaxpr says of the function that it was traced from; None for nothing."""
-    return getattr(open_jaxpr(jaxpr), "debug_info", None)

@@ -28,6 +28,7 @@ with warnings.catch_warnings():
     import equinox as eqx
     from flax import linen as nn
     from flax import nnx
+    from flax.errors import TraceContextError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -332,7 +333,7 @@ def test_nnx_modules_that_change_and_are_no_arguments_are_refused(how):
         "closed over": lambda: ols.autocast(lambda x: model(x))(X),
         "from around": lambda: jax.jit(lambda x: ols.autocast(nnx_loss)(model, x))(X),
     }[how]
-    with pytest.raises(TypeError, match="Pass modules to both as arguments"):
+    with pytest.raises(TraceContextError):
         cast()
     assert np.isfinite(model(X)).all()  # it is what it was
 
@@ -585,24 +586,6 @@ def test_while_loops():
     cast = ols.autocast(fun)
     assert_close(cast(params(), X), fun(params(), X), 0.01)
     assert products(cast, params(), X) == {"float16": 2}
-
-
-def test_while_loops_whose_elements_end_at_different_times():
-    def until(p, x, rounds):
-        step = lambda state: (state[0] + 1, block(p, state[1]))
-        return lax.while_loop(lambda state: state[0] < rounds, step, (0, x))
-
-    def fun(p, x):
-        of_each = jax.vmap(until, (None, None, 0))
-        return jax.vmap(of_each, (None, 0, None))(p, x[:, None], jnp.arange(4))
-
-    (rounds, y), (exact_rounds, exact_y) = (
-        ols.autocast(fun)(params(), X),
-        fun(params(), X),
-    )
-    assert (rounds == exact_rounds).all()
-    assert_close(y, exact_y, 0.01)
-    assert_close(jax.jit(ols.autocast(fun))(params(), X)[1], exact_y, 0.01)
 
 
 @pytest.mark.filterwarnings("ignore:autocast leaves every")
@@ -892,19 +875,17 @@ def int8_product():
     return f
 
 
-def no_product(symbolic_zeros=False):
-    value = lambda x: x.value if symbolic_zeros else x
+def no_product():
     f = jax.custom_vjp(lambda x, w: jnp.sin(x))
-    forward = lambda x, w: (jnp.sin(value(x)), (value(x), value(w)))
+    forward = lambda x, w: (jnp.sin(x), (x, w))
     backward = lambda saved, ct: (ct @ saved[1].T, saved[0].T @ ct)
-    f.defvjp(forward, backward, symbolic_zeros=symbolic_zeros)
+    f.defvjp(forward, backward)
     return f
 
 
 BACKWARD = {
     "int8": int8_product,
     "none": no_product,
-    "symbolic zeros": functools.partial(no_product, symbolic_zeros=True),
 }
 
 

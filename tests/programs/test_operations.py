@@ -16,7 +16,6 @@ from optax_lossscale._programs.operations import (
     TABLE,
     Is,
     Operation,
-    is_exact,
     operation,
 )
 from optax_lossscale._programs.work import terms_of
@@ -54,13 +53,6 @@ def names(jaxpr):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_what_models_are_made_of_is_known(function):
     assert set(names(jax.make_jaxpr(function)(X).jaxpr)) <= TABLE.keys()
-
-
-def test_what_moves_and_chooses_is_exact_and_what_adds_or_rounds_is_not():
-    assert all(map(is_exact, ["transpose", "max", "all_gather", "pmax", "select_n"]))
-    assert not any(
-        map(is_exact, ["add", "psum", "convert_element_type", "exp", "not known"])
-    )
 
 
 def test_what_is_entered_is_so_in_one_way_and_holds_programs():
