@@ -29,8 +29,10 @@ def _lines(plan: "Plan", printed: set[int]) -> Iterator[str]:
     printed.add(id(plan))
     names = _names(plan.program)
     yield from _wrapped("takes " + _typed(names, plan.program.ins, plan.takes))
+    seen: set[int] = set()
     for region in plan.regions:
-        yield from _wrapped(_line(region, names))
+        yield from _wrapped(_line(region, names, seen))
+        seen.update(*(step.outs for step in region.steps))
         for step in region.steps:
             yield from _inside(step, printed)
     yield from _wrapped("gives " + _typed(names, plan.program.outs, plan.gives))
@@ -58,15 +60,14 @@ def _labels(step: Step) -> Sequence[str]:
     return [""]
 
 
-def _line(region: "Region", names: Mapping[int, Any]) -> str:
-    """What a region runs, reads and stores, and the lines that made it."""
-    repeated = region.steps[: region.repeated]
-    steps = region.steps[region.repeated :]
-    reads = _typed(names, region.reads, region.reads.values())
-    stores = []
-    for i, dtypes in region.stores.items():
-        stores.append(f"{i}:{' and '.join(map(_short, dtypes))}")
-    line = f"{_how(region)}: {_operations(steps)} ({reads}) -> {', '.join(stores)}"
+def _line(region: "Region", names: Mapping[int, Any], seen: set[int]) -> str:
+    """What a region runs, reads and stores, and the lines that made it; `seen` is repeated."""
+    repeated = [step for step in region.steps if not seen.isdisjoint(step.outs)]
+    steps = [step for step in region.steps if seen.isdisjoint(step.outs)]
+    reads = _typed(names, *_read(region))
+    stores = _typed({}, region.stores, region.stores.values())
+    how = "island" if region.is_recomputed else "run"
+    line = f"{how}: {_operations(steps)} ({reads}) -> {stores}"
     if repeated:
         line += f", repeating {_operations(repeated)}"
     if region.kept:
@@ -77,11 +78,14 @@ def _line(region: "Region", names: Mapping[int, Any]) -> str:
     return f"{line}  #{_NO_BREAK}{sources}" if sources else line
 
 
-def _how(region: "Region") -> str:
-    """How a region is run: as an island only if it is recomputed, or it is as steps alone."""
-    if region.is_recomputed:
-        return "island"
-    return "spread" if region.is_spread else "run"
+def _read(region: "Region") -> tuple[Sequence[int], Sequence[Any]]:
+    """What a region reads, and in which dtypes; None for as it is stored."""
+    if region.is_island:
+        return region.reads, [None] * len(region.reads)
+    (step,) = region.steps
+    pairs = zip(step.ins, step.takes, strict=True)
+    dtypes = {i: dtype for i, dtype in pairs if i >= 0}
+    return list(dtypes), list(dtypes.values())
 
 
 def _operations(steps: Iterable[Step]) -> str:
