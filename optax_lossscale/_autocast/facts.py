@@ -30,14 +30,25 @@ class Facts(NamedTuple):
     program: Flat
     kinds: Mapping[int, Kind]
     multiplied: frozenset[int]  # those on which a product depends
+    streams: frozenset[int]  # sums that are in 16 bits from product to product
     sent: frozenset[int]  # what is moved in 16 bits, since only products read it
-    dtypes: Mapping[int, Any]  # in which each value is stored
+    dtypes: Mapping[int, Any]  # in which each value is stored, if it is
     casting: Casting
 
     @property
     def low(self) -> np.dtype:
         """The dtype of products."""
         return self.casting.dtype
+
+    @property
+    def of_products(self) -> frozenset[int]:
+        """What is in 16 bits as it comes, a sum with a product, or added to one."""
+        added = (Kind.SUM, Kind.ROWS)
+        return frozenset(
+            i
+            for i, dtype in self.dtypes.items()
+            if dtype == self.low or self.kinds[i] in added
+        )
 
     def is_fused(self, step: Step) -> bool:
         """Whether a step can be a part of an island: it is cheap, and sends nothing in 16 bits."""
@@ -65,23 +76,13 @@ def facts_of(
     kind_of = classify(jaxpr, kinds, low)
     after = multiplied(jaxpr, results)
     sent = _sent(program)
-    dtypes: dict[int, Any] = {}
-    for i, aval in program.types.items():
-        is_low = i in sent or is_stored_low(kind_of[i], i in after)
-        dtype = dtype_in(aval)
-        dtypes[i] = low if is_low and dtype == FLOAT32 else dtype
+    sums = (i for i in after if kind_of[i] == Kind.SUM)
+    streams = frozenset(i for i in sums if dtype_in(program.types[i]) == FLOAT32)
+    products = frozenset(i for i, kind in kind_of.items() if kind == Kind.PRODUCT)
+    dtypes = {i: dtype_in(aval) for i, aval in program.types.items()}
+    dtypes |= dict.fromkeys(streams | products | sent, low)
     dtypes |= zip(program.ins, takes, strict=True)
-    return Facts(program, kind_of, after, sent, dtypes, casting)
-
-
-def is_stored_low(kind: Kind, is_multiplied: bool) -> bool:
-    """Whether a float32 value of a kind is in 16 bits from where it is made.
-
-    The result of a product is so already. A sum and rows of an embedding are rounded if
-    a product depends on them, whoever reads them and whatever holds the programs that
-    do: so the digits are the same however a program is divided.
-    """
-    return kind == Kind.PRODUCT or (is_multiplied and kind in (Kind.SUM, Kind.ROWS))
+    return Facts(program, kind_of, after, streams, sent, dtypes, casting)
 
 
 def _sent(program: Flat) -> frozenset[int]:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Facts
 from optax_lossscale._autocast.flat import Step
 
@@ -31,11 +30,7 @@ def partition(facts: Facts, steps: Sequence[Step]) -> list[Region]:
     A step is part of an island if it depends on a product, is cheap, and moves nothing
     in 16 bits: what is sent in them runs alone, as its operands and results are stored.
     """
-    of_products = {
-        i
-        for i, dtype in facts.dtypes.items()
-        if dtype == facts.low or facts.kinds[i] == Kind.SUM
-    }
+    of_products = set(facts.of_products)
     regions: list[Region] = []
     island: list[Step] = []
     made: set[int] = set()  # in the island

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from optax_lossscale._autocast.classify import Kind, of_arguments
-from optax_lossscale._autocast.facts import Casting, Facts, facts_of, is_stored_low
+from optax_lossscale._autocast.facts import Casting, Facts, facts_of
 from optax_lossscale._autocast.flat import Flat, Step
 from optax_lossscale._autocast.partition import Region, partition
 from optax_lossscale._autocast.products import (
@@ -78,8 +78,9 @@ def _plan(
     facts = facts_of(jaxpr, takes, kinds, multiplied, casting)
     program = facts.program
     steps = [_typed(facts, step) for step in program.steps]
+    regions = store(facts, partition(facts, steps))
     gives = tuple(facts.dtypes[i] for i in program.outs)
-    return Plan(takes, gives, program, store(facts, partition(facts, steps)), casting)
+    return Plan(takes, gives, program, regions, casting)
 
 
 def _typed(facts: Facts, step: Step) -> Step:
@@ -104,17 +105,7 @@ def _typed(facts: Facts, step: Step) -> Step:
         return step._replace(takes=takes)
     if traits(eqn) & (Is.MOVES | Is.SENDS):
         return step._replace(takes=as_they_come)
-    is_rounded_sum = Is.ADDS_TWO in traits(eqn) and step.gives == [low]
-    if is_rounded_sum and _is_of_one_shape(eqn):
-        # Of rounded numbers, so that a compiler has no float32 array to store.
-        return step._replace(takes=[low, low])
     return step
-
-
-def _is_of_one_shape(eqn: Any) -> bool:
-    """Whether no operand of an equation is broadcast."""
-    shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)}
-    return len(shapes) == 1
 
 
 def _entered(facts: Facts, step: Step) -> Step:
@@ -133,8 +124,8 @@ def _entered(facts: Facts, step: Step) -> Step:
     if Is.KEEPS in traits(eqn):
         casting = casting._replace(recomputes=False)
     for n in carried:
-        # A stream of sums is carried only to products.
-        is_low = is_stored_low(inside[n], is_multiplied=True)
+        # Of sums, `classify` says it only where a product depends on them.
+        is_low = inside[n] in (Kind.PRODUCT, Kind.SUM)
         takes[n] = facts.low if is_low else dtype_in(eqn.invars[n])
     multiplied = tuple(i in facts.multiplied for i in step.outs)
     plans: list[Plan] = []

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from optax_lossscale._autocast.flat import Flat, Step
+from optax_lossscale._autocast.store import taken_by
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.walk import line_of
 
@@ -28,14 +29,14 @@ def _lines(plan: "Plan", printed: set[int]) -> Iterator[str]:
     """The lines of a plan; `printed` are the plans that were printed before, by `id`."""
     printed.add(id(plan))
     names = _names(plan.program)
-    yield from _wrapped("takes " + _typed(names, plan.program.ins, plan.takes))
+    yield from _wrapped("takes " + _typed(names, zip(plan.program.ins, plan.takes, strict=True)))
     seen: set[int] = set()
     for region in plan.regions:
         yield from _wrapped(_line(region, names, seen))
         seen.update(*(step.outs for step in region.steps))
         for step in region.steps:
             yield from _inside(step, printed)
-    yield from _wrapped("gives " + _typed(names, plan.program.outs, plan.gives))
+    yield from _wrapped("gives " + _typed(names, zip(plan.program.outs, plan.gives, strict=True)))
 
 
 def _inside(step: Step, printed: set[int]) -> Iterator[str]:
@@ -64,8 +65,8 @@ def _line(region: "Region", names: Mapping[int, Any], seen: set[int]) -> str:
     """What a region runs, reads and stores, and the lines that made it; `seen` is repeated."""
     repeated = [step for step in region.steps if not seen.isdisjoint(step.outs)]
     steps = [step for step in region.steps if seen.isdisjoint(step.outs)]
-    reads = _typed(names, *_read(region))
-    stores = _typed({}, region.stores, region.stores.values())
+    reads = _typed(names, taken_by(region))
+    stores = _typed({}, region.stores.items())
     how = "island" if region.is_recomputed else "run"
     line = f"{how}: {_operations(steps)} ({reads}) -> {stores}"
     if repeated:
@@ -76,16 +77,6 @@ def _line(region: "Region", names: Mapping[int, Any], seen: set[int]) -> str:
         line += ", ".join(f"{step.outs[0]} ({step.name})" for step in kept)
     sources = _sources(steps)
     return f"{line}  #{_NO_BREAK}{sources}" if sources else line
-
-
-def _read(region: "Region") -> tuple[Sequence[int], Sequence[Any]]:
-    """What a region reads, and in which dtypes; None for as it is stored."""
-    if region.is_island:
-        return region.reads, [None] * len(region.reads)
-    (step,) = region.steps
-    pairs = zip(step.ins, step.takes, strict=True)
-    dtypes = {i: dtype for i, dtype in pairs if i >= 0}
-    return list(dtypes), list(dtypes.values())
 
 
 def _operations(steps: Iterable[Step]) -> str:
@@ -118,12 +109,10 @@ def _names(program: Flat) -> Mapping[int, Any]:
     return names
 
 
-def _typed(
-    names: Mapping[int, Any], numbers: Iterable[int], dtypes: Iterable[Any]
-) -> str:
+def _typed(names: Mapping[int, Any], pairs: Iterable[tuple[int, Any]]) -> str:
     """Values by name, or else by number, each with its dtype, if it is said."""
     typed = []
-    for i, dtype in zip(numbers, dtypes, strict=True):
+    for i, dtype in dict(pairs).items():
         name = str(names.get(i, i))
         typed.append(f"{name}:{_short(dtype)}" if dtype else name)
     return ", ".join(typed)

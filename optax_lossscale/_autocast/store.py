@@ -9,8 +9,9 @@ Where a rule says what it buys, this was measured without it: compiled for an H1
 over the same model with it.
 """
 
+import collections
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,53 +21,48 @@ from optax_lossscale._autocast.facts import Facts
 from optax_lossscale._autocast.flat import Step
 from optax_lossscale._autocast.partition import Region
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import dtype_in, is_float, numbers_in
+from optax_lossscale._programs.values import FLOAT32, dtype_in, is_float, numbers_in
 
 _FEW = 32  # numbers for one that a reduction leaves
 
 Steps = Sequence[Step]
 Makers = Mapping[int, Step]
 """The steps that can make values where they are read, by the numbers of these."""
+Wanted = Mapping[int, set[Any]]
 
 
-def store(facts: Facts, regions: Sequence[Region]) -> list[Region]:
+def store(facts: Facts, regions: Sequence[Region]) -> tuple[Region, ...]:
     """The regions of a program, with what each stores; an island may come in several."""
     repeated = _repeated(facts, regions)
-    # By what comes later, in which dtype
-    wanted = {i: facts.dtypes[i] for i in facts.program.outs}
+    # In which dtypes what comes later takes a value; None for as it is stored
+    wanted: Wanted = collections.defaultdict(set)
+    for i in facts.program.outs:
+        wanted[i].add(None)
     storing: list[Region] = []
     for region in reversed(regions):
         if region.is_island:
             parts = _parts(facts, region.steps, repeated, wanted)
         else:
-            parts = [_alone(facts, region)]
+            stores = {i: facts.dtypes[i] for step in region.steps for i in step.outs}
+            parts = [region._replace(reads=_read_by(region.steps), stores=stores)]
         for part in parts:
-            for i, dtype in _wanted_by(facts, part):
-                # What is also read as it is made is rounded where a product reads it.
-                if i not in wanted or dtype == facts.dtypes[i]:
-                    wanted[i] = dtype
+            for i, dtype in taken_by(part):
+                wanted[i].add(dtype)
         storing = parts + storing
-    return storing
+    return tuple(storing)
 
 
-def _wanted_by(facts: Facts, region: Region) -> Iterable[tuple[int, Any]]:
-    """What a region reads, and in which dtype it is to be stored for that."""
+def taken_by(region: Region) -> list[tuple[int, Any]]:
+    """What a region reads, and in which dtype, or None for as it is stored."""
     if region.is_island:
-        return [(i, facts.dtypes[i]) for i in region.reads]
+        return [(i, None) for i in region.reads]
     (step,) = region.steps
     pairs = zip(step.ins, step.takes, strict=True)
-    return [(i, facts.low if t == facts.low else facts.dtypes[i]) for i, t in pairs]
-
-
-def _alone(facts: Facts, region: Region) -> Region:
-    """A step that runs alone, which stores all of its results."""
-    (step,) = region.steps
-    stores = {i: facts.dtypes[i] for i in step.outs}
-    return region._replace(reads=_read_by(region.steps), stores=stores)
+    return [(i, dtype) for i, dtype in pairs if i >= 0]
 
 
 def _parts(
-    facts: Facts, island: Steps, repeated: Makers, wanted: Mapping[int, Any]
+    facts: Facts, island: Steps, repeated: Makers, wanted: Wanted
 ) -> list[Region]:
     """The regions of an island, in order.
 
@@ -76,20 +72,52 @@ def _parts(
     """
     read_here = {i for step in island for i in step.reads}
     unstored = {i: step for step in island for i in step.outs}
+    rounded = {i for i in unstored if i in facts.streams and None in wanted[i]}
     parts: list[Region] = []
 
     def add(numbers: Iterable[int]) -> None:
-        stores = {i: wanted[i] for i in numbers if i in wanted}
+        stores = {i: _stored_dtype(facts, i, wanted[i]) for i in numbers if wanted[i]}
         if stores:
             steps = _needed(stores, repeated | unstored)
-            parts.append(_recomputed(facts, Region(steps, True, _read_by(steps), stores)))
+            steps = tuple(_rounding(facts, step, rounded) for step in steps)
+            region = Region(steps, True, _read_by(steps), stores)
+            parts.append(_recomputed(facts, region))
 
     for i in made_by(island):
-        if facts.dtypes[i] == facts.low and i in read_here and i in wanted:
+        if i in rounded & read_here:
             add([i])
             del unstored[i]
     add(unstored)
     return parts
+
+
+def _stored_dtype(facts: Facts, i: int, taken: Set[Any]) -> Any:
+    """The dtype in which an island stores what is taken in some dtypes."""
+    if taken == {facts.low}:
+        return facts.low
+    is_wide = i in facts.streams and None not in taken
+    return FLOAT32 if is_wide else facts.dtypes[i]
+
+
+def _rounding(facts: Facts, step: Step, rounded: Set[int]) -> Step:
+    """A step of an island, where a sum is rounded only if others read it as it is stored.
+
+    One that is used up before the next product may leave the range of 16 bits.
+    """
+    if facts.streams.isdisjoint(step.outs):
+        return step
+    if rounded.isdisjoint(step.outs):
+        return step._replace(gives=[FLOAT32] * len(step.outs))
+    if Is.ADDS_TWO in traits(step.eqn) and _is_of_one_shape(step.eqn):
+        # Of rounded numbers, so that a compiler has no float32 array to store.
+        return step._replace(takes=[facts.low, facts.low])
+    return step
+
+
+def _is_of_one_shape(eqn: Any) -> bool:
+    """Whether no operand of an equation is broadcast."""
+    shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)}
+    return len(shapes) == 1
 
 
 def _needed(values: Iterable[int], makers: Makers) -> tuple[Step, ...]:
@@ -114,13 +142,14 @@ def _repeated(facts: Facts, regions: Sequence[Region]) -> dict[int, Step]:
     """
     repeated: dict[int, Step] = {}
     sources: dict[int, set[int]] = {}  # what it takes to repeat each
+    stored = facts.of_products
     for step in itertools.chain(*(region.steps for region in regions)):
         read: set[int] = set()
         for i in step.reads:
             read |= sources.get(i, {i})
-        is_low = any(facts.dtypes[i] == facts.low for i in step.outs)
+        is_stored = not stored.isdisjoint(step.outs)
         is_less = _bytes(facts, read) <= _bytes(facts, step.outs)
-        if facts.is_fused(step) and is_less and not is_low:
+        if facts.is_fused(step) and is_less and not is_stored:
             repeated |= dict.fromkeys(step.outs, step)
             sources |= dict.fromkeys(step.outs, read)
     return repeated
