@@ -41,8 +41,7 @@ def is_outer_product(eqn: Any) -> bool:
     if not multiplies_once(eqn) or asks_for_precision(eqn):
         return False
     is_placed = eqn.params.get("out_sharding") is not None
-    is_grouped = eqn.params.get("batch_group_count", 1) > 1
-    return not is_placed and not is_grouped and _multiplies_float32(eqn)
+    return not is_placed and _multiplies_float32(eqn)
 
 
 def holds_products(eqn: Any) -> bool:

@@ -24,11 +24,9 @@ from optax_lossscale._autocast.products import (
     is_narrowed,
     is_outer_product,
 )
-from optax_lossscale._autocast.uses import Use
 from optax_lossscale._programs.enter import Callee, enter
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import (
-    FLOAT32,
     dtype_in,
     dtypes_in,
     in_dtype,
@@ -43,9 +41,6 @@ CalleesOf = Callable[[Step], list[Callee]]
 
 Islands = dict[Hashable, Callable[[list[Any]], list[Any]]]
 """What computes islands that are recomputed, by what those that are alike have in common."""
-
-Forms = dict[Any, Any]
-"""A value as an array for each dtype in which it is read, beginning with the one stored."""
 
 
 def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
@@ -97,60 +92,16 @@ def _by_plan(plan: Plan, callees_of: CalleesOf, islands: Islands) -> Callee:
     program = plan.program
 
     def call(args):
-        values: dict[int, Forms] = {}
-        arguments = dict(zip(program.ins, args, strict=True))
-        for i, x in (program.consts | arguments).items():
-            values[i] = {dtype_in(x): x}
+        values = dict(program.consts) | dict(zip(program.ins, args, strict=True))
         for i, literal in program.literals.items():
-            values[i] = {dtype_in(literal): literal.val}
-
-        def read(i, dtype=None):
-            """A value in a dtype, if it is there in it, or else as it is stored."""
-            forms = values[i]
-            return forms[dtype] if dtype in forms else next(iter(forms.values()))
-
+            values[i] = literal.val
         for region in plan.regions:
-            operands = [read(i, dtype) for i, dtype in region.reads.items()]
+            operands = [values[i] for i in region.reads]
             stored = _stored(region, operands, plan, callees_of, islands)
-            if region.is_spread:
-                (step,) = region.steps
-                wide = [read(i, FLOAT32) for i in step.ins]
-                stored = _spread(step, stored, wide)
-            for i, arrays in stored.items():
-                values[i] = dict(zip(region.stores[i], arrays, strict=True))
-        pairs = zip(program.outs, plan.gives, strict=True)
-        return [in_dtype(dtype, read(i, dtype)) for i, dtype in pairs]
+            values |= zip(region.stores, stored, strict=True)
+        return in_dtypes(plan.gives, [values[i] for i in program.outs])
 
     return Callee(plan.takes, plan.gives, call)
-
-
-def _spread(
-    step: Step, low: dict[int, list[Any]], operands: list[Any]
-) -> dict[int, list[Any]]:
-    """What was sent in 16 bits, and the same in float32, from which only derivatives are made."""
-    with step.at_its_line():
-        wide = bind(step.eqn, in_dtypes(dtypes_in(step.eqn.invars), operands))
-    spread = {}
-    for i, x in zip(step.outs, wide, strict=True):
-        narrow, _ = low[i]
-        spread[i] = [_in_place_of(narrow, x), x]
-    return spread
-
-
-@jax.custom_jvp
-def _in_place_of(low: jax.Array, wide: jax.Array) -> jax.Array:
-    """An array in 16 bits, with the derivative of one in float32."""
-    # Where the forward pass sends an array to many devices, the backward pass sums over
-    # them: this way in float32. The compiler drops the sending in float32, whose
-    # results nothing reads.
-    return low
-
-
-@_in_place_of.defjvp
-def _tangent_in_place_of(primals, tangents):
-    low, _ = primals
-    _, tangent = tangents
-    return low, in_dtype(dtype_in(low), tangent)
 
 
 def _stored(
@@ -159,15 +110,14 @@ def _stored(
     plan: Plan,
     callees_of: CalleesOf,
     islands: Islands,
-) -> dict[int, list[Any]]:
-    """What a region stores, in each dtype; recomputed in the backward pass, if it says so."""
-    if not region.is_recomputed:
-        return _computed(region, operands, plan, callees_of)
+) -> list[Any]:
+    """What a region stores; recomputed in the backward pass, if it says so."""
 
     def computed(operands):
-        stored = _computed(region, operands, plan, callees_of)
-        return [stored[i] for i in sorted(stored)]
+        return _computed(region, operands, plan, callees_of)
 
+    if not region.is_recomputed:
+        return computed(operands)
     function = computed
     alike = common(region, plan.program)
     if alike is not None:
@@ -178,14 +128,14 @@ def _stored(
         prevent_cse=plan.casting.prevent_cse,
         policy=_KEEPS if region.kept else None,  # a policy takes longer to trace
     )
-    return dict(zip(sorted(region.stores), recomputed(operands), strict=True))
+    return recomputed(operands)
 
 
 def _computed(
-    region: Region, reads: list[Any], plan: Plan, callees_of: CalleesOf
-) -> dict[int, list[Any]]:
-    """What a region stores, in each dtype, from what it reads."""
-    values = dict(zip(region.reads, reads, strict=True))
+    region: Region, operands: list[Any], plan: Plan, callees_of: CalleesOf
+) -> list[Any]:
+    """What a region stores, from what it reads."""
+    values = dict(zip(region.reads, operands, strict=True))
     for i, literal in plan.program.literals.items():
         values[i] = literal.val
 
@@ -194,19 +144,15 @@ def _computed(
     def cast(i, dtype):
         return in_dtype(dtype, values[i])
 
-    stored: dict[int, list[Any]] = {}
     for step in region.steps:
         with step.at_its_line():
-            operands = list(map(cast, step.ins, step.takes))
-            results = _results(step, operands, plan.casting, callees_of)
+            taken = list(map(cast, step.ins, step.takes))
+            results = _results(step, taken, plan.casting, callees_of)
             results = in_dtypes(step.gives, results)
             if not region.kept.isdisjoint(step.outs):
                 results = [checkpoint_name(x, SCOPE) for x in results]
-            for i, x in zip(step.outs, results, strict=True):
-                values[i] = x
-                if i in region.stores:
-                    stored[i] = [in_dtype(dtype, x) for dtype in region.stores[i]]
-    return stored
+            values |= zip(step.outs, results, strict=True)
+    return list(map(cast, region.stores, region.stores.values()))
 
 
 def _results(
@@ -227,7 +173,24 @@ def _results(
             return custom_jvp(step, operands, callees, rewritten)
         if callees:
             return enter(eqn, operands, callees)
+        if Is.SPREADS in traits(eqn) and casting.dtype in step.gives:
+            return _spread(step, operands)
     return bind(eqn, operands)
+
+
+def _spread(step: Step, operands: list[Any]) -> list[Any]:
+    """What is sent to many devices in 16 bits; the backward pass sums over them in float32."""
+
+    @jax.custom_jvp
+    def spread(*operands):
+        return bind(step.eqn, in_dtypes(step.gives, operands))
+
+    @spread.defjvp
+    def tangents_of_spread(primals, tangents):
+        wide = bind(step.eqn, tangents)
+        return spread(*primals), in_dtypes(step.gives, wide)
+
+    return spread(*operands)
 
 
 def _rewritten(
@@ -235,15 +198,15 @@ def _rewritten(
     fun: Callable[..., Any],
     args: Any,
     kinds: Sequence[Kind],
-    uses: Callable[[Any], Sequence[Use]],
+    multiplied: Callable[[Any], Sequence[bool]],
 ) -> tuple[Any, list[Any]]:
     """The results of a function of arguments in the original's dtypes, rewritten; their dtypes."""
     with AUTOCAST_DTYPE(casting.dtype):
         jaxpr, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
     arrays = jax.tree.leaves(args)
-    results = run(plan_for(jaxpr, arrays, kinds, casting, uses(shape)), arrays)
+    plan = plan_for(jaxpr, arrays, kinds, casting, multiplied(shape))
     leaves, structure = jax.tree.flatten(shape)
-    return jax.tree.unflatten(structure, results), dtypes_in(leaves)
+    return jax.tree.unflatten(structure, run(plan, arrays)), dtypes_in(leaves)
 
 
 def _product(eqn: Any, operands: Sequence[Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from optax_lossscale._autocast.flat import Flat, Step
+from optax_lossscale._autocast.store import taken_by
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.walk import line_of
 
@@ -28,12 +29,14 @@ def _lines(plan: "Plan", printed: set[int]) -> Iterator[str]:
     """The lines of a plan; `printed` are the plans that were printed before, by `id`."""
     printed.add(id(plan))
     names = _names(plan.program)
-    yield from _wrapped("takes " + _typed(names, plan.program.ins, plan.takes))
+    yield from _wrapped("takes " + _typed(names, zip(plan.program.ins, plan.takes, strict=True)))
+    seen: set[int] = set()
     for region in plan.regions:
-        yield from _wrapped(_line(region, names))
+        yield from _wrapped(_line(region, names, seen))
+        seen.update(*(step.outs for step in region.steps))
         for step in region.steps:
             yield from _inside(step, printed)
-    yield from _wrapped("gives " + _typed(names, plan.program.outs, plan.gives))
+    yield from _wrapped("gives " + _typed(names, zip(plan.program.outs, plan.gives, strict=True)))
 
 
 def _inside(step: Step, printed: set[int]) -> Iterator[str]:
@@ -58,15 +61,14 @@ def _labels(step: Step) -> Sequence[str]:
     return [""]
 
 
-def _line(region: "Region", names: Mapping[int, Any]) -> str:
-    """What a region runs, reads and stores, and the lines that made it."""
-    repeated = region.steps[: region.repeated]
-    steps = region.steps[region.repeated :]
-    reads = _typed(names, region.reads, region.reads.values())
-    stores = []
-    for i, dtypes in region.stores.items():
-        stores.append(f"{i}:{' and '.join(map(_short, dtypes))}")
-    line = f"{_how(region)}: {_operations(steps)} ({reads}) -> {', '.join(stores)}"
+def _line(region: "Region", names: Mapping[int, Any], seen: set[int]) -> str:
+    """What a region runs, reads and stores, and the lines that made it; `seen` is repeated."""
+    repeated = [step for step in region.steps if not seen.isdisjoint(step.outs)]
+    steps = [step for step in region.steps if seen.isdisjoint(step.outs)]
+    reads = _typed(names, taken_by(region))
+    stores = _typed({}, region.stores.items())
+    how = "island" if region.is_recomputed else "run"
+    line = f"{how}: {_operations(steps)} ({reads}) -> {stores}"
     if repeated:
         line += f", repeating {_operations(repeated)}"
     if region.kept:
@@ -75,13 +77,6 @@ def _line(region: "Region", names: Mapping[int, Any]) -> str:
         line += ", ".join(f"{step.outs[0]} ({step.name})" for step in kept)
     sources = _sources(steps)
     return f"{line}  #{_NO_BREAK}{sources}" if sources else line
-
-
-def _how(region: "Region") -> str:
-    """How a region is run: as an island only if it is recomputed, or it is as steps alone."""
-    if region.is_recomputed:
-        return "island"
-    return "spread" if region.is_spread else "run"
 
 
 def _operations(steps: Iterable[Step]) -> str:
@@ -114,12 +109,10 @@ def _names(program: Flat) -> Mapping[int, Any]:
     return names
 
 
-def _typed(
-    names: Mapping[int, Any], numbers: Iterable[int], dtypes: Iterable[Any]
-) -> str:
+def _typed(names: Mapping[int, Any], pairs: Iterable[tuple[int, Any]]) -> str:
     """Values by name, or else by number, each with its dtype, if it is said."""
     typed = []
-    for i, dtype in zip(numbers, dtypes, strict=True):
+    for i, dtype in dict(pairs).items():
         name = str(names.get(i, i))
         typed.append(f"{name}:{_short(dtype)}" if dtype else name)
     return ", ".join(typed)

@@ -1,249 +1,170 @@
 """The fourth pass: what each island stores for others, in which dtype, and what is recomputed.
 
-What one island computes for another is stored in 16 bits, if its kind can be. What is
-cheap, and larger than what it is made of, is not stored: each island that reads it
-repeats it. In the backward pass an island is recomputed from what it read, so no
-float32 array is kept for it.
+It goes backward, from what is read to where it is made. What one island computes for
+another is stored in 16 bits, if its kind can be. What is cheap, and larger than what it
+is made of, is not stored: each island that reads it repeats it. In the backward pass an
+island is recomputed from what it read, so no float32 array is kept for it.
 
 Where a rule says what it buys, this was measured without it: compiled for an H100,
 over the same model with it.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+import collections
+import itertools
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
 
 import jax.numpy as jnp
 
-from optax_lossscale._autocast.cheap import is_cheap
 from optax_lossscale._autocast.classify import Kind
-from optax_lossscale._autocast.facts import Facts, Reader, is_operand
+from optax_lossscale._autocast.facts import Facts
 from optax_lossscale._autocast.flat import Step
-from optax_lossscale._autocast.partition import Dtypes, Region
+from optax_lossscale._autocast.partition import Region
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import dtype_in, is_float, numbers_in
+from optax_lossscale._programs.values import FLOAT32, dtype_in, is_float, numbers_in
 
-_LONGEST = 50  # steps that are repeated for one value
 _FEW = 32  # numbers for one that a reduction leaves
 
-
 Steps = Sequence[Step]
-
-Wanted = Mapping[int, Dtypes]
-"""The values of an island that others read, by number."""
-
-
-class Repeat(NamedTuple):
-    """A step that islands repeat, rather than read its results."""
-
-    step: Step
-    sources: frozenset[int]  # what it takes to repeat it
-    length: int  # of how many steps it is the last
-
-
-Repeats = Mapping[int, Repeat]
-"""How values can be made once more, by number."""
-
-Later = Mapping[int, Sequence[Reader]]
-"""What reads the values of an island outside of it."""
+Makers = Mapping[int, Step]
+"""The steps that can make values where they are read, by the numbers of these."""
+Wanted = Mapping[int, set[Any]]
 
 
 def store(facts: Facts, regions: Sequence[Region]) -> tuple[Region, ...]:
     """The regions of a program, with what each stores; an island may come in several."""
-    repeats = _repeats(facts, regions)
+    repeated = _repeated(facts, regions)
+    # In which dtypes what comes later takes a value; None for as it is stored
+    wanted: Wanted = collections.defaultdict(set)
+    for i in facts.program.outs:
+        wanted[i].add(None)
     storing: list[Region] = []
-    for region in regions:
+    for region in reversed(regions):
         if region.is_island:
-            storing += _of_island(facts, region.steps, repeats)
+            parts = _parts(facts, region.steps, repeated, wanted)
         else:
-            storing.append(region)
+            stores = {i: facts.dtypes[i] for step in region.steps for i in step.outs}
+            parts = [region._replace(reads=_read_by(region.steps), stores=stores)]
+        for part in parts:
+            for i, dtype in taken_by(part):
+                wanted[i].add(dtype)
+        storing = parts + storing
     return tuple(storing)
 
 
-def _of_island(facts: Facts, island: Steps, repeats: Repeats) -> list[Region]:
+def taken_by(region: Region) -> list[tuple[int, Any]]:
+    """What a region reads, and in which dtype, or None for as it is stored."""
+    if region.is_island:
+        return [(i, None) for i in region.reads]
+    (step,) = region.steps
+    pairs = zip(step.ins, step.takes, strict=True)
+    return [(i, dtype) for i, dtype in pairs if i >= 0]
+
+
+def _parts(
+    facts: Facts, island: Steps, repeated: Makers, wanted: Wanted
+) -> list[Region]:
     """The regions of an island, in order.
 
     A sum that is stored in 16 bits, and read here too, comes first and by itself. The
     rest then reads the sum, so that the gradient does not need its operands as well:
     without this, a U-Net moves 1.06 of the bytes, with 0.97 of the memory.
     """
-    wanted = _wanted(facts, island, repeats)
-    made = made_by(island)
-    rounded = frozenset(i for i in made if _is_rounded(facts, i, wanted))
-    comes_first = rounded & wanted.keys() & _operands(island)
-    regions: list[Region] = []
-    stored: set[int] = set()
+    read_here = {i for step in island for i in step.reads}
+    unstored = {i: step for step in island for i in step.outs}
+    rounded = {i for i in unstored if i in facts.streams and None in wanted[i]}
+    parts: list[Region] = []
 
-    def add(steps: Steps) -> None:
-        """Adds a region of steps; none, if others repeat all of them."""
-        unstored = {i: s for s in island for i in s.outs if i not in stored}
-        repeated = _repeated_before(steps, repeats, rounded, unstored)
-        steps = (*repeated, *steps)
-        new = [i for i in made_by(steps) if i in wanted and i not in stored]
-        if new:
-            stores = {i: wanted[i] for i in new}
-            region = Region(steps, True, stores, len(repeated), rounded)
-            regions.append(_recomputed(facts, region))
-            stored.update(new)
+    def add(numbers: Iterable[int]) -> None:
+        stores = {i: _stored_dtype(facts, i, wanted[i]) for i in numbers if wanted[i]}
+        if stores:
+            steps = _needed(stores, repeated | unstored)
+            steps = tuple(_rounding(facts, step, rounded) for step in steps)
+            region = Region(steps, True, _read_by(steps), stores)
+            parts.append(_recomputed(facts, region))
 
-    for i in made:
-        if i in comes_first:
-            add(_needed(i, island, stored))
-    add([step for step in island if not stored.issuperset(step.outs)])
-    return regions
-
-
-def _is_rounded(facts: Facts, i: int, wanted: Wanted) -> bool:
-    """Whether a value of an island is rounded to 16 bits for those that read it there, too."""
-    # Whether others read it there or not: how a program is divided changes no digits.
-    is_read_low = facts.low in wanted.get(i, ())
-    return facts.is_stored_low(i) and (is_read_low or facts.is_read_past(i))
-
-
-def _wanted(facts: Facts, island: Steps, repeats: Repeats) -> dict[int, Dtypes]:
-    """The dtypes in which others read an island's values, beginning with the one stored."""
-    later = _later(facts, island)
-    wanted: dict[int, Dtypes] = {}
-    for i, readers in later.items():
-        if not _but_products(i, readers):
-            continue
-        # A cheap step that only islands read is repeated in them. They need its
-        # operands instead.
-        sources = repeats[i].sources if i in repeats else {i}
-        for source in sources & later.keys():
-            wanted[source] = (facts.stored_dtype(source),)
-    for i, readers in later.items():
-        dtypes = wanted.get(i, ())
-        is_read_low = any(is_operand(i, r) or facts.is_sent(r) for r in readers)
-        if is_read_low and facts.low not in dtypes:
-            wanted[i] = (*dtypes, facts.low)
-    return wanted
-
-
-def _needed(value: int, island: Steps, stored: Collection[int]) -> list[Step]:
-    """The steps of an island that it takes to compute a value from what is stored already."""
-    steps: list[Step] = []
-    needed = {value}
-    for step in reversed(island):
-        if not needed.isdisjoint(step.outs):
-            steps.append(step)
-            needed |= step.reads.difference(stored)
-    return steps[::-1]
-
-
-def _later(facts: Facts, island: Steps) -> Later:
-    """What reads the values of an island outside of it."""
-    inside = {id(step) for step in island}
-    later: dict[int, list[Reader]] = {}
     for i in made_by(island):
-        readers = facts.readers.get(i, ())
-        later[i] = [reader for reader in readers if id(reader) not in inside]
-    return later
+        if i in rounded & read_here:
+            add([i])
+            del unstored[i]
+    add(unstored)
+    return parts
 
 
-def _but_products(i: int, readers: Iterable[Reader]) -> list[Reader]:
-    """Those of the readers of a value that read it otherwise than as a product's operand."""
-    return [reader for reader in readers if not is_operand(i, reader)]
+def _stored_dtype(facts: Facts, i: int, taken: Set[Any]) -> Any:
+    """The dtype in which an island stores what is taken in some dtypes."""
+    if taken == {facts.low}:
+        return facts.low
+    is_wide = i in facts.streams and None not in taken
+    return FLOAT32 if is_wide else facts.dtypes[i]
 
 
-def _operands(steps: Steps) -> set[int]:
-    """What steps read, from each other or from elsewhere."""
-    return {i for step in steps for i in step.reads}
+def _rounding(facts: Facts, step: Step, rounded: Set[int]) -> Step:
+    """A step of an island, where a sum is rounded only if others read it as it is stored.
+
+    One that is used up before the next product may leave the range of 16 bits.
+    """
+    if facts.streams.isdisjoint(step.outs):
+        return step
+    if rounded.isdisjoint(step.outs):
+        return step._replace(gives=[FLOAT32] * len(step.outs))
+    if Is.ADDS_TWO in traits(step.eqn) and _is_of_one_shape(step.eqn):
+        # Of rounded numbers, so that a compiler has no float32 array to store.
+        return step._replace(takes=[facts.low, facts.low])
+    return step
 
 
-# --- what is repeated ---
+def _is_of_one_shape(eqn: Any) -> bool:
+    """Whether no operand of an equation is broadcast."""
+    shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)}
+    return len(shapes) == 1
 
 
-def _repeats(facts: Facts, regions: Sequence[Region]) -> dict[int, Repeat]:
+def _needed(values: Iterable[int], makers: Makers) -> tuple[Step, ...]:
+    """The steps that it takes to compute values from what no step makes."""
+    needed: dict[int, Step] = {}
+    unread = list(values)
+    while unread:
+        step = makers.get(unread.pop())
+        if step is not None and step.outs[0] not in needed:
+            needed[step.outs[0]] = step
+            unread += step.reads
+    return tuple(needed[number] for number in sorted(needed))  # as in the program
+
+
+def _repeated(facts: Facts, regions: Sequence[Region]) -> dict[int, Step]:
     """What islands repeat: cheap steps whose results are larger than what they are made of.
 
-    Such as a mask or a constant that is broadcast, the rows of an embedding, and the
-    result of a `tanh`, whose operands an island keeps instead for its gradient. Without
-    this, attention over long sequences takes 1.47 of the memory and moves 1.30 of the
-    bytes, a Llama 1.02 and 1.01; but BERT takes 0.99 and moves 0.96.
+    Such as a mask or a constant that is broadcast, and the result of a `tanh`, whose
+    operands an island keeps instead for its gradient. Without this, attention over long
+    sequences takes 1.47 of the memory and moves 1.30 of the bytes, a Llama 1.02 and
+    1.01; but BERT takes 0.99 and moves 0.96.
     """
-    repeats: dict[int, Repeat] = {}
-    for region in regions:
-        later = _later(facts, region.steps)
-        for step in region.steps:
-            if region.is_island:
-                results = _read_by_islands(facts, step, later)
-            else:
-                results = step.outs if _is_loose(facts, step) else ()
-            repeat = _repeat(facts, step, repeats) if results else None
-            if repeat is not None:
-                repeats |= dict.fromkeys(results, repeat)
-    return repeats
+    repeated: dict[int, Step] = {}
+    sources: dict[int, set[int]] = {}  # what it takes to repeat each
+    stored = facts.of_products
+    for step in itertools.chain(*(region.steps for region in regions)):
+        read: set[int] = set()
+        for i in step.reads:
+            read |= sources.get(i, {i})
+        is_stored = not stored.isdisjoint(step.outs)
+        is_less = _bytes(facts, read) <= _bytes(facts, step.outs)
+        if facts.is_fused(step) and is_less and not is_stored:
+            repeated |= dict.fromkeys(step.outs, step)
+            sources |= dict.fromkeys(step.outs, read)
+    return repeated
 
 
-def _is_loose(facts: Facts, step: Step) -> bool:
-    """Whether a step that runs alone is cheap and has nothing to do with products."""
-    return is_cheap(step.eqn) and not any(map(facts.is_of_products, step.outs))
-
-
-def _read_by_islands(facts: Facts, step: Step, later: Later) -> list[int]:
-    """The results of a step in an island that no others read; none, if one is stored low."""
-    results: list[int] = []
-    for i in step.outs:
-        readers = _but_products(i, later[i])
-        if readers and facts.is_stored_low(i):
-            return []
-        if all(_is_in_island(facts, reader) for reader in readers):
-            results.append(i)
-    return results
-
-
-def _is_in_island(facts: Facts, reader: Reader) -> bool:
-    return reader is not None and is_cheap(reader.eqn) and not facts.is_sent(reader)
-
-
-def _repeat(facts: Facts, step: Step, repeats: Repeats) -> Repeat | None:
-    """What it takes to repeat a step; None if that is more than to store its results."""
-    before = [repeats[i] for i in step.reads if i in repeats]
-    sources = {i for i in step.reads if i not in repeats}
-    sources.update(*(repeat.sources for repeat in before))
-    length = 1 + sum(repeat.length for repeat in before)
-    bytes_read = sum(_bytes(facts, i) for i in sources)
-    bytes_made = sum(_bytes(facts, i) for i in step.outs)
-    if bytes_read > bytes_made or length > _LONGEST:
-        return None
-    return Repeat(step, frozenset(sources), length)
-
-
-def _repeated_before(
-    steps: Steps,
-    repeats: Repeats,
-    rounded: Collection[int],
-    unstored: Mapping[int, Step],
-) -> list[Step]:
-    """The steps that a region of an island repeats, to have what it reads.
-
-    These make what `repeats` says, but for values of the island that are `rounded` and
-    stored, and what else is `unstored` of the island.
-    """
-    before: dict[int, Step] = {}  # by number, which is the order of the program
-    unread = list(read_by(steps))
-    while unread:
-        i = unread.pop()
-        if i in unstored:
-            step = unstored[i]
-        elif i in repeats and i not in rounded:
-            step = repeats[i].step
-        else:
-            continue
-        number = step.outs[0]
-        if number not in before:
-            before[number] = step
-            unread += step.reads
-    return [before[number] for number in sorted(before)]
-
-
-def _bytes(facts: Facts, i: int) -> int:
-    """The bytes that it takes to store a value; parameters and constants are there anyway."""
-    is_parameter = i in facts.arguments and facts.kinds[i] == Kind.PARAMETER
-    if is_parameter or i in facts.program.consts:
-        return 0
-    dtype = facts.arguments.get(i, facts.stored_dtype(i))
-    return numbers_in(facts.program.types[i]) * dtype.itemsize
+def _bytes(facts: Facts, values: Iterable[int]) -> int:
+    """The bytes that it takes to store values; parameters and constants are there anyway."""
+    total = 0
+    for i in values:
+        is_argument = i in facts.program.ins
+        is_parameter = is_argument and facts.kinds[i] == Kind.PARAMETER
+        if not is_parameter and i not in facts.program.consts:
+            size = numbers_in(facts.program.types[i])
+            total += size * facts.dtypes[i].itemsize
+    return total
 
 
 # --- what is recomputed ---
@@ -284,7 +205,7 @@ def _kept(facts: Facts, region: Region) -> frozenset[int]:
     """
     types = facts.program.types
     largest = max(numbers_in(types[i]) for i in region.stores)
-    read_here = _operands(region.steps)
+    read_here = {i for step in region.steps for i in step.reads}
     kept: set[int] = set()
     for step in region.steps:
         if _is_kept(step.eqn, largest):
@@ -307,16 +228,11 @@ def _is_kept(eqn: Any, largest: int) -> bool:
     return n_left * _FEW <= n_reduced and not is_read_once
 
 
-def read_by(steps: Steps) -> dict[int, None]:
+def _read_by(steps: Steps) -> tuple[int, ...]:
     """What steps read from others."""
+    read = dict.fromkeys(i for step in steps for i in step.ins if i >= 0)
     made = set(made_by(steps))
-    read: dict[int, None] = {}
-    for step in steps:
-        for i in step.ins:
-            is_literal = i < 0
-            if i not in made and not is_literal:
-                read[i] = None
-    return read
+    return tuple(i for i in read if i not in made)
 
 
 def made_by(steps: Steps) -> list[int]:

@@ -201,7 +201,7 @@ scatter-mul               | exponential cheap
 sinh                      | exponential cheap
 square                    | exponential cheap
 # Products
-conv_general_dilated      | product outer          | kernel
+conv_general_dilated      | product                | kernel
 dot_general               | product outer cheap    | contracted
 ragged_dot_general        | product                | contracted
 scaled_dot                | product                | contracted

@@ -10,7 +10,6 @@ from jax.ad_checkpoint import checkpoint_name
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Casting, facts_of
 from optax_lossscale._autocast.partition import partition
-from optax_lossscale._autocast.uses import Context, Use
 
 W = normal(0, 4, 4)
 X = normal(1, 3, 4)
@@ -20,9 +19,10 @@ FLOAT16, FLOAT32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
 def regions_of(fun, takes=(FLOAT32, FLOAT32), kind=Kind.FLOAT32):
     """The regions of a function of a matrix and an input that is no parameter."""
     program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(W, X)
-    results = (Use.WIDELY,) * len(program.out_avals)
-    arguments = Context((Kind.PARAMETER, kind), (0, 0), results)
-    return partition(facts_of(program, takes, arguments, Casting(FLOAT16)))
+    results = (False,) * len(program.out_avals)
+    kinds = (Kind.PARAMETER, kind)
+    facts = facts_of(program, takes, kinds, results, Casting(FLOAT16))
+    return partition(facts, facts.program.steps)
 
 
 def shown(regions):
@@ -49,9 +49,9 @@ def shown(regions):
             "dot_general [mul] ppermute dot_general",
             lambda w, x: lax.ppermute(x @ w * 2, "devices", [(0, 1)]) @ w,
         ),
-        # As is what only moves it on to a product.
+        # What moves it on to a product is an island again.
         (
-            "dot_general [mul] ppermute transpose dot_general",
+            "dot_general [mul] ppermute [transpose] dot_general",
             lambda w, x: lax.ppermute(x @ w * 2, "devices", [(0, 1)]).T @ x,
         ),
         # Or what is kept for a product, under a name.

@@ -978,22 +978,6 @@ def test_a_norm_that_leaves_the_range_is_as_in_float32(norm):
 # --- products over one number ---
 
 
-def convolved(numbers, **options):
-    """A convolution by a kernel of one place, of axes in some order."""
-
-    def of(x, kernel):
-        strides = options.get("window_strides", (1, 1))
-        more = {
-            name: value for name, value in options.items() if name != "window_strides"
-        }
-        padding = more.pop("padding", "SAME")
-        return lax.conv_general_dilated(
-            x, kernel, strides, padding, dimension_numbers=numbers, **more
-        )
-
-    return of
-
-
 OVER_ONE_NUMBER = {
     "matmul": (lambda x, y: x[:, None] @ y[None], (8,), (4,)),
     "batched": (lambda x, y: jnp.einsum("bij,bjk->bik", x, y), (3, 4, 1), (3, 1, 5)),
@@ -1006,18 +990,6 @@ OVER_ONE_NUMBER = {
         lambda x, y: jnp.tensordot(x, y, ((1, 2), (1, 0))),
         (4, 1, 1),
         (1, 1, 3),
-    ),
-    "convolution": (convolved(("NHWC", "HWIO", "NHWC")), (2, 5, 6, 1), (1, 1, 1, 3)),
-    "depthwise": (
-        convolved(
-            ("NCHW", "OIHW", "HWNC"),
-            window_strides=(2, 1),
-            padding=[(1, 2), (0, -1)],
-            lhs_dilation=(2, 3),
-            feature_group_count=3,
-        ),
-        (2, 3, 5, 6),
-        (6, 1, 1, 1),
     ),
 }
 

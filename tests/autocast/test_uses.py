@@ -1,164 +1,75 @@
-"""The second pass of autocast by itself: what is done with a value after it is made."""
+"""The second pass of autocast by itself: on which values a product depends."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 from against_float32 import normal
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
-from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.flat import flat
-from optax_lossscale._autocast.uses import (
-    KEPT,
-    Context,
-    Use,
-    depths,
-    is_stored_low,
-    uses,
-)
+from optax_lossscale._autocast.uses import multiplied
 
 W = normal(0, 4, 4)
 X = normal(1, 3, 4)
-FLOAT16 = jnp.dtype(jnp.float16)
-NOTHING = Use(0)
-MULTIPLIED, PAST, WIDELY, ADDED = Use.MULTIPLIED, Use.PAST, Use.WIDELY, Use.ADDED
 
 
-def arguments(result):
-    """A matrix and an input that is no parameter, for one result with which `result` is done."""
-    return Context((Kind.PARAMETER, Kind.FLOAT32), (0, 0), (result,))
-
-
-def use_of(operation, fun, result=WIDELY):
-    """What is done with the result of the first of a function's operations with a name."""
+def is_multiplied(operation, fun, result=False):
+    """Whether a product depends on the first of a function's operations with a name."""
     program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(W, X)
-    after = uses(program, arguments(result), FLOAT16)
+    found = multiplied(program, (result,))
     return next(
-        after[step.outs[0]] for step in flat(program).steps if step.name == operation
+        step.outs[0] in found for step in flat(program).steps if step.name == operation
     )
 
 
 @pytest.mark.parametrize(
-    ("use", "operation", "fun"),
+    ("expected", "operation", "fun"),
     [
-        (NOTHING, "sin", lambda w, x: (jnp.sin(x), x @ w)[1]),
-        (MULTIPLIED, "dot_general", lambda w, x: x @ w @ w),
-        (MULTIPLIED, "exp", lambda w, x: jnp.exp(x @ w) @ w),
-        (WIDELY, "dot_general", lambda w, x: jnp.sum(x @ w)),
-        (MULTIPLIED | WIDELY, "dot_general", lambda w, x: jnp.exp(x @ w) @ w),
-        (WIDELY | ADDED, "tanh", lambda w, x: jnp.tanh(x @ w) + x @ w),
-        # It is read again once a product has been computed from it, by itself or after
-        # a `tanh`.
-        (KEPT | WIDELY, "exp", lambda w, x: (h := jnp.exp(x @ w)) + h @ w),
-        (KEPT | WIDELY | ADDED, "dot_general", lambda w, x: (h := x @ w) + h @ w),
-        (KEPT | WIDELY, "dot_general", lambda w, x: (h := jnp.tanh(x @ w)) + h @ w),
-        # A name may be kept.
-        (PAST | WIDELY, "dot_general", lambda w, x: checkpoint_name(x @ w, "h")),
+        (False, "sin", lambda w, x: (jnp.sin(x), x @ w)[1]),
+        (True, "sin", lambda w, x: jnp.sin(x) @ w),
+        (True, "dot_general", lambda w, x: x @ w @ w),
+        (True, "dot_general", lambda w, x: jnp.exp(x @ w) @ w),
+        (True, "dot_general", lambda w, x: lax.psum(jnp.sort(x @ w), "devices") @ w),
+        (False, "dot_general", lambda w, x: jnp.sum(x @ w)),
+        (False, "tanh", lambda w, x: jnp.tanh(x @ w) + x @ w),
     ],
 )
-def test_a_use_is_what_is_done_with_a_value_afterwards(use, operation, fun):
-    assert use_of(operation, fun) == use
-    assert use_of(operation, jax.jit(fun)) == use
+def test_a_value_is_multiplied_if_a_product_depends_on_it(expected, operation, fun):
+    assert is_multiplied(operation, fun) == expected
+    assert is_multiplied(operation, jax.jit(fun)) == expected
 
 
 @pytest.mark.parametrize(
-    ("moves", "commutes"),
+    ("expected", "fun"),
     [
-        (lambda h: h[::-1], True),
-        (lambda h: jnp.maximum(-h, 0), True),
-        (lambda h: lax.cummax(h), False),
-        (lambda h: jnp.sort(h), False),
-        (lambda h: h.sum(0, keepdims=True), False),
-        (lambda h: lax.ppermute(h, "devices", [(0, 1)]), True),
-        (lambda h: lax.psum(h, "devices"), False),
-        (lambda h: h * 2, False),
-    ],
-)
-def test_what_commutes_with_rounding_passes_on_what_is_done_with_its_result(
-    moves, commutes
-):
-    use = MULTIPLIED if commutes else MULTIPLIED | WIDELY
-    assert use_of("dot_general", lambda w, x: moves(x @ w) @ w) == use
-
-
-@pytest.mark.parametrize(
-    ("use", "fun"),
-    [
-        (MULTIPLIED, lambda w, h: jax.checkpoint(lambda h: h @ w)(h)),
-        (MULTIPLIED | WIDELY, lambda w, h: jax.checkpoint(lambda h: jnp.sin(h) @ w)(h)),
+        (True, lambda w, h: jax.checkpoint(lambda h: jnp.sin(h) @ w)(h)),
+        (False, lambda w, h: jax.checkpoint(lambda h: jnp.sin(h) + h)(h)),
         (
-            MULTIPLIED,
-            lambda w, h: lax.cond(w[0, 0] > 0, lambda h: h @ w, lambda h: h @ w @ w, h),
-        ),
-        (
-            MULTIPLIED | WIDELY,
+            True,
             lambda w, h: lax.cond(
                 w[0, 0] > 0, lambda h: h @ w, lambda h: jnp.sin(h), h
             ),
         ),
         (
-            KEPT | WIDELY | ADDED,
+            True,
             lambda w, h: lax.scan(lambda h, w: (h + jnp.sin(h) @ w, None), h, w[None])[
                 0
             ],
         ),
-        # It waits in a branch for what is multiplied beside it.
+        # Of the condition of a loop no result is given on.
         (
-            KEPT | WIDELY | ADDED,
-            lambda w, h: lax.cond(w[0, 0] > 0, lambda h: h + h @ w, lambda h: h @ w, h),
+            False,
+            lambda w, h: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1]),
+                                        (0, h))[1],
         ),
     ],
-)
-def test_what_is_done_inside_of_an_operation_is_done_with_its_operand(use, fun):
-    assert use_of("dot_general", lambda w, x: fun(w, x @ w)) == use
+)  # fmt: skip
+def test_so_it_is_if_one_inside_of_an_operation_does(expected, fun):
+    assert is_multiplied("dot_general", lambda w, x: fun(w, x @ w)) == expected
 
 
-def test_what_is_done_with_the_result_is_done_with_what_only_moves_into_it():
-    for result in (NOTHING, MULTIPLIED, WIDELY, MULTIPLIED | WIDELY):
-        assert use_of("dot_general", lambda w, x: (x @ w).T, result) == result
-
-
-def depths_of(fun, outside=(0, 0)):
-    """How many products came before the result of each product of a function."""
-    program = jax.make_jaxpr(fun)(W, X)
-    before = depths(program, outside)
-    return [before[i] for i in flat(program).outs]
-
-
-def test_a_depth_is_how_many_products_came_before_at_most():
-    assert depths_of(lambda w, x: (x, x @ w, x + x @ w @ w)) == [0, 1, 2]
-    assert depths_of(lambda w, x: x + x @ w, outside=(0, 5)) == [6]
-    two = lambda x, w: (x @ w @ w, None)
-    assert depths_of(lambda w, x: jax.checkpoint(lambda x: two(x, w)[0])(x) @ w) == [3]
-    assert depths_of(lambda w, x: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x)) == [
-        1
-    ]
-
-
-def test_depths_that_are_far_apart_are_close_inside_of_an_operation():
-    """So that a function that is called from many depths is read a few times; the same outside."""
-    inside = lambda w, x: jax.checkpoint(lambda x, y: x @ W @ W + y)(x, w[:3])
-    assert depths_of(inside, outside=(70, 3)) == [70]
-    assert depths_of(inside, outside=(3, 70)) == [72]
-
-
-@pytest.mark.parametrize(
-    ("kind", "use", "is_low"),
-    [
-        (Kind.PRODUCT, WIDELY, True),
-        (Kind.SUM, MULTIPLIED, True),
-        (Kind.SUM, KEPT | WIDELY, True),
-        (Kind.SUM, MULTIPLIED | WIDELY, False),
-        (Kind.SUM, WIDELY, False),
-        (Kind.SUM, PAST, False),
-        (Kind.ROWS, KEPT | ADDED | WIDELY, True),
-        (Kind.ROWS, KEPT | WIDELY, False),
-        (Kind.ROWS, MULTIPLIED | ADDED, False),
-        (Kind.NEAR, KEPT, False),
-        (Kind.PARAMETER, KEPT, False),
-        (Kind.FLOAT32, KEPT, False),
-    ],
-)
-def test_what_is_stored_in_16_bits_follows_from_a_kind_and_a_use(kind, use, is_low):
-    assert is_stored_low(kind, use) == is_low
+def test_a_result_is_multiplied_if_a_product_outside_depends_on_it():
+    for result in (False, True):
+        for fun in (jnp.transpose, jax.checkpoint(jnp.exp)):
+            of = lambda w, x, fun=fun: fun(x @ w)
+            assert is_multiplied("dot_general", of, result) == result
