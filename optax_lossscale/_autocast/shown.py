@@ -29,14 +29,18 @@ def _lines(plan: "Plan", printed: set[int]) -> Iterator[str]:
     """The lines of a plan; `printed` are the plans that were printed before, by `id`."""
     printed.add(id(plan))
     names = _names(plan.program)
-    yield from _wrapped("takes " + _typed(names, zip(plan.program.ins, plan.takes, strict=True)))
+    yield from _wrapped(
+        "takes " + _typed(names, zip(plan.program.ins, plan.takes, strict=True))
+    )
     seen: set[int] = set()
     for region in plan.regions:
         yield from _wrapped(_line(region, names, seen))
         seen.update(*(step.outs for step in region.steps))
         for step in region.steps:
             yield from _inside(step, printed)
-    yield from _wrapped("gives " + _typed(names, zip(plan.program.outs, plan.gives, strict=True)))
+    yield from _wrapped(
+        "gives " + _typed(names, zip(plan.program.outs, plan.gives, strict=True))
+    )
 
 
 def _inside(step: Step, printed: set[int]) -> Iterator[str]:

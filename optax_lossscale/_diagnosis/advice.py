@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
-from optax_lossscale._diagnosis.makers import remedy_in_float32, words_in_float32
+from optax_lossscale._diagnosis.makers import words_in_float32
 from optax_lossscale._diagnosis.page import Diagnosis, Wrong
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.table import Row
@@ -19,7 +19,6 @@ from optax_lossscale._programs.values import HALVES
 from optax_lossscale._scales.dynamic import DynamicLossScale
 
 _STILL_LOST = 0.05  # a share of gradients for which one scale is not enough
-_DROWNED = 0.1  # a share that an optimizer should not lose
 _MANY = 0.05  # a share of choices that should not be made otherwise
 _LOWEST = -126
 _START = round(math.log2(DynamicLossScale.initial_scale))
@@ -36,7 +35,7 @@ def judged(page: Diagnosis) -> Diagnosis:
         *_about_products(page),
         *(_about_rounding(page) or _about_no_gradients(page)),
         *_about_scale(page),
-        *_about_loss_and_moments(page),
+        *_about_the_loss(page),
     ]
     if not findings:
         return _found_fine(page)
@@ -83,11 +82,9 @@ def _about_what_is_wrong(page: Diagnosis) -> Findings:
         losses = [one for one in not_finite if one.name == "the loss"]
         (first, *_) = [*losses, worst]
         what = "The loss is" if losses else "The gradients are"
-        yield (
-            f"{what} not finite in float32 either, so no loss scale helps: "
-            f"{words_in_float32(page, first)}.",
-            [remedy_in_float32(page, first)],
-        )
+        why, remedy = words_in_float32(page, first)
+        verdict = f"{what} not finite in float32 either, so no loss scale helps: {why}."
+        yield verdict, [remedy]
     elif page.overflow and all(
         _is_lost_at_the_scale_that_fits(page, one) for one in page.wrong
     ):
@@ -412,29 +409,8 @@ def _share(lost: float, group: str) -> str:
     return f"{lost:.1%} of the gradients" + f" ({group})" * (group != "all")
 
 
-def _about_loss_and_moments(page: Diagnosis) -> Findings:
-    """A loss in float16, and what Adam makes of gradients."""
-    if page.wrong:
-        return
-    if page.loss_dtype == np.float16:
+def _about_the_loss(page: Diagnosis) -> Findings:
+    """A loss in float16."""
+    if page.loss_dtype == np.float16 and not page.wrong:
         verdict = "float16 is fine except for the loss: its gradient is the scale, at most 2**15."
         yield verdict, ["Compute the loss in float32: cast what it averages or sums."]
-    moments = page.moments
-    if moments and moments.below_eps > _DROWNED:
-        verdict = (
-            f"float16 is fine, but the optimizer is not: {moments.below_eps:.1%} of "
-            f"the gradients are below Adam's eps of {moments.eps:g}, and move their "
-            "parameters too little."
-        )
-        small = "clipping to a small norm shrinks them, and so does dividing the loss"
-        yield (
-            verdict,
-            [f"Give Adam a smaller eps, 1e-15 say, or larger gradients: {small}."],
-        )
-    if moments and moments.vanished > _DROWNED:
-        dtypes = " and ".join(map(str, moments.dtypes))
-        verdict = (
-            f"float16 is fine for the gradients, but {dtypes} is not for Adam's second "
-            f"moments: {moments.vanished:.1%} of the squares are zero in it."
-        )
-        yield verdict, ["Initialize the optimizer with float32 parameters."]

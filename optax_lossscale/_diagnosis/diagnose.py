@@ -13,7 +13,6 @@ from optax_lossscale._diagnosis.advice import judged
 from optax_lossscale._diagnosis.cause import Cause, cause_in_float32, cause_of
 from optax_lossscale._diagnosis.dtypes import report_of
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
-from optax_lossscale._diagnosis.moments import moments_of
 from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note, limits
 from optax_lossscale._diagnosis.page import Diagnosis, Wrong
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of
@@ -52,10 +51,8 @@ def diagnose(
       params: the parameters: a tree of arrays, a module of NNX or Equinox.
       *args: a batch; what is not an array is passed on as it is.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      opt_state: the optimizer's state. If it holds a loss scale, that is compared with
-        the one that fits. If it is that of Adam or the like, its second moments are
-        examined: as they are or, before the first step, as these gradients will make
-        them.
+      opt_state: the optimizer's state, whose loss scale is compared with the one that
+        fits.
       **kwargs: further keyword arguments of `loss_fn`.
 
     Returns:
@@ -111,9 +108,6 @@ def _page(
     if runs.fits and np.float16 in dtypes:
         grads_at_1 = list(runs.at_1.grads.values())
         lost = underflow(gradient.grad_names, grads_at_1, list(run.grads.values()))
-    true_grads = {
-        name: np.asarray(x.pair.true) / run.scale for name, x in run.grads.items()
-    }
     has_scale = bool(loss_scales_in(opt_state))
     return Diagnosis(
         verdict="",
@@ -131,10 +125,9 @@ def _page(
         choices=tuple(_choices(run)),
         initial_scale=runs.fits,
         overflow=row_of(runs.overflow) if runs.overflow else None,
-        has_gradients=any(np.any(x) for x in true_grads.values()),
+        has_gradients=any(np.any(x.pair.true) for x in run.grads.values()),
         is_finite_without=runs.at_1.is_finite(),
         underflow=lost,
-        moments=moments_of(opt_state, true_grads),
         not_compared=tuple(
             (operation, line) for line, operation in runs.passed.items()
         ),

@@ -1,72 +1,73 @@
 """What operations make infinities and NaNs out of in float32, and what to do about it."""
 
-import math
+from collections.abc import Iterator
 
 from optax_lossscale._diagnosis.page import Diagnosis, Wrong
 from optax_lossscale._programs.operations import Is, traits_of
 
-_ABOVE_0 = (
-    "Keep {}: add a number that the dtype can hold, or replace it with jnp.where "
-    "before the {}; replacing the result does not help, as 0 times infinity is NaN."
-).format
-_ROOT = _ABOVE_0("the argument of the root above 0", "root")
-_LOGARITHM = _ABOVE_0("the argument of the logarithm above 0", "logarithm")
-_DIVISION = _ABOVE_0("the divisor away from 0", "division")
-_POWER = _ABOVE_0("the base of the power above 0", "power")
-_MASK = (
-    "If the infinities come from a mask, or are a constant that is too large for its "
-    "dtype, use a finite number, such as -3e4 instead of -inf: the softmax of nothing "
-    "but -inf is NaN."
-)
-_ARE_MADE = {
-    **dict.fromkeys(
-        ("log", "log1p", "log2"), ("the logarithm of 0 or less", _LOGARITHM)
-    ),
-    **dict.fromkeys(("div", "rem", "atan2"), ("a division by 0", _DIVISION)),
-    **dict.fromkeys(("pow", "integer_pow"), ("a power of 0 or less", _POWER)),
-    **dict.fromkeys(("sqrt", "rsqrt", "cbrt"), ("a root of 0 or less", _ROOT)),
-    "gather": (
-        "an index out of bounds",
-        "Keep indices in bounds: jnp.take gives NaN elsewhere.",
-    ),
+_ROOT = "root"
+_LOGARITHM = "logarithm"
+_OF = {
+    "sqrt": _ROOT,
+    "rsqrt": _ROOT,
+    "cbrt": _ROOT,
+    "log": _LOGARITHM,
+    "log1p": _LOGARITHM,
+    "log2": _LOGARITHM,
+    "div": "division",
+    "rem": "division",
+    "atan2": "division",
+    "pow": "power",
+    "integer_pow": "power",
+}
+_MADE = {  # what makes a number that is not finite, and what to keep in range
+    _ROOT: ("a root of 0 or less", "the argument of the root above 0"),
+    _LOGARITHM: ("the logarithm of 0 or less", "the argument of the logarithm above 0"),
+    "division": ("a division by 0", "the divisor away from 0"),
+    "power": ("a power of 0 or less", "the base of the power above 0"),
 }
 
 
-def words_in_float32(page: Diagnosis, one: Wrong) -> str:
-    """What makes numbers that are not finite, and where."""
-    source = one.place.source
-    if not source:
-        return f"there are NaNs or infinities in {one.place.primitive}"
-    what = _made(page, one)[0]
-    layer = f" [{one.place.layer}]" if one.place.layer else ""
-    return f"{what}, at {source}{layer}"
-
-
-def remedy_in_float32(page: Diagnosis, one: Wrong) -> str:
-    """What to do about it."""
-    if not one.place.source:
-        return "Find out where they come from."
-    return _made(page, one)[1]
+def words_in_float32(page: Diagnosis, one: Wrong) -> tuple[str, str]:
+    """What makes numbers that are not finite, with its line; and what to do about it."""
+    place = one.place
+    if not place.source:
+        what = f"there are NaNs or infinities in {place.primitive}"
+        return what, "Find out where they come from."
+    what, remedy = _made(page, one)
+    layer = f" [{place.layer}]" if place.layer else ""
+    return f"{what}, at {place.source}{layer}", remedy
 
 
 def _made(page: Diagnosis, one: Wrong) -> tuple[str, str]:
     name = one.place.primitive
-    if name == "div" and math.isfinite(page.loss_in_float32):
-        # It is of the derivative of what else is on its line.
-        rows = (
-            row.primitive for row in page.table.rows if row.source == one.place.source
+    kind = _OF.get(name, "")
+    if kind == "division":  # perhaps in the derivative of what else is on its line
+        kind = next(filter((_ROOT, _LOGARITHM).__contains__, _on_line(page, one)), kind)
+    if kind:
+        what, kept = _MADE[kind]
+        return what, (
+            f"Keep {kept}: add a number that the dtype can hold, or replace it with "
+            f"jnp.where before the {kind}; replacing the result does not help, as 0 "
+            "times infinity is NaN."
         )
-        for primitive in rows:
-            what, remedy = _ARE_MADE.get(primitive, ("", ""))
-            if remedy == _ROOT:
-                return "the derivative of a root at 0", remedy
-            if remedy == _LOGARITHM:
-                return what, remedy
-    if name in _ARE_MADE:
-        return _ARE_MADE[name]
+    if name == "gather":
+        remedy = "Keep indices in bounds: jnp.take gives NaN elsewhere."
+        return "an index out of bounds", remedy
     if one.how == "overflows":
         return f"numbers that are too large, in {name}", "Compute with smaller numbers."
     if traits_of(name) & (Is.PRODUCT | Is.ADDS_TWO | Is.ADDS_MANY) or name == "mul":
-        return f"infinities, in {name}", _MASK
+        return f"infinities, in {name}", (
+            "If the infinities come from a mask, or are a constant that is too large "
+            "for its dtype, use a finite number, such as -3e4 instead of -inf: the "
+            "softmax of nothing but -inf is NaN."
+        )
     what = f"numbers for which {name} is not defined"
     return what, "Keep its argument where it is defined."
+
+
+def _on_line(page: Diagnosis, one: Wrong) -> Iterator[str]:
+    """The kinds of the operations on the line of what is not finite."""
+    for row in page.table.rows:
+        if row.source == one.place.source:
+            yield _OF.get(row.primitive, "")

@@ -7,7 +7,6 @@ import numpy as np
 
 from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._diagnosis.dtypes import DtypeReport
-from optax_lossscale._diagnosis.moments import Moments
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.table import Row, Table
 from optax_lossscale._diagnosis.text import lines_of, some, table, wrapped
@@ -70,8 +69,6 @@ class Diagnosis(NamedTuple):
       is_finite_without: whether gradients are finite without a loss scale.
       underflow: how many gradients underflow, by the path of parameters without its
         numbers; the worst first, and without those that lose next to nothing.
-      moments: the state of Adam's second moments, if the optimizer's state was given;
-        else None.
       not_compared: operations that compute in 16 bits only, each with its line.
       table: a row for each equation.
     """
@@ -94,7 +91,6 @@ class Diagnosis(NamedTuple):
     has_gradients: bool
     is_finite_without: bool
     underflow: dict[str, Underflow]
-    moments: Moments | None
     not_compared: tuple[tuple[str, str], ...]
     table: Table
 
@@ -111,13 +107,6 @@ class Diagnosis(NamedTuple):
 
     def __str__(self) -> str:
         sentences = [self._computes(), self.verdict, *self._compared(), *self._scales()]
-        if self.moments:
-            dtypes = " and ".join(map(str, self.moments.dtypes))
-            sentences.append(
-                f"Adam: {self.moments.below_eps:.1%} of the gradients are below its "
-                f"eps of {self.moments.eps:g}; {self.moments.vanished:.1%} of their "
-                f"squares are zero in {dtypes}."
-            )
         lines = [
             *map(wrapped, sentences),
             *_first_rows(

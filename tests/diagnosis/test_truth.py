@@ -6,7 +6,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.experimental import pallas
@@ -485,7 +484,7 @@ def rooted(x):
 
 
 NOT_FINITE = {
-    "root": (rooted, "the derivative of a root at 0", "the argument of the root"),
+    "root": (rooted, "a root of 0 or less", "the argument of the root"),
     "logarithm": (
         lambda x: x * jnp.log(x),
         "the logarithm of 0",
@@ -495,7 +494,7 @@ NOT_FINITE = {
     "power": (lambda x: x**0.5, "a power of 0 or less", "the base of the power"),
     "norm": (
         lambda x: jnp.linalg.norm(x * 0),
-        "the derivative of a root at 0",
+        "a root of 0 or less",
         "the argument of the root",
     ),
     "index": (
@@ -1059,61 +1058,6 @@ def test_a_loss_over_several_devices():
     assert 0 < found.off["."] < 0.01
 
 
-# --- the optimizer ---
-
-
-def quadratic(size):
-    return lambda params: jnp.mean((params["w"].astype(F16)).astype(F32) ** 2) * size
-
-
-def test_gradients_below_adams_eps_are_told():
-    """A clip far below the norm of the gradients pushes them there."""
-    params = {"w": jnp.ones(8), "huge": F32(1.0)}
-
-    def loss_fn(params):
-        w = params["w"].astype(F16).astype(F32)
-        return jnp.sum(w) + params["huge"] * 5e9
-
-    adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    state = adam.init(params)
-    found = ols.diagnose(loss_fn, params, opt_state=state)
-    assert found.moments.below_eps == 0
-    for _ in range(3):
-        _, state = adam.update(jax.grad(loss_fn)(params), state, params)
-    found = ols.diagnose(loss_fn, params, opt_state=state)
-    assert found.moments.below_eps == pytest.approx(8 / 9)
-    assert found.moments.eps == 1e-8
-    assert "88.9% of the gradients are below Adam's eps of 1e-08" in found.verdict
-    assert "smaller eps" in found.advice[0]
-    assert "Adam: 88.9% of the gradients" in str(found)
-
-
-def test_second_moments_that_vanish_in_16_bits_are_told():
-    params = {"w": jnp.ones(8, F16)}
-    loss_fn = quadratic(1e-2)
-    for state in (
-        optax.adam(1e-3).init(params),
-        ols.with_loss_scale(optax.adam(1e-3)).init(params),
-    ):
-        found = ols.diagnose(loss_fn, params, opt_state=state)
-        (dtype,) = found.moments.dtypes
-        assert found.moments.vanished == (1.0 if dtype == F16 else 0.0)
-    found = ols.diagnose(loss_fn, params, opt_state=optax.adam(1e-3).init(params))
-    assert "float16 is not for Adam's second moments: 100.0%" in found.verdict
-    assert (
-        ols.diagnose(loss_fn, params, opt_state=optax.sgd(0.1).init(params)).moments
-        is None
-    )
-
-
-def test_the_eps_of_injected_hyperparameters_is_the_states():
-    params = {"w": jnp.ones(8)}
-    adam = optax.inject_hyperparams(optax.adam)(1e-3, eps=1.0)
-    found = ols.diagnose(quadratic(1.0), params, opt_state=adam.init(params))
-    assert found.moments.eps == 1.0
-    assert found.moments.below_eps == 1.0
-
-
 # --- what is rare ---
 
 
@@ -1142,11 +1086,3 @@ def test_parameters_whose_paths_read_alike_are_told_apart():
     assert all(
         name.startswith("a/b (argument ") for name in found.off if name != "the loss"
     )
-
-
-def test_a_state_with_one_second_moment_for_each_array_is_not_taken_for_adams():
-    params = {"w": normal(4, 8), "b": jnp.zeros(8)}
-    loss_fn = lambda params, x: square(x @ params["w"] + params["b"])
-    tx = optax.novograd(1e-3)
-    _, state = tx.update(params, tx.init(params), params)
-    assert ols.diagnose(loss_fn, params, normal(16, 4), opt_state=state).moments is None
