@@ -152,12 +152,6 @@ def _numbers(x: Any) -> np.ndarray:
     return flat.astype(np.float32) if is_narrow else flat
 
 
-def exponents_of(x: np.ndarray) -> np.ndarray:
-    """How many numbers have each exponent, from 2**-127, with what is less, to infinity."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return np.bincount((bits.ravel() >> 23) & 0xFF, minlength=256)
-
-
 def limits(dtype: Any) -> tuple[float, float]:
     """The least size that a dtype rounds to infinity, and the least of its normal numbers."""
     info = jnp.finfo(dtype)

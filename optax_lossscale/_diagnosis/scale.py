@@ -9,7 +9,7 @@ import numpy as np
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
 from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._diagnosis.notes import Note, exponents_of, limits
+from optax_lossscale._diagnosis.notes import Note, limits
 
 HIGHEST = 126  # 2**127 is the last power of two in float32
 MARGIN = 2  # bits below the largest scale, as gradients may grow
@@ -106,39 +106,21 @@ def underflow(
       at_1: their gradients in a run at a loss scale of 1.
       fitting: and in one at the scale that fits.
     """
-    groups: dict[str, _Group] = defaultdict(_Group)
+    counts: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(3 + 256, int))
     for name, before, after in zip(names, at_1, fitting, strict=True):
+        true = _sizes(before.pair.true)
+        exponents = _exponents(true[_may_be_kept(true)])
+        lost = [true.size, _count_lost(before), _count_lost(after)]
         for group in ("all", without_numbers(name)):
-            groups[group].add(before, after)
-    lost = {
-        name: Underflow(
-            group.lost / group.size, group.left / group.size, _bits(group.exponents)
-        )
-        for name, group in groups.items()
-        if max(group.lost, group.left) > NOTABLE * group.size
+            counts[group] += [*lost, *exponents]
+    groups = {
+        group: Underflow(lost / size, left / size, _bits(np.array(exponents)))
+        for group, (size, lost, left, *exponents) in counts.items()
+        if max(lost, left) > NOTABLE * size
     }
     return dict(
-        sorted(lost.items(), key=lambda item: (item[0] != "all", -item[1].lost))
+        sorted(groups.items(), key=lambda item: (item[0] != "all", -item[1].lost))
     )
-
-
-class _Group:
-    """The gradients of one kind of parameter: how many there are, and how many are lost."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self.lost = 0
-        self.left = 0
-        # How many have each, in float32 at a scale of 1
-        self.exponents = np.zeros(256, int)
-
-    def add(self, at_1: Value, fitting: Value) -> None:
-        """Counts one gradient, in its runs at a scale of 1 and at the one that fits."""
-        true = _sizes(at_1.pair.true)
-        self.size += true.size
-        self.lost += _count_lost(at_1)
-        self.left += _count_lost(fitting)
-        self.exponents += exponents_of(true[_may_be_kept(true)])
 
 
 def _count_lost(value: Value) -> int:
@@ -162,6 +144,11 @@ def _is_of_float16(x: np.ndarray) -> bool:
     """Whether these are numbers of float16, whatever dtype they have since been cast to."""
     with np.errstate(over="ignore"):
         return bool((x == x.astype(np.float16)).all())
+
+
+def _exponents(sizes: np.ndarray) -> np.ndarray:
+    """How many numbers have each exponent, from 2**-127, with what is less, to infinity."""
+    return np.bincount(sizes.view(np.uint32) >> 23, minlength=256)
 
 
 def _bits(exponents: np.ndarray) -> int:
