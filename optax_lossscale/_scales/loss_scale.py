@@ -157,17 +157,8 @@ def choose(
     grads_finite: jax.typing.ArrayLike, after_finite_step: T, after_overflow: T
 ) -> T:
     """The one loss scale or the other, leaf by leaf."""
-    is_flag = isinstance(grads_finite, (bool, int, float))
-    if not is_flag and not hasattr(grads_finite, "dtype"):
-        got = validation.shown(grads_finite)
-        raise TypeError(
-            f"grads_finite must be a bool, got {got}. For gradients there is update"
-        )
-
-    def chosen(finite, overflow):
-        return jnp.where(grads_finite, finite, overflow)
-
-    return jax.tree.map(chosen, after_finite_step, after_overflow)
+    which = functools.partial(jnp.where, grads_finite)
+    return jax.tree.map(which, after_finite_step, after_overflow)
 
 
 def largest_of_all(grads: Any, axis_name: AxisName | None) -> jax.Array:

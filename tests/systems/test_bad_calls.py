@@ -565,14 +565,14 @@ LOSS_SCALES = {
     "adjust: gradients": (
         lambda: LS.adjust(PARAMS),
         TypeError,
-        "For gradients there is update",
+        "where",
     ),
     "adjust: a str": (
         lambda: LS.adjust("yes"),
         TypeError,
-        "grads_finite must be a bool",
+        "where",
     ),
-    "adjust: None": (lambda: LS.adjust(None), TypeError, "grads_finite must be a bool"),
+    "adjust: None": (lambda: LS.adjust(None), TypeError, "where requires"),
     "update: an axis": (
         lambda: LS.update(PARAMS, "data"),
         ValueError,
