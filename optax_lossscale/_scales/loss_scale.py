@@ -153,12 +153,9 @@ def _in_one_array(*scalars: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(lax.optimization_barrier(jnp.stack(scalars)))
 
 
-def choose(
-    grads_finite: jax.typing.ArrayLike, after_finite_step: T, after_overflow: T
-) -> T:
+def choose(flag: jax.typing.ArrayLike, if_true: T, if_false: T) -> T:
     """The one loss scale or the other, leaf by leaf."""
-    which = functools.partial(jnp.where, grads_finite)
-    return jax.tree.map(which, after_finite_step, after_overflow)
+    return jax.tree.map(functools.partial(jnp.where, flag), if_true, if_false)
 
 
 def largest_of_all(grads: Any, axis_name: AxisName | None) -> jax.Array:
