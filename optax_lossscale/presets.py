@@ -50,8 +50,9 @@ make_public(__name__, LogMaxLossScale, ToleranceLossScale)
 _NO_FLOOR: Any = {"min_scale": validation.SMALLEST, "clip_backoff": False}
 
 
-def _floor(name: str, scale: float | None) -> dict[str, Any]:
-    return _NO_FLOOR if scale is None else {"min_scale": validation.scale(name, scale)}
+def _floor(scale: float | None) -> dict[str, Any]:
+    """A floor, or none."""
+    return _NO_FLOOR if scale is None else {"min_scale": scale}
 
 
 def _float32(name: str, factor: float) -> float:
@@ -60,17 +61,16 @@ def _float32(name: str, factor: float) -> float:
 
 
 def _growth(name: str, factor: float) -> float:
-    """A growth factor as it is in a reference that computes in float32."""
+    """A growth factor as it is there, of which the reciprocal is taken."""
     return validation.growth_factor(name, _float32(name, factor))
 
 
 def _jmp_rule(counter: int, period: int, factor: float) -> dict[str, Any]:
     """What JMP and MPX have in common, under the same names."""
-    interval = validation.count("period", period)
     growth_factor = _growth("factor", factor)
     return {
-        "growth_interval": interval,
-        "initial_growth_counter": validation.count("counter", counter, 0, interval - 1),
+        "growth_interval": period,
+        "initial_growth_counter": counter,
         "growth_factor": growth_factor,
         # Compiled, their division is XLA's multiplication by the rounded reciprocal.
         "backoff_factor": float(np.float32(1 / growth_factor)),
@@ -94,11 +94,12 @@ def tensorflow_dynamic(
       >>> presets.tensorflow_dynamic().backoff_factor
       0.5
     """
-    scale = validation.scale("initial_loss_scale", initial_loss_scale)
-    interval = validation.count("increment_period", increment_period)
     factor = _growth("multiplier", multiplier)
     return DynamicLossScale(
-        scale, interval, growth_factor=factor, backoff_factor=1 / factor
+        initial_scale=initial_loss_scale,
+        growth_interval=increment_period,
+        growth_factor=factor,
+        backoff_factor=1 / factor,
     )
 
 
@@ -128,9 +129,8 @@ def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
       >>> print(ls(), should_apply)
       128.0 False
     """
-    scale = validation.scale("loss_scale", loss_scale)
     return DynamicLossScale(
-        scale, growth_factor=1.0, backoff_factor=1.0, can_be_exhausted=False
+        loss_scale, growth_factor=1.0, backoff_factor=1.0, can_be_exhausted=False
     )
 
 
@@ -158,13 +158,11 @@ def tensorflow_contrib_exponential(
       2
     """
     return DynamicLossScale(
-        initial_scale=validation.scale("init_loss_scale", init_loss_scale),
-        growth_interval=validation.count("incr_every_n_steps", incr_every_n_steps),
-        growth_factor=_growth("incr_ratio", incr_ratio),
-        backoff_factor=validation.backoff_factor(
-            "decr_ratio", _float32("decr_ratio", decr_ratio)
-        ),
-        hysteresis=validation.count("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf),
+        initial_scale=init_loss_scale,
+        growth_interval=incr_every_n_steps,
+        growth_factor=_float32("incr_ratio", incr_ratio),
+        backoff_factor=_float32("decr_ratio", decr_ratio),
+        hysteresis=decr_every_n_nan_or_inf,
         hysteresis_refill="rescale",
     )
 
@@ -190,9 +188,7 @@ def tf_keras(
     if validation.flag("dynamic", dynamic):
         scale = 2.0**15 if initial_scale is None else initial_scale
         interval = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
-        return DynamicLossScale(
-            scale, validation.count("dynamic_growth_steps", interval)
-        )
+        return DynamicLossScale(scale, interval)
     if initial_scale is None or dynamic_growth_steps is not None:
         raise ValueError(
             "with dynamic=False give initial_scale, and no dynamic_growth_steps; got "
@@ -216,8 +212,7 @@ def keras(
       >>> float(presets.keras(initial_scale=1.0).adjust(False)())
       0.5
     """
-    interval = validation.count("dynamic_growth_steps", dynamic_growth_steps)
-    return DynamicLossScale(initial_scale, interval, **_NO_FLOOR)
+    return DynamicLossScale(initial_scale, dynamic_growth_steps, **_NO_FLOOR)
 
 
 def pytorch(
@@ -243,9 +238,8 @@ def pytorch(
     """
     if not validation.flag("enabled", enabled):
         return FixedLossScale(1)
-    scale = validation.scale("init_scale", init_scale)
     return DynamicLossScale(
-        scale, growth_interval, growth_factor, backoff_factor, **_NO_FLOOR
+        init_scale, growth_interval, growth_factor, backoff_factor, **_NO_FLOOR
     )
 
 
@@ -277,15 +271,13 @@ def flax(
     most = validation.LARGEST_INT - 1
     finite_steps = validation.count("growth_interval", growth_interval, 0, most)
     return DynamicLossScale(
-        initial_scale=validation.scale("scale", scale),
-        growth_factor=_growth("growth_factor", growth_factor),
+        initial_scale=scale,
+        growth_factor=_float32("growth_factor", growth_factor),
         backoff_factor=_float32("backoff_factor", backoff_factor),
         growth_interval=finite_steps + 1,
-        initial_growth_counter=validation.count(
-            "fin_steps", fin_steps, 0, finite_steps
-        ),
+        initial_growth_counter=fin_steps,
         clip_growth=True,
-        **_floor("minimum_scale", minimum_scale),
+        **_floor(minimum_scale),
     )
 
 
@@ -310,11 +302,8 @@ def jmp(
       >>> float(presets.jmp(2.0**15, period=1).adjust(True)())
       65536.0
     """
-    scale = validation.scale("loss_scale", loss_scale)
-    floor = validation.scale("min_loss_scale", min_loss_scale)
-    return DynamicLossScale(
-        scale, min_scale=floor, **_jmp_rule(counter, period, factor)
-    )
+    rule = _jmp_rule(counter, period, factor)
+    return DynamicLossScale(loss_scale, min_scale=min_loss_scale, **rule)
 
 
 def mpx(
@@ -341,11 +330,12 @@ def mpx(
       >>> float(presets.mpx(2.0**15, period=1).adjust(True)())
       65504.0
     """
-    scale = validation.scale("loss_scaling", loss_scaling)
-    floor = validation.scale("min_loss_scaling", min_loss_scaling)
-    rule = _jmp_rule(counter, period, factor)
     return DynamicLossScale(
-        scale, min_scale=floor, max_scale=65504.0, clip_growth=True, **rule
+        loss_scaling,
+        min_scale=min_loss_scaling,
+        max_scale=65504.0,
+        clip_growth=True,
+        **_jmp_rule(counter, period, factor),
     )
 
 
@@ -376,7 +366,7 @@ def megatron(
     return DynamicLossScale(
         initial_scale=initial_scale,
         min_scale=min_scale,
-        growth_factor=_growth("growth_factor", growth_factor),
+        growth_factor=_float32("growth_factor", growth_factor),
         backoff_factor=_float32("backoff_factor", backoff_factor),
         growth_interval=growth_interval,
         hysteresis=hysteresis,
@@ -412,16 +402,14 @@ def deepspeed(
     consecutive = validation.flag("consecutive_hysteresis", consecutive_hysteresis)
     factor = validation.growth_factor("scale_factor", scale_factor)
     return DynamicLossScale(
-        initial_scale=validation.scale("init_scale", init_scale),
+        initial_scale=init_scale,
         growth_factor=factor,
         backoff_factor=1 / factor,
-        growth_interval=validation.count("scale_window", scale_window),
+        growth_interval=scale_window,
         min_scale=min_scale,
-        hysteresis=validation.count("delayed_shift", delayed_shift),
+        hysteresis=delayed_shift,
         hysteresis_refill="finite" if consecutive else "growth",
-        can_be_exhausted=validation.flag(
-            "raise_error_at_min_scale", raise_error_at_min_scale
-        ),
+        can_be_exhausted=raise_error_at_min_scale,
     )
 
 
@@ -450,12 +438,13 @@ def fairseq(
       >>> float(presets.fairseq().adjust(False)())
       16384.0
     """
-    scale = validation.scale("init_scale", init_scale)
-    interval = validation.count("scale_window", scale_window)
-    factor = validation.growth_factor("scale_factor", scale_factor)
-    floor = validation.scale("min_loss_scale", min_loss_scale)
     return ToleranceLossScale(
-        scale, interval, factor, tolerance, threshold, min_scale=floor
+        initial_scale=init_scale,
+        growth_interval=scale_window,
+        factor=scale_factor,
+        tolerance=tolerance,
+        threshold=threshold,
+        min_scale=min_loss_scale,
     )
 
 
@@ -483,9 +472,8 @@ def openseq2seq_logmax(
       1.0
     """
     least = validation.scale("scale_min", scale_min)
-    most = validation.scale("scale_max", scale_max)
     return LogMaxLossScale(
-        max(1.0, least), least, most, log_max, beta1, beta2, overflow_std_dev
+        max(1.0, least), least, scale_max, log_max, beta1, beta2, overflow_std_dev
     )
 
 
@@ -518,9 +506,13 @@ def apex(
     validation.one_of("loss_scale, if no number,", loss_scale, ("dynamic",))
     most = validation.scale("max_loss_scale", max_loss_scale)
     scale = min(validation.scale("init_scale", init_scale), most)
-    interval = validation.count("scale_window", scale_window)
-    floor = _floor("min_loss_scale", min_loss_scale)
-    return DynamicLossScale(scale, interval, max_scale=most, clip_growth=True, **floor)
+    return DynamicLossScale(
+        scale,
+        growth_interval=scale_window,
+        max_scale=most,
+        clip_growth=True,
+        **_floor(min_loss_scale),
+    )
 
 
 # By name, for a config.

@@ -117,12 +117,10 @@ class Stateful(abc.ABC):
         """A copy with new values of the named state fields, in the dtypes they had."""
         unknown = sorted(set(state) - set(self._state_names))
         if unknown:
-            known = "it has none, as it never changes"
-            if self._state_names:
-                known = f"its state fields are {', '.join(self._state_names)}"
             raise TypeError(
-                f"{type(self).__name__} has no state {', '.join(unknown)}; {known}. "
-                "For another configuration, construct a new one."
+                f"{type(self).__name__} has no state {', '.join(unknown)}; its state "
+                f"fields are {', '.join(self._state_names)}. For another "
+                "configuration, construct a new one."
             )
         new = copy.copy(self)
         for name, value in state.items():

@@ -42,8 +42,7 @@ class DynamicLossScale(LossScale):
                 loss_scale = max(loss_scale * backoff_factor, min_scale)
 
     Every product is rounded once, from the factor as given: a `backoff_factor` of `1 /
-    3` equals TensorFlow's division by 3. An overflow does not raise a scale restored
-    from below `min_scale`.
+    3` equals TensorFlow's division by 3.
 
     Args:
       initial_scale: the loss scale before the first step, between the bounds.
@@ -148,7 +147,6 @@ class DynamicLossScale(LossScale):
             lowered = jnp.maximum(lowered, self.min_scale)
         else:
             lowered = jnp.where(lowered >= self.min_scale, lowered, scale)
-        lowered = jnp.minimum(lowered, scale)  # a restored one may be below the floor
         left_after = self.hysteresis if self.hysteresis_refill == "rescale" else 1
         return self.replace(
             loss_scale=jnp.where(backs_off, lowered, scale),

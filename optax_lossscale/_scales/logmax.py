@@ -36,8 +36,7 @@ class LogMaxLossScale(LossScale):
         spread = sqrt(average(x ** 2, beta2) - average(x, beta2) ** 2)
         loss_scale = clip(2 ** (16 - mean - overflow_std_dev * spread), min_scale, max_scale)
 
-    except that an overflow does not raise a scale that was restored from below
-    `min_scale`. `adjust`, which sees only the flag, counts overflows and ignores finite
+    `adjust`, which sees only the flag, counts overflows and ignores finite
     steps.
 
     Args:
@@ -99,12 +98,8 @@ class LogMaxLossScale(LossScale):
         return new, finite
 
     def _after_overflow(self) -> Self:
-        """As after a gradient of a given size, but no higher where the scale is at its floor."""
-        scale = self()
-        new = self._observe(jnp.float32(2.0**self.log_max))
-        is_below_floor = scale < self.min_scale
-        no_higher = jnp.minimum(new(), scale)
-        return new.replace(loss_scale=jnp.where(is_below_floor, no_higher, new()))
+        """As after a gradient of a given size."""
+        return self._observe(jnp.float32(2.0**self.log_max))
 
     def _observe(self, x: jax.Array) -> Self:
         """Averages that have seen one more log2 of a largest gradient, and the scale from them."""

@@ -153,21 +153,9 @@ def _in_one_array(*scalars: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(lax.optimization_barrier(jnp.stack(scalars)))
 
 
-def choose(
-    grads_finite: jax.typing.ArrayLike, after_finite_step: T, after_overflow: T
-) -> T:
+def choose(flag: jax.typing.ArrayLike, if_true: T, if_false: T) -> T:
     """The one loss scale or the other, leaf by leaf."""
-    is_flag = isinstance(grads_finite, (bool, int, float))
-    if not is_flag and not hasattr(grads_finite, "dtype"):
-        got = validation.shown(grads_finite)
-        raise TypeError(
-            f"grads_finite must be a bool, got {got}. For gradients there is update"
-        )
-
-    def chosen(finite, overflow):
-        return jnp.where(grads_finite, finite, overflow)
-
-    return jax.tree.map(chosen, after_finite_step, after_overflow)
+    return jax.tree.map(functools.partial(jnp.where, flag), if_true, if_false)
 
 
 def largest_of_all(grads: Any, axis_name: AxisName | None) -> jax.Array:

@@ -38,8 +38,7 @@ class ToleranceLossScale(LossScale):
                 loss_scale = max(loss_scale / factor, threshold)
 
     except that the scale stays, and is `exhausted`, instead of falling to `min_scale`
-    or below. An overflow never raises a scale, not even one that was restored from
-    below `threshold`.
+    or below.
 
     Args:
       initial_scale: the loss scale before the first step, above `min_scale`.
@@ -113,7 +112,6 @@ class ToleranceLossScale(LossScale):
         lowered = times(scale, 1 / self.factor)
         if self.threshold is not None:
             lowered = jnp.maximum(lowered, self.threshold)
-            lowered = jnp.minimum(lowered, scale)  # a restored one may be below it
         exhausted = backs_off & (lowered <= self.min_scale)
         falls = backs_off & ~exhausted
         return self.replace(

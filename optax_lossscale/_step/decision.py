@@ -1,6 +1,5 @@
 """Whether a step is applied, and what the loss scale and the skip rule make of it."""
 
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -18,7 +17,7 @@ from optax_lossscale._arrays.finite import (
 from optax_lossscale._arrays.placement import varying_axes
 from optax_lossscale._scales.headroom import HeadroomLossScale
 from optax_lossscale._scales.logmax import LogMaxLossScale
-from optax_lossscale._scales.loss_scale import LossScale
+from optax_lossscale._scales.loss_scale import LossScale, choose
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.inputs import Prepared
 from optax_lossscale._step.state import LossScaleState
@@ -58,22 +57,16 @@ def decide(
     if skip is None and fits is True:
         return True, state._replace(loss_scale=loss_scale)
 
-    should_apply = jnp.asarray(fits, bool)
-    scale_adapts = None  # whether it does, unless it always does
+    fits = jnp.asarray(fits, bool)
+    loss_is_finite = True
     if skip is not None and value is not None:
         loss_is_finite = on_all_replicas(jnp.isfinite(value), axis_name)
-        should_apply = should_apply & loss_is_finite
-        scale_adapts = loss_is_finite
+    should_apply = fits & loss_is_finite
     rule = state.skip_rule
     if rule is not None and norm is not None:
         rule, should_apply = _ruled(rule, norm, value, should_apply, axis_name)
-        overflows = ~jnp.asarray(fits, bool)
-        if scale_adapts is not None:
-            overflows = overflows & scale_adapts
-        scale_adapts = should_apply | overflows
-    if scale_adapts is not None:
-        choose = partial(jnp.where, scale_adapts)
-        loss_scale = jax.tree.map(choose, loss_scale, state.loss_scale)
+    scale_adapts = loss_is_finite & (should_apply | ~fits)
+    loss_scale = choose(scale_adapts, loss_scale, state.loss_scale)
     _check_replicas_agree(should_apply, state)
 
     skipped = state.skipped_steps
@@ -132,7 +125,7 @@ def _ruled(
         should_apply = should_apply & jnp.isfinite(value)
     after_seeing, allowed = rule.update(norm, value)
     unseen = rule.replace(gradient_norm=jnp.inf)
-    rule = jax.tree.map(partial(jnp.where, should_apply), after_seeing, unseen)
+    rule = choose(should_apply, after_seeing, unseen)
     return rule, should_apply & allowed
 
 

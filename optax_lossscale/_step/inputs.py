@@ -94,21 +94,13 @@ class Prepared:
             # (under a mask).
             return jax.tree.map_with_path(lambda path, _: self.is_missing(path), slots)
 
-        try:
-            without_gradient = optax.tree.map_params(
-                init,
-                are_missing,
-                new,
-                transform_non_params=lambda _: False,
-                is_leaf=lambda _: True,
-            )
-        except Exception as error:
-            raise ValueError(
-                "inner does not show which part of its state belongs to a parameter "
-                "whose gradient is None, as optax.tree.map_params cannot read it: "
-                "pass zeros for that gradient, or leave the parameter out with "
-                "optax.masked inside the wrapper"
-            ) from error
+        without_gradient = optax.tree.map_params(
+            init,
+            are_missing,
+            new,
+            transform_non_params=lambda _: False,
+            is_leaf=lambda _: True,
+        )
 
         def chosen(is_missing, new, old):
             return old if is_missing else new

@@ -165,11 +165,6 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         )
         value, scaled_grads = gradient(params, *args, **kwargs)
         loss = loss_of(value, has_aux)
-        if extra_args and "value" in extra_args:
-            raise TypeError(
-                "minimize passes the loss on as value itself, and skips the step by "
-                "it if it is not finite: leave value out of extra_args"
-            )
         stepped = self.apply_gradients(
             scaled_grads, state, params, value=loss, **(extra_args or {})
         )
