@@ -7,7 +7,6 @@ array.
 
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -168,8 +167,7 @@ def numbers_in(tree: Any) -> Numbers:
 def flat(x: Any) -> np.ndarray:
     """The numbers of an array, as float64 or int64; of a large one, a sample."""
     numbers = np.ravel(np.asarray(x))
-    stride = max(1, math.ceil(numbers.size / _SAMPLE))
-    numbers = numbers[::stride]
+    numbers = numbers[:: 1 + numbers.size // _SAMPLE]
     if np.iscomplexobj(numbers):
         numbers = numbers.view(numbers.real.dtype)
     return numbers.astype(np.float64 if is_inexact(numbers) else np.int64)

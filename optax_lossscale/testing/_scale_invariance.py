@@ -246,16 +246,15 @@ def _changed_at_growth(trial, falling, series):
     if not growing.was_applied:
         return []
 
-    def moves(path, x):
-        # Others may be flags and counts of the growth
-        is_float = x.values.dtype == np.float64
-        if not is_float or path not in growing.outputs:
-            return False
+    changed = []
+    for path, x in series.items():
         usual = steady.outputs[path]
-        change = dependence.distance(usual, growing.outputs[path])
-        return change > dependence.negligible(usual, x.noise)
-
-    return [path for path, x in series.items() if moves(path, x)]
+        change = dependence.distance(usual, growing.outputs.get(path, usual))
+        # Others than floats may be flags and counts of the growth.
+        is_float = usual.dtype == np.float64
+        if is_float and change > dependence.negligible(usual, x.noise):
+            changed.append(path)
+    return changed
 
 
 @jax.jit
@@ -275,22 +274,21 @@ def _about_to_grow(loss_scale):
 
 
 def _lost_weights(trial, run, back):
-    """The float32 copies of which no float16 parameter is the rounding."""
-
-    def of_dtype(dtype):
-        return [
-            path for path, place in back.items() if trial.floats[place].dtype == dtype
-        ]
-
-    halves = [run.outputs[path] for path in of_dtype(np.float16)]
-
-    def is_lost(path):
+    """The float32 copies of which no float16 parameter of the same size is the rounding."""
+    halves = []
+    for path, place in back.items():
+        if trial.floats[place].dtype == np.float16:
+            halves.append(run.outputs[path])
+    lost = []
+    for path in back:
+        copy = run.outputs[path]
+        alike = [half for half in halves if half.size == copy.size]
         with np.errstate(over="ignore"):
-            rounded = run.outputs[path].astype(np.float16)
-        alike = [x for x in halves if x.size == rounded.size]
-        return bool(alike) and not any(equal(x, rounded) for x in alike)
-
-    return [path for path in of_dtype(np.float32) if _WEIGHTS in path and is_lost(path)]
+            rounded = copy.astype(np.float16)
+        is_lost = alike and not any(equal(half, rounded) for half in alike)
+        if _WEIGHTS in path and is_lost:
+            lost.append(path)
+    return lost
 
 
 _BY_A_POWER = (
