@@ -65,9 +65,8 @@ def emerging(series: Series) -> np.ndarray:
     """Between which rows numbers emerge from underflow: the lower one is as without gradients."""
     upper = series.values[:-1]
     lower = series.values[1:]
-    is_float = series.values.dtype == np.float64
     may_be_a_flag = upper.shape[1] == 1
-    if series.without is None or not is_float or may_be_a_flag:
+    if series.without is None or may_be_a_flag:
         return np.zeros(upper.shape, bool)
     is_without = lower == series.without
     return is_without & (upper != lower)

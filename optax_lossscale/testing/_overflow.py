@@ -137,10 +137,8 @@ def _where_applied(trial, beyond, usual, judged):
 
 def _first_of_batch(trial, back):
     """The first array of floats that does not come back; None if there is none."""
-    for path, x in trial.floats.items():
-        if x.ndim and path not in back.values():
-            return path
-    return None
+    others = (path for path in trial.floats if path not in back.values())
+    return next((path for path in others if trial.floats[path].ndim), None)
 
 
 def _after_nan(trial, batch, judged):
