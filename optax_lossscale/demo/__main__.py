@@ -87,13 +87,16 @@ def main(arguments=None):
     for name, (loss_fn, loss_scale) in RUNS.items():
         history = train(loss_fn, loss_scale, steps)
         losses = [metrics["loss"] for metrics in history]
-        final_loss = np.mean(losses[-(steps // 10) :])
+        last_tenth = losses[-(steps // 10) :]
+        final_loss = np.mean(last_tenth)
         skipped = history[-1]["skipped_steps"]
-        scale = f"2^{history[-1]['log2_loss_scale']:g}"
-        print(f"| {name} | {final_loss:.4f} | {skipped} | {scale} |", flush=True)
+        exponent = history[-1]["log2_loss_scale"]
+        row = f"| {name} | {final_loss:.4f} | {skipped} | 2^{exponent:g} |"
+        print(row, flush=True)
 
-        # float32 is wide and pale, as two of the others lie on top of it.
-        style = {"lw": 5, "alpha": 0.3} if name == "float32" else {"lw": 1.3}
+        style = {"lw": 1.3}
+        if name == "float32":  # two of the others lie on top of it
+            style = {"lw": 5, "alpha": 0.3}
         padded = np.pad(losses, (9, 0), mode="edge")
         running_mean = np.convolve(padded, np.full(10, 0.1), mode="valid")
         [line] = top.plot(running_mean, label=name, **style)

@@ -49,14 +49,16 @@ def loss(params, tokens):
     for layer in params["blocks"]:
         x = block(layer, x)
     logits = normed(x, params["norm"]) @ params["head"]
-    return cross_entropy(logits.astype(jnp.float32), tokens[:, 1:]).mean()
+    targets = tokens[:, 1:]
+    losses = cross_entropy(logits.astype(jnp.float32), targets)
+    return losses.mean()
 
 
 def block(layer, x):
     """Attention and two layers, each added to what goes into it."""
     x += attention(layer, normed(x, layer["norm1"]))
-    hidden = jax.nn.gelu(normed(x, layer["norm2"]) @ layer["up"])
-    return x + hidden @ layer["down"]
+    hidden = normed(x, layer["norm2"]) @ layer["up"]
+    return x + jax.nn.gelu(hidden) @ layer["down"]
 
 
 def normed(x, gain):
@@ -72,11 +74,13 @@ def attention(layer, x):
 
     Written out, as `jax.nn.dot_product_attention` takes no float16 on a CPU.
     """
-    heads = (x @ layer["qkv"]).reshape(*x.shape[:2], HEADS, -1)
+    qkv = x @ layer["qkv"]
+    heads = qkv.reshape(*x.shape[:2], HEADS, -1)
     q, k, v = jnp.split(heads, 3, -1)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32)
-    scores *= q.shape[-1] ** -0.5
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    scores = scores.astype(jnp.float32) * q.shape[-1] ** -0.5
     is_past = jnp.tri(CONTEXT, dtype=bool)
-    weights = jax.nn.softmax(jnp.where(is_past, scores, -jnp.inf))
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights.astype(x.dtype), v)
+    scores = jnp.where(is_past, scores, -jnp.inf)
+    weights = jax.nn.softmax(scores).astype(x.dtype)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
     return mixed.reshape(x.shape) @ layer["out"]

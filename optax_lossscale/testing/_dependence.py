@@ -23,10 +23,7 @@ _TOLERANCE = 0.02  # for their ratios; with rounding in float16 they may be anyt
 # In float16 there are 40 exponents from overflow to zero. This far below the highest
 # loss scale, few gradients underflow, and those are small.
 _REACH = 20
-_SHARE = 0.03  # of all that the output changes by anywhere: a change that counts
 _DIES_AWAY = 2 / 3  # of the largest change at lower loss scales
-# Of the numbers that change anywhere: one may change its sign by underflow
-_AT_ONCE = 0.15
 _ROUNDING = 1e-6  # of an output
 
 
@@ -68,9 +65,8 @@ def emerging(series: Series) -> np.ndarray:
     """Between which rows numbers emerge from underflow: the lower one is as without gradients."""
     upper = series.values[:-1]
     lower = series.values[1:]
-    is_float = series.values.dtype == np.float64
     may_be_a_flag = upper.shape[1] == 1
-    if series.without is None or not is_float or may_be_a_flag:
+    if series.without is None or may_be_a_flag:
         return np.zeros(upper.shape, bool)
     is_without = lower == series.without
     return is_without & (upper != lower)
@@ -79,26 +75,16 @@ def emerging(series: Series) -> np.ndarray:
 def change(series: Series, looked_at: np.ndarray) -> int | None:
     """The first row to be looked at after which an output changes other than by underflow."""
     values = series.values
-    highest = values[0]
-    ends = values
     if series.without is not None:
-        ends = np.vstack([values, series.without])
         lowest_looked_at = series.exponents[0] - _REACH
         looked_at = looked_at & (series.exponents[1:] >= lowest_looked_at)
-    extent = max(distance(highest, end) for end in ends)
-    if extent <= negligible(highest, series.noise):
-        return None
     changes = [distance(upper, lower) for upper, lower in pairwise(values)]
-    moves = (values[:-1] != values[1:]) & ~emerging(series)
-    how_many_move = (values != highest).any(axis=0).sum()
+    moves = ~emerging(series)
     for row in np.flatnonzero(looked_at):
-        is_moving = moves[row]
-        upper = values[row, is_moving]
-        lower = values[row + 1, is_moving]
         largest_below = max(changes[row + 1 :], default=0)
-        least = max(_SHARE * extent, _DIES_AWAY * largest_below)
-        is_large = distance(upper, lower) > least
-        if is_large and is_moving.sum() > _AT_ONCE * how_many_move:
+        least = max(negligible(values[row], series.noise), _DIES_AWAY * largest_below)
+        is_moving = moves[row]
+        if distance(values[row, is_moving], values[row + 1, is_moving]) > least:
             return int(row)
     return None
 

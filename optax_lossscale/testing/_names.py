@@ -15,11 +15,10 @@ def name_of(path: Path) -> str:
 
 
 def not_ignored(ignore: str | Collection[str], run: Run) -> list[Path]:
-    """The outputs to look at."""
-    places = [ignore] if isinstance(ignore, str) else list(ignore)
+    """The outputs to look at: those that are not of an ignored name, or inside of one."""
     paths = list(run.outputs)
-    for place in places:
-        inside = {path for path in run.outputs if _is_in(path, place)}
+    for place in [ignore] if isinstance(ignore, str) else ignore:
+        inside = [path for path in run.outputs if _is_in(name_of(path), place)]
         if not inside:
             shown = "\n".join(f"  {name_of(path)}" for path in run.outputs)
             raise ValueError(f"ignore={place!r} names no output. There are\n{shown}")
@@ -27,18 +26,16 @@ def not_ignored(ignore: str | Collection[str], run: Run) -> list[Path]:
     return paths
 
 
-def _is_in(path, place):
-    """Whether a path leads to the place of that name, or into it."""
-    name = name_of(path)
+def _is_in(name, place):
+    """Whether an output of this name is the place of that name, or in it."""
     return name == place or name.startswith((f"{place}[", f"{place}."))
 
 
 def listed(title: str, outputs: Iterable[Path | str], remedy: str = "") -> str:
     """A title, the first of the outputs under it, and what to do; nothing without outputs."""
-    lines = [x if isinstance(x, str) else name_of(x) for x in outputs]
-    if not lines:
+    names = [x if isinstance(x, str) else name_of(x) for x in outputs]
+    if not names:
         return ""
-    if len(lines) > _SHOWN:
-        lines[_SHOWN:] = [f"and {len(lines) - _SHOWN} more"]
-    shown = "".join(f"  {line}\n" for line in lines)
-    return f"{title}\n{shown}{remedy}"
+    if len(names) > _SHOWN:
+        names[_SHOWN:] = [f"and {len(names) - _SHOWN} more"]
+    return "\n  ".join([title, *names]) + "\n" + remedy

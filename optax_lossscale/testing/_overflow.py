@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection
 from typing import Any
 
-import jax
 import numpy as np
 
 from optax_lossscale._scales.fixed import FixedLossScale
@@ -70,10 +69,7 @@ def assert_survives_overflow(
     trial = Trial("assert_survives_overflow", step, args, kwargs)
     usual = trial.run(trial.loss_scale)
     overflowing = trial.overflowing()
-    # A fixed loss scale is not among the arguments that a run is given.
-    is_varied = bool(jax.tree.leaves(trial.loss_scale))
-    regimes = [usual, overflowing[-1]] if is_varied else [usual]
-    back = what_comes_back(trial, regimes)
+    back = what_comes_back(trial, [usual, overflowing[-1]])
     judged = {path: back[path] for path in not_ignored(ignore, usual) if path in back}
     batch = _first_of_batch(trial, back)
     # A scale of 1 need not be multiplied by: there, a NaN in the batch tells.
@@ -109,12 +105,12 @@ def left_behind(trial, runs, back):
 
 def _changed(trial, run, back):
     """What comes back from a run other than it was given."""
-
-    def is_changed(path, place):
-        return not equal(run.outputs[path], flat(trial.floats[place]))
-
-    returned = [(path, place) for path, place in back.items() if path in run.outputs]
-    return [path for path, place in returned if is_changed(path, place)]
+    changed = []
+    for path, place in back.items():
+        before = flat(trial.floats[place])
+        if not equal(run.outputs.get(path, before), before):
+            changed.append(path)
+    return changed
 
 
 def _after_overflow(trial, runs, judged):
@@ -124,8 +120,7 @@ def _after_overflow(trial, runs, judged):
     fault = left_behind(trial, runs, judged)
     if fault:
         return fault
-    skipped = [run for run in runs if not run.flags.any()]
-    if any(run.states and run.skips <= 0 for run in skipped):
+    if any(run.states and run.was_skipped and run.skips <= 0 for run in runs):
         return _UNCOUNTED
     return ""
 
@@ -142,10 +137,8 @@ def _where_applied(trial, beyond, usual, judged):
 
 def _first_of_batch(trial, back):
     """The first array of floats that does not come back; None if there is none."""
-    for path, x in trial.floats.items():
-        if x.ndim and path not in back.values():
-            return path
-    return None
+    others = (path for path in trial.floats if path not in back.values())
+    return next((path for path in others if trial.floats[path].ndim), None)
 
 
 def _after_nan(trial, batch, judged):
@@ -153,10 +146,12 @@ def _after_nan(trial, batch, judged):
     numbers = trial.floats[batch].copy()
     numbers.flat[0] = np.nan
     run = trial.run(trial.loss_scale, {batch: numbers})
-    left = _changed(trial, run, judged)
-    if not run.was_skipped:
-        # The NaN may not reach the loss, or only the first of several steps.
-        left = [path for path in left if not np.isfinite(run.outputs[path]).all()]
+    # If it is applied, the NaN may not reach the loss, or only the first of several steps.
+    left = [
+        path
+        for path in _changed(trial, run, judged)
+        if run.was_skipped or not np.isfinite(run.outputs[path]).all()
+    ]
     return listed(_LEFT_BY_NAN.format(name=name_of(batch)), left, _KEEP)
 
 

@@ -5,6 +5,8 @@ size, and a change of what was given comes back, too. Of a loss or a prediction 
 does not hold.
 """
 
+import itertools
+
 import numpy as np
 
 from optax_lossscale.testing._runs import Path, Run, Trial, flat
@@ -20,42 +22,39 @@ def what_comes_back(trial: Trial, regimes: list[Run]) -> dict[Path, Path]:
     One of several regimes is enough to see it: in others, the step may make NaNs, or
     change numbers by more than they are nudged.
     """
-    outputs = regimes[0].outputs
     # What is changed in place comes back in its place.
-    back = {path: path for path in outputs if path in trial.floats}
-    elsewhere = [path for path in outputs if path not in back]
-    likeness = _likeness(trial, regimes, elsewhere)
+    back = {path: path for path in regimes[0].outputs if path in trial.floats}
+    likeness = _likeness(trial, regimes)
 
     def rank(pair):
         """Places that are alike for longer come first."""
         path, place = pair
         return min(len(path), len(place)), likeness[pair]
 
-    for pair in sorted(likeness, key=rank, reverse=True):
-        path, place = pair
-        is_taken = path in back or place in back.values()
-        if likeness[pair] > _ALONG and not is_taken:
+    for path, place in sorted(likeness, key=rank, reverse=True):
+        if path not in back and place not in back.values():
             back[path] = place
     return back
 
 
-def _likeness(trial, regimes, outputs):
-    """How far outputs change along with floats in like places, which are nudged."""
+def _likeness(trial, regimes):
+    """Which outputs change along with floats in like places, which are nudged, and how much."""
     random = np.random.default_rng(0)
     arguments = {}
     for place, x in trial.floats.items():
         numbers = arguments.setdefault(place[:2], {})
         numbers[place] = _nudged(x, random)
     likeness = {}
-    for numbers in arguments.values():
-        pairs = [(run, trial.run(run.before, numbers)) for run in regimes]
-        for place, x in numbers.items():
-            with np.errstate(invalid="ignore"):  # of infinities
-                change = flat(x) - flat(trial.floats[place])
-            for path in outputs:
-                if _are_alike(path, place):
-                    cosines = [_cosine(change, path, *pair) for pair in pairs]
-                    likeness[path, place] = max(cosines)
+    for numbers, run in itertools.product(arguments.values(), regimes):
+        nudged = trial.run(run.before, numbers)
+        for place, path in itertools.product(numbers, run.outputs):
+            if path in nudged.outputs and _are_alike(path, place):
+                change = _change(trial.floats[place], numbers[place])
+                cosine = _cosine(
+                    change, _change(run.outputs[path], nudged.outputs[path])
+                )
+                if cosine > likeness.get((path, place), _ALONG):
+                    likeness[path, place] = cosine
     return likeness
 
 
@@ -74,14 +73,16 @@ def _are_alike(path, place):
     return inner <= 0 or path[-inner:] == place[-inner:]
 
 
-def _cosine(change, path, before, after):
+def _change(before, after):
+    """By how much numbers change; NaN for what is infinite."""
+    with np.errstate(invalid="ignore"):
+        return flat(after) - flat(before)
+
+
+def _cosine(change, change_of_output):
     """The cosine between a change of an argument and an output's, if that is large enough."""
-    old = before.outputs.get(path)
-    new = after.outputs.get(path)
-    if old is None or new is None or not old.size == new.size == change.size:
+    if change.size != change_of_output.size:
         return 0
-    with np.errstate(invalid="ignore"):  # of infinities
-        change_of_output = new - old
     are_finite = np.isfinite(change) & np.isfinite(change_of_output)
     change = change[are_finite]
     change_of_output = change_of_output[are_finite]

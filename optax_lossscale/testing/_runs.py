@@ -7,14 +7,13 @@ array.
 
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import DictKey, GetAttrKey
+from jax.tree_util import DictKey
 
 from optax_lossscale._arrays.contexts import BLANK_METRICS, OVERFLOWS
 from optax_lossscale._arrays.precision import dtype_of, is_array, is_inexact
@@ -28,7 +27,7 @@ from optax_lossscale._step.state import LossScaleState
 Path = tuple[Any, ...]  # of keys
 Numbers = dict[Path, Any]  # arrays, by their places
 
-LARGEST = 2.0**126
+_LARGEST = 2.0**126
 _LEFT_OUT = (LossScale, SkipRule)  # they record overflows
 _SAMPLE = 2**16  # numbers of an array, at most
 
@@ -93,13 +92,8 @@ class Trial:
 
     def _at(self, scale: float) -> Run:
         """The step at this loss scale."""
-
-        def with_scale(path, x):
-            if path[-1] != GetAttrKey("loss_scale"):
-                return x
-            return np.full_like(x, scale)
-
-        return self.run(jax.tree.map_with_path(with_scale, self.loss_scale))
+        scales = np.full_like(self.loss_scale.loss_scale, scale)
+        return self.run(jax.device_get(self.loss_scale.replace(loss_scale=scales)))
 
     def overflowing(self) -> list[Run]:
         """Runs whose gradients overflow: of the last one, all do."""
@@ -107,10 +101,10 @@ class Trial:
             if not jax.tree.leaves(self.loss_scale):
                 return [self.run(self.loss_scale)]
             try:
-                return [self.at(LARGEST), self.at(np.inf)]
+                return [self.at(_LARGEST), self.at(np.inf)]
             # `raise_if_stuck`'s, or of a logger without an integer for infinity
             except Exception:
-                return [self.at(LARGEST)]
+                return [self.at(_LARGEST)]
 
     def run(self, loss_scale: LossScale, numbers: Numbers | None = None) -> Run:
         """The step with this loss scale, and with other numbers in some places."""
@@ -165,7 +159,7 @@ def numbers_in(tree: Any) -> Numbers:
         if is_variable(x):
             seen.add(id(x))
         array = plain(x)
-        if is_array(array) and _is_number(dtype_of(array)):
+        if is_array(array) and not _is_key(dtype_of(array)):
             numbers[path] = array
     return numbers
 
@@ -173,10 +167,9 @@ def numbers_in(tree: Any) -> Numbers:
 def flat(x: Any) -> np.ndarray:
     """The numbers of an array, as float64 or int64; of a large one, a sample."""
     numbers = np.ravel(np.asarray(x))
-    stride = max(1, math.ceil(numbers.size / _SAMPLE))
-    numbers = numbers[::stride]
+    numbers = numbers[:: 1 + numbers.size // _SAMPLE]
     if np.iscomplexobj(numbers):
-        numbers = np.concatenate([numbers.real, numbers.imag])
+        numbers = numbers.view(numbers.real.dtype)
     return numbers.astype(np.float64 if is_inexact(numbers) else np.int64)
 
 
@@ -237,9 +230,9 @@ def _copy(x, number):
     return x if number is None else float(number)
 
 
-def _is_number(dtype):
-    """Whether a dtype is of numbers or flags, and not of PRNG keys."""
-    return jnp.issubdtype(dtype, np.number) or dtype == np.bool_
+def _is_key(dtype):
+    """Whether a dtype is that of PRNG keys."""
+    return jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 def _skipped_steps(states):

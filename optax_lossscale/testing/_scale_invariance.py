@@ -120,41 +120,34 @@ def _accusation(trial, ignore):
         return STUCK
     falling = _falling(trial)
     usual = falling[0] if falling else trial.at(2.0**_LOWEST)
-    beyond = overflowing[-1]
     if len(falling) < _ENOUGH:
         return _never_applied(usual, len(falling))
-    back = what_comes_back(trial, [usual, beyond])
 
-    in_all = set.intersection(*(set(run.outputs) for run in falling))
-    judged = [path for path in not_ignored(ignore, usual) if path in in_all]
-    series = _series(trial, falling, judged)
+    series = _series(trial, falling, not_ignored(ignore, usual))
     powers = _powers(series)
+    by_a_power = listed(_BY_A_POWER, powers.values())
     # All else may follow from these.
-    if any(text.startswith("2**-") for text in powers.values()):
-        return listed(_BY_A_POWER, powers.values(), _DIVIDED)
-    if np.isinf(beyond.exponent) and beyond.flags.size and beyond.was_applied:
-
-        def is_different(path):
-            return any(_differ(beyond, run, path) for run in falling)
-
-        different = [path for path in judged if is_different(path)]
-        if different:
-            return listed(APPLIED, different, APPLIED_REMEDY)
+    if "2**-" in by_a_power:
+        return by_a_power + _DIVIDED
+    beyond = overflowing[-1]
+    differing = [path for path in series if _differ(beyond, falling, path)]
     can_be_skipped = usual.flags.size > 0
+    if can_be_skipped and np.isinf(beyond.exponent) and beyond.was_applied:
+        fault = listed(APPLIED, differing, APPLIED_REMEDY)
+        if fault:
+            return fault
     changes = _changes(series, powers) if can_be_skipped else []
     if powers or changes:
-        by_a_power = listed(_BY_A_POWER, powers.values())
         return by_a_power + listed(_BY_A_CHANGE, changes) + _MULTIPLIED
+    back = what_comes_back(trial, [usual, beyond])
+    back = {path: back[path] for path in series if path in back}
     # What does not depend on gradients may change as it does at any other loss scale.
-    back = {path: back[path] for path in judged if path in back}
-    to_stay = {k: place for k, place in back.items() if _differ(beyond, usual, k)}
-    fault = left_behind(trial, overflowing, to_stay)
-    if not fault:
-        fault = listed(_LOST, _lost_weights(trial, usual, back), _LAST)
-    if not fault:
-        changed = _changed_at_growth(trial, falling, series)
-        fault = listed(_AT_GROWTH, changed, _ADAPTED)
-    return fault
+    to_stay = {path: back[path] for path in back if path in differing}
+    return (
+        left_behind(trial, overflowing, to_stay)
+        or listed(_LOST, _lost_weights(trial, usual, back), _LAST)
+        or listed(_AT_GROWTH, _changed_at_growth(trial, falling, series), _ADAPTED)
+    )
 
 
 def _falling(trial):
@@ -191,6 +184,8 @@ def _series(trial, falling, judged):
     underflows = lowest.was_applied and not trial.at(2.0**_WIDE).was_applied
     series = {}
     for path in judged:
+        if any(path not in run.outputs for run in falling):
+            continue
         values = np.stack([run.outputs[path] for run in falling])
         noise = dependence.distance(values[0], again.outputs[path])
         if noise > 0.01 * dependence.size(values[0]):
@@ -234,37 +229,37 @@ def _changes(series, powers):
     return changes
 
 
-def _differ(run, other, path):
-    """Whether an output, if it is there, is another in two runs."""
-    if path not in run.outputs:
+def _differ(beyond, falling, path):
+    """Whether an output, if it is there, is another beyond than at a falling loss scale."""
+    if path not in beyond.outputs:
         return False
-    return not equal(run.outputs[path], other.outputs[path])
+    numbers = beyond.outputs[path]
+    return any(not equal(numbers, run.outputs[path]) for run in falling)
 
 
 def _changed_at_growth(trial, falling, series):
     """What comes out different at a step at which the loss scale grows."""
     exponent = np.log2(np.max(trial.loss_scale.loss_scale))
     steady = min(falling, key=lambda run: abs(run.exponent - exponent))
-    steps, about_to_grow = jax.device_get(_about_to_grow(jax.device_put(steady.before)))
-    growing = trial.run(about_to_grow)
-    if steps >= _LONGEST_INTERVAL or not growing.was_applied:
+    about_to_grow = _about_to_grow(jax.device_put(steady.before))
+    growing = trial.run(jax.device_get(about_to_grow))
+    if not growing.was_applied:
         return []
 
-    def moves(path, x):
-        # Others may be flags and counts of the growth
-        is_float = x.values.dtype == np.float64
-        if not is_float or path not in growing.outputs:
-            return False
+    changed = []
+    for path, x in series.items():
         usual = steady.outputs[path]
-        change = dependence.distance(usual, growing.outputs[path])
-        return change > dependence.negligible(usual, x.noise)
-
-    return [path for path, x in series.items() if moves(path, x)]
+        change = dependence.distance(usual, growing.outputs.get(path, usual))
+        # Others than floats may be flags and counts of the growth.
+        is_float = usual.dtype == np.float64
+        if is_float and change > dependence.negligible(usual, x.noise):
+            changed.append(path)
+    return changed
 
 
 @jax.jit
 def _about_to_grow(loss_scale):
-    """How many finite steps change nothing but counters, and the loss scale after them."""
+    """The loss scale after as many finite steps as change nothing but its counters."""
 
     def goes_on(carry):
         steps, now = carry
@@ -274,26 +269,26 @@ def _about_to_grow(loss_scale):
         steps, now = carry
         return steps + 1, now.adjust(True)
 
-    return lax.while_loop(goes_on, next_step, (0, loss_scale))
+    _, last = lax.while_loop(goes_on, next_step, (0, loss_scale))
+    return last
 
 
 def _lost_weights(trial, run, back):
-    """The float32 copies of which no float16 parameter is the rounding."""
-
-    def of_dtype(dtype):
-        return [
-            path for path, place in back.items() if trial.floats[place].dtype == dtype
-        ]
-
-    halves = [run.outputs[path] for path in of_dtype(np.float16)]
-
-    def is_lost(path):
+    """The float32 copies of which no float16 parameter of the same size is the rounding."""
+    halves = []
+    for path, place in back.items():
+        if trial.floats[place].dtype == np.float16:
+            halves.append(run.outputs[path])
+    lost = []
+    for path in back:
+        copy = run.outputs[path]
+        alike = [half for half in halves if half.size == copy.size]
         with np.errstate(over="ignore"):
-            rounded = run.outputs[path].astype(np.float16)
-        alike = [x for x in halves if x.size == rounded.size]
-        return bool(alike) and not any(equal(x, rounded) for x in alike)
-
-    return [path for path in of_dtype(np.float32) if _WEIGHTS in path and is_lost(path)]
+            rounded = copy.astype(np.float16)
+        is_lost = alike and not any(equal(half, rounded) for half in alike)
+        if _WEIGHTS in path and is_lost:
+            lost.append(path)
+    return lost
 
 
 _BY_A_POWER = (
