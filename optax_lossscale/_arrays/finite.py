@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from optax_lossscale._arrays.placement import is_partitioned
-from optax_lossscale._arrays.precision import is_inexact
+from optax_lossscale._arrays.precision import at_least_float32, is_inexact
 
 AxisName = Hashable
 
@@ -79,7 +79,9 @@ def _ask(
     leaves = [x for x in leaves if x.size] or [jnp.zeros(())]
 
     def on_cpu(leaves):
-        return _in_one_pass_on_cpu(leaves, question, join, reduce)
+        # All cores must stay busy, too.
+        most = min(max(len(leaves) // 32, 1), 8)
+        return _in_one_pass_on_cpu(_groups(leaves, most), question, join, reduce)
 
     def elsewhere(leaves, most=1):
         groups = _groups(leaves, most)
@@ -88,32 +90,35 @@ def _ask(
 
     if any(is_partitioned(x) for x in leaves):
         return elsewhere(leaves)
-    # A GPU launches fewer kernels if leaves share one; in fours, its compiler still
-    # takes the norm of a clip in the same pass. A TPU's would keep more gradients
-    # waiting in main memory.
+    # Leaves share kernels, of which fewer are compiled and launched. In fours, a GPU's
+    # compiler still takes the norm of a clip in the same pass. A TPU's would keep more
+    # gradients waiting in main memory.
     in_fours = functools.partial(elsewhere, most=4)
     return lax.platform_dependent(leaves, cpu=on_cpu, tpu=elsewhere, default=in_fours)
 
 
 def _in_one_pass_on_cpu(
-    leaves: list[jax.Array], question: Callable, join: Callable, reduce: Callable
+    groups: list[list[jax.Array]], question: Callable, join: Callable, reduce: Callable
 ) -> tuple[jax.Array, jax.Array]:
-    """As `_ask`, by a reduction with two outputs for each leaf."""
+    """As `_ask`, by a reduction with two outputs for each group."""
     # Such a reduction adds one number after the other, and a float32 sum of 2**24 and
     # more stops growing.
     with jax.enable_x64(True):
         answers = []
         flags = []
-        for x in leaves:
-            answer = question(x)
+        for leaves in groups:
+            zeros = functools.reduce(lax.add, map(_zeros, leaves))
+            # Of flags, those of the sum answer for all.
+            asked = [zeros] if join is lax.bitwise_and else leaves
+            answer = functools.reduce(join, map(question, asked))
             if join is lax.add:
                 answer = answer.astype(np.float64)
-            initial = answer.dtype.type(answer.dtype == bool)  # True or 0
+            initial = np.True_ if answer.dtype == bool else answer.dtype.type(0)
             pair = lax.reduce(
-                (answer, is_finite(x)),
+                (answer, is_finite(zeros)),
                 (initial, np.True_),
                 _beside_and(join),
-                range(x.ndim),
+                range(answer.ndim),
             )
             answers.append(pair[0])
             flags.append(pair[1])
@@ -169,6 +174,12 @@ def is_finite(x: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(x):
         return jnp.isfinite(x)
     return lax.is_finite(x)  # quicker to trace
+
+
+def _zeros(x: jax.Array) -> jax.Array:
+    """0 for each finite number and NaN for others: they add up where flags take longer."""
+    wide = at_least_float32(x)
+    return lax.sub(wide, wide)
 
 
 def _equals_itself(x: jax.Array) -> jax.Array:
