@@ -261,7 +261,6 @@ scan                      | scans                  | -          | -         | ja
 shard_map                 | maps                   | -          | -         | jaxpr
 while                     | waits                  | -          | -         | cond_jaxpr body_jaxpr
 xla_metadata_call         | -                      | -          | -         | jaxpr
-xla_pmap                  | -                      | -          | -         | call_jaxpr
 # Cheap, of any range
 acos                      | cheap
 acosh                     | cheap

@@ -33,7 +33,7 @@ def centred(h):
         (Kind.PARAMETER, lambda w, g, x: (w * 2).T + g),
         (Kind.ROWS, lambda w, g, x: w[ROWS]),
         (Kind.PRODUCT, lambda w, g, x: (x @ w).T),
-        (Kind.PRODUCT, lambda w, g, x: jnp.where(x > 0, x @ w, 0.0)),
+        (Kind.SUM, lambda w, g, x: jnp.where(x > 0, x @ w, 0.0)),
         (Kind.SUM, lambda w, g, x: jnp.where(x > 0, x @ w, g)),
         (Kind.SUM, lambda w, g, x: x @ w + 1),
         (Kind.SUM, lambda w, g, x: jax.lax.psum(x @ w, "devices")),

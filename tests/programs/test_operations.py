@@ -125,14 +125,6 @@ def test_all_that_adds_many_says_how_many():
         assert found == terms, name
 
 
-def test_a_reduction_that_chooses_adds_nothing():
-    largest = lambda x: lax.reduce(
-        x, -jnp.inf, lambda x, y: jnp.where(x > y, x, y), (1,)
-    )
-    (eqn,) = jax.make_jaxpr(largest)(X).jaxpr.eqns
-    assert terms_of(eqn) == 1
-
-
 # Until the diagnosis is written anew, it has lists of operations of its own.
 READERS = [
     path
