@@ -69,7 +69,6 @@ adds_to_another         -      -         -    SUM     SUM    SUM    SUM        S
 adds_to_a_scaled        -      -         -    -       -      -      -          same
 multiplies_by_parameter -      same      same SCALED  SCALED SCALED NEAR       same
 near                    -      same      same NEAR    NEAR   same   same       same
-saturates               -      -         -    NEAR    NEAR   NEAR   NEAR       NEAR
 leaves                  -      -         -    -       -      -      -          -
 """
 
@@ -159,8 +158,6 @@ def _row(eqn: Any, operands: Kinds, low: np.dtype) -> str:
         return "leaves"
     if Is.DIVIDES in its_traits and operands[1] != Kind.NUMBER:
         return "leaves"
-    if Is.SATURATES in its_traits:
-        return "saturates"
     # The range of bfloat16 is that of float32.
     may_leave_the_range = Is.MULTIPLIES in its_traits and low != jnp.bfloat16
     if may_leave_the_range and least != Kind.NUMBER:

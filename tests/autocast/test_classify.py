@@ -42,7 +42,7 @@ def centred(h):
         (Kind.SUM, lambda w, g, x: x @ w + jnp.tanh(x @ w)),
         (Kind.NEAR, lambda w, g, x: x @ w * 3),
         (Kind.NEAR, lambda w, g, x: jax.nn.sigmoid(x @ w)),
-        (Kind.NEAR, lambda w, g, x: jnp.tanh(jnp.tanh(x @ w) * g)),
+        (Kind.SCALED, lambda w, g, x: jnp.tanh(jnp.tanh(x @ w) * g)),
         (Kind.NORMALIZED, lambda w, g, x: centred(x @ w)),
         (Kind.NEAR, lambda w, g, x: centred(x @ w) * g),
         (Kind.SCALED, lambda w, g, x: x @ w * g),
