@@ -94,8 +94,6 @@ def _scan(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
         length=eqn.params["length"],
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],
-        # Few scans have this.
-        _split_transpose=eqn.params.get("_split_transpose", False),
     )
     return [*carry, *ys]
 
