@@ -66,7 +66,6 @@ picks                   same   ROWS      same same    same   same   same       s
 adds_over_devices       same   same      same SUM     same   same   same       same
 adds_to_a_parameter     -      same      same SUM     same   same   same       same
 adds_to_another         -      -         -    SUM     SUM    SUM    SUM        SUM
-adds_to_a_scaled        -      -         -    -       -      -      -          same
 multiplies_by_parameter -      same      same SCALED  SCALED SCALED NEAR       same
 near                    -      same      same NEAR    NEAR   same   same       same
 leaves                  -      -         -    -       -      -      -          -
@@ -153,7 +152,7 @@ def _row(eqn: Any, operands: Kinds, low: np.dtype) -> str:
         if least in _CONSTANTS:
             # With a constant or a parameter added, what is recomputed stays so.
             return "adds_to_a_parameter"
-        return "adds_to_a_scaled" if least == Kind.SCALED else "adds_to_another"
+        return "leaves" if least == Kind.SCALED else "adds_to_another"
     if Is.NEAR not in its_traits:
         return "leaves"
     if Is.DIVIDES in its_traits and operands[1] != Kind.NUMBER:

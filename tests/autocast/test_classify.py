@@ -47,7 +47,7 @@ def centred(h):
         (Kind.NEAR, lambda w, g, x: centred(x @ w) * g),
         (Kind.SCALED, lambda w, g, x: x @ w * g),
         (Kind.NEAR, lambda w, g, x: x @ w * (x > 0)),
-        (Kind.SCALED, lambda w, g, x: x @ w * g + x @ w * g),
+        (Kind.FLOAT32, lambda w, g, x: x @ w * g + x @ w * g),
         # By a norm of fewer numbers, it may have any size.
         (
             Kind.FLOAT32,
