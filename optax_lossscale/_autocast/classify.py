@@ -38,8 +38,7 @@ class Kind(enum.Enum):
     the bytes. No other model that was measured has one.
     """
 
-    EXACT = "a literal of about 1 that 16 bits hold exactly, or 0, or a mask"
-    NUMBER = "another literal of about 1"
+    NUMBER = "a literal of about 1, or 0, or a mask"
     PARAMETER = "a parameter, or made from parameters alone"
     ROWS = "rows of a parameter, as from an embedding: stored in 16 bits where they are added to"
     PRODUCT = "the result of a product, perhaps moved: it has 16 bits already"
@@ -55,23 +54,21 @@ class Kind(enum.Enum):
 Kinds = Sequence[Kind]
 
 _ORDER = list(Kind)
-_NUMBERS = frozenset({Kind.EXACT, Kind.NUMBER})
 _PARAMETERS = frozenset({Kind.PARAMETER, Kind.ROWS})
+_CONSTANTS = _PARAMETERS | {Kind.NUMBER}
 _STREAMS = frozenset({Kind.PARAMETER, Kind.ROWS, Kind.PRODUCT, Kind.SUM})
 """What a scan over layers may carry from layer to layer in 16 bits."""
 
 _TABLE = """
-                        EXACT NUMBER PARAMETER ROWS PRODUCT SUM    NEAR   NORMALIZED SCALED
-moves                   same  same   same      same same    same   same   same       same
-picks                   same  same   ROWS      same same    same   same   same       same
-adds_over_devices       same  same   same      same SUM     same   same   same       same
-adds_to_a_parameter     -     -      same      same SUM     same   same   same       same
-adds_to_another         -     -      -         -    SUM     SUM    SUM    SUM        SUM
-adds_to_a_scaled        -     -      -         -    -       -      -      -          same
-multiplies_by_parameter -     -      same      same SCALED  SCALED SCALED NEAR       same
-near                    -     -      same      same NEAR    NEAR   same   same       same
-saturates               -     -      -         -    NEAR    NEAR   NEAR   NEAR       NEAR
-leaves                  -     -      -         -    -       -      -      -          -
+                        NUMBER PARAMETER ROWS PRODUCT SUM    NEAR   NORMALIZED SCALED
+moves                   same   same      same same    same   same   same       same
+picks                   same   ROWS      same same    same   same   same       same
+adds_over_devices       same   same      same SUM     same   same   same       same
+adds_to_a_parameter     -      same      same SUM     same   same   same       same
+adds_to_another         -      -         -    SUM     SUM    SUM    SUM        SUM
+multiplies_by_parameter -      same      same SCALED  SCALED SCALED NEAR       same
+near                    -      same      same NEAR    NEAR   same   same       same
+leaves                  -      -         -    -       -      -      -          -
 """
 
 
@@ -99,7 +96,7 @@ def classify(
     program = flat(jaxpr)
     kinds = dict.fromkeys(program.consts, Kind.FLOAT32)
     for i, literal in program.literals.items():
-        kinds[i] = _of_literal(literal, low)
+        kinds[i] = _of_literal(literal)
     kinds |= zip(program.ins, arguments, strict=True)
     statistics: dict[int, _Statistic] = {}
     for step in program.steps:
@@ -118,8 +115,9 @@ def join(kinds: Iterable[Kind]) -> Kind:
     """The kind of what may be any of these."""
     kinds = set(kinds)
     kind = max(kinds, key=_ORDER.index)
-    is_a_product = kinds <= {Kind.EXACT, Kind.PRODUCT}
-    return Kind.SUM if kind == Kind.PRODUCT and not is_a_product else kind
+    # The others may need more digits than the result of a product has.
+    is_mixed = len(kinds) > 1
+    return Kind.SUM if kind == Kind.PRODUCT and is_mixed else kind
 
 
 def _of_results(step: Step, operands: Kinds, low: np.dtype) -> Kinds:
@@ -130,7 +128,7 @@ def _of_results(step: Step, operands: Kinds, low: np.dtype) -> Kinds:
     if is_rewritten(eqn):
         return _of_entered(eqn, operands, low)
     if Is.CASTS in traits(eqn) and dtype_in(eqn.invars[0]) == jnp.bool_:
-        return [Kind.EXACT]
+        return [Kind.NUMBER]
     pairs = zip(eqn.invars, operands, strict=True)
     of_floats = [kind for v, kind in pairs if is_float(v)]
     dtypes = {dtype_in(v) for v in (*eqn.invars, *eqn.outvars) if is_float(v)}
@@ -151,35 +149,31 @@ def _row(eqn: Any, operands: Kinds, low: np.dtype) -> str:
         return "adds_over_devices" if is_sum_over_devices else "moves"
     least = min(operands, key=_ORDER.index)
     if Is.ADDS_TWO in its_traits:
-        if least in _NUMBERS | _PARAMETERS:
+        if least in _CONSTANTS:
             # With a constant or a parameter added, what is recomputed stays so.
             return "adds_to_a_parameter"
-        return "adds_to_a_scaled" if least == Kind.SCALED else "adds_to_another"
+        return "leaves" if least == Kind.SCALED else "adds_to_another"
     if Is.NEAR not in its_traits:
         return "leaves"
-    if Is.DIVIDES in its_traits and operands[1] not in _NUMBERS:
+    if Is.DIVIDES in its_traits and operands[1] != Kind.NUMBER:
         return "leaves"
-    if Is.SATURATES in its_traits:
-        return "saturates"
     # The range of bfloat16 is that of float32.
     may_leave_the_range = Is.MULTIPLIES in its_traits and low != jnp.bfloat16
-    if may_leave_the_range and least not in _NUMBERS:
+    if may_leave_the_range and least != Kind.NUMBER:
         return "multiplies_by_parameter" if least in _PARAMETERS else "leaves"
     return "near"
 
 
-def _of_literal(literal: Literal, low: np.dtype) -> Kind:
-    """The kind of a literal: by whether it is 0 or about 1, and 16 bits hold it."""
+def _of_literal(literal: Literal) -> Kind:
+    """The kind of a literal: by whether it is 0 or about 1."""
     if dtype_in(literal) != FLOAT32:
         return Kind.FLOAT32
     # JAX may hold it as a number of Python's.
     value = np.asarray(literal.val, FLOAT32)
     size = np.abs(value)
     is_about_1 = (size >= 2**-8) & (size <= 2**8)
-    if not (is_about_1 | (size == 0)).all():
-        return Kind.FLOAT32
-    is_exact = value.astype(low) == value
-    return Kind.EXACT if is_exact.all() else Kind.NUMBER
+    is_number = (is_about_1 | (size == 0)).all()
+    return Kind.NUMBER if is_number else Kind.FLOAT32
 
 
 # --- what subtracts its own mean, or is divided by its own norm ---
@@ -217,7 +211,7 @@ def _is_normalized(
     if Is.MULTIPLIES in traits(step.eqn):
         # The norm, in float32, comes last in the order.
         value, by = sorted(step.ins, key=lambda i: _ORDER.index(kinds[i]))
-    is_of_products = kinds[value] not in _NUMBERS | _PARAMETERS | {Kind.FLOAT32}
+    is_of_products = kinds[value] not in _CONSTANTS | {Kind.FLOAT32}
     shape = step.eqn.outvars[0].aval.shape
     is_by_its_own = statistics.get(by, frozenset()) >= {made_by, shape}
     return is_of_products and kinds[by] == Kind.FLOAT32 and is_by_its_own
@@ -245,7 +239,7 @@ def of_arguments(eqn: Any, operands: Kinds, low: np.dtype) -> list[Kind]:
         kinds = classify(program, tuple(inside), low)
         after = zip(carried, flat(program).outs, strict=False)
         # What a round leaves in float32 is so from the first one on.
-        left = {i for i, new in after if kinds[new] not in _STREAMS | _NUMBERS}
+        left = {i for i, new in after if kinds[new] not in _STREAMS | {Kind.NUMBER}}
         if streams.isdisjoint(left):
             return inside
         streams -= left

@@ -89,21 +89,21 @@ def why_left(eqn: Any) -> str:
 
 def reasons_left(program: Any) -> tuple[str, ...]:
     """Why autocast leaves products of a program, each reason once; "" for any that it narrows."""
-    return _reasons_left(program, _default_asks_for_precision())
+    if _default_asks_for_precision():
+        return (AT_DEFAULT,)
+    return _reasons_left(program)
 
 
 @remembered
-def _reasons_left(program: Any, all_ask: bool) -> tuple[str, ...]:
+def _reasons_left(program: Any) -> tuple[str, ...]:
     reasons: dict[str, None] = {}
     for eqn in open_jaxpr(program).eqns:
         why = why_left(eqn)
-        if is_product(eqn) and asks_for_precision(eqn) and all_ask:
-            why = AT_DEFAULT
         if why or is_narrowed(eqn):
             reasons[why] = None
             continue
         for inner in programs_in(eqn):
-            reasons |= dict.fromkeys(_reasons_left(inner, all_ask))
+            reasons |= dict.fromkeys(_reasons_left(inner))
     return tuple(reasons)
 
 

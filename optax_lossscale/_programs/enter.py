@@ -5,13 +5,14 @@ is called. Where two meet, as at the end of a loop's body and its beginning, the
 dtype is carried.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 
-from optax_lossscale._programs.operations import ENTERED, Is, traits
+from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import in_dtypes
 from optax_lossscale._programs.versions import mapped_axes, scan_sizes
 
@@ -93,8 +94,6 @@ def _scan(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
         length=eqn.params["length"],
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],
-        # Few scans have this.
-        _split_transpose=eqn.params.get("_split_transpose", False),
     )
     return [*carry, *ys]
 
@@ -178,3 +177,5 @@ _ENTER = {
     Is.JVP: _inlined,  # once differentiation is done
     Is.VJP: _inlined,
 }
+ENTERED = functools.reduce(Is.__or__, _ENTER)
+"""What holds programs that can be run in another way; others run them as they are."""

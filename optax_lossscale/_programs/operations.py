@@ -67,19 +67,6 @@ class Is(enum.Flag):
     """Recomputing it takes no longer than reading its results: a compiler fuses it."""
 
 
-ENTERED = (
-    Is.INLINED
-    | Is.KEEPS
-    | Is.SCANS
-    | Is.WAITS
-    | Is.BRANCHES
-    | Is.MAPS
-    | Is.JVP
-    | Is.VJP
-)
-"""What holds programs that `enter` can run in another way; others run them as they are."""
-
-
 class Operation(NamedTuple):
     """What is known of an operation; as it stands here, of one that is not in the table.
 
@@ -261,7 +248,6 @@ scan                      | scans                  | -          | -         | ja
 shard_map                 | maps                   | -          | -         | jaxpr
 while                     | waits                  | -          | -         | cond_jaxpr body_jaxpr
 xla_metadata_call         | -                      | -          | -         | jaxpr
-xla_pmap                  | -                      | -          | -         | call_jaxpr
 # Cheap, of any range
 acos                      | cheap
 acosh                     | cheap

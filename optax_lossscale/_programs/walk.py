@@ -191,7 +191,7 @@ def _times(eqn: Any) -> int:
     if Is.MAPS in traits(eqn):
         mesh = eqn.params["mesh"]
         return math.prod(mesh.shape[axis] for axis in mapped_axes(eqn))
-    return eqn.params.get("global_axis_size", 1)
+    return 1
 
 
 def _keeps_numbers(eqn: Any) -> bool:

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from optax_lossscale._programs.operations import Is, operation, traits
-from optax_lossscale._programs.versions import open_jaxpr
+from optax_lossscale._programs.operations import operation
 
 
 def results_of(eqn: Any) -> int:
@@ -26,7 +25,7 @@ def results_of(eqn: Any) -> int:
 def terms_of(eqn: Any) -> int:
     """How many numbers each result of an equation sums; sums over devices are not counted."""
     terms = operation(eqn).terms
-    if not terms or not _adds(eqn):
+    if not terms:
         return 1
     params = eqn.params
     shape = eqn.invars[0].aval.shape
@@ -58,12 +57,3 @@ def _contracted(eqn: Any) -> Sequence[int]:
     )
     (contracted, _), _ = numbers
     return contracted
-
-
-def _adds(eqn: Any) -> bool:
-    """Whether an equation that reduces by a function of its own does so by a sum."""
-    if "jaxpr" not in eqn.params:
-        return True
-    return any(
-        Is.ADDS_TWO in traits(inner) for inner in open_jaxpr(eqn.params["jaxpr"]).eqns
-    )

@@ -33,7 +33,7 @@ def centred(h):
         (Kind.PARAMETER, lambda w, g, x: (w * 2).T + g),
         (Kind.ROWS, lambda w, g, x: w[ROWS]),
         (Kind.PRODUCT, lambda w, g, x: (x @ w).T),
-        (Kind.PRODUCT, lambda w, g, x: jnp.where(x > 0, x @ w, 0.0)),
+        (Kind.SUM, lambda w, g, x: jnp.where(x > 0, x @ w, 0.0)),
         (Kind.SUM, lambda w, g, x: jnp.where(x > 0, x @ w, g)),
         (Kind.SUM, lambda w, g, x: x @ w + 1),
         (Kind.SUM, lambda w, g, x: jax.lax.psum(x @ w, "devices")),
@@ -42,12 +42,12 @@ def centred(h):
         (Kind.SUM, lambda w, g, x: x @ w + jnp.tanh(x @ w)),
         (Kind.NEAR, lambda w, g, x: x @ w * 3),
         (Kind.NEAR, lambda w, g, x: jax.nn.sigmoid(x @ w)),
-        (Kind.NEAR, lambda w, g, x: jnp.tanh(jnp.tanh(x @ w) * g)),
+        (Kind.SCALED, lambda w, g, x: jnp.tanh(jnp.tanh(x @ w) * g)),
         (Kind.NORMALIZED, lambda w, g, x: centred(x @ w)),
         (Kind.NEAR, lambda w, g, x: centred(x @ w) * g),
         (Kind.SCALED, lambda w, g, x: x @ w * g),
         (Kind.NEAR, lambda w, g, x: x @ w * (x > 0)),
-        (Kind.SCALED, lambda w, g, x: x @ w * g + x @ w * g),
+        (Kind.FLOAT32, lambda w, g, x: x @ w * g + x @ w * g),
         # By a norm of fewer numbers, it may have any size.
         (
             Kind.FLOAT32,
