@@ -103,7 +103,7 @@ def main(arguments=None):
         plot.loss_scale(history, bottom, color=line.get_color(), **style)
     top.set_title("The loss is divided by 1024, so gradients underflow in float16.")
     top.set_ylabel("loss (nats per byte, running mean)")
-    top.legend(loc="center right")
+    top.legend(loc="upper center")
     figure.savefig(PICTURE, dpi=160)
     print("Picture:", PICTURE)
 

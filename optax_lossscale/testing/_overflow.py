@@ -137,8 +137,10 @@ def _where_applied(trial, beyond, usual, judged):
 
 def _first_of_batch(trial, back):
     """The first array of floats that does not come back; None if there is none."""
-    others = (path for path in trial.floats if path not in back.values())
-    return next((path for path in others if trial.floats[path].ndim), None)
+    for path, x in trial.floats.items():
+        if x.ndim and path not in back.values():
+            return path
+    return None
 
 
 def _after_nan(trial, batch, judged):
