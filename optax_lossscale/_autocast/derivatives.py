@@ -10,6 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from optax_lossscale._autocast.classify import Kind, join
 from optax_lossscale._autocast.flat import Step
+from optax_lossscale._autocast.uses import KEPT, NOTHING, Use
 from optax_lossscale._programs.enter import Callees
 from optax_lossscale._programs.values import (
     dtype_in,
@@ -20,12 +21,12 @@ from optax_lossscale._programs.values import (
 )
 from optax_lossscale._programs.versions import bind, function_name
 
-FlagsOf = Callable[[Any], Sequence[bool]]
-"""Says whether a product depends on each of a function's results, from their types."""
+UsesOf = Callable[[Any], Sequence[Use]]
+"""Says what is done with a function's results, from their types."""
 
 Function = Callable[..., Any]
 
-Rewritten = Callable[[Function, Any, Sequence[Kind], FlagsOf], tuple[Any, list[Any]]]
+Rewritten = Callable[[Function, Any, Sequence[Kind], UsesOf], tuple[Any, list[Any]]]
 """What a function gives for a tuple of arguments of some kinds, rewritten; its own dtypes."""
 
 
@@ -104,14 +105,14 @@ def _forward(step: Step, gives: Sequence[Any], rewritten: Rewritten) -> Function
         perturbed = [i for i, x in enumerate(args) if x.perturbed and i >= first]
         # If the forward pass has no products, neither is known.
         kinds = step.kinds or [Kind.FLOAT32] * len(primals)
-        of_results = step.uses or [False] * len(eqn.outvars)
+        of_results = step.uses or [NOTHING] * len(eqn.outvars)
 
         def with_pullback(*primals):
             return _vjp(eqn, primals, perturbed)
 
         def uses(shapes):
             _, of_pullback = shapes
-            return [*of_results, *(True for _ in jax.tree.leaves(of_pullback))]
+            return [*of_results, *(KEPT for _ in jax.tree.leaves(of_pullback))]
 
         (results, pullback), dtypes = rewritten(with_pullback, primals, kinds, uses)
         residuals, structure = jax.tree.flatten(pullback)
@@ -140,7 +141,7 @@ def _backward(eqn: Any, takes: Sequence[Any], rewritten: Rewritten) -> Function:
 
         def uses(shapes):
             dtypes = dtypes_in(eqn.invars)
-            return [takes[i] != dtypes[i] for i in shapes]
+            return [NOTHING if takes[i] == dtypes[i] else KEPT for i in shapes]
 
         def pulled_back(pullback, cotangents):
             (gradients,) = pullback(cotangents)

@@ -24,6 +24,7 @@ from optax_lossscale._autocast.products import (
     is_narrowed,
     is_outer_product,
 )
+from optax_lossscale._autocast.uses import Use
 from optax_lossscale._programs.enter import Callee, enter
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import (
@@ -198,13 +199,13 @@ def _rewritten(
     fun: Callable[..., Any],
     args: Any,
     kinds: Sequence[Kind],
-    multiplied: Callable[[Any], Sequence[bool]],
+    uses: Callable[[Any], Sequence[Use]],
 ) -> tuple[Any, list[Any]]:
     """The results of a function of arguments in the original's dtypes, rewritten; their dtypes."""
     with AUTOCAST_DTYPE(casting.dtype):
         jaxpr, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
     arrays = jax.tree.leaves(args)
-    plan = plan_for(jaxpr, arrays, kinds, casting, multiplied(shape))
+    plan = plan_for(jaxpr, arrays, kinds, casting, uses(shape))
     leaves, structure = jax.tree.flatten(shape)
     return jax.tree.unflatten(structure, run(plan, arrays)), dtypes_in(leaves)
 

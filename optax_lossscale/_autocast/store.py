@@ -9,9 +9,8 @@ Where a rule says what it buys, this was measured without it: compiled for an H1
 over the same model with it.
 """
 
-import collections
 import itertools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,23 +20,20 @@ from optax_lossscale._autocast.facts import Facts
 from optax_lossscale._autocast.flat import Step
 from optax_lossscale._autocast.partition import Region
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import FLOAT32, dtype_in, is_float, numbers_in
+from optax_lossscale._programs.values import dtype_in, is_float, numbers_in
 
 _FEW = 32  # numbers for one that a reduction leaves
 
 Steps = Sequence[Step]
 Makers = Mapping[int, Step]
 """The steps that can make values where they are read, by the numbers of these."""
-Wanted = Mapping[int, set[Any]]
 
 
 def store(facts: Facts, regions: Sequence[Region]) -> tuple[Region, ...]:
     """The regions of a program, with what each stores; an island may come in several."""
     repeated = _repeated(facts, regions)
-    # In which dtypes what comes later takes a value; None for as it is stored
-    wanted: Wanted = collections.defaultdict(set)
-    for i in facts.program.outs:
-        wanted[i].add(None)
+    # By what comes later, in which dtype
+    wanted = {i: facts.dtypes[i] for i in facts.program.outs}
     storing: list[Region] = []
     for region in reversed(regions):
         if region.is_island:
@@ -47,7 +43,9 @@ def store(facts: Facts, regions: Sequence[Region]) -> tuple[Region, ...]:
             parts = [region._replace(reads=_read_by(region.steps), stores=stores)]
         for part in parts:
             for i, dtype in taken_by(part):
-                wanted[i].add(dtype)
+                # What is also read as it is stored is rounded where a product reads it.
+                is_low = dtype == facts.low and wanted.get(i, dtype) == dtype
+                wanted[i] = facts.low if is_low else facts.dtypes[i]
         storing = parts + storing
     return tuple(storing)
 
@@ -62,7 +60,7 @@ def taken_by(region: Region) -> list[tuple[int, Any]]:
 
 
 def _parts(
-    facts: Facts, island: Steps, repeated: Makers, wanted: Wanted
+    facts: Facts, island: Steps, repeated: Makers, wanted: Mapping[int, Any]
 ) -> list[Region]:
     """The regions of an island, in order.
 
@@ -72,52 +70,21 @@ def _parts(
     """
     read_here = {i for step in island for i in step.reads}
     unstored = {i: step for step in island for i in step.outs}
-    rounded = {i for i in unstored if i in facts.streams and None in wanted[i]}
     parts: list[Region] = []
 
     def add(numbers: Iterable[int]) -> None:
-        stores = {i: _stored_dtype(facts, i, wanted[i]) for i in numbers if wanted[i]}
+        stores = {i: wanted[i] for i in numbers if i in wanted}
         if stores:
             steps = _needed(stores, repeated | unstored)
-            steps = tuple(_rounding(facts, step, rounded) for step in steps)
             region = Region(steps, True, _read_by(steps), stores)
             parts.append(_recomputed(facts, region))
 
     for i in made_by(island):
-        if i in rounded & read_here:
+        if facts.dtypes[i] == facts.low and i in read_here and i in wanted:
             add([i])
             del unstored[i]
     add(unstored)
     return parts
-
-
-def _stored_dtype(facts: Facts, i: int, taken: Set[Any]) -> Any:
-    """The dtype in which an island stores what is taken in some dtypes."""
-    if taken == {facts.low}:
-        return facts.low
-    is_wide = i in facts.streams and None not in taken
-    return FLOAT32 if is_wide else facts.dtypes[i]
-
-
-def _rounding(facts: Facts, step: Step, rounded: Set[int]) -> Step:
-    """A step of an island, where a sum is rounded only if others read it as it is stored.
-
-    One that is used up before the next product may leave the range of 16 bits.
-    """
-    if facts.streams.isdisjoint(step.outs):
-        return step
-    if rounded.isdisjoint(step.outs):
-        return step._replace(gives=[FLOAT32] * len(step.outs))
-    if Is.ADDS_TWO in traits(step.eqn) and _is_of_one_shape(step.eqn):
-        # Of rounded numbers, so that a compiler has no float32 array to store.
-        return step._replace(takes=[facts.low, facts.low])
-    return step
-
-
-def _is_of_one_shape(eqn: Any) -> bool:
-    """Whether no operand of an equation is broadcast."""
-    shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)}
-    return len(shapes) == 1
 
 
 def _needed(values: Iterable[int], makers: Makers) -> tuple[Step, ...]:

@@ -77,18 +77,15 @@ def rounded(fun):
         ([[]], lambda w, x: jnp.exp(x @ w + x @ (w * 2)) @ w),
         ([[]], lambda w, x: (x @ w + x @ (w * 2)) @ w),
         ([["add"], []], lambda w, x: (h := x @ w + x @ (w * 2)) + h @ w),
-        # Before a choice, rounding is left to its result.
         (
-            [["max"], []],
+            [["add", "max"], []],
             lambda w, x: (h := lax.max(x @ w + x @ (w * 2), 0.0)) + h @ w,
         ),
         # Nothing is rounded for the results of a program alone.
         ([[]], lambda w, x: x @ w + x @ (w * 2)),
     ],
 )
-def test_a_sum_is_rounded_if_others_read_it_and_a_product_depends_on_it(
-    expected, fun
-):
+def test_a_sum_is_rounded_if_it_is_needed_past_a_product(expected, fun):
     assert rounded(fun) == expected
 
 
