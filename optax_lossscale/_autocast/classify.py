@@ -44,7 +44,7 @@ class Kind(enum.Enum):
     PARAMETER = (
         "a parameter, made from parameters alone, or another literal that 16 bits hold"
     )
-    ROWS = "rows of a parameter, as from an embedding: stored in 16 bits where they are added to"
+    ROWS = "rows of a parameter, as from an embedding: where a stream of sums may begin"
     PRODUCT = "the result of a product, perhaps moved: it has 16 bits already"
     SUM = (
         "a sum with the result of a product: stored in 16 bits from product to product"

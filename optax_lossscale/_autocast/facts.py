@@ -41,12 +41,12 @@ class Facts(NamedTuple):
 
     @property
     def of_products(self) -> frozenset[int]:
-        """What is in 16 bits as it comes, a sum with a product, or added to one."""
-        added = (Kind.SUM, Kind.ROWS)
+        """What is in 16 bits as it comes, a sum with a product, or where such sums begin."""
+        streams = (Kind.SUM, Kind.ROWS)
         return frozenset(
             i
             for i, dtype in self.dtypes.items()
-            if dtype == self.low or self.kinds[i] in added
+            if dtype == self.low or self.kinds[i] in streams
         )
 
     def is_fused(self, step: Step) -> bool:
@@ -114,16 +114,10 @@ def _sent(program: Flat) -> frozenset[int]:
     for step in reversed(program.steps):
         its_traits = traits(step.eqn)
         moves = its_traits & (Is.MOVES | Is.SENDS | Is.SPREADS)
-        are_float32 = all(dtype_in(v) == FLOAT32 for v in step.eqn.outvars)
-        is_for_products = (
-            moves
-            and Is.ADDS_MANY not in its_traits
-            and are_float32
-            and read_widely.isdisjoint(step.outs)
-        )
+        is_for_products = read_widely.isdisjoint(step.outs)
         if is_narrowed(step.eqn):
             read_widely.update(step.ins[2:])
-        elif not is_for_products:
+        elif not moves or Is.ADDS_MANY in its_traits or not is_for_products:
             read_widely.update(step.ins)
         elif its_traits & (Is.SENDS | Is.CHEAP) != Is.CHEAP:
             sent.update(step.outs)

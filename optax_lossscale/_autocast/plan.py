@@ -11,11 +11,7 @@ from optax_lossscale._autocast.classify import Kind, of_arguments
 from optax_lossscale._autocast.facts import Casting, Facts, facts_of, is_stored_low
 from optax_lossscale._autocast.flat import Flat, Step
 from optax_lossscale._autocast.partition import Region, partition
-from optax_lossscale._autocast.products import (
-    holds_products,
-    is_narrowed,
-    is_outer_product,
-)
+from optax_lossscale._autocast.products import holds_products, is_narrowed
 from optax_lossscale._autocast.shown import shown
 from optax_lossscale._autocast.store import store
 from optax_lossscale._autocast.uses import NOTHING, Use, Uses, entered, uses_inside
@@ -44,7 +40,8 @@ def plan_for(
     args: Sequence[Any],
     kinds: Sequence[Kind],
     casting: Casting,
-    uses: Sequence[Use] | None = None,
+    uses: Sequence[Use] = (),
+    rest: Use = NOTHING,
 ) -> Plan:
     """The plan for a program that was traced in float32.
 
@@ -54,16 +51,16 @@ def plan_for(
         are.
       kinds: what each of them is.
       casting: how it is rewritten.
-      uses: what is done with each of its results; without it, no product reads one.
+      uses: what is done with the first of its results.
+      rest: what is done with all others.
     """
     program = open_jaxpr(jaxpr)
     takes = tuple(
         casting.dtype if dtype_in(x) == casting.dtype else dtype_in(v)
         for x, v in zip(args, program.invars, strict=True)
     )
-    if uses is None:
-        uses = [NOTHING] * len(program.outvars)
-    return _plan(jaxpr, takes, tuple(kinds), tuple(uses), casting)
+    others = [rest] * (len(program.outvars) - len(uses))
+    return _plan(jaxpr, takes, tuple(kinds), (*uses, *others), casting)
 
 
 @remembered
@@ -93,8 +90,6 @@ def _typed(facts: Facts, step: Step) -> Step:
     as_they_come = [None] * len(step.ins)
     if is_narrowed(eqn):
         return step._replace(takes=[low, low, *as_they_come[2:]])
-    if is_outer_product(eqn):
-        return step
     if holds_products(eqn):
         return _entered(facts, step)._replace(takes=as_they_come)
     if not facts.sent.isdisjoint(step.outs):

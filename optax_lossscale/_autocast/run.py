@@ -199,13 +199,14 @@ def _rewritten(
     fun: Callable[..., Any],
     args: Any,
     kinds: Sequence[Kind],
-    uses: Callable[[Any], Sequence[Use]],
+    uses: Sequence[Use],
+    rest: Use,
 ) -> tuple[Any, list[Any]]:
     """The results of a function of arguments in the original's dtypes, rewritten; their dtypes."""
     with AUTOCAST_DTYPE(casting.dtype):
         jaxpr, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
     arrays = jax.tree.leaves(args)
-    plan = plan_for(jaxpr, arrays, kinds, casting, uses(shape))
+    plan = plan_for(jaxpr, arrays, kinds, casting, uses, rest)
     leaves, structure = jax.tree.flatten(shape)
     return jax.tree.unflatten(structure, run(plan, arrays)), dtypes_in(leaves)
 

@@ -32,7 +32,7 @@ KEPT = Use.MULTIPLIED | Use.PAST
 
 Uses = tuple[Use, ...]
 Entered = list[tuple[Any, Sequence[int], Uses]]
-"""The programs in an equation, each with the numbers of its operands and the uses of its results."""
+"""The programs in an equation, with the numbers of their operands, and uses of their results."""
 
 
 @remembered

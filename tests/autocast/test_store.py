@@ -53,7 +53,10 @@ def stores(region):
             lambda w, x: (h := x @ w + x @ (w * 2)) + jnp.sin(h) @ w,
         ),
         # What is cheap is repeated, and its operand stored in its place.
-        ([{"tanh": FLOAT16}, {"mul": FLOAT32}], lambda w, x: (h := jnp.tanh(x @ w)) * (h @ w)),
+        (
+            [{"tanh": FLOAT16}, {"mul": FLOAT32}],
+            lambda w, x: (h := jnp.tanh(x @ w)) * (h @ w),
+        ),
         # What nobody reads is not stored.
         ([{"sin": FLOAT32}], lambda w, x: (h := x @ w, jnp.exp(h), jnp.sin(h))[2]),
     ],
