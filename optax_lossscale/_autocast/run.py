@@ -137,14 +137,14 @@ def _computed(
 ) -> list[Any]:
     """What a region stores, from what it reads."""
     values = dict(zip(region.reads, operands, strict=True))
-    for i, literal in plan.program.literals.items():
-        values[i] = literal.val
+    literals = plan.program.literals
 
     # So that its gradients are summed in the dtype in which it is read
     @functools.cache
     def cast(i, dtype):
-        return in_dtype(dtype, values[i])
+        return in_dtype(dtype, literals[i].val if i in literals else values[i])
 
+    stored: dict[int, Any] = {}
     for step in region.steps:
         with step.at_its_line():
             taken = list(map(cast, step.ins, step.takes))
@@ -153,7 +153,10 @@ def _computed(
             if not region.kept.isdisjoint(step.outs):
                 results = [checkpoint_name(x, SCOPE) for x in results]
             values |= zip(step.outs, results, strict=True)
-    return list(map(cast, region.stores, region.stores.values()))
+            for i in step.outs:
+                if i in region.stores:
+                    stored[i] = cast(i, region.stores[i])
+    return [stored[i] for i in region.stores]
 
 
 def _results(
