@@ -48,6 +48,17 @@ def test_a_sum_with_a_product_is_stored_in_16_bits():
     ]
 
 
+def test_what_is_only_moved_is_not_recomputed():
+    """As its derivative needs none of its numbers."""
+    joined = lambda w, x: (
+        jnp.concatenate([x @ w, (x @ w.T).reshape(8, 4).T[jnp.array([0, 2])]]) @ w
+    )
+    moved = [line for line in lines(joined, W, X) if "concatenate" in line]
+    assert len(moved) == 1
+    assert moved[0].startswith("run: ")
+    assert not any(line.startswith("island") for line in lines(joined, W, X))
+
+
 def test_the_levels_of_an_associative_scan_are_not_recomputed():
     """As each is another pass over memory."""
     summed = lambda w, x: lax.associative_scan(jnp.add, jnp.exp(x @ w)) @ w

@@ -163,7 +163,9 @@ def test_an_argument_in_16_bits_counts_as_such():
     ("is_recomputed", "fun"),
     [
         (True, lambda w, x: jnp.exp(x @ w) @ w),
-        # A level of an associative scan is a pass over memory.
+        # What only moves has no number to compute.
+        (False, lambda w, x: jnp.concatenate([h := x @ w, h]) @ w),
+        # And a level of an associative scan is a pass over memory.
         (False, lambda w, x: lax.pad(jnp.exp(x @ w), 0.0, [(0, 0, 1), (0, 0, 0)]) @ w),
     ],
 )
