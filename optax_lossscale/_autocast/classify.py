@@ -40,7 +40,7 @@ class Kind(enum.Enum):
 
     NUMBER = "a literal of about 1, or 0, or a mask"
     PARAMETER = "a parameter, or made from parameters alone"
-    ROWS = "rows of a parameter, as from an embedding: stored in 16 bits where they are added to"
+    ROWS = "rows of a parameter, as from an embedding: where a stream of sums may begin"
     PRODUCT = "the result of a product, perhaps moved: it has 16 bits already"
     SUM = (
         "a sum with the result of a product: stored in 16 bits from product to product"

@@ -10,6 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from optax_lossscale._autocast.classify import Kind, join
 from optax_lossscale._autocast.flat import Step
+from optax_lossscale._autocast.uses import KEPT, NOTHING, Use
 from optax_lossscale._programs.enter import Callees
 from optax_lossscale._programs.values import (
     dtype_in,
@@ -20,13 +21,15 @@ from optax_lossscale._programs.values import (
 )
 from optax_lossscale._programs.versions import bind, function_name
 
-FlagsOf = Callable[[Any], Sequence[bool]]
-"""Says whether a product depends on each of a function's results, from their types."""
-
 Function = Callable[..., Any]
 
-Rewritten = Callable[[Function, Any, Sequence[Kind], FlagsOf], tuple[Any, list[Any]]]
-"""What a function gives for a tuple of arguments of some kinds, rewritten; its own dtypes."""
+Rewritten = Callable[
+    [Function, Any, Sequence[Kind], Sequence[Use], Use], tuple[Any, list[Any]]
+]
+"""What a function gives for a tuple of arguments of some kinds, rewritten, and its own dtypes.
+
+Of its results it is told what is done with the first ones, and with all others.
+"""
 
 
 def custom_jvp(
@@ -51,17 +54,12 @@ def custom_jvp(
         kinds = list(step.kinds)
         for i in perturbed:
             kinds.append(join((step.kinds[i], Kind.SUM)))
-
-        def uses(shapes):
-            _, of_tangents = shapes
-            return [*step.uses, *(step.uses[i] for i in of_tangents)]
-
-        (results, tangents), _ = rewritten(derivative, (primals, tangents), kinds, uses)
+        (results, tangents), _ = rewritten(
+            derivative, (primals, tangents), kinds, step.uses, NOTHING
+        )
         results = in_dtypes(callee.gives, results)
-        of_results = []
-        for i, result in enumerate(results):
-            of_results.append(_tangent(result, tangents.get(i)))
-        return results, of_results
+        pairs = enumerate(results)
+        return results, [_tangent(result, tangents.get(i)) for i, result in pairs]
 
     function = jax.custom_jvp(_primal(eqn, callees))
     function.defjvp(rule)
@@ -104,16 +102,14 @@ def _forward(step: Step, gives: Sequence[Any], rewritten: Rewritten) -> Function
         perturbed = [i for i, x in enumerate(args) if x.perturbed and i >= first]
         # If the forward pass has no products, neither is known.
         kinds = step.kinds or [Kind.FLOAT32] * len(primals)
-        of_results = step.uses or [False] * len(eqn.outvars)
+        of_results = step.uses or [NOTHING] * len(eqn.outvars)
 
         def with_pullback(*primals):
             return _vjp(eqn, primals, perturbed)
 
-        def uses(shapes):
-            _, of_pullback = shapes
-            return [*of_results, *(True for _ in jax.tree.leaves(of_pullback))]
-
-        (results, pullback), dtypes = rewritten(with_pullback, primals, kinds, uses)
+        (results, pullback), dtypes = rewritten(
+            with_pullback, primals, kinds, of_results, KEPT
+        )
         residuals, structure = jax.tree.flatten(pullback)
         wide_dtypes = dtypes[len(results) :]
 
@@ -138,16 +134,12 @@ def _backward(eqn: Any, takes: Sequence[Any], rewritten: Rewritten) -> Function:
             kinds.append(Kind.FLOAT32 if x.dtype == wide.dtype else Kind.SUM)
         kinds += [Kind.SUM] * len(cotangents)
 
-        def uses(shapes):
-            dtypes = dtypes_in(eqn.invars)
-            return [takes[i] != dtypes[i] for i in shapes]
-
         def pulled_back(pullback, cotangents):
             (gradients,) = pullback(cotangents)
             return gradients
 
         inputs = (pullback, cotangents)
-        gradients, _ = rewritten(pulled_back, inputs, kinds, uses)
+        gradients, _ = rewritten(pulled_back, inputs, kinds, (), NOTHING)
         of_operands = [gradients.get(i) for i in range(len(takes))]
         return tuple(in_dtypes(takes, of_operands))
 

@@ -9,7 +9,7 @@ from optax_lossscale._autocast.cheap import is_cheap
 from optax_lossscale._autocast.classify import Kind, classify
 from optax_lossscale._autocast.flat import Flat, Step, flat
 from optax_lossscale._autocast.products import is_narrowed
-from optax_lossscale._autocast.uses import Flags, multiplied
+from optax_lossscale._autocast.uses import KEPT, Use, Uses, uses
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import FLOAT32, dtype_in
 
@@ -29,8 +29,7 @@ class Facts(NamedTuple):
 
     program: Flat
     kinds: Mapping[int, Kind]
-    multiplied: frozenset[int]  # those on which a product depends
-    streams: frozenset[int]  # sums that are in 16 bits from product to product
+    uses: Mapping[int, Use]
     sent: frozenset[int]  # what is moved in 16 bits, since only products read it
     dtypes: Mapping[int, Any]  # in which each value is stored, if it is
     casting: Casting
@@ -42,12 +41,12 @@ class Facts(NamedTuple):
 
     @property
     def of_products(self) -> frozenset[int]:
-        """What is in 16 bits as it comes, a sum with a product, or added to one."""
-        added = (Kind.SUM, Kind.ROWS)
+        """What is in 16 bits as it comes, a sum with a product, or where such sums begin."""
+        streams = (Kind.SUM, Kind.ROWS)
         return frozenset(
             i
             for i, dtype in self.dtypes.items()
-            if dtype == self.low or self.kinds[i] in added
+            if dtype == self.low or self.kinds[i] in streams
         )
 
     def is_fused(self, step: Step) -> bool:
@@ -59,7 +58,7 @@ def facts_of(
     jaxpr: Any,
     takes: Sequence[Any],
     kinds: tuple[Kind, ...],
-    results: Flags,
+    results: Uses,
     casting: Casting,
 ) -> Facts:
     """What is known of the values of a program.
@@ -68,21 +67,38 @@ def facts_of(
       jaxpr: the program.
       takes: the dtypes in which it takes its arguments.
       kinds: the kinds of these.
-      results: whether a product depends on each of its results.
+      results: what is done with its results.
       casting: how it is rewritten.
     """
     low = casting.dtype
     program = flat(jaxpr)
     kind_of = classify(jaxpr, kinds, low)
-    after = multiplied(jaxpr, results)
+    after = uses(jaxpr, results)
     sent = _sent(program)
-    sums = (i for i in after if kind_of[i] == Kind.SUM)
-    streams = frozenset(i for i in sums if dtype_in(program.types[i]) == FLOAT32)
-    products = frozenset(i for i, kind in kind_of.items() if kind == Kind.PRODUCT)
-    dtypes = {i: dtype_in(aval) for i, aval in program.types.items()}
-    dtypes |= dict.fromkeys(streams | products | sent, low)
+    dtypes: dict[int, Any] = {}
+    for i, aval in program.types.items():
+        dtypes[i] = dtype_in(aval)
+        if dtypes[i] == FLOAT32 and (i in sent or is_stored_low(kind_of[i], after[i])):
+            dtypes[i] = low
     dtypes |= zip(program.ins, takes, strict=True)
-    return Facts(program, kind_of, after, streams, sent, dtypes, casting)
+    for step in program.steps:
+        if traits(step.eqn) & (Is.MOVES | Is.SENDS):
+            # From each operand a result, or from one operand all of them
+            is_of_each = len(step.ins) == len(step.outs)
+            sources = step.ins if is_of_each else step.ins[:1] * len(step.outs)
+            for i, source in zip(step.outs, sources, strict=True):
+                dtypes[i] = low if dtypes[source] == low else dtypes[i]
+    return Facts(program, kind_of, after, sent, dtypes, casting)
+
+
+def is_stored_low(kind: Kind, use: Use) -> bool:
+    """Whether a float32 value of a kind is in 16 bits from where it is made.
+
+    The result of a product is so already. A sum that no product depends on is never
+    rounded, and one that is used up before the next product is not rounded either:
+    whatever holds the programs that make it and read it, its digits are the same.
+    """
+    return kind == Kind.PRODUCT or (kind == Kind.SUM and KEPT in use)
 
 
 def _sent(program: Flat) -> frozenset[int]:
@@ -98,16 +114,10 @@ def _sent(program: Flat) -> frozenset[int]:
     for step in reversed(program.steps):
         its_traits = traits(step.eqn)
         moves = its_traits & (Is.MOVES | Is.SENDS | Is.SPREADS)
-        are_float32 = all(dtype_in(v) == FLOAT32 for v in step.eqn.outvars)
-        is_for_products = (
-            moves
-            and Is.ADDS_MANY not in its_traits
-            and are_float32
-            and read_widely.isdisjoint(step.outs)
-        )
+        is_for_products = read_widely.isdisjoint(step.outs)
         if is_narrowed(step.eqn):
             read_widely.update(step.ins[2:])
-        elif not is_for_products:
+        elif not moves or Is.ADDS_MANY in its_traits or not is_for_products:
             read_widely.update(step.ins)
         elif its_traits & (Is.SENDS | Is.CHEAP) != Is.CHEAP:
             sent.update(step.outs)

@@ -66,16 +66,6 @@ class Flat(NamedTuple):
     types: dict[int, Any]  # the type of each value, as it was traced
     names: Sequence[str]  # what the user's code calls the arguments, if it is known
 
-    def readers(self) -> dict[int, list[Step | None]]:
-        """The steps that take each value; None for the results."""
-        readers: dict[int, list[Step | None]] = {}
-        for step in self.steps:
-            for i in step.reads:
-                readers.setdefault(i, []).append(step)
-        for i in self.outs:
-            readers.setdefault(i, []).append(None)
-        return readers
-
 
 @remembered
 def flat(jaxpr: Any) -> Flat:

@@ -24,6 +24,7 @@ from optax_lossscale._autocast.products import (
     is_narrowed,
     is_outer_product,
 )
+from optax_lossscale._autocast.uses import Use
 from optax_lossscale._programs.enter import Callee, enter
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import (
@@ -136,14 +137,14 @@ def _computed(
 ) -> list[Any]:
     """What a region stores, from what it reads."""
     values = dict(zip(region.reads, operands, strict=True))
-    for i, literal in plan.program.literals.items():
-        values[i] = literal.val
+    literals = plan.program.literals
 
     # So that its gradients are summed in the dtype in which it is read
     @functools.cache
     def cast(i, dtype):
-        return in_dtype(dtype, values[i])
+        return in_dtype(dtype, literals[i].val if i in literals else values[i])
 
+    stored: dict[int, Any] = {}
     for step in region.steps:
         with step.at_its_line():
             taken = list(map(cast, step.ins, step.takes))
@@ -152,7 +153,10 @@ def _computed(
             if not region.kept.isdisjoint(step.outs):
                 results = [checkpoint_name(x, SCOPE) for x in results]
             values |= zip(step.outs, results, strict=True)
-    return list(map(cast, region.stores, region.stores.values()))
+            for i in step.outs:
+                if i in region.stores:
+                    stored[i] = cast(i, region.stores[i])
+    return [stored[i] for i in region.stores]
 
 
 def _results(
@@ -198,13 +202,14 @@ def _rewritten(
     fun: Callable[..., Any],
     args: Any,
     kinds: Sequence[Kind],
-    multiplied: Callable[[Any], Sequence[bool]],
+    uses: Sequence[Use],
+    rest: Use,
 ) -> tuple[Any, list[Any]]:
     """The results of a function of arguments in the original's dtypes, rewritten; their dtypes."""
     with AUTOCAST_DTYPE(casting.dtype):
         jaxpr, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
     arrays = jax.tree.leaves(args)
-    plan = plan_for(jaxpr, arrays, kinds, casting, multiplied(shape))
+    plan = plan_for(jaxpr, arrays, kinds, casting, uses, rest)
     leaves, structure = jax.tree.flatten(shape)
     return jax.tree.unflatten(structure, run(plan, arrays)), dtypes_in(leaves)
 

@@ -29,18 +29,16 @@ def _lines(plan: "Plan", printed: set[int]) -> Iterator[str]:
     """The lines of a plan; `printed` are the plans that were printed before, by `id`."""
     printed.add(id(plan))
     names = _names(plan.program)
-    yield from _wrapped(
-        "takes " + _typed(names, zip(plan.program.ins, plan.takes, strict=True))
-    )
+    takes = zip(plan.program.ins, plan.takes, strict=True)
+    yield from _wrapped("takes " + _typed(names, takes))
     seen: set[int] = set()
     for region in plan.regions:
         yield from _wrapped(_line(region, names, seen))
         seen.update(*(step.outs for step in region.steps))
         for step in region.steps:
             yield from _inside(step, printed)
-    yield from _wrapped(
-        "gives " + _typed(names, zip(plan.program.outs, plan.gives, strict=True))
-    )
+    gives = zip(plan.program.outs, plan.gives, strict=True)
+    yield from _wrapped("gives " + _typed(names, gives))
 
 
 def _inside(step: Step, printed: set[int]) -> Iterator[str]:
@@ -116,7 +114,7 @@ def _names(program: Flat) -> Mapping[int, Any]:
 def _typed(names: Mapping[int, Any], pairs: Iterable[tuple[int, Any]]) -> str:
     """Values by name, or else by number, each with its dtype, if it is said."""
     typed = []
-    for i, dtype in dict(pairs).items():
+    for i, dtype in pairs:
         name = str(names.get(i, i))
         typed.append(f"{name}:{_short(dtype)}" if dtype else name)
     return ", ".join(typed)

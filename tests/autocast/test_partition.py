@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Casting, facts_of
 from optax_lossscale._autocast.partition import partition
+from optax_lossscale._autocast.uses import NOTHING
 
 W = normal(0, 4, 4)
 X = normal(1, 3, 4)
@@ -19,7 +20,7 @@ FLOAT16, FLOAT32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
 def regions_of(fun, takes=(FLOAT32, FLOAT32), kind=Kind.FLOAT32):
     """The regions of a function of a matrix and an input that is no parameter."""
     program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(W, X)
-    results = (False,) * len(program.out_avals)
+    results = (NOTHING,) * len(program.out_avals)
     kinds = (Kind.PARAMETER, kind)
     facts = facts_of(program, takes, kinds, results, Casting(FLOAT16))
     return partition(facts, facts.program.steps)

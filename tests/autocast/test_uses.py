@@ -1,75 +1,119 @@
-"""The second pass of autocast by itself: on which values a product depends."""
+"""The second pass of autocast by itself: what is done with a value after it is made."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 from against_float32 import normal
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from optax_lossscale._autocast.classify import Kind
+from optax_lossscale._autocast.facts import is_stored_low
 from optax_lossscale._autocast.flat import flat
-from optax_lossscale._autocast.uses import multiplied
+from optax_lossscale._autocast.uses import KEPT, NOTHING, Use, depths, uses
 
 W = normal(0, 4, 4)
 X = normal(1, 3, 4)
+MULTIPLIED, PAST = Use.MULTIPLIED, Use.PAST
 
 
-def is_multiplied(operation, fun, result=False):
-    """Whether a product depends on the first of a function's operations with a name."""
+def use_of(operation, fun, result=NOTHING):
+    """What is done with the result of the first of a function's operations with a name."""
     program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(W, X)
-    found = multiplied(program, (result,))
+    after = uses(program, (result,))
     return next(
-        step.outs[0] in found for step in flat(program).steps if step.name == operation
+        after[step.outs[0]] for step in flat(program).steps if step.name == operation
     )
 
 
 @pytest.mark.parametrize(
-    ("expected", "operation", "fun"),
+    ("use", "operation", "fun"),
     [
-        (False, "sin", lambda w, x: (jnp.sin(x), x @ w)[1]),
-        (True, "sin", lambda w, x: jnp.sin(x) @ w),
-        (True, "dot_general", lambda w, x: x @ w @ w),
-        (True, "dot_general", lambda w, x: jnp.exp(x @ w) @ w),
-        (True, "dot_general", lambda w, x: lax.psum(jnp.sort(x @ w), "devices") @ w),
-        (False, "dot_general", lambda w, x: jnp.sum(x @ w)),
-        (False, "tanh", lambda w, x: jnp.tanh(x @ w) + x @ w),
+        (NOTHING, "sin", lambda w, x: (jnp.sin(x), x @ w)[1]),
+        (MULTIPLIED, "dot_general", lambda w, x: x @ w @ w),
+        (MULTIPLIED, "exp", lambda w, x: jnp.exp(x @ w) @ w),
+        (NOTHING, "dot_general", lambda w, x: jnp.sum(x @ w)),
+        (MULTIPLIED, "dot_general", lambda w, x: jnp.exp(x @ w) @ w),
+        (NOTHING, "tanh", lambda w, x: jnp.tanh(x @ w) + x @ w),
+        # It is read again once a product has been computed from it, by itself or after
+        # a `tanh`.
+        (KEPT, "exp", lambda w, x: (h := jnp.exp(x @ w)) + h @ w),
+        (KEPT, "dot_general", lambda w, x: (h := x @ w) + h @ w),
+        (KEPT, "dot_general", lambda w, x: (h := jnp.tanh(x @ w)) + h @ w),
+        # A name may be kept.
+        (PAST, "dot_general", lambda w, x: checkpoint_name(x @ w, "h")),
     ],
 )
-def test_a_value_is_multiplied_if_a_product_depends_on_it(expected, operation, fun):
-    assert is_multiplied(operation, fun) == expected
-    assert is_multiplied(operation, jax.jit(fun)) == expected
+def test_a_use_is_what_is_done_with_a_value_afterwards(use, operation, fun):
+    assert use_of(operation, fun) == use
+    assert use_of(operation, jax.jit(fun)) == use
 
 
 @pytest.mark.parametrize(
-    ("expected", "fun"),
+    ("use", "fun"),
     [
-        (True, lambda w, h: jax.checkpoint(lambda h: jnp.sin(h) @ w)(h)),
-        (False, lambda w, h: jax.checkpoint(lambda h: jnp.sin(h) + h)(h)),
+        (MULTIPLIED, lambda w, h: jax.checkpoint(lambda h: h @ w)(h)),
+        (MULTIPLIED, lambda w, h: jax.checkpoint(lambda h: jnp.sin(h) @ w)(h)),
         (
-            True,
+            MULTIPLIED,
+            lambda w, h: lax.cond(w[0, 0] > 0, lambda h: h @ w, lambda h: h @ w @ w, h),
+        ),
+        (
+            MULTIPLIED,
             lambda w, h: lax.cond(
                 w[0, 0] > 0, lambda h: h @ w, lambda h: jnp.sin(h), h
             ),
         ),
         (
-            True,
+            KEPT,
             lambda w, h: lax.scan(lambda h, w: (h + jnp.sin(h) @ w, None), h, w[None])[
                 0
             ],
         ),
-        # Of the condition of a loop no result is given on.
+        # It waits in a branch for what is multiplied beside it.
         (
-            False,
-            lambda w, h: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1]),
-                                        (0, h))[1],
+            KEPT,
+            lambda w, h: lax.cond(w[0, 0] > 0, lambda h: h + h @ w, lambda h: h @ w, h),
         ),
     ],
-)  # fmt: skip
-def test_so_it_is_if_one_inside_of_an_operation_does(expected, fun):
-    assert is_multiplied("dot_general", lambda w, x: fun(w, x @ w)) == expected
+)
+def test_what_is_done_inside_of_an_operation_is_done_with_its_operand(use, fun):
+    assert use_of("dot_general", lambda w, x: fun(w, x @ w)) == use
 
 
-def test_a_result_is_multiplied_if_a_product_outside_depends_on_it():
-    for result in (False, True):
-        for fun in (jnp.transpose, jax.checkpoint(jnp.exp)):
-            of = lambda w, x, fun=fun: fun(x @ w)
-            assert is_multiplied("dot_general", of, result) == result
+def test_what_is_done_with_the_result_is_done_with_what_only_moves_into_it():
+    for result in (NOTHING, MULTIPLIED, PAST, KEPT):
+        assert use_of("dot_general", lambda w, x: (x @ w).T, result) == result
+
+
+def depths_of(fun):
+    """How many products came before each result of a function."""
+    program = jax.make_jaxpr(fun)(W, X)
+    before = depths(program)
+    return [before[i] for i in flat(program).outs]
+
+
+def test_a_depth_is_how_many_products_came_before_at_most():
+    assert depths_of(lambda w, x: (x, x @ w, x + x @ w @ w)) == [0, 1, 2]
+    two = lambda x, w: (x @ w @ w, None)
+    assert depths_of(lambda w, x: jax.checkpoint(lambda x: two(x, w)[0])(x) @ w) == [3]
+    assert depths_of(lambda w, x: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x)) == [
+        1
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "use", "is_low"),
+    [
+        (Kind.PRODUCT, NOTHING, True),
+        (Kind.SUM, KEPT, True),
+        (Kind.SUM, MULTIPLIED, False),
+        (Kind.SUM, PAST, False),
+        (Kind.ROWS, KEPT, False),
+        (Kind.NEAR, KEPT, False),
+        (Kind.PARAMETER, KEPT, False),
+        (Kind.FLOAT32, KEPT, False),
+    ],
+)
+def test_what_is_stored_in_16_bits_follows_from_a_kind_and_a_use(kind, use, is_low):
+    assert is_stored_low(kind, use) == is_low
