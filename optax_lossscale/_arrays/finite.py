@@ -84,7 +84,7 @@ def _ask(
     def elsewhere(leaves, most=1):
         groups = _groups(leaves, most)
         answer = _of_groups(groups, question, join, reduce)
-        return answer, _of_groups(groups, is_finite, lax.bitwise_and, jnp.all)
+        return answer, _of_groups(groups, jnp.isfinite, lax.bitwise_and, jnp.all)
 
     if any(is_partitioned(x) for x in leaves):
         return elsewhere(leaves)
@@ -110,7 +110,7 @@ def _in_one_pass_on_cpu(
                 answer = answer.astype(np.float64)
             initial = answer.dtype.type(answer.dtype == bool)  # True or 0
             pair = lax.reduce(
-                (answer, is_finite(x)),
+                (answer, jnp.isfinite(x)),
                 (initial, np.True_),
                 _beside_and(join),
                 range(x.ndim),
@@ -164,15 +164,8 @@ def _of_groups(
 # --- questions about each number ---
 
 
-def is_finite(x: jax.Array) -> jax.Array:
-    """Which numbers are finite."""
-    if jnp.iscomplexobj(x):
-        return jnp.isfinite(x)
-    return lax.is_finite(x)  # quicker to trace
-
-
 def _equals_itself(x: jax.Array) -> jax.Array:
-    """Which numbers are no NaN: the cheapest second question beside `is_finite`."""
+    """Which numbers are no NaN: the cheapest question to ask beside `jnp.isfinite`."""
     return lax.eq(x, x)
 
 
@@ -189,7 +182,7 @@ def _size(x: jax.Array) -> jax.Array:
         return jnp.maximum(_size(x.real), _size(x.imag))
     number = jnp.clip(x, -_LARGEST, _LARGEST) if x.dtype.itemsize > 4 else x
     size = jnp.abs(number.astype(jnp.float32))
-    return jnp.where(is_finite(x), size, jnp.inf)
+    return jnp.where(jnp.isfinite(x), size, jnp.inf)
 
 
 # --- over replicas ---
