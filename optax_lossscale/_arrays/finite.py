@@ -86,7 +86,7 @@ def _ask(
     def elsewhere(leaves, most=1):
         groups = _groups(leaves, most)
         answer = _of_groups(groups, question, join, reduce)
-        return answer, _of_groups(groups, is_finite, lax.bitwise_and, jnp.all)
+        return answer, _of_groups(groups, jnp.isfinite, lax.bitwise_and, jnp.all)
 
     if any(is_partitioned(x) for x in leaves):
         return elsewhere(leaves)
@@ -115,7 +115,7 @@ def _in_one_pass_on_cpu(
                 answer = answer.astype(np.float64)
             initial = np.True_ if answer.dtype == bool else answer.dtype.type(0)
             pair = lax.reduce(
-                (answer, is_finite(zeros)),
+                (answer, jnp.isfinite(zeros)),
                 (initial, np.True_),
                 _beside_and(join),
                 range(answer.ndim),
@@ -169,13 +169,6 @@ def _of_groups(
 # --- questions about each number ---
 
 
-def is_finite(x: jax.Array) -> jax.Array:
-    """Which numbers are finite."""
-    if jnp.iscomplexobj(x):
-        return jnp.isfinite(x)
-    return lax.is_finite(x)  # quicker to trace
-
-
 def _zeros(x: jax.Array) -> jax.Array:
     """0 for each finite number and NaN for others: they add up where flags take longer."""
     wide = at_least_float32(x)
@@ -183,7 +176,7 @@ def _zeros(x: jax.Array) -> jax.Array:
 
 
 def _equals_itself(x: jax.Array) -> jax.Array:
-    """Which numbers are no NaN: the cheapest second question beside `is_finite`."""
+    """Which numbers are no NaN: the cheapest question to ask beside `jnp.isfinite`."""
     return lax.eq(x, x)
 
 
@@ -200,7 +193,7 @@ def _size(x: jax.Array) -> jax.Array:
         return jnp.maximum(_size(x.real), _size(x.imag))
     number = jnp.clip(x, -_LARGEST, _LARGEST) if x.dtype.itemsize > 4 else x
     size = jnp.abs(number.astype(jnp.float32))
-    return jnp.where(is_finite(x), size, jnp.inf)
+    return jnp.where(jnp.isfinite(x), size, jnp.inf)
 
 
 # --- over replicas ---

@@ -11,7 +11,6 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays.finite import is_finite
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, is_array, is_inexact
 from optax_lossscale._arrays.validation import is_numeric, is_traced, refuse, shown
@@ -255,7 +254,7 @@ _unscale_traced_once = jax.jit(_unscale)
 
 def _zero_unless_finite(x: Any) -> Any:
     """The numbers that are finite, and zeros for the others."""
-    return jnp.where(is_finite(x), x, 0) if is_inexact(x) else x
+    return jnp.where(jnp.isfinite(x), x, 0) if is_inexact(x) else x
 
 
 def _like(params: Any) -> Any:

@@ -226,8 +226,9 @@ def with_loss_scale(
         in each kernel that computes a result; or None, by the one that avoids copies on
         the platform, which is `"cond"` on CPU and `"select"` on GPU and TPU. With
         `"select"`, `inner` runs at every step, with zeros for numbers that are not
-        finite: use `"cond"` if `inner` has side effects, such as a callback, or is
-        expensive, such as an `eigh`. Uncompiled, the first and None branch in Python.
+        finite (with `skip=None`, as they are): use `"cond"` if `inner` has side
+        effects, such as a callback, or is expensive, such as an `eigh`. Uncompiled, the
+        first and None branch in Python.
       skip: which steps to skip. `"nonfinite"`: those whose gradients, or whose loss if
         it is passed to the step as `value`, are not finite, whatever the loss scale. A
         rule from `skips`: these, and finite steps that the rule considers spikes; they

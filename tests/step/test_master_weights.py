@@ -491,9 +491,7 @@ def test_the_state_of_a_bare_optimizer_is_refused_and_taken_when_cast_into_its_p
         TypeError, match=r"must be the MasterWeightsState .* got a tuple.*restore"
     ):
         tx.update(params, restored, params)
-    with pytest.raises(
-        ValueError, match=r"another optimizer.*MasterWeightsState.*restore"
-    ):
+    with pytest.raises(TypeError, match=r"must be the MasterWeightsState.*restore"):
         wrapped.update(
             params, wrapped.init(params)._replace(inner_state=restored), params
         )
