@@ -23,6 +23,8 @@ from optax_lossscale._autocast.partition import Region
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import dtype_in, is_float, numbers_in
 
+_FEW = 32  # numbers for one that a reduction leaves
+
 Steps = Sequence[Step]
 Makers = Mapping[int, Step]
 """The steps that make values where they are read, by the numbers of these."""
@@ -190,7 +192,9 @@ def _is_kept(eqn: Any, largest: int) -> bool:
     # A compiler sums over rows, and stores what it makes of these rows, in one kernel:
     # kept as well, attention over long sequences moves 1.28 of the bytes.
     is_over_rows = eqn.params["axes"] == (operand.ndim - 1,)
-    return not is_over_rows or largest < numbers_in(operand)
+    is_read_once = is_over_rows and largest >= numbers_in(operand)
+    n_left = numbers_in(eqn.outvars[0].aval)
+    return n_left * _FEW <= numbers_in(operand) and not is_read_once
 
 
 def _read_by(steps: Steps) -> tuple[int, ...]:
