@@ -171,6 +171,9 @@ def _axes(axes: Axes | None, height: float) -> Axes:
     """The axes to draw into: those that are given, or new ones."""
     if axes is None:
         _, axes = plt.subplots(figsize=(7, height), layout="constrained")
+    if not isinstance(axes, Axes):
+        got = validation.shown(axes)
+        raise TypeError(f"axes must be one matplotlib Axes, got {got}")
     return axes
 
 

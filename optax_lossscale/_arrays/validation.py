@@ -147,13 +147,13 @@ def function(name: str, value: Any) -> None:
 def argnums(value: Any) -> tuple[int, ...]:
     """Which positional arguments: an int, or a sequence of ints."""
     positions = tuple(value) if isinstance(value, Sequence) else (value,)
-    ints = [x for x in positions if isinstance(x, (int, np.integer))]
-    has_flag = any(isinstance(x, bool) for x in ints)  # say has_aux
-    if not ints or has_flag or len(set(ints)) < len(positions):
-        raise TypeError(
-            "argnums must be an int or a sequence of different ints, got "
-            f"{shown(value)}"
-        )
+    got = shown(value)
+    for position in positions:
+        # A bool may have been meant for `has_aux`.
+        if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
+            raise TypeError(f"argnums must be an int or a sequence of ints, got {got}")
+    if len(set(positions)) < len(positions):
+        raise ValueError(f"argnums must name each argument once, got {got}")
     return positions
 
 

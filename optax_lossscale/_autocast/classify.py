@@ -64,9 +64,9 @@ _TABLE = """
 moves                   same   same      same same    same   same   same       same
 picks                   same   ROWS      same same    same   same   same       same
 adds_over_devices       same   same      same SUM     same   same   same       same
-adds_to_a_parameter     -      same      same SUM     same   same   same       same
+adds_to_a_parameter     -      same      same -       same   same   same       same
 adds_to_another         -      -         -    SUM     SUM    SUM    SUM        SUM
-multiplies_by_parameter -      same      same SCALED  SCALED SCALED NEAR       same
+multiplies_by_parameter -      same      same -       SCALED SCALED NEAR       same
 near                    -      same      same NEAR    NEAR   same   same       same
 leaves                  -      -         -    -       -      -      -          -
 """

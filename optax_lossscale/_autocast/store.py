@@ -23,7 +23,7 @@ from optax_lossscale._autocast.partition import Region
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import dtype_in, is_float, numbers_in
 
-_FEW = 32  # numbers for one that a reduction leaves
+_FEW = 32  # numbers for one that a reduction leaves: to take it again costs nothing
 
 Steps = Sequence[Step]
 Makers = Mapping[int, Step]
@@ -172,6 +172,8 @@ def _kept(facts: Facts, region: Region) -> frozenset[int]:
 
     Without this, a large vocabulary moves 1.11 of the bytes, and a ResNet 1.04.
     """
+    if len({step.eqn.ctx.cur_abstract_mesh for step in facts.program.steps}) > 1:
+        return frozenset()  # what is kept, JAX rounds in the mesh around the program
     types = facts.program.types
     largest = max(numbers_in(types[i]) for i in region.stores)
     read_here = {i for step in region.steps for i in step.reads}

@@ -9,6 +9,7 @@ import numpy as np
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
 from optax_lossscale._diagnosis.makers import words_in_float32
+from optax_lossscale._diagnosis.notes import FIFTH
 from optax_lossscale._diagnosis.page import Diagnosis, Wrong
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.table import Row
@@ -24,7 +25,7 @@ _LOWEST = -126
 _START = round(math.log2(DynamicLossScale.initial_scale))
 
 Findings = Iterator[tuple[str, list[str]]]
-"""Verdicts, the most important first, each with what to do, in one sentence each."""
+"""Verdicts, the most important first, each with what to do."""
 
 
 def judged(page: Diagnosis) -> Diagnosis:
@@ -203,11 +204,9 @@ def _remedies(page: Diagnosis, one: Wrong) -> Iterator[str]:
         yield from _kept(page, one.products)
         return
     elif is_product and one.how not in ("adds up", "is a kernel"):
-        yield from _kept(
-            page,
-            [place],
-            ", or compute with smaller numbers" * (one.how == "overflows"),
-        )
+        is_large = one.how == "overflows"
+        otherwise = ", or compute with smaller numbers" if is_large else ""
+        yield from _kept(page, [place], otherwise)
         return
     elif template is _DIGITS and not is_narrow(place.dtype):
         template = _WIDE
@@ -255,7 +254,7 @@ def _about_choices(page: Diagnosis) -> Findings:
     """Integers and branches that float32 would have chosen otherwise."""
     for choice in () if page.wrong else page.choices:
         is_cast = choice.primitive == "convert_element_type"
-        if choice.decided > (_MANY if is_cast else 0.2):
+        if choice.decided > (_MANY if is_cast else FIFTH):
             verdict = (
                 f"{choice.decided:.1%} of the {choice.count} numbers chosen in "
                 f"{choice} are not what float32 chooses."
@@ -406,7 +405,8 @@ def _top(fits: Any) -> str:
 
 
 def _share(lost: float, group: str) -> str:
-    return f"{lost:.1%} of the gradients" + f" ({group})" * (group != "all")
+    share = f"{lost:.1%} of the gradients"
+    return share if group == "all" else f"{share} ({group})"
 
 
 def _about_the_loss(page: Diagnosis) -> Findings:

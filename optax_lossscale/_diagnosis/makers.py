@@ -1,5 +1,6 @@
 """What operations make infinities and NaNs out of in float32, and what to do about it."""
 
+import math
 from collections.abc import Iterator
 
 from optax_lossscale._diagnosis.page import Diagnosis, Wrong
@@ -42,8 +43,11 @@ def words_in_float32(page: Diagnosis, one: Wrong) -> tuple[str, str]:
 def _made(page: Diagnosis, one: Wrong) -> tuple[str, str]:
     name = one.place.primitive
     kind = _OF.get(name, "")
-    if kind == "division":  # perhaps in the derivative of what else is on its line
-        kind = next(filter((_ROOT, _LOGARITHM).__contains__, _on_line(page, one)), kind)
+    if kind == "division" and math.isfinite(page.loss_in_float32):
+        # It may be in the derivative of what else is on its line.
+        for other in _on_line(page, one):
+            if other in (_ROOT, _LOGARITHM):
+                kind = other
     if kind:
         what, kept = _MADE[kind]
         return what, (

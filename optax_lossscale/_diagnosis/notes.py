@@ -100,14 +100,14 @@ def _compared(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
     # So that squares kept their digits
     in_range = total > 2.0**26 * np.finfo(true.dtype).tiny or not largest
     if not (math.isfinite(total) and in_range):
-        return _compared_if_finite(low, true)
+        return _compared_where_finite(low, true)
     noted = {"largest": largest, "typical": math.sqrt(total / true.size)}
     if low is true:
         return noted
     apart = np.abs(low - true)
     distance = float(apart @ apart)
     if not math.isfinite(distance):
-        return _compared_if_finite(low, true)
+        return _compared_where_finite(low, true)
     if not distance:
         return noted
     noted["largest"] = max(largest, float(np.abs(low).max()))
@@ -122,7 +122,7 @@ def _compared(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
     return noted
 
 
-def _compared_if_finite(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
+def _compared_where_finite(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
     """What is noted of numbers some of which are not finite, or have squares out of range."""
     finite = np.isfinite(low)
     finite_true = np.isfinite(true)

@@ -47,7 +47,7 @@ class Diagnosis(NamedTuple):
 
     Attributes:
       verdict: whether 16 bits are fine as they are, and if not, what is wrong.
-      advice: what to do, one sentence each.
+      advice: what to do.
       is_autocast: whether the loss function computes in float32, so that this is of
         what `autocast` makes of it.
       dtypes: the `dtype_report` of the program that computes the gradients.

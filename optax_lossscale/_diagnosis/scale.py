@@ -43,6 +43,10 @@ class InitialScale(NamedTuple):
         return f"{scale}, with {self.spare_bits:.0f} bits to spare before gradients overflow"
 
 
+Counts = tuple[int, int, int, np.ndarray]
+"""Of a gradient: its numbers, those lost at 1 and at the scale that fits, and their exponents."""
+
+
 class Underflow(NamedTuple):
     """How many gradients of one kind of parameter underflow.
 
@@ -106,18 +110,18 @@ def underflow(
       at_1: their gradients in a run at a loss scale of 1.
       fitting: and in one at the scale that fits.
     """
-    counts: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(3 + 256, int))
+    counts: dict[str, list[Counts]] = defaultdict(list)
     for name, before, after in zip(names, at_1, fitting, strict=True):
         true = _sizes(before.pair.true)
         exponents = _exponents(true[_may_be_kept(true)])
-        lost = [true.size, _count_lost(before), _count_lost(after)]
+        of_one = (true.size, _count_lost(before), _count_lost(after), exponents)
         for group in ("all", without_numbers(name)):
-            counts[group] += [*lost, *exponents]
-    groups = {
-        group: Underflow(lost / size, left / size, _bits(np.array(exponents)))
-        for group, (size, lost, left, *exponents) in counts.items()
-        if max(lost, left) > NOTABLE * size
-    }
+            counts[group].append(of_one)
+    groups = {}
+    for group, of_each in counts.items():
+        size, lost, left, exponents = map(sum, zip(*of_each, strict=True))
+        if max(lost, left) > NOTABLE * size:
+            groups[group] = Underflow(lost / size, left / size, _bits(exponents))
     return dict(
         sorted(groups.items(), key=lambda item: (item[0] != "all", -item[1].lost))
     )

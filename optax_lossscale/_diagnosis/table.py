@@ -30,7 +30,8 @@ class Row(NamedTuple):
       is_finite: whether float32's result is finite.
       lost: the share of its numbers that is zero where float32's is not.
       decided: of indices and conditions, the share that float32 decides otherwise.
-      largest: the largest absolute value in float32, over all rounds.
+      largest: the largest absolute value, of the program or in float32, over all
+        rounds.
       typical: the root mean square in float32.
       count: how many numbers the result has.
     """

@@ -174,7 +174,7 @@ _ENTER = {
     Is.WAITS: _while,
     Is.BRANCHES: _cond,
     Is.MAPS: _shard_map,
-    Is.JVP: _inlined,  # once differentiation is done
+    Is.JVP: _inlined,  # for who does not differentiate
     Is.VJP: _inlined,
 }
 ENTERED = functools.reduce(Is.__or__, _ENTER)

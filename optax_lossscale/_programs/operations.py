@@ -13,7 +13,7 @@ class Is(enum.Flag):
     MOVES = enum.auto()
     """Returns its operands' numbers in another place or shape; runs in 16 bits if they are so."""
     PLACES = enum.auto()
-    """Does no more than this either, but its derivative may sum, or it casts."""
+    """Puts numbers in another place, too, but its derivative may sum, or it casts."""
     SENDS = enum.auto()
     """Goes from device to device, where the bytes count."""
     SPREADS = enum.auto()
@@ -144,8 +144,8 @@ scatter-max               | chooses cheap
 scatter-min               | chooses cheap
 select_n                  | chooses cheap
 sort                      | chooses
-stack                     | chooses cheap
-tile                      | chooses cheap
+stack                     | places chooses cheap
+tile                      | places chooses cheap
 top_k                     | chooses
 # Sums
 add                       | adds_two cheap
@@ -281,7 +281,7 @@ sin                       | cheap
 sqrt                      | cheap
 tan                       | cheap
 xor                       | cheap
-# Known, and treated like an unknown one
+# Known; nothing is assumed of it, and no program in it is run
 accum_grad_in_ref         | -
 addupdate                 | -
 after_all                 | -

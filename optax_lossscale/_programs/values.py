@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lossscale._arrays.placement import in_its_mesh
-from optax_lossscale._programs.operations import Is, operation, traits
+from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.work import terms_of
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -57,7 +57,7 @@ def is_product(eqn: Any) -> bool:
     """Whether this is a matrix product or a convolution."""
     if Is.PRODUCT not in traits(eqn) or multiplies_once(eqn):
         return False
-    if operation(eqn).terms != "contracted" or Is.OUTER not in traits(eqn):
+    if Is.OUTER not in traits(eqn):
         return True
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     # A sum of products to single numbers leaves no axis.

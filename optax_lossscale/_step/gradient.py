@@ -156,6 +156,8 @@ def value_and_scaled_grad(
     validation.function("fun", fun)
     check_grad_dtype(grad_dtype)
     positions = validation.argnums(argnums)
+    if not positions:
+        raise TypeError("argnums must be an int or a sequence of at least one, got ()")
     is_one = not isinstance(argnums, Sequence)
 
     def scaled_fun(*args, **kw):

@@ -60,6 +60,11 @@ def an_outer_product(p, x):
     return auto(outer)(p, x @ p["w"])
 
 
+def a_logsumexp_over_many(p, x):
+    wide = lambda w, x: x + jax.nn.logsumexp(x @ jnp.tile(w, (1, 32)), -1)[:, None]
+    return auto(wide)(p["w"], x @ p["w"]) @ p["w"]
+
+
 def a_residual_stream(p, x):
     h = x @ p["w"]
     for _ in range(2):
@@ -120,6 +125,7 @@ UNDER_EXPLICIT = [
     after_a_product,
     a_product_after_another,
     an_outer_product,
+    a_logsumexp_over_many,
     a_residual_stream,
     a_scan,
     a_branch,
