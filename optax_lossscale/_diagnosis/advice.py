@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
+from optax_lossscale._diagnosis.dtypes import Operation
 from optax_lossscale._diagnosis.makers import words_in_float32
 from optax_lossscale._diagnosis.notes import FIFTH
 from optax_lossscale._diagnosis.page import Diagnosis, Wrong
@@ -269,10 +270,12 @@ def _about_products(page: Diagnosis) -> Findings:
     has_autocast = page.is_autocast or any(p.by_autocast for p in products)
     share = sum(s for dtype, s in page.dtypes.shares.items() if dtype.itemsize > 2)
     # The first product of a line is that of the forward pass.
-    firsts = {p.source: p for p in reversed(products)}
+    firsts: dict[str, Operation] = {}
+    for product in products:
+        firsts.setdefault(product.source, product)
     widened = [
         p
-        for p in reversed(firsts.values())
+        for p in firsts.values()
         if p.dtype.itemsize > 2 and not p.by_choice and HALVES.intersection(p.before)
     ]
     # Who widens both operands means it.
