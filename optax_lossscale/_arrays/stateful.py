@@ -158,8 +158,7 @@ class Stateful(abc.ABC):
                 "a dict with the keys 'class_name' and 'config', as from get_config()"
             )
             validation.refuse(f"a {cls._kind}'s config", config, allowed)
-        concrete = [c for c in _subclasses(cls) if not inspect.isabstract(c)]
-        classes = {_config_name(c): c for c in concrete}
+        classes = {_config_name(c): c for c in _subclasses(cls) if _has_config(c)}
         name = config["class_name"]
         if not isinstance(name, str) or name not in classes:
             known = ", ".join(sorted(classes))
@@ -202,6 +201,12 @@ def _config_name(cls: type[Stateful]) -> str:
     if cls.__name__ in taken and not _is_ours(cls):
         return f"{cls.__module__}.{cls.__qualname__}"
     return cls.__name__
+
+
+def _has_config(cls: type[Stateful]) -> bool:
+    """Whether a config may name a class: no abstract one, and no private one of ours."""
+    is_private = _is_ours(cls) and cls.__name__.startswith("_")
+    return not is_private and not inspect.isabstract(cls)
 
 
 def _is_ours(cls: type[Stateful]) -> bool:
