@@ -522,6 +522,9 @@ def apex(
     )
 
 
-# By name, for a config.
-_PUBLIC = {name: globals()[name] for name in __all__}
-_PRESETS = {name: x for name, x in _PUBLIC.items() if inspect.isfunction(x)}
+# By name, for a config, in the order above, in which an error lists them.
+_PRESETS = {
+    name: value
+    for name, value in list(globals().items())
+    if name in __all__ and inspect.isfunction(value)
+}
