@@ -61,7 +61,7 @@ def _float32(name: str, factor: float) -> float:
 
 
 def _growth(name: str, factor: float) -> float:
-    """A growth factor as it is there, of which the reciprocal is taken."""
+    """A growth factor in float32, for a reference that takes its reciprocal."""
     return validation.growth_factor(name, _float32(name, factor))
 
 
@@ -382,7 +382,7 @@ def deepspeed(
     consecutive_hysteresis: bool = False,
     raise_error_at_min_scale: bool = True,
 ) -> DynamicLossScale:
-    """DeepSpeed's `DynamicLossScaler`; after a back-off, every overflow backs off until growth.
+    """DeepSpeed's `DynamicLossScaler`.
 
     Args:
       init_scale: the first scale.
@@ -390,7 +390,8 @@ def deepspeed(
       scale_window: finite steps in a row after which the scale grows.
       min_scale: the floor.
       delayed_shift: how many non-finite steps it takes to back off.
-      consecutive_hysteresis: whether these must be consecutive.
+      consecutive_hysteresis: whether these must be consecutive. If not, then after a
+        back-off every overflow backs off, until the scale is due to grow.
       raise_error_at_min_scale: whether `raise_if_stuck` raises on an overflow at the
         floor.
 
@@ -473,7 +474,13 @@ def openseq2seq_logmax(
     """
     least = validation.scale("scale_min", scale_min)
     return LogMaxLossScale(
-        max(1.0, least), least, scale_max, log_max, beta1, beta2, overflow_std_dev
+        initial_scale=max(1.0, least),
+        min_scale=least,
+        max_scale=scale_max,
+        log_max=log_max,
+        beta1=beta1,
+        beta2=beta2,
+        overflow_std_dev=overflow_std_dev,
     )
 
 
@@ -515,7 +522,7 @@ def apex(
     )
 
 
-# By name, for a config.
+# By name, for a config, in the order above, in which an error lists them.
 _PRESETS = {
     name: value
     for name, value in list(globals().items())

@@ -25,10 +25,9 @@ from jax import lax
 
 from optax_lossscale._arrays.placement import is_partitioned
 from optax_lossscale._arrays.precision import at_least_float32, is_inexact
+from optax_lossscale._arrays.validation import LARGEST
 
 AxisName = Hashable
-
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -79,7 +78,7 @@ def _ask(
     leaves = [x for x in leaves if x.size] or [jnp.zeros(())]
 
     def on_cpu(leaves):
-        # All cores must stay busy, too.
+        # So many groups of leaves that all cores have work
         most = min(max(len(leaves) // 32, 1), 8)
         return _in_one_pass_on_cpu(_groups(leaves, most), question, join, reduce)
 
@@ -191,7 +190,7 @@ def _size(x: jax.Array) -> jax.Array:
     """The absolute value as float32, which is infinite only for what is not finite."""
     if jnp.iscomplexobj(x):
         return jnp.maximum(_size(x.real), _size(x.imag))
-    number = jnp.clip(x, -_LARGEST, _LARGEST) if x.dtype.itemsize > 4 else x
+    number = jnp.clip(x, -LARGEST, LARGEST) if x.dtype.itemsize > 4 else x
     size = jnp.abs(number.astype(jnp.float32))
     return jnp.where(jnp.isfinite(x), size, jnp.inf)
 

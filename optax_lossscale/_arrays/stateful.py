@@ -26,7 +26,8 @@ def state_field(
     Args:
       default: its first value. A bool, int or float becomes a bool, int32 or float32
         scalar; arrays keep their dtype. Without a default, `__post_init__` sets it.
-      init: always False: state is not an argument of the constructor.
+      init: not to be given. It tells type checkers that state is no argument of the
+        constructor.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -44,7 +45,7 @@ def state_field(
     # a JAX backend, which must not happen before `jax.distributed.initialize`.
     metadata = {state_field: True}
     if default is dataclasses.MISSING:
-        return dataclasses.field(init=init, metadata=metadata)
+        return dataclasses.field(init=False, metadata=metadata)
     dtype = {bool: np.bool_, int: np.int32, float: np.float32}.get(type(default))
     array = np.asarray(default, dtype)
     if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != np.bool_:
@@ -54,7 +55,7 @@ def state_field(
         )
     value = array[()]  # a scalar, if it has no dimensions
     return dataclasses.field(
-        default_factory=lambda: value, init=init, metadata=metadata
+        default_factory=lambda: value, init=False, metadata=metadata
     )
 
 
@@ -68,7 +69,7 @@ def checked(check: Check, *, default: Any = dataclasses.MISSING) -> Any:
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stateful(abc.ABC):
-    """The base class of loss scales and skip rules; comparing two blocks on the device."""
+    """The base class of loss scales and skip rules; `==` waits for the device."""
 
     _kind: ClassVar[str]  # what one is called in an error
     _state_names: ClassVar[list[str]]
@@ -158,8 +159,7 @@ class Stateful(abc.ABC):
                 "a dict with the keys 'class_name' and 'config', as from get_config()"
             )
             validation.refuse(f"a {cls._kind}'s config", config, allowed)
-        concrete = [c for c in _subclasses(cls) if not inspect.isabstract(c)]
-        classes = {_config_name(c): c for c in concrete}
+        classes = {_config_name(c): c for c in _subclasses(cls) if _has_config(c)}
         name = config["class_name"]
         if not isinstance(name, str) or name not in classes:
             known = ", ".join(sorted(classes))
@@ -202,6 +202,12 @@ def _config_name(cls: type[Stateful]) -> str:
     if cls.__name__ in taken and not _is_ours(cls):
         return f"{cls.__module__}.{cls.__qualname__}"
     return cls.__name__
+
+
+def _has_config(cls: type[Stateful]) -> bool:
+    """Whether a config may name a class: no abstract one, and no private one of ours."""
+    is_private = _is_ours(cls) and cls.__name__.startswith("_")
+    return not is_private and not inspect.isabstract(cls)
 
 
 def _is_ours(cls: type[Stateful]) -> bool:

@@ -102,10 +102,10 @@ def in_order(min_scale: float, initial_scale: float, max_scale: float) -> None:
 
 def count(name: str, value: Any, least: int = 1, most: int = LARGEST_INT) -> int:
     """A whole number between two others."""
-    number = python_number(value)
-    if not isinstance(number, int) or not least <= number <= most:
+    x = python_number(value)
+    if not isinstance(x, int) or not least <= x <= most:
         refuse(name, value, f"an int between {least} and {most}")
-    return number
+    return x
 
 
 def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:

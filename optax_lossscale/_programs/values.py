@@ -1,13 +1,15 @@
 """The values in a program: their dtypes, and which equations multiply them."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 
-from optax_lossscale._arrays.placement import in_its_mesh
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.work import terms_of
 
@@ -33,8 +35,23 @@ def in_dtype(dtype: Any, x: Any) -> Any:
     has_none = dtype is None or now is None  # NumPy's float64 equals None
     if has_none or now == dtype:
         return x
-    with in_its_mesh(x):
+    with _in_its_mesh(x):
         return lax.convert_element_type(x, dtype)
+
+
+def _in_its_mesh(x: jax.typing.ArrayLike) -> contextlib.AbstractContextManager[Any]:
+    """A context for an operation on an array that may belong to another mesh than what is around.
+
+    As an array inside of `auto_axes` does, whose mesh has the same axes with other
+    types.
+    """
+    mesh = jax.typeof(x).sharding.mesh
+    around = jax.sharding.get_abstract_mesh()
+    kinds = {*mesh.axis_types, *around.axis_types}
+    is_one_mesh = mesh.empty or around.empty or mesh == around
+    if is_one_mesh or kinds == {AxisType.Auto}:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def in_dtypes(dtypes: Sequence[Any], xs: Sequence[Any]) -> list[Any]:

@@ -24,15 +24,21 @@ from optax_lossscale._scales.loss_scale import (
 
 # Bits.
 _OVERFLOW = 16  # float16's numbers are below 2**16
-# Of float16's 40: any deeper, what used to fit is lost, and a smaller scale is no help
+# The largest reserve. Float16's numbers span 40 bits: with a deeper one, what used to
+# fit would underflow, so a still smaller scale is no help.
 _DEEP = 32
 _BOUND = 100  # of the scale's exponent, either way
+_GAP = 10  # this far above the last size, the largest falls twice as fast
 
 # Steps.
-# many, compared with the six overflows after which the batch is found at fault
+# How many overflows are excused once the batch is found at fault: many, compared with
+# the six that it takes to find that.
 _EXCUSED = 64
 _SHORTEST = 32  # a rare outlier should not lower the scale for long
 _LONGEST = 512  # what recurs less often than that costs few steps
+_AT_FIRST = 1e-3  # in place of a memory of 0, for the first size to decide alone
+_LENGTHENING = 2  # of a short memory, by each measured step
+_SHORTENING = 4096  # a long memory loses one part in so many by each measured step
 _GROWTH = 2048  # about as long as TensorFlow and PyTorch wait before a scale grows
 _ZEROS = 64  # steps of zeros that count as one: most of them are no sign of underflow
 
@@ -133,7 +139,10 @@ class HeadroomLossScale(LossScale):
         return choose(grads_finite, after_finite_step, self._after_overflow())
 
     def exhausted(self) -> jax.Array:
-        """Whether the last step overflowed, and the scale stands at 2**-100, the lowest."""
+        """Whether the last step overflowed, and the scale stands at 2**-100, the lowest.
+
+        False for an overflow that is excused.
+        """
         has_overflowed = (self._reserve > 0) & ~self._has_faded()
         return (self() <= 2.0**-_BOUND) & has_overflowed
 
@@ -152,17 +161,20 @@ class HeadroomLossScale(LossScale):
         """What the gradient shows; the first one decides alone, as the memory is still 0."""
         _, exponent = jnp.frexp(gradient)
         size = exponent.astype(jnp.float32)
+        fall = 1 / jnp.maximum(self._memory, _AT_FIRST)
+
         largest = self._largest()
-        fall = 1 / jnp.maximum(self._memory, 1e-3)
         above = jnp.maximum(largest - size, 0)
+        fallen = largest - (1 + above / _GAP) * fall
+
         explains_overflow = size > largest + self.margin
-        shorter = jnp.maximum(self._memory * (1 - 1 / 4096), _SHORTEST)
-        fallen = largest - (1 + above / 10) * fall
-        largest = jnp.maximum(size, fallen)
         reserve = jnp.where(explains_overflow, 0, self._reserve_after(fall))
-        is_young = self._memory < _SHORTEST
-        memory = jnp.where(is_young, self._memory + 2, shorter)
-        return self._with(largest, reserve, memory)
+
+        longer = self._memory + _LENGTHENING
+        shorter = self._memory * (1 - 1 / _SHORTENING)
+        shorter = jnp.maximum(shorter, _SHORTEST)
+        memory = jnp.where(self._memory < _SHORTEST, longer, shorter)
+        return self._with(jnp.maximum(size, fallen), reserve, memory)
 
     def _after_zeros(self) -> Self:
         """A little of what a measured step changes, in case all gradients have underflowed."""

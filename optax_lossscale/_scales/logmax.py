@@ -68,7 +68,7 @@ class LogMaxLossScale(LossScale):
       65536.0 True
     """
 
-    initial_scale: float = 1.0
+    initial_scale: float = 1.0  # checked as in LossScale
     min_scale: float = checked(validation.scale, default=1.0)
     max_scale: float = checked(validation.scale, default=2.0**24)
     log_max: float = checked(_AT_MOST_60, default=16.0)
@@ -124,4 +124,5 @@ class LogMaxLossScale(LossScale):
 
 def _average(old: jax.Array, new: jax.Array, decay: float) -> jax.Array:
     """A moving average that has seen one more number; it starts at 0, and its weight is apart."""
-    return decay * old + (1 - jnp.float32(decay)) * new
+    weight = jnp.float32(decay)  # rounded first, so that the two weights add up to 1
+    return weight * old + (1 - weight) * new

@@ -50,8 +50,9 @@ class ToleranceLossScale(LossScale):
 
     Attributes:
       growth_counter: finite steps in a row since the last growth; int32, shape ().
-      steps: steps since the scale last changed; int32, shape ().
-      overflows: overflows since the last back-off; int32, shape ().
+      steps: steps since the scale last grew or backed off, or was due to but stayed at
+        a bound; int32, shape ().
+      overflows: overflows since it last backed off, or was due to; int32, shape ().
 
     Raises:
       ValueError: for an argument outside the ranges above.

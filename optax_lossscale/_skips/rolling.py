@@ -21,7 +21,14 @@ _ZERO_OR_ONE = partial(validation.count, least=0, most=1)
 
 
 class RollingSkipRule(SkipRule):
-    """The rule of `skips.olmo_core`, `skips.maxtext` and `skips.levanter`."""
+    """The rule of `skips.olmo_core`, `skips.maxtext` and `skips.levanter`.
+
+    Skips a step whose norm or loss is more than `sigma_factor` deviations above the
+    mean of the last `length` ones.
+
+    Attributes:
+      seen: how many steps the window holds; int32, shape (); state.
+    """
 
     needs_value = True
     length: int = checked(_LENGTH)
@@ -29,8 +36,7 @@ class RollingSkipRule(SkipRule):
     least_history: int = checked(_NOT_NEGATIVE)  # without a skip
     ddof: int = checked(_ZERO_OR_ONE, default=1)  # 1 for unbiased
     least_deviation: float = checked(validation.finite, default=0.0)
-    # How many steps the window holds; shape=(), dtype=int32
-    seen: jax.Array = state_field(0)
+    seen: jax.Array = state_field(0)  # shape=(), dtype=int32
     _window: jax.Array = state_field()  # shape=(2, length), dtype=float32
 
     def __post_init__(self):

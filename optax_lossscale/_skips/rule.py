@@ -33,7 +33,9 @@ class SkipRule(Stateful):
         infinite if the step was not finite; float32, shape (); state.
       skipped_by_rule: the finite steps skipped so far; int32, shape (); state.
       skip_debt: grows by 20 with each finite step skipped, and falls by 1, down to 0,
-        with each one applied whose gradients are not all zero; int32, shape (); state.
+        with each one applied whose gradients are not all zero. A rule may set it in
+        `decide`, as that of `skips.spikes` does where it applies a spike; int32, shape
+        (); state.
 
     Example:
       A rule that skips a step whose loss is twice the smallest so far:
@@ -107,7 +109,7 @@ class SkipRule(Stateful):
                 f"{validation.shown(new)}"
             )
         skipped = self.skipped_by_rule
-        debt = new.skip_debt
+        debt = new.skip_debt  # which `decide` may have set
         # A step whose gradients are all zero changes nothing, and makes up for none.
         paid_off = jnp.maximum(debt - (norm > 0).astype(jnp.int32), 0)
         grown = jnp.minimum(debt, _MOST) + APPLIED_PER_SKIP

@@ -16,7 +16,9 @@ from optax_lossscale._skips.window import with_newest
 _DEVIATION = 1.4826
 _FEWEST = 8  # with fewer steps, nothing is known
 _ENOUGH = 24.0  # with fewer steps, proportionally more is allowed
-_COMMON = 3  # as many steps as this are no accident
+# A size that so many of the steps reached, or one in so many, is no accident.
+_COMMON = 3
+_COMMON_SHARE = 20
 _ABOVE_ALL = 1e3  # in place of a logarithm that is not known
 
 _POSITIVE = validation.number("above 0 and at most 1e6", lambda x: 0 < x <= 1e6)
@@ -25,20 +27,24 @@ _SKIPS = partial(validation.count, least=0, most=2**20)
 
 
 class SpikeSkipRule(SkipRule):
-    """The rule of `skips.spikes`, which describes it."""
+    """The rule of `skips.spikes`, which describes it and its arguments.
+
+    Attributes:
+      norm_limit: the largest norm that was usual at the last step, infinite while too
+        few are known; float32, shape (); state.
+      value_limit: the largest loss, likewise; float32, shape (); state.
+    """
 
     factor: float = checked(_POSITIVE, default=6.0)
     least: float = checked(_POSITIVE, default=1.0)
     window: int = checked(_WINDOW, default=64)
     max_skips: int = checked(_SKIPS, default=16)
-    # The largest values usual at the last step, infinite while unknown; shape=(),
-    # dtype=float32.
     norm_limit: jax.Array = state_field(float("inf"))
     value_limit: jax.Array = state_field(float("inf"))
-    # Of the logarithms of norms and of losses.
-    # how many are remembered; shape=(2,)
+    # How many norms and how many losses are remembered; shape=(2,), dtype=int32
     _seen: jax.Array = state_field(np.zeros(2, np.int32))
-    _last: jax.Array = state_field()  # shape=(2, window), dtype=float32
+    # Their logarithms, the newest first; shape=(2, window), dtype=float32
+    _last: jax.Array = state_field()
 
     def __post_init__(self):
         super().__post_init__()
@@ -80,7 +86,7 @@ class SpikeSkipRule(SkipRule):
 
         median = at(count // 2)
         quartile = at(3 * count // 4)
-        how_many_reached = jnp.maximum(_COMMON, count // APPLIED_PER_SKIP)
+        how_many_reached = jnp.maximum(_COMMON, count // _COMMON_SHARE)
         common = at(count - how_many_reached)
         deviation = _DEVIATION * (quartile - median)
         shortage = jnp.maximum(1, _ENOUGH / count.astype(jnp.float32))

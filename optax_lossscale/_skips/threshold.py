@@ -14,13 +14,17 @@ from optax_lossscale._skips.rule import SkipRule
 _NOT_NEGATIVE = validation.number("a number of at least 0", lambda x: x >= 0)
 _COUNT = partial(validation.count, least=0)
 _DECAY = validation.number("in (0, 1), such as 0.99", lambda x: 0 < x < 1)
+_UNTIL_THEN = 1e10  # the threshold in AXLearn before there is an average
 
 
 class ThresholdSkipRule(SkipRule):
-    """The rule of `skips.megatron`, and of `skips.axlearn` for a fixed threshold."""
+    """The rule of `skips.megatron`, and of `skips.axlearn` for a fixed threshold.
+
+    Skips a step whose norm is above the threshold, or, if `strict`, equal to it.
+    """
 
     threshold: float = checked(validation.positive)  # the largest norm to apply
-    # Whether to skip the threshold, too
+    # Whether to skip the threshold itself, too
     strict: bool = checked(validation.flag, default=False)
 
     def decide(
@@ -32,7 +36,11 @@ class ThresholdSkipRule(SkipRule):
 
 
 class DropNorm(NamedTuple):
-    """A norm from which on a step is skipped, by the moving average of norms."""
+    """A threshold for `skips.axlearn`: the norm from which steps are skipped.
+
+    It is `mean_factor` times the moving average of the norms, and `stddev_factor` times
+    their deviation more, once `min_count` steps are applied.
+    """
 
     mean_factor: float
     stddev_factor: float
@@ -40,17 +48,22 @@ class DropNorm(NamedTuple):
 
 
 class MovingAverageSkipRule(SkipRule):
-    """The rule of `skips.axlearn` for a threshold that follows the norms of applied steps."""
+    """The rule of `skips.axlearn` for a threshold that follows the norms of applied steps.
+
+    Attributes:
+      count: the steps applied so far; int32, shape (); state.
+      mean: moving average of their norms; float32, shape (); state.
+      mean_square: moving average of the norms' squares; float32, shape (); state.
+    """
 
     mean_factor: float = checked(validation.positive)  # how many times the mean
     stddev_factor: float = checked(_NOT_NEGATIVE)  # and how many deviations more
-    # How many steps it takes; until then, norms below 1e10 are applied
+    # How many steps it takes; until then, norms below _UNTIL_THEN are applied
     min_count: int = checked(_COUNT)
     grad_norm_ema_decay: float = checked(_DECAY)
-    count: jax.Array = state_field(0)  # steps applied; shape=(), dtype=int32
-    mean: jax.Array = state_field(1.0)  # of their norms; shape=(), dtype=float32
-    # Of the norms' squares; shape=(), dtype=float32
-    mean_square: jax.Array = state_field(1.0)
+    count: jax.Array = state_field(0)  # shape=(), dtype=int32
+    mean: jax.Array = state_field(1.0)  # shape=(), dtype=float32
+    mean_square: jax.Array = state_field(1.0)  # shape=(), dtype=float32
 
     def decide(
         self, norm: jax.Array, value: jax.Array | None
@@ -60,11 +73,11 @@ class MovingAverageSkipRule(SkipRule):
         threshold = self.mean * self.mean_factor
         if self.stddev_factor:
             threshold = threshold + stddev * self.stddev_factor
-        threshold = jnp.where(self.count < self.min_count, 1e10, threshold)
+        threshold = jnp.where(self.count < self.min_count, _UNTIL_THEN, threshold)
         is_usual = norm < threshold
 
         def weight(count):
-            """Of the first norms in a moving average that starts from zero, together."""
+            """1 - decay**count, the bias correction of a moving average of so many norms."""
             return 1 - self.grad_norm_ema_decay ** count.astype(jnp.float32)
 
         correction = weight(self.count) / weight(self.count + 1)

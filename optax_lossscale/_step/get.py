@@ -49,6 +49,7 @@ def get(identifier: LossScaleLike) -> LossScale:
             return identifier
         case None:
             return FixedLossScale(1)
+        # Of strings alone, as an array of one string would equal that string.
         case str() if identifier == "dynamic":
             return DynamicLossScale()
         case str() if identifier == "headroom":
@@ -199,8 +200,9 @@ def _is_around(state: Any) -> bool:
 
 def _check_nesting(state: Any) -> None:
     """Raises if something is wrapped around `with_loss_scale` that belongs inside."""
-    for x in find(_is_around, state):
-        name, harm = _AROUND[type(x).__name__]
+    around = find(_is_around, state)
+    if around:
+        name, harm = _AROUND[type(around[0]).__name__]
         raise ValueError(
             f"optax.{name} around with_loss_scale {harm}: put it inside, where "
             "gradients are unscaled and finite, as in "

@@ -225,9 +225,10 @@ def check_keywords(fun: Callable[..., Any], ours: Sequence[str], args: tuple) ->
 
 def _check_no_modules(tree: Any) -> None:
     """Raises for models that are to be taken apart first."""
-    for x in find(is_module, tree):
+    modules = find(is_module, tree)
+    if modules:
         raise TypeError(
-            f"{type(x).__name__} is an nnx.Module, whose batch statistics and random "
+            f"{type(modules[0]).__name__} is an nnx.Module, whose batch statistics and random "
             "streams jax.grad would lose. Differentiate with nnx.value_and_grad a "
             "loss function that returns scale_gradient(loss, optimizer); or take the "
             "parameters out, graphdef, params, rest = nnx.split(model, nnx.Param, "

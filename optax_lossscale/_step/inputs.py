@@ -116,7 +116,7 @@ class Prepared:
 def prepare(
     grads: Any, params: Any, value: ArrayLike | None, mask: Mask | None
 ) -> Prepared:
-    """What a step was given, checked and completed."""
+    """Checks what a step was given, and completes it."""
     if find(lambda x: isinstance(x, optax.MaskedNode), grads):
         raise ValueError(
             "with_loss_scale is inside optax.masked, optax.partition or "

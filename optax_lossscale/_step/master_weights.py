@@ -160,10 +160,10 @@ def with_master_weights(
         moved = jax.tree.map(
             _moved, params, state.master_weights, weights, inner_updates
         )
-        new_updates = jax.tree.map(lambda _, pair: pair[0], params, moved)
-        master_weights = jax.tree.map(lambda _, pair: pair[1], params, moved)
-        new_state = MasterWeightsState(master_weights, inner_state)
-        new_state = completed.slots_kept(init, new_state, state)
+        new_updates = jax.tree.map(lambda _, x: x.update, params, moved)
+        master_weights = jax.tree.map(lambda _, x: x.rest, params, moved)
+        moved_state = MasterWeightsState(master_weights, inner_state)
+        new_state = completed.slots_kept(init, moved_state, state)
         return completed.moved(update_or_zero, new_updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -219,12 +219,13 @@ def check_master_weights(state: Any, expected: Callable[[], Any]) -> None:
     states = find(_is_state, state)
     if not states:
         return
+    # Where there are more of the one, their structures differ, which inner refuses.
     for current, initial in zip(states, find(_is_state, expected()), strict=False):
         _check_rests(current.master_weights, initial.master_weights)
 
 
 def _check_arguments(state: Any, params: Any) -> None:
-    """Raises for what `update` cannot do with, and says what to give it instead."""
+    """Raises unless the state is one of this transformation and params are given."""
     if not _is_state(state):
         raise TypeError(
             "the state of with_master_weights must be the MasterWeightsState that its "
@@ -239,9 +240,11 @@ def _check_arguments(state: Any, params: Any) -> None:
             "with_master_weights needs the parameters: call update(updates, state, "
             "params)"
         )
-    # Inside with_loss_scale all come in float32, and it has compared them as they are.
+    # with_loss_scale gives all params in float32, and has compared them as they are.
     are_narrow = any(map(is_narrow, jax.tree.leaves(params)))
-    if are_narrow or not jax.tree.leaves(state.master_weights):
+    has_rests = bool(jax.tree.leaves(state.master_weights))
+    is_in_with_loss_scale = has_rests and not are_narrow
+    if not is_in_with_loss_scale:
         rests = jax.eval_shape(partial(jax.tree.map, _rest_of), params)
         _check_rests(state.master_weights, rests)
 
@@ -266,16 +269,23 @@ def _kinds(rests: Any) -> list[str]:
     ]
 
 
-def _moved(param: Any, rest: Any, weight: jax.Array, update: Any) -> tuple[Any, Any]:
+class _Moved(NamedTuple):
+    """What becomes of one parameter."""
+
+    update: Any
+    rest: Any  # what it lacks after that
+
+
+def _moved(param: Any, rest: Any, weight: jax.Array, update: Any) -> _Moved:
     """A parameter's update, and what it then lacks, from the update of its master weight."""
     if isinstance(rest, optax.MaskedNode):
-        return update, rest
+        return _Moved(update, rest)
     check_update_shape(param, update)
     moved_weight = (weight + update).astype(jnp.float32)
     rounded, rest = split(moved_weight, narrow_dtype(rest))
     param = at_least_float32(param)
     difference = jnp.where(rounded == param, 0, rounded - param)  # infinity stays, too
-    return difference, rest
+    return _Moved(difference, rest)
 
 
 def _rest_of(param: Any) -> Any:

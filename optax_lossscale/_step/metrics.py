@@ -24,12 +24,12 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       `exhausted`, whether the last step overflowed and the scale could not be lowered,
       bool; `should_apply`, whether the last step was applied, bool; `skipped_steps` and
       `consecutive_skipped_steps`, int32; and the other public state of the loss scale:
-      for a `DynamicLossScale` the `growth_counter`, the steps since it grew or backed
-      off, and `hysteresis_left`. With a skip rule, also the `gradient_norm`, the global
-      norm of the unscaled gradients of the last step, infinite if that was not finite,
-      float32; `skipped_by_rule`, the finite steps among the skipped ones, int32; and
-      the other public state of the rule. Where a name is taken, that of the loss scale
-      or the rule is `loss_scale/name` or `skip_rule/name`.
+      for a `DynamicLossScale` the `growth_counter`, the finite steps in a row since the
+      last growth, and `hysteresis_left`. With a skip rule, also the `gradient_norm`,
+      the global norm of the unscaled gradients of the last step, infinite if that was
+      not finite, float32; `skipped_by_rule`, the finite steps among the skipped ones,
+      int32; and the other public state of the rule. Where a name is taken, that of the
+      loss scale or the rule is `loss_scale/name` or `skip_rule/name`.
 
     Raises:
       ValueError: if the state holds no loss scale, or several.
@@ -52,21 +52,22 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       hysteresis_left 1
     """
     loss_scale = get_loss_scale(state)
-    wrappers = wrapper_states(state)
+    states = wrapper_states(state)  # none, or the one that holds the loss scale
     if BLANK_METRICS.value and jax.tree.leaves(loss_scale):
-        loss_scale = _at_first(loss_scale)
+        loss_scale = _blank(loss_scale)
     scale, log2, exhausted = _of_loss_scale(loss_scale)
     scalars: dict[str, jax.Array] = {
         "loss_scale": scale,
         "log2_loss_scale": log2,
         "exhausted": exhausted,
     }
-    for wrapper in wrappers:
+    rule = None
+    if states:
+        rule = states[0].skip_rule
         for name in ("should_apply", "skipped_steps", "consecutive_skipped_steps"):
-            scalars[name] = getattr(wrapper, name)
+            scalars[name] = getattr(states[0], name)
     _add_public(scalars, "loss_scale", loss_scale)
-    for wrapper in wrappers:
-        _add_public(scalars, "skip_rule", wrapper.skip_rule)
+    _add_public(scalars, "skip_rule", rule)
     return scalars
 
 
@@ -74,7 +75,7 @@ def _add_public(scalars: dict[str, jax.Array], part: str, tree: Any) -> None:
     """Adds the public state of the loss scale or of the skip rule, but for the scale itself."""
     for path, x in jax.tree.leaves_with_path(tree):
         name = path_name(path)
-        is_the_scale = name == part == "loss_scale"
+        is_the_scale = part == "loss_scale" and name == "loss_scale"
         if name.startswith("_") or is_the_scale:
             continue
         if name in scalars:
@@ -92,7 +93,7 @@ def _of_loss_scale(loss_scale: LossScale) -> tuple[jax.Array, jax.Array, jax.Arr
 
 
 @jax.jit
-def _at_first(loss_scale: LossScale) -> LossScale:
-    """The loss scale as it once was, whatever it is now."""
+def _blank(loss_scale: LossScale) -> LossScale:
+    """With the first scale, and zeros for all other state, whatever they are now."""
     first = jnp.full_like(loss_scale.loss_scale, loss_scale.initial_scale)
     return jax.tree.map(jnp.zeros_like, loss_scale).replace(loss_scale=first)

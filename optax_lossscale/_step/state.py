@@ -8,6 +8,7 @@ import numpy as np
 
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import dtype_of, is_narrow
+from optax_lossscale._arrays.stateful import Stateful
 from optax_lossscale._arrays.validation import shown
 from optax_lossscale._arrays.variables import find, plain
 from optax_lossscale._scales.loss_scale import LossScale
@@ -86,8 +87,8 @@ _WITH_OTHER_RULE = "state._replace(skip_rule=tx.init(params).skip_rule)"
 
 
 def _shown_config(x: Any) -> Any:
-    """A loss scale's configuration, or a rule."""
-    return x.get_config() if isinstance(x, LossScale) else shown(x)
+    """The configuration of a loss scale or of a rule; anything else as it is, if short."""
+    return x.get_config() if isinstance(x, Stateful) else shown(x)
 
 
 def check_inner_dtypes(inner_state: Any, expected: Callable[[], Any]) -> None:

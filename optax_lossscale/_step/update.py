@@ -58,9 +58,8 @@ class InnerUpdate:
 
 def _param_after(param: Any, update: Any) -> Any:
     """`optax.apply_updates`, in float32 or wider; a parameter without an update stays."""
-    dtype = dtype_of(param)
     if update is None:
-        return strong(param, dtype)
+        return strong(param)
     check_update_shape(param, update)
     moved = optax.apply_updates(at_least_float32(param), update)
-    return strong(moved, dtype)
+    return strong(moved, dtype_of(param))

@@ -142,9 +142,9 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
           as cast.
 
         Raises:
-          TypeError: if `loss_fn` is not a function or has an argument `has_aux`,
-            `grad_dtype` or `extra_args`, if these have a `value`, or `state` is not a
-            `LossScaleState`; it says what was given.
+          TypeError: if `loss_fn` is not a function, or has an argument `has_aux`,
+            `grad_dtype` or `extra_args`; if `state` is not a `LossScaleState`; or if
+            `extra_args` holds a `value` beside the loss.
 
         Example:
           >>> import jax.numpy as jnp, optax
@@ -227,8 +227,8 @@ def with_loss_scale(
         the platform, which is `"cond"` on CPU and `"select"` on GPU and TPU. With
         `"select"`, `inner` runs at every step, with zeros for numbers that are not
         finite (with `skip=None`, as they are): use `"cond"` if `inner` has side
-        effects, such as a callback, or is expensive, such as an `eigh`. Uncompiled, the
-        first and None branch in Python.
+        effects, such as a callback, or is expensive, such as an `eigh`. Uncompiled,
+        `"cond"` and None branch in Python.
       skip: which steps to skip. `"nonfinite"`: those whose gradients, or whose loss if
         it is passed to the step as `value`, are not finite, whatever the loss scale. A
         rule from `skips`: these, and finite steps that the rule considers spikes; they

@@ -20,7 +20,7 @@ def init(key, width=WIDTH, blocks=BLOCKS):
         weights = jax.random.normal(next(keys), (inputs, outputs))
         return weights * inputs**-0.5
 
-    def block():
+    def weights_of_block():
         """Of attention, and of the two layers after it."""
         return {
             "norm1": jnp.ones(width),
@@ -34,7 +34,7 @@ def init(key, width=WIDTH, blocks=BLOCKS):
     return {
         "embedding": normal(BYTES, width) * 4,
         "position": normal(CONTEXT, width) * 0.5,
-        "blocks": [block() for _ in range(blocks)],
+        "blocks": [weights_of_block() for _ in range(blocks)],
         "norm": jnp.ones(width),
         "head": normal(width, BYTES),
     }

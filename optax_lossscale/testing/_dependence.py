@@ -44,9 +44,9 @@ def power(series: Series) -> float | None:
         window = slice(first, first + _IN_A_ROW + 1)
         values = series.values[window]
         exponents = series.exponents[window]
-        for power in _POWERS:
-            if _is_linear(values, 2.0 ** (power * exponents)):
-                return power
+        for candidate in _POWERS:
+            if _is_linear(values, 2.0 ** (candidate * exponents)):
+                return candidate
     return None
 
 

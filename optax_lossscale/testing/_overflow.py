@@ -76,7 +76,7 @@ def assert_survives_overflow(
     need_not_overflow = batch is not None and trial.loss_scale == FixedLossScale(1)
     fault = _after_overflow(trial, overflowing, judged)
     if not fault and not need_not_overflow:
-        fault = _where_applied(trial, overflowing[-1], usual, judged)
+        fault = _applied_at_infinity(trial, overflowing[-1], usual, judged)
     if not fault and batch is not None:
         fault = _after_nan(trial, batch, judged)
     if fault:
@@ -125,7 +125,7 @@ def _after_overflow(trial, runs, judged):
     return ""
 
 
-def _where_applied(trial, beyond, usual, judged):
+def _applied_at_infinity(trial, beyond, usual, judged):
     """What a step is applied to beyond all loss scales, and what to do; empty if skipped."""
     if not beyond.flags.any():
         return ""

@@ -5,6 +5,7 @@ a `LossScale` holds: not what has its name or its value, nor another place of th
 array.
 """
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from optax_lossscale._step.state import LossScaleState
 Path = tuple[Any, ...]  # of keys
 Numbers = dict[Path, Any]  # arrays, by their places
 
-_LARGEST = 2.0**126
+_OVERFLOWING = 2.0**126  # a finite loss scale at which gradients overflow
 _LEFT_OUT = (LossScale, SkipRule)  # they record overflows
 _SAMPLE = 2**16  # numbers of an array, at most
 
@@ -100,11 +101,12 @@ class Trial:
         with OVERFLOWS(self.has_fixed):
             if not jax.tree.leaves(self.loss_scale):
                 return [self.run(self.loss_scale)]
-            try:
-                return [self.at(_LARGEST), self.at(np.inf)]
-            # `raise_if_stuck`'s, or of a logger without an integer for infinity
-            except Exception:
-                return [self.at(_LARGEST)]
+            runs = [self.at(_OVERFLOWING)]
+            # Such as that of `raise_if_stuck`, or of a logger that turns the scale into
+            # an integer
+            with contextlib.suppress(Exception):
+                runs.append(self.at(np.inf))
+            return runs
 
     def run(self, loss_scale: LossScale, numbers: Numbers | None = None) -> Run:
         """The step with this loss scale, and with other numbers in some places."""

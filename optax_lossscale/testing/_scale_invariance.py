@@ -125,9 +125,10 @@ def _accusation(trial, ignore):
 
     series = _series(trial, falling, not_ignored(ignore, usual))
     powers = _powers(series)
-    by_a_power = listed(_BY_A_POWER, powers.values())
+    followed = [f"2**{power}: {name_of(path)}" for path, power in powers.items()]
+    by_a_power = listed(_BY_A_POWER, followed)
     # All else may follow from these.
-    if "2**-" in by_a_power:
+    if any(power < 0 for power in powers.values()):
         return by_a_power + _DIVIDED
     beyond = overflowing[-1]
     differing = [path for path in series if _differ(beyond, falling, path)]
@@ -200,15 +201,14 @@ def _series(trial, falling, judged):
 
 
 def _powers(series):
-    """The outputs that follow a power of the loss scale, in words; the negative ones first."""
+    """The powers of the loss scale that outputs follow, by place; the negative ones first."""
     powers = {}
     for path, x in series.items():
         power = dependence.power(x)
         if power is not None:
             powers[path] = power
     # Those of Adam's state leave parameters that follow the inverse.
-    in_order = sorted(powers, key=lambda path: powers[path] > 0)
-    return {path: f"2**{powers[path]}: {name_of(path)}" for path in in_order}
+    return dict(sorted(powers.items(), key=lambda item: item[1] > 0))
 
 
 def _changes(series, powers):

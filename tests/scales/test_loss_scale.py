@@ -211,6 +211,18 @@ def test_a_state_field_may_be_an_array_of_any_shape_and_dtype():
     assert (ls.last.dtype, ls.seen.dtype) == (jnp.float32, jnp.float16)
 
 
+def test_state_is_no_argument_of_the_constructor_whatever_init_says():
+    class Counting(ols.LossScale):
+        steps: jax.Array = ols.state_field(0, init=True)
+
+        def adjust(self, grads_finite):
+            return self.replace(steps=self.steps + 1)
+
+    with pytest.raises(TypeError, match="steps"):
+        Counting(steps=3)
+    assert Counting().get_config()["config"] == {"initial_scale": 2.0**15}
+
+
 def test_replace_keeps_dtypes_and_knows_its_fields():
     ls = Cautious().replace(quiet_steps=2.0, smoothed=1)
     assert (ls.quiet_steps.dtype, ls.smoothed.dtype) == (jnp.int32, jnp.float32)

@@ -97,6 +97,15 @@ def test_a_traced_array_is_taken_as_it_is():
     assert grad(-1.0) == -6
 
 
+def test_private_classes_are_no_loss_scales_to_ask_for():
+    private = {"class_name": "_TracedLossScale", "config": {}}
+    with pytest.raises(ValueError, match="no loss scale is named") as error:
+        ols.get(private)
+    _, known = str(error.value).split("there are")
+    assert "DynamicLossScale" in known
+    assert "_TracedLossScale" not in known
+
+
 PARAMS = {"w": jnp.ones(2)}
 TX = ols.with_loss_scale(optax.adam(1e-3))
 

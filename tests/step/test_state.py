@@ -34,3 +34,13 @@ def test_a_state_of_another_configuration_is_refused_with_both():
     with pytest.raises(ValueError, match="another configuration") as error:
         TX.update(PARAMS, other.init(PARAMS), PARAMS)
     assert all(str(interval) in str(error.value) for interval in (7, 2000))
+
+
+def test_a_state_of_another_skip_rule_is_refused_with_both():
+    taken, given = (
+        ols.with_loss_scale(optax.adam(1e-3), skip=ols.skips.spikes(max_skips=n))
+        for n in (12, 34)
+    )
+    with pytest.raises(ValueError, match="skip rule has another") as error:
+        taken.update(PARAMS, given.init(PARAMS), PARAMS)
+    assert all(f"'max_skips': {n}" in str(error.value) for n in (12, 34))

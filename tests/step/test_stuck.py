@@ -87,6 +87,31 @@ def test_it_says_to_diagnose_and_speaks_of_the_floor_only_there():
     assert "min_scale" in str(floor.value)
 
 
+def test_one_skip_of_a_rule_after_many_overflows_is_not_laid_to_the_rule():
+    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=ols.skips.megatron(2.0))
+    state = after(tx, NAN, NAN, NAN, 5 * PARAMS)
+    assert state.skip_rule.skipped_by_rule == 1
+    ols.raise_if_stuck(state, max_consecutive_skips=4)
+    with pytest.raises(ols.LossScaleError, match=r"not finite.* in a row: 4\."):
+        ols.raise_if_stuck(state, max_consecutive_skips=3)
+
+
+def test_skips_in_a_row_by_a_rule_alone_are_laid_to_it():
+    tx = ols.with_loss_scale(optax.sgd(0.1), None, skip=ols.skips.megatron(2.0))
+    state = after(tx, *[5 * PARAMS] * 4)
+    with pytest.raises(ols.LossScaleError, match="ThresholdSkipRule has skipped"):
+        ols.raise_if_stuck(state, max_consecutive_skips=3)
+
+
+def test_it_speaks_of_a_floor_only_if_there_is_an_argument_for_it():
+    tx = ols.with_loss_scale(
+        optax.sgd(0.1), ols.HeadroomLossScale(initial_scale=2.0**-100)
+    )
+    with pytest.raises(ols.LossScaleError, match="cannot be lowered") as error:
+        ols.raise_if_stuck(after(tx, NAN))
+    assert "min_scale" not in str(error.value)
+
+
 def test_a_state_without_a_loss_scale_is_refused():
     with pytest.raises(ValueError, match="exactly one loss scale"):
         ols.raise_if_stuck(optax.sgd(0.1).init(PARAMS))

@@ -425,6 +425,17 @@ def test_a_norm_that_happens_to_be_the_loss_scale_is_accused_and_a_tiny_one_too(
             ols.testing.assert_scale_invariant(jax.jit(step), w, tx.init(w), factor)
 
 
+def test_the_advice_goes_by_the_power_and_not_by_names():
+    @jax.jit
+    def step(params, state, x):
+        _, grads = ols.value_and_scaled_grad(small_loss, state)(params, x)
+        logged = {"norm_at_2**-3": optax.tree.norm(grads)}
+        return *TX.apply_gradients(grads, state, params), logged
+
+    with pytest.raises(AssertionError, match="still multiplied by the loss scale"):
+        ols.testing.assert_scale_invariant(step, PARAMS, TX.init(PARAMS), X)
+
+
 @pytest.mark.slow
 def test_of_large_arrays_a_sample_is_compared():
     w = jnp.linspace(1, 2, 2**18).reshape(2**9, 2**9)
