@@ -43,8 +43,13 @@ class InitialScale(NamedTuple):
         return f"{scale}, with {self.spare_bits:.0f} bits to spare before gradients overflow"
 
 
-Counts = tuple[int, int, int, np.ndarray]
-"""Of a gradient: its numbers, those lost at 1 and at the scale that fits, and their exponents."""
+class _Counts(NamedTuple):
+    """How many numbers of a gradient there are."""
+
+    size: int
+    lost: int  # at a loss scale of 1
+    left: int  # lost at the scale that fits
+    exponents: np.ndarray  # those with each exponent
 
 
 class Underflow(NamedTuple):
@@ -110,16 +115,20 @@ def underflow(
       at_1: their gradients in a run at a loss scale of 1.
       fitting: and in one at the scale that fits.
     """
-    counts: dict[str, list[Counts]] = defaultdict(list)
+    counts: dict[str, list[_Counts]] = defaultdict(list)
     for name, before, after in zip(names, at_1, fitting, strict=True):
         true = _sizes(before.pair.true)
         exponents = _exponents(true[_may_be_kept(true)])
-        of_one = (true.size, _count_lost(before), _count_lost(after), exponents)
+        lost, left = map(_count_lost, (before, after))
+        of_one = _Counts(true.size, lost, left, exponents)
         for group in ("all", without_numbers(name)):
             counts[group].append(of_one)
     groups = {}
     for group, of_each in counts.items():
-        size, lost, left, exponents = map(sum, zip(*of_each, strict=True))
+        size = sum(one.size for one in of_each)
+        lost = sum(one.lost for one in of_each)
+        left = sum(one.left for one in of_each)
+        exponents = np.sum([one.exponents for one in of_each], axis=0)
         if max(lost, left) > NOTABLE * size:
             groups[group] = Underflow(lost / size, left / size, _bits(exponents))
     return dict(
