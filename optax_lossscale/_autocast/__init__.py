@@ -11,7 +11,7 @@ The words that the files of this folder share:
 - A value is *stored*, in a dtype, if regions after its own read it. If it is cheap, they
   may *repeat* its step instead (`store.py`).
 - For the backward pass, what an island reads is *kept*, and what it computes is
-  *recomputed*, but for some sums, which are kept as well.
+  *recomputed*, but for some reductions, which are kept as well.
 - A value is *sent* if it goes from device to device, or under a name, in 16 bits.
 
 The passes, each a pure function in a file of its own: `classify`, `uses`, `partition`,

@@ -19,7 +19,7 @@ class Casting(NamedTuple):
 
     dtype: np.dtype  # of the products
     recomputes: bool = True  # unless the user's own `jax.checkpoint` says what is kept
-    # Some sums, unless in a rule of derivatives: a name has no transpose
+    # Some reductions, unless in a rule of derivatives: a name has no transpose
     keeps: bool = True
     prevent_cse: bool = True  # as `jax.checkpoint` has it
 
@@ -87,7 +87,8 @@ def facts_of(
             is_of_each = len(step.ins) == len(step.outs)
             sources = step.ins if is_of_each else step.ins[:1] * len(step.outs)
             for i, source in zip(step.outs, sources, strict=True):
-                dtypes[i] = low if dtypes[source] == low else dtypes[i]
+                if dtypes[source] == low:
+                    dtypes[i] = low
     return Facts(program, kind_of, after, sent, dtypes, casting)
 
 

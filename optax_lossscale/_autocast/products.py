@@ -87,9 +87,16 @@ def why_left(eqn: Any) -> str:
     return f"a product with {integers[0]}" if integers and FLOAT32 in dtypes else ""
 
 
+def usual_product() -> Any:
+    """A product of float32 that asks for no precision, with that which JAX gives it."""
+    vector = jax.ShapeDtypeStruct((1,), FLOAT32)
+    (eqn,) = jax.make_jaxpr(lax.dot)(vector, vector).eqns
+    return eqn
+
+
 def reasons_left(program: Any) -> tuple[str, ...]:
     """Why autocast leaves products of a program, each reason once; "" for any that it narrows."""
-    if _default_asks_for_precision():
+    if asks_for_precision(usual_product()):  # as `jax_default_matmul_precision` says
         return (AT_DEFAULT,)
     return _reasons_left(program)
 
@@ -144,13 +151,6 @@ def _waits(condition: Any) -> bool:
     return not all(
         jnp.issubdtype(dtype_in(v), jnp.integer) for v in condition.invars if v in read
     )
-
-
-def _default_asks_for_precision() -> bool:
-    """Whether `jax_default_matmul_precision` is that of float32, for every product."""
-    vector = jax.ShapeDtypeStruct((1,), FLOAT32)
-    (eqn,) = jax.make_jaxpr(lax.dot)(vector, vector).eqns
-    return asks_for_precision(eqn)
 
 
 def _multiplies_float32(eqn: Any) -> bool:

@@ -4,10 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import IS_REPORTED
@@ -17,10 +15,11 @@ from optax_lossscale._autocast.products import (
     SCOPE,
     is_narrowed,
     remedy,
+    usual_product,
     why_left,
 )
 from optax_lossscale._diagnosis.text import aligned
-from optax_lossscale._programs.operations import TABLE, Is, traits_of
+from optax_lossscale._programs.operations import TABLE, Is, traits
 from optax_lossscale._programs.values import (
     FLOAT32,
     HALVES,
@@ -189,22 +188,21 @@ def report_of(jaxpr: Any) -> DtypeReport:
     opaque = []
     unknown = []
     while_loops = []
-    usual = _usual_precision()
+    usual = str(usual_product().params["precision"])
     for at in equations(jaxpr):
         floats = [v for v in at.eqn.invars if is_float(v)]
-        if Is.OPAQUE in traits_of(at.name) and floats:
+        if Is.OPAQUE in traits(at.eqn) and floats:
             opaque.append(_operation(at))
         elif at.name not in TABLE and floats:
             unknown.append(_operation(at))
         elif is_product(at.eqn):
             products.append(_product(at, usual))
-            while_loops += [
-                around.source for around in at.holders if around.name == "while"
-            ][:1]
+            loops = [around for around in at.holders if Is.WAITS in traits(around.eqn)]
+            while_loops += [around.source for around in loops[:1]]
         elif floats and all(v.aval.dtype.itemsize <= 2 for v in floats):
             one = _operation(at)._replace(terms=at.summed * terms_of(at.eqn))
-            traits = traits_of(at.name)
-            is_wild = Is.EXPONENTIAL in traits or _ADDS_OVER_DEVICES in traits
+            its_traits = traits(at.eqn)
+            is_wild = Is.EXPONENTIAL in its_traits or _ADDS_OVER_DEVICES in its_traits
             if one.terms > 1 or is_wild:
                 narrow.append(one)
     return DtypeReport(
@@ -214,13 +212,6 @@ def report_of(jaxpr: Any) -> DtypeReport:
         _alike(unknown),
         tuple(dict.fromkeys(while_loops)),
     )
-
-
-def _usual_precision() -> str:
-    """The precision of a product that asks for none."""
-    vector = jax.ShapeDtypeStruct((1,), jnp.float32)
-    (product,) = jax.make_jaxpr(lax.dot)(vector, vector).eqns
-    return str(product.params["precision"])
 
 
 def product_rows(products: Iterable[Operation], report: DtypeReport) -> list[str]:

@@ -13,13 +13,8 @@ from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._programs.walk import programs_in
 
 _LOOPS = Is.SCANS | Is.WAITS | Is.BRANCHES | Is.MAPS
-_CALLS = (
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vmap_call",
-    "composite",
-    "xla_metadata_call",
-)
+_CALLS = Is.INLINED | Is.KEEPS | Is.JVP | Is.VJP
+_OTHER_CALLS = ("custom_vmap_call", "composite", "xla_metadata_call")
 
 
 class Piece(NamedTuple):
@@ -63,7 +58,7 @@ def programs_to_run(eqn: Any) -> Sequence[Any]:
 
 def is_call(eqn: Any) -> bool:
     """Whether an equation is no more than the one program that it holds."""
-    is_one = traits(eqn) & (Is.INLINED | Is.KEEPS) or eqn.primitive.name in _CALLS
+    is_one = traits(eqn) & _CALLS or eqn.primitive.name in _OTHER_CALLS
     return bool(is_one) and len(programs_in(eqn)) == 1
 
 
