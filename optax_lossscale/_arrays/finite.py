@@ -1,22 +1,11 @@
 """The check: is every number of a tree finite? In the same pass: the largest, and the norm.
 
-Each asks one question of every number, and joins the answers: first to a scalar for each
-leaf, then to one. How many times that reads the numbers depends on the platform:
-
-On CPU, XLA compiles a reduction with one output to several passes, through an array of
-the leaf's size, and its max loses NaNs. But one with two outputs becomes a single pass
-at the speed of memory, in every dtype and with the unscaling fused into it. So there
-each question is asked together with another: whether the number is finite.
-
-Elsewhere, a reduction is a single pass, and two of the same numbers share it. Where the
-compiler spreads arrays over devices, they agree by one all-reduce of the scalars.
-
-These look at local numbers; `across` makes the answers of all replicas one.
+Each looks at local numbers; `across` makes the answers of all replicas one.
 """
 
 import functools
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +14,14 @@ from jax import lax
 
 from optax_lossscale._arrays.placement import is_partitioned
 from optax_lossscale._arrays.precision import at_least_float32, is_inexact
-from optax_lossscale._arrays.validation import LARGEST
 
+T = TypeVar("T")
 AxisName = Hashable
+Groups = list[list[jax.Array]]  # of leaves of one type that share a kernel
+
+_LARGEST = float(np.finfo(np.float32).max)
+_ROW = 2**16  # numbers
+_SHORTEST_ROW = 2**8  # numbers
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -48,151 +42,233 @@ def all_finite(tree: Any) -> jax.Array:
       >>> bool(ols.all_finite({"w": jnp.array([1.0, jnp.nan])}))
       False
     """
-    _, finite = _ask(tree, _equals_itself, lax.bitwise_and, jnp.all)
-    return finite
+    return _by_platform(tree, _all_finite_on_cpu, _all_finite, if_empty=np.True_)
 
 
 def largest(tree: Any) -> jax.Array:
-    """The largest absolute value, float32; infinity if one is not finite."""
-    size, _ = _ask(tree, _size, lax.max, jnp.max)
-    return size
+    """The largest absolute value, float32, in the same pass; infinity if one is not finite."""
+    return _by_platform(tree, _largest_on_cpu, _largest, if_empty=np.float32(0))
 
 
 def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
-    """The global L2 norm, float32, and what `all_finite` says.
-
-    From 2**64 on, the norm is infinite: the sum of squares is more than float32 holds.
-    """
-    square, finite = _ask(tree, _square, lax.add, jnp.sum)
+    """The global L2 norm, float32, and what `all_finite` says, in the one pass that it takes."""
+    # From 2**64 on, the norm is infinite: the sum of squares is more than float32
+    # holds.
+    empty = np.float32(0), np.True_
+    square, finite = _by_platform(tree, _squares_on_cpu, _squares, if_empty=empty)
     return jnp.sqrt(square), finite
 
 
-def _ask(
-    tree: Any, question: Callable, join: Callable, reduce: Callable
-) -> tuple[jax.Array, jax.Array]:
-    """The answers of all numbers to a question, joined, and whether all are finite.
-
-    `join` is of two answers, and `reduce` of all those in an array.
-    """
+def _by_platform(
+    tree: Any,
+    on_cpu: Callable[[Groups], T],
+    elsewhere: Callable[[Groups], T],
+    if_empty: Any,
+) -> T:
+    """What is asked of a tree, computed as suits the platform that the program is lowered for."""
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
-    leaves = [x for x in leaves if x.size] or [jnp.zeros(())]
-
-    def on_cpu(leaves):
-        # So many groups of leaves that all cores have work
-        most = min(max(len(leaves) // 32, 1), 8)
-        return _in_one_pass_on_cpu(_groups(leaves, most), question, join, reduce)
-
-    def elsewhere(leaves, most=1):
-        groups = _groups(leaves, most)
-        answer = _of_groups(groups, question, join, reduce)
-        return answer, _of_groups(groups, jnp.isfinite, lax.bitwise_and, jnp.all)
-
+    if not leaves:
+        return jax.tree.map(jnp.asarray, if_empty)
     if any(is_partitioned(x) for x in leaves):
-        return elsewhere(leaves)
-    # Leaves share kernels, of which fewer are compiled and launched. In fours, a GPU's
-    # compiler still takes the norm of a clip in the same pass. A TPU's would keep more
-    # gradients waiting in main memory.
-    in_fours = functools.partial(elsewhere, most=4)
-    return lax.platform_dependent(leaves, cpu=on_cpu, tpu=elsewhere, default=in_fours)
+        return elsewhere(_groups(leaves, 1))
+    # Some leaves share a kernel: kernels compile faster, and fewer are launched. But on
+    # CPU all cores must stay busy; a GPU's compiler takes the norm of a clip in the
+    # same pass with groups of four, not of eight; and a TPU's would keep more gradients
+    # waiting in main memory.
+    size_on_cpu = min(max(len(leaves) // 32, 1), 8)
+    return lax.platform_dependent(
+        leaves,
+        cpu=lambda leaves: on_cpu(_groups(leaves, size_on_cpu)),
+        tpu=lambda leaves: elsewhere(_groups(leaves, 1)),
+        default=lambda leaves: elsewhere(_groups(leaves, 4)),
+    )
 
 
-def _in_one_pass_on_cpu(
-    groups: list[list[jax.Array]], question: Callable, join: Callable, reduce: Callable
-) -> tuple[jax.Array, jax.Array]:
-    """As `_ask`, by a reduction with two outputs for each group."""
-    # Such a reduction adds one number after the other, and a float32 sum of 2**24 and
-    # more stops growing.
-    with jax.enable_x64(True):
-        answers = []
-        flags = []
-        for leaves in groups:
-            zeros = functools.reduce(lax.add, map(_zeros, leaves))
-            # Of flags, those of the sum answer for all.
-            asked = [zeros] if join is lax.bitwise_and else leaves
-            answer = functools.reduce(join, map(question, asked))
-            if join is lax.add:
-                answer = answer.astype(np.float64)
-            initial = np.True_ if answer.dtype == bool else answer.dtype.type(0)
-            pair = lax.reduce(
-                (answer, jnp.isfinite(zeros)),
-                (initial, np.True_),
-                _beside_and(join),
-                range(answer.ndim),
-            )
-            answers.append(pair[0])
-            flags.append(pair[1])
-        # The barrier keeps these from being fused with what joins them: a kernel that
-        # has an argument for every leaf compiles in quadratic time.
-        vectors = (jnp.stack(answers), jnp.stack(flags))
-        all_answers, all_flags = lax.optimization_barrier(vectors)
-        answer = reduce(all_answers)
-        if answer.dtype == np.float64:
-            answer = answer.astype(np.float32)
-        return answer, all_flags.all()
-
-
-@functools.cache  # one function is traced once
-def _beside_and(join: Callable) -> Callable:
-    """`join` of the first of two pairs' members, and a conjunction of the second."""
-
-    def on_pairs(so_far, new):
-        return join(so_far[0], new[0]), lax.bitwise_and(so_far[1], new[1])
-
-    return on_pairs
-
-
-def _groups(leaves: list[jax.Array], most: int) -> list[list[jax.Array]]:
-    """Groups of leaves of one type, each of at most `most`."""
+def _groups(leaves: list[jax.Array], size: int) -> Groups:
+    """Groups of leaves of one type, each of at most `size`."""
     leaves_of_type: dict[Any, list[jax.Array]] = {}
     for x in leaves:
         leaves_of_type.setdefault(jax.typeof(x), []).append(x)
     groups = []
     for alike in leaves_of_type.values():
-        for start in range(0, len(alike), most):
-            groups.append(alike[start : start + most])
+        for start in range(0, len(alike), size):
+            groups.append(alike[start : start + size])
     return groups
 
 
-def _of_groups(
-    groups: list[list[jax.Array]], question: Callable, join: Callable, reduce: Callable
-) -> jax.Array:
-    """The answers to one question, joined place by place in each group, then to a scalar."""
-    scalars = []
-    for leaves in groups:
-        answers = functools.reduce(join, map(question, leaves))
-        scalar = reduce(answers)
-        scalars.append(scalar)
-    return reduce(jnp.stack(scalars))
+def _joined(groups: Groups, function: Callable, join: Callable) -> list[jax.Array]:
+    """An array for each group: a function of every number, joined place by place."""
+    arrays = []
+    for first, *others in groups:
+        joined = function(first)
+        for x in others:
+            joined = join(joined, function(x))
+        arrays.append(joined)
+    return arrays
 
 
-# --- questions about each number ---
+# --- elsewhere: partitioned, each takes one all-reduce, of a number for each leaf ---
 
 
-def _zeros(x: jax.Array) -> jax.Array:
-    """0 for each finite number and NaN for others: they add up where flags take longer."""
-    wide = at_least_float32(x)
-    return lax.sub(wide, wide)
+def _all_finite(groups: Groups) -> jax.Array:
+    """Whether all are: a reduction of flags for each group."""
+    arrays_of_flags = _joined(groups, is_finite, lax.bitwise_and)
+    flags = [lax.reduce_and(x, range(x.ndim)) for x in arrays_of_flags]
+    return jnp.stack(flags).all()
 
 
-def _equals_itself(x: jax.Array) -> jax.Array:
-    """Which numbers are no NaN: the cheapest question to ask beside `jnp.isfinite`."""
-    return lax.eq(x, x)
+def _largest(groups: Groups) -> jax.Array:
+    """The largest size, which is infinite where one is not finite."""
+    arrays_of_sizes = _joined(groups, _size_or_infinity, lax.max)
+    sizes = [jnp.max(x, initial=0) for x in arrays_of_sizes]
+    return jnp.stack(sizes).max()
+
+
+def _squares(groups: Groups) -> tuple[jax.Array, jax.Array]:
+    """The sum of squares, and whether all are finite: two reductions that share a pass."""
+    squares = _joined(groups, _square, lax.add)
+    sums = [jnp.sum(x).astype(jnp.float32) for x in squares]
+    return jnp.stack(sums).sum(), _all_finite(groups)
+
+
+# --- on CPU ---
+#
+# A max does not help: XLA's loses NaNs on CPU. And a reduction with one output is
+# compiled to several passes, through an array of the leaf's size. But one with two
+# outputs becomes a single pass at the speed of memory, in every dtype and with the
+# unscaling fused into it. Hence a second question about each number, even where the
+# first implies its answer.
+
+
+def _all_finite_on_cpu(groups: Groups) -> jax.Array:
+    """Whether all are; the second question is whether a number equals itself."""
+    flags = []
+    for x in [_finite_sum(leaves) for leaves in groups]:
+        flags += _with_all(lax.bitwise_and, is_finite(x), lax.eq(x, x))
+    # The barrier keeps the flags from being fused with their conjunction: a kernel that
+    # has an argument for every leaf compiles in quadratic time.
+    computed = lax.optimization_barrier(jnp.stack(flags))
+    return computed.all()
+
+
+def _largest_on_cpu(groups: Groups) -> jax.Array:
+    """The largest size, and in the same pass whether all are finite."""
+    arrays_of_sizes = _joined(groups, _size, lax.max)
+    arrays_of_flags = [is_finite(_finite_sum(leaves)) for leaves in groups]
+    arrays = zip(arrays_of_sizes, arrays_of_flags, strict=True)
+    pairs = [_with_all(lax.max, size, flag) for size, flag in arrays]
+    sizes, flags = zip(*pairs, strict=True)
+    one_of_each = (jnp.stack(sizes), jnp.stack(flags))
+    all_sizes, all_flags = lax.optimization_barrier(one_of_each)
+    return jnp.where(all_flags.all(), all_sizes.max(), jnp.inf)
+
+
+def _squares_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
+    """The sum of squares, and in the same pass whether all are finite."""
+    # Such a reduction adds one number after the other, and a float32 sum of 2**24 and
+    # more stops growing, so large leaves are summed row by row.
+    squares = _in_rows(_joined(groups, _square, lax.add))
+    finite_sums = _in_rows([_finite_sum(leaves) for leaves in groups])
+    rows = zip(squares, finite_sums, strict=True)
+    pairs = [_with_all(lax.add, x, is_finite(y), axes=[x.ndim - 1]) for x, y in rows]
+    sums, flags = zip(*pairs, strict=True)
+    one_of_each = (_concatenated(sums, jnp.float32), _concatenated(flags, bool))
+    all_sums, all_flags = lax.optimization_barrier(one_of_each)
+    return all_sums.sum(), all_flags.all()
+
+
+# --- numbers ---
+
+
+def _finite_sum(leaves: list[jax.Array]) -> jax.Array:
+    """A number for each place, finite if those of all the arrays are."""
+    if len(leaves) == 1:
+        return leaves[0]
+    # x - x is zero or NaN. Flags would not be vectorized, and a CPU rounds 16-bit sums
+    # one by one.
+    wide = map(at_least_float32, leaves)
+    zeros = [lax.sub(x, x) for x in wide]
+    return functools.reduce(lax.add, zeros)
+
+
+def is_finite(x: jax.Array) -> jax.Array:
+    """Which numbers are finite."""
+    if jnp.iscomplexobj(x):
+        return jnp.isfinite(x)
+    return lax.is_finite(x)  # quicker to trace
+
+
+def _in_rows(arrays: list[jax.Array]) -> list[jax.Array]:
+    """The numbers of arrays, each in one row or in a matrix of rows."""
+    return [row for x in arrays for row in _rows(x)]
+
+
+def _rows(x: jax.Array) -> list[jax.Array]:
+    """A leaf's numbers; those of a large one in rows of at most `_ROW`, the last one shorter."""
+    size = x.size
+    flat = x.reshape(-1)
+    if size <= _ROW:
+        return [flat]
+    length = min(size & -size, _ROW)  # the largest power of two that divides
+    if length < _SHORTEST_ROW:
+        length = _ROW
+    rest = size % length
+    head = size - rest
+    rows = [flat[:head].reshape(-1, length)]
+    if rest:
+        rows.append(flat[head:])
+    return rows
 
 
 def _square(x: jax.Array) -> jax.Array:
-    """The square of the absolute value, as float32."""
+    """The square of the absolute value, as float32 or wider."""
     if jnp.iscomplexobj(x):
         return _square(x.real) + _square(x.imag)
-    return jnp.square(x.astype(jnp.float32))
+    return jnp.square(at_least_float32(x))
 
 
 def _size(x: jax.Array) -> jax.Array:
-    """The absolute value as float32, which is infinite only for what is not finite."""
+    """The absolute value as float32, finite for every finite number."""
     if jnp.iscomplexobj(x):
         return jnp.maximum(_size(x.real), _size(x.imag))
-    number = jnp.clip(x, -LARGEST, LARGEST) if x.dtype.itemsize > 4 else x
-    size = jnp.abs(number.astype(jnp.float32))
-    return jnp.where(jnp.isfinite(x), size, jnp.inf)
+    if x.dtype.itemsize > 4:
+        x = jnp.clip(x, -_LARGEST, _LARGEST)
+    return jnp.abs(x.astype(jnp.float32))
+
+
+def _size_or_infinity(x: jax.Array) -> jax.Array:
+    """The absolute value as float32, infinite for what is not finite; a NaN would be lost."""
+    return jnp.where(is_finite(x), _size(x), jnp.inf)
+
+
+def _concatenated(arrays: Sequence[jax.Array], dtype: Any) -> jax.Array:
+    """All numbers in one vector of a dtype."""
+    return jnp.concatenate([jnp.ravel(x).astype(dtype) for x in arrays])
+
+
+def _with_all(
+    operation: Callable,
+    x: jax.Array,
+    flags: jax.Array,
+    axes: Sequence[int] | None = None,
+) -> list[jax.Array]:
+    """A reduction by an operation, and whether all flags are True, in one pass."""
+    if axes is None:
+        axes = range(x.ndim)
+    initial = x.dtype.type(x.dtype == bool)  # True or 0
+    return lax.reduce((x, flags), (initial, np.True_), _beside_and(operation), axes)
+
+
+@functools.cache  # one function is traced once
+def _beside_and(operation: Callable) -> Callable:
+    """An operation on the first of two pairs' members, and a conjunction of the second."""
+
+    def on_pairs(so_far, new):
+        reduced, all_flags = so_far
+        x, flag = new
+        return operation(reduced, x), lax.bitwise_and(all_flags, flag)
+
+    return on_pairs
 
 
 # --- over replicas ---

@@ -107,8 +107,7 @@ def is_stored_low(kind: Kind, use: Use) -> bool:
 def _where_streams_begin(program: Flat, kinds: Mapping[int, Kind]) -> frozenset[int]:
     """The rows of an embedding to which the result of a product is added.
 
-    They are stored as such sums are. Without this, a Llama with names takes 1.07 of the
-    memory.
+    They are stored as such sums are, and as a cast by hand of the embedding stores them.
     """
     begins: set[int] = set()
     for step in program.steps:

@@ -5,6 +5,10 @@ another is stored in 16 bits, if its kind can be. What is cheap, and larger than
 is made of, is not stored: each island that reads it repeats it. In the backward pass an
 island is recomputed from what it read, so no float32 array is kept for it.
 
+What is said of a rule in figures is the memory or the bytes of a model without it, over
+those with it, compiled for an H100 with jax 0.12 when the rule was made or last tried:
+this version or 0.3.0.
+
 Where a rule says what it buys, this was measured without it: compiled for an H100,
 over the same model with it.
 """
@@ -23,7 +27,9 @@ from optax_lossscale._autocast.partition import Region
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import dtype_in, is_float, numbers_in
 
-_FEW = 32  # numbers for one that a reduction leaves: to take it again costs nothing
+_FEW = (
+    32  # numbers for one that a reduction leaves, for keeping that one to be worth it
+)
 
 Steps = Sequence[Step]
 Makers = Mapping[int, Step]

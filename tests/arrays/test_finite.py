@@ -1,5 +1,6 @@
 import functools
 import itertools
+import re
 
 import chex
 import hypothesis
@@ -246,6 +247,16 @@ def test_squares_that_are_more_than_float32_holds_make_the_norm_infinite_and_not
     assert (norm, bool(finite)) == (0, True)
     norm, _ = measured({"complex": jnp.array([3 + 4j]), "half": jnp.float16(12)})
     assert norm == 13
+
+
+@pytest.mark.about_cpus
+@pytest.mark.parametrize("check", [ols.all_finite, largest, norm_and_all_finite])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_leaves_that_share_a_kernel_are_added_up_in_float32(check, dtype):
+    """A CPU rounds each 16-bit sum by itself, and the check would take twice as long."""
+    program = jax.jit(check).lower([jnp.ones((8, 128), dtype)] * 64).as_text()
+    sums = re.findall(r"stablehlo\.(?:add|subtract) .*tensor<8x128x(\w+)>", program)
+    assert set(sums) == {"f32"}
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)

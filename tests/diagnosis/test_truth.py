@@ -491,6 +491,11 @@ NOT_FINITE = {
         "the argument of the logarithm",
     ),
     "0/0": (lambda x: x / jnp.sum(x * 0), "a division by 0", "the divisor"),
+    "0 beside a root": (
+        lambda x: jnp.sqrt(x + 1) / (x * 0),
+        "a division by 0",
+        "the divisor",
+    ),
     "power": (lambda x: x**0.5, "a power of 0 or less", "the base of the power"),
     "norm": (
         lambda x: jnp.linalg.norm(x * 0),
@@ -938,6 +943,16 @@ def test_nobody_is_advised_to_narrow_what_the_advice_was_to_keep():
     batch = normal(24, 8, scale=1.0), normal(24, scale=1.0, seed=3)
     found = ols.diagnose(ols.autocast(loss_fn), normal(8, 16, scale=0.3), *batch)
     assert str(found).startswith("Computes in float32: ")
+    assert not any("Wrap the loss function" in line for line in found.advice)
+
+
+def test_of_a_wrong_loss_there_is_no_advice_to_narrow_its_products():
+    def loss_fn(w, x):
+        z = jnp.tanh(x @ w.astype(F16)) @ w.astype(F16) * 300
+        return square((z.astype(F16) * F16(300)).astype(F32) * 1e-6)
+
+    found = ols.diagnose(loss_fn, normal(8, 8), normal(24, 8, scale=1.0))
+    assert [one.how for one in found.wrong][:1] == ["overflows"]
     assert not any("Wrap the loss function" in line for line in found.advice)
 
 
