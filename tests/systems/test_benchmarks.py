@@ -24,6 +24,7 @@ from benchmarks import (
     _hlo,
     _policies,
     _report,
+    _rules,
     _sections,
     _skips,
     _tables,
@@ -39,7 +40,9 @@ def test_the_page_is_what_the_results_make():
     assert _report.page(found) == (PAGES / "README.md").read_text()
 
 
-@pytest.mark.parametrize("module", [_accelerators, _autocast, _policies])
+@pytest.mark.parametrize(
+    "module", [_accelerators, _autocast, _policies, _rules]
+)
 def test_a_page_is_what_its_csv_makes(module):
     name = module.__name__.partition("._")[2]
     found = _tables.read(PAGES / f"{name}.csv")
@@ -67,6 +70,7 @@ def test_the_pages_name_the_same_version():
             "accelerators.md",
             "autocast.md",
             "policies.md",
+            "rules.md",
             "skips.md",
         )
     }
