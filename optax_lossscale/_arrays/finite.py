@@ -64,7 +64,10 @@ def _by_platform(
     elsewhere: Callable[[Groups], T],
 ) -> T:
     """What is asked of a tree, computed as suits the platform that the program is lowered for."""
-    leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
+    leaves = []
+    for x in jax.tree.leaves(tree):
+        if is_inexact(x):
+            leaves += _real_arrays(jnp.asarray(x))
     if not leaves:
         leaves = [jnp.float32(0)]
     if any(is_partitioned(x) for x in leaves):
@@ -82,6 +85,13 @@ def _by_platform(
     )
 
 
+def _real_arrays(x: jax.Array) -> list[jax.Array]:
+    """The real and the imaginary parts of complex numbers; other numbers as they are."""
+    if jnp.iscomplexobj(x):
+        return [x.real, x.imag]
+    return [x]
+
+
 def _groups(leaves: list[jax.Array], size: int) -> Groups:
     """Groups of leaves of one type, each of at most `size`."""
     leaves_of_type: dict[Any, list[jax.Array]] = {}
@@ -94,7 +104,11 @@ def _groups(leaves: list[jax.Array], size: int) -> Groups:
     return groups
 
 
-def _joined(groups: Groups, function: Callable, operation: Callable) -> list[jax.Array]:
+def _joined(
+    groups: Groups,
+    function: Callable,
+    operation: Callable,
+) -> list[jax.Array]:
     """An array for each group: a function of every number, joined place by place."""
     return [functools.reduce(operation, map(function, leaves)) for leaves in groups]
 
@@ -104,7 +118,7 @@ def _joined(groups: Groups, function: Callable, operation: Callable) -> list[jax
 
 def _all_finite(groups: Groups) -> jax.Array:
     """Whether all are: a reduction of flags for each group."""
-    return _reduced(jnp.all, _joined(groups, is_finite, lax.bitwise_and))
+    return _reduced(jnp.all, _joined(groups, lax.is_finite, lax.bitwise_and))
 
 
 def _largest(groups: Groups) -> jax.Array:
@@ -172,7 +186,8 @@ def _zeros(leaves: list[jax.Array]) -> jax.Array:
     """Zeros, but NaN in each place where a leaf's number is not finite."""
     # Flags would not be vectorized, and a CPU rounds 16-bit sums one by one.
     wide = map(at_least_float32, leaves)
-    return functools.reduce(lax.add, [lax.sub(x, x) for x in wide])
+    zeros = [lax.sub(x, x) for x in wide]
+    return functools.reduce(lax.add, zeros)
 
 
 def _in_rows(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -209,7 +224,7 @@ def _reduced_beside_check(
     for x, numbers in zip(arrays, checked, strict=True):
         initial = x.dtype.type(x.dtype == bool)  # True or 0
         result, flag = lax.reduce(
-            (x, is_finite(numbers)),
+            (x, lax.is_finite(numbers)),
             (initial, np.True_),
             _beside_and(operation),
             [x.ndim - 1] if by_row else range(x.ndim),
@@ -218,7 +233,9 @@ def _reduced_beside_check(
         flags.append(flag.reshape(-1))
     # The barrier keeps these from being fused with what is made of them: a kernel that
     # has an argument for every leaf compiles in quadratic time.
-    return lax.optimization_barrier((jnp.concatenate(reduced), jnp.concatenate(flags)))
+    all_reduced = jnp.concatenate(reduced)
+    all_flags = jnp.concatenate(flags)
+    return lax.optimization_barrier((all_reduced, all_flags))
 
 
 @functools.cache  # one function is traced once
@@ -236,24 +253,13 @@ def _beside_and(operation: Callable) -> Callable:
 # --- numbers ---
 
 
-def is_finite(x: jax.Array) -> jax.Array:
-    """Which numbers are finite."""
-    if jnp.iscomplexobj(x):
-        return jnp.isfinite(x)
-    return lax.is_finite(x)  # quicker to trace
-
-
 def _square(x: jax.Array) -> jax.Array:
-    """The square of the absolute value, as float32."""
-    if jnp.iscomplexobj(x):
-        return _square(x.real) + _square(x.imag)
+    """The square, as float32."""
     return jnp.square(x.astype(jnp.float32))
 
 
 def _size(x: jax.Array) -> jax.Array:
     """The absolute value as float32, finite for every finite number."""
-    if jnp.iscomplexobj(x):
-        return jnp.maximum(_size(x.real), _size(x.imag))
     if x.dtype.itemsize > 4:
         x = jnp.clip(x, -_LARGEST, _LARGEST)
     return jnp.abs(x.astype(jnp.float32))
@@ -261,7 +267,7 @@ def _size(x: jax.Array) -> jax.Array:
 
 def _size_or_infinity(x: jax.Array) -> jax.Array:
     """The absolute value as float32, infinite for what is not finite; a NaN would be lost."""
-    return jnp.where(is_finite(x), _size(x), jnp.inf)
+    return jnp.where(lax.is_finite(x), _size(x), jnp.inf)
 
 
 # --- over replicas ---
@@ -275,7 +281,11 @@ def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
     return across(lax.pmin, number, axis_name).astype(bool)
 
 
-def across(reduce: Callable, x: jax.Array, axis_name: AxisName | None) -> jax.Array:
+def across(
+    reduce: Callable,
+    x: jax.Array,
+    axis_name: AxisName | None,
+) -> jax.Array:
     """A reduction over replicas, such as `lax.pmin`; without an axis, what was given."""
     if axis_name is None:
         return x

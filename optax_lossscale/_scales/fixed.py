@@ -6,10 +6,10 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import OVERFLOWS
-from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._scales.loss_scale import AxisName, LossScale
 
 _SCALE = validation.scale_up_to(2.0**126)  # above this, the reciprocal is not normal
@@ -57,28 +57,16 @@ class FixedLossScale(LossScale):
     def __repr__(self) -> str:
         return f"FixedLossScale({self.initial_scale})"
 
-    def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
+    def adjust(self, grads_finite: ArrayLike) -> Self:
         return self
 
     def update(
-        self, grads: Any, axis_name: AxisName | None = None
+        self,
+        grads: Any,
+        axis_name: AxisName | None = None,
     ) -> tuple[Self, bool]:
         """This loss scale itself, and True: the gradients are not looked at."""
         return self, True
 
-    def scale(self, tree: T) -> T:
-        if self._is_one():
-            return map_inexact(lambda x: x, tree)
-        return super().scale(tree)
-
-    def unscale(self, tree: T) -> T:
-        if self._is_one():
-            return self.scale(tree)
-        return super().unscale(tree)
-
     def get_config(self) -> dict[str, Any]:
         return {"class_name": "FixedLossScale", "config": {"scale": self.initial_scale}}
-
-    def _is_one(self) -> bool:
-        """Whether multiplying by it changes nothing."""
-        return self.initial_scale == 1 and not OVERFLOWS.value

@@ -4,7 +4,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.stateful import checked, state_field
@@ -15,11 +15,12 @@ from optax_lossscale._scales.loss_scale import (
     largest_of_all,
 )
 
-_DECAY = validation.number(
-    "in [0, 1) as a float32", lambda x: bool(0 <= np.float32(x) < 1)
-)
+_BELOW_ONE = 1 - 2.0**-24  # the largest such float32
+_DECAY = validation.number("in [0, 1) as a float32", lambda x: 0 <= x <= _BELOW_ONE)
 # Beyond these the averages of squares would be infinite, and the scale NaN.
-_AT_MOST_60 = validation.number("a number of at most 60", lambda x: x <= 60)
+_AT_MOST_60 = validation.number(
+    "a number of at most 60", lambda x: -validation.LARGEST <= x <= 60
+)
 _DEVIATIONS = validation.number("in [0, 1e6]", lambda x: 0 <= x <= 1e6)
 
 
@@ -85,21 +86,23 @@ class LogMaxLossScale(LossScale):
         super().__post_init__()
         validation.in_order(self.min_scale, self.initial_scale, self.max_scale)
 
-    def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
-        return choose(grads_finite, self, self._after_overflow())
+    def adjust(self, grads_finite: ArrayLike) -> Self:
+        return choose(grads_finite, self, self._observe(self._of_overflow()))
 
     def update(
-        self, grads: Any, axis_name: AxisName | None = None
+        self,
+        grads: Any,
+        axis_name: AxisName | None = None,
     ) -> tuple[Self, jax.Array]:
         amax = largest_of_all(grads, axis_name)
         finite = jnp.isfinite(amax)
         log2_amax = jnp.log2(jnp.maximum(amax, validation.SMALLEST))
-        new = choose(finite, self._observe(log2_amax), self._after_overflow())
-        return new, finite
+        x = jnp.where(finite, log2_amax, self._of_overflow())
+        return self._observe(x), finite
 
-    def _after_overflow(self) -> Self:
-        """As after a gradient of a given size."""
-        return self._observe(jnp.float32(2.0**self.log_max))
+    def _of_overflow(self) -> jax.Array:
+        """What an overflow counts as."""
+        return jnp.float32(2.0**self.log_max)
 
     def _observe(self, x: jax.Array) -> Self:
         """Averages that have seen one more log2 of a largest gradient, and the scale from them."""
@@ -122,7 +125,11 @@ class LogMaxLossScale(LossScale):
         return new.replace(loss_scale=scale)
 
 
-def _average(old: jax.Array, new: jax.Array, decay: float) -> jax.Array:
+def _average(
+    old: jax.Array,
+    new: jax.Array,
+    decay: float,
+) -> jax.Array:
     """A moving average that has seen one more number; it starts at 0, and its weight is apart."""
     weight = jnp.float32(decay)  # rounded first, so that the two weights add up to 1
     return weight * old + (1 - weight) * new

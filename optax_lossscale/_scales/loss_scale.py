@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.finite import (
@@ -69,7 +70,7 @@ class LossScale(Stateful):
         return jnp.asarray(self.loss_scale, jnp.float32)
 
     @abc.abstractmethod
-    def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
+    def adjust(self, grads_finite: ArrayLike) -> Self:
         """The loss scale after one step, from the flag alone.
 
         Args:
@@ -80,7 +81,9 @@ class LossScale(Stateful):
         """
 
     def update(
-        self, grads: Any, axis_name: AxisName | None = None
+        self,
+        grads: Any,
+        axis_name: AxisName | None = None,
     ) -> tuple[Self, jax.Array | bool]:
         """Checks the gradients and adapts the scale.
 
@@ -153,7 +156,7 @@ def _in_one_array(*scalars: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(lax.optimization_barrier(jnp.stack(scalars)))
 
 
-def choose(flag: jax.typing.ArrayLike, if_true: T, if_false: T) -> T:
+def choose(flag: ArrayLike, if_true: T, if_false: T) -> T:
     """The one loss scale or the other, leaf by leaf."""
     return jax.tree.map(functools.partial(jnp.where, flag), if_true, if_false)
 

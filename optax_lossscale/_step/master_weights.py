@@ -38,8 +38,8 @@ class MasterWeightsState(NamedTuple):
 
     Attributes:
       master_weights: the bits that the parameters lack to be float32 numbers; a tree
-        like them, of uint16 for bfloat16, float32 for float16 (for 8 bits, a pair of
-        that and a scalar of the dtype), and `optax.MaskedNode()` for all others.
+        like them, of uint16 for bfloat16, float32 for float16, and
+        `optax.MaskedNode()` for all others.
       inner_state: the state of the wrapped optimizer, for parameters in float32 or
         wider.
     """
@@ -116,9 +116,9 @@ def with_master_weights(
 
     Raises:
       TypeError: in `update`, if the state is not one of this transformation.
-      ValueError: in `update`, without `params`, or if the state is for other shapes or
-        dtypes; float32 parameters are taken for those that `with_loss_scale` made of
-        16-bit ones.
+      ValueError: in `init`, if a parameter has 8 bits; in `update`, without `params`,
+        or if the state is for other shapes or dtypes; float32 parameters are taken for
+        those that `with_loss_scale` made of 16-bit ones.
 
     Example:
       Sixteen steps, each of which changes a weight of 1 by a quarter of float16's least
