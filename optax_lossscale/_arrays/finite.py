@@ -286,14 +286,26 @@ def across(
     x: jax.Array,
     axis_name: AxisName | None,
 ) -> jax.Array:
-    """A reduction over replicas, such as `lax.pmin`; without an axis, what was given."""
-    if axis_name is None:
+    """A reduction over replicas, such as `lax.pmin`; over no axes, what was given."""
+    if axis_name in (None, ()):
         return x
-    try:
-        return reduce(x, axis_name)
-    except NameError as error:
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    are_axes = all(_is_axis(name) for name in names)
+    if not are_axes or len(set(names)) < len(names):
         raise ValueError(
             f"axis_name={axis_name!r} is not an axis of a pmap or shard_map around "
-            "this step. Under jit alone, leave axis_name out: the check already covers "
-            "all devices"
-        ) from error
+            "this step, nor a tuple of such axes, each once. Under jit alone, leave "
+            "axis_name out: the check already covers all devices"
+        )
+    return reduce(x, names)
+
+
+def _is_axis(name: Any) -> bool:
+    """Whether a name is that of one mapped axis around what is traced."""
+    if isinstance(name, (tuple, list)):
+        return False  # JAX would return the product of their sizes
+    try:
+        lax.axis_size(name)
+    except (NameError, TypeError, ValueError):
+        return False
+    return True

@@ -15,9 +15,17 @@ from jax.typing import ArrayLike
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.flax_serialization import register_with_flax
 
+_DTYPES = {
+    bool: np.bool_,
+    int: np.int32,
+    float: np.float32,
+}
+
 
 def state_field(
-    default: Any = dataclasses.MISSING, *, init: Literal[False] = False
+    default: Any = dataclasses.MISSING,
+    *,
+    init: Literal[False] = False,
 ) -> Any:
     """Declares a field that changes from step to step: an array leaf of a `LossScale` or a rule.
 
@@ -44,8 +52,8 @@ def state_field(
     metadata = {state_field: True}
     if default is dataclasses.MISSING:
         return dataclasses.field(init=False, metadata=metadata)
-    dtype = {bool: np.bool_, int: np.int32, float: np.float32}.get(type(default))
-    value = np.asarray(default, dtype)[()]  # a scalar, if it has no dimensions
+    array = np.asarray(default, _DTYPES.get(type(default)))
+    value = array[()]  # a scalar, if it has no dimensions
     return dataclasses.field(
         default_factory=lambda: value, init=False, metadata=metadata
     )
@@ -144,8 +152,8 @@ class Stateful(abc.ABC):
           >>> ols.LossScale.from_config(config)
           FixedLossScale(128.0)
         """
-        own = [c for c in cls._classes if issubclass(c, cls) and _has_config(c)]
-        classes = {_config_name(c): c for c in own}
+        with_config = filter(_has_config, cls._classes)
+        classes = {_config_name(c): c for c in with_config if issubclass(c, cls)}
         match config:
             case {"class_name": str(name), "config": arguments, **others}:
                 if name in classes and not others:
@@ -153,7 +161,7 @@ class Stateful(abc.ABC):
         raise ValueError(
             f"a {cls._kind}'s config must be a dict with the keys 'class_name' and "
             f"'config', as from get_config(), got {validation.shown(config)}. There "
-            f"are {', '.join(sorted(classes))}; import the module that defines yours "
+            f"are {', '.join(sorted(classes))}. Import the module that defines yours "
             "first"
         )
 
@@ -165,14 +173,16 @@ class Stateful(abc.ABC):
         """The state as leaves with their keys, and the configuration beside it."""
         keys = map(GetAttrKey, self._state_names)
         state = self._values(self._state_names)
-        return list(zip(keys, state, strict=True)), self._values(self._static_names)
+        static = self._values(self._static_names)
+        return list(zip(keys, state, strict=True)), static
 
     @classmethod
     def _unflatten(cls, static: Any, state: Any) -> Self:
         """An instance of any leaves, checked by nothing: JAX puts placeholders there."""
         self = cls.__new__(cls)  # `__init__` would start afresh
         names = cls._static_names + cls._state_names
-        vars(self).update(zip(names, (*static, *state), strict=True))
+        values = (*static, *state)
+        vars(self).update(zip(names, values, strict=True))
         return self
 
 

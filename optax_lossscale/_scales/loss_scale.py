@@ -115,7 +115,12 @@ class LossScale(Stateful):
         `None`, integer and float0 leaves their values.
         """
         scale = self()
-        return map_inexact(lambda x: x * scale.astype(jnp.finfo(x.dtype).dtype), tree)
+
+        def scaled(x):
+            dtype = jnp.finfo(x.dtype).dtype  # that of the parts of complex numbers
+            return x * scale.astype(dtype)
+
+        return map_inexact(scaled, tree)
 
     def unscale(self, tree: T) -> T:
         """Gradients, or any pytree, with floating-point and complex leaves divided by the scale.
@@ -128,7 +133,8 @@ class LossScale(Stateful):
         # from multiplying them, and quotients for both: anything simpler XLA would
         # recompute in the kernel of each leaf.
         scale = lax.optimization_barrier(self)()
-        shift = jnp.where(scale > 2.0**100, jnp.float32(4.0), jnp.float32(1.0))
+        is_huge = scale > 2.0**100
+        shift = jnp.where(is_huge, jnp.float32(4.0), jnp.float32(1.0))
 
         @functools.cache  # as tracing takes time
         def factors(dtype):

@@ -58,9 +58,12 @@ class RollingSkipRule(SkipRule):
         is_filled = jnp.arange(self.length) < self.seen
         count = jnp.maximum(self.seen, 1)
         degrees = jnp.maximum(self.seen - self.ddof, 1)  # of freedom
-        mean = jnp.sum(self._window, axis=1) / count.astype(jnp.float32)
-        differences = jnp.where(is_filled, self._window - mean[:, None], 0)
+        total = jnp.sum(self._window, axis=1)
+        mean = total / count.astype(jnp.float32)
+        differences = self._window - mean[:, None]
+        differences = jnp.where(is_filled, differences, 0)
         squares = jnp.sum(jnp.square(differences), axis=1)
-        deviation = jnp.sqrt(squares / degrees.astype(jnp.float32))
+        variance = squares / degrees.astype(jnp.float32)
+        deviation = jnp.sqrt(variance)
         deviation = jnp.maximum(deviation, self.least_deviation)
         return numbers - mean <= self.sigma_factor * deviation
