@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import OVERFLOWS
+from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._scales.loss_scale import AxisName, LossScale
 
 _SCALE = validation.scale_up_to(2.0**126)  # above this, the reciprocal is not normal
@@ -67,6 +68,11 @@ class FixedLossScale(LossScale):
     ) -> tuple[Self, bool]:
         """This loss scale itself, and True: the gradients are not looked at."""
         return self, True
+
+    def unscale(self, tree: T) -> T:
+        if self.initial_scale == 1 and not OVERFLOWS.value:
+            return map_inexact(lambda x: x, tree)
+        return super().unscale(tree)
 
     def get_config(self) -> dict[str, Any]:
         return {"class_name": "FixedLossScale", "config": {"scale": self.initial_scale}}
