@@ -118,12 +118,14 @@ def _joined(
 
 def _all_finite(groups: Groups) -> jax.Array:
     """Whether all are: a reduction of flags for each group."""
-    return _reduced(jnp.all, _joined(groups, lax.is_finite, lax.bitwise_and))
+    arrays_of_flags = _joined(groups, lax.is_finite, lax.bitwise_and)
+    return _reduced(jnp.all, arrays_of_flags)
 
 
 def _largest(groups: Groups) -> jax.Array:
     """The largest size, which is infinite where one is not finite."""
-    return _reduced(_max, _joined(groups, _size_or_infinity, lax.max))
+    arrays_of_sizes = _joined(groups, _size_or_infinity, lax.max)
+    return _reduced(_max, arrays_of_sizes)
 
 
 def _squares(groups: Groups) -> tuple[jax.Array, jax.Array]:
@@ -134,7 +136,8 @@ def _squares(groups: Groups) -> tuple[jax.Array, jax.Array]:
 
 def _reduced(reduce: Callable, arrays: list[jax.Array]) -> jax.Array:
     """The reduction of all arrays, by that of each."""
-    return reduce(jnp.stack([reduce(x) for x in arrays]))
+    of_each = [reduce(x) for x in arrays]
+    return reduce(jnp.stack(of_each))
 
 
 def _max(sizes: jax.Array) -> jax.Array:
@@ -179,12 +182,15 @@ def _squares_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
 
 def _finite_sums(groups: Groups) -> list[jax.Array]:
     """An array for each group, whose numbers are finite where those of all its leaves are."""
-    return [leaves[0] if len(leaves) == 1 else _zeros(leaves) for leaves in groups]
+    return [_finite_sum(leaves) for leaves in groups]
 
 
-def _zeros(leaves: list[jax.Array]) -> jax.Array:
-    """Zeros, but NaN in each place where a leaf's number is not finite."""
-    # Flags would not be vectorized, and a CPU rounds 16-bit sums one by one.
+def _finite_sum(leaves: list[jax.Array]) -> jax.Array:
+    """A number for each place, finite if those of all the leaves are."""
+    if len(leaves) == 1:
+        return leaves[0]
+    # x - x is zero or NaN. Flags would not be vectorized, and a CPU rounds 16-bit sums
+    # one by one.
     wide = map(at_least_float32, leaves)
     zeros = [lax.sub(x, x) for x in wide]
     return functools.reduce(lax.add, zeros)

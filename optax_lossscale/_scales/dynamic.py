@@ -117,9 +117,10 @@ class DynamicLossScale(LossScale):
         """Grown if it is due to grow."""
         counter = self.growth_counter + 1
         due = counter >= self.growth_interval
+        grown = self._times(self.growth_factor)
         refills = True if self.hysteresis_refill == "finite" else due
         return self.replace(
-            loss_scale=jnp.where(due, self._times(self.growth_factor), self()),
+            loss_scale=jnp.where(due, grown, self()),
             growth_counter=jnp.where(due, 0, counter),
             hysteresis_left=jnp.where(refills, self.hysteresis, self.hysteresis_left),
             _exhausted=False,
@@ -140,6 +141,8 @@ class DynamicLossScale(LossScale):
 
     def _times(self, factor: float) -> jax.Array:
         """The scale times a factor, within the bounds; itself where float32 cannot hold it."""
-        product = jnp.clip(times(self(), factor), self.min_scale, self.max_scale)
+        scale = self()
+        product = times(scale, factor)
+        product = jnp.clip(product, self.min_scale, self.max_scale)
         is_normal = (product >= validation.SMALLEST) & (product <= validation.LARGEST)
-        return jnp.where(is_normal, product, self())
+        return jnp.where(is_normal, product, scale)

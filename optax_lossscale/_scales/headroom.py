@@ -193,7 +193,8 @@ class HeadroomLossScale(LossScale):
         left = self._reserve - (1 + self._reserve) * fall
         left = jnp.maximum(left, 0)
         # A whole number is what an overflow leaves; of 31, a memory of 32 makes 30.
-        left = jnp.where(left % 1 == 0, jnp.nextafter(left, 0), left)
+        is_whole = left % 1 == 0
+        left = jnp.where(is_whole, jnp.nextafter(left, 0), left)
         left = jnp.where(self._reserve < 0, self._reserve, left)
         return jnp.where(self._reserve >= _DEEP, -_EXCUSED, left)
 
@@ -213,10 +214,11 @@ class HeadroomLossScale(LossScale):
         memory: jax.Array,
     ) -> Self:
         """The loss scale that fits these."""
-        fits = jnp.clip(_OVERFLOW - self.margin - largest, -_BOUND, _BOUND)
+        fits = _OVERFLOW - self.margin - largest
+        fits = jnp.clip(fits, -_BOUND, _BOUND)
         with_reserve = fits - jnp.maximum(reserve, 0)
         exponent = jnp.floor(jnp.maximum(with_reserve, -_BOUND))
-        # exp2 is inexact
+        # exp2 is inexact.
         loss_scale = jnp.ldexp(jnp.float32(1), exponent.astype(jnp.int32))
         return self.replace(
             loss_scale=loss_scale,

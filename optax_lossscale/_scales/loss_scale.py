@@ -134,7 +134,7 @@ class LossScale(Stateful):
         # recompute in the kernel of each leaf.
         scale = lax.optimization_barrier(self)()
         is_huge = scale > 2.0**100
-        shift = jnp.where(is_huge, jnp.float32(4.0), jnp.float32(1.0))
+        shift = jnp.where(is_huge, 4.0, 1.0).astype(jnp.float32)
 
         @functools.cache  # as tracing takes time
         def factors(dtype):
