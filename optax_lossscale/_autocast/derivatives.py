@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from optax_lossscale._programs.enter import Callees
 from optax_lossscale._programs.values import (
+    dtype_in,
     dtypes_in,
     in_dtype,
     in_dtypes,
@@ -21,17 +22,18 @@ from optax_lossscale._programs.values import (
 )
 from optax_lossscale._programs.versions import bind, function_name
 
-Rewritten = Callable[..., tuple[Any, Any]]
-"""What a function gives for arguments in the original's dtypes, rewritten, and its own types."""
+Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes a function in the dtypes of the original run in 16 bits inside."""
 
 
 def custom_jvp(
-    eqn: Any, operands: list[Any], callees: Callees, rewritten: Rewritten
+    eqn: Any, operands: list[Any], callees: Callees, rewrite: Rewrite
 ) -> list[Any]:
     """The results of a `custom_jvp`, whose derivative is the original one, rewritten."""
     (callee,) = callees
     dtypes = dtypes_in(eqn.invars)
 
+    @rewrite
     def derivative(primals, tangents):
         """The results of the original, and the tangents of those that are floats."""
         inputs = {n: primals[n] for n in tangents}
@@ -40,17 +42,13 @@ def custom_jvp(
         return results, tangents
 
     def rule(primals, tangents):
-        primals = in_dtypes(dtypes, primals)
-        floats = [n for n, v in enumerate(eqn.invars) if is_float(v)]
-        tangents = {n: in_dtype(dtypes[n], tangents[n]) for n in floats}
-        (results, tangents), _ = rewritten(derivative, primals, tangents)
+        of_floats = _floats(eqn.invars, tangents)
+        tangents = {n: in_dtype(dtypes[n], t) for n, t in of_floats.items()}
+        results, tangents = derivative(in_dtypes(dtypes, primals), tangents)
         results = in_dtypes(callee.gives, results)
-        following = iter(tangents)
-        of_results = []
-        for x in results:
-            zero = np.zeros(x.shape, jax.dtypes.float0)
-            tangent = in_dtype(x.dtype, next(following)) if is_float(x) else zero
-            of_results.append(tangent)
+        of_results = [np.zeros(x.shape, jax.dtypes.float0) for x in results]
+        for n, t in tangents.items():
+            of_results[n] = in_dtype(results[n].dtype, t)
         return results, of_results
 
     function = jax.custom_jvp(_primal(eqn, callees))
@@ -59,39 +57,40 @@ def custom_jvp(
 
 
 def custom_vjp(
-    eqn: Any, operands: list[Any], callees: Callees, rewritten: Rewritten
+    eqn: Any, operands: list[Any], callees: Callees, rewrite: Rewrite
 ) -> list[Any]:
     """The results of a `custom_vjp`, whose passes are the original ones, rewritten."""
     takes = dtypes_in(operands)
     gives = callees[0].gives if callees else dtypes_in(eqn.outvars)
-    dtypes = dtypes_in(_floats(eqn, eqn.outvars))
 
     def forward(*args):
-        primals = in_dtypes(dtypes_in(eqn.invars), [x.value for x in args])
         # By these alone: the original may close over others, and refuses them.
         perturbed = [n for n, x in enumerate(args) if x.perturbed]
 
+        @rewrite
         def with_pullback(primals):
             inputs = {n: primals[n] for n in perturbed}
             function = _of_inputs(eqn, primals)
             _, pullback, results = jax.vjp(function, inputs, has_aux=True)
             return results, pullback
 
-        (results, pullback), (_, types) = rewritten(with_pullback, primals)
+        primals = in_dtypes(dtypes_in(eqn.invars), [x.value for x in args])
+        results, pullback = with_pullback(primals)
+        return in_dtypes(gives, results), pullback
 
-        def widened(pullback):
-            """The pullback with what it keeps in its own dtypes."""
-            return jax.tree.map(
-                lambda like, x: in_dtype(like.dtype, x), types, pullback
-            )
+    @rewrite
+    def gradients_of(pullback, cotangents):
+        (gradients,) = pullback(cotangents)
+        return gradients
 
-        return in_dtypes(gives, results), jax.tree_util.Partial(widened, pullback)
-
-    def backward(widened, cotangents):
-        floats = [_instantiated(x) for x in _floats(eqn, cotangents)]
-        inputs = widened(), in_dtypes(dtypes, floats)
-        ((gradients,), _) = rewritten(lambda pull, cts: pull(cts), *inputs)
-        return tuple(in_dtype(takes[n], gradients.get(n)) for n in range(len(takes)))
+    def backward(pullback, cotangents):
+        of_floats = {}
+        for n, ct in _floats(eqn.outvars, cotangents).items():
+            zeros = jnp.zeros(ct.shape, ct.dtype)
+            array = zeros if isinstance(ct, SymbolicZero) else ct
+            of_floats[n] = in_dtype(dtype_in(eqn.outvars[n]), array)
+        gradients = gradients_of(pullback, of_floats)
+        return tuple(in_dtype(dtype, gradients.get(n)) for n, dtype in enumerate(takes))
 
     function = jax.custom_vjp(_primal(eqn, callees))
     function.defvjp(forward, backward, symbolic_zeros=True)
@@ -114,17 +113,11 @@ def _of_inputs(eqn: Any, primals: Sequence[Any]) -> Callable[..., Any]:
     def results(inputs):
         operands = [inputs.get(n, x) for n, x in enumerate(primals)]
         results = bind(eqn, operands)
-        return _floats(eqn, results), results
+        return _floats(eqn.outvars, results), results
 
     return results
 
 
-def _floats(eqn: Any, items: Sequence[Any]) -> list[Any]:
-    """From one item for each result of an equation, those for floats."""
-    return [item for v, item in zip(eqn.outvars, items, strict=True) if is_float(v)]
-
-
-def _instantiated(cotangent: Any) -> Any:
-    """A cotangent as an array, if it is a zero without one."""
-    is_zero = isinstance(cotangent, SymbolicZero)
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
+def _floats(variables: Sequence[Any], items: Sequence[Any]) -> dict[int, Any]:
+    """From one item for each variable, those for floats, by number: others have no derivative."""
+    return {n: x for n, x in enumerate(items) if is_float(variables[n])}

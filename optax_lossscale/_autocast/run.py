@@ -26,6 +26,7 @@ from optax_lossscale._programs.enter import Arrays, Callee, enter
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import (
     dtype_in,
+    dtypes_in,
     in_dtype,
     in_dtypes,
 )
@@ -124,14 +125,14 @@ def _results(
     if is_narrowed(eqn):
         return _product(eqn, operands)
     callees = _callees(step, traced)
-    rewritten = functools.partial(_rewritten, casting._replace(keeps=False))
+    rewrite = functools.partial(_rewrite, casting._replace(keeps=False))
     with eqn.ctx.manager:
         if is_outer_product(eqn):
             return [outer_product(eqn, *operands)]
         if has_new_passes(eqn):
-            return custom_vjp(eqn, operands, callees, rewritten)
+            return custom_vjp(eqn, operands, callees, rewrite)
         if Is.JVP in traits(eqn) and callees:
-            return custom_jvp(eqn, operands, callees, rewritten)
+            return custom_jvp(eqn, operands, callees, rewrite)
         if callees:
             return enter(eqn, operands, callees)
         if Is.SPREADS in traits(eqn) and casting.dtype in step.gives:
@@ -154,16 +155,19 @@ def _spread(step: Step, operands: list[Any]) -> list[Any]:
     return spread(*operands)
 
 
-def _rewritten(
-    casting: Casting, fun: Callable[..., Any], *args: Any
-) -> tuple[Any, Any]:
-    """The results of a function of arguments in the original's dtypes, rewritten; their types."""
-    with AUTOCAST_DTYPE(casting.dtype):
-        jaxpr, types = jax.make_jaxpr(fun, return_shape=True)(*args)
-    arrays = jax.tree.leaves(args)
-    plan = plan_for(jaxpr, arrays, [Kind.FLOAT32] * len(arrays), casting)
-    results = run(plan, arrays)
-    return jax.tree.unflatten(jax.tree.structure(types), results), types
+def _rewrite(casting: Casting, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that computes products in 16 bits, of and to arrays in the original's dtypes."""
+
+    def of_arrays(*args):
+        with AUTOCAST_DTYPE(casting.dtype):
+            jaxpr, types = jax.make_jaxpr(fun, return_shape=True)(*args)
+        arrays = jax.tree.leaves(args)
+        plan = plan_for(jaxpr, arrays, [Kind.FLOAT32] * len(arrays), casting)
+        leaves, structure = jax.tree.flatten(types)
+        results = in_dtypes(dtypes_in(leaves), run(plan, arrays))
+        return jax.tree.unflatten(structure, results)
+
+    return of_arrays
 
 
 def _product(eqn: Any, operands: Sequence[Any]) -> list[Any]:
