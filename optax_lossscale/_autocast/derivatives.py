@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from optax_lossscale._programs.enter import Callees
+from optax_lossscale._programs.enter import Callee
 from optax_lossscale._programs.values import (
     dtype_in,
     dtypes_in,
@@ -20,18 +20,21 @@ from optax_lossscale._programs.values import (
     in_dtypes,
     is_float,
 )
-from optax_lossscale._programs.versions import bind, function_name
+from optax_lossscale._programs.versions import bind
 
 Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes a function in the dtypes of the original run in 16 bits inside."""
 
 
 def custom_jvp(
-    eqn: Any, operands: list[Any], callees: Callees, rewrite: Rewrite
+    eqn: Any, operands: Sequence[Any], callee: Callee, rewrite: Rewrite
 ) -> list[Any]:
     """The results of a `custom_jvp`, whose derivative is the original one, rewritten."""
-    (callee,) = callees
     dtypes = dtypes_in(eqn.invars)
+
+    @jax.custom_jvp
+    def function(*operands):
+        return callee.call(operands)
 
     @rewrite
     def derivative(primals, tangents):
@@ -41,6 +44,7 @@ def custom_jvp(
         _, tangents, results = jax.jvp(function, (inputs,), (tangents,), has_aux=True)
         return results, tangents
 
+    @function.defjvp
     def rule(primals, tangents):
         of_floats = _floats(eqn.invars, tangents)
         tangents = {n: in_dtype(dtypes[n], t) for n, t in of_floats.items()}
@@ -51,17 +55,18 @@ def custom_jvp(
             of_results[n] = in_dtype(results[n].dtype, t)
         return results, of_results
 
-    function = jax.custom_jvp(_primal(eqn, callees))
-    function.defjvp(rule)
     return function(*map(jnp.asarray, operands))
 
 
 def custom_vjp(
-    eqn: Any, operands: list[Any], callees: Callees, rewrite: Rewrite
+    eqn: Any, operands: Sequence[Any], callee: Callee, rewrite: Rewrite
 ) -> list[Any]:
     """The results of a `custom_vjp`, whose passes are the original ones, rewritten."""
     takes = dtypes_in(operands)
-    gives = callees[0].gives if callees else dtypes_in(eqn.outvars)
+
+    @jax.custom_vjp
+    def function(*operands):
+        return callee.call(operands)
 
     def forward(*args):
         # By these alone: the original may close over others, and refuses them.
@@ -76,7 +81,7 @@ def custom_vjp(
 
         primals = in_dtypes(dtypes_in(eqn.invars), [x.value for x in args])
         results, pullback = with_pullback(primals)
-        return in_dtypes(gives, results), pullback
+        return in_dtypes(callee.gives, results), pullback
 
     @rewrite
     def gradients_of(pullback, cotangents):
@@ -92,19 +97,8 @@ def custom_vjp(
         gradients = gradients_of(pullback, of_floats)
         return tuple(in_dtype(dtype, gradients.get(n)) for n, dtype in enumerate(takes))
 
-    function = jax.custom_vjp(_primal(eqn, callees))
     function.defvjp(forward, backward, symbolic_zeros=True)
     return function(*map(jnp.asarray, operands))
-
-
-def _primal(eqn: Any, callees: Callees) -> Callable[..., list[Any]]:
-    """The function itself, under its own name; as it was traced, if it has no `callees`."""
-
-    def primal(*operands):
-        return callees[0].call(operands) if callees else bind(eqn, operands)
-
-    primal.__name__ = function_name(eqn.params["call_jaxpr"])
-    return primal
 
 
 def _of_inputs(eqn: Any, primals: Sequence[Any]) -> Callable[..., Any]:

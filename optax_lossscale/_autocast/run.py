@@ -130,9 +130,11 @@ def _results(
         if is_outer_product(eqn):
             return [outer_product(eqn, *operands)]
         if has_new_passes(eqn):
-            return custom_vjp(eqn, operands, callees, rewrite)
+            # Its forward pass may have no products.
+            as_traced = Callee((), dtypes_in(eqn.outvars), functools.partial(bind, eqn))
+            return custom_vjp(eqn, operands, (*callees, as_traced)[0], rewrite)
         if Is.JVP in traits(eqn) and callees:
-            return custom_jvp(eqn, operands, callees, rewrite)
+            return custom_jvp(eqn, operands, *callees, rewrite)
         if callees:
             return enter(eqn, operands, callees)
         if Is.SPREADS in traits(eqn) and casting.dtype in step.gives:
