@@ -42,8 +42,7 @@ def as_program(
     with nnx.changes_kept():
         inputs = nnx.apart((args, kwargs))
         form, arrays = _form(inputs)
-        # Those of the objects that the function may change, and of its results.
-        forms: list[_Form] = []
+        forms: list[_Form] = []  # of the objects that change, and of the results
 
         def of_arrays(*args, **kwargs):
             traced = jax.tree.leaves((args, kwargs))
@@ -53,7 +52,7 @@ def as_program(
             unchanged = dict(zip(map(id, traced), arrays, strict=True))
             form_of_objects, changed = _form(objects, unchanged)
             form_of_results, returned = _form(results)
-            forms[:] = form_of_objects, form_of_results
+            forms.extend((form_of_objects, form_of_results))
             return changed + returned
 
         def result(arrays):
@@ -65,20 +64,18 @@ def as_program(
         # JAX names the function in what it says about the program, perhaps by its repr.
         if hasattr(inspect.unwrap(fun), "__code__"):
             of_arrays = functools.wraps(fun)(of_arrays)
-
-        def wide(x):
-            """An array as the program takes it; None for anything else."""
-            if not is_array(x):
-                return None
-            is_low = low is not None and x.dtype == low
-            return in_dtype(FLOAT32, x) if is_low else x
-
-        args, kwargs = jax.tree.map(wide, inputs)
+        args, kwargs = jax.tree.map(functools.partial(_wide, low), inputs)
         with AUTOCAST_DTYPE(low):
             program = jax.make_jaxpr(of_arrays)(*args, **kwargs)
-        flags = zip(_are_parameters(inputs, parameters), form.others, strict=True)
-        is_parameter = [flag for flag, other in flags if other is None]
-        yield Call(program, arrays, is_parameter, result)
+        yield Call(program, arrays, _are_parameters(inputs, parameters), result)
+
+
+def _wide(low: np.dtype | None, x: Any) -> Any:
+    """An array as the program takes it; None for anything else."""
+    if not is_array(x):
+        return None
+    is_low = low is not None and x.dtype == low  # NumPy's float64 equals None
+    return in_dtype(FLOAT32, x) if is_low else x
 
 
 class _Form(NamedTuple):
@@ -109,13 +106,13 @@ def _form(
 def _are_parameters(
     inputs: tuple[tuple, dict], positions: Container[int]
 ) -> list[bool]:
-    """For each leaf of the arguments, whether it is a parameter: for NNX, an `nnx.Param`."""
+    """For each array in the arguments, whether it is a parameter: for NNX, an `nnx.Param`."""
     args, kwargs = inputs
     flags: list[bool] = []
     for n, argument in enumerate((*args, kwargs)):
         for leaf in jax.tree.leaves(argument, is_leaf=is_variable):
             flag = nnx.is_parameter(leaf) if is_variable(leaf) else n in positions
-            flags += [flag] * len(jax.tree.leaves(leaf))
+            flags += [flag for x in jax.tree.leaves(leaf) if is_array(x)]
     return flags
 
 

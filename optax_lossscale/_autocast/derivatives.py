@@ -91,8 +91,7 @@ def custom_vjp(
     def backward(pullback, cotangents):
         of_floats = {}
         for n, ct in _floats(eqn.outvars, cotangents).items():
-            zeros = jnp.zeros(ct.shape, ct.dtype)
-            array = zeros if isinstance(ct, SymbolicZero) else ct
+            array = jnp.zeros(ct.shape) if isinstance(ct, SymbolicZero) else ct
             of_floats[n] = in_dtype(dtype_in(eqn.outvars[n]), array)
         gradients = gradients_of(pullback, of_floats)
         return tuple(in_dtype(dtype, gradients.get(n)) for n, dtype in enumerate(takes))
