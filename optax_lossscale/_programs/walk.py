@@ -72,7 +72,7 @@ def programs_in(eqn: Any) -> list[Any]:
 
 
 def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
-    """The programs in an equation, each with the numbers of the operands that it is given."""
+    """The programs in an equation that is entered, each with its operands by number."""
     programs = programs_in(eqn)
     end = len(eqn.invars)
     if Is.WAITS in traits(eqn):
@@ -80,12 +80,8 @@ def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
         n_condition = eqn.params["cond_nconsts"]
         of_condition = [*range(n_condition), *carried_by(eqn)]
         return [(condition, of_condition), (body, range(n_condition, end))]
-    given: list[tuple[Any, Sequence[int]]] = []
-    for program in programs:
-        # The last ones: the first of a cond is its index.
-        start = max(end - len(open_jaxpr(program).invars), 0)
-        given.append((program, range(start, end)))
-    return given
+    # The last ones: the first of a cond is its index.
+    return [(p, range(end - len(open_jaxpr(p).invars), end)) for p in programs]
 
 
 def giving_results(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
@@ -123,11 +119,8 @@ def equations(jaxpr: Any, around: Equation | None = None) -> Iterator[Equation]:
 def line_of(eqn: Any, around: str = "") -> str:
     """The user's line that made an equation, as `model.py:12 (f)`; else that of what is around."""
     users = _users_calls(eqn)
-    if users:
-        return _short(users[-1])
     # What a framework compiles and caches has only lines of its own.
-    calls = _calls(eqn)
-    return around or (_short(calls[-1]) if calls else "an unknown line")
+    return _short(users[-1]) if users else around or "an unknown line"
 
 
 def has_users_line(eqn: Any) -> bool:
