@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
-from optax_lossscale._arrays.variables import is_variable
+from optax_lossscale._arrays.variables import is_of_nnx, is_variable
 from optax_lossscale._autocast import nnx
 from optax_lossscale._programs.values import FLOAT32, in_dtype
 
@@ -111,7 +111,8 @@ def _are_parameters(
     flags: list[bool] = []
     for n, argument in enumerate((*args, kwargs)):
         for leaf in jax.tree.leaves(argument, is_leaf=is_variable):
-            flag = nnx.is_parameter(leaf) if is_variable(leaf) else n in positions
+            is_param = is_of_nnx(leaf, "Param")
+            flag = is_param if is_variable(leaf) else n in positions
             flags += [flag for x in jax.tree.leaves(leaf) if is_array(x)]
     return flags
 

@@ -60,18 +60,15 @@ def _results_of(plan: Plan, args: Arrays, traced: Traced) -> list[Any]:
     return in_dtypes(plan.gives, [values[i] for i in program.outs])
 
 
-def _callees(step: Step, traced: Traced) -> list[Callee]:
-    """How to run the programs that a step holds."""
-    callees: list[Callee] = []
-    for plan in step.plans:
+def _callee(plan: Plan, name: str, traced: Traced) -> Callee:
+    """How to run a program that a step holds."""
 
-        def results(args, plan=plan):
-            return _results_of(plan, args, traced)
+    def results(args):
+        return _results_of(plan, args, traced)
 
-        results.__name__ = step.eqn.params.get("name", step.name)
-        call = traced.setdefault(id(plan), jax.jit(results))
-        callees.append(Callee(plan.takes, plan.gives, call))
-    return callees
+    results.__name__ = name
+    call = traced.setdefault(id(plan), jax.jit(results))
+    return Callee(plan.takes, plan.gives, call)
 
 
 def _stored(region: Region, plan: Plan, traced: Traced) -> Callable[[Arrays], Any]:
@@ -124,7 +121,8 @@ def _results(
     eqn = step.eqn
     if is_narrowed(eqn):
         return _product(eqn, operands)
-    callees = _callees(step, traced)
+    name = eqn.params.get("name", step.name)
+    callees = [_callee(plan, name, traced) for plan in step.plans]
     rewrite = functools.partial(_rewrite, casting._replace(keeps=False))
     with eqn.ctx.manager:
         if is_outer_product(eqn):

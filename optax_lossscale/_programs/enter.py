@@ -44,10 +44,8 @@ def enter(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
 
 def is_placed(eqn: Any) -> bool:
     """Whether a `jit` was told where to place its arguments or results."""
-    of_operands = eqn.params.get("in_shardings", ())
-    of_results = eqn.params.get("out_shardings", ())
-    shardings = (*of_operands, *of_results)
-    return any(isinstance(one, jax.sharding.Sharding) for one in shardings)
+    places = eqn.params.get("in_shardings"), eqn.params.get("out_shardings")
+    return any(isinstance(x, jax.sharding.Sharding) for x in jax.tree.leaves(places))
 
 
 # --- one function for each kind of equation ---
@@ -63,12 +61,9 @@ def _checkpoint(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     prevent_cse = eqn.params["prevent_cse"]
     if eqn.params["differentiated"] and prevent_cse:
         operands = lax.optimization_barrier(operands)
-
-    def call(*operands):
-        return callee.call(operands)
-
     policy = eqn.params["policy"]
-    return jax.checkpoint(call, prevent_cse=prevent_cse, policy=policy)(*operands)
+    call = jax.checkpoint(callee.call, prevent_cse=prevent_cse, policy=policy)
+    return call(operands)
 
 
 def _scan(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
@@ -130,19 +125,15 @@ def _cond(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
 
 def _shard_map(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     (callee,) = callees
-
-    def on_each_device(*operands):
-        return callee.call(operands)
-
     mapped = jax.shard_map(
-        on_each_device,
+        callee.call,
         mesh=eqn.params["mesh"],
-        in_specs=tuple(eqn.params["in_specs"]),
+        in_specs=(list(eqn.params["in_specs"]),),
         out_specs=list(eqn.params["out_specs"]),
         axis_names=set(mapped_axes(eqn)),
         check_vma=eqn.params["check_vma"],
     )
-    return mapped(*operands)
+    return mapped(list(operands))
 
 
 def _widest(dtypes: Sequence[Any]) -> Any:
