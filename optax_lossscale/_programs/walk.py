@@ -12,7 +12,7 @@ import jax
 from jax.extend import source_info_util
 
 from optax_lossscale._programs.operations import Is, operation, traits
-from optax_lossscale._programs.values import dtype_in, is_float
+from optax_lossscale._programs.values import dtype_in
 from optax_lossscale._programs.versions import (
     is_program,
     mapped_axes,
@@ -156,12 +156,11 @@ def _times(eqn: Any) -> int:
 
 def _keeps_numbers(eqn: Any) -> bool:
     """Whether the result is the one operand, moved or in a wider dtype."""
-    if len(eqn.invars) > 1 or Is.CASTS not in traits(eqn):
-        return len(eqn.invars) == 1 and Is.MOVES in traits(eqn)
+    if Is.CASTS not in traits(eqn):
+        return Is.MOVES in traits(eqn) and len(eqn.invars) == 1
     (operand,) = eqn.invars
     (result,) = eqn.outvars
-    are_floats = is_float(operand) and is_float(result)
-    return are_floats and dtype_in(operand).itemsize < dtype_in(result).itemsize
+    return dtype_in(operand).itemsize < dtype_in(result).itemsize
 
 
 # --- lines ---
