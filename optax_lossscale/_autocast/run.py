@@ -132,7 +132,7 @@ def _results(
             as_traced = Callee((), dtypes_in(eqn.outvars), functools.partial(bind, eqn))
             return custom_vjp(eqn, operands, (*callees, as_traced)[0], rewrite)
         if Is.JVP in traits(eqn) and callees:
-            return custom_jvp(eqn, operands, *callees, rewrite)
+            return custom_jvp(eqn, operands, callees[0], rewrite)
         if callees:
             return enter(eqn, operands, callees)
         if Is.SPREADS in traits(eqn) and casting.dtype in step.gives:
