@@ -4,7 +4,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +40,7 @@ def as_program(
     """A call, traced with arrays of dtype `low` in float32; for use in this context alone."""
     with nnx.changes_kept():
         inputs = nnx.apart((args, kwargs))
-        form, arrays = _form(inputs)
+        form, arrays = _form(inputs, {})
         forms: list[_Form] = []  # of the objects that change, and of the results
 
         def of_arrays(*args, **kwargs):
@@ -51,7 +50,7 @@ def as_program(
             objects, results = nnx.apart((objects, fun(*args, **kwargs)))
             unchanged = dict(zip(map(id, traced), arrays, strict=True))
             form_of_objects, changed = _form(objects, unchanged)
-            form_of_results, returned = _form(results)
+            form_of_results, returned = _form(results, {})
             forms.extend((form_of_objects, form_of_results))
             return changed + returned
 
@@ -90,9 +89,7 @@ class _Form(NamedTuple):
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def _form(
-    tree: Any, unchanged: Mapping[int, Any] = MappingProxyType({})
-) -> tuple[_Form, list[Any]]:
+def _form(tree: Any, unchanged: Mapping[int, Any]) -> tuple[_Form, list[Any]]:
     """A tree's form and its arrays; for those with an `id` in `unchanged`, what is there."""
     leaves, structure = jax.tree.flatten(tree)
 
@@ -111,8 +108,9 @@ def _are_parameters(
     flags: list[bool] = []
     for n, argument in enumerate((*args, kwargs)):
         for leaf in jax.tree.leaves(argument, is_leaf=is_variable):
-            is_param = is_of_nnx(leaf, "Param")
-            flag = is_param if is_variable(leaf) else n in positions
+            flag = n in positions
+            if is_variable(leaf):
+                flag = is_of_nnx(leaf, "Param")
             flags += [flag for x in jax.tree.leaves(leaf) if is_array(x)]
     return flags
 
