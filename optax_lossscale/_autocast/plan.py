@@ -139,4 +139,4 @@ def _entered(facts: Facts, step: Step) -> Step:
         its_takes = tuple(takes[n] for n in operands)
         its_kinds = tuple(inside[n] for n in operands)
         plans.append(_plan(program, its_takes, its_kinds, results, casting))
-    return step._replace(kinds=kinds, uses=uses, plans=plans)
+    return step._replace(plans=plans)

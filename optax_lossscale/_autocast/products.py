@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
-from optax_lossscale._programs.enter import is_entered
+from optax_lossscale._programs.enter import is_entered, is_placed
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import (
@@ -133,6 +133,8 @@ def remedy(why: str) -> str:
 def _why_not_rewritten(eqn: Any) -> str:
     if not is_entered(eqn):
         return f"a {name_of(eqn)}"
+    if is_placed(eqn):
+        return "a jit with shardings"
     if eqn.params.get("symbolic_zeros"):  # which would see other perturbations
         return "a derivative with symbolic zeros"
     if Is.VJP in traits(eqn) and any(map(is_ref, eqn.invars)):

@@ -200,7 +200,7 @@ def report_of(jaxpr: Any) -> DtypeReport:
             loops = [around for around in at.holders if Is.WAITS in traits(around.eqn)]
             while_loops += [around.source for around in loops[:1]]
         elif floats and all(v.aval.dtype.itemsize <= 2 for v in floats):
-            one = _operation(at)._replace(terms=at.summed * terms_of(at.eqn))
+            one = _operation(at)._replace(terms=terms_of(at.eqn))
             its_traits = traits(at.eqn)
             is_wild = Is.EXPONENTIAL in its_traits or _ADDS_OVER_DEVICES in its_traits
             if one.terms > 1 or is_wild:

@@ -371,9 +371,15 @@ def _(primals, tangents):
     return solved(*primals), solved(*primals)
 
 
+def placed(w, x):
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.jit(lambda w, x: x @ w, out_shardings=place)(w, x)
+
+
 @pytest.mark.parametrize(
     ("fun", "text"),
     [
+        (placed, "a jit with shardings .*inside of it"),
         (waits, "a loop that waits for a number .*inside of it"),
         (
             solved,

@@ -301,7 +301,7 @@ def test_a_plan_that_calls_share_is_shown_once():
     for _ in range(20):
         function = jax.jit(lambda w, x, inner=function: inner(w, inner(w, x)))
     text = str(ols.autocast(function).plan(W, X))
-    assert len(text.splitlines()) < 1000
+    assert len(text.splitlines()) < 2000
     assert "as above" in text
 
 
