@@ -165,6 +165,11 @@ _HOWS = {  # what an equation does, in the words of the verdict; and what to do 
     "amplifies": ("amplifies the rounding of its operands", _DIGITS),
     "cancels": ("cancels, and leaves little but the rounding of its operands", _DIGITS),
     "is undefined": ("is not defined for numbers a little off", _DIGITS),
+    "is not linear": (
+        "is not in proportion to the loss, and so a loss scale changes it",
+        "Have the optimizer clip or normalize gradients, once they are divided by the "
+        "loss scale, instead of the backward pass at {line}.",
+    ),
     "is a kernel": (
         "is a kernel, which computes in 16 bits",
         "Give {line} float32, or look into it: nothing shows what it computes.",

@@ -25,7 +25,8 @@ class Wrong(NamedTuple):
         "stagnates", "saturates", "rounds", "amplifies", "is undefined", "is a kernel",
         or "adds up" if no one is at fault.
       place: that equation.
-      products: the products in 16 bits that round what it is sensitive to.
+      rounded: what it is sensitive to, and is rounded to 16 bits: the nearest products,
+        and what lies between these and the equation.
       is_inner: whether it is in a derivative that the loss function itself takes.
     """
 
@@ -33,7 +34,7 @@ class Wrong(NamedTuple):
     off: float
     how: str
     place: Row
-    products: tuple[Row, ...]
+    rounded: tuple[Row, ...]
     is_inner: bool
 
     @property
@@ -62,6 +63,9 @@ class Diagnosis(NamedTuple):
       off: how far the loss and each gradient are from float32's, relative to it;
         without those that float32 does not determine either, such as that of a bias
         before a normalization.
+      off_by_choices: how far the loss and those gradients are that are off by more than
+        5% from float32's where float32 makes choices of its own, such as indices, masks
+        and branches; the other fields are of a float32 that makes those of the program.
       choices: where float32 would have chosen other indices, integers or branches.
       initial_scale: the scale that fits; None if none does.
       overflow: where gradients become infinite first, at twice the largest scale.
@@ -85,6 +89,7 @@ class Diagnosis(NamedTuple):
     loss_scale: float | None
     wrong: tuple[Wrong, ...]
     off: dict[str, float]
+    off_by_choices: dict[str, float]
     choices: tuple[Row, ...]
     initial_scale: InitialScale | None
     overflow: Row | None
