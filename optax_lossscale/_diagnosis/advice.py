@@ -6,11 +6,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
+from optax_lossscale._diagnosis.dtypes import Operation
 from optax_lossscale._diagnosis.notes import FIFTH
 from optax_lossscale._diagnosis.page import Diagnosis, Wrong, scale_that_fits
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.text import lines_of, some
 from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._programs.values import HALVES
 from optax_lossscale._scales.dynamic import DynamicLossScale
 
 _STILL_LOST = 0.05  # a share of gradients for which one scale is not enough
@@ -29,10 +31,9 @@ def judged(page: Diagnosis) -> Diagnosis:
         *_about_gradients(page),
         *_about_scale(page),
         *_about_the_loss(page),
-    ]
-    verdict, _ = findings[0] if findings else (_fine(page), "")
-    advice = [sentence for _, sentence in findings] or ["Nothing."]
-    return page._replace(verdict=verdict, advice=list(dict.fromkeys(advice)))
+    ] or [(_fine(page), "Nothing.")]
+    advice = dict.fromkeys(sentence for _, sentence in findings)
+    return page._replace(verdict=findings[0][0], advice=list(advice))
 
 
 def _fine(page: Diagnosis) -> str:
@@ -69,7 +70,7 @@ def _what_is_wrong(page: Diagnosis, one: Wrong) -> str:
     if one.name == "a value inside":
         return f"{dtypes} gives wrong values inside, though loss and gradients agree"
     if page.initial_scale is None:
-        return "The loss is finite; its gradients are at no scale, but are in float32"
+        return "The gradients are not finite at any loss scale, but are in float32"
     off = f"that of {one.name} is off by {one.off:.1%}"
     return f"{dtypes} gives wrong gradients: {off}, at the scale that fits best"
 
@@ -141,14 +142,19 @@ def _about_choices(page: Diagnosis) -> Findings:
 
 def _about_products(page: Diagnosis) -> Findings:
     """Where an operand in 16 bits met one in float32, and most is computed in float32."""
-    # The first product of a line is that of the forward pass.
-    firsts = {p.source: p for p in reversed(page.dtypes.products)}
-    widened = [p for p in reversed(firsts.values()) if p.is_widened]
-    most, *_ = [*page.dtypes.shares, None]
-    if widened and most == widened[0].dtype and not page.wrong:
+    firsts: dict[str, Operation] = {}  # of each line; those are of the forward pass
+    for product in page.dtypes.products:
+        firsts.setdefault(product.source, product)
+    widened = [p for p in firsts.values() if p.is_widened]
+    is_meant = all(HALVES.issuperset(p.before) for p in widened)  # or there are none
+    if page.wrong or is_meant:
+        return
+    dtype = widened[0].dtype
+    share = page.dtypes.shares[dtype]
+    if share > 0.5:
         yield (
-            f"Hardly anything is computed in 16 bits: {page.dtypes.shares[most]:.1%} of "
-            f"the multiplications are in {most}, to which an operand is widened.",
+            f"Hardly anything is computed in 16 bits: {share:.1%} of the "
+            f"multiplications are in {dtype}, to which an operand is widened.",
             "Wrap the loss function in autocast, or cast both operands to 16 bits at "
             f"{some(lines_of(widened))}.",
         )

@@ -55,10 +55,9 @@ class Operation(NamedTuple):
 
     @property
     def is_widened(self) -> bool:
-        """Whether an operand in 16 bits was widened, for want of others in 16 bits."""
+        """Whether an operand in 16 bits was widened."""
         is_wide = self.dtype.itemsize > 2 and not self.by_choice
-        before = set(self.before)
-        return is_wide and not HALVES.isdisjoint(before) and not before <= HALVES
+        return is_wide and not HALVES.isdisjoint(self.before)
 
 
 class DtypeReport(NamedTuple):
@@ -229,9 +228,10 @@ def _alike(operations: Iterable[Operation]) -> tuple[Operation, ...]:
 
 def _row(one: Operation, total: int) -> tuple[str, ...]:
     """As in `float32 × float16→float32  50.0%  1 dot_general  model.py:12 (f), by choice`."""
-    dtypes = []
-    for now, was in zip(one.operands, one.before, strict=True):
-        dtypes.append(str(now) if now == was else f"{was}→{now}")
+    dtypes = [
+        str(now) if now == was else f"{was}→{now}"
+        for now, was in zip(one.operands, one.before, strict=True)
+    ]
     size = f"{one.terms} terms" if one.terms > 1 else ""
     if one.multiplications:
         size = f"{one.multiplications / total:.1%}"

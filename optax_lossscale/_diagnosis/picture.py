@@ -1,6 +1,5 @@
 """The picture of a table: magnitudes along the program, and the range of float16."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,8 @@ except ImportError as error:
 GREY = "#8a8f98"
 TEAL = "#00798c"
 _RED = "#d1495b"
-_RANGE = (2.0**-24, limits(np.float16)[0])  # of float16, subnormal numbers included
-_ROOM = 16  # times beyond that range that are shown at least
+_LEAST = 2.0**-24  # of float16, subnormal numbers included
+_MOST, _ = limits(np.float16)
 
 
 def axes_for(axes: Any, height: float) -> Axes:
@@ -42,7 +41,7 @@ def magnitudes(table: Table, axes: Any = None) -> Axes:
     rows = [row for row in table.rows if row.largest]
     places = np.arange(len(rows))
     largest = np.array([row.largest for row in rows])
-    typical = [row.typical or math.nan for row in rows]
+    typical = [row.typical or np.nan for row in rows]
     narrow = np.array([row.dtype.itemsize < 4 for row in rows], bool)
     off = np.array([row.error > TOLERANCE for row in rows], bool)
     marked = {
@@ -54,11 +53,10 @@ def magnitudes(table: Table, axes: Any = None) -> Axes:
     for label, (which, color) in marked.items():
         axes.plot(places[which], largest[which], ".", color=color, label=label)
     axes.set_yscale("log", base=2)
-    least, most = _RANGE
     bottom, top = axes.get_ylim()
-    bottom = min(bottom, least / _ROOM)
-    top = max(top, most * _ROOM)
-    for low, high in ((bottom, least), (most, top)):
+    bottom = min(bottom, _LEAST / 16)
+    top = max(top, _MOST * 16)
+    for low, high in ((bottom, _LEAST), (_MOST, top)):
         axes.axhspan(low, high, color="black", alpha=0.14, lw=0)
     for place in [n for n in places if rows[n].is_backward][:1]:
         axes.axvline(place - 0.5, color="black", lw=0.8, ls=":")
