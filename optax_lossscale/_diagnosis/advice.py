@@ -7,7 +7,7 @@ import numpy as np
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
 from optax_lossscale._diagnosis.dtypes import Operation
-from optax_lossscale._diagnosis.notes import FIFTH
+from optax_lossscale._diagnosis.notes import TOLERANCE
 from optax_lossscale._diagnosis.page import Diagnosis, Wrong, scale_that_fits
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.text import lines_of, some
@@ -15,7 +15,6 @@ from optax_lossscale._programs.operations import Is, traits_of
 from optax_lossscale._programs.values import HALVES
 from optax_lossscale._scales.dynamic import DynamicLossScale
 
-_STILL_LOST = 0.05  # a share of gradients for which one scale is not enough
 _START = round(math.log2(DynamicLossScale.initial_scale))
 
 Findings = Iterator[tuple[str, str]]
@@ -132,7 +131,7 @@ def _remedy(one: Wrong) -> str:
 def _about_choices(page: Diagnosis) -> Findings:
     """Integers and branches that float32 would have chosen otherwise."""
     for choice in page.choices:
-        if choice.decided > FIFTH and not page.wrong:
+        if choice.decided > TOLERANCE and not page.wrong:
             verdict = (
                 f"{choice.decided:.1%} of the {choice.count} numbers chosen in "
                 f"{choice} are not what float32 chooses."
@@ -199,7 +198,7 @@ def _about_scale(page: Diagnosis) -> Findings:
     lost = _lost_for_want_of_a_scale(page)
     bits = max((group.bits for group in lost), default=0)
     scale = scale_name(fits.scale)
-    if page.overflow and any(group.left > _STILL_LOST for group in lost):
+    if page.overflow and any(group.left > TOLERANCE for group in lost):
         yield (
             f"No single loss scale fits: at {scale} gradients are still lost to "
             f"underflow, and from {scale_name(2 * fits.largest)} on others overflow.",
