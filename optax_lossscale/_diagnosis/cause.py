@@ -18,7 +18,6 @@ _ROUNDING = 2.0**-24  # of float32
 _ROUNDING_OF_MANY = 5 * _ROUNDING  # where each of many terms was rounded many times
 _RUNNING = 8  # rounds of a loop in which an error grows, for a sum to stagnate
 _NOTHING = 100  # times the size of what is lost, beside which that makes no difference
-_MOST_ROUNDING = 2.0**-6  # in bfloat16
 _SUMS = Is.ADDS_TWO | Is.ADDS_MANY
 
 
@@ -106,8 +105,7 @@ def _worst(note: Note) -> Note | None:
 def _floor(path: Sequence[Note]) -> float:
     """How far a number may be off by one rounding to 16 bits."""
     halves = [note.dtype for note in path if is_narrow(note.dtype)]
-    rounding = 2 * float(jnp.finfo(halves[-1] if halves else jnp.float16).eps)
-    return min(rounding, _MOST_ROUNDING)  # as 8 bits are at fault by themselves
+    return 2 * float(jnp.finfo(halves[-1] if halves else jnp.float16).eps)
 
 
 def _at_fault(path: Sequence[Note]) -> Note | None:
