@@ -351,6 +351,7 @@ def test_explicit_precision_stays():
     assert products(grads, P)["float32"] >= 5
 
 
+@pytest.mark.filterwarnings("ignore:autocast leaves every")
 @pytest.mark.parametrize("precision", ["highest", "float32"])
 def test_a_default_precision_around_all_keeps_all(precision):
     with jax.default_matmul_precision(precision):
@@ -394,7 +395,8 @@ def test_it_warns_once_where_every_product_is_left_in_float32(fun, text):
     (one,) = found
     assert one.filename == __file__
     ols.autocast(lambda w, x: fun(w, x) @ w)(P["w"], X)
-    products(ols.autocast(fun), P["w"], X)  # the report says it
+    with pytest.warns(UserWarning, match=text):
+        products(ols.autocast(fun), P["w"], X)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.grad])
@@ -478,14 +480,13 @@ def test_masks_and_small_integers_beside_float32_are_taken_in_16_bits(dtype, low
 
 
 @pytest.mark.filterwarnings("ignore:autocast leaves every")
-def test_large_integers_beside_float32_stay_and_say_so():
+def test_large_integers_beside_float32_stay():
     fun = lambda w, n: (
         jnp.matmul(n, w, preferred_element_type=jnp.float32).sum(1) @ w[0]
     )
     w, counts = normal(0, 8, 8), jnp.full((8, 8), 100_000, jnp.int32)
     cast = ols.autocast(lambda w, n: jnp.sum(fun(w, n)))
-    found = ols.dtype_report(jax.grad(cast), w, counts).products
-    assert {p.left_in for p in found} == {"a product with int32"}
+    assert "float16" not in products(jax.grad(cast), w, counts)
     chex.assert_trees_all_close(cast(w, counts), jnp.sum(fun(w, counts)), rtol=1e-6)
 
 
