@@ -66,8 +66,10 @@ def _what_is_wrong(page: Diagnosis, one: Wrong) -> str:
         what = "The loss is" if one.name == "the loss" else "The gradients are"
         return f"{what} not finite in float32 either, so no loss scale helps"
     if one.name == "the loss":
-        in_float32 = f"in float32 it is {page.loss_in_float32:.4g}"
-        return f"The loss is {page.loss:.4g} at any loss scale; {in_float32}"
+        return (
+            f"The loss is {page.loss:.4g} at any loss scale; in float32 it is "
+            f"{page.loss_in_float32:.4g}"
+        )
     if one.name == "a value inside":
         return f"{dtypes} {give} wrong values inside, though loss and gradients agree"
     if page.initial_scale is None:
@@ -233,11 +235,15 @@ def _about_scale(page: Diagnosis) -> Findings:
     if theirs is not None:
         problem = "overflow" if theirs > fits.largest else "are lost"
         if not min(2.0**bits, fits.scale) <= theirs <= fits.largest:
-            verdict = f"Gradients {problem} at your loss scale, {scale_name(theirs)}."
-            yield verdict, f"Unless it is dynamic, set it to {scale}."
+            yield (
+                f"Gradients {problem} at your loss scale, {scale_name(theirs)}.",
+                f"Unless it is dynamic, set it to {scale}.",
+            )
     elif not page.is_finite_without:
-        verdict = f"Without a loss scale of about {scale}, gradients are not finite."
-        yield verdict, _wrap(page, fits, bits)
+        yield (
+            f"Without a loss scale of about {scale}, gradients are not finite.",
+            _wrap(page, fits, bits),
+        )
     elif lost:
         name, group = next(iter(page.underflow.items()))
         of = "" if name == "all" else f" ({name})"

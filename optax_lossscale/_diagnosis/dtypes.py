@@ -9,7 +9,7 @@ import numpy as np
 from optax_lossscale._arrays import validation
 from optax_lossscale._autocast.arrays import as_program
 from optax_lossscale._autocast.products import usual_product
-from optax_lossscale._diagnosis.text import aligned
+from optax_lossscale._diagnosis.text import aligned, percent
 from optax_lossscale._programs.operations import TABLE, Is, traits
 from optax_lossscale._programs.values import (
     HALVES,
@@ -234,7 +234,7 @@ def _row(one: Operation, total: int) -> tuple[str, ...]:
     ]
     size = f"{one.terms} terms" if one.terms > 1 else ""
     if one.multiplications:
-        size = f"{one.multiplications / total:.1%}"
+        size = percent(one.multiplications / total)
     return (
         "",
         " × ".join(dict.fromkeys(dtypes)),

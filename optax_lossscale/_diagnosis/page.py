@@ -152,8 +152,10 @@ class Diagnosis(NamedTuple):
                 f"{most}."
             )
         for one in self.choices[:_SHOWN]:
-            share = f"{one.decided:.1%} of {one.count}"
-            yield f"Chosen otherwise than in float32: {share}, in {one}."
+            yield (
+                f"Chosen otherwise than in float32: {one.decided:.1%} of {one.count}, "
+                f"in {one}."
+            )
         for operation, source in self.not_compared:
             yield f"Not compared: what {operation} computes in 16 bits at {source}."
 
@@ -167,8 +169,10 @@ class Diagnosis(NamedTuple):
             theirs = f"yours is {scale_name(self.loss_scale)}. What fits: "
         yield f"Loss scale: {theirs}{fits}."
         if self.overflow:
-            top = scale_name(2 * fits.largest)
-            yield f"Overflow: from {top} on, first in {self.overflow}."
+            yield (
+                f"Overflow: from {scale_name(2 * fits.largest)} on, first in "
+                f"{self.overflow}."
+            )
 
     def _underflow(self) -> list[str]:
         """The share of gradients that each group of parameters loses."""
@@ -179,7 +183,7 @@ class Diagnosis(NamedTuple):
             "bits needed",
         )
         rows = [
-            (f"  {name}", f"{group.lost:.1%}", f"{group.left:.1%}", str(group.bits))
+            (f"  {name}", percent(group.lost), percent(group.left), str(group.bits))
             for name, group in self.underflow.items()
         ]
         return _section(title, rows)

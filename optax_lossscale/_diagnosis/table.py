@@ -120,11 +120,14 @@ def _layer(note: Note) -> str:
     if note.place.scope:
         return note.place.scope
     level = [note]
+    seen = set()
     for _ in range(_NEAR):
         names = {note.place.name for note in level if note.place.is_parameter}
         if names:
             return some(sorted(names, key=natural))
-        level = list({id(read): read for note in level for read in note.reads}.values())
+        reads = {id(read): read for note in level for read in note.reads}
+        level = [read for key, read in reads.items() if key not in seen]
+        seen.update(reads)
     return ""
 
 
@@ -136,6 +139,6 @@ def _cells(row: Row) -> tuple[str, ...]:
         str(row.dtype),
         percent(row.before),
         percent(row.error),
-        f"{row.lost:.1%}",
+        percent(row.lost),
         f"{row.largest:.3g}",
     )

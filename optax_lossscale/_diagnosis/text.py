@@ -36,6 +36,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def percent(error: float) -> str:
-    """How far something is off."""
-    return f"{error:.1%}" if error < math.inf else "not finite"
+def percent(share: float) -> str:
+    """A share, or how far something is off."""
+    return f"{share:.1%}" if share < math.inf else "not finite"
