@@ -175,7 +175,9 @@ def _out_of_proportion(runs: Runs, name: str) -> float:
 
 def _first_out_of_proportion(runs: Runs) -> Note | None:
     """The first result of the backward pass that does not grow as the loss scale does."""
-    before = {(note.place.number, note.rounds): note.typical for note in runs.at_1.notes}
+    before = {
+        (note.place.number, note.rounds): note.typical for note in runs.at_1.notes
+    }
     for note in runs.fitting.notes:
         typical = before.get((note.place.number, note.rounds), 0.0)
         difference = abs(note.typical - typical * runs.growth)
