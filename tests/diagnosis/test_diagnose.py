@@ -414,7 +414,8 @@ def test_choices_that_float32_makes_otherwise_are_said():
     (choice,) = found.choices
     assert choice.count == 64
     assert 0.3 < choice.decided < 0.7  # every second index
-    assert "are not what float32 chooses" in found.verdict
+    assert found.verdict.startswith("Float32 chooses otherwise at ")
+    assert line_of(indices, 2) in found.verdict
     assert "Chosen otherwise than in float32: " in str(found)
 
 

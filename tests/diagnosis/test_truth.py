@@ -351,9 +351,11 @@ def test_of_a_backward_pass_that_is_not_linear_too_the_scale_is_what_a_search_fi
         grads = jax.grad(lambda w: loss_fn(w, x) * 2.0**exponent)(params)
         return bool(jnp.isfinite(grads).all())
 
-    fits = ols.diagnose(loss_fn, params, x).initial_scale
+    found = ols.diagnose(loss_fn, params, x)
     largest = max(filter(is_finite, range(-4, 40)))
-    assert largest - 4 <= np.log2(fits.scale) < largest
+    assert largest - 4 <= np.log2(found.initial_scale.scale) < largest
+    assert [one.how for one in found.wrong] == ["is not linear"]
+    assert "changes the gradient" in found.verdict
 
 
 def test_gradients_that_are_infinite_at_any_scale_are_compared_without_one():
@@ -1060,3 +1062,123 @@ def test_parameters_whose_paths_read_alike_are_told_apart():
     assert all(
         name.startswith("a/b (argument ") for name in found.off if name != "the loss"
     )
+
+
+# --- what follows from choices ---
+
+
+def numbered(logits, labels):
+    """Class numbers that bfloat16 does not tell apart."""
+    classes = jnp.arange(300).astype(jnp.bfloat16)
+    is_class = labels[:, None].astype(jnp.bfloat16) == classes
+    return -jnp.mean(jnp.sum(is_class * jax.nn.log_softmax(logits), -1))
+
+
+def causal(scores, positions):
+    """A mask of positions that bfloat16 does not tell apart."""
+    at = positions.astype(jnp.bfloat16)
+    scores += 8 * jnp.eye(len(at), k=1)  # for the token that is to be predicted
+    masked = jnp.where(at[:, None] >= at[None], scores, -1e9)
+    return jnp.mean(jax.nn.softmax(masked) ** 2) * len(at)
+
+
+def drawn(seed, *shape):
+    return jnp.asarray(np.random.RandomState(seed).randn(*shape), F32)
+
+
+def ranked(w, x):
+    """Numbers so near to each other that they come in another order."""
+    y = (x.astype(F16) @ w.astype(F16)).astype(F32)
+    return square(jnp.sort(y, 0), jnp.linspace(-1, 1, 64)[:, None]) + jnp.median(y) ** 2
+
+
+CHOOSING = {
+    "class numbers": (numbered, normal(300, scale=1), jnp.arange(257, 265), "eq"),
+    "a mask": (causal, normal(400, 400, scale=1), jnp.arange(400), "ge"),
+    "an order": (ranked, drawn(0, 8, 4) * F32(0.3), drawn(1, 64, 8), "sort"),
+}
+
+
+@pytest.mark.parametrize("model", CHOOSING)
+def test_nothing_is_fine_that_float32_by_its_own_choices_is_far_from(
+    model, monkeypatch
+):
+    loss_fn, params, x, chooses = CHOOSING[model]
+    found = ols.diagnose(loss_fn, params, x)
+    loss, grads = jax.value_and_grad(loss_fn)(params, x)
+    monkeypatch.setattr(jnp, "bfloat16", F32)
+    monkeypatch.setitem(globals(), "F16", F32)
+    true_loss, true_grads = jax.value_and_grad(loss_fn)(params, x)
+    off = float(jnp.linalg.norm(grads - true_grads) / jnp.linalg.norm(true_grads))
+    assert found.off_by_choices["."] == pytest.approx(off, rel=0.05)
+    off = abs(float(loss) / float(true_loss) - 1)
+    assert found.off_by_choices.get("the loss", 0.0) == pytest.approx(off, abs=0.05)
+    assert found.verdict.startswith("Float32 chooses otherwise at ")
+    assert chooses in [row.primitive for row in found.choices]
+
+
+def test_choices_that_change_nothing_are_fine():
+    matrix = jnp.array([[1.0003, 2.0], [1.0004, -1.0]])  # whose pivot float16 exchanges
+
+    def loss_fn(matrix, x, b):
+        product = (x.astype(F16) @ matrix.astype(F16)).astype(F32)
+        return jnp.sum(jnp.linalg.solve(product, b) ** 2)
+
+    found = ols.diagnose(loss_fn, matrix, jnp.eye(2), jnp.array([1.0, 5.0]))
+    assert found.off_by_choices == {}
+    assert found.wrong == ()
+    assert "is fine" in found.verdict
+
+
+# --- what is to be in float32 beside products ---
+
+
+def accumulated(w, x):
+    y = jax.nn.softplus(x.astype(F16) @ w.astype(F16))
+    return square(jnp.exp(-jnp.diff(jnp.cumsum(y, 0).astype(F32), axis=0)))
+
+
+def multiplied(w, x):
+    y = jax.nn.sigmoid(x.astype(F16) @ w.astype(F16))
+    return -jnp.mean(jnp.log(jnp.cumprod(y[:60], 0).astype(F32) + 1e-30))
+
+
+def saturated(w, x):
+    y = jnp.tanh(x[:, :8].astype(F16) @ w.astype(F16) * F16(1.5))
+    return square(jnp.arctanh(y))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "how", "line"),
+    [
+        (accumulated, "cancels", 2),
+        (multiplied, "vanishes", 2),
+        (saturated, "saturates", 1),
+    ],
+)
+def test_what_is_rounded_after_a_product_is_named(loss_fn, how, line):
+    found = ols.diagnose(loss_fn, normal(8, 4), normal(4000, 8, scale=1))
+    assert found.wrong[0].how == how
+    line += loss_fn.__code__.co_firstlineno
+    assert f"test_truth.py:{line} " in found.advice[0]
+
+
+# --- what is given ---
+
+
+def test_numbers_of_python_are_parameters():
+    loss_fn = lambda p, x: square(jnp.asarray(p["a"]).astype(F16) * x.astype(F16))
+    found = ols.diagnose(loss_fn, {"a": 2.0}, normal(16, scale=1))
+    assert found.has_gradients
+    assert list(found.off) == ["the loss", "a"]
+
+
+def test_a_loop_that_only_passes_numbers_on_is_compared():
+    def loss_fn(w, x):
+        y = jax.nn.sigmoid(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
+        add = lambda total, row: (total + row, None)
+        total, _ = lax.scan(add, jnp.zeros(8, jnp.bfloat16), y)
+        return jnp.mean(total).astype(F32)
+
+    found = ols.diagnose(loss_fn, normal(8, 8), normal(20, 8, scale=1))
+    assert found.not_compared == ()
