@@ -42,11 +42,10 @@ class Facts(NamedTuple):
     @property
     def of_products(self) -> frozenset[int]:
         """What is in 16 bits as it comes, a sum with a product, or where such sums begin."""
-        streams = (Kind.SUM, Kind.ROWS)
         return frozenset(
             i
             for i, dtype in self.dtypes.items()
-            if dtype == self.low or self.kinds[i] in streams
+            if dtype == self.low or self.kinds[i] == Kind.SUM
         )
 
     def is_fused(self, step: Step) -> bool:
@@ -80,7 +79,8 @@ def facts_of(
     for i, aval in program.types.items():
         dtypes[i] = dtype_in(aval)
         kind = Kind.SUM if i in begins else kind_of[i]
-        if dtypes[i] == FLOAT32 and (i in sent or is_stored_low(kind, after[i])):
+        is_low = i in sent or is_stored_low(kind, after[i])
+        if dtypes[i] == FLOAT32 and is_low:
             dtypes[i] = low
     dtypes |= zip(program.ins, takes, strict=True)
     for step in program.steps:
@@ -104,16 +104,16 @@ def is_stored_low(kind: Kind, use: Use) -> bool:
     return kind == Kind.PRODUCT or (kind == Kind.SUM and KEPT in use)
 
 
-def _where_streams_begin(program: Flat, kinds: Mapping[int, Kind]) -> frozenset[int]:
-    """The rows of an embedding to which the result of a product is added.
+def _where_streams_begin(program: Flat, kinds: Mapping[int, Kind]) -> set[int]:
+    """What is made of parameters, such as rows of an embedding, and gets a product added.
 
-    They are stored as such sums are, and as a cast by hand of the embedding stores them.
+    It is stored as such sums are, and as a cast by hand of the parameters stores it.
     """
     begins: set[int] = set()
     for step in program.steps:
         if Is.ADDS_TWO in traits(step.eqn) and kinds[step.outs[0]] == Kind.SUM:
-            begins.update(i for i in step.reads if kinds[i] == Kind.ROWS)
-    return frozenset(begins)
+            begins.update(i for i in step.reads if kinds[i] == Kind.PARAMETER)
+    return begins
 
 
 def _sent(program: Flat) -> frozenset[int]:

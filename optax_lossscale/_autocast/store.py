@@ -132,13 +132,9 @@ def _repeated(facts: Facts, regions: Sequence[Region]) -> dict[int, Step]:
 
 
 def _bytes(facts: Facts, values: Iterable[int]) -> int:
-    """The bytes that it takes to store values; parameters and constants are there anyway."""
-    total = 0
-    for i in values:
-        is_argument = facts.kinds[i] == Kind.PARAMETER and i in facts.program.ins
-        if not is_argument and i not in facts.program.consts:
-            total += numbers_in(facts.program.types[i]) * facts.dtypes[i].itemsize
-    return total
+    """The bytes that it takes to store values."""
+    types = facts.program.types
+    return sum(numbers_in(types[i]) * facts.dtypes[i].itemsize for i in values)
 
 
 # --- what is recomputed ---
