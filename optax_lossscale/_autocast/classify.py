@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 
 from optax_lossscale._autocast.flat import Step, flat
 from optax_lossscale._autocast.products import is_narrowed, is_rewritten
-from optax_lossscale._programs.operations import TABLE, Is, operation, traits
+from optax_lossscale._programs.operations import Is, operation, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import FLOAT32, dtype_in, is_float
 from optax_lossscale._programs.walk import (
@@ -69,10 +69,8 @@ def classify(
             results = [Kind.NEAR]
         else:
             results = [_of_result(step.eqn, operands, low)] * len(step.outs)
+            statistics |= dict.fromkeys(step.outs, _statistic(step, statistics))
         kinds |= zip(step.outs, results, strict=True)
-        statistic = _statistic(step, statistics)
-        if statistic:
-            statistics |= dict.fromkeys(step.outs, statistic)
     return kinds
 
 
@@ -137,19 +135,14 @@ def _of_literal(literal: Literal) -> Kind:
 _Statistic = frozenset[Any]
 """Of a value made from a sum of many numbers: their shape, and the operations since."""
 
-_MAKE_STATISTICS = {row.statistic for row in TABLE.values() if row.statistic}
-_IN_A_MEAN = Is.MOVES | Is.SENDS | Is.CHOOSES | Is.ADDS_TWO | Is.NEAR
-
-
-def _statistic(step: Step, statistics: Mapping[int, _Statistic]) -> _Statistic | None:
-    """What the results of a step are as a statistic; None if they are none."""
-    of_operands = [statistics[i] for i in step.ins if i in statistics]
-    goes_on = traits(step.eqn) & _IN_A_MEAN or step.name in _MAKE_STATISTICS
-    if of_operands and goes_on:
-        return of_operands[0] | {step.name}
-    if Is.ADDS_MANY in traits(step.eqn):
+def _statistic(step: Step, statistics: Mapping[int, _Statistic]) -> _Statistic:
+    """What the results of a step are as a statistic; empty if they are none."""
+    its_traits = traits(step.eqn)
+    if its_traits & (Is.ADDS_MANY | Is.SENDS) == Is.ADDS_MANY:
         return frozenset({step.eqn.invars[0].aval.shape})
-    return None
+    goes_on = its_traits & (Is.CHEAP | Is.SENDS)
+    of_operands = [statistics[i] for i in step.ins if statistics.get(i)]
+    return of_operands[0] | {step.name} if goes_on and of_operands else frozenset()
 
 
 def _is_normalized(
