@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 from optax_lossscale._autocast.classify import Kind, join
 from optax_lossscale._autocast.flat import Step
 from optax_lossscale._autocast.uses import KEPT, NOTHING, Use
-from optax_lossscale._programs.enter import Callees
+from optax_lossscale._programs.enter import Callee, Callees
 from optax_lossscale._programs.values import (
     dtype_in,
     dtypes_in,
@@ -61,7 +61,7 @@ def custom_jvp(
         pairs = enumerate(results)
         return results, [_tangent(result, tangents.get(i)) for i, result in pairs]
 
-    function = jax.custom_jvp(_primal(eqn, callees))
+    function = jax.custom_jvp(_primal(eqn, callee))
     function.defjvp(rule)
     return function(*map(jnp.asarray, operands))
 
@@ -70,21 +70,21 @@ def custom_vjp(
     step: Step, operands: list[Any], callees: Callees, rewritten: Rewritten
 ) -> list[Any]:
     """The results of a `custom_vjp`, whose passes are the original ones, rewritten in turn."""
-    gives = callees[0].gives if callees else dtypes_in(step.eqn.outvars)
-    function = jax.custom_vjp(_primal(step.eqn, callees))
+    (callee,) = callees
+    function = jax.custom_vjp(_primal(step.eqn, callee))
     function.defvjp(
-        _forward(step, gives, rewritten),
+        _forward(step, callee.gives, rewritten),
         _backward(step.eqn, dtypes_in(operands), rewritten),
         symbolic_zeros=True,
     )
     return function(*map(jnp.asarray, operands))
 
 
-def _primal(eqn: Any, callees: Callees) -> Function:
-    """The function itself, under its own name; as it was traced, if it has no `callees`."""
+def _primal(eqn: Any, callee: Callee) -> Function:
+    """The function itself, under its own name."""
 
     def primal(*operands):
-        return callees[0].call(operands) if callees else bind(eqn, operands)
+        return callee.call(operands)
 
     primal.__name__ = function_name(eqn.params["call_jaxpr"])
     return primal
@@ -100,15 +100,12 @@ def _forward(step: Step, gives: Sequence[Any], rewritten: Rewritten) -> Function
         # closes over.
         first = eqn.params["num_consts"]
         perturbed = [i for i, x in enumerate(args) if x.perturbed and i >= first]
-        # If the forward pass has no products, neither is known.
-        kinds = step.kinds or [Kind.FLOAT32] * len(primals)
-        of_results = step.uses or [NOTHING] * len(eqn.outvars)
 
         def with_pullback(*primals):
             return _vjp(eqn, primals, perturbed)
 
         (results, pullback), dtypes = rewritten(
-            with_pullback, primals, kinds, of_results, KEPT
+            with_pullback, primals, step.kinds, step.uses, KEPT
         )
         residuals, structure = jax.tree.flatten(pullback)
         wide_dtypes = dtypes[len(results) :]

@@ -17,13 +17,12 @@ from optax_lossscale._programs.values import (
     dtype_in,
     dtypes_in,
     is_product,
-    multiplies_once,
 )
 from optax_lossscale._programs.versions import is_ref, name_of, open_jaxpr
 from optax_lossscale._programs.walk import programs_in
 
 AT_DEFAULT = "products at this jax_default_matmul_precision"
-_WITH_FLOAT64 = "a product with float64"
+OF_A_DERIVATIVE = "a product that only a derivative has"
 SCOPE = "ols.autocast"
 """The scope of all that `autocast` runs, and of derivatives that are made from it later."""
 
@@ -33,44 +32,24 @@ def is_narrowed(eqn: Any) -> bool:
     return is_product(eqn) and not asks_for_precision(eqn) and _multiplies_float32(eqn)
 
 
-def is_outer_product(eqn: Any) -> bool:
-    """Whether this multiplies single numbers, sums nothing, and may be rewritten."""
-    # It is not a product, but the derivatives of a `dot_general` would be: in float32.
-    if Is.OUTER not in traits(eqn):
-        return False
-    if not multiplies_once(eqn) or asks_for_precision(eqn):
-        return False
-    is_placed = eqn.params.get("out_sharding") is not None
-    return not is_placed and _multiplies_float32(eqn)
-
-
-def holds_products(eqn: Any) -> bool:
-    """Whether an equation holds products, or what has such derivatives, to have in 16 bits."""
-    return not _why_not_rewritten(eqn) and any(map(_has_products, programs_in(eqn)))
-
-
-@remembered
-def _has_products(program: Any) -> bool:
-    """Whether a program has products, or what has such derivatives, to have in 16 bits."""
-    # The backward pass of a `custom_vjp` may have products where its forward pass has
-    # none.
-    return any(
-        is_narrowed(eqn)
-        or is_outer_product(eqn)
-        or Is.VJP in traits(eqn)
-        or holds_products(eqn)
-        for eqn in open_jaxpr(program).eqns
-    )
-
-
 def is_rewritten(eqn: Any) -> bool:
     """Whether the programs in an equation are rewritten, if there is something to narrow."""
     return not _why_not_rewritten(eqn)
 
 
-def has_new_passes(eqn: Any) -> bool:
-    """Whether this is a `custom_vjp` whose passes are rewritten."""
-    return Is.VJP in traits(eqn) and is_rewritten(eqn)
+def holds_products(eqn: Any) -> bool:
+    """Whether an equation holds products to have in 16 bits, or may in its derivatives."""
+    if not is_rewritten(eqn):
+        return False
+    # The backward pass of a `custom_vjp` may have products where its forward pass has
+    # none.
+    return Is.VJP in traits(eqn) or any(map(_has_products, programs_in(eqn)))
+
+
+@remembered
+def _has_products(program: Any) -> bool:
+    """Whether a program has products to have in 16 bits, or may in its derivatives."""
+    return any(is_narrowed(eqn) or holds_products(eqn) for eqn in open_jaxpr(program).eqns)
 
 
 def why_left(eqn: Any) -> str:
@@ -82,7 +61,7 @@ def why_left(eqn: Any) -> str:
         return ""
     dtypes = dtypes_in(eqn.invars[:2])
     if FLOAT64 in dtypes:
-        return _WITH_FLOAT64
+        return "a product with float64"
     integers = [d for d in dtypes if jnp.issubdtype(d, jnp.integer)]  # maybe large ones
     return f"a product with {integers[0]}" if integers and FLOAT32 in dtypes else ""
 
@@ -118,15 +97,10 @@ def remedy(why: str) -> str:
     """What to do about a product that is left in float32 for this reason."""
     if why == AT_DEFAULT:
         return "set it to 'default', and use precision='highest' for the products that need it"
-    if why == _WITH_FLOAT64:
-        return (
-            "cast the batch and the parameters to float32: NumPy's arrays are float64 "
-            "by default"
-        )
     if why.startswith("a product with"):
-        return "cast the integers to float32"
-    if why == "a product that only a derivative has":
-        return "cast in the derivative's rule"
+        return "cast the batch and the parameters to float32"
+    if why == OF_A_DERIVATIVE:
+        return "cast in the derivative's rule, or write an outer product with *"
     return "use autocast inside of it, as on the function that is passed to a solver"
 
 

@@ -12,6 +12,7 @@ from optax_lossscale._arrays.contexts import IS_REPORTED
 from optax_lossscale._autocast.arrays import as_program
 from optax_lossscale._autocast.products import (
     AT_DEFAULT,
+    OF_A_DERIVATIVE,
     SCOPE,
     is_narrowed,
     remedy,
@@ -269,7 +270,7 @@ def _left_in(at: Equation) -> str:
             return reason
     # Where the program shows it, it would have been narrowed.
     is_derived = _is_in_autocast(at) and is_narrowed(at.eqn)
-    return "a product that only a derivative has" if is_derived else ""
+    return OF_A_DERIVATIVE if is_derived else ""
 
 
 def _alike(operations: Iterable[Operation]) -> tuple[Operation, ...]:

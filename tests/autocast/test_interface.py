@@ -379,7 +379,7 @@ def _(primals, tangents):
             solved,
             "symbolic zeros .*inside of it, as on the function that is passed to a solver",
         ),
-        (lambda w, x: jnp.round(x).astype(jnp.int32) @ w, "int32 .*cast the integers"),
+        (lambda w, x: jnp.round(x).astype(jnp.int32) @ w, "int32 .*cast the batch"),
     ],
 )
 def test_it_warns_once_where_every_product_is_left_in_float32(fun, text):
