@@ -122,18 +122,16 @@ def _of_literal(literal: Literal) -> Kind:
     """The kind of a literal: by whether it is 0 or about 1."""
     if dtype_in(literal) != FLOAT32:
         return Kind.FLOAT32
-    # JAX may hold it as a number of Python's.
-    value = np.asarray(literal.val, FLOAT32)
-    size = np.abs(value)
-    is_about_1 = (size >= 2**-8) & (size <= 2**8)
-    is_number = (is_about_1 | (size == 0)).all()
-    return Kind.NUMBER if is_number else Kind.FLOAT32
+    size = abs(float(literal.val))
+    is_about_1 = 2**-8 <= size <= 2**8
+    return Kind.NUMBER if is_about_1 or size == 0 else Kind.FLOAT32
 
 
 # --- what subtracts its own mean, or is divided by its own norm ---
 
 _Statistic = frozenset[Any]
 """Of a value made from a sum of many numbers: their shape, and the operations since."""
+
 
 def _statistic(step: Step, statistics: Mapping[int, _Statistic]) -> _Statistic:
     """What the results of a step are as a statistic; empty if they are none."""

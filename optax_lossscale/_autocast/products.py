@@ -49,7 +49,9 @@ def holds_products(eqn: Any) -> bool:
 @remembered
 def _has_products(program: Any) -> bool:
     """Whether a program has products to have in 16 bits, or may in its derivatives."""
-    return any(is_narrowed(eqn) or holds_products(eqn) for eqn in open_jaxpr(program).eqns)
+    return any(
+        is_narrowed(eqn) or holds_products(eqn) for eqn in open_jaxpr(program).eqns
+    )
 
 
 def why_left(eqn: Any) -> str:
