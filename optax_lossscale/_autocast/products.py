@@ -28,8 +28,11 @@ SCOPE = "ols.autocast"
 
 
 def is_narrowed(eqn: Any) -> bool:
-    """Whether this is a product to compute in 16 bits."""
-    return is_product(eqn) and not asks_for_precision(eqn) and _multiplies_float32(eqn)
+    """Whether this is a product to compute in 16 bits: of float32 alone, without a precision."""
+    if not is_product(eqn) or asks_for_precision(eqn):
+        return False
+    dtypes = dtypes_in([*eqn.invars[:2], eqn.outvars[0]])
+    return set(dtypes) == {FLOAT32}
 
 
 def is_rewritten(eqn: Any) -> bool:
@@ -64,8 +67,8 @@ def why_left(eqn: Any) -> str:
     dtypes = dtypes_in(eqn.invars[:2])
     if FLOAT64 in dtypes:
         return "a product with float64"
-    integers = [d for d in dtypes if jnp.issubdtype(d, jnp.integer)]  # maybe large ones
-    return f"a product with {integers[0]}" if integers and FLOAT32 in dtypes else ""
+    others = [dtype for dtype in dtypes if not jnp.issubdtype(dtype, jnp.inexact)]
+    return f"a product with {others[0]}" if FLOAT32 in dtypes and others else ""
 
 
 def usual_product() -> Any:
@@ -127,13 +130,3 @@ def _waits(condition: Any) -> bool:
     return not all(
         jnp.issubdtype(dtype_in(v), jnp.integer) for v in condition.invars if v in read
     )
-
-
-def _multiplies_float32(eqn: Any) -> bool:
-    """Whether this is a float32 product, of float32 or with integers that 16 bits hold."""
-    operands = set(dtypes_in(eqn.invars[:2]))
-    if FLOAT32 not in operands or dtype_in(eqn.outvars[0]) != FLOAT32:
-        return False
-    others = operands - {FLOAT32}
-    # Of 8 bits and fewer, and masks
-    return all(d.itemsize == 1 and not jnp.issubdtype(d, jnp.inexact) for d in others)

@@ -19,8 +19,6 @@ from optax_lossscale._autocast.partition import Region
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import FLOAT32, dtype_in, is_float, numbers_in
 
-_FEW = 32  # numbers for one that a reduction leaves, for keeping that to be worth it
-
 Steps = Sequence[Step]
 Makers = Mapping[int, Step]
 """The steps that make values where they are read, by the numbers of these."""
@@ -172,13 +170,10 @@ def _takes_a_pass(eqn: Any, largest: int) -> bool:
     if "axes" not in eqn.params or dtype_in(eqn.outvars[0]) != FLOAT32:
         return False
     operand = eqn.invars[0].aval
-    n_before = numbers_in(operand)
-    n_left = numbers_in(eqn.outvars[0].aval)
     # A compiler sums over rows, and stores what it makes of these rows, in one kernel:
     # kept as well, attention over long sequences moves 1.28 of the bytes.
     is_over_rows = eqn.params["axes"] == (operand.ndim - 1,)
-    is_read_once = is_over_rows and largest >= n_before
-    return n_left * _FEW <= n_before and not is_read_once
+    return not is_over_rows or largest < numbers_in(operand)
 
 
 def _read_by(steps: Steps) -> tuple[int, ...]:
