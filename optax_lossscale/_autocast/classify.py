@@ -90,8 +90,7 @@ def _of_result(eqn: Any, operands: Kinds, low: np.dtype) -> Kind:
         return Kind.NUMBER
     pairs = zip(eqn.invars, operands, strict=True)
     of_floats = [kind for v, kind in pairs if is_float(v)]
-    dtypes = {dtype_in(v) for v in (*eqn.invars, *eqn.outvars) if is_float(v)}
-    if not of_floats or dtypes != {FLOAT32}:
+    if not of_floats:
         return Kind.FLOAT32
     kind = join(of_floats)
     if its_traits & (Is.MOVES | Is.SENDS | Is.CHOOSES):
