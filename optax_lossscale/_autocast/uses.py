@@ -92,9 +92,12 @@ def depths(program: Flat) -> Mapping[int, int]:
 
 def entered(eqn: Any, results: Uses) -> Entered:
     """The programs in an equation, with what is done with the results of each."""
-    after = results
-    while True:
-        entries: Entered = [(*given, after) for given in arguments_of(eqn)]
+    after = list(results)
+    before: list[Use] | None = None
+    entries: Entered = []
+    while after != before:
+        before = list(after)
+        entries = [(*given, tuple(after)) for given in arguments_of(eqn)]
         if Is.WAITS in traits(eqn):
             condition, operands, _ = entries[0]
             entries[0] = (condition, operands, (NOTHING,))
@@ -102,13 +105,10 @@ def entered(eqn: Any, results: Uses) -> Entered:
         # no product depends on it in the end, it is rounded there alone: the last
         # result is not.
         inside = uses_inside(eqn, entries)
-        joined = list(after)
         for j, n in enumerate(carried_by(eqn)):
             if Use.MULTIPLIED in results[j]:
-                joined[j] |= inside[n]
-        if tuple(joined) == after:
-            return entries
-        after = tuple(joined)
+                after[j] |= inside[n]
+    return entries
 
 
 def uses_inside(eqn: Any, entries: Entered) -> list[Use]:
