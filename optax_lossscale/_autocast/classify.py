@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Literal
 
 from optax_lossscale._autocast.flat import Step, flat
@@ -49,9 +48,7 @@ _STREAMS = _CONSTANTS | {Kind.PRODUCT, Kind.SUM}
 
 
 @remembered
-def classify(
-    jaxpr: Any, arguments: tuple[Kind, ...], low: np.dtype
-) -> Mapping[int, Kind]:
+def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[int, Kind]:
     """The kind of each value of a program, by number, from the kinds of its arguments."""
     program = flat(jaxpr)
     kinds = dict.fromkeys(program.consts, Kind.FLOAT32)
@@ -64,11 +61,11 @@ def classify(
         if is_narrowed(step.eqn):
             results = [Kind.PRODUCT]
         elif is_rewritten(step.eqn):
-            results = _of_entered(step.eqn, operands, low)
+            results = _of_entered(step.eqn, operands)
         elif _is_normalized(step, kinds, statistics):
             results = [Kind.NEAR]
         else:
-            results = [_of_result(step.eqn, operands, low)] * len(step.outs)
+            results = [_of_result(step.eqn, operands)] * len(step.outs)
             statistics |= dict.fromkeys(step.outs, _statistic(step, statistics))
         kinds |= zip(step.outs, results, strict=True)
     return kinds
@@ -83,7 +80,7 @@ def join(kinds: Iterable[Kind]) -> Kind:
     return Kind.SUM if kind == Kind.PRODUCT and is_mixed else kind
 
 
-def _of_result(eqn: Any, operands: Kinds, low: np.dtype) -> Kind:
+def _of_result(eqn: Any, operands: Kinds) -> Kind:
     """The kind of what an operation, neither a product nor entered, makes of operands."""
     its_traits = traits(eqn)
     if Is.CASTS in its_traits and dtype_in(eqn.invars[0]) == jnp.bool_:
@@ -95,7 +92,7 @@ def _of_result(eqn: Any, operands: Kinds, low: np.dtype) -> Kind:
     kind = join(of_floats)
     if its_traits & (Is.MOVES | Is.SENDS | Is.CHOOSES):
         return kind
-    if kind == Kind.FLOAT32 or not _keeps_the_range(eqn, operands, low):
+    if kind == Kind.FLOAT32 or not _keeps_the_range(eqn, operands):
         return Kind.FLOAT32
     if kind in _CONSTANTS:
         return kind
@@ -106,14 +103,13 @@ def _of_result(eqn: Any, operands: Kinds, low: np.dtype) -> Kind:
     return kind if kind == Kind.NEAR and has_constant else Kind.SUM
 
 
-def _keeps_the_range(eqn: Any, operands: Kinds, low: np.dtype) -> bool:
+def _keeps_the_range(eqn: Any, operands: Kinds) -> bool:
     """Whether an operation that computes has results in about the range of its operands."""
     its_traits = traits(eqn)
     if Is.DIVIDES in its_traits:
         return operands[1] == Kind.NUMBER
     if Is.MULTIPLIES in its_traits:
-        # The range of bfloat16 is that of float32.
-        return low == jnp.bfloat16 or not _CONSTANTS.isdisjoint(operands)
+        return not _CONSTANTS.isdisjoint(operands)
     return bool(its_traits & (Is.ADDS_TWO | Is.NEAR))
 
 
@@ -137,9 +133,11 @@ def _statistic(step: Step, statistics: Mapping[int, _Statistic]) -> _Statistic:
     its_traits = traits(step.eqn)
     if its_traits & (Is.ADDS_MANY | Is.SENDS) == Is.ADDS_MANY:
         return frozenset({step.eqn.invars[0].aval.shape})
-    goes_on = its_traits & (Is.CHEAP | Is.SENDS)
-    of_operands = [statistics[i] for i in step.ins if statistics.get(i)]
-    return of_operands[0] | {step.name} if goes_on and of_operands else frozenset()
+    if its_traits & (Is.CHEAP | Is.SENDS):
+        for i in step.ins:
+            if statistics.get(i):
+                return statistics[i] | {step.name}
+    return frozenset()
 
 
 def _is_normalized(
@@ -155,17 +153,17 @@ def _is_normalized(
         return False
     value, by = step.ins
     if Is.MULTIPLIES in traits(step.eqn) and kinds[value] == Kind.FLOAT32:
-        value, by = by, value
-    is_of_products = kinds[value] not in _CONSTANTS | {Kind.FLOAT32}
+        value, by = step.ins[::-1]
+    if kinds[by] != Kind.FLOAT32 or kinds[value] in _CONSTANTS | {Kind.FLOAT32}:
+        return False
     shape = step.eqn.outvars[0].aval.shape
-    is_by_its_own = statistics.get(by, frozenset()) >= {made_by, shape}
-    return is_of_products and kinds[by] == Kind.FLOAT32 and is_by_its_own
+    return statistics.get(by, frozenset()) >= {made_by, shape}
 
 
 # --- what holds programs ---
 
 
-def of_arguments(eqn: Any, operands: Kinds, low: np.dtype) -> list[Kind]:
+def of_arguments(eqn: Any, operands: Kinds) -> list[Kind]:
     """The kinds of operands inside of an equation: of what a loop carries, in every round."""
     # If a scan runs over layers, it carries what goes from layer to layer, which is
     # stored as it is without a scan. Over time steps it carries what may be a running
@@ -182,7 +180,7 @@ def of_arguments(eqn: Any, operands: Kinds, low: np.dtype) -> list[Kind]:
     before: Kinds = []
     while inside != before:
         before = list(inside)
-        kinds = classify(program, tuple(inside), low)
+        kinds = classify(program, tuple(inside))
         # What a round leaves in float32 is so from the first one on.
         for i, new in zip(carried, flat(program).outs, strict=False):
             if kinds[new] not in _STREAMS:
@@ -190,25 +188,27 @@ def of_arguments(eqn: Any, operands: Kinds, low: np.dtype) -> list[Kind]:
     return inside
 
 
-def _of_entered(eqn: Any, operands: Kinds, low: np.dtype) -> list[Kind]:
+def _of_entered(eqn: Any, operands: Kinds) -> list[Kind]:
     """The kinds of the results of an equation that is entered."""
-    inside = of_arguments(eqn, operands, low)
-    of_programs = []
+    inside = of_arguments(eqn, operands)
+    # Each result may come from any of the programs, or be what a loop began with.
+    results: list[set[Kind]] = [set() for _ in eqn.outvars]
     for program, numbers in giving_results(eqn):
-        kinds = classify(program, tuple(inside[n] for n in numbers), low)
-        of_programs.append([kinds[i] for i in flat(program).outs])
-    results = [join(kinds) for kinds in zip(*of_programs, strict=True)]
-    for j, n in enumerate(carried_by(eqn)):
-        results[j] = join((results[j], inside[n]))
-    return results
+        arguments = tuple(inside[n] for n in numbers)
+        kinds = classify(program, arguments)
+        for result, i in zip(results, flat(program).outs, strict=True):
+            result.add(kinds[i])
+    for result, n in zip(results, carried_by(eqn), strict=False):
+        result.add(inside[n])
+    return list(map(join, results))
 
 
 def _is_over_layers(eqn: Any, operands: Kinds) -> bool:
     """Whether this is a scan whose rounds have matrices of their own among the parameters."""
     if Is.SCANS not in traits(eqn):
         return False
-    of_a_round = range(carried_by(eqn).stop, len(operands))
-    return any(
-        operands[i] == Kind.PARAMETER and eqn.invars[i].aval.ndim > 2
-        for i in of_a_round
-    )
+    first = carried_by(eqn).stop
+    for v, kind in zip(eqn.invars[first:], operands[first:], strict=True):
+        if kind == Kind.PARAMETER and v.aval.ndim > 2:
+            return True
+    return False

@@ -41,7 +41,7 @@ class Facts(NamedTuple):
 
     @property
     def of_products(self) -> frozenset[int]:
-        """What is in 16 bits as it comes, a sum with a product, or where such sums begin."""
+        """What is in 16 bits as it comes, or a sum with a product."""
         return frozenset(
             i
             for i, dtype in self.dtypes.items()
@@ -71,15 +71,14 @@ def facts_of(
     """
     low = casting.dtype
     program = flat(jaxpr)
-    kind_of = classify(jaxpr, kinds, low)
+    kind_of = dict(classify(jaxpr, kinds))
+    kind_of |= dict.fromkeys(_where_streams_begin(program, kind_of), Kind.SUM)
     after = uses(jaxpr, results)
     sent = _sent(program)
-    begins = _where_streams_begin(program, kind_of)
     dtypes: dict[int, Any] = {}
     for i, aval in program.types.items():
         dtypes[i] = dtype_in(aval)
-        kind = Kind.SUM if i in begins else kind_of[i]
-        is_low = i in sent or is_stored_low(kind, after[i])
+        is_low = i in sent or is_stored_low(kind_of[i], after[i])
         if dtypes[i] == FLOAT32 and is_low:
             dtypes[i] = low
     dtypes |= zip(program.ins, takes, strict=True)

@@ -55,12 +55,12 @@ def plan_for(
       rest: what is done with all others.
     """
     program = open_jaxpr(jaxpr)
-    takes = tuple(
-        casting.dtype if dtype_in(x) == casting.dtype else dtype_in(v)
-        for x, v in zip(args, program.invars, strict=True)
-    )
+    takes = dtypes_in(program.invars)
+    for n, x in enumerate(args):
+        if dtype_in(x) == casting.dtype:
+            takes[n] = casting.dtype
     others = [rest] * (len(program.outvars) - len(uses))
-    return _plan(jaxpr, takes, tuple(kinds), (*uses, *others), casting)
+    return _plan(jaxpr, tuple(takes), tuple(kinds), (*uses, *others), casting)
 
 
 @remembered
@@ -114,23 +114,24 @@ def _entered(facts: Facts, step: Step) -> Step:
     """A step that holds products: each program in it is run by a plan of its own."""
     eqn = step.eqn
     kinds = [facts.kinds[i] for i in step.ins]
-    inside = of_arguments(eqn, kinds, facts.low)
+    uses = tuple(facts.uses[i] for i in step.outs)
     takes = [facts.dtypes[i] for i in step.ins]
+    as_traced = dtypes_in(eqn.invars)
     casting = facts.casting
     carried = carried_by(eqn)
     if Is.SCANS in traits(eqn):
         casting = casting._replace(prevent_cse=False)
         # What every round reads gets a gradient from each of them: a sum of many
         # numbers.
-        takes[: carried.start] = dtypes_in(eqn.invars[: carried.start])
+        takes[: carried.start] = as_traced[: carried.start]
     if Is.KEEPS in traits(eqn):
         casting = casting._replace(recomputes=False)
-    uses = tuple(facts.uses[i] for i in step.outs)
+    inside = of_arguments(eqn, kinds)
     entries = entered(eqn, uses)
     of_operands = uses_inside(eqn, entries)
     for n in carried:
         is_low = is_stored_low(inside[n], of_operands[n])
-        takes[n] = facts.low if is_low else dtype_in(eqn.invars[n])
+        takes[n] = facts.low if is_low else as_traced[n]
     plans: list[Plan] = []
     for program, operands, results in entries:
         its_takes = tuple(takes[n] for n in operands)

@@ -10,6 +10,7 @@ jax 0.12, over the same model with it, in this version or 0.3.0.
 """
 
 import collections
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,17 +28,17 @@ Makers = Mapping[int, Step]
 def store(facts: Facts, regions: Sequence[Region]) -> tuple[Region, ...]:
     """The regions of a program, with what each stores; an island may come in several."""
     repeated = _repeated(facts, regions)
+    low = facts.low
     # By what comes later, in which dtype
     wanted = {i: facts.dtypes[i] for i in facts.program.outs}
     storing: list[Region] = []
     for region in reversed(regions):
         parts = _parts(facts, region, repeated, wanted)
-        for part in parts:
-            for i, dtype in taken_by(part):
-                # What is also read as it is stored is rounded where a product reads it.
-                is_low = dtype == facts.low and wanted.get(i, dtype) == dtype
-                wanted[i] = facts.low if is_low else facts.dtypes[i]
         storing = parts + storing
+        for i, dtype in itertools.chain(*map(taken_by, parts)):
+            # What is also read as it is stored is rounded where a product reads it.
+            is_low = dtype == low and wanted.get(i, low) == low
+            wanted[i] = low if is_low else facts.dtypes[i]
     return tuple(storing)
 
 
@@ -46,8 +47,8 @@ def taken_by(region: Region) -> list[tuple[int, Any]]:
     if region.is_island:
         return [(i, None) for i in region.reads]
     (step,) = region.steps
-    pairs = zip(step.ins, step.takes, strict=True)
-    return [(i, dtype) for i, dtype in pairs if i >= 0]
+    taken = zip(step.ins, step.takes, strict=True)
+    return [(i, dtype) for i, dtype in taken if i in region.reads]
 
 
 def _parts(

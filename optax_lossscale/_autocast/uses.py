@@ -50,9 +50,9 @@ def uses(jaxpr: Any, results: Uses) -> Mapping[int, Use]:
             of_results = tuple(after[i] for i in step.outs)
             of_operands = uses_inside(step.eqn, entered(step.eqn, of_results))
         else:
-            of_operands = [
-                _of_operand(program, step, i, before, after) for i in step.ins
-            ]
+            of_operands = []
+            for i in step.ins:
+                of_operands.append(_of_operand(program, step, i, before, after))
         for i, use in zip(step.ins, of_operands, strict=False):
             after[i] |= use
     return after
