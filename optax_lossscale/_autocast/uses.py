@@ -10,11 +10,11 @@ from typing import Any
 
 from optax_lossscale._autocast.cheap import is_cheap
 from optax_lossscale._autocast.flat import Flat, Step, flat
-from optax_lossscale._autocast.products import holds_products, is_narrowed, is_rewritten
+from optax_lossscale._autocast.products import is_narrowed, is_rewritten
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import numbers_in
-from optax_lossscale._programs.walk import arguments_of, carried_by
+from optax_lossscale._programs.walk import arguments_of, carried_by, giving_results
 
 
 class Use(enum.Flag):
@@ -39,7 +39,7 @@ Entered = list[tuple[Any, Sequence[int], Uses]]
 def uses(jaxpr: Any, results: Uses) -> Mapping[int, Use]:
     """What is done with each value of a program, by its number in `flat`."""
     program = flat(jaxpr)
-    before = depths(program)
+    before = depths(jaxpr)
     after = dict.fromkeys(program.types, NOTHING)
     for i, use in zip(program.outs, results, strict=True):
         after[i] |= use
@@ -80,14 +80,28 @@ def _of_operand(
     return use
 
 
-def depths(program: Flat) -> Mapping[int, int]:
-    """How many products came before each value at most; what holds products counts as one."""
+@remembered
+def depths(jaxpr: Any) -> Mapping[int, int]:
+    """How many products came before each value at most, counted on from the arguments."""
+    program = flat(jaxpr)
     before = dict.fromkeys(program.types, 0)
     for step in program.steps:
         deepest = max((before[i] for i in step.ins), default=0)
-        is_deeper = is_narrowed(step.eqn) or holds_products(step.eqn)
-        before |= dict.fromkeys(step.outs, deepest + is_deeper)
+        for i, products in zip(step.outs, _products_in(step.eqn), strict=True):
+            before[i] = deepest + products
     return before
+
+
+def _products_in(eqn: Any) -> list[int]:
+    """How many products an equation computes for each result, one after the other."""
+    if not is_rewritten(eqn):
+        return [int(is_narrowed(eqn))] * len(eqn.outvars)
+    products = [0] * len(eqn.outvars)
+    for program, _ in giving_results(eqn):
+        before = depths(program)
+        of_results = [before[i] for i in flat(program).outs]
+        products = list(map(max, products, of_results))
+    return products
 
 
 def entered(eqn: Any, results: Uses) -> Entered:
