@@ -20,6 +20,8 @@ from optax_lossscale._autocast.partition import Region
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import FLOAT32, dtype_in, is_float, numbers_in
 
+_FEW = 32  # numbers for one that a reduction leaves, for keeping that to be worth it
+
 Steps = Sequence[Step]
 Makers = Mapping[int, Step]
 """The steps that make values where they are read, by the numbers of these."""
@@ -109,15 +111,15 @@ def _repeated(facts: Facts, regions: Sequence[Region]) -> dict[int, Step]:
     repeated: dict[int, Step] = {}
     sources: dict[int, set[int]] = {}  # what it takes to repeat each
     stored = facts.of_products
-    for region in regions:
-        for step in region.steps:
-            read: set[int] = set()
-            for i in step.reads:
-                read |= sources.get(i, {i})
-            is_less = _bytes(facts, read) <= _bytes(facts, step.outs)
-            if facts.is_fused(step) and is_less and stored.isdisjoint(step.outs):
-                repeated |= dict.fromkeys(step.outs, step)
-                sources |= dict.fromkeys(step.outs, read)
+    for step in itertools.chain(*(region.steps for region in regions)):
+        if not facts.is_fused(step) or not stored.isdisjoint(step.outs):
+            continue
+        read: set[int] = set()
+        for i in step.reads:
+            read |= sources.get(i, {i})
+        if _bytes(facts, read) <= _bytes(facts, step.outs):
+            repeated |= dict.fromkeys(step.outs, step)
+            sources |= dict.fromkeys(step.outs, read)
     return repeated
 
 
@@ -156,7 +158,8 @@ def _kept(facts: Facts, region: Region) -> frozenset[int]:
     meshes = {step.eqn.ctx.cur_abstract_mesh for step in facts.program.steps}
     if not facts.casting.keeps or len(meshes) > 1:
         return frozenset()
-    largest = max(numbers_in(facts.program.types[i]) for i in region.stores)
+    types = facts.program.types
+    largest = max(numbers_in(types[i]) for i in region.stores)
     read_here: set[int] = set()
     reductions: set[int] = set()
     for step in region.steps:
@@ -171,10 +174,13 @@ def _takes_a_pass(eqn: Any, largest: int) -> bool:
     if "axes" not in eqn.params or dtype_in(eqn.outvars[0]) != FLOAT32:
         return False
     operand = eqn.invars[0].aval
+    n_before = numbers_in(operand)
+    n_left = numbers_in(eqn.outvars[0].aval)
     # A compiler sums over rows, and stores what it makes of these rows, in one kernel:
     # kept as well, attention over long sequences moves 1.28 of the bytes.
     is_over_rows = eqn.params["axes"] == (operand.ndim - 1,)
-    return not is_over_rows or largest < numbers_in(operand)
+    is_read_once = is_over_rows and largest >= n_before
+    return n_left * _FEW <= n_before and not is_read_once
 
 
 def _read_by(steps: Steps) -> tuple[int, ...]:

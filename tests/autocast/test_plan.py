@@ -155,9 +155,7 @@ def keeping(fun, *args):
 def test_sums_are_kept_that_would_take_another_pass():
     """As those of a cross-entropy, after which nothing large is written."""
     loss = lambda w, x: jnp.mean(jax.nn.logsumexp(x @ w, -1))
-    assert keeping(loss, jnp.ones((8, 64)), X) == [
-        ["reduce_max", "reduce_sum", "reduce_sum"]
-    ]
+    assert keeping(loss, jnp.ones((8, 64)), X) == [["reduce_max", "reduce_sum"]]
 
 
 def test_over_columns_they_are_kept_too():
