@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import jax
+import jax.core
 
 from optax_lossscale._autocast.flat import Flat, Step
 from optax_lossscale._autocast.store import taken_by
