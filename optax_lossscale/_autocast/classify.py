@@ -33,6 +33,7 @@ class Kind(enum.Enum):
 
     NUMBER = "a literal of about 1, or 0, or a mask"
     PARAMETER = "a parameter, or made from parameters alone"
+    ROWS = "rows of a parameter, as from an embedding: where a stream of sums may begin"
     PRODUCT = "the result of a product, perhaps moved: it has 16 bits already"
     SUM = "with the result of a product: stored in 16 bits from product to product"
     NEAR = "made from these, in about their range: recomputed; added to a SUM, it gives one"
@@ -42,7 +43,7 @@ class Kind(enum.Enum):
 Kinds = Sequence[Kind]
 
 _ORDER = list(Kind)
-_CONSTANTS = frozenset({Kind.NUMBER, Kind.PARAMETER})
+_CONSTANTS = frozenset({Kind.NUMBER, Kind.PARAMETER, Kind.ROWS})
 _STREAMS = _CONSTANTS | {Kind.PRODUCT, Kind.SUM}
 """What a scan over layers may carry from layer to layer in 16 bits."""
 
@@ -91,7 +92,8 @@ def _of_result(eqn: Any, operands: Kinds) -> Kind:
         return Kind.FLOAT32
     kind = join(of_floats)
     if its_traits & (Is.MOVES | Is.SENDS | Is.CHOOSES):
-        return kind
+        is_embedding = Is.PICKS in its_traits and kind == Kind.PARAMETER
+        return Kind.ROWS if is_embedding else kind
     if kind == Kind.FLOAT32 or not _keeps_the_range(eqn, operands):
         return Kind.FLOAT32
     if kind in _CONSTANTS:

@@ -82,6 +82,14 @@ def facts_of(
         if dtypes[i] == FLOAT32 and is_low:
             dtypes[i] = low
     dtypes |= zip(program.ins, takes, strict=True)
+    for step in program.steps:
+        if traits(step.eqn) & (Is.MOVES | Is.SENDS):
+            # From each operand a result, or from one operand all of them
+            is_of_each = len(step.ins) == len(step.outs)
+            sources = step.ins if is_of_each else step.ins[:1] * len(step.outs)
+            for i, source in zip(step.outs, sources, strict=True):
+                if dtypes[source] == low:
+                    dtypes[i] = low
     return Facts(program, kind_of, after, sent, dtypes, casting)
 
 
@@ -96,14 +104,14 @@ def is_stored_low(kind: Kind, use: Use) -> bool:
 
 
 def _where_streams_begin(program: Flat, kinds: Mapping[int, Kind]) -> set[int]:
-    """What is made of parameters, such as rows of an embedding, and gets a product added.
+    """The rows of an embedding to which the result of a product is added.
 
-    It is stored as such sums are, and as a cast by hand of the parameters stores it.
+    They are stored as such sums are, and as a cast by hand of the embedding stores them.
     """
     begins: set[int] = set()
     for step in program.steps:
         if Is.ADDS_TWO in traits(step.eqn) and kinds[step.outs[0]] == Kind.SUM:
-            begins.update(i for i in step.reads if kinds[i] == Kind.PARAMETER)
+            begins.update(i for i in step.reads if kinds[i] == Kind.ROWS)
     return begins
 
 

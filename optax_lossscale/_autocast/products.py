@@ -17,6 +17,7 @@ from optax_lossscale._programs.values import (
     dtype_in,
     dtypes_in,
     is_product,
+    multiplies_once,
 )
 from optax_lossscale._programs.versions import is_ref, name_of, open_jaxpr
 from optax_lossscale._programs.walk import programs_in
@@ -28,9 +29,19 @@ SCOPE = "ols.autocast"
 
 
 def is_narrowed(eqn: Any) -> bool:
-    """Whether this is a product to compute in 16 bits: of float32 alone, without a precision."""
-    if not is_product(eqn) or asks_for_precision(eqn):
+    """Whether this is a product to compute in 16 bits."""
+    return is_product(eqn) and not asks_for_precision(eqn) and _is_float32(eqn)
+
+
+def is_outer_product(eqn: Any) -> bool:
+    """Whether this multiplies single numbers, sums nothing, and may be rewritten."""
+    # It is not a product, but the derivatives of a `dot_general` would be: in float32.
+    if Is.OUTER not in traits(eqn) or eqn.params.get("out_sharding") is not None:
         return False
+    return multiplies_once(eqn) and not asks_for_precision(eqn) and _is_float32(eqn)
+
+
+def _is_float32(eqn: Any) -> bool:
     dtypes = dtypes_in([*eqn.invars[:2], eqn.outvars[0]])
     return set(dtypes) == {FLOAT32}
 
@@ -53,7 +64,8 @@ def holds_products(eqn: Any) -> bool:
 def _has_products(program: Any) -> bool:
     """Whether a program has products to have in 16 bits, or may in its derivatives."""
     return any(
-        is_narrowed(eqn) or holds_products(eqn) for eqn in open_jaxpr(program).eqns
+        is_narrowed(eqn) or is_outer_product(eqn) or holds_products(eqn)
+        for eqn in open_jaxpr(program).eqns
     )
 
 
@@ -105,7 +117,7 @@ def remedy(why: str) -> str:
     if why.startswith("a product with"):
         return "cast the batch and the parameters to float32"
     if why == OF_A_DERIVATIVE:
-        return "cast in the derivative's rule, or write an outer product with *"
+        return "cast in the derivative's rule"
     return "use autocast inside of it, as on the function that is passed to a solver"
 
 

@@ -15,9 +15,10 @@ from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.derivatives import custom_jvp, custom_vjp
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.flat import Step
+from optax_lossscale._autocast.outer import outer_product
 from optax_lossscale._autocast.partition import Region
 from optax_lossscale._autocast.plan import Plan, plan_for
-from optax_lossscale._autocast.products import SCOPE, is_narrowed
+from optax_lossscale._autocast.products import SCOPE, is_narrowed, is_outer_product
 from optax_lossscale._autocast.uses import Use
 from optax_lossscale._programs.enter import Callee, enter
 from optax_lossscale._programs.operations import Is, traits
@@ -163,6 +164,8 @@ def _results(
     callees = callees_of(step)
     rewritten = functools.partial(_rewritten, casting._replace(keeps=False))
     with eqn.ctx.manager:
+        if is_outer_product(eqn):
+            return [outer_product(eqn, *operands)]
         if Is.VJP in traits(eqn) and callees:
             return custom_vjp(step, operands, callees, rewritten)
         if Is.JVP in traits(eqn) and callees:

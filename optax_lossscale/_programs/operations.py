@@ -42,7 +42,7 @@ class Is(enum.Flag):
     """Its results leave the range of its operands."""
     PRODUCT = enum.auto()
     OUTER = enum.auto()
-    """A product that may sum nothing, or all: then it is a multiplication, or a sum."""
+    """A product that `multiply` and `expand_dims` can compute, if it sums nothing."""
     OF_BITS = enum.auto()
     """Reads or makes the bits of a number, which are those of its own dtype."""
     OPAQUE = enum.auto()

@@ -29,7 +29,7 @@ def centred(h):
     ("kind", "fun"),
     [
         (Kind.PARAMETER, lambda w, g, x: (w * 2).T + g),
-        (Kind.PARAMETER, lambda w, g, x: w[ROWS]),
+        (Kind.ROWS, lambda w, g, x: w[ROWS]),
         (Kind.PRODUCT, lambda w, g, x: (x @ w).T),
         (Kind.SUM, lambda w, g, x: jnp.where(x > 0, x @ w, 0.0)),
         (Kind.SUM, lambda w, g, x: jnp.where(x > 0, x @ w, g)),

@@ -1005,3 +1005,4 @@ def test_a_product_over_one_number_stays_in_float32(multiply, left, right):
     chex.assert_trees_all_close(
         step(x, y), jax.value_and_grad(loss, (0, 1))(x, y), rtol=1e-4, atol=1e-3
     )
+    assert ols.dtype_report(step, x, y).products == ()

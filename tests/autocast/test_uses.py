@@ -109,6 +109,7 @@ def test_a_depth_is_how_many_products_came_before_at_most():
         (Kind.SUM, KEPT, True),
         (Kind.SUM, MULTIPLIED, False),
         (Kind.SUM, PAST, False),
+        (Kind.ROWS, KEPT, False),
         (Kind.NEAR, KEPT, False),
         (Kind.PARAMETER, KEPT, False),
         (Kind.FLOAT32, KEPT, False),
