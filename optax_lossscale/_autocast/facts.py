@@ -41,11 +41,12 @@ class Facts(NamedTuple):
 
     @property
     def of_products(self) -> frozenset[int]:
-        """What is in 16 bits as it comes, or a sum with a product."""
+        """What is in 16 bits as it comes, a sum with a product, or where such sums begin."""
+        streams = (Kind.SUM, Kind.ROWS)
         return frozenset(
             i
             for i, dtype in self.dtypes.items()
-            if dtype == self.low or self.kinds[i] == Kind.SUM
+            if dtype == self.low or self.kinds[i] in streams
         )
 
     def is_fused(self, step: Step) -> bool:
