@@ -35,7 +35,7 @@ class Kind(enum.Enum):
     PARAMETER = "a parameter, or made from parameters alone"
     ROWS = "rows of a parameter, as from an embedding: where a stream of sums may begin"
     PRODUCT = "the result of a product, perhaps moved: it has 16 bits already"
-    SUM = "with the result of a product: stored in 16 bits from product to product"
+    SUM = "a sum with such a result: stored in 16 bits from product to product"
     NEAR = "made from these, in about their range: recomputed; added to a SUM, it gives one"
     FLOAT32 = "anything that may have another range or need more digits"
 
@@ -147,8 +147,8 @@ def _is_normalized(
 ) -> bool:
     """Whether this subtracts the mean of as many numbers, or divides by the norm of as many.
 
-    What is so has about the size 1: without this rule, a ResNet takes
-    1.16 of the memory and moves 1.08 of the bytes.
+    What is so has about the size 1: without this rule, a ResNet takes 1.16 of the
+    memory and moves 1.08 of the bytes.
     """
     made_by = operation(step.eqn).statistic
     if not made_by:
