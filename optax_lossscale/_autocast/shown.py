@@ -4,8 +4,6 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import jax.core
-
 from optax_lossscale._autocast.flat import Flat, Step
 from optax_lossscale._autocast.store import taken_by
 from optax_lossscale._programs.walk import has_users_line, line_of
@@ -91,8 +89,6 @@ def _typed(names: Names, pairs: Iterable[tuple[int, Any]]) -> str:
     for i, dtype in pairs:
         name = str(names.get(i, i))
         if dtype:
-            # `f16` for float16, as jaxprs have it
-            scalar = jax.core.ShapedArray((), dtype).str_short(short_dtypes=True)
-            name += f":{scalar.removesuffix('[]')}"
+            name += ":" + dtype.name.replace("float", "f")
         typed.append(name)
     return ", ".join(typed)
