@@ -83,14 +83,6 @@ def facts_of(
         if dtypes[i] == FLOAT32 and is_low:
             dtypes[i] = low
     dtypes |= zip(program.ins, takes, strict=True)
-    for step in program.steps:
-        if traits(step.eqn) & (Is.MOVES | Is.SENDS):
-            # From each operand a result, or from one operand all of them
-            is_of_each = len(step.ins) == len(step.outs)
-            sources = step.ins if is_of_each else step.ins[:1] * len(step.outs)
-            for i, source in zip(step.outs, sources, strict=True):
-                if dtypes[source] == low:
-                    dtypes[i] = low
     return Facts(program, kind_of, after, sent, dtypes, casting)
 
 

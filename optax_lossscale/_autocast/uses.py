@@ -44,6 +44,8 @@ def uses(jaxpr: Any, results: Uses) -> Mapping[int, Use]:
     for i, use in zip(program.outs, results, strict=True):
         after[i] |= use
     for step in reversed(program.steps):
+        if Is.NAMES in traits(step.eqn):
+            after[step.outs[0]] |= Use.PAST
         if is_narrowed(step.eqn):
             of_operands = [Use.MULTIPLIED] * 2
         elif is_rewritten(step.eqn):
@@ -68,7 +70,7 @@ def _of_operand(
     """What an operation, neither a product nor entered, does with one of its operands."""
     its_traits = traits(step.eqn)
     may_be_repeated = is_cheap(step.eqn) or its_traits & (Is.MOVES | Is.SENDS)
-    use = Use.PAST if Is.NAMES in its_traits else NOTHING
+    use = NOTHING
     for j in step.outs:
         use |= after[j] & Use.MULTIPLIED
         if before[j] > before[i]:
