@@ -16,12 +16,7 @@ from optax_lossscale._autocast.flat import Step
 from optax_lossscale._autocast.outer import outer_product
 from optax_lossscale._autocast.partition import Region
 from optax_lossscale._autocast.plan import Plan, plan_for
-from optax_lossscale._autocast.products import (
-    SCOPE,
-    has_new_passes,
-    is_narrowed,
-    is_outer_product,
-)
+from optax_lossscale._autocast.products import SCOPE, is_narrowed, is_outer_product
 from optax_lossscale._programs.enter import Arrays, Callee, enter
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import (
@@ -127,10 +122,8 @@ def _results(
     with eqn.ctx.manager:
         if is_outer_product(eqn):
             return [outer_product(eqn, *operands)]
-        if has_new_passes(eqn):
-            # Its forward pass may have no products.
-            as_traced = Callee((), dtypes_in(eqn.outvars), functools.partial(bind, eqn))
-            return custom_vjp(eqn, operands, (*callees, as_traced)[0], rewrite)
+        if Is.VJP in traits(eqn) and callees:
+            return custom_vjp(eqn, operands, callees[0], rewrite)
         if Is.JVP in traits(eqn) and callees:
             return custom_jvp(eqn, operands, callees[0], rewrite)
         if callees:
