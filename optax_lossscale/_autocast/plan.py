@@ -14,7 +14,7 @@ from optax_lossscale._autocast.partition import Region, partition
 from optax_lossscale._autocast.products import holds_products, is_narrowed
 from optax_lossscale._autocast.shown import shown
 from optax_lossscale._autocast.store import store
-from optax_lossscale._autocast.uses import NOTHING, Use, Uses, entered, uses_inside
+from optax_lossscale._autocast.uses import NOTHING, Uses, entered, uses_inside
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in
@@ -40,8 +40,6 @@ def plan_for(
     args: Sequence[Any],
     kinds: Sequence[Kind],
     casting: Casting,
-    uses: Sequence[Use] = (),
-    rest: Use = NOTHING,
 ) -> Plan:
     """The plan for a program that was traced in float32.
 
@@ -51,16 +49,14 @@ def plan_for(
         are.
       kinds: what each of them is.
       casting: how it is rewritten.
-      uses: what is done with the first of its results.
-      rest: what is done with all others.
     """
     program = open_jaxpr(jaxpr)
     takes = dtypes_in(program.invars)
     for n, x in enumerate(args):
         if dtype_in(x) == casting.dtype:
             takes[n] = casting.dtype
-    others = [rest] * (len(program.outvars) - len(uses))
-    return _plan(jaxpr, tuple(takes), tuple(kinds), (*uses, *others), casting)
+    nothing = (NOTHING,) * len(program.outvars)  # is done with its results
+    return _plan(jaxpr, tuple(takes), tuple(kinds), nothing, casting)
 
 
 @remembered

@@ -28,7 +28,7 @@ class Use(enum.Flag):
 
 NOTHING = Use(0)
 KEPT = Use.MULTIPLIED | Use.PAST
-"""What is done with what a forward pass keeps for the backward pass."""
+"""What is done with what has to be stored, for a product to read it."""
 
 Uses = tuple[Use, ...]
 Entered = list[tuple[Any, Sequence[int], Uses]]
