@@ -3,7 +3,6 @@
 from typing import Any, Literal, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import presets
@@ -132,9 +131,9 @@ def resolve(loss_scale: Any) -> LossScale:
     An array may be traced, as where a trainer hands the scale through an argument of
     its own.
     """
-    is_number = isinstance(loss_scale, jax.Array) and validation.is_numeric(loss_scale)
-    if is_number and loss_scale.shape == () and not jnp.iscomplexobj(loss_scale):
-        return _of_array(loss_scale)
+    is_traced = isinstance(loss_scale, jax.core.Tracer)
+    if is_traced and validation.is_numeric(loss_scale) and loss_scale.shape == ():
+        return _TracedLossScale().replace(loss_scale=loss_scale)
     match loss_scale:  # a dict may be a config, or part of a state
         case None | {"preset": str()} | {"class_name": str(), "config": _}:
             return get(loss_scale)
@@ -149,13 +148,6 @@ def resolve(loss_scale: Any) -> LossScale:
             "vmap(train_step)(params, state, batch)"
         )
     return of_state
-
-
-def _of_array(loss_scale: jax.Array) -> LossScale:
-    """A loss scale of an array: a fixed one, unless the array is traced."""
-    if isinstance(loss_scale, jax.core.Tracer):
-        return _TracedLossScale().replace(loss_scale=loss_scale)
-    return FixedLossScale(jax.device_get(loss_scale))
 
 
 class _TracedLossScale(LossScale):

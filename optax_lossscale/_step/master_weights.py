@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,15 +12,9 @@ import optax
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_narrow
 from optax_lossscale._arrays.rounding import join, narrow_dtype, split
-from optax_lossscale._arrays.validation import shown
 from optax_lossscale._arrays.variables import find
 from optax_lossscale._step.get import name_in_optax
-from optax_lossscale._step.inputs import (
-    check_update_shape,
-    complete,
-    update_or_zero,
-)
-from optax_lossscale._step.state import check_inner_dtypes
+from optax_lossscale._step.inputs import check_gradients, check_update_shape
 
 # States, by name, of what makes updates of its own out of those of the transformation
 # inside.
@@ -94,9 +87,7 @@ def with_master_weights(
     order is refused by the `init` of `with_loss_scale` around it, and by
     `value_and_scaled_grad` of such a state. A transformation of your own that changes
     its updates cannot be seen: what the parameters lack is lost at each step.
-    `testing.assert_scale_invariant` finds that for float16; for bfloat16, whose 16 bits
-    tell nothing without the parameter, nothing does. Transformations before it in an
-    `optax.chain` see rounded parameters.
+    Transformations before it in an `optax.chain` see rounded parameters.
 
     Source: Micikevicius et al., "Mixed Precision Training"
     (https://arxiv.org/abs/1710.03740), as in Apex's level O2, Megatron-LM and
@@ -110,9 +101,8 @@ def with_master_weights(
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with a `MasterWeightsState`. Its
-      `update` needs `params`; its updates are float32 or wider. A parameter whose
-      gradient is `None` stays, as do its slots. Parameters in float32 or wider are left
-      to `inner` alone, and kept only once.
+      `update` needs `params`; its updates are float32 or wider. Parameters in float32
+      or wider are left to `inner` alone, and kept only once.
 
     Raises:
       TypeError: in `update`, if the state is not one of this transformation.
@@ -146,13 +136,13 @@ def with_master_weights(
 
     def update(updates, state, params=None, **extra_args):
         _check_arguments(state, params)
-        completed = complete(updates, params)
+        check_gradients(updates, params)
+        # with_loss_scale gives all params in float32, and has compared them as they are.
+        if any(map(is_narrow, jax.tree.leaves(params))):
+            check_inner_state(state, lambda: jax.eval_shape(init, params))
         weights = state.weights(params)
-        check_inner_dtypes(
-            state.inner_state, lambda: jax.eval_shape(inner_tx.init, weights)
-        )
         inner_updates, inner_state = inner_tx.update(
-            jax.tree.map(at_least_float32, completed.grads),
+            jax.tree.map(at_least_float32, updates),
             state.inner_state,
             weights,
             **extra_args,
@@ -162,9 +152,7 @@ def with_master_weights(
         )
         new_updates = jax.tree.map(lambda _, x: x.update, params, moved)
         master_weights = jax.tree.map(lambda _, x: x.rest, params, moved)
-        moved_state = MasterWeightsState(master_weights, inner_state)
-        new_state = completed.slots_kept(init, moved_state, state)
-        return completed.moved(update_or_zero, new_updates), new_state
+        return new_updates, MasterWeightsState(master_weights, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -214,14 +202,43 @@ def _parts(state: Any) -> list[Any]:
     return jax.tree.leaves(state, is_leaf=lambda x: x is not state)
 
 
-def check_master_weights(state: Any, expected: Callable[[], Any]) -> None:
-    """Raises unless the master weights in a state are like those that `init` makes."""
-    states = find(_is_state, state)
-    if not states:
+def check_inner_state(state: Any, expected: Callable[[], Any]) -> None:
+    """Raises unless a state is like that which `init` makes, which `expected` shows.
+
+    It looks at states with 16-bit numbers or master weights, which another dtype or
+    another shape may spoil unseen. What is of another structure, others refuse.
+    """
+    has_master_weights = bool(find(_is_state, state))
+    is_any_narrow = any(map(is_narrow, jax.tree.leaves(state)))
+    if not has_master_weights and not is_any_narrow:
         return
-    # Where there are more of the one, their structures differ, which inner refuses.
-    for current, initial in zip(states, find(_is_state, expected()), strict=False):
-        _check_rests(current.master_weights, initial.master_weights)
+    initial_state = expected()
+
+    def check(path, x, initial):
+        kind = _kind(x)
+        initial_kind = _kind(initial)
+        if kind != initial_kind:
+            raise ValueError(
+                f"the inner state holds {kind} where it needs {initial_kind}, at "
+                f"{path_name(path)}: it was made for other parameters, or by an "
+                "optimizer of 16-bit parameters, where small numbers underflow. Make "
+                "a new one, tx.init(params), or cast it once: "
+                "state._replace(inner_state=optax.tree.cast_like(restored, "
+                "state.inner_state)), with the state of init"
+            )
+
+    if jax.tree.structure(initial_state) == jax.tree.structure(state):
+        jax.tree.map_with_path(check, state, initial_state)
+    elif has_master_weights:
+        raise ValueError(
+            "the state of with_master_weights was made for other parameters, or for "
+            "another optimizer. Make a new state: tx.init(params)"
+        )
+
+
+def _kind(x: Any) -> str:
+    """Dtype and shape."""
+    return f"{dtype_of(x)}{list(np.shape(x))}"
 
 
 def _check_arguments(state: Any, params: Any) -> None:
@@ -240,33 +257,6 @@ def _check_arguments(state: Any, params: Any) -> None:
             "with_master_weights needs the parameters: call update(updates, state, "
             "params)"
         )
-    # with_loss_scale gives all params in float32, and has compared them as they are.
-    are_narrow = any(map(is_narrow, jax.tree.leaves(params)))
-    has_rests = bool(jax.tree.leaves(state.master_weights))
-    is_in_with_loss_scale = has_rests and not are_narrow
-    if not is_in_with_loss_scale:
-        rests = jax.eval_shape(partial(jax.tree.map, _rest_of), params)
-        _check_rests(state.master_weights, rests)
-
-
-def _check_rests(rests: Any, expected: Any) -> None:
-    """Raises unless two trees of rests belong to parameters of the same shapes and dtypes."""
-    kinds = _kinds(rests)
-    expected_kinds = _kinds(expected)
-    if kinds != expected_kinds:
-        raise ValueError(
-            "the state of with_master_weights was made for other parameters: it keeps "
-            f"{shown(kinds)}, but these need {shown(expected_kinds)}. Make a new "
-            "state: tx.init(params)"
-        )
-
-
-def _kinds(rests: Any) -> list[str]:
-    """Dtype, shape and path of each rest."""
-    leaves = jax.tree.leaves_with_path(rests)
-    return [
-        f"{dtype_of(x)}{list(np.shape(x))} at {path_name(path)}" for path, x in leaves
-    ]
 
 
 class _Moved(NamedTuple):

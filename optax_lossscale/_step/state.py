@@ -1,13 +1,11 @@
 """What an optimizer with loss scaling keeps from step to step."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from optax_lossscale._arrays.names import path_name
-from optax_lossscale._arrays.precision import dtype_of, is_narrow
+from optax_lossscale._arrays.precision import dtype_of
 from optax_lossscale._arrays.stateful import Stateful
 from optax_lossscale._arrays.validation import shown
 from optax_lossscale._arrays.variables import find, plain
@@ -89,27 +87,3 @@ _WITH_OTHER_RULE = "state._replace(skip_rule=tx.init(params).skip_rule)"
 def _shown_config(x: Any) -> Any:
     """The configuration of a loss scale or of a rule; anything else as it is, if short."""
     return x.get_config() if isinstance(x, Stateful) else shown(x)
-
-
-def check_inner_dtypes(inner_state: Any, expected: Callable[[], Any]) -> None:
-    """Raises for an inner state that is narrower than `init` makes it, which `expected` shows."""
-    if not any(map(is_narrow, jax.tree.leaves(inner_state))):
-        return
-
-    def check(path, x, initial):
-        if not is_narrow(x):
-            return
-        dtype = dtype_of(x)
-        initial_dtype = dtype_of(initial)
-        if dtype.itemsize < initial_dtype.itemsize:
-            raise ValueError(
-                f"the inner state holds {dtype} where it needs {initial_dtype}, at "
-                f"{path_name(path)}: it is that of an optimizer of 16-bit parameters, "
-                "and small numbers would underflow in it. Cast it once: "
-                "state._replace(inner_state=optax.tree.cast_like(restored, "
-                "state.inner_state)), with the state of init"
-            )
-
-    initial_state = expected()
-    if jax.tree.structure(initial_state) == jax.tree.structure(inner_state):
-        jax.tree.map_with_path(check, inner_state, initial_state)

@@ -1,7 +1,6 @@
 """The optimizer step: prepare what is given, decide, apply or skip."""
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._arrays.finite import AxisName
-from optax_lossscale._arrays.precision import strong
+from optax_lossscale._arrays.precision import at_least_float32, strong
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step import inputs, master_weights
@@ -18,7 +17,6 @@ from optax_lossscale._step.decision import Skip, decide
 from optax_lossscale._step.state import (
     LossScaleState,
     check_configuration,
-    check_inner_dtypes,
     check_state,
     wrapper_states,
 )
@@ -39,7 +37,7 @@ class ScaledStep:
     def init(self, params: Any) -> LossScaleState:
         """The state before the first step."""
         inputs.check_arrays("params", params)
-        inner_state = self.inner.init(jax.tree.map(inputs.as_inner_sees, params))
+        inner_state = self.inner.init(jax.tree.map(at_least_float32, params))
         master_weights.check_order(inner_state)
         inner_state = master_weights.with_rest_of_narrow(
             inner_state, self.inner.init, params
@@ -92,13 +90,10 @@ class ScaledStep:
         check_state(state)
         check_configuration(state, self.loss_scale, self.rule)
         if params is not None:
-            expected_state = partial(self._expected_state, params)
-            master_weights.check_master_weights(state.inner_state, expected_state)
-            check_inner_dtypes(state.inner_state, expected_state)
-
-    def _expected_state(self, params: Any) -> Any:
-        """The inner state for these parameters, abstract."""
-        return jax.eval_shape(self.init, params).inner_state
+            master_weights.check_inner_state(
+                state.inner_state,
+                lambda: jax.eval_shape(self.init, params).inner_state,
+            )
 
 
 def _unaliased(state: Any, params: Any) -> Any:

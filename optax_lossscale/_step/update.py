@@ -1,7 +1,6 @@
 """The inner optimizer's part of a step: from unscaled gradients to parameters or updates."""
 
 import dataclasses
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,12 +8,7 @@ import jax
 import optax
 
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, strong
-from optax_lossscale._step.inputs import (
-    Prepared,
-    as_inner_sees,
-    check_update_shape,
-    update_or_zero,
-)
+from optax_lossscale._step.inputs import Prepared, check_update_shape
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,37 +23,27 @@ class InnerUpdate:
     def apply(self, unscaled: Prepared, inner_state: Any) -> tuple[Any, Any]:
         """The new parameters, or the updates that lead there, and the new inner state."""
         params = unscaled.params
+        extra_args = self.extra_args
+        if unscaled.value is not None:
+            extra_args = {"value": unscaled.value, **extra_args}
         inner = optax.with_extra_args_support(self.inner)
-        wide_params = jax.tree.map(as_inner_sees, params)
         updates, new_state = inner.update(
             unscaled.all_grads(),
             inner_state,
-            wide_params,
-            **self._extra_args(inner, unscaled.value),
+            jax.tree.map(at_least_float32, params),
+            **extra_args,
         )
-        if params is not None:
-            move = _param_after if self.to_params else update_or_zero
-            updates = unscaled.moved(move, updates)
+        if self.to_params:
+            updates = jax.tree.map(_param_after, params, updates)
 
         def in_its_dtype(new, old):
             return strong(new, dtype_of(old))
 
-        new_state = jax.tree.map(in_its_dtype, new_state, inner_state)
-        return updates, unscaled.slots_kept(self.inner.init, new_state, inner_state)
-
-    def _extra_args(self, inner: Any, value: jax.Array | None) -> Mapping[str, Any]:
-        """What else the inner update is given: the loss, too, if it takes that."""
-        parameters = inspect.signature(inner.update).parameters
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        if value is None or not (takes_any or "value" in parameters):
-            return self.extra_args
-        return {"value": value, **self.extra_args}
+        return updates, jax.tree.map(in_its_dtype, new_state, inner_state)
 
 
 def _param_after(param: Any, update: Any) -> Any:
-    """`optax.apply_updates`, in float32 or wider; a parameter without an update stays."""
-    if update is None:
-        return strong(param)
+    """`optax.apply_updates`, in float32 or wider."""
     check_update_shape(param, update)
     moved = optax.apply_updates(at_least_float32(param), update)
     return strong(moved, dtype_of(param))

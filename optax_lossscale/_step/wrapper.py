@@ -73,9 +73,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         method: there, call those two.
 
         Args:
-          scaled_grads: gradients of the scaled loss; a tree like `params`. Where a
-            gradient or a whole branch is `None`, the parameters and their slots in the
-            inner state stay.
+          scaled_grads: gradients of the scaled loss; a tree like `params`.
           state: the state that `init` or the last step returned.
           params: the parameters, in any floating-point dtype.
           value: the true loss, shape (), also passed on to the inner transformation. If

@@ -440,26 +440,15 @@ def test_steps_are_accumulated_inside_and_around():
         np.testing.assert_array_equal(master_weights(state, after)["w"], 1 - 3 * STEP)
 
 
-def test_without_the_wrapper_a_parameter_without_a_gradient_stays_with_its_slots():
-    params = cast(PARAMS, jnp.bfloat16)
-    tx = ols.with_master_weights(optax.adamw(0.1))
-    grads = gradients(params, 0)
-    updates, state = tx.update(grads, tx.init(params), params)
-    params = optax.apply_updates(params, updates)
-    updates, after = tx.update({"w": None, "b": grads["b"]}, state, params)
-    new = optax.apply_updates(params, updates)
-    chex.assert_trees_all_equal(new["w"], params["w"])
-    assert (new["b"] != params["b"]).any()
-    adam, new_adam = state.inner_state[0], after.inner_state[0]
-    for old, slot in ((adam.mu, new_adam.mu), (adam.nu, new_adam.nu)):
-        chex.assert_trees_all_equal(slot["w"], old["w"])
-        assert (slot["b"] != old["b"]).any()
-    chex.assert_trees_all_equal(after.master_weights["w"], state.master_weights["w"])
-
-
 OTHERS = {
-    "shape": ({"w": jnp.ones(4, jnp.bfloat16)}, r"uint16\[3\] at w.*uint16\[4\] at w"),
-    "dtype": ({"w": jnp.ones(3, jnp.float16)}, r"uint16\[3\] at w.*float32\[3\] at w"),
+    "shape": (
+        {"w": jnp.ones(4, jnp.bfloat16)},
+        r"uint16\[3\] where it needs uint16\[4\], at .*/w",
+    ),
+    "dtype": (
+        {"w": jnp.ones(3, jnp.float16)},
+        r"uint16\[3\] where it needs float32\[3\], at .*/w",
+    ),
     "structure": ({"v": jnp.ones(3, jnp.bfloat16)}, "made for other parameters"),
 }
 
@@ -496,7 +485,8 @@ def test_the_state_of_a_bare_optimizer_is_refused_and_taken_when_cast_into_its_p
             params, wrapped.init(params)._replace(inner_state=restored), params
         )
     with pytest.raises(
-        ValueError, match=r"float16 where it needs float32, at 0/mu/w.*cast_like"
+        ValueError,
+        match=r"float16\[3\] where it needs float32\[3\], at inner_state/0/mu/w.*cast_like",
     ):
         tx.update(params, state._replace(inner_state=restored), params)
     cast_once = optax.tree.cast_like(restored, state.inner_state)

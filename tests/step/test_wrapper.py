@@ -431,23 +431,13 @@ def test_leaves_masked_out_are_neither_unscaled_nor_checked(way, callable_mask):
     assert not state.should_apply
 
 
-@each_optimizer
-def test_a_parameter_whose_gradient_is_none_stays(inner):
-    tx = ols.with_loss_scale(inner, LS)
-    state, step = tx.init(PARAMS), jax.jit(tx.apply_gradients)
-    params, state = step({"w": None, "b": PARAMS["b"] + 1}, state, PARAMS)
-    chex.assert_trees_all_equal(params["w"], PARAMS["w"])
-    assert (params["b"] != PARAMS["b"]).all()
-    assert state.should_apply
-    _, state = step({"w": None, "b": jnp.full(2, jnp.inf)}, state, params)
-    assert state.skipped_steps == 1
-
-
-def test_the_update_for_a_gradient_that_is_none_is_zero():
-    tx = ols.with_loss_scale(optax.adamw(0.1, weight_decay=0.1), LS)
-    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-    updates, _ = tx.update({"w": None, "b": PARAMS["b"]}, state, PARAMS)
-    chex.assert_trees_all_equal(updates["w"], jnp.zeros_like(PARAMS["w"]))
+def test_a_gradient_for_a_part_of_the_parameters_alone_is_refused():
+    tx = ols.with_loss_scale(optax.adam(1e-3), LS)
+    for grads in ({"w": None, "b": PARAMS["b"]}, {"b": PARAMS["b"]}, None):
+        with pytest.raises(
+            ValueError, match="must have the structure of the parameters"
+        ):
+            tx.apply_gradients(grads, tx.init(PARAMS), PARAMS)
 
 
 def test_trees_with_none_and_empty_trees_keep_their_structure():
@@ -670,7 +660,8 @@ def test_a_state_in_16_bits_is_refused_where_init_makes_float32_and_taken_once_c
     state, restored = tx.init(params), inner.init(params)
     for step in (tx.update, tx.apply_gradients):
         with pytest.raises(
-            ValueError, match=r"float16 where it needs float32, at 0/mu/w.*cast"
+            ValueError,
+            match=r"float16\[.*\] where it needs float32\[.*\], at 0/mu/w.*cast",
         ):
             step(params, state._replace(inner_state=restored), params)
     state = state._replace(

@@ -191,25 +191,6 @@ def test_a_wrapped_optimizer_keeps_types_and_placement_and_skips_an_overflow(
 
 @pytest.mark.slow
 @each_optimizer
-def test_a_parameter_without_a_gradient_keeps_its_slots(name):
-    tx = ols.with_loss_scale(make(name), LS)
-    params = jax.tree.map(jnp.array, numbers(np.float32, 0))
-    step = jax.jit(tx.apply_gradients)
-    grads = {k: 64 * g for k, g in numbers(np.float32, 1).items()}
-    params, state = step(grads, tx.init(params), params, **extra(name))
-    after, moved = step({"w": None, "b": grads["b"]}, state, params, **extra(name))
-    chex.assert_trees_all_equal(after["w"], params["w"])
-    of_w = lambda s: [
-        x
-        for path, x in jax.tree.flatten_with_path(s.inner_state)[0]
-        if any(getattr(key, "key", None) == "w" for key in path)
-    ]
-    chex.assert_trees_all_equal(of_w(moved), of_w(state))
-    assert types(moved) == types(state)
-
-
-@pytest.mark.slow
-@each_optimizer
 def test_master_weights_round_to_the_parameters(name):
     tx = ols.with_loss_scale(ols.with_master_weights(make(name)), LS)
     params = jax.tree.map(jnp.array, numbers(np.float16, 0))
