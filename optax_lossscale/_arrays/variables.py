@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,18 +33,18 @@ def find(is_node: Callable[[Any], bool], tree: Any) -> list[Any]:
     return [x for x in nodes if is_node(x)]
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`function` of each leaf; a variable that is in two places is mapped once and stays one."""
+def map_leaves(function: Callable[[Any, Any], Any], tree: Any) -> Any:
+    """`function` of each path and leaf; a variable in two places is mapped once and stays one."""
     copies: dict[int, Any] = {}
 
-    def mapped(leaf):
+    def mapped(path, leaf):
         if not is_variable(leaf):
-            return function(leaf)
+            return function(path, leaf)
         if id(leaf) not in copies:
-            copies[id(leaf)] = jax.tree.map(function, leaf)
+            copies[id(leaf)] = jax.tree.map(partial(function, path), leaf)
         return copies[id(leaf)]
 
-    return jax.tree.map(mapped, tree, is_leaf=is_variable)
+    return jax.tree.map_with_path(mapped, tree, is_leaf=is_variable)
 
 
 def plain(tree: Any) -> Any:

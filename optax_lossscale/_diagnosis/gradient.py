@@ -80,7 +80,7 @@ def gradient_of(
         )
         left = iter(replaced.values())
         params, args, kwargs = map_leaves(
-            lambda x: next(left) if is_array(x) else x, everything
+            lambda _, x: next(left) if is_array(x) else x, everything
         )
         loss = loss_of(loss_fn(params, *args, **kwargs), has_aux)
         check_scalar("the loss", loss)

@@ -38,26 +38,24 @@ class Series(NamedTuple):
     noise: float  # the norm of the difference between two runs that should be the same
 
 
-def power(series: Series) -> float | None:
-    """The power of the loss scale that an output follows somewhere, up to a constant."""
+def power(series: Series) -> float:
+    """The power of the loss scale that an output follows somewhere, up to a constant; or 0."""
     for first in range(len(series.exponents) - _IN_A_ROW):
         window = slice(first, first + _IN_A_ROW + 1)
-        values = series.values[window]
-        exponents = series.exponents[window]
         for candidate in _POWERS:
-            if _is_linear(values, 2.0 ** (candidate * exponents)):
+            scales = 2.0 ** (candidate * series.exponents[window])
+            if _is_linear(series.values[window], scales):
                 return candidate
-    return None
+    return 0
 
 
 def _is_linear(values, x):
     """Whether all rows of values lie on one line over x, which is not level."""
-    is_finite = np.isfinite(values).all(axis=0)
-    rises = np.diff(values[:, is_finite], axis=0)
-    slopes = rises / np.diff(x)[:, None]
-    bends = np.diff(slopes, axis=0)
-    least_slope = np.linalg.norm(slopes, axis=1).min()
-    largest_bend = np.linalg.norm(bends, axis=1).max()
+    with np.errstate(invalid="ignore"):
+        slopes = np.diff(values, axis=0) / np.diff(x)[:, None]
+        bends = np.diff(slopes, axis=0)
+        least_slope = np.linalg.norm(slopes, axis=1).min()
+        largest_bend = np.linalg.norm(bends, axis=1).max()
     return least_slope > 0 and largest_bend <= _TOLERANCE * least_slope
 
 
@@ -68,8 +66,7 @@ def emerging(series: Series) -> np.ndarray:
     may_be_a_flag = upper.shape[1] == 1
     if series.without is None or may_be_a_flag:
         return np.zeros(upper.shape, bool)
-    is_without = lower == series.without
-    return is_without & (upper != lower)
+    return (lower == series.without) & (upper != lower)
 
 
 def change(series: Series, looked_at: np.ndarray) -> int | None:
@@ -82,25 +79,16 @@ def change(series: Series, looked_at: np.ndarray) -> int | None:
     moves = ~emerging(series)
     for row in np.flatnonzero(looked_at):
         largest_below = max(changes[row + 1 :], default=0)
-        least = max(negligible(values[row], series.noise), _DIES_AWAY * largest_below)
+        rounding = max(_ROUNDING * distance(values[row], 0), 8 * series.noise)
         is_moving = moves[row]
-        if distance(values[row, is_moving], values[row + 1, is_moving]) > least:
+        moved = distance(values[row, is_moving], values[row + 1, is_moving])
+        if moved > max(rounding, _DIES_AWAY * largest_below):
             return int(row)
     return None
 
 
-def negligible(x: np.ndarray, noise: float) -> float:
-    """The norm of a difference that rounding may make."""
-    return max(_ROUNDING * size(x), 8 * noise)
-
-
-def size(x: np.ndarray) -> float:
-    """The norm, without what is not finite."""
-    return float(np.linalg.norm(x[np.isfinite(x)]))
-
-
-def distance(x: np.ndarray, y: np.ndarray) -> float:
+def distance(x: np.ndarray, y: np.ndarray | int) -> float:
     """The norm of the difference, without what is not finite."""
-    are_finite = np.isfinite(x) & np.isfinite(y)
-    difference = x[are_finite] - y[are_finite]
-    return float(np.linalg.norm(difference))
+    with np.errstate(invalid="ignore"):
+        difference = x - y
+    return float(np.linalg.norm(difference[np.isfinite(difference)]))

@@ -9,7 +9,7 @@ from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._step.gradient import check_keywords
 from optax_lossscale.testing._names import listed, name_of, not_ignored
 from optax_lossscale.testing._places import what_comes_back
-from optax_lossscale.testing._runs import Trial, equal, flat, outcomes, same
+from optax_lossscale.testing._runs import Path, Run, Trial, equal, flat, outcomes, same
 
 
 def assert_survives_overflow(
@@ -22,9 +22,9 @@ def assert_survives_overflow(
 
     Such a step is to be skipped: the parameters, the optimizer's state and every other
     float that comes back, to be given to the next step, are as they were given. Only
-    integers may count and keys move on, the skip is counted, and the loss scale adapts,
-    unless it is fixed. What is only returned, such as the loss and norms to be logged,
-    may be anything. It finds batch statistics, hidden states and averages without
+    integers may count and keys move on, and the loss scale adapts, unless it is fixed.
+    What is only returned, such as the loss and norms to be logged, may be anything. It
+    finds batch statistics, hidden states and averages without
     `where_applied`, and steps that are not skipped at all. Put it into your tests
     beside `assert_scale_invariant`, with the same arguments.
 
@@ -74,7 +74,7 @@ def assert_survives_overflow(
     batch = _first_of_batch(trial, back)
     # A scale of 1 need not be multiplied by: there, a NaN in the batch tells.
     need_not_overflow = batch is not None and trial.loss_scale == FixedLossScale(1)
-    fault = _after_overflow(trial, overflowing, judged)
+    fault = after_overflow(trial, overflowing, judged)
     if not fault and not need_not_overflow:
         fault = _applied_at_infinity(trial, overflowing[-1], usual, judged)
     if not fault and batch is not None:
@@ -83,45 +83,17 @@ def assert_survives_overflow(
         raise AssertionError(f"the step does not survive an overflow. {fault}")
 
 
-def is_stuck(run):
-    """Whether the loss scale comes back as it was given, where it would have changed."""
-    if not run.loss_scales:
-        return False
-    backed_off, other = outcomes(run.before)
-    possible = [backed_off] if run.was_skipped else [backed_off, other]
-    may_stay = any(same(x, run.before) for x in possible)
-    stays = all(same(x, run.before) for x in run.loss_scales)
-    return stays and not may_stay
+def after_overflow(trial: Trial, runs: list[Run], judged: dict[Path, Path]) -> str:
+    """What is wrong after gradients overflow, and what to do; empty if nothing is.
 
-
-def left_behind(trial, runs, back):
-    """What skipped steps change of what comes back, and what to do; empty if nothing."""
+    Of the outputs to be judged it is given the arguments that they come back for.
+    """
     for run in runs:
-        left = _changed(trial, run, back)
-        if left and not run.flags.any():
-            return listed(_LEFT, left, _KEEP)
-    return ""
-
-
-def _changed(trial, run, back):
-    """What comes back from a run other than it was given."""
-    changed = []
-    for path, place in back.items():
-        before = flat(trial.floats[place])
-        if not equal(run.outputs.get(path, before), before):
-            changed.append(path)
-    return changed
-
-
-def _after_overflow(trial, runs, judged):
-    """What is wrong after gradients overflow, and what to do; empty if nothing is."""
-    if any(is_stuck(run) for run in runs):
-        return STUCK
-    fault = left_behind(trial, runs, judged)
-    if fault:
-        return fault
-    if any(run.states and run.was_skipped and run.skips <= 0 for run in runs):
-        return _UNCOUNTED
+        if is_stuck(run):
+            return STUCK
+        changed = _changed(trial, run, judged)
+        if changed and not run.flags.any():
+            return listed(_LEFT, changed, _KEEP)
     return ""
 
 
@@ -133,6 +105,23 @@ def _applied_at_infinity(trial, beyond, usual, judged):
     if beyond.flags.all() and not changes:  # gradients are 0, divided by infinity
         changes = _changed(trial, usual, judged)
     return listed(APPLIED, changes, APPLIED_REMEDY)
+
+
+def is_stuck(run: Run) -> bool:
+    """Whether the loss scale comes back as it was given, where it would have changed."""
+    stays = all(same(x, run.before) for x in run.loss_scales)
+    may_stay = any(same(x, run.before) for x in outcomes(run.before))
+    return bool(run.loss_scales) and stays and not may_stay
+
+
+def _changed(trial, run, judged):
+    """What comes back from a run other than it was given."""
+    changed = []
+    for path, place in judged.items():
+        before = flat(trial.floats[place])
+        if not equal(run.outputs.get(path, before), before):
+            changed.append(path)
+    return changed
 
 
 def _first_of_batch(trial, back):
@@ -175,6 +164,3 @@ they are all zero: give the step a batch that it learns from."""
 STUCK = """\
 Gradients overflow, and the loss scale comes back as it was given, so the next step overflows, too:
 return the state that the step makes, with its loss scale."""
-_UNCOUNTED = """\
-The step is skipped, but the state that comes back does not count it: return the state that the
-step makes as it is, not one put together from old and new."""

@@ -40,19 +40,16 @@ def what_comes_back(trial: Trial, regimes: list[Run]) -> dict[Path, Path]:
 def _likeness(trial, regimes):
     """Which outputs change along with floats in like places, which are nudged, and how much."""
     random = np.random.default_rng(0)
-    arguments = {}
-    for place, x in trial.floats.items():
-        numbers = arguments.setdefault(place[:2], {})
-        numbers[place] = _nudged(x, random)
+    nudged = {place: _nudged(x, random) for place, x in trial.floats.items()}
     likeness = {}
-    for numbers, run in itertools.product(arguments.values(), regimes):
-        nudged = trial.run(run.before, numbers)
+    for argument, run in itertools.product({place[:2] for place in nudged}, regimes):
+        numbers = {place: x for place, x in nudged.items() if place[:2] == argument}
+        after = trial.run(run.before, numbers).outputs
         for place, path in itertools.product(numbers, run.outputs):
-            if path in nudged.outputs and _are_alike(path, place):
+            if path in after and _are_alike(path, place):
                 change = _change(trial.floats[place], numbers[place])
-                cosine = _cosine(
-                    change, _change(run.outputs[path], nudged.outputs[path])
-                )
+                change_of_output = _change(run.outputs[path], after[path])
+                cosine = _cosine(change, change_of_output)
                 if cosine > likeness.get((path, place), _ALONG):
                     likeness[path, place] = cosine
     return likeness
@@ -60,10 +57,9 @@ def _likeness(trial, regimes):
 
 def _nudged(x, random):
     """An array, each number of it a little off."""
-    sizes = _NUDGE * random.uniform(0.5, 1.5, x.shape)
-    factors = 1 + sizes * random.choice([-1, 1], x.shape)
     wide = x.astype(np.result_type(np.float64, x.dtype))
-    nudged = np.where(wide == 0, sizes, wide * factors)
+    nudges = random.choice([-_NUDGE, _NUDGE], x.shape)
+    nudged = np.where(wide == 0, nudges, wide * (1 + nudges))
     return nudged.astype(x.dtype)
 
 
@@ -74,18 +70,16 @@ def _are_alike(path, place):
 
 
 def _change(before, after):
-    """By how much numbers change; NaN for what is infinite."""
+    """By how much numbers change; zero for what is or becomes infinite."""
     with np.errstate(invalid="ignore"):
-        return flat(after) - flat(before)
+        change = flat(after) - flat(before)
+    return np.where(np.isfinite(change), change, 0)
 
 
 def _cosine(change, change_of_output):
     """The cosine between a change of an argument and an output's, if that is large enough."""
     if change.size != change_of_output.size:
         return 0
-    are_finite = np.isfinite(change) & np.isfinite(change_of_output)
-    change = change[are_finite]
-    change_of_output = change_of_output[are_finite]
     along = change @ change_of_output
     norm = np.linalg.norm(change)
     if along <= _LEAST * norm**2:

@@ -17,9 +17,9 @@ import numpy as np
 from jax.tree_util import DictKey
 
 from optax_lossscale._arrays.contexts import BLANK_METRICS, OVERFLOWS
-from optax_lossscale._arrays.precision import dtype_of, is_array, is_inexact
+from optax_lossscale._arrays.precision import is_array, is_inexact
 from optax_lossscale._arrays.validation import at_hand
-from optax_lossscale._arrays.variables import is_variable, plain
+from optax_lossscale._arrays.variables import is_variable, map_leaves, plain
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.get import get_loss_scale, loss_scales_in
@@ -86,7 +86,7 @@ class Trial:
         states = _parts(LossScaleState, self.arguments).values()
         self.skipped_before = _skipped_steps(jax.device_get([*states]))
         self.floats = {}
-        for path, x in numbers_in(self.arguments).items():
+        for path, x in _numbers(self.arguments).items():
             if is_inexact(x):
                 self.floats[path] = np.asarray(jax.device_get(x))
         self.at = functools.cache(self._at)
@@ -110,8 +110,7 @@ class Trial:
 
     def run(self, loss_scale: LossScale, numbers: Numbers | None = None) -> Run:
         """The step with this loss scale, and with other numbers in some places."""
-        changed = {**(numbers or {}), **self._places(loss_scale)}
-        arguments = _copied(self.arguments, changed)
+        arguments = self._with_numbers(loss_scale, numbers or {})
         # They are kept alive, so that no other array has their ids.
         alive = jax.tree.leaves(plain(arguments))
         ids = {id(x) for x in alive}
@@ -130,19 +129,39 @@ class Trial:
         after = {"result": result, **arguments}
         states = [*outputs(_parts(LossScaleState, after)).values()]
         return Run(
-            outputs={k: flat(x) for k, x in outputs(numbers_in(after)).items()},
+            outputs={k: flat(x) for k, x in outputs(_numbers(after)).items()},
             before=loss_scale,
             loss_scales=[*outputs(_parts(LossScale, after)).values()],
             states=states,
             skips=_skipped_steps(states) - self.skipped_before,
         )
 
-    def _places(self, loss_scale):
-        """The numbers of a loss scale, in each place of the arguments that holds such a number."""
+    def _with_numbers(self, loss_scale, numbers):
+        """A copy of the arguments with this loss scale, and other numbers in some places."""
         others = _leaves(self.arguments, LossScale)
         places = [path for path in _leaves(self.arguments) if path not in others]
-        numbers = itertools.cycle(jax.tree.leaves(loss_scale))
-        return dict(zip(places, numbers, strict=False))
+        of_loss_scale = itertools.cycle(jax.tree.leaves(loss_scale))
+        changed = {**numbers, **dict(zip(places, of_loss_scale, strict=False))}
+        return map_leaves(lambda path, x: _copy(x, changed.get(path)), self.arguments)
+
+
+def _leaves(tree, whole=()):
+    """The leaves by place, and parts of some types as a whole.
+
+    A variable that is in several places is in the first, as `map_leaves` has it.
+    """
+
+    def is_leaf(x):
+        return isinstance(x, whole) or is_variable(x)
+
+    leaves = {}
+    seen = set()
+    for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_leaf):
+        if id(x) not in seen:
+            leaves[path] = x
+        if is_variable(x):
+            seen.add(id(x))
+    return leaves
 
 
 def _parts(kind, tree):
@@ -151,17 +170,13 @@ def _parts(kind, tree):
     return {path: plain(x) for path, x in parts.items() if isinstance(x, kind)}
 
 
-def numbers_in(tree: Any) -> Numbers:
-    """The numbers of a tree, by place; a variable that is in several places is in the first."""
+def _numbers(tree):
+    """The numbers of a tree, by place, without those of loss scales and rules."""
     numbers = {}
-    seen = set()
     for path, x in _leaves(tree, _LEFT_OUT).items():
-        if isinstance(x, _LEFT_OUT) or id(x) in seen:
-            continue
-        if is_variable(x):
-            seen.add(id(x))
         array = plain(x)
-        if is_array(array) and not _is_key(dtype_of(array)):
+        is_key = jnp.issubdtype(getattr(array, "dtype", bool), jax.dtypes.extended)
+        if is_array(array) and not is_key:
             numbers[path] = array
     return numbers
 
@@ -196,30 +211,6 @@ def _outcomes(loss_scale):
     return loss_scale.adjust(False), loss_scale.adjust(True)
 
 
-def _leaves(tree, whole=()):
-    """The leaves by place, and parts of some types as a whole."""
-
-    def is_leaf(x):
-        return isinstance(x, whole) or is_variable(x)
-
-    return dict(jax.tree.leaves_with_path(tree, is_leaf=is_leaf))
-
-
-def _copied(arguments, numbers):
-    """A copy with other numbers, in which variables that are shared stay shared."""
-    copies = {}
-
-    def copied(path, x):
-        number = numbers.get(path)
-        if not is_variable(x):
-            return _copy(x, number)
-        if id(x) not in copies:
-            copies[id(x)] = jax.tree.map(lambda leaf: _copy(leaf, number), x)
-        return copies[id(x)]
-
-    return jax.tree.map_with_path(copied, arguments, is_leaf=is_variable)
-
-
 def _copy(x, number):
     """A copy of a leaf, or its like with another number."""
     if isinstance(x, jax.Array):
@@ -230,11 +221,6 @@ def _copy(x, number):
     if isinstance(x, (np.ndarray, np.generic)):
         return np.array(x if number is None else number, x.dtype)
     return x if number is None else float(number)
-
-
-def _is_key(dtype):
-    """Whether a dtype is that of PRNG keys."""
-    return jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 def _skipped_steps(states):

@@ -152,19 +152,6 @@ def old_state(right):
     return jax.jit(step), (*begun(TX), X, Y)
 
 
-@step_of("does not count")
-def old_count(right):
-    def step(params, state, x, y):
-        loss, params, new = TX.minimize(autocast_loss, state, params, x, y)
-        return (
-            params,
-            new if right else new._replace(skipped_steps=state.skipped_steps),
-            loss,
-        )
-
-    return jax.jit(step), (*begun(TX), X, Y)
-
-
 @step_of("result[1][1].trace['w']", KEPT)
 def momentum_after_the_wrapper(right):
     outside = optax.trace(0.9)

@@ -726,34 +726,6 @@ def test_forgotten_scaling_is_found_under_optimizers_that_hide_it(inner):
         ols.testing.assert_scale_invariant(step, PARAMS, state, X, False)
 
 
-@pytest.mark.parametrize(
-    ("inner", "loss_scale"),
-    [
-        (optax.sgd(0.1), ols.DynamicLossScale()),
-        (optax.adam(1e-2), ols.presets.ToleranceLossScale()),
-    ],
-    ids=["sgd", "adam"],
-)
-def test_a_scale_that_adapts_before_it_unscales_is_found(inner, loss_scale):
-    @jax.jit
-    def step(params, state, loss_scale, right):
-        _, grads = ols.value_and_scaled_grad(small_loss, loss_scale)(params, X)
-        new_scale, finite = loss_scale.update(loss_scale.unscale(grads))
-        grads = new_scale.replace(
-            loss_scale=jnp.where(right, loss_scale(), new_scale())
-        ).unscale(grads)
-        updates, new_state = inner.update(grads, state, params)
-        new = optax.apply_updates(params, updates), new_state
-        return *optax.tree.where(finite, new, (params, state)), new_scale
-
-    arguments = (PARAMS, inner.init(PARAMS), loss_scale)
-    ols.testing.assert_scale_invariant(step, *arguments, right=True)
-    with pytest.raises(
-        AssertionError, match=r"grows(.|\n)*result\[[01]\](.|\n)*by the new loss"
-    ):
-        ols.testing.assert_scale_invariant(step, *arguments, right=False)
-
-
 def test_parts_of_different_sizes_in_float16_are_not_accused():
     """Of which one underflows at loss scales at which the other does not."""
     loss_fn, params, batch = problem(jnp.float16)
@@ -1074,30 +1046,3 @@ def test_where_implicit_transfers_are_disallowed():
     with jax.transfer_guard("disallow"):
         ols.testing.assert_scale_invariant(step, *arguments)
         ols.testing.assert_survives_overflow(step, *arguments)
-
-
-def halved(inner):
-    """A transformation of one's own, which changes the updates of another."""
-
-    def update(updates, state, params=None, **extra_args):
-        updates, state = inner.update(updates, state, params, **extra_args)
-        return jax.tree.map(lambda u: 0.5 * u, updates), state
-
-    return optax.GradientTransformationExtraArgs(inner.init, update)
-
-
-@pytest.mark.parametrize("place", ["none", "inside", "outside"])
-def test_updates_of_master_weights_that_others_change_are_found(place):
-    loss_fn, params, batch = problem(jnp.float16)
-    params = jax.tree.map(lambda p: p.astype(jnp.float16), params)
-    tx = ols.with_master_weights(optax.adam(1e-2))
-    tx = ols.with_loss_scale(halved(tx) if place == "inside" else tx)
-    tx = halved(tx) if place == "outside" else tx
-    step = jax.jit(step_by_update(tx, loss_fn))
-    arguments = (step, params, tx.init(params), batch)
-    if place == "none":
-        ols.testing.assert_scale_invariant(*arguments)
-    else:
-        said = r"master_weights\['in'\](.|\n)*Let nothing come after it"
-        with pytest.raises(AssertionError, match=said):
-            ols.testing.assert_scale_invariant(*arguments)
