@@ -92,20 +92,13 @@ def _adapted(
 
     `finite` says whether they are, or is None if the loss scale alone decides.
     """
-    if finite is not None and type(loss_scale).update is LossScale.update:
+    if finite is None:
+        return loss_scale.update(grads, axis_name)
+    if type(loss_scale).update is LossScale.update:
         # Whether they are finite is all that it looks at, and is already known.
-        new = loss_scale.adjust(finite)
-        fits = finite
-    else:
-        new, fits = loss_scale.update(grads, axis_name)
-        if finite is not None:
-            fits = finite & fits
-    if jax.tree.structure(new) != jax.tree.structure(loss_scale):
-        raise TypeError(
-            f"{type(loss_scale).__name__} must adapt to a loss scale of its own type "
-            f"and configuration: return self.replace(…) from adjust. Got {new!r}"
-        )
-    return new, fits
+        return loss_scale.adjust(finite), finite
+    new, fits = loss_scale.update(grads, axis_name)
+    return new, finite & fits
 
 
 def _ruled(

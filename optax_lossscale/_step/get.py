@@ -3,7 +3,6 @@
 from typing import Any, Literal, Self
 
 import jax
-import numpy as np
 
 from optax_lossscale import presets
 from optax_lossscale._arrays import validation
@@ -139,15 +138,7 @@ def resolve(loss_scale: Any) -> LossScale:
             return get(loss_scale)
     if jax.tree_util.all_leaves([loss_scale]):
         return get(loss_scale)
-    of_state = get_loss_scale(loss_scale)
-    shape = np.shape(of_state.loss_scale)
-    if shape:
-        raise ValueError(
-            f"the state is a stack, whose loss scale has shape {shape}, as made by "
-            "vmap(tx.init) or pmap: call this under vmap or pmap, as in "
-            "vmap(train_step)(params, state, batch)"
-        )
-    return of_state
+    return get_loss_scale(loss_scale)
 
 
 class _TracedLossScale(LossScale):
@@ -182,17 +173,16 @@ _AROUND = {
 def name_in_optax(state: Any) -> str | None:
     """The name of a state's class, if it is one of Optax's."""
     kind = type(state)
-    return kind.__name__ if kind.__module__.split(".")[0] == "optax" else None
-
-
-def _is_around(state: Any) -> bool:
-    """Whether this is the state of one of those, with a loss scale in it."""
-    return name_in_optax(state) in _AROUND and bool(loss_scales_in(state))
+    return kind.__name__ if kind.__module__.startswith("optax.") else None
 
 
 def _check_nesting(state: Any) -> None:
     """Raises if something is wrapped around `with_loss_scale` that belongs inside."""
-    around = find(_is_around, state)
+
+    def is_around(x):
+        return name_in_optax(x) in _AROUND and bool(loss_scales_in(x))
+
+    around = find(is_around, state)
     if around:
         name, harm = _AROUND[type(around[0]).__name__]
         raise ValueError(
@@ -204,12 +194,9 @@ def _check_nesting(state: Any) -> None:
 
 def _count(loss_scales: list[LossScale]) -> int:
     """How many there are, where those in the same `nnx` variables count once."""
-    of_arrays = 0
-    variables = set()
-    for loss_scale in loss_scales:
+    distinct = set()
+    for n, loss_scale in enumerate(loss_scales):
         leaves = jax.tree.leaves(loss_scale, is_leaf=is_variable)
-        if leaves and all(map(is_variable, leaves)):
-            variables.add(tuple(map(id, leaves)))
-        else:
-            of_arrays += 1
-    return of_arrays + len(variables)
+        is_of_variables = leaves and all(map(is_variable, leaves))
+        distinct.add(tuple(map(id, leaves)) if is_of_variables else n)
+    return len(distinct)

@@ -46,8 +46,11 @@ class Prepared:
         """With unscaled gradients, in float32 or wider."""
         # A compiled step unscales in the branches of several platforms, but traces it
         # once.
-        unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
-        return dataclasses.replace(self, grads=unscale(loss_scale, self.grads))
+        if is_traced(loss_scale):
+            unscaled = _unscale(loss_scale, self.grads)
+        else:
+            unscaled = loss_scale.unscale(self.grads)
+        return dataclasses.replace(self, grads=unscaled)
 
     def finite(self) -> Self:
         """With zeros for what is not finite, in the loss and in the gradients checked."""
@@ -92,17 +95,22 @@ def prepare(
         mask = mask(grads)
         check_mask(mask)
     try:
-        are_kept = jax.tree.broadcast(mask, grads)
+        mask_of_all = jax.tree.broadcast(mask, grads)
     except ValueError as error:
         raise ValueError(
             f"mask must be a prefix of the gradients' tree: {error}"
         ) from error
-    nothing = optax.MaskedNode()
-    kept = jax.tree.map(lambda g, is_kept: g if is_kept else nothing, grads, are_kept)
-    left_out = jax.tree.map(
-        lambda g, is_kept: nothing if is_kept else at_least_float32(g), grads, are_kept
-    )
-    return Prepared(kept, left_out, params, value)
+
+    def part(is_kept):
+        """The gradients for which the mask says so."""
+
+        def or_nothing(grad, says):
+            return grad if bool(says) == is_kept else optax.MaskedNode()
+
+        return jax.tree.map(or_nothing, grads, mask_of_all)
+
+    left_out = jax.tree.map(at_least_float32, part(False))
+    return Prepared(part(True), left_out, params, value)
 
 
 def check_gradients(grads: Any, params: Any) -> None:
@@ -180,12 +188,10 @@ def check_scalar(name: str, x: Any) -> None:
         )
 
 
+@jax.jit
 def _unscale(loss_scale: LossScale, grads: Any) -> Any:
     """The gradients divided by the loss scale, in float32 or wider."""
     return loss_scale.unscale(grads)
-
-
-_unscale_traced_once = jax.jit(_unscale)
 
 
 def _zero_unless_finite(x: Any) -> Any:

@@ -164,29 +164,30 @@ def with_rest_of_narrow(state: Any, init: Callable[[Any], Any], params: Any) -> 
 
     def with_rest(wide, narrow):
         """The state for float32 parameters, but the rest that the narrow ones have."""
-        if not _is_state(narrow):
-            return wide
-        return narrow._replace(inner_state=wide.inner_state)
+        return narrow if _is_state(narrow) else wide
 
     return jax.tree.map(with_rest, state, init(params), is_leaf=_is_state)
 
 
 def check_order(state: Any) -> None:
     """Raises for a state in which others change the updates of `with_master_weights`."""
-    if _is_state(state) or not find(_is_state, state):
-        return
-    parts = _parts(state)
-    is_followed = _is_chain(state) and find(_is_state, parts[:-1])
-    name = name_in_optax(state)
-    if is_followed or name in _MAKERS_OF_OTHER_UPDATES:
+    changing = find(_changes_updates, state)
+    if changing:
         raise ValueError(
             "with_master_weights is followed by other transformations in optax.chain, "
-            f"or is inside one, here that of {name or 'a chain'}, which change where "
-            "its updates take the parameters: give it the whole optimizer, as in "
-            "with_loss_scale(with_master_weights(optax.chain(…)))"
+            f"or is inside one, here that of {name_in_optax(changing[0]) or 'a chain'}, "
+            "which change where its updates take the parameters: give it the whole "
+            "optimizer, as in with_loss_scale(with_master_weights(optax.chain(…)))"
         )
-    for part in parts:
-        check_order(part)
+
+
+def _changes_updates(state: Any) -> bool:
+    """Whether this is kept by what changes the updates of a `with_master_weights` inside."""
+    parts = _parts(state)
+    if _is_chain(state):
+        return bool(find(_is_state, parts[:-1]))
+    makes_others = name_in_optax(state) in _MAKERS_OF_OTHER_UPDATES
+    return makes_others and bool(find(_is_state, parts))
 
 
 def _is_chain(state: Any) -> bool:

@@ -69,7 +69,13 @@ class ScaledStep:
 
     def step(self, scaled_grads, state, params, value, extra_args, *, to_params):
         """One step, to new parameters or to the updates that lead there."""
-        self._check_state(state, params)
+        check_state(state)
+        check_configuration(state, self.loss_scale, self.rule)
+        if params is not None:
+            master_weights.check_inner_state(
+                state.inner_state,
+                lambda: jax.eval_shape(self.init, params).inner_state,
+            )
         if value is None and self.rule is not None:
             value = extra_args.get("loss")  # its name in MaxText and Levanter
         scaled = inputs.prepare(scaled_grads, params, value, self.mask)
@@ -85,25 +91,14 @@ class ScaledStep:
             )
         return new, new_state._replace(inner_state=inner_state)
 
-    def _check_state(self, state: Any, params: Any) -> None:
-        """Raises unless a state is one of this transformation, for these parameters."""
-        check_state(state)
-        check_configuration(state, self.loss_scale, self.rule)
-        if params is not None:
-            master_weights.check_inner_state(
-                state.inner_state,
-                lambda: jax.eval_shape(self.init, params).inner_state,
-            )
-
 
 def _unaliased(state: Any, params: Any) -> Any:
     """A state that shares no array with the parameters or itself, for both to be donated."""
     seen = {id(p) for p in jax.tree.leaves(params)}
 
     def unaliased(x):
-        if isinstance(x, jax.Array) and id(x) in seen:
-            return jnp.copy(x)
+        is_shared = id(x) in seen
         seen.add(id(x))
-        return x
+        return jnp.copy(x) if is_shared and isinstance(x, jax.Array) else x
 
     return jax.tree.map(unaliased, state)

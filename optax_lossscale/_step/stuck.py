@@ -51,42 +51,32 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
     at_hand("raise_if_stuck", state)
     loss_scale = get_loss_scale(state)
     states = wrapper_states(state)
-    consecutive = states[0].consecutive_skipped_steps if states else 0
-    shape = jnp.shape(loss_scale()) or jnp.shape(consecutive)
-    if shape:
-        raise TypeError(
-            "raise_if_stuck takes the state of one model, got many, with leaves of "
-            f"shape {shape}. Pass that of one member: jax.tree.map(lambda x: x[0], "
-            "state)"
-        )
-    skips = int(consecutive)
-    rule = states[0].skip_rule if states else None
-    most_debt = APPLIED_PER_SKIP * max_consecutive_skips
-    rule_skips_too_much = rule is not None and int(rule.skip_debt) > most_debt
-    rule_saw_last_step = rule is not None and bool(jnp.isfinite(rule.gradient_norm))
+    skips = int(states[0].consecutive_skipped_steps) if states else 0
+    skipped = f" Steps skipped in a row: {skips}." if states else ""
     advice = (
         "A skipped step has left everything as it was: "
         "run print(ols.diagnose(loss_fn, params, batch))"
     )
-    skipped = f" Steps skipped in a row: {skips}." if states else ""
     if loss_scale.exhausted():
-        remedy = ""
         if hasattr(loss_scale, "min_scale"):
-            remedy = (
+            advice += (
                 ". If gradients are large but not broken, allow a smaller scale "
                 "(min_scale)"
             )
         raise LossScaleError(
             f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot "
-            f"be lowered.{skipped} {advice}{remedy}"
+            f"be lowered.{skipped} {advice}"
         )
-    is_the_rule = rule_saw_last_step and rule_skips_too_much
+    rule = states[0].skip_rule if states else None
+    most_debt = APPLIED_PER_SKIP * max_consecutive_skips
+    rule_skips_too_much = rule is not None and int(rule.skip_debt) > most_debt
+    is_the_rule = rule_skips_too_much and bool(jnp.isfinite(rule.gradient_norm))
     if skips > max_consecutive_skips and not is_the_rule:
         raise LossScaleError(
             "gradients or losses were not finite; the loss scale is "
             f"{loss_scale():g}.{skipped} {advice}"
         )
-    if rule is not None and rule_skips_too_much:
+    if rule_skips_too_much:
         raise LossScaleError(
             f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "
             f"{rule.skipped_by_rule} steps in all; {skips} were skipped in a row, and "

@@ -54,8 +54,7 @@ def make_train_step(loss_fn, loss_scale, steps):
     @jax.jit
     def train_step(params, state, tokens):
         loss, params, state = tx.minimize(loss_fn, state, params, tokens)
-        metrics = ols.metrics(state)
-        metrics["loss"] = loss * MICRO_BATCHES
+        metrics = ols.metrics(state) | {"loss": loss * MICRO_BATCHES}
         return params, state, metrics
 
     return tx, train_step
@@ -66,9 +65,8 @@ def train(loss_fn, loss_scale, steps):
     tx, train_step = make_train_step(loss_fn, loss_scale, steps)
     params = _model.init(jax.random.key(0))
     state = tx.init(params)
-    text = _text.read()
     history = []
-    for tokens in _text.batches(text, steps, seed=0):
+    for tokens in _text.batches(_text.read(), steps, seed=0):
         params, state, metrics = train_step(params, state, tokens)
         history.append(metrics)
     return jax.device_get(history)
@@ -81,28 +79,28 @@ def main(arguments=None):
     steps = parser.parse_args(arguments).steps
     figure = Figure(figsize=(7, 5.5), layout="constrained")
     top, bottom = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    top.set(
+        title="The loss is divided by 1024, so gradients underflow in float16.",
+        ylabel="loss (nats per byte, running mean)",
+    )
     print(__doc__)
     print("| run | final loss | skipped | last scale |")
     print("| --- | ---: | ---: | ---: |", flush=True)
     for name, (loss_fn, loss_scale) in RUNS.items():
         history = train(loss_fn, loss_scale, steps)
         losses = [metrics["loss"] for metrics in history]
-        last_tenth = losses[-(steps // 10) :]
-        final_loss = np.mean(last_tenth)
-        skipped = history[-1]["skipped_steps"]
-        exponent = history[-1]["log2_loss_scale"]
-        row = f"| {name} | {final_loss:.4f} | {skipped} | 2^{exponent:g} |"
-        print(row, flush=True)
-
-        style = {"lw": 1.3}
-        if name == "float32":  # two of the others lie on top of it
-            style = {"lw": 5, "alpha": 0.3}
-        padded = np.pad(losses, (9, 0), mode="edge")
-        running_mean = np.convolve(padded, np.full(10, 0.1), mode="valid")
-        [line] = top.plot(running_mean, label=name, **style)
-        plot.loss_scale(history, bottom, color=line.get_color(), **style)
-    top.set_title("The loss is divided by 1024, so gradients underflow in float16.")
-    top.set_ylabel("loss (nats per byte, running mean)")
+        final_loss = np.mean(losses[-(steps // 10) :])
+        last = history[-1]
+        print(
+            f"| {name} | {final_loss:.4f} | {last['skipped_steps']} "
+            f"| 2^{last['log2_loss_scale']:g} |",
+            flush=True,
+        )
+        # Two of the others lie on top of float32.
+        width = 5 if name == "float32" else 1.3
+        running_mean = np.convolve(losses, np.full(10, 0.1), mode="valid")
+        [line] = top.plot(running_mean, label=name, lw=width, alpha=0.5)
+        plot.loss_scale(history, bottom, color=line.get_color(), lw=width, alpha=0.5)
     top.legend(loc="upper center")
     figure.savefig(PICTURE, dpi=160)
     print("Picture:", PICTURE)

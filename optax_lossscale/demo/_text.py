@@ -14,7 +14,8 @@ def read():
     """The bytes of the standard library's top-level modules."""
     library = pathlib.Path(sysconfig.get_path("stdlib"))
     files = sorted(library.glob("*.py"))
-    return np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
+    text = b"".join(file.read_bytes() for file in files)
+    return np.frombuffer(text, np.uint8)
 
 
 def batches(text, steps, seed):

@@ -63,11 +63,13 @@ def assert_computes_in(
     if wrong:
         number = sum(p.count for p in wrong)
         total = sum(p.count for p in judged)
-        title = f"{number} of {total} matrix products and convolutions compute in another dtype"
         rows = "\n".join(product_rows(wrong, report))
-        where = f"The first of them in the program is at {wrong[0].source}."
-        why = _WIDE.format(dtype=dtype)
-        raise AssertionError(f"{title} than {dtype}:\n{rows}\n{where}\n{why}")
+        raise AssertionError(
+            f"{number} of {total} matrix products and convolutions compute in another "
+            f"dtype than {dtype}:\n{rows}\n"
+            f"The first of them in the program is at {wrong[0].source}.\n"
+            f"{_WIDE.format(dtype=dtype)}"
+        )
 
 
 _WIDE = """\

@@ -52,7 +52,8 @@ def power(series: Series) -> float:
 def _is_linear(values, x):
     """Whether all rows of values lie on one line over x, which is not level."""
     with np.errstate(invalid="ignore"):
-        slopes = np.diff(values, axis=0) / np.diff(x)[:, None]
+        rises = np.diff(values, axis=0)
+        slopes = rises / np.diff(x)[:, None]
         bends = np.diff(slopes, axis=0)
         least_slope = np.linalg.norm(slopes, axis=1).min()
         largest_bend = np.linalg.norm(bends, axis=1).max()
@@ -75,14 +76,21 @@ def change(series: Series, looked_at: np.ndarray) -> int | None:
     if series.without is not None:
         lowest_looked_at = series.exponents[0] - _REACH
         looked_at = looked_at & (series.exponents[1:] >= lowest_looked_at)
-    changes = [distance(upper, lower) for upper, lower in pairwise(values)]
+    changes = []
+    for upper, lower in pairwise(values):
+        changes.append(distance(upper, lower))
     moves = ~emerging(series)
     for row in np.flatnonzero(looked_at):
         largest_below = max(changes[row + 1 :], default=0)
-        rounding = max(_ROUNDING * distance(values[row], 0), 8 * series.noise)
+        least = max(
+            _DIES_AWAY * largest_below,
+            _ROUNDING * distance(values[row], 0),
+            8 * series.noise,
+        )
         is_moving = moves[row]
-        moved = distance(values[row, is_moving], values[row + 1, is_moving])
-        if moved > max(rounding, _DIES_AWAY * largest_below):
+        upper = values[row, is_moving]
+        lower = values[row + 1, is_moving]
+        if distance(upper, lower) > least:
             return int(row)
     return None
 

@@ -31,11 +31,12 @@ def _is_in(name, place):
     return name == place or name.startswith((f"{place}[", f"{place}."))
 
 
-def listed(title: str, outputs: Iterable[Path | str], remedy: str = "") -> str:
+def listed(title: str, outputs: Iterable[Path | str], remedy: str) -> str:
     """A title, the first of the outputs under it, and what to do; nothing without outputs."""
     names = [x if isinstance(x, str) else name_of(x) for x in outputs]
     if not names:
         return ""
     if len(names) > _SHOWN:
         names[_SHOWN:] = [f"and {len(names) - _SHOWN} more"]
-    return "\n  ".join([title, *names]) + "\n" + remedy
+    lines = "\n  ".join([title, *names])
+    return f"{lines}\n{remedy}"

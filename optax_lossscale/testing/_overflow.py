@@ -70,7 +70,10 @@ def assert_survives_overflow(
     usual = trial.run(trial.loss_scale)
     overflowing = trial.overflowing()
     back = what_comes_back(trial, [usual, overflowing[-1]])
-    judged = {path: back[path] for path in not_ignored(ignore, usual) if path in back}
+    judged = {}
+    for path in not_ignored(ignore, usual):
+        if path in back:
+            judged[path] = back[path]
     batch = _first_of_batch(trial, back)
     # A scale of 1 need not be multiplied by: there, a NaN in the batch tells.
     need_not_overflow = batch is not None and trial.loss_scale == FixedLossScale(1)
@@ -138,11 +141,11 @@ def _after_nan(trial, batch, judged):
     numbers.flat[0] = np.nan
     run = trial.run(trial.loss_scale, {batch: numbers})
     # If it is applied, the NaN may not reach the loss, or only the first of several steps.
-    left = [
-        path
-        for path in _changed(trial, run, judged)
-        if run.was_skipped or not np.isfinite(run.outputs[path]).all()
-    ]
+    left = []
+    for path in _changed(trial, run, judged):
+        is_finite = np.isfinite(run.outputs[path]).all()
+        if run.was_skipped or not is_finite:
+            left.append(path)
     return listed(_LEFT_BY_NAN.format(name=name_of(batch)), left, _KEEP)
 
 

@@ -25,13 +25,7 @@ def what_comes_back(trial: Trial, regimes: list[Run]) -> dict[Path, Path]:
     # What is changed in place comes back in its place.
     back = {path: path for path in regimes[0].outputs if path in trial.floats}
     likeness = _likeness(trial, regimes)
-
-    def rank(pair):
-        """Places that are alike for longer come first."""
-        path, place = pair
-        return min(len(path), len(place)), likeness[pair]
-
-    for path, place in sorted(likeness, key=rank, reverse=True):
+    for path, place in sorted(likeness, key=likeness.get, reverse=True):
         if path not in back and place not in back.values():
             back[path] = place
     return back
@@ -40,10 +34,12 @@ def what_comes_back(trial: Trial, regimes: list[Run]) -> dict[Path, Path]:
 def _likeness(trial, regimes):
     """Which outputs change along with floats in like places, which are nudged, and how much."""
     random = np.random.default_rng(0)
-    nudged = {place: _nudged(x, random) for place, x in trial.floats.items()}
+    arguments = {}
+    for place, x in trial.floats.items():
+        numbers = arguments.setdefault(place[:2], {})
+        numbers[place] = _nudged(x, random)
     likeness = {}
-    for argument, run in itertools.product({place[:2] for place in nudged}, regimes):
-        numbers = {place: x for place, x in nudged.items() if place[:2] == argument}
+    for numbers, run in itertools.product(arguments.values(), regimes):
         after = trial.run(run.before, numbers).outputs
         for place, path in itertools.product(numbers, run.outputs):
             if path in after and _are_alike(path, place):

@@ -51,9 +51,9 @@ class Run(NamedTuple):
     def flags(self) -> np.ndarray:
         """Whether it was applied: by each state on each replica, and by the loss scales."""
         backed_off, other = outcomes(self.before)
-        by_scales = [
-            same(x, other) or not same(x, backed_off) for x in self.loss_scales
-        ]
+        by_scales = []
+        for x in self.loss_scales:
+            by_scales.append(same(x, other) or not same(x, backed_off))
         if not self.states:
             return np.array(by_scales, bool)
         by_states = [np.ravel(state.should_apply) for state in self.states]
@@ -83,8 +83,8 @@ class Trial:
         # One that is fixed, or None, has no number to be varied, and does not count.
         counted = varying or loss_scales[:1]
         self.loss_scale = jax.device_get(get_loss_scale(counted))
-        states = _parts(LossScaleState, self.arguments).values()
-        self.skipped_before = _skipped_steps(jax.device_get([*states]))
+        states = list(_parts(LossScaleState, self.arguments).values())
+        self.skipped_before = _skipped_steps(jax.device_get(states))
         self.floats = {}
         for path, x in _numbers(self.arguments).items():
             if is_inexact(x):
@@ -94,7 +94,8 @@ class Trial:
     def _at(self, scale: float) -> Run:
         """The step at this loss scale."""
         scales = np.full_like(self.loss_scale.loss_scale, scale)
-        return self.run(jax.device_get(self.loss_scale.replace(loss_scale=scales)))
+        loss_scale = self.loss_scale.replace(loss_scale=scales)
+        return self.run(jax.device_get(loss_scale))
 
     def overflowing(self) -> list[Run]:
         """Runs whose gradients overflow: of the last one, all do."""
@@ -117,7 +118,7 @@ class Trial:
         with jax.debug_nans(False), jax.debug_infs(False), BLANK_METRICS(True):
             result = self.step(*arguments["args"], **arguments["kwargs"])
 
-        def outputs(parts):
+        def made(parts):
             """Without arguments that it did not change in place, which may be gone."""
             made = {}
             for path, x in parts.items():
@@ -127,11 +128,13 @@ class Trial:
             return made
 
         after = {"result": result, **arguments}
-        states = [*outputs(_parts(LossScaleState, after)).values()]
+        outputs = made(_numbers(after))
+        loss_scales = list(made(_parts(LossScale, after)).values())
+        states = list(made(_parts(LossScaleState, after)).values())
         return Run(
-            outputs={k: flat(x) for k, x in outputs(_numbers(after)).items()},
+            outputs={path: flat(x) for path, x in outputs.items()},
             before=loss_scale,
-            loss_scales=[*outputs(_parts(LossScale, after)).values()],
+            loss_scales=loss_scales,
             states=states,
             skips=_skipped_steps(states) - self.skipped_before,
         )
@@ -197,8 +200,7 @@ def equal(x: np.ndarray, y: np.ndarray) -> bool:
 
 def same(x: LossScale, y: LossScale) -> bool:
     """Whether two loss scales have the same state."""
-    pairs = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=False)
-    return all(equal(flat(a), flat(b)) for a, b in pairs)
+    return all(map(np.array_equal, jax.tree.leaves(x), jax.tree.leaves(y)))
 
 
 def outcomes(loss_scale: LossScale) -> tuple[LossScale, LossScale]:
@@ -225,4 +227,5 @@ def _copy(x, number):
 
 def _skipped_steps(states):
     """How many steps are skipped, by the state that counts most."""
-    return max((np.sum(state.skipped_steps) for state in states), default=0)
+    counts = [np.sum(state.skipped_steps) for state in states]
+    return max(counts, default=0)

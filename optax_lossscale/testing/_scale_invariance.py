@@ -111,7 +111,9 @@ def _accusation(trial, ignore):
         return _never_applied(trial.at(2.0**_LOWEST), len(falling))
     usual = falling[0]
     series = _series(trial, falling, not_ignored(ignore, usual))
-    powers = {path: dependence.power(x) for path, x in series.items()}
+    powers = {}
+    for path, x in series.items():
+        powers[path] = dependence.power(x)
     divided = [path for path in series if powers[path] < 0]
     if divided:  # all else may follow from these
         return _by_a_power(powers, divided, _DIVIDED)
@@ -145,15 +147,21 @@ def _by_a_power(powers, paths, remedy):
 
 def _falling(trial):
     """Runs at falling loss scales, from the highest at which the step is applied."""
-    exponents = range(_START, _LOWEST, -1)
-    highest = next((n for n in exponents if trial.at(2.0**n).was_applied), _LOWEST)
-    runs = [trial.at(2.0 ** (highest - below)) for below in _BELOW]
-    return [run for run in runs if run.was_applied]
+    highest = _START
+    while highest > _LOWEST and not trial.at(2.0**highest).was_applied:
+        highest -= 1
+    falling = []
+    for below in _BELOW:
+        run = trial.at(2.0 ** (highest - below))
+        if run.was_applied:
+            falling.append(run)
+    return falling
 
 
 def _never_applied(run, times):
     """What to say of a step that is skipped at nearly all loss scales."""
-    if not all(np.isfinite(x).all() for x in run.outputs.values()):
+    are_finite = [np.isfinite(x).all() for x in run.outputs.values()]
+    if not all(are_finite):
         raise ValueError(
             f"the step is skipped at all but {times} loss scales: look for NaN or inf "
             "in the arguments, the loss and the model; diagnose(loss_fn, params, "
@@ -170,8 +178,6 @@ def _series(trial, falling, judged):
     underflows = lowest.was_applied and not trial.at(2.0**_WIDE).was_applied
     series = {}
     for path in judged:
-        if any(path not in run.outputs for run in falling):
-            continue
         values = np.stack([run.outputs[path] for run in falling])
         noise = dependence.distance(values[0], again.outputs[path])
         if noise > 0.01 * dependence.distance(values[0], 0):

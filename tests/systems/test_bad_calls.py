@@ -277,9 +277,9 @@ GRADIENT = {
     "a stack of states": (
         lambda: ols.value_and_scaled_grad(
             loss_fn, jax.vmap(TX.init)({"w": jnp.ones((4, 3))})
-        ),
-        ValueError,
-        "loss scale has shape (4,), as made by vmap(tx.init)",
+        )(PARAMS),
+        TypeError,
+        "Output had shape: (4,)",
     ),
     "no function": (
         lambda: ols.value_and_scaled_grad(3, STATE),
