@@ -194,7 +194,7 @@ def _check_nesting(state: Any) -> None:
 
 def _count(loss_scales: list[LossScale]) -> int:
     """How many there are, where those in the same `nnx` variables count once."""
-    distinct = set()
+    distinct: set[Any] = set()
     for n, loss_scale in enumerate(loss_scales):
         leaves = jax.tree.leaves(loss_scale, is_leaf=is_variable)
         is_of_variables = leaves and all(map(is_variable, leaves))

@@ -6,16 +6,11 @@ summed 1024 times.
 """
 
 import argparse
-import sys
 
 import jax
 import numpy as np
 import optax
-
-try:
-    from matplotlib.figure import Figure
-except ModuleNotFoundError:
-    sys.exit("The demo needs matplotlib: pip install 'optax_lossscale[demo]'")
+from matplotlib.figure import Figure
 
 import optax_lossscale as ols
 from optax_lossscale import plot

@@ -112,9 +112,13 @@ def _applied_at_infinity(trial, beyond, usual, judged):
 
 def is_stuck(run: Run) -> bool:
     """Whether the loss scale comes back as it was given, where it would have changed."""
+    if not run.loss_scales:
+        return False
+    backed_off, other = outcomes(run.before)
+    possible = [backed_off, other] if run.flags.any() else [backed_off]
+    may_stay = any(same(x, run.before) for x in possible)
     stays = all(same(x, run.before) for x in run.loss_scales)
-    may_stay = any(same(x, run.before) for x in outcomes(run.before))
-    return bool(run.loss_scales) and stays and not may_stay
+    return stays and not may_stay
 
 
 def _changed(trial, run, judged):
@@ -144,7 +148,7 @@ def _after_nan(trial, batch, judged):
     left = []
     for path in _changed(trial, run, judged):
         is_finite = np.isfinite(run.outputs[path]).all()
-        if run.was_skipped or not is_finite:
+        if not run.flags.any() or not is_finite:
             left.append(path)
     return listed(_LEFT_BY_NAN.format(name=name_of(batch)), left, _KEEP)
 

@@ -25,7 +25,8 @@ def what_comes_back(trial: Trial, regimes: list[Run]) -> dict[Path, Path]:
     # What is changed in place comes back in its place.
     back = {path: path for path in regimes[0].outputs if path in trial.floats}
     likeness = _likeness(trial, regimes)
-    for path, place in sorted(likeness, key=likeness.get, reverse=True):
+    ranked = sorted(likeness, key=lambda pair: likeness[pair], reverse=True)
+    for path, place in ranked:
         if path not in back and place not in back.values():
             back[path] = place
     return back

@@ -64,11 +64,6 @@ class Run(NamedTuple):
         """Whether it was applied, as far as can be seen; if it is several steps, all of them."""
         return bool(np.all(self.flags)) and self.skips <= 0
 
-    @property
-    def was_skipped(self) -> bool:
-        """Whether it was skipped, as can be seen, on all replicas."""
-        return self.flags.size > 0 and not np.any(self.flags)
-
 
 class Trial:
     """A step and its arguments, to be run with other numbers among them."""

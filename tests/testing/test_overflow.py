@@ -412,3 +412,24 @@ def test_a_right_step_is_not_accused(name):
     step, arguments = STEPS[name][0](right=True)
     ols.testing.assert_survives_overflow(step, *arguments)
     ols.testing.assert_survives_overflow(step, *arguments)  # they are as they were
+
+
+def test_a_loss_scale_that_only_an_overflow_changes_is_not_to_come_back_as_it_was():
+    tx = ols.with_loss_scale(INNER, ols.presets.LogMaxLossScale())
+
+    @jax.jit
+    def step(params, state, x, y, right):
+        loss, params, new = tx.minimize(autocast_loss, state, params, x, y)
+        kept = jax.tree.map(
+            lambda a, b: jnp.where(right, a, b), new.loss_scale, state.loss_scale
+        )
+        return params, new._replace(loss_scale=kept), loss
+
+    arguments = (*begun(tx), X, Y)
+    ols.testing.assert_survives_overflow(step, *arguments, True)
+    for check in (
+        ols.testing.assert_survives_overflow,
+        ols.testing.assert_scale_invariant,
+    ):
+        with pytest.raises(AssertionError, match="loss scale comes back as it was"):
+            check(step, *arguments, False)
