@@ -18,6 +18,9 @@ from optax_lossscale.demo import _model, _text
 
 MICRO_BATCHES = 1024
 PICTURE = "loss_scaling.png"
+HEADER = """\
+| run | final loss | skipped | last scale |
+| --- | ---: | ---: | ---: |"""
 
 
 def loss_fn(params, tokens):
@@ -70,7 +73,12 @@ def train(loss_fn, loss_scale, steps):
 def main(arguments=None):
     """Trains all runs, prints a table of them, and draws a picture."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=400, help="of each run")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=400,
+        help="of each run",
+    )
     steps = parser.parse_args(arguments).steps
     figure = Figure(figsize=(7, 5.5), layout="constrained")
     top, bottom = figure.subplots(2, sharex=True, height_ratios=(2, 1))
@@ -78,24 +86,20 @@ def main(arguments=None):
         title="The loss is divided by 1024, so gradients underflow in float16.",
         ylabel="loss (nats per byte, running mean)",
     )
-    print(__doc__)
-    print("| run | final loss | skipped | last scale |")
-    print("| --- | ---: | ---: | ---: |", flush=True)
+    print(f"{__doc__}\n{HEADER}", flush=True)
     for name, (loss_fn, loss_scale) in RUNS.items():
         history = train(loss_fn, loss_scale, steps)
         losses = [metrics["loss"] for metrics in history]
-        final_loss = np.mean(losses[-(steps // 10) :])
-        last = history[-1]
-        print(
-            f"| {name} | {final_loss:.4f} | {last['skipped_steps']} "
-            f"| 2^{last['log2_loss_scale']:g} |",
-            flush=True,
-        )
+        final_loss = np.mean(losses[-40:])
+        skipped = history[-1]["skipped_steps"]
+        exponent = history[-1]["log2_loss_scale"]
+        row = f"| {name} | {final_loss:.4f} | {skipped} | 2^{exponent:g} |"
+        print(row, flush=True)
         # Two of the others lie on top of float32.
-        width = 5 if name == "float32" else 1.3
+        style = {"lw": 5 if name == "float32" else 1.3, "alpha": 0.5}
         running_mean = np.convolve(losses, np.full(10, 0.1), mode="valid")
-        [line] = top.plot(running_mean, label=name, lw=width, alpha=0.5)
-        plot.loss_scale(history, bottom, color=line.get_color(), lw=width, alpha=0.5)
+        [line] = top.plot(running_mean, label=name, **style)
+        plot.loss_scale(history, bottom, color=line.get_color(), **style)
     top.legend(loc="upper center")
     figure.savefig(PICTURE, dpi=160)
     print("Picture:", PICTURE)
