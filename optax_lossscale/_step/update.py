@@ -1,6 +1,7 @@
 """The inner optimizer's part of a step: from unscaled gradients to parameters or updates."""
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,15 +24,12 @@ class InnerUpdate:
     def apply(self, unscaled: Prepared, inner_state: Any) -> tuple[Any, Any]:
         """The new parameters, or the updates that lead there, and the new inner state."""
         params = unscaled.params
-        extra_args = self.extra_args
-        if unscaled.value is not None:
-            extra_args = {"value": unscaled.value, **extra_args}
         inner = optax.with_extra_args_support(self.inner)
         updates, new_state = inner.update(
             unscaled.all_grads(),
             inner_state,
             jax.tree.map(at_least_float32, params),
-            **extra_args,
+            **self._extra_args(inner, unscaled.value),
         )
         if self.to_params:
             updates = jax.tree.map(_param_after, params, updates)
@@ -40,6 +38,14 @@ class InnerUpdate:
             return strong(new, dtype_of(old))
 
         return updates, jax.tree.map(in_its_dtype, new_state, inner_state)
+
+    def _extra_args(self, inner: Any, value: jax.Array | None) -> Mapping[str, Any]:
+        """What else the inner update is given: the loss, too, if it takes that."""
+        parameters = inspect.signature(inner.update).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if value is None or not (takes_any or "value" in parameters):
+            return self.extra_args
+        return {"value": value, **self.extra_args}
 
 
 def _param_after(param: Any, update: Any) -> Any:

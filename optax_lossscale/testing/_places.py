@@ -25,8 +25,13 @@ def what_comes_back(trial: Trial, regimes: list[Run]) -> dict[Path, Path]:
     # What is changed in place comes back in its place.
     back = {path: path for path in regimes[0].outputs if path in trial.floats}
     likeness = _likeness(trial, regimes)
-    ranked = sorted(likeness, key=lambda pair: likeness[pair], reverse=True)
-    for path, place in ranked:
+
+    def rank(pair):
+        """Places that are alike for longer come first."""
+        path, place = pair
+        return min(len(path), len(place)), likeness[pair]
+
+    for path, place in sorted(likeness, key=rank, reverse=True):
         if path not in back and place not in back.values():
             back[path] = place
     return back

@@ -124,7 +124,7 @@ def test_a_value_that_is_no_scalar_is_refused():
         tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.ones(2))
 
 
-def test_inner_is_given_the_value_by_its_name_or_among_any_others():
+def test_inner_is_given_the_value_by_its_name_or_among_any_others_or_not_at_all():
     seen = []
 
     def by_name(updates, state, params=None, *, value=None):
@@ -135,13 +135,17 @@ def test_inner_is_given_the_value_by_its_name_or_among_any_others():
         seen.append(extra.get("value"))
         return updates, state
 
-    for update in (by_name, among_others):
+    def neither(updates, state, params=None, *, more=None):
+        seen.append(more)
+        return updates, state
+
+    for update in (by_name, among_others, neither):
         inner = optax.GradientTransformationExtraArgs(
             lambda params: optax.EmptyState(), update
         )
         tx = ols.with_loss_scale(inner, None)
         tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=2.0)
-    assert seen == [2, 2]
+    assert seen == [2, 2, None]
 
 
 def test_minimize_takes_no_value_beside_its_own():
