@@ -212,10 +212,7 @@ def check_keywords(fun: Callable[..., Any], ours: Sequence[str], args: tuple) ->
         return
     bound.update(getattr(inspect.unwrap(fun), "keywords", {}))  # of a functools.partial
     for name in ours:
-        parameter = signature.parameters.get(name)
-        if parameter is None or name in bound:
-            continue
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        if name in signature.parameters and name not in bound:
             raise TypeError(
                 f"{name} is an argument of this call, and one of the function's own, "
                 "which would not get it: bind the latter, as in "
