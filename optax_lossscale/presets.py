@@ -502,8 +502,5 @@ def apex(
     most = validation.scale("max_loss_scale", max_loss_scale)
     scale = min(validation.scale("init_scale", init_scale), most)
     return DynamicLossScale(
-        scale,
-        growth_interval=scale_window,
-        min_scale=min_loss_scale,
-        max_scale=most,
+        scale, growth_interval=scale_window, min_scale=min_loss_scale, max_scale=most
     )

@@ -59,9 +59,7 @@ def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _by_platform(
-    tree: Any,
-    on_cpu: Callable[[Groups], T],
-    elsewhere: Callable[[Groups], T],
+    tree: Any, on_cpu: Callable[[Groups], T], elsewhere: Callable[[Groups], T]
 ) -> T:
     """What is asked of a tree, computed as suits the platform that the program is lowered for."""
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
@@ -94,11 +92,7 @@ def _groups(leaves: list[jax.Array], size: int) -> Groups:
     return groups
 
 
-def _joined(
-    groups: Groups,
-    function: Callable,
-    operation: Callable,
-) -> list[jax.Array]:
+def _joined(groups: Groups, function: Callable, operation: Callable) -> list[jax.Array]:
     """An array for each group: a function of every number, joined place by place."""
     return [functools.reduce(operation, map(function, leaves)) for leaves in groups]
 
@@ -288,11 +282,7 @@ def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
     return across(lax.pmin, number, axis_name).astype(bool)
 
 
-def across(
-    reduce: Callable,
-    x: jax.Array,
-    axis_name: AxisName | None,
-) -> jax.Array:
+def across(reduce: Callable, x: jax.Array, axis_name: AxisName | None) -> jax.Array:
     """A reduction over replicas, such as `lax.pmin`; over no axes, what was given."""
     if axis_name in (None, ()):
         return x

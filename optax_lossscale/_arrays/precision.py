@@ -38,10 +38,7 @@ def at_least_float32(x: Any) -> Any:
     return jnp.asarray(x, jnp.float32)
 
 
-def map_inexact(
-    function: Callable[[jax.Array], jax.Array],
-    tree: T,
-) -> T:
+def map_inexact(function: Callable[[jax.Array], jax.Array], tree: T) -> T:
     """`function` of every inexact leaf, as an array of at least float32; the rest as it came."""
 
     def mapped(x):

@@ -26,10 +26,7 @@ _SMALLEST = np.uint32(0x00010000)
 _INFINITE = np.uint32(0x7F800000)
 
 
-def split(
-    number: jax.Array,
-    dtype: np.dtype,
-) -> tuple[jax.Array, jax.Array]:
+def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
     """A float32 number rounded to 16 bits, still as float32, and what else `join` needs.
 
     That is a uint16 array for bfloat16, and the number itself for float16.

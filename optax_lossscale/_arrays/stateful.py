@@ -15,17 +15,11 @@ from jax.typing import ArrayLike
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.flax_serialization import register_with_flax
 
-_DTYPES = {
-    bool: np.bool_,
-    int: np.int32,
-    float: np.float32,
-}
+_DTYPES = {bool: np.bool_, int: np.int32, float: np.float32}
 
 
 def state_field(
-    default: Any = dataclasses.MISSING,
-    *,
-    init: Literal[False] = False,
+    default: Any = dataclasses.MISSING, *, init: Literal[False] = False
 ) -> Any:
     """Declares a field that changes from step to step: an array leaf of a `LossScale` or a rule.
 

@@ -67,10 +67,7 @@ def is_numeric(value: Any) -> bool:
     return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
 
 
-def number(
-    allowed: str,
-    holds: Callable[[float], bool],
-) -> Check:
+def number(allowed: str, holds: Callable[[float], bool]) -> Check:
     """A check that an argument is a number for which `holds`; it returns a Python float."""
 
     def checked(name: str, value: Any) -> float:
@@ -123,11 +120,7 @@ def count(least: int = 1, most: int = LARGEST_INT) -> Check:
     return checked
 
 
-def one_of(
-    name: str,
-    value: Any,
-    options: tuple[Any, ...],
-) -> Any:
+def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:
     """One of a few values of a type: 1 is not taken for True."""
     is_of_their_type = type(value) is type(options[0])
     if not is_of_their_type or value not in options:

@@ -26,19 +26,13 @@ def is_of_nnx(x: Any, *classes: str) -> bool:
     return isinstance(x, tuple(getattr(nnx, name) for name in classes))
 
 
-def find(
-    is_node: Callable[[Any], bool],
-    tree: Any,
-) -> list[Any]:
+def find(is_node: Callable[[Any], bool], tree: Any) -> list[Any]:
     """The nodes of a tree for which `is_node` holds, however deeply nested."""
     nodes = jax.tree.leaves(tree, is_leaf=is_node)
     return [x for x in nodes if is_node(x)]
 
 
-def map_leaves(
-    function: Callable[[Any], Any],
-    tree: Any,
-) -> Any:
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """`function` of each leaf; a variable that is in two places is mapped once and stays one."""
     copies: dict[int, Any] = {}
 

@@ -21,11 +21,7 @@ from optax_lossscale._autocast.products import is_narrowed, is_rewritten
 from optax_lossscale._programs.operations import Is, operation, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import FLOAT32, dtype_in, is_float
-from optax_lossscale._programs.walk import (
-    carried_by,
-    giving_results,
-    programs_in,
-)
+from optax_lossscale._programs.walk import carried_by, giving_results, programs_in
 
 
 class Kind(enum.Enum):

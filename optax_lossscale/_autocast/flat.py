@@ -9,11 +9,7 @@ from jax.extend.core import Literal
 from optax_lossscale._programs.enter import is_placed
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
-from optax_lossscale._programs.versions import (
-    argument_names,
-    constants,
-    open_jaxpr,
-)
+from optax_lossscale._programs.versions import argument_names, constants, open_jaxpr
 from optax_lossscale._programs.walk import has_users_line, programs_in
 
 _LONG = 100  # steps

@@ -36,10 +36,7 @@ class Plan(NamedTuple):
 
 
 def plan_for(
-    jaxpr: Any,
-    args: Sequence[Any],
-    kinds: Sequence[Kind],
-    casting: Casting,
+    jaxpr: Any, args: Sequence[Any], kinds: Sequence[Kind], casting: Casting
 ) -> Plan:
     """The plan for a program that was traced in float32.
 

@@ -19,12 +19,7 @@ from optax_lossscale._autocast.plan import Plan, plan_for
 from optax_lossscale._autocast.products import SCOPE, is_narrowed, is_outer_product
 from optax_lossscale._programs.enter import Arrays, Callee, enter
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import (
-    dtype_in,
-    dtypes_in,
-    in_dtype,
-    in_dtypes,
-)
+from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes
 from optax_lossscale._programs.versions import bind
 
 _KEEPS = checkpoint_policies.save_only_these_names(SCOPE)

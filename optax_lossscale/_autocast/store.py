@@ -54,10 +54,7 @@ def taken_by(region: Region) -> list[tuple[int, Any]]:
 
 
 def _parts(
-    facts: Facts,
-    region: Region,
-    repeated: dict[int, Step],
-    wanted: Mapping[int, Any],
+    facts: Facts, region: Region, repeated: dict[int, Step], wanted: Mapping[int, Any]
 ) -> list[Region]:
     """A region with what it stores; the regions of an island, in order.
 

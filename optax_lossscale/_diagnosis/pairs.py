@@ -63,9 +63,7 @@ class Pair(NamedTuple):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["pairs"],
-    meta_fields=["is_passed"],
+    jax.tree_util.register_dataclass, data_fields=["pairs"], meta_fields=["is_passed"]
 )
 @dataclasses.dataclass
 class Results:

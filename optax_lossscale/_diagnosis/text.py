@@ -7,10 +7,7 @@ from typing import Any
 
 _SHOWN = 3
 wrapped = textwrap.TextWrapper(
-    width=100,
-    subsequent_indent="   ",
-    break_long_words=False,
-    break_on_hyphens=False,
+    width=100, subsequent_indent="   ", break_long_words=False, break_on_hyphens=False
 ).fill
 
 

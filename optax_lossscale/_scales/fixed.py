@@ -62,9 +62,7 @@ class FixedLossScale(LossScale):
         return self
 
     def update(
-        self,
-        grads: Any,
-        axis_name: AxisName | None = None,
+        self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, bool]:
         """This loss scale itself, and True: the gradients are not looked at."""
         return self, True

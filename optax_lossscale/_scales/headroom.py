@@ -123,9 +123,7 @@ class HeadroomLossScale(LossScale):
         )
 
     def update(
-        self,
-        grads: Any,
-        axis_name: AxisName | None = None,
+        self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, jax.Array]:
         gradient = largest_of_all(grads, axis_name)
         finite = jnp.isfinite(gradient)
@@ -207,12 +205,7 @@ class HeadroomLossScale(LossScale):
         _, exponent = jnp.frexp(self() / 2)
         return _OVERFLOW - exponent - self.spare_bits
 
-    def _with(
-        self,
-        largest: jax.Array,
-        reserve: ArrayLike,
-        memory: jax.Array,
-    ) -> Self:
+    def _with(self, largest: jax.Array, reserve: ArrayLike, memory: jax.Array) -> Self:
         """The loss scale that fits these."""
         fits = _OVERFLOW - self.margin - largest
         fits = jnp.clip(fits, -_BOUND, _BOUND)

@@ -90,9 +90,7 @@ class LogMaxLossScale(LossScale):
         return choose(grads_finite, self, self._observe(self._of_overflow()))
 
     def update(
-        self,
-        grads: Any,
-        axis_name: AxisName | None = None,
+        self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, jax.Array]:
         amax = largest_of_all(grads, axis_name)
         finite = jnp.isfinite(amax)
@@ -125,11 +123,7 @@ class LogMaxLossScale(LossScale):
         return new.replace(loss_scale=scale)
 
 
-def _average(
-    old: jax.Array,
-    new: jax.Array,
-    decay: float,
-) -> jax.Array:
+def _average(old: jax.Array, new: jax.Array, decay: float) -> jax.Array:
     """A moving average that has seen one more number; it starts at 0, and its weight is apart."""
     weight = jnp.float32(decay)  # rounded first, so that the two weights add up to 1
     return weight * old + (1 - weight) * new

@@ -81,9 +81,7 @@ class LossScale(Stateful):
         """
 
     def update(
-        self,
-        grads: Any,
-        axis_name: AxisName | None = None,
+        self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, jax.Array | bool]:
         """Checks the gradients and adapts the scale.
 

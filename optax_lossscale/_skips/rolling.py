@@ -39,9 +39,7 @@ class RollingSkipRule(SkipRule):
         self._set(_window=np.zeros((2, self.length), np.float32))
 
     def decide(
-        self,
-        norm: jax.Array,
-        value: jax.Array | None,
+        self, norm: jax.Array, value: jax.Array | None
     ) -> tuple[Self, jax.Array]:
         assert value is not None  # as this rule needs it
         numbers = jnp.stack([norm, value])

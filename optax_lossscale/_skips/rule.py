@@ -63,9 +63,7 @@ class SkipRule(Stateful):
 
     @abc.abstractmethod
     def decide(
-        self,
-        norm: jax.Array,
-        value: jax.Array | None,
+        self, norm: jax.Array, value: jax.Array | None
     ) -> tuple[Self, jax.Array]:
         """Decides about one finite step.
 
@@ -79,9 +77,7 @@ class SkipRule(Stateful):
         """
 
     def update(
-        self,
-        norm: ArrayLike,
-        value: ArrayLike | None = None,
+        self, norm: ArrayLike, value: ArrayLike | None = None
     ) -> tuple[Self, jax.Array]:
         """Decides about one finite step, and updates the counts.
 

@@ -46,9 +46,7 @@ class SpikeSkipRule(SkipRule):
         self._set(_last=np.full((2, self.window), _UNKNOWN, np.float32))
 
     def decide(
-        self,
-        norm: jax.Array,
-        value: jax.Array | None,
+        self, norm: jax.Array, value: jax.Array | None
     ) -> tuple[Self, jax.Array]:
         if value is None:
             value = jnp.float32(0)

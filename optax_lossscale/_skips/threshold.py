@@ -24,9 +24,7 @@ class ThresholdSkipRule(SkipRule):
     strict: bool = checked(validation.flag, default=False)
 
     def decide(
-        self,
-        norm: jax.Array,
-        value: jax.Array | None,
+        self, norm: jax.Array, value: jax.Array | None
     ) -> tuple[Self, jax.Array]:
         if self.strict:
             return self, norm < self.threshold
@@ -70,9 +68,7 @@ class MovingAverageSkipRule(SkipRule):
     mean_square: jax.Array = state_field(1.0)  # shape=(), dtype=float32
 
     def decide(
-        self,
-        norm: jax.Array,
-        value: jax.Array | None,
+        self, norm: jax.Array, value: jax.Array | None
     ) -> tuple[Self, jax.Array]:
         variance = jnp.maximum(self.mean_square - jnp.square(self.mean), 0)
         stddev = jnp.sqrt(variance)

@@ -16,11 +16,7 @@ from optax_lossscale._arrays.rounding import join, narrow_dtype, split
 from optax_lossscale._arrays.validation import shown
 from optax_lossscale._arrays.variables import find
 from optax_lossscale._step.get import name_in_optax
-from optax_lossscale._step.inputs import (
-    check_update_shape,
-    complete,
-    update_or_zero,
-)
+from optax_lossscale._step.inputs import check_update_shape, complete, update_or_zero
 from optax_lossscale._step.state import check_inner_dtypes
 
 # States, by name, of what makes updates of its own out of those of the transformation

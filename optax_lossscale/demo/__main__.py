@@ -43,9 +43,7 @@ def make_train_step(loss_fn, loss_scale, steps):
     """The optimizer, and a compiled step, of which two lines are of loss scaling."""
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps + 1)
     optimizer = optax.chain(
-        optax.scale(MICRO_BATCHES),
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(rate),
+        optax.scale(MICRO_BATCHES), optax.clip_by_global_norm(1.0), optax.adamw(rate)
     )
     tx = ols.with_loss_scale(optimizer, loss_scale)
 
@@ -73,12 +71,7 @@ def train(loss_fn, loss_scale, steps):
 def main(arguments=None):
     """Trains all runs, prints a table of them, and draws a picture."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=400,
-        help="of each run",
-    )
+    parser.add_argument("--steps", type=int, default=400, help="of each run")
     steps = parser.parse_args(arguments).steps
     figure = Figure(figsize=(7, 5.5), layout="constrained")
     top, bottom = figure.subplots(2, sharex=True, height_ratios=(2, 1))
