@@ -61,20 +61,26 @@ def metrics(state: Any) -> dict[str, jax.Array]:
         "log2_loss_scale": log2,
         "exhausted": exhausted,
     }
-    parts: dict[str, Any] = {"loss_scale": loss_scale}
+    rule = None
     if states:
+        rule = states[0].skip_rule
         for name in ("should_apply", "skipped_steps", "consecutive_skipped_steps"):
             scalars[name] = getattr(states[0], name)
-        parts["skip_rule"] = states[0].skip_rule
-    for part, tree in parts.items():
-        for path, x in jax.tree.leaves_with_path(tree):
-            name = path_name(path)
-            is_public = not name.startswith("_")
-            if name in scalars:
-                name = f"{part}/{name}"
-            if is_public and name != "loss_scale/loss_scale":
-                scalars[name] = x
+    _add_public(scalars, "loss_scale", loss_scale)
+    _add_public(scalars, "skip_rule", rule)
     return scalars
+
+
+def _add_public(scalars: dict[str, jax.Array], part: str, tree: Any) -> None:
+    """Adds the public state of the loss scale or of the skip rule, but for the scale itself."""
+    for path, x in jax.tree.leaves_with_path(tree):
+        name = path_name(path)
+        is_the_scale = part == "loss_scale" and name == "loss_scale"
+        if name.startswith("_") or is_the_scale:
+            continue
+        if name in scalars:
+            name = f"{part}/{name}"
+        scalars[name] = x
 
 
 @jax.jit  # whose constants are on the device; eager ones would be sent to it
