@@ -16,7 +16,7 @@ def loss_fn(params, tokens):
 
 
 if __name__ == "__main__":
-    tokens = next(_text.batches(_text.read(), 1, seed=0))
+    tokens = _text.batches(_text.read(), 1, seed=0)[0]
     params = _model.init(jax.random.key(0))
     print(ols.diagnose(loss_fn, params, tokens))
     print(

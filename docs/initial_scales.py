@@ -54,7 +54,7 @@ def loss_fn(weight, params, tokens):
 
 
 if __name__ == "__main__":
-    tokens = next(_text.batches(_text.read(), 1, seed=0))
+    tokens = _text.batches(_text.read(), 1, seed=0)[0]
     print("| loss | initial scale | | skipped | zero or subnormal in float16 |")
     print("| --- | --- | ---: | ---: | ---: |")
     for loss, weight in LOSSES.items():

@@ -127,11 +127,5 @@ __all__ = [
     "with_master_weights",
 ]
 
-_make_public(
-    __name__,
-    *(
-        globals()[name]
-        for name in __all__
-        if hasattr(globals().get(name), "__qualname__")
-    ),
-)
+_public = map(globals().get, __all__)
+_make_public(__name__, *(x for x in _public if hasattr(x, "__qualname__")))

@@ -7,23 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-try:
-    import matplotlib.pyplot as plt
-    from matplotlib.axes import Axes
-    from matplotlib.ticker import MaxNLocator
-except ImportError as error:
-    raise ImportError(
-        "plot needs matplotlib: pip install 'optax_lossscale[plot]'"
-    ) from error
-
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.precision import is_inexact
+from optax_lossscale._diagnosis.picture import GREY, TEAL, Axes, axes_for
 from optax_lossscale._step.get import resolve
 
-BEFORE = "#8a8f98"
-AFTER = "#00798c"
-# Of zero, the subnormal numbers, the normal ones and infinity
-_SHADES = (0.14, 0.06, 0.0, 0.14)
+BEFORE = GREY
+AFTER = TEAL
 
 
 def loss_scale(
@@ -56,14 +46,13 @@ def loss_scale(
     applied = _column(history, "should_apply")
     steps = np.arange(1, len(scale) + 1)
     skipped = ~applied.astype(bool)
-    axes = _axes(axes, 2.6)
-    look: dict[str, Any] = {"color": AFTER, "lw": 1.5} | style
+    axes = axes_for(axes, 2.6)
+    look: dict[str, Any] = {"color": AFTER} | style
     axes.step(steps, scale, where="mid", **look)
-    cross: dict[str, Any] = {"ms": 6, "mew": 1.5, "zorder": 3, "color": look["color"]}
-    axes.plot(steps[skipped], scale[skipped], "x", **cross)
+    axes.plot(steps[skipped], scale[skipped], "x", color=look["color"], zorder=3)
     axes.set_yscale("log", base=2)
     axes.set(xlabel="step", ylabel="loss scale\n(×: step skipped)")
-    return _plain(axes)
+    return axes
 
 
 def _column(history: Any, name: str) -> np.ndarray:
@@ -117,68 +106,47 @@ def exponents(
     shift = float(np.log2(scale))
     sizes = _sizes(scaled_grads)
     percent = 100 / max(1, sizes.size)
-    drawn = sizes[(sizes > 0) & (sizes < np.inf)]
-    powers = np.floor(np.log2(drawn))
-    histograms = [(powers, AFTER, "gradients")]
+    powers = np.floor(np.log2(sizes[(sizes > 0) & (sizes < np.inf)]))
+    histograms = {"gradients": (powers, AFTER)}
     if shift:
         scaled = f"scaled by $2^{{{shift:g}}}$"
-        histograms = [(powers - shift, BEFORE, "unscaled"), (powers, AFTER, scaled)]
+        histograms = {"unscaled": (powers - shift, BEFORE), scaled: (powers, AFTER)}
 
     info = jnp.finfo(dtype)
-    flushed = info.minexp - info.nmant - 1
+    flushed = info.minexp - info.nmant - 1  # where numbers are zero
     low = flushed - 6
-    largest = max(np.max(x, initial=info.maxexp + 2) for x, *_ in histograms)
-    high = np.ceil(largest + 1)
-    bins = list(np.arange(low, high + 1))
-    axes = _axes(axes, 3.2)
-    for exponents, color, label in histograms:
+    high = info.maxexp + 4
+    axes = axes_for(axes, 3.2)
+    for label, (exponents, color) in histograms.items():
         axes.hist(
-            np.maximum(exponents, low),  # anything smaller is in the first bin
-            bins,
+            np.clip(exponents, low, high - 1),  # the rest is in the outer bins
+            range(low, high + 1),
             weights=np.full(exponents.shape, percent),
             histtype="stepfilled",
-            facecolor=(color, 0.35),
-            edgecolor=color,
-            lw=1.5,
+            color=color,
+            alpha=0.5,
             label=label,
         )
-    names = ("zero", "subnormal", dtype.name, "inf")
-    edges = [low, flushed, info.minexp, info.maxexp, high]
-    place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "ha": "center"}
-    for name, start, end, shade in zip(names, edges, edges[1:], _SHADES, strict=False):
-        axes.axvspan(start, end, alpha=shade, color="black", lw=0, zorder=0)
-        axes.text((start + end) / 2, 1.02, name, fontsize=9, **place)
-    zeros = f"{percent * np.sum(sizes == 0):.1f}% are 0"
-    axes.text((low + flushed) / 2, 0.92, zeros, fontsize=8, **place)
+    regions = (
+        (f"{percent * np.sum(sizes == 0):.1f}% are 0", low, flushed, 0.14),
+        ("subnormal", flushed, info.minexp, 0.06),
+        (dtype.name, info.minexp, info.maxexp, 0.0),
+        ("inf", info.maxexp, high, 0.14),
+    )
+    above = axes.get_xaxis_transform()
+    for name, start, end, shade in regions:
+        axes.axvspan(start, end, alpha=shade, color="black", lw=0)
+        axes.text((start + end) / 2, 1.02, name, ha="center", transform=above)
     axes.set(xlim=(low, high), xlabel="gradient", ylabel="share of all (%)")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.xaxis.set_major_formatter(lambda power, _: f"$2^{{{power:g}}}$")
+    axes.locator_params("x", integer=True)
+    axes.xaxis.set_major_formatter("$2^{{{x:g}}}$")
     axes.legend(frameon=False)
-    return _plain(axes)
+    return axes
 
 
 def _sizes(tree: Any) -> np.ndarray:
     """The absolute values of all numbers; a complex number is viewed as two."""
-    parts = [np.zeros(0)]
-    for leaf in jax.tree.leaves(jax.device_get(tree)):
-        if is_inexact(leaf):
-            real = np.ravel(leaf).view(leaf.real.dtype)
-            parts.append(real.astype(np.float64))
-    return np.abs(np.concatenate(parts))
-
-
-def _axes(axes: Axes | None, height: float) -> Axes:
-    """The axes to draw into: those that are given, or new ones."""
-    if axes is None:
-        _, axes = plt.subplots(figsize=(7, height), layout="constrained")
-    if not isinstance(axes, Axes):
-        got = validation.shown(axes)
-        raise TypeError(f"axes must be one matplotlib Axes, got {got}")
-    return axes
-
-
-def _plain(axes: Axes) -> Axes:
-    """Without a frame, and with a pale grid."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.2)
-    return axes
+    leaves = filter(is_inexact, jax.tree.leaves(jax.device_get(tree)))
+    flat = [np.ravel(leaf) for leaf in leaves]
+    parts = [x.view(x.real.dtype).astype(np.float64) for x in flat]
+    return np.abs(np.concatenate([np.zeros(0), *parts]))

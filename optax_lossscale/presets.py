@@ -11,7 +11,6 @@ better. None of the originals looks at the loss, and where the scale is fixed mo
 nothing: to do as they do, pass `skip=None` to `with_loss_scale`.
 """
 
-import inspect
 from typing import Any, Literal
 
 import numpy as np
@@ -45,14 +44,6 @@ __all__ = [
 ]
 
 make_public(__name__, LogMaxLossScale, ToleranceLossScale)
-
-# Down to the smallest normal float32; a back-off to below that does not take place.
-_NO_FLOOR: Any = {"min_scale": validation.SMALLEST, "clip_backoff": False}
-
-
-def _floor(scale: float | None) -> dict[str, Any]:
-    """A floor, or none."""
-    return _NO_FLOOR if scale is None else {"min_scale": scale}
 
 
 def _float32(name: str, factor: float) -> float:
@@ -191,9 +182,7 @@ def tf_keras(
         return DynamicLossScale(scale, interval)
     if initial_scale is None or dynamic_growth_steps is not None:
         raise ValueError(
-            "with dynamic=False give initial_scale, and no dynamic_growth_steps; got "
-            f"initial_scale={validation.shown(initial_scale)}, "
-            f"dynamic_growth_steps={validation.shown(dynamic_growth_steps)}"
+            "with dynamic=False give initial_scale, and no dynamic_growth_steps"
         )
     return FixedLossScale(initial_scale)
 
@@ -212,7 +201,7 @@ def keras(
       >>> float(presets.keras(initial_scale=1.0).adjust(False)())
       0.5
     """
-    return DynamicLossScale(initial_scale, dynamic_growth_steps, **_NO_FLOOR)
+    return DynamicLossScale(initial_scale, dynamic_growth_steps, min_scale=None)
 
 
 def pytorch(
@@ -239,7 +228,7 @@ def pytorch(
     if not validation.flag("enabled", enabled):
         return FixedLossScale(1)
     return DynamicLossScale(
-        init_scale, growth_interval, growth_factor, backoff_factor, **_NO_FLOOR
+        init_scale, growth_interval, growth_factor, backoff_factor, min_scale=None
     )
 
 
@@ -268,16 +257,16 @@ def flax(
       >>> presets.flax().growth_interval
       2001
     """
-    most = validation.LARGEST_INT - 1
-    finite_steps = validation.count("growth_interval", growth_interval, 0, most)
+    is_interval = validation.count(0, validation.LARGEST_INT - 1)
+    finite_steps = is_interval("growth_interval", growth_interval)
     return DynamicLossScale(
         initial_scale=scale,
         growth_factor=_float32("growth_factor", growth_factor),
         backoff_factor=_float32("backoff_factor", backoff_factor),
         growth_interval=finite_steps + 1,
         initial_growth_counter=fin_steps,
-        clip_growth=True,
-        **_floor(minimum_scale),
+        min_scale=minimum_scale,
+        max_scale=validation.LARGEST,
     )
 
 
@@ -334,7 +323,6 @@ def mpx(
         loss_scaling,
         min_scale=min_loss_scaling,
         max_scale=65504.0,
-        clip_growth=True,
         **_jmp_rule(counter, period, factor),
     )
 
@@ -514,17 +502,5 @@ def apex(
     most = validation.scale("max_loss_scale", max_loss_scale)
     scale = min(validation.scale("init_scale", init_scale), most)
     return DynamicLossScale(
-        scale,
-        growth_interval=scale_window,
-        max_scale=most,
-        clip_growth=True,
-        **_floor(min_loss_scale),
+        scale, growth_interval=scale_window, min_scale=min_loss_scale, max_scale=most
     )
-
-
-# By name, for a config, in the order above, in which an error lists them.
-_PRESETS = {
-    name: value
-    for name, value in list(globals().items())
-    if name in __all__ and inspect.isfunction(value)
-}

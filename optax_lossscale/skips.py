@@ -31,8 +31,15 @@ __all__ = [
     "spikes",
 ]
 
-make_public(__name__, SkipRule, RollingSkipRule, SpikeSkipRule)
-make_public(__name__, ThresholdSkipRule, MovingAverageSkipRule, DropNorm)
+make_public(
+    __name__,
+    SkipRule,
+    RollingSkipRule,
+    SpikeSkipRule,
+    ThresholdSkipRule,
+    MovingAverageSkipRule,
+    DropNorm,
+)
 
 
 def spikes(
@@ -187,9 +194,7 @@ def axlearn(
       False
     """
     if not isinstance(drop_norm, DropNorm):
-        return ThresholdSkipRule(
-            validation.positive("drop_norm", drop_norm), strict=True
-        )
+        return ThresholdSkipRule(drop_norm, strict=True)
     if grad_norm_ema_decay is None:
         allowed = "given, such as 0.99, where drop_norm follows the norms"
         validation.refuse("grad_norm_ema_decay", grad_norm_ema_decay, allowed)
@@ -226,7 +231,7 @@ def drop_norm_by_grad_norm_stddev(
       >>> skips.axlearn(skips.drop_norm_by_grad_norm_stddev(), 0.99).min_count
       500
     """
-    count = validation.count("min_count", min_count, least=0)
+    count = validation.count(0)("min_count", min_count)
     return DropNorm(1.0, stddev_factor=_smallest(multipliers), min_count=count)
 
 
@@ -242,20 +247,15 @@ def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
       >>> print(should_apply)
       False
     """
-    threshold = validation.positive(
-        "grad_norm_skip_threshold", grad_norm_skip_threshold
-    )
-    return ThresholdSkipRule(threshold)
+    return ThresholdSkipRule(grad_norm_skip_threshold)
 
 
 def _half(length: int) -> int:
     """How many steps make a window of a length half full."""
-    length = validation.count("rolling_interval_length", length, least=2, most=2**20)
+    length = validation.count(2, 2**20)("rolling_interval_length", length)
     return max(2, length // 2)
 
 
 def _smallest(multipliers: tuple[float, ...]) -> float:
     """The multiplier that decides, as it is reached first."""
-    if not isinstance(multipliers, tuple | list) or not multipliers:
-        validation.refuse("multipliers", multipliers, "a tuple of positive numbers")
     return min(validation.positive("multipliers", x) for x in multipliers)

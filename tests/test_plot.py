@@ -98,7 +98,7 @@ def test_exponents_draws_shares_before_and_after_scaling():
     assert share(before, -1) == 40
     assert after[:, 1].max() == 40
     texts = [text.get_text() for text in axes.texts]
-    assert texts == ["zero", "subnormal", "float16", "inf", "20.0% are 0"]
+    assert texts == ["20.0% are 0", "subnormal", "float16", "inf"]
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_exponents_of_a_tree_without_nonzero_numbers_says_how_many_are_zero(
     tree, zeros
 ):
     texts = plot.exponents(tree, dtype=jnp.bfloat16).texts
-    assert texts[-1].get_text() == f"{zeros:.1f}% are 0"
+    assert texts[0].get_text() == f"{zeros:.1f}% are 0"
 
 
 def test_exponents_counts_both_parts_of_complex_numbers():
     texts = plot.exponents([jnp.array([1j, 1 + 1j])], ols.get(2)).texts
-    assert texts[-1].get_text() == "25.0% are 0"
+    assert texts[0].get_text() == "25.0% are 0"

@@ -2,10 +2,11 @@
 
 JAX traces and compiles anew whatever it did before a context was made. So the package
 makes all of them when it is imported, which is before the first step, and none in a
-module imported later.
+module imported later. With jax 0.12, `jax.extend` imports Pallas, which makes one, too.
 """
 
 import jax
+import jax.extend
 
 AUTOCAST_DTYPE = jax.make_user_context(None)
 """What `autocast` computes in, while it traces a function; `None` elsewhere."""

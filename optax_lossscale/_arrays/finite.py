@@ -4,7 +4,7 @@ Each looks at local numbers; `across` makes the answers of all replicas one.
 """
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import jax
@@ -42,33 +42,29 @@ def all_finite(tree: Any) -> jax.Array:
       >>> bool(ols.all_finite({"w": jnp.array([1.0, jnp.nan])}))
       False
     """
-    return _by_platform(tree, _all_finite_on_cpu, _all_finite, if_empty=np.True_)
+    return _by_platform(tree, _all_finite_on_cpu, _all_finite)
 
 
 def largest(tree: Any) -> jax.Array:
     """The largest absolute value, float32, in the same pass; infinity if one is not finite."""
-    return _by_platform(tree, _largest_on_cpu, _largest, if_empty=np.float32(0))
+    return _by_platform(tree, _largest_on_cpu, _largest)
 
 
 def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
     """The global L2 norm, float32, and what `all_finite` says, in the one pass that it takes."""
     # From 2**64 on, the norm is infinite: the sum of squares is more than float32
     # holds.
-    empty = np.float32(0), np.True_
-    square, finite = _by_platform(tree, _squares_on_cpu, _squares, if_empty=empty)
+    square, finite = _by_platform(tree, _squares_on_cpu, _squares)
     return jnp.sqrt(square), finite
 
 
 def _by_platform(
-    tree: Any,
-    on_cpu: Callable[[Groups], T],
-    elsewhere: Callable[[Groups], T],
-    if_empty: Any,
+    tree: Any, on_cpu: Callable[[Groups], T], elsewhere: Callable[[Groups], T]
 ) -> T:
     """What is asked of a tree, computed as suits the platform that the program is lowered for."""
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
     if not leaves:
-        return jax.tree.map(jnp.asarray, if_empty)
+        leaves = [jnp.float32(0)]
     if any(is_partitioned(x) for x in leaves):
         return elsewhere(_groups(leaves, 1))
     # Some leaves share a kernel: kernels compile faster, and fewer are launched. But on
@@ -96,15 +92,9 @@ def _groups(leaves: list[jax.Array], size: int) -> Groups:
     return groups
 
 
-def _joined(groups: Groups, function: Callable, join: Callable) -> list[jax.Array]:
+def _joined(groups: Groups, function: Callable, operation: Callable) -> list[jax.Array]:
     """An array for each group: a function of every number, joined place by place."""
-    arrays = []
-    for first, *others in groups:
-        joined = function(first)
-        for x in others:
-            joined = join(joined, function(x))
-        arrays.append(joined)
-    return arrays
+    return [functools.reduce(operation, map(function, leaves)) for leaves in groups]
 
 
 # --- elsewhere: partitioned, each takes one all-reduce, of a number for each leaf ---
@@ -112,23 +102,31 @@ def _joined(groups: Groups, function: Callable, join: Callable) -> list[jax.Arra
 
 def _all_finite(groups: Groups) -> jax.Array:
     """Whether all are: a reduction of flags for each group."""
-    arrays_of_flags = _joined(groups, is_finite, lax.bitwise_and)
-    flags = [lax.reduce_and(x, range(x.ndim)) for x in arrays_of_flags]
-    return jnp.stack(flags).all()
+    arrays_of_flags = _joined(groups, _is_finite, lax.bitwise_and)
+    return _reduced(jnp.all, arrays_of_flags)
 
 
 def _largest(groups: Groups) -> jax.Array:
     """The largest size, which is infinite where one is not finite."""
     arrays_of_sizes = _joined(groups, _size_or_infinity, lax.max)
-    sizes = [jnp.max(x, initial=0) for x in arrays_of_sizes]
-    return jnp.stack(sizes).max()
+    return _reduced(_max, arrays_of_sizes)
 
 
 def _squares(groups: Groups) -> tuple[jax.Array, jax.Array]:
     """The sum of squares, and whether all are finite: two reductions that share a pass."""
     squares = _joined(groups, _square, lax.add)
-    sums = [jnp.sum(x).astype(jnp.float32) for x in squares]
-    return jnp.stack(sums).sum(), _all_finite(groups)
+    return _reduced(jnp.sum, squares), _all_finite(groups)
+
+
+def _reduced(reduce: Callable, arrays: list[jax.Array]) -> jax.Array:
+    """The reduction of all arrays, by that of each."""
+    of_each = [reduce(x) for x in arrays]
+    return reduce(jnp.stack(of_each))
+
+
+def _max(sizes: jax.Array) -> jax.Array:
+    """The largest of some sizes, or 0 if there are none."""
+    return jnp.max(sizes, initial=0)
 
 
 # --- on CPU ---
@@ -142,25 +140,18 @@ def _squares(groups: Groups) -> tuple[jax.Array, jax.Array]:
 
 def _all_finite_on_cpu(groups: Groups) -> jax.Array:
     """Whether all are; the second question is whether a number equals itself."""
-    flags = []
-    for x in [_finite_sum(leaves) for leaves in groups]:
-        flags += _with_all(lax.bitwise_and, is_finite(x), lax.eq(x, x))
-    # The barrier keeps the flags from being fused with their conjunction: a kernel that
-    # has an argument for every leaf compiles in quadratic time.
-    computed = lax.optimization_barrier(jnp.stack(flags))
-    return computed.all()
+    sums = _finite_sums(groups)
+    equal_itself = [lax.eq(x, x) for x in sums]
+    no_nan, finite = _reduced_beside_check(lax.bitwise_and, equal_itself, sums)
+    return (no_nan & finite).all()
 
 
 def _largest_on_cpu(groups: Groups) -> jax.Array:
     """The largest size, and in the same pass whether all are finite."""
     arrays_of_sizes = _joined(groups, _size, lax.max)
-    arrays_of_flags = [is_finite(_finite_sum(leaves)) for leaves in groups]
-    arrays = zip(arrays_of_sizes, arrays_of_flags, strict=True)
-    pairs = [_with_all(lax.max, size, flag) for size, flag in arrays]
-    sizes, flags = zip(*pairs, strict=True)
-    one_of_each = (jnp.stack(sizes), jnp.stack(flags))
-    all_sizes, all_flags = lax.optimization_barrier(one_of_each)
-    return jnp.where(all_flags.all(), all_sizes.max(), jnp.inf)
+    sums = _finite_sums(groups)
+    sizes, finite = _reduced_beside_check(lax.max, arrays_of_sizes, sums)
+    return jnp.where(finite.all(), sizes.max(), jnp.inf)
 
 
 def _squares_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
@@ -168,20 +159,18 @@ def _squares_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
     # Such a reduction adds one number after the other, and a float32 sum of 2**24 and
     # more stops growing, so large leaves are summed row by row.
     squares = _in_rows(_joined(groups, _square, lax.add))
-    finite_sums = _in_rows([_finite_sum(leaves) for leaves in groups])
-    rows = zip(squares, finite_sums, strict=True)
-    pairs = [_with_all(lax.add, x, is_finite(y), axes=[x.ndim - 1]) for x, y in rows]
-    sums, flags = zip(*pairs, strict=True)
-    one_of_each = (_concatenated(sums, jnp.float32), _concatenated(flags, bool))
-    all_sums, all_flags = lax.optimization_barrier(one_of_each)
-    return all_sums.sum(), all_flags.all()
+    sums = _in_rows(_finite_sums(groups))
+    sums_of_rows, finite = _reduced_beside_check(lax.add, squares, sums, by_row=True)
+    return sums_of_rows.sum(), finite.all()
 
 
-# --- numbers ---
+def _finite_sums(groups: Groups) -> list[jax.Array]:
+    """An array for each group, whose numbers are finite where those of all its leaves are."""
+    return [_finite_sum(leaves) for leaves in groups]
 
 
 def _finite_sum(leaves: list[jax.Array]) -> jax.Array:
-    """A number for each place, finite if those of all the arrays are."""
+    """A number for each place, finite if those of all the leaves are."""
     if len(leaves) == 1:
         return leaves[0]
     # x - x is zero or NaN. Flags would not be vectorized, and a CPU rounds 16-bit sums
@@ -189,13 +178,6 @@ def _finite_sum(leaves: list[jax.Array]) -> jax.Array:
     wide = map(at_least_float32, leaves)
     zeros = [lax.sub(x, x) for x in wide]
     return functools.reduce(lax.add, zeros)
-
-
-def is_finite(x: jax.Array) -> jax.Array:
-    """Which numbers are finite."""
-    if jnp.iscomplexobj(x):
-        return jnp.isfinite(x)
-    return lax.is_finite(x)  # quicker to trace
 
 
 def _in_rows(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -220,11 +202,59 @@ def _rows(x: jax.Array) -> list[jax.Array]:
     return rows
 
 
+def _reduced_beside_check(
+    operation: Callable,
+    arrays: list[jax.Array],
+    checked: list[jax.Array],
+    by_row: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """The reductions of arrays, and whether other arrays are finite, each pair in one pass."""
+    reduced = []
+    flags = []
+    for x, numbers in zip(arrays, checked, strict=True):
+        initial = x.dtype.type(x.dtype == bool)  # True or 0
+        result, flag = lax.reduce(
+            (x, _is_finite(numbers)),
+            (initial, np.True_),
+            _beside_and(operation),
+            [x.ndim - 1] if by_row else range(x.ndim),
+        )
+        reduced.append(result.reshape(-1))
+        flags.append(flag.reshape(-1))
+    # The barrier keeps these from being fused with what is made of them: a kernel that
+    # has an argument for every leaf compiles in quadratic time.
+    all_reduced = jnp.concatenate(reduced)
+    all_flags = jnp.concatenate(flags)
+    return lax.optimization_barrier((all_reduced, all_flags))
+
+
+@functools.cache  # one function is traced once
+def _beside_and(operation: Callable) -> Callable:
+    """An operation on the first of two pairs' members, and a conjunction of the second."""
+
+    def on_pairs(so_far, new):
+        reduced, all_flags = so_far
+        x, flag = new
+        return operation(reduced, x), lax.bitwise_and(all_flags, flag)
+
+    return on_pairs
+
+
+# --- numbers ---
+
+
+def _is_finite(x: jax.Array) -> jax.Array:
+    """Which numbers are finite."""
+    if jnp.iscomplexobj(x):
+        return jnp.isfinite(x)
+    return lax.is_finite(x)  # quicker to trace
+
+
 def _square(x: jax.Array) -> jax.Array:
-    """The square of the absolute value, as float32 or wider."""
+    """The square of the absolute value, as float32."""
     if jnp.iscomplexobj(x):
         return _square(x.real) + _square(x.imag)
-    return jnp.square(at_least_float32(x))
+    return jnp.square(x.astype(jnp.float32))
 
 
 def _size(x: jax.Array) -> jax.Array:
@@ -238,37 +268,7 @@ def _size(x: jax.Array) -> jax.Array:
 
 def _size_or_infinity(x: jax.Array) -> jax.Array:
     """The absolute value as float32, infinite for what is not finite; a NaN would be lost."""
-    return jnp.where(is_finite(x), _size(x), jnp.inf)
-
-
-def _concatenated(arrays: Sequence[jax.Array], dtype: Any) -> jax.Array:
-    """All numbers in one vector of a dtype."""
-    return jnp.concatenate([jnp.ravel(x).astype(dtype) for x in arrays])
-
-
-def _with_all(
-    operation: Callable,
-    x: jax.Array,
-    flags: jax.Array,
-    axes: Sequence[int] | None = None,
-) -> list[jax.Array]:
-    """A reduction by an operation, and whether all flags are True, in one pass."""
-    if axes is None:
-        axes = range(x.ndim)
-    initial = x.dtype.type(x.dtype == bool)  # True or 0
-    return lax.reduce((x, flags), (initial, np.True_), _beside_and(operation), axes)
-
-
-@functools.cache  # one function is traced once
-def _beside_and(operation: Callable) -> Callable:
-    """An operation on the first of two pairs' members, and a conjunction of the second."""
-
-    def on_pairs(so_far, new):
-        reduced, all_flags = so_far
-        x, flag = new
-        return operation(reduced, x), lax.bitwise_and(all_flags, flag)
-
-    return on_pairs
+    return jnp.where(_is_finite(x), _size(x), jnp.inf)
 
 
 # --- over replicas ---

@@ -4,6 +4,7 @@ import contextlib
 import sys
 from typing import Any
 
+import jax
 import numpy as np
 
 from optax_lossscale._arrays import validation
@@ -31,17 +32,11 @@ def _to_state_dict(stateful: Any) -> dict[str, Any]:
 def _from_state_dict(stateful: Any, saved: Any) -> Any:
     """The same configuration, with the state that was saved."""
     kind = type(stateful).__name__
-    current = _to_state_dict(stateful)
-    names = list(saved) if isinstance(saved, dict) else saved
-    if not isinstance(saved, dict) or set(names) != set(current):
-        got = validation.shown(names)
-        raise ValueError(f"a saved {kind} must hold {list(current)}; got {got}")
-    for name, value in current.items():
-        shape = np.shape(value)
-        saved_shape = np.shape(saved[name])
-        if saved_shape != shape:
-            raise ValueError(
-                f"the saved {name} of a {kind} has shape {saved_shape}; here, with "
-                f"another configuration, it has {shape}"
-            )
+    shapes = jax.tree.map(np.shape, _to_state_dict(stateful))
+    saved_shapes = jax.tree.map(np.shape, saved)
+    if saved_shapes != shapes:
+        raise ValueError(
+            f"a saved {kind} must hold arrays of the shapes that its configuration "
+            f"gives them, {shapes}; got {validation.shown(saved_shapes)}"
+        )
     return stateful.replace(**saved)

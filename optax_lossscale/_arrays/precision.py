@@ -54,9 +54,6 @@ def strong(x: Any, dtype: Any = None) -> Any:
     """`x` in its own or the given dtype, never weakly typed, which would cause a new trace."""
     if dtype is None:
         dtype = dtype_of(x)
-    is_weak = isinstance(x, _PYTHON_NUMBER) or getattr(x, "weak_type", False)
-    if not is_weak and x.dtype == dtype:
-        return x
     return lax.convert_element_type(x, dtype)
 
 

@@ -4,18 +4,18 @@ import abc
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Self, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey
+from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.flax_serialization import register_with_flax
 
-Check = Callable[[str, Any], Any]
+_DTYPES = {bool: np.bool_, int: np.int32, float: np.float32}
 
 
 def state_field(
@@ -46,20 +46,14 @@ def state_field(
     metadata = {state_field: True}
     if default is dataclasses.MISSING:
         return dataclasses.field(init=False, metadata=metadata)
-    dtype = {bool: np.bool_, int: np.int32, float: np.float32}.get(type(default))
-    array = np.asarray(default, dtype)
-    if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != np.bool_:
-        got = validation.shown(default)
-        raise TypeError(
-            f"a state must start as a number or an array of numbers, got {got}"
-        )
+    array = np.asarray(default, _DTYPES.get(type(default)))
     value = array[()]  # a scalar, if it has no dimensions
     return dataclasses.field(
         default_factory=lambda: value, init=False, metadata=metadata
     )
 
 
-def checked(check: Check, *, default: Any = dataclasses.MISSING) -> Any:
+def checked(check: validation.Check, *, default: Any = dataclasses.MISSING) -> Any:
     """Declares a field that its check converts, even if a subclass declares it anew."""
     return dataclasses.field(default=default, metadata={checked: check})
 
@@ -74,7 +68,8 @@ class Stateful(abc.ABC):
     _kind: ClassVar[str]  # what one is called in an error
     _state_names: ClassVar[list[str]]
     _static_names: ClassVar[list[str]]
-    _checks: ClassVar[dict[str, Check]] = {}
+    _checks: ClassVar[dict[str, validation.Check]] = {}
+    _classes: ClassVar[list[type[Self]]] = []  # all, in the order of their definition
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         register_with_flax(cls)
@@ -83,6 +78,7 @@ class Stateful(abc.ABC):
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         dataclasses.dataclass(frozen=True, eq=False)(cls)
+        cls._classes.append(cls)
         fields = dataclasses.fields(cls)
         cls._state_names = [f.name for f in fields if state_field in f.metadata]
         cls._static_names = [f.name for f in fields if state_field not in f.metadata]
@@ -97,14 +93,10 @@ class Stateful(abc.ABC):
             self._set(**{name: check(name, getattr(self, name))})
 
     def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other):
-            return NotImplemented
         validation.at_hand("==", (self, other))
-        leaves, structure = jax.tree.flatten(self)
-        other_leaves, other_structure = jax.tree.flatten(other)
-        if structure != other_structure:
+        if jax.tree.structure(self) != jax.tree.structure(other):
             return False
-        return all(map(np.array_equal, leaves, other_leaves))
+        return jax.tree.all(jax.tree.map(np.array_equal, self, other))
 
     def __hash__(self) -> int:
         # Without the state, as a tracer has no hash.
@@ -114,7 +106,7 @@ class Stateful(abc.ABC):
         """Sets fields of an instance under construction, which is frozen later."""
         vars(self).update(values)
 
-    def replace(self, **state: jax.typing.ArrayLike) -> Self:
+    def replace(self, **state: ArrayLike) -> Self:
         """A copy with new values of the named state fields, in the dtypes they had."""
         unknown = sorted(set(state) - set(self._state_names))
         if unknown:
@@ -131,8 +123,8 @@ class Stateful(abc.ABC):
 
     def get_config(self) -> dict[str, Any]:
         """The class's name and its configuration, JSON-able, without the state."""
-        names = [f.name for f in dataclasses.fields(self) if f.init]
-        config = {name: getattr(self, name) for name in names}
+        arguments = [f.name for f in dataclasses.fields(self) if f.init]
+        config = {name: getattr(self, name) for name in arguments}
         return {"class_name": _config_name(type(self)), "config": config}
 
     @classmethod
@@ -154,20 +146,18 @@ class Stateful(abc.ABC):
           >>> ols.LossScale.from_config(config)
           FixedLossScale(128.0)
         """
-        if not isinstance(config, dict) or set(config) != {"class_name", "config"}:
-            allowed = (
-                "a dict with the keys 'class_name' and 'config', as from get_config()"
-            )
-            validation.refuse(f"a {cls._kind}'s config", config, allowed)
-        classes = {_config_name(c): c for c in _subclasses(cls) if _has_config(c)}
-        name = config["class_name"]
-        if not isinstance(name, str) or name not in classes:
-            known = ", ".join(sorted(classes))
-            raise ValueError(
-                f"no {cls._kind} is named {validation.shown(name)}; there are {known}. "
-                "Import the module that defines yours first."
-            )
-        return validation.construct(classes[name], config["config"])
+        with_config = filter(_has_config, cls._classes)
+        classes = {_config_name(c): c for c in with_config if issubclass(c, cls)}
+        match config:
+            case {"class_name": str(name), "config": arguments, **others}:
+                if name in classes and not others:
+                    return validation.construct(classes[name], arguments)
+        raise ValueError(
+            f"a {cls._kind}'s config must be a dict with the keys 'class_name' and "
+            f"'config', as from get_config(), got {validation.shown(config)}. There "
+            f"are {', '.join(sorted(classes))}. Import the module that defines yours "
+            "first"
+        )
 
     def _values(self, names: list[str]) -> tuple[Any, ...]:
         """The values of some fields: the state, or the configuration."""
@@ -177,28 +167,22 @@ class Stateful(abc.ABC):
         """The state as leaves with their keys, and the configuration beside it."""
         keys = map(GetAttrKey, self._state_names)
         state = self._values(self._state_names)
-        return list(zip(keys, state, strict=True)), self._values(self._static_names)
+        static = self._values(self._static_names)
+        return list(zip(keys, state, strict=True)), static
 
     @classmethod
     def _unflatten(cls, static: Any, state: Any) -> Self:
         """An instance of any leaves, checked by nothing: JAX puts placeholders there."""
         self = cls.__new__(cls)  # `__init__` would start afresh
-        self._set(**dict(zip(cls._static_names, static, strict=True)))
-        self._set(**dict(zip(cls._state_names, state, strict=True)))
+        names = cls._static_names + cls._state_names
+        values = (*static, *state)
+        vars(self).update(zip(names, values, strict=True))
         return self
-
-
-def _subclasses(cls: type[Stateful]) -> list[type[Stateful]]:
-    """A class and all that derive from it, in the order of their definition."""
-    subclasses = [cls]
-    for child in cls.__subclasses__():
-        subclasses += _subclasses(child)
-    return subclasses
 
 
 def _config_name(cls: type[Stateful]) -> str:
     """What a config calls a class; the names of this library's own are taken."""
-    taken = {c.__name__ for c in _subclasses(Stateful) if _is_ours(c)}
+    taken = {c.__name__ for c in Stateful._classes if _is_ours(c)}
     if cls.__name__ in taken and not _is_ours(cls):
         return f"{cls.__module__}.{cls.__qualname__}"
     return cls.__name__

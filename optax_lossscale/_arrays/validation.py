@@ -2,7 +2,6 @@
 
 import inspect
 import reprlib
-import sys
 import textwrap
 import traceback
 import warnings
@@ -20,6 +19,7 @@ LARGEST = float(np.finfo(np.float32).max)
 LARGEST_INT = int(np.iinfo(np.int32).max)
 _OURS = ("optax_lossscale", "jax")
 
+Check = Callable[[str, Any], Any]  # takes an argument's name, and converts its value
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 3
@@ -67,45 +67,57 @@ def is_numeric(value: Any) -> bool:
     return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
 
 
-def number(allowed: str, holds: Callable[[float], bool]) -> Callable[[str, Any], float]:
-    """A check that an argument is a finite number for which `holds`; it returns a Python float."""
+def number(allowed: str, holds: Callable[[float], bool]) -> Check:
+    """A check that an argument is a number for which `holds`; it returns a Python float."""
 
     def checked(name: str, value: Any) -> float:
         x = python_number(value)
-        is_finite = x is not None and abs(x) <= sys.float_info.max
-        if not is_finite or not holds(float(x)):
+        if x is None or not holds(x):
             refuse(name, value, allowed)
         return float(x)
 
     return checked
 
 
-def scale_up_to(largest: float) -> Callable[[str, Any], float]:
+def scale_up_to(largest: float) -> Check:
     """A check that an argument can be a loss scale, which may not be subnormal."""
     allowed = f"a number between {SMALLEST:.4g} and {largest:.4g}, normal in float32"
     return number(allowed, lambda x: SMALLEST <= x <= largest)
 
 
-finite = number("a finite number", lambda x: True)
+finite = number("a finite number", lambda x: abs(x) <= LARGEST)
 positive = number("a positive number", lambda x: 0 < x <= LARGEST)
 scale = scale_up_to(LARGEST)
 growth_factor = number(f"a number from 1 to {LARGEST:.4g}", lambda x: 1 <= x <= LARGEST)
 backoff_factor = number("a number in (0, 1]", lambda x: 0 < x <= 1)
 
 
-def in_order(min_scale: float, initial_scale: float, max_scale: float) -> None:
-    """Raises unless the first scale lies between its bounds."""
-    if not min_scale <= initial_scale <= max_scale:
+def scale_or_none(name: str, value: Any) -> float | None:
+    """A loss scale, or None."""
+    return None if value is None else scale(name, value)
+
+
+def in_order(
+    min_scale: float | None, initial_scale: float, max_scale: float | None
+) -> None:
+    """Raises unless the first scale lies between its bounds, where there are such."""
+    is_low = min_scale is not None and initial_scale < min_scale
+    is_high = max_scale is not None and initial_scale > max_scale
+    if is_low or is_high:
         allowed = f"between min_scale={min_scale!r} and max_scale={max_scale!r}"
         refuse("initial_scale", initial_scale, allowed)
 
 
-def count(name: str, value: Any, least: int = 1, most: int = LARGEST_INT) -> int:
-    """A whole number between two others."""
-    x = python_number(value)
-    if not isinstance(x, int) or not least <= x <= most:
-        refuse(name, value, f"an int between {least} and {most}")
-    return x
+def count(least: int = 1, most: int = LARGEST_INT) -> Check:
+    """A check that an argument is a whole number between two others."""
+
+    def checked(name: str, value: Any) -> int:
+        x = python_number(value)
+        if not isinstance(x, int) or not least <= x <= most:
+            refuse(name, value, f"an int between {least} and {most}")
+        return x
+
+    return checked
 
 
 def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:

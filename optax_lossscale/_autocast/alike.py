@@ -4,42 +4,43 @@ The layers of a model are often alike, and derivatives of `jax.checkpoint` take 
 trace.
 """
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable
 
 import numpy as np
 
 from optax_lossscale._autocast.flat import Flat, Step
 from optax_lossscale._autocast.partition import Region
+from optax_lossscale._autocast.plan import Plan
 from optax_lossscale._autocast.store import made_by
 
 
-def common(island: Region, program: Flat) -> Hashable | None:
-    """What islands that compute the same, made by the same lines, have in common.
+def in_common(island: Region, plan: Plan) -> Hashable:
+    """What islands that compute the same, made by the same lines, have in common."""
+    program = plan.program
+    places: dict[int, int] = {}
+    for i in (*island.reads, *made_by(island.steps)):
+        places[i] = len(places)
 
-    It is None for an island that shares its trace with no other.
-    """
-    if any(step.plans for step in island.steps):
-        return None
-    # Values by their places in the island, but literals by what they are
-    places: dict[int, Hashable] = {}
-    for place, i in enumerate([*island.reads, *made_by(island.steps)]):
-        places[i] = place
-    read = {i for step in island.steps for i in step.ins}
-    for i in read.intersection(program.literals):
-        places[i] = _literal(program.literals[i])
-    steps = tuple(_step(step, places, program) for step in island.steps)
-    stores = tuple((places[i], island.stores[i]) for i in sorted(island.stores))
-    kept = frozenset(places[i] for i in island.kept)
-    key = (steps, stores, kept)
+    def place(i):
+        """The place of a value in the island, but of a literal what it is: 0.0 is not -0.0."""
+        if i in places:
+            return places[i]
+        return np.asarray(program.literals[i].val).tobytes()
+
+    key = (
+        plan.casting,
+        tuple(_of_step(step, place, program) for step in island.steps),
+        tuple((place(i), dtype) for i, dtype in island.stores.items()),
+        frozenset(map(place, island.kept)),
+    )
     try:
         hash(key)
     except TypeError:  # of a parameter that is compared with no other
-        return None
+        return id(island)
     return key
 
 
-def _step(step: Step, places: dict[int, Hashable], program: Flat) -> Hashable:
+def _of_step(step: Step, place: Callable[[int], Hashable], program: Flat) -> Hashable:
     """What a step computes of what, in which types, and what made it."""
     eqn = step.eqn
     return (
@@ -50,13 +51,7 @@ def _step(step: Step, places: dict[int, Hashable], program: Flat) -> Hashable:
         step.names,
         tuple(step.takes),
         tuple(step.gives),
-        tuple(places[i] for i in step.ins),
+        tuple(map(id, step.plans)),
+        tuple(map(place, step.ins)),
         tuple(program.types[i] for i in step.ins),
-        tuple(program.types[i] for i in step.outs),
     )
-
-
-def _literal(literal: Any) -> Hashable:
-    """A literal, of which 0 is not the same as -0."""
-    digits = np.asarray(literal.val).tobytes()
-    return literal.aval, type(literal.val), digits

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
-from optax_lossscale._arrays.variables import is_variable
+from optax_lossscale._arrays.variables import is_of_nnx, is_variable
 from optax_lossscale._autocast import nnx
 from optax_lossscale._programs.values import FLOAT32, in_dtype
 
@@ -41,20 +40,18 @@ def as_program(
     """A call, traced with arrays of dtype `low` in float32; for use in this context alone."""
     with nnx.changes_kept():
         inputs = nnx.apart((args, kwargs))
-        form, arrays = _form(inputs)
-        # Those of the objects that the function may change, and of its results.
-        forms: list[_Form] = []
+        form, arrays = _form(inputs, {})
+        forms: list[_Form] = []  # of the objects that change, and of the results
 
         def of_arrays(*args, **kwargs):
             traced = jax.tree.leaves((args, kwargs))
-            args, kwargs = nnx.together(form.filled(traced), inside=True)
+            args, kwargs = nnx.together(form.filled(iter(traced)), inside=True)
             objects = nnx.objects((args, kwargs))
             objects, results = nnx.apart((objects, fun(*args, **kwargs)))
-            ids = map(id, traced)
-            unchanged = dict(zip(ids, arrays, strict=True))
+            unchanged = dict(zip(map(id, traced), arrays, strict=True))
             form_of_objects, changed = _form(objects, unchanged)
-            form_of_results, returned = _form(results)
-            forms[:] = form_of_objects, form_of_results
+            form_of_results, returned = _form(results, {})
+            forms.extend((form_of_objects, form_of_results))
             return changed + returned
 
         def result(arrays):
@@ -66,69 +63,55 @@ def as_program(
         # JAX names the function in what it says about the program, perhaps by its repr.
         if hasattr(inspect.unwrap(fun), "__code__"):
             of_arrays = functools.wraps(fun)(of_arrays)
-        wide = arrays
-        if low is not None:
-            wide = [in_dtype(FLOAT32, x) if x.dtype == low else x for x in arrays]
-        args, kwargs = form.without_others().filled(wide)
+        args, kwargs = jax.tree.map(functools.partial(_wide, low), inputs)
         with AUTOCAST_DTYPE(low):
             program = jax.make_jaxpr(of_arrays)(*args, **kwargs)
-        flags = zip(_are_parameters(inputs, parameters), form.leaves, strict=True)
-        is_parameter = [flag for flag, leaf in flags if leaf is _ARRAY]
-        yield Call(program, arrays, is_parameter, result)
+        yield Call(program, arrays, _are_parameters(inputs, parameters), result)
 
 
-_ARRAY = object()
-"""What stands for an array in a form."""
+def _wide(low: np.dtype | None, x: Any) -> Any:
+    """An array as the program takes it; None for anything else."""
+    if not is_array(x):
+        return None
+    is_low = low is not None and x.dtype == low  # NumPy's float64 equals None
+    return in_dtype(FLOAT32, x) if is_low else x
 
 
 class _Form(NamedTuple):
     """A tree without its arrays."""
 
-    tree: Any  # its structure
-    leaves: list[Any]  # with `_ARRAY` for each array
+    structure: Any
+    others: list[Any]  # the leaves, with None for each array: None is never a leaf
 
-    def filled(self, arrays: Iterable[Any]) -> Any:
-        """The tree of these arrays."""
-        following = iter(arrays)
-        leaves = [next(following) if leaf is _ARRAY else leaf for leaf in self.leaves]
-        return jax.tree.unflatten(self.tree, leaves)
-
-    def without_others(self) -> "_Form":
-        """The form with None for all that is no array."""
-        leaves = [leaf if leaf is _ARRAY else None for leaf in self.leaves]
-        return self._replace(leaves=leaves)
+    def filled(self, arrays: Iterator[Any]) -> Any:
+        """The tree of the next arrays."""
+        leaves = [next(arrays) if x is None else x for x in self.others]
+        return jax.tree.unflatten(self.structure, leaves)
 
 
-def _form(
-    tree: Any, unchanged: Mapping[int, Any] = MappingProxyType({})
-) -> tuple[_Form, list[Any]]:
+def _form(tree: Any, unchanged: Mapping[int, Any]) -> tuple[_Form, list[Any]]:
     """A tree's form and its arrays; for those with an `id` in `unchanged`, what is there."""
     leaves, structure = jax.tree.flatten(tree)
-    kept = []
-    arrays = []
-    for leaf in leaves:
-        if id(leaf) in unchanged:
-            kept.append(unchanged[id(leaf)])
-        elif is_array(leaf):
-            kept.append(_ARRAY)
-            arrays.append(leaf)
-        else:
-            kept.append(leaf)
-    return _Form(structure, kept), arrays
+
+    def is_new(x):
+        return is_array(x) and id(x) not in unchanged
+
+    others = [None if is_new(x) else unchanged.get(id(x), x) for x in leaves]
+    return _Form(structure, others), list(filter(is_new, leaves))
 
 
 def _are_parameters(
     inputs: tuple[tuple, dict], positions: Container[int]
 ) -> list[bool]:
-    """For each leaf of the arguments, whether it is a parameter: for NNX, an `nnx.Param`."""
+    """For each array in the arguments, whether it is a parameter: for NNX, an `nnx.Param`."""
+    args, kwargs = inputs
     flags: list[bool] = []
-    leaves = jax.tree.leaves_with_path(inputs, is_leaf=is_variable)
-    for (of_inputs, of_argument, *_), leaf in leaves:
-        is_positional = of_inputs.idx == 0
-        flag = is_positional and of_argument.idx in positions
-        if is_variable(leaf):
-            flag = nnx.is_parameter(leaf)
-        flags += [flag] * len(jax.tree.leaves(leaf))
+    for n, argument in enumerate((*args, kwargs)):
+        for leaf in jax.tree.leaves(argument, is_leaf=is_variable):
+            flag = n in positions
+            if is_variable(leaf):
+                flag = is_of_nnx(leaf, "Param")
+            flags += [flag for x in jax.tree.leaves(leaf) if is_array(x)]
     return flags
 
 

@@ -131,10 +131,7 @@ def autocast(
 
 
 def _parameters(
-    argnums: int | Sequence[int],
-    positions: Sequence[int],
-    n_args: int,
-    n_kwargs: int,
+    argnums: int | Sequence[int], positions: Sequence[int], n_args: int, n_kwargs: int
 ) -> set[int]:
     """Which positional arguments of a call are parameters; `argnums` is what the user gave."""
     for n in positions:

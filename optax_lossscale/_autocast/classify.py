@@ -5,8 +5,8 @@ already, and a sum with one is stored so from product to product, as by hand. Wh
 recomputed from these in about their range is as good as they are. Everything else may
 have another range, or need more digits.
 
-The rule is a table: a row for what an operation does, a column for the join
-of its operands, as in any analysis of data flow.
+What an operation makes is of the kind of all its operands together, their `join`, or
+wider.
 """
 
 import enum
@@ -14,84 +14,38 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Literal
 
 from optax_lossscale._autocast.flat import Step, flat
 from optax_lossscale._autocast.products import is_narrowed, is_rewritten
-from optax_lossscale._programs.operations import TABLE, Is, operation, traits
+from optax_lossscale._programs.operations import Is, operation, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import FLOAT32, dtype_in, is_float
-from optax_lossscale._programs.walk import (
-    carried_by,
-    giving_results,
-    programs_in,
-)
+from optax_lossscale._programs.walk import carried_by, giving_results, programs_in
 
 
 class Kind(enum.Enum):
-    """What a value is, from what widens nothing to what widens everything it meets.
-
-    SCALED buys digits, not memory: a sum of two of them may be far smaller or larger
-    than what it is made of, and stays in float32. Compiled for an H100, a stream of
-    such sums takes 1.05 of the memory that it takes without SCALED, and moves 1.06 of
-    the bytes. No other model that was measured has one.
-    """
+    """What a value is, from what widens nothing to what widens everything it meets."""
 
     NUMBER = "a literal of about 1, or 0, or a mask"
     PARAMETER = "a parameter, or made from parameters alone"
     ROWS = "rows of a parameter, as from an embedding: where a stream of sums may begin"
     PRODUCT = "the result of a product, perhaps moved: it has 16 bits already"
-    SUM = (
-        "a sum with the result of a product: stored in 16 bits from product to product"
-    )
-    NEAR = "made from these, in about their range: recomputed; added to a SUM, it gives a SUM"
-    NORMALIZED = "a NEAR that has about the size 1, and that a gain may multiply"
-    SCALED = "these, multiplied by a parameter: added to one another, they may be large or small"
+    SUM = "a sum with such a result: stored in 16 bits from product to product"
+    NEAR = "made from these, in about their range: recomputed; added to a SUM, it gives one"
     FLOAT32 = "anything that may have another range or need more digits"
 
 
 Kinds = Sequence[Kind]
 
 _ORDER = list(Kind)
-_PARAMETERS = frozenset({Kind.PARAMETER, Kind.ROWS})
-_CONSTANTS = _PARAMETERS | {Kind.NUMBER}
-_STREAMS = frozenset({Kind.PARAMETER, Kind.ROWS, Kind.PRODUCT, Kind.SUM})
+_CONSTANTS = frozenset({Kind.NUMBER, Kind.PARAMETER, Kind.ROWS})
+_STREAMS = _CONSTANTS | {Kind.PRODUCT, Kind.SUM}
 """What a scan over layers may carry from layer to layer in 16 bits."""
-
-_TABLE = """
-                        NUMBER PARAMETER ROWS PRODUCT SUM    NEAR   NORMALIZED SCALED
-moves                   same   same      same same    same   same   same       same
-picks                   same   ROWS      same same    same   same   same       same
-adds_over_devices       same   same      same SUM     same   same   same       same
-adds_to_a_parameter     -      same      same -       same   same   same       same
-adds_to_another         -      -         -    SUM     SUM    SUM    SUM        SUM
-multiplies_by_parameter -      same      same -       SCALED SCALED NEAR       same
-near                    -      same      same NEAR    NEAR   same   same       same
-leaves                  -      -         -    -       -      -      -          -
-"""
-
-
-def _transfers(table: str) -> dict[str, dict[Kind, Kind]]:
-    """The kind of a result by the operation's row and the join of its operands; but for `-`."""
-    head, *rows = (line.split() for line in table.strip().splitlines())
-    transfers: dict[str, dict[Kind, Kind]] = {}
-    for name, *words in rows:
-        transfers[name] = {}
-        for kind, word in zip(head, words, strict=True):
-            if word != "-":
-                result = kind if word == "same" else word
-                transfers[name][Kind[kind]] = Kind[result]
-    return transfers
-
-
-_TRANSFERS = _transfers(_TABLE)
 
 
 @remembered
-def classify(
-    jaxpr: Any, arguments: tuple[Kind, ...], low: np.dtype
-) -> Mapping[int, Kind]:
+def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[int, Kind]:
     """The kind of each value of a program, by number, from the kinds of its arguments."""
     program = flat(jaxpr)
     kinds = dict.fromkeys(program.consts, Kind.FLOAT32)
@@ -100,13 +54,16 @@ def classify(
     kinds |= zip(program.ins, arguments, strict=True)
     statistics: dict[int, _Statistic] = {}
     for step in program.steps:
-        if _is_normalized(step, kinds, statistics):
-            results: Kinds = [Kind.NORMALIZED]
+        operands = [kinds[i] for i in step.ins]
+        if is_narrowed(step.eqn):
+            results = [Kind.PRODUCT]
+        elif is_rewritten(step.eqn):
+            results = _of_entered(step.eqn, operands)
+        elif _is_normalized(step, kinds, statistics):
+            results = [Kind.NEAR]
         else:
-            results = _of_results(step, [kinds[i] for i in step.ins], low)
-            statistic = _statistic(step, statistics)
-            if statistic:
-                statistics |= dict.fromkeys(step.outs, statistic)
+            results = [_of_result(step.eqn, operands)] * len(step.outs)
+            statistics |= dict.fromkeys(step.outs, _statistic(step, statistics))
         kinds |= zip(step.outs, results, strict=True)
     return kinds
 
@@ -120,60 +77,47 @@ def join(kinds: Iterable[Kind]) -> Kind:
     return Kind.SUM if kind == Kind.PRODUCT and is_mixed else kind
 
 
-def _of_results(step: Step, operands: Kinds, low: np.dtype) -> Kinds:
-    """The kinds of the results of a step."""
-    eqn = step.eqn
-    if is_narrowed(eqn):
-        return [Kind.PRODUCT]
-    if is_rewritten(eqn):
-        return _of_entered(eqn, operands, low)
-    if Is.CASTS in traits(eqn) and dtype_in(eqn.invars[0]) == jnp.bool_:
-        return [Kind.NUMBER]
+def _of_result(eqn: Any, operands: Kinds) -> Kind:
+    """The kind of what an operation, neither a product nor entered, makes of operands."""
+    its_traits = traits(eqn)
+    if Is.CASTS in its_traits and dtype_in(eqn.invars[0]) == jnp.bool_:
+        return Kind.NUMBER
     pairs = zip(eqn.invars, operands, strict=True)
     of_floats = [kind for v, kind in pairs if is_float(v)]
-    dtypes = {dtype_in(v) for v in (*eqn.invars, *eqn.outvars) if is_float(v)}
-    kind = Kind.FLOAT32
-    if of_floats and dtypes == {FLOAT32}:
-        row = _TRANSFERS[_row(eqn, operands, low)]
-        kind = row.get(join(of_floats), Kind.FLOAT32)
-    return [kind] * len(step.outs)
-
-
-def _row(eqn: Any, operands: Kinds, low: np.dtype) -> str:
-    """The row of an operation in the table: what it does with its operands."""
-    its_traits = traits(eqn)
+    if not of_floats:
+        return Kind.FLOAT32
+    kind = join(of_floats)
     if its_traits & (Is.MOVES | Is.SENDS | Is.CHOOSES):
-        if Is.PICKS in its_traits:
-            return "picks"
-        is_sum_over_devices = Is.ADDS_MANY in its_traits
-        return "adds_over_devices" if is_sum_over_devices else "moves"
-    least = min(operands, key=_ORDER.index)
-    if Is.ADDS_TWO in its_traits:
-        if least in _CONSTANTS:
-            # With a constant or a parameter added, what is recomputed stays so.
-            return "adds_to_a_parameter"
-        return "leaves" if least == Kind.SCALED else "adds_to_another"
-    if Is.NEAR not in its_traits:
-        return "leaves"
-    if Is.DIVIDES in its_traits and operands[1] != Kind.NUMBER:
-        return "leaves"
-    # The range of bfloat16 is that of float32.
-    may_leave_the_range = Is.MULTIPLIES in its_traits and low != jnp.bfloat16
-    if may_leave_the_range and least != Kind.NUMBER:
-        return "multiplies_by_parameter" if least in _PARAMETERS else "leaves"
-    return "near"
+        is_embedding = Is.PICKS in its_traits and kind == Kind.PARAMETER
+        return Kind.ROWS if is_embedding else kind
+    if kind == Kind.FLOAT32 or not _keeps_the_range(eqn, operands):
+        return Kind.FLOAT32
+    if kind in _CONSTANTS:
+        return kind
+    if Is.ADDS_TWO not in its_traits:
+        return Kind.NEAR
+    # With a constant or a parameter added, what is recomputed stays so.
+    has_constant = not _CONSTANTS.isdisjoint(operands)
+    return kind if kind == Kind.NEAR and has_constant else Kind.SUM
+
+
+def _keeps_the_range(eqn: Any, operands: Kinds) -> bool:
+    """Whether an operation that computes has results in about the range of its operands."""
+    its_traits = traits(eqn)
+    if Is.DIVIDES in its_traits:
+        return operands[1] == Kind.NUMBER
+    if Is.MULTIPLIES in its_traits:
+        return not _CONSTANTS.isdisjoint(operands)
+    return bool(its_traits & (Is.ADDS_TWO | Is.NEAR))
 
 
 def _of_literal(literal: Literal) -> Kind:
     """The kind of a literal: by whether it is 0 or about 1."""
     if dtype_in(literal) != FLOAT32:
         return Kind.FLOAT32
-    # JAX may hold it as a number of Python's.
-    value = np.asarray(literal.val, FLOAT32)
-    size = np.abs(value)
-    is_about_1 = (size >= 2**-8) & (size <= 2**8)
-    is_number = (is_about_1 | (size == 0)).all()
-    return Kind.NUMBER if is_number else Kind.FLOAT32
+    size = abs(float(literal.val))
+    is_about_1 = 2**-8 <= size <= 2**8
+    return Kind.NUMBER if is_about_1 or size == 0 else Kind.FLOAT32
 
 
 # --- what subtracts its own mean, or is divided by its own norm ---
@@ -181,19 +125,17 @@ def _of_literal(literal: Literal) -> Kind:
 _Statistic = frozenset[Any]
 """Of a value made from a sum of many numbers: their shape, and the operations since."""
 
-_MAKE_STATISTICS = {row.statistic for row in TABLE.values() if row.statistic}
-_IN_A_MEAN = Is.MOVES | Is.SENDS | Is.CHOOSES | Is.ADDS_TWO | Is.NEAR
 
-
-def _statistic(step: Step, statistics: Mapping[int, _Statistic]) -> _Statistic | None:
-    """What the results of a step are as a statistic; None if they are none."""
-    of_operands = [statistics[i] for i in step.ins if i in statistics]
-    goes_on = traits(step.eqn) & _IN_A_MEAN or step.name in _MAKE_STATISTICS
-    if of_operands and goes_on:
-        return of_operands[0] | {step.name}
-    if Is.ADDS_MANY in traits(step.eqn):
+def _statistic(step: Step, statistics: Mapping[int, _Statistic]) -> _Statistic:
+    """What the results of a step are as a statistic; empty if they are none."""
+    its_traits = traits(step.eqn)
+    if its_traits & (Is.ADDS_MANY | Is.SENDS) == Is.ADDS_MANY:
         return frozenset({step.eqn.invars[0].aval.shape})
-    return None
+    if its_traits & (Is.CHEAP | Is.SENDS):
+        for i in step.ins:
+            if statistics.get(i):
+                return statistics[i] | {step.name}
+    return frozenset()
 
 
 def _is_normalized(
@@ -201,69 +143,70 @@ def _is_normalized(
 ) -> bool:
     """Whether this subtracts the mean of as many numbers, or divides by the norm of as many.
 
-    What is so has about the size 1: without this rule and that of NEAR, a ResNet takes
-    1.16 of the memory and moves 1.08 of the bytes.
+    What is so has about the size 1: without this rule, a ResNet takes 1.16 of the
+    memory and moves 1.08 of the bytes.
     """
     made_by = operation(step.eqn).statistic
     if not made_by:
         return False
     value, by = step.ins
-    if Is.MULTIPLIES in traits(step.eqn):
-        # The norm, in float32, comes last in the order.
-        value, by = sorted(step.ins, key=lambda i: _ORDER.index(kinds[i]))
-    is_of_products = kinds[value] not in _CONSTANTS | {Kind.FLOAT32}
+    if Is.MULTIPLIES in traits(step.eqn) and kinds[value] == Kind.FLOAT32:
+        value, by = step.ins[::-1]
+    if kinds[by] != Kind.FLOAT32 or kinds[value] in _CONSTANTS | {Kind.FLOAT32}:
+        return False
     shape = step.eqn.outvars[0].aval.shape
-    is_by_its_own = statistics.get(by, frozenset()) >= {made_by, shape}
-    return is_of_products and kinds[by] == Kind.FLOAT32 and is_by_its_own
+    return statistics.get(by, frozenset()) >= {made_by, shape}
 
 
 # --- what holds programs ---
 
 
-def of_arguments(eqn: Any, operands: Kinds, low: np.dtype) -> list[Kind]:
+def of_arguments(eqn: Any, operands: Kinds) -> list[Kind]:
     """The kinds of operands inside of an equation: of what a loop carries, in every round."""
     # If a scan runs over layers, it carries what goes from layer to layer, which is
     # stored as it is without a scan. Over time steps it carries what may be a running
     # sum, in float32, and so does a `while`.
+    inside = list(operands)
+    is_over_layers = _is_over_layers(eqn, operands)
     carried = carried_by(eqn)
-    streams: set[int] = set()
-    if _is_over_layers(eqn, operands):
-        streams = {i for i in carried if operands[i] in _STREAMS}
-    while True:
-        inside = list(operands)
-        for i in carried:
-            inside[i] = Kind.SUM if i in streams else Kind.FLOAT32
-        if not streams:
-            return inside
-        (program,) = programs_in(eqn)
-        kinds = classify(program, tuple(inside), low)
-        after = zip(carried, flat(program).outs, strict=False)
+    for i in carried:
+        is_stream = is_over_layers and operands[i] in _STREAMS
+        inside[i] = Kind.SUM if is_stream else Kind.FLOAT32
+    if not is_over_layers:
+        return inside
+    (program,) = programs_in(eqn)
+    before: Kinds = []
+    while inside != before:
+        before = list(inside)
+        kinds = classify(program, tuple(inside))
         # What a round leaves in float32 is so from the first one on.
-        left = {i for i, new in after if kinds[new] not in _STREAMS | {Kind.NUMBER}}
-        if streams.isdisjoint(left):
-            return inside
-        streams -= left
+        for i, new in zip(carried, flat(program).outs, strict=False):
+            if kinds[new] not in _STREAMS:
+                inside[i] = Kind.FLOAT32
+    return inside
 
 
-def _of_entered(eqn: Any, operands: Kinds, low: np.dtype) -> list[Kind]:
+def _of_entered(eqn: Any, operands: Kinds) -> list[Kind]:
     """The kinds of the results of an equation that is entered."""
-    inside = of_arguments(eqn, operands, low)
-    of_programs = []
+    inside = of_arguments(eqn, operands)
+    # Each result may come from any of the programs, or be what a loop began with.
+    results: list[set[Kind]] = [set() for _ in eqn.outvars]
     for program, numbers in giving_results(eqn):
-        kinds = classify(program, tuple(inside[n] for n in numbers), low)
-        of_programs.append([kinds[i] for i in flat(program).outs])
-    results = [join(kinds) for kinds in zip(*of_programs, strict=True)]
-    for j, n in enumerate(carried_by(eqn)):
-        results[j] = join((results[j], inside[n]))
-    return results
+        arguments = tuple(inside[n] for n in numbers)
+        kinds = classify(program, arguments)
+        for result, i in zip(results, flat(program).outs, strict=True):
+            result.add(kinds[i])
+    for result, n in zip(results, carried_by(eqn), strict=False):
+        result.add(inside[n])
+    return list(map(join, results))
 
 
 def _is_over_layers(eqn: Any, operands: Kinds) -> bool:
     """Whether this is a scan whose rounds have matrices of their own among the parameters."""
     if Is.SCANS not in traits(eqn):
         return False
-    of_a_round = range(carried_by(eqn).stop, len(operands))
-    return any(
-        operands[i] == Kind.PARAMETER and eqn.invars[i].aval.ndim > 2
-        for i in of_a_round
-    )
+    first = carried_by(eqn).stop
+    for v, kind in zip(eqn.invars[first:], operands[first:], strict=True):
+        if kind == Kind.PARAMETER and v.aval.ndim > 2:
+            return True
+    return False

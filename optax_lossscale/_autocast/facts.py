@@ -72,25 +72,17 @@ def facts_of(
     """
     low = casting.dtype
     program = flat(jaxpr)
-    kind_of = classify(jaxpr, kinds, low)
+    kind_of = dict(classify(jaxpr, kinds))
+    kind_of |= dict.fromkeys(_where_streams_begin(program, kind_of), Kind.SUM)
     after = uses(jaxpr, results)
     sent = _sent(program)
-    begins = _where_streams_begin(program, kind_of)
     dtypes: dict[int, Any] = {}
     for i, aval in program.types.items():
         dtypes[i] = dtype_in(aval)
-        kind = Kind.SUM if i in begins else kind_of[i]
-        if dtypes[i] == FLOAT32 and (i in sent or is_stored_low(kind, after[i])):
+        is_low = i in sent or is_stored_low(kind_of[i], after[i])
+        if dtypes[i] == FLOAT32 and is_low:
             dtypes[i] = low
     dtypes |= zip(program.ins, takes, strict=True)
-    for step in program.steps:
-        if traits(step.eqn) & (Is.MOVES | Is.SENDS):
-            # From each operand a result, or from one operand all of them
-            is_of_each = len(step.ins) == len(step.outs)
-            sources = step.ins if is_of_each else step.ins[:1] * len(step.outs)
-            for i, source in zip(step.outs, sources, strict=True):
-                if dtypes[source] == low:
-                    dtypes[i] = low
     return Facts(program, kind_of, after, sent, dtypes, casting)
 
 
@@ -104,7 +96,7 @@ def is_stored_low(kind: Kind, use: Use) -> bool:
     return kind == Kind.PRODUCT or (kind == Kind.SUM and KEPT in use)
 
 
-def _where_streams_begin(program: Flat, kinds: Mapping[int, Kind]) -> frozenset[int]:
+def _where_streams_begin(program: Flat, kinds: Mapping[int, Kind]) -> set[int]:
     """The rows of an embedding to which the result of a product is added.
 
     They are stored as such sums are, and as a cast by hand of the embedding stores them.
@@ -113,7 +105,7 @@ def _where_streams_begin(program: Flat, kinds: Mapping[int, Kind]) -> frozenset[
     for step in program.steps:
         if Is.ADDS_TWO in traits(step.eqn) and kinds[step.outs[0]] == Kind.SUM:
             begins.update(i for i in step.reads if kinds[i] == Kind.ROWS)
-    return frozenset(begins)
+    return begins
 
 
 def _sent(program: Flat) -> frozenset[int]:

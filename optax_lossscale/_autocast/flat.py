@@ -1,21 +1,15 @@
 """A traced program as a flat list of steps, with what `jit` compiles put in its place."""
 
-import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 from jax.extend import source_info_util
 from jax.extend.core import Literal
 
 from optax_lossscale._programs.enter import is_placed
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
-from optax_lossscale._programs.versions import (
-    argument_names,
-    constants,
-    open_jaxpr,
-)
+from optax_lossscale._programs.versions import argument_names, constants, open_jaxpr
 from optax_lossscale._programs.walk import has_users_line, programs_in
 
 _LONG = 100  # steps
@@ -33,9 +27,7 @@ class Step(NamedTuple):
     # the dtype to which each operand is cast, or None for as it comes
     takes: Sequence[Any] = ()
     gives: Sequence[Any] = ()  # the dtypes to which its results are rounded at once
-    kinds: Sequence[Any] = ()  # those of its operands, if it holds products
-    uses: Sequence[Any] = ()  # what is done with its results, likewise
-    plans: Sequence[Any] = ()  # for the programs that it holds, likewise
+    plans: Sequence[Any] = ()  # for the programs that it holds, if there are products
 
     @property
     def name(self) -> str:
@@ -69,88 +61,68 @@ class Flat(NamedTuple):
 
 @remembered
 def flat(jaxpr: Any) -> Flat:
-    """The steps of a program; a `jit` that is placed, or long and repeated, stays one step."""
-    called = _called(jaxpr)
+    """The steps of a program; a `jit` that is placed, or long, stays one step."""
     program = Flat([], [], [], {}, {}, {}, argument_names(jaxpr))
-
-    def add(jaxpr, operands, scope, caller):
-        """Adds the steps of a jaxpr, and returns the numbers of its results."""
-        numbers = dict(zip(open_jaxpr(jaxpr).invars, operands, strict=True))
-        for v, x in zip(open_jaxpr(jaxpr).constvars, constants(jaxpr), strict=True):
-            numbers[v] = _new(program, jax.typeof(x))
-            program.consts[numbers[v]] = x
-        for eqn in open_jaxpr(jaxpr).eqns:
-            read = _numbers(program, numbers, eqn.invars)
-            results = add_one(_at_users_line(eqn, caller), read, scope)
-            numbers.update(zip(eqn.outvars, results, strict=True))
-        return _numbers(program, numbers, open_jaxpr(jaxpr).outvars)
-
-    def add_one(eqn, operands, scope):
-        """Adds the steps of an equation, and returns the numbers of its results."""
-        scope += eqn.source_info.name_stack
-        inner = _inlined(eqn)
-        if inner is None or id(inner) in called:
-            results = tuple(_new(program, v.aval) for v in eqn.outvars)
-            program.steps.append(Step(eqn, operands, results, scope))
-            return results
-        if "name" in eqn.params:
-            scope = scope.extend(f"jit({eqn.params['name']})")
-        return add(inner, operands, scope, eqn.source_info.traceback)
-
-    program.ins.extend(_new(program, v.aval) for v in open_jaxpr(jaxpr).invars)
-    program.outs.extend(
-        add(jaxpr, program.ins, source_info_util.new_name_stack(), None)
-    )
+    program.ins.extend(_new(program, v) for v in open_jaxpr(jaxpr).invars)
+    names = source_info_util.new_name_stack()
+    program.outs.extend(_add(program, jaxpr, program.ins, names, None))
     return program
 
 
-def _new(program: Flat, aval: Any) -> int:
-    """Notes the type of a new value, and returns its number."""
-    number = len(program.types) - len(program.literals)
-    program.types[number] = aval
+def _add(
+    program: Flat, jaxpr: Any, operands: Sequence[int], scope: Any, caller: Any
+) -> tuple[int, ...]:
+    """Adds the steps of a jaxpr, and returns the numbers of its results."""
+    numbers = dict(zip(open_jaxpr(jaxpr).invars, operands, strict=True))
+    for v, x in zip(open_jaxpr(jaxpr).constvars, constants(jaxpr), strict=True):
+        numbers[v] = _new(program, v)
+        program.consts[numbers[v]] = x
+
+    def read(variables):
+        """The numbers of variables; each literal among them gets one of its own."""
+        return tuple(
+            _new(program, v) if isinstance(v, Literal) else numbers[v]
+            for v in variables
+        )
+
+    for eqn in open_jaxpr(jaxpr).eqns:
+        eqn = _at_users_line(eqn, caller)
+        names = scope + eqn.source_info.name_stack
+        operands = read(eqn.invars)
+        inner = _inlined(eqn)
+        if inner is None:
+            results = tuple(_new(program, v) for v in eqn.outvars)
+            program.steps.append(Step(eqn, operands, results, names))
+        else:
+            if "name" in eqn.params:
+                names = names.extend(f"jit({eqn.params['name']})")
+            results = _add(program, inner, operands, names, eqn.source_info.traceback)
+        numbers.update(zip(eqn.outvars, results, strict=True))
+    return read(open_jaxpr(jaxpr).outvars)
+
+
+def _new(program: Flat, v: Any) -> int:
+    """Notes a new value, and returns its number; that of a literal is below 0."""
+    if isinstance(v, Literal):
+        number = -1 - len(program.literals)
+        program.literals[number] = v
+    else:
+        number = len(program.types) - len(program.literals)
+    program.types[number] = v.aval
     return number
 
 
-def _numbers(
-    program: Flat, numbered: Mapping[Any, int], variables: Any
-) -> tuple[int, ...]:
-    """The numbers of variables; each literal among them gets one of its own, below 0."""
-    numbers = []
-    for v in variables:
-        if isinstance(v, Literal):
-            number = -1 - len(program.literals)
-            program.literals[number] = v
-            program.types[number] = v.aval
-        else:
-            number = numbered[v]
-        numbers.append(number)
-    return tuple(numbers)
-
-
 def _inlined(eqn: Any) -> Any:
-    """The program that an equation is no more than a call of; None for any other equation."""
+    """The program to put in the place of an equation that is no more than a call of it.
+
+    In this place it can share islands with what is around. But a function that calls
+    another twice, which calls another twice, and so on, would double at each of them.
+    So a long one stays a call.
+    """
     if Is.INLINED not in traits(eqn) or is_placed(eqn):
         return None
     (program,) = programs_in(eqn)
-    return program
-
-
-def _called(jaxpr: Any) -> set[int]:
-    """The programs, by `id`, that stay calls: long ones that are called more than once."""
-    # In the place of its call, a program can share islands with what is around it. But
-    # a function that calls another twice, which calls another twice, and so on, would
-    # double at each of them.
-    calls = collections.Counter[int]()
-    long: set[int] = set()
-    unread = [jaxpr]
-    while unread:
-        for program in filter(None, map(_inlined, open_jaxpr(unread.pop()).eqns)):
-            calls[id(program)] += 1
-            if calls[id(program)] == 1:
-                unread.append(program)
-            elif _length(program) > _LONG:
-                long.add(id(program))
-    return long
+    return program if _length(program) <= _LONG else None
 
 
 @remembered

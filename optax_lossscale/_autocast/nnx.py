@@ -11,7 +11,7 @@ it takes.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -40,17 +40,10 @@ def objects(tree: Any) -> list[Any]:
     return find(_is_object, tree)
 
 
-def is_parameter(variable: Any) -> bool:
-    """Whether a variable is an `nnx.Param`."""
-    return is_of_nnx(variable, "Param")
-
-
-@contextlib.contextmanager
-def changes_kept() -> Iterator[None]:
+def changes_kept() -> contextlib.AbstractContextManager[Any]:
     """A context in which a traced function changes objects of NNX as it does without a trace."""
     nnx = _nnx()
-    with contextlib.nullcontext() if nnx is None else nnx.update_context(_TAG):
-        yield
+    return contextlib.nullcontext() if nnx is None else nnx.update_context(_TAG)
 
 
 def apart(tree: Any) -> Any:

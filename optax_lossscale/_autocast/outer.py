@@ -3,7 +3,6 @@
 The derivatives of a `dot_general` would be products, and here in float32.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,21 +11,13 @@ import jax.numpy as jnp
 
 def outer_product(eqn: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     """The result of a `dot_general` whose every number is one number times another."""
-    (contracted_x, contracted_y), (batch_x, batch_y) = eqn.params["dimension_numbers"]
-    x = _batch_first(x, contracted_x, batch_x)
-    y = _batch_first(y, contracted_y, batch_y)
-    # Batch axes, then those of x, then those of y
-    axes_of_x = range(len(batch_x), x.ndim)
-    axes_of_y = range(x.ndim, eqn.outvars[0].aval.ndim)
-    x = jnp.expand_dims(x, tuple(axes_of_y))
-    y = jnp.expand_dims(y, tuple(axes_of_x))
-    return x * y
-
-
-def _batch_first(
-    x: jax.Array, contracted: Sequence[int], batch: Sequence[int]
-) -> jax.Array:
-    """An operand with its batch axes first, without those of length 1 to contract."""
-    first = (*batch, *contracted)
-    x = jnp.moveaxis(x, first, range(len(first)))
-    return jnp.squeeze(x, tuple(range(len(batch), len(first))))
+    (contracted, _), (batch_x, batch_y) = eqn.params["dimension_numbers"]
+    # Batch axes, then those of x, then those of y; what is contracted is of length 1.
+    shape = eqn.outvars[0].aval.shape
+    n_batch = len(batch_x)
+    n_x = x.ndim - len(contracted)
+    of_x = shape[:n_x] + (1,) * (len(shape) - n_x)
+    of_y = shape[:n_batch] + (1,) * (n_x - n_batch) + shape[n_x:]
+    x = jnp.moveaxis(x, batch_x, range(n_batch))
+    y = jnp.moveaxis(y, batch_y, range(n_batch))
+    return x.reshape(of_x) * y.reshape(of_y)

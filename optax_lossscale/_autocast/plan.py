@@ -14,7 +14,7 @@ from optax_lossscale._autocast.partition import Region, partition
 from optax_lossscale._autocast.products import holds_products, is_narrowed
 from optax_lossscale._autocast.shown import shown
 from optax_lossscale._autocast.store import store
-from optax_lossscale._autocast.uses import NOTHING, Use, Uses, entered, uses_inside
+from optax_lossscale._autocast.uses import NOTHING, Uses, entered, uses_inside
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in
@@ -36,12 +36,7 @@ class Plan(NamedTuple):
 
 
 def plan_for(
-    jaxpr: Any,
-    args: Sequence[Any],
-    kinds: Sequence[Kind],
-    casting: Casting,
-    uses: Sequence[Use] = (),
-    rest: Use = NOTHING,
+    jaxpr: Any, args: Sequence[Any], kinds: Sequence[Kind], casting: Casting
 ) -> Plan:
     """The plan for a program that was traced in float32.
 
@@ -51,16 +46,14 @@ def plan_for(
         are.
       kinds: what each of them is.
       casting: how it is rewritten.
-      uses: what is done with the first of its results.
-      rest: what is done with all others.
     """
     program = open_jaxpr(jaxpr)
-    takes = tuple(
-        casting.dtype if dtype_in(x) == casting.dtype else dtype_in(v)
-        for x, v in zip(args, program.invars, strict=True)
-    )
-    others = [rest] * (len(program.outvars) - len(uses))
-    return _plan(jaxpr, takes, tuple(kinds), (*uses, *others), casting)
+    takes = dtypes_in(program.invars)
+    for n, x in enumerate(args):
+        if dtype_in(x) == casting.dtype:
+            takes[n] = casting.dtype
+    nothing = (NOTHING,) * len(program.outvars)  # is done with its results
+    return _plan(jaxpr, tuple(takes), tuple(kinds), nothing, casting)
 
 
 @remembered
@@ -82,33 +75,36 @@ def _plan(
 
 def _typed(facts: Facts, step: Step) -> Step:
     """A step with the dtypes in which it runs, and with plans for the programs that it holds."""
+    if holds_products(step.eqn):
+        step = _entered(facts, step)
+    gives = [facts.dtypes[i] for i in step.outs]
+    return step._replace(takes=_takes(facts, step, gives), gives=gives)
+
+
+def _takes(facts: Facts, step: Step, gives: Sequence[Any]) -> list[Any]:
+    """The dtype to which each operand of a step is cast, or None for as it comes."""
     eqn = step.eqn
     low = facts.low
-    step = step._replace(
-        takes=dtypes_in(eqn.invars), gives=[facts.dtypes[i] for i in step.outs]
-    )
-    as_they_come = [None] * len(step.ins)
+    its_traits = traits(eqn)
+    as_traced = dtypes_in(eqn.invars)
+    as_they_come = [None] * len(as_traced)
     if is_narrowed(eqn):
-        return step._replace(takes=[low, low, *as_they_come[2:]])
-    if holds_products(eqn):
-        return _entered(facts, step)._replace(takes=as_they_come)
-    if not facts.sent.isdisjoint(step.outs):
-        # What has a sum for its derivative is rounded by itself.
-        if Is.SPREADS in traits(eqn):
-            return step
-        takes = [low if dtype == FLOAT32 else dtype for dtype in step.takes]
-        return step._replace(takes=takes)
-    if traits(eqn) & (Is.MOVES | Is.SENDS):
-        return step._replace(takes=as_they_come)
-    if Is.ADDS_TWO in traits(eqn) and step.gives == [low] and _is_of_one_shape(eqn):
-        # Of rounded numbers, so that a compiler has no float32 array to store: without
-        # this, a ResNet takes 1.08 of the memory and moves 1.03 of the bytes.
-        return step._replace(takes=[low, low])
-    return step
+        return [low, low, *as_they_come[2:]]
+    is_sent = not facts.sent.isdisjoint(step.outs)
+    if is_sent and Is.SPREADS in its_traits:
+        return as_traced  # as its derivative is a sum, it is rounded by itself
+    # A sum is of rounded numbers, so that a compiler has no float32 array to store:
+    # without this, a ResNet takes 1.08 of the memory and moves 1.03 of the bytes.
+    is_sum = Is.ADDS_TWO in its_traits and gives == [low] and _is_of_one_shape(eqn)
+    if is_sent or is_sum:
+        return [low if dtype == FLOAT32 else dtype for dtype in as_traced]
+    if step.plans or its_traits & (Is.MOVES | Is.SENDS):
+        return as_they_come
+    return as_traced
 
 
 def _is_of_one_shape(eqn: Any) -> bool:
-    """Whether no operand of an equation is broadcast."""
+    """Whether no operand of an equation is broadcast, whose gradient is a sum of many."""
     shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)}
     return len(shapes) == 1
 
@@ -117,26 +113,27 @@ def _entered(facts: Facts, step: Step) -> Step:
     """A step that holds products: each program in it is run by a plan of its own."""
     eqn = step.eqn
     kinds = [facts.kinds[i] for i in step.ins]
-    inside = of_arguments(eqn, kinds, facts.low)
+    uses = tuple(facts.uses[i] for i in step.outs)
     takes = [facts.dtypes[i] for i in step.ins]
+    as_traced = dtypes_in(eqn.invars)
     casting = facts.casting
     carried = carried_by(eqn)
     if Is.SCANS in traits(eqn):
         casting = casting._replace(prevent_cse=False)
         # What every round reads gets a gradient from each of them: a sum of many
         # numbers.
-        takes[: carried.start] = dtypes_in(eqn.invars[: carried.start])
+        takes[: carried.start] = as_traced[: carried.start]
     if Is.KEEPS in traits(eqn):
         casting = casting._replace(recomputes=False)
-    uses = tuple(facts.uses[i] for i in step.outs)
+    inside = of_arguments(eqn, kinds)
     entries = entered(eqn, uses)
     of_operands = uses_inside(eqn, entries)
     for n in carried:
         is_low = is_stored_low(inside[n], of_operands[n])
-        takes[n] = facts.low if is_low else dtype_in(eqn.invars[n])
+        takes[n] = facts.low if is_low else as_traced[n]
     plans: list[Plan] = []
     for program, operands, results in entries:
         its_takes = tuple(takes[n] for n in operands)
         its_kinds = tuple(inside[n] for n in operands)
         plans.append(_plan(program, its_takes, its_kinds, results, casting))
-    return step._replace(kinds=kinds, uses=uses, plans=plans)
+    return step._replace(plans=plans)

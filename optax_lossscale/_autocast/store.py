@@ -5,12 +5,8 @@ another is stored in 16 bits, if its kind can be. What is cheap, and larger than
 is made of, is not stored: each island that reads it repeats it. In the backward pass an
 island is recomputed from what it read, so no float32 array is kept for it.
 
-What is said of a rule in figures is the memory or the bytes of a model without it, over
-those with it, compiled for an H100 with jax 0.12 when the rule was made or last tried:
-this version or 0.3.0.
-
-Where a rule says what it buys, this was measured without it: compiled for an H100,
-over the same model with it.
+Where a rule says what it buys, this was measured without it: compiled for an H100 with
+jax 0.12, over the same model with it, in this version or 0.3.0.
 """
 
 import collections
@@ -18,18 +14,13 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
-from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Facts
 from optax_lossscale._autocast.flat import Step
 from optax_lossscale._autocast.partition import Region
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import dtype_in, is_float, numbers_in
+from optax_lossscale._programs.values import FLOAT32, dtype_in, is_float, numbers_in
 
-_FEW = (
-    32  # numbers for one that a reduction leaves, for keeping that one to be worth it
-)
+_FEW = 32  # numbers for one that a reduction leaves, for keeping that to be worth it
 
 Steps = Sequence[Step]
 Makers = Mapping[int, Step]
@@ -39,21 +30,17 @@ Makers = Mapping[int, Step]
 def store(facts: Facts, regions: Sequence[Region]) -> tuple[Region, ...]:
     """The regions of a program, with what each stores; an island may come in several."""
     repeated = _repeated(facts, regions)
+    low = facts.low
     # By what comes later, in which dtype
     wanted = {i: facts.dtypes[i] for i in facts.program.outs}
     storing: list[Region] = []
     for region in reversed(regions):
-        if region.is_island:
-            parts = _parts(facts, region.steps, repeated, wanted)
-        else:
-            stores = {i: facts.dtypes[i] for step in region.steps for i in step.outs}
-            parts = [region._replace(reads=_read_by(region.steps), stores=stores)]
-        for part in parts:
-            for i, dtype in taken_by(part):
-                # What is also read as it is stored is rounded where a product reads it.
-                is_low = dtype == facts.low and wanted.get(i, dtype) == dtype
-                wanted[i] = facts.low if is_low else facts.dtypes[i]
+        parts = _parts(facts, region, repeated, wanted)
         storing = parts + storing
+        for i, dtype in itertools.chain(*map(taken_by, parts)):
+            # What is also read as it is stored is rounded where a product reads it.
+            is_low = dtype == low and wanted.get(i, low) == low
+            wanted[i] = low if is_low else facts.dtypes[i]
     return tuple(storing)
 
 
@@ -62,50 +49,52 @@ def taken_by(region: Region) -> list[tuple[int, Any]]:
     if region.is_island:
         return [(i, None) for i in region.reads]
     (step,) = region.steps
-    pairs = zip(step.ins, step.takes, strict=True)
-    return [(i, dtype) for i, dtype in pairs if i >= 0]
+    taken = zip(step.ins, step.takes, strict=True)
+    return [(i, dtype) for i, dtype in taken if i in region.reads]
 
 
 def _parts(
-    facts: Facts, island: Steps, repeated: dict[int, Step], wanted: Mapping[int, Any]
+    facts: Facts, region: Region, repeated: dict[int, Step], wanted: Mapping[int, Any]
 ) -> list[Region]:
-    """The regions of an island, in order.
+    """A region with what it stores; the regions of an island, in order.
 
     A sum that is stored in 16 bits, and read here too, comes first and by itself. The
     rest then reads the sum, so that the gradient does not need its operands as well:
     without this, a transformer takes 1.04 of the memory and moves 1.01 of the bytes,
     BERT 1.06 and 1.03.
     """
-    read_here = {i for step in island for i in step.reads}
-    unstored = {i: step for step in island for i in step.outs}
+    steps = region.steps
+    if not region.is_island:
+        stores = {i: facts.dtypes[i] for i in made_by(steps)}
+        return [region._replace(reads=_read_by(steps), stores=stores)]
+    read_here = {i for step in steps for i in step.reads}
+    unstored = {i: step for step in steps for i in step.outs}
     makers = collections.ChainMap(unstored, repeated)
     parts: list[Region] = []
-
-    def add(numbers: Iterable[int]) -> None:
-        stores = {i: wanted[i] for i in numbers if i in wanted}
-        if stores:
-            steps = _needed(stores, makers)
-            region = Region(steps, True, _read_by(steps), stores)
-            parts.append(_recomputed(facts, region))
-
-    for i in made_by(island):
+    for i in made_by(steps):
         if facts.dtypes[i] == facts.low and i in read_here and i in wanted:
-            add([i])
+            parts.append(_part(facts, {i: facts.low}, makers))
             del unstored[i]
-    add(unstored)
+    stores = {i: wanted[i] for i in unstored if i in wanted}
+    if stores:
+        parts.append(_part(facts, stores, makers))
     return parts
 
 
-def _needed(values: Iterable[int], makers: Makers) -> tuple[Step, ...]:
-    """The steps that it takes to compute values from what no step makes."""
+def _part(facts: Facts, stores: Mapping[int, Any], makers: Makers) -> Region:
+    """What of an island computes these values from what no step makes."""
     needed: dict[int, Step] = {}
-    unread = list(values)
+    unread = list(stores)
     while unread:
         step = makers.get(unread.pop())
         if step is not None and step.outs[0] not in needed:
             needed[step.outs[0]] = step
             unread += step.reads
-    return tuple(needed[number] for number in sorted(needed))  # as in the program
+    steps = tuple(needed[number] for number in sorted(needed))  # as in the program
+    region = Region(steps, True, _read_by(steps), stores)
+    if not facts.casting.recomputes or not _is_one_pass(steps):
+        return region
+    return region._replace(is_recomputed=True, kept=_kept(facts, region))
 
 
 def _repeated(facts: Facts, regions: Sequence[Region]) -> dict[int, Step]:
@@ -120,36 +109,23 @@ def _repeated(facts: Facts, regions: Sequence[Region]) -> dict[int, Step]:
     sources: dict[int, set[int]] = {}  # what it takes to repeat each
     stored = facts.of_products
     for step in itertools.chain(*(region.steps for region in regions)):
+        if not facts.is_fused(step) or not stored.isdisjoint(step.outs):
+            continue
         read: set[int] = set()
         for i in step.reads:
             read |= sources.get(i, {i})
-        is_stored = not stored.isdisjoint(step.outs)
-        is_less = _bytes(facts, read) <= _bytes(facts, step.outs)
-        if facts.is_fused(step) and is_less and not is_stored:
+        if _bytes(facts, read) <= _bytes(facts, step.outs):
             repeated |= dict.fromkeys(step.outs, step)
             sources |= dict.fromkeys(step.outs, read)
     return repeated
 
 
 def _bytes(facts: Facts, values: Iterable[int]) -> int:
-    """The bytes that it takes to store values; parameters and constants are there anyway."""
+    """The bytes that it takes to store values."""
     total = 0
     for i in values:
-        is_argument = facts.kinds[i] == Kind.PARAMETER and i in facts.program.ins
-        if not is_argument and i not in facts.program.consts:
-            total += numbers_in(facts.program.types[i]) * facts.dtypes[i].itemsize
+        total += numbers_in(facts.program.types[i]) * facts.dtypes[i].itemsize
     return total
-
-
-# --- what is recomputed ---
-
-
-def _recomputed(facts: Facts, region: Region) -> Region:
-    """A region of an island, with whether it is recomputed, and what is kept all the same."""
-    if not facts.casting.recomputes or not _is_one_pass(region.steps):
-        return region
-    kept = _kept(facts, region) if facts.casting.keeps else frozenset()
-    return region._replace(is_recomputed=True, kept=kept)
 
 
 def _is_one_pass(steps: Steps) -> bool:
@@ -159,18 +135,15 @@ def _is_one_pass(steps: Steps) -> bool:
     without this, Mamba moves 1.14 of the bytes, with 0.63 of the memory. What only
     moves has nothing to compute: recomputed, a recommender moves 1.09 of the bytes.
     """
-    return not all(map(_only_moves, steps)) and not any(map(_spaces, steps))
-
-
-def _only_moves(step: Step) -> bool:
-    if traits(step.eqn) & (Is.MOVES | Is.PLACES):
-        return True
-    return not is_float(step.eqn.outvars[0])
-
-
-def _spaces(step: Step) -> bool:
-    padding = step.eqn.params.get("padding_config", ())
-    return any(gap for *_, gap in padding)
+    computes = False
+    for step in steps:
+        padding = step.eqn.params.get("padding_config", ())
+        if any(gap for *_, gap in padding):
+            return False
+        moves = traits(step.eqn) & (Is.MOVES | Is.PLACES)
+        if not moves and is_float(step.eqn.outvars[0]):
+            computes = True
+    return computes
 
 
 def _kept(facts: Facts, region: Region) -> frozenset[int]:
@@ -178,38 +151,42 @@ def _kept(facts: Facts, region: Region) -> frozenset[int]:
 
     Without this, a large vocabulary moves 1.11 of the bytes, and a ResNet 1.04.
     """
-    if len({step.eqn.ctx.cur_abstract_mesh for step in facts.program.steps}) > 1:
-        return frozenset()  # what is kept, JAX rounds in the mesh around the program
+    # What is kept, JAX rounds in the mesh around the program.
+    meshes = {step.eqn.ctx.cur_abstract_mesh for step in facts.program.steps}
+    if not facts.casting.keeps or len(meshes) > 1:
+        return frozenset()
     types = facts.program.types
     largest = max(numbers_in(types[i]) for i in region.stores)
-    read_here = {i for step in region.steps for i in step.reads}
-    kept: set[int] = set()
+    read_here: set[int] = set()
+    reductions: set[int] = set()
     for step in region.steps:
-        if _is_kept(step.eqn, largest):
-            kept.update(read_here.intersection(step.outs))
-    return frozenset(kept)
+        read_here |= step.reads
+        if _takes_a_pass(step.eqn, largest):
+            reductions.update(step.outs)
+    return frozenset(reductions & read_here)
 
 
-def _is_kept(eqn: Any, largest: int) -> bool:
-    """Whether to keep a reduction; `largest` numbers are stored after it."""
-    # What is kept, JAX rounds to its dtype, which it cannot do with complex numbers.
-    is_real = jnp.issubdtype(dtype_in(eqn.outvars[0]), jnp.floating)
-    if "axes" not in eqn.params or not is_real:
+def _takes_a_pass(eqn: Any, largest: int) -> bool:
+    """Whether this is a reduction that takes a pass; `largest` numbers are stored after it."""
+    if "axes" not in eqn.params or dtype_in(eqn.outvars[0]) != FLOAT32:
         return False
     operand = eqn.invars[0].aval
+    n_before = numbers_in(operand)
+    n_left = numbers_in(eqn.outvars[0].aval)
     # A compiler sums over rows, and stores what it makes of these rows, in one kernel:
     # kept as well, attention over long sequences moves 1.28 of the bytes.
     is_over_rows = eqn.params["axes"] == (operand.ndim - 1,)
-    is_read_once = is_over_rows and largest >= numbers_in(operand)
-    n_left = numbers_in(eqn.outvars[0].aval)
-    return n_left * _FEW <= numbers_in(operand) and not is_read_once
+    is_read_once = is_over_rows and largest >= n_before
+    return n_left * _FEW <= n_before and not is_read_once
 
 
 def _read_by(steps: Steps) -> tuple[int, ...]:
     """What steps read from others."""
-    read = dict.fromkeys(i for step in steps for i in step.ins if i >= 0)
     made = set(made_by(steps))
-    return tuple(i for i in read if i not in made)
+    read: dict[int, None] = {}
+    for step in steps:
+        read |= dict.fromkeys(i for i in step.ins if i >= 0 and i not in made)
+    return tuple(read)
 
 
 def made_by(steps: Steps) -> list[int]:

@@ -28,7 +28,7 @@ class Use(enum.Flag):
 
 NOTHING = Use(0)
 KEPT = Use.MULTIPLIED | Use.PAST
-"""What is done with what a forward pass keeps for the backward pass."""
+"""What is done with what has to be stored, for a product to read it."""
 
 Uses = tuple[Use, ...]
 Entered = list[tuple[Any, Sequence[int], Uses]]
@@ -44,15 +44,17 @@ def uses(jaxpr: Any, results: Uses) -> Mapping[int, Use]:
     for i, use in zip(program.outs, results, strict=True):
         after[i] |= use
     for step in reversed(program.steps):
+        if Is.NAMES in traits(step.eqn):
+            after[step.outs[0]] |= Use.PAST
         if is_narrowed(step.eqn):
             of_operands = [Use.MULTIPLIED] * 2
         elif is_rewritten(step.eqn):
             of_results = tuple(after[i] for i in step.outs)
             of_operands = uses_inside(step.eqn, entered(step.eqn, of_results))
         else:
-            of_operands = [
-                _of_operand(program, step, i, before, after) for i in step.ins
-            ]
+            of_operands = []
+            for i in step.ins:
+                of_operands.append(_of_operand(program, step, i, before, after))
         for i, use in zip(step.ins, of_operands, strict=False):
             after[i] |= use
     return after
@@ -68,7 +70,7 @@ def _of_operand(
     """What an operation, neither a product nor entered, does with one of its operands."""
     its_traits = traits(step.eqn)
     may_be_repeated = is_cheap(step.eqn) or its_traits & (Is.MOVES | Is.SENDS)
-    use = Use.PAST if Is.NAMES in its_traits else NOTHING
+    use = NOTHING
     for j in step.outs:
         use |= after[j] & Use.MULTIPLIED
         if before[j] > before[i]:
@@ -87,27 +89,31 @@ def depths(jaxpr: Any) -> Mapping[int, int]:
     before = dict.fromkeys(program.types, 0)
     for step in program.steps:
         deepest = max((before[i] for i in step.ins), default=0)
-        for i, products in zip(step.outs, _products_before(step.eqn), strict=True):
+        for i, products in zip(step.outs, _products_in(step.eqn), strict=True):
             before[i] = deepest + products
     return before
 
 
-def _products_before(eqn: Any) -> list[int]:
+def _products_in(eqn: Any) -> list[int]:
     """How many products an equation computes for each result, one after the other."""
     if not is_rewritten(eqn):
         return [int(is_narrowed(eqn))] * len(eqn.outvars)
-    of_programs: list[list[int]] = []
+    products = [0] * len(eqn.outvars)
     for program, _ in giving_results(eqn):
         before = depths(program)
-        of_programs.append([before[i] for i in flat(program).outs])
-    return list(map(max, zip(*of_programs, strict=True)))
+        of_results = [before[i] for i in flat(program).outs]
+        products = list(map(max, products, of_results))
+    return products
 
 
 def entered(eqn: Any, results: Uses) -> Entered:
     """The programs in an equation, with what is done with the results of each."""
-    after = results
-    while True:
-        entries: Entered = [(*given, after) for given in arguments_of(eqn)]
+    after = list(results)
+    before: list[Use] | None = None
+    entries: Entered = []
+    while after != before:
+        before = list(after)
+        entries = [(*given, tuple(after)) for given in arguments_of(eqn)]
         if Is.WAITS in traits(eqn):
             condition, operands, _ = entries[0]
             entries[0] = (condition, operands, (NOTHING,))
@@ -115,13 +121,10 @@ def entered(eqn: Any, results: Uses) -> Entered:
         # no product depends on it in the end, it is rounded there alone: the last
         # result is not.
         inside = uses_inside(eqn, entries)
-        joined = list(after)
         for j, n in enumerate(carried_by(eqn)):
             if Use.MULTIPLIED in results[j]:
-                joined[j] |= inside[n]
-        if tuple(joined) == after:
-            return entries
-        after = tuple(joined)
+                after[j] |= inside[n]
+    return entries
 
 
 def uses_inside(eqn: Any, entries: Entered) -> list[Use]:

@@ -27,12 +27,13 @@ class Cause(NamedTuple):
     Attributes:
       how: what the equation does to the numbers, such as "overflows" or "cancels".
       note: of the equation.
-      products: those in 16 bits that round what it is sensitive to.
+      rounded: what it is sensitive to, and is rounded to 16 bits: the nearest products,
+        and what lies between these and the equation.
     """
 
     how: str
     note: Note
-    products: tuple[Note, ...] = ()
+    rounded: tuple[Note, ...] = ()
 
 
 def cause_of(note: Note) -> Cause | None:
@@ -44,13 +45,17 @@ def cause_of(note: Note) -> Cause | None:
         return None
     how = _how(at_fault)
     saturated = next(filter(_saturates, at_fault.reads), None)
-    if how == "cancels" and saturated:
+    if saturated and how != "overflows":
         return Cause("saturates", saturated)
     if how == "divides by what is lost":
         return Cause("vanishes", _first_lost(at_fault))
-    if how in ("cancels", "amplifies", "is undefined"):
-        return Cause(how, at_fault, tuple(_products(at_fault)))
-    return Cause(how, at_fault)
+    if how not in ("cancels", "amplifies", "is undefined"):
+        return Cause(how, at_fault)
+    rounded = tuple(_rounded_before(at_fault))
+    lost = next((one for one in rounded if one.lost > FIFTH), None)
+    if how == "amplifies" and lost:
+        return Cause("vanishes", lost)
+    return Cause(how, at_fault, rounded)
 
 
 def cause_in_float32(note: Note) -> Cause:
@@ -165,6 +170,8 @@ def _how_not_finite(note: Note) -> str:
         return "overflows"
     if any(read.lost for read in note.reads):
         return "divides by what is lost"
+    if any(map(_saturates, note.reads)):
+        return "is undefined"
     return "overflows" if is_narrow(note.dtype) and not note.nan else "is undefined"
 
 
@@ -221,8 +228,8 @@ def _first_lost(note: Note) -> Note:
         note = lost[0]
 
 
-def _products(note: Note) -> Iterator[Note]:
-    """The products in 16 bits nearest before a result."""
+def _rounded_before(note: Note) -> Iterator[Note]:
+    """The products in 16 bits nearest before a result, and what is in 16 bits after them."""
     seen = {id(note)}
     left = list(note.reads)
     while left:
@@ -230,9 +237,9 @@ def _products(note: Note) -> Iterator[Note]:
         if id(one) in seen:
             continue
         seen.add(id(one))
-        if is_narrow(one.dtype) and _is(one, Is.PRODUCT):
+        if is_narrow(one.dtype) and one.place.primitive:
             yield one
-        else:
+        if not (is_narrow(one.dtype) and _is(one, Is.PRODUCT)):
             left.extend(_that_count(one))
 
 

@@ -1,6 +1,6 @@
 """A full diagnosis of a model in 16 bits, from one loss function and a batch."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from optax_lossscale._diagnosis.advice import judged
 from optax_lossscale._diagnosis.cause import Cause, cause_in_float32, cause_of
 from optax_lossscale._diagnosis.dtypes import report_of
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
-from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note, limits
+from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note, limits, measured
 from optax_lossscale._diagnosis.page import Diagnosis, Wrong
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow
@@ -21,6 +21,7 @@ from optax_lossscale._diagnosis.table import Row, row_of, table_of
 from optax_lossscale._step.get import get_loss_scale, loss_scales_in
 from optax_lossscale._step.gradient import check_keywords
 
+_LEAST = 2.0**-100  # of sizes that are compared: smaller ones may be lost in float32
 _FEW = 0.01  # of choices, which may be decided either way
 
 
@@ -38,8 +39,9 @@ def diagnose(
     for it, at a loss scale of 1 and at the one that fits. It reports whether the loss,
     the gradients and the values inside are right; if not, in which line and layer they
     go wrong, and what to do; which loss scale fits, and how many gradients are lost to
-    underflow. Choices, such as indices and branches, are those of the program, and so
-    are constants, as they were rounded when it was traced: 0.999 is 1 in bfloat16. A
+    underflow. Choices, such as indices and branches, are those of the program; where
+    float32 would make others, it is run with these, too. Constants are as they were
+    rounded when the program was traced: 0.999 is 1 in bfloat16. A
     loss function that computes in float32 is diagnosed as `autocast` makes it. Call it
     on the host, with a loss function that names no axis of `pmap` or `shard_map` around
     it. A skipped step has left everything as it was, so that it can be diagnosed
@@ -99,11 +101,12 @@ def _page(
     """What the runs say, without a verdict."""
     run = runs.fitting
     dtypes = gradient.narrow_dtypes
-    off, wrong = _off_and_wrong(run)
+    off, wrong = _off_and_wrong(runs)
     if not wrong:
         wrong = tuple(
             _wrong_inside(run, limits(np.float16)[1] if np.float16 in dtypes else 0.0)
         )
+    off_by_choices = _off_by_choices(runs, off)
     lost = {}
     if runs.fits and np.float16 in dtypes:
         grads_at_1 = list(runs.at_1.grads.values())
@@ -122,7 +125,8 @@ def _page(
         loss_scale=float(get_loss_scale(opt_state)()) if has_scale else None,
         wrong=wrong,
         off=off,
-        choices=tuple(_choices(run)),
+        off_by_choices=off_by_choices,
+        choices=tuple(_choices(run, all_of_them=bool(off_by_choices))),
         initial_scale=runs.fits,
         overflow=row_of(runs.overflow) if runs.overflow else None,
         has_gradients=any(np.any(x.pair.true) for x in run.grads.values()),
@@ -135,25 +139,64 @@ def _page(
     )
 
 
-def _off_and_wrong(run: Run) -> tuple[dict[str, float], tuple[Wrong, ...]]:
+def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], tuple[Wrong, ...]]:
     """How far the loss and gradients are off, without what float32 does not determine; and why."""
+    run = runs.fitting
     off = {}
     wrong = []
     for name, value in run.results.items():
         note = value.note
         if note is None:  # it depends on nothing
             continue
+        how_far = note.off
         cause = None
         if note.bad_true:
             cause = cause_in_float32(note)
         elif note.off > TOLERANCE:
             cause = cause_of(note)
+        elif name in run.grads and _out_of_proportion(runs, name) > TOLERANCE:
+            how_far = _out_of_proportion(runs, name)
+            cause = Cause("is not linear", _first_out_of_proportion(runs) or note)
         if cause is not None:
-            wrong.append(_wrong(name, note.off, cause, run))
+            wrong.append(_wrong(name, how_far, cause, run))
         if not note.bad_true and (cause is not None or note.off <= TOLERANCE):
-            off[name] = note.off
+            off[name] = how_far
     wrong.sort(key=lambda one: (one.name != "the loss", -one.off))
     return off, tuple(wrong)
+
+
+def _out_of_proportion(runs: Runs, name: str) -> float:
+    """How far a gradient in float32 is from one that grows as the loss scale does."""
+    at_1 = runs.at_1.results[name]
+    scaled = runs.fitting.results[name].pair.true / runs.growth
+    if at_1.note is None or at_1.note.typical < _LEAST:
+        return 0.0
+    return measured(scaled, at_1.pair.true).get("error", 0.0)
+
+
+def _first_out_of_proportion(runs: Runs) -> Note | None:
+    """The first result of the backward pass that does not grow as the loss scale does."""
+    before = {
+        (note.place.number, note.rounds): note.typical for note in runs.at_1.notes
+    }
+    for note in runs.fitting.notes:
+        typical = before.get((note.place.number, note.rounds), 0.0)
+        difference = abs(note.typical - typical * runs.growth)
+        if note.seeded and typical > _LEAST and difference > TOLERANCE * note.typical:
+            return note
+    return None
+
+
+def _off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
+    """What is off by much from float32 with choices of its own, and how far."""
+    off = {}
+    if runs.own_choices is not None:
+        for name, value in runs.own_choices.results.items():
+            low = runs.fitting.results[name].pair.low
+            error = measured(low, value.pair.true).get("error", 0.0)
+            if name in determined and error > TOLERANCE:
+                off[name] = error
+    return off
 
 
 def _wrong_inside(run: Run, least: float) -> Iterator[Wrong]:
@@ -198,13 +241,12 @@ def _wrong(name: str, off: float, cause: Cause, run: Run) -> Wrong:
         run.loss.note is not None and at.place.number <= run.loss.note.place.number
     )
     is_inner = at.place.is_derivative and not at.seeded and is_before_the_loss
-    return Wrong(
-        name, off, cause.how, row_of(at), tuple(map(row_of, cause.products)), is_inner
-    )
+    rounded = tuple(map(row_of, cause.rounded))
+    return Wrong(name, off, cause.how, row_of(at), rounded, is_inner)
 
 
-def _choices(run: Run) -> Iterator[Row]:
-    """Indices and integers of which float32 would have decided some otherwise.
+def _choices(run: Run, all_of_them: bool) -> Iterator[Row]:
+    """Indices and integers of which float32 would have decided some otherwise; or many.
 
     There are none where the loss is not finite: a NaN decides nothing.
     """
@@ -213,7 +255,9 @@ def _choices(run: Run) -> Iterator[Row]:
     worst: dict[int, Note] = {}
     for note in run.notes:
         is_mask = note.dtype == np.bool_ and note.count > 1
-        least = worst[note.place.number].decided if note.place.number in worst else 0.0
-        if note.decided > max(FIFTH if is_mask else _FEW, least):
+        least = FIFTH if is_mask else _FEW
+        before = worst.get(note.place.number)
+        most = before.decided if before else 0.0
+        if note.decided > max(0.0 if all_of_them else least, most):
             worst[note.place.number] = note
     yield from map(row_of, worst.values())

@@ -64,6 +64,8 @@ def gradient_of(
     loss_fn: Callable[..., Any], params: Any, args: tuple, kwargs: dict, has_aux: bool
 ) -> Gradient:
     """The gradient of a loss function, traced; all but arrays is passed on as it is."""
+    # JAX differentiates Python's floats, too.
+    params = map_leaves(lambda x: np.float32(x) if type(x) is float else x, params)
     everything = (params, args, kwargs)
     named = list(_named_arrays(everything))
     arrays = [x for _, x in named]

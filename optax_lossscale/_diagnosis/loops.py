@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._diagnosis.notes import Note, worst
-from optax_lossscale._diagnosis.pairs import Pair
+from optax_lossscale._diagnosis.pairs import Pair, holds_floats
 from optax_lossscale._diagnosis.pieces import Piece
 from optax_lossscale._programs.versions import scan_sizes
 
@@ -99,8 +99,13 @@ def cond(piece: Piece, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
 
 
 def _in_both(values: Sequence[Value]) -> list[Value]:
-    """Values with an array for each number: those that a loop carries may differ later."""
-    return [value._replace(pair=value.pair.both) for value in values]
+    """Values with an array for each float: those that a loop carries may differ later."""
+    return [
+        value._replace(pair=value.pair.both)
+        if holds_floats(value.pair.low.dtype)
+        else value
+        for value in values
+    ]
 
 
 def _filled(which: np.ndarray, values: Sequence[Value]) -> list[Value]:

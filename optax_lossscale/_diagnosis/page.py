@@ -1,6 +1,6 @@
 """What `diagnose` found, and the page that reports it."""
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +9,7 @@ from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._diagnosis.dtypes import DtypeReport
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.table import Row, Table
-from optax_lossscale._diagnosis.text import lines_of, some, table, wrapped
+from optax_lossscale._diagnosis.text import aligned, percent, wrapped
 
 _SHOWN = 8
 
@@ -23,9 +23,10 @@ class Wrong(NamedTuple):
         Of a value inside, the share of its numbers that are off by more than 5%.
       how: what an equation does to the numbers: "overflows", "vanishes", "cancels",
         "stagnates", "saturates", "rounds", "amplifies", "is undefined", "is a kernel",
-        or "adds up" if no one is at fault.
+        "is not linear" in the loss, or "adds up" if no one is at fault.
       place: that equation.
-      products: the products in 16 bits that round what it is sensitive to.
+      rounded: what it is sensitive to, and is rounded to 16 bits: the nearest products,
+        and what lies between these and the equation.
       is_inner: whether it is in a derivative that the loss function itself takes.
     """
 
@@ -33,13 +34,22 @@ class Wrong(NamedTuple):
     off: float
     how: str
     place: Row
-    products: tuple[Row, ...]
+    rounded: tuple[Row, ...]
     is_inner: bool
 
     @property
     def is_in_float32(self) -> bool:
         """Whether it is not finite in float32 either."""
         return not self.place.is_finite
+
+    @property
+    def because(self) -> str:
+        """Where it comes from, and what happens there."""
+        if self.how == "adds up":
+            return "rounding adds up over many lines"
+        if not self.place.source:
+            return f"there are NaNs or infinities in {self.place}"
+        return f"{self.place} {self.how}"
 
 
 class Diagnosis(NamedTuple):
@@ -62,6 +72,9 @@ class Diagnosis(NamedTuple):
       off: how far the loss and each gradient are from float32's, relative to it;
         without those that float32 does not determine either, such as that of a bias
         before a normalization.
+      off_by_choices: how far the loss and those gradients are that are off by more than
+        5% from float32's where float32 makes choices of its own, such as indices, masks
+        and branches; the other fields are of a float32 that makes those of the program.
       choices: where float32 would have chosen other indices, integers or branches.
       initial_scale: the scale that fits; None if none does.
       overflow: where gradients become infinite first, at twice the largest scale.
@@ -85,6 +98,7 @@ class Diagnosis(NamedTuple):
     loss_scale: float | None
     wrong: tuple[Wrong, ...]
     off: dict[str, float]
+    off_by_choices: dict[str, float]
     choices: tuple[Row, ...]
     initial_scale: InitialScale | None
     overflow: Row | None
@@ -109,10 +123,8 @@ class Diagnosis(NamedTuple):
         sentences = [self._computes(), self.verdict, *self._compared(), *self._scales()]
         lines = [
             *map(wrapped, sentences),
-            *_first_rows(
-                [("Wrong:", "off by", "because"), *map(_cells, self.wrong)], text=(0, 2)
-            ),
-            *_first_rows(self._underflow()),
+            *_section(("Wrong:", "off by", "because"), [*map(_cells, self.wrong)]),
+            *self._underflow(),
             "What to do:",
             *(wrapped(f"- {what}") for what in self.advice),
         ]
@@ -120,88 +132,78 @@ class Diagnosis(NamedTuple):
 
     def _computes(self) -> str:
         """What it computes in which dtype, in one sentence."""
-        how = (
-            "In float32 as it is; with autocast, it computes"
-            if self.is_autocast
-            else "Computes"
-        )
-        return f"{how} in {self._dtypes()}; the loss is {self.loss_dtype}."
-
-    def _dtypes(self) -> str:
-        """The dtypes of its products, and of which lines the others are."""
-        products = self.dtypes.products
-        if not products:
-            dtypes = " and ".join(map(str, self.computes_in)) or "float32 or wider"
-            return f"{dtypes}, without matrix products"
-        (most, share), *others = self.dtypes.shares.items()
-        rest = [p for p in products if p.dtype != most]
-        total = sum(p.count for p in products)
-        if not rest:
-            return f"{most}: all {total} matrix products"
-        count = total - sum(p.count for p in rest)
-        dtypes = ", ".join(str(dtype) for dtype, _ in others)
-        return (
-            f"{most}: {count} of {total} matrix products, {share:.1%} of the "
-            f"multiplications; the others in {dtypes}, at {some(lines_of(rest))}"
-        )
+        how = "Computes"
+        if self.is_autocast:
+            how = "In float32 as it is; with autocast, it computes"
+        products = [
+            f"{dtype} ({share:.1%} of the multiplications)"
+            for dtype, share in self.dtypes.shares.items()
+        ]
+        dtypes = " and ".join(products or map(str, self.computes_in)) or "float32"
+        return f"{how} in {dtypes}; the loss is {self.loss_dtype}."
 
     def _compared(self) -> Iterator[str]:
         """How far it is from float32."""
-        if self.wrong and np.isfinite([self.loss, self.loss_in_float32]).all():
-            yield f"The loss is {self.loss:.4g}, in float32 {self.loss_in_float32:.4g}."
-        elif self.computes_in and not self.wrong and "the loss" in self.off:
+        if self.computes_in and not self.wrong and "the loss" in self.off:
             grads = [off for name, off in self.off.items() if name != "the loss"]
-            at = f", at a scale of {scale_name(self.scale)}" if self.scale != 1 else ""
-            at += ", with the same choices" if self.choices else ""
             most = f"by at most {max(grads):.1%}" if grads else "nothing but rounding"
             yield (
                 f"Off from float32: the loss by {self.off['the loss']:.1%}, gradients "
-                f"{most}{at}."
+                f"{most}."
             )
-        chosen = []
-        for choice in self.choices:
-            chosen.append(f"{choice.decided:.1%} of {choice.count}, in {choice}")
-        for what in list(dict.fromkeys(chosen))[:_SHOWN]:
-            yield f"Chosen otherwise than in float32: {what}."
+        for one in self.choices[:_SHOWN]:
+            yield (
+                f"Chosen otherwise than in float32: {one.decided:.1%} of {one.count}, "
+                f"in {one}."
+            )
         for operation, source in self.not_compared:
             yield f"Not compared: what {operation} computes in 16 bits at {source}."
 
     def _scales(self) -> Iterator[str]:
         """Which loss scale fits, and where gradients overflow first."""
-        is_scaled = np.float16 in self.computes_in and self.has_gradients
-        if not self.initial_scale or not is_scaled:
+        fits = scale_that_fits(self)
+        if fits is None:
             return
         theirs = ""
         if self.loss_scale is not None:
             theirs = f"yours is {scale_name(self.loss_scale)}. What fits: "
-        yield f"Loss scale: {theirs}{self.initial_scale}."
+        yield f"Loss scale: {theirs}{fits}."
         if self.overflow:
-            top = scale_name(2 * self.initial_scale.largest)
-            yield f"Overflow: from {top} on, first in {self.overflow}."
+            yield (
+                f"Overflow: from {scale_name(2 * fits.largest)} on, first in "
+                f"{self.overflow}."
+            )
 
-    def _underflow(self) -> Iterator[tuple[str, ...]]:
+    def _underflow(self) -> list[str]:
         """The share of gradients that each group of parameters loses."""
-        at = scale_name(self.initial_scale.scale) if self.initial_scale else ""
-        yield "Underflow:", "lost at 1", f"at {at}", "bits needed"
-        for name, group in self.underflow.items():
-            yield f"  {name}", f"{group.lost:.1%}", f"{group.left:.1%}", str(group.bits)
+        title = (
+            "Underflow:",
+            "lost at 1",
+            f"at {scale_name(self.scale)}",
+            "bits needed",
+        )
+        rows = [
+            (f"  {name}", percent(group.lost), percent(group.left), str(group.bits))
+            for name, group in self.underflow.items()
+        ]
+        return _section(title, rows)
+
+
+def scale_that_fits(page: Diagnosis) -> InitialScale | None:
+    """The scale that fits a model in float16; of others, None."""
+    is_scaled = np.float16 in page.computes_in and page.has_gradients
+    return page.initial_scale if is_scaled else None
 
 
 def _cells(one: Wrong) -> tuple[str, str, str]:
-    is_finite = one.off < np.inf and not one.is_in_float32
-    because = f"{one.how} in {one.place}"
-    if one.how == "adds up":
-        because = "rounding adds up over many lines"
-    return f"  {one.name}", f"{one.off:.1%}" if is_finite else "not finite", because
+    off = np.inf if one.is_in_float32 else one.off
+    return f"  {one.name}", percent(off), one.because
 
 
-def _first_rows(
-    rows: Iterable[tuple[str, ...]], text: Container[int] = (0,)
-) -> list[str]:
-    """The first rows of a table, under its title; nothing if there are none."""
-    title, *rest = rows
-    if not rest:
+def _section(title: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """The first rows of a table, under its title; nothing if it is empty."""
+    if not rows:
         return []
-    lines = table([title, *rest[:_SHOWN]], text)
-    left = len(rest) - _SHOWN
+    lines = aligned([title, *rows[:_SHOWN]])
+    left = len(rows) - _SHOWN
     return [*lines, f"  and {left} more"] if left > 0 else lines

@@ -53,19 +53,17 @@ class Pair(NamedTuple):
 
     @property
     def both(self) -> "Pair":
-        """With an array for each, if these are floats."""
-        return Pair(self.low, self.in_float32) if holds_floats(self.low.dtype) else self
+        """With an array for each."""
+        return Pair(self.low, self.in_float32)
 
     @property
     def followed(self) -> "Pair":
-        """As it is read: what float32 would have chosen otherwise follows the program."""
+        """As it is read where float32 follows the choices of the program."""
         return self if holds_floats(self.low.dtype) else Pair(self.low)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["pairs"],
-    meta_fields=["is_passed"],
+    jax.tree_util.register_dataclass, data_fields=["pairs"], meta_fields=["is_passed"]
 )
 @dataclasses.dataclass
 class Results:
@@ -86,8 +84,14 @@ def exact(x: np.ndarray) -> Pair:
     return Pair(x, x.astype(np.float32) if is_narrow(x.dtype) else None)
 
 
-def beside_float32(piece: Piece, ins: Sequence[Pair]) -> list[Results]:
-    """The results of each equation of a piece, beside float32's."""
+def beside_float32(piece: Piece, follows: bool, ins: Sequence[Pair]) -> list[Results]:
+    """The results of each equation of a piece, beside float32's.
+
+    Args:
+      piece: the equations.
+      follows: whether float32 follows the choices of the program.
+      ins: what the piece reads.
+    """
     env = dict(zip(piece.reads, ins, strict=True))
     every = []
     for eqn in piece.eqns:
@@ -96,9 +100,11 @@ def beside_float32(piece: Piece, ins: Sequence[Pair]) -> list[Results]:
             for v in eqn.invars
         ]
         results = _of_one(eqn, operands)
+        if follows:
+            results.pairs = _by_its_choices(results.pairs)
         every.append(results)
         for v, pair in zip(eqn.outvars, results.pairs, strict=True):
-            env[v] = pair.followed
+            env[v] = pair.followed if follows else pair
     return every
 
 
@@ -117,6 +123,28 @@ def _of_one(eqn: Any, ins: Sequence[Pair]) -> Results:
         is_once = eqn.primitive.name == "io_callback"
         results = list(map(widened, lows)) if is_once else as_written(eqn, trues)
         return Results(list(map(Pair, lows, results)), is_passed=True)
+
+
+def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
+    """The results of an equation, where float32's choices have to be those of the program.
+
+    As the pivots of an LU decomposition, without which its factors mean nothing: where
+    float32 chooses others, it has the program's numbers.
+    """
+    choices = [pair for pair in pairs if not holds_floats(pair.low.dtype)]
+    is_one_choice = len(choices) < len(pairs) and all(
+        pair.true is not None for pair in pairs
+    )
+    if not choices or not is_one_choice:
+        return pairs
+    are_same = jnp.all(jnp.stack([jnp.all(x.low == x.true) for x in choices]))
+    followed = []
+    for pair in pairs:
+        if holds_floats(pair.low.dtype):
+            true = jnp.where(are_same, pair.true, widened(pair.low))
+            pair = Pair(pair.low, true)
+        followed.append(pair)
+    return followed
 
 
 @functools.cache

@@ -1,56 +1,67 @@
 """The picture of a table: magnitudes along the program, and the range of float16."""
 
-import math
 from typing import Any
 
 import numpy as np
 
+from optax_lossscale._arrays import validation
 from optax_lossscale._diagnosis.notes import TOLERANCE, limits
 from optax_lossscale._diagnosis.table import Table
 
-_GREY = "#8a8f98"
+try:
+    import matplotlib.pyplot as plt
+    from matplotlib.axes import Axes
+except ImportError as error:
+    raise ImportError(
+        "plot needs matplotlib: pip install 'optax_lossscale[plot]'"
+    ) from error
+
+GREY = "#8a8f98"
+TEAL = "#00798c"
+_RED = "#d1495b"
 _LEAST = 2.0**-24  # of float16, subnormal numbers included
 _MOST, _ = limits(np.float16)
-_ROOM = 16  # times beyond the range of float16 that are shown at least
 
 
-def magnitudes(table: Table, axes: Any = None) -> Any:
-    """Draws the largest and the typical size of each result, in the program's order."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError(
-            "plot needs matplotlib: pip install 'optax_lossscale[plot]'"
-        ) from error
+def axes_for(axes: Any, height: float) -> Axes:
+    """The axes to draw into, with a pale grid: those that are given, or new ones."""
     if axes is None:
-        _, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
-    rows = [row for row in table.rows if row.largest and row.dtype.itemsize < 8]
+        _, axes = plt.subplots(figsize=(7, height), layout="constrained")
+    if not isinstance(axes, Axes):
+        got = validation.shown(axes)
+        raise TypeError(f"axes must be one matplotlib Axes, got {got}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.2)
+    return axes
+
+
+def magnitudes(table: Table, axes: Any = None) -> Axes:
+    """Draws the largest and the typical size of each result, in the program's order."""
+    axes = axes_for(axes, 3.2)
+    rows = [row for row in table.rows if row.largest]
     places = np.arange(len(rows))
     largest = np.array([row.largest for row in rows])
-    typical = np.array([row.typical or math.nan for row in rows])
+    typical = [row.typical or np.nan for row in rows]
     narrow = np.array([row.dtype.itemsize < 4 for row in rows], bool)
     off = np.array([row.error > TOLERANCE for row in rows], bool)
-
-    def mark(which: np.ndarray, marker: str, **look: Any) -> None:
-        if which.any():  # or the legend would name what is not there
-            axes.plot(places[which], largest[which], marker, **look)
-
-    axes.vlines(places, typical, largest, color=_GREY, lw=0.8)
-    mark(narrow, ".", color="#00798c", ms=4, label="16 bits")
-    mark(~narrow, ".", color=_GREY, ms=3, label="wider")
-    mark(off, "x", color="#d1495b", ms=5, label="off by more than 5%")
+    marked = {
+        "16 bits": (narrow, TEAL),
+        "wider": (~narrow, GREY),
+        "off by more than 5%": (off, _RED),
+    }
+    axes.vlines(places, typical, largest, color=GREY, lw=0.8)
+    for label, (which, color) in marked.items():
+        axes.plot(places[which], largest[which], ".", color=color, label=label)
     axes.set_yscale("log", base=2)
     bottom, top = axes.get_ylim()
-    bottom = min(bottom, _LEAST / _ROOM)
-    top = max(top, _MOST * _ROOM)
+    bottom = min(bottom, _LEAST / 16)
+    top = max(top, _MOST * 16)
     for low, high in ((bottom, _LEAST), (_MOST, top)):
         axes.axhspan(low, high, color="black", alpha=0.14, lw=0)
-    backward = [place for place in places if rows[place].is_backward]
-    if backward:
-        axes.axvline(backward[0] - 0.5, color="black", lw=0.8, ls=":")
+    for place in [n for n in places if rows[n].is_backward][:1]:
+        axes.axvline(place - 0.5, color="black", lw=0.8, ls=":")
     axes.set(
         ylim=(bottom, top), xlabel="equation of the gradient", ylabel="size in float32"
     )
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
     return axes

@@ -79,11 +79,11 @@ def _parts(jaxpr: Any) -> Iterator[list[Any]]:
 
 
 def _has_floats(program: Any) -> bool:
-    """Whether any value that a program makes is a float."""
-    return any(
-        any(map(is_float, eqn.outvars)) or any(map(_has_floats, programs_in(eqn)))
-        for eqn in open_jaxpr(program).eqns
-    )
+    """Whether any value that a program makes or passes on is a float."""
+    jaxpr = open_jaxpr(program)
+    inside = (inner for eqn in jaxpr.eqns for inner in programs_in(eqn))
+    made = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
+    return any(map(is_float, made)) or any(map(_has_floats, inside))
 
 
 def _key(eqns: Sequence[Any], reads: Sequence[Any]) -> Hashable:

@@ -45,12 +45,5 @@ def _scope(stack: str) -> str:
     without_jit = re.sub(r"p?jit\([^()]*\)", "", stack)
     plain = re.sub(r"\w+\(|\)", "", without_jit)
     names = [name for name in plain.split("/") if re.fullmatch(r"[\w.-]+", name)]
-    ours = (
-        SCOPE,
-        "rematted_computation",
-        "checkpoint",
-        "while",
-        "body",
-        "cond",
-    )
+    ours = (SCOPE, "rematted_computation", "checkpoint", "while", "body", "cond")
     return "/".join(name for name in names if name not in ours)

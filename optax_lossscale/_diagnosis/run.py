@@ -47,9 +47,27 @@ class Runs(NamedTuple):
     fits: InitialScale | None  # None if gradients are finite at no scale
     overflow: Note | None  # what becomes infinite first, at twice the largest scale
     passed: dict[str, str]  # what computes in 16 bits only: the operation, by its line
+    # At the scale of `fitting`, where float32 makes its own choices; None if these are
+    # the same
+    own_choices: Run | None = None
+
+    @property
+    def growth(self) -> float:
+        """By how much gradients grow from a scale of 1 to the one that fits."""
+        return self.fitting.scale / self.at_1.scale
 
 
 def runs_of(gradient: Gradient) -> Runs:
+    """The runs at a loss scale of 1 and at the one that fits; and with float32's choices."""
+    runs = _following_choices(gradient)
+    if any(note.decided for note in runs.fitting.notes):
+        shadow = Shadow(gradient.jaxpr, follows=False)
+        own_choices = _run(shadow, gradient, runs.fitting.scale)
+        runs = runs._replace(own_choices=own_choices)
+    return runs
+
+
+def _following_choices(gradient: Gradient) -> Runs:
     """The run at a loss scale of 1, and one at the scale that follows from it."""
     shadow = Shadow(gradient.jaxpr)
     at_1 = _run(shadow, gradient, 1.0)

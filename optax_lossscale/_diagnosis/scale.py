@@ -104,9 +104,7 @@ def _made_large(note: Note) -> Note:
 
 
 def underflow(
-    names: Sequence[str],
-    at_1: Sequence[Value],
-    fitting: Sequence[Value],
+    names: Sequence[str], at_1: Sequence[Value], fitting: Sequence[Value]
 ) -> dict[str, Underflow]:
     """What each group of parameters loses; all of them first, then the worst.
 

@@ -54,11 +54,13 @@ class Shadow:
     """A run of a program with float32 beside it.
 
     Attributes:
-      notes: what was noted of each result, in the order of running.
+      notes: what was noted of each result, in the order of running. Nothing is, if
+        float32 does not follow the choices of the program but makes its own.
     """
 
-    def __init__(self, program: Any):
+    def __init__(self, program: Any, follows: bool = True):
         self.program = program
+        self._follows = follows
         self.notes: list[Note] = []
         self._places: dict[tuple[int, ...], Place] = {}  # by the path to it
         self._compiled: dict[Any, Callable[[Sequence[Pair]], list[Results]]] = {}
@@ -141,7 +143,7 @@ class Shadow:
         """Adds the results of equations that hold no loop, each with its note."""
         key = (piece.key, around.devices)
         if key not in self._compiled:
-            function = functools.partial(beside_float32, piece)
+            function = functools.partial(beside_float32, piece, self._follows)
             self._compiled[key] = jax.jit(
                 around.devices.over(function) if around.devices else function,
                 compiler_options=compiler_options(),
@@ -155,7 +157,7 @@ class Shadow:
                     (note,) = notes or [None]
                 else:
                     note = self._note(eqn, pair, notes, results.is_passed, around)
-                env[v] = Value(pair.followed, note)
+                env[v] = Value(pair.followed if self._follows else pair, note)
         self._say(piece)
 
     def _note(
@@ -167,6 +169,8 @@ class Shadow:
         around: Around,
     ) -> Note | None:
         """What is noted of a result, if it is of floats or of choices."""
+        if not self._follows:
+            return None
         dtype = pair.low.dtype
         is_choice = pair.true is not None and (
             dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer)

@@ -1,14 +1,13 @@
 """The table of a program's equations: how far each is from float32, and how large its numbers."""
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from optax_lossscale._arrays.names import natural
 from optax_lossscale._diagnosis.notes import Note
-from optax_lossscale._diagnosis.text import some, table
+from optax_lossscale._diagnosis.text import aligned, percent, some
 
 _NEAR = 200  # operations back, in which parameters are looked for
 
@@ -78,7 +77,7 @@ class Table(NamedTuple):
             "lost",
             "largest",
         )
-        return "\n".join(table([titles, *map(_cells, self.rows)], text=(0, 1, 2, 3)))
+        return "\n".join(aligned([titles, *map(_cells, self.rows)]))
 
 
 def table_of(notes: Iterable[Note]) -> Table:
@@ -120,26 +119,16 @@ def _layer(note: Note) -> str:
     """The scope of a result, or else the parameters nearest to it."""
     if note.place.scope:
         return note.place.scope
-    for level in itertools.islice(_levels(note), _NEAR):
+    level = [note]
+    seen = set()
+    for _ in range(_NEAR):
         names = {note.place.name for note in level if note.place.is_parameter}
         if names:
             return some(sorted(names, key=natural))
-    return ""
-
-
-def _levels(note: Note) -> Iterator[list[Note]]:
-    """What a result was made of, the nearest first."""
-    seen = {id(note)}
-    level = [note]
-    while level:
-        yield level
-        reads = {id(read): read for one in level for read in one.reads}
+        reads = {id(read): read for note in level for read in note.reads}
         level = [read for key, read in reads.items() if key not in seen]
         seen.update(reads)
-
-
-def _off(error: float) -> str:
-    return f"{error:.1%}" if error < np.inf else "not finite"
+    return ""
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -148,8 +137,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         ", ".join([row.layer, *map(str, row.rounds)]),
         row.primitive,
         str(row.dtype),
-        _off(row.before),
-        _off(row.error),
-        f"{row.lost:.1%}",
+        percent(row.before),
+        percent(row.error),
+        percent(row.lost),
         f"{row.largest:.3g}",
     )

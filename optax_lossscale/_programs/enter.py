@@ -14,7 +14,8 @@ from jax import lax
 
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import in_dtypes
-from optax_lossscale._programs.versions import mapped_axes, scan_sizes
+from optax_lossscale._programs.versions import mapped_axes
+from optax_lossscale._programs.walk import carried_by
 
 Arrays = Sequence[Any]
 
@@ -43,9 +44,8 @@ def enter(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
 
 def is_placed(eqn: Any) -> bool:
     """Whether a `jit` was told where to place its arguments or results."""
-    of_operands = eqn.params.get("in_shardings", ())
-    of_results = eqn.params.get("out_shardings", ())
-    return any(map(_is_a_place, (*of_operands, *of_results)))
+    places = eqn.params.get("in_shardings"), eqn.params.get("out_shardings")
+    return any(isinstance(x, jax.sharding.Sharding) for x in jax.tree.leaves(places))
 
 
 # --- one function for each kind of equation ---
@@ -53,8 +53,7 @@ def is_placed(eqn: Any) -> bool:
 
 def _inlined(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     (callee,) = callees
-    results = callee.call(_placed(eqn.params.get("in_shardings"), operands))
-    return _placed(eqn.params.get("out_shardings"), results)
+    return callee.call(operands)
 
 
 def _checkpoint(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
@@ -62,34 +61,30 @@ def _checkpoint(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     prevent_cse = eqn.params["prevent_cse"]
     if eqn.params["differentiated"] and prevent_cse:
         operands = lax.optimization_barrier(operands)
-
-    def call(*operands):
-        return callee.call(operands)
-
     policy = eqn.params["policy"]
-    return jax.checkpoint(call, prevent_cse=prevent_cse, policy=policy)(*operands)
+    call = jax.checkpoint(callee.call, prevent_cse=prevent_cse, policy=policy)
+    return call(operands)
 
 
 def _scan(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     (callee,) = callees
-    n_consts, n_carry = scan_sizes(eqn)
-    first_x = n_consts + n_carry
+    carried = carried_by(eqn)
     operands = in_dtypes(callee.takes, operands)
-    consts = operands[:n_consts]
-    carry = operands[n_consts:first_x]
-    xs = operands[first_x:]
+    consts = operands[: carried.start]
+    carry = operands[carried.start : carried.stop]
+    xs = operands[carried.stop :]
     # From round to round in the wider of two dtypes, and from there in the one that is
     # taken.
-    taken = callee.takes[n_consts:first_x]
-    carried = [_widest(dtypes) for dtypes in zip(taken, callee.gives, strict=False)]
+    taken = callee.takes[carried.start : carried.stop]
+    wide = [_widest(dtypes) for dtypes in zip(taken, callee.gives, strict=False)]
 
     def body(carry, xs):
         results = callee.call([*consts, *in_dtypes(taken, carry), *xs])
-        return in_dtypes(carried, results[:n_carry]), results[n_carry:]
+        return in_dtypes(wide, results[: len(wide)]), results[len(wide) :]
 
     carry, ys = lax.scan(
         body,
-        in_dtypes(carried, carry),
+        in_dtypes(wide, carry),
         xs,
         length=eqn.params["length"],
         reverse=eqn.params["reverse"],
@@ -101,21 +96,19 @@ def _scan(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
 def _while(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     condition, body = callees
     n_condition = eqn.params["cond_nconsts"]
-    n_body = eqn.params["body_nconsts"]
-    n_consts = n_condition + n_body
-    condition_consts = operands[:n_condition]
-    body_consts = operands[n_condition:n_consts]
-    carry = operands[n_consts:]
-    carried = body.takes[n_body:]
+    n_consts = carried_by(eqn).start
+    of_condition = operands[:n_condition]
+    of_body = operands[n_condition:n_consts]
+    carried = body.takes[len(of_body) :]
 
     def goes_on(carry):
-        (flag,) = condition.call([*condition_consts, *carry])
+        (flag,) = condition.call([*of_condition, *carry])
         return flag
 
     def step(carry):
-        return in_dtypes(carried, body.call([*body_consts, *carry]))
+        return in_dtypes(carried, body.call([*of_body, *carry]))
 
-    return lax.while_loop(goes_on, step, in_dtypes(carried, carry))
+    return lax.while_loop(goes_on, step, in_dtypes(carried, operands[n_consts:]))
 
 
 def _cond(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
@@ -132,39 +125,19 @@ def _cond(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
 
 def _shard_map(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     (callee,) = callees
-
-    def on_each_device(*operands):
-        return callee.call(operands)
-
     mapped = jax.shard_map(
-        on_each_device,
+        callee.call,
         mesh=eqn.params["mesh"],
-        in_specs=tuple(eqn.params["in_specs"]),
+        in_specs=(list(eqn.params["in_specs"]),),
         out_specs=list(eqn.params["out_specs"]),
         axis_names=set(mapped_axes(eqn)),
         check_vma=eqn.params["check_vma"],
     )
-    return mapped(*operands)
+    return mapped(list(operands))
 
 
 def _widest(dtypes: Sequence[Any]) -> Any:
     return max(dtypes, key=lambda dtype: dtype.itemsize)
-
-
-def _placed(shardings: Sequence[Any] | None, xs: Arrays) -> list[Any]:
-    """Arrays where `jit` was told to place them; None means nowhere in particular."""
-    if shardings is None:
-        return list(xs)
-    placed = []
-    for x, sharding in zip(xs, shardings, strict=True):
-        if _is_a_place(sharding):
-            x = lax.with_sharding_constraint(x, sharding)
-        placed.append(x)
-    return placed
-
-
-def _is_a_place(sharding: Any) -> bool:
-    return isinstance(sharding, jax.sharding.Sharding)
 
 
 _ENTER = {

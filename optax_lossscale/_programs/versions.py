@@ -24,11 +24,6 @@ def is_ref(v: Any) -> bool:
     return hasattr(v.aval, "inner_aval")
 
 
-def function_name(jaxpr: Any) -> str:
-    """The name of the function that a jaxpr was traced from."""
-    return open_jaxpr(jaxpr).debug_info.func_name
-
-
 def argument_names(jaxpr: Any) -> Sequence[str]:
     """What the function that a jaxpr was traced from calls each argument; empty if unknown."""
     names = open_jaxpr(jaxpr).debug_info.arg_names or ()

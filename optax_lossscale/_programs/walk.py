@@ -4,16 +4,15 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
 import jax
 from jax.extend import source_info_util
-from jax.extend.core import Literal
 
 from optax_lossscale._programs.operations import Is, operation, traits
-from optax_lossscale._programs.values import dtype_in, is_float
+from optax_lossscale._programs.values import dtype_in
 from optax_lossscale._programs.versions import (
     is_program,
     mapped_axes,
@@ -44,7 +43,7 @@ class Equation(NamedTuple):
     # How often; each branch of a `cond` counts as run, and the body of a `while` once
     runs: int
     source: str  # the line that made it, as `model.py:12 (f)`
-    # The dtypes of its operands before they were converted to wider ones
+    # The dtypes of its operands before its program converted them to wider ones
     before: tuple[Any, ...]
 
     @property
@@ -58,22 +57,6 @@ class Equation(NamedTuple):
         if self.around is not None:
             yield self.around
             yield from self.around.holders
-
-    @property
-    def summed(self) -> int:
-        """How often it adds to what a `scan` carries: 1, if it does not."""
-        holder = self.around
-        if holder is None or Is.ADDS_TWO not in traits(self.eqn):
-            return 1
-        if Is.SCANS not in traits(holder.eqn):
-            return 1
-        (program,) = programs_in(holder.eqn)
-        carried = carried_by(holder.eqn)
-        before = open_jaxpr(program).invars[carried.start : carried.stop]
-        pairs = zip(before, open_jaxpr(program).outvars, strict=False)
-        (result,) = self.eqn.outvars
-        adds = any(new is result and old in self.eqn.invars for old, new in pairs)
-        return _times(holder.eqn) if adds else 1
 
 
 def programs_in(eqn: Any) -> list[Any]:
@@ -89,7 +72,7 @@ def programs_in(eqn: Any) -> list[Any]:
 
 
 def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
-    """The programs in an equation, each with the numbers of the operands that it is given."""
+    """The programs in an equation that is entered, each with its operands by number."""
     programs = programs_in(eqn)
     end = len(eqn.invars)
     if Is.WAITS in traits(eqn):
@@ -97,12 +80,8 @@ def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
         n_condition = eqn.params["cond_nconsts"]
         of_condition = [*range(n_condition), *carried_by(eqn)]
         return [(condition, of_condition), (body, range(n_condition, end))]
-    given: list[tuple[Any, Sequence[int]]] = []
-    for program in programs:
-        # The last ones: the first of a cond is its index.
-        start = max(end - len(open_jaxpr(program).invars), 0)
-        given.append((program, range(start, end)))
-    return given
+    # The last ones: the first of a cond is its index.
+    return [(p, range(end - len(open_jaxpr(p).invars), end)) for p in programs]
 
 
 def giving_results(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
@@ -122,45 +101,26 @@ def carried_by(eqn: Any) -> range:
     return range(0)
 
 
-def equations(jaxpr: Any) -> Iterator[Equation]:
+def equations(jaxpr: Any, around: Equation | None = None) -> Iterator[Equation]:
     """The equations of a jaxpr, and those inside them, in the order of running."""
-    return _equations(jaxpr, None, {})
-
-
-def _equations(
-    jaxpr: Any, around: Equation | None, before: dict[Any, Any]
-) -> Iterator[Equation]:
-    """The equations of a program, some of whose arguments had other dtypes before."""
     runs = 1 if around is None else around.runs * _times(around.eqn)
     line = "" if around is None else around.source
+    before: dict[int, Any] = {}  # by the `id` of a variable
     for eqn in jaxpr.eqns:
-        operands = tuple(_dtype_before(v, before) for v in eqn.invars)
+        operands = tuple(before.get(id(v), dtype_in(v)) for v in eqn.invars)
         at = Equation(eqn, around, runs, line_of(eqn, line), operands)
         yield at
         if _keeps_numbers(eqn):
-            before |= dict.fromkeys(eqn.outvars, operands[0])
-        carried = carried_by(eqn)  # equal to its operands only in the first round
-        for program, numbers in arguments_of(eqn):
-            inner = open_jaxpr(program)
-            pairs = zip(inner.invars, numbers, strict=False)
-            inside = {v: operands[n] for v, n in pairs if n not in carried}
-            yield from _equations(inner, at, inside)
-
-
-def _dtype_before(v: Any, before: Mapping[Any, Any]) -> Any:
-    """The dtype of a value before it was converted to a wider one, if it was."""
-    now = dtype_in(v)
-    return now if isinstance(v, Literal) else before.get(v, now)
+            before[id(eqn.outvars[0])] = operands[0]
+        for program in programs_in(eqn):
+            yield from equations(open_jaxpr(program), at)
 
 
 def line_of(eqn: Any, around: str = "") -> str:
     """The user's line that made an equation, as `model.py:12 (f)`; else that of what is around."""
     users = _users_calls(eqn)
-    if users:
-        return _short(users[-1])
     # What a framework compiles and caches has only lines of its own.
-    calls = _calls(eqn)
-    return around or (_short(calls[-1]) if calls else "an unknown line")
+    return _short(users[-1]) if users else around or "an unknown line"
 
 
 def has_users_line(eqn: Any) -> bool:
@@ -195,17 +155,12 @@ def _times(eqn: Any) -> int:
 
 
 def _keeps_numbers(eqn: Any) -> bool:
-    """Whether the results are the one operand, in another form or in a wider dtype."""
-    if len(eqn.invars) != 1:
-        return False
-    its_traits = traits(eqn)
-    if Is.CASTS not in its_traits:
-        is_exact = its_traits & (Is.MOVES | Is.SENDS | Is.CHOOSES)
-        return bool(is_exact) and Is.ADDS_MANY not in its_traits
+    """Whether the result is the one operand, moved or in a wider dtype."""
+    if Is.CASTS not in traits(eqn):
+        return Is.MOVES in traits(eqn) and len(eqn.invars) == 1
     (operand,) = eqn.invars
     (result,) = eqn.outvars
-    are_floats = is_float(operand) and is_float(result)
-    return are_floats and dtype_in(operand).itemsize < dtype_in(result).itemsize
+    return dtype_in(operand).itemsize < dtype_in(result).itemsize
 
 
 # --- lines ---

@@ -6,6 +6,7 @@ from typing import Literal, Self, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.precision import times
@@ -13,7 +14,6 @@ from optax_lossscale._arrays.stateful import checked, state_field
 from optax_lossscale._scales.loss_scale import LossScale, choose
 
 Refill = Literal["growth", "rescale", "finite"]
-_REFILL = partial(validation.one_of, options=get_args(Refill))
 
 
 class DynamicLossScale(LossScale):
@@ -32,8 +32,7 @@ class DynamicLossScale(LossScale):
             growth_counter += 1
             if growth_counter == growth_interval:
                 growth_counter = 0
-                if loss_scale * growth_factor <= max_scale:
-                    loss_scale *= growth_factor
+                loss_scale = min(loss_scale * growth_factor, max_scale)
         else:
             growth_counter = 0
             if hysteresis_left > 1:
@@ -49,17 +48,15 @@ class DynamicLossScale(LossScale):
       growth_interval: finite steps in a row after which the scale grows.
       growth_factor: the factor by which the scale grows, at least 1.
       backoff_factor: the factor by which the scale backs off, in (0, 1].
-      min_scale: the floor. Set it below 1 for models whose gradients are large.
-      max_scale: the cap.
+      min_scale: the floor. Set it below 1 for models whose gradients are large. None
+        for none: a back-off to below float32's normal range does not take place.
+      max_scale: the cap, at which growth ends. None for none: growth to above float32's
+        range does not take place.
       hysteresis: how many non-finite steps it takes to back off.
       hysteresis_refill: when that count is refilled: `"growth"`, when the scale is due
         to grow (Megatron-LM, DeepSpeed); `"rescale"`, then and at a back-off
         (tf.contrib); `"finite"`, at each finite step (DeepSpeed's
         `consecutive_hysteresis`).
-      clip_growth: whether growth past `max_scale` ends there (Flax) or does not take
-        place.
-      clip_backoff: whether a back-off past `min_scale` ends there or does not take
-        place.
       can_be_exhausted: whether an overflow at a scale that cannot fall makes it
         `exhausted`.
       initial_growth_counter: the first `growth_counter`, below `growth_interval`.
@@ -82,15 +79,15 @@ class DynamicLossScale(LossScale):
       1024.0
     """
 
-    growth_interval: int = checked(validation.count, default=2000)
+    growth_interval: int = checked(validation.count(), default=2000)
     growth_factor: float = checked(validation.growth_factor, default=2.0)
     backoff_factor: float = checked(validation.backoff_factor, default=0.5)
-    min_scale: float = checked(validation.scale, default=1.0)
-    max_scale: float = checked(validation.scale, default=validation.LARGEST)
-    hysteresis: int = checked(validation.count, default=1)
-    hysteresis_refill: Refill = checked(_REFILL, default="growth")
-    clip_growth: bool = checked(validation.flag, default=False)
-    clip_backoff: bool = checked(validation.flag, default=True)
+    min_scale: float | None = checked(validation.scale_or_none, default=1.0)
+    max_scale: float | None = checked(validation.scale_or_none, default=None)
+    hysteresis: int = checked(validation.count(), default=1)
+    hysteresis_refill: Refill = checked(
+        partial(validation.one_of, options=get_args(Refill)), default="growth"
+    )
     can_be_exhausted: bool = checked(validation.flag, default=True)
     initial_growth_counter: int = 0
     growth_counter: jax.Array = state_field()  # shape=(), dtype=int32
@@ -100,11 +97,9 @@ class DynamicLossScale(LossScale):
     def __post_init__(self):
         super().__post_init__()
         validation.in_order(self.min_scale, self.initial_scale, self.max_scale)
-        counter = validation.count(
-            "initial_growth_counter",
-            self.initial_growth_counter,
-            least=0,
-            most=self.growth_interval - 1,
+        is_below_interval = validation.count(0, self.growth_interval - 1)
+        counter = is_below_interval(
+            "initial_growth_counter", self.initial_growth_counter
         )
         self._set(
             initial_growth_counter=counter,
@@ -112,45 +107,42 @@ class DynamicLossScale(LossScale):
             hysteresis_left=np.int32(self.hysteresis),
         )
 
-    def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
+    def adjust(self, grads_finite: ArrayLike) -> Self:
         return choose(grads_finite, self._after_finite_step(), self._after_overflow())
 
     def exhausted(self) -> jax.Array:
-        if not self.can_be_exhausted:
-            return jnp.array(False)
         return jnp.asarray(self._exhausted)
 
     def _after_finite_step(self) -> Self:
-        """Grown if it is due to grow, and then only as far as the cap allows."""
-        scale = self()
+        """Grown if it is due to grow."""
         counter = self.growth_counter + 1
         due = counter >= self.growth_interval
-        grown = times(scale, self.growth_factor)
-        if self.clip_growth:
-            grown = jnp.minimum(grown, self.max_scale)
-        else:
-            grown = jnp.where(grown <= self.max_scale, grown, scale)
+        grown = self._times(self.growth_factor)
         refills = True if self.hysteresis_refill == "finite" else due
         return self.replace(
-            loss_scale=jnp.where(due, grown, scale),
+            loss_scale=jnp.where(due, grown, self()),
             growth_counter=jnp.where(due, 0, counter),
             hysteresis_left=jnp.where(refills, self.hysteresis, self.hysteresis_left),
             _exhausted=False,
         )
 
     def _after_overflow(self) -> Self:
-        """Lowered if enough overflows were tolerated, and then only as far as the floor allows."""
+        """Lowered if enough overflows were tolerated."""
         scale = self()
         backs_off = self.hysteresis_left <= 1
-        lowered = times(scale, self.backoff_factor)
-        if self.clip_backoff:
-            lowered = jnp.maximum(lowered, self.min_scale)
-        else:
-            lowered = jnp.where(lowered >= self.min_scale, lowered, scale)
+        lowered = self._times(self.backoff_factor)
         left_after = self.hysteresis if self.hysteresis_refill == "rescale" else 1
         return self.replace(
             loss_scale=jnp.where(backs_off, lowered, scale),
             growth_counter=0,
             hysteresis_left=jnp.where(backs_off, left_after, self.hysteresis_left - 1),
-            _exhausted=backs_off & (lowered >= scale),
+            _exhausted=self.can_be_exhausted & backs_off & (lowered >= scale),
         )
+
+    def _times(self, factor: float) -> jax.Array:
+        """The scale times a factor, within the bounds; itself where float32 cannot hold it."""
+        scale = self()
+        product = times(scale, factor)
+        product = jnp.clip(product, self.min_scale, self.max_scale)
+        is_normal = (product >= validation.SMALLEST) & (product <= validation.LARGEST)
+        return jnp.where(is_normal, product, scale)

@@ -6,12 +6,12 @@ size explains. Both fall as long as nothing confirms them, and the more often st
 overflow, the slower they fall.
 """
 
-from functools import partial
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.stateful import checked, state_field
@@ -56,7 +56,7 @@ class HeadroomLossScale(LossScale):
         if grads_overflow:
             if reserve == 0 or reserve has faded since the last overflow:
                 memory = clip(2 * memory, 32, 512)
-            reserve = ceil(reserve + 1 if reserve < 0 else reserve + min(reserve + 1, 32))
+            reserve = ceil(reserve + clip(reserve + 1, 1, 32))
         else:
             fall = 1 / memory if size is measured else 1 / (64 * max(memory, 32))
             if size > largest + margin: reserve = 0         # the overflow was due to the size
@@ -100,7 +100,14 @@ class HeadroomLossScale(LossScale):
       16384.0
     """
 
-    margin: int = checked(partial(validation.count, least=0, most=24), default=1)
+    initial_scale: float = checked(
+        validation.number(
+            f"between 2**-{_BOUND} and 2**{_BOUND}",
+            lambda x: 2.0**-_BOUND <= x <= 2.0**_BOUND,
+        ),
+        default=2.0**15,
+    )
+    margin: int = checked(validation.count(0, 24), default=1)
     # shape=(), dtype=float32, like all that follow
     spare_bits: jax.Array = state_field()
     # Bits; below zero, how many overflows are excused
@@ -109,12 +116,11 @@ class HeadroomLossScale(LossScale):
 
     def __post_init__(self):
         super().__post_init__()
-        if not 2.0**-_BOUND <= self.initial_scale <= 2.0**_BOUND:
-            allowed = f"between 2**-{_BOUND} and 2**{_BOUND}"
-            validation.refuse("initial_scale", self.initial_scale, allowed)
         _, exponent = np.frexp(self.initial_scale)
-        self._set(loss_scale=np.ldexp(np.float32(0.5), exponent))
-        self._set(spare_bits=np.float32(self.margin))
+        self._set(
+            loss_scale=np.ldexp(np.float32(0.5), exponent),
+            spare_bits=np.float32(self.margin),
+        )
 
     def update(
         self, grads: Any, axis_name: AxisName | None = None
@@ -128,7 +134,7 @@ class HeadroomLossScale(LossScale):
         new = choose(finite, after_finite_step, self._after_overflow())
         return new, finite
 
-    def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
+    def adjust(self, grads_finite: ArrayLike) -> Self:
         """Adapts by the flag alone, which measures nothing.
 
         The scale falls at overflows as in `update`, and doubles every 2048 finite steps
@@ -148,9 +154,7 @@ class HeadroomLossScale(LossScale):
 
     def _after_overflow(self) -> Self:
         """A larger reserve, or one excuse less, and a longer memory."""
-        doubled = jnp.minimum(self._reserve + 1, _DEEP)
-        is_excused = self._reserve < 0
-        more = jnp.where(is_excused, 1, doubled)
+        more = jnp.clip(self._reserve + 1, 1, _DEEP)  # 1 while overflows are excused
         is_first = (self._reserve == 0) | self._has_faded()
         longer = jnp.clip(2 * self._memory, _SHORTEST, _LONGEST)
         memory = jnp.where(is_first, longer, self._memory)
@@ -187,7 +191,8 @@ class HeadroomLossScale(LossScale):
         left = self._reserve - (1 + self._reserve) * fall
         left = jnp.maximum(left, 0)
         # A whole number is what an overflow leaves; of 31, a memory of 32 makes 30.
-        left = jnp.where(left % 1 == 0, jnp.nextafter(left, 0), left)
+        is_whole = left % 1 == 0
+        left = jnp.where(is_whole, jnp.nextafter(left, 0), left)
         left = jnp.where(self._reserve < 0, self._reserve, left)
         return jnp.where(self._reserve >= _DEEP, -_EXCUSED, left)
 
@@ -197,21 +202,16 @@ class HeadroomLossScale(LossScale):
 
     def _largest(self) -> jax.Array:
         """The exponent of the largest gradient that is remembered, a fraction included."""
-        return _OVERFLOW - self._exponent() - self.spare_bits
+        _, exponent = jnp.frexp(self() / 2)
+        return _OVERFLOW - exponent - self.spare_bits
 
-    def _exponent(self) -> jax.Array:
-        """That of the loss scale, which is a power of two."""
-        _, exponent = jnp.frexp(self())
-        return exponent - 1
-
-    def _with(
-        self, largest: jax.Array, reserve: jax.typing.ArrayLike, memory: jax.Array
-    ) -> Self:
+    def _with(self, largest: jax.Array, reserve: ArrayLike, memory: jax.Array) -> Self:
         """The loss scale that fits these."""
-        fits = jnp.clip(_OVERFLOW - self.margin - largest, -_BOUND, _BOUND)
+        fits = _OVERFLOW - self.margin - largest
+        fits = jnp.clip(fits, -_BOUND, _BOUND)
         with_reserve = fits - jnp.maximum(reserve, 0)
         exponent = jnp.floor(jnp.maximum(with_reserve, -_BOUND))
-        # exp2 is inexact
+        # exp2 is inexact.
         loss_scale = jnp.ldexp(jnp.float32(1), exponent.astype(jnp.int32))
         return self.replace(
             loss_scale=loss_scale,

@@ -4,7 +4,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.stateful import checked, state_field
@@ -15,11 +15,12 @@ from optax_lossscale._scales.loss_scale import (
     largest_of_all,
 )
 
-_DECAY = validation.number(
-    "in [0, 1) as a float32", lambda x: bool(0 <= np.float32(x) < 1)
-)
+_BELOW_ONE = 1 - 2.0**-24  # the largest such float32
+_DECAY = validation.number("in [0, 1) as a float32", lambda x: 0 <= x <= _BELOW_ONE)
 # Beyond these the averages of squares would be infinite, and the scale NaN.
-_AT_MOST_60 = validation.number("a number of at most 60", lambda x: x <= 60)
+_AT_MOST_60 = validation.number(
+    "a number of at most 60", lambda x: -validation.LARGEST <= x <= 60
+)
 _DEVIATIONS = validation.number("in [0, 1e6]", lambda x: 0 <= x <= 1e6)
 
 
@@ -85,8 +86,8 @@ class LogMaxLossScale(LossScale):
         super().__post_init__()
         validation.in_order(self.min_scale, self.initial_scale, self.max_scale)
 
-    def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
-        return choose(grads_finite, self, self._after_overflow())
+    def adjust(self, grads_finite: ArrayLike) -> Self:
+        return choose(grads_finite, self, self._observe(self._of_overflow()))
 
     def update(
         self, grads: Any, axis_name: AxisName | None = None
@@ -94,12 +95,12 @@ class LogMaxLossScale(LossScale):
         amax = largest_of_all(grads, axis_name)
         finite = jnp.isfinite(amax)
         log2_amax = jnp.log2(jnp.maximum(amax, validation.SMALLEST))
-        new = choose(finite, self._observe(log2_amax), self._after_overflow())
-        return new, finite
+        x = jnp.where(finite, log2_amax, self._of_overflow())
+        return self._observe(x), finite
 
-    def _after_overflow(self) -> Self:
-        """As after a gradient of a given size."""
-        return self._observe(jnp.float32(2.0**self.log_max))
+    def _of_overflow(self) -> jax.Array:
+        """What an overflow counts as."""
+        return jnp.float32(2.0**self.log_max)
 
     def _observe(self, x: jax.Array) -> Self:
         """Averages that have seen one more log2 of a largest gradient, and the scale from them."""

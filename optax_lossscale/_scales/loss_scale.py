@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.finite import (
@@ -69,7 +70,7 @@ class LossScale(Stateful):
         return jnp.asarray(self.loss_scale, jnp.float32)
 
     @abc.abstractmethod
-    def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
+    def adjust(self, grads_finite: ArrayLike) -> Self:
         """The loss scale after one step, from the flag alone.
 
         Args:
@@ -112,7 +113,12 @@ class LossScale(Stateful):
         `None`, integer and float0 leaves their values.
         """
         scale = self()
-        return map_inexact(lambda x: x * scale.astype(jnp.finfo(x.dtype).dtype), tree)
+
+        def scaled(x):
+            dtype = jnp.finfo(x.dtype).dtype  # that of the parts of complex numbers
+            return x * scale.astype(dtype)
+
+        return map_inexact(scaled, tree)
 
     def unscale(self, tree: T) -> T:
         """Gradients, or any pytree, with floating-point and complex leaves divided by the scale.
@@ -125,7 +131,8 @@ class LossScale(Stateful):
         # from multiplying them, and quotients for both: anything simpler XLA would
         # recompute in the kernel of each leaf.
         scale = lax.optimization_barrier(self)()
-        shift = jnp.where(scale > 2.0**100, jnp.float32(4.0), jnp.float32(1.0))
+        is_huge = scale > 2.0**100
+        shift = jnp.where(is_huge, 4.0, 1.0).astype(jnp.float32)
 
         @functools.cache  # as tracing takes time
         def factors(dtype):
@@ -153,7 +160,7 @@ def _in_one_array(*scalars: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(lax.optimization_barrier(jnp.stack(scalars)))
 
 
-def choose(flag: jax.typing.ArrayLike, if_true: T, if_false: T) -> T:
+def choose(flag: ArrayLike, if_true: T, if_false: T) -> T:
     """The one loss scale or the other, leaf by leaf."""
     return jax.tree.map(functools.partial(jnp.where, flag), if_true, if_false)
 

@@ -1,22 +1,16 @@
 """The loss scale that tolerates a share of overflows."""
 
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.precision import times
 from optax_lossscale._arrays.stateful import checked, state_field
 from optax_lossscale._scales.loss_scale import LossScale, choose
-
-_SHARE = validation.number("a number in [0, 1]", lambda x: 0 <= x <= 1)
-
-
-def _scale_or_none(name: str, value: Any) -> float | None:
-    """A scale, or None for none."""
-    return None if value is None else validation.scale(name, value)
 
 
 class ToleranceLossScale(LossScale):
@@ -67,10 +61,12 @@ class ToleranceLossScale(LossScale):
       512.0
     """
 
-    growth_interval: int = checked(validation.count, default=2000)
+    growth_interval: int = checked(validation.count(), default=2000)
     factor: float = checked(validation.growth_factor, default=2.0)
-    tolerance: float = checked(_SHARE, default=0.0)
-    threshold: float | None = checked(_scale_or_none, default=None)
+    tolerance: float = checked(
+        validation.number("a number in [0, 1]", lambda x: 0 <= x <= 1), default=0.0
+    )
+    threshold: float | None = checked(validation.scale_or_none, default=None)
     min_scale: float = checked(validation.scale, default=1e-4)
     growth_counter: jax.Array = state_field(0)  # shape=(), dtype=int32
     steps: jax.Array = state_field(0)  # shape=(), dtype=int32
@@ -83,7 +79,7 @@ class ToleranceLossScale(LossScale):
             allowed = f"above min_scale={self.min_scale!r}"
             validation.refuse("initial_scale", self.initial_scale, allowed)
 
-    def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
+    def adjust(self, grads_finite: ArrayLike) -> Self:
         return choose(grads_finite, self._after_finite_step(), self._after_overflow())
 
     def exhausted(self) -> jax.Array:

@@ -3,7 +3,6 @@
 OLMo-core, MaxText and Levanter share it, and differ in the deviation.
 """
 
-from functools import partial
 from typing import Self
 
 import jax
@@ -14,10 +13,6 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.stateful import checked, state_field
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._skips.window import with_newest
-
-_LENGTH = partial(validation.count, least=2, most=2**20)
-_NOT_NEGATIVE = partial(validation.count, least=0)
-_ZERO_OR_ONE = partial(validation.count, least=0, most=1)
 
 
 class RollingSkipRule(SkipRule):
@@ -31,10 +26,10 @@ class RollingSkipRule(SkipRule):
     """
 
     needs_value = True
-    length: int = checked(_LENGTH)
+    length: int = checked(validation.count(2, 2**20))
     sigma_factor: float = checked(validation.positive)
-    least_history: int = checked(_NOT_NEGATIVE)  # without a skip
-    ddof: int = checked(_ZERO_OR_ONE, default=1)  # 1 for unbiased
+    least_history: int = checked(validation.count(0))  # without a skip
+    ddof: int = checked(validation.count(0, 1), default=1)  # 1 for unbiased
     least_deviation: float = checked(validation.finite, default=0.0)
     seen: jax.Array = state_field(0)  # shape=(), dtype=int32
     _window: jax.Array = state_field()  # shape=(2, length), dtype=float32
@@ -61,9 +56,12 @@ class RollingSkipRule(SkipRule):
         is_filled = jnp.arange(self.length) < self.seen
         count = jnp.maximum(self.seen, 1)
         degrees = jnp.maximum(self.seen - self.ddof, 1)  # of freedom
-        mean = jnp.sum(self._window, axis=1) / count.astype(jnp.float32)
-        differences = jnp.where(is_filled, self._window - mean[:, None], 0)
+        total = jnp.sum(self._window, axis=1)
+        mean = total / count.astype(jnp.float32)
+        differences = self._window - mean[:, None]
+        differences = jnp.where(is_filled, differences, 0)
         squares = jnp.sum(jnp.square(differences), axis=1)
-        deviation = jnp.sqrt(squares / degrees.astype(jnp.float32))
+        variance = squares / degrees.astype(jnp.float32)
+        deviation = jnp.sqrt(variance)
         deviation = jnp.maximum(deviation, self.least_deviation)
         return numbers - mean <= self.sigma_factor * deviation

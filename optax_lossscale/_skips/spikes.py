@@ -1,6 +1,5 @@
 """The recommended rule: norms and losses far above the usual ones, by order statistics."""
 
-from functools import partial
 from typing import Self
 
 import jax
@@ -19,11 +18,9 @@ _ENOUGH = 24.0  # with fewer steps, proportionally more is allowed
 # A size that so many of the steps reached, or one in so many, is no accident.
 _COMMON = 3
 _COMMON_SHARE = 20
-_ABOVE_ALL = 1e3  # in place of a logarithm that is not known
+_UNKNOWN = 1e3  # in place of a logarithm, above all that there are
 
 _POSITIVE = validation.number("above 0 and at most 1e6", lambda x: 0 < x <= 1e6)
-_WINDOW = partial(validation.count, least=16, most=2**20)
-_SKIPS = partial(validation.count, least=0, most=2**20)
 
 
 class SpikeSkipRule(SkipRule):
@@ -37,18 +34,16 @@ class SpikeSkipRule(SkipRule):
 
     factor: float = checked(_POSITIVE, default=6.0)
     least: float = checked(_POSITIVE, default=1.0)
-    window: int = checked(_WINDOW, default=64)
-    max_skips: int = checked(_SKIPS, default=16)
+    window: int = checked(validation.count(16, 2**20), default=64)
+    max_skips: int = checked(validation.count(0, 2**20), default=16)
     norm_limit: jax.Array = state_field(float("inf"))
     value_limit: jax.Array = state_field(float("inf"))
-    # How many norms and how many losses are remembered; shape=(2,), dtype=int32
-    _seen: jax.Array = state_field(np.zeros(2, np.int32))
-    # Their logarithms, the newest first; shape=(2, window), dtype=float32
+    # Logarithms of norms and of losses, the newest first; shape=(2, window), float32
     _last: jax.Array = state_field()
 
     def __post_init__(self):
         super().__post_init__()
-        self._set(_last=np.zeros((2, self.window), np.float32))
+        self._set(_last=np.full((2, self.window), _UNKNOWN, np.float32))
 
     def decide(
         self, norm: jax.Array, value: jax.Array | None
@@ -64,8 +59,10 @@ class SpikeSkipRule(SkipRule):
         # What happens this often is no accident, and is applied.
         is_common = is_spike & (self.skip_debt + APPLIED_PER_SKIP > most_debt)
         should_apply = ~is_spike | is_common
-        new = self._remember(measured, is_known & should_apply)
-        new = new.replace(
+        is_usual = is_known & should_apply
+        with_one_more = with_newest(self._last, measured)
+        new = self.replace(
+            _last=jnp.where(is_usual[:, None], with_one_more, self._last),
             norm_limit=jnp.exp2(limits[0]),
             value_limit=jnp.exp2(limits[1]),
             skip_debt=jnp.where(is_common, most_debt, self.skip_debt),
@@ -74,32 +71,16 @@ class SpikeSkipRule(SkipRule):
 
     def _limits(self) -> jax.Array:
         """The largest logarithms of a norm and of a loss that are usual; shape (2,)."""
-        places = jnp.arange(self.window)[None]
-        is_filled = places < self._seen[:, None]
-        ordered = jnp.sort(jnp.where(is_filled, self._last, _ABOVE_ALL))
-        count = jnp.maximum(self._seen, _FEWEST)
-
-        def at(rank):
-            """The number of this rank, of norms and of losses."""
-            numbers = jnp.take_along_axis(ordered, rank[:, None], 1)
-            return numbers[:, 0]
-
-        median = at(count // 2)
-        quartile = at(3 * count // 4)
+        seen = jnp.sum(self._last < _UNKNOWN, axis=1)
+        count = jnp.maximum(seen, _FEWEST)
+        ordered = jnp.sort(self._last)
         how_many_reached = jnp.maximum(_COMMON, count // _COMMON_SHARE)
-        common = at(count - how_many_reached)
+        ranks = [count // 2, 3 * count // 4, count - how_many_reached]
+        ranked = jnp.take_along_axis(ordered, jnp.stack(ranks, axis=1), axis=1)
+        median, quartile, common = ranked.T
         deviation = _DEVIATION * (quartile - median)
         shortage = jnp.maximum(1, _ENOUGH / count.astype(jnp.float32))
         floor = self.least * shortage
         allowed = jnp.maximum(self.factor * deviation, floor)
         limits = jnp.maximum(median + allowed, common + allowed / 2)
-        return jnp.where(self._seen < _FEWEST, jnp.inf, limits)
-
-    def _remember(self, measured: jax.Array, is_usual: jax.Array) -> Self:
-        """With one more of each, if it is usual."""
-        with_one_more = with_newest(self._last, measured)
-        seen = self._seen + is_usual.astype(jnp.int32)
-        return self.replace(
-            _last=jnp.where(is_usual[:, None], with_one_more, self._last),
-            _seen=jnp.minimum(seen, self.window),
-        )
+        return jnp.where(seen < _FEWEST, jnp.inf, limits)

@@ -1,6 +1,5 @@
 """The rules of a threshold for the norm: one that is given, and one that follows the norms."""
 
-from functools import partial
 from typing import NamedTuple, Self
 
 import jax
@@ -11,9 +10,6 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.stateful import checked, state_field
 from optax_lossscale._skips.rule import SkipRule
 
-_NOT_NEGATIVE = validation.number("a number of at least 0", lambda x: x >= 0)
-_COUNT = partial(validation.count, least=0)
-_DECAY = validation.number("in (0, 1), such as 0.99", lambda x: 0 < x < 1)
 _UNTIL_THEN = 1e10  # the threshold in AXLearn before there is an average
 
 
@@ -57,10 +53,16 @@ class MovingAverageSkipRule(SkipRule):
     """
 
     mean_factor: float = checked(validation.positive)  # how many times the mean
-    stddev_factor: float = checked(_NOT_NEGATIVE)  # and how many deviations more
+    stddev_factor: float = checked(
+        validation.number(
+            "a number of at least 0", lambda x: 0 <= x <= validation.LARGEST
+        )
+    )  # and how many deviations more
     # How many steps it takes; until then, norms below _UNTIL_THEN are applied
-    min_count: int = checked(_COUNT)
-    grad_norm_ema_decay: float = checked(_DECAY)
+    min_count: int = checked(validation.count(0))
+    grad_norm_ema_decay: float = checked(
+        validation.number("in (0, 1), such as 0.99", lambda x: 0 < x < 1)
+    )
     count: jax.Array = state_field(0)  # shape=(), dtype=int32
     mean: jax.Array = state_field(1.0)  # shape=(), dtype=float32
     mean_square: jax.Array = state_field(1.0)  # shape=(), dtype=float32

@@ -6,4 +6,5 @@ import jax.numpy as jnp
 
 def with_newest(window: jax.Array, numbers: jax.Array) -> jax.Array:
     """A window with one more number at the front of each row, where the oldest falls out."""
-    return jnp.concatenate([numbers[:, None], window[:, :-1]], axis=1)
+    newest = numbers[:, None]
+    return jnp.concatenate([newest, window[:, :-1]], axis=1)

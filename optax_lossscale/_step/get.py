@@ -69,12 +69,12 @@ def get(identifier: LossScaleLike) -> LossScale:
 
 def _preset(name: Any, arguments: dict[Any, Any]) -> LossScale:
     """The preset of that name, with those arguments."""
-    named = presets._PRESETS
-    if not isinstance(name, str) or name not in named:
+    known = presets.__all__
+    if name not in known:
         raise ValueError(
-            f"no preset is named {validation.shown(name)}; there are {', '.join(named)}"
+            f"no preset is named {validation.shown(name)}; there are {', '.join(known)}"
         )
-    return validation.construct(named[name], arguments)
+    return validation.construct(getattr(presets, name), arguments)
 
 
 def get_loss_scale(state: Any) -> LossScale:

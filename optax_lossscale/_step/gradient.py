@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,10 +83,11 @@ def _scaled_tangent(primals, tangents):
 
 def _warn_of_float16(loss: Any, loss_scale: LossScale) -> None:
     """Warns of a loss in float16, if the loss scale may grow beyond what that holds."""
-    highest = getattr(loss_scale, "max_scale", math.inf)
+    highest = getattr(loss_scale, "max_scale", None)
     if isinstance(loss_scale, FixedLossScale):
         highest = loss_scale.initial_scale
-    if getattr(loss, "dtype", None) == jnp.float16 and highest >= 2**16:
+    is_low = highest is not None and highest < 2**16
+    if getattr(loss, "dtype", None) == jnp.float16 and not is_low:
         validation.warn(
             "the loss is float16, where its gradient, the loss scale, is infinite "
             "from 2**16 on. Compute it in float32: jnp.mean((prediction - "
@@ -212,10 +212,7 @@ def check_keywords(fun: Callable[..., Any], ours: Sequence[str], args: tuple) ->
         return
     bound.update(getattr(inspect.unwrap(fun), "keywords", {}))  # of a functools.partial
     for name in ours:
-        parameter = signature.parameters.get(name)
-        if parameter is None or name in bound:
-            continue
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        if name in signature.parameters and name not in bound:
             raise TypeError(
                 f"{name} is an argument of this call, and one of the function's own, "
                 "which would not get it: bind the latter, as in "

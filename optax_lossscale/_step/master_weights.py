@@ -16,11 +16,7 @@ from optax_lossscale._arrays.rounding import join, narrow_dtype, split
 from optax_lossscale._arrays.validation import shown
 from optax_lossscale._arrays.variables import find
 from optax_lossscale._step.get import name_in_optax
-from optax_lossscale._step.inputs import (
-    check_update_shape,
-    complete,
-    update_or_zero,
-)
+from optax_lossscale._step.inputs import check_update_shape, complete, update_or_zero
 from optax_lossscale._step.state import check_inner_dtypes
 
 # States, by name, of what makes updates of its own out of those of the transformation
@@ -38,8 +34,8 @@ class MasterWeightsState(NamedTuple):
 
     Attributes:
       master_weights: the bits that the parameters lack to be float32 numbers; a tree
-        like them, of uint16 for bfloat16, float32 for float16 (for 8 bits, a pair of
-        that and a scalar of the dtype), and `optax.MaskedNode()` for all others.
+        like them, of uint16 for bfloat16, float32 for float16, and
+        `optax.MaskedNode()` for all others.
       inner_state: the state of the wrapped optimizer, for parameters in float32 or
         wider.
     """
@@ -116,9 +112,9 @@ def with_master_weights(
 
     Raises:
       TypeError: in `update`, if the state is not one of this transformation.
-      ValueError: in `update`, without `params`, or if the state is for other shapes or
-        dtypes; float32 parameters are taken for those that `with_loss_scale` made of
-        16-bit ones.
+      ValueError: in `init`, if a parameter has 8 bits; in `update`, without `params`,
+        or if the state is for other shapes or dtypes; float32 parameters are taken for
+        those that `with_loss_scale` made of 16-bit ones.
 
     Example:
       Sixteen steps, each of which changes a weight of 1 by a quarter of float16's least

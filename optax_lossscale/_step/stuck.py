@@ -47,7 +47,7 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
           ...
       optax_lossscale.LossScaleError: gradients overflowed at a loss scale...
     """
-    count("max_consecutive_skips", max_consecutive_skips)
+    count()("max_consecutive_skips", max_consecutive_skips)
     at_hand("raise_if_stuck", state)
     loss_scale = get_loss_scale(state)
     states = wrapper_states(state)

@@ -6,16 +6,11 @@ summed 1024 times.
 """
 
 import argparse
-import sys
 
 import jax
 import numpy as np
 import optax
-
-try:
-    from matplotlib.figure import Figure
-except ModuleNotFoundError:
-    sys.exit("The demo needs matplotlib: pip install 'optax_lossscale[demo]'")
+from matplotlib.figure import Figure
 
 import optax_lossscale as ols
 from optax_lossscale import plot
@@ -23,6 +18,9 @@ from optax_lossscale.demo import _model, _text
 
 MICRO_BATCHES = 1024
 PICTURE = "loss_scaling.png"
+HEADER = """\
+| run | final loss | skipped | last scale |
+| --- | ---: | ---: | ---: |"""
 
 
 def loss_fn(params, tokens):
@@ -45,17 +43,14 @@ def make_train_step(loss_fn, loss_scale, steps):
     """The optimizer, and a compiled step, of which two lines are of loss scaling."""
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps + 1)
     optimizer = optax.chain(
-        optax.scale(MICRO_BATCHES),
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(rate),
+        optax.scale(MICRO_BATCHES), optax.clip_by_global_norm(1.0), optax.adamw(rate)
     )
     tx = ols.with_loss_scale(optimizer, loss_scale)
 
     @jax.jit
     def train_step(params, state, tokens):
         loss, params, state = tx.minimize(loss_fn, state, params, tokens)
-        metrics = ols.metrics(state)
-        metrics["loss"] = loss * MICRO_BATCHES
+        metrics = ols.metrics(state) | {"loss": loss * MICRO_BATCHES}
         return params, state, metrics
 
     return tx, train_step
@@ -66,9 +61,8 @@ def train(loss_fn, loss_scale, steps):
     tx, train_step = make_train_step(loss_fn, loss_scale, steps)
     params = _model.init(jax.random.key(0))
     state = tx.init(params)
-    text = _text.read()
     history = []
-    for tokens in _text.batches(text, steps, seed=0):
+    for tokens in _text.batches(_text.read(), steps, seed=0):
         params, state, metrics = train_step(params, state, tokens)
         history.append(metrics)
     return jax.device_get(history)
@@ -81,28 +75,24 @@ def main(arguments=None):
     steps = parser.parse_args(arguments).steps
     figure = Figure(figsize=(7, 5.5), layout="constrained")
     top, bottom = figure.subplots(2, sharex=True, height_ratios=(2, 1))
-    print(__doc__)
-    print("| run | final loss | skipped | last scale |")
-    print("| --- | ---: | ---: | ---: |", flush=True)
+    top.set(
+        title="The loss is divided by 1024, so gradients underflow in float16.",
+        ylabel="loss (nats per byte, running mean)",
+    )
+    print(f"{__doc__}\n{HEADER}", flush=True)
     for name, (loss_fn, loss_scale) in RUNS.items():
         history = train(loss_fn, loss_scale, steps)
         losses = [metrics["loss"] for metrics in history]
-        last_tenth = losses[-(steps // 10) :]
-        final_loss = np.mean(last_tenth)
+        final_loss = np.mean(losses[-40:])
         skipped = history[-1]["skipped_steps"]
         exponent = history[-1]["log2_loss_scale"]
         row = f"| {name} | {final_loss:.4f} | {skipped} | 2^{exponent:g} |"
         print(row, flush=True)
-
-        style = {"lw": 1.3}
-        if name == "float32":  # two of the others lie on top of it
-            style = {"lw": 5, "alpha": 0.3}
-        padded = np.pad(losses, (9, 0), mode="edge")
-        running_mean = np.convolve(padded, np.full(10, 0.1), mode="valid")
+        # Two of the others lie on top of float32.
+        style = {"lw": 5 if name == "float32" else 1.3, "alpha": 0.5}
+        running_mean = np.convolve(losses, np.full(10, 0.1), mode="valid")
         [line] = top.plot(running_mean, label=name, **style)
         plot.loss_scale(history, bottom, color=line.get_color(), **style)
-    top.set_title("The loss is divided by 1024, so gradients underflow in float16.")
-    top.set_ylabel("loss (nats per byte, running mean)")
     top.legend(loc="upper center")
     figure.savefig(PICTURE, dpi=160)
     print("Picture:", PICTURE)

@@ -17,7 +17,8 @@ def init(key, width=WIDTH, blocks=BLOCKS):
 
     def normal(inputs, outputs):
         """Weights that keep the size of what they are multiplied by."""
-        weights = jax.random.normal(next(keys), (inputs, outputs))
+        shape = (inputs, outputs)
+        weights = jax.random.normal(next(keys), shape)
         return weights * inputs**-0.5
 
     def weights_of_block():
@@ -45,12 +46,15 @@ def loss(params, tokens):
 
     Norms, softmax and loss are in float32 also where the parameters are cast by hand.
     """
-    x = params["embedding"][tokens[:, :-1]] + params["position"]
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
+    x = params["embedding"][inputs]
+    x += params["position"]
     for layer in params["blocks"]:
         x = block(layer, x)
     logits = normed(x, params["norm"]) @ params["head"]
-    targets = tokens[:, 1:]
-    losses = cross_entropy(logits.astype(jnp.float32), targets)
+    logits = logits.astype(jnp.float32)
+    losses = cross_entropy(logits, targets)
     return losses.mean()
 
 
@@ -78,7 +82,8 @@ def attention(layer, x):
     heads = qkv.reshape(*x.shape[:2], HEADS, -1)
     q, k, v = jnp.split(heads, 3, -1)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
-    scores = scores.astype(jnp.float32) * q.shape[-1] ** -0.5
+    scores = scores.astype(jnp.float32)
+    scores *= q.shape[-1] ** -0.5
     is_past = jnp.tri(CONTEXT, dtype=bool)
     scores = jnp.where(is_past, scores, -jnp.inf)
     weights = jax.nn.softmax(scores).astype(x.dtype)

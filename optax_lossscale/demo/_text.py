@@ -14,13 +14,13 @@ def read():
     """The bytes of the standard library's top-level modules."""
     library = pathlib.Path(sysconfig.get_path("stdlib"))
     files = sorted(library.glob("*.py"))
-    return np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
+    text = b"".join(file.read_bytes() for file in files)
+    return np.frombuffer(text, np.uint8)
 
 
 def batches(text, steps, seed):
-    """Random excerpts: int32, shape (BATCH, CONTEXT + 1), the same for the same seed."""
+    """Random excerpts, the same for the same seed; int32, (steps, BATCH, CONTEXT + 1)."""
     rng = np.random.default_rng(seed)
-    offsets = np.arange(CONTEXT + 1)
-    for _ in range(steps):
-        starts = rng.integers(0, len(text) - CONTEXT, BATCH)
-        yield text[starts[:, None] + offsets].astype(np.int32)
+    starts = rng.integers(0, len(text) - CONTEXT, (steps, BATCH, 1))
+    excerpts = text[starts + np.arange(CONTEXT + 1)]
+    return excerpts.astype(np.int32)

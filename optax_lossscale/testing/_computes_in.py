@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from optax_lossscale._arrays import validation
-from optax_lossscale._diagnosis.dtypes import dtype_report, product_rows
+from optax_lossscale._diagnosis.dtypes import dtype_report, rows_of
 
 
 def assert_computes_in(
@@ -64,7 +64,7 @@ def assert_computes_in(
         number = sum(p.count for p in wrong)
         total = sum(p.count for p in judged)
         title = f"{number} of {total} matrix products and convolutions compute in another dtype"
-        rows = "\n".join(product_rows(wrong, report))
+        rows = "\n".join(rows_of(wrong, report))
         where = f"The first of them in the program is at {wrong[0].source}."
         why = _WIDE.format(dtype=dtype)
         raise AssertionError(f"{title} than {dtype}:\n{rows}\n{where}\n{why}")

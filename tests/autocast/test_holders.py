@@ -708,23 +708,6 @@ def test_custom_derivatives_are_the_users():
         holds(jax.checkpoint(fun))
 
 
-def test_custom_derivatives_keep_their_names():
-    @jax.custom_jvp
-    def my_jvp(x):
-        return x @ V
-
-    my_jvp.defjvp(lambda primals, tangents: (my_jvp(*primals), tangents[0] @ V))
-
-    @jax.custom_vjp
-    def my_vjp(x):
-        return x @ V
-
-    my_vjp.defvjp(lambda x: (x @ V, ()), lambda _, ct: (ct @ V.T,))
-    text = str(jax.make_jaxpr(ols.autocast(lambda x: my_vjp(my_jvp(x))))(X))
-    assert "name=my_jvp" in text
-    assert "name=my_vjp" in text
-
-
 def test_each_pass_of_a_custom_vjp_runs_once():
     """The forward pass is the original's, which saves what it likes for the backward pass."""
     ran = []

@@ -52,7 +52,7 @@ def test_a_healthy_model_is_fine_as_it_is():
     assert diagnosis.verdict.startswith(
         "float16 is fine as it is, without a loss scale"
     )
-    assert diagnosis.advice == ["Nothing. A dynamic loss scale would start at 2**13."]
+    assert diagnosis.advice == ["Nothing."]
     assert diagnosis.underflow == {}
     assert "What to do:\n- Nothing." in str(diagnosis)
 
@@ -66,23 +66,15 @@ def test_a_small_loss_loses_gradients_without_a_scale(mask):
     )
     assert np.log2(diagnosis.initial_scale.scale) == 29
     (advice,) = diagnosis.advice
-    assert (
-        "DynamicLossScale(initial_scale=2.0**29)" in advice
-        or "initial scale of" in advice
+    assert advice in (
+        "Wrap the optimizer: with_loss_scale(optimizer).",
+        "Wrap the optimizer: with_loss_scale(optimizer, "
+        "DynamicLossScale(initial_scale=2.0**29)).",
     )
     name, worst = next(iter(diagnosis.underflow.items()))
     assert name == "all"
     assert worst.lost > 0.1
     assert 0 < worst.bits <= 29
-
-
-@pytest.mark.parametrize(("tiny", "may_do_without"), [(4, True), (6, False)])
-def test_a_model_that_loses_few_gradients_may_need_no_scale(tiny, may_do_without):
-    x = jnp.where(jnp.arange(100) < tiny, 1e-7, 1).astype(jnp.float16)
-    loss_fn = lambda w: jnp.sum((w.astype(jnp.float16) * x).astype(jnp.float32))
-    [advice] = ols.diagnose(loss_fn, jnp.ones(100)).advice
-    assert advice.startswith("Wrap the optimizer")
-    assert ("many models need none" in advice) == may_do_without
 
 
 def test_scores_that_overflow_are_named():
@@ -99,9 +91,9 @@ def test_scores_that_overflow_are_named():
 def test_a_row_that_is_masked_whole_is_told():
     mask = CAUSAL & (np.arange(6) != 0)  # the first sees itself alone
     diagnosis = ols.diagnose(attention, W, X, mask=mask)
-    assert "infinities, in sub, at " in diagnosis.verdict
+    assert "sub at " in diagnosis.verdict
     assert line_of(attention, 6) in diagnosis.verdict
-    assert any("use a finite number" in advice for advice in diagnosis.advice)
+    assert any("masks finite" in advice for advice in diagnosis.advice)
 
 
 @jax.custom_vjp
@@ -137,12 +129,12 @@ def test_gradients_that_are_finite_at_no_scale():
     )
     assert line_of(loss_fn, 0) in diagnosis.verdict
     assert diagnosis.wrong[0].name == "w"
-    assert diagnosis.advice[0].startswith("Keep the argument of the root above 0")
+    assert diagnosis.advice[0].startswith("Keep the arguments of roots")
 
 
 def test_a_loss_so_large_that_its_gradients_overflow():
     diagnosis = ols.diagnose(attention, W, X, loss=2.0**20)
-    assert "needs one below 1" in diagnosis.verdict
+    assert diagnosis.verdict.startswith("Without a loss scale of about 2**-")
     exponent = np.log2(diagnosis.initial_scale.scale)
     bounds = f"initial_scale=2.0**{exponent:.0f}, min_scale=2.0**{exponent - 16:.0f})"
     # and a larger batch later does not end the training
@@ -230,7 +222,7 @@ def test_the_loss_scale_in_a_state_is_compared_and_none_is_advised():
     assert fine.verdict == "float16 is fine, and so is a loss scale of 2**15."
     assert "yours is 2**15" in str(fine)
     assert at(2.0**40).verdict == "Gradients overflow at your loss scale, 2**40."
-    assert at(2.0).verdict.startswith("Your loss scale, 2**1, is lower than what fits")
+    assert at(2.0).verdict == "Gradients are lost at your loss scale, 2**1."
     assert not any(
         "Wrap" in advice for s in ("dynamic", 2.0**40, 2.0) for advice in at(s).advice
     )
@@ -253,7 +245,7 @@ def test_works_where_transfers_are_disallowed(guard):
 def test_works_where_nans_are_an_error():
     loss_fn = lambda w: jnp.sum(jnp.log(w.astype(F16)).astype(F32))
     with jax.debug_nans(True), jax.debug_infs(True):
-        assert "the logarithm of 0" in ols.diagnose(loss_fn, jnp.zeros(3)).verdict
+        assert "log at " in ols.diagnose(loss_fn, jnp.zeros(3)).verdict
 
 
 def test_works_with_float64():
@@ -401,7 +393,7 @@ def test_of_products_that_cancel_the_advice_is_to_keep_them_and_helps():
         a for a in ols.diagnose(ols.autocast(function), params, x).advice if "Keep" in a
     ]
     assert line_of(function, 2) in advice
-    assert advice.endswith("in float32: precision=jax.lax.Precision.HIGHEST.")
+    assert "precision=jax.lax.Precision.HIGHEST under autocast" in advice
     kept = lambda params, x: square(
         jnp.dot(x, params["w"], precision="highest") - x.sum(-1, keepdims=True)
     )
@@ -422,7 +414,8 @@ def test_choices_that_float32_makes_otherwise_are_said():
     (choice,) = found.choices
     assert choice.count == 64
     assert 0.3 < choice.decided < 0.7  # every second index
-    assert "are not what float32 chooses" in found.verdict
+    assert found.verdict.startswith("Float32 chooses otherwise at ")
+    assert line_of(indices, 2) in found.verdict
     assert "Chosen otherwise than in float32: " in str(found)
 
 
@@ -608,10 +601,8 @@ def test_a_loss_over_several_devices(gain):
 # --- the page, the table and the picture ---
 
 
-def test_the_page_fits_a_terminal_and_is_short():
-    params = {
-        f"{'a_long_name/' * 6}{chr(97 + i)}": w for i, w in enumerate([jnp.eye(8)] * 20)
-    }
+def test_the_page_is_short():
+    params = {chr(97 + i): w for i, w in enumerate([jnp.eye(8)] * 20)}
 
     def loss_fn(params, x):
         x = sum(x @ w.astype(jnp.float16) for w in params.values())

@@ -203,13 +203,6 @@ def test_it_counts_what_runs_on_every_device():
     assert multiplications(mapped, array(4, 2, 4), W) == 4 * ONE
 
 
-def test_rounds_that_nobody_knows_are_said_to_count_as_one():
-    found = report(in_a_while, W, X)
-    assert line("while") in found.while_loops[0]
-    assert f"Counted as one iteration: the loop at {found.while_loops[0]}" in str(found)
-    assert report(scanned, W, X).while_loops == ()
-
-
 # --- in which dtype ---
 
 
@@ -229,54 +222,24 @@ def test_the_shares_are_those_of_the_multiplications():
 def test_the_widest_operand_counts_and_not_the_result():
     wide = functools.partial(lax.dot, preferred_element_type=jnp.float32)
     assert report(wide, X, W).shares == {F16: 1.0}
-    assert report(wide, X, W).products[0].result == F32
     assert report(wide, X, array(4, 4, dtype=F32)).shares == {F32: 1.0}
 
 
-def test_an_algorithm_says_what_is_multiplied():
+def test_a_precision_is_a_choice_unless_all_products_have_it():
     x = array(4, 4, dtype=F32)
-    rounded = lax.DotAlgorithmPreset.F16_F16_F32
-    assert report(functools.partial(lax.dot, precision=rounded), x, x).shares == {
-        F16: 1.0
-    }
-    assert (
-        not report(functools.partial(lax.dot, precision=rounded), x, x)
-        .products[0]
-        .by_choice
-    )
-    exact = lax.DotAlgorithmPreset.F32_F32_F32
-    (product,) = report(functools.partial(lax.dot, precision=exact), x, x).products
-    assert product.dtype == F32
-    assert product.by_choice
-
-
-def test_a_default_precision_is_no_choice_of_the_model_and_is_told():
-    x = array(4, 4, dtype=F32)
+    exact = functools.partial(lax.dot, precision=lax.DotAlgorithmPreset.F32_F32_F32)
+    assert report(exact, x, x).products[0].by_choice
     with jax.default_matmul_precision("highest"):
-        found = report(jnp.matmul, x, x)
-    assert not found.products[0].by_choice
-    assert "as autocast leaves products at this jax_default_matmul_precision" in str(
-        found
-    )
+        assert not report(jnp.matmul, x, x).products[0].by_choice
 
 
-def test_it_sees_what_an_operand_was_through_a_function_and_a_transposition():
+def test_it_sees_what_an_operand_was_through_a_transposition():
     def fun(w, x):
         w = jnp.transpose(w.astype(F32))
-        return lax.scan(lambda x, _: (jax.jit(jnp.dot)(x, w), None), x, length=3)[0]
+        return x @ w
 
     (product,) = report(fun, W, array(2, 4, dtype=F32)).products
     assert product.operands == (F32, F32)
-    assert product.before == (F32, F16)
-
-
-def test_it_sees_what_an_operand_was_in_the_branch_of_a_cond():
-    def fun(w, x):
-        return lax.cond(
-            x[0, 0] > 0, lambda w, x: x @ w, lambda w, x: x, w.astype(F32), x
-        )
-
-    (product,) = report(fun, W, array(2, 4, dtype=F32)).products
     assert product.before == (F32, F16)
 
 
@@ -307,21 +270,6 @@ def test_the_gradient_of_an_embedding_is_a_sum_over_its_tokens():
     assert terms(jax.grad(lookup), array(9, 4, dtype=F32), tokens) == {}
 
 
-def test_the_gradient_of_a_shared_weight_is_a_sum_over_the_rounds_of_a_scan():
-    loss = lambda w, x: jnp.sum(scanned(w, x).astype(F32))
-    assert terms(jax.grad(loss), W, X) == {"add_any": 7}
-    assert terms(jax.grad(loss), array(4, 4, dtype=F32), array(2, 4, dtype=F32)) == {}
-
-
-def test_a_sum_that_a_scan_carries_is_one():
-    def fun(x):
-        return lax.scan(lambda total, row: (total + row, total), x[0], x)[0]
-
-    assert terms(fun, array(100, 4)) == {"add": 100}
-    stacked = lambda x: lax.scan(lambda total, row: (total, total + row), x[0], x)
-    assert terms(stacked, array(100, 4)) == {}
-
-
 def test_a_dot_product_is_a_sum_and_an_outer_product_neither():
     assert terms(jnp.vdot, array(4, 5), array(4, 5)) == {"dot_general": 20}
     assert report(jnp.vdot, array(4, 5), array(4, 5)).products == ()
@@ -345,7 +293,7 @@ def test_kernels_and_callbacks_are_said_not_to_be_looked_into():
     assert found.products == ()
     assert {one.primitive for one in found.opaque} == {"pallas_call", "pure_callback"}
     assert line("here") in lines(found.opaque)
-    assert "Not looked into:\n  float16  1 pallas_call" in str(found)
+    assert "Not looked into:\n  float16    1 pallas_call" in str(found)
 
 
 # --- the lines that made it ---
@@ -436,7 +384,7 @@ def test_what_is_no_array_is_passed_on_as_it_is():
 
 def test_an_empty_report_reads_as_one():
     found = report(lambda x: x + 1, X)
-    assert found == ((), (), (), (), ())
+    assert found == ((), (), ())
     assert found.shares == {}
     assert str(found) == "Matrix products and convolutions:\n  none"
 
@@ -451,14 +399,14 @@ def test_the_text_has_the_largest_first_and_never_loses_a_line_number():
     text = str(report(model, W, X))
     expected = f"""\
 Matrix products and convolutions:
-  1 in float16, 80.0% of the multiplications
-  1 in float32, 20.0% of the multiplications
+  80.0% of the multiplications in float16
+  20.0% of the multiplications in float32
 by line:
   float16          80.0%  1 dot_general  {line("half")} (model)
   float16→float32  20.0%  1 dot_general  {line("single")} (model)
 Sums, exponentials, logarithms and powers in 16 bits:
-  float16  1 reduce_sum of 8 terms  {line("exponential")} (model)
-  float16  1 exp                    {line("exponential")} (model)"""
+  float16  8 terms  1 reduce_sum  {line("exponential")} (model)
+  float16           1 exp         {line("exponential")} (model)"""
     assert re.sub(r"(?m)\S*/(?=test_dtypes.py)", "", text) == expected
 
 
@@ -467,52 +415,14 @@ def test_what_is_no_function_is_refused():
         report(W, X)
 
 
-def test_a_product_that_autocast_leaves_wide_says_in_what():
+def test_autocast_says_why_it_leaves_all_products():
     w, x = jnp.eye(4), jnp.ones((2, 4))
-
-    def fun(w, x):
-        halved = lax.while_loop(lambda x: x.sum() > 1e-3, lambda x: x @ w / 2, x)
-        solved, _ = jax.scipy.sparse.linalg.cg(lambda v: w @ v, x[0])
-        return (halved @ w).sum() + solved.sum()
-
-    found = report(ols.autocast(fun), w, x)
-    left_in = {p.left_in for p in found.products if p.dtype == jnp.float32}
-    assert left_in == {"a loop that waits for a number", "a custom_linear_solve"}
-    assert {p.left_in for p in found.products if p.dtype == jnp.float16} == {""}
-    assert ", as autocast leaves a loop that waits for a number" in str(found)
+    fun = lambda w, x: lax.while_loop(lambda x: x.sum() > 1, lambda x: x @ w / 2, x)
+    with pytest.warns(UserWarning, match="a loop that waits for a number"):
+        assert report(ols.autocast(fun), w, x).shares == {F32: 1.0}
 
 
-def test_a_product_that_autocast_leaves_wide_deep_inside_says_in_what():
-    w, x = jnp.eye(4), jnp.ones((2, 4))
-
-    def fun(w, x):
-        waits = lambda x: lax.while_loop(
-            lambda x: x.sum() > 1e-3, lambda x: x @ w / 2, x
-        )
-        return lax.cond(x.sum() > 0, jax.jit(waits), lambda x: x, x)
-
-    (product,) = report(ols.autocast(fun), w, x).products
-    assert product.left_in == "a loop that waits for a number"
-
-
-def test_a_product_that_only_a_rule_of_differentiation_has_says_so():
-    @jax.custom_jvp
-    def f(x, w):
-        return x
-
-    @f.defjvp
-    def rule(primals, tangents):
-        return f(*primals), tangents[0] @ primals[1] + primals[0] @ tangents[1]  # rule
-
-    loss = lambda w, x: jnp.sum(f(x, w) @ w)
-    w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
-    found = report(jax.grad(ols.autocast(loss)), w, x)
-    left = {p.left_in for p in found.products if p.dtype == F32}
-    assert left == {"a product that only a derivative has"}
-    assert ", as autocast leaves a product that only a derivative has" in str(found)
-    assert not any(p.left_in for p in report(jax.grad(loss), w, x).products)
-
-
+@pytest.mark.filterwarnings("ignore:autocast leaves every")
 def test_products_of_a_root_are_seen_in_every_version_of_jax():
     w, x = jnp.eye(4) / 2, jnp.ones((2, 4))
 
@@ -526,10 +436,9 @@ def test_products_of_a_root_are_seen_in_every_version_of_jax():
     assert [p.dtype for p in report(fun, w, x).products] == [jnp.float32]
     found = report(ols.autocast(fun), w, x).products
     assert found
-    assert all(p.dtype == jnp.float16 or p.left_in == "a CustomRoot" for p in found)
     # solves with the transposed function, as Python has it
     if jax.__version_info__ >= (0, 12):
-        assert len(report(jax.grad(fun), w, x).unknown) == 1
+        assert len(report(jax.grad(fun), w, x).opaque) == 1
 
 
 @pytest.mark.parametrize(

@@ -351,9 +351,11 @@ def test_of_a_backward_pass_that_is_not_linear_too_the_scale_is_what_a_search_fi
         grads = jax.grad(lambda w: loss_fn(w, x) * 2.0**exponent)(params)
         return bool(jnp.isfinite(grads).all())
 
-    fits = ols.diagnose(loss_fn, params, x).initial_scale
+    found = ols.diagnose(loss_fn, params, x)
     largest = max(filter(is_finite, range(-4, 40)))
-    assert largest - 4 <= np.log2(fits.scale) < largest
+    assert largest - 4 <= np.log2(found.initial_scale.scale) < largest
+    assert [one.how for one in found.wrong] == ["is not linear"]
+    assert "changes the gradient" in found.verdict
 
 
 def test_gradients_that_are_infinite_at_any_scale_are_compared_without_one():
@@ -484,60 +486,30 @@ def rooted(x):
 
 
 NOT_FINITE = {
-    "root": (rooted, "a root of 0 or less", "the argument of the root"),
-    "logarithm": (
-        lambda x: x * jnp.log(x),
-        "the logarithm of 0",
-        "the argument of the logarithm",
-    ),
-    "0/0": (lambda x: x / jnp.sum(x * 0), "a division by 0", "the divisor"),
-    "0 beside a root": (
-        lambda x: jnp.sqrt(x + 1) / (x * 0),
-        "a division by 0",
-        "the divisor",
-    ),
-    "power": (lambda x: x**0.5, "a power of 0 or less", "the base of the power"),
-    "norm": (
-        lambda x: jnp.linalg.norm(x * 0),
-        "a root of 0 or less",
-        "the argument of the root",
-    ),
-    "index": (
-        lambda x: jnp.take(x, jnp.array([5])),
-        "an index out of bounds",
-        "Keep indices in bounds",
-    ),
-    "domain": (
-        lambda x: jnp.arctanh(x * 2 + 0.5),
-        "numbers for which atanh is not defined",
-        "where it is defined",
-    ),
-    "where": (
-        lambda x: jnp.where(x > 0, jnp.log(x * 1), 0),
-        "the logarithm of 0",
-        "jnp.where before the logarithm",
-    ),
-    "masked whole": (
-        lambda x: x * jax.nn.softmax(jnp.where(x > 9, x, -jnp.inf)),
-        "infinities, in sub",
-        "use a finite number",
-    ),
+    "root": rooted,
+    "logarithm": lambda x: x * jnp.log(x),
+    "0/0": lambda x: x / jnp.sum(x * 0),
+    "0 beside a root": lambda x: jnp.sqrt(x + 1) / (x * 0),
+    "power": lambda x: x**0.5,
+    "norm": lambda x: jnp.linalg.norm(x * 0),
+    "index": lambda x: jnp.take(x, jnp.array([5])),
+    "domain": lambda x: jnp.arctanh(x * 2 + 0.5),
+    "where": lambda x: jnp.where(x > 0, jnp.log(x * 1), 0),
+    "masked whole": lambda x: x * jax.nn.softmax(jnp.where(x > 9, x, -jnp.inf)),
 }
 
 
-@pytest.mark.parametrize(
-    ("function", "what", "remedy"), NOT_FINITE.values(), ids=NOT_FINITE
-)
-def test_of_a_nan_in_any_dtype_it_says_what_makes_it_and_where(function, what, remedy):
+@pytest.mark.parametrize("function", NOT_FINITE.values(), ids=NOT_FINITE)
+def test_of_a_nan_in_any_dtype_it_says_what_makes_it_and_where(function):
     def loss_fn(params, x):
         return jnp.sum(function(params["w"].astype(F16) * x).astype(F32))
 
     found = ols.diagnose(loss_fn, {"w": jnp.array([0.0, 1, 2])}, jnp.ones(3, F16))
     assert "not finite in float32 either" in found.verdict
-    assert what in found.verdict
-    assert "test_truth.py:" in found.verdict
+    line = function.__code__.co_firstlineno + (function is rooted)
+    assert f" at tests/diagnosis/test_truth.py:{line} " in found.verdict
     (advice,) = found.advice
-    assert remedy in advice
+    assert advice.startswith("Keep the arguments of roots and logarithms above 0")
     assert "in float32" not in advice
 
 
@@ -716,7 +688,7 @@ def test_products_of_small_steps_are_not_what_a_difference_is_sensitive_to():
     found = ols.diagnose(loss_fn, 1 + normal(8, 4), normal(4, 8, scale=0.5))
     assert found.wrong[0].how == "cancels"
     assert not any("Keep the product" in advice for advice in found.advice)
-    assert found.advice[0].startswith("Compute what sub at ")
+    assert found.advice[0].startswith("Compute sub at ")
 
 
 @pytest.mark.parametrize("dtype", [F16, jnp.bfloat16])
@@ -740,15 +712,6 @@ def test_rounding_to_zero_is_no_underflow(function):
     found = ols.diagnose(loss_fn, 1 - jnp.linspace(1e-4, 1e-3, 8))
     assert " is fine" not in found.verdict
     assert "vanishes" not in {one.how for one in found.wrong}
-    assert "6e-8" not in str(found)
-
-
-def test_the_range_in_the_advice_is_that_of_the_dtype():
-    def loss_fn(w):
-        return jnp.mean(jnp.log(jnp.exp(w.astype(jnp.bfloat16)).astype(F32)))
-
-    found = ols.diagnose(loss_fn, jnp.full(8, 89.0))
-    assert "65504" not in str(found)
 
 
 @pytest.mark.parametrize("cast", ["by hand", "by autocast"])
@@ -764,13 +727,13 @@ def test_products_are_kept_by_the_means_that_work(cast):
     x = 10 + normal(64, 8, scale=1)
     if cast == "by hand":
         (advice,) = [a for a in ols.diagnose(loss_fn, w, x).advice if "Keep" in a]
-        assert advice.endswith("in float32: cast the operands to float32.")
+        assert "by casting the operands" in advice
         followed = functools.partial(loss_fn, operands=F32)
         assert ols.diagnose(followed, w, x).wrong == ()
     else:
         found = ols.diagnose(ols.autocast(loss_fn), w, x)
         (advice,) = [a for a in found.advice if "Keep" in a]
-        assert advice.endswith("in float32: precision=jax.lax.Precision.HIGHEST.")
+        assert "precision=jax.lax.Precision.HIGHEST under autocast" in advice
         followed = ols.autocast(functools.partial(loss_fn, precision="highest"))
         assert ols.diagnose(followed, w, x).wrong == ()
 
@@ -918,7 +881,7 @@ def test_a_line_that_widens_both_operands_is_named_with_those_that_follow_it():
 
     found = ols.diagnose(loss_fn, [normal(8, 8)] * 4, normal(4, 8))
     lines = [loss_fn.__code__.co_firstlineno + n for n in (2, 4)]
-    assert found.verdict.startswith("Hardly anything is computed in float16")
+    assert found.verdict.startswith("Hardly anything is computed in 16 bits")
     assert all(f"test_truth.py:{line} " in found.advice[0] for line in lines)
 
 
@@ -942,7 +905,7 @@ def test_nobody_is_advised_to_narrow_what_the_advice_was_to_keep():
 
     batch = normal(24, 8, scale=1.0), normal(24, scale=1.0, seed=3)
     found = ols.diagnose(ols.autocast(loss_fn), normal(8, 16, scale=0.3), *batch)
-    assert str(found).startswith("Computes in float32: ")
+    assert str(found).startswith("Computes in float32 ")
     assert not any("Wrap the loss function" in line for line in found.advice)
 
 
@@ -964,11 +927,9 @@ def test_operands_that_are_widened_are_named():
         return square(x)
 
     found = ols.diagnose(loss_fn, [normal(8, 8)] * 4, normal(4, 8).astype(F16))
-    assert str(found).startswith("Computes in float32: 9 of 11 matrix products")
-    assert found.verdict.startswith("Hardly anything is computed in float16")
-    assert found.advice[0].startswith(
-        "Wrap the loss function: autocast(loss_fn) computes"
-    )
+    assert str(found).startswith("Computes in float32 (")
+    assert found.verdict.startswith("Hardly anything is computed in 16 bits")
+    assert found.advice[0].startswith("Wrap the loss function in autocast")
     assert "test_truth.py:" in found.advice[0]
 
 
@@ -981,8 +942,8 @@ def test_what_is_in_another_dtype_is_named():
         loss_fn, {"w": normal(32, 32), "head": normal(32, 2)}, normal(4, 32)
     )
     first = str(found).splitlines()[0]
-    assert first.startswith("Computes in float16: 2 of 5 matrix products, ")
-    assert "the others in float32, at " in first + str(found).splitlines()[1]
+    assert first.startswith("Computes in float16 (")
+    assert "% of the multiplications) and float32 (" in first
     assert all(advice.startswith("Wrap the optimizer") for advice in found.advice)
 
 
@@ -998,7 +959,7 @@ def test_a_float16_loss_is_told():
 def test_bfloat16_is_held_against_float32_too(monkeypatch):
     monkeypatch.setitem(globals(), "F16", jnp.bfloat16)
     found = ols.diagnose(*gate(1.0))
-    assert found.verdict == "bfloat16 is fine as it is, and needs no loss scale."
+    assert found.verdict == "bfloat16 is fine as it is, without a loss scale."
     assert found.computes_in == (jnp.bfloat16,)
     assert found.wrong == ()
     found = ols.diagnose(*embedding(4096))
@@ -1101,3 +1062,123 @@ def test_parameters_whose_paths_read_alike_are_told_apart():
     assert all(
         name.startswith("a/b (argument ") for name in found.off if name != "the loss"
     )
+
+
+# --- what follows from choices ---
+
+
+def numbered(logits, labels):
+    """Class numbers that bfloat16 does not tell apart."""
+    classes = jnp.arange(300).astype(jnp.bfloat16)
+    is_class = labels[:, None].astype(jnp.bfloat16) == classes
+    return -jnp.mean(jnp.sum(is_class * jax.nn.log_softmax(logits), -1))
+
+
+def causal(scores, positions):
+    """A mask of positions that bfloat16 does not tell apart."""
+    at = positions.astype(jnp.bfloat16)
+    scores += 8 * jnp.eye(len(at), k=1)  # for the token that is to be predicted
+    masked = jnp.where(at[:, None] >= at[None], scores, -1e9)
+    return jnp.mean(jax.nn.softmax(masked) ** 2) * len(at)
+
+
+def drawn(seed, *shape):
+    return jnp.asarray(np.random.RandomState(seed).randn(*shape), F32)
+
+
+def ranked(w, x):
+    """Numbers so near to each other that they come in another order."""
+    y = (x.astype(F16) @ w.astype(F16)).astype(F32)
+    return square(jnp.sort(y, 0), jnp.linspace(-1, 1, 64)[:, None]) + jnp.median(y) ** 2
+
+
+CHOOSING = {
+    "class numbers": (numbered, normal(300, scale=1), jnp.arange(257, 265), "eq"),
+    "a mask": (causal, normal(400, 400, scale=1), jnp.arange(400), "ge"),
+    "an order": (ranked, drawn(0, 8, 4) * F32(0.3), drawn(1, 64, 8), "sort"),
+}
+
+
+@pytest.mark.parametrize("model", CHOOSING)
+def test_nothing_is_fine_that_float32_by_its_own_choices_is_far_from(
+    model, monkeypatch
+):
+    loss_fn, params, x, chooses = CHOOSING[model]
+    found = ols.diagnose(loss_fn, params, x)
+    loss, grads = jax.value_and_grad(loss_fn)(params, x)
+    monkeypatch.setattr(jnp, "bfloat16", F32)
+    monkeypatch.setitem(globals(), "F16", F32)
+    true_loss, true_grads = jax.value_and_grad(loss_fn)(params, x)
+    off = float(jnp.linalg.norm(grads - true_grads) / jnp.linalg.norm(true_grads))
+    assert found.off_by_choices["."] == pytest.approx(off, rel=0.05)
+    off = abs(float(loss) / float(true_loss) - 1)
+    assert found.off_by_choices.get("the loss", 0.0) == pytest.approx(off, abs=0.05)
+    assert found.verdict.startswith("Float32 chooses otherwise at ")
+    assert chooses in [row.primitive for row in found.choices]
+
+
+def test_choices_that_change_nothing_are_fine():
+    matrix = jnp.array([[1.0003, 2.0], [1.0004, -1.0]])  # whose pivot float16 exchanges
+
+    def loss_fn(matrix, x, b):
+        product = (x.astype(F16) @ matrix.astype(F16)).astype(F32)
+        return jnp.sum(jnp.linalg.solve(product, b) ** 2)
+
+    found = ols.diagnose(loss_fn, matrix, jnp.eye(2), jnp.array([1.0, 5.0]))
+    assert found.off_by_choices == {}
+    assert found.wrong == ()
+    assert "is fine" in found.verdict
+
+
+# --- what is to be in float32 beside products ---
+
+
+def accumulated(w, x):
+    y = jax.nn.softplus(x.astype(F16) @ w.astype(F16))
+    return square(jnp.exp(-jnp.diff(jnp.cumsum(y, 0).astype(F32), axis=0)))
+
+
+def multiplied(w, x):
+    y = jax.nn.sigmoid(x.astype(F16) @ w.astype(F16))
+    return -jnp.mean(jnp.log(jnp.cumprod(y[:60], 0).astype(F32) + 1e-30))
+
+
+def saturated(w, x):
+    y = jnp.tanh(x[:, :8].astype(F16) @ w.astype(F16) * F16(1.5))
+    return square(jnp.arctanh(y))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "how", "line"),
+    [
+        (accumulated, "cancels", 2),
+        (multiplied, "vanishes", 2),
+        (saturated, "saturates", 1),
+    ],
+)
+def test_what_is_rounded_after_a_product_is_named(loss_fn, how, line):
+    found = ols.diagnose(loss_fn, normal(8, 4), normal(4000, 8, scale=1))
+    assert found.wrong[0].how == how
+    line += loss_fn.__code__.co_firstlineno
+    assert f"test_truth.py:{line} " in found.advice[0]
+
+
+# --- what is given ---
+
+
+def test_numbers_of_python_are_parameters():
+    loss_fn = lambda p, x: square(jnp.asarray(p["a"]).astype(F16) * x.astype(F16))
+    found = ols.diagnose(loss_fn, {"a": 2.0}, normal(16, scale=1))
+    assert found.has_gradients
+    assert list(found.off) == ["the loss", "a"]
+
+
+def test_a_loop_that_only_passes_numbers_on_is_compared():
+    def loss_fn(w, x):
+        y = jax.nn.sigmoid(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
+        add = lambda total, row: (total + row, None)
+        total, _ = lax.scan(add, jnp.zeros(8, jnp.bfloat16), y)
+        return jnp.mean(total).astype(F32)
+
+    found = ols.diagnose(loss_fn, normal(8, 8), normal(20, 8, scale=1))
+    assert found.not_compared == ()

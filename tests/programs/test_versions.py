@@ -32,13 +32,6 @@ def test_is_program():
     assert not versions.is_program(X)
 
 
-def test_function_name():
-    def named(x):
-        return x + 1
-
-    assert versions.function_name(jax.make_jaxpr(named)(1.0)) == "named"
-
-
 def test_params_and_name_of_a_root():
     solve = lambda f, z: lax.fori_loop(0, 9, lambda _, z: z - f(z), z)
     tangent = lambda g, y: y / g(1.0)

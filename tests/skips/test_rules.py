@@ -160,7 +160,7 @@ def test_axlearn_learns_nothing_from_what_it_skips():
         (lambda: skips.maxtext(interval=1.5), "interval"),
         (lambda: skips.maxtext(scaling_factor=float("nan")), "sigma_factor"),
         (lambda: skips.levanter("x"), "rolling_interval_length"),
-        (lambda: skips.axlearn(0), "drop_norm must be a positive number"),
+        (lambda: skips.axlearn(0), "threshold must be a positive number"),
         (
             lambda: skips.axlearn(skips.drop_norm_by_grad_norm_ema()),
             "grad_norm_ema_decay must be given, such as 0.99",
@@ -169,7 +169,7 @@ def test_axlearn_learns_nothing_from_what_it_skips():
             lambda: skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 1.0),
             r"grad_norm_ema_decay must be in \(0, 1\)",
         ),
-        (lambda: skips.drop_norm_by_grad_norm_ema(()), "multipliers must be a tuple"),
+        (lambda: skips.drop_norm_by_grad_norm_ema(()), "empty"),
         (
             lambda: skips.drop_norm_by_grad_norm_stddev(multipliers=(1, -1)),
             "multipliers",
@@ -177,7 +177,7 @@ def test_axlearn_learns_nothing_from_what_it_skips():
         (lambda: skips.drop_norm_by_grad_norm_stddev(min_count=-1), "min_count"),
         (
             lambda: skips.megatron(float("inf")),
-            "grad_norm_skip_threshold must be a positive",
+            "threshold must be a positive",
         ),
     ],
 )
@@ -252,10 +252,10 @@ def test_a_rule_is_made_anew_from_its_config_through_json(rule):
         ("SpikeSkipRule", "a skip rule's config must be a dict with the keys"),
         (
             {"class_name": "spikes", "config": {}},
-            "no skip rule is named 'spikes'; there are .*Spi",
+            "got .*'spikes'.* There are .*Spi",
         ),
-        ({"class_name": "DynamicLossScale", "config": {}}, "no skip rule is named"),
-        ({"class_name": "SkipRule", "config": {}}, "no skip rule is named"),
+        ({"class_name": "DynamicLossScale", "config": {}}, "a skip rule's config must"),
+        ({"class_name": "SkipRule", "config": {}}, "a skip rule's config must"),
         (
             {"class_name": "SpikeSkipRule", "config": {"windows": 3}},
             "keys among factor, least",

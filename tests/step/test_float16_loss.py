@@ -125,12 +125,11 @@ def test_what_the_warning_says_is_so():
         ).all()
 
 
-@pytest.mark.parametrize("report", [ols.diagnose, ols.dtype_report])
-def test_a_report_does_not_warn_and_what_is_traced_afterwards_does(report):
+def test_diagnose_does_not_warn_and_what_is_traced_afterwards_does():
     loss_fn = jax.jit(lambda p, x: ols.scale_gradient(jnp.sum(p * x), 2.0**16))
     inputs = jnp.ones(3, jnp.float16), jnp.ones(3, jnp.float16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        report(loss_fn, *inputs)
+        ols.diagnose(loss_fn, *inputs)
     with pytest.warns(UserWarning, match="the loss is float16"):
         loss_fn(*inputs)

@@ -99,9 +99,9 @@ def test_a_traced_array_is_taken_as_it_is():
 
 def test_private_classes_are_no_loss_scales_to_ask_for():
     private = {"class_name": "_TracedLossScale", "config": {}}
-    with pytest.raises(ValueError, match="no loss scale is named") as error:
+    with pytest.raises(ValueError, match="a loss scale's config must be") as error:
         ols.get(private)
-    _, known = str(error.value).split("there are")
+    _, known = str(error.value).split("There are")
     assert "DynamicLossScale" in known
     assert "_TracedLossScale" not in known
 
@@ -219,5 +219,5 @@ def test_every_function_refuses_a_state_without_exactly_one(scale_of, state):
     "config", [{"class_name": "Nonesuch", "config": {}}, {"preset": "torch"}], ids=str
 )
 def test_every_function_refuses_a_config_of_an_unknown_kind(scale_of, config):
-    with pytest.raises(ValueError, match=r"no (loss scale|preset) is named"):
+    with pytest.raises(ValueError, match=r"no preset is named|config must be"):
         scale_of(config)
