@@ -36,14 +36,16 @@ def _no(*_: Any) -> bool:
 
 RULES = {
     "some reductions are kept": Rule(store, "_kept", _nothing),
-    "a sum that is read here too comes first": Rule(store, "_first", _nothing),
+    "a sum that is read here too comes first": Rule(store, "_sums_read_here", _nothing),
     "what only moves, or spaces, is not recomputed": Rule(
         store, "_is_one_pass", lambda steps: True
     ),
     "what is cheap is repeated": Rule(store, "_repeated", lambda *_: {}),
     "what is normalized has about the size 1": Rule(classify, "_is_normalized", _no),
-    "rows of an embedding begin a stream": Rule(facts, "_where_streams_begin", _nothing),
-    "what is sent, or has a name, is so in 16 bits": Rule(facts, "_sent", _nothing),
+    "rows of an embedding begin a stream": Rule(
+        facts, "_where_streams_begin", _nothing
+    ),
+    "what is sent, or has a name, is in 16 bits": Rule(facts, "_sent", _nothing),
     "sums in 16 bits are of rounded numbers": Rule(plan, "_is_of_one_shape", _no),
 }
 _WITH = ""  # all rules
