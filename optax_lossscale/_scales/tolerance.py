@@ -91,7 +91,7 @@ class ToleranceLossScale(LossScale):
         return jnp.asarray(self._exhausted)
 
     def _after_finite_step(self) -> Self:
-        """The loss scale after a finite step: it grows if due and if float32 allows it."""
+        """The loss scale after a finite step: it may grow, within float32's range."""
         scale = self()
         counter = self.growth_counter + 1
         due = counter >= self.growth_interval

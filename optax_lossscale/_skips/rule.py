@@ -1,4 +1,4 @@
-"""The abstract skip rule, which decides from a step's norm and loss whether to apply it.
+"""The abstract skip rule, which judges finite steps by their gradient norm and loss.
 
 A loss scale skips steps whose gradients are not finite. A rule looks at the others:
 gradients that are finite, but far larger than usual, can undo what a model has learned.

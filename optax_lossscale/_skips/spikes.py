@@ -22,7 +22,7 @@ from optax_lossscale._skips.window import with_newest
 _DEVIATION = 1.4826
 _FEWEST = 8  # with fewer steps in the window, nothing is a spike
 _ENOUGH = 24.0  # with fewer steps in the window, proportionally more is allowed
-# A value that 3 steps of the window reached, or 1 in 20 if that is more, is no accident.
+# A value that 3 steps in the window reached, or 1 in 20 if that is more, is usual.
 _COMMON = 3
 _COMMON_SHARE = 20
 # This marks an empty place of the window. It is above all logarithms, and sorts last.

@@ -53,7 +53,8 @@ class MovingAverageSkipRule(SkipRule):
     Args:
       mean_factor: how many times the mean is in the threshold.
       stddev_factor: how many standard deviations are in the threshold.
-      min_count: how many steps must be applied first; until then, the threshold is 1e10.
+      min_count: how many steps must be applied first; until then, the threshold is
+        1e10.
       grad_norm_ema_decay: the decay of the moving averages, in (0, 1).
 
     Attributes:
@@ -88,7 +89,7 @@ class MovingAverageSkipRule(SkipRule):
         is_usual = norm < threshold
 
         def weight(count):
-            """The weight of `count` norms in a moving average of them: 1 - decay**count."""
+            """1 - decay**count, the weight of `count` norms in their moving average."""
             return 1 - self.grad_norm_ema_decay ** count.astype(jnp.float32)
 
         correction = weight(self.count) / weight(self.count + 1)
