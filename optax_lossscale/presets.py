@@ -423,7 +423,7 @@ def fairseq(
     threshold: float | None = None,
     min_loss_scale: float = 1e-4,
 ) -> ToleranceLossScale:
-    """fairseq's `DynamicLossScaler`.
+    """The `DynamicLossScaler` of fairseq.
 
     Args:
       init_scale: the first scale.

@@ -57,7 +57,7 @@ class InnerUpdate:
         return updates, unscaled.slots_kept(self.inner.init, new_state, inner_state)
 
     def _extra_args(self, inner: Any, value: jax.Array | None) -> Mapping[str, Any]:
-        """The extra arguments of the inner update, the loss included if it takes one."""
+        """The extra arguments of the inner update, with the loss if it takes one."""
         parameters = inspect.signature(inner.update).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if value is None or not (takes_any or "value" in parameters):
