@@ -7,10 +7,12 @@ that was compiled under one value is not used under another.
 
 A new context changes these keys, too, and whatever JAX compiled before it is compiled
 again. So all contexts are made here, when the package is imported, which comes before
-the first step. No module that is imported later makes one.
+the first step. No module that is imported later makes one. With jax 0.12, `jax.extend`
+imports Pallas, which makes a context, too; so it is imported here.
 """
 
 import jax
+import jax.extend
 
 AUTOCAST_DTYPE = jax.make_user_context(None)
 """The dtype of products in a function that `autocast` is tracing; `None` elsewhere."""

@@ -10,7 +10,6 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import OVERFLOWS
@@ -64,7 +63,7 @@ class FixedLossScale(LossScale):
     def __repr__(self) -> str:
         return f"FixedLossScale({self.initial_scale})"
 
-    def adjust(self, grads_finite: ArrayLike) -> Self:
+    def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         return self
 
     def update(
@@ -73,10 +72,19 @@ class FixedLossScale(LossScale):
         """Returns this loss scale and True, without looking at the gradients."""
         return self, True
 
-    def unscale(self, tree: T) -> T:
-        if self.initial_scale == 1 and not OVERFLOWS.value:
+    def scale(self, tree: T) -> T:
+        if self._is_one():
             return map_inexact(lambda x: x, tree)
+        return super().scale(tree)
+
+    def unscale(self, tree: T) -> T:
+        if self._is_one():
+            return self.scale(tree)
         return super().unscale(tree)
 
     def get_config(self) -> dict[str, Any]:
         return {"class_name": "FixedLossScale", "config": {"scale": self.initial_scale}}
+
+    def _is_one(self) -> bool:
+        """Whether the scale is 1, so that nothing need be multiplied or divided by it."""
+        return self.initial_scale == 1 and not OVERFLOWS.value

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.stateful import Stateful, state_field
 
 APPLIED_PER_SKIP = 20  # how many applied steps pay off the debt of a skipped one
@@ -108,6 +109,12 @@ class SkipRule(Stateful):
         if value is not None:
             value = jnp.asarray(value, jnp.float32)
         new, should_apply = self.decide(norm, value)
+        if jax.tree.structure(new) != jax.tree.structure(self):
+            raise TypeError(
+                f"{type(self).__name__} must become a rule of its own type and "
+                "configuration: return self.replace(…) from decide. Got "
+                f"{validation.shown(new)}"
+            )
         skipped = self.skipped_by_rule
         debt = new.skip_debt  # which `decide` may have set
         # A step whose gradients are all zero teaches nothing, and pays off nothing.
