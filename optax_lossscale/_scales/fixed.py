@@ -86,5 +86,5 @@ class FixedLossScale(LossScale):
         return {"class_name": "FixedLossScale", "config": {"scale": self.initial_scale}}
 
     def _is_one(self) -> bool:
-        """Whether the scale is 1, so that nothing need be multiplied or divided by it."""
+        """Whether the scale is 1, so that nothing need be multiplied by it."""
         return self.initial_scale == 1 and not OVERFLOWS.value

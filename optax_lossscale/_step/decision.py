@@ -78,7 +78,7 @@ def decide(
         loss_is_finite = on_all_replicas(jnp.isfinite(value), axis_name)
     should_apply = fits & loss_is_finite
     rule = state.skip_rule
-    if rule is not None and norm is not None:  # of the norm, type checkers ask it
+    if rule is not None and norm is not None:  # the latter is for type checkers
         rule, should_apply = _ruled(rule, norm, value, should_apply, axis_name)
     scale_adapts = loss_is_finite & (should_apply | ~fits)
     loss_scale = choose(scale_adapts, loss_scale, state.loss_scale)
