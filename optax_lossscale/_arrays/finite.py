@@ -324,7 +324,7 @@ def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
 
     If replicas with the same parameters decided alone, one would skip a step that the
     others apply, and their parameters would differ from then on. So they reduce their
-    flags to one, by a minimum, and all skip if a single one overflows.
+    flags to one, by a minimum, and all skip if the gradients of one overflow.
     """
     if axis_name is None:
         return flag

@@ -135,8 +135,8 @@ class LossScale(Stateful):
 
         Returns:
           The tree with its floating-point and complex leaves times the scale. 8- and
-          16-bit floats become float32, which can hold the product; wider ones keep
-          their dtype. All other leaves are returned as they are.
+          16-bit floats become float32, as they may not hold the product; wider floats
+          keep their dtype. All other leaves are returned as they are.
         """
         scale = self()
 

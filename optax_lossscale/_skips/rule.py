@@ -98,6 +98,7 @@ class SkipRule(Stateful):
 
         Raises:
           ValueError: if the rule needs the loss, but there is none.
+          TypeError: if `decide` returns a rule of another type or configuration.
         """
         if value is None and self.needs_value:
             raise ValueError(

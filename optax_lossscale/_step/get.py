@@ -1,6 +1,6 @@
-"""Finding a loss scale: from what stands for one, and in a state that holds one.
+"""Finding the loss scale that an argument stands for, or that a state holds.
 
-`get` takes what a user passes to the optimizer: a word, a number or a config.
+`get` takes what a user passes to the optimizer, such as a word, a number or a config.
 `get_loss_scale` finds the loss scale in a state. `resolve` takes either, for functions
 such as `value_and_scaled_grad`.
 """
@@ -57,7 +57,7 @@ def get(identifier: LossScaleLike) -> LossScale:
             return identifier
         case None:
             return FixedLossScale(1)
-        # Only of a str, as an array that holds one string would equal that string.
+        # `case "dynamic"` would also match an array of this string, which equals it.
         case str() if identifier == "dynamic":
             return DynamicLossScale()
         case str() if identifier == "headroom":

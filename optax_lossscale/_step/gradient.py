@@ -3,7 +3,7 @@
 `value_and_scaled_grad` differentiates the loss times the loss scale, and returns the
 loss itself beside the gradients. `scale_gradient` is for code that differentiates by
 itself: it returns the loss as it is, with a derivative that is multiplied by the loss
-scale, so that all gradients behind it are.
+scale. By the chain rule, all gradients of that loss are multiplied by it, too.
 """
 
 import functools
@@ -85,6 +85,7 @@ def _with_scaled_tangent(loss: jax.Array, loss_scale: LossScale) -> jax.Array:
 
 @_with_scaled_tangent.defjvp
 def _scaled_tangent(primals, tangents):
+    """The JVP rule: the loss as it is, and its tangent times the loss scale."""
     (loss, loss_scale), (tangent, _) = primals, tangents
     return loss, loss_scale.scale(tangent)
 
@@ -135,9 +136,9 @@ def value_and_scaled_grad(
 
     Returns:
       A function of `fun`'s arguments that returns `(value, scaled_grads)`: `fun`'s own
-      value, bit for bit (with `grad_dtype`, that of what was cast), and *scaled*
-      gradients, for `with_loss_scale`. For the norm of the true ones, use
-      `metrics(state)["gradient_norm"]` if a skip rule measures it, else
+      value, bit for bit (with `grad_dtype`, its value for the arguments as cast), and
+      *scaled* gradients, for `with_loss_scale`. For the norm of the true gradients, use
+      `metrics(state)["gradient_norm"]` if a skip rule measures it, and otherwise
       `optax.tree.norm(get_loss_scale(state).unscale(scaled_grads))`.
 
     Raises:
@@ -146,9 +147,9 @@ def value_and_scaled_grad(
         if it is not a prefix of the differentiated argument, or if this has floats of
         another dtype of the same width.
       TypeError: if `fun` is not a function or `argnums` are not ints; when called, if
-        the loss is not a real floating-point scalar, or a differentiated argument is
-        not a tree of arrays, or is an `nnx.Module`: differentiate modules with `nnx`
-        and `scale_gradient`; or has integers, unless `allow_int=True`.
+        the loss is not a real floating-point scalar, or if a differentiated argument is
+        not a tree of arrays, has integers (unless `allow_int=True`), or is an
+        `nnx.Module`: differentiate modules with `nnx` and `scale_gradient`.
 
     Warns:
       UserWarning: when called, for a float16 loss, as `scale_gradient` does.
@@ -235,7 +236,7 @@ def check_keywords(fun: Callable[..., Any], ours: Sequence[str], args: tuple) ->
 
 
 def _check_no_modules(tree: Any) -> None:
-    """Raises for an `nnx.Module`, in whose place its parameters are differentiated."""
+    """Raises for an `nnx.Module`, whose parameters alone can be differentiated."""
     modules = find(is_module, tree)
     if modules:
         raise TypeError(

@@ -55,7 +55,7 @@ class Prepared:
     # The paths of leaves and branches of parameters without a gradient
     missing: frozenset[Any] = _static(default=frozenset())
     left_out: Any = None  # the gradients that a mask excludes, in float32 or wider
-    structure: Any = _static(default=None)  # the tree of all gradients, with a mask
+    structure: Any = _static(default=None)  # of the tree of all gradients, with a mask
 
     def unscaled(self, loss_scale: LossScale) -> Self:
         """A copy with unscaled gradients, in float32 or wider."""
@@ -65,8 +65,8 @@ class Prepared:
 
     def finite(self) -> Self:
         """A copy with zeros in place of NaN and infinities, in the loss and `grads`."""
-        # Each number decides for itself, and need not wait for the check of all. So the
-        # norm of a clip inside is computed in the same pass as the check.
+        # Numbers are replaced one by one, without waiting for the result of the check.
+        # So the norm of a clip inside is computed in the same pass as the check.
         grads, value = jax.tree.map(_zero_unless_finite, (self.grads, self.value))
         return dataclasses.replace(self, grads=grads, value=value)
 

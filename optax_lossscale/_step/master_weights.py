@@ -5,9 +5,9 @@ the optimizer's state keeps the rest of each number, as `_arrays/rounding.py` sp
 A step joins both to the float32 number, lets the inner optimizer update that, and
 splits it again. The update that it returns is the difference of the rounded numbers.
 
-`with_loss_scale` around this transformation gives it all parameters in float32, so from
-them it cannot be seen which had 16 bits. `with_rest_of_narrow` makes the rests in
-`init`; in a step, the rests in the state tell.
+`with_loss_scale` around this transformation passes it all parameters in float32, which
+do not show which of them have 16 bits. In `init`, `with_rest_of_narrow` makes their
+rests; in a step, the rests in the state show it.
 """
 
 from collections import OrderedDict

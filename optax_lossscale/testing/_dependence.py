@@ -43,9 +43,10 @@ class Series(NamedTuple):
 
 
 def power(series: Series) -> float | None:
-    """The power of the loss scale that an output is linear in, over some neighbours.
+    """The power of the loss scale that an output follows over four neighbouring scales.
 
-    None if it is linear in none of them: -1, 1, -2, 2, -1/2 and 1/2.
+    It follows a power if it is a linear function of it. None if it follows none of the
+    powers -1, 1, -2, 2, -1/2 and 1/2.
     """
     for first in range(len(series.exponents) - _IN_A_ROW):
         window = slice(first, first + _IN_A_ROW + 1)

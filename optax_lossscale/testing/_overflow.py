@@ -163,7 +163,8 @@ def _after_nan(trial, batch, judged):
     numbers.flat[0] = np.nan
     run = trial.run(trial.loss_scale, {batch: numbers})
     # A step that is applied may be right: the NaN may not have reached the loss, or
-    # only one of several steps in one. Then only outputs that are not finite are wrong.
+    # only one of several steps that are taken in one. Then only outputs that are not
+    # finite are wrong.
     left = [
         path
         for path in _changed(trial, run, judged)

@@ -1,10 +1,10 @@
 """Which of a step's outputs come back to it, as arguments of the next step.
 
 A training step takes parameters, moments and batch statistics, and returns new ones,
-but nothing says which output is the new value of which argument. It is found out by
-experiment. Such an output lies in a similar place of its tree as the argument, has the
-same size, and if the argument is changed a little, the output changes along with it.
-For a loss or a prediction, that does not hold.
+but nothing says which output is the new value of which argument. So it is found out by
+experiment. The new value of an argument has a similar path in its tree and the same
+size, and if the argument is changed a little, the new value changes along with it. That
+does not hold for a loss or a prediction.
 """
 
 import itertools
@@ -14,17 +14,17 @@ import numpy as np
 from optax_lossscale.testing._runs import Path, Run, Trial, flat
 
 _NUDGE = 2.0**-4  # the change of a number, relatively, or absolutely if it is zero
-_ALONG = 0.5  # the least cosine between two changes of which one follows the other
+_ALONG = 0.5  # an output follows an argument if the cosine of their changes is larger
 # The least part of a change that comes back. In a moving average, most of it is lost.
 _LEAST = 0.05
 
 
 def what_comes_back(trial: Trial, regimes: list[Run]) -> dict[Path, Path]:
-    """The place among the arguments of each float output that comes back, by its own.
+    """The paths of the float outputs that come back, each with that of its argument.
 
-    `regimes` are runs, at several loss scales, whose arguments are changed a little. In
-    some of them, the step may make NaNs, or change numbers by far more, so it is enough
-    that an output follows an argument in one.
+    `regimes` are runs at several loss scales, which are repeated with arguments that
+    are changed a little. In some of them, the step may make NaNs, or change numbers by
+    far more. So an output needs to follow its argument in only one of them.
     """
     # An argument that the step changes in place is its own output.
     back = {path: path for path in regimes[0].outputs if path in trial.floats}

@@ -68,7 +68,7 @@ class Run(NamedTuple):
 
     @property
     def was_applied(self) -> bool:
-        """Whether no output says that the step, or one of its steps, was skipped."""
+        """Whether no output says that the step, or a part of it, was skipped."""
         return bool(np.all(self.flags)) and self.skips <= 0
 
     @property
@@ -95,7 +95,7 @@ class Trial:
         loss_scales = loss_scales_in(self.arguments)
         varying = [x for x in loss_scales if jax.tree.leaves(x)]
         self.has_fixed = len(varying) < len(loss_scales)
-        # A fixed loss scale has no number to vary, and counts only if it has no other.
+        # A fixed loss scale has no number to vary, and counts only if all are fixed.
         counted = varying or loss_scales[:1]
         self.loss_scale = jax.device_get(get_loss_scale(counted))
         states = _parts(LossScaleState, self.arguments).values()

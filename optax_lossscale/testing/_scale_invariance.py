@@ -5,8 +5,8 @@ output is then a series, and `_dependence.py` says whether it depends on the los
 The step also runs at an infinite loss scale, where it should be skipped, and at one
 that is about to grow, where its outputs should be those of any other step.
 
-`_accusation` asks these questions in an order in which the first fault found is a cause
-of the others. It returns the fault as text that says what to do.
+`_accusation` asks these questions in such an order that the first fault may be the
+cause of all others. It returns that fault as text, with what to do.
 """
 
 import bisect
