@@ -169,7 +169,9 @@ def tf_keras(
     initial_scale: float | None = None,
     dynamic_growth_steps: int | None = None,
 ) -> LossScale:
-    """`tf.keras.mixed_precision.LossScaleOptimizer`, which doubles and halves, down to 1.
+    """The scale of `tf.keras.mixed_precision.LossScaleOptimizer`.
+
+    It doubles and halves, with a floor of 1.
 
     Args:
       dynamic: whether the scale adapts; if not, the result is a `FixedLossScale`.

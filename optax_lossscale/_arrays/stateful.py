@@ -31,7 +31,9 @@ _DTYPES = {bool: np.bool_, int: np.int32, float: np.float32}
 def state_field(
     default: Any = dataclasses.MISSING, *, init: Literal[False] = False
 ) -> Any:
-    """Declares a field that changes from step to step: an array leaf of a `LossScale` or a rule.
+    """Declares state, a field of a `LossScale` or skip rule that changes at each step.
+
+    The field is an array, and a leaf of the pytree; `replace` changes it.
 
     Args:
       default: its first value. A bool, int or float becomes a bool, int32 or float32

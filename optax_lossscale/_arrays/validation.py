@@ -1,8 +1,8 @@
 """Checks of arguments, and errors that say what is allowed and what was given.
 
-A `Check` takes an argument's name and value. It returns the value, converted where it
-was a NumPy scalar, say, and raises a `ValueError` if the value is not allowed. All of
-this runs in Python, also while a step is traced, and reads no traced number.
+A `Check` takes an argument's name and value. It returns the value, a NumPy scalar
+converted to a Python number, and raises a `ValueError` if the value is not allowed. All
+of this runs in Python, also while a step is traced, and reads no traced number.
 """
 
 import inspect

@@ -154,9 +154,9 @@ class HeadroomLossScale(LossScale):
         return choose(grads_finite, after_finite_step, self._after_overflow())
 
     def exhausted(self) -> jax.Array:
-        """Whether the last step overflowed, and the scale stands at 2**-100, the lowest.
+        """Whether the last step overflowed at a scale of 2**-100, the lowest.
 
-        False for an overflow that is excused.
+        False for an overflow that is excused. A bool, shape ().
         """
         has_overflowed = (self._reserve > 0) & ~self._has_faded()
         return (self() <= 2.0**-_BOUND) & has_overflowed

@@ -1,8 +1,9 @@
 """The argument `grad_dtype`: the dtypes in which gradients are computed.
 
 A gradient has the dtype of what is differentiated. So the parameters are cast to
-`grad_dtype` before the loss function is called, and their gradients take half the
-memory, say. Only wider floats are cast: narrower ones have narrow gradients already.
+`grad_dtype` before the loss function is called, and with float16, their gradients take
+half the memory. Only wider floats are cast: narrower ones have narrow gradients
+already.
 """
 
 from collections.abc import Callable, Mapping

@@ -216,8 +216,8 @@ def loss_of(value: Any, has_aux: bool) -> Any:
 def check_keywords(fun: Callable[..., Any], ours: Sequence[str], args: tuple) -> None:
     """Raises if one of our keywords is an argument of the function that gets no value.
 
-    A caller who passes `has_aux=…` to `minimize`, say, may mean the loss function's
-    own argument `has_aux`, which would not get it. `args` are the positional arguments
+    A caller of `minimize` who passes `has_aux=…` may mean the loss function's own
+    argument of that name, which would not get it. `args` are the positional arguments
     that the function will be given.
     """
     try:

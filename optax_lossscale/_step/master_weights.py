@@ -54,15 +54,16 @@ class MasterWeightsState(NamedTuple):
     inner_state: Any
 
     def weights(self, params: Any) -> Any:
-        """The parameters in float32 or wider, as they are trained, for evaluation and export.
+        """The float32 numbers that are trained, for evaluation and export.
 
         Args:
           params: the parameters that belong to this state.
 
         Returns:
-          A tree like `params`. A parameter that was changed since the last step is
-          taken as it is; but if it is bfloat16, to within half of its last place, as
-          the further bits of the old number are added.
+          A tree like `params`, with 16-bit parameters in float32. A parameter that was
+          changed since the last step is taken as it is; but if it is bfloat16, to
+          within half of its last place, as the further bits of the old number are
+          added.
         """
 
         def joined(param, rest):

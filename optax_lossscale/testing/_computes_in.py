@@ -13,7 +13,7 @@ from optax_lossscale._diagnosis.dtypes import dtype_report, rows_of
 def assert_computes_in(
     step: Callable[..., Any], dtype: DTypeLike, /, *args: Any, **kwargs: Any
 ) -> None:
-    """Raises if a training step computes matrix products or convolutions in another dtype.
+    """Raises if a training step has matrix products or convolutions in another dtype.
 
     A model whose parameters are cast to float16 may compute in float32 all the same:
     one float32 input is enough, and the loss does not show it.
