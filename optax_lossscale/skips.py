@@ -225,7 +225,7 @@ def drop_norm_by_grad_norm_ema(
 def drop_norm_by_grad_norm_stddev(
     *, min_count: int = 500, multipliers: tuple[float, ...] = (20, 40, 100)
 ) -> DropNorm:
-    """A threshold for `axlearn`: the mean norm plus a multiple of its deviation.
+    """A threshold for `axlearn`: the mean norm plus a multiple of the deviation.
 
     Source: AxLearn's function of this name.
 
