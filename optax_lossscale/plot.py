@@ -1,4 +1,7 @@
-"""Plots, drawn on the host. They need matplotlib, which the extra `plot` installs."""
+"""Plots of the loss scale and of gradients, drawn on the host with matplotlib.
+
+The extra `plot` installs matplotlib: `pip install "optax_lossscale[plot]"`.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,14 +24,21 @@ def loss_scale(
     axes: Axes | None = None,
     **style: Any,
 ) -> Axes:
-    """The loss scale over the steps, with a cross at each skipped step.
+    """Draws the loss scale over the steps, with a cross at each skipped step.
 
     Args:
       history: a sequence of the `metrics` after each step; or one dict of them stacked,
-        shape (steps,), as `lax.scan` returns them. The scale drawn is the one after the
-        step.
-      axes: the axes to draw into and to return; by default those of a new figure.
+        each of shape (steps,), as `lax.scan` returns them. The scale drawn is the one
+        after the step.
+      axes: the axes to draw into; by default those of a new figure.
       **style: matplotlib properties of the line, such as `color` and `label`.
+
+    Returns:
+      The axes.
+
+    Raises:
+      ValueError: if `history` is neither of these, or is empty.
+      TypeError: if `history` is traced.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -56,7 +66,7 @@ def loss_scale(
 
 
 def _column(history: Any, name: str) -> np.ndarray:
-    """One of the metrics after each step."""
+    """One of the metrics after each step, on the host; shape (steps,)."""
     try:
         if isinstance(history, Mapping):
             column = history[name]
@@ -80,19 +90,27 @@ def exponents(
     dtype: Any = jnp.float16,
     axes: Axes | None = None,
 ) -> Axes:
-    """A histogram of gradients before and after scaling, against a dtype's range.
+    """Draws a histogram of gradients before and after scaling, and a dtype's range.
 
-    The bins are powers of two; the ranges in which the dtype has subnormal numbers,
-    zero and infinity are shaded. Infinities and NaNs are not drawn, but count in the
-    percentages.
+    The bins are powers of two. The ranges in which the dtype has only subnormal
+    numbers, zero or infinity are shaded. Gradients that are infinite or NaN are not
+    drawn, but count in the percentages.
 
     Args:
-      scaled_grads: gradients of the scaled loss; any pytree. If computed in float32,
-        they show what a narrower dtype would lose.
-      loss_scale: the scale of these: anything that `get` accepts, or a state that holds
-        one.
+      scaled_grads: gradients of the scaled loss; any pytree. If they are computed in
+        float32, they show what a narrower dtype would lose.
+      loss_scale: the loss scale of these gradients: anything that `get` accepts, or a
+        state that holds one.
       dtype: the floating-point dtype whose ranges are shown.
-      axes: the axes to draw into and to return; by default those of a new figure.
+      axes: the axes to draw into; by default those of a new figure.
+
+    Returns:
+      The axes.
+
+    Raises:
+      ValueError: if `loss_scale` is not a loss scale, or `dtype` not a floating-point
+        dtype.
+      TypeError: if an argument is traced.
 
     Example:
       >>> import jax.numpy as jnp
@@ -113,13 +131,13 @@ def exponents(
         histograms = {"unscaled": (powers - shift, BEFORE), scaled: (powers, AFTER)}
 
     info = jnp.finfo(dtype)
-    flushed = info.minexp - info.nmant - 1  # where numbers are zero
+    flushed = info.minexp - info.nmant - 1  # below this exponent, numbers are zero
     low = flushed - 6
     high = info.maxexp + 4
     axes = axes_for(axes, 3.2)
     for label, (exponents, color) in histograms.items():
         axes.hist(
-            np.clip(exponents, low, high - 1),  # the rest is in the outer bins
+            np.clip(exponents, low, high - 1),  # the outermost bins hold all beyond
             range(low, high + 1),
             weights=np.full(exponents.shape, percent),
             histtype="stepfilled",
@@ -145,7 +163,7 @@ def exponents(
 
 
 def _sizes(tree: Any) -> np.ndarray:
-    """The absolute values of all numbers; a complex number is viewed as two."""
+    """The absolute values of all gradients, float64; a complex number counts as two."""
     leaves = filter(is_inexact, jax.tree.leaves(jax.device_get(tree)))
     flat = [np.ravel(leaf) for leaf in leaves]
     parts = [x.view(x.real.dtype).astype(np.float64) for x in flat]

@@ -1,14 +1,16 @@
 """The loss scalers of other systems, under their original names and argument names.
 
-Each takes its reference's arguments, with their defaults, and adapts as the reference
-does: value for value in float32, except for LogMax, which is tested to within 1%. One
-thing differs: no scale leaves float32's normal range, 1.18e-38 to 3.4e38, but stays at
-the last value inside. An argument that is not allowed raises a `ValueError`.
+Each function takes the arguments of the original, with their defaults, and returns a
+loss scale that adapts as the original does: value for value in float32, except for
+LogMax, which is tested to within 1%. One thing differs: no scale leaves float32's
+normal range, 1.18e-38 to 3.4e38, but stays at its last value inside. An argument that
+is not allowed raises a `ValueError`.
 
-Unless a preset says otherwise, it backs off at each non-finite step. Most count steps
-whose gradients are all zero as finite; if most steps have such, `HeadroomLossScale` is
-better. None of the originals looks at the loss, and where the scale is fixed most check
-nothing: to do as they do, pass `skip=None` to `with_loss_scale`.
+Unless a preset says otherwise, it backs off at each non-finite step. Most presets count
+a step whose gradients are all zero as finite; if most steps are of this kind,
+`HeadroomLossScale` is better. None of the originals looks at the loss, and where the
+scale is fixed, most check nothing: to do as they do, pass `skip=None` to
+`with_loss_scale`.
 """
 
 from typing import Any, Literal
@@ -47,23 +49,24 @@ make_public(__name__, LogMaxLossScale, ToleranceLossScale)
 
 
 def _float32(name: str, factor: float) -> float:
-    """A factor as it is in a reference that computes in float32."""
+    """A factor rounded to float32, for an original that computes in float32."""
     return float(np.float32(validation.finite(name, factor)))
 
 
 def _growth(name: str, factor: float) -> float:
-    """A growth factor in float32, for a reference that takes its reciprocal."""
+    """A growth factor rounded to float32, and at least 1 after rounding."""
     return validation.growth_factor(name, _float32(name, factor))
 
 
 def _jmp_rule(counter: int, period: int, factor: float) -> dict[str, Any]:
-    """What JMP and MPX have in common, under the same names."""
+    """The arguments of `DynamicLossScale` for the rule that JMP and MPX share."""
     growth_factor = _growth("factor", factor)
     return {
         "growth_interval": period,
         "initial_growth_counter": counter,
         "growth_factor": growth_factor,
-        # Compiled, their division is XLA's multiplication by the rounded reciprocal.
+        # They divide by the factor, and XLA compiles a division by a constant to a
+        # multiplication by its reciprocal, rounded to float32.
         "backoff_factor": float(np.float32(1 / growth_factor)),
     }
 
@@ -95,7 +98,9 @@ def tensorflow_dynamic(
 
 
 def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
-    """TensorFlow's `FixedLossScale`, which checks nothing; nor does a step with `skip=None`.
+    """TensorFlow's `FixedLossScale`, which checks nothing.
+
+    Pass `skip=None` to `with_loss_scale` for a step that does not check either.
 
     Args:
       loss_scale_value: the scale.
@@ -109,7 +114,7 @@ def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
 
 
 def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
-    """tf.contrib's `FixedLossScaleManager`, whose scale is fixed, but which skips bad steps.
+    """tf.contrib's `FixedLossScaleManager`, a fixed scale that skips non-finite steps.
 
     Args:
       loss_scale: the scale, at least 1.
@@ -134,7 +139,8 @@ def tensorflow_contrib_exponential(
 ) -> DynamicLossScale:
     """tf.contrib's `ExponentialUpdateLossScaleManager`.
 
-    Finite steps do not clear the count of non-finite ones; any change of scale does.
+    Finite steps do not clear the count of non-finite ones; any change of the scale
+    does.
 
     Args:
       init_loss_scale: the first scale, at least 1, which is the floor.
@@ -163,7 +169,9 @@ def tf_keras(
     initial_scale: float | None = None,
     dynamic_growth_steps: int | None = None,
 ) -> LossScale:
-    """`tf.keras.mixed_precision.LossScaleOptimizer`, which doubles and halves, down to 1.
+    """The scale of `tf.keras.mixed_precision.LossScaleOptimizer`.
+
+    It doubles and halves, with a floor of 1.
 
     Args:
       dynamic: whether the scale adapts; if not, the result is a `FixedLossScale`.
@@ -211,7 +219,7 @@ def pytorch(
     growth_interval: int = 2000,
     enabled: bool = True,
 ) -> LossScale:
-    """PyTorch's `torch.amp.GradScaler`, without a floor, with factors in double precision.
+    """PyTorch's `torch.amp.GradScaler`, with factors in double precision and no floor.
 
     Args:
       init_scale: the first scale.
@@ -240,7 +248,9 @@ def flax(
     scale: float = 65536.0,
     minimum_scale: float | None = validation.SMALLEST,
 ) -> DynamicLossScale:
-    """Flax's `flax.training.dynamic_scale.DynamicScale`, which grows up to the largest float32.
+    """Flax's `flax.training.dynamic_scale.DynamicScale`.
+
+    It grows up to the largest float32 number.
 
     Args:
       growth_factor: the factor by which the scale grows.
@@ -277,7 +287,10 @@ def jmp(
     factor: float = 2,
     min_loss_scale: float = 1.0,
 ) -> DynamicLossScale:
-    """JMP's `jmp.DynamicLossScale`, which forgets its floor at the first `jit`; we do not.
+    """JMP's `jmp.DynamicLossScale`.
+
+    JMP's own falls back to a floor of 1 when it passes through `jit`; this one keeps
+    its `min_loss_scale`.
 
     Args:
       loss_scale: the first scale.
@@ -304,8 +317,8 @@ def mpx(
 ) -> DynamicLossScale:
     """MPX's `mpx.DynamicLossScaling`.
 
-    Growth ends at 65504, float16's largest. MPX unscales by the next scale, we by the
-    current one.
+    Growth ends at 65504, float16's largest number. MPX unscales gradients by the next
+    scale; here, they are unscaled by the one that the loss was multiplied by.
 
     Args:
       loss_scaling: the first scale, at most 65504.
@@ -335,7 +348,9 @@ def megatron(
     growth_interval: int,
     hysteresis: int,
 ) -> DynamicLossScale:
-    """Megatron-LM's `DynamicGradScaler`; after a back-off, every overflow backs off until growth.
+    """Megatron-LM's `DynamicGradScaler`.
+
+    After a back-off, every overflow backs off, until the scale is due to grow.
 
     Args:
       initial_scale: the first scale.

@@ -1,11 +1,12 @@
 """Rules that skip a step whose gradients or loss are finite, but far too large.
 
 Pass one to `with_loss_scale`, as in `with_loss_scale(inner, …, skip=skips.spikes())`.
-`spikes` is the one to use. The others are those of other systems, under their original
-names and argument names. They decide about finite steps as the originals do, but unlike
-most of these, they never see a non-finite step, which is skipped anyway.
+`spikes` is the rule to use. The others are the rules of other systems, under their
+original names and argument names. They decide about finite steps as the originals do.
+Unlike most originals, they never see a non-finite step, which is skipped anyway.
 
-A rule is a `SkipRule`, which you may subclass. A wrong argument raises a `ValueError`.
+Each function returns a `SkipRule`, which you may subclass for a rule of your own. A
+wrong argument raises a `ValueError`.
 """
 
 from optax_lossscale._arrays import validation
@@ -45,12 +46,12 @@ make_public(
 def spikes(
     factor: float = 6.0, *, least: float = 1.0, window: int = 64, max_skips: int = 16
 ) -> SpikeSkipRule:
-    """Skips a step whose norm or loss is far above the usual one; in a row, at most `max_skips`.
+    """Skips a step whose norm or loss is far above the usual one, but only so many.
 
     The usual norm is the median over the last applied steps, on a logarithmic scale,
-    and the spread is the distance from there to the upper quartile, which a spike
-    hardly moves. A norm that 1 in 20 of them reached is usual, too, and losses given as
-    `value` likewise. The rule::
+    and the spread follows from the distance to the upper quartile, which a spike hardly
+    moves. A norm that 1 in 20 of these steps reached is usual, too. The same holds for
+    the loss, if it is passed to the step as `value`. The rule::
 
         for x, xs in [
             (log2(norm), log2 of the last `window` norms applied that were not 0),
@@ -71,17 +72,17 @@ def spikes(
             if norm > 0:
                 budget = min(budget + 1 / 20, max_skips)
 
-    In any series, it skips at most `max_skips` finite steps and 1 more for every 20
-    applied steps whose gradients are not all zero; so about `max_skips` if the level
-    rises for good. Nothing is skipped while norms and losses rise by less than a factor
-    of `2**least` within a window. Their scale does not matter.
+    In any series of steps, it skips at most `max_skips` finite steps, and 1 more for
+    every 20 applied steps whose gradients are not all zero. So if norms or losses rise
+    for good, it skips about `max_skips` steps. Nothing is skipped while they rise by
+    less than a factor of `2**least` within a window. Their scale does not matter.
 
     Source: this library.
 
     Args:
-      factor: how many deviations above the median are too many, positive.
-      least: by how many bits, at least, a spike exceeds the median, positive; 1 bit
-        doubles it.
+      factor: how many spreads above the median are too many, positive.
+      least: by how many bits a spike exceeds the median at least, positive; a norm that
+        is 1 bit larger is twice as large.
       window: how many norms and losses are remembered, from 16 to 2**20.
       max_skips: how many finite steps may be skipped before each further skip takes 20
         applied steps, from 0 to 2**20.
@@ -100,13 +101,13 @@ def spikes(
 def olmo_core(
     rolling_interval_length: int = 128, sigma_factor: float = 6
 ) -> RollingSkipRule:
-    """OLMo-core's `SkipStepOptimizer`.
+    """The rule of OLMo-core's `SkipStepOptimizer`.
 
     Skips a step whose loss or norm is more than `sigma_factor` unbiased standard
-    deviations above the mean of a window, once that is half full. Skipped steps enter
-    the window, too. It needs the step's loss. The original differs in two ways: while
-    its window holds a NaN it skips every step, and with a length below 6 it skips the
-    second, as the deviation of one number is NaN.
+    deviations above the mean of a window, once the window is half full. Skipped steps
+    enter the window, too. The rule needs the step's loss. The original differs in two
+    ways: it skips every step while its window holds a NaN; and with a length below 6 it
+    skips the second step, as the deviation of one number is NaN.
 
     Args:
       rolling_interval_length: how many steps the window holds, at least 2.
@@ -118,17 +119,17 @@ def olmo_core(
       >>> print(should_apply)
       True
     """
-    # In the original, the step itself counts.
+    # The original counts the step that it decides about.
     least_history = _half(rolling_interval_length) - 1
     return RollingSkipRule(rolling_interval_length, sigma_factor, least_history)
 
 
 def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule:
-    """MaxText's `skip_step_on_spikes`, with the defaults of `skip_step_interval` and so on.
+    """The rule of MaxText's `skip_step_on_spikes`, with the defaults of its config.
 
-    It is OLMo-core's rule, which needs the step's loss, and differs from the original
-    in the same ways. MaxText's trainer gives it the norm of clipped gradients; here it
-    sees the true norm, as the clip is inside the wrapper.
+    It is OLMo-core's rule, which needs the step's loss, and the original differs in the
+    same ways. MaxText's trainer gives it the norm of clipped gradients; here it sees
+    the true norm, as the clip is inside the wrapper.
 
     Args:
       interval: how many steps the window holds, at least 2.
@@ -145,11 +146,12 @@ def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule
 def levanter(
     rolling_interval_length: int = 128, sigma_factor: float = 6.0
 ) -> RollingSkipRule:
-    """Levanter's `SkipStepConfig`.
+    """The rule of Levanter's `SkipStepConfig`.
 
-    It is OLMo-core's rule, which needs the step's loss, but with the biased standard
-    deviation, at least 1e-6, and one more step before any is skipped. The original
-    multiplies updates that are not finite by 0, which leaves NaN in the parameters.
+    It is OLMo-core's rule, which needs the step's loss. But the standard deviation is
+    the biased one and at least 1e-6, and one more step is applied before any is
+    skipped. The original multiplies updates that are not finite by 0, which leaves NaN
+    in the parameters.
 
     Args:
       rolling_interval_length: how many steps the window holds, at least 2.
@@ -172,18 +174,19 @@ def levanter(
 def axlearn(
     drop_norm: float | DropNorm, grad_norm_ema_decay: float | None = None
 ) -> ThresholdSkipRule | MovingAverageSkipRule:
-    """AxLearn's `skip_and_clip_by_global_norm`, without the clip.
+    """The rule of AxLearn's `skip_and_clip_by_global_norm`, without the clip.
 
-    The clip, its `max_norm`, belongs inside the wrapper:
+    The clip, with its `max_norm`, belongs inside the wrapper:
     `with_loss_scale(optax.chain(optax.clip_by_global_norm(max_norm), inner), …)`. A
-    rule that follows the norms learns nothing from skipped steps: if they stay too
-    large, it skips them all.
+    rule that follows the norms learns nothing from skipped steps: if norms stay too
+    large, it skips every step.
 
     Args:
-      drop_norm: the norm from which on a step is skipped, or the result of
-        `drop_norm_by_…`.
-      grad_norm_ema_decay: the decay of the moving averages that the latter follows, in
-        (0, 1).
+      drop_norm: a step with this norm or a larger one is skipped; or the result of
+        `drop_norm_by_grad_norm_ema` or `drop_norm_by_grad_norm_stddev`, whose threshold
+        follows the norms.
+      grad_norm_ema_decay: the decay of the moving averages that such a threshold needs,
+        in (0, 1).
 
     Example:
       >>> from optax_lossscale import skips
@@ -204,7 +207,9 @@ def axlearn(
 def drop_norm_by_grad_norm_ema(
     multipliers: tuple[float, ...] = (20, 40, 100),
 ) -> DropNorm:
-    """A threshold for `axlearn`: a multiple of the mean norm. AxLearn's function of this name.
+    """A threshold for `axlearn`: a multiple of the mean norm.
+
+    Source: AxLearn's function of this name.
 
     Args:
       multipliers: the smallest of these is used.
@@ -220,10 +225,13 @@ def drop_norm_by_grad_norm_ema(
 def drop_norm_by_grad_norm_stddev(
     *, min_count: int = 500, multipliers: tuple[float, ...] = (20, 40, 100)
 ) -> DropNorm:
-    """A threshold for `axlearn`: the mean norm plus a multiple of the standard deviation.
+    """A threshold for `axlearn`: the mean norm plus a multiple of the deviation.
+
+    Source: AxLearn's function of this name.
 
     Args:
-      min_count: how many steps it takes; until then, norms below 1e10 are applied.
+      min_count: how many steps must be applied before there is a threshold; until then,
+        steps whose norms are below 1e10 are applied.
       multipliers: the smallest of these is used.
 
     Example:
@@ -236,7 +244,7 @@ def drop_norm_by_grad_norm_stddev(
 
 
 def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
-    """Megatron-LM's `grad_norm_skip_threshold`.
+    """The rule of Megatron-LM's `grad_norm_skip_threshold`, a fixed threshold.
 
     Args:
       grad_norm_skip_threshold: the largest norm that is applied; it must be finite.
@@ -251,11 +259,11 @@ def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
 
 
 def _half(length: int) -> int:
-    """How many steps make a window of a length half full."""
+    """How many steps make a window of this length half full, but at least 2."""
     length = validation.count(2, 2**20)("rolling_interval_length", length)
     return max(2, length // 2)
 
 
 def _smallest(multipliers: tuple[float, ...]) -> float:
-    """The multiplier that decides, as it is reached first."""
+    """The smallest multiplier: a norm that exceeds its threshold is skipped already."""
     return min(validation.positive("multipliers", x) for x in multipliers)

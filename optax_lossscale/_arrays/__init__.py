@@ -1,1 +1,1 @@
-"""Questions about arrays and trees of them."""
+"""Helpers for arrays, dtypes and pytrees, on which all other parts are built."""

@@ -1,21 +1,37 @@
-"""Flags that are set by `with` while a function is traced; part of JAX's cache keys.
+"""Settings that hold while a function is traced, and that JAX's caches know about.
 
-JAX traces and compiles anew whatever it did before a context was made. So the package
-makes all of them when it is imported, which is before the first step, and none in a
-module imported later. With jax 0.12, `jax.extend` imports Pallas, which makes one, too.
+Each is one of JAX's user contexts: `with OVERFLOWS(True):` sets it, and
+`OVERFLOWS.value` reads it, also from a function that is being traced. What is traced
+depends on the value, so JAX makes the value part of the key of its caches: a function
+that was compiled under one value is not used under another.
+
+A new context changes these keys, too, and whatever JAX compiled before it is compiled
+again. So all contexts are made here, when the package is imported, which comes before
+the first step. No module that is imported later makes one. With jax 0.12, `jax.extend`
+imports Pallas, which makes a context, too; so it is imported here.
 """
 
 import jax
 import jax.extend
 
 AUTOCAST_DTYPE = jax.make_user_context(None)
-"""What `autocast` computes in, while it traces a function; `None` elsewhere."""
+"""The dtype of products in a function that `autocast` is tracing; `None` elsewhere."""
 
 OVERFLOWS = jax.make_user_context(False)
-"""Whether a fixed loss scale is infinite: for `testing`, in whose steps gradients overflow."""
+"""Whether every fixed loss scale is infinite, so that the gradients of a step overflow.
+
+`testing` sets it, as a compiled step holds a fixed scale as a constant.
+"""
 
 BLANK_METRICS = jax.make_user_context(False)
-"""Whether `metrics` give the first scale, and zeros for its other state: for `testing`."""
+"""Whether `metrics` returns the initial scale, and zeros for the scale's other state.
+
+`testing` sets it, so that metrics do not count as outputs that depend on the scale.
+"""
 
 IS_REPORTED = jax.make_user_context(False)
-"""Whether a report is made: it says itself what is warned of, and tries loss scales of its own."""
+"""Whether `diagnose` is tracing the function.
+
+Then nothing is warned of, as the report says it; and `scale_gradient` scales nothing,
+as the report tries loss scales of its own.
+"""

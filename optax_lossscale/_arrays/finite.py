@@ -1,6 +1,18 @@
-"""The check: is every number of a tree finite? In the same pass: the largest, and the norm.
+"""The finiteness check: whether every number of a pytree is finite.
 
-Each looks at local numbers; `across` makes the answers of all replicas one.
+A step whose gradients hold a NaN or an infinity must be skipped, so every step reads
+all of its gradients once before it applies any. Reading them is what the check costs.
+So the two numbers that some loss scales and skip rules measure, the largest gradient
+and the global norm, are computed in the same pass.
+
+`_by_platform` takes the floating-point and complex leaves of a tree, all others being
+finite, and puts leaves of one type into groups. The leaves of a group are combined
+elementwise (`_joined`) and reduced to one number by one kernel. Each question has two
+such forms, one for XLA's compiler for CPUs and one for all others.
+
+Under `jit` alone, arrays are global, and the compiler inserts what communication a
+reduction needs. Under `pmap` and `shard_map`, the check sees the numbers of one
+replica, and the answers of all replicas are reduced to one by `across`.
 """
 
 import functools
@@ -17,11 +29,12 @@ from optax_lossscale._arrays.precision import at_least_float32, is_inexact
 
 T = TypeVar("T")
 AxisName = Hashable
-Groups = list[list[jax.Array]]  # of leaves of one type that share a kernel
+Groups = list[list[jax.Array]]  # each a list of leaves of one type that share a kernel
 
 _LARGEST = float(np.finfo(np.float32).max)
-_ROW = 2**16  # numbers
-_SHORTEST_ROW = 2**8  # numbers
+# How many numbers of a large leaf are summed one after the other, on CPU
+_ROW = 2**16
+_SHORTEST_ROW = 2**8
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -46,14 +59,20 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def largest(tree: Any) -> jax.Array:
-    """The largest absolute value, float32, in the same pass; infinity if one is not finite."""
+    """The largest absolute value in a tree, or infinity if a number is not finite.
+
+    A complex number counts as its larger part. The result is float32, shape (); 0 for a
+    tree without floating-point and complex leaves.
+    """
     return _by_platform(tree, _largest_on_cpu, _largest)
 
 
 def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
-    """The global L2 norm, float32, and what `all_finite` says, in the one pass that it takes."""
-    # From 2**64 on, the norm is infinite: the sum of squares is more than float32
-    # holds.
+    """The global L2 norm and the result of `all_finite`, in one pass; both of shape ().
+
+    The norm is float32. That of finite numbers is infinite from 2**64 on, where the sum
+    of their squares is more than float32 holds, so the flag does not follow from it.
+    """
     square, finite = _by_platform(tree, _squares_on_cpu, _squares)
     return jnp.sqrt(square), finite
 
@@ -61,16 +80,21 @@ def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
 def _by_platform(
     tree: Any, on_cpu: Callable[[Groups], T], elsewhere: Callable[[Groups], T]
 ) -> T:
-    """What is asked of a tree, computed as suits the platform that the program is lowered for."""
+    """Answers a question about a tree in the form that suits the platform.
+
+    `on_cpu` and `elsewhere` are the two forms; each takes groups of leaves. The choice
+    is made when the program is lowered. Leaves that the compiler partitions over
+    devices take `elsewhere` on every platform.
+    """
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
     if not leaves:
         leaves = [jnp.float32(0)]
     if any(is_partitioned(x) for x in leaves):
         return elsewhere(_groups(leaves, 1))
-    # Some leaves share a kernel: kernels compile faster, and fewer are launched. But on
-    # CPU all cores must stay busy; a GPU's compiler takes the norm of a clip in the
-    # same pass with groups of four, not of eight; and a TPU's would keep more gradients
-    # waiting in main memory.
+    # Leaves that share a kernel compile faster, and fewer kernels are launched. But on
+    # CPU there must be enough kernels to keep all cores busy; a GPU's compiler computes
+    # the norm of a clip in the same pass for groups of four, but not of eight; and a
+    # TPU's compiler would keep more gradients waiting in main memory.
     size_on_cpu = min(max(len(leaves) // 32, 1), 8)
     return lax.platform_dependent(
         leaves,
@@ -81,7 +105,7 @@ def _by_platform(
 
 
 def _groups(leaves: list[jax.Array], size: int) -> Groups:
-    """Groups of leaves of one type, each of at most `size`."""
+    """Groups of at most `size` leaves, each of leaves of the same shape and dtype."""
     leaves_of_type: dict[Any, list[jax.Array]] = {}
     for x in leaves:
         leaves_of_type.setdefault(jax.typeof(x), []).append(x)
@@ -93,53 +117,60 @@ def _groups(leaves: list[jax.Array], size: int) -> Groups:
 
 
 def _joined(groups: Groups, function: Callable, operation: Callable) -> list[jax.Array]:
-    """An array for each group: a function of every number, joined place by place."""
+    """One array for each group: `function` of every leaf, combined by `operation`.
+
+    Both work elementwise, so the array has the shape of the leaves.
+    """
     return [functools.reduce(operation, map(function, leaves)) for leaves in groups]
 
 
-# --- elsewhere: partitioned, each takes one all-reduce, of a number for each leaf ---
+# --- elsewhere ---
+#
+# If leaves are partitioned, their groups are single leaves, and a reduction of the tree
+# takes one all-reduce, of a number for each leaf.
 
 
 def _all_finite(groups: Groups) -> jax.Array:
-    """Whether all are: a reduction of flags for each group."""
+    """Whether all numbers are finite; bool, shape ()."""
     arrays_of_flags = _joined(groups, _is_finite, lax.bitwise_and)
     return _reduced(jnp.all, arrays_of_flags)
 
 
 def _largest(groups: Groups) -> jax.Array:
-    """The largest size, which is infinite where one is not finite."""
+    """The largest absolute value, or infinity if a number is not finite; shape ()."""
     arrays_of_sizes = _joined(groups, _size_or_infinity, lax.max)
     return _reduced(_max, arrays_of_sizes)
 
 
 def _squares(groups: Groups) -> tuple[jax.Array, jax.Array]:
-    """The sum of squares, and whether all are finite: two reductions that share a pass."""
+    """The sum of squares, and whether all are finite: two reductions in one pass."""
     squares = _joined(groups, _square, lax.add)
     return _reduced(jnp.sum, squares), _all_finite(groups)
 
 
 def _reduced(reduce: Callable, arrays: list[jax.Array]) -> jax.Array:
-    """The reduction of all arrays, by that of each."""
+    """The reduction of several arrays to one number, by way of one number for each."""
     of_each = [reduce(x) for x in arrays]
     return reduce(jnp.stack(of_each))
 
 
 def _max(sizes: jax.Array) -> jax.Array:
-    """The largest of some sizes, or 0 if there are none."""
+    """The largest of some absolute values, or 0 for an empty array."""
     return jnp.max(sizes, initial=0)
 
 
 # --- on CPU ---
 #
-# A max does not help: XLA's loses NaNs on CPU. And a reduction with one output is
-# compiled to several passes, through an array of the leaf's size. But one with two
-# outputs becomes a single pass at the speed of memory, in every dtype and with the
-# unscaling fused into it. Hence a second question about each number, even where the
-# first implies its answer.
+# XLA compiles a reduction with one output to several passes, through an array of the
+# leaf's size. A reduction with two outputs becomes a single pass at the speed of
+# memory, in every dtype and with the unscaling fused into it. So each function below
+# reduces two things at once: what it computes, and the flags of finiteness. The check
+# by itself takes a second question whose answer the flags imply. (The largest value
+# alone is not enough for it, as a max loses NaNs on CPU.)
 
 
 def _all_finite_on_cpu(groups: Groups) -> jax.Array:
-    """Whether all are; the second question is whether a number equals itself."""
+    """Whether all numbers are finite, asked beside whether each equals itself."""
     sums = _finite_sums(groups)
     equal_itself = [lax.eq(x, x) for x in sums]
     no_nan, finite = _reduced_beside_check(lax.bitwise_and, equal_itself, sums)
@@ -147,7 +178,7 @@ def _all_finite_on_cpu(groups: Groups) -> jax.Array:
 
 
 def _largest_on_cpu(groups: Groups) -> jax.Array:
-    """The largest size, and in the same pass whether all are finite."""
+    """The largest absolute value, or infinity if a number is not finite; shape ()."""
     arrays_of_sizes = _joined(groups, _size, lax.max)
     sums = _finite_sums(groups)
     sizes, finite = _reduced_beside_check(lax.max, arrays_of_sizes, sums)
@@ -155,9 +186,9 @@ def _largest_on_cpu(groups: Groups) -> jax.Array:
 
 
 def _squares_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
-    """The sum of squares, and in the same pass whether all are finite."""
-    # Such a reduction adds one number after the other, and a float32 sum of 2**24 and
-    # more stops growing, so large leaves are summed row by row.
+    """The sum of squares, and in the same pass whether all numbers are finite."""
+    # Such a reduction adds one number after the other, and a float32 sum that has
+    # reached 2**24 does not grow by adding 1. So large leaves are summed row by row.
     squares = _in_rows(_joined(groups, _square, lax.add))
     sums = _in_rows(_finite_sums(groups))
     sums_of_rows, finite = _reduced_beside_check(lax.add, squares, sums, by_row=True)
@@ -165,28 +196,34 @@ def _squares_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
 
 
 def _finite_sums(groups: Groups) -> list[jax.Array]:
-    """An array for each group, whose numbers are finite where those of all its leaves are."""
+    """One array for each group, finite in each place where all its leaves are."""
     return [_finite_sum(leaves) for leaves in groups]
 
 
 def _finite_sum(leaves: list[jax.Array]) -> jax.Array:
-    """A number for each place, finite if those of all the leaves are."""
+    """An array of the leaves' shape, finite in each place where all of them are."""
     if len(leaves) == 1:
         return leaves[0]
-    # x - x is zero or NaN. Flags would not be vectorized, and a CPU rounds 16-bit sums
-    # one by one.
+    # x - x is zero if x is finite, and NaN otherwise, and so is the sum. Flags combined
+    # by `and` would not be vectorized. The sum is in float32, as a CPU rounds 16-bit
+    # numbers one by one.
     wide = map(at_least_float32, leaves)
     zeros = [lax.sub(x, x) for x in wide]
     return functools.reduce(lax.add, zeros)
 
 
 def _in_rows(arrays: list[jax.Array]) -> list[jax.Array]:
-    """The numbers of arrays, each in one row or in a matrix of rows."""
+    """The arrays as vectors and matrices, with rows that are short enough to sum."""
     return [row for x in arrays for row in _rows(x)]
 
 
 def _rows(x: jax.Array) -> list[jax.Array]:
-    """A leaf's numbers; those of a large one in rows of at most `_ROW`, the last one shorter."""
+    """A leaf as a vector or, if it has more than `_ROW` numbers, as a matrix of rows.
+
+    A row's length is the largest power of two that divides the leaf's size, but at most
+    `_ROW`. If that is less than `_SHORTEST_ROW`, rows have `_ROW` numbers, and a vector
+    of the remaining ones follows the matrix.
+    """
     size = x.size
     flat = x.reshape(-1)
     if size <= _ROW:
@@ -208,11 +245,16 @@ def _reduced_beside_check(
     checked: list[jax.Array],
     by_row: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """The reductions of arrays, and whether other arrays are finite, each pair in one pass."""
+    """Reduces each array and, in the same pass, checks the one beside it.
+
+    Returns the results of all arrays as one vector, and as another one whether the
+    numbers of `checked` are finite: an entry for each array, or with `by_row` for each
+    of its rows.
+    """
     reduced = []
     flags = []
     for x, numbers in zip(arrays, checked, strict=True):
-        initial = x.dtype.type(x.dtype == bool)  # True or 0
+        initial = x.dtype.type(x.dtype == bool)  # True for `and`; 0 for max and add
         result, flag = lax.reduce(
             (x, _is_finite(numbers)),
             (initial, np.True_),
@@ -221,16 +263,16 @@ def _reduced_beside_check(
         )
         reduced.append(result.reshape(-1))
         flags.append(flag.reshape(-1))
-    # The barrier keeps these from being fused with what is made of them: a kernel that
-    # has an argument for every leaf compiles in quadratic time.
+    # Without the barrier, these would be fused with what is computed from them, to a
+    # kernel with an argument for every leaf, which compiles in quadratic time.
     all_reduced = jnp.concatenate(reduced)
     all_flags = jnp.concatenate(flags)
     return lax.optimization_barrier((all_reduced, all_flags))
 
 
-@functools.cache  # one function is traced once
+@functools.cache  # JAX traces the function returned only once if it is the same one
 def _beside_and(operation: Callable) -> Callable:
-    """An operation on the first of two pairs' members, and a conjunction of the second."""
+    """An operation on pairs `(x, flag)`: `operation` of the xs, `and` of the flags."""
 
     def on_pairs(so_far, new):
         reduced, all_flags = so_far
@@ -244,30 +286,33 @@ def _beside_and(operation: Callable) -> Callable:
 
 
 def _is_finite(x: jax.Array) -> jax.Array:
-    """Which numbers are finite."""
+    """A bool for each number: whether it is finite."""
     if jnp.iscomplexobj(x):
         return jnp.isfinite(x)
     return lax.is_finite(x)  # quicker to trace
 
 
 def _square(x: jax.Array) -> jax.Array:
-    """The square of the absolute value, as float32."""
+    """The square of each absolute value, as float32."""
     if jnp.iscomplexobj(x):
         return _square(x.real) + _square(x.imag)
     return jnp.square(x.astype(jnp.float32))
 
 
 def _size(x: jax.Array) -> jax.Array:
-    """The absolute value as float32, finite for every finite number."""
+    """The absolute value of each number as float32, finite if the number is.
+
+    For a complex number, the larger of the absolute values of its parts.
+    """
     if jnp.iscomplexobj(x):
         return jnp.maximum(_size(x.real), _size(x.imag))
-    if x.dtype.itemsize > 4:
+    if x.dtype.itemsize > 4:  # a float64 may be more than float32 holds
         x = jnp.clip(x, -_LARGEST, _LARGEST)
     return jnp.abs(x.astype(jnp.float32))
 
 
 def _size_or_infinity(x: jax.Array) -> jax.Array:
-    """The absolute value as float32, infinite for what is not finite; a NaN would be lost."""
+    """`_size`, but infinity for NaN, which a max may lose, and for infinity."""
     return jnp.where(_is_finite(x), _size(x), jnp.inf)
 
 
@@ -275,7 +320,12 @@ def _size_or_infinity(x: jax.Array) -> jax.Array:
 
 
 def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
-    """Whether a flag is True on every replica."""
+    """Whether a flag is True on every replica along the named axes.
+
+    If replicas with the same parameters decided alone, one would skip a step that the
+    others apply, and their parameters would differ from then on. So they reduce their
+    flags to one, by a minimum, and all skip if the gradients of one overflow.
+    """
     if axis_name is None:
         return flag
     number = flag.astype(jnp.int32)
@@ -283,7 +333,11 @@ def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
 
 
 def across(reduce: Callable, x: jax.Array, axis_name: AxisName | None) -> jax.Array:
-    """A reduction over replicas, such as `lax.pmin`; over no axes, what was given."""
+    """`x` reduced over the replicas along the named axes, as by `lax.pmin`.
+
+    Without axes, `x` itself. A name that is no axis around the step, or is given twice,
+    raises a `ValueError`.
+    """
     if axis_name in (None, ()):
         return x
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
@@ -298,9 +352,9 @@ def across(reduce: Callable, x: jax.Array, axis_name: AxisName | None) -> jax.Ar
 
 
 def _is_axis(name: Any) -> bool:
-    """Whether a name is that of one mapped axis around what is traced."""
+    """Whether a `pmap` or `shard_map` around the step maps an axis of this name."""
     if isinstance(name, (tuple, list)):
-        return False  # JAX would return the product of their sizes
+        return False  # JAX would take it for several axes, and return their product
     try:
         lax.axis_size(name)
     except (NameError, TypeError, ValueError):

@@ -1,4 +1,9 @@
-"""Saving with `flax.serialization`, without importing it."""
+"""Saving loss scales and skip rules with `flax.serialization`, without importing it.
+
+Flax keeps a table of types with two functions for each: one turns an instance into a
+dict, and one restores such a dict into an instance. What is saved is the state alone;
+the configuration is that of the instance restored into.
+"""
 
 import contextlib
 import sys
@@ -11,26 +16,27 @@ from optax_lossscale._arrays import validation
 
 
 def register_with_flax(cls: Any) -> None:
-    """Makes Flax, once it is imported, save and restore the state of a `Stateful` class.
+    """Tells Flax how to save and restore a `Stateful` class, if Flax is imported.
 
-    Flax would restore a type that it does not know as whatever was saved. As it may be
-    imported after the class was defined, this is called whenever an instance is made.
+    Flax treats an unknown type as a leaf, and restores whatever was saved in its place.
+    As Flax may be imported after the class was defined, this is called whenever an
+    instance is made.
     """
     flax = sys.modules.get("flax.serialization")
     register = getattr(flax, "register_serialization_state", None)
-    if register is None:  # Flax is not imported, or in the middle of it
+    if register is None:  # Flax is not imported, or only in part so far
         return
-    with contextlib.suppress(ValueError):  # Flax knows it already
+    with contextlib.suppress(ValueError):  # the class is registered already
         register(cls, _to_state_dict, _from_state_dict)
 
 
 def _to_state_dict(stateful: Any) -> dict[str, Any]:
-    """The state by name, without the configuration."""
+    """The state fields by name, without the configuration."""
     return {name: getattr(stateful, name) for name in stateful._state_names}
 
 
 def _from_state_dict(stateful: Any, saved: Any) -> Any:
-    """The same configuration, with the state that was saved."""
+    """A copy of `stateful` with the saved state, which must have the same shapes."""
     kind = type(stateful).__name__
     shapes = jax.tree.map(np.shape, _to_state_dict(stateful))
     saved_shapes = jax.tree.map(np.shape, saved)

@@ -1,4 +1,4 @@
-"""What things are called: in reports, and in which order; and where what is public lives."""
+"""Names of leaves, layers and scales in reports and errors, and of public modules."""
 
 import math
 import re
@@ -8,32 +8,35 @@ from jax.tree_util import keystr
 
 
 def make_public(module: str, *things: Any) -> None:
-    """Makes a public module the home of classes and functions, which a private file defines.
+    """Makes a public module the home of classes and functions from private files.
 
-    It is what reprs, pickles and tracebacks name.
+    It is the module that reprs, pickles and tracebacks then name.
     """
     for thing in things:
         thing.__module__ = module
 
 
 def path_name(path: Any) -> str:
-    """A leaf's path as its user knows it: `decoder/layer_3/kernel`."""
+    """A leaf's path in a pytree as text: `decoder/layer_3/kernel`; `.` for the root."""
     return keystr(path, simple=True, separator="/") or "."
 
 
 def natural(name: str) -> list[tuple[str, int]]:
-    """A key by which layer_2 precedes layer_10."""
+    """A key to sort names by, with numbers in order: layer_2 precedes layer_10."""
     parts = re.findall(r"(\D*)(\d*)", name)
     return [(text, int(digits or 0)) for text, digits in parts]
 
 
 def without_numbers(name: str) -> str:
-    """What the names of layers have in common: `blocks/*/mlp/w1` for `blocks/3/mlp/w1`."""
+    """A name with `*` for each number in it, as layers share: `blocks/*/mlp/w1`.
+
+    Digits beside a letter stay, such as those of `w1`.
+    """
     return re.sub(r"(?<![^\W_])\d+(?![^\W_])", "*", name)
 
 
 def scale_name(scale: float) -> str:
-    """A scale as text: `2**15`, or decimals if it is no power of two."""
+    """A loss scale as text: `2**15` for a power of two, otherwise in decimals."""
     mantissa, exponent = math.frexp(scale)
     is_power = mantissa == 0.5
     return f"2**{exponent - 1}" if is_power else f"{scale:g}"

@@ -1,4 +1,4 @@
-"""Over which devices an array is spread, by the compiler or by `shard_map`."""
+"""How an array lies on several devices: placed by the compiler, or by `shard_map`."""
 
 from typing import Any
 
@@ -7,7 +7,11 @@ from jax.sharding import AxisType
 
 
 def is_partitioned(x: jax.Array) -> bool:
-    """Whether the compiler may spread the array over devices, as `jit` does."""
+    """Whether the compiler may partition an array over several devices, as under `jit`.
+
+    Axes that `shard_map` maps do not count: along these, the array is what one replica
+    holds.
+    """
     mesh = jax.typeof(x).sharding.mesh
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     sizes = [size for size, kind in axes if kind != AxisType.Manual]
@@ -15,7 +19,10 @@ def is_partitioned(x: jax.Array) -> bool:
 
 
 def varying_axes(x: jax.Array) -> frozenset:
-    """The axes of `shard_map` along which the array differs; none without `check_vma`."""
+    """The mapped axes of a `shard_map` along which replicas hold different values.
+
+    JAX keeps track of them only with `check_vma`; without it, the set is empty.
+    """
     kind: Any = jax.typeof(x)
     # Newer versions of JAX have `manual_axis_type` in place of `vma`.
     axes = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type

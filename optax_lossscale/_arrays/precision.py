@@ -1,4 +1,10 @@
-"""Which leaves are numbers to scale, in which dtypes they are kept, and exact products."""
+"""Which leaves loss scaling applies to, and in which dtypes it computes with them.
+
+Loss scaling multiplies and divides *inexact* leaves, floating-point and complex numbers
+of any width, and passes all others on as they are. *Narrow* floats, of 8 or 16 bits,
+are converted to float32 first: small gradients would underflow again if they were
+divided by the loss scale in float16.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -25,12 +31,12 @@ def is_narrow(x: Any) -> bool:
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf is an array, an abstract one or a Python number."""
+    """Whether a leaf is an array, a `jax.ShapeDtypeStruct` or a Python number."""
     return hasattr(x, "dtype") or isinstance(x, _PYTHON_NUMBER)
 
 
 def at_least_float32(x: Any) -> Any:
-    """8- and 16-bit floats as float32; everything else as it came."""
+    """8- and 16-bit floats converted to float32; every other leaf as it is."""
     if not is_narrow(x):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -39,7 +45,10 @@ def at_least_float32(x: Any) -> Any:
 
 
 def map_inexact(function: Callable[[jax.Array], jax.Array], tree: T) -> T:
-    """`function` of every inexact leaf, as an array of at least float32; the rest as it came."""
+    """The tree with `function` of each inexact leaf, which it gets in float32 or wider.
+
+    All other leaves stay as they are.
+    """
 
     def mapped(x):
         if not is_inexact(x):
@@ -51,19 +60,23 @@ def map_inexact(function: Callable[[jax.Array], jax.Array], tree: T) -> T:
 
 
 def strong(x: Any, dtype: Any = None) -> Any:
-    """`x` in its own or the given dtype, never weakly typed, which would cause a new trace."""
+    """`x` in the given dtype, or in its own, and strongly typed.
+
+    An array whose type changes between weak and strong from one step to the next makes
+    JAX trace and compile the step again.
+    """
     if dtype is None:
         dtype = dtype_of(x)
     return lax.convert_element_type(x, dtype)
 
 
 def times(scale: jax.Array, factor: float) -> jax.Array:
-    """The product, rounded to float32 only once, even if the factor is not a float32."""
+    """The product of a float32 scale and a Python float, rounded only once."""
     if float(np.float32(factor)) == factor:
         return scale * np.float32(factor)
-    # The references divide by 3, or multiply by a C double of 0.3. A float32 product
-    # with a rounded 1/3 is an ulp off, and XLA makes exactly that of a division by a
-    # constant. In float64 both come out right.
+    # Other systems divide a scale by 3, or multiply it by 0.3 in double precision. A
+    # float32 product with 1/3, itself rounded, may be an ulp off, and XLA compiles a
+    # division by a constant to that very product. In float64 both come out right.
     with jax.enable_x64(True):
         wide = lax.convert_element_type(scale, np.float64)
         product = wide * np.float64(factor)
@@ -71,7 +84,10 @@ def times(scale: jax.Array, factor: float) -> jax.Array:
 
 
 def dtype_of(x: Any) -> np.dtype:
-    """The dtype that JAX has for an array, an abstract array or a Python number."""
+    """The dtype that JAX gives to an array, an abstract array or a Python number.
+
+    With 64-bit types disabled, a float64 NumPy array counts as float32.
+    """
     if not hasattr(x, "dtype"):
         return jnp.result_type(x)
     dtype: Any = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)

@@ -1,9 +1,14 @@
-"""A float32 number as its rounding to 16 bits, and what the rounding dropped.
+"""Float32 numbers in two parts: their rounding to 16 bits, and the rest.
 
-For bfloat16 that is the lower half of the number: 16 bits, with ties rounded away from
-zero, and not to even as by `astype`. Then 2**16 float32 numbers round to each bfloat16
-one, as many as 16 bits tell apart; with ties to even, it would be 2**16 + 1 for every
-other one. Of float16, which drops more than that, the whole number is kept.
+`split` takes a number apart, and `join` puts it together again: the rounded number is a
+parameter, and the rest is what the optimizer keeps beside it. Nothing is lost, but for
+subnormal numbers that round to zero.
+
+For bfloat16, which is the upper half of a float32 number, the rest is 16 bits. Ties are
+rounded away from zero, and not to even as `astype` rounds them: then 2**16 float32
+numbers round to each bfloat16 number, as many as 16 bits tell apart. With ties to even,
+2**16 + 1 would round to every other one. Rounding to float16 drops more than 16 bits of
+small and of large numbers, so there the rest is the whole float32 number.
 """
 
 from typing import Any
@@ -16,20 +21,21 @@ from jax import lax
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of
 
-# A bfloat16 number is the upper half of a float32 one. Half of its last place is added
-# before the lower half is cut off, so this is the lower half that says "nothing was
-# dropped".
+# Half of a bfloat16 number's last place. It is added before the lower half of the bits
+# is cut off, which rounds the upper half. So if nothing was dropped, this is the rest.
 _HALF = np.uint32(0x8000)
 _UPPER = np.uint32(0xFFFF0000)
 _UNSIGNED = np.uint32(0x7FFFFFFF)
-_SMALLEST = np.uint32(0x00010000)
+_SMALLEST = np.uint32(0x00010000)  # the bits of the smallest positive bfloat16 number
 _INFINITE = np.uint32(0x7F800000)
 
 
 def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
-    """A float32 number rounded to 16 bits, still as float32, and what else `join` needs.
+    """Rounds float32 numbers to a 16-bit dtype; returns `(rounded, rest)`.
 
-    That is a uint16 array for bfloat16, and the number itself for float16.
+    `rounded` is still a float32 array. `rest`, of the same shape, is uint16 for
+    bfloat16, and for float16 the float32 numbers themselves. Infinities and NaNs stay
+    as they are.
     """
     if dtype == jnp.bfloat16:
         bits = lax.bitcast_convert_type(number, jnp.uint32) + _HALF
@@ -41,10 +47,11 @@ def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
 
 
 def join(rounded: jax.Array, rest: Any) -> jax.Array:
-    """The float32 number that `split` was given, or one that rounds to another `rounded`.
+    """The float32 numbers that `split` took apart, from their two parts.
 
-    Such a one replaces a number kept whole; 16 bits change it by at most half of its
-    last place.
+    If `rounded` was changed since then, a float16 number is the result as it is; to a
+    bfloat16 number, the old rest is added, which changes it by at most half of its last
+    place.
     """
     rounded = at_least_float32(rounded)
     if narrow_dtype(rest) == jnp.float16:
@@ -53,22 +60,23 @@ def join(rounded: jax.Array, rest: Any) -> jax.Array:
     size = bits & _UNSIGNED
     joined_bits = bits + rest.astype(jnp.uint32) - _HALF
     joined = lax.bitcast_convert_type(joined_bits, jnp.float32)
-    # Numbers that round to zero are smaller than what float32 arithmetic keeps.
+    # A rest beside zero would be a subnormal number, which float32 arithmetic on most
+    # devices flushes to zero; one beside infinity would turn it into another number.
     has_bits = (size >= _SMALLEST) & (size < _INFINITE)
     return jnp.where(has_bits, joined, rounded)
 
 
 def narrow_dtype(rest: Any) -> np.dtype:
-    """The dtype of 16 bits whose numbers a rest belongs to."""
+    """The 16-bit dtype of the parameters to which a rest of `split` belongs."""
     is_bits = jnp.issubdtype(dtype_of(rest), jnp.integer)
     return jnp.dtype(jnp.bfloat16 if is_bits else jnp.float16)
 
 
 def _or_replaced(number: jax.Array, rounded: jax.Array) -> jax.Array:
-    """A number kept whole, or `rounded` where that is no longer its rounding to float16."""
-    # Adding an update turns -0.0 into 0.0, so the sign of a zero does not count. Bits
-    # are compared, as compilers may leave out the rounding of a number that is
-    # compared.
+    """`number` where `rounded` is still its rounding to float16, else `rounded`."""
+    # Adding an update turns -0.0 into 0.0, so the sign of a zero does not count. The
+    # bits are compared, not the values, as a compiler may leave out the rounding of a
+    # value that is only compared.
     is_zero = rounded == 0
     unsigned = jnp.where(is_zero, jnp.abs(number), number)
     own_bits = _float16_bits(unsigned)
@@ -77,5 +85,5 @@ def _or_replaced(number: jax.Array, rounded: jax.Array) -> jax.Array:
 
 
 def _float16_bits(number: jax.Array) -> jax.Array:
-    """The bits of a number's rounding to float16."""
+    """The numbers rounded to float16, as uint16 arrays of their bits."""
     return lax.bitcast_convert_type(number.astype(jnp.float16), jnp.uint16)

@@ -1,4 +1,14 @@
-"""A frozen dataclass that is a pytree: configuration that is static, and state that changes."""
+"""The base class of loss scales and skip rules: a frozen dataclass that is a pytree.
+
+Its fields are of two kinds. *Configuration*, such as a growth factor, never changes: it
+is given to the constructor, checked there, and static under `jit`, part of the tree's
+structure. *State*, such as a counter, changes from step to step: it is declared with
+`state_field`, and its arrays are the leaves of the tree. `replace` returns a copy with
+new state, and `get_config` writes the configuration as a dict.
+
+A subclass needs no decorator, as `__init_subclass__` makes it a dataclass and registers
+it with JAX.
+"""
 
 import abc
 import copy
@@ -21,13 +31,15 @@ _DTYPES = {bool: np.bool_, int: np.int32, float: np.float32}
 def state_field(
     default: Any = dataclasses.MISSING, *, init: Literal[False] = False
 ) -> Any:
-    """Declares a field that changes from step to step: an array leaf of a `LossScale` or a rule.
+    """Declares state, a field of a `LossScale` or skip rule that changes at each step.
+
+    The field is an array, and a leaf of the pytree; `replace` changes it.
 
     Args:
       default: its first value. A bool, int or float becomes a bool, int32 or float32
         scalar; arrays keep their dtype. Without a default, `__post_init__` sets it.
-      init: not to be given. It tells type checkers that state is no argument of the
-        constructor.
+      init: not to be passed: its default tells type checkers that the constructor takes
+        no such argument.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -41,8 +53,9 @@ def state_field(
       >>> print(ls.overflows, ls.overflows.dtype)
       1 int32
     """
-    # NumPy values: strongly typed, impossible to donate away, and made without starting
-    # a JAX backend, which must not happen before `jax.distributed.initialize`.
+    # The values are NumPy's: strongly typed, and impossible to donate, so that all
+    # instances can share them. And to make a JAX array would start a backend, which
+    # must not happen before `jax.distributed.initialize`.
     metadata = {state_field: True}
     if default is dataclasses.MISSING:
         return dataclasses.field(init=False, metadata=metadata)
@@ -54,7 +67,10 @@ def state_field(
 
 
 def checked(check: validation.Check, *, default: Any = dataclasses.MISSING) -> Any:
-    """Declares a field that its check converts, even if a subclass declares it anew."""
+    """Declares a field of configuration, with the check that `__post_init__` applies.
+
+    The check also applies to a subclass that declares the field again without one.
+    """
     return dataclasses.field(default=default, metadata={checked: check})
 
 
@@ -63,13 +79,17 @@ def checked(check: validation.Check, *, default: Any = dataclasses.MISSING) -> A
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stateful(abc.ABC):
-    """The base class of loss scales and skip rules; `==` waits for the device."""
+    """The base class of loss scales and skip rules.
 
-    _kind: ClassVar[str]  # what one is called in an error
+    Two instances are equal if their class, configuration and state are. To compare the
+    state, `==` waits for the device.
+    """
+
+    _kind: ClassVar[str]  # "loss scale" or "skip rule", for errors
     _state_names: ClassVar[list[str]]
     _static_names: ClassVar[list[str]]
     _checks: ClassVar[dict[str, validation.Check]] = {}
-    _classes: ClassVar[list[type[Self]]] = []  # all, in the order of their definition
+    _classes: ClassVar[list[type[Self]]] = []  # all subclasses, as they were defined
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         register_with_flax(cls)
@@ -99,11 +119,11 @@ class Stateful(abc.ABC):
         return jax.tree.all(jax.tree.map(np.array_equal, self, other))
 
     def __hash__(self) -> int:
-        # Without the state, as a tracer has no hash.
+        # The state is left out, as arrays and tracers have no hash.
         return hash((type(self), self._values(self._static_names)))
 
     def _set(self, **values: Any) -> None:
-        """Sets fields of an instance under construction, which is frozen later."""
+        """Sets fields of an instance that is being made, as the class is frozen."""
         vars(self).update(values)
 
     def replace(self, **state: ArrayLike) -> Self:
@@ -122,14 +142,19 @@ class Stateful(abc.ABC):
         return new
 
     def get_config(self) -> dict[str, Any]:
-        """The class's name and its configuration, JSON-able, without the state."""
+        """The name of the class and its configuration, as a dict that fits into JSON.
+
+        The state is not part of it.
+        """
         arguments = [f.name for f in dataclasses.fields(self) if f.init]
         config = {name: getattr(self, name) for name in arguments}
         return {"class_name": _config_name(type(self)), "config": config}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """The loss scale or the skip rule that `get_config` described, in its initial state.
+        """The loss scale or skip rule that a dict from `get_config` describes.
+
+        It is in its initial state.
 
         Args:
           config: `{"class_name": …, "config": {…}}`, naming this class or the last
@@ -160,11 +185,11 @@ class Stateful(abc.ABC):
         )
 
     def _values(self, names: list[str]) -> tuple[Any, ...]:
-        """The values of some fields: the state, or the configuration."""
+        """The values of the named fields, as a tuple."""
         return tuple(getattr(self, name) for name in names)
 
     def _flatten_with_keys(self) -> tuple[Any, Any]:
-        """The state as leaves with their keys, and the configuration beside it."""
+        """The state as leaves with keys, and the configuration as static data."""
         keys = map(GetAttrKey, self._state_names)
         state = self._values(self._state_names)
         static = self._values(self._static_names)
@@ -172,8 +197,8 @@ class Stateful(abc.ABC):
 
     @classmethod
     def _unflatten(cls, static: Any, state: Any) -> Self:
-        """An instance of any leaves, checked by nothing: JAX puts placeholders there."""
-        self = cls.__new__(cls)  # `__init__` would start afresh
+        """An instance with these leaves, unchecked: JAX also passes placeholders."""
+        self = cls.__new__(cls)  # as `__init__` would set the initial state
         names = cls._static_names + cls._state_names
         values = (*static, *state)
         vars(self).update(zip(names, values, strict=True))
@@ -181,7 +206,11 @@ class Stateful(abc.ABC):
 
 
 def _config_name(cls: type[Stateful]) -> str:
-    """What a config calls a class; the names of this library's own are taken."""
+    """The name of a class in a config.
+
+    A class of the user's that has the name of one of this library's is named with its
+    module.
+    """
     taken = {c.__name__ for c in Stateful._classes if _is_ours(c)}
     if cls.__name__ in taken and not _is_ours(cls):
         return f"{cls.__module__}.{cls.__qualname__}"
@@ -189,11 +218,11 @@ def _config_name(cls: type[Stateful]) -> str:
 
 
 def _has_config(cls: type[Stateful]) -> bool:
-    """Whether a config may name a class: no abstract one, and no private one of ours."""
+    """Whether a config may name a class: one that is not abstract, and not private."""
     is_private = _is_ours(cls) and cls.__name__.startswith("_")
     return not is_private and not inspect.isabstract(cls)
 
 
 def _is_ours(cls: type[Stateful]) -> bool:
-    """Whether a class is one of this library's."""
+    """Whether a class is defined in this library."""
     return cls.__module__.split(".")[0] == "optax_lossscale"

@@ -1,4 +1,9 @@
-"""What arguments may be, and the errors that say so."""
+"""Checks of arguments, and errors that say what is allowed and what was given.
+
+A `Check` takes an argument's name and value. It returns the value, a NumPy scalar
+converted to a Python number, and raises a `ValueError` if the value is not allowed. All
+of this runs in Python, also while a step is traced, and reads no traced number.
+"""
 
 import inspect
 import reprlib
@@ -14,12 +19,12 @@ import numpy as np
 
 from optax_lossscale._arrays.contexts import IS_REPORTED
 
-SMALLEST = float(np.finfo(np.float32).tiny)
+SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest normal float32
 LARGEST = float(np.finfo(np.float32).max)
 LARGEST_INT = int(np.iinfo(np.int32).max)
 _OURS = ("optax_lossscale", "jax")
 
-Check = Callable[[str, Any], Any]  # takes an argument's name, and converts its value
+Check = Callable[[str, Any], Any]
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 3
@@ -28,12 +33,15 @@ _SHORT.maxother = 100
 
 
 def shown(value: Any) -> str:
-    """A value in an error message: never long, whatever it is."""
+    """A value as text for an error message, shortened to at most 300 characters."""
     return textwrap.shorten(_SHORT.repr(value), 300, placeholder="…")
 
 
 def warn(text: str) -> None:
-    """Warns at the user's line that led here, but not while a report is made of it."""
+    """Warns at the line of the user's code that led here.
+
+    While `diagnose` traces the function, nothing is warned of, as the report says it.
+    """
     if IS_REPORTED.value:
         return
     level = 1
@@ -46,12 +54,15 @@ def warn(text: str) -> None:
 
 
 def refuse(name: str, value: Any, allowed: str) -> NoReturn:
-    """Raises for an argument, and says what is allowed for it."""
+    """Raises the `ValueError` "`name` must be `allowed`, got `value`"."""
     raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
 
 
 def python_number(value: Any) -> int | float | None:
-    """A number, or a concrete array of one, as a Python number; None for anything else."""
+    """A number, or a concrete array of shape (), as a Python number.
+
+    None for anything else, bools and traced arrays included.
+    """
     if isinstance(value, jax.core.Tracer):
         return None
     if isinstance(value, (np.generic, np.ndarray, jax.Array)) and value.shape == ():
@@ -61,14 +72,14 @@ def python_number(value: Any) -> int | float | None:
 
 
 def is_numeric(value: Any) -> bool:
-    """Whether this is a number or an array of numbers, and not bools."""
+    """Whether this is a number, or an array of numbers; bools are none."""
     if hasattr(value, "dtype"):
         return jnp.issubdtype(value.dtype, jnp.number)
     return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
 
 
 def number(allowed: str, holds: Callable[[float], bool]) -> Check:
-    """A check that an argument is a number for which `holds`; it returns a Python float."""
+    """A check for a number for which `holds` is true; it returns a Python float."""
 
     def checked(name: str, value: Any) -> float:
         x = python_number(value)
@@ -80,7 +91,7 @@ def number(allowed: str, holds: Callable[[float], bool]) -> Check:
 
 
 def scale_up_to(largest: float) -> Check:
-    """A check that an argument can be a loss scale, which may not be subnormal."""
+    """A check for a loss scale: a normal float32 number of at most `largest`."""
     allowed = f"a number between {SMALLEST:.4g} and {largest:.4g}, normal in float32"
     return number(allowed, lambda x: SMALLEST <= x <= largest)
 
@@ -93,14 +104,14 @@ backoff_factor = number("a number in (0, 1]", lambda x: 0 < x <= 1)
 
 
 def scale_or_none(name: str, value: Any) -> float | None:
-    """A loss scale, or None."""
+    """Checks a loss scale that may also be None."""
     return None if value is None else scale(name, value)
 
 
 def in_order(
     min_scale: float | None, initial_scale: float, max_scale: float | None
 ) -> None:
-    """Raises unless the first scale lies between its bounds, where there are such."""
+    """Raises unless the initial scale lies between its bounds; None is no bound."""
     is_low = min_scale is not None and initial_scale < min_scale
     is_high = max_scale is not None and initial_scale > max_scale
     if is_low or is_high:
@@ -109,7 +120,7 @@ def in_order(
 
 
 def count(least: int = 1, most: int = LARGEST_INT) -> Check:
-    """A check that an argument is a whole number between two others."""
+    """A check for an int from `least` to `most`."""
 
     def checked(name: str, value: Any) -> int:
         x = python_number(value)
@@ -121,7 +132,10 @@ def count(least: int = 1, most: int = LARGEST_INT) -> Check:
 
 
 def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:
-    """One of a few values of a type: 1 is not taken for True."""
+    """Checks that an argument is one of a few options, and of their type.
+
+    So 1 is not taken for True.
+    """
     is_of_their_type = type(value) is type(options[0])
     if not is_of_their_type or value not in options:
         allowed = ", ".join(map(repr, options))
@@ -130,12 +144,12 @@ def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False, and no number."""
+    """Checks that an argument is True or False, and not a number."""
     return one_of(name, value, (True, False))
 
 
 def floating_dtype(name: str, value: Any) -> np.dtype:
-    """A dtype of real floating-point numbers."""
+    """Checks that an argument is a dtype of real floating-point numbers."""
     floating = dtype(value)
     if floating is None or not jnp.issubdtype(floating, jnp.floating):
         refuse(name, value, "a floating-point dtype")
@@ -143,7 +157,7 @@ def floating_dtype(name: str, value: Any) -> np.dtype:
 
 
 def dtype(value: Any) -> np.dtype | None:
-    """A dtype, or None for anything that is not one."""
+    """A dtype, or the name of one, as a NumPy dtype; None for anything else."""
     try:
         return None if value is None else jnp.dtype(value)
     except TypeError:
@@ -151,13 +165,13 @@ def dtype(value: Any) -> np.dtype | None:
 
 
 def function(name: str, value: Any) -> None:
-    """Raises unless an argument can be called."""
+    """Raises a `TypeError` unless an argument is callable."""
     if not callable(value):
         raise TypeError(f"{name} must be a function, got {shown(value)}")
 
 
 def argnums(value: Any) -> tuple[int, ...]:
-    """Which positional arguments: an int, or a sequence of ints."""
+    """Checks an `argnums`, an int or a sequence of ints, and returns it as a tuple."""
     positions = tuple(value) if isinstance(value, Sequence) else (value,)
     got = shown(value)
     for position in positions:
@@ -170,12 +184,12 @@ def argnums(value: Any) -> tuple[int, ...]:
 
 
 def is_traced(tree: Any) -> bool:
-    """Whether a tree holds tracers: what depends on it is being compiled."""
+    """Whether a tree holds tracers, so that its numbers are not known yet."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
 def at_hand(name: str, tree: Any) -> None:
-    """Raises unless the host can read these numbers: they must not be traced."""
+    """Raises a `TypeError` if a tree holds tracers, whose numbers no host can read."""
     if is_traced(tree):
         raise TypeError(
             f"{name} reads numbers on the host: call it outside jit, vmap and grad, on "
@@ -184,7 +198,7 @@ def at_hand(name: str, tree: Any) -> None:
 
 
 def construct(cls: Callable[..., Any], config: Any) -> Any:
-    """`cls(**config)`; an unknown or missing key raises a `ValueError` that lists them all."""
+    """`cls(**config)`, with a `ValueError` that lists the keys if one does not fit."""
     signature = inspect.signature(cls)
     try:
         signature.bind(**config)

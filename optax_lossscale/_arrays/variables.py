@@ -1,4 +1,10 @@
-"""Variables of Flax NNX, in which an `nnx.Optimizer` keeps its state, and the arrays in them."""
+"""Variables of Flax NNX, and the arrays in them.
+
+An `nnx.Optimizer` keeps each array of its state in a variable, an object that changes
+in place. Most of this package computes with plain arrays, which `plain` takes out of
+the variables. Flax is not imported here: a program that has not imported it has none of
+its variables.
+"""
 
 import sys
 from collections.abc import Callable
@@ -18,8 +24,7 @@ def is_module(x: Any) -> bool:
 
 
 def is_of_nnx(x: Any, *classes: str) -> bool:
-    """Whether this is of one of the classes of Flax NNX with these names."""
-    # Only a program that has imported Flax can have one, so this does not import it.
+    """Whether this is an instance of a class of Flax NNX with one of these names."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return False
@@ -27,13 +32,16 @@ def is_of_nnx(x: Any, *classes: str) -> bool:
 
 
 def find(is_node: Callable[[Any], bool], tree: Any) -> list[Any]:
-    """The nodes of a tree for which `is_node` holds, however deeply nested."""
+    """All nodes of a tree for which `is_node` holds, but none inside of another."""
     nodes = jax.tree.leaves(tree, is_leaf=is_node)
     return [x for x in nodes if is_node(x)]
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`function` of each leaf; a variable that is in two places is mapped once and stays one."""
+    """The tree with `function` of each leaf, those in variables included.
+
+    A variable that is in two places is mapped once, and the new one is in both.
+    """
     copies: dict[int, Any] = {}
 
     def mapped(leaf):
@@ -47,7 +55,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def plain(tree: Any) -> Any:
-    """The tree with each variable replaced by the array that it holds."""
+    """The tree with the array that it holds in place of each variable."""
 
     def value(x):
         if not is_variable(x):

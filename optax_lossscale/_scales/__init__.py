@@ -1,1 +1,1 @@
-"""Choose a loss scale."""
+"""Loss scales: the rules by which the factor of the loss adapts to the gradients."""

@@ -1,4 +1,13 @@
-"""The loss scale that grows while gradients are finite and backs off when they are not."""
+"""The dynamic loss scale, which grows at finite steps and backs off at overflows.
+
+How large a scale may be depends on the gradients, and changes in training. This rule
+measures nothing: it raises the scale from time to time until gradients overflow, and
+then lowers it. Each such trial costs one skipped step, so with the default interval
+about one step in 2000 pays for a scale that is nearly as large as can be.
+
+Whether the gradients are finite is not known while a step is traced. So `adjust`
+computes the loss scale for both cases, and selects one of them.
+"""
 
 from functools import partial
 from typing import Literal, Self, get_args
@@ -48,14 +57,14 @@ class DynamicLossScale(LossScale):
       growth_interval: finite steps in a row after which the scale grows.
       growth_factor: the factor by which the scale grows, at least 1.
       backoff_factor: the factor by which the scale backs off, in (0, 1].
-      min_scale: the floor. Set it below 1 for models whose gradients are large. None
-        for none: a back-off to below float32's normal range does not take place.
-      max_scale: the cap, at which growth ends. None for none: growth to above float32's
-        range does not take place.
+      min_scale: the floor. Set it below 1 for models whose gradients are large. With
+        None, there is no floor, but the scale does not leave float32's normal range.
+      max_scale: the cap, at which growth ends. With None, there is no cap, but the
+        scale does not leave float32's range.
       hysteresis: how many non-finite steps it takes to back off.
-      hysteresis_refill: when that count is refilled: `"growth"`, when the scale is due
-        to grow (Megatron-LM, DeepSpeed); `"rescale"`, then and at a back-off
-        (tf.contrib); `"finite"`, at each finite step (DeepSpeed's
+      hysteresis_refill: when `hysteresis_left` is set back to `hysteresis`: `"growth"`,
+        when the scale is due to grow (Megatron-LM, DeepSpeed); `"rescale"`, then and at
+        a back-off (tf.contrib); `"finite"`, at each finite step (DeepSpeed's
         `consecutive_hysteresis`).
       can_be_exhausted: whether an overflow at a scale that cannot fall makes it
         `exhausted`.
@@ -114,7 +123,7 @@ class DynamicLossScale(LossScale):
         return jnp.asarray(self._exhausted)
 
     def _after_finite_step(self) -> Self:
-        """Grown if it is due to grow."""
+        """The loss scale after a finite step: one more is counted, and it may grow."""
         counter = self.growth_counter + 1
         due = counter >= self.growth_interval
         grown = self._times(self.growth_factor)
@@ -127,7 +136,7 @@ class DynamicLossScale(LossScale):
         )
 
     def _after_overflow(self) -> Self:
-        """Lowered if enough overflows were tolerated."""
+        """The loss scale after an overflow: it backs off, or tolerates one more."""
         scale = self()
         backs_off = self.hysteresis_left <= 1
         lowered = self._times(self.backoff_factor)
@@ -140,7 +149,10 @@ class DynamicLossScale(LossScale):
         )
 
     def _times(self, factor: float) -> jax.Array:
-        """The scale times a factor, within the bounds; itself where float32 cannot hold it."""
+        """The scale times a factor, clipped to the bounds; float32, shape ().
+
+        The scale itself, if the product is not a normal float32 number.
+        """
         scale = self()
         product = times(scale, factor)
         product = jnp.clip(product, self.min_scale, self.max_scale)

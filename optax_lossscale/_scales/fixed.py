@@ -1,4 +1,8 @@
-"""The loss scale that never changes."""
+"""The fixed loss scale, which never changes.
+
+It has no state: the scale is configuration, a constant in a compiled step. So XLA can
+fold it into other constants, and a scale of 1 costs nothing.
+"""
 
 import dataclasses
 from typing import Any, Self
@@ -12,22 +16,24 @@ from optax_lossscale._arrays.contexts import OVERFLOWS
 from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._scales.loss_scale import AxisName, LossScale
 
-_SCALE = validation.scale_up_to(2.0**126)  # above this, the reciprocal is not normal
+_SCALE = validation.scale_up_to(2.0**126)  # of more, the reciprocal is subnormal
 
 
 class FixedLossScale(LossScale):
-    """A constant loss scale, which itself checks nothing.
+    """A constant loss scale, which does not check the gradients.
 
-    `with_loss_scale` skips steps that are not finite all the same, unless `skip=None`.
-    Compiled steps hold the scale as a constant, and a scale of 1 compiles to no scaling
-    at all. Source: TensorFlow's `FixedLossScale`.
+    `with_loss_scale` checks them all the same, and skips steps that are not finite,
+    unless `skip=None`. Compiled steps hold the scale as a constant, and a scale of 1
+    compiles to no scaling at all.
+
+    Source: TensorFlow's `FixedLossScale`.
 
     Args:
       scale: from 1.18e-38 to 2**126, so that it and its reciprocal are normal float32
         numbers.
 
     Raises:
-      ValueError: if `scale` is not such a number.
+      ValueError: if `scale` is not a number in this range.
 
     Example:
       >>> import jax.numpy as jnp
@@ -63,7 +69,7 @@ class FixedLossScale(LossScale):
     def update(
         self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, bool]:
-        """This loss scale itself, and True: the gradients are not looked at."""
+        """Returns this loss scale and True, without looking at the gradients."""
         return self, True
 
     def scale(self, tree: T) -> T:
@@ -80,5 +86,5 @@ class FixedLossScale(LossScale):
         return {"class_name": "FixedLossScale", "config": {"scale": self.initial_scale}}
 
     def _is_one(self) -> bool:
-        """Whether multiplying by it changes nothing."""
+        """Whether the scale is 1, so that nothing need be multiplied by it."""
         return self.initial_scale == 1 and not OVERFLOWS.value

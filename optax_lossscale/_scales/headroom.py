@@ -1,9 +1,14 @@
 """The loss scale that keeps the largest gradient a little below overflow.
 
-It goes by two numbers, in bits: how large gradients have been, which is measured, and
-how many bits more to keep in reserve, which is guessed from overflows that no measured
-size explains. Both fall as long as nothing confirms them, and the more often steps
-overflow, the slower they fall.
+It measures the exponent of each step's largest gradient, and sets the scale so that the
+largest one that it remembers stays below 2**16, where float16 overflows, by `margin`
+bits. Where gradients inside the model are larger than those of the parameters, which
+alone are measured, steps overflow all the same. For these, it lowers the scale by some
+bits more, the `reserve`.
+
+All of this is in bits, that is, in powers of two. Both the largest gradient remembered
+and the reserve fall while no step confirms them, by a bit in about `memory` steps; and
+each row of overflows makes the memory longer.
 """
 
 from typing import Any, Self
@@ -22,25 +27,26 @@ from optax_lossscale._scales.loss_scale import (
     largest_of_all,
 )
 
-# Bits.
-_OVERFLOW = 16  # float16's numbers are below 2**16
-# The largest reserve. Float16's numbers span 40 bits: with a deeper one, what used to
-# fit would underflow, so a still smaller scale is no help.
+# These are in bits.
+_OVERFLOW = 16  # all finite float16 numbers are below 2**16
+# If steps overflow in spite of a reserve this deep, the batch is at fault: float16's
+# numbers span 40 bits, so gradients that used to fit underflow at such a scale. It is
+# also the most that one overflow adds.
 _DEEP = 32
-_BOUND = 100  # of the scale's exponent, either way
-_GAP = 10  # this far above the last size, the largest falls twice as fast
+_BOUND = 100  # the scale lies between 2**-100 and 2**100
+_GAP = 10  # this far above a step's size, the largest remembered falls twice as fast
 
-# Steps.
+# These are in steps.
 # How many overflows are excused once the batch is found at fault: many, compared with
 # the six that it takes to find that.
 _EXCUSED = 64
-_SHORTEST = 32  # a rare outlier should not lower the scale for long
-_LONGEST = 512  # what recurs less often than that costs few steps
-_AT_FIRST = 1e-3  # in place of a memory of 0, for the first size to decide alone
-_LENGTHENING = 2  # of a short memory, by each measured step
-_SHORTENING = 4096  # a long memory loses one part in so many by each measured step
+_SHORTEST = 32  # short, as a rare outlier should not lower the scale for long
+_LONGEST = 512  # an overflow that recurs less often than this costs few steps
+_AT_FIRST = 1e-3  # used for a memory of 0, so that the first size alone decides
+_LENGTHENING = 2  # how much each measured step adds to a memory below _SHORTEST
+_SHORTENING = 4096  # each measured step takes 1 part in 4096 from a longer memory
 _GROWTH = 2048  # about as long as TensorFlow and PyTorch wait before a scale grows
-_ZEROS = 64  # steps of zeros that count as one: most of them are no sign of underflow
+_ZEROS = 64  # steps of zero gradients that count as one, as few are due to underflow
 
 
 class HeadroomLossScale(LossScale):
@@ -110,9 +116,9 @@ class HeadroomLossScale(LossScale):
     margin: int = checked(validation.count(0, 24), default=1)
     # shape=(), dtype=float32, like all that follow
     spare_bits: jax.Array = state_field()
-    # Bits; below zero, how many overflows are excused
+    # In bits; a negative reserve says how many further overflows are excused
     _reserve: jax.Array = state_field(0.0)
-    _memory: jax.Array = state_field(0.0)  # measured steps
+    _memory: jax.Array = state_field(0.0)  # in measured steps
 
     def __post_init__(self):
         super().__post_init__()
@@ -135,25 +141,32 @@ class HeadroomLossScale(LossScale):
         return new, finite
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
-        """Adapts by the flag alone, which measures nothing.
+        """The loss scale after one step, from the flag alone, without a measured size.
 
         The scale falls at overflows as in `update`, and doubles every 2048 finite steps
         in a row.
+
+        Args:
+          grads_finite: whether the step's gradients were finite; bool, shape ().
         """
         fallen_to = self._largest() + jnp.maximum(self._reserve, 0)
         after_finite_step = self._with(fallen_to - 1 / _GROWTH, 0.0, self._memory)
         return choose(grads_finite, after_finite_step, self._after_overflow())
 
     def exhausted(self) -> jax.Array:
-        """Whether the last step overflowed, and the scale stands at 2**-100, the lowest.
+        """Whether the last step overflowed at a scale of 2**-100, the lowest.
 
-        False for an overflow that is excused.
+        False for an overflow that is excused. A bool, shape ().
         """
         has_overflowed = (self._reserve > 0) & ~self._has_faded()
         return (self() <= 2.0**-_BOUND) & has_overflowed
 
     def _after_overflow(self) -> Self:
-        """A larger reserve, or one excuse less, and a longer memory."""
+        """The loss scale after an overflow, which nothing has measured.
+
+        The reserve grows by 1, 2, 4, 8, … bits, or one excuse is used up; and the first
+        overflow of a row lengthens the memory.
+        """
         more = jnp.clip(self._reserve + 1, 1, _DEEP)  # 1 while overflows are excused
         is_first = (self._reserve == 0) | self._has_faded()
         longer = jnp.clip(2 * self._memory, _SHORTEST, _LONGEST)
@@ -162,7 +175,10 @@ class HeadroomLossScale(LossScale):
         return self._with(self._largest(), reserve, memory)
 
     def _after_measuring(self, gradient: jax.Array) -> Self:
-        """What the gradient shows; the first one decides alone, as the memory is still 0."""
+        """The loss scale after a finite step whose largest gradient is not zero.
+
+        The first such step decides alone, as the memory is still 0.
+        """
         _, exponent = jnp.frexp(gradient)
         size = exponent.astype(jnp.float32)
         fall = 1 / jnp.maximum(self._memory, _AT_FIRST)
@@ -181,37 +197,50 @@ class HeadroomLossScale(LossScale):
         return self._with(jnp.maximum(size, fallen), reserve, memory)
 
     def _after_zeros(self) -> Self:
-        """A little of what a measured step changes, in case all gradients have underflowed."""
+        """The loss scale after a finite step whose gradients are all zero.
+
+        They may all have underflowed, so the scale rises, but far more slowly than
+        after a step that measures small gradients.
+        """
         fall = 1 / (_ZEROS * jnp.maximum(self._memory, _SHORTEST))
         largest = self._largest() - fall
         return self._with(largest, self._reserve_after(fall), self._memory)
 
     def _reserve_after(self, fall: jax.Array) -> jax.Array:
-        """The reserve after a finite step that does not explain the overflows."""
+        """The reserve after a finite step, whose gradients do not explain an overflow.
+
+        It loses `fall` times one more than itself, but nothing if it is negative, as
+        excuses do not fade.
+        """
         left = self._reserve - (1 + self._reserve) * fall
         left = jnp.maximum(left, 0)
-        # A whole number is what an overflow leaves; of 31, a memory of 32 makes 30.
+        # An overflow leaves a whole number, by which `_has_faded` tells that nothing
+        # has faded since. So a faded reserve must not be one: with a memory of 32, 31
+        # bits fall to 30, and are moved to just below that.
         is_whole = left % 1 == 0
         left = jnp.where(is_whole, jnp.nextafter(left, 0), left)
         left = jnp.where(self._reserve < 0, self._reserve, left)
         return jnp.where(self._reserve >= _DEEP, -_EXCUSED, left)
 
     def _has_faded(self) -> jax.Array:
-        """Whether the reserve is less than the last overflow left, which is a whole number."""
+        """Whether the reserve has fallen since an overflow left it a whole number."""
         return self._reserve % 1 > 0
 
     def _largest(self) -> jax.Array:
-        """The exponent of the largest gradient that is remembered, a fraction included."""
+        """The exponent of the largest gradient remembered, with a fraction as it falls.
+
+        It is not stored, but computed back from the scale and `spare_bits`.
+        """
         _, exponent = jnp.frexp(self() / 2)
         return _OVERFLOW - exponent - self.spare_bits
 
     def _with(self, largest: jax.Array, reserve: ArrayLike, memory: jax.Array) -> Self:
-        """The loss scale that fits these."""
+        """The loss scale that these three numbers make; all are float32, shape ()."""
         fits = _OVERFLOW - self.margin - largest
         fits = jnp.clip(fits, -_BOUND, _BOUND)
         with_reserve = fits - jnp.maximum(reserve, 0)
         exponent = jnp.floor(jnp.maximum(with_reserve, -_BOUND))
-        # exp2 is inexact.
+        # Not by exp2, which is inexact: the scale would not be a power of two.
         loss_scale = jnp.ldexp(jnp.float32(1), exponent.astype(jnp.int32))
         return self.replace(
             loss_scale=loss_scale,

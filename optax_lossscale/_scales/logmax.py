@@ -1,4 +1,9 @@
-"""The loss scale that predicts the next scale from the largest gradients so far."""
+"""The loss scale that predicts how large the next gradients will be.
+
+It keeps moving averages of log2 of each step's largest gradient, and of its square.
+From their mean and spread it computes a scale at which the next largest gradient would
+overflow only if it lay several deviations above the mean.
+"""
 
 from typing import Any, Self
 
@@ -15,9 +20,9 @@ from optax_lossscale._scales.loss_scale import (
     largest_of_all,
 )
 
-_BELOW_ONE = 1 - 2.0**-24  # the largest such float32
+_BELOW_ONE = 1 - 2.0**-24  # the largest float32 number below 1
 _DECAY = validation.number("in [0, 1) as a float32", lambda x: 0 <= x <= _BELOW_ONE)
-# Beyond these the averages of squares would be infinite, and the scale NaN.
+# Above 60, the average of the squares would be infinite in float32, and the scale NaN.
 _AT_MOST_60 = validation.number(
     "a number of at most 60", lambda x: -validation.LARGEST <= x <= 60
 )
@@ -25,20 +30,20 @@ _DEVIATIONS = validation.number("in [0, 1e6]", lambda x: 0 <= x <= 1e6)
 
 
 class LogMaxLossScale(LossScale):
-    """Puts the largest gradient where it is unlikely to overflow.
+    """Scales gradients so that the largest one is unlikely to overflow.
 
     Assumes that log2 of each step's largest gradient is normally distributed. A
-    gradient `overflow_std_dev` deviations above the mean is scaled to 2**16. Source:
-    OpenSeq2Seq's `LogMaxScaler` (https://arxiv.org/abs/1805.10387). The rule, with
-    bias-corrected averages::
+    gradient `overflow_std_dev` deviations above the mean is scaled to 2**16.
+
+    Source: OpenSeq2Seq's `LogMaxScaler` (https://arxiv.org/abs/1805.10387). The rule,
+    with bias-corrected averages::
 
         x = log2(amax) if grads_finite else 2 ** log_max
         mean = average(x, beta1)
         spread = sqrt(average(x ** 2, beta2) - average(x, beta2) ** 2)
         loss_scale = clip(2 ** (16 - mean - overflow_std_dev * spread), min_scale, max_scale)
 
-    `adjust`, which sees only the flag, counts overflows and ignores finite
-    steps.
+    `adjust`, which is given only the flag, averages overflows and ignores finite steps.
 
     Args:
       initial_scale: the loss scale before the first step, between the bounds.
@@ -99,11 +104,11 @@ class LogMaxLossScale(LossScale):
         return self._observe(x), finite
 
     def _of_overflow(self) -> jax.Array:
-        """What an overflow counts as."""
+        """The x of an overflow: `2**log_max`, as in the reference."""
         return jnp.float32(2.0**self.log_max)
 
     def _observe(self, x: jax.Array) -> Self:
-        """Averages that have seen one more log2 of a largest gradient, and the scale from them."""
+        """The loss scale after one more x, the log2 of a step's largest gradient."""
         new = self.replace(
             mean=_average(self.mean, x, self.beta1),
             slow_mean=_average(self.slow_mean, x, self.beta2),
@@ -111,7 +116,8 @@ class LogMaxLossScale(LossScale):
             weight1=self.weight1 * self.beta1,
             weight2=self.weight2 * self.beta2,
         )
-        # Divided by the weight of what they have seen, the averages have no bias.
+        # The averages begin at 0. Divided by the weight of the numbers that they have
+        # seen, they are not biased towards it, as in Adam.
         mean_square = new.square / (1 - new.weight2)
         slow_mean = new.slow_mean / (1 - new.weight2)
         variance = mean_square - slow_mean**2
@@ -124,6 +130,6 @@ class LogMaxLossScale(LossScale):
 
 
 def _average(old: jax.Array, new: jax.Array, decay: float) -> jax.Array:
-    """A moving average that has seen one more number; it starts at 0, and its weight is apart."""
+    """A moving average with one more number; it is biased towards 0, its start."""
     weight = jnp.float32(decay)  # rounded first, so that the two weights add up to 1
     return weight * old + (1 - weight) * new

@@ -1,4 +1,21 @@
-"""The abstract loss scale: what all loss scales have in common."""
+"""The abstract loss scale, and how scaling the loss keeps gradients from underflowing.
+
+Float16 has few exponents: its positive numbers lie between 2**-24 and 65504. Many
+gradients are smaller than that, and become zero where they are computed in float16. But
+by the chain rule, the gradients of a loss that is multiplied by a number are multiplied
+by it, too. So the loss is multiplied by a *loss scale* before it is differentiated
+(`LossScale.scale`), which moves the gradients into float16's range; and the gradients
+are divided by the same number in float32, where small numbers do fit, before the
+optimizer sees them (`LossScale.unscale`).
+
+The larger the scale, the fewer gradients underflow; but at some scale the largest
+gradients overflow to infinity. Such a step is skipped, and the scale is lowered. A loss
+scale is the number together with the rule that adapts it. `update` is the part of a
+step that decides: it checks the unscaled gradients and returns the next loss scale, and
+whether to apply the step. By default it asks `adjust`, which each subclass defines, and
+which is given the result of the check alone. A loss scale that measures gradients
+overrides `update`, too.
+"""
 
 import abc
 import functools
@@ -66,7 +83,7 @@ class LossScale(Stateful):
         self._set(loss_scale=np.float32(self.initial_scale))
 
     def __call__(self) -> jax.Array:
-        """The current loss scale: float32, shape ()."""
+        """Returns the current loss scale: float32, shape ()."""
         return jnp.asarray(self.loss_scale, jnp.float32)
 
     @abc.abstractmethod
@@ -103,14 +120,23 @@ class LossScale(Stateful):
         return self.adjust(finite), finite
 
     def exhausted(self) -> jax.Array:
-        """Whether the last step overflowed at a scale that could not fall; a bool, shape ()."""
+        """Whether the last step overflowed at a scale that could not fall.
+
+        If so, `raise_if_stuck` raises. A bool, shape (); always False unless a subclass
+        overrides this.
+        """
         return jnp.array(False)
 
     def scale(self, tree: T) -> T:
-        """A loss, or any pytree, with floating-point and complex leaves times the scale.
+        """Multiplies a loss, or the leaves of any pytree, by the scale.
 
-        8- and 16-bit floats become float32; all other leaves keep their dtype, and
-        `None`, integer and float0 leaves their values.
+        Args:
+          tree: the loss, or any pytree.
+
+        Returns:
+          The tree with its floating-point and complex leaves times the scale. 8- and
+          16-bit floats become float32, as they may not hold the product; wider floats
+          keep their dtype. All other leaves are returned as they are.
         """
         scale = self()
 
@@ -121,25 +147,30 @@ class LossScale(Stateful):
         return map_inexact(scaled, tree)
 
     def unscale(self, tree: T) -> T:
-        """Gradients, or any pytree, with floating-point and complex leaves divided by the scale.
+        """Divides gradients, or the leaves of any pytree, by the scale.
 
-        Dtypes are those of `scale()`; exact for a power of two, else within an ulp or
-        two.
+        Args:
+          tree: the scaled gradients, or any pytree.
+
+        Returns:
+          The tree with its floating-point and complex leaves divided by the scale, in
+          the dtypes that `scale` returns. The quotients are exact if the scale is a
+          power of two, and otherwise within an ulp or two.
         """
-        # XLA turns x / scale into x * (1 / scale), and above 2**126 the latter factor
-        # is subnormal and flushed to zero. Hence two factors, a barrier that keeps XLA
-        # from multiplying them, and quotients for both: anything simpler XLA would
-        # recompute in the kernel of each leaf.
+        # XLA compiles x / scale to x * (1 / scale). Above 2**126 that reciprocal is
+        # subnormal, and flushed to zero. So it is split into two factors, and a barrier
+        # keeps XLA from multiplying them. Both are quotients, as anything simpler would
+        # be recomputed in the kernel of each leaf.
         scale = lax.optimization_barrier(self)()
         is_huge = scale > 2.0**100
         shift = jnp.where(is_huge, 4.0, 1.0).astype(jnp.float32)
 
-        @functools.cache  # as tracing takes time
+        @functools.cache  # for all leaves of a dtype, as tracing takes time
         def factors(dtype):
             wide_shift = shift.astype(dtype)
             pair = (1 / wide_shift, wide_shift / scale.astype(dtype))
             if not jax.tree.leaves(self):
-                return pair  # of constants
+                return pair  # of constants, as a fixed scale has no state
             return lax.platform_dependent(
                 *pair, cpu=_in_one_array, default=lambda *pair: pair
             )
@@ -152,19 +183,26 @@ class LossScale(Stateful):
 
 
 def _in_one_array(*scalars: jax.Array) -> tuple[jax.Array, ...]:
-    """The same scalars, read from one array: a CPU's kernels compile faster with fewer arguments.
+    """The same scalars, read from one array behind a barrier.
 
-    A GPU's compiler would then merge kernels of several leaves, and compile those for
-    longer.
+    A CPU's kernels compile faster with fewer arguments. On GPU it would be a loss: the
+    compiler would merge the kernels of several leaves, which take longer to compile.
     """
     return tuple(lax.optimization_barrier(jnp.stack(scalars)))
 
 
 def choose(flag: ArrayLike, if_true: T, if_false: T) -> T:
-    """The one loss scale or the other, leaf by leaf."""
+    """`if_true` where the flag is True, else `if_false`, leaf by leaf.
+
+    Both are loss scales, or both skip rules, of the same structure; the flag may be
+    traced.
+    """
     return jax.tree.map(functools.partial(jnp.where, flag), if_true, if_false)
 
 
 def largest_of_all(grads: Any, axis_name: AxisName | None) -> jax.Array:
-    """The largest absolute gradient of all replicas; infinity if any gradient is not finite."""
+    """The largest absolute gradient on all replicas, float32, shape ().
+
+    Infinity if a gradient on any replica is not finite; 0 if there are no gradients.
+    """
     return across(lax.pmax, largest(grads), axis_name)

@@ -1,4 +1,9 @@
-"""The loss scale that tolerates a share of overflows."""
+"""The loss scale that tolerates a share of overflows before it backs off.
+
+It counts the steps since the scale last changed and the overflows since it last backed
+off, and backs off only at an overflow that brings their ratio to the `tolerance`. With
+a tolerance of 0, every overflow does.
+"""
 
 from typing import Self
 
@@ -31,8 +36,8 @@ class ToleranceLossScale(LossScale):
                 overflows = steps = 0
                 loss_scale = max(loss_scale / factor, threshold)
 
-    except that the scale stays, and is `exhausted`, instead of falling to `min_scale`
-    or below.
+    except that a scale that would fall to `min_scale` or below stays as it is, and is
+    `exhausted`.
 
     Args:
       initial_scale: the loss scale before the first step, above `min_scale`.
@@ -86,7 +91,7 @@ class ToleranceLossScale(LossScale):
         return jnp.asarray(self._exhausted)
 
     def _after_finite_step(self) -> Self:
-        """Grown after enough of them, unless float32 could not hold it."""
+        """The loss scale after a finite step: it may grow, within float32's range."""
         scale = self()
         counter = self.growth_counter + 1
         due = counter >= self.growth_interval
@@ -100,7 +105,11 @@ class ToleranceLossScale(LossScale):
         )
 
     def _after_overflow(self) -> Self:
-        """Lowered if the share of overflows is too large, and exhausted if it cannot be."""
+        """The loss scale after an overflow.
+
+        It is lowered if the share of overflows is too large, but if it would fall to
+        `min_scale` or below, it stays as it is and is exhausted.
+        """
         scale = self()
         steps = optax.safe_increment(self.steps)
         overflows = optax.safe_increment(self.overflows)

@@ -1,1 +1,1 @@
-"""Choose what else to skip a step for."""
+"""Skip rules: which steps to skip although their gradients and loss are finite."""

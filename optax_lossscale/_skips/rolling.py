@@ -1,6 +1,7 @@
-"""The rule of a rolling window: mean and deviation of the last losses and norms.
+"""The rule of a rolling window: the mean and deviation of the last losses and norms.
 
-OLMo-core, MaxText and Levanter share it, and differ in the deviation.
+OLMo-core, MaxText and Levanter share this rule. Levanter computes the deviation
+differently, and waits for one step more before it skips any.
 """
 
 from typing import Self
@@ -19,7 +20,15 @@ class RollingSkipRule(SkipRule):
     """The rule of `skips.olmo_core`, `skips.maxtext` and `skips.levanter`.
 
     Skips a step whose norm or loss is more than `sigma_factor` deviations above the
-    mean of the last `length` ones.
+    mean of those in the window, which holds the last `length` steps, skipped ones
+    included.
+
+    Args:
+      length: how many steps the window holds.
+      sigma_factor: how many deviations are too many.
+      least_history: how many steps the window must hold before one is skipped.
+      ddof: 1 for the unbiased deviation, 0 for the biased one.
+      least_deviation: a lower bound of the deviation.
 
     Attributes:
       seen: how many steps the window holds; int32, shape (); state.
@@ -28,11 +37,12 @@ class RollingSkipRule(SkipRule):
     needs_value = True
     length: int = checked(validation.count(2, 2**20))
     sigma_factor: float = checked(validation.positive)
-    least_history: int = checked(validation.count(0))  # without a skip
-    ddof: int = checked(validation.count(0, 1), default=1)  # 1 for unbiased
+    least_history: int = checked(validation.count(0))
+    ddof: int = checked(validation.count(0, 1), default=1)
     least_deviation: float = checked(validation.finite, default=0.0)
     seen: jax.Array = state_field(0)  # shape=(), dtype=int32
-    _window: jax.Array = state_field()  # shape=(2, length), dtype=float32
+    # The norms in one row, and the losses in the other; shape=(2, length), float32
+    _window: jax.Array = state_field()
 
     def __post_init__(self):
         super().__post_init__()
@@ -41,7 +51,7 @@ class RollingSkipRule(SkipRule):
     def decide(
         self, norm: jax.Array, value: jax.Array | None
     ) -> tuple[Self, jax.Array]:
-        assert value is not None  # as this rule needs it
+        assert value is not None  # as `needs_value` is True
         numbers = jnp.stack([norm, value])
         is_early = self.seen < self.least_history
         is_usual = jnp.all(self._are_usual(numbers))
@@ -52,10 +62,14 @@ class RollingSkipRule(SkipRule):
         return new, is_usual | is_early
 
     def _are_usual(self, numbers: jax.Array) -> jax.Array:
-        """Whether each is at most `sigma_factor` deviations above its row's mean."""
+        """Whether the norm and the loss are usual; bools, shape (2,).
+
+        A number is usual if it is at most `sigma_factor` deviations above the mean of
+        its row of the window. Places that are not filled yet hold zeros.
+        """
         is_filled = jnp.arange(self.length) < self.seen
         count = jnp.maximum(self.seen, 1)
-        degrees = jnp.maximum(self.seen - self.ddof, 1)  # of freedom
+        degrees = jnp.maximum(self.seen - self.ddof, 1)  # the degrees of freedom
         total = jnp.sum(self._window, axis=1)
         mean = total / count.astype(jnp.float32)
         differences = self._window - mean[:, None]

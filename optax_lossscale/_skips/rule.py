@@ -1,4 +1,11 @@
-"""The abstract rule, which decides from a step's norm and loss whether it is applied."""
+"""The abstract skip rule, which judges finite steps by their gradient norm and loss.
+
+A loss scale skips steps whose gradients are not finite. A rule looks at the others:
+gradients that are finite, but far larger than usual, can undo what a model has learned.
+The step measures the norm and calls `update`, which asks the rule (`decide`) and keeps
+the counts that all rules have. So that a rule cannot stop training unnoticed, skipped
+steps are a debt, which applied steps pay off; `raise_if_stuck` raises if it is large.
+"""
 
 import abc
 from typing import ClassVar, Self
@@ -11,12 +18,12 @@ from jax.typing import ArrayLike
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.stateful import Stateful, state_field
 
-APPLIED_PER_SKIP = 20  # how many applied steps make up for a skipped one
-_MOST = 2**30  # of the debt, so that its int32 never wraps around
+APPLIED_PER_SKIP = 20  # how many applied steps pay off the debt of a skipped one
+_MOST = 2**30  # from here on, the debt stops growing, so its int32 never wraps around
 
 
 class SkipRule(Stateful):
-    """Decides from the norm of a step's gradients, and from its loss, whether to apply the step.
+    """Decides from a step's gradient norm and loss whether to apply the step.
 
     Pass it to `with_loss_scale` as `skip=rule`. It sees only steps whose gradients,
     norm and loss are finite; all others are skipped anyway, and do not count as skipped
@@ -28,7 +35,7 @@ class SkipRule(Stateful):
     `replace`, and `get_config` writes its configuration.
 
     Attributes:
-      needs_value: whether a step has to be given its loss; a class attribute.
+      needs_value: whether a step must be given its loss; a class attribute.
       gradient_norm: the global L2 norm of the unscaled gradients of the last step,
         infinite if the step was not finite; float32, shape (); state.
       skipped_by_rule: the finite steps skipped so far; int32, shape (); state.
@@ -91,6 +98,7 @@ class SkipRule(Stateful):
 
         Raises:
           ValueError: if the rule needs the loss, but there is none.
+          TypeError: if `decide` returns a rule of another type or configuration.
         """
         if value is None and self.needs_value:
             raise ValueError(
@@ -110,7 +118,7 @@ class SkipRule(Stateful):
             )
         skipped = self.skipped_by_rule
         debt = new.skip_debt  # which `decide` may have set
-        # A step whose gradients are all zero changes nothing, and makes up for none.
+        # A step whose gradients are all zero teaches nothing, and pays off nothing.
         paid_off = jnp.maximum(debt - (norm > 0).astype(jnp.int32), 0)
         grown = jnp.minimum(debt, _MOST) + APPLIED_PER_SKIP
         new = new.replace(

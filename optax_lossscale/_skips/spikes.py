@@ -1,4 +1,10 @@
-"""The recommended rule: norms and losses far above the usual ones, by order statistics."""
+"""The recommended rule, which skips steps far above the usual norm or loss.
+
+What is usual follows from order statistics of the last applied steps: the median, the
+upper quartile, and a value that several of them reached. A single spike hardly moves
+these, while it would move a mean and a standard deviation. All of it is computed with
+logarithms, so the scale of norms and losses does not matter.
+"""
 
 from typing import Self
 
@@ -11,14 +17,16 @@ from optax_lossscale._arrays.stateful import checked, state_field
 from optax_lossscale._skips.rule import APPLIED_PER_SKIP, SkipRule
 from optax_lossscale._skips.window import with_newest
 
-# Of a normal distribution, in distances from its median to a quartile
+# The standard deviation of a normal distribution is this many times the distance from
+# its median to a quartile.
 _DEVIATION = 1.4826
-_FEWEST = 8  # with fewer steps, nothing is known
-_ENOUGH = 24.0  # with fewer steps, proportionally more is allowed
-# A size that so many of the steps reached, or one in so many, is no accident.
+_FEWEST = 8  # with fewer steps in the window, nothing is a spike
+_ENOUGH = 24.0  # with fewer steps in the window, proportionally more is allowed
+# A value that 3 steps in the window reached, or 1 in 20 if that is more, is usual.
 _COMMON = 3
 _COMMON_SHARE = 20
-_UNKNOWN = 1e3  # in place of a logarithm, above all that there are
+# This marks an empty place of the window. It is above all logarithms, and sorts last.
+_UNKNOWN = 1e3
 
 _POSITIVE = validation.number("above 0 and at most 1e6", lambda x: 0 < x <= 1e6)
 
@@ -27,9 +35,9 @@ class SpikeSkipRule(SkipRule):
     """The rule of `skips.spikes`, which describes it and its arguments.
 
     Attributes:
-      norm_limit: the largest norm that was usual at the last step, infinite while too
-        few are known; float32, shape (); state.
-      value_limit: the largest loss, likewise; float32, shape (); state.
+      norm_limit: the norm above which the last step would have been a spike; infinite
+        while fewer than 8 steps are known; float32, shape (); state.
+      value_limit: the same for the loss; float32, shape (); state.
     """
 
     factor: float = checked(_POSITIVE, default=6.0)
@@ -56,7 +64,7 @@ class SpikeSkipRule(SkipRule):
         limits = self._limits()
         is_spike = jnp.any((measured > limits) & is_known)
         most_debt = APPLIED_PER_SKIP * self.max_skips
-        # What happens this often is no accident, and is applied.
+        # If all skips are used up, the spikes are too common to be accidents.
         is_common = is_spike & (self.skip_debt + APPLIED_PER_SKIP > most_debt)
         should_apply = ~is_spike | is_common
         is_usual = is_known & should_apply
@@ -70,7 +78,10 @@ class SpikeSkipRule(SkipRule):
         return new, should_apply
 
     def _limits(self) -> jax.Array:
-        """The largest logarithms of a norm and of a loss that are usual; shape (2,)."""
+        """The log2 of the largest usual norm and of the largest usual loss; shape (2,).
+
+        Infinity where fewer than 8 of them are known.
+        """
         seen = jnp.sum(self._last < _UNKNOWN, axis=1)
         count = jnp.maximum(seen, _FEWEST)
         ordered = jnp.sort(self._last)

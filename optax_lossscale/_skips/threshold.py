@@ -1,4 +1,4 @@
-"""The rules of a threshold for the norm: one that is given, and one that follows the norms."""
+"""Rules with a threshold for the norm: a fixed one, or one that follows the norms."""
 
 from typing import NamedTuple, Self
 
@@ -10,17 +10,18 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.stateful import checked, state_field
 from optax_lossscale._skips.rule import SkipRule
 
-_UNTIL_THEN = 1e10  # the threshold in AXLearn before there is an average
+_UNTIL_THEN = 1e10  # AXLearn's threshold for the first `min_count` applied steps
 
 
 class ThresholdSkipRule(SkipRule):
     """The rule of `skips.megatron`, and of `skips.axlearn` for a fixed threshold.
 
-    Skips a step whose norm is above the threshold, or, if `strict`, equal to it.
+    Args:
+      threshold: steps with a larger norm are skipped.
+      strict: whether to skip a step whose norm equals the threshold, too.
     """
 
-    threshold: float = checked(validation.positive)  # the largest norm to apply
-    # Whether to skip the threshold itself, too
+    threshold: float = checked(validation.positive)
     strict: bool = checked(validation.flag, default=False)
 
     def decide(
@@ -32,10 +33,10 @@ class ThresholdSkipRule(SkipRule):
 
 
 class DropNorm(NamedTuple):
-    """A threshold for `skips.axlearn`: the norm from which steps are skipped.
+    """A threshold for `skips.axlearn` that follows the norms of applied steps.
 
-    It is `mean_factor` times the moving average of the norms, and `stddev_factor` times
-    their deviation more, once `min_count` steps are applied.
+    Once `min_count` steps are applied, it is `mean_factor` times the moving average of
+    their norms, plus `stddev_factor` times their standard deviation.
     """
 
     mean_factor: float
@@ -44,7 +45,17 @@ class DropNorm(NamedTuple):
 
 
 class MovingAverageSkipRule(SkipRule):
-    """The rule of `skips.axlearn` for a threshold that follows the norms of applied steps.
+    """The rule of `skips.axlearn` for a threshold that follows the norms.
+
+    Skips a step whose norm is not below the threshold that `DropNorm` describes, and
+    learns from applied steps alone.
+
+    Args:
+      mean_factor: how many times the mean is in the threshold.
+      stddev_factor: how many standard deviations are in the threshold.
+      min_count: how many steps must be applied first; until then, the threshold is
+        1e10.
+      grad_norm_ema_decay: the decay of the moving averages, in (0, 1).
 
     Attributes:
       count: the steps applied so far; int32, shape (); state.
@@ -52,13 +63,12 @@ class MovingAverageSkipRule(SkipRule):
       mean_square: moving average of the norms' squares; float32, shape (); state.
     """
 
-    mean_factor: float = checked(validation.positive)  # how many times the mean
+    mean_factor: float = checked(validation.positive)
     stddev_factor: float = checked(
         validation.number(
             "a number of at least 0", lambda x: 0 <= x <= validation.LARGEST
         )
-    )  # and how many deviations more
-    # How many steps it takes; until then, norms below _UNTIL_THEN are applied
+    )
     min_count: int = checked(validation.count(0))
     grad_norm_ema_decay: float = checked(
         validation.number("in (0, 1), such as 0.99", lambda x: 0 < x < 1)
@@ -79,14 +89,14 @@ class MovingAverageSkipRule(SkipRule):
         is_usual = norm < threshold
 
         def weight(count):
-            """1 - decay**count, the bias correction of a moving average of so many norms."""
+            """1 - decay**count, the weight of `count` norms in their moving average."""
             return 1 - self.grad_norm_ema_decay ** count.astype(jnp.float32)
 
         correction = weight(self.count) / weight(self.count + 1)
         decay = self.grad_norm_ema_decay * correction
 
         def average(old, new):
-            """The average with one more, if the step is applied."""
+            """The moving average with a new number, if the step is applied."""
             return jnp.where(is_usual, decay * old + (1 - decay) * new, old)
 
         square = jnp.minimum(jnp.square(norm), validation.LARGEST)

@@ -1,1 +1,1 @@
-"""Take a step."""
+"""The training step: scaled gradients, the decision about them, and the optimizer."""

@@ -1,4 +1,16 @@
-"""How a step is applied or skipped: by a branch, or by a select."""
+"""How a step is applied or skipped: by a conditional, or by selecting the results.
+
+Whether to apply a step is known only on the device, after the gradients are computed.
+There are two ways to compile that. With `"cond"`, a `lax.cond` runs one of two
+branches: the inner optimizer, or nothing. With `"select"`, the inner optimizer runs at
+every step, and each of its results is replaced by the old value if the step is skipped.
+
+A conditional saves the work of a skipped step, but skipped steps are rare. What counts
+is how memory is used. On CPU, the results of a conditional stay in place. On GPU, the
+compiler gives them buffers of their own, and copies them afterwards; on TPU, it does so
+with updates. A select needs no copy, as it is part of the kernel that computes the
+result.
+"""
 
 from functools import partial
 from typing import Any, Literal
@@ -23,25 +35,24 @@ def apply_or_skip(
     state: LossScaleState,
     branch: Branch | None,
 ) -> tuple[Any, Any]:
-    """What a step gives, parameters or updates, and the inner state after it.
+    """The new parameters, or the updates, and the new inner state.
 
-    A conditional computes one of the two, and on CPU its results stay in place. A GPU's
-    compiler gives them buffers of their own and copies them afterwards, and a TPU's
-    does so with updates; a select is part of the kernel that computes its result, but
-    computes the step every time. `branch=None` takes what stays in place on the
-    platform that the step is compiled for.
+    `update` says which of the two it computes. A skipped step returns the parameters as
+    they are, or updates of zero, and the old inner state. With `branch=None`, the
+    platform that the step is compiled for decides: a conditional on CPU, a select
+    elsewhere. Without `jit`, `should_apply` is known, and Python branches, unless
+    `branch="select"`.
     """
     inner_update = update.apply
     if is_traced(should_apply):
-        # It is called several times, in the branches for several platforms, but traced
-        # once.
+        # Several branches call it, and under `jit` it is still traced only once.
         inner_update = jax.jit(update.apply)
 
-    # These take what they need as arguments: closing over it would take longer to
-    # trace.
+    # The functions below take the arrays as arguments, as those that close over arrays
+    # take longer to trace.
     def apply(scaled, state):
-        # Unscaled a second time, where that fuses with the inner update: so the check
-        # leaves no unscaled copy of the gradients in memory.
+        # The check has unscaled the gradients once. To do so again, where it fuses with
+        # the inner update, is cheaper than to keep an unscaled copy in memory.
         unscaled = scaled.unscaled(state.loss_scale)
         return inner_update(unscaled, state.inner_state)
 
@@ -57,6 +68,7 @@ def apply_or_skip(
     def select(should_apply, scaled, state):
         unscaled = scaled.unscaled(state.loss_scale)
         if update.is_checked:
+            # A skipped step runs, too, and inner should see no NaN even then.
             unscaled = unscaled.finite()
         applied = inner_update(unscaled, state.inner_state)
         skipped = skip(scaled, state)
@@ -70,11 +82,11 @@ def apply_or_skip(
         return lax.platform_dependent(
             should_apply, scaled, state, cpu=cond, default=select
         )
-    # Not compiled, so Python can branch. A `lax.cond` would be compiled anew at each
-    # step, as its functions are new ones, and would keep what they close over for good
-    # as constants.
+    # The flag is known, so Python can branch. A `lax.cond` would be compiled anew at
+    # each step, as its functions are new, and JAX's cache would keep forever what they
+    # close over.
     if should_apply:
         return apply(scaled, state)
-    # Copies, as a compiled step returns: they may be donated, and zeros share one
-    # array.
+    # The caller may donate what is returned, so it must be copies, like the results of
+    # a compiled step. (Zeros of one shape may be the same array.)
     return jax.tree.map(jnp.copy, skip(scaled, state))

@@ -1,4 +1,16 @@
-"""Whether a step is applied, and what the loss scale and the skip rule make of it."""
+"""The decision whether to apply a step, and how loss scale and skip rule adapt to it.
+
+A step is applied if
+
+1. its unscaled gradients are finite (unless `skip=None`), and the loss scale's `update`
+   agrees, which by default is the same question;
+2. the true loss is finite, if the step is given one (unless `skip=None`);
+3. the skip rule, if there is one, does not take it for a spike.
+
+All replicas must decide alike, or their parameters would differ from then on. So with
+an `axis_name`, whatever is decided by is first reduced over that axis: flags by a
+minimum, the norm by a maximum, and the loss by its mean.
+"""
 
 from typing import Any, Literal
 
@@ -24,7 +36,8 @@ from optax_lossscale._step.state import LossScaleState
 
 Skip = SkipRule | Literal["nonfinite"]
 
-# Each is known to find every number that is not finite, so that nothing else need look.
+# These find every number that is not finite. After another `update`, such as that of a
+# fixed scale or of the user's own class, the gradients are checked here.
 _CHECKING = {LossScale.update, HeadroomLossScale.update, LogMaxLossScale.update}
 
 
@@ -34,15 +47,17 @@ def decide(
     skip: Skip | None,
     axis_name: AxisName | None,
 ) -> tuple[jax.Array | Literal[True], LossScaleState]:
-    """Whether to apply a step, and the state after it, except for its inner state.
+    """Decides about a step; returns `(should_apply, state)`.
 
-    The loss scale learns from steps that are applied, and from gradients that are not
-    finite. A step skipped for another reason, by a rule or for its loss, leaves it as
-    it was: no other scale would have helped, and what was not applied is no good step.
+    `should_apply` is a bool, shape (), or the Python bool True if nothing was checked.
+    `state` is the state after the step, except for its inner state, which is still old.
 
-    The first is a bool, shape (), or the Python bool True where nothing was checked.
+    The loss scale adapts if the step is applied, or if its gradients are not finite. A
+    step that a rule skips, or whose loss is not finite, leaves it as it was: another
+    scale would not have helped, and a step that was not applied should not bring the
+    scale closer to growth.
     """
-    # What is measured is not differentiated.
+    # No gradient flows through the decision.
     grads, value = lax.stop_gradient((unscaled.grads, unscaled.value))
     norm = None
     finite = None
@@ -63,7 +78,7 @@ def decide(
         loss_is_finite = on_all_replicas(jnp.isfinite(value), axis_name)
     should_apply = fits & loss_is_finite
     rule = state.skip_rule
-    if rule is not None and norm is not None:  # both or neither; type checkers ask
+    if rule is not None and norm is not None:  # the latter is for type checkers
         rule, should_apply = _ruled(rule, norm, value, should_apply, axis_name)
     scale_adapts = loss_is_finite & (should_apply | ~fits)
     loss_scale = choose(scale_adapts, loss_scale, state.loss_scale)
@@ -88,12 +103,14 @@ def _adapted(
     finite: jax.Array | None,
     axis_name: AxisName | None,
 ) -> tuple[LossScale, jax.Array | bool]:
-    """The loss scale after these gradients, and whether it would apply them.
+    """The loss scale after these unscaled gradients, and whether to apply them.
 
-    `finite` says whether they are, or is None if the loss scale alone decides.
+    `finite` is whether they are finite on all replicas, or None if only the loss scale
+    looks at them. The second result is a bool, shape (), or Python's True if nothing
+    was checked.
     """
     if finite is not None and type(loss_scale).update is LossScale.update:
-        # Whether they are finite is all that it looks at, and is already known.
+        # This `update` would check again what is already known.
         new = loss_scale.adjust(finite)
         fits = finite
     else:
@@ -115,9 +132,11 @@ def _ruled(
     should_apply: jax.Array,
     axis_name: AxisName | None,
 ) -> tuple[SkipRule, jax.Array]:
-    """The rule after a step, and whether to apply that.
+    """The skip rule after a step, and whether to apply the step.
 
-    It sees only finite steps, and learns nothing from the others.
+    A rule is given every step, as a compiled step cannot leave it out. But what it
+    learns from a step that is not finite is dropped, except that its `gradient_norm`
+    becomes infinite.
     """
     should_apply = should_apply & jnp.isfinite(norm)
     if value is not None:
@@ -130,7 +149,11 @@ def _ruled(
 
 
 def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> None:
-    """Raises if replicas of a `shard_map` that share a state would decide differently."""
+    """Raises if replicas that share a state could decide differently.
+
+    JAX's types show that under `shard_map`: `should_apply` then varies along an axis
+    along which the state does not.
+    """
     axes_of_state = varying_axes(jnp.asarray(state.should_apply))
     axes_apart = varying_axes(should_apply) - axes_of_state
     if axes_apart:

@@ -1,4 +1,9 @@
-"""A loss scale from what a user may pass for one, and from a state that holds one."""
+"""Finding the loss scale that an argument stands for, or that a state holds.
+
+`get` takes what a user passes to the optimizer, such as a word, a number or a config.
+`get_loss_scale` finds the loss scale in a state. `resolve` takes either, for functions
+such as `value_and_scaled_grad`.
+"""
 
 from typing import Any, Literal, Self
 
@@ -30,9 +35,12 @@ def get(identifier: LossScaleLike) -> LossScale:
         with the key `"preset"` for the function of `presets` of that name, with the
         other items as its arguments.
 
+    Returns:
+      The `LossScale`, in its initial state unless it was passed itself.
+
     Raises:
-      ValueError: for anything else; for a preset of an unknown name, or with an unknown
-        or missing argument, it lists those known.
+      ValueError: for anything else. If a preset has an unknown name, or an unknown or
+        missing argument, the error lists the known ones.
 
     Example:
       >>> import optax_lossscale as ols
@@ -49,7 +57,7 @@ def get(identifier: LossScaleLike) -> LossScale:
             return identifier
         case None:
             return FixedLossScale(1)
-        # Of strings alone, as an array of one string would equal that string.
+        # `case "dynamic"` would also match an array of this string, which equals it.
         case str() if identifier == "dynamic":
             return DynamicLossScale()
         case str() if identifier == "headroom":
@@ -68,7 +76,7 @@ def get(identifier: LossScaleLike) -> LossScale:
 
 
 def _preset(name: Any, arguments: dict[Any, Any]) -> LossScale:
-    """The preset of that name, with those arguments."""
+    """The loss scale that the preset of this name returns for these arguments."""
     known = presets.__all__
     if name not in known:
         raise ValueError(
@@ -89,9 +97,9 @@ def get_loss_scale(state: Any) -> LossScale:
       The `LossScale`, made of arrays even where `nnx` keeps them in variables.
 
     Raises:
-      ValueError: if the state holds no loss scale, or more than one, where `nnx`
-        variables that two modules share count once; or if something is wrapped around
-        `with_loss_scale` that belongs inside, such as `optax.MultiSteps`.
+      ValueError: if the state holds no loss scale, or more than one (`nnx` variables
+        that two modules share count once); or if something is wrapped around
+        `with_loss_scale` that belongs inside it, such as `optax.MultiSteps`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -127,10 +135,11 @@ def loss_scales_in(state: Any) -> list[LossScale]:
 
 
 def resolve(loss_scale: Any) -> LossScale:
-    """What an argument `loss_scale` means: whatever `get` takes, a state that holds one, an array.
+    """The loss scale that an argument `loss_scale` of another function stands for.
 
-    An array may be traced, as where a trainer hands the scale through an argument of
-    its own.
+    It is anything that `get` takes, a state that holds one loss scale, or an array of
+    shape (). The array may be traced, as where a trainer passes the scale through an
+    argument of its own.
     """
     is_number = isinstance(loss_scale, jax.Array) and validation.is_numeric(loss_scale)
     if is_number and loss_scale.shape == () and not jnp.iscomplexobj(loss_scale):
@@ -152,21 +161,22 @@ def resolve(loss_scale: Any) -> LossScale:
 
 
 def _of_array(loss_scale: jax.Array) -> LossScale:
-    """A loss scale of an array: a fixed one, unless the array is traced."""
+    """A loss scale with the value of an array, fixed unless the array is traced."""
     if isinstance(loss_scale, jax.core.Tracer):
         return _TracedLossScale().replace(loss_scale=loss_scale)
     return FixedLossScale(jax.device_get(loss_scale))
 
 
 class _TracedLossScale(LossScale):
-    """A scale that is a traced array: it is state, unlike that of a fixed one."""
+    """A loss scale that never adapts, but whose value is state, so it may be traced."""
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> Self:
         return self
 
 
-# What must not wrap `with_loss_scale`, by the name of its state, and what it would do
-# there. By name, as a version of Optax may lack one of them.
+# Optax's wrappers that must not be around `with_loss_scale`, by the names of their
+# states, and what they would do there. They are not imported, as some versions of Optax
+# lack some of them.
 _AROUND = {
     "MultiStepsState": (
         "MultiSteps",
@@ -188,18 +198,18 @@ _AROUND = {
 
 
 def name_in_optax(state: Any) -> str | None:
-    """The name of a state's class, if it is one of Optax's."""
+    """The name of a state's class if Optax defines the class, else None."""
     kind = type(state)
     return kind.__name__ if kind.__module__.split(".")[0] == "optax" else None
 
 
 def _is_around(state: Any) -> bool:
-    """Whether this is the state of one of those, with a loss scale in it."""
+    """Whether this is the state of a wrapper in `_AROUND`, with a loss scale inside."""
     return name_in_optax(state) in _AROUND and bool(loss_scales_in(state))
 
 
 def _check_nesting(state: Any) -> None:
-    """Raises if something is wrapped around `with_loss_scale` that belongs inside."""
+    """Raises if a wrapper is around `with_loss_scale` that belongs inside it."""
     around = find(_is_around, state)
     if around:
         name, harm = _AROUND[type(around[0]).__name__]
@@ -211,7 +221,7 @@ def _check_nesting(state: Any) -> None:
 
 
 def _count(loss_scales: list[LossScale]) -> int:
-    """How many there are, where those in the same `nnx` variables count once."""
+    """How many loss scales there are; those in the same `nnx` variables count once."""
     of_arrays = 0
     variables = set()
     for loss_scale in loss_scales:

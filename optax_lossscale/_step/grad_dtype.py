@@ -1,4 +1,10 @@
-"""The dtypes of gradients: what is differentiated is cast to them first."""
+"""The argument `grad_dtype`: the dtypes in which gradients are computed.
+
+A gradient has the dtype of what is differentiated. So the parameters are cast to
+`grad_dtype` before the loss function is called, and with float16, their gradients take
+half the memory. Only wider floats are cast: narrower ones have narrow gradients
+already.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -11,8 +17,9 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import dtype_of, is_inexact
 
-# A dtype, a tree of them with None for what stays, or a function that returns one; for
-# other containers, use a function.
+# A dtype; a tree of dtypes, with None for leaves that are not cast; or a function from
+# what is differentiated to either. The types name the usual containers; for others, use
+# a function.
 GradDtype: TypeAlias = (
     DTypeLike
     | Mapping[Any, "GradDtype | None"]
@@ -23,7 +30,10 @@ GradDtype: TypeAlias = (
 
 
 def cast_to_grad_dtype(grad_dtype: Any, differentiated: Any) -> Any:
-    """What is differentiated, with wider floats cast to the dtypes that grad_dtype says."""
+    """The differentiated arguments, with wider floats cast as `grad_dtype` says.
+
+    `grad_dtype` is first broadcast to their tree, of which it may be a prefix.
+    """
     if _is_function(grad_dtype):
         grad_dtype = grad_dtype(differentiated)
         check_grad_dtype(grad_dtype)
@@ -32,7 +42,11 @@ def cast_to_grad_dtype(grad_dtype: Any, differentiated: Any) -> Any:
 
 
 def _cast(path: Any, x: Any, dtype: Any) -> Any:
-    """One leaf in a dtype, if it is wider; as it is for None."""
+    """One leaf, cast to a dtype if it is a wider float; `None` casts nothing.
+
+    A float of another dtype of the same width raises a `ValueError`: float16 and
+    bfloat16 together make the model compute in float32.
+    """
     if dtype is None or not is_inexact(x) or jnp.iscomplexobj(x):
         return x
     dtype = jnp.dtype(dtype)
@@ -49,7 +63,7 @@ def _cast(path: Any, x: Any, dtype: Any) -> Any:
 
 
 def check_grad_dtype(grad_dtype: Any) -> None:
-    """Raises for what is neither a function nor a tree of floating-point dtypes."""
+    """Raises unless this is a function or a tree of floating-point dtypes."""
     if _is_function(grad_dtype):
         return
     for leaf in jax.tree.leaves(grad_dtype):
@@ -57,11 +71,14 @@ def check_grad_dtype(grad_dtype: Any) -> None:
 
 
 def _is_none(x: Any) -> bool:
-    """Whether a leaf of dtypes says that nothing is cast."""
+    """Whether this is None, a leaf in trees of dtypes, not an empty subtree."""
     return x is None
 
 
 def _is_function(grad_dtype: Any) -> bool:
-    """Whether it is to be called; dtypes, and modules as trees of them, are callable too."""
+    """Whether this is a function to call, and not a dtype or a tree of dtypes.
+
+    A dtype such as `jnp.float16` is callable, and so is a module that is a tree.
+    """
     is_leaf = jax.tree_util.all_leaves([grad_dtype])
     return is_leaf and callable(grad_dtype) and validation.dtype(grad_dtype) is None

@@ -1,4 +1,10 @@
-"""From a loss function to scaled gradients."""
+"""From a loss function to scaled gradients, in two ways.
+
+`value_and_scaled_grad` differentiates the loss times the loss scale, and returns the
+loss itself beside the gradients. `scale_gradient` is for code that differentiates by
+itself: it returns the loss as it is, with a derivative that is multiplied by the loss
+scale. By the chain rule, all gradients of that loss are multiplied by it, too.
+"""
 
 import functools
 import inspect
@@ -27,10 +33,11 @@ from optax_lossscale._step.master_weights import check_order
 def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     """The loss itself, with a gradient that is multiplied by the loss scale.
 
-    Put it into a loss function that other code differentiates: `nnx.value_and_grad`,
-    `eqx.filter_value_and_grad`, a trainer that calls `jax.grad` itself. The gradients
-    come out scaled, as `with_loss_scale` expects them; in forward mode, the tangent
-    does. `diagnose` tries loss scales of its own, and leaves this one out.
+    Return it from a loss function that other code differentiates:
+    `nnx.value_and_grad`, `eqx.filter_value_and_grad`, or a trainer that calls
+    `jax.grad` itself. The gradients come out scaled, as `with_loss_scale` expects them;
+    in forward mode, the tangent does. Under `diagnose`, which tries loss scales of its
+    own, the gradient is not scaled.
 
     Args:
       loss: a real floating-point scalar.
@@ -38,8 +45,8 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
         scale. No gradient flows into it.
 
     Returns:
-      The unchanged loss, shape (), in float32 or wider, as float16 may not hold its
-      gradient.
+      The unchanged loss, shape (), in float32 or wider, as float16 may not hold the
+      gradient of the loss, which is the loss scale.
 
     Raises:
       TypeError: if the loss is not a real scalar.
@@ -72,17 +79,19 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
 
 @jax.custom_jvp
 def _with_scaled_tangent(loss: jax.Array, loss_scale: LossScale) -> jax.Array:
+    """The loss, with a derivative of the loss scale instead of 1."""
     return loss
 
 
 @_with_scaled_tangent.defjvp
 def _scaled_tangent(primals, tangents):
+    """The JVP rule: the loss as it is, and its tangent times the loss scale."""
     (loss, loss_scale), (tangent, _) = primals, tangents
     return loss, loss_scale.scale(tangent)
 
 
 def _warn_of_float16(loss: Any, loss_scale: LossScale) -> None:
-    """Warns of a loss in float16, if the loss scale may grow beyond what that holds."""
+    """Warns of a float16 loss if the loss scale may reach 2**16, where it overflows."""
     highest = getattr(loss_scale, "max_scale", None)
     if isinstance(loss_scale, FixedLossScale):
         highest = loss_scale.initial_scale
@@ -106,8 +115,9 @@ def value_and_scaled_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Like `jax.value_and_grad`, but the gradients are those of the scaled loss.
 
-    Call it inside the training step, with the step's own state: a function made before
-    the loop would keep the first loss scale.
+    The loss is multiplied by the loss scale before it is differentiated, so small
+    gradients do not underflow in float16. Call this inside the training step, with the
+    step's own state: a function made before the loop would keep the first loss scale.
 
     Args:
       fun: a function that returns the loss, a real floating-point scalar.
@@ -119,27 +129,27 @@ def value_and_scaled_grad(
       grad_dtype: the dtype of the gradients, such as `jnp.float16` for half the memory:
         wider floats are cast to it before they are differentiated. Or a tree of dtypes,
         with `None` for no cast, that is a prefix of the differentiated argument (for
-        several `argnums`, of their tuple); or a function that returns one for it. The
-        model itself computes in the widest dtype that its operations are given: for
-        products in 16 bits, pass `autocast(fun)`.
+        several `argnums`, of the tuple of them); or a function that returns either of
+        these for it. The model itself computes in the widest dtype that its operations
+        are given: for products in 16 bits, pass `autocast(fun)`.
       **kwargs: further arguments of `jax.value_and_grad`.
 
     Returns:
       A function of `fun`'s arguments that returns `(value, scaled_grads)`: `fun`'s own
-      value, bit for bit (with `grad_dtype`, that of what was cast), and *scaled*
-      gradients, for `with_loss_scale`. For the norm of the true ones, use
-      `metrics(state)["gradient_norm"]` if a skip rule measures it, else
+      value, bit for bit (with `grad_dtype`, its value for the arguments as cast), and
+      *scaled* gradients, for `with_loss_scale`. For the norm of the true gradients, use
+      `metrics(state)["gradient_norm"]` if a skip rule measures it, and otherwise
       `optax.tree.norm(get_loss_scale(state).unscale(scaled_grads))`.
 
     Raises:
       ValueError: if `loss_scale` is not a loss scale, or a state that holds none or
         several; if `grad_dtype` has dtypes other than floating-point ones; when called,
-        if it is not a prefix of the differentiated argument, or that has floats of
-        another dtype as wide.
+        if it is not a prefix of the differentiated argument, or if this has floats of
+        another dtype of the same width.
       TypeError: if `fun` is not a function or `argnums` are not ints; when called, if
-        the loss is not a real floating-point scalar, or a differentiated argument is
-        not a tree of arrays, or is an `nnx.Module`: differentiate modules with `nnx`
-        and `scale_gradient`; or has integers, unless `allow_int=True`.
+        the loss is not a real floating-point scalar, or if a differentiated argument is
+        not a tree of arrays, has integers (unless `allow_int=True`), or is an
+        `nnx.Module`: differentiate modules with `nnx` and `scale_gradient`.
 
     Warns:
       UserWarning: when called, for a float16 loss, as `scale_gradient` does.
@@ -192,7 +202,7 @@ def value_and_scaled_grad(
 
 
 def loss_of(value: Any, has_aux: bool) -> Any:
-    """The loss in what a loss function returned."""
+    """The loss in what a loss function returned: the first of a pair with `has_aux`."""
     if not has_aux:
         return value
     if not (isinstance(value, tuple) and len(value) == 2):
@@ -204,11 +214,16 @@ def loss_of(value: Any, has_aux: bool) -> Any:
 
 
 def check_keywords(fun: Callable[..., Any], ours: Sequence[str], args: tuple) -> None:
-    """Raises if a keyword of ours is also an argument of the function, and would not reach it."""
+    """Raises if one of our keywords is an argument of the function that gets no value.
+
+    A caller of `minimize` who passes `has_aux=…` may mean the loss function's own
+    argument of that name, which would not get it. `args` are the positional arguments
+    that the function will be given.
+    """
     try:
         signature = inspect.signature(fun)
         bound = {*signature.bind_partial(*args).arguments}
-    except (TypeError, ValueError):  # no signature, or another: the call will say so
+    except (TypeError, ValueError):  # no signature, or args do not fit: the call fails
         return
     bound.update(getattr(inspect.unwrap(fun), "keywords", {}))  # of a functools.partial
     for name in ours:
@@ -221,7 +236,7 @@ def check_keywords(fun: Callable[..., Any], ours: Sequence[str], args: tuple) ->
 
 
 def _check_no_modules(tree: Any) -> None:
-    """Raises for models that are to be taken apart first."""
+    """Raises for an `nnx.Module`, whose parameters alone can be differentiated."""
     modules = find(is_module, tree)
     if modules:
         raise TypeError(

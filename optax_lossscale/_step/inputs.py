@@ -1,4 +1,12 @@
-"""What a step is given: checked, and completed where gradients are missing."""
+"""The inputs of a step: gradients, parameters and loss, checked and completed.
+
+`prepare` makes a `Prepared` of them. It puts zeros where a gradient is missing (None),
+as the inner optimizer has a place for every parameter, and remembers the paths, so that
+these parameters and their slots in the inner state stay as they are. It checks that
+structures and shapes fit. And it sets aside the gradients that a `mask` excludes, which
+are neither unscaled nor checked. The methods of `Prepared` unscale the gradients, hand
+all of them to the inner optimizer, and restore what has to stay after its update.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -17,8 +25,8 @@ from optax_lossscale._arrays.validation import is_numeric, is_traced, refuse, sh
 from optax_lossscale._arrays.variables import find, plain
 from optax_lossscale._scales.loss_scale import LossScale
 
-# Bools, a tree of them, or a function that returns one; for other containers, use a
-# function.
+# A bool; a tree of bools; or a function from the gradients to either. The types name
+# the usual containers; for others, use a function.
 Mask: TypeAlias = (
     bool
     | np.bool_
@@ -34,37 +42,36 @@ _static: Any = partial(dataclasses.field, metadata={"static": True})
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What a step was given, checked and completed.
+    """The inputs of a step, checked and completed.
 
-    A `mask` divides the leaves of the gradients in two lists, with None in each for
-    those of the other. Without one, all are in `grads`, in their own tree.
+    Without a mask, `grads` is a tree of all gradients. With one, `grads` and `left_out`
+    are lists of as many leaves as that tree has, and each leaf is in one of the lists,
+    with None in its place in the other.
     """
 
-    grads: Any  # as they came or unscaled, with zeros where one is missing
-    params: Any  # or None
+    grads: Any  # scaled or unscaled, with zeros for missing gradients
+    params: Any  # None if the step was given none
     value: jax.Array | None = None  # the true loss, shape ()
-    # The paths of leaves and branches without a gradient: they stay, as does what inner
-    # keeps.
+    # The paths of leaves and branches of parameters without a gradient
     missing: frozenset[Any] = _static(default=frozenset())
-    left_out: Any = None  # by the mask: neither scaled nor checked
-    structure: Any = _static(default=None)  # of both, if there is a mask
+    left_out: Any = None  # the gradients that a mask excludes, in float32 or wider
+    structure: Any = _static(default=None)  # of the tree of all gradients, with a mask
 
     def unscaled(self, loss_scale: LossScale) -> Self:
-        """With unscaled gradients, in float32 or wider."""
-        # A compiled step unscales in the branches of several platforms, but traces it
-        # once.
+        """A copy with unscaled gradients, in float32 or wider."""
+        # A compiled step unscales in several branches; this traces it only once.
         unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
         return dataclasses.replace(self, grads=unscale(loss_scale, self.grads))
 
     def finite(self) -> Self:
-        """With zeros for what is not finite, in the loss and in the gradients checked."""
-        # Each by itself, without waiting for the check: so a clip's norm is computed in
-        # the same pass.
+        """A copy with zeros in place of NaN and infinities, in the loss and `grads`."""
+        # Numbers are replaced one by one, without waiting for the result of the check.
+        # So the norm of a clip inside is computed in the same pass as the check.
         grads, value = jax.tree.map(_zero_unless_finite, (self.grads, self.value))
         return dataclasses.replace(self, grads=grads, value=value)
 
     def all_grads(self) -> Any:
-        """The gradients in their own tree, as inner takes them."""
+        """All gradients in their own tree, also those that the mask left out."""
         if self.structure is None:
             return self.grads
         pairs = zip(self.grads, self.left_out, strict=True)
@@ -72,7 +79,11 @@ class Prepared:
         return self.structure.unflatten(leaves)
 
     def moved(self, move: Callable[[Any, Any], Any], updates: Any) -> Any:
-        """`move(param, update)` for each parameter; without a gradient, its update is None."""
+        """`move(param, update)` of each parameter; `update` is None without a gradient.
+
+        The paths of `optax.lookahead`'s pair of parameter trees, the fast and the slow
+        ones, begin with one more key than those of gradients.
+        """
         is_pair = isinstance(self.params, optax.LookaheadParams)
 
         def moved(path, param, update):
@@ -84,13 +95,17 @@ class Prepared:
         return jax.tree.map_with_path(moved, self.params, updates)
 
     def slots_kept(self, init: Callable[[Any], Any], new: Any, old: Any) -> Any:
-        """The new inner state, except for what it keeps for parameters without a gradient."""
+        """The new inner state, but with the old slots of parameters without gradients.
+
+        Slots are the arrays that the inner state has for each parameter, such as
+        Adam's moments. `init` is the inner optimizer's, from which Optax finds them.
+        """
         if not self.missing:
             return new
 
         def are_missing(slots):
-            # By path: some slots are trees themselves (SM3's), others are missing
-            # (under a mask).
+            # Slots are matched to parameters by their paths, not leaf by leaf: some are
+            # trees themselves (SM3's), and others are missing (under a mask).
             return jax.tree.map_with_path(lambda path, _: self.is_missing(path), slots)
 
         without_gradient = optax.tree.map_params(
@@ -107,7 +122,7 @@ class Prepared:
         return jax.tree.map(chosen, without_gradient, new, old)
 
     def is_missing(self, path: Any) -> bool:
-        """Whether there was no gradient at a path, or for the branch in which it lies."""
+        """Whether the gradient at a path is missing, or that of a branch around it."""
         if not self.missing:
             return False
         return any(path[:length] in self.missing for length in range(len(path) + 1))
@@ -116,7 +131,7 @@ class Prepared:
 def prepare(
     grads: Any, params: Any, value: ArrayLike | None, mask: Mask | None
 ) -> Prepared:
-    """Checks what a step was given, and completes it."""
+    """Checks and completes the inputs of a step; the gradients are still scaled."""
     if find(lambda x: isinstance(x, optax.MaskedNode), grads):
         raise ValueError(
             "with_loss_scale is inside optax.masked, optax.partition or "
@@ -134,7 +149,10 @@ def prepare(
 
 
 def complete(grads: Any, params: Any) -> Prepared:
-    """The gradients with zeros for missing ones, as inner has a place for every parameter."""
+    """The gradients with zeros for missing ones, in the structure of the parameters.
+
+    Without parameters, the gradients as they are: where zeros belong is not known.
+    """
     leaves = jax.tree.leaves_with_path(grads, is_leaf=_has_no_gradient)
     missing = frozenset(path for path, g in leaves if _has_no_gradient(g))
     if params is None:
@@ -142,7 +160,7 @@ def complete(grads: Any, params: Any) -> Prepared:
     like = _like(params)
 
     def or_zeros(grad, branch):
-        """A gradient, or zeros for the branch of parameters that it is missing for."""
+        """A gradient, or zeros like its branch of the parameters if it is missing."""
         if not _has_no_gradient(grad):
             return grad
         return jax.tree.map(lambda p: jnp.zeros_like(as_inner_sees(p)), branch)
@@ -161,19 +179,22 @@ def complete(grads: Any, params: Any) -> Prepared:
 
 
 def as_inner_sees(x: Any) -> Any:
-    """A parameter as the inner optimizer sees it: in float32 or wider; zeros for PRNG keys."""
+    """A parameter as the inner optimizer sees it: in float32 or wider.
+
+    For a PRNG key, which no optimizer can compute with, zeros of its shape.
+    """
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jnp.zeros(x.shape, jnp.float32)
     return at_least_float32(x)
 
 
 def update_or_zero(param: Any, update: Any) -> Any:
-    """A parameter's update, zero where it has none."""
+    """The update of a parameter, or zeros if it has none."""
     return jnp.zeros_like(as_inner_sees(param)) if update is None else update
 
 
 def check_arrays(name: str, tree: Any) -> None:
-    """Raises for a tree with leaves that are neither arrays nor numbers."""
+    """Raises a `TypeError` for a leaf that is neither an array nor a number."""
     for path, x in jax.tree.leaves_with_path(tree):
         if not is_array(x):
             raise TypeError(
@@ -188,7 +209,7 @@ def check_arrays(name: str, tree: Any) -> None:
 
 
 def check_update_shape(param: Any, update: Any) -> None:
-    """Raises for an update that does not have the shape of its parameter."""
+    """Raises unless an update has the shape of its parameter."""
     shape = np.shape(param)
     if np.shape(update) != shape:
         raise ValueError(
@@ -198,7 +219,7 @@ def check_update_shape(param: Any, update: Any) -> None:
 
 
 def check_mask(mask: Mask | None) -> None:
-    """Raises for what is neither a function nor a tree of bools."""
+    """Raises unless a mask is a function or a tree of bools."""
     if callable(mask):
         return
     allowed = "a tree of bools, or a function from the gradients to one"
@@ -208,7 +229,7 @@ def check_mask(mask: Mask | None) -> None:
 
 
 def check_scalar(name: str, x: Any) -> None:
-    """Raises unless this is a real number, shape ()."""
+    """Raises a `TypeError` unless `x` is a real number of shape ()."""
     if not is_numeric(x) or np.iscomplexobj(x):
         raise TypeError(
             f"{name} must be a real number, got {shown(x)}; of a pair (loss, aux), or "
@@ -223,7 +244,7 @@ def check_scalar(name: str, x: Any) -> None:
 
 
 def _divided(prepared: Prepared, mask: Mask) -> Prepared:
-    """What a step was given, with the gradients that a mask leaves out by themselves."""
+    """The inputs with the gradients that a mask excludes moved to `left_out`."""
     if callable(mask):
         mask = mask(prepared.grads)
         check_mask(mask)
@@ -253,22 +274,22 @@ _unscale_traced_once = jax.jit(_unscale)
 
 
 def _zero_unless_finite(x: Any) -> Any:
-    """The numbers that are finite, and zeros for the others."""
+    """An array with zeros in place of NaN and infinities."""
     return jnp.where(jnp.isfinite(x), x, 0) if is_inexact(x) else x
 
 
 def _like(params: Any) -> Any:
-    """The tree that gradients are like: the parameters; for `optax.lookahead`, the fast ones."""
+    """The parameters that gradients are of: for `optax.lookahead`, the fast ones."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
 def _has_no_gradient(grad: Any) -> bool:
-    """None, or the float0 that JAX gives for an integer."""
+    """Whether this is None, or a float0 array, JAX's gradient of an integer."""
     return grad is None or getattr(grad, "dtype", None) == jax.dtypes.float0
 
 
 def _check_shapes(grads: Any, params: Any) -> None:
-    """Raises unless each gradient has its parameter's shape, or a batch of it."""
+    """Raises unless each gradient has its parameter's shape, after any batch axes."""
     pairs = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(grads), strict=True)
     for (path, param), grad in pairs:
         shape = np.shape(param)
@@ -281,7 +302,7 @@ def _check_shapes(grads: Any, params: Any) -> None:
 
 
 def _true_loss(value: ArrayLike) -> jax.Array:
-    """The loss as an array, shape ()."""
+    """The true loss as an array of shape (), also if an `nnx` variable holds it."""
     loss = plain(value)
     check_scalar("value, the true loss,", loss)
     return jnp.asarray(loss)

@@ -1,4 +1,14 @@
-"""Parameters in 16 bits, and the bits lost by rounding the trained float32 numbers to them."""
+"""Master weights: parameters in 16 bits that train as float32 numbers.
+
+The parameters of the model are 16-bit roundings of the numbers that are trained, and
+the optimizer's state keeps the rest of each number, as `_arrays/rounding.py` splits it.
+A step joins both to the float32 number, lets the inner optimizer update that, and
+splits it again. The update that it returns is the difference of the rounded numbers.
+
+`with_loss_scale` around this transformation passes it all parameters in float32, which
+do not show which of them have 16 bits. In `init`, `with_rest_of_narrow` makes their
+rests; in a step, the rests in the state show it.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,8 +29,8 @@ from optax_lossscale._step.get import name_in_optax
 from optax_lossscale._step.inputs import check_update_shape, complete, update_or_zero
 from optax_lossscale._step.state import check_inner_dtypes
 
-# States, by name, of what makes updates of its own out of those of the transformation
-# inside.
+# The names of states of Optax's wrappers that compute other updates from those of the
+# transformation inside them
 _MAKERS_OF_OTHER_UPDATES = {
     "LookaheadState",
     "MechanicState",
@@ -33,9 +43,9 @@ class MasterWeightsState(NamedTuple):
     """The state of `with_master_weights`.
 
     Attributes:
-      master_weights: the bits that the parameters lack to be float32 numbers; a tree
-        like them, of uint16 for bfloat16, float32 for float16, and
-        `optax.MaskedNode()` for all others.
+      master_weights: what the parameters lack to be the float32 numbers that are
+        trained: a tree like the parameters, of uint16 arrays for bfloat16, float32
+        arrays for float16, and `optax.MaskedNode()` for all others.
       inner_state: the state of the wrapped optimizer, for parameters in float32 or
         wider.
     """
@@ -44,15 +54,16 @@ class MasterWeightsState(NamedTuple):
     inner_state: Any
 
     def weights(self, params: Any) -> Any:
-        """The parameters in float32 or wider, as they are trained, for evaluation and export.
+        """The float32 numbers that are trained, for evaluation and export.
 
         Args:
           params: the parameters that belong to this state.
 
         Returns:
-          A tree like `params`. A parameter that was changed since the last step is
-          taken as it is, but in bfloat16 to within half its last place, as the old
-          one's further bits are added.
+          A tree like `params`, with 16-bit parameters in float32. A parameter that was
+          changed since the last step is taken as it is; but if it is bfloat16, to
+          within half of its last place, as the further bits of the old number are
+          added.
         """
 
         def joined(param, rest):
@@ -90,9 +101,9 @@ def with_master_weights(
     order is refused by the `init` of `with_loss_scale` around it, and by
     `value_and_scaled_grad` of such a state. A transformation of your own that changes
     its updates cannot be seen: what the parameters lack is lost at each step.
-    `testing.assert_scale_invariant` finds that for float16; for bfloat16, whose 16 bits
-    tell nothing without the parameter, nothing does. Transformations before it in an
-    `optax.chain` see rounded parameters.
+    `testing.assert_scale_invariant` finds such a transformation for float16 parameters;
+    for bfloat16 ones, whose 16 bits tell nothing without the parameter, no test does.
+    Transformations before it in an `optax.chain` see rounded parameters.
 
     Source: Micikevicius et al., "Mixed Precision Training"
     (https://arxiv.org/abs/1710.03740), as in Apex's level O2, Megatron-LM and
@@ -113,8 +124,8 @@ def with_master_weights(
     Raises:
       TypeError: in `update`, if the state is not one of this transformation.
       ValueError: in `init`, if a parameter has 8 bits; in `update`, without `params`,
-        or if the state is for other shapes or dtypes; float32 parameters are taken for
-        those that `with_loss_scale` made of 16-bit ones.
+        or if the state is for other shapes or dtypes. (Float32 parameters are not
+        refused, as `with_loss_scale` converts 16-bit ones to them.)
 
     Example:
       Sixteen steps, each of which changes a weight of 1 by a quarter of float16's least
@@ -166,12 +177,16 @@ def with_master_weights(
 
 
 def with_rest_of_narrow(state: Any, init: Callable[[Any], Any], params: Any) -> Any:
-    """A state of `init` with what parameters lack: `with_loss_scale` gave it float32 ones."""
+    """An inner state with the rests of narrow parameters in its `MasterWeightsState`s.
+
+    `state` was made for the parameters in float32, which lack nothing. `init` is the
+    inner optimizer's, and `params` are the parameters in their own dtypes.
+    """
     if not find(_is_state, state):
         return state
 
     def with_rest(wide, narrow):
-        """The state for float32 parameters, but the rest that the narrow ones have."""
+        """The state for narrow parameters, with the inner state for float32 ones."""
         if not _is_state(narrow):
             return wide
         return narrow._replace(inner_state=wide.inner_state)
@@ -180,7 +195,11 @@ def with_rest_of_narrow(state: Any, init: Callable[[Any], Any], params: Any) -> 
 
 
 def check_order(state: Any) -> None:
-    """Raises for a state in which others change the updates of `with_master_weights`."""
+    """Raises if another transformation changes the updates of `with_master_weights`.
+
+    A state shows that by its nesting: its `MasterWeightsState` is not the last in a
+    chain, or is inside the state of a wrapper that makes updates of its own.
+    """
     if _is_state(state) or not find(_is_state, state):
         return
     parts = _parts(state)
@@ -198,7 +217,7 @@ def check_order(state: Any) -> None:
 
 
 def _is_chain(state: Any) -> bool:
-    """Whether this is what `optax.chain` or `named_chain` keeps: the states of its members."""
+    """Whether this is a state of `optax.chain` or `named_chain`, a tuple or a dict."""
     is_tuple = type(state) in (tuple, OrderedDict)
     return is_tuple and all(
         hasattr(x, "_fields") or _is_chain(x) for x in _parts(state)
@@ -206,22 +225,25 @@ def _is_chain(state: Any) -> bool:
 
 
 def _parts(state: Any) -> list[Any]:
-    """What a state directly consists of."""
+    """The children of a state in its pytree, in order."""
     return jax.tree.leaves(state, is_leaf=lambda x: x is not state)
 
 
 def check_master_weights(state: Any, expected: Callable[[], Any]) -> None:
-    """Raises unless the master weights in a state are like those that `init` makes."""
+    """Raises unless the master weights in a state are like those that `init` makes.
+
+    `expected` returns the state that `init` makes for the parameters, abstract.
+    """
     states = find(_is_state, state)
     if not states:
         return
-    # Where there are more of the one, their structures differ, which inner refuses.
+    # If one has more such states, the structures differ, and the inner update raises.
     for current, initial in zip(states, find(_is_state, expected()), strict=False):
         _check_rests(current.master_weights, initial.master_weights)
 
 
 def _check_arguments(state: Any, params: Any) -> None:
-    """Raises unless the state is one of this transformation and params are given."""
+    """Raises unless `update` is given its own state and the parameters for it."""
     if not _is_state(state):
         raise TypeError(
             "the state of with_master_weights must be the MasterWeightsState that its "
@@ -236,7 +258,8 @@ def _check_arguments(state: Any, params: Any) -> None:
             "with_master_weights needs the parameters: call update(updates, state, "
             "params)"
         )
-    # with_loss_scale gives all params in float32, and has compared them as they are.
+    # with_loss_scale passes all parameters in float32, and has compared the rests with
+    # the dtypes that they really have.
     are_narrow = any(map(is_narrow, jax.tree.leaves(params)))
     has_rests = bool(jax.tree.leaves(state.master_weights))
     is_in_with_loss_scale = has_rests and not are_narrow
@@ -246,7 +269,7 @@ def _check_arguments(state: Any, params: Any) -> None:
 
 
 def _check_rests(rests: Any, expected: Any) -> None:
-    """Raises unless two trees of rests belong to parameters of the same shapes and dtypes."""
+    """Raises unless two trees of rests have the same dtypes, shapes and paths."""
     kinds = _kinds(rests)
     expected_kinds = _kinds(expected)
     if kinds != expected_kinds:
@@ -258,7 +281,7 @@ def _check_rests(rests: Any, expected: Any) -> None:
 
 
 def _kinds(rests: Any) -> list[str]:
-    """Dtype, shape and path of each rest."""
+    """The dtype, shape and path of each rest, as text."""
     leaves = jax.tree.leaves_with_path(rests)
     return [
         f"{dtype_of(x)}{list(np.shape(x))} at {path_name(path)}" for path, x in leaves
@@ -266,30 +289,35 @@ def _kinds(rests: Any) -> list[str]:
 
 
 class _Moved(NamedTuple):
-    """What becomes of one parameter."""
+    """The result of a step for one parameter."""
 
     update: Any
-    rest: Any  # what it lacks after that
+    rest: Any  # what the updated parameter lacks
 
 
 def _moved(param: Any, rest: Any, weight: jax.Array, update: Any) -> _Moved:
-    """A parameter's update, and what it then lacks, from the update of its master weight."""
+    """A parameter's update and its new rest, from the update of its master weight.
+
+    `weight` is the float32 number, and `update` what the inner optimizer adds to it.
+    """
     if isinstance(rest, optax.MaskedNode):
         return _Moved(update, rest)
     check_update_shape(param, update)
     moved_weight = (weight + update).astype(jnp.float32)
     rounded, rest = split(moved_weight, narrow_dtype(rest))
     param = at_least_float32(param)
-    difference = jnp.where(rounded == param, 0, rounded - param)  # infinity stays, too
+    # Of two equal infinities, the difference would be NaN.
+    difference = jnp.where(rounded == param, 0, rounded - param)
     return _Moved(difference, rest)
 
 
 def _rest_of(param: Any) -> Any:
-    """What a parameter lacks before the first step."""
+    """The rest of a parameter before the first step; `optax.MaskedNode()` if wide."""
     if not is_narrow(param):
         return optax.MaskedNode()
     return split(at_least_float32(param), dtype_of(param))[1]
 
 
 def _is_state(x: Any) -> bool:
+    """Whether this is a `MasterWeightsState`, as a predicate for `find`."""
     return isinstance(x, MasterWeightsState)

@@ -1,4 +1,4 @@
-"""What to log about loss scaling, as scalars."""
+"""What to log about loss scaling: the scalars of the state, by name."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from optax_lossscale._step.state import wrapper_states
 
 
 def metrics(state: Any) -> dict[str, jax.Array]:
-    """The state of loss scaling as a flat dict of scalars to log. Works under `jit`, too.
+    """The state of loss scaling as a flat dict of scalars to log, also under `jit`.
 
     Args:
       state: an optimizer state with one `LossScaleState` in it, a train state or an
@@ -72,7 +72,11 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 
 
 def _add_public(scalars: dict[str, jax.Array], part: str, tree: Any) -> None:
-    """Adds the public state of the loss scale or of the skip rule, but for the scale itself."""
+    """Adds the public state of the loss scale or the skip rule to the scalars.
+
+    The scale itself, which is there already, is left out. A name that is taken gets
+    `part` as a prefix.
+    """
     for path, x in jax.tree.leaves_with_path(tree):
         name = path_name(path)
         is_the_scale = part == "loss_scale" and name == "loss_scale"
@@ -83,10 +87,11 @@ def _add_public(scalars: dict[str, jax.Array], part: str, tree: Any) -> None:
         scalars[name] = x
 
 
-@jax.jit  # whose constants are on the device; eager ones would be sent to it
+@jax.jit  # Without it, every call would send its constants to the device.
 def _of_loss_scale(loss_scale: LossScale) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The scale, its log2, and whether it is exhausted; each of shape ()."""
     scale = loss_scale()
-    # So that the logarithms of powers of two are integers
+    # With the exponent apart, the logarithm of a power of two is exactly an integer.
     mantissa, exponent = jnp.frexp(scale)
     log2 = (exponent - 1).astype(scale.dtype) + jnp.log2(2 * mantissa)
     return scale, log2, loss_scale.exhausted()
@@ -94,6 +99,6 @@ def _of_loss_scale(loss_scale: LossScale) -> tuple[jax.Array, jax.Array, jax.Arr
 
 @jax.jit
 def _blank(loss_scale: LossScale) -> LossScale:
-    """With the first scale, and zeros for all other state, whatever they are now."""
+    """The loss scale with its initial scale, and zeros for all other state."""
     first = jnp.full_like(loss_scale.loss_scale, loss_scale.initial_scale)
     return jax.tree.map(jnp.zeros_like, loss_scale).replace(loss_scale=first)

@@ -1,4 +1,10 @@
-"""What an optimizer with loss scaling keeps from step to step."""
+"""The state of an optimizer with loss scaling, and checks of a state that comes back.
+
+Between two steps, a state may pass through a checkpoint, `vmap` or another
+transformation, and come back as something else. Training would go on with wrong
+numbers, so each step checks what can be checked without reading an array: types,
+structures, shapes and dtypes.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,12 +25,13 @@ class LossScaleState(NamedTuple):
     """The state of `with_loss_scale`.
 
     Attributes:
-      loss_scale: the loss scale and its counters.
+      loss_scale: the `LossScale`, with its counters.
       inner_state: the state of the wrapped optimizer.
       should_apply: whether the last step was applied; bool, shape ().
       skipped_steps: the steps skipped so far; int32, shape ().
       consecutive_skipped_steps: those since the last applied step; int32, shape ().
-      skip_rule: the rule that decides about finite steps, with its own state; or None.
+      skip_rule: the `SkipRule` that decides about finite steps, with its state; or
+        None.
     """
 
     loss_scale: LossScale
@@ -36,12 +43,12 @@ class LossScaleState(NamedTuple):
 
 
 def wrapper_states(state: Any) -> list[LossScaleState]:
-    """Every `LossScaleState` in an optimizer state, however deeply nested."""
+    """Every `LossScaleState` in an optimizer state, with arrays for `nnx` variables."""
     return [plain(x) for x in find(lambda x: isinstance(x, LossScaleState), state)]
 
 
 def check_state(state: Any) -> None:
-    """Raises for anything but a state of this transformation, as it was returned."""
+    """Raises unless this is a `LossScaleState` of one model, as a step returned it."""
     if not isinstance(state, LossScaleState):
         raise TypeError(
             "the state must be the LossScaleState that this transformation's init or "
@@ -67,7 +74,11 @@ def check_state(state: Any) -> None:
 def check_configuration(
     state: LossScaleState, loss_scale: LossScale, rule: SkipRule | None
 ) -> None:
-    """Raises for a loss scale or a skip rule that is not the transformation's."""
+    """Raises if the state's loss scale or skip rule is configured differently.
+
+    `loss_scale` and `rule` are the transformation's own. Configuration is part of a
+    tree's structure, so comparing structures is enough.
+    """
     for name, in_state, configured, remedy in (
         ("loss scale", state.loss_scale, loss_scale, _WITH_OTHER_SCALE),
         ("skip rule", state.skip_rule, rule, _WITH_OTHER_RULE),
@@ -87,12 +98,16 @@ _WITH_OTHER_RULE = "state._replace(skip_rule=tx.init(params).skip_rule)"
 
 
 def _shown_config(x: Any) -> Any:
-    """The configuration of a loss scale or of a rule; anything else as it is, if short."""
+    """The configuration of a loss scale or a rule; anything else as short text."""
     return x.get_config() if isinstance(x, Stateful) else shown(x)
 
 
 def check_inner_dtypes(inner_state: Any, expected: Callable[[], Any]) -> None:
-    """Raises for an inner state that is narrower than `init` makes it, which `expected` shows."""
+    """Raises if the inner state holds narrower floats than `init` makes.
+
+    That happens if the state of a 16-bit optimizer is restored. `expected` returns the
+    state that `init` makes, abstract, and is called only if some floats are narrow.
+    """
     if not any(map(is_narrow, jax.tree.leaves(inner_state))):
         return
 

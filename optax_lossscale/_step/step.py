@@ -1,4 +1,13 @@
-"""The optimizer step: prepare what is given, decide, apply or skip."""
+"""The optimizer step, which unscales, decides, applies or skips, and adapts.
+
+Scaled gradients pass through `ScaledStep.step` as follows. `inputs.prepare` checks
+them, and puts zeros where one is missing. They are divided by the loss scale that the
+state holds, which is the one that the loss was multiplied by. `decide` checks whether
+they are finite, on all replicas, and returns whether to apply the step, together with
+the state in which the loss scale has adapted. `apply_or_skip` then runs the inner
+optimizer on the unscaled gradients, or keeps the parameters and the inner state as they
+were.
+"""
 
 import dataclasses
 from functools import partial
@@ -27,7 +36,11 @@ from optax_lossscale._step.update import InnerUpdate
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScaledStep:
-    """The optimizer step, and what it needs to know."""
+    """The `init` and `update` of `with_loss_scale`, whose arguments are its fields.
+
+    An instance is itself the transformation's `update`, so that `apply_gradients` finds
+    the step there.
+    """
 
     inner: optax.GradientTransformation
     loss_scale: LossScale
@@ -37,7 +50,7 @@ class ScaledStep:
     skip: Skip | None
 
     def init(self, params: Any) -> LossScaleState:
-        """The state before the first step."""
+        """The state before the first step, made for parameters in float32 or wider."""
         inputs.check_arrays("params", params)
         inner_state = self.inner.init(jax.tree.map(inputs.as_inner_sees, params))
         master_weights.check_order(inner_state)
@@ -51,7 +64,7 @@ class ScaledStep:
                 "optimizer, once"
             )
         return LossScaleState(
-            # Copies: what init returns may be donated, and the optimizer is used again.
+            # Copies, as a state may be donated, and `init` may be called again.
             loss_scale=jax.tree.map(jnp.array, self.loss_scale),
             inner_state=_unaliased(jax.tree.map(strong, inner_state), params),
             should_apply=jnp.array(True),
@@ -61,7 +74,7 @@ class ScaledStep:
         )
 
     def __call__(self, updates, state, params=None, *, value=None, **extra_args):
-        """The transformation's `update`: one step, to updates; a skipped one gives zeros."""
+        """The transformation's `update`; returns `(updates, state)`."""
         return self.step(updates, state, params, value, extra_args, to_params=False)
 
     @property
@@ -70,7 +83,11 @@ class ScaledStep:
         return self.skip if isinstance(self.skip, SkipRule) else None
 
     def step(self, scaled_grads, state, params, value, extra_args, *, to_params):
-        """One step, to new parameters or to the updates that lead there."""
+        """Takes one step; returns the new state after the parameters or updates.
+
+        With `to_params`, the first result is the new parameters, and otherwise the
+        updates that lead to them.
+        """
         self._check_state(state, params)
         if value is None and self.rule is not None:
             value = extra_args.get("loss")  # its name in MaxText and Levanter
@@ -79,7 +96,7 @@ class ScaledStep:
         should_apply, new_state = decide(unscaled, state, self.skip, self.axis_name)
         is_checked = self.skip is not None
         update = InnerUpdate(self.inner, extra_args, to_params, is_checked)
-        if should_apply is True:
+        if should_apply is True:  # nothing was checked
             new, inner_state = update.apply(unscaled, state.inner_state)
         else:
             new, inner_state = apply_or_skip(
@@ -97,12 +114,16 @@ class ScaledStep:
             check_inner_dtypes(state.inner_state, expected_state)
 
     def _expected_state(self, params: Any) -> Any:
-        """The inner state for these parameters, abstract."""
+        """The inner state for these parameters, with `jax.ShapeDtypeStruct` leaves."""
         return jax.eval_shape(self.init, params).inner_state
 
 
 def _unaliased(state: Any, params: Any) -> Any:
-    """A state that shares no array with the parameters or itself, for both to be donated."""
+    """A state in which no array occurs twice, or is one of the parameters.
+
+    Parameters and state may then be donated to the step: JAX refuses to donate an array
+    twice.
+    """
     seen = {id(p) for p in jax.tree.leaves(params)}
 
     def unaliased(x):

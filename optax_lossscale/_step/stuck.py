@@ -1,4 +1,8 @@
-"""The error that a compiled step cannot raise, raised on the host."""
+"""The error for training that cannot go on, raised on the host.
+
+A compiled step cannot raise an error: if gradients overflow at every loss scale, it
+skips every step. The state shows that, and `raise_if_stuck` reads it between steps.
+"""
 
 from typing import Any
 
@@ -11,21 +15,21 @@ from optax_lossscale._step.state import wrapper_states
 
 
 class LossScaleError(RuntimeError):
-    """Training overflows at the lowest loss scale or at every step, or a rule skips too much."""
+    """Training cannot go on: too many steps overflow, or a rule skips too many."""
 
 
 def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
-    """Raises, on the host, if loss scaling has nothing left to try. Waits for the device.
+    """Raises an error on the host if loss scaling has nothing left to try.
 
-    A skipped step has left everything as it was, so what is wrong with it can be seen
-    afterwards: `print(diagnose(loss_fn, params, batch))`.
+    It waits for the device. A skipped step has left everything as it was, so what is
+    wrong with it can be seen afterwards: `print(diagnose(loss_fn, params, batch))`.
 
     Args:
       state: an optimizer state with one `LossScaleState` in it, a train state or an
         `nnx.Optimizer` that holds it; or a `LossScale`, of which only `exhausted` is
         looked at.
       max_consecutive_skips: how many steps in a row may be skipped. A skip rule may
-        skip as many, in a row or not, and beyond these one step in 20.
+        skip as many, in a row or not, and beyond them 1 step for every 20 applied.
 
     Raises:
       LossScaleError: if the loss scale is `exhausted`, or more steps than

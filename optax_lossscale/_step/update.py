@@ -1,4 +1,9 @@
-"""The inner optimizer's part of a step: from unscaled gradients to parameters or updates."""
+"""The part of a step that is applied or skipped: the inner optimizer's update.
+
+The inner optimizer sees gradients, parameters and state in float32 or wider, whatever
+the dtype of the parameters. New parameters are rounded to their own dtype once, at the
+end.
+"""
 
 import dataclasses
 import inspect
@@ -19,15 +24,19 @@ from optax_lossscale._step.inputs import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InnerUpdate:
-    """What one step computes if it is applied, and in which form it gives that."""
+    """The inner update of one step, and the form of its result."""
 
     inner: optax.GradientTransformation
-    extra_args: Mapping[str, Any]
-    to_params: bool  # whether it gives the new parameters, or else the updates
-    is_checked: bool  # so that none is applied whose gradients or loss are not finite
+    extra_args: Mapping[str, Any]  # passed on to the inner update
+    to_params: bool  # whether to return new parameters, not the updates
+    is_checked: bool  # whether steps that are not finite are always skipped
 
     def apply(self, unscaled: Prepared, inner_state: Any) -> tuple[Any, Any]:
-        """The new parameters, or the updates that lead there, and the new inner state."""
+        """The new parameters, or the updates that lead there, and the new inner state.
+
+        The new inner state has the dtypes of the old one, and the old slots of
+        parameters without a gradient.
+        """
         params = unscaled.params
         inner = optax.with_extra_args_support(self.inner)
         wide_params = jax.tree.map(as_inner_sees, params)
@@ -48,7 +57,7 @@ class InnerUpdate:
         return updates, unscaled.slots_kept(self.inner.init, new_state, inner_state)
 
     def _extra_args(self, inner: Any, value: jax.Array | None) -> Mapping[str, Any]:
-        """What else the inner update is given: the loss, too, if it takes that."""
+        """The extra arguments of the inner update, with the loss if it takes one."""
         parameters = inspect.signature(inner.update).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if value is None or not (takes_any or "value" in parameters):
@@ -57,7 +66,10 @@ class InnerUpdate:
 
 
 def _param_after(param: Any, update: Any) -> Any:
-    """`optax.apply_updates`, in float32 or wider; a parameter without an update stays."""
+    """A parameter plus its update, added in float32 or wider, in its own dtype.
+
+    A parameter whose update is None stays as it is.
+    """
     if update is None:
         return strong(param)
     check_update_shape(param, update)

@@ -1,4 +1,8 @@
-"""What else the forward pass changes: kept as it was if the step was skipped."""
+"""Keeping other values as they were if the step was skipped, such as batch statistics.
+
+A step that is skipped has run the forward pass, and what that computes, as well as what
+the training step computes from it, may hold the NaN for which the step was skipped.
+"""
 
 from typing import Any, TypeVar
 
@@ -16,20 +20,20 @@ T = TypeVar("T")
 def where_applied(state: Any, new: T, old: T) -> T:
     """`new` if the last step was applied, else `old`.
 
-    Use it for batch statistics, in which a NaN would stay for good, for an average of
-    the parameters, and for all other values that a skipped step should not change: by
-    itself, skipping protects only the parameters and the optimizer's state.
+    Use it for batch statistics, in which a NaN would stay forever, for an average of
+    the parameters, and for all other values that a skipped step should not change.
+    Skipping by itself protects only the parameters and the optimizer's state.
 
     Args:
       state: the optimizer state after the step, with one `LossScaleState` in it; a
         train state or an `nnx.Optimizer` that holds it.
-      new: any pytree that the step made; leaves that are not arrays are taken as they
-        are.
+      new: any pytree that the step made; leaves that are not arrays are returned as
+        they are.
       old: the values before the step, a tree of the same structure.
 
     Returns:
-      One of the two, leaf by leaf, in the structure and the dtypes of `old`. An
-      `nnx.State` comes back as one, with variables of its own.
+      A tree of the structure and the dtypes of `old`, with the values of `new` or those
+      of `old`. An `nnx.State` is returned as one, with variables of its own.
 
     Raises:
       ValueError: if the state holds no `LossScaleState`, or several; if the trees

@@ -1,4 +1,8 @@
-"""The optimizer wrapper: what a user calls."""
+"""The optimizer wrapper, `with_loss_scale`, and the transformation that it returns.
+
+Here are the arguments and their checks, and the methods that a user calls. The step
+itself is in `step.py`.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, get_args
@@ -25,10 +29,14 @@ from optax_lossscale._step.step import ScaledStep
 
 
 class _Init(Protocol):
+    """The type of `LossScaledTransformation.init`."""
+
     def __call__(self, params: Any) -> LossScaleState: ...
 
 
 class _Update(Protocol):
+    """The type of `LossScaledTransformation.update`."""
+
     def __call__(
         self,
         updates: Any,
@@ -49,8 +57,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     Attributes:
       init: takes the parameters, and returns a `LossScaleState`.
       update: `update(scaled_grads, state, params=None, *, value=None, **extra_args)`
-        returns `(updates, state)`, zeros for updates if it skips the step; `value` is
-        the true loss.
+        returns `(updates, state)`. The updates are zero if the step is skipped. `value`
+        is the true loss.
     """
 
     init: _Init  # pyrefly: ignore[bad-override]
@@ -65,22 +73,22 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         value: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
-        """One optimizer step, from scaled gradients to new parameters.
+        """Takes one optimizer step, from scaled gradients to new parameters.
 
-        Does the same as `update` and `optax.apply_updates`, but inside the branch that
-        applies or skips the step, so that on CPU the unscaled gradients and the updates
-        are never written to memory. An `optax.chain` around the wrapper has no such
-        method: there, call those two.
+        It does the same as `update` and `optax.apply_updates`, but inside the branch
+        that applies or skips the step, so that on CPU the unscaled gradients and the
+        updates are never written to memory. An `optax.chain` around the wrapper does
+        not have this method: there, call `update` and `optax.apply_updates`.
 
         Args:
           scaled_grads: gradients of the scaled loss; a tree like `params`. Where a
             gradient or a whole branch is `None`, the parameters and their slots in the
-            inner state stay.
+            inner state stay as they are.
           state: the state that `init` or the last step returned.
           params: the parameters, in any floating-point dtype.
-          value: the true loss, shape (), also passed on to the inner transformation. If
-            it is not finite, the step is skipped, and the loss scale stays as it was
-            (unless `skip=None`).
+          value: the true loss, shape (), also passed on to the inner transformation if
+            it takes a `value`. If the loss is not finite, the step is skipped, and the
+            loss scale stays as it was (unless `skip=None`).
           **extra_args: passed on to the inner transformation.
 
         Returns:
@@ -120,9 +128,9 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     ) -> tuple[Any, Any, LossScaleState]:
         """Computes the loss and its gradients and takes the step, in one call.
 
-        It is `value_and_scaled_grad(loss_fn, state)(params, …)` and then
-        `apply_gradients` with the loss as `value`: if it is not finite, the step is
-        skipped.
+        It calls `value_and_scaled_grad(loss_fn, state)(params, …)`, and then
+        `apply_gradients` with the loss as `value`. So if the loss is not finite, the
+        step is skipped.
 
         Args:
           loss_fn: called as `loss_fn(params, *args, **kwargs)`; it returns the loss, a
@@ -172,7 +180,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
 
 def _check_minimize_arguments(loss_fn: Any, state: Any, params: Any) -> None:
-    """Raises unless what `minimize` was given is in its order."""
+    """Raises a `TypeError` unless the arguments of `minimize` are in its order."""
     is_state = isinstance(state, LossScaleState) and not is_variable(state.should_apply)
     if callable(loss_fn) and is_state and not isinstance(params, LossScaleState):
         return
@@ -200,44 +208,45 @@ def with_loss_scale(
 ) -> LossScaledTransformation:
     """Wraps an optimizer so that it takes the gradients of a scaled loss.
 
-    Each step unscales the gradients, checks that they are finite, lets `inner` update
-    or skips the step, and adapts the loss scale. `inner` sees unscaled gradients in
-    float32 or wider, and parameters and state likewise. So a transformation that
-    depends on the size of gradients, such as a clip, belongs inside:
-    `with_loss_scale(optax.chain(clip, optimizer))`.
+    Each step divides the gradients by the loss scale, checks that they are finite, lets
+    `inner` update the parameters or skips the step, and adapts the loss scale. `inner`
+    sees unscaled gradients in float32 or wider, and parameters and state likewise. So a
+    transformation that depends on the size of gradients, such as a clip, belongs
+    inside: `with_loss_scale(optax.chain(clip, optimizer))`.
 
     Args:
       inner: any Optax transformation; to accumulate gradients, `optax.MultiSteps(inner,
         k)`.
-      loss_scale: anything that `get` accepts. `None` for no loss scale, as in bfloat16
-        and float32: then the wrapper only skips bad steps.
+      loss_scale: anything that `get` accepts. Pass `None` for no loss scale, as in
+        bfloat16 and float32: then the wrapper only skips bad steps.
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas
-        decide together. A skip rule then uses their largest norm and mean loss. If they
-        decide independently, a collective inside `inner` deadlocks under
-        `branch="cond"`. Reduce the gradients with `pmean` yourself; but under
-        `shard_map`, which sums the gradients of replicated parameters, reduce the loss
-        instead: `pmean(loss_fn(…), axis_name)`. Under `jit` alone, name no axis.
+        decide together: if the gradients on one are not finite, all skip the step. A
+        skip rule then uses their largest norm and mean loss. If replicas decide
+        independently, a collective inside `inner` deadlocks under `branch="cond"`.
+        Reduce the gradients with `pmean` yourself; but under `shard_map`, which sums
+        the gradients of replicated parameters, reduce the loss instead:
+        `pmean(loss_fn(…), axis_name)`. Under `jit` alone, name no axis.
       mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or
         a function that returns one for them. Leaves marked False are neither unscaled
-        nor checked. It is for leaves whose cotangent carries their new value, such as
-        Flax's float8 scales, and which `inner` overwrites with it: `mask={"params":
-        True, "_overwrite_with_gradient": False}`.
+        nor checked. It is for leaves whose gradient carries their new value, such as
+        Flax's float8 scales, with which `inner` overwrites them: `mask={"params": True,
+        "_overwrite_with_gradient": False}`.
       branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select
         in each kernel that computes a result; or None, by the one that avoids copies on
         the platform, which is `"cond"` on CPU and `"select"` on GPU and TPU. With
-        `"select"`, `inner` runs at every step, with zeros for numbers that are not
-        finite (with `skip=None`, as they are): use `"cond"` if `inner` has side
-        effects, such as a callback, or is expensive, such as an `eigh`. Uncompiled,
-        `"cond"` and None branch in Python.
-      skip: which steps to skip. `"nonfinite"`: those whose gradients, or whose loss if
-        it is passed to the step as `value`, are not finite, whatever the loss scale. A
-        rule from `skips`: these, and finite steps that the rule considers spikes; they
-        leave the loss scale as it was, as if there had been no step. The rule sees the
-        global norm of the unscaled gradients that `mask` keeps, and the loss, as
-        `value` or, as in MaxText and Levanter, as `loss`. None: only those that the
-        loss scale itself skips, as TensorFlow does; the loss is not looked at, and with
-        a fixed loss scale or none *nothing is checked*: an overflow writes NaN into the
-        parameters.
+        `"select"`, `inner` runs at every step, and sees zeros in place of numbers that
+        are not finite (with `skip=None`, it sees these numbers): use `"cond"` if
+        `inner` has side effects, such as a callback, or is expensive, such as an
+        `eigh`. Outside `jit`, `"cond"` and None branch in Python.
+      skip: which steps to skip. `"nonfinite"`: steps whose gradients are not finite, or
+        whose loss is not, if it is passed to the step as `value`; whatever the loss
+        scale is. A rule from `skips`: these steps, and finite ones that the rule
+        considers spikes, which leave the loss scale as it was, as if there had been no
+        step. The rule sees the global norm of the unscaled gradients that `mask` keeps,
+        and the loss, passed as `value` or, as in MaxText and Levanter, as `loss`. None:
+        only the steps that the loss scale itself skips, as in TensorFlow; the loss is
+        not looked at, and with a fixed loss scale or none *nothing is checked*: an
+        overflow writes NaN into the parameters.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with the further methods

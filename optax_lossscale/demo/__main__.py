@@ -1,8 +1,8 @@
 """Trains a transformer in float32, and in float16 with and without loss scaling.
 
 The loss is a mean over a global batch of 1024 micro-batches, so gradients underflow in
-float16. A step computes one of them and lets it stand for all: its unscaled gradient is
-summed 1024 times.
+float16. A step computes the loss of one micro-batch and lets it stand for all of them:
+its unscaled gradient is multiplied by 1024.
 """
 
 import argparse
@@ -24,12 +24,12 @@ HEADER = """\
 
 
 def loss_fn(params, tokens):
-    """This micro-batch's share of the mean over all of them."""
+    """The share of one micro-batch in the mean over all: its loss divided by 1024."""
     return _model.loss(params, tokens) / MICRO_BATCHES
 
 
-# The loss function and the loss scale of each run. Growth after 15 steps instead of
-# 2000 shows in a short run how the scale adapts.
+# Each run has a loss function and a loss scale. The dynamic one grows after 15 steps
+# instead of 2000, to show in a short run how it adapts.
 in_float16 = ols.autocast(loss_fn)
 RUNS = {
     "float32": (loss_fn, None),
@@ -40,7 +40,7 @@ RUNS = {
 
 
 def make_train_step(loss_fn, loss_scale, steps):
-    """The optimizer, and a compiled step, of which two lines are of loss scaling."""
+    """Makes the wrapped optimizer, and a compiled training step that uses it."""
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps + 1)
     optimizer = optax.chain(
         optax.scale(MICRO_BATCHES), optax.clip_by_global_norm(1.0), optax.adamw(rate)
@@ -57,7 +57,7 @@ def make_train_step(loss_fn, loss_scale, steps):
 
 
 def train(loss_fn, loss_scale, steps):
-    """Trains the model once; returns the metrics after each step."""
+    """Trains the model once; returns a list of the metrics after each step."""
     tx, train_step = make_train_step(loss_fn, loss_scale, steps)
     params = _model.init(jax.random.key(0))
     state = tx.init(params)
@@ -69,7 +69,7 @@ def train(loss_fn, loss_scale, steps):
 
 
 def main(arguments=None):
-    """Trains all runs, prints a table of them, and draws a picture."""
+    """Trains the model in each run, prints a table, and draws the losses and scales."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400, help="of each run")
     steps = parser.parse_args(arguments).steps
@@ -88,7 +88,7 @@ def main(arguments=None):
         exponent = history[-1]["log2_loss_scale"]
         row = f"| {name} | {final_loss:.4f} | {skipped} | 2^{exponent:g} |"
         print(row, flush=True)
-        # Two of the others lie on top of float32.
+        # The losses of two other runs lie on top of float32's, so its line is wider.
         style = {"lw": 5 if name == "float32" else 1.3, "alpha": 0.5}
         running_mean = np.convolve(losses, np.full(10, 0.1), mode="valid")
         [line] = top.plot(running_mean, label=name, **style)

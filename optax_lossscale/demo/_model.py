@@ -1,4 +1,7 @@
-"""A small byte-level transformer, in plain JAX."""
+"""A small transformer that predicts the next byte of a text, in plain JAX.
+
+Activations have shape (batch, CONTEXT, width), and take the dtype of the parameters.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +15,17 @@ BLOCKS = 2
 
 
 def init(key, width=WIDTH, blocks=BLOCKS):
-    """Parameters, in float32."""
+    """The initial parameters, a tree of float32 arrays."""
     keys = iter(jax.random.split(key, 4 * blocks + 3))
 
     def normal(inputs, outputs):
-        """Weights that keep the size of what they are multiplied by."""
+        """Weights of shape (inputs, outputs) that keep the variance of their inputs."""
         shape = (inputs, outputs)
         weights = jax.random.normal(next(keys), shape)
         return weights * inputs**-0.5
 
     def weights_of_block():
-        """Of attention, and of the two layers after it."""
+        """The parameters of a block: attention, and the two dense layers after it."""
         return {
             "norm1": jnp.ones(width),
             "qkv": normal(width, 3 * width),
@@ -42,9 +45,10 @@ def init(key, width=WIDTH, blocks=BLOCKS):
 
 
 def loss(params, tokens):
-    """Mean cross-entropy of each next byte, in nats; tokens: (batch, CONTEXT + 1).
+    """The mean cross-entropy of each next byte, in nats; float32, shape ().
 
-    Norms, softmax and loss are in float32 also where the parameters are cast by hand.
+    `tokens` has shape (batch, CONTEXT + 1). Norms, softmax and loss are computed in
+    float32, even if the parameters are cast to 16 bits.
     """
     inputs = tokens[:, :-1]
     targets = tokens[:, 1:]
@@ -59,14 +63,14 @@ def loss(params, tokens):
 
 
 def block(layer, x):
-    """Attention and two layers, each added to what goes into it."""
+    """Attention, and then two dense layers, each added to its input."""
     x += attention(layer, normed(x, layer["norm1"]))
     hidden = normed(x, layer["norm2"]) @ layer["up"]
     return x + jax.nn.gelu(hidden) @ layer["down"]
 
 
 def normed(x, gain):
-    """RMS norm, computed in float32."""
+    """RMS norm over the last axis, computed in float32, times a learned `gain`."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide**2, -1, keepdims=True)
     wide *= jax.lax.rsqrt(mean_square + 1e-6)
@@ -74,9 +78,9 @@ def normed(x, gain):
 
 
 def attention(layer, x):
-    """Causal attention, with the softmax in float32.
+    """Causal multi-head attention, with the softmax in float32.
 
-    Written out, as `jax.nn.dot_product_attention` takes no float16 on a CPU.
+    It is written out, as `jax.nn.dot_product_attention` takes no float16 on CPU.
     """
     qkv = x @ layer["qkv"]
     heads = qkv.reshape(*x.shape[:2], HEADS, -1)

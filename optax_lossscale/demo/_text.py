@@ -11,7 +11,7 @@ BATCH = 16
 
 
 def read():
-    """The bytes of the standard library's top-level modules."""
+    """The source of the standard library's top-level modules, one uint8 array."""
     library = pathlib.Path(sysconfig.get_path("stdlib"))
     files = sorted(library.glob("*.py"))
     text = b"".join(file.read_bytes() for file in files)
@@ -19,7 +19,10 @@ def read():
 
 
 def batches(text, steps, seed):
-    """Random excerpts, the same for the same seed; int32, (steps, BATCH, CONTEXT + 1)."""
+    """Random excerpts of the text; int32, shape (steps, BATCH, CONTEXT + 1).
+
+    The same seed gives the same excerpts.
+    """
     rng = np.random.default_rng(seed)
     starts = rng.integers(0, len(text) - CONTEXT, (steps, BATCH, 1))
     excerpts = text[starts + np.arange(CONTEXT + 1)]

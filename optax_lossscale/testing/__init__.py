@@ -1,4 +1,8 @@
-"""Assertions about training steps, for your own tests."""
+"""Assertions about training steps, for your own tests.
+
+Each takes a training step and its arguments, and raises an `AssertionError` that says
+what is wrong with the step, where, and what to do.
+"""
 
 from optax_lossscale._arrays.names import make_public
 from optax_lossscale.testing._computes_in import assert_computes_in

@@ -1,4 +1,4 @@
-"""A test that a training step computes in the intended dtype."""
+"""The assertion that a training step computes its products in the intended dtype."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,18 +13,20 @@ from optax_lossscale._diagnosis.dtypes import dtype_report, rows_of
 def assert_computes_in(
     step: Callable[..., Any], dtype: DTypeLike, /, *args: Any, **kwargs: Any
 ) -> None:
-    """Raises if a training step computes matrix products or convolutions in another dtype.
+    """Raises if a training step has matrix products or convolutions in another dtype.
 
     A model whose parameters are cast to float16 may compute in float32 all the same:
-    one float32 input is enough, and the loss does not show it. This runs and compiles
-    nothing, and looks at the same products as `dtype_report`, except those that ask to
-    stay wide, with `precision=jax.lax.Precision.HIGHEST` or under
-    `jax.default_matmul_precision("highest")`, those of integers, and those in Optax's
-    own optimizers, such as Muon's.
+    one float32 input is enough, and the loss does not show it.
+
+    The step is traced, but neither compiled nor run. All products that `dtype_report`
+    lists are looked at, except products of integers, products in Optax's own
+    optimizers, such as Muon's, and products that are meant to stay wide: with
+    `precision=jax.lax.Precision.HIGHEST`, or under
+    `jax.default_matmul_precision("highest")`.
 
     Args:
       step: the training step, compiled or not, or any function that JAX can trace, such
-        as one that returns the model's gradients alone.
+        as one that only returns the model's gradients.
       dtype: the floating-point dtype to compute in, such as `jnp.float16`.
       *args: its arguments: arrays, or a `jax.ShapeDtypeStruct` in place of each; trees
         and modules of them. Anything else is passed on as it is.
@@ -33,8 +35,8 @@ def assert_computes_in(
     Raises:
       AssertionError: if products or convolutions compute in another dtype. It names the
         lines of your source that made them, with their share of the multiplications.
-      ValueError: if there are none to look at, or `dtype` is not a floating-point
-        dtype.
+      ValueError: if there are no products to look at, or if `dtype` is not a
+        floating-point dtype.
       TypeError: if `step` is not a function.
 
     Example:

@@ -1,14 +1,14 @@
-"""Whether a series of outputs, at falling loss scales, depends on the loss scale.
+"""Whether an output of a step depends on the loss scale, judged by a series of runs.
 
-A loss scale that is a power of two changes no digit of a correct step's gradients: the
-outputs are the same, bit for bit, wherever nothing overflows and nothing underflows.
-After an overflow the step is skipped, and skipped steps are not compared. What remains
-is underflow, which dies away as the loss scale rises: each doubling gives every
-gradient one more bit, until it has them all.
+A loss scale that is a power of two changes no digit of a correct step's gradients. So
+its outputs are the same, bit for bit, wherever nothing overflows and nothing
+underflows. After an overflow the step is skipped, and skipped steps are not compared.
+What remains is underflow, which dies away as the loss scale rises: each doubling gives
+every gradient one more bit, until it has them all.
 
-So an output of a wrong step is known by either of two signs: it follows a power of the
-loss scale, or it changes by more between two neighbours than at lower loss scales,
-where more underflows.
+So an output of a wrong step shows one of two signs. It may follow a power of the loss
+scale (`power`). Or it changes by more between two neighbouring loss scales than between
+lower ones, where more underflows (`change`).
 """
 
 from itertools import pairwise
@@ -17,29 +17,37 @@ from typing import NamedTuple
 import numpy as np
 
 _POWERS = (-1, 1, -2, 2, -0.5, 0.5)
-# Differences between neighbours that must follow the same power of the loss scale
+# How many differences in a row must follow the same power of the loss scale
 _IN_A_ROW = 3
-_TOLERANCE = 0.02  # for their ratios; with rounding in float16 they may be anything
-# In float16 there are 40 exponents from overflow to zero. This far below the highest
+# How far apart their slopes may be, relatively. Changes by rounding in float16 may have
+# any slopes, which are hardly ever that close.
+_TOLERANCE = 0.02
+# Float16 has 40 exponents between overflow and zero. Down to this far below the highest
 # loss scale, few gradients underflow, and those are small.
 _REACH = 20
-_DIES_AWAY = 2 / 3  # of the largest change at lower loss scales
-_ROUNDING = 1e-6  # of an output
+# A change by underflow is at most this much of the largest one at lower loss scales.
+_DIES_AWAY = 2 / 3
+_ROUNDING = 1e-6  # how much rounding may change an output, relatively
 
 
 class Series(NamedTuple):
-    """One output at several loss scales."""
+    """One output at several loss scales, in falling order."""
 
-    exponents: np.ndarray  # of the loss scales, falling
-    # What came out at each, a row: int64 of integers and bools, else float64
+    exponents: np.ndarray  # of the loss scales, as powers of two; shape (scales,)
+    # The output at each loss scale, flat: int64 for integers and bools, else float64;
+    # shape (scales, numbers)
     values: np.ndarray
-    # What comes out where all gradients underflow, if that is known
+    # The output at a loss scale at which all gradients underflow, if there is one
     without: np.ndarray | None
-    noise: float  # the norm of the difference between two runs that should be the same
+    noise: float  # the norm of the difference between two runs at the same loss scale
 
 
 def power(series: Series) -> float | None:
-    """The power of the loss scale that an output follows somewhere, up to a constant."""
+    """The power of the loss scale that an output follows over four neighbouring scales.
+
+    It follows a power if it is a linear function of it. None if it follows none of the
+    powers -1, 1, -2, 2, -1/2 and 1/2.
+    """
     for first in range(len(series.exponents) - _IN_A_ROW):
         window = slice(first, first + _IN_A_ROW + 1)
         values = series.values[window]
@@ -51,7 +59,7 @@ def power(series: Series) -> float | None:
 
 
 def _is_linear(values, x):
-    """Whether all rows of values lie on one line over x, which is not level."""
+    """Whether the rows of values are a linear function of x, and not constant."""
     is_finite = np.isfinite(values).all(axis=0)
     rises = np.diff(values[:, is_finite], axis=0)
     slopes = rises / np.diff(x)[:, None]
@@ -62,7 +70,11 @@ def _is_linear(values, x):
 
 
 def emerging(series: Series) -> np.ndarray:
-    """Between which rows numbers emerge from underflow: the lower one is as without gradients."""
+    """Which numbers emerge from underflow in which rows; shape (scales - 1, numbers).
+
+    A number emerges in a row if it differs from the next row, where it is as it is
+    without gradients. An output of one number may be a flag, and does not count.
+    """
     upper = series.values[:-1]
     lower = series.values[1:]
     may_be_a_flag = upper.shape[1] == 1
@@ -73,7 +85,11 @@ def emerging(series: Series) -> np.ndarray:
 
 
 def change(series: Series, looked_at: np.ndarray) -> int | None:
-    """The first row to be looked at after which an output changes other than by underflow."""
+    """The first row after which an output changes other than underflow would change it.
+
+    `looked_at` says for each row but the last whether to look at it. None if there is
+    no such row.
+    """
     values = series.values
     if series.without is not None:
         lowest_looked_at = series.exponents[0] - _REACH
@@ -90,17 +106,17 @@ def change(series: Series, looked_at: np.ndarray) -> int | None:
 
 
 def negligible(x: np.ndarray, noise: float) -> float:
-    """The norm of a difference that rounding may make."""
+    """The largest norm of a difference that rounding and noise explain."""
     return max(_ROUNDING * size(x), 8 * noise)
 
 
 def size(x: np.ndarray) -> float:
-    """The norm, without what is not finite."""
+    """The L2 norm of the finite numbers of an array."""
     return float(np.linalg.norm(x[np.isfinite(x)]))
 
 
 def distance(x: np.ndarray, y: np.ndarray) -> float:
-    """The norm of the difference, without what is not finite."""
+    """The L2 norm of the difference, over the places where both arrays are finite."""
     are_finite = np.isfinite(x) & np.isfinite(y)
     difference = x[are_finite] - y[are_finite]
     return float(np.linalg.norm(difference))

@@ -1,4 +1,4 @@
-"""What outputs are called: in errors, and by whoever ignores some of them."""
+"""The names of a step's outputs, in errors and in the argument `ignore`."""
 
 from collections.abc import Collection, Iterable
 
@@ -10,12 +10,15 @@ _SHOWN = 8
 
 
 def name_of(path: Path) -> str:
-    """The name of a place: `result[0]['w']`."""
+    """A path as text: `result[0]['w']`, or `args[1].mean` for an argument."""
     return f"{path[0].key}{keystr(path[1:])}"
 
 
 def not_ignored(ignore: str | Collection[str], run: Run) -> list[Path]:
-    """The outputs to look at: those that are not of an ignored name, or inside of one."""
+    """The outputs that are neither ignored by name nor inside an ignored one.
+
+    A name that is not that of an output raises a `ValueError`, which lists the outputs.
+    """
     paths = list(run.outputs)
     for place in [ignore] if isinstance(ignore, str) else ignore:
         inside = [path for path in run.outputs if _is_in(name_of(path), place)]
@@ -27,12 +30,15 @@ def not_ignored(ignore: str | Collection[str], run: Run) -> list[Path]:
 
 
 def _is_in(name, place):
-    """Whether an output of this name is the place of that name, or in it."""
+    """Whether the output `name` is the place called `place`, or a part of it."""
     return name == place or name.startswith((f"{place}[", f"{place}."))
 
 
 def listed(title: str, outputs: Iterable[Path | str], remedy: str = "") -> str:
-    """A title, the first of the outputs under it, and what to do; nothing without outputs."""
+    """Text of a title, the first eight outputs below it, and a remedy.
+
+    Empty if there are no outputs.
+    """
     names = [x if isinstance(x, str) else name_of(x) for x in outputs]
     if not names:
         return ""

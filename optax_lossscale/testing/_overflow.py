@@ -1,4 +1,10 @@
-"""A test for training steps: of an overflow, or of a NaN in the batch, nothing is left."""
+"""The assertion that an overflow, or a NaN in the batch, leaves nothing behind.
+
+What a skipped step must keep is what comes back to the next step: `_places.py` finds
+out what that is. `_runs.py` runs the step with other loss scales and numbers. The
+functions below each look at some of the runs, and return what is wrong with the step as
+text, or an empty string.
+"""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -18,20 +24,20 @@ def assert_survives_overflow(
     ignore: str | Collection[str] = (),
     **kwargs: Any,
 ) -> None:
-    """Raises if a step whose gradients overflow, or whose batch holds a NaN, leaves a trace.
+    """Raises if gradients that overflow, or a NaN in the batch, leave something behind.
 
-    Such a step is to be skipped: the parameters, the optimizer's state and every other
-    float that comes back, to be given to the next step, are as they were given. Only
-    integers may count and keys move on, the skip is counted, and the loss scale adapts,
-    unless it is fixed. What is only returned, such as the loss and norms to be logged,
-    may be anything. It finds batch statistics, hidden states and averages without
+    Such a step must be skipped. Then the parameters, the optimizer's state and every
+    other float that is given to the next step are as they were. Only integers may
+    count, PRNG keys move on, the skip is counted, and the loss scale adapts, unless it
+    is fixed. What is only returned, such as the loss and norms to be logged, may be
+    anything. This assertion finds batch statistics, hidden states and averages without
     `where_applied`, and steps that are not skipped at all. Put it into your tests
     beside `assert_scale_invariant`, with the same arguments.
 
-    It runs the step on copies of its arguments: with a loss scale that is beyond all
-    numbers; with a NaN in the first array of floats that does not come back, the batch,
-    if there is one (tokens are none); and some times with small changes, to see which
-    numbers come back.
+    It runs the step on copies of its arguments: with loss scales at which gradients
+    overflow, up to infinity; with a NaN in the batch, the first array of floats that is
+    not given to the next step (a batch of tokens has none); and several times with
+    small changes, to see which numbers are given to the next step.
 
     Args:
       step: the training step, compiled or not. It returns its new state or changes it
@@ -44,8 +50,8 @@ def assert_survives_overflow(
         `functools.partial`.
 
     Raises:
-      AssertionError: if something is left of an overflow or a NaN, what it is, and what
-        to do.
+      AssertionError: if an overflow or a NaN leaves something behind. It says what that
+        is, and what to do.
       ValueError: if there is no loss scale among the arguments, or several; or if a
         name to ignore is not that of an output.
       TypeError: if the arguments are traced.
@@ -72,7 +78,8 @@ def assert_survives_overflow(
     back = what_comes_back(trial, [usual, overflowing[-1]])
     judged = {path: back[path] for path in not_ignored(ignore, usual) if path in back}
     batch = _first_of_batch(trial, back)
-    # A scale of 1 need not be multiplied by: there, a NaN in the batch tells.
+    # A step may leave out the multiplication by a fixed scale of 1, so that nothing
+    # overflows. Then only the NaN in the batch is evidence.
     need_not_overflow = batch is not None and trial.loss_scale == FixedLossScale(1)
     fault = _after_overflow(trial, overflowing, judged)
     if not fault and not need_not_overflow:
@@ -84,7 +91,7 @@ def assert_survives_overflow(
 
 
 def is_stuck(run):
-    """Whether the loss scale comes back as it was given, where it would have changed."""
+    """Whether the loss scale comes back as it was given, although it should adapt."""
     if not run.loss_scales:
         return False
     backed_off, other = outcomes(run.before)
@@ -95,7 +102,10 @@ def is_stuck(run):
 
 
 def left_behind(trial, runs, back):
-    """What skipped steps change of what comes back, and what to do; empty if nothing."""
+    """The fault that skipped steps change what comes back; empty if there is none.
+
+    `back` has for each output that comes back its place among the arguments.
+    """
     for run in runs:
         left = _changed(trial, run, back)
         if left and not run.flags.any():
@@ -104,7 +114,7 @@ def left_behind(trial, runs, back):
 
 
 def _changed(trial, run, back):
-    """What comes back from a run other than it was given."""
+    """The paths of outputs in `back` that differ from their arguments."""
     changed = []
     for path, place in back.items():
         before = flat(trial.floats[place])
@@ -114,7 +124,7 @@ def _changed(trial, run, back):
 
 
 def _after_overflow(trial, runs, judged):
-    """What is wrong after gradients overflow, and what to do; empty if nothing is."""
+    """The fault after gradients overflow, and what to do; empty if there is none."""
     if any(is_stuck(run) for run in runs):
         return STUCK
     fault = left_behind(trial, runs, judged)
@@ -126,17 +136,21 @@ def _after_overflow(trial, runs, judged):
 
 
 def _applied_at_infinity(trial, beyond, usual, judged):
-    """What a step is applied to beyond all loss scales, and what to do; empty if skipped."""
+    """The fault that a step is applied at an infinite loss scale; empty if it is not.
+
+    `beyond` is the run at that scale, and `usual` one at the scale that was given.
+    """
     if not beyond.flags.any():
         return ""
     changes = _changed(trial, beyond, judged)
-    if beyond.flags.all() and not changes:  # gradients are 0, divided by infinity
+    # Gradients that were not scaled are zero, divided by infinity, and change nothing.
+    if beyond.flags.all() and not changes:
         changes = _changed(trial, usual, judged)
     return listed(APPLIED, changes, APPLIED_REMEDY)
 
 
 def _first_of_batch(trial, back):
-    """The first array of floats that does not come back; None if there is none."""
+    """The path of the first array of floats that does not come back, or None."""
     for path, x in trial.floats.items():
         if x.ndim and path not in back.values():
             return path
@@ -144,11 +158,13 @@ def _first_of_batch(trial, back):
 
 
 def _after_nan(trial, batch, judged):
-    """What is wrong after a step on a batch with a NaN."""
+    """The fault after a step with a NaN in the batch; empty if there is none."""
     numbers = trial.floats[batch].copy()
     numbers.flat[0] = np.nan
     run = trial.run(trial.loss_scale, {batch: numbers})
-    # If it is applied, the NaN may not reach the loss, or only the first of several steps.
+    # A step that is applied may be right: the NaN may not have reached the loss, or
+    # only one of several steps that are taken in one. Then only outputs that are not
+    # finite are wrong.
     left = [
         path
         for path in _changed(trial, run, judged)

@@ -1,8 +1,10 @@
-"""Which of a step's arguments come back from it, to be given to the next step.
+"""Which of a step's outputs come back to it, as arguments of the next step.
 
-Parameters, moments, batch statistics: what comes back is in a like place, of the same
-size, and a change of what was given comes back, too. Of a loss or a prediction that
-does not hold.
+A training step takes parameters, moments and batch statistics, and returns new ones,
+but nothing says which output is the new value of which argument. So it is found out by
+experiment. The new value of an argument has a similar path in its tree and the same
+size, and if the argument is changed a little, the new value changes along with it. That
+does not hold for a loss or a prediction.
 """
 
 import itertools
@@ -11,23 +13,25 @@ import numpy as np
 
 from optax_lossscale.testing._runs import Path, Run, Trial, flat
 
-_NUDGE = 2.0**-4  # of a number, or from zero
-_ALONG = 0.5  # the cosine between two changes, if one comes from the other
-_LEAST = 0.05  # of a change that comes back: in an average, only a part of it does
+_NUDGE = 2.0**-4  # the change of a number, relatively, or absolutely if it is zero
+_ALONG = 0.5  # an output follows an argument if the cosine of their changes is larger
+# The least part of a change that comes back. In a moving average, most of it is lost.
+_LEAST = 0.05
 
 
 def what_comes_back(trial: Trial, regimes: list[Run]) -> dict[Path, Path]:
-    """Of each float that comes back, its place among the outputs and among the arguments.
+    """The paths of the float outputs that come back, each with that of its argument.
 
-    One of several regimes is enough to see it: in others, the step may make NaNs, or
-    change numbers by more than they are nudged.
+    `regimes` are runs at several loss scales, which are repeated with arguments that
+    are changed a little. In some of them, the step may make NaNs, or change numbers by
+    far more. So an output needs to follow its argument in only one of them.
     """
-    # What is changed in place comes back in its place.
+    # An argument that the step changes in place is its own output.
     back = {path: path for path in regimes[0].outputs if path in trial.floats}
     likeness = _likeness(trial, regimes)
 
     def rank(pair):
-        """Places that are alike for longer come first."""
+        """Longer paths come first, and then outputs that follow more closely."""
         path, place = pair
         return min(len(path), len(place)), likeness[pair]
 
@@ -38,7 +42,10 @@ def what_comes_back(trial: Trial, regimes: list[Run]) -> dict[Path, Path]:
 
 
 def _likeness(trial, regimes):
-    """Which outputs change along with floats in like places, which are nudged, and how much."""
+    """How closely outputs follow arguments in similar places: cosines, by both paths.
+
+    Each argument of the step is nudged as a whole, all of its floats at once.
+    """
     random = np.random.default_rng(0)
     arguments = {}
     for place, x in trial.floats.items():
@@ -59,7 +66,7 @@ def _likeness(trial, regimes):
 
 
 def _nudged(x, random):
-    """An array, each number of it a little off."""
+    """An array with each number changed a little, up or down at random."""
     sizes = _NUDGE * random.uniform(0.5, 1.5, x.shape)
     factors = 1 + sizes * random.choice([-1, 1], x.shape)
     wide = x.astype(np.result_type(np.float64, x.dtype))
@@ -68,19 +75,26 @@ def _nudged(x, random):
 
 
 def _are_alike(path, place):
-    """Whether an output and an argument are in the same place of what they are in."""
+    """Whether the paths of an output and of an argument end in the same keys.
+
+    The first two keys, such as `args` and 0, do not count, nor do those by which one
+    path is longer.
+    """
     inner = min(len(path) - 2, len(place) - 2)
     return inner <= 0 or path[-inner:] == place[-inner:]
 
 
 def _change(before, after):
-    """By how much numbers change; NaN for what is infinite."""
+    """The change of each number; NaN where both numbers are infinite alike."""
     with np.errstate(invalid="ignore"):
         return flat(after) - flat(before)
 
 
 def _cosine(change, change_of_output):
-    """The cosine between a change of an argument and an output's, if that is large enough."""
+    """The cosine between the changes of an argument and of an output.
+
+    0 if the sizes differ, or if too little of the argument's change is in the output's.
+    """
     if change.size != change_of_output.size:
         return 0
     are_finite = np.isfinite(change) & np.isfinite(change_of_output)

@@ -1,8 +1,11 @@
 """A training step, run on copies of its arguments with other numbers in some places.
 
-What a number is, its place says, and the type of what it is in. The loss scale is what
-a `LossScale` holds: not what has its name or its value, nor another place of the same
-array.
+A `Trial` has the step and its arguments, and finds the loss scale among them. Each
+`run` copies the arguments, puts a loss scale and perhaps other numbers in, calls the
+step, and returns a `Run`, which has all outputs as flat NumPy arrays by their paths.
+
+Only types and paths tell what a number is. The loss scale is what is inside a
+`LossScale`, and no other number that has its name or its value, or shares its array.
 """
 
 import contextlib
@@ -25,31 +28,35 @@ from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.get import get_loss_scale, loss_scales_in
 from optax_lossscale._step.state import LossScaleState
 
-Path = tuple[Any, ...]  # of keys
-Numbers = dict[Path, Any]  # arrays, by their places
+Path = tuple[Any, ...]  # of JAX's keys
+Numbers = dict[Path, Any]  # arrays by their paths
 
 _OVERFLOWING = 2.0**126  # a finite loss scale at which gradients overflow
-_LEFT_OUT = (LossScale, SkipRule)  # they record overflows
-_SAMPLE = 2**16  # numbers of an array, at most
+_LEFT_OUT = (LossScale, SkipRule)  # no outputs, as they are meant to record overflows
+_SAMPLE = 2**16  # how many numbers of an array are compared at most
 
 
 class Run(NamedTuple):
-    """What a step made of its arguments."""
+    """The outputs of one run of the step."""
 
-    outputs: Numbers  # what it returned or changed in place, flat
-    before: LossScale
-    loss_scales: list[LossScale]  # that it made
-    states: list[LossScaleState]  # that it made
-    skips: int  # more than before, by the state that counts most
+    outputs: Numbers  # arrays that it returned or changed in place, flat
+    before: LossScale  # the loss scale that it was given
+    loss_scales: list[LossScale]  # among the outputs
+    states: list[LossScaleState]  # among the outputs
+    skips: int  # how many more steps were skipped, by the state with the highest count
 
     @property
     def exponent(self) -> float:
-        """That of the loss scale, as a power of two."""
+        """The log2 of the loss scale that the step was given."""
         return float(np.log2(np.max(self.before.loss_scale)))
 
     @property
     def flags(self) -> np.ndarray:
-        """Whether it was applied: by each state on each replica, and by the loss scales."""
+        """Whether the step was applied, according to each state on each replica.
+
+        A loss scale that has adapted as after an overflow says that it was not. Without
+        states, the flags are those of the loss scales; bools, shape (flags,).
+        """
         backed_off, other = outcomes(self.before)
         by_scales = [
             same(x, other) or not same(x, backed_off) for x in self.loss_scales
@@ -61,17 +68,25 @@ class Run(NamedTuple):
 
     @property
     def was_applied(self) -> bool:
-        """Whether it was applied, as far as can be seen; if it is several steps, all of them."""
+        """Whether no output says that the step, or a part of it, was skipped."""
         return bool(np.all(self.flags)) and self.skips <= 0
 
     @property
     def was_skipped(self) -> bool:
-        """Whether it was skipped, as can be seen, on all replicas."""
+        """Whether there are flags, and all of them say that the step was skipped."""
         return self.flags.size > 0 and not np.any(self.flags)
 
 
 class Trial:
-    """A step and its arguments, to be run with other numbers among them."""
+    """A step and its arguments, which are never changed, to run with other numbers.
+
+    Attributes:
+      loss_scale: the one loss scale among the arguments.
+      has_fixed: whether a fixed loss scale is among the arguments.
+      skipped_before: the skipped steps in the states among the arguments.
+      floats: the floating-point and complex arrays among the arguments, by their paths.
+      at: the run at a loss scale, given as a float; remembered.
+    """
 
     def __init__(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any):
         at_hand(name, (args, kwargs))
@@ -80,7 +95,7 @@ class Trial:
         loss_scales = loss_scales_in(self.arguments)
         varying = [x for x in loss_scales if jax.tree.leaves(x)]
         self.has_fixed = len(varying) < len(loss_scales)
-        # One that is fixed, or None, has no number to be varied, and does not count.
+        # A fixed loss scale has no number to vary, and counts only if all are fixed.
         counted = varying or loss_scales[:1]
         self.loss_scale = jax.device_get(get_loss_scale(counted))
         states = _parts(LossScaleState, self.arguments).values()
@@ -92,34 +107,42 @@ class Trial:
         self.at = functools.cache(self._at)
 
     def _at(self, scale: float) -> Run:
-        """The step at this loss scale."""
+        """The run at a loss scale of this value, with the counters that were given."""
         scales = np.full_like(self.loss_scale.loss_scale, scale)
         return self.run(jax.device_get(self.loss_scale.replace(loss_scale=scales)))
 
     def overflowing(self) -> list[Run]:
-        """Runs whose gradients overflow: of the last one, all do."""
+        """Runs at loss scales at which gradients overflow.
+
+        The last one is at an infinite loss scale, where all gradients do, unless the
+        step raises an error there.
+        """
         with OVERFLOWS(self.has_fixed):
             if not jax.tree.leaves(self.loss_scale):
                 return [self.run(self.loss_scale)]
             runs = [self.at(_OVERFLOWING)]
-            # Such as that of `raise_if_stuck`, or of a logger that turns the scale into
-            # an integer
+            # The step may raise an error there, such as that of `raise_if_stuck`, or of
+            # a logger that converts the scale to an integer.
             with contextlib.suppress(Exception):
                 runs.append(self.at(np.inf))
             return runs
 
     def run(self, loss_scale: LossScale, numbers: Numbers | None = None) -> Run:
-        """The step with this loss scale, and with other numbers in some places."""
+        """Runs the step with this loss scale, and with other numbers at some paths."""
         changed = {**(numbers or {}), **self._places(loss_scale)}
         arguments = _copied(self.arguments, changed)
-        # They are kept alive, so that no other array has their ids.
+        # These arrays are kept alive, so that no output gets the id of one of them.
         alive = jax.tree.leaves(plain(arguments))
         ids = {id(x) for x in alive}
         with jax.debug_nans(False), jax.debug_infs(False), BLANK_METRICS(True):
             result = self.step(*arguments["args"], **arguments["kwargs"])
 
         def outputs(parts):
-            """Without arguments that it did not change in place, which may be gone."""
+            """The parts that are outputs, on the host.
+
+            Arguments that the step did not change in place are none, and may have been
+            donated, so that they cannot be read.
+            """
             made = {}
             for path, x in parts.items():
                 is_new = any(id(leaf) not in ids for leaf in jax.tree.leaves(x))
@@ -138,7 +161,10 @@ class Trial:
         )
 
     def _places(self, loss_scale):
-        """The numbers of a loss scale, in each place of the arguments that holds such a number."""
+        """The numbers of a loss scale, by their paths among the arguments.
+
+        If several states hold copies of it, each copy gets the same numbers.
+        """
         others = _leaves(self.arguments, LossScale)
         places = [path for path in _leaves(self.arguments) if path not in others]
         numbers = itertools.cycle(jax.tree.leaves(loss_scale))
@@ -146,13 +172,16 @@ class Trial:
 
 
 def _parts(kind, tree):
-    """The parts of a tree that are of a type, by place, made of arrays."""
+    """The parts of a tree that are of a type, by path, with arrays for variables."""
     parts = _leaves(tree, kind)
     return {path: plain(x) for path, x in parts.items() if isinstance(x, kind)}
 
 
 def numbers_in(tree: Any) -> Numbers:
-    """The numbers of a tree, by place; a variable that is in several places is in the first."""
+    """The numbers of a tree by path, without loss scales, skip rules and PRNG keys.
+
+    A variable that occurs several times is at the first of its paths only.
+    """
     numbers = {}
     seen = set()
     for path, x in _leaves(tree, _LEFT_OUT).items():
@@ -167,7 +196,10 @@ def numbers_in(tree: Any) -> Numbers:
 
 
 def flat(x: Any) -> np.ndarray:
-    """The numbers of an array, as float64 or int64; of a large one, a sample."""
+    """The numbers of an array as a vector of float64 or int64; a sample of a large one.
+
+    A complex number becomes two numbers.
+    """
     numbers = np.ravel(np.asarray(x))
     numbers = numbers[:: 1 + numbers.size // _SAMPLE]
     if np.iscomplexobj(numbers):
@@ -176,7 +208,7 @@ def flat(x: Any) -> np.ndarray:
 
 
 def equal(x: np.ndarray, y: np.ndarray) -> bool:
-    """Whether all numbers are the same; NaN is one of them."""
+    """Whether two arrays have the same numbers, where NaN equals NaN."""
     return np.array_equal(x, y, equal_nan=True)
 
 
@@ -187,17 +219,18 @@ def same(x: LossScale, y: LossScale) -> bool:
 
 
 def outcomes(loss_scale: LossScale) -> tuple[LossScale, LossScale]:
-    """The loss scale after an overflow, and after a step without one."""
+    """The loss scale after a step that overflows, and after one that does not."""
     return jax.device_get(_outcomes(jax.device_put(loss_scale)))
 
 
 @jax.jit
 def _outcomes(loss_scale):
+    """`outcomes`, compiled, for a loss scale on the device."""
     return loss_scale.adjust(False), loss_scale.adjust(True)
 
 
 def _leaves(tree, whole=()):
-    """The leaves by place, and parts of some types as a whole."""
+    """The leaves of a tree by path; parts of the types `whole` are leaves, too."""
 
     def is_leaf(x):
         return isinstance(x, whole) or is_variable(x)
@@ -206,7 +239,10 @@ def _leaves(tree, whole=()):
 
 
 def _copied(arguments, numbers):
-    """A copy with other numbers, in which variables that are shared stay shared."""
+    """A copy of the arguments with other numbers at some paths.
+
+    A variable that occurs several times is still one variable in the copy.
+    """
     copies = {}
 
     def copied(path, x):
@@ -221,7 +257,7 @@ def _copied(arguments, numbers):
 
 
 def _copy(x, number):
-    """A copy of a leaf, or its like with another number."""
+    """A copy of a leaf; with `number`, an array of its type and placement for that."""
     if isinstance(x, jax.Array):
         if number is None:
             return x.copy()
@@ -238,5 +274,5 @@ def _is_key(dtype):
 
 
 def _skipped_steps(states):
-    """How many steps are skipped, by the state that counts most."""
+    """How many steps were skipped, by the state with the highest count; or 0."""
     return max((np.sum(state.skipped_steps) for state in states), default=0)

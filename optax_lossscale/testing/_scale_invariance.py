@@ -1,8 +1,12 @@
-"""A test for training steps: nothing but the loss scale may depend on the loss scale.
+"""The assertion that nothing but the loss scale depends on the loss scale.
 
-The step runs at falling loss scales, from the highest at which it is applied; at one at
-which all gradients overflow; and at one that is about to grow. `_dependence` says what
-the first are evidence of. At the others, nothing is to change.
+The step runs at falling loss scales, from the highest at which it is applied. Each
+output is then a series, and `_dependence.py` says whether it depends on the loss scale.
+The step also runs at an infinite loss scale, where it should be skipped, and at one
+that is about to grow, where its outputs should be those of any other step.
+
+`_accusation` asks these questions in such an order that the first fault may be the
+cause of all others. It returns that fault as text, with what to do.
 """
 
 import bisect
@@ -30,13 +34,12 @@ from optax_lossscale.testing._overflow import (
 from optax_lossscale.testing._places import what_comes_back
 from optax_lossscale.testing._runs import Trial, equal
 
-# How far below the highest loss scale the others are, by exponents. Their distances
-# alternate: at equal ones, the rounding of 1/3, of which every second bit is set, could
-# follow the scale.
+# How far the exponents of the loss scales are below the highest one. The distances
+# between neighbours alternate: at equal ones, the rounding error of a number such as
+# 1/3, of which every second bit is set, could follow the scale.
 _BELOW = [5 * i // 2 for i in range(13)]
-_ENOUGH = 8  # loss scales at which the step is applied
-# The exponent of a loss scale at which all gradients underflow, or nearly
-_LOWEST = -125
+_ENOUGH = 8  # at how many loss scales the step must be applied
+_LOWEST = -125  # the exponent of a loss scale at which nearly all gradients underflow
 # A step that is applied even at _WIDE computes in float32 or bfloat16, where nothing
 # underflows at the loss scales that matter, which are those from _START down.
 _WIDE = 90
@@ -54,20 +57,20 @@ def assert_scale_invariant(
     """Raises if anything that a training step computes depends on the loss scale.
 
     A correct step multiplies the loss by the loss scale and divides the gradients by
-    it, so the outputs are the same at any loss scale, except for underflow. In a wrong
+    it, so its outputs are the same at any loss scale, except for underflow. In a wrong
     step the two do not cancel, and nothing else may show it, as Adam trains on with
     gradients of any size. Put this into your tests, with the step that you train with,
     its first state and a small batch.
 
     It runs the step some thirty times on copies of its arguments. At falling loss
-    scales, powers of two, it looks for outputs that are proportional to a power of the
-    scale, or change in a way that underflow does not explain; at an infinite one, for a
-    step that is not skipped; and where the loss scale grows, for gradients unscaled by
-    the new one. Outputs are all that the step returns or changes, but for the loss
-    scale and `metrics`.
+    scales, powers of two, it looks for outputs that follow a power of the scale, or
+    change in a way that underflow does not explain; at an infinite loss scale, for a
+    step that is not skipped; and where the loss scale grows, for gradients that are
+    unscaled by the new one. The outputs are everything that the step returns or changes
+    in place, except for the loss scale and `metrics`.
 
     Args:
-      step: the training step, compiled, or else this takes ten times as long. It
+      step: the training step; compile it, as this takes ten times as long otherwise. It
         returns its new state or changes it in place, and may donate its arguments.
       *args: its arguments, which stay as they are. Somewhere among them is one loss
         scale: in an optimizer state, a train state, an `nnx.Optimizer`.
@@ -79,7 +82,7 @@ def assert_scale_invariant(
 
     Raises:
       AssertionError: if outputs depend on the loss scale, or an overflow is not
-        skipped, and why.
+        skipped. It names the outputs, and says why and what to do.
       ValueError: if there is no loss scale among the arguments, or several; if it is a
         `FixedLossScale`, which compiled steps hold as a constant; if the step is
         skipped at every loss scale; if two runs of it differ; or if a name to ignore is
@@ -114,7 +117,10 @@ def assert_scale_invariant(
 
 
 def _accusation(trial, ignore):
-    """What depends on the loss scale, how, and what to do; empty if there is nothing."""
+    """The fault of a step that depends on the loss scale; empty if there is none.
+
+    The text names the outputs, says how they depend on it, and what to do.
+    """
     overflowing = trial.overflowing()
     if any(is_stuck(run) for run in overflowing):
         return STUCK
@@ -127,7 +133,7 @@ def _accusation(trial, ignore):
     powers = _powers(series)
     followed = [f"2**{power}: {name_of(path)}" for path, power in powers.items()]
     by_a_power = listed(_BY_A_POWER, followed)
-    # All else may follow from these.
+    # If gradients are divided once too often, all other faults may follow from that.
     if any(power < 0 for power in powers.values()):
         return by_a_power + _DIVIDED
     beyond = overflowing[-1]
@@ -142,7 +148,8 @@ def _accusation(trial, ignore):
         return by_a_power + listed(_BY_A_CHANGE, changes) + _MULTIPLIED
     back = what_comes_back(trial, [usual, beyond])
     back = {path: back[path] for path in series if path in back}
-    # What does not depend on gradients may change as it does at any other loss scale.
+    # An output that is the same as at other loss scales, such as the mean of a batch,
+    # does not depend on gradients, and may change.
     to_stay = {path: back[path] for path in back if path in differing}
     return (
         left_behind(trial, overflowing, to_stay)
@@ -152,7 +159,10 @@ def _accusation(trial, ignore):
 
 
 def _falling(trial):
-    """Runs at falling loss scales, at which the step is applied."""
+    """Runs at falling loss scales, without those in which the step is skipped.
+
+    The highest loss scale at which it is applied is found by bisection.
+    """
 
     def is_skipped(exponent):
         return not trial.at(2.0**exponent).was_applied
@@ -167,7 +177,10 @@ def _falling(trial):
 
 
 def _never_applied(run, times):
-    """What to say of a step that is skipped at nearly all loss scales."""
+    """The fault of a step that is applied at too few loss scales to compare.
+
+    If its outputs are not finite, it raises a `ValueError`, as no loss scale helps.
+    """
     if not all(np.isfinite(x).all() for x in run.outputs.values()):
         raise ValueError(
             f"the step is skipped at all but {times} loss scales: look for NaN or inf "
@@ -178,7 +191,7 @@ def _never_applied(run, times):
 
 
 def _series(trial, falling, judged):
-    """Outputs at the falling loss scales, by place."""
+    """The series of each output in `judged` at the falling loss scales, by path."""
     exponents = np.array([run.exponent for run in falling])
     again = trial.run(falling[0].before)
     lowest = trial.at(2.0**_LOWEST)
@@ -201,26 +214,32 @@ def _series(trial, falling, judged):
 
 
 def _powers(series):
-    """The powers of the loss scale that outputs follow, by place; the negative ones first."""
+    """The power of the loss scale that each output follows, by path.
+
+    Outputs that follow none are left out, and negative powers come first.
+    """
     powers = {}
     for path, x in series.items():
         power = dependence.power(x)
         if power is not None:
             powers[path] = power
-    # Those of Adam's state leave parameters that follow the inverse.
+    # Only the first outputs are shown, and a negative power decides the remedy.
     return dict(sorted(powers.items(), key=lambda item: item[1] > 0))
 
 
 def _changes(series, powers):
-    """The outputs that change other than by underflow and by a power, in words."""
+    """The outputs that change in a way that underflow does not explain, as text.
+
+    Outputs that follow a power of the loss scale are not repeated.
+    """
     emerging = {}
     for path, x in series.items():
         emerging[path] = dependence.emerging(x).any(axis=1)
     how_many = sum(emerging.values())
     changes = []
     for path, x in series.items():
-        # Where numbers emerge elsewhere, what is computed of many may change by
-        # underflow.
+        # Where numbers of another output emerge from underflow, an output that is
+        # computed from many numbers may change for that reason.
         none_elsewhere = np.equal(how_many, emerging[path])
         row = dependence.change(x, none_elsewhere)
         if row is not None and path not in powers:
@@ -230,7 +249,10 @@ def _changes(series, powers):
 
 
 def _differ(beyond, falling, path):
-    """Whether an output, if it is there, is another beyond than at a falling loss scale."""
+    """Whether an output at the infinite loss scale differs from one at a falling one.
+
+    False if there is no such output at the infinite loss scale.
+    """
     if path not in beyond.outputs:
         return False
     numbers = beyond.outputs[path]
@@ -238,7 +260,10 @@ def _differ(beyond, falling, path):
 
 
 def _changed_at_growth(trial, falling, series):
-    """What comes out different at a step at which the loss scale grows."""
+    """The outputs that differ from the usual ones at a step at which the scale grows.
+
+    Empty if that step is skipped.
+    """
     exponent = np.log2(np.max(trial.loss_scale.loss_scale))
     steady = min(falling, key=lambda run: abs(run.exponent - exponent))
     about_to_grow = _about_to_grow(jax.device_put(steady.before))
@@ -250,7 +275,7 @@ def _changed_at_growth(trial, falling, series):
     for path, x in series.items():
         usual = steady.outputs[path]
         change = dependence.distance(usual, growing.outputs.get(path, usual))
-        # Others than floats may be flags and counts of the growth.
+        # Integers and bools may be counts and flags of the growth.
         is_float = usual.dtype == np.float64
         if is_float and change > dependence.negligible(usual, x.noise):
             changed.append(path)
@@ -259,7 +284,10 @@ def _changed_at_growth(trial, falling, series):
 
 @jax.jit
 def _about_to_grow(loss_scale):
-    """The loss scale after as many finite steps as change nothing but its counters."""
+    """The loss scale after finite steps, up to the one before the scale changes.
+
+    After 100,000 steps at the latest.
+    """
 
     def goes_on(carry):
         steps, now = carry
@@ -274,7 +302,7 @@ def _about_to_grow(loss_scale):
 
 
 def _lost_weights(trial, run, back):
-    """The float32 copies of which no float16 parameter of the same size is the rounding."""
+    """The paths of master weights whose rounding to float16 is no parameter's value."""
     halves = []
     for path, place in back.items():
         if trial.floats[place].dtype == np.float16:
