@@ -16,7 +16,7 @@ def open_jaxpr(jaxpr: Any) -> Any:
 
 
 def constants(jaxpr: Any) -> Sequence[Any]:
-    """The values of a closed jaxpr's `constvars`, in their order; an open one has none."""
+    """The values of a closed jaxpr's `constvars`, in order; none for an open one."""
     return getattr(jaxpr, "consts", ())
 
 
