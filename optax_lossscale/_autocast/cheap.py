@@ -1,4 +1,4 @@
-"""Which steps are cheap: to recompute them takes no longer than to read their results."""
+"""What is cheap: an equation that is no slower to compute than its results to read."""
 
 from typing import Any
 

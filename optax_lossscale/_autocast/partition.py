@@ -1,9 +1,9 @@
-"""The third pass: the steps of a program in regions, which are islands and single steps.
+"""The third pass: a program in regions, which are islands and single steps.
 
 An island has the steps that depend on products and are cheap enough to be recomputed in
-the backward pass. It grows with each of them, until a step that cannot be in it, such as
-the next product, reads one of its results. In `norm(x @ a) @ b` the regions are the
-first product, an island with all steps of `norm`, and the second product.
+the backward pass. It grows with each of them, until a step that cannot be in it, such
+as the next product, reads one of its results. In `exp(tanh(x @ a)) @ b` the regions are
+the first product, an island with `tanh` and `exp`, and the second product.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,9 +29,9 @@ class Region(NamedTuple):
 def partition(facts: Facts, steps: Sequence[Step]) -> list[Region]:
     """The regions of a program, in an order in which each reads from earlier ones only.
 
-    A step is in an island if it depends on a product, is cheap and sends nothing. A step
-    that sends runs by itself, as its operands and results are stored. Any step that is
-    in no island and reads nothing of the one that is growing comes before it.
+    A step is in an island if it depends on a product, is cheap and sends nothing. One
+    that sends runs by itself, as its operands and results are stored. A step that is in
+    no island, and reads nothing of the one that is growing, comes before that one.
     """
     of_products = set(facts.of_products)
     regions: list[Region] = []

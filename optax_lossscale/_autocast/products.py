@@ -39,9 +39,9 @@ def is_narrowed(eqn: Any) -> bool:
 
 
 def is_outer_product(eqn: Any) -> bool:
-    """Whether an equation is a `dot_general` that sums nothing, to be run in another way.
+    """Whether an equation is a `dot_general` that sums nothing, and may be replaced.
 
-    It runs as a multiplication: see `outer_product`.
+    A multiplication replaces it: see `outer_product`.
     """
     if Is.OUTER not in traits(eqn) or eqn.params.get("out_sharding") is not None:
         return False
@@ -138,7 +138,7 @@ def _why_not_rewritten(eqn: Any) -> str:
         return f"a {name_of(eqn)}"
     if is_placed(eqn):
         return "a jit with shardings"
-    if eqn.params.get("symbolic_zeros"):  # its rule would see other ones
+    if eqn.params.get("symbolic_zeros"):  # its rule would see other perturbations
         return "a derivative with symbolic zeros"
     if Is.VJP in traits(eqn) and any(map(is_ref, eqn.invars)):
         return "a derivative that writes to a Ref"

@@ -1,11 +1,11 @@
 """The fourth pass: what each region stores, in which dtype, and what is recomputed.
 
 The pass goes backward, from the regions that read a value to the one that makes it. A
-value that only products read is stored in 16 bits; any other in the dtype that `facts`
-has for it. A cheap step whose results are no smaller than what they are computed from
-is not stored: each island that reads it repeats the step. Most islands are recomputed
-in the backward pass from the values that they read, so that none of their float32
-arrays has to be kept.
+value that is only read in 16 bits, as by products, is stored so; any other in the dtype
+that `facts` has for it. If a cheap step has results no smaller than the values that
+they are computed from, the islands that read these results repeat the step instead.
+Most islands are recomputed in the backward pass from the values that they read, so that
+none of their float32 arrays has to be kept.
 
 Some rules below say what they are worth: how much memory a model takes, and how many
 bytes it moves, without the rule, over the same model with it. This was measured on
@@ -51,8 +51,8 @@ def store(facts: Facts, regions: Sequence[Region]) -> tuple[Region, ...]:
 def taken_by(region: Region) -> list[tuple[int, Any]]:
     """The values that a region reads, each with the dtype to which it is cast.
 
-    It is None for a value that is read as it is stored. An island casts each value where
-    its steps need it, so for its operands it is always None.
+    It is None for a value that is read as it is stored. An island casts each value
+    where its steps need it, so for its operands it is always None.
     """
     if region.is_island:
         return [(i, None) for i in region.reads]
@@ -120,9 +120,9 @@ def _repeated(facts: Facts, regions: Sequence[Region]) -> dict[int, Step]:
 
     They are cheap, and their results take no fewer bytes than the stored values that
     they are computed from: a constant that is broadcast, a mask, or the `tanh` of a
-    product's result, which an island keeps for the gradient instead. Without this,
-    attention over long sequences takes 1.47 of the memory and moves 1.30 of the bytes,
-    a Llama 1.02 and 1.01; but BERT takes 0.99 and moves 0.96.
+    product's result, of which an island keeps the operand for its gradient instead.
+    Without this, attention over long sequences takes 1.47 of the memory and moves 1.30
+    of the bytes, a Llama 1.02 and 1.01; but BERT takes 0.99 and moves 0.96.
     """
     repeated: dict[int, Step] = {}
     sources: dict[int, set[int]] = {}  # of each, the values that are read to repeat it
@@ -150,10 +150,10 @@ def _bytes(facts: Facts, values: Iterable[int]) -> int:
 def _is_one_pass(steps: Steps) -> bool:
     """Whether steps compute floats, and take one pass over memory to do so.
 
-    Each level of an associative scan, which pads with gaps between numbers, is a pass of
-    its own: without this rule, Mamba moves 1.14 of the bytes, with 0.63 of the memory.
-    Steps that only move numbers compute nothing, and to recompute them only costs: a
-    recommender then moves 1.09 of the bytes.
+    Each level of an associative scan, which pads with gaps between numbers, is a pass
+    of its own: without this rule, Mamba moves 1.14 of the bytes, with 0.63 of the
+    memory. Steps that only move numbers compute nothing, and to recompute them only
+    costs: a recommender then moves 1.09 of the bytes.
     """
     computes = False
     for step in steps:
@@ -198,8 +198,8 @@ def _takes_a_pass(eqn: Any, largest: int) -> bool:
     operand = eqn.invars[0].aval
     n_before = numbers_in(operand)
     n_left = numbers_in(eqn.outvars[0].aval)
-    # A compiler sums over rows and computes from the sums what is stored for these rows,
-    # both in one kernel. If such sums were kept as well, attention over long sequences
+    # A compiler sums over rows, and computes from the sums what is stored for these
+    # rows, in one kernel. If such sums were kept as well, attention over long sequences
     # would move 1.28 of the bytes.
     is_over_rows = eqn.params["axes"] == (operand.ndim - 1,)
     is_read_once = is_over_rows and largest >= n_before

@@ -47,7 +47,7 @@ The operands are positions among those of the equation.
 
 @remembered
 def uses(jaxpr: Any, results: Uses) -> Mapping[int, Use]:
-    """What is done with each value of a program, by number, given that of its results."""
+    """What is done with each value, by number, given what is done with the results."""
     program = flat(jaxpr)
     before = depths(jaxpr)
     after = dict.fromkeys(program.types, NOTHING)
