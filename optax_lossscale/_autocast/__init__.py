@@ -21,8 +21,9 @@ The words that these files share:
 
 - An *equation* is what JAX traced. A *step* is an equation whose operands and results
   have numbers that are unique in the whole program (`flat`).
-- A *product* is *narrowed* if it is computed in 16 bits, the *low* dtype. A program is
-  *rewritten* if its products are narrowed, by a plan of its own.
+- A *product*, which is a matrix product or convolution that sums, is *narrowed* if it
+  is computed in 16 bits, the *low* dtype. A program is *rewritten* if its products are
+  narrowed, by a plan of its own.
 - A *region* is a list of steps that run as one: an *island*, which depends on products
   and computes in float32, or a single step, such as a product.
 - A value is *stored* if a later region reads it, or if it is a result of the program. A

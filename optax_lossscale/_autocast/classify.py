@@ -6,7 +6,7 @@ from its numbers, which are not known yet:
 - The result of a product is in 16 bits already: a PRODUCT.
 - A sum with such a result is a SUM. It may be stored in 16 bits from product to
   product, as in a model cast by hand.
-- A value computed from these in about their range is NEAR. It needs no dtype, as it is
+- A value computed from these in about their range is NEAR. It stays in float32, and is
   recomputed.
 - Every other value may have another range or need more digits: FLOAT32.
 
@@ -219,7 +219,7 @@ def _of_entered(eqn: Any, operands: Kinds) -> list[Kind]:
 
 
 def _is_over_layers(eqn: Any, operands: Kinds) -> bool:
-    """Whether this is a scan in which each round has a matrix of parameters."""
+    """Whether this is a scan over layers: each round has a parameter matrix of its own."""
     if Is.SCANS not in traits(eqn):
         return False
     first = carried_by(eqn).stop

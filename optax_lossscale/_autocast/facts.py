@@ -120,7 +120,7 @@ def _where_streams_begin(program: Flat, kinds: Mapping[int, Kind]) -> set[int]:
 
 
 def _sent(program: Flat) -> frozenset[int]:
-    """The results of communications and names that only products read in the end.
+    """The results of communications, names and barriers that only products read.
 
     So devices send each other 16 bits, as in a model cast by hand. On one device,
     compiled for an H100, a Llama with names takes 1.13 of the memory without this, and

@@ -267,7 +267,7 @@ def _lost_for_want_of_a_scale(page: Diagnosis) -> list[Underflow]:
 
 
 def _wrap(page: Diagnosis, fits: InitialScale, bits: int) -> str:
-    """The advice to wrap the optimizer, with the scale that fits unless the default does."""
+    """The advice to wrap the optimizer, with a scale unless the default one fits."""
     exponent = round(math.log2(fits.scale))
     if bits <= _START <= exponent and page.is_finite_without:
         return "Wrap the optimizer: with_loss_scale(optimizer)."

@@ -115,7 +115,7 @@ class DtypeReport(NamedTuple):
 
 
 def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeReport:
-    """Says in which dtype a function computes, and which lines of your source say so.
+    """Says in which dtype a function computes, and which source lines made it so.
 
     Flax's modules, and JAX itself, promote to the widest dtype they are given: one
     float32 input is enough to have everything after it computed in float32, and only

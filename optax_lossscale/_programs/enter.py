@@ -50,7 +50,7 @@ def is_placed(eqn: Any) -> bool:
     return any(isinstance(x, jax.sharding.Sharding) for x in jax.tree.leaves(places))
 
 
-# --- one function for each kind of equation ---
+# --- one function for each kind of equation, which returns its results ---
 
 
 def _inlined(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
@@ -61,6 +61,9 @@ def _inlined(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
 def _checkpoint(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     (callee,) = callees
     prevent_cse = eqn.params["prevent_cse"]
+    # Such an equation recomputes the forward pass in a backward pass that was traced
+    # before. JAX puts a barrier there when it lowers the equation, so that the compiler
+    # does not merge both passes; for a new `checkpoint` it would not.
     if eqn.params["differentiated"] and prevent_cse:
         operands = lax.optimization_barrier(operands)
     policy = eqn.params["policy"]

@@ -105,6 +105,8 @@ class Operation(NamedTuple):
     programs: tuple[str, ...] | None = None
 
 
+# The columns are the fields of `Operation`; below "is" are the traits. A cell that is
+# `-` or missing is empty: such an operation runs no program, and sums nothing.
 _ROWS = """
 # Operation               | is                     | terms      | statistic | programs
 # Returns its operands' numbers elsewhere

@@ -100,8 +100,8 @@ def multiplies_once(eqn: Any) -> bool:
 def asks_for_precision(eqn: Any) -> bool:
     """Whether a product is to have the HIGHEST precision, or runs by an algorithm.
 
-    It is asked for in the call or by the default around it. JAX writes a precision into
-    the equation as a pair, one for each operand, and an algorithm as itself.
+    Either is asked for in the call, or by the default around it. JAX writes a precision
+    into the equation as a pair, one for each operand, and an algorithm as it is.
     """
     precision = eqn.params.get("precision")
     if isinstance(precision, tuple):
