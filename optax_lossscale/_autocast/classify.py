@@ -219,7 +219,7 @@ def _of_entered(eqn: Any, operands: Kinds) -> list[Kind]:
 
 
 def _is_over_layers(eqn: Any, operands: Kinds) -> bool:
-    """Whether this is a scan over layers: each round has a parameter matrix of its own."""
+    """Whether this is a scan over layers, each with a parameter matrix of its own."""
     if Is.SCANS not in traits(eqn):
         return False
     first = carried_by(eqn).stop

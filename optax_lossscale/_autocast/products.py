@@ -79,8 +79,8 @@ def _has_products(program: Any) -> bool:
 def why_left(eqn: Any) -> str:
     """Why an equation, or the products in it, are not narrowed; "" if nothing is wrong.
 
-    Nothing is wrong with an equation that has no products, or that asks for its
-    precision.
+    Nothing is wrong with an equation that has no products, that asks for its precision,
+    or whose operands the user has cast.
     """
     if not is_product(eqn):
         has_products = any(map(_has_products, programs_in(eqn)))
@@ -148,9 +148,10 @@ def _why_not_rewritten(eqn: Any) -> str:
 
 
 def _waits(condition: Any) -> bool:
-    """Whether a condition depends on numbers: in 16 bits, the loop might never end.
+    """Whether a loop waits for a number to converge: in 16 bits, it might never end.
 
-    A count of rounds does not, if it is a single one and not a batch of counts.
+    A condition that reads only integers, such as a count of rounds, does not wait. One
+    that gives a flag for each example of a `vmap` is taken to wait.
     """
     if condition.outvars[0].aval.shape:  # one for each example of a `vmap`
         return True

@@ -10,7 +10,7 @@ Read the files in this order, which is from the parts to the whole:
 
 - `notes`, `pairs`, `wide`: a note, a pair, and an equation computed in float32.
 - `pieces`, `loops`, `devices`, `places`, `shadow`: a program run in pairs, and noted.
-- `gradient`, `scale`, `run`: the gradient, run at loss scales of 1 and the best one.
+- `gradient`, `scale`, `run`: the gradient, run at scale 1 and at the scale that fits.
 - `cause`, `table`: why a result is off, and a row for each equation.
 - `page`, `diagnose`, `advice`, `text`, `picture`: what is found, said and drawn.
 - `dtypes`: `dtype_report`, which only reads a program.

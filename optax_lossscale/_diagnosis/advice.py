@@ -173,7 +173,7 @@ def _about_choices(page: Diagnosis) -> Findings:
 
 def _about_products(page: Diagnosis) -> Findings:
     """A finding about products that a wide operand widens, if most of them are wide."""
-    firsts: dict[str, Operation] = {}  # by line: the product of the forward pass
+    firsts: dict[str, Operation] = {}  # of each line, that of the forward pass
     for product in page.dtypes.products:
         firsts.setdefault(product.source, product)
     widened = [p for p in firsts.values() if p.is_widened]

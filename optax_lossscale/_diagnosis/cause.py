@@ -183,7 +183,7 @@ def _how_not_finite(note: Note) -> str:
 
 
 def _vanishes(note: Note) -> bool:
-    """Whether numbers are too small for their dtype, and not nothing beside others."""
+    """Whether numbers were lost, or are too small for their dtype, and matter."""
     _, tiny = limits(note.dtype)
     least = tiny * float(jnp.finfo(note.dtype).eps)
     mean = note.typical / math.sqrt(note.count)  # or more, of the absolute values

@@ -44,13 +44,13 @@ def diagnose(
     for it, at a loss scale of 1 and at the one that fits. It reports whether the loss,
     the gradients and the values inside are right; if not, in which line and layer they
     go wrong, and what to do; which loss scale fits, and how many gradients are lost to
-    underflow. Choices, such as indices and branches, are those of the program; where
-    float32 would make others, it is run with these, too. Constants are as they were
-    rounded when the program was traced: 0.999 is 1 in bfloat16. A
-    loss function that computes in float32 is diagnosed as `autocast` makes it. Call it
-    on the host, with a loss function that names no axis of `pmap` or `shard_map` around
-    it. A skipped step has left everything as it was, so that it can be diagnosed
-    afterwards. Other parameters and batches may behave differently.
+    underflow. Float32 makes the same choices as the program, such as indices and
+    branches; if it would make others, it is run with its own choices as well. Constants
+    are as they were rounded when the program was traced: 0.999 is 1 in bfloat16. A loss
+    function that computes in float32 is diagnosed as `autocast` runs it. Call
+    `diagnose` on the host, with a loss function that names no axis of `pmap` or
+    `shard_map` around it. A skipped step has left everything as it was, so that it can
+    be diagnosed afterwards. Other parameters and batches may behave differently.
 
     Args:
       loss_fn: called as `loss_fn(params, *args, **kwargs)`; returns the loss, which

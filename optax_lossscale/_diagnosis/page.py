@@ -64,8 +64,8 @@ class Diagnosis(NamedTuple):
     Attributes:
       verdict: whether 16 bits are fine as they are, and if not, what is wrong.
       advice: what to do.
-      is_autocast: whether the loss function computes in float32, so that this is of
-        what `autocast` makes of it.
+      is_autocast: whether the loss function computes in float32, so that the report is
+        about `autocast` of it.
       dtypes: the `dtype_report` of the program that computes the gradients.
       computes_in: the dtypes of 16 bits and fewer that the model computes in.
       loss: the loss, as the program computes it.
@@ -78,9 +78,9 @@ class Diagnosis(NamedTuple):
       off: how far the loss and each gradient are from float32's, relative to it;
         without those that float32 does not determine either, such as that of a bias
         before a normalization.
-      off_by_choices: how far the loss and those gradients are that are off by more than
-        5% from float32's where float32 makes choices of its own, such as indices, masks
-        and branches; the other fields are of a float32 that makes those of the program.
+      off_by_choices: how far the loss and gradients are from those of float32 with its
+        own choices, such as indices, masks and branches, where that is more than 5%. In
+        all other fields, float32 makes the choices of the program.
       choices: where float32 would have chosen other indices, integers or branches.
       initial_scale: the scale that fits; None if none does.
       overflow: where gradients become infinite first, at twice the largest scale.
@@ -88,7 +88,8 @@ class Diagnosis(NamedTuple):
       is_finite_without: whether gradients are finite without a loss scale.
       underflow: how many gradients underflow, by the path of parameters without its
         numbers; the worst first, and without those that lose next to nothing.
-      not_compared: operations that compute in 16 bits only, each with its line.
+      not_compared: operations that compute in 16 bits even for operands in float32,
+        each with its line.
       table: a row for each equation.
     """
 

@@ -106,7 +106,7 @@ class Operation(NamedTuple):
 
 
 # The columns are the fields of `Operation`; below "is" are the traits. A cell that is
-# `-` or missing is empty: such an operation runs no program, and sums nothing.
+# `-` or missing is empty: without `programs`, an operation runs none.
 _ROWS = """
 # Operation               | is                     | terms      | statistic | programs
 # Returns its operands' numbers elsewhere
