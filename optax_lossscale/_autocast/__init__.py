@@ -23,7 +23,7 @@ The words that these files share:
   have numbers that are unique in the whole program (`flat`).
 - A *product*, which is a matrix product or convolution that sums, is *narrowed* if it
   is computed in 16 bits, the *low* dtype. A program is *rewritten* if its products are
-  narrowed, by a plan of its own.
+  narrowed, by a plan of its own, and an equation is *entered* if its programs are.
 - A *region* is a list of steps that run as one: an *island*, which depends on products
   and computes in float32, or a single step, such as a product.
 - A value is *stored* if a later region reads it, or if it is a result of the program. A

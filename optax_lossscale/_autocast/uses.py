@@ -94,7 +94,7 @@ def _of_operand(
         if before[j] > before[i]:
             use |= Use.PAST
         # Where the result is read past a product, the step may be repeated, which then
-        # reads the operand there. A larger operand is not kept for that.
+        # reads the operand there. A larger operand is not stored for that.
         is_larger = numbers_in(program.types[i]) > numbers_in(program.types[j])
         if may_be_repeated and not is_larger:
             use |= after[j] & Use.PAST

@@ -37,8 +37,8 @@ _QUICKLY = {
 }
 
 # Operations by which `shard_map` with `check_vma` tracks the mesh axes along which an
-# array differs. Here arrays may differ along all axes, so that two of these operations do
-# nothing, and the third is an ordinary `psum`.
+# array differs. Here arrays may differ along all axes, so that two of them do nothing,
+# and the third is an ordinary `psum`.
 _OF_DEVICES = {
     "pvary": lambda x, params: x,
     "pcast": lambda x, params: x,
