@@ -130,6 +130,7 @@ def _entered(facts: Facts, step: Step) -> Step:
     inside = of_arguments(eqn, kinds)
     entries = entered(eqn, uses)
     of_operands = uses_inside(eqn, entries)
+    # The body takes its carry in 16 bits where the body would store it so.
     for n in carried:
         is_low = is_stored_low(inside[n], of_operands[n])
         takes[n] = facts.low if is_low else as_traced[n]

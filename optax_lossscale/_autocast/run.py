@@ -28,6 +28,7 @@ from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes
 from optax_lossscale._programs.versions import bind
 
+# The policy of regions that keep reductions: `_computed` gives these the name.
 _KEEPS = checkpoint_policies.save_only_these_names(SCOPE)
 
 Traced = dict[Hashable, Callable[[Arrays], list[Any]]]

@@ -1,8 +1,8 @@
 """The fourth pass: what each region stores, in which dtype, and what is recomputed.
 
-The pass goes backward, from the regions that read a value to the one that makes it. A
-value that is only read in 16 bits, as by products, is stored so; any other in the dtype
-that `facts` has for it. If a cheap step has results no smaller than the values that
+The pass goes backward, from the regions that read a value to the one that makes it. An
+island stores a value in 16 bits if it is only read so, as by products. Every other
+value is stored in the dtype that `facts` has for it. If a cheap step has results no smaller than the values that
 they are computed from, the islands that read these results repeat the step instead.
 Most islands are recomputed in the backward pass from the values that they read, so that
 none of their float32 arrays has to be kept.

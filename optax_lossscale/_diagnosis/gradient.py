@@ -85,6 +85,7 @@ def gradient_of(
     ]
 
     def loss_of_parameters(arrays, differentiated):
+        # All arrays in order, with those that are differentiated in their places
         replaced = dict(enumerate(arrays)) | dict(
             zip(parameters, differentiated, strict=True)
         )

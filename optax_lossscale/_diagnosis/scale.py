@@ -2,8 +2,8 @@
 
 A backward pass is linear in the loss scale, so that the magnitudes of one run tell at
 which scale each of its results overflows: if the largest number in a run at scale 1 is
-2**6, float16 overflows at a scale of about 2**10. The scale that fits is `MARGIN` bits
-below the first overflow.
+2**6, float16 overflows at a scale of 2**10. The largest scale is then 2**9, and the one
+that fits is `MARGIN` bits below that.
 """
 
 import math
@@ -22,7 +22,7 @@ MARGIN = 2  # bits from the scale to begin with to the largest, as gradients may
 NOTABLE = 0.01  # the least share of gradients whose underflow is worth mentioning
 # An equation that enlarges numbers by more than this is at fault for their size.
 _JUMP = 2.0**10
-# The smallest float16 relative to the largest: smaller gradients no scale can keep
+# The smallest float16 relative to the largest: no scale keeps gradients that are smaller
 _REACH = 2.0**-40
 
 
@@ -95,7 +95,7 @@ def first_overflow(notes: Iterable[Note], scale: float) -> tuple[int, Note | Non
 
 
 def _made_large(note: Note) -> Note:
-    """Where a backward pass made numbers large: at the largest jump before `note`.
+    """Where a backward pass made numbers large: at the largest jump up to `note`.
 
     Without a jump of at least `_JUMP`, this is `note` itself.
     """

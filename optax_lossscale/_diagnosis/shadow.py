@@ -121,6 +121,7 @@ class Shadow:
             return loops.while_loop(piece, ins, run)
         if Is.BRANCHES in kind:
             return loops.cond(piece, ins, run)
+        # It is a `shard_map`.
         devices = Devices.of(eqn)
         params = eqn.params
         entered = [
