@@ -65,7 +65,7 @@ def as_program(
             args, kwargs = nnx.together(form.filled(iter(traced)), inside=True)
             objects = nnx.objects((args, kwargs))
             objects, results = nnx.apart((objects, fun(*args, **kwargs)))
-            # An object's array that comes out as it went in is no result of the program.
+            # An array that an object has before and after the call is not a result.
             unchanged = dict(zip(map(id, traced), arrays, strict=True))
             form_of_objects, changed = _form(objects, unchanged)
             form_of_results, returned = _form(results, {})

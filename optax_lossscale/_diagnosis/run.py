@@ -91,6 +91,7 @@ def _following_choices(gradient: Gradient) -> Runs:
 def _fitting(shadow: Shadow, gradient: Gradient, runs: Runs, exponent: int) -> Runs:
     """Adds the run at the scale that fits: 2**exponent, if the pass is linear."""
     most = HIGHEST  # the exponent of the largest scale that may still fit
+    # A scale of 1 fits if none of those below does.
     if runs.at_1.is_finite():
         runs = runs._replace(fits=_fits(0, 0))
     for _ in range(_TRIES):

@@ -22,7 +22,7 @@ MARGIN = 2  # bits from the scale to begin with to the largest, as gradients may
 NOTABLE = 0.01  # the least share of gradients whose underflow is worth mentioning
 # An equation that enlarges numbers by more than this is at fault for their size.
 _JUMP = 2.0**10
-# The smallest float16 relative to the largest: no scale keeps gradients that are smaller
+# The smallest float16 relative to the largest: no scale keeps smaller gradients as well
 _REACH = 2.0**-40
 
 
