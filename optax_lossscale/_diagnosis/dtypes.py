@@ -232,7 +232,7 @@ def _alike(operations: Iterable[Operation]) -> tuple[Operation, ...]:
 
 
 def _row(one: Operation, total: int) -> tuple[str, ...]:
-    """The cells of a row: `float16→float32  50.0%  1 dot_general  model.py:12 (f)`."""
+    """The cells of a row, as in `float16→float32  50.0%  1 dot_general  model.py:12`."""
     dtypes = [
         str(now) if now == was else f"{was}→{now}"
         for now, was in zip(one.operands, one.before, strict=True)

@@ -149,7 +149,7 @@ def _check_no_refs(jaxpr: Any) -> None:
 
 
 def _unlike(names: Sequence[str]) -> list[str]:
-    """Adds numbers to names that are equal, as in `{"a/b": x, "a": {"b": y}}`."""
+    """Tells equal names apart by numbers, as those in `{"a/b": x, "a": {"b": y}}`."""
     counts = Counter(names)
     return [
         f"{name} (argument {n})" if counts[name] > 1 else name

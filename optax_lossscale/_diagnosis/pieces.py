@@ -2,8 +2,8 @@
 
 Consecutive equations without loops are one piece, which is compiled as a whole; a piece
 ends at each product, so that the layers of a model, which are alike, share what is
-compiled for one. A call, or a loop or branch that computes floats, is a piece by itself,
-whose programs are divided in turn.
+compiled for one. A call, and a loop or branch that computes floats, is a piece by
+itself, whose programs are divided in turn.
 """
 
 from collections.abc import Hashable, Iterator, Sequence

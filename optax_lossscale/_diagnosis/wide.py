@@ -2,8 +2,8 @@
 
 `in_float32(eqn, ins)` applies an equation of the program to operands that are float32
 where the program's are narrow. Most operations accept them; those whose parameters name
-a narrow dtype, such as a cast, get float32 there. What has neither effect, such as a
-kernel that was written for float16, raises `NotWidenedError`.
+a narrow dtype, such as a cast, get float32 there. An equation that computes in 16 bits
+nevertheless, such as a kernel written for float16, raises `NotWidenedError`.
 """
 
 from collections.abc import Sequence
