@@ -1,19 +1,36 @@
-"""Any function in 16 bits: products are narrow, all else is in float32 but stored narrow.
+"""Run any function in 16 bits: products narrow, all else in float32 but stored narrow.
 
-The words that the files of this folder share:
+`autocast` traces the function in float32, makes a plan for the traced program, and runs
+the plan. For `jnp.sum(jnp.exp(x @ w))` the plan has two regions: the product, which
+takes and gives 16 bits, and an island, which reads that result, computes `exp` and the
+sum in float32, and stores the sum in float32. Whatever a later product reads is rounded
+to 16 bits first. The backward pass recomputes `exp` from the result of the product.
 
-- An *equation* is what JAX traced; a *step* is an equation whose operands and results
-  have numbers of the whole program (`flat.py`).
-- A product is *narrowed* if it is computed in 16 bits. A program is *rewritten* if its
-  products are narrowed, by a plan of its own.
-- A *region* is what runs as one: a step by itself, or an *island*, which lies between
-  products and computes in float32 (`partition.py`).
-- A value is *stored*, in a dtype, if regions after its own read it. If it is cheap, they
-  may *repeat* its step instead (`store.py`).
-- For the backward pass, what an island reads is *kept*, and what it computes is
-  *recomputed*, but for some reductions, which are kept as well.
-- A value is *sent* if it goes from device to device, or under a name, in 16 bits.
+The plan is made in passes, each a pure function in a file of its own:
 
-The passes, each a pure function in a file of its own: `classify`, `uses`, `partition`,
-`store`, `plan`. `run` follows the plan.
+1. `classify` goes forward: can 16 bits hold a value, judged by what it is made of?
+2. `uses` goes backward: does a product depend on a value, and how long is it needed?
+   `facts` joins both answers to the dtype in which each value is stored, if it is.
+3. `partition` divides the steps into regions.
+4. `store` goes backward: what does each region store, and what is recomputed?
+
+`plan` calls them, once for the program and once for each program in a loop, a branch
+and so on. `flat` comes before them, and `run` after; `derivatives` runs custom rules.
+
+The words that these files share:
+
+- An *equation* is what JAX traced. A *step* is an equation whose operands and results
+  have numbers that are unique in the whole program (`flat`).
+- A *product*, which is a matrix product or convolution that sums, is *narrowed* if it
+  is computed in 16 bits, the *low* dtype. A program is *rewritten* if its products are
+  narrowed, by a plan of its own, and an equation is *entered* if its programs are.
+- A *region* is a list of steps that run as one: an *island*, which depends on products
+  and computes in float32, or a single step, such as a product.
+- A value is *stored* if a later region reads it, or if it is a result of the program. A
+  region may also *repeat* a cheap step of an earlier one, and not read its result.
+- For the backward pass, the values that an island reads are *kept*, which JAX calls its
+  residuals; its other values are *recomputed*, except some reductions, kept as well.
+- A value is *sent* if it goes to other devices, or gets a name, in 16 bits.
+- A *stream* is a sum that layer after layer adds to, such as the residual stream of a
+  transformer. It is stored in 16 bits from product to product.
 """

@@ -1,7 +1,8 @@
-"""Which islands compute the same, so that one trace serves all of them.
+"""Find islands that compute the same, so that JAX traces one function for all of them.
 
-The layers of a model are often alike, and derivatives of `jax.checkpoint` take long to
-trace.
+The layers of a model are often alike, and JAX takes long to trace the derivatives of
+`jax.checkpoint`. In two layers the same values have different numbers, so an island's
+values are numbered here by their place in the island.
 """
 
 from collections.abc import Callable, Hashable
@@ -15,14 +16,14 @@ from optax_lossscale._autocast.store import made_by
 
 
 def in_common(island: Region, plan: Plan) -> Hashable:
-    """What islands that compute the same, made by the same lines, have in common."""
+    """A key that is equal for islands that compute the same, by the same lines."""
     program = plan.program
     places: dict[int, int] = {}
     for i in (*island.reads, *made_by(island.steps)):
         places[i] = len(places)
 
     def place(i):
-        """The place of a value in the island, but of a literal what it is: 0.0 is not -0.0."""
+        """The place of a value in the island, or a literal's bytes: 0.0 is not -0.0."""
         if i in places:
             return places[i]
         return np.asarray(program.literals[i].val).tobytes()
@@ -35,17 +36,17 @@ def in_common(island: Region, plan: Plan) -> Hashable:
     )
     try:
         hash(key)
-    except TypeError:  # of a parameter that is compared with no other
+    except TypeError:  # a parameter has no hash: equal to no other
         return id(island)
     return key
 
 
 def _of_step(step: Step, place: Callable[[int], Hashable], program: Flat) -> Hashable:
-    """What a step computes of what, in which types, and what made it."""
+    """A key that is equal for steps that compute the same, by the same line."""
     eqn = step.eqn
     return (
         eqn.primitive,
-        tuple(sorted(eqn.params.items())),  # by their names, of which no two are equal
+        tuple(sorted(eqn.params.items())),  # names differ: no values compared
         eqn.ctx,
         eqn.source_info.traceback,
         step.names,

@@ -1,4 +1,11 @@
-"""A call as a program from arrays to arrays, whatever else it takes, changes and returns."""
+"""A call of any function as a program from arrays to arrays.
+
+The function may take and return trees, modules and anything else, and change Flax NNX
+objects. A tree is divided into its arrays, which the program takes or gives, and its
+form, which is everything else. `as_program` traces the program from the arrays in the
+arguments to the arrays that the call changed and returned; the forms then turn arrays
+back into what the call returns.
+"""
 
 import contextlib
 import functools
@@ -17,15 +24,15 @@ from optax_lossscale._programs.values import FLOAT32, in_dtype
 
 
 class Call(NamedTuple):
-    """A call of a function as a program of the arrays in it."""
+    """A call of a function as a program, with its arguments."""
 
-    # From the arrays in the arguments to those that the call changed in the Flax NNX
-    # modules and variables among these, and to those in the results; as traced.
+    # The closed jaxpr, from the arrays in the arguments to those that the call changed
+    # in Flax NNX objects, followed by those that it returned
     program: Any
-    arrays: list[Any]  # those in the arguments
-    is_parameter: list[bool]  # for each of them
-    # From the program's results to what the call returns; changes modules and
-    # variables.
+    arrays: list[Any]  # the arrays in the arguments
+    is_parameter: list[bool]  # for each of these arrays
+    # From the results of the program to what the call returns; also puts the changed
+    # arrays into the Flax NNX objects
     result: Callable[[Iterable[Any]], Any]
 
 
@@ -37,7 +44,17 @@ def as_program(
     parameters: Container[int] = (),
     low: np.dtype | None = None,
 ) -> Iterator[Call]:
-    """A call, traced with arrays of dtype `low` in float32; for use in this context alone."""
+    """Traces a call, with each array of dtype `low` taken as float32.
+
+    The `Call` is valid in this context only.
+
+    Args:
+      fun: the function.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
+      parameters: the positions of the arguments that hold parameters.
+      low: the dtype of products, or None to trace every array as it is.
+    """
     with nnx.changes_kept():
         inputs = nnx.apart((args, kwargs))
         form, arrays = _form(inputs, {})
@@ -48,6 +65,7 @@ def as_program(
             args, kwargs = nnx.together(form.filled(iter(traced)), inside=True)
             objects = nnx.objects((args, kwargs))
             objects, results = nnx.apart((objects, fun(*args, **kwargs)))
+            # An array that an object has before and after the call is not a result.
             unchanged = dict(zip(map(id, traced), arrays, strict=True))
             form_of_objects, changed = _form(objects, unchanged)
             form_of_results, returned = _form(results, {})
@@ -60,7 +78,8 @@ def as_program(
             _, results = nnx.together(filled, inside=False)
             return results
 
-        # JAX names the function in what it says about the program, perhaps by its repr.
+        # JAX shows the name of the function in messages; one without code has only a
+        # repr, which may be long.
         if hasattr(inspect.unwrap(fun), "__code__"):
             of_arrays = functools.wraps(fun)(of_arrays)
         args, kwargs = jax.tree.map(functools.partial(_wide, low), inputs)
@@ -70,7 +89,7 @@ def as_program(
 
 
 def _wide(low: np.dtype | None, x: Any) -> Any:
-    """An array as the program takes it; None for anything else."""
+    """An array as the program takes it, in float32 if it is low; else None."""
     if not is_array(x):
         return None
     is_low = low is not None and x.dtype == low  # NumPy's float64 equals None
@@ -81,16 +100,20 @@ class _Form(NamedTuple):
     """A tree without its arrays."""
 
     structure: Any
-    others: list[Any]  # the leaves, with None for each array: None is never a leaf
+    others: list[Any]  # the leaves, with None for arrays, as None is no leaf
 
     def filled(self, arrays: Iterator[Any]) -> Any:
-        """The tree of the next arrays."""
+        """The tree with the next arrays of an iterator in their places."""
         leaves = [next(arrays) if x is None else x for x in self.others]
         return jax.tree.unflatten(self.structure, leaves)
 
 
 def _form(tree: Any, unchanged: Mapping[int, Any]) -> tuple[_Form, list[Any]]:
-    """A tree's form and its arrays; for those with an `id` in `unchanged`, what is there."""
+    """The form of a tree, and its arrays.
+
+    An array whose `id` is in `unchanged` is not among these arrays: the form holds what
+    `unchanged` has for it.
+    """
     leaves, structure = jax.tree.flatten(tree)
 
     def is_new(x):
@@ -103,7 +126,11 @@ def _form(tree: Any, unchanged: Mapping[int, Any]) -> tuple[_Form, list[Any]]:
 def _are_parameters(
     inputs: tuple[tuple, dict], positions: Container[int]
 ) -> list[bool]:
-    """For each array in the arguments, whether it is a parameter: for NNX, an `nnx.Param`."""
+    """For each array in the arguments, whether it is a parameter.
+
+    An array is one if its argument's position is listed; one in a variable of Flax NNX,
+    if the variable is an `nnx.Param`.
+    """
     args, kwargs = inputs
     flags: list[bool] = []
     for n, argument in enumerate((*args, kwargs)):
@@ -116,7 +143,7 @@ def _are_parameters(
 
 
 def is_array(x: Any) -> bool:
-    """Whether this is an array of numbers, perhaps traced, or the type of one."""
+    """Whether `x` is an array of numbers, traced or not, or the shape of one."""
     if isinstance(x, (np.ndarray, np.generic)):
         return x.dtype == np.bool_ or jnp.issubdtype(x.dtype, np.number)
     return isinstance(x, (jax.Array, jax.ShapeDtypeStruct))

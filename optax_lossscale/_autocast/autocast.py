@@ -21,16 +21,16 @@ from optax_lossscale._programs.versions import open_jaxpr
 
 
 def autocast(
-    # So that a signature shows no default
+    # `Parameter.empty`, so that `inspect.signature` shows no default
     fun: Callable[..., Any] = inspect.Parameter.empty,
     dtype: Any = jnp.float16,
     argnums: int | Sequence[int] = 0,
 ) -> Callable[..., Any]:
-    """`fun` with its matrix products and convolutions in 16 bits, and all else in float32.
+    """`fun` with its matrix products and convolutions in 16 bits, the rest in float32.
 
     A model whose parameters and inputs are float32 trains in float16 without a cast:
     products take and return `dtype`, and the operations between two products compute in
-    float32, whose result is rounded for the second. So exponentials, logarithms,
+    float32 and round their result for the second product. So exponentials, logarithms,
     powers, sums, norms, losses and quotients have float32's range and digits, and a
     mask of -1e9 or an epsilon of 1e-8 keeps its value. A product too large for `dtype`
     still overflows, for the loss scale to see.
@@ -45,17 +45,18 @@ def autocast(
     is float64, bfloat16 or float16 in `fun` itself, and everything that no jaxpr shows,
     as in Pallas kernels. `dtype_report` says which products run in which dtype.
     `autocast` goes through `jit`, `scan`, `cond`, `jax.checkpoint`, `shard_map`, custom
-    derivatives and each `while_loop` whose condition is a single one that reads only
-    integers. It works for training, evaluation and derivatives of any order. Call it
-    under `jit`: without, each call is traced and planned anew.
+    derivatives, and each `while_loop` whose condition reads only integers and is one
+    flag, not one for each example of a `vmap`. It works for training, evaluation and
+    derivatives of any order. Call it under `jit`: without, each call is traced and
+    planned anew.
 
     Args:
       fun: a function that JAX can trace. It may take arrays, trees and modules of them,
         and anything else; Flax NNX modules and variables among its arguments may change
         inside. Without `fun`, this is a decorator: `@autocast(dtype=jnp.bfloat16)`.
       dtype: `jnp.float16` or `jnp.bfloat16`.
-      argnums: which positional arguments hold the parameters, if any. The result of a
-        product and a parameter, as when a bias is added, is stored in 16 bits between
+      argnums: which positional arguments hold the parameters, if any. The sum of a
+        product's result and a parameter, such as a bias, is stored in 16 bits between
         products. Sums with other float32 arguments, or with parameters passed by
         keyword, stay in float32. So list only parameters, never a recurrent state: it
         would lose digits in 16 bits.
@@ -81,7 +82,7 @@ def autocast(
       >>> def loss_fn(weights, x):
       ...     return jnp.mean(jnp.exp(x @ weights))
       >>> weights, x = jnp.ones((4, 2)), 3 * jnp.ones((8, 4))
-      >>> loss = jax.jit(ols.autocast(loss_fn))(weights, x)  # exp(12) is infinite in float16
+      >>> loss = jax.jit(ols.autocast(loss_fn))(weights, x)  # exp(12) is inf in float16
       >>> print(f"{loss:.0f}")
       162755
       >>> ols.dtype_report(ols.autocast(loss_fn), weights, x).shares
@@ -101,14 +102,14 @@ def autocast(
 
     @contextlib.contextmanager
     def planned(args, kwargs):
-        """A call as a program, and the plan for it."""
+        """Traces a call, and plans the program."""
         parameters = _parameters(argnums, positions, len(args), len(kwargs))
         with as_program(fun, args, kwargs, parameters, low) as call:
             kinds = [
                 Kind.PARAMETER if is_one else Kind.FLOAT32
                 for is_one in call.is_parameter
             ]
-            # A TPU's compiler recomputes by itself what it lacks the memory for.
+            # A TPU's compiler recomputes by itself where it lacks memory.
             casting = Casting(low, prevent_cse=jax.default_backend() != "tpu")
             yield call, plan_for(call.program, call.arrays, kinds, casting)
 
@@ -122,7 +123,7 @@ def autocast(
             return call.result(in_dtypes(dtypes, list(map(jnp.asarray, results))))
 
     def plan_of_call(*args, **kwargs):
-        """What runs in which dtype, what is stored, and what is recomputed; print it."""
+        """The plan of a call; print it to see which dtypes run, and what is stored."""
         with planned(args, kwargs) as (_, plan):
             return plan
 
@@ -133,7 +134,11 @@ def autocast(
 def _parameters(
     argnums: int | Sequence[int], positions: Sequence[int], n_args: int, n_kwargs: int
 ) -> set[int]:
-    """Which positional arguments of a call are parameters; `argnums` is what the user gave."""
+    """Which positional arguments of a call are parameters.
+
+    `argnums` is what the user gave, for the error; `positions` has the same numbers as
+    a sequence.
+    """
     for n in positions:
         if not -n_args <= n < n_args + n_kwargs:
             raise ValueError(
@@ -141,12 +146,12 @@ def _parameters(
                 "positional arguments: pass the parameters by position, or argnums=() "
                 "if there are none"
             )
-    # An argument that is given by keyword is none of them.
+    # A number may count on into the keyword arguments, which hold no parameters.
     return {range(n_args)[n] for n in positions if n < n_args}
 
 
 def _warn_of_nothing_narrowed(program: Any) -> None:
-    """Warns if no product is narrowed, apart from those that ask for their precision."""
+    """Warns if no product is narrowed, unless each one asks for its precision."""
     reasons = reasons_left(program)
     if reasons and "" not in reasons:
         said = "; ".join(f"{why} ({remedy(why)})" for why in reasons)

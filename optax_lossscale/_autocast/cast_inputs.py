@@ -1,4 +1,4 @@
-"""`cast_inputs`: a function that takes 16 bits, called from a model in float32."""
+"""`cast_inputs`: a kernel that takes 16 bits, called from a model in float32."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from optax_lossscale._programs.values import FLOAT32, dtype_in, in_dtype
 
 
 def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `autocast` cast the inputs of `fun` to 16 bits, for a kernel that takes no others.
+    """Makes `autocast` cast the inputs of `fun` to 16 bits, for a kernel that needs it.
 
     While `autocast` traces a model, the float32 arrays among the arguments of `fun` are
     cast to `autocast`'s dtype, and results in that dtype are cast to float32. Elsewhere
@@ -57,7 +57,7 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cast(of: Any, to: Any, tree: Any) -> Any:
-    """A tree, those of its arrays that are of one dtype cast to another."""
+    """Casts those arrays of a tree that have the dtype `of` to the dtype `to`."""
 
     def cast(x):
         return in_dtype(to, x) if dtype_in(x) == of else x

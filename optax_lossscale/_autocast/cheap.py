@@ -1,4 +1,4 @@
-"""What is cheap: computing it again takes no longer than reading it from memory."""
+"""What is cheap: an equation that is no slower to compute than its results to read."""
 
 from typing import Any
 
@@ -10,7 +10,11 @@ from optax_lossscale._programs.walk import programs_in
 
 
 def is_cheap(eqn: Any) -> bool:
-    """Whether a compiler fuses an equation, and all in it, into what reads its results."""
+    """Whether a compiler fuses an equation into those that read its results.
+
+    An equation that holds programs is cheap if all equations in them are. One with
+    effects is not cheap, as it must not be repeated.
+    """
     if eqn.effects or is_product(eqn) or Is.CHEAP not in traits(eqn):
         return False
     return all(map(_are_all_cheap, programs_in(eqn)))

@@ -1,12 +1,20 @@
-"""The first pass: what kind each value is, which says whether 16 bits can hold it.
+"""The first pass: the kind of each value, which says whether 16 bits can hold it.
 
-Values are told apart by what they are made of. A result of a product is in 16 bits
-already, and a sum with one is stored so from product to product, as by hand. What is
-recomputed from these in about their range is as good as they are. Everything else may
-have another range, or need more digits.
+The pass goes forward. The kind of a value follows from what it is computed from, not
+from its numbers, which are not known yet:
 
-What an operation makes is of the kind of all its operands together, their `join`, or
-wider.
+- The result of a product is in 16 bits already: a PRODUCT.
+- A sum with such a result is a SUM. It may be stored in 16 bits from product to
+  product, as in a model cast by hand.
+- A value computed from these in about their range is NEAR. It stays in float32, and is
+  recomputed.
+- Every other value may have another range or need more digits: FLOAT32.
+
+In `exp(tanh(x @ w + b))`, where `b` is a parameter, these are a PRODUCT, a SUM, a NEAR
+and a FLOAT32. Mostly, the kind of a result is the latest of its operands' kinds in the
+order of `Kind`, or a later one. But what is added to a NEAR value gives a SUM if it is
+a PRODUCT, a SUM or NEAR itself; and a value minus its own mean, or divided by its own
+norm, is NEAR.
 """
 
 import enum
@@ -25,7 +33,7 @@ from optax_lossscale._programs.walk import carried_by, giving_results, programs_
 
 
 class Kind(enum.Enum):
-    """What a value is, from what widens nothing to what widens everything it meets."""
+    """What a value is made of; the later kinds need more range, or more digits."""
 
     NUMBER = "a literal of about 1, or 0, or a mask"
     PARAMETER = "a parameter, or made from parameters alone"
@@ -41,12 +49,12 @@ Kinds = Sequence[Kind]
 _ORDER = list(Kind)
 _CONSTANTS = frozenset({Kind.NUMBER, Kind.PARAMETER, Kind.ROWS})
 _STREAMS = _CONSTANTS | {Kind.PRODUCT, Kind.SUM}
-"""What a scan over layers may carry from layer to layer in 16 bits."""
+"""The kinds that the carry of a scan over layers may have, to be stored in 16 bits."""
 
 
 @remembered
 def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[int, Kind]:
-    """The kind of each value of a program, by number, from the kinds of its arguments."""
+    """The kind of each value of a program, by number, given those of its arguments."""
     program = flat(jaxpr)
     kinds = dict.fromkeys(program.consts, Kind.FLOAT32)
     for i, literal in program.literals.items():
@@ -69,16 +77,17 @@ def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[int, Kind]:
 
 
 def join(kinds: Iterable[Kind]) -> Kind:
-    """The kind of what may be any of these."""
+    """The kind of a value that may come from values of any of these kinds."""
     kinds = set(kinds)
     kind = max(kinds, key=_ORDER.index)
-    # The others may need more digits than the result of a product has.
+    # A PRODUCT is rounded wherever it is made, a SUM only if a product depends on it.
+    # The other values here, such as parameters, have been rounded by no product.
     is_mixed = len(kinds) > 1
     return Kind.SUM if kind == Kind.PRODUCT and is_mixed else kind
 
 
 def _of_result(eqn: Any, operands: Kinds) -> Kind:
-    """The kind of what an operation, neither a product nor entered, makes of operands."""
+    """The kind of the results of an operation that is no product and is not entered."""
     its_traits = traits(eqn)
     if Is.CASTS in its_traits and dtype_in(eqn.invars[0]) == jnp.bool_:
         return Kind.NUMBER
@@ -96,13 +105,13 @@ def _of_result(eqn: Any, operands: Kinds) -> Kind:
         return kind
     if Is.ADDS_TWO not in its_traits:
         return Kind.NEAR
-    # With a constant or a parameter added, what is recomputed stays so.
+    # A NEAR value with a constant or a parameter added is still recomputed.
     has_constant = not _CONSTANTS.isdisjoint(operands)
     return kind if kind == Kind.NEAR and has_constant else Kind.SUM
 
 
 def _keeps_the_range(eqn: Any, operands: Kinds) -> bool:
-    """Whether an operation that computes has results in about the range of its operands."""
+    """Whether the results of an operation have about the range of its operands."""
     its_traits = traits(eqn)
     if Is.DIVIDES in its_traits:
         return operands[1] == Kind.NUMBER
@@ -112,7 +121,7 @@ def _keeps_the_range(eqn: Any, operands: Kinds) -> bool:
 
 
 def _of_literal(literal: Literal) -> Kind:
-    """The kind of a literal: by whether it is 0 or about 1."""
+    """NUMBER for a literal that is 0 or between 1/256 and 256 in size, else FLOAT32."""
     if dtype_in(literal) != FLOAT32:
         return Kind.FLOAT32
     size = abs(float(literal.val))
@@ -120,14 +129,18 @@ def _of_literal(literal: Literal) -> Kind:
     return Kind.NUMBER if is_about_1 or size == 0 else Kind.FLOAT32
 
 
-# --- what subtracts its own mean, or is divided by its own norm ---
+# --- values minus their own mean, or divided by their own norm ---
 
 _Statistic = frozenset[Any]
-"""Of a value made from a sum of many numbers: their shape, and the operations since."""
+"""What was summed to a value: the shape of the array, and the operations since the sum.
+
+For `mean`, which is `div(reduce_sum(x), n)`, with `x` of shape (8, 4), that is
+`frozenset({(8, 4), "div"})`. It is empty for a value that comes from no sum.
+"""
 
 
 def _statistic(step: Step, statistics: Mapping[int, _Statistic]) -> _Statistic:
-    """What the results of a step are as a statistic; empty if they are none."""
+    """The statistic that the results of a step are; empty if they are none."""
     its_traits = traits(step.eqn)
     if its_traits & (Is.ADDS_MANY | Is.SENDS) == Is.ADDS_MANY:
         return frozenset({step.eqn.invars[0].aval.shape})
@@ -141,10 +154,10 @@ def _statistic(step: Step, statistics: Mapping[int, _Statistic]) -> _Statistic:
 def _is_normalized(
     step: Step, kinds: Mapping[int, Kind], statistics: Mapping[int, _Statistic]
 ) -> bool:
-    """Whether this subtracts the mean of as many numbers, or divides by the norm of as many.
+    """Whether a step subtracts a mean, or divides by a norm, of as many numbers.
 
-    What is so has about the size 1: without this rule, a ResNet takes 1.16 of the
-    memory and moves 1.08 of the bytes.
+    Normalized numbers have about the size 1. Without this rule, a ResNet takes 1.16 of
+    the memory and moves 1.08 of the bytes.
     """
     made_by = operation(step.eqn).statistic
     if not made_by:
@@ -158,14 +171,18 @@ def _is_normalized(
     return statistics.get(by, frozenset()) >= {made_by, shape}
 
 
-# --- what holds programs ---
+# --- equations that hold programs ---
 
 
 def of_arguments(eqn: Any, operands: Kinds) -> list[Kind]:
-    """The kinds of operands inside of an equation: of what a loop carries, in every round."""
-    # If a scan runs over layers, it carries what goes from layer to layer, which is
-    # stored as it is without a scan. Over time steps it carries what may be a running
-    # sum, in float32, and so does a `while`.
+    """The kinds that the operands of an equation have inside of it.
+
+    They are those outside, except for the carry of a loop, whose kind has to hold in
+    every round.
+    """
+    # A scan over layers carries the stream that goes from layer to layer, which without
+    # a scan is a SUM as well. A scan over time steps may carry a running sum, which
+    # needs float32, and so may a `while`.
     inside = list(operands)
     is_over_layers = _is_over_layers(eqn, operands)
     carried = carried_by(eqn)
@@ -179,7 +196,7 @@ def of_arguments(eqn: Any, operands: Kinds) -> list[Kind]:
     while inside != before:
         before = list(inside)
         kinds = classify(program, tuple(inside))
-        # What a round leaves in float32 is so from the first one on.
+        # What one round leaves in float32 is carried in float32 from the first one on.
         for i, new in zip(carried, flat(program).outs, strict=False):
             if kinds[new] not in _STREAMS:
                 inside[i] = Kind.FLOAT32
@@ -189,7 +206,7 @@ def of_arguments(eqn: Any, operands: Kinds) -> list[Kind]:
 def _of_entered(eqn: Any, operands: Kinds) -> list[Kind]:
     """The kinds of the results of an equation that is entered."""
     inside = of_arguments(eqn, operands)
-    # Each result may come from any of the programs, or be what a loop began with.
+    # Each result may come from any of the programs, or be the initial carry of a loop.
     results: list[set[Kind]] = [set() for _ in eqn.outvars]
     for program, numbers in giving_results(eqn):
         arguments = tuple(inside[n] for n in numbers)
@@ -202,7 +219,7 @@ def _of_entered(eqn: Any, operands: Kinds) -> list[Kind]:
 
 
 def _is_over_layers(eqn: Any, operands: Kinds) -> bool:
-    """Whether this is a scan whose rounds have matrices of their own among the parameters."""
+    """Whether this is a scan over layers, each with a parameter matrix of its own."""
     if Is.SCANS not in traits(eqn):
         return False
     first = carried_by(eqn).stop

@@ -1,7 +1,10 @@
-"""Functions with custom derivatives, entered: their derivatives are rewritten, too.
+"""Run a function with a custom derivative, whose rule is rewritten as well.
 
-The original equation is differentiated as JAX does it, by the user's rule. What this
-computes is traced in the original's dtypes, and run by a plan of its own.
+A new `custom_jvp` or `custom_vjp` takes the place of the equation. Its function is the
+original's program, run by its plan. Its rule casts what it gets to the dtypes of the
+original equation, and differentiates that equation, for which JAX calls the user's
+rule; then it casts the results. What the user's rule computes is traced and run by a
+plan as well, which is what `rewrite` does with a function.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +26,13 @@ from optax_lossscale._programs.values import (
 from optax_lossscale._programs.versions import bind
 
 Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Makes a function in the dtypes of the original run in 16 bits inside."""
+"""Gives a function whose products are narrowed, and whose dtypes are the original's."""
 
 
 def custom_jvp(
     eqn: Any, operands: Sequence[Any], callee: Callee, rewrite: Rewrite
 ) -> list[Any]:
-    """The results of a `custom_jvp`, whose derivative is the original one, rewritten."""
+    """The results of a `custom_jvp`, whose derivative is the original's, rewritten."""
     dtypes = dtypes_in(eqn.invars)
 
     @jax.custom_jvp
@@ -38,7 +41,7 @@ def custom_jvp(
 
     @rewrite
     def derivative(primals, tangents):
-        """The results of the original, and the tangents of those that are floats."""
+        """The results of the original equation, and the tangents of its floats."""
         inputs = {n: primals[n] for n in tangents}
         function = _of_inputs(eqn, primals)
         _, tangents, results = jax.jvp(function, (inputs,), (tangents,), has_aux=True)
@@ -61,7 +64,7 @@ def custom_jvp(
 def custom_vjp(
     eqn: Any, operands: Sequence[Any], callee: Callee, rewrite: Rewrite
 ) -> list[Any]:
-    """The results of a `custom_vjp`, whose passes are the original ones, rewritten."""
+    """The results of a `custom_vjp`, whose two passes are the original's, rewritten."""
     takes = dtypes_in(operands)
 
     @jax.custom_vjp
@@ -69,7 +72,8 @@ def custom_vjp(
         return callee.call(operands)
 
     def forward(*args):
-        # By these alone: the original may close over others, and refuses them.
+        # Only these operands are differentiated: JAX refuses others, which the user's
+        # function may close over.
         perturbed = [n for n, x in enumerate(args) if x.perturbed]
 
         @rewrite
@@ -101,7 +105,11 @@ def custom_vjp(
 
 
 def _of_inputs(eqn: Any, primals: Sequence[Any]) -> Callable[..., Any]:
-    """The results that are floats, and all of them, as a function of some operands, by number."""
+    """An equation as a function to differentiate, with the other operands fixed.
+
+    It takes operands by position, and returns the results that are floats, by position,
+    and all results as the auxiliary output of `jax.jvp` or `jax.vjp`.
+    """
 
     def results(inputs):
         operands = [inputs.get(n, x) for n, x in enumerate(primals)]
@@ -112,5 +120,8 @@ def _of_inputs(eqn: Any, primals: Sequence[Any]) -> Callable[..., Any]:
 
 
 def _floats(variables: Sequence[Any], items: Sequence[Any]) -> dict[int, Any]:
-    """From one item for each variable, those for floats, by number: others have no derivative."""
+    """The items that belong to variables of floats, by position.
+
+    Only floats have derivatives; there is one item for each variable.
+    """
     return {n: x for n, x in enumerate(items) if is_float(variables[n])}

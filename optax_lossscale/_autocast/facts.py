@@ -1,4 +1,10 @@
-"""What the passes forward and backward found out of the values of a program, by their numbers."""
+"""What the first two passes found out, and the dtype of each value that follows.
+
+`classify` says what a value is made of, and `uses` what is done with it. Together they
+decide in which dtype it is stored, if it is: in 16 bits if it is a PRODUCT, or a SUM
+that is read past a product and on which another product depends. Everything else keeps
+the dtype in which it was traced.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,33 +21,36 @@ from optax_lossscale._programs.values import FLOAT32, dtype_in
 
 
 class Casting(NamedTuple):
-    """How programs are rewritten."""
+    """How a program is rewritten."""
 
-    dtype: np.dtype  # of the products
-    recomputes: bool = True  # unless the user's own `jax.checkpoint` says what is kept
-    # Some reductions, unless in a rule of derivatives: a name has no transpose
+    dtype: np.dtype  # the low one, of products
+    # Whether the backward pass recomputes islands; not inside of the user's own
+    # `jax.checkpoint`, which says itself what is kept
+    recomputes: bool = True
+    # Whether some reductions are kept, by a name; not in a custom derivative, which JAX
+    # may have to transpose, as a name has no transpose
     keeps: bool = True
-    prevent_cse: bool = True  # as `jax.checkpoint` has it
+    prevent_cse: bool = True  # the argument of `jax.checkpoint`
 
 
 class Facts(NamedTuple):
-    """What is known of the values of a program."""
+    """What is known of each value of a program, by number."""
 
     program: Flat
     kinds: Mapping[int, Kind]
     uses: Mapping[int, Use]
-    sent: frozenset[int]  # what is moved in 16 bits, since only products read it
-    dtypes: Mapping[int, Any]  # in which each value is stored, if it is
+    sent: frozenset[int]  # the values that are sent in 16 bits: see `_sent`
+    dtypes: Mapping[int, Any]  # the dtype in which each value is stored, if it is
     casting: Casting
 
     @property
     def low(self) -> np.dtype:
-        """The dtype of products."""
+        """The dtype of narrowed products."""
         return self.casting.dtype
 
     @property
     def of_products(self) -> frozenset[int]:
-        """What is in 16 bits as it comes, a sum with a product, or where such sums begin."""
+        """The values in 16 bits and those of streams, with which islands begin."""
         streams = (Kind.SUM, Kind.ROWS)
         return frozenset(
             i
@@ -50,7 +59,7 @@ class Facts(NamedTuple):
         )
 
     def is_fused(self, step: Step) -> bool:
-        """Whether a step can be a part of an island: it is cheap, and sends nothing in 16 bits."""
+        """Whether a step can be in an island: if it is cheap, and sends nothing."""
         return is_cheap(step.eqn) and self.sent.isdisjoint(step.outs)
 
 
@@ -61,12 +70,12 @@ def facts_of(
     results: Uses,
     casting: Casting,
 ) -> Facts:
-    """What is known of the values of a program.
+    """The facts about a program, in the place where it runs.
 
     Args:
       jaxpr: the program.
-      takes: the dtypes in which it takes its arguments.
-      kinds: the kinds of these.
+      takes: the dtypes of its arguments.
+      kinds: the kinds of its arguments.
       results: what is done with its results.
       casting: how it is rewritten.
     """
@@ -87,19 +96,21 @@ def facts_of(
 
 
 def is_stored_low(kind: Kind, use: Use) -> bool:
-    """Whether a float32 value of a kind is in 16 bits from where it is made.
+    """Whether a float32 value of this kind and use is stored in 16 bits.
 
-    The result of a product is so already. A sum that no product depends on is never
-    rounded, and one that is used up before the next product is not rounded either:
-    whatever holds the programs that make it and read it, its digits are the same.
+    The result of a product is in 16 bits already. A SUM on which no product depends is
+    never rounded, and neither is one that nothing reads past the next product. So its
+    digits are the same whether the steps that make and read it are in one program or,
+    as with a `scan` or `cond` between them, in several.
     """
     return kind == Kind.PRODUCT or (kind == Kind.SUM and KEPT in use)
 
 
 def _where_streams_begin(program: Flat, kinds: Mapping[int, Kind]) -> set[int]:
-    """The rows of an embedding to which the result of a product is added.
+    """The rows of embeddings to which the result of a product is added.
 
-    They are stored as such sums are, and as a cast by hand of the embedding stores them.
+    A stream begins with them, so they are stored as its sums are: in 16 bits, as in a
+    model that casts its embedding by hand.
     """
     begins: set[int] = set()
     for step in program.steps:
@@ -109,13 +120,14 @@ def _where_streams_begin(program: Flat, kinds: Mapping[int, Kind]) -> set[int]:
 
 
 def _sent(program: Flat) -> frozenset[int]:
-    """What goes from device to device, or is given a name, and then goes only to products.
+    """The results of communications, names and barriers that only products read.
 
-    So devices send each other 16 bits, as by hand. On one device, compiled for an H100,
-    a Llama with names takes 1.13 of the memory without this, and moves 0.96 of the
-    bytes.
+    So devices send each other 16 bits, as in a model cast by hand. On one device,
+    compiled for an H100, a Llama with names takes 1.13 of the memory without this, and
+    moves 0.96 of the bytes.
     """
-    # Products round what they read, and rounding commutes with moving.
+    # Products round their operands, and numbers can be rounded before they are moved as
+    # well as after it. `read_widely` has the values that anything else reads.
     sent: set[int] = set()
     read_widely = set(program.outs)
     for step in reversed(program.steps):

@@ -1,4 +1,11 @@
-"""A traced program as a flat list of steps, with what `jit` compiles put in its place."""
+"""A traced program as one flat list of steps, in which every value has a number.
+
+The program that a `jit` calls is put in the place of the call, so that an island can
+extend over both. Loops, branches and other equations that hold programs stay one step.
+Arguments come first and count from 0; each literal has a number of its own below 0. So
+`jax.jit(lambda y: y + 1.0)(x) * 2.0` gives the steps `add (0, -1) -> 1` and
+`mul (1, -2) -> 2`, in which 0 is `x`.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,22 +23,22 @@ _LONG = 100  # steps
 
 
 class Step(NamedTuple):
-    """An equation, whose operands and results are numbered over the whole program."""
+    """An equation, with numbers for its operands and results in the whole program."""
 
-    # As JAX traced it, but for its line: that of the call around, if it is JAX's own
+    # As JAX traced it; where no line of the user's made it, with that of the `jit` call
     eqn: Any
     ins: tuple[int, ...]
     outs: tuple[int, ...]
     names: Any  # the scopes around it, by which profiles name it
-    # Once it is planned:
-    # the dtype to which each operand is cast, or None for as it comes
+    # The pass `plan` fills in these three.
+    # The dtype to which each operand is cast; None where it is read as it is stored
     takes: Sequence[Any] = ()
-    gives: Sequence[Any] = ()  # the dtypes to which its results are rounded at once
-    plans: Sequence[Any] = ()  # for the programs that it holds, if there are products
+    gives: Sequence[Any] = ()  # the dtypes to which its results are cast at once
+    plans: Sequence[Any] = ()  # for the programs that it holds, if products are in them
 
     @property
     def name(self) -> str:
-        """What JAX calls its operation."""
+        """The name of its operation in JAX."""
         return self.eqn.primitive.name
 
     @property
@@ -40,7 +47,7 @@ class Step(NamedTuple):
         return {i for i in self.ins if i >= 0}
 
     def at_its_line(self) -> Any:
-        """A context in which errors, `debug_nans` and profiles point at the line that made it."""
+        """A context in which errors, `debug_nans` and profiles show the step's line."""
         names = source_info_util.current_name_stack() + self.names
         return source_info_util.user_context(
             self.eqn.source_info.traceback, name_stack=names
@@ -48,20 +55,20 @@ class Step(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """A program as a flat list of steps."""
+    """A program as a flat list of steps; an *aval* is a value's shape and dtype."""
 
     steps: list[Step]
     ins: list[int]  # the numbers of the arguments
     outs: list[int]  # the numbers of the results
-    consts: dict[int, Any]  # what the program closes over, under its numbers
-    literals: dict[int, Literal]  # the literals in the program, under negative numbers
-    types: dict[int, Any]  # the type of each value, as it was traced
-    names: Sequence[str]  # what the user's code calls the arguments, if it is known
+    consts: dict[int, Any]  # the arrays that the program closes over, by number
+    literals: dict[int, Literal]  # by number, which is negative
+    types: dict[int, Any]  # the aval of each value, as it was traced, by number
+    names: Sequence[str]  # of the arguments, in the user's code; empty if unknown
 
 
 @remembered
 def flat(jaxpr: Any) -> Flat:
-    """The steps of a program; a `jit` that is placed, or long, stays one step."""
+    """Flattens a program; a `jit` that is long, or has shardings, stays one step."""
     program = Flat([], [], [], {}, {}, {}, argument_names(jaxpr))
     program.ins.extend(_new(program, v) for v in open_jaxpr(jaxpr).invars)
     names = source_info_util.new_name_stack()
@@ -72,14 +79,22 @@ def flat(jaxpr: Any) -> Flat:
 def _add(
     program: Flat, jaxpr: Any, operands: Sequence[int], scope: Any, caller: Any
 ) -> tuple[int, ...]:
-    """Adds the steps of a jaxpr, and returns the numbers of its results."""
+    """Adds the steps of a jaxpr to a program, and returns the numbers of its results.
+
+    Args:
+      program: the program, which is changed in place.
+      jaxpr: the program itself, or one that a `jit` in it calls.
+      operands: the numbers of the jaxpr's arguments.
+      scope: the stack of names around it.
+      caller: the traceback of that `jit`; None for the program itself.
+    """
     numbers = dict(zip(open_jaxpr(jaxpr).invars, operands, strict=True))
     for v, x in zip(open_jaxpr(jaxpr).constvars, constants(jaxpr), strict=True):
         numbers[v] = _new(program, v)
         program.consts[numbers[v]] = x
 
     def read(variables):
-        """The numbers of variables; each literal among them gets one of its own."""
+        """The numbers of variables, with a new one for each literal among them."""
         return tuple(
             _new(program, v) if isinstance(v, Literal) else numbers[v]
             for v in variables
@@ -102,7 +117,7 @@ def _add(
 
 
 def _new(program: Flat, v: Any) -> int:
-    """Notes a new value, and returns its number; that of a literal is below 0."""
+    """Adds a value to a program, and returns its number, below 0 for a literal."""
     if isinstance(v, Literal):
         number = -1 - len(program.literals)
         program.literals[number] = v
@@ -113,11 +128,11 @@ def _new(program: Flat, v: Any) -> int:
 
 
 def _inlined(eqn: Any) -> Any:
-    """The program to put in the place of an equation that is no more than a call of it.
+    """The program to put in the place of an equation that only calls it; else None.
 
-    In this place it can share islands with what is around. But a function that calls
-    another twice, which calls another twice, and so on, would double at each of them.
-    So a long one stays a call.
+    There its steps can share islands with those around. But a function that calls
+    another twice, which calls a third twice, and so on, would double in length at each
+    level. So a long program stays a call.
     """
     if Is.INLINED not in traits(eqn) or is_placed(eqn):
         return None
@@ -127,13 +142,13 @@ def _inlined(eqn: Any) -> Any:
 
 @remembered
 def _length(program: Any) -> int:
-    """How many steps a program has with all that it calls in place."""
+    """How many steps a program has once it is flat."""
     inlined = map(_inlined, open_jaxpr(program).eqns)
     return sum(1 if inner is None else _length(inner) for inner in inlined)
 
 
 def _at_users_line(eqn: Any, caller: Any) -> Any:
-    """An equation at a line of the user's: at that of the call around, if it is JAX's own."""
+    """The equation with `caller` as its traceback, if no line of the user's made it."""
     if caller is None or has_users_line(eqn):
         return eqn
     return eqn.replace(source_info=eqn.source_info.replace(traceback=caller))

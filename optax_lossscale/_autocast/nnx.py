@@ -1,12 +1,13 @@
-"""Flax NNX, whose objects a traced function changes in place; all that is NNX's own is here.
+"""Objects of Flax NNX, such as modules, which a traced function may change in place.
 
-A function's arguments are taken `apart` into arrays, put `together` inside of the
-trace, taken apart again there with the results, and put together outside. So each
-object that goes in comes out as itself, changed as without a trace. All of it happens
-in one context, `changes_kept`.
+The arguments of a function are taken `apart` into trees of arrays outside of the trace,
+and put `together` inside. After the call, the arguments and results are taken apart
+inside, and put together outside. So each object that goes in comes out as the same
+object, changed as it would be without a trace. Both ways have to be in one context,
+`changes_kept`.
 
-Where Flax is not imported, there are no such objects: then every function returns what
-it takes.
+Where no program has imported Flax, there are no such objects, and `apart` and
+`together` return what they take.
 """
 
 import contextlib
@@ -18,36 +19,36 @@ import jax
 
 from optax_lossscale._arrays.variables import find, is_of_nnx, is_variable
 
-_TAG = "optax_lossscale"  # by which NNX knows what belongs to one call
+_TAG = "optax_lossscale"  # by which NNX finds the objects of one call
 
 
 class _Apart(NamedTuple):
-    """An object of NNX, taken apart: a tree of arrays."""
+    """An object of NNX, taken apart: a graph, which is static, and a tree of arrays."""
 
     graph: Any
     state: Any
 
 
 class _AsItIs:
-    """An object of NNX that is not taken apart, as it may not be changed here."""
+    """An object of NNX that stays whole, as NNX lets no one change it in this trace."""
 
     def __init__(self, x: Any):
         self.x = x
 
 
 def objects(tree: Any) -> list[Any]:
-    """The modules, variables, random streams, optimizers and metrics of NNX in a tree."""
+    """The objects of NNX in a tree: modules, variables, optimizers and so on."""
     return find(_is_object, tree)
 
 
 def changes_kept() -> contextlib.AbstractContextManager[Any]:
-    """A context in which a traced function changes objects of NNX as it does without a trace."""
+    """The context for `apart` and `together`, which knows objects across the trace."""
     nnx = _nnx()
     return contextlib.nullcontext() if nnx is None else nnx.update_context(_TAG)
 
 
 def apart(tree: Any) -> Any:
-    """The tree with arrays for the objects of NNX in it; an object in two places counts once."""
+    """Takes the objects of NNX in a tree apart; one in two places gives arrays once."""
     nnx = _nnx()
     if nnx is None:
         return tree
@@ -60,7 +61,7 @@ def apart(tree: Any) -> Any:
 
 
 def together(tree: Any, inside: bool) -> Any:
-    """The tree with the objects that were taken apart, in or outside of the trace."""
+    """Puts the objects of a tree together again, `inside` of the trace or outside."""
     nnx = _nnx()
     if nnx is None:
         return tree
@@ -69,7 +70,7 @@ def together(tree: Any, inside: bool) -> Any:
         def merged(x):
             if isinstance(x, _AsItIs):
                 return x.x
-            # The context's `merge` would copy references, to which others write.
+            # The context's own `merge` would copy a `jax.Ref`, to which others write.
             return context.unflatten(x.graph, nnx.to_flat_state(x.state))[0]
 
         return _map(merged, _is_apart, tree)
@@ -83,22 +84,25 @@ def _nnx() -> Any:
 def _map(
     function: Callable[[Any], Any], is_one: Callable[[Any], bool], tree: Any
 ) -> Any:
-    """The tree with `function` of each node for which `is_one` holds."""
+    """Replaces each node of a tree for which `is_one` holds by `function` of it."""
     return jax.tree.map(lambda x: function(x) if is_one(x) else x, tree, is_leaf=is_one)
 
 
 def _is_object(x: Any) -> bool:
-    """Whether this is an object of NNX, which functions change in place."""
+    """Whether `x` is an object of NNX, which functions may change in place."""
     return is_of_nnx(x, "Variable", "Pytree")
 
 
 def _is_apart(x: Any) -> bool:
-    """Whether this stands for an object of NNX."""
+    """Whether `x` stands for an object of NNX in a tree that `apart` returned."""
     return isinstance(x, (_Apart, _AsItIs))
 
 
 def _may_change(x: Any) -> bool:
-    """Whether an object may be changed here: not if an enclosing function closes over it."""
+    """Whether NNX lets the variables of an object be changed in the current trace.
+
+    It does not if the traced function closes over the object.
+    """
     nodes = [node for _, node in _nnx().iter_graph(x)]
     return all(map(_is_writable, filter(is_variable, nodes)))
 
@@ -106,7 +110,7 @@ def _may_change(x: Any) -> bool:
 def _is_writable(variable: Any) -> bool:
     """Whether NNX lets a variable be changed in the current trace."""
     try:
-        # NNX has no public question for it: this writes what is there already.
+        # NNX has no public function that tells. This writes what is already there.
         variable.set_metadata(variable.get_metadata())
     except sys.modules["flax.errors"].TraceContextError:
         return False

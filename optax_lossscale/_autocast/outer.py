@@ -1,6 +1,8 @@
 """An outer product as a multiplication.
 
-The derivatives of a `dot_general` would be products, and here in float32.
+A `dot_general` that sums nothing is not narrowed. But its derivatives are products that
+sum, and would run in float32 when JAX makes them from a `dot_general`. Those of a
+multiplication are multiplications and sums.
 """
 
 from typing import Any
@@ -10,9 +12,10 @@ import jax.numpy as jnp
 
 
 def outer_product(eqn: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The result of a `dot_general` whose every number is one number times another."""
+    """The result of a `dot_general` that sums nothing, by one multiplication."""
     (contracted, _), (batch_x, batch_y) = eqn.params["dimension_numbers"]
-    # Batch axes, then those of x, then those of y; what is contracted is of length 1.
+    # The axes of the result: those of the batch, those of x alone, then those of y
+    # alone. Contracted axes have length 1.
     shape = eqn.outvars[0].aval.shape
     n_batch = len(batch_x)
     n_x = x.ndim - len(contracted)

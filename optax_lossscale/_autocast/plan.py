@@ -1,7 +1,9 @@
-"""The plan, which says in which dtype each step runs, and what is stored; print it.
+"""The plan, which joins the passes: the dtypes of each step, and what is stored.
 
-Between products everything runs in float32, in islands: a product gives 16 bits, an
-island reads them, computes in float32, and rounds once where the next product begins.
+A product takes and gives 16 bits. The island after it reads its result, computes in
+float32, and rounds where the next product reads, or where a stream is stored. A step
+that holds products, such as a `scan`, has a plan for each of its programs; the kinds
+and uses of its operands and results are the arguments from which these plans are made.
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,7 @@ from optax_lossscale._programs.walk import carried_by
 
 
 class Plan(NamedTuple):
-    """How a program is run; print it."""
+    """How a program is run; printed, it has a line for each region."""
 
     takes: tuple[Any, ...]  # the dtypes of its arguments
     gives: tuple[Any, ...]  # the dtypes of its results
@@ -42,9 +44,8 @@ def plan_for(
 
     Args:
       jaxpr: the program.
-      args: its arguments, of which those in the dtype of products are taken as they
-        are.
-      kinds: what each of them is.
+      args: its arguments; the plan takes those in the low dtype as they are.
+      kinds: their kinds.
       casting: how it is rewritten.
     """
     program = open_jaxpr(jaxpr)
@@ -52,7 +53,7 @@ def plan_for(
     for n, x in enumerate(args):
         if dtype_in(x) == casting.dtype:
             takes[n] = casting.dtype
-    nothing = (NOTHING,) * len(program.outvars)  # is done with its results
+    nothing = (NOTHING,) * len(program.outvars)  # nothing is done with results
     return _plan(jaxpr, tuple(takes), tuple(kinds), nothing, casting)
 
 
@@ -64,7 +65,7 @@ def _plan(
     results: Uses,
     casting: Casting,
 ) -> Plan:
-    """The plan for a program; the arguments are those of `facts_of`."""
+    """The plan for a program, from the same arguments as `facts_of`."""
     facts = facts_of(jaxpr, takes, kinds, results, casting)
     program = facts.program
     steps = [_typed(facts, step) for step in program.steps]
@@ -74,7 +75,7 @@ def _plan(
 
 
 def _typed(facts: Facts, step: Step) -> Step:
-    """A step with the dtypes in which it runs, and with plans for the programs that it holds."""
+    """A step with its dtypes, and with a plan for each program that it holds."""
     if holds_products(step.eqn):
         step = _entered(facts, step)
     gives = [facts.dtypes[i] for i in step.outs]
@@ -82,7 +83,7 @@ def _typed(facts: Facts, step: Step) -> Step:
 
 
 def _takes(facts: Facts, step: Step, gives: Sequence[Any]) -> list[Any]:
-    """The dtype to which each operand of a step is cast, or None for as it comes."""
+    """The dtype to which a step casts each operand; None for as it is stored."""
     eqn = step.eqn
     low = facts.low
     its_traits = traits(eqn)
@@ -92,9 +93,10 @@ def _takes(facts: Facts, step: Step, gives: Sequence[Any]) -> list[Any]:
         return [low, low, *as_they_come[2:]]
     is_sent = not facts.sent.isdisjoint(step.outs)
     if is_sent and Is.SPREADS in its_traits:
-        return as_traced  # as its derivative is a sum, it is rounded by itself
-    # A sum is of rounded numbers, so that a compiler has no float32 array to store:
-    # without this, a ResNet takes 1.08 of the memory and moves 1.03 of the bytes.
+        return as_traced  # `_spread` in `run` rounds it, as its derivative is a sum
+    # A sum that is stored in 16 bits adds rounded numbers, so that the compiler need
+    # not store an operand in float32. Without this, a ResNet takes 1.08 of the memory
+    # and moves 1.03 of the bytes.
     is_sum = Is.ADDS_TWO in its_traits and gives == [low] and _is_of_one_shape(eqn)
     if is_sent or is_sum:
         return [low if dtype == FLOAT32 else dtype for dtype in as_traced]
@@ -104,13 +106,13 @@ def _takes(facts: Facts, step: Step, gives: Sequence[Any]) -> list[Any]:
 
 
 def _is_of_one_shape(eqn: Any) -> bool:
-    """Whether no operand of an equation is broadcast, whose gradient is a sum of many."""
+    """Whether no operand is broadcast; the gradient of one that is would be a sum."""
     shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)}
     return len(shapes) == 1
 
 
 def _entered(facts: Facts, step: Step) -> Step:
-    """A step that holds products: each program in it is run by a plan of its own."""
+    """A step that holds products, with a plan for each program in it."""
     eqn = step.eqn
     kinds = [facts.kinds[i] for i in step.ins]
     uses = tuple(facts.uses[i] for i in step.outs)
@@ -120,14 +122,15 @@ def _entered(facts: Facts, step: Step) -> Step:
     carried = carried_by(eqn)
     if Is.SCANS in traits(eqn):
         casting = casting._replace(prevent_cse=False)
-        # What every round reads gets a gradient from each of them: a sum of many
-        # numbers.
+        # Every round reads the constants, so their gradients are sums over the rounds:
+        # in float32, if the constants are.
         takes[: carried.start] = as_traced[: carried.start]
     if Is.KEEPS in traits(eqn):
         casting = casting._replace(recomputes=False)
     inside = of_arguments(eqn, kinds)
     entries = entered(eqn, uses)
     of_operands = uses_inside(eqn, entries)
+    # The body takes its carry in 16 bits where the body would store it so.
     for n in carried:
         is_low = is_stored_low(inside[n], of_operands[n])
         takes[n] = facts.low if is_low else as_traced[n]

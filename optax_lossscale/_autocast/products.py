@@ -1,4 +1,10 @@
-"""Which products are computed in 16 bits, and why others are left."""
+"""Which products are narrowed, which programs are rewritten, and why others are left.
+
+A product is narrowed if its operands and its result are float32, and it does not ask
+for its precision. An equation is rewritten if `enter` can run it and nothing speaks
+against it, as a `while` that waits for a number to converge. `reasons_left` collects
+what `autocast` warns of where it narrows nothing.
+"""
 
 from typing import Any
 
@@ -24,17 +30,19 @@ from optax_lossscale._programs.walk import programs_in
 
 AT_DEFAULT = "products at this jax_default_matmul_precision"
 SCOPE = "ols.autocast"
-"""The scope of all that `autocast` runs, and of derivatives that are made from it later."""
+"""The name of the scope of what `autocast` runs, and of the values that it keeps."""
 
 
 def is_narrowed(eqn: Any) -> bool:
-    """Whether this is a product to compute in 16 bits."""
+    """Whether an equation is a product that is computed in 16 bits."""
     return is_product(eqn) and not asks_for_precision(eqn) and _is_float32(eqn)
 
 
 def is_outer_product(eqn: Any) -> bool:
-    """Whether this multiplies single numbers, sums nothing, and may be rewritten."""
-    # It is not a product, but the derivatives of a `dot_general` would be: in float32.
+    """Whether an equation is a `dot_general` that sums nothing, and may be replaced.
+
+    A multiplication replaces it: see `outer_product`.
+    """
     if Is.OUTER not in traits(eqn) or eqn.params.get("out_sharding") is not None:
         return False
     return multiplies_once(eqn) and not asks_for_precision(eqn) and _is_float32(eqn)
@@ -46,12 +54,12 @@ def _is_float32(eqn: Any) -> bool:
 
 
 def is_rewritten(eqn: Any) -> bool:
-    """Whether the programs in an equation are rewritten, if there is something to narrow."""
+    """Whether the programs in an equation are rewritten, if they hold products."""
     return not _why_not_rewritten(eqn)
 
 
 def holds_products(eqn: Any) -> bool:
-    """Whether an equation holds products to have in 16 bits, or may in its derivatives."""
+    """Whether an equation is rewritten and holds products, or its derivatives may."""
     if not is_rewritten(eqn):
         return False
     # The backward pass of a `custom_vjp` may have products where its forward pass has
@@ -61,7 +69,7 @@ def holds_products(eqn: Any) -> bool:
 
 @remembered
 def _has_products(program: Any) -> bool:
-    """Whether a program has products to have in 16 bits, or may in its derivatives."""
+    """Whether a program has products to narrow, or its derivatives may have some."""
     return any(
         is_narrowed(eqn) or is_outer_product(eqn) or holds_products(eqn)
         for eqn in open_jaxpr(program).eqns
@@ -69,7 +77,11 @@ def _has_products(program: Any) -> bool:
 
 
 def why_left(eqn: Any) -> str:
-    """Why products in an equation, or the equation itself, are not narrowed; "" if they are."""
+    """Why an equation, or the products in it, are not narrowed; "" if nothing is wrong.
+
+    Nothing is wrong with an equation that has no products, that asks for its precision,
+    or whose operands the user has cast.
+    """
     if not is_product(eqn):
         has_products = any(map(_has_products, programs_in(eqn)))
         return _why_not_rewritten(eqn) if has_products else ""
@@ -83,15 +95,18 @@ def why_left(eqn: Any) -> str:
 
 
 def usual_product() -> Any:
-    """A product of float32 that asks for no precision, with that which JAX gives it."""
+    """A traced product of float32 whose precision is the default around this call."""
     vector = jax.ShapeDtypeStruct((1,), FLOAT32)
     (eqn,) = jax.make_jaxpr(lax.dot)(vector, vector).eqns
     return eqn
 
 
 def reasons_left(program: Any) -> tuple[str, ...]:
-    """Why autocast leaves products of a program, each reason once; "" for any that it narrows."""
-    if asks_for_precision(usual_product()):  # as `jax_default_matmul_precision` says
+    """Why products of a program are not narrowed, each reason once.
+
+    Among the reasons is "" if any product is narrowed.
+    """
+    if asks_for_precision(usual_product()):  # by `jax_default_matmul_precision`
         return (AT_DEFAULT,)
     return _reasons_left(program)
 
@@ -110,7 +125,7 @@ def _reasons_left(program: Any) -> tuple[str, ...]:
 
 
 def remedy(why: str) -> str:
-    """What to do about a product that is left in float32 for this reason."""
+    """What the user can do about products that are left for this reason."""
     if why == AT_DEFAULT:
         return "set it to 'default', and use precision='highest' for the products that need it"
     if why.startswith("a product with"):
@@ -123,7 +138,7 @@ def _why_not_rewritten(eqn: Any) -> str:
         return f"a {name_of(eqn)}"
     if is_placed(eqn):
         return "a jit with shardings"
-    if eqn.params.get("symbolic_zeros"):  # which would see other perturbations
+    if eqn.params.get("symbolic_zeros"):  # its rule would see other perturbations
         return "a derivative with symbolic zeros"
     if Is.VJP in traits(eqn) and any(map(is_ref, eqn.invars)):
         return "a derivative that writes to a Ref"
@@ -133,8 +148,12 @@ def _why_not_rewritten(eqn: Any) -> str:
 
 
 def _waits(condition: Any) -> bool:
-    """Whether a `while` goes on by anything but one count: in 16 bits, it might never end."""
-    if condition.outvars[0].aval.shape:  # by one for each example, under `vmap`
+    """Whether a loop waits for a number to converge: in 16 bits, it might never end.
+
+    A condition that reads only integers, such as a count of rounds, does not wait. One
+    that gives a flag for each example of a `vmap` is taken to wait.
+    """
+    if condition.outvars[0].aval.shape:  # one for each example of a `vmap`
         return True
     operands = [*condition.outvars, *(v for eqn in condition.eqns for v in eqn.invars)]
     read = {v for v in operands if not isinstance(v, Literal)}

@@ -1,4 +1,10 @@
-"""Runs a program as its plan says."""
+"""Run a program by its plan, region by region.
+
+Each region is a function from the values that it reads to those that it stores. A
+region that is recomputed is wrapped in `jax.checkpoint`, so that JAX keeps its operands
+as residuals, and nothing else but the reductions that it keeps by name. A step that
+holds programs runs each of them by its own plan, in the same way.
+"""
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
@@ -22,13 +28,15 @@ from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes
 from optax_lossscale._programs.versions import bind
 
+# The policy of regions that keep reductions: `_computed` gives these the name.
 _KEEPS = checkpoint_policies.save_only_these_names(SCOPE)
 
 Traced = dict[Hashable, Callable[[Arrays], list[Any]]]
-"""What JAX traces and differentiates once, which it knows by the function, wherever it is run.
+"""Functions that run in several places, and that JAX traces and differentiates once.
 
-That is programs, by the `id` of their plan, and islands that are recomputed, by what
-those that are alike have in common.
+JAX finds an earlier trace by the function, so that each place has to run the same one.
+Those of inner programs are found by the `id` of the plan, and those of islands that are
+recomputed by what islands that compute the same have in common.
 """
 
 
@@ -38,7 +46,7 @@ def run(plan: Plan, args: Arrays) -> list[Any]:
 
 
 def _results_of(plan: Plan, args: Arrays, traced: Traced) -> list[Any]:
-    """The results of a program that is run region by region."""
+    """Runs each region of a program, and returns the program's results."""
     program = plan.program
     values = dict(program.consts) | dict(zip(program.ins, args, strict=True))
     for i, literal in program.literals.items():
@@ -51,7 +59,7 @@ def _results_of(plan: Plan, args: Arrays, traced: Traced) -> list[Any]:
 
 
 def _callee(plan: Plan, name: str, traced: Traced) -> Callee:
-    """How to run a program that a step holds."""
+    """A program that a step holds, to be run by its plan; `name` is for profiles."""
 
     def results(args):
         return _results_of(plan, args, traced)
@@ -62,7 +70,7 @@ def _callee(plan: Plan, name: str, traced: Traced) -> Callee:
 
 
 def _stored(region: Region, plan: Plan, traced: Traced) -> Callable[[Arrays], Any]:
-    """What computes what a region stores; recomputed in the backward pass, if it says so."""
+    """The function from what a region reads to what it stores."""
 
     def computed(operands):
         return _computed(region, operands, plan, traced)
@@ -80,11 +88,12 @@ def _stored(region: Region, plan: Plan, traced: Traced) -> Callable[[Arrays], An
 def _computed(
     region: Region, operands: Arrays, plan: Plan, traced: Traced
 ) -> list[Any]:
-    """What a region stores, from what it reads."""
+    """Runs the steps of a region, and returns the values that it stores."""
     values = dict(zip(region.reads, operands, strict=True))
     literals = plan.program.literals
 
-    # So that its gradients are summed in the dtype in which it is read
+    # Steps that read a value in one dtype share one cast. So its cotangents are summed
+    # in that dtype, before the transpose of the cast rounds the sum.
     @functools.cache
     def cast(i, dtype):
         return in_dtype(dtype, literals[i].val if i in literals else values[i])
@@ -107,7 +116,7 @@ def _computed(
 def _results(
     step: Step, operands: list[Any], casting: Casting, traced: Traced
 ) -> list[Any]:
-    """The results of a step."""
+    """The results of a step, from operands in the dtypes that it takes."""
     eqn = step.eqn
     if is_narrowed(eqn):
         return _product(eqn, operands)
@@ -129,7 +138,10 @@ def _results(
 
 
 def _spread(step: Step, operands: list[Any]) -> list[Any]:
-    """What is sent to many devices in 16 bits; the backward pass sums over them in float32."""
+    """Sends an array to many devices in 16 bits, with a derivative in float32.
+
+    The transpose of the derivative sums over the devices.
+    """
 
     @jax.custom_jvp
     def spread(*operands):
@@ -144,7 +156,10 @@ def _spread(step: Step, operands: list[Any]) -> list[Any]:
 
 
 def _rewrite(casting: Casting, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that computes products in 16 bits, of and to arrays in the original's dtypes."""
+    """The function with its products narrowed; it takes and gives the same dtypes.
+
+    It traces `fun` when it is called, and runs the plan for that program.
+    """
 
     def of_arrays(*args):
         with AUTOCAST_DTYPE(casting.dtype):
@@ -159,7 +174,7 @@ def _rewrite(casting: Casting, fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _product(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """A matrix product or convolution that takes and gives 16 bits."""
+    """The result of a product whose operands are in 16 bits already, in 16 bits."""
     params = eqn.params | {"precision": None}
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype_in(operands[0])

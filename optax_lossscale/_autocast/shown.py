@@ -1,4 +1,14 @@
-"""A plan in words, with the lines of the user's code."""
+"""A plan in words: a line for each region, with the lines of the user's code.
+
+    island: exp reduce_sum (2) -> 4:f32  # model.py:8 (f)
+
+This region reads the value 2 as it is stored, computes `exp` and `reduce_sum`, and
+stores the value 4 in float32. The word `island` stands before a region that is
+recomputed in the backward pass, and `run` before any other: a single step, or an island
+that is not recomputed. After `repeating` are the steps that an earlier line has as
+well, and after `keeping` those whose results are kept. Where all readers of a step
+repeat it, its own line remains, and the compiler drops the step.
+"""
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,16 +23,16 @@ if TYPE_CHECKING:
     from optax_lossscale._autocast.plan import Plan
 
 Names = Mapping[int, Any]
-"""What values are called: arguments as in the user's code, literals as they are."""
+"""By number, the names of arguments in the user's code, and the values of literals."""
 
 
 def shown(plan: "Plan") -> str:
-    """A plan as it is printed; one that several calls share is printed at the first of them."""
+    """A plan as text; an inner plan that several steps share is shown at the first."""
     return "\n".join(_lines(plan, set()))
 
 
 def _lines(plan: "Plan", printed: set[int]) -> Iterator[str]:
-    """The lines of a plan; `printed` are the plans that were printed before, by `id`."""
+    """The lines of a plan; `printed` has the `id` of each plan before it, and grows."""
     printed.add(id(plan))
     program = plan.program
     names = _names(program)
@@ -55,8 +65,7 @@ def _inside(step: Step, printed: set[int]) -> Iterator[str]:
 
 
 def _line(region: "Region", names: Names, made: set[int]) -> str:
-    """What a region runs, reads and stores, and the lines that made it."""
-    # What was made before is repeated.
+    """The line of a region; `made` has the results of the regions before it."""
     repeated = [step.name for step in region.steps if not made.isdisjoint(step.outs)]
     steps = [step for step in region.steps if made.isdisjoint(step.outs)]
     kept = [step.name for step in steps if not region.kept.isdisjoint(step.outs)]
@@ -68,14 +77,14 @@ def _line(region: "Region", names: Names, made: set[int]) -> str:
         line += f", repeating {' '.join(repeated)}"
     if kept:
         line += f", keeping {' '.join(kept)}"
-    # The others are a framework's or JAX's own, such as the counter of a loop.
+    # Other equations have no line of the user's, such as the counter of a loop.
     eqns = [step.eqn for step in steps if has_users_line(step.eqn)]
     sources = dict.fromkeys(map(line_of, eqns))
     return f"{line}  # {', '.join(sources)}" if sources else line
 
 
 def _names(program: Flat) -> Names:
-    """What the values of a program are called, if not by number."""
+    """The names of those values of a program that have one."""
     names = {i: literal.val for i, literal in program.literals.items()}
     for i, name in zip(program.ins, program.names, strict=False):
         if name:
@@ -84,7 +93,7 @@ def _names(program: Flat) -> Names:
 
 
 def _typed(names: Names, pairs: Iterable[tuple[int, Any]]) -> str:
-    """Values by name, or else by number, each with its dtype, if it is said."""
+    """Values by name, or else by number, each with its dtype if that is not None."""
     typed = []
     for i, dtype in pairs:
         name = str(names.get(i, i))

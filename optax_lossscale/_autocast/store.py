@@ -1,12 +1,15 @@
-"""The fourth pass: what each island stores for others, in which dtype, and what is recomputed.
+"""The fourth pass: what each region stores, in which dtype, and what is recomputed.
 
-It goes backward, from what is read to where it is made. What one island computes for
-another is stored in 16 bits, if its kind can be. What is cheap, and larger than what it
-is made of, is not stored: each island that reads it repeats it. In the backward pass an
-island is recomputed from what it read, so no float32 array is kept for it.
+The pass goes backward, from the regions that read a value to the one that makes it. An
+island stores a value in 16 bits if it is only read so, as by products. Every other
+value is stored in the dtype that `facts` has for it. If a cheap step has results no
+smaller than the values that they are computed from, the islands that read these results
+repeat the step instead. Most islands are recomputed in the backward pass from the
+values that they read, so that none of their float32 arrays has to be kept.
 
-Where a rule says what it buys, this was measured without it: compiled for an H100 with
-jax 0.12, over the same model with it, in this version or 0.3.0.
+Some rules below say what they are worth: how much memory a model takes, and how many
+bytes it moves, without the rule, over the same model with it. This was measured on
+programs compiled for an H100 with jax 0.12, by this version or 0.3.0.
 """
 
 import collections
@@ -20,32 +23,37 @@ from optax_lossscale._autocast.partition import Region
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import FLOAT32, dtype_in, is_float, numbers_in
 
-_FEW = 32  # numbers for one that a reduction leaves, for keeping that to be worth it
+_FEW = 32  # the least terms of a reduction whose result is worth keeping
 
 Steps = Sequence[Step]
 Makers = Mapping[int, Step]
-"""The steps that make values where they are read, by the numbers of these."""
+"""For the number of a value, the step that computes it in the region that reads it."""
 
 
 def store(facts: Facts, regions: Sequence[Region]) -> tuple[Region, ...]:
-    """The regions of a program, with what each stores; an island may come in several."""
+    """The regions with all of their fields; an island may become several regions."""
     repeated = _repeated(facts, regions)
     low = facts.low
-    # By what comes later, in which dtype
+    # The values that later regions read, or that are results, with their dtypes
     wanted = {i: facts.dtypes[i] for i in facts.program.outs}
     storing: list[Region] = []
     for region in reversed(regions):
         parts = _parts(facts, region, repeated, wanted)
         storing = parts + storing
         for i, dtype in itertools.chain(*map(taken_by, parts)):
-            # What is also read as it is stored is rounded where a product reads it.
+            # If not only products read it, it is stored in its own dtype, and each
+            # product rounds it.
             is_low = dtype == low and wanted.get(i, low) == low
             wanted[i] = low if is_low else facts.dtypes[i]
     return tuple(storing)
 
 
 def taken_by(region: Region) -> list[tuple[int, Any]]:
-    """What a region reads, and in which dtype, or None for as it is stored."""
+    """The values that a region reads, each with the dtype to which it is cast.
+
+    It is None for a value that is read as it is stored. An island casts each value
+    where its steps need it, so for its operands it is always None.
+    """
     if region.is_island:
         return [(i, None) for i in region.reads]
     (step,) = region.steps
@@ -56,7 +64,14 @@ def taken_by(region: Region) -> list[tuple[int, Any]]:
 def _parts(
     facts: Facts, region: Region, repeated: dict[int, Step], wanted: Mapping[int, Any]
 ) -> list[Region]:
-    """A region with what it stores; the regions of an island, in order."""
+    """A single step with what it stores, or the parts of an island, in order.
+
+    Args:
+      facts: the facts about the program.
+      region: the region as `partition` made it.
+      repeated: the steps that islands repeat, by the numbers of their results.
+      wanted: the values that are read later, with the dtypes for storing them.
+    """
     steps = region.steps
     if not region.is_island:
         stores = {i: facts.dtypes[i] for i in made_by(steps)}
@@ -75,11 +90,12 @@ def _parts(
 
 
 def _sums_read_here(facts: Facts, steps: Steps) -> list[int]:
-    """The sums of an island that are in 16 bits for others, and are read in the island, too.
+    """The values that are stored in 16 bits and also read in the island that computes them.
 
-    Each comes first and by itself. The rest of the island then reads the sum, so that
-    the gradient does not need its operands as well: without this, a transformer takes
-    1.04 of the memory and moves 1.01 of the bytes, BERT 1.06 and 1.03.
+    Such as a sum of a residual stream. Each gets a part of its own, which comes before
+    the steps that read it. They then read the stored sum, and the gradient does not
+    need its operands as well. Without this, a transformer takes 1.04 of the memory and
+    moves 1.01 of the bytes, BERT 1.06 and 1.03.
     """
     read_here = {i for step in steps for i in step.reads}
     made = made_by(steps)
@@ -87,7 +103,10 @@ def _sums_read_here(facts: Facts, steps: Steps) -> list[int]:
 
 
 def _part(facts: Facts, stores: Mapping[int, Any], makers: Makers) -> Region:
-    """What of an island computes these values from what no step makes."""
+    """The part of an island that computes `stores`: the steps that these depend on.
+
+    The part reads whatever no step in `makers` computes.
+    """
     needed: dict[int, Step] = {}
     unread = list(stores)
     while unread:
@@ -95,7 +114,7 @@ def _part(facts: Facts, stores: Mapping[int, Any], makers: Makers) -> Region:
         if step is not None and step.outs[0] not in needed:
             needed[step.outs[0]] = step
             unread += step.reads
-    steps = tuple(needed[number] for number in sorted(needed))  # as in the program
+    steps = tuple(needed[number] for number in sorted(needed))  # in the program's order
     region = Region(steps, True, _read_by(steps), stores)
     if not facts.casting.recomputes or not _is_one_pass(steps):
         return region
@@ -103,15 +122,16 @@ def _part(facts: Facts, stores: Mapping[int, Any], makers: Makers) -> Region:
 
 
 def _repeated(facts: Facts, regions: Sequence[Region]) -> dict[int, Step]:
-    """What islands repeat: cheap steps whose results are larger than what they are made of.
+    """The steps that islands repeat, by the numbers of their results.
 
-    Such as a mask or a constant that is broadcast, and the result of a `tanh`, whose
-    operands an island keeps instead for its gradient. Without this, attention over long
-    sequences takes 1.47 of the memory and moves 1.30 of the bytes, a Llama 1.02 and
-    1.01; but BERT takes 0.99 and moves 0.96.
+    They are cheap, and their results take no fewer bytes than the stored values that
+    they are computed from: a constant that is broadcast, a mask, or the `tanh` of a
+    product's result, of which an island keeps the operand for its gradient instead.
+    Without this, attention over long sequences takes 1.47 of the memory and moves 1.30
+    of the bytes, a Llama 1.02 and 1.01; but BERT takes 0.99 and moves 0.96.
     """
     repeated: dict[int, Step] = {}
-    sources: dict[int, set[int]] = {}  # what it takes to repeat each
+    sources: dict[int, set[int]] = {}  # of each, the values that are read to repeat it
     stored = facts.of_products
     for step in itertools.chain(*(region.steps for region in regions)):
         if not facts.is_fused(step) or not stored.isdisjoint(step.outs):
@@ -126,7 +146,7 @@ def _repeated(facts: Facts, regions: Sequence[Region]) -> dict[int, Step]:
 
 
 def _bytes(facts: Facts, values: Iterable[int]) -> int:
-    """The bytes that it takes to store values."""
+    """How many bytes values take in the dtypes in which they are stored."""
     total = 0
     for i in values:
         total += numbers_in(facts.program.types[i]) * facts.dtypes[i].itemsize
@@ -134,11 +154,12 @@ def _bytes(facts: Facts, values: Iterable[int]) -> int:
 
 
 def _is_one_pass(steps: Steps) -> bool:
-    """Whether steps compute something, and do so in one pass over memory.
+    """Whether steps compute floats, and take one pass over memory to do so.
 
-    Each level of an associative scan, which spaces numbers out, is another pass:
-    without this, Mamba moves 1.14 of the bytes, with 0.63 of the memory. What only
-    moves has nothing to compute: recomputed, a recommender moves 1.09 of the bytes.
+    Each level of an associative scan, which pads with gaps between numbers, is a pass
+    of its own: without this rule, Mamba moves 1.14 of the bytes, with 0.63 of the
+    memory. Steps that only move numbers compute nothing, and to recompute them only
+    costs: a recommender then moves 1.09 of the bytes.
     """
     computes = False
     for step in steps:
@@ -152,11 +173,13 @@ def _is_one_pass(steps: Steps) -> bool:
 
 
 def _kept(facts: Facts, region: Region) -> frozenset[int]:
-    """The reductions in a region, and read in it, that are kept rather than taken once more.
+    """The reductions of a region that other steps in it read, and that are kept.
 
-    Without this, a large vocabulary moves 1.11 of the bytes, and a ResNet 1.04.
+    To recompute one would take another pass over its operand. Without this, a large
+    vocabulary moves 1.11 of the bytes, and a ResNet 1.04.
     """
-    # What is kept, JAX rounds in the mesh around the program.
+    # JAX rounds what it keeps by name, in the mesh around the program, which has to be
+    # the mesh of all steps.
     meshes = {step.eqn.ctx.cur_abstract_mesh for step in facts.program.steps}
     if not facts.casting.keeps or len(meshes) > 1:
         return frozenset()
@@ -172,21 +195,25 @@ def _kept(facts: Facts, region: Region) -> frozenset[int]:
 
 
 def _takes_a_pass(eqn: Any, largest: int) -> bool:
-    """Whether this is a reduction that takes a pass; `largest` numbers are stored after it."""
+    """Whether an equation is a reduction that takes a pass over memory for itself.
+
+    `largest` is the size of the largest array that its region stores.
+    """
     if "axes" not in eqn.params or dtype_in(eqn.outvars[0]) != FLOAT32:
         return False
     operand = eqn.invars[0].aval
     n_before = numbers_in(operand)
     n_left = numbers_in(eqn.outvars[0].aval)
-    # A compiler sums over rows, and stores what it makes of these rows, in one kernel:
-    # kept as well, attention over long sequences moves 1.28 of the bytes.
+    # A compiler sums over rows, and computes from the sums what is stored for these
+    # rows, in one kernel. If such sums were kept as well, attention over long sequences
+    # would move 1.28 of the bytes.
     is_over_rows = eqn.params["axes"] == (operand.ndim - 1,)
     is_read_once = is_over_rows and largest >= n_before
     return n_left * _FEW <= n_before and not is_read_once
 
 
 def _read_by(steps: Steps) -> tuple[int, ...]:
-    """What steps read from others."""
+    """The values that steps read and none of them computes, without literals."""
     made = set(made_by(steps))
     read: dict[int, None] = {}
     for step in steps:
@@ -195,5 +222,5 @@ def _read_by(steps: Steps) -> tuple[int, ...]:
 
 
 def made_by(steps: Steps) -> list[int]:
-    """The numbers of what steps compute."""
+    """The numbers of the results of steps, in order."""
     return [i for step in steps for i in step.outs]

@@ -1,7 +1,14 @@
-"""The second pass: what is done with each value afterwards, which says how long it is needed.
+"""The second pass: what is done with each value, which says how long it is needed.
 
-It goes backward, as kinds go forward. A value that is read again once a product has
-been computed from it has to be stored until then; one that is used up before is free.
+The pass goes backward, from the results of a program to its arguments. It asks two
+questions of a value: does any product depend on it, and is it read once more after a
+product has been computed from it? In `y = x + f(x @ w)`, `x` is both: the product
+multiplies it, and the sum reads it past the product, so it has to be stored until then.
+The result of `x @ w` is neither, if `y` is not multiplied later.
+
+To tell what is past a product, each value has a depth: the length of the longest chain
+of products before it. An operation reads an operand past a product if its result is
+deeper than that operand.
 """
 
 import enum
@@ -18,26 +25,29 @@ from optax_lossscale._programs.walk import arguments_of, carried_by, giving_resu
 
 
 class Use(enum.Flag):
-    """What is done with a value; it may be both."""
+    """What is done with a value; both may be true of it."""
 
     MULTIPLIED = enum.auto()
-    """A product depends on it, directly or by way of others."""
+    """A product depends on it, directly or through other values."""
     PAST = enum.auto()
-    """It is read again past a product, or given a name: it has to be stored until then."""
+    """It is read past a product, or given a name, and has to be stored until then."""
 
 
 NOTHING = Use(0)
 KEPT = Use.MULTIPLIED | Use.PAST
-"""What is done with what has to be stored, for a product to read it."""
+"""The use of a value that has to be stored, and on which a product depends."""
 
 Uses = tuple[Use, ...]
 Entered = list[tuple[Any, Sequence[int], Uses]]
-"""The programs in an equation, with the numbers of their operands, and uses of their results."""
+"""For each program in an equation: itself, its operands, and the uses of its results.
+
+The operands are positions among those of the equation.
+"""
 
 
 @remembered
 def uses(jaxpr: Any, results: Uses) -> Mapping[int, Use]:
-    """What is done with each value of a program, by its number in `flat`."""
+    """What is done with each value, by number, given what is done with the results."""
     program = flat(jaxpr)
     before = depths(jaxpr)
     after = dict.fromkeys(program.types, NOTHING)
@@ -67,7 +77,15 @@ def _of_operand(
     before: Mapping[int, int],
     after: Mapping[int, Use],
 ) -> Use:
-    """What an operation, neither a product nor entered, does with one of its operands."""
+    """What a step that is no product and is not rewritten does with its operand `i`.
+
+    Args:
+      program: the program of the step.
+      step: the step.
+      i: the number of the operand.
+      before: the depth of each value.
+      after: what is done with each value after the step.
+    """
     its_traits = traits(step.eqn)
     may_be_repeated = is_cheap(step.eqn) or its_traits & (Is.MOVES | Is.SENDS)
     use = NOTHING
@@ -75,7 +93,8 @@ def _of_operand(
         use |= after[j] & Use.MULTIPLIED
         if before[j] > before[i]:
             use |= Use.PAST
-        # It may be needed for the result to be made once more, where that is read.
+        # Where the result is read past a product, the step may be repeated, which then
+        # reads the operand there. A larger operand is not stored for that.
         is_larger = numbers_in(program.types[i]) > numbers_in(program.types[j])
         if may_be_repeated and not is_larger:
             use |= after[j] & Use.PAST
@@ -84,7 +103,7 @@ def _of_operand(
 
 @remembered
 def depths(jaxpr: Any) -> Mapping[int, int]:
-    """How many products came before each value at most, counted on from the arguments."""
+    """The depth of each value, by number; that of an argument is 0."""
     program = flat(jaxpr)
     before = dict.fromkeys(program.types, 0)
     for step in program.steps:
@@ -95,7 +114,7 @@ def depths(jaxpr: Any) -> Mapping[int, int]:
 
 
 def _products_in(eqn: Any) -> list[int]:
-    """How many products an equation computes for each result, one after the other."""
+    """The depth that an equation adds, for each of its results."""
     if not is_rewritten(eqn):
         return [int(is_narrowed(eqn))] * len(eqn.outvars)
     products = [0] * len(eqn.outvars)
@@ -107,7 +126,12 @@ def _products_in(eqn: Any) -> list[int]:
 
 
 def entered(eqn: Any, results: Uses) -> Entered:
-    """The programs in an equation, with what is done with the results of each."""
+    """The programs in an equation, with what is done with their results.
+
+    Args:
+      eqn: the equation.
+      results: what is done with its results.
+    """
     after = list(results)
     before: list[Use] | None = None
     entries: Entered = []
@@ -117,9 +141,9 @@ def entered(eqn: Any, results: Uses) -> Entered:
         if Is.WAITS in traits(eqn):
             condition, operands, _ = entries[0]
             entries[0] = (condition, operands, (NOTHING,))
-        # What a scan carries from layer to layer is read in the next one, too. But if
-        # no product depends on it in the end, it is rounded there alone: the last
-        # result is not.
+        # The next round of a loop reads what a round gives as carry. But if no product
+        # depends on the carry after the loop, the next round rounds what it takes, and
+        # not this one what it gives: so what the last round gives is not rounded.
         inside = uses_inside(eqn, entries)
         for j, n in enumerate(carried_by(eqn)):
             if Use.MULTIPLIED in results[j]:
@@ -128,7 +152,7 @@ def entered(eqn: Any, results: Uses) -> Entered:
 
 
 def uses_inside(eqn: Any, entries: Entered) -> list[Use]:
-    """What the programs in an equation do with each of its operands."""
+    """What the programs in an equation do with the equation's operands."""
     of_operands = [NOTHING] * len(eqn.invars)
     for program, operands, results in entries:
         after = uses(program, results)

@@ -1,1 +1,27 @@
-"""See what the numbers do."""
+"""See what the numbers do, by `diagnose`, and in which dtype, by `dtype_report`.
+
+`diagnose` traces the loss and its gradient as one program, and runs this program with
+every value in a *pair*: as the program computes it, and as it is in float32. For each
+result it makes a *note*, unless the numbers were only moved; it says how far the two
+are apart, how large they are, and which notes the equation read. From the notes follow
+the loss scale that fits, and, for a result that is off, the equation that is at fault.
+
+Read the files in this order, which is from the parts to the whole:
+
+- `notes`, `pairs`, `wide`: a note, a pair, and an equation computed in float32.
+- `pieces`, `loops`, `devices`, `places`, `shadow`: a program run in pairs, and noted.
+- `gradient`, `scale`, `run`: the gradient, run at scale 1 and at the scale that fits.
+- `cause`, `table`: why a result is off, and a row for each equation.
+- `page`, `diagnose`, `advice`, `text`, `picture`: what is found, said and drawn.
+- `dtypes`: `dtype_report`, which only reads a program.
+
+The words that these files share:
+
+- A dtype is *narrow* if it is a floating-point one of 16 bits or fewer.
+- A number is *off* by its distance from float32's, relative to that; it is *bad* if it
+  is not finite where float32's is, and *lost* if it is 0 where float32's is not.
+- A value is *seeded* if it depends on the seed of the backward pass, which is the loss
+  scale. So it grows as the loss scale does.
+- A *choice* is an integer or boolean that depends on floats, such as an index, a mask
+  or the condition of a loop. Float32 *follows* the program's choices, or makes its own.
+"""

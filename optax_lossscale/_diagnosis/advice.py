@@ -1,4 +1,9 @@
-"""The verdict on a model, and the advice for it."""
+"""The verdict on a model, and the advice for it.
+
+Each function `_about_...` looks at one side of the page, and yields its findings: a
+sentence that can be the verdict, with a sentence that says what to do. The first of all
+findings gives the verdict, and the advice has what to do about each.
+"""
 
 import math
 from collections.abc import Iterator
@@ -19,7 +24,7 @@ from optax_lossscale._scales.dynamic import DynamicLossScale
 _START = round(math.log2(DynamicLossScale.initial_scale))
 
 Findings = Iterator[tuple[str, str]]
-"""Verdicts, the most important first, each with what to do."""
+"""Sentences that can be the verdict, the most important first, each with what to do."""
 
 
 def judged(page: Diagnosis) -> Diagnosis:
@@ -37,7 +42,7 @@ def judged(page: Diagnosis) -> Diagnosis:
 
 
 def _fine(page: Diagnosis) -> str:
-    """The verdict on a model of which nothing is wrong."""
+    """The verdict on a model without findings."""
     if not page.computes_in:
         return (
             "Nothing is computed in 16 bits, nor would autocast compute anything in it."
@@ -52,14 +57,14 @@ def _fine(page: Diagnosis) -> str:
 
 
 def _about_what_is_wrong(page: Diagnosis) -> Findings:
-    """The loss, gradients and values inside that are off, the worst first."""
+    """Findings about the loss, gradients or values inside that are off."""
     for one in page.wrong:
         remedy = _KEEP_FINITE if one.is_in_float32 else _remedy(one)
         yield f"{_what_is_wrong(page, one)}: {one.because}.", remedy
 
 
 def _what_is_wrong(page: Diagnosis, one: Wrong) -> str:
-    """What is wrong, in words."""
+    """What is wrong, as the beginning of a sentence."""
     dtypes = " and ".join(map(str, page.computes_in))
     give = "give" if page.computes_in[1:] else "gives"
     if one.is_in_float32:
@@ -121,7 +126,7 @@ _REMEDIES = {
 
 
 def _remedy(one: Wrong) -> str:
-    """What to do about something that is wrong."""
+    """What to do about a result that is wrong, by what its cause does."""
     place = one.place
     products = [row for row in one.rounded if _is_product(row)]
     between = [row for row in one.rounded if not _is_product(row)]
@@ -146,11 +151,11 @@ def _is_product(row: Row) -> bool:
     return Is.PRODUCT in traits_of(row.primitive)
 
 
-# --- what is not as it was meant ---
+# --- what is not as the user meant it ---
 
 
 def _about_choices(page: Diagnosis) -> Findings:
-    """Indices, masks and branches that float32 would have chosen otherwise, if that matters."""
+    """A finding about choices that float32 makes otherwise, if they matter."""
     if page.wrong or not page.off_by_choices:
         return
     name = max(page.off_by_choices, key=page.off_by_choices.__getitem__)
@@ -167,8 +172,8 @@ def _about_choices(page: Diagnosis) -> Findings:
 
 
 def _about_products(page: Diagnosis) -> Findings:
-    """Where an operand in 16 bits met one in float32, and most is computed in float32."""
-    firsts: dict[str, Operation] = {}  # of each line; those are of the forward pass
+    """A finding about products that a wide operand widens, if most of them are wide."""
+    firsts: dict[str, Operation] = {}  # of each line, that of the forward pass
     for product in page.dtypes.products:
         firsts.setdefault(product.source, product)
     widened = [p for p in firsts.values() if p.is_widened]
@@ -187,7 +192,7 @@ def _about_products(page: Diagnosis) -> Findings:
 
 
 def _about_gradients(page: Diagnosis) -> Findings:
-    """A loss or gradients of which nothing can be said."""
+    """A finding about a loss that is only rounding, or gradients that are all 0."""
     if page.wrong or not page.computes_in:
         return
     if "the loss" not in page.off:
@@ -205,7 +210,7 @@ def _about_gradients(page: Diagnosis) -> Findings:
 
 
 def _about_the_loss(page: Diagnosis) -> Findings:
-    """A loss in float16."""
+    """A finding about a loss in float16."""
     if page.loss_dtype == np.float16 and not page.wrong:
         yield (
             "float16 is fine except for the loss: its gradient is the scale, at most "
@@ -218,9 +223,9 @@ def _about_the_loss(page: Diagnosis) -> Findings:
 
 
 def _about_scale(page: Diagnosis) -> Findings:
-    """What the loss scale has to be, if one is needed."""
+    """Findings about the loss scale: whether one is needed, and which."""
     fits = scale_that_fits(page)
-    if not fits or (page.wrong and fits.largest < 1):  # for what is wrong makes it so
+    if not fits or (page.wrong and fits.largest < 1):  # the cause is what is wrong
         return
     lost = _lost_for_want_of_a_scale(page)
     bits = max((group.bits for group in lost), default=0)
@@ -255,18 +260,18 @@ def _about_scale(page: Diagnosis) -> Findings:
 
 
 def _lost_for_want_of_a_scale(page: Diagnosis) -> list[Underflow]:
-    """The groups of gradients that are lost, and are neither wrong nor nothing but rounding."""
+    """The groups that underflow, and have a gradient that is right and determined."""
     wrong = {one.name for one in page.wrong}
     groups = {without_numbers(name) for name in page.off if name not in wrong}
     return [group for name, group in page.underflow.items() if name in groups]
 
 
 def _wrap(page: Diagnosis, fits: InitialScale, bits: int) -> str:
-    """How to begin with the scale that fits, if that of the default is not enough."""
+    """The advice to wrap the optimizer, with a scale unless the default one fits."""
     exponent = round(math.log2(fits.scale))
     if bits <= _START <= exponent and page.is_finite_without:
         return "Wrap the optimizer: with_loss_scale(optimizer)."
-    # Which leaves it room to fall
+    # A bound that leaves the scale room to fall
     bound = f", min_scale=2.0**{exponent - 16}" if exponent < 0 else ""
     scale = f"DynamicLossScale(initial_scale=2.0**{exponent}{bound})"
     return f"Wrap the optimizer: with_loss_scale(optimizer, {scale})."

@@ -1,4 +1,11 @@
-"""Where a wrong number comes from: back along what is off the most, to where it is right."""
+"""Why a result is off: the equation at fault, and what it does to the numbers.
+
+From the note of the result, a path goes back along the operand that is off the most,
+until that is off by a rounding only. In this path, the equation in which the error
+grows most is at fault, if it grows by much. For `log(a - b)`, where `a` and `b` are
+rounded to float16 and nearly equal, the path is the logarithm and the difference. The
+error jumps in the difference, so that is at fault: it cancels.
+"""
 
 import math
 from collections import Counter
@@ -11,13 +18,13 @@ from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note, limits
 from optax_lossscale._diagnosis.wide import is_narrow
 from optax_lossscale._programs.operations import Is, traits_of
 
-# Times that an error has to grow in one equation for that one to be at fault
+# An equation is at fault if the error grows by this factor in it.
 _JUMP = 3.0
-_SMALL = 0.2  # of the size of its terms: a sum as small as this cancels
-_ROUNDING = 2.0**-24  # of float32
+_SMALL = 0.2  # a sum that is smaller than this, relative to its terms, cancels
+_ROUNDING = 2.0**-24  # the error of one rounding to float32
 _ROUNDING_OF_MANY = 5 * _ROUNDING  # where each of many terms was rounded many times
-_RUNNING = 8  # rounds of a loop in which an error grows, for a sum to stagnate
-_NOTHING = 100  # times the size of what is lost, beside which that makes no difference
+_RUNNING = 8  # the rounds in which an error has to grow for a sum to stagnate
+_NOTHING = 100  # beside numbers this many times larger, lost ones make no difference
 _SUMS = Is.ADDS_TWO | Is.ADDS_MANY
 
 
@@ -26,9 +33,9 @@ class Cause(NamedTuple):
 
     Attributes:
       how: what the equation does to the numbers, such as "overflows" or "cancels".
-      note: of the equation.
-      rounded: what it is sensitive to, and is rounded to 16 bits: the nearest products,
-        and what lies between these and the equation.
+      note: the note of the equation at fault.
+      rounded: the values in 16 bits to whose rounding the equation is sensitive: the
+        results of the nearest products, and what lies between these and the equation.
     """
 
     how: str
@@ -37,7 +44,7 @@ class Cause(NamedTuple):
 
 
 def cause_of(note: Note) -> Cause | None:
-    """Why a result is off; None if float32 does not determine it either."""
+    """Why a result is off from float32's; None if float32 does not determine it."""
     at_fault = _at_fault(_path(note))
     if at_fault is None:
         return Cause("adds up", note)
@@ -59,7 +66,7 @@ def cause_of(note: Note) -> Cause | None:
 
 
 def cause_in_float32(note: Note) -> Cause:
-    """Why a result is not finite, of numbers in float32."""
+    """Why a result is not finite in float32: the equation that was so first."""
     while True:
         reads = [read for read in note.reads if read.bad_true]
         nans = [read for read in reads if read.nan_true]
@@ -72,8 +79,8 @@ def cause_in_float32(note: Note) -> Cause:
 
 
 def _is_mask(note: Note) -> bool:
-    """Whether infinities that make a NaN are those of a mask, and not numbers of the model."""
-    while not _is(note, Is.PRODUCT):  # before which no one masks
+    """Whether the infinities that make a NaN are a mask's, and not the model's own."""
+    while not _is(note, Is.PRODUCT):  # masks come after products
         reads = [read for read in note.reads if read.bad_true]
         if not reads:
             return not note.reads or note.place.primitive in ("select_n", "pad")
@@ -82,7 +89,7 @@ def _is_mask(note: Note) -> bool:
 
 
 def _path(note: Note) -> list[Note]:
-    """From a result back along what is off the most, to where it is right."""
+    """The notes from a result back along what is off the most, while it is off."""
     path = [note]
     floor = _floor(path)
     while True:
@@ -96,23 +103,23 @@ def _path(note: Note) -> list[Note]:
 
 
 def _worst(note: Note) -> Note | None:
-    """The operand that is off the most; of a sum, the one by which the sum is off the most."""
+    """The operand that is off the most: for a sum, by its absolute distance."""
     if not note.bad and _is(note, Is.ADDS_TWO | Is.CHOOSES):
         return max(note.reads, key=lambda read: (read.bad, read.apart), default=None)
     return max(note.reads, key=lambda read: (read.off, read.nan), default=None)
 
 
 def _floor(path: Sequence[Note]) -> float:
-    """How far a number may be off by one rounding to 16 bits."""
+    """The error up to which a number counts as merely rounded to 16 bits."""
     halves = [note.dtype for note in path if is_narrow(note.dtype)]
     return 2 * float(jnp.finfo(halves[-1] if halves else jnp.float16).eps)
 
 
 def _at_fault(path: Sequence[Note]) -> Note | None:
-    """The equation in which an error grows most; None if it grows a little in many.
+    """The note of the equation in which an error grows; None if it grows in many.
 
-    What is made of numbers that are wrong already is not at fault, however much worse
-    it is.
+    An equation whose operands are wrong already is not at fault, however much worse its
+    result is.
     """
     bad = [n for n, note in enumerate(path) if note.bad]
     if bad:
@@ -124,9 +131,9 @@ def _at_fault(path: Sequence[Note]) -> Note | None:
 
 
 def _jump(path: Sequence[Note]) -> Note | None:
-    """The equation in which an error grows most, if it grows by much."""
+    """The note of the equation in which an error grows most, if by `_JUMP` or more."""
     floor = _floor(path)
-    # More than wholly wrong is no worse: the inverse of 256 for 5000 is off by 1800%.
+    # An error above 100% counts as 100%: 1/256 in the place of 1/5000 is off by 1800%.
     errors = [min(note.off, 1.0) for note in path]
     before = [max(error, floor) for error in (*errors[1:], floor)]
     growth = [error / least for error, least in zip(errors, before, strict=True)]
@@ -135,7 +142,7 @@ def _jump(path: Sequence[Note]) -> Note | None:
 
 
 def _running(path: Sequence[Note]) -> Note | None:
-    """The sum in which an error grows a little in each of many rounds of a loop."""
+    """The note of a sum in which an error grows a little in each of many rounds."""
     rounds = Counter(note.place.number for note in path if note.rounds)
     for number, count in rounds.most_common(1):
         sums = [
@@ -147,7 +154,7 @@ def _running(path: Sequence[Note]) -> Note | None:
 
 
 def _how(note: Note) -> str:
-    """What an equation does to numbers that are right."""
+    """What the equation at fault does to its operands, in the words of the report."""
     is_in_loop = bool(note.rounds)
     narrow = is_narrow(note.dtype)
     if note.is_passed:
@@ -164,7 +171,7 @@ def _how(note: Note) -> str:
 
 
 def _how_not_finite(note: Note) -> str:
-    """What an equation does that is not finite where float32's is."""
+    """What an equation does whose result is not finite where float32's is."""
     infinite, _ = limits(note.dtype)
     if note.largest >= infinite * (1 - TOLERANCE):
         return "overflows"
@@ -176,39 +183,44 @@ def _how_not_finite(note: Note) -> str:
 
 
 def _vanishes(note: Note) -> bool:
-    """Whether numbers are below what their dtype holds, and matter beside the others."""
+    """Whether numbers were lost, or are too small for their dtype, and matter."""
     _, tiny = limits(note.dtype)
     least = tiny * float(jnp.finfo(note.dtype).eps)
-    mean = note.typical / math.sqrt(note.count)  # or more
+    mean = note.typical / math.sqrt(note.count)  # or more, of the absolute values
     return note.typical < tiny or (note.lost > FIFTH and mean < _NOTHING * least)
 
 
 def _is(note: Note, traits: Is) -> bool:
-    """Whether the operation of a note has one of these traits."""
+    """Whether the operation of a note has any of these traits."""
     return bool(traits_of(note.place.primitive) & traits)
 
 
 def _saturates(note: Note) -> bool:
-    """Whether a result in 16 bits is rounded to the limit of its function."""
+    """Whether a result in 16 bits may have been rounded to its function's limit."""
     return is_narrow(note.dtype) and _is(note, Is.SATURATES)
 
 
 def _terms(note: Note) -> float:
-    """How large a sum of its terms would be, if they had all signs."""
+    """How large a sum of its terms would be if their signs were random."""
     sizes = [read.typical for read in note.reads if read.typical]
     size = math.prod(sizes) if _is(note, Is.PRODUCT) else max(sizes, default=0.0)
     return size * math.sqrt(note.place.terms)
 
 
 def _cancels(note: Note) -> bool:
-    """Whether a result is small beside the terms that it is a sum of."""
+    """Whether a result is a sum that is small beside its terms."""
     return _is(note, _SUMS | Is.PRODUCT) and note.typical < _SMALL * _terms(note)
 
 
 def _is_undetermined(note: Note, at_fault: Note) -> bool:
-    """Whether float32's rounding of the terms of a sum spoils a result of that, too.
+    """Whether float32's own rounding of a sum that cancels spoils a result as well.
 
-    What is wrong with the result is in proportion to what is wrong with the sum.
+    It is computed from the rounding of 16 bits: the error of the result is taken to be
+    in proportion to that of the sum.
+
+    Args:
+      note: the result.
+      at_fault: the sum.
     """
     if note.bad or at_fault.bad or not _cancels(at_fault):
         return False
@@ -219,7 +231,7 @@ def _is_undetermined(note: Note, at_fault: Note) -> bool:
 
 
 def _first_lost(note: Note) -> Note:
-    """Where the numbers that are lost became zero, before a result."""
+    """The note in which the numbers that a result lacks became zero."""
     note = max(note.reads, key=lambda read: read.lost)
     while True:
         lost = [read for read in note.reads if read.lost >= note.lost / 2]
@@ -229,7 +241,7 @@ def _first_lost(note: Note) -> Note:
 
 
 def _rounded_before(note: Note) -> Iterator[Note]:
-    """The products in 16 bits nearest before a result, and what is in 16 bits after them."""
+    """The nearest products in 16 bits before a result, and what is narrow since."""
     seen = {id(note)}
     left = list(note.reads)
     while left:
@@ -244,7 +256,7 @@ def _rounded_before(note: Note) -> Iterator[Note]:
 
 
 def _that_count(note: Note) -> Sequence[Note]:
-    """The operands whose rounding counts: not a small term beside a large one."""
+    """The operands whose rounding counts: not a term that is small beside another."""
     if not _is(note, Is.ADDS_TWO):
         return note.reads
     least = _SMALL * max((read.typical for read in note.reads), default=0.0)

@@ -1,4 +1,9 @@
-"""A full diagnosis of a model in 16 bits, from one loss function and a batch."""
+"""`diagnose`: a full report on a model in 16 bits, from a loss function and a batch.
+
+The gradient is traced (`gradient`) and run beside float32 (`run`). From the notes of
+these runs, this file finds what is off and why (`cause`), and fills the page; `advice`
+judges it.
+"""
 
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
@@ -21,8 +26,8 @@ from optax_lossscale._diagnosis.table import Row, row_of, table_of
 from optax_lossscale._step.get import get_loss_scale, loss_scales_in
 from optax_lossscale._step.gradient import check_keywords
 
-_LEAST = 2.0**-100  # of sizes that are compared: smaller ones may be lost in float32
-_FEW = 0.01  # of choices, which may be decided either way
+_LEAST = 2.0**-100  # the least size to compare: smaller ones may lack digits in float32
+_FEW = 0.01  # the share of choices that may differ, as near a tie either is as good
 
 
 def diagnose(
@@ -39,13 +44,13 @@ def diagnose(
     for it, at a loss scale of 1 and at the one that fits. It reports whether the loss,
     the gradients and the values inside are right; if not, in which line and layer they
     go wrong, and what to do; which loss scale fits, and how many gradients are lost to
-    underflow. Choices, such as indices and branches, are those of the program; where
-    float32 would make others, it is run with these, too. Constants are as they were
-    rounded when the program was traced: 0.999 is 1 in bfloat16. A
-    loss function that computes in float32 is diagnosed as `autocast` makes it. Call it
-    on the host, with a loss function that names no axis of `pmap` or `shard_map` around
-    it. A skipped step has left everything as it was, so that it can be diagnosed
-    afterwards. Other parameters and batches may behave differently.
+    underflow. Float32 makes the same choices as the program, such as indices and
+    branches; if it would make others, it is run with its own choices as well. Constants
+    are as they were rounded when the program was traced: 0.999 is 1 in bfloat16. A loss
+    function that computes in float32 is diagnosed as `autocast` runs it. Call
+    `diagnose` on the host, with a loss function that names no axis of `pmap` or
+    `shard_map` around it. A skipped step has left everything as it was, so that it can
+    be diagnosed afterwards. Other parameters and batches may behave differently.
 
     Args:
       loss_fn: called as `loss_fn(params, *args, **kwargs)`; returns the loss, which
@@ -72,7 +77,7 @@ def diagnose(
       ...     y = params["w"].astype(jnp.float16) * x
       ...     return jnp.mean(y.astype(jnp.float32)) * 1e-3
       >>> x = jnp.full(256, 0.01, jnp.float16)
-      >>> report = ols.diagnose(loss_fn, {"w": jnp.ones(256)}, x)  # print it for the whole page
+      >>> report = ols.diagnose(loss_fn, {"w": jnp.ones(256)}, x)  # print it to see all
       >>> print(report.verdict)
       Without a loss scale, float16 loses 100.0% of the gradients to underflow.
       >>> print(report.initial_scale)
@@ -81,7 +86,8 @@ def diagnose(
     validation.function("loss_fn", loss_fn)
     check_keywords(loss_fn, ["has_aux", "opt_state"], (params, *args))
     validation.at_hand("diagnose", (params, args, kwargs, opt_state))
-    # What is not finite is to be found here, and what is on the host to be looked at.
+    # Numbers that are not finite have to be found here, not raised, and the host has to
+    # look at all of them.
     with (
         jax.debug_nans(False),
         jax.debug_infs(False),
@@ -98,7 +104,7 @@ def diagnose(
 def _page(
     gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any
 ) -> Diagnosis:
-    """What the runs say, without a verdict."""
+    """The page that the runs give, still without a verdict and advice."""
     run = runs.fitting
     dtypes = gradient.narrow_dtypes
     off, wrong = _off_and_wrong(runs)
@@ -140,13 +146,16 @@ def _page(
 
 
 def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], tuple[Wrong, ...]]:
-    """How far the loss and gradients are off, without what float32 does not determine; and why."""
+    """How far the loss and gradients are off, by name; and which of them are wrong.
+
+    A result that float32 does not determine is in neither.
+    """
     run = runs.fitting
     off = {}
     wrong = []
     for name, value in run.results.items():
         note = value.note
-        if note is None:  # it depends on nothing
+        if note is None:  # it is a constant
             continue
         how_far = note.off
         cause = None
@@ -166,7 +175,7 @@ def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], tuple[Wrong, ...]]:
 
 
 def _out_of_proportion(runs: Runs, name: str) -> float:
-    """How far a gradient in float32 is from one that grows as the loss scale does."""
+    """How far a gradient in float32 is from being in proportion to the loss scale."""
     at_1 = runs.at_1.results[name]
     scaled = runs.fitting.results[name].pair.true / runs.growth
     if at_1.note is None or at_1.note.typical < _LEAST:
@@ -175,7 +184,7 @@ def _out_of_proportion(runs: Runs, name: str) -> float:
 
 
 def _first_out_of_proportion(runs: Runs) -> Note | None:
-    """The first result of the backward pass that does not grow as the loss scale does."""
+    """The first result of the backward pass that is not in proportion to the scale."""
     before = {
         (note.place.number, note.rounds): note.typical for note in runs.at_1.notes
     }
@@ -188,7 +197,10 @@ def _first_out_of_proportion(runs: Runs) -> Note | None:
 
 
 def _off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
-    """What is off by much from float32 with choices of its own, and how far."""
+    """How far results are off from float32 with its own choices, if by much.
+
+    `determined` has the names of the results that float32 determines.
+    """
     off = {}
     if runs.own_choices is not None:
         for name, value in runs.own_choices.results.items():
@@ -200,10 +212,10 @@ def _off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
 
 
 def _wrong_inside(run: Run, least: float) -> Iterator[Wrong]:
-    """The first value inside of which a fifth is off, and what follows from it too.
+    """The first value inside of which a fifth is off, as is a value computed from it.
 
-    What has vanished, and goes on vanishing below the least normal number, is nothing,
-    and neither is what only decides, such as whether a loop goes on.
+    A value does not count if all that is computed from it is below `least`, the least
+    normal number, or if no result is computed from it, as of a loop's condition.
     """
     made_of = _made_of(value.note for value in run.results.values())
     spread = [
@@ -222,7 +234,7 @@ def _wrong_inside(run: Run, least: float) -> Iterator[Wrong]:
 
 
 def _made_of(results: Iterable[Note | None]) -> set[int]:
-    """The `id` of each note of what results are made of."""
+    """The `id` of each note that the notes of results come from, directly or not."""
     left = [note for note in results if note is not None]
     seen: set[int] = set()
     while left:
@@ -234,9 +246,10 @@ def _made_of(results: Iterable[Note | None]) -> set[int]:
 
 
 def _wrong(name: str, off: float, cause: Cause, run: Run) -> Wrong:
-    """A row of the page."""
+    """A row of the page about what is wrong."""
     at = cause.note
-    # What a rule for the backward pass computes comes after the loss.
+    # A derivative inside of the loss function is computed before the loss, and one in a
+    # rule for the backward pass after it.
     is_before_the_loss = (
         run.loss.note is not None and at.place.number <= run.loss.note.place.number
     )
@@ -246,9 +259,11 @@ def _wrong(name: str, off: float, cause: Cause, run: Run) -> Wrong:
 
 
 def _choices(run: Run, all_of_them: bool) -> Iterator[Row]:
-    """Indices and integers of which float32 would have decided some otherwise; or many.
+    """The choices that float32 would have made otherwise, each in its worst round.
 
-    There are none where the loss is not finite: a NaN decides nothing.
+    Without `all_of_them`, these are masks that differ in a fifth, and others that
+    differ in more than a few numbers. There are none if the loss is not finite, as a
+    comparison with NaN means nothing.
     """
     if not np.isfinite(run.loss.pair.low):
         return

@@ -1,4 +1,9 @@
-"""What a program computes in which dtype."""
+"""`dtype_report`: which operations of a program compute in which dtype, by line.
+
+It reads the traced program and runs nothing. Products are listed in every dtype, sums
+and exponentials only where they are narrow, and operations that no jaxpr shows always.
+Those of one kind on one line are one row.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +28,7 @@ from optax_lossscale._programs.work import results_of, terms_of
 
 
 class Operation(NamedTuple):
-    """All operations of one kind on one line, such as its products of float32 with float32.
+    """All operations of one kind on one line, such as products of two float32 arrays.
 
     Attributes:
       primitive: its name in JAX, such as `dot_general`, `conv_general_dilated` or
@@ -110,7 +115,7 @@ class DtypeReport(NamedTuple):
 
 
 def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeReport:
-    """Says in which dtype a function computes, and which lines of your source made it so.
+    """Says in which dtype a function computes, and which source lines made it so.
 
     Flax's modules, and JAX itself, promote to the widest dtype they are given: one
     float32 input is enough to have everything after it computed in float32, and only
@@ -154,7 +159,7 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
 
 
 def report_of(jaxpr: Any) -> DtypeReport:
-    """The report of what was traced."""
+    """The report on an open jaxpr."""
     products = []
     narrow = []
     opaque = []
@@ -176,7 +181,7 @@ def report_of(jaxpr: Any) -> DtypeReport:
 
 
 def rows_of(operations: Iterable[Operation], report: DtypeReport) -> list[str]:
-    """Operations of a report as lines of text, the largest first."""
+    """Lines of text for operations of a report, the largest first."""
     total = sum(report.multiplications.values())
     largest = sorted(
         operations, key=lambda one: (one.multiplications, one.terms), reverse=True
@@ -185,7 +190,7 @@ def rows_of(operations: Iterable[Operation], report: DtypeReport) -> list[str]:
 
 
 def _operation(at: Equation, numbers: Sequence[int]) -> Operation:
-    """An operation, with some of its operands."""
+    """An `Operation` for an equation, with its operands at some positions."""
     return Operation(
         primitive=at.name,
         operands=tuple(at.eqn.invars[n].aval.dtype for n in numbers),
@@ -195,11 +200,11 @@ def _operation(at: Equation, numbers: Sequence[int]) -> Operation:
 
 
 def _product(at: Equation, usual: Any) -> Operation:
-    """An operation that multiplies its first two operands.
+    """An `Operation` for a product, which multiplies its first two operands.
 
     Args:
-      at: its place.
-      usual: the precision that a product has which asks for none.
+      at: the equation.
+      usual: the precision of a product that asks for none.
     """
     eqn = at.eqn
     terms = terms_of(eqn)
@@ -212,7 +217,7 @@ def _product(at: Equation, usual: Any) -> Operation:
 
 
 def _alike(operations: Iterable[Operation]) -> tuple[Operation, ...]:
-    """The operations, where those that differ only in their counts are one."""
+    """Joins operations that differ only in their counts, and adds these up."""
     kinds: dict[Operation, list[Operation]] = defaultdict(list)
     for one in operations:
         kinds[one._replace(multiplications=0, terms=0)].append(one)
@@ -227,7 +232,7 @@ def _alike(operations: Iterable[Operation]) -> tuple[Operation, ...]:
 
 
 def _row(one: Operation, total: int) -> tuple[str, ...]:
-    """As in `float32 × float16→float32  50.0%  1 dot_general  model.py:12 (f), by choice`."""
+    """The cells of a row, as in `float16→float32  50.0%  1 dot_general  model.py:12`."""
     dtypes = [
         str(now) if now == was else f"{was}→{now}"
         for now, was in zip(one.operands, one.before, strict=True)

@@ -1,4 +1,9 @@
-"""The gradient of a loss function as a program from arrays to arrays."""
+"""The loss and its gradient as one traced program, from arrays to arrays.
+
+Its arguments are the arrays in the parameters, arguments and keywords of the loss
+function, and last the *seed*: the cotangent of the loss, which is the loss scale. Its
+results are the loss, and the gradient of each parameter, scaled.
+"""
 
 import functools
 from collections import Counter
@@ -27,12 +32,12 @@ _PARAMETER = "params/"
 
 
 class Gradient(NamedTuple):
-    """A traced gradient: its results are the loss, and the gradient of each parameter."""
+    """The program of a loss and its gradient, with its arguments but for the seed."""
 
     jaxpr: Any
-    arrays: list[np.ndarray]  # its arguments, without the seed, which is the last
-    names: list[str]  # of the arguments
-    parameters: list[int]  # the arguments that are differentiated
+    arrays: list[np.ndarray]  # the arguments; the seed, which is the last, is not here
+    names: list[str]  # the name of each of these arguments
+    parameters: list[int]  # the positions of those that are differentiated
 
     @property
     def loss_dtype(self) -> np.dtype:
@@ -41,17 +46,17 @@ class Gradient(NamedTuple):
 
     @property
     def grad_names(self) -> list[str]:
-        """The parameters that are differentiated, by name."""
+        """The names of the parameters that are differentiated."""
         return [self.names[n] for n in self.parameters]
 
     @property
     def narrow_dtypes(self) -> tuple[np.dtype, ...]:
-        """The dtypes of 16 bits and fewer that it computes in."""
+        """The dtypes of 16 bits and fewer that results in the program have."""
         results = (v for at in equations(self.jaxpr) for v in at.eqn.outvars)
         return tuple(filter(is_narrow, dict.fromkeys(map(dtype_in, results))))
 
     def values(self, scale: float) -> list[Value]:
-        """The arguments of the program at a loss scale."""
+        """All arguments of the program at a loss scale, with notes."""
         values = []
         for n, (x, name) in enumerate(zip(self.arrays, self.names, strict=True)):
             place = Place("", "", "", name, is_parameter=n in self.parameters)
@@ -63,8 +68,11 @@ class Gradient(NamedTuple):
 def gradient_of(
     loss_fn: Callable[..., Any], params: Any, args: tuple, kwargs: dict, has_aux: bool
 ) -> Gradient:
-    """The gradient of a loss function, traced; all but arrays is passed on as it is."""
-    # JAX differentiates Python's floats, too.
+    """Traces the gradient of a loss function.
+
+    Whatever is not an array is passed on to the loss function as it is.
+    """
+    # JAX also differentiates floats of Python, which here become arrays.
     params = map_leaves(lambda x: np.float32(x) if type(x) is float else x, params)
     everything = (params, args, kwargs)
     named = list(_named_arrays(everything))
@@ -77,6 +85,7 @@ def gradient_of(
     ]
 
     def loss_of_parameters(arrays, differentiated):
+        # All arrays in order, with those that are differentiated in their places
         replaced = dict(enumerate(arrays)) | dict(
             zip(parameters, differentiated, strict=True)
         )
@@ -106,7 +115,10 @@ def gradient_of(
 
 
 def _named_arrays(everything: tuple) -> Iterator[tuple[str, Any]]:
-    """The arrays in parameters, arguments and keywords; a variable in two places counts once."""
+    """The arrays in parameters, arguments and keywords, each with its path.
+
+    A variable of Flax NNX that is in two places counts once.
+    """
     prefixes = (_PARAMETER, "args/", "kwargs/")
     variables: set[int] = set()
     for (first, *path), leaf in jax.tree.leaves_with_path(
@@ -120,14 +132,14 @@ def _named_arrays(everything: tuple) -> Iterator[tuple[str, Any]]:
 
 
 def _argument(x: np.ndarray, place: Place, seeded: bool = False) -> Value:
-    """A value that the program is given."""
+    """An argument of the program as a value, with a note about its size."""
     pair = exact(x)
     numbers = measured(pair.in_float32, None) if is_inexact(x) else {}
     return Value(pair, Note(place, (), (), x.dtype, seeded, **numbers))
 
 
 def _check_no_refs(jaxpr: Any) -> None:
-    """Raises for a program that changes arrays of its own in place."""
+    """Raises if a program makes a `jax.Ref`, an array to be changed in place."""
     for at in equations(jaxpr):
         if any(map(is_ref, at.eqn.outvars)):
             raise TypeError(
@@ -137,7 +149,7 @@ def _check_no_refs(jaxpr: Any) -> None:
 
 
 def _unlike(names: Sequence[str]) -> list[str]:
-    """Names with a number where several are alike, as of `{"a/b": x, "a": {"b": y}}`."""
+    """Tells equal names apart by numbers, as those in `{"a/b": x, "a": {"b": y}}`."""
     counts = Counter(names)
     return [
         f"{name} (argument {n})" if counts[name] > 1 else name

@@ -1,6 +1,8 @@
-"""Loops and branches in Python, around programs that are run with float32 beside them.
+"""Loops and branches, run in Python round by round, with values in pairs.
 
-Choices, of branches and of when to end, are those of the program.
+So each round has notes of its own, which say in which round numbers go wrong. Which
+branch is taken, and how long a loop goes on, is chosen by the program's values, not by
+float32's.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,19 +19,19 @@ from optax_lossscale._programs.versions import scan_sizes
 
 
 class Value(NamedTuple):
-    """A value of the program, and what was noted of it."""
+    """A value of the program with its note, which a constant does not have."""
 
     pair: Pair
     note: Note | None = None
-    parts: Sequence[Note | None] = ()  # of a stack of the results of a loop
+    parts: Sequence[Note | None] = ()  # the note of each row, if a loop stacked them
 
     def each(self, function: Callable[[Any], Any]) -> "Value":
-        """A function of both numbers, noted as they are."""
+        """Applies a function to both arrays of the pair; the note stays."""
         return self._replace(pair=jax.tree.map(function, self.pair))
 
 
 RunsProgram = Callable[..., list[Value]]
-"""Runs a program of an equation for some values; in a loop, it is given the round, too."""
+"""Called with a program, its arguments and, in a loop, the number of the round."""
 
 
 def scan(
@@ -39,7 +41,15 @@ def scan(
     constant: Callable[[np.ndarray], Value],
     axis: int,
 ) -> list[Value]:
-    """The results of a `scan`, whose rounds lie along an axis."""
+    """The results of a `scan`.
+
+    Args:
+      piece: the piece of the `scan`.
+      ins: its operands.
+      run: runs its body.
+      constant: makes a value of an array.
+      axis: the axis of arrays along which the rounds lie.
+    """
     (eqn,) = piece.eqns
     (body,) = piece.programs
     n_consts, n_carry = scan_sizes(eqn)
@@ -62,7 +72,7 @@ def scan(
 
 
 def while_loop(piece: Piece, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
-    """The results of a `while`; of a batch, each element goes on until it has ended."""
+    """The results of a `while`; in a batch, each example ends by its own condition."""
     (eqn,) = piece.eqns
     condition, body = piece.programs
     n_condition = eqn.params["cond_nconsts"]
@@ -81,14 +91,14 @@ def while_loop(piece: Piece, ins: Sequence[Value], run: RunsProgram) -> list[Val
 
 
 def cond(piece: Piece, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
-    """The results of a `cond`, of which several devices may choose different branches."""
+    """The results of a `cond`, in which several devices may take different branches."""
     index, *operands = ins
     chosen = np.clip(index.pair.low, 0, len(piece.programs) - 1)
     results: list[Value] = []
     for number in np.unique(chosen):
         here = np.asarray(chosen == number)
         outs = run(piece.programs[number], _filled(here, operands))
-        before = results or outs  # of the branches that other devices chose
+        before = results or outs  # from the branches of other devices
         results = [
             value._replace(note=worst([new.note, old.note]))
             for value, new, old in zip(
@@ -99,7 +109,10 @@ def cond(piece: Piece, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
 
 
 def _in_both(values: Sequence[Value]) -> list[Value]:
-    """Values with an array for each float: those that a loop carries may differ later."""
+    """Values whose pairs have two arrays, if they are floats.
+
+    What a loop carries may be the same in float32 at first, and differ in later rounds.
+    """
     return [
         value._replace(pair=value.pair.both)
         if holds_floats(value.pair.low.dtype)
@@ -109,9 +122,9 @@ def _in_both(values: Sequence[Value]) -> list[Value]:
 
 
 def _filled(which: np.ndarray, values: Sequence[Value]) -> list[Value]:
-    """Values of some elements or devices; what is not of them has what their first one has.
+    """Values in which only some examples or devices count; the others copy the first.
 
-    So a program can be run for all, and nothing is noted but of these.
+    So a program can run for all of them, and its notes are about those that count.
     """
     if which.all():
         return list(values)
@@ -122,7 +135,7 @@ def _filled(which: np.ndarray, values: Sequence[Value]) -> list[Value]:
 def _where(
     which: np.ndarray, new: Sequence[Value], old: Sequence[Value]
 ) -> list[Value]:
-    """The new values of some elements of a batch or of some devices, the old ones of others."""
+    """The new values for some examples or devices, and the old ones for the others."""
     if which.all():
         return list(new)
     return [
@@ -132,27 +145,27 @@ def _where(
 
 
 def _chosen(which: np.ndarray, x: Any, y: Any) -> Any:
-    """Of two arrays, the first where a flag along their first axes is set."""
+    """The numbers of `x` where a flag for leading axes is set, else those of `y`."""
     flags = np.expand_dims(which, tuple(range(which.ndim, np.ndim(x))))
     return _numpy(x).where(flags, x, y)
 
 
 def _row(stack: Value, n: int, axis: int) -> Value:
-    """The value of one round in a stack of them."""
+    """The row of one round in a stack, with a note of its own if there is one."""
     at = (slice(None),) * axis + (n,)
     row = stack.each(lambda x: _on_host(x)[at])
     return Value(row.pair, stack.parts[n] if stack.parts else stack.note)
 
 
 def _stack(values: Sequence[Value], axis: int) -> Value:
-    """The values of all rounds in one."""
+    """Stacks the values of all rounds, and keeps the note of each."""
     notes = [value.note for value in values]
     pair = _joined(values, lambda arrays: _numpy(arrays[0]).stack(arrays, axis))
     return Value(pair, worst(notes), notes)
 
 
 def _joined(values: Sequence[Value], join: Callable[[Sequence[Any]], Any]) -> Pair:
-    """The pairs of several values in one."""
+    """Joins the pairs of several values by a function of their arrays."""
     pairs = [value.pair for value in values]
     if any(pair.true is not None for pair in pairs):
         pairs = [pair.both for pair in pairs]
@@ -160,10 +173,10 @@ def _joined(values: Sequence[Value], join: Callable[[Sequence[Any]], Any]) -> Pa
 
 
 def _numpy(x: Any) -> Any:
-    """The library for an array: JAX's own knows the keys of random numbers."""
+    """NumPy for the dtypes that it knows, else `jax.numpy`, as for random keys."""
     return np if isinstance(x.dtype, np.dtype) else jnp
 
 
 def _on_host(x: Any) -> Any:
-    """An array as NumPy's, which takes rows of it without compiling, if it has the dtype."""
+    """A NumPy array, whose rows need no compilation; a random key as it is."""
     return np.asarray(x) if isinstance(x.dtype, np.dtype) else x

@@ -1,4 +1,9 @@
-"""What is noted of a result: how far it is from float32's, and how large its numbers are."""
+"""Notes: how far a result is from float32's, how large it is, and what it is made of.
+
+A `Note` belongs to one result of one equation, in one round of the loops around it. Its
+`reads` are the notes of the operands, so the notes of a run are a graph, which `cause`
+and `scale` go back along. `measured` computes the figures in a note from two arrays.
+"""
 
 import dataclasses
 import math
@@ -9,66 +14,69 @@ import jax.numpy as jnp
 import numpy as np
 
 TOLERANCE = 0.05
-"""How far numbers may be from float32's, relative to them, before they count as off."""
+"""How far numbers may be from float32's, relative to those, and still be right."""
 
 FIFTH = 0.2
-"""The share of an array's numbers that may be off."""
+"""The share of an array's numbers that may be off or lost."""
 
-_LIFTED = 0.25  # of the mean size: smaller numbers are compared with this
+_LIFTED = 0.25  # of the mean size: a smaller number is off relative to this, not itself
 
 
 class Place(NamedTuple):
-    """An equation of a program, or one of its arguments."""
+    """Where a value comes from: an equation of the program, or one of its arguments."""
 
-    primitive: str  # "" for an argument
-    source: str  # the line that made it
+    primitive: str  # the name of the equation's operation; "" for an argument
+    source: str  # the user's line that made the equation
     # The names of the scopes that it is in, as `encoder/layer_3`; "" for none
     scope: str
-    name: str = ""  # of an argument: its path
+    name: str = ""  # the path of an argument
     is_parameter: bool = False
-    # Of the backward pass, or of one that the loss function takes
+    # Whether it is in the backward pass, or in a derivative inside the loss function
     is_derivative: bool = False
-    terms: int = 1  # that are summed to one number, of a product or a sum
-    number: int = -1  # in the order of running; of an argument, -1
+    terms: int = 1  # how many terms each number of a product or sum has
+    number: int = -1  # its place in the order of running; -1 for an argument
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Note:
-    """What was noted of one result, in one round of the loops around it."""
+    """What is known of one result, in one round of the loops around it."""
 
     place: Place
-    rounds: tuple[int, ...]  # of the loops around it, the outermost first
+    rounds: tuple[int, ...]  # the rounds of the loops around it, the outermost first
     reads: tuple["Note", ...]  # the notes of its operands
-    dtype: Any
+    dtype: Any  # of the program's result
     seeded: bool = False  # whether it depends on the seed of the backward pass
-    is_passed: bool = False  # whether it is computed in 16 bits in both
-    count: int = 1  # of numbers
+    is_passed: bool = False  # whether float32's was computed in 16 bits as well
+    count: int = 1  # how many numbers it has
     distance: float = 0.0  # the norm of the difference from float32's
-    error: float = 0.0  # the same, relative to the norm of float32's
-    off_share: float = 0.0  # of the numbers that are off by more than the tolerance
-    bad: bool = False  # not finite where float32's is
-    nan: bool = False  # NaN where float32's is finite
-    bad_true: bool = False  # float32's is not finite either
-    nan_true: bool = False  # float32's is NaN
+    error: float = 0.0  # the distance, relative to the norm of float32's
+    off_share: float = 0.0  # the share that is off by more than the tolerance
+    bad: bool = False  # whether a number is not finite where float32's is
+    nan: bool = False  # whether a number is NaN where float32's is finite
+    bad_true: bool = False  # whether a number of float32's is not finite
+    nan_true: bool = False  # whether a number of float32's is NaN
     lost: float = 0.0  # the share that is zero where float32's is not
-    # Of booleans and integers: the share that float32 decides otherwise
+    # For booleans and integers, the share that float32 decides otherwise
     decided: float = 0.0
-    largest: float = 0.0  # of the absolute values of both
-    typical: float = 0.0  # their root mean square
+    largest: float = 0.0  # the largest finite absolute value of either
+    typical: float = 0.0  # the root mean square of float32's
 
     @property
     def off(self) -> float:
-        """How far it is off: infinity if it is not finite where float32's is."""
+        """The relative distance from float32's; infinity if the result is bad."""
         return math.inf if self.bad else self.error
 
     @property
     def apart(self) -> float:
-        """How far its numbers are from float32's, as numbers."""
+        """The absolute distance from float32's; infinity if the result is bad."""
         return math.inf if self.bad else self.distance
 
 
 def worst(notes: Iterable[Note | None]) -> Note | None:
-    """What is noted of several values in one: the worst."""
+    """One note for several values: of the one that is off the most.
+
+    It is also bad in float32 if any of the values is, and then reads both notes.
+    """
     noted = [note for note in notes if note is not None]
     most = max(noted, key=lambda note: note.off, default=None)
     in_float32 = next((note for note in noted if note.bad_true), None)
@@ -81,7 +89,12 @@ def worst(notes: Iterable[Note | None]) -> Note | None:
 
 
 def measured(low: Any, true: Any) -> dict[str, Any]:
-    """What is to be noted of a result beside float32's, which is None if it is the same."""
+    """The figures in the note of a result.
+
+    Args:
+      low: the result, as the program computes it.
+      true: the same in float32; None if both are the same.
+    """
     low = _numbers(low)
     true = low if true is None else _numbers(true)
     if not low.size:
@@ -93,11 +106,11 @@ def measured(low: Any, true: Any) -> dict[str, Any]:
 
 
 def _compared(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
-    """What is to be noted of floats."""
+    """The figures for floats."""
     sizes = np.abs(true)
     largest = float(sizes.max())
     total = float(true @ true)
-    # So that squares kept their digits
+    # Smaller squares are subnormal, and have lost digits.
     in_range = total > 2.0**26 * np.finfo(true.dtype).tiny or not largest
     if not (math.isfinite(total) and in_range):
         return _compared_where_finite(low, true)
@@ -123,7 +136,7 @@ def _compared(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
 
 
 def _compared_where_finite(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
-    """What is noted of numbers some of which are not finite, or have squares out of range."""
+    """The figures for floats that are not all finite, or have squares out of range."""
     finite = np.isfinite(low)
     finite_true = np.isfinite(true)
     both = finite & finite_true
@@ -135,25 +148,25 @@ def _compared_where_finite(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
     }
     sizes = [np.abs(x[np.isfinite(x)]).max(initial=0) for x in (low, true)]
     if both.any() and not (both.all() and true.dtype == np.float64):
-        # float64 holds the squares.
+        # In float64 the squares are in range.
         noted |= _compared(low[both].astype(float), true[both].astype(float))
         noted["off_share"] = noted.get("off_share", 0.0) * float(both.mean())
     return noted | {"largest": float(max(sizes))}
 
 
 def _numbers(x: Any) -> np.ndarray:
-    """The real numbers of a result, in a dtype that NumPy computes with."""
+    """The numbers of a result in one row, in a dtype that NumPy computes with."""
     flat = np.asarray(x).ravel()
     if flat.dtype.kind == "c":
         return flat.view(flat.real.dtype)
     if jnp.issubdtype(flat.dtype, jnp.integer) and flat.dtype.kind == "V":
-        return flat.astype(np.int8)  # of int4 and the like, which are not NumPy's own
+        return flat.astype(np.int8)  # int4 and the like are not NumPy's own
     is_narrow = jnp.issubdtype(flat.dtype, jnp.floating) and flat.dtype.itemsize < 4
     return flat.astype(np.float32) if is_narrow else flat
 
 
 def limits(dtype: Any) -> tuple[float, float]:
-    """The least size that a dtype rounds to infinity, and the least of its normal numbers."""
+    """The least size that a dtype rounds to infinity, and its least normal number."""
     info = jnp.finfo(dtype)
     largest = float(info.max)
     half_step = math.ldexp(float(info.eps), math.frexp(largest)[1] - 2)

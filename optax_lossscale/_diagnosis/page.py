@@ -1,4 +1,9 @@
-"""What `diagnose` found, and the page that reports it."""
+"""What `diagnose` found, and the page that reports it.
+
+`diagnose` fills a `Diagnosis` from the runs, and `advice` adds the verdict and what to
+do. Printed, it is the page: sentences about dtypes, the verdict and the loss scale,
+tables of what is wrong and what underflows, and the advice.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,18 +20,19 @@ _SHOWN = 8
 
 
 class Wrong(NamedTuple):
-    """What is off from float32, and why.
+    """A result that is off from float32, and why.
 
     Attributes:
       name: "the loss", the parameter whose gradient it is, or "a value inside".
       off: how far it is from float32's, relative to it; infinite if it is not finite.
-        Of a value inside, the share of its numbers that are off by more than 5%.
-      how: what an equation does to the numbers: "overflows", "vanishes", "cancels",
-        "stagnates", "saturates", "rounds", "amplifies", "is undefined", "is a kernel",
-        "is not linear" in the loss, or "adds up" if no one is at fault.
-      place: that equation.
-      rounded: what it is sensitive to, and is rounded to 16 bits: the nearest products,
-        and what lies between these and the equation.
+        For a value inside, the share of its numbers that are off by more than 5%.
+      how: what the equation at fault does to the numbers: "overflows", "vanishes",
+        "cancels", "stagnates", "saturates", "rounds", "amplifies", "is undefined",
+        "is a kernel", "is not linear" in the loss scale, or "adds up" if no equation is
+        at fault.
+      place: the equation at fault.
+      rounded: the values in 16 bits to whose rounding that equation is sensitive: the
+        results of the nearest products, and what lies between these and the equation.
       is_inner: whether it is in a derivative that the loss function itself takes.
     """
 
@@ -44,7 +50,7 @@ class Wrong(NamedTuple):
 
     @property
     def because(self) -> str:
-        """Where it comes from, and what happens there."""
+        """The equation at fault and what it does, as the end of a sentence."""
         if self.how == "adds up":
             return "rounding adds up over many lines"
         if not self.place.source:
@@ -58,8 +64,8 @@ class Diagnosis(NamedTuple):
     Attributes:
       verdict: whether 16 bits are fine as they are, and if not, what is wrong.
       advice: what to do.
-      is_autocast: whether the loss function computes in float32, so that this is of
-        what `autocast` makes of it.
+      is_autocast: whether the loss function computes in float32, so that the report is
+        about `autocast` of it.
       dtypes: the `dtype_report` of the program that computes the gradients.
       computes_in: the dtypes of 16 bits and fewer that the model computes in.
       loss: the loss, as the program computes it.
@@ -72,9 +78,9 @@ class Diagnosis(NamedTuple):
       off: how far the loss and each gradient are from float32's, relative to it;
         without those that float32 does not determine either, such as that of a bias
         before a normalization.
-      off_by_choices: how far the loss and those gradients are that are off by more than
-        5% from float32's where float32 makes choices of its own, such as indices, masks
-        and branches; the other fields are of a float32 that makes those of the program.
+      off_by_choices: how far the loss and gradients are from those of float32 with its
+        own choices, such as indices, masks and branches, where that is more than 5%. In
+        all other fields, float32 makes the choices of the program.
       choices: where float32 would have chosen other indices, integers or branches.
       initial_scale: the scale that fits; None if none does.
       overflow: where gradients become infinite first, at twice the largest scale.
@@ -82,7 +88,8 @@ class Diagnosis(NamedTuple):
       is_finite_without: whether gradients are finite without a loss scale.
       underflow: how many gradients underflow, by the path of parameters without its
         numbers; the worst first, and without those that lose next to nothing.
-      not_compared: operations that compute in 16 bits only, each with its line.
+      not_compared: operations that compute in 16 bits even for operands in float32,
+        each with its line.
       table: a row for each equation.
     """
 
@@ -131,7 +138,7 @@ class Diagnosis(NamedTuple):
         return "\n".join(lines)
 
     def _computes(self) -> str:
-        """What it computes in which dtype, in one sentence."""
+        """One sentence about the dtypes that the loss function computes in."""
         how = "Computes"
         if self.is_autocast:
             how = "In float32 as it is; with autocast, it computes"
@@ -143,7 +150,7 @@ class Diagnosis(NamedTuple):
         return f"{how} in {dtypes}; the loss is {self.loss_dtype}."
 
     def _compared(self) -> Iterator[str]:
-        """How far it is from float32."""
+        """Sentences about how far the results are from float32's."""
         if self.computes_in and not self.wrong and "the loss" in self.off:
             grads = [off for name, off in self.off.items() if name != "the loss"]
             most = f"by at most {max(grads):.1%}" if grads else "nothing but rounding"
@@ -160,7 +167,7 @@ class Diagnosis(NamedTuple):
             yield f"Not compared: what {operation} computes in 16 bits at {source}."
 
     def _scales(self) -> Iterator[str]:
-        """Which loss scale fits, and where gradients overflow first."""
+        """Sentences about the loss scale that fits, and the first overflow."""
         fits = scale_that_fits(self)
         if fits is None:
             return
@@ -175,7 +182,7 @@ class Diagnosis(NamedTuple):
             )
 
     def _underflow(self) -> list[str]:
-        """The share of gradients that each group of parameters loses."""
+        """The table of the shares of gradients that groups of parameters lose."""
         title = (
             "Underflow:",
             "lost at 1",
@@ -190,7 +197,7 @@ class Diagnosis(NamedTuple):
 
 
 def scale_that_fits(page: Diagnosis) -> InitialScale | None:
-    """The scale that fits a model in float16; of others, None."""
+    """The loss scale that fits, if the model computes in float16; else None."""
     is_scaled = np.float16 in page.computes_in and page.has_gradients
     return page.initial_scale if is_scaled else None
 

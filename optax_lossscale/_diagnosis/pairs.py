@@ -1,4 +1,9 @@
-"""A value beside what float32 gives for it, and an equation run for both."""
+"""Pairs of a value and what float32 gives for it, and equations applied to pairs.
+
+For `y = x.astype(float16) * 3` with `x` float32, `x` is a pair with one array for both;
+the cast gives a float16 array beside the float32 one, and the multiplication is applied
+to each of these. `beside_float32` does so for the equations of a piece, inside `jit`.
+"""
 
 import dataclasses
 import functools
@@ -23,16 +28,17 @@ from optax_lossscale._diagnosis.wide import (
 from optax_lossscale._programs.values import dtype_in
 from optax_lossscale._programs.versions import bind
 
-# What runs once or twice is compiled without optimizing its kernels, in a third of the
-# time. The names are those of XLA's CPU compiler.
+# Without optimizing kernels, XLA's CPU compiler takes a third of the time, which pays
+# for a program that runs once or twice.
 _QUICKLY = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
 
-# What `shard_map` writes where it checks along which axes arrays differ: here, along
-# all.
+# Operations by which `shard_map` with `check_vma` tracks the mesh axes along which an
+# array differs. Here arrays may differ along all axes, so that two of them do nothing,
+# and the third is an ordinary `psum`.
 _OF_DEVICES = {
     "pvary": lambda x, params: x,
     "pcast": lambda x, params: x,
@@ -41,24 +47,28 @@ _OF_DEVICES = {
 
 
 class Pair(NamedTuple):
-    """A value as the program computes it, and as it is in float32."""
+    """A value as the program computes it (`low`), and as it is in float32 (`true`)."""
 
     low: Any
-    true: Any = None  # None for the same, if nothing before it has rounded to 16 bits
+    # None if both are the same, as nothing before has rounded to 16 bits
+    true: Any = None
 
     @property
     def in_float32(self) -> Any:
-        """The value in float32."""
+        """The value in float32, which is `low` if both are the same."""
         return self.low if self.true is None else self.true
 
     @property
     def both(self) -> "Pair":
-        """With an array for each."""
+        """The same pair, never with None."""
         return Pair(self.low, self.in_float32)
 
     @property
     def followed(self) -> "Pair":
-        """As it is read where float32 follows the choices of the program."""
+        """The pair that others read if float32 follows the choices of the program.
+
+        Of integers and booleans, both are then the program's.
+        """
         return self if holds_floats(self.low.dtype) else Pair(self.low)
 
 
@@ -67,10 +77,10 @@ class Pair(NamedTuple):
 )
 @dataclasses.dataclass
 class Results:
-    """The results of an equation, and whether it computes in 16 bits for float32 too."""
+    """The results of an equation."""
 
     pairs: list[Pair]
-    is_passed: bool = False
+    is_passed: bool = False  # whether float32's were computed in 16 bits as well
 
 
 @functools.cache
@@ -80,17 +90,17 @@ def holds_floats(dtype: Any) -> bool:
 
 
 def exact(x: np.ndarray) -> Pair:
-    """A number that is exact in both."""
+    """A pair whose two numbers are equal, such as that of a constant."""
     return Pair(x, x.astype(np.float32) if is_narrow(x.dtype) else None)
 
 
 def beside_float32(piece: Piece, follows: bool, ins: Sequence[Pair]) -> list[Results]:
-    """The results of each equation of a piece, beside float32's.
+    """The results of each equation of a piece, in pairs.
 
     Args:
       piece: the equations.
       follows: whether float32 follows the choices of the program.
-      ins: what the piece reads.
+      ins: the values that the piece reads.
     """
     env = dict(zip(piece.reads, ins, strict=True))
     every = []
@@ -109,7 +119,7 @@ def beside_float32(piece: Piece, follows: bool, ins: Sequence[Pair]) -> list[Res
 
 
 def _of_one(eqn: Any, ins: Sequence[Pair]) -> Results:
-    """The results of an equation beside float32's."""
+    """The results of an equation, from operands in pairs."""
     if eqn.primitive.name in _OF_DEVICES:
         of_one = _OF_DEVICES[eqn.primitive.name]
         return Results(jax.tree.map(lambda x: of_one(x, eqn.params), list(ins)))
@@ -126,10 +136,11 @@ def _of_one(eqn: Any, ins: Sequence[Pair]) -> Results:
 
 
 def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
-    """The results of an equation, where float32's choices have to be those of the program.
+    """The results of an equation that returns floats and choices that belong together.
 
-    As the pivots of an LU decomposition, without which its factors mean nothing: where
-    float32 chooses others, it has the program's numbers.
+    The factors of an LU decomposition mean nothing without its pivots. So where float32
+    chooses other pivots, its factors are replaced by the program's. If the equation
+    returns only floats or only choices, its results stay as they are.
     """
     choices = [pair for pair in pairs if not holds_floats(pair.low.dtype)]
     is_one_choice = len(choices) < len(pairs) and all(
@@ -149,8 +160,8 @@ def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
 
 @functools.cache
 def compiler_options() -> dict[str, Any]:
-    """Options for programs that run once or twice, if this compiler knows them."""
-    # The compiler must not drop a rounding to 16 bits and back.
+    """The compiler's options for pieces, which run once or twice."""
+    # By default XLA may drop a cast to 16 bits and back, but its rounding counts here.
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if jax.default_backend() != "cpu":
         return options

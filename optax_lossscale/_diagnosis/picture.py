@@ -1,4 +1,4 @@
-"""The picture of a table: magnitudes along the program, and the range of float16."""
+"""The picture of a table: magnitudes along the program, with float16's range."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ _MOST, _ = limits(np.float16)
 
 
 def axes_for(axes: Any, height: float) -> Axes:
-    """The axes to draw into, with a pale grid: those that are given, or new ones."""
+    """The given axes, or new ones, with a pale grid and no frame on two sides."""
     if axes is None:
         _, axes = plt.subplots(figsize=(7, height), layout="constrained")
     if not isinstance(axes, Axes):

@@ -1,4 +1,10 @@
-"""A program in pieces: equations that are compiled together, and those that hold programs."""
+"""A program in pieces: some equations to compile together, or one that holds programs.
+
+Consecutive equations without loops are one piece, which is compiled as a whole; a piece
+ends at each product, so that the layers of a model, which are alike, share what is
+compiled for one. A call, and a loop or branch that computes floats, is a piece by
+itself, whose programs are divided in turn.
+"""
 
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,22 +24,18 @@ _OTHER_CALLS = ("custom_vmap_call", "composite", "xla_metadata_call")
 
 
 class Piece(NamedTuple):
-    """Equations that follow each other: some that hold no loop, or one that holds programs.
-
-    A piece ends at each product, so that the layers of a model, which are alike, share
-    what is compiled for one.
-    """
+    """Consecutive equations of a program."""
 
     eqns: Sequence[Any]
-    programs: Sequence[Any]  # of the one equation, to be run by themselves
-    reads: Sequence[Any]  # the variables that were there before
-    frees: Sequence[Any]  # the variables that nothing reads after it
-    key: Hashable  # equal for what computes the same
+    programs: Sequence[Any]  # those of the only equation, to be run piece by piece
+    reads: Sequence[Any]  # the variables from earlier pieces or arguments
+    frees: Sequence[Any]  # the variables that no later piece reads
+    key: Hashable  # equal for pieces that compute the same
 
 
 @remembered
 def pieces_of(jaxpr: Any) -> list[Piece]:
-    """The pieces of a program, in its order."""
+    """The pieces of an open jaxpr, in its order."""
     pieces = []
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     for eqns in reversed(list(_parts(jaxpr))):
@@ -50,14 +52,17 @@ def pieces_of(jaxpr: Any) -> list[Piece]:
 
 
 def programs_to_run(eqn: Any) -> Sequence[Any]:
-    """The programs of a call, a loop or a branch; of an equation that is compiled, none."""
+    """The programs of an equation that is run piece by piece; else none.
+
+    Such an equation is a call, or a loop or branch that computes floats.
+    """
     programs = programs_in(eqn)
     is_loop = bool(traits(eqn) & _LOOPS) and any(map(_has_floats, programs))
     return programs if is_loop or is_call(eqn) else ()
 
 
 def is_call(eqn: Any) -> bool:
-    """Whether an equation is no more than the one program that it holds."""
+    """Whether an equation only runs the one program that it holds."""
     is_one = traits(eqn) & _CALLS or eqn.primitive.name in _OTHER_CALLS
     return bool(is_one) and len(programs_in(eqn)) == 1
 
@@ -87,7 +92,10 @@ def _has_floats(program: Any) -> bool:
 
 
 def _key(eqns: Sequence[Any], reads: Sequence[Any]) -> Hashable:
-    """What equations compute, with their variables numbered."""
+    """A key that is equal for equations that compute the same.
+
+    Variables are numbered in it, as layers that are alike have different ones.
+    """
     numbers = {v: n for n, v in enumerate(reads)}
     key: list[Hashable] = [v.aval for v in reads]
     for eqn in eqns:
@@ -101,6 +109,6 @@ def _key(eqns: Sequence[Any], reads: Sequence[Any]) -> Hashable:
         key.append((eqn.primitive, tuple(eqn.params.items()), tuple(operands)))
     try:
         hash(tuple(key))
-    except TypeError:  # of a parameter that is compared with no other
+    except TypeError:  # a parameter has no hash: equal to no other
         return tuple(map(id, eqns))
     return tuple(key)

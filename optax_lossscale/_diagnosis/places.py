@@ -1,4 +1,8 @@
-"""Where an equation is: its line, and the names of the scopes that it is in."""
+"""Where an equation is: its line, and the names of the scopes that it is in.
+
+The names come from the stack that JAX keeps for profiles, without what JAX and autocast
+add to it: `transpose(jvp(ols.autocast))/jvp(block_3)` becomes `block_3`.
+"""
 
 import re
 from typing import Any
@@ -16,7 +20,13 @@ _SELECTS = ("slice", "dynamic_slice")
 
 
 def place_of(eqn: Any, number: int, around: Place) -> Place:
-    """The place of an equation in a program that the equation at another holds."""
+    """The place of an equation.
+
+    Args:
+      eqn: the equation.
+      number: its place in the order of running.
+      around: the place of the equation that holds its program.
+    """
     stack = str(eqn.source_info.name_stack)
     sums = traits(eqn) & (Is.PRODUCT | Is.ADDS_MANY)
     return Place(
@@ -30,7 +40,10 @@ def place_of(eqn: Any, number: int, around: Place) -> Place:
 
 
 def keeps_numbers(eqn: Any) -> bool:
-    """Whether the results are the operand's numbers, in another form or a wider dtype."""
+    """Whether the result has the operand's numbers, moved, repeated or widened.
+
+    Its note is then that of the operand.
+    """
     name = eqn.primitive.name
     if name == "convert_element_type":
         (x,) = eqn.invars
@@ -41,7 +54,7 @@ def keeps_numbers(eqn: Any) -> bool:
 
 
 def _scope(stack: str) -> str:
-    """The names that a user gave: `block_3` of `transpose(jvp(ols.autocast))/jvp(block_3)`."""
+    """The names in a stack that the user gave, with slashes between them."""
     without_jit = re.sub(r"p?jit\([^()]*\)", "", stack)
     plain = re.sub(r"\w+\(|\)", "", without_jit)
     names = [name for name in plain.split("/") if re.fullmatch(r"[\w.-]+", name)]

@@ -1,4 +1,9 @@
-"""The runs of a gradient beside float32: at a loss scale of 1, and at the one that fits."""
+"""The runs of a gradient in pairs: at a loss scale of 1, and at the one that fits.
+
+The magnitudes of the run at 1 say which scale fits. The run at that scale confirms it,
+or is repeated at another, as a backward pass need not be linear in the scale. If
+float32 would have made other choices, there is one more run, in which it makes them.
+"""
 
 from typing import NamedTuple
 
@@ -16,49 +21,48 @@ from optax_lossscale._diagnosis.scale import (
 )
 from optax_lossscale._diagnosis.shadow import Shadow
 
-_TRIES = 6  # of scales, where the backward pass is not linear in them
+_TRIES = 6  # how many scales are tried, if the backward pass is not linear
 
 
 class Run(NamedTuple):
-    """A gradient beside float32's at one loss scale."""
+    """One run of a gradient in pairs."""
 
-    scale: float
+    scale: float  # the loss scale
     loss: Value
-    grads: dict[str, Value]  # scaled, by the names of the parameters
+    grads: dict[str, Value]  # the scaled gradients, by the names of the parameters
     notes: list[Note]
 
     @property
     def results(self) -> dict[str, Value]:
-        """The loss and the gradients."""
+        """The loss and the gradients, by name."""
         return {"the loss": self.loss, **self.grads}
 
     def is_finite(self, in_float32: bool = False) -> bool:
-        """Whether the loss and all gradients are, in the program or in float32."""
+        """Whether loss and gradients are finite, in the program or in float32."""
         pairs = [value.pair for value in self.results.values()]
         numbers = [pair.true if in_float32 else pair.low for pair in pairs]
         return all(np.isfinite(x).all() for x in numbers)
 
 
 class Runs(NamedTuple):
-    """What the runs of a gradient say."""
+    """The runs of a gradient, and which loss scale fits."""
 
-    at_1: Run
-    fitting: Run  # at the scale that fits; at a scale of 1, if none does
+    at_1: Run  # at a loss scale of 1
+    fitting: Run  # at the scale that fits; the run at 1, if none does
     fits: InitialScale | None  # None if gradients are finite at no scale
-    overflow: Note | None  # what becomes infinite first, at twice the largest scale
-    passed: dict[str, str]  # what computes in 16 bits only: the operation, by its line
-    # At the scale of `fitting`, where float32 makes its own choices; None if these are
-    # the same
+    overflow: Note | None  # the cause of the first overflow, at twice the largest scale
+    passed: dict[str, str]  # by line, the operation that computes in 16 bits only
+    # At the scale of `fitting`, with float32's own choices; None if they are the same
     own_choices: Run | None = None
 
     @property
     def growth(self) -> float:
-        """By how much gradients grow from a scale of 1 to the one that fits."""
+        """The factor by which gradients grow from the run at 1 to the one that fits."""
         return self.fitting.scale / self.at_1.scale
 
 
 def runs_of(gradient: Gradient) -> Runs:
-    """The runs at a loss scale of 1 and at the one that fits; and with float32's choices."""
+    """All runs of a gradient, that with float32's own choices included."""
     runs = _following_choices(gradient)
     if any(note.decided for note in runs.fitting.notes):
         shadow = Shadow(gradient.jaxpr, follows=False)
@@ -68,7 +72,7 @@ def runs_of(gradient: Gradient) -> Runs:
 
 
 def _following_choices(gradient: Gradient) -> Runs:
-    """The run at a loss scale of 1, and one at the scale that follows from it."""
+    """The runs in which float32 follows the program's choices."""
     shadow = Shadow(gradient.jaxpr)
     at_1 = _run(shadow, gradient, 1.0)
     passed = {n.place.source: n.place.primitive for n in at_1.notes if n.is_passed}
@@ -85,8 +89,9 @@ def _following_choices(gradient: Gradient) -> Runs:
 
 
 def _fitting(shadow: Shadow, gradient: Gradient, runs: Runs, exponent: int) -> Runs:
-    """The same, with the run at the scale that fits: 2**exponent, if the pass is linear."""
-    most = HIGHEST  # no scale above it fits
+    """Adds the run at the scale that fits: 2**exponent, if the pass is linear."""
+    most = HIGHEST  # the exponent of the largest scale that may still fit
+    # A scale of 1 fits if none of those below does.
     if runs.at_1.is_finite():
         runs = runs._replace(fits=_fits(0, 0))
     for _ in range(_TRIES):
@@ -95,7 +100,7 @@ def _fitting(shadow: Shadow, gradient: Gradient, runs: Runs, exponent: int) -> R
             most = exponent - 1
             exponent -= 2 * MARGIN
             continue
-        # The program's own numbers say it to the bit.
+        # The magnitudes of this run give the largest scale to the bit.
         first, overflow = first_overflow(run.notes, run.scale)
         largest = max(min(first - 1, most), exponent)
         runs = runs._replace(
@@ -121,10 +126,10 @@ def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
 
 
 def _result(value: Value) -> Value:
-    """A result with an array for each number, noted by itself."""
+    """A result of the program with two arrays, and with a note about these alone."""
     note = value.note
     pair = Pair(np.asarray(value.pair.low), np.asarray(value.pair.in_float32))
-    if note is not None:  # what was noted may be of a stack that this is a part of
+    if note is not None:  # which may be about a stack with this as one row
         numbers = measured(pair.low, pair.true)
         note = Note(note.place, note.rounds, (note,), note.dtype, **numbers)
     return Value(pair, note)

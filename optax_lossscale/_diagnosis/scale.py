@@ -1,4 +1,10 @@
-"""Which loss scale fits: what the magnitudes of a backward pass say, which is linear in it."""
+"""Which loss scale fits, and how many gradients underflow without it.
+
+A backward pass is linear in the loss scale, so that the magnitudes of one run tell at
+which scale each of its results overflows: if the largest number in a run at scale 1 is
+2**6, float16 overflows at a scale of 2**10. The largest scale is then 2**9, and the one
+that fits is `MARGIN` bits below that.
+"""
 
 import math
 from collections import defaultdict
@@ -11,12 +17,12 @@ from optax_lossscale._arrays.names import scale_name, without_numbers
 from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import Note, limits
 
-HIGHEST = 126  # 2**127 is the last power of two in float32
-MARGIN = 2  # bits below the largest scale, as gradients may grow
-NOTABLE = 0.01  # a share of gradients that is worth mentioning
-# Times that numbers grow in one equation which is at fault for their size
+HIGHEST = 126  # the largest scale's exponent: 2**127 is float32's last power of two
+MARGIN = 2  # bits from the scale to begin with to the largest, as gradients may grow
+NOTABLE = 0.01  # the least share of gradients whose underflow is worth mentioning
+# An equation that enlarges numbers by more than this is at fault for their size.
 _JUMP = 2.0**10
-# From the largest float16 to the smallest: no single scale holds more
+# The smallest float16 relative to the largest: no scale keeps smaller gradients as well
 _REACH = 2.0**-40
 
 
@@ -44,12 +50,12 @@ class InitialScale(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """How many numbers of a gradient there are."""
+    """Counts of the numbers of one gradient."""
 
-    size: int
-    lost: int  # at a loss scale of 1
-    left: int  # lost at the scale that fits
-    exponents: np.ndarray  # those with each exponent
+    size: int  # all of them
+    lost: int  # those that are lost at a loss scale of 1
+    left: int  # those that are lost at the scale that fits
+    exponents: np.ndarray  # those with each exponent, of float32, that can be kept
 
 
 class Underflow(NamedTuple):
@@ -59,7 +65,8 @@ class Underflow(NamedTuple):
       lost: the share that is zero or subnormal at a loss scale of 1, but not zero in
         float32.
       left: the same share at the scale that fits.
-      bits: the exponent of the least power of two at which next to nothing is lost.
+      bits: the exponent of the least power of two, as a loss scale, at which next to
+        nothing is lost.
     """
 
     lost: float
@@ -68,11 +75,11 @@ class Underflow(NamedTuple):
 
 
 def first_overflow(notes: Iterable[Note], scale: float) -> tuple[int, Note | None]:
-    """The exponent of the scale from which on something overflows, and what does so first.
+    """The exponent of the first scale with an overflow, and the note of what causes it.
 
     Args:
-      notes: of a run.
-      scale: at which it was made.
+      notes: the notes of a run.
+      scale: the loss scale of that run.
     """
     first = None
     least = math.inf
@@ -88,7 +95,10 @@ def first_overflow(notes: Iterable[Note], scale: float) -> tuple[int, Note | Non
 
 
 def _made_large(note: Note) -> Note:
-    """Where numbers of a backward pass became so large: at a jump before it, or right there."""
+    """Where a backward pass made numbers large: at the largest jump up to `note`.
+
+    Without a jump of at least `_JUMP`, this is `note` itself.
+    """
     at = note
     largest_jump = _JUMP
     while True:
@@ -106,12 +116,15 @@ def _made_large(note: Note) -> Note:
 def underflow(
     names: Sequence[str], at_1: Sequence[Value], fitting: Sequence[Value]
 ) -> dict[str, Underflow]:
-    """What each group of parameters loses; all of them first, then the worst.
+    """The underflow of each group of parameters that loses a notable share.
+
+    A group has the parameters whose names differ in numbers only. The group of all
+    parameters comes first, then the one that loses most.
 
     Args:
-      names: of the parameters.
+      names: the names of the parameters.
       at_1: their gradients in a run at a loss scale of 1.
-      fitting: and in one at the scale that fits.
+      fitting: their gradients in a run at the scale that fits.
     """
     counts: dict[str, list[_Counts]] = defaultdict(list)
     for name, before, after in zip(names, at_1, fitting, strict=True):
@@ -135,37 +148,40 @@ def underflow(
 
 
 def _count_lost(value: Value) -> int:
-    """How many numbers of a gradient are zero or subnormal, and should not be."""
+    """How many numbers are zero or subnormal, though a loss scale could keep them."""
     low = _sizes(value.pair.low)
     gone = low < limits(np.float16)[1] if _is_of_float16(low) else low == 0
     return int(np.count_nonzero(gone & _may_be_kept(_sizes(value.pair.true))))
 
 
 def _may_be_kept(true: np.ndarray) -> np.ndarray:
-    """Which numbers of a gradient some scale keeps."""
+    """Which numbers of a gradient are large enough for some loss scale to keep them."""
     return true > true.max(initial=0) * _REACH
 
 
 def _sizes(x: np.ndarray) -> np.ndarray:
-    """The absolute values of all numbers."""
+    """The absolute values of an array in one row, in float32."""
     return np.abs(np.asarray(x)).astype(np.float32).ravel()
 
 
 def _is_of_float16(x: np.ndarray) -> bool:
-    """Whether these are numbers of float16, whatever dtype they have since been cast to."""
+    """Whether float16 holds all of these numbers, whatever their dtype is now."""
     with np.errstate(over="ignore"):
         return bool((x == x.astype(np.float16)).all())
 
 
 def _exponents(sizes: np.ndarray) -> np.ndarray:
-    """How many numbers have each exponent, from 2**-127, with what is less, to infinity."""
+    """How many numbers have each of float32's 256 exponents.
+
+    The first of these counts subnormal numbers and zeros, the last infinities and NaNs.
+    """
     return np.bincount(sizes.view(np.uint32) >> 23, minlength=256)
 
 
 def _bits(exponents: np.ndarray) -> int:
-    """The least power of two at which next to nothing is lost that another would keep."""
-    first_normal = 127 - 14  # the place of the least exponent of float16
-    below = np.cumsum(exponents) - exponents[0]  # those that are zero are not lost
+    """The exponent of the least loss scale that loses hardly more than the best one."""
+    first_normal = 127 - 14  # the index of float16's least normal exponent
+    below = np.cumsum(exponents) - exponents[0]  # without zeros, which are not lost
     lost = [below[max(first_normal - bits - 1, 0)] for bits in range(HIGHEST)]
     enough = min(lost) + NOTABLE * max(exponents[1:255].sum(), 1)
     return next(bits for bits in range(HIGHEST) if lost[bits] <= enough)

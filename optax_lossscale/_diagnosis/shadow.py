@@ -1,6 +1,9 @@
-"""A program run with every value beside what float32 gives for it, and noted.
+"""Run a program with every value in a pair, and make a note of each result.
 
-Pieces without loops are compiled; loops and branches are Python's, around these.
+`Shadow(program)(values)` returns the results as values, which are pairs with notes, and
+leaves all notes of the run in `notes`. Pieces without loops are compiled and give the
+pairs of all of their results; the notes are made of these on the host. Python runs
+loops and branches around such pieces, and so knows the round in which it is.
 """
 
 import functools
@@ -37,44 +40,44 @@ _PATIENCE = 10.0  # seconds between two lines of progress
 
 
 class Around(NamedTuple):
-    """Where a program is run."""
+    """What is around a program that runs."""
 
-    place: Place = Place("", "", "")  # of the equation that holds it
-    path: tuple[int, ...] = ()  # the `id` of each equation around it
-    rounds: tuple[int, ...] = ()  # of the loops around it
-    devices: Devices | None = None
+    place: Place = Place("", "", "")  # the place of the equation that holds it
+    path: tuple[int, ...] = ()  # the `id` of each equation around it, outermost first
+    rounds: tuple[int, ...] = ()  # the rounds of the loops around it, outermost first
+    devices: Devices | None = None  # those of a `shard_map` around it
 
     def constant(self, x: np.ndarray) -> Value:
-        """A value that is the same on all devices."""
+        """A constant of the program as a value, on each device if there are several."""
         value = Value(exact(x))
         return value.each(self.devices.repeated) if self.devices else value
 
 
 class Shadow:
-    """A run of a program with float32 beside it.
+    """A program to be run in pairs, any number of times.
 
     Attributes:
-      notes: what was noted of each result, in the order of running. Nothing is, if
-        float32 does not follow the choices of the program but makes its own.
+      notes: the notes of the last run, in the order of running. There are none if
+        float32 does not follow the choices of the program, but makes its own.
     """
 
     def __init__(self, program: Any, follows: bool = True):
         self.program = program
         self._follows = follows
         self.notes: list[Note] = []
-        self._places: dict[tuple[int, ...], Place] = {}  # by the path to it
+        self._places: dict[tuple[int, ...], Place] = {}  # by the path to an equation
         self._compiled: dict[Any, Callable[[Sequence[Pair]], list[Results]]] = {}
         self._said = time.monotonic()
 
     def __call__(self, values: Sequence[Value]) -> list[Value]:
-        """The results for these arguments; the notes are those of this run."""
+        """Runs the program for these arguments, and replaces the notes."""
         self.notes = []
         return self._run(self.program, values, Around())
 
     def _run(
         self, program: Any, values: Sequence[Value], around: Around
     ) -> list[Value]:
-        """The results of a program."""
+        """The results of a program, piece by piece."""
         jaxpr = open_jaxpr(program)
         env = dict(zip(jaxpr.invars, values, strict=True))
         for v, x in zip(jaxpr.constvars, constants(program), strict=True):
@@ -99,7 +102,7 @@ class Shadow:
     def _run_inside(
         self, piece: Piece, ins: Sequence[Value], around: Around
     ) -> list[Value]:
-        """The results of a call, a loop, a branch, or a program on several devices."""
+        """The results of an equation whose programs are run piece by piece."""
         (eqn,) = piece.eqns
         path = (*around.path, id(eqn))
         inside = around._replace(place=self._place(eqn, around), path=path)
@@ -118,6 +121,7 @@ class Shadow:
             return loops.while_loop(piece, ins, run)
         if Is.BRANCHES in kind:
             return loops.cond(piece, ins, run)
+        # It is a `shard_map`.
         devices = Devices.of(eqn)
         params = eqn.params
         entered = [
@@ -133,14 +137,14 @@ class Shadow:
         ]
 
     def _place(self, eqn: Any, around: Around) -> Place:
-        """Where an equation is."""
+        """The place of an equation, which is found once for each path to it."""
         path = (*around.path, id(eqn))
         if path not in self._places:
             self._places[path] = place_of(eqn, len(self._places), around.place)
         return self._places[path]
 
     def _compute(self, piece: Piece, env: dict[Any, Value], around: Around) -> None:
-        """Adds the results of equations that hold no loop, each with its note."""
+        """Computes a piece by compiled code, and adds its results to `env`."""
         key = (piece.key, around.devices)
         if key not in self._compiled:
             function = functools.partial(beside_float32, piece, self._follows)
@@ -168,7 +172,7 @@ class Shadow:
         is_passed: bool,
         around: Around,
     ) -> Note | None:
-        """What is noted of a result, if it is of floats or of choices."""
+        """Makes a note of a result, if it holds floats or is a choice."""
         if not self._follows:
             return None
         dtype = pair.low.dtype
@@ -190,7 +194,7 @@ class Shadow:
         return note
 
     def _say(self, piece: Piece) -> None:
-        """A line of progress, where it takes long."""
+        """Prints a line of progress, if none has been printed for a while."""
         if time.monotonic() - self._said > _PATIENCE:
             self._said = time.monotonic()
             print(

@@ -1,4 +1,8 @@
-"""The table of a program's equations: how far each is from float32, and how large its numbers."""
+"""The table of a run: a row for each equation, with its error and magnitudes.
+
+A note is made in each round of a loop; a row stands for all rounds, and has the figures
+of the one in which the equation is off the most.
+"""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -9,7 +13,7 @@ from optax_lossscale._arrays.names import natural
 from optax_lossscale._diagnosis.notes import Note
 from optax_lossscale._diagnosis.text import aligned, percent, some
 
-_NEAR = 200  # operations back, in which parameters are looked for
+_NEAR = 200  # how many equations back a parameter is looked for
 
 
 class Row(NamedTuple):
@@ -23,9 +27,9 @@ class Row(NamedTuple):
       dtype: the dtype of its result.
       is_backward: whether it is of the backward pass, and so in proportion to the loss
         scale.
-      before: how far its operands are from float32's: the norm of the difference,
-        relative.
-      error: how far its result is; infinite if it is not finite where float32's is.
+      before: how far the worst of its operands is from float32's, as `error` is.
+      error: how far its result is from float32's: the norm of the difference, relative
+        to the norm of float32's; infinite if it is not finite where float32's is.
       is_finite: whether float32's result is finite.
       lost: the share of its numbers that is zero where float32's is not.
       decided: of indices and conditions, the share that float32 decides otherwise.
@@ -52,7 +56,7 @@ class Row(NamedTuple):
 
     @property
     def line(self) -> str:
-        """What it is and where, as `dot_general at model.py:12 (f)`."""
+        """The operation and its line, as `dot_general at model.py:12 (f)`."""
         return f"{self.primitive} at {self.source}" if self.source else self.primitive
 
     def __str__(self) -> str:
@@ -81,7 +85,7 @@ class Table(NamedTuple):
 
 
 def table_of(notes: Iterable[Note]) -> Table:
-    """The table of all that was noted in a run."""
+    """The table of all notes of a run."""
     worst: dict[tuple[int, Any], Note] = {}
     largest: dict[tuple[int, Any], float] = {}
     for note in notes:
@@ -96,7 +100,7 @@ def table_of(notes: Iterable[Note]) -> Table:
 
 
 def row_of(note: Note) -> Row:
-    """The row of what was noted in one round."""
+    """The row of one note."""
     return Row(
         primitive=note.place.primitive or note.place.name,
         source=note.place.source,
@@ -116,7 +120,7 @@ def row_of(note: Note) -> Row:
 
 
 def _layer(note: Note) -> str:
-    """The scope of a result, or else the parameters nearest to it."""
+    """The scope of a result, or else the nearest parameters that it depends on."""
     if note.place.scope:
         return note.place.scope
     level = [note]

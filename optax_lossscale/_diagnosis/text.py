@@ -1,4 +1,4 @@
-"""Reports as text: paragraphs, lists and tables."""
+"""Reports as text: paragraphs, lists, tables and percentages."""
 
 import math
 import textwrap
@@ -12,19 +12,19 @@ wrapped = textwrap.TextWrapper(
 
 
 def some(names: Sequence[str]) -> str:
-    """The first of them: `a, b, c and 2 more`."""
+    """The first names of a list, as in `a, b, c and 2 more`."""
     first = ", ".join(names[:_SHOWN])
     left = len(names) - _SHOWN
     return f"{first} and {left} more" if left > 0 else first
 
 
 def lines_of(operations: Iterable[Any]) -> list[str]:
-    """The lines of operations, in their order, each once."""
+    """The lines of source code of operations, in order, each once."""
     return list(dict.fromkeys(one.source for one in operations))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines, in columns two spaces apart."""
+    """Lines of text for the rows of a table, in columns two spaces apart."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -34,5 +34,5 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def percent(share: float) -> str:
-    """A share, or how far something is off."""
+    """A share or an error in percent; `not finite` if it is infinite."""
     return f"{share:.1%}" if share < math.inf else "not finite"

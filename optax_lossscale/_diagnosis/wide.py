@@ -1,4 +1,10 @@
-"""An equation of a program as it would be if the program had been written in float32."""
+"""An equation as it would be if the program had been written in float32.
+
+`in_float32(eqn, ins)` applies an equation of the program to operands that are float32
+where the program's are narrow. Most operations accept them; those whose parameters name
+a narrow dtype, such as a cast, get float32 there. An equation that computes in 16 bits
+nevertheless, such as a kernel written for float16, raises `NotWidenedError`.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +18,7 @@ from optax_lossscale._programs.operations import Is, traits_of
 from optax_lossscale._programs.values import FLOAT32, dtype_in, in_dtype, in_dtypes
 from optax_lossscale._programs.versions import bind, is_program, open_jaxpr, params_of
 
-# What a foreign function returns
+# The types of a foreign function's results, among an equation's parameters
 _SHAPES = (jax.core.ShapedArray, jax.ShapeDtypeStruct)
 _SCATTERS = {
     "scatter": lax.scatter,
@@ -25,7 +31,7 @@ _SCATTERS = {
 
 
 class NotWidenedError(Exception):
-    """What an equation computes in 16 bits, it does in these whatever it is given."""
+    """An equation computes in 16 bits whatever dtypes its operands have."""
 
 
 def is_narrow(dtype: Any) -> bool:
@@ -46,14 +52,17 @@ def widened(x: Any) -> Any:
 
 
 def narrows(eqn: Any) -> bool:
-    """Whether an equation has 16-bit numbers among its own or in the programs that it holds."""
+    """Whether an equation, or one in a program that it holds, has a narrow value."""
     own = map(dtype_in, (*eqn.invars, *eqn.outvars))
     inside = (e for x in _leaves(eqn) if is_program(x) for e in open_jaxpr(x).eqns)
     return any(map(is_narrow, own)) or any(map(narrows, inside))
 
 
 def as_written(eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """The results in float32 of an equation that computes in its own dtypes."""
+    """The results of an equation in its own dtypes, for operands in float32.
+
+    The operands are cast to the program's dtypes, and narrow results to float32.
+    """
     return list(
         map(widened, bind(eqn, in_dtypes(list(map(dtype_in, eqn.invars)), ins)))
     )
@@ -63,11 +72,11 @@ def in_float32(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     """The results of an equation for operands in float32.
 
     Raises:
-      NotWidenedError: if it computes in 16 bits whatever it is given, as kernels do.
+      NotWidenedError: if it computes in 16 bits all the same, as kernels do.
     """
     if not narrows(eqn):
         return bind(eqn, ins)
-    # The bits of random numbers, which stay
+    # Such as the bits of a random number, which differ in another dtype
     if Is.OF_BITS in traits_of(eqn.primitive.name):
         return as_written(eqn, ins)
     expected = [(wide_dtype(v.aval.dtype), v.aval.shape) for v in eqn.outvars]
@@ -81,7 +90,7 @@ def in_float32(eqn: Any, ins: Sequence[Any]) -> list[Any]:
 
 
 def _rewritten(eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """The results of an equation with float32 in the place of every 16-bit dtype."""
+    """The results of an equation whose parameters name float32 for narrow dtypes."""
     name = eqn.primitive.name
     params = dict(eqn.params)
     if name in _SCATTERS:
@@ -96,7 +105,7 @@ def _rewritten(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     if "precision" in params and not isinstance(
         params["precision"], (tuple, lax.Precision)
     ):
-        params["precision"] = None  # it is an algorithm for 16-bit operands
+        params["precision"] = None  # an algorithm for operands in 16 bits
     for key, value in params.items():
         if isinstance(value, (np.dtype, type)) and is_narrow(_dtype(value)):
             params[key] = FLOAT32
@@ -106,15 +115,15 @@ def _rewritten(eqn: Any, ins: Sequence[Any]) -> list[Any]:
 def _dtype(x: Any) -> Any:
     try:
         return jnp.dtype(x)
-    except TypeError:  # a class that is none
+    except TypeError:  # a class that is no dtype
         return None
 
 
 def _leaves(eqn: Any) -> list[Any]:
-    """What an equation's parameters hold."""
+    """The leaves of an equation's parameters, where a program or a type is one."""
     return jax.tree.leaves(list(params_of(eqn).values()), is_leaf=_is_whole)
 
 
 def _is_whole(x: Any) -> bool:
-    """Whether this is a program, or the type of what a foreign function returns."""
+    """Whether `x` is a program, or the type of a foreign function's result."""
     return is_program(x) or isinstance(x, _SHAPES)

@@ -1,1 +1,13 @@
-"""Read what JAX traced, and run it by another rule."""
+"""Read the programs that JAX traced, and run them in another way.
+
+A *program* is a jaxpr, open or closed. It consists of equations, each of which applies
+an operation of JAX, such as `dot_general`, to operands. An equation may hold programs
+of its own, as that of a `scan` holds its body. Read the files in this order:
+
+- `operations.py`: the table of what is known of each operation.
+- `versions.py`: the attributes of programs that differ between versions of JAX.
+- `values.py` and `work.py`: the dtypes of values, and the size of a product or sum.
+- `walk.py`: all equations of a program, those in inner programs included.
+- `enter.py`: an equation such as `scan`, run with its inner programs replaced.
+- `remembered.py`: results for a program, computed once.
+"""

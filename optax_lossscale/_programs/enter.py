@@ -1,8 +1,10 @@
-"""Running an equation that holds programs, as `scan` does, with each of these run in another way.
+"""Run an equation that holds programs, such as a `scan`, with others in their place.
 
-Each of the programs comes as a `Callee`: which dtypes it takes, which it gives, and how it
-is called. Where two meet, as at the end of a loop's body and its beginning, the wider
-dtype is carried.
+`enter(eqn, operands, callees)` does not bind the equation, but calls `lax.scan`,
+`lax.switch` and so on anew, with one `Callee` for each program that the equation holds.
+A callee may take and give other dtypes than the original program, as when products in
+it are narrowed. The results of a `cond` then have the widest dtype that a branch gives,
+and the carry of a `scan` the wider of those that its body takes and gives.
 """
 
 import functools
@@ -21,9 +23,9 @@ Arrays = Sequence[Any]
 
 
 class Callee(NamedTuple):
-    """How a program is run."""
+    """A function to run in the place of a program."""
 
-    takes: Sequence[Any]  # the dtypes in which it is to be given its arguments
+    takes: Sequence[Any]  # the dtypes of its arguments
     gives: Sequence[Any]  # the dtypes of its results
     call: Callable[[Arrays], list[Any]]
 
@@ -33,22 +35,22 @@ Callees = Sequence[Callee]
 
 
 def is_entered(eqn: Any) -> bool:
-    """Whether the programs that an equation holds can be run in another way."""
+    """Whether `enter` can run this equation."""
     return bool(traits(eqn) & ENTERED)
 
 
 def enter(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
-    """The results of an equation that holds programs, each of which is run as `callees` says."""
+    """The results of an equation that holds programs, with `callees` in their place."""
     return _ENTER[traits(eqn) & ENTERED](eqn, operands, callees)
 
 
 def is_placed(eqn: Any) -> bool:
-    """Whether a `jit` was told where to place its arguments or results."""
+    """Whether an equation is a `jit` with shardings for its arguments or results."""
     places = eqn.params.get("in_shardings"), eqn.params.get("out_shardings")
     return any(isinstance(x, jax.sharding.Sharding) for x in jax.tree.leaves(places))
 
 
-# --- one function for each kind of equation ---
+# --- one function for each kind of equation, which returns its results ---
 
 
 def _inlined(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
@@ -59,6 +61,9 @@ def _inlined(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
 def _checkpoint(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     (callee,) = callees
     prevent_cse = eqn.params["prevent_cse"]
+    # Such an equation recomputes the forward pass in a backward pass that was traced
+    # before. JAX puts a barrier there when it lowers the equation, so that the compiler
+    # does not merge both passes; for a new `checkpoint` it would not.
     if eqn.params["differentiated"] and prevent_cse:
         operands = lax.optimization_barrier(operands)
     policy = eqn.params["policy"]
@@ -73,8 +78,8 @@ def _scan(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     consts = operands[: carried.start]
     carry = operands[carried.start : carried.stop]
     xs = operands[carried.stop :]
-    # From round to round in the wider of two dtypes, and from there in the one that is
-    # taken.
+    # Between two rounds, the carry is in the wider of the dtypes that the body takes
+    # and gives; each round casts it to the one that the body takes.
     taken = callee.takes[carried.start : carried.stop]
     wide = [_widest(dtypes) for dtypes in zip(taken, callee.gives, strict=False)]
 
@@ -117,7 +122,7 @@ def _cond(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     gives = [_widest(dtypes) for dtypes in zip(*of_branches, strict=True)]
 
     def branch(callee):
-        """One of the branches, as a function whose results have the dtypes of all."""
+        """A branch as a function that gives the widest dtypes of all branches."""
         return lambda *operands: in_dtypes(gives, callee.call(operands))
 
     return lax.switch(index, list(map(branch, callees)), *operands)
@@ -147,8 +152,9 @@ _ENTER = {
     Is.WAITS: _while,
     Is.BRANCHES: _cond,
     Is.MAPS: _shard_map,
-    Is.JVP: _inlined,  # for who does not differentiate
+    # These lose the user's rule: autocast keeps it instead, in `_autocast/derivatives`.
+    Is.JVP: _inlined,
     Is.VJP: _inlined,
 }
 ENTERED = functools.reduce(Is.__or__, _ENTER)
-"""What holds programs that can be run in another way; others run them as they are."""
+"""The traits of the operations that `enter` can run; each of these has one of them."""

@@ -1,4 +1,11 @@
-"""What is known of JAX's operations: a row for each."""
+"""The table of JAX's operations: a row for each, with all that is known of it.
+
+`operation(eqn)` looks up the row of an equation's operation, and `traits(eqn)` only its
+traits. For `exp` these are `SATURATES`, `EXPONENTIAL` and `CHEAP`. From them follows
+that `autocast` computes it in float32 and may recompute it in the backward pass, that
+`dtype_report` lists it where its operand has 16 bits, and that `diagnose` can say of it
+that it saturates. So an operation is supported, or treated otherwise, by its row.
+"""
 
 import enum
 import functools
@@ -8,85 +15,98 @@ from optax_lossscale._programs.versions import name_of
 
 
 class Is(enum.Flag):
-    """What an operation is; it may be several of these at once."""
+    """The traits of operations, of which one operation may have several."""
 
     MOVES = enum.auto()
-    """Returns its operands' numbers in another place or shape; runs in 16 bits if they are so."""
+    """Only moves or reshapes numbers: runs in the dtype in which they are stored."""
     PLACES = enum.auto()
-    """Puts numbers in another place, too, but its derivative may sum, or it casts."""
+    """Moves numbers, but runs as traced, as its derivative may sum, or it casts."""
     SENDS = enum.auto()
-    """Goes from device to device, where the bytes count."""
+    """Communicates between devices, for which the number of bytes counts."""
     SPREADS = enum.auto()
-    """Gives many devices what one had, or says that it may differ: its derivative is a sum."""
+    """Gives an array to many devices, or lets it differ between them.
+
+    Its derivative is a sum over these devices.
+    """
     CHOOSES = enum.auto()
-    """Returns some operands' numbers, or their negatives; in float32, as a derivative may sum."""
+    """Selects numbers of its operands, or negates them.
+
+    It runs in float32 for all that, as its derivative may be a sum.
+    """
     PICKS = enum.auto()
-    """Returns rows of its first operand, as an embedding does."""
+    """Looks up parts of its first operand by index, as an embedding does."""
     NAMES = enum.auto()
-    """Gives its operand a name, under which a policy of `jax.checkpoint` may keep it."""
+    """Gives its operand a name, by which a policy of `jax.checkpoint` may keep it."""
     CASTS = enum.auto()
-    """Rounds to its result's dtype."""
+    """Converts its operand to the dtype of its result."""
     ADDS_TWO = enum.auto()
+    """Adds or subtracts two operands, number by number."""
     ADDS_MANY = enum.auto()
     """Sums many terms: in 16 bits the last ones are lost once the sum is large.
 
-    A sum over devices has few terms, one for each, and may be in 16 bits all the same.
+    A sum over devices has one term for each device. Those are few, so it may run in 16
+    bits nevertheless.
     """
     MULTIPLIES = enum.auto()
+    """Multiplies two operands, number by number."""
     DIVIDES = enum.auto()
+    """Divides two operands, number by number."""
     NEAR = enum.auto()
     """Its results have about the range of its operands."""
     SATURATES = enum.auto()
-    """Returns nearly the same for all large numbers."""
+    """Approaches a limit for large numbers, at least for those of one sign."""
     EXPONENTIAL = enum.auto()
-    """Its results leave the range of its operands."""
+    """Its results leave the range of its operands: exponentials, logarithms, powers."""
     PRODUCT = enum.auto()
+    """A matrix product or a convolution."""
     OUTER = enum.auto()
-    """A product that `multiply` and `expand_dims` can compute, if it sums nothing."""
+    """A product that, where it sums nothing, is a multiplication with broadcasting."""
     OF_BITS = enum.auto()
     """Reads or makes the bits of a number, which are those of its own dtype."""
     OPAQUE = enum.auto()
-    """Runs code that no jaxpr shows, or whose amount of work no shape tells."""
+    """Runs code that no jaxpr shows, or does work that shapes do not determine."""
     INLINED = enum.auto()
-    """Is no more than the program that it holds."""
+    """Only calls the program that it holds."""
     KEEPS = enum.auto()
-    """Itself says what is kept for the gradient of the program that it holds."""
+    """Says itself which residuals of its program are kept, as `jax.checkpoint` does."""
     SCANS = enum.auto()
-    """Runs its program for each row of what it is given."""
+    """Runs its program once for each row of its operands, and carries a state along."""
     WAITS = enum.auto()
-    """Runs its program until another says that it is enough."""
+    """Runs its body, a program, as long as its condition, another program, holds."""
     BRANCHES = enum.auto()
-    """Runs one of its programs."""
+    """Runs one of its programs, which an index chooses."""
     MAPS = enum.auto()
     """Runs its program on each device of a mesh."""
     JVP = enum.auto()
     """Holds a program whose derivative is a rule of the user's own."""
     VJP = enum.auto()
-    """Holds a program whose derivative for the backward pass is a rule of the user's own."""
+    """Holds a program whose pullback is a rule of the user's own."""
     CHEAP = enum.auto()
-    """Recomputing it takes no longer than reading its results: a compiler fuses it."""
+    """Takes no longer to recompute than its results take to read: compilers fuse it."""
 
 
 class Operation(NamedTuple):
-    """What is known of an operation; as it stands here, of one that is not in the table.
+    """A row of the table; the defaults are the row of an operation that is not in it.
 
-    So of an unknown one nothing is assumed: it runs as it was traced, in float32, is
-    not repeated, and every program among its parameters is one that it runs.
+    So nothing is assumed of an unknown operation: it runs in the dtypes in which it was
+    traced, is not recomputed, and is taken to run every program among its parameters.
     """
 
     traits: Is = Is(0)
-    # What tells how many numbers each result sums, by its own name where it is a
-    # parameter: see `_programs.work`
+    # What determines how many terms each result sums: the name of a parameter, or a
+    # word that `_programs.work` explains
     terms: str = ""
-    # The operation that gives a statistic by which this one normalizes, from a sum of
-    # many numbers: for `x - mean` a division, for `x * rsqrt(variance)` that `rsqrt`,
-    # for `x / norm` a root.
+    # The last operation that computes the statistic by which this one normalizes, if it
+    # does: in `x - mean` a division, in `x * rsqrt(variance)` that `rsqrt`, and in
+    # `x / norm` a square root
     statistic: str = ""
     # The parameters that hold the programs that it runs, in the order of running; None
-    # for all.
+    # means every parameter that holds one
     programs: tuple[str, ...] | None = None
 
 
+# The columns are the fields of `Operation`; below "is" are the traits. A cell that is
+# `-` or missing is empty: without `programs`, an operation runs none.
 _ROWS = """
 # Operation               | is                     | terms      | statistic | programs
 # Returns its operands' numbers elsewhere
@@ -382,7 +402,7 @@ zeta                      | -
 
 
 def _row(line: str) -> tuple[str, Operation]:
-    """A name and what its row says of it."""
+    """The name in a line of the table, and its row; a cell of `-` is empty."""
     cells = [cell.strip().removeprefix("-") for cell in line.split(" | ")]
     name, words, terms, statistic, programs = cells + [""] * (5 - len(cells))
     flags = (Is[word.upper()] for word in words.split())
@@ -393,21 +413,21 @@ def _row(line: str) -> tuple[str, Operation]:
 TABLE = dict(
     _row(line) for line in _ROWS.splitlines() if line and not line.startswith("#")
 )
-"""What is known of each operation, by JAX's name for it."""
+"""The row of each operation, by the operation's name in JAX."""
 
 _UNKNOWN = Operation()
 
 
 def operation(eqn: Any) -> Operation:
-    """What is known of an equation's operation."""
+    """The row of an equation's operation; the defaults, if the table has none."""
     return TABLE.get(name_of(eqn), _UNKNOWN)
 
 
 def traits(eqn: Any) -> Is:
-    """What an equation's operation is."""
+    """The traits of an equation's operation."""
     return operation(eqn).traits
 
 
 def traits_of(name: str) -> Is:
-    """What the operation with a name is; `Is(0)` if it is unknown."""
+    """The traits of the operation of this name; `Is(0)` if it is not in the table."""
     return TABLE.get(name, _UNKNOWN).traits

@@ -1,8 +1,9 @@
-"""What is said of a program, found out once, however many places hold or call it.
+"""`remembered`: a cache for pure functions of a program.
 
-JAX shares the jaxpr of a jitted function between its calls. So a program may hold far
-fewer programs than it runs: if a function calls another twice, which calls another
-twice, and so on.
+JAX shares the jaxpr of a jitted function between all of its calls. So if a function
+calls another twice, which calls a third twice, and so on, a program of few jaxprs runs
+exponentially many. A function that goes through programs must not visit each call: it
+visits each jaxpr once, and remembers what it found.
 """
 
 import functools
@@ -14,10 +15,10 @@ Answer = TypeVar("Answer")
 
 
 def remembered(function: Callable[..., Answer]) -> Callable[..., Answer]:
-    """A pure function of a program and other arguments, whose results live as long as the program.
+    """Caches the results of a pure function of a program and other hashable arguments.
 
-    A result may hold what is in the program, but not the program itself, which would
-    then stay.
+    A result is forgotten with its program. It may refer to parts of the program, but
+    not to the program itself, which would then never be freed.
     """
     answers: weakref.WeakKeyDictionary[Any, dict[Hashable, Answer]] = (
         weakref.WeakKeyDictionary()

@@ -1,4 +1,10 @@
-"""The values in a program: their dtypes, and which equations multiply them."""
+"""Values and their dtypes, and which equations are products.
+
+What is true of a dtype is asked here of anything that has one: an array, a traced
+array, or a variable or literal of a jaxpr. A *product* in this package is a matrix
+product or a convolution that sums; an inner product to single numbers is none, and
+neither is an outer product, which sums nothing.
+"""
 
 import contextlib
 import math
@@ -19,18 +25,18 @@ HALVES = frozenset({jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)})
 
 
 def dtype_in(x: Any) -> Any:
-    """The dtype of an array, a type, a variable or a literal; None if it has none."""
+    """The dtype of an array, a shape, a variable or a literal; None if it has none."""
     return getattr(getattr(x, "aval", x), "dtype", None)
 
 
 def is_float(v: Any) -> bool:
-    """Whether a variable is a floating-point or complex array."""
+    """Whether a variable or literal holds floating-point or complex numbers."""
     dtype = dtype_in(v)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def in_dtype(dtype: Any, x: Any) -> Any:
-    """An array in another dtype; unchanged if it has no dtype, or is to have None."""
+    """Casts an array; returns it as it is if `dtype` is None, or if it has no dtype."""
     now = dtype_in(x)
     has_none = dtype is None or now is None  # NumPy's float64 equals None
     if has_none or now == dtype:
@@ -40,10 +46,10 @@ def in_dtype(dtype: Any, x: Any) -> Any:
 
 
 def _in_its_mesh(x: jax.typing.ArrayLike) -> contextlib.AbstractContextManager[Any]:
-    """A context for an operation on an array that may belong to another mesh than what is around.
+    """A context in which an operation on an array may run, whatever mesh it belongs to.
 
-    As an array inside of `auto_axes` does, whose mesh has the same axes with other
-    types.
+    Inside of `auto_axes`, an array may have another mesh than the context has: one with
+    the same axes, of other types. JAX refuses operations on it there.
     """
     mesh = jax.typeof(x).sharding.mesh
     around = jax.sharding.get_abstract_mesh()
@@ -55,40 +61,48 @@ def _in_its_mesh(x: jax.typing.ArrayLike) -> contextlib.AbstractContextManager[A
 
 
 def in_dtypes(dtypes: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
-    """Each array in its dtype."""
+    """Casts each array to the dtype at its place, as `in_dtype` does."""
     return [in_dtype(dtype, x) for dtype, x in zip(dtypes, xs, strict=True)]
 
 
 def dtypes_in(variables: Sequence[Any]) -> list[Any]:
-    """The dtypes in which variables were traced."""
+    """The dtype of each variable, in which it was traced."""
     return list(map(dtype_in, variables))
 
 
 def numbers_in(array: Any) -> int:
-    """How many numbers an array has; a size that `jax.export` leaves open counts as 1024."""
+    """The size of an array, where an axis that `jax.export` leaves open counts 1024."""
     sizes = [n if isinstance(n, int) else 1024 for n in array.shape]
     return math.prod(sizes)
 
 
 def is_product(eqn: Any) -> bool:
-    """Whether this is a matrix product or a convolution."""
+    """Whether an equation is a product: a matrix product or convolution that sums.
+
+    Inner products, whose results are single numbers or one number for each index of a
+    batch, do not count.
+    """
     if Is.PRODUCT not in traits(eqn) or multiplies_once(eqn):
         return False
     if Is.OUTER not in traits(eqn):
         return True
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-    # A sum of products to single numbers leaves no axis.
+    # An inner product has no axis that is neither summed nor of the batch.
     n_summed = len(contracted) + len(batch)
     return any(len(v.aval.shape) > n_summed for v in eqn.invars)
 
 
 def multiplies_once(eqn: Any) -> bool:
-    """Whether a product sums nothing: each of its results is a single number times another."""
+    """Whether each result of a product is one number times another, without a sum."""
     return terms_of(eqn) == 1
 
 
 def asks_for_precision(eqn: Any) -> bool:
-    """Whether a product requests its precision, by itself or by the default around it."""
+    """Whether a product is to have the HIGHEST precision, or runs by an algorithm.
+
+    Either is asked for in the call, or by the default around it. JAX writes a precision
+    into the equation as a pair, one for each operand, and an algorithm as it is.
+    """
     precision = eqn.params.get("precision")
     if isinstance(precision, tuple):
         return lax.Precision.HIGHEST in precision

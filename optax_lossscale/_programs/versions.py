@@ -1,50 +1,65 @@
-"""What differs between the supported versions of JAX in the programs that they trace."""
+"""What differs between the supported versions of JAX in the programs that they trace.
+
+JAX's jaxprs are internal, and change from release to release. All reading that depends
+on the release is in this file; `since jax` and `before jax` mark the cases. The first
+functions accept an open jaxpr (`jax.extend.core.Jaxpr`) as well as a closed one, which
+comes with its constants, as operations hold either.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
-    """A jaxpr without its constants."""
+    """The jaxpr that a closed jaxpr wraps; an open one as it is."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def constants(jaxpr: Any) -> Sequence[Any]:
-    """What a jaxpr closes over, in the order of its `constvars`."""
+    """The values of a closed jaxpr's `constvars`, in order; none for an open one."""
     return getattr(jaxpr, "consts", ())
 
 
 def is_program(x: Any) -> bool:
-    """Whether this is a jaxpr, open or closed."""
+    """Whether `x` is a jaxpr, open or closed."""
     return hasattr(open_jaxpr(x), "eqns")
 
 
 def is_ref(v: Any) -> bool:
-    """Whether a variable is a `jax.Ref`, an array that is changed in place."""
+    """Whether a variable is a `jax.Ref`, an array that equations change in place."""
     return hasattr(v.aval, "inner_aval")
 
 
 def argument_names(jaxpr: Any) -> Sequence[str]:
-    """What the function that a jaxpr was traced from calls each argument; empty if unknown."""
+    """The names of a jaxpr's arguments in the traced function; empty if unknown."""
     names = open_jaxpr(jaxpr).debug_info.arg_names or ()
-    if len(names) != len(open_jaxpr(jaxpr).invars):  # where constants were added
+    # They differ where JAX has turned constants into arguments.
+    if len(names) != len(open_jaxpr(jaxpr).invars):
         return ()
     return tuple(name or "" for name in names)
 
 
 def params_of(eqn: Any) -> dict[str, Any]:
-    """An equation's parameters; since jax 0.12 an object may hold them, as in `custom_root`."""
+    """An equation's parameters, or those of the object that holds them.
+
+    Some operations have such an object as their parameter `_prim`; `custom_root` has
+    one since jax 0.12.
+    """
     return getattr(eqn.params.get("_prim"), "params", eqn.params)
 
 
 def name_of(eqn: Any) -> str:
-    """What JAX calls an equation's operation, or the object that holds its parameters."""
+    """The name of an equation's operation, which is that of its primitive.
+
+    Operations whose parameters are in an object share one primitive; their name is that
+    of the object's class. See `params_of`.
+    """
     holder = eqn.params.get("_prim")
     return eqn.primitive.name if holder is None else type(holder).__name__
 
 
 def bind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of an equation for other operands of the same types."""
+    """Applies an equation's operation, with its parameters, to other operands."""
     functions = ()
     params = eqn.primitive.get_bind_params(eqn.params)
     if isinstance(params, tuple):  # before jax 0.9
@@ -55,7 +70,7 @@ def bind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def scan_sizes(eqn: Any) -> tuple[int, int]:
-    """How many of a scan's operands are the same in each round, and how many are carried."""
+    """How many of a scan's operands are constants, and how many are its carry."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     # Since jax 0.12
@@ -64,7 +79,7 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
 
 
 def mapped_axes(eqn: Any) -> tuple[Any, ...]:
-    """The axes of the mesh that a `shard_map` maps over, besides those mapped around it."""
+    """The mesh axes that this `shard_map` maps over, without those mapped around it."""
     if "manual_axes" in eqn.params:  # before jax 0.10
         return tuple(eqn.params["manual_axes"])
     return tuple(eqn.params["newly_manual_axes"])

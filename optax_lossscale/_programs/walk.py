@@ -1,4 +1,11 @@
-"""Every equation of a program: how often it runs, and the user's line that made it."""
+"""Go through all equations of a program, inner programs included, and find their lines.
+
+`equations(jaxpr)` gives an `Equation` for each, which says how often it runs and which
+line of the user's code made it. For one equation, `programs_in` gives the programs that
+it holds, `arguments_of` also the operands of each by their positions, and `carried_by`
+the positions of a loop's carry. For a `scan` with 2 constants, 1 carry and 1 array to
+scan over, `arguments_of` gives `[(body, range(0, 4))]`, and `carried_by` `range(2, 3)`.
+"""
 
 import math
 import os
@@ -22,7 +29,8 @@ from optax_lossscale._programs.versions import (
     scan_sizes,
 )
 
-# Their lines are passed over: they call the user's functions, and are called by them.
+# Frames of these packages are never shown as the user's line: the user's functions call
+# them, and are called by them.
 _FRAMEWORKS = (
     "einops",
     "equinox",
@@ -36,19 +44,21 @@ _FRAMEWORKS = (
 
 
 class Equation(NamedTuple):
-    """An equation in its place."""
+    """An equation, with what follows from its place in the program."""
 
     eqn: Any
-    around: Self | None  # the equation that holds the program that this one is in
-    # How often; each branch of a `cond` counts as run, and the body of a `while` once
+    around: Self | None  # the equation whose program this one is in; None at the top
+    # How often it runs, where each branch of a `cond` counts, and the body of a `while`
+    # counts once
     runs: int
-    source: str  # the line that made it, as `model.py:12 (f)`
-    # The dtypes of its operands before its program converted them to wider ones
+    source: str  # the user's line that made it, as `model.py:12 (f)`
+    # The dtypes of its operands before its own program widened them, if it did: float16
+    # for an operand that a `convert_element_type` before it made float32
     before: tuple[Any, ...]
 
     @property
     def name(self) -> str:
-        """What JAX calls its operation."""
+        """The name of its operation in JAX."""
         return name_of(self.eqn)
 
     @property
@@ -60,7 +70,7 @@ class Equation(NamedTuple):
 
 
 def programs_in(eqn: Any) -> list[Any]:
-    """The jaxprs that an equation runs, closed or open, as they are."""
+    """The programs that an equation holds and runs, in the order of running."""
     params = params_of(eqn)
     names = operation(eqn).programs
     if names is None:
@@ -72,7 +82,10 @@ def programs_in(eqn: Any) -> list[Any]:
 
 
 def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
-    """The programs in an equation that is entered, each with its operands by number."""
+    """The programs in an equation that is entered, each with its operands.
+
+    The operands are given by their positions among those of the equation.
+    """
     programs = programs_in(eqn)
     end = len(eqn.invars)
     if Is.WAITS in traits(eqn):
@@ -80,18 +93,21 @@ def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
         n_condition = eqn.params["cond_nconsts"]
         of_condition = [*range(n_condition), *carried_by(eqn)]
         return [(condition, of_condition), (body, range(n_condition, end))]
-    # The last ones: the first of a cond is its index.
+    # A program takes the last operands, and all but the index that a `cond` has first.
     return [(p, range(end - len(open_jaxpr(p).invars), end)) for p in programs]
 
 
 def giving_results(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
-    """Those of `arguments_of` that give an equation's results: not the condition of a `while`."""
+    """The same as `arguments_of`, without the condition of a `while`.
+
+    The results of the other programs are those of the equation.
+    """
     entered = arguments_of(eqn)
     return entered[1:] if Is.WAITS in traits(eqn) else entered
 
 
 def carried_by(eqn: Any) -> range:
-    """The operands that a loop carries from iteration to iteration, by number."""
+    """The positions of the operands that a loop carries from round to round."""
     if Is.SCANS in traits(eqn):
         n_consts, n_carry = scan_sizes(eqn)
         return range(n_consts, n_consts + n_carry)
@@ -102,7 +118,7 @@ def carried_by(eqn: Any) -> range:
 
 
 def equations(jaxpr: Any, around: Equation | None = None) -> Iterator[Equation]:
-    """The equations of a jaxpr, and those inside them, in the order of running."""
+    """All equations of an open jaxpr, each before those in the programs it holds."""
     runs = 1 if around is None else around.runs * _times(around.eqn)
     line = "" if around is None else around.source
     before: dict[int, Any] = {}  # by the `id` of a variable
@@ -117,19 +133,23 @@ def equations(jaxpr: Any, around: Equation | None = None) -> Iterator[Equation]:
 
 
 def line_of(eqn: Any, around: str = "") -> str:
-    """The user's line that made an equation, as `model.py:12 (f)`; else that of what is around."""
+    """The user's line that made an equation, as `model.py:12 (f)`.
+
+    If no line of the user's made it, this is `around`, the line of the equation that
+    holds it.
+    """
     users = _users_calls(eqn)
-    # What a framework compiles and caches has only lines of its own.
+    # What a framework traced once and cached has no frame of the user's.
     return _short(users[-1]) if users else around or "an unknown line"
 
 
 def has_users_line(eqn: Any) -> bool:
-    """Whether a user's code made an equation, and not what a framework compiles and caches."""
+    """Whether a line of the user's made an equation, and not only a framework's."""
     return bool(_users_calls(eqn))
 
 
 def is_of_optax(eqn: Any) -> bool:
-    """Whether Optax made an equation, outside of its losses."""
+    """Whether Optax made an equation, other than one of its losses."""
     optax = _folder("optax")
     calls = _calls(eqn)
     if not optax or not calls:
@@ -139,13 +159,13 @@ def is_of_optax(eqn: Any) -> bool:
 
 
 def _parameter(params: dict[str, Any], name: str) -> Any:
-    """A parameter by its name, or a part of one, such as `jaxprs.solve`."""
+    """A parameter by name; for `jaxprs.solve`, the attribute `solve` of one."""
     name, _, part = name.partition(".")
     return attrgetter(part)(params[name]) if part else params.get(name)
 
 
 def _times(eqn: Any) -> int:
-    """How often an equation runs the programs in it."""
+    """How often an equation runs the programs that it holds."""
     if Is.SCANS in traits(eqn):
         return eqn.params["length"]
     if Is.MAPS in traits(eqn):
@@ -155,7 +175,7 @@ def _times(eqn: Any) -> int:
 
 
 def _keeps_numbers(eqn: Any) -> bool:
-    """Whether the result is the one operand, moved or in a wider dtype."""
+    """Whether the result has the numbers of the single operand, moved or widened."""
     if Is.CASTS not in traits(eqn):
         return Is.MOVES in traits(eqn) and len(eqn.invars) == 1
     (operand,) = eqn.invars
@@ -167,24 +187,27 @@ def _keeps_numbers(eqn: Any) -> bool:
 
 
 def _calls(eqn: Any) -> list[str]:
-    """The calls that led to an equation, without JAX's own; the innermost is the last."""
+    """The frames that led to an equation, without JAX's own; the innermost is last."""
     return source_info_util.summarize(eqn.source_info, num_frames=1000).splitlines()
 
 
 def _users_calls(eqn: Any) -> list[str]:
-    """Those calls that are not in a framework."""
+    """The frames of `_calls` that are in no framework."""
     folders = tuple(filter(None, map(_folder, _FRAMEWORKS)))
     return [call for call in _calls(eqn) if not call.startswith(folders)]
 
 
 def _folder(package: str) -> str:
-    """The folder of an imported package, with which the names of its files begin."""
+    """The path of an imported package's folder, with a slash; "" if not imported."""
     path = getattr(sys.modules.get(package), "__file__", None)
     return os.path.join(os.path.dirname(path), "") if path else ""
 
 
 def _short(call: str) -> str:
-    """`model.py:12 (f)` of `/home/me/model.py:12:8 (f)`, in the directory `/home/me`."""
+    """A frame in short: `model.py:12 (f)` for `/home/me/model.py:12:8 (f)`.
+
+    Here `/home/me` is the current directory; a path outside of it stays whole.
+    """
     match = re.fullmatch(r"(.+?):(\d+)(?::\d+)? \((?:.*<locals>\.)?(.+)\)", call)
     if match is None:
         return call
