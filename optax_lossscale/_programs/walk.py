@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import source_info_util
@@ -47,7 +47,6 @@ class Equation(NamedTuple):
     """An equation, with what follows from its place in the program."""
 
     eqn: Any
-    around: Self | None  # the equation whose program this one is in; None at the top
     # How often it runs, where each branch of a `cond` counts, and the body of a `while`
     # counts once
     runs: int
@@ -60,13 +59,6 @@ class Equation(NamedTuple):
     def name(self) -> str:
         """The name of its operation in JAX."""
         return name_of(self.eqn)
-
-    @property
-    def holders(self) -> Iterator["Equation"]:
-        """The equations around it, the innermost first."""
-        if self.around is not None:
-            yield self.around
-            yield from self.around.holders
 
 
 def programs_in(eqn: Any) -> list[Any]:
@@ -117,19 +109,24 @@ def carried_by(eqn: Any) -> range:
     return range(0)
 
 
-def equations(jaxpr: Any, around: Equation | None = None) -> Iterator[Equation]:
-    """All equations of an open jaxpr, each before those in the programs it holds."""
-    runs = 1 if around is None else around.runs * _times(around.eqn)
-    line = "" if around is None else around.source
+def equations(jaxpr: Any, runs: int = 1, line: str = "") -> Iterator[Equation]:
+    """All equations of an open jaxpr, each before those in the programs it holds.
+
+    Args:
+      jaxpr: the program.
+      runs: how often it runs.
+      line: the user's line that runs it; "" for the whole program.
+    """
     before: dict[int, Any] = {}  # by the `id` of a variable
     for eqn in jaxpr.eqns:
         operands = tuple(before.get(id(v), dtype_in(v)) for v in eqn.invars)
-        at = Equation(eqn, around, runs, line_of(eqn, line), operands)
+        at = Equation(eqn, runs, line_of(eqn, line), operands)
         yield at
         if _keeps_numbers(eqn):
             before[id(eqn.outvars[0])] = operands[0]
         for program in programs_in(eqn):
-            yield from equations(open_jaxpr(program), at)
+            inner_runs = runs * _times(eqn)
+            yield from equations(open_jaxpr(program), inner_runs, at.source)
 
 
 def line_of(eqn: Any, around: str = "") -> str:
