@@ -155,11 +155,18 @@ def _is_product(row: Row) -> bool:
 
 
 def _about_choices(page: Diagnosis) -> Findings:
-    """A finding about choices that float32 makes otherwise, if they matter."""
-    if page.wrong or not page.off_by_choices:
+    """A finding about choices that float32 makes otherwise, if they matter.
+
+    They do if they change the loss. If they change gradients alone, they may be as good
+    as float32's, as where a ReLU is given a number near 0: then many have to differ.
+    """
+    are_many = any(choice.decided > TOLERANCE for choice in page.choices)
+    is_loss_off = "the loss" in page.off_by_choices
+    is_grad_off = bool(page.off_by_choices) and are_many
+    if page.wrong or not (is_loss_off or is_grad_off):
         return
     name = max(page.off_by_choices, key=page.off_by_choices.__getitem__)
-    if "the loss" in page.off_by_choices:
+    if is_loss_off:
         name = "the loss"
     what = name if name == "the loss" else f"the gradient of {name}"
     off = page.off_by_choices[name]

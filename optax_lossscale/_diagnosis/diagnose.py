@@ -132,7 +132,7 @@ def _page(
         wrong=wrong,
         off=off,
         off_by_choices=off_by_choices,
-        choices=tuple(_choices(run, all_of_them=bool(off_by_choices))),
+        choices=tuple(_choices(run, all_of_them="the loss" in off_by_choices)),
         initial_scale=runs.fits,
         overflow=row_of(runs.overflow) if runs.overflow else None,
         has_gradients=any(np.any(x.pair.true) for x in run.grads.values()),

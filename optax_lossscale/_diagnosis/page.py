@@ -14,7 +14,7 @@ from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._diagnosis.dtypes import DtypeReport
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.table import Row, Table
-from optax_lossscale._diagnosis.text import aligned, percent, wrapped
+from optax_lossscale._diagnosis.text import aligned, percent, some, wrapped
 
 _SHOWN = 8
 
@@ -162,6 +162,12 @@ class Diagnosis(NamedTuple):
             yield (
                 f"Chosen otherwise than in float32: {one.decided:.1%} of {one.count}, "
                 f"in {one}."
+            )
+        if self.off_by_choices:
+            names = some(list(self.off_by_choices))
+            yield (
+                f"With float32's own choices, such as masks, {names} would be off by at "
+                f"most {max(self.off_by_choices.values()):.1%}."
             )
         for operation, source in self.not_compared:
             yield f"Not compared: what {operation} computes in 16 bits at {source}."

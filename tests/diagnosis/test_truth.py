@@ -1100,9 +1100,7 @@ CHOOSING = {
 
 
 @pytest.mark.parametrize("model", CHOOSING)
-def test_nothing_is_fine_that_float32_by_its_own_choices_is_far_from(
-    model, monkeypatch
-):
+def test_what_float32_gives_by_its_own_choices_is_said(model, monkeypatch):
     loss_fn, params, x, chooses = CHOOSING[model]
     found = ols.diagnose(loss_fn, params, x)
     loss, grads = jax.value_and_grad(loss_fn)(params, x)
@@ -1113,8 +1111,10 @@ def test_nothing_is_fine_that_float32_by_its_own_choices_is_far_from(
     assert found.off_by_choices["."] == pytest.approx(off, rel=0.05)
     off = abs(float(loss) / float(true_loss) - 1)
     assert found.off_by_choices.get("the loss", 0.0) == pytest.approx(off, abs=0.05)
-    assert found.verdict.startswith("Float32 chooses otherwise at ")
-    assert chooses in [row.primitive for row in found.choices]
+    assert "With float32's own choices" in str(found)
+    if off > 0.05:  # or else either choice may be as good
+        assert found.verdict.startswith("Float32 chooses otherwise at ")
+        assert chooses in [row.primitive for row in found.choices]
 
 
 def test_choices_that_change_nothing_are_fine():
