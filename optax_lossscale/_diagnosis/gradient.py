@@ -110,6 +110,10 @@ def gradient_of(
 
     jaxpr = jax.make_jaxpr(gradient)(arrays, jnp.float32(1))
     _check_no_refs(jaxpr)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
+        raise TypeError(
+            "diagnose runs the loss function: give it arrays, and no ShapeDtypeStruct"
+        )
     on_host = jax.device_get([jnp.asarray(x) for x in arrays])
     return Gradient(jaxpr, on_host, names, parameters)
 

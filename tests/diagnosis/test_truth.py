@@ -1173,6 +1173,12 @@ def test_numbers_of_python_are_parameters():
     assert list(found.off) == ["the loss", "a"]
 
 
+def test_shapes_are_refused():
+    x = jax.ShapeDtypeStruct((4, 8), F32)
+    with pytest.raises(TypeError, match="give it arrays, and no ShapeDtypeStruct"):
+        ols.diagnose(lambda w, x: square(x @ w), normal(8, 8), x)
+
+
 def test_a_loop_that_only_passes_numbers_on_is_compared():
     def loss_fn(w, x):
         y = jax.nn.sigmoid(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
