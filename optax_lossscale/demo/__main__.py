@@ -6,11 +6,16 @@ its unscaled gradient is multiplied by 1024.
 """
 
 import argparse
+import sys
 
 import jax
 import numpy as np
 import optax
-from matplotlib.figure import Figure
+
+try:
+    from matplotlib.figure import Figure
+except ModuleNotFoundError:
+    sys.exit("The demo needs matplotlib: pip install 'optax_lossscale[demo]'")
 
 import optax_lossscale as ols
 from optax_lossscale import plot
