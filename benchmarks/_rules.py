@@ -54,10 +54,7 @@ _WITH = ""  # all rules
 def main(options: argparse.Namespace) -> None:
     """Writes the table and the page; or the page alone, from the table that is there."""
     csv = pathlib.Path(options.out) / "rules.csv"
-    csv.parent.mkdir(parents=True, exist_ok=True)
-    if not options.report:
-        _tables.write(csv, measure())
-    _tables.write_page(csv, page)
+    _tables.publish(csv, page, None if options.report else measure)
 
 
 def measure() -> dict[str, Table]:

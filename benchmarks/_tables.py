@@ -47,6 +47,18 @@ def read(path: pathlib.Path) -> dict[str, Table]:
     return tables
 
 
+def publish(
+    csv: pathlib.Path,
+    page: Callable[[dict[str, Table]], str],
+    measure: Callable[[], dict[str, Table]] | None,
+) -> None:
+    """Writes what is measured, and the page; or the page alone, from what is there."""
+    csv.parent.mkdir(parents=True, exist_ok=True)
+    if measure is not None:
+        write(csv, measure())
+    write_page(csv, page)
+
+
 def write_page(csv: pathlib.Path, page: Callable[[dict[str, Table]], str]) -> None:
     """Writes the page that a file makes beside it, and prints it."""
     text = page(read(csv))

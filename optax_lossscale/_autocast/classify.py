@@ -156,8 +156,8 @@ def _is_normalized(
 ) -> bool:
     """Whether a step subtracts a mean, or divides by a norm, of as many numbers.
 
-    Normalized numbers have about the size 1. Without this rule, a ResNet takes 1.16 of
-    the memory and moves 1.08 of the bytes.
+    Normalized numbers have about the size 1. Without this rule, a ResNet takes 1.31 of
+    the memory and moves 1.16 of the bytes, BERT 1.04 and 1.07.
     """
     made_by = operation(step.eqn).statistic
     if not made_by:

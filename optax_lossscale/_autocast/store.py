@@ -9,7 +9,7 @@ values that they read, so that none of their float32 arrays has to be kept.
 
 Some rules below say what they are worth: how much memory a model takes, and how many
 bytes it moves, without the rule, over the same model with it. This was measured on
-programs compiled for an H100 with jax 0.12, by this version or 0.3.0.
+programs compiled for an H100 with jax 0.12, which `python -m benchmarks rules` does.
 """
 
 import collections
@@ -127,8 +127,8 @@ def _repeated(facts: Facts, regions: Sequence[Region]) -> dict[int, Step]:
     They are cheap, and their results take no fewer bytes than the stored values that
     they are computed from: a constant that is broadcast, a mask, or the `tanh` of a
     product's result, of which an island keeps the operand for its gradient instead.
-    Without this, attention over long sequences takes 1.47 of the memory and moves 1.30
-    of the bytes, a Llama 1.02 and 1.01; but BERT takes 0.99 and moves 0.96.
+    Without this, attention over long sequences takes 1.78 of the memory and moves 1.35
+    of the bytes, BERT 1.19 and 1.21, a transformer 1.15 and 1.17.
     """
     repeated: dict[int, Step] = {}
     sources: dict[int, set[int]] = {}  # of each, the values that are read to repeat it
@@ -157,7 +157,7 @@ def _is_one_pass(steps: Steps) -> bool:
     """Whether steps compute floats, and take one pass over memory to do so.
 
     Each level of an associative scan, which pads with gaps between numbers, is a pass
-    of its own: without this rule, Mamba moves 1.14 of the bytes, with 0.63 of the
+    of its own: without this rule, Mamba moves 1.10 of the bytes, with 0.62 of the
     memory. Steps that only move numbers compute nothing, and to recompute them only
     costs: a recommender then moves 1.09 of the bytes.
     """
@@ -176,7 +176,7 @@ def _kept(facts: Facts, region: Region) -> frozenset[int]:
     """The reductions of a region that other steps in it read, and that are kept.
 
     To recompute one would take another pass over its operand. Without this, a large
-    vocabulary moves 1.11 of the bytes, and a ResNet 1.04.
+    vocabulary moves 1.12 of the bytes, and a ResNet 1.05.
     """
     # JAX rounds what it keeps by name, in the mesh around the program, which has to be
     # the mesh of all steps.
