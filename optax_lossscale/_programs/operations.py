@@ -80,7 +80,11 @@ class Is(enum.Flag):
     JVP = enum.auto()
     """Holds a program whose derivative is a rule of the user's own."""
     VJP = enum.auto()
-    """Holds a program whose pullback is a rule of the user's own."""
+    """Holds a program whose pullback is a rule of the user's own.
+
+    It runs once, where it is: a rule that is not linear, as one that clips, has to see
+    the whole cotangent.
+    """
     CHEAP = enum.auto()
     """Takes no longer to recompute than its results take to read: compilers fuse it."""
 
@@ -254,7 +258,7 @@ core_call                 | inlined                | -          | -         | ja
 custom_jvp_call           | jvp cheap              | -          | -         | call_jaxpr
 custom_linear_solve       | -                      | -          | -         | jaxprs.solve
 custom_partitioning       | -                      | -          | -         | call
-custom_vjp_call           | vjp cheap              | -          | -         | call_jaxpr
+custom_vjp_call           | vjp                    | -          | -         | call_jaxpr
 custom_vmap_call          | -                      | -          | -         | call
 CustomRoot                | -                      | -          | -         | solve_jaxpr
 eval_jaxpr                | inlined                | -          | -         | jaxpr call_jaxpr

@@ -740,6 +740,27 @@ def test_each_pass_of_a_custom_vjp_runs_once():
         assert counts[0] == counts[1]
 
 
+def test_a_backward_pass_that_is_not_linear_sees_the_whole_cotangent():
+    """It is in no island: another one might repeat it, with a part of the cotangent."""
+
+    @jax.custom_vjp
+    def normalized(x):
+        return x
+
+    normalized.defvjp(lambda x: (x, None), lambda _, ct: (ct / jnp.linalg.norm(ct),))
+
+    def read_twice(p, x):
+        y = jnp.tanh(normalized(jnp.exp(-jnp.square(x @ p["w"]))))
+        return jnp.sum(y @ p["v"]) + 3 * jnp.sum(y * jnp.exp(y))
+
+    for fun in (read_twice, jax.jit(read_twice), jax.checkpoint(read_twice)):
+        of_w = jax.jit(jax.grad(fun))(params(), X)["w"]
+        cast = jax.jit(jax.grad(ols.autocast(fun)))(params(), X)["w"]
+        np.testing.assert_allclose(
+            jnp.linalg.norm(cast), jnp.linalg.norm(of_w), rtol=0.02
+        )
+
+
 def test_a_custom_jvp_that_sums_many_tangents():
     """JAX transposes the rule, and what is named in it would have no transpose."""
 
