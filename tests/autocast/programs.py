@@ -304,6 +304,17 @@ def kept_vjp(f):
     return functools.partial(g, 2)
 
 
+@jax.custom_vjp
+def normalized_ct(v):
+    """Does nothing, but its backward pass is not linear, as that of a clipped gradient."""
+    return v
+
+
+normalized_ct.defvjp(
+    lambda v: (v, None), lambda _, ct: (ct / (1e-3 + jnp.linalg.norm(ct)),)
+)
+
+
 def by_scan(f, unroll=1):
     return lambda p, v: lax.scan(
         lambda c, i: (0.5 * c + f(p, c), jnp.sum(c)), v, jnp.arange(3), unroll=unroll
@@ -440,8 +451,8 @@ def table(seed, *shape):
 PIECES = {
     f.__name__: f
     for f in (
-        scaled_jvp, scaled_vjp, kept_vjp, by_scan, by_scan_of_rows, by_fori, by_while, by_cond,
-        by_switch, by_traced_switch, by_rows, by_map, remat, jitted, twice_jitted, descended,
+        scaled_jvp, scaled_vjp, kept_vjp, normalized_ct, by_scan, by_scan_of_rows, by_fori,
+        by_while, by_cond, by_switch, by_traced_switch, by_rows, by_map, remat, jitted, twice_jitted, descended,
         sent, recurrence, attention, conv, mask, ids, table,
     )
 } | {"jax": jax, "jnp": jnp, "lax": lax, "np": np}  # fmt: skip
@@ -518,6 +529,7 @@ jnp.where(mask({s}, {n}, {d}), {v}, -1e9) * mask({s}, {n}, {d})
 {v} + jnp.arange({n})[:, None] / {n}
 {v} * {pd}
 {v} + {pd}
+normalized_ct({v})
 {v} * (1 + {pd}) + {pd}
 {v} * {p1}
 {v} * jnp.exp({p1})
