@@ -452,8 +452,8 @@ PIECES = {
     f.__name__: f
     for f in (
         scaled_jvp, scaled_vjp, kept_vjp, normalized_ct, by_scan, by_scan_of_rows, by_fori,
-        by_while, by_cond, by_switch, by_traced_switch, by_rows, by_map, remat, jitted, twice_jitted, descended,
-        sent, recurrence, attention, conv, mask, ids, table,
+        by_while, by_cond, by_switch, by_traced_switch, by_rows, by_map, remat, jitted,
+        twice_jitted, descended, sent, recurrence, attention, conv, mask, ids, table,
     )
 } | {"jax": jax, "jnp": jnp, "lax": lax, "np": np}  # fmt: skip
 
