@@ -38,7 +38,7 @@ _INSIDE = "use autocast inside of it, as on the function that is passed to a sol
 
 def is_narrowed(eqn: Any) -> bool:
     """Whether an equation is a product that is computed in 16 bits."""
-    return is_product(eqn) and not asks_for_precision(eqn) and _is_float32(eqn)
+    return is_product(eqn) and _is_plain(eqn)
 
 
 def is_outer_product(eqn: Any) -> bool:
@@ -48,12 +48,13 @@ def is_outer_product(eqn: Any) -> bool:
     """
     if Is.OUTER not in traits(eqn) or eqn.params.get("out_sharding") is not None:
         return False
-    return multiplies_once(eqn) and not asks_for_precision(eqn) and _is_float32(eqn)
+    return multiplies_once(eqn) and _is_plain(eqn)
 
 
-def _is_float32(eqn: Any) -> bool:
+def _is_plain(eqn: Any) -> bool:
+    """Whether a product is of float32 in all, and does not ask for its precision."""
     dtypes = dtypes_in([*eqn.invars[:2], eqn.outvars[0]])
-    return set(dtypes) == {FLOAT32}
+    return set(dtypes) == {FLOAT32} and not asks_for_precision(eqn)
 
 
 def is_rewritten(eqn: Any) -> bool:

@@ -9,6 +9,7 @@ and the carry of a `scan` the wider of those that its body takes and gives.
 
 import functools
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -81,7 +82,7 @@ def _scan(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     # Between two rounds, the carry is in the wider of the dtypes that the body takes
     # and gives; each round casts it to the one that the body takes.
     taken = callee.takes[carried.start : carried.stop]
-    wide = [_widest(dtypes) for dtypes in zip(taken, callee.gives, strict=False)]
+    wide = _widest(taken, callee.gives[: len(taken)])
 
     def body(carry, xs):
         results = callee.call([*consts, *in_dtypes(taken, carry), *xs])
@@ -115,8 +116,7 @@ def _while(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
 
 def _cond(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     index, *operands = operands
-    of_branches = [callee.gives for callee in callees]
-    gives = [_widest(dtypes) for dtypes in zip(*of_branches, strict=True)]
+    gives = _widest(*(callee.gives for callee in callees))
 
     def branch(callee):
         """A branch as a function that gives the widest dtypes of all branches."""
@@ -138,8 +138,11 @@ def _shard_map(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     return mapped(list(operands))
 
 
-def _widest(dtypes: Sequence[Any]) -> Any:
-    return max(dtypes, key=lambda dtype: dtype.itemsize)
+def _widest(*programs: Sequence[Any]) -> list[Any]:
+    """For each value, the widest of the dtypes that programs have for it."""
+    return [
+        max(each, key=attrgetter("itemsize")) for each in zip(*programs, strict=True)
+    ]
 
 
 _ENTER = {

@@ -42,7 +42,6 @@ _FRAMEWORKS = (
     "optax",
     "optax_lossscale",
 )
-_UNKNOWN = "an unknown line"
 
 
 class Equation(NamedTuple):
@@ -113,38 +112,32 @@ def carried_by(eqn: Any) -> range:
     return range(0)
 
 
-def equations(jaxpr: Any) -> list[Equation]:
+@remembered
+def equations(jaxpr: Any, line: str = "") -> tuple[Equation, ...]:
     """All equations of an open jaxpr, each before those in the programs it holds.
 
     One in a program that runs in several places is there once for each line that it is
     shown at.
+
+    Args:
+      jaxpr: the program.
+      line: the user's line that runs it; "" for the whole program.
     """
-    return [at._replace(source=at.source or _UNKNOWN) for at in _equations(jaxpr)]
-
-
-@remembered
-def _equations(jaxpr: Any) -> tuple[Equation, ...]:
-    """The same, where the source is "" if no line of the user's made an equation."""
     unwidened: dict[int, Any] = {}  # by the `id` of a variable
     found: dict[tuple[int, str], Equation] = {}
-
-    def add(at):
-        key = (id(at.eqn), at.source)
-        if key in found:
-            count = found[key].count + at.count
-            at = at._replace(count=count, runs=found[key].runs + at.runs)
-        found[key] = at
-
     for eqn in jaxpr.eqns:
         operands = tuple(unwidened.get(id(v), dtype_in(v)) for v in eqn.invars)
         if _keeps_numbers(eqn):
             unwidened[id(eqn.outvars[0])] = operands[0]
-        source = _users_line(eqn)
-        add(Equation(eqn, source, operands))
+        new = [Equation(eqn, line_of(eqn, line), operands)]
         for program in programs_in(eqn):
-            for at in _equations(open_jaxpr(program)):
-                runs = at.runs * _times(eqn)
-                add(at._replace(source=at.source or source, runs=runs))
+            for at in equations(open_jaxpr(program), new[0].source):
+                new.append(at._replace(runs=at.runs * _times(eqn)))
+        for at in new:
+            place = (id(at.eqn), at.source)
+            earlier = found.get(place, at._replace(count=0, runs=0))
+            count = earlier.count + at.count
+            found[place] = at._replace(count=count, runs=earlier.runs + at.runs)
     return tuple(found.values())
 
 
@@ -154,7 +147,7 @@ def line_of(eqn: Any, around: str = "") -> str:
     If no line of the user's made it, this is `around`, the line of the equation that
     holds it.
     """
-    return _users_line(eqn) or around or _UNKNOWN
+    return _users_line(eqn) or around or "an unknown line"
 
 
 def has_users_line(eqn: Any) -> bool:
@@ -165,11 +158,9 @@ def has_users_line(eqn: Any) -> bool:
 def is_of_optax(eqn: Any) -> bool:
     """Whether Optax made an equation, other than one of its losses."""
     optax = _folder("optax")
-    calls = _calls(eqn)
-    if not optax or not calls:
-        return False
-    is_loss = calls[-1].startswith(os.path.join(optax, "losses"))
-    return calls[-1].startswith(optax) and not is_loss
+    innermost = "".join(_calls(eqn)[-1:])
+    is_loss = innermost.startswith(os.path.join(optax, "losses"))
+    return bool(optax) and innermost.startswith(optax) and not is_loss
 
 
 def _parameter(params: dict[str, Any], name: str) -> Any:
