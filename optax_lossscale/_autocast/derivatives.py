@@ -12,11 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from optax_lossscale._programs.enter import Arrays, Callee
-from optax_lossscale._programs.values import dtypes_in, in_dtypes
+from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtypes
 from optax_lossscale._programs.versions import bind
 
 Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -73,7 +72,7 @@ def custom_vjp(
 
     def backward(pullback, cotangents):
         arrays = [
-            np.zeros(ct.shape, ct.dtype) if isinstance(ct, SymbolicZero) else ct
+            jnp.zeros(ct.shape, dtype_in(ct)) if isinstance(ct, SymbolicZero) else ct
             for ct in cotangents
         ]
         gradients = gradients_of(pullback, arrays)
