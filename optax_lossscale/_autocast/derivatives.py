@@ -15,7 +15,12 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from optax_lossscale._programs.enter import Arrays, Callee
-from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtypes
+from optax_lossscale._programs.values import (
+    dtype_in,
+    dtypes_in,
+    in_dtypes,
+    is_float,
+)
 from optax_lossscale._programs.versions import bind
 
 Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -58,10 +63,14 @@ def custom_vjp(
 
         @rewrite
         def with_pullback(primals):
-            def of_perturbed(inputs):
-                return original(*(inputs.get(n, x) for n, x in enumerate(primals)))
+            def floats(inputs):
+                operands = [inputs.get(n, x) for n, x in enumerate(primals)]
+                results = original(*operands)
+                return list(filter(is_float, results)), results
 
-            return jax.vjp(of_perturbed, {n: primals[n] for n in perturbed})
+            inputs = {n: primals[n] for n in perturbed}
+            _, pullback, results = jax.vjp(floats, inputs, has_aux=True)
+            return results, pullback
 
         return with_pullback(primals)
 
@@ -71,11 +80,12 @@ def custom_vjp(
         return gradients
 
     def backward(pullback, cotangents):
-        arrays = [
+        of_floats = [
             jnp.zeros(ct.shape, dtype_in(ct)) if isinstance(ct, SymbolicZero) else ct
             for ct in cotangents
+            if is_float(ct)
         ]
-        gradients = gradients_of(pullback, arrays)
+        gradients = gradients_of(pullback, of_floats)
         return tuple(map(gradients.get, range(len(operands))))
 
     function.defvjp(forward, backward, symbolic_zeros=True)
