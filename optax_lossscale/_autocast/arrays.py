@@ -57,24 +57,24 @@ def as_program(
     """
     with nnx.changes_kept():
         inputs = nnx.apart((args, kwargs))
-        form, arrays = _form(inputs, {})
-        forms: list[_Form] = []  # of the objects that change, and of the results
+        arrays, form = _split(inputs, {})
+        forms = []  # of the objects that change, and of the results
 
         def of_arrays(*args, **kwargs):
             traced = jax.tree.leaves((args, kwargs))
-            args, kwargs = nnx.together(form.filled(iter(traced)), inside=True)
+            args, kwargs = nnx.together(form(iter(traced)), inside=True)
             objects = nnx.objects((args, kwargs))
             objects, results = nnx.apart((objects, fun(*args, **kwargs)))
             # An array that an object has before and after the call is not a result.
             unchanged = dict(zip(map(id, traced), arrays, strict=True))
-            form_of_objects, changed = _form(objects, unchanged)
-            form_of_results, returned = _form(results, {})
+            changed, form_of_objects = _split(objects, unchanged)
+            returned, form_of_results = _split(results, {})
             forms.extend((form_of_objects, form_of_results))
             return changed + returned
 
         def result(arrays):
             following = iter(arrays)
-            filled = [form.filled(following) for form in forms]
+            filled = [form(following) for form in forms]
             _, results = nnx.together(filled, inside=False)
             return results
 
@@ -96,20 +96,10 @@ def _wide(low: np.dtype | None, x: Any) -> Any:
     return in_dtype(FLOAT32, x) if is_low else x
 
 
-class _Form(NamedTuple):
-    """A tree without its arrays."""
-
-    structure: Any
-    others: list[Any]  # the leaves, with None for arrays, as None is no leaf
-
-    def filled(self, arrays: Iterator[Any]) -> Any:
-        """The tree with the next arrays of an iterator in their places."""
-        leaves = [next(arrays) if x is None else x for x in self.others]
-        return jax.tree.unflatten(self.structure, leaves)
-
-
-def _form(tree: Any, unchanged: Mapping[int, Any]) -> tuple[_Form, list[Any]]:
-    """The form of a tree, and its arrays.
+def _split(
+    tree: Any, unchanged: Mapping[int, Any]
+) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
+    """The arrays of a tree, and its form: from an iterator of arrays to such a tree.
 
     An array whose `id` is in `unchanged` is not among these arrays: the form holds what
     `unchanged` has for it.
@@ -119,8 +109,14 @@ def _form(tree: Any, unchanged: Mapping[int, Any]) -> tuple[_Form, list[Any]]:
     def is_new(x):
         return is_array(x) and id(x) not in unchanged
 
+    # None, which is no leaf, is in the place of arrays: to keep them would leak tracers.
     others = [None if is_new(x) else unchanged.get(id(x), x) for x in leaves]
-    return _Form(structure, others), list(filter(is_new, leaves))
+
+    def form(arrays):
+        filled = [next(arrays) if x is None else x for x in others]
+        return jax.tree.unflatten(structure, filled)
+
+    return list(filter(is_new, leaves)), form
 
 
 def _are_parameters(

@@ -14,7 +14,7 @@ from optax_lossscale._autocast.arrays import as_program
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.plan import plan_for
-from optax_lossscale._autocast.products import SCOPE, reasons_left, remedy
+from optax_lossscale._autocast.products import SCOPE, reasons_left
 from optax_lossscale._autocast.run import run
 from optax_lossscale._programs.values import dtypes_in, in_dtypes
 from optax_lossscale._programs.versions import open_jaxpr
@@ -154,5 +154,5 @@ def _warn_of_nothing_narrowed(program: Any) -> None:
     """Warns if no product is narrowed, unless each one asks for its precision."""
     reasons = reasons_left(program)
     if reasons and "" not in reasons:
-        said = "; ".join(f"{why} ({remedy(why)})" for why in reasons)
+        said = "; ".join(reasons)
         validation.warn(f"autocast leaves every matrix product as it is: {said}")

@@ -4,9 +4,9 @@ from typing import Any
 
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
-from optax_lossscale._programs.values import is_product
 from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._programs.walk import programs_in
+from optax_lossscale._programs.work import is_product
 
 
 def is_cheap(eqn: Any) -> bool:

@@ -1,25 +1,23 @@
 """Run a function with a custom derivative, whose rule is rewritten as well.
 
 A new `custom_jvp` or `custom_vjp` takes the place of the equation. Its function is the
-original's program, run by its plan. Its rule casts what it gets to the dtypes of the
-original equation, and differentiates that equation, for which JAX calls the user's
-rule; then it casts the results. What the user's rule computes is traced and run by a
-plan as well, which is what `rewrite` does with a function.
+original's program, run by its plan. Its rule differentiates the original equation, cast
+to the dtypes of the plan, so that JAX calls the user's rule and casts tangents and
+cotangents. What that computes is traced and run by a plan as well, which is what
+`rewrite` does with a function.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from optax_lossscale._programs.enter import Callee
+from optax_lossscale._programs.enter import Arrays, Callee
 from optax_lossscale._programs.values import (
     dtype_in,
     dtypes_in,
-    in_dtype,
     in_dtypes,
     is_float,
 )
@@ -30,62 +28,51 @@ Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def custom_jvp(
-    eqn: Any, operands: Sequence[Any], callee: Callee, rewrite: Rewrite
+    eqn: Any, operands: Arrays, callee: Callee, rewrite: Rewrite
 ) -> list[Any]:
     """The results of a `custom_jvp`, whose derivative is the original's, rewritten."""
-    dtypes = dtypes_in(eqn.invars)
+    original = _original(eqn, callee)
 
     @jax.custom_jvp
     def function(*operands):
         return callee.call(operands)
 
-    @rewrite
-    def derivative(primals, tangents):
-        """The results of the original equation, and the tangents of its floats."""
-        inputs = {n: primals[n] for n in tangents}
-        function = _of_inputs(eqn, primals)
-        _, tangents, results = jax.jvp(function, (inputs,), (tangents,), has_aux=True)
-        return results, tangents
-
     @function.defjvp
+    @rewrite
     def rule(primals, tangents):
-        of_floats = _floats(eqn.invars, tangents)
-        tangents = {n: in_dtype(dtypes[n], t) for n, t in of_floats.items()}
-        results, tangents = derivative(in_dtypes(dtypes, primals), tangents)
-        results = in_dtypes(callee.gives, results)
-        of_results = [np.zeros(x.shape, jax.dtypes.float0) for x in results]
-        for n, t in tangents.items():
-            of_results[n] = in_dtype(results[n].dtype, t)
-        return results, of_results
+        return jax.jvp(original, primals, tangents)
 
     return function(*map(jnp.asarray, operands))
 
 
 def custom_vjp(
-    eqn: Any, operands: Sequence[Any], callee: Callee, rewrite: Rewrite
+    eqn: Any, operands: Arrays, callee: Callee, rewrite: Rewrite
 ) -> list[Any]:
     """The results of a `custom_vjp`, whose two passes are the original's, rewritten."""
-    takes = dtypes_in(operands)
+    original = _original(eqn, callee)
 
     @jax.custom_vjp
     def function(*operands):
         return callee.call(operands)
 
     def forward(*args):
+        primals = [x.value for x in args]
         # Only these operands are differentiated: JAX refuses others, which the user's
         # function may close over.
         perturbed = [n for n, x in enumerate(args) if x.perturbed]
 
         @rewrite
         def with_pullback(primals):
+            def floats(inputs):
+                operands = [inputs.get(n, x) for n, x in enumerate(primals)]
+                results = original(*operands)
+                return list(filter(is_float, results)), results
+
             inputs = {n: primals[n] for n in perturbed}
-            function = _of_inputs(eqn, primals)
-            _, pullback, results = jax.vjp(function, inputs, has_aux=True)
+            _, pullback, results = jax.vjp(floats, inputs, has_aux=True)
             return results, pullback
 
-        primals = in_dtypes(dtypes_in(eqn.invars), [x.value for x in args])
-        results, pullback = with_pullback(primals)
-        return in_dtypes(callee.gives, results), pullback
+        return with_pullback(primals)
 
     @rewrite
     def gradients_of(pullback, cotangents):
@@ -93,35 +80,23 @@ def custom_vjp(
         return gradients
 
     def backward(pullback, cotangents):
-        of_floats = {}
-        for n, ct in _floats(eqn.outvars, cotangents).items():
-            array = jnp.zeros(ct.shape) if isinstance(ct, SymbolicZero) else ct
-            of_floats[n] = in_dtype(dtype_in(eqn.outvars[n]), array)
+        of_floats = [
+            jnp.zeros(ct.shape, dtype_in(ct)) if isinstance(ct, SymbolicZero) else ct
+            for ct in cotangents
+            if is_float(ct)
+        ]
         gradients = gradients_of(pullback, of_floats)
-        return tuple(in_dtype(dtype, gradients.get(n)) for n, dtype in enumerate(takes))
+        return tuple(map(gradients.get, range(len(operands))))
 
     function.defvjp(forward, backward, symbolic_zeros=True)
     return function(*map(jnp.asarray, operands))
 
 
-def _of_inputs(eqn: Any, primals: Sequence[Any]) -> Callable[..., Any]:
-    """An equation as a function to differentiate, with the other operands fixed.
+def _original(eqn: Any, callee: Callee) -> Callable[..., list[Any]]:
+    """The equation as it was traced, but with the results of the plan."""
 
-    It takes operands by position, and returns the results that are floats, by position,
-    and all results as the auxiliary output of `jax.jvp` or `jax.vjp`.
-    """
-
-    def results(inputs):
-        operands = [inputs.get(n, x) for n, x in enumerate(primals)]
-        results = bind(eqn, operands)
-        return _floats(eqn.outvars, results), results
+    def results(*operands):
+        traced = in_dtypes(dtypes_in(eqn.invars), operands)
+        return in_dtypes(callee.gives, bind(eqn, traced))
 
     return results
-
-
-def _floats(variables: Sequence[Any], items: Sequence[Any]) -> dict[int, Any]:
-    """The items that belong to variables of floats, by position.
-
-    Only floats have derivatives; there is one item for each variable.
-    """
-    return {n: x for n, x in enumerate(items) if is_float(variables[n])}

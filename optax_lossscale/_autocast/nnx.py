@@ -103,15 +103,11 @@ def _may_change(x: Any) -> bool:
 
     It does not if the traced function closes over the object.
     """
-    nodes = [node for _, node in _nnx().iter_graph(x)]
-    return all(map(_is_writable, filter(is_variable, nodes)))
-
-
-def _is_writable(variable: Any) -> bool:
-    """Whether NNX lets a variable be changed in the current trace."""
     try:
-        # NNX has no public function that tells. This writes what is already there.
-        variable.set_metadata(variable.get_metadata())
+        for _, node in _nnx().iter_graph(x):
+            if is_variable(node):
+                # NNX has no public function that tells: write what is already there.
+                node.set_metadata(node.get_metadata())
     except sys.modules["flax.errors"].TraceContextError:
         return False
     return True

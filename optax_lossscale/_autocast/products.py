@@ -16,26 +16,29 @@ from jax.extend.core import Literal
 from optax_lossscale._programs.enter import is_entered, is_placed
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
-from optax_lossscale._programs.values import (
-    FLOAT32,
-    FLOAT64,
+from optax_lossscale._programs.values import FLOAT32, FLOAT64, dtype_in, dtypes_in
+from optax_lossscale._programs.versions import is_ref, name_of, open_jaxpr
+from optax_lossscale._programs.walk import programs_in
+from optax_lossscale._programs.work import (
     asks_for_precision,
-    dtype_in,
-    dtypes_in,
     is_product,
     multiplies_once,
 )
-from optax_lossscale._programs.versions import is_ref, name_of, open_jaxpr
-from optax_lossscale._programs.walk import programs_in
 
-AT_DEFAULT = "products at this jax_default_matmul_precision"
 SCOPE = "ols.autocast"
 """The name of the scope of what `autocast` runs, and of the values that it keeps."""
+
+_AT_DEFAULT = (
+    "products at this jax_default_matmul_precision (set it to 'default', and use "
+    "precision='highest' for the products that need it)"
+)
+_CAST = "cast the batch and the parameters to float32"
+_INSIDE = "use autocast inside of it, as on the function that is passed to a solver"
 
 
 def is_narrowed(eqn: Any) -> bool:
     """Whether an equation is a product that is computed in 16 bits."""
-    return is_product(eqn) and not asks_for_precision(eqn) and _is_float32(eqn)
+    return is_product(eqn) and _is_plain(eqn)
 
 
 def is_outer_product(eqn: Any) -> bool:
@@ -45,12 +48,13 @@ def is_outer_product(eqn: Any) -> bool:
     """
     if Is.OUTER not in traits(eqn) or eqn.params.get("out_sharding") is not None:
         return False
-    return multiplies_once(eqn) and not asks_for_precision(eqn) and _is_float32(eqn)
+    return multiplies_once(eqn) and _is_plain(eqn)
 
 
-def _is_float32(eqn: Any) -> bool:
+def _is_plain(eqn: Any) -> bool:
+    """Whether a product is of float32 in all, and does not ask for its precision."""
     dtypes = dtypes_in([*eqn.invars[:2], eqn.outvars[0]])
-    return set(dtypes) == {FLOAT32}
+    return set(dtypes) == {FLOAT32} and not asks_for_precision(eqn)
 
 
 def is_rewritten(eqn: Any) -> bool:
@@ -76,24 +80,6 @@ def _has_products(program: Any) -> bool:
     )
 
 
-def why_left(eqn: Any) -> str:
-    """Why an equation, or the products in it, are not narrowed; "" if nothing is wrong.
-
-    Nothing is wrong with an equation that has no products, that asks for its precision,
-    or whose operands the user has cast.
-    """
-    if not is_product(eqn):
-        has_products = any(map(_has_products, programs_in(eqn)))
-        return _why_not_rewritten(eqn) if has_products else ""
-    if is_narrowed(eqn) or asks_for_precision(eqn):
-        return ""
-    dtypes = dtypes_in(eqn.invars[:2])
-    if FLOAT64 in dtypes:
-        return "a product with float64"
-    others = [dtype for dtype in dtypes if not jnp.issubdtype(dtype, jnp.inexact)]
-    return f"a product with {others[0]}" if FLOAT32 in dtypes and others else ""
-
-
 def usual_product() -> Any:
     """A traced product of float32 whose precision is the default around this call."""
     vector = jax.ShapeDtypeStruct((1,), FLOAT32)
@@ -102,12 +88,13 @@ def usual_product() -> Any:
 
 
 def reasons_left(program: Any) -> tuple[str, ...]:
-    """Why products of a program are not narrowed, each reason once.
+    """Why products of a program are not narrowed, and what to do, each reason once.
 
-    Among the reasons is "" if any product is narrowed.
+    Among the reasons is "" if any product is narrowed. There is none for products that
+    ask for their precision, or whose operands the user has cast.
     """
     if asks_for_precision(usual_product()):  # by `jax_default_matmul_precision`
-        return (AT_DEFAULT,)
+        return (_AT_DEFAULT,)
     return _reasons_left(program)
 
 
@@ -115,22 +102,24 @@ def reasons_left(program: Any) -> tuple[str, ...]:
 def _reasons_left(program: Any) -> tuple[str, ...]:
     reasons: dict[str, None] = {}
     for eqn in open_jaxpr(program).eqns:
-        why = why_left(eqn)
-        if why or is_narrowed(eqn):
-            reasons[why] = None
-            continue
-        for inner in programs_in(eqn):
-            reasons |= dict.fromkeys(_reasons_left(inner))
+        if is_product(eqn):
+            of_eqn = _reasons_for_product(eqn)
+        else:
+            of_eqn = [why for p in programs_in(eqn) for why in _reasons_left(p)]
+            if "" in of_eqn and not is_rewritten(eqn):
+                of_eqn = [f"{_why_not_rewritten(eqn)} ({_INSIDE})"]
+        reasons |= dict.fromkeys(of_eqn)
     return tuple(reasons)
 
 
-def remedy(why: str) -> str:
-    """What the user can do about products that are left for this reason."""
-    if why == AT_DEFAULT:
-        return "set it to 'default', and use precision='highest' for the products that need it"
-    if why.startswith("a product with"):
-        return "cast the batch and the parameters to float32"
-    return "use autocast inside of it, as on the function that is passed to a solver"
+def _reasons_for_product(eqn: Any) -> list[str]:
+    if is_narrowed(eqn):
+        return [""]
+    dtypes = dtypes_in(eqn.invars[:2])
+    if asks_for_precision(eqn) or {FLOAT32, FLOAT64}.isdisjoint(dtypes):
+        return []
+    others = [d for d in dtypes if d == FLOAT64 or not jnp.issubdtype(d, jnp.inexact)]
+    return [f"a product with {dtype} ({_CAST})" for dtype in others]
 
 
 def _why_not_rewritten(eqn: Any) -> str:

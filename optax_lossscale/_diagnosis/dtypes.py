@@ -16,15 +16,15 @@ from optax_lossscale._autocast.arrays import as_program
 from optax_lossscale._autocast.products import usual_product
 from optax_lossscale._diagnosis.text import aligned, percent
 from optax_lossscale._programs.operations import TABLE, Is, traits
-from optax_lossscale._programs.values import (
-    HALVES,
-    asks_for_precision,
-    is_float,
-    is_product,
-)
+from optax_lossscale._programs.values import HALVES, is_float
 from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._programs.walk import Equation, equations, is_of_optax
-from optax_lossscale._programs.work import results_of, terms_of
+from optax_lossscale._programs.work import (
+    asks_for_precision,
+    is_product,
+    results_of,
+    terms_of,
+)
 
 
 class Operation(NamedTuple):
@@ -194,8 +194,9 @@ def _operation(at: Equation, numbers: Sequence[int]) -> Operation:
     return Operation(
         primitive=at.name,
         operands=tuple(at.eqn.invars[n].aval.dtype for n in numbers),
-        before=tuple(at.before[n] for n in numbers),
+        before=tuple(at.unwidened[n] for n in numbers),
         source=at.source,
+        count=at.count,
     )
 
 
@@ -220,10 +221,10 @@ def _alike(operations: Iterable[Operation]) -> tuple[Operation, ...]:
     """Joins operations that differ only in their counts, and adds these up."""
     kinds: dict[Operation, list[Operation]] = defaultdict(list)
     for one in operations:
-        kinds[one._replace(multiplications=0, terms=0)].append(one)
+        kinds[one._replace(count=0, multiplications=0, terms=0)].append(one)
     return tuple(
         kind._replace(
-            count=len(alike),
+            count=sum(one.count for one in alike),
             multiplications=sum(one.multiplications for one in alike),
             terms=max(one.terms for one in alike),
         )

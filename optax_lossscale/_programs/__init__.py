@@ -6,7 +6,8 @@ of its own, as that of a `scan` holds its body. Read the files in this order:
 
 - `operations.py`: the table of what is known of each operation.
 - `versions.py`: the attributes of programs that differ between versions of JAX.
-- `values.py` and `work.py`: the dtypes of values, and the size of a product or sum.
+- `values.py`: the dtypes and sizes of values.
+- `work.py`: which equations are products, and how much an equation computes.
 - `walk.py`: all equations of a program, those in inner programs included.
 - `enter.py`: an equation such as `scan`, run with its inner programs replaced.
 - `remembered.py`: results for a program, computed once.

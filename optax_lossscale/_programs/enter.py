@@ -9,6 +9,7 @@ and the carry of a `scan` the wider of those that its body takes and gives.
 
 import functools
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jax import lax
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import in_dtypes
 from optax_lossscale._programs.versions import mapped_axes
-from optax_lossscale._programs.walk import carried_by
+from optax_lossscale._programs.walk import arguments_of, carried_by
 
 Arrays = Sequence[Any]
 
@@ -81,45 +82,41 @@ def _scan(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     # Between two rounds, the carry is in the wider of the dtypes that the body takes
     # and gives; each round casts it to the one that the body takes.
     taken = callee.takes[carried.start : carried.stop]
-    wide = [_widest(dtypes) for dtypes in zip(taken, callee.gives, strict=False)]
+    wide = _widest(taken, callee.gives[: len(taken)])
 
     def body(carry, xs):
         results = callee.call([*consts, *in_dtypes(taken, carry), *xs])
         return in_dtypes(wide, results[: len(wide)]), results[len(wide) :]
 
-    carry, ys = lax.scan(
-        body,
-        in_dtypes(wide, carry),
-        xs,
-        length=eqn.params["length"],
-        reverse=eqn.params["reverse"],
-        unroll=eqn.params["unroll"],
-    )
+    params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = lax.scan(body, in_dtypes(wide, carry), xs, **params)
     return [*carry, *ys]
 
 
 def _while(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     condition, body = callees
-    n_condition = eqn.params["cond_nconsts"]
-    n_consts = carried_by(eqn).start
-    of_condition = operands[:n_condition]
-    of_body = operands[n_condition:n_consts]
-    carried = body.takes[len(of_body) :]
+    (_, of_condition), (_, of_body) = arguments_of(eqn)
+    carried = carried_by(eqn)
+    takes = body.takes[len(of_body) - len(carried) :]
+
+    def inputs(positions, carry):
+        """What a program takes in a round, by the positions of operands."""
+        now = [*operands[: carried.start], *carry]
+        return [now[n] for n in positions]
 
     def goes_on(carry):
-        (flag,) = condition.call([*of_condition, *carry])
+        (flag,) = condition.call(inputs(of_condition, carry))
         return flag
 
     def step(carry):
-        return in_dtypes(carried, body.call([*of_body, *carry]))
+        return in_dtypes(takes, body.call(inputs(of_body, carry)))
 
-    return lax.while_loop(goes_on, step, in_dtypes(carried, operands[n_consts:]))
+    return lax.while_loop(goes_on, step, in_dtypes(takes, operands[carried.start :]))
 
 
 def _cond(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     index, *operands = operands
-    of_branches = [callee.gives for callee in callees]
-    gives = [_widest(dtypes) for dtypes in zip(*of_branches, strict=True)]
+    gives = _widest(*(callee.gives for callee in callees))
 
     def branch(callee):
         """A branch as a function that gives the widest dtypes of all branches."""
@@ -141,8 +138,11 @@ def _shard_map(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     return mapped(list(operands))
 
 
-def _widest(dtypes: Sequence[Any]) -> Any:
-    return max(dtypes, key=lambda dtype: dtype.itemsize)
+def _widest(*programs: Sequence[Any]) -> list[Any]:
+    """For each value, the widest of the dtypes that programs have for it."""
+    return [
+        max(each, key=attrgetter("itemsize")) for each in zip(*programs, strict=True)
+    ]
 
 
 _ENTER = {
@@ -152,7 +152,7 @@ _ENTER = {
     Is.WAITS: _while,
     Is.BRANCHES: _cond,
     Is.MAPS: _shard_map,
-    # These lose the user's rule: autocast keeps it instead, in `_autocast/derivatives`.
+    # These lose the user's rule, which `autocast` keeps: see `_autocast/derivatives.py`.
     Is.JVP: _inlined,
     Is.VJP: _inlined,
 }

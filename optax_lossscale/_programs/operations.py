@@ -1,10 +1,10 @@
-"""The table of JAX's operations: a row for each, with all that is known of it.
+"""The table of JAX's operations: a row for each, with what is known of it.
 
 `operation(eqn)` looks up the row of an equation's operation, and `traits(eqn)` only its
 traits. For `exp` these are `SATURATES`, `EXPONENTIAL` and `CHEAP`. From them follows
 that `autocast` computes it in float32 and may recompute it in the backward pass, that
 `dtype_report` lists it where its operand has 16 bits, and that `diagnose` can say of it
-that it saturates. So an operation is supported, or treated otherwise, by its row.
+that it saturates. So what `autocast` does with an operation is changed in its row.
 """
 
 import enum
@@ -305,103 +305,26 @@ sin                       | cheap
 sqrt                      | cheap
 tan                       | cheap
 xor                       | cheap
-# Known; nothing is assumed of it, and no program in it is run
-accum_grad_in_ref         | -
-addupdate                 | -
-after_all                 | -
-approx_top_k              | -
-axis_index                | -
-bcoo_extract              | -
-bcoo_fromdense            | -
-bcoo_sort_indices         | -
-bcoo_sum_duplicates       | -
-bcoo_todense              | -
-bcoo_transpose            | -
-bcsr_extract              | -
-bcsr_fromdense            | -
-bcsr_todense              | -
-bessel_i0e                | -
-bessel_i1e                | -
-broadcast_to              | -
-cholesky                  | -
-cholesky_update           | -
-clz                       | -
-complex                   | -
-conj                      | -
-coo_fromdense             | -
-coo_todense               | -
-create_token              | -
-csr_fromdense             | -
-csr_todense               | -
-debug_callback            | -
-debug_print               | -
-device_put                | -
-digamma                   | -
-dim_as_value              | -
-dimension_size            | -
-eig                       | -
-eigh                      | -
-empty                     | -
-empty2                    | -
-empty_ref                 | -
-fft                       | -
-free_ref                  | -
-freeze                    | -
-from_edtype               | -
-geqp3                     | -
-geqrf                     | -
-get                       | -
-hessenberg                | -
-householder_product       | -
-igamma                    | -
-igamma_grad_a             | -
-igammac                   | -
-imag                      | -
-iota_2x32_shape           | -
-layout_constraint         | -
-lu                        | -
-lu_pivots_to_permutation  | -
-mulhi                     | -
-new_ref                   | -
-ormqr                     | -
-pbroadcast                | -
-platform_index            | -
-polygamma                 | -
-population_count          | -
-qr                        | -
-ragged_all_to_all         | -
-random_bits               | -
-random_clone              | -
-random_fold_in            | -
-random_gamma              | -
-random_seed               | -
-random_split              | -
-random_unwrap             | -
-random_wrap               | -
-real                      | -
-reciprocal                | -
-reduce_precision          | -
-reduce_xor                | -
-regularized_incomplete_beta | -
-rng_bit_generator         | -
-schur                     | -
-select_and_gather_add     | -
-select_and_scatter        | -
-shift_left                | -
-shift_right_arithmetic    | -
-shift_right_logical       | -
-svd                       | -
-swap                      | -
-symmetric_product         | -
-threefry2x32              | -
-tie                       | -
-to_edtype                 | -
-triangular_solve          | -
-tridiagonal               | -
-tridiagonal_solve         | -
-with_memory_space_constraint | -
-zeros_like                | -
-zeta                      | -
+"""
+
+# Operations of which nothing is assumed, and that run no program: known all the same,
+# so `dtype_report` does not list them as what it cannot look into.
+_OTHERS = """
+accum_grad_in_ref addupdate after_all approx_top_k axis_index bcoo_extract
+bcoo_fromdense bcoo_sort_indices bcoo_sum_duplicates bcoo_todense bcoo_transpose
+bcsr_extract bcsr_fromdense bcsr_todense bessel_i0e bessel_i1e broadcast_to cholesky
+cholesky_update clz complex conj coo_fromdense coo_todense create_token csr_fromdense
+csr_todense debug_callback debug_print device_put digamma dim_as_value dimension_size
+eig eigh empty empty2 empty_ref fft free_ref freeze from_edtype geqp3 geqrf get
+hessenberg householder_product igamma igamma_grad_a igammac imag iota_2x32_shape
+layout_constraint lu lu_pivots_to_permutation mulhi new_ref ormqr pbroadcast
+platform_index polygamma population_count qr ragged_all_to_all random_bits random_clone
+random_fold_in random_gamma random_seed random_split random_unwrap random_wrap real
+reciprocal reduce_precision reduce_xor regularized_incomplete_beta rng_bit_generator
+schur select_and_gather_add select_and_scatter shift_left shift_right_arithmetic
+shift_right_logical svd swap symmetric_product threefry2x32 tie to_edtype
+triangular_solve tridiagonal tridiagonal_solve with_memory_space_constraint zeros_like
+zeta
 """
 
 
@@ -414,7 +337,7 @@ def _row(line: str) -> tuple[str, Operation]:
     return name, Operation(every, terms, statistic, tuple(programs.split()))
 
 
-TABLE = dict(
+TABLE = dict.fromkeys(_OTHERS.split(), Operation(programs=())) | dict(
     _row(line) for line in _ROWS.splitlines() if line and not line.startswith("#")
 )
 """The row of each operation, by the operation's name in JAX."""

@@ -1,9 +1,7 @@
-"""Values and their dtypes, and which equations are products.
+"""Values and their dtypes.
 
 What is true of a dtype is asked here of anything that has one: an array, a traced
-array, or a variable or literal of a jaxpr. A *product* in this package is a matrix
-product or a convolution that sums; an inner product to single numbers is none, and
-neither is an outer product, which sums nothing.
+array, or a variable or literal of a jaxpr.
 """
 
 import contextlib
@@ -15,9 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
-
-from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.work import terms_of
 
 FLOAT32 = jnp.dtype(jnp.float32)
 FLOAT64 = jnp.dtype("float64")
@@ -70,40 +65,11 @@ def dtypes_in(variables: Sequence[Any]) -> list[Any]:
     return list(map(dtype_in, variables))
 
 
+def lengths_of(array: Any) -> list[int]:
+    """The lengths of an array's axes; one that `jax.export` leaves open counts 1024."""
+    return [n if isinstance(n, int) else 1024 for n in array.shape]
+
+
 def numbers_in(array: Any) -> int:
-    """The size of an array, where an axis that `jax.export` leaves open counts 1024."""
-    sizes = [n if isinstance(n, int) else 1024 for n in array.shape]
-    return math.prod(sizes)
-
-
-def is_product(eqn: Any) -> bool:
-    """Whether an equation is a product: a matrix product or convolution that sums.
-
-    Inner products, whose results are single numbers or one number for each index of a
-    batch, do not count.
-    """
-    if Is.PRODUCT not in traits(eqn) or multiplies_once(eqn):
-        return False
-    if Is.OUTER not in traits(eqn):
-        return True
-    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-    # An inner product has no axis that is neither summed nor of the batch.
-    n_summed = len(contracted) + len(batch)
-    return any(len(v.aval.shape) > n_summed for v in eqn.invars)
-
-
-def multiplies_once(eqn: Any) -> bool:
-    """Whether each result of a product is one number times another, without a sum."""
-    return terms_of(eqn) == 1
-
-
-def asks_for_precision(eqn: Any) -> bool:
-    """Whether a product is to have the HIGHEST precision, or runs by an algorithm.
-
-    Either is asked for in the call, or by the default around it. JAX writes a precision
-    into the equation as a pair, one for each operand, and an algorithm as it is.
-    """
-    precision = eqn.params.get("precision")
-    if isinstance(precision, tuple):
-        return lax.Precision.HIGHEST in precision
-    return precision is not None
+    """How many numbers an array has, where `lengths_of` gives its axes."""
+    return math.prod(lengths_of(array))

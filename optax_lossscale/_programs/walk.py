@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import jax
 from jax.extend import source_info_util
 
 from optax_lossscale._programs.operations import Is, operation, traits
+from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import dtype_in
 from optax_lossscale._programs.versions import (
     is_program,
@@ -44,16 +45,18 @@ _FRAMEWORKS = (
 
 
 class Equation(NamedTuple):
-    """An equation, with what follows from its place in the program."""
+    """An equation, with what follows from its places in the program."""
 
     eqn: Any
-    # How often it runs, where each branch of a `cond` counts, and the body of a `while`
-    # counts once
-    runs: int
-    source: str  # the user's line that made it, as `model.py:12 (f)`
+    # The user's line that made it, or that runs its program, as `model.py:12 (f)`
+    source: str
     # The dtypes of its operands before its own program widened them, if it did: float16
     # for an operand that a `convert_element_type` before it made float32
-    before: tuple[Any, ...]
+    unwidened: tuple[Any, ...]
+    count: int = 1  # in how many places it is
+    # How often it runs in all of them, where each branch of a `cond` counts, and the
+    # body of a `while` counts once
+    runs: int = 1
 
     @property
     def name(self) -> str:
@@ -109,24 +112,33 @@ def carried_by(eqn: Any) -> range:
     return range(0)
 
 
-def equations(jaxpr: Any, runs: int = 1, line: str = "") -> Iterator[Equation]:
+@remembered
+def equations(jaxpr: Any, line: str = "") -> tuple[Equation, ...]:
     """All equations of an open jaxpr, each before those in the programs it holds.
+
+    One in a program that runs in several places is there once for each line that it is
+    shown at.
 
     Args:
       jaxpr: the program.
-      runs: how often it runs.
       line: the user's line that runs it; "" for the whole program.
     """
-    before: dict[int, Any] = {}  # by the `id` of a variable
+    unwidened: dict[int, Any] = {}  # by the `id` of a variable
+    found: dict[tuple[int, str], Equation] = {}
     for eqn in jaxpr.eqns:
-        operands = tuple(before.get(id(v), dtype_in(v)) for v in eqn.invars)
-        at = Equation(eqn, runs, line_of(eqn, line), operands)
-        yield at
+        operands = tuple(unwidened.get(id(v), dtype_in(v)) for v in eqn.invars)
         if _keeps_numbers(eqn):
-            before[id(eqn.outvars[0])] = operands[0]
+            unwidened[id(eqn.outvars[0])] = operands[0]
+        new = [Equation(eqn, line_of(eqn, line), operands)]
         for program in programs_in(eqn):
-            inner_runs = runs * _times(eqn)
-            yield from equations(open_jaxpr(program), inner_runs, at.source)
+            for at in equations(open_jaxpr(program), new[0].source):
+                new.append(at._replace(runs=at.runs * _times(eqn)))
+        for at in new:
+            place = (id(at.eqn), at.source)
+            earlier = found.get(place, at._replace(count=0, runs=0))
+            count = earlier.count + at.count
+            found[place] = at._replace(count=count, runs=earlier.runs + at.runs)
+    return tuple(found.values())
 
 
 def line_of(eqn: Any, around: str = "") -> str:
@@ -135,24 +147,20 @@ def line_of(eqn: Any, around: str = "") -> str:
     If no line of the user's made it, this is `around`, the line of the equation that
     holds it.
     """
-    users = _users_calls(eqn)
-    # What a framework traced once and cached has no frame of the user's.
-    return _short(users[-1]) if users else around or "an unknown line"
+    return _users_line(eqn) or around or "an unknown line"
 
 
 def has_users_line(eqn: Any) -> bool:
     """Whether a line of the user's made an equation, and not only a framework's."""
-    return bool(_users_calls(eqn))
+    return bool(_users_line(eqn))
 
 
 def is_of_optax(eqn: Any) -> bool:
     """Whether Optax made an equation, other than one of its losses."""
     optax = _folder("optax")
-    calls = _calls(eqn)
-    if not optax or not calls:
-        return False
-    is_loss = calls[-1].startswith(os.path.join(optax, "losses"))
-    return calls[-1].startswith(optax) and not is_loss
+    innermost = "".join(_calls(eqn)[-1:])
+    is_loss = innermost.startswith(os.path.join(optax, "losses"))
+    return bool(optax) and innermost.startswith(optax) and not is_loss
 
 
 def _parameter(params: dict[str, Any], name: str) -> Any:
@@ -188,10 +196,14 @@ def _calls(eqn: Any) -> list[str]:
     return source_info_util.summarize(eqn.source_info, num_frames=1000).splitlines()
 
 
-def _users_calls(eqn: Any) -> list[str]:
-    """The frames of `_calls` that are in no framework."""
+def _users_line(eqn: Any) -> str:
+    """The innermost frame of `_calls` that is in no framework, in short; "" if none is.
+
+    What a framework traced once and cached has no frame of the user's.
+    """
     folders = tuple(filter(None, map(_folder, _FRAMEWORKS)))
-    return [call for call in _calls(eqn) if not call.startswith(folders)]
+    users = [call for call in _calls(eqn) if not call.startswith(folders)]
+    return _short(users[-1]) if users else ""
 
 
 def _folder(package: str) -> str:

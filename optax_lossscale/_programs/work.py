@@ -1,5 +1,7 @@
-"""How much an equation computes: how many numbers, each a sum of how many terms.
+"""Products and sums: which equations are products, and how much an equation computes.
 
+A *product* in this package is a matrix product or a convolution that sums; an inner
+product to single numbers is none, and neither is an outer product, which sums nothing.
 A product of matrices of shapes (8, 4) and (4, 2) gives 16 numbers of 4 terms each. The
 cell `terms` in the row of the operation says how its terms are counted.
 """
@@ -9,21 +11,56 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax import lax
 
-from optax_lossscale._programs.operations import operation
+from optax_lossscale._programs.operations import Is, operation, traits
+from optax_lossscale._programs.values import lengths_of
+
+
+def is_product(eqn: Any) -> bool:
+    """Whether an equation is a product: a matrix product or convolution that sums.
+
+    Inner products, whose results are single numbers or one number for each index of a
+    batch, do not count.
+    """
+    if Is.PRODUCT not in traits(eqn) or multiplies_once(eqn):
+        return False
+    if Is.OUTER not in traits(eqn):
+        return True
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    # An inner product has no axis that is neither summed nor of the batch.
+    n_summed = len(contracted) + len(batch)
+    return any(len(v.aval.shape) > n_summed for v in eqn.invars)
+
+
+def multiplies_once(eqn: Any) -> bool:
+    """Whether each result of a product is one number times another, without a sum."""
+    return terms_of(eqn) == 1
+
+
+def asks_for_precision(eqn: Any) -> bool:
+    """Whether a product is to have the HIGHEST precision, or runs by an algorithm.
+
+    Either is asked for in the call, or by the default around it. JAX writes a precision
+    into the equation as a pair, one for each operand, and an algorithm as it is.
+    """
+    precision = eqn.params.get("precision")
+    if isinstance(precision, tuple):
+        return lax.Precision.HIGHEST in precision
+    return precision is not None
 
 
 def results_of(eqn: Any) -> int:
     """How many numbers a product computes, each a sum of `terms_of` terms."""
-    shape = eqn.outvars[0].aval.shape
+    lengths = lengths_of(eqn.outvars[0].aval)
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
     # The first axis of the result is then that of the groups, and the contracted axis
     # is divided among these: together, they take the multiplications of one product.
     if ragged and set(ragged.lhs_ragged_dimensions) & set(_contracted(eqn)):
-        shape = shape[1:]
+        lengths = lengths[1:]
     # A transposed convolution puts zeros between its inputs, which are not counted.
     dilation = math.prod(eqn.params.get("lhs_dilation", ()))
-    return math.ceil(math.prod(shape) / dilation)
+    return math.ceil(math.prod(lengths) / dilation)
 
 
 def terms_of(eqn: Any) -> int:
@@ -35,25 +72,25 @@ def terms_of(eqn: Any) -> int:
     if not terms:
         return 1
     params = eqn.params
-    shape = eqn.invars[0].aval.shape
+    lengths = lengths_of(eqn.invars[0].aval)
     match terms:
         case "contracted":
             summed = _contracted(eqn)
         case "last":
             summed = [-1]
         case "kernel":
-            shape = eqn.invars[1].aval.shape
+            lengths = lengths_of(eqn.invars[1].aval)
             _features, *summed = params["dimension_numbers"].rhs_spec
         case "updates":
             # This many at most: those of all updates, if all have the same index.
-            shape = eqn.invars[2].aval.shape
+            lengths = lengths_of(eqn.invars[2].aval)
             window = params["dimension_numbers"].update_window_dims
-            summed = set(range(len(shape))).difference(window)
+            summed = set(range(len(lengths))).difference(window)
         case "window_dimensions":
             return math.prod(params[terms])
         case _:
             summed = np.atleast_1d(params[terms])
-    return math.prod(shape[axis] for axis in summed)
+    return math.prod(lengths[axis] for axis in summed)
 
 
 def _contracted(eqn: Any) -> Sequence[int]:

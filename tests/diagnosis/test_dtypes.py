@@ -469,3 +469,18 @@ def test_a_transposed_convolution_with_few_results_counts_as_a_product():
         fun, jnp.ones((1, 1, 2, 2)), jnp.ones((1, 1, 4, 4))
     ).products
     assert product.multiplications > 0
+
+
+def test_a_length_that_an_export_leaves_open_counts_1024():
+    (n,) = jax.export.symbolic_shape("n")
+    halves = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float16)
+
+    def fun(x, w, kernel):
+        image = lax.conv_general_dilated(x[None, None], kernel, (1, 1), "SAME")
+        return x @ w, x.T @ x, lax.cumsum(x, 0), image
+
+    found = ols.dtype_report(fun, halves(n, 4), halves(4, 2), halves(1, 1, 3, 3))
+    sizes = {one.primitive: one.multiplications for one in found.products}
+    assert sizes["conv_general_dilated"] == 9 * 4 * 1024
+    assert sizes["dot_general"] == (4 * 2 + 4 * 4) * 1024
+    assert [one.terms for one in found.narrow] == [1024]

@@ -22,6 +22,30 @@ def test_a_shared_program_counts_as_often_as_it_runs():
     assert sum(at.runs for at in found if at.name == "dot_general") == 2**5
 
 
+def test_each_shared_program_is_gone_through_once():
+    """Of programs that each call the one before twice, some would take years otherwise."""
+    found = equations(jax.make_jaxpr(call_tree(60))(W[0], W[0]).jaxpr)
+    (product,) = (at for at in found if at.name == "dot_general")
+    assert product.count == product.runs == 2**60
+    assert product.source.startswith("tests/programs/test_walk.py")
+
+
+def test_what_no_line_of_the_users_made_is_of_each_line_that_runs_it():
+    """JAX traces what it compiles but once, and with the first of these lines."""
+    inner = jax.make_jaxpr(call_tree(0))(W[0], X)
+    (call,) = inner.eqns
+    program = call.params["jaxpr"].jaxpr
+    nowhere = call.source_info.replace(traceback=None)
+    bare = program.replace(eqns=[e.replace(source_info=nowhere) for e in program.eqns])
+    params = call.params | {"jaxpr": call.params["jaxpr"].replace(jaxpr=bare)}
+    call = call.replace(params=params)
+    found = equations(inner.jaxpr.replace(eqns=[call, call]))
+    assert {at.source for at in found} == {found[0].source}
+    assert [at.runs for at in found if at.name == "dot_general"] == [2]
+    found = equations(bare)
+    assert {at.source for at in found} == {"an unknown line"}
+
+
 def test_a_loop_in_a_shared_program_counts_all_of_its_rounds():
     loop = jax.jit(lambda w, x: lax.fori_loop(0, 5, lambda _, c: c @ w, x))
     twice = lambda w, x: loop(
