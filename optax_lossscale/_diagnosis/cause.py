@@ -15,8 +15,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note, limits
-from optax_lossscale._diagnosis.wide import is_narrow
 from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._programs.values import is_narrow
 
 # An equation is at fault if the error grows by this factor in it.
 _JUMP = 3.0
@@ -83,7 +83,7 @@ def _is_mask(note: Note) -> bool:
     while not _is(note, Is.PRODUCT):  # masks come after products
         reads = [read for read in note.reads if read.bad_true]
         if not reads:
-            return not note.reads or note.place.primitive in ("select_n", "pad")
+            return not note.reads or _is(note, Is.FILLS)
         (note, *_) = reads
     return False
 

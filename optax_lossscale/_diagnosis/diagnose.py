@@ -138,9 +138,7 @@ def _page(
         has_gradients=any(np.any(x.pair.true) for x in run.grads.values()),
         is_finite_without=runs.at_1.is_finite(),
         underflow=lost,
-        not_compared=tuple(
-            (operation, line) for line, operation in runs.passed.items()
-        ),
+        not_compared=runs.passed,
         table=table_of(run.notes),
     )
 
@@ -177,7 +175,7 @@ def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], tuple[Wrong, ...]]:
 def _out_of_proportion(runs: Runs, name: str) -> float:
     """How far a gradient in float32 is from being in proportion to the loss scale."""
     at_1 = runs.at_1.results[name]
-    scaled = runs.fitting.results[name].pair.true / runs.growth
+    scaled = runs.fitting.results[name].pair.true / runs.fitting.scale
     if at_1.note is None or at_1.note.typical < _LEAST:
         return 0.0
     return measured(scaled, at_1.pair.true).get("error", 0.0)
@@ -190,7 +188,7 @@ def _first_out_of_proportion(runs: Runs) -> Note | None:
     }
     for note in runs.fitting.notes:
         typical = before.get((note.place.number, note.rounds), 0.0)
-        difference = abs(note.typical - typical * runs.growth)
+        difference = abs(note.typical - typical * runs.fitting.scale)
         if note.seeded and typical > _LEAST and difference > TOLERANCE * note.typical:
             return note
     return None

@@ -7,26 +7,25 @@ to each of these. `beside_float32` does so for the equations of a piece, inside 
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import Literal
 
 from optax_lossscale._diagnosis.pieces import Piece
 from optax_lossscale._diagnosis.wide import (
     NotWidenedError,
+    applied,
     as_written,
     in_float32,
-    is_narrow,
     narrows,
     widened,
 )
-from optax_lossscale._programs.values import dtype_in
-from optax_lossscale._programs.versions import bind
+from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.values import dtype_in, is_float, is_narrow
 
 # Without optimizing kernels, XLA's CPU compiler takes a third of the time, which pays
 # for a program that runs once or twice.
@@ -36,22 +35,20 @@ _QUICKLY = {
     "xla_cpu_parallel_codegen_split_count": 1,
 }
 
-# Operations by which `shard_map` with `check_vma` tracks the mesh axes along which an
-# array differs. Here arrays may differ along all axes, so that two of them do nothing,
-# and the third is an ordinary `psum`.
-_OF_DEVICES = {
-    "pvary": lambda x, params: x,
-    "pcast": lambda x, params: x,
-    "psum_invariant": lambda x, params: lax.psum(x, params["axes"]),
-}
 
-
-class Pair(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["low", "true"],
+    meta_fields=["is_passed"],
+)
+@dataclasses.dataclass
+class Pair:
     """A value as the program computes it (`low`), and as it is in float32 (`true`)."""
 
     low: Any
     # None if both are the same, as nothing before has rounded to 16 bits
     true: Any = None
+    is_passed: bool = False  # whether float32's was computed in 16 bits as well
 
     @property
     def in_float32(self) -> Any:
@@ -65,28 +62,8 @@ class Pair(NamedTuple):
 
     @property
     def followed(self) -> "Pair":
-        """The pair that others read if float32 follows the choices of the program.
-
-        Of integers and booleans, both are then the program's.
-        """
-        return self if holds_floats(self.low.dtype) else Pair(self.low)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["pairs"], meta_fields=["is_passed"]
-)
-@dataclasses.dataclass
-class Results:
-    """The results of an equation."""
-
-    pairs: list[Pair]
-    is_passed: bool = False  # whether float32's were computed in 16 bits as well
-
-
-@functools.cache
-def holds_floats(dtype: Any) -> bool:
-    """Whether arrays of a dtype are floating-point or complex."""
-    return bool(jnp.issubdtype(dtype, jnp.inexact))
+        """The pair that others read: of integers and booleans, both are the program's."""
+        return Pair(self.low, self.true if is_float(self.low) else None)
 
 
 def exact(x: np.ndarray) -> Pair:
@@ -94,12 +71,16 @@ def exact(x: np.ndarray) -> Pair:
     return Pair(x, x.astype(np.float32) if is_narrow(x.dtype) else None)
 
 
-def beside_float32(piece: Piece, follows: bool, ins: Sequence[Pair]) -> list[Results]:
-    """The results of each equation of a piece, in pairs.
+Rule = Callable[[Any, Sequence[Pair]], list[Pair]]
+"""From an equation and its operands to its results."""
+
+
+def run(piece: Piece, rule: Rule, ins: Sequence[Pair]) -> list[list[Pair]]:
+    """The results of each equation of a piece.
 
     Args:
       piece: the equations.
-      follows: whether float32 follows the choices of the program.
+      rule: how an equation is computed.
       ins: the values that the piece reads.
     """
     env = dict(zip(piece.reads, ins, strict=True))
@@ -109,53 +90,60 @@ def beside_float32(piece: Piece, follows: bool, ins: Sequence[Pair]) -> list[Res
             exact(np.asarray(v.val, dtype_in(v))) if isinstance(v, Literal) else env[v]
             for v in eqn.invars
         ]
-        results = _of_one(eqn, operands)
-        if follows:
-            results.pairs = _by_its_choices(results.pairs)
+        results = rule(eqn, operands)
         every.append(results)
-        for v, pair in zip(eqn.outvars, results.pairs, strict=True):
-            env[v] = pair.followed if follows else pair
+        for v, pair in zip(eqn.outvars, results, strict=True):
+            env[v] = pair.followed
     return every
 
 
-def _of_one(eqn: Any, ins: Sequence[Pair]) -> Results:
-    """The results of an equation, from operands in pairs."""
-    if eqn.primitive.name in _OF_DEVICES:
-        of_one = _OF_DEVICES[eqn.primitive.name]
-        return Results(jax.tree.map(lambda x: of_one(x, eqn.params), list(ins)))
-    lows = bind(eqn, [x.low for x in ins])
+def beside_float32(eqn: Any, ins: Sequence[Pair]) -> list[Pair]:
+    """The results as the program computes them, beside float32's.
+
+    Float32 follows the choices of the program.
+    """
+    lows = applied(eqn, [x.low for x in ins])
     if all(x.true is None for x in ins) and not narrows(eqn):
-        return Results(list(map(Pair, lows)))
+        return list(map(Pair, lows))
+    if Is.ONCE in traits(eqn):
+        return [Pair(low, widened(low), is_passed=True) for low in lows]
+    trues, is_passed = _wide(eqn, ins)
+    return _by_its_choices(
+        [Pair(low, true, is_passed) for low, true in zip(lows, trues, strict=True)]
+    )
+
+
+def float32_alone(eqn: Any, ins: Sequence[Pair]) -> list[Pair]:
+    """The results in float32 only, by its own choices: a pair has it as `low`."""
+    trues, _ = _wide(eqn, ins)
+    return list(map(Pair, trues))
+
+
+def _wide(eqn: Any, ins: Sequence[Pair]) -> tuple[list[Any], bool]:
+    """The results in float32, and whether they were computed in 16 bits all the same."""
     trues = [x.in_float32 for x in ins]
     try:
-        return Results(list(map(Pair, lows, in_float32(eqn, trues))))
+        return in_float32(eqn, trues), False
     except NotWidenedError:
-        is_once = eqn.primitive.name == "io_callback"
-        results = list(map(widened, lows)) if is_once else as_written(eqn, trues)
-        return Results(list(map(Pair, lows, results)), is_passed=True)
+        return as_written(eqn, trues), True
 
 
 def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
     """The results of an equation that returns floats and choices that belong together.
 
     The factors of an LU decomposition mean nothing without its pivots. So where float32
-    chooses other pivots, its factors are replaced by the program's. If the equation
-    returns only floats or only choices, its results stay as they are.
+    chooses other pivots, its factors are replaced by the program's.
     """
-    choices = [pair for pair in pairs if not holds_floats(pair.low.dtype)]
-    is_one_choice = len(choices) < len(pairs) and all(
-        pair.true is not None for pair in pairs
-    )
-    if not choices or not is_one_choice:
+    choices = [pair for pair in pairs if not is_float(pair.low)]
+    if not choices:
         return pairs
-    are_same = jnp.all(jnp.stack([jnp.all(x.low == x.true) for x in choices]))
-    followed = []
-    for pair in pairs:
-        if holds_floats(pair.low.dtype):
-            true = jnp.where(are_same, pair.true, widened(pair.low))
-            pair = Pair(pair.low, true)
-        followed.append(pair)
-    return followed
+    are_same = jnp.stack([jnp.all(x.low == x.true) for x in choices]).all()
+    return [
+        Pair(x.low, jnp.where(are_same, x.true, widened(x.low)), x.is_passed)
+        if is_float(x.low)
+        else x
+        for x in pairs
+    ]
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optax_lossscale._diagnosis.gradient import Gradient
+from optax_lossscale._diagnosis.gradient import THE_LOSS, Gradient
 from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import Note, measured
 from optax_lossscale._diagnosis.pairs import Pair
@@ -35,7 +35,7 @@ class Run(NamedTuple):
     @property
     def results(self) -> dict[str, Value]:
         """The loss and the gradients, by name."""
-        return {"the loss": self.loss, **self.grads}
+        return {THE_LOSS: self.loss, **self.grads}
 
     def is_finite(self, in_float32: bool = False) -> bool:
         """Whether loss and gradients are finite, in the program or in float32."""
@@ -49,34 +49,33 @@ class Runs(NamedTuple):
 
     at_1: Run  # at a loss scale of 1
     fitting: Run  # at the scale that fits; the run at 1, if none does
-    fits: InitialScale | None  # None if gradients are finite at no scale
-    overflow: Note | None  # the cause of the first overflow, at twice the largest scale
-    passed: dict[str, str]  # by line, the operation that computes in 16 bits only
+    fits: InitialScale | None = None  # None if gradients are finite at no scale
+    overflow: Note | None = None  # the cause of the first one above the largest scale
     # At the scale of `fitting`, with float32's own choices; None if they are the same
     own_choices: Run | None = None
 
     @property
-    def growth(self) -> float:
-        """The factor by which gradients grow from the run at 1 to the one that fits."""
-        return self.fitting.scale / self.at_1.scale
+    def passed(self) -> tuple[tuple[str, str], ...]:
+        """What computes in 16 bits even in float32: each operation with its line."""
+        places = [note.place for note in self.at_1.notes if note.is_passed]
+        return tuple(dict.fromkeys((at.primitive, at.source) for at in places))
 
 
 def runs_of(gradient: Gradient) -> Runs:
     """All runs of a gradient, that with float32's own choices included."""
-    runs = _following_choices(gradient)
+    runs = _beside_float32(gradient)
     if any(note.decided for note in runs.fitting.notes):
-        shadow = Shadow(gradient.jaxpr, follows=False)
-        own_choices = _run(shadow, gradient, runs.fitting.scale)
+        alone = Shadow(gradient.jaxpr, alone=True)
+        own_choices = _run(alone, gradient, runs.fitting.scale)
         runs = runs._replace(own_choices=own_choices)
     return runs
 
 
-def _following_choices(gradient: Gradient) -> Runs:
+def _beside_float32(gradient: Gradient) -> Runs:
     """The runs in which float32 follows the program's choices."""
     shadow = Shadow(gradient.jaxpr)
     at_1 = _run(shadow, gradient, 1.0)
-    passed = {n.place.source: n.place.primitive for n in at_1.notes if n.is_passed}
-    runs = Runs(at_1, at_1, None, None, passed)
+    runs = Runs(at_1, at_1)
     if not at_1.is_finite(in_float32=True) or not np.isfinite(at_1.loss.pair.low):
         return runs
     first, overflow = first_overflow(at_1.notes, 1.0)
@@ -120,9 +119,9 @@ def _fits(exponent: int, largest: int) -> InitialScale:
 
 
 def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
-    loss, *grads = shadow(gradient.values(scale))
-    results = dict(zip(gradient.grad_names, map(_result, grads), strict=True))
-    return Run(scale, _result(loss), results, shadow.notes)
+    loss, *grads = map(_result, shadow(gradient.values(scale)))
+    by_name = dict(zip(gradient.grad_names, grads, strict=True))
+    return Run(scale, loss, by_name, shadow.notes)
 
 
 def _result(value: Value) -> Value:

@@ -10,35 +10,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale._programs.operations import Is, traits_of
-from optax_lossscale._programs.values import FLOAT32, dtype_in, in_dtype, in_dtypes
-from optax_lossscale._programs.versions import bind, is_program, open_jaxpr, params_of
-
-# The types of a foreign function's results, among an equation's parameters
-_SHAPES = (jax.core.ShapedArray, jax.ShapeDtypeStruct)
-_SCATTERS = {
-    "scatter": lax.scatter,
-    "scatter-add": lax.scatter_add,
-    "scatter-sub": lax.scatter_sub,
-    "scatter-mul": lax.scatter_mul,
-    "scatter-min": lax.scatter_min,
-    "scatter-max": lax.scatter_max,
-}
+from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.values import (
+    FLOAT32,
+    dtype_in,
+    dtypes_in,
+    in_dtype,
+    in_dtypes,
+    is_narrow,
+)
+from optax_lossscale._programs.versions import bind, is_program, name_of, params_of
+from optax_lossscale._programs.walk import dtypes_of
 
 
 class NotWidenedError(Exception):
     """An equation computes in 16 bits whatever dtypes its operands have."""
-
-
-def is_narrow(dtype: Any) -> bool:
-    """Whether a dtype is a floating-point one of 16 bits or fewer."""
-    return (
-        dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    )
 
 
 def wide_dtype(dtype: Any) -> Any:
@@ -53,9 +42,16 @@ def widened(x: Any) -> Any:
 
 def narrows(eqn: Any) -> bool:
     """Whether an equation, or one in a program that it holds, has a narrow value."""
-    own = map(dtype_in, (*eqn.invars, *eqn.outvars))
-    inside = (e for x in _leaves(eqn) if is_program(x) for e in open_jaxpr(x).eqns)
-    return any(map(is_narrow, own)) or any(map(narrows, inside))
+    return any(map(is_narrow, dtypes_of(eqn)))
+
+
+def applied(eqn: Any, ins: Sequence[Any]) -> list[Any]:
+    """Applies an equation to arrays that may differ along all axes of the mesh."""
+    if Is.VARIES not in traits(eqn):
+        return bind(eqn, ins)
+    if Is.ADDS_MANY in traits(eqn):
+        return [lax.psum(x, eqn.params["axes"]) for x in ins]
+    return list(ins)
 
 
 def as_written(eqn: Any, ins: Sequence[Any]) -> list[Any]:
@@ -63,9 +59,7 @@ def as_written(eqn: Any, ins: Sequence[Any]) -> list[Any]:
 
     The operands are cast to the program's dtypes, and narrow results to float32.
     """
-    return list(
-        map(widened, bind(eqn, in_dtypes(list(map(dtype_in, eqn.invars)), ins)))
-    )
+    return list(map(widened, applied(eqn, in_dtypes(dtypes_in(eqn.invars), ins))))
 
 
 def in_float32(eqn: Any, ins: Sequence[Any]) -> list[Any]:
@@ -75,9 +69,9 @@ def in_float32(eqn: Any, ins: Sequence[Any]) -> list[Any]:
       NotWidenedError: if it computes in 16 bits all the same, as kernels do.
     """
     if not narrows(eqn):
-        return bind(eqn, ins)
+        return applied(eqn, ins)
     # Such as the bits of a random number, which differ in another dtype
-    if Is.OF_BITS in traits_of(eqn.primitive.name):
+    if Is.OF_BITS in traits(eqn):
         return as_written(eqn, ins)
     expected = [(wide_dtype(v.aval.dtype), v.aval.shape) for v in eqn.outvars]
     try:
@@ -91,39 +85,19 @@ def in_float32(eqn: Any, ins: Sequence[Any]) -> list[Any]:
 
 def _rewritten(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     """The results of an equation whose parameters name float32 for narrow dtypes."""
-    name = eqn.primitive.name
     params = dict(eqn.params)
-    if name in _SCATTERS:
+    if "update_jaxpr" in params:  # a scatter, whose function traces that anew
         del params["update_jaxpr"], params["update_consts"]
-        return [_SCATTERS[name](*ins, **params)]
-    if any(map(_is_whole, _leaves(eqn))):
+        function = getattr(lax, name_of(eqn).replace("-", "_"))
+        return [function(*ins, **params)]
+    leaves = jax.tree.leaves(list(params_of(eqn).values()))
+    if Is.OPAQUE in traits(eqn) or any(map(is_program, leaves)):
         raise NotWidenedError
-    if name == "convert_element_type":
-        return [in_dtype(wide_dtype(params["new_dtype"]), ins[0])]
-    if name == "reduce_precision":
-        return list(ins)
-    if "precision" in params and not isinstance(
-        params["precision"], (tuple, lax.Precision)
-    ):
+    if "mantissa_bits" in params:
+        params |= {"exponent_bits": 8, "mantissa_bits": 23}
+    if not isinstance(params.get("precision"), (tuple, lax.Precision, type(None))):
         params["precision"] = None  # an algorithm for operands in 16 bits
     for key, value in params.items():
-        if isinstance(value, (np.dtype, type)) and is_narrow(_dtype(value)):
+        if isinstance(value, np.dtype) and is_narrow(value):
             params[key] = FLOAT32
-    return bind(eqn.replace(params=params), ins)
-
-
-def _dtype(x: Any) -> Any:
-    try:
-        return jnp.dtype(x)
-    except TypeError:  # a class that is no dtype
-        return None
-
-
-def _leaves(eqn: Any) -> list[Any]:
-    """The leaves of an equation's parameters, where a program or a type is one."""
-    return jax.tree.leaves(list(params_of(eqn).values()), is_leaf=_is_whole)
-
-
-def _is_whole(x: Any) -> bool:
-    """Whether `x` is a program, or the type of a foreign function's result."""
-    return is_program(x) or isinstance(x, _SHAPES)
+    return applied(eqn.replace(params=params), ins)
