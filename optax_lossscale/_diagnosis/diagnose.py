@@ -200,10 +200,10 @@ def _off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
     `determined` has the names of the results that float32 determines.
     """
     off = {}
-    if runs.own_choices is not None:
-        for name, value in runs.own_choices.results.items():
+    if runs.wide is not None and any(note.decided for note in runs.fitting.notes):
+        for name, value in runs.wide.results.items():
             low = runs.fitting.results[name].pair.low
-            error = measured(low, value.pair.true).get("error", 0.0)
+            error = measured(low, value.pair.low).get("error", 0.0)
             if name in determined and error > TOLERANCE:
                 off[name] = error
     return off

@@ -19,7 +19,7 @@ from optax_lossscale._arrays.variables import is_variable, map_leaves
 from optax_lossscale._autocast.arrays import is_array
 from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import Note, Place, measured
-from optax_lossscale._diagnosis.pairs import exact
+from optax_lossscale._diagnosis.pairs import Pair, Widths, exact
 from optax_lossscale._programs.values import dtypes_in, is_float, is_narrow
 from optax_lossscale._programs.versions import is_ref
 from optax_lossscale._programs.walk import equations
@@ -51,11 +51,11 @@ class Gradient(NamedTuple):
         """The names of the parameters that are differentiated."""
         return [place.name for place in self.places if place.is_parameter]
 
-    def values(self, scale: float) -> list[Value]:
+    def values(self, scale: float, widths: Widths) -> list[Value]:
         """All arguments of the program at a loss scale, with notes."""
         seed = np.asarray(scale, np.float32)
         arguments = zip([*self.arrays, seed], [*self.places, _SEED], strict=True)
-        return [_argument(x, place) for x, place in arguments]
+        return [_argument(exact(x, widths), place) for x, place in arguments]
 
 
 def gradient_of(
@@ -128,11 +128,10 @@ def _arguments(everything: tuple) -> tuple[list[Any], list[Place]]:
     return arrays, places
 
 
-def _argument(x: np.ndarray, place: Place) -> Value:
+def _argument(pair: Pair, place: Place) -> Value:
     """An argument of the program as a value, with a note about its size."""
-    pair = exact(x)
-    numbers = measured(pair.in_float32, None) if is_float(x) else {}
-    note = Note(place, (), (), x.dtype, seeded=place is _SEED, **numbers)
+    numbers = measured(pair.wide, None) if is_float(pair.low) else {}
+    note = Note(place, (), (), pair.low.dtype, seeded=place is _SEED, **numbers)
     return Value(pair, note)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._diagnosis.notes import Note, worst
+from optax_lossscale._diagnosis.notes import Note, measured, worst
 from optax_lossscale._diagnosis.pairs import Pair
 from optax_lossscale._programs.values import is_float
 from optax_lossscale._programs.walk import arguments_of, carried_by, programs_in
@@ -30,6 +30,16 @@ class Value(NamedTuple):
     def each(self, function: Callable[[Any], Any]) -> "Value":
         """Applies a function to both arrays of the pair; the note stays."""
         return self._replace(pair=jax.tree.map(function, self.pair))
+
+
+def noted_alone(value: Value) -> Value:
+    """The value with a note about it alone, where it has that of a stack with it."""
+    note = value.note
+    if note is None or _is_key(value.pair.low):
+        return value
+    numbers = measured(value.pair.low, value.pair.true)
+    alone = Note(note.place, note.rounds, (note,), note.dtype, note.seeded, **numbers)
+    return Value(value.pair, alone)
 
 
 RunsProgram = Callable[..., list[Value]]
@@ -133,10 +143,10 @@ def _chosen(which: np.ndarray, x: Any, y: Any) -> jax.Array:
 
 
 def _row(stack: Value, n: int, axis: int) -> Value:
-    """The row of one round in a stack, with a note of its own if there is one."""
+    """The row of one round in a stack, with a note of its own."""
     at = (slice(None),) * axis + (n,)
     row = stack.each(lambda x: x[at] if _is_key(x) else np.asarray(x)[at])
-    return Value(row.pair, stack.parts[n] if stack.parts else stack.note)
+    return Value(row.pair, stack.parts[n]) if stack.parts else noted_alone(row)
 
 
 def _stack(rows: Sequence[Value], axis: int) -> Value:

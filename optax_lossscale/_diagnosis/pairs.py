@@ -1,14 +1,14 @@
-"""Pairs of a value and what float32 gives for it, and equations applied to pairs.
+"""Pairs of a value and the same in wider floats, and equations applied to pairs.
 
 For `y = x.astype(float16) * 3` with `x` float32, `x` is a pair with one array for both;
 the cast gives a float16 array beside the float32 one, and the multiplication is applied
-to each of these. `beside_float32` does so for the equations of a piece, inside `jit`.
+to each of these. `run` does so for the equations of a piece, inside `jit`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,13 @@ from optax_lossscale._diagnosis.wide import (
     NotWidenedError,
     applied,
     as_written,
-    in_float32,
+    in_wide,
     narrows,
+    wide_dtype,
     widened,
 )
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import dtype_in, is_float, is_narrow
+from optax_lossscale._programs.values import FLOAT32, FLOAT64, dtype_in, is_float
 
 # Without optimizing kernels, XLA's CPU compiler takes a third of the time, which pays
 # for a program that runs once or twice.
@@ -36,6 +37,23 @@ _QUICKLY = {
 }
 
 
+class Widths(NamedTuple):
+    """In which floats the two arrays of a pair are computed, unless theirs are wider."""
+
+    low: Any  # None for those of the program
+    true: Any
+
+
+AS_WRITTEN = Widths(None, FLOAT32)
+"""The program beside float32, which follows its choices, such as indices."""
+
+IN_FLOAT32 = Widths(FLOAT32, FLOAT64)
+"""The program in float32, by choices of its own, beside float64, which follows them.
+
+These pairs are computed with `jax.enable_x64`.
+"""
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["low", "true"],
@@ -43,107 +61,103 @@ _QUICKLY = {
 )
 @dataclasses.dataclass
 class Pair:
-    """A value as the program computes it (`low`), and as it is in float32 (`true`)."""
+    """A value as it is computed (`low`), and as it is in wider floats (`true`)."""
 
     low: Any
-    # None if both are the same, as nothing before has rounded to 16 bits
+    # None if both are the same, as nothing before has rounded to narrower floats
     true: Any = None
-    is_passed: bool = False  # whether float32's was computed in 16 bits as well
+    is_passed: bool = False  # whether `true` was computed in these as well
 
     @property
-    def in_float32(self) -> Any:
-        """The value in float32, which is `low` if both are the same."""
+    def wide(self) -> Any:
+        """The value in wider floats, which is `low` if both are the same."""
         return self.low if self.true is None else self.true
 
     @property
     def both(self) -> "Pair":
         """The same pair, never with None."""
-        return Pair(self.low, self.in_float32)
+        return Pair(self.low, self.wide)
 
     @property
     def followed(self) -> "Pair":
-        """The pair that others read: of integers and booleans, both are the program's."""
+        """The pair that others read: of integers and booleans, both are `low`."""
         return Pair(self.low, self.true if is_float(self.low) else None)
 
 
-def exact(x: np.ndarray) -> Pair:
+def exact(x: np.ndarray, widths: Widths) -> Pair:
     """A pair whose two numbers are equal, such as that of a constant."""
-    return Pair(x, x.astype(np.float32) if is_narrow(x.dtype) else None)
+    low, true = (_in_dtype(wide_dtype(x.dtype, wide), x) for wide in widths)
+    return Pair(low, None if low.dtype == true.dtype else true)
 
 
-Rule = Callable[[Any, Sequence[Pair]], list[Pair]]
-"""From an equation and its operands to its results."""
-
-
-def run(piece: Piece, rule: Rule, ins: Sequence[Pair]) -> list[list[Pair]]:
+def run(piece: Piece, widths: Widths, ins: Sequence[Pair]) -> list[list[Pair]]:
     """The results of each equation of a piece.
 
     Args:
       piece: the equations.
-      rule: how an equation is computed.
+      widths: the floats of the two arrays of each pair.
       ins: the values that the piece reads.
     """
     env = dict(zip(piece.reads, ins, strict=True))
     every = []
     for eqn in piece.eqns:
         operands = [
-            exact(np.asarray(v.val, dtype_in(v))) if isinstance(v, Literal) else env[v]
+            exact(np.asarray(v.val, dtype_in(v)), widths)
+            if isinstance(v, Literal)
+            else env[v]
             for v in eqn.invars
         ]
-        results = rule(eqn, operands)
+        results = _of_one(eqn, operands, widths)
         every.append(results)
         for v, pair in zip(eqn.outvars, results, strict=True):
             env[v] = pair.followed
     return every
 
 
-def beside_float32(eqn: Any, ins: Sequence[Pair]) -> list[Pair]:
-    """The results as the program computes them, beside float32's.
-
-    Float32 follows the choices of the program.
-    """
-    lows = applied(eqn, [x.low for x in ins])
-    if all(x.true is None for x in ins) and not narrows(eqn):
+def _of_one(eqn: Any, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
+    """The results of an equation, from operands in pairs."""
+    lows, _ = _computed(eqn, [x.low for x in ins], widths.low)
+    if all(x.true is None for x in ins) and not narrows(eqn, widths.true):
         return list(map(Pair, lows))
     if Is.ONCE in traits(eqn):
-        return [Pair(low, widened(low), is_passed=True) for low in lows]
-    trues, is_passed = _wide(eqn, ins)
-    return _by_its_choices(
-        [Pair(low, true, is_passed) for low, true in zip(lows, trues, strict=True)]
-    )
+        return [Pair(x, widened(x, widths.true), is_passed=True) for x in lows]
+    trues, is_passed = _computed(eqn, [x.wide for x in ins], widths.true)
+    pairs = [Pair(low, true, is_passed) for low, true in zip(lows, trues, strict=True)]
+    return _by_its_choices(pairs, widths)
 
 
-def float32_alone(eqn: Any, ins: Sequence[Pair]) -> list[Pair]:
-    """The results in float32 only, by its own choices: a pair has it as `low`."""
-    trues, _ = _wide(eqn, ins)
-    return list(map(Pair, trues))
-
-
-def _wide(eqn: Any, ins: Sequence[Pair]) -> tuple[list[Any], bool]:
-    """The results in float32, and whether they were computed in 16 bits all the same."""
-    trues = [x.in_float32 for x in ins]
+def _computed(eqn: Any, ins: Sequence[Any], wide: Any) -> tuple[list[Any], bool]:
+    """The results in wide floats, and whether they were computed in narrower ones."""
+    if wide is None:
+        return applied(eqn, ins), False
     try:
-        return in_float32(eqn, trues), False
+        return in_wide(eqn, ins, wide), False
     except NotWidenedError:
-        return as_written(eqn, trues), True
+        return as_written(eqn, ins, wide), True
 
 
-def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
+def _by_its_choices(pairs: list[Pair], widths: Widths) -> list[Pair]:
     """The results of an equation that returns floats and choices that belong together.
 
-    The factors of an LU decomposition mean nothing without its pivots. So where float32
-    chooses other pivots, its factors are replaced by the program's.
+    The factors of an LU decomposition mean nothing without its pivots. So where wider
+    floats choose other pivots, their factors are replaced by those beside them.
     """
     choices = [pair for pair in pairs if not is_float(pair.low)]
     if not choices:
         return pairs
     are_same = jnp.stack([jnp.all(x.low == x.true) for x in choices]).all()
-    return [
-        Pair(x.low, jnp.where(are_same, x.true, widened(x.low)), x.is_passed)
-        if is_float(x.low)
-        else x
-        for x in pairs
-    ]
+    joined = []
+    for pair in pairs:
+        if is_float(pair.low):
+            low = widened(pair.low, widths.true)
+            true = jnp.where(are_same, pair.true, low)
+            pair = Pair(pair.low, true, pair.is_passed)
+        joined.append(pair)
+    return joined
+
+
+def _in_dtype(dtype: Any, x: np.ndarray) -> np.ndarray:
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
 @functools.cache

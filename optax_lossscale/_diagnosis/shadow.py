@@ -20,7 +20,7 @@ from optax_lossscale._diagnosis import loops, pairs
 from optax_lossscale._diagnosis.devices import Devices
 from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import Note, Place, measured
-from optax_lossscale._diagnosis.pairs import Pair, exact
+from optax_lossscale._diagnosis.pairs import AS_WRITTEN, Pair, Widths, exact
 from optax_lossscale._diagnosis.pieces import Piece, pieces_of
 from optax_lossscale._diagnosis.places import place_of
 from optax_lossscale._programs.operations import Is, traits
@@ -36,11 +36,12 @@ class Around(NamedTuple):
 
     place: Place = Place("", "", "")  # the place of the equation that holds it
     rounds: tuple[int, ...] = ()  # the rounds of the loops around it, outermost first
+    widths: Widths = AS_WRITTEN  # the floats of each pair
     devices: Devices | None = None  # those of a `shard_map` around it
 
     def constant(self, x: np.ndarray) -> Value:
         """A constant of the program as a value, on each device if there are several."""
-        value = Value(exact(x))
+        value = Value(exact(x, self.widths))
         return self.devices.entered(value, jax.P()) if self.devices else value
 
 
@@ -48,27 +49,21 @@ class Shadow:
     """A program to be run in pairs, any number of times.
 
     Attributes:
-      notes: the notes of the last run, in the order of running. There are none of a run
-        in float32 alone.
+      notes: the notes of the last run, in the order of running.
     """
 
-    def __init__(self, program: Any, alone: bool = False):
-        """Takes the program, and whether to run it in float32 alone.
-
-        Beside the program, float32 follows its choices; alone, it makes its own.
-        """
+    def __init__(self, program: Any):
         self.program = program
-        self._is_alone = alone
         self.notes: list[Note] = []
         # The place of each equation, by the number of the place around and its `id`
         self._places: dict[tuple[int, int], Place] = {}
         self._compiled: dict[Any, Callable[..., list[list[Pair]]]] = {}
         self._said = time.monotonic()
 
-    def __call__(self, values: Sequence[Value]) -> list[Value]:
+    def __call__(self, values: Sequence[Value], widths: Widths) -> list[Value]:
         """Runs the program for these arguments, and replaces the notes."""
         self.notes = []
-        return self._run(self.program, values, Around())
+        return self._run(self.program, values, Around(widths=widths))
 
     def _run(
         self, program: Any, values: Sequence[Value], around: Around
@@ -130,10 +125,9 @@ class Shadow:
 
     def _compute(self, piece: Piece, env: dict[Any, Value], around: Around) -> None:
         """Computes a piece by compiled code, and adds its results to `env`."""
-        key = (piece.key, around.devices)
+        key = (piece.key, around.widths, around.devices)
         if key not in self._compiled:
-            rule = pairs.float32_alone if self._is_alone else pairs.beside_float32
-            function = functools.partial(pairs.run, piece, rule)
+            function = functools.partial(pairs.run, piece, around.widths)
             self._compiled[key] = jax.jit(
                 around.devices.over(function) if around.devices else function,
                 compiler_options=pairs.compiler_options(),
@@ -157,7 +151,7 @@ class Shadow:
         if keeps_numbers(eqn) and Is.SELECTS not in traits(eqn):
             return next(iter(reads), None)
         is_choice = pair.true is not None
-        if self._is_alone or not (is_float(pair.low) or is_choice):
+        if not (is_float(pair.low) or is_choice):
             return None
         note = Note(
             place=self._place(eqn, around),

@@ -1,21 +1,23 @@
-"""An equation as it would be if the program had been written in float32.
+"""An equation as it would be if the program had been written in wider floats.
 
-`in_float32(eqn, ins)` applies an equation of the program to operands that are float32
-where the program's are narrow. Most operations accept them; those whose parameters name
-a narrow dtype, such as a cast, get float32 there. An equation that computes in 16 bits
-nevertheless, such as a kernel written for float16, raises `NotWidenedError`.
+`in_wide(eqn, ins, FLOAT32)` applies an equation of the program to operands that are
+float32 where the program's are narrower; with `FLOAT64`, to wider ones still. Most
+operations accept them; those whose parameters name a narrower dtype, such as a cast,
+get the wide one there. An equation that computes in its own dtypes nevertheless, such
+as a kernel written for float16, raises `NotWidenedError`.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import (
-    FLOAT32,
     dtype_in,
     dtypes_in,
     in_dtype,
@@ -27,22 +29,28 @@ from optax_lossscale._programs.walk import dtypes_of
 
 
 class NotWidenedError(Exception):
-    """An equation computes in 16 bits whatever dtypes its operands have."""
+    """An equation computes in its own dtypes whatever those of its operands are."""
 
 
-def wide_dtype(dtype: Any) -> Any:
-    """float32 for floating-point dtypes of 16 bits and fewer; others as they are."""
-    return FLOAT32 if is_narrow(dtype) else dtype
+@functools.cache
+def wide_dtype(dtype: Any, wide: Any) -> Any:
+    """`wide` for narrower floats; complex64 becomes complex128 beside float64.
+
+    All other dtypes stay as they are; and every one does if `wide` is None.
+    """
+    if dtype is None or wide is None or not jnp.issubdtype(dtype, jnp.inexact):
+        return dtype
+    return wide if is_narrow(dtype) else np.promote_types(dtype, wide)
 
 
-def widened(x: Any) -> Any:
-    """The same numbers, in float32 if they were in 16 bits or fewer."""
-    return in_dtype(wide_dtype(dtype_in(x)), x)
+def widened(x: Any, wide: Any) -> Any:
+    """The same numbers, in `wide` if their dtype was narrower."""
+    return in_dtype(wide_dtype(dtype_in(x), wide), x)
 
 
-def narrows(eqn: Any) -> bool:
-    """Whether an equation, or one in a program that it holds, has a narrow value."""
-    return any(map(is_narrow, dtypes_of(eqn)))
+def narrows(eqn: Any, wide: Any) -> bool:
+    """Whether an equation, or one in a program that it holds, has a narrower value."""
+    return any(wide_dtype(dtype, wide) != dtype for dtype in dtypes_of(eqn))
 
 
 def applied(eqn: Any, ins: Sequence[Any]) -> list[Any]:
@@ -54,28 +62,29 @@ def applied(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     return list(ins)
 
 
-def as_written(eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """The results of an equation in its own dtypes, for operands in float32.
+def as_written(eqn: Any, ins: Sequence[Any], wide: Any) -> list[Any]:
+    """The results of an equation in its own dtypes, for wide operands.
 
-    The operands are cast to the program's dtypes, and narrow results to float32.
+    The operands are cast to the program's dtypes, and the results are widened.
     """
-    return list(map(widened, applied(eqn, in_dtypes(dtypes_in(eqn.invars), ins))))
+    results = applied(eqn, in_dtypes(dtypes_in(eqn.invars), ins))
+    return [widened(x, wide) for x in results]
 
 
-def in_float32(eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """The results of an equation for operands in float32.
+def in_wide(eqn: Any, ins: Sequence[Any], wide: Any) -> list[Any]:
+    """The results of an equation for wide operands.
 
     Raises:
-      NotWidenedError: if it computes in 16 bits all the same, as kernels do.
+      NotWidenedError: if it computes in its own dtypes all the same, as kernels do.
     """
-    if not narrows(eqn):
+    if not narrows(eqn, wide):
         return applied(eqn, ins)
     # Such as the bits of a random number, which differ in another dtype
     if Is.OF_BITS in traits(eqn):
-        return as_written(eqn, ins)
-    expected = [(wide_dtype(v.aval.dtype), v.aval.shape) for v in eqn.outvars]
+        return as_written(eqn, ins, wide)
+    expected = [(wide_dtype(v.aval.dtype, wide), v.aval.shape) for v in eqn.outvars]
     try:
-        results = _rewritten(eqn, ins)
+        results = _rewritten(eqn, ins, wide)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise NotWidenedError from error
     if [(x.dtype, x.shape) for x in results] != expected:
@@ -83,8 +92,8 @@ def in_float32(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     return results
 
 
-def _rewritten(eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """The results of an equation whose parameters name float32 for narrow dtypes."""
+def _rewritten(eqn: Any, ins: Sequence[Any], wide: Any) -> list[Any]:
+    """The results of an equation whose parameters name `wide` for narrower dtypes."""
     params = dict(eqn.params)
     if "update_jaxpr" in params:  # a scatter, whose function traces that anew
         del params["update_jaxpr"], params["update_consts"]
@@ -93,11 +102,11 @@ def _rewritten(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     leaves = jax.tree.leaves(list(params_of(eqn).values()))
     if Is.OPAQUE in traits(eqn) or any(map(is_program, leaves)):
         raise NotWidenedError
-    if "mantissa_bits" in params:
-        params |= {"exponent_bits": 8, "mantissa_bits": 23}
+    if "mantissa_bits" in params and is_narrow(dtype_in(eqn.invars[0])):
+        return list(ins)
     if not isinstance(params.get("precision"), (tuple, lax.Precision, type(None))):
-        params["precision"] = None  # an algorithm for operands in 16 bits
+        params["precision"] = None  # an algorithm for narrower operands
     for key, value in params.items():
-        if isinstance(value, np.dtype) and is_narrow(value):
-            params[key] = FLOAT32
+        if isinstance(value, np.dtype):
+            params[key] = wide_dtype(value, wide)
     return applied(eqn.replace(params=params), ins)
