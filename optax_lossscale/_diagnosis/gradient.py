@@ -96,7 +96,7 @@ def gradient_of(
         raise TypeError(
             "diagnose runs the loss function: give it arrays, and no ShapeDtypeStruct"
         )
-    on_host = jax.device_get([jnp.asarray(x) for x in arrays])
+    on_host = jax.device_get(list(map(jnp.asarray, arrays)))
     return Gradient(jaxpr, on_host, places, narrow_dtypes)
 
 

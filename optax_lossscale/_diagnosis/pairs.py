@@ -17,12 +17,8 @@ from jax.extend.core import Literal
 
 from optax_lossscale._diagnosis.pieces import Piece
 from optax_lossscale._diagnosis.wide import (
-    NotWidenedError,
-    applied,
-    as_written,
     in_wide,
     narrows,
-    wide_dtype,
     widened,
 )
 from optax_lossscale._programs.operations import Is, traits
@@ -86,7 +82,7 @@ class Pair:
 
 def exact(x: np.ndarray, widths: Widths) -> Pair:
     """A pair whose two numbers are equal, such as that of a constant."""
-    low, true = (_in_dtype(wide_dtype(x.dtype, wide), x) for wide in widths)
+    low, true = (widened(x, wide) for wide in widths)
     return Pair(low, None if low.dtype == true.dtype else true)
 
 
@@ -116,27 +112,17 @@ def run(piece: Piece, widths: Widths, ins: Sequence[Pair]) -> list[list[Pair]]:
 
 def _of_one(eqn: Any, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
     """The results of an equation, from operands in pairs."""
-    lows, _ = _computed(eqn, [x.low for x in ins], widths.low)
+    lows, _ = in_wide(eqn, [x.low for x in ins], widths.low)
     if all(x.true is None for x in ins) and not narrows(eqn, widths.true):
         return list(map(Pair, lows))
     if Is.ONCE in traits(eqn):
         return [Pair(x, widened(x, widths.true), is_passed=True) for x in lows]
-    trues, is_passed = _computed(eqn, [x.wide for x in ins], widths.true)
+    trues, is_passed = in_wide(eqn, [x.wide for x in ins], widths.true)
     pairs = [Pair(low, true, is_passed) for low, true in zip(lows, trues, strict=True)]
-    return _by_its_choices(pairs, widths)
+    return _by_its_choices(pairs)
 
 
-def _computed(eqn: Any, ins: Sequence[Any], wide: Any) -> tuple[list[Any], bool]:
-    """The results in wide floats, and whether they were computed in narrower ones."""
-    if wide is None:
-        return applied(eqn, ins), False
-    try:
-        return in_wide(eqn, ins, wide), False
-    except NotWidenedError:
-        return as_written(eqn, ins, wide), True
-
-
-def _by_its_choices(pairs: list[Pair], widths: Widths) -> list[Pair]:
+def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
     """The results of an equation that returns floats and choices that belong together.
 
     The factors of an LU decomposition mean nothing without its pivots. So where wider
@@ -149,15 +135,11 @@ def _by_its_choices(pairs: list[Pair], widths: Widths) -> list[Pair]:
     joined = []
     for pair in pairs:
         if is_float(pair.low):
-            low = widened(pair.low, widths.true)
+            low = pair.low.astype(pair.true.dtype)
             true = jnp.where(are_same, pair.true, low)
-            pair = Pair(pair.low, true, pair.is_passed)
+            pair = dataclasses.replace(pair, true=true)
         joined.append(pair)
     return joined
-
-
-def _in_dtype(dtype: Any, x: np.ndarray) -> np.ndarray:
-    return x if x.dtype == dtype else x.astype(dtype)
 
 
 @functools.cache

@@ -4,7 +4,7 @@
 float32 where the program's are narrower; with `FLOAT64`, to wider ones still. Most
 operations accept them; those whose parameters name a narrower dtype, such as a cast,
 get the wide one there. An equation that computes in its own dtypes nevertheless, such
-as a kernel written for float16, raises `NotWidenedError`.
+as a kernel written for float16, gets operands in these, and is said to have done so.
 """
 
 import functools
@@ -26,10 +26,6 @@ from optax_lossscale._programs.values import (
 )
 from optax_lossscale._programs.versions import bind, is_program, name_of, params_of
 from optax_lossscale._programs.walk import dtypes_of
-
-
-class NotWidenedError(Exception):
-    """An equation computes in its own dtypes whatever those of its operands are."""
 
 
 @functools.cache
@@ -62,34 +58,30 @@ def applied(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     return list(ins)
 
 
-def as_written(eqn: Any, ins: Sequence[Any], wide: Any) -> list[Any]:
-    """The results of an equation in its own dtypes, for wide operands.
+def in_wide(eqn: Any, ins: Sequence[Any], wide: Any) -> tuple[list[Any], bool]:
+    """The results of an equation for wide operands, or as it is if `wide` is None.
 
-    The operands are cast to the program's dtypes, and the results are widened.
-    """
-    results = applied(eqn, in_dtypes(dtypes_in(eqn.invars), ins))
-    return [widened(x, wide) for x in results]
-
-
-def in_wide(eqn: Any, ins: Sequence[Any], wide: Any) -> list[Any]:
-    """The results of an equation for wide operands.
-
-    Raises:
-      NotWidenedError: if it computes in its own dtypes all the same, as kernels do.
+    Also returns whether it computed in its own dtypes all the same, as kernels do.
     """
     if not narrows(eqn, wide):
-        return applied(eqn, ins)
+        return applied(eqn, ins), False
     # Such as the bits of a random number, which differ in another dtype
     if Is.OF_BITS in traits(eqn):
-        return as_written(eqn, ins, wide)
+        return _as_written(eqn, ins, wide), False
     expected = [(wide_dtype(v.aval.dtype, wide), v.aval.shape) for v in eqn.outvars]
     try:
         results = _rewritten(eqn, ins, wide)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise NotWidenedError from error
+    except (TypeError, ValueError, NotImplementedError):
+        return _as_written(eqn, ins, wide), True
     if [(x.dtype, x.shape) for x in results] != expected:
-        raise NotWidenedError
-    return results
+        return _as_written(eqn, ins, wide), True
+    return results, False
+
+
+def _as_written(eqn: Any, ins: Sequence[Any], wide: Any) -> list[Any]:
+    """The results in the equation's own dtypes, to which operands are cast, widened."""
+    results = applied(eqn, in_dtypes(dtypes_in(eqn.invars), ins))
+    return [widened(x, wide) for x in results]
 
 
 def _rewritten(eqn: Any, ins: Sequence[Any], wide: Any) -> list[Any]:
@@ -101,7 +93,7 @@ def _rewritten(eqn: Any, ins: Sequence[Any], wide: Any) -> list[Any]:
         return [function(*ins, **params)]
     leaves = jax.tree.leaves(list(params_of(eqn).values()))
     if Is.OPAQUE in traits(eqn) or any(map(is_program, leaves)):
-        raise NotWidenedError
+        raise NotImplementedError
     if "mantissa_bits" in params and is_narrow(dtype_in(eqn.invars[0])):
         return list(ins)
     if not isinstance(params.get("precision"), (tuple, lax.Precision, type(None))):
