@@ -79,6 +79,17 @@ class Pair:
         """The pair that others read: of integers and booleans, both are `low`."""
         return Pair(self.low, self.true if is_float(self.low) else None)
 
+    @property
+    def compared(self) -> "Pair":
+        """The pair with float64 rounded to the dtype beside it, as that is as telling.
+
+        On the host, arrays of one dtype are compared in a fraction of the time.
+        """
+        if self.true is None or self.true.dtype != FLOAT64:
+            return self
+        with np.errstate(over="ignore"):
+            return Pair(self.low, np.asarray(self.true, self.low.dtype), self.is_passed)
+
 
 def exact(x: np.ndarray, widths: Widths) -> Pair:
     """A pair whose two numbers are equal, such as that of a constant."""

@@ -9,12 +9,12 @@ itself, whose programs are divided in turn.
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from optax_lossscale._programs.alike import hashable, key_of, key_of_literal
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
+from optax_lossscale._programs.values import is_inexact
 from optax_lossscale._programs.walk import dtypes_within, programs_in
 
 _LOOPS = Is.SCANS | Is.WAITS | Is.BRANCHES | Is.MAPS
@@ -76,8 +76,7 @@ def _parts(jaxpr: Any) -> Iterator[list[Any]]:
 
 
 def _has_floats(program: Any) -> bool:
-    dtypes = filter(None, dtypes_within(program))
-    return any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
+    return any(map(is_inexact, dtypes_within(program)))
 
 
 def _variables(operands: Sequence[Any]) -> Iterator[Any]:

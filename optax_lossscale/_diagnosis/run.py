@@ -79,7 +79,8 @@ def _is_in_doubt(run: Run) -> bool:
     """Whether something is off, or float32 might have chosen otherwise."""
     results = [value.note for value in run.results.values() if value.note is not None]
     return any(note.off > TOLERANCE for note in results) or any(
-        note.decided or note.off_share > FIFTH for note in run.notes
+        note.decided or (note.off_share > FIFTH and not note.seeded)
+        for note in run.notes
     )
 
 

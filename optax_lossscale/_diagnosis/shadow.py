@@ -137,7 +137,7 @@ class Shadow:
             read = [env[v].note for v in eqn.invars if not isinstance(v, Literal)]
             notes = tuple(note for note in read if note is not None)
             for v, pair in zip(eqn.outvars, results, strict=True):
-                note = self._note(eqn, pair, notes, around)
+                note = self._note(eqn, pair.compared, notes, around)
                 env[v] = Value(pair.followed, note)
         self._say(piece)
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -22,6 +21,7 @@ from optax_lossscale._programs.values import (
     dtypes_in,
     in_dtype,
     in_dtypes,
+    is_inexact,
     is_narrow,
 )
 from optax_lossscale._programs.versions import bind, is_program, name_of, params_of
@@ -34,7 +34,7 @@ def wide_dtype(dtype: Any, wide: Any) -> Any:
 
     All other dtypes stay as they are; and every one does if `wide` is None.
     """
-    if dtype is None or wide is None or not jnp.issubdtype(dtype, jnp.inexact):
+    if wide is None or not is_inexact(dtype):
         return dtype
     return wide if is_narrow(dtype) else np.promote_types(dtype, wide)
 

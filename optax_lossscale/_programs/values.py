@@ -31,8 +31,13 @@ def dtype_in(x: Any) -> Any:
 
 
 def is_float(v: Any) -> bool:
-    """Whether a variable or literal holds floating-point or complex numbers."""
-    dtype = dtype_in(v)
+    """Whether a variable or an array holds floating-point or complex numbers."""
+    return is_inexact(dtype_in(v))
+
+
+@functools.cache
+def is_inexact(dtype: Any) -> bool:
+    """Whether a dtype is a floating-point or complex one; None is not."""
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
