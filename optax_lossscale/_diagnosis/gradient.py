@@ -19,7 +19,7 @@ from optax_lossscale._arrays.precision import at_least_float32, is_inexact
 from optax_lossscale._arrays.variables import is_variable, map_leaves
 from optax_lossscale._autocast.arrays import is_array
 from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._diagnosis.notes import Note, Place, measured
+from optax_lossscale._diagnosis.notes import Figures, Place, measured, note_of
 from optax_lossscale._diagnosis.pairs import exact
 from optax_lossscale._diagnosis.wide import is_narrow
 from optax_lossscale._programs.values import dtype_in
@@ -62,7 +62,7 @@ class Gradient(NamedTuple):
             place = Place("", "", "", name, is_parameter=n in self.parameters)
             values.append(_argument(x, place))
         place = Place("", "", "", "the loss scale")
-        return [*values, _argument(np.asarray(scale, np.float32), place, seeded=True)]
+        return [*values, _argument(np.asarray(scale, np.float32), place, True)]
 
 
 def gradient_of(
@@ -135,11 +135,11 @@ def _named_arrays(everything: tuple) -> Iterator[tuple[str, Any]]:
             yield prefixes[first.idx] + path_name(path), x
 
 
-def _argument(x: np.ndarray, place: Place, seeded: bool = False) -> Value:
+def _argument(x: np.ndarray, place: Place, is_seed: bool = False) -> Value:
     """An argument of the program as a value, with a note about its size."""
     pair = exact(x)
-    numbers = measured(pair.in_float32, None) if is_inexact(x) else {}
-    return Value(pair, Note(place, (), (), x.dtype, seeded, **numbers))
+    figures = measured(pair.in_float32, None) if is_inexact(x) else Figures()
+    return Value(pair, note_of(figures, place, x.dtype, is_backward=is_seed))
 
 
 def _check_no_refs(jaxpr: Any) -> None:
@@ -154,7 +154,7 @@ def _check_no_refs(jaxpr: Any) -> None:
 
 def _unlike(names: Sequence[str]) -> list[str]:
     """Tells equal names apart by numbers, as those in `{"a/b": x, "a": {"b": y}}`."""
-    counts = Counter(names)
+    counts = Counter([*names, "the loss", "all"])  # which are not parameters
     return [
         f"{name} (argument {n})" if counts[name] > 1 else name
         for n, name in enumerate(names)

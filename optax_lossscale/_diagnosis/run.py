@@ -11,7 +11,7 @@ import numpy as np
 
 from optax_lossscale._diagnosis.gradient import Gradient
 from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._diagnosis.notes import Note, measured
+from optax_lossscale._diagnosis.notes import Note, measured, note_of
 from optax_lossscale._diagnosis.pairs import Pair
 from optax_lossscale._diagnosis.scale import (
     HIGHEST,
@@ -81,7 +81,7 @@ def _following_choices(gradient: Gradient) -> Runs:
         return runs
     first, overflow = first_overflow(at_1.notes, 1.0)
     runs = runs._replace(overflow=overflow)
-    if any(note.seeded and note.dtype == np.float16 for note in at_1.notes):
+    if any(note.is_backward and note.dtype == np.float16 for note in at_1.notes):
         return _fitting(shadow, gradient, runs, min(first - 1, HIGHEST) - MARGIN)
     if at_1.is_finite():
         return runs._replace(fits=_fits(first - 1 - MARGIN, first - 1))
@@ -130,6 +130,6 @@ def _result(value: Value) -> Value:
     note = value.note
     pair = Pair(np.asarray(value.pair.low), np.asarray(value.pair.in_float32))
     if note is not None:  # which may be about a stack with this as one row
-        numbers = measured(pair.low, pair.true)
-        note = Note(note.place, note.rounds, (note,), note.dtype, **numbers)
+        figures = measured(pair.low, pair.true)
+        note = note_of(figures, note.place, note.dtype, (note,), note.rounds)
     return Value(pair, note)

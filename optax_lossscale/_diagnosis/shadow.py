@@ -20,7 +20,7 @@ from jax.extend.core import Literal
 from optax_lossscale._diagnosis import loops
 from optax_lossscale._diagnosis.devices import Devices
 from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._diagnosis.notes import Note, Place, measured
+from optax_lossscale._diagnosis.notes import Note, Place, measured, note_of
 from optax_lossscale._diagnosis.pairs import (
     Pair,
     Results,
@@ -181,14 +181,13 @@ class Shadow:
         )
         if not (holds_floats(dtype) or is_choice):
             return None
-        note = Note(
+        note = note_of(
+            measured(pair.low, pair.true),
             place=self._place(eqn, around),
-            rounds=around.rounds,
-            reads=reads,
             dtype=dtype,
-            seeded=any(read.seeded for read in reads),
+            reads=reads,
+            rounds=around.rounds,
             is_passed=is_passed,
-            **measured(pair.low, pair.true),
         )
         self.notes.append(note)
         return note
