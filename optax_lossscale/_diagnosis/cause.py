@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note, limits
+from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note, all_before, limits
 from optax_lossscale._diagnosis.wide import is_narrow
 from optax_lossscale._programs.operations import Is
 
@@ -285,21 +285,18 @@ def _first_lost(note: Note) -> Note:
 
 def _rounded_before(note: Note) -> Iterator[Note]:
     """The nearest products in 16 bits before a result, and what is narrow since."""
-    seen = {note}
-    left = list(note.reads)
-    while left:
-        one = left.pop()
-        if one in seen:
-            continue
-        seen.add(one)
+    for one in all_before(note.reads, _rounded_in):
         if is_narrow(one.dtype) and one.place.primitive:
             yield one
-        if not (is_narrow(one.dtype) and one.is_any(Is.PRODUCT)):
-            left.extend(_that_count(one))
 
 
-def _that_count(note: Note) -> Sequence[Note]:
-    """The operands whose rounding counts: not a term that is small beside another."""
+def _rounded_in(note: Note) -> Sequence[Note]:
+    """The operands whose rounding counts in a result.
+
+    None does in a product in 16 bits, nor a term that is small beside another.
+    """
+    if is_narrow(note.dtype) and note.is_any(Is.PRODUCT):
+        return ()
     if not note.is_any(Is.ADDS_TWO):
         return note.reads
     least = _SMALL * max((read.typical for read in note.reads), default=0.0)

@@ -4,7 +4,7 @@ The gradient is traced (`gradient`) and run beside float32 (`run`). From the not
 these runs, this file finds what is off and why (`cause`), and fills the page.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container
 from typing import Any
 
 import jax
@@ -16,11 +16,18 @@ from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._diagnosis.cause import How, Wrong, cause_in_float32, cause_of
 from optax_lossscale._diagnosis.dtypes import report_of
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
-from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note, limits, measured
+from optax_lossscale._diagnosis.notes import (
+    FIFTH,
+    TOLERANCE,
+    Note,
+    all_before,
+    limits,
+    measured,
+)
 from optax_lossscale._diagnosis.page import Diagnosis
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow
-from optax_lossscale._diagnosis.table import table_of
+from optax_lossscale._diagnosis.table import of_worst_rounds, table_of
 from optax_lossscale._step.get import get_loss_scale, loss_scales_in
 from optax_lossscale._step.gradient import check_keywords
 
@@ -199,14 +206,15 @@ def _off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
 
     `determined` has the names of the results that float32 determines.
     """
-    off = {}
-    if runs.own_choices is not None:
-        for name, value in runs.own_choices.results.items():
-            low = runs.fitting.results[name].pair.low
-            error = measured(low, value.pair.true).error
-            if name in determined and error > TOLERANCE:
-                off[name] = error
-    return off
+    if runs.own_choices is None:
+        return {}
+    low = {name: value.pair.low for name, value in runs.fitting.results.items()}
+    off = {
+        name: measured(low[name], value.pair.true).error
+        for name, value in runs.own_choices.results.items()
+        if name in determined
+    }
+    return {name: error for name, error in off.items() if error > TOLERANCE}
 
 
 def _wrong_inside(run: Run, in_float16: bool) -> list[Wrong]:
@@ -216,7 +224,8 @@ def _wrong_inside(run: Run, in_float16: bool) -> list[Wrong]:
     normal number, or if no result is computed from it, as of a loop's condition.
     """
     least = limits(np.float16)[1] if in_float16 else 0.0
-    used = _made_of(value.note for value in run.results.values())
+    results = [value.note for value in run.results.values() if value.note]
+    used = set(all_before(results, lambda note: note.reads))
     spread = [
         note
         for note in run.notes
@@ -230,36 +239,21 @@ def _wrong_inside(run: Run, in_float16: bool) -> list[Wrong]:
     return []
 
 
-def _made_of(results: Iterable[Note | None]) -> set[Note]:
-    """The notes that those of results come from, directly or not."""
-    left = [note for note in results if note is not None]
-    seen: set[Note] = set()
-    while left:
-        note = left.pop()
-        if note not in seen:
-            seen.add(note)
-            left.extend(note.reads)
-    return seen
-
-
 def _in_a_report(one: Wrong, run: Run) -> Wrong:
     """The same without the notes before, and whether it is in an inner derivative."""
-    place = one.place
+    at = one.place
+    loss = run.loss.note
     # A derivative inside of the loss function is computed before the loss, and one in a
     # rule for the backward pass after it.
-    is_before_the_loss = (
-        run.loss.note is not None and place.place.number <= run.loss.note.place.number
-    )
+    is_before_the_loss = loss is not None and at.place.number <= loss.place.number
     return one._replace(
-        place=place.row,
+        place=at.row,
         rounded=tuple(note.row for note in one.rounded),
-        is_inner=(
-            place.place.is_derivative and not place.is_backward and is_before_the_loss
-        ),
+        is_inner=at.place.is_derivative and not at.is_backward and is_before_the_loss,
     )
 
 
-def _choices(run: Run, all_of_them: bool) -> Iterator[Note]:
+def _choices(run: Run, all_of_them: bool) -> list[Note]:
     """The choices that float32 would have made otherwise, each in its worst round.
 
     Without `all_of_them`, these are masks that differ in a fifth, and others that
@@ -267,13 +261,11 @@ def _choices(run: Run, all_of_them: bool) -> Iterator[Note]:
     comparison with NaN means nothing.
     """
     if not np.isfinite(run.loss.pair.low):
-        return
-    worst: dict[int, Note] = {}
-    for note in run.notes:
+        return []
+    choices = []
+    for note in of_worst_rounds(run.notes, lambda note: note.decided):
         is_mask = note.dtype == np.bool_ and note.count > 1
         least = FIFTH if is_mask else _FEW
-        before = worst.get(note.place.number)
-        most = before.decided if before else 0.0
-        if note.decided > max(0.0 if all_of_them else least, most):
-            worst[note.place.number] = note
-    yield from (note.row for note in worst.values())
+        if note.decided > (0.0 if all_of_them else least):
+            choices.append(note.row)
+    return choices

@@ -7,7 +7,7 @@ and `scale` go back along. `measured` computes the figures in a note from two ar
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -164,6 +164,20 @@ def note_of(
         nearest=names[0].union(*names[1:]) if names else frozenset(),
         steps=steps + 1,
     )
+
+
+def all_before(
+    notes: Iterable[Note], reads: Callable[[Note], Iterable[Note]]
+) -> Iterator[Note]:
+    """Some notes, what they read, and so on, each once; `reads` says what that is."""
+    left = list(notes)
+    seen: set[Note] = set()
+    while left:
+        note = left.pop()
+        if note not in seen:
+            seen.add(note)
+            left.extend(reads(note))
+            yield note
 
 
 def worst(notes: Iterable[Note | None]) -> Note | None:

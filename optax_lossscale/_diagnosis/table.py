@@ -5,7 +5,8 @@ in which it is off the most.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from optax_lossscale._diagnosis.notes import Note
@@ -28,22 +29,26 @@ class Table(NamedTuple):
         return "\n".join(aligned([_TITLES, *map(_cells, self.rows)]))
 
 
-def table_of(notes: Iterable[Note]) -> Table:
+def table_of(notes: Sequence[Note]) -> Table:
     """The table of all notes of a run."""
-    worst: dict[tuple[int, Any], Note] = {}
-    largest: dict[tuple[int, Any], float] = {}
+    largest: dict[int, float] = defaultdict(float)
     for note in notes:
-        key = (note.place.number, note.dtype)
-        if key not in worst or note.error > worst[key].error:
-            worst[key] = note
-        largest[key] = max(largest.get(key, 0.0), note.largest)
-    in_order = sorted(worst, key=lambda key: key[0])
-    return Table(
-        tuple(
-            dataclasses.replace(worst[key].row, largest=largest[key])
-            for key in in_order
-        )
-    )
+        number = note.place.number
+        largest[number] = max(largest[number], note.largest)
+    worst = of_worst_rounds(notes, lambda note: note.error)
+    rows = [
+        dataclasses.replace(note.row, largest=largest[note.place.number])
+        for note in worst
+    ]
+    return Table(tuple(rows))
+
+
+def of_worst_rounds(notes: Sequence[Note], key: Callable[[Note], float]) -> list[Note]:
+    """For each result of an equation, its note of the round in which `key` is largest."""
+    worst: dict[tuple[int, Any], Note] = {}
+    for note in sorted(notes, key=key, reverse=True):
+        worst.setdefault((note.place.number, note.dtype), note)
+    return sorted(worst.values(), key=lambda note: note.place.number)
 
 
 def _cells(row: Note) -> tuple[str, ...]:
