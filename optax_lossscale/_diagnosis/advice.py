@@ -14,9 +14,9 @@ import numpy as np
 from optax_lossscale._arrays.names import scale_name, without_numbers
 from optax_lossscale._diagnosis.cause import How, Wrong
 from optax_lossscale._diagnosis.dtypes import Operation
-from optax_lossscale._diagnosis.notes import TOLERANCE
+from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
-from optax_lossscale._diagnosis.text import lines_of, some
+from optax_lossscale._diagnosis.text import lines_of, percent, some
 from optax_lossscale._programs.operations import Is
 from optax_lossscale._programs.values import HALVES
 from optax_lossscale._scales.dynamic import DynamicLossScale
@@ -168,22 +168,24 @@ def _remedy(one: Wrong) -> str:
 def _about_choices(page: "Diagnosis") -> _Findings:
     """A finding about choices that float32 makes otherwise, if they matter.
 
-    They do if they change the loss. If they change gradients alone, they may be as good
-    as float32's, as where a ReLU is given a number near 0: then many have to differ.
+    They do if they change the loss, or a gradient by a fifth. If they change gradients
+    by less, they may be as good as float32's, as where a ReLU is given a number near 0:
+    then many have to differ.
     """
-    are_many = any(choice.decided > TOLERANCE for choice in page.choices)
-    is_loss_off = "the loss" in page.off_by_choices
-    is_grad_off = bool(page.off_by_choices) and are_many
-    if page.wrong or not (is_loss_off or is_grad_off):
+    if page.wrong or not page.off_by_choices:
         return
     name = max(page.off_by_choices, key=page.off_by_choices.__getitem__)
-    if is_loss_off:
+    what = f"the gradient of {name}"
+    if "the loss" in page.off_by_choices:
         name = "the loss"
-    what = name if name == "the loss" else f"the gradient of {name}"
+        what = name
     off = page.off_by_choices[name]
+    are_many = any(choice.decided > TOLERANCE for choice in page.choices)
+    if name != "the loss" and not are_many and off <= FIFTH:
+        return
     lines = some(lines_of(page.choices))
     yield (
-        f"Float32 chooses otherwise at {lines}, and so {what} is off by {off:.1%}.",
+        f"Float32 chooses otherwise at {lines}, and so {what} is off by {percent(off)}.",
         "Compute what is chosen from there in float32, unless either choice is as good, "
         "as between numbers that are nearly equal.",
     )

@@ -7,6 +7,7 @@ rounded to float16 and nearly equal, the path is the logarithm and the differenc
 error jumps in the difference, so that is at fault: it cancels.
 """
 
+import dataclasses
 import enum
 import math
 from collections import Counter
@@ -16,14 +17,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note, all_before, limits
-from optax_lossscale._diagnosis.wide import is_narrow
 from optax_lossscale._programs.operations import Is
+from optax_lossscale._programs.values import is_narrow
 
 # An equation is at fault if the error grows by this factor in it.
 _JUMP = 3.0
 _SMALL = 0.2  # a sum that is smaller than this, relative to its terms, cancels
-_ROUNDING = 2.0**-24  # the error of one rounding to float32
-_ROUNDING_OF_MANY = 5 * _ROUNDING  # where each of many terms was rounded many times
 _RUNNING = 8  # the rounds in which an error has to grow for a sum to stagnate
 _NOTHING = 100  # beside numbers this many times larger, lost ones make no difference
 _SUMS = Is.ADDS_TWO | Is.ADDS_MANY
@@ -85,20 +84,18 @@ class Wrong(NamedTuple):
         return f"{self.place} {self.how}"
 
 
-def cause_of(name: str, note: Note) -> Wrong | None:
-    """Why the result of a name is off; None if float32 does not determine it."""
+def cause_of(name: str, note: Note) -> Wrong:
+    """Why the result of a name is off."""
     at_fault = _at_fault(_path(note))
     if at_fault is None:
         return Wrong(name, note.error, How.ADDS_UP, note)
-    if _is_undetermined(note, at_fault):
-        return None
     how, place = _how(at_fault)
     rounded: list[Note] = []
     if how in (How.CANCELS, How.AMPLIFIES, How.IS_UNDEFINED):
         rounded += _rounded_before(place)
     lost = [one for one in rounded if one.lost > FIFTH]
     if how is How.AMPLIFIES and lost:
-        return Wrong(name, note.error, How.VANISHES, lost[0])
+        return Wrong(name, note.error, How.VANISHES, _first_lost(lost[0]))
     return Wrong(name, note.error, how, place, tuple(rounded))
 
 
@@ -121,7 +118,7 @@ def _is_mask(note: Note) -> bool:
     while not note.is_any(Is.PRODUCT):  # masks come after products
         reads = [read for read in note.reads if not read.is_finite]
         if not reads:
-            return not note.reads or note.primitive in ("select_n", "pad")
+            return not note.reads or note.is_any(Is.FILLS)
         (note, *_) = reads
     return False
 
@@ -165,7 +162,7 @@ def _at_fault(path: Sequence[Note]) -> Note | None:
         return (_jump(made_of) or _running(made_of)) if made_of else path[bad[-1]]
     off = [n for n, note in enumerate(path) if note.error > TOLERANCE]
     first = path[off[-1] :] if off else path
-    return _jump(first) or _running(first) or _jump(path) or _running(path)
+    return _jump(first) or _running(first)
 
 
 def _jump(path: Sequence[Note]) -> Note | None:
@@ -193,13 +190,29 @@ def _how(note: Note) -> tuple[How, Note]:
     """What the equation at fault does, or one before it, which is then at fault."""
     if note.is_passed:
         return How.IS_A_KERNEL, note
-    how = _how_not_finite(note) if note.bad else _how_off(note)
+    if note.bad:
+        how = _how_not_finite(note)
+        if how is How.VANISHES:
+            note = _first_lost(max(note.reads, key=lambda read: read.lost))
+        note = _computed(note)
+    else:
+        at = _computed(note)
+        how = _how_off(dataclasses.replace(note, dtype=at.dtype))
+        note = at
     saturated = [read for read in note.reads if _saturates(read)]
     if saturated and how is not How.OVERFLOWS:
         return How.SATURATES, saturated[0]
-    if note.bad and how is How.VANISHES:
-        return how, _first_lost(note)
     return how, note
+
+
+def _computed(note: Note) -> Note:
+    """The note of the equation that computed the numbers that others moved or chose."""
+    while note.is_any(Is.MOVES | Is.CHOOSES):
+        read = _worst(note)
+        if read is None or not read.place.primitive:
+            break
+        note = read
+    return note
 
 
 def _how_off(note: Note) -> How:
@@ -224,8 +237,6 @@ def _how_not_finite(note: Note) -> How:
         return How.OVERFLOWS
     if any(read.lost for read in note.reads):
         return How.VANISHES
-    if any(map(_saturates, note.reads)):
-        return How.IS_UNDEFINED
     is_infinite = is_narrow(note.dtype) and not note.nan
     return How.OVERFLOWS if is_infinite else How.IS_UNDEFINED
 
@@ -255,27 +266,8 @@ def _cancels(note: Note) -> bool:
     return note.is_any(_SUMS | Is.PRODUCT) and note.typical < _SMALL * _terms(note)
 
 
-def _is_undetermined(note: Note, at_fault: Note) -> bool:
-    """Whether float32's own rounding of a sum that cancels spoils a result as well.
-
-    It is computed from the rounding of 16 bits: the error of the result is taken to be
-    in proportion to that of the sum.
-
-    Args:
-      note: the result.
-      at_fault: the sum.
-    """
-    if note.bad or at_fault.bad or not _cancels(at_fault):
-        return False
-    is_of_many = at_fault.place.is_derivative and at_fault.place.terms > 1
-    rounding = _ROUNDING_OF_MANY if is_of_many else _ROUNDING
-    apart = at_fault.distance / math.sqrt(at_fault.count)
-    return note.error * rounding * _terms(at_fault) > TOLERANCE * apart
-
-
 def _first_lost(note: Note) -> Note:
-    """The note in which the numbers that a result lacks became zero."""
-    note = max(note.reads, key=lambda read: read.lost)
+    """The note in which the numbers that a result has lost became zero."""
     while True:
         lost = [read for read in note.reads if read.lost >= note.lost / 2]
         if not lost:

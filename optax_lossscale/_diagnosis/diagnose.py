@@ -4,7 +4,7 @@ The gradient is traced (`gradient`) and run beside float32 (`run`). From the not
 these runs, this file finds what is off and why (`cause`), and fills the page.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from optax_lossscale._arrays.contexts import IS_REPORTED
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._diagnosis.cause import How, Wrong, cause_in_float32, cause_of
 from optax_lossscale._diagnosis.dtypes import report_of
-from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
+from optax_lossscale._diagnosis.gradient import THE_LOSS, Gradient, gradient_of
 from optax_lossscale._diagnosis.notes import (
     FIFTH,
     TOLERANCE,
@@ -114,7 +114,9 @@ def _page(
     dtypes = gradient.narrow_dtypes
     off, wrong = _off_and_wrong(runs)
     if not wrong:
-        wrong = _wrong_inside(run, np.float16 in dtypes)
+        wrong = _wrong_inside(
+            runs, least=limits(np.float16)[1] if np.float16 in dtypes else 0.0
+        )
     off_by_choices = _off_by_choices(runs, off)
     lost = {}
     if runs.fits and np.float16 in dtypes:
@@ -132,15 +134,13 @@ def _page(
         wrong=tuple(_in_a_report(one, run) for one in wrong),
         off=off,
         off_by_choices=off_by_choices,
-        choices=tuple(_choices(run, all_of_them="the loss" in off_by_choices)),
+        choices=tuple(_choices(run, off_by_choices)),
         initial_scale=runs.fits,
         overflow=runs.overflow and runs.overflow.row,
         has_gradients=any(np.any(x.pair.true) for x in run.grads.values()),
         is_finite_without=runs.at_1.is_finite(),
         underflow=lost,
-        not_compared=tuple(
-            (operation, line) for line, operation in runs.passed.items()
-        ),
+        not_compared=runs.passed,
         table=table_of(run.notes),
     )
 
@@ -156,19 +156,24 @@ def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
         note = value.note
         if note is None:  # it is a constant
             continue
-        one = _what_is_wrong(runs, name, note)
-        if one is not None:
-            wrong.append(one)
-        if note.is_finite and (one is not None or note.error <= TOLERANCE):
+        if not note.is_finite:
+            wrong.append(cause_in_float32(name, note))
+        elif note.bad or _is_determined(runs, name):
+            one = _what_is_wrong(runs, name, note)
             off[name] = one.off if one else note.error
-    wrong.sort(key=lambda one: (one.name != "the loss", -one.off))
+            wrong += [one] if one else []
+    wrong.sort(key=lambda one: (one.name != THE_LOSS, -one.off))
     return off, wrong
+
+
+def _is_determined(runs: Runs, name: str) -> bool:
+    """Whether float32 gives a result as float64 does."""
+    in_float32 = runs.wide and runs.wide.results[name].note
+    return in_float32 is None or in_float32.error <= TOLERANCE
 
 
 def _what_is_wrong(runs: Runs, name: str, note: Note) -> Wrong | None:
     """What is wrong with the loss or a gradient, if anything is."""
-    if not note.is_finite:
-        return cause_in_float32(name, note)
     if note.error > TOLERANCE:
         return cause_of(name, note)
     out_of_proportion = _out_of_proportion(runs, name)
@@ -183,7 +188,7 @@ def _out_of_proportion(runs: Runs, name: str) -> float:
     at_1 = runs.at_1.results[name]
     if name == "the loss" or at_1.note is None or at_1.note.typical < _LEAST:
         return 0.0
-    scaled = runs.fitting.results[name].pair.true / runs.growth
+    scaled = runs.fitting.results[name].pair.true / runs.fitting.scale
     return measured(scaled, at_1.pair.true).error
 
 
@@ -194,7 +199,7 @@ def _first_out_of_proportion(runs: Runs) -> Note | None:
     }
     for note in runs.fitting.notes:
         typical = before.get((note.place.number, note.rounds), 0.0)
-        difference = abs(note.typical - typical * runs.growth)
+        difference = abs(note.typical - typical * runs.fitting.scale)
         is_compared = note.is_backward and typical > _LEAST
         if is_compared and difference > TOLERANCE * note.typical:
             return note
@@ -206,36 +211,43 @@ def _off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
 
     `determined` has the names of the results that float32 determines.
     """
-    if runs.own_choices is None:
+    if runs.wide is None or not any(note.decided for note in runs.fitting.notes):
         return {}
     low = {name: value.pair.low for name, value in runs.fitting.results.items()}
     off = {
-        name: measured(low[name], value.pair.true).error
-        for name, value in runs.own_choices.results.items()
+        name: measured(low[name], value.pair.low).error
+        for name, value in runs.wide.results.items()
         if name in determined
     }
     return {name: error for name, error in off.items() if error > TOLERANCE}
 
 
-def _wrong_inside(run: Run, in_float16: bool) -> list[Wrong]:
+def _wrong_inside(runs: Runs, least: float) -> list[Wrong]:
     """The first value inside of which a fifth is off, as is a value computed from it.
 
-    A value does not count if all that is computed from it is below float16's least
-    normal number, or if no result is computed from it, as of a loop's condition.
+    A value does not count if float32 does not determine it, if all that is computed
+    from it is below `least`, the least normal number, or if no result is computed from
+    it, as of a loop's condition.
     """
-    least = limits(np.float16)[1] if in_float16 else 0.0
+    run = runs.fitting
     results = [value.note for value in run.results.values() if value.note]
     used = set(all_before(results, lambda note: note.reads))
+    of_wide = runs.wide.notes if runs.wide else []
+    undetermined = {
+        (note.place.number, note.rounds) for note in of_wide if note.off_share > FIFTH
+    }
     spread = [
         note
         for note in run.notes
-        if note in used and not note.is_backward and note.off_share > FIFTH
+        if note in used
+        and not note.is_backward
+        and note.off_share > FIFTH
+        and (note.place.number, note.rounds) not in undetermined
     ]
     follows = {read for note in spread if note.typical >= least for read in note.reads}
     for note in spread:
-        cause = cause_of("a value inside", note) if note in follows else None
-        if cause is not None:
-            return [cause._replace(off=note.off_share)]
+        if note in follows:
+            return [cause_of("a value inside", note)._replace(off=note.off_share)]
     return []
 
 
@@ -253,19 +265,23 @@ def _in_a_report(one: Wrong, run: Run) -> Wrong:
     )
 
 
-def _choices(run: Run, all_of_them: bool) -> list[Note]:
+def _choices(run: Run, off_by_choices: Mapping[str, float]) -> list[Note]:
     """The choices that float32 would have made otherwise, each in its worst round.
 
-    Without `all_of_them`, these are masks that differ in a fifth, and others that
-    differ in more than a few numbers. There are none if the loss is not finite, as a
-    comparison with NaN means nothing.
+    Those that differ most come first. Unless the loss is off by them, or a gradient by
+    a fifth, these are masks that differ in a fifth, and others that differ in more than
+    a few numbers. There are none if the loss is not finite, as a comparison with NaN
+    means nothing.
     """
     if not np.isfinite(run.loss.pair.low):
         return []
+    are_all = (
+        THE_LOSS in off_by_choices or max(off_by_choices.values(), default=0) > FIFTH
+    )
     choices = []
     for note in of_worst_rounds(run.notes, lambda note: note.decided):
         is_mask = note.dtype == np.bool_ and note.count > 1
         least = FIFTH if is_mask else _FEW
-        if note.decided > (0.0 if all_of_them else least):
+        if note.decided > (0.0 if are_all else least):
             choices.append(note.row)
-    return choices
+    return sorted(choices, key=lambda row: row.decided, reverse=True)

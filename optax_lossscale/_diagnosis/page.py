@@ -128,16 +128,17 @@ class Diagnosis(NamedTuple):
                 f"Off from float32: the loss by {self.off['the loss']:.1%}, gradients "
                 f"{most}."
             )
-        for one in self.choices[:_SHOWN]:
+        by_line = {str(one): one for one in reversed(self.choices)}
+        for line, one in [*reversed(by_line.items())][:_SHOWN]:
             yield (
                 f"Chosen otherwise than in float32: {one.decided:.1%} of {one.count}, "
-                f"in {one}."
+                f"in {line}."
             )
         if self.off_by_choices:
             names = some(list(self.off_by_choices))
             yield (
                 f"With float32's own choices, such as masks, {names} would be off by at "
-                f"most {max(self.off_by_choices.values()):.1%}."
+                f"most {percent(max(self.off_by_choices.values()))}."
             )
         for operation, source in self.not_compared:
             yield f"Not compared: what {operation} computes in 16 bits at {source}."

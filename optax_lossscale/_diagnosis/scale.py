@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
+from optax_lossscale._diagnosis.gradient import ALL
 from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import Note, limits
 
@@ -24,7 +25,6 @@ NOTABLE = 0.01  # the least share of gradients whose underflow is worth mentioni
 _JUMP = 2.0**10
 # The smallest float16 relative to the largest: no scale keeps smaller gradients as well
 _REACH = 2.0**-40
-_ALL = "all"  # the name of the group of all parameters
 
 
 class InitialScale(NamedTuple):
@@ -134,7 +134,7 @@ def underflow(
         may_be_kept = true > true.max(initial=0) * _REACH
         lost = _is_gone(value.pair.low) & may_be_kept
         left = _is_gone(fitting[name].pair.low) & may_be_kept
-        for group in (_ALL, without_numbers(name)):
+        for group in (ALL, without_numbers(name)):
             groups[group].append(np.stack([true * may_be_kept, lost, left]))
     found = {}
     for group, parts in groups.items():
@@ -142,9 +142,7 @@ def underflow(
         lost, left = (np.count_nonzero(which) / max(sizes.size, 1) for which in gone)
         if max(lost, left) > NOTABLE:
             found[group] = Underflow(lost, left, _bits(sizes[sizes > 0]))
-    return dict(
-        sorted(found.items(), key=lambda item: (item[0] != _ALL, -item[1].lost))
-    )
+    return dict(sorted(found.items(), key=lambda item: (item[0] != ALL, -item[1].lost)))
 
 
 def _sizes(x: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ neither is an outer product, which sums nothing.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,14 @@ def is_float(v: Any) -> bool:
     """Whether a variable or literal holds floating-point or complex numbers."""
     dtype = dtype_in(v)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+@functools.cache
+def is_narrow(dtype: Any) -> bool:
+    """Whether a dtype is a floating-point one of 16 bits or fewer; None is not."""
+    return (
+        dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    )
 
 
 def in_dtype(dtype: Any, x: Any) -> Any:

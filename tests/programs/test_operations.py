@@ -118,13 +118,10 @@ def test_all_that_adds_many_says_how_many():
         assert found == terms, name
 
 
-# Until the diagnosis is written anew, it has lists of operations of its own.
 READERS = [
     path
     for path in sorted(PACKAGE.rglob("*.py"))
-    if "_programs" in path.read_text()
-    and "_diagnosis" not in path.parts
-    and path.name != "operations.py"
+    if "_programs" in path.read_text() and path.name != "operations.py"
 ]
 
 
