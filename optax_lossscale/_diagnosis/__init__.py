@@ -20,7 +20,7 @@ The words that these files share:
 - A dtype is *narrow* if it is a floating-point one of 16 bits or fewer.
 - A number is *off* by its distance from float32's, relative to that; it is *bad* if it
   is not finite where float32's is, and *lost* if it is 0 where float32's is not.
-- A value is *seeded* if it depends on the seed of the backward pass, which is the loss
+- A value is *of the backward pass* if it depends on that pass's seed, which is the loss
   scale. So it grows as the loss scale does.
 - A *choice* is an integer or boolean that depends on floats, such as an index, a mask
   or the condition of a loop. Float32 *follows* the program's choices, or makes its own.

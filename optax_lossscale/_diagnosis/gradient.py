@@ -18,7 +18,7 @@ from optax_lossscale._arrays.precision import at_least_float32
 from optax_lossscale._arrays.variables import is_variable, map_leaves
 from optax_lossscale._autocast.arrays import is_array
 from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._diagnosis.notes import Note, Place, measured
+from optax_lossscale._diagnosis.notes import Figures, Place, measured, note_of
 from optax_lossscale._diagnosis.pairs import Pair, Widths, exact
 from optax_lossscale._programs.values import dtypes_in, is_float, is_narrow
 from optax_lossscale._programs.versions import is_ref
@@ -28,6 +28,9 @@ from optax_lossscale._step.inputs import check_scalar
 
 THE_LOSS = "the loss"
 """What reports call the loss, among parameters."""
+
+ALL = "all"
+"""What they call all parameters, among groups of these."""
 
 _SEED = Place("", "", "", "the loss scale")
 
@@ -121,7 +124,7 @@ def _arguments(everything: tuple) -> tuple[list[Any], list[Place]]:
             is_parameter = first.idx == 0 and is_float(x)
             arrays.append(x)
             places.append(Place("", "", "", name, is_parameter))
-    counts = Counter([THE_LOSS, *(place.name for place in places)])
+    counts = Counter([THE_LOSS, ALL, *(place.name for place in places)])
     for n, place in enumerate(places):
         if counts[place.name] > 1:
             places[n] = place._replace(name=f"{place.name} (argument {n})")
@@ -130,9 +133,9 @@ def _arguments(everything: tuple) -> tuple[list[Any], list[Place]]:
 
 def _argument(pair: Pair, place: Place) -> Value:
     """An argument of the program as a value, with a note about its size."""
-    numbers = measured(pair.wide, None) if is_float(pair.low) else {}
-    note = Note(place, (), (), pair.low.dtype, seeded=place is _SEED, **numbers)
-    return Value(pair, note)
+    figures = measured(pair.wide, None) if is_float(pair.low) else Figures()
+    is_seed = place is _SEED
+    return Value(pair, note_of(figures, place, pair.low.dtype, is_backward=is_seed))
 
 
 def _narrow_dtypes(jaxpr: Any) -> tuple[np.dtype, ...]:

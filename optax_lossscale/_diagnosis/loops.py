@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._diagnosis.notes import Note, measured, worst
+from optax_lossscale._diagnosis.notes import Note, measured, note_of, worst
 from optax_lossscale._diagnosis.pairs import Pair
 from optax_lossscale._programs.values import is_float
 from optax_lossscale._programs.walk import arguments_of, carried_by, programs_in
@@ -37,8 +37,8 @@ def noted_alone(value: Value) -> Value:
     note = value.note
     if note is None or _is_key(value.pair.low):
         return value
-    numbers = measured(value.pair.low, value.pair.true)
-    alone = Note(note.place, note.rounds, (note,), note.dtype, note.seeded, **numbers)
+    figures = measured(value.pair.low, value.pair.true)
+    alone = note_of(figures, note.place, note.dtype, (note,), note.rounds)
     return Value(value.pair, alone)
 
 

@@ -78,8 +78,8 @@ def runs_of(gradient: Gradient) -> Runs:
 def _is_in_doubt(run: Run) -> bool:
     """Whether something is off, or float32 might have chosen otherwise."""
     results = [value.note for value in run.results.values() if value.note is not None]
-    return any(note.off > TOLERANCE for note in results) or any(
-        note.decided or (note.off_share > FIFTH and not note.seeded)
+    return any(note.error > TOLERANCE for note in results) or any(
+        note.decided or (note.off_share > FIFTH and not note.is_backward)
         for note in run.notes
     )
 
@@ -92,7 +92,7 @@ def _as_written(shadow: Shadow, gradient: Gradient) -> Runs:
         return runs
     first, overflow = first_overflow(at_1.notes, 1.0)
     runs = runs._replace(overflow=overflow)
-    if any(note.seeded and note.dtype == np.float16 for note in at_1.notes):
+    if any(note.is_backward and note.dtype == np.float16 for note in at_1.notes):
         return _fitting(shadow, gradient, runs, min(first - 1, HIGHEST) - MARGIN)
     if at_1.is_finite():
         return runs._replace(fits=_fits(first - 1 - MARGIN, first - 1))

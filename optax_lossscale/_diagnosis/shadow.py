@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 from optax_lossscale._diagnosis import loops, pairs
 from optax_lossscale._diagnosis.devices import Devices
 from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._diagnosis.notes import Note, Place, measured
+from optax_lossscale._diagnosis.notes import Note, Place, measured, note_of
 from optax_lossscale._diagnosis.pairs import AS_WRITTEN, Pair, Widths, exact
 from optax_lossscale._diagnosis.pieces import Piece, pieces_of
 from optax_lossscale._diagnosis.places import place_of
@@ -153,14 +153,13 @@ class Shadow:
         is_choice = pair.true is not None
         if not (is_float(pair.low) or is_choice):
             return None
-        note = Note(
+        note = note_of(
+            measured(pair.low, pair.true),
             place=self._place(eqn, around),
-            rounds=around.rounds,
-            reads=reads,
             dtype=pair.low.dtype,
-            seeded=any(read.seeded for read in reads),
+            reads=reads,
+            rounds=around.rounds,
             is_passed=pair.is_passed,
-            **measured(pair.low, pair.true),
         )
         self.notes.append(note)
         return note
