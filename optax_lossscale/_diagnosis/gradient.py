@@ -143,7 +143,7 @@ def _narrow_dtypes(jaxpr: Any) -> tuple[np.dtype, ...]:
 
     Raises if one of them is a `jax.Ref`, an array to be changed in place.
     """
-    dtypes = {}
+    dtypes: dict[Any, None] = {}
     for at in equations(jaxpr):
         if any(map(is_ref, at.eqn.outvars)):
             raise TypeError(
