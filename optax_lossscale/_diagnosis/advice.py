@@ -227,6 +227,11 @@ def _about_gradients(page: "Diagnosis") -> _Findings:
             "All gradients are 0, in float32 as well.",
             "Look for what stops them, such as a ReLU that is 0 for every input.",
         )
+    elif len(page.off) == 1:  # that of the loss
+        yield (
+            "The gradients are nothing but rounding, in float32 as well.",
+            "Diagnose other parameters or another batch.",
+        )
 
 
 def _about_the_loss(page: "Diagnosis") -> _Findings:

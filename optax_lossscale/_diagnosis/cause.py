@@ -206,10 +206,15 @@ def _how(note: Note) -> tuple[How, Note]:
 
 
 def _computed(note: Note) -> Note:
-    """The note of the equation that computed the numbers that others moved or chose."""
+    """The note of the equation that computed the numbers that others moved or chose.
+
+    One that moves them into 16 bits, as a cast does, computes them.
+    """
     while note.is_any(Is.MOVES | Is.CHOOSES):
         read = _worst(note)
         if read is None or not read.place.primitive:
+            break
+        if is_narrow(note.dtype) and not is_narrow(read.dtype):
             break
         note = read
     return note

@@ -32,6 +32,8 @@ from optax_lossscale._step.get import get_loss_scale, loss_scales_in
 from optax_lossscale._step.gradient import check_keywords
 
 _LEAST = 2.0**-100  # the least size to compare: smaller ones may lack digits in float32
+# Of a result that is 0 in float32, these say that two things are to be equal.
+_OF_DIFFERENCES = (How.CANCELS, How.SATURATES)
 _FEW = 0.01  # the share of choices that may differ, as near a tie either is as good
 
 
@@ -160,8 +162,11 @@ def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
             wrong.append(cause_in_float32(name, note))
         elif note.bad or _is_determined(runs, name):
             one = _what_is_wrong(runs, name, note)
-            off[name] = one.off if one else note.error
-            wrong += [one] if one else []
+            if one is None:
+                off[name] = note.error
+            elif note.typical or one.how not in _OF_DIFFERENCES:
+                off[name] = one.off
+                wrong.append(one)
     wrong.sort(key=lambda one: (one.name != THE_LOSS, -one.off))
     return off, wrong
 
