@@ -242,6 +242,8 @@ def _how_not_finite(note: Note) -> How:
         return How.OVERFLOWS
     if any(read.lost for read in note.reads):
         return How.VANISHES
+    if any(map(_saturates, note.reads)):
+        return How.SATURATES
     is_infinite = is_narrow(note.dtype) and not note.nan
     return How.OVERFLOWS if is_infinite else How.IS_UNDEFINED
 
