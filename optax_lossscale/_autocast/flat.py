@@ -16,7 +16,12 @@ from jax.extend.core import Literal
 from optax_lossscale._programs.enter import is_placed
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
-from optax_lossscale._programs.versions import argument_names, constants, open_jaxpr
+from optax_lossscale._programs.versions import (
+    argument_names,
+    constants,
+    name_of,
+    open_jaxpr,
+)
 from optax_lossscale._programs.walk import has_users_line, programs_in
 
 _LONG = 100  # steps
@@ -39,7 +44,7 @@ class Step(NamedTuple):
     @property
     def name(self) -> str:
         """The name of its operation in JAX."""
-        return self.eqn.primitive.name
+        return name_of(self.eqn)
 
     @property
     def reads(self) -> set[int]:

@@ -5,10 +5,12 @@ every value in a *pair*: as the program computes it, and as it is in float32. Fo
 result it makes a *note*, unless the numbers were only moved; it says how far the two
 are apart, how large they are, and which notes the equation read. From the notes follow
 the loss scale that fits, and, for a result that is off, the equation that is at fault.
+Where something is off, the program also runs in float32 beside float64, which tells
+what float32 determines, and how it decides by itself.
 
 Read the files in this order, which is from the parts to the whole:
 
-- `notes`, `pairs`, `wide`: a note, a pair, and an equation computed in float32.
+- `notes`, `pairs`, `wide`: a note, a pair, and an equation computed in wider floats.
 - `pieces`, `loops`, `devices`, `places`, `shadow`: a program run in pairs, and noted.
 - `gradient`, `scale`, `run`: the gradient, run at scale 1 and at the scale that fits.
 - `cause`, `table`: why a result is off, and a row for each equation.
@@ -20,8 +22,8 @@ The words that these files share:
 - A dtype is *narrow* if it is a floating-point one of 16 bits or fewer.
 - A number is *off* by its distance from float32's, relative to that; it is *bad* if it
   is not finite where float32's is, and *lost* if it is 0 where float32's is not.
-- A value is *seeded* if it depends on the seed of the backward pass, which is the loss
+- A value is *of the backward pass* if it depends on that pass's seed, which is the loss
   scale. So it grows as the loss scale does.
 - A *choice* is an integer or boolean that depends on floats, such as an index, a mask
-  or the condition of a loop. Float32 *follows* the program's choices, or makes its own.
+  or the condition of a loop. In a pair, the wider floats *follow* the narrower ones.
 """

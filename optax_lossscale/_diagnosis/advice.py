@@ -7,29 +7,32 @@ findings gives the verdict, and the advice has what to do about each.
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
+from optax_lossscale._diagnosis.cause import How, Wrong
 from optax_lossscale._diagnosis.dtypes import Operation
-from optax_lossscale._diagnosis.notes import TOLERANCE
-from optax_lossscale._diagnosis.page import Diagnosis, Wrong, scale_that_fits
+from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
-from optax_lossscale._diagnosis.table import Row
-from optax_lossscale._diagnosis.text import lines_of, some
-from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._diagnosis.text import lines_of, percent, some
+from optax_lossscale._programs.operations import Is
 from optax_lossscale._programs.values import HALVES
 from optax_lossscale._scales.dynamic import DynamicLossScale
 
+if TYPE_CHECKING:
+    from optax_lossscale._diagnosis.page import Diagnosis
+
 _START = round(math.log2(DynamicLossScale.initial_scale))
 
-Findings = Iterator[tuple[str, str]]
+_Findings = Iterator[tuple[str, str]]
 """Sentences that can be the verdict, the most important first, each with what to do."""
 
 
-def judged(page: Diagnosis) -> Diagnosis:
-    """The page with its verdict and advice."""
-    findings = [
+def findings(page: "Diagnosis") -> list[tuple[str, str]]:
+    """All findings, of which the first has the verdict."""
+    return [
         *_about_what_is_wrong(page),
         *_about_choices(page),
         *_about_products(page),
@@ -37,11 +40,15 @@ def judged(page: Diagnosis) -> Diagnosis:
         *_about_scale(page),
         *_about_the_loss(page),
     ] or [(_fine(page), "Nothing.")]
-    advice = dict.fromkeys(sentence for _, sentence in findings)
-    return page._replace(verdict=findings[0][0], advice=list(advice))
 
 
-def _fine(page: Diagnosis) -> str:
+def scale_that_fits(page: "Diagnosis") -> InitialScale | None:
+    """The loss scale that fits, if the model computes in float16; else None."""
+    is_scaled = np.float16 in page.computes_in and page.has_gradients
+    return page.initial_scale if is_scaled else None
+
+
+def _fine(page: "Diagnosis") -> str:
     """The verdict on a model without findings."""
     if not page.computes_in:
         return (
@@ -56,14 +63,13 @@ def _fine(page: Diagnosis) -> str:
 # --- what is wrong ---
 
 
-def _about_what_is_wrong(page: Diagnosis) -> Findings:
+def _about_what_is_wrong(page: "Diagnosis") -> _Findings:
     """Findings about the loss, gradients or values inside that are off."""
     for one in page.wrong:
-        remedy = _KEEP_FINITE if one.is_in_float32 else _remedy(one)
-        yield f"{_what_is_wrong(page, one)}: {one.because}.", remedy
+        yield f"{_what_is_wrong(page, one)}: {one.because}.", _remedy(one)
 
 
-def _what_is_wrong(page: Diagnosis, one: Wrong) -> str:
+def _what_is_wrong(page: "Diagnosis", one: Wrong) -> str:
     """What is wrong, as the beginning of a sentence."""
     dtypes = " and ".join(map(str, page.computes_in))
     give = "give" if page.computes_in[1:] else "gives"
@@ -79,7 +85,7 @@ def _what_is_wrong(page: Diagnosis, one: Wrong) -> str:
         return f"{dtypes} {give} wrong values inside, though loss and gradients agree"
     if page.initial_scale is None:
         return "The gradients are not finite at any loss scale, but are in float32"
-    if one.how == "is not linear":
+    if one.how is How.IS_NOT_LINEAR:
         scale = scale_name(page.scale)
         return f"A loss scale of {scale} changes the gradient of {one.name} by {one.off:.1%}"
     off = f"that of {one.name} is off by {one.off:.1%}"
@@ -109,35 +115,44 @@ _BACKWARD_SUM = (
 )
 _DIGITS = "Compute {line}, and what it is made of, in float32: it needs more digits."
 _REMEDIES = {
-    "overflows": "Compute {line} in float32, or with smaller numbers.",
-    "vanishes": "Compute {line} in float32, or with larger numbers.",
-    "saturates": (
+    How.OVERFLOWS: "Compute {line} in float32, or with smaller numbers.",
+    How.VANISHES: "Compute {line} in float32, or with larger numbers.",
+    How.CANCELS: _DIGITS,
+    How.STAGNATES: f"{_SUM}cast to float32 first.",
+    How.SATURATES: (
         "Compute {line} in float32: 16 bits round it to its limit, where its "
         "derivative is 0."
     ),
-    "stagnates": f"{_SUM}cast to float32 first.",
-    "is not linear": (
+    How.ROUNDS: _DIGITS,
+    How.AMPLIFIES: _DIGITS,
+    How.IS_UNDEFINED: _DIGITS,
+    How.IS_A_KERNEL: (
+        "Give {line} float32, or look into it: no one sees what it computes."
+    ),
+    How.IS_NOT_LINEAR: (
         "Have the optimizer clip or normalize gradients, which it gets without the loss "
         "scale, and not the backward pass at {source}."
     ),
-    "is a kernel": "Give {line} float32, or look into it: no one sees what it computes.",
-    "adds up": "Compute more in float32: no one line is at fault.",
+    How.ADDS_UP: "Compute more in float32: no one line is at fault.",
 }
+_WITHOUT_PRODUCTS = (How.IS_A_KERNEL, How.IS_NOT_LINEAR, How.ADDS_UP)
 
 
 def _remedy(one: Wrong) -> str:
     """What to do about a result that is wrong, by what its cause does."""
     place = one.place
-    products = [row for row in one.rounded if _is_product(row)]
-    between = [row for row in one.rounded if not _is_product(row)]
-    if _is_product(place):
+    products = [row for row in one.rounded if row.is_any(Is.PRODUCT)]
+    between = [row for row in one.rounded if row not in products]
+    if place.is_any(Is.PRODUCT):
         products = products or [place]
-    remedy = _REMEDIES.get(one.how, _DIGITS)
-    if one.is_inner and one.how in ("vanishes", "overflows"):
+    remedy = _REMEDIES[one.how]
+    if one.is_in_float32:
+        remedy = _KEEP_FINITE
+    elif one.is_inner and one.how in (How.VANISHES, How.OVERFLOWS):
         remedy = _INNER
-    elif products and one.how not in ("is a kernel", "is not linear", "adds up"):
+    elif products and one.how not in _WITHOUT_PRODUCTS:
         remedy = _PRODUCTS + (_BETWEEN if between else "")
-    elif one.how == "stagnates" and place.is_backward:
+    elif one.how is How.STAGNATES and place.is_backward:
         remedy = _SUM + _BACKWARD_SUM
     return remedy.format(
         line=place.line,
@@ -147,38 +162,36 @@ def _remedy(one: Wrong) -> str:
     )
 
 
-def _is_product(row: Row) -> bool:
-    return Is.PRODUCT in traits_of(row.primitive)
-
-
 # --- what is not as the user meant it ---
 
 
-def _about_choices(page: Diagnosis) -> Findings:
+def _about_choices(page: "Diagnosis") -> _Findings:
     """A finding about choices that float32 makes otherwise, if they matter.
 
-    They do if they change the loss. If they change gradients alone, they may be as good
-    as float32's, as where a ReLU is given a number near 0: then many have to differ.
+    They do if they change the loss, or a gradient by a fifth. If they change gradients
+    by less, they may be as good as float32's, as where a ReLU is given a number near 0:
+    then many have to differ.
     """
-    are_many = any(choice.decided > TOLERANCE for choice in page.choices)
-    is_loss_off = "the loss" in page.off_by_choices
-    is_grad_off = bool(page.off_by_choices) and are_many
-    if page.wrong or not (is_loss_off or is_grad_off):
+    if page.wrong or not page.off_by_choices:
         return
     name = max(page.off_by_choices, key=page.off_by_choices.__getitem__)
-    if is_loss_off:
+    what = f"the gradient of {name}"
+    if "the loss" in page.off_by_choices:
         name = "the loss"
-    what = name if name == "the loss" else f"the gradient of {name}"
+        what = name
     off = page.off_by_choices[name]
+    are_many = any(choice.decided > TOLERANCE for choice in page.choices)
+    if name != "the loss" and not are_many and off <= FIFTH:
+        return
     lines = some(lines_of(page.choices))
     yield (
-        f"Float32 chooses otherwise at {lines}, and so {what} is off by {off:.1%}.",
+        f"Float32 chooses otherwise at {lines}, and so {what} is off by {percent(off)}.",
         "Compute what is chosen from there in float32, unless either choice is as good, "
         "as between numbers that are nearly equal.",
     )
 
 
-def _about_products(page: Diagnosis) -> Findings:
+def _about_products(page: "Diagnosis") -> _Findings:
     """A finding about products that a wide operand widens, if most of them are wide."""
     firsts: dict[str, Operation] = {}  # of each line, that of the forward pass
     for product in page.dtypes.products:
@@ -198,7 +211,7 @@ def _about_products(page: Diagnosis) -> Findings:
         )
 
 
-def _about_gradients(page: Diagnosis) -> Findings:
+def _about_gradients(page: "Diagnosis") -> _Findings:
     """A finding about a loss that is only rounding, or gradients that are all 0."""
     if page.wrong or not page.computes_in:
         return
@@ -214,9 +227,14 @@ def _about_gradients(page: Diagnosis) -> Findings:
             "All gradients are 0, in float32 as well.",
             "Look for what stops them, such as a ReLU that is 0 for every input.",
         )
+    elif len(page.off) == 1:  # that of the loss
+        yield (
+            "The gradients are nothing but rounding, in float32 as well.",
+            "Diagnose other parameters or another batch.",
+        )
 
 
-def _about_the_loss(page: Diagnosis) -> Findings:
+def _about_the_loss(page: "Diagnosis") -> _Findings:
     """A finding about a loss in float16."""
     if page.loss_dtype == np.float16 and not page.wrong:
         yield (
@@ -229,7 +247,7 @@ def _about_the_loss(page: Diagnosis) -> Findings:
 # --- the loss scale ---
 
 
-def _about_scale(page: Diagnosis) -> Findings:
+def _about_scale(page: "Diagnosis") -> _Findings:
     """Findings about the loss scale: whether one is needed, and which."""
     fits = scale_that_fits(page)
     if not fits or (page.wrong and fits.largest < 1):  # the cause is what is wrong
@@ -241,7 +259,7 @@ def _about_scale(page: Diagnosis) -> Findings:
         yield (
             f"No single loss scale fits: at {scale} gradients are still lost to "
             f"underflow, and from {scale_name(2 * fits.largest)} on others overflow.",
-            _REMEDIES["overflows"].format(line=page.overflow.line),
+            _REMEDIES[How.OVERFLOWS].format(line=page.overflow.line),
         )
     theirs = page.loss_scale
     if theirs is not None:
@@ -266,14 +284,14 @@ def _about_scale(page: Diagnosis) -> Findings:
         )
 
 
-def _lost_for_want_of_a_scale(page: Diagnosis) -> list[Underflow]:
+def _lost_for_want_of_a_scale(page: "Diagnosis") -> list[Underflow]:
     """The groups that underflow, and have a gradient that is right and determined."""
     wrong = {one.name for one in page.wrong}
     groups = {without_numbers(name) for name in page.off if name not in wrong}
     return [group for name, group in page.underflow.items() if name in groups]
 
 
-def _wrap(page: Diagnosis, fits: InitialScale, bits: int) -> str:
+def _wrap(page: "Diagnosis", fits: InitialScale, bits: int) -> str:
     """The advice to wrap the optimizer, with a scale unless the default one fits."""
     exponent = round(math.log2(fits.scale))
     if bits <= _START <= exponent and page.is_finite_without:

@@ -7,6 +7,8 @@ rounded to float16 and nearly equal, the path is the logarithm and the differenc
 error jumps in the difference, so that is at fault: it cancels.
 """
 
+import dataclasses
+import enum
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,76 +16,109 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note, limits
-from optax_lossscale._diagnosis.wide import is_narrow
-from optax_lossscale._programs.operations import Is, traits_of
+from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note, all_before, limits
+from optax_lossscale._programs.operations import Is
+from optax_lossscale._programs.values import is_narrow
 
 # An equation is at fault if the error grows by this factor in it.
 _JUMP = 3.0
 _SMALL = 0.2  # a sum that is smaller than this, relative to its terms, cancels
-_ROUNDING = 2.0**-24  # the error of one rounding to float32
-_ROUNDING_OF_MANY = 5 * _ROUNDING  # where each of many terms was rounded many times
 _RUNNING = 8  # the rounds in which an error has to grow for a sum to stagnate
 _NOTHING = 100  # beside numbers this many times larger, lost ones make no difference
 _SUMS = Is.ADDS_TWO | Is.ADDS_MANY
 
 
-class Cause(NamedTuple):
-    """Why a number is wrong.
+class How(enum.StrEnum):
+    """What the equation at fault does to the numbers, in the words of the page."""
+
+    OVERFLOWS = "overflows"
+    VANISHES = "vanishes"  # its numbers become zero, or too small for their dtype
+    CANCELS = "cancels"  # a small difference of large numbers leaves their rounding
+    STAGNATES = "stagnates"  # a long sum in 16 bits ignores further terms
+    SATURATES = "saturates"  # it is rounded to its function's limit
+    ROUNDS = "rounds"  # its result has too few digits
+    AMPLIFIES = "amplifies"  # its operands have too few digits
+    IS_UNDEFINED = "is undefined"  # as the logarithm of a number rounded below 0
+    IS_A_KERNEL = "is a kernel"  # no one sees what it computes
+    IS_NOT_LINEAR = "is not linear"  # in the loss scale
+    ADDS_UP = "adds up"  # the error of many equations, none of which is at fault
+
+
+class Wrong(NamedTuple):
+    """A result that is off from float32, and why.
 
     Attributes:
-      how: what the equation does to the numbers, such as "overflows" or "cancels".
-      note: the note of the equation at fault.
-      rounded: the values in 16 bits to whose rounding the equation is sensitive: the
+      name: "the loss", the parameter whose gradient it is, or "a value inside".
+      off: how far it is from float32's, relative to it; infinite if either is not
+        finite. For a value inside, the share of its numbers that are off by more than
+        5%.
+      how: what the equation at fault does to the numbers: "overflows", "vanishes",
+        "cancels", "stagnates", "saturates", "rounds", "amplifies", "is undefined",
+        "is a kernel", "is not linear" in the loss scale, or "adds up" if no equation is
+        at fault.
+      place: the equation at fault.
+      rounded: the values in 16 bits to whose rounding that equation is sensitive: the
         results of the nearest products, and what lies between these and the equation.
+      is_inner: whether it is in a derivative that the loss function itself takes.
     """
 
-    how: str
-    note: Note
+    name: str
+    off: float
+    how: How
+    place: Note
     rounded: tuple[Note, ...] = ()
+    is_inner: bool = False
+
+    @property
+    def is_in_float32(self) -> bool:
+        """Whether it is not finite in float32 either."""
+        return not self.place.is_finite
+
+    @property
+    def because(self) -> str:
+        """The equation at fault and what it does, as the end of a sentence."""
+        if self.how is How.ADDS_UP:
+            return "rounding adds up over many lines"
+        if not self.place.source:
+            return f"there are NaNs or infinities in {self.place}"
+        return f"{self.place} {self.how}"
 
 
-def cause_of(note: Note) -> Cause | None:
-    """Why a result is off from float32's; None if float32 does not determine it."""
+def cause_of(name: str, note: Note) -> Wrong:
+    """Why the result of a name is off."""
     at_fault = _at_fault(_path(note))
     if at_fault is None:
-        return Cause("adds up", note)
-    if _is_undetermined(note, at_fault):
-        return None
-    how = _how(at_fault)
-    saturated = next(filter(_saturates, at_fault.reads), None)
-    if saturated and how != "overflows":
-        return Cause("saturates", saturated)
-    if how == "divides by what is lost":
-        return Cause("vanishes", _first_lost(at_fault))
-    if how not in ("cancels", "amplifies", "is undefined"):
-        return Cause(how, at_fault)
-    rounded = tuple(_rounded_before(at_fault))
-    lost = next((one for one in rounded if one.lost > FIFTH), None)
-    if how == "amplifies" and lost:
-        return Cause("vanishes", lost)
-    return Cause(how, at_fault, rounded)
+        return Wrong(name, note.error, How.ADDS_UP, note)
+    how, place = _how(at_fault)
+    rounded: list[Note] = []
+    if how in (How.CANCELS, How.AMPLIFIES, How.IS_UNDEFINED):
+        rounded += _rounded_before(place)
+    lost = [one for one in rounded if one.lost > FIFTH]
+    if how is How.AMPLIFIES and lost:
+        return Wrong(name, note.error, How.VANISHES, _first_lost(lost[0]))
+    return Wrong(name, note.error, how, place, tuple(rounded))
 
 
-def cause_in_float32(note: Note) -> Cause:
+def cause_in_float32(name: str, note: Note) -> Wrong:
     """Why a result is not finite in float32: the equation that was so first."""
     while True:
-        reads = [read for read in note.reads if read.bad_true]
+        reads = [read for read in note.reads if not read.is_finite]
         nans = [read for read in reads if read.nan_true]
         if note.nan_true and nans:
             note = nans[0]
         elif reads and not (note.nan_true and _is_mask(note)):
             note = reads[0]
         else:
-            return Cause("is undefined" if note.nan_true else "overflows", note)
+            how = How.IS_UNDEFINED if note.nan_true else How.OVERFLOWS
+            return Wrong(name, math.inf, how, note)
 
 
 def _is_mask(note: Note) -> bool:
     """Whether the infinities that make a NaN are a mask's, and not the model's own."""
-    while not _is(note, Is.PRODUCT):  # masks come after products
-        reads = [read for read in note.reads if read.bad_true]
+    while not note.is_any(Is.PRODUCT):  # masks come after products
+        reads = [read for read in note.reads if not read.is_finite]
         if not reads:
-            return not note.reads or note.place.primitive in ("select_n", "pad")
+            return not note.reads or note.is_any(Is.FILLS)
         (note, *_) = reads
     return False
 
@@ -96,7 +131,7 @@ def _path(note: Note) -> list[Note]:
         if is_narrow(note.dtype):
             floor = _floor([note])
         worst = _worst(note)
-        if worst is None or worst.off <= (TOLERANCE if note.bad else floor):
+        if worst is None or worst.error <= (TOLERANCE if note.bad else floor):
             return path
         note = worst
         path.append(note)
@@ -104,9 +139,9 @@ def _path(note: Note) -> list[Note]:
 
 def _worst(note: Note) -> Note | None:
     """The operand that is off the most: for a sum, by its absolute distance."""
-    if not note.bad and _is(note, Is.ADDS_TWO | Is.CHOOSES):
-        return max(note.reads, key=lambda read: (read.bad, read.apart), default=None)
-    return max(note.reads, key=lambda read: (read.off, read.nan), default=None)
+    if not note.bad and note.is_any(Is.ADDS_TWO | Is.CHOOSES):
+        return max(note.reads, key=lambda read: read.distance, default=None)
+    return max(note.reads, key=lambda read: (read.error, read.nan), default=None)
 
 
 def _floor(path: Sequence[Note]) -> float:
@@ -125,16 +160,16 @@ def _at_fault(path: Sequence[Note]) -> Note | None:
     if bad:
         made_of = path[bad[-1] + 1 :]
         return (_jump(made_of) or _running(made_of)) if made_of else path[bad[-1]]
-    off = [n for n, note in enumerate(path) if note.off > TOLERANCE]
+    off = [n for n, note in enumerate(path) if note.error > TOLERANCE]
     first = path[off[-1] :] if off else path
-    return _jump(first) or _running(first) or _jump(path) or _running(path)
+    return _jump(first) or _running(first)
 
 
 def _jump(path: Sequence[Note]) -> Note | None:
     """The note of the equation in which an error grows most, if by `_JUMP` or more."""
     floor = _floor(path)
     # An error above 100% counts as 100%: 1/256 in the place of 1/5000 is off by 1800%.
-    errors = [min(note.off, 1.0) for note in path]
+    errors = [min(note.error, 1.0) for note in path]
     before = [max(error, floor) for error in (*errors[1:], floor)]
     growth = [error / least for error, least in zip(errors, before, strict=True)]
     most = max(growth)
@@ -145,41 +180,72 @@ def _running(path: Sequence[Note]) -> Note | None:
     """The note of a sum in which an error grows a little in each of many rounds."""
     rounds = Counter(note.place.number for note in path if note.rounds)
     for number, count in rounds.most_common(1):
-        sums = [
-            note for note in path if note.place.number == number and _is(note, _SUMS)
-        ]
+        sums = [n for n in path if n.place.number == number and n.is_any(_SUMS)]
         if count >= _RUNNING and sums:
             return sums[0]
     return None
 
 
-def _how(note: Note) -> str:
-    """What the equation at fault does to its operands, in the words of the report."""
-    is_in_loop = bool(note.rounds)
-    narrow = is_narrow(note.dtype)
+def _how(note: Note) -> tuple[How, Note]:
+    """What the equation at fault does, or one before it, which is then at fault."""
     if note.is_passed:
-        return "is a kernel"
+        return How.IS_A_KERNEL, note
     if note.bad:
-        return _how_not_finite(note)
+        how = _how_not_finite(note)
+        if how is How.VANISHES:
+            note = _first_lost(max(note.reads, key=lambda read: read.lost))
+        note = _computed(note)
+    else:
+        at = _computed(note)
+        how = _how_off(dataclasses.replace(note, dtype=at.dtype))
+        note = at
+    saturated = [read for read in note.reads if _saturates(read)]
+    if saturated and how is not How.OVERFLOWS:
+        return How.SATURATES, saturated[0]
+    return how, note
+
+
+def _computed(note: Note) -> Note:
+    """The note of the equation that computed the numbers that others moved or chose.
+
+    One that moves them into 16 bits, as a cast does, computes them.
+    """
+    while note.is_any(Is.MOVES | Is.CHOOSES):
+        read = _worst(note)
+        if read is None or not read.place.primitive:
+            break
+        if is_narrow(note.dtype) and not is_narrow(read.dtype):
+            break
+        note = read
+    return note
+
+
+def _how_off(note: Note) -> How:
+    """What an equation does whose result is off, but finite."""
+    narrow = is_narrow(note.dtype)
     if _cancels(note):
-        return "cancels"
+        return How.CANCELS
     if narrow and _vanishes(note):
-        return "vanishes"
-    if (narrow and _is(note, Is.ADDS_MANY)) or (is_in_loop and _is(note, _SUMS)):
-        return "stagnates"
-    return "rounds" if narrow else "amplifies"
+        return How.VANISHES
+    is_long = (narrow and note.is_any(Is.ADDS_MANY)) or (
+        note.rounds and note.is_any(_SUMS)
+    )
+    if is_long:
+        return How.STAGNATES
+    return How.ROUNDS if narrow else How.AMPLIFIES
 
 
-def _how_not_finite(note: Note) -> str:
+def _how_not_finite(note: Note) -> How:
     """What an equation does whose result is not finite where float32's is."""
     infinite, _ = limits(note.dtype)
     if note.largest >= infinite * (1 - TOLERANCE):
-        return "overflows"
+        return How.OVERFLOWS
     if any(read.lost for read in note.reads):
-        return "divides by what is lost"
+        return How.VANISHES
     if any(map(_saturates, note.reads)):
-        return "is undefined"
-    return "overflows" if is_narrow(note.dtype) and not note.nan else "is undefined"
+        return How.SATURATES
+    is_infinite = is_narrow(note.dtype) and not note.nan
+    return How.OVERFLOWS if is_infinite else How.IS_UNDEFINED
 
 
 def _vanishes(note: Note) -> bool:
@@ -190,49 +256,25 @@ def _vanishes(note: Note) -> bool:
     return note.typical < tiny or (note.lost > FIFTH and mean < _NOTHING * least)
 
 
-def _is(note: Note, traits: Is) -> bool:
-    """Whether the operation of a note has any of these traits."""
-    return bool(traits_of(note.place.primitive) & traits)
-
-
 def _saturates(note: Note) -> bool:
     """Whether a result in 16 bits may have been rounded to its function's limit."""
-    return is_narrow(note.dtype) and _is(note, Is.SATURATES)
+    return is_narrow(note.dtype) and note.is_any(Is.SATURATES)
 
 
 def _terms(note: Note) -> float:
     """How large a sum of its terms would be if their signs were random."""
     sizes = [read.typical for read in note.reads if read.typical]
-    size = math.prod(sizes) if _is(note, Is.PRODUCT) else max(sizes, default=0.0)
+    size = math.prod(sizes) if note.is_any(Is.PRODUCT) else max(sizes, default=0.0)
     return size * math.sqrt(note.place.terms)
 
 
 def _cancels(note: Note) -> bool:
     """Whether a result is a sum that is small beside its terms."""
-    return _is(note, _SUMS | Is.PRODUCT) and note.typical < _SMALL * _terms(note)
-
-
-def _is_undetermined(note: Note, at_fault: Note) -> bool:
-    """Whether float32's own rounding of a sum that cancels spoils a result as well.
-
-    It is computed from the rounding of 16 bits: the error of the result is taken to be
-    in proportion to that of the sum.
-
-    Args:
-      note: the result.
-      at_fault: the sum.
-    """
-    if note.bad or at_fault.bad or not _cancels(at_fault):
-        return False
-    is_of_many = at_fault.place.is_derivative and at_fault.place.terms > 1
-    rounding = _ROUNDING_OF_MANY if is_of_many else _ROUNDING
-    apart = at_fault.distance / math.sqrt(at_fault.count)
-    return note.off * rounding * _terms(at_fault) > TOLERANCE * apart
+    return note.is_any(_SUMS | Is.PRODUCT) and note.typical < _SMALL * _terms(note)
 
 
 def _first_lost(note: Note) -> Note:
-    """The note in which the numbers that a result lacks became zero."""
-    note = max(note.reads, key=lambda read: read.lost)
+    """The note in which the numbers that a result has lost became zero."""
     while True:
         lost = [read for read in note.reads if read.lost >= note.lost / 2]
         if not lost:
@@ -242,22 +284,19 @@ def _first_lost(note: Note) -> Note:
 
 def _rounded_before(note: Note) -> Iterator[Note]:
     """The nearest products in 16 bits before a result, and what is narrow since."""
-    seen = {id(note)}
-    left = list(note.reads)
-    while left:
-        one = left.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
+    for one in all_before(note.reads, _rounded_in):
         if is_narrow(one.dtype) and one.place.primitive:
             yield one
-        if not (is_narrow(one.dtype) and _is(one, Is.PRODUCT)):
-            left.extend(_that_count(one))
 
 
-def _that_count(note: Note) -> Sequence[Note]:
-    """The operands whose rounding counts: not a term that is small beside another."""
-    if not _is(note, Is.ADDS_TWO):
+def _rounded_in(note: Note) -> Sequence[Note]:
+    """The operands whose rounding counts in a result.
+
+    None does in a product in 16 bits, nor a term that is small beside another.
+    """
+    if is_narrow(note.dtype) and note.is_any(Is.PRODUCT):
+        return ()
+    if not note.is_any(Is.ADDS_TWO):
         return note.reads
     least = _SMALL * max((read.typical for read in note.reads), default=0.0)
     return [read for read in note.reads if read.typical >= least]

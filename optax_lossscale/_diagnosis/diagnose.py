@@ -1,11 +1,10 @@
 """`diagnose`: a full report on a model in 16 bits, from a loss function and a batch.
 
 The gradient is traced (`gradient`) and run beside float32 (`run`). From the notes of
-these runs, this file finds what is off and why (`cause`), and fills the page; `advice`
-judges it.
+these runs, this file finds what is off and why (`cause`), and fills the page.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
@@ -14,19 +13,27 @@ import numpy as np
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import IS_REPORTED
 from optax_lossscale._autocast.autocast import autocast
-from optax_lossscale._diagnosis.advice import judged
-from optax_lossscale._diagnosis.cause import Cause, cause_in_float32, cause_of
+from optax_lossscale._diagnosis.cause import How, Wrong, cause_in_float32, cause_of
 from optax_lossscale._diagnosis.dtypes import report_of
-from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
-from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note, limits, measured
-from optax_lossscale._diagnosis.page import Diagnosis, Wrong
+from optax_lossscale._diagnosis.gradient import THE_LOSS, Gradient, gradient_of
+from optax_lossscale._diagnosis.notes import (
+    FIFTH,
+    TOLERANCE,
+    Note,
+    all_before,
+    limits,
+    measured,
+)
+from optax_lossscale._diagnosis.page import Diagnosis
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow
-from optax_lossscale._diagnosis.table import Row, row_of, table_of
+from optax_lossscale._diagnosis.table import of_worst_rounds, table_of
 from optax_lossscale._step.get import get_loss_scale, loss_scales_in
 from optax_lossscale._step.gradient import check_keywords
 
 _LEAST = 2.0**-100  # the least size to compare: smaller ones may lack digits in float32
+# Of a result that is 0 in float32, these say that two things are to be equal.
+_OF_DIFFERENCES = (How.CANCELS, How.SATURATES)
 _FEW = 0.01  # the share of choices that may differ, as near a tie either is as good
 
 
@@ -98,29 +105,26 @@ def diagnose(
         is_wide = not gradient.narrow_dtypes
         if is_wide:
             gradient = gradient_of(autocast(loss_fn), params, args, kwargs, has_aux)
-        return judged(_page(gradient, runs_of(gradient), is_wide, opt_state))
+        return _page(gradient, runs_of(gradient), is_wide, opt_state)
 
 
 def _page(
     gradient: Gradient, runs: Runs, is_autocast: bool, opt_state: Any
 ) -> Diagnosis:
-    """The page that the runs give, still without a verdict and advice."""
+    """The page that the runs give."""
     run = runs.fitting
     dtypes = gradient.narrow_dtypes
     off, wrong = _off_and_wrong(runs)
     if not wrong:
-        wrong = tuple(
-            _wrong_inside(run, limits(np.float16)[1] if np.float16 in dtypes else 0.0)
+        wrong = _wrong_inside(
+            runs, least=limits(np.float16)[1] if np.float16 in dtypes else 0.0
         )
     off_by_choices = _off_by_choices(runs, off)
     lost = {}
     if runs.fits and np.float16 in dtypes:
-        grads_at_1 = list(runs.at_1.grads.values())
-        lost = underflow(gradient.grad_names, grads_at_1, list(run.grads.values()))
+        lost = underflow(runs.at_1.grads, run.grads)
     has_scale = bool(loss_scales_in(opt_state))
     return Diagnosis(
-        verdict="",
-        advice=[],
         is_autocast=is_autocast and bool(dtypes),
         dtypes=report_of(gradient.jaxpr.jaxpr),
         computes_in=dtypes,
@@ -129,58 +133,68 @@ def _page(
         loss_dtype=gradient.loss_dtype,
         scale=run.scale,
         loss_scale=float(get_loss_scale(opt_state)()) if has_scale else None,
-        wrong=wrong,
+        wrong=tuple(_in_a_report(one, run) for one in wrong),
         off=off,
         off_by_choices=off_by_choices,
-        choices=tuple(_choices(run, all_of_them="the loss" in off_by_choices)),
+        choices=tuple(_choices(run, off_by_choices)),
         initial_scale=runs.fits,
-        overflow=row_of(runs.overflow) if runs.overflow else None,
+        overflow=runs.overflow and runs.overflow.row,
         has_gradients=any(np.any(x.pair.true) for x in run.grads.values()),
         is_finite_without=runs.at_1.is_finite(),
         underflow=lost,
-        not_compared=tuple(
-            (operation, line) for line, operation in runs.passed.items()
-        ),
+        not_compared=runs.passed,
         table=table_of(run.notes),
     )
 
 
-def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], tuple[Wrong, ...]]:
+def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
     """How far the loss and gradients are off, by name; and which of them are wrong.
 
     A result that float32 does not determine is in neither.
     """
-    run = runs.fitting
     off = {}
     wrong = []
-    for name, value in run.results.items():
+    for name, value in runs.fitting.results.items():
         note = value.note
         if note is None:  # it is a constant
             continue
-        how_far = note.off
-        cause = None
-        if note.bad_true:
-            cause = cause_in_float32(note)
-        elif note.off > TOLERANCE:
-            cause = cause_of(note)
-        elif name in run.grads and _out_of_proportion(runs, name) > TOLERANCE:
-            how_far = _out_of_proportion(runs, name)
-            cause = Cause("is not linear", _first_out_of_proportion(runs) or note)
-        if cause is not None:
-            wrong.append(_wrong(name, how_far, cause, run))
-        if not note.bad_true and (cause is not None or note.off <= TOLERANCE):
-            off[name] = how_far
-    wrong.sort(key=lambda one: (one.name != "the loss", -one.off))
-    return off, tuple(wrong)
+        if not note.is_finite:
+            wrong.append(cause_in_float32(name, note))
+        elif note.bad or _is_determined(runs, name):
+            one = _what_is_wrong(runs, name, note)
+            if one is None:
+                off[name] = note.error
+            elif note.typical or one.how not in _OF_DIFFERENCES:
+                off[name] = one.off
+                wrong.append(one)
+    wrong.sort(key=lambda one: (one.name != THE_LOSS, -one.off))
+    return off, wrong
+
+
+def _is_determined(runs: Runs, name: str) -> bool:
+    """Whether float32 gives a result as float64 does."""
+    in_float32 = runs.wide and runs.wide.results[name].note
+    return in_float32 is None or in_float32.error <= TOLERANCE
+
+
+def _what_is_wrong(runs: Runs, name: str, note: Note) -> Wrong | None:
+    """What is wrong with the loss or a gradient, if anything is."""
+    if note.error > TOLERANCE:
+        return cause_of(name, note)
+    out_of_proportion = _out_of_proportion(runs, name)
+    if out_of_proportion > TOLERANCE:
+        place = _first_out_of_proportion(runs) or note
+        return Wrong(name, out_of_proportion, How.IS_NOT_LINEAR, place)
+    return None
 
 
 def _out_of_proportion(runs: Runs, name: str) -> float:
     """How far a gradient in float32 is from being in proportion to the loss scale."""
     at_1 = runs.at_1.results[name]
-    scaled = runs.fitting.results[name].pair.true / runs.growth
-    if at_1.note is None or at_1.note.typical < _LEAST:
+    if name == "the loss" or at_1.note is None or at_1.note.typical < _LEAST:
         return 0.0
-    return measured(scaled, at_1.pair.true).get("error", 0.0)
+    scaled = runs.fitting.results[name].pair.true / runs.fitting.scale
+    return measured(scaled, at_1.pair.true).error
 
 
 def _first_out_of_proportion(runs: Runs) -> Note | None:
@@ -190,8 +204,9 @@ def _first_out_of_proportion(runs: Runs) -> Note | None:
     }
     for note in runs.fitting.notes:
         typical = before.get((note.place.number, note.rounds), 0.0)
-        difference = abs(note.typical - typical * runs.growth)
-        if note.seeded and typical > _LEAST and difference > TOLERANCE * note.typical:
+        difference = abs(note.typical - typical * runs.fitting.scale)
+        is_compared = note.is_backward and typical > _LEAST
+        if is_compared and difference > TOLERANCE * note.typical:
             return note
     return None
 
@@ -201,78 +216,77 @@ def _off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
 
     `determined` has the names of the results that float32 determines.
     """
-    off = {}
-    if runs.own_choices is not None:
-        for name, value in runs.own_choices.results.items():
-            low = runs.fitting.results[name].pair.low
-            error = measured(low, value.pair.true).get("error", 0.0)
-            if name in determined and error > TOLERANCE:
-                off[name] = error
-    return off
+    if runs.wide is None or not any(note.decided for note in runs.fitting.notes):
+        return {}
+    low = {name: value.pair.low for name, value in runs.fitting.results.items()}
+    off = {
+        name: measured(low[name], value.pair.low).error
+        for name, value in runs.wide.results.items()
+        if name in determined
+    }
+    return {name: error for name, error in off.items() if error > TOLERANCE}
 
 
-def _wrong_inside(run: Run, least: float) -> Iterator[Wrong]:
+def _wrong_inside(runs: Runs, least: float) -> list[Wrong]:
     """The first value inside of which a fifth is off, as is a value computed from it.
 
-    A value does not count if all that is computed from it is below `least`, the least
-    normal number, or if no result is computed from it, as of a loop's condition.
+    A value does not count if float32 does not determine it, if all that is computed
+    from it is below `least`, the least normal number, or if no result is computed from
+    it, as of a loop's condition.
     """
-    made_of = _made_of(value.note for value in run.results.values())
+    run = runs.fitting
+    results = [value.note for value in run.results.values() if value.note]
+    used = set(all_before(results, lambda note: note.reads))
+    of_wide = runs.wide.notes if runs.wide else []
+    undetermined = {
+        (note.place.number, note.rounds) for note in of_wide if note.off_share > FIFTH
+    }
     spread = [
         note
         for note in run.notes
-        if id(note) in made_of and not note.seeded and note.off_share > FIFTH
+        if note in used
+        and not note.is_backward
+        and note.off_share > FIFTH
+        and (note.place.number, note.rounds) not in undetermined
     ]
-    follows = {
-        id(read) for note in spread if note.typical >= least for read in note.reads
-    }
+    follows = {read for note in spread if note.typical >= least for read in note.reads}
     for note in spread:
-        cause = cause_of(note) if id(note) in follows else None
-        if cause is not None:
-            yield _wrong("a value inside", note.off_share, cause, run)
-            return
+        if note in follows:
+            return [cause_of("a value inside", note)._replace(off=note.off_share)]
+    return []
 
 
-def _made_of(results: Iterable[Note | None]) -> set[int]:
-    """The `id` of each note that the notes of results come from, directly or not."""
-    left = [note for note in results if note is not None]
-    seen: set[int] = set()
-    while left:
-        note = left.pop()
-        if id(note) not in seen:
-            seen.add(id(note))
-            left.extend(note.reads)
-    return seen
-
-
-def _wrong(name: str, off: float, cause: Cause, run: Run) -> Wrong:
-    """A row of the page about what is wrong."""
-    at = cause.note
+def _in_a_report(one: Wrong, run: Run) -> Wrong:
+    """The same without the notes before, and whether it is in an inner derivative."""
+    at = one.place
+    loss = run.loss.note
     # A derivative inside of the loss function is computed before the loss, and one in a
     # rule for the backward pass after it.
-    is_before_the_loss = (
-        run.loss.note is not None and at.place.number <= run.loss.note.place.number
+    is_before_the_loss = loss is not None and at.place.number <= loss.place.number
+    return one._replace(
+        place=at.row,
+        rounded=tuple(note.row for note in one.rounded),
+        is_inner=at.place.is_derivative and not at.is_backward and is_before_the_loss,
     )
-    is_inner = at.place.is_derivative and not at.seeded and is_before_the_loss
-    rounded = tuple(map(row_of, cause.rounded))
-    return Wrong(name, off, cause.how, row_of(at), rounded, is_inner)
 
 
-def _choices(run: Run, all_of_them: bool) -> Iterator[Row]:
+def _choices(run: Run, off_by_choices: Mapping[str, float]) -> list[Note]:
     """The choices that float32 would have made otherwise, each in its worst round.
 
-    Without `all_of_them`, these are masks that differ in a fifth, and others that
-    differ in more than a few numbers. There are none if the loss is not finite, as a
-    comparison with NaN means nothing.
+    Those that differ most come first. Unless the loss is off by them, or a gradient by
+    a fifth, these are masks that differ in a fifth, and others that differ in more than
+    a few numbers. There are none if the loss is not finite, as a comparison with NaN
+    means nothing.
     """
     if not np.isfinite(run.loss.pair.low):
-        return
-    worst: dict[int, Note] = {}
-    for note in run.notes:
+        return []
+    are_all = (
+        THE_LOSS in off_by_choices or max(off_by_choices.values(), default=0) > FIFTH
+    )
+    choices = []
+    for note in of_worst_rounds(run.notes, lambda note: note.decided):
         is_mask = note.dtype == np.bool_ and note.count > 1
         least = FIFTH if is_mask else _FEW
-        before = worst.get(note.place.number)
-        most = before.decided if before else 0.0
-        if note.decided > max(0.0 if all_of_them else least, most):
-            worst[note.place.number] = note
-    yield from map(row_of, worst.values())
+        if note.decided > (0.0 if are_all else least):
+            choices.append(note.row)
+    return sorted(choices, key=lambda row: row.decided, reverse=True)

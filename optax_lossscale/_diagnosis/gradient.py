@@ -5,9 +5,8 @@ function, and last the *seed*: the cotangent of the loss, which is the loss scal
 results are the loss, and the gradient of each parameter, scaled.
 """
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,20 +14,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays.names import path_name
-from optax_lossscale._arrays.precision import at_least_float32, is_inexact
+from optax_lossscale._arrays.precision import at_least_float32
 from optax_lossscale._arrays.variables import is_variable, map_leaves
 from optax_lossscale._autocast.arrays import is_array
 from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._diagnosis.notes import Note, Place, measured
-from optax_lossscale._diagnosis.pairs import exact
-from optax_lossscale._diagnosis.wide import is_narrow
-from optax_lossscale._programs.values import dtype_in
+from optax_lossscale._diagnosis.notes import Figures, Place, measured, note_of
+from optax_lossscale._diagnosis.pairs import Pair, Widths, exact
+from optax_lossscale._programs.values import dtypes_in, is_float, is_narrow
 from optax_lossscale._programs.versions import is_ref
 from optax_lossscale._programs.walk import equations
 from optax_lossscale._step.gradient import loss_of
 from optax_lossscale._step.inputs import check_scalar
 
-_PARAMETER = "params/"
+THE_LOSS = "the loss"
+"""What reports call the loss, among parameters."""
+
+ALL = "all"
+"""What they call all parameters, among groups of these."""
+
+_SEED = Place("", "", "", "the loss scale")
 
 
 class Gradient(NamedTuple):
@@ -36,8 +40,9 @@ class Gradient(NamedTuple):
 
     jaxpr: Any
     arrays: list[np.ndarray]  # the arguments; the seed, which is the last, is not here
-    names: list[str]  # the name of each of these arguments
-    parameters: list[int]  # the positions of those that are differentiated
+    places: list[Place]  # that of each of these arrays, with its name
+    # Those of 16 bits and fewer that results in the program have
+    narrow_dtypes: tuple[np.dtype, ...]
 
     @property
     def loss_dtype(self) -> np.dtype:
@@ -47,22 +52,13 @@ class Gradient(NamedTuple):
     @property
     def grad_names(self) -> list[str]:
         """The names of the parameters that are differentiated."""
-        return [self.names[n] for n in self.parameters]
+        return [place.name for place in self.places if place.is_parameter]
 
-    @property
-    def narrow_dtypes(self) -> tuple[np.dtype, ...]:
-        """The dtypes of 16 bits and fewer that results in the program have."""
-        results = (v for at in equations(self.jaxpr) for v in at.eqn.outvars)
-        return tuple(filter(is_narrow, dict.fromkeys(map(dtype_in, results))))
-
-    def values(self, scale: float) -> list[Value]:
+    def values(self, scale: float, widths: Widths) -> list[Value]:
         """All arguments of the program at a loss scale, with notes."""
-        values = []
-        for n, (x, name) in enumerate(zip(self.arrays, self.names, strict=True)):
-            place = Place("", "", "", name, is_parameter=n in self.parameters)
-            values.append(_argument(x, place))
-        place = Place("", "", "", "the loss scale")
-        return [*values, _argument(np.asarray(scale, np.float32), place, seeded=True)]
+        seed = np.asarray(scale, np.float32)
+        arguments = zip([*self.arrays, seed], [*self.places, _SEED], strict=True)
+        return [_argument(exact(x, widths), place) for x, place in arguments]
 
 
 def gradient_of(
@@ -75,87 +71,84 @@ def gradient_of(
     # JAX also differentiates floats of Python, which here become arrays.
     params = map_leaves(lambda x: np.float32(x) if type(x) is float else x, params)
     everything = (params, args, kwargs)
-    named = list(_named_arrays(everything))
-    arrays = [x for _, x in named]
-    names = _unlike([name.removeprefix(_PARAMETER) for name, _ in named])
-    parameters = [
-        n
-        for n, (name, x) in enumerate(named)
-        if name.startswith(_PARAMETER) and is_inexact(x)
-    ]
-
-    def loss_of_parameters(arrays, differentiated):
-        # All arrays in order, with those that are differentiated in their places
-        replaced = dict(enumerate(arrays)) | dict(
-            zip(parameters, differentiated, strict=True)
-        )
-        left = iter(replaced.values())
-        params, args, kwargs = map_leaves(
-            lambda x: next(left) if is_array(x) else x, everything
-        )
-        loss = loss_of(loss_fn(params, *args, **kwargs), has_aux)
-        check_scalar("the loss", loss)
-        loss = jnp.asarray(loss)
-        if not jnp.issubdtype(loss.dtype, jnp.floating):
-            raise TypeError(
-                f"the loss must be a real floating-point scalar, got {loss.dtype}"
-            )
-        return at_least_float32(loss), loss
+    arrays, places = _arguments(everything)
+    parameters = [n for n, place in enumerate(places) if place.is_parameter]
 
     def gradient(arrays, seed):
-        loss_and_its_own = functools.partial(loss_of_parameters, arrays)
-        differentiated = [arrays[n] for n in parameters]
-        wide, pull, loss = jax.vjp(loss_and_its_own, differentiated, has_aux=True)
-        return loss, pull(seed.astype(wide.dtype))[0]
+        def loss_of_parameters(differentiated):
+            left = iter((dict(enumerate(arrays)) | differentiated).values())
+            params, args, kwargs = map_leaves(
+                lambda x: next(left) if is_array(x) else x, everything
+            )
+            loss = loss_of(loss_fn(params, *args, **kwargs), has_aux)
+            check_scalar("the loss", loss)
+            loss = jnp.asarray(loss)
+            if not jnp.issubdtype(loss.dtype, jnp.floating):
+                raise TypeError(
+                    f"the loss must be a real floating-point scalar, got {loss.dtype}"
+                )
+            return at_least_float32(loss), loss
+
+        differentiated = {n: arrays[n] for n in parameters}
+        wide, pull, loss = jax.vjp(loss_of_parameters, differentiated, has_aux=True)
+        return loss, pull(seed.astype(wide.dtype))
 
     jaxpr = jax.make_jaxpr(gradient)(arrays, jnp.float32(1))
-    _check_no_refs(jaxpr)
+    narrow_dtypes = _narrow_dtypes(jaxpr)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
         raise TypeError(
             "diagnose runs the loss function: give it arrays, and no ShapeDtypeStruct"
         )
-    on_host = jax.device_get([jnp.asarray(x) for x in arrays])
-    return Gradient(jaxpr, on_host, names, parameters)
+    on_host = jax.device_get(list(map(jnp.asarray, arrays)))
+    return Gradient(jaxpr, on_host, places, narrow_dtypes)
 
 
-def _named_arrays(everything: tuple) -> Iterator[tuple[str, Any]]:
-    """The arrays in parameters, arguments and keywords, each with its path.
+def _arguments(everything: tuple) -> tuple[list[Any], list[Place]]:
+    """The arrays in parameters, arguments and keywords, and the place of each.
 
-    A variable of Flax NNX that is in two places counts once.
+    A variable of Flax NNX that is in two places counts once. Equal names, as those in
+    `{"a/b": x, "a": {"b": y}}`, are told apart by numbers.
     """
-    prefixes = (_PARAMETER, "args/", "kwargs/")
-    variables: set[int] = set()
+    prefixes = ("", "args/", "kwargs/")
+    arrays = []
+    places = []
+    seen: set[int] = set()
     for (first, *path), leaf in jax.tree.leaves_with_path(
         everything, is_leaf=is_variable
     ):
-        if is_variable(leaf) and id(leaf) in variables:
+        if is_variable(leaf) and id(leaf) in seen:
             continue
-        variables.add(id(leaf))
+        seen.add(id(leaf))
+        name = prefixes[first.idx] + path_name(path)
         for x in filter(is_array, jax.tree.leaves(leaf)):
-            yield prefixes[first.idx] + path_name(path), x
+            is_parameter = first.idx == 0 and is_float(x)
+            arrays.append(x)
+            places.append(Place("", "", "", name, is_parameter))
+    counts = Counter([THE_LOSS, ALL, *(place.name for place in places)])
+    for n, place in enumerate(places):
+        if counts[place.name] > 1:
+            places[n] = place._replace(name=f"{place.name} (argument {n})")
+    return arrays, places
 
 
-def _argument(x: np.ndarray, place: Place, seeded: bool = False) -> Value:
+def _argument(pair: Pair, place: Place) -> Value:
     """An argument of the program as a value, with a note about its size."""
-    pair = exact(x)
-    numbers = measured(pair.in_float32, None) if is_inexact(x) else {}
-    return Value(pair, Note(place, (), (), x.dtype, seeded, **numbers))
+    figures = measured(pair.wide, None) if is_float(pair.low) else Figures()
+    is_seed = place is _SEED
+    return Value(pair, note_of(figures, place, pair.low.dtype, is_backward=is_seed))
 
 
-def _check_no_refs(jaxpr: Any) -> None:
-    """Raises if a program makes a `jax.Ref`, an array to be changed in place."""
+def _narrow_dtypes(jaxpr: Any) -> tuple[np.dtype, ...]:
+    """The dtypes of 16 bits and fewer that results in a program have.
+
+    Raises if one of them is a `jax.Ref`, an array to be changed in place.
+    """
+    dtypes: dict[Any, None] = {}
     for at in equations(jaxpr):
         if any(map(is_ref, at.eqn.outvars)):
             raise TypeError(
                 "diagnose cannot follow numbers through a jax.Ref, such as that made "
                 f"at {at.source}: give it a loss function that passes values on"
             )
-
-
-def _unlike(names: Sequence[str]) -> list[str]:
-    """Tells equal names apart by numbers, as those in `{"a/b": x, "a": {"b": y}}`."""
-    counts = Counter(names)
-    return [
-        f"{name} (argument {n})" if counts[name] > 1 else name
-        for n, name in enumerate(names)
-    ]
+        dtypes.update(dict.fromkeys(filter(is_narrow, dtypes_in(at.eqn.outvars))))
+    return tuple(dtypes)

@@ -5,6 +5,8 @@ branch is taken, and how long a loop goes on, is chosen by the program's values,
 float32's.
 """
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._diagnosis.notes import Note, worst
-from optax_lossscale._diagnosis.pairs import Pair, holds_floats
-from optax_lossscale._diagnosis.pieces import Piece
-from optax_lossscale._programs.versions import scan_sizes
+from optax_lossscale._diagnosis.notes import Note, measured, note_of, worst
+from optax_lossscale._diagnosis.pairs import Pair
+from optax_lossscale._programs.values import is_float
+from optax_lossscale._programs.walk import arguments_of, carried_by, programs_in
 
 
 class Value(NamedTuple):
@@ -30,81 +32,74 @@ class Value(NamedTuple):
         return self._replace(pair=jax.tree.map(function, self.pair))
 
 
+def noted_alone(value: Value) -> Value:
+    """The value with a note about it alone, where it has that of a stack with it."""
+    note = value.note
+    if note is None or _is_key(value.pair.low):
+        return value
+    figures = measured(value.pair.low, value.pair.true)
+    alone = note_of(figures, note.place, note.dtype, (note,), note.rounds)
+    return Value(value.pair, alone)
+
+
 RunsProgram = Callable[..., list[Value]]
 """Called with a program, its arguments and, in a loop, the number of the round."""
 
 
-def scan(
-    piece: Piece,
-    ins: Sequence[Value],
-    run: RunsProgram,
-    constant: Callable[[np.ndarray], Value],
-    axis: int,
-) -> list[Value]:
+def scan(eqn: Any, ins: Sequence[Value], run: RunsProgram, axis: int) -> list[Value]:
     """The results of a `scan`.
 
     Args:
-      piece: the piece of the `scan`.
+      eqn: the `scan`.
       ins: its operands.
       run: runs its body.
-      constant: makes a value of an array.
       axis: the axis of arrays along which the rounds lie.
     """
-    (eqn,) = piece.eqns
-    (body,) = piece.programs
-    n_consts, n_carry = scan_sizes(eqn)
-    consts = ins[:n_consts]
-    carry = ins[n_consts:][:n_carry]
-    stacks = ins[n_consts + n_carry :]
+    (body,) = programs_in(eqn)
+    carried = carried_by(eqn)
+    consts = ins[: carried.start]
+    carry = ins[carried.start : carried.stop]
+    stacks = ins[carried.stop :]
     turns = range(eqn.params["length"])
-    if not turns:
-        empty = [np.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
-        return [*carry, *map(constant, empty[n_carry:])]
-    in_order = turns[::-1] if eqn.params["reverse"] else turns
-    results = {}
-    for n in in_order:
+    step = -1 if eqn.params["reverse"] else 1
+    results = []
+    for n in turns[::step]:
         rows = [_row(stack, n, axis) for stack in stacks]
         outs = run(body, [*consts, *_in_both(carry), *rows], n)
-        carry = outs[:n_carry]
-        results[n] = outs[n_carry:]
-    columns = zip(*(results[n] for n in turns), strict=True)
+        carry = outs[: len(carried)]
+        results.append(outs[len(carried) :])
+    columns = zip(*results[::step], strict=True)
     return [*carry, *(_stack(column, axis) for column in columns)]
 
 
-def while_loop(piece: Piece, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
+def while_loop(eqn: Any, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
     """The results of a `while`; in a batch, each example ends by its own condition."""
-    (eqn,) = piece.eqns
-    condition, body = piece.programs
-    n_condition = eqn.params["cond_nconsts"]
-    n_consts = n_condition + eqn.params["body_nconsts"]
-    carry = _in_both(ins[n_consts:])
-    n = 0
-    while True:
-        (flags,) = run(condition, [*ins[:n_condition], *carry], n)
+    (condition, of_condition), (body, of_body) = arguments_of(eqn)
+    start = carried_by(eqn).start
+    consts = ins[:start]
+    carry = _in_both(ins[start:])
+    for n in itertools.count():
+        every = [*consts, *carry]
+        (flags,) = run(condition, [every[i] for i in of_condition], n)
         goes_on = np.asarray(flags.pair.low)
         if not goes_on.any():
-            return carry
-        going = _filled(goes_on, carry)
-        results = run(body, [*ins[n_condition:n_consts], *going], n)
+            break
+        every = [*consts, *_filled(goes_on, carry)]
+        results = run(body, [every[i] for i in of_body], n)
         carry = _in_both(_where(goes_on, results, carry))
-        n += 1
+    return carry
 
 
-def cond(piece: Piece, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
+def cond(eqn: Any, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
     """The results of a `cond`, in which several devices may take different branches."""
+    branches = programs_in(eqn)
     index, *operands = ins
-    chosen = np.clip(index.pair.low, 0, len(piece.programs) - 1)
+    chosen = np.clip(index.pair.low, 0, len(branches) - 1)
     results: list[Value] = []
     for number in np.unique(chosen):
         here = np.asarray(chosen == number)
-        outs = run(piece.programs[number], _filled(here, operands))
-        before = results or outs  # from the branches of other devices
-        results = [
-            value._replace(note=worst([new.note, old.note]))
-            for value, new, old in zip(
-                _where(here, outs, before), outs, before, strict=True
-            )
-        ]
+        outs = run(branches[number], _filled(here, operands))
+        results = _where(here, outs, results or outs)
     return results
 
 
@@ -112,71 +107,67 @@ def _in_both(values: Sequence[Value]) -> list[Value]:
     """Values whose pairs have two arrays, if they are floats.
 
     What a loop carries may be the same in float32 at first, and differ in later rounds.
+    So all rounds are compiled alike.
     """
     return [
-        value._replace(pair=value.pair.both)
-        if holds_floats(value.pair.low.dtype)
-        else value
+        value._replace(pair=value.pair.both) if is_float(value.pair.low) else value
         for value in values
     ]
 
 
-def _filled(which: np.ndarray, values: Sequence[Value]) -> list[Value]:
-    """Values in which only some examples or devices count; the others copy the first.
+# A program whose rounds or branches differ between examples, or between devices, runs
+# for all of them, and only those that count are noted.
 
-    So a program can run for all of them, and its notes are about those that count.
-    """
+
+def _filled(which: np.ndarray, values: Sequence[Value]) -> list[Value]:
+    """Values in which the examples or devices that do not count copy the first."""
     if which.all():
         return list(values)
-    first = np.unravel_index(which.argmax(), which.shape)
-    return [value.each(lambda x: _chosen(which, x, x[first])) for value in values]
+    return [value.each(lambda x: _chosen(which, x, x[which][0])) for value in values]
 
 
 def _where(
     which: np.ndarray, new: Sequence[Value], old: Sequence[Value]
 ) -> list[Value]:
-    """The new values for some examples or devices, and the old ones for the others."""
+    """The new values for the examples or devices that count, and else the old ones."""
     if which.all():
         return list(new)
-    return [
-        x._replace(pair=_joined([x, y], lambda arrays: _chosen(which, *arrays)))
-        for x, y in zip(new, old, strict=True)
-    ]
+    choose = functools.partial(_chosen, which)
+    return [_joined(choose, pair) for pair in zip(new, old, strict=True)]
 
 
-def _chosen(which: np.ndarray, x: Any, y: Any) -> Any:
+def _chosen(which: np.ndarray, x: Any, y: Any) -> jax.Array:
     """The numbers of `x` where a flag for leading axes is set, else those of `y`."""
     flags = np.expand_dims(which, tuple(range(which.ndim, np.ndim(x))))
-    return _numpy(x).where(flags, x, y)
+    return jnp.where(flags, x, y)
 
 
 def _row(stack: Value, n: int, axis: int) -> Value:
-    """The row of one round in a stack, with a note of its own if there is one."""
+    """The row of one round in a stack, with a note of its own."""
     at = (slice(None),) * axis + (n,)
-    row = stack.each(lambda x: _on_host(x)[at])
-    return Value(row.pair, stack.parts[n] if stack.parts else stack.note)
+    row = stack.each(lambda x: x[at] if _is_key(x) else np.asarray(x)[at])
+    return Value(row.pair, stack.parts[n]) if stack.parts else noted_alone(row)
 
 
-def _stack(values: Sequence[Value], axis: int) -> Value:
+def _stack(rows: Sequence[Value], axis: int) -> Value:
     """Stacks the values of all rounds, and keeps the note of each."""
-    notes = [value.note for value in values]
-    pair = _joined(values, lambda arrays: _numpy(arrays[0]).stack(arrays, axis))
-    return Value(pair, worst(notes), notes)
+
+    def stack(*arrays):
+        numpy = jnp if _is_key(arrays[0]) else np
+        return numpy.stack(arrays, axis)
+
+    return _joined(stack, rows)._replace(parts=[row.note for row in rows])
 
 
-def _joined(values: Sequence[Value], join: Callable[[Sequence[Any]], Any]) -> Pair:
-    """Joins the pairs of several values by a function of their arrays."""
+def _joined(join: Callable[..., Any], values: Sequence[Value]) -> Value:
+    """Joins several values by a function of their arrays; the worst note stays."""
     pairs = [value.pair for value in values]
     if any(pair.true is not None for pair in pairs):
         pairs = [pair.both for pair in pairs]
-    return jax.tree.map(lambda *xs: join(xs), *pairs)
+    pair = jax.tree.map(join, *pairs)
+    return Value(pair, worst(value.note for value in values))
 
 
-def _numpy(x: Any) -> Any:
-    """NumPy for the dtypes that it knows, else `jax.numpy`, as for random keys."""
-    return np if isinstance(x.dtype, np.dtype) else jnp
-
-
-def _on_host(x: Any) -> Any:
-    """A NumPy array, whose rows need no compilation; a random key as it is."""
-    return np.asarray(x) if isinstance(x.dtype, np.dtype) else x
+def _is_key(x: Any) -> bool:
+    """Whether an array holds random keys, which NumPy does not know."""
+    return not isinstance(x.dtype, np.dtype)

@@ -7,11 +7,15 @@ and `scale` go back along. `measured` computes the figures in a note from two ar
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+
+from optax_lossscale._arrays.names import natural
+from optax_lossscale._diagnosis.text import some
+from optax_lossscale._programs.operations import Is, traits_of
 
 TOLERANCE = 0.05
 """How far numbers may be from float32's, relative to those, and still be right."""
@@ -37,59 +41,163 @@ class Place(NamedTuple):
     number: int = -1  # its place in the order of running; -1 for an argument
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Note:
-    """What is known of one result, in one round of the loops around it."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Figures:
+    """How far a result is from float32's, and how large it is.
+
+    Attributes:
+      count: how many numbers the result has.
+      error: how far it is from float32's: the norm of the difference, relative to the
+        norm of float32's; infinite if it is bad.
+      distance: the norm of the difference, not relative; infinite if it is bad.
+      off_share: the share of its numbers that are off by more than 5%.
+      bad: whether a number is not finite where float32's is.
+      nan: whether a number is NaN where float32's is finite.
+      is_finite: whether float32's result is finite.
+      nan_true: whether a number of float32's is NaN.
+      lost: of the numbers that are not zero in float32, the share that is zero.
+      decided: of indices and conditions, the share that float32 decides otherwise.
+      largest: the largest finite absolute value, of the program or in float32.
+      typical: the root mean square of the finite numbers in float32.
+    """
+
+    count: int = 1
+    error: float = 0.0
+    distance: float = 0.0
+    off_share: float = 0.0
+    bad: bool = False
+    nan: bool = False
+    is_finite: bool = True
+    nan_true: bool = False
+    lost: float = 0.0
+    decided: float = 0.0
+    largest: float = 0.0
+    typical: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Note(Figures):
+    """What is known of one result of an equation, in one round of the loops around it.
+
+    Attributes:
+      place: the equation, or the argument of the program.
+      rounds: the rounds of the loops around it, the outermost first, from 0.
+      dtype: the dtype of the result.
+      is_backward: whether it is of the backward pass, and so in proportion to the loss
+        scale.
+      is_passed: whether float32's was computed in 16 bits as well.
+      reads: the notes of its operands; left out in a report.
+      before: how far the worst of its operands is from float32's, as `error` is.
+      nearest: the parameters that are the fewest equations before it.
+      steps: how many equations that is.
+    """
 
     place: Place
-    rounds: tuple[int, ...]  # the rounds of the loops around it, the outermost first
-    reads: tuple["Note", ...]  # the notes of its operands
-    dtype: Any  # of the program's result
-    seeded: bool = False  # whether it depends on the seed of the backward pass
-    is_passed: bool = False  # whether float32's was computed in 16 bits as well
-    count: int = 1  # how many numbers it has
-    distance: float = 0.0  # the norm of the difference from float32's
-    error: float = 0.0  # the distance, relative to the norm of float32's
-    off_share: float = 0.0  # the share that is off by more than the tolerance
-    bad: bool = False  # whether a number is not finite where float32's is
-    nan: bool = False  # whether a number is NaN where float32's is finite
-    bad_true: bool = False  # whether a number of float32's is not finite
-    nan_true: bool = False  # whether a number of float32's is NaN
-    lost: float = 0.0  # the share that is zero where float32's is not
-    # For booleans and integers, the share that float32 decides otherwise
-    decided: float = 0.0
-    largest: float = 0.0  # the largest finite absolute value of either
-    typical: float = 0.0  # the root mean square of float32's
+    dtype: Any
+    rounds: tuple[int, ...] = ()
+    is_backward: bool = False
+    is_passed: bool = False
+    reads: tuple["Note", ...] = dataclasses.field(default=(), repr=False)
+    before: float = 0.0
+    nearest: frozenset[str] = frozenset()
+    steps: int = 0
 
     @property
-    def off(self) -> float:
-        """The relative distance from float32's; infinity if the result is bad."""
-        return math.inf if self.bad else self.error
+    def primitive(self) -> str:
+        """Its name in JAX, such as `dot_general`; of an argument, its path."""
+        return self.place.primitive or self.place.name
 
     @property
-    def apart(self) -> float:
-        """The absolute distance from float32's; infinity if the result is bad."""
-        return math.inf if self.bad else self.distance
+    def source(self) -> str:
+        """The line that made it, as `model.py:12 (f)`; of an argument, ""."""
+        return self.place.source
+
+    @property
+    def layer(self) -> str:
+        """The scope that it is in, or else the parameters nearest to it."""
+        return self.place.scope or some(sorted(self.nearest, key=natural))
+
+    @property
+    def line(self) -> str:
+        """The operation and its line, as `dot_general at model.py:12 (f)`."""
+        return f"{self.primitive} at {self.source}" if self.source else self.primitive
+
+    def __str__(self) -> str:
+        inside = [self.layer, *(f"iteration {n}" for n in self.rounds)]
+        layer = ", ".join(filter(None, inside))
+        return f"{self.line} [{layer}]" if layer else self.line
+
+    @property
+    def row(self) -> "Note":
+        """The same without the notes before it, to be kept in a report."""
+        return dataclasses.replace(self, reads=())
+
+    def is_any(self, traits: Is) -> bool:
+        """Whether its operation has any of these traits."""
+        return bool(traits_of(self.place.primitive) & traits)
+
+
+def note_of(
+    figures: Figures,
+    place: Place,
+    dtype: Any,
+    reads: tuple[Note, ...] = (),
+    rounds: tuple[int, ...] = (),
+    is_backward: bool = False,
+    is_passed: bool = False,
+) -> Note:
+    """The note of a result that has these figures, with what follows from `reads`."""
+    named = [read for read in reads if read.nearest]
+    steps = min((read.steps for read in named), default=0)
+    names = [read.nearest for read in named if read.steps == steps]
+    if place.is_parameter:
+        names = [frozenset([place.name])]
+    return Note(
+        **vars(figures),
+        place=place,
+        dtype=dtype,
+        rounds=rounds,
+        is_backward=is_backward or any(read.is_backward for read in reads),
+        is_passed=is_passed,
+        reads=reads,
+        before=max((read.error for read in reads), default=0.0),
+        nearest=names[0].union(*names[1:]) if names else frozenset(),
+        steps=steps + 1,
+    )
+
+
+def all_before(
+    notes: Iterable[Note], reads: Callable[[Note], Iterable[Note]]
+) -> Iterator[Note]:
+    """Some notes, what they read, and so on, each once; `reads` says what that is."""
+    left = list(notes)
+    seen: set[Note] = set()
+    while left:
+        note = left.pop()
+        if note not in seen:
+            seen.add(note)
+            left.extend(reads(note))
+            yield note
 
 
 def worst(notes: Iterable[Note | None]) -> Note | None:
     """One note for several values: of the one that is off the most.
 
-    It is also bad in float32 if any of the values is, and then reads both notes.
+    It is also not finite in float32 if any of the values is, and then reads both notes.
     """
     noted = [note for note in notes if note is not None]
-    most = max(noted, key=lambda note: note.off, default=None)
-    in_float32 = next((note for note in noted if note.bad_true), None)
-    if most is None or in_float32 is None or most.bad_true:
+    most = max(noted, key=lambda note: note.error, default=None)
+    infinite = next((note for note in noted if not note.is_finite), None)
+    if most is None or infinite is None or not most.is_finite:
         return most
     nan = any(note.nan_true for note in noted)
     return dataclasses.replace(
-        most, reads=(most, in_float32), bad_true=True, nan_true=nan
+        most, reads=(most, infinite), is_finite=False, nan_true=nan
     )
 
 
-def measured(low: Any, true: Any) -> dict[str, Any]:
-    """The figures in the note of a result.
+def measured(low: Any, true: Any) -> Figures:
+    """The figures of a result.
 
     Args:
       low: the result, as the program computes it.
@@ -98,60 +206,58 @@ def measured(low: Any, true: Any) -> dict[str, Any]:
     low = _numbers(low)
     true = low if true is None else _numbers(true)
     if not low.size:
-        return {"count": 0}
+        return Figures(count=0)
     if low.dtype.kind in "biu":
-        return {"count": low.size, "decided": float((low != true).mean())}
-    with np.errstate(all="ignore"):
-        return {"count": low.size, **_compared(low, true)}
-
-
-def _compared(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
-    """The figures for floats."""
-    sizes = np.abs(true)
-    largest = float(sizes.max())
-    total = float(true @ true)
-    # Smaller squares are subnormal, and have lost digits.
-    in_range = total > 2.0**26 * np.finfo(true.dtype).tiny or not largest
-    if not (math.isfinite(total) and in_range):
-        return _compared_where_finite(low, true)
-    noted = {"largest": largest, "typical": math.sqrt(total / true.size)}
+        return Figures(low.size, decided=float((low != true).mean()))
+    is_finite = np.isfinite(true)
+    finite = _finite(true, is_finite)
+    sizes = np.abs(finite)
+    norm = _norm(sizes)
+    count = int(np.count_nonzero(is_finite))
+    figures = Figures(
+        low.size,
+        is_finite=count == low.size,
+        nan_true=count < low.size and bool(np.isnan(true).any()),
+        largest=float(sizes.max()),
+        typical=norm / math.sqrt(max(count, 1)),
+    )
     if low is true:
-        return noted
-    apart = np.abs(low - true)
-    distance = float(apart @ apart)
-    if not math.isfinite(distance):
-        return _compared_where_finite(low, true)
+        return figures
+    is_finite_low = np.isfinite(low)
+    bad = is_finite & ~is_finite_low
+    finite_low = _finite(low, is_finite_low)
+    apart = np.abs(_finite(finite_low - finite, is_finite & is_finite_low))
+    distance = math.inf if bad.any() else _norm(apart)
     if not distance:
-        return noted
-    noted["largest"] = max(largest, float(np.abs(low).max()))
-    noted["distance"] = math.sqrt(distance)
-    noted["error"] = math.sqrt(distance / total) if total else math.inf
-    kept = np.count_nonzero(low) / max(np.count_nonzero(true), 1)
-    noted["lost"] = max(1 - kept, 0.0)
+        return figures
     least = _LIFTED * float(sizes.mean())
-    if distance > FIFTH * true.size * (TOLERANCE * least) ** 2:  # else no fifth is off
-        is_off = apart > TOLERANCE * np.maximum(sizes, least)
-        noted["off_share"] = float(is_off.mean())
-    return noted
+    may_be_off = apart > TOLERANCE * least
+    is_off = apart[may_be_off] > TOLERANCE * sizes[may_be_off]
+    lost = np.count_nonzero(true[low == 0]) / max(np.count_nonzero(true), 1)
+    return dataclasses.replace(
+        figures,
+        error=distance / norm if norm else math.inf,
+        distance=distance,
+        off_share=float(np.count_nonzero(is_off) / low.size),
+        bad=bool(bad.any()),
+        nan=bool(np.isnan(low[bad]).any()),
+        lost=float(lost),
+        largest=max(figures.largest, float(np.abs(finite_low).max())),
+    )
 
 
-def _compared_where_finite(low: np.ndarray, true: np.ndarray) -> dict[str, Any]:
-    """The figures for floats that are not all finite, or have squares out of range."""
-    finite = np.isfinite(low)
-    finite_true = np.isfinite(true)
-    both = finite & finite_true
-    noted: dict[str, Any] = {
-        "bad": bool((~finite & finite_true).any()),
-        "nan": bool((np.isnan(low) & finite_true).any()),
-        "bad_true": not finite_true.all(),
-        "nan_true": bool(np.isnan(true).any()),
-    }
-    sizes = [np.abs(x[np.isfinite(x)]).max(initial=0) for x in (low, true)]
-    if both.any() and not (both.all() and true.dtype == np.float64):
-        # In float64 the squares are in range.
-        noted |= _compared(low[both].astype(float), true[both].astype(float))
-        noted["off_share"] = noted.get("off_share", 0.0) * float(both.mean())
-    return noted | {"largest": float(max(sizes))}
+def _finite(x: np.ndarray, is_finite: np.ndarray) -> np.ndarray:
+    """An array with 0 for its numbers that are not finite."""
+    return x if is_finite.all() else np.where(is_finite, x, 0)
+
+
+def _norm(x: np.ndarray) -> float:
+    """The root of the sum of squares, in float64 if float32 does not hold it."""
+    with np.errstate(over="ignore"):
+        total = float(x @ x)
+    if not 2.0**-100 < total < math.inf:
+        total = float(np.square(x, dtype=np.float64).sum())
+    return math.sqrt(total)
 
 
 def _numbers(x: Any) -> np.ndarray:

@@ -1,8 +1,8 @@
 """What `diagnose` found, and the page that reports it.
 
-`diagnose` fills a `Diagnosis` from the runs, and `advice` adds the verdict and what to
-do. Printed, it is the page: sentences about dtypes, the verdict and the loss scale,
-tables of what is wrong and what underflows, and the advice.
+`diagnose` fills a `Diagnosis` from the runs; its verdict and advice are those of
+`advice`. Printed, it is the page: sentences about dtypes, the verdict and the loss
+scale, tables of what is wrong and what underflows, and the advice.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,59 +11,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optax_lossscale._arrays.names import scale_name
+from optax_lossscale._diagnosis.advice import findings, scale_that_fits
+from optax_lossscale._diagnosis.cause import Wrong
 from optax_lossscale._diagnosis.dtypes import DtypeReport
+from optax_lossscale._diagnosis.notes import Note
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
-from optax_lossscale._diagnosis.table import Row, Table
+from optax_lossscale._diagnosis.table import Table
 from optax_lossscale._diagnosis.text import aligned, percent, some, wrapped
 
 _SHOWN = 8
-
-
-class Wrong(NamedTuple):
-    """A result that is off from float32, and why.
-
-    Attributes:
-      name: "the loss", the parameter whose gradient it is, or "a value inside".
-      off: how far it is from float32's, relative to it; infinite if it is not finite.
-        For a value inside, the share of its numbers that are off by more than 5%.
-      how: what the equation at fault does to the numbers: "overflows", "vanishes",
-        "cancels", "stagnates", "saturates", "rounds", "amplifies", "is undefined",
-        "is a kernel", "is not linear" in the loss scale, or "adds up" if no equation is
-        at fault.
-      place: the equation at fault.
-      rounded: the values in 16 bits to whose rounding that equation is sensitive: the
-        results of the nearest products, and what lies between these and the equation.
-      is_inner: whether it is in a derivative that the loss function itself takes.
-    """
-
-    name: str
-    off: float
-    how: str
-    place: Row
-    rounded: tuple[Row, ...]
-    is_inner: bool
-
-    @property
-    def is_in_float32(self) -> bool:
-        """Whether it is not finite in float32 either."""
-        return not self.place.is_finite
-
-    @property
-    def because(self) -> str:
-        """The equation at fault and what it does, as the end of a sentence."""
-        if self.how == "adds up":
-            return "rounding adds up over many lines"
-        if not self.place.source:
-            return f"there are NaNs or infinities in {self.place}"
-        return f"{self.place} {self.how}"
 
 
 class Diagnosis(NamedTuple):
     """The result of `diagnose`; print it for the page.
 
     Attributes:
-      verdict: whether 16 bits are fine as they are, and if not, what is wrong.
-      advice: what to do.
       is_autocast: whether the loss function computes in float32, so that the report is
         about `autocast` of it.
       dtypes: the `dtype_report` of the program that computes the gradients.
@@ -93,8 +55,6 @@ class Diagnosis(NamedTuple):
       table: a row for each equation.
     """
 
-    verdict: str
-    advice: list[str]
     is_autocast: bool
     dtypes: DtypeReport
     computes_in: tuple[np.dtype, ...]
@@ -106,14 +66,24 @@ class Diagnosis(NamedTuple):
     wrong: tuple[Wrong, ...]
     off: dict[str, float]
     off_by_choices: dict[str, float]
-    choices: tuple[Row, ...]
+    choices: tuple[Note, ...]
     initial_scale: InitialScale | None
-    overflow: Row | None
+    overflow: Note | None
     has_gradients: bool
     is_finite_without: bool
     underflow: dict[str, Underflow]
     not_compared: tuple[tuple[str, str], ...]
     table: Table
+
+    @property
+    def verdict(self) -> str:
+        """Whether 16 bits are fine as they are, and if not, what is wrong."""
+        return findings(self)[0][0]
+
+    @property
+    def advice(self) -> list[str]:
+        """What to do."""
+        return list(dict.fromkeys(remedy for _, remedy in findings(self)))
 
     def plot(self, axes: Any = None) -> Any:
         """Draws the magnitudes along the program, with float16's range shaded.
@@ -158,16 +128,17 @@ class Diagnosis(NamedTuple):
                 f"Off from float32: the loss by {self.off['the loss']:.1%}, gradients "
                 f"{most}."
             )
-        for one in self.choices[:_SHOWN]:
+        by_line = {str(one): one for one in reversed(self.choices)}
+        for line, one in [*reversed(by_line.items())][:_SHOWN]:
             yield (
                 f"Chosen otherwise than in float32: {one.decided:.1%} of {one.count}, "
-                f"in {one}."
+                f"in {line}."
             )
         if self.off_by_choices:
             names = some(list(self.off_by_choices))
             yield (
                 f"With float32's own choices, such as masks, {names} would be off by at "
-                f"most {max(self.off_by_choices.values()):.1%}."
+                f"most {percent(max(self.off_by_choices.values()))}."
             )
         for operation, source in self.not_compared:
             yield f"Not compared: what {operation} computes in 16 bits at {source}."
@@ -202,15 +173,8 @@ class Diagnosis(NamedTuple):
         return _section(title, rows)
 
 
-def scale_that_fits(page: Diagnosis) -> InitialScale | None:
-    """The loss scale that fits, if the model computes in float16; else None."""
-    is_scaled = np.float16 in page.computes_in and page.has_gradients
-    return page.initial_scale if is_scaled else None
-
-
 def _cells(one: Wrong) -> tuple[str, str, str]:
-    off = np.inf if one.is_in_float32 else one.off
-    return f"  {one.name}", percent(off), one.because
+    return f"  {one.name}", percent(one.off), one.because
 
 
 def _section(title: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:

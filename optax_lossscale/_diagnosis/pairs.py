@@ -1,8 +1,8 @@
-"""Pairs of a value and what float32 gives for it, and equations applied to pairs.
+"""Pairs of a value and the same in wider floats, and equations applied to pairs.
 
 For `y = x.astype(float16) * 3` with `x` float32, `x` is a pair with one array for both;
 the cast gives a float16 array beside the float32 one, and the multiplication is applied
-to each of these. `beside_float32` does so for the equations of a piece, inside `jit`.
+to each of these. `run` does so for the equations of a piece, inside `jit`.
 """
 
 import dataclasses
@@ -13,20 +13,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import Literal
 
 from optax_lossscale._diagnosis.pieces import Piece
 from optax_lossscale._diagnosis.wide import (
-    NotWidenedError,
-    as_written,
-    in_float32,
-    is_narrow,
+    in_wide,
     narrows,
     widened,
 )
-from optax_lossscale._programs.values import dtype_in
-from optax_lossscale._programs.versions import bind
+from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.values import FLOAT32, FLOAT64, dtype_in, is_float
 
 # Without optimizing kernels, XLA's CPU compiler takes a third of the time, which pays
 # for a program that runs once or twice.
@@ -36,126 +32,125 @@ _QUICKLY = {
     "xla_cpu_parallel_codegen_split_count": 1,
 }
 
-# Operations by which `shard_map` with `check_vma` tracks the mesh axes along which an
-# array differs. Here arrays may differ along all axes, so that two of them do nothing,
-# and the third is an ordinary `psum`.
-_OF_DEVICES = {
-    "pvary": lambda x, params: x,
-    "pcast": lambda x, params: x,
-    "psum_invariant": lambda x, params: lax.psum(x, params["axes"]),
-}
+
+class Widths(NamedTuple):
+    """In which floats the two arrays of a pair are computed, unless theirs are wider."""
+
+    low: Any  # None for those of the program
+    true: Any
 
 
-class Pair(NamedTuple):
-    """A value as the program computes it (`low`), and as it is in float32 (`true`)."""
+AS_WRITTEN = Widths(None, FLOAT32)
+"""The program beside float32, which follows its choices, such as indices."""
+
+IN_FLOAT32 = Widths(FLOAT32, FLOAT64)
+"""The program in float32, by choices of its own, beside float64, which follows them.
+
+These pairs are computed with `jax.enable_x64`.
+"""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["low", "true"],
+    meta_fields=["is_passed"],
+)
+@dataclasses.dataclass
+class Pair:
+    """A value as it is computed (`low`), and as it is in wider floats (`true`)."""
 
     low: Any
-    # None if both are the same, as nothing before has rounded to 16 bits
+    # None if both are the same, as nothing before has rounded to narrower floats
     true: Any = None
+    is_passed: bool = False  # whether `true` was computed in these as well
 
     @property
-    def in_float32(self) -> Any:
-        """The value in float32, which is `low` if both are the same."""
+    def wide(self) -> Any:
+        """The value in wider floats, which is `low` if both are the same."""
         return self.low if self.true is None else self.true
 
     @property
     def both(self) -> "Pair":
         """The same pair, never with None."""
-        return Pair(self.low, self.in_float32)
+        return Pair(self.low, self.wide)
 
     @property
     def followed(self) -> "Pair":
-        """The pair that others read if float32 follows the choices of the program.
+        """The pair that others read: of integers and booleans, both are `low`."""
+        return Pair(self.low, self.true if is_float(self.low) else None)
 
-        Of integers and booleans, both are then the program's.
+    @property
+    def compared(self) -> "Pair":
+        """The pair with float64 rounded to the dtype beside it, as that is as telling.
+
+        On the host, arrays of one dtype are compared in a fraction of the time.
         """
-        return self if holds_floats(self.low.dtype) else Pair(self.low)
+        if self.true is None or self.true.dtype != FLOAT64:
+            return self
+        with np.errstate(over="ignore"):
+            return Pair(self.low, np.asarray(self.true, self.low.dtype), self.is_passed)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["pairs"], meta_fields=["is_passed"]
-)
-@dataclasses.dataclass
-class Results:
-    """The results of an equation."""
-
-    pairs: list[Pair]
-    is_passed: bool = False  # whether float32's were computed in 16 bits as well
-
-
-@functools.cache
-def holds_floats(dtype: Any) -> bool:
-    """Whether arrays of a dtype are floating-point or complex."""
-    return bool(jnp.issubdtype(dtype, jnp.inexact))
-
-
-def exact(x: np.ndarray) -> Pair:
+def exact(x: np.ndarray, widths: Widths) -> Pair:
     """A pair whose two numbers are equal, such as that of a constant."""
-    return Pair(x, x.astype(np.float32) if is_narrow(x.dtype) else None)
+    low, true = (widened(x, wide) for wide in widths)
+    return Pair(low, None if low.dtype == true.dtype else true)
 
 
-def beside_float32(piece: Piece, follows: bool, ins: Sequence[Pair]) -> list[Results]:
-    """The results of each equation of a piece, in pairs.
+def run(piece: Piece, widths: Widths, ins: Sequence[Pair]) -> list[list[Pair]]:
+    """The results of each equation of a piece.
 
     Args:
       piece: the equations.
-      follows: whether float32 follows the choices of the program.
+      widths: the floats of the two arrays of each pair.
       ins: the values that the piece reads.
     """
     env = dict(zip(piece.reads, ins, strict=True))
     every = []
     for eqn in piece.eqns:
         operands = [
-            exact(np.asarray(v.val, dtype_in(v))) if isinstance(v, Literal) else env[v]
+            exact(np.asarray(v.val, dtype_in(v)), widths)
+            if isinstance(v, Literal)
+            else env[v]
             for v in eqn.invars
         ]
-        results = _of_one(eqn, operands)
-        if follows:
-            results.pairs = _by_its_choices(results.pairs)
+        results = _of_one(eqn, operands, widths)
         every.append(results)
-        for v, pair in zip(eqn.outvars, results.pairs, strict=True):
-            env[v] = pair.followed if follows else pair
+        for v, pair in zip(eqn.outvars, results, strict=True):
+            env[v] = pair.followed
     return every
 
 
-def _of_one(eqn: Any, ins: Sequence[Pair]) -> Results:
+def _of_one(eqn: Any, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
     """The results of an equation, from operands in pairs."""
-    if eqn.primitive.name in _OF_DEVICES:
-        of_one = _OF_DEVICES[eqn.primitive.name]
-        return Results(jax.tree.map(lambda x: of_one(x, eqn.params), list(ins)))
-    lows = bind(eqn, [x.low for x in ins])
-    if all(x.true is None for x in ins) and not narrows(eqn):
-        return Results(list(map(Pair, lows)))
-    trues = [x.in_float32 for x in ins]
-    try:
-        return Results(list(map(Pair, lows, in_float32(eqn, trues))))
-    except NotWidenedError:
-        is_once = eqn.primitive.name == "io_callback"
-        results = list(map(widened, lows)) if is_once else as_written(eqn, trues)
-        return Results(list(map(Pair, lows, results)), is_passed=True)
+    lows, _ = in_wide(eqn, [x.low for x in ins], widths.low)
+    if all(x.true is None for x in ins) and not narrows(eqn, widths.true):
+        return list(map(Pair, lows))
+    if Is.ONCE in traits(eqn):
+        return [Pair(x, widened(x, widths.true), is_passed=True) for x in lows]
+    trues, is_passed = in_wide(eqn, [x.wide for x in ins], widths.true)
+    pairs = [Pair(low, true, is_passed) for low, true in zip(lows, trues, strict=True)]
+    return _by_its_choices(pairs)
 
 
 def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
     """The results of an equation that returns floats and choices that belong together.
 
-    The factors of an LU decomposition mean nothing without its pivots. So where float32
-    chooses other pivots, its factors are replaced by the program's. If the equation
-    returns only floats or only choices, its results stay as they are.
+    The factors of an LU decomposition mean nothing without its pivots. So where wider
+    floats choose other pivots, their factors are replaced by those beside them.
     """
-    choices = [pair for pair in pairs if not holds_floats(pair.low.dtype)]
-    is_one_choice = len(choices) < len(pairs) and all(
-        pair.true is not None for pair in pairs
-    )
-    if not choices or not is_one_choice:
+    choices = [pair for pair in pairs if not is_float(pair.low)]
+    if not choices:
         return pairs
-    are_same = jnp.all(jnp.stack([jnp.all(x.low == x.true) for x in choices]))
-    followed = []
+    are_same = jnp.stack([jnp.all(x.low == x.true) for x in choices]).all()
+    joined = []
     for pair in pairs:
-        if holds_floats(pair.low.dtype):
-            true = jnp.where(are_same, pair.true, widened(pair.low))
-            pair = Pair(pair.low, true)
-        followed.append(pair)
-    return followed
+        if is_float(pair.low):
+            low = pair.low.astype(pair.true.dtype)
+            true = jnp.where(are_same, pair.true, low)
+            pair = dataclasses.replace(pair, true=true)
+        joined.append(pair)
+    return joined
 
 
 @functools.cache

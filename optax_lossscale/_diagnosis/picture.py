@@ -60,8 +60,6 @@ def magnitudes(table: Table, axes: Any = None) -> Axes:
         axes.axhspan(low, high, color="black", alpha=0.14, lw=0)
     for place in [n for n in places if rows[n].is_backward][:1]:
         axes.axvline(place - 0.5, color="black", lw=0.8, ls=":")
-    axes.set(
-        ylim=(bottom, top), xlabel="equation of the gradient", ylabel="size in float32"
-    )
+    axes.set(ylim=(bottom, top), xlabel="equation of the gradient", ylabel="size")
     axes.legend(frameon=False, fontsize=8)
     return axes

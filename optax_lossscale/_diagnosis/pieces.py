@@ -9,18 +9,15 @@ itself, whose programs are divided in turn.
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from jax.extend.core import Literal
 
+from optax_lossscale._programs.alike import hashable, key_of, key_of_literal
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
-from optax_lossscale._programs.values import dtype_in, is_float
-from optax_lossscale._programs.versions import open_jaxpr
-from optax_lossscale._programs.walk import programs_in
+from optax_lossscale._programs.values import is_inexact
+from optax_lossscale._programs.walk import dtypes_within, programs_in
 
 _LOOPS = Is.SCANS | Is.WAITS | Is.BRANCHES | Is.MAPS
-_CALLS = Is.INLINED | Is.KEEPS | Is.JVP | Is.VJP
-_OTHER_CALLS = ("custom_vmap_call", "composite", "xla_metadata_call")
 
 
 class Piece(NamedTuple):
@@ -37,13 +34,11 @@ class Piece(NamedTuple):
 def pieces_of(jaxpr: Any) -> list[Piece]:
     """The pieces of an open jaxpr, in its order."""
     pieces = []
-    needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    needed = set(_variables(jaxpr.outvars))
     for eqns in reversed(list(_parts(jaxpr))):
-        made = [v for eqn in eqns for v in eqn.outvars]
-        read = dict.fromkeys(
-            v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)
-        )
-        frees = [v for v in {**read, **dict.fromkeys(made)} if v not in needed]
+        made = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
+        read = dict.fromkeys(v for eqn in eqns for v in _variables(eqn.invars))
+        frees = [v for v in {**read, **made} if v not in needed]
         needed.update(read)
         reads = [v for v in read if v not in made]
         key = _key(eqns, reads)
@@ -54,17 +49,14 @@ def pieces_of(jaxpr: Any) -> list[Piece]:
 def programs_to_run(eqn: Any) -> Sequence[Any]:
     """The programs of an equation that is run piece by piece; else none.
 
-    Such an equation is a call, or a loop or branch that computes floats.
+    Such an equation is a call, or a loop or branch that computes floats. A `scan` of no
+    rounds has nothing to run.
     """
+    kind = traits(eqn)
     programs = programs_in(eqn)
-    is_loop = bool(traits(eqn) & _LOOPS) and any(map(_has_floats, programs))
-    return programs if is_loop or is_call(eqn) else ()
-
-
-def is_call(eqn: Any) -> bool:
-    """Whether an equation only runs the one program that it holds."""
-    is_one = traits(eqn) & _CALLS or eqn.primitive.name in _OTHER_CALLS
-    return bool(is_one) and len(programs_in(eqn)) == 1
+    has_rounds = eqn.params.get("length") != 0
+    is_loop = bool(kind & _LOOPS) and any(map(_has_floats, programs)) and has_rounds
+    return programs if is_loop or Is.CALLS in kind else ()
 
 
 def _parts(jaxpr: Any) -> Iterator[list[Any]]:
@@ -84,31 +76,23 @@ def _parts(jaxpr: Any) -> Iterator[list[Any]]:
 
 
 def _has_floats(program: Any) -> bool:
-    """Whether any value that a program makes or passes on is a float."""
-    jaxpr = open_jaxpr(program)
-    inside = (inner for eqn in jaxpr.eqns for inner in programs_in(eqn))
-    made = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
-    return any(map(is_float, made)) or any(map(_has_floats, inside))
+    return any(map(is_inexact, dtypes_within(program)))
+
+
+def _variables(operands: Sequence[Any]) -> Iterator[Any]:
+    """Operands without literals."""
+    return (v for v in operands if not isinstance(v, Literal))
 
 
 def _key(eqns: Sequence[Any], reads: Sequence[Any]) -> Hashable:
-    """A key that is equal for equations that compute the same.
-
-    Variables are numbered in it, as layers that are alike have different ones.
-    """
+    """A key that is equal for equations that compute the same."""
     numbers = {v: n for n, v in enumerate(reads)}
     key: list[Hashable] = [v.aval for v in reads]
     for eqn in eqns:
         operands = [
-            (dtype_in(v), np.asarray(v.val).tobytes())
-            if isinstance(v, Literal)
-            else numbers[v]
+            key_of_literal(v) if isinstance(v, Literal) else numbers[v]
             for v in eqn.invars
         ]
         numbers.update({v: len(numbers) + n for n, v in enumerate(eqn.outvars)})
-        key.append((eqn.primitive, tuple(eqn.params.items()), tuple(operands)))
-    try:
-        hash(tuple(key))
-    except TypeError:  # a parameter has no hash: equal to no other
-        return tuple(map(id, eqns))
-    return tuple(key)
+        key.append((key_of(eqn), tuple(operands)))
+    return hashable(tuple(key), eqns)

@@ -1,18 +1,20 @@
 """The runs of a gradient in pairs: at a loss scale of 1, and at the one that fits.
 
 The magnitudes of the run at 1 say which scale fits. The run at that scale confirms it,
-or is repeated at another, as a backward pass need not be linear in the scale. If
-float32 would have made other choices, there is one more run, in which it makes them.
+or is repeated at another, as a backward pass need not be linear in the scale. Where
+something is off, there is one more run: of the program in float32, by its own choices,
+beside float64. It tells what float32 determines.
 """
 
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
-from optax_lossscale._diagnosis.gradient import Gradient
-from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._diagnosis.notes import Note, measured
-from optax_lossscale._diagnosis.pairs import Pair
+from optax_lossscale._diagnosis.gradient import THE_LOSS, Gradient
+from optax_lossscale._diagnosis.loops import Value, noted_alone
+from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note
+from optax_lossscale._diagnosis.pairs import AS_WRITTEN, IN_FLOAT32, Widths
 from optax_lossscale._diagnosis.scale import (
     HIGHEST,
     MARGIN,
@@ -35,7 +37,7 @@ class Run(NamedTuple):
     @property
     def results(self) -> dict[str, Value]:
         """The loss and the gradients, by name."""
-        return {"the loss": self.loss, **self.grads}
+        return {THE_LOSS: self.loss, **self.grads}
 
     def is_finite(self, in_float32: bool = False) -> bool:
         """Whether loss and gradients are finite, in the program or in float32."""
@@ -49,39 +51,48 @@ class Runs(NamedTuple):
 
     at_1: Run  # at a loss scale of 1
     fitting: Run  # at the scale that fits; the run at 1, if none does
-    fits: InitialScale | None  # None if gradients are finite at no scale
-    overflow: Note | None  # the cause of the first overflow, at twice the largest scale
-    passed: dict[str, str]  # by line, the operation that computes in 16 bits only
-    # At the scale of `fitting`, with float32's own choices; None if they are the same
-    own_choices: Run | None = None
+    fits: InitialScale | None = None  # None if gradients are finite at no scale
+    overflow: Note | None = None  # the cause of the first one above the largest scale
+    # The program in float32, with its own choices, beside float64, at the same scale as
+    # `fitting`; None if there was no need for it
+    wide: Run | None = None
 
     @property
-    def growth(self) -> float:
-        """The factor by which gradients grow from the run at 1 to the one that fits."""
-        return self.fitting.scale / self.at_1.scale
+    def passed(self) -> tuple[tuple[str, str], ...]:
+        """What computes in 16 bits even in float32: each operation with its line."""
+        places = [note.place for note in self.at_1.notes if note.is_passed]
+        return tuple(dict.fromkeys((at.primitive, at.source) for at in places))
 
 
 def runs_of(gradient: Gradient) -> Runs:
-    """All runs of a gradient, that with float32's own choices included."""
-    runs = _following_choices(gradient)
-    if any(note.decided for note in runs.fitting.notes):
-        shadow = Shadow(gradient.jaxpr, follows=False)
-        own_choices = _run(shadow, gradient, runs.fitting.scale)
-        runs = runs._replace(own_choices=own_choices)
+    """All runs of a gradient."""
+    shadow = Shadow(gradient.jaxpr)
+    runs = _as_written(shadow, gradient)
+    if _is_in_doubt(runs.fitting):
+        with jax.enable_x64(True):
+            wide = _run(shadow, gradient, runs.fitting.scale, IN_FLOAT32)
+        runs = runs._replace(wide=wide)
     return runs
 
 
-def _following_choices(gradient: Gradient) -> Runs:
-    """The runs in which float32 follows the program's choices."""
-    shadow = Shadow(gradient.jaxpr)
-    at_1 = _run(shadow, gradient, 1.0)
-    passed = {n.place.source: n.place.primitive for n in at_1.notes if n.is_passed}
-    runs = Runs(at_1, at_1, None, None, passed)
+def _is_in_doubt(run: Run) -> bool:
+    """Whether something is off, or float32 might have chosen otherwise."""
+    results = [value.note for value in run.results.values() if value.note is not None]
+    return any(note.error > TOLERANCE for note in results) or any(
+        note.decided or (note.off_share > FIFTH and not note.is_backward)
+        for note in run.notes
+    )
+
+
+def _as_written(shadow: Shadow, gradient: Gradient) -> Runs:
+    """The runs of the program as it is."""
+    at_1 = _run(shadow, gradient, 1.0, AS_WRITTEN)
+    runs = Runs(at_1, at_1)
     if not at_1.is_finite(in_float32=True) or not np.isfinite(at_1.loss.pair.low):
         return runs
     first, overflow = first_overflow(at_1.notes, 1.0)
     runs = runs._replace(overflow=overflow)
-    if any(note.seeded and note.dtype == np.float16 for note in at_1.notes):
+    if any(note.is_backward and note.dtype == np.float16 for note in at_1.notes):
         return _fitting(shadow, gradient, runs, min(first - 1, HIGHEST) - MARGIN)
     if at_1.is_finite():
         return runs._replace(fits=_fits(first - 1 - MARGIN, first - 1))
@@ -95,7 +106,7 @@ def _fitting(shadow: Shadow, gradient: Gradient, runs: Runs, exponent: int) -> R
     if runs.at_1.is_finite():
         runs = runs._replace(fits=_fits(0, 0))
     for _ in range(_TRIES):
-        run = _run(shadow, gradient, 2.0**exponent)
+        run = _run(shadow, gradient, 2.0**exponent, AS_WRITTEN)
         if not run.is_finite():
             most = exponent - 1
             exponent -= 2 * MARGIN
@@ -119,17 +130,12 @@ def _fits(exponent: int, largest: int) -> InitialScale:
     return InitialScale(2.0**exponent, 2.0**largest)
 
 
-def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
-    loss, *grads = shadow(gradient.values(scale))
-    results = dict(zip(gradient.grad_names, map(_result, grads), strict=True))
-    return Run(scale, _result(loss), results, shadow.notes)
+def _run(shadow: Shadow, gradient: Gradient, scale: float, widths: Widths) -> Run:
+    loss, *grads = map(_result, shadow(gradient.values(scale, widths), widths))
+    by_name = dict(zip(gradient.grad_names, grads, strict=True))
+    return Run(scale, loss, by_name, shadow.notes)
 
 
 def _result(value: Value) -> Value:
     """A result of the program with two arrays, and with a note about these alone."""
-    note = value.note
-    pair = Pair(np.asarray(value.pair.low), np.asarray(value.pair.in_float32))
-    if note is not None:  # which may be about a stack with this as one row
-        numbers = measured(pair.low, pair.true)
-        note = Note(note.place, note.rounds, (note,), note.dtype, **numbers)
-    return Value(pair, note)
+    return noted_alone(value._replace(pair=value.each(np.asarray).pair.both))

@@ -8,12 +8,13 @@ that fits is `MARGIN` bits below that.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
+from optax_lossscale._diagnosis.gradient import ALL
 from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import Note, limits
 
@@ -84,7 +85,7 @@ def first_overflow(notes: Iterable[Note], scale: float) -> tuple[int, Note | Non
     first = None
     least = math.inf
     for note in notes:
-        if note.seeded and note.largest and note.dtype.kind in "fV":
+        if note.is_backward and note.largest and note.dtype.kind in "fV":
             room = math.log2(limits(note.dtype)[0] / note.largest)
             if room < least:
                 first = note
@@ -102,7 +103,9 @@ def _made_large(note: Note) -> Note:
     at = note
     largest_jump = _JUMP
     while True:
-        reads = [read for read in note.reads if read.seeded and read.place.primitive]
+        reads = [
+            read for read in note.reads if read.is_backward and read.place.primitive
+        ]
         if not reads:
             return at
         before = max(reads, key=lambda read: read.largest)
@@ -114,7 +117,7 @@ def _made_large(note: Note) -> Note:
 
 
 def underflow(
-    names: Sequence[str], at_1: Sequence[Value], fitting: Sequence[Value]
+    at_1: Mapping[str, Value], fitting: Mapping[str, Value]
 ) -> dict[str, Underflow]:
     """The underflow of each group of parameters that loses a notable share.
 
@@ -122,41 +125,24 @@ def underflow(
     parameters comes first, then the one that loses most.
 
     Args:
-      names: the names of the parameters.
-      at_1: their gradients in a run at a loss scale of 1.
-      fitting: their gradients in a run at the scale that fits.
+      at_1: the gradients of a run at a loss scale of 1, by name.
+      fitting: those of a run at the scale that fits.
     """
-    counts: dict[str, list[_Counts]] = defaultdict(list)
-    for name, before, after in zip(names, at_1, fitting, strict=True):
-        true = _sizes(before.pair.true)
-        exponents = _exponents(true[_may_be_kept(true)])
-        lost, left = map(_count_lost, (before, after))
-        of_one = _Counts(true.size, lost, left, exponents)
-        for group in ("all", without_numbers(name)):
-            counts[group].append(of_one)
-    groups = {}
-    for group, of_each in counts.items():
-        size = sum(one.size for one in of_each)
-        lost = sum(one.lost for one in of_each)
-        left = sum(one.left for one in of_each)
-        exponents = np.sum([one.exponents for one in of_each], axis=0)
-        if max(lost, left) > NOTABLE * size:
-            groups[group] = Underflow(lost / size, left / size, _bits(exponents))
-    return dict(
-        sorted(groups.items(), key=lambda item: (item[0] != "all", -item[1].lost))
-    )
-
-
-def _count_lost(value: Value) -> int:
-    """How many numbers are zero or subnormal, though a loss scale could keep them."""
-    low = _sizes(value.pair.low)
-    gone = low < limits(np.float16)[1] if _is_of_float16(low) else low == 0
-    return int(np.count_nonzero(gone & _may_be_kept(_sizes(value.pair.true))))
-
-
-def _may_be_kept(true: np.ndarray) -> np.ndarray:
-    """Which numbers of a gradient are large enough for some loss scale to keep them."""
-    return true > true.max(initial=0) * _REACH
+    groups: dict[str, list[np.ndarray]] = defaultdict(list)
+    for name, value in at_1.items():
+        true = _sizes(value.pair.true)
+        may_be_kept = true > true.max(initial=0) * _REACH
+        lost = _is_gone(value.pair.low) & may_be_kept
+        left = _is_gone(fitting[name].pair.low) & may_be_kept
+        for group in (ALL, without_numbers(name)):
+            groups[group].append(np.stack([true * may_be_kept, lost, left]))
+    found = {}
+    for group, parts in groups.items():
+        sizes, *gone = np.concatenate(parts, axis=1)
+        lost, left = (np.count_nonzero(which) / max(sizes.size, 1) for which in gone)
+        if max(lost, left) > NOTABLE:
+            found[group] = Underflow(lost, left, _bits(sizes[sizes > 0]))
+    return dict(sorted(found.items(), key=lambda item: (item[0] != ALL, -item[1].lost)))
 
 
 def _sizes(x: np.ndarray) -> np.ndarray:
@@ -164,24 +150,16 @@ def _sizes(x: np.ndarray) -> np.ndarray:
     return np.abs(np.asarray(x)).astype(np.float32).ravel()
 
 
-def _is_of_float16(x: np.ndarray) -> bool:
-    """Whether float16 holds all of these numbers, whatever their dtype is now."""
+def _is_gone(low: np.ndarray) -> np.ndarray:
+    """Which numbers are zero, or subnormal if float16 holds them all."""
+    sizes = _sizes(low)
     with np.errstate(over="ignore"):
-        return bool((x == x.astype(np.float16)).all())
+        is_of_float16 = (sizes == sizes.astype(np.float16)).all()
+    return sizes < limits(np.float16)[1] if is_of_float16 else sizes == 0
 
 
-def _exponents(sizes: np.ndarray) -> np.ndarray:
-    """How many numbers have each of float32's 256 exponents.
-
-    The first of these counts subnormal numbers and zeros, the last infinities and NaNs.
-    """
-    return np.bincount(sizes.view(np.uint32) >> 23, minlength=256)
-
-
-def _bits(exponents: np.ndarray) -> int:
-    """The exponent of the least loss scale that loses hardly more than the best one."""
-    first_normal = 127 - 14  # the index of float16's least normal exponent
-    below = np.cumsum(exponents) - exponents[0]  # without zeros, which are not lost
-    lost = [below[max(first_normal - bits - 1, 0)] for bits in range(HIGHEST)]
-    enough = min(lost) + NOTABLE * max(exponents[1:255].sum(), 1)
-    return next(bits for bits in range(HIGHEST) if lost[bits] <= enough)
+def _bits(sizes: np.ndarray) -> int:
+    """The exponent of the least loss scale that loses next to none of these numbers."""
+    _, exponents = np.frexp(sizes / np.float32(limits(np.float16)[1]))
+    bits = np.quantile(1 - exponents, 1 - NOTABLE, method="inverted_cdf")
+    return int(np.clip(bits, 0, HIGHEST))

@@ -13,28 +13,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from optax_lossscale._diagnosis import loops
+from optax_lossscale._diagnosis import loops, pairs
 from optax_lossscale._diagnosis.devices import Devices
 from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._diagnosis.notes import Note, Place, measured
-from optax_lossscale._diagnosis.pairs import (
-    Pair,
-    Results,
-    beside_float32,
-    compiler_options,
-    exact,
-    holds_floats,
-)
-from optax_lossscale._diagnosis.pieces import Piece, is_call, pieces_of
-from optax_lossscale._diagnosis.places import keeps_numbers, place_of
+from optax_lossscale._diagnosis.notes import Note, Place, measured, note_of
+from optax_lossscale._diagnosis.pairs import AS_WRITTEN, Pair, Widths, exact
+from optax_lossscale._diagnosis.pieces import Piece, pieces_of
+from optax_lossscale._diagnosis.places import place_of
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import dtype_in
+from optax_lossscale._programs.values import dtype_in, is_float
 from optax_lossscale._programs.versions import constants, open_jaxpr
-from optax_lossscale._programs.walk import line_of
+from optax_lossscale._programs.walk import keeps_numbers, line_of, programs_in
 
 _PATIENCE = 10.0  # seconds between two lines of progress
 
@@ -43,36 +35,35 @@ class Around(NamedTuple):
     """What is around a program that runs."""
 
     place: Place = Place("", "", "")  # the place of the equation that holds it
-    path: tuple[int, ...] = ()  # the `id` of each equation around it, outermost first
     rounds: tuple[int, ...] = ()  # the rounds of the loops around it, outermost first
+    widths: Widths = AS_WRITTEN  # the floats of each pair
     devices: Devices | None = None  # those of a `shard_map` around it
 
     def constant(self, x: np.ndarray) -> Value:
         """A constant of the program as a value, on each device if there are several."""
-        value = Value(exact(x))
-        return value.each(self.devices.repeated) if self.devices else value
+        value = Value(exact(x, self.widths))
+        return self.devices.entered(value, jax.P()) if self.devices else value
 
 
 class Shadow:
     """A program to be run in pairs, any number of times.
 
     Attributes:
-      notes: the notes of the last run, in the order of running. There are none if
-        float32 does not follow the choices of the program, but makes its own.
+      notes: the notes of the last run, in the order of running.
     """
 
-    def __init__(self, program: Any, follows: bool = True):
+    def __init__(self, program: Any):
         self.program = program
-        self._follows = follows
         self.notes: list[Note] = []
-        self._places: dict[tuple[int, ...], Place] = {}  # by the path to an equation
-        self._compiled: dict[Any, Callable[[Sequence[Pair]], list[Results]]] = {}
+        # The place of each equation, by the number of the place around and its `id`
+        self._places: dict[tuple[int, int], Place] = {}
+        self._compiled: dict[Any, Callable[..., list[list[Pair]]]] = {}
         self._said = time.monotonic()
 
-    def __call__(self, values: Sequence[Value]) -> list[Value]:
+    def __call__(self, values: Sequence[Value], widths: Widths) -> list[Value]:
         """Runs the program for these arguments, and replaces the notes."""
         self.notes = []
-        return self._run(self.program, values, Around())
+        return self._run(self.program, values, Around(widths=widths))
 
     def _run(
         self, program: Any, values: Sequence[Value], around: Around
@@ -91,7 +82,7 @@ class Shadow:
         for piece in pieces_of(jaxpr):
             if piece.programs:
                 (eqn,) = piece.eqns
-                results = self._run_inside(piece, list(map(read, eqn.invars)), around)
+                results = self._run_inside(eqn, list(map(read, eqn.invars)), around)
                 env.update(zip(eqn.outvars, results, strict=True))
             else:
                 self._compute(piece, env, around)
@@ -100,14 +91,10 @@ class Shadow:
         return list(map(read, jaxpr.outvars))
 
     def _run_inside(
-        self, piece: Piece, ins: Sequence[Value], around: Around
+        self, eqn: Any, ins: Sequence[Value], around: Around
     ) -> list[Value]:
         """The results of an equation whose programs are run piece by piece."""
-        (eqn,) = piece.eqns
-        path = (*around.path, id(eqn))
-        inside = around._replace(place=self._place(eqn, around), path=path)
-        if is_call(eqn):
-            return self._run(piece.programs[0], ins, inside)
+        inside = around._replace(place=self._place(eqn, around))
 
         def run(program, values, *turn):
             rounds = (*around.rounds, *turn)
@@ -115,80 +102,64 @@ class Shadow:
 
         kind = traits(eqn)
         if Is.SCANS in kind:
-            axis = 1 if inside.devices else 0
-            return loops.scan(piece, ins, run, inside.constant, axis)
+            return loops.scan(eqn, ins, run, axis=1 if inside.devices else 0)
         if Is.WAITS in kind:
-            return loops.while_loop(piece, ins, run)
+            return loops.while_loop(eqn, ins, run)
         if Is.BRANCHES in kind:
-            return loops.cond(piece, ins, run)
-        # It is a `shard_map`.
+            return loops.cond(eqn, ins, run)
+        (program,) = programs_in(eqn)
+        if Is.MAPS not in kind:
+            return self._run(program, ins, inside)
         devices = Devices.of(eqn)
-        params = eqn.params
-        entered = [
-            value.each(functools.partial(devices.enter, spec=spec))
-            for value, spec in zip(ins, params["in_specs"], strict=True)
-        ]
-        results = self._run(
-            piece.programs[0], entered, inside._replace(devices=devices)
-        )
-        return [
-            value.each(functools.partial(devices.leave, spec=spec))
-            for value, spec in zip(results, params["out_specs"], strict=True)
-        ]
+        inside = inside._replace(devices=devices)
+        entered = list(map(devices.entered, ins, eqn.params["in_specs"]))
+        results = self._run(program, entered, inside)
+        return list(map(devices.left, results, eqn.params["out_specs"]))
 
     def _place(self, eqn: Any, around: Around) -> Place:
-        """The place of an equation, which is found once for each path to it."""
-        path = (*around.path, id(eqn))
-        if path not in self._places:
-            self._places[path] = place_of(eqn, len(self._places), around.place)
-        return self._places[path]
+        """The place of an equation, which is found once for each place around it."""
+        key = (around.place.number, id(eqn))
+        if key not in self._places:
+            self._places[key] = place_of(eqn, len(self._places), around.place)
+        return self._places[key]
 
     def _compute(self, piece: Piece, env: dict[Any, Value], around: Around) -> None:
         """Computes a piece by compiled code, and adds its results to `env`."""
-        key = (piece.key, around.devices)
+        key = (piece.key, around.widths, around.devices)
         if key not in self._compiled:
-            function = functools.partial(beside_float32, piece, self._follows)
+            function = functools.partial(pairs.run, piece, around.widths)
             self._compiled[key] = jax.jit(
                 around.devices.over(function) if around.devices else function,
-                compiler_options=compiler_options(),
+                compiler_options=pairs.compiler_options(),
             )
         every = self._compiled[key]([env[v].pair for v in piece.reads])
         for eqn, results in zip(piece.eqns, every, strict=True):
             read = [env[v].note for v in eqn.invars if not isinstance(v, Literal)]
             notes = tuple(note for note in read if note is not None)
-            for v, pair in zip(eqn.outvars, results.pairs, strict=True):
-                if keeps_numbers(eqn):
-                    (note,) = notes or [None]
-                else:
-                    note = self._note(eqn, pair, notes, results.is_passed, around)
-                env[v] = Value(pair.followed if self._follows else pair, note)
+            for v, pair in zip(eqn.outvars, results, strict=True):
+                note = self._note(eqn, pair.compared, notes, around)
+                env[v] = Value(pair.followed, note)
         self._say(piece)
 
     def _note(
-        self,
-        eqn: Any,
-        pair: Pair,
-        reads: tuple[Note, ...],
-        is_passed: bool,
-        around: Around,
+        self, eqn: Any, pair: Pair, reads: tuple[Note, ...], around: Around
     ) -> Note | None:
-        """Makes a note of a result, if it holds floats or is a choice."""
-        if not self._follows:
+        """Makes a note of a result, if it holds floats or is a choice.
+
+        A result that has all numbers of the operand has its note.
+        """
+        if keeps_numbers(eqn) and Is.SELECTS not in traits(eqn):
+            return next(iter(reads), None)
+        is_choice = pair.true is not None
+        if not (is_float(pair.low) or is_choice):
             return None
-        dtype = pair.low.dtype
-        is_choice = pair.true is not None and (
-            dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer)
-        )
-        if not (holds_floats(dtype) or is_choice):
-            return None
-        note = Note(
+        note = note_of(
+            measured(pair.low, pair.true),
             place=self._place(eqn, around),
-            rounds=around.rounds,
+            dtype=pair.low.dtype,
             reads=reads,
-            dtype=dtype,
-            seeded=any(read.seeded for read in reads),
-            is_passed=is_passed,
-            **measured(pair.low, pair.true),
+            rounds=around.rounds,
+            is_passed=pair.is_passed,
         )
         self.notes.append(note)
         return note

@@ -19,6 +19,8 @@ class Is(enum.Flag):
 
     MOVES = enum.auto()
     """Only moves or reshapes numbers: runs in the dtype in which they are stored."""
+    SELECTS = enum.auto()
+    """Its results are parts of an operand, and so may lack its largest numbers."""
     PLACES = enum.auto()
     """Moves numbers, but runs as traced, as its derivative may sum, or it casts."""
     SENDS = enum.auto()
@@ -28,11 +30,18 @@ class Is(enum.Flag):
 
     Its derivative is a sum over these devices.
     """
+    VARIES = enum.auto()
+    """Exists only where JAX tracks along which mesh axes each array differs.
+
+    It sums over these axes if it adds many, and else returns its operand.
+    """
     CHOOSES = enum.auto()
     """Selects numbers of its operands, or negates them.
 
     It runs in float32 for all that, as its derivative may be a sum.
     """
+    FILLS = enum.auto()
+    """Puts numbers of one operand between those of another, as a mask does."""
     PICKS = enum.auto()
     """Looks up parts of its first operand by index, as an embedding does."""
     NAMES = enum.auto()
@@ -65,6 +74,10 @@ class Is(enum.Flag):
     """Reads or makes the bits of a number, which are those of its own dtype."""
     OPAQUE = enum.auto()
     """Runs code that no jaxpr shows, or does work that shapes do not determine."""
+    ONCE = enum.auto()
+    """Does more than compute its results, so that it must not run twice."""
+    CALLS = enum.auto()
+    """Runs the one program that it holds, once, from its operands to its results."""
     INLINED = enum.auto()
     """Only calls the program that it holds."""
     KEEPS = enum.auto()
@@ -116,7 +129,7 @@ _ROWS = """
 # Returns its operands' numbers elsewhere
 copy                      | moves cheap
 copy_p                    | moves cheap
-dynamic_slice             | moves cheap
+dynamic_slice             | moves cheap selects
 expand_dims               | moves cheap
 name                      | moves names
 optimization_barrier      | moves
@@ -124,12 +137,12 @@ reshape                   | moves cheap
 reshard                   | moves sends cheap
 rev                       | moves cheap
 sharding_constraint       | moves sends cheap
-slice                     | moves cheap
-split                     | moves cheap
+slice                     | moves cheap selects
+split                     | moves cheap selects
 squeeze                   | moves cheap
 stop_gradient             | moves cheap
 transpose                 | moves cheap
-unstack                   | moves cheap
+unstack                   | moves cheap selects
 # Goes from device to device
 all_gather                | sends spreads
 all_gather_invariant      | sends
@@ -139,7 +152,7 @@ pmax                      | sends
 pmin                      | sends
 ppermute                  | sends
 psum                      | sends adds_many
-psum_invariant            | sends adds_many
+psum_invariant            | sends adds_many varies
 reduce_scatter            | sends adds_many
 unreduced_psum            | sends adds_many
 unreduced_reduce_scatter  | sends adds_many
@@ -156,9 +169,9 @@ gather                    | places chooses picks cheap
 max                       | chooses cheap
 min                       | chooses cheap
 neg                       | chooses cheap
-pad                       | places chooses cheap
-pcast                     | spreads chooses cheap
-pvary                     | spreads chooses cheap
+pad                       | places chooses cheap fills
+pcast                     | spreads chooses cheap varies
+pvary                     | spreads chooses cheap varies
 reduce_max                | chooses cheap
 reduce_min                | chooses cheap
 reduce_window_max         | chooses cheap
@@ -166,7 +179,7 @@ reduce_window_min         | chooses cheap
 scatter                   | chooses cheap
 scatter-max               | chooses cheap
 scatter-min               | chooses cheap
-select_n                  | chooses cheap
+select_n                  | chooses cheap fills
 sort                      | chooses
 stack                     | places chooses cheap
 tile                      | places chooses cheap
@@ -242,7 +255,7 @@ dot_product_attention_fp8_bwd_wrapper | opaque
 dot_product_attention_fp8_fwd_wrapper | opaque
 dot_product_attention_fwd_wrapper | opaque
 ffi_call                  | opaque
-io_callback               | opaque
+io_callback               | opaque once
 mosaic_gpu_call           | opaque
 pallas_call               | opaque
 pure_callback             | opaque
@@ -250,28 +263,28 @@ spsolve                   | opaque
 tpu_custom_call           | opaque
 triton_kernel_call        | opaque
 # Holds programs
-checkpoint                | keeps                  | -          | -         | jaxpr
-closed_call               | inlined                | -          | -         | jaxpr call_jaxpr
-composite                 | -                      | -          | -         | jaxpr
+checkpoint                | keeps calls            | -          | -         | jaxpr
+closed_call               | inlined calls          | -          | -         | jaxpr call_jaxpr
+composite                 | calls                  | -          | -         | jaxpr
 cond                      | branches               | -          | -         | branches
-core_call                 | inlined                | -          | -         | jaxpr call_jaxpr
-custom_jvp_call           | jvp cheap              | -          | -         | call_jaxpr
+core_call                 | inlined calls          | -          | -         | jaxpr call_jaxpr
+custom_jvp_call           | jvp cheap calls        | -          | -         | call_jaxpr
 custom_linear_solve       | -                      | -          | -         | jaxprs.solve
 custom_partitioning       | -                      | -          | -         | call
-custom_vjp_call           | vjp                    | -          | -         | call_jaxpr
-custom_vmap_call          | -                      | -          | -         | call
+custom_vjp_call           | vjp calls              | -          | -         | call_jaxpr
+custom_vmap_call          | calls                  | -          | -         | call
 CustomRoot                | -                      | -          | -         | solve_jaxpr
-eval_jaxpr                | inlined                | -          | -         | jaxpr call_jaxpr
-jit                       | inlined cheap          | -          | -         | jaxpr
+eval_jaxpr                | inlined calls          | -          | -         | jaxpr call_jaxpr
+jit                       | inlined cheap calls    | -          | -         | jaxpr
 linear_call               | -                      | -          | -         | callee
-pjit                      | inlined cheap          | -          | -         | jaxpr
-remat                     | keeps                  | -          | -         | jaxpr
-remat2                    | keeps                  | -          | -         | jaxpr
+pjit                      | inlined cheap calls    | -          | -         | jaxpr
+remat                     | keeps calls            | -          | -         | jaxpr
+remat2                    | keeps calls            | -          | -         | jaxpr
 run_state                 | -                      | -          | -         | jaxpr
 scan                      | scans                  | -          | -         | jaxpr
 shard_map                 | maps                   | -          | -         | jaxpr
 while                     | waits                  | -          | -         | cond_jaxpr body_jaxpr
-xla_metadata_call         | -                      | -          | -         | jaxpr
+xla_metadata_call         | calls                  | -          | -         | jaxpr
 # Cheap, of any range
 acos                      | cheap
 acosh                     | cheap
@@ -314,7 +327,7 @@ accum_grad_in_ref addupdate after_all approx_top_k axis_index bcoo_extract
 bcoo_fromdense bcoo_sort_indices bcoo_sum_duplicates bcoo_todense bcoo_transpose
 bcsr_extract bcsr_fromdense bcsr_todense bessel_i0e bessel_i1e broadcast_to cholesky
 cholesky_update clz complex conj coo_fromdense coo_todense create_token csr_fromdense
-csr_todense debug_callback debug_print device_put digamma dim_as_value dimension_size
+csr_todense device_put digamma dim_as_value dimension_size
 eig eigh empty empty2 empty_ref fft free_ref freeze from_edtype geqp3 geqrf get
 hessenberg householder_product igamma igamma_grad_a igammac imag iota_2x32_shape
 layout_constraint lu lu_pivots_to_permutation mulhi new_ref ormqr pbroadcast

@@ -5,6 +5,7 @@ array, or a variable or literal of a jaxpr.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -25,9 +26,22 @@ def dtype_in(x: Any) -> Any:
 
 
 def is_float(v: Any) -> bool:
-    """Whether a variable or literal holds floating-point or complex numbers."""
-    dtype = dtype_in(v)
+    """Whether a variable or an array holds floating-point or complex numbers."""
+    return is_inexact(dtype_in(v))
+
+
+@functools.cache
+def is_inexact(dtype: Any) -> bool:
+    """Whether a dtype is a floating-point or complex one; None is not."""
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+@functools.cache
+def is_narrow(dtype: Any) -> bool:
+    """Whether a dtype is a floating-point one of 16 bits or fewer; None is not."""
+    return (
+        dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    )
 
 
 def in_dtype(dtype: Any, x: Any) -> Any:

@@ -20,7 +20,7 @@ from jax.extend import source_info_util
 
 from optax_lossscale._programs.operations import Is, operation, traits
 from optax_lossscale._programs.remembered import remembered
-from optax_lossscale._programs.values import dtype_in
+from optax_lossscale._programs.values import dtype_in, is_float, is_narrow
 from optax_lossscale._programs.versions import (
     is_program,
     mapped_axes,
@@ -127,7 +127,7 @@ def equations(jaxpr: Any, line: str = "") -> tuple[Equation, ...]:
     found: dict[tuple[int, str], Equation] = {}
     for eqn in jaxpr.eqns:
         operands = tuple(unwidened.get(id(v), dtype_in(v)) for v in eqn.invars)
-        if _keeps_numbers(eqn):
+        if keeps_numbers(eqn):
             unwidened[id(eqn.outvars[0])] = operands[0]
         new = [Equation(eqn, line_of(eqn, line), operands)]
         for program in programs_in(eqn):
@@ -139,6 +139,35 @@ def equations(jaxpr: Any, line: str = "") -> tuple[Equation, ...]:
             count = earlier.count + at.count
             found[place] = at._replace(count=count, runs=earlier.runs + at.runs)
     return tuple(found.values())
+
+
+def keeps_numbers(eqn: Any) -> bool:
+    """Whether the result has numbers of the only operand: moved, repeated or widened."""
+    kind = traits(eqn)
+    if len(eqn.invars) != 1:
+        return False
+    if Is.CASTS not in kind:
+        return bool(kind & (Is.MOVES | Is.PLACES | Is.SPREADS))
+    (result,) = eqn.outvars
+    is_widened = is_float(result) and not is_narrow(dtype_in(result))
+    return is_widened and is_narrow(dtype_in(eqn.invars[0]))
+
+
+@remembered
+def dtypes_within(program: Any) -> frozenset[Any]:
+    """The dtypes of its results, and of all that its equations read or give."""
+    jaxpr = open_jaxpr(program)
+    return frozenset(map(dtype_in, jaxpr.outvars)).union(*map(dtypes_of, jaxpr.eqns))
+
+
+def dtypes_of(eqn: Any) -> frozenset[Any]:
+    """The dtypes of what an equation reads and gives, and those in its programs.
+
+    The latter include programs that it holds but never runs.
+    """
+    own = frozenset(map(dtype_in, (*eqn.invars, *eqn.outvars)))
+    leaves = jax.tree.leaves(list(params_of(eqn).values()))
+    return own.union(*map(dtypes_within, filter(is_program, leaves)))
 
 
 def line_of(eqn: Any, around: str = "") -> str:
@@ -177,15 +206,6 @@ def _times(eqn: Any) -> int:
         mesh = eqn.params["mesh"]
         return math.prod(mesh.shape[axis] for axis in mapped_axes(eqn))
     return 1
-
-
-def _keeps_numbers(eqn: Any) -> bool:
-    """Whether the result has the numbers of the single operand, moved or widened."""
-    if Is.CASTS not in traits(eqn):
-        return Is.MOVES in traits(eqn) and len(eqn.invars) == 1
-    (operand,) = eqn.invars
-    (result,) = eqn.outvars
-    return dtype_in(operand).itemsize < dtype_in(result).itemsize
 
 
 # --- lines ---

@@ -45,13 +45,11 @@ from against_float32 import (  # noqa: E402
 
 import optax_lossscale as ols  # noqa: E402
 from optax_lossscale._diagnosis.wide import (  # noqa: E402
-    NotWidenedError,
-    as_written,
-    in_float32,
+    in_wide,
     wide_dtype,
 )
 from optax_lossscale._programs.enter import Callee, enter, is_entered  # noqa: E402
-from optax_lossscale._programs.values import dtype_in, in_dtypes, is_float  # noqa: E402
+from optax_lossscale._programs.values import FLOAT32, dtype_in, in_dtypes, is_float  # noqa: E402
 from optax_lossscale._programs.versions import constants, open_jaxpr  # noqa: E402
 from optax_lossscale._programs.walk import programs_in  # noqa: E402
 
@@ -68,7 +66,7 @@ def evaluated(program, compute):
     jaxpr = open_jaxpr(program)
 
     def dtypes(variables):
-        return [wide_dtype(dtype_in(v)) for v in variables]
+        return [wide_dtype(dtype_in(v), FLOAT32) for v in variables]
 
     def call(args):
         variables = [*jaxpr.constvars, *jaxpr.invars]
@@ -98,10 +96,8 @@ def evaluated(program, compute):
 
 def widely(eqn, ins):
     """The results of an equation in float32, wherever possible."""
-    try:
-        return in_float32(eqn, ins)
-    except NotWidenedError:
-        return as_written(eqn, ins)
+    results, _ = in_wide(eqn, ins, FLOAT32)
+    return results
 
 
 SMALLEST = 2.0**-25  # half its smallest number

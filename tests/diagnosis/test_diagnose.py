@@ -1,6 +1,7 @@
 """One page that says what 16 bits do to a model, and what to do about it."""
 
 import pathlib
+import pickle
 import re
 import runpy
 
@@ -419,6 +420,53 @@ def test_choices_that_float32_makes_otherwise_are_said():
     assert "Chosen otherwise than in float32: " in str(found)
 
 
+def test_few_choices_that_change_a_gradient_much_are_no_fine():
+    """Of 400 examples, the 15 at the hinge make the gradient."""
+    w, x = normal(8, scale=0.3), normal(400, 8)
+    margin = jnp.where(jnp.arange(400) < 15, 4, 14) + x @ w
+
+    def loss_fn(w, x):
+        y = x.astype(F16) @ w.astype(F16) + F16(4)
+        return jnp.sum(jax.nn.relu(y.astype(F32) - margin + 1e-4)) + 1
+
+    found = ols.diagnose(loss_fn, w, x)
+    assert found.verdict.startswith("Float32 chooses otherwise at ")
+    assert line_of(loss_fn, 2) in found.verdict
+    assert str(found).count("Chosen otherwise") == 1
+
+
+PICKS = {
+    "slice": lambda y: y[60:62],
+    "gather": lambda y: y[jnp.array([61, 62])],
+    "dynamic slice": lambda y: lax.dynamic_slice(y, (60,), (2,)),
+    "least": jnp.min,
+}
+
+
+@pytest.mark.parametrize("pick", PICKS)
+@pytest.mark.parametrize("dtype", [F16, F32])
+def test_the_line_of_what_is_picked_is_named_and_not_that_of_picking(pick, dtype):
+    def loss_fn(w, x):
+        y = (x.astype(F16) * w.astype(F16)) ** 2
+        picked = PICKS[pick](y.astype(dtype))
+        return jnp.sum(jnp.log(picked.astype(F32) + 1e-12))
+
+    found = ols.diagnose(loss_fn, jnp.ones(64), jnp.ones(64).at[60:].set(1e-4))
+    assert {one.how for one in found.wrong} == {"vanishes"}
+    assert all(line_of(loss_fn, 1) in one.place.source for one in found.wrong)
+
+
+def test_a_sigmoid_that_is_rounded_to_1_is_named_and_not_the_logarithm():
+    def loss_fn(w, x):
+        y = jax.nn.sigmoid(x.astype(F16) @ w.astype(F16))
+        return -jnp.mean(jnp.log(1 - y + F16(1e-8)).astype(F32))
+
+    found = ols.diagnose(loss_fn, normal(8, 1), normal(64, 8))
+    assert found.wrong[0].name == "the loss"
+    assert found.wrong[0].how == "saturates"
+    assert line_of(loss_fn, 1) in found.wrong[0].place.source
+
+
 # --- programs of all kinds ---
 
 
@@ -599,6 +647,33 @@ def test_a_loss_over_several_devices(gain):
 
 
 # --- the page, the table and the picture ---
+
+
+def test_parameters_named_as_the_page_names_others_are_told_apart():
+    params = {"all": jnp.ones(64), "the loss": jnp.ones(8)}
+
+    def loss_fn(params):
+        y, z = (params[name].astype(F16) for name in ("all", "the loss"))
+        return jnp.mean(y.astype(F32)) * 1e-4 + jnp.mean(z.astype(F32))
+
+    found = ols.diagnose(loss_fn, params)
+    assert list(found.underflow) == ["all", "all (argument *)"]
+    assert found.underflow["all"].lost == pytest.approx(64 / 72)
+    assert found.off.keys() == {
+        "the loss",
+        "all (argument 0)",
+        "the loss (argument 1)",
+    }
+
+
+def test_a_report_can_be_pickled_and_copied():
+    def loss_fn(w, x):
+        return square(lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, length=300)[0])
+
+    report = ols.diagnose(ols.autocast(loss_fn), normal(8, 8), normal(4, 8))
+    copied = pickle.loads(pickle.dumps(report))
+    assert str(copied) == str(report)
+    assert str(copied.table) == str(report.table)
 
 
 def test_the_page_is_short():

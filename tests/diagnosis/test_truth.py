@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import pallas
+from jax.experimental import io_callback, pallas
 from pairs import quick
 
 import optax_lossscale as ols
@@ -786,7 +786,9 @@ def test_a_sum_of_constants_before_what_is_wrong_is_no_error():
 
     inputs = 1 + 0.01 * normal(8, 8, scale=1), 30 + normal(64, 8, scale=1)
     found = ols.diagnose(ols.autocast(loss_fn), *inputs)
-    assert [one.how for one in found.wrong] == ["cancels"]
+    assert found.wrong == ()
+    assert found.off.keys() == {"the loss"}
+    assert found.verdict.startswith("The gradients are nothing but rounding")
 
 
 @pytest.mark.skipif(
@@ -1188,3 +1190,73 @@ def test_a_loop_that_only_passes_numbers_on_is_compared():
 
     found = ols.diagnose(loss_fn, normal(8, 8), normal(20, 8, scale=1))
     assert found.not_compared == ()
+
+
+def test_a_parameter_may_have_the_name_that_the_loss_has():
+    params = {"the loss": normal(8, 8)}
+    found = ols.diagnose(lambda p, x: square(x @ p["the loss"]), params, normal(16, 8))
+    assert sorted(found.off) == ["the loss", "the loss (argument 0)"]
+
+
+def test_all_callbacks_of_a_line_are_said_not_to_be_compared():
+    runs = []
+
+    def same(x):
+        runs.append(x.dtype)
+        return x
+
+    def loss_fn(w, x):
+        y = lax.stop_gradient(x.astype(F16))
+        like = jax.ShapeDtypeStruct(y.shape, y.dtype)
+        y = jax.pure_callback(lambda x: x, like, y) + io_callback(same, like, y)
+        return square((y * w.astype(F16)).astype(F32))
+
+    found = ols.diagnose(loss_fn, normal(8), normal(8, scale=1))
+    assert len(found.not_compared) == 2
+    assert set(runs) == {np.dtype(F16)}  # and never for float32 as well
+
+
+# --- what float32 decides by itself ---
+
+
+def by_branch(w, x):
+    """Float32 tells the two apart, and so takes the other branch."""
+    h = x.astype(F16) @ w.astype(F16) + F16(64)
+    mean = lambda h: jnp.mean(h.astype(F32))
+    return lax.cond(h[0].max() > h[1].max(), mean, lambda h: mean(h * h), h)
+
+
+def by_convergence(w, x):
+    """Newton's method, which never converges in 16 bits, with a price for each round."""
+    a = w.astype(F16) * x.astype(F16)
+    s = lax.stop_gradient(a)
+    is_far = lambda c: (jnp.abs(c[0] * c[0] - s) > 1e-3).any() & (c[1] < 60)
+    step = lambda c: ((c[0] + s / c[0]) / 2, c[1] + 1)
+    _, rounds = lax.while_loop(is_far, step, (s, 0))
+    return jnp.mean(a.astype(F32) * rounds)
+
+
+def by_rounds(w, x):
+    """A number of rounds that is computed in 16 bits."""
+    total = lax.stop_gradient(x.astype(F16).sum() * F16(1000))
+    rounds = jnp.floor(total).astype(jnp.int32) % 50
+    half = lambda _, y: y / 2
+    return w.astype(F16).astype(F32) * lax.fori_loop(0, rounds, half, F32(1))
+
+
+DECIDING = {
+    "a branch": (by_branch, drawn(0, 8, 8) * 0.01, drawn(1, 32, 8)),
+    "convergence": (by_convergence, F32(0.5), jnp.linspace(5, 30, 16)),
+    "rounds": (by_rounds, F32(0.9), drawn(3, 64) + 0.03),
+}
+
+
+@pytest.mark.parametrize("model", DECIDING)
+def test_float32_takes_its_own_branches_and_rounds(model, monkeypatch):
+    loss_fn, w, x = DECIDING[model]
+    found = ols.diagnose(loss_fn, w, x)
+    monkeypatch.setitem(globals(), "F16", F32)
+    off = abs(found.loss / float(loss_fn(w, x)) - 1)
+    assert off > 0.05
+    assert found.off_by_choices["the loss"] == pytest.approx(off, rel=0.05)
+    assert found.verdict.startswith("Float32 chooses otherwise at ")

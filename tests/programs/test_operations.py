@@ -118,13 +118,10 @@ def test_all_that_adds_many_says_how_many():
         assert found == terms, name
 
 
-# Until the diagnosis is written anew, it has lists of operations of its own.
 READERS = [
     path
     for path in sorted(PACKAGE.rglob("*.py"))
-    if "_programs" in path.read_text()
-    and "_diagnosis" not in path.parts
-    and path.name != "operations.py"
+    if "_programs" in path.read_text() and path.name != "operations.py"
 ]
 
 
@@ -157,3 +154,9 @@ def operations_named(tree):
 @pytest.mark.parametrize("path", READERS, ids=lambda p: p.name)
 def test_no_other_file_names_an_operation(path):
     assert list(operations_named(ast.parse(path.read_text()))) == []
+
+
+@pytest.mark.parametrize("path", READERS, ids=lambda p: p.name)
+def test_the_name_of_an_operation_is_asked_in_one_way(path):
+    asks = "primitive.name" in path.read_text()
+    assert asks == (path.name == "versions.py")

@@ -2,9 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
-from optax_lossscale._programs.walk import equations
+from optax_lossscale._programs.walk import dtypes_within, equations, keeps_numbers
 
 W, X = jnp.ones((2, 4, 4)), jnp.ones((3, 4), jnp.float16)
 
@@ -53,3 +54,24 @@ def test_a_loop_in_a_shared_program_counts_all_of_its_rounds():
     )
     found = equations(jax.make_jaxpr(twice)(W[0], jnp.ones((3, 4))).jaxpr)
     assert sum(at.runs for at in found if at.name == "dot_general") == 20
+
+
+def test_the_dtypes_within_are_found_without_visiting_each_call():
+    jaxpr = jax.make_jaxpr(call_tree(40))(W[0], X)
+    assert dtypes_within(jaxpr) == {jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize(
+    ("function", "keeps"),
+    [
+        (lambda x: x.T, True),
+        (lambda x: jnp.broadcast_to(x, (2, 3, 4)), True),
+        (lambda x: x.astype(jnp.float32), True),
+        (lambda x: x.astype(jnp.bfloat16).astype(jnp.float16), False),
+        (lambda x: x.astype(int), False),
+        (lambda x: x * 2, False),
+    ],
+)
+def test_what_is_moved_repeated_or_widened_keeps_its_numbers(function, keeps):
+    *_, eqn = jax.make_jaxpr(function)(X).jaxpr.eqns
+    assert keeps_numbers(eqn) == keeps
