@@ -5,12 +5,14 @@ converted to a Python number, and raises a `ValueError` if the value is not allo
 of this runs in Python, also while a step is traced, and reads no traced number.
 """
 
+import contextlib
 import inspect
+import re
 import reprlib
 import textwrap
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -56,6 +58,21 @@ def warn(text: str) -> None:
 def refuse(name: str, value: Any, allowed: str) -> NoReturn:
     """Raises the `ValueError` "`name` must be `allowed`, got `value`"."""
     raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
+
+
+@contextlib.contextmanager
+def user_names(**arguments: str) -> Iterator[None]:
+    """Makes a `ValueError` of what is called here name the arguments of the caller.
+
+    Each keyword is such an argument, and its value the name under which it is passed
+    on, as in `user_names(init_scale="initial_scale")`.
+    """
+    user_name_of = {name: argument for argument, name in arguments.items()}
+    try:
+        yield
+    except ValueError as error:
+        text = re.sub(r"\w+", lambda x: user_name_of.get(x[0], x[0]), str(error))
+        raise ValueError(text) from None
 
 
 def python_number(value: Any) -> int | float | None:

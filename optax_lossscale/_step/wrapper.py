@@ -276,7 +276,8 @@ def with_loss_scale(
             f"got {inner!r}"
         )
     if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
+        # Its own `gradient_transformation` would drop the loss and extra arguments.
+        inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
     if branch is not None and branch not in get_args(Branch):
         refuse("branch", branch, "'cond', 'select', or None for the platform's own")
     if not isinstance(skip, SkipRule | None) and skip != "nonfinite":
