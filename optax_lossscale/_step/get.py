@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optax_lossscale import presets
 from optax_lossscale._arrays import validation
@@ -174,45 +175,38 @@ class _TracedLossScale(LossScale):
         return self
 
 
-# Optax's wrappers that must not be around `with_loss_scale`, by the names of their
-# states, and what they would do there. They are not imported, as some versions of Optax
-# lack some of them.
+# Optax's wrappers that must not be around `with_loss_scale`, by their states, and what
+# they would do there
 _AROUND = {
-    "MultiStepsState": (
+    optax.MultiStepsState: (
         "MultiSteps",
         "sums scaled gradients and keeps the NaN of an overflow",
     ),
-    "ConditionallyTransformState": (
+    optax.ConditionallyTransformState: (
         "conditionally_transform",
         "passes some gradients on scaled",
     ),
-    "ApplyIfFiniteState": (
+    optax.ApplyIfFiniteState: (
         "apply_if_finite",
         "hides overflows from it, so they never lower it",
     ),
-    "MechanicState": (
+    optax.contrib.MechanicState: (
         "contrib.mechanize",
         "learns its learning rate from scaled gradients",
     ),
 }
 
 
-def name_in_optax(state: Any) -> str | None:
-    """The name of a state's class if Optax defines the class, else None."""
-    kind = type(state)
-    return kind.__name__ if kind.__module__.split(".")[0] == "optax" else None
-
-
 def _is_around(state: Any) -> bool:
     """Whether this is the state of a wrapper in `_AROUND`, with a loss scale inside."""
-    return name_in_optax(state) in _AROUND and bool(loss_scales_in(state))
+    return type(state) in _AROUND and bool(loss_scales_in(state))
 
 
 def _check_nesting(state: Any) -> None:
     """Raises if a wrapper is around `with_loss_scale` that belongs inside it."""
     around = find(_is_around, state)
     if around:
-        name, harm = _AROUND[type(around[0]).__name__]
+        name, harm = _AROUND[type(around[0])]
         raise ValueError(
             f"optax.{name} around with_loss_scale {harm}: put it inside, where "
             "gradients are unscaled and finite, as in "
