@@ -74,7 +74,7 @@ def spikes(
                 budget = min(budget + 1 / 20, max_skips)
 
     In any series of steps, it skips at most `max_skips` finite steps, and 1 more for
-    every 20 applied steps whose gradients are not all zero. So if norms or losses rise
+    every 20 applied steps whose norm is not 0. So if norms or losses rise
     for good, it skips about `max_skips` steps. Nothing is skipped while they rise by
     less than a factor of `2**least` within a window. Their scale does not matter.
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays.contexts import IS_REPORTED
+from optax_lossscale._arrays.precision import dtype_of, is_array
 
 SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest normal float32
 LARGEST = float(np.finfo(np.float32).max)
@@ -88,11 +89,12 @@ def python_number(value: Any) -> int | float | None:
     return value if is_number else None
 
 
-def is_numeric(value: Any) -> bool:
-    """Whether this is a number, or an array of numbers; bools are none."""
-    if hasattr(value, "dtype"):
-        return jnp.issubdtype(value.dtype, jnp.number)
-    return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+def is_real(value: Any) -> bool:
+    """Whether this is a real number, or an array of them; bools are none."""
+    if not is_array(value):
+        return False
+    kind = dtype_of(value)
+    return jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.floating)
 
 
 def number(allowed: str, holds: Callable[[float], bool]) -> Check:

@@ -20,11 +20,10 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
-from optax_lossscale._arrays.stateful import checked, state_field
+from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._scales.loss_scale import (
     AxisName,
     LossScale,
-    choose,
     largest_of_all,
 )
 
@@ -174,9 +173,8 @@ class HeadroomLossScale(LossScale):
         The reserve grows by 1, 2, 4, 8, … bits, unless the overflow is excused; and the
         first overflow of a row lengthens the memory.
         """
-        overflows = optax.safe_increment(self._overflows)
-        is_excused = overflows <= 0
-        is_first = overflows == 1
+        is_excused = self._overflows < 0
+        is_first = self._overflows == 0
         longer = jnp.clip(2 * self._memory, _SHORTEST, _LONGEST)
         more = jnp.minimum(self._reserve + 1, _DEEP)
         deeper = jnp.ceil(self._reserve + more)
@@ -185,7 +183,7 @@ class HeadroomLossScale(LossScale):
             self._largest(),
             jnp.where(is_excused, self._reserve, deeper),
             _memory=jnp.where(is_first, longer, self._memory),
-            _overflows=overflows,
+            _overflows=optax.safe_increment(self._overflows),
             _exhausted=is_lowest & ~is_excused,
         )
 

@@ -27,9 +27,10 @@ from optax_lossscale._arrays.finite import (
     on_all_replicas,
 )
 from optax_lossscale._arrays.placement import varying_axes
+from optax_lossscale._arrays.stateful import choose
 from optax_lossscale._scales.headroom import HeadroomLossScale
 from optax_lossscale._scales.logmax import LogMaxLossScale
-from optax_lossscale._scales.loss_scale import LossScale, choose
+from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.inputs import Prepared
 from optax_lossscale._step.state import LossScaleState

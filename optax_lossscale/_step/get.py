@@ -8,9 +8,7 @@ such as `value_and_scaled_grad`.
 from typing import Any, Literal, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optax_lossscale import presets
 from optax_lossscale._arrays import validation
@@ -47,10 +45,10 @@ def get(identifier: LossScaleLike) -> LossScale:
       >>> import optax_lossscale as ols
       >>> ols.get(128)
       FixedLossScale(128.0)
-      >>> bool(ols.get("dynamic") == ols.DynamicLossScale())
+      >>> ols.get("dynamic") == ols.DynamicLossScale()
       True
       >>> config = {"preset": "pytorch", "init_scale": 1024.0}
-      >>> bool(ols.get(config) == ols.presets.pytorch(init_scale=1024.0))
+      >>> ols.get(config) == ols.presets.pytorch(init_scale=1024.0)
       True
     """
     match identifier:
@@ -142,8 +140,8 @@ def resolve(loss_scale: Any) -> LossScale:
     shape (). The array may be traced, as where a trainer passes the scale through an
     argument of its own.
     """
-    is_number = isinstance(loss_scale, jax.Array) and validation.is_numeric(loss_scale)
-    if is_number and loss_scale.shape == () and not jnp.iscomplexobj(loss_scale):
+    is_number = isinstance(loss_scale, jax.Array) and validation.is_real(loss_scale)
+    if is_number and loss_scale.shape == ():
         return _of_array(loss_scale)
     match loss_scale:  # a dict may be a config, or part of a state
         case None | {"preset": str()} | {"class_name": str(), "config": _}:
@@ -175,38 +173,45 @@ class _TracedLossScale(LossScale):
         return self
 
 
-# Optax's wrappers that must not be around `with_loss_scale`, by their states, and what
-# they would do there
+# Optax's wrappers that must not be around `with_loss_scale`, by the names of their
+# states, and what they would do there. They are not imported, so that this package works
+# with a version of Optax that has moved one of them.
 _AROUND = {
-    optax.MultiStepsState: (
+    "MultiStepsState": (
         "MultiSteps",
         "sums scaled gradients and keeps the NaN of an overflow",
     ),
-    optax.ConditionallyTransformState: (
+    "ConditionallyTransformState": (
         "conditionally_transform",
         "passes some gradients on scaled",
     ),
-    optax.ApplyIfFiniteState: (
+    "ApplyIfFiniteState": (
         "apply_if_finite",
         "hides overflows from it, so they never lower it",
     ),
-    optax.contrib.MechanicState: (
+    "MechanicState": (
         "contrib.mechanize",
         "learns its learning rate from scaled gradients",
     ),
 }
 
 
+def name_in_optax(state: Any) -> str | None:
+    """The name of a state's class if Optax defines the class, else None."""
+    kind = type(state)
+    return kind.__name__ if kind.__module__.split(".")[0] == "optax" else None
+
+
 def _is_around(state: Any) -> bool:
     """Whether this is the state of a wrapper in `_AROUND`, with a loss scale inside."""
-    return type(state) in _AROUND and bool(loss_scales_in(state))
+    return name_in_optax(state) in _AROUND and bool(loss_scales_in(state))
 
 
 def _check_nesting(state: Any) -> None:
     """Raises if a wrapper is around `with_loss_scale` that belongs inside it."""
     around = find(_is_around, state)
     if around:
-        name, harm = _AROUND[type(around[0])]
+        name, harm = _AROUND[type(around[0]).__name__]
         raise ValueError(
             f"optax.{name} around with_loss_scale {harm}: put it inside, where "
             "gradients are unscaled and finite, as in "

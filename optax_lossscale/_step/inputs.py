@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, is_array, is_inexact
-from optax_lossscale._arrays.validation import is_numeric, is_traced, refuse, shown
+from optax_lossscale._arrays.validation import is_real, is_traced, refuse, shown
 from optax_lossscale._arrays.variables import find, plain
 from optax_lossscale._scales.loss_scale import LossScale
 
@@ -236,7 +236,7 @@ def check_mask(mask: Mask | None) -> None:
 
 def check_scalar(name: str, x: Any) -> None:
     """Raises a `TypeError` unless `x` is a real number of shape ()."""
-    if not is_numeric(x) or np.iscomplexobj(x):
+    if not is_real(x):
         raise TypeError(
             f"{name} must be a real number, got {shown(x)}; of a pair (loss, aux), or "
             "of several losses in a dict, pass the loss alone; if a function returns "

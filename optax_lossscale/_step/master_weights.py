@@ -25,17 +25,18 @@ from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_nar
 from optax_lossscale._arrays.rounding import join, narrow_dtype, split
 from optax_lossscale._arrays.validation import shown
 from optax_lossscale._arrays.variables import find
+from optax_lossscale._step.get import name_in_optax
 from optax_lossscale._step.inputs import check_update_shape, complete, update_or_zero
 from optax_lossscale._step.state import check_inner_dtypes
 
-# The states of Optax's wrappers that compute other updates from those of the
-# transformation inside them
-_MAKERS_OF_OTHER_UPDATES = (
-    optax.LookaheadState,
-    optax.contrib.MechanicState,
-    optax.contrib.SAMState,
-    optax.contrib.ScheduleFreeState,
-)
+# The names of states of Optax's wrappers that compute other updates from those of the
+# transformation inside them; names, as in `get.py`
+_MAKERS_OF_OTHER_UPDATES = {
+    "LookaheadState",
+    "MechanicState",
+    "SAMState",
+    "ScheduleFreeState",
+}
 
 
 class MasterWeightsState(NamedTuple):
@@ -205,7 +206,7 @@ def check_order(state: Any) -> None:
         return
     parts = _parts(state)
     is_followed = _is_chain(state) and find(_is_state, parts[:-1])
-    if is_followed or isinstance(state, _MAKERS_OF_OTHER_UPDATES):
+    if is_followed or name_in_optax(state) in _MAKERS_OF_OTHER_UPDATES:
         raise ValueError(
             "with_master_weights is followed by other transformations in optax.chain, "
             f"or is inside one, here one with a {type(state).__name__} as its state, "

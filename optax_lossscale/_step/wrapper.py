@@ -277,7 +277,8 @@ def with_loss_scale(
         )
     if isinstance(inner, optax.MultiSteps):
         # Its own `gradient_transformation` would drop the loss and extra arguments.
-        inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
+        update: Any = inner.update
+        inner = optax.GradientTransformationExtraArgs(inner.init, update)
     if branch is not None and branch not in get_args(Branch):
         refuse("branch", branch, "'cond', 'select', or None for the platform's own")
     if not isinstance(skip, SkipRule | None) and skip != "nonfinite":
