@@ -11,6 +11,7 @@ import itertools
 
 import numpy as np
 
+from optax_lossscale._arrays.contexts import OVERFLOWS
 from optax_lossscale.testing._runs import Path, Run, Trial, flat
 
 _NUDGE = 2.0**-4  # the change of a number, relatively, or absolutely if it is zero
@@ -60,7 +61,8 @@ def _likeness(trial, regimes):
     likeness = {}
     runs = []
     for numbers, run in itertools.product(arguments.values(), regimes):
-        nudged = trial.run(run.before, numbers)
+        with OVERFLOWS(run.overflows):
+            nudged = trial.run(run.before, numbers)
         runs.append(nudged)
         for place, path in itertools.product(numbers, run.outputs):
             if path not in nudged.outputs or not _are_alike(path, place):

@@ -42,6 +42,7 @@ class Run(NamedTuple):
     outputs: Numbers  # arrays that it returned or changed in place, flat
     given: Numbers  # the floats that it was given, by their paths
     before: LossScale  # the loss scale that it was given
+    overflows: bool  # whether fixed loss scales were infinite
     loss_scales: list[LossScale]  # among the outputs
     states: list[LossScaleState]  # among the outputs
     skips: int  # how many more steps were skipped, by the state with the highest count
@@ -159,6 +160,7 @@ class Trial:
             outputs={k: flat(x) for k, x in outputs(numbers_in(after)).items()},
             given={**self.floats, **(numbers or {})},
             before=loss_scale,
+            overflows=OVERFLOWS.value,
             loss_scales=[*outputs(_parts(LossScale, after)).values()],
             states=states,
             skips=_skipped_steps(states) - _skipped_steps(self.states),

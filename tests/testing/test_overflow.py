@@ -439,7 +439,7 @@ def average_of_an_equinox_model(right):
     return step, (model, model, state, X, Y)
 
 
-@step_of("NaN", "result[0]['w']")
+@step_of("skip=None", "result[0]['w']")
 def gradients_of_jax_itself_in_bfloat16(right):
     tx = ols.with_loss_scale(INNER, None, skip="nonfinite" if right else None)
     narrow_loss = ols.autocast(loss_fn, jnp.bfloat16)
