@@ -76,22 +76,30 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
             f"be lowered. {advice}"
         )
     rule = None if wrapper is None else wrapper.skip_rule
-    if rule is not None and rule.skip_debt > APPLIED_PER_SKIP * max_consecutive_skips:
+    most_debt = APPLIED_PER_SKIP * max_consecutive_skips
+    rule_skips_too_much = rule is not None and rule.skip_debt > most_debt
+    saw_last_step = rule is not None and jnp.isfinite(rule.gradient_norm)
+    is_the_rule = rule_skips_too_much and saw_last_step
+    if in_a_row > max_consecutive_skips and not is_the_rule:
+        raise LossScaleError(
+            "gradients or losses were not finite; the loss scale is "
+            f"{loss_scale():g}. {advice}"
+        )
+    if rule is not None and rule_skips_too_much:
         raise LossScaleError(
             f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "
             f"{rule.skipped_by_rule} steps in all; {in_a_row} were skipped in a row, "
             f"and the last gradients have a norm of {rule.gradient_norm:g}. {_IF_NEW}"
         )
-    if in_a_row > max_consecutive_skips:
-        raise LossScaleError(
-            "gradients or losses were not finite; the loss scale is "
-            f"{loss_scale():g}. {advice}"
-        )
 
 
-_ADVICE = """\
-A skipped step has left everything as it was: run print(ols.diagnose(loss_fn, params, batch))"""
+_ADVICE = (
+    "A skipped step has left everything as it was: "
+    "run print(ols.diagnose(loss_fn, params, batch))"
+)
 _IF_LARGE = "If gradients are large but not broken, allow a smaller scale (min_scale)"
-_IF_NEW = """\
-If that is the new level, restart the rule, state._replace(skip_rule=tx.init(params).skip_rule), or
-use skips.spikes(), which finds such a level by itself"""
+_IF_NEW = (
+    "If that is the new level, restart the rule, "
+    "state._replace(skip_rule=tx.init(params).skip_rule), or use skips.spikes(), which "
+    "finds such a level by itself"
+)
