@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from optax_lossscale._diagnosis.dtypes import DtypeReport, dtype_report
     from optax_lossscale._diagnosis.page import Diagnosis
 else:  # A type checker that saw `__getattr__` would accept every misspelt name.
+    # `from optax_lossscale import *` leaves out `plot`, which needs an extra.
     _MODULES = ("plot", "testing")
     _FILES = {
         "Diagnosis": "_diagnosis.page",
@@ -127,5 +128,6 @@ __all__ = [
     "with_master_weights",
 ]
 
-_public = map(globals().get, __all__)
-_make_public(__name__, *(x for x in _public if hasattr(x, "__qualname__")))
+# `__getattr__` does the same for the names that are imported when they are used.
+_here = [globals()[name] for name in __all__ if name in globals()]
+_make_public(__name__, *(x for x in _here if x not in (presets, skips)))

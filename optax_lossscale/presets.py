@@ -19,6 +19,7 @@ import numpy as np
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.names import make_public
+from optax_lossscale._arrays.validation import user_names
 from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.logmax import LogMaxLossScale
@@ -88,13 +89,16 @@ def tensorflow_dynamic(
       >>> presets.tensorflow_dynamic().backoff_factor
       0.5
     """
-    factor = _growth("multiplier", multiplier)
-    return DynamicLossScale(
-        initial_scale=initial_loss_scale,
-        growth_interval=increment_period,
-        growth_factor=factor,
-        backoff_factor=1 / factor,
-    )
+    with user_names(
+        initial_loss_scale="initial_scale", increment_period="growth_interval"
+    ):
+        factor = _growth("multiplier", multiplier)
+        return DynamicLossScale(
+            initial_scale=initial_loss_scale,
+            growth_interval=increment_period,
+            growth_factor=factor,
+            backoff_factor=1 / factor,
+        )
 
 
 def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
@@ -110,7 +114,8 @@ def tensorflow_fixed(loss_scale_value: float) -> FixedLossScale:
       >>> presets.tensorflow_fixed(128)
       FixedLossScale(128.0)
     """
-    return FixedLossScale(loss_scale_value)
+    with user_names(loss_scale_value="scale"):
+        return FixedLossScale(loss_scale_value)
 
 
 def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
@@ -125,9 +130,10 @@ def tensorflow_contrib_fixed(loss_scale: float) -> DynamicLossScale:
       >>> print(ls(), should_apply)
       128.0 False
     """
-    return DynamicLossScale(
-        loss_scale, growth_factor=1.0, backoff_factor=1.0, can_be_exhausted=False
-    )
+    with user_names(loss_scale="initial_scale"):
+        return DynamicLossScale(
+            loss_scale, growth_factor=1.0, backoff_factor=1.0, can_be_exhausted=False
+        )
 
 
 def tensorflow_contrib_exponential(
@@ -154,14 +160,21 @@ def tensorflow_contrib_exponential(
       >>> presets.tensorflow_contrib_exponential(2.0**15, 1000).hysteresis
       2
     """
-    return DynamicLossScale(
-        initial_scale=init_loss_scale,
-        growth_interval=incr_every_n_steps,
-        growth_factor=_float32("incr_ratio", incr_ratio),
-        backoff_factor=_float32("decr_ratio", decr_ratio),
-        hysteresis=decr_every_n_nan_or_inf,
-        hysteresis_refill="rescale",
-    )
+    with user_names(
+        init_loss_scale="initial_scale",
+        incr_every_n_steps="growth_interval",
+        decr_every_n_nan_or_inf="hysteresis",
+        incr_ratio="growth_factor",
+        decr_ratio="backoff_factor",
+    ):
+        return DynamicLossScale(
+            initial_scale=init_loss_scale,
+            growth_interval=incr_every_n_steps,
+            growth_factor=_float32("incr_ratio", incr_ratio),
+            backoff_factor=_float32("decr_ratio", decr_ratio),
+            hysteresis=decr_every_n_nan_or_inf,
+            hysteresis_refill="rescale",
+        )
 
 
 def tf_keras(
@@ -184,15 +197,16 @@ def tf_keras(
       >>> presets.tf_keras(dynamic=False, initial_scale=1024)
       FixedLossScale(1024.0)
     """
-    if validation.flag("dynamic", dynamic):
-        scale = 2.0**15 if initial_scale is None else initial_scale
-        interval = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
-        return DynamicLossScale(scale, interval)
-    if initial_scale is None or dynamic_growth_steps is not None:
-        raise ValueError(
-            "with dynamic=False give initial_scale, and no dynamic_growth_steps"
-        )
-    return FixedLossScale(initial_scale)
+    with user_names(initial_scale="scale", dynamic_growth_steps="growth_interval"):
+        if validation.flag("dynamic", dynamic):
+            scale = 2.0**15 if initial_scale is None else initial_scale
+            interval = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
+            return DynamicLossScale(scale, interval)
+        if initial_scale is None or dynamic_growth_steps is not None:
+            raise ValueError(
+                "with dynamic=False give initial_scale, and no dynamic_growth_steps"
+            )
+        return FixedLossScale(initial_scale)
 
 
 def keras(
@@ -209,7 +223,8 @@ def keras(
       >>> float(presets.keras(initial_scale=1.0).adjust(False)())
       0.5
     """
-    return DynamicLossScale(initial_scale, dynamic_growth_steps, min_scale=None)
+    with user_names(dynamic_growth_steps="growth_interval"):
+        return DynamicLossScale(initial_scale, dynamic_growth_steps, min_scale=None)
 
 
 def pytorch(
@@ -233,11 +248,12 @@ def pytorch(
       >>> float(presets.pytorch()())
       65536.0
     """
-    if not validation.flag("enabled", enabled):
-        return FixedLossScale(1)
-    return DynamicLossScale(
-        init_scale, growth_interval, growth_factor, backoff_factor, min_scale=None
-    )
+    with user_names(init_scale="initial_scale"):
+        if not validation.flag("enabled", enabled):
+            return FixedLossScale(1)
+        return DynamicLossScale(
+            init_scale, growth_interval, growth_factor, backoff_factor, min_scale=None
+        )
 
 
 def flax(
@@ -267,17 +283,22 @@ def flax(
       >>> presets.flax().growth_interval
       2001
     """
-    is_interval = validation.count(0, validation.LARGEST_INT - 1)
-    finite_steps = is_interval("growth_interval", growth_interval)
-    return DynamicLossScale(
-        initial_scale=scale,
-        growth_factor=_float32("growth_factor", growth_factor),
-        backoff_factor=_float32("backoff_factor", backoff_factor),
-        growth_interval=finite_steps + 1,
-        initial_growth_counter=fin_steps,
-        min_scale=minimum_scale,
-        max_scale=validation.LARGEST,
-    )
+    with user_names(
+        fin_steps="initial_growth_counter",
+        scale="initial_scale",
+        minimum_scale="min_scale",
+    ):
+        is_interval = validation.count(0, validation.LARGEST_INT - 1)
+        finite_steps = is_interval("growth_interval", growth_interval)
+        return DynamicLossScale(
+            initial_scale=scale,
+            growth_factor=_float32("growth_factor", growth_factor),
+            backoff_factor=_float32("backoff_factor", backoff_factor),
+            growth_interval=finite_steps + 1,
+            initial_growth_counter=fin_steps,
+            min_scale=minimum_scale,
+            max_scale=validation.LARGEST,
+        )
 
 
 def jmp(
@@ -304,8 +325,14 @@ def jmp(
       >>> float(presets.jmp(2.0**15, period=1).adjust(True)())
       65536.0
     """
-    rule = _jmp_rule(counter, period, factor)
-    return DynamicLossScale(loss_scale, min_scale=min_loss_scale, **rule)
+    with user_names(
+        loss_scale="initial_scale",
+        counter="initial_growth_counter",
+        period="growth_interval",
+        min_loss_scale="min_scale",
+    ):
+        rule = _jmp_rule(counter, period, factor)
+        return DynamicLossScale(loss_scale, min_scale=min_loss_scale, **rule)
 
 
 def mpx(
@@ -332,12 +359,18 @@ def mpx(
       >>> float(presets.mpx(2.0**15, period=1).adjust(True)())
       65504.0
     """
-    return DynamicLossScale(
-        loss_scaling,
-        min_scale=min_loss_scaling,
-        max_scale=65504.0,
-        **_jmp_rule(counter, period, factor),
-    )
+    with user_names(
+        loss_scaling="initial_scale",
+        counter="initial_growth_counter",
+        period="growth_interval",
+        min_loss_scaling="min_scale",
+    ):
+        return DynamicLossScale(
+            loss_scaling,
+            min_scale=min_loss_scaling,
+            max_scale=65504.0,
+            **_jmp_rule(counter, period, factor),
+        )
 
 
 def megatron(
@@ -403,18 +436,24 @@ def deepspeed(
       >>> bool(presets.deepspeed(init_scale=1.0).adjust(False).exhausted())
       True
     """
-    consecutive = validation.flag("consecutive_hysteresis", consecutive_hysteresis)
-    factor = validation.growth_factor("scale_factor", scale_factor)
-    return DynamicLossScale(
-        initial_scale=init_scale,
-        growth_factor=factor,
-        backoff_factor=1 / factor,
-        growth_interval=scale_window,
-        min_scale=min_scale,
-        hysteresis=delayed_shift,
-        hysteresis_refill="finite" if consecutive else "growth",
-        can_be_exhausted=raise_error_at_min_scale,
-    )
+    with user_names(
+        init_scale="initial_scale",
+        scale_window="growth_interval",
+        delayed_shift="hysteresis",
+        raise_error_at_min_scale="can_be_exhausted",
+    ):
+        consecutive = validation.flag("consecutive_hysteresis", consecutive_hysteresis)
+        factor = validation.growth_factor("scale_factor", scale_factor)
+        return DynamicLossScale(
+            initial_scale=init_scale,
+            growth_factor=factor,
+            backoff_factor=1 / factor,
+            growth_interval=scale_window,
+            min_scale=min_scale,
+            hysteresis=delayed_shift,
+            hysteresis_refill="finite" if consecutive else "growth",
+            can_be_exhausted=raise_error_at_min_scale,
+        )
 
 
 def fairseq(
@@ -442,14 +481,20 @@ def fairseq(
       >>> float(presets.fairseq().adjust(False)())
       16384.0
     """
-    return ToleranceLossScale(
-        initial_scale=init_scale,
-        growth_interval=scale_window,
-        factor=scale_factor,
-        tolerance=tolerance,
-        threshold=threshold,
-        min_scale=min_loss_scale,
-    )
+    with user_names(
+        init_scale="initial_scale",
+        scale_window="growth_interval",
+        scale_factor="factor",
+        min_loss_scale="min_scale",
+    ):
+        return ToleranceLossScale(
+            initial_scale=init_scale,
+            growth_interval=scale_window,
+            factor=scale_factor,
+            tolerance=tolerance,
+            threshold=threshold,
+            min_scale=min_loss_scale,
+        )
 
 
 def openseq2seq_logmax(
@@ -460,7 +505,7 @@ def openseq2seq_logmax(
     beta2: float = 0.999,
     overflow_std_dev: float = 3.09,
 ) -> LogMaxLossScale:
-    """OpenSeq2Seq's `LogMaxScaler`, which starts at a scale of 1.
+    """OpenSeq2Seq's `LogMaxScaler`, which starts at 1 or the bound next to it.
 
     Args:
       scale_min: the floor.
@@ -475,16 +520,18 @@ def openseq2seq_logmax(
       >>> float(presets.openseq2seq_logmax()())
       1.0
     """
-    least = validation.scale("scale_min", scale_min)
-    return LogMaxLossScale(
-        initial_scale=max(1.0, least),
-        min_scale=least,
-        max_scale=scale_max,
-        log_max=log_max,
-        beta1=beta1,
-        beta2=beta2,
-        overflow_std_dev=overflow_std_dev,
-    )
+    with user_names(scale_min="min_scale", scale_max="max_scale"):
+        most = validation.scale("max_scale", scale_max)
+        least = validation.scale_up_to(most)("min_scale", scale_min)
+        return LogMaxLossScale(
+            initial_scale=min(max(1.0, least), most),
+            min_scale=least,
+            max_scale=most,
+            log_max=log_max,
+            beta1=beta1,
+            beta2=beta2,
+            overflow_std_dev=overflow_std_dev,
+        )
 
 
 def apex(
@@ -510,12 +557,21 @@ def apex(
       >>> float(presets.apex(init_scale=2.0**24, scale_window=1).adjust(True)())
       16777216.0
     """
-    validation.growth_factor("scale_factor", scale_factor)
-    if not isinstance(loss_scale, str):
-        return FixedLossScale(loss_scale)
-    validation.one_of("loss_scale, if no number,", loss_scale, ("dynamic",))
-    most = validation.scale("max_loss_scale", max_loss_scale)
-    scale = min(validation.scale("init_scale", init_scale), most)
-    return DynamicLossScale(
-        scale, growth_interval=scale_window, min_scale=min_loss_scale, max_scale=most
-    )
+    with user_names(
+        loss_scale="scale",
+        init_scale="initial_scale",
+        scale_window="growth_interval",
+        min_loss_scale="min_scale",
+        max_loss_scale="max_scale",
+    ):
+        if not isinstance(loss_scale, str):
+            return FixedLossScale(loss_scale)
+        validation.one_of("loss_scale, if no number,", loss_scale, ("dynamic",))
+        most = validation.scale("max_loss_scale", max_loss_scale)
+        scale = min(validation.scale("init_scale", init_scale), most)
+        return DynamicLossScale(
+            scale,
+            growth_interval=scale_window,
+            min_scale=min_loss_scale,
+            max_scale=most,
+        )

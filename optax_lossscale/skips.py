@@ -11,6 +11,7 @@ wrong argument raises a `ValueError`.
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.names import make_public
+from optax_lossscale._arrays.validation import user_names
 from optax_lossscale._skips.rolling import RollingSkipRule
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._skips.spikes import SpikeSkipRule
@@ -73,7 +74,7 @@ def spikes(
                 budget = min(budget + 1 / 20, max_skips)
 
     In any series of steps, it skips at most `max_skips` finite steps, and 1 more for
-    every 20 applied steps whose gradients are not all zero. So if norms or losses rise
+    every 20 applied steps whose norm is not 0. So if norms or losses rise
     for good, it skips about `max_skips` steps. Nothing is skipped while they rise by
     less than a factor of `2**least` within a window. Their scale does not matter.
 
@@ -119,9 +120,10 @@ def olmo_core(
       >>> print(should_apply)
       True
     """
-    # The original counts the step that it decides about.
-    least_history = _half(rolling_interval_length) - 1
-    return RollingSkipRule(rolling_interval_length, sigma_factor, least_history)
+    with user_names(rolling_interval_length="length"):
+        # The original counts the step that it decides about.
+        least_history = _half(rolling_interval_length) - 1
+        return RollingSkipRule(rolling_interval_length, sigma_factor, least_history)
 
 
 def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule:
@@ -140,7 +142,8 @@ def maxtext(interval: int = 128, scaling_factor: float = 6.0) -> RollingSkipRule
       >>> skips.maxtext(interval=64).least_history
       31
     """
-    return olmo_core(interval, scaling_factor)
+    with user_names(interval="rolling_interval_length", scaling_factor="sigma_factor"):
+        return olmo_core(interval, scaling_factor)
 
 
 def levanter(
@@ -162,13 +165,14 @@ def levanter(
       >>> skips.levanter(rolling_interval_length=64).least_history
       32
     """
-    return RollingSkipRule(
-        rolling_interval_length,
-        sigma_factor,
-        least_history=_half(rolling_interval_length),
-        ddof=0,
-        least_deviation=1e-6,
-    )
+    with user_names(rolling_interval_length="length"):
+        return RollingSkipRule(
+            rolling_interval_length,
+            sigma_factor,
+            least_history=_half(rolling_interval_length),
+            ddof=0,
+            least_deviation=1e-6,
+        )
 
 
 def axlearn(
@@ -196,12 +200,13 @@ def axlearn(
       >>> print(should_apply)
       False
     """
-    if not isinstance(drop_norm, DropNorm):
-        return ThresholdSkipRule(drop_norm, strict=True)
-    if grad_norm_ema_decay is None:
-        allowed = "given, such as 0.99, where drop_norm follows the norms"
-        validation.refuse("grad_norm_ema_decay", grad_norm_ema_decay, allowed)
-    return MovingAverageSkipRule(*drop_norm, grad_norm_ema_decay)
+    with user_names(drop_norm="threshold"):
+        if not isinstance(drop_norm, DropNorm):
+            return ThresholdSkipRule(drop_norm, strict=True)
+        if grad_norm_ema_decay is None:
+            allowed = "given, such as 0.99, where drop_norm follows the norms"
+            validation.refuse("grad_norm_ema_decay", grad_norm_ema_decay, allowed)
+        return MovingAverageSkipRule(*drop_norm, grad_norm_ema_decay)
 
 
 def drop_norm_by_grad_norm_ema(
@@ -255,15 +260,18 @@ def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
       >>> print(should_apply)
       False
     """
-    return ThresholdSkipRule(grad_norm_skip_threshold)
+    with user_names(grad_norm_skip_threshold="threshold"):
+        return ThresholdSkipRule(grad_norm_skip_threshold)
 
 
 def _half(length: int) -> int:
     """How many steps make a window of this length half full, but at least 2."""
-    length = validation.count(2, 2**20)("rolling_interval_length", length)
+    length = validation.count(2, 2**20)("length", length)
     return max(2, length // 2)
 
 
 def _smallest(multipliers: tuple[float, ...]) -> float:
     """The smallest multiplier: a norm that exceeds its threshold is skipped already."""
+    if not isinstance(multipliers, (tuple, list)) or not multipliers:
+        validation.refuse("multipliers", multipliers, "a tuple of positive numbers")
     return min(validation.positive("multipliers", x) for x in multipliers)

@@ -70,27 +70,28 @@ def largest(tree: Any) -> jax.Array:
 def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
     """The global L2 norm and the result of `all_finite`, in one pass; both of shape ().
 
-    The norm is float32. That of finite numbers is infinite from 2**64 on, where the sum
-    of their squares is more than float32 holds, so the flag does not follow from it.
+    The norm is float32, like the sum of squares under its root. So that of finite
+    numbers is infinite from 2**64 on, and the flag does not follow from it; and below
+    about 1e-22 it is 0.
     """
     square, finite = _by_platform(tree, _squares_on_cpu, _squares)
     return jnp.sqrt(square), finite
 
 
 def _by_platform(
-    tree: Any, on_cpu: Callable[[Groups], T], elsewhere: Callable[[Groups], T]
+    tree: Any, on_cpu: Callable[[Groups], T], default: Callable[[Groups], T]
 ) -> T:
     """Answers a question about a tree in the form that suits the platform.
 
-    `on_cpu` and `elsewhere` are the two forms; each takes groups of leaves. The choice
+    `on_cpu` and `default` are the two forms; each takes groups of leaves. The choice
     is made when the program is lowered. Leaves that the compiler partitions over
-    devices take `elsewhere` on every platform.
+    devices take `default` on every platform.
     """
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
     if not leaves:
         leaves = [jnp.float32(0)]
     if any(is_partitioned(x) for x in leaves):
-        return elsewhere(_groups(leaves, 1))
+        return default(_groups(leaves, 1))
     # Leaves that share a kernel compile faster, and fewer kernels are launched. But on
     # CPU there must be enough kernels to keep all cores busy; a GPU's compiler computes
     # the norm of a clip in the same pass for groups of four, but not of eight; and a
@@ -99,8 +100,8 @@ def _by_platform(
     return lax.platform_dependent(
         leaves,
         cpu=lambda leaves: on_cpu(_groups(leaves, size_on_cpu)),
-        tpu=lambda leaves: elsewhere(_groups(leaves, 1)),
-        default=lambda leaves: elsewhere(_groups(leaves, 4)),
+        tpu=lambda leaves: default(_groups(leaves, 1)),
+        default=lambda leaves: default(_groups(leaves, 4)),
     )
 
 
@@ -124,7 +125,7 @@ def _joined(groups: Groups, function: Callable, operation: Callable) -> list[jax
     return [functools.reduce(operation, map(function, leaves)) for leaves in groups]
 
 
-# --- elsewhere ---
+# --- by default ---
 #
 # If leaves are partitioned, their groups are single leaves, and a reduction of the tree
 # takes one all-reduce, of a number for each leaf.
@@ -139,7 +140,8 @@ def _all_finite(groups: Groups) -> jax.Array:
 def _largest(groups: Groups) -> jax.Array:
     """The largest absolute value, or infinity if a number is not finite; shape ()."""
     arrays_of_sizes = _joined(groups, _size_or_infinity, lax.max)
-    return _reduced(_max, arrays_of_sizes)
+    largest_or_zero = functools.partial(jnp.max, initial=0)
+    return _reduced(largest_or_zero, arrays_of_sizes)
 
 
 def _squares(groups: Groups) -> tuple[jax.Array, jax.Array]:
@@ -152,11 +154,6 @@ def _reduced(reduce: Callable, arrays: list[jax.Array]) -> jax.Array:
     """The reduction of several arrays to one number, by way of one number for each."""
     of_each = [reduce(x) for x in arrays]
     return reduce(jnp.stack(of_each))
-
-
-def _max(sizes: jax.Array) -> jax.Array:
-    """The largest of some absolute values, or 0 for an empty array."""
-    return jnp.max(sizes, initial=0)
 
 
 # --- on CPU ---
@@ -173,7 +170,9 @@ def _all_finite_on_cpu(groups: Groups) -> jax.Array:
     """Whether all numbers are finite, asked beside whether each equals itself."""
     sums = _finite_sums(groups)
     equal_itself = [lax.eq(x, x) for x in sums]
-    no_nan, finite = _reduced_beside_check(lax.bitwise_and, equal_itself, sums)
+    no_nan, finite = _reduced_beside_check(
+        lax.bitwise_and, np.True_, equal_itself, sums
+    )
     return (no_nan & finite).all()
 
 
@@ -181,7 +180,7 @@ def _largest_on_cpu(groups: Groups) -> jax.Array:
     """The largest absolute value, or infinity if a number is not finite; shape ()."""
     arrays_of_sizes = _joined(groups, _size, lax.max)
     sums = _finite_sums(groups)
-    sizes, finite = _reduced_beside_check(lax.max, arrays_of_sizes, sums)
+    sizes, finite = _reduced_beside_check(lax.max, np.float32(0), arrays_of_sizes, sums)
     return jnp.where(finite.all(), sizes.max(), jnp.inf)
 
 
@@ -191,7 +190,9 @@ def _squares_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
     # reached 2**24 does not grow by adding 1. So large leaves are summed row by row.
     squares = _in_rows(_joined(groups, _square, lax.add))
     sums = _in_rows(_finite_sums(groups))
-    sums_of_rows, finite = _reduced_beside_check(lax.add, squares, sums, by_row=True)
+    sums_of_rows, finite = _reduced_beside_check(
+        lax.add, np.float32(0), squares, sums, by_row=True
+    )
     return sums_of_rows.sum(), finite.all()
 
 
@@ -241,12 +242,14 @@ def _rows(x: jax.Array) -> list[jax.Array]:
 
 def _reduced_beside_check(
     operation: Callable,
+    initial: np.generic,
     arrays: list[jax.Array],
     checked: list[jax.Array],
     by_row: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Reduces each array and, in the same pass, checks the one beside it.
 
+    `operation` combines two numbers, of which `initial` leaves the other as it is.
     Returns the results of all arrays as one vector, and as another one whether the
     numbers of `checked` are finite: an entry for each array, or with `by_row` for each
     of its rows.
@@ -254,7 +257,6 @@ def _reduced_beside_check(
     reduced = []
     flags = []
     for x, numbers in zip(arrays, checked, strict=True):
-        initial = x.dtype.type(x.dtype == bool)  # True for `and`; 0 for max and add
         result, flag = lax.reduce(
             (x, _is_finite(numbers)),
             (initial, np.True_),
@@ -326,10 +328,13 @@ def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
     others apply, and their parameters would differ from then on. So they reduce their
     flags to one, by a minimum, and all skip if the gradients of one overflow.
     """
-    if axis_name is None:
-        return flag
+    return across(_all_of_replicas, flag, axis_name)
+
+
+def _all_of_replicas(flag: jax.Array, names: tuple[AxisName, ...]) -> jax.Array:
+    """Whether a flag is True on every replica along one axis or more."""
     number = flag.astype(jnp.int32)
-    return across(lax.pmin, number, axis_name).astype(bool)
+    return lax.pmin(number, names).astype(bool)
 
 
 def across(reduce: Callable, x: jax.Array, axis_name: AxisName | None) -> jax.Array:

@@ -2,7 +2,7 @@
 
 `split` takes a number apart, and `join` puts it together again: the rounded number is a
 parameter, and the rest is what the optimizer keeps beside it. Nothing is lost, but for
-subnormal numbers that round to zero.
+subnormal numbers that round to zero, and numbers that round to infinity.
 
 For bfloat16, which is the upper half of a float32 number, the rest is 16 bits. Ties are
 rounded away from zero, and not to even as `astype` rounds them: then 2**16 float32

@@ -13,6 +13,7 @@ it with JAX.
 import abc
 import copy
 import dataclasses
+import functools
 import inspect
 from typing import Any, ClassVar, Literal, Self, dataclass_transform
 
@@ -24,6 +25,7 @@ from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.flax_serialization import register_with_flax
+from optax_lossscale._arrays.precision import T
 
 _DTYPES = {bool: np.bool_, int: np.int32, float: np.float32}
 
@@ -37,7 +39,8 @@ def state_field(
 
     Args:
       default: its first value. A bool, int or float becomes a bool, int32 or float32
-        scalar; arrays keep their dtype. Without a default, `__post_init__` sets it.
+        scalar; arrays keep their dtype, and anything else has the one that NumPy gives
+        it. Without a default, `__post_init__` sets it.
       init: not to be passed: its default tells type checkers that the constructor takes
         no such argument.
 
@@ -110,7 +113,7 @@ class Stateful(abc.ABC):
 
     def __post_init__(self):
         for name, check in self._checks.items():
-            self._set(**{name: check(name, getattr(self, name))})
+            vars(self)[name] = check(name, getattr(self, name))
 
     def __eq__(self, other: object) -> bool:
         validation.at_hand("==", (self, other))
@@ -138,7 +141,7 @@ class Stateful(abc.ABC):
         new = copy.copy(self)
         for name, value in state.items():
             dtype = getattr(self, name).dtype
-            new._set(**{name: jnp.asarray(value, dtype)})
+            vars(new)[name] = jnp.asarray(value, dtype)
         return new
 
     def get_config(self) -> dict[str, Any]:
@@ -174,9 +177,10 @@ class Stateful(abc.ABC):
         with_config = filter(_has_config, cls._classes)
         classes = {_config_name(c): c for c in with_config if issubclass(c, cls)}
         match config:
-            case {"class_name": str(name), "config": arguments, **others}:
-                if name in classes and not others:
-                    return validation.construct(classes[name], arguments)
+            case {"class_name": str(name), "config": arguments, **others} if (
+                name in classes and not others
+            ):
+                return validation.construct(classes[name], arguments)
         raise ValueError(
             f"a {cls._kind}'s config must be a dict with the keys 'class_name' and "
             f"'config', as from get_config(), got {validation.shown(config)}. There "
@@ -203,6 +207,15 @@ class Stateful(abc.ABC):
         values = (*static, *state)
         vars(self).update(zip(names, values, strict=True))
         return self
+
+
+def choose(flag: ArrayLike, if_true: T, if_false: T) -> T:
+    """`if_true` where the flag is True, else `if_false`, leaf by leaf.
+
+    Both are loss scales, or both skip rules, of the same structure; the flag may be
+    traced.
+    """
+    return jax.tree.map(functools.partial(jnp.where, flag), if_true, if_false)
 
 
 def _config_name(cls: type[Stateful]) -> str:

@@ -5,12 +5,14 @@ converted to a Python number, and raises a `ValueError` if the value is not allo
 of this runs in Python, also while a step is traced, and reads no traced number.
 """
 
+import contextlib
 import inspect
+import re
 import reprlib
 import textwrap
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays.contexts import IS_REPORTED
+from optax_lossscale._arrays.precision import dtype_of, is_array
 
 SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest normal float32
 LARGEST = float(np.finfo(np.float32).max)
@@ -58,6 +61,21 @@ def refuse(name: str, value: Any, allowed: str) -> NoReturn:
     raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
 
 
+@contextlib.contextmanager
+def user_names(**arguments: str) -> Iterator[None]:
+    """Makes a `ValueError` of what is called here name the arguments of the caller.
+
+    Each keyword is such an argument, and its value the name under which it is passed
+    on, as in `user_names(init_scale="initial_scale")`.
+    """
+    user_name_of = {name: argument for argument, name in arguments.items()}
+    try:
+        yield
+    except ValueError as error:
+        text = re.sub(r"\w+", lambda x: user_name_of.get(x[0], x[0]), str(error))
+        raise ValueError(text) from None
+
+
 def python_number(value: Any) -> int | float | None:
     """A number, or a concrete array of shape (), as a Python number.
 
@@ -71,11 +89,12 @@ def python_number(value: Any) -> int | float | None:
     return value if is_number else None
 
 
-def is_numeric(value: Any) -> bool:
-    """Whether this is a number, or an array of numbers; bools are none."""
-    if hasattr(value, "dtype"):
-        return jnp.issubdtype(value.dtype, jnp.number)
-    return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+def is_real(value: Any) -> bool:
+    """Whether this is a real number, or an array of them; bools are none."""
+    if not is_array(value):
+        return False
+    kind = dtype_of(value)
+    return jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.floating)
 
 
 def number(allowed: str, holds: Callable[[float], bool]) -> Check:

@@ -16,14 +16,14 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
-from optax_lossscale._arrays.stateful import checked, state_field
+from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._scales.loss_scale import (
     AxisName,
     LossScale,
-    choose,
     largest_of_all,
 )
 
@@ -60,17 +60,22 @@ class HeadroomLossScale(LossScale):
     that of the largest that is remembered::
 
         if grads_overflow:
-            if reserve == 0 or reserve has faded since the last overflow:
-                memory = clip(2 * memory, 32, 512)
-            reserve = ceil(reserve + clip(reserve + 1, 1, 32))
+            overflows += 1
+            if overflows == 1: memory = clip(2 * memory, 32, 512)
+            if overflows >= 1: reserve = ceil(reserve + min(reserve + 1, 32))
         else:
             fall = 1 / memory if size is measured else 1 / (64 * max(memory, 32))
-            if size > largest + margin: reserve = 0         # the overflow was due to the size
-            elif reserve >= 32:         reserve = -64       # it was the batch: excuse 64 more
-            elif reserve > 0:           reserve = max(reserve - (1 + reserve) * fall, 0)
+            overflows = min(overflows, 0)
+            if size > largest + margin:         # the overflow was due to the size
+                reserve = overflows = 0
+            elif reserve >= 32:                 # it was the batch: excuse 64 more
+                reserve = 0
+                overflows = -64
+            else:
+                reserve = max(reserve - (1 + reserve) * fall, 0)
             largest = max(size, largest - (1 + max(largest - size, 0) / 10) * fall)
             memory = memory + 2 if memory < 32 else max(memory * (1 - 1 / 4096), 32)
-        loss_scale = 2 ** floor(16 - margin - largest - max(reserve, 0))
+        loss_scale = 2 ** floor(16 - margin - largest - reserve)
 
     An overflow means that some gradient is too large for the scale, or that the batch
     is broken. So the scale falls by 1, 2, 4, 8, … bits, which are held in reserve until
@@ -114,19 +119,18 @@ class HeadroomLossScale(LossScale):
         default=2.0**15,
     )
     margin: int = checked(validation.count(0, 24), default=1)
-    # shape=(), dtype=float32, like all that follow
-    spare_bits: jax.Array = state_field()
-    # In bits; a negative reserve says how many further overflows are excused
-    _reserve: jax.Array = state_field(0.0)
-    _memory: jax.Array = state_field(0.0)  # in measured steps
+    spare_bits: jax.Array = state_field()  # shape=(), dtype=float32
+    _reserve: jax.Array = state_field(0.0)  # in bits; shape=(), dtype=float32
+    _memory: jax.Array = state_field(0.0)  # in steps; shape=(), dtype=float32
+    # In a row; it begins at -64 where 64 are excused; shape=(), dtype=int32
+    _overflows: jax.Array = state_field(0)
+    _exhausted: jax.Array = state_field(False)  # shape=(), dtype=bool
 
     def __post_init__(self):
         super().__post_init__()
         _, exponent = np.frexp(self.initial_scale)
-        self._set(
-            loss_scale=np.ldexp(np.float32(0.5), exponent),
-            spare_bits=np.float32(self.margin),
-        )
+        first = np.ldexp(np.float32(0.5), exponent)
+        self._set(loss_scale=first, spare_bits=np.float32(self.margin))
 
     def update(
         self, grads: Any, axis_name: AxisName | None = None
@@ -143,14 +147,17 @@ class HeadroomLossScale(LossScale):
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """The loss scale after one step, from the flag alone, without a measured size.
 
-        The scale falls at overflows as in `update`, and doubles every 2048 finite steps
-        in a row.
+        The scale falls at overflows as in `update`, and doubles with every 2048 finite
+        steps, in a row or not.
 
         Args:
           grads_finite: whether the step's gradients were finite; bool, shape ().
         """
-        fallen_to = self._largest() + jnp.maximum(self._reserve, 0)
-        after_finite_step = self._with(fallen_to - 1 / _GROWTH, 0.0, self._memory)
+        # The reserve becomes part of the largest gradient, which falls with each step.
+        fallen_to = self._largest() + self._reserve
+        after_finite_step = self._with(
+            fallen_to - 1 / _GROWTH, 0.0, _overflows=0, _exhausted=False
+        )
         return choose(grads_finite, after_finite_step, self._after_overflow())
 
     def exhausted(self) -> jax.Array:
@@ -158,21 +165,27 @@ class HeadroomLossScale(LossScale):
 
         False for an overflow that is excused. A bool, shape ().
         """
-        has_overflowed = (self._reserve > 0) & ~self._has_faded()
-        return (self() <= 2.0**-_BOUND) & has_overflowed
+        return jnp.asarray(self._exhausted)
 
     def _after_overflow(self) -> Self:
         """The loss scale after an overflow, which nothing has measured.
 
-        The reserve grows by 1, 2, 4, 8, … bits, or one excuse is used up; and the first
-        overflow of a row lengthens the memory.
+        The reserve grows by 1, 2, 4, 8, … bits, unless the overflow is excused; and the
+        first overflow of a row lengthens the memory.
         """
-        more = jnp.clip(self._reserve + 1, 1, _DEEP)  # 1 while overflows are excused
-        is_first = (self._reserve == 0) | self._has_faded()
+        is_excused = self._overflows < 0
+        is_first = self._overflows == 0
         longer = jnp.clip(2 * self._memory, _SHORTEST, _LONGEST)
-        memory = jnp.where(is_first, longer, self._memory)
-        reserve = jnp.ceil(self._reserve + more)
-        return self._with(self._largest(), reserve, memory)
+        more = jnp.minimum(self._reserve + 1, _DEEP)
+        deeper = jnp.ceil(self._reserve + more)
+        is_lowest = self() <= 2.0**-_BOUND
+        return self._with(
+            self._largest(),
+            jnp.where(is_excused, self._reserve, deeper),
+            _memory=jnp.where(is_first, longer, self._memory),
+            _overflows=optax.safe_increment(self._overflows),
+            _exhausted=is_lowest & ~is_excused,
+        )
 
     def _after_measuring(self, gradient: jax.Array) -> Self:
         """The loss scale after a finite step whose largest gradient is not zero.
@@ -183,18 +196,20 @@ class HeadroomLossScale(LossScale):
         size = exponent.astype(jnp.float32)
         fall = 1 / jnp.maximum(self._memory, _AT_FIRST)
 
-        largest = self._largest()
-        above = jnp.maximum(largest - size, 0)
-        fallen = largest - (1 + above / _GAP) * fall
-
-        explains_overflow = size > largest + self.margin
-        reserve = jnp.where(explains_overflow, 0, self._reserve_after(fall))
+        old_largest = self._largest()
+        above = jnp.maximum(old_largest - size, 0)
+        fallen = old_largest - (1 + above / _GAP) * fall
+        largest = jnp.maximum(size, fallen)
 
         longer = self._memory + _LENGTHENING
         shorter = self._memory * (1 - 1 / _SHORTENING)
         shorter = jnp.maximum(shorter, _SHORTEST)
         memory = jnp.where(self._memory < _SHORTEST, longer, shorter)
-        return self._with(jnp.maximum(size, fallen), reserve, memory)
+
+        explains_overflow = size > old_largest + self.margin
+        explained = self._with(largest, 0.0, _overflows=0, _exhausted=False)
+        new = choose(explains_overflow, explained, self._faded(largest, fall))
+        return new.replace(_memory=memory)
 
     def _after_zeros(self) -> Self:
         """The loss scale after a finite step whose gradients are all zero.
@@ -203,28 +218,25 @@ class HeadroomLossScale(LossScale):
         after a step that measures small gradients.
         """
         fall = 1 / (_ZEROS * jnp.maximum(self._memory, _SHORTEST))
-        largest = self._largest() - fall
-        return self._with(largest, self._reserve_after(fall), self._memory)
+        return self._faded(self._largest() - fall, fall)
 
-    def _reserve_after(self, fall: jax.Array) -> jax.Array:
-        """The reserve after a finite step, whose gradients do not explain an overflow.
+    def _faded(self, largest: jax.Array, fall: jax.Array) -> Self:
+        """The loss scale after a finite step that does not explain an overflow.
 
-        It loses `fall` times one more than itself, but nothing if it is negative, as
-        excuses do not fade.
+        The reserve loses `fall` times one more than itself. But one that is deep has
+        not helped, so the batch was at fault: it is given up, and further overflows are
+        excused.
         """
-        left = self._reserve - (1 + self._reserve) * fall
-        left = jnp.maximum(left, 0)
-        # An overflow leaves a whole number, by which `_has_faded` tells that nothing
-        # has faded since. So a faded reserve must not be one: with a memory of 32, 31
-        # bits fall to 30, and are moved to just below that.
-        is_whole = left % 1 == 0
-        left = jnp.where(is_whole, jnp.nextafter(left, 0), left)
-        left = jnp.where(self._reserve < 0, self._reserve, left)
-        return jnp.where(self._reserve >= _DEEP, -_EXCUSED, left)
-
-    def _has_faded(self) -> jax.Array:
-        """Whether the reserve has fallen since an overflow left it a whole number."""
-        return self._reserve % 1 > 0
+        is_at_fault = self._reserve >= _DEEP
+        faded = self._reserve - (1 + self._reserve) * fall
+        faded = jnp.maximum(faded, 0)
+        excuses = jnp.minimum(self._overflows, 0)  # which do not fade
+        return self._with(
+            largest,
+            jnp.where(is_at_fault, 0, faded),
+            _overflows=jnp.where(is_at_fault, -_EXCUSED, excuses),
+            _exhausted=False,
+        )
 
     def _largest(self) -> jax.Array:
         """The exponent of the largest gradient remembered, with a fraction as it falls.
@@ -234,17 +246,20 @@ class HeadroomLossScale(LossScale):
         _, exponent = jnp.frexp(self() / 2)
         return _OVERFLOW - exponent - self.spare_bits
 
-    def _with(self, largest: jax.Array, reserve: ArrayLike, memory: jax.Array) -> Self:
-        """The loss scale that these three numbers make; all are float32, shape ()."""
+    def _with(self, largest: jax.Array, reserve: ArrayLike, **state: ArrayLike) -> Self:
+        """The loss scale that a largest gradient and a reserve make, with other state.
+
+        Both numbers are float32, shape ().
+        """
         fits = _OVERFLOW - self.margin - largest
         fits = jnp.clip(fits, -_BOUND, _BOUND)
-        with_reserve = fits - jnp.maximum(reserve, 0)
-        exponent = jnp.floor(jnp.maximum(with_reserve, -_BOUND))
+        with_reserve = jnp.maximum(fits - reserve, -_BOUND)
+        exponent = jnp.floor(with_reserve)
         # Not by exp2, which is inexact: the scale would not be a power of two.
         loss_scale = jnp.ldexp(jnp.float32(1), exponent.astype(jnp.int32))
         return self.replace(
             loss_scale=loss_scale,
             spare_bits=self.margin + fits - exponent,
             _reserve=reserve,
-            _memory=memory,
+            **state,
         )

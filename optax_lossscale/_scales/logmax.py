@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
-from optax_lossscale._arrays.stateful import checked, state_field
+from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._scales.loss_scale import (
     AxisName,
     LossScale,
-    choose,
     largest_of_all,
 )
 

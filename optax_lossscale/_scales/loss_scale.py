@@ -43,8 +43,8 @@ class LossScale(Stateful):
     """A number that the loss is multiplied by, and the rule by which it adapts.
 
     A loss scale is immutable: `update` and `adjust` return a new one. To write your
-    own, subclass this class and define `adjust`: that alone makes it a frozen dataclass
-    and a pytree. Its fields are configuration: arguments of the constructor, static
+    own, subclass this class, which makes it a frozen dataclass and a pytree, and define
+    `adjust`. Its fields are configuration: arguments of the constructor, static
     under `jit`, written by `get_config`. Those declared with `state_field` are state:
     array leaves, changed by `replace`. A `__post_init__` has to call
     `super().__post_init__()`. The scale that `adjust` returns should be finite and
@@ -189,15 +189,6 @@ def _in_one_array(*scalars: jax.Array) -> tuple[jax.Array, ...]:
     compiler would merge the kernels of several leaves, which take longer to compile.
     """
     return tuple(lax.optimization_barrier(jnp.stack(scalars)))
-
-
-def choose(flag: ArrayLike, if_true: T, if_false: T) -> T:
-    """`if_true` where the flag is True, else `if_false`, leaf by leaf.
-
-    Both are loss scales, or both skip rules, of the same structure; the flag may be
-    traced.
-    """
-    return jax.tree.map(functools.partial(jnp.where, flag), if_true, if_false)
 
 
 def largest_of_all(grads: Any, axis_name: AxisName | None) -> jax.Array:

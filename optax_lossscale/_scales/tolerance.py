@@ -14,8 +14,8 @@ from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.precision import times
-from optax_lossscale._arrays.stateful import checked, state_field
-from optax_lossscale._scales.loss_scale import LossScale, choose
+from optax_lossscale._arrays.stateful import checked, choose, state_field
+from optax_lossscale._scales.loss_scale import LossScale
 
 
 class ToleranceLossScale(LossScale):

@@ -30,8 +30,8 @@ class SkipRule(Stateful):
     by the rule.
 
     A rule is immutable: `update` returns a new one. To write your own, subclass this
-    class and define `decide`: that alone makes it a frozen dataclass and a pytree. As
-    in a `LossScale`, its state is declared with `state_field` and changed with
+    class, which makes it a frozen dataclass and a pytree, and define `decide`. As in a
+    `LossScale`, its state is declared with `state_field` and changed with
     `replace`, and `get_config` writes its configuration.
 
     Attributes:
@@ -40,9 +40,9 @@ class SkipRule(Stateful):
         infinite if the step was not finite; float32, shape (); state.
       skipped_by_rule: the finite steps skipped so far; int32, shape (); state.
       skip_debt: grows by 20 with each finite step skipped, and falls by 1, down to 0,
-        with each one applied whose gradients are not all zero. A rule may set it in
-        `decide`, as that of `skips.spikes` does where it applies a spike; int32, shape
-        (); state.
+        with each one applied whose norm is not 0, as it is below about 1e-22. A rule
+        may set it in `decide`, as that of `skips.spikes` does where it applies a spike;
+        int32, shape (); state.
 
     Example:
       A rule that skips a step whose loss is twice the smallest so far:
@@ -118,7 +118,7 @@ class SkipRule(Stateful):
             )
         skipped = self.skipped_by_rule
         debt = new.skip_debt  # which `decide` may have set
-        # A step whose gradients are all zero teaches nothing, and pays off nothing.
+        # A step whose norm is 0 teaches nothing, and pays off nothing.
         paid_off = jnp.maximum(debt - (norm > 0).astype(jnp.int32), 0)
         grown = jnp.minimum(debt, _MOST) + APPLIED_PER_SKIP
         new = new.replace(

@@ -31,22 +31,20 @@ Branch = Literal["cond", "select"]
 def apply_or_skip(
     should_apply: jax.Array,
     update: InnerUpdate,
-    scaled: Prepared,
-    state: LossScaleState,
+    operands: tuple[Prepared, LossScaleState],
     branch: Branch | None,
 ) -> tuple[Any, Any]:
     """The new parameters, or the updates, and the new inner state.
 
-    `update` says which of the two it computes. A skipped step returns the parameters as
-    they are, or updates of zero, and the old inner state. With `branch=None`, the
-    platform that the step is compiled for decides: a conditional on CPU, a select
-    elsewhere. Without `jit`, `should_apply` is known, and Python branches, unless
-    `branch="select"`.
+    `update` says which of the two it computes, from `operands`, the scaled inputs and
+    the state. A skipped step returns the parameters as they are, or updates of zero,
+    and the old inner state. With `branch=None`, the platform that the step is compiled
+    for decides: a conditional on CPU, a select elsewhere. Without `jit`, `should_apply`
+    is known, and Python branches, unless `branch="select"`.
     """
-    inner_update = update.apply
-    if is_traced(should_apply):
-        # Several branches call it, and under `jit` it is still traced only once.
-        inner_update = jax.jit(update.apply)
+    is_known = not is_traced(should_apply)
+    # Several branches call it, and under `jit` it is still traced only once.
+    inner_update = update.apply if is_known else jax.jit(update.apply)
 
     # The functions below take the arrays as arguments, as those that close over arrays
     # take longer to trace.
@@ -62,31 +60,31 @@ def apply_or_skip(
         updates, _ = jax.eval_shape(apply, scaled, state)
         return jax.tree.map(jnp.zeros_like, updates), state.inner_state
 
-    def cond(should_apply, scaled, state):
-        return lax.cond(should_apply, apply, skip, scaled, state)
+    def cond(flag, scaled, state):
+        return lax.cond(flag, apply, skip, scaled, state)
 
-    def select(should_apply, scaled, state):
+    def select(flag, scaled, state):
         unscaled = scaled.unscaled(state.loss_scale)
         if update.is_checked:
             # A skipped step runs, too, and inner should see no NaN even then.
             unscaled = unscaled.finite()
         applied = inner_update(unscaled, state.inner_state)
         skipped = skip(scaled, state)
-        return jax.tree.map(partial(lax.select, should_apply), applied, skipped)
+        return jax.tree.map(partial(lax.select, flag), applied, skipped)
+
+    def branch_in_python():
+        # A `lax.cond` would be compiled anew at each step, as its functions are new,
+        # and JAX's cache would keep forever what they close over.
+        if should_apply:
+            return apply(*operands)
+        # The caller may donate what is returned, so it must be copies, like the results
+        # of a compiled step. (Zeros of one shape may be the same array.)
+        return jax.tree.map(jnp.copy, skip(*operands))
 
     if branch == "select":
-        return select(should_apply, scaled, state)
-    if is_traced(should_apply):
-        if branch == "cond":
-            return cond(should_apply, scaled, state)
-        return lax.platform_dependent(
-            should_apply, scaled, state, cpu=cond, default=select
-        )
-    # The flag is known, so Python can branch. A `lax.cond` would be compiled anew at
-    # each step, as its functions are new, and JAX's cache would keep forever what they
-    # close over.
-    if should_apply:
-        return apply(scaled, state)
-    # The caller may donate what is returned, so it must be copies, like the results of
-    # a compiled step. (Zeros of one shape may be the same array.)
-    return jax.tree.map(jnp.copy, skip(scaled, state))
+        return select(should_apply, *operands)
+    if is_known:
+        return branch_in_python()
+    if branch == "cond":
+        return cond(should_apply, *operands)
+    return lax.platform_dependent(should_apply, *operands, cpu=cond, default=select)

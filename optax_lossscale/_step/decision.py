@@ -27,9 +27,10 @@ from optax_lossscale._arrays.finite import (
     on_all_replicas,
 )
 from optax_lossscale._arrays.placement import varying_axes
+from optax_lossscale._arrays.stateful import choose
 from optax_lossscale._scales.headroom import HeadroomLossScale
 from optax_lossscale._scales.logmax import LogMaxLossScale
-from optax_lossscale._scales.loss_scale import LossScale, choose
+from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.inputs import Prepared
 from optax_lossscale._step.state import LossScaleState
@@ -52,22 +53,14 @@ def decide(
     `should_apply` is a bool, shape (), or the Python bool True if nothing was checked.
     `state` is the state after the step, except for its inner state, which is still old.
 
-    The loss scale adapts if the step is applied, or if its gradients are not finite. A
-    step that a rule skips, or whose loss is not finite, leaves it as it was: another
-    scale would not have helped, and a step that was not applied should not bring the
-    scale closer to growth.
+    The loss scale adapts if the step is applied, or if its gradients are not finite but
+    its loss is. A step that a rule skips, or whose loss is not finite, leaves it as it
+    was: another scale would not have helped, and a step that was not applied should not
+    bring the scale closer to growth.
     """
     # No gradient flows through the decision.
     grads, value = lax.stop_gradient((unscaled.grads, unscaled.value))
-    norm = None
-    finite = None
-    if state.skip_rule is not None:
-        norm, finite = norm_and_all_finite(grads)
-        norm = across(lax.pmax, norm, axis_name)
-        finite = on_all_replicas(finite, axis_name)
-    elif skip is not None and type(state.loss_scale).update not in _CHECKING:
-        finite = on_all_replicas(all_finite(grads), axis_name)
-
+    norm, finite = _measured(grads, state, skip, axis_name)
     loss_scale, fits = _adapted(state.loss_scale, grads, finite, axis_name)
     if skip is None and fits is True:
         return True, state._replace(loss_scale=loss_scale)
@@ -78,23 +71,31 @@ def decide(
         loss_is_finite = on_all_replicas(jnp.isfinite(value), axis_name)
     should_apply = fits & loss_is_finite
     rule = state.skip_rule
-    if rule is not None and norm is not None:  # the latter is for type checkers
+    if rule is not None:
         rule, should_apply = _ruled(rule, norm, value, should_apply, axis_name)
-    scale_adapts = loss_is_finite & (should_apply | ~fits)
-    loss_scale = choose(scale_adapts, loss_scale, state.loss_scale)
     _check_replicas_agree(should_apply, state)
 
-    skipped = state.skipped_steps
-    skipped = jnp.where(should_apply, skipped, optax.safe_increment(skipped))
-    in_a_row = state.consecutive_skipped_steps
-    in_a_row = jnp.where(should_apply, 0, optax.safe_increment(in_a_row))
-    return should_apply, state._replace(
-        loss_scale=loss_scale,
-        should_apply=should_apply,
-        skipped_steps=skipped,
-        consecutive_skipped_steps=in_a_row,
-        skip_rule=rule,
-    )
+    scale_adapts = loss_is_finite & (should_apply | ~fits)
+    loss_scale = choose(scale_adapts, loss_scale, state.loss_scale)
+    new_state = state._replace(loss_scale=loss_scale, skip_rule=rule)
+    return should_apply, _counted(new_state, should_apply)
+
+
+def _measured(
+    grads: Any, state: LossScaleState, skip: Skip | None, axis_name: AxisName | None
+) -> tuple[Any, Any]:
+    """The norm of these gradients, and whether they are finite, on all replicas.
+
+    The norm is None without a skip rule, and both are None if only the loss scale looks
+    at the gradients.
+    """
+    if state.skip_rule is not None:
+        norm, finite = norm_and_all_finite(grads)
+        norm = across(lax.pmax, norm, axis_name)
+        return norm, on_all_replicas(finite, axis_name)
+    if skip is None or type(state.loss_scale).update in _CHECKING:
+        return None, None
+    return None, on_all_replicas(all_finite(grads), axis_name)
 
 
 def _adapted(
@@ -105,9 +106,8 @@ def _adapted(
 ) -> tuple[LossScale, jax.Array | bool]:
     """The loss scale after these unscaled gradients, and whether to apply them.
 
-    `finite` is whether they are finite on all replicas, or None if only the loss scale
-    looks at them. The second result is a bool, shape (), or Python's True if nothing
-    was checked.
+    `finite` is that of `_measured`. The second result is a bool, shape (), or Python's
+    True if nothing was checked.
     """
     if finite is not None and type(loss_scale).update is LossScale.update:
         # This `update` would check again what is already known.
@@ -146,6 +146,19 @@ def _ruled(
     unseen = rule.replace(gradient_norm=jnp.inf)
     rule = choose(should_apply, after_seeing, unseen)
     return rule, should_apply & allowed
+
+
+def _counted(state: LossScaleState, should_apply: jax.Array) -> LossScaleState:
+    """The state with one more step counted, which is applied or skipped."""
+    skipped = state.skipped_steps
+    skipped = jnp.where(should_apply, skipped, optax.safe_increment(skipped))
+    in_a_row = state.consecutive_skipped_steps
+    in_a_row = jnp.where(should_apply, 0, optax.safe_increment(in_a_row))
+    return state._replace(
+        should_apply=should_apply,
+        skipped_steps=skipped,
+        consecutive_skipped_steps=in_a_row,
+    )
 
 
 def _check_replicas_agree(should_apply: jax.Array, state: LossScaleState) -> None:

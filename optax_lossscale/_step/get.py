@@ -8,7 +8,6 @@ such as `value_and_scaled_grad`.
 from typing import Any, Literal, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import presets
@@ -46,10 +45,10 @@ def get(identifier: LossScaleLike) -> LossScale:
       >>> import optax_lossscale as ols
       >>> ols.get(128)
       FixedLossScale(128.0)
-      >>> bool(ols.get("dynamic") == ols.DynamicLossScale())
+      >>> ols.get("dynamic") == ols.DynamicLossScale()
       True
       >>> config = {"preset": "pytorch", "init_scale": 1024.0}
-      >>> bool(ols.get(config) == ols.presets.pytorch(init_scale=1024.0))
+      >>> ols.get(config) == ols.presets.pytorch(init_scale=1024.0)
       True
     """
     match identifier:
@@ -141,8 +140,8 @@ def resolve(loss_scale: Any) -> LossScale:
     shape (). The array may be traced, as where a trainer passes the scale through an
     argument of its own.
     """
-    is_number = isinstance(loss_scale, jax.Array) and validation.is_numeric(loss_scale)
-    if is_number and loss_scale.shape == () and not jnp.iscomplexobj(loss_scale):
+    is_number = isinstance(loss_scale, jax.Array) and validation.is_real(loss_scale)
+    if is_number and loss_scale.shape == ():
         return _of_array(loss_scale)
     match loss_scale:  # a dict may be a config, or part of a state
         case None | {"preset": str()} | {"class_name": str(), "config": _}:
@@ -175,8 +174,8 @@ class _TracedLossScale(LossScale):
 
 
 # Optax's wrappers that must not be around `with_loss_scale`, by the names of their
-# states, and what they would do there. They are not imported, as some versions of Optax
-# lack some of them.
+# states, and what they would do there. They are not imported, so that this package works
+# with a version of Optax that has moved one of them.
 _AROUND = {
     "MultiStepsState": (
         "MultiSteps",

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import IS_REPORTED
-from optax_lossscale._arrays.precision import at_least_float32
+from optax_lossscale._arrays.precision import at_least_float32, is_inexact
 from optax_lossscale._arrays.variables import find, is_module
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.loss_scale import LossScale
@@ -49,7 +49,7 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
       gradient of the loss, which is the loss scale.
 
     Raises:
-      TypeError: if the loss is not a real scalar.
+      TypeError: if the loss is not a real floating-point scalar.
       ValueError: if `loss_scale` is not a loss scale, or a state that holds none or
         several.
 
@@ -71,6 +71,8 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     check_order(loss_scale)
     check_scalar("the loss", loss)
     loss = jnp.asarray(loss)
+    if not is_inexact(loss):
+        raise TypeError(f"the loss must be a floating-point number, got {loss.dtype}")
     loss_scale = resolve(loss_scale)
     _warn_of_float16(loss, loss_scale)
     wide = at_least_float32(loss)

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, is_array, is_inexact
-from optax_lossscale._arrays.validation import is_numeric, is_traced, refuse, shown
+from optax_lossscale._arrays.validation import is_real, is_traced, refuse, shown
 from optax_lossscale._arrays.variables import find, plain
 from optax_lossscale._scales.loss_scale import LossScale
 
@@ -78,21 +78,21 @@ class Prepared:
         leaves = [left_out if grad is None else grad for grad, left_out in pairs]
         return self.structure.unflatten(leaves)
 
-    def moved(self, move: Callable[[Any, Any], Any], updates: Any) -> Any:
-        """`move(param, update)` of each parameter; `update` is None without a gradient.
+    def map_updates(self, function: Callable[[Any, Any], Any], updates: Any) -> Any:
+        """`function(param, update)` of each parameter; the update is None if missing.
 
         The paths of `optax.lookahead`'s pair of parameter trees, the fast and the slow
         ones, begin with one more key than those of gradients.
         """
         is_pair = isinstance(self.params, optax.LookaheadParams)
 
-        def moved(path, param, update):
+        def unless_missing(path, param, update):
             path_of_grad = path[1:] if is_pair else path
             if self.is_missing(path_of_grad):
                 update = None
-            return move(param, update)
+            return function(param, update)
 
-        return jax.tree.map_with_path(moved, self.params, updates)
+        return jax.tree.map_with_path(unless_missing, self.params, updates)
 
     def slots_kept(self, init: Callable[[Any], Any], new: Any, old: Any) -> Any:
         """The new inner state, but with the old slots of parameters without gradients.
@@ -123,8 +123,6 @@ class Prepared:
 
     def is_missing(self, path: Any) -> bool:
         """Whether the gradient at a path is missing, or that of a branch around it."""
-        if not self.missing:
-            return False
         return any(path[:length] in self.missing for length in range(len(path) + 1))
 
 
@@ -167,15 +165,23 @@ def complete(grads: Any, params: Any) -> Prepared:
 
     try:
         completed = jax.tree.map(or_zeros, grads, like, is_leaf=_has_no_gradient)
-    except ValueError:
-        completed = None
+    except ValueError as error:
+        raise _other_structure(grads, like) from error
     if jax.tree.structure(completed) != jax.tree.structure(like):
-        raise ValueError(
-            "the gradients must have the structure of the parameters, with None where "
-            "there is no gradient.\nGradients: "
-            f"{jax.tree.structure(grads)}\nParameters: {jax.tree.structure(like)}"
-        )
+        raise _other_structure(grads, like)
     return Prepared(completed, params, missing=missing)
+
+
+def _other_structure(grads: Any, params: Any) -> ValueError:
+    """The error for gradients that do not have the structure of their parameters."""
+    paths = {path_name(path) for path, _ in jax.tree.leaves_with_path(grads)}
+    paths_of_params = {path_name(path) for path, _ in jax.tree.leaves_with_path(params)}
+    only_in_one = sorted(paths ^ paths_of_params)
+    return ValueError(
+        "the gradients must have the structure of the parameters, with None where "
+        f"there is no gradient. Only one of them has {shown(only_in_one)}.\nGradients: "
+        f"{jax.tree.structure(grads)}\nParameters: {jax.tree.structure(params)}"
+    )
 
 
 def as_inner_sees(x: Any) -> Any:
@@ -230,7 +236,7 @@ def check_mask(mask: Mask | None) -> None:
 
 def check_scalar(name: str, x: Any) -> None:
     """Raises a `TypeError` unless `x` is a real number of shape ()."""
-    if not is_numeric(x) or np.iscomplexobj(x):
+    if not is_real(x):
         raise TypeError(
             f"{name} must be a real number, got {shown(x)}; of a pair (loss, aux), or "
             "of several losses in a dict, pass the loss alone; if a function returns "

@@ -30,7 +30,7 @@ from optax_lossscale._step.inputs import check_update_shape, complete, update_or
 from optax_lossscale._step.state import check_inner_dtypes
 
 # The names of states of Optax's wrappers that compute other updates from those of the
-# transformation inside them
+# transformation inside them; names, as in `get.py`
 _MAKERS_OF_OTHER_UPDATES = {
     "LookaheadState",
     "MechanicState",
@@ -88,8 +88,9 @@ def with_master_weights(
         updates = new_params - params
 
     For bfloat16 parameters, `rest` is the 16 further bits of each float32 number. They
-    take half the memory of a float32 copy, and training is the same to the bit. (Ties
-    are rounded away from zero, so 16 bits are enough.) For float16 parameters, whose
+    take half the memory of a float32 copy, and training is the same to the bit, except
+    for subnormal numbers and those beyond bfloat16's largest. (Ties are rounded away
+    from zero, so 16 bits are enough.) For float16 parameters, whose
     range is smaller, it is a copy. `optax.apply_updates(params, updates)` is exact
     wherever float32 holds the difference.
 
@@ -164,14 +165,15 @@ def with_master_weights(
             weights,
             **extra_args,
         )
-        moved = jax.tree.map(
-            _moved, params, state.master_weights, weights, inner_updates
+        steps = jax.tree.map(
+            _step_of_param, params, state.master_weights, weights, inner_updates
         )
-        new_updates = jax.tree.map(lambda _, x: x.update, params, moved)
-        master_weights = jax.tree.map(lambda _, x: x.rest, params, moved)
-        moved_state = MasterWeightsState(master_weights, inner_state)
-        new_state = completed.slots_kept(init, moved_state, state)
-        return completed.moved(update_or_zero, new_updates), new_state
+        new_updates = jax.tree.map(lambda _, step: step.update, params, steps)
+        rests = jax.tree.map(lambda _, step: step.rest, params, steps)
+        new_state = completed.slots_kept(
+            init, MasterWeightsState(rests, inner_state), state
+        )
+        return completed.map_updates(update_or_zero, new_updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -204,20 +206,23 @@ def check_order(state: Any) -> None:
         return
     parts = _parts(state)
     is_followed = _is_chain(state) and find(_is_state, parts[:-1])
-    name = name_in_optax(state)
-    if is_followed or name in _MAKERS_OF_OTHER_UPDATES:
+    if is_followed or name_in_optax(state) in _MAKERS_OF_OTHER_UPDATES:
         raise ValueError(
             "with_master_weights is followed by other transformations in optax.chain, "
-            f"or is inside one, here that of {name or 'a chain'}, which change where "
-            "its updates take the parameters: give it the whole optimizer, as in "
-            "with_loss_scale(with_master_weights(optax.chain(…)))"
+            f"or is inside one, here one with a {type(state).__name__} as its state, "
+            "which change where its updates take the parameters: give it the whole "
+            "optimizer, as in with_loss_scale(with_master_weights(optax.chain(…)))"
         )
     for part in parts:
         check_order(part)
 
 
 def _is_chain(state: Any) -> bool:
-    """Whether this is a state of `optax.chain` or `named_chain`, a tuple or a dict."""
+    """Whether this is a state of `optax.chain` or `named_chain`, a tuple or a dict.
+
+    Its parts are states themselves. So a tuple of arrays, as another transformation may
+    keep for the parameters, is no chain.
+    """
     is_tuple = type(state) in (tuple, OrderedDict)
     return is_tuple and all(
         hasattr(x, "_fields") or _is_chain(x) for x in _parts(state)
@@ -288,27 +293,27 @@ def _kinds(rests: Any) -> list[str]:
     ]
 
 
-class _Moved(NamedTuple):
+class _Step(NamedTuple):
     """The result of a step for one parameter."""
 
     update: Any
     rest: Any  # what the updated parameter lacks
 
 
-def _moved(param: Any, rest: Any, weight: jax.Array, update: Any) -> _Moved:
+def _step_of_param(param: Any, rest: Any, weight: jax.Array, update: Any) -> _Step:
     """A parameter's update and its new rest, from the update of its master weight.
 
     `weight` is the float32 number, and `update` what the inner optimizer adds to it.
     """
     if isinstance(rest, optax.MaskedNode):
-        return _Moved(update, rest)
+        return _Step(update, rest)
     check_update_shape(param, update)
-    moved_weight = (weight + update).astype(jnp.float32)
-    rounded, rest = split(moved_weight, narrow_dtype(rest))
+    new_weight = (weight + update).astype(jnp.float32)
+    rounded, new_rest = split(new_weight, narrow_dtype(rest))
     param = at_least_float32(param)
     # Of two equal infinities, the difference would be NaN.
     difference = jnp.where(rounded == param, 0, rounded - param)
-    return _Moved(difference, rest)
+    return _Step(difference, new_rest)
 
 
 def _rest_of(param: Any) -> Any:

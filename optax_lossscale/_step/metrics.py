@@ -9,7 +9,7 @@ from optax_lossscale._arrays.contexts import BLANK_METRICS
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.get import get_loss_scale
-from optax_lossscale._step.state import wrapper_states
+from optax_lossscale._step.state import wrapper_state
 
 
 def metrics(state: Any) -> dict[str, jax.Array]:
@@ -20,7 +20,8 @@ def metrics(state: Any) -> dict[str, jax.Array]:
         `nnx.Optimizer` that holds it; or a `LossScale`, for its own entries alone.
 
     Returns:
-      Scalars, shape (), by name. `loss_scale` and `log2_loss_scale`, float32;
+      Scalars, shape (), by name; state of your own is returned in its own shape.
+      `loss_scale` and `log2_loss_scale`, float32;
       `exhausted`, whether the last step overflowed and the scale could not be lowered,
       bool; `should_apply`, whether the last step was applied, bool; `skipped_steps` and
       `consecutive_skipped_steps`, int32; and the other public state of the loss scale:
@@ -52,7 +53,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       hysteresis_left 1
     """
     loss_scale = get_loss_scale(state)
-    states = wrapper_states(state)  # none, or the one that holds the loss scale
+    wrapper = wrapper_state(state)
     if BLANK_METRICS.value and jax.tree.leaves(loss_scale):
         loss_scale = _blank(loss_scale)
     scale, log2, exhausted = _of_loss_scale(loss_scale)
@@ -62,10 +63,13 @@ def metrics(state: Any) -> dict[str, jax.Array]:
         "exhausted": exhausted,
     }
     rule = None
-    if states:
-        rule = states[0].skip_rule
-        for name in ("should_apply", "skipped_steps", "consecutive_skipped_steps"):
-            scalars[name] = getattr(states[0], name)
+    if wrapper is not None:
+        rule = wrapper.skip_rule
+        scalars |= {
+            "should_apply": wrapper.should_apply,
+            "skipped_steps": wrapper.skipped_steps,
+            "consecutive_skipped_steps": wrapper.consecutive_skipped_steps,
+        }
     _add_public(scalars, "loss_scale", loss_scale)
     _add_public(scalars, "skip_rule", rule)
     return scalars

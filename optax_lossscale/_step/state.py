@@ -47,6 +47,14 @@ def wrapper_states(state: Any) -> list[LossScaleState]:
     return [plain(x) for x in find(lambda x: isinstance(x, LossScaleState), state)]
 
 
+def wrapper_state(state: Any) -> LossScaleState | None:
+    """The `LossScaleState` in an optimizer state with one loss scale, or None.
+
+    A loss scale alone has none. A state in several places is the same state.
+    """
+    return next(iter(wrapper_states(state)), None)
+
+
 def check_state(state: Any) -> None:
     """Raises unless this is a `LossScaleState` of one model, as a step returned it."""
     if not isinstance(state, LossScaleState):

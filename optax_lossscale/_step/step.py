@@ -100,7 +100,7 @@ class ScaledStep:
             new, inner_state = update.apply(unscaled, state.inner_state)
         else:
             new, inner_state = apply_or_skip(
-                should_apply, update, scaled, state, self.branch
+                should_apply, update, (scaled, state), self.branch
             )
         return new, new_state._replace(inner_state=inner_state)
 

@@ -47,8 +47,8 @@ class InnerUpdate:
             **self._extra_args(inner, unscaled.value),
         )
         if params is not None:
-            move = _param_after if self.to_params else update_or_zero
-            updates = unscaled.moved(move, updates)
+            param_or_update = _param_after if self.to_params else update_or_zero
+            updates = unscaled.map_updates(param_or_update, updates)
 
         def in_its_dtype(new, old):
             return strong(new, dtype_of(old))
@@ -73,5 +73,5 @@ def _param_after(param: Any, update: Any) -> Any:
     if update is None:
         return strong(param)
     check_update_shape(param, update)
-    moved = optax.apply_updates(at_least_float32(param), update)
-    return strong(moved, dtype_of(param))
+    new_param = optax.apply_updates(at_least_float32(param), update)
+    return strong(new_param, dtype_of(param))

@@ -28,12 +28,6 @@ from optax_lossscale._step.state import LossScaleState
 from optax_lossscale._step.step import ScaledStep
 
 
-class _Init(Protocol):
-    """The type of `LossScaledTransformation.init`."""
-
-    def __call__(self, params: Any) -> LossScaleState: ...
-
-
 class _Update(Protocol):
     """The type of `LossScaledTransformation.update`."""
 
@@ -61,7 +55,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         is the true loss.
     """
 
-    init: _Init  # pyrefly: ignore[bad-override]
+    init: Callable[[Any], LossScaleState]  # pyrefly: ignore[bad-override]
     update: _Update  # pyrefly: ignore[bad-override]
 
     def apply_gradients(
@@ -276,7 +270,9 @@ def with_loss_scale(
             f"got {inner!r}"
         )
     if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
+        # Its own `gradient_transformation` would drop the loss and extra arguments.
+        update: Any = inner.update
+        inner = optax.GradientTransformationExtraArgs(inner.init, update)
     if branch is not None and branch not in get_args(Branch):
         refuse("branch", branch, "'cond', 'select', or None for the platform's own")
     if not isinstance(skip, SkipRule | None) and skip != "nonfinite":

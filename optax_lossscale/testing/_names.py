@@ -19,18 +19,21 @@ def not_ignored(ignore: str | Collection[str], run: Run) -> list[Path]:
 
     A name that is not that of an output raises a `ValueError`, which lists the outputs.
     """
-    paths = list(run.outputs)
-    for place in [ignore] if isinstance(ignore, str) else ignore:
-        inside = [path for path in run.outputs if _is_in(name_of(path), place)]
+    places = [ignore] if isinstance(ignore, str) else ignore
+    ignored = set()
+    for place in places:
+        inside = [path for path in run.outputs if _is_in(path, place)]
         if not inside:
-            shown = "\n".join(f"  {name_of(path)}" for path in run.outputs)
-            raise ValueError(f"ignore={place!r} names no output. There are\n{shown}")
-        paths = [path for path in paths if path not in inside]
-    return paths
+            names = [name_of(path) for path in run.outputs]
+            shown = "\n  ".join(["There are", *names])
+            raise ValueError(f"ignore={place!r} names no output. {shown}")
+        ignored.update(inside)
+    return [path for path in run.outputs if path not in ignored]
 
 
-def _is_in(name, place):
-    """Whether the output `name` is the place called `place`, or a part of it."""
+def _is_in(path, place):
+    """Whether an output is the place called `place`, or a part of it."""
+    name = name_of(path)
     return name == place or name.startswith((f"{place}[", f"{place}."))
 
 

@@ -9,8 +9,11 @@ text, or an empty string.
 from collections.abc import Callable, Collection
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale._arrays.precision import dtype_of
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._step.gradient import check_keywords
 from optax_lossscale.testing._names import listed, name_of, not_ignored
@@ -27,12 +30,12 @@ def assert_survives_overflow(
     """Raises if gradients that overflow, or a NaN in the batch, leave something behind.
 
     Such a step must be skipped. Then the parameters, the optimizer's state and every
-    other float that is given to the next step are as they were. Only integers may
-    count, PRNG keys move on, the skip is counted, and the loss scale adapts, unless it
-    is fixed. What is only returned, such as the loss and norms to be logged, may be
-    anything. This assertion finds batch statistics, hidden states and averages without
-    `where_applied`, and steps that are not skipped at all. Put it into your tests
-    beside `assert_scale_invariant`, with the same arguments.
+    other float that is given to the next step are as they were. Only integers outside
+    of the optimizer's state may count, PRNG keys move on, the skip is counted, and the
+    loss scale adapts, unless it is fixed. What is only returned, such as the loss and
+    norms to be logged, may be anything. This assertion finds batch statistics, hidden
+    states and averages without `where_applied`, and steps that are not skipped at all.
+    Put it into your tests beside `assert_scale_invariant`, with the same arguments.
 
     It runs the step on copies of its arguments: with loss scales at which gradients
     overflow, up to infinity; with a NaN in the batch, the first array of floats that is
@@ -75,15 +78,15 @@ def assert_survives_overflow(
     trial = Trial("assert_survives_overflow", step, args, kwargs)
     usual = trial.run(trial.loss_scale)
     overflowing = trial.overflowing()
-    back = what_comes_back(trial, [usual, overflowing[-1]])
+    infinite = overflowing[-1]
+    # Where moments are zero, as before the first step, an optimizer that runs on zeros
+    # leaves no trace. It does in the runs with other numbers.
+    back, nudged = what_comes_back(trial, [usual, infinite])
     judged = {path: back[path] for path in not_ignored(ignore, usual) if path in back}
+    fault = _after_overflow(trial, overflowing, nudged, judged)
+    if not fault and not _need_not_overflow(trial, judged):
+        fault = _applied_at_infinity(infinite, usual, judged)
     batch = _first_of_batch(trial, back)
-    # A step may leave out the multiplication by a fixed scale of 1, so that nothing
-    # overflows. Then only the NaN in the batch is evidence.
-    need_not_overflow = batch is not None and trial.loss_scale == FixedLossScale(1)
-    fault = _after_overflow(trial, overflowing, judged)
-    if not fault and not need_not_overflow:
-        fault = _applied_at_infinity(trial, overflowing[-1], usual, judged)
     if not fault and batch is not None:
         fault = _after_nan(trial, batch, judged)
     if fault:
@@ -101,76 +104,110 @@ def is_stuck(run):
     return stays and not may_stay
 
 
-def left_behind(trial, runs, back):
+def left_behind(runs, back):
     """The fault that skipped steps change what comes back; empty if there is none.
 
     `back` has for each output that comes back its place among the arguments.
     """
     for run in runs:
-        left = _changed(trial, run, back)
+        left = _changed(run, back)
         if left and not run.flags.any():
             return listed(_LEFT, left, _KEEP)
     return ""
 
 
-def _changed(trial, run, back):
+def _changed(run, back):
     """The paths of outputs in `back` that differ from their arguments."""
     changed = []
     for path, place in back.items():
-        before = flat(trial.floats[place])
+        before = flat(run.given[place])
         if not equal(run.outputs.get(path, before), before):
             changed.append(path)
     return changed
 
 
-def _after_overflow(trial, runs, judged):
+def _after_overflow(trial, runs, nudged, judged):
     """The fault after gradients overflow, and what to do; empty if there is none."""
     if any(is_stuck(run) for run in runs):
         return STUCK
-    fault = left_behind(trial, runs, judged)
+    fault = left_behind(runs + nudged, judged)
     if fault:
         return fault
     if any(run.states and run.was_skipped and run.skips <= 0 for run in runs):
         return _UNCOUNTED
+    if any(_counts_on(trial, run) for run in runs):
+        return _COUNTS_ON
     return ""
 
 
-def _applied_at_infinity(trial, beyond, usual, judged):
+def _counts_on(trial, run):
+    """Whether a skipped step changes an integer of the optimizer, such as a count."""
+    is_one_state = len(trial.states) == len(run.states) == 1
+    if not run.was_skipped or not is_one_state:
+        return False
+    before = jax.tree.leaves(trial.states[0].inner_state)
+    after = jax.tree.leaves(run.states[0].inner_state)
+    pairs = zip(before, after, strict=False)
+    return any(
+        jnp.issubdtype(dtype_of(old), jnp.integer) and not equal(flat(old), flat(new))
+        for old, new in pairs
+    )
+
+
+def _applied_at_infinity(infinite, usual, judged):
     """The fault that a step is applied at an infinite loss scale; empty if it is not.
 
-    `beyond` is the run at that scale, and `usual` one at the scale that was given.
+    `infinite` is the run at that scale, and `usual` one at the scale that was given.
     """
-    if not beyond.flags.any():
+    if not infinite.flags.any():
         return ""
-    changes = _changed(trial, beyond, judged)
+    changes = _changed(infinite, judged)
     # Gradients that were not scaled are zero, divided by infinity, and change nothing.
-    if beyond.flags.all() and not changes:
-        changes = _changed(trial, usual, judged)
+    if infinite.flags.all() and not changes:
+        changes = _changed(usual, judged)
     return listed(APPLIED, changes, APPLIED_REMEDY)
+
+
+def _need_not_overflow(trial, judged):
+    """Whether nothing has to overflow at an infinite loss scale.
+
+    A step may leave out the multiplication by a fixed scale of 1. Then it is evidence
+    enough that it is skipped with a NaN in something that comes back to it, such as a
+    parameter.
+    """
+    if trial.loss_scale != FixedLossScale(1):
+        return False
+    return any(_with_nan(trial, place).was_skipped for place in judged.values())
 
 
 def _first_of_batch(trial, back):
     """The path of the first array of floats that does not come back, or None."""
+    given_back = set(back.values())
     for path, x in trial.floats.items():
-        if x.ndim and path not in back.values():
+        if x.ndim and path not in given_back:
             return path
     return None
 
 
 def _after_nan(trial, batch, judged):
     """The fault after a step with a NaN in the batch; empty if there is none."""
-    numbers = trial.floats[batch].copy()
-    numbers.flat[0] = np.nan
-    run = trial.run(trial.loss_scale, {batch: numbers})
+    run = _with_nan(trial, batch)
     # A step that is applied may be right: the NaN may not have reached the loss, or
     # only one of several steps that are taken in one. Then only outputs that are not
     # finite are wrong.
     left = [
         path
-        for path in _changed(trial, run, judged)
+        for path in _changed(run, judged)
         if run.was_skipped or not np.isfinite(run.outputs[path]).all()
     ]
     return listed(_LEFT_BY_NAN.format(name=name_of(batch)), left, _KEEP)
+
+
+def _with_nan(trial, place):
+    """The run with a NaN in one of the arguments' arrays."""
+    numbers = trial.floats[place].copy()
+    numbers.flat[0] = np.nan
+    return trial.run(trial.loss_scale, {place: numbers})
 
 
 _LEFT = "A loss scale that overflows, at which the step should be skipped, changes"
@@ -191,6 +228,9 @@ they are all zero: give the step a batch that it learns from."""
 STUCK = """\
 Gradients overflow, and the loss scale comes back as it was given, so the next step overflows, too:
 return the state that the step makes, with its loss scale."""
+_COUNTS_ON = f"""\
+The step is skipped, but an integer in the optimizer's state changes, such as Adam's count.
+{_KEEP}"""
 _UNCOUNTED = """\
 The step is skipped, but the state that comes back does not count it: return the state that the
 step makes as it is, not one put together from old and new."""

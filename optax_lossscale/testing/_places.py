@@ -11,6 +11,7 @@ import itertools
 
 import numpy as np
 
+from optax_lossscale._arrays.contexts import OVERFLOWS
 from optax_lossscale.testing._runs import Path, Run, Trial, flat
 
 _NUDGE = 2.0**-4  # the change of a number, relatively, or absolutely if it is zero
@@ -19,32 +20,38 @@ _ALONG = 0.5  # an output follows an argument if the cosine of their changes is 
 _LEAST = 0.05
 
 
-def what_comes_back(trial: Trial, regimes: list[Run]) -> dict[Path, Path]:
+def what_comes_back(
+    trial: Trial, regimes: list[Run]
+) -> tuple[dict[Path, Path], list[Run]]:
     """The paths of the float outputs that come back, each with that of its argument.
 
     `regimes` are runs at several loss scales, which are repeated with arguments that
     are changed a little. In some of them, the step may make NaNs, or change numbers by
-    far more. So an output needs to follow its argument in only one of them.
+    far more. So an output needs to follow its argument in only one of them. The second
+    result are these further runs.
     """
     # An argument that the step changes in place is its own output.
     back = {path: path for path in regimes[0].outputs if path in trial.floats}
-    likeness = _likeness(trial, regimes)
+    likeness, runs = _likeness(trial, regimes)
 
     def rank(pair):
         """Longer paths come first, and then outputs that follow more closely."""
         path, place = pair
         return min(len(path), len(place)), likeness[pair]
 
+    taken = set(back.values())
     for path, place in sorted(likeness, key=rank, reverse=True):
-        if path not in back and place not in back.values():
+        if path not in back and place not in taken:
             back[path] = place
-    return back
+            taken.add(place)
+    return back, runs
 
 
 def _likeness(trial, regimes):
     """How closely outputs follow arguments in similar places: cosines, by both paths.
 
-    Each argument of the step is nudged as a whole, all of its floats at once.
+    Each argument of the step is nudged as a whole, all of its floats at once. The
+    second result are the runs in which one is.
     """
     random = np.random.default_rng(0)
     arguments = {}
@@ -52,17 +59,20 @@ def _likeness(trial, regimes):
         numbers = arguments.setdefault(place[:2], {})
         numbers[place] = _nudged(x, random)
     likeness = {}
+    runs = []
     for numbers, run in itertools.product(arguments.values(), regimes):
-        nudged = trial.run(run.before, numbers)
+        with OVERFLOWS(run.overflows):
+            nudged = trial.run(run.before, numbers)
+        runs.append(nudged)
         for place, path in itertools.product(numbers, run.outputs):
-            if path in nudged.outputs and _are_alike(path, place):
-                change = _change(trial.floats[place], numbers[place])
-                cosine = _cosine(
-                    change, _change(run.outputs[path], nudged.outputs[path])
-                )
-                if cosine > likeness.get((path, place), _ALONG):
-                    likeness[path, place] = cosine
-    return likeness
+            if path not in nudged.outputs or not _are_alike(path, place):
+                continue
+            change = _change(trial.floats[place], numbers[place])
+            change_of_output = _change(run.outputs[path], nudged.outputs[path])
+            cosine = _cosine(change, change_of_output)
+            if cosine > likeness.get((path, place), _ALONG):
+                likeness[path, place] = cosine
+    return likeness, runs
 
 
 def _nudged(x, random):

@@ -40,7 +40,9 @@ class Run(NamedTuple):
     """The outputs of one run of the step."""
 
     outputs: Numbers  # arrays that it returned or changed in place, flat
+    given: Numbers  # the floats that it was given, by their paths
     before: LossScale  # the loss scale that it was given
+    overflows: bool  # whether fixed loss scales were infinite
     loss_scales: list[LossScale]  # among the outputs
     states: list[LossScaleState]  # among the outputs
     skips: int  # how many more steps were skipped, by the state with the highest count
@@ -57,10 +59,12 @@ class Run(NamedTuple):
         A loss scale that has adapted as after an overflow says that it was not. Without
         states, the flags are those of the loss scales; bools, shape (flags,).
         """
-        backed_off, other = outcomes(self.before)
-        by_scales = [
-            same(x, other) or not same(x, backed_off) for x in self.loss_scales
-        ]
+        backed_off, grown = outcomes(self.before)
+        by_scales = []
+        for after in self.loss_scales:
+            may_have_grown = same(after, grown)
+            has_backed_off = same(after, backed_off) and not may_have_grown
+            by_scales.append(not has_backed_off)
         if not self.states:
             return np.array(by_scales, bool)
         by_states = [np.ravel(state.should_apply) for state in self.states]
@@ -83,7 +87,7 @@ class Trial:
     Attributes:
       loss_scale: the one loss scale among the arguments.
       has_fixed: whether a fixed loss scale is among the arguments.
-      skipped_before: the skipped steps in the states among the arguments.
+      states: the states of loss scaling among the arguments, on the host.
       floats: the floating-point and complex arrays among the arguments, by their paths.
       at: the run at a loss scale, given as a float; remembered.
     """
@@ -99,7 +103,7 @@ class Trial:
         counted = varying or loss_scales[:1]
         self.loss_scale = jax.device_get(get_loss_scale(counted))
         states = _parts(LossScaleState, self.arguments).values()
-        self.skipped_before = _skipped_steps(jax.device_get([*states]))
+        self.states = jax.device_get([*states])
         self.floats = {}
         for path, x in numbers_in(self.arguments).items():
             if is_inexact(x):
@@ -154,10 +158,12 @@ class Trial:
         states = [*outputs(_parts(LossScaleState, after)).values()]
         return Run(
             outputs={k: flat(x) for k, x in outputs(numbers_in(after)).items()},
+            given={**self.floats, **(numbers or {})},
             before=loss_scale,
+            overflows=OVERFLOWS.value,
             loss_scales=[*outputs(_parts(LossScale, after)).values()],
             states=states,
-            skips=_skipped_steps(states) - self.skipped_before,
+            skips=_skipped_steps(states) - _skipped_steps(self.states),
         )
 
     def _places(self, loss_scale):

@@ -5,7 +5,7 @@ output is then a series, and `_dependence.py` says whether it depends on the los
 The step also runs at an infinite loss scale, where it should be skipped, and at one
 that is about to grow, where its outputs should be those of any other step.
 
-`_accusation` asks these questions in such an order that the first fault may be the
+`_fault` asks these questions in such an order that the first fault may be the
 cause of all others. It returns that fault as text, with what to do.
 """
 
@@ -111,51 +111,94 @@ def assert_scale_invariant(
             "compiled steps hold it as a constant. Test the step with a loss scale "
             "that adapts, such as DynamicLossScale(): the rest is the same"
         )
-    fault = _accusation(trial, ignore)
+    fault = _fault(trial, ignore)
     if fault:
         raise AssertionError(f"the step depends on the loss scale. {fault}")
 
 
-def _accusation(trial, ignore):
-    """The fault of a step that depends on the loss scale; empty if there is none.
+def _fault(trial, ignore):
+    """The first fault of a step that depends on the loss scale; empty if there is none.
 
     The text names the outputs, says how they depend on it, and what to do.
     """
     overflowing = trial.overflowing()
-    if any(is_stuck(run) for run in overflowing):
-        return STUCK
     falling = _falling(trial)
-    usual = falling[0] if falling else trial.at(2.0**_LOWEST)
-    if len(falling) < _ENOUGH:
-        return _never_applied(usual, len(falling))
-
+    fault = _stuck_or_never_applied(trial, overflowing, falling)
+    if fault:
+        return fault
+    usual = falling[0]
+    infinite = overflowing[-1]
     series = _series(trial, falling, not_ignored(ignore, usual))
     powers = _powers(series)
-    followed = [f"2**{power}: {name_of(path)}" for path, power in powers.items()]
-    by_a_power = listed(_BY_A_POWER, followed)
-    # If gradients are divided once too often, all other faults may follow from that.
-    if any(power < 0 for power in powers.values()):
-        return by_a_power + _DIVIDED
-    beyond = overflowing[-1]
-    differing = [path for path in series if _differ(beyond, falling, path)]
-    can_be_skipped = usual.flags.size > 0
-    if can_be_skipped and np.isinf(beyond.exponent) and beyond.was_applied:
-        fault = listed(APPLIED, differing, APPLIED_REMEDY)
-        if fault:
-            return fault
-    changes = _changes(series, powers) if can_be_skipped else []
-    if powers or changes:
-        return by_a_power + listed(_BY_A_CHANGE, changes) + _MULTIPLIED
-    back = what_comes_back(trial, [usual, beyond])
+    # An output that is the same at all loss scales, such as the mean of a batch, does
+    # not depend on gradients.
+    differing = [path for path in series if _differ(infinite, falling, path)]
+    fault = (
+        _divided(powers)
+        or _applied_at_infinity(infinite, differing)
+        or _multiplied(series, powers, usual)
+    )
+    if fault:
+        return fault
+    back, nudged = what_comes_back(trial, [usual, infinite])
     back = {path: back[path] for path in series if path in back}
-    # An output that is the same as at other loss scales, such as the mean of a batch,
-    # does not depend on gradients, and may change.
-    to_stay = {path: back[path] for path in back if path in differing}
+    to_stay = {path: back[path] for path in differing if path in back}
     return (
-        left_behind(trial, overflowing, to_stay)
+        left_behind(overflowing + nudged, to_stay)
         or listed(_LOST, _lost_weights(trial, usual, back), _LAST)
         or listed(_AT_GROWTH, _changed_at_growth(trial, falling, series), _ADAPTED)
     )
+
+
+def _stuck_or_never_applied(trial, overflowing, falling):
+    """The fault of a step that is applied at too few loss scales to compare.
+
+    If its outputs are not finite, it raises a `ValueError`, as no loss scale helps.
+    """
+    if any(is_stuck(run) for run in overflowing):
+        return STUCK
+    if len(falling) >= _ENOUGH:
+        return ""
+    run = falling[0] if falling else trial.at(2.0**_LOWEST)
+    if not all(np.isfinite(x).all() for x in run.outputs.values()):
+        raise ValueError(
+            f"the step is skipped at all but {len(falling)} loss scales: look for NaN "
+            "or inf in the arguments, the loss and the model; diagnose(loss_fn, "
+            "params, batch) says where"
+        )
+    return _NEVER.format(times=len(falling))
+
+
+def _divided(powers):
+    """The fault that gradients are divided once too often.
+
+    All other faults may follow from that one.
+    """
+    negative = {path: power for path, power in powers.items() if power < 0}
+    return listed(_BY_A_POWER, _named(negative), _DIVIDED)
+
+
+def _applied_at_infinity(infinite, differing):
+    """The fault that a step is applied at an infinite loss scale."""
+    is_told = infinite.flags.size > 0
+    if is_told and np.isinf(infinite.exponent) and infinite.was_applied:
+        return listed(APPLIED, differing, APPLIED_REMEDY)
+    return ""
+
+
+def _multiplied(series, powers, usual):
+    """The fault that outputs depend on gradients that are still scaled."""
+    # Without flags, a change may be that of a step that was skipped.
+    changes = _changes(series, powers) if usual.flags.size else []
+    if not powers and not changes:
+        return ""
+    by_a_power = listed(_BY_A_POWER, _named(powers))
+    return by_a_power + listed(_BY_A_CHANGE, changes) + _MULTIPLIED
+
+
+def _named(powers):
+    """The outputs that follow a power of the loss scale, as text."""
+    return [f"2**{power}: {name_of(path)}" for path, power in powers.items()]
 
 
 def _falling(trial):
@@ -174,20 +217,6 @@ def _falling(trial):
     tried = [start - below for below in _BELOW]
     runs = [trial.at(2.0**exponent) for exponent in tried if exponent >= _LOWEST]
     return [run for run in runs if run.was_applied]
-
-
-def _never_applied(run, times):
-    """The fault of a step that is applied at too few loss scales to compare.
-
-    If its outputs are not finite, it raises a `ValueError`, as no loss scale helps.
-    """
-    if not all(np.isfinite(x).all() for x in run.outputs.values()):
-        raise ValueError(
-            f"the step is skipped at all but {times} loss scales: look for NaN or inf "
-            "in the arguments, the loss and the model; diagnose(loss_fn, params, "
-            "batch) says where"
-        )
-    return _NEVER.format(times=times)
 
 
 def _series(trial, falling, judged):
@@ -214,17 +243,13 @@ def _series(trial, falling, judged):
 
 
 def _powers(series):
-    """The power of the loss scale that each output follows, by path.
-
-    Outputs that follow none are left out, and negative powers come first.
-    """
+    """The power of the loss scale that each output follows, by path, if it does."""
     powers = {}
     for path, x in series.items():
         power = dependence.power(x)
         if power is not None:
             powers[path] = power
-    # Only the first outputs are shown, and a negative power decides the remedy.
-    return dict(sorted(powers.items(), key=lambda item: item[1] > 0))
+    return powers
 
 
 def _changes(series, powers):

@@ -100,6 +100,33 @@ def test_an_unknown_name_or_argument_is_answered_with_the_known():
             ols.get({"preset": other})
 
 
+UNUSED = {("apex", "scale_factor"), ("tf_keras", "dynamic_growth_steps")}
+
+
+@each
+def test_a_wrong_argument_is_named_as_the_user_named_it(name):
+    function = getattr(presets, name)
+    for argument in inspect.signature(function).parameters:
+        if (name, argument) not in UNUSED:
+            arguments = REQUIRED.get(name, {}) | {argument: "wrong"}
+            with pytest.raises(ValueError, match=f"^{argument}(,.*)? must be"):
+                function(**arguments)
+
+
+def test_an_error_about_two_arguments_names_both_as_the_user_did():
+    said = "loss_scale must be between min_loss_scale=2.0 and max_scale=None, got 1.0"
+    with pytest.raises(ValueError, match=said):
+        presets.jmp(1.0, min_loss_scale=2.0)
+    with pytest.raises(ValueError, match="scale_min must be"):
+        presets.openseq2seq_logmax(scale_min=4.0, scale_max=2.0)
+
+
+@pytest.mark.parametrize("bounds", [(2.0**-10, 0.5), (1.0, 2.0), (4.0, 8.0)])
+def test_logmax_starts_at_1_or_the_bound_next_to_it(bounds):
+    ls = presets.openseq2seq_logmax(*bounds)
+    assert ls() == np.clip(1.0, *bounds)
+
+
 @each
 def test_config_round_trip_through_json(name):
     ls = default(name)

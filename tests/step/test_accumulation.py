@@ -151,3 +151,11 @@ def test_accumulation_around_the_wrapper_is_refused_and_the_other_order_named(
             ValueError, match=r"with_loss_scale\(optax\.MultiSteps\(inner, …\)\)"
         ):
             take(state)
+
+
+def test_the_accumulated_optimizer_gets_the_loss_and_extra_arguments():
+    inner = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+    tx = ols.with_loss_scale(optax.MultiSteps(inner, 1))
+    _, _, state = tx.minimize(loss_fn, tx.init(PARAMS), PARAMS, BATCHES[0])
+    plateau = state.inner_state.inner_opt_state[1]
+    np.testing.assert_allclose(plateau.best_value, loss_fn(PARAMS, BATCHES[0]))

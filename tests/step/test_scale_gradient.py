@@ -115,3 +115,8 @@ def test_several_states_are_one_loss_scale_too_many():
         ols.value_and_scaled_grad(loss_fn, (state, state))
     with pytest.raises(ValueError, match="found 2"):
         ols.scale_gradient(1.0, (state, state))
+
+
+def test_an_integer_is_no_loss():
+    with pytest.raises(TypeError, match="the loss must be a floating-point number"):
+        ols.scale_gradient(3, 8)

@@ -181,6 +181,61 @@ def momentum_after_the_wrapper(right):
     return step, (params, state, X, Y)
 
 
+@step_of("result[1][1].trace['w']", KEPT)
+def momentum_after_the_wrapper_before_the_first_step(right):
+    outside = optax.trace(0.9)
+    inner = optax.sgd(0.1)
+    tx = ols.with_loss_scale(optax.chain(inner, outside) if right else inner)
+    tx = tx if right else optax.chain(tx, outside)
+
+    def step(params, state, x, y):
+        loss, grads = ols.value_and_scaled_grad(autocast_loss, state)(params, x, y)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return jax.jit(step), (PARAMS, tx.init(PARAMS), X, Y)
+
+
+@step_of("Adam's count", KEPT)
+def a_count_that_goes_on(right):
+    def step(params, state, x, y):
+        loss, new_params, new = TX.minimize(autocast_loss, state, params, x, y)
+        if not right:
+            adam, *others = new.inner_state
+            adam = adam._replace(count=state.inner_state[0].count + 1)
+            new = new._replace(inner_state=(adam, *others))
+        return new_params, new, loss
+
+    return jax.jit(step), (*begun(TX), X, Y)
+
+
+@step_of("result[0]['w']", "nan_to_num")
+def gradients_that_are_not_scaled_and_not_finite(right):
+    tx = ols.with_loss_scale(INNER, None)
+
+    def step(params, state, x, y):
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+        grads = grads if right else jax.tree.map(jnp.nan_to_num, grads)
+        return *tx.apply_gradients(grads, state, params), loss
+
+    return jax.jit(step), (*begun(tx), X, Y)
+
+
+@step_of("result[0]['table']", "skip=None")
+def tokens_without_a_loss_scale(right):
+    tx = ols.with_loss_scale(INNER, None, skip="nonfinite" if right else None)
+    params = {"table": jnp.ones((4, 2), jnp.bfloat16)}
+
+    def step(params, state, tokens):
+        def loss_fn(params):
+            return jnp.mean(params["table"][tokens].astype(jnp.float32) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return *tx.apply_gradients(grads, state, params, value=loss), loss
+
+    return jax.jit(step), (params, tx.init(params), jnp.array([0, 2]))
+
+
 @step_of("result[0]['w']", "skip=None")
 def fixed_loss_scale(right):
     tx = ols.with_loss_scale(INNER, 2.0**10, skip="nonfinite" if right else None)
@@ -384,7 +439,7 @@ def average_of_an_equinox_model(right):
     return step, (model, model, state, X, Y)
 
 
-@step_of("NaN", "result[0]['w']")
+@step_of("skip=None", "result[0]['w']")
 def gradients_of_jax_itself_in_bfloat16(right):
     tx = ols.with_loss_scale(INNER, None, skip="nonfinite" if right else None)
     narrow_loss = ols.autocast(loss_fn, jnp.bfloat16)
