@@ -9,10 +9,9 @@ from collections.abc import Callable, Hashable
 
 import numpy as np
 
-from optax_lossscale._autocast.flat import Flat, Step
-from optax_lossscale._autocast.partition import Region
+from optax_lossscale._autocast.flat import Flat, TypedStep
 from optax_lossscale._autocast.plan import Plan
-from optax_lossscale._autocast.store import made_by
+from optax_lossscale._autocast.store import Region, made_by
 
 
 def in_common(island: Region, plan: Plan) -> Hashable:
@@ -37,11 +36,13 @@ def in_common(island: Region, plan: Plan) -> Hashable:
     try:
         hash(key)
     except TypeError:  # a parameter has no hash: equal to no other
-        return id(island)
+        return island
     return key
 
 
-def _of_step(step: Step, place: Callable[[int], Hashable], program: Flat) -> Hashable:
+def _of_step(
+    step: TypedStep, place: Callable[[int], Hashable], program: Flat
+) -> Hashable:
     """A key that is equal for steps that compute the same, by the same line."""
     eqn = step.eqn
     return (
@@ -52,7 +53,7 @@ def _of_step(step: Step, place: Callable[[int], Hashable], program: Flat) -> Has
         step.names,
         tuple(step.takes),
         tuple(step.gives),
-        tuple(map(id, step.plans)),
+        tuple(step.plans),
         tuple(map(place, step.ins)),
         tuple(program.types[i] for i in step.ins),
     )

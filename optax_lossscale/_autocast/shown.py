@@ -14,12 +14,11 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from optax_lossscale._autocast.flat import Flat, Step
-from optax_lossscale._autocast.store import taken_by
+from optax_lossscale._autocast.flat import Flat, TypedStep
+from optax_lossscale._autocast.store import Region
 from optax_lossscale._programs.walk import has_users_line, line_of
 
 if TYPE_CHECKING:
-    from optax_lossscale._autocast.partition import Region
     from optax_lossscale._autocast.plan import Plan
 
 Names = Mapping[int, Any]
@@ -31,9 +30,9 @@ def shown(plan: "Plan") -> str:
     return "\n".join(_lines(plan, set()))
 
 
-def _lines(plan: "Plan", printed: set[int]) -> Iterator[str]:
-    """The lines of a plan; `printed` has the `id` of each plan before it, and grows."""
-    printed.add(id(plan))
+def _lines(plan: "Plan", printed: set["Plan"]) -> Iterator[str]:
+    """The lines of a plan; `printed` has each plan before it, and grows."""
+    printed.add(plan)
     program = plan.program
     names = _names(program)
     yield f"takes {_typed(names, zip(program.ins, plan.takes, strict=True))}"
@@ -52,26 +51,26 @@ def _lines(plan: "Plan", printed: set[int]) -> Iterator[str]:
     yield f"gives {_typed(names, zip(program.outs, plan.gives, strict=True))}"
 
 
-def _inside(step: Step, printed: set[int]) -> Iterator[str]:
+def _inside(step: TypedStep, printed: set["Plan"]) -> Iterator[str]:
     """The lines of the plans for the programs that a step holds."""
     for n, inner in enumerate(step.plans):
         indent = "  "
         if len(step.plans) > 1:
             yield f"  program {n}:"
             indent = "    "
-        lines = ["as above"] if id(inner) in printed else _lines(inner, printed)
+        lines = ["as above"] if inner in printed else _lines(inner, printed)
         for line in lines:
             yield indent + line
 
 
-def _line(region: "Region", names: Names, made: set[int]) -> str:
+def _line(region: Region, names: Names, made: set[int]) -> str:
     """The line of a region; `made` has the results of the regions before it."""
     repeated = [step.name for step in region.steps if not made.isdisjoint(step.outs)]
     steps = [step for step in region.steps if made.isdisjoint(step.outs)]
     kept = [step.name for step in steps if not region.kept.isdisjoint(step.outs)]
     how = "island" if region.is_recomputed else "run"
     line = f"{how}: {' '.join(step.name for step in steps)}"
-    line += f" ({_typed(names, taken_by(region))})"
+    line += f" ({_typed(names, region.reads.items())})"
     line += f" -> {_typed({}, region.stores.items())}"
     if repeated:
         line += f", repeating {' '.join(repeated)}"
