@@ -23,7 +23,7 @@ from optax_lossscale._programs.walk import has_users_line, programs_in
 _LONG = 100  # steps
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Step:
     """An equation, with numbers for its operands and results in the whole program."""
 
@@ -51,7 +51,7 @@ class Step:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class TypedStep(Step):
     """A step with its dtypes, as `plan` decides on them."""
 

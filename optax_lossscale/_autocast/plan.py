@@ -50,12 +50,12 @@ def plan_for(
       casting: how it is rewritten.
     """
     program = open_jaxpr(jaxpr)
-    takes = dtypes_in(program.invars)
-    for n, x in enumerate(args):
-        if dtype_in(x) == casting.dtype:
-            takes[n] = casting.dtype
+    takes = tuple(
+        dtype_in(x if dtype_in(x) == casting.dtype else v)
+        for x, v in zip(args, program.invars, strict=True)
+    )
     nothing = (NOTHING,) * len(program.outvars)  # nothing is done with results
-    return _plan(jaxpr, tuple(takes), tuple(kinds), nothing, casting)
+    return _plan(jaxpr, takes, tuple(kinds), nothing, casting)
 
 
 @remembered

@@ -13,7 +13,6 @@ programs compiled for an H100 with jax 0.12, which `python -m benchmarks rules` 
 """
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -57,11 +56,12 @@ def store(facts: Facts, steps: Steps) -> tuple[Region, ...]:
         else:
             regions = [_alone(part)]
         from_last += reversed(regions)
-        for i, dtype in itertools.chain(*(region.reads.items() for region in regions)):
-            # If not only products read it, it is stored in its own dtype, and each
-            # product rounds it.
-            is_low = dtype == low and wanted.get(i, low) == low
-            wanted[i] = low if is_low else facts.dtypes[i]
+        for region in regions:
+            for i, dtype in region.reads.items():
+                # If not only products read it, it is stored in its own dtype, and each
+                # product rounds it.
+                is_low = dtype == low and wanted.get(i, low) == low
+                wanted[i] = low if is_low else facts.dtypes[i]
     return tuple(reversed(from_last))
 
 
