@@ -5,6 +5,7 @@ The layers of a model are often alike, and JAX takes long to trace the derivativ
 values are numbered here by their place in the island.
 """
 
+import itertools
 from collections.abc import Callable, Hashable
 
 import numpy as np
@@ -17,9 +18,8 @@ from optax_lossscale._autocast.store import Region, made_by
 def in_common(island: Region, plan: Plan) -> Hashable:
     """A key that is equal for islands that compute the same, by the same lines."""
     program = plan.program
-    places: dict[int, int] = {}
-    for i in (*island.reads, *made_by(island.steps)):
-        places[i] = len(places)
+    values = [*island.reads, *made_by(island.steps)]
+    places = dict(zip(values, itertools.count(), strict=False))
 
     def place(i):
         """The place of a value in the island, or a literal's bytes: 0.0 is not -0.0."""

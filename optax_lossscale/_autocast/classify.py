@@ -223,16 +223,15 @@ def kinds_inside(eqn: Any, operands: Kinds) -> list[Kind]:
 def _of_held(eqn: Any, operands: Kinds) -> list[Kind]:
     """The kinds of the results of an equation that is rewritten."""
     inside = kinds_inside(eqn, operands)
-    # Each result may come from any of the programs, or be the initial carry of a loop.
-    results: list[set[Kind]] = [set() for _ in eqn.outvars]
+    of_programs: list[Kinds] = []
     for program, numbers in giving_results(eqn):
-        arguments = tuple(inside[n] for n in numbers)
-        kinds = classify(program, arguments)
-        for result, i in zip(results, flat(program).outs, strict=True):
-            result.add(kinds[i])
-    for result, n in zip(results, carried_by(eqn), strict=False):
-        result.add(inside[n])
-    return list(map(join, results))
+        kinds = classify(program, tuple(inside[n] for n in numbers))
+        of_programs.append([kinds[i] for i in flat(program).outs])
+    # Each result may come from any of the programs, or be the initial carry of a loop.
+    results = list(map(join, zip(*of_programs, strict=True)))
+    for j, n in enumerate(carried_by(eqn)):
+        results[j] = join([results[j], inside[n]])
+    return results
 
 
 def _is_over_layers(eqn: Any, operands: Kinds) -> bool:

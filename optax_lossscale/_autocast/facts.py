@@ -76,11 +76,10 @@ def facts_of(
     kind_of = classify(jaxpr, kinds)
     after = uses(jaxpr, results)
     sent = _sent(program)
-    dtypes: dict[int, Any] = {}
-    for i, aval in program.types.items():
-        dtypes[i] = dtype_in(aval)
+    dtypes = {i: dtype_in(aval) for i, aval in program.types.items()}
+    for i, dtype in dtypes.items():
         is_low = i in sent or is_stored_low(kind_of[i], after[i])
-        if dtypes[i] == FLOAT32 and is_low:
+        if dtype == FLOAT32 and is_low:
             dtypes[i] = low
     dtypes |= zip(program.ins, takes, strict=True)
     of_products = frozenset(

@@ -88,9 +88,8 @@ def _takes(facts: Facts, step: Step, gives: Sequence[Any]) -> list[Any]:
     low = facts.low
     its_traits = traits(eqn)
     as_traced = dtypes_in(eqn.invars)
-    as_they_come = [None] * len(as_traced)
     if is_narrowed(eqn):
-        return [low, low, *as_they_come[2:]]
+        return [low, low] + [None] * len(eqn.invars[2:])
     is_sent = not facts.sent.isdisjoint(step.outs)
     if is_sent and Is.SPREADS in its_traits:
         return as_traced  # `_spread` in `run` rounds it, as its derivative is a sum
@@ -101,7 +100,7 @@ def _takes(facts: Facts, step: Step, gives: Sequence[Any]) -> list[Any]:
     if is_sent or is_sum:
         return [low if dtype == FLOAT32 else dtype for dtype in as_traced]
     if holds_products(eqn) or its_traits & (Is.MOVES | Is.SENDS):
-        return as_they_come
+        return [None] * len(eqn.invars)
     return as_traced
 
 

@@ -31,7 +31,6 @@ from optax_lossscale._programs.versions import bind
 # The policy of regions that keep reductions: `_computed` gives these the name.
 _KEEPS = checkpoint_policies.save_only_these_names(SCOPE)
 
-
 Functions = dict[Hashable, Callable[[Arrays], list[Any]]]
 """Functions that run in several places, and that JAX traces and differentiates once.
 
@@ -59,16 +58,8 @@ def _results_of(plan: Plan, args: Arrays, functions: Functions) -> list[Any]:
     return in_dtypes(plan.gives, [values[i] for i in program.outs])
 
 
-def _callees(step: TypedStep, functions: Functions) -> list[Callee]:
-    """The programs that a step holds, to be run by their plans."""
-    return [
-        Callee(plan.takes, plan.gives, _call(plan, step, functions))
-        for plan in step.plans
-    ]
-
-
-def _call(plan: Plan, step: TypedStep, functions: Functions) -> Any:
-    """The function that runs a program which a step holds: traced once, as a `jit`.
+def _callee(plan: Plan, step: TypedStep, functions: Functions) -> Callee:
+    """A program that a step holds, to be run by its plan: traced once, as a `jit`.
 
     It stays a call only where the step was one. Elsewhere JAX puts it in its place: as
     a call, the body of a scan over layers moves 1.05 of the bytes.
@@ -79,7 +70,8 @@ def _call(plan: Plan, step: TypedStep, functions: Functions) -> Any:
 
     results.__name__ = step.eqn.params.get("name", step.name)  # for profiles
     is_call = Is.INLINED in traits(step.eqn)
-    return functions.setdefault(plan, jax.jit(results, inline=not is_call))
+    call = functions.setdefault(plan, jax.jit(results, inline=not is_call))
+    return Callee(plan.takes, plan.gives, call)
 
 
 def _stored(
@@ -113,7 +105,6 @@ def _computed(
     def cast(i, dtype):
         return in_dtype(dtype, literals[i].val if i in literals else values[i])
 
-    stored: dict[int, Any] = {}
     for step in region.steps:
         with step.at_its_line():
             taken = list(map(cast, step.ins, step.takes))
@@ -123,9 +114,8 @@ def _computed(
                 results = [checkpoint_name(x, SCOPE) for x in results]
             values |= zip(step.outs, results, strict=True)
             for i in step.outs:
-                if i in region.stores:
-                    stored[i] = cast(i, region.stores[i])
-    return [stored[i] for i in region.stores]
+                cast(i, region.stores.get(i))  # at its line, to be found below
+    return list(map(cast, region.stores, region.stores.values()))
 
 
 def _results(
@@ -135,7 +125,7 @@ def _results(
     eqn = step.eqn
     if is_narrowed(eqn):
         return _product(eqn, operands)
-    callees = _callees(step, functions)
+    callees = [_callee(plan, step, functions) for plan in step.plans]
     rewrite = functools.partial(_rewrite, casting._replace(keeps=False))
     with eqn.ctx.manager:
         if is_outer_product(eqn):

@@ -159,10 +159,8 @@ def _repeated(facts: Facts, steps: Steps) -> Makers:
 
 def _bytes(facts: Facts, values: Iterable[int]) -> int:
     """How many bytes values take in the dtypes in which they are stored."""
-    total = 0
-    for i in values:
-        total += numbers_in(facts.program.types[i]) * facts.dtypes[i].itemsize
-    return total
+    types = facts.program.types
+    return sum(numbers_in(types[i]) * facts.dtypes[i].itemsize for i in values)
 
 
 def _is_one_pass(steps: Steps) -> bool:
