@@ -36,7 +36,7 @@ class Kind(enum.Enum):
     """What a value is made of; the later kinds need more range, or more digits."""
 
     NUMBER = "a literal between 1/4 and 4 in size, or 0, or a mask"
-    LARGE = "a literal between 4 and 256: multiplies no more than parameters"
+    LARGE = "a literal between 4 and 256: what it multiplies may leave its range"
     PARAMETER = "a parameter, a literal between 1/256 and 1/4, or made from these alone"
     PRODUCT = "the result of a product, perhaps moved: it has 16 bits already"
     SUM = "a sum with such a result: stored in 16 bits from product to product"
@@ -125,7 +125,11 @@ def _keeps_the_range(eqn: Any, operands: Kinds) -> bool:
 
 
 def _of_literal(literal: Literal) -> Kind:
-    """The kind of a literal, by its size."""
+    """The kind of a literal, by its size.
+
+    It says by what a value is multiplied or divided at most: two multiplications by 200
+    would bring 2 beyond the range of float16.
+    """
     if dtype_in(literal) != FLOAT32:
         return Kind.FLOAT32
     size = abs(float(literal.val))
