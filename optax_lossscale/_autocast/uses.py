@@ -20,6 +20,7 @@ from optax_lossscale._autocast.flat import Flat, Step, flat
 from optax_lossscale._autocast.products import holds_products, is_narrowed, is_rewritten
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
+from optax_lossscale._programs.values import numbers_in
 from optax_lossscale._programs.walk import carried_by, giving_results
 
 
@@ -56,31 +57,44 @@ def uses(jaxpr: Any, results: Uses) -> Mapping[int, Use]:
             of_results = tuple(after[i] for i in step.outs)
             of_operands = uses_inside(step.eqn, results_inside(step.eqn, of_results))
         else:
-            of_operands = _of_operands(step, depth, after)
+            of_operands = [
+                _of_operand(program, step, i, depth, after) for i in step.ins
+            ]
         for i, use in zip(step.ins, of_operands, strict=False):
             after[i] |= use
     return after
 
 
-def _of_operands(
-    step: Step, depth: Mapping[int, int], after: Mapping[int, Use]
-) -> list[Use]:
-    """What a step that is no product and is not rewritten does with each operand.
+def _of_operand(
+    program: Flat,
+    step: Step,
+    i: int,
+    depth: Mapping[int, int],
+    after: Mapping[int, Use],
+) -> Use:
+    """What a step that is no product and is not rewritten does with its operand `i`.
 
     Args:
+      program: the program of the step.
       step: the step.
+      i: the number of the operand.
       depth: the depth of each value.
       after: what is done with each value after the step.
     """
-    # Where its result is read past a product, a cheap step may be repeated, which then
-    # reads its operands there.
-    may_be_repeated = is_cheap(step.eqn) or traits(step.eqn) & (Is.MOVES | Is.SENDS)
-    passed_on = KEPT if may_be_repeated else Use.MULTIPLIED
+    its_traits = traits(step.eqn)
+    may_be_repeated = is_cheap(step.eqn) or its_traits & (Is.MOVES | Is.SENDS)
     use = NOTHING
-    for i in step.outs:
-        use |= after[i] & passed_on
-    deepest = max((depth[i] for i in step.outs), default=0)
-    return [use | Use.PAST if depth[i] < deepest else use for i in step.ins]
+    for j in step.outs:
+        use |= after[j] & Use.MULTIPLIED
+        if depth[j] > depth[i]:
+            use |= Use.PAST
+        # Where the result is read past a product, the step may be repeated, which then
+        # reads the operand there. A larger operand, as that of a sum, is not stored for
+        # that, nor rounded.
+        is_larger = numbers_in(program.types[i]) > numbers_in(program.types[j])
+        if may_be_repeated and not is_larger:
+            use |= after[j] & Use.PAST
+    return use
 
 
 def depths(program: Flat) -> Mapping[int, int]:
