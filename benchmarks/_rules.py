@@ -42,9 +42,6 @@ RULES = {
     ),
     "what is cheap is repeated": Rule(store, "_repeated", lambda *_: {}),
     "what is normalized has about the size 1": Rule(classify, "_is_normalized", _no),
-    "rows of an embedding begin a stream": Rule(
-        facts, "_where_streams_begin", _nothing
-    ),
     "what is sent, or has a name, is in 16 bits": Rule(facts, "_sent", _nothing),
     "sums in 16 bits are of rounded numbers": Rule(plan, "_is_of_one_shape", _no),
 }

@@ -11,8 +11,9 @@ The plan is made in passes, each a pure function in a file of its own:
 1. `classify` goes forward: can 16 bits hold a value, judged by what it is made of?
 2. `uses` goes backward: does a product depend on a value, and how long is it needed?
    `facts` joins both answers to the dtype in which each value is stored, if it is.
-3. `partition` divides the steps into regions.
-4. `store` goes backward: what does each region store, and what is recomputed?
+3. `partition` divides the steps into islands and others.
+4. `store` goes backward, and makes regions of them: what does each store, and what is
+   recomputed?
 
 `plan` calls them, once for the program and once for each program in a loop, a branch
 and so on. `flat` comes before them, and `run` after; `derivatives` runs custom rules.
@@ -22,8 +23,8 @@ The words that these files share:
 - An *equation* is what JAX traced. A *step* is an equation whose operands and results
   have numbers that are unique in the whole program (`flat`).
 - A *product*, which is a matrix product or convolution that sums, is *narrowed* if it
-  is computed in 16 bits, the *low* dtype. A program is *rewritten* if its products are
-  narrowed, by a plan of its own, and an equation is *entered* if its programs are.
+  is computed in 16 bits, the *low* dtype. An equation that holds programs is
+  *rewritten* if their products are narrowed, by a plan for each program.
 - A *region* is a list of steps that run as one: an *island*, which depends on products
   and computes in float32, or a single step, such as a product.
 - A value is *stored* if a later region reads it, or if it is a result of the program. A

@@ -5,22 +5,21 @@ The layers of a model are often alike, and JAX takes long to trace the derivativ
 values are numbered here by their place in the island.
 """
 
+import itertools
 from collections.abc import Callable, Hashable
 
 import numpy as np
 
-from optax_lossscale._autocast.flat import Flat, Step
-from optax_lossscale._autocast.partition import Region
+from optax_lossscale._autocast.flat import Flat, TypedStep
 from optax_lossscale._autocast.plan import Plan
-from optax_lossscale._autocast.store import made_by
+from optax_lossscale._autocast.store import Region, made_by
 
 
 def in_common(island: Region, plan: Plan) -> Hashable:
     """A key that is equal for islands that compute the same, by the same lines."""
     program = plan.program
-    places: dict[int, int] = {}
-    for i in (*island.reads, *made_by(island.steps)):
-        places[i] = len(places)
+    values = [*island.reads, *made_by(island.steps)]
+    places = dict(zip(values, itertools.count(), strict=False))
 
     def place(i):
         """The place of a value in the island, or a literal's bytes: 0.0 is not -0.0."""
@@ -37,11 +36,13 @@ def in_common(island: Region, plan: Plan) -> Hashable:
     try:
         hash(key)
     except TypeError:  # a parameter has no hash: equal to no other
-        return id(island)
+        return island
     return key
 
 
-def _of_step(step: Step, place: Callable[[int], Hashable], program: Flat) -> Hashable:
+def _of_step(
+    step: TypedStep, place: Callable[[int], Hashable], program: Flat
+) -> Hashable:
     """A key that is equal for steps that compute the same, by the same line."""
     eqn = step.eqn
     return (
@@ -52,7 +53,7 @@ def _of_step(step: Step, place: Callable[[int], Hashable], program: Flat) -> Has
         step.names,
         tuple(step.takes),
         tuple(step.gives),
-        tuple(map(id, step.plans)),
+        tuple(step.plans),
         tuple(map(place, step.ins)),
         tuple(program.types[i] for i in step.ins),
     )

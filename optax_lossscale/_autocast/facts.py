@@ -41,22 +41,14 @@ class Facts(NamedTuple):
     uses: Mapping[int, Use]
     sent: frozenset[int]  # the values that are sent in 16 bits: see `_sent`
     dtypes: Mapping[int, Any]  # the dtype in which each value is stored, if it is
+    of_products: frozenset[int]  # those in 16 bits, and SUMs: with them islands begin
     casting: Casting
+    keeps: bool  # whether some reductions may be kept: see `Casting`
 
     @property
     def low(self) -> np.dtype:
         """The dtype of narrowed products."""
         return self.casting.dtype
-
-    @property
-    def of_products(self) -> frozenset[int]:
-        """The values in 16 bits and those of streams, with which islands begin."""
-        streams = (Kind.SUM, Kind.ROWS)
-        return frozenset(
-            i
-            for i, dtype in self.dtypes.items()
-            if dtype == self.low or self.kinds[i] in streams
-        )
 
     def is_fused(self, step: Step) -> bool:
         """Whether a step can be in an island: if it is cheap, and sends nothing."""
@@ -81,18 +73,23 @@ def facts_of(
     """
     low = casting.dtype
     program = flat(jaxpr)
-    kind_of = dict(classify(jaxpr, kinds))
-    kind_of |= dict.fromkeys(_where_streams_begin(program, kind_of), Kind.SUM)
+    kind_of = classify(jaxpr, kinds)
     after = uses(jaxpr, results)
     sent = _sent(program)
-    dtypes: dict[int, Any] = {}
-    for i, aval in program.types.items():
-        dtypes[i] = dtype_in(aval)
+    dtypes = {i: dtype_in(aval) for i, aval in program.types.items()}
+    for i, dtype in dtypes.items():
         is_low = i in sent or is_stored_low(kind_of[i], after[i])
-        if dtypes[i] == FLOAT32 and is_low:
+        if dtype == FLOAT32 and is_low:
             dtypes[i] = low
     dtypes |= zip(program.ins, takes, strict=True)
-    return Facts(program, kind_of, after, sent, dtypes, casting)
+    of_products = frozenset(
+        i for i in dtypes if dtypes[i] == low or kind_of[i] == Kind.SUM
+    )
+    # JAX rounds what it keeps by name, in the mesh around the program, which has to be
+    # the mesh of all steps.
+    meshes = {step.eqn.ctx.cur_abstract_mesh for step in program.steps}
+    keeps = casting.keeps and len(meshes) <= 1
+    return Facts(program, kind_of, after, sent, dtypes, of_products, casting, keeps)
 
 
 def is_stored_low(kind: Kind, use: Use) -> bool:
@@ -104,19 +101,6 @@ def is_stored_low(kind: Kind, use: Use) -> bool:
     as with a `scan` or `cond` between them, in several.
     """
     return kind == Kind.PRODUCT or (kind == Kind.SUM and KEPT in use)
-
-
-def _where_streams_begin(program: Flat, kinds: Mapping[int, Kind]) -> set[int]:
-    """The rows of embeddings to which the result of a product is added.
-
-    A stream begins with them, so they are stored as its sums are: in 16 bits, as in a
-    model that casts its embedding by hand.
-    """
-    begins: set[int] = set()
-    for step in program.steps:
-        if Is.ADDS_TWO in traits(step.eqn) and kinds[step.outs[0]] == Kind.SUM:
-            begins.update(i for i in step.reads if kinds[i] == Kind.ROWS)
-    return begins
 
 
 def _sent(program: Flat) -> frozenset[int]:

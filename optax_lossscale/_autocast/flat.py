@@ -7,6 +7,7 @@ Arguments come first and count from 0; each literal has a number of its own belo
 `mul (1, -2) -> 2`, in which 0 is `x`.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +28,8 @@ from optax_lossscale._programs.walk import has_users_line, programs_in
 _LONG = 100  # steps
 
 
-class Step(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
     """An equation, with numbers for its operands and results in the whole program."""
 
     # As JAX traced it; where no line of the user's made it, with that of the `jit` call
@@ -35,11 +37,6 @@ class Step(NamedTuple):
     ins: tuple[int, ...]
     outs: tuple[int, ...]
     names: Any  # the scopes around it, by which profiles name it
-    # The pass `plan` fills in these three.
-    # The dtype to which each operand is cast; None where it is read as it is stored
-    takes: Sequence[Any] = ()
-    gives: Sequence[Any] = ()  # the dtypes to which its results are cast at once
-    plans: Sequence[Any] = ()  # for the programs that it holds, if products are in them
 
     @property
     def name(self) -> str:
@@ -57,6 +54,16 @@ class Step(NamedTuple):
         return source_info_util.user_context(
             self.eqn.source_info.traceback, name_stack=names
         )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TypedStep(Step):
+    """A step with its dtypes, as `plan` decides on them."""
+
+    # The dtype to which each operand is cast; None where it is read as it is stored
+    takes: Sequence[Any]
+    gives: Sequence[Any]  # the dtypes to which its results are cast at once
+    plans: Sequence[Any]  # for the programs that it holds, if products are in them
 
 
 class Flat(NamedTuple):

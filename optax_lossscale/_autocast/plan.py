@@ -6,25 +6,26 @@ that holds products, such as a `scan`, has a plan for each of its programs; the 
 and uses of its operands and results are the arguments from which these plans are made.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from optax_lossscale._autocast.classify import Kind, of_arguments
+from optax_lossscale._autocast.classify import Kind, kinds_inside
 from optax_lossscale._autocast.facts import Casting, Facts, facts_of, is_stored_low
-from optax_lossscale._autocast.flat import Flat, Step
-from optax_lossscale._autocast.partition import Region, partition
+from optax_lossscale._autocast.flat import Flat, Step, TypedStep
 from optax_lossscale._autocast.products import holds_products, is_narrowed
 from optax_lossscale._autocast.shown import shown
-from optax_lossscale._autocast.store import store
-from optax_lossscale._autocast.uses import NOTHING, Uses, entered, uses_inside
+from optax_lossscale._autocast.store import Region, store
+from optax_lossscale._autocast.uses import NOTHING, Uses, results_inside, uses_inside
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import FLOAT32, dtype_in, dtypes_in
 from optax_lossscale._programs.versions import open_jaxpr
-from optax_lossscale._programs.walk import carried_by
+from optax_lossscale._programs.walk import arguments_of, carried_by
 
 
-class Plan(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
     """How a program is run; printed, it has a line for each region."""
 
     takes: tuple[Any, ...]  # the dtypes of its arguments
@@ -49,12 +50,12 @@ def plan_for(
       casting: how it is rewritten.
     """
     program = open_jaxpr(jaxpr)
-    takes = dtypes_in(program.invars)
-    for n, x in enumerate(args):
-        if dtype_in(x) == casting.dtype:
-            takes[n] = casting.dtype
+    takes = tuple(
+        dtype_in(x if dtype_in(x) == casting.dtype else v)
+        for x, v in zip(args, program.invars, strict=True)
+    )
     nothing = (NOTHING,) * len(program.outvars)  # nothing is done with results
-    return _plan(jaxpr, tuple(takes), tuple(kinds), nothing, casting)
+    return _plan(jaxpr, takes, tuple(kinds), nothing, casting)
 
 
 @remembered
@@ -68,18 +69,17 @@ def _plan(
     """The plan for a program, from the same arguments as `facts_of`."""
     facts = facts_of(jaxpr, takes, kinds, results, casting)
     program = facts.program
-    steps = [_typed(facts, step) for step in program.steps]
-    regions = store(facts, partition(facts, steps))
+    regions = store(facts, [_typed(facts, step) for step in program.steps])
     gives = tuple(facts.dtypes[i] for i in program.outs)
     return Plan(takes, gives, program, regions, casting)
 
 
-def _typed(facts: Facts, step: Step) -> Step:
+def _typed(facts: Facts, step: Step) -> TypedStep:
     """A step with its dtypes, and with a plan for each program that it holds."""
-    if holds_products(step.eqn):
-        step = _entered(facts, step)
+    plans = _plans_inside(facts, step) if holds_products(step.eqn) else []
     gives = [facts.dtypes[i] for i in step.outs]
-    return step._replace(takes=_takes(facts, step, gives), gives=gives)
+    takes = _takes(facts, step, gives)
+    return TypedStep(step.eqn, step.ins, step.outs, step.names, takes, gives, plans)
 
 
 def _takes(facts: Facts, step: Step, gives: Sequence[Any]) -> list[Any]:
@@ -88,9 +88,8 @@ def _takes(facts: Facts, step: Step, gives: Sequence[Any]) -> list[Any]:
     low = facts.low
     its_traits = traits(eqn)
     as_traced = dtypes_in(eqn.invars)
-    as_they_come = [None] * len(as_traced)
     if is_narrowed(eqn):
-        return [low, low, *as_they_come[2:]]
+        return [low, low] + [None] * len(eqn.invars[2:])
     is_sent = not facts.sent.isdisjoint(step.outs)
     if is_sent and Is.SPREADS in its_traits:
         return as_traced  # `_spread` in `run` rounds it, as its derivative is a sum
@@ -100,8 +99,8 @@ def _takes(facts: Facts, step: Step, gives: Sequence[Any]) -> list[Any]:
     is_sum = Is.ADDS_TWO in its_traits and gives == [low] and _is_of_one_shape(eqn)
     if is_sent or is_sum:
         return [low if dtype == FLOAT32 else dtype for dtype in as_traced]
-    if step.plans or its_traits & (Is.MOVES | Is.SENDS):
-        return as_they_come
+    if holds_products(eqn) or its_traits & (Is.MOVES | Is.SENDS):
+        return [None] * len(eqn.invars)
     return as_traced
 
 
@@ -111,11 +110,12 @@ def _is_of_one_shape(eqn: Any) -> bool:
     return len(shapes) == 1
 
 
-def _entered(facts: Facts, step: Step) -> Step:
-    """A step that holds products, with a plan for each program in it."""
+def _plans_inside(facts: Facts, step: Step) -> list[Plan]:
+    """A plan for each program in a step that holds products."""
     eqn = step.eqn
-    kinds = [facts.kinds[i] for i in step.ins]
-    uses = tuple(facts.uses[i] for i in step.outs)
+    kinds = kinds_inside(eqn, [facts.kinds[i] for i in step.ins])
+    results = results_inside(eqn, tuple(facts.uses[i] for i in step.outs))
+    of_operands = uses_inside(eqn, results)
     takes = [facts.dtypes[i] for i in step.ins]
     as_traced = dtypes_in(eqn.invars)
     casting = facts.casting
@@ -127,16 +127,15 @@ def _entered(facts: Facts, step: Step) -> Step:
         takes[: carried.start] = as_traced[: carried.start]
     if Is.KEEPS in traits(eqn):
         casting = casting._replace(recomputes=False)
-    inside = of_arguments(eqn, kinds)
-    entries = entered(eqn, uses)
-    of_operands = uses_inside(eqn, entries)
     # The body takes its carry in 16 bits where the body would store it so.
     for n in carried:
-        is_low = is_stored_low(inside[n], of_operands[n])
+        is_low = is_stored_low(kinds[n], of_operands[n])
         takes[n] = facts.low if is_low else as_traced[n]
     plans: list[Plan] = []
-    for program, operands, results in entries:
+    for program, operands in arguments_of(eqn):
         its_takes = tuple(takes[n] for n in operands)
-        its_kinds = tuple(inside[n] for n in operands)
-        plans.append(_plan(program, its_takes, its_kinds, results, casting))
-    return step._replace(plans=plans)
+        its_kinds = tuple(kinds[n] for n in operands)
+        # The condition of a `while` has one result, of whose use nothing follows.
+        its_results = results[: len(open_jaxpr(program).outvars)]
+        plans.append(_plan(program, its_takes, its_kinds, its_results, casting))
+    return plans

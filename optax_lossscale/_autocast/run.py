@@ -6,11 +6,9 @@ as residuals, and nothing else but the reductions that it keeps by name. A step 
 holds programs runs each of them by its own plan, in the same way.
 """
 
-import collections
 import functools
-import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
@@ -20,11 +18,11 @@ from optax_lossscale._autocast.alike import in_common
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.derivatives import custom_jvp, custom_vjp
 from optax_lossscale._autocast.facts import Casting
-from optax_lossscale._autocast.flat import Step
+from optax_lossscale._autocast.flat import TypedStep
 from optax_lossscale._autocast.outer import outer_product
-from optax_lossscale._autocast.partition import Region
 from optax_lossscale._autocast.plan import Plan, plan_for
 from optax_lossscale._autocast.products import SCOPE, is_narrowed, is_outer_product
+from optax_lossscale._autocast.store import Region
 from optax_lossscale._programs.enter import Arrays, Callee, enter
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes
@@ -33,38 +31,21 @@ from optax_lossscale._programs.versions import bind
 # The policy of regions that keep reductions: `_computed` gives these the name.
 _KEEPS = checkpoint_policies.save_only_these_names(SCOPE)
 
+Functions = dict[Hashable, Callable[[Arrays], list[Any]]]
+"""Functions that run in several places, and that JAX traces and differentiates once.
 
-class Traced(NamedTuple):
-    """Functions that run in several places, and that JAX traces and differentiates once.
-
-    JAX finds an earlier trace by the function, so that each place has to run the same
-    one. Those of inner programs are found by the `id` of the plan, and those of islands
-    that are recomputed by what islands that compute the same have in common.
-    """
-
-    shared: set[int]  # the plans that several steps have, by `id`
-    functions: dict[Hashable, Callable[[Arrays], list[Any]]]
+JAX finds an earlier trace by the function, so that each place has to run the same one.
+Those of inner programs are found by their plan, and those of islands that are
+recomputed by what islands that compute the same have in common.
+"""
 
 
 def run(plan: Plan, args: Arrays) -> list[Any]:
     """The results of a program for arguments in the dtypes that its plan takes."""
-    return _results_of(plan, args, Traced(_shared(plan), {}))
+    return _results_of(plan, args, {})
 
 
-def _shared(plan: Plan) -> set[int]:
-    """The plans in a plan that several steps have, by `id`: JAX shares their program."""
-    uses = collections.Counter[int]()
-    unread = [plan]
-    while unread:
-        for region in unread.pop().regions:
-            for inner in itertools.chain(*(step.plans for step in region.steps)):
-                uses[id(inner)] += 1
-                if uses[id(inner)] == 1:
-                    unread.append(inner)
-    return {i for i, n in uses.items() if n > 1}
-
-
-def _results_of(plan: Plan, args: Arrays, traced: Traced) -> list[Any]:
+def _results_of(plan: Plan, args: Arrays, functions: Functions) -> list[Any]:
     """Runs each region of a program, and returns the program's results."""
     program = plan.program
     values = dict(program.consts) | dict(zip(program.ins, args, strict=True))
@@ -72,33 +53,34 @@ def _results_of(plan: Plan, args: Arrays, traced: Traced) -> list[Any]:
         values[i] = literal.val
     for region in plan.regions:
         operands = [values[i] for i in region.reads]
-        stored = _stored(region, plan, traced)(operands)
+        stored = _stored(region, plan, functions)(operands)
         values |= zip(region.stores, stored, strict=True)
     return in_dtypes(plan.gives, [values[i] for i in program.outs])
 
 
-def _callee(plan: Plan, name: str, traced: Traced) -> Callee:
-    """A program that a step holds, to be run by its plan; `name` is for profiles.
+def _callee(plan: Plan, step: TypedStep, functions: Functions) -> Callee:
+    """A program that a step holds, to be run by its plan: traced once, as a `jit`.
 
-    One that several steps hold is a `jit`. Others are put in the place of the call:
-    as a `jit`, the body of a scan over layers moves 1.05 of the bytes.
+    It stays a call only where the step was one. Elsewhere JAX puts it in its place: as
+    a call, the body of a scan over layers moves 1.05 of the bytes.
     """
 
     def results(args):
-        return _results_of(plan, args, traced)
+        return _results_of(plan, args, functions)
 
-    call = results
-    if id(plan) in traced.shared:
-        results.__name__ = name
-        call = traced.functions.setdefault(id(plan), jax.jit(results))
+    results.__name__ = step.eqn.params.get("name", step.name)  # for profiles
+    is_call = Is.INLINED in traits(step.eqn)
+    call = functions.setdefault(plan, jax.jit(results, inline=not is_call))
     return Callee(plan.takes, plan.gives, call)
 
 
-def _stored(region: Region, plan: Plan, traced: Traced) -> Callable[[Arrays], Any]:
+def _stored(
+    region: Region, plan: Plan, functions: Functions
+) -> Callable[[Arrays], Any]:
     """The function from what a region reads to what it stores."""
 
     def computed(operands):
-        return _computed(region, operands, plan, traced)
+        return _computed(region, operands, plan, functions)
 
     if not region.is_recomputed:
         return computed
@@ -107,11 +89,11 @@ def _stored(region: Region, plan: Plan, traced: Traced) -> Callable[[Arrays], An
         prevent_cse=plan.casting.prevent_cse,
         policy=_KEEPS if region.kept else None,  # a policy takes longer to trace
     )
-    return traced.functions.setdefault(in_common(region, plan), recomputed)
+    return functions.setdefault(in_common(region, plan), recomputed)
 
 
 def _computed(
-    region: Region, operands: Arrays, plan: Plan, traced: Traced
+    region: Region, operands: Arrays, plan: Plan, functions: Functions
 ) -> list[Any]:
     """Runs the steps of a region, and returns the values that it stores."""
     values = dict(zip(region.reads, operands, strict=True))
@@ -123,30 +105,27 @@ def _computed(
     def cast(i, dtype):
         return in_dtype(dtype, literals[i].val if i in literals else values[i])
 
-    stored: dict[int, Any] = {}
     for step in region.steps:
         with step.at_its_line():
             taken = list(map(cast, step.ins, step.takes))
-            results = _results(step, taken, plan.casting, traced)
+            results = _results(step, taken, plan.casting, functions)
             results = in_dtypes(step.gives, results)
             if not region.kept.isdisjoint(step.outs):
                 results = [checkpoint_name(x, SCOPE) for x in results]
             values |= zip(step.outs, results, strict=True)
             for i in step.outs:
-                if i in region.stores:
-                    stored[i] = cast(i, region.stores[i])
-    return [stored[i] for i in region.stores]
+                cast(i, region.stores.get(i))  # at its line, to be found below
+    return list(map(cast, region.stores, region.stores.values()))
 
 
 def _results(
-    step: Step, operands: list[Any], casting: Casting, traced: Traced
+    step: TypedStep, operands: list[Any], casting: Casting, functions: Functions
 ) -> list[Any]:
     """The results of a step, from operands in the dtypes that it takes."""
     eqn = step.eqn
     if is_narrowed(eqn):
         return _product(eqn, operands)
-    name = eqn.params.get("name", step.name)
-    callees = [_callee(plan, name, traced) for plan in step.plans]
+    callees = [_callee(plan, step, functions) for plan in step.plans]
     rewrite = functools.partial(_rewrite, casting._replace(keeps=False))
     with eqn.ctx.manager:
         if is_outer_product(eqn):
@@ -162,7 +141,7 @@ def _results(
     return bind(eqn, operands)
 
 
-def _spread(step: Step, operands: list[Any]) -> list[Any]:
+def _spread(step: TypedStep, operands: list[Any]) -> list[Any]:
     """Sends an array to many devices in 16 bits, with a derivative in float32.
 
     The transpose of the derivative sums over the devices.

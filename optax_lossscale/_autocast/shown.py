@@ -14,15 +14,14 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from optax_lossscale._autocast.flat import Flat, Step
-from optax_lossscale._autocast.store import taken_by
+from optax_lossscale._autocast.flat import TypedStep
+from optax_lossscale._autocast.store import Region
 from optax_lossscale._programs.walk import has_users_line, line_of
 
 if TYPE_CHECKING:
-    from optax_lossscale._autocast.partition import Region
     from optax_lossscale._autocast.plan import Plan
 
-Names = Mapping[int, Any]
+Names = Mapping[int, str]
 """By number, the names of arguments in the user's code, and the values of literals."""
 
 
@@ -31,11 +30,16 @@ def shown(plan: "Plan") -> str:
     return "\n".join(_lines(plan, set()))
 
 
-def _lines(plan: "Plan", printed: set[int]) -> Iterator[str]:
-    """The lines of a plan; `printed` has the `id` of each plan before it, and grows."""
-    printed.add(id(plan))
+def _lines(plan: "Plan", printed: set["Plan"]) -> Iterator[str]:
+    """The lines of a plan; `printed` has each plan before it, and grows."""
+    if plan in printed:
+        yield "as above"
+        return
+    printed.add(plan)
     program = plan.program
-    names = _names(program)
+    names = {i: str(literal.val) for i, literal in program.literals.items()}
+    named = zip(program.ins, program.names, strict=False)
+    names |= {i: name for i, name in named if name}
     yield f"takes {_typed(names, zip(program.ins, plan.takes, strict=True))}"
     made: set[int] = set()
     for region in plan.regions:
@@ -48,56 +52,40 @@ def _lines(plan: "Plan", printed: set[int]) -> Iterator[str]:
         )
         for step in region.steps:
             made.update(step.outs)
-            yield from _inside(step, printed)
+            for n, inner in enumerate(step.plans):
+                if len(step.plans) > 1:
+                    yield f"  program {n}:"
+                for line in _lines(inner, printed):
+                    yield f"  {line}"
     yield f"gives {_typed(names, zip(program.outs, plan.gives, strict=True))}"
 
 
-def _inside(step: Step, printed: set[int]) -> Iterator[str]:
-    """The lines of the plans for the programs that a step holds."""
-    for n, inner in enumerate(step.plans):
-        indent = "  "
-        if len(step.plans) > 1:
-            yield f"  program {n}:"
-            indent = "    "
-        lines = ["as above"] if id(inner) in printed else _lines(inner, printed)
-        for line in lines:
-            yield indent + line
-
-
-def _line(region: "Region", names: Names, made: set[int]) -> str:
+def _line(region: Region, names: Names, made: set[int]) -> str:
     """The line of a region; `made` has the results of the regions before it."""
-    repeated = [step.name for step in region.steps if not made.isdisjoint(step.outs)]
-    steps = [step for step in region.steps if made.isdisjoint(step.outs)]
-    kept = [step.name for step in steps if not region.kept.isdisjoint(step.outs)]
-    how = "island" if region.is_recomputed else "run"
-    line = f"{how}: {' '.join(step.name for step in steps)}"
-    line += f" ({_typed(names, taken_by(region))})"
-    line += f" -> {_typed({}, region.stores.items())}"
+    new = [step for step in region.steps if made.isdisjoint(step.outs)]
+    repeated = [step for step in region.steps if step not in new]
+    kept = [step for step in new if not region.kept.isdisjoint(step.outs)]
+    line = "island" if region.is_recomputed else "run"
+    line += f": {_operations(new)} ({_typed(names, region.reads.items())})"
+    line += f" -> {_typed(names, region.stores.items())}"
     if repeated:
-        line += f", repeating {' '.join(repeated)}"
+        line += f", repeating {_operations(repeated)}"
     if kept:
-        line += f", keeping {' '.join(kept)}"
+        line += f", keeping {_operations(kept)}"
     # Other equations have no line of the user's, such as the counter of a loop.
-    eqns = [step.eqn for step in steps if has_users_line(step.eqn)]
+    eqns = [step.eqn for step in new if has_users_line(step.eqn)]
     sources = dict.fromkeys(map(line_of, eqns))
     return f"{line}  # {', '.join(sources)}" if sources else line
 
 
-def _names(program: Flat) -> Names:
-    """The names of those values of a program that have one."""
-    names = {i: literal.val for i, literal in program.literals.items()}
-    for i, name in zip(program.ins, program.names, strict=False):
-        if name:
-            names[i] = name
-    return names
+def _operations(steps: Iterable[TypedStep]) -> str:
+    return " ".join(step.name for step in steps)
 
 
-def _typed(names: Names, pairs: Iterable[tuple[int, Any]]) -> str:
+def _typed(names: Names, dtypes: Iterable[tuple[int, Any]]) -> str:
     """Values by name, or else by number, each with its dtype if that is not None."""
     typed = []
-    for i, dtype in pairs:
-        name = str(names.get(i, i))
-        if dtype:
-            name += ":" + dtype.name.replace("float", "f")
-        typed.append(name)
+    for i, dtype in dtypes:
+        of_dtype = f":{dtype.name.replace('float', 'f')}" if dtype else ""
+        typed.append(names.get(i, str(i)) + of_dtype)
     return ", ".join(typed)

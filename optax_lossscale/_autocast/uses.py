@@ -7,21 +7,21 @@ multiplies it, and the sum reads it past the product, so it has to be stored unt
 The result of `x @ w` is neither, if `y` is not multiplied later.
 
 To tell what is past a product, each value has a depth: the length of the longest chain
-of products before it. An operation reads an operand past a product if its result is
-deeper than that operand.
+before it of products, and of operations that hold products. An operation reads an
+operand past a product if its result is deeper than that operand.
 """
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from optax_lossscale._autocast.cheap import is_cheap
 from optax_lossscale._autocast.flat import Flat, Step, flat
-from optax_lossscale._autocast.products import is_narrowed, is_rewritten
+from optax_lossscale._autocast.products import holds_products, is_narrowed, is_rewritten
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import numbers_in
-from optax_lossscale._programs.walk import arguments_of, carried_by, giving_results
+from optax_lossscale._programs.walk import carried_by, giving_results
 
 
 class Use(enum.Flag):
@@ -38,18 +38,13 @@ KEPT = Use.MULTIPLIED | Use.PAST
 """The use of a value that has to be stored, and on which a product depends."""
 
 Uses = tuple[Use, ...]
-Entered = list[tuple[Any, Sequence[int], Uses]]
-"""For each program in an equation: itself, its operands, and the uses of its results.
-
-The operands are positions among those of the equation.
-"""
 
 
 @remembered
 def uses(jaxpr: Any, results: Uses) -> Mapping[int, Use]:
     """What is done with each value, by number, given what is done with the results."""
     program = flat(jaxpr)
-    before = depths(jaxpr)
+    depth = depths(program)
     after = dict.fromkeys(program.types, NOTHING)
     for i, use in zip(program.outs, results, strict=True):
         after[i] |= use
@@ -60,11 +55,11 @@ def uses(jaxpr: Any, results: Uses) -> Mapping[int, Use]:
             of_operands = [Use.MULTIPLIED] * 2
         elif is_rewritten(step.eqn):
             of_results = tuple(after[i] for i in step.outs)
-            of_operands = uses_inside(step.eqn, entered(step.eqn, of_results))
+            of_operands = uses_inside(step.eqn, results_inside(step.eqn, of_results))
         else:
-            of_operands = []
-            for i in step.ins:
-                of_operands.append(_of_operand(program, step, i, before, after))
+            of_operands = [
+                _of_operand(program, step, i, depth, after) for i in step.ins
+            ]
         for i, use in zip(step.ins, of_operands, strict=False):
             after[i] |= use
     return after
@@ -74,7 +69,7 @@ def _of_operand(
     program: Flat,
     step: Step,
     i: int,
-    before: Mapping[int, int],
+    depth: Mapping[int, int],
     after: Mapping[int, Use],
 ) -> Use:
     """What a step that is no product and is not rewritten does with its operand `i`.
@@ -83,7 +78,7 @@ def _of_operand(
       program: the program of the step.
       step: the step.
       i: the number of the operand.
-      before: the depth of each value.
+      depth: the depth of each value.
       after: what is done with each value after the step.
     """
     its_traits = traits(step.eqn)
@@ -91,70 +86,57 @@ def _of_operand(
     use = NOTHING
     for j in step.outs:
         use |= after[j] & Use.MULTIPLIED
-        if before[j] > before[i]:
+        if depth[j] > depth[i]:
             use |= Use.PAST
         # Where the result is read past a product, the step may be repeated, which then
-        # reads the operand there. A larger operand is not stored for that.
+        # reads the operand there. A larger operand, as that of a sum, is not stored for
+        # that, nor rounded.
         is_larger = numbers_in(program.types[i]) > numbers_in(program.types[j])
         if may_be_repeated and not is_larger:
             use |= after[j] & Use.PAST
     return use
 
 
-@remembered
-def depths(jaxpr: Any) -> Mapping[int, int]:
+def depths(program: Flat) -> Mapping[int, int]:
     """The depth of each value, by number; that of an argument is 0."""
-    program = flat(jaxpr)
-    before = dict.fromkeys(program.types, 0)
+    depth = dict.fromkeys(program.types, 0)
     for step in program.steps:
-        deepest = max((before[i] for i in step.ins), default=0)
-        for i, products in zip(step.outs, _products_in(step.eqn), strict=True):
-            before[i] = deepest + products
-    return before
+        before = max((depth[i] for i in step.ins), default=0)
+        adds_one = is_narrowed(step.eqn) or holds_products(step.eqn)
+        depth |= dict.fromkeys(step.outs, before + adds_one)
+    return depth
 
 
-def _products_in(eqn: Any) -> list[int]:
-    """The depth that an equation adds, for each of its results."""
-    if not is_rewritten(eqn):
-        return [int(is_narrowed(eqn))] * len(eqn.outvars)
-    products = [0] * len(eqn.outvars)
-    for program, _ in giving_results(eqn):
-        before = depths(program)
-        of_results = [before[i] for i in flat(program).outs]
-        products = list(map(max, products, of_results))
-    return products
+def results_inside(eqn: Any, results: Uses) -> Uses:
+    """What is done with the results of the programs in an equation.
+
+    That is what is done with the results of the equation. But the next round of a loop
+    also reads what a round gives as carry, unless no product depends on the carry after
+    the loop: then the next round rounds what it takes, and not this one what it gives,
+    so that what the last round gives is not rounded.
+    """
+    inside = list(results)
+    earlier: list[Use] = []
+    while inside != earlier:
+        earlier = list(inside)
+        of_operands = uses_inside(eqn, tuple(inside))
+        for j, n in enumerate(carried_by(eqn)):
+            if Use.MULTIPLIED in results[j]:
+                inside[j] |= of_operands[n]
+    return tuple(inside)
 
 
-def entered(eqn: Any, results: Uses) -> Entered:
-    """The programs in an equation, with what is done with their results.
+def uses_inside(eqn: Any, results: Uses) -> list[Use]:
+    """What the programs in an equation do with the equation's operands.
+
+    The condition of a `while` is left out, as it only reads integers.
 
     Args:
       eqn: the equation.
-      results: what is done with its results.
+      results: what is done with the results of its programs: see `results_inside`.
     """
-    after = list(results)
-    before: list[Use] | None = None
-    entries: Entered = []
-    while after != before:
-        before = list(after)
-        entries = [(*given, tuple(after)) for given in arguments_of(eqn)]
-        if Is.WAITS in traits(eqn):
-            condition, operands, _ = entries[0]
-            entries[0] = (condition, operands, (NOTHING,))
-        # The next round of a loop reads what a round gives as carry. But if no product
-        # depends on the carry after the loop, the next round rounds what it takes, and
-        # not this one what it gives: so what the last round gives is not rounded.
-        inside = uses_inside(eqn, entries)
-        for j, n in enumerate(carried_by(eqn)):
-            if Use.MULTIPLIED in results[j]:
-                after[j] |= inside[n]
-    return entries
-
-
-def uses_inside(eqn: Any, entries: Entered) -> list[Use]:
-    """What the programs in an equation do with the equation's operands."""
     of_operands = [NOTHING] * len(eqn.invars)
-    for program, operands, results in entries:
+    for program, operands in giving_results(eqn):
         after = uses(program, results)
         for n, i in zip(operands, flat(program).ins, strict=True):
             of_operands[n] |= after[i]

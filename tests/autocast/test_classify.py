@@ -11,7 +11,6 @@ from optax_lossscale._autocast.flat import flat
 W = normal(0, 4, 4)
 GAIN = normal(1, 4)
 X = normal(2, 3, 4)
-ROWS = jnp.array([0, 2])
 
 
 def kind_of(fun):
@@ -29,7 +28,7 @@ def centred(h):
     ("kind", "fun"),
     [
         (Kind.PARAMETER, lambda w, g, x: (w * 2).T + g),
-        (Kind.ROWS, lambda w, g, x: w[ROWS]),
+        (Kind.PARAMETER, lambda w, g, x: w[jnp.array([0, 2])] * 45.0),
         (Kind.PRODUCT, lambda w, g, x: (x @ w).T),
         (Kind.SUM, lambda w, g, x: jnp.where(x > 0, x @ w, 0.0)),
         (Kind.SUM, lambda w, g, x: jnp.where(x > 0, x @ w, g)),
@@ -39,6 +38,10 @@ def centred(h):
         (Kind.SUM, lambda w, g, x: x @ w + x @ (w * 2)),
         (Kind.SUM, lambda w, g, x: x @ w + jnp.tanh(x @ w)),
         (Kind.NEAR, lambda w, g, x: x @ w * 3),
+        (Kind.NEAR, lambda w, g, x: x @ w * 0.01 / 8),
+        (Kind.FLOAT32, lambda w, g, x: x @ w * 200),
+        (Kind.FLOAT32, lambda w, g, x: x @ w / 0.01),
+        (Kind.SUM, lambda w, g, x: jnp.minimum(x @ w + 200, 6)),
         (Kind.NEAR, lambda w, g, x: jax.nn.sigmoid(x @ w)),
         (Kind.NEAR, lambda w, g, x: jnp.tanh(jnp.tanh(x @ w) * g)),
         (Kind.NEAR, lambda w, g, x: centred(x @ w)),
@@ -46,6 +49,14 @@ def centred(h):
         (Kind.NEAR, lambda w, g, x: x @ w * g),
         (Kind.NEAR, lambda w, g, x: x @ w * (x > 0)),
         (Kind.SUM, lambda w, g, x: x @ w * g + x @ w * g),
+        (Kind.NEAR, lambda w, g, x: x @ w / (jnp.linalg.norm(x @ w) + 1e-6)),
+        # What is computed from a mean or a norm is none.
+        (Kind.FLOAT32, lambda w, g, x: x @ w - jnp.exp(jnp.mean(x @ w))),
+        (Kind.FLOAT32, lambda w, g, x: x @ w - (jnp.mean(x @ w) + jnp.exp(x @ w))),
+        (
+            Kind.FLOAT32,
+            lambda w, g, x: x @ w * (jax.lax.rsqrt(jnp.mean((x @ w) ** 2)) * 1e6),
+        ),
         # By a norm of fewer numbers, it may have any size.
         (
             Kind.FLOAT32,

@@ -17,8 +17,8 @@ X = normal(1, 3, 4)
 FLOAT16, FLOAT32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
 
 
-def regions_of(fun, takes=(FLOAT32, FLOAT32), kind=Kind.FLOAT32):
-    """The regions of a function of a matrix and an input that is no parameter."""
+def parts_of(fun, takes=(FLOAT32, FLOAT32), kind=Kind.FLOAT32):
+    """The parts of a function of a matrix and an input that is no parameter."""
     program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(W, X)
     results = (NOTHING,) * len(program.out_avals)
     kinds = (Kind.PARAMETER, kind)
@@ -26,13 +26,13 @@ def regions_of(fun, takes=(FLOAT32, FLOAT32), kind=Kind.FLOAT32):
     return partition(facts, facts.program.steps)
 
 
-def shown(regions):
-    """The operations of regions in order, those of an island as one string in brackets."""
+def shown(parts):
+    """The operations of a program in order, those of an island in brackets."""
     return [
-        f"[{' '.join(s.name for s in region.steps)}]"
-        if region.is_island
-        else region.steps[0].name
-        for region in regions
+        f"[{' '.join(step.name for step in part)}]"
+        if isinstance(part, list)
+        else part.name
+        for part in parts
     ]
 
 
@@ -73,24 +73,24 @@ def shown(regions):
     ],
 )
 def test_an_island_is_what_lies_between_products(expected, fun):
-    assert " ".join(shown(regions_of(fun))) == expected
+    assert " ".join(shown(parts_of(fun))) == expected
 
 
 def test_what_is_made_of_an_argument_in_16_bits_is_an_island():
     fun = lambda w, x: jnp.exp(x)
-    assert shown(regions_of(fun)) == ["exp"]
-    assert shown(regions_of(fun, takes=(FLOAT32, FLOAT16))) == ["[exp]"]
+    assert shown(parts_of(fun)) == ["exp"]
+    assert shown(parts_of(fun, takes=(FLOAT32, FLOAT16))) == ["[exp]"]
     # So is what is made of one that is a sum with a product, whatever its dtype.
-    assert shown(regions_of(fun, kind=Kind.SUM)) == ["[exp]"]
+    assert shown(parts_of(fun, kind=Kind.SUM)) == ["[exp]"]
 
 
 def test_what_is_made_of_a_constant_in_16_bits_is_an_island():
     low = X.astype(FLOAT16)
-    assert shown(regions_of(lambda w, x: jnp.exp(low))) == ["[exp]"]
-    assert shown(regions_of(lambda w, x: jnp.exp(jnp.array(X)))) == ["exp"]
+    assert shown(parts_of(lambda w, x: jnp.exp(low))) == ["[exp]"]
+    assert shown(parts_of(lambda w, x: jnp.exp(jnp.array(X)))) == ["exp"]
 
 
-def test_no_group_reads_what_a_later_one_makes():
+def test_no_part_reads_what_a_later_one_makes():
     def fun(w, x):
         h = x @ w
         y = jnp.exp(h)
@@ -98,14 +98,13 @@ def test_no_group_reads_what_a_later_one_makes():
         y = jnp.sort(z @ w) + y * jnp.cos(x)
         return jax.checkpoint(lambda y: jnp.tanh(y) @ w)(y) + z
 
-    regions = regions_of(fun)
+    steps = []
+    for part in parts_of(fun):
+        steps += part if isinstance(part, list) else [part]
     program = jax.make_jaxpr(fun)(W, X)
     made = set()
-    for region in regions:
-        for step in region.steps:
-            later = {
-                i for region in regions for s in region.steps for i in s.outs
-            } - made
-            assert later.isdisjoint(step.reads)
-            made.update(step.outs)
-    assert sum(len(region.steps) for region in regions) >= len(program.eqns)
+    for step in steps:
+        later = {i for s in steps for i in s.outs} - made
+        assert later.isdisjoint(step.reads)
+        made.update(step.outs)
+    assert len(steps) >= len(program.eqns)

@@ -48,16 +48,6 @@ def test_a_sum_with_a_product_is_stored_in_16_bits():
     ]
 
 
-@pytest.mark.parametrize(("join", "dtype"), [(jnp.add, "f16"), (jnp.multiply, "f32")])
-def test_rows_are_stored_in_16_bits_where_a_stream_of_sums_begins(join, dtype):
-    def stream(table, w):
-        rows = table[jnp.array([3, 1])]
-        return join(rows, jnp.tanh(rows @ w) @ w) @ w
-
-    [gathers] = [line for line in lines(stream, W, W) if "gather" in line]
-    assert gathers.endswith(f":{dtype}")
-
-
 def test_what_is_only_moved_is_not_recomputed():
     """As its derivative needs none of its numbers."""
     joined = lambda w, x: (

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from against_float32 import assert_as_in_float32, normal
+from against_float32 import assert_as_in_float32, assert_close, normal
 from jax import lax
 
 import optax_lossscale as ols
@@ -1006,3 +1006,22 @@ def test_a_product_over_one_number_stays_in_float32(multiply, left, right):
         step(x, y), jax.value_and_grad(loss, (0, 1))(x, y), rtol=1e-4, atol=1e-3
     )
     assert ols.dtype_report(step, x, y).products == ()
+
+
+@pytest.mark.parametrize(
+    "widen",
+    [
+        lambda y: y - jnp.exp(jnp.mean(y)),
+        lambda y: y * (lax.rsqrt(jnp.mean(y * y)) * 1e6),
+        lambda y: y * 200.0 * 200.0,
+    ],
+)
+def test_a_sum_beyond_the_range_of_16_bits_is_finite(widen):
+    """Past another product, before which it would be stored in 16 bits if it were in range."""
+
+    def fun(w, x):
+        z = widen(16 * x @ w) + x @ w
+        return jnp.sum(jnp.log1p(jnp.abs(z + jnp.tanh(z * 1e-7) @ w)))
+
+    w, x = jnp.eye(8), jnp.ones((4, 8))
+    assert_close(ols.autocast(fun)(w, x), fun(w, x), 0.01)
