@@ -8,11 +8,10 @@ values are numbered here by their place in the island.
 import itertools
 from collections.abc import Callable, Hashable
 
-import numpy as np
-
 from optax_lossscale._autocast.flat import Flat, TypedStep
 from optax_lossscale._autocast.plan import Plan
 from optax_lossscale._autocast.store import Region, made_by
+from optax_lossscale._programs.alike import hashable, key_of, key_of_literal
 
 
 def in_common(island: Region, plan: Plan) -> Hashable:
@@ -22,10 +21,8 @@ def in_common(island: Region, plan: Plan) -> Hashable:
     places = dict(zip(values, itertools.count(), strict=False))
 
     def place(i):
-        """The place of a value in the island, or a literal's bytes: 0.0 is not -0.0."""
-        if i in places:
-            return places[i]
-        return np.asarray(program.literals[i].val).tobytes()
+        """The place of a value in the island, or the key of a literal."""
+        return places[i] if i in places else key_of_literal(program.literals[i])
 
     key = (
         plan.casting,
@@ -33,11 +30,7 @@ def in_common(island: Region, plan: Plan) -> Hashable:
         tuple((place(i), dtype) for i, dtype in island.stores.items()),
         frozenset(map(place, island.kept)),
     )
-    try:
-        hash(key)
-    except TypeError:  # a parameter has no hash: equal to no other
-        return island
-    return key
+    return hashable(key, island)
 
 
 def _of_step(
@@ -46,9 +39,7 @@ def _of_step(
     """A key that is equal for steps that compute the same, by the same line."""
     eqn = step.eqn
     return (
-        eqn.primitive,
-        tuple(sorted(eqn.params.items())),  # names differ: no values compared
-        eqn.ctx,
+        key_of(eqn),
         eqn.source_info.traceback,
         step.names,
         tuple(step.takes),

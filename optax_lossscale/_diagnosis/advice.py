@@ -82,7 +82,10 @@ def _what_is_wrong(page: "Diagnosis", one: Wrong) -> str:
             f"{page.loss_in_float32:.4g}"
         )
     if one.name == "a value inside":
-        return f"{dtypes} {give} wrong values inside, though loss and gradients agree"
+        return (
+            f"{dtypes} {give} wrong values inside, though loss and gradients agree as "
+            "far as float32 determines them"
+        )
     if page.initial_scale is None:
         return "The gradients are not finite at any loss scale, but are in float32"
     if one.how is How.IS_NOT_LINEAR:

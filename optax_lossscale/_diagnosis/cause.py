@@ -23,6 +23,7 @@ from optax_lossscale._programs.values import is_narrow
 # An equation is at fault if the error grows by this factor in it.
 _JUMP = 3.0
 _SMALL = 0.2  # a sum that is smaller than this, relative to its terms, cancels
+_ROUNDING = 2.0**-16  # the least error of rounding, relative: less than float16's
 _RUNNING = 8  # the rounds in which an error has to grow for a sum to stagnate
 _NOTHING = 100  # beside numbers this many times larger, lost ones make no difference
 _SUMS = Is.ADDS_TWO | Is.ADDS_MANY
@@ -269,8 +270,16 @@ def _terms(note: Note) -> float:
 
 
 def _cancels(note: Note) -> bool:
-    """Whether a result is a sum that is small beside its terms."""
-    return note.is_any(_SUMS | Is.PRODUCT) and note.typical < _SMALL * _terms(note)
+    """Whether a result is a sum that is small beside its terms, and off by their rounding.
+
+    Where most terms are 0, as in a product with rows of zeros, the terms that count may
+    be smaller than they seem, and have vanished.
+    """
+    if not note.is_any(_SUMS | Is.PRODUCT):
+        return False
+    terms = _terms(note)
+    rounding = note.distance / math.sqrt(note.count)
+    return note.typical < _SMALL * terms and rounding > _ROUNDING * terms
 
 
 def _first_lost(note: Note) -> Note:

@@ -173,7 +173,9 @@ def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
 
 def _is_determined(runs: Runs, name: str) -> bool:
     """Whether float32 gives a result as float64 does."""
-    in_float32 = runs.wide and runs.wide.results[name].note
+    if runs.wide is None:
+        return True
+    in_float32 = runs.wide.results[name].note
     return in_float32 is None or in_float32.error <= TOLERANCE
 
 
@@ -191,7 +193,7 @@ def _what_is_wrong(runs: Runs, name: str, note: Note) -> Wrong | None:
 def _out_of_proportion(runs: Runs, name: str) -> float:
     """How far a gradient in float32 is from being in proportion to the loss scale."""
     at_1 = runs.at_1.results[name]
-    if name == "the loss" or at_1.note is None or at_1.note.typical < _LEAST:
+    if name == THE_LOSS or at_1.note is None or at_1.note.typical < _LEAST:
         return 0.0
     scaled = runs.fitting.results[name].pair.true / runs.fitting.scale
     return measured(scaled, at_1.pair.true).error

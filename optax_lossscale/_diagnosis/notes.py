@@ -209,40 +209,47 @@ def measured(low: Any, true: Any) -> Figures:
         return Figures(count=0)
     if low.dtype.kind in "biu":
         return Figures(low.size, decided=float((low != true).mean()))
+    # Differences of large numbers, and squares, may leave float32's range.
+    with np.errstate(all="ignore"):
+        return _compared(low, true)
+
+
+def _compared(low: np.ndarray, true: np.ndarray) -> Figures:
+    """The figures of a result of floats, in one row."""
     is_finite = np.isfinite(true)
     finite = _finite(true, is_finite)
     sizes = np.abs(finite)
     norm = _norm(sizes)
     count = int(np.count_nonzero(is_finite))
-    figures = Figures(
-        low.size,
-        is_finite=count == low.size,
-        nan_true=count < low.size and bool(np.isnan(true).any()),
-        largest=float(sizes.max()),
-        typical=norm / math.sqrt(max(count, 1)),
-    )
+    of_float32 = {
+        "count": low.size,
+        "is_finite": count == low.size,
+        "nan_true": count < low.size and bool(np.isnan(true).any()),
+        "typical": norm / math.sqrt(max(count, 1)),
+    }
+    largest = float(sizes.max())
     if low is true:
-        return figures
+        return Figures(**of_float32, largest=largest)
     is_finite_low = np.isfinite(low)
     bad = is_finite & ~is_finite_low
     finite_low = _finite(low, is_finite_low)
     apart = np.abs(_finite(finite_low - finite, is_finite & is_finite_low))
     distance = math.inf if bad.any() else _norm(apart)
     if not distance:
-        return figures
-    least = _LIFTED * float(sizes.mean())
+        return Figures(**of_float32, largest=largest)
+    least = _LIFTED * float(sizes.sum()) / low.size
     may_be_off = apart > TOLERANCE * least
     is_off = apart[may_be_off] > TOLERANCE * sizes[may_be_off]
     lost = np.count_nonzero(true[low == 0]) / max(np.count_nonzero(true), 1)
-    return dataclasses.replace(
-        figures,
+    return Figures(
+        **of_float32,
         error=distance / norm if norm else math.inf,
         distance=distance,
         off_share=float(np.count_nonzero(is_off) / low.size),
         bad=bool(bad.any()),
         nan=bool(np.isnan(low[bad]).any()),
         lost=float(lost),
-        largest=max(figures.largest, float(np.abs(finite_low).max())),
+        largest=max(largest, float(np.abs(finite_low).max())),
     )
 
 
@@ -253,8 +260,7 @@ def _finite(x: np.ndarray, is_finite: np.ndarray) -> np.ndarray:
 
 def _norm(x: np.ndarray) -> float:
     """The root of the sum of squares, in float64 if float32 does not hold it."""
-    with np.errstate(over="ignore"):
-        total = float(x @ x)
+    total = float(x @ x)
     if not 2.0**-100 < total < math.inf:
         total = float(np.square(x, dtype=np.float64).sum())
     return math.sqrt(total)

@@ -38,8 +38,8 @@ class Diagnosis(NamedTuple):
       wrong: the loss and gradients that are off by more than 5%, the worst first, and
         why; if there are none, the first value inside of which a fifth is.
       off: how far the loss and each gradient are from float32's, relative to it;
-        without those that float32 does not determine either, such as that of a bias
-        before a normalization.
+        without those that float32 does not determine either, by float64, such as that
+        of a bias before a normalization.
       off_by_choices: how far the loss and gradients are from those of float32 with its
         own choices, such as indices, masks and branches, where that is more than 5%. In
         all other fields, float32 makes the choices of the program.
@@ -49,7 +49,8 @@ class Diagnosis(NamedTuple):
       has_gradients: whether any gradient is not 0 in float32.
       is_finite_without: whether gradients are finite without a loss scale.
       underflow: how many gradients underflow, by the path of parameters without its
-        numbers; the worst first, and without those that lose next to nothing.
+        numbers; all of them first, then the worst, and without those that lose next to
+        nothing.
       not_compared: operations that compute in 16 bits even for operands in float32,
         each with its line.
       table: a row for each equation.
@@ -137,8 +138,8 @@ class Diagnosis(NamedTuple):
         if self.off_by_choices:
             names = some(list(self.off_by_choices))
             yield (
-                f"With float32's own choices, such as masks, {names} would be off by at "
-                f"most {percent(max(self.off_by_choices.values()))}."
+                f"Off from float32 with its own choices, such as masks: {names}, at most "
+                f"by {percent(max(self.off_by_choices.values()))}."
             )
         for operation, source in self.not_compared:
             yield f"Not compared: what {operation} computes in 16 bits at {source}."
