@@ -34,8 +34,9 @@ def assert_survives_overflow(
     of the optimizer's state may count, PRNG keys move on, the skip is counted, and the
     loss scale adapts, unless it is fixed. What is only returned, such as the loss and
     norms to be logged, may be anything. This assertion finds batch statistics, hidden
-    states and averages without `where_applied`, and steps that are not skipped at all.
-    Put it into your tests beside `assert_scale_invariant`, with the same arguments.
+    states and averages without `where_applied`, replicas of `shard_map` that drift
+    apart, and steps that are not skipped at all. Put it into your tests beside
+    `assert_scale_invariant`, with the same arguments.
 
     It runs the step on copies of its arguments: with loss scales at which gradients
     overflow, up to infinity; with a NaN in the batch, the first array of floats that is
@@ -83,7 +84,9 @@ def assert_survives_overflow(
     # leaves no trace. It does in the runs with other numbers.
     back, nudged = what_comes_back(trial, [usual, infinite])
     judged = {path: back[path] for path in not_ignored(ignore, usual) if path in back}
-    fault = _after_overflow(trial, overflowing, nudged, judged)
+    fault = _drifted(usual, judged)
+    if not fault:
+        fault = _after_overflow(trial, overflowing, nudged, judged)
     if not fault and not _need_not_overflow(trial, judged):
         fault = _applied_at_infinity(infinite, usual, judged)
     batch = _first_of_batch(trial, back)
@@ -180,6 +183,16 @@ def _need_not_overflow(trial, judged):
     return any(_with_nan(trial, place).was_skipped for place in judged.values())
 
 
+def _drifted(run, judged):
+    """The fault that replicas drift apart; empty if they do not.
+
+    What is only returned, such as the loss of each device, may differ; not so a loss
+    scale, which is not among the other outputs.
+    """
+    drifted = [x for x in run.drifted if x in judged or x not in run.outputs]
+    return listed(_DRIFTED, drifted, _ONE_DECISION)
+
+
 def _first_of_batch(trial, back):
     """The path of the first array of floats that does not come back, or None."""
     given_back = set(back.values())
@@ -192,6 +205,9 @@ def _first_of_batch(trial, back):
 def _after_nan(trial, batch, judged):
     """The fault after a step with a NaN in the batch; empty if there is none."""
     run = _with_nan(trial, batch)
+    drifted = _drifted(run, judged)
+    if drifted:
+        return drifted
     # A step that is applied may be right: the NaN may not have reached the loss, or
     # only one of several steps that are taken in one. Then only outputs that are not
     # finite are wrong.
@@ -212,9 +228,14 @@ def _with_nan(trial, place):
 
 _LEFT = "A loss scale that overflows, at which the step should be skipped, changes"
 _LEFT_BY_NAN = "With a NaN in {name}, these come back other than given:"
+_DRIFTED = "Devices hold copies of these outputs that differ:"
 APPLIED = (
     "The loss scale is infinite, gradients should overflow, but the step is applied, to"
 )
+_ONE_DECISION = """\
+So each takes the step by its own gradients, or decides by these whether to skip it. Average the
+gradients over all devices before anything else, with jax.lax.pmean, and give with_loss_scale the
+axis_name."""
 _KEEP = """\
 Let tx.apply_gradients or tx.minimize take the step: they keep the parameters and the optimizer's
 state. Keep all else that the step changes, such as batch statistics or an average of the

@@ -40,6 +40,7 @@ class Run(NamedTuple):
     """The outputs of one run of the step."""
 
     outputs: Numbers  # arrays that it returned or changed in place, flat
+    drifted: list[Path]  # outputs and loss scales of which devices' copies differ
     given: Numbers  # the floats that it was given, by their paths
     before: LossScale  # the loss scale that it was given
     overflows: bool  # whether fixed loss scales were infinite
@@ -142,7 +143,7 @@ class Trial:
             result = self.step(*arguments["args"], **arguments["kwargs"])
 
         def outputs(parts):
-            """The parts that are outputs, on the host.
+            """The parts that are outputs.
 
             Arguments that the step did not change in place are none, and may have been
             donated, so that they cannot be read.
@@ -151,17 +152,24 @@ class Trial:
             for path, x in parts.items():
                 is_new = any(id(leaf) not in ids for leaf in jax.tree.leaves(x))
                 if is_new or path[0] == DictKey("result"):
-                    made[path] = jax.device_get(x)
+                    made[path] = x
             return made
 
         after = {"result": result, **arguments}
-        states = [*outputs(_parts(LossScaleState, after)).values()]
+        states = jax.device_get([*outputs(_parts(LossScaleState, after)).values()])
+        numbers_after = outputs(numbers_in(after))
+        loss_scales = outputs(_parts(LossScale, after))
         return Run(
-            outputs={k: flat(x) for k, x in outputs(numbers_in(after)).items()},
+            outputs={k: flat(jax.device_get(x)) for k, x in numbers_after.items()},
+            drifted=[
+                path
+                for path, x in (numbers_after | loss_scales).items()
+                if _copies_differ(x)
+            ],
             given={**self.floats, **(numbers or {})},
             before=loss_scale,
             overflows=OVERFLOWS.value,
-            loss_scales=[*outputs(_parts(LossScale, after)).values()],
+            loss_scales=jax.device_get([*loss_scales.values()]),
             states=states,
             skips=_skipped_steps(states) - _skipped_steps(self.states),
         )
@@ -211,6 +219,18 @@ def flat(x: Any) -> np.ndarray:
     if np.iscomplexobj(numbers):
         numbers = numbers.view(numbers.real.dtype)
     return numbers.astype(np.float64 if is_inexact(numbers) else np.int64)
+
+
+def _copies_differ(tree):
+    """Whether devices hold copies of an array, or of parts of it, that differ."""
+    for x in jax.tree.leaves(tree):
+        copies = {}
+        for shard in getattr(x, "addressable_shards", ()):
+            numbers = flat(shard.data)
+            first = copies.setdefault(str(shard.index), numbers)
+            if not equal(first, numbers):
+                return True
+    return False
 
 
 def equal(x: np.ndarray, y: np.ndarray) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import linen
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
@@ -480,3 +480,31 @@ def test_a_right_step_is_not_accused(name):
     step, arguments = STEPS[name][0](right=True)
     ols.testing.assert_survives_overflow(step, *arguments)
     ols.testing.assert_survives_overflow(step, *arguments)  # they are as they were
+
+
+def test_replicas_that_decide_alone_drift_apart():
+    """What is only returned, such as the loss of each device, may differ."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def steps(axis_name, mean):
+        tx = ols.with_loss_scale(INNER, axis_name=axis_name)
+
+        def step(params, state, x, y):
+            value_and_grad = ols.value_and_scaled_grad(loss_fn, state)
+            loss, grads = value_and_grad(params, x, y)
+            if mean:
+                grads = jax.lax.pmean(grads, "data")
+            return *tx.apply_gradients(grads, state, params, value=loss), loss
+
+        specs = {"in_specs": (P(), P(), P("data"), P("data")), "out_specs": P()}
+        mapped = jax.shard_map(step, mesh=mesh, check_vma=False, **specs)
+        return jax.jit(mapped), PARAMS, tx.init(PARAMS), X, Y
+
+    ols.testing.assert_survives_overflow(*steps("data", mean=True))
+    wrongs = {
+        r"result\[0\]": steps("data", mean=False),
+        r"result\[1\].loss_scale": steps(None, mean=True),
+    }
+    for name, wrong in wrongs.items():
+        with pytest.raises(AssertionError, match=f"that differ:\n  {name}"):
+            ols.testing.assert_survives_overflow(*wrong)
