@@ -45,10 +45,10 @@ def autocast(
     is float64, bfloat16 or float16 in `fun` itself, and everything that no jaxpr shows,
     as in Pallas kernels. `dtype_report` says which products run in which dtype.
     `autocast` goes through `jit`, `scan`, `cond`, `jax.checkpoint`, `shard_map`, custom
-    derivatives, and each `while_loop` whose condition reads only integers and is one
-    flag, not one for each example of a `vmap`. It works for training, evaluation and
-    derivatives of any order. Call it under `jit`: without, each call is traced and
-    planned anew.
+    derivatives (the rule of a `custom_jvp` if its function has products), and each
+    `while_loop` whose condition follows from integers alone and is one flag, not one
+    for each example of a `vmap`. It works for training, evaluation and derivatives of
+    any order. Call it under `jit`: without, each call is traced and planned anew.
 
     Args:
       fun: a function that JAX can trace. It may take arrays, trees and modules of them,

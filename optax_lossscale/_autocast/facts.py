@@ -76,11 +76,13 @@ def facts_of(
     kind_of = classify(jaxpr, kinds)
     after = uses(jaxpr, results)
     sent = _sent(program)
-    dtypes = {i: dtype_in(aval) for i, aval in program.types.items()}
-    for i, dtype in dtypes.items():
-        is_low = i in sent or is_stored_low(kind_of[i], after[i])
-        if dtype == FLOAT32 and is_low:
+    dtypes: dict[int, Any] = {}
+    for i, aval in program.types.items():
+        traced = dtype_in(aval)
+        if i in sent and traced == FLOAT32:
             dtypes[i] = low
+        else:
+            dtypes[i] = stored_dtype(traced, kind_of[i], after[i], low)
     dtypes |= zip(program.ins, takes, strict=True)
     of_products = frozenset(
         i for i in dtypes if dtypes[i] == low or kind_of[i] == Kind.SUM
@@ -92,15 +94,16 @@ def facts_of(
     return Facts(program, kind_of, after, sent, dtypes, of_products, casting, keeps)
 
 
-def is_stored_low(kind: Kind, use: Use) -> bool:
-    """Whether a float32 value of this kind and use is stored in 16 bits.
+def stored_dtype(traced: Any, kind: Kind, use: Use, low: np.dtype) -> Any:
+    """The dtype in which a value of this kind and use is stored, if it is.
 
     The result of a product is in 16 bits already. A SUM on which no product depends is
     never rounded, and neither is one that nothing reads past the next product. So its
     digits are the same whether the steps that make and read it are in one program or,
     as with a `scan` or `cond` between them, in several.
     """
-    return kind == Kind.PRODUCT or (kind == Kind.SUM and KEPT in use)
+    is_low = kind == Kind.PRODUCT or (kind == Kind.SUM and KEPT in use)
+    return low if is_low and traced == FLOAT32 else traced
 
 
 def _sent(program: Flat) -> frozenset[int]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from optax_lossscale._autocast.classify import Kind, kinds_inside
-from optax_lossscale._autocast.facts import Casting, Facts, facts_of, is_stored_low
+from optax_lossscale._autocast.facts import Casting, Facts, facts_of, stored_dtype
 from optax_lossscale._autocast.flat import Flat, Step, TypedStep
 from optax_lossscale._autocast.products import holds_products, is_narrowed
 from optax_lossscale._autocast.shown import shown
@@ -129,8 +129,7 @@ def _plans_inside(facts: Facts, step: Step) -> list[Plan]:
         casting = casting._replace(recomputes=False)
     # The body takes its carry in 16 bits where the body would store it so.
     for n in carried:
-        is_low = is_stored_low(kinds[n], of_operands[n])
-        takes[n] = facts.low if is_low else as_traced[n]
+        takes[n] = stored_dtype(as_traced[n], kinds[n], of_operands[n], facts.low)
     plans: list[Plan] = []
     for program, operands in arguments_of(eqn):
         its_takes = tuple(takes[n] for n in operands)

@@ -6,6 +6,7 @@ against it, as a `while` that waits for a number to converge. `reasons_left` col
 what `autocast` warns of where it narrows nothing.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax.extend.core import Literal
 from optax_lossscale._programs.enter import is_entered, is_placed
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
-from optax_lossscale._programs.values import FLOAT32, FLOAT64, dtype_in, dtypes_in
+from optax_lossscale._programs.values import FLOAT32, FLOAT64, dtypes_in, is_float
 from optax_lossscale._programs.versions import is_ref, name_of, open_jaxpr
 from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import (
@@ -63,7 +64,10 @@ def is_rewritten(eqn: Any) -> bool:
 
 
 def holds_products(eqn: Any) -> bool:
-    """Whether an equation is rewritten and holds products, or its derivatives may."""
+    """Whether an equation is rewritten and holds products, or is a `custom_vjp`.
+
+    The rule of a `custom_jvp` is rewritten only if its function has products.
+    """
     if not is_rewritten(eqn):
         return False
     # The backward pass of a `custom_vjp` may have products where its forward pass has
@@ -131,21 +135,37 @@ def _why_not_rewritten(eqn: Any) -> str:
         return "a derivative with symbolic zeros"
     if Is.VJP in traits(eqn) and any(map(is_ref, eqn.invars)):
         return "a derivative that writes to a Ref"
-    if Is.WAITS in traits(eqn) and _waits(open_jaxpr(eqn.params["cond_jaxpr"])):
+    if Is.WAITS in traits(eqn) and _waits(eqn):
         return "a loop that waits for a number"
     return ""
 
 
-def _waits(condition: Any) -> bool:
-    """Whether a loop waits for a number to converge: in 16 bits, it might never end.
+def _waits(eqn: Any) -> bool:
+    """Whether a `while` waits for a number to converge: in 16 bits, it might never end.
 
-    A condition that reads only integers, such as a count of rounds, does not wait. One
-    that gives a flag for each example of a `vmap` is taken to wait.
+    It does not if its condition follows from integers and booleans alone, such as a
+    count of rounds, which in the body follow from such alone, too. One with a flag for
+    each example of a `vmap` is taken to wait.
     """
-    if condition.outvars[0].aval.shape:  # one for each example of a `vmap`
+    condition, body = map(open_jaxpr, programs_in(eqn))
+    if condition.outvars[0].aval.shape:
         return True
-    operands = [*condition.outvars, *(v for eqn in condition.eqns for v in eqn.invars)]
-    read = {v for v in operands if not isinstance(v, Literal)}
-    return not all(
-        jnp.issubdtype(dtype_in(v), jnp.integer) for v in condition.invars if v in read
-    )
+    of_condition = condition.invars[eqn.params["cond_nconsts"] :]
+    of_body = body.invars[eqn.params["body_nconsts"] :]
+    read = _made_of(condition, condition.outvars)
+    carried = {n for n, v in enumerate(of_condition) if v in read}
+    earlier: set[int] = set()
+    while carried != earlier:
+        earlier = set(carried)
+        read |= _made_of(body, [body.outvars[n] for n in carried])
+        carried |= {n for n, v in enumerate(of_body) if v in read}
+    return any(is_float(v) for v in (*condition.invars, *body.invars) if v in read)
+
+
+def _made_of(program: Any, results: Sequence[Any]) -> set[Any]:
+    """The variables of a program from which results are computed, with these."""
+    needed = {v for v in results if not isinstance(v, Literal)}
+    for eqn in reversed(program.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return needed

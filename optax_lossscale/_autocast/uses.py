@@ -129,7 +129,7 @@ def results_inside(eqn: Any, results: Uses) -> Uses:
 def uses_inside(eqn: Any, results: Uses) -> list[Use]:
     """What the programs in an equation do with the equation's operands.
 
-    The condition of a `while` is left out, as it only reads integers.
+    The condition of a `while` is left out, as it follows from integers.
 
     Args:
       eqn: the equation.

@@ -612,6 +612,51 @@ def test_a_fixed_point_is_found_as_in_float32():
     assert_close(cast_z, z, 0.005)
 
 
+@pytest.mark.filterwarnings("ignore:autocast leaves every")
+def test_a_loop_that_waits_for_a_flag_of_its_body_ends():
+    """The condition reads integers alone, but one of them says that a number converged."""
+
+    def fun(a, v):
+        def step(state):
+            n, _, v = state
+            u = a @ v
+            u /= jnp.linalg.norm(u)
+            return n + 1, (jnp.linalg.norm(u - v) < 1e-6).astype(int), u
+
+        return lax.while_loop(lambda s: (s[1] == 0) & (s[0] < 2000), step, (0, 0, v))
+
+    for seed in range(4):
+        a = jax.random.uniform(jax.random.key(seed), (8, 8))
+        v = jnp.full((8, 1), 8**-0.5)
+        assert fun(a, v)[0] < 20
+        assert_close(ols.autocast(fun)(a, v), fun(a, v), 1e-6)
+
+
+def test_what_a_scan_carries_in_another_dtype_stays_in_it():
+    """Of integers, and of streams that the user has in bfloat16 himself."""
+
+    def body(carry, w):
+        x, a, b, y = carry
+        y += (y.astype(jnp.float32) * 1e-6 @ w).astype(jnp.bfloat16)
+        return (x @ w * (a % 7 + b % 5).astype(x.dtype), b, a, y), None
+
+    def fun(p, x):
+        first = x, p["a"], p["b"], p["y"]
+        (x, a, b, y), _ = lax.scan(body, first, p["layers"])
+        return (x + y) @ p["layers"][0], a, b, y
+
+    of_params = {
+        "layers": jnp.stack([params()["w"]] * 3),
+        "a": jnp.asarray(100003),
+        "b": jnp.asarray(70001),
+        "y": jnp.full_like(X, 1e6, "bfloat16"),
+    }
+    _, a, b, y = ols.autocast(fun)(of_params, X)
+    _, exact_a, exact_b, exact_y = fun(of_params, X)
+    assert (a, b) == (exact_a, exact_b)
+    assert_close(y, exact_y, 0.01)
+
+
 @pytest.mark.slow
 def test_newtons_iteration_converges():
     """Square roots of a matrix by products: what is refined round by round."""

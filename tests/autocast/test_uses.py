@@ -8,7 +8,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale._autocast.classify import Kind
-from optax_lossscale._autocast.facts import is_stored_low
+from optax_lossscale._autocast.facts import stored_dtype
 from optax_lossscale._autocast.flat import flat
 from optax_lossscale._autocast.uses import KEPT, NOTHING, Use, depths, uses
 
@@ -115,4 +115,6 @@ def test_a_depth_is_how_many_products_came_before_at_most():
     ],
 )
 def test_what_is_stored_in_16_bits_follows_from_a_kind_and_a_use(kind, use, is_low):
-    assert is_stored_low(kind, use) == is_low
+    stored = stored_dtype(jnp.dtype("float32"), kind, use, jnp.dtype("float16"))
+    assert stored == ("float16" if is_low else "float32")
+    assert stored_dtype(jnp.dtype("int32"), kind, use, stored) == "int32"
