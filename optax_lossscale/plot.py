@@ -12,7 +12,7 @@ import numpy as np
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.precision import is_inexact
-from optax_lossscale._diagnosis.picture import GREY, TEAL, Axes, axes_for
+from optax_lossscale._diagnosis.picture import GREY, TEAL, Axes, axes_for, style_of
 from optax_lossscale._step.get import resolve
 
 BEFORE = GREY
@@ -38,7 +38,7 @@ def loss_scale(
 
     Raises:
       ValueError: if `history` is neither of these, or is empty.
-      TypeError: if `history` is traced.
+      TypeError: if `history` is traced, or `axes` are not matplotlib's.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -57,7 +57,7 @@ def loss_scale(
     steps = np.arange(1, len(scale) + 1)
     skipped = ~applied.astype(bool)
     axes = axes_for(axes, 2.6)
-    look: dict[str, Any] = {"color": AFTER} | style
+    look = {"color": AFTER} | style_of(style)
     axes.step(steps, scale, where="mid", **look)
     axes.plot(steps[skipped], scale[skipped], "x", color=look["color"], zorder=3)
     axes.set_yscale("log", base=2)
@@ -110,7 +110,7 @@ def exponents(
     Raises:
       ValueError: if `loss_scale` is not a loss scale, or `dtype` not a floating-point
         dtype.
-      TypeError: if an argument is traced.
+      TypeError: if an argument is traced, or `axes` are not matplotlib's.
 
     Example:
       >>> import jax.numpy as jnp
@@ -124,7 +124,7 @@ def exponents(
     shift = float(np.log2(scale))
     sizes = _sizes(scaled_grads)
     percent = 100 / max(1, sizes.size)
-    powers = np.floor(np.log2(sizes[(sizes > 0) & (sizes < np.inf)]))
+    powers = np.log2(sizes[(sizes > 0) & (sizes < np.inf)])
     histograms = {"gradients": (powers, AFTER)}
     if shift:
         scaled = f"scaled by $2^{{{shift:g}}}$"

@@ -85,7 +85,8 @@ def test_loss_scale_draws_the_scale_and_marks_skipped_steps(stacked):
 def test_draws_into_given_axes():
     _, (first, second) = plt.subplots(2)
     history = {"loss_scale": np.ones(3), "should_apply": np.ones(3, bool)}
-    assert plot.loss_scale(history, first) is first
+    assert plot.loss_scale(history, first, c="red") is first
+    assert first.lines[0].get_color() == "red"
     assert plot.exponents([jnp.ones(3)], axes=second) is second
 
 
@@ -99,6 +100,12 @@ def test_exponents_draws_shares_before_and_after_scaling():
     assert after[:, 1].max() == 40
     texts = [text.get_text() for text in axes.texts]
     assert texts == ["20.0% are 0", "subnormal", "float16", "inf"]
+
+
+def test_exponents_unscales_by_any_number():
+    axes = plot.exponents([jnp.full(3, 1500.0)], loss_scale=1000.0)
+    before = axes.patches[0].get_path().vertices
+    assert set(before[before[:, 1] > 0][:, 0]) == {0, 1}
 
 
 @pytest.mark.parametrize(

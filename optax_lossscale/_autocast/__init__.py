@@ -31,7 +31,8 @@ The words that these files share:
   region may also *repeat* a cheap step of an earlier one, and not read its result.
 - For the backward pass, the values that an island reads are *kept*, which JAX calls its
   residuals; its other values are *recomputed*, except some reductions, kept as well.
-- A value is *sent* if it goes to other devices, or gets a name, in 16 bits.
+- A value is *sent* if it goes to other devices, gets a name, or is held by a barrier,
+  in 16 bits.
 - A *stream* is a sum that layer after layer adds to, such as the residual stream of a
   transformer. It is stored in 16 bits from product to product.
 """

@@ -32,21 +32,27 @@ from optax_lossscale._programs.values import FLOAT32, dtype_in, is_float
 from optax_lossscale._programs.walk import carried_by, giving_results, programs_in
 
 
-class Kind(enum.Enum):
+class Kind(enum.IntEnum):
     """What a value is made of; the later kinds need more range, or more digits."""
 
-    NUMBER = "a literal between 1/4 and 4 in size, or 0, or a mask"
-    LARGE = "a literal between 4 and 256: what it multiplies may leave its range"
-    PARAMETER = "a parameter, a literal between 1/256 and 1/4, or made from these alone"
-    PRODUCT = "the result of a product, perhaps moved: it has 16 bits already"
-    SUM = "a sum with such a result: stored in 16 bits from product to product"
-    NEAR = "made from these, in about their range: recomputed; added to a SUM, it gives one"
-    FLOAT32 = "anything that may have another range or need more digits"
+    NUMBER = enum.auto()
+    """A literal between 1/4 and 4 in size, or 0, or a mask."""
+    LARGE = enum.auto()
+    """A literal between 4 and 256: what it multiplies may leave its range."""
+    PARAMETER = enum.auto()
+    """A parameter, a literal between 1/256 and 1/4, or made from these alone."""
+    PRODUCT = enum.auto()
+    """The result of a product, perhaps moved: it has 16 bits already."""
+    SUM = enum.auto()
+    """A sum with such a result: stored in 16 bits from product to product."""
+    NEAR = enum.auto()
+    """Made from these, in about their range: recomputed; added to a SUM, it gives one."""
+    FLOAT32 = enum.auto()
+    """Anything that may have another range or need more digits."""
 
 
 Kinds = Sequence[Kind]
 
-_ORDER = list(Kind)
 _CONSTANTS = frozenset({Kind.NUMBER, Kind.LARGE, Kind.PARAMETER})
 _FACTORS = frozenset({Kind.NUMBER, Kind.PARAMETER})
 """The kinds by which a value is multiplied without leaving its range."""
@@ -84,7 +90,7 @@ def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[int, Kind]:
 def join(kinds: Iterable[Kind]) -> Kind:
     """The kind of a value that may come from values of any of these kinds."""
     kinds = set(kinds)
-    kind = max(kinds, key=_ORDER.index)
+    kind = max(kinds)
     # A PRODUCT is rounded wherever it is made, a SUM only if a product depends on it.
     # The other values here, such as parameters, have been rounded by no product.
     is_mixed = len(kinds) > 1

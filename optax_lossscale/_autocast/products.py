@@ -104,6 +104,7 @@ def reasons_left(program: Any) -> tuple[str, ...]:
 
 @remembered
 def _reasons_left(program: Any) -> tuple[str, ...]:
+    """The same as `reasons_left`, whatever the default precision is."""
     reasons: dict[str, None] = {}
     for eqn in open_jaxpr(program).eqns:
         if is_product(eqn):
@@ -117,6 +118,7 @@ def _reasons_left(program: Any) -> tuple[str, ...]:
 
 
 def _reasons_for_product(eqn: Any) -> list[str]:
+    """Why a product is not narrowed; `[""]` if it is."""
     if is_narrowed(eqn):
         return [""]
     dtypes = dtypes_in(eqn.invars[:2])
@@ -127,6 +129,7 @@ def _reasons_for_product(eqn: Any) -> list[str]:
 
 
 def _why_not_rewritten(eqn: Any) -> str:
+    """Why the programs in an equation are not rewritten; "" if they are."""
     if not is_entered(eqn):
         return f"a {name_of(eqn)}"
     if is_placed(eqn):

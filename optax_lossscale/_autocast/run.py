@@ -113,8 +113,9 @@ def _computed(
             if not region.kept.isdisjoint(step.outs):
                 results = [checkpoint_name(x, SCOPE) for x in results]
             values |= zip(step.outs, results, strict=True)
-            for i in step.outs:
-                cast(i, region.stores.get(i))  # at its line, to be found below
+            for i in region.stores:
+                if i in step.outs:
+                    cast(i, region.stores[i])  # here, so that profiles show this line
     return list(map(cast, region.stores, region.stores.values()))
 
 

@@ -14,7 +14,13 @@ import numpy as np
 from optax_lossscale._arrays.names import scale_name, without_numbers
 from optax_lossscale._diagnosis.cause import How, Wrong
 from optax_lossscale._diagnosis.dtypes import Operation
-from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE
+from optax_lossscale._diagnosis.notes import (
+    A_VALUE_INSIDE,
+    ALL,
+    FIFTH,
+    THE_LOSS,
+    TOLERANCE,
+)
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.text import lines_of, percent, some
 from optax_lossscale._programs.operations import Is
@@ -74,14 +80,14 @@ def _what_is_wrong(page: "Diagnosis", one: Wrong) -> str:
     dtypes = " and ".join(map(str, page.computes_in))
     give = "give" if page.computes_in[1:] else "gives"
     if one.is_in_float32:
-        what = "The loss is" if one.name == "the loss" else "The gradients are"
+        what = "The loss is" if one.name == THE_LOSS else "The gradients are"
         return f"{what} not finite in float32 either, so no loss scale helps"
-    if one.name == "the loss":
+    if one.name == THE_LOSS:
         return (
             f"The loss is {page.loss:.4g} at any loss scale; in float32 it is "
             f"{page.loss_in_float32:.4g}"
         )
-    if one.name == "a value inside":
+    if one.name == A_VALUE_INSIDE:
         return (
             f"{dtypes} {give} wrong values inside, though loss and gradients agree as "
             "far as float32 determines them"
@@ -179,12 +185,12 @@ def _about_choices(page: "Diagnosis") -> _Findings:
         return
     name = max(page.off_by_choices, key=page.off_by_choices.__getitem__)
     what = f"the gradient of {name}"
-    if "the loss" in page.off_by_choices:
-        name = "the loss"
+    if THE_LOSS in page.off_by_choices:
+        name = THE_LOSS
         what = name
     off = page.off_by_choices[name]
     are_many = any(choice.decided > TOLERANCE for choice in page.choices)
-    if name != "the loss" and not are_many and off <= FIFTH:
+    if name != THE_LOSS and not are_many and off <= FIFTH:
         return
     lines = some(lines_of(page.choices))
     yield (
@@ -218,7 +224,7 @@ def _about_gradients(page: "Diagnosis") -> _Findings:
     """A finding about a loss that is only rounding, or gradients that are all 0."""
     if page.wrong or not page.computes_in:
         return
-    if "the loss" not in page.off:
+    if THE_LOSS not in page.off:
         yield (
             f"The loss is nothing but rounding, {page.loss:.3g} for "
             f"{page.loss_in_float32:.3g} in float32, and so may be its gradients.",
@@ -279,7 +285,7 @@ def _about_scale(page: "Diagnosis") -> _Findings:
         )
     elif lost:
         name, group = next(iter(page.underflow.items()))
-        of = "" if name == "all" else f" ({name})"
+        of = "" if name == ALL else f" ({name})"
         yield (
             f"Without a loss scale, float16 loses {group.lost:.1%} of the "
             f"gradients{of} to underflow.",

@@ -253,7 +253,8 @@ def _vanishes(note: Note) -> bool:
     """Whether numbers were lost, or are too small for their dtype, and matter."""
     _, tiny = limits(note.dtype)
     least = tiny * float(jnp.finfo(note.dtype).eps)
-    mean = note.typical / math.sqrt(note.count)  # or more, of the absolute values
+    # The mean of the absolute values is this or more.
+    mean = note.typical / math.sqrt(note.count)
     return note.typical < tiny or (note.lost > FIFTH and mean < _NOTHING * least)
 
 

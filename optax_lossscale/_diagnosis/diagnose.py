@@ -15,9 +15,11 @@ from optax_lossscale._arrays.contexts import IS_REPORTED
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._diagnosis.cause import How, Wrong, cause_in_float32, cause_of
 from optax_lossscale._diagnosis.dtypes import report_of
-from optax_lossscale._diagnosis.gradient import THE_LOSS, Gradient, gradient_of
+from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
 from optax_lossscale._diagnosis.notes import (
+    A_VALUE_INSIDE,
     FIFTH,
+    THE_LOSS,
     TOLERANCE,
     Note,
     all_before,
@@ -254,12 +256,12 @@ def _wrong_inside(runs: Runs, least: float) -> list[Wrong]:
     follows = {read for note in spread if note.typical >= least for read in note.reads}
     for note in spread:
         if note in follows:
-            return [cause_of("a value inside", note)._replace(off=note.off_share)]
+            return [cause_of(A_VALUE_INSIDE, note)._replace(off=note.off_share)]
     return []
 
 
 def _in_a_report(one: Wrong, run: Run) -> Wrong:
-    """The same without the notes before, and whether it is in an inner derivative."""
+    """Drops the notes before it, and finds whether it is in an inner derivative."""
     at = one.place
     loss = run.loss.note
     # A derivative inside of the loss function is computed before the loss, and one in a

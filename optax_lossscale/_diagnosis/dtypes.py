@@ -33,8 +33,9 @@ class Operation(NamedTuple):
     Attributes:
       primitive: its name in JAX, such as `dot_general`, `conv_general_dilated` or
         `reduce_sum`.
-      operands: the dtypes of its operands; for a product, of the two that it
-        multiplies.
+      operands: the dtypes of its operands that are floats; for a product, of the two
+        that it multiplies. If what cannot be looked into has none, those of its
+        results.
       before: the dtypes of the operands before they were converted to wider ones.
       source: the line of your source, such as `model.py:12 (Block.__call__)`.
       count: how many of these operations the program has.
@@ -166,17 +167,21 @@ def report_of(jaxpr: Any) -> DtypeReport:
     usual = usual_product().params["precision"]
     for at in equations(jaxpr):
         eqn = at.eqn
-        floats = [n for n, v in enumerate(eqn.invars) if is_float(v)]
         if is_product(eqn):
             products.append(_product(at, usual))
-        elif floats:
-            terms = terms_of(eqn)
-            one = _operation(at, floats)._replace(terms=terms)
-            needs_digits_or_range = terms > 1 or Is.EXPONENTIAL in traits(eqn)
-            if Is.OPAQUE in traits(eqn) or at.name not in TABLE:
+            continue
+        floats = [n for n, v in enumerate(eqn.invars) if is_float(v)]
+        results = tuple(v.aval.dtype for v in eqn.outvars if is_float(v))
+        terms = terms_of(eqn)
+        one = _operation(at, floats)._replace(terms=terms)
+        needs_digits_or_range = terms > 1 or Is.EXPONENTIAL in traits(eqn)
+        if Is.OPAQUE in traits(eqn) or at.name not in TABLE:
+            if floats:
                 opaque.append(one)
-            elif needs_digits_or_range and one.dtype.itemsize <= 2:
-                narrow.append(one)
+            elif results:
+                opaque.append(one._replace(operands=results, before=results))
+        elif needs_digits_or_range and floats and one.dtype.itemsize <= 2:
+            narrow.append(one)
     return DtypeReport(_alike(products), _alike(narrow), _alike(opaque))
 
 

@@ -18,7 +18,14 @@ from optax_lossscale._arrays.precision import at_least_float32
 from optax_lossscale._arrays.variables import is_variable, map_leaves
 from optax_lossscale._autocast.arrays import is_array
 from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._diagnosis.notes import Figures, Place, measured, note_of
+from optax_lossscale._diagnosis.notes import (
+    ALL,
+    THE_LOSS,
+    Figures,
+    Place,
+    measured,
+    note_of,
+)
 from optax_lossscale._diagnosis.pairs import Pair, Widths, exact
 from optax_lossscale._programs.values import dtypes_in, is_float, is_narrow
 from optax_lossscale._programs.versions import is_ref
@@ -26,13 +33,7 @@ from optax_lossscale._programs.walk import equations
 from optax_lossscale._step.gradient import loss_of
 from optax_lossscale._step.inputs import check_scalar
 
-THE_LOSS = "the loss"
-"""What reports call the loss, among parameters."""
-
-ALL = "all"
-"""What they call all parameters, among groups of these."""
-
-_SEED = Place("", "", "", "the loss scale")
+_SEED = Place(name="the loss scale")
 
 
 class Gradient(NamedTuple):
@@ -81,7 +82,7 @@ def gradient_of(
                 lambda x: next(left) if is_array(x) else x, everything
             )
             loss = loss_of(loss_fn(params, *args, **kwargs), has_aux)
-            check_scalar("the loss", loss)
+            check_scalar(THE_LOSS, loss)
             loss = jnp.asarray(loss)
             if not jnp.issubdtype(loss.dtype, jnp.floating):
                 raise TypeError(
@@ -123,7 +124,7 @@ def _arguments(everything: tuple) -> tuple[list[Any], list[Place]]:
         for x in filter(is_array, jax.tree.leaves(leaf)):
             is_parameter = first.idx == 0 and is_float(x)
             arrays.append(x)
-            places.append(Place("", "", "", name, is_parameter))
+            places.append(Place(name=name, is_parameter=is_parameter))
     counts = Counter([THE_LOSS, ALL, *(place.name for place in places)])
     for n, place in enumerate(places):
         if counts[place.name] > 1:

@@ -33,7 +33,7 @@ class Value(NamedTuple):
 
 
 def noted_alone(value: Value) -> Value:
-    """The value with a note about it alone, where it has that of a stack with it."""
+    """The value with a note about it alone, not that of a stack of which it is a row."""
     note = value.note
     if note is None or _is_key(value.pair.low):
         return value

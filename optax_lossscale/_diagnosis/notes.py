@@ -6,6 +6,7 @@ and `scale` go back along. `measured` computes the figures in a note from two ar
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -16,6 +17,15 @@ import numpy as np
 from optax_lossscale._arrays.names import natural
 from optax_lossscale._diagnosis.text import some
 from optax_lossscale._programs.operations import Is, traits_of
+
+THE_LOSS = "the loss"
+"""What reports call the loss, among the names of parameters."""
+
+ALL = "all"
+"""What they call all parameters, among the names of groups of these."""
+
+A_VALUE_INSIDE = "a value inside"
+"""What they call a value that is neither the loss nor a gradient."""
 
 TOLERANCE = 0.05
 """How far numbers may be from float32's, relative to those, and still be right."""
@@ -29,10 +39,10 @@ _LIFTED = 0.25  # of the mean size: a smaller number is off relative to this, no
 class Place(NamedTuple):
     """Where a value comes from: an equation of the program, or one of its arguments."""
 
-    primitive: str  # the name of the equation's operation; "" for an argument
-    source: str  # the user's line that made the equation
+    primitive: str = ""  # the name of the equation's operation; "" for an argument
+    source: str = ""  # the user's line that made the equation
     # The names of the scopes that it is in, as `encoder/layer_3`; "" for none
-    scope: str
+    scope: str = ""
     name: str = ""  # the path of an argument
     is_parameter: bool = False
     # Whether it is in the backward pass, or in a derivative inside the loss function
@@ -46,7 +56,7 @@ class Figures:
     """How far a result is from float32's, and how large it is.
 
     Attributes:
-      count: how many numbers the result has.
+      count: how many numbers the result has; a complex number counts as two.
       error: how far it is from float32's: the norm of the difference, relative to the
         norm of float32's; infinite if it is bad.
       distance: the norm of the difference, not relative; infinite if it is bad.
@@ -183,7 +193,7 @@ def all_before(
 def worst(notes: Iterable[Note | None]) -> Note | None:
     """One note for several values: of the one that is off the most.
 
-    It is also not finite in float32 if any of the values is, and then reads both notes.
+    If any of the values is not finite in float32, neither is it, and it reads both.
     """
     noted = [note for note in notes if note is not None]
     most = max(noted, key=lambda note: note.error, default=None)
@@ -221,28 +231,28 @@ def _compared(low: np.ndarray, true: np.ndarray) -> Figures:
     sizes = np.abs(finite)
     norm = _norm(sizes)
     count = int(np.count_nonzero(is_finite))
-    of_float32 = {
-        "count": low.size,
-        "is_finite": count == low.size,
-        "nan_true": count < low.size and bool(np.isnan(true).any()),
-        "typical": norm / math.sqrt(max(count, 1)),
-    }
+    figures = functools.partial(
+        Figures,
+        low.size,
+        is_finite=count == low.size,
+        nan_true=count < low.size and bool(np.isnan(true).any()),
+        typical=norm / math.sqrt(max(count, 1)),
+    )
     largest = float(sizes.max())
     if low is true:
-        return Figures(**of_float32, largest=largest)
+        return figures(largest=largest)
     is_finite_low = np.isfinite(low)
     bad = is_finite & ~is_finite_low
     finite_low = _finite(low, is_finite_low)
     apart = np.abs(_finite(finite_low - finite, is_finite & is_finite_low))
     distance = math.inf if bad.any() else _norm(apart)
     if not distance:
-        return Figures(**of_float32, largest=largest)
+        return figures(largest=largest)
     least = _LIFTED * float(sizes.sum()) / low.size
     may_be_off = apart > TOLERANCE * least
     is_off = apart[may_be_off] > TOLERANCE * sizes[may_be_off]
     lost = np.count_nonzero(true[low == 0]) / max(np.count_nonzero(true), 1)
-    return Figures(
-        **of_float32,
+    return figures(
         error=distance / norm if norm else math.inf,
         distance=distance,
         off_share=float(np.count_nonzero(is_off) / low.size),

@@ -14,7 +14,7 @@ from optax_lossscale._arrays.names import scale_name
 from optax_lossscale._diagnosis.advice import findings, scale_that_fits
 from optax_lossscale._diagnosis.cause import Wrong
 from optax_lossscale._diagnosis.dtypes import DtypeReport
-from optax_lossscale._diagnosis.notes import Note
+from optax_lossscale._diagnosis.notes import THE_LOSS, Note
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.table import Table
 from optax_lossscale._diagnosis.text import aligned, percent, some, wrapped
@@ -43,11 +43,12 @@ class Diagnosis(NamedTuple):
       off_by_choices: how far the loss and gradients are from those of float32 with its
         own choices, such as indices, masks and branches, where that is more than 5%. In
         all other fields, float32 makes the choices of the program.
-      choices: where float32 would have chosen other indices, integers or branches.
+      choices: where float32 would have chosen other indices, masks, branches or
+        numbers of rounds.
       initial_scale: the scale that fits; None if none does.
       overflow: where gradients become infinite first, at twice the largest scale.
       has_gradients: whether any gradient is not 0 in float32.
-      is_finite_without: whether gradients are finite without a loss scale.
+      is_finite_without: whether the loss and gradients are finite without a loss scale.
       underflow: how many gradients underflow, by the path of parameters without its
         numbers; all of them first, then the worst, and without those that lose next to
         nothing.
@@ -122,15 +123,17 @@ class Diagnosis(NamedTuple):
 
     def _compared(self) -> Iterator[str]:
         """Sentences about how far the results are from float32's."""
-        if self.computes_in and not self.wrong and "the loss" in self.off:
-            grads = [off for name, off in self.off.items() if name != "the loss"]
+        if self.computes_in and not self.wrong and THE_LOSS in self.off:
+            grads = [off for name, off in self.off.items() if name != THE_LOSS]
             most = f"by at most {max(grads):.1%}" if grads else "nothing but rounding"
             yield (
-                f"Off from float32: the loss by {self.off['the loss']:.1%}, gradients "
+                f"Off from float32: the loss by {self.off[THE_LOSS]:.1%}, gradients "
                 f"{most}."
             )
-        by_line = {str(one): one for one in reversed(self.choices)}
-        for line, one in [*reversed(by_line.items())][:_SHOWN]:
+        by_line: dict[str, Note] = {}
+        for one in self.choices:
+            by_line.setdefault(str(one), one)
+        for line, one in list(by_line.items())[:_SHOWN]:
             yield (
                 f"Chosen otherwise than in float32: {one.decided:.1%} of {one.count}, "
                 f"in {line}."

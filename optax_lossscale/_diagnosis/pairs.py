@@ -62,7 +62,9 @@ class Pair:
     low: Any
     # None if both are the same, as nothing before has rounded to narrower floats
     true: Any = None
-    is_passed: bool = False  # whether `true` was computed in these as well
+    is_passed: bool = (
+        False  # whether `true` was computed in the program's narrow dtypes, too
+    )
 
     @property
     def wide(self) -> Any:

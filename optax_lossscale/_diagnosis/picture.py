@@ -10,7 +10,9 @@ from optax_lossscale._diagnosis.table import Table
 
 try:
     import matplotlib.pyplot as plt
+    from matplotlib import cbook
     from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
 except ImportError as error:
     raise ImportError(
         "plot needs matplotlib: pip install 'optax_lossscale[plot]'"
@@ -33,6 +35,11 @@ def axes_for(axes: Any, height: float) -> Axes:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2)
     return axes
+
+
+def style_of(style: dict[str, Any]) -> dict[str, Any]:
+    """The style of a line under matplotlib's own names, as `color` for `c`."""
+    return cbook.normalize_kwargs(style, Line2D)
 
 
 def magnitudes(table: Table, axes: Any = None) -> Axes:
@@ -58,8 +65,9 @@ def magnitudes(table: Table, axes: Any = None) -> Axes:
     top = max(top, _MOST * 16)
     for low, high in ((bottom, _LEAST), (_MOST, top)):
         axes.axhspan(low, high, color="black", alpha=0.14, lw=0)
-    for place in [n for n in places if rows[n].is_backward][:1]:
-        axes.axvline(place - 0.5, color="black", lw=0.8, ls=":")
+    backward = [n for n in places if rows[n].is_backward]
+    if backward:
+        axes.axvline(backward[0] - 0.5, color="black", lw=0.8, ls=":")
     axes.set(ylim=(bottom, top), xlabel="equation of the gradient", ylabel="size")
     axes.legend(frameon=False, fontsize=8)
     return axes

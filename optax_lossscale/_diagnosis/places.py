@@ -9,7 +9,6 @@ from typing import Any
 
 from optax_lossscale._autocast.products import SCOPE
 from optax_lossscale._diagnosis.notes import Place
-from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.versions import name_of
 from optax_lossscale._programs.walk import line_of
 from optax_lossscale._programs.work import terms_of
@@ -27,13 +26,12 @@ def place_of(eqn: Any, number: int, around: Place) -> Place:
       around: the place of the equation that holds its program.
     """
     stack = str(eqn.source_info.name_stack)
-    sums = traits(eqn) & (Is.PRODUCT | Is.ADDS_MANY)
     return Place(
         name_of(eqn),
         line_of(eqn, around.source),
         "/".join(filter(None, (around.scope, _scope(stack)))),
         is_derivative=around.is_derivative or "transpose(" in stack,
-        terms=terms_of(eqn) if sums else 1,
+        terms=terms_of(eqn),
         number=number,
     )
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from optax_lossscale._diagnosis.gradient import THE_LOSS, Gradient
+from optax_lossscale._diagnosis.gradient import Gradient
 from optax_lossscale._diagnosis.loops import Value, noted_alone
-from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note
+from optax_lossscale._diagnosis.notes import FIFTH, THE_LOSS, TOLERANCE, Note
 from optax_lossscale._diagnosis.pairs import AS_WRITTEN, IN_FLOAT32, Widths
 from optax_lossscale._diagnosis.scale import (
     HIGHEST,

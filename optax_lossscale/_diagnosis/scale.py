@@ -14,9 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
-from optax_lossscale._diagnosis.gradient import ALL
 from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._diagnosis.notes import Note, limits
+from optax_lossscale._diagnosis.notes import ALL, Note, limits
 
 HIGHEST = 126  # the largest scale's exponent: 2**127 is float32's last power of two
 MARGIN = 2  # bits from the scale to begin with to the largest, as gradients may grow
@@ -50,21 +49,12 @@ class InitialScale(NamedTuple):
         return f"{scale}, with {self.spare_bits:.0f} bits to spare before gradients overflow"
 
 
-class _Counts(NamedTuple):
-    """Counts of the numbers of one gradient."""
-
-    size: int  # all of them
-    lost: int  # those that are lost at a loss scale of 1
-    left: int  # those that are lost at the scale that fits
-    exponents: np.ndarray  # those with each exponent, of float32, that can be kept
-
-
 class Underflow(NamedTuple):
     """How many gradients of one kind of parameter underflow.
 
     Attributes:
-      lost: the share that is zero or subnormal at a loss scale of 1, but not zero in
-        float32.
+      lost: the share that is zero or subnormal at a loss scale of 1, of those that are
+        at least 2**-40 of the largest in float32.
       left: the same share at the scale that fits.
       bits: the exponent of the least power of two, as a loss scale, at which next to
         nothing is lost.

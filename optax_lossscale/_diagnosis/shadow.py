@@ -1,6 +1,6 @@
 """Run a program with every value in a pair, and make a note of each result.
 
-`Shadow(program)(values)` returns the results as values, which are pairs with notes, and
+`Shadow(program)(values, widths)` returns the results as values, which are pairs with notes, and
 leaves all notes of the run in `notes`. Pieces without loops are compiled and give the
 pairs of all of their results; the notes are made of these on the host. Python runs
 loops and branches around such pieces, and so knows the round in which it is.
@@ -34,7 +34,7 @@ _PATIENCE = 10.0  # seconds between two lines of progress
 class Around(NamedTuple):
     """What is around a program that runs."""
 
-    place: Place = Place("", "", "")  # the place of the equation that holds it
+    place: Place = Place()  # the place of the equation that holds it
     rounds: tuple[int, ...] = ()  # the rounds of the loops around it, outermost first
     widths: Widths = AS_WRITTEN  # the floats of each pair
     devices: Devices | None = None  # those of a `shard_map` around it

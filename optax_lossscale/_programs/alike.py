@@ -25,7 +25,7 @@ def key_of_literal(literal: Any) -> Hashable:
 
 
 def hashable(key: Hashable, things: Any) -> Hashable:
-    """The key, or that of `things` alone if it has no hash, and so equals no other."""
+    """The key; if it cannot be hashed, the `id` of `things`, which equals no other key."""
     try:
         hash(key)
     except TypeError:

@@ -4,7 +4,8 @@
 `lax.switch` and so on anew, with one `Callee` for each program that the equation holds.
 A callee may take and give other dtypes than the original program, as when products in
 it are narrowed. The results of a `cond` then have the widest dtype that a branch gives,
-and the carry of a `scan` the wider of those that its body takes and gives.
+the carry of a `scan` the wider of those that its body takes and gives, and that of a
+`while` the one that its body takes.
 """
 
 import functools
@@ -32,7 +33,7 @@ class Callee(NamedTuple):
 
 
 Callees = Sequence[Callee]
-"""The programs that an equation holds, in the order of running."""
+"""What runs in the place of the programs that an equation holds, in their order."""
 
 
 def is_entered(eqn: Any) -> bool:

@@ -262,6 +262,9 @@ pure_callback             | opaque
 spsolve                   | opaque
 tpu_custom_call           | opaque
 triton_kernel_call        | opaque
+# Runs code that returns nothing
+debug_callback            | once
+debug_print               | once
 # Holds programs
 checkpoint                | keeps calls            | -          | -         | jaxpr
 closed_call               | inlined calls          | -          | -         | jaxpr call_jaxpr

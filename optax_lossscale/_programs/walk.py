@@ -142,7 +142,7 @@ def equations(jaxpr: Any, line: str = "") -> tuple[Equation, ...]:
 
 
 def keeps_numbers(eqn: Any) -> bool:
-    """Whether the result has numbers of the only operand: moved, repeated or widened."""
+    """Whether the result only moves, repeats or widens numbers of its one operand."""
     kind = traits(eqn)
     if len(eqn.invars) != 1:
         return False
@@ -187,9 +187,11 @@ def has_users_line(eqn: Any) -> bool:
 def is_of_optax(eqn: Any) -> bool:
     """Whether Optax made an equation, other than one of its losses."""
     optax = _folder("optax")
-    innermost = "".join(_calls(eqn)[-1:])
-    is_loss = innermost.startswith(os.path.join(optax, "losses"))
-    return bool(optax) and innermost.startswith(optax) and not is_loss
+    calls = _calls(eqn)
+    if not optax or not calls:
+        return False
+    is_loss = calls[-1].startswith(os.path.join(optax, "losses"))
+    return calls[-1].startswith(optax) and not is_loss
 
 
 def _parameter(params: dict[str, Any], name: str) -> Any:

@@ -296,6 +296,15 @@ def test_kernels_and_callbacks_are_said_not_to_be_looked_into():
     assert "Not looked into:\n  float16    1 pallas_call" in str(found)
 
 
+def test_a_callback_that_only_gives_floats_is_not_looked_into():
+    def fun(n):
+        jax.debug.print("{}", n)
+        return jax.pure_callback(np.float16, jax.ShapeDtypeStruct((), F16), n)
+
+    (one,) = report(fun, np.int32(3)).opaque
+    assert (one.primitive, one.dtype) == ("pure_callback", F16)
+
+
 # --- the lines that made it ---
 
 
