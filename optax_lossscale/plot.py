@@ -57,7 +57,7 @@ def loss_scale(
     steps = np.arange(1, len(scale) + 1)
     skipped = ~applied.astype(bool)
     axes = axes_for(axes, 2.6)
-    look = {"color": AFTER} | style_of(style)
+    look: dict[str, Any] = {"color": AFTER} | style_of(style)
     axes.step(steps, scale, where="mid", **look)
     axes.plot(steps[skipped], scale[skipped], "x", color=look["color"], zorder=3)
     axes.set_yscale("log", base=2)
