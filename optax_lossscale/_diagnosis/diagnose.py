@@ -138,7 +138,8 @@ def _page(
         wrong=tuple(_in_a_report(one, run) for one in wrong),
         off=off,
         off_by_choices=off_by_choices,
-        choices=tuple(_choices(run, off_by_choices)),
+        # Where something is wrong, results are off for that reason.
+        choices=tuple(_choices(run, {} if wrong else off_by_choices)),
         initial_scale=runs.fits,
         overflow=runs.overflow and runs.overflow.row,
         has_gradients=any(np.any(x.pair.true) for x in run.grads.values()),

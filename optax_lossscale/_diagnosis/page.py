@@ -138,7 +138,7 @@ class Diagnosis(NamedTuple):
                 f"Chosen otherwise than in float32: {one.decided:.1%} of {one.count}, "
                 f"in {line}."
             )
-        if self.off_by_choices:
+        if self.off_by_choices and not self.wrong:
             names = some(list(self.off_by_choices))
             yield (
                 f"Off from float32 with its own choices, such as masks: {names}, at most "
