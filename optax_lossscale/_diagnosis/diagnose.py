@@ -36,6 +36,8 @@ from optax_lossscale._step.gradient import check_keywords
 _LEAST = 2.0**-100  # the least size to compare: smaller ones may lack digits in float32
 # Of a result that is 0 in float32, these say that two things are to be equal.
 _OF_DIFFERENCES = (How.CANCELS, How.SATURATES)
+_FAR_LESS = 4  # times: an error of float32 that is so much less than that of 16 bits
+_NOTHING_RIGHT = 0.5  # an error from which on a number has no digit that is right
 _FEW = 0.01  # the share of choices that may differ, as near a tie either is as good
 
 
@@ -163,7 +165,7 @@ def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
             continue
         if not note.is_finite:
             wrong.append(cause_in_float32(name, note))
-        elif note.bad or _is_determined(runs, name):
+        elif note.bad or _is_determined(runs, name, note):
             one = _what_is_wrong(runs, name, note)
             if one is None:
                 off[name] = note.error
@@ -174,12 +176,24 @@ def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
     return off, wrong
 
 
-def _is_determined(runs: Runs, name: str) -> bool:
-    """Whether float32 gives a result as float64 does."""
-    if runs.wide is None:
-        return True
-    in_float32 = runs.wide.results[name].note
-    return in_float32 is None or in_float32.error <= TOLERANCE
+def _is_determined(runs: Runs, name: str, note: Note) -> bool:
+    """Whether float32 gives a result, with this note, as float64 does."""
+    in_float32 = runs.wide and runs.wide.results[name].note
+    return not in_float32 or _determines(in_float32, note)
+
+
+def _determines(in_float32: Note, note: Note) -> bool:
+    """Whether float32 determines a value so well that 16 bits can be wrong about it.
+
+    So float32 is off from float64 by 5% at most, or by far less than 16 bits are from
+    float32, unless nothing is right in it.
+
+    Args:
+      in_float32: the note of the value in float32 beside float64.
+      note: its note in 16 bits beside float32.
+    """
+    least = min(note.error / _FAR_LESS, _NOTHING_RIGHT)
+    return in_float32.error <= max(TOLERANCE, least)
 
 
 def _what_is_wrong(runs: Runs, name: str, note: Note) -> Wrong | None:
@@ -243,17 +257,14 @@ def _wrong_inside(runs: Runs, least: float) -> list[Wrong]:
     results = [value.note for value in run.results.values() if value.note]
     used = set(all_before(results, lambda note: note.reads))
     of_wide = runs.wide.notes if runs.wide else []
-    undetermined = {
-        (note.place.number, note.rounds) for note in of_wide if note.off_share > FIFTH
-    }
-    spread = [
-        note
-        for note in run.notes
-        if note in used
-        and not note.is_backward
-        and note.off_share > FIFTH
-        and (note.place.number, note.rounds) not in undetermined
-    ]
+    in_float32 = {(note.place.number, note.rounds): note for note in of_wide}
+    spread = []
+    for note in run.notes:
+        if note not in used or note.is_backward or note.off_share <= FIFTH:
+            continue
+        wide = in_float32.get((note.place.number, note.rounds))
+        if wide is None or wide.off_share <= FIFTH or _determines(wide, note):
+            spread.append(note)
     follows = {read for note in spread if note.typical >= least for read in note.reads}
     for note in spread:
         if note in follows:

@@ -233,6 +233,7 @@ scaled_matmul_wrapper     | product                | last
 # Bits
 bitcast_convert_type      | of_bits
 nextafter                 | of_bits
+random_gamma              | of_bits
 rng_uniform               | of_bits
 # What no jaxpr shows
 bcoo_dot_general          | opaque
@@ -335,7 +336,7 @@ eig eigh empty empty2 empty_ref fft free_ref freeze from_edtype geqp3 geqrf get
 hessenberg householder_product igamma igamma_grad_a igammac imag iota_2x32_shape
 layout_constraint lu lu_pivots_to_permutation mulhi new_ref ormqr pbroadcast
 platform_index polygamma population_count qr ragged_all_to_all random_bits random_clone
-random_fold_in random_gamma random_seed random_split random_unwrap random_wrap real
+random_fold_in random_seed random_split random_unwrap random_wrap real
 reciprocal reduce_precision reduce_xor regularized_incomplete_beta rng_bit_generator
 schur select_and_gather_add select_and_scatter shift_left shift_right_arithmetic
 shift_right_logical svd swap symmetric_product threefry2x32 tie to_edtype

@@ -14,6 +14,7 @@ from pairs import quick
 import optax_lossscale as ols
 
 F16, F32 = jnp.float16, jnp.float32
+BF16 = jnp.bfloat16
 CONV = {
     "window_strides": (1, 1),
     "padding": "SAME",
@@ -1261,3 +1262,36 @@ def test_float32_takes_its_own_branches_and_rounds(model, monkeypatch):
     assert off > 0.05
     assert found.off_by_choices["the loss"] == pytest.approx(off, rel=0.05)
     assert found.verdict.startswith("Float32 chooses otherwise at ")
+
+
+@pytest.mark.parametrize("offset", [500.0, 700.0])
+def test_what_float32_gives_roughly_is_wrong_if_16_bits_give_nothing(offset):
+    """A variance far from 0: float32 is off by 7% or 16%, bfloat16 by 100% or more."""
+
+    def loss_fn(p, x, y):
+        h = x.astype(BF16) @ p["w"].astype(BF16)
+        q = x.astype(BF16) + jnp.asarray(offset, BF16)
+        variance = (q * q).mean(-1) - q.mean(-1) ** 2  # here
+        return square((h + variance * p["s"].astype(BF16)).astype(F32) - y)
+
+    rng = np.random.RandomState(0)
+    x = jnp.asarray(rng.randn(256, 16), F32)
+    y = jnp.asarray(rng.randn(256), F32)
+    w = jnp.asarray(rng.randn(16) / 4, F32)
+    (one,) = ols.diagnose(loss_fn, {"w": w, "s": jnp.zeros(())}, x, y).wrong
+    assert one.name == "s"
+    assert f":{loss_fn.__code__.co_firstlineno + 3} " in one.place.source
+
+
+def test_random_numbers_are_the_same_in_float32_and_float64():
+    """Those of a gamma distribution depend on the dtype, and not on rounding alone."""
+
+    def loss_fn(p, x):
+        h = x * p["w"] * jax.random.gamma(jax.random.key(0), 2.0, x.shape)
+        v = (h.astype(BF16) + BF16(1000)) * p["s"].astype(BF16) - BF16(1000)  # here
+        return square(v.astype(F32)) + square(h)
+
+    params = {"w": normal(8), "s": jnp.ones(())}
+    found = ols.diagnose(loss_fn, params, normal(16, 8))
+    assert {"s", "w"} <= {*found.off}
+    assert f":{loss_fn.__code__.co_firstlineno + 2} " in found.wrong[0].place.source
