@@ -178,8 +178,10 @@ def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
 
 def _is_determined(runs: Runs, name: str, note: Note) -> bool:
     """Whether float32 gives a result, with this note, as float64 does."""
-    in_float32 = runs.wide and runs.wide.results[name].note
-    return not in_float32 or _determines(in_float32, note)
+    if runs.wide is None:
+        return True
+    in_float32 = runs.wide.results[name].note
+    return in_float32 is None or _determines(in_float32, note)
 
 
 def _determines(in_float32: Note, note: Note) -> bool:
