@@ -119,7 +119,7 @@ class Note(Figures):
 
     @property
     def source(self) -> str:
-        """The line that made it, as `model.py:12 (f)`; of an argument, ""."""
+        """The line that made it, with its file and function; "" of an argument."""
         return self.place.source
 
     @property
@@ -129,7 +129,7 @@ class Note(Figures):
 
     @property
     def line(self) -> str:
-        """The operation and its line, as `dot_general at model.py:12 (f)`."""
+        """The operation and its line, as reports name it."""
         return f"{self.primitive} at {self.source}" if self.source else self.primitive
 
     def __str__(self) -> str:
