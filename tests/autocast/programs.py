@@ -49,8 +49,9 @@ from optax_lossscale._diagnosis.wide import (  # noqa: E402
     wide_dtype,
 )
 from optax_lossscale._programs.enter import Callee, enter, is_entered  # noqa: E402
+from optax_lossscale._programs.operations import Is, traits  # noqa: E402
 from optax_lossscale._programs.values import FLOAT32, dtype_in, in_dtypes, is_float  # noqa: E402
-from optax_lossscale._programs.versions import constants, open_jaxpr  # noqa: E402
+from optax_lossscale._programs.versions import bind, constants, open_jaxpr  # noqa: E402
 from optax_lossscale._programs.walk import programs_in  # noqa: E402
 
 ROUNDING = 2.0**-11  # of float16, relative
@@ -96,6 +97,10 @@ def evaluated(program, compute):
 
 def widely(eqn, ins):
     """The results of an equation in float32, wherever possible."""
+    if Is.VARIES in traits(
+        eqn
+    ):  # on devices, where `in_wide` has stacks of all of them
+        return bind(eqn, ins)
     results, _ = in_wide(eqn, ins, FLOAT32)
     return results
 

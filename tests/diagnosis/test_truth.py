@@ -1264,13 +1264,12 @@ def test_float32_takes_its_own_branches_and_rounds(model, monkeypatch):
     assert found.verdict.startswith("Float32 chooses otherwise at ")
 
 
-@pytest.mark.parametrize("offset", [500.0, 700.0])
-def test_what_float32_gives_roughly_is_wrong_if_16_bits_give_nothing(offset):
-    """A variance far from 0: float32 is off by 7% or 16%, bfloat16 by 100% or more."""
+def test_what_float32_gives_roughly_is_wrong_if_16_bits_give_nothing():
+    """A variance far from 0: float32 is off by 16%, bfloat16 by 3000 times."""
 
     def loss_fn(p, x, y):
         h = x.astype(BF16) @ p["w"].astype(BF16)
-        q = x.astype(BF16) + jnp.asarray(offset, BF16)
+        q = x.astype(BF16) + BF16(500)
         variance = (q * q).mean(-1) - q.mean(-1) ** 2  # here
         return square((h + variance * p["s"].astype(BF16)).astype(F32) - y)
 
