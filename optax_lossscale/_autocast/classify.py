@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from optax_lossscale._autocast.flat import Step, flat
@@ -52,6 +53,8 @@ class Kind(enum.IntEnum):
 
 
 Kinds = Sequence[Kind]
+
+_LARGEST = 2**8  # the size of a literal up to which a sum with it stays in range
 
 _CONSTANTS = frozenset({Kind.NUMBER, Kind.LARGE, Kind.PARAMETER})
 _FACTORS = frozenset({Kind.NUMBER, Kind.PARAMETER})
@@ -141,7 +144,7 @@ def _of_literal(literal: Literal) -> Kind:
     size = abs(float(literal.val))
     if size == 0 or 2**-2 <= size <= 2**2:
         return Kind.NUMBER
-    if 2**-8 <= size <= 2**8:
+    if 2**-8 <= size <= _LARGEST:
         return Kind.PARAMETER if size < 1 else Kind.LARGE
     return Kind.FLOAT32
 
@@ -172,12 +175,19 @@ def _statistic(
     statistic = next(filter(None, map(statistics.get, step.ins)), None)
     if statistic is None:
         return None
-    is_the_same = bool(its_traits & (Is.MOVES | Is.SENDS | Is.CHOOSES))
-    if Is.ADDS_TWO in its_traits:
-        is_the_same = min(step.ins) < 0  # a literal
+    is_the_same = bool(its_traits & (Is.MOVES | Is.SENDS))
+    if its_traits & (Is.CHOOSES | Is.ADDS_TWO):
+        operands = zip(step.eqn.invars, step.ins, strict=True)
+        others = [v for v, i in operands if statistics.get(i) != statistic]
+        is_the_same = all(_is_small(v) for v in others if is_float(v))
     if Is.MULTIPLIES in its_traits:
-        is_the_same = not _CONSTANTS.isdisjoint(kinds[i] for i in step.ins)
+        is_the_same = not _FACTORS.isdisjoint(kinds[i] for i in step.ins)
     return statistic if is_the_same else statistic._replace(last=step.name)
+
+
+def _is_small(v: Any) -> bool:
+    """Whether a variable is a literal like an epsilon, which leaves about a range."""
+    return isinstance(v, Literal) and bool(np.all(np.abs(v.val) <= _LARGEST))
 
 
 def _is_normalized(

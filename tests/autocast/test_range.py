@@ -1014,6 +1014,11 @@ def test_a_product_over_one_number_stays_in_float32(multiply, left, right):
         lambda y: y - jnp.exp(jnp.mean(y)),
         lambda y: y * (lax.rsqrt(jnp.mean(y * y)) * 1e6),
         lambda y: y * 200.0 * 200.0,
+        lambda y: y - jnp.maximum(jnp.mean(y), 2e5),
+        lambda y: y - jnp.maximum(jnp.mean(y), jnp.exp(jnp.mean(y))),
+        lambda y: y - jnp.clip(jnp.mean(y), jnp.exp(jnp.max(y)), 1e9),
+        lambda y: y - (jnp.mean(y) + 2e5),
+        lambda y: y - jnp.mean(y) * 200.0 * 200.0,
     ],
 )
 def test_a_sum_beyond_the_range_of_16_bits_is_finite(widen):
