@@ -6,7 +6,6 @@ and `scale` go back along. `measured` computes the figures in a note from two ar
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -221,51 +220,62 @@ def measured(low: Any, true: Any) -> Figures:
         return Figures(low.size, decided=float((low != true).mean()))
     # Differences of large numbers, and squares, may leave float32's range.
     with np.errstate(all="ignore"):
-        return _compared(low, true)
+        largest = np.abs(low).max(), np.abs(true).max()  # NaN if a number is
+        are_finite = all(map(math.isfinite, largest))
+        compare = _figures_of_finite if are_finite else _figures
+        return compare(low, true)
 
 
-def _compared(low: np.ndarray, true: np.ndarray) -> Figures:
-    """The figures of a result of floats, in one row."""
-    is_finite = np.isfinite(true)
-    finite = _finite(true, is_finite)
-    sizes = np.abs(finite)
-    norm = _norm(sizes)
-    count = int(np.count_nonzero(is_finite))
-    figures = functools.partial(
-        Figures,
-        low.size,
-        is_finite=count == low.size,
-        nan_true=count < low.size and bool(np.isnan(true).any()),
-        typical=norm / math.sqrt(max(count, 1)),
+def _figures_of_finite(low: np.ndarray, true: np.ndarray) -> Figures:
+    """The figures of a result all of whose floats are finite, in one row."""
+    sizes = np.abs(true)
+    norm = _norm(true)
+    figures = Figures(
+        low.size, largest=float(sizes.max()), typical=norm / math.sqrt(low.size)
     )
-    largest = float(sizes.max())
     if low is true:
-        return figures(largest=largest)
-    is_finite_low = np.isfinite(low)
-    bad = is_finite & ~is_finite_low
-    finite_low = _finite(low, is_finite_low)
-    apart = np.abs(_finite(finite_low - finite, is_finite & is_finite_low))
-    distance = math.inf if bad.any() else _norm(apart)
+        return figures
+    apart = np.abs(low - true)
+    distance = _norm(apart)
     if not distance:
-        return figures(largest=largest)
+        return figures
     least = _LIFTED * float(sizes.sum()) / low.size
     may_be_off = apart > TOLERANCE * least
     is_off = apart[may_be_off] > TOLERANCE * sizes[may_be_off]
     lost = np.count_nonzero(true[low == 0]) / max(np.count_nonzero(true), 1)
-    return figures(
+    return Figures(
+        low.size,
         error=distance / norm if norm else math.inf,
         distance=distance,
         off_share=float(np.count_nonzero(is_off) / low.size),
-        bad=bool(bad.any()),
-        nan=bool(np.isnan(low[bad]).any()),
         lost=float(lost),
-        largest=max(largest, float(np.abs(finite_low).max())),
+        largest=max(figures.largest, float(np.abs(low).max())),
+        typical=figures.typical,
     )
 
 
-def _finite(x: np.ndarray, is_finite: np.ndarray) -> np.ndarray:
-    """An array with 0 for its numbers that are not finite."""
-    return x if is_finite.all() else np.where(is_finite, x, 0)
+def _figures(low: np.ndarray, true: np.ndarray) -> Figures:
+    """The figures of any result of floats: of what is finite, and what is not."""
+    is_finite = np.isfinite(true)
+    is_finite_low = np.isfinite(low)
+    bad = is_finite & ~is_finite_low
+    finite = np.where(is_finite, true, 0)
+    finite_low = np.where(is_finite_low, low, 0)
+    compared = np.where(is_finite & is_finite_low, low, finite)
+    figures = _figures_of_finite(compared, finite)
+    is_bad = bool(bad.any())
+    count = int(np.count_nonzero(is_finite))
+    return dataclasses.replace(
+        figures,
+        error=math.inf if is_bad else figures.error,
+        distance=math.inf if is_bad else figures.distance,
+        bad=is_bad,
+        nan=bool(np.isnan(low[bad]).any()),
+        is_finite=count == low.size,
+        nan_true=bool(np.isnan(true).any()),
+        largest=max(figures.largest, float(np.abs(finite_low).max())),
+        typical=figures.typical * math.sqrt(low.size / max(count, 1)),
+    )
 
 
 def _norm(x: np.ndarray) -> float:
