@@ -12,7 +12,7 @@ import numpy as np
 
 from optax_lossscale import presets
 from optax_lossscale._arrays import validation
-from optax_lossscale._arrays.variables import find, is_variable, plain
+from optax_lossscale._arrays.variables import find, is_of_nnx, is_variable, plain
 from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.headroom import HeadroomLossScale
@@ -119,6 +119,11 @@ def get_loss_scale(state: Any) -> LossScale:
                 "Pass one of the states, or one LossScale. An optimizer is wrapped as "
                 "a whole, once. To test a step that takes several states, make it a "
                 "function of one of them."
+            )
+        elif find(lambda x: is_of_nnx(x, "State"), state):
+            remedy = (
+                "A state of nnx.split does not say what is a loss scale: call nnx.merge "
+                "first, and pass the optimizer."
             )
         raise ValueError(
             f"expected exactly one loss scale in the state, found {count} in a "

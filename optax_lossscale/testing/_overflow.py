@@ -9,11 +9,8 @@ text, or an empty string.
 from collections.abc import Callable, Collection
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._arrays.precision import dtype_of
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._step.gradient import check_keywords
 from optax_lossscale.testing._names import listed, name_of, not_ignored
@@ -96,7 +93,24 @@ def assert_survives_overflow(
         raise AssertionError(f"the step does not survive an overflow. {fault}")
 
 
-def is_stuck(run):
+def is_stuck(runs):
+    """Whether the loss scale that comes back does not adapt.
+
+    It is as it was given, or it is made anew: the same for the first two of these runs.
+    """
+    if any(map(_is_as_given, runs)):
+        return True
+    if len(runs) < 2:
+        return False
+    run, other, *_ = runs
+    both_skipped = run.was_skipped and other.was_skipped
+    should_differ = not same(outcomes(run.before)[0], outcomes(other.before)[0])
+    pairs = zip(run.loss_scales, other.loss_scales, strict=False)
+    is_made_anew = any(same(x, y) for x, y in pairs)
+    return both_skipped and should_differ and is_made_anew
+
+
+def _is_as_given(run):
     """Whether the loss scale comes back as it was given, although it should adapt."""
     if not run.loss_scales:
         return False
@@ -131,7 +145,7 @@ def _changed(run, back):
 
 def _after_overflow(trial, runs, nudged, judged):
     """The fault after gradients overflow, and what to do; empty if there is none."""
-    if any(is_stuck(run) for run in runs):
+    if is_stuck(runs):
         return STUCK
     fault = left_behind(runs + nudged, judged)
     if fault:
@@ -144,17 +158,13 @@ def _after_overflow(trial, runs, nudged, judged):
 
 
 def _counts_on(trial, run):
-    """Whether a skipped step changes an integer of the optimizer, such as a count."""
-    is_one_state = len(trial.states) == len(run.states) == 1
-    if not run.was_skipped or not is_one_state:
+    """Whether a skipped step changes an integer of an optimizer, such as a count."""
+    is_one_state = max(len(trial.states), len(run.states)) <= 1
+    are_alike = len(trial.counts) == len(run.counts)
+    if not (run.was_skipped and is_one_state and are_alike):
         return False
-    before = jax.tree.leaves(trial.states[0].inner_state)
-    after = jax.tree.leaves(run.states[0].inner_state)
-    pairs = zip(before, after, strict=False)
-    return any(
-        jnp.issubdtype(dtype_of(old), jnp.integer) and not equal(flat(old), flat(new))
-        for old, new in pairs
-    )
+    pairs = zip(trial.counts, run.counts, strict=True)
+    return any(not equal(old, new) for old, new in pairs)
 
 
 def _applied_at_infinity(infinite, usual, judged):
@@ -247,8 +257,9 @@ replaced before it is checked, by nan_to_num or a where: hand the optimizer scal
 they come. Or nothing is checked, with skip=None and a fixed loss scale: use skip="nonfinite". Or
 they are all zero: give the step a batch that it learns from."""
 STUCK = """\
-Gradients overflow, and the loss scale comes back as it was given, so the next step overflows, too:
-return the state that the step makes, with its loss scale."""
+Gradients overflow, and the loss scale comes back as it was given, or as it was at first, so the
+next step overflows, too: return the state that the step makes, with its loss scale. Or the loss
+that the optimizer is given is not finite either, as of a gradient inside of it that is scaled."""
 _COUNTS_ON = f"""\
 The step is skipped, but an integer in the optimizer's state changes, such as Adam's count.
 {_KEEP}"""

@@ -5,14 +5,22 @@ but nothing says which output is the new value of which argument. So it is found
 experiment. The new value of an argument has a similar path in its tree and the same
 size, and if the argument is changed a little, the new value changes along with it. That
 does not hold for a loss or a prediction.
+
+In its first state, a step may not show it: an average that begins as a copy does not
+depend on what it was. So if one array of a tree comes back in a returned tree of the
+same form, all of them do, and so do those of other trees of this form, in their order.
 """
 
 import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
+from jax.tree_util import DictKey
 
 from optax_lossscale._arrays.contexts import OVERFLOWS
-from optax_lossscale.testing._runs import Path, Run, Trial, flat
+from optax_lossscale.testing._runs import Path, Run, Trial, flat, numbers_in
 
 _NUDGE = 2.0**-4  # the change of a number, relatively, or absolutely if it is zero
 _ALONG = 0.5  # an output follows an argument if the cosine of their changes is larger
@@ -44,7 +52,44 @@ def what_comes_back(
         if path not in back and place not in taken:
             back[path] = place
             taken.add(place)
+    for path, place in _in_trees_alike(trial, regimes[0], back):
+        back.setdefault(path, place)
     return back, runs
+
+
+def _in_trees_alike(
+    trial: Trial, run: Run, back: Mapping[Path, Path]
+) -> Iterator[tuple[Path, Path]]:
+    """The outputs that come back because others of their tree, or of its form, do.
+
+    Each with the path of its argument. `back` has the outputs that are known to come
+    back. Trees of one form are those of as many arguments as results.
+    """
+    arguments = _trees(numbers_in(trial.arguments))
+    results = _trees(run.outputs)
+    for form, places in arguments.items():
+        paths = [top for top in results.get(form, []) if top[0] == DictKey("result")]
+        if len(places) != len(paths):
+            continue
+        pairs = [
+            (path + inner, place + inner)
+            for path, place in zip(paths, places, strict=True)
+            for inner, _ in form
+        ]
+        if any(back.get(path) == place for path, place in pairs):
+            yield from (pair for pair in pairs if pair[1] in trial.floats)
+
+
+def _trees(numbers: Mapping[Path, Any]) -> dict[frozenset, list[Path]]:
+    """The paths of all trees, by their form: the paths and sizes of the arrays in it."""
+    trees = defaultdict(list)
+    for path, x in numbers.items():
+        for depth in range(1, len(path)):
+            trees[path[:depth]].append((path[depth:], flat(x).size))
+    forms = defaultdict(list)
+    for top, arrays in trees.items():
+        forms[frozenset(arrays)].append(top)
+    return forms
 
 
 def _likeness(trial, regimes):

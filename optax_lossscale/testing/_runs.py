@@ -25,13 +25,14 @@ from optax_lossscale._arrays.validation import at_hand
 from optax_lossscale._arrays.variables import is_variable, plain
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
-from optax_lossscale._step.get import get_loss_scale, loss_scales_in
+from optax_lossscale._step.get import get_loss_scale, loss_scales_in, name_in_optax
 from optax_lossscale._step.state import LossScaleState
 
 Path = tuple[Any, ...]  # of JAX's keys
 Numbers = dict[Path, Any]  # arrays by their paths
 
-_OVERFLOWING = 2.0**126  # a finite loss scale at which gradients overflow
+# Finite loss scales at which gradients overflow
+_OVERFLOWING = (2.0**126, 2.0**124)
 _LEFT_OUT = (LossScale, SkipRule)  # no outputs, as they are meant to record overflows
 _SAMPLE = 2**16  # how many numbers of an array are compared at most
 
@@ -46,6 +47,7 @@ class Run(NamedTuple):
     overflows: bool  # whether fixed loss scales were infinite
     loss_scales: list[LossScale]  # among the outputs
     states: list[LossScaleState]  # among the outputs
+    counts: list[np.ndarray]  # the integers in optimizers' states among the outputs
     skips: int  # how many more steps were skipped, by the state with the highest count
 
     @property
@@ -89,6 +91,7 @@ class Trial:
       loss_scale: the one loss scale among the arguments.
       has_fixed: whether a fixed loss scale is among the arguments.
       states: the states of loss scaling among the arguments, on the host.
+      counts: the integers in optimizers' states among the arguments.
       floats: the floating-point and complex arrays among the arguments, by their paths.
       at: the run at a loss scale, given as a float; remembered.
     """
@@ -105,6 +108,7 @@ class Trial:
         self.loss_scale = jax.device_get(get_loss_scale(counted))
         states = _parts(LossScaleState, self.arguments).values()
         self.states = jax.device_get([*states])
+        self.counts = _counts(_optimizers(self.arguments))
         self.floats = {}
         for path, x in numbers_in(self.arguments).items():
             if is_inexact(x):
@@ -125,7 +129,7 @@ class Trial:
         with OVERFLOWS(self.has_fixed):
             if not jax.tree.leaves(self.loss_scale):
                 return [self.run(self.loss_scale)]
-            runs = [self.at(_OVERFLOWING)]
+            runs = [self.at(scale) for scale in _OVERFLOWING]
             # The step may raise an error there, such as that of `raise_if_stuck`, or of
             # a logger that converts the scale to an integer.
             with contextlib.suppress(Exception):
@@ -171,6 +175,7 @@ class Trial:
             overflows=OVERFLOWS.value,
             loss_scales=jax.device_get([*loss_scales.values()]),
             states=states,
+            counts=_counts(outputs(_optimizers(after))),
             skips=_skipped_steps(states) - _skipped_steps(self.states),
         )
 
@@ -189,6 +194,34 @@ def _parts(kind, tree):
     """The parts of a tree that are of a type, by path, with arrays for variables."""
     parts = _leaves(tree, kind)
     return {path: plain(x) for path, x in parts.items() if isinstance(x, kind)}
+
+
+def _optimizers(tree):
+    """The states of optimizers in a tree, by path: those of Optax and of this library."""
+
+    def is_state(x):
+        return isinstance(x, LossScaleState) or name_in_optax(x) is not None
+
+    parts = jax.tree.leaves_with_path(tree, is_leaf=is_state)
+    return {path: plain(x) for path, x in parts if is_state(x)}
+
+
+def _counts(optimizers):
+    """The integers in states of optimizers, such as Adam's count, as flat arrays.
+
+    Those of loss scaling itself, such as how many steps were skipped, are left out.
+    """
+    counts = []
+    for state in optimizers.values():
+        inside = state.inner_state if isinstance(state, LossScaleState) else state
+        for x in jax.tree.leaves(
+            inside, is_leaf=lambda x: isinstance(x, LossScaleState)
+        ):
+            if isinstance(x, LossScaleState):
+                counts += _counts({(): x})
+            elif jnp.issubdtype(dtype_of(x), jnp.integer):
+                counts.append(flat(jax.device_get(x)))
+    return counts
 
 
 def numbers_in(tree: Any) -> Numbers:

@@ -144,7 +144,8 @@ def _fault(trial, ignore):
     back = {path: back[path] for path in series if path in back}
     to_stay = {path: back[path] for path in differing if path in back}
     return (
-        left_behind(overflowing + nudged, to_stay)
+        listed(_NOT_FINITE, _not_finite(falling, back), APPLIED_REMEDY)
+        or left_behind(overflowing + nudged, to_stay)
         or listed(_LOST, _lost_weights(trial, usual, back), _LAST)
         or listed(_AT_GROWTH, _changed_at_growth(trial, falling, series), _ADAPTED)
     )
@@ -155,7 +156,7 @@ def _stuck_or_never_applied(trial, overflowing, falling):
 
     If its outputs are not finite, it raises a `ValueError`, as no loss scale helps.
     """
-    if any(is_stuck(run) for run in overflowing):
+    if is_stuck(overflowing):
         return STUCK
     if len(falling) >= _ENOUGH:
         return ""
@@ -184,6 +185,19 @@ def _applied_at_infinity(infinite, differing):
     if is_told and np.isinf(infinite.exponent) and infinite.was_applied:
         return listed(APPLIED, differing, APPLIED_REMEDY)
     return ""
+
+
+def _not_finite(falling, back):
+    """The paths of outputs that come back to the step, and are not finite."""
+    return [
+        path
+        for path, place in back.items()
+        if any(
+            np.isfinite(run.given[place]).all()
+            and not np.isfinite(run.outputs[path]).all()
+            for run in falling
+        )
+    ]
 
 
 def _multiplied(series, powers, usual):
@@ -353,6 +367,9 @@ _BY_A_CHANGE = (
 _AT_GROWTH = """\
 At a step at which the loss scale grows, these come out different than at the same loss scale
 without growth:"""
+_NOT_FINITE = (
+    "Some gradients overflow, but the step is applied, and these become infinite:"
+)
 _LOST = (
     "These float32 copies of with_master_weights are no longer those of the parameters:"
 )

@@ -1,3 +1,5 @@
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -221,3 +223,17 @@ def test_every_function_refuses_a_state_without_exactly_one(scale_of, state):
 def test_every_function_refuses_a_config_of_an_unknown_kind(scale_of, config):
     with pytest.raises(ValueError, match=r"no preset is named|config must be"):
         scale_of(config)
+
+
+def test_a_split_state_of_nnx_is_to_be_merged_first():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the framework's, not ours
+        from flax import nnx
+
+        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+        graph, state = nnx.split(optimizer)
+        with pytest.raises(ValueError, match=r"call nnx\.merge first"):
+            ols.get_loss_scale(state)
+        merged = nnx.merge(graph, state)
+    assert ols.get_loss_scale(merged) == ols.DynamicLossScale()

@@ -209,6 +209,52 @@ def a_count_that_goes_on(right):
     return jax.jit(step), (*begun(TX), X, Y)
 
 
+@step_of("result[2]['w']", KEPT)
+def average_that_begins_as_a_copy(right):
+    def step(params, state, mean, count, x, y):
+        loss, params, state = TX.minimize(autocast_loss, state, params, x, y)
+        new = jax.tree.map(lambda m, p: m + (p - m) / (count + 1), mean, params)
+        return params, state, kept_if(right, state, new, mean), count + 1, loss
+
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    return jax.jit(step), (PARAMS, TX.init(PARAMS), zeros, 0, X, Y)
+
+
+@step_of("result[0]['w']", KEPT)
+def weights_that_are_clipped_at_a_skip(right):
+    def step(params, state, x, y):
+        loss, new, state = TX.minimize(autocast_loss, state, params, x, y)
+        clipped = jax.tree.map(lambda p: jnp.clip(p, -0.3, 0.3), new)
+        return kept_if(right, state, clipped, params), state, loss
+
+    return jax.jit(step), (PARAMS, TX.init(PARAMS), X, Y)
+
+
+@step_of("Adam's count", KEPT)
+def a_schedule_after_the_wrapper(right):
+    schedule = optax.scale_by_schedule(optax.linear_schedule(1.0, 0.1, 10))
+    inner = optax.chain(INNER, schedule)
+    inside = ols.with_loss_scale(inner, LOSS_SCALE)
+    tx = inside if right else optax.chain(TX, schedule)
+
+    def step(params, state, x, y):
+        loss, grads = ols.value_and_scaled_grad(autocast_loss, state)(params, x, y)
+        updates, state = tx.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state, loss
+
+    return jax.jit(step), (PARAMS, tx.init(PARAMS), X, Y)
+
+
+@step_of("loss scale comes back as it was given, or as it was at first")
+def a_loss_scale_made_anew(right):
+    def step(params, state, x, y):
+        loss, params, state = TX.minimize(autocast_loss, state, params, x, y)
+        loss_scale = state.loss_scale if right else LOSS_SCALE
+        return params, state._replace(loss_scale=loss_scale), loss
+
+    return jax.jit(step), (PARAMS, TX.init(PARAMS), X, Y)
+
+
 @step_of("result[0]['w']", "nan_to_num")
 def gradients_that_are_not_scaled_and_not_finite(right):
     tx = ols.with_loss_scale(INNER, None)

@@ -978,6 +978,22 @@ def old_state(loss_fn, state, params, batch):
     return loss, params, state
 
 
+def guarded_against_nan_alone(loss_fn, state, params, batch):
+    loss, grads = ols.value_and_scaled_grad(loss_fn, state)(params, batch)
+    grads = state.loss_scale.unscale(grads)
+    is_nan = [jnp.isnan(g).any() for g in jax.tree.leaves(grads)]
+    applied = ~jnp.any(jnp.array(is_nan))
+    updates, inner_state = ADAMW.update(grads, state.inner_state, params)
+    new = optax.apply_updates(params, updates)
+    state = state._replace(
+        loss_scale=state.loss_scale.adjust(applied),
+        inner_state=inner_state,
+        should_apply=applied,
+        skipped_steps=state.skipped_steps + 1 - applied,
+    )
+    return loss, optax.tree.where(applied, new, params), state
+
+
 def another_optimizers_scale(loss_fn, state, params, batch):
     loss, grads = ols.value_and_scaled_grad(loss_fn, OTHERS)(params, batch)
     return loss, *WRAPPED.apply_gradients(grads, state, params)
@@ -999,6 +1015,7 @@ def another_optimizers_scale_that_overflows(loss_fn, state, params, batch):
         (nan_to_num, r"result\[1\](.|\n)*nan_to_num"),
         (old_loss_scale, r"loss scale comes back as it was(.|\n)*return the state"),
         (old_state, r"loss scale comes back as it was(.|\n)*return the state"),
+        (guarded_against_nan_alone, r"become infinite(.|\n)*result\[1\]"),
         (another_optimizers_scale, r"2\*\*-1: result\[1\](.|\n)*not an older one"),
         (
             another_optimizers_scale_that_overflows,
