@@ -907,21 +907,22 @@ def tried(program, autocast=None):
     autocast = autocast or ols.autocast
     p, x = program.arguments()
     fun = program.function()
-    exact_step = jax.jit(jax.value_and_grad(fun, (0, 1)))
+    exact_step = jax.jit(scaled_value_and_grad(fun, (0, 1)))
     try:
-        exact = exact_step(p, x)
-        usual = ols.dtype_report(exact_step, p, x)
+        usual = ols.dtype_report(exact_step, jnp.float32(1), p, x)
+        if not is_finite(exact_step(jnp.float32(1), p, x)):
+            return Finding("out of range", "")
     except Exception as error:  # the program is none
         return Finding("no program", repr(error))
-    if not all(np.isfinite(g).all() for g in jax.tree.leaves(exact)):
-        return Finding("out of range", "")
     try:
         step = jax.jit(scaled_value_and_grad(autocast(fun), (0, 1)))  # traced once
         report = ols.dtype_report(step, jnp.float32(1), p, x)
         actual, scale = with_its_scale(step, p, x)
     except Exception as error:
         return Finding(type(error).__name__, str(error)[:1500])
-    if scale == 2.0 ** EXPONENTS[-1]:
+    # At the same scale, as a rule of the program's own need not be linear.
+    exact = at_scale(exact_step, scale, p, x)
+    if scale == 2.0 ** EXPONENTS[-1] or not is_finite(exact):
         return Finding("out of range", "")
     dtypes = wrong_dtypes(report, usual)
     if dtypes and not has_a_vjp_in_a_jvp(program):
@@ -953,11 +954,21 @@ def tried(program, autocast=None):
 
 def with_its_scale(step, p, x):
     for exponent in EXPONENTS:
-        (_, value), grads = step(jnp.float32(2.0**exponent), p, x)
-        if all(np.isfinite(g).all() for g in jax.tree.leaves(grads)):
+        scale = 2.0**exponent
+        value, grads = at_scale(step, scale, p, x)
+        if is_finite(grads):
             break
-    scale = 2.0**exponent
-    return (value, jax.tree.map(lambda g: g / scale, grads)), scale
+    return (value, grads), scale
+
+
+def at_scale(step, scale, p, x):
+    """The value and the unscaled gradients."""
+    (_, value), grads = step(jnp.float32(scale), p, x)
+    return value, jax.tree.map(lambda g: g / scale, grads)
+
+
+def is_finite(tree):
+    return all(np.isfinite(x).all() for x in jax.tree.leaves(tree))
 
 
 def compared(actual, exact):
