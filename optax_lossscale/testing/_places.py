@@ -36,7 +36,7 @@ def what_comes_back(
     `regimes` are runs at several loss scales, which are repeated with arguments that
     are changed a little. In some of them, the step may make NaNs, or change numbers by
     far more. So an output needs to follow its argument in only one of them. The second
-    result are these further runs.
+    result are these further runs. Raises if nothing comes back.
     """
     # An argument that the step changes in place is its own output.
     back = {path: path for path in regimes[0].outputs if path in trial.floats}
@@ -54,6 +54,11 @@ def what_comes_back(
             taken.add(place)
     for path, place in _in_trees_alike(trial, regimes[0], back):
         back.setdefault(path, place)
+    if not back and not regimes[0].loss_scales:
+        raise ValueError(
+            "nothing that the step is given comes back from it: let it return its new "
+            "parameters and state, or change them in place, so that they can be judged"
+        )
     return back, runs
 
 

@@ -528,6 +528,20 @@ def test_a_right_step_is_not_accused(name):
     ols.testing.assert_survives_overflow(step, *arguments)  # they are as they were
 
 
+@pytest.mark.parametrize(
+    "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
+)
+def test_a_step_that_hands_nothing_back_cannot_be_judged(check):
+    params, state = begun(TX)
+
+    def step(params, state):
+        loss, *_ = TX.minimize(autocast_loss, state, params, X, Y)
+        return loss
+
+    with pytest.raises(ValueError, match="nothing that the step is given comes back"):
+        check(step, params, state)
+
+
 def test_replicas_that_decide_alone_drift_apart():
     """What is only returned, such as the loss of each device, may differ."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
