@@ -189,6 +189,16 @@ def function(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a function, got {shown(value)}")
 
 
+def transformation(name: str, value: Any) -> None:
+    """Raises a `TypeError` unless an argument is an Optax gradient transformation."""
+    methods = (getattr(value, "init", None), getattr(value, "update", None))
+    if not all(map(callable, methods)):
+        raise TypeError(
+            f"{name} must be an Optax gradient transformation, with init and update; "
+            f"got {value!r}"
+        )
+
+
 def argnums(value: Any) -> tuple[int, ...]:
     """Checks an `argnums`, an int or a sequence of ints, and returns it as a tuple."""
     positions = tuple(value) if isinstance(value, Sequence) else (value,)

@@ -98,7 +98,8 @@ class SkipRule(Stateful):
 
         Raises:
           ValueError: if the rule needs the loss, but there is none.
-          TypeError: if `decide` returns a rule of another type or configuration.
+          TypeError: if `decide` returns a rule of another type or configuration, or a
+            flag that is not of shape ().
         """
         if value is None and self.needs_value:
             raise ValueError(
@@ -116,6 +117,12 @@ class SkipRule(Stateful):
                 "configuration: return self.replace(…) from decide. Got "
                 f"{validation.shown(new)}"
             )
+        should_apply = jnp.asarray(should_apply, bool)
+        if should_apply.shape:
+            raise TypeError(
+                f"decide of {type(self).__name__} must return one flag for the step, of "
+                f"shape (), got shape {should_apply.shape}: reduce it, say by jnp.all"
+            )
         skipped = self.skipped_by_rule
         debt = new.skip_debt  # which `decide` may have set
         # A step whose norm is 0 teaches nothing, and pays off nothing.
@@ -128,4 +135,4 @@ class SkipRule(Stateful):
             ),
             skip_debt=jnp.where(should_apply, paid_off, grown),
         )
-        return new, jnp.asarray(should_apply, bool)
+        return new, should_apply

@@ -20,7 +20,12 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.names import path_name
-from optax_lossscale._arrays.precision import at_least_float32, is_array, is_inexact
+from optax_lossscale._arrays.precision import (
+    at_least_float32,
+    dtype_of,
+    is_array,
+    is_inexact,
+)
 from optax_lossscale._arrays.validation import is_real, is_traced, refuse, shown
 from optax_lossscale._arrays.variables import find, plain
 from optax_lossscale._scales.loss_scale import LossScale
@@ -140,7 +145,7 @@ def prepare(
     check_arrays("the gradients", grads)
     completed = complete(grads, params)
     if params is not None:
-        _check_shapes(completed.grads, _like(params))
+        _check_kinds(completed.grads, _like(params))
     loss = None if value is None else _true_loss(value)
     prepared = dataclasses.replace(completed, value=loss)
     return prepared if mask is None else _divided(prepared, mask)
@@ -294,8 +299,11 @@ def _has_no_gradient(grad: Any) -> bool:
     return grad is None or getattr(grad, "dtype", None) == jax.dtypes.float0
 
 
-def _check_shapes(grads: Any, params: Any) -> None:
-    """Raises unless each gradient has its parameter's shape, after any batch axes."""
+def _check_kinds(grads: Any, params: Any) -> None:
+    """Raises unless each gradient is of its parameter's kind.
+
+    It has the parameter's shape, after any batch axes, and floats if that has floats.
+    """
     pairs = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(grads), strict=True)
     for (path, param), grad in pairs:
         shape = np.shape(param)
@@ -304,6 +312,12 @@ def _check_shapes(grads: Any, params: Any) -> None:
             raise ValueError(
                 f"a gradient must have the shape of its parameter, {shape} at "
                 f"{path_name(path)}; got {np.shape(grad)}"
+            )
+        if is_inexact(param) and not is_inexact(grad):
+            raise ValueError(
+                "the gradient of a floating-point parameter must have a floating-point "
+                f"dtype, as another is not unscaled; got {dtype_of(grad)} at "
+                f"{path_name(path)}"
             )
 
 

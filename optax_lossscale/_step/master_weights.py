@@ -23,7 +23,7 @@ import optax
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_narrow
 from optax_lossscale._arrays.rounding import join, narrow_dtype, split
-from optax_lossscale._arrays.validation import shown
+from optax_lossscale._arrays.validation import shown, transformation
 from optax_lossscale._arrays.variables import find
 from optax_lossscale._step.get import name_in_optax
 from optax_lossscale._step.inputs import check_update_shape, complete, update_or_zero
@@ -123,7 +123,8 @@ def with_master_weights(
       to `inner` alone, and kept only once.
 
     Raises:
-      TypeError: in `update`, if the state is not one of this transformation.
+      TypeError: if `inner` is not a gradient transformation; in `update`, if the state
+        is not one of this transformation.
       ValueError: in `init`, if a parameter has 8 bits; in `update`, without `params`,
         or if the state is for other shapes or dtypes. (Float32 parameters are not
         refused, as `with_loss_scale` converts 16-bit ones to them.)
@@ -144,6 +145,7 @@ def with_master_weights(
       0.0
       0.001953
     """
+    transformation("inner", inner)
     inner_tx = optax.with_extra_args_support(inner)
 
     def init(params):

@@ -10,7 +10,7 @@ from typing import Any, Protocol, get_args
 import optax
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays.validation import refuse
+from optax_lossscale._arrays.validation import refuse, transformation
 from optax_lossscale._arrays.variables import is_variable
 from optax_lossscale._scales.loss_scale import AxisName
 from optax_lossscale._skips.rule import SkipRule
@@ -263,12 +263,7 @@ def with_loss_scale(
       >>> print(loss, params["w"], state.should_apply)
       5.0 [0.8 1.6] True
     """
-    methods = (getattr(inner, "init", None), getattr(inner, "update", None))
-    if not all(map(callable, methods)):
-        raise TypeError(
-            "inner must be an Optax gradient transformation, with init and update; "
-            f"got {inner!r}"
-        )
+    transformation("inner", inner)
     if isinstance(inner, optax.MultiSteps):
         # Its own `gradient_transformation` would drop the loss and extra arguments.
         update: Any = inner.update

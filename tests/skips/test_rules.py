@@ -224,6 +224,15 @@ def test_ones_own_rule_is_a_pytree_by_subclassing_alone():
     assert (rule.period, rule.steps, rule.skipped_by_rule) == (2, 4, 2)
 
 
+def test_a_rule_that_decides_number_by_number_is_an_error():
+    class Each(skips.SkipRule):
+        def decide(self, norm, value):
+            return self, jnp.array([True, False])
+
+    with pytest.raises(TypeError, match="one flag for the step"):
+        Each().update(1.0)
+
+
 class Below(skips.SkipRule):
     """A rule of one's own, with configuration and state."""
 

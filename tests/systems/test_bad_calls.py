@@ -87,6 +87,11 @@ WRAPPER = {
         TypeError,
         "init and update",
     ),
+    "an alias not called, of master weights": (
+        lambda: ols.with_master_weights(optax.adam),
+        TypeError,
+        "init and update",
+    ),
     "swapped": (
         lambda: ols.with_loss_scale("dynamic", SGD),
         TypeError,
@@ -184,6 +189,11 @@ WRAPPER = {
         lambda: step(grads={"w": "x"}),
         TypeError,
         "the gradients must be a tree",
+    ),
+    "grads: ints": (
+        lambda: step(grads={"w": jnp.ones(3, jnp.int32)}),
+        ValueError,
+        "must have a floating-point dtype",
     ),
     "grads: other shape": (
         lambda: step(grads={"w": jnp.ones(4)}),
