@@ -14,12 +14,12 @@ import numpy as np
 from optax_lossscale._arrays.names import scale_name, without_numbers
 from optax_lossscale._diagnosis.cause import How, Wrong
 from optax_lossscale._diagnosis.dtypes import Operation
+from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.notes import (
     A_VALUE_INSIDE,
     ALL,
     FIFTH,
     THE_LOSS,
-    TOLERANCE,
 )
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.text import lines_of, percent, some

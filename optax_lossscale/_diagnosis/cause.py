@@ -7,16 +7,16 @@ rounded to float16 and nearly equal, the path is the logarithm and the differenc
 error jumps in the difference, so that is at fault: it cancels.
 """
 
-import dataclasses
 import enum
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note, all_before, limits
+from optax_lossscale._diagnosis.figures import TOLERANCE
+from optax_lossscale._diagnosis.notes import FIFTH, Note, all_before, limits
 from optax_lossscale._programs.operations import Is
 from optax_lossscale._programs.values import is_narrow
 
@@ -189,7 +189,7 @@ def _running(path: Sequence[Note]) -> Note | None:
 
 def _how(note: Note) -> tuple[How, Note]:
     """What the equation at fault does, or one before it, which is then at fault."""
-    if note.is_passed:
+    if note.place.is_passed:
         return How.IS_A_KERNEL, note
     if note.bad:
         how = _how_not_finite(note)
@@ -198,7 +198,7 @@ def _how(note: Note) -> tuple[How, Note]:
         note = _computed(note)
     else:
         at = _computed(note)
-        how = _how_off(dataclasses.replace(note, dtype=at.dtype))
+        how = _how_off(note, at.dtype)
         note = at
     saturated = [read for read in note.reads if _saturates(read)]
     if saturated and how is not How.OVERFLOWS:
@@ -221,12 +221,12 @@ def _computed(note: Note) -> Note:
     return note
 
 
-def _how_off(note: Note) -> How:
+def _how_off(note: Note, dtype: Any) -> How:
     """What an equation does whose result is off, but finite."""
-    narrow = is_narrow(note.dtype)
+    narrow = is_narrow(dtype)
     if _cancels(note):
         return How.CANCELS
-    if narrow and _vanishes(note):
+    if narrow and _vanishes(note, dtype):
         return How.VANISHES
     is_long = (narrow and note.is_any(Is.ADDS_MANY)) or (
         note.rounds and note.is_any(_SUMS)
@@ -249,10 +249,10 @@ def _how_not_finite(note: Note) -> How:
     return How.OVERFLOWS if is_infinite else How.IS_UNDEFINED
 
 
-def _vanishes(note: Note) -> bool:
+def _vanishes(note: Note, dtype: Any) -> bool:
     """Whether numbers were lost, or are too small for their dtype, and matter."""
-    _, tiny = limits(note.dtype)
-    least = tiny * float(jnp.finfo(note.dtype).eps)
+    _, tiny = limits(dtype)
+    least = tiny * float(jnp.finfo(dtype).eps)
     # The mean of the absolute values is this or more.
     mean = note.typical / math.sqrt(note.count)
     return note.typical < tiny or (note.lost > FIFTH and mean < _NOTHING * least)

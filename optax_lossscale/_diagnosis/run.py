@@ -11,9 +11,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient
-from optax_lossscale._diagnosis.loops import Value, noted_alone
-from optax_lossscale._diagnosis.notes import FIFTH, THE_LOSS, TOLERANCE, Note
+from optax_lossscale._diagnosis.notes import FIFTH, THE_LOSS, Note, Notes
 from optax_lossscale._diagnosis.pairs import AS_WRITTEN, IN_FLOAT32, Widths
 from optax_lossscale._diagnosis.scale import (
     HIGHEST,
@@ -21,7 +21,7 @@ from optax_lossscale._diagnosis.scale import (
     InitialScale,
     first_overflow,
 )
-from optax_lossscale._diagnosis.shadow import Shadow
+from optax_lossscale._diagnosis.shadow import Result, Shadow
 
 _TRIES = 6  # how many scales are tried, if the backward pass is not linear
 
@@ -30,18 +30,18 @@ class Run(NamedTuple):
     """One run of a gradient in pairs."""
 
     scale: float  # the loss scale
-    loss: Value
-    grads: dict[str, Value]  # the scaled gradients, by the names of the parameters
-    notes: list[Note]
+    loss: Result
+    grads: dict[str, Result]  # the scaled gradients, by the names of the parameters
+    notes: Notes
 
     @property
-    def results(self) -> dict[str, Value]:
+    def results(self) -> dict[str, Result]:
         """The loss and the gradients, by name."""
         return {THE_LOSS: self.loss, **self.grads}
 
     def is_finite(self, in_float32: bool = False) -> bool:
         """Whether loss and gradients are finite, in the program or in float32."""
-        pairs = [value.pair for value in self.results.values()]
+        pairs = [result.pair for result in self.results.values()]
         numbers = [pair.true if in_float32 else pair.low for pair in pairs]
         return all(np.isfinite(x).all() for x in numbers)
 
@@ -60,7 +60,7 @@ class Runs(NamedTuple):
     @property
     def passed(self) -> tuple[tuple[str, str], ...]:
         """What computes in 16 bits even in float32: each operation with its line."""
-        places = [note.place for note in self.at_1.notes if note.is_passed]
+        places = [place for place in self.at_1.notes.places if place.is_passed]
         return tuple(dict.fromkeys((at.primitive, at.source) for at in places))
 
 
@@ -77,10 +77,14 @@ def runs_of(gradient: Gradient) -> Runs:
 
 def _is_in_doubt(run: Run) -> bool:
     """Whether something is off, or float32 might have chosen otherwise."""
-    results = [value.note for value in run.results.values() if value.note is not None]
-    return any(note.error > TOLERANCE for note in results) or any(
-        note.decided or (note.off_share > FIFTH and not note.is_backward)
-        for note in run.notes
+    figures = run.notes.figures
+    is_forward = ~run.notes.of_places(lambda place: place.is_backward)
+    is_off = (figures["off_share"] > FIFTH) & is_forward
+    notes = [result.note for result in run.results.values() if result.note is not None]
+    return (
+        any(note.error > TOLERANCE for note in notes)
+        or bool(figures["decided"].any())
+        or bool(is_off.any())
     )
 
 
@@ -92,7 +96,8 @@ def _as_written(shadow: Shadow, gradient: Gradient) -> Runs:
         return runs
     first, overflow = first_overflow(at_1.notes, 1.0)
     runs = runs._replace(overflow=overflow)
-    if any(note.is_backward and note.dtype == np.float16 for note in at_1.notes):
+    places = at_1.notes.places
+    if any(place.is_backward and place.dtype == np.float16 for place in places):
         return _fitting(shadow, gradient, runs, min(first - 1, HIGHEST) - MARGIN)
     if at_1.is_finite():
         return runs._replace(fits=_fits(first - 1 - MARGIN, first - 1))
@@ -131,11 +136,7 @@ def _fits(exponent: int, largest: int) -> InitialScale:
 
 
 def _run(shadow: Shadow, gradient: Gradient, scale: float, widths: Widths) -> Run:
-    loss, *grads = map(_result, shadow(gradient.values(scale, widths), widths))
+    arrays = [*gradient.arrays, np.asarray(scale, np.float32)]
+    loss, *grads = shadow(arrays, gradient.places, widths)
     by_name = dict(zip(gradient.grad_names, grads, strict=True))
     return Run(scale, loss, by_name, shadow.notes)
-
-
-def _result(value: Value) -> Value:
-    """A result of the program with two arrays, and with a note about these alone."""
-    return noted_alone(value._replace(pair=value.each(np.asarray).pair.both))

@@ -1,9 +1,9 @@
 """Run a program with every value in a pair, and make a note of each result.
 
-`Shadow(program)(values, widths)` returns the results as values, which are pairs with notes, and
-leaves all notes of the run in `notes`. Pieces without loops are compiled and give the
-pairs of all of their results; the notes are made of these on the host. Python runs
-loops and branches around such pieces, and so knows the round in which it is.
+`Shadow(jaxpr)(arrays, places, widths)` returns the results as pairs with notes, and
+leaves all notes of the run in `notes`. Pieces without loops are compiled; the figures
+of their results are computed on the host. Python runs loops and branches around such
+pieces, and so knows the round in which it is.
 """
 
 import functools
@@ -18,15 +18,14 @@ from jax.extend.core import Literal
 
 from optax_lossscale._diagnosis import loops, pairs
 from optax_lossscale._diagnosis.devices import Devices
-from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._diagnosis.notes import Note, Place, measured, note_of
+from optax_lossscale._diagnosis.figures import figures_of, rows_of
+from optax_lossscale._diagnosis.loops import Value, noted_alone
+from optax_lossscale._diagnosis.notes import Note, Notes, Place
 from optax_lossscale._diagnosis.pairs import AS_WRITTEN, Pair, Widths, exact
-from optax_lossscale._diagnosis.pieces import Piece, pieces_of
-from optax_lossscale._diagnosis.places import place_of
+from optax_lossscale._diagnosis.program import Piece, Program, Step, program_of
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import dtype_in, is_float
-from optax_lossscale._programs.versions import constants, open_jaxpr
-from optax_lossscale._programs.walk import keeps_numbers, line_of, programs_in
+from optax_lossscale._programs.values import dtype_in
+from optax_lossscale._programs.walk import keeps_numbers, line_of
 
 _PATIENCE = 10.0  # seconds between two lines of progress
 
@@ -34,96 +33,107 @@ _PATIENCE = 10.0  # seconds between two lines of progress
 class Around(NamedTuple):
     """What is around a program that runs."""
 
-    place: Place = Place()  # the place of the equation that holds it
-    rounds: tuple[int, ...] = ()  # the rounds of the loops around it, outermost first
     widths: Widths = AS_WRITTEN  # the floats of each pair
+    rounds: tuple[int, ...] = ()  # the rounds of the loops around it, outermost first
     devices: Devices | None = None  # those of a `shard_map` around it
 
-    def constant(self, x: np.ndarray) -> Value:
+    def constant(self, x: Any) -> Value:
         """A constant of the program as a value, on each device if there are several."""
         value = Value(exact(x, self.widths))
         return self.devices.entered(value, jax.P()) if self.devices else value
+
+
+class Result(NamedTuple):
+    """A result of the program, with a note about it alone; None of a constant."""
+
+    pair: Pair
+    row: int | None = None
+    note: Note | None = None
 
 
 class Shadow:
     """A program to be run in pairs, any number of times.
 
     Attributes:
-      notes: the notes of the last run, in the order of running.
+      notes: the notes of the last run.
     """
 
-    def __init__(self, program: Any):
-        self.program = program
-        self.notes: list[Note] = []
-        # The place of each equation, by the number of the place around and its `id`
-        self._places: dict[tuple[int, int], Place] = {}
-        self._compiled: dict[Any, Callable[..., list[list[Pair]]]] = {}
+    def __init__(self, jaxpr: Any):
+        self.program = program_of(jaxpr)
+        self.notes = Notes()
+        self._compiled: dict[Any, Callable[..., tuple[list[Pair], list[Pair]]]] = {}
         self._said = time.monotonic()
 
-    def __call__(self, values: Sequence[Value], widths: Widths) -> list[Value]:
+    def __call__(
+        self, arrays: Sequence[Any], places: Sequence[Place], widths: Widths
+    ) -> list[Result]:
         """Runs the program for these arguments, and replaces the notes."""
-        self.notes = []
-        return self._run(self.program, values, Around(widths=widths))
+        self.notes = Notes()
+        values = []
+        for x, place in zip(arrays, places, strict=True):
+            pair = exact(x, widths)
+            is_float = pair.true is not None
+            figures = figures_of([pair.compared]) if is_float else rows_of([x.size])
+            self.notes.add_figures(figures)
+            values.append(Value(pair, self.notes.add(place, (), [])))
+        results = self._run(self.program, values, Around(widths))
+        on_host = [value.each(np.asarray) for value in results]
+        alone = [noted_alone(self.notes, [x.pair], [x.row])[0] for x in on_host]
+        return [
+            Result(x.pair)
+            if x.row is None
+            else Result(x.pair, x.row, self.notes[x.row])
+            for x in alone
+        ]
 
     def _run(
-        self, program: Any, values: Sequence[Value], around: Around
+        self, program: Program, values: Sequence[Value], around: Around
     ) -> list[Value]:
         """The results of a program, piece by piece."""
-        jaxpr = open_jaxpr(program)
-        env = dict(zip(jaxpr.invars, values, strict=True))
-        for v, x in zip(jaxpr.constvars, constants(program), strict=True):
-            env[v] = around.constant(jax.device_get(x))
+        env = dict(zip(program.takes, values, strict=True))
+        for n, x in program.constants.items():
+            env[n] = around.constant(jax.device_get(x))
 
-        def read(v):
-            if isinstance(v, Literal):
-                return around.constant(np.asarray(v.val, dtype_in(v)))
-            return env[v]
+        def read(n):
+            if isinstance(n, Literal):
+                return around.constant(np.asarray(n.val, dtype_in(n)))
+            return env[n]
 
-        for piece in pieces_of(jaxpr):
-            if piece.programs:
-                (eqn,) = piece.eqns
-                results = self._run_inside(eqn, list(map(read, eqn.invars)), around)
-                env.update(zip(eqn.outvars, results, strict=True))
+        for piece in program.pieces:
+            (step, *_) = piece.steps
+            if step.programs:
+                results = self._run_inside(step, list(map(read, step.reads)), around)
+                env.update(zip(step.makes, results, strict=True))
             else:
                 self._compute(piece, env, around)
-            for v in piece.frees:
-                del env[v]
-        return list(map(read, jaxpr.outvars))
+            for n in piece.frees:
+                env.pop(n, None)
+        return list(map(read, program.gives))
 
     def _run_inside(
-        self, eqn: Any, ins: Sequence[Value], around: Around
+        self, step: Step, ins: Sequence[Value], around: Around
     ) -> list[Value]:
-        """The results of an equation whose programs are run piece by piece."""
-        inside = around._replace(place=self._place(eqn, around))
+        """The results of a loop or branch, whose programs are run piece by piece."""
 
         def run(program, values, *turn):
             rounds = (*around.rounds, *turn)
-            return self._run(program, values, inside._replace(rounds=rounds))
+            return self._run(program, values, around._replace(rounds=rounds))
 
-        kind = traits(eqn)
+        kind = traits(step.eqn)
         if Is.SCANS in kind:
-            return loops.scan(eqn, ins, run, axis=1 if inside.devices else 0)
+            axis = 1 if around.devices else 0
+            return loops.scan(step, ins, run, self.notes, axis)
         if Is.WAITS in kind:
-            return loops.while_loop(eqn, ins, run)
+            return loops.while_loop(step, ins, run, self.notes)
         if Is.BRANCHES in kind:
-            return loops.cond(eqn, ins, run)
-        (program,) = programs_in(eqn)
-        if Is.MAPS not in kind:
-            return self._run(program, ins, inside)
-        devices = Devices.of(eqn)
-        inside = inside._replace(devices=devices)
-        entered = list(map(devices.entered, ins, eqn.params["in_specs"]))
-        results = self._run(program, entered, inside)
-        return list(map(devices.left, results, eqn.params["out_specs"]))
+            return loops.cond(step, ins, run, self.notes)
+        devices = Devices.of(step.eqn)
+        entered = list(map(devices.entered, ins, step.eqn.params["in_specs"]))
+        (program,) = step.programs
+        results = self._run(program, entered, around._replace(devices=devices))
+        return list(map(devices.left, results, step.eqn.params["out_specs"]))
 
-    def _place(self, eqn: Any, around: Around) -> Place:
-        """The place of an equation, which is found once for each place around it."""
-        key = (around.place.number, id(eqn))
-        if key not in self._places:
-            self._places[key] = place_of(eqn, len(self._places), around.place)
-        return self._places[key]
-
-    def _compute(self, piece: Piece, env: dict[Any, Value], around: Around) -> None:
+    def _compute(self, piece: Piece, env: dict[int, Value], around: Around) -> None:
         """Computes a piece by compiled code, and adds its results to `env`."""
         key = (piece.key, around.widths, around.devices)
         if key not in self._compiled:
@@ -132,44 +142,40 @@ class Shadow:
                 around.devices.over(function) if around.devices else function,
                 compiler_options=pairs.compiler_options(),
             )
-        every = self._compiled[key]([env[v].pair for v in piece.reads])
-        for eqn, results in zip(piece.eqns, every, strict=True):
-            read = [env[v].note for v in eqn.invars if not isinstance(v, Literal)]
-            notes = tuple(note for note in read if note is not None)
-            for v, pair in zip(eqn.outvars, results, strict=True):
-                note = self._note(eqn, pair.compared, notes, around)
-                env[v] = Value(pair.followed, note)
+        left, noted = self._compiled[key]([env[n].pair for n in piece.reads])
+        rows = self._note(piece, noted, env, around.rounds)
+        for n, pair in zip(piece.leaves, left, strict=True):
+            env[n] = Value(pair, rows[n])
         self._say(piece)
 
     def _note(
-        self, eqn: Any, pair: Pair, reads: tuple[Note, ...], around: Around
-    ) -> Note | None:
-        """Makes a note of a result, if it holds floats or is a choice.
-
-        A result that has all numbers of the operand has its note.
-        """
-        if keeps_numbers(eqn) and Is.SELECTS not in traits(eqn):
-            return next(iter(reads), None)
-        is_choice = pair.true is not None
-        if not (is_float(pair.low) or is_choice):
-            return None
-        note = note_of(
-            measured(pair.low, pair.true),
-            place=self._place(eqn, around),
-            dtype=pair.low.dtype,
-            reads=reads,
-            rounds=around.rounds,
-            is_passed=pair.is_passed,
-        )
-        self.notes.append(note)
-        return note
+        self,
+        piece: Piece,
+        noted: Sequence[Pair],
+        env: dict[int, Value],
+        rounds: tuple[int, ...],
+    ) -> dict[int, int | None]:
+        """Makes notes of the results of a piece, and returns the row of each value."""
+        self.notes.add_figures(figures_of(noted))
+        pairs_left = iter(noted)
+        rows = {n: env[n].row for n in piece.reads}
+        for step in piece.steps:
+            reads = [rows[n] for n in step.values if rows[n] is not None]
+            for n, place in zip(step.makes, step.places, strict=True):
+                if place is not None:
+                    place.is_passed = next(pairs_left).is_passed
+                    rows[n] = self.notes.add(place, rounds, reads)
+                else:
+                    rows[n] = reads[0] if reads and keeps_numbers(step.eqn) else None
+        return rows
 
     def _say(self, piece: Piece) -> None:
         """Prints a line of progress, if none has been printed for a while."""
         if time.monotonic() - self._said > _PATIENCE:
             self._said = time.monotonic()
+            line = line_of(piece.steps[-1].eqn)
             print(
-                f"diagnose: {len(self.notes)} results, at {line_of(piece.eqns[-1])}",
+                f"diagnose: {len(self.notes)} results, at {line}",
                 file=sys.stderr,
                 flush=True,
             )
