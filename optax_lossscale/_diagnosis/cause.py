@@ -179,9 +179,9 @@ def _jump(path: Sequence[Note]) -> Note | None:
 
 def _running(path: Sequence[Note]) -> Note | None:
     """The note of a sum in which an error grows a little in each of many rounds."""
-    rounds = Counter(note.place.number for note in path if note.rounds)
-    for number, count in rounds.most_common(1):
-        sums = [n for n in path if n.place.number == number and n.is_any(_SUMS)]
+    rounds = Counter(note.place for note in path if note.rounds)
+    for place, count in rounds.most_common(1):
+        sums = [n for n in path if n.place is place and n.is_any(_SUMS)]
         if count >= _RUNNING and sums:
             return sums[0]
     return None

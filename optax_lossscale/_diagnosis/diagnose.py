@@ -15,16 +15,18 @@ from optax_lossscale._arrays.contexts import IS_REPORTED
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._diagnosis.cause import How, Wrong, cause_in_float32, cause_of
 from optax_lossscale._diagnosis.dtypes import report_of
-from optax_lossscale._diagnosis.figures import TOLERANCE, error_of
+from optax_lossscale._diagnosis.figures import TOLERANCE, figures_of
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
 from optax_lossscale._diagnosis.notes import (
     A_VALUE_INSIDE,
     FIFTH,
     THE_LOSS,
     Note,
+    all_before,
     limits,
 )
 from optax_lossscale._diagnosis.page import Diagnosis
+from optax_lossscale._diagnosis.pairs import Pair
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow
 from optax_lossscale._diagnosis.table import of_worst_rounds, table_of
@@ -213,20 +215,18 @@ def _out_of_proportion(runs: Runs, name: str) -> float:
     if name == THE_LOSS or at_1.note is None or at_1.note.typical < _LEAST:
         return 0.0
     scaled = runs.fitting.results[name].pair.true / runs.fitting.scale
-    return error_of(scaled, at_1.pair.true)
+    return figures_of(scaled, at_1.pair.true).error
 
 
 def _first_out_of_proportion(runs: Runs) -> Note | None:
     """The first result of the backward pass that is not in proportion to the scale."""
-    before = runs.at_1.notes
-    now = runs.fitting.notes
-    for turn, row in now.by_turn.items():
-        if turn in before.by_turn and now.places[row].is_backward:
-            typical = float(before.figures["typical"][before.by_turn[turn]])
-            scaled = float(now.figures["typical"][row])
-            difference = abs(scaled - typical * runs.fitting.scale)
-            if typical > _LEAST and difference > TOLERANCE * scaled:
-                return now[row]
+    before = {(note.place, note.rounds): note.typical for note in runs.at_1.notes}
+    for note in runs.fitting.notes:
+        typical = before.get((note.place, note.rounds), 0.0)
+        difference = abs(note.typical - typical * runs.fitting.scale)
+        is_compared = note.is_backward and typical > _LEAST
+        if is_compared and difference > TOLERANCE * note.typical:
+            return note
     return None
 
 
@@ -235,11 +235,11 @@ def _off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
 
     `determined` has the names of the results that float32 determines.
     """
-    if runs.wide is None or not runs.fitting.notes.figures["decided"].any():
+    if runs.wide is None or not any(note.decided for note in runs.fitting.notes):
         return {}
     low = {name: value.pair.low for name, value in runs.fitting.results.items()}
     off = {
-        name: error_of(low[name], value.pair.low)
+        name: Pair(low[name], value.pair.low).compared.figures.error
         for name, value in runs.wide.results.items()
         if name in determined
     }
@@ -253,16 +253,18 @@ def _wrong_inside(runs: Runs, least: float) -> list[Wrong]:
     from it is below `least`, the least normal number, or if no result is computed from
     it, as of a loop's condition.
     """
-    notes = runs.fitting.notes
-    rows = [result.row for result in runs.fitting.results.values()]
-    is_used = notes.before(row for row in rows if row is not None)
-    is_forward = ~notes.of_places(lambda place: place.is_backward)
-    is_off = notes.figures["off_share"] > FIFTH
-    spread = [
-        note
-        for note in notes.where(is_used & is_forward & is_off)
-        if note.place.primitive and _is_determined_inside(runs, note)
-    ]
+    run = runs.fitting
+    results = [value.note for value in run.results.values() if value.note]
+    used = set(all_before(results, lambda note: note.reads))
+    of_wide = runs.wide.notes if runs.wide else []
+    in_float32 = {(note.place, note.rounds): note for note in of_wide}
+    spread = []
+    for note in run.notes:
+        if note not in used or note.is_backward or note.off_share <= FIFTH:
+            continue
+        wide = in_float32.get((note.place, note.rounds))
+        if wide is None or wide.off_share <= FIFTH or _determines(wide, note):
+            spread.append(note)
     follows = {read for note in spread if note.typical >= least for read in note.reads}
     for note in spread:
         if note in follows:
@@ -270,22 +272,15 @@ def _wrong_inside(runs: Runs, least: float) -> list[Wrong]:
     return []
 
 
-def _is_determined_inside(runs: Runs, note: Note) -> bool:
-    """Whether float32 determines a value inside."""
-    turn = (note.place.number, note.rounds)
-    if runs.wide is None or turn not in runs.wide.notes.by_turn:
-        return True
-    in_float32 = runs.wide.notes[runs.wide.notes.by_turn[turn]]
-    return in_float32.off_share <= FIFTH or _determines(in_float32, note)
-
-
 def _in_a_report(one: Wrong, run: Run) -> Wrong:
     """Drops the notes before it, and finds whether it is in an inner derivative."""
     at = one.place
     loss = run.loss.note
-    # A derivative inside of the loss function is computed before the loss, and one in a
-    # rule for the backward pass after it.
-    is_before_the_loss = loss is not None and at.place.number <= loss.place.number
+    # The loss depends on a derivative inside of its function, and not on one in a rule
+    # for the backward pass.
+    is_before_the_loss = loss is not None and at in all_before(
+        [loss], lambda note: note.reads
+    )
     return one._replace(
         place=at.row,
         rounded=tuple(note.row for note in one.rounded),
@@ -307,7 +302,7 @@ def _choices(run: Run, off_by_choices: Mapping[str, float]) -> list[Note]:
         THE_LOSS in off_by_choices or max(off_by_choices.values(), default=0) > FIFTH
     )
     choices = []
-    for note in of_worst_rounds(run.notes, "decided"):
+    for note in of_worst_rounds(run.notes, lambda note: note.decided):
         is_mask = note.dtype == np.bool_ and note.count > 1
         least = FIFTH if is_mask else _FEW
         if note.decided > (0.0 if are_all else least):

@@ -1,13 +1,7 @@
-"""Figures: how far a result is from float32's, and how large it is.
-
-They are computed for many results at once, as NumPy takes longer to begin with an array
-than to go through a small one. So the results lie one after the other in one array for
-the program's numbers and in one for float32's, and each figure is a reduction over
-parts of these.
-"""
+"""Figures: how far a result is from float32's, and how large it is."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import math
 from typing import Any
 
 import numpy as np
@@ -16,7 +10,6 @@ TOLERANCE = 0.05
 """How far numbers may be from float32's, relative to those, and still be right."""
 
 _LIFTED = 0.25  # of the mean size: a smaller number is off relative to this, not itself
-_TOGETHER = 2**16  # how many numbers to go through at once, as they are in a cache
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,111 +46,74 @@ class Figures:
     typical: float = 0.0
 
 
-_COLUMNS = [(field.name, field.type) for field in dataclasses.fields(Figures)]
-
-
-def rows_of(counts: Sequence[int]) -> np.ndarray:
-    """Rows of figures, one for each number of numbers, of which no more is known."""
-    rows = np.zeros(len(counts), _COLUMNS)
-    rows["count"] = counts
-    rows["is_finite"] = True
-    return rows
-
-
-def figures_of(results: Sequence[Any]) -> np.ndarray:
-    """The figures of some results, a row for each.
+def figures_of(low: Any, true: Any) -> Figures:
+    """The figures of a result.
 
     Args:
-      results: pairs of arrays of one floating-point dtype, of 32 bits or more; of a
-        choice, whether float32 decides otherwise, beside None.
+      low: the result, as the program computes it, in a dtype of 32 bits or more.
+      true: the same in float32. If it is None, `low` tells of each index or condition
+        whether float32 decides otherwise.
     """
-    lows = [_numbers(pair.low) for pair in results]
-    rows = rows_of([low.size for low in lows])
-    floats = []
-    for n, pair in enumerate(results):
-        if pair.true is None:
-            rows["decided"][n] = lows[n].mean()
-        elif lows[n].size:
-            floats.append(n)
-    for part in _parts(rows["count"], floats):
-        low = _joined([lows[n] for n in part])
-        true = _joined([_numbers(results[n].true) for n in part])
-        filled = rows[part]
-        # Differences of large numbers, and squares, may leave float32's range.
-        with np.errstate(all="ignore"):
-            _fill(filled, low, true)
-        rows[part] = filled
-    return rows
+    low = _numbers(low)
+    if true is None or not low.size:
+        return Figures(low.size, decided=float(low.mean()) if low.size else 0.0)
+    # Differences of large numbers, and squares, may leave float32's range.
+    with np.errstate(all="ignore"):
+        return _figures(low, _numbers(true))
 
 
-def error_of(low: Any, true: Any) -> float:
-    """How far an array is from another, relative to that, as `Figures.error` is."""
-    x = np.ravel(low)
-    rows = rows_of([x.size])
-    if x.size:
-        with np.errstate(all="ignore"):
-            _fill(rows, x, np.ravel(true))
-    return float(rows["error"][0])
-
-
-def _fill(rows: np.ndarray, low: np.ndarray, true: np.ndarray) -> None:
-    """Fills rows with the figures of results that lie one after the other."""
-    counts = rows["count"]
-    starts = counts.cumsum() - counts
-
-    def total(x):
-        return np.add.reduceat(x, starts, dtype=float)
-
-    def largest(x):
-        return np.maximum.reduceat(np.abs(x), starts)
-
-    finite_counts = counts
-    if not (np.isfinite(low).all() and np.isfinite(true).all()):
-        is_finite = np.isfinite(true)
-        is_bad = is_finite & ~np.isfinite(low)
-        rows["bad"] = total(is_bad) > 0
-        rows["nan"] = total(is_bad & np.isnan(low)) > 0
-        finite_counts = total(is_finite)
-        rows["is_finite"] = finite_counts == counts
-        rows["nan_true"] = total(np.isnan(true)) > 0
-        true = np.where(is_finite, true, 0)
-        low = np.where(is_finite & ~is_bad, low, true)
+def _figures(low: np.ndarray, true: np.ndarray) -> Figures:
+    """The figures of a result of floats, in one row."""
     sizes = np.abs(true)
-    norm = np.sqrt(total(np.square(true, dtype=float)))
-    rows["typical"] = norm / np.sqrt(np.maximum(finite_counts, 1))
-    rows["largest"] = largest(true)
+    largest = float(max(sizes.max(), np.abs(low).max()))
+    if not math.isfinite(sizes.max() + largest):
+        return _of_any(low, true)
+    norm = _norm(true)
+    typical = norm / math.sqrt(low.size)
     apart = np.abs(low - true)
-    if apart.any():
-        distance = np.sqrt(total(np.square(apart, dtype=float)))
-        rows["distance"] = distance
-        rows["error"] = np.where(distance, distance / norm, 0)
-        rows["largest"] = np.maximum(rows["largest"], largest(low))
-        least = np.repeat(_LIFTED * total(sizes) / counts, counts)
-        is_off = apart > TOLERANCE * np.maximum(sizes, least)
-        rows["off_share"] = total(is_off) / counts
-        is_lost = (low == 0) & (true != 0)
-        rows["lost"] = total(is_lost) / np.maximum(total(true != 0), 1)
-    for column in ("distance", "error"):
-        rows[column][rows["bad"]] = np.inf
+    distance = _norm(apart)
+    if not distance:
+        return Figures(low.size, largest=largest, typical=typical)
+    least = _LIFTED * float(sizes.sum()) / low.size
+    is_off = apart > TOLERANCE * np.maximum(sizes, least)
+    lost = np.count_nonzero(true[low == 0]) / max(np.count_nonzero(true), 1)
+    return Figures(
+        low.size,
+        error=distance / norm if norm else math.inf,
+        distance=distance,
+        off_share=np.count_nonzero(is_off) / low.size,
+        lost=lost,
+        largest=largest,
+        typical=typical,
+    )
 
 
-def _parts(counts: np.ndarray, which: Sequence[int]) -> Iterator[list[int]]:
-    """The results that are gone through together, in parts of some size."""
-    part: list[int] = []
-    total = 0
-    for n in which:
-        part.append(n)
-        total += counts[n]
-        if total > _TOGETHER:
-            yield part
-            part = []
-            total = 0
-    if part:
-        yield part
+def _of_any(low: np.ndarray, true: np.ndarray) -> Figures:
+    """The figures of a result of which a number is not finite."""
+    is_finite = np.isfinite(true)
+    is_bad = is_finite & ~np.isfinite(low)
+    finite = np.where(is_finite, true, 0)
+    figures = _figures(np.where(is_finite & ~is_bad, low, finite), finite)
+    bad = bool(is_bad.any())
+    count = np.count_nonzero(is_finite)
+    return dataclasses.replace(
+        figures,
+        error=math.inf if bad else figures.error,
+        distance=math.inf if bad else figures.distance,
+        bad=bad,
+        nan=bool(np.isnan(low[is_bad]).any()),
+        is_finite=count == low.size,
+        nan_true=bool(np.isnan(true).any()),
+        typical=figures.typical * math.sqrt(low.size / max(count, 1)),
+    )
 
 
-def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+def _norm(x: np.ndarray) -> float:
+    """The root of the sum of squares, in float64 if float32 does not hold it."""
+    total = float(x @ x)
+    if not 2.0**-100 < total < math.inf:
+        total = float(np.square(x, dtype=np.float64).sum())
+    return math.sqrt(total)
 
 
 def _numbers(x: Any) -> np.ndarray:

@@ -84,7 +84,7 @@ def gradient_of(
             "diagnose runs the loss function: give it arrays, and no ShapeDtypeStruct"
         )
     on_host = jax.device_get(list(map(jnp.asarray, arrays)))
-    seed = Place(name="the loss scale", dtype=np.dtype(np.float32), is_backward=True)
+    seed = Place(name="the loss scale", is_backward=True)
     return Gradient(jaxpr, on_host, [*places, seed], narrow_dtypes)
 
 
@@ -114,8 +114,7 @@ def _arguments(everything: tuple) -> tuple[list[Any], list[Place]]:
     for n, (name, is_parameter) in enumerate(found):
         own = f"{name} (argument {n})" if counts[name] > 1 else name
         nearest = frozenset([own] if is_parameter else [])
-        dtype = jax.dtypes.result_type(arrays[n])
-        places.append(Place(name=own, dtype=dtype, nearest=nearest))
+        places.append(Place(name=own, nearest=nearest, steps=1))
     return arrays, places
 
 

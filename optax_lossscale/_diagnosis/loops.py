@@ -5,6 +5,7 @@ branch is taken, and how long a loop goes on, is chosen by the program's values,
 float32's.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -14,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._diagnosis.figures import figures_of
-from optax_lossscale._diagnosis.notes import Notes
+from optax_lossscale._diagnosis.notes import Note, note_of
 from optax_lossscale._diagnosis.pairs import Pair
 from optax_lossscale._diagnosis.program import Step
 from optax_lossscale._programs.values import is_float
@@ -23,52 +23,49 @@ from optax_lossscale._programs.walk import arguments_of, carried_by
 
 
 class Value(NamedTuple):
-    """A value of the program with the row of its note, which a constant does not have."""
+    """A value of the program with its note, which a constant does not have."""
 
     pair: Pair
-    row: int | None = None
-    parts: Sequence[int | None] = ()  # the row of each round, if a loop stacked them
+    note: Note | None = None
+    parts: Sequence[Note | None] = ()  # the note of each round, if a loop stacked them
 
     def each(self, function: Callable[[Any], Any]) -> "Value":
         """Applies a function to both arrays of the pair; the note stays."""
         return self._replace(pair=jax.tree.map(function, self.pair))
 
 
-def noted_alone(
-    notes: Notes, pairs: Sequence[Pair], reads: Sequence[int | None]
-) -> list[Value]:
-    """Values made of others without an equation, each with a note about it alone.
+def noted_alone(pairs: Sequence[Pair], notes: Sequence[Note | None]) -> list[Value]:
+    """Values that were moved from others, each with a note about it alone.
 
     Args:
-      notes: where the notes are added.
       pairs: the values.
-      reads: the rows of what they are made of.
+      notes: those of the others.
     """
-    rows = [row for row in reads if row is not None]
-    if not rows or not is_float(pairs[0].low):
-        return [Value(pair, *rows[:1]) for pair in pairs]
-    place = notes.places[rows[0]].moved()
-    with np.errstate(over="ignore"):
-        notes.add_figures(figures_of([pair.compared for pair in pairs]))
-    return [
-        Value(pair, notes.add(place, notes.rounds[rows[0]], rows)) for pair in pairs
-    ]
+    reads = [note for note in notes if note is not None]
+    if not reads or not is_float(pairs[0].low):
+        return [Value(pair, *reads[:1]) for pair in pairs]
+    (first, *_) = reads
+    place = dataclasses.replace(first.place, primitive="", is_passed=False)
+    values = []
+    for pair in pairs:
+        with np.errstate(over="ignore"):
+            figures = pair.compared.figures
+        note = note_of(figures, place, first.dtype, reads, first.rounds)
+        values.append(Value(pair, note))
+    return values
 
 
 RunsProgram = Callable[..., list[Value]]
 """Called with a program, its arguments and, in a loop, the number of the round."""
 
 
-def scan(
-    step: Step, ins: Sequence[Value], run: RunsProgram, notes: Notes, axis: int
-) -> list[Value]:
+def scan(step: Step, ins: Sequence[Value], run: RunsProgram, axis: int) -> list[Value]:
     """The results of a `scan`.
 
     Args:
       step: the `scan`.
       ins: its operands.
       run: runs its body.
-      notes: where notes about rows and stacks are added.
       axis: the axis of arrays along which the rounds lie.
     """
     (body,) = step.programs
@@ -77,19 +74,17 @@ def scan(
     carry = ins[carried.start : carried.stop]
     turns = range(step.eqn.params["length"])
     order = -1 if step.eqn.params["reverse"] else 1
-    columns = [_rows(stack, len(turns), notes, axis) for stack in ins[carried.stop :]]
+    columns = [_rows(stack, len(turns), axis) for stack in ins[carried.stop :]]
     results = []
     for n in turns[::order]:
         outs = run(body, [*consts, *carry, *(column[n] for column in columns)], n)
         carry = outs[: len(carried)]
         results.append(outs[len(carried) :])
     stacked = zip(*results[::order], strict=True)
-    return [*carry, *(_stack(column, notes, axis) for column in stacked)]
+    return [*carry, *(_stack(column, axis) for column in stacked)]
 
 
-def while_loop(
-    step: Step, ins: Sequence[Value], run: RunsProgram, notes: Notes
-) -> list[Value]:
+def while_loop(step: Step, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
     """The results of a `while`; in a batch, each example ends by its own condition."""
     condition, body = step.programs
     (_, of_condition), (_, of_body) = arguments_of(step.eqn)
@@ -104,13 +99,11 @@ def while_loop(
             break
         every = [*consts, *_filled(goes_on, carry)]
         results = run(body, [every[i] for i in of_body], n)
-        carry = _where(goes_on, results, carry, notes)
+        carry = _where(goes_on, results, carry)
     return list(carry)
 
 
-def cond(
-    step: Step, ins: Sequence[Value], run: RunsProgram, notes: Notes
-) -> list[Value]:
+def cond(step: Step, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
     """The results of a `cond`, in which several devices may take different branches."""
     branches = step.programs
     index, *operands = ins
@@ -119,7 +112,7 @@ def cond(
     for number in np.unique(chosen):
         here = np.asarray(chosen == number)
         outs = run(branches[number], _filled(here, operands))
-        results = _where(here, outs, results or outs, notes)
+        results = _where(here, outs, results or outs)
     return results
 
 
@@ -135,7 +128,7 @@ def _filled(which: np.ndarray, values: Sequence[Value]) -> list[Value]:
 
 
 def _where(
-    which: np.ndarray, new: Sequence[Value], old: Sequence[Value], notes: Notes
+    which: np.ndarray, new: Sequence[Value], old: Sequence[Value]
 ) -> list[Value]:
     """The new values for the examples or devices that count, and else the old ones."""
     if which.all():
@@ -143,7 +136,7 @@ def _where(
     joined = []
     for x, y in zip(new, old, strict=True):
         pair = jax.tree.map(functools.partial(_chosen, which), x.pair, y.pair)
-        joined += noted_alone(notes, [pair], [x.row, y.row])
+        joined += noted_alone([pair], [x.note, y.note])
     return joined
 
 
@@ -153,17 +146,17 @@ def _chosen(which: np.ndarray, x: Any, y: Any) -> jax.Array:
     return jnp.where(flags, x, y)
 
 
-def _rows(stack: Value, length: int, notes: Notes, axis: int) -> Sequence[Value]:
+def _rows(stack: Value, length: int, axis: int) -> Sequence[Value]:
     """The row of each round in a stack, with a note of its own."""
     whole = stack.each(lambda x: x if _is_key(x) else np.asarray(x)).pair
     at = (slice(None),) * axis
     pairs = [jax.tree.map(lambda x, n=n: x[*at, n], whole) for n in range(length)]
     if stack.parts:
         return list(map(Value, pairs, stack.parts))
-    return noted_alone(notes, pairs, [stack.row])
+    return noted_alone(pairs, [stack.note])
 
 
-def _stack(rows: Sequence[Value], notes: Notes, axis: int) -> Value:
+def _stack(rows: Sequence[Value], axis: int) -> Value:
     """Stacks the values of all rounds, and keeps the note of each."""
 
     def stack(*arrays):
@@ -171,8 +164,8 @@ def _stack(rows: Sequence[Value], notes: Notes, axis: int) -> Value:
         return numpy.stack(arrays, axis)
 
     pair = jax.tree.map(stack, *(row.pair for row in rows))
-    parts = [row.row for row in rows]
-    (value,) = noted_alone(notes, [pair], parts)
+    parts = [row.note for row in rows]
+    (value,) = noted_alone([pair], parts)
     return value._replace(parts=parts)
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from optax_lossscale._diagnosis.figures import Figures, figures_of
 from optax_lossscale._diagnosis.program import Piece
 from optax_lossscale._diagnosis.wide import in_wide, widened
 from optax_lossscale._programs.operations import Is, traits
@@ -78,6 +79,11 @@ class Pair:
         low = self.low.astype(dtype)
         return Pair(low, self.true.astype(dtype), self.is_passed)
 
+    @property
+    def figures(self) -> Figures:
+        """How far the two arrays of a `compared` pair are apart, and how large."""
+        return figures_of(self.low, self.true)
+
 
 def exact(x: Any, widths: Widths) -> Pair:
     """A pair whose two numbers are equal, such as that of a constant."""
@@ -94,17 +100,17 @@ def run(
     noted = []
     for step in piece.steps:
         operands = [
-            exact(np.asarray(n.val, dtype_in(n)), widths)
-            if isinstance(n, Literal)
-            else env[n]
-            for n in step.reads
+            exact(np.asarray(v.val, dtype_in(v)), widths)
+            if isinstance(v, Literal)
+            else env[v]
+            for v in step.eqn.invars
         ]
         pairs = _of_one(step.eqn, operands, widths)
-        for n, place, pair in zip(step.makes, step.places, pairs, strict=True):
-            if place is not None:
-                noted.append(pair.compared)
-            env[n] = pair if is_float(pair.low) else Pair(pair.low)
-    return [env[n] for n in piece.leaves], noted
+        results = dict(zip(step.eqn.outvars, pairs, strict=True))
+        noted += [results[v].compared for v in step.noted]
+        for v, pair in results.items():
+            env[v] = pair if is_float(pair.low) else Pair(pair.low)
+    return [env[v] for v in piece.leaves], noted
 
 
 def _of_one(eqn: Any, ins: Sequence[Pair], widths: Widths) -> list[Pair]:

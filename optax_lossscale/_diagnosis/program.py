@@ -1,20 +1,16 @@
 """The traced program as a list of steps, in pieces to compile together.
 
-A `Step` is an equation with the numbers of the values that it reads and makes, and the
-places of these. What `jit` and the like call is put where it is called. Consecutive
-steps without loops are one piece, which is compiled as a whole; outside of loops, a
-piece ends at each product, so that the layers of a model, which are alike, share what is
-compiled for one. A loop or branch that computes floats is a piece by itself, whose
-programs are divided in turn.
+Consecutive steps without loops are one piece, which is compiled as a whole; outside of
+loops, a piece ends at each product, so that the layers of a model, which are alike,
+share what is compiled for one. A loop or branch that computes floats is a piece by
+itself, whose programs are divided in turn.
 """
 
-import dataclasses
-import itertools
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from optax_lossscale._autocast.products import SCOPE
 from optax_lossscale._diagnosis.notes import Place
@@ -42,172 +38,98 @@ _NOT_THE_USERS = f"{SCOPE}|rematted_computation|checkpoint|while|body|cond"
 
 
 class Step(NamedTuple):
-    """An equation in its place of the program."""
+    """An equation in its place, with variables that no other step makes."""
 
     eqn: Any
-    reads: Sequence[Any]  # the numbers of its operands; literals as they are
-    makes: Sequence[int]  # the numbers of its results
-    # The place of each result; None of one that is not noted, as it holds no floats and
-    # does not depend on any, or has all numbers of the operand
-    places: Sequence[Place | None]
+    place: Place
     programs: Sequence["Program"]  # those of a loop, to be run round by round
-
-    @property
-    def values(self) -> list[int]:
-        """The operands without literals."""
-        return [n for n in self.reads if not isinstance(n, Literal)]
+    # Its results that have notes: floats, and choices that depend on floats. Others have
+    # the note of the first operand, as they have all of its numbers, or are integers.
+    noted: Sequence[Any]
 
 
 class Piece(NamedTuple):
     """Consecutive steps."""
 
     steps: Sequence[Step]
-    reads: Sequence[int]  # the values from earlier pieces or arguments
-    leaves: Sequence[int]  # those that it makes for later pieces or as results
-    frees: Sequence[int]  # those that no later piece reads
+    reads: Sequence[Any]  # the variables from earlier pieces or arguments
+    leaves: Sequence[Any]  # those that it makes for later pieces or as results
+    frees: Sequence[Any]  # those that no later piece reads
     key: Hashable  # equal for pieces that compute the same
 
 
-class Program:
+class Program(NamedTuple):
+    """A program in pieces."""
+
+    takes: Sequence[Any]  # the variables of its arguments
+    gives: Sequence[Any]  # those of its results, or literals
+    constants: Mapping[Any, Any]  # the values of its constants, by their variables
+    pieces: Sequence[Piece]
+
+
+def program_of(program: Any, around: Place, limit: int = 0) -> Program:
     """A program in pieces.
 
-    Attributes:
-      takes: the numbers of its arguments.
-      gives: those of its results, or literals.
-      constants: its constants, by their numbers.
-      pieces: in the order of running.
+    Args:
+      program: a jaxpr.
+      around: the place of the equation that holds it.
+      limit: a product ends a piece of more numbers than this.
     """
-
-    def __init__(self, program: Any, around: Place, numbers: Iterator[int], limit: int):
-        self._numbers = numbers
-        self.constants: dict[int, Any] = {}
-        self.takes = [next(numbers) for _ in open_jaxpr(program).invars]
-        steps: list[Step] = []
-        self.gives = self._add(program, self.takes, around, steps)
-        self.pieces = _pieces(steps, self.gives, limit)
-
-    def _add(
-        self, program: Any, takes: Sequence[Any], around: Place, steps: list[Step]
-    ) -> list[Any]:
-        """Adds the steps of a program, with the numbers of its arguments."""
-        jaxpr = open_jaxpr(program)
-        env = dict(zip(jaxpr.invars, takes, strict=True))
-        for v, x in zip(jaxpr.constvars, constants(program), strict=True):
-            env[v] = next(self._numbers)
-            self.constants[env[v]] = x
-
-        def read(v):
-            return v if isinstance(v, Literal) else env[v]
-
-        for eqn in jaxpr.eqns:
-            reads = list(map(read, eqn.invars))
-            place = _place_of(eqn, around)
-            if Is.CALLS in traits(eqn):
-                (called,) = programs_in(eqn)
-                makes = self._add(called, reads, place, steps)
-            else:
-                steps.append(self._step(eqn, reads, place))
-                makes = steps[-1].makes
-            env.update(zip(eqn.outvars, makes, strict=True))
-        return list(map(read, jaxpr.outvars))
-
-    def _step(self, eqn: Any, reads: Sequence[Any], place: Place) -> Step:
-        programs = [
-            Program(program, place, self._numbers, _MANY)
-            for program in _programs_to_run(eqn)
-        ]
-        makes = [next(self._numbers) for _ in eqn.outvars]
-        places = [
-            dataclasses.replace(place, dtype=dtype_in(v), number=n)
-            if not programs and _is_noted(eqn, v)
-            else None
-            for n, v in zip(makes, eqn.outvars, strict=True)
-        ]
-        return Step(eqn, reads, makes, places, programs)
+    takes = open_jaxpr(program).invars
+    values: dict[Any, Any] = {}
+    steps: list[Step] = []
+    gives = _inlined(program, takes, around, values, steps)
+    return Program(takes, gives, values, _pieces(steps, gives, limit))
 
 
-def program_of(jaxpr: Any) -> Program:
-    """A whole program in pieces."""
-    return Program(jaxpr, Place(), itertools.count(), limit=0)
+def _inlined(
+    program: Any,
+    takes: Sequence[Any],
+    around: Place,
+    values: dict[Any, Any],
+    steps: list[Step],
+) -> list[Any]:
+    """The results of a program for arguments, with what it calls in place of the calls.
+
+    Its steps are added to `steps`, and the values of its constants to `values`.
+    """
+    jaxpr = open_jaxpr(program)
+    values.update(zip(jaxpr.constvars, constants(program), strict=True))
+    env = dict(zip(jaxpr.invars, takes, strict=True))
+
+    def read(v):
+        return v if isinstance(v, Literal) else env.get(v, v)
+
+    for eqn in jaxpr.eqns:
+        place = _place_of(eqn, around)
+        operands = list(map(read, eqn.invars))
+        if Is.CALLS in traits(eqn):
+            (called,) = programs_in(eqn)
+            results = _inlined(called, operands, place, values, steps)
+        else:
+            results = [Var(v.aval) for v in eqn.outvars]
+            own = eqn.replace(invars=operands, outvars=results)
+            held = [program_of(p, place, _MANY) for p in _programs_to_run(eqn)]
+            steps.append(Step(own, place, held, _noted(own)))
+        env.update(zip(eqn.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))
 
 
 def _programs_to_run(eqn: Any) -> Sequence[Any]:
     """The programs of a loop or branch that computes floats; none of a `scan` of none."""
+    if not traits(eqn) & _LOOPS or eqn.params.get("length") == 0:
+        return ()
     programs = programs_in(eqn)
-    has_rounds = eqn.params.get("length") != 0
-    has_floats = any(map(is_inexact, frozenset().union(*map(dtypes_within, programs))))
-    is_run = traits(eqn) & _LOOPS and has_floats and has_rounds
-    return programs if is_run else ()
+    dtypes = frozenset().union(*map(dtypes_within, programs))
+    return programs if any(map(is_inexact, dtypes)) else ()
 
 
-def _is_noted(eqn: Any, v: Any) -> bool:
-    """Whether a result of an equation has a note of its own."""
-    if not _size(v):
-        return False
+def _noted(eqn: Any) -> Sequence[Any]:
+    """The results of an equation that have notes of their own."""
     if keeps_numbers(eqn) and Is.SELECTS not in traits(eqn):
-        return False
-    return is_float(v) or any(map(is_float, eqn.invars))
-
-
-def _size(v: Any) -> int:
-    """How many numbers a variable has; a token has none."""
-    return 0 if dtype_in(v) is None else numbers_in(v.aval)
-
-
-def _pieces(steps: Sequence[Step], gives: Sequence[Any], limit: int) -> list[Piece]:
-    """Divides steps into pieces, with what each reads and leaves to the next."""
-    pieces = []
-    needed = {n for n in gives if not isinstance(n, Literal)}
-    for part in reversed(list(_parts(steps, limit))):
-        made = dict.fromkeys(n for step in part for n in step.makes)
-        read = dict.fromkeys(n for step in part for n in step.values)
-        leaves = [n for n in made if n in needed]
-        reads = [n for n in read if n not in made]
-        frees = [n for n in reads if n not in needed]
-        needed.update(reads)
-        pieces.append(Piece(part, reads, leaves, frees, _key(part, reads, leaves)))
-    return pieces[::-1]
-
-
-def _parts(steps: Sequence[Step], limit: int) -> Iterator[list[Step]]:
-    """The steps of each piece: up to a product after more than `limit` numbers."""
-    part: list[Step] = []
-    numbers = 0
-    for step in steps:
-        if step.programs and part:
-            yield part
-            part = []
-            numbers = 0
-        part.append(step)
-        numbers += sum(map(_size, step.eqn.outvars))
-        is_end = Is.PRODUCT in traits(step.eqn) and numbers > limit
-        if step.programs or is_end:
-            yield part
-            part = []
-            numbers = 0
-    if part:
-        yield part
-
-
-def _key(
-    steps: Sequence[Step], reads: Sequence[int], leaves: Sequence[int]
-) -> Hashable:
-    """A key that is equal for steps that compute the same."""
-    numbers = {n: i for i, n in enumerate(reads)}
-    key: list[Hashable] = []
-    for step in steps:
-        operands = [
-            key_of_literal(n) if isinstance(n, Literal) else numbers[n]
-            for n in step.reads
-        ]
-        numbers.update({n: len(numbers) + i for i, n in enumerate(step.makes)})
-        types = tuple(v.aval for v in step.eqn.invars)
-        key.append((key_of(step.eqn), tuple(operands), types))
-    key.append(tuple(numbers[n] for n in leaves))
-    return hashable(tuple(key), steps)
-
-
-# --- places ---
+        return ()
+    has_floats = any(map(is_float, eqn.invars))
+    return [v for v in eqn.outvars if has_floats or is_float(v)]
 
 
 def _place_of(eqn: Any, around: Place) -> Place:
@@ -230,3 +152,62 @@ def _place_of(eqn: Any, around: Place) -> Place:
         is_derivative=around.is_derivative or "transpose(" in stack,
         terms=terms_of(eqn),
     )
+
+
+def _pieces(steps: Sequence[Step], gives: Sequence[Any], limit: int) -> list[Piece]:
+    """Divides steps into pieces, with what each reads and leaves to the next."""
+    pieces = []
+    needed = set(_variables(gives))
+    for part in reversed(list(_parts(steps, limit))):
+        made = dict.fromkeys(v for step in part for v in step.eqn.outvars)
+        read = dict.fromkeys(v for step in part for v in _variables(step.eqn.invars))
+        leaves = [v for v in made if v in needed]
+        reads = [v for v in read if v not in made]
+        frees = [v for v in reads if v not in needed]
+        needed.update(reads)
+        pieces.append(Piece(part, reads, leaves, frees, _key(part, reads, leaves)))
+    return pieces[::-1]
+
+
+def _parts(steps: Sequence[Step], limit: int) -> Iterator[list[Step]]:
+    """The steps of each piece."""
+    part: list[Step] = []
+    for step in steps:
+        if step.programs and part:
+            yield part
+            part = []
+        part.append(step)
+        is_end = Is.PRODUCT in traits(step.eqn) and _numbers(part) > limit
+        if step.programs or is_end:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+def _numbers(steps: Sequence[Step]) -> int:
+    """How many numbers the results of steps have."""
+    results = (v for step in steps for v in step.eqn.outvars)
+    return sum(numbers_in(v.aval) for v in results if dtype_in(v) is not None)
+
+
+def _variables(operands: Sequence[Any]) -> Iterator[Any]:
+    """Operands without literals."""
+    return (v for v in operands if not isinstance(v, Literal))
+
+
+def _key(
+    steps: Sequence[Step], reads: Sequence[Any], leaves: Sequence[Any]
+) -> Hashable:
+    """A key that is equal for steps that compute the same."""
+    numbers = {v: n for n, v in enumerate(reads)}
+    key: list[Hashable] = [v.aval for v in reads]
+    for step in steps:
+        operands = [
+            key_of_literal(v) if isinstance(v, Literal) else numbers[v]
+            for v in step.eqn.invars
+        ]
+        numbers.update({v: len(numbers) + n for n, v in enumerate(step.eqn.outvars)})
+        key.append((key_of(step.eqn), tuple(operands)))
+    key.append(tuple(numbers[v] for v in leaves))
+    return hashable(tuple(key), steps)

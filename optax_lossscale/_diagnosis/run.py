@@ -13,7 +13,8 @@ import numpy as np
 
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient
-from optax_lossscale._diagnosis.notes import FIFTH, THE_LOSS, Note, Notes
+from optax_lossscale._diagnosis.loops import Value
+from optax_lossscale._diagnosis.notes import FIFTH, THE_LOSS, Note
 from optax_lossscale._diagnosis.pairs import AS_WRITTEN, IN_FLOAT32, Widths
 from optax_lossscale._diagnosis.scale import (
     HIGHEST,
@@ -21,7 +22,7 @@ from optax_lossscale._diagnosis.scale import (
     InitialScale,
     first_overflow,
 )
-from optax_lossscale._diagnosis.shadow import Result, Shadow
+from optax_lossscale._diagnosis.shadow import Shadow
 
 _TRIES = 6  # how many scales are tried, if the backward pass is not linear
 
@@ -30,12 +31,12 @@ class Run(NamedTuple):
     """One run of a gradient in pairs."""
 
     scale: float  # the loss scale
-    loss: Result
-    grads: dict[str, Result]  # the scaled gradients, by the names of the parameters
-    notes: Notes
+    loss: Value
+    grads: dict[str, Value]  # the scaled gradients, by the names of the parameters
+    notes: list[Note]
 
     @property
-    def results(self) -> dict[str, Result]:
+    def results(self) -> dict[str, Value]:
         """The loss and the gradients, by name."""
         return {THE_LOSS: self.loss, **self.grads}
 
@@ -60,7 +61,7 @@ class Runs(NamedTuple):
     @property
     def passed(self) -> tuple[tuple[str, str], ...]:
         """What computes in 16 bits even in float32: each operation with its line."""
-        places = [place for place in self.at_1.notes.places if place.is_passed]
+        places = [note.place for note in self.at_1.notes if note.place.is_passed]
         return tuple(dict.fromkeys((at.primitive, at.source) for at in places))
 
 
@@ -77,14 +78,10 @@ def runs_of(gradient: Gradient) -> Runs:
 
 def _is_in_doubt(run: Run) -> bool:
     """Whether something is off, or float32 might have chosen otherwise."""
-    figures = run.notes.figures
-    is_forward = ~run.notes.of_places(lambda place: place.is_backward)
-    is_off = (figures["off_share"] > FIFTH) & is_forward
-    notes = [result.note for result in run.results.values() if result.note is not None]
-    return (
-        any(note.error > TOLERANCE for note in notes)
-        or bool(figures["decided"].any())
-        or bool(is_off.any())
+    results = [value.note for value in run.results.values() if value.note is not None]
+    return any(note.error > TOLERANCE for note in results) or any(
+        note.decided or (note.off_share > FIFTH and not note.is_backward)
+        for note in run.notes
     )
 
 
@@ -96,8 +93,7 @@ def _as_written(shadow: Shadow, gradient: Gradient) -> Runs:
         return runs
     first, overflow = first_overflow(at_1.notes, 1.0)
     runs = runs._replace(overflow=overflow)
-    places = at_1.notes.places
-    if any(place.is_backward and place.dtype == np.float16 for place in places):
+    if any(note.is_backward and note.dtype == np.float16 for note in at_1.notes):
         return _fitting(shadow, gradient, runs, min(first - 1, HIGHEST) - MARGIN)
     if at_1.is_finite():
         return runs._replace(fits=_fits(first - 1 - MARGIN, first - 1))

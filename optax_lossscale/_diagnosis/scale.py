@@ -8,15 +8,14 @@ that fits is `MARGIN` bits below that.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
-from optax_lossscale._diagnosis.notes import ALL, Note, Notes, Place, limits
-from optax_lossscale._diagnosis.shadow import Result
+from optax_lossscale._diagnosis.loops import Value
+from optax_lossscale._diagnosis.notes import ALL, Note, limits
 
 HIGHEST = 126  # the largest scale's exponent: 2**127 is float32's last power of two
 MARGIN = 2  # bits from the scale to begin with to the largest, as gradients may grow
@@ -66,26 +65,23 @@ class Underflow(NamedTuple):
     bits: int
 
 
-def first_overflow(notes: Notes, scale: float) -> tuple[int, Note | None]:
+def first_overflow(notes: Sequence[Note], scale: float) -> tuple[int, Note | None]:
     """The exponent of the first scale with an overflow, and the note of what causes it.
 
     Args:
       notes: the notes of a run.
       scale: the loss scale of that run.
     """
-    with np.errstate(divide="ignore"):
-        room = np.log2(notes.of_places(_limit) / notes.figures["largest"])
-    first = int(room.argmin())
-    exponent = float(room[first]) + math.log2(scale)
-    if exponent > HIGHEST:
+    room = {
+        note: math.log2(limits(note.dtype)[0] / note.largest)
+        for note in notes
+        if note.is_backward and note.largest and note.dtype.kind in "fV"
+    }
+    first = min(room, key=room.__getitem__, default=None)
+    exponent = math.inf if first is None else room[first] + math.log2(scale)
+    if first is None or exponent > HIGHEST:
         return HIGHEST + 1, None
-    return math.ceil(exponent), _made_large(notes[first])
-
-
-def _limit(place: Place) -> float:
-    """The least size of an infinity of the backward pass."""
-    is_scaled = place.is_backward and jnp.issubdtype(place.dtype, jnp.floating)
-    return limits(place.dtype)[0] if is_scaled else math.inf
+    return math.ceil(exponent), _made_large(first)
 
 
 def _made_large(note: Note) -> Note:
@@ -110,7 +106,7 @@ def _made_large(note: Note) -> Note:
 
 
 def underflow(
-    at_1: Mapping[str, Result], fitting: Mapping[str, Result]
+    at_1: Mapping[str, Value], fitting: Mapping[str, Value]
 ) -> dict[str, Underflow]:
     """The underflow of each group of parameters that loses a notable share.
 

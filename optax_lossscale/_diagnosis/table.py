@@ -6,11 +6,10 @@ in which it is off the most.
 
 import dataclasses
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from optax_lossscale._diagnosis.notes import Note, Notes, Place
+from optax_lossscale._diagnosis.notes import Note, Place
 from optax_lossscale._diagnosis.text import aligned, percent
 
 _TITLES = ("line", "layer", "operation", "dtype", "before", "off", "lost", "largest")
@@ -30,30 +29,25 @@ class Table(NamedTuple):
         return "\n".join(aligned([_TITLES, *map(_cells, self.rows)]))
 
 
-def table_of(notes: Notes) -> Table:
+def table_of(notes: Sequence[Note]) -> Table:
     """The table of all notes of a run."""
     largest: dict[Place, float] = defaultdict(float)
-    for place, most in zip(
-        notes.places, notes.figures["largest"].tolist(), strict=True
-    ):
-        largest[place] = max(largest[place], most)
-    worst = of_worst_rounds(notes, "error")
+    for note in notes:
+        largest[note.place] = max(largest[note.place], note.largest)
+    worst = of_worst_rounds(notes, lambda note: note.error)
     rows = [
         dataclasses.replace(note.row, largest=largest[note.place]) for note in worst
     ]
     return Table(tuple(rows))
 
 
-def of_worst_rounds(notes: Notes, column: str) -> list[Note]:
-    """For each result of an equation, its note of the round in which it has the most."""
-    order = np.argsort(-notes.figures[column], kind="stable")
-    worst: dict[Place, int] = {}
-    for row in order.tolist():
-        place = notes.places[row]
-        if place.primitive:
-            worst.setdefault(place, row)
-    rows = sorted(worst.values(), key=lambda row: notes.places[row].number)
-    return [notes[row] for row in rows]
+def of_worst_rounds(notes: Sequence[Note], key: Callable[[Note], float]) -> list[Note]:
+    """For each result of an equation, its note of the round in which `key` is largest."""
+    worst: dict[tuple[Place, Any], Note] = {}
+    for note in notes:
+        at = (note.place, note.dtype)
+        worst[at] = max(worst.get(at, note), note, key=key)
+    return list(worst.values())
 
 
 def _cells(row: Note) -> tuple[str, ...]:
