@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.notes import FIFTH, Note, all_before, limits
 from optax_lossscale._programs.operations import Is
-from optax_lossscale._programs.values import is_narrow
+from optax_lossscale._programs.values import HALVES, is_narrow
 
 # An equation is at fault if the error grows by this factor in it.
 _JUMP = 3.0
@@ -129,7 +129,7 @@ def _path(note: Note) -> list[Note]:
     path = [note]
     floor = _floor(path)
     while True:
-        if is_narrow(note.dtype):
+        if note.dtype in HALVES:
             floor = _floor([note])
         worst = _worst(note)
         if worst is None or worst.error <= (TOLERANCE if note.bad else floor):
@@ -147,7 +147,7 @@ def _worst(note: Note) -> Note | None:
 
 def _floor(path: Sequence[Note]) -> float:
     """The error up to which a number counts as merely rounded to 16 bits."""
-    halves = [note.dtype for note in path if is_narrow(note.dtype)]
+    halves = [note.dtype for note in path if note.dtype in HALVES]
     return 2 * float(jnp.finfo(halves[-1] if halves else jnp.float16).eps)
 
 
@@ -259,8 +259,10 @@ def _vanishes(note: Note, dtype: Any) -> bool:
 
 
 def _saturates(note: Note) -> bool:
-    """Whether a result in 16 bits may have been rounded to its function's limit."""
-    return is_narrow(note.dtype) and note.is_any(Is.SATURATES)
+    """Whether a result in 16 bits was rounded to its function's limit, 1 or 0."""
+    if not (is_narrow(note.dtype) and note.is_any(Is.SATURATES)):
+        return False
+    return note.lost > 0 or note.largest >= 1 - float(jnp.finfo(note.dtype).eps)
 
 
 def _terms(note: Note) -> float:

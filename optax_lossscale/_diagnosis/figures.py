@@ -65,8 +65,8 @@ def figures_of(low: Any, true: Any) -> Figures:
 def _figures(low: np.ndarray, true: np.ndarray) -> Figures:
     """The figures of a result of floats, in one row."""
     sizes = np.abs(true)
-    largest = float(max(sizes.max(), np.abs(low).max()))
-    if not math.isfinite(sizes.max() + largest):
+    largest = float(np.maximum(sizes.max(), np.abs(low).max()))  # NaN if one is
+    if not math.isfinite(largest):
         return _of_any(low, true)
     norm = _norm(true)
     typical = norm / math.sqrt(low.size)

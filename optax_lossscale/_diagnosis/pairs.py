@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 
 from optax_lossscale._diagnosis.figures import Figures, figures_of
 from optax_lossscale._diagnosis.program import Piece
-from optax_lossscale._diagnosis.wide import in_wide, widened
+from optax_lossscale._diagnosis.wide import in_wide, wide_dtype, widened
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import FLOAT32, FLOAT64, dtype_in, is_float
 
@@ -75,7 +75,7 @@ class Pair:
         """
         if not is_float(self.low):
             return Pair(self.low != self.true)
-        dtype = jnp.promote_types(self.low.dtype, FLOAT32)
+        dtype = wide_dtype(self.low.dtype, FLOAT32)
         low = self.low.astype(dtype)
         return Pair(low, self.true.astype(dtype), self.is_passed)
 
@@ -122,7 +122,8 @@ def _of_one(eqn: Any, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
         return [Pair(x, widened(x, widths.true), is_passed=True) for x in lows]
     trues, is_passed = in_wide(eqn, [x.wide for x in ins], widths.true)
     pairs = [Pair(low, true, is_passed) for low, true in zip(lows, trues, strict=True)]
-    return _by_its_choices(pairs)
+    # What is sorted is right in any order.
+    return pairs if Is.CHOOSES in traits(eqn) else _by_its_choices(pairs)
 
 
 def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
