@@ -15,7 +15,7 @@ from optax_lossscale._arrays.contexts import IS_REPORTED
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._diagnosis.cause import How, Wrong, cause_in_float32, cause_of
 from optax_lossscale._diagnosis.dtypes import report_of
-from optax_lossscale._diagnosis.figures import TOLERANCE, figures_of
+from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
 from optax_lossscale._diagnosis.notes import (
     A_VALUE_INSIDE,
@@ -159,13 +159,15 @@ def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
     """
     off = {}
     wrong = []
+    of_wide = runs.wide.results if runs.wide else {}
+    in_float32 = {name: value.note for name, value in of_wide.items()}
     for name, value in runs.fitting.results.items():
         note = value.note
         if note is None:  # it is a constant
             continue
         if not note.is_finite:
             wrong.append(cause_in_float32(name, note))
-        elif note.bad or _is_determined(runs, name, note):
+        elif note.bad or _determines(in_float32.get(name), note):
             one = _what_is_wrong(runs, name, note)
             if one is None:
                 off[name] = note.error
@@ -176,58 +178,41 @@ def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
     return off, wrong
 
 
-def _is_determined(runs: Runs, name: str, note: Note) -> bool:
-    """Whether float32 gives a result, with this note, as float64 does."""
-    if runs.wide is None:
-        return True
-    in_float32 = runs.wide.results[name].note
-    return in_float32 is None or _determines(in_float32, note)
-
-
-def _determines(in_float32: Note, note: Note) -> bool:
+def _determines(in_float32: Note | None, note: Note) -> bool:
     """Whether float32 determines a value so well that 16 bits can be wrong about it.
 
     So float32 is off from float64 by 5% at most, or by far less than 16 bits are from
     float32, unless nothing is right in it.
 
     Args:
-      in_float32: the note of the value in float32 beside float64.
+      in_float32: the note of the value in float32 beside float64, if there is one.
       note: its note in 16 bits beside float32.
     """
     least = min(note.error / _FAR_LESS, _NOTHING_RIGHT)
-    return in_float32.error <= max(TOLERANCE, least)
+    return in_float32 is None or in_float32.error <= max(TOLERANCE, least)
 
 
 def _what_is_wrong(runs: Runs, name: str, note: Note) -> Wrong | None:
     """What is wrong with the loss or a gradient, if anything is."""
     if note.error > TOLERANCE:
         return cause_of(name, note)
-    out_of_proportion = _out_of_proportion(runs, name)
-    if out_of_proportion > TOLERANCE:
-        place = _first_out_of_proportion(runs) or note
-        return Wrong(name, out_of_proportion, How.IS_NOT_LINEAR, place)
-    return None
+    scale = runs.fitting.scale
+    off = _out_of_proportion(runs.at_1.results[name].note, note, scale)
+    if off <= TOLERANCE:
+        return None
+    before = {(note.place, note.rounds): note for note in runs.at_1.notes}
+    for one in runs.fitting.notes:
+        at_1 = before.get((one.place, one.rounds))
+        if _out_of_proportion(at_1, one, scale) > TOLERANCE:
+            return Wrong(name, off, How.IS_NOT_LINEAR, one)
+    return Wrong(name, off, How.IS_NOT_LINEAR, note)
 
 
-def _out_of_proportion(runs: Runs, name: str) -> float:
-    """How far a gradient in float32 is from being in proportion to the loss scale."""
-    at_1 = runs.at_1.results[name]
-    if name == THE_LOSS or at_1.note is None or at_1.note.typical < _LEAST:
+def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
+    """How far a result in float32 is from being in proportion to the loss scale."""
+    if at_1 is None or not note.is_backward or at_1.typical < _LEAST:
         return 0.0
-    scaled = runs.fitting.results[name].pair.true / runs.fitting.scale
-    return figures_of(scaled, at_1.pair.true).error
-
-
-def _first_out_of_proportion(runs: Runs) -> Note | None:
-    """The first result of the backward pass that is not in proportion to the scale."""
-    before = {(note.place, note.rounds): note.typical for note in runs.at_1.notes}
-    for note in runs.fitting.notes:
-        typical = before.get((note.place, note.rounds), 0.0)
-        difference = abs(note.typical - typical * runs.fitting.scale)
-        is_compared = note.is_backward and typical > _LEAST
-        if is_compared and difference > TOLERANCE * note.typical:
-            return note
-    return None
+    return abs(note.typical / (at_1.typical * scale) - 1)
 
 
 def _off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:

@@ -34,25 +34,21 @@ class Value(NamedTuple):
         return self._replace(pair=jax.tree.map(function, self.pair))
 
 
-def noted_alone(pairs: Sequence[Pair], notes: Sequence[Note | None]) -> list[Value]:
-    """Values that were moved from others, each with a note about it alone.
+def noted_alone(pair: Pair, notes: Sequence[Note | None]) -> Value:
+    """A value that was moved from others, with a note about it alone.
 
     Args:
-      pairs: the values.
+      pair: the value.
       notes: those of the others.
     """
     reads = [note for note in notes if note is not None]
-    if not reads or not is_float(pairs[0].low):
-        return [Value(pair, *reads[:1]) for pair in pairs]
-    (first, *_) = reads
+    first = next(iter(reads), None)
+    if first is None or not is_float(pair.low):
+        return Value(pair, first)
     place = dataclasses.replace(first.place, primitive="", is_passed=False)
-    values = []
-    for pair in pairs:
-        with np.errstate(over="ignore"):
-            figures = pair.compared.figures
-        note = note_of(figures, place, first.dtype, reads, first.rounds)
-        values.append(Value(pair, note))
-    return values
+    with np.errstate(over="ignore"):
+        figures = pair.compared.figures
+    return Value(pair, note_of(figures, place, first.dtype, reads, first.rounds))
 
 
 RunsProgram = Callable[..., list[Value]]
@@ -136,7 +132,7 @@ def _where(
     joined = []
     for x, y in zip(new, old, strict=True):
         pair = jax.tree.map(functools.partial(_chosen, which), x.pair, y.pair)
-        joined += noted_alone([pair], [x.note, y.note])
+        joined.append(noted_alone(pair, [x.note, y.note]))
     return joined
 
 
@@ -153,7 +149,7 @@ def _rows(stack: Value, length: int, axis: int) -> Sequence[Value]:
     pairs = [jax.tree.map(lambda x, n=n: x[*at, n], whole) for n in range(length)]
     if stack.parts:
         return list(map(Value, pairs, stack.parts))
-    return noted_alone(pairs, [stack.note])
+    return [noted_alone(pair, [stack.note]) for pair in pairs]
 
 
 def _stack(rows: Sequence[Value], axis: int) -> Value:
@@ -165,8 +161,7 @@ def _stack(rows: Sequence[Value], axis: int) -> Value:
 
     pair = jax.tree.map(stack, *(row.pair for row in rows))
     parts = [row.note for row in rows]
-    (value,) = noted_alone([pair], parts)
-    return value._replace(parts=parts)
+    return noted_alone(pair, parts)._replace(parts=parts)
 
 
 def _is_key(x: Any) -> bool:

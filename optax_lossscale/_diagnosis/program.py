@@ -148,7 +148,7 @@ def _place_of(eqn: Any, around: Place) -> Place:
     return Place(
         name_of(eqn),
         line_of(eqn, around.source),
-        "/".join(filter(None, [around.scope, *scopes])),
+        "/".join([around.scope, *scopes] if around.scope else scopes),
         is_derivative=around.is_derivative or "transpose(" in stack,
         terms=terms_of(eqn),
     )

@@ -67,7 +67,7 @@ class Runs(NamedTuple):
 
 def runs_of(gradient: Gradient) -> Runs:
     """All runs of a gradient."""
-    shadow = Shadow(gradient.jaxpr)
+    shadow = Shadow(gradient.jaxpr, gradient.arrays, gradient.places)
     runs = _as_written(shadow, gradient)
     if _is_in_doubt(runs.fitting):
         with jax.enable_x64(True):
@@ -132,7 +132,6 @@ def _fits(exponent: int, largest: int) -> InitialScale:
 
 
 def _run(shadow: Shadow, gradient: Gradient, scale: float, widths: Widths) -> Run:
-    arrays = [*gradient.arrays, np.asarray(scale, np.float32)]
-    loss, *grads = shadow(arrays, gradient.places, widths)
+    loss, *grads = shadow(np.float32(scale), widths)
     by_name = dict(zip(gradient.grad_names, grads, strict=True))
     return Run(scale, loss, by_name, shadow.notes)

@@ -1,7 +1,7 @@
 """Run a program with every value in a pair, and make a note of each result.
 
-`Shadow(jaxpr)(arrays, places, widths)` returns the results as pairs with notes, and
-leaves all notes of the run in `notes`. Pieces without loops are compiled; the figures
+`Shadow(jaxpr, arrays, places)(seed, widths)` returns the results as pairs with notes,
+and leaves all notes of the run in `notes`. Pieces without loops are compiled; the figures
 of their results are computed on the host. Python runs loops and branches around such
 pieces, and so knows the round in which it is.
 """
@@ -9,7 +9,7 @@ pieces, and so knows the round in which it is.
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,61 +42,90 @@ class Around(NamedTuple):
         value = Value(exact(x, self.widths))
         return self.devices.entered(value, jax.P()) if self.devices else value
 
+    def constants(self, program: Program) -> dict[Any, Value]:
+        """The constants of a program, by their variables."""
+        constants = program.constants.items()
+        return {v: self.constant(jax.device_get(x)) for v, x in constants}
+
+    def argument(self, x: Any, place: Place) -> Value:
+        """An argument of the whole program."""
+        pair = exact(x, self.widths)
+        figures = Figures() if pair.true is None else pair.compared.figures
+        return Value(pair, note_of(figures, place, x.dtype))
+
+    def read(self, v: Any, env: Mapping[Any, Value]) -> Value:
+        """The value of a variable or literal."""
+        if isinstance(v, Literal):
+            return self.constant(np.asarray(v.val, dtype_in(v)))
+        return env[v]
+
 
 class Shadow:
-    """A program to be run in pairs, any number of times.
+    """A program to be run in pairs, for its last argument any number of times.
+
+    What does not depend on that argument, the seed of a backward pass, is run once.
 
     Attributes:
       notes: the notes of the last run, in the order of running.
     """
 
-    def __init__(self, jaxpr: Any):
-        self.program = program_of(jaxpr, Place())
+    def __init__(self, jaxpr: Any, arrays: Sequence[Any], places: Sequence[Place]):
         self.notes: list[Note] = []
+        self._program = program_of(jaxpr, Place())
+        self._arrays = arrays
+        self._places = places
+        # Before the first piece that reads the seed: the widths, values, and notes
+        self._kept: tuple[Widths | None, dict[Any, Value], list[Note]] = (None, {}, [])
         self._compiled: dict[Any, Callable[..., tuple[list[Pair], list[Pair]]]] = {}
         self._said = time.monotonic()
 
-    def __call__(
-        self, arrays: Sequence[Any], places: Sequence[Place], widths: Widths
-    ) -> list[Value]:
-        """Runs the program for these arguments, and replaces the notes.
+    def __call__(self, seed: Any, widths: Widths) -> list[Value]:
+        """Runs the program, and replaces the notes.
 
         The results have notes about them alone.
         """
-        self.notes = []
-        values = []
-        for x, place in zip(arrays, places, strict=True):
-            pair = exact(x, widths)
-            figures = Figures() if pair.true is None else pair.compared.figures
-            values.append(Value(pair, note_of(figures, place, x.dtype)))
-        results = self._run(self.program, values, Around(widths))
-        on_host = [value.each(np.asarray) for value in results]
-        return [noted_alone([x.pair], [x.note])[0] for x in on_host]
+        around = Around(widths)
+        program = self._program
+        *takes, last = program.takes
+        reads_seed = [last in piece.reads for piece in program.pieces]
+        first = [*reads_seed, True].index(True)
+        if widths != self._kept[0]:
+            self.notes = []
+            arguments = map(around.argument, self._arrays, self._places)
+            env = dict(zip(takes, arguments, strict=True))
+            env.update(around.constants(program))
+            self._run_pieces(program.pieces[:first], env, around)
+            self._kept = (widths, env, self.notes)
+        _, env, notes = self._kept
+        self.notes = list(notes)
+        env = {**env, last: around.argument(seed, self._places[-1])}
+        self._run_pieces(program.pieces[first:], env, around)
+        results = [around.read(v, env).each(np.asarray) for v in program.gives]
+        return [noted_alone(value.pair, [value.note]) for value in results]
 
     def _run(
         self, program: Program, values: Sequence[Value], around: Around
     ) -> list[Value]:
-        """The results of a program, piece by piece."""
+        """The results of a program."""
         env = dict(zip(program.takes, values, strict=True))
-        for v, x in program.constants.items():
-            env[v] = around.constant(jax.device_get(x))
+        env.update(around.constants(program))
+        self._run_pieces(program.pieces, env, around)
+        return [around.read(v, env) for v in program.gives]
 
-        def read(v):
-            if isinstance(v, Literal):
-                return around.constant(np.asarray(v.val, dtype_in(v)))
-            return env[v]
-
-        for piece in program.pieces:
+    def _run_pieces(
+        self, pieces: Sequence[Piece], env: dict[Any, Value], around: Around
+    ) -> None:
+        """Runs one piece after the other, and adds what they leave to `env`."""
+        for piece in pieces:
             (step, *_) = piece.steps
             if step.programs:
-                ins = list(map(read, step.eqn.invars))
+                ins = [around.read(v, env) for v in step.eqn.invars]
                 results = self._run_inside(step, ins, around)
                 env.update(zip(step.eqn.outvars, results, strict=True))
             else:
                 self._compute(piece, env, around)
             for v in piece.frees:
                 del env[v]
-        return list(map(read, program.gives))
 
     def _run_inside(
         self, step: Step, ins: Sequence[Value], around: Around
