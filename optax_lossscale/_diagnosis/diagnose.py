@@ -124,6 +124,7 @@ def _page(
             runs, least=limits(np.float16)[1] if np.float16 in dtypes else 0.0
         )
     off_by_choices = _off_by_choices(runs, off)
+    are_right = all(one.name == A_VALUE_INSIDE for one in wrong)
     lost = {}
     if runs.fits and np.float16 in dtypes:
         lost = underflow(runs.at_1.grads, run.grads)
@@ -140,8 +141,8 @@ def _page(
         wrong=tuple(_in_a_report(one, run) for one in wrong),
         off=off,
         off_by_choices=off_by_choices,
-        # Where something is wrong, results are off for that reason.
-        choices=tuple(_choices(run, {} if wrong else off_by_choices)),
+        # Where results are wrong, they are off for that reason.
+        choices=tuple(_choices(run, off_by_choices if are_right else {})),
         initial_scale=runs.fits,
         overflow=runs.overflow and runs.overflow.row,
         has_gradients=any(np.any(x.pair.true) for x in run.grads.values()),
