@@ -124,6 +124,9 @@ def _page(
             runs, least=limits(np.float16)[1] if np.float16 in dtypes else 0.0
         )
     off_by_choices = _off_by_choices(runs, off)
+    loss_in_float32 = run.loss.pair.true
+    if runs.wide and not np.isfinite(loss_in_float32):
+        loss_in_float32 = runs.wide.loss.pair.low
     are_right = all(one.name == A_VALUE_INSIDE for one in wrong)
     lost = {}
     if runs.fits and np.float16 in dtypes:
@@ -134,7 +137,7 @@ def _page(
         dtypes=report_of(gradient.jaxpr.jaxpr),
         computes_in=dtypes,
         loss=float(run.loss.pair.low),
-        loss_in_float32=float(run.loss.pair.true),
+        loss_in_float32=float(loss_in_float32),
         loss_dtype=gradient.loss_dtype,
         scale=run.scale,
         loss_scale=float(get_loss_scale(opt_state)()) if has_scale else None,
@@ -167,7 +170,7 @@ def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
         if note is None:  # it is a constant
             continue
         if not note.is_finite:
-            wrong.append(cause_in_float32(name, note))
+            wrong.append(_cause_of_infinity(runs, name, note))
         elif note.bad or _determines(in_float32.get(name), note):
             one = _what_is_wrong(runs, name, note)
             if one is None:
@@ -177,6 +180,20 @@ def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
                 wrong.append(one)
     wrong.sort(key=lambda one: (one.name != THE_LOSS, -one.off))
     return off, wrong
+
+
+def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Wrong:
+    """Why a result is not finite in float32 if that makes the choices of the program.
+
+    By its own choices, float32 may be finite. Then the first number that 16 bits do not
+    hold is at fault, as one that `logsumexp` finds infinite and does not subtract.
+    """
+    if runs.wide and np.isfinite(runs.wide.results[name].pair.low).all():
+        before = set(all_before([note], lambda note: note.reads))
+        for one in runs.fitting.notes:
+            if one.bad and one in before:
+                return cause_of(name, one)
+    return cause_in_float32(name, note)
 
 
 def _determines(in_float32: Note | None, note: Note) -> bool:

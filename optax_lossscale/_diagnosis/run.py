@@ -79,7 +79,7 @@ def runs_of(gradient: Gradient) -> Runs:
 def _is_in_doubt(run: Run) -> bool:
     """Whether something is off, or float32 might have chosen otherwise."""
     results = [value.note for value in run.results.values() if value.note is not None]
-    return any(note.error > TOLERANCE for note in results) or any(
+    return any(note.error > TOLERANCE or not note.is_finite for note in results) or any(
         note.decided or (note.off_share > FIFTH and not note.is_backward)
         for note in run.notes
     )

@@ -1360,3 +1360,21 @@ def test_what_is_not_at_its_limit_does_not_saturate():
 
     found = ols.diagnose(loss_fn, normal(8, 8), normal(16, 8, scale=1))
     assert "saturates" not in {one.how for one in found.wrong}
+
+
+def test_an_infinity_that_a_choice_makes_in_float32_is_that_of_16_bits(monkeypatch):
+    """Of logits that overflow, `logsumexp` subtracts no maximum, as that is infinite."""
+
+    def loss_fn(w, x):
+        h = x.astype(F16) @ w.astype(F16) * 100
+        logits = h @ h.T
+        return jnp.mean(jax.nn.logsumexp(logits.astype(F32) * 1e-2, -1))
+
+    w, x = normal(8, 8), normal(16, 8, scale=1.0)
+    found = ols.diagnose(loss_fn, w, x)
+    assert found.wrong[0].how == "overflows"
+    line = f"test_truth.py:{loss_fn.__code__.co_firstlineno + 2} "
+    assert line in found.wrong[0].place.source
+    assert "in float32 it is " in found.verdict
+    monkeypatch.setitem(globals(), "F16", F32)
+    assert found.loss_in_float32 == pytest.approx(float(loss_fn(w, x)), rel=1e-3)
