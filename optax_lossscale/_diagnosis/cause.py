@@ -211,9 +211,9 @@ def _computed(note: Note) -> Note:
 
     One that moves them into 16 bits, as a cast does, computes them.
     """
-    while note.is_any(Is.MOVES | Is.CHOOSES):
+    while note.is_any(Is.MOVES | Is.CHOOSES) or not note.place.primitive:
         read = _worst(note)
-        if read is None or not read.place.primitive:
+        if read is None or not read.source:
             break
         if is_narrow(note.dtype) and not is_narrow(read.dtype):
             break

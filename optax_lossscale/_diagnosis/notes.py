@@ -34,7 +34,8 @@ FIFTH = 0.2
 class Place:
     """Where values come from: an equation of the program, or one of its arguments."""
 
-    primitive: str = ""  # the name of the operation; "" if no equation computes them
+    # The name of the operation; "" of an argument, and of what a loop moved from here
+    primitive: str = ""
     source: str = ""  # the user's line that made the equation
     # The names of the scopes that it is in, as `encoder/layer_3`; "" for none
     scope: str = ""

@@ -92,9 +92,7 @@ def _made_large(note: Note) -> Note:
     at = note
     largest_jump = _JUMP
     while True:
-        reads = [
-            read for read in note.reads if read.is_backward and read.place.primitive
-        ]
+        reads = [read for read in note.reads if read.is_backward and read.source]
         if not reads:
             return at
         before = max(reads, key=lambda read: read.largest)

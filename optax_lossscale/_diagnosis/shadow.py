@@ -25,7 +25,6 @@ from optax_lossscale._diagnosis.pairs import AS_WRITTEN, Pair, Widths, exact
 from optax_lossscale._diagnosis.program import Piece, Program, Step, program_of
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import dtype_in
-from optax_lossscale._programs.walk import line_of
 
 _PATIENCE = 10.0  # seconds between two lines of progress
 
@@ -194,7 +193,7 @@ class Shadow:
         """Prints a line of progress, if none has been printed for a while."""
         if time.monotonic() - self._said > _PATIENCE:
             self._said = time.monotonic()
-            line = line_of(piece.steps[-1].eqn)
+            line = piece.steps[-1].place.source
             print(
                 f"diagnose: {len(self.notes)} results, at {line}",
                 file=sys.stderr,
