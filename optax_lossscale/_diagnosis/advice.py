@@ -14,12 +14,12 @@ import numpy as np
 from optax_lossscale._arrays.names import scale_name, without_numbers
 from optax_lossscale._diagnosis.cause import How, Wrong
 from optax_lossscale._diagnosis.dtypes import Operation
+from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.notes import (
     A_VALUE_INSIDE,
     ALL,
     FIFTH,
     THE_LOSS,
-    TOLERANCE,
 )
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.text import lines_of, percent, some
@@ -52,6 +52,11 @@ def scale_that_fits(page: "Diagnosis") -> InitialScale | None:
     """The loss scale that fits, if the model computes in float16; else None."""
     is_scaled = np.float16 in page.computes_in and page.has_gradients
     return page.initial_scale if is_scaled else None
+
+
+def has_wrong_result(page: "Diagnosis") -> bool:
+    """Whether the loss or a gradient is wrong, and not only a value inside."""
+    return any(one.name != A_VALUE_INSIDE for one in page.wrong)
 
 
 def _fine(page: "Diagnosis") -> str:
@@ -88,9 +93,9 @@ def _what_is_wrong(page: "Diagnosis", one: Wrong) -> str:
             f"{page.loss_in_float32:.4g}"
         )
     if one.name == A_VALUE_INSIDE:
+        agree = ", though loss and gradients agree as far as float32 determines them"
         return (
-            f"{dtypes} {give} wrong values inside, though loss and gradients agree as "
-            "far as float32 determines them"
+            f"{dtypes} {give} wrong values inside{'' if page.off_by_choices else agree}"
         )
     if page.initial_scale is None:
         return "The gradients are not finite at any loss scale, but are in float32"
@@ -181,7 +186,7 @@ def _about_choices(page: "Diagnosis") -> _Findings:
     by less, they may be as good as float32's, as where a ReLU is given a number near 0:
     then many have to differ.
     """
-    if page.wrong or not page.off_by_choices:
+    if has_wrong_result(page) or not page.off_by_choices:
         return
     name = max(page.off_by_choices, key=page.off_by_choices.__getitem__)
     what = f"the gradient of {name}"

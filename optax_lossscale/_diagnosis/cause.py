@@ -7,18 +7,18 @@ rounded to float16 and nearly equal, the path is the logarithm and the differenc
 error jumps in the difference, so that is at fault: it cancels.
 """
 
-import dataclasses
 import enum
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from optax_lossscale._diagnosis.notes import FIFTH, TOLERANCE, Note, all_before, limits
+from optax_lossscale._diagnosis.figures import TOLERANCE
+from optax_lossscale._diagnosis.notes import FIFTH, Note, all_before, limits
 from optax_lossscale._programs.operations import Is
-from optax_lossscale._programs.values import is_narrow
+from optax_lossscale._programs.values import HALVES, is_narrow
 
 # An equation is at fault if the error grows by this factor in it.
 _JUMP = 3.0
@@ -129,7 +129,7 @@ def _path(note: Note) -> list[Note]:
     path = [note]
     floor = _floor(path)
     while True:
-        if is_narrow(note.dtype):
+        if note.dtype in HALVES:
             floor = _floor([note])
         worst = _worst(note)
         if worst is None or worst.error <= (TOLERANCE if note.bad else floor):
@@ -147,7 +147,7 @@ def _worst(note: Note) -> Note | None:
 
 def _floor(path: Sequence[Note]) -> float:
     """The error up to which a number counts as merely rounded to 16 bits."""
-    halves = [note.dtype for note in path if is_narrow(note.dtype)]
+    halves = [note.dtype for note in path if note.dtype in HALVES]
     return 2 * float(jnp.finfo(halves[-1] if halves else jnp.float16).eps)
 
 
@@ -179,9 +179,9 @@ def _jump(path: Sequence[Note]) -> Note | None:
 
 def _running(path: Sequence[Note]) -> Note | None:
     """The note of a sum in which an error grows a little in each of many rounds."""
-    rounds = Counter(note.place.number for note in path if note.rounds)
-    for number, count in rounds.most_common(1):
-        sums = [n for n in path if n.place.number == number and n.is_any(_SUMS)]
+    rounds = Counter(note.place for note in path if note.rounds)
+    for place, count in rounds.most_common(1):
+        sums = [n for n in path if n.place is place and n.is_any(_SUMS)]
         if count >= _RUNNING and sums:
             return sums[0]
     return None
@@ -189,7 +189,7 @@ def _running(path: Sequence[Note]) -> Note | None:
 
 def _how(note: Note) -> tuple[How, Note]:
     """What the equation at fault does, or one before it, which is then at fault."""
-    if note.is_passed:
+    if note.place.is_passed:
         return How.IS_A_KERNEL, note
     if note.bad:
         how = _how_not_finite(note)
@@ -198,7 +198,7 @@ def _how(note: Note) -> tuple[How, Note]:
         note = _computed(note)
     else:
         at = _computed(note)
-        how = _how_off(dataclasses.replace(note, dtype=at.dtype))
+        how = _how_off(note, at.dtype)
         note = at
     saturated = [read for read in note.reads if _saturates(read)]
     if saturated and how is not How.OVERFLOWS:
@@ -211,9 +211,9 @@ def _computed(note: Note) -> Note:
 
     One that moves them into 16 bits, as a cast does, computes them.
     """
-    while note.is_any(Is.MOVES | Is.CHOOSES):
+    while note.is_any(Is.MOVES | Is.CHOOSES) or not note.place.primitive:
         read = _worst(note)
-        if read is None or not read.place.primitive:
+        if read is None or not read.source:
             break
         if is_narrow(note.dtype) and not is_narrow(read.dtype):
             break
@@ -221,12 +221,12 @@ def _computed(note: Note) -> Note:
     return note
 
 
-def _how_off(note: Note) -> How:
+def _how_off(note: Note, dtype: Any) -> How:
     """What an equation does whose result is off, but finite."""
-    narrow = is_narrow(note.dtype)
+    narrow = is_narrow(dtype)
     if _cancels(note):
         return How.CANCELS
-    if narrow and _vanishes(note):
+    if narrow and _vanishes(note, dtype):
         return How.VANISHES
     is_long = (narrow and note.is_any(Is.ADDS_MANY)) or (
         note.rounds and note.is_any(_SUMS)
@@ -249,18 +249,20 @@ def _how_not_finite(note: Note) -> How:
     return How.OVERFLOWS if is_infinite else How.IS_UNDEFINED
 
 
-def _vanishes(note: Note) -> bool:
+def _vanishes(note: Note, dtype: Any) -> bool:
     """Whether numbers were lost, or are too small for their dtype, and matter."""
-    _, tiny = limits(note.dtype)
-    least = tiny * float(jnp.finfo(note.dtype).eps)
+    _, tiny = limits(dtype)
+    least = tiny * float(jnp.finfo(dtype).eps)
     # The mean of the absolute values is this or more.
     mean = note.typical / math.sqrt(note.count)
     return note.typical < tiny or (note.lost > FIFTH and mean < _NOTHING * least)
 
 
 def _saturates(note: Note) -> bool:
-    """Whether a result in 16 bits may have been rounded to its function's limit."""
-    return is_narrow(note.dtype) and note.is_any(Is.SATURATES)
+    """Whether a result in 16 bits was rounded to its function's limit, 1 or 0."""
+    if not (is_narrow(note.dtype) and note.is_any(Is.SATURATES)):
+        return False
+    return note.lost > 0 or note.largest >= 1 - float(jnp.finfo(note.dtype).eps)
 
 
 def _terms(note: Note) -> float:

@@ -15,18 +15,18 @@ from optax_lossscale._arrays.contexts import IS_REPORTED
 from optax_lossscale._autocast.autocast import autocast
 from optax_lossscale._diagnosis.cause import How, Wrong, cause_in_float32, cause_of
 from optax_lossscale._diagnosis.dtypes import report_of
+from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
 from optax_lossscale._diagnosis.notes import (
     A_VALUE_INSIDE,
     FIFTH,
     THE_LOSS,
-    TOLERANCE,
     Note,
     all_before,
     limits,
-    measured,
 )
 from optax_lossscale._diagnosis.page import Diagnosis
+from optax_lossscale._diagnosis.pairs import Pair
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow
 from optax_lossscale._diagnosis.table import of_worst_rounds, table_of
@@ -124,6 +124,10 @@ def _page(
             runs, least=limits(np.float16)[1] if np.float16 in dtypes else 0.0
         )
     off_by_choices = _off_by_choices(runs, off)
+    loss_in_float32 = run.loss.pair.true
+    if runs.wide and not np.isfinite(loss_in_float32):
+        loss_in_float32 = runs.wide.loss.pair.low
+    are_right = all(one.name == A_VALUE_INSIDE for one in wrong)
     lost = {}
     if runs.fits and np.float16 in dtypes:
         lost = underflow(runs.at_1.grads, run.grads)
@@ -133,15 +137,15 @@ def _page(
         dtypes=report_of(gradient.jaxpr.jaxpr),
         computes_in=dtypes,
         loss=float(run.loss.pair.low),
-        loss_in_float32=float(run.loss.pair.true),
+        loss_in_float32=float(loss_in_float32),
         loss_dtype=gradient.loss_dtype,
         scale=run.scale,
         loss_scale=float(get_loss_scale(opt_state)()) if has_scale else None,
         wrong=tuple(_in_a_report(one, run) for one in wrong),
         off=off,
         off_by_choices=off_by_choices,
-        # Where something is wrong, results are off for that reason.
-        choices=tuple(_choices(run, {} if wrong else off_by_choices)),
+        # Where results are wrong, they are off for that reason.
+        choices=tuple(_choices(run, off_by_choices if are_right else {})),
         initial_scale=runs.fits,
         overflow=runs.overflow and runs.overflow.row,
         has_gradients=any(np.any(x.pair.true) for x in run.grads.values()),
@@ -159,13 +163,15 @@ def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
     """
     off = {}
     wrong = []
+    of_wide = runs.wide.results if runs.wide else {}
+    in_float32 = {name: value.note for name, value in of_wide.items()}
     for name, value in runs.fitting.results.items():
         note = value.note
         if note is None:  # it is a constant
             continue
         if not note.is_finite:
-            wrong.append(cause_in_float32(name, note))
-        elif note.bad or _is_determined(runs, name, note):
+            wrong.append(_cause_of_infinity(runs, name, note))
+        elif note.bad or _determines(in_float32.get(name), note):
             one = _what_is_wrong(runs, name, note)
             if one is None:
                 off[name] = note.error
@@ -176,60 +182,55 @@ def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
     return off, wrong
 
 
-def _is_determined(runs: Runs, name: str, note: Note) -> bool:
-    """Whether float32 gives a result, with this note, as float64 does."""
-    if runs.wide is None:
-        return True
-    in_float32 = runs.wide.results[name].note
-    return in_float32 is None or _determines(in_float32, note)
+def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Wrong:
+    """Why a result is not finite in float32 if that makes the choices of the program.
+
+    By its own choices, float32 may be finite. Then the first number that 16 bits do not
+    hold is at fault, as one that `logsumexp` finds infinite and does not subtract.
+    """
+    if runs.wide and np.isfinite(runs.wide.results[name].pair.low).all():
+        before = set(all_before([note], lambda note: note.reads))
+        for one in runs.fitting.notes:
+            if one.bad and one in before:
+                return cause_of(name, one)
+    return cause_in_float32(name, note)
 
 
-def _determines(in_float32: Note, note: Note) -> bool:
+def _determines(in_float32: Note | None, note: Note) -> bool:
     """Whether float32 determines a value so well that 16 bits can be wrong about it.
 
     So float32 is off from float64 by 5% at most, or by far less than 16 bits are from
     float32, unless nothing is right in it.
 
     Args:
-      in_float32: the note of the value in float32 beside float64.
+      in_float32: the note of the value in float32 beside float64, if there is one.
       note: its note in 16 bits beside float32.
     """
     least = min(note.error / _FAR_LESS, _NOTHING_RIGHT)
-    return in_float32.error <= max(TOLERANCE, least)
+    return in_float32 is None or in_float32.error <= max(TOLERANCE, least)
 
 
 def _what_is_wrong(runs: Runs, name: str, note: Note) -> Wrong | None:
     """What is wrong with the loss or a gradient, if anything is."""
     if note.error > TOLERANCE:
         return cause_of(name, note)
-    out_of_proportion = _out_of_proportion(runs, name)
-    if out_of_proportion > TOLERANCE:
-        place = _first_out_of_proportion(runs) or note
-        return Wrong(name, out_of_proportion, How.IS_NOT_LINEAR, place)
-    return None
+    scale = runs.fitting.scale
+    off = _out_of_proportion(runs.at_1.results[name].note, note, scale)
+    if off <= TOLERANCE:
+        return None
+    before = {(note.place, note.rounds): note for note in runs.at_1.notes}
+    for one in runs.fitting.notes:
+        at_1 = before.get((one.place, one.rounds))
+        if _out_of_proportion(at_1, one, scale) > TOLERANCE:
+            return Wrong(name, off, How.IS_NOT_LINEAR, one)
+    return Wrong(name, off, How.IS_NOT_LINEAR, note)
 
 
-def _out_of_proportion(runs: Runs, name: str) -> float:
-    """How far a gradient in float32 is from being in proportion to the loss scale."""
-    at_1 = runs.at_1.results[name]
-    if name == THE_LOSS or at_1.note is None or at_1.note.typical < _LEAST:
+def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
+    """How far a result in float32 is from being in proportion to the loss scale."""
+    if at_1 is None or not note.is_backward or at_1.typical < _LEAST:
         return 0.0
-    scaled = runs.fitting.results[name].pair.true / runs.fitting.scale
-    return measured(scaled, at_1.pair.true).error
-
-
-def _first_out_of_proportion(runs: Runs) -> Note | None:
-    """The first result of the backward pass that is not in proportion to the scale."""
-    before = {
-        (note.place.number, note.rounds): note.typical for note in runs.at_1.notes
-    }
-    for note in runs.fitting.notes:
-        typical = before.get((note.place.number, note.rounds), 0.0)
-        difference = abs(note.typical - typical * runs.fitting.scale)
-        is_compared = note.is_backward and typical > _LEAST
-        if is_compared and difference > TOLERANCE * note.typical:
-            return note
-    return None
+    return abs(note.typical / (at_1.typical * scale) - 1)
 
 
 def _off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
@@ -241,7 +242,7 @@ def _off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
         return {}
     low = {name: value.pair.low for name, value in runs.fitting.results.items()}
     off = {
-        name: measured(low[name], value.pair.low).error
+        name: Pair(low[name], value.pair.low).compared.figures.error
         for name, value in runs.wide.results.items()
         if name in determined
     }
@@ -259,12 +260,12 @@ def _wrong_inside(runs: Runs, least: float) -> list[Wrong]:
     results = [value.note for value in run.results.values() if value.note]
     used = set(all_before(results, lambda note: note.reads))
     of_wide = runs.wide.notes if runs.wide else []
-    in_float32 = {(note.place.number, note.rounds): note for note in of_wide}
+    in_float32 = {(note.place, note.rounds): note for note in of_wide}
     spread = []
     for note in run.notes:
         if note not in used or note.is_backward or note.off_share <= FIFTH:
             continue
-        wide = in_float32.get((note.place.number, note.rounds))
+        wide = in_float32.get((note.place, note.rounds))
         if wide is None or wide.off_share <= FIFTH or _determines(wide, note):
             spread.append(note)
     follows = {read for note in spread if note.typical >= least for read in note.reads}
@@ -278,9 +279,11 @@ def _in_a_report(one: Wrong, run: Run) -> Wrong:
     """Drops the notes before it, and finds whether it is in an inner derivative."""
     at = one.place
     loss = run.loss.note
-    # A derivative inside of the loss function is computed before the loss, and one in a
-    # rule for the backward pass after it.
-    is_before_the_loss = loss is not None and at.place.number <= loss.place.number
+    # The loss depends on a derivative inside of its function, and not on one in a rule
+    # for the backward pass.
+    is_before_the_loss = loss is not None and at in all_before(
+        [loss], lambda note: note.reads
+    )
     return one._replace(
         place=at.row,
         rounded=tuple(note.row for note in one.rounded),

@@ -17,23 +17,12 @@ from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32
 from optax_lossscale._arrays.variables import is_variable, map_leaves
 from optax_lossscale._autocast.arrays import is_array
-from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._diagnosis.notes import (
-    ALL,
-    THE_LOSS,
-    Figures,
-    Place,
-    measured,
-    note_of,
-)
-from optax_lossscale._diagnosis.pairs import Pair, Widths, exact
+from optax_lossscale._diagnosis.notes import ALL, THE_LOSS, Place
 from optax_lossscale._programs.values import dtypes_in, is_float, is_narrow
 from optax_lossscale._programs.versions import is_ref
 from optax_lossscale._programs.walk import equations
 from optax_lossscale._step.gradient import loss_of
 from optax_lossscale._step.inputs import check_scalar
-
-_SEED = Place(name="the loss scale")
 
 
 class Gradient(NamedTuple):
@@ -41,7 +30,7 @@ class Gradient(NamedTuple):
 
     jaxpr: Any
     arrays: list[np.ndarray]  # the arguments; the seed, which is the last, is not here
-    places: list[Place]  # that of each of these arrays, with its name
+    places: list[Place]  # those of all arguments
     # Those of 16 bits and fewer that results in the program have
     narrow_dtypes: tuple[np.dtype, ...]
 
@@ -53,13 +42,7 @@ class Gradient(NamedTuple):
     @property
     def grad_names(self) -> list[str]:
         """The names of the parameters that are differentiated."""
-        return [place.name for place in self.places if place.is_parameter]
-
-    def values(self, scale: float, widths: Widths) -> list[Value]:
-        """All arguments of the program at a loss scale, with notes."""
-        seed = np.asarray(scale, np.float32)
-        arguments = zip([*self.arrays, seed], [*self.places, _SEED], strict=True)
-        return [_argument(exact(x, widths), place) for x, place in arguments]
+        return [place.name for place in self.places if place.nearest]
 
 
 def gradient_of(
@@ -73,7 +56,7 @@ def gradient_of(
     params = map_leaves(lambda x: np.float32(x) if type(x) is float else x, params)
     everything = (params, args, kwargs)
     arrays, places = _arguments(everything)
-    parameters = [n for n, place in enumerate(places) if place.is_parameter]
+    parameters = [n for n, place in enumerate(places) if place.nearest]
 
     def gradient(arrays, seed):
         def loss_of_parameters(differentiated):
@@ -101,7 +84,8 @@ def gradient_of(
             "diagnose runs the loss function: give it arrays, and no ShapeDtypeStruct"
         )
     on_host = jax.device_get(list(map(jnp.asarray, arrays)))
-    return Gradient(jaxpr, on_host, places, narrow_dtypes)
+    seed = Place(name="the loss scale", is_backward=True)
+    return Gradient(jaxpr, on_host, [*places, seed], narrow_dtypes)
 
 
 def _arguments(everything: tuple) -> tuple[list[Any], list[Place]]:
@@ -112,7 +96,7 @@ def _arguments(everything: tuple) -> tuple[list[Any], list[Place]]:
     """
     prefixes = ("", "args/", "kwargs/")
     arrays = []
-    places = []
+    found = []
     seen: set[int] = set()
     for (first, *path), leaf in jax.tree.leaves_with_path(
         everything, is_leaf=is_variable
@@ -124,19 +108,14 @@ def _arguments(everything: tuple) -> tuple[list[Any], list[Place]]:
         for x in filter(is_array, jax.tree.leaves(leaf)):
             is_parameter = first.idx == 0 and is_float(x)
             arrays.append(x)
-            places.append(Place(name=name, is_parameter=is_parameter))
-    counts = Counter([THE_LOSS, ALL, *(place.name for place in places)])
-    for n, place in enumerate(places):
-        if counts[place.name] > 1:
-            places[n] = place._replace(name=f"{place.name} (argument {n})")
+            found.append((name, is_parameter))
+    counts = Counter([THE_LOSS, ALL, *(name for name, _ in found)])
+    places = []
+    for n, (name, is_parameter) in enumerate(found):
+        own = f"{name} (argument {n})" if counts[name] > 1 else name
+        nearest = frozenset([own] if is_parameter else [])
+        places.append(Place(name=own, nearest=nearest, steps=1))
     return arrays, places
-
-
-def _argument(pair: Pair, place: Place) -> Value:
-    """An argument of the program as a value, with a note about its size."""
-    figures = measured(pair.wide, None) if is_float(pair.low) else Figures()
-    is_seed = place is _SEED
-    return Value(pair, note_of(figures, place, pair.low.dtype, is_backward=is_seed))
 
 
 def _narrow_dtypes(jaxpr: Any) -> tuple[np.dtype, ...]:

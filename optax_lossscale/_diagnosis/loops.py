@@ -5,6 +5,7 @@ branch is taken, and how long a loop goes on, is chosen by the program's values,
 float32's.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -14,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._diagnosis.notes import Note, measured, note_of, worst
+from optax_lossscale._diagnosis.notes import Note, note_of
 from optax_lossscale._diagnosis.pairs import Pair
+from optax_lossscale._diagnosis.program import Step
 from optax_lossscale._programs.values import is_float
-from optax_lossscale._programs.walk import arguments_of, carried_by, programs_in
+from optax_lossscale._programs.walk import arguments_of, carried_by
 
 
 class Value(NamedTuple):
@@ -25,59 +27,66 @@ class Value(NamedTuple):
 
     pair: Pair
     note: Note | None = None
-    parts: Sequence[Note | None] = ()  # the note of each row, if a loop stacked them
+    parts: Sequence[Note | None] = ()  # the note of each round, if a loop stacked them
 
     def each(self, function: Callable[[Any], Any]) -> "Value":
         """Applies a function to both arrays of the pair; the note stays."""
         return self._replace(pair=jax.tree.map(function, self.pair))
 
 
-def noted_alone(value: Value) -> Value:
-    """The value with a note about it alone, not that of a stack of which it is a row."""
-    note = value.note
-    if note is None or _is_key(value.pair.low):
-        return value
-    figures = measured(value.pair.low, value.pair.true)
-    alone = note_of(figures, note.place, note.dtype, (note,), note.rounds)
-    return Value(value.pair, alone)
+def noted_alone(pair: Pair, notes: Sequence[Note | None]) -> Value:
+    """A value that was moved from others, with a note about it alone.
+
+    Args:
+      pair: the value.
+      notes: those of the others.
+    """
+    reads = [note for note in notes if note is not None]
+    first = next(iter(reads), None)
+    if first is None or not is_float(pair.low):
+        return Value(pair, first)
+    place = dataclasses.replace(first.place, primitive="", is_passed=False)
+    with np.errstate(over="ignore"):
+        figures = pair.compared.figures
+    return Value(pair, note_of(figures, place, first.dtype, reads, first.rounds))
 
 
 RunsProgram = Callable[..., list[Value]]
 """Called with a program, its arguments and, in a loop, the number of the round."""
 
 
-def scan(eqn: Any, ins: Sequence[Value], run: RunsProgram, axis: int) -> list[Value]:
+def scan(step: Step, ins: Sequence[Value], run: RunsProgram, axis: int) -> list[Value]:
     """The results of a `scan`.
 
     Args:
-      eqn: the `scan`.
+      step: the `scan`.
       ins: its operands.
       run: runs its body.
       axis: the axis of arrays along which the rounds lie.
     """
-    (body,) = programs_in(eqn)
-    carried = carried_by(eqn)
+    (body,) = step.programs
+    carried = carried_by(step.eqn)
     consts = ins[: carried.start]
     carry = ins[carried.start : carried.stop]
-    stacks = ins[carried.stop :]
-    turns = range(eqn.params["length"])
-    step = -1 if eqn.params["reverse"] else 1
+    turns = range(step.eqn.params["length"])
+    order = -1 if step.eqn.params["reverse"] else 1
+    columns = [_rows(stack, len(turns), axis) for stack in ins[carried.stop :]]
     results = []
-    for n in turns[::step]:
-        rows = [_row(stack, n, axis) for stack in stacks]
-        outs = run(body, [*consts, *_in_both(carry), *rows], n)
+    for n in turns[::order]:
+        outs = run(body, [*consts, *carry, *(column[n] for column in columns)], n)
         carry = outs[: len(carried)]
         results.append(outs[len(carried) :])
-    columns = zip(*results[::step], strict=True)
-    return [*carry, *(_stack(column, axis) for column in columns)]
+    stacked = zip(*results[::order], strict=True)
+    return [*carry, *(_stack(column, axis) for column in stacked)]
 
 
-def while_loop(eqn: Any, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
+def while_loop(step: Step, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
     """The results of a `while`; in a batch, each example ends by its own condition."""
-    (condition, of_condition), (body, of_body) = arguments_of(eqn)
-    start = carried_by(eqn).start
+    condition, body = step.programs
+    (_, of_condition), (_, of_body) = arguments_of(step.eqn)
+    start = carried_by(step.eqn).start
     consts = ins[:start]
-    carry = _in_both(ins[start:])
+    carry = ins[start:]
     for n in itertools.count():
         every = [*consts, *carry]
         (flags,) = run(condition, [every[i] for i in of_condition], n)
@@ -86,13 +95,13 @@ def while_loop(eqn: Any, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
             break
         every = [*consts, *_filled(goes_on, carry)]
         results = run(body, [every[i] for i in of_body], n)
-        carry = _in_both(_where(goes_on, results, carry))
-    return carry
+        carry = _where(goes_on, results, carry)
+    return list(carry)
 
 
-def cond(eqn: Any, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
+def cond(step: Step, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
     """The results of a `cond`, in which several devices may take different branches."""
-    branches = programs_in(eqn)
+    branches = step.programs
     index, *operands = ins
     chosen = np.clip(index.pair.low, 0, len(branches) - 1)
     results: list[Value] = []
@@ -101,18 +110,6 @@ def cond(eqn: Any, ins: Sequence[Value], run: RunsProgram) -> list[Value]:
         outs = run(branches[number], _filled(here, operands))
         results = _where(here, outs, results or outs)
     return results
-
-
-def _in_both(values: Sequence[Value]) -> list[Value]:
-    """Values whose pairs have two arrays, if they are floats.
-
-    What a loop carries may be the same in float32 at first, and differ in later rounds.
-    So all rounds are compiled alike.
-    """
-    return [
-        value._replace(pair=value.pair.both) if is_float(value.pair.low) else value
-        for value in values
-    ]
 
 
 # A program whose rounds or branches differ between examples, or between devices, runs
@@ -132,8 +129,11 @@ def _where(
     """The new values for the examples or devices that count, and else the old ones."""
     if which.all():
         return list(new)
-    choose = functools.partial(_chosen, which)
-    return [_joined(choose, pair) for pair in zip(new, old, strict=True)]
+    joined = []
+    for x, y in zip(new, old, strict=True):
+        pair = jax.tree.map(functools.partial(_chosen, which), x.pair, y.pair)
+        joined.append(noted_alone(pair, [x.note, y.note]))
+    return joined
 
 
 def _chosen(which: np.ndarray, x: Any, y: Any) -> jax.Array:
@@ -142,11 +142,14 @@ def _chosen(which: np.ndarray, x: Any, y: Any) -> jax.Array:
     return jnp.where(flags, x, y)
 
 
-def _row(stack: Value, n: int, axis: int) -> Value:
-    """The row of one round in a stack, with a note of its own."""
-    at = (slice(None),) * axis + (n,)
-    row = stack.each(lambda x: x[at] if _is_key(x) else np.asarray(x)[at])
-    return Value(row.pair, stack.parts[n]) if stack.parts else noted_alone(row)
+def _rows(stack: Value, length: int, axis: int) -> Sequence[Value]:
+    """The row of each round in a stack, with a note of its own."""
+    whole = stack.each(lambda x: x if _is_key(x) else np.asarray(x)).pair
+    at = (slice(None),) * axis
+    pairs = [jax.tree.map(lambda x, n=n: x[*at, n], whole) for n in range(length)]
+    if stack.parts:
+        return list(map(Value, pairs, stack.parts))
+    return [noted_alone(pair, [stack.note]) for pair in pairs]
 
 
 def _stack(rows: Sequence[Value], axis: int) -> Value:
@@ -156,16 +159,9 @@ def _stack(rows: Sequence[Value], axis: int) -> Value:
         numpy = jnp if _is_key(arrays[0]) else np
         return numpy.stack(arrays, axis)
 
-    return _joined(stack, rows)._replace(parts=[row.note for row in rows])
-
-
-def _joined(join: Callable[..., Any], values: Sequence[Value]) -> Value:
-    """Joins several values by a function of their arrays; the worst note stays."""
-    pairs = [value.pair for value in values]
-    if any(pair.true is not None for pair in pairs):
-        pairs = [pair.both for pair in pairs]
-    pair = jax.tree.map(join, *pairs)
-    return Value(pair, worst(value.note for value in values))
+    pair = jax.tree.map(stack, *(row.pair for row in rows))
+    parts = [row.note for row in rows]
+    return noted_alone(pair, parts)._replace(parts=parts)
 
 
 def _is_key(x: Any) -> bool:

@@ -11,7 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optax_lossscale._arrays.names import scale_name
-from optax_lossscale._diagnosis.advice import findings, scale_that_fits
+from optax_lossscale._diagnosis.advice import (
+    findings,
+    has_wrong_result,
+    scale_that_fits,
+)
 from optax_lossscale._diagnosis.cause import Wrong
 from optax_lossscale._diagnosis.dtypes import DtypeReport
 from optax_lossscale._diagnosis.notes import THE_LOSS, Note
@@ -138,7 +142,7 @@ class Diagnosis(NamedTuple):
                 f"Chosen otherwise than in float32: {one.decided:.1%} of {one.count}, "
                 f"in {line}."
             )
-        if self.off_by_choices and not self.wrong:
+        if self.off_by_choices and not has_wrong_result(self):
             names = some(list(self.off_by_choices))
             yield (
                 f"Off from float32 with its own choices, such as masks: {names}, at most "

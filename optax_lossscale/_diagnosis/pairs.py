@@ -1,8 +1,8 @@
 """Pairs of a value and the same in wider floats, and equations applied to pairs.
 
-For `y = x.astype(float16) * 3` with `x` float32, `x` is a pair with one array for both;
-the cast gives a float16 array beside the float32 one, and the multiplication is applied
-to each of these. `run` does so for the equations of a piece, inside `jit`.
+For `y = x.astype(float16) * 3` with `x` float32, `x` is a pair of equal arrays; the cast
+gives a float16 array beside the float32 one, and the multiplication is applied to each
+of these. `run` does so for the steps of a piece, inside `jit`.
 """
 
 import dataclasses
@@ -15,12 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from optax_lossscale._diagnosis.pieces import Piece
-from optax_lossscale._diagnosis.wide import (
-    in_wide,
-    narrows,
-    widened,
-)
+from optax_lossscale._diagnosis.figures import Figures, figures_of
+from optax_lossscale._diagnosis.program import Piece
+from optax_lossscale._diagnosis.wide import in_wide, wide_dtype, widened
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import FLOAT32, FLOAT64, dtype_in, is_float
 
@@ -60,79 +57,73 @@ class Pair:
     """A value as it is computed (`low`), and as it is in wider floats (`true`)."""
 
     low: Any
-    # None if both are the same, as nothing before has rounded to narrower floats
-    true: Any = None
+    true: Any = None  # None of integers and booleans, which follow `low`
     is_passed: bool = (
         False  # whether `true` was computed in the program's narrow dtypes, too
     )
 
     @property
     def wide(self) -> Any:
-        """The value in wider floats, which is `low` if both are the same."""
+        """The value in wider floats, or the one that these follow."""
         return self.low if self.true is None else self.true
 
     @property
-    def both(self) -> "Pair":
-        """The same pair, never with None."""
-        return Pair(self.low, self.wide)
-
-    @property
-    def followed(self) -> "Pair":
-        """The pair that others read: of integers and booleans, both are `low`."""
-        return Pair(self.low, self.true if is_float(self.low) else None)
-
-    @property
     def compared(self) -> "Pair":
-        """The pair with float64 rounded to the dtype beside it, as that is as telling.
+        """The pair in one dtype of 32 bits or more, to be compared on the host.
 
-        On the host, arrays of one dtype are compared in a fraction of the time.
+        Of a choice, it is whether the wider floats decide otherwise.
         """
-        if self.true is None or self.true.dtype != FLOAT64:
-            return self
-        with np.errstate(over="ignore"):
-            return Pair(self.low, np.asarray(self.true, self.low.dtype), self.is_passed)
+        if not is_float(self.low):
+            return Pair(self.low != self.true)
+        dtype = wide_dtype(self.low.dtype, FLOAT32)
+        low = self.low.astype(dtype)
+        return Pair(low, self.true.astype(dtype), self.is_passed)
+
+    @property
+    def figures(self) -> Figures:
+        """How far the two arrays of a `compared` pair are apart, and how large."""
+        return figures_of(self.low, self.true)
 
 
-def exact(x: np.ndarray, widths: Widths) -> Pair:
+def exact(x: Any, widths: Widths) -> Pair:
     """A pair whose two numbers are equal, such as that of a constant."""
-    low, true = (widened(x, wide) for wide in widths)
-    return Pair(low, None if low.dtype == true.dtype else true)
+    if not is_float(x):
+        return Pair(x)
+    return Pair(widened(x, widths.low), widened(x, widths.true))
 
 
-def run(piece: Piece, widths: Widths, ins: Sequence[Pair]) -> list[list[Pair]]:
-    """The results of each equation of a piece.
-
-    Args:
-      piece: the equations.
-      widths: the floats of the two arrays of each pair.
-      ins: the values that the piece reads.
-    """
+def run(
+    piece: Piece, widths: Widths, ins: Sequence[Pair]
+) -> tuple[list[Pair], list[Pair]]:
+    """What a piece leaves to others, and each result that is noted, to be compared."""
     env = dict(zip(piece.reads, ins, strict=True))
-    every = []
-    for eqn in piece.eqns:
+    noted = []
+    for step in piece.steps:
         operands = [
             exact(np.asarray(v.val, dtype_in(v)), widths)
             if isinstance(v, Literal)
             else env[v]
-            for v in eqn.invars
+            for v in step.eqn.invars
         ]
-        results = _of_one(eqn, operands, widths)
-        every.append(results)
-        for v, pair in zip(eqn.outvars, results, strict=True):
-            env[v] = pair.followed
-    return every
+        pairs = _of_one(step.eqn, operands, widths)
+        results = dict(zip(step.eqn.outvars, pairs, strict=True))
+        noted += [results[v].compared for v in step.noted]
+        for v, pair in results.items():
+            env[v] = pair if is_float(pair.low) else Pair(pair.low)
+    return [env[v] for v in piece.leaves], noted
 
 
 def _of_one(eqn: Any, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
     """The results of an equation, from operands in pairs."""
     lows, _ = in_wide(eqn, [x.low for x in ins], widths.low)
-    if all(x.true is None for x in ins) and not narrows(eqn, widths.true):
+    if not any(map(is_float, [*eqn.invars, *eqn.outvars])):
         return list(map(Pair, lows))
     if Is.ONCE in traits(eqn):
         return [Pair(x, widened(x, widths.true), is_passed=True) for x in lows]
     trues, is_passed = in_wide(eqn, [x.wide for x in ins], widths.true)
     pairs = [Pair(low, true, is_passed) for low, true in zip(lows, trues, strict=True)]
-    return _by_its_choices(pairs)
+    # What is sorted is right in any order.
+    return pairs if Is.CHOOSES in traits(eqn) else _by_its_choices(pairs)
 
 
 def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
@@ -142,7 +133,7 @@ def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
     floats choose other pivots, their factors are replaced by those beside them.
     """
     choices = [pair for pair in pairs if not is_float(pair.low)]
-    if not choices:
+    if not choices or len(choices) == len(pairs):
         return pairs
     are_same = jnp.stack([jnp.all(x.low == x.true) for x in choices]).all()
     joined = []

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 
 from optax_lossscale._arrays import validation
-from optax_lossscale._diagnosis.notes import TOLERANCE, limits
+from optax_lossscale._diagnosis.figures import TOLERANCE
+from optax_lossscale._diagnosis.notes import limits
 from optax_lossscale._diagnosis.table import Table
 
 try:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient
-from optax_lossscale._diagnosis.loops import Value, noted_alone
-from optax_lossscale._diagnosis.notes import FIFTH, THE_LOSS, TOLERANCE, Note
+from optax_lossscale._diagnosis.loops import Value
+from optax_lossscale._diagnosis.notes import FIFTH, THE_LOSS, Note
 from optax_lossscale._diagnosis.pairs import AS_WRITTEN, IN_FLOAT32, Widths
 from optax_lossscale._diagnosis.scale import (
     HIGHEST,
@@ -41,7 +42,7 @@ class Run(NamedTuple):
 
     def is_finite(self, in_float32: bool = False) -> bool:
         """Whether loss and gradients are finite, in the program or in float32."""
-        pairs = [value.pair for value in self.results.values()]
+        pairs = [result.pair for result in self.results.values()]
         numbers = [pair.true if in_float32 else pair.low for pair in pairs]
         return all(np.isfinite(x).all() for x in numbers)
 
@@ -60,13 +61,13 @@ class Runs(NamedTuple):
     @property
     def passed(self) -> tuple[tuple[str, str], ...]:
         """What computes in 16 bits even in float32: each operation with its line."""
-        places = [note.place for note in self.at_1.notes if note.is_passed]
+        places = [note.place for note in self.at_1.notes if note.place.is_passed]
         return tuple(dict.fromkeys((at.primitive, at.source) for at in places))
 
 
 def runs_of(gradient: Gradient) -> Runs:
     """All runs of a gradient."""
-    shadow = Shadow(gradient.jaxpr)
+    shadow = Shadow(gradient.jaxpr, gradient.arrays, gradient.places)
     runs = _as_written(shadow, gradient)
     if _is_in_doubt(runs.fitting):
         with jax.enable_x64(True):
@@ -78,7 +79,7 @@ def runs_of(gradient: Gradient) -> Runs:
 def _is_in_doubt(run: Run) -> bool:
     """Whether something is off, or float32 might have chosen otherwise."""
     results = [value.note for value in run.results.values() if value.note is not None]
-    return any(note.error > TOLERANCE for note in results) or any(
+    return any(note.error > TOLERANCE or not note.is_finite for note in results) or any(
         note.decided or (note.off_share > FIFTH and not note.is_backward)
         for note in run.notes
     )
@@ -131,11 +132,6 @@ def _fits(exponent: int, largest: int) -> InitialScale:
 
 
 def _run(shadow: Shadow, gradient: Gradient, scale: float, widths: Widths) -> Run:
-    loss, *grads = map(_result, shadow(gradient.values(scale, widths), widths))
+    loss, *grads = shadow(np.float32(scale), widths)
     by_name = dict(zip(gradient.grad_names, grads, strict=True))
     return Run(scale, loss, by_name, shadow.notes)
-
-
-def _result(value: Value) -> Value:
-    """A result of the program with two arrays, and with a note about these alone."""
-    return noted_alone(value._replace(pair=value.each(np.asarray).pair.both))

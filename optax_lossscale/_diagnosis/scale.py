@@ -8,7 +8,7 @@ that fits is `MARGIN` bits below that.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -65,24 +65,23 @@ class Underflow(NamedTuple):
     bits: int
 
 
-def first_overflow(notes: Iterable[Note], scale: float) -> tuple[int, Note | None]:
+def first_overflow(notes: Sequence[Note], scale: float) -> tuple[int, Note | None]:
     """The exponent of the first scale with an overflow, and the note of what causes it.
 
     Args:
       notes: the notes of a run.
       scale: the loss scale of that run.
     """
-    first = None
-    least = math.inf
-    for note in notes:
-        if note.is_backward and note.largest and note.dtype.kind in "fV":
-            room = math.log2(limits(note.dtype)[0] / note.largest)
-            if room < least:
-                first = note
-                least = room
-    if first is None or least + math.log2(scale) > HIGHEST:
+    room = {
+        note: math.log2(limits(note.dtype)[0] / note.largest)
+        for note in notes
+        if note.is_backward and note.largest and note.dtype.kind in "fV"
+    }
+    first = min(room, key=room.__getitem__, default=None)
+    exponent = math.inf if first is None else room[first] + math.log2(scale)
+    if first is None or exponent > HIGHEST:
         return HIGHEST + 1, None
-    return math.ceil(least + math.log2(scale)), _made_large(first)
+    return math.ceil(exponent), _made_large(first)
 
 
 def _made_large(note: Note) -> Note:
@@ -93,9 +92,7 @@ def _made_large(note: Note) -> Note:
     at = note
     largest_jump = _JUMP
     while True:
-        reads = [
-            read for read in note.reads if read.is_backward and read.place.primitive
-        ]
+        reads = [read for read in note.reads if read.is_backward and read.source]
         if not reads:
             return at
         before = max(reads, key=lambda read: read.largest)

@@ -1,15 +1,15 @@
 """Run a program with every value in a pair, and make a note of each result.
 
-`Shadow(program)(values, widths)` returns the results as values, which are pairs with notes, and
-leaves all notes of the run in `notes`. Pieces without loops are compiled and give the
-pairs of all of their results; the notes are made of these on the host. Python runs
-loops and branches around such pieces, and so knows the round in which it is.
+`Shadow(jaxpr, arrays, places)(seed, widths)` returns the results as pairs with notes,
+and leaves all notes of the run in `notes`. Pieces without loops are compiled; the figures
+of their results are computed on the host. Python runs loops and branches around such
+pieces, and so knows the round in which it is.
 """
 
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,15 +18,13 @@ from jax.extend.core import Literal
 
 from optax_lossscale._diagnosis import loops, pairs
 from optax_lossscale._diagnosis.devices import Devices
-from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._diagnosis.notes import Note, Place, measured, note_of
+from optax_lossscale._diagnosis.figures import Figures
+from optax_lossscale._diagnosis.loops import Value, noted_alone
+from optax_lossscale._diagnosis.notes import Note, Place, note_of
 from optax_lossscale._diagnosis.pairs import AS_WRITTEN, Pair, Widths, exact
-from optax_lossscale._diagnosis.pieces import Piece, pieces_of
-from optax_lossscale._diagnosis.places import place_of
+from optax_lossscale._diagnosis.program import Piece, Program, Step, program_of
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import dtype_in, is_float
-from optax_lossscale._programs.versions import constants, open_jaxpr
-from optax_lossscale._programs.walk import keeps_numbers, line_of, programs_in
+from optax_lossscale._programs.values import dtype_in
 
 _PATIENCE = 10.0  # seconds between two lines of progress
 
@@ -34,94 +32,122 @@ _PATIENCE = 10.0  # seconds between two lines of progress
 class Around(NamedTuple):
     """What is around a program that runs."""
 
-    place: Place = Place()  # the place of the equation that holds it
-    rounds: tuple[int, ...] = ()  # the rounds of the loops around it, outermost first
     widths: Widths = AS_WRITTEN  # the floats of each pair
+    rounds: tuple[int, ...] = ()  # the rounds of the loops around it, outermost first
     devices: Devices | None = None  # those of a `shard_map` around it
 
-    def constant(self, x: np.ndarray) -> Value:
+    def constant(self, x: Any) -> Value:
         """A constant of the program as a value, on each device if there are several."""
         value = Value(exact(x, self.widths))
         return self.devices.entered(value, jax.P()) if self.devices else value
 
+    def constants(self, program: Program) -> dict[Any, Value]:
+        """The constants of a program, by their variables."""
+        constants = program.constants.items()
+        return {v: self.constant(jax.device_get(x)) for v, x in constants}
+
+    def argument(self, x: Any, place: Place) -> Value:
+        """An argument of the whole program."""
+        pair = exact(x, self.widths)
+        figures = Figures() if pair.true is None else pair.compared.figures
+        return Value(pair, note_of(figures, place, x.dtype))
+
+    def read(self, v: Any, env: Mapping[Any, Value]) -> Value:
+        """The value of a variable or literal."""
+        if isinstance(v, Literal):
+            return self.constant(np.asarray(v.val, dtype_in(v)))
+        return env[v]
+
 
 class Shadow:
-    """A program to be run in pairs, any number of times.
+    """A program to be run in pairs, for its last argument any number of times.
+
+    What does not depend on that argument, the seed of a backward pass, is run once.
 
     Attributes:
       notes: the notes of the last run, in the order of running.
     """
 
-    def __init__(self, program: Any):
-        self.program = program
+    def __init__(self, jaxpr: Any, arrays: Sequence[Any], places: Sequence[Place]):
         self.notes: list[Note] = []
-        # The place of each equation, by the number of the place around and its `id`
-        self._places: dict[tuple[int, int], Place] = {}
-        self._compiled: dict[Any, Callable[..., list[list[Pair]]]] = {}
+        self._program = program_of(jaxpr, Place())
+        self._arrays = arrays
+        self._places = places
+        # Before the first piece that reads the seed: the widths, values, and notes
+        self._kept: tuple[Widths | None, dict[Any, Value], list[Note]] = (None, {}, [])
+        self._compiled: dict[Any, Callable[..., tuple[list[Pair], list[Pair]]]] = {}
         self._said = time.monotonic()
 
-    def __call__(self, values: Sequence[Value], widths: Widths) -> list[Value]:
-        """Runs the program for these arguments, and replaces the notes."""
-        self.notes = []
-        return self._run(self.program, values, Around(widths=widths))
+    def __call__(self, seed: Any, widths: Widths) -> list[Value]:
+        """Runs the program, and replaces the notes.
+
+        The results have notes about them alone.
+        """
+        around = Around(widths)
+        program = self._program
+        *takes, last = program.takes
+        reads_seed = [last in piece.reads for piece in program.pieces]
+        first = [*reads_seed, True].index(True)
+        if widths != self._kept[0]:
+            self.notes = []
+            arguments = map(around.argument, self._arrays, self._places)
+            env = dict(zip(takes, arguments, strict=True))
+            env.update(around.constants(program))
+            self._run_pieces(program.pieces[:first], env, around)
+            self._kept = (widths, env, self.notes)
+        _, env, notes = self._kept
+        self.notes = list(notes)
+        env = {**env, last: around.argument(seed, self._places[-1])}
+        self._run_pieces(program.pieces[first:], env, around)
+        results = [around.read(v, env).each(np.asarray) for v in program.gives]
+        return [noted_alone(value.pair, [value.note]) for value in results]
 
     def _run(
-        self, program: Any, values: Sequence[Value], around: Around
+        self, program: Program, values: Sequence[Value], around: Around
     ) -> list[Value]:
-        """The results of a program, piece by piece."""
-        jaxpr = open_jaxpr(program)
-        env = dict(zip(jaxpr.invars, values, strict=True))
-        for v, x in zip(jaxpr.constvars, constants(program), strict=True):
-            env[v] = around.constant(jax.device_get(x))
+        """The results of a program."""
+        env = dict(zip(program.takes, values, strict=True))
+        env.update(around.constants(program))
+        self._run_pieces(program.pieces, env, around)
+        return [around.read(v, env) for v in program.gives]
 
-        def read(v):
-            if isinstance(v, Literal):
-                return around.constant(np.asarray(v.val, dtype_in(v)))
-            return env[v]
-
-        for piece in pieces_of(jaxpr):
-            if piece.programs:
-                (eqn,) = piece.eqns
-                results = self._run_inside(eqn, list(map(read, eqn.invars)), around)
-                env.update(zip(eqn.outvars, results, strict=True))
+    def _run_pieces(
+        self, pieces: Sequence[Piece], env: dict[Any, Value], around: Around
+    ) -> None:
+        """Runs one piece after the other, and adds what they leave to `env`."""
+        for piece in pieces:
+            (step, *_) = piece.steps
+            if step.programs:
+                ins = [around.read(v, env) for v in step.eqn.invars]
+                results = self._run_inside(step, ins, around)
+                env.update(zip(step.eqn.outvars, results, strict=True))
             else:
                 self._compute(piece, env, around)
             for v in piece.frees:
                 del env[v]
-        return list(map(read, jaxpr.outvars))
 
     def _run_inside(
-        self, eqn: Any, ins: Sequence[Value], around: Around
+        self, step: Step, ins: Sequence[Value], around: Around
     ) -> list[Value]:
-        """The results of an equation whose programs are run piece by piece."""
-        inside = around._replace(place=self._place(eqn, around))
+        """The results of a loop or branch, whose programs are run piece by piece."""
 
         def run(program, values, *turn):
             rounds = (*around.rounds, *turn)
-            return self._run(program, values, inside._replace(rounds=rounds))
+            return self._run(program, values, around._replace(rounds=rounds))
 
-        kind = traits(eqn)
+        kind = traits(step.eqn)
         if Is.SCANS in kind:
-            return loops.scan(eqn, ins, run, axis=1 if inside.devices else 0)
+            axis = 1 if around.devices else 0
+            return loops.scan(step, ins, run, axis)
         if Is.WAITS in kind:
-            return loops.while_loop(eqn, ins, run)
+            return loops.while_loop(step, ins, run)
         if Is.BRANCHES in kind:
-            return loops.cond(eqn, ins, run)
-        (program,) = programs_in(eqn)
-        if Is.MAPS not in kind:
-            return self._run(program, ins, inside)
-        devices = Devices.of(eqn)
-        inside = inside._replace(devices=devices)
-        entered = list(map(devices.entered, ins, eqn.params["in_specs"]))
-        results = self._run(program, entered, inside)
-        return list(map(devices.left, results, eqn.params["out_specs"]))
-
-    def _place(self, eqn: Any, around: Around) -> Place:
-        """The place of an equation, which is found once for each place around it."""
-        key = (around.place.number, id(eqn))
-        if key not in self._places:
-            self._places[key] = place_of(eqn, len(self._places), around.place)
-        return self._places[key]
+            return loops.cond(step, ins, run)
+        devices = Devices.of(step.eqn)
+        entered = list(map(devices.entered, ins, step.eqn.params["in_specs"]))
+        (program,) = step.programs
+        results = self._run(program, entered, around._replace(devices=devices))
+        return list(map(devices.left, results, step.eqn.params["out_specs"]))
 
     def _compute(self, piece: Piece, env: dict[Any, Value], around: Around) -> None:
         """Computes a piece by compiled code, and adds its results to `env`."""
@@ -132,44 +158,44 @@ class Shadow:
                 around.devices.over(function) if around.devices else function,
                 compiler_options=pairs.compiler_options(),
             )
-        every = self._compiled[key]([env[v].pair for v in piece.reads])
-        for eqn, results in zip(piece.eqns, every, strict=True):
-            read = [env[v].note for v in eqn.invars if not isinstance(v, Literal)]
-            notes = tuple(note for note in read if note is not None)
-            for v, pair in zip(eqn.outvars, results, strict=True):
-                note = self._note(eqn, pair.compared, notes, around)
-                env[v] = Value(pair.followed, note)
+        left, noted = self._compiled[key]([env[v].pair for v in piece.reads])
+        notes = self._notes_of(piece, noted, env, around.rounds)
+        for v, pair in zip(piece.leaves, left, strict=True):
+            env[v] = Value(pair, notes[v])
         self._say(piece)
 
-    def _note(
-        self, eqn: Any, pair: Pair, reads: tuple[Note, ...], around: Around
-    ) -> Note | None:
-        """Makes a note of a result, if it holds floats or is a choice.
-
-        A result that has all numbers of the operand has its note.
-        """
-        if keeps_numbers(eqn) and Is.SELECTS not in traits(eqn):
-            return next(iter(reads), None)
-        is_choice = pair.true is not None
-        if not (is_float(pair.low) or is_choice):
-            return None
-        note = note_of(
-            measured(pair.low, pair.true),
-            place=self._place(eqn, around),
-            dtype=pair.low.dtype,
-            reads=reads,
-            rounds=around.rounds,
-            is_passed=pair.is_passed,
-        )
-        self.notes.append(note)
-        return note
+    def _notes_of(
+        self,
+        piece: Piece,
+        noted: Sequence[Pair],
+        env: dict[Any, Value],
+        rounds: tuple[int, ...],
+    ) -> dict[Any, Note | None]:
+        """Makes notes of the results of a piece; returns those of all of its values."""
+        left = iter(noted)
+        notes = {v: env[v].note for v in piece.reads}
+        for step in piece.steps:
+            known = (
+                notes.get(v) for v in step.eqn.invars if not isinstance(v, Literal)
+            )
+            reads = [note for note in known if note is not None]
+            notes.update(dict.fromkeys(step.eqn.outvars, next(iter(reads), None)))
+            for v in step.noted:
+                pair = next(left)
+                step.place.is_passed = pair.is_passed
+                dtype = dtype_in(v)
+                note = note_of(pair.figures, step.place, dtype, reads, rounds)
+                self.notes.append(note)
+                notes[v] = note
+        return notes
 
     def _say(self, piece: Piece) -> None:
         """Prints a line of progress, if none has been printed for a while."""
         if time.monotonic() - self._said > _PATIENCE:
             self._said = time.monotonic()
+            line = piece.steps[-1].place.source
             print(
-                f"diagnose: {len(self.notes)} results, at {line_of(piece.eqns[-1])}",
+                f"diagnose: {len(self.notes)} results, at {line}",
                 file=sys.stderr,
                 flush=True,
             )

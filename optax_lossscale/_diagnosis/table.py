@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from optax_lossscale._diagnosis.notes import Note
+from optax_lossscale._diagnosis.notes import Note, Place
 from optax_lossscale._diagnosis.text import aligned, percent
 
 _TITLES = ("line", "layer", "operation", "dtype", "before", "off", "lost", "largest")
@@ -31,24 +31,23 @@ class Table(NamedTuple):
 
 def table_of(notes: Sequence[Note]) -> Table:
     """The table of all notes of a run."""
-    largest: dict[int, float] = defaultdict(float)
+    largest: dict[Place, float] = defaultdict(float)
     for note in notes:
-        number = note.place.number
-        largest[number] = max(largest[number], note.largest)
+        largest[note.place] = max(largest[note.place], note.largest)
     worst = of_worst_rounds(notes, lambda note: note.error)
     rows = [
-        dataclasses.replace(note.row, largest=largest[note.place.number])
-        for note in worst
+        dataclasses.replace(note.row, largest=largest[note.place]) for note in worst
     ]
     return Table(tuple(rows))
 
 
 def of_worst_rounds(notes: Sequence[Note], key: Callable[[Note], float]) -> list[Note]:
     """For each result of an equation, its note of the round in which `key` is largest."""
-    worst: dict[tuple[int, Any], Note] = {}
-    for note in sorted(notes, key=key, reverse=True):
-        worst.setdefault((note.place.number, note.dtype), note)
-    return sorted(worst.values(), key=lambda note: note.place.number)
+    worst: dict[tuple[Place, Any], Note] = {}
+    for note in notes:
+        at = (note.place, note.dtype)
+        worst[at] = max(worst.get(at, note), note, key=key)
+    return list(worst.values())
 
 
 def _cells(row: Note) -> tuple[str, ...]:

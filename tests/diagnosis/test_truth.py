@@ -1294,3 +1294,87 @@ def test_random_numbers_are_the_same_in_float32_and_float64():
     found = ols.diagnose(loss_fn, params, normal(16, 8))
     assert {"s", "w"} <= {*found.off}
     assert f":{loss_fn.__code__.co_firstlineno + 2} " in found.wrong[0].place.source
+
+
+def test_a_value_inside_does_not_hide_what_choices_change():
+    def loss_fn(w, x):
+        lost = jnp.exp(-18 - x[:, :1] ** 2).astype(F16).astype(F32) * 1e8
+        return by_branch(w, x) + 1e-6 * jnp.mean(lost * w[0])
+
+    found = ols.diagnose(loss_fn, drawn(0, 8, 8) * 0.01, drawn(1, 32, 8))
+    assert [one.name for one in found.wrong] == ["a value inside"]
+    assert "agree" not in found.verdict
+    assert "float32 with its own choices: the loss" in str(found).replace(
+        ", such as masks", ""
+    )
+    assert any("Compute what is chosen" in advice for advice in found.advice)
+
+
+ORDERS = {
+    "sort": lambda u: jnp.sort(u, 0),
+    "top_k": lambda u: lax.top_k(u.T, 4)[0],
+    "median": lambda u: jnp.median(u, 0),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_is_sorted_is_compared_with_what_float32_sorts(order, monkeypatch):
+    """And is not taken for right, as numbers come in another order."""
+
+    def loss_fn(w, x):
+        u = x.astype(F16) @ w.astype(F16) + F16(3000)
+        return square(ORDERS[order](u) - F16(3000), -0.3)
+
+    w, x = normal(8, 8), normal(64, 8, scale=1)
+    found = ols.diagnose(loss_fn, w, x)
+    assert {one.how for one in found.wrong} == {"cancels"}
+    monkeypatch.setitem(globals(), "F16", F32)
+    assert found.loss_in_float32 == pytest.approx(float(loss_fn(w, x)), rel=1e-2)
+
+
+def test_a_cast_to_8_bits_is_named():
+    def loss_fn(w, x):
+        w = w.astype(jnp.float8_e4m3fn).astype(F16)
+        return square(jnp.tanh(x.astype(F16) @ w))
+
+    found = ols.diagnose(loss_fn, normal(16, 16), normal(64, 16, scale=1, seed=4))
+    line = f"test_truth.py:{loss_fn.__code__.co_firstlineno + 1} "
+    assert all(line in one.place.source for one in found.wrong)
+    assert found.wrong
+
+
+def test_what_is_not_at_its_limit_does_not_saturate():
+    """A relaxation whose small steps float16 loses, so that it ends early."""
+
+    def loss_fn(w, x):
+        h = x.astype(F16) @ w.astype(F16)
+        goes_on = lambda state: (state[1] > 1e-4) & (state[2] < 500)
+
+        def step(state):
+            z, _, n = state
+            new = z + F16(0.02) * (jnp.tanh(h) - z)
+            return new, jnp.abs(new - z).max().astype(F32), n + 1
+
+        z, *_ = lax.while_loop(goes_on, step, (jnp.zeros_like(h), F32(1), 0))
+        return square(lax.stop_gradient(z) - h)
+
+    found = ols.diagnose(loss_fn, normal(8, 8), normal(16, 8, scale=1))
+    assert "saturates" not in {one.how for one in found.wrong}
+
+
+def test_an_infinity_that_a_choice_makes_in_float32_is_that_of_16_bits(monkeypatch):
+    """Of logits that overflow, `logsumexp` subtracts no maximum, as that is infinite."""
+
+    def loss_fn(w, x):
+        h = x.astype(F16) @ w.astype(F16) * 100
+        logits = h @ h.T
+        return jnp.mean(jax.nn.logsumexp(logits.astype(F32) * 1e-2, -1))
+
+    w, x = normal(8, 8), normal(16, 8, scale=1.0)
+    found = ols.diagnose(loss_fn, w, x)
+    assert found.wrong[0].how == "overflows"
+    line = f"test_truth.py:{loss_fn.__code__.co_firstlineno + 2} "
+    assert line in found.wrong[0].place.source
+    assert "in float32 it is " in found.verdict
+    monkeypatch.setitem(globals(), "F16", F32)
+    assert found.loss_in_float32 == pytest.approx(float(loss_fn(w, x)), rel=1e-3)

@@ -1,0 +1,122 @@
+"""Figures: how far a result is from float32's, and how large it is."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+TOLERANCE = 0.05
+"""How far numbers may be from float32's, relative to those, and still be right."""
+
+_LIFTED = 0.25  # of the mean size: a smaller number is off relative to this, not itself
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Figures:
+    """How far a result is from float32's, and how large it is.
+
+    Attributes:
+      count: how many numbers the result has; a complex number counts as two.
+      error: how far it is from float32's: the norm of the difference, relative to the
+        norm of float32's; infinite if it is bad.
+      distance: the norm of the difference, not relative; infinite if it is bad.
+      off_share: the share of its numbers that are off by more than 5%.
+      bad: whether a number is not finite where float32's is.
+      nan: whether a number is NaN where float32's is finite.
+      is_finite: whether float32's result is finite.
+      nan_true: whether a number of float32's is NaN.
+      lost: of the numbers that are not zero in float32, the share that is zero.
+      decided: of indices and conditions, the share that float32 decides otherwise.
+      largest: the largest finite absolute value, of the program or in float32.
+      typical: the root mean square of the finite numbers in float32.
+    """
+
+    count: int = 1
+    error: float = 0.0
+    distance: float = 0.0
+    off_share: float = 0.0
+    bad: bool = False
+    nan: bool = False
+    is_finite: bool = True
+    nan_true: bool = False
+    lost: float = 0.0
+    decided: float = 0.0
+    largest: float = 0.0
+    typical: float = 0.0
+
+
+def figures_of(low: Any, true: Any) -> Figures:
+    """The figures of a result.
+
+    Args:
+      low: the result, as the program computes it, in a dtype of 32 bits or more.
+      true: the same in float32. If it is None, `low` tells of each index or condition
+        whether float32 decides otherwise.
+    """
+    low = _numbers(low)
+    if true is None or not low.size:
+        return Figures(low.size, decided=float(low.mean()) if low.size else 0.0)
+    # Differences of large numbers, and squares, may leave float32's range.
+    with np.errstate(all="ignore"):
+        return _figures(low, _numbers(true))
+
+
+def _figures(low: np.ndarray, true: np.ndarray) -> Figures:
+    """The figures of a result of floats, in one row."""
+    sizes = np.abs(true)
+    largest = float(np.maximum(sizes.max(), np.abs(low).max()))  # NaN if one is
+    if not math.isfinite(largest):
+        return _of_any(low, true)
+    norm = _norm(true)
+    typical = norm / math.sqrt(low.size)
+    apart = np.abs(low - true)
+    distance = _norm(apart)
+    if not distance:
+        return Figures(low.size, largest=largest, typical=typical)
+    least = _LIFTED * float(sizes.sum()) / low.size
+    is_off = apart > TOLERANCE * np.maximum(sizes, least)
+    lost = np.count_nonzero(true[low == 0]) / max(np.count_nonzero(true), 1)
+    return Figures(
+        low.size,
+        error=distance / norm if norm else math.inf,
+        distance=distance,
+        off_share=np.count_nonzero(is_off) / low.size,
+        lost=lost,
+        largest=largest,
+        typical=typical,
+    )
+
+
+def _of_any(low: np.ndarray, true: np.ndarray) -> Figures:
+    """The figures of a result of which a number is not finite."""
+    is_finite = np.isfinite(true)
+    is_bad = is_finite & ~np.isfinite(low)
+    finite = np.where(is_finite, true, 0)
+    figures = _figures(np.where(is_finite & ~is_bad, low, finite), finite)
+    bad = bool(is_bad.any())
+    count = np.count_nonzero(is_finite)
+    return dataclasses.replace(
+        figures,
+        error=math.inf if bad else figures.error,
+        distance=math.inf if bad else figures.distance,
+        bad=bad,
+        nan=bool(np.isnan(low[is_bad]).any()),
+        is_finite=count == low.size,
+        nan_true=bool(np.isnan(true).any()),
+        typical=figures.typical * math.sqrt(low.size / max(count, 1)),
+    )
+
+
+def _norm(x: np.ndarray) -> float:
+    """The root of the sum of squares, in float64 if float32 does not hold it."""
+    total = float(x @ x)
+    if not 2.0**-100 < total < math.inf:
+        total = float(np.square(x, dtype=np.float64).sum())
+    return math.sqrt(total)
+
+
+def _numbers(x: Any) -> np.ndarray:
+    """The numbers of an array in one row; the two parts of complex ones."""
+    flat = np.asarray(x).ravel()
+    return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat

@@ -1,0 +1,213 @@
+"""The traced program as a list of steps, in pieces to compile together.
+
+Consecutive steps without loops are one piece, which is compiled as a whole; outside of
+loops, a piece ends at each product, so that the layers of a model, which are alike,
+share what is compiled for one. A loop or branch that computes floats is a piece by
+itself, whose programs are divided in turn.
+"""
+
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Literal, Var
+
+from optax_lossscale._autocast.products import SCOPE
+from optax_lossscale._diagnosis.notes import Place
+from optax_lossscale._programs.alike import hashable, key_of, key_of_literal
+from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.values import (
+    dtype_in,
+    is_float,
+    is_inexact,
+    numbers_in,
+)
+from optax_lossscale._programs.versions import constants, name_of, open_jaxpr
+from optax_lossscale._programs.walk import (
+    dtypes_within,
+    keeps_numbers,
+    line_of,
+    programs_in,
+)
+from optax_lossscale._programs.work import terms_of
+
+_LOOPS = Is.SCANS | Is.WAITS | Is.BRANCHES | Is.MAPS
+_MANY = 2**20  # numbers that a round of a loop may have in one piece
+# Scopes that JAX and autocast make
+_NOT_THE_USERS = f"{SCOPE}|rematted_computation|checkpoint|while|body|cond"
+
+
+class Step(NamedTuple):
+    """An equation in its place, with variables that no other step makes."""
+
+    eqn: Any
+    place: Place
+    programs: Sequence["Program"]  # those of a loop, to be run round by round
+    # Its results that have notes: floats, and choices that depend on floats. Others have
+    # the note of the first operand, as they have all of its numbers, or are integers.
+    noted: Sequence[Any]
+
+
+class Piece(NamedTuple):
+    """Consecutive steps."""
+
+    steps: Sequence[Step]
+    reads: Sequence[Any]  # the variables from earlier pieces or arguments
+    leaves: Sequence[Any]  # those that it makes for later pieces or as results
+    frees: Sequence[Any]  # those that no later piece reads
+    key: Hashable  # equal for pieces that compute the same
+
+
+class Program(NamedTuple):
+    """A program in pieces."""
+
+    takes: Sequence[Any]  # the variables of its arguments
+    gives: Sequence[Any]  # those of its results, or literals
+    constants: Mapping[Any, Any]  # the values of its constants, by their variables
+    pieces: Sequence[Piece]
+
+
+def program_of(program: Any, around: Place, limit: int = 0) -> Program:
+    """A program in pieces.
+
+    Args:
+      program: a jaxpr.
+      around: the place of the equation that holds it.
+      limit: a product ends a piece of more numbers than this.
+    """
+    takes = open_jaxpr(program).invars
+    values: dict[Any, Any] = {}
+    steps: list[Step] = []
+    gives = _inlined(program, takes, around, values, steps)
+    return Program(takes, gives, values, _pieces(steps, gives, limit))
+
+
+def _inlined(
+    program: Any,
+    takes: Sequence[Any],
+    around: Place,
+    values: dict[Any, Any],
+    steps: list[Step],
+) -> list[Any]:
+    """The results of a program for arguments, with what it calls in place of the calls.
+
+    Its steps are added to `steps`, and the values of its constants to `values`.
+    """
+    jaxpr = open_jaxpr(program)
+    values.update(zip(jaxpr.constvars, constants(program), strict=True))
+    env = dict(zip(jaxpr.invars, takes, strict=True))
+
+    def read(v):
+        return v if isinstance(v, Literal) else env.get(v, v)
+
+    for eqn in jaxpr.eqns:
+        place = _place_of(eqn, around)
+        operands = list(map(read, eqn.invars))
+        if Is.CALLS in traits(eqn):
+            (called,) = programs_in(eqn)
+            results = _inlined(called, operands, place, values, steps)
+        else:
+            results = [Var(v.aval) for v in eqn.outvars]
+            own = eqn.replace(invars=operands, outvars=results)
+            held = [program_of(p, place, _MANY) for p in _programs_to_run(eqn)]
+            steps.append(Step(own, place, held, _noted(own)))
+        env.update(zip(eqn.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def _programs_to_run(eqn: Any) -> Sequence[Any]:
+    """The programs of a loop or branch that computes floats; none of a `scan` of none."""
+    if not traits(eqn) & _LOOPS or eqn.params.get("length") == 0:
+        return ()
+    programs = programs_in(eqn)
+    dtypes = frozenset().union(*map(dtypes_within, programs))
+    return programs if any(map(is_inexact, dtypes)) else ()
+
+
+def _noted(eqn: Any) -> Sequence[Any]:
+    """The results of an equation that have notes of their own."""
+    if keeps_numbers(eqn) and Is.SELECTS not in traits(eqn):
+        return ()
+    has_floats = any(map(is_float, eqn.invars))
+    return [v for v in eqn.outvars if has_floats or is_float(v)]
+
+
+def _place_of(eqn: Any, around: Place) -> Place:
+    """Where an equation is: its line, and the names of the scopes that it is in.
+
+    The names come from the stack that JAX keeps for profiles, without what JAX and
+    autocast add to it: `transpose(jvp(ols.autocast))/jvp(block_3)` becomes `block_3`.
+    """
+    stack = str(eqn.source_info.name_stack)
+    plain = re.sub(r"\w+\(|\)", "", re.sub(r"p?jit\([^()]*\)", "", stack))
+    scopes = [
+        name
+        for name in plain.split("/")
+        if re.fullmatch(r"[\w.-]+", name) and not re.fullmatch(_NOT_THE_USERS, name)
+    ]
+    return Place(
+        name_of(eqn),
+        line_of(eqn, around.source),
+        "/".join([around.scope, *scopes] if around.scope else scopes),
+        is_derivative=around.is_derivative or "transpose(" in stack,
+        terms=terms_of(eqn),
+    )
+
+
+def _pieces(steps: Sequence[Step], gives: Sequence[Any], limit: int) -> list[Piece]:
+    """Divides steps into pieces, with what each reads and leaves to the next."""
+    pieces = []
+    needed = set(_variables(gives))
+    for part in reversed(list(_parts(steps, limit))):
+        made = dict.fromkeys(v for step in part for v in step.eqn.outvars)
+        read = dict.fromkeys(v for step in part for v in _variables(step.eqn.invars))
+        leaves = [v for v in made if v in needed]
+        reads = [v for v in read if v not in made]
+        frees = [v for v in reads if v not in needed]
+        needed.update(reads)
+        pieces.append(Piece(part, reads, leaves, frees, _key(part, reads, leaves)))
+    return pieces[::-1]
+
+
+def _parts(steps: Sequence[Step], limit: int) -> Iterator[list[Step]]:
+    """The steps of each piece."""
+    part: list[Step] = []
+    for step in steps:
+        if step.programs and part:
+            yield part
+            part = []
+        part.append(step)
+        is_end = Is.PRODUCT in traits(step.eqn) and _numbers(part) > limit
+        if step.programs or is_end:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+def _numbers(steps: Sequence[Step]) -> int:
+    """How many numbers the results of steps have."""
+    results = (v for step in steps for v in step.eqn.outvars)
+    return sum(numbers_in(v.aval) for v in results if dtype_in(v) is not None)
+
+
+def _variables(operands: Sequence[Any]) -> Iterator[Any]:
+    """Operands without literals."""
+    return (v for v in operands if not isinstance(v, Literal))
+
+
+def _key(
+    steps: Sequence[Step], reads: Sequence[Any], leaves: Sequence[Any]
+) -> Hashable:
+    """A key that is equal for steps that compute the same."""
+    numbers = {v: n for n, v in enumerate(reads)}
+    key: list[Hashable] = [v.aval for v in reads]
+    for step in steps:
+        operands = [
+            key_of_literal(v) if isinstance(v, Literal) else numbers[v]
+            for v in step.eqn.invars
+        ]
+        numbers.update({v: len(numbers) + n for n, v in enumerate(step.eqn.outvars)})
+        key.append((key_of(step.eqn), tuple(operands)))
+    key.append(tuple(numbers[v] for v in leaves))
+    return hashable(tuple(key), steps)
