@@ -9,6 +9,7 @@ text, or an empty string.
 from collections.abc import Callable, Collection
 from typing import Any
 
+import jax
 import numpy as np
 
 from optax_lossscale._scales.fixed import FixedLossScale
@@ -106,7 +107,8 @@ def is_stuck(runs):
     both_skipped = run.was_skipped and other.was_skipped
     should_differ = not same(outcomes(run.before)[0], outcomes(other.before)[0])
     pairs = zip(run.loss_scales, other.loss_scales, strict=False)
-    is_made_anew = any(same(x, y) for x, y in pairs)
+    of_numbers = [(x, y) for x, y in pairs if jax.tree.leaves(x)]  # no fixed ones
+    is_made_anew = bool(of_numbers) and all(same(x, y) for x, y in of_numbers)
     return both_skipped and should_differ and is_made_anew
 
 
