@@ -68,7 +68,8 @@ def diagnose(
         need not be scaled. A scale from `scale_gradient` is left out.
       params: the parameters: a tree of arrays, a module of NNX or Equinox.
       *args: a batch; what is not an array is passed on as it is.
-      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      has_aux: whether `loss_fn` returns `(loss, aux)`; the floats in `aux` are compared
+        as values inside.
       opt_state: the optimizer's state, whose loss scale is compared with the one that
         fits.
       **kwargs: further keyword arguments of `loss_fn`.
@@ -254,10 +255,11 @@ def _wrong_inside(runs: Runs, least: float) -> list[Wrong]:
 
     A value does not count if float32 does not determine it, if all that is computed
     from it is below `least`, the least normal number, or if no result is computed from
-    it, as of a loop's condition.
+    it, as of a loop's condition. What the loss function returns beside the loss counts
+    by itself, and also if it is not finite.
     """
     run = runs.fitting
-    results = [value.note for value in run.results.values() if value.note]
+    results = [value.note for value in (*run.results.values(), *run.aux) if value.note]
     used = set(all_before(results, lambda note: note.reads))
     of_wide = runs.wide.notes if runs.wide else []
     in_float32 = {(note.place, note.rounds): note for note in of_wide}
@@ -268,7 +270,13 @@ def _wrong_inside(runs: Runs, least: float) -> list[Wrong]:
         wide = in_float32.get((note.place, note.rounds))
         if wide is None or wide.off_share <= FIFTH or _determines(wide, note):
             spread.append(note)
-    follows = {read for note in spread if note.typical >= least for read in note.reads}
+    aux = [value.note for value in run.aux if value.note]
+    follows = {
+        read for note in spread + aux if note.typical >= least for read in note.reads
+    }
+    for note in aux:
+        if note.bad:
+            return [cause_of(A_VALUE_INSIDE, note)]
     for note in spread:
         if note in follows:
             return [cause_of(A_VALUE_INSIDE, note)._replace(off=note.off_share)]

@@ -2,7 +2,8 @@
 
 Its arguments are the arrays in the parameters, arguments and keywords of the loss
 function, and last the *seed*: the cotangent of the loss, which is the loss scale. Its
-results are the loss, and the gradient of each parameter, scaled.
+results are the loss, the gradient of each parameter, scaled, and the floats that the
+loss function returns beside the loss, such as batch statistics.
 """
 
 from collections import Counter
@@ -64,18 +65,22 @@ def gradient_of(
             params, args, kwargs = map_leaves(
                 lambda x: next(left) if is_array(x) else x, everything
             )
-            loss = loss_of(loss_fn(params, *args, **kwargs), has_aux)
+            returned = loss_fn(params, *args, **kwargs)
+            loss = loss_of(returned, has_aux)
             check_scalar(THE_LOSS, loss)
             loss = jnp.asarray(loss)
             if not jnp.issubdtype(loss.dtype, jnp.floating):
                 raise TypeError(
                     f"the loss must be a real floating-point scalar, got {loss.dtype}"
                 )
-            return at_least_float32(loss), loss
+            leaves = jax.tree.leaves(returned[1]) if has_aux else []
+            aux = [x for x in leaves if is_array(x) and is_float(x)]
+            return at_least_float32(loss), (loss, aux)
 
         differentiated = {n: arrays[n] for n in parameters}
-        wide, pull, loss = jax.vjp(loss_of_parameters, differentiated, has_aux=True)
-        return loss, pull(seed.astype(wide.dtype))
+        wide, pull, others = jax.vjp(loss_of_parameters, differentiated, has_aux=True)
+        loss, aux = others
+        return loss, pull(seed.astype(wide.dtype)), aux
 
     jaxpr = jax.make_jaxpr(gradient)(arrays, jnp.float32(1))
     narrow_dtypes = _narrow_dtypes(jaxpr)

@@ -33,6 +33,7 @@ class Run(NamedTuple):
     scale: float  # the loss scale
     loss: Value
     grads: dict[str, Value]  # the scaled gradients, by the names of the parameters
+    aux: list[Value]  # what the loss function returns beside the loss
     notes: list[Note]
 
     @property
@@ -132,6 +133,7 @@ def _fits(exponent: int, largest: int) -> InitialScale:
 
 
 def _run(shadow: Shadow, gradient: Gradient, scale: float, widths: Widths) -> Run:
-    loss, *grads = shadow(np.float32(scale), widths)
-    by_name = dict(zip(gradient.grad_names, grads, strict=True))
-    return Run(scale, loss, by_name, shadow.notes)
+    loss, *others = shadow(np.float32(scale), widths)
+    names = gradient.grad_names
+    grads = dict(zip(names, others, strict=False))
+    return Run(scale, loss, grads, others[len(names) :], shadow.notes)

@@ -728,3 +728,18 @@ def test_the_page_of_the_demo_is_the_documentations(capsys):
     assert float(lost) == pytest.approx(float(on_the_page), abs=1)
     shown = verdict.replace(lost, on_the_page)
     assert f"```text\n{dtypes}\n{shown}\n" in document
+
+
+def test_what_is_returned_beside_the_loss_is_looked_at():
+    def loss_fn(w, x, size):
+        y = x.astype(jnp.float16) @ w.astype(jnp.float16)
+        statistics = {"square": jnp.mean((size * y) ** 2, axis=0)}
+        return jnp.mean(y.astype(jnp.float32) ** 2), statistics
+
+    x = jax.random.normal(jax.random.key(0), (64, 8))
+    w = jax.random.normal(jax.random.key(1), (8, 8)) / 3
+    found = ols.diagnose(loss_fn, w, x, jnp.float16(300), has_aux=True)
+    (wrong,) = found.wrong
+    assert (wrong.name, wrong.how) == ("a value inside", "overflows")
+    assert "integer_pow" in found.verdict
+    assert not ols.diagnose(loss_fn, w, x, jnp.float16(3), has_aux=True).wrong
