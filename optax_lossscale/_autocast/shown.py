@@ -14,15 +14,18 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from optax_lossscale._autocast.flat import TypedStep
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from optax_lossscale._autocast.flat import Flat
 from optax_lossscale._autocast.store import Region
+from optax_lossscale._programs.versions import name_of
 from optax_lossscale._programs.walk import has_users_line, line_of
 
 if TYPE_CHECKING:
     from optax_lossscale._autocast.plan import Plan
 
-Names = Mapping[int, str]
-"""By number, the names of arguments in the user's code, and the values of literals."""
+Names = Mapping[Var, str]
+"""The names of arguments in the user's code, and numbers of all other values."""
 
 
 def shown(plan: "Plan") -> str:
@@ -36,12 +39,9 @@ def _lines(plan: "Plan", printed: set["Plan"]) -> Iterator[str]:
         yield "as above"
         return
     printed.add(plan)
-    program = plan.program
-    names = {i: str(literal.val) for i, literal in program.literals.items()}
-    named = zip(program.ins, program.names, strict=False)
-    names |= {i: name for i, name in named if name}
-    yield f"takes {_typed(names, zip(program.ins, plan.takes, strict=True))}"
-    made: set[int] = set()
+    names = _names(plan.program)
+    yield f"takes {_typed(names, zip(plan.program.ins, plan.takes, strict=True))}"
+    made: set[Var] = set()
     for region in plan.regions:
         yield from textwrap.wrap(
             _line(region, names, made),
@@ -51,20 +51,32 @@ def _lines(plan: "Plan", printed: set["Plan"]) -> Iterator[str]:
             break_on_hyphens=False,
         )
         for step in region.steps:
-            made.update(step.outs)
+            made.update(step.eqn.outvars)
             for n, inner in enumerate(step.plans):
                 if len(step.plans) > 1:
                     yield f"  program {n}:"
                 for line in _lines(inner, printed):
                     yield f"  {line}"
-    yield f"gives {_typed(names, zip(program.outs, plan.gives, strict=True))}"
+    yield f"gives {_typed(names, zip(plan.program.outs, plan.gives, strict=True))}"
 
 
-def _line(region: Region, names: Names, made: set[int]) -> str:
+def _names(program: Flat) -> Names:
+    """The names of the values of a program: numbers, but for arguments with names."""
+    made = [v for eqn in program.eqns for v in eqn.outvars]
+    values = [*program.ins, *program.consts, *made]
+    names = {v: str(n) for n, v in enumerate(values)}
+    named = zip(program.ins, program.names, strict=False)
+    return names | {v: name for v, name in named if name}
+
+
+def _line(region: Region, names: Names, made: set[Var]) -> str:
     """The line of a region; `made` has the results of the regions before it."""
-    new = [step for step in region.steps if made.isdisjoint(step.outs)]
-    repeated = [step for step in region.steps if step not in new]
-    kept = [step for step in new if not region.kept.isdisjoint(step.outs)]
+    new: list[JaxprEqn] = []
+    repeated: list[JaxprEqn] = []
+    for step in region.steps:
+        is_new = made.isdisjoint(step.eqn.outvars)
+        (new if is_new else repeated).append(step.eqn)
+    kept = [eqn for eqn in new if not region.kept.isdisjoint(eqn.outvars)]
     line = "island" if region.is_recomputed else "run"
     line += f": {_operations(new)} ({_typed(names, region.reads.items())})"
     line += f" -> {_typed(names, region.stores.items())}"
@@ -73,19 +85,18 @@ def _line(region: Region, names: Names, made: set[int]) -> str:
     if kept:
         line += f", keeping {_operations(kept)}"
     # Other equations have no line of the user's, such as the counter of a loop.
-    eqns = [step.eqn for step in new if has_users_line(step.eqn)]
-    sources = dict.fromkeys(map(line_of, eqns))
+    sources = dict.fromkeys(map(line_of, filter(has_users_line, new)))
     return f"{line}  # {', '.join(sources)}" if sources else line
 
 
-def _operations(steps: Iterable[TypedStep]) -> str:
-    return " ".join(step.name for step in steps)
+def _operations(eqns: Iterable[JaxprEqn]) -> str:
+    return " ".join(map(name_of, eqns))
 
 
-def _typed(names: Names, dtypes: Iterable[tuple[int, Any]]) -> str:
-    """Values by name, or else by number, each with its dtype if that is not None."""
+def _typed(names: Names, dtypes: Iterable[tuple[Any, Any]]) -> str:
+    """Values by name or number, and literals as they are, each with its dtype."""
     typed = []
-    for i, dtype in dtypes:
-        of_dtype = f":{dtype.name.replace('float', 'f')}" if dtype else ""
-        typed.append(names.get(i, str(i)) + of_dtype)
+    for v, dtype in dtypes:
+        name = str(v.val) if isinstance(v, Literal) else names[v]
+        typed.append(f"{name}:{dtype.name.replace('float', 'f')}")
     return ", ".join(typed)
