@@ -110,10 +110,17 @@ def _alone(facts: Facts, eqn: JaxprEqn, held: Step | None, wanted: Dtypes) -> Re
     reads: dict[Var, Any] = {}
     for v, dtype in zip(eqn.invars, step.takes, strict=True):
         if isinstance(v, Var):
-            needed = low if is_for_products else dtype or facts.dtypes[v]
+            needed = dtype or facts.dtypes[v]
+            if is_for_products:
+                needed = _rounded(facts, v)
             reads[v] = needed if reads.get(v, needed) == needed else FLOAT32
     stores = {v: low if is_sent else facts.dtypes[v] for v in eqn.outvars}
     return Region((step,), reads, stores)
+
+
+def _rounded(facts: Facts, v: Var) -> Any:
+    """The dtype in which a product needs a value."""
+    return facts.low if dtype_in(v) == FLOAT32 else facts.dtypes[v]
 
 
 def _only_moves_to_products(eqn: JaxprEqn, wanted: Dtypes, low: np.dtype) -> bool:
@@ -128,7 +135,7 @@ def _only_moves_to_products(eqn: JaxprEqn, wanted: Dtypes, low: np.dtype) -> boo
     moves = its_traits & (Is.MOVES | Is.SENDS | Is.SPREADS)
     if not moves or Is.ADDS_MANY in its_traits:
         return False
-    return all(wanted.get(v) == low for v in eqn.outvars)
+    return all(wanted.get(v, low) == low for v in eqn.outvars)
 
 
 def _takes(facts: Facts, eqn: JaxprEqn, is_rounded: bool) -> list[Any]:
@@ -205,10 +212,14 @@ def _region(facts: Facts, stores: Dtypes, makers: Makers) -> Region:
             unread += variables(eqn.invars)
     eqns = [eqn for eqn in dict.fromkeys(makers.values()) if eqn in needed]
     made = made_by(eqns)
-    only_moves = all(traits(eqn) & (Is.MOVES | Is.SPREADS) for eqn in eqns)
-    is_for_products = only_moves and set(stores.values()) == {facts.low}
+    # What only moves, to become what is stored in 16 bits, reads nothing widely
+    widely = {v for v, dtype in stores.items() if dtype != facts.low}
+    for eqn in reversed(eqns):
+        moves = traits(eqn) & (Is.MOVES | Is.SPREADS)
+        if not moves or not widely.isdisjoint(eqn.outvars):
+            widely.update(variables(eqn.invars))
     reads = {
-        v: facts.low if is_for_products else facts.dtypes[v]
+        v: facts.dtypes[v] if v in widely else _rounded(facts, v)
         for eqn in eqns
         for v in variables(eqn.invars)
         if v not in made
