@@ -42,9 +42,7 @@ RULES = {
     ),
     "what is cheap is repeated": Rule(store, "_repeated", lambda *_: {}),
     "what is normalized has about the size 1": Rule(classify, "_is_normalized", _no),
-    "what is sent, or has a name, is in 16 bits": Rule(
-        store, "_only_moves_to_products", _no
-    ),
+    "what is sent, or has a name, is in 16 bits": Rule(store, "_only_moves", _no),
     "sums in 16 bits are of rounded numbers": Rule(store, "_is_of_one_shape", _no),
 }
 _WITH = ""  # all rules

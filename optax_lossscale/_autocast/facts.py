@@ -63,10 +63,11 @@ def facts_of(
     """
     program = flat(jaxpr)
     kind_of = classify(jaxpr, kinds)
-    multiplied = _multiplied(program, gives, casting.dtype)
+    low = casting.dtype
+    results = zip(program.outs, gives, strict=True)
+    multiplied = multiplied_in(program, [v for v, dtype in results if dtype == low])
     dtypes = {
-        v: stored_dtype(v, kind, v in multiplied, casting.dtype)
-        for v, kind in kind_of.items()
+        v: stored_dtype(v, kind, v in multiplied, low) for v, kind in kind_of.items()
     }
     dtypes |= zip(program.ins, takes, strict=True)
     return Facts(program, kind_of, dtypes, gives, casting)
@@ -82,10 +83,9 @@ def stored_dtype(v: Any, kind: Kind, is_multiplied: bool, low: np.dtype) -> Any:
     return low if is_low and dtype_in(v) == FLOAT32 else dtype_in(v)
 
 
-def _multiplied(program: Flat, gives: Sequence[Any], low: np.dtype) -> set[Var]:
-    """The values on which products depend, or results in 16 bits, for other products."""
-    results = zip(program.outs, gives, strict=True)
-    found = set(variables([v for v, dtype in results if dtype == low]))
+def multiplied_in(program: Flat, results: Sequence[Any] = ()) -> set[Var]:
+    """The values on which products in a program depend, or the given results of it."""
+    found = set(variables(results))
     for eqn in reversed(program.eqns):
         if is_narrowed(eqn):
             found.update(variables(eqn.invars[:2]))

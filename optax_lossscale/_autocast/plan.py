@@ -13,8 +13,14 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Literal
 
 from optax_lossscale._autocast.classify import Kind, kinds_inside, kinds_of
-from optax_lossscale._autocast.facts import Casting, Facts, facts_of, stored_dtype
-from optax_lossscale._autocast.flat import Flat
+from optax_lossscale._autocast.facts import (
+    Casting,
+    Facts,
+    facts_of,
+    multiplied_in,
+    stored_dtype,
+)
+from optax_lossscale._autocast.flat import Flat, flat
 from optax_lossscale._autocast.products import holds_products
 from optax_lossscale._autocast.shown import shown
 from optax_lossscale._autocast.store import Region, Step, store
@@ -68,8 +74,12 @@ def _plan(
     casting: Casting,
 ) -> Plan:
     """The plan for a program, from the same arguments as `facts_of`."""
+    eqns = flat(jaxpr).eqns
+    # JAX rounds what it keeps by name, in the mesh around the program, which has to be
+    # the mesh of all equations.
+    if len({eqn.ctx.cur_abstract_mesh for eqn in eqns}) > 1:
+        casting = casting._replace(keeps=False)
     facts = facts_of(jaxpr, takes, gives, kinds, casting)
-    eqns = facts.program.eqns
     held = {eqn: _held(facts, eqn) for eqn in eqns if holds_products(eqn)}
     return Plan(takes, gives, facts.program, store(facts, held), casting)
 
@@ -91,17 +101,15 @@ def _held(facts: Facts, eqn: JaxprEqn) -> Step:
         takes[: carried.start] = as_traced[: carried.start]
     if Is.KEEPS in traits(eqn):
         casting = casting._replace(recomputes=False)
-    # A loop carries what the next round, with the products in it, may read.
-    for j, n in enumerate(carried):
-        takes[n] = gives[j] = stored_dtype(eqn.invars[n], kinds[n], True, facts.low)
-    plans = [
-        _plan(
-            program,
-            tuple(takes[n] for n in operands),
-            tuple(gives),
-            tuple(kinds[n] for n in operands),
-            casting,
-        )
-        for program, operands in giving_results(eqn)
-    ]
+    plans: list[Plan] = []
+    for program, operands in giving_results(eqn):
+        # A round reads what the one before it gives as carry, in the same dtypes.
+        multiplied = multiplied_in(flat(program))
+        for j, n in enumerate(carried):
+            v = flat(program).ins[operands.index(n)]
+            is_multiplied = v in multiplied or gives[j] == facts.low
+            takes[n] = gives[j] = stored_dtype(v, kinds[n], is_multiplied, facts.low)
+        its_takes = tuple(takes[n] for n in operands)
+        its_kinds = tuple(kinds[n] for n in operands)
+        plans.append(_plan(program, its_takes, tuple(gives), its_kinds, casting))
     return Step(eqn, takes, plans)

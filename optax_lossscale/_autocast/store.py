@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from optax_lossscale._autocast.cheap import is_cheap
 from optax_lossscale._autocast.classify import Kind
@@ -86,9 +86,7 @@ def store(facts: Facts, held: Mapping[JaxprEqn, Step]) -> tuple[Region, ...]:
         from_last += reversed(regions)
         for region in regions:
             for v, dtype in region.reads.items():
-                # A product also rounds what is stored in float32 for others.
-                is_one = wanted.get(v, dtype) == dtype
-                wanted[v] = dtype if is_one else FLOAT32
+                _need(wanted, v, dtype)
     return tuple(reversed(from_last))
 
 
@@ -102,40 +100,19 @@ def of_products(facts: Facts) -> set[Var]:
 
 
 def _alone(facts: Facts, eqn: JaxprEqn, held: Step | None, wanted: Dtypes) -> Region:
-    """The region of an equation that runs by itself."""
-    low = facts.low
-    is_for_products = _only_moves_to_products(eqn, wanted, low)
-    is_sent = is_for_products and Is.CHEAP not in traits(eqn)
-    step = held or Step(eqn, _takes(facts, eqn, is_sent))
-    reads: dict[Var, Any] = {}
-    for v, dtype in zip(eqn.invars, step.takes, strict=True):
-        if isinstance(v, Var):
-            needed = dtype or facts.dtypes[v]
-            if is_for_products:
-                needed = _rounded(facts, v)
-            reads[v] = needed if reads.get(v, needed) == needed else FLOAT32
-    stores = {v: low if is_sent else facts.dtypes[v] for v in eqn.outvars}
-    return Region((step,), reads, stores)
+    """The region of an equation that runs by itself.
 
-
-def _rounded(facts: Facts, v: Var) -> Any:
-    """The dtype in which a product needs a value."""
-    return facts.low if dtype_in(v) == FLOAT32 else facts.dtypes[v]
-
-
-def _only_moves_to_products(eqn: JaxprEqn, wanted: Dtypes, low: np.dtype) -> bool:
-    """Whether an equation only moves numbers, and only products read these afterwards.
-
-    A communication, a name or a barrier then gives 16 bits. So devices send each other
-    16 bits, as in a model cast by hand. Without this, they send 1.59 times the weights
-    and activations in a ring, and 1.33 times with a sequence gathered, as compiled for
-    eight H100s with jax 0.12.
+    What is sent, gets a name or is held by a barrier is in 16 bits if only products
+    read it. So devices send each other 16 bits, as in a model cast by hand. Without
+    this, they send 1.59 times the weights and activations in a ring, and 1.33 times
+    with a sequence gathered, as compiled for eight H100s with jax 0.12.
     """
-    its_traits = traits(eqn)
-    moves = its_traits & (Is.MOVES | Is.SENDS | Is.SPREADS)
-    if not moves or Is.ADDS_MANY in its_traits:
-        return False
-    return all(wanted.get(v, low) == low for v in eqn.outvars)
+    low = facts.low
+    results = {v: wanted.get(v, low) for v in eqn.outvars}
+    is_sent = _only_moves(eqn, results, low) and Is.CHEAP not in traits(eqn)
+    step = held or Step(eqn, _takes(facts, eqn, is_sent))
+    stores = {v: _rounded(facts, v) if is_sent else facts.dtypes[v] for v in results}
+    return Region((step,), _reads(facts, [eqn], results), stores)
 
 
 def _takes(facts: Facts, eqn: JaxprEqn, is_rounded: bool) -> list[Any]:
@@ -211,29 +188,61 @@ def _region(facts: Facts, stores: Dtypes, makers: Makers) -> Region:
             needed.add(eqn)
             unread += variables(eqn.invars)
     eqns = [eqn for eqn in dict.fromkeys(makers.values()) if eqn in needed]
-    made = made_by(eqns)
-    # What only moves, to become what is stored in 16 bits, reads nothing widely
-    widely = {v for v, dtype in stores.items() if dtype != facts.low}
-    for eqn in reversed(eqns):
-        moves = traits(eqn) & (Is.MOVES | Is.SPREADS)
-        if not moves or not widely.isdisjoint(eqn.outvars):
-            widely.update(variables(eqn.invars))
-    reads = {
-        v: facts.dtypes[v] if v in widely else _rounded(facts, v)
-        for eqn in eqns
-        for v in variables(eqn.invars)
-        if v not in made
-    }
+    reads = _reads(facts, eqns, stores)
     steps = tuple(_steps(facts, eqns, stores))
+    reads = _reads(facts, eqns, stores)
     if not facts.casting.recomputes or not _is_one_pass(eqns):
         return Region(steps, reads, stores)
     return Region(steps, reads, stores, True, _kept(facts, eqns, stores))
 
 
+def _reads(facts: Facts, eqns: Eqns, results: Dtypes) -> Dtypes:
+    """The values that a region reads from outside, with the dtypes it needs them in.
+
+    If its results are single numbers in float32, such as a loss, it needs sums in
+    float32 as well.
+    """
+    low = facts.low
+    needed = dict(results)
+    is_loss = all(needed[v] != low and numbers_in(v.aval) == 1 for v in results)
+    for eqn in reversed(eqns):
+        is_low = _only_moves(eqn, needed, low)
+        is_product = is_narrowed(eqn)
+        for n, v in enumerate(eqn.invars):
+            if isinstance(v, Literal):
+                continue
+            dtype = facts.dtypes[v]
+            if is_low or (is_product and n < 2):
+                dtype = _rounded(facts, v)
+            elif is_loss and facts.kinds[v] == Kind.SUM:
+                dtype = FLOAT32
+            _need(needed, v, dtype)
+    return {v: dtype for v, dtype in needed.items() if v not in made_by(eqns)}
+
+
+def _need(needed: dict[Var, Any], v: Var, dtype: Any) -> None:
+    """Adds to the values that are needed one in a dtype; in two, it is in float32."""
+    needed[v] = dtype if needed.get(v, dtype) == dtype else FLOAT32
+
+
+def _rounded(facts: Facts, v: Var) -> Any:
+    """The dtype in which products need a value."""
+    return facts.low if dtype_in(v) == FLOAT32 else facts.dtypes[v]
+
+
+def _only_moves(eqn: JaxprEqn, needed: Dtypes, low: np.dtype) -> bool:
+    """Whether an equation only moves numbers, all of which are needed in 16 bits."""
+    its_traits = traits(eqn)
+    moves = its_traits & (Is.MOVES | Is.SENDS | Is.SPREADS)
+    if not moves or Is.ADDS_MANY in its_traits:
+        return False
+    return all(needed.get(v, low) == low for v in eqn.outvars)
+
+
 def _steps(facts: Facts, eqns: Eqns, stores: Dtypes) -> Iterator[Step]:
     """The steps of a region.
 
-    A SUM that is stored in 16 bits, or from which one is chosen, adds rounded numbers,
+    A sum that is stored in 16 bits, or from which such a value is chosen, adds rounded numbers,
     so that the compiler need not store an operand in float32. Without this, a ResNet
     takes 1.08 of the memory and moves 1.03 of the bytes.
     """
@@ -312,10 +321,7 @@ def _kept(facts: Facts, eqns: Eqns, stores: Dtypes) -> frozenset[Var]:
     To recompute one would take another pass over its operand. Without this, a large
     vocabulary moves 1.12 of the bytes, and a ResNet 1.05.
     """
-    # JAX rounds what it keeps by name, in the mesh around the program, which has to be
-    # the mesh of all equations.
-    meshes = {eqn.ctx.cur_abstract_mesh for eqn in facts.program.eqns}
-    if not facts.casting.keeps or len(meshes) > 1:
+    if not facts.casting.keeps:
         return frozenset()
     largest = max(numbers_in(v.aval) for v in stores)
     read_here: set[Var] = set()

@@ -66,9 +66,12 @@ def _scan(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
         results = function([*consts, *carry, *xs])
         return results[:n_carry], results[n_carry:]
 
-    params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     carry = list(operands[carried.start : carried.stop])
-    carry, ys = lax.scan(body, carry, operands[carried.stop :], **params)
+    xs = list(operands[carried.stop :])
+    params = {name: eqn.params[name] for name in ("reverse", "unroll")}
+    # That of arrays may be left open by `jax.export`, and is no number then.
+    length = None if xs else eqn.params["length"]
+    carry, ys = lax.scan(body, carry, xs, length, **params)
     return [*carry, *ys]
 
 
