@@ -29,7 +29,13 @@ from optax_lossscale._autocast.flat import flat
 from optax_lossscale._autocast.products import is_narrowed, is_rewritten
 from optax_lossscale._programs.operations import Is, operation, traits
 from optax_lossscale._programs.remembered import remembered
-from optax_lossscale._programs.values import FLOAT32, dtype_in, is_float, variables
+from optax_lossscale._programs.values import (
+    FLOAT32,
+    dtype_in,
+    is_float,
+    shape_in,
+    variables,
+)
 from optax_lossscale._programs.versions import name_of
 from optax_lossscale._programs.walk import carried_by, giving_results
 
@@ -176,7 +182,7 @@ def _statistic(
     if its_traits & (Is.ADDS_MANY | Is.SENDS) == Is.ADDS_MANY:
         summed = eqn.invars[0]
         is_of_range = operands[0] in _IN_RANGE or summed in powers
-        return _Statistic(summed.aval.shape, name_of(eqn)) if is_of_range else None
+        return _Statistic(shape_in(summed), name_of(eqn)) if is_of_range else None
     of_operands = map(statistics.get, variables(eqn.invars))
     statistic = next(filter(None, of_operands), None)
     if statistic is None:
@@ -210,7 +216,7 @@ def _is_normalized(
         return False
     # A multiplication may have its operands in any order.
     by = eqn.invars if Is.MULTIPLIES in traits(eqn) else eqn.invars[1:]
-    statistic = _Statistic(eqn.outvars[0].aval.shape, last)
+    statistic = _Statistic(shape_in(eqn.outvars[0]), last)
     return statistic in map(statistics.get, variables(by))
 
 
@@ -270,4 +276,4 @@ def _is_over_layers(eqn: JaxprEqn, operands: Kinds) -> bool:
         return False
     pairs = zip(eqn.invars, operands, strict=True)
     scanned = list(pairs)[carried_by(eqn).stop :]
-    return any(kind == Kind.PARAMETER and v.aval.ndim > 2 for v, kind in scanned)
+    return any(kind == Kind.PARAMETER and len(shape_in(v)) > 2 for v, kind in scanned)

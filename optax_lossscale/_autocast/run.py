@@ -142,7 +142,8 @@ def _results(
         if is_outer_product(eqn):
             return [outer_product(eqn, *operands)]
         if of_programs and traits(eqn) & (Is.JVP | Is.VJP):
-            program = Program(*of_programs, step.plans[0].gives)
+            (function,) = of_programs
+            program = Program(function, step.plans[0].gives)
             rewrite = functools.partial(_rewrite, casting._replace(keeps=False))
             rewritten = custom_vjp if Is.VJP in traits(eqn) else custom_jvp
             return rewritten(eqn, operands, program, rewrite)

@@ -31,6 +31,7 @@ from optax_lossscale._programs.values import (
     dtypes_in,
     is_float,
     numbers_in,
+    shape_in,
     variables,
 )
 
@@ -261,8 +262,7 @@ def _steps(facts: Facts, eqns: Eqns, stores: Dtypes) -> Iterator[Step]:
 
 def _is_of_one_shape(eqn: JaxprEqn) -> bool:
     """Whether no operand is broadcast; the gradient of one that is would be a sum."""
-    shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)}
-    return len(shapes) == 1
+    return len(set(map(shape_in, (*eqn.invars, *eqn.outvars)))) == 1
 
 
 def _repeated(facts: Facts) -> Makers:

@@ -85,6 +85,11 @@ def lengths_of(array: Any) -> list[int]:
     return [n if isinstance(n, int) else 1024 for n in array.shape]
 
 
+def shape_in(v: Any) -> tuple[int, ...]:
+    """The shape of a variable or a literal."""
+    return v.aval.shape
+
+
 def variables(values: Sequence[Any]) -> list[Var]:
     """Those of an equation's operands that are no literals."""
     return [v for v in values if isinstance(v, Var)]
