@@ -83,16 +83,19 @@ def custom_vjp(
         return gradients
 
     def backward(pullback, cotangents):
-        of_floats = [
-            jnp.zeros(ct.shape, dtype_in(ct)) if isinstance(ct, SymbolicZero) else ct
-            for ct in cotangents
-            if is_float(ct)
-        ]
+        of_floats = list(map(_as_array, filter(is_float, cotangents)))
         gradients = gradients_of(pullback, of_floats)
         return tuple(map(gradients.get, range(len(operands))))
 
     function.defvjp(forward, backward, symbolic_zeros=True)
     return function(*map(jnp.asarray, operands))
+
+
+def _as_array(cotangent: Any) -> Any:
+    """A cotangent, as an array of zeros if JAX knows it to be zero."""
+    if isinstance(cotangent, SymbolicZero):
+        return jnp.zeros(cotangent.shape, dtype_in(cotangent))
+    return cotangent
 
 
 def _original(eqn: Any, program: Program) -> Callable[..., list[Any]]:

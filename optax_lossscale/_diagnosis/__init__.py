@@ -12,6 +12,7 @@ Read the files in this order, which is from the parts to the whole:
 
 - `notes`, `pairs`, `wide`: a note, a pair, and an equation computed in wider floats.
 - `pieces`, `loops`, `devices`, `places`, `shadow`: a program run in pairs, and noted.
+- `equations`: all equations of a program.
 - `gradient`, `scale`, `run`: the gradient, run at scale 1 and at the scale that fits.
 - `cause`, `table`: why a result is off, and a row for each equation.
 - `page`, `diagnose`, `advice`, `text`, `picture`: what is found, said and drawn.

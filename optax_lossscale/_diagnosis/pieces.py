@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
+from optax_lossscale._diagnosis.equations import dtypes_within
 from optax_lossscale._programs.alike import hashable, key_of, key_of_literal
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import is_inexact
-from optax_lossscale._programs.walk import dtypes_within, programs_in
+from optax_lossscale._programs.walk import programs_in
 
 _LOOPS = Is.SCANS | Is.WAITS | Is.BRANCHES | Is.MAPS
 

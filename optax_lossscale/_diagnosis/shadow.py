@@ -18,6 +18,7 @@ from jax.extend.core import Literal
 
 from optax_lossscale._diagnosis import loops, pairs
 from optax_lossscale._diagnosis.devices import Devices
+from optax_lossscale._diagnosis.equations import keeps_numbers
 from optax_lossscale._diagnosis.loops import Value
 from optax_lossscale._diagnosis.notes import Note, Place, measured, note_of
 from optax_lossscale._diagnosis.pairs import AS_WRITTEN, Pair, Widths, exact
@@ -26,7 +27,7 @@ from optax_lossscale._diagnosis.places import place_of
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import dtype_in, is_float
 from optax_lossscale._programs.versions import constants, open_jaxpr
-from optax_lossscale._programs.walk import keeps_numbers, line_of, programs_in
+from optax_lossscale._programs.walk import line_of, programs_in
 
 _PATIENCE = 10.0  # seconds between two lines of progress
 
