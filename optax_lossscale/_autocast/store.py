@@ -1,10 +1,10 @@
 """The third pass: what each region stores, in which dtype, and what is recomputed.
 
 The pass goes backward, from the regions that read a value to the one that makes it. An
-island stores a value in 16 bits if it is only read so, as by products. Every other
-value is stored in the dtype that `facts` has for it. If a cheap step has results no
-smaller than the values that they are computed from, the islands that read these results
-repeat the step instead. Most islands are recomputed in the backward pass from the
+island stores a value in 16 bits if no later region needs it in float32: a product needs
+16 bits, another island the dtype that `facts` has for the value. If a cheap step has
+results no smaller than the values that they are computed from, the islands that read
+these results repeat the step instead. Most islands are recomputed in the backward pass from the
 values that they read, so that none of their float32 arrays has to be kept.
 
 Some rules below say what they are worth: how much memory a model takes, and how many

@@ -119,7 +119,9 @@ _ENTER = {
     Is.WAITS: _while,
     Is.BRANCHES: _cond,
     Is.MAPS: _shard_map,
+    # These lose the user's rule, which `autocast` keeps: see `_autocast/derivatives.py`.
+    Is.JVP: _inlined,
+    Is.VJP: _inlined,
 }
-# Those with a derivative of the user's are called by `_autocast/derivatives.py`
-ENTERED = functools.reduce(Is.__or__, _ENTER) | Is.JVP | Is.VJP
-"""The traits of the operations whose programs can be replaced; each has one of them."""
+ENTERED = functools.reduce(Is.__or__, _ENTER)
+"""The traits of the operations that `enter` can run; each of these has one of them."""
