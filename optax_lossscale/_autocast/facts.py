@@ -1,8 +1,8 @@
 """The dtype of each value of a program, which follows from what is made from it, too.
 
-A value is stored in 16 bits if it is a PRODUCT, or a SUM on which another product
-depends. All else keeps the dtype in which it was traced, until `store` finds that only
-products read it.
+A value is stored in 16 bits if it is a PRODUCT, or a SUM that is read past a product
+and on which another product depends. All else keeps the dtype in which it was traced,
+until `store` finds that only products read it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from jax.extend.core import Var
 
 from optax_lossscale._autocast.classify import Kind, classify
 from optax_lossscale._autocast.flat import Flat, flat
-from optax_lossscale._autocast.products import holds_products, is_narrowed
-from optax_lossscale._programs.values import FLOAT32, dtype_in, variables
+from optax_lossscale._autocast.uses import KEPT, Use, Uses, uses
+from optax_lossscale._programs.values import FLOAT32, dtype_in
 
 
 class Casting(NamedTuple):
@@ -36,7 +36,7 @@ class Facts(NamedTuple):
     program: Flat
     kinds: Mapping[Var, Kind]
     dtypes: Mapping[Var, Any]  # the dtype in which each value is stored, if it is
-    gives: Sequence[Any]  # the dtypes of its results
+    uses: Mapping[Var, Use]
     casting: Casting
 
     @property
@@ -48,8 +48,8 @@ class Facts(NamedTuple):
 def facts_of(
     jaxpr: Any,
     takes: Sequence[Any],
-    gives: Sequence[Any],
     kinds: tuple[Kind, ...],
+    results: Uses,
     casting: Casting,
 ) -> Facts:
     """The facts about a program.
@@ -57,38 +57,26 @@ def facts_of(
     Args:
       jaxpr: the program.
       takes: the dtypes of its arguments.
-      gives: the dtypes of its results.
       kinds: the kinds of its arguments.
+      results: what is done with its results.
       casting: how it is rewritten.
     """
     program = flat(jaxpr)
     kind_of = classify(jaxpr, kinds)
+    after = uses(jaxpr, results)
     low = casting.dtype
-    results = zip(program.outs, gives, strict=True)
-    multiplied = multiplied_in(program, [v for v, dtype in results if dtype == low])
-    dtypes = {
-        v: stored_dtype(v, kind, v in multiplied, low) for v, kind in kind_of.items()
-    }
+    dtypes = {v: stored_dtype(v, kind, after[v], low) for v, kind in kind_of.items()}
     dtypes |= zip(program.ins, takes, strict=True)
-    return Facts(program, kind_of, dtypes, gives, casting)
+    return Facts(program, kind_of, dtypes, after, casting)
 
 
-def stored_dtype(v: Any, kind: Kind, is_multiplied: bool, low: np.dtype) -> Any:
-    """The dtype in which a value is stored, if it is.
+def stored_dtype(v: Any, kind: Kind, use: Use, low: np.dtype) -> Any:
+    """The dtype in which a value of this kind and use is stored, if it is.
 
     The result of a product is in 16 bits already. A SUM on which no product depends is
-    never rounded.
+    never rounded, and neither is one that nothing reads past the next product. So its
+    digits are the same whether the equations that make and read it are in one program
+    or, as with a `scan` or `cond` between them, in several.
     """
-    is_low = kind == Kind.PRODUCT or (kind == Kind.SUM and is_multiplied)
+    is_low = kind == Kind.PRODUCT or (kind == Kind.SUM and KEPT in use)
     return low if is_low and dtype_in(v) == FLOAT32 else dtype_in(v)
-
-
-def multiplied_in(program: Flat, results: Sequence[Any] = ()) -> set[Var]:
-    """The values on which products in a program depend, or the given results of it."""
-    found = set(variables(results))
-    for eqn in reversed(program.eqns):
-        if is_narrowed(eqn):
-            found.update(variables(eqn.invars[:2]))
-        elif holds_products(eqn) or not found.isdisjoint(eqn.outvars):
-            found.update(variables(eqn.invars))
-    return found

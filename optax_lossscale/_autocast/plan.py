@@ -13,17 +13,12 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Literal
 
 from optax_lossscale._autocast.classify import Kind, kinds_inside, kinds_of
-from optax_lossscale._autocast.facts import (
-    Casting,
-    Facts,
-    facts_of,
-    multiplied_in,
-    stored_dtype,
-)
+from optax_lossscale._autocast.facts import Casting, Facts, facts_of, stored_dtype
 from optax_lossscale._autocast.flat import Flat, flat
 from optax_lossscale._autocast.products import holds_products
 from optax_lossscale._autocast.shown import shown
 from optax_lossscale._autocast.store import Region, Step, store
+from optax_lossscale._autocast.uses import NOTHING, Uses, results_inside, uses_inside
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import dtype_in, dtypes_in
@@ -62,7 +57,8 @@ def plan_for(
         for x, v in zip(args, program.invars, strict=True)
     )
     gives = tuple(dtypes_in(program.outvars))
-    return _plan(jaxpr, takes, gives, tuple(kinds), casting)
+    nothing = (NOTHING,) * len(gives)  # nothing is done with results
+    return _plan(jaxpr, takes, gives, tuple(kinds), nothing, casting)
 
 
 @remembered
@@ -71,15 +67,16 @@ def _plan(
     takes: tuple[Any, ...],
     gives: tuple[Any, ...],
     kinds: tuple[Kind, ...],
+    results: Uses,
     casting: Casting,
 ) -> Plan:
-    """The plan for a program, from the same arguments as `facts_of`."""
+    """The plan for a program that gives certain dtypes; see `facts_of`."""
     eqns = flat(jaxpr).eqns
     # JAX rounds what it keeps by name, in the mesh around the program, which has to be
     # the mesh of all equations.
     if len({eqn.ctx.cur_abstract_mesh for eqn in eqns}) > 1:
         casting = casting._replace(keeps=False)
-    facts = facts_of(jaxpr, takes, gives, kinds, casting)
+    facts = facts_of(jaxpr, takes, kinds, results, casting)
     held = {eqn: _held(facts, eqn) for eqn in eqns if holds_products(eqn)}
     return Plan(takes, gives, facts.program, store(facts, held), casting)
 
@@ -87,11 +84,13 @@ def _plan(
 def _held(facts: Facts, eqn: JaxprEqn) -> Step:
     """An equation that holds products, with a plan for each program that has results."""
     kinds = kinds_inside(eqn, kinds_of(eqn.invars, facts.kinds))
+    results = results_inside(eqn, tuple(facts.uses[v] for v in eqn.outvars))
+    of_operands = uses_inside(eqn, results)
     as_traced = dtypes_in(eqn.invars)
     takes = [
         dtype_in(v) if isinstance(v, Literal) else facts.dtypes[v] for v in eqn.invars
     ]
-    gives = [facts.dtypes[v] for v in eqn.outvars]
+    gives = tuple(facts.dtypes[v] for v in eqn.outvars)
     casting = facts.casting
     carried = carried_by(eqn)
     if Is.SCANS in traits(eqn):
@@ -101,15 +100,16 @@ def _held(facts: Facts, eqn: JaxprEqn) -> Step:
         takes[: carried.start] = as_traced[: carried.start]
     if Is.KEEPS in traits(eqn):
         casting = casting._replace(recomputes=False)
+    # The body takes its carry in 16 bits where the body would store it so. Between two
+    # rounds it is in float32 if it is after the last one, so that this is not rounded.
+    between = list(takes)
+    for j, n in enumerate(carried):
+        v = eqn.invars[n]
+        takes[n] = stored_dtype(v, kinds[n], of_operands[n], facts.low)
+        between[n] = takes[n] if takes[n] == gives[j] else dtype_in(v)
     plans: list[Plan] = []
     for program, operands in giving_results(eqn):
-        # A round reads what the one before it gives as carry, in the same dtypes.
-        multiplied = multiplied_in(flat(program))
-        for j, n in enumerate(carried):
-            v = flat(program).ins[operands.index(n)]
-            is_multiplied = v in multiplied or gives[j] == facts.low
-            takes[n] = gives[j] = stored_dtype(v, kinds[n], is_multiplied, facts.low)
         its_takes = tuple(takes[n] for n in operands)
         its_kinds = tuple(kinds[n] for n in operands)
-        plans.append(_plan(program, its_takes, tuple(gives), its_kinds, casting))
-    return Step(eqn, takes, plans)
+        plans.append(_plan(program, its_takes, gives, its_kinds, results, casting))
+    return Step(eqn, between, plans)

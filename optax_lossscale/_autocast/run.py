@@ -51,6 +51,7 @@ def run(plan: Plan, args: Arrays) -> list[Any]:
 def _results_of(plan: Plan, args: Arrays, functions: Functions) -> list[Any]:
     """Runs each region of a program, and returns the program's results."""
     program = plan.program
+    args = in_dtypes(plan.takes, args)
     values = dict(program.consts) | dict(zip(program.ins, args, strict=True))
     for region in plan.regions:
         operands = [values[v] for v in region.reads]

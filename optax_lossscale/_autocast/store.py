@@ -75,9 +75,8 @@ def store(facts: Facts, held: Mapping[JaxprEqn, Step]) -> tuple[Region, ...]:
       held: a step for each equation that holds products.
     """
     repeated = _repeated(facts)
-    results = zip(facts.program.outs, facts.gives, strict=True)
     # The values that later regions read, or that are results, with their dtypes
-    wanted: dict[Var, Any] = {v: dtype for v, dtype in results if isinstance(v, Var)}
+    wanted = {v: facts.dtypes[v] for v in variables(facts.program.outs)}
     from_last: list[Region] = []
     for part in reversed(partition(facts.program.eqns, of_products(facts))):
         if isinstance(part, list):
@@ -87,7 +86,7 @@ def store(facts: Facts, held: Mapping[JaxprEqn, Step]) -> tuple[Region, ...]:
         from_last += reversed(regions)
         for region in regions:
             for v, dtype in region.reads.items():
-                _need(wanted, v, dtype)
+                _need(facts, wanted, v, dtype)
     return tuple(reversed(from_last))
 
 
@@ -198,14 +197,9 @@ def _region(facts: Facts, stores: Dtypes, makers: Makers) -> Region:
 
 
 def _reads(facts: Facts, eqns: Eqns, results: Dtypes) -> Dtypes:
-    """The values that a region reads from outside, with the dtypes it needs them in.
-
-    If its results are single numbers in float32, such as a loss, it needs sums in
-    float32 as well.
-    """
+    """The values that a region reads from outside, with the dtypes it needs them in."""
     low = facts.low
     needed = dict(results)
-    is_loss = all(needed[v] != low and numbers_in(v.aval) == 1 for v in results)
     for eqn in reversed(eqns):
         is_low = _only_moves(eqn, needed, low)
         is_product = is_narrowed(eqn)
@@ -215,15 +209,13 @@ def _reads(facts: Facts, eqns: Eqns, results: Dtypes) -> Dtypes:
             dtype = facts.dtypes[v]
             if is_low or (is_product and n < 2):
                 dtype = _rounded(facts, v)
-            elif is_loss and facts.kinds[v] == Kind.SUM:
-                dtype = FLOAT32
-            _need(needed, v, dtype)
+            _need(facts, needed, v, dtype)
     return {v: dtype for v, dtype in needed.items() if v not in made_by(eqns)}
 
 
-def _need(needed: dict[Var, Any], v: Var, dtype: Any) -> None:
-    """Adds to the values that are needed one in a dtype; in two, it is in float32."""
-    needed[v] = dtype if needed.get(v, dtype) == dtype else FLOAT32
+def _need(facts: Facts, needed: dict[Var, Any], v: Var, dtype: Any) -> None:
+    """Adds to the values that are needed one in a dtype; in two, it is in its own."""
+    needed[v] = dtype if needed.get(v, dtype) == dtype else facts.dtypes[v]
 
 
 def _rounded(facts: Facts, v: Var) -> Any:

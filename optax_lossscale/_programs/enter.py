@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.values import dtypes_in, in_dtypes
 from optax_lossscale._programs.versions import mapped_axes
 from optax_lossscale._programs.walk import arguments_of, carried_by
 
@@ -64,7 +65,7 @@ def _scan(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
 
     def body(carry, xs):
         results = function([*consts, *carry, *xs])
-        return results[:n_carry], results[n_carry:]
+        return in_dtypes(dtypes_in(carry), results[:n_carry]), results[n_carry:]
 
     carry = list(operands[carried.start : carried.stop])
     xs = list(operands[carried.stop :])
@@ -89,7 +90,7 @@ def _while(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
         return flag
 
     def step(carry):
-        return function(inputs(of_body, carry))
+        return in_dtypes(dtypes_in(carry), function(inputs(of_body, carry)))
 
     return lax.while_loop(goes_on, step, list(operands[carried.start :]))
 

@@ -44,6 +44,8 @@ class Is(enum.Flag):
     """Puts numbers of one operand between those of another, as a mask does."""
     PICKS = enum.auto()
     """Looks up parts of its first operand by index, as an embedding does."""
+    NAMES = enum.auto()
+    """Gives its operand a name, by which a policy of `jax.checkpoint` may keep it."""
     CASTS = enum.auto()
     """Converts its operand to the dtype of its result."""
     ADDS_TWO = enum.auto()
@@ -129,7 +131,7 @@ copy                      | moves cheap
 copy_p                    | moves cheap
 dynamic_slice             | moves cheap selects
 expand_dims               | moves cheap
-name                      | moves
+name                      | moves names
 optimization_barrier      | moves
 reshape                   | moves cheap
 reshard                   | moves sends

@@ -937,7 +937,9 @@ def test_a_stream_to_which_layers_with_gains_add_is_kept_in_16_bits(first, then)
         if eqn.primitive.name == "add"
     ]
     dtypes = [str(x.dtype) for x in adds if x.shape == (16, 32)]
-    assert dtypes.count("float16") >= 3
+    assert dtypes.count("float16") == 3
+    # The last sum, which only a product reads, is rounded once: by that.
+    assert dtypes.count("float32") == 1
 
 
 def masked_norm(h, scale=1, bias=0):

@@ -1,0 +1,140 @@
+"""The second pass: what is done with each value, which says how long it is needed.
+
+The pass goes backward, from the results of a program to its arguments. It asks two
+questions of a value: does any product depend on it, and is it read once more after a
+product has been computed from it? In `y = x + f(x @ w)`, `x` is both: the product
+multiplies it, and the sum reads it past the product, so it has to be stored until then.
+The result of `x @ w` is neither, if `y` is not multiplied later.
+
+To tell what is past a product, each value has a depth: the length of the longest chain
+before it of products, and of operations that hold products. An operation reads an
+operand past a product if its result is deeper than that operand.
+"""
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Var
+
+from optax_lossscale._autocast.cheap import is_cheap
+from optax_lossscale._autocast.flat import Flat, flat
+from optax_lossscale._autocast.products import holds_products, is_narrowed, is_rewritten
+from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.remembered import remembered
+from optax_lossscale._programs.values import numbers_in, variables
+from optax_lossscale._programs.walk import carried_by, giving_results
+
+
+class Use(enum.Flag):
+    """What is done with a value; both may be true of it."""
+
+    MULTIPLIED = enum.auto()
+    """A product depends on it, directly or through other values."""
+    PAST = enum.auto()
+    """It is read past a product, or given a name, and has to be stored until then."""
+
+
+NOTHING = Use(0)
+KEPT = Use.MULTIPLIED | Use.PAST
+"""The use of a value that has to be stored, and on which a product depends."""
+
+Uses = tuple[Use, ...]
+
+
+@remembered
+def uses(jaxpr: Any, results: Uses) -> Mapping[Var, Use]:
+    """What is done with each value, given what is done with the results."""
+    program = flat(jaxpr)
+    depth = depths(program)
+    after = dict.fromkeys(depth, NOTHING)
+    for v, use in zip(program.outs, results, strict=True):
+        if isinstance(v, Var):
+            after[v] |= use
+    for eqn in reversed(program.eqns):
+        if Is.NAMES in traits(eqn):
+            after[eqn.outvars[0]] |= Use.PAST
+        if is_narrowed(eqn):
+            of_operands = [Use.MULTIPLIED] * 2
+        elif is_rewritten(eqn):
+            of_results = tuple(after[v] for v in eqn.outvars)
+            of_operands = uses_inside(eqn, results_inside(eqn, of_results))
+        else:
+            of_operands = [_of_operand(eqn, v, depth, after) for v in eqn.invars]
+        for v, use in zip(eqn.invars, of_operands, strict=False):
+            if isinstance(v, Var):
+                after[v] |= use
+    return after
+
+
+def _of_operand(
+    eqn: JaxprEqn, v: Any, depth: Mapping[Var, int], after: Mapping[Var, Use]
+) -> Use:
+    """What an equation that is no product and is not rewritten does with an operand.
+
+    Args:
+      eqn: the equation.
+      v: the operand.
+      depth: the depth of each value.
+      after: what is done with each value after the equation.
+    """
+    its_traits = traits(eqn)
+    may_be_repeated = is_cheap(eqn) or its_traits & (Is.MOVES | Is.SENDS)
+    use = NOTHING
+    for result in eqn.outvars:
+        use |= after[result] & Use.MULTIPLIED
+        if isinstance(v, Var) and depth[result] > depth[v]:
+            use |= Use.PAST
+        # Where the result is read past a product, the equation may be repeated, which
+        # then reads the operand there. A larger operand, as that of a sum, is not
+        # stored for that, nor rounded.
+        is_larger = numbers_in(v.aval) > numbers_in(result.aval)
+        if may_be_repeated and not is_larger:
+            use |= after[result] & Use.PAST
+    return use
+
+
+def depths(program: Flat) -> Mapping[Var, int]:
+    """The depth of each value; that of an argument is 0."""
+    depth: dict[Var, int] = dict.fromkeys((*program.ins, *program.consts), 0)
+    for eqn in program.eqns:
+        before = max((depth[v] for v in variables(eqn.invars)), default=0)
+        adds_one = is_narrowed(eqn) or holds_products(eqn)
+        depth |= dict.fromkeys(eqn.outvars, before + adds_one)
+    return depth
+
+
+def results_inside(eqn: Any, results: Uses) -> Uses:
+    """What is done with the results of the programs in an equation.
+
+    That is what is done with the results of the equation. But the next round of a loop
+    also reads what a round gives as carry, unless no product depends on the carry after
+    the loop: then the next round rounds what it takes, and not this one what it gives,
+    so that what the last round gives is not rounded.
+    """
+    inside = list(results)
+    earlier: list[Use] = []
+    while inside != earlier:
+        earlier = list(inside)
+        of_operands = uses_inside(eqn, tuple(inside))
+        for j, n in enumerate(carried_by(eqn)):
+            if Use.MULTIPLIED in results[j]:
+                inside[j] |= of_operands[n]
+    return tuple(inside)
+
+
+def uses_inside(eqn: Any, results: Uses) -> list[Use]:
+    """What the programs in an equation do with the equation's operands.
+
+    The condition of a `while` is left out, as it follows from integers.
+
+    Args:
+      eqn: the equation.
+      results: what is done with the results of its programs: see `results_inside`.
+    """
+    of_operands = [NOTHING] * len(eqn.invars)
+    for program, operands in giving_results(eqn):
+        after = uses(program, results)
+        for n, v in zip(operands, flat(program).ins, strict=True):
+            of_operands[n] |= after[v]
+    return of_operands

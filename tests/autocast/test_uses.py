@@ -1,0 +1,122 @@
+"""The second pass of autocast by itself: what is done with a value after it is made."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from against_float32 import normal
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from optax_lossscale._autocast.classify import Kind
+from optax_lossscale._autocast.facts import stored_dtype
+from optax_lossscale._autocast.flat import flat
+from optax_lossscale._autocast.uses import KEPT, NOTHING, Use, depths, uses
+from optax_lossscale._programs.versions import name_of
+
+W = normal(0, 4, 4)
+X = normal(1, 3, 4)
+MULTIPLIED, PAST = Use.MULTIPLIED, Use.PAST
+
+
+def use_of(operation, fun, result=NOTHING):
+    """What is done with the result of the first of a function's operations with a name."""
+    program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(W, X)
+    after = uses(program, (result,))
+    return next(
+        after[eqn.outvars[0]] for eqn in flat(program).eqns if name_of(eqn) == operation
+    )
+
+
+@pytest.mark.parametrize(
+    ("use", "operation", "fun"),
+    [
+        (NOTHING, "sin", lambda w, x: (jnp.sin(x), x @ w)[1]),
+        (MULTIPLIED, "dot_general", lambda w, x: x @ w @ w),
+        (MULTIPLIED, "exp", lambda w, x: jnp.exp(x @ w) @ w),
+        (NOTHING, "dot_general", lambda w, x: jnp.sum(x @ w)),
+        (MULTIPLIED, "dot_general", lambda w, x: jnp.exp(x @ w) @ w),
+        (NOTHING, "tanh", lambda w, x: jnp.tanh(x @ w) + x @ w),
+        # It is read again once a product has been computed from it, by itself or after
+        # a `tanh`.
+        (KEPT, "exp", lambda w, x: (h := jnp.exp(x @ w)) + h @ w),
+        (KEPT, "dot_general", lambda w, x: (h := x @ w) + h @ w),
+        (KEPT, "dot_general", lambda w, x: (h := jnp.tanh(x @ w)) + h @ w),
+        # A name may be kept.
+        (PAST, "dot_general", lambda w, x: checkpoint_name(x @ w, "h")),
+    ],
+)
+def test_a_use_is_what_is_done_with_a_value_afterwards(use, operation, fun):
+    assert use_of(operation, fun) == use
+    assert use_of(operation, jax.jit(fun)) == use
+
+
+@pytest.mark.parametrize(
+    ("use", "fun"),
+    [
+        (MULTIPLIED, lambda w, h: jax.checkpoint(lambda h: h @ w)(h)),
+        (MULTIPLIED, lambda w, h: jax.checkpoint(lambda h: jnp.sin(h) @ w)(h)),
+        (
+            MULTIPLIED,
+            lambda w, h: lax.cond(w[0, 0] > 0, lambda h: h @ w, lambda h: h @ w @ w, h),
+        ),
+        (
+            MULTIPLIED,
+            lambda w, h: lax.cond(
+                w[0, 0] > 0, lambda h: h @ w, lambda h: jnp.sin(h), h
+            ),
+        ),
+        (
+            KEPT,
+            lambda w, h: lax.scan(lambda h, w: (h + jnp.sin(h) @ w, None), h, w[None])[
+                0
+            ],
+        ),
+        # It waits in a branch for what is multiplied beside it.
+        (
+            KEPT,
+            lambda w, h: lax.cond(w[0, 0] > 0, lambda h: h + h @ w, lambda h: h @ w, h),
+        ),
+    ],
+)
+def test_what_is_done_inside_of_an_operation_is_done_with_its_operand(use, fun):
+    assert use_of("dot_general", lambda w, x: fun(w, x @ w)) == use
+
+
+def test_what_is_done_with_the_result_is_done_with_what_only_moves_into_it():
+    for result in (NOTHING, MULTIPLIED, PAST, KEPT):
+        assert use_of("dot_general", lambda w, x: (x @ w).T, result) == result
+
+
+def depths_of(fun):
+    """How many products came before each result of a function."""
+    program = jax.make_jaxpr(fun)(W, X)
+    depth = depths(flat(program))
+    return [depth[i] for i in flat(program).outs]
+
+
+def test_a_depth_is_how_many_products_came_before_at_most():
+    assert depths_of(lambda w, x: (x, x @ w, x + x @ w @ w)) == [0, 1, 2]
+    two = lambda x, w: (x @ w @ w, None)
+    assert depths_of(lambda w, x: jax.checkpoint(lambda x: two(x, w)[0])(x) @ w) == [2]
+    assert depths_of(lambda w, x: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x)) == [
+        1
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "use", "is_low"),
+    [
+        (Kind.PRODUCT, NOTHING, True),
+        (Kind.SUM, KEPT, True),
+        (Kind.SUM, MULTIPLIED, False),
+        (Kind.SUM, PAST, False),
+        (Kind.NEAR, KEPT, False),
+        (Kind.PARAMETER, KEPT, False),
+        (Kind.FLOAT32, KEPT, False),
+    ],
+)
+def test_what_is_stored_in_16_bits_follows_from_a_kind_and_a_use(kind, use, is_low):
+    low = jnp.dtype("float16")
+    stored = stored_dtype(X, kind, use, low)
+    assert stored == ("float16" if is_low else "float32")
+    assert stored_dtype(X.astype("int32"), kind, use, low) == "int32"
