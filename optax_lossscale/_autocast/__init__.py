@@ -9,9 +9,10 @@ to 16 bits first. The backward pass recomputes `exp` from the result of the prod
 The plan is made in passes, each a pure function in a file of its own:
 
 1. `classify` goes forward: can 16 bits hold a value, judged by what it is made of?
-   `facts` has the dtype that follows, in which each value is stored, if it is.
-2. `partition` divides the equations into islands and others.
-3. `store` goes backward, and makes regions of them: what does each store, and what is
+2. `uses` goes backward: does a product depend on a value, and how long is it needed?
+   `facts` joins both answers to the dtype in which each value is stored, if it is.
+3. `partition` divides the equations into islands and others.
+4. `store` goes backward, and makes regions of them: what does each store, and what is
    recomputed?
 
 `plan` calls them, once for the program and once for each program in a loop, a branch

@@ -1,4 +1,4 @@
-"""The second pass: the equations of a program in islands, and others between them.
+"""The third pass: the equations of a program in islands, and others between them.
 
 An island has the equations that depend on products and are cheap enough to be
 recomputed in the backward pass. It grows with each of them, until an equation that

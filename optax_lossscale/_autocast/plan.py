@@ -3,7 +3,7 @@
 A product takes and gives 16 bits. The island after it reads its result, computes in
 float32, and rounds where the next product reads, or where a stream is stored. A step
 that holds products, such as a `scan`, has a plan for each of its programs, made from
-the kinds of its operands and the dtypes of its operands and results.
+the kinds and dtypes of its operands, and the uses and dtypes of its results.
 """
 
 import dataclasses

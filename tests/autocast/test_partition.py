@@ -1,4 +1,4 @@
-"""The second pass of autocast by itself: a program in islands and what runs alone."""
+"""The third pass of autocast by itself: a program in islands and what runs alone."""
 
 import jax
 import jax.numpy as jnp
