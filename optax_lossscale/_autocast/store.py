@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Var
 
 from optax_lossscale._autocast.cheap import is_cheap
 from optax_lossscale._autocast.classify import Kind
@@ -202,13 +202,10 @@ def _reads(facts: Facts, eqns: Eqns, results: Dtypes) -> Dtypes:
     needed = dict(results)
     for eqn in reversed(eqns):
         is_low = _only_moves(eqn, needed, low)
-        is_product = is_narrowed(eqn)
-        for n, v in enumerate(eqn.invars):
-            if isinstance(v, Literal):
-                continue
-            dtype = facts.dtypes[v]
-            if is_low or (is_product and n < 2):
-                dtype = _rounded(facts, v)
+        multiplied = eqn.invars[:2] if is_narrowed(eqn) else []
+        for v in variables(eqn.invars):
+            is_rounded = is_low or v in multiplied
+            dtype = _rounded(facts, v) if is_rounded else facts.dtypes[v]
             _need(facts, needed, v, dtype)
     return {v: dtype for v, dtype in needed.items() if v not in made_by(eqns)}
 
