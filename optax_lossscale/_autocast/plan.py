@@ -90,7 +90,7 @@ def _held(facts: Facts, eqn: JaxprEqn) -> Step:
     takes = [
         dtype_in(v) if isinstance(v, Literal) else facts.dtypes[v] for v in eqn.invars
     ]
-    gives = tuple(facts.dtypes[v] for v in eqn.outvars)
+    gives = [facts.dtypes[v] for v in eqn.outvars]
     casting = facts.casting
     carried = carried_by(eqn)
     if Is.SCANS in traits(eqn):
@@ -106,10 +106,13 @@ def _held(facts: Facts, eqn: JaxprEqn) -> Step:
     for j, n in enumerate(carried):
         v = eqn.invars[n]
         takes[n] = stored_dtype(v, kinds[n], of_operands[n], facts.low)
+        gives[j] = stored_dtype(v, kinds[n], results[j], facts.low)
         between[n] = takes[n] if takes[n] == gives[j] else dtype_in(v)
     plans: list[Plan] = []
     for program, operands in giving_results(eqn):
         its_takes = tuple(takes[n] for n in operands)
         its_kinds = tuple(kinds[n] for n in operands)
-        plans.append(_plan(program, its_takes, gives, its_kinds, results, casting))
+        plans.append(
+            _plan(program, its_takes, tuple(gives), its_kinds, results, casting)
+        )
     return Step(eqn, between, plans)
