@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from benchmarks import _accelerators, _autocast, _models, _tables, _targets
 from benchmarks._tables import Table
-from optax_lossscale._autocast import classify, facts, plan, store
+from optax_lossscale._autocast import classify, store
 
 LEAST = 0.02  # of a difference that is shown
 TARGET = _targets.H100
@@ -42,8 +42,8 @@ RULES = {
     ),
     "what is cheap is repeated": Rule(store, "_repeated", lambda *_: {}),
     "what is normalized has about the size 1": Rule(classify, "_is_normalized", _no),
-    "what is sent, or has a name, is in 16 bits": Rule(facts, "_sent", _nothing),
-    "sums in 16 bits are of rounded numbers": Rule(plan, "_is_of_one_shape", _no),
+    "what is sent, or has a name, is in 16 bits": Rule(store, "_only_moves", _no),
+    "sums in 16 bits are of rounded numbers": Rule(store, "_is_of_one_shape", _no),
 }
 _WITH = ""  # all rules
 

@@ -11,7 +11,7 @@ The plan is made in passes, each a pure function in a file of its own:
 1. `classify` goes forward: can 16 bits hold a value, judged by what it is made of?
 2. `uses` goes backward: does a product depend on a value, and how long is it needed?
    `facts` joins both answers to the dtype in which each value is stored, if it is.
-3. `partition` divides the steps into islands and others.
+3. `partition` divides the equations into islands and others.
 4. `store` goes backward, and makes regions of them: what does each store, and what is
    recomputed?
 
@@ -20,8 +20,8 @@ and so on. `flat` comes before them, and `run` after; `derivatives` runs custom 
 
 The words that these files share:
 
-- An *equation* is what JAX traced. A *step* is an equation whose operands and results
-  have numbers that are unique in the whole program (`flat`).
+- An *equation* is what JAX traced. A *step* is an equation in a region, with the dtypes
+  to which it casts its operands.
 - A *product*, which is a matrix product or convolution that sums, is *narrowed* if it
   is computed in 16 bits, the *low* dtype. An equation that holds programs is
   *rewritten* if their products are narrowed, by a plan for each program.

@@ -7,44 +7,43 @@ values are numbered here by their place in the island.
 
 import itertools
 from collections.abc import Callable, Hashable
+from typing import Any
 
-from optax_lossscale._autocast.flat import Flat, TypedStep
-from optax_lossscale._autocast.plan import Plan
-from optax_lossscale._autocast.store import Region, made_by
+from jax.extend.core import Literal
+
+from optax_lossscale._autocast.facts import Casting
+from optax_lossscale._autocast.store import Region, Step
 from optax_lossscale._programs.alike import hashable, key_of, key_of_literal
 
+Place = Callable[[Any], Hashable]
 
-def in_common(island: Region, plan: Plan) -> Hashable:
+
+def in_common(island: Region, casting: Casting) -> Hashable:
     """A key that is equal for islands that compute the same, by the same lines."""
-    program = plan.program
-    values = [*island.reads, *made_by(island.steps)]
-    places = dict(zip(values, itertools.count(), strict=False))
+    made = [v for step in island.steps for v in step.eqn.outvars]
+    places = dict(zip([*island.reads, *made], itertools.count(), strict=False))
 
-    def place(i):
-        """The place of a value in the island, or the key of a literal."""
-        return places[i] if i in places else key_of_literal(program.literals[i])
+    def place(v):
+        """The place of a variable in the island, or the key of a literal."""
+        return key_of_literal(v) if isinstance(v, Literal) else places[v]
 
     key = (
-        plan.casting,
-        tuple(_of_step(step, place, program) for step in island.steps),
-        tuple((place(i), dtype) for i, dtype in island.stores.items()),
+        casting,
+        tuple(_of_step(step, place) for step in island.steps),
+        tuple((place(v), dtype) for v, dtype in island.stores.items()),
         frozenset(map(place, island.kept)),
     )
     return hashable(key, island)
 
 
-def _of_step(
-    step: TypedStep, place: Callable[[int], Hashable], program: Flat
-) -> Hashable:
+def _of_step(step: Step, place: Place) -> Hashable:
     """A key that is equal for steps that compute the same, by the same line."""
     eqn = step.eqn
     return (
         key_of(eqn),
         eqn.source_info.traceback,
-        step.names,
+        eqn.source_info.name_stack,
         tuple(step.takes),
-        tuple(step.gives),
-        tuple(step.plans),
-        tuple(map(place, step.ins)),
-        tuple(program.types[i] for i in step.ins),
+        tuple(map(place, eqn.invars)),
+        tuple(v.aval for v in eqn.invars),
     )

@@ -90,7 +90,7 @@ def autocast(
       >>> print(ols.autocast(loss_fn).plan(weights, x))  # doctest: +ELLIPSIS
       takes weights:f32, x:f32
       run: dot_general (x:f16, weights:f16) -> 2:f16  # ... (loss_fn)
-      island: exp reduce_sum div (2) -> 5:f32  # ... (loss_fn)
+      island: exp reduce_sum div (2:f16) -> 5:f32  # ... (loss_fn)
       gives 5:f32
     """
     if fun is inspect.Parameter.empty:

@@ -7,35 +7,38 @@ cotangents. What that computes is traced and run by a plan as well, which is wha
 `rewrite` does with a function.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from optax_lossscale._programs.enter import Arrays, Callee
-from optax_lossscale._programs.values import (
-    dtype_in,
-    dtypes_in,
-    in_dtypes,
-    is_float,
-)
+from optax_lossscale._programs.enter import Arrays, Function
+from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtypes, is_float
 from optax_lossscale._programs.versions import bind
+
+
+class Program(NamedTuple):
+    """The function's program, run by its plan."""
+
+    call: Function
+    gives: Sequence[Any]  # the dtypes of its results
+
 
 Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Gives a function whose products are narrowed, and whose dtypes are the original's."""
 
 
 def custom_jvp(
-    eqn: Any, operands: Arrays, callee: Callee, rewrite: Rewrite
+    eqn: Any, operands: Arrays, program: Program, rewrite: Rewrite
 ) -> list[Any]:
     """The results of a `custom_jvp`, whose derivative is the original's, rewritten."""
-    original = _original(eqn, callee)
+    original = _original(eqn, program)
 
     @jax.custom_jvp
     def function(*operands):
-        return callee.call(operands)
+        return program.call(operands)
 
     @function.defjvp
     @rewrite
@@ -46,14 +49,14 @@ def custom_jvp(
 
 
 def custom_vjp(
-    eqn: Any, operands: Arrays, callee: Callee, rewrite: Rewrite
+    eqn: Any, operands: Arrays, program: Program, rewrite: Rewrite
 ) -> list[Any]:
     """The results of a `custom_vjp`, whose two passes are the original's, rewritten."""
-    original = _original(eqn, callee)
+    original = _original(eqn, program)
 
     @jax.custom_vjp
     def function(*operands):
-        return callee.call(operands)
+        return program.call(operands)
 
     def forward(*args):
         primals = [x.value for x in args]
@@ -80,11 +83,7 @@ def custom_vjp(
         return gradients
 
     def backward(pullback, cotangents):
-        of_floats = [
-            jnp.zeros(ct.shape, dtype_in(ct)) if isinstance(ct, SymbolicZero) else ct
-            for ct in cotangents
-            if is_float(ct)
-        ]
+        of_floats = list(map(_as_array, filter(is_float, cotangents)))
         gradients = gradients_of(pullback, of_floats)
         return tuple(map(gradients.get, range(len(operands))))
 
@@ -92,11 +91,18 @@ def custom_vjp(
     return function(*map(jnp.asarray, operands))
 
 
-def _original(eqn: Any, callee: Callee) -> Callable[..., list[Any]]:
-    """The equation as it was traced, but with the results of the plan."""
+def _as_array(cotangent: Any) -> Any:
+    """A cotangent, as an array of zeros if JAX knows it to be zero."""
+    if isinstance(cotangent, SymbolicZero):
+        return jnp.zeros(cotangent.shape, dtype_in(cotangent))
+    return cotangent
+
+
+def _original(eqn: Any, program: Program) -> Callable[..., list[Any]]:
+    """The equation as it was traced, but with the dtypes of the plan's results."""
 
     def results(*operands):
         traced = in_dtypes(dtypes_in(eqn.invars), operands)
-        return in_dtypes(callee.gives, bind(eqn, traced))
+        return in_dtypes(program.gives, bind(eqn, traced))
 
     return results

@@ -19,8 +19,7 @@ def outer_product(eqn: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     shape = eqn.outvars[0].aval.shape
     n_batch = len(batch_x)
     n_x = x.ndim - len(contracted)
-    of_x = shape[:n_x] + (1,) * (len(shape) - n_x)
-    of_y = shape[:n_batch] + (1,) * (n_x - n_batch) + shape[n_x:]
-    x = jnp.moveaxis(x, batch_x, range(n_batch))
+    x = jnp.moveaxis(x, batch_x, range(n_batch)).reshape(shape[:n_x])
     y = jnp.moveaxis(y, batch_y, range(n_batch))
-    return x.reshape(of_x) * y.reshape(of_y)
+    y = y.reshape(shape[:n_batch] + (1,) * (n_x - n_batch) + shape[n_x:])
+    return jnp.expand_dims(x, range(n_x, len(shape))) * y

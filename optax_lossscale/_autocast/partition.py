@@ -1,42 +1,51 @@
-"""The third pass: the steps of a program in islands, and others between them.
+"""The third pass: the equations of a program in islands, and others between them.
 
-An island has the steps that depend on products and are cheap enough to be recomputed in
-the backward pass. It grows with each of them, until a step that cannot be in it, such
-as the next product, reads one of its results. In `exp(tanh(x @ a)) @ b` this is the
-first product, an island with `tanh` and `exp`, and the second product.
+An island has the equations that depend on products and are cheap enough to be
+recomputed in the backward pass. It grows with each of them, until an equation that
+cannot be in it, such as the next product, reads one of its results. In
+`exp(tanh(x @ a)) @ b` this is the first product, an island with `tanh` and `exp`, and
+the second product.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
-from optax_lossscale._autocast.facts import Facts
-from optax_lossscale._autocast.flat import TypedStep
+from jax.extend.core import JaxprEqn, Var
 
-Island = list[TypedStep]
+from optax_lossscale._autocast.cheap import is_cheap
+from optax_lossscale._programs.values import variables
+
+Island = list[JaxprEqn]
 
 
-def partition(facts: Facts, steps: Sequence[TypedStep]) -> list[Island | TypedStep]:
-    """The islands of a program, and the steps that run by themselves, in order.
+def partition(
+    eqns: Sequence[JaxprEqn], of_products: Container[Var]
+) -> list[Island | JaxprEqn]:
+    """The islands of a program, and the equations that run by themselves, in order.
 
-    Each reads the results of earlier ones only. A step is in an island if it depends on
-    a product, is cheap and sends nothing. One that sends runs by itself, as its
-    operands and results are stored. A step that is in no island, and reads nothing of
-    the one that is growing, comes before that one.
+    Each reads the results of earlier ones only. An equation is in an island if it is
+    cheap and depends on a product. One that is in no island, and reads nothing of the
+    one that is growing, comes before that one.
+
+    Args:
+      eqns: the equations of the program.
+      of_products: the values with which islands begin, such as results of products.
     """
-    of_products = set(facts.of_products)
-    parts: list[Island | TypedStep] = []
+    parts: list[Island | JaxprEqn] = []
     island: Island = []
-    made: set[int] = set()  # the results of the island's steps
-    for step in steps:
-        is_of_products = not of_products.isdisjoint(step.reads)
-        if is_of_products:
-            of_products.update(step.outs)
-        if is_of_products and facts.is_fused(step):
-            island.append(step)
-            made.update(step.outs)
+    made: set[Var] = set()  # the results of the island's equations
+    on_products: set[Var] = set()  # what depends on the values above
+    for eqn in eqns:
+        reads = variables(eqn.invars)
+        is_on_products = any(v in of_products or v in on_products for v in reads)
+        if is_on_products:
+            on_products.update(eqn.outvars)
+        if is_on_products and is_cheap(eqn):
+            island.append(eqn)
+            made.update(eqn.outvars)
             continue
-        if not made.isdisjoint(step.reads):
+        if not made.isdisjoint(reads):
             parts.append(island)
             island = []
             made = set()
-        parts.append(step)
+        parts.append(eqn)
     return [*parts, island] if island else parts

@@ -6,27 +6,30 @@ as residuals, and nothing else but the reductions that it keeps by name. A step 
 holds programs runs each of them by its own plan, in the same way.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
+from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
 from optax_lossscale._autocast.alike import in_common
 from optax_lossscale._autocast.classify import Kind
-from optax_lossscale._autocast.derivatives import custom_jvp, custom_vjp
+from optax_lossscale._autocast.derivatives import Program, custom_jvp, custom_vjp
 from optax_lossscale._autocast.facts import Casting
-from optax_lossscale._autocast.flat import TypedStep
 from optax_lossscale._autocast.outer import outer_product
 from optax_lossscale._autocast.plan import Plan, plan_for
 from optax_lossscale._autocast.products import SCOPE, is_narrowed, is_outer_product
-from optax_lossscale._autocast.store import Region
-from optax_lossscale._programs.enter import Arrays, Callee, enter
+from optax_lossscale._autocast.store import Region, Step
+from optax_lossscale._programs.enter import Arrays, Function, enter
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes
-from optax_lossscale._programs.versions import bind
+from optax_lossscale._programs.versions import bind, name_of
 
 # The policy of regions that keep reductions: `_computed` gives these the name.
 _KEEPS = checkpoint_policies.save_only_these_names(SCOPE)
@@ -48,17 +51,17 @@ def run(plan: Plan, args: Arrays) -> list[Any]:
 def _results_of(plan: Plan, args: Arrays, functions: Functions) -> list[Any]:
     """Runs each region of a program, and returns the program's results."""
     program = plan.program
+    args = in_dtypes(plan.takes, args)
     values = dict(program.consts) | dict(zip(program.ins, args, strict=True))
-    for i, literal in program.literals.items():
-        values[i] = literal.val
     for region in plan.regions:
-        operands = [values[i] for i in region.reads]
+        operands = [values[v] for v in region.reads]
         stored = _stored(region, plan, functions)(operands)
         values |= zip(region.stores, stored, strict=True)
-    return in_dtypes(plan.gives, [values[i] for i in program.outs])
+    results = [v.val if isinstance(v, Literal) else values[v] for v in program.outs]
+    return in_dtypes(plan.gives, results)
 
 
-def _callee(plan: Plan, step: TypedStep, functions: Functions) -> Callee:
+def _function(plan: Plan, step: Step, functions: Functions) -> Function:
     """A program that a step holds, to be run by its plan: traced once, as a `jit`.
 
     It stays a call only where the step was one. Elsewhere JAX puts it in its place: as
@@ -68,10 +71,9 @@ def _callee(plan: Plan, step: TypedStep, functions: Functions) -> Callee:
     def results(args):
         return _results_of(plan, args, functions)
 
-    results.__name__ = step.eqn.params.get("name", step.name)  # for profiles
+    results.__name__ = step.eqn.params.get("name", name_of(step.eqn))  # for profiles
     is_call = Is.INLINED in traits(step.eqn)
-    call = functions.setdefault(plan, jax.jit(results, inline=not is_call))
-    return Callee(plan.takes, plan.gives, call)
+    return functions.setdefault(plan, jax.jit(results, inline=not is_call))
 
 
 def _stored(
@@ -80,7 +82,7 @@ def _stored(
     """The function from what a region reads to what it stores."""
 
     def computed(operands):
-        return _computed(region, operands, plan, functions)
+        return _computed(region, operands, plan.casting, functions)
 
     if not region.is_recomputed:
         return computed
@@ -89,73 +91,84 @@ def _stored(
         prevent_cse=plan.casting.prevent_cse,
         policy=_KEEPS if region.kept else None,  # a policy takes longer to trace
     )
-    return functions.setdefault(in_common(region, plan), recomputed)
+    return functions.setdefault(in_common(region, plan.casting), recomputed)
 
 
 def _computed(
-    region: Region, operands: Arrays, plan: Plan, functions: Functions
+    region: Region, operands: Arrays, casting: Casting, functions: Functions
 ) -> list[Any]:
     """Runs the steps of a region, and returns the values that it stores."""
     values = dict(zip(region.reads, operands, strict=True))
-    literals = plan.program.literals
 
     # Steps that read a value in one dtype share one cast. So its cotangents are summed
     # in that dtype, before the transpose of the cast rounds the sum.
     @functools.cache
-    def cast(i, dtype):
-        return in_dtype(dtype, literals[i].val if i in literals else values[i])
+    def cast(v, dtype):
+        return in_dtype(dtype, values[v])
+
+    def read(v, dtype):
+        return in_dtype(dtype, v.val) if isinstance(v, Literal) else cast(v, dtype)
 
     for step in region.steps:
-        with step.at_its_line():
-            taken = list(map(cast, step.ins, step.takes))
-            results = _results(step, taken, plan.casting, functions)
-            results = in_dtypes(step.gives, results)
-            if not region.kept.isdisjoint(step.outs):
+        outs = step.eqn.outvars
+        with _at_its_line(step.eqn):
+            taken = list(map(read, step.eqn.invars, step.takes))
+            results = _results(step, taken, region.stores, casting, functions)
+            if not region.kept.isdisjoint(outs):
                 results = [checkpoint_name(x, SCOPE) for x in results]
-            values |= zip(step.outs, results, strict=True)
-            for i in region.stores:
-                if i in step.outs:
-                    cast(i, region.stores[i])  # here, so that profiles show this line
+            values |= zip(outs, results, strict=True)
     return list(map(cast, region.stores, region.stores.values()))
 
 
+def _at_its_line(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+    """A context in which errors, `debug_nans` and profiles show an equation's line."""
+    source = eqn.source_info
+    names = source_info_util.current_name_stack() + source.name_stack
+    return source_info_util.user_context(source.traceback, name_stack=names)
+
+
 def _results(
-    step: TypedStep, operands: list[Any], casting: Casting, functions: Functions
+    step: Step,
+    operands: list[Any],
+    stores: Mapping[Var, Any],
+    casting: Casting,
+    functions: Functions,
 ) -> list[Any]:
-    """The results of a step, from operands in the dtypes that it takes."""
+    """The results of a step of a region, from operands in the dtypes that it takes."""
     eqn = step.eqn
     if is_narrowed(eqn):
         return _product(eqn, operands)
-    callees = [_callee(plan, step, functions) for plan in step.plans]
-    rewrite = functools.partial(_rewrite, casting._replace(keeps=False))
+    of_programs = [_function(plan, step, functions) for plan in step.plans]
     with eqn.ctx.manager:
         if is_outer_product(eqn):
             return [outer_product(eqn, *operands)]
-        if Is.VJP in traits(eqn) and callees:
-            return custom_vjp(eqn, operands, callees[0], rewrite)
-        if Is.JVP in traits(eqn) and callees:
-            return custom_jvp(eqn, operands, callees[0], rewrite)
-        if callees:
-            return enter(eqn, operands, callees)
-        if Is.SPREADS in traits(eqn) and casting.dtype in step.gives:
-            return _spread(step, operands)
+        if of_programs and traits(eqn) & (Is.JVP | Is.VJP):
+            (function,) = of_programs
+            program = Program(function, step.plans[0].gives)
+            rewrite = functools.partial(_rewrite, casting._replace(keeps=False))
+            rewritten = custom_vjp if Is.VJP in traits(eqn) else custom_jvp
+            return rewritten(eqn, operands, program, rewrite)
+        if of_programs:
+            return enter(eqn, operands, of_programs)
+        if Is.SPREADS in traits(eqn) and stores.get(eqn.outvars[0]) == casting.dtype:
+            return _spread(eqn, operands, casting.dtype)
     return bind(eqn, operands)
 
 
-def _spread(step: TypedStep, operands: list[Any]) -> list[Any]:
+def _spread(eqn: JaxprEqn, operands: list[Any], low: np.dtype) -> list[Any]:
     """Sends an array to many devices in 16 bits, with a derivative in float32.
 
     The transpose of the derivative sums over the devices.
     """
 
     @jax.custom_jvp
-    def spread(*operands):
-        return bind(step.eqn, in_dtypes(step.gives, operands))
+    def spread(x):
+        return bind(eqn, [in_dtype(low, x)])
 
     @spread.defjvp
     def tangents_of_spread(primals, tangents):
-        wide = bind(step.eqn, tangents)
-        return spread(*primals), in_dtypes(step.gives, wide)
+        wide = bind(eqn, tangents)
+        return spread(*primals), [in_dtype(low, x) for x in wide]
 
     return spread(*operands)
 

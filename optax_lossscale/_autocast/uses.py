@@ -15,12 +15,14 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+from jax.extend.core import JaxprEqn, Var
+
 from optax_lossscale._autocast.cheap import is_cheap
-from optax_lossscale._autocast.flat import Flat, Step, flat
+from optax_lossscale._autocast.flat import Flat, flat
 from optax_lossscale._autocast.products import holds_products, is_narrowed, is_rewritten
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
-from optax_lossscale._programs.values import numbers_in
+from optax_lossscale._programs.values import numbers_in, variables
 from optax_lossscale._programs.walk import carried_by, giving_results
 
 
@@ -41,69 +43,64 @@ Uses = tuple[Use, ...]
 
 
 @remembered
-def uses(jaxpr: Any, results: Uses) -> Mapping[int, Use]:
-    """What is done with each value, by number, given what is done with the results."""
+def uses(jaxpr: Any, results: Uses) -> Mapping[Var, Use]:
+    """What is done with each value, given what is done with the results."""
     program = flat(jaxpr)
     depth = depths(program)
-    after = dict.fromkeys(program.types, NOTHING)
-    for i, use in zip(program.outs, results, strict=True):
-        after[i] |= use
-    for step in reversed(program.steps):
-        if Is.NAMES in traits(step.eqn):
-            after[step.outs[0]] |= Use.PAST
-        if is_narrowed(step.eqn):
+    after = dict.fromkeys(depth, NOTHING)
+    for v, use in zip(program.outs, results, strict=True):
+        if isinstance(v, Var):
+            after[v] |= use
+    for eqn in reversed(program.eqns):
+        if Is.NAMES in traits(eqn):
+            after[eqn.outvars[0]] |= Use.PAST
+        if is_narrowed(eqn):
             of_operands = [Use.MULTIPLIED] * 2
-        elif is_rewritten(step.eqn):
-            of_results = tuple(after[i] for i in step.outs)
-            of_operands = uses_inside(step.eqn, results_inside(step.eqn, of_results))
+        elif is_rewritten(eqn):
+            of_results = tuple(after[v] for v in eqn.outvars)
+            of_operands = uses_inside(eqn, results_inside(eqn, of_results))
         else:
-            of_operands = [
-                _of_operand(program, step, i, depth, after) for i in step.ins
-            ]
-        for i, use in zip(step.ins, of_operands, strict=False):
-            after[i] |= use
+            of_operands = [_of_operand(eqn, v, depth, after) for v in eqn.invars]
+        for v, use in zip(eqn.invars, of_operands, strict=False):
+            if isinstance(v, Var):
+                after[v] |= use
     return after
 
 
 def _of_operand(
-    program: Flat,
-    step: Step,
-    i: int,
-    depth: Mapping[int, int],
-    after: Mapping[int, Use],
+    eqn: JaxprEqn, v: Any, depth: Mapping[Var, int], after: Mapping[Var, Use]
 ) -> Use:
-    """What a step that is no product and is not rewritten does with its operand `i`.
+    """What an equation that is no product and is not rewritten does with an operand.
 
     Args:
-      program: the program of the step.
-      step: the step.
-      i: the number of the operand.
+      eqn: the equation.
+      v: the operand.
       depth: the depth of each value.
-      after: what is done with each value after the step.
+      after: what is done with each value after the equation.
     """
-    its_traits = traits(step.eqn)
-    may_be_repeated = is_cheap(step.eqn) or its_traits & (Is.MOVES | Is.SENDS)
+    its_traits = traits(eqn)
+    may_be_repeated = is_cheap(eqn) or its_traits & (Is.MOVES | Is.SENDS)
     use = NOTHING
-    for j in step.outs:
-        use |= after[j] & Use.MULTIPLIED
-        if depth[j] > depth[i]:
+    for result in eqn.outvars:
+        use |= after[result] & Use.MULTIPLIED
+        if isinstance(v, Var) and depth[result] > depth[v]:
             use |= Use.PAST
-        # Where the result is read past a product, the step may be repeated, which then
-        # reads the operand there. A larger operand, as that of a sum, is not stored for
-        # that, nor rounded.
-        is_larger = numbers_in(program.types[i]) > numbers_in(program.types[j])
+        # Where the result is read past a product, the equation may be repeated, which
+        # then reads the operand there. A larger operand, as that of a sum, is not
+        # stored for that, nor rounded.
+        is_larger = numbers_in(v.aval) > numbers_in(result.aval)
         if may_be_repeated and not is_larger:
-            use |= after[j] & Use.PAST
+            use |= after[result] & Use.PAST
     return use
 
 
-def depths(program: Flat) -> Mapping[int, int]:
-    """The depth of each value, by number; that of an argument is 0."""
-    depth = dict.fromkeys(program.types, 0)
-    for step in program.steps:
-        before = max((depth[i] for i in step.ins), default=0)
-        adds_one = is_narrowed(step.eqn) or holds_products(step.eqn)
-        depth |= dict.fromkeys(step.outs, before + adds_one)
+def depths(program: Flat) -> Mapping[Var, int]:
+    """The depth of each value; that of an argument is 0."""
+    depth: dict[Var, int] = dict.fromkeys((*program.ins, *program.consts), 0)
+    for eqn in program.eqns:
+        before = max((depth[v] for v in variables(eqn.invars)), default=0)
+        adds_one = is_narrowed(eqn) or holds_products(eqn)
+        depth |= dict.fromkeys(eqn.outvars, before + adds_one)
     return depth
 
 
@@ -138,6 +135,6 @@ def uses_inside(eqn: Any, results: Uses) -> list[Use]:
     of_operands = [NOTHING] * len(eqn.invars)
     for program, operands in giving_results(eqn):
         after = uses(program, results)
-        for n, i in zip(operands, flat(program).ins, strict=True):
-            of_operands[n] |= after[i]
+        for n, v in zip(operands, flat(program).ins, strict=True):
+            of_operands[n] |= after[v]
     return of_operands

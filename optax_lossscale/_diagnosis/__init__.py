@@ -13,6 +13,7 @@ Read the files in this order, which is from the parts to the whole:
 - `figures`, `notes`: what is known of a result, and of what it is made.
 - `program`, `wide`, `pairs`: a program in pieces, and a piece computed in pairs.
 - `loops`, `devices`, `shadow`: a program run in pairs, and noted.
+- `equations`: all equations of a program.
 - `gradient`, `scale`, `run`: the gradient, run at scale 1 and at the scale that fits.
 - `cause`, `table`: why a result is off, and a row for each equation.
 - `page`, `diagnose`, `advice`, `text`, `picture`: what is found, said and drawn.

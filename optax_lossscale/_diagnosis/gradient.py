@@ -18,10 +18,10 @@ from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32
 from optax_lossscale._arrays.variables import is_variable, map_leaves
 from optax_lossscale._autocast.arrays import is_array
+from optax_lossscale._diagnosis.equations import equations
 from optax_lossscale._diagnosis.notes import ALL, THE_LOSS, Place
 from optax_lossscale._programs.values import dtypes_in, is_float, is_narrow
 from optax_lossscale._programs.versions import is_ref
-from optax_lossscale._programs.walk import equations
 from optax_lossscale._step.gradient import loss_of
 from optax_lossscale._step.inputs import check_scalar
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal, Var
 
 from optax_lossscale._autocast.products import SCOPE
+from optax_lossscale._diagnosis.equations import dtypes_within, keeps_numbers
 from optax_lossscale._diagnosis.notes import Place
 from optax_lossscale._programs.alike import hashable, key_of, key_of_literal
 from optax_lossscale._programs.operations import Is, traits
@@ -23,12 +24,7 @@ from optax_lossscale._programs.values import (
     numbers_in,
 )
 from optax_lossscale._programs.versions import constants, name_of, open_jaxpr
-from optax_lossscale._programs.walk import (
-    dtypes_within,
-    keeps_numbers,
-    line_of,
-    programs_in,
-)
+from optax_lossscale._programs.walk import line_of, programs_in
 from optax_lossscale._programs.work import terms_of
 
 _LOOPS = Is.SCANS | Is.WAITS | Is.BRANCHES | Is.MAPS

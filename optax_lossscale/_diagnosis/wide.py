@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax import lax
 
+from optax_lossscale._diagnosis.equations import dtypes_of
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import (
     dtype_in,
@@ -25,7 +26,6 @@ from optax_lossscale._programs.values import (
     is_narrow,
 )
 from optax_lossscale._programs.versions import bind, is_program, name_of, params_of
-from optax_lossscale._programs.walk import dtypes_of
 
 
 @functools.cache

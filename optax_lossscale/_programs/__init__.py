@@ -8,7 +8,7 @@ of its own, as that of a `scan` holds its body. Read the files in this order:
 - `versions.py`: the attributes of programs that differ between versions of JAX.
 - `values.py`: the dtypes and sizes of values.
 - `work.py`: which equations are products, and how much an equation computes.
-- `walk.py`: all equations of a program, those in inner programs included.
+- `walk.py`: the programs in an equation, and the line that made it.
 - `enter.py`: an equation such as `scan`, run with its inner programs replaced.
 - `remembered.py`: results for a program, computed once.
 """

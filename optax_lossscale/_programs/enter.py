@@ -1,39 +1,26 @@
 """Run an equation that holds programs, such as a `scan`, with others in their place.
 
-`enter(eqn, operands, callees)` does not bind the equation, but calls `lax.scan`,
-`lax.switch` and so on anew, with one `Callee` for each program that the equation holds.
-A callee may take and give other dtypes than the original program, as when products in
-it are narrowed. The results of a `cond` then have the widest dtype that a branch gives,
-the carry of a `scan` the wider of those that its body takes and gives, and that of a
-`while` the one that its body takes.
+`enter(eqn, operands, functions)` does not bind the equation, but calls `lax.scan`,
+`lax.switch` and so on anew, with a function for each program that has its results. The
+functions may give other dtypes than the programs, as when products in them are narrowed;
+those of a `cond` all give the same. A loop carries the dtypes of its operands.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import in_dtypes
+from optax_lossscale._programs.values import dtypes_in, in_dtypes
 from optax_lossscale._programs.versions import mapped_axes
 from optax_lossscale._programs.walk import arguments_of, carried_by
 
 Arrays = Sequence[Any]
-
-
-class Callee(NamedTuple):
-    """A function to run in the place of a program."""
-
-    takes: Sequence[Any]  # the dtypes of its arguments
-    gives: Sequence[Any]  # the dtypes of its results
-    call: Callable[[Arrays], list[Any]]
-
-
-Callees = Sequence[Callee]
-"""What runs in the place of the programs that an equation holds, in their order."""
+Function = Callable[[Arrays], list[Any]]
 
 
 def is_entered(eqn: Any) -> bool:
@@ -41,9 +28,9 @@ def is_entered(eqn: Any) -> bool:
     return bool(traits(eqn) & ENTERED)
 
 
-def enter(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
-    """The results of an equation that holds programs, with `callees` in their place."""
-    return _ENTER[traits(eqn) & ENTERED](eqn, operands, callees)
+def enter(eqn: Any, operands: Arrays, functions: Sequence[Function]) -> list[Any]:
+    """The results of an equation that holds programs, by `functions` in their place."""
+    return _ENTER[traits(eqn) & ENTERED](eqn, operands, *functions)
 
 
 def is_placed(eqn: Any) -> bool:
@@ -55,13 +42,11 @@ def is_placed(eqn: Any) -> bool:
 # --- one function for each kind of equation, which returns its results ---
 
 
-def _inlined(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
-    (callee,) = callees
-    return callee.call(operands)
+def _inlined(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
+    return function(operands)
 
 
-def _checkpoint(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
-    (callee,) = callees
+def _checkpoint(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
     prevent_cse = eqn.params["prevent_cse"]
     # Such an equation recomputes the forward pass in a backward pass that was traced
     # before. JAX puts a barrier there when it lowers the equation, so that the compiler
@@ -69,36 +54,30 @@ def _checkpoint(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
     if eqn.params["differentiated"] and prevent_cse:
         operands = lax.optimization_barrier(operands)
     policy = eqn.params["policy"]
-    call = jax.checkpoint(callee.call, prevent_cse=prevent_cse, policy=policy)
-    return call(operands)
+    return jax.checkpoint(function, prevent_cse=prevent_cse, policy=policy)(operands)
 
 
-def _scan(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
-    (callee,) = callees
+def _scan(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
     carried = carried_by(eqn)
-    operands = in_dtypes(callee.takes, operands)
+    n_carry = len(carried)
     consts = operands[: carried.start]
-    carry = operands[carried.start : carried.stop]
-    xs = operands[carried.stop :]
-    # Between two rounds, the carry is in the wider of the dtypes that the body takes
-    # and gives; each round casts it to the one that the body takes.
-    taken = callee.takes[carried.start : carried.stop]
-    wide = _widest(taken, callee.gives[: len(taken)])
 
     def body(carry, xs):
-        results = callee.call([*consts, *in_dtypes(taken, carry), *xs])
-        return in_dtypes(wide, results[: len(wide)]), results[len(wide) :]
+        results = function([*consts, *carry, *xs])
+        return in_dtypes(dtypes_in(carry), results[:n_carry]), results[n_carry:]
 
-    params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    carry, ys = lax.scan(body, in_dtypes(wide, carry), xs, **params)
+    carry = list(operands[carried.start : carried.stop])
+    xs = list(operands[carried.stop :])
+    params = {name: eqn.params[name] for name in ("reverse", "unroll")}
+    # That of arrays may be left open by `jax.export`, and is no number then.
+    length = None if xs else eqn.params["length"]
+    carry, ys = lax.scan(body, carry, xs, length, **params)
     return [*carry, *ys]
 
 
-def _while(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
-    condition, body = callees
-    (_, of_condition), (_, of_body) = arguments_of(eqn)
+def _while(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
+    (condition, of_condition), (_, of_body) = arguments_of(eqn)
     carried = carried_by(eqn)
-    takes = body.takes[len(of_body) - len(carried) :]
 
     def inputs(positions, carry):
         """What a program takes in a round, by the positions of operands."""
@@ -106,30 +85,24 @@ def _while(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
         return [now[n] for n in positions]
 
     def goes_on(carry):
-        (flag,) = condition.call(inputs(of_condition, carry))
+        (flag,) = jaxpr_as_fun(condition)(*inputs(of_condition, carry))
         return flag
 
     def step(carry):
-        return in_dtypes(takes, body.call(inputs(of_body, carry)))
+        return in_dtypes(dtypes_in(carry), function(inputs(of_body, carry)))
 
-    return lax.while_loop(goes_on, step, in_dtypes(takes, operands[carried.start :]))
+    return lax.while_loop(goes_on, step, list(operands[carried.start :]))
 
 
-def _cond(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
+def _cond(eqn: Any, operands: Arrays, *functions: Function) -> list[Any]:
     index, *operands = operands
-    gives = _widest(*(callee.gives for callee in callees))
-
-    def branch(callee):
-        """A branch as a function that gives the widest dtypes of all branches."""
-        return lambda *operands: in_dtypes(gives, callee.call(operands))
-
-    return lax.switch(index, list(map(branch, callees)), *operands)
+    branches = [lambda *args, run=run: run(args) for run in functions]
+    return lax.switch(index, branches, *operands)
 
 
-def _shard_map(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
-    (callee,) = callees
+def _shard_map(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
     mapped = jax.shard_map(
-        callee.call,
+        function,
         mesh=eqn.params["mesh"],
         in_specs=(list(eqn.params["in_specs"]),),
         out_specs=list(eqn.params["out_specs"]),
@@ -137,13 +110,6 @@ def _shard_map(eqn: Any, operands: Arrays, callees: Callees) -> list[Any]:
         check_vma=eqn.params["check_vma"],
     )
     return mapped(list(operands))
-
-
-def _widest(*programs: Sequence[Any]) -> list[Any]:
-    """For each value, the widest of the dtypes that programs have for it."""
-    return [
-        max(each, key=attrgetter("itemsize")) for each in zip(*programs, strict=True)
-    ]
 
 
 _ENTER = {

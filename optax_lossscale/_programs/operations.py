@@ -134,9 +134,9 @@ expand_dims               | moves cheap
 name                      | moves names
 optimization_barrier      | moves
 reshape                   | moves cheap
-reshard                   | moves sends cheap
+reshard                   | moves sends
 rev                       | moves cheap
-sharding_constraint       | moves sends cheap
+sharding_constraint       | moves sends
 slice                     | moves cheap selects
 split                     | moves cheap selects
 squeeze                   | moves cheap

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Var
 from jax.sharding import AxisType
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -82,6 +83,16 @@ def dtypes_in(variables: Sequence[Any]) -> list[Any]:
 def lengths_of(array: Any) -> list[int]:
     """The lengths of an array's axes; one that `jax.export` leaves open counts 1024."""
     return [n if isinstance(n, int) else 1024 for n in array.shape]
+
+
+def shape_in(v: Any) -> tuple[int, ...]:
+    """The shape of a variable or a literal."""
+    return v.aval.shape
+
+
+def variables(values: Sequence[Any]) -> list[Var]:
+    """Those of an equation's operands that are no literals."""
+    return [v for v in values if isinstance(v, Var)]
 
 
 def numbers_in(array: Any) -> int:

@@ -48,18 +48,18 @@ from optax_lossscale._diagnosis.wide import (  # noqa: E402
     in_wide,
     wide_dtype,
 )
-from optax_lossscale._programs.enter import Callee, enter, is_entered  # noqa: E402
+from optax_lossscale._programs.enter import enter, is_entered  # noqa: E402
 from optax_lossscale._programs.operations import Is, traits  # noqa: E402
 from optax_lossscale._programs.values import FLOAT32, dtype_in, in_dtypes, is_float  # noqa: E402
 from optax_lossscale._programs.versions import bind, constants, open_jaxpr  # noqa: E402
-from optax_lossscale._programs.walk import programs_in  # noqa: E402
+from optax_lossscale._programs.walk import giving_results  # noqa: E402
 
 ROUNDING = 2.0**-11  # of float16, relative
 
 
 def evaluate(program, args, compute):
     """The results of a program in float32, each equation's computed by a rule."""
-    return evaluated(program, compute).call(args)
+    return evaluated(program, compute)(args)
 
 
 def evaluated(program, compute):
@@ -84,15 +84,14 @@ def evaluated(program, compute):
         for eqn in jaxpr.eqns:
             ins = read(eqn.invars)
             if is_entered(eqn):
-                outs = enter(
-                    eqn, ins, [evaluated(p, compute) for p in programs_in(eqn)]
-                )
+                inner = [evaluated(p, compute) for p, _ in giving_results(eqn)]
+                outs = enter(eqn, ins, inner)
             else:
                 outs = compute(eqn, ins)
             values.update(zip(eqn.outvars, outs, strict=True))
         return read(jaxpr.outvars)
 
-    return Callee(dtypes(jaxpr.invars), dtypes(jaxpr.outvars), call)
+    return call
 
 
 def widely(eqn, ins):

@@ -57,10 +57,17 @@ def centred(h):
             Kind.FLOAT32,
             lambda w, g, x: x @ w * (jax.lax.rsqrt(jnp.mean((x @ w) ** 2)) * 1e6),
         ),
+        (Kind.FLOAT32, lambda w, g, x: x @ w / jnp.linalg.norm(x @ w * 1e-7)),
         # By a norm of fewer numbers, it may have any size.
         (
             Kind.FLOAT32,
             lambda w, g, x: x @ w * jax.lax.rsqrt(jnp.mean((x @ w)[:2] ** 2)),
+        ),
+        (
+            Kind.FLOAT32,
+            lambda w, g, x: jnp.take(
+                x @ w, jnp.array([9]), 0, mode="fill", fill_value=-1e9
+            ),
         ),
         (Kind.FLOAT32, lambda w, g, x: jnp.exp(x @ w)),
         (Kind.FLOAT32, lambda w, g, x: jnp.sum(x @ w)),

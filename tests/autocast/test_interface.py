@@ -609,3 +609,17 @@ def test_a_mean_of_complex_numbers_has_a_gradient():
     grad = jax.jit(jax.grad(ols.autocast(loss_fn)))(w, x)
     expected = jax.grad(loss_fn)(w, x)
     assert jnp.linalg.norm(grad - expected) < 0.01 * jnp.linalg.norm(expected)
+
+
+def test_a_scan_over_an_axis_that_an_export_leaves_open():
+    from jax import export
+
+    def summed(w, x):
+        add = lambda total, row: (total + jnp.tanh(row @ w), None)
+        return jax.lax.scan(add, jnp.zeros(x.shape[1]), x)[0]
+
+    (n,) = export.symbolic_shape("n")
+    w, x = jnp.eye(4), jnp.ones((3, 4))
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 4), (n, 4))]
+    exported = export.export(jax.jit(ols.autocast(summed)))(*shapes)
+    assert_close(exported.call(w, x), summed(w, x), 0.005)

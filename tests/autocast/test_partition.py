@@ -10,7 +10,10 @@ from jax.ad_checkpoint import checkpoint_name
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Casting, facts_of
 from optax_lossscale._autocast.partition import partition
+from optax_lossscale._autocast.store import of_products
 from optax_lossscale._autocast.uses import NOTHING
+from optax_lossscale._programs.values import variables
+from optax_lossscale._programs.versions import name_of
 
 W = normal(0, 4, 4)
 X = normal(1, 3, 4)
@@ -23,15 +26,13 @@ def parts_of(fun, takes=(FLOAT32, FLOAT32), kind=Kind.FLOAT32):
     results = (NOTHING,) * len(program.out_avals)
     kinds = (Kind.PARAMETER, kind)
     facts = facts_of(program, takes, kinds, results, Casting(FLOAT16))
-    return partition(facts, facts.program.steps)
+    return partition(facts.program.eqns, of_products(facts))
 
 
 def shown(parts):
     """The operations of a program in order, those of an island in brackets."""
     return [
-        f"[{' '.join(step.name for step in part)}]"
-        if isinstance(part, list)
-        else part.name
+        f"[{' '.join(map(name_of, part))}]" if isinstance(part, list) else name_of(part)
         for part in parts
     ]
 
@@ -98,13 +99,13 @@ def test_no_part_reads_what_a_later_one_makes():
         y = jnp.sort(z @ w) + y * jnp.cos(x)
         return jax.checkpoint(lambda y: jnp.tanh(y) @ w)(y) + z
 
-    steps = []
+    eqns = []
     for part in parts_of(fun):
-        steps += part if isinstance(part, list) else [part]
+        eqns += part if isinstance(part, list) else [part]
     program = jax.make_jaxpr(fun)(W, X)
     made = set()
-    for step in steps:
-        later = {i for s in steps for i in s.outs} - made
-        assert later.isdisjoint(step.reads)
-        made.update(step.outs)
-    assert len(steps) >= len(program.eqns)
+    for eqn in eqns:
+        later = {v for e in eqns for v in e.outvars} - made
+        assert later.isdisjoint(variables(eqn.invars))
+        made.update(eqn.outvars)
+    assert len(eqns) >= len(program.eqns)

@@ -9,6 +9,7 @@ import optax_lossscale as ols
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.plan import plan_for
+from optax_lossscale._programs.versions import name_of
 
 F16, F32 = jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
 FLOAT16 = Casting(F16)
@@ -32,9 +33,9 @@ def test_products_run_in_16_bits_and_what_lies_between_is_an_island():
     assert lines(lambda w, x: jnp.sum(jnp.exp(x @ w) @ w), W, X) == [
         "takes w:f32, x:f32",
         "run: dot_general (x:f16, w:f16) -> 2:f16",
-        "island: exp (2) -> 3:f16",
+        "island: exp (2:f16) -> 3:f16",
         "run: dot_general (3:f16, w:f16) -> 4:f16",
-        "island: reduce_sum (4) -> 5:f32",
+        "island: reduce_sum (4:f16) -> 5:f32",
         "gives 5:f32",
     ]
 
@@ -43,7 +44,7 @@ def test_a_sum_with_a_product_is_stored_in_16_bits():
     """And comes first, for the rest of its island to read it as it is stored."""
     assert lines(lambda w, x: (h := x @ w + x @ w.T) + jnp.exp(h @ w), W, X)[3:6] == [
         "run: dot_general (x:f16, 3:f16) -> 4:f16",
-        "island: add (2, 4) -> 5:f16",
+        "island: add (2:f16, 4:f16) -> 5:f16",
         "run: dot_general (5:f16, w:f16) -> 6:f16",
     ]
 
@@ -72,11 +73,9 @@ def test_what_is_cheap_is_repeated_where_it_is_read():
         h = jnp.where(mask, x @ w, 0)
         return jnp.where(mask, jnp.exp(h) @ w, 0)
 
-    repeating = [line for line in lines(masked, W, X) if "repeating" in line]
-    assert len(repeating) == 2
-    assert all(
-        "broadcast_in_dim" in line.split(", repeating ")[1] for line in repeating
-    )
+    masks = [line for line in lines(masked, W, X) if " select_n " in line]
+    assert len(masks) == 2
+    assert all(line.startswith("island: broadcast_in_dim") for line in masks)
 
 
 def test_of_a_scan_over_layers_the_plan_of_a_layer_is_shown_inside():
@@ -129,14 +128,14 @@ def test_a_plan_is_a_pure_function_of_the_program():
 def test_positions_are_counted_once_more_where_they_are_read():
     """Rather than stored: `iota` reads nothing."""
     turned = lambda w, x: jnp.sum(jnp.sin(x @ w + jnp.arange(8.0)) @ w)
-    assert [line for line in lines(turned, W, X) if "repeating iota" in line]
+    assert [line for line in lines(turned, W, X) if "island: iota" in line]
 
 
 def keeping(fun, *args):
     """What each island keeps, by the operations that make it."""
     made = planned(fun, *args)
     return [
-        [s.name for s in p.steps if s.outs[0] in p.kept]
+        [name_of(s.eqn) for s in p.steps if s.eqn.outvars[0] in p.kept]
         for p in made.regions
         if p.is_recomputed
     ]
@@ -165,13 +164,12 @@ def test_sums_over_rows_that_are_written_next_are_taken_again():
 def stored_in(fun, *args):
     """The dtypes in which regions store what is as large as the last argument."""
     made = planned(fun, *args)
-    types = made.program.types
     size = args[-1].size
     return {
         str(dtype)
         for region in made.regions
-        for i, dtype in region.stores.items()
-        if types[i].size == size
+        for v, dtype in region.stores.items()
+        if v.aval.size == size
     }
 
 
@@ -248,29 +246,15 @@ def test_several_programs_of_one_operation_are_told_apart():
         x[0, 0] > 0, lambda x: x @ w, lambda x: x @ w @ w, x
     )
     text = lines(branching, W, X)
-    labels = [i for i, line in enumerate(text) if "program" in line]
-    assert [text[i] for i in labels] == ["  program 0:", "  program 1:"]
+    ends = [i for i, line in enumerate(text) if line.startswith("  gives")]
     assert [len([line for line in part if "dot_general" in line])
-            for part in (text[: labels[1]], text[labels[1] :])] == [2, 1]  # fmt: skip
+            for part in (text[: ends[0]], text[ends[0] :])] == [2, 1]  # fmt: skip
 
 
 def test_what_is_given_in_float32_is_stored_so_and_rounded_by_a_product():
     both = lambda w, x: ((h := jnp.exp(x @ w)), h @ w)
-    assert "island: exp (2) -> 3:f32" in lines(both, W, X)
+    assert "island: exp (2:f16) -> 3:f32" in lines(both, W, X)
     assert "run: dot_general (3:f16, w:f16) -> 4:f16" in lines(both, W, X)
-
-
-def test_a_long_region_takes_several_lines_and_names_each_of_its_own_once():
-    def long(w, x):
-        h = x @ w
-        for _ in range(40):
-            h = jnp.sin(h)
-            h = jnp.cos(h)
-        return h @ w
-
-    text = str(ols.autocast(long).plan(W, X))
-    assert max(map(len, text.splitlines())) <= 120
-    assert text.count("(long)") == 4
 
 
 def test_what_jax_adds_has_no_line():

@@ -11,6 +11,7 @@ from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import stored_dtype
 from optax_lossscale._autocast.flat import flat
 from optax_lossscale._autocast.uses import KEPT, NOTHING, Use, depths, uses
+from optax_lossscale._programs.versions import name_of
 
 W = normal(0, 4, 4)
 X = normal(1, 3, 4)
@@ -22,7 +23,7 @@ def use_of(operation, fun, result=NOTHING):
     program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(W, X)
     after = uses(program, (result,))
     return next(
-        after[step.outs[0]] for step in flat(program).steps if step.name == operation
+        after[eqn.outvars[0]] for eqn in flat(program).eqns if name_of(eqn) == operation
     )
 
 
@@ -115,6 +116,7 @@ def test_a_depth_is_how_many_products_came_before_at_most():
     ],
 )
 def test_what_is_stored_in_16_bits_follows_from_a_kind_and_a_use(kind, use, is_low):
-    stored = stored_dtype(jnp.dtype("float32"), kind, use, jnp.dtype("float16"))
+    low = jnp.dtype("float16")
+    stored = stored_dtype(X, kind, use, low)
     assert stored == ("float16" if is_low else "float32")
-    assert stored_dtype(jnp.dtype("int32"), kind, use, stored) == "int32"
+    assert stored_dtype(X.astype("int32"), kind, use, low) == "int32"

@@ -5,7 +5,11 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from optax_lossscale._programs.walk import dtypes_within, equations, keeps_numbers
+from optax_lossscale._diagnosis.equations import (
+    dtypes_within,
+    equations,
+    keeps_numbers,
+)
 
 W, X = jnp.ones((2, 4, 4)), jnp.ones((3, 4), jnp.float16)
 
@@ -28,7 +32,7 @@ def test_each_shared_program_is_gone_through_once():
     found = equations(jax.make_jaxpr(call_tree(60))(W[0], W[0]).jaxpr)
     (product,) = (at for at in found if at.name == "dot_general")
     assert product.count == product.runs == 2**60
-    assert product.source.startswith("tests/programs/test_walk.py")
+    assert product.source.startswith("tests/diagnosis/test_equations.py")
 
 
 def test_what_no_line_of_the_users_made_is_of_each_line_that_runs_it():

@@ -1,0 +1,110 @@
+"""All equations of a program, inner programs included, each with its line and dtypes.
+
+`equations(jaxpr)` gives an `Equation` for each, which says how often it runs and which
+line of the user's code made it.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+
+from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.remembered import remembered
+from optax_lossscale._programs.values import dtype_in, is_float, is_narrow
+from optax_lossscale._programs.versions import (
+    is_program,
+    mapped_axes,
+    name_of,
+    open_jaxpr,
+    params_of,
+)
+from optax_lossscale._programs.walk import line_of, programs_in
+
+
+class Equation(NamedTuple):
+    """An equation, with what follows from its places in the program."""
+
+    eqn: Any
+    # The user's line that made it, or that runs its program, as `model.py:12 (f)`
+    source: str
+    # The dtypes of its operands before its own program widened them, if it did: float16
+    # for an operand that a `convert_element_type` before it made float32
+    unwidened: tuple[Any, ...]
+    count: int = 1  # in how many places it is
+    # How often it runs in all of them, where each branch of a `cond` counts, and the
+    # body of a `while` counts once
+    runs: int = 1
+
+    @property
+    def name(self) -> str:
+        """The name of its operation in JAX."""
+        return name_of(self.eqn)
+
+
+@remembered
+def equations(jaxpr: Any, line: str = "") -> tuple[Equation, ...]:
+    """All equations of an open jaxpr, each before those in the programs it holds.
+
+    One in a program that runs in several places is there once for each line that it is
+    shown at.
+
+    Args:
+      jaxpr: the program.
+      line: the user's line that runs it; "" for the whole program.
+    """
+    unwidened: dict[int, Any] = {}  # by the `id` of a variable
+    found: dict[tuple[int, str], Equation] = {}
+    for eqn in jaxpr.eqns:
+        operands = tuple(unwidened.get(id(v), dtype_in(v)) for v in eqn.invars)
+        if keeps_numbers(eqn):
+            unwidened[id(eqn.outvars[0])] = operands[0]
+        new = [Equation(eqn, line_of(eqn, line), operands)]
+        for program in programs_in(eqn):
+            for at in equations(open_jaxpr(program), new[0].source):
+                new.append(at._replace(runs=at.runs * _times(eqn)))
+        for at in new:
+            place = (id(at.eqn), at.source)
+            earlier = found.get(place, at._replace(count=0, runs=0))
+            count = earlier.count + at.count
+            found[place] = at._replace(count=count, runs=earlier.runs + at.runs)
+    return tuple(found.values())
+
+
+def keeps_numbers(eqn: Any) -> bool:
+    """Whether the result only moves, repeats or widens numbers of its one operand."""
+    kind = traits(eqn)
+    if len(eqn.invars) != 1:
+        return False
+    if Is.CASTS not in kind:
+        return bool(kind & (Is.MOVES | Is.PLACES | Is.SPREADS))
+    (result,) = eqn.outvars
+    is_widened = is_float(result) and not is_narrow(dtype_in(result))
+    return is_widened and is_narrow(dtype_in(eqn.invars[0]))
+
+
+@remembered
+def dtypes_within(program: Any) -> frozenset[Any]:
+    """The dtypes of its results, and of all that its equations read or give."""
+    jaxpr = open_jaxpr(program)
+    return frozenset(map(dtype_in, jaxpr.outvars)).union(*map(dtypes_of, jaxpr.eqns))
+
+
+def dtypes_of(eqn: Any) -> frozenset[Any]:
+    """The dtypes of what an equation reads and gives, and those in its programs.
+
+    The latter include programs that it holds but never runs.
+    """
+    own = frozenset(map(dtype_in, (*eqn.invars, *eqn.outvars)))
+    leaves = jax.tree.leaves(list(params_of(eqn).values()))
+    return own.union(*map(dtypes_within, filter(is_program, leaves)))
+
+
+def _times(eqn: Any) -> int:
+    """How often an equation runs the programs that it holds."""
+    if Is.SCANS in traits(eqn):
+        return eqn.params["length"]
+    if Is.MAPS in traits(eqn):
+        mesh = eqn.params["mesh"]
+        return math.prod(mesh.shape[axis] for axis in mapped_axes(eqn))
+    return 1
