@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from optax_lossscale._autocast.flat import flat
 from optax_lossscale._autocast.products import is_narrowed, is_rewritten
+from optax_lossscale._programs.flat import flat
 from optax_lossscale._programs.operations import Is, operation, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import (

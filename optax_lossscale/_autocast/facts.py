@@ -12,8 +12,8 @@ import numpy as np
 from jax.extend.core import Var
 
 from optax_lossscale._autocast.classify import Kind, classify
-from optax_lossscale._autocast.flat import Flat, flat
 from optax_lossscale._autocast.uses import KEPT, Use, Uses, uses
+from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.values import FLOAT32, dtype_in
 
 

@@ -117,6 +117,9 @@ def _computed(
             if not region.kept.isdisjoint(outs):
                 results = [checkpoint_name(x, SCOPE) for x in results]
             values |= zip(outs, results, strict=True)
+            for v in outs:
+                if v in region.stores:
+                    cast(v, region.stores[v])  # here, so that profiles show this line
     return list(map(cast, region.stores, region.stores.values()))
 
 

@@ -18,8 +18,8 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Var
 
 from optax_lossscale._autocast.cheap import is_cheap
-from optax_lossscale._autocast.flat import Flat, flat
 from optax_lossscale._autocast.products import holds_products, is_narrowed, is_rewritten
+from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import numbers_in, variables

@@ -10,20 +10,22 @@ import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 
 from optax_lossscale._autocast.products import SCOPE
 from optax_lossscale._diagnosis.equations import dtypes_within, keeps_numbers
 from optax_lossscale._diagnosis.notes import Place
 from optax_lossscale._programs.alike import hashable, key_of, key_of_literal
+from optax_lossscale._programs.flat import all_flat
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import (
     dtype_in,
     is_float,
     is_inexact,
     numbers_in,
+    variables,
 )
-from optax_lossscale._programs.versions import constants, name_of, open_jaxpr
+from optax_lossscale._programs.versions import name_of
 from optax_lossscale._programs.walk import line_of, programs_in
 from optax_lossscale._programs.work import terms_of
 
@@ -71,44 +73,16 @@ def program_of(program: Any, around: Place, limit: int = 0) -> Program:
       around: the place of the equation that holds it.
       limit: a product ends a piece of more numbers than this.
     """
-    takes = open_jaxpr(program).invars
-    values: dict[Any, Any] = {}
-    steps: list[Step] = []
-    gives = _inlined(program, takes, around, values, steps)
-    return Program(takes, gives, values, _pieces(steps, gives, limit))
+    flat = all_flat(program)
+    steps = [_step(eqn, around) for eqn in flat.eqns]
+    return Program(flat.ins, flat.outs, flat.consts, _pieces(steps, flat.outs, limit))
 
 
-def _inlined(
-    program: Any,
-    takes: Sequence[Any],
-    around: Place,
-    values: dict[Any, Any],
-    steps: list[Step],
-) -> list[Any]:
-    """The results of a program for arguments, with what it calls in place of the calls.
-
-    Its steps are added to `steps`, and the values of its constants to `values`.
-    """
-    jaxpr = open_jaxpr(program)
-    values.update(zip(jaxpr.constvars, constants(program), strict=True))
-    env = dict(zip(jaxpr.invars, takes, strict=True))
-
-    def read(v):
-        return v if isinstance(v, Literal) else env.get(v, v)
-
-    for eqn in jaxpr.eqns:
-        place = _place_of(eqn, around)
-        operands = list(map(read, eqn.invars))
-        if Is.CALLS in traits(eqn):
-            (called,) = programs_in(eqn)
-            results = _inlined(called, operands, place, values, steps)
-        else:
-            results = [Var(v.aval) for v in eqn.outvars]
-            own = eqn.replace(invars=operands, outvars=results)
-            held = [program_of(p, place, _MANY) for p in _programs_to_run(eqn)]
-            steps.append(Step(own, place, held, _noted(own)))
-        env.update(zip(eqn.outvars, results, strict=True))
-    return list(map(read, jaxpr.outvars))
+def _step(eqn: JaxprEqn, around: Place) -> Step:
+    """An equation in its place, with the programs of a loop in pieces."""
+    place = _place_of(eqn, around)
+    held = [program_of(program, place, _MANY) for program in _programs_to_run(eqn)]
+    return Step(eqn, place, held, _noted(eqn))
 
 
 def _programs_to_run(eqn: Any) -> Sequence[Any]:
@@ -153,10 +127,10 @@ def _place_of(eqn: Any, around: Place) -> Place:
 def _pieces(steps: Sequence[Step], gives: Sequence[Any], limit: int) -> list[Piece]:
     """Divides steps into pieces, with what each reads and leaves to the next."""
     pieces = []
-    needed = set(_variables(gives))
+    needed = set(variables(gives))
     for part in reversed(list(_parts(steps, limit))):
         made = dict.fromkeys(v for step in part for v in step.eqn.outvars)
-        read = dict.fromkeys(v for step in part for v in _variables(step.eqn.invars))
+        read = dict.fromkeys(v for step in part for v in variables(step.eqn.invars))
         leaves = [v for v in made if v in needed]
         reads = [v for v in read if v not in made]
         frees = [v for v in reads if v not in needed]
@@ -185,11 +159,6 @@ def _numbers(steps: Sequence[Step]) -> int:
     """How many numbers the results of steps have."""
     results = (v for step in steps for v in step.eqn.outvars)
     return sum(numbers_in(v.aval) for v in results if dtype_in(v) is not None)
-
-
-def _variables(operands: Sequence[Any]) -> Iterator[Any]:
-    """Operands without literals."""
-    return (v for v in operands if not isinstance(v, Literal))
 
 
 def _key(

@@ -9,6 +9,7 @@ of its own, as that of a `scan` holds its body. Read the files in this order:
 - `values.py`: the dtypes and sizes of values.
 - `work.py`: which equations are products, and how much an equation computes.
 - `walk.py`: the programs in an equation, and the line that made it.
+- `flat.py`: a program without its calls.
 - `enter.py`: an equation such as `scan`, run with its inner programs replaced.
 - `remembered.py`: results for a program, computed once.
 """

@@ -6,7 +6,7 @@ import pytest
 from against_float32 import normal
 
 from optax_lossscale._autocast.classify import Kind, classify
-from optax_lossscale._autocast.flat import flat
+from optax_lossscale._programs.flat import flat
 
 W = normal(0, 4, 4)
 GAIN = normal(1, 4)

@@ -9,8 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import stored_dtype
-from optax_lossscale._autocast.flat import flat
 from optax_lossscale._autocast.uses import KEPT, NOTHING, Use, depths, uses
+from optax_lossscale._programs.flat import flat
 from optax_lossscale._programs.versions import name_of
 
 W = normal(0, 4, 4)

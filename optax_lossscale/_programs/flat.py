@@ -1,11 +1,11 @@
 """A traced program without its calls: what a `jit` calls is put in the call's place.
 
-So an island can extend over both. Loops, branches and other equations that hold
-programs stay one equation. `jax.jit(lambda y: y + 1.0)(x) * 2.0` becomes an `add` and a
-`mul`. Every variable of the result is assigned once, by one of its equations.
+Loops, branches and other equations that hold programs stay one equation.
+`jax.jit(lambda y: y + 1.0)(x) * 2.0` becomes an `add` and a `mul`. Every variable of
+the result is assigned once, by one of its equations.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import source_info_util
@@ -40,16 +40,34 @@ class _Call(NamedTuple):
 
 @remembered
 def flat(program: Any) -> Flat:
-    """Flattens a program; a `jit` that is long, or has shardings, stays an equation."""
+    """Flattens a program; a `jit` that is long, or has shardings, stays an equation.
+
+    So do checkpoints and custom derivatives.
+    """
+    return _flattened(program, _short_jit)
+
+
+@remembered
+def all_flat(program: Any) -> Flat:
+    """Flattens a program so that no call is left, whatever it is good for."""
+    return _flattened(program, _called)
+
+
+def _flattened(program: Any, inlined: Callable[[JaxprEqn], Any]) -> Flat:
+    """Flattens a program; `inlined` gives what is put in the place of an equation."""
     ins = open_jaxpr(program).invars
     found = Flat([], ins, [], {}, argument_names(program))
     around = _Call(source_info_util.new_name_stack(), None)
-    found.outs.extend(_add(found, program, ins, around))
+    found.outs.extend(_add(found, program, ins, around, inlined))
     return found
 
 
 def _add(
-    found: Flat, program: Any, operands: Sequence[Any], around: _Call
+    found: Flat,
+    program: Any,
+    operands: Sequence[Any],
+    around: _Call,
+    inlined: Callable[[JaxprEqn], Any],
 ) -> list[Any]:
     """Adds the equations of a program that is called, and returns its results."""
     jaxpr = open_jaxpr(program)
@@ -62,7 +80,7 @@ def _add(
 
     for eqn in jaxpr.eqns:
         eqn = _at(around, eqn).replace(invars=read(eqn.invars))
-        inner = _inlined(eqn)
+        inner = inlined(eqn)
         if inner is None:
             # New ones, as the program may be called again
             results = [Var(v.aval) for v in eqn.outvars]
@@ -72,7 +90,7 @@ def _add(
             if "name" in eqn.params:
                 names = names.extend(f"jit({eqn.params['name']})")
             call = _Call(names, eqn.source_info.traceback)
-            results = _add(found, inner, eqn.invars, call)
+            results = _add(found, inner, eqn.invars, call, inlined)
         of_call.update(zip(eqn.outvars, results, strict=True))
     return read(jaxpr.outvars)
 
@@ -86,12 +104,16 @@ def _at(around: _Call, eqn: JaxprEqn) -> JaxprEqn:
     return eqn.replace(source_info=source)
 
 
-def _inlined(eqn: JaxprEqn) -> Any:
-    """The program to put in the place of an equation that only calls it; else None.
+def _called(eqn: JaxprEqn) -> Any:
+    """The program that an equation calls, as a `jit` or a checkpoint does; else None."""
+    return programs_in(eqn)[0] if Is.CALLS in traits(eqn) else None
 
-    There its equations can share islands with those around. But a function that calls
-    another twice, which calls a third twice, and so on, would double in length at each
-    level. So a long program stays a call.
+
+def _short_jit(eqn: JaxprEqn) -> Any:
+    """The program that a `jit` calls, if it is short; else None.
+
+    A function that calls another twice, which calls a third twice, and so on, would
+    double in length at each level. So a long program stays a call.
     """
     if Is.INLINED not in traits(eqn) or is_placed(eqn):
         return None
@@ -102,5 +124,5 @@ def _inlined(eqn: JaxprEqn) -> Any:
 @remembered
 def _length(program: Any) -> int:
     """How many equations a program has once it is flat."""
-    inlined = map(_inlined, open_jaxpr(program).eqns)
-    return sum(1 if inner is None else _length(inner) for inner in inlined)
+    called = map(_short_jit, open_jaxpr(program).eqns)
+    return sum(1 if inner is None else _length(inner) for inner in called)
