@@ -73,19 +73,26 @@ def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[Var, Kind]:
     kinds |= zip(program.ins, arguments, strict=True)
     statistics: dict[Var, _Statistic] = {}
     powers: set[Var] = set()  # what is computed from values in range, such as squares
+    centred: set[Var] = (
+        set()
+    )  # values minus their mean, and what is computed from these
     for eqn in program.eqns:
         operands = kinds_of(eqn.invars, kinds)
         if is_narrowed(eqn):
             results = [Kind.PRODUCT]
         elif is_rewritten(eqn):
             results = _of_held(eqn, operands)
-        elif _is_normalized(eqn, operands, statistics):
+        elif _is_normalized(eqn, operands, statistics, centred):
             results = [Kind.NEAR]
+            if Is.ADDS_TWO in traits(eqn):
+                centred.update(eqn.outvars)
         else:
             results = [_of_result(eqn, operands)] * len(eqn.outvars)
-            statistic = _statistic(eqn, operands, statistics, powers)
+            statistic = _statistic(eqn, operands, statistics, powers, centred)
             if statistic:
                 statistics |= dict.fromkeys(eqn.outvars, statistic)
+            elif centred.issuperset(variables(eqn.invars)):
+                centred.update(eqn.outvars)
             if _IN_RANGE.issuperset(operands):
                 powers.update(eqn.outvars)
         kinds |= zip(eqn.outvars, results, strict=True)
@@ -164,6 +171,9 @@ class _Statistic(NamedTuple):
     # The operation that computed it last; those left out that only move it, multiply it
     # by a constant or add an epsilon to it
     last: str
+    # Whether it is small where numbers differ little, as a variance is. Then only what
+    # is centred has about the size 1 if it is divided by the root.
+    is_of_centred: bool
 
 
 def _statistic(
@@ -171,21 +181,26 @@ def _statistic(
     operands: Kinds,
     statistics: Mapping[Var, _Statistic],
     powers: Set[Var],
+    centred: Set[Var],
 ) -> _Statistic | None:
     """The statistic that the results of an equation are, if they are one.
 
     The result of `mean`, which is `div(reduce_sum(x), n)`, with `x` of shape (8, 4), is
-    `_Statistic((8, 4), "div")`. What is summed is in range, or a power of what is: the
-    norm of `1e-7 * x` is none of `x`.
+    `_Statistic((8, 4), "div", False)`. What is summed is in range, or a power of what
+    is: the norm of `1e-7 * x` is none of `x`. A power of a sum is no statistic: the
+    square of a mean may be 0 where numbers are large.
     """
     its_traits = traits(eqn)
     if its_traits & (Is.ADDS_MANY | Is.SENDS) == Is.ADDS_MANY:
         summed = eqn.invars[0]
-        is_of_range = operands[0] in _IN_RANGE or summed in powers
-        return _Statistic(shape_in(summed), name_of(eqn)) if is_of_range else None
+        if operands[0] not in _IN_RANGE and summed not in powers:
+            return None
+        return _Statistic(shape_in(summed), name_of(eqn), summed in centred)
     of_operands = map(statistics.get, variables(eqn.invars))
     statistic = next(filter(None, of_operands), None)
     if statistic is None:
+        return None
+    if Is.EXPONENTIAL in its_traits:
         return None
     is_the_same = bool(its_traits & (Is.MOVES | Is.SENDS))
     if its_traits & (Is.CHOOSES | Is.ADDS_TWO):
@@ -194,8 +209,12 @@ def _statistic(
             for v in filter(is_float, eqn.invars)
         )
     if Is.MULTIPLIES in its_traits:
-        is_the_same = Kind.PARAMETER in operands
-    return statistic if is_the_same else statistic._replace(last=name_of(eqn))
+        return statistic if Kind.PARAMETER in operands else None
+    if is_the_same:
+        return statistic
+    # The difference of a mean of squares and the square of a mean is a variance.
+    is_of_centred = statistic.is_of_centred or Is.ADDS_TWO in its_traits
+    return _Statistic(statistic.shape, name_of(eqn), is_of_centred)
 
 
 def _is_small(literal: Literal) -> bool:
@@ -204,10 +223,14 @@ def _is_small(literal: Literal) -> bool:
 
 
 def _is_normalized(
-    eqn: JaxprEqn, operands: Kinds, statistics: Mapping[Var, _Statistic]
+    eqn: JaxprEqn,
+    operands: Kinds,
+    statistics: Mapping[Var, _Statistic],
+    centred: Set[Var],
 ) -> bool:
     """Whether an equation subtracts a mean, or divides by a norm, of as many numbers.
 
+    It divides by a standard deviation only what is centred.
     Normalized numbers have about the size 1. Without this rule, a ResNet takes 1.31 of
     the memory and moves 1.16 of the bytes, BERT 1.04 and 1.07.
     """
@@ -216,8 +239,16 @@ def _is_normalized(
         return False
     # A multiplication may have its operands in any order.
     by = eqn.invars if Is.MULTIPLIES in traits(eqn) else eqn.invars[1:]
-    statistic = _Statistic(shape_in(eqn.outvars[0]), last)
-    return statistic in map(statistics.get, variables(by))
+    shape = shape_in(eqn.outvars[0])
+    found = [
+        statistic
+        for statistic in map(statistics.get, variables(by))
+        if statistic and (statistic.shape, statistic.last) == (shape, last)
+    ]
+    has_centred = not centred.isdisjoint(variables(eqn.invars))
+    if has_centred or Is.ADDS_TWO in traits(eqn):
+        return bool(found)
+    return any(not statistic.is_of_centred for statistic in found)
 
 
 # --- equations that hold programs ---

@@ -58,6 +58,17 @@ def centred(h):
             lambda w, g, x: x @ w * (jax.lax.rsqrt(jnp.mean((x @ w) ** 2)) * 1e6),
         ),
         (Kind.FLOAT32, lambda w, g, x: x @ w / jnp.linalg.norm(x @ w * 1e-7)),
+        # A standard deviation or a mean may be 0 where numbers are large.
+        (Kind.FLOAT32, lambda w, g, x: x @ w / (jnp.std(x @ w) + 1e-7)),
+        (Kind.NEAR, lambda w, g, x: centred(x @ w) / (jnp.std(x @ w) + 1e-7)),
+        (
+            Kind.NEAR,
+            lambda w, g, x: jax.nn.standardize(x @ w, axis=(0, 1)) * g,
+        ),
+        (
+            Kind.FLOAT32,
+            lambda w, g, x: x @ w * jax.lax.rsqrt(jnp.mean(x @ w) ** 2 + 1e-12),
+        ),
         # By a norm of fewer numbers, it may have any size.
         (
             Kind.FLOAT32,
