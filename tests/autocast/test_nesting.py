@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
-from optax_lossscale._autocast import flat
+from optax_lossscale._programs import flat
 
 W = normal(1, 4, 4, scale=0.5)
 X = normal(0, 2, 4)
