@@ -12,13 +12,21 @@ Where no program has imported Flax, there are no such objects, and `apart` and
 
 import contextlib
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 
-from optax_lossscale._arrays.variables import find, is_of_nnx
+from optax_lossscale._arrays.variables import find, is_of_nnx, is_variable
 
 _TAG = "optax_lossscale"  # by which NNX finds the objects of one call
+
+
+class _Apart(NamedTuple):
+    """An object of NNX, taken apart: a graph, which is static, and a tree of arrays."""
+
+    graph: Any
+    state: Any
 
 
 class _AsItIs:
@@ -44,15 +52,12 @@ def apart(tree: Any) -> Any:
     nnx = _nnx()
     if nnx is None:
         return tree
+    with nnx.split_context(_TAG) as context:
 
-    def keep(x):
-        return _AsItIs(x) if _is_object(x) and not _may_change(x) else x
+        def split(x):
+            return _Apart(*context.split([x])) if _may_change(x) else _AsItIs(x)
 
-    def split(context, path, prefix, x):
-        return nnx.NodeStates.from_split(*context.split([x]))
-
-    tree = jax.tree.map(keep, tree, is_leaf=_is_object)
-    return nnx.to_tree(tree, split_fn=split, ctxtag=_TAG)
+        return _map(split, _is_object, tree)
 
 
 def together(tree: Any, inside: bool) -> Any:
@@ -60,15 +65,15 @@ def together(tree: Any, inside: bool) -> Any:
     nnx = _nnx()
     if nnx is None:
         return tree
+    with nnx.merge_context(_TAG, inner=inside) as context:
 
-    def merged(context, path, prefix, x):
-        # The context's own `merge` would copy a `jax.Ref`, to which others write.
-        return context.unflatten(x.graphdef, nnx.to_flat_state(x.state))[0]
+        def merged(x):
+            if isinstance(x, _AsItIs):
+                return x.x
+            # The context's own `merge` would copy a `jax.Ref`, to which others write.
+            return context.unflatten(x.graph, nnx.to_flat_state(x.state))[0]
 
-    tree = nnx.from_tree(tree, merge_fn=merged, ctxtag=_TAG, is_inner=inside)
-    return jax.tree.map(
-        lambda x: x.x if isinstance(x, _AsItIs) else x, tree, is_leaf=_is_object
-    )
+        return _map(merged, _is_apart, tree)
 
 
 def _nnx() -> Any:
@@ -76,19 +81,33 @@ def _nnx() -> Any:
     return sys.modules.get("flax.nnx")
 
 
+def _map(
+    function: Callable[[Any], Any], is_one: Callable[[Any], bool], tree: Any
+) -> Any:
+    """Replaces each node of a tree for which `is_one` holds by `function` of it."""
+    return jax.tree.map(lambda x: function(x) if is_one(x) else x, tree, is_leaf=is_one)
+
+
 def _is_object(x: Any) -> bool:
     """Whether `x` is an object of NNX, which functions may change in place."""
     return is_of_nnx(x, "Variable", "Pytree")
 
 
+def _is_apart(x: Any) -> bool:
+    """Whether `x` stands for an object of NNX in a tree that `apart` returned."""
+    return isinstance(x, (_Apart, _AsItIs))
+
+
 def _may_change(x: Any) -> bool:
-    """Whether NNX lets an object be changed in the current trace.
+    """Whether NNX lets the variables of an object be changed in the current trace.
 
     It does not if the traced function closes over the object.
     """
-    nnx = _nnx()
     try:
-        nnx.update([x], nnx.state([x]))  # NNX has no public function that tells
+        for _, node in _nnx().iter_graph(x):
+            if is_variable(node):
+                # NNX has no public function that tells: write what is already there.
+                node.set_metadata(node.get_metadata())
     except sys.modules["flax.errors"].TraceContextError:
         return False
     return True
