@@ -188,7 +188,6 @@ def _region(facts: Facts, stores: Dtypes, makers: Makers) -> Region:
             needed.add(eqn)
             unread += variables(eqn.invars)
     eqns = [eqn for eqn in dict.fromkeys(makers.values()) if eqn in needed]
-    reads = _reads(facts, eqns, stores)
     steps = tuple(_steps(facts, eqns, stores))
     reads = _reads(facts, eqns, stores)
     if not facts.casting.recomputes or not _is_one_pass(eqns):

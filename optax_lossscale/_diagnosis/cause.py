@@ -189,7 +189,7 @@ def _running(path: Sequence[Note]) -> Note | None:
 
 def _how(note: Note) -> tuple[How, Note]:
     """What the equation at fault does, or one before it, which is then at fault."""
-    if note.place.is_passed:
+    if note.is_passed:
         return How.IS_A_KERNEL, note
     if note.bad:
         how = _how_not_finite(note)

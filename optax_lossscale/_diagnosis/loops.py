@@ -45,7 +45,7 @@ def noted_alone(pair: Pair, notes: Sequence[Note | None]) -> Value:
     first = next(iter(reads), None)
     if first is None or not is_float(pair.low):
         return Value(pair, first)
-    place = dataclasses.replace(first.place, primitive="", is_passed=False)
+    place = dataclasses.replace(first.place, primitive="")
     with np.errstate(over="ignore"):
         figures = pair.compared.figures
     return Value(pair, note_of(figures, place, first.dtype, reads, first.rounds))

@@ -45,7 +45,6 @@ class Place:
     terms: int = 1  # how many terms each number of a product or sum has
     # What is known once it has run:
     is_backward: bool = False  # whether it depends on the seed of the backward pass
-    is_passed: bool = False  # whether float32's was computed in 16 bits as well
     nearest: frozenset[str] = frozenset()  # the parameters the fewest equations before
     steps: int = 0  # how many equations that is
 
@@ -67,6 +66,7 @@ class Note(Figures):
       place: the equation, or the argument of the program.
       dtype: the dtype of the result.
       rounds: the rounds of the loops around it, the outermost first, from 0.
+      is_passed: whether float32's was computed in 16 bits as well.
       reads: the notes of its operands; left out in a report.
       before: how far the worst of its operands is from float32's, as `error` is.
     """
@@ -74,6 +74,7 @@ class Note(Figures):
     place: Place
     dtype: Any
     rounds: tuple[int, ...] = ()
+    is_passed: bool = False
     reads: Sequence["Note"] = dataclasses.field(default=(), repr=False)
     before: float = 0.0
 
@@ -123,6 +124,7 @@ def note_of(
     dtype: Any,
     reads: Sequence[Note] = (),
     rounds: tuple[int, ...] = (),
+    is_passed: bool = False,
 ) -> Note:
     """The note of a result that has these figures, with what follows from `reads`."""
     place.follow([read.place for read in reads])
@@ -132,6 +134,7 @@ def note_of(
         place=place,
         dtype=dtype,
         rounds=rounds,
+        is_passed=is_passed,
         reads=reads,
         before=before,
     )

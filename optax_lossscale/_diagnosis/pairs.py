@@ -58,9 +58,8 @@ class Pair:
 
     low: Any
     true: Any = None  # None of integers and booleans, which follow `low`
-    is_passed: bool = (
-        False  # whether `true` was computed in the program's narrow dtypes, too
-    )
+    # Whether `true` was computed in the program's narrow dtypes, too
+    is_passed: bool = False
 
     @property
     def wide(self) -> Any:

@@ -62,7 +62,7 @@ class Runs(NamedTuple):
     @property
     def passed(self) -> tuple[tuple[str, str], ...]:
         """What computes in 16 bits even in float32: each operation with its line."""
-        places = [note.place for note in self.at_1.notes if note.place.is_passed]
+        places = [note.place for note in self.at_1.notes if note.is_passed]
         return tuple(dict.fromkeys((at.primitive, at.source) for at in places))
 
 

@@ -182,9 +182,14 @@ class Shadow:
             notes.update(dict.fromkeys(step.eqn.outvars, next(iter(reads), None)))
             for v in step.noted:
                 pair = next(left)
-                step.place.is_passed = pair.is_passed
-                dtype = dtype_in(v)
-                note = note_of(pair.figures, step.place, dtype, reads, rounds)
+                note = note_of(
+                    pair.figures,
+                    step.place,
+                    dtype_in(v),
+                    reads,
+                    rounds,
+                    pair.is_passed,
+                )
                 self.notes.append(note)
                 notes[v] = note
         return notes

@@ -99,17 +99,19 @@ def is_stuck(runs):
 
     It is as it was given, or it is made anew: the same for the first two of these runs.
     """
-    if any(map(_is_as_given, runs)):
-        return True
-    if len(runs) < 2:
+    is_made_anew = len(runs) > 1 and _is_made_anew(*runs[:2])
+    return is_made_anew or any(map(_is_as_given, runs))
+
+
+def _is_made_anew(run, other):
+    """Whether two runs at different loss scales return the same one, although skipped."""
+    backed_off, _ = outcomes(run.before)
+    others, _ = outcomes(other.before)
+    if same(backed_off, others) or not (run.was_skipped and other.was_skipped):
         return False
-    run, other, *_ = runs
-    both_skipped = run.was_skipped and other.was_skipped
-    should_differ = not same(outcomes(run.before)[0], outcomes(other.before)[0])
     pairs = zip(run.loss_scales, other.loss_scales, strict=False)
-    of_numbers = [(x, y) for x, y in pairs if jax.tree.leaves(x)]  # no fixed ones
-    is_made_anew = bool(of_numbers) and all(same(x, y) for x, y in of_numbers)
-    return both_skipped and should_differ and is_made_anew
+    adapting = [(x, y) for x, y in pairs if jax.tree.leaves(x)]  # no fixed ones
+    return bool(adapting) and all(same(x, y) for x, y in adapting)
 
 
 def _is_as_given(run):
@@ -262,7 +264,8 @@ they are all zero: give the step a batch that it learns from."""
 STUCK = """\
 Gradients overflow, and the loss scale comes back as it was given, or as it was at first, so the
 next step overflows, too: return the state that the step makes, with its loss scale. Or the loss
-that the optimizer is given is not finite either, as of a gradient inside of it that is scaled."""
+itself is not finite where gradients overflow, as in a step of SAM, whose second loss is computed
+from the first gradient: then no lower scale is tried."""
 _COUNTS_ON = f"""\
 The step is skipped, but an integer in the optimizer's state changes, such as Adam's count.
 {_KEEP}"""

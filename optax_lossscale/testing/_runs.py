@@ -209,17 +209,16 @@ def _optimizers(tree):
 def _counts(optimizers):
     """The integers in states of optimizers, such as Adam's count, as flat arrays.
 
-    Those of loss scaling itself, such as how many steps were skipped, are left out.
+    Those of loss scaling itself, such as how many steps were skipped, are left out. An
+    optimizer itself, which Optax defines as well, has functions in it.
     """
     counts = []
     for state in optimizers.values():
         inside = state.inner_state if isinstance(state, LossScaleState) else state
-        for x in jax.tree.leaves(
-            inside, is_leaf=lambda x: isinstance(x, LossScaleState)
-        ):
+        for x in _leaves(inside, LossScaleState).values():
             if isinstance(x, LossScaleState):
                 counts += _counts({(): x})
-            elif jnp.issubdtype(dtype_of(x), jnp.integer):
+            elif is_array(x) and jnp.issubdtype(dtype_of(x), jnp.integer):
                 counts.append(flat(jax.device_get(x)))
     return counts
 

@@ -542,6 +542,19 @@ def test_a_step_that_hands_nothing_back_cannot_be_judged(check):
         check(step, params, state)
 
 
+def test_an_optimizer_may_be_among_the_arguments():
+    params, state = begun(TX)
+
+    def step(optimizer, params, state):
+        loss, params, state = optimizer.minimize(autocast_loss, state, params, X, Y)
+        return params, state, loss
+
+    ols.testing.assert_survives_overflow(step, TX, params, state)
+    ols.testing.assert_survives_overflow(
+        lambda _, params, state: step(TX, params, state), optax.sgd(0.1), params, state
+    )
+
+
 def test_replicas_that_decide_alone_drift_apart():
     """What is only returned, such as the loss of each device, may differ."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
