@@ -26,7 +26,8 @@ The words that these files share:
   is computed in 16 bits, the *low* dtype. An equation that holds programs is
   *rewritten* if their products are narrowed, by a plan for each program.
 - A *region* is a list of steps that run as one: an *island*, which depends on products
-  and computes in float32, or a single step, such as a product.
+  and computes in float32 but for sums stored in 16 bits, or a single step, such as a
+  product.
 - A value is *stored* if a later region reads it, or if it is a result of the program. A
   region may also *repeat* a cheap step of an earlier one, and not read its result.
 - For the backward pass, the values that an island reads are *kept*, which JAX calls its

@@ -119,8 +119,7 @@ def _of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
         return Kind.PARAMETER
     pairs = zip(eqn.invars, operands, strict=True)
     of_floats = [kind for v, kind in pairs if is_float(v)]
-    # A number that fills gaps, such as a mask of -1e9, may have any size.
-    if not of_floats or eqn.params.get("fill_value"):
+    if not of_floats or _fills_with_a_number(eqn):
         return Kind.FLOAT32
     kind = join(of_floats)
     if its_traits & (Is.MOVES | Is.SENDS | Is.CHOOSES):
@@ -134,6 +133,15 @@ def _of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
     # A NEAR value with a constant or a parameter added is still recomputed.
     has_constant = not _CONSTANTS.isdisjoint(operands)
     return kind if kind == Kind.NEAR and has_constant else Kind.SUM
+
+
+def _fills_with_a_number(eqn: JaxprEqn) -> bool:
+    """Whether gaps are filled with a number, which may have any size, as -1e9 has.
+
+    By default `jnp.take` fills them with NaN, which 16 bits hold, as they hold 0.
+    """
+    filling = eqn.params.get("fill_value")
+    return filling is not None and filling != 0 and not np.isnan(filling)
 
 
 def _keeps_the_range(eqn: JaxprEqn, operands: Kinds) -> bool:

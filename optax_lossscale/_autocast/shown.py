@@ -6,8 +6,7 @@ This region reads the value 2, computes `exp` and `reduce_sum`, and stores the v
 in float32. The word `island` stands before a region that is recomputed in the backward
 pass, and `run` before any other: a single step, or an island that is not recomputed.
 After `keeping` are the steps whose results are kept. A step that is cheap may be in
-several lines; where all readers of a step repeat it, its own line remains, and the
-compiler drops the step.
+several lines. What nothing reads has no line, and literals are not shown.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -4,8 +4,9 @@ The pass goes backward, from the regions that read a value to the one that makes
 island stores a value in 16 bits if no later region needs it in float32: a product needs
 16 bits, another island the dtype that `facts` has for the value. If a cheap step has
 results no smaller than the values that they are computed from, the islands that read
-these results repeat the step instead. Most islands are recomputed in the backward pass from the
-values that they read, so that none of their float32 arrays has to be kept.
+these results repeat the step instead. What no region reads, and has no effects, is in
+none. Most islands are recomputed in the backward pass from the values that they read,
+so that none of their float32 arrays has to be kept.
 
 Some rules below say what they are worth: how much memory a model takes, and how many
 bytes it moves, without the rule, over the same model with it. This was measured on
@@ -81,8 +82,10 @@ def store(facts: Facts, held: Mapping[JaxprEqn, Step]) -> tuple[Region, ...]:
     for part in reversed(partition(facts.program.eqns, of_products(facts))):
         if isinstance(part, list):
             regions = _of_island(facts, part, repeated, wanted)
-        else:
+        elif part.effects or any(v in wanted for v in part.outvars):
             regions = [_alone(facts, part, held.get(part), wanted)]
+        else:
+            regions = []
         from_last += reversed(regions)
         for region in regions:
             for v, dtype in region.reads.items():
@@ -112,7 +115,7 @@ def _alone(facts: Facts, eqn: JaxprEqn, held: Step | None, wanted: Dtypes) -> Re
     is_sent = _only_moves(eqn, results, low) and Is.CHEAP not in traits(eqn)
     step = held or Step(eqn, _takes(facts, eqn, is_sent))
     stores = {v: _rounded(facts, v) if is_sent else facts.dtypes[v] for v in results}
-    return Region((step,), _reads(facts, [eqn], results), stores)
+    return Region((step,), _reads(facts, [step], results), stores)
 
 
 def _takes(facts: Facts, eqn: JaxprEqn, is_rounded: bool) -> list[Any]:
@@ -189,24 +192,25 @@ def _region(facts: Facts, stores: Dtypes, makers: Makers) -> Region:
             unread += variables(eqn.invars)
     eqns = [eqn for eqn in dict.fromkeys(makers.values()) if eqn in needed]
     steps = tuple(_steps(facts, eqns, stores))
-    reads = _reads(facts, eqns, stores)
+    reads = _reads(facts, steps, stores)
     if not facts.casting.recomputes or not _is_one_pass(eqns):
         return Region(steps, reads, stores)
     return Region(steps, reads, stores, True, _kept(facts, eqns, stores))
 
 
-def _reads(facts: Facts, eqns: Eqns, results: Dtypes) -> Dtypes:
+def _reads(facts: Facts, steps: Sequence[Step], results: Dtypes) -> Dtypes:
     """The values that a region reads from outside, with the dtypes it needs them in."""
     low = facts.low
     needed = dict(results)
-    for eqn in reversed(eqns):
-        is_low = _only_moves(eqn, needed, low)
-        multiplied = eqn.invars[:2] if is_narrowed(eqn) else []
-        for v in variables(eqn.invars):
-            is_rounded = is_low or v in multiplied
-            dtype = _rounded(facts, v) if is_rounded else facts.dtypes[v]
-            _need(facts, needed, v, dtype)
-    return {v: dtype for v, dtype in needed.items() if v not in made_by(eqns)}
+    for step in reversed(steps):
+        is_low = _only_moves(step.eqn, needed, low)
+        for v, taken in zip(step.eqn.invars, step.takes, strict=True):
+            if isinstance(v, Var):
+                is_rounded = is_low or taken == low
+                dtype = _rounded(facts, v) if is_rounded else facts.dtypes[v]
+                _need(facts, needed, v, dtype)
+    made = made_by([step.eqn for step in steps])
+    return {v: dtype for v, dtype in needed.items() if v not in made}
 
 
 def _need(facts: Facts, needed: dict[Var, Any], v: Var, dtype: Any) -> None:

@@ -245,8 +245,11 @@ def _how_not_finite(note: Note) -> How:
         return How.VANISHES
     if any(map(_saturates, note.reads)):
         return How.SATURATES
+    # What a sum adds may overflow before the result. Other operations have a pole at
+    # what their operands are rounded to.
     is_infinite = is_narrow(note.dtype) and not note.nan
-    return How.OVERFLOWS if is_infinite else How.IS_UNDEFINED
+    is_sum = note.is_any(_SUMS | Is.PRODUCT)
+    return How.OVERFLOWS if is_infinite and is_sum else How.IS_UNDEFINED
 
 
 def _vanishes(note: Note, dtype: Any) -> bool:

@@ -94,6 +94,7 @@ def _rewritten(eqn: Any, ins: Sequence[Any], wide: Any) -> list[Any]:
     leaves = jax.tree.leaves(list(params_of(eqn).values()))
     if Is.OPAQUE in traits(eqn) or any(map(is_program, leaves)):
         raise NotImplementedError
+    # `reduce_precision` to that of a narrower dtype rounds nothing in a wide one.
     if "mantissa_bits" in params and is_narrow(dtype_in(eqn.invars[0])):
         return list(ins)
     if not isinstance(params.get("precision"), (tuple, lax.Precision, type(None))):

@@ -95,8 +95,8 @@ class Is(enum.Flag):
     VJP = enum.auto()
     """Holds a program whose pullback is a rule of the user's own.
 
-    It runs once, where it is: a rule that is not linear, as one that clips, has to see
-    the whole cotangent.
+    It runs once, where it is, and is never `CHEAP`: a rule that is not linear, as one
+    that clips, has to see the whole cotangent.
     """
     CHEAP = enum.auto()
     """Takes no longer to recompute than its results take to read: compilers fuse it."""
@@ -122,7 +122,9 @@ class Operation(NamedTuple):
     programs: tuple[str, ...] | None = None
 
 
-# The columns are the fields of `Operation`; below "is" are the traits. A cell that is
+# Operations have the names of their primitives, as jaxprs show them: `ragged_dot` is
+# `ragged_dot_general` here. The columns are the fields of `Operation`; below "is" are
+# the traits. A cell that is
 # `-` or missing is empty: without `programs`, an operation runs none.
 _ROWS = """
 # Operation               | is                     | terms      | statistic | programs

@@ -80,6 +80,9 @@ def centred(h):
                 x @ w, jnp.array([9]), 0, mode="fill", fill_value=-1e9
             ),
         ),
+        # Other numbers that `jnp.take` fills gaps with are NaN by default.
+        (Kind.PRODUCT, lambda w, g, x: jnp.take(x @ w, jnp.array([9]), 0)),
+        (Kind.PARAMETER, lambda w, g, x: jnp.take(w, jnp.array([9]), 0)),
         (Kind.FLOAT32, lambda w, g, x: jnp.exp(x @ w)),
         (Kind.FLOAT32, lambda w, g, x: jnp.sum(x @ w)),
         (Kind.FLOAT32, lambda w, g, x: (x @ w) * (x @ w)),

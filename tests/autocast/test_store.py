@@ -119,6 +119,28 @@ def test_what_is_sent_in_16_bits_is_stored_so_too():
     assert stores(region) == {"exp": FLOAT16}
 
 
+def test_what_a_sum_rounds_is_read_in_16_bits():
+    """Such as the rows of a parameter with which a residual stream begins."""
+
+    def fun(w, x):
+        rows = w[:4]
+        return (h := x @ w + rows) + h @ w
+
+    total = next(r for r in plan_of(fun).regions if name_of(r.steps[-1].eqn) == "add")
+    assert list(total.reads.values()) == [FLOAT16, FLOAT16]
+
+
+def test_what_nothing_reads_is_no_region_but_for_its_effects():
+    def fun(w, x):
+        jnp.cumsum(x)
+        jax.debug.callback(lambda x: None, jnp.cumprod(x))
+        return x @ w
+
+    names = [name_of(r.steps[0].eqn) for r in plan_of(fun).regions]
+    assert "cumsum" not in names
+    assert names[-3:] == ["cumprod", "debug_callback", "dot_general"]
+
+
 def test_no_region_reads_what_none_has_stored():
     """Such as a sum of which only a choice is stored, and a `tanh` that is repeated."""
 
@@ -151,7 +173,7 @@ def repeated(fun, **options):
         # Rows of an embedding are stored: repeated, they would be summed for each island.
         ([], lambda w, x: (h := w[jnp.arange(8)]) + jnp.sin(h) @ w),
         # What has nothing to do with products is repeated where it is cheap.
-        (["sin"], lambda w, x: x @ w * jnp.sin(x)),
+        (["sin"], lambda w, x: (h := jnp.sin(x)) @ w * h),
         ([], lambda w, x: x @ w * jnp.cumsum(x, 1)),
         # What is in 16 bits is read, although its bias takes no memory.
         ([], lambda w, x: (h := x @ w + w) + h @ w),

@@ -467,6 +467,19 @@ def test_a_sigmoid_that_is_rounded_to_1_is_named_and_not_the_logarithm():
     assert line_of(loss_fn, 1) in found.wrong[0].place.source
 
 
+@pytest.mark.parametrize(
+    "function", [lax.erf_inv, jnp.arctanh, lambda x: jnp.log1p(-x)]
+)
+def test_a_pole_at_what_an_operand_is_rounded_to_is_no_overflow(function):
+    def loss_fn(p, x):
+        y = (p * x).astype(F16)
+        return jnp.sum(function(y).astype(F32))
+
+    found = ols.diagnose(loss_fn, F32(0.9999), jnp.ones(1))
+    assert found.wrong[0].how == "is undefined"
+    assert "and what it is made of" in found.advice[0]
+
+
 # --- programs of all kinds ---
 
 
