@@ -70,6 +70,7 @@ def test_undivided_the_model_needs_no_loss_scale(monkeypatch):
     assert abs(losses[1] / losses[0] - 1) < 0.005
 
 
+@pytest.mark.slow
 def test_steps_is_an_option(tmp_path, capsys, small_model, monkeypatch):
     monkeypatch.chdir(tmp_path)
     demo.main(["--steps", "1"])

@@ -268,7 +268,13 @@ def the_same_objects(tree):
     return sorted(str(found) for found in places.values() if len(found) > 1)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        pytest.param(False, id="eager", marks=pytest.mark.slow),
+        pytest.param(True, id="jit"),
+    ],
+)
 @pytest.mark.parametrize("fun", CHANGES, ids=lambda fun: fun.__name__)
 def test_nnx_objects_change_and_come_back_as_without_autocast(fun, compiled):
     """Variables and modules, wherever they are in arguments and results, twice in a row."""

@@ -573,7 +573,7 @@ def devices_mesh():
     return jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
 
 
-@pytest.mark.parametrize("device", [0, 2])
+@pytest.mark.parametrize("device", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_each_device_follows_the_branch_that_it_chooses(device):
     def large(y):
         return y * F16(3e3) * F16(3e3)
@@ -592,6 +592,7 @@ def test_each_device_follows_the_branch_that_it_chooses(device):
     assert any(line_of(each, 2) in row.source for row in found.table.rows)
 
 
+@pytest.mark.slow
 def test_the_branches_of_several_devices_are_joined():
     def each(w, x):
         y = x @ w.astype(F16)
@@ -617,7 +618,9 @@ ENDED = {
 
 
 @pytest.mark.parametrize("case", ENDED)
-@pytest.mark.parametrize("on_devices", [False, True])
+@pytest.mark.parametrize(
+    "on_devices", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_what_has_left_a_loop_is_not_noted(case, on_devices):
     starts = jnp.asarray(ENDED[case], F16)
 
@@ -643,7 +646,7 @@ def test_what_has_left_a_loop_is_not_noted(case, on_devices):
     assert found.wrong == ()
 
 
-@pytest.mark.parametrize("gain", [1.0, 3e3])
+@pytest.mark.parametrize("gain", [pytest.param(1.0, marks=pytest.mark.slow), 3e3])
 def test_a_loss_over_several_devices(gain):
     mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
 
