@@ -783,12 +783,15 @@ def test_each_pass_of_a_custom_vjp_runs_once():
         counts = []
         for cast in (lambda f: f, ols.autocast):
             step = jax.jit(jax.grad(cast(squared(fun))))
-            counts.append([*products(step, params(), X).values()])
+            # Without autocast, those that nothing reads may be among these.
+            n_products = sum(products(step, params(), X).values())
             ran.clear()
             jax.block_until_ready(step(params(), X))
             jax.effects_barrier()
-            counts[-1] += [ran.count("forward"), ran.count("backward")]
-        assert counts[0] == counts[1]
+            counts.append((n_products, ran.count("forward"), ran.count("backward")))
+        exact, narrow = counts
+        assert narrow[0] <= exact[0]
+        assert narrow[1:] == exact[1:]
 
 
 def test_a_backward_pass_that_is_not_linear_sees_the_whole_cotangent():
