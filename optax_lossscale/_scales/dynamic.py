@@ -88,12 +88,12 @@ class DynamicLossScale(LossScale):
       1024.0
     """
 
-    growth_interval: int = checked(validation.count(), default=2000)
+    growth_interval: int = checked(validation.positive_int, default=2000)
     growth_factor: float = checked(validation.growth_factor, default=2.0)
     backoff_factor: float = checked(validation.backoff_factor, default=0.5)
     min_scale: float | None = checked(validation.scale_or_none, default=1.0)
     max_scale: float | None = checked(validation.scale_or_none, default=None)
-    hysteresis: int = checked(validation.count(), default=1)
+    hysteresis: int = checked(validation.positive_int, default=1)
     hysteresis_refill: Refill = checked(
         partial(validation.one_of, options=get_args(Refill)), default="growth"
     )
@@ -105,9 +105,8 @@ class DynamicLossScale(LossScale):
 
     def __post_init__(self):
         super().__post_init__()
-        validation.in_order(self.min_scale, self.initial_scale, self.max_scale)
-        is_below_interval = validation.count(0, self.growth_interval - 1)
-        counter = is_below_interval(
+        validation.check_bounds(self.min_scale, self.initial_scale, self.max_scale)
+        counter = validation.int_between(0, self.growth_interval - 1)(
             "initial_growth_counter", self.initial_growth_counter
         )
         self._set(

@@ -10,9 +10,9 @@ from typing import Any, Protocol, get_args
 import optax
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays.validation import refuse, transformation
+from optax_lossscale._arrays.finite import AxisName
+from optax_lossscale._arrays.validation import check_transformation, refuse
 from optax_lossscale._arrays.variables import is_variable
-from optax_lossscale._scales.loss_scale import AxisName
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.branch import Branch
 from optax_lossscale._step.decision import Skip
@@ -165,12 +165,12 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         gradient = value_and_scaled_grad(
             loss_fn, state, has_aux=has_aux, grad_dtype=grad_dtype
         )
-        value, scaled_grads = gradient(params, *args, **kwargs)
-        loss = loss_of(value, has_aux)
+        returned, scaled_grads = gradient(params, *args, **kwargs)
+        loss = loss_of(returned, has_aux)
         stepped = self.apply_gradients(
             scaled_grads, state, params, value=loss, **(extra_args or {})
         )
-        return value, *stepped
+        return returned, *stepped
 
 
 def _check_minimize_arguments(loss_fn: Any, state: Any, params: Any) -> None:
@@ -263,7 +263,7 @@ def with_loss_scale(
       >>> print(loss, params["w"], state.should_apply)
       5.0 [0.8 1.6] True
     """
-    transformation("inner", inner)
+    check_transformation("inner", inner)
     if isinstance(inner, optax.MultiSteps):
         # Its own `gradient_transformation` would drop the loss and extra arguments.
         update: Any = inner.update
