@@ -127,8 +127,11 @@ def exponents(
         scaled = f"scaled by $2^{{{shift:g}}}$"
         histograms = {"unscaled": (powers - shift, GREY), scaled: (powers, TEAL)}
 
+    info = jnp.finfo(dtype)
+    flushed = info.minexp - info.nmant - 1  # below this exponent, numbers are zero
+    low = flushed - 6
+    high = info.maxexp + 4
     axes = axes_for(axes, 3.2)
-    low, high = _draw_ranges(axes, dtype, zeros=percent * np.sum(sizes == 0))
     for label, (exponents, color) in histograms.items():
         axes.hist(
             np.clip(exponents, low, high - 1),  # the outermost bins hold all beyond
@@ -139,6 +142,10 @@ def exponents(
             alpha=0.5,
             label=label,
         )
+    _shade(axes, f"{percent * np.sum(sizes == 0):.1f}% are 0", low, flushed, 0.14)
+    _shade(axes, "subnormal", flushed, info.minexp, 0.06)
+    _shade(axes, dtype.name, info.minexp, info.maxexp, 0.0)
+    _shade(axes, "inf", info.maxexp, high, 0.14)
     axes.set(xlim=(low, high), xlabel="gradient", ylabel="share of all (%)")
     axes.locator_params("x", integer=True)
     axes.xaxis.set_major_formatter("$2^{{{x:g}}}$")
@@ -146,25 +153,11 @@ def exponents(
     return axes
 
 
-def _draw_ranges(axes: Axes, dtype: np.dtype, zeros: float) -> tuple[int, int]:
-    """Shades a dtype's ranges; returns the exponents between which they lie.
-
-    `zeros` is the percentage of gradients that are 0.
-    """
-    info = jnp.finfo(dtype)
-    flushed = info.minexp - info.nmant - 1  # below this exponent, numbers are zero
-    low = flushed - 6
-    high = info.maxexp + 4
+def _shade(axes: Axes, name: str, start: int, end: int, shade: float) -> None:
+    """Shades the range between two exponents, and writes its name above it."""
+    axes.axvspan(start, end, alpha=shade, color="black", lw=0)
     above = axes.get_xaxis_transform()
-    for name, start, end, shade in (
-        (f"{zeros:.1f}% are 0", low, flushed, 0.14),
-        ("subnormal", flushed, info.minexp, 0.06),
-        (dtype.name, info.minexp, info.maxexp, 0.0),
-        ("inf", info.maxexp, high, 0.14),
-    ):
-        axes.axvspan(start, end, alpha=shade, color="black", lw=0)
-        axes.text((start + end) / 2, 1.02, name, ha="center", transform=above)
-    return low, high
+    axes.text((start + end) / 2, 1.02, name, ha="center", transform=above)
 
 
 def _sizes(tree: Any) -> np.ndarray:

@@ -151,10 +151,12 @@ def check_bounds(
     min_scale: float | None, initial_scale: float, max_scale: float | None
 ) -> None:
     """Raises a `ValueError` unless the initial scale lies between its bounds; None is no bound."""
-    if min_scale is not None and initial_scale < min_scale:
-        refuse("initial_scale", initial_scale, f"at least min_scale={min_scale!r}")
-    if max_scale is not None and initial_scale > max_scale:
-        refuse("initial_scale", initial_scale, f"at most max_scale={max_scale!r}")
+    is_low = min_scale is not None and initial_scale < min_scale
+    is_high = max_scale is not None and initial_scale > max_scale
+    if is_low or is_high:
+        least = "0" if min_scale is None else f"min_scale={min_scale!r}"
+        most = "infinity" if max_scale is None else f"max_scale={max_scale!r}"
+        refuse("initial_scale", initial_scale, f"between {least} and {most}")
 
 
 def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:

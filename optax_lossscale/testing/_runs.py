@@ -109,9 +109,11 @@ class Trial:
         self.loss_scale = jax.device_get(get_loss_scale(counted))
         self.states = jax.device_get([*_parts(LossScaleState, self.arguments).values()])
         self.counts = _counts(_optimizers(self.arguments))
-        numbers = numbers_in(self.arguments).items()
-        floats = jax.device_get({path: x for path, x in numbers if is_inexact(x)})
-        self.floats = {path: np.asarray(x) for path, x in floats.items()}
+        self.floats = {
+            path: np.asarray(jax.device_get(x))
+            for path, x in numbers_in(self.arguments).items()
+            if is_inexact(x)
+        }
         self.at = functools.cache(self._at)
 
     def _at(self, scale: float, overflows: bool = False) -> Run:
