@@ -88,7 +88,7 @@ def python_number(value: Any) -> int | float | None:
     if isinstance(value, jax.core.Tracer):
         return None
     if isinstance(value, (np.generic, np.ndarray, jax.Array)) and value.shape == ():
-        value = value.item()
+        value = jax.device_get(value).item()
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if is_number else None
 

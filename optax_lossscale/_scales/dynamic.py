@@ -125,7 +125,7 @@ class DynamicLossScale(LossScale):
         """The loss scale after a finite step: one more is counted, and it may grow."""
         counter = self.growth_counter + 1
         due = counter >= self.growth_interval
-        grown = self._times(self.growth_factor)
+        grown = self._rescaled(self.growth_factor)
         refills = True if self.hysteresis_refill == "finite" else due
         return self.replace(
             loss_scale=jnp.where(due, grown, self()),
@@ -138,7 +138,7 @@ class DynamicLossScale(LossScale):
         """The loss scale after an overflow: it backs off, or tolerates one more."""
         scale = self()
         backs_off = self.hysteresis_left <= 1
-        lowered = self._times(self.backoff_factor)
+        lowered = self._rescaled(self.backoff_factor)
         left_after = self.hysteresis if self.hysteresis_refill == "rescale" else 1
         return self.replace(
             loss_scale=jnp.where(backs_off, lowered, scale),
@@ -147,7 +147,7 @@ class DynamicLossScale(LossScale):
             _exhausted=self.can_be_exhausted & backs_off & (lowered >= scale),
         )
 
-    def _times(self, factor: float) -> jax.Array:
+    def _rescaled(self, factor: float) -> jax.Array:
         """The scale times a factor, clipped to the bounds; float32, shape ().
 
         The scale itself, if the product is not a normal float32 number.

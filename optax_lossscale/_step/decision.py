@@ -42,7 +42,7 @@ Skip = SkipRule | Literal["nonfinite"]
 _CHECKING = {LossScale.update, HeadroomLossScale.update, LogMaxLossScale.update}
 
 
-def decide(
+def decide_step(
     unscaled: Prepared,
     state: LossScaleState,
     skip: Skip | None,
