@@ -150,7 +150,7 @@ def scale_or_none(name: str, value: Any) -> float | None:
 def check_bounds(
     min_scale: float | None, initial_scale: float, max_scale: float | None
 ) -> None:
-    """Raises a `ValueError` unless the initial scale lies between its bounds; None is no bound."""
+    """Raises a `ValueError` unless a scale is within its bounds; None is no bound."""
     is_low = min_scale is not None and initial_scale < min_scale
     is_high = max_scale is not None and initial_scale > max_scale
     if is_low or is_high:

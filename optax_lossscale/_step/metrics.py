@@ -20,7 +20,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
         `nnx.Optimizer` that holds it; or a `LossScale`, for its own entries alone.
 
     Returns:
-      Scalars, shape (), by name; state of your own is returned in its own shape:
+      Scalars, shape (), by name; state of your own is returned in its own shape.
 
       - `loss_scale`, `log2_loss_scale`: float32.
       - `exhausted`: whether the last step overflowed and the scale could not be
