@@ -7,10 +7,10 @@ normal range, 1.18e-38 to 3.4e38, but stays at its last value inside. An argumen
 is not allowed raises a `ValueError`.
 
 Unless a preset says otherwise, it backs off at each non-finite step. A step whose
-gradients are all zero counts as finite; if most steps are like that, `HeadroomLossScale`
-is better. (LogMax takes such gradients for a largest one of 2**-126.) None of the
-originals looks at the loss, and where the scale is fixed, most check nothing: to do as
-they do, pass `skip=None` to `with_loss_scale`.
+gradients are all zero counts as finite; if most steps are like that,
+`HeadroomLossScale` is better. (LogMax takes such gradients for a largest one of
+2**-126.) None of the originals looks at the loss, and where the scale is fixed, most
+check nothing: to do as they do, pass `skip=None` to `with_loss_scale`.
 """
 
 from typing import Any, Literal

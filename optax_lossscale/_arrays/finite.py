@@ -333,7 +333,7 @@ def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
 
 
 def largest_on_all_replicas(tree: Any, axis_name: AxisName | None) -> jax.Array:
-    """`largest` of the trees of all replicas along the named axes; float32, shape ()."""
+    """`largest` over all replicas along the named axes; float32, shape ()."""
     return across(lax.pmax, largest(tree), axis_name)
 
 

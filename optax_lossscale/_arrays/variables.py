@@ -40,7 +40,7 @@ def find(is_node: Callable[[Any], bool], tree: Any) -> list[Any]:
 
 
 def distinct(nodes: list[T]) -> list[T]:
-    """The nodes without those that are made of the same variables as one before them."""
+    """The nodes without those made of the same variables as one before them."""
     first = {}
     for place, node in enumerate(nodes):
         first.setdefault(variable_ids(node) or place, node)

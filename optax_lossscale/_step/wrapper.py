@@ -214,10 +214,11 @@ def with_loss_scale(
     `inner` has side effects, such as a callback, or is expensive, such as an `eigh`.
 
     *Replicas.* Along `axis_name`, all replicas skip a step if the gradients on one are
-    not finite, and a skip rule uses their largest norm and mean loss. If replicas decide
-    independently, a collective inside `inner` deadlocks under `branch="cond"`. Reduce
-    the gradients with `pmean` yourself; but under `shard_map`, which sums the gradients
-    of replicated parameters, reduce the loss instead: `pmean(loss_fn(…), axis_name)`.
+    not finite, and a skip rule uses their largest norm and mean loss. If replicas
+    decide independently, a collective inside `inner` deadlocks under `branch="cond"`.
+    Reduce the gradients with `pmean` yourself; but under `shard_map`, which sums the
+    gradients of replicated parameters, reduce the loss instead: `pmean(loss_fn(…),
+    axis_name)`.
 
     Args:
       inner: any Optax transformation; to accumulate gradients, `optax.MultiSteps(inner,
