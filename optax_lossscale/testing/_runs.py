@@ -48,9 +48,7 @@ class Run(NamedTuple):
     loss_scales: list[LossScale]  # among the outputs
     states: list[LossScaleState]  # among the outputs
     counts: list[np.ndarray]  # the integers in optimizers' states among the outputs
-    more_skipped: (
-        int  # how many more steps were skipped, by the state with the highest count
-    )
+    more_skipped: int  # further steps skipped, by the state with the highest count
 
     @property
     def exponent(self) -> float:
