@@ -40,7 +40,10 @@ def find(is_node: Callable[[Any], bool], tree: Any) -> list[Any]:
 
 
 def distinct(nodes: list[T]) -> list[T]:
-    """The nodes without those made of the same variables as one before them."""
+    """The nodes without those made of the same variables as one before them.
+
+    Those that hold no variables are all returned.
+    """
     first = {}
     for place, node in enumerate(nodes):
         first.setdefault(variable_ids(node) or place, node)

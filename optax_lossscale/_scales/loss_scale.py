@@ -173,7 +173,8 @@ class LossScale(Stateful):
             )
 
         def unscaled(x):
-            # A complex number is multiplied by factors in the dtype of its parts.
+            # The factors are real, and strict promotion multiplies no complex number by
+            # a real one: hence the casts, which change nothing else.
             inverse_shift, shifted_inverse = factors(jnp.finfo(x.dtype).dtype)
             return x * inverse_shift.astype(x.dtype) * shifted_inverse.astype(x.dtype)
 
