@@ -156,8 +156,8 @@ def exponents(
 def _shade(axes: Axes, name: str, start: int, end: int, shade: float) -> None:
     """Shades the range between two exponents, and writes its name above it."""
     axes.axvspan(start, end, alpha=shade, color="black", lw=0)
-    above = axes.get_xaxis_transform()
-    axes.text((start + end) / 2, 1.02, name, ha="center", transform=above)
+    middle = (start + end) / 2
+    axes.text(middle, 1.02, name, ha="center", transform=axes.get_xaxis_transform())
 
 
 def _sizes(tree: Any) -> np.ndarray:

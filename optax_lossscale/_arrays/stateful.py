@@ -209,7 +209,7 @@ class Stateful(abc.ABC):
         return self
 
 
-def check_successor(new: Any, old: Stateful) -> None:
+def check_successor(new: Any, old: Stateful, method: str) -> None:
     """Raises a `TypeError` unless `new`, which a user's method returned, may follow.
 
     That is an instance with its configuration, and with state of the same shapes.
@@ -217,8 +217,8 @@ def check_successor(new: Any, old: Stateful) -> None:
     if jax.tree.map(np.shape, new) != jax.tree.map(np.shape, old):
         raise TypeError(
             f"{type(old).__name__} must adapt to a {old._kind} of its own type and "
-            "configuration, with state of the same shapes: return self.replace(…). Got "
-            f"{validation.shown(new)}"
+            "configuration, with state of the same shapes: return self.replace(…) from "
+            f"{method}. Got {validation.shown(new)}"
         )
 
 

@@ -111,7 +111,7 @@ class SkipRule(Stateful):
             )
         decided, should_apply = self.decide(norm, value)
         should_apply = jnp.asarray(should_apply, bool)
-        check_successor(decided, self)
+        check_successor(decided, self, "decide")
         if should_apply.shape:
             raise TypeError(
                 f"decide of {type(self).__name__} must return one flag for the step, of "

@@ -117,7 +117,7 @@ def _adapted(
         new, grads_fit = loss_scale.update(grads, axis_name)
         if finite is not None:
             grads_fit = finite & grads_fit
-    check_successor(new, loss_scale)
+    check_successor(new, loss_scale, "adjust")
     return new, grads_fit
 
 

@@ -193,9 +193,7 @@ def value_and_scaled_grad(
     return value_and_scaled_grad_fn
 
 
-def _checked_and_cast(
-    args: Sequence[Any], argnums: int | Sequence[int], grad_dtype: Any
-) -> Sequence[Any]:
+def _checked_and_cast(args, argnums, grad_dtype):
     """The arguments, with the differentiated ones checked, and cast to `grad_dtype`."""
     positions = validation.argnums_tuple(argnums)
     operands = tuple(args[n] for n in positions)

@@ -68,11 +68,12 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
     if wrapper is None:
         fault = _exhausted(loss_scale, _ADVICE)
     else:
-        skipped = f"Steps skipped in a row: {wrapper.consecutive_skipped_steps}. "
+        in_a_row = wrapper.consecutive_skipped_steps
+        advice = f"Steps skipped in a row: {in_a_row}. {_ADVICE}"
         fault = (
-            _exhausted(loss_scale, skipped + _ADVICE)
+            _exhausted(loss_scale, advice)
             or _skipped_by_rule(wrapper, max_consecutive_skips)
-            or _not_finite(wrapper, max_consecutive_skips, skipped + _ADVICE)
+            or _not_finite(wrapper, max_consecutive_skips, advice)
         )
     if fault:
         raise LossScaleError(fault)
@@ -95,11 +96,13 @@ def _skipped_by_rule(state: LossScaleState, most: int) -> str:
     rule = state.skip_rule
     if rule is None or rule.skip_debt <= APPLIED_PER_SKIP * most:
         return ""
+    last = f"the last gradients have a norm of {rule.gradient_norm:g}"
+    if not np.isfinite(rule.gradient_norm):
+        last = f"the last gradients or losses were not finite. {_ADVICE}"
     return (
         f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "
         f"{rule.skipped_by_rule} steps in all; {state.consecutive_skipped_steps} were "
-        "skipped in a row, and the last gradients have a norm of "
-        f"{rule.gradient_norm:g}. {_IF_NEW}"
+        f"skipped in a row, and {last}. {_IF_NEW}"
     )
 
 
@@ -119,7 +122,7 @@ _ADVICE = (
 )
 _IF_LARGE = ". If gradients are large but not broken, allow a smaller scale (min_scale)"
 _IF_NEW = (
-    "If that is the new level, restart the rule, "
+    "If large norms are the new level, restart the rule, "
     "state._replace(skip_rule=tx.init(params).skip_rule), or use skips.spikes(), which "
     "finds such a level by itself"
 )

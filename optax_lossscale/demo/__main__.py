@@ -91,8 +91,7 @@ def main(arguments=None):
         final_loss = np.mean(losses[-40:])
         skipped = history[-1]["skipped_steps"]
         exponent = history[-1]["log2_loss_scale"]
-        row = f"| {name} | {final_loss:.4f} | {skipped} | 2^{exponent:g} |"
-        print(row, flush=True)
+        print(f"| {name} | {final_loss:.4f} | {skipped} | 2^{exponent:g} |", flush=True)
         # The losses of two other runs lie on top of float32's, so its line is wider.
         style = {"lw": 5 if name == "float32" else 1.3, "alpha": 0.5}
         running_mean = np.convolve(losses, np.full(10, 0.1), mode="valid")
