@@ -70,8 +70,6 @@ if TYPE_CHECKING:
     from optax_lossscale._diagnosis.dtypes import DtypeReport, dtype_report
     from optax_lossscale._diagnosis.page import Diagnosis
 else:  # A type checker that saw `__getattr__` would accept every misspelt name.
-    # `from optax_lossscale import *` leaves out `plot`, which needs an extra.
-    _MODULES = ("plot", "testing")
     _FILES = {
         "Diagnosis": "_diagnosis.page",
         "DtypeReport": "_diagnosis.dtypes",
@@ -82,7 +80,7 @@ else:  # A type checker that saw `__getattr__` would accept every misspelt name.
     }
 
     def __getattr__(name):
-        if name in _MODULES:
+        if name in ("plot", "testing"):
             return importlib.import_module(f"optax_lossscale.{name}")
         if name in _FILES:
             module = importlib.import_module(f"optax_lossscale.{_FILES[name]}")
@@ -92,11 +90,12 @@ else:  # A type checker that saw `__getattr__` would accept every misspelt name.
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():
-        return sorted({*globals(), *__all__, *_MODULES})
+        return sorted({*globals(), *__all__, "plot"})
 
 
 __version__ = "0.4.0"
 
+# `plot` is left out, as it needs an extra, which `import *` should not ask for.
 __all__ = [
     "Diagnosis",
     "DtypeReport",
@@ -129,5 +128,5 @@ __all__ = [
 ]
 
 # `__getattr__` does the same for the names that are imported when they are used.
-_here = [globals()[name] for name in __all__ if name in globals()]
-_make_public(__name__, *(x for x in _here if x not in (presets, skips)))
+for _name in {*__all__} & {*globals()} - {"presets", "skips"}:
+    _make_public(__name__, globals()[_name])

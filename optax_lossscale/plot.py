@@ -15,9 +15,6 @@ from optax_lossscale._arrays.precision import is_inexact
 from optax_lossscale._diagnosis.picture import GREY, TEAL, Axes, axes_for, style_of
 from optax_lossscale._step.get import resolve
 
-BEFORE = GREY
-AFTER = TEAL
-
 
 def loss_scale(
     history: Sequence[Mapping[str, Any]] | Mapping[str, Any],
@@ -51,13 +48,13 @@ def loss_scale(
       >>> ols.plot.loss_scale(history).get_xlabel()
       'step'
     """
-    validation.at_hand("plot.loss_scale", history)
+    validation.check_at_hand("plot.loss_scale", history)
     scale = _column(history, "loss_scale")
     applied = _column(history, "should_apply")
     steps = np.arange(1, len(scale) + 1)
     skipped = ~applied.astype(bool)
     axes = axes_for(axes, 2.6)
-    look: dict[str, Any] = {"color": AFTER} | style_of(style)
+    look: dict[str, Any] = {"color": TEAL} | style_of(style)
     axes.step(steps, scale, where="mid", **look)
     axes.plot(steps[skipped], scale[skipped], "x", color=look["color"], zorder=3)
     axes.set_yscale("log", base=2)
@@ -118,17 +115,17 @@ def exponents(
       >>> plot.exponents({"w": jnp.array([1e-3, 0.5, 2.0])}, loss_scale=1024.0).get_xlabel()
       'gradient'
     """
-    validation.at_hand("plot.exponents", (scaled_grads, loss_scale))
+    validation.check_at_hand("plot.exponents", (scaled_grads, loss_scale))
     dtype = validation.floating_dtype("dtype", dtype)
     scale = validation.scale("loss_scale", resolve(loss_scale)())
     shift = float(np.log2(scale))
     sizes = _sizes(scaled_grads)
     percent = 100 / max(1, sizes.size)
     powers = np.log2(sizes[(sizes > 0) & (sizes < np.inf)])
-    histograms = {"gradients": (powers, AFTER)}
+    histograms = {"gradients": (powers, TEAL)}
     if shift:
         scaled = f"scaled by $2^{{{shift:g}}}$"
-        histograms = {"unscaled": (powers - shift, BEFORE), scaled: (powers, AFTER)}
+        histograms = {"unscaled": (powers - shift, GREY), scaled: (powers, TEAL)}
 
     info = jnp.finfo(dtype)
     flushed = info.minexp - info.nmant - 1  # below this exponent, numbers are zero
@@ -145,21 +142,22 @@ def exponents(
             alpha=0.5,
             label=label,
         )
-    regions = (
-        (f"{percent * np.sum(sizes == 0):.1f}% are 0", low, flushed, 0.14),
-        ("subnormal", flushed, info.minexp, 0.06),
-        (dtype.name, info.minexp, info.maxexp, 0.0),
-        ("inf", info.maxexp, high, 0.14),
-    )
-    above = axes.get_xaxis_transform()
-    for name, start, end, shade in regions:
-        axes.axvspan(start, end, alpha=shade, color="black", lw=0)
-        axes.text((start + end) / 2, 1.02, name, ha="center", transform=above)
+    _shade(axes, f"{percent * np.sum(sizes == 0):.1f}% are 0", low, flushed, 0.14)
+    _shade(axes, "subnormal", flushed, info.minexp, 0.06)
+    _shade(axes, dtype.name, info.minexp, info.maxexp, 0.0)
+    _shade(axes, "inf", info.maxexp, high, 0.14)
     axes.set(xlim=(low, high), xlabel="gradient", ylabel="share of all (%)")
     axes.locator_params("x", integer=True)
     axes.xaxis.set_major_formatter("$2^{{{x:g}}}$")
     axes.legend(frameon=False)
     return axes
+
+
+def _shade(axes: Axes, name: str, start: int, end: int, shade: float) -> None:
+    """Shades the range between two exponents, and writes its name above it."""
+    axes.axvspan(start, end, alpha=shade, color="black", lw=0)
+    middle = (start + end) / 2
+    axes.text(middle, 1.02, name, ha="center", transform=axes.get_xaxis_transform())
 
 
 def _sizes(tree: Any) -> np.ndarray:

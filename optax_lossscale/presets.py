@@ -6,11 +6,11 @@ LogMax, which is tested to within 1%. One thing differs: no scale leaves float32
 normal range, 1.18e-38 to 3.4e38, but stays at its last value inside. An argument that
 is not allowed raises a `ValueError`.
 
-Unless a preset says otherwise, it backs off at each non-finite step. Most presets count
-a step whose gradients are all zero as finite; if most steps are of this kind,
-`HeadroomLossScale` is better. None of the originals looks at the loss, and where the
-scale is fixed, most check nothing: to do as they do, pass `skip=None` to
-`with_loss_scale`.
+Unless a preset says otherwise, it backs off at each non-finite step. A step whose
+gradients are all zero counts as finite; if most steps are like that,
+`HeadroomLossScale` is better. (LogMax takes such gradients for a largest one of
+2**-126.) None of the originals looks at the loss, and where the scale is fixed, most
+check nothing: to do as they do, pass `skip=None` to `with_loss_scale`.
 """
 
 from typing import Any, Literal
@@ -288,8 +288,9 @@ def flax(
         scale="initial_scale",
         minimum_scale="min_scale",
     ):
-        is_interval = validation.count(0, validation.LARGEST_INT - 1)
-        finite_steps = is_interval("growth_interval", growth_interval)
+        finite_steps = validation.int_between(0, validation.LARGEST_INT - 1)(
+            "growth_interval", growth_interval
+        )
         return DynamicLossScale(
             initial_scale=scale,
             growth_factor=_float32("growth_factor", growth_factor),
@@ -470,8 +471,8 @@ def fairseq(
       init_scale: the first scale.
       scale_factor: multiplies the scale to grow, and divides it to back off.
       scale_window: finite steps in a row after which the scale grows.
-      tolerance: the share of overflows since the last change of scale that it takes to
-        back off.
+      tolerance: how many overflows since the last back-off it takes to back off, as a
+        share of the steps since the scale last changed.
       threshold: a floor at which the scale stays without an error.
       min_loss_scale: `raise_if_stuck` raises where the scale would fall to this or
         below.
@@ -522,7 +523,9 @@ def openseq2seq_logmax(
     """
     with user_names(scale_min="min_scale", scale_max="max_scale"):
         most = validation.scale("max_scale", scale_max)
-        least = validation.scale_up_to(most)("min_scale", scale_min)
+        least = validation.number_between(validation.SMALLEST, most)(
+            "min_scale", scale_min
+        )
         return LogMaxLossScale(
             initial_scale=min(max(1.0, least), most),
             min_scale=least,

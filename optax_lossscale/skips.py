@@ -3,7 +3,8 @@
 Pass one to `with_loss_scale`, as in `with_loss_scale(inner, …, skip=skips.spikes())`.
 `spikes` is the rule to use. The others are the rules of other systems, under their
 original names and argument names. They decide about finite steps as the originals do.
-Unlike most originals, they never see a non-finite step, which is skipped anyway.
+Unlike most originals, they learn nothing from a non-finite step, which is skipped
+anyway.
 
 Each function returns a `SkipRule`, which you may subclass for a rule of your own. A
 wrong argument raises a `ValueError`.
@@ -204,8 +205,11 @@ def axlearn(
         if not isinstance(drop_norm, DropNorm):
             return ThresholdSkipRule(drop_norm, strict=True)
         if grad_norm_ema_decay is None:
-            allowed = "given, such as 0.99, where drop_norm follows the norms"
-            validation.refuse("grad_norm_ema_decay", grad_norm_ema_decay, allowed)
+            validation.refuse(
+                "grad_norm_ema_decay",
+                grad_norm_ema_decay,
+                "given, such as 0.99, where drop_norm follows the norms",
+            )
         return MovingAverageSkipRule(*drop_norm, grad_norm_ema_decay)
 
 
@@ -244,7 +248,7 @@ def drop_norm_by_grad_norm_stddev(
       >>> skips.axlearn(skips.drop_norm_by_grad_norm_stddev(), 0.99).min_count
       500
     """
-    count = validation.count(0)("min_count", min_count)
+    count = validation.count("min_count", min_count)
     return DropNorm(1.0, stddev_factor=_smallest(multipliers), min_count=count)
 
 
@@ -266,7 +270,7 @@ def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
 
 def _half(length: int) -> int:
     """How many steps make a window of this length half full, but at least 2."""
-    length = validation.count(2, 2**20)("length", length)
+    length = validation.int_between(2, 2**20)("length", length)
     return max(2, length // 2)
 
 

@@ -17,21 +17,20 @@ replica, and the answers of all replicas are reduced to one by `across`.
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.placement import is_partitioned
-from optax_lossscale._arrays.precision import at_least_float32, is_inexact
+from optax_lossscale._arrays.precision import T, at_least_float32, is_inexact
 
-T = TypeVar("T")
 AxisName = Hashable
 Groups = list[list[jax.Array]]  # each a list of leaves of one type that share a kernel
 
-_LARGEST = float(np.finfo(np.float32).max)
 # How many numbers of a large leaf are summed one after the other, on CPU
 _ROW = 2**16
 _SHORTEST_ROW = 2**8
@@ -72,7 +71,7 @@ def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
 
     The norm is float32, like the sum of squares under its root. So that of finite
     numbers is infinite from 2**64 on, and the flag does not follow from it; and below
-    about 1e-22 it is 0.
+    about 1e-19 it may be 0, as CPUs flush subnormal squares to zero.
     """
     square, finite = _by_platform(tree, _squares_on_cpu, _squares)
     return jnp.sqrt(square), finite
@@ -139,9 +138,9 @@ def _all_finite(groups: Groups) -> jax.Array:
 
 def _largest(groups: Groups) -> jax.Array:
     """The largest absolute value, or infinity if a number is not finite; shape ()."""
-    arrays_of_sizes = _joined(groups, _size_or_infinity, lax.max)
+    magnitudes = _joined(groups, _magnitude_or_infinity, lax.max)
     largest_or_zero = functools.partial(jnp.max, initial=0)
-    return _reduced(largest_or_zero, arrays_of_sizes)
+    return _reduced(largest_or_zero, magnitudes)
 
 
 def _squares(groups: Groups) -> tuple[jax.Array, jax.Array]:
@@ -178,10 +177,10 @@ def _all_finite_on_cpu(groups: Groups) -> jax.Array:
 
 def _largest_on_cpu(groups: Groups) -> jax.Array:
     """The largest absolute value, or infinity if a number is not finite; shape ()."""
-    arrays_of_sizes = _joined(groups, _size, lax.max)
+    magnitudes = _joined(groups, _magnitude, lax.max)
     sums = _finite_sums(groups)
-    sizes, finite = _reduced_beside_check(lax.max, np.float32(0), arrays_of_sizes, sums)
-    return jnp.where(finite.all(), sizes.max(), jnp.inf)
+    maxima, finite = _reduced_beside_check(lax.max, np.float32(0), magnitudes, sums)
+    return jnp.where(finite.all(), maxima.max(), jnp.inf)
 
 
 def _squares_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
@@ -301,21 +300,21 @@ def _square(x: jax.Array) -> jax.Array:
     return jnp.square(x.astype(jnp.float32))
 
 
-def _size(x: jax.Array) -> jax.Array:
+def _magnitude(x: jax.Array) -> jax.Array:
     """The absolute value of each number as float32, finite if the number is.
 
     For a complex number, the larger of the absolute values of its parts.
     """
     if jnp.iscomplexobj(x):
-        return jnp.maximum(_size(x.real), _size(x.imag))
+        return jnp.maximum(_magnitude(x.real), _magnitude(x.imag))
     if x.dtype.itemsize > 4:  # a float64 may be more than float32 holds
-        x = jnp.clip(x, -_LARGEST, _LARGEST)
+        x = jnp.clip(x, -validation.LARGEST, validation.LARGEST)
     return jnp.abs(x.astype(jnp.float32))
 
 
-def _size_or_infinity(x: jax.Array) -> jax.Array:
-    """`_size`, but infinity for NaN, which a max may lose, and for infinity."""
-    return jnp.where(_is_finite(x), _size(x), jnp.inf)
+def _magnitude_or_infinity(x: jax.Array) -> jax.Array:
+    """`_magnitude`, but infinity for NaN, which a max may lose, and for infinity."""
+    return jnp.where(_is_finite(x), _magnitude(x), jnp.inf)
 
 
 # --- over replicas ---
@@ -328,13 +327,14 @@ def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
     others apply, and their parameters would differ from then on. So they reduce their
     flags to one, by a minimum, and all skip if the gradients of one overflow.
     """
-    return across(_all_of_replicas, flag, axis_name)
+    if axis_name is None:
+        return flag
+    return across(lax.pmin, flag.astype(jnp.int32), axis_name).astype(bool)
 
 
-def _all_of_replicas(flag: jax.Array, names: tuple[AxisName, ...]) -> jax.Array:
-    """Whether a flag is True on every replica along one axis or more."""
-    number = flag.astype(jnp.int32)
-    return lax.pmin(number, names).astype(bool)
+def largest_on_all_replicas(tree: Any, axis_name: AxisName | None) -> jax.Array:
+    """`largest` over all replicas along the named axes; float32, shape ()."""
+    return across(lax.pmax, largest(tree), axis_name)
 
 
 def across(reduce: Callable, x: jax.Array, axis_name: AxisName | None) -> jax.Array:

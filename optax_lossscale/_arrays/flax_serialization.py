@@ -38,12 +38,12 @@ def _to_state_dict(stateful: Any) -> dict[str, Any]:
 
 def _from_state_dict(stateful: Any, saved: Any) -> Any:
     """A copy of `stateful` with the saved state, which must have the same shapes."""
-    kind = type(stateful).__name__
     shapes = jax.tree.map(np.shape, _to_state_dict(stateful))
     saved_shapes = jax.tree.map(np.shape, saved)
     if saved_shapes != shapes:
         raise ValueError(
-            f"a saved {kind} must hold arrays of the shapes that its configuration "
-            f"gives them, {shapes}; got {validation.shown(saved_shapes)}"
+            f"a saved {type(stateful).__name__} must hold arrays of the shapes that "
+            f"its configuration gives them, {shapes}; got "
+            f"{validation.shown(saved_shapes)}"
         )
     return stateful.replace(**saved)

@@ -14,7 +14,7 @@ def is_partitioned(x: jax.Array) -> bool:
     """
     mesh = jax.typeof(x).sharding.mesh
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    sizes = [size for size, kind in axes if kind != AxisType.Manual]
+    sizes = [size for size, axis_type in axes if axis_type != AxisType.Manual]
     return max(sizes, default=1) > 1
 
 
@@ -23,7 +23,7 @@ def varying_axes(x: jax.Array) -> frozenset:
 
     JAX keeps track of them only with `check_vma`; without it, the set is empty.
     """
-    kind: Any = jax.typeof(x)
+    aval: Any = jax.typeof(x)
     # Newer versions of JAX have `manual_axis_type` in place of `vma`.
-    axes = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type
+    axes = aval.vma if hasattr(aval, "vma") else aval.manual_axis_type
     return getattr(axes, "varying", axes) or frozenset()

@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.flax_serialization import register_with_flax
-from optax_lossscale._arrays.precision import T
+from optax_lossscale._arrays.precision import T, dtype_of
 
 _DTYPES = {bool: np.bool_, int: np.int32, float: np.float32}
 
@@ -39,8 +39,9 @@ def state_field(
 
     Args:
       default: its first value. A bool, int or float becomes a bool, int32 or float32
-        scalar; arrays keep their dtype, and anything else has the one that NumPy gives
-        it. Without a default, `__post_init__` sets it.
+        scalar, and anything else an array of the dtype that NumPy gives it; with 64-bit
+        types disabled, one of 64 bits becomes one of 32. Without a default,
+        `__post_init__` sets it.
       init: not to be passed: its default tells type checkers that the constructor takes
         no such argument.
 
@@ -105,8 +106,9 @@ class Stateful(abc.ABC):
         fields = dataclasses.fields(cls)
         cls._state_names = [f.name for f in fields if state_field in f.metadata]
         cls._static_names = [f.name for f in fields if state_field not in f.metadata]
-        checks = {f.name: f.metadata[checked] for f in fields if checked in f.metadata}
-        cls._checks = cls._checks | checks
+        cls._checks = cls._checks | {
+            f.name: f.metadata[checked] for f in fields if checked in f.metadata
+        }
         jax.tree_util.register_pytree_with_keys(
             cls, cls._flatten_with_keys, cls._unflatten
         )
@@ -116,7 +118,7 @@ class Stateful(abc.ABC):
             vars(self)[name] = check(name, getattr(self, name))
 
     def __eq__(self, other: object) -> bool:
-        validation.at_hand("==", (self, other))
+        validation.check_at_hand("==", (self, other))
         if jax.tree.structure(self) != jax.tree.structure(other):
             return False
         return jax.tree.all(jax.tree.map(np.array_equal, self, other))
@@ -133,15 +135,14 @@ class Stateful(abc.ABC):
         """A copy with new values of the named state fields, in the dtypes they had."""
         unknown = sorted(set(state) - set(self._state_names))
         if unknown:
+            known = ", ".join(self._state_names) or "none"
             raise TypeError(
                 f"{type(self).__name__} has no state {', '.join(unknown)}; its state "
-                f"fields are {', '.join(self._state_names)}. For another "
-                "configuration, construct a new one."
+                f"fields are {known}. For another configuration, construct a new one."
             )
         new = copy.copy(self)
         for name, value in state.items():
-            dtype = getattr(self, name).dtype
-            vars(new)[name] = jnp.asarray(value, dtype)
+            vars(new)[name] = jnp.asarray(value, dtype_of(getattr(self, name)))
         return new
 
     def get_config(self) -> dict[str, Any]:
@@ -196,8 +197,7 @@ class Stateful(abc.ABC):
         """The state as leaves with keys, and the configuration as static data."""
         keys = map(GetAttrKey, self._state_names)
         state = self._values(self._state_names)
-        static = self._values(self._static_names)
-        return list(zip(keys, state, strict=True)), static
+        return list(zip(keys, state, strict=True)), self._values(self._static_names)
 
     @classmethod
     def _unflatten(cls, static: Any, state: Any) -> Self:
@@ -207,6 +207,19 @@ class Stateful(abc.ABC):
         values = (*static, *state)
         vars(self).update(zip(names, values, strict=True))
         return self
+
+
+def check_successor(new: Any, old: Stateful, method: str) -> None:
+    """Raises a `TypeError` unless `new`, which a user's method returned, may follow.
+
+    That is an instance with its configuration, and with state of the same shapes.
+    """
+    if jax.tree.map(np.shape, new) != jax.tree.map(np.shape, old):
+        raise TypeError(
+            f"{type(old).__name__} must adapt to a {old._kind} of its own type and "
+            "configuration, with state of the same shapes: return self.replace(…) from "
+            f"{method}. Got {validation.shown(new)}"
+        )
 
 
 def choose(flag: ArrayLike, if_true: T, if_false: T) -> T:

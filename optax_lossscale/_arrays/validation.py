@@ -1,8 +1,10 @@
 """Checks of arguments, and errors that say what is allowed and what was given.
 
-A `Check` takes an argument's name and value. It returns the value, a NumPy scalar
-converted to a Python number, and raises a `ValueError` if the value is not allowed. All
-of this runs in Python, also while a step is traced, and reads no traced number.
+A `Check` takes an argument's name and value. It returns the value, with a NumPy scalar
+or an array of shape () as a Python number, and raises a `ValueError` if the value is
+not allowed. A function whose name begins with `check_` returns nothing, but raises if
+an argument is of the wrong type, or does not fit the others. All of this runs in
+Python, also while a step is traced, and reads no traced number.
 """
 
 import contextlib
@@ -24,6 +26,7 @@ from optax_lossscale._arrays.precision import dtype_of, is_array
 
 SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest normal float32
 LARGEST = float(np.finfo(np.float32).max)
+BELOW_ONE = 1 - 2.0**-24  # the largest float32 number below 1
 LARGEST_INT = int(np.iinfo(np.int32).max)
 _OURS = ("optax_lossscale", "jax")
 
@@ -72,8 +75,9 @@ def user_names(**arguments: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        text = re.sub(r"\w+", lambda x: user_name_of.get(x[0], x[0]), str(error))
-        raise ValueError(text) from None
+        rule, got, value = str(error).partition(", got ")
+        rule = re.sub(r"\w+", lambda x: user_name_of.get(x[0], x[0]), rule)
+        raise ValueError(rule + got + value) from None
 
 
 def python_number(value: Any) -> int | float | None:
@@ -84,7 +88,7 @@ def python_number(value: Any) -> int | float | None:
     if isinstance(value, jax.core.Tracer):
         return None
     if isinstance(value, (np.generic, np.ndarray, jax.Array)) and value.shape == ():
-        value = value.item()
+        value = jax.device_get(value).item()
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if is_number else None
 
@@ -93,33 +97,49 @@ def is_real(value: Any) -> bool:
     """Whether this is a real number, or an array of them; bools are none."""
     if not is_array(value):
         return False
-    kind = dtype_of(value)
-    return jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.floating)
+    dtype = dtype_of(value)
+    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
 
 
-def number(allowed: str, holds: Callable[[float], bool]) -> Check:
+def number_that(allowed: str, holds: Callable[[float], bool]) -> Check:
     """A check for a number for which `holds` is true; it returns a Python float."""
 
-    def checked(name: str, value: Any) -> float:
+    def check(name: str, value: Any) -> float:
         x = python_number(value)
         if x is None or not holds(x):
             refuse(name, value, allowed)
         return float(x)
 
-    return checked
+    return check
 
 
-def scale_up_to(largest: float) -> Check:
-    """A check for a loss scale: a normal float32 number of at most `largest`."""
-    allowed = f"a number between {SMALLEST:.4g} and {largest:.4g}, normal in float32"
-    return number(allowed, lambda x: SMALLEST <= x <= largest)
+def number_between(least: float, most: float) -> Check:
+    """A check for a number from `least` to `most`; it returns a Python float."""
+    allowed = f"a number between {least:.8g} and {most:.8g}"
+    return number_that(allowed, lambda x: least <= x <= most)
 
 
-finite = number("a finite number", lambda x: abs(x) <= LARGEST)
-positive = number("a positive number", lambda x: 0 < x <= LARGEST)
-scale = scale_up_to(LARGEST)
-growth_factor = number(f"a number from 1 to {LARGEST:.4g}", lambda x: 1 <= x <= LARGEST)
-backoff_factor = number("a number in (0, 1]", lambda x: 0 < x <= 1)
+def int_between(least: int, most: int) -> Check:
+    """A check for an int from `least` to `most`."""
+
+    def check(name: str, value: Any) -> int:
+        x = python_number(value)
+        if not isinstance(x, int) or not least <= x <= most:
+            refuse(name, value, f"an int between {least} and {most}")
+        return x
+
+    return check
+
+
+count = int_between(0, LARGEST_INT)
+positive_int = int_between(1, LARGEST_INT)
+finite = number_that("a finite number", lambda x: abs(x) <= LARGEST)
+positive = number_that("a positive number", lambda x: 0 < x <= LARGEST)
+scale = number_between(SMALLEST, LARGEST)
+growth_factor = number_that(
+    f"a number from 1 to {LARGEST:.4g}", lambda x: 1 <= x <= LARGEST
+)
+backoff_factor = number_that("a number in (0, 1]", lambda x: 0 < x <= 1)
 
 
 def scale_or_none(name: str, value: Any) -> float | None:
@@ -127,27 +147,16 @@ def scale_or_none(name: str, value: Any) -> float | None:
     return None if value is None else scale(name, value)
 
 
-def in_order(
+def check_bounds(
     min_scale: float | None, initial_scale: float, max_scale: float | None
 ) -> None:
-    """Raises unless the initial scale lies between its bounds; None is no bound."""
+    """Raises a `ValueError` unless a scale is within its bounds; None is no bound."""
     is_low = min_scale is not None and initial_scale < min_scale
     is_high = max_scale is not None and initial_scale > max_scale
     if is_low or is_high:
-        allowed = f"between min_scale={min_scale!r} and max_scale={max_scale!r}"
-        refuse("initial_scale", initial_scale, allowed)
-
-
-def count(least: int = 1, most: int = LARGEST_INT) -> Check:
-    """A check for an int from `least` to `most`."""
-
-    def checked(name: str, value: Any) -> int:
-        x = python_number(value)
-        if not isinstance(x, int) or not least <= x <= most:
-            refuse(name, value, f"an int between {least} and {most}")
-        return x
-
-    return checked
+        least = "0" if min_scale is None else f"min_scale={min_scale!r}"
+        most = "infinity" if max_scale is None else f"max_scale={max_scale!r}"
+        refuse("initial_scale", initial_scale, f"between {least} and {most}")
 
 
 def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:
@@ -157,8 +166,7 @@ def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:
     """
     is_of_their_type = type(value) is type(options[0])
     if not is_of_their_type or value not in options:
-        allowed = ", ".join(map(repr, options))
-        refuse(name, value, f"one of {allowed}")
+        refuse(name, value, f"one of {', '.join(map(repr, options))}")
     return value
 
 
@@ -169,13 +177,13 @@ def flag(name: str, value: Any) -> bool:
 
 def floating_dtype(name: str, value: Any) -> np.dtype:
     """Checks that an argument is a dtype of real floating-point numbers."""
-    floating = dtype(value)
+    floating = dtype_or_none(value)
     if floating is None or not jnp.issubdtype(floating, jnp.floating):
         refuse(name, value, "a floating-point dtype")
     return floating
 
 
-def dtype(value: Any) -> np.dtype | None:
+def dtype_or_none(value: Any) -> np.dtype | None:
     """A dtype, or the name of one, as a NumPy dtype; None for anything else."""
     try:
         return None if value is None else jnp.dtype(value)
@@ -183,13 +191,13 @@ def dtype(value: Any) -> np.dtype | None:
         return None
 
 
-def function(name: str, value: Any) -> None:
+def check_function(name: str, value: Any) -> None:
     """Raises a `TypeError` unless an argument is callable."""
     if not callable(value):
         raise TypeError(f"{name} must be a function, got {shown(value)}")
 
 
-def transformation(name: str, value: Any) -> None:
+def check_transformation(name: str, value: Any) -> None:
     """Raises a `TypeError` unless an argument is an Optax gradient transformation."""
     methods = (getattr(value, "init", None), getattr(value, "update", None))
     if not all(map(callable, methods)):
@@ -199,8 +207,8 @@ def transformation(name: str, value: Any) -> None:
         )
 
 
-def argnums(value: Any) -> tuple[int, ...]:
-    """Checks an `argnums`, an int or a sequence of ints, and returns it as a tuple."""
+def argnums_tuple(value: Any) -> tuple[int, ...]:
+    """An `argnums`, an int or a sequence of ints, as a tuple; raises for others."""
     positions = tuple(value) if isinstance(value, Sequence) else (value,)
     got = shown(value)
     for position in positions:
@@ -217,7 +225,7 @@ def is_traced(tree: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
-def at_hand(name: str, tree: Any) -> None:
+def check_at_hand(name: str, tree: Any) -> None:
     """Raises a `TypeError` if a tree holds tracers, whose numbers no host can read."""
     if is_traced(tree):
         raise TypeError(

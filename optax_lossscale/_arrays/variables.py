@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from optax_lossscale._arrays.precision import T
+
 
 def is_variable(x: Any) -> bool:
     """Whether this is an `nnx.Variable`."""
@@ -35,6 +37,22 @@ def find(is_node: Callable[[Any], bool], tree: Any) -> list[Any]:
     """All nodes of a tree for which `is_node` holds, but none inside of another."""
     nodes = jax.tree.leaves(tree, is_leaf=is_node)
     return [x for x in nodes if is_node(x)]
+
+
+def distinct(nodes: list[T]) -> list[T]:
+    """The nodes without those made of the same variables as one before them.
+
+    Those that hold no variables are all returned.
+    """
+    first = {}
+    for place, node in enumerate(nodes):
+        first.setdefault(variable_ids(node) or place, node)
+    return list(first.values())
+
+
+def variable_ids(tree: Any) -> tuple[int, ...]:
+    """The ids of the variables in a tree, by which two places hold the same one."""
+    return tuple(map(id, find(is_variable, tree)))
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:

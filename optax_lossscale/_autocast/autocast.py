@@ -95,10 +95,10 @@ def autocast(
     """
     if fun is inspect.Parameter.empty:
         return functools.partial(autocast, dtype=dtype, argnums=argnums)
-    validation.function("fun", fun)
+    validation.check_function("fun", fun)
     low = validation.floating_dtype("dtype", dtype)
     validation.one_of("dtype", str(low), ("float16", "bfloat16"))
-    positions = validation.argnums(argnums)
+    positions = validation.argnums_tuple(argnums)
 
     @contextlib.contextmanager
     def planned(args, kwargs):

@@ -43,7 +43,7 @@ def cast_inputs(fun: Callable[..., Any]) -> Callable[..., Any]:
       float16
       dtype('float32')
     """
-    validation.function("fun", fun)
+    validation.check_function("fun", fun)
 
     @functools.wraps(fun)
     def of_cast(*args, **kwargs):

@@ -95,9 +95,9 @@ def diagnose(
       >>> print(report.initial_scale)
       2**31, with 2 bits to spare before gradients overflow
     """
-    validation.function("loss_fn", loss_fn)
+    validation.check_function("loss_fn", loss_fn)
     check_keywords(loss_fn, ["has_aux", "opt_state"], (params, *args))
-    validation.at_hand("diagnose", (params, args, kwargs, opt_state))
+    validation.check_at_hand("diagnose", (params, args, kwargs, opt_state))
     # Numbers that are not finite have to be found here, not raised, and the host has to
     # look at all of them.
     with (

@@ -155,7 +155,7 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
       >>> report.products[0].operands
       (dtype('float32'), dtype('float16'))
     """
-    validation.function("fun", fun)
+    validation.check_function("fun", fun)
     with as_program(fun, args, kwargs) as call:
         return report_of(open_jaxpr(call.program))
 

@@ -88,12 +88,12 @@ class DynamicLossScale(LossScale):
       1024.0
     """
 
-    growth_interval: int = checked(validation.count(), default=2000)
+    growth_interval: int = checked(validation.positive_int, default=2000)
     growth_factor: float = checked(validation.growth_factor, default=2.0)
     backoff_factor: float = checked(validation.backoff_factor, default=0.5)
     min_scale: float | None = checked(validation.scale_or_none, default=1.0)
     max_scale: float | None = checked(validation.scale_or_none, default=None)
-    hysteresis: int = checked(validation.count(), default=1)
+    hysteresis: int = checked(validation.positive_int, default=1)
     hysteresis_refill: Refill = checked(
         partial(validation.one_of, options=get_args(Refill)), default="growth"
     )
@@ -105,9 +105,8 @@ class DynamicLossScale(LossScale):
 
     def __post_init__(self):
         super().__post_init__()
-        validation.in_order(self.min_scale, self.initial_scale, self.max_scale)
-        is_below_interval = validation.count(0, self.growth_interval - 1)
-        counter = is_below_interval(
+        validation.check_bounds(self.min_scale, self.initial_scale, self.max_scale)
+        counter = validation.int_between(0, self.growth_interval - 1)(
             "initial_growth_counter", self.initial_growth_counter
         )
         self._set(
@@ -126,7 +125,7 @@ class DynamicLossScale(LossScale):
         """The loss scale after a finite step: one more is counted, and it may grow."""
         counter = self.growth_counter + 1
         due = counter >= self.growth_interval
-        grown = self._times(self.growth_factor)
+        grown = self._rescaled(self.growth_factor)
         refills = True if self.hysteresis_refill == "finite" else due
         return self.replace(
             loss_scale=jnp.where(due, grown, self()),
@@ -139,7 +138,7 @@ class DynamicLossScale(LossScale):
         """The loss scale after an overflow: it backs off, or tolerates one more."""
         scale = self()
         backs_off = self.hysteresis_left <= 1
-        lowered = self._times(self.backoff_factor)
+        lowered = self._rescaled(self.backoff_factor)
         left_after = self.hysteresis if self.hysteresis_refill == "rescale" else 1
         return self.replace(
             loss_scale=jnp.where(backs_off, lowered, scale),
@@ -148,7 +147,7 @@ class DynamicLossScale(LossScale):
             _exhausted=self.can_be_exhausted & backs_off & (lowered >= scale),
         )
 
-    def _times(self, factor: float) -> jax.Array:
+    def _rescaled(self, factor: float) -> jax.Array:
         """The scale times a factor, clipped to the bounds; float32, shape ().
 
         The scale itself, if the product is not a normal float32 number.

@@ -13,10 +13,12 @@ import numpy as np
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import OVERFLOWS
+from optax_lossscale._arrays.finite import AxisName
 from optax_lossscale._arrays.precision import T, map_inexact
-from optax_lossscale._scales.loss_scale import AxisName, LossScale
+from optax_lossscale._scales.loss_scale import LossScale
 
-_SCALE = validation.scale_up_to(2.0**126)  # of more, the reciprocal is subnormal
+# Of a larger scale, the reciprocal would be subnormal.
+_SCALE = validation.number_between(validation.SMALLEST, 2.0**126)
 
 
 class FixedLossScale(LossScale):

@@ -20,12 +20,9 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
+from optax_lossscale._arrays.finite import AxisName, largest_on_all_replicas
 from optax_lossscale._arrays.stateful import checked, choose, state_field
-from optax_lossscale._scales.loss_scale import (
-    AxisName,
-    LossScale,
-    largest_of_all,
-)
+from optax_lossscale._scales.loss_scale import LossScale
 
 # These are in bits.
 _OVERFLOW = 16  # all finite float16 numbers are below 2**16
@@ -83,10 +80,10 @@ class HeadroomLossScale(LossScale):
     helped. Each row of overflows doubles the `memory`: the number of steps, 0 at first,
     in which `largest` and `reserve` fall by a bit.
 
-    Gradients that are all zero have no size: `largest` stands for it above, and
-    `memory` stays. They may be rare, or may all have underflowed. So the scale grows by
-    one bit in 2048 to 32,768 such steps. It is a power of two between 2**-100 and
-    2**100.
+    A step whose gradients are all zero measures nothing: `memory` stays, and `largest`
+    falls by `fall`. Such gradients may be rare, or may all have underflowed. So the
+    scale grows by one bit in 2048 to 32,768 such steps. It is a power of two between
+    2**-100 and 2**100.
 
     Source: this library, after OpenSeq2Seq's `LogMaxScaler`.
 
@@ -112,13 +109,9 @@ class HeadroomLossScale(LossScale):
     """
 
     initial_scale: float = checked(
-        validation.number(
-            f"between 2**-{_BOUND} and 2**{_BOUND}",
-            lambda x: 2.0**-_BOUND <= x <= 2.0**_BOUND,
-        ),
-        default=2.0**15,
+        validation.number_between(2.0**-_BOUND, 2.0**_BOUND), default=2.0**15
     )
-    margin: int = checked(validation.count(0, 24), default=1)
+    margin: int = checked(validation.int_between(0, 24), default=1)
     spare_bits: jax.Array = state_field()  # shape=(), dtype=float32
     _reserve: jax.Array = state_field(0.0)  # in bits; shape=(), dtype=float32
     _memory: jax.Array = state_field(0.0)  # in steps; shape=(), dtype=float32
@@ -135,7 +128,7 @@ class HeadroomLossScale(LossScale):
     def update(
         self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, jax.Array]:
-        gradient = largest_of_all(grads, axis_name)
+        gradient = largest_on_all_replicas(grads, axis_name)
         finite = jnp.isfinite(gradient)
         is_measured = gradient > 0
         after_finite_step = choose(
@@ -244,7 +237,7 @@ class HeadroomLossScale(LossScale):
         It is not stored, but computed back from the scale and `spare_bits`.
         """
         _, exponent = jnp.frexp(self() / 2)
-        return _OVERFLOW - exponent - self.spare_bits
+        return (_OVERFLOW - exponent).astype(jnp.float32) - self.spare_bits
 
     def _with(self, largest: jax.Array, reserve: ArrayLike, **state: ArrayLike) -> Self:
         """The loss scale that a largest gradient and a reserve make, with other state.

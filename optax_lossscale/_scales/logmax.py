@@ -12,20 +12,16 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
+from optax_lossscale._arrays.finite import AxisName, largest_on_all_replicas
 from optax_lossscale._arrays.stateful import checked, choose, state_field
-from optax_lossscale._scales.loss_scale import (
-    AxisName,
-    LossScale,
-    largest_of_all,
-)
+from optax_lossscale._scales.loss_scale import LossScale
 
-_BELOW_ONE = 1 - 2.0**-24  # the largest float32 number below 1
-_DECAY = validation.number("in [0, 1) as a float32", lambda x: 0 <= x <= _BELOW_ONE)
+_DECAY = validation.number_between(0, validation.BELOW_ONE)
 # Above 60, the average of the squares would be infinite in float32, and the scale NaN.
-_AT_MOST_60 = validation.number(
+_AT_MOST_60 = validation.number_that(
     "a number of at most 60", lambda x: -validation.LARGEST <= x <= 60
 )
-_DEVIATIONS = validation.number("in [0, 1e6]", lambda x: 0 <= x <= 1e6)
+_DEVIATIONS = validation.number_between(0, 1e6)
 
 
 class LogMaxLossScale(LossScale):
@@ -88,7 +84,7 @@ class LogMaxLossScale(LossScale):
 
     def __post_init__(self):
         super().__post_init__()
-        validation.in_order(self.min_scale, self.initial_scale, self.max_scale)
+        validation.check_bounds(self.min_scale, self.initial_scale, self.max_scale)
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
         return choose(grads_finite, self, self._observe(self._of_overflow()))
@@ -96,7 +92,7 @@ class LogMaxLossScale(LossScale):
     def update(
         self, grads: Any, axis_name: AxisName | None = None
     ) -> tuple[Self, jax.Array]:
-        amax = largest_of_all(grads, axis_name)
+        amax = largest_on_all_replicas(grads, axis_name)
         finite = jnp.isfinite(amax)
         log2_amax = jnp.log2(jnp.maximum(amax, validation.SMALLEST))
         x = jnp.where(finite, log2_amax, self._of_overflow())

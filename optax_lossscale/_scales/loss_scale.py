@@ -28,13 +28,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from optax_lossscale._arrays import validation
-from optax_lossscale._arrays.finite import (
-    AxisName,
-    across,
-    all_finite,
-    largest,
-    on_all_replicas,
-)
+from optax_lossscale._arrays.finite import AxisName, all_finite, on_all_replicas
 from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._arrays.stateful import Stateful, checked, state_field
 
@@ -86,6 +80,13 @@ class LossScale(Stateful):
         """Returns the current loss scale: float32, shape ()."""
         return jnp.asarray(self.loss_scale, jnp.float32)
 
+    def replace(self, **state: ArrayLike) -> Self:
+        scale = state.get("loss_scale")
+        # To check an array would wait for the device.
+        if isinstance(scale, (int, float)):
+            validation.scale("loss_scale", scale)
+        return super().replace(**state)
+
     @abc.abstractmethod
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """The loss scale after one step, from the flag alone.
@@ -94,7 +95,7 @@ class LossScale(Stateful):
           grads_finite: whether the step's gradients were finite; bool, shape ().
 
         Returns:
-          The new loss scale, with the structure and dtypes of this one.
+          The new loss scale, with the structure, shapes and dtypes of this one.
         """
 
     def update(
@@ -139,12 +140,7 @@ class LossScale(Stateful):
           keep their dtype. All other leaves are returned as they are.
         """
         scale = self()
-
-        def scaled(x):
-            dtype = jnp.finfo(x.dtype).dtype  # that of the parts of complex numbers
-            return x * scale.astype(dtype)
-
-        return map_inexact(scaled, tree)
+        return map_inexact(lambda x: x * scale.astype(x.dtype), tree)
 
     def unscale(self, tree: T) -> T:
         """Divides gradients, or the leaves of any pytree, by the scale.
@@ -155,7 +151,8 @@ class LossScale(Stateful):
         Returns:
           The tree with its floating-point and complex leaves divided by the scale, in
           the dtypes that `scale` returns. The quotients are exact if the scale is a
-          power of two, and otherwise within an ulp or two.
+          power of two, and otherwise within an ulp or two; but subnormal ones may
+          become 0.
         """
         # XLA compiles x / scale to x * (1 / scale). Above 2**126 that reciprocal is
         # subnormal, and flushed to zero. So it is split into two factors, and a barrier
@@ -176,8 +173,10 @@ class LossScale(Stateful):
             )
 
         def unscaled(x):
+            # The factors are real, and strict promotion multiplies no complex number by
+            # a real one: hence the casts, which change nothing else.
             inverse_shift, shifted_inverse = factors(jnp.finfo(x.dtype).dtype)
-            return x * inverse_shift * shifted_inverse
+            return x * inverse_shift.astype(x.dtype) * shifted_inverse.astype(x.dtype)
 
         return map_inexact(unscaled, tree)
 
@@ -189,11 +188,3 @@ def _in_one_array(*scalars: jax.Array) -> tuple[jax.Array, ...]:
     compiler would merge the kernels of several leaves, which take longer to compile.
     """
     return tuple(lax.optimization_barrier(jnp.stack(scalars)))
-
-
-def largest_of_all(grads: Any, axis_name: AxisName | None) -> jax.Array:
-    """The largest absolute gradient on all replicas, float32, shape ().
-
-    Infinity if a gradient on any replica is not finite; 0 if there are no gradients.
-    """
-    return across(lax.pmax, largest(grads), axis_name)

@@ -19,7 +19,10 @@ from optax_lossscale._scales.loss_scale import LossScale
 
 
 class ToleranceLossScale(LossScale):
-    """Backs off when too large a share of the steps since the last rescale overflowed.
+    """Backs off at an overflow if too many steps have overflowed of late.
+
+    That is, if the overflows since the last back-off are too large a share of the steps
+    since the scale last changed.
 
     Source: fairseq's `DynamicLossScaler`. The rule::
 
@@ -66,10 +69,10 @@ class ToleranceLossScale(LossScale):
       512.0
     """
 
-    growth_interval: int = checked(validation.count(), default=2000)
+    growth_interval: int = checked(validation.positive_int, default=2000)
     factor: float = checked(validation.growth_factor, default=2.0)
     tolerance: float = checked(
-        validation.number("a number in [0, 1]", lambda x: 0 <= x <= 1), default=0.0
+        validation.number_that("a number in [0, 1]", lambda x: 0 <= x <= 1), default=0.0
     )
     threshold: float | None = checked(validation.scale_or_none, default=None)
     min_scale: float = checked(validation.scale, default=1e-4)

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays import validation
-from optax_lossscale._arrays.stateful import Stateful, state_field
+from optax_lossscale._arrays.stateful import Stateful, check_successor, state_field
 
 APPLIED_PER_SKIP = 20  # how many applied steps pay off the debt of a skipped one
 _MOST = 2**30  # from here on, the debt stops growing, so its int32 never wraps around
@@ -25,9 +24,9 @@ _MOST = 2**30  # from here on, the debt stops growing, so its int32 never wraps 
 class SkipRule(Stateful):
     """Decides from a step's gradient norm and loss whether to apply the step.
 
-    Pass it to `with_loss_scale` as `skip=rule`. It sees only steps whose gradients,
+    Pass it to `with_loss_scale` as `skip=rule`. It decides about steps whose gradients,
     norm and loss are finite; all others are skipped anyway, and do not count as skipped
-    by the rule.
+    by the rule. `decide` is called for these, too, but what it returns is dropped.
 
     A rule is immutable: `update` returns a new one. To write your own, subclass this
     class, which makes it a frozen dataclass and a pytree, and define `decide`. As in a
@@ -40,9 +39,9 @@ class SkipRule(Stateful):
         infinite if the step was not finite; float32, shape (); state.
       skipped_by_rule: the finite steps skipped so far; int32, shape (); state.
       skip_debt: grows by 20 with each finite step skipped, and falls by 1, down to 0,
-        with each one applied whose norm is not 0, as it is below about 1e-22. A rule
-        may set it in `decide`, as that of `skips.spikes` does where it applies a spike;
-        int32, shape (); state.
+        with each one applied whose norm is not 0 (a norm below about 1e-19 may count as
+        0). A rule may set it in `decide`, as that of `skips.spikes` does where it
+        applies a spike; int32, shape (); state.
 
     Example:
       A rule that skips a step whose loss is twice the smallest so far:
@@ -80,8 +79,8 @@ class SkipRule(Stateful):
           value: the true loss, float32, shape (); or None, unless `needs_value`.
 
         Returns:
-          The new rule, with this one's structure and dtypes; and a bool, True to apply
-          the step.
+          The new rule, with this one's structure, shapes and dtypes; and a bool, True
+          to apply the step.
         """
 
     def update(
@@ -98,41 +97,45 @@ class SkipRule(Stateful):
 
         Raises:
           ValueError: if the rule needs the loss, but there is none.
-          TypeError: if `decide` returns a rule of another type or configuration, or a
-            flag that is not of shape ().
+          TypeError: if `decide` returns a rule of another type or configuration, state
+            of other shapes, or a flag that is not of shape ().
         """
-        if value is None and self.needs_value:
+        norm = jnp.asarray(norm, jnp.float32)
+        if value is not None:
+            value = jnp.asarray(value, jnp.float32)
+        elif self.needs_value:
             raise ValueError(
                 f"the rule {type(self).__name__} looks at the loss, but the step was "
                 "given none: call apply_gradients(grads, state, params, value=loss), "
                 "or update with value=loss"
             )
-        norm = jnp.asarray(norm, jnp.float32)
-        if value is not None:
-            value = jnp.asarray(value, jnp.float32)
-        new, should_apply = self.decide(norm, value)
-        if jax.tree.structure(new) != jax.tree.structure(self):
-            raise TypeError(
-                f"{type(self).__name__} must become a rule of its own type and "
-                "configuration: return self.replace(…) from decide. Got "
-                f"{validation.shown(new)}"
-            )
+        decided, should_apply = self.decide(norm, value)
         should_apply = jnp.asarray(should_apply, bool)
+        check_successor(decided, self, "decide")
         if should_apply.shape:
             raise TypeError(
                 f"decide of {type(self).__name__} must return one flag for the step, of "
                 f"shape (), got shape {should_apply.shape}: reduce it, say by jnp.all"
             )
-        skipped = self.skipped_by_rule
-        debt = new.skip_debt  # which `decide` may have set
+        debt = decided.skip_debt  # which `decide` may have set
         # A step whose norm is 0 teaches nothing, and pays off nothing.
         paid_off = jnp.maximum(debt - (norm > 0).astype(jnp.int32), 0)
         grown = jnp.minimum(debt, _MOST) + APPLIED_PER_SKIP
-        new = new.replace(
+        skipped = self.skipped_by_rule
+        one_more = optax.safe_increment(skipped)
+        new = decided.replace(
             gradient_norm=norm,
-            skipped_by_rule=jnp.where(
-                should_apply, skipped, optax.safe_increment(skipped)
-            ),
+            skipped_by_rule=jnp.where(should_apply, skipped, one_more),
             skip_debt=jnp.where(should_apply, paid_off, grown),
         )
         return new, should_apply
+
+
+def with_newest(window: jax.Array, numbers: jax.Array) -> jax.Array:
+    """A window with a new number at the front of each row, in place of the oldest.
+
+    A window holds the last norms and losses that a rule has seen: its shape is
+    (2, length), the newest numbers first. `numbers` has shape (2,).
+    """
+    newest = numbers[:, None]
+    return jnp.concatenate([newest, window[:, :-1]], axis=1)

@@ -14,8 +14,7 @@ import numpy as np
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.stateful import checked, state_field
-from optax_lossscale._skips.rule import APPLIED_PER_SKIP, SkipRule
-from optax_lossscale._skips.window import with_newest
+from optax_lossscale._skips.rule import APPLIED_PER_SKIP, SkipRule, with_newest
 
 # The standard deviation of a normal distribution is this many times the distance from
 # its median to a quartile.
@@ -28,7 +27,7 @@ _COMMON_SHARE = 20
 # This marks an empty place of the window. It is above all logarithms, and sorts last.
 _UNKNOWN = 1e3
 
-_POSITIVE = validation.number("above 0 and at most 1e6", lambda x: 0 < x <= 1e6)
+_POSITIVE = validation.number_that("above 0 and at most 1e6", lambda x: 0 < x <= 1e6)
 
 
 class SpikeSkipRule(SkipRule):
@@ -42,8 +41,8 @@ class SpikeSkipRule(SkipRule):
 
     factor: float = checked(_POSITIVE, default=6.0)
     least: float = checked(_POSITIVE, default=1.0)
-    window: int = checked(validation.count(16, 2**20), default=64)
-    max_skips: int = checked(validation.count(0, 2**20), default=16)
+    window: int = checked(validation.int_between(16, 2**20), default=64)
+    max_skips: int = checked(validation.int_between(0, 2**20), default=16)
     norm_limit: jax.Array = state_field(float("inf"))
     value_limit: jax.Array = state_field(float("inf"))
     # Logarithms of norms and of losses, the newest first; shape=(2, window), float32

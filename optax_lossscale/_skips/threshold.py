@@ -10,7 +10,7 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.stateful import checked, state_field
 from optax_lossscale._skips.rule import SkipRule
 
-_UNTIL_THEN = 1e10  # AXLearn's threshold for the first `min_count` applied steps
+_UNTIL_THEN = 1e10  # AxLearn's threshold for the first `min_count` applied steps
 
 
 class ThresholdSkipRule(SkipRule):
@@ -64,14 +64,13 @@ class MovingAverageSkipRule(SkipRule):
     """
 
     mean_factor: float = checked(validation.positive)
-    stddev_factor: float = checked(
-        validation.number(
-            "a number of at least 0", lambda x: 0 <= x <= validation.LARGEST
-        )
-    )
-    min_count: int = checked(validation.count(0))
+    stddev_factor: float = checked(validation.number_between(0, validation.LARGEST))
+    min_count: int = checked(validation.count)
     grad_norm_ema_decay: float = checked(
-        validation.number("in (0, 1), such as 0.99", lambda x: 0 < x < 1)
+        validation.number_that(
+            "in (0, 1) as a float32, such as 0.99",
+            lambda x: 0 < x <= validation.BELOW_ONE,
+        )
     )
     count: jax.Array = state_field(0)  # shape=(), dtype=int32
     mean: jax.Array = state_field(1.0)  # shape=(), dtype=float32

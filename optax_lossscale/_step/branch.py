@@ -45,34 +45,16 @@ def apply_or_skip(
     is_known = not is_traced(should_apply)
     # Several branches call it, and under `jit` it is still traced only once.
     inner_update = update.apply if is_known else jax.jit(update.apply)
-
-    # The functions below take the arrays as arguments, as those that close over arrays
-    # take longer to trace.
-    def apply(scaled, state):
-        # The check has unscaled the gradients once. To do so again, where it fuses with
-        # the inner update, is cheaper than to keep an unscaled copy in memory.
-        unscaled = scaled.unscaled(state.loss_scale)
-        return inner_update(unscaled, state.inner_state)
-
-    def skip(scaled, state):
-        if update.to_params:
-            return jax.tree.map(strong, scaled.params), state.inner_state
-        updates, _ = jax.eval_shape(apply, scaled, state)
-        return jax.tree.map(jnp.zeros_like, updates), state.inner_state
+    apply = partial(_applied, inner_update)
+    skip = partial(_skipped, apply, update.to_params)
+    select = partial(_selected, inner_update, skip, update.is_checked)
 
     def cond(flag, scaled, state):
         return lax.cond(flag, apply, skip, scaled, state)
 
-    def select(flag, scaled, state):
-        unscaled = scaled.unscaled(state.loss_scale)
-        if update.is_checked:
-            # A skipped step runs, too, and inner should see no NaN even then.
-            unscaled = unscaled.finite()
-        applied = inner_update(unscaled, state.inner_state)
-        skipped = skip(scaled, state)
-        return jax.tree.map(partial(lax.select, flag), applied, skipped)
-
-    def branch_in_python():
+    if branch == "select":
+        return select(should_apply, *operands)
+    if is_known:
         # A `lax.cond` would be compiled anew at each step, as its functions are new,
         # and JAX's cache would keep forever what they close over.
         if should_apply:
@@ -80,11 +62,34 @@ def apply_or_skip(
         # The caller may donate what is returned, so it must be copies, like the results
         # of a compiled step. (Zeros of one shape may be the same array.)
         return jax.tree.map(jnp.copy, skip(*operands))
-
-    if branch == "select":
-        return select(should_apply, *operands)
-    if is_known:
-        return branch_in_python()
     if branch == "cond":
         return cond(should_apply, *operands)
     return lax.platform_dependent(should_apply, *operands, cpu=cond, default=select)
+
+
+# These take the arrays as arguments, as functions that close over arrays take longer to
+# trace.
+
+
+def _applied(inner_update, scaled: Prepared, state: LossScaleState) -> Any:
+    """The results of a step that is applied."""
+    # The check has unscaled the gradients once. To do so again, where it fuses with the
+    # inner update, is cheaper than to keep an unscaled copy in memory.
+    return inner_update(scaled.unscaled(state.loss_scale), state.inner_state)
+
+
+def _skipped(apply, to_params: bool, scaled: Prepared, state: LossScaleState) -> Any:
+    """The results of a step that is skipped, like those that `apply` returns."""
+    if to_params:
+        return jax.tree.map(strong, scaled.params), state.inner_state
+    updates, _ = jax.eval_shape(apply, scaled, state)
+    return jax.tree.map(jnp.zeros_like, updates), state.inner_state
+
+
+def _selected(inner_update, skip, is_checked: bool, flag, scaled, state) -> Any:
+    """The results of a step that runs the inner update, whether applied or not."""
+    unscaled = scaled.unscaled(state.loss_scale)
+    if is_checked:  # a skipped step runs, too, and inner should see no NaN even then
+        unscaled = unscaled.zeroed()
+    applied = inner_update(unscaled, state.inner_state)
+    return jax.tree.map(partial(lax.select, flag), applied, skip(scaled, state))

@@ -27,7 +27,7 @@ from optax_lossscale._arrays.finite import (
     on_all_replicas,
 )
 from optax_lossscale._arrays.placement import varying_axes
-from optax_lossscale._arrays.stateful import choose
+from optax_lossscale._arrays.stateful import check_successor, choose
 from optax_lossscale._scales.headroom import HeadroomLossScale
 from optax_lossscale._scales.logmax import LogMaxLossScale
 from optax_lossscale._scales.loss_scale import LossScale
@@ -42,7 +42,7 @@ Skip = SkipRule | Literal["nonfinite"]
 _CHECKING = {LossScale.update, HeadroomLossScale.update, LogMaxLossScale.update}
 
 
-def decide(
+def decide_step(
     unscaled: Prepared,
     state: LossScaleState,
     skip: Skip | None,
@@ -61,21 +61,21 @@ def decide(
     # No gradient flows through the decision.
     grads, value = lax.stop_gradient((unscaled.grads, unscaled.value))
     norm, finite = _measured(grads, state, skip, axis_name)
-    loss_scale, fits = _adapted(state.loss_scale, grads, finite, axis_name)
-    if skip is None and fits is True:
+    loss_scale, grads_fit = _adapted(state.loss_scale, grads, finite, axis_name)
+    if skip is None and grads_fit is True:
         return True, state._replace(loss_scale=loss_scale)
 
-    fits = jnp.asarray(fits, bool)
+    grads_fit = jnp.asarray(grads_fit, bool)
     loss_is_finite = True
     if skip is not None and value is not None:
         loss_is_finite = on_all_replicas(jnp.isfinite(value), axis_name)
-    should_apply = fits & loss_is_finite
+    should_apply = grads_fit & loss_is_finite
     rule = state.skip_rule
     if rule is not None:
         rule, should_apply = _ruled(rule, norm, value, should_apply, axis_name)
     _check_replicas_agree(should_apply, state)
 
-    scale_adapts = loss_is_finite & (should_apply | ~fits)
+    scale_adapts = loss_is_finite & (should_apply | ~grads_fit)
     loss_scale = choose(scale_adapts, loss_scale, state.loss_scale)
     new_state = state._replace(loss_scale=loss_scale, skip_rule=rule)
     return should_apply, _counted(new_state, should_apply)
@@ -112,24 +112,20 @@ def _adapted(
     if finite is not None and type(loss_scale).update is LossScale.update:
         # This `update` would check again what is already known.
         new = loss_scale.adjust(finite)
-        fits = finite
+        grads_fit = finite
     else:
-        new, fits = loss_scale.update(grads, axis_name)
+        new, grads_fit = loss_scale.update(grads, axis_name)
         if finite is not None:
-            fits = finite & fits
-    if jax.tree.structure(new) != jax.tree.structure(loss_scale):
-        raise TypeError(
-            f"{type(loss_scale).__name__} must adapt to a loss scale of its own type "
-            f"and configuration: return self.replace(…) from adjust. Got {new!r}"
-        )
-    return new, fits
+            grads_fit = finite & grads_fit
+    check_successor(new, loss_scale, "adjust")
+    return new, grads_fit
 
 
 def _ruled(
     rule: SkipRule,
     norm: jax.Array,
     value: jax.Array | None,
-    should_apply: jax.Array,
+    is_finite: jax.Array,
     axis_name: AxisName | None,
 ) -> tuple[SkipRule, jax.Array]:
     """The skip rule after a step, and whether to apply the step.
@@ -138,14 +134,13 @@ def _ruled(
     learns from a step that is not finite is dropped, except that its `gradient_norm`
     becomes infinite.
     """
-    should_apply = should_apply & jnp.isfinite(norm)
+    is_finite = is_finite & jnp.isfinite(norm)
     if value is not None:
         value = across(lax.pmean, value.astype(jnp.float32), axis_name)
-        should_apply = should_apply & jnp.isfinite(value)
-    after_seeing, allowed = rule.update(norm, value)
+        is_finite = is_finite & jnp.isfinite(value)
+    after_seeing, allows = rule.update(norm, value)
     unseen = rule.replace(gradient_norm=jnp.inf)
-    rule = choose(should_apply, after_seeing, unseen)
-    return rule, should_apply & allowed
+    return choose(is_finite, after_seeing, unseen), is_finite & allows
 
 
 def _counted(state: LossScaleState, should_apply: jax.Array) -> LossScaleState:

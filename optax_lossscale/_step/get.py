@@ -12,7 +12,7 @@ import numpy as np
 
 from optax_lossscale import presets
 from optax_lossscale._arrays import validation
-from optax_lossscale._arrays.variables import find, is_of_nnx, is_variable, plain
+from optax_lossscale._arrays.variables import distinct, find, is_of_nnx, plain
 from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.headroom import HeadroomLossScale
@@ -66,7 +66,8 @@ def get(identifier: LossScaleLike) -> LossScale:
         case dict():
             return LossScale.from_config(identifier)
     if validation.python_number(identifier) is not None:
-        return FixedLossScale(identifier)
+        with validation.user_names(loss_scale="scale"):
+            return FixedLossScale(identifier)
     raise ValueError(
         "a loss scale is None (no scaling), a number (fixed), 'dynamic', 'headroom', "
         "a LossScale, a dict from get_config(), or a dict with the key 'preset'; got "
@@ -107,9 +108,8 @@ def get_loss_scale(state: Any) -> LossScale:
       >>> ols.get_loss_scale(tx.init({"w": jnp.ones(3)}))
       FixedLossScale(128.0)
     """
-    loss_scales = loss_scales_in(state)
-    count = _count(loss_scales)
-    if count != 1:
+    loss_scales = distinct(loss_scales_in(state))
+    if len(loss_scales) != 1:
         remedy = (
             "Wrap the optimizer in with_loss_scale once and pass the state that its "
             "init returned, or pass a LossScale, such as get(128)."
@@ -126,8 +126,8 @@ def get_loss_scale(state: Any) -> LossScale:
                 "first, and pass the optimizer."
             )
         raise ValueError(
-            f"expected exactly one loss scale in the state, found {count} in a "
-            f"{type(state).__name__}. {remedy}"
+            f"expected exactly one loss scale in the state, found {len(loss_scales)} "
+            f"in a {type(state).__name__}. {remedy}"
         )
     _check_nesting(state)
     return plain(loss_scales[0])
@@ -145,9 +145,9 @@ def resolve(loss_scale: Any) -> LossScale:
     shape (). The array may be traced, as where a trainer passes the scale through an
     argument of its own.
     """
-    is_number = isinstance(loss_scale, jax.Array) and validation.is_real(loss_scale)
-    if is_number and loss_scale.shape == ():
-        return _of_array(loss_scale)
+    is_number = validation.is_real(loss_scale) and np.shape(loss_scale) == ()
+    if is_number and validation.is_traced(loss_scale):
+        return _TracedLossScale().replace(loss_scale=loss_scale)
     match loss_scale:  # a dict may be a config, or part of a state
         case None | {"preset": str()} | {"class_name": str(), "config": _}:
             return get(loss_scale)
@@ -162,13 +162,6 @@ def resolve(loss_scale: Any) -> LossScale:
             "vmap(train_step)(params, state, batch)"
         )
     return of_state
-
-
-def _of_array(loss_scale: jax.Array) -> LossScale:
-    """A loss scale with the value of an array, fixed unless the array is traced."""
-    if isinstance(loss_scale, jax.core.Tracer):
-        return _TracedLossScale().replace(loss_scale=loss_scale)
-    return FixedLossScale(jax.device_get(loss_scale))
 
 
 class _TracedLossScale(LossScale):
@@ -203,8 +196,8 @@ _AROUND = {
 
 def name_in_optax(state: Any) -> str | None:
     """The name of a state's class if Optax defines the class, else None."""
-    kind = type(state)
-    return kind.__name__ if kind.__module__.split(".")[0] == "optax" else None
+    cls = type(state)
+    return cls.__name__ if cls.__module__.split(".")[0] == "optax" else None
 
 
 def _is_around(state: Any) -> bool:
@@ -222,16 +215,3 @@ def _check_nesting(state: Any) -> None:
             "gradients are unscaled and finite, as in "
             f"with_loss_scale(optax.{name}(inner, …))"
         )
-
-
-def _count(loss_scales: list[LossScale]) -> int:
-    """How many loss scales there are; those in the same `nnx` variables count once."""
-    of_arrays = 0
-    variables = set()
-    for loss_scale in loss_scales:
-        leaves = jax.tree.leaves(loss_scale, is_leaf=is_variable)
-        if leaves and all(map(is_variable, leaves)):
-            variables.add(tuple(map(id, leaves)))
-        else:
-            of_arrays += 1
-    return of_arrays + len(variables)

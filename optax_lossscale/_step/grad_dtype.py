@@ -81,4 +81,8 @@ def _is_function(grad_dtype: Any) -> bool:
     A dtype such as `jnp.float16` is callable, and so is a module that is a tree.
     """
     is_leaf = jax.tree_util.all_leaves([grad_dtype])
-    return is_leaf and callable(grad_dtype) and validation.dtype(grad_dtype) is None
+    return (
+        is_leaf
+        and callable(grad_dtype)
+        and validation.dtype_or_none(grad_dtype) is None
+    )

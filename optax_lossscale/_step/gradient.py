@@ -39,6 +39,8 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     in forward mode, the tangent does. Under `diagnose`, which tries loss scales of its
     own, the gradient is not scaled.
 
+    Source: `optax.scale_gradient`, with a loss scale as the factor.
+
     Args:
       loss: a real floating-point scalar.
       loss_scale: anything that `get` accepts, or a state that holds exactly one loss
@@ -51,13 +53,11 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     Raises:
       TypeError: if the loss is not a real floating-point scalar.
       ValueError: if `loss_scale` is not a loss scale, or a state that holds none or
-        several.
+        several, or one in which something comes after `with_master_weights`.
 
     Warns:
       UserWarning: if the loss is float16, whose gradient, the loss scale, may become
         infinite.
-
-    Source: `optax.scale_gradient`, with a loss scale as the factor.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -145,9 +145,10 @@ def value_and_scaled_grad(
 
     Raises:
       ValueError: if `loss_scale` is not a loss scale, or a state that holds none or
-        several; if `grad_dtype` has dtypes other than floating-point ones; when called,
-        if it is not a prefix of the differentiated argument, or if this has floats of
-        another dtype of the same width.
+        several, or one in which something comes after `with_master_weights`; if
+        `argnums` name an argument twice; if `grad_dtype` has dtypes other than
+        floating-point ones; when called, if it is not a prefix of the differentiated
+        argument, or if this has floats of another dtype of the same width.
       TypeError: if `fun` is not a function or `argnums` are not ints; when called, if
         the loss is not a real floating-point scalar, or if a differentiated argument is
         not a tree of arrays, has integers (unless `allow_int=True`), or is an
@@ -165,18 +166,17 @@ def value_and_scaled_grad(
     """
     check_order(loss_scale)
     loss_scale = resolve(loss_scale)
-    validation.function("fun", fun)
+    validation.check_function("fun", fun)
     check_grad_dtype(grad_dtype)
-    positions = validation.argnums(argnums)
+    positions = validation.argnums_tuple(argnums)
     if not positions:
         raise TypeError("argnums must be an int or a sequence of at least one, got ()")
-    is_one = not isinstance(argnums, Sequence)
 
     def scaled_fun(*args, **kw):
-        value = fun(*args, **kw)
-        loss = loss_of(value, has_aux)
+        returned = fun(*args, **kw)
+        loss = loss_of(returned, has_aux)
         check_scalar("the loss", loss)
-        return loss_scale.scale(jnp.asarray(loss)), value
+        return loss_scale.scale(jnp.asarray(loss)), returned
 
     scaled_value_and_grad = jax.value_and_grad(
         scaled_fun, argnums, has_aux=True, **kwargs
@@ -184,35 +184,42 @@ def value_and_scaled_grad(
 
     @functools.wraps(fun)
     def value_and_scaled_grad_fn(*args, **kw):
-        try:
-            operands = [args[n] for n in positions]
-        except IndexError:
-            return scaled_value_and_grad(*args, **kw)  # JAX says what is missing
-        differentiated = operands[0] if is_one else tuple(operands)
-        _check_no_modules(differentiated)
-        check_arrays("what is differentiated", differentiated)
-        if grad_dtype is not None:
-            cast = cast_to_grad_dtype(grad_dtype, differentiated)
-            args = list(args)
-            for n, operand in zip(positions, [cast] if is_one else cast, strict=True):
-                args[n] = operand
-        (_, value), scaled_grads = scaled_value_and_grad(*args, **kw)
-        _warn_of_float16(loss_of(value, has_aux), loss_scale)
-        return value, scaled_grads
+        if all(-len(args) <= n < len(args) for n in positions):  # else JAX complains
+            args = _checked_and_cast(args, argnums, grad_dtype)
+        (_, returned), scaled_grads = scaled_value_and_grad(*args, **kw)
+        _warn_of_float16(loss_of(returned, has_aux), loss_scale)
+        return returned, scaled_grads
 
     return value_and_scaled_grad_fn
 
 
-def loss_of(value: Any, has_aux: bool) -> Any:
+def _checked_and_cast(args, argnums, grad_dtype):
+    """The arguments, with the differentiated ones checked, and cast to `grad_dtype`."""
+    positions = validation.argnums_tuple(argnums)
+    operands = tuple(args[n] for n in positions)
+    is_one = not isinstance(argnums, Sequence)
+    differentiated = operands[0] if is_one else operands
+    _check_no_modules(differentiated)
+    check_arrays("what is differentiated", differentiated)
+    if grad_dtype is None:
+        return args
+    cast = cast_to_grad_dtype(grad_dtype, differentiated)
+    new_args = list(args)
+    for n, x in zip(positions, (cast,) if is_one else cast, strict=True):
+        new_args[n] = x
+    return new_args
+
+
+def loss_of(returned: Any, has_aux: bool) -> Any:
     """The loss in what a loss function returned: the first of a pair with `has_aux`."""
     if not has_aux:
-        return value
-    if not (isinstance(value, tuple) and len(value) == 2):
+        return returned
+    if not (isinstance(returned, tuple) and len(returned) == 2):
         raise TypeError(
             "with has_aux=True the function must return a pair (loss, aux), got a "
-            f"{type(value).__name__}"
+            f"{type(returned).__name__}"
         )
-    return value[0]
+    return returned[0]
 
 
 def check_keywords(fun: Callable[..., Any], ours: Sequence[str], args: tuple) -> None:

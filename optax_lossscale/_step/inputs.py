@@ -68,7 +68,7 @@ class Prepared:
         unscale = _unscale_traced_once if is_traced(loss_scale) else _unscale
         return dataclasses.replace(self, grads=unscale(loss_scale, self.grads))
 
-    def finite(self) -> Self:
+    def zeroed(self) -> Self:
         """A copy with zeros in place of NaN and infinities, in the loss and `grads`."""
         # Numbers are replaced one by one, without waiting for the result of the check.
         # So the norm of a clip inside is computed in the same pass as the check.
@@ -179,9 +179,11 @@ def complete(grads: Any, params: Any) -> Prepared:
 
 def _other_structure(grads: Any, params: Any) -> ValueError:
     """The error for gradients that do not have the structure of their parameters."""
-    paths = {path_name(path) for path, _ in jax.tree.leaves_with_path(grads)}
-    paths_of_params = {path_name(path) for path, _ in jax.tree.leaves_with_path(params)}
-    only_in_one = sorted(paths ^ paths_of_params)
+
+    def paths(tree):
+        return {path_name(path) for path, _ in jax.tree.leaves_with_path(tree)}
+
+    only_in_one = sorted(paths(grads) ^ paths(params))
     return ValueError(
         "the gradients must have the structure of the parameters, with None where "
         f"there is no gradient. Only one of them has {shown(only_in_one)}.\nGradients: "
@@ -233,10 +235,9 @@ def check_mask(mask: Mask | None) -> None:
     """Raises unless a mask is a function or a tree of bools."""
     if callable(mask):
         return
-    allowed = "a tree of bools, or a function from the gradients to one"
     for leaf in jax.tree.leaves(mask):
         if not isinstance(leaf, (bool, np.bool_)):
-            refuse("mask", leaf, allowed)
+            refuse("mask", leaf, "a tree of bools, or a function from gradients to one")
 
 
 def check_scalar(name: str, x: Any) -> None:

@@ -23,7 +23,7 @@ import optax
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_narrow
 from optax_lossscale._arrays.rounding import join, narrow_dtype, split
-from optax_lossscale._arrays.validation import shown, transformation
+from optax_lossscale._arrays.validation import check_transformation, shown
 from optax_lossscale._arrays.variables import find
 from optax_lossscale._step.get import name_in_optax
 from optax_lossscale._step.inputs import check_update_shape, complete, update_or_zero
@@ -145,7 +145,7 @@ def with_master_weights(
       0.0
       0.001953
     """
-    transformation("inner", inner)
+    check_transformation("inner", inner)
     inner_tx = optax.with_extra_args_support(inner)
 
     def init(params):

@@ -21,16 +21,23 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 
     Returns:
       Scalars, shape (), by name; state of your own is returned in its own shape.
-      `loss_scale` and `log2_loss_scale`, float32;
-      `exhausted`, whether the last step overflowed and the scale could not be lowered,
-      bool; `should_apply`, whether the last step was applied, bool; `skipped_steps` and
-      `consecutive_skipped_steps`, int32; and the other public state of the loss scale:
-      for a `DynamicLossScale` the `growth_counter`, the finite steps in a row since the
-      last growth, and `hysteresis_left`. With a skip rule, also the `gradient_norm`,
-      the global norm of the unscaled gradients of the last step, infinite if that was
-      not finite, float32; `skipped_by_rule`, the finite steps among the skipped ones,
-      int32; and the other public state of the rule. Where a name is taken, that of the
-      loss scale or the rule is `loss_scale/name` or `skip_rule/name`.
+
+      - `loss_scale`, `log2_loss_scale`: float32.
+      - `exhausted`: whether the last step overflowed and the scale could not be
+        lowered; bool.
+      - `should_apply`: whether the last step was applied; bool.
+      - `skipped_steps`, `consecutive_skipped_steps`: int32.
+      - The other public state of the loss scale: for a `DynamicLossScale`,
+        `growth_counter`, the finite steps in a row since the last growth, and
+        `hysteresis_left`.
+      - With a skip rule, `gradient_norm`: the global norm of the unscaled gradients of
+        the last step, infinite if that was not finite; float32.
+      - With a skip rule, `skipped_by_rule`: how many steps it skipped whose gradients,
+        norm and loss were finite; int32.
+      - The other public state of the rule.
+
+      Where a name is taken, that of the loss scale or the rule is `loss_scale/name` or
+      `skip_rule/name`.
 
     Raises:
       ValueError: if the state holds no loss scale, or several.
@@ -62,16 +69,12 @@ def metrics(state: Any) -> dict[str, jax.Array]:
         "log2_loss_scale": log2,
         "exhausted": exhausted,
     }
-    rule = None
     if wrapper is not None:
-        rule = wrapper.skip_rule
-        scalars |= {
-            "should_apply": wrapper.should_apply,
-            "skipped_steps": wrapper.skipped_steps,
-            "consecutive_skipped_steps": wrapper.consecutive_skipped_steps,
-        }
+        for name in ("should_apply", "skipped_steps", "consecutive_skipped_steps"):
+            scalars[name] = getattr(wrapper, name)
     _add_public(scalars, "loss_scale", loss_scale)
-    _add_public(scalars, "skip_rule", rule)
+    if wrapper is not None:
+        _add_public(scalars, "skip_rule", wrapper.skip_rule)
     return scalars
 
 

@@ -16,7 +16,7 @@ from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import dtype_of, is_narrow
 from optax_lossscale._arrays.stateful import Stateful
 from optax_lossscale._arrays.validation import shown
-from optax_lossscale._arrays.variables import find, plain
+from optax_lossscale._arrays.variables import distinct, find, plain
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
 
@@ -43,14 +43,18 @@ class LossScaleState(NamedTuple):
 
 
 def wrapper_states(state: Any) -> list[LossScaleState]:
-    """Every `LossScaleState` in an optimizer state, with arrays for `nnx` variables."""
-    return [plain(x) for x in find(lambda x: isinstance(x, LossScaleState), state)]
+    """Every `LossScaleState` in an optimizer state, with arrays for `nnx` variables.
+
+    One of `nnx` variables that is in several places is returned once.
+    """
+    states = find(lambda x: isinstance(x, LossScaleState), state)
+    return [plain(x) for x in distinct(states)]
 
 
 def wrapper_state(state: Any) -> LossScaleState | None:
     """The `LossScaleState` in an optimizer state with one loss scale, or None.
 
-    A loss scale alone has none. A state in several places is the same state.
+    A loss scale alone has none.
     """
     return next(iter(wrapper_states(state)), None)
 
@@ -63,11 +67,11 @@ def check_state(state: Any) -> None:
             f"its last step returned, got a {type(state).__name__}; the order of the "
             "arguments is gradients, state, params"
         )
-    kind = dtype_of(state.should_apply)
+    dtype = dtype_of(state.should_apply)
     shape = np.shape(state.should_apply)
-    if kind != np.bool_:
+    if dtype != np.bool_:
         raise TypeError(
-            f"the state's should_apply came back as {kind}: a transformation around "
+            f"the state's should_apply came back as {dtype}: a transformation around "
             "the wrapper has computed with its state, as SAM's transparent mode does. "
             "Put it inside: with_loss_scale(optax.contrib.sam(…))"
         )

@@ -2,11 +2,11 @@
 
 Scaled gradients pass through `ScaledStep.step` as follows. `inputs.prepare` checks
 them, and puts zeros where one is missing. They are divided by the loss scale that the
-state holds, which is the one that the loss was multiplied by. `decide` checks whether
-they are finite, on all replicas, and returns whether to apply the step, together with
-the state in which the loss scale has adapted. `apply_or_skip` then runs the inner
-optimizer on the unscaled gradients, or keeps the parameters and the inner state as they
-were.
+state holds, which is the one that the loss was multiplied by. `decide_step` checks
+whether they are finite, on all replicas, and returns whether to apply the step,
+together with the state in which the loss scale has adapted. `apply_or_skip` then runs
+the inner optimizer on the unscaled gradients, or keeps the parameters and the inner
+state as they were.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step import inputs, master_weights
 from optax_lossscale._step.branch import Branch, apply_or_skip
-from optax_lossscale._step.decision import Skip, decide
+from optax_lossscale._step.decision import Skip, decide_step
 from optax_lossscale._step.state import (
     LossScaleState,
     check_configuration,
@@ -93,7 +93,9 @@ class ScaledStep:
             value = extra_args.get("loss")  # its name in MaxText and Levanter
         scaled = inputs.prepare(scaled_grads, params, value, self.mask)
         unscaled = scaled.unscaled(state.loss_scale)
-        should_apply, new_state = decide(unscaled, state, self.skip, self.axis_name)
+        should_apply, new_state = decide_step(
+            unscaled, state, self.skip, self.axis_name
+        )
         is_checked = self.skip is not None
         update = InnerUpdate(self.inner, extra_args, to_params, is_checked)
         if should_apply is True:  # nothing was checked

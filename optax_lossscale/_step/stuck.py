@@ -6,12 +6,13 @@ skips every step. The state shows that, and `raise_if_stuck` reads it between st
 
 from typing import Any
 
-import jax.numpy as jnp
+import numpy as np
 
-from optax_lossscale._arrays.validation import at_hand, count
+from optax_lossscale._arrays.validation import check_at_hand, positive_int
+from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import APPLIED_PER_SKIP
 from optax_lossscale._step.get import get_loss_scale
-from optax_lossscale._step.state import wrapper_state
+from optax_lossscale._step.state import LossScaleState, wrapper_state
 
 
 class LossScaleError(RuntimeError):
@@ -52,54 +53,76 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
           ...
       optax_lossscale.LossScaleError: gradients overflowed at a loss scale...
     """
-    count()("max_consecutive_skips", max_consecutive_skips)
-    at_hand("raise_if_stuck", state)
+    positive_int("max_consecutive_skips", max_consecutive_skips)
+    check_at_hand("raise_if_stuck", state)
     loss_scale = get_loss_scale(state)
     wrapper = wrapper_state(state)
-    in_a_row = 0 if wrapper is None else wrapper.consecutive_skipped_steps
-    # A fixed loss scale has no state, and so no axis of an ensemble.
-    shape = jnp.shape(loss_scale()) or jnp.shape(in_a_row)
+    number = loss_scale.loss_scale if wrapper is None else wrapper.should_apply
+    shape = np.shape(number)
     if shape:
         raise TypeError(
             "raise_if_stuck takes the state of one model, got many, with leaves of "
             f"shape {shape}. Pass that of one member: jax.tree.map(lambda x: x[0], "
             "state)"
         )
-    advice = _ADVICE
-    if wrapper is not None:
+    if wrapper is None:
+        fault = _exhausted(loss_scale, _ADVICE)
+    else:
+        in_a_row = wrapper.consecutive_skipped_steps
         advice = f"Steps skipped in a row: {in_a_row}. {_ADVICE}"
-    if loss_scale.exhausted():
-        if hasattr(loss_scale, "min_scale"):
-            advice += f". {_IF_LARGE}"
-        raise LossScaleError(
-            f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot "
-            f"be lowered. {advice}"
+        fault = (
+            _exhausted(loss_scale, advice)
+            or _skipped_by_rule(wrapper, max_consecutive_skips)
+            or _not_finite(wrapper, max_consecutive_skips, advice)
         )
-    rule = None if wrapper is None else wrapper.skip_rule
-    most_debt = APPLIED_PER_SKIP * max_consecutive_skips
-    rule_skips_too_much = rule is not None and rule.skip_debt > most_debt
-    saw_last_step = rule is not None and jnp.isfinite(rule.gradient_norm)
-    is_the_rule = rule_skips_too_much and saw_last_step
-    if in_a_row > max_consecutive_skips and not is_the_rule:
-        raise LossScaleError(
-            "gradients or losses were not finite; the loss scale is "
-            f"{loss_scale():g}. {advice}"
-        )
-    if rule is not None and rule_skips_too_much:
-        raise LossScaleError(
-            f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "
-            f"{rule.skipped_by_rule} steps in all; {in_a_row} were skipped in a row, "
-            f"and the last gradients have a norm of {rule.gradient_norm:g}. {_IF_NEW}"
-        )
+    if fault:
+        raise LossScaleError(fault)
+
+
+def _exhausted(loss_scale: LossScale, advice: str) -> str:
+    """The fault of a loss scale that cannot be lowered; empty if there is none."""
+    if not loss_scale.exhausted():
+        return ""
+    if getattr(loss_scale, "min_scale", None) is not None:
+        advice += _IF_LARGE
+    return (
+        f"gradients overflowed at a loss scale of {loss_scale():g}, which cannot be "
+        f"lowered. {advice}"
+    )
+
+
+def _skipped_by_rule(state: LossScaleState, most: int) -> str:
+    """The fault of a rule that skips too many finite steps; empty if there is none."""
+    rule = state.skip_rule
+    if rule is None or rule.skip_debt <= APPLIED_PER_SKIP * most:
+        return ""
+    last = f"the last gradients have a norm of {rule.gradient_norm:g}"
+    if not np.isfinite(rule.gradient_norm):
+        last = f"the last gradients or losses were not finite. {_ADVICE}"
+    return (
+        f"{type(rule).__name__} has skipped more than 1 in 20 of the last steps, "
+        f"{rule.skipped_by_rule} steps in all; {state.consecutive_skipped_steps} were "
+        f"skipped in a row, and {last}. {_IF_NEW}"
+    )
+
+
+def _not_finite(state: LossScaleState, most: int, advice: str) -> str:
+    """The fault of too many skipped steps in a row; empty if there is none."""
+    if state.consecutive_skipped_steps <= most:
+        return ""
+    return (
+        "gradients or losses were not finite; the loss scale is "
+        f"{state.loss_scale():g}. {advice}"
+    )
 
 
 _ADVICE = (
     "A skipped step has left everything as it was: "
     "run print(ols.diagnose(loss_fn, params, batch))"
 )
-_IF_LARGE = "If gradients are large but not broken, allow a smaller scale (min_scale)"
+_IF_LARGE = ". If gradients are large but not broken, allow a smaller scale (min_scale)"
 _IF_NEW = (
-    "If that is the new level, restart the rule, "
+    "If large norms are the new level, restart the rule, "
     "state._replace(skip_rule=tx.init(params).skip_rule), or use skips.spikes(), which "
     "finds such a level by itself"
 )

@@ -40,7 +40,7 @@ class InnerUpdate:
         params = unscaled.params
         inner = optax.with_extra_args_support(self.inner)
         wide_params = jax.tree.map(as_inner_sees, params)
-        updates, new_state = inner.update(
+        result, new_state = inner.update(
             unscaled.all_grads(),
             inner_state,
             wide_params,
@@ -48,13 +48,13 @@ class InnerUpdate:
         )
         if params is not None:
             param_or_update = _param_after if self.to_params else update_or_zero
-            updates = unscaled.map_updates(param_or_update, updates)
+            result = unscaled.map_updates(param_or_update, result)
 
         def in_its_dtype(new, old):
             return strong(new, dtype_of(old))
 
         new_state = jax.tree.map(in_its_dtype, new_state, inner_state)
-        return updates, unscaled.slots_kept(self.inner.init, new_state, inner_state)
+        return result, unscaled.slots_kept(self.inner.init, new_state, inner_state)
 
     def _extra_args(self, inner: Any, value: jax.Array | None) -> Mapping[str, Any]:
         """The extra arguments of the inner update, with the loss if it takes one."""

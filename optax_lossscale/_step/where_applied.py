@@ -4,17 +4,15 @@ A step that is skipped has run the forward pass, and what that computes, as well
 the training step computes from it, may hold the NaN for which the step was skipped.
 """
 
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lossscale._arrays.precision import dtype_of, is_array, strong
-from optax_lossscale._arrays.variables import find, is_variable, plain
+from optax_lossscale._arrays.precision import T, dtype_of, is_array, is_inexact, strong
+from optax_lossscale._arrays.variables import plain, variable_ids
 from optax_lossscale._step.state import wrapper_states
-
-T = TypeVar("T")
 
 
 def where_applied(state: Any, new: T, old: T) -> T:
@@ -38,7 +36,8 @@ def where_applied(state: Any, new: T, old: T) -> T:
     Raises:
       ValueError: if the state holds no `LossScaleState`, or several; if the trees
         differ; or if both hold the same `nnx` variables, which have changed in place.
-      TypeError: if arrays differ in shape.
+      TypeError: if arrays differ in shape, or if `new` has floats where `old` has
+        integers.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -56,8 +55,7 @@ def where_applied(state: Any, new: T, old: T) -> T:
             f"{type(state).__name__}. Pass the optimizer state that the step returned"
         )
     should_apply = states[0].should_apply
-    old_variables = {id(x) for x in find(is_variable, old)}
-    if any(id(x) in old_variables for x in find(is_variable, new)):
+    if set(variable_ids(old)) & set(variable_ids(new)):
         # `nnx.state` hands out a module's own variables.
         raise ValueError(
             "old holds the same variables as new, which the step has changed in "
@@ -68,6 +66,11 @@ def where_applied(state: Any, new: T, old: T) -> T:
     def chosen(old, new):
         if not is_array(old):
             return new
+        if is_inexact(new) and not is_inexact(old):
+            raise TypeError(
+                "new has a float where old has an integer, which would round it: let "
+                "old begin with a float, such as 0.0"
+            )
         new = strong(jnp.asarray(new), dtype_of(old))
         return lax.select(should_apply, new, jnp.asarray(old))
 

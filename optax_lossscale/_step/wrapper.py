@@ -10,9 +10,9 @@ from typing import Any, Protocol, get_args
 import optax
 from jax.typing import ArrayLike
 
-from optax_lossscale._arrays.validation import refuse, transformation
+from optax_lossscale._arrays.finite import AxisName
+from optax_lossscale._arrays.validation import check_transformation, refuse
 from optax_lossscale._arrays.variables import is_variable
-from optax_lossscale._scales.loss_scale import AxisName
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.branch import Branch
 from optax_lossscale._step.decision import Skip
@@ -165,12 +165,12 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         gradient = value_and_scaled_grad(
             loss_fn, state, has_aux=has_aux, grad_dtype=grad_dtype
         )
-        value, scaled_grads = gradient(params, *args, **kwargs)
-        loss = loss_of(value, has_aux)
+        returned, scaled_grads = gradient(params, *args, **kwargs)
+        loss = loss_of(returned, has_aux)
         stepped = self.apply_gradients(
             scaled_grads, state, params, value=loss, **(extra_args or {})
         )
-        return value, *stepped
+        return returned, *stepped
 
 
 def _check_minimize_arguments(loss_fn: Any, state: Any, params: Any) -> None:
@@ -208,18 +208,25 @@ def with_loss_scale(
     transformation that depends on the size of gradients, such as a clip, belongs
     inside: `with_loss_scale(optax.chain(clip, optimizer))`.
 
+    *How a step is skipped.* With `branch="cond"`, `inner` runs only if the step is
+    applied. With `"select"`, it runs at every step, and sees zeros in place of numbers
+    that are not finite (with `skip=None`, it sees these numbers). So use `"cond"` if
+    `inner` has side effects, such as a callback, or is expensive, such as an `eigh`.
+
+    *Replicas.* Along `axis_name`, all replicas skip a step if the gradients on one are
+    not finite, and a skip rule uses their largest norm and mean loss. If replicas
+    decide independently, a collective inside `inner` deadlocks under `branch="cond"`.
+    Reduce the gradients with `pmean` yourself; but under `shard_map`, which sums the
+    gradients of replicated parameters, reduce the loss instead: `pmean(loss_fn(…),
+    axis_name)`.
+
     Args:
       inner: any Optax transformation; to accumulate gradients, `optax.MultiSteps(inner,
         k)`.
       loss_scale: anything that `get` accepts. Pass `None` for no loss scale, as in
         bfloat16 and float32: then the wrapper only skips bad steps.
       axis_name: under `pmap` or `shard_map`, the axis or axes over which all replicas
-        decide together: if the gradients on one are not finite, all skip the step. A
-        skip rule then uses their largest norm and mean loss. If replicas decide
-        independently, a collective inside `inner` deadlocks under `branch="cond"`.
-        Reduce the gradients with `pmean` yourself; but under `shard_map`, which sums
-        the gradients of replicated parameters, reduce the loss instead:
-        `pmean(loss_fn(…), axis_name)`. Under `jit` alone, name no axis.
+        decide together. Under `jit` alone, name no axis.
       mask: as in `optax.masked`, a tree of bools that is a prefix of the gradients, or
         a function that returns one for them. Leaves marked False are neither unscaled
         nor checked. It is for leaves whose gradient carries their new value, such as
@@ -227,20 +234,21 @@ def with_loss_scale(
         "_overwrite_with_gradient": False}`.
       branch: how a step is skipped: `"cond"`, by a `lax.cond`; `"select"`, by a select
         in each kernel that computes a result; or None, by the one that avoids copies on
-        the platform, which is `"cond"` on CPU and `"select"` on GPU and TPU. With
-        `"select"`, `inner` runs at every step, and sees zeros in place of numbers that
-        are not finite (with `skip=None`, it sees these numbers): use `"cond"` if
-        `inner` has side effects, such as a callback, or is expensive, such as an
-        `eigh`. Outside `jit`, `"cond"` and None branch in Python.
-      skip: which steps to skip. `"nonfinite"`: steps whose gradients are not finite, or
-        whose loss is not, if it is passed to the step as `value`; whatever the loss
-        scale is. A rule from `skips`: these steps, and finite ones that the rule
-        considers spikes, which leave the loss scale as it was, as if there had been no
-        step. The rule sees the global norm of the unscaled gradients that `mask` keeps,
-        and the loss, passed as `value` or, as in MaxText and Levanter, as `loss`. None:
-        only the steps that the loss scale itself skips, as in TensorFlow; the loss is
-        not looked at, and with a fixed loss scale or none *nothing is checked*: an
-        overflow writes NaN into the parameters.
+        the platform, which is `"cond"` on CPU and `"select"` on GPU and TPU. Outside
+        `jit`, `"cond"` and None branch in Python.
+      skip: which steps to skip:
+
+        - `"nonfinite"`: steps whose gradients are not finite, or whose loss is not, if
+          it is passed to the step as `value`; whatever the loss scale is.
+        - A rule from `skips`: these steps, and finite ones that the rule considers
+          spikes, which leave the loss scale as it was, as if there had been no step.
+          (So do steps whose norm is 2**64 or more, which is infinite in float32; they
+          do not count as skipped by the rule.) The rule sees the global norm of the
+          unscaled gradients that `mask` keeps, and the loss, passed as `value` or, as
+          in MaxText and Levanter, as `loss`, which is not looked at without a rule.
+        - None: only the steps that the loss scale itself skips, as in TensorFlow. The
+          loss is not looked at, and with a fixed loss scale or none *nothing is
+          checked*: an overflow writes NaN into the parameters.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with the further methods
@@ -263,7 +271,7 @@ def with_loss_scale(
       >>> print(loss, params["w"], state.should_apply)
       5.0 [0.8 1.6] True
     """
-    transformation("inner", inner)
+    check_transformation("inner", inner)
     if isinstance(inner, optax.MultiSteps):
         # Its own `gradient_transformation` would drop the loss and extra arguments.
         update: Any = inner.update

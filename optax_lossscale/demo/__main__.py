@@ -44,7 +44,7 @@ RUNS = {
 }
 
 
-def make_train_step(loss_fn, loss_scale, steps):
+def make_train_step(loss_of_run, loss_scale, steps):
     """Makes the wrapped optimizer, and a compiled training step that uses it."""
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps + 1)
     optimizer = optax.chain(
@@ -54,16 +54,16 @@ def make_train_step(loss_fn, loss_scale, steps):
 
     @jax.jit
     def train_step(params, state, tokens):
-        loss, params, state = tx.minimize(loss_fn, state, params, tokens)
+        loss, params, state = tx.minimize(loss_of_run, state, params, tokens)
         metrics = ols.metrics(state) | {"loss": loss * MICRO_BATCHES}
         return params, state, metrics
 
     return tx, train_step
 
 
-def train(loss_fn, loss_scale, steps):
+def train(loss_of_run, loss_scale, steps):
     """Trains the model once; returns a list of the metrics after each step."""
-    tx, train_step = make_train_step(loss_fn, loss_scale, steps)
+    tx, train_step = make_train_step(loss_of_run, loss_scale, steps)
     params = _model.init(jax.random.key(0))
     state = tx.init(params)
     history = []
@@ -85,14 +85,13 @@ def main(arguments=None):
         ylabel="loss (nats per byte, running mean)",
     )
     print(f"{__doc__}\n{HEADER}", flush=True)
-    for name, (loss_fn, loss_scale) in RUNS.items():
-        history = train(loss_fn, loss_scale, steps)
+    for name, (loss_of_run, loss_scale) in RUNS.items():
+        history = train(loss_of_run, loss_scale, steps)
         losses = [metrics["loss"] for metrics in history]
         final_loss = np.mean(losses[-40:])
         skipped = history[-1]["skipped_steps"]
         exponent = history[-1]["log2_loss_scale"]
-        row = f"| {name} | {final_loss:.4f} | {skipped} | 2^{exponent:g} |"
-        print(row, flush=True)
+        print(f"| {name} | {final_loss:.4f} | {skipped} | 2^{exponent:g} |", flush=True)
         # The losses of two other runs lie on top of float32's, so its line is wider.
         style = {"lw": 5 if name == "float32" else 1.3, "alpha": 0.5}
         running_mean = np.convolve(losses, np.full(10, 0.1), mode="valid")

@@ -63,16 +63,20 @@ def assert_computes_in(
         )
     wrong = [p for p in judged if p.dtype != dtype]
     if wrong:
-        number = sum(p.count for p in wrong)
-        total = sum(p.count for p in judged)
-        title = f"{number} of {total} matrix products and convolutions compute in another dtype"
-        rows = "\n".join(rows_of(wrong, report))
-        where = f"The first of them in the program is at {wrong[0].source}."
-        why = _WIDE.format(dtype=dtype)
-        raise AssertionError(f"{title} than {dtype}:\n{rows}\n{where}\n{why}")
+        text = _WRONG.format(
+            number=sum(p.count for p in wrong),
+            total=sum(p.count for p in judged),
+            dtype=dtype,
+            rows="\n".join(rows_of(wrong, report)),
+            source=wrong[0].source,
+        )
+        raise AssertionError(text)
 
 
-_WIDE = """\
+_WRONG = """\
+{number} of {total} matrix products and convolutions compute in another dtype than {dtype}:
+{rows}
+The first of them in the program is at {source}.
 A product is computed in the widest dtype that it is given. Call the loss function through
 ols.autocast, which computes the products of a float32 model in 16 bits. Or cast both operands to
 {dtype}, or give the module dtype=jnp.{dtype}: where one was converted for it (as in

@@ -107,10 +107,10 @@ def change(series: Series, looked_at: np.ndarray) -> int | None:
 
 def negligible(x: np.ndarray, noise: float) -> float:
     """The largest norm of a difference that rounding and noise explain."""
-    return max(_ROUNDING * size(x), 8 * noise)
+    return max(_ROUNDING * norm(x), 8 * noise)
 
 
-def size(x: np.ndarray) -> float:
+def norm(x: np.ndarray) -> float:
     """The L2 norm of the finite numbers of an array."""
     return float(np.linalg.norm(x[np.isfinite(x)]))
 

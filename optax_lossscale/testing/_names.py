@@ -24,9 +24,8 @@ def not_ignored(ignore: str | Collection[str], run: Run) -> list[Path]:
     for place in places:
         inside = [path for path in run.outputs if _is_in(path, place)]
         if not inside:
-            names = [name_of(path) for path in run.outputs]
-            shown = "\n  ".join(["There are", *names])
-            raise ValueError(f"ignore={place!r} names no output. {shown}")
+            names = "\n  ".join(map(name_of, run.outputs))
+            raise ValueError(f"ignore={place!r} names no output. There are\n  {names}")
         ignored.update(inside)
     return [path for path in run.outputs if path not in ignored]
 

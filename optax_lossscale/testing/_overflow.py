@@ -54,8 +54,9 @@ def assert_survives_overflow(
     Raises:
       AssertionError: if an overflow or a NaN leaves something behind. It says what that
         is, and what to do.
-      ValueError: if there is no loss scale among the arguments, or several; or if a
-        name to ignore is not that of an output.
+      ValueError: if there is no loss scale among the arguments, or several; if nothing
+        that it is given comes back from the step; or if a name to ignore is not that of
+        an output.
       TypeError: if the arguments are traced.
 
     Example:
@@ -82,14 +83,12 @@ def assert_survives_overflow(
     # leaves no trace. It does in the runs with other numbers.
     back, nudged = what_comes_back(trial, [usual, infinite])
     judged = {path: back[path] for path in not_ignored(ignore, usual) if path in back}
-    fault = _drifted(usual, judged)
-    if not fault:
-        fault = _after_overflow(trial, overflowing, nudged, judged)
-    if not fault and not _need_not_overflow(trial, judged):
-        fault = _applied_at_infinity(infinite, usual, judged)
-    batch = _first_of_batch(trial, back)
-    if not fault and batch is not None:
-        fault = _after_nan(trial, batch, judged)
+    fault = (
+        _drifted(usual, judged)
+        or _after_overflow(trial, overflowing, nudged, judged)
+        or _applied_at_infinity(trial, infinite, usual, judged)
+        or _after_nan(trial, back, judged)
+    )
     if fault:
         raise AssertionError(f"the step does not survive an overflow. {fault}")
 
@@ -105,8 +104,8 @@ def is_stuck(runs):
 
 def _is_made_anew(run, other):
     """Whether two runs at different loss scales return the same one, although skipped."""
-    backed_off, _ = outcomes(run.before)
-    others, _ = outcomes(other.before)
+    backed_off, _ = outcomes(run.loss_scale)
+    others, _ = outcomes(other.loss_scale)
     if same(backed_off, others) or not (run.was_skipped and other.was_skipped):
         return False
     pairs = zip(run.loss_scales, other.loss_scales, strict=False)
@@ -118,10 +117,10 @@ def _is_as_given(run):
     """Whether the loss scale comes back as it was given, although it should adapt."""
     if not run.loss_scales:
         return False
-    backed_off, other = outcomes(run.before)
+    backed_off, other = outcomes(run.loss_scale)
     possible = [backed_off] if run.was_skipped else [backed_off, other]
-    may_stay = any(same(x, run.before) for x in possible)
-    stays = all(same(x, run.before) for x in run.loss_scales)
+    may_stay = any(same(x, run.loss_scale) for x in possible)
+    stays = all(same(x, run.loss_scale) for x in run.loss_scales)
     return stays and not may_stay
 
 
@@ -154,7 +153,7 @@ def _after_overflow(trial, runs, nudged, judged):
     fault = left_behind(runs + nudged, judged)
     if fault:
         return fault
-    if any(run.states and run.was_skipped and run.skips <= 0 for run in runs):
+    if any(run.states and run.was_skipped and run.more_skipped <= 0 for run in runs):
         return _UNCOUNTED
     if any(_counts_on(trial, run) for run in runs):
         return _COUNTS_ON
@@ -163,6 +162,7 @@ def _after_overflow(trial, runs, nudged, judged):
 
 def _counts_on(trial, run):
     """Whether a skipped step changes an integer of an optimizer, such as a count."""
+    # Of several states, one may be skipped and another one applied.
     is_one_state = max(len(trial.states), len(run.states)) <= 1
     are_alike = len(trial.counts) == len(run.counts)
     if not (run.was_skipped and is_one_state and are_alike):
@@ -171,12 +171,12 @@ def _counts_on(trial, run):
     return any(not equal(old, new) for old, new in pairs)
 
 
-def _applied_at_infinity(infinite, usual, judged):
+def _applied_at_infinity(trial, infinite, usual, judged):
     """The fault that a step is applied at an infinite loss scale; empty if it is not.
 
     `infinite` is the run at that scale, and `usual` one at the scale that was given.
     """
-    if not infinite.flags.any():
+    if not infinite.flags.any() or _need_not_overflow(trial, judged):
         return ""
     changes = _changed(infinite, judged)
     # Gradients that were not scaled are zero, divided by infinity, and change nothing.
@@ -216,8 +216,11 @@ def _first_of_batch(trial, back):
     return None
 
 
-def _after_nan(trial, batch, judged):
+def _after_nan(trial, back, judged):
     """The fault after a step with a NaN in the batch; empty if there is none."""
+    batch = _first_of_batch(trial, back)
+    if batch is None:
+        return ""
     run = _with_nan(trial, batch)
     drifted = _drifted(run, judged)
     if drifted:

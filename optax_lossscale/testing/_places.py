@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from jax.tree_util import DictKey
 
-from optax_lossscale._arrays.contexts import OVERFLOWS
 from optax_lossscale.testing._runs import Path, Run, Trial, flat, numbers_in
 
 _NUDGE = 2.0**-4  # the change of a number, relatively, or absolutely if it is zero
@@ -111,8 +110,7 @@ def _likeness(trial, regimes):
     likeness = {}
     runs = []
     for numbers, run in itertools.product(arguments.values(), regimes):
-        with OVERFLOWS(run.overflows):
-            nudged = trial.run(run.before, numbers)
+        nudged = trial.run(run.loss_scale, numbers, run.overflows)
         runs.append(nudged)
         for place, path in itertools.product(numbers, run.outputs):
             if path not in nudged.outputs or not _are_alike(path, place):

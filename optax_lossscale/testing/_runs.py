@@ -21,7 +21,7 @@ from jax.tree_util import DictKey
 
 from optax_lossscale._arrays.contexts import BLANK_METRICS, OVERFLOWS
 from optax_lossscale._arrays.precision import dtype_of, is_array, is_inexact
-from optax_lossscale._arrays.validation import at_hand
+from optax_lossscale._arrays.validation import check_at_hand
 from optax_lossscale._arrays.variables import is_variable, plain
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
@@ -43,17 +43,17 @@ class Run(NamedTuple):
     outputs: Numbers  # arrays that it returned or changed in place, flat
     drifted: list[Path]  # outputs and loss scales of which devices' copies differ
     given: Numbers  # the floats that it was given, by their paths
-    before: LossScale  # the loss scale that it was given
+    loss_scale: LossScale  # the one that it was given
     overflows: bool  # whether fixed loss scales were infinite
     loss_scales: list[LossScale]  # among the outputs
     states: list[LossScaleState]  # among the outputs
     counts: list[np.ndarray]  # the integers in optimizers' states among the outputs
-    skips: int  # how many more steps were skipped, by the state with the highest count
+    more_skipped: int  # further steps skipped, by the state with the highest count
 
     @property
     def exponent(self) -> float:
         """The log2 of the loss scale that the step was given."""
-        return float(np.log2(np.max(self.before.loss_scale)))
+        return float(np.log2(np.max(self.loss_scale.loss_scale)))
 
     @property
     def flags(self) -> np.ndarray:
@@ -62,12 +62,11 @@ class Run(NamedTuple):
         A loss scale that has adapted as after an overflow says that it was not. Without
         states, the flags are those of the loss scales; bools, shape (flags,).
         """
-        backed_off, grown = outcomes(self.before)
-        by_scales = []
-        for after in self.loss_scales:
-            may_have_grown = same(after, grown)
-            has_backed_off = same(after, backed_off) and not may_have_grown
-            by_scales.append(not has_backed_off)
+        backed_off, grown = outcomes(self.loss_scale)
+        by_scales = [
+            same(after, grown) or not same(after, backed_off)
+            for after in self.loss_scales
+        ]
         if not self.states:
             return np.array(by_scales, bool)
         by_states = [np.ravel(state.should_apply) for state in self.states]
@@ -76,7 +75,7 @@ class Run(NamedTuple):
     @property
     def was_applied(self) -> bool:
         """Whether no output says that the step, or a part of it, was skipped."""
-        return bool(np.all(self.flags)) and self.skips <= 0
+        return bool(np.all(self.flags)) and self.more_skipped <= 0
 
     @property
     def was_skipped(self) -> bool:
@@ -93,11 +92,11 @@ class Trial:
       states: the states of loss scaling among the arguments, on the host.
       counts: the integers in optimizers' states among the arguments.
       floats: the floating-point and complex arrays among the arguments, by their paths.
-      at: the run at a loss scale, given as a float; remembered.
+      at: `_at`, which remembers its results.
     """
 
     def __init__(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any):
-        at_hand(name, (args, kwargs))
+        check_at_hand(name, (args, kwargs))
         self.step = step
         self.arguments = {"args": args, "kwargs": kwargs}
         loss_scales = loss_scales_in(self.arguments)
@@ -106,19 +105,20 @@ class Trial:
         # A fixed loss scale has no number to vary, and counts only if all are fixed.
         counted = varying or loss_scales[:1]
         self.loss_scale = jax.device_get(get_loss_scale(counted))
-        states = _parts(LossScaleState, self.arguments).values()
-        self.states = jax.device_get([*states])
+        self.states = jax.device_get([*_parts(LossScaleState, self.arguments).values()])
         self.counts = _counts(_optimizers(self.arguments))
-        self.floats = {}
-        for path, x in numbers_in(self.arguments).items():
-            if is_inexact(x):
-                self.floats[path] = np.asarray(jax.device_get(x))
+        self.floats = {
+            path: np.asarray(jax.device_get(x))
+            for path, x in numbers_in(self.arguments).items()
+            if is_inexact(x)
+        }
         self.at = functools.cache(self._at)
 
-    def _at(self, scale: float) -> Run:
+    def _at(self, scale: float, overflows: bool = False) -> Run:
         """The run at a loss scale of this value, with the counters that were given."""
         scales = np.full_like(self.loss_scale.loss_scale, scale)
-        return self.run(jax.device_get(self.loss_scale.replace(loss_scale=scales)))
+        loss_scale = jax.device_get(self.loss_scale.replace(loss_scale=scales))
+        return self.run(loss_scale, overflows=overflows)
 
     def overflowing(self) -> list[Run]:
         """Runs at loss scales at which gradients overflow.
@@ -126,57 +126,54 @@ class Trial:
         The last one is at an infinite loss scale, where all gradients do, unless the
         step raises an error there.
         """
-        with OVERFLOWS(self.has_fixed):
-            if not jax.tree.leaves(self.loss_scale):
-                return [self.run(self.loss_scale)]
-            runs = [self.at(scale) for scale in _OVERFLOWING]
-            # The step may raise an error there, such as that of `raise_if_stuck`, or of
-            # a logger that converts the scale to an integer.
-            with contextlib.suppress(Exception):
-                runs.append(self.at(np.inf))
-            return runs
+        if not jax.tree.leaves(self.loss_scale):
+            return [self.run(self.loss_scale, overflows=True)]
+        runs = [self.at(scale, self.has_fixed) for scale in _OVERFLOWING]
+        # The step may raise an error there, such as that of `raise_if_stuck`, or of a
+        # logger that converts the scale to an integer.
+        with contextlib.suppress(Exception):
+            runs.append(self.at(np.inf, self.has_fixed))
+        return runs
 
-    def run(self, loss_scale: LossScale, numbers: Numbers | None = None) -> Run:
-        """Runs the step with this loss scale, and with other numbers at some paths."""
+    def run(
+        self,
+        loss_scale: LossScale,
+        numbers: Numbers | None = None,
+        overflows: bool = False,
+    ) -> Run:
+        """Runs the step with this loss scale, and with other numbers at some paths.
+
+        With `overflows`, every fixed loss scale is infinite.
+        """
         changed = {**(numbers or {}), **self._places(loss_scale)}
         arguments = _copied(self.arguments, changed)
         # These arrays are kept alive, so that no output gets the id of one of them.
         alive = jax.tree.leaves(plain(arguments))
         ids = {id(x) for x in alive}
-        with jax.debug_nans(False), jax.debug_infs(False), BLANK_METRICS(True):
+        with (
+            jax.debug_nans(False),
+            jax.debug_infs(False),
+            BLANK_METRICS(True),
+            OVERFLOWS(overflows),
+        ):
             result = self.step(*arguments["args"], **arguments["kwargs"])
 
-        def outputs(parts):
-            """The parts that are outputs.
-
-            Arguments that the step did not change in place are none, and may have been
-            donated, so that they cannot be read.
-            """
-            made = {}
-            for path, x in parts.items():
-                is_new = any(id(leaf) not in ids for leaf in jax.tree.leaves(x))
-                if is_new or path[0] == DictKey("result"):
-                    made[path] = x
-            return made
-
         after = {"result": result, **arguments}
-        states = jax.device_get([*outputs(_parts(LossScaleState, after)).values()])
-        numbers_after = outputs(numbers_in(after))
-        loss_scales = outputs(_parts(LossScale, after))
+        states_after = _outputs(_parts(LossScaleState, after), ids)
+        states = jax.device_get([*states_after.values()])
+        outputs = _outputs(numbers_in(after), ids)
+        loss_scales = _outputs(_parts(LossScale, after), ids)
+        copied = outputs | loss_scales
         return Run(
-            outputs={k: flat(jax.device_get(x)) for k, x in numbers_after.items()},
-            drifted=[
-                path
-                for path, x in (numbers_after | loss_scales).items()
-                if _copies_differ(x)
-            ],
+            outputs={path: flat(jax.device_get(x)) for path, x in outputs.items()},
+            drifted=[path for path, x in copied.items() if _copies_differ(x)],
             given={**self.floats, **(numbers or {})},
-            before=loss_scale,
-            overflows=OVERFLOWS.value,
+            loss_scale=loss_scale,
+            overflows=overflows,
             loss_scales=jax.device_get([*loss_scales.values()]),
             states=states,
-            counts=_counts(outputs(_optimizers(after))),
-            skips=_skipped_steps(states) - _skipped_steps(self.states),
+            counts=_counts(_outputs(_optimizers(after), ids)),
+            more_skipped=_skipped_steps(states) - _skipped_steps(self.states),
         )
 
     def _places(self, loss_scale):
@@ -190,10 +187,24 @@ class Trial:
         return dict(zip(places, numbers, strict=False))
 
 
-def _parts(kind, tree):
-    """The parts of a tree that are of a type, by path, with arrays for variables."""
-    parts = _leaves(tree, kind)
-    return {path: plain(x) for path, x in parts.items() if isinstance(x, kind)}
+def _outputs(parts, old_ids):
+    """Those of these parts, by path, that the step returned or changed in place.
+
+    `old_ids` are the ids of the arrays that it was given. What it did not change may
+    have been donated, so that it cannot be read.
+    """
+    made = {}
+    for path, x in parts.items():
+        is_new = any(id(leaf) not in old_ids for leaf in jax.tree.leaves(x))
+        if is_new or path[0] == DictKey("result"):
+            made[path] = x
+    return made
+
+
+def _parts(cls, tree):
+    """The parts of a tree that are of a class, by path, with arrays for variables."""
+    parts = _leaves(tree, cls)
+    return {path: plain(x) for path, x in parts.items() if isinstance(x, cls)}
 
 
 def _optimizers(tree):

@@ -85,8 +85,10 @@ def assert_scale_invariant(
         skipped. It names the outputs, and says why and what to do.
       ValueError: if there is no loss scale among the arguments, or several; if it is a
         `FixedLossScale`, which compiled steps hold as a constant; if the step is
-        skipped at every loss scale; if two runs of it differ; or if a name to ignore is
-        not that of an output.
+        skipped at nearly every loss scale and returns numbers that are not finite; if
+        two runs of it differ; if nothing that it is given comes back from it; or if a
+        name to ignore is not that of an output.
+      TypeError: if the arguments are traced.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -132,16 +134,16 @@ def _fault(trial, ignore):
     powers = _powers(series)
     # An output that is the same at all loss scales, such as the mean of a batch, does
     # not depend on gradients.
-    differing = [path for path in series if _differ(infinite, falling, path)]
+    differing = [path for path in series if _differs(infinite, falling, path)]
     fault = (
         _divided(powers)
-        or _applied_at_infinity(infinite, differing)
+        or _overflow_applied(infinite, differing)
         or _multiplied(series, powers, usual)
     )
     if fault:
         return fault
-    back, nudged = what_comes_back(trial, [usual, infinite])
-    back = {path: back[path] for path in series if path in back}
+    all_back, nudged = what_comes_back(trial, [usual, infinite])
+    back = {path: all_back[path] for path in series if path in all_back}
     to_stay = {path: back[path] for path in differing if path in back}
     return (
         listed(_NOT_FINITE, _not_finite(falling, back), APPLIED_REMEDY)
@@ -179,7 +181,7 @@ def _divided(powers):
     return listed(_BY_A_POWER, _named(negative), _DIVIDED)
 
 
-def _applied_at_infinity(infinite, differing):
+def _overflow_applied(infinite, differing):
     """The fault that a step is applied at an infinite loss scale."""
     is_told = infinite.flags.size > 0
     if is_told and np.isinf(infinite.exponent) and infinite.was_applied:
@@ -236,7 +238,7 @@ def _falling(trial):
 def _series(trial, falling, judged):
     """The series of each output in `judged` at the falling loss scales, by path."""
     exponents = np.array([run.exponent for run in falling])
-    again = trial.run(falling[0].before)
+    again = trial.run(falling[0].loss_scale)
     lowest = trial.at(2.0**_LOWEST)
     underflows = lowest.was_applied and not trial.at(2.0**_WIDE).was_applied
     series = {}
@@ -245,7 +247,7 @@ def _series(trial, falling, judged):
             continue
         values = np.stack([run.outputs[path] for run in falling])
         noise = dependence.distance(values[0], again.outputs[path])
-        if noise > 0.01 * dependence.size(values[0]):
+        if noise > 0.01 * dependence.norm(values[0]):
             raise ValueError(
                 f"two runs at the same loss scale differ, in {name_of(path)}. Pass the "
                 "step all that it depends on as arguments that can be copied: batches "
@@ -271,9 +273,7 @@ def _changes(series, powers):
 
     Outputs that follow a power of the loss scale are not repeated.
     """
-    emerging = {}
-    for path, x in series.items():
-        emerging[path] = dependence.emerging(x).any(axis=1)
+    emerging = {path: dependence.emerging(x).any(axis=1) for path, x in series.items()}
     how_many = sum(emerging.values())
     changes = []
     for path, x in series.items():
@@ -287,14 +287,14 @@ def _changes(series, powers):
     return changes
 
 
-def _differ(beyond, falling, path):
+def _differs(infinite, falling, path):
     """Whether an output at the infinite loss scale differs from one at a falling one.
 
     False if there is no such output at the infinite loss scale.
     """
-    if path not in beyond.outputs:
+    if path not in infinite.outputs:
         return False
-    numbers = beyond.outputs[path]
+    numbers = infinite.outputs[path]
     return any(not equal(numbers, run.outputs[path]) for run in falling)
 
 
@@ -305,7 +305,7 @@ def _changed_at_growth(trial, falling, series):
     """
     exponent = np.log2(np.max(trial.loss_scale.loss_scale))
     steady = min(falling, key=lambda run: abs(run.exponent - exponent))
-    about_to_grow = _about_to_grow(jax.device_put(steady.before))
+    about_to_grow = _about_to_grow(jax.device_put(steady.loss_scale))
     growing = trial.run(jax.device_get(about_to_grow))
     if not growing.was_applied:
         return []
@@ -342,10 +342,11 @@ def _about_to_grow(loss_scale):
 
 def _lost_weights(trial, run, back):
     """The paths of master weights whose rounding to float16 is no parameter's value."""
-    halves = []
-    for path, place in back.items():
-        if trial.floats[place].dtype == np.float16:
-            halves.append(run.outputs[path])
+    halves = [
+        run.outputs[path]
+        for path, place in back.items()
+        if trial.floats[place].dtype == np.float16
+    ]
     lost = []
     for path in back:
         copy = run.outputs[path]

@@ -44,3 +44,12 @@ def test_a_module_that_autocast_is_given_is_changed_in_place():
     ols.autocast(lambda model, x: model(x))(model, jnp.ones((4, 3)))
     assert model.mean is mean
     assert (mean[...] != 0).all()
+
+
+def test_an_optimizer_that_is_held_twice_is_one_state():
+    model, optimizer = model_and_optimizer()
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    both = {"a": optimizer, "b": optimizer}
+    assert ols.where_applied(both, 1.0, 0.0) == 1
+    with pytest.raises(ValueError, match="one LossScaleState, found 2"):
+        ols.where_applied([optimizer, model_and_optimizer()[1]], 1.0, 0.0)

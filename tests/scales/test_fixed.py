@@ -38,5 +38,7 @@ def test_cannot_be_subclassed():
 
 
 def test_says_that_it_has_no_state_to_replace():
-    with pytest.raises(TypeError, match=r"no state loss_scale; its state fields are"):
+    with pytest.raises(
+        TypeError, match=r"no state loss_scale; its state fields are none\."
+    ):
         ols.FixedLossScale(8).replace(loss_scale=4)

@@ -4,6 +4,7 @@ import json
 import pickle
 import subprocess
 import sys
+import warnings
 
 import chex
 import jax
@@ -378,3 +379,39 @@ def test_a_population_under_vmap_adapts_each_by_its_own_gradients():
     ls, should_apply = jax.vmap(lambda ls, g: ls.update(g))(ls, grads)
     np.testing.assert_array_equal(should_apply, [True, False, True])
     np.testing.assert_array_equal(ls.loss_scale, [1024, 512, 1024])
+
+
+OURS = [ls for ls in ALL if not isinstance(ls, Cautious)]
+
+
+@pytest.mark.parametrize("ls", OURS, ids=repr)
+def test_a_step_needs_no_implicit_promotion(ls):
+    """Real or complex, under `jax.numpy_dtype_promotion("strict")`."""
+    grads = {"w": jnp.ones(2), "half": jnp.ones(2, jnp.float16)}
+    grads["complex"] = jnp.ones(2, jnp.complex64)
+    with jax.numpy_dtype_promotion("strict"):
+        scaled = jax.jit(type(ls).scale)(ls, grads)
+        unscaled = jax.jit(type(ls).unscale)(ls, scaled)
+        new, _ = jax.jit(type(ls).update)(ls, unscaled)
+        jax.jit(type(ls).adjust)(new, True)
+    assert unscaled["complex"].dtype == jnp.complex64
+    assert all(jnp.all(x == 1) for x in jax.tree.leaves(unscaled))
+
+
+@pytest.mark.parametrize("bad", [0, -1.0, float("nan"), float("inf"), 1e39])
+def test_no_scale_can_be_set_that_none_may_start_with(bad):
+    with pytest.raises(ValueError, match="loss_scale must be a number between"):
+        Cautious().replace(loss_scale=bad)
+    assert Cautious().replace(loss_scale=8)() == 8
+
+
+def test_state_of_64_bits_is_one_of_32_from_the_first_step_on():
+    class Wide(ols.LossScale):
+        sums: jax.Array = ols.state_field(np.zeros(2))
+
+        def adjust(self, grads_finite):
+            return self.replace(sums=self.sums + 1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Wide().adjust(True).sums.dtype == jnp.float32

@@ -114,11 +114,16 @@ def test_a_wrong_argument_is_named_as_the_user_named_it(name):
 
 
 def test_an_error_about_two_arguments_names_both_as_the_user_did():
-    said = "loss_scale must be between min_loss_scale=2.0 and max_scale=None, got 1.0"
+    said = "loss_scale must be between min_loss_scale=2.0 and infinity, got 1.0"
     with pytest.raises(ValueError, match=said):
         presets.jmp(1.0, min_loss_scale=2.0)
     with pytest.raises(ValueError, match="scale_min must be"):
         presets.openseq2seq_logmax(scale_min=4.0, scale_max=2.0)
+
+
+def test_an_error_repeats_the_value_as_it_was_given():
+    with pytest.raises(ValueError, match=r"^init_scale must be .*'initial_scale'$"):
+        presets.pytorch("initial_scale")
 
 
 @pytest.mark.parametrize("bounds", [(2.0**-10, 0.5), (1.0, 2.0), (4.0, 8.0)])

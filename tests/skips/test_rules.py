@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -169,6 +170,10 @@ def test_axlearn_learns_nothing_from_what_it_skips():
             lambda: skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 1.0),
             r"grad_norm_ema_decay must be in \(0, 1\)",
         ),
+        (  # which is 1 in float32
+            lambda: skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 0.99999998),
+            r"grad_norm_ema_decay must be in \(0, 1\)",
+        ),
         (lambda: skips.drop_norm_by_grad_norm_ema(()), "^multipliers must"),
         (lambda: skips.drop_norm_by_grad_norm_ema(5.0), "^multipliers must"),
         (
@@ -318,3 +323,40 @@ def test_a_rule_is_made_anew_from_its_config_through_json(rule):
 def test_a_config_that_no_rule_wrote_is_refused(config, said):
     with pytest.raises(ValueError, match=said):
         skips.SkipRule.from_config(config)
+
+
+def test_a_rule_whose_state_changes_shape_is_refused():
+    class Growing(skips.SkipRule):
+        seen: jax.Array = ols.state_field(0.0)
+
+        def decide(self, norm, value):
+            return self.replace(seen=self.seen + jnp.ones(3)), True
+
+    with pytest.raises(TypeError, match=r"Growing must adapt .* of the same shapes"):
+        Growing().update(1.0)
+
+
+def test_what_a_rule_decides_about_a_step_that_is_not_finite_is_dropped():
+    """It is asked all the same, as a compiled step cannot leave it out."""
+    norms = []
+
+    class Counting(skips.SkipRule):
+        seen: jax.Array = ols.state_field(0)
+
+        def decide(self, norm, value):
+            norms.append(float(norm))
+            return self.replace(seen=self.seen + 1), True
+
+    tx = ols.with_loss_scale(optax.sgd(0.1), skip=Counting())
+    params = jnp.ones(2)
+    _, state = tx.apply_gradients(jnp.full(2, jnp.inf), tx.init(params), params)
+    assert norms == [float("inf")]
+    assert not state.should_apply
+    assert state.skip_rule.seen == 0
+
+
+def test_the_decay_next_to_1_is_a_decay():
+    rule = skips.axlearn(skips.drop_norm_by_grad_norm_ema(), 1 - 2.0**-24)
+    for _ in range(3):
+        rule, should_apply = rule.update(1.0)
+        assert should_apply

@@ -129,3 +129,20 @@ def test_of_many_models_it_says_to_take_one(loss_scale):
     with pytest.raises(TypeError, match=r"shape \(3,\)\. Pass that of one member"):
         ols.raise_if_stuck(states)
     ols.raise_if_stuck(jax.tree.map(lambda x: x[0], states))
+
+
+def test_a_rule_that_skipped_most_is_named_though_the_last_step_overflowed():
+    tx = ols.with_loss_scale(optax.sgd(0.1), skip=ols.skips.megatron(1.0))
+    state = after(tx, *[jnp.full(2, 2.0**20)] * 4, jnp.full(2, jnp.inf))
+    with pytest.raises(
+        ols.LossScaleError,
+        match=r"ThresholdSkipRule has .* 4 steps in all.* not finite\. .*diagnose",
+    ):
+        ols.raise_if_stuck(state, max_consecutive_skips=3)
+
+
+def test_a_floor_that_is_none_already_is_not_spoken_of():
+    ls = ols.DynamicLossScale(initial_scale=1.2e-38, min_scale=None)
+    with pytest.raises(ols.LossScaleError, match="cannot be lowered") as error:
+        ols.raise_if_stuck(ls.adjust(False))
+    assert "min_scale" not in str(error.value)

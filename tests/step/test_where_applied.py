@@ -120,3 +120,9 @@ def test_other_trees_and_shapes_are_refused():
     for new, old in others + shapes:
         with pytest.raises((TypeError, ValueError)):
             ols.where_applied(APPLIED, new, old)
+
+
+@pytest.mark.parametrize("new", [0.7, jnp.ones(()), np.float16(0.5)])
+def test_a_float_is_not_rounded_to_an_integer(new):
+    with pytest.raises(TypeError, match="a float where old has an integer"):
+        ols.where_applied(APPLIED, {"mean": new}, {"mean": 0})

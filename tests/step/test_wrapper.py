@@ -690,3 +690,18 @@ def test_slots_that_the_inner_optimizer_keeps_in_16_bits_are_its_own():
     _, after = tx.apply_gradients(params, state, params)
     assert after.inner_state[0].mu["w"].dtype == jnp.bfloat16
     assert after.should_apply
+
+
+def test_a_strategy_whose_state_changes_shape_is_refused_at_that_step():
+    class Growing(ols.LossScale):
+        def adjust(self, grads_finite):
+            return self.replace(loss_scale=self.loss_scale * jnp.ones(1))
+
+    tx = ols.with_loss_scale(optax.sgd(0.1), Growing())
+    with pytest.raises(TypeError, match=r"Growing must adapt .* of the same shapes"):
+        tx.apply_gradients(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_a_loss_scale_that_is_no_number_is_named_as_the_argument_is():
+    with pytest.raises(ValueError, match=r"^loss_scale must be a number between"):
+        ols.with_loss_scale(optax.sgd(0.1), -1)
