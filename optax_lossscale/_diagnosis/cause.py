@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from optax_lossscale._diagnosis.figures import TOLERANCE
-from optax_lossscale._diagnosis.notes import FIFTH, Note, all_before, limits
+from optax_lossscale._diagnosis.notes import FIFTH, Kind, Note, all_before, limits
 from optax_lossscale._programs.operations import Is
 from optax_lossscale._programs.values import HALVES, is_narrow
 
@@ -61,6 +61,7 @@ class Wrong(NamedTuple):
       rounded: the values in 16 bits to whose rounding that equation is sensitive: the
         results of the nearest products, and what lies between these and the equation.
       is_inner: whether it is in a derivative that the loss function itself takes.
+      is_in_float32: whether the result is not finite in float32 either.
     """
 
     name: str
@@ -69,18 +70,14 @@ class Wrong(NamedTuple):
     place: Note
     rounded: tuple[Note, ...] = ()
     is_inner: bool = False
-
-    @property
-    def is_in_float32(self) -> bool:
-        """Whether it is not finite in float32 either."""
-        return not self.place.is_finite
+    is_in_float32: bool = False
 
     @property
     def because(self) -> str:
         """The equation at fault and what it does, as the end of a sentence."""
         if self.how is How.ADDS_UP:
             return "rounding adds up over many lines"
-        if not self.place.source:
+        if self.place.place.kind is Kind.ARGUMENT:
             return f"there are NaNs or infinities in {self.place}"
         return f"{self.place} {self.how}"
 
@@ -111,7 +108,7 @@ def cause_in_float32(name: str, note: Note) -> Wrong:
             note = reads[0]
         else:
             how = How.IS_UNDEFINED if note.nan_true else How.OVERFLOWS
-            return Wrong(name, math.inf, how, note)
+            return Wrong(name, math.inf, how, note, is_in_float32=True)
 
 
 def _is_mask(note: Note) -> bool:
@@ -211,9 +208,9 @@ def _computed(note: Note) -> Note:
 
     One that moves them into 16 bits, as a cast does, computes them.
     """
-    while note.is_any(Is.MOVES | Is.CHOOSES) or not note.place.primitive:
+    while note.is_any(Is.MOVES | Is.CHOOSES) or not note.is_computed:
         read = _worst(note)
-        if read is None or not read.source:
+        if read is None or read.place.kind is Kind.ARGUMENT:
             break
         if is_narrow(note.dtype) and not is_narrow(read.dtype):
             break
@@ -258,14 +255,14 @@ def _vanishes(note: Note, dtype: Any) -> bool:
     least = tiny * float(jnp.finfo(dtype).eps)
     # The mean of the absolute values is this or more.
     mean = note.typical / math.sqrt(note.count)
-    return note.typical < tiny or (note.lost > FIFTH and mean < _NOTHING * least)
+    return 0 < note.typical < tiny or (note.lost > FIFTH and mean < _NOTHING * least)
 
 
 def _saturates(note: Note) -> bool:
     """Whether a result in 16 bits was rounded to its function's limit, 1 or 0."""
     if not (is_narrow(note.dtype) and note.is_any(Is.SATURATES)):
         return False
-    return note.lost > 0 or note.largest >= 1 - float(jnp.finfo(note.dtype).eps)
+    return note.lost > 0 or note.at_limit
 
 
 def _terms(note: Note) -> float:
@@ -300,7 +297,7 @@ def _first_lost(note: Note) -> Note:
 def _rounded_before(note: Note) -> Iterator[Note]:
     """The nearest products in 16 bits before a result, and what is narrow since."""
     for one in all_before(note.reads, _rounded_in):
-        if is_narrow(one.dtype) and one.place.primitive:
+        if is_narrow(one.dtype) and one.is_computed:
             yield one
 
 

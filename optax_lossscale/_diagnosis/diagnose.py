@@ -4,7 +4,7 @@ The gradient is traced (`gradient`) and run beside float32 (`run`). From the not
 these runs, this file finds what is off and why (`cause`), and fills the page.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -168,7 +168,9 @@ def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
     in_float32 = {name: value.note for name, value in of_wide.items()}
     for name, value in runs.fitting.results.items():
         note = value.note
-        if note is None:  # it is a constant
+        if note is None:  # it is a constant, and so exact
+            if name == THE_LOSS:
+                off[name] = 0.0
             continue
         if not note.is_finite:
             wrong.append(_cause_of_infinity(runs, name, note))
@@ -219,9 +221,9 @@ def _what_is_wrong(runs: Runs, name: str, note: Note) -> Wrong | None:
     off = _out_of_proportion(runs.at_1.results[name].note, note, scale)
     if off <= TOLERANCE:
         return None
-    before = {(note.place, note.rounds): note for note in runs.at_1.notes}
+    before = {(note.result, note.rounds): note for note in runs.at_1.notes}
     for one in runs.fitting.notes:
-        at_1 = before.get((one.place, one.rounds))
+        at_1 = before.get((one.result, one.rounds))
         if _out_of_proportion(at_1, one, scale) > TOLERANCE:
             return Wrong(name, off, How.IS_NOT_LINEAR, one)
     return Wrong(name, off, How.IS_NOT_LINEAR, note)
@@ -243,7 +245,7 @@ def _off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
         return {}
     low = {name: value.pair.low for name, value in runs.fitting.results.items()}
     off = {
-        name: Pair(low[name], value.pair.low).compared.figures.error
+        name: Pair(low[name], value.pair.low).compared().figures.error
         for name, value in runs.wide.results.items()
         if name in determined
     }
@@ -262,17 +264,20 @@ def _wrong_inside(runs: Runs, least: float) -> list[Wrong]:
     results = [value.note for value in (*run.results.values(), *run.aux) if value.note]
     used = set(all_before(results, lambda note: note.reads))
     of_wide = runs.wide.notes if runs.wide else []
-    in_float32 = {(note.place, note.rounds): note for note in of_wide}
+    in_float32 = {(note.result, note.rounds): note for note in of_wide}
     spread = []
     for note in run.notes:
         if note not in used or note.is_backward or note.off_share <= FIFTH:
             continue
-        wide = in_float32.get((note.place, note.rounds))
+        wide = in_float32.get((note.result, note.rounds))
         if wide is None or wide.off_share <= FIFTH or _determines(wide, note):
             spread.append(note)
     aux = [value.note for value in run.aux if value.note]
     follows = {
-        read for note in spread + aux if note.typical >= least for read in note.reads
+        read
+        for note in spread + aux
+        if note.typical >= least
+        for read in all_before(note.reads, _if_moved)
     }
     for note in aux:
         if note.bad:
@@ -281,6 +286,11 @@ def _wrong_inside(runs: Runs, least: float) -> list[Wrong]:
         if note in follows:
             return [cause_of(A_VALUE_INSIDE, note)._replace(off=note.off_share)]
     return []
+
+
+def _if_moved(note: Note) -> Sequence[Note]:
+    """What a note is of, if a loop only moved that; nothing for the note of an equation."""
+    return () if note.is_computed else note.reads
 
 
 def _in_a_report(one: Wrong, run: Run) -> Wrong:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from optax_lossscale._programs.enter import is_entered
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import dtype_in, is_float, is_narrow
@@ -19,7 +20,12 @@ from optax_lossscale._programs.versions import (
     open_jaxpr,
     params_of,
 )
-from optax_lossscale._programs.walk import line_of, programs_in
+from optax_lossscale._programs.walk import (
+    arguments_of,
+    carried_by,
+    line_of,
+    programs_in,
+)
 
 
 class Equation(NamedTuple):
@@ -43,7 +49,9 @@ class Equation(NamedTuple):
 
 
 @remembered
-def equations(jaxpr: Any, line: str = "") -> tuple[Equation, ...]:
+def equations(
+    jaxpr: Any, line: str = "", before: tuple[Any, ...] = ()
+) -> tuple[Equation, ...]:
     """All equations of an open jaxpr, each before those in the programs it holds.
 
     One in a program that runs in several places is there once for each line that it is
@@ -52,16 +60,18 @@ def equations(jaxpr: Any, line: str = "") -> tuple[Equation, ...]:
     Args:
       jaxpr: the program.
       line: the user's line that runs it; "" for the whole program.
+      before: the dtypes of its arguments before they were widened, if known.
     """
-    unwidened: dict[int, Any] = {}  # by the `id` of a variable
+    # By the `id` of a variable
+    unwidened = dict(zip(map(id, jaxpr.invars), before, strict=False))
     found: dict[tuple[int, str], Equation] = {}
     for eqn in jaxpr.eqns:
         operands = tuple(unwidened.get(id(v), dtype_in(v)) for v in eqn.invars)
         if keeps_numbers(eqn):
-            unwidened[id(eqn.outvars[0])] = operands[0]
+            unwidened.update((id(v), operands[0]) for v in eqn.outvars)
         new = [Equation(eqn, line_of(eqn, line), operands)]
-        for program in programs_in(eqn):
-            for at in equations(open_jaxpr(program), new[0].source):
+        for program, given in _programs_given(eqn, operands):
+            for at in equations(open_jaxpr(program), new[0].source, given):
                 new.append(at._replace(runs=at.runs * _times(eqn)))
         for at in new:
             place = (id(at.eqn), at.source)
@@ -69,6 +79,23 @@ def equations(jaxpr: Any, line: str = "") -> tuple[Equation, ...]:
             count = earlier.count + at.count
             found[place] = at._replace(count=count, runs=earlier.runs + at.runs)
     return tuple(found.values())
+
+
+def _programs_given(
+    eqn: Any, operands: tuple[Any, ...]
+) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The programs in an equation, each with the dtypes that its arguments had before.
+
+    `operands` are those of the equation. What a loop carries from round to round has
+    its own dtype, and of other programs than calls, branches and loops none is known.
+    """
+    if not is_entered(eqn):
+        return [(program, ()) for program in programs_in(eqn)]
+    known = list(operands)
+    for n in carried_by(eqn):
+        known[n] = dtype_in(eqn.invars[n])
+    entered = arguments_of(eqn)
+    return [(program, tuple(known[n] for n in at)) for program, at in entered]
 
 
 def keeps_numbers(eqn: Any) -> bool:

@@ -19,7 +19,7 @@ class Figures:
     Attributes:
       count: how many numbers the result has; a complex number counts as two.
       error: how far it is from float32's: the norm of the difference, relative to the
-        norm of float32's; infinite if it is bad.
+        norm of float32's; 1 if those are all 0, and infinite if it is bad.
       distance: the norm of the difference, not relative; infinite if it is bad.
       off_share: the share of its numbers that are off by more than 5%.
       bad: whether a number is not finite where float32's is.
@@ -27,6 +27,7 @@ class Figures:
       is_finite: whether float32's result is finite.
       nan_true: whether a number of float32's is NaN.
       lost: of the numbers that are not zero in float32, the share that is zero.
+      at_limit: whether a number is 1 or -1, and float32's is between these.
       decided: of indices and conditions, the share that float32 decides otherwise.
       largest: the largest finite absolute value, of the program or in float32.
       typical: the root mean square of the finite numbers in float32.
@@ -41,6 +42,7 @@ class Figures:
     is_finite: bool = True
     nan_true: bool = False
     lost: float = 0.0
+    at_limit: bool = False
     decided: float = 0.0
     largest: float = 0.0
     typical: float = 0.0
@@ -79,10 +81,11 @@ def _figures(low: np.ndarray, true: np.ndarray) -> Figures:
     lost = np.count_nonzero(true[low == 0]) / max(np.count_nonzero(true), 1)
     return Figures(
         low.size,
-        error=distance / norm if norm else math.inf,
+        error=distance / norm if norm else 1.0,
         distance=distance,
         off_share=np.count_nonzero(is_off) / low.size,
         lost=lost,
+        at_limit=bool(np.any((np.abs(low) == 1) & (sizes < 1))),
         largest=largest,
         typical=typical,
     )

@@ -5,7 +5,6 @@ branch is taken, and how long a loop goes on, is chosen by the program's values,
 float32's.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -30,8 +29,8 @@ class Value(NamedTuple):
     parts: Sequence[Note | None] = ()  # the note of each round, if a loop stacked them
 
     def each(self, function: Callable[[Any], Any]) -> "Value":
-        """Applies a function to both arrays of the pair; the note stays."""
-        return self._replace(pair=jax.tree.map(function, self.pair))
+        """Applies a function to both arrays of the pair; the note of the whole stays."""
+        return Value(jax.tree.map(function, self.pair), self.note)
 
 
 def noted_alone(pair: Pair, notes: Sequence[Note | None]) -> Value:
@@ -45,10 +44,11 @@ def noted_alone(pair: Pair, notes: Sequence[Note | None]) -> Value:
     first = next(iter(reads), None)
     if first is None or not is_float(pair.low):
         return Value(pair, first)
-    place = dataclasses.replace(first.place, primitive="")
     with np.errstate(over="ignore"):
-        figures = pair.compared.figures
-    return Value(pair, note_of(figures, place, first.dtype, reads, first.rounds))
+        figures = pair.compared().figures
+    return Value(
+        pair, note_of(figures, first.place.moved, first.dtype, reads, first.rounds)
+    )
 
 
 RunsProgram = Callable[..., list[Value]]

@@ -6,11 +6,13 @@ and `scale` go back along. What is the same in all rounds is in its `Place`.
 """
 
 import dataclasses
+import enum
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale._arrays.names import natural
 from optax_lossscale._diagnosis.figures import Figures
@@ -30,32 +32,42 @@ FIFTH = 0.2
 """The share of an array's numbers that may be off or lost."""
 
 
-@dataclasses.dataclass(eq=False)
+class Kind(enum.Enum):
+    """What values come from."""
+
+    EQUATION = enum.auto()
+    ARGUMENT = enum.auto()
+    MOVED = enum.auto()  # a loop, which took or joined what an equation had computed
+
+
+class Origin(NamedTuple):
+    """What a value was computed from, in however many equations."""
+
+    is_backward: bool = False  # whether from the seed of the backward pass
+    nearest: frozenset[str] = frozenset()  # the parameters the fewest equations before
+    steps: int = 0  # how many equations that is
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Place:
     """Where values come from: an equation of the program, or one of its arguments."""
 
-    # The name of the operation; "" of an argument, and of what a loop moved from here
-    primitive: str = ""
+    kind: Kind = Kind.EQUATION
+    primitive: str = ""  # the name of the operation that computed them, if one did
     source: str = ""  # the user's line that made the equation
     # The names of the scopes that it is in, as `encoder/layer_3`; "" for none
     scope: str = ""
     name: str = ""  # the path of an argument
-    # Whether it is in the backward pass, or in a derivative inside the loss function
+    # Whether it is in a backward pass, that of the loss function or one inside of it
     is_derivative: bool = False
     terms: int = 1  # how many terms each number of a product or sum has
-    # What is known once it has run:
-    is_backward: bool = False  # whether it depends on the seed of the backward pass
-    nearest: frozenset[str] = frozenset()  # the parameters the fewest equations before
-    steps: int = 0  # how many equations that is
 
-    def follow(self, places: Sequence["Place"]) -> None:
-        """Learns what follows from the places of the operands."""
-        self.is_backward = self.is_backward or any(at.is_backward for at in places)
-        if not self.nearest:
-            named = [at for at in places if at.nearest]
-            self.steps = min((at.steps for at in named), default=0) + 1
-            names = [at.nearest for at in named if at.steps < self.steps]
-            self.nearest = frozenset().union(*names)
+    @property
+    def moved(self) -> "Place":
+        """The place of what a loop moved from here; an argument stays one."""
+        if self.kind is Kind.ARGUMENT:
+            return self
+        return dataclasses.replace(self, kind=Kind.MOVED, primitive="")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -64,7 +76,9 @@ class Note(Figures):
 
     Attributes:
       place: the equation, or the argument of the program.
+      origin: what it was computed from.
       dtype: the dtype of the result.
+      position: which of the equation's results it is, from 0.
       rounds: the rounds of the loops around it, the outermost first, from 0.
       is_passed: whether float32's was computed in 16 bits as well.
       reads: the notes of its operands; left out in a report.
@@ -72,7 +86,9 @@ class Note(Figures):
     """
 
     place: Place
-    dtype: Any
+    origin: Origin
+    dtype: np.dtype
+    position: int = 0
     rounds: tuple[int, ...] = ()
     is_passed: bool = False
     reads: Sequence["Note"] = dataclasses.field(default=(), repr=False)
@@ -81,7 +97,17 @@ class Note(Figures):
     @property
     def is_backward(self) -> bool:
         """Whether it is of the backward pass, and so in proportion to the loss scale."""
-        return self.place.is_backward
+        return self.origin.is_backward
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether it is the result of an equation, neither an argument nor moved."""
+        return self.place.kind is Kind.EQUATION
+
+    @property
+    def result(self) -> tuple[Place, int]:
+        """Which result of which equation it is of, in any round."""
+        return self.place, self.position
 
     @property
     def primitive(self) -> str:
@@ -96,7 +122,7 @@ class Note(Figures):
     @property
     def layer(self) -> str:
         """The scope that it is in, or else the parameters nearest to it."""
-        return self.place.scope or some(sorted(self.place.nearest, key=natural))
+        return self.place.scope or some(sorted(self.origin.nearest, key=natural))
 
     @property
     def line(self) -> str:
@@ -121,23 +147,35 @@ class Note(Figures):
 def note_of(
     figures: Figures,
     place: Place,
-    dtype: Any,
-    reads: Sequence[Note] = (),
-    rounds: tuple[int, ...] = (),
+    dtype: np.dtype,
+    reads: Sequence[Note],
+    rounds: tuple[int, ...],
+    position: int = 0,
     is_passed: bool = False,
 ) -> Note:
     """The note of a result that has these figures, with what follows from `reads`."""
-    place.follow([read.place for read in reads])
     before = max((read.error for read in reads), default=0.0)
     return Note(
         **vars(figures),
         place=place,
+        origin=_origin_of(reads),
         dtype=dtype,
+        position=position,
         rounds=rounds,
         is_passed=is_passed,
         reads=reads,
         before=before,
     )
+
+
+def _origin_of(reads: Sequence[Note]) -> Origin:
+    """The origin of a result that was computed from others."""
+    origins = [read.origin for read in reads]
+    named = [origin for origin in origins if origin.nearest]
+    steps = min((origin.steps for origin in named), default=0)
+    nearest = [origin.nearest for origin in named if origin.steps == steps]
+    is_backward = any(origin.is_backward for origin in origins)
+    return Origin(is_backward, frozenset().union(*nearest), steps + 1)
 
 
 def all_before(
@@ -154,7 +192,7 @@ def all_before(
             yield note
 
 
-def limits(dtype: Any) -> tuple[float, float]:
+def limits(dtype: np.dtype | type[np.generic]) -> tuple[float, float]:
     """The least size that a dtype rounds to infinity, and its least normal number."""
     info = jnp.finfo(dtype)
     largest = float(info.max)

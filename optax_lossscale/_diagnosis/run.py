@@ -68,7 +68,7 @@ class Runs(NamedTuple):
 
 def runs_of(gradient: Gradient) -> Runs:
     """All runs of a gradient."""
-    shadow = Shadow(gradient.jaxpr, gradient.arrays, gradient.places)
+    shadow = Shadow(gradient.jaxpr, gradient.arguments)
     runs = _as_written(shadow, gradient)
     if _is_in_doubt(runs.fitting):
         with jax.enable_x64(True):
@@ -133,7 +133,9 @@ def _fits(exponent: int, largest: int) -> InitialScale:
 
 
 def _run(shadow: Shadow, gradient: Gradient, scale: float, widths: Widths) -> Run:
-    loss, *others = shadow(np.float32(scale), widths)
+    """One run at a loss scale."""
+    results, notes = shadow(np.float32(scale), widths)
+    loss, *others = results
     names = gradient.grad_names
     grads = dict(zip(names, others, strict=False))
-    return Run(scale, loss, grads, others[len(names) :], shadow.notes)
+    return Run(scale, loss, grads, others[len(names) :], notes)

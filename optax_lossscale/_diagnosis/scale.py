@@ -15,7 +15,7 @@ import numpy as np
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
 from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._diagnosis.notes import ALL, Note, limits
+from optax_lossscale._diagnosis.notes import ALL, Kind, Note, limits
 
 HIGHEST = 126  # the largest scale's exponent: 2**127 is float32's last power of two
 MARGIN = 2  # bits from the scale to begin with to the largest, as gradients may grow
@@ -92,8 +92,8 @@ def _made_large(note: Note) -> Note:
     at = note
     largest_jump = _JUMP
     while True:
-        reads = [read for read in note.reads if read.is_backward and read.source]
-        if not reads:
+        reads = [read for read in note.reads if read.is_backward]
+        if not reads or reads[0].place.kind is Kind.ARGUMENT:  # the seed
             return at
         before = max(reads, key=lambda read: read.largest)
         jump = note.largest / max(before.largest, 1e-45)
@@ -119,8 +119,13 @@ def underflow(
     for name, value in at_1.items():
         true = _sizes(value.pair.true)
         may_be_kept = true > true.max(initial=0) * _REACH
-        lost = _is_gone(value.pair.low) & may_be_kept
-        left = _is_gone(fitting[name].pair.low) & may_be_kept
+        is_lost = _is_gone(value)
+        is_left = _is_gone(fitting[name])
+        # What is gone at a scale at which float16 holds it has cancelled.
+        is_held = _sizes(fitting[name].pair.true) >= limits(np.float16)[1]
+        counts = may_be_kept & ~(is_left & is_held)
+        lost = is_lost & counts
+        left = is_left & counts
         for group in (ALL, without_numbers(name)):
             groups[group].append(np.stack([true * may_be_kept, lost, left]))
     found = {}
@@ -137,12 +142,12 @@ def _sizes(x: np.ndarray) -> np.ndarray:
     return np.abs(np.asarray(x)).astype(np.float32).ravel()
 
 
-def _is_gone(low: np.ndarray) -> np.ndarray:
-    """Which numbers are zero, or subnormal if float16 holds them all."""
-    sizes = _sizes(low)
-    with np.errstate(over="ignore"):
-        is_of_float16 = (sizes == sizes.astype(np.float16)).all()
-    return sizes < limits(np.float16)[1] if is_of_float16 else sizes == 0
+def _is_gone(value: Value) -> np.ndarray:
+    """Which numbers of a gradient are zero, or subnormal if it was made in float16."""
+    sizes = _sizes(value.pair.low)
+    if value.note is not None and value.note.dtype == np.float16:
+        return sizes < limits(np.float16)[1]
+    return sizes == 0
 
 
 def _bits(sizes: np.ndarray) -> int:

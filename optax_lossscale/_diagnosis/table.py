@@ -7,7 +7,7 @@ in which it is off the most.
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from optax_lossscale._diagnosis.notes import Note, Place
 from optax_lossscale._diagnosis.text import aligned, percent
@@ -31,29 +31,28 @@ class Table(NamedTuple):
 
 def table_of(notes: Sequence[Note]) -> Table:
     """The table of all notes of a run."""
-    largest: dict[Place, float] = defaultdict(float)
+    largest: dict[tuple[Place, int], float] = defaultdict(float)
     for note in notes:
-        largest[note.place] = max(largest[note.place], note.largest)
+        largest[note.result] = max(largest[note.result], note.largest)
     worst = of_worst_rounds(notes, lambda note: note.error)
     rows = [
-        dataclasses.replace(note.row, largest=largest[note.place]) for note in worst
+        dataclasses.replace(note.row, largest=largest[note.result]) for note in worst
     ]
     return Table(tuple(rows))
 
 
 def of_worst_rounds(notes: Sequence[Note], key: Callable[[Note], float]) -> list[Note]:
     """For each result of an equation, its note of the round in which `key` is largest."""
-    worst: dict[tuple[Place, Any], Note] = {}
+    worst: dict[tuple[Place, int], Note] = {}
     for note in notes:
-        at = (note.place, note.dtype)
-        worst[at] = max(worst.get(at, note), note, key=key)
+        worst[note.result] = max(worst.get(note.result, note), note, key=key)
     return list(worst.values())
 
 
 def _cells(row: Note) -> tuple[str, ...]:
     return (
         row.source,
-        ", ".join([row.layer, *map(str, row.rounds)]),
+        ", ".join(filter(None, [row.layer, *map(str, row.rounds)])),
         row.primitive,
         str(row.dtype),
         percent(row.before),

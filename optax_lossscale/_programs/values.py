@@ -13,8 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Var
+from jax.extend.core import Literal, Var
 from jax.sharding import AxisType
+
+Atom = Var | Literal
+"""What an equation reads."""
 
 FLOAT32 = jnp.dtype(jnp.float32)
 FLOAT64 = jnp.dtype("float64")
