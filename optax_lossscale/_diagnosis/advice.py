@@ -7,7 +7,6 @@ findings gives the verdict, and the advice has what to do about each.
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,14 +20,16 @@ from optax_lossscale._diagnosis.notes import (
     FIFTH,
     THE_LOSS,
 )
+from optax_lossscale._diagnosis.page import (
+    Diagnosis,
+    has_wrong_result,
+    scale_that_fits,
+)
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.text import lines_of, percent, some
 from optax_lossscale._programs.operations import Is
 from optax_lossscale._programs.values import HALVES
 from optax_lossscale._scales.dynamic import DynamicLossScale
-
-if TYPE_CHECKING:
-    from optax_lossscale._diagnosis.page import Diagnosis
 
 _START = round(math.log2(DynamicLossScale.initial_scale))
 
@@ -36,9 +37,9 @@ _Findings = Iterator[tuple[str, str]]
 """Sentences that can be the verdict, the most important first, each with what to do."""
 
 
-def findings(page: "Diagnosis") -> list[tuple[str, str]]:
-    """All findings, of which the first has the verdict."""
-    return [
+def advised(page: Diagnosis) -> Diagnosis:
+    """The same page with its verdict and advice."""
+    findings = [
         *_about_what_is_wrong(page),
         *_about_choices(page),
         *_about_products(page),
@@ -46,20 +47,11 @@ def findings(page: "Diagnosis") -> list[tuple[str, str]]:
         *_about_scale(page),
         *_about_the_loss(page),
     ] or [(_fine(page), "Nothing.")]
+    verdicts, remedies = zip(*findings, strict=True)
+    return page._replace(verdict=verdicts[0], advice=list(dict.fromkeys(remedies)))
 
 
-def scale_that_fits(page: "Diagnosis") -> InitialScale | None:
-    """The loss scale that fits, if the model computes in float16; else None."""
-    is_scaled = np.float16 in page.computes_in and page.has_gradients
-    return page.initial_scale if is_scaled else None
-
-
-def has_wrong_result(page: "Diagnosis") -> bool:
-    """Whether the loss or a gradient is wrong, and not only a value inside."""
-    return any(one.name != A_VALUE_INSIDE for one in page.wrong)
-
-
-def _fine(page: "Diagnosis") -> str:
+def _fine(page: Diagnosis) -> str:
     """The verdict on a model without findings."""
     if not page.computes_in:
         return (
@@ -74,13 +66,13 @@ def _fine(page: "Diagnosis") -> str:
 # --- what is wrong ---
 
 
-def _about_what_is_wrong(page: "Diagnosis") -> _Findings:
+def _about_what_is_wrong(page: Diagnosis) -> _Findings:
     """Findings about the loss, gradients or values inside that are off."""
     for one in page.wrong:
         yield f"{_what_is_wrong(page, one)}: {one.because}.", _remedy(one)
 
 
-def _what_is_wrong(page: "Diagnosis", one: Wrong) -> str:
+def _what_is_wrong(page: Diagnosis, one: Wrong) -> str:
     """What is wrong, as the beginning of a sentence."""
     dtypes = " and ".join(map(str, page.computes_in))
     give = "give" if page.computes_in[1:] else "gives"
@@ -179,7 +171,7 @@ def _remedy(one: Wrong) -> str:
 # --- what is not as the user meant it ---
 
 
-def _about_choices(page: "Diagnosis") -> _Findings:
+def _about_choices(page: Diagnosis) -> _Findings:
     """A finding about choices that float32 makes otherwise, if they matter.
 
     They do if they change the loss, or a gradient by a fifth. If they change gradients
@@ -205,7 +197,7 @@ def _about_choices(page: "Diagnosis") -> _Findings:
     )
 
 
-def _about_products(page: "Diagnosis") -> _Findings:
+def _about_products(page: Diagnosis) -> _Findings:
     """A finding about products that a wide operand widens, if most of them are wide."""
     firsts: dict[str, Operation] = {}  # of each line, that of the forward pass
     for product in page.dtypes.products:
@@ -225,7 +217,7 @@ def _about_products(page: "Diagnosis") -> _Findings:
         )
 
 
-def _about_gradients(page: "Diagnosis") -> _Findings:
+def _about_gradients(page: Diagnosis) -> _Findings:
     """A finding about a loss that is only rounding, or gradients that are all 0."""
     if page.wrong or not page.computes_in:
         return
@@ -248,7 +240,7 @@ def _about_gradients(page: "Diagnosis") -> _Findings:
         )
 
 
-def _about_the_loss(page: "Diagnosis") -> _Findings:
+def _about_the_loss(page: Diagnosis) -> _Findings:
     """A finding about a loss in float16."""
     if page.loss_dtype == np.float16 and not page.wrong:
         yield (
@@ -261,7 +253,7 @@ def _about_the_loss(page: "Diagnosis") -> _Findings:
 # --- the loss scale ---
 
 
-def _about_scale(page: "Diagnosis") -> _Findings:
+def _about_scale(page: Diagnosis) -> _Findings:
     """Findings about the loss scale: whether one is needed, and which."""
     fits = scale_that_fits(page)
     if not fits or (page.wrong and fits.largest < 1):  # the cause is what is wrong
@@ -275,12 +267,12 @@ def _about_scale(page: "Diagnosis") -> _Findings:
             f"underflow, and from {scale_name(2 * fits.largest)} on others overflow.",
             _REMEDIES[How.OVERFLOWS].format(line=page.overflow.line),
         )
-    theirs = page.loss_scale
-    if theirs is not None:
-        problem = "overflow" if theirs > fits.largest else "are lost"
-        if not min(2.0**bits, fits.scale) <= theirs <= fits.largest:
+    if page.loss_scale is not None:
+        problem = _problem_of(page, page.loss_scale, min(2.0**bits, fits.scale))
+        if problem:
             yield (
-                f"Gradients {problem} at your loss scale, {scale_name(theirs)}.",
+                f"Gradients {problem} at your loss scale, "
+                f"{scale_name(page.loss_scale)}.",
                 f"Unless it is dynamic, set it to {scale}.",
             )
     elif not page.is_finite_without:
@@ -296,16 +288,35 @@ def _about_scale(page: "Diagnosis") -> _Findings:
             f"gradients{of} to underflow.",
             _wrap(page, fits, bits),
         )
+    elif page.off_without:
+        worst = max(page.off_without, key=page.off_without.__getitem__)
+        yield (
+            f"Without a loss scale of about {scale}, the gradient of {worst} is off by "
+            f"{page.off_without[worst]:.1%}.",
+            _wrap(page, fits, bits),
+        )
 
 
-def _lost_for_want_of_a_scale(page: "Diagnosis") -> list[Underflow]:
+def _problem_of(page: Diagnosis, scale: float, least: float) -> str:
+    """What gradients do at the user's loss scale; "" if it is fine.
+
+    `least` is the least scale at which next to none are lost.
+    """
+    if page.initial_scale and scale > page.initial_scale.largest:
+        return "overflow"
+    if scale < least:
+        return "are lost"
+    return "are off" if page.off_without and scale <= 1 else ""
+
+
+def _lost_for_want_of_a_scale(page: Diagnosis) -> list[Underflow]:
     """The groups that underflow, and have a gradient that is right and determined."""
     wrong = {one.name for one in page.wrong}
     groups = {without_numbers(name) for name in page.off if name not in wrong}
     return [group for name, group in page.underflow.items() if name in groups]
 
 
-def _wrap(page: "Diagnosis", fits: InitialScale, bits: int) -> str:
+def _wrap(page: Diagnosis, fits: InitialScale, bits: int) -> str:
     """The advice to wrap the optimizer, with a scale unless the default one fits."""
     exponent = round(math.log2(fits.scale))
     if bits <= _START <= exponent and page.is_finite_without:

@@ -4,6 +4,7 @@ The gradient is traced (`gradient`) and run beside float32 (`run`). From the not
 these runs, this file finds what is off and why (`cause`), and fills the page.
 """
 
+import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import IS_REPORTED
 from optax_lossscale._autocast.autocast import autocast
+from optax_lossscale._diagnosis.advice import advised
 from optax_lossscale._diagnosis.cause import How, Wrong, cause_in_float32, cause_of
 from optax_lossscale._diagnosis.dtypes import report_of
 from optax_lossscale._diagnosis.figures import TOLERANCE
@@ -131,9 +133,12 @@ def _page(
     are_right = all(one.name == A_VALUE_INSIDE for one in wrong)
     lost = {}
     if runs.fits and np.float16 in dtypes:
-        lost = underflow(runs.at_1.grads, run.grads)
+        determined = {name: x for name, x in runs.at_1.grads.items() if name in off}
+        lost = underflow(determined, run.grads)
     has_scale = bool(loss_scales_in(opt_state))
-    return Diagnosis(
+    page = Diagnosis(
+        verdict="",
+        advice=[],
         is_autocast=is_autocast and bool(dtypes),
         dtypes=report_of(gradient.jaxpr.jaxpr),
         computes_in=dtypes,
@@ -151,10 +156,12 @@ def _page(
         overflow=runs.overflow and runs.overflow.row,
         has_gradients=any(np.any(x.pair.true) for x in run.grads.values()),
         is_finite_without=runs.at_1.is_finite(),
+        off_without=_off_without(runs, off),
         underflow=lost,
         not_compared=runs.passed,
         table=table_of(run.notes),
     )
+    return advised(page)
 
 
 def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
@@ -234,6 +241,16 @@ def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
     if at_1 is None or not note.is_backward or at_1.typical < _LEAST:
         return 0.0
     return abs(note.typical / (at_1.typical * scale) - 1)
+
+
+def _off_without(runs: Runs, off: Mapping[str, float]) -> dict[str, float]:
+    """How far gradients are off without a loss scale, of those that are right with one."""
+    notes = {name: value.note for name, value in runs.at_1.grads.items()}
+    return {
+        name: note.error
+        for name, note in notes.items()
+        if note is not None and off.get(name, math.inf) <= TOLERANCE < note.error
+    }
 
 
 def _off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:

@@ -1,8 +1,12 @@
 """What a page says where numbers alone mislead: masks, choices, kernels and loops."""
 
+import itertools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.experimental import pallas
@@ -272,6 +276,59 @@ def test_a_round_without_a_layer_begins_its_cell():
 
     table = str(ols.diagnose(loss_fn, jnp.ones(4), jnp.ones(4, F16)).table)
     assert ", 0" not in table
+
+
+def mean_of_many(params, x):
+    """The cotangent is subnormal, and so rounds, but no gradient is lost."""
+    return 2.8e-3 * jnp.mean((x.astype(F16) @ params["w"].astype(F16)).astype(F32))
+
+
+def of_few_rows(params, x):
+    """Most gradients of the table are 0, which none of the few others is."""
+    rows = params["w"].astype(F16)[jnp.arange(8)]
+    return jnp.mean((rows * x[:8, :1].astype(F16)).astype(F32)) * 2e-6
+
+
+@pytest.mark.parametrize(("loss_fn", "rows"), [(mean_of_many, 8), (of_few_rows, 4000)])
+def test_gradients_that_are_off_at_1_alone_ask_for_a_scale(loss_fn, rows):
+    params = {"w": jnp.ones((rows, 4))}
+    x = jnp.linspace(0.5, 1.5, 2**17).reshape(-1, 8)
+    found = ols.diagnose(loss_fn, params, x)
+    assert found.underflow == {}
+    assert found.off["w"] < 0.05 < found.off_without["w"]
+    assert re.fullmatch(
+        r"Without a loss scale of about 2\*\*\d+, the gradient of w is off by "
+        r"\d+\.\d%\.",
+        found.verdict,
+    )
+    assert found.advice[0].startswith("Wrap the optimizer")
+
+    state = ols.with_loss_scale(optax.sgd(0.1), ols.FixedLossScale(1)).init(params)
+    found = ols.diagnose(loss_fn, params, x, opt_state=state)
+    assert found.verdict == "Gradients are off at your loss scale, 2**0."
+
+
+def test_biases_that_are_normalized_away_need_no_scale_beside_others_that_do_not():
+    def loss_fn(params, x):
+        for layer in params[:-1]:
+            x = x.astype(F16) @ layer["w"].astype(F16) + layer["b"].astype(F16)
+            x = x.astype(F32)
+            x = jax.nn.relu((x - x.mean(0)) * lax.rsqrt(x.var(0) + 1e-5))
+        out = x.astype(F16) @ params[-1]["w"].astype(F16) + params[-1]["b"].astype(F16)
+        return jnp.mean((out.astype(F32) - 1) ** 2)
+
+    def drawn(seed, *shape):
+        return jax.random.normal(jax.random.key(seed), shape)
+
+    sizes = [16, 64, 64, 4]
+    params = [
+        {"w": drawn(n, a, b) / a**0.5, "b": jnp.zeros(b)}
+        for n, (a, b) in enumerate(itertools.pairwise(sizes))
+    ]
+    found = ols.diagnose(loss_fn, params, drawn(9, 32, 16))
+    assert "0/b" not in found.off
+    assert "scale fits" not in found.verdict
+    assert all(group.left < 0.01 for group in found.underflow.values())
 
 
 # --- `dtype_report` ---
