@@ -199,7 +199,7 @@ def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Wrong:
     hold is at fault, as one that `logsumexp` finds infinite and does not subtract.
     """
     if runs.wide and np.isfinite(runs.wide.results[name].pair.low).all():
-        before = set(all_before([note], lambda note: note.reads))
+        before = set(all_before([note]))
         for one in runs.fitting.notes:
             if one.bad and one in before:
                 return cause_of(name, one)
@@ -228,9 +228,9 @@ def _what_is_wrong(runs: Runs, name: str, note: Note) -> Wrong | None:
     off = _out_of_proportion(runs.at_1.results[name].note, note, scale)
     if off <= TOLERANCE:
         return None
-    before = {(note.result, note.rounds): note for note in runs.at_1.notes}
+    before = runs.at_1.by_result
     for one in runs.fitting.notes:
-        at_1 = before.get((one.result, one.rounds))
+        at_1 = before.get(one.result)
         if _out_of_proportion(at_1, one, scale) > TOLERANCE:
             return Wrong(name, off, How.IS_NOT_LINEAR, one)
     return Wrong(name, off, How.IS_NOT_LINEAR, note)
@@ -279,14 +279,13 @@ def _wrong_inside(runs: Runs, least: float) -> list[Wrong]:
     """
     run = runs.fitting
     results = [value.note for value in (*run.results.values(), *run.aux) if value.note]
-    used = set(all_before(results, lambda note: note.reads))
-    of_wide = runs.wide.notes if runs.wide else []
-    in_float32 = {(note.result, note.rounds): note for note in of_wide}
+    used = set(all_before(results))
+    in_float32 = runs.wide.by_result if runs.wide else {}
     spread = []
     for note in run.notes:
         if note not in used or note.is_backward or note.off_share <= FIFTH:
             continue
-        wide = in_float32.get((note.result, note.rounds))
+        wide = in_float32.get(note.result)
         if wide is None or wide.off_share <= FIFTH or _determines(wide, note):
             spread.append(note)
     aux = [value.note for value in run.aux if value.note]
@@ -316,9 +315,7 @@ def _in_a_report(one: Wrong, run: Run) -> Wrong:
     loss = run.loss.note
     # The loss depends on a derivative inside of its function, and not on one in a rule
     # for the backward pass.
-    is_before_the_loss = loss is not None and at in all_before(
-        [loss], lambda note: note.reads
-    )
+    is_before_the_loss = loss is not None and at in all_before([loss])
     return one._replace(
         place=at.row,
         rounded=tuple(note.row for note in one.rounded),

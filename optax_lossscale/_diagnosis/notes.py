@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -105,9 +106,14 @@ class Note(Figures):
         return self.place.kind is Kind.EQUATION
 
     @property
-    def result(self) -> tuple[Place, int]:
-        """Which result of which equation it is of, in any round."""
+    def of_any_round(self) -> tuple[Place, int]:
+        """Which result of which equation it is of."""
         return self.place, self.position
+
+    @property
+    def result(self) -> tuple[Place, int, tuple[int, ...]]:
+        """Which result it is of, the same in each run of the program."""
+        return self.place, self.position, self.rounds
 
     @property
     def primitive(self) -> str:
@@ -179,7 +185,7 @@ def _origin_of(reads: Sequence[Note]) -> Origin:
 
 
 def all_before(
-    notes: Iterable[Note], reads: Callable[[Note], Iterable[Note]]
+    notes: Iterable[Note], reads: Callable[[Note], Iterable[Note]] = attrgetter("reads")
 ) -> Iterator[Note]:
     """Some notes, what they read, and so on, each once; `reads` says what that is."""
     left = list(notes)

@@ -6,6 +6,7 @@ something is off, there is one more run: of the program in float32, by its own c
 beside float64. It tells what float32 determines.
 """
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import jax
@@ -14,8 +15,9 @@ import numpy as np
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient
 from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._diagnosis.notes import FIFTH, THE_LOSS, Note
-from optax_lossscale._diagnosis.pairs import AS_WRITTEN, IN_FLOAT32, Widths
+from optax_lossscale._diagnosis.notes import FIFTH, THE_LOSS, Note, Place
+from optax_lossscale._diagnosis.pairs import AS_WRITTEN, IN_FLOAT32
+from optax_lossscale._diagnosis.program import program_of
 from optax_lossscale._diagnosis.scale import (
     HIGHEST,
     MARGIN,
@@ -40,6 +42,11 @@ class Run(NamedTuple):
     def results(self) -> dict[str, Value]:
         """The loss and the gradients, by name."""
         return {THE_LOSS: self.loss, **self.grads}
+
+    @property
+    def by_result(self) -> dict[Hashable, Note]:
+        """The notes by what they are of, to be found in another run."""
+        return {note.result: note for note in self.notes}
 
     def is_finite(self, in_float32: bool = False) -> bool:
         """Whether loss and gradients are finite, in the program or in float32."""
@@ -68,11 +75,12 @@ class Runs(NamedTuple):
 
 def runs_of(gradient: Gradient) -> Runs:
     """All runs of a gradient."""
-    shadow = Shadow(gradient.jaxpr, gradient.arguments)
-    runs = _as_written(shadow, gradient)
+    program = program_of(gradient.jaxpr, Place())
+    runs = _as_written(Shadow(program, gradient.arguments, AS_WRITTEN), gradient)
     if _is_in_doubt(runs.fitting):
         with jax.enable_x64(True):
-            wide = _run(shadow, gradient, runs.fitting.scale, IN_FLOAT32)
+            shadow = Shadow(program, gradient.arguments, IN_FLOAT32)
+            wide = _run(shadow, gradient, runs.fitting.scale)
         runs = runs._replace(wide=wide)
     return runs
 
@@ -88,7 +96,7 @@ def _is_in_doubt(run: Run) -> bool:
 
 def _as_written(shadow: Shadow, gradient: Gradient) -> Runs:
     """The runs of the program as it is."""
-    at_1 = _run(shadow, gradient, 1.0, AS_WRITTEN)
+    at_1 = _run(shadow, gradient, 1.0)
     runs = Runs(at_1, at_1)
     if not at_1.is_finite(in_float32=True) or not np.isfinite(at_1.loss.pair.low):
         return runs
@@ -108,7 +116,7 @@ def _fitting(shadow: Shadow, gradient: Gradient, runs: Runs, exponent: int) -> R
     if runs.at_1.is_finite():
         runs = runs._replace(fits=_fits(0, 0))
     for _ in range(_TRIES):
-        run = _run(shadow, gradient, 2.0**exponent, AS_WRITTEN)
+        run = _run(shadow, gradient, 2.0**exponent)
         if not run.is_finite():
             most = exponent - 1
             exponent -= 2 * MARGIN
@@ -132,9 +140,9 @@ def _fits(exponent: int, largest: int) -> InitialScale:
     return InitialScale(2.0**exponent, 2.0**largest)
 
 
-def _run(shadow: Shadow, gradient: Gradient, scale: float, widths: Widths) -> Run:
+def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
     """One run at a loss scale."""
-    results, notes = shadow(np.float32(scale), widths)
+    results, notes = shadow(np.float32(scale))
     loss, *others = results
     names = gradient.grad_names
     grads = dict(zip(names, others, strict=False))

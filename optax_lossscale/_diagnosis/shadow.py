@@ -1,6 +1,6 @@
 """Run a program with every value in a pair, and make a note of each result.
 
-`Shadow(jaxpr, arguments)(seed, widths)` returns the results as pairs with notes, and
+`Shadow(program, arguments, widths)(seed)` returns the results as pairs with notes, and
 all notes of the run. Pieces without loops are compiled; the figures of their results
 are computed on the host. Python runs loops and branches around such pieces, and so
 knows the round in which it is.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, Var
+from jax.extend.core import Literal, Var
 
 from optax_lossscale._diagnosis import loops, pairs
 from optax_lossscale._diagnosis.devices import Devices
@@ -22,7 +22,7 @@ from optax_lossscale._diagnosis.figures import Figures
 from optax_lossscale._diagnosis.loops import Value, noted_alone
 from optax_lossscale._diagnosis.notes import Kind, Note, Origin, Place, note_of
 from optax_lossscale._diagnosis.pairs import Compared, Pair, Widths, exact
-from optax_lossscale._diagnosis.program import Piece, Program, Step, program_of
+from optax_lossscale._diagnosis.program import Piece, Program, Step
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import Atom, dtype_in, variables
 
@@ -79,66 +79,42 @@ class Around(NamedTuple):
         return env[v]
 
 
-class _Kept(NamedTuple):
-    """What the pieces before the first that reads the seed have left."""
-
-    widths: Widths
-    env: Env
-    notes: list[Note]
-
-
 class Shadow:
-    """A program to be run in pairs, for its last argument any number of times.
+    """A program to be run in pairs for any seed, its last argument.
 
-    That argument is the seed of a backward pass. The pieces before the first that reads
-    it are run once for runs of the same widths that follow each other.
+    The pieces before the first that reads the seed are run once, when this is made.
     """
 
-    def __init__(self, jaxpr: ClosedJaxpr, arguments: Sequence[Argument]):
-        self._program = program_of(jaxpr, Place())
-        self._arguments = arguments
-        self._kept: _Kept | None = None
+    def __init__(
+        self, program: Program, arguments: Sequence[Argument], widths: Widths
+    ) -> None:
         self._compiled: dict[Any, Callable[..., tuple[list[Pair], list[Compared]]]] = {}
         self._said = time.monotonic()
+        self._gives = program.gives
+        *takes, self._seed = program.takes
+        reads_seed = [self._seed in piece.reads for piece in program.pieces]
+        first = [*reads_seed, True].index(True)
+        self._pieces = program.pieces[first:]
+        self._around = Around(widths, notes=[])
+        self._env = self._around.constants(program)
+        for v, one in zip(takes, arguments, strict=True):
+            self._env[v] = self._around.argument(one.name, one.array, one.origin)
+        self._run_pieces(program.pieces[:first], self._env, self._around)
 
-    def __call__(
-        self, seed: np.float32, widths: Widths
-    ) -> tuple[list[Value], list[Note]]:
+    def __call__(self, seed: np.float32) -> tuple[list[Value], list[Note]]:
         """The results of the program, and all notes in the order of running.
 
         The results have notes about them alone.
         """
-        if self._kept is None or self._kept.widths != widths:
-            self._kept = self._run_before_the_seed(widths)
-        around = Around(widths, list(self._kept.notes))
+        around = self._around._replace(notes=list(self._around.notes))
         given = around.argument("the loss scale", seed, Origin(is_backward=True))
-        env = {**self._kept.env, self._seed: given}
-        self._run_pieces(self._program.pieces[self._first :], env, around)
+        env = {**self._env, self._seed: given}
+        self._run_pieces(self._pieces, env, around)
         results = []
-        for v in self._program.gives:
+        for v in self._gives:
             value = around.read(v, env).each(np.asarray)
             results.append(noted_alone(value.pair, [value.note]))
         return results, around.notes
-
-    @property
-    def _seed(self) -> Var:
-        """The variable of the seed."""
-        return self._program.takes[-1]
-
-    @functools.cached_property
-    def _first(self) -> int:
-        """The number of the first piece that reads the seed."""
-        reads_seed = [self._seed in piece.reads for piece in self._program.pieces]
-        return [*reads_seed, True].index(True)
-
-    def _run_before_the_seed(self, widths: Widths) -> _Kept:
-        """Runs the pieces before the first that reads the seed."""
-        around = Around(widths, [])
-        env = around.constants(self._program)
-        for v, one in zip(self._program.takes[:-1], self._arguments, strict=True):
-            env[v] = around.argument(one.name, one.array, one.origin)
-        self._run_pieces(self._program.pieces[: self._first], env, around)
-        return _Kept(widths, env, around.notes)
 
     def _run(
         self, program: Program, values: Sequence[Value], around: Around

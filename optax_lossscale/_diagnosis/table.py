@@ -33,10 +33,11 @@ def table_of(notes: Sequence[Note]) -> Table:
     """The table of all notes of a run."""
     largest: dict[tuple[Place, int], float] = defaultdict(float)
     for note in notes:
-        largest[note.result] = max(largest[note.result], note.largest)
+        largest[note.of_any_round] = max(largest[note.of_any_round], note.largest)
     worst = of_worst_rounds(notes, lambda note: note.error)
     rows = [
-        dataclasses.replace(note.row, largest=largest[note.result]) for note in worst
+        dataclasses.replace(note.row, largest=largest[note.of_any_round])
+        for note in worst
     ]
     return Table(tuple(rows))
 
@@ -45,7 +46,9 @@ def of_worst_rounds(notes: Sequence[Note], key: Callable[[Note], float]) -> list
     """For each result of an equation, its note of the round in which `key` is largest."""
     worst: dict[tuple[Place, int], Note] = {}
     for note in notes:
-        worst[note.result] = max(worst.get(note.result, note), note, key=key)
+        worst[note.of_any_round] = max(
+            worst.get(note.of_any_round, note), note, key=key
+        )
     return list(worst.values())
 
 
