@@ -259,7 +259,8 @@ def _about_scale(page: Diagnosis) -> _Findings:
     if not fits or (page.wrong and fits.largest < 1):  # the cause is what is wrong
         return
     lost = _lost_for_want_of_a_scale(page)
-    bits = max((group.bits for group in lost), default=0)
+    least = 1 if page.off_without else 0
+    bits = max((group.bits for group in lost), default=least)
     scale = scale_name(fits.scale)
     if page.overflow and any(group.left > TOLERANCE for group in lost):
         yield (
@@ -267,12 +268,12 @@ def _about_scale(page: Diagnosis) -> _Findings:
             f"underflow, and from {scale_name(2 * fits.largest)} on others overflow.",
             _REMEDIES[How.OVERFLOWS].format(line=page.overflow.line),
         )
-    if page.loss_scale is not None:
-        problem = _problem_of(page, page.loss_scale, min(2.0**bits, fits.scale))
-        if problem:
+    theirs = page.loss_scale
+    if theirs is not None:
+        problem = "overflow" if theirs > fits.largest else "are lost"
+        if not min(2.0**bits, fits.scale) <= theirs <= fits.largest:
             yield (
-                f"Gradients {problem} at your loss scale, "
-                f"{scale_name(page.loss_scale)}.",
+                f"Gradients {problem} at your loss scale, {scale_name(theirs)}.",
                 f"Unless it is dynamic, set it to {scale}.",
             )
     elif not page.is_finite_without:
@@ -295,18 +296,6 @@ def _about_scale(page: Diagnosis) -> _Findings:
             f"{page.off_without[worst]:.1%}.",
             _wrap(page, fits, bits),
         )
-
-
-def _problem_of(page: Diagnosis, scale: float, least: float) -> str:
-    """What gradients do at the user's loss scale; "" if it is fine.
-
-    `least` is the least scale at which next to none are lost.
-    """
-    if page.initial_scale and scale > page.initial_scale.largest:
-        return "overflow"
-    if scale < least:
-        return "are lost"
-    return "are off" if page.off_without and scale <= 1 else ""
 
 
 def _lost_for_want_of_a_scale(page: Diagnosis) -> list[Underflow]:

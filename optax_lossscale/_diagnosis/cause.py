@@ -11,9 +11,10 @@ import enum
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.notes import FIFTH, Kind, Note, all_before, limits
@@ -188,19 +189,15 @@ def _how(note: Note) -> tuple[How, Note]:
     """What the equation at fault does, or one before it, which is then at fault."""
     if note.is_passed:
         return How.IS_A_KERNEL, note
-    if note.bad:
-        how = _how_not_finite(note)
-        if how is How.VANISHES:
-            note = _first_lost(max(note.reads, key=lambda read: read.lost))
-        note = _computed(note)
-    else:
-        at = _computed(note)
-        how = _how_off(note, at.dtype)
-        note = at
-    saturated = [read for read in note.reads if _saturates(read)]
+    how = _how_not_finite(note) if note.bad else _how_off(note)
+    if note.bad and how is How.VANISHES:
+        note = _first_lost(max(note.reads, key=lambda read: read.lost))
+    made = _computed(note)
+    at_fault = (made, *made.reads) if how is How.VANISHES else made.reads
+    saturated = [one for one in at_fault if _saturates(one)]
     if saturated and how is not How.OVERFLOWS:
         return How.SATURATES, saturated[0]
-    return how, note
+    return how, made
 
 
 def _computed(note: Note) -> Note:
@@ -218,8 +215,9 @@ def _computed(note: Note) -> Note:
     return note
 
 
-def _how_off(note: Note, dtype: Any) -> How:
+def _how_off(note: Note) -> How:
     """What an equation does whose result is off, but finite."""
+    dtype = _computed(note).dtype
     narrow = is_narrow(dtype)
     if _cancels(note):
         return How.CANCELS
@@ -240,8 +238,6 @@ def _how_not_finite(note: Note) -> How:
         return How.OVERFLOWS
     if any(read.lost for read in note.reads):
         return How.VANISHES
-    if any(map(_saturates, note.reads)):
-        return How.SATURATES
     # What a sum adds may overflow before the result. Other operations have a pole at
     # what their operands are rounded to.
     is_infinite = is_narrow(note.dtype) and not note.nan
@@ -249,7 +245,7 @@ def _how_not_finite(note: Note) -> How:
     return How.OVERFLOWS if is_infinite and is_sum else How.IS_UNDEFINED
 
 
-def _vanishes(note: Note, dtype: Any) -> bool:
+def _vanishes(note: Note, dtype: np.dtype) -> bool:
     """Whether numbers were lost, or are too small for their dtype, and matter."""
     _, tiny = limits(dtype)
     least = tiny * float(jnp.finfo(dtype).eps)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_lossscale._programs.enter import is_entered
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import dtype_in, is_float, is_narrow
@@ -20,12 +19,7 @@ from optax_lossscale._programs.versions import (
     open_jaxpr,
     params_of,
 )
-from optax_lossscale._programs.walk import (
-    arguments_of,
-    carried_by,
-    line_of,
-    programs_in,
-)
+from optax_lossscale._programs.walk import line_of, programs_in
 
 
 class Equation(NamedTuple):
@@ -34,8 +28,8 @@ class Equation(NamedTuple):
     eqn: Any
     # The user's line that made it, or that runs its program, as `model.py:12 (f)`
     source: str
-    # The dtypes of its operands before its own program widened them, if it did: float16
-    # for an operand that a `convert_element_type` before it made float32
+    # The dtypes of its operands before they were widened, if that was in its own program
+    # or one that calls it: float16 for what a `convert_element_type` made float32
     unwidened: tuple[Any, ...]
     count: int = 1  # in how many places it is
     # How often it runs in all of them, where each branch of a `cond` counts, and the
@@ -60,7 +54,8 @@ def equations(
     Args:
       jaxpr: the program.
       line: the user's line that runs it; "" for the whole program.
-      before: the dtypes of its arguments before they were widened, if known.
+      before: the dtypes of its arguments before they were widened, if a call gives it
+        these.
     """
     # By the `id` of a variable
     unwidened = dict(zip(map(id, jaxpr.invars), before, strict=False))
@@ -70,7 +65,8 @@ def equations(
         if keeps_numbers(eqn):
             unwidened.update((id(v), operands[0]) for v in eqn.outvars)
         new = [Equation(eqn, line_of(eqn, line), operands)]
-        for program, given in _programs_given(eqn, operands):
+        given = operands if Is.CALLS in traits(eqn) else ()
+        for program in programs_in(eqn):
             for at in equations(open_jaxpr(program), new[0].source, given):
                 new.append(at._replace(runs=at.runs * _times(eqn)))
         for at in new:
@@ -79,23 +75,6 @@ def equations(
             count = earlier.count + at.count
             found[place] = at._replace(count=count, runs=earlier.runs + at.runs)
     return tuple(found.values())
-
-
-def _programs_given(
-    eqn: Any, operands: tuple[Any, ...]
-) -> list[tuple[Any, tuple[Any, ...]]]:
-    """The programs in an equation, each with the dtypes that its arguments had before.
-
-    `operands` are those of the equation. What a loop carries from round to round has
-    its own dtype, and of other programs than calls, branches and loops none is known.
-    """
-    if not is_entered(eqn):
-        return [(program, ()) for program in programs_in(eqn)]
-    known = list(operands)
-    for n in carried_by(eqn):
-        known[n] = dtype_in(eqn.invars[n])
-    entered = arguments_of(eqn)
-    return [(program, tuple(known[n] for n in at)) for program, at in entered]
 
 
 def keeps_numbers(eqn: Any) -> bool:
