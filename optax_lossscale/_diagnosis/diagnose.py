@@ -31,11 +31,12 @@ from optax_lossscale._diagnosis.page import Diagnosis
 from optax_lossscale._diagnosis.pairs import Pair
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow
-from optax_lossscale._diagnosis.table import of_worst_rounds, table_of
+from optax_lossscale._diagnosis.table import rounds_of, table_of
 from optax_lossscale._step.get import get_loss_scale, loss_scales_in
 from optax_lossscale._step.gradient import check_keywords
 
-_LEAST = 2.0**-100  # the least size to compare: smaller ones may lack digits in float32
+# The least size to compare: smaller numbers may lack digits in float32.
+_COMPARABLE = 2.0**-100
 # Of a result that is 0 in float32, these say that two things are to be equal.
 _OF_DIFFERENCES = (How.CANCELS, How.SATURATES)
 _FAR_LESS = 4  # times: an error of float32 that is so much less than that of 16 bits
@@ -122,19 +123,10 @@ def _page(
     run = runs.fitting
     dtypes = gradient.narrow_dtypes
     off, wrong = _off_and_wrong(runs)
-    if not wrong:
-        wrong = _wrong_inside(
-            runs, least=limits(np.float16)[1] if np.float16 in dtypes else 0.0
-        )
     off_by_choices = _off_by_choices(runs, off)
-    loss_in_float32 = run.loss.pair.true
-    if runs.wide and not np.isfinite(loss_in_float32):
-        loss_in_float32 = runs.wide.loss.pair.low
-    are_right = all(one.name == A_VALUE_INSIDE for one in wrong)
     lost = {}
     if runs.fits and np.float16 in dtypes:
-        determined = {name: x for name, x in runs.at_1.grads.items() if name in off}
-        lost = underflow(determined, run.grads)
+        lost = underflow(runs.at_1.grads, run.grads, off)
     has_scale = bool(loss_scales_in(opt_state))
     page = Diagnosis(
         verdict="",
@@ -143,15 +135,15 @@ def _page(
         dtypes=report_of(gradient.jaxpr.jaxpr),
         computes_in=dtypes,
         loss=float(run.loss.pair.low),
-        loss_in_float32=float(loss_in_float32),
+        loss_in_float32=_loss_in_float32(runs),
         loss_dtype=gradient.loss_dtype,
         scale=run.scale,
         loss_scale=float(get_loss_scale(opt_state)()) if has_scale else None,
-        wrong=tuple(_in_a_report(one, run) for one in wrong),
+        wrong=tuple(_in_a_report(one, run) for one in wrong or _wrong_inside(runs)),
         off=off,
         off_by_choices=off_by_choices,
         # Where results are wrong, they are off for that reason.
-        choices=tuple(_choices(run, off_by_choices if are_right else {})),
+        choices=tuple(_choices(run, {} if wrong else off_by_choices)),
         initial_scale=runs.fits,
         overflow=runs.overflow and runs.overflow.row,
         has_gradients=any(np.any(x.pair.true) for x in run.grads.values()),
@@ -164,6 +156,14 @@ def _page(
     return advised(page)
 
 
+def _loss_in_float32(runs: Runs) -> float:
+    """The loss in float32: by the program's choices, or else its own if it is finite."""
+    loss = runs.fitting.loss.pair.true
+    if runs.in_float32 and not np.isfinite(loss):
+        loss = runs.in_float32.loss.pair.low
+    return float(loss)
+
+
 def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
     """How far the loss and gradients are off, by name; and which of them are wrong.
 
@@ -171,8 +171,7 @@ def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
     """
     off = {}
     wrong = []
-    of_wide = runs.wide.results if runs.wide else {}
-    in_float32 = {name: value.note for name, value in of_wide.items()}
+    in_float32 = runs.in_float32.results if runs.in_float32 else {}
     for name, value in runs.fitting.results.items():
         note = value.note
         if note is None:  # it is a constant, and so exact
@@ -181,7 +180,7 @@ def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
             continue
         if not note.is_finite:
             wrong.append(_cause_of_infinity(runs, name, note))
-        elif note.bad or _determines(in_float32.get(name), note):
+        elif note.bad or not in_float32 or _determines(in_float32[name].note, note):
             one = _what_is_wrong(runs, name, note)
             if one is None:
                 off[name] = note.error
@@ -198,7 +197,7 @@ def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Wrong:
     By its own choices, float32 may be finite. Then the first number that 16 bits do not
     hold is at fault, as one that `logsumexp` finds infinite and does not subtract.
     """
-    if runs.wide and np.isfinite(runs.wide.results[name].pair.low).all():
+    if runs.in_float32 and np.isfinite(runs.in_float32.results[name].pair.low).all():
         before = set(all_before([note]))
         for one in runs.fitting.notes:
             if one.bad and one in before:
@@ -238,7 +237,7 @@ def _what_is_wrong(runs: Runs, name: str, note: Note) -> Wrong | None:
 
 def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
     """How far a result in float32 is from being in proportion to the loss scale."""
-    if at_1 is None or not note.is_backward or at_1.typical < _LEAST:
+    if at_1 is None or not note.is_backward or at_1.typical < _COMPARABLE:
         return 0.0
     return abs(note.typical / (at_1.typical * scale) - 1)
 
@@ -258,35 +257,37 @@ def _off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
 
     `determined` has the names of the results that float32 determines.
     """
-    if runs.wide is None or not any(note.decided for note in runs.fitting.notes):
+    if runs.in_float32 is None or not any(note.decided for note in runs.fitting.notes):
         return {}
     low = {name: value.pair.low for name, value in runs.fitting.results.items()}
     off = {
         name: Pair(low[name], value.pair.low).compared().figures.error
-        for name, value in runs.wide.results.items()
+        for name, value in runs.in_float32.results.items()
         if name in determined
     }
     return {name: error for name, error in off.items() if error > TOLERANCE}
 
 
-def _wrong_inside(runs: Runs, least: float) -> list[Wrong]:
+def _wrong_inside(runs: Runs) -> list[Wrong]:
     """The first value inside of which a fifth is off, as is a value computed from it.
 
     A value does not count if float32 does not determine it, if all that is computed
-    from it is below `least`, the least normal number, or if no result is computed from
-    it, as of a loop's condition. What the loss function returns beside the loss counts
-    by itself, and also if it is not finite.
+    from it is below float16's normal numbers in a program of float16, or if no result
+    is computed from it, as of a loop's condition. What the loss function returns beside
+    the loss counts by itself, and also if it is not finite.
     """
     run = runs.fitting
+    is_half = any(note.dtype == np.float16 for note in run.notes)
+    least = limits(np.float16)[1] if is_half else 0.0
     results = [value.note for value in (*run.results.values(), *run.aux) if value.note]
     used = set(all_before(results))
-    in_float32 = runs.wide.by_result if runs.wide else {}
+    in_float32 = runs.in_float32.by_result if runs.in_float32 else {}
     spread = []
     for note in run.notes:
         if note not in used or note.is_backward or note.off_share <= FIFTH:
             continue
-        wide = in_float32.get(note.result)
-        if wide is None or wide.off_share <= FIFTH or _determines(wide, note):
+        beside = in_float32.get(note.result)
+        if beside is None or beside.off_share <= FIFTH or _determines(beside, note):
             spread.append(note)
     aux = [value.note for value in run.aux if value.note]
     follows = {
@@ -337,7 +338,8 @@ def _choices(run: Run, off_by_choices: Mapping[str, float]) -> list[Note]:
         THE_LOSS in off_by_choices or max(off_by_choices.values(), default=0) > FIFTH
     )
     choices = []
-    for note in of_worst_rounds(run.notes, lambda note: note.decided):
+    for rounds in rounds_of(run.notes):
+        note = max(rounds, key=lambda note: note.decided)
         is_mask = note.dtype == np.bool_ and note.count > 1
         least = FIFTH if is_mask else _FEW
         if note.decided > (0.0 if are_all else least):

@@ -2,14 +2,16 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
+from jax.typing import ArrayLike
 
 TOLERANCE = 0.05
 """How far numbers may be from float32's, relative to those, and still be right."""
 
-_LIFTED = 0.25  # of the mean size: a smaller number is off relative to this, not itself
+# Of the mean size: smaller numbers are off relative to this and not to themselves, so
+# that those near 0 do not count much.
+_LEAST = 0.25
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -21,7 +23,8 @@ class Figures:
       error: how far it is from float32's: the norm of the difference, relative to the
         norm of float32's; 1 if those are all 0, and infinite if it is bad.
       distance: the norm of the difference, not relative; infinite if it is bad.
-      off_share: the share of its numbers that are off by more than 5%.
+      off_share: the share of its numbers that are off by more than 5% of themselves, or
+        of a quarter of the mean size where that is more.
       bad: whether a number is not finite where float32's is.
       nan: whether a number is NaN where float32's is finite.
       is_finite: whether float32's result is finite.
@@ -29,7 +32,8 @@ class Figures:
       lost: of the numbers that are not zero in float32, the share that is zero.
       at_limit: whether a number is 1 or -1, and float32's is between these.
       decided: of indices and conditions, the share that float32 decides otherwise.
-      largest: the largest finite absolute value, of the program or in float32.
+      largest: the largest finite absolute value, of the program or in float32, where
+        float32's is finite.
       typical: the root mean square of the finite numbers in float32.
     """
 
@@ -48,7 +52,7 @@ class Figures:
     typical: float = 0.0
 
 
-def figures_of(low: Any, true: Any) -> Figures:
+def figures_of(low: ArrayLike, true: ArrayLike | None) -> Figures:
     """The figures of a result.
 
     Args:
@@ -76,7 +80,7 @@ def _figures(low: np.ndarray, true: np.ndarray) -> Figures:
     distance = _norm(apart)
     if not distance:
         return Figures(low.size, largest=largest, typical=typical)
-    least = _LIFTED * float(sizes.sum()) / low.size
+    least = _LEAST * float(sizes.sum()) / low.size
     is_off = apart > TOLERANCE * np.maximum(sizes, least)
     lost = np.count_nonzero(true[low == 0]) / max(np.count_nonzero(true), 1)
     return Figures(
@@ -119,7 +123,7 @@ def _norm(x: np.ndarray) -> float:
     return math.sqrt(total)
 
 
-def _numbers(x: Any) -> np.ndarray:
+def _numbers(x: ArrayLike) -> np.ndarray:
     """The numbers of an array in one row; the two parts of complex ones."""
     flat = np.asarray(x).ravel()
     return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat

@@ -28,7 +28,7 @@ class Value(NamedTuple):
     note: Note | None = None
     parts: Sequence[Note | None] = ()  # the note of each round, if a loop stacked them
 
-    def each(self, function: Callable[[Any], Any]) -> "Value":
+    def each(self, function: Callable[[Any], jax.Array]) -> "Value":
         """Applies a function to both arrays of the pair; the note of the whole stays."""
         return Value(jax.tree.map(function, self.pair), self.note)
 
@@ -136,7 +136,7 @@ def _where(
     return joined
 
 
-def _chosen(which: np.ndarray, x: Any, y: Any) -> jax.Array:
+def _chosen(which: np.ndarray, x: jax.Array, y: jax.Array) -> jax.Array:
     """The numbers of `x` where a flag for leading axes is set, else those of `y`."""
     flags = np.expand_dims(which, tuple(range(which.ndim, np.ndim(x))))
     return jnp.where(flags, x, y)
@@ -164,6 +164,6 @@ def _stack(rows: Sequence[Value], axis: int) -> Value:
     return noted_alone(pair, parts)._replace(parts=parts)
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: jax.Array) -> bool:
     """Whether an array holds random keys, which NumPy does not know."""
     return not isinstance(x.dtype, np.dtype)

@@ -106,11 +106,6 @@ class Note(Figures):
         return self.place.kind is Kind.EQUATION
 
     @property
-    def of_any_round(self) -> tuple[Place, int]:
-        """Which result of which equation it is of."""
-        return self.place, self.position
-
-    @property
     def result(self) -> tuple[Place, int, tuple[int, ...]]:
         """Which result it is of, the same in each run of the program."""
         return self.place, self.position, self.rounds

@@ -60,11 +60,12 @@ class Runs(NamedTuple):
 
     at_1: Run  # at a loss scale of 1
     fitting: Run  # at the scale that fits; the run at 1, if none does
-    fits: InitialScale | None = None  # None if gradients are finite at no scale
+    # None if the loss or float32's results are not finite, or gradients at no scale
+    fits: InitialScale | None = None
     overflow: Note | None = None  # the cause of the first one above the largest scale
     # The program in float32, with its own choices, beside float64, at the same scale as
     # `fitting`; None if there was no need for it
-    wide: Run | None = None
+    in_float32: Run | None = None
 
     @property
     def passed(self) -> tuple[tuple[str, str], ...]:
@@ -80,8 +81,8 @@ def runs_of(gradient: Gradient) -> Runs:
     if _is_in_doubt(runs.fitting):
         with jax.enable_x64(True):
             shadow = Shadow(program, gradient.arguments, IN_FLOAT32)
-            wide = _run(shadow, gradient, runs.fitting.scale)
-        runs = runs._replace(wide=wide)
+            in_float32 = _run(shadow, gradient, runs.fitting.scale)
+        return runs._replace(in_float32=in_float32)
     return runs
 
 

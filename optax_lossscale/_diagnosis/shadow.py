@@ -36,7 +36,7 @@ class Argument(NamedTuple):
     """An argument of the whole program, other than the seed."""
 
     name: str  # its path among the parameters and arguments of the loss function
-    array: Any
+    array: jax.Array | np.ndarray
     is_parameter: bool  # whether the loss is differentiated by it
 
     @property
@@ -54,7 +54,7 @@ class Around(NamedTuple):
     rounds: tuple[int, ...] = ()  # the rounds of the loops around it, outermost first
     devices: Devices | None = None  # those of a `shard_map` around it
 
-    def constant(self, x: Any) -> Value:
+    def constant(self, x: np.ndarray) -> Value:
         """A constant of the program as a value, on each device if there are several."""
         value = Value(exact(x, self.widths))
         return self.devices.entered(value, jax.P()) if self.devices else value

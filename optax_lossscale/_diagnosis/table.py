@@ -6,7 +6,7 @@ in which it is off the most.
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from optax_lossscale._diagnosis.notes import Note, Place
@@ -31,25 +31,20 @@ class Table(NamedTuple):
 
 def table_of(notes: Sequence[Note]) -> Table:
     """The table of all notes of a run."""
-    largest: dict[tuple[Place, int], float] = defaultdict(float)
-    for note in notes:
-        largest[note.of_any_round] = max(largest[note.of_any_round], note.largest)
-    worst = of_worst_rounds(notes, lambda note: note.error)
-    rows = [
-        dataclasses.replace(note.row, largest=largest[note.of_any_round])
-        for note in worst
-    ]
+    rows = []
+    for rounds in rounds_of(notes):
+        worst = max(rounds, key=lambda note: note.error)
+        largest = max(note.largest for note in rounds)
+        rows.append(dataclasses.replace(worst.row, largest=largest))
     return Table(tuple(rows))
 
 
-def of_worst_rounds(notes: Sequence[Note], key: Callable[[Note], float]) -> list[Note]:
-    """For each result of an equation, its note of the round in which `key` is largest."""
-    worst: dict[tuple[Place, int], Note] = {}
+def rounds_of(notes: Sequence[Note]) -> Iterable[list[Note]]:
+    """For each result of an equation, its notes of all rounds."""
+    groups: dict[tuple[Place, int], list[Note]] = defaultdict(list)
     for note in notes:
-        worst[note.of_any_round] = max(
-            worst.get(note.of_any_round, note), note, key=key
-        )
-    return list(worst.values())
+        groups[note.place, note.position].append(note)
+    return groups.values()
 
 
 def _cells(row: Note) -> tuple[str, ...]:
