@@ -125,12 +125,10 @@ def _is_mask(note: Note) -> bool:
 def _path(note: Note) -> list[Note]:
     """The notes from a result back along what is off the most, while it is off."""
     path = [note]
-    floor = _floor(path)
     while True:
-        if note.dtype in HALVES:
-            floor = _floor([note])
         worst = _worst(note)
-        if worst is None or worst.error <= (TOLERANCE if note.bad else floor):
+        floor = TOLERANCE if note.bad else _floor(path)
+        if worst is None or worst.error <= floor:
             return path
         note = worst
         path.append(note)
@@ -145,8 +143,8 @@ def _worst(note: Note) -> Note | None:
 
 def _floor(path: Sequence[Note]) -> float:
     """The error up to which a number counts as merely rounded to 16 bits."""
-    halves = [note.dtype for note in path if note.dtype in HALVES]
-    return 2 * float(jnp.finfo(halves[-1] if halves else jnp.float16).eps)
+    halves = (note.dtype for note in reversed(path) if note.dtype in HALVES)
+    return 2 * float(jnp.finfo(next(halves, jnp.float16)).eps)
 
 
 def _at_fault(path: Sequence[Note]) -> Note | None:

@@ -136,7 +136,7 @@ def _page(
         computes_in=dtypes,
         loss=float(run.loss.pair.low),
         loss_in_float32=_loss_in_float32(runs),
-        loss_dtype=gradient.loss_dtype,
+        loss_dtype=gradient.jaxpr.out_avals[0].dtype,
         scale=run.scale,
         loss_scale=float(get_loss_scale(opt_state)()) if has_scale else None,
         wrong=tuple(_in_a_report(one, run) for one in wrong or _wrong_inside(runs)),
@@ -227,12 +227,13 @@ def _what_is_wrong(runs: Runs, name: str, note: Note) -> Wrong | None:
     off = _out_of_proportion(runs.at_1.results[name].note, note, scale)
     if off <= TOLERANCE:
         return None
-    before = runs.at_1.by_result
-    for one in runs.fitting.notes:
-        at_1 = before.get(one.result)
-        if _out_of_proportion(at_1, one, scale) > TOLERANCE:
-            return Wrong(name, off, How.IS_NOT_LINEAR, one)
-    return Wrong(name, off, How.IS_NOT_LINEAR, note)
+    at_1 = runs.at_1.by_result
+    at_fault = (
+        one
+        for one in runs.fitting.notes
+        if _out_of_proportion(at_1.get(one.result), one, scale) > TOLERANCE
+    )
+    return Wrong(name, off, How.IS_NOT_LINEAR, next(at_fault, note))
 
 
 def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:

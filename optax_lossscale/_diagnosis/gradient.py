@@ -37,11 +37,6 @@ class Gradient(NamedTuple):
     narrow_dtypes: tuple[np.dtype, ...]
 
     @property
-    def loss_dtype(self) -> np.dtype:
-        """The dtype of the loss."""
-        return self.jaxpr.out_avals[0].dtype
-
-    @property
     def grad_names(self) -> list[str]:
         """The names of the parameters that are differentiated."""
         return [one.name for one in self.arguments if one.is_parameter]

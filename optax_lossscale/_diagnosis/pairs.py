@@ -144,14 +144,12 @@ def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
     if not choices or len(choices) == len(pairs):
         return pairs
     are_same = jnp.stack([jnp.all(x.low == x.true) for x in choices]).all()
-    joined = []
-    for pair in pairs:
-        if is_float(pair.low):
-            low = pair.low.astype(pair.true.dtype)
-            true = jnp.where(are_same, pair.true, low)
-            pair = Pair(pair.low, true)
-        joined.append(pair)
-    return joined
+    return [
+        Pair(x.low, jnp.where(are_same, x.true, widened(x.low, x.true.dtype)))
+        if is_float(x.low)
+        else x
+        for x in pairs
+    ]
 
 
 @functools.cache

@@ -116,7 +116,7 @@ def _place_of(eqn: JaxprEqn, around: Place) -> Place:
     return Place(
         primitive=name_of(eqn),
         source=line_of(eqn, around.source),
-        scope="/".join([around.scope, *scopes] if around.scope else scopes),
+        scope="/".join(filter(None, [around.scope, *scopes])),
         is_derivative=around.is_derivative
         or "transpose(" in str(eqn.source_info.name_stack),
         terms=terms_of(eqn),
