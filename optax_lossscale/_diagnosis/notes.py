@@ -10,7 +10,6 @@ import enum
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,14 +40,6 @@ class Kind(enum.Enum):
     MOVED = enum.auto()  # a loop, which took or joined what an equation had computed
 
 
-class Origin(NamedTuple):
-    """What a value was computed from, in however many equations."""
-
-    is_backward: bool = False  # whether from the seed of the backward pass
-    nearest: frozenset[str] = frozenset()  # the parameters the fewest equations before
-    steps: int = 0  # how many equations that is
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Place:
     """Where values come from: an equation of the program, or one of its arguments."""
@@ -59,6 +50,7 @@ class Place:
     # The names of the scopes that it is in, as `encoder/layer_3`; "" for none
     scope: str = ""
     name: str = ""  # the path of an argument
+    is_parameter: bool = False  # whether it is an argument by which JAX differentiates
     # Whether it is in a backward pass, that of the loss function or one inside of it
     is_derivative: bool = False
     terms: int = 1  # how many terms each number of a product or sum has
@@ -77,28 +69,26 @@ class Note(Figures):
 
     Attributes:
       place: the equation, or the argument of the program.
-      origin: what it was computed from.
       dtype: the dtype of the result.
       position: which of the equation's results it is, from 0.
       rounds: the rounds of the loops around it, the outermost first, from 0.
+      is_backward: whether it is of the backward pass, and so in proportion to the loss
+        scale.
       is_passed: whether float32's was computed in 16 bits as well.
       reads: the notes of its operands; left out in a report.
       before: how far the worst of its operands is from float32's, as `error` is.
+      nearest: the parameters that are the fewest equations before it, in a report.
     """
 
     place: Place
-    origin: Origin
     dtype: np.dtype
     position: int = 0
     rounds: tuple[int, ...] = ()
+    is_backward: bool = False
     is_passed: bool = False
     reads: Sequence["Note"] = dataclasses.field(default=(), repr=False)
     before: float = 0.0
-
-    @property
-    def is_backward(self) -> bool:
-        """Whether it is of the backward pass, and so in proportion to the loss scale."""
-        return self.origin.is_backward
+    nearest: tuple[str, ...] = ()
 
     @property
     def is_computed(self) -> bool:
@@ -123,7 +113,7 @@ class Note(Figures):
     @property
     def layer(self) -> str:
         """The scope that it is in, or else the parameters nearest to it."""
-        return self.place.scope or some(sorted(self.origin.nearest, key=natural))
+        return self.place.scope or some(self.nearest)
 
     @property
     def line(self) -> str:
@@ -138,7 +128,7 @@ class Note(Figures):
     @property
     def row(self) -> "Note":
         """The same without the notes before it, to be kept in a report."""
-        return dataclasses.replace(self, reads=())
+        return dataclasses.replace(self, reads=(), nearest=_nearest_to(self))
 
     def is_any(self, traits: Is) -> bool:
         """Whether its operation has any of these traits."""
@@ -159,24 +149,27 @@ def note_of(
     return Note(
         **vars(figures),
         place=place,
-        origin=_origin_of(reads),
         dtype=dtype,
         position=position,
         rounds=rounds,
+        is_backward=any(read.is_backward for read in reads),
         is_passed=is_passed,
         reads=reads,
         before=before,
     )
 
 
-def _origin_of(reads: Sequence[Note]) -> Origin:
-    """The origin of a result that was computed from others."""
-    origins = [read.origin for read in reads]
-    named = [origin for origin in origins if origin.nearest]
-    steps = min((origin.steps for origin in named), default=0)
-    nearest = [origin.nearest for origin in named if origin.steps == steps]
-    is_backward = any(origin.is_backward for origin in origins)
-    return Origin(is_backward, frozenset().union(*nearest), steps + 1)
+def _nearest_to(note: Note) -> tuple[str, ...]:
+    """The parameters that are the fewest equations before a result."""
+    level = {note}
+    seen: set[Note] = set()
+    while level:
+        names = {one.place.name for one in level if one.place.is_parameter}
+        if names:
+            return tuple(sorted(names, key=natural))
+        seen |= level
+        level = {read for one in level for read in one.reads} - seen
+    return ()
 
 
 def all_before(

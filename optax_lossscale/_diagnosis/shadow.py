@@ -20,7 +20,7 @@ from optax_lossscale._diagnosis import loops, pairs
 from optax_lossscale._diagnosis.devices import Devices
 from optax_lossscale._diagnosis.figures import Figures
 from optax_lossscale._diagnosis.loops import Value, noted_alone
-from optax_lossscale._diagnosis.notes import Kind, Note, Origin, Place, note_of
+from optax_lossscale._diagnosis.notes import Kind, Note, Place, note_of
 from optax_lossscale._diagnosis.pairs import Compared, Pair, Widths, exact
 from optax_lossscale._diagnosis.program import Piece, Program, Step
 from optax_lossscale._programs.operations import Is, traits
@@ -33,17 +33,11 @@ Env = dict[Var, Value]
 
 
 class Argument(NamedTuple):
-    """An argument of the whole program, other than the seed."""
+    """An argument of the whole program."""
 
     name: str  # its path among the parameters and arguments of the loss function
-    array: jax.Array | np.ndarray
+    array: jax.Array | np.ndarray | np.float32
     is_parameter: bool  # whether the loss is differentiated by it
-
-    @property
-    def origin(self) -> Origin:
-        """Itself, if it is a parameter."""
-        nearest = frozenset([self.name] if self.is_parameter else [])
-        return Origin(nearest=nearest, steps=1)
 
 
 class Around(NamedTuple):
@@ -64,12 +58,16 @@ class Around(NamedTuple):
         constants = program.constants.items()
         return {v: self.constant(jax.device_get(x)) for v, x in constants}
 
-    def argument(self, name: str, x: Any, origin: Origin) -> Value:
+    def argument(self, one: Argument, is_seed: bool = False) -> Value:
         """An argument of the whole program."""
-        pair = exact(x, self.widths)
+        pair = exact(one.array, self.widths)
         figures = Figures() if pair.true is None else pair.compared().figures
-        place = Place(Kind.ARGUMENT, name=name)
-        note = Note(**vars(figures), place=place, origin=origin, dtype=x.dtype)
+        note = Note(
+            **vars(figures),
+            place=Place(Kind.ARGUMENT, name=one.name, is_parameter=one.is_parameter),
+            dtype=dtype_in(one.array),
+            is_backward=is_seed,
+        )
         return Value(pair, note)
 
     def read(self, v: Atom, env: Mapping[Var, Value]) -> Value:
@@ -98,7 +96,7 @@ class Shadow:
         self._around = Around(widths, notes=[])
         self._env = self._around.constants(program)
         for v, one in zip(takes, arguments, strict=True):
-            self._env[v] = self._around.argument(one.name, one.array, one.origin)
+            self._env[v] = self._around.argument(one)
         self._run_pieces(program.pieces[:first], self._env, self._around)
 
     def __call__(self, seed: np.float32) -> tuple[list[Value], list[Note]]:
@@ -107,8 +105,8 @@ class Shadow:
         The results have notes about them alone.
         """
         around = self._around._replace(notes=list(self._around.notes))
-        given = around.argument("the loss scale", seed, Origin(is_backward=True))
-        env = {**self._env, self._seed: given}
+        given = Argument("the loss scale", seed, is_parameter=False)
+        env = {**self._env, self._seed: around.argument(given, is_seed=True)}
         self._run_pieces(self._pieces, env, around)
         results = []
         for v in self._gives:
