@@ -26,7 +26,7 @@ from optax_lossscale._diagnosis.page import (
     scale_that_fits,
 )
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
-from optax_lossscale._diagnosis.text import lines_of, percent, some
+from optax_lossscale._diagnosis.text import lines_of, percent
 from optax_lossscale._programs.operations import Is
 from optax_lossscale._programs.values import HALVES
 from optax_lossscale._scales.dynamic import DynamicLossScale
@@ -163,8 +163,8 @@ def _remedy(one: Wrong) -> str:
     return remedy.format(
         line=place.line,
         source=place.source,
-        lines=some(lines_of(products)),
-        between=some(lines_of(between)),
+        lines=lines_of(products),
+        between=lines_of(between),
     )
 
 
@@ -189,7 +189,7 @@ def _about_choices(page: Diagnosis) -> _Findings:
     are_many = any(choice.decided > TOLERANCE for choice in page.choices)
     if name != THE_LOSS and not are_many and off <= FIFTH:
         return
-    lines = some(lines_of(page.choices))
+    lines = lines_of(page.choices)
     yield (
         f"Float32 chooses otherwise at {lines}, and so {what} is off by {percent(off)}.",
         "Compute what is chosen from there in float32, unless either choice is as good, "
@@ -213,7 +213,7 @@ def _about_products(page: Diagnosis) -> _Findings:
             f"Hardly anything is computed in 16 bits: {share:.1%} of the "
             f"multiplications are in {dtype}, to which an operand is widened.",
             "Wrap the loss function in autocast, or cast both operands to 16 bits at "
-            f"{some(lines_of(widened))}.",
+            f"{lines_of(widened)}.",
         )
 
 

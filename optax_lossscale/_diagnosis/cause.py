@@ -89,13 +89,12 @@ def cause_of(name: str, note: Note) -> Wrong:
     if at_fault is None:
         return Wrong(name, note.error, How.ADDS_UP, note)
     how, place = _how(at_fault)
-    rounded: list[Note] = []
-    if how in (How.CANCELS, How.AMPLIFIES, How.IS_UNDEFINED):
-        rounded += _rounded_before(place)
+    is_sensitive = how in (How.CANCELS, How.AMPLIFIES, How.IS_UNDEFINED)
+    rounded = tuple(_rounded_before(place)) if is_sensitive else ()
     lost = [one for one in rounded if one.lost > FIFTH]
     if how is How.AMPLIFIES and lost:
         return Wrong(name, note.error, How.VANISHES, _first_lost(lost[0]))
-    return Wrong(name, note.error, how, place, tuple(rounded))
+    return Wrong(name, note.error, how, place, rounded)
 
 
 def cause_in_float32(name: str, note: Note) -> Wrong:

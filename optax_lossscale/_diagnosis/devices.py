@@ -11,10 +11,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-from jax.extend.core import JaxprEqn
 
 from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._programs.versions import mapped_axes
 
 
 class Devices(NamedTuple):
@@ -22,11 +20,6 @@ class Devices(NamedTuple):
 
     mesh: jax.sharding.Mesh
     axes: tuple[str, ...]
-
-    @classmethod
-    def of(cls, eqn: JaxprEqn) -> "Devices":
-        """The devices of a `shard_map`."""
-        return cls(eqn.params["mesh"], tuple(mapped_axes(eqn)))
 
     def over(self, function: Callable) -> Callable:
         """A function for one device's arrays, as one for the stacked arrays of all."""

@@ -19,6 +19,7 @@ from optax_lossscale._diagnosis.cause import How, Wrong, cause_in_float32, cause
 from optax_lossscale._diagnosis.dtypes import report_of
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
+from optax_lossscale._diagnosis.loops import notes_of
 from optax_lossscale._diagnosis.notes import (
     A_VALUE_INSIDE,
     FIFTH,
@@ -123,6 +124,7 @@ def _page(
     run = runs.fitting
     dtypes = gradient.narrow_dtypes
     off, wrong = _off_and_wrong(runs)
+    inside = [] if wrong else _wrong_inside(runs, dtypes)
     off_by_choices = _off_by_choices(runs, off)
     lost = {}
     if runs.fits and np.float16 in dtypes:
@@ -139,7 +141,7 @@ def _page(
         loss_dtype=gradient.jaxpr.out_avals[0].dtype,
         scale=run.scale,
         loss_scale=float(get_loss_scale(opt_state)()) if has_scale else None,
-        wrong=tuple(_in_a_report(one, run) for one in wrong or _wrong_inside(runs)),
+        wrong=tuple(_in_a_report(one, run) for one in wrong or inside),
         off=off,
         off_by_choices=off_by_choices,
         # Where results are wrong, they are off for that reason.
@@ -245,11 +247,10 @@ def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
 
 def _off_without(runs: Runs, off: Mapping[str, float]) -> dict[str, float]:
     """How far gradients are off without a loss scale, of those that are right with one."""
-    notes = {name: value.note for name, value in runs.at_1.grads.items()}
     return {
-        name: note.error
-        for name, note in notes.items()
-        if note is not None and off.get(name, math.inf) <= TOLERANCE < note.error
+        name: value.note.error
+        for name, value in runs.at_1.grads.items()
+        if off.get(name, math.inf) <= TOLERANCE < value.note.error
     }
 
 
@@ -260,16 +261,17 @@ def _off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
     """
     if runs.in_float32 is None or not any(note.decided for note in runs.fitting.notes):
         return {}
-    low = {name: value.pair.low for name, value in runs.fitting.results.items()}
-    off = {
-        name: Pair(low[name], value.pair.low).compared().figures.error
-        for name, value in runs.in_float32.results.items()
-        if name in determined
-    }
-    return {name: error for name, error in off.items() if error > TOLERANCE}
+    results = runs.fitting.results
+    off = {}
+    for name, value in runs.in_float32.results.items():
+        pair = Pair(results[name].pair.low, value.pair.low)
+        error = pair.compared().figures.error
+        if name in determined and error > TOLERANCE:
+            off[name] = error
+    return off
 
 
-def _wrong_inside(runs: Runs) -> list[Wrong]:
+def _wrong_inside(runs: Runs, dtypes: Container[np.dtype]) -> list[Wrong]:
     """The first value inside of which a fifth is off, as is a value computed from it.
 
     A value does not count if float32 does not determine it, if all that is computed
@@ -278,10 +280,9 @@ def _wrong_inside(runs: Runs) -> list[Wrong]:
     the loss counts by itself, and also if it is not finite.
     """
     run = runs.fitting
-    is_half = any(note.dtype == np.float16 for note in run.notes)
-    least = limits(np.float16)[1] if is_half else 0.0
-    results = [value.note for value in (*run.results.values(), *run.aux) if value.note]
-    used = set(all_before(results))
+    least = limits(np.float16)[1] if np.float16 in dtypes else 0.0
+    aux = notes_of(run.aux)
+    used = set(all_before([*notes_of(run.results.values()), *aux]))
     in_float32 = runs.in_float32.by_result if runs.in_float32 else {}
     spread = []
     for note in run.notes:
@@ -290,7 +291,6 @@ def _wrong_inside(runs: Runs) -> list[Wrong]:
         beside = in_float32.get(note.result)
         if beside is None or beside.off_share <= FIFTH or _determines(beside, note):
             spread.append(note)
-    aux = [value.note for value in run.aux if value.note]
     follows = {
         read
         for note in spread + aux

@@ -36,11 +36,6 @@ class Gradient(NamedTuple):
     # Those of 16 bits and fewer that results in the program have
     narrow_dtypes: tuple[np.dtype, ...]
 
-    @property
-    def grad_names(self) -> list[str]:
-        """The names of the parameters that are differentiated."""
-        return [one.name for one in self.arguments if one.is_parameter]
-
 
 def gradient_of(
     loss_fn: Callable[..., Any], params: Any, args: tuple, kwargs: dict, has_aux: bool
@@ -75,9 +70,8 @@ def gradient_of(
         return loss, pull(seed.astype(wide.dtype)), aux
 
     jaxpr = jax.make_jaxpr(gradient)(arrays, jnp.float32(1))
-    on_host = jax.device_get(list(map(jnp.asarray, arrays)))
     arguments = [
-        one._replace(array=x) for one, x in zip(arguments, on_host, strict=True)
+        one._replace(array=jax.device_get(jnp.asarray(one.array))) for one in arguments
     ]
     return Gradient(jaxpr, arguments, _narrow_dtypes(jaxpr))
 

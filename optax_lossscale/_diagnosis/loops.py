@@ -7,7 +7,7 @@ float32's.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,16 +33,18 @@ class Value(NamedTuple):
         return Value(jax.tree.map(function, self.pair), self.note)
 
 
-def noted_alone(pair: Pair, notes: Sequence[Note | None]) -> Value:
-    """A value that was moved from others, with a note about it alone.
+def notes_of(values: Iterable[Value]) -> list[Note]:
+    """The notes of those values that have one."""
+    return [value.note for value in values if value.note is not None]
 
-    Args:
-      pair: the value.
-      notes: those of the others.
-    """
-    reads = [note for note in notes if note is not None]
-    first = next(iter(reads), None)
-    if first is None or not is_float(pair.low):
+
+def noted_alone(pair: Pair, others: Iterable[Value]) -> Value:
+    """A value whose numbers were moved from others, with a note about it alone."""
+    reads = notes_of(others)
+    if not reads:
+        return Value(pair)
+    first = reads[0]
+    if not is_float(pair.low):
         return Value(pair, first)
     with np.errstate(over="ignore"):
         figures = pair.compared().figures
@@ -132,7 +134,7 @@ def _where(
     joined = []
     for x, y in zip(new, old, strict=True):
         pair = jax.tree.map(functools.partial(_chosen, which), x.pair, y.pair)
-        joined.append(noted_alone(pair, [x.note, y.note]))
+        joined.append(noted_alone(pair, [x, y]))
     return joined
 
 
@@ -149,7 +151,7 @@ def _rows(stack: Value, length: int, axis: int) -> Sequence[Value]:
     pairs = [jax.tree.map(lambda x, n=n: x[*at, n], whole) for n in range(length)]
     if stack.parts:
         return list(map(Value, pairs, stack.parts))
-    return [noted_alone(pair, [stack.note]) for pair in pairs]
+    return [noted_alone(pair, [stack]) for pair in pairs]
 
 
 def _stack(rows: Sequence[Value], axis: int) -> Value:
@@ -160,8 +162,7 @@ def _stack(rows: Sequence[Value], axis: int) -> Value:
         return numpy.stack(arrays, axis)
 
     pair = jax.tree.map(stack, *(row.pair for row in rows))
-    parts = [row.note for row in rows]
-    return noted_alone(pair, parts)._replace(parts=parts)
+    return noted_alone(pair, rows)._replace(parts=[row.note for row in rows])
 
 
 def _is_key(x: jax.Array) -> bool:

@@ -143,7 +143,7 @@ def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
     choices = [pair for pair in pairs if not is_float(pair.low)]
     if not choices or len(choices) == len(pairs):
         return pairs
-    are_same = jnp.stack([jnp.all(x.low == x.true) for x in choices]).all()
+    are_same = jnp.all(choices[0].low == choices[0].true)
     return [
         Pair(x.low, jnp.where(are_same, x.true, widened(x.low, x.true.dtype)))
         if is_float(x.low)

@@ -10,6 +10,8 @@ import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from optax_lossscale._autocast.products import SCOPE
@@ -63,7 +65,9 @@ class Program(NamedTuple):
 
     takes: Sequence[Var]  # the variables of its arguments
     gives: Sequence[Atom]  # those of its results, or literals
-    constants: Mapping[Var, Any]  # the values of its constants, by their variables
+    constants: Mapping[
+        Var, np.ndarray
+    ]  # the values of its constants, by their variables
     pieces: Sequence[Piece]
 
 
@@ -77,7 +81,8 @@ def program_of(program: ClosedJaxpr | Jaxpr, around: Place, limit: int = 0) -> P
     """
     flat = all_flat(program)
     steps = [_step(eqn, around) for eqn in flat.eqns]
-    return Program(flat.ins, flat.outs, flat.consts, _pieces(steps, flat.outs, limit))
+    constants = jax.device_get(flat.consts)
+    return Program(flat.ins, flat.outs, constants, _pieces(steps, flat.outs, limit))
 
 
 def _step(eqn: JaxprEqn, around: Place) -> Step:

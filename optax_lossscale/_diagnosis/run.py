@@ -14,7 +14,7 @@ import numpy as np
 
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient
-from optax_lossscale._diagnosis.loops import Value
+from optax_lossscale._diagnosis.loops import Value, notes_of
 from optax_lossscale._diagnosis.notes import FIFTH, THE_LOSS, Note, Place
 from optax_lossscale._diagnosis.pairs import AS_WRITTEN, IN_FLOAT32
 from optax_lossscale._diagnosis.program import program_of
@@ -70,8 +70,8 @@ class Runs(NamedTuple):
     @property
     def passed(self) -> tuple[tuple[str, str], ...]:
         """What computes in 16 bits even in float32: each operation with its line."""
-        places = [note.place for note in self.at_1.notes if note.is_passed]
-        return tuple(dict.fromkeys((at.primitive, at.source) for at in places))
+        passed = [note for note in self.at_1.notes if note.is_passed]
+        return tuple(dict.fromkeys((one.primitive, one.source) for one in passed))
 
 
 def runs_of(gradient: Gradient) -> Runs:
@@ -88,7 +88,7 @@ def runs_of(gradient: Gradient) -> Runs:
 
 def _is_in_doubt(run: Run) -> bool:
     """Whether something is off, or float32 might have chosen otherwise."""
-    results = [value.note for value in run.results.values() if value.note is not None]
+    results = notes_of(run.results.values())
     return any(note.error > TOLERANCE or not note.is_finite for note in results) or any(
         note.decided or (note.off_share > FIFTH and not note.is_backward)
         for note in run.notes
@@ -145,6 +145,6 @@ def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
     """One run at a loss scale."""
     results, notes = shadow(np.float32(scale))
     loss, *others = results
-    names = gradient.grad_names
+    names = [one.name for one in gradient.arguments if one.is_parameter]
     grads = dict(zip(names, others, strict=False))
     return Run(scale, loss, grads, others[len(names) :], notes)

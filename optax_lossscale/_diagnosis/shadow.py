@@ -25,6 +25,7 @@ from optax_lossscale._diagnosis.pairs import Compared, Pair, Widths, exact
 from optax_lossscale._diagnosis.program import Piece, Program, Step
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import Atom, dtype_in, variables
+from optax_lossscale._programs.versions import mapped_axes
 
 _PATIENCE = 10.0  # seconds between two lines of progress
 
@@ -55,8 +56,7 @@ class Around(NamedTuple):
 
     def constants(self, program: Program) -> Env:
         """The constants of a program, by their variables."""
-        constants = program.constants.items()
-        return {v: self.constant(jax.device_get(x)) for v, x in constants}
+        return {v: self.constant(x) for v, x in program.constants.items()}
 
     def argument(self, one: Argument, is_seed: bool = False) -> Value:
         """An argument of the whole program."""
@@ -111,7 +111,7 @@ class Shadow:
         results = []
         for v in self._gives:
             value = around.read(v, env).each(np.asarray)
-            results.append(noted_alone(value.pair, [value.note]))
+            results.append(noted_alone(value.pair, [value]))
         return results, around.notes
 
     def _run(
@@ -156,7 +156,7 @@ class Shadow:
             return loops.while_loop(step, ins, run)
         if Is.BRANCHES in kind:
             return loops.cond(step, ins, run)
-        devices = Devices.of(step.eqn)
+        devices = Devices(step.eqn.params["mesh"], tuple(mapped_axes(step.eqn)))
         entered = list(map(devices.entered, ins, step.eqn.params["in_specs"]))
         (program,) = step.programs
         results = self._run(program, entered, around._replace(devices=devices))
@@ -181,12 +181,8 @@ class Shadow:
         """Prints a line of progress, if none has been printed for a while."""
         if time.monotonic() - self._said > _PATIENCE:
             self._said = time.monotonic()
-            line = piece.steps[-1].place.source
-            print(
-                f"diagnose: {len(around.notes)} results, at {line}",
-                file=sys.stderr,
-                flush=True,
-            )
+            line = f"{len(around.notes)} results, at {piece.steps[-1].place.source}"
+            print(f"diagnose: {line}", file=sys.stderr, flush=True)
 
 
 def _notes_of(
