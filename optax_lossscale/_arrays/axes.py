@@ -18,7 +18,7 @@ GREY = "#8a8f98"
 TEAL = "#00798c"
 
 
-def axes_for(axes: Any, height: float) -> Axes:
+def axes_for(axes: Axes | None, height: float) -> Axes:
     """The given axes, or new ones, with a pale grid and no frame on two sides."""
     if axes is None:
         _, axes = plt.subplots(figsize=(7, height), layout="constrained")

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._diagnosis.figures import TOLERANCE
-from optax_lossscale._diagnosis.notes import FIFTH, Kind, Note, all_before, limits
+from optax_lossscale._diagnosis.notes import FIFTH, Note, all_before, limits
 from optax_lossscale._programs.operations import Is
 from optax_lossscale._programs.values import HALVES, is_narrow
 
@@ -51,9 +51,9 @@ class Wrong(NamedTuple):
 
     Attributes:
       name: "the loss", the parameter whose gradient it is, or "a value inside".
-      off: how far it is from float32's, relative to it; infinite if either is not
-        finite. For a value inside, the share of its numbers that are off by more than
-        5%.
+      off: how far it is from float32's, relative to it; 1 if float32's is 0, and infinite
+        if either is not finite. For a value inside, the share of its numbers that are
+        off by more than 5%.
       how: what the equation at fault does to the numbers: "overflows", "vanishes",
         "cancels", "stagnates", "saturates", "rounds", "amplifies", "is undefined",
         "is a kernel", "is not linear" in the loss scale, or "adds up" if no equation is
@@ -78,7 +78,7 @@ class Wrong(NamedTuple):
         """The equation at fault and what it does, as the end of a sentence."""
         if self.how is How.ADDS_UP:
             return "rounding adds up over many lines"
-        if self.place.place.kind is Kind.ARGUMENT:
+        if self.place.is_argument:
             return f"there are NaNs or infinities in {self.place}"
         return f"{self.place} {self.how}"
 
@@ -204,7 +204,7 @@ def _computed(note: Note) -> Note:
     """
     while note.is_any(Is.MOVES | Is.CHOOSES) or not note.is_computed:
         read = _worst(note)
-        if read is None or read.place.kind is Kind.ARGUMENT:
+        if read is None or read.is_argument:
             break
         if is_narrow(note.dtype) and not is_narrow(read.dtype):
             break

@@ -250,7 +250,7 @@ def _off_without(runs: Runs, off: Mapping[str, float]) -> dict[str, float]:
     return {
         name: value.note.error
         for name, value in runs.at_1.grads.items()
-        if off.get(name, math.inf) <= TOLERANCE < value.note.error
+        if value.note and off.get(name, math.inf) <= TOLERANCE < value.note.error
     }
 
 
@@ -271,7 +271,7 @@ def _off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
     return off
 
 
-def _wrong_inside(runs: Runs, dtypes: Container[np.dtype]) -> list[Wrong]:
+def _wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
     """The first value inside of which a fifth is off, as is a value computed from it.
 
     A value does not count if float32 does not determine it, if all that is computed

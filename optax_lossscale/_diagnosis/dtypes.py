@@ -18,7 +18,7 @@ from optax_lossscale._autocast.products import usual_product
 from optax_lossscale._diagnosis.equations import Equation, equations
 from optax_lossscale._diagnosis.text import aligned, percent
 from optax_lossscale._programs.operations import TABLE, Is, traits
-from optax_lossscale._programs.values import HALVES, is_float
+from optax_lossscale._programs.values import HALVES, dtype_in, is_float
 from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._programs.walk import is_of_optax
 from optax_lossscale._programs.work import (
@@ -174,7 +174,7 @@ def report_of(jaxpr: Jaxpr) -> DtypeReport:
             products.append(_product(at, usual))
             continue
         floats = [n for n, v in enumerate(eqn.invars) if is_float(v)]
-        results = tuple(v.aval.dtype for v in eqn.outvars if is_float(v))
+        results = tuple(dtype_in(v) for v in eqn.outvars if is_float(v))
         terms = terms_of(eqn)
         one = _operation(at, floats)._replace(terms=terms)
         needs_digits_or_range = terms > 1 or Is.EXPONENTIAL in traits(eqn)
@@ -201,7 +201,7 @@ def _operation(at: Equation, numbers: Sequence[int]) -> Operation:
     """An `Operation` for an equation, with its operands at some positions."""
     return Operation(
         primitive=at.name,
-        operands=tuple(at.eqn.invars[n].aval.dtype for n in numbers),
+        operands=tuple(dtype_in(at.eqn.invars[n]) for n in numbers),
         before=tuple(at.unwidened[n] for n in numbers),
         source=at.source,
         count=at.count,

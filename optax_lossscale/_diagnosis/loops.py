@@ -17,7 +17,7 @@ import numpy as np
 from optax_lossscale._diagnosis.notes import Note, note_of
 from optax_lossscale._diagnosis.pairs import Pair
 from optax_lossscale._diagnosis.program import Step
-from optax_lossscale._programs.values import is_float
+from optax_lossscale._programs.values import Array, is_float
 from optax_lossscale._programs.walk import arguments_of, carried_by
 
 
@@ -28,7 +28,7 @@ class Value(NamedTuple):
     note: Note | None = None
     parts: Sequence[Note | None] = ()  # the note of each round, if a loop stacked them
 
-    def each(self, function: Callable[[Any], jax.Array]) -> "Value":
+    def each(self, function: Callable[[Any], Array]) -> "Value":
         """Applies a function to both arrays of the pair; the note of the whole stays."""
         return Value(jax.tree.map(function, self.pair), self.note)
 
@@ -138,7 +138,7 @@ def _where(
     return joined
 
 
-def _chosen(which: np.ndarray, x: jax.Array, y: jax.Array) -> jax.Array:
+def _chosen(which: np.ndarray, x: Array, y: Array) -> jax.Array:
     """The numbers of `x` where a flag for leading axes is set, else those of `y`."""
     flags = np.expand_dims(which, tuple(range(which.ndim, np.ndim(x))))
     return jnp.where(flags, x, y)
@@ -165,6 +165,6 @@ def _stack(rows: Sequence[Value], axis: int) -> Value:
     return noted_alone(pair, rows)._replace(parts=[row.note for row in rows])
 
 
-def _is_key(x: jax.Array) -> bool:
+def _is_key(x: Array) -> bool:
     """Whether an array holds random keys, which NumPy does not know."""
     return not isinstance(x.dtype, np.dtype)

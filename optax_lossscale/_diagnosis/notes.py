@@ -20,10 +20,10 @@ from optax_lossscale._diagnosis.text import some
 from optax_lossscale._programs.operations import Is, traits_of
 
 THE_LOSS = "the loss"
-"""What reports call the loss, among the names of parameters."""
+"""What reports call the loss. No parameter has this name or one of the next two."""
 
 ALL = "all"
-"""What they call all parameters, among the names of groups of these."""
+"""What they call all parameters, among groups of these."""
 
 A_VALUE_INSIDE = "a value inside"
 """What they call a value that is neither the loss nor a gradient."""
@@ -94,6 +94,11 @@ class Note(Figures):
     def is_computed(self) -> bool:
         """Whether it is the result of an equation, neither an argument nor moved."""
         return self.place.kind is Kind.EQUATION
+
+    @property
+    def is_argument(self) -> bool:
+        """Whether it is of an argument of the program, moved or not."""
+        return self.place.kind is Kind.ARGUMENT
 
     @property
     def result(self) -> tuple[Place, int, tuple[int, ...]]:

@@ -46,7 +46,8 @@ class Diagnosis(NamedTuple):
         all other fields, float32 makes the choices of the program.
       choices: where float32 would have chosen other indices, masks, branches or
         numbers of rounds.
-      initial_scale: the scale that fits; None if none does.
+      initial_scale: the scale that fits; None if gradients are finite at none, or the
+        loss or float32's results are not finite.
       overflow: where gradients become infinite first, at twice the largest scale.
       has_gradients: whether any gradient is not 0 in float32.
       is_finite_without: whether the loss and gradients are finite without a loss scale.

@@ -8,7 +8,7 @@ of these. `compute` does so for the steps of a piece, inside `jit`.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from optax_lossscale._diagnosis.figures import Figures, figures_of
 from optax_lossscale._diagnosis.program import Piece
 from optax_lossscale._diagnosis.wide import in_wide, wide_dtype, widened
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import FLOAT32, FLOAT64, dtype_in, is_float
+from optax_lossscale._programs.values import FLOAT32, FLOAT64, Array, dtype_in, is_float
 
 # Without optimizing kernels, XLA's CPU compiler takes a third of the time. Most pieces
 # run so few times that compiling them takes longer than running.
@@ -50,18 +50,18 @@ These pairs are computed with `jax.enable_x64`.
 class Pair(NamedTuple):
     """A value as it is computed (`low`), and as it is in wider floats (`true`)."""
 
-    low: jax.Array
-    true: jax.Array | None = None  # None of integers and booleans, which follow `low`
+    low: Array
+    true: Any = None  # an array; None of integers and booleans, which follow `low`
 
     @property
-    def followed(self) -> jax.Array:
+    def followed(self) -> Array:
         """The value in wider floats, or the one that these follow."""
         return self.low if self.true is None else self.true
 
     def compared(self, is_passed: bool = False) -> "Compared":
         """The pair in one dtype of 32 bits or more."""
         if not is_float(self.low):
-            return Compared(self.low != self.true)
+            return Compared(jnp.not_equal(self.low, self.true))
         dtype = wide_dtype(self.low.dtype, FLOAT32)
         low = self.low.astype(dtype)
         return Compared(low, self.true.astype(dtype), is_passed)
@@ -79,8 +79,8 @@ class Compared:
     Of a choice, `low` is whether the wider floats decide otherwise, and `true` is None.
     """
 
-    low: jax.Array
-    true: jax.Array | None = None
+    low: Array
+    true: Array | None = None
     # Whether `true` was computed in the program's narrow dtypes, too
     is_passed: bool = False
 
@@ -90,7 +90,7 @@ class Compared:
         return figures_of(self.low, self.true)
 
 
-def exact(x: jax.Array | np.ndarray, widths: Widths) -> Pair:
+def exact(x: Array, widths: Widths) -> Pair:
     """A pair whose two numbers are equal, such as that of a constant."""
     if not is_float(x):
         return Pair(x)

@@ -1,7 +1,5 @@
 """The picture of a table: magnitudes along the program, with float16's range."""
 
-from typing import Any
-
 import numpy as np
 
 from optax_lossscale._arrays.axes import GREY, TEAL, Axes, axes_for
@@ -14,7 +12,7 @@ _SMALLEST = 2.0**-24  # of float16, subnormal numbers included
 _LARGEST, _ = limits(np.float16)
 
 
-def magnitudes(table: Table, axes: Any = None) -> Axes:
+def magnitudes(table: Table, axes: Axes | None = None) -> Axes:
     """Draws the largest and the typical size of each result, in the program's order."""
     axes = axes_for(axes, 3.2)
     rows = [row for row in table.rows if row.largest]

@@ -8,7 +8,7 @@ itself, whose programs are divided in turn.
 
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -92,7 +92,7 @@ def _step(eqn: JaxprEqn, around: Place) -> Step:
     return Step(eqn, place, held, _noted(eqn))
 
 
-def _programs_to_run(eqn: JaxprEqn) -> Sequence[Any]:
+def _programs_to_run(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
     """The programs of a loop or branch that computes floats; none of a `scan` of none."""
     if not traits(eqn) & _LOOPS or eqn.params.get("length") == 0:
         return ()
@@ -121,7 +121,7 @@ def _place_of(eqn: JaxprEqn, around: Place) -> Place:
     return Place(
         primitive=name_of(eqn),
         source=line_of(eqn, around.source),
-        scope="/".join(filter(None, [around.scope, *scopes])),
+        scope="/".join([around.scope, *scopes] if around.scope else scopes),
         is_derivative=around.is_derivative
         or "transpose(" in str(eqn.source_info.name_stack),
         terms=terms_of(eqn),

@@ -143,7 +143,7 @@ def _fits(exponent: int, largest: int) -> InitialScale:
 
 def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
     """One run at a loss scale."""
-    results, notes = shadow(np.float32(scale))
+    results, notes = shadow(np.asarray(scale, np.float32))
     loss, *others = results
     names = [one.name for one in gradient.arguments if one.is_parameter]
     grads = dict(zip(names, others, strict=False))

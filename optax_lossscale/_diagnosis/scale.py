@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
 from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._diagnosis.notes import ALL, Kind, Note, limits
+from optax_lossscale._diagnosis.notes import ALL, Note, limits
 
 HIGHEST = 126  # the largest scale's exponent: 2**127 is float32's last power of two
 MARGIN = 2  # bits from the scale to begin with to the largest, as gradients may grow
@@ -96,7 +97,7 @@ def _made_large(note: Note) -> Note:
     largest_jump = _ENLARGED
     while True:
         reads = [read for read in note.reads if read.is_backward]
-        if not reads or reads[0].place.kind is Kind.ARGUMENT:  # the seed
+        if not reads or reads[0].is_argument:  # the seed
             return at
         before = max(reads, key=lambda read: read.largest)
         jump = note.largest / max(before.largest, 1e-45)
@@ -127,10 +128,10 @@ def underflow(
                 groups[group].append(columns)
     found = {}
     for group, parts in groups.items():
-        sizes, lost, left = np.concatenate(parts, axis=1)
-        shares = [float(which.sum()) / max(which.size, 1) for which in (lost, left)]
-        if max(shares) > NOTABLE:
-            found[group] = Underflow(*shares, _bits(sizes[sizes > 0]))
+        sizes, *gone = np.concatenate(parts, axis=1)
+        lost, left = (float(which.sum()) / max(which.size, 1) for which in gone)
+        if max(lost, left) > NOTABLE:
+            found[group] = Underflow(lost, left, _bits(sizes[sizes > 0]))
     return dict(sorted(found.items(), key=lambda item: (item[0] != ALL, -item[1].lost)))
 
 
@@ -149,7 +150,7 @@ def _lost_and_left(at_1: Value, fitting: Value) -> np.ndarray:
     return np.stack([true * may_be_kept, lost, left])
 
 
-def _sizes(x: np.ndarray) -> np.ndarray:
+def _sizes(x: ArrayLike) -> np.ndarray:
     """The absolute values of an array in one row, in float32."""
     return np.abs(np.asarray(x)).astype(np.float32).ravel()
 

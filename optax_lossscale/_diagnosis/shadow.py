@@ -9,8 +9,8 @@ knows the round in which it is.
 import functools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from optax_lossscale._diagnosis.notes import Kind, Note, Place, note_of
 from optax_lossscale._diagnosis.pairs import Compared, Pair, Widths, exact
 from optax_lossscale._diagnosis.program import Piece, Program, Step
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import Atom, dtype_in, variables
+from optax_lossscale._programs.values import Array, Atom, dtype_in, variables
 from optax_lossscale._programs.versions import mapped_axes
 
 _PATIENCE = 10.0  # seconds between two lines of progress
@@ -32,12 +32,15 @@ _PATIENCE = 10.0  # seconds between two lines of progress
 Env = dict[Var, Value]
 """The values of the variables that a program has so far."""
 
+Computes = Callable[[list[Pair]], tuple[list[Pair], list[Compared]]]
+"""A piece that is compiled, as `pairs.compute` runs it."""
+
 
 class Argument(NamedTuple):
     """An argument of the whole program."""
 
     name: str  # its path among the parameters and arguments of the loss function
-    array: jax.Array | np.ndarray | np.float32
+    array: Array
     is_parameter: bool  # whether the loss is differentiated by it
 
 
@@ -86,7 +89,7 @@ class Shadow:
     def __init__(
         self, program: Program, arguments: Sequence[Argument], widths: Widths
     ) -> None:
-        self._compiled: dict[Any, Callable[..., tuple[list[Pair], list[Compared]]]] = {}
+        self._compiled: dict[Hashable, Computes] = {}
         self._said = time.monotonic()
         self._gives = program.gives
         *takes, self._seed = program.takes
@@ -99,7 +102,7 @@ class Shadow:
             self._env[v] = self._around.argument(one)
         self._run_pieces(program.pieces[:first], self._env, self._around)
 
-    def __call__(self, seed: np.float32) -> tuple[list[Value], list[Note]]:
+    def __call__(self, seed: np.ndarray) -> tuple[list[Value], list[Note]]:
         """The results of the program, and all notes in the order of running.
 
         The results have notes about them alone.
