@@ -81,7 +81,7 @@ def program_of(program: ClosedJaxpr | Jaxpr, around: Place, limit: int = 0) -> P
     """
     flat = all_flat(program)
     steps = [_step(eqn, around) for eqn in flat.eqns]
-    constants = jax.device_get(flat.consts)
+    constants = {v: jax.device_get(x) for v, x in flat.consts.items()}
     return Program(flat.ins, flat.outs, constants, _pieces(steps, flat.outs, limit))
 
 
