@@ -120,6 +120,7 @@ _BACKWARD_SUM = (
     "table, or a weight inside the loop."
 )
 _DIGITS = "Compute {line}, and what it is made of, in float32: it needs more digits."
+_MADE_OF = " That is made of what is rounded at {between}."
 _REMEDIES = {
     How.OVERFLOWS: "Compute {line} in float32, or with smaller numbers.",
     How.VANISHES: "Compute {line} in float32, or with larger numbers.",
@@ -141,7 +142,7 @@ _REMEDIES = {
     ),
     How.ADDS_UP: "Compute more in float32: no one line is at fault.",
 }
-_WITHOUT_PRODUCTS = (How.IS_A_KERNEL, How.IS_NOT_LINEAR, How.ADDS_UP)
+_WITHOUT_PRODUCTS = (How.ROUNDS, How.IS_A_KERNEL, How.IS_NOT_LINEAR, How.ADDS_UP)
 
 
 def _remedy(one: Wrong) -> str:
@@ -160,6 +161,8 @@ def _remedy(one: Wrong) -> str:
         remedy = _PRODUCTS + (_BETWEEN if between else "")
     elif one.how is How.STAGNATES and place.is_backward:
         remedy = _SUM + _BACKWARD_SUM
+    elif between:
+        remedy += _MADE_OF
     return remedy.format(
         line=place.line,
         source=place.source,

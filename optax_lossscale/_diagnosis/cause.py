@@ -46,6 +46,9 @@ class How(enum.StrEnum):
     ADDS_UP = "adds up"  # the error of many equations, none of which is at fault
 
 
+_SENSITIVE = (How.CANCELS, How.ROUNDS, How.AMPLIFIES, How.IS_UNDEFINED)
+
+
 class Wrong(NamedTuple):
     """A result that is off from float32, and why.
 
@@ -89,8 +92,7 @@ def cause_of(name: str, note: Note) -> Wrong:
     if at_fault is None:
         return Wrong(name, note.error, How.ADDS_UP, note)
     how, place = _how(at_fault)
-    is_sensitive = how in (How.CANCELS, How.AMPLIFIES, How.IS_UNDEFINED)
-    rounded = tuple(_rounded_before(place)) if is_sensitive else ()
+    rounded = tuple(_rounded_before(place)) if how in _SENSITIVE else ()
     lost = [one for one in rounded if one.lost > FIFTH]
     if how is How.AMPLIFIES and lost:
         return Wrong(name, note.error, How.VANISHES, _first_lost(lost[0]))

@@ -55,8 +55,8 @@ class Underflow(NamedTuple):
     """How many gradients of one kind of parameter underflow.
 
     Attributes:
-      lost: the share of all its numbers that are zero or subnormal at a loss scale of 1,
-        though in float32 they are at least 2**-40 of the largest.
+      lost: the share that is zero or subnormal at a loss scale of 1, of the numbers that
+        are at least 2**-40 of the largest in float32.
       left: the same share at the scale that fits.
       bits: the exponent of the least power of two, as a loss scale, at which next to
         none of these numbers is below float16's normal ones.
@@ -129,9 +129,10 @@ def underflow(
     found = {}
     for group, parts in groups.items():
         sizes, *gone = np.concatenate(parts, axis=1)
-        lost, left = (float(which.sum()) / max(which.size, 1) for which in gone)
+        sizes = sizes[sizes > 0]
+        lost, left = (float(which.sum()) / max(sizes.size, 1) for which in gone)
         if max(lost, left) > NOTABLE:
-            found[group] = Underflow(lost, left, _bits(sizes[sizes > 0]))
+            found[group] = Underflow(lost, left, _bits(sizes))
     return dict(sorted(found.items(), key=lambda item: (item[0] != ALL, -item[1].lost)))
 
 

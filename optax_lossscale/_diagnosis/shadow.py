@@ -21,7 +21,7 @@ from optax_lossscale._diagnosis.devices import Devices
 from optax_lossscale._diagnosis.figures import Figures
 from optax_lossscale._diagnosis.loops import Value, noted_alone
 from optax_lossscale._diagnosis.notes import Kind, Note, Place, note_of
-from optax_lossscale._diagnosis.pairs import Compared, Pair, Widths, exact
+from optax_lossscale._diagnosis.pairs import Compared, Widths, exact
 from optax_lossscale._diagnosis.program import Piece, Program, Step
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import Array, Atom, dtype_in, variables
@@ -31,9 +31,6 @@ _PATIENCE = 10.0  # seconds between two lines of progress
 
 Env = dict[Var, Value]
 """The values of the variables that a program has so far."""
-
-Computes = Callable[[list[Pair]], tuple[list[Pair], list[Compared]]]
-"""A piece that is compiled, as `pairs.compute` runs it."""
 
 
 class Argument(NamedTuple):
@@ -89,7 +86,7 @@ class Shadow:
     def __init__(
         self, program: Program, arguments: Sequence[Argument], widths: Widths
     ) -> None:
-        self._compiled: dict[Hashable, Computes] = {}
+        self._compiled: dict[Hashable, Callable] = {}
         self._said = time.monotonic()
         self._gives = program.gives
         *takes, self._seed = program.takes
