@@ -6,7 +6,7 @@ findings gives the verdict, and the advice has what to do about each.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -279,26 +279,24 @@ def _about_scale(page: Diagnosis) -> _Findings:
                 f"Gradients {problem} at your loss scale, {scale_name(theirs)}.",
                 f"Unless it is dynamic, set it to {scale}.",
             )
-    elif not page.is_finite_without:
-        yield (
-            f"Without a loss scale of about {scale}, gradients are not finite.",
-            _wrap(page, fits, bits),
-        )
-    elif lost:
+    elif lost or page.off_without or not page.is_finite_without:
+        yield _without_a_scale(page, scale, lost), _wrap(page, fits, bits)
+
+
+def _without_a_scale(page: Diagnosis, scale: str, lost: Sequence[Underflow]) -> str:
+    """What happens to gradients without a loss scale, such as the one that fits."""
+    without = f"Without a loss scale of about {scale},"
+    if not page.is_finite_without:
+        return f"{without} gradients are not finite."
+    if lost:
         name, group = next(iter(page.underflow.items()))
         of = "" if name == ALL else f" ({name})"
-        yield (
+        return (
             f"Without a loss scale, float16 loses {group.lost:.1%} of the "
-            f"gradients{of} to underflow.",
-            _wrap(page, fits, bits),
+            f"gradients{of} to underflow."
         )
-    elif page.off_without:
-        worst = max(page.off_without, key=page.off_without.__getitem__)
-        yield (
-            f"Without a loss scale of about {scale}, the gradient of {worst} is off by "
-            f"{page.off_without[worst]:.1%}.",
-            _wrap(page, fits, bits),
-        )
+    worst = max(page.off_without, key=page.off_without.__getitem__)
+    return f"{without} the gradient of {worst} is off by {page.off_without[worst]:.1%}."
 
 
 def _lost_for_want_of_a_scale(page: Diagnosis) -> list[Underflow]:

@@ -129,7 +129,7 @@ def _page(
     lost = {}
     if runs.fits and np.float16 in dtypes:
         lost = underflow(runs.at_1.grads, run.grads, off)
-    has_scale = bool(loss_scales_in(opt_state))
+    has_scale = loss_scales_in(opt_state)
     page = Diagnosis(
         verdict="",
         advice=[],
@@ -314,10 +314,9 @@ def _if_moved(note: Note) -> Sequence[Note]:
 def _in_a_report(one: Wrong, run: Run) -> Wrong:
     """Drops the notes before it, and finds whether it is in an inner derivative."""
     at = one.place
-    loss = run.loss.note
     # The loss depends on a derivative inside of its function, and not on one in a rule
     # for the backward pass.
-    is_before_the_loss = loss is not None and at in all_before([loss])
+    is_before_the_loss = at in all_before(notes_of([run.loss]))
     return one._replace(
         place=at.row,
         rounded=tuple(note.row for note in one.rounded),

@@ -116,8 +116,7 @@ def _place_of(eqn: JaxprEqn, around: Place) -> Place:
     The names come from the stack that JAX keeps for profiles, without what JAX and
     autocast add to it: `transpose(jvp(ols.autocast))/jvp(block_3)` becomes `block_3`.
     """
-    names = scopes_of(eqn)
-    scopes = [name for name in names if not re.fullmatch(_NOT_THE_USERS, name)]
+    scopes = [x for x in scopes_of(eqn) if not re.fullmatch(_NOT_THE_USERS, x)]
     return Place(
         primitive=name_of(eqn),
         source=line_of(eqn, around.source),
