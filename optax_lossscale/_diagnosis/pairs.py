@@ -81,7 +81,7 @@ class Compared:
 
     low: Array
     true: Array | None = None
-    # Whether `true` was computed in the program's narrow dtypes, too
+    # Whether `true` was computed in the program's own dtypes, and then widened
     is_passed: bool = False
 
     @property
@@ -121,7 +121,7 @@ def compute(
 def _of_one(
     eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths
 ) -> tuple[list[Pair], bool]:
-    """The results of an equation, and whether wider floats are computed as it is."""
+    """The results of an equation, and whether `true` was computed in its own dtypes."""
     lows, _ = in_wide(eqn, [x.low for x in ins], widths.low)
     if not any(map(is_float, [*eqn.invars, *eqn.outvars])):
         return list(map(Pair, lows)), False
