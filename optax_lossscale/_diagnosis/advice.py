@@ -161,7 +161,7 @@ def _remedy(one: Wrong) -> str:
         remedy = _PRODUCTS + (_BETWEEN if between else "")
     elif one.how is How.STAGNATES and place.is_backward:
         remedy = _SUM + _BACKWARD_SUM
-    elif between:
+    elif {row.source for row in between} - {place.source}:
         remedy += _MADE_OF
     return remedy.format(
         line=place.line,

@@ -4,7 +4,6 @@ The gradient is traced (`gradient`) and run beside float32 (`run`). From the not
 these runs, this file finds what is off and why (`cause`), and fills the page.
 """
 
-import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
@@ -250,7 +249,7 @@ def _off_without(runs: Runs, off: Mapping[str, float]) -> dict[str, float]:
     return {
         name: value.note.error
         for name, value in runs.at_1.grads.items()
-        if value.note and off.get(name, math.inf) <= TOLERANCE < value.note.error
+        if value.note and off.get(name, 1.0) <= TOLERANCE < value.note.error
     }
 
 

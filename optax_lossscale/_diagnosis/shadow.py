@@ -83,9 +83,7 @@ class Shadow:
     The pieces before the first that reads the seed are run once, when this is made.
     """
 
-    def __init__(
-        self, program: Program, arguments: Sequence[Argument], widths: Widths
-    ) -> None:
+    def __init__(self, program: Program, arguments: Sequence[Argument], widths: Widths):
         self._compiled: dict[Hashable, Callable] = {}
         self._said = time.monotonic()
         self._gives = program.gives
