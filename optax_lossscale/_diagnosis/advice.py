@@ -149,7 +149,7 @@ def _remedy(one: Wrong) -> str:
     """What to do about a result that is wrong, by what its cause does."""
     place = one.place
     products = [row for row in one.rounded if row.is_any(Is.PRODUCT)]
-    between = [row for row in one.rounded if row not in products]
+    between = lines_of([row for row in one.rounded if row not in products])
     if place.is_any(Is.PRODUCT):
         products = products or [place]
     remedy = _REMEDIES[one.how]
@@ -161,13 +161,13 @@ def _remedy(one: Wrong) -> str:
         remedy = _PRODUCTS + (_BETWEEN if between else "")
     elif one.how is How.STAGNATES and place.is_backward:
         remedy = _SUM + _BACKWARD_SUM
-    elif {row.source for row in between} - {place.source}:
+    elif between not in ("", place.source):
         remedy += _MADE_OF
     return remedy.format(
         line=place.line,
         source=place.source,
         lines=lines_of(products),
-        between=lines_of(between),
+        between=between,
     )
 
 
