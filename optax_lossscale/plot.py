@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays import validation
+from optax_lossscale._arrays.axes import GREY, TEAL, Axes, axes_for, style_of
 from optax_lossscale._arrays.precision import is_inexact
-from optax_lossscale._diagnosis.picture import GREY, TEAL, Axes, axes_for, style_of
 from optax_lossscale._step.get import resolve
 
 

@@ -3,21 +3,21 @@
 `diagnose` traces the loss and its gradient as one program, and runs this program with
 every value in a *pair*: as the program computes it, and as it is in float32. For each
 result it makes a *note*, unless the numbers were only moved; it says how far the two
-are apart, how large they are, and which notes the equation read. From the notes follow
-the loss scale that fits, and, for a result that is off, the equation that is at fault.
-Where something is off, the program also runs in float32 beside float64, which tells
-what float32 determines, and how it decides by itself.
+are apart, how large they are, and which notes the equation read. What a loop moves has
+a note as well, which is in no table. From the notes follow the loss scale that fits,
+and, for a result that is off, the equation that is at fault. Where something is off,
+the program also runs in float32 beside float64, which tells what float32 determines,
+and how it decides by itself.
 
 Read the files in this order, which is from the parts to the whole:
 
-- `figures`, `notes`: what is known of a result, and of what it is made.
+- `text`, `figures`, `notes`: what is known of a result, and of what it is made.
+- `equations`, `dtypes`: all equations of a program, and `dtype_report`, which runs none.
 - `program`, `wide`, `pairs`: a program in pieces, and a piece computed in pairs.
 - `loops`, `devices`, `shadow`: a program run in pairs, and noted.
-- `equations`: all equations of a program.
 - `gradient`, `scale`, `run`: the gradient, run at scale 1 and at the scale that fits.
 - `cause`, `table`: why a result is off, and a row for each equation.
-- `page`, `diagnose`, `advice`, `text`, `picture`: what is found, said and drawn.
-- `dtypes`: `dtype_report`, which only reads a program.
+- `page`, `advice`, `picture`, `diagnose`: what is found, said and drawn.
 
 The words that these files share:
 

@@ -6,8 +6,7 @@ findings gives the verdict, and the advice has what to do about each.
 """
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -21,14 +20,16 @@ from optax_lossscale._diagnosis.notes import (
     FIFTH,
     THE_LOSS,
 )
+from optax_lossscale._diagnosis.page import (
+    Diagnosis,
+    has_wrong_result,
+    scale_that_fits,
+)
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
-from optax_lossscale._diagnosis.text import lines_of, percent, some
+from optax_lossscale._diagnosis.text import lines_of, percent
 from optax_lossscale._programs.operations import Is
 from optax_lossscale._programs.values import HALVES
 from optax_lossscale._scales.dynamic import DynamicLossScale
-
-if TYPE_CHECKING:
-    from optax_lossscale._diagnosis.page import Diagnosis
 
 _START = round(math.log2(DynamicLossScale.initial_scale))
 
@@ -36,9 +37,9 @@ _Findings = Iterator[tuple[str, str]]
 """Sentences that can be the verdict, the most important first, each with what to do."""
 
 
-def findings(page: "Diagnosis") -> list[tuple[str, str]]:
-    """All findings, of which the first has the verdict."""
-    return [
+def advised(page: Diagnosis) -> Diagnosis:
+    """The same page with its verdict and advice."""
+    findings = [
         *_about_what_is_wrong(page),
         *_about_choices(page),
         *_about_products(page),
@@ -46,20 +47,11 @@ def findings(page: "Diagnosis") -> list[tuple[str, str]]:
         *_about_scale(page),
         *_about_the_loss(page),
     ] or [(_fine(page), "Nothing.")]
+    verdicts, remedies = zip(*findings, strict=True)
+    return page._replace(verdict=verdicts[0], advice=list(dict.fromkeys(remedies)))
 
 
-def scale_that_fits(page: "Diagnosis") -> InitialScale | None:
-    """The loss scale that fits, if the model computes in float16; else None."""
-    is_scaled = np.float16 in page.computes_in and page.has_gradients
-    return page.initial_scale if is_scaled else None
-
-
-def has_wrong_result(page: "Diagnosis") -> bool:
-    """Whether the loss or a gradient is wrong, and not only a value inside."""
-    return any(one.name != A_VALUE_INSIDE for one in page.wrong)
-
-
-def _fine(page: "Diagnosis") -> str:
+def _fine(page: Diagnosis) -> str:
     """The verdict on a model without findings."""
     if not page.computes_in:
         return (
@@ -74,13 +66,13 @@ def _fine(page: "Diagnosis") -> str:
 # --- what is wrong ---
 
 
-def _about_what_is_wrong(page: "Diagnosis") -> _Findings:
+def _about_what_is_wrong(page: Diagnosis) -> _Findings:
     """Findings about the loss, gradients or values inside that are off."""
     for one in page.wrong:
         yield f"{_what_is_wrong(page, one)}: {one.because}.", _remedy(one)
 
 
-def _what_is_wrong(page: "Diagnosis", one: Wrong) -> str:
+def _what_is_wrong(page: Diagnosis, one: Wrong) -> str:
     """What is wrong, as the beginning of a sentence."""
     dtypes = " and ".join(map(str, page.computes_in))
     give = "give" if page.computes_in[1:] else "gives"
@@ -128,6 +120,7 @@ _BACKWARD_SUM = (
     "table, or a weight inside the loop."
 )
 _DIGITS = "Compute {line}, and what it is made of, in float32: it needs more digits."
+_MADE_OF = " That is made of what is rounded at {between}."
 _REMEDIES = {
     How.OVERFLOWS: "Compute {line} in float32, or with smaller numbers.",
     How.VANISHES: "Compute {line} in float32, or with larger numbers.",
@@ -149,14 +142,14 @@ _REMEDIES = {
     ),
     How.ADDS_UP: "Compute more in float32: no one line is at fault.",
 }
-_WITHOUT_PRODUCTS = (How.IS_A_KERNEL, How.IS_NOT_LINEAR, How.ADDS_UP)
+_WITHOUT_PRODUCTS = (How.ROUNDS, How.IS_A_KERNEL, How.IS_NOT_LINEAR, How.ADDS_UP)
 
 
 def _remedy(one: Wrong) -> str:
     """What to do about a result that is wrong, by what its cause does."""
     place = one.place
     products = [row for row in one.rounded if row.is_any(Is.PRODUCT)]
-    between = [row for row in one.rounded if row not in products]
+    between = lines_of([row for row in one.rounded if row not in products])
     if place.is_any(Is.PRODUCT):
         products = products or [place]
     remedy = _REMEDIES[one.how]
@@ -168,18 +161,20 @@ def _remedy(one: Wrong) -> str:
         remedy = _PRODUCTS + (_BETWEEN if between else "")
     elif one.how is How.STAGNATES and place.is_backward:
         remedy = _SUM + _BACKWARD_SUM
+    elif between not in ("", place.source):
+        remedy += _MADE_OF
     return remedy.format(
         line=place.line,
         source=place.source,
-        lines=some(lines_of(products)),
-        between=some(lines_of(between)),
+        lines=lines_of(products),
+        between=between,
     )
 
 
 # --- what is not as the user meant it ---
 
 
-def _about_choices(page: "Diagnosis") -> _Findings:
+def _about_choices(page: Diagnosis) -> _Findings:
     """A finding about choices that float32 makes otherwise, if they matter.
 
     They do if they change the loss, or a gradient by a fifth. If they change gradients
@@ -197,7 +192,7 @@ def _about_choices(page: "Diagnosis") -> _Findings:
     are_many = any(choice.decided > TOLERANCE for choice in page.choices)
     if name != THE_LOSS and not are_many and off <= FIFTH:
         return
-    lines = some(lines_of(page.choices))
+    lines = lines_of(page.choices)
     yield (
         f"Float32 chooses otherwise at {lines}, and so {what} is off by {percent(off)}.",
         "Compute what is chosen from there in float32, unless either choice is as good, "
@@ -205,7 +200,7 @@ def _about_choices(page: "Diagnosis") -> _Findings:
     )
 
 
-def _about_products(page: "Diagnosis") -> _Findings:
+def _about_products(page: Diagnosis) -> _Findings:
     """A finding about products that a wide operand widens, if most of them are wide."""
     firsts: dict[str, Operation] = {}  # of each line, that of the forward pass
     for product in page.dtypes.products:
@@ -221,11 +216,11 @@ def _about_products(page: "Diagnosis") -> _Findings:
             f"Hardly anything is computed in 16 bits: {share:.1%} of the "
             f"multiplications are in {dtype}, to which an operand is widened.",
             "Wrap the loss function in autocast, or cast both operands to 16 bits at "
-            f"{some(lines_of(widened))}.",
+            f"{lines_of(widened)}.",
         )
 
 
-def _about_gradients(page: "Diagnosis") -> _Findings:
+def _about_gradients(page: Diagnosis) -> _Findings:
     """A finding about a loss that is only rounding, or gradients that are all 0."""
     if page.wrong or not page.computes_in:
         return
@@ -248,7 +243,7 @@ def _about_gradients(page: "Diagnosis") -> _Findings:
         )
 
 
-def _about_the_loss(page: "Diagnosis") -> _Findings:
+def _about_the_loss(page: Diagnosis) -> _Findings:
     """A finding about a loss in float16."""
     if page.loss_dtype == np.float16 and not page.wrong:
         yield (
@@ -261,13 +256,14 @@ def _about_the_loss(page: "Diagnosis") -> _Findings:
 # --- the loss scale ---
 
 
-def _about_scale(page: "Diagnosis") -> _Findings:
+def _about_scale(page: Diagnosis) -> _Findings:
     """Findings about the loss scale: whether one is needed, and which."""
     fits = scale_that_fits(page)
     if not fits or (page.wrong and fits.largest < 1):  # the cause is what is wrong
         return
     lost = _lost_for_want_of_a_scale(page)
-    bits = max((group.bits for group in lost), default=0)
+    least = 1 if page.off_without else 0
+    bits = max((group.bits for group in lost), default=least)
     scale = scale_name(fits.scale)
     if page.overflow and any(group.left > TOLERANCE for group in lost):
         yield (
@@ -283,29 +279,34 @@ def _about_scale(page: "Diagnosis") -> _Findings:
                 f"Gradients {problem} at your loss scale, {scale_name(theirs)}.",
                 f"Unless it is dynamic, set it to {scale}.",
             )
-    elif not page.is_finite_without:
-        yield (
-            f"Without a loss scale of about {scale}, gradients are not finite.",
-            _wrap(page, fits, bits),
-        )
-    elif lost:
+    elif lost or page.off_without or not page.is_finite_without:
+        yield _without_a_scale(page, scale, lost), _wrap(page, fits, bits)
+
+
+def _without_a_scale(page: Diagnosis, scale: str, lost: Sequence[Underflow]) -> str:
+    """What happens to gradients without a loss scale, such as the one that fits."""
+    without = f"Without a loss scale of about {scale},"
+    if not page.is_finite_without:
+        return f"{without} gradients are not finite."
+    if lost:
         name, group = next(iter(page.underflow.items()))
         of = "" if name == ALL else f" ({name})"
-        yield (
+        return (
             f"Without a loss scale, float16 loses {group.lost:.1%} of the "
-            f"gradients{of} to underflow.",
-            _wrap(page, fits, bits),
+            f"gradients{of} to underflow."
         )
+    worst = max(page.off_without, key=page.off_without.__getitem__)
+    return f"{without} the gradient of {worst} is off by {page.off_without[worst]:.1%}."
 
 
-def _lost_for_want_of_a_scale(page: "Diagnosis") -> list[Underflow]:
+def _lost_for_want_of_a_scale(page: Diagnosis) -> list[Underflow]:
     """The groups that underflow, and have a gradient that is right and determined."""
     wrong = {one.name for one in page.wrong}
     groups = {without_numbers(name) for name in page.off if name not in wrong}
     return [group for name, group in page.underflow.items() if name in groups]
 
 
-def _wrap(page: "Diagnosis", fits: InitialScale, bits: int) -> str:
+def _wrap(page: Diagnosis, fits: InitialScale, bits: int) -> str:
     """The advice to wrap the optimizer, with a scale unless the default one fits."""
     exponent = round(math.log2(fits.scale))
     if bits <= _START <= exponent and page.is_finite_without:

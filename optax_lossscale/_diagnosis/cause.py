@@ -11,9 +11,10 @@ import enum
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.notes import FIFTH, Note, all_before, limits
@@ -45,14 +46,17 @@ class How(enum.StrEnum):
     ADDS_UP = "adds up"  # the error of many equations, none of which is at fault
 
 
+_SENSITIVE = (How.CANCELS, How.ROUNDS, How.AMPLIFIES, How.IS_UNDEFINED)
+
+
 class Wrong(NamedTuple):
     """A result that is off from float32, and why.
 
     Attributes:
       name: "the loss", the parameter whose gradient it is, or "a value inside".
-      off: how far it is from float32's, relative to it; infinite if either is not
-        finite. For a value inside, the share of its numbers that are off by more than
-        5%.
+      off: how far it is from float32's, relative to it; 1 if float32's is 0, and infinite
+        if either is not finite. For a value inside, the share of its numbers that are
+        off by more than 5%.
       how: what the equation at fault does to the numbers: "overflows", "vanishes",
         "cancels", "stagnates", "saturates", "rounds", "amplifies", "is undefined",
         "is a kernel", "is not linear" in the loss scale, or "adds up" if no equation is
@@ -61,6 +65,7 @@ class Wrong(NamedTuple):
       rounded: the values in 16 bits to whose rounding that equation is sensitive: the
         results of the nearest products, and what lies between these and the equation.
       is_inner: whether it is in a derivative that the loss function itself takes.
+      is_in_float32: whether the result is not finite in float32 either.
     """
 
     name: str
@@ -69,18 +74,14 @@ class Wrong(NamedTuple):
     place: Note
     rounded: tuple[Note, ...] = ()
     is_inner: bool = False
-
-    @property
-    def is_in_float32(self) -> bool:
-        """Whether it is not finite in float32 either."""
-        return not self.place.is_finite
+    is_in_float32: bool = False
 
     @property
     def because(self) -> str:
         """The equation at fault and what it does, as the end of a sentence."""
         if self.how is How.ADDS_UP:
             return "rounding adds up over many lines"
-        if not self.place.source:
+        if self.place.is_argument:
             return f"there are NaNs or infinities in {self.place}"
         return f"{self.place} {self.how}"
 
@@ -91,13 +92,11 @@ def cause_of(name: str, note: Note) -> Wrong:
     if at_fault is None:
         return Wrong(name, note.error, How.ADDS_UP, note)
     how, place = _how(at_fault)
-    rounded: list[Note] = []
-    if how in (How.CANCELS, How.AMPLIFIES, How.IS_UNDEFINED):
-        rounded += _rounded_before(place)
+    rounded = tuple(_rounded_before(place)) if how in _SENSITIVE else ()
     lost = [one for one in rounded if one.lost > FIFTH]
     if how is How.AMPLIFIES and lost:
         return Wrong(name, note.error, How.VANISHES, _first_lost(lost[0]))
-    return Wrong(name, note.error, how, place, tuple(rounded))
+    return Wrong(name, note.error, how, place, rounded)
 
 
 def cause_in_float32(name: str, note: Note) -> Wrong:
@@ -111,7 +110,7 @@ def cause_in_float32(name: str, note: Note) -> Wrong:
             note = reads[0]
         else:
             how = How.IS_UNDEFINED if note.nan_true else How.OVERFLOWS
-            return Wrong(name, math.inf, how, note)
+            return Wrong(name, math.inf, how, note, is_in_float32=True)
 
 
 def _is_mask(note: Note) -> bool:
@@ -127,12 +126,10 @@ def _is_mask(note: Note) -> bool:
 def _path(note: Note) -> list[Note]:
     """The notes from a result back along what is off the most, while it is off."""
     path = [note]
-    floor = _floor(path)
     while True:
-        if note.dtype in HALVES:
-            floor = _floor([note])
         worst = _worst(note)
-        if worst is None or worst.error <= (TOLERANCE if note.bad else floor):
+        floor = TOLERANCE if note.bad else _floor(path)
+        if worst is None or worst.error <= floor:
             return path
         note = worst
         path.append(note)
@@ -147,8 +144,8 @@ def _worst(note: Note) -> Note | None:
 
 def _floor(path: Sequence[Note]) -> float:
     """The error up to which a number counts as merely rounded to 16 bits."""
-    halves = [note.dtype for note in path if note.dtype in HALVES]
-    return 2 * float(jnp.finfo(halves[-1] if halves else jnp.float16).eps)
+    halves = (note.dtype for note in reversed(path) if note.dtype in HALVES)
+    return 2 * float(jnp.finfo(next(halves, jnp.float16)).eps)
 
 
 def _at_fault(path: Sequence[Note]) -> Note | None:
@@ -191,19 +188,15 @@ def _how(note: Note) -> tuple[How, Note]:
     """What the equation at fault does, or one before it, which is then at fault."""
     if note.is_passed:
         return How.IS_A_KERNEL, note
-    if note.bad:
-        how = _how_not_finite(note)
-        if how is How.VANISHES:
-            note = _first_lost(max(note.reads, key=lambda read: read.lost))
-        note = _computed(note)
-    else:
-        at = _computed(note)
-        how = _how_off(note, at.dtype)
-        note = at
-    saturated = [read for read in note.reads if _saturates(read)]
+    how = _how_not_finite(note) if note.bad else _how_off(note)
+    if note.bad and how is How.VANISHES:
+        note = _first_lost(max(note.reads, key=lambda read: read.lost))
+    made = _computed(note)
+    at_fault = (made, *made.reads) if how is How.VANISHES else made.reads
+    saturated = [one for one in at_fault if _saturates(one)]
     if saturated and how is not How.OVERFLOWS:
         return How.SATURATES, saturated[0]
-    return how, note
+    return how, made
 
 
 def _computed(note: Note) -> Note:
@@ -211,9 +204,9 @@ def _computed(note: Note) -> Note:
 
     One that moves them into 16 bits, as a cast does, computes them.
     """
-    while note.is_any(Is.MOVES | Is.CHOOSES) or not note.place.primitive:
+    while note.is_any(Is.MOVES | Is.CHOOSES) or not note.is_computed:
         read = _worst(note)
-        if read is None or not read.source:
+        if read is None or read.is_argument:
             break
         if is_narrow(note.dtype) and not is_narrow(read.dtype):
             break
@@ -221,8 +214,9 @@ def _computed(note: Note) -> Note:
     return note
 
 
-def _how_off(note: Note, dtype: Any) -> How:
+def _how_off(note: Note) -> How:
     """What an equation does whose result is off, but finite."""
+    dtype = _computed(note).dtype
     narrow = is_narrow(dtype)
     if _cancels(note):
         return How.CANCELS
@@ -243,8 +237,6 @@ def _how_not_finite(note: Note) -> How:
         return How.OVERFLOWS
     if any(read.lost for read in note.reads):
         return How.VANISHES
-    if any(map(_saturates, note.reads)):
-        return How.SATURATES
     # What a sum adds may overflow before the result. Other operations have a pole at
     # what their operands are rounded to.
     is_infinite = is_narrow(note.dtype) and not note.nan
@@ -252,20 +244,20 @@ def _how_not_finite(note: Note) -> How:
     return How.OVERFLOWS if is_infinite and is_sum else How.IS_UNDEFINED
 
 
-def _vanishes(note: Note, dtype: Any) -> bool:
+def _vanishes(note: Note, dtype: np.dtype) -> bool:
     """Whether numbers were lost, or are too small for their dtype, and matter."""
     _, tiny = limits(dtype)
     least = tiny * float(jnp.finfo(dtype).eps)
     # The mean of the absolute values is this or more.
     mean = note.typical / math.sqrt(note.count)
-    return note.typical < tiny or (note.lost > FIFTH and mean < _NOTHING * least)
+    return 0 < note.typical < tiny or (note.lost > FIFTH and mean < _NOTHING * least)
 
 
 def _saturates(note: Note) -> bool:
     """Whether a result in 16 bits was rounded to its function's limit, 1 or 0."""
     if not (is_narrow(note.dtype) and note.is_any(Is.SATURATES)):
         return False
-    return note.lost > 0 or note.largest >= 1 - float(jnp.finfo(note.dtype).eps)
+    return note.lost > 0 or note.at_limit
 
 
 def _terms(note: Note) -> float:
@@ -300,7 +292,7 @@ def _first_lost(note: Note) -> Note:
 def _rounded_before(note: Note) -> Iterator[Note]:
     """The nearest products in 16 bits before a result, and what is narrow since."""
     for one in all_before(note.reads, _rounded_in):
-        if is_narrow(one.dtype) and one.place.primitive:
+        if is_narrow(one.dtype) and one.is_computed:
             yield one
 
 

@@ -8,24 +8,18 @@ runs a piece.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._programs.versions import mapped_axes
 
 
 class Devices(NamedTuple):
     """The devices that a `shard_map` maps over."""
 
-    mesh: Any
-    axes: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, eqn: Any) -> "Devices":
-        """The devices of a `shard_map`."""
-        return cls(eqn.params["mesh"], tuple(mapped_axes(eqn)))
+    mesh: jax.sharding.Mesh
+    axes: tuple[str, ...]
 
     def over(self, function: Callable) -> Callable:
         """A function for one device's arrays, as one for the stacked arrays of all."""
@@ -37,15 +31,17 @@ class Devices(NamedTuple):
         each = jax.P(self.axes)
         return self._mapped(of_one, each, each)
 
-    def entered(self, value: Value, spec: Any) -> Value:
+    def entered(self, value: Value, spec: jax.P) -> Value:
         """An operand of the `shard_map`: stacks the parts that the devices have."""
         return value.each(self._mapped(lambda x: x[None], spec, jax.P(self.axes)))
 
-    def left(self, value: Value, spec: Any) -> Value:
+    def left(self, value: Value, spec: jax.P) -> Value:
         """A result of the `shard_map`, from the stacked parts; undoes `entered`."""
         return value.each(self._mapped(lambda x: x[0], jax.P(self.axes), spec))
 
-    def _mapped(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    def _mapped(
+        self, function: Callable, in_specs: jax.P, out_specs: jax.P
+    ) -> Callable:
         return jax.shard_map(
             function,
             mesh=self.mesh,

@@ -4,7 +4,7 @@ The gradient is traced (`gradient`) and run beside float32 (`run`). From the not
 these runs, this file finds what is off and why (`cause`), and fills the page.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +13,12 @@ import numpy as np
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import IS_REPORTED
 from optax_lossscale._autocast.autocast import autocast
+from optax_lossscale._diagnosis.advice import advised
 from optax_lossscale._diagnosis.cause import How, Wrong, cause_in_float32, cause_of
 from optax_lossscale._diagnosis.dtypes import report_of
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient, gradient_of
+from optax_lossscale._diagnosis.loops import notes_of
 from optax_lossscale._diagnosis.notes import (
     A_VALUE_INSIDE,
     FIFTH,
@@ -29,11 +31,12 @@ from optax_lossscale._diagnosis.page import Diagnosis
 from optax_lossscale._diagnosis.pairs import Pair
 from optax_lossscale._diagnosis.run import Run, Runs, runs_of
 from optax_lossscale._diagnosis.scale import underflow
-from optax_lossscale._diagnosis.table import of_worst_rounds, table_of
+from optax_lossscale._diagnosis.table import rounds_of, table_of
 from optax_lossscale._step.get import get_loss_scale, loss_scales_in
 from optax_lossscale._step.gradient import check_keywords
 
-_LEAST = 2.0**-100  # the least size to compare: smaller ones may lack digits in float32
+# The least size to compare: smaller numbers may lack digits in float32.
+_COMPARABLE = 2.0**-100
 # Of a result that is 0 in float32, these say that two things are to be equal.
 _OF_DIFFERENCES = (How.CANCELS, How.SATURATES)
 _FAR_LESS = 4  # times: an error of float32 that is so much less than that of 16 bits
@@ -120,41 +123,46 @@ def _page(
     run = runs.fitting
     dtypes = gradient.narrow_dtypes
     off, wrong = _off_and_wrong(runs)
-    if not wrong:
-        wrong = _wrong_inside(
-            runs, least=limits(np.float16)[1] if np.float16 in dtypes else 0.0
-        )
+    inside = [] if wrong else _wrong_inside(runs, dtypes)
     off_by_choices = _off_by_choices(runs, off)
-    loss_in_float32 = run.loss.pair.true
-    if runs.wide and not np.isfinite(loss_in_float32):
-        loss_in_float32 = runs.wide.loss.pair.low
-    are_right = all(one.name == A_VALUE_INSIDE for one in wrong)
     lost = {}
     if runs.fits and np.float16 in dtypes:
-        lost = underflow(runs.at_1.grads, run.grads)
-    has_scale = bool(loss_scales_in(opt_state))
-    return Diagnosis(
+        lost = underflow(runs.at_1.grads, run.grads, off)
+    has_scale = loss_scales_in(opt_state)
+    page = Diagnosis(
+        verdict="",
+        advice=[],
         is_autocast=is_autocast and bool(dtypes),
         dtypes=report_of(gradient.jaxpr.jaxpr),
         computes_in=dtypes,
         loss=float(run.loss.pair.low),
-        loss_in_float32=float(loss_in_float32),
-        loss_dtype=gradient.loss_dtype,
+        loss_in_float32=_loss_in_float32(runs),
+        loss_dtype=gradient.jaxpr.out_avals[0].dtype,
         scale=run.scale,
         loss_scale=float(get_loss_scale(opt_state)()) if has_scale else None,
-        wrong=tuple(_in_a_report(one, run) for one in wrong),
+        wrong=tuple(_in_a_report(one, run) for one in wrong or inside),
         off=off,
         off_by_choices=off_by_choices,
         # Where results are wrong, they are off for that reason.
-        choices=tuple(_choices(run, off_by_choices if are_right else {})),
+        choices=tuple(_choices(run, {} if wrong else off_by_choices)),
         initial_scale=runs.fits,
         overflow=runs.overflow and runs.overflow.row,
         has_gradients=any(np.any(x.pair.true) for x in run.grads.values()),
         is_finite_without=runs.at_1.is_finite(),
+        off_without=_off_without(runs, off),
         underflow=lost,
         not_compared=runs.passed,
         table=table_of(run.notes),
     )
+    return advised(page)
+
+
+def _loss_in_float32(runs: Runs) -> float:
+    """The loss in float32: by the program's choices, or else its own if it is finite."""
+    loss = runs.fitting.loss.pair.true
+    if runs.in_float32 and not np.isfinite(loss):
+        loss = runs.in_float32.loss.pair.low
+    return float(loss)
 
 
 def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
@@ -164,15 +172,16 @@ def _off_and_wrong(runs: Runs) -> tuple[dict[str, float], list[Wrong]]:
     """
     off = {}
     wrong = []
-    of_wide = runs.wide.results if runs.wide else {}
-    in_float32 = {name: value.note for name, value in of_wide.items()}
+    in_float32 = runs.in_float32.results if runs.in_float32 else {}
     for name, value in runs.fitting.results.items():
         note = value.note
-        if note is None:  # it is a constant
+        if note is None:  # it is a constant, and so exact
+            if name == THE_LOSS:
+                off[name] = 0.0
             continue
         if not note.is_finite:
             wrong.append(_cause_of_infinity(runs, name, note))
-        elif note.bad or _determines(in_float32.get(name), note):
+        elif note.bad or not in_float32 or _determines(in_float32[name].note, note):
             one = _what_is_wrong(runs, name, note)
             if one is None:
                 off[name] = note.error
@@ -189,8 +198,8 @@ def _cause_of_infinity(runs: Runs, name: str, note: Note) -> Wrong:
     By its own choices, float32 may be finite. Then the first number that 16 bits do not
     hold is at fault, as one that `logsumexp` finds infinite and does not subtract.
     """
-    if runs.wide and np.isfinite(runs.wide.results[name].pair.low).all():
-        before = set(all_before([note], lambda note: note.reads))
+    if runs.in_float32 and np.isfinite(runs.in_float32.results[name].pair.low).all():
+        before = set(all_before([note]))
         for one in runs.fitting.notes:
             if one.bad and one in before:
                 return cause_of(name, one)
@@ -219,19 +228,29 @@ def _what_is_wrong(runs: Runs, name: str, note: Note) -> Wrong | None:
     off = _out_of_proportion(runs.at_1.results[name].note, note, scale)
     if off <= TOLERANCE:
         return None
-    before = {(note.place, note.rounds): note for note in runs.at_1.notes}
-    for one in runs.fitting.notes:
-        at_1 = before.get((one.place, one.rounds))
-        if _out_of_proportion(at_1, one, scale) > TOLERANCE:
-            return Wrong(name, off, How.IS_NOT_LINEAR, one)
-    return Wrong(name, off, How.IS_NOT_LINEAR, note)
+    at_1 = runs.at_1.by_result
+    at_fault = (
+        one
+        for one in runs.fitting.notes
+        if _out_of_proportion(at_1.get(one.result), one, scale) > TOLERANCE
+    )
+    return Wrong(name, off, How.IS_NOT_LINEAR, next(at_fault, note))
 
 
 def _out_of_proportion(at_1: Note | None, note: Note, scale: float) -> float:
     """How far a result in float32 is from being in proportion to the loss scale."""
-    if at_1 is None or not note.is_backward or at_1.typical < _LEAST:
+    if at_1 is None or not note.is_backward or at_1.typical < _COMPARABLE:
         return 0.0
     return abs(note.typical / (at_1.typical * scale) - 1)
+
+
+def _off_without(runs: Runs, off: Mapping[str, float]) -> dict[str, float]:
+    """How far gradients are off without a loss scale, of those that are right with one."""
+    return {
+        name: value.note.error
+        for name, value in runs.at_1.grads.items()
+        if value.note and off.get(name, 1.0) <= TOLERANCE < value.note.error
+    }
 
 
 def _off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
@@ -239,40 +258,43 @@ def _off_by_choices(runs: Runs, determined: Container[str]) -> dict[str, float]:
 
     `determined` has the names of the results that float32 determines.
     """
-    if runs.wide is None or not any(note.decided for note in runs.fitting.notes):
+    if runs.in_float32 is None or not any(note.decided for note in runs.fitting.notes):
         return {}
-    low = {name: value.pair.low for name, value in runs.fitting.results.items()}
-    off = {
-        name: Pair(low[name], value.pair.low).compared.figures.error
-        for name, value in runs.wide.results.items()
-        if name in determined
-    }
-    return {name: error for name, error in off.items() if error > TOLERANCE}
+    results = runs.fitting.results
+    off = {}
+    for name, value in runs.in_float32.results.items():
+        pair = Pair(results[name].pair.low, value.pair.low)
+        error = pair.compared().figures.error
+        if name in determined and error > TOLERANCE:
+            off[name] = error
+    return off
 
 
-def _wrong_inside(runs: Runs, least: float) -> list[Wrong]:
+def _wrong_inside(runs: Runs, dtypes: Sequence[np.dtype]) -> list[Wrong]:
     """The first value inside of which a fifth is off, as is a value computed from it.
 
     A value does not count if float32 does not determine it, if all that is computed
-    from it is below `least`, the least normal number, or if no result is computed from
-    it, as of a loop's condition. What the loss function returns beside the loss counts
-    by itself, and also if it is not finite.
+    from it is below float16's normal numbers in a program of float16, or if no result
+    is computed from it, as of a loop's condition. What the loss function returns beside
+    the loss counts by itself, and also if it is not finite.
     """
     run = runs.fitting
-    results = [value.note for value in (*run.results.values(), *run.aux) if value.note]
-    used = set(all_before(results, lambda note: note.reads))
-    of_wide = runs.wide.notes if runs.wide else []
-    in_float32 = {(note.place, note.rounds): note for note in of_wide}
+    least = limits(np.float16)[1] if np.float16 in dtypes else 0.0
+    aux = notes_of(run.aux)
+    used = set(all_before([*notes_of(run.results.values()), *aux]))
+    in_float32 = runs.in_float32.by_result if runs.in_float32 else {}
     spread = []
     for note in run.notes:
         if note not in used or note.is_backward or note.off_share <= FIFTH:
             continue
-        wide = in_float32.get((note.place, note.rounds))
-        if wide is None or wide.off_share <= FIFTH or _determines(wide, note):
+        beside = in_float32.get(note.result)
+        if beside is None or beside.off_share <= FIFTH or _determines(beside, note):
             spread.append(note)
-    aux = [value.note for value in run.aux if value.note]
     follows = {
-        read for note in spread + aux if note.typical >= least for read in note.reads
+        read
+        for note in spread + aux
+        if note.typical >= least
+        for read in all_before(note.reads, _if_moved)
     }
     for note in aux:
         if note.bad:
@@ -283,15 +305,17 @@ def _wrong_inside(runs: Runs, least: float) -> list[Wrong]:
     return []
 
 
+def _if_moved(note: Note) -> Sequence[Note]:
+    """What a note is of, if a loop only moved that; nothing for the note of an equation."""
+    return () if note.is_computed else note.reads
+
+
 def _in_a_report(one: Wrong, run: Run) -> Wrong:
     """Drops the notes before it, and finds whether it is in an inner derivative."""
     at = one.place
-    loss = run.loss.note
     # The loss depends on a derivative inside of its function, and not on one in a rule
     # for the backward pass.
-    is_before_the_loss = loss is not None and at in all_before(
-        [loss], lambda note: note.reads
-    )
+    is_before_the_loss = at in all_before(notes_of([run.loss]))
     return one._replace(
         place=at.row,
         rounded=tuple(note.row for note in one.rounded),
@@ -313,7 +337,8 @@ def _choices(run: Run, off_by_choices: Mapping[str, float]) -> list[Note]:
         THE_LOSS in off_by_choices or max(off_by_choices.values(), default=0) > FIFTH
     )
     choices = []
-    for note in of_worst_rounds(run.notes, lambda note: note.decided):
+    for rounds in rounds_of(run.notes):
+        note = max(rounds, key=lambda note: note.decided)
         is_mask = note.dtype == np.bool_ and note.count > 1
         least = FIFTH if is_mask else _FEW
         if note.decided > (0.0 if are_all else least):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.extend.core import Jaxpr
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._autocast.arrays import as_program
@@ -17,7 +18,7 @@ from optax_lossscale._autocast.products import usual_product
 from optax_lossscale._diagnosis.equations import Equation, equations
 from optax_lossscale._diagnosis.text import aligned, percent
 from optax_lossscale._programs.operations import TABLE, Is, traits
-from optax_lossscale._programs.values import HALVES, is_float
+from optax_lossscale._programs.values import HALVES, dtype_in, is_float
 from optax_lossscale._programs.versions import open_jaxpr
 from optax_lossscale._programs.walk import is_of_optax
 from optax_lossscale._programs.work import (
@@ -37,7 +38,8 @@ class Operation(NamedTuple):
       operands: the dtypes of its operands that are floats; for a product, of the two
         that it multiplies. If what cannot be looked into has none, those of its
         results.
-      before: the dtypes of the operands before they were converted to wider ones.
+      before: the dtypes of the operands before they were converted to wider ones, in
+        the function that computes with them or one that calls it.
       source: the line of your source, such as `model.py:12 (Block.__call__)`.
       count: how many of these operations the program has.
       multiplications: how many multiplications one run takes, if these are products.
@@ -119,7 +121,7 @@ class DtypeReport(NamedTuple):
 def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeReport:
     """Says in which dtype a function computes, and which source lines made it so.
 
-    Flax's modules, and JAX itself, promote to the widest dtype they are given: one
+    JAX, and Flax's modules without a `dtype`, promote to the widest one given: a single
     float32 input is enough to have everything after it computed in float32, and only
     the time it takes shows it. `autocast` avoids that. This report counts matrix
     products and convolutions, and their multiplications, by the dtype of their
@@ -160,7 +162,7 @@ def dtype_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> DtypeRep
         return report_of(open_jaxpr(call.program))
 
 
-def report_of(jaxpr: Any) -> DtypeReport:
+def report_of(jaxpr: Jaxpr) -> DtypeReport:
     """The report on an open jaxpr."""
     products = []
     narrow = []
@@ -172,7 +174,7 @@ def report_of(jaxpr: Any) -> DtypeReport:
             products.append(_product(at, usual))
             continue
         floats = [n for n, v in enumerate(eqn.invars) if is_float(v)]
-        results = tuple(v.aval.dtype for v in eqn.outvars if is_float(v))
+        results = tuple(dtype_in(v) for v in eqn.outvars if is_float(v))
         terms = terms_of(eqn)
         one = _operation(at, floats)._replace(terms=terms)
         needs_digits_or_range = terms > 1 or Is.EXPONENTIAL in traits(eqn)
@@ -199,7 +201,7 @@ def _operation(at: Equation, numbers: Sequence[int]) -> Operation:
     """An `Operation` for an equation, with its operands at some positions."""
     return Operation(
         primitive=at.name,
-        operands=tuple(at.eqn.invars[n].aval.dtype for n in numbers),
+        operands=tuple(dtype_in(at.eqn.invars[n]) for n in numbers),
         before=tuple(at.unwidened[n] for n in numbers),
         source=at.source,
         count=at.count,

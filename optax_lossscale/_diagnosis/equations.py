@@ -5,9 +5,11 @@ line of the user's code made it.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
@@ -25,12 +27,12 @@ from optax_lossscale._programs.walk import line_of, programs_in
 class Equation(NamedTuple):
     """An equation, with what follows from its places in the program."""
 
-    eqn: Any
+    eqn: JaxprEqn
     # The user's line that made it, or that runs its program, as `model.py:12 (f)`
     source: str
-    # The dtypes of its operands before its own program widened them, if it did: float16
-    # for an operand that a `convert_element_type` before it made float32
-    unwidened: tuple[Any, ...]
+    # The dtypes of its operands before they were widened, if that was in its own program
+    # or one that calls it: float16 for what a `convert_element_type` made float32
+    unwidened: tuple[np.dtype, ...]
     count: int = 1  # in how many places it is
     # How often it runs in all of them, where each branch of a `cond` counts, and the
     # body of a `while` counts once
@@ -43,7 +45,9 @@ class Equation(NamedTuple):
 
 
 @remembered
-def equations(jaxpr: Any, line: str = "") -> tuple[Equation, ...]:
+def equations(
+    jaxpr: Jaxpr, line: str = "", before: tuple[np.dtype, ...] = ()
+) -> tuple[Equation, ...]:
     """All equations of an open jaxpr, each before those in the programs it holds.
 
     One in a program that runs in several places is there once for each line that it is
@@ -52,16 +56,20 @@ def equations(jaxpr: Any, line: str = "") -> tuple[Equation, ...]:
     Args:
       jaxpr: the program.
       line: the user's line that runs it; "" for the whole program.
+      before: the dtypes of its arguments before they were widened, if a call gives it
+        these.
     """
-    unwidened: dict[int, Any] = {}  # by the `id` of a variable
+    # By the `id` of a variable
+    unwidened = dict(zip(map(id, jaxpr.invars), before, strict=False))
     found: dict[tuple[int, str], Equation] = {}
     for eqn in jaxpr.eqns:
         operands = tuple(unwidened.get(id(v), dtype_in(v)) for v in eqn.invars)
         if keeps_numbers(eqn):
-            unwidened[id(eqn.outvars[0])] = operands[0]
+            unwidened.update((id(v), operands[0]) for v in eqn.outvars)
         new = [Equation(eqn, line_of(eqn, line), operands)]
+        given = operands if Is.CALLS in traits(eqn) else ()
         for program in programs_in(eqn):
-            for at in equations(open_jaxpr(program), new[0].source):
+            for at in equations(open_jaxpr(program), new[0].source, given):
                 new.append(at._replace(runs=at.runs * _times(eqn)))
         for at in new:
             place = (id(at.eqn), at.source)
@@ -71,7 +79,7 @@ def equations(jaxpr: Any, line: str = "") -> tuple[Equation, ...]:
     return tuple(found.values())
 
 
-def keeps_numbers(eqn: Any) -> bool:
+def keeps_numbers(eqn: JaxprEqn) -> bool:
     """Whether the result only moves, repeats or widens numbers of its one operand."""
     kind = traits(eqn)
     if len(eqn.invars) != 1:
@@ -84,13 +92,13 @@ def keeps_numbers(eqn: Any) -> bool:
 
 
 @remembered
-def dtypes_within(program: Any) -> frozenset[Any]:
+def dtypes_within(program: Jaxpr | ClosedJaxpr) -> frozenset[np.dtype]:
     """The dtypes of its results, and of all that its equations read or give."""
     jaxpr = open_jaxpr(program)
     return frozenset(map(dtype_in, jaxpr.outvars)).union(*map(dtypes_of, jaxpr.eqns))
 
 
-def dtypes_of(eqn: Any) -> frozenset[Any]:
+def dtypes_of(eqn: JaxprEqn) -> frozenset[np.dtype]:
     """The dtypes of what an equation reads and gives, and those in its programs.
 
     The latter include programs that it holds but never runs.
@@ -100,7 +108,7 @@ def dtypes_of(eqn: Any) -> frozenset[Any]:
     return own.union(*map(dtypes_within, filter(is_program, leaves)))
 
 
-def _times(eqn: Any) -> int:
+def _times(eqn: JaxprEqn) -> int:
     """How often an equation runs the programs that it holds."""
     if Is.SCANS in traits(eqn):
         return eqn.params["length"]

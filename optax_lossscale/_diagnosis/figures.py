@@ -2,14 +2,16 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
+from jax.typing import ArrayLike
 
 TOLERANCE = 0.05
 """How far numbers may be from float32's, relative to those, and still be right."""
 
-_LIFTED = 0.25  # of the mean size: a smaller number is off relative to this, not itself
+# Of the mean size: smaller numbers are off relative to this and not to themselves, so
+# that those near 0 do not count much.
+_LEAST = 0.25
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -19,16 +21,19 @@ class Figures:
     Attributes:
       count: how many numbers the result has; a complex number counts as two.
       error: how far it is from float32's: the norm of the difference, relative to the
-        norm of float32's; infinite if it is bad.
+        norm of float32's; 1 if those are all 0, and infinite if it is bad.
       distance: the norm of the difference, not relative; infinite if it is bad.
-      off_share: the share of its numbers that are off by more than 5%.
+      off_share: the share of its numbers that are off by more than 5% of themselves, or
+        of a quarter of the mean size where that is more.
       bad: whether a number is not finite where float32's is.
       nan: whether a number is NaN where float32's is finite.
       is_finite: whether float32's result is finite.
       nan_true: whether a number of float32's is NaN.
       lost: of the numbers that are not zero in float32, the share that is zero.
+      at_limit: whether a number is 1 or -1, and float32's is between these.
       decided: of indices and conditions, the share that float32 decides otherwise.
-      largest: the largest finite absolute value, of the program or in float32.
+      largest: the largest finite absolute value, of the program or in float32, where
+        float32's is finite.
       typical: the root mean square of the finite numbers in float32.
     """
 
@@ -41,12 +46,13 @@ class Figures:
     is_finite: bool = True
     nan_true: bool = False
     lost: float = 0.0
+    at_limit: bool = False
     decided: float = 0.0
     largest: float = 0.0
     typical: float = 0.0
 
 
-def figures_of(low: Any, true: Any) -> Figures:
+def figures_of(low: ArrayLike, true: ArrayLike | None) -> Figures:
     """The figures of a result.
 
     Args:
@@ -74,15 +80,16 @@ def _figures(low: np.ndarray, true: np.ndarray) -> Figures:
     distance = _norm(apart)
     if not distance:
         return Figures(low.size, largest=largest, typical=typical)
-    least = _LIFTED * float(sizes.sum()) / low.size
+    least = _LEAST * float(sizes.sum()) / low.size
     is_off = apart > TOLERANCE * np.maximum(sizes, least)
     lost = np.count_nonzero(true[low == 0]) / max(np.count_nonzero(true), 1)
     return Figures(
         low.size,
-        error=distance / norm if norm else math.inf,
+        error=distance / norm if norm else 1.0,
         distance=distance,
         off_share=np.count_nonzero(is_off) / low.size,
         lost=lost,
+        at_limit=bool(np.any((np.abs(low) == 1) & (sizes < 1))),
         largest=largest,
         typical=typical,
     )
@@ -116,7 +123,7 @@ def _norm(x: np.ndarray) -> float:
     return math.sqrt(total)
 
 
-def _numbers(x: Any) -> np.ndarray:
+def _numbers(x: ArrayLike) -> np.ndarray:
     """The numbers of an array in one row; the two parts of complex ones."""
     flat = np.asarray(x).ravel()
     return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat

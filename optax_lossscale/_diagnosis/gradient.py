@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import at_least_float32
 from optax_lossscale._arrays.variables import is_variable, map_leaves
 from optax_lossscale._autocast.arrays import is_array
 from optax_lossscale._diagnosis.equations import equations
-from optax_lossscale._diagnosis.notes import ALL, THE_LOSS, Place
+from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, ALL, THE_LOSS
+from optax_lossscale._diagnosis.shadow import Argument
 from optax_lossscale._programs.values import dtypes_in, is_float, is_narrow
 from optax_lossscale._programs.versions import is_ref
 from optax_lossscale._step.gradient import loss_of
@@ -27,23 +29,12 @@ from optax_lossscale._step.inputs import check_scalar
 
 
 class Gradient(NamedTuple):
-    """The program of a loss and its gradient, with its arguments but for the seed."""
+    """The program of a loss and its gradient, with its arguments before the seed."""
 
-    jaxpr: Any
-    arrays: list[np.ndarray]  # the arguments; the seed, which is the last, is not here
-    places: list[Place]  # those of all arguments
+    jaxpr: ClosedJaxpr
+    arguments: list[Argument]
     # Those of 16 bits and fewer that results in the program have
     narrow_dtypes: tuple[np.dtype, ...]
-
-    @property
-    def loss_dtype(self) -> np.dtype:
-        """The dtype of the loss."""
-        return self.jaxpr.out_avals[0].dtype
-
-    @property
-    def grad_names(self) -> list[str]:
-        """The names of the parameters that are differentiated."""
-        return [place.name for place in self.places if place.nearest]
 
 
 def gradient_of(
@@ -56,8 +47,12 @@ def gradient_of(
     # JAX also differentiates floats of Python, which here become arrays.
     params = map_leaves(lambda x: np.float32(x) if type(x) is float else x, params)
     everything = (params, args, kwargs)
-    arrays, places = _arguments(everything)
-    parameters = [n for n, place in enumerate(places) if place.nearest]
+    arguments = _arguments(everything)
+    arrays = [one.array for one in arguments]
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
+        raise TypeError(
+            "diagnose runs the loss function: give it arrays, and no ShapeDtypeStruct"
+        )
 
     def gradient(arrays, seed):
         def loss_of_parameters(differentiated):
@@ -65,42 +60,42 @@ def gradient_of(
             params, args, kwargs = map_leaves(
                 lambda x: next(left) if is_array(x) else x, everything
             )
-            returned = loss_fn(params, *args, **kwargs)
-            loss = loss_of(returned, has_aux)
-            check_scalar(THE_LOSS, loss)
-            loss = jnp.asarray(loss)
-            if not jnp.issubdtype(loss.dtype, jnp.floating):
-                raise TypeError(
-                    f"the loss must be a real floating-point scalar, got {loss.dtype}"
-                )
-            leaves = jax.tree.leaves(returned[1]) if has_aux else []
-            aux = [x for x in leaves if is_array(x) and is_float(x)]
+            loss, aux = _loss_and_aux(loss_fn(params, *args, **kwargs), has_aux)
             return at_least_float32(loss), (loss, aux)
 
+        parameters = [n for n, one in enumerate(arguments) if one.is_parameter]
         differentiated = {n: arrays[n] for n in parameters}
         wide, pull, others = jax.vjp(loss_of_parameters, differentiated, has_aux=True)
         loss, aux = others
         return loss, pull(seed.astype(wide.dtype)), aux
 
     jaxpr = jax.make_jaxpr(gradient)(arrays, jnp.float32(1))
-    narrow_dtypes = _narrow_dtypes(jaxpr)
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
+    arguments = [
+        one._replace(array=jax.device_get(jnp.asarray(one.array))) for one in arguments
+    ]
+    return Gradient(jaxpr, arguments, _narrow_dtypes(jaxpr))
+
+
+def _loss_and_aux(returned: Any, has_aux: bool) -> tuple[jax.Array, list[jax.Array]]:
+    """The loss that a loss function returned, and the floats beside it."""
+    loss = loss_of(returned, has_aux)
+    check_scalar(THE_LOSS, loss)
+    loss = jnp.asarray(loss)
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise TypeError(
-            "diagnose runs the loss function: give it arrays, and no ShapeDtypeStruct"
+            f"the loss must be a real floating-point scalar, got {loss.dtype}"
         )
-    on_host = jax.device_get(list(map(jnp.asarray, arrays)))
-    seed = Place(name="the loss scale", is_backward=True)
-    return Gradient(jaxpr, on_host, [*places, seed], narrow_dtypes)
+    leaves = jax.tree.leaves(returned[1]) if has_aux else []
+    return loss, [x for x in leaves if is_array(x) and is_float(x)]
 
 
-def _arguments(everything: tuple) -> tuple[list[Any], list[Place]]:
-    """The arrays in parameters, arguments and keywords, and the place of each.
+def _arguments(everything: tuple) -> list[Argument]:
+    """The arrays in parameters, arguments and keywords.
 
     A variable of Flax NNX that is in two places counts once. Equal names, as those in
     `{"a/b": x, "a": {"b": y}}`, are told apart by numbers.
     """
     prefixes = ("", "args/", "kwargs/")
-    arrays = []
     found = []
     seen: set[int] = set()
     for (first, *path), leaf in jax.tree.leaves_with_path(
@@ -111,25 +106,21 @@ def _arguments(everything: tuple) -> tuple[list[Any], list[Place]]:
         seen.add(id(leaf))
         name = prefixes[first.idx] + path_name(path)
         for x in filter(is_array, jax.tree.leaves(leaf)):
-            is_parameter = first.idx == 0 and is_float(x)
-            arrays.append(x)
-            found.append((name, is_parameter))
-    counts = Counter([THE_LOSS, ALL, *(name for name, _ in found)])
-    places = []
-    for n, (name, is_parameter) in enumerate(found):
-        own = f"{name} (argument {n})" if counts[name] > 1 else name
-        nearest = frozenset([own] if is_parameter else [])
-        places.append(Place(name=own, nearest=nearest, steps=1))
-    return arrays, places
+            found.append(Argument(name, x, first.idx == 0 and is_float(x)))
+    counts = Counter([THE_LOSS, ALL, A_VALUE_INSIDE, *(one.name for one in found)])
+    for n, one in enumerate(found):
+        if counts[one.name] > 1:
+            found[n] = one._replace(name=f"{one.name} (argument {n})")
+    return found
 
 
-def _narrow_dtypes(jaxpr: Any) -> tuple[np.dtype, ...]:
+def _narrow_dtypes(jaxpr: ClosedJaxpr) -> tuple[np.dtype, ...]:
     """The dtypes of 16 bits and fewer that results in a program have.
 
     Raises if one of them is a `jax.Ref`, an array to be changed in place.
     """
     dtypes: dict[Any, None] = {}
-    for at in equations(jaxpr):
+    for at in equations(jaxpr.jaxpr):
         if any(map(is_ref, at.eqn.outvars)):
             raise TypeError(
                 "diagnose cannot follow numbers through a jax.Ref, such as that made "

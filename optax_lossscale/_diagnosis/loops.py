@@ -5,10 +5,9 @@ branch is taken, and how long a loop goes on, is chosen by the program's values,
 float32's.
 """
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ import numpy as np
 from optax_lossscale._diagnosis.notes import Note, note_of
 from optax_lossscale._diagnosis.pairs import Pair
 from optax_lossscale._diagnosis.program import Step
-from optax_lossscale._programs.values import is_float
+from optax_lossscale._programs.values import Array, is_float
 from optax_lossscale._programs.walk import arguments_of, carried_by
 
 
@@ -29,26 +28,29 @@ class Value(NamedTuple):
     note: Note | None = None
     parts: Sequence[Note | None] = ()  # the note of each round, if a loop stacked them
 
-    def each(self, function: Callable[[Any], Any]) -> "Value":
-        """Applies a function to both arrays of the pair; the note stays."""
-        return self._replace(pair=jax.tree.map(function, self.pair))
+    def each(self, function: Callable[[Any], Array]) -> "Value":
+        """Applies a function to both arrays of the pair; the note of the whole stays."""
+        return Value(jax.tree.map(function, self.pair), self.note)
 
 
-def noted_alone(pair: Pair, notes: Sequence[Note | None]) -> Value:
-    """A value that was moved from others, with a note about it alone.
+def notes_of(values: Iterable[Value]) -> list[Note]:
+    """The notes of those values that have one."""
+    return [value.note for value in values if value.note is not None]
 
-    Args:
-      pair: the value.
-      notes: those of the others.
-    """
-    reads = [note for note in notes if note is not None]
-    first = next(iter(reads), None)
-    if first is None or not is_float(pair.low):
+
+def noted_alone(pair: Pair, others: Iterable[Value]) -> Value:
+    """A value whose numbers were moved from others, with a note about it alone."""
+    reads = notes_of(others)
+    if not reads:
+        return Value(pair)
+    first = reads[0]
+    if not is_float(pair.low):
         return Value(pair, first)
-    place = dataclasses.replace(first.place, primitive="")
     with np.errstate(over="ignore"):
-        figures = pair.compared.figures
-    return Value(pair, note_of(figures, place, first.dtype, reads, first.rounds))
+        figures = pair.compared().figures
+    return Value(
+        pair, note_of(figures, first.place.moved, first.dtype, reads, first.rounds)
+    )
 
 
 RunsProgram = Callable[..., list[Value]]
@@ -132,11 +134,11 @@ def _where(
     joined = []
     for x, y in zip(new, old, strict=True):
         pair = jax.tree.map(functools.partial(_chosen, which), x.pair, y.pair)
-        joined.append(noted_alone(pair, [x.note, y.note]))
+        joined.append(noted_alone(pair, [x, y]))
     return joined
 
 
-def _chosen(which: np.ndarray, x: Any, y: Any) -> jax.Array:
+def _chosen(which: np.ndarray, x: Array, y: Array) -> jax.Array:
     """The numbers of `x` where a flag for leading axes is set, else those of `y`."""
     flags = np.expand_dims(which, tuple(range(which.ndim, np.ndim(x))))
     return jnp.where(flags, x, y)
@@ -149,7 +151,7 @@ def _rows(stack: Value, length: int, axis: int) -> Sequence[Value]:
     pairs = [jax.tree.map(lambda x, n=n: x[*at, n], whole) for n in range(length)]
     if stack.parts:
         return list(map(Value, pairs, stack.parts))
-    return [noted_alone(pair, [stack.note]) for pair in pairs]
+    return [noted_alone(pair, [stack]) for pair in pairs]
 
 
 def _stack(rows: Sequence[Value], axis: int) -> Value:
@@ -160,10 +162,9 @@ def _stack(rows: Sequence[Value], axis: int) -> Value:
         return numpy.stack(arrays, axis)
 
     pair = jax.tree.map(stack, *(row.pair for row in rows))
-    parts = [row.note for row in rows]
-    return noted_alone(pair, parts)._replace(parts=parts)
+    return noted_alone(pair, rows)._replace(parts=[row.note for row in rows])
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: Array) -> bool:
     """Whether an array holds random keys, which NumPy does not know."""
     return not isinstance(x.dtype, np.dtype)

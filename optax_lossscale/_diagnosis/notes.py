@@ -6,11 +6,13 @@ and `scale` go back along. What is the same in all rounds is in its `Place`.
 """
 
 import dataclasses
+import enum
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from operator import attrgetter
 
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale._arrays.names import natural
 from optax_lossscale._diagnosis.figures import Figures
@@ -18,10 +20,10 @@ from optax_lossscale._diagnosis.text import some
 from optax_lossscale._programs.operations import Is, traits_of
 
 THE_LOSS = "the loss"
-"""What reports call the loss, among the names of parameters."""
+"""What reports call the loss. No parameter has this name or one of the next two."""
 
 ALL = "all"
-"""What they call all parameters, among the names of groups of these."""
+"""What they call all parameters, among groups of these."""
 
 A_VALUE_INSIDE = "a value inside"
 """What they call a value that is neither the loss nor a gradient."""
@@ -30,32 +32,35 @@ FIFTH = 0.2
 """The share of an array's numbers that may be off or lost."""
 
 
-@dataclasses.dataclass(eq=False)
+class Kind(enum.Enum):
+    """What values come from."""
+
+    EQUATION = enum.auto()
+    ARGUMENT = enum.auto()
+    MOVED = enum.auto()  # a loop, which took or joined what an equation had computed
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Place:
     """Where values come from: an equation of the program, or one of its arguments."""
 
-    # The name of the operation; "" of an argument, and of what a loop moved from here
-    primitive: str = ""
+    kind: Kind = Kind.EQUATION
+    primitive: str = ""  # the name of the operation that computed them, if one did
     source: str = ""  # the user's line that made the equation
     # The names of the scopes that it is in, as `encoder/layer_3`; "" for none
     scope: str = ""
     name: str = ""  # the path of an argument
-    # Whether it is in the backward pass, or in a derivative inside the loss function
+    is_parameter: bool = False  # whether it is an argument by which JAX differentiates
+    # Whether it is in a backward pass, that of the loss function or one inside of it
     is_derivative: bool = False
     terms: int = 1  # how many terms each number of a product or sum has
-    # What is known once it has run:
-    is_backward: bool = False  # whether it depends on the seed of the backward pass
-    nearest: frozenset[str] = frozenset()  # the parameters the fewest equations before
-    steps: int = 0  # how many equations that is
 
-    def follow(self, places: Sequence["Place"]) -> None:
-        """Learns what follows from the places of the operands."""
-        self.is_backward = self.is_backward or any(at.is_backward for at in places)
-        if not self.nearest:
-            named = [at for at in places if at.nearest]
-            self.steps = min((at.steps for at in named), default=0) + 1
-            names = [at.nearest for at in named if at.steps < self.steps]
-            self.nearest = frozenset().union(*names)
+    @property
+    def moved(self) -> "Place":
+        """The place of what a loop moved from here; an argument stays one."""
+        if self.kind is Kind.ARGUMENT:
+            return self
+        return dataclasses.replace(self, kind=Kind.MOVED, primitive="")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -65,23 +70,40 @@ class Note(Figures):
     Attributes:
       place: the equation, or the argument of the program.
       dtype: the dtype of the result.
+      position: which of the equation's results it is, from 0.
       rounds: the rounds of the loops around it, the outermost first, from 0.
+      is_backward: whether it is of the backward pass, and so in proportion to the loss
+        scale.
       is_passed: whether float32's was computed in 16 bits as well.
       reads: the notes of its operands; left out in a report.
       before: how far the worst of its operands is from float32's, as `error` is.
+      nearest: the parameters that are the fewest equations before it, in a report.
     """
 
     place: Place
-    dtype: Any
+    dtype: np.dtype
+    position: int = 0
     rounds: tuple[int, ...] = ()
+    is_backward: bool = False
     is_passed: bool = False
     reads: Sequence["Note"] = dataclasses.field(default=(), repr=False)
     before: float = 0.0
+    nearest: tuple[str, ...] = ()
 
     @property
-    def is_backward(self) -> bool:
-        """Whether it is of the backward pass, and so in proportion to the loss scale."""
-        return self.place.is_backward
+    def is_computed(self) -> bool:
+        """Whether it is the result of an equation, neither an argument nor moved."""
+        return self.place.kind is Kind.EQUATION
+
+    @property
+    def is_argument(self) -> bool:
+        """Whether it is of an argument of the program, moved or not."""
+        return self.place.kind is Kind.ARGUMENT
+
+    @property
+    def result(self) -> tuple[Place, int, tuple[int, ...]]:
+        """Which result it is of, the same in each run of the program."""
+        return self.place, self.position, self.rounds
 
     @property
     def primitive(self) -> str:
@@ -96,7 +118,7 @@ class Note(Figures):
     @property
     def layer(self) -> str:
         """The scope that it is in, or else the parameters nearest to it."""
-        return self.place.scope or some(sorted(self.place.nearest, key=natural))
+        return self.place.scope or some(self.nearest)
 
     @property
     def line(self) -> str:
@@ -111,7 +133,7 @@ class Note(Figures):
     @property
     def row(self) -> "Note":
         """The same without the notes before it, to be kept in a report."""
-        return dataclasses.replace(self, reads=())
+        return dataclasses.replace(self, reads=(), nearest=_nearest_to(self))
 
     def is_any(self, traits: Is) -> bool:
         """Whether its operation has any of these traits."""
@@ -121,27 +143,42 @@ class Note(Figures):
 def note_of(
     figures: Figures,
     place: Place,
-    dtype: Any,
-    reads: Sequence[Note] = (),
-    rounds: tuple[int, ...] = (),
+    dtype: np.dtype,
+    reads: Sequence[Note],
+    rounds: tuple[int, ...],
+    position: int = 0,
     is_passed: bool = False,
 ) -> Note:
     """The note of a result that has these figures, with what follows from `reads`."""
-    place.follow([read.place for read in reads])
     before = max((read.error for read in reads), default=0.0)
     return Note(
         **vars(figures),
         place=place,
         dtype=dtype,
+        position=position,
         rounds=rounds,
+        is_backward=any(read.is_backward for read in reads),
         is_passed=is_passed,
         reads=reads,
         before=before,
     )
 
 
+def _nearest_to(note: Note) -> tuple[str, ...]:
+    """The parameters that are the fewest equations before a result."""
+    level = {note}
+    seen: set[Note] = set()
+    while level:
+        names = {one.place.name for one in level if one.place.is_parameter}
+        if names:
+            return tuple(sorted(names, key=natural))
+        seen |= level
+        level = {read for one in level for read in one.reads} - seen
+    return ()
+
+
 def all_before(
-    notes: Iterable[Note], reads: Callable[[Note], Iterable[Note]]
+    notes: Iterable[Note], reads: Callable[[Note], Iterable[Note]] = attrgetter("reads")
 ) -> Iterator[Note]:
     """Some notes, what they read, and so on, each once; `reads` says what that is."""
     left = list(notes)
@@ -154,7 +191,7 @@ def all_before(
             yield note
 
 
-def limits(dtype: Any) -> tuple[float, float]:
+def limits(dtype: np.dtype | type[np.generic]) -> tuple[float, float]:
     """The least size that a dtype rounds to infinity, and its least normal number."""
     info = jnp.finfo(dtype)
     largest = float(info.max)

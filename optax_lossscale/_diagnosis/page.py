@@ -1,8 +1,8 @@
 """What `diagnose` found, and the page that reports it.
 
-`diagnose` fills a `Diagnosis` from the runs; its verdict and advice are those of
-`advice`. Printed, it is the page: sentences about dtypes, the verdict and the loss
-scale, tables of what is wrong and what underflows, and the advice.
+`diagnose` fills a `Diagnosis` from the runs, and `advice` adds the verdict and what to
+do. Printed, it is the page: sentences about dtypes, the verdict and the loss scale,
+tables of what is wrong and what underflows, and the advice.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,25 +11,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optax_lossscale._arrays.names import scale_name
-from optax_lossscale._diagnosis.advice import (
-    findings,
-    has_wrong_result,
-    scale_that_fits,
-)
 from optax_lossscale._diagnosis.cause import Wrong
 from optax_lossscale._diagnosis.dtypes import DtypeReport
-from optax_lossscale._diagnosis.notes import THE_LOSS, Note
+from optax_lossscale._diagnosis.notes import A_VALUE_INSIDE, THE_LOSS, Note
 from optax_lossscale._diagnosis.scale import InitialScale, Underflow
 from optax_lossscale._diagnosis.table import Table
 from optax_lossscale._diagnosis.text import aligned, percent, some, wrapped
 
-_SHOWN = 8
+_SHOWN = 8  # the rows and lines of a kind
 
 
 class Diagnosis(NamedTuple):
     """The result of `diagnose`; print it for the page.
 
     Attributes:
+      verdict: whether 16 bits are fine as they are, and if not, what is wrong.
+      advice: what to do.
       is_autocast: whether the loss function computes in float32, so that the report is
         about `autocast` of it.
       dtypes: the `dtype_report` of the program that computes the gradients.
@@ -49,10 +46,13 @@ class Diagnosis(NamedTuple):
         all other fields, float32 makes the choices of the program.
       choices: where float32 would have chosen other indices, masks, branches or
         numbers of rounds.
-      initial_scale: the scale that fits; None if none does.
+      initial_scale: the scale that fits; None if gradients are finite at none, or the
+        loss or float32's results are not finite.
       overflow: where gradients become infinite first, at twice the largest scale.
       has_gradients: whether any gradient is not 0 in float32.
       is_finite_without: whether the loss and gradients are finite without a loss scale.
+      off_without: how far gradients are off without a loss scale, where by more than 5%,
+        of those that are right at `scale`.
       underflow: how many gradients underflow, by the path of parameters without its
         numbers; all of them first, then the worst, and without those that lose next to
         nothing.
@@ -61,6 +61,8 @@ class Diagnosis(NamedTuple):
       table: a row for each equation.
     """
 
+    verdict: str
+    advice: list[str]
     is_autocast: bool
     dtypes: DtypeReport
     computes_in: tuple[np.dtype, ...]
@@ -77,19 +79,10 @@ class Diagnosis(NamedTuple):
     overflow: Note | None
     has_gradients: bool
     is_finite_without: bool
+    off_without: dict[str, float]
     underflow: dict[str, Underflow]
     not_compared: tuple[tuple[str, str], ...]
     table: Table
-
-    @property
-    def verdict(self) -> str:
-        """Whether 16 bits are fine as they are, and if not, what is wrong."""
-        return findings(self)[0][0]
-
-    @property
-    def advice(self) -> list[str]:
-        """What to do."""
-        return list(dict.fromkeys(remedy for _, remedy in findings(self)))
 
     def plot(self, axes: Any = None) -> Any:
         """Draws the magnitudes along the program, with float16's range shaded.
@@ -129,7 +122,9 @@ class Diagnosis(NamedTuple):
         """Sentences about how far the results are from float32's."""
         if self.computes_in and not self.wrong and THE_LOSS in self.off:
             grads = [off for name, off in self.off.items() if name != THE_LOSS]
-            most = f"by at most {max(grads):.1%}" if grads else "nothing but rounding"
+            most = "nothing but rounding" if self.has_gradients else "are 0"
+            if grads:
+                most = f"by at most {max(grads):.1%}"
             yield (
                 f"Off from float32: the loss by {self.off[THE_LOSS]:.1%}, gradients "
                 f"{most}."
@@ -179,6 +174,17 @@ class Diagnosis(NamedTuple):
             for name, group in self.underflow.items()
         ]
         return _section(title, rows)
+
+
+def scale_that_fits(page: Diagnosis) -> InitialScale | None:
+    """The loss scale that fits, if the model computes in float16; else None."""
+    is_scaled = np.float16 in page.computes_in and page.has_gradients
+    return page.initial_scale if is_scaled else None
+
+
+def has_wrong_result(page: Diagnosis) -> bool:
+    """Whether the loss or a gradient is wrong, and not only a value inside."""
+    return any(one.name != A_VALUE_INSIDE for one in page.wrong)
 
 
 def _cells(one: Wrong) -> tuple[str, str, str]:

@@ -2,7 +2,7 @@
 
 For `y = x.astype(float16) * 3` with `x` float32, `x` is a pair of equal arrays; the cast
 gives a float16 array beside the float32 one, and the multiplication is applied to each
-of these. `run` does so for the steps of a piece, inside `jit`.
+of these. `compute` does so for the steps of a piece, inside `jit`.
 """
 
 import dataclasses
@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from optax_lossscale._diagnosis.figures import Figures, figures_of
 from optax_lossscale._diagnosis.program import Piece
 from optax_lossscale._diagnosis.wide import in_wide, wide_dtype, widened
 from optax_lossscale._programs.operations import Is, traits
-from optax_lossscale._programs.values import FLOAT32, FLOAT64, dtype_in, is_float
+from optax_lossscale._programs.values import FLOAT32, FLOAT64, Array, dtype_in, is_float
 
-# Without optimizing kernels, XLA's CPU compiler takes a third of the time, which pays
-# for a program that runs once or twice.
+# Without optimizing kernels, XLA's CPU compiler takes a third of the time. Most pieces
+# run so few times that compiling them takes longer than running.
 _QUICKLY = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
@@ -33,8 +33,8 @@ _QUICKLY = {
 class Widths(NamedTuple):
     """In which floats the two arrays of a pair are computed, unless theirs are wider."""
 
-    low: Any  # None for those of the program
-    true: Any
+    low: np.dtype | None  # None for those of the program
+    true: np.dtype
 
 
 AS_WRITTEN = Widths(None, FLOAT32)
@@ -47,53 +47,59 @@ These pairs are computed with `jax.enable_x64`.
 """
 
 
+class Pair(NamedTuple):
+    """A value as it is computed (`low`), and as it is in wider floats (`true`)."""
+
+    low: Array
+    true: Any = None  # an array; None of integers and booleans, which follow `low`
+
+    @property
+    def followed(self) -> Array:
+        """The value in wider floats, or the one that these follow."""
+        return self.low if self.true is None else self.true
+
+    def compared(self, is_passed: bool = False) -> "Compared":
+        """The pair in one dtype of 32 bits or more."""
+        if not is_float(self.low):
+            return Compared(jnp.not_equal(self.low, self.true))
+        dtype = wide_dtype(self.low.dtype, FLOAT32)
+        low = self.low.astype(dtype)
+        return Compared(low, self.true.astype(dtype), is_passed)
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["low", "true"],
     meta_fields=["is_passed"],
 )
-@dataclasses.dataclass
-class Pair:
-    """A value as it is computed (`low`), and as it is in wider floats (`true`)."""
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """A pair as the host compares it.
 
-    low: Any
-    true: Any = None  # None of integers and booleans, which follow `low`
-    # Whether `true` was computed in the program's narrow dtypes, too
+    Of a choice, `low` is whether the wider floats decide otherwise, and `true` is None.
+    """
+
+    low: Array
+    true: Array | None = None
+    # Whether `true` was computed in the program's own dtypes, and then widened
     is_passed: bool = False
 
     @property
-    def wide(self) -> Any:
-        """The value in wider floats, or the one that these follow."""
-        return self.low if self.true is None else self.true
-
-    @property
-    def compared(self) -> "Pair":
-        """The pair in one dtype of 32 bits or more, to be compared on the host.
-
-        Of a choice, it is whether the wider floats decide otherwise.
-        """
-        if not is_float(self.low):
-            return Pair(self.low != self.true)
-        dtype = wide_dtype(self.low.dtype, FLOAT32)
-        low = self.low.astype(dtype)
-        return Pair(low, self.true.astype(dtype), self.is_passed)
-
-    @property
     def figures(self) -> Figures:
-        """How far the two arrays of a `compared` pair are apart, and how large."""
+        """How far the two arrays are apart, and how large."""
         return figures_of(self.low, self.true)
 
 
-def exact(x: Any, widths: Widths) -> Pair:
+def exact(x: Array, widths: Widths) -> Pair:
     """A pair whose two numbers are equal, such as that of a constant."""
     if not is_float(x):
         return Pair(x)
     return Pair(widened(x, widths.low), widened(x, widths.true))
 
 
-def run(
+def compute(
     piece: Piece, widths: Widths, ins: Sequence[Pair]
-) -> tuple[list[Pair], list[Pair]]:
+) -> tuple[list[Pair], list[Compared]]:
     """What a piece leaves to others, and each result that is noted, to be compared."""
     env = dict(zip(piece.reads, ins, strict=True))
     noted = []
@@ -104,25 +110,28 @@ def run(
             else env[v]
             for v in step.eqn.invars
         ]
-        pairs = _of_one(step.eqn, operands, widths)
+        pairs, is_passed = _of_one(step.eqn, operands, widths)
         results = dict(zip(step.eqn.outvars, pairs, strict=True))
-        noted += [results[v].compared for v in step.noted]
+        noted += [results[v].compared(is_passed) for v in step.noted.values()]
         for v, pair in results.items():
             env[v] = pair if is_float(pair.low) else Pair(pair.low)
     return [env[v] for v in piece.leaves], noted
 
 
-def _of_one(eqn: Any, ins: Sequence[Pair], widths: Widths) -> list[Pair]:
-    """The results of an equation, from operands in pairs."""
+def _of_one(
+    eqn: JaxprEqn, ins: Sequence[Pair], widths: Widths
+) -> tuple[list[Pair], bool]:
+    """The results of an equation, and whether `true` was computed in its own dtypes."""
     lows, _ = in_wide(eqn, [x.low for x in ins], widths.low)
     if not any(map(is_float, [*eqn.invars, *eqn.outvars])):
-        return list(map(Pair, lows))
+        return list(map(Pair, lows)), False
     if Is.ONCE in traits(eqn):
-        return [Pair(x, widened(x, widths.true), is_passed=True) for x in lows]
-    trues, is_passed = in_wide(eqn, [x.wide for x in ins], widths.true)
-    pairs = [Pair(low, true, is_passed) for low, true in zip(lows, trues, strict=True)]
-    # What is sorted is right in any order.
-    return pairs if Is.CHOOSES in traits(eqn) else _by_its_choices(pairs)
+        return [Pair(x, widened(x, widths.true)) for x in lows], True
+    trues, is_passed = in_wide(eqn, [x.followed for x in ins], widths.true)
+    pairs = list(map(Pair, lows, trues))
+    if Is.CHOOSES not in traits(eqn):  # what is sorted is right in any order
+        pairs = _by_its_choices(pairs)
+    return pairs, is_passed
 
 
 def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
@@ -134,22 +143,20 @@ def _by_its_choices(pairs: list[Pair]) -> list[Pair]:
     choices = [pair for pair in pairs if not is_float(pair.low)]
     if not choices or len(choices) == len(pairs):
         return pairs
-    are_same = jnp.stack([jnp.all(x.low == x.true) for x in choices]).all()
-    joined = []
-    for pair in pairs:
-        if is_float(pair.low):
-            low = pair.low.astype(pair.true.dtype)
-            true = jnp.where(are_same, pair.true, low)
-            pair = dataclasses.replace(pair, true=true)
-        joined.append(pair)
-    return joined
+    are_same = jnp.all(choices[0].low == choices[0].true)
+    return [
+        Pair(x.low, jnp.where(are_same, x.true, widened(x.low, x.true.dtype)))
+        if is_float(x.low)
+        else x
+        for x in pairs
+    ]
 
 
 @functools.cache
-def compiler_options() -> dict[str, Any]:
-    """The compiler's options for pieces, which run once or twice."""
+def compiler_options() -> dict[str, bool | int]:
+    """The options with which the compiler takes the least time for a piece."""
     # By default XLA may drop a cast to 16 bits and back, but its rounding counts here.
-    options: dict[str, Any] = {"xla_allow_excess_precision": False}
+    options: dict[str, bool | int] = {"xla_allow_excess_precision": False}
     if jax.default_backend() != "cpu":
         return options
     quickly = options | _QUICKLY

@@ -1,49 +1,18 @@
 """The picture of a table: magnitudes along the program, with float16's range."""
 
-from typing import Any
-
 import numpy as np
 
-from optax_lossscale._arrays import validation
+from optax_lossscale._arrays.axes import GREY, TEAL, Axes, axes_for
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.notes import limits
 from optax_lossscale._diagnosis.table import Table
 
-try:
-    import matplotlib.pyplot as plt
-    from matplotlib import cbook
-    from matplotlib.axes import Axes
-    from matplotlib.lines import Line2D
-except ImportError as error:
-    raise ImportError(
-        "plot needs matplotlib: pip install 'optax_lossscale[plot]'"
-    ) from error
-
-GREY = "#8a8f98"
-TEAL = "#00798c"
 _RED = "#d1495b"
-_LEAST = 2.0**-24  # of float16, subnormal numbers included
-_MOST, _ = limits(np.float16)
+_SMALLEST = 2.0**-24  # of float16, subnormal numbers included
+_LARGEST, _ = limits(np.float16)
 
 
-def axes_for(axes: Any, height: float) -> Axes:
-    """The given axes, or new ones, with a pale grid and no frame on two sides."""
-    if axes is None:
-        _, axes = plt.subplots(figsize=(7, height), layout="constrained")
-    if not isinstance(axes, Axes):
-        got = validation.shown(axes)
-        raise TypeError(f"axes must be one matplotlib Axes, got {got}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.2)
-    return axes
-
-
-def style_of(style: dict[str, Any]) -> dict[str, Any]:
-    """The style of a line under matplotlib's own names, as `color` for `c`."""
-    return cbook.normalize_kwargs(style, Line2D)
-
-
-def magnitudes(table: Table, axes: Any = None) -> Axes:
+def magnitudes(table: Table, axes: Axes | None = None) -> Axes:
     """Draws the largest and the typical size of each result, in the program's order."""
     axes = axes_for(axes, 3.2)
     rows = [row for row in table.rows if row.largest]
@@ -62,9 +31,9 @@ def magnitudes(table: Table, axes: Any = None) -> Axes:
         axes.plot(places[which], largest[which], ".", color=color, label=label)
     axes.set_yscale("log", base=2)
     bottom, top = axes.get_ylim()
-    bottom = min(bottom, _LEAST / 16)
-    top = max(top, _MOST * 16)
-    for low, high in ((bottom, _LEAST), (_MOST, top)):
+    bottom = min(bottom, _SMALLEST / 16)
+    top = max(top, _LARGEST * 16)
+    for low, high in ((bottom, _SMALLEST), (_LARGEST, top)):
         axes.axhspan(low, high, color="black", alpha=0.14, lw=0)
     backward = [n for n in places if rows[n].is_backward]
     if backward:

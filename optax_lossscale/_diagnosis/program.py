@@ -8,9 +8,11 @@ itself, whose programs are divided in turn.
 
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jax.extend.core import JaxprEqn, Literal
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from optax_lossscale._autocast.products import SCOPE
 from optax_lossscale._diagnosis.equations import dtypes_within, keeps_numbers
@@ -19,53 +21,57 @@ from optax_lossscale._programs.alike import hashable, key_of, key_of_literal
 from optax_lossscale._programs.flat import all_flat
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import (
+    Atom,
     dtype_in,
     is_float,
     is_inexact,
     numbers_in,
     variables,
 )
-from optax_lossscale._programs.versions import name_of
+from optax_lossscale._programs.versions import name_of, scopes_of
 from optax_lossscale._programs.walk import line_of, programs_in
 from optax_lossscale._programs.work import terms_of
 
 _LOOPS = Is.SCANS | Is.WAITS | Is.BRANCHES | Is.MAPS
 _MANY = 2**20  # numbers that a round of a loop may have in one piece
-# Scopes that JAX and autocast make
-_NOT_THE_USERS = f"{SCOPE}|rematted_computation|checkpoint|while|body|cond"
+# Scopes that JAX and autocast make; one with an arrow has the formula of an `einsum`
+_NOT_THE_USERS = rf"{SCOPE}|rematted_computation|jit\(.*\)|.*->.*"
 
 
 class Step(NamedTuple):
     """An equation in its place, with variables that no other step makes."""
 
-    eqn: Any
+    eqn: JaxprEqn
     place: Place
     programs: Sequence["Program"]  # those of a loop, to be run round by round
-    # Its results that have notes: floats, and choices that depend on floats. Others have
-    # the note of the first operand, as they have all of its numbers, or are integers.
-    noted: Sequence[Any]
+    # Its results that have notes, by their positions: floats, and choices that depend on
+    # floats. Others have the note of the first operand, as they have all of its numbers,
+    # or are integers.
+    noted: Mapping[int, Var]
 
 
 class Piece(NamedTuple):
     """Consecutive steps."""
 
     steps: Sequence[Step]
-    reads: Sequence[Any]  # the variables from earlier pieces or arguments
-    leaves: Sequence[Any]  # those that it makes for later pieces or as results
-    frees: Sequence[Any]  # those that no later piece reads
+    reads: Sequence[Var]  # the variables from earlier pieces or arguments
+    leaves: Sequence[Var]  # those that it makes for later pieces or as results
+    frees: Sequence[Var]  # those that no later piece reads
     key: Hashable  # equal for pieces that compute the same
 
 
 class Program(NamedTuple):
     """A program in pieces."""
 
-    takes: Sequence[Any]  # the variables of its arguments
-    gives: Sequence[Any]  # those of its results, or literals
-    constants: Mapping[Any, Any]  # the values of its constants, by their variables
+    takes: Sequence[Var]  # the variables of its arguments
+    gives: Sequence[Atom]  # those of its results, or literals
+    constants: Mapping[
+        Var, np.ndarray
+    ]  # the values of its constants, by their variables
     pieces: Sequence[Piece]
 
 
-def program_of(program: Any, around: Place, limit: int = 0) -> Program:
+def program_of(program: ClosedJaxpr | Jaxpr, around: Place, limit: int = 0) -> Program:
     """A program in pieces.
 
     Args:
@@ -75,7 +81,8 @@ def program_of(program: Any, around: Place, limit: int = 0) -> Program:
     """
     flat = all_flat(program)
     steps = [_step(eqn, around) for eqn in flat.eqns]
-    return Program(flat.ins, flat.outs, flat.consts, _pieces(steps, flat.outs, limit))
+    constants = {v: jax.device_get(x) for v, x in flat.consts.items()}
+    return Program(flat.ins, flat.outs, constants, _pieces(steps, flat.outs, limit))
 
 
 def _step(eqn: JaxprEqn, around: Place) -> Step:
@@ -85,7 +92,7 @@ def _step(eqn: JaxprEqn, around: Place) -> Step:
     return Step(eqn, place, held, _noted(eqn))
 
 
-def _programs_to_run(eqn: Any) -> Sequence[Any]:
+def _programs_to_run(eqn: JaxprEqn) -> Sequence[ClosedJaxpr | Jaxpr]:
     """The programs of a loop or branch that computes floats; none of a `scan` of none."""
     if not traits(eqn) & _LOOPS or eqn.params.get("length") == 0:
         return ()
@@ -94,37 +101,33 @@ def _programs_to_run(eqn: Any) -> Sequence[Any]:
     return programs if any(map(is_inexact, dtypes)) else ()
 
 
-def _noted(eqn: Any) -> Sequence[Any]:
-    """The results of an equation that have notes of their own."""
+def _noted(eqn: JaxprEqn) -> Mapping[int, Var]:
+    """The results of an equation that have notes of their own, by their positions."""
     if keeps_numbers(eqn) and Is.SELECTS not in traits(eqn):
-        return ()
+        return {}
     has_floats = any(map(is_float, eqn.invars))
-    return [v for v in eqn.outvars if has_floats or is_float(v)]
+    results = enumerate(eqn.outvars)
+    return {n: v for n, v in results if has_floats or is_float(v)}
 
 
-def _place_of(eqn: Any, around: Place) -> Place:
+def _place_of(eqn: JaxprEqn, around: Place) -> Place:
     """Where an equation is: its line, and the names of the scopes that it is in.
 
     The names come from the stack that JAX keeps for profiles, without what JAX and
     autocast add to it: `transpose(jvp(ols.autocast))/jvp(block_3)` becomes `block_3`.
     """
-    stack = str(eqn.source_info.name_stack)
-    plain = re.sub(r"\w+\(|\)", "", re.sub(r"p?jit\([^()]*\)", "", stack))
-    scopes = [
-        name
-        for name in plain.split("/")
-        if re.fullmatch(r"[\w.-]+", name) and not re.fullmatch(_NOT_THE_USERS, name)
-    ]
+    scopes = [x for x in scopes_of(eqn) if not re.fullmatch(_NOT_THE_USERS, x)]
     return Place(
-        name_of(eqn),
-        line_of(eqn, around.source),
-        "/".join([around.scope, *scopes] if around.scope else scopes),
-        is_derivative=around.is_derivative or "transpose(" in stack,
+        primitive=name_of(eqn),
+        source=line_of(eqn, around.source),
+        scope="/".join([around.scope, *scopes] if around.scope else scopes),
+        is_derivative=around.is_derivative
+        or "transpose(" in str(eqn.source_info.name_stack),
         terms=terms_of(eqn),
     )
 
 
-def _pieces(steps: Sequence[Step], gives: Sequence[Any], limit: int) -> list[Piece]:
+def _pieces(steps: Sequence[Step], gives: Sequence[Atom], limit: int) -> list[Piece]:
     """Divides steps into pieces, with what each reads and leaves to the next."""
     pieces = []
     needed = set(variables(gives))
@@ -162,7 +165,7 @@ def _numbers(steps: Sequence[Step]) -> int:
 
 
 def _key(
-    steps: Sequence[Step], reads: Sequence[Any], leaves: Sequence[Any]
+    steps: Sequence[Step], reads: Sequence[Var], leaves: Sequence[Var]
 ) -> Hashable:
     """A key that is equal for steps that compute the same."""
     numbers = {v: n for n, v in enumerate(reads)}

@@ -6,6 +6,7 @@ something is off, there is one more run: of the program in float32, by its own c
 beside float64. It tells what float32 determines.
 """
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import jax
@@ -13,9 +14,10 @@ import numpy as np
 
 from optax_lossscale._diagnosis.figures import TOLERANCE
 from optax_lossscale._diagnosis.gradient import Gradient
-from optax_lossscale._diagnosis.loops import Value
-from optax_lossscale._diagnosis.notes import FIFTH, THE_LOSS, Note
-from optax_lossscale._diagnosis.pairs import AS_WRITTEN, IN_FLOAT32, Widths
+from optax_lossscale._diagnosis.loops import Value, notes_of
+from optax_lossscale._diagnosis.notes import FIFTH, THE_LOSS, Note, Place
+from optax_lossscale._diagnosis.pairs import AS_WRITTEN, IN_FLOAT32
+from optax_lossscale._diagnosis.program import program_of
 from optax_lossscale._diagnosis.scale import (
     HIGHEST,
     MARGIN,
@@ -41,6 +43,11 @@ class Run(NamedTuple):
         """The loss and the gradients, by name."""
         return {THE_LOSS: self.loss, **self.grads}
 
+    @property
+    def by_result(self) -> dict[Hashable, Note]:
+        """The notes by what they are of, to be found in another run."""
+        return {note.result: note for note in self.notes}
+
     def is_finite(self, in_float32: bool = False) -> bool:
         """Whether loss and gradients are finite, in the program or in float32."""
         pairs = [result.pair for result in self.results.values()]
@@ -53,33 +60,35 @@ class Runs(NamedTuple):
 
     at_1: Run  # at a loss scale of 1
     fitting: Run  # at the scale that fits; the run at 1, if none does
-    fits: InitialScale | None = None  # None if gradients are finite at no scale
+    # None if the loss or float32's results are not finite, or gradients at no scale
+    fits: InitialScale | None = None
     overflow: Note | None = None  # the cause of the first one above the largest scale
     # The program in float32, with its own choices, beside float64, at the same scale as
     # `fitting`; None if there was no need for it
-    wide: Run | None = None
+    in_float32: Run | None = None
 
     @property
     def passed(self) -> tuple[tuple[str, str], ...]:
         """What computes in 16 bits even in float32: each operation with its line."""
-        places = [note.place for note in self.at_1.notes if note.is_passed]
-        return tuple(dict.fromkeys((at.primitive, at.source) for at in places))
+        passed = [note for note in self.at_1.notes if note.is_passed]
+        return tuple(dict.fromkeys((one.primitive, one.source) for one in passed))
 
 
 def runs_of(gradient: Gradient) -> Runs:
     """All runs of a gradient."""
-    shadow = Shadow(gradient.jaxpr, gradient.arrays, gradient.places)
-    runs = _as_written(shadow, gradient)
+    program = program_of(gradient.jaxpr, Place())
+    runs = _as_written(Shadow(program, gradient.arguments, AS_WRITTEN), gradient)
     if _is_in_doubt(runs.fitting):
         with jax.enable_x64(True):
-            wide = _run(shadow, gradient, runs.fitting.scale, IN_FLOAT32)
-        runs = runs._replace(wide=wide)
+            shadow = Shadow(program, gradient.arguments, IN_FLOAT32)
+            in_float32 = _run(shadow, gradient, runs.fitting.scale)
+        return runs._replace(in_float32=in_float32)
     return runs
 
 
 def _is_in_doubt(run: Run) -> bool:
     """Whether something is off, or float32 might have chosen otherwise."""
-    results = [value.note for value in run.results.values() if value.note is not None]
+    results = notes_of(run.results.values())
     return any(note.error > TOLERANCE or not note.is_finite for note in results) or any(
         note.decided or (note.off_share > FIFTH and not note.is_backward)
         for note in run.notes
@@ -88,7 +97,7 @@ def _is_in_doubt(run: Run) -> bool:
 
 def _as_written(shadow: Shadow, gradient: Gradient) -> Runs:
     """The runs of the program as it is."""
-    at_1 = _run(shadow, gradient, 1.0, AS_WRITTEN)
+    at_1 = _run(shadow, gradient, 1.0)
     runs = Runs(at_1, at_1)
     if not at_1.is_finite(in_float32=True) or not np.isfinite(at_1.loss.pair.low):
         return runs
@@ -108,7 +117,7 @@ def _fitting(shadow: Shadow, gradient: Gradient, runs: Runs, exponent: int) -> R
     if runs.at_1.is_finite():
         runs = runs._replace(fits=_fits(0, 0))
     for _ in range(_TRIES):
-        run = _run(shadow, gradient, 2.0**exponent, AS_WRITTEN)
+        run = _run(shadow, gradient, 2.0**exponent)
         if not run.is_finite():
             most = exponent - 1
             exponent -= 2 * MARGIN
@@ -132,8 +141,10 @@ def _fits(exponent: int, largest: int) -> InitialScale:
     return InitialScale(2.0**exponent, 2.0**largest)
 
 
-def _run(shadow: Shadow, gradient: Gradient, scale: float, widths: Widths) -> Run:
-    loss, *others = shadow(np.float32(scale), widths)
-    names = gradient.grad_names
+def _run(shadow: Shadow, gradient: Gradient, scale: float) -> Run:
+    """One run at a loss scale."""
+    results, notes = shadow(np.asarray(scale, np.float32))
+    loss, *others = results
+    names = [one.name for one in gradient.arguments if one.is_parameter]
     grads = dict(zip(names, others, strict=False))
-    return Run(scale, loss, grads, others[len(names) :], shadow.notes)
+    return Run(scale, loss, grads, others[len(names) :], notes)

@@ -8,10 +8,12 @@ that fits is `MARGIN` bits below that.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from optax_lossscale._arrays.names import scale_name, without_numbers
 from optax_lossscale._diagnosis.loops import Value
@@ -21,7 +23,7 @@ HIGHEST = 126  # the largest scale's exponent: 2**127 is float32's last power of
 MARGIN = 2  # bits from the scale to begin with to the largest, as gradients may grow
 NOTABLE = 0.01  # the least share of gradients whose underflow is worth mentioning
 # An equation that enlarges numbers by more than this is at fault for their size.
-_JUMP = 2.0**10
+_ENLARGED = 2.0**10
 # The smallest float16 relative to the largest: no scale keeps smaller gradients as well
 _REACH = 2.0**-40
 
@@ -53,11 +55,11 @@ class Underflow(NamedTuple):
     """How many gradients of one kind of parameter underflow.
 
     Attributes:
-      lost: the share that is zero or subnormal at a loss scale of 1, of those that are
-        at least 2**-40 of the largest in float32.
+      lost: the share that is zero or subnormal at a loss scale of 1, of the numbers that
+        are at least 2**-40 of the largest in float32.
       left: the same share at the scale that fits.
       bits: the exponent of the least power of two, as a loss scale, at which next to
-        nothing is lost.
+        none of these numbers is below float16's normal ones.
     """
 
     lost: float
@@ -75,7 +77,9 @@ def first_overflow(notes: Sequence[Note], scale: float) -> tuple[int, Note | Non
     room = {
         note: math.log2(limits(note.dtype)[0] / note.largest)
         for note in notes
-        if note.is_backward and note.largest and note.dtype.kind in "fV"
+        if note.is_backward
+        and note.largest
+        and jnp.issubdtype(note.dtype, jnp.floating)
     }
     first = min(room, key=room.__getitem__, default=None)
     exponent = math.inf if first is None else room[first] + math.log2(scale)
@@ -87,13 +91,13 @@ def first_overflow(notes: Sequence[Note], scale: float) -> tuple[int, Note | Non
 def _made_large(note: Note) -> Note:
     """Where a backward pass made numbers large: at the largest jump up to `note`.
 
-    Without a jump of at least `_JUMP`, this is `note` itself.
+    Without a jump of at least `_ENLARGED`, this is `note` itself.
     """
     at = note
-    largest_jump = _JUMP
+    largest_jump = _ENLARGED
     while True:
-        reads = [read for read in note.reads if read.is_backward and read.source]
-        if not reads:
+        reads = [read for read in note.reads if read.is_backward]
+        if not reads or reads[0].is_argument:  # the seed
             return at
         before = max(reads, key=lambda read: read.largest)
         jump = note.largest / max(before.largest, 1e-45)
@@ -104,7 +108,7 @@ def _made_large(note: Note) -> Note:
 
 
 def underflow(
-    at_1: Mapping[str, Value], fitting: Mapping[str, Value]
+    at_1: Mapping[str, Value], fitting: Mapping[str, Value], determined: Container[str]
 ) -> dict[str, Underflow]:
     """The underflow of each group of parameters that loses a notable share.
 
@@ -114,35 +118,50 @@ def underflow(
     Args:
       at_1: the gradients of a run at a loss scale of 1, by name.
       fitting: those of a run at the scale that fits.
+      determined: the names of those that float32 determines.
     """
     groups: dict[str, list[np.ndarray]] = defaultdict(list)
     for name, value in at_1.items():
-        true = _sizes(value.pair.true)
-        may_be_kept = true > true.max(initial=0) * _REACH
-        lost = _is_gone(value.pair.low) & may_be_kept
-        left = _is_gone(fitting[name].pair.low) & may_be_kept
-        for group in (ALL, without_numbers(name)):
-            groups[group].append(np.stack([true * may_be_kept, lost, left]))
+        if name in determined:
+            columns = _lost_and_left(value, fitting[name])
+            for group in (ALL, without_numbers(name)):
+                groups[group].append(columns)
     found = {}
     for group, parts in groups.items():
         sizes, *gone = np.concatenate(parts, axis=1)
-        lost, left = (np.count_nonzero(which) / max(sizes.size, 1) for which in gone)
+        sizes = sizes[sizes > 0]
+        lost, left = (float(which.sum()) / max(sizes.size, 1) for which in gone)
         if max(lost, left) > NOTABLE:
-            found[group] = Underflow(lost, left, _bits(sizes[sizes > 0]))
+            found[group] = Underflow(lost, left, _bits(sizes))
     return dict(sorted(found.items(), key=lambda item: (item[0] != ALL, -item[1].lost)))
 
 
-def _sizes(x: np.ndarray) -> np.ndarray:
+def _lost_and_left(at_1: Value, fitting: Value) -> np.ndarray:
+    """The sizes in float32 of a gradient's numbers, and which are lost and left so.
+
+    Those that no scale keeps have a size of 0.
+    """
+    true = _sizes(at_1.pair.true)
+    may_be_kept = true > true.max(initial=0) * _REACH
+    # What is gone at a scale at which float16 holds it has cancelled.
+    is_held = _sizes(fitting.pair.true) >= limits(np.float16)[1]
+    counts = may_be_kept & ~(_is_gone(fitting) & is_held)
+    lost = _is_gone(at_1) & counts
+    left = _is_gone(fitting) & counts
+    return np.stack([true * may_be_kept, lost, left])
+
+
+def _sizes(x: ArrayLike) -> np.ndarray:
     """The absolute values of an array in one row, in float32."""
     return np.abs(np.asarray(x)).astype(np.float32).ravel()
 
 
-def _is_gone(low: np.ndarray) -> np.ndarray:
-    """Which numbers are zero, or subnormal if float16 holds them all."""
-    sizes = _sizes(low)
-    with np.errstate(over="ignore"):
-        is_of_float16 = (sizes == sizes.astype(np.float16)).all()
-    return sizes < limits(np.float16)[1] if is_of_float16 else sizes == 0
+def _is_gone(value: Value) -> np.ndarray:
+    """Which numbers of a gradient are zero, or subnormal if it was made in float16."""
+    sizes = _sizes(value.pair.low)
+    if value.note is not None and value.note.dtype == np.float16:
+        return sizes < limits(np.float16)[1]
+    return sizes == 0
 
 
 def _bits(sizes: np.ndarray) -> int:

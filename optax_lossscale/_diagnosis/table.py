@@ -6,8 +6,8 @@ in which it is off the most.
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from optax_lossscale._diagnosis.notes import Note, Place
 from optax_lossscale._diagnosis.text import aligned, percent
@@ -31,29 +31,26 @@ class Table(NamedTuple):
 
 def table_of(notes: Sequence[Note]) -> Table:
     """The table of all notes of a run."""
-    largest: dict[Place, float] = defaultdict(float)
-    for note in notes:
-        largest[note.place] = max(largest[note.place], note.largest)
-    worst = of_worst_rounds(notes, lambda note: note.error)
-    rows = [
-        dataclasses.replace(note.row, largest=largest[note.place]) for note in worst
-    ]
+    rows = []
+    for rounds in rounds_of(notes):
+        worst = max(rounds, key=lambda note: note.error)
+        largest = max(note.largest for note in rounds)
+        rows.append(dataclasses.replace(worst.row, largest=largest))
     return Table(tuple(rows))
 
 
-def of_worst_rounds(notes: Sequence[Note], key: Callable[[Note], float]) -> list[Note]:
-    """For each result of an equation, its note of the round in which `key` is largest."""
-    worst: dict[tuple[Place, Any], Note] = {}
+def rounds_of(notes: Sequence[Note]) -> Iterable[list[Note]]:
+    """For each result of an equation, its notes of all rounds."""
+    groups: dict[tuple[Place, int], list[Note]] = defaultdict(list)
     for note in notes:
-        at = (note.place, note.dtype)
-        worst[at] = max(worst.get(at, note), note, key=key)
-    return list(worst.values())
+        groups[note.place, note.position].append(note)
+    return groups.values()
 
 
 def _cells(row: Note) -> tuple[str, ...]:
     return (
         row.source,
-        ", ".join([row.layer, *map(str, row.rounds)]),
+        ", ".join(filter(None, [row.layer, *map(str, row.rounds)])),
         row.primitive,
         str(row.dtype),
         percent(row.before),

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_SHOWN = 3
+_NAMED = 3  # the names of a list
 wrapped = textwrap.TextWrapper(
     width=100, subsequent_indent="   ", break_long_words=False, break_on_hyphens=False
 ).fill
@@ -13,14 +13,14 @@ wrapped = textwrap.TextWrapper(
 
 def some(names: Sequence[str]) -> str:
     """The first names of a list, as in `a, b, c and 2 more`."""
-    first = ", ".join(names[:_SHOWN])
-    left = len(names) - _SHOWN
+    first = ", ".join(names[:_NAMED])
+    left = len(names) - _NAMED
     return f"{first} and {left} more" if left > 0 else first
 
 
-def lines_of(operations: Iterable[Any]) -> list[str]:
-    """The lines of source code of operations, in order, each once."""
-    return list(dict.fromkeys(one.source for one in operations))
+def lines_of(operations: Iterable[Any]) -> str:
+    """The first lines of source code of operations, each once."""
+    return some(list(dict.fromkeys(one.source for one in operations)))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -9,27 +9,29 @@ as a kernel written for float16, gets operands in these, and is said to have don
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from optax_lossscale._diagnosis.equations import dtypes_of
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import (
+    Array,
     dtype_in,
     dtypes_in,
     in_dtype,
     in_dtypes,
     is_inexact,
     is_narrow,
+    shape_in,
 )
 from optax_lossscale._programs.versions import bind, is_program, name_of, params_of
 
 
 @functools.cache
-def wide_dtype(dtype: Any, wide: Any) -> Any:
+def wide_dtype(dtype: np.dtype, wide: np.dtype | None) -> np.dtype:
     """`wide` for narrower floats; complex64 becomes complex128 beside float64.
 
     All other dtypes stay as they are; and every one does if `wide` is None.
@@ -39,17 +41,17 @@ def wide_dtype(dtype: Any, wide: Any) -> Any:
     return wide if is_narrow(dtype) else np.promote_types(dtype, wide)
 
 
-def widened(x: Any, wide: Any) -> Any:
+def widened(x: Array, wide: np.dtype | None) -> Array:
     """The same numbers, in `wide` if their dtype was narrower."""
     return in_dtype(wide_dtype(dtype_in(x), wide), x)
 
 
-def narrows(eqn: Any, wide: Any) -> bool:
+def narrows(eqn: JaxprEqn, wide: np.dtype | None) -> bool:
     """Whether an equation, or one in a program that it holds, has a narrower value."""
     return any(wide_dtype(dtype, wide) != dtype for dtype in dtypes_of(eqn))
 
 
-def applied(eqn: Any, ins: Sequence[Any]) -> list[Any]:
+def applied(eqn: JaxprEqn, ins: Sequence[Array]) -> list[Array]:
     """Applies an equation to arrays that may differ along all axes of the mesh."""
     if Is.VARIES not in traits(eqn):
         return bind(eqn, ins)
@@ -58,7 +60,9 @@ def applied(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     return list(ins)
 
 
-def in_wide(eqn: Any, ins: Sequence[Any], wide: Any) -> tuple[list[Any], bool]:
+def in_wide(
+    eqn: JaxprEqn, ins: Sequence[Array], wide: np.dtype | None
+) -> tuple[list[Array], bool]:
     """The results of an equation for wide operands, or as it is if `wide` is None.
 
     Also returns whether it computed in its own dtypes all the same, as kernels do.
@@ -68,7 +72,7 @@ def in_wide(eqn: Any, ins: Sequence[Any], wide: Any) -> tuple[list[Any], bool]:
     # Such as the bits of a random number, which differ in another dtype
     if Is.OF_BITS in traits(eqn):
         return _as_written(eqn, ins, wide), False
-    expected = [(wide_dtype(v.aval.dtype, wide), v.aval.shape) for v in eqn.outvars]
+    expected = [(wide_dtype(dtype_in(v), wide), shape_in(v)) for v in eqn.outvars]
     try:
         results = _rewritten(eqn, ins, wide)
     except (TypeError, ValueError, NotImplementedError):
@@ -78,13 +82,17 @@ def in_wide(eqn: Any, ins: Sequence[Any], wide: Any) -> tuple[list[Any], bool]:
     return results, False
 
 
-def _as_written(eqn: Any, ins: Sequence[Any], wide: Any) -> list[Any]:
+def _as_written(
+    eqn: JaxprEqn, ins: Sequence[Array], wide: np.dtype | None
+) -> list[Array]:
     """The results in the equation's own dtypes, to which operands are cast, widened."""
     results = applied(eqn, in_dtypes(dtypes_in(eqn.invars), ins))
     return [widened(x, wide) for x in results]
 
 
-def _rewritten(eqn: Any, ins: Sequence[Any], wide: Any) -> list[Any]:
+def _rewritten(
+    eqn: JaxprEqn, ins: Sequence[Array], wide: np.dtype | None
+) -> list[Array]:
     """The results of an equation whose parameters name `wide` for narrower dtypes."""
     params = dict(eqn.params)
     if "update_jaxpr" in params:  # a scatter, whose function traces that anew

@@ -1,10 +1,10 @@
 """The table of JAX's operations: a row for each, with what is known of it.
 
 `operation(eqn)` looks up the row of an equation's operation, and `traits(eqn)` only its
-traits. For `exp` these are `SATURATES`, `EXPONENTIAL` and `CHEAP`. From them follows
-that `autocast` computes it in float32 and may recompute it in the backward pass, that
-`dtype_report` lists it where its operand has 16 bits, and that `diagnose` can say of it
-that it saturates. So what `autocast` does with an operation is changed in its row.
+traits. For `exp` these are `EXPONENTIAL` and `CHEAP`. From them follows that `autocast`
+computes it in float32 and may recompute it in the backward pass, and that
+`dtype_report` lists it where its operand has 16 bits. So what `autocast` does with an
+operation is changed in its row.
 """
 
 import enum
@@ -213,7 +213,7 @@ cosh                      | exponential cheap
 cumlogsumexp              | exponential
 cumprod                   | exponential
 erfc                      | saturates cheap
-exp                       | saturates exponential cheap
+exp                       | exponential cheap
 exp2                      | exponential cheap
 expm1                     | exponential cheap
 integer_pow               | exponential cheap

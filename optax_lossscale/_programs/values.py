@@ -12,9 +12,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.extend.core import Var
+from jax.extend.core import Literal, Var
 from jax.sharding import AxisType
+
+Array = jax.Array | np.ndarray
+"""An array on a device or on the host."""
+
+Atom = Var | Literal
+"""What an equation reads."""
 
 FLOAT32 = jnp.dtype(jnp.float32)
 FLOAT64 = jnp.dtype("float64")

@@ -58,6 +58,12 @@ def name_of(eqn: Any) -> str:
     return eqn.primitive.name if holder is None else type(holder).__name__
 
 
+def scopes_of(eqn: Any) -> list[str]:
+    """The names of the scopes that an equation is in, without JAX's transformations."""
+    stack = eqn.source_info.name_stack.stack
+    return [entry.name for entry in stack if type(entry).__name__ == "Scope"]
+
+
 def bind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Applies an equation's operation, with its parameters, to other operands."""
     functions = ()

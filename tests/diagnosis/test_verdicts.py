@@ -1,0 +1,374 @@
+"""What a page says where numbers alone mislead: masks, choices, kernels and loops."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.experimental import pallas
+
+import optax_lossscale as ols
+
+F16, F32 = jnp.float16, jnp.float32
+FREQUENCIES = np.linspace(5.0, 7.77, 8, dtype=np.float16)
+POSITIONS = jnp.arange(1024.0, 1040.0)
+
+
+def line_of(function, after):
+    """`test_verdicts.py:12 ` of a line so many after that of the function's head."""
+    return f"test_verdicts.py:{function.__code__.co_firstlineno + after} "
+
+
+def test_a_mask_before_what_overflows_does_not_make_it_infinite_in_float32():
+    mask = np.tri(4, dtype=bool)
+
+    def loss_fn(w, x):
+        scores = jnp.where(mask, x * w.astype(F16), -jnp.inf)
+        large = scores * F16(2000)
+        return jnp.mean(jax.nn.softmax(large.astype(F32), -1)[:, 0] * x[:, 0])
+
+    x = jnp.linspace(50, 100, 16).astype(F16).reshape(4, 4)
+    found = ols.diagnose(loss_fn, jnp.ones(()), x)
+    assert np.isfinite(found.loss_in_float32)
+    assert "in float32 either" not in found.verdict
+    assert line_of(loss_fn, 2) in found.verdict
+
+
+def added_up(total, x):
+    return total + (x * F16(2) + F16(100)).astype(F32), None
+
+
+def by_scan(w, positions):
+    phases = jnp.sin(positions[:, None].astype(F16) * FREQUENCIES)
+    return jnp.mean(lax.scan(added_up, jnp.zeros(8), phases)[0] * w)
+
+
+def by_python(w, positions):
+    total = jnp.zeros(8)
+    for phases in jnp.sin(positions[:, None].astype(F16) * FREQUENCIES):
+        total, _ = added_up(total, phases)
+    return jnp.mean(total * w)
+
+
+@pytest.mark.parametrize("loss_fn", [by_scan, by_python])
+def test_a_value_inside_is_wrong_whatever_loop_reads_it(loss_fn):
+    found = ols.diagnose(loss_fn, jnp.ones(8), POSITIONS)
+    assert "wrong values inside" in found.verdict
+
+
+def by_callback(x):
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(
+        lambda x: np.asarray(x) * np.float16(0.5), shape, x, vmap_method="broadcast_all"
+    )
+
+
+def by_pallas(x):
+    def halve(x, out):
+        out[...] = x[...] * F16(0.5)
+
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pallas.pallas_call(halve, shape, interpret=True)(x)
+
+
+def in_rounds(kernel, x):
+    return lax.scan(lambda c, _: (kernel(c), c), x, None, 4)[1]
+
+
+def while_large(kernel, x):
+    return jax.vmap(lambda x: lax.while_loop(lambda c: c > 0.3, kernel, x))(x)
+
+
+@pytest.mark.parametrize(
+    ("loop", "kernel"),
+    [(in_rounds, by_callback), (in_rounds, by_pallas), (while_large, by_callback)],
+)
+def test_a_loop_may_carry_what_a_kernel_computes(loop, kernel):
+    def loss_fn(w, x):
+        return jnp.mean(w * loop(kernel, x).astype(F32))
+
+    found = ols.diagnose(loss_fn, jnp.ones(()), jnp.array([1.0, 2.0, 0.1], F16))
+    assert found.not_compared
+    assert found.loss == found.loss_in_float32
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("stacks_inside", [True, False])
+def test_what_a_loop_stacks_may_cross_the_border_of_a_shard_map(stacks_inside):
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def stacked(x):
+        return lax.scan(lambda c, x: (c, x * F16(2)), 0.0, x)[1]
+
+    def summed(x):
+        return lax.scan(lambda c, x: (c + x, None), jnp.zeros_like(x[0]), x)[0][None]
+
+    def loss_fn(w, x):
+        each = jax.shard_map(
+            stacked if stacks_inside else summed,
+            mesh=mesh,
+            in_specs=jax.P("i"),
+            out_specs=jax.P("i"),
+            check_vma=False,
+        )
+        x = w.astype(F16) * x
+        x = summed(each(x)) if stacks_inside else each(stacked(x))
+        return jnp.sum(x.astype(F32))
+
+    found = ols.diagnose(loss_fn, jnp.ones(8), jnp.linspace(0.1, 1, 8).astype(F16))
+    assert found.verdict.startswith("float16 is fine")
+    assert found.loss_in_float32 == pytest.approx(8.8, rel=1e-3)
+
+
+def test_a_difference_of_equal_numbers_is_no_underflow():
+    def loss_fn(w, target):
+        apart = w.astype(F16) - target.astype(F16)
+        return jnp.mean(jnp.square(apart).astype(F32))
+
+    w = jnp.linspace(1, 2, 64).astype(F16).astype(F32)
+    nearly_met = jnp.where(jnp.arange(64) % 4 == 0, 1e-4, 1.0)
+    found = ols.diagnose(loss_fn, w, w + nearly_met)
+    assert not any("scale fits" in verdict for verdict in [found.verdict])
+    assert found.underflow == {}
+
+
+@pytest.mark.parametrize("gradient", [2.0**-20, 1.1e-6])
+def test_a_small_gradient_in_float32_is_not_lost_to_float16(gradient):
+    def loss_fn(params, x):
+        y = params["half"].astype(F16) * x
+        return jnp.mean(y.astype(F32)) + jnp.sum(params["single"]) * gradient
+
+    params = {"half": jnp.ones(8), "single": jnp.ones(8)}
+    found = ols.diagnose(loss_fn, params, jnp.ones(8, F16))
+    assert found.underflow == {}
+    assert found.verdict.startswith("float16 is fine")
+
+
+def test_an_exponential_does_not_saturate_at_large_values():
+    def loss_fn(params, x):
+        first = jnp.exp(x * params["v"].astype(F16))
+        return square(jnp.exp(x * params["w"].astype(F16)) - first)
+
+    params = {"w": F32(1), "v": F32(1.0004)}
+    found = ols.diagnose(loss_fn, params, jnp.linspace(2, 3, 64).astype(F16))
+    assert found.wrong
+    assert all(one.how != "saturates" for one in found.wrong)
+
+
+def test_a_sigmoid_at_both_limits_saturates():
+    def loss_fn(w, x):
+        gate = jax.nn.sigmoid(x.astype(F16) * w.astype(F16))
+        return -jnp.mean(jnp.log(1 - gate).astype(F32))
+
+    found = ols.diagnose(loss_fn, jnp.ones(()), jnp.linspace(-20, 9, 64))
+    assert found.wrong[0].how == "saturates"
+    assert line_of(loss_fn, 1) in found.verdict
+
+
+def test_what_is_at_its_limit_in_float32_too_does_not_saturate():
+    def loss_fn(params, x):
+        first = jnp.tanh(x * params["v"].astype(F16))
+        return square(jnp.tanh(x * params["w"].astype(F16)) - first)
+
+    x = jnp.concatenate([jnp.full(1, 20.0), jnp.linspace(0.1, 0.3, 63)])
+    params = {"w": F32(1), "v": F32(1.003)}
+    found = ols.diagnose(loss_fn, params, x.astype(F16))
+    assert found.wrong
+    assert all(one.how != "saturates" for one in found.wrong)
+
+
+def square(x):
+    return jnp.mean(x.astype(F32) ** 2)
+
+
+def test_a_floor_that_is_0_in_float32_alone_does_not_vanish():
+    def loss_fn(params, x):
+        whole = jnp.floor(x.astype(F16)).astype(F32)
+        return jnp.mean(params["w"] * whole) + 1 + jnp.mean(params["v"])
+
+    params = {"w": jnp.ones(4), "v": jnp.ones(4)}
+    found = ols.diagnose(loss_fn, params, jnp.full(4, 0.99999))
+    (of_w, of_loss) = sorted(found.wrong, key=lambda one: one.name == "the loss")
+    assert of_w.how != "vanishes"
+    assert of_loss.how != "vanishes"
+    assert "not finite" not in str(found)
+    assert of_w.off == 1.0
+
+
+def test_a_parameter_may_have_the_name_of_a_value_inside():
+    @jax.custom_vjp
+    def rounded(x):
+        return x
+
+    def backward(x, cotangent):
+        wave = jnp.sin(x.astype(F16) * F16(1000)).astype(F32)
+        return (cotangent.astype(F32) * wave,)
+
+    rounded.defvjp(lambda x: (x, x), backward)
+
+    def loss_fn(params, x):
+        w = params["a value inside"]
+        return jnp.mean(rounded(w * x)) + 1 + 0 * jnp.sum(w.astype(F16))
+
+    params = {"a value inside": jnp.linspace(1, 2, 64)}
+    found = ols.diagnose(loss_fn, params, jnp.full(64, 1.1))
+    assert "gives wrong gradients" in found.verdict
+    assert found.wrong[0].name == "a value inside (argument 0)"
+
+
+def test_a_loss_that_is_constant_is_right():
+    def loss_fn(w, x):
+        return F32(3) + 0 * lax.stop_gradient(jnp.sum(w.astype(F16) * x)) * 0
+
+    for function in (loss_fn, lambda w, x: (w.astype(F16) * x, F32(3))[1]):
+        found = ols.diagnose(function, jnp.ones(4), jnp.ones(4, F16))
+        assert "rounding" not in found.verdict
+        assert found.off["the loss"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["block", "body", "cond", "while", "my layer", "a:b"])
+def test_a_scope_of_the_users_may_have_any_name(name):
+    def loss_fn(w, x):
+        with jax.named_scope(name):
+            y = w.astype(F16) * x * F16(3e4)
+        return jnp.mean(y.astype(F32))
+
+    found = ols.diagnose(loss_fn, jnp.full(4, 10.0), jnp.ones(4, F16))
+    assert found.wrong[0].place.layer == name
+
+
+def test_the_names_that_jax_gives_to_loops_are_no_layers():
+    def loss_fn(w, x):
+        def body(c, w):
+            c = lax.cond(c.sum() > 0, lambda c: c * w.astype(F16), lambda c: c, c)
+            return c * F16(300), None
+
+        with jax.named_scope("block"):
+            return jnp.mean(lax.scan(jax.checkpoint(body), x, w)[0].astype(F32))
+
+    found = ols.diagnose(loss_fn, jnp.ones((3, 4)), jnp.ones(4, F16))
+    assert {row.layer for row in found.table.rows if "cond" in row.layer} == set()
+    assert found.wrong[0].place.layer == "block"
+
+
+def test_a_choice_has_a_row_of_its_own_magnitudes():
+    def loss_fn(w, x):
+        values, indices = lax.top_k(x * w.astype(F16), 2)
+        return jnp.mean(values.astype(F32)) + 0 * indices.sum()
+
+    found = ols.diagnose(loss_fn, jnp.ones(()), jnp.arange(8, dtype=F16) * 100)
+    largest = {
+        str(row.dtype): row.largest
+        for row in found.table.rows
+        if row.primitive == "top_k"
+    }
+    assert largest == {"float16": 700.0, "int32": 0.0}
+
+
+def test_results_of_one_dtype_have_a_row_each():
+    def loss_fn(w, x):
+        keys, values = lax.sort((x * w.astype(F16), x * F16(3)), num_keys=1)
+        return jnp.mean((keys + values).astype(F32))
+
+    found = ols.diagnose(loss_fn, jnp.ones(()), jnp.arange(8, dtype=F16) + 1)
+    rows = [row.largest for row in found.table.rows if row.primitive == "sort"]
+    assert rows[:2] == [8.0, 24.0]
+
+
+def test_a_round_without_a_layer_begins_its_cell():
+    def loss_fn(w, x):
+        total, _ = lax.scan(lambda c, x: (c + jnp.sin(x), None), F16(0), x)
+        return jnp.mean(w) * total.astype(F32)
+
+    table = str(ols.diagnose(loss_fn, jnp.ones(4), jnp.ones(4, F16)).table)
+    assert ", 0" not in table
+
+
+def test_gradients_that_are_off_at_1_alone_ask_for_a_scale():
+    def loss_fn(params, x):
+        """The cotangent is subnormal, and so rounds, but no gradient is lost."""
+        y = x.astype(F16) @ params["w"].astype(F16)
+        return 2.8e-3 * jnp.mean(y.astype(F32))
+
+    params = {"w": jnp.ones((8, 4))}
+    x = jnp.linspace(0.5, 1.5, 2**17).reshape(-1, 8)
+    found = ols.diagnose(loss_fn, params, x)
+    assert found.underflow == {}
+    assert found.off["w"] < 0.05 < found.off_without["w"]
+    assert re.fullmatch(
+        r"Without a loss scale of about 2\*\*\d+, the gradient of w is off by "
+        r"\d+\.\d%\.",
+        found.verdict,
+    )
+    assert found.advice[0].startswith("Wrap the optimizer")
+
+    state = ols.with_loss_scale(optax.sgd(0.1), ols.FixedLossScale(1)).init(params)
+    found = ols.diagnose(loss_fn, params, x, opt_state=state)
+    assert found.verdict == "Gradients are lost at your loss scale, 2**0."
+
+
+def test_rows_of_a_table_that_no_one_looks_up_hide_no_underflow():
+    def loss_fn(w, x):
+        rows = w.astype(F16)[jnp.arange(8)]
+        return jnp.mean((rows * x).astype(F32)) * 2e-6
+
+    found = ols.diagnose(loss_fn, jnp.ones((4000, 4)), jnp.ones((8, 1), F16))
+    assert found.underflow["all"].lost == 1.0
+    assert found.verdict.startswith("Without a loss scale, float16 loses 100.0%")
+
+
+def test_a_cast_before_what_needs_digits_is_named():
+    def loss_fn(w, days):
+        days = days.astype(F16)
+        phases = days * F16(0.9)
+        return jnp.mean(jnp.cos(phases).astype(F32) * w)
+
+    found = ols.diagnose(loss_fn, jnp.ones(64), 19000 + jnp.arange(64.0))
+    assert "cos at " in found.verdict
+    assert line_of(loss_fn, 1) in found.advice[0]
+
+
+def test_biases_that_are_normalized_away_need_no_scale_beside_others_that_do_not():
+    def loss_fn(params, x):
+        for layer in params[:-1]:
+            x = x.astype(F16) @ layer["w"].astype(F16) + layer["b"].astype(F16)
+            x = x.astype(F32)
+            x = jax.nn.relu((x - x.mean(0)) * lax.rsqrt(x.var(0) + 1e-5))
+        out = x.astype(F16) @ params[-1]["w"].astype(F16) + params[-1]["b"].astype(F16)
+        return jnp.mean((out.astype(F32) - 1) ** 2)
+
+    def drawn(seed, *shape):
+        return jax.random.normal(jax.random.key(seed), shape)
+
+    sizes = [16, 64, 64, 4]
+    params = [
+        {"w": drawn(n, a, b) / a**0.5, "b": jnp.zeros(b)}
+        for n, (a, b) in enumerate(itertools.pairwise(sizes))
+    ]
+    found = ols.diagnose(loss_fn, params, drawn(9, 32, 16))
+    assert "0/b" not in found.off
+    assert "scale fits" not in found.verdict
+    assert all(group.left < 0.01 for group in found.underflow.values())
+
+
+# --- `dtype_report` ---
+
+
+def split_after(x, w):
+    return [part @ w for part in jnp.split(x.astype(F32), 3, axis=1)]
+
+
+def called_after(x, w):
+    return jax.jit(jnp.matmul)(x.astype(F32), w)
+
+
+@pytest.mark.parametrize(
+    ("function", "rows", "widened"), [(split_after, 4, 3), (called_after, 12, 1)]
+)
+def test_an_operand_that_was_widened_far_away_is_known(function, rows, widened):
+    report = ols.dtype_report(function, jnp.ones((4, 12), F16), jnp.ones((rows, 4)))
+    assert sum(p.count for p in report.products if p.is_widened) == widened
