@@ -113,10 +113,9 @@ class Operation(NamedTuple):
     # What determines how many terms each result sums: the name of a parameter, or a
     # word that `_programs.work` explains
     terms: str = ""
-    # The last operation that computes the statistic by which this one normalizes, if it
-    # does: in `x - mean` a division, in `x * rsqrt(variance)` that `rsqrt`, and in
-    # `x / norm` a square root
-    statistic: str = ""
+    # What it is in the formula of a norm, if it may be in one: a word that
+    # `_autocast.normalized` explains
+    formula: str = ""
     # The parameters that hold the programs that it runs, in the order of running; None
     # means every parameter that holds one
     programs: tuple[str, ...] | None = None
@@ -127,7 +126,7 @@ class Operation(NamedTuple):
 # the traits. A cell that is
 # `-` or missing is empty: without `programs`, an operation runs none.
 _ROWS = """
-# Operation               | is                     | terms      | statistic | programs
+# Operation               | is                     | terms      | formula   | programs
 # Returns its operands' numbers elsewhere
 copy                      | moves cheap
 copy_p                    | moves cheap
@@ -168,7 +167,7 @@ cummax                    | chooses
 cummin                    | chooses
 dynamic_update_slice      | chooses cheap
 gather                    | places chooses picks cheap
-max                       | chooses cheap
+max                       | chooses cheap          | -          | bound
 min                       | chooses cheap
 neg                       | chooses cheap
 pad                       | places chooses cheap fills
@@ -181,30 +180,30 @@ reduce_window_min         | chooses cheap
 scatter                   | chooses cheap
 scatter-max               | chooses cheap
 scatter-min               | chooses cheap
-select_n                  | chooses cheap fills
+select_n                  | chooses cheap fills    | -          | bound
 sort                      | chooses
 stack                     | places chooses cheap
 tile                      | places chooses cheap
 top_k                     | chooses
 # Sums
-add                       | adds_two cheap
+add                       | adds_two cheap         | -          | bound
 add_any                   | adds_two cheap
 cumsum                    | adds_many              | axis
 reduce                    | adds_many              | dimensions
-reduce_sum                | adds_many cheap        | axes
+reduce_sum                | adds_many cheap        | axes       | sum
 reduce_window             | adds_many              | window_dimensions
 reduce_window_sum         | adds_many              | window_dimensions
 scatter-add               | adds_many cheap        | updates
 scatter-sub               | adds_many cheap        | updates
 select_and_scatter_add    | adds_many              | window_dimensions
-sub                       | adds_two cheap         | -          | div
+sub                       | adds_two cheap         | -          | minus
 # Has about the range of its operands
 ceil                      | near cheap
-div                       | divides near cheap     | -          | sqrt
+div                       | divides near cheap     | -          | over
 erf                       | near saturates cheap
 floor                     | near cheap
 logistic                  | near saturates cheap
-mul                       | multiplies near cheap  | -          | rsqrt
+mul                       | multiplies near cheap  | -          | times
 round                     | near cheap
 sign                      | near cheap
 tanh                      | near saturates cheap
@@ -216,7 +215,7 @@ erfc                      | saturates cheap
 exp                       | saturates exponential cheap
 exp2                      | exponential cheap
 expm1                     | exponential cheap
-integer_pow               | exponential cheap
+integer_pow               | exponential cheap      | -          | square
 lgamma                    | exponential
 log                       | exponential cheap
 log1p                     | exponential cheap
@@ -225,7 +224,7 @@ pow                       | exponential cheap
 reduce_prod               | exponential cheap
 scatter-mul               | exponential cheap
 sinh                      | exponential cheap
-square                    | exponential cheap
+square                    | exponential cheap      | -          | square
 # Products
 conv_general_dilated      | product                | kernel
 dot_general               | product outer cheap    | contracted
@@ -319,9 +318,9 @@ or                        | cheap
 reduce_and                | cheap
 reduce_or                 | cheap
 rem                       | cheap
-rsqrt                     | cheap
+rsqrt                     | cheap                  | -          | inverse root
 sin                       | cheap
-sqrt                      | cheap
+sqrt                      | cheap                  | -          | root
 tan                       | cheap
 xor                       | cheap
 """
@@ -350,10 +349,10 @@ zeta
 def _row(line: str) -> tuple[str, Operation]:
     """The name in a line of the table, and its row; a cell of `-` is empty."""
     cells = [cell.strip().removeprefix("-") for cell in line.split(" | ")]
-    name, words, terms, statistic, programs = cells + [""] * (5 - len(cells))
+    name, words, terms, formula, programs = cells + [""] * (5 - len(cells))
     flags = (Is[word.upper()] for word in words.split())
     every = functools.reduce(Is.__or__, flags, Is(0))
-    return name, Operation(every, terms, statistic, tuple(programs.split()))
+    return name, Operation(every, terms, formula, tuple(programs.split()))
 
 
 TABLE = dict.fromkeys(_OTHERS.split(), Operation(programs=())) | dict(
