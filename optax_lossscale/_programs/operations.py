@@ -215,7 +215,7 @@ erfc                      | saturates cheap
 exp                       | saturates exponential cheap
 exp2                      | exponential cheap
 expm1                     | exponential cheap
-integer_pow               | exponential cheap      | -          | square
+integer_pow               | exponential cheap      | -          | squared
 lgamma                    | exponential
 log                       | exponential cheap
 log1p                     | exponential cheap
@@ -224,7 +224,7 @@ pow                       | exponential cheap
 reduce_prod               | exponential cheap
 scatter-mul               | exponential cheap
 sinh                      | exponential cheap
-square                    | exponential cheap      | -          | square
+square                    | exponential cheap      | -          | squared
 # Products
 conv_general_dilated      | product                | kernel
 dot_general               | product outer cheap    | contracted
