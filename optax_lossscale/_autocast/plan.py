@@ -16,7 +16,8 @@ from optax_lossscale._autocast.classify import Kind, kinds_inside, kinds_of
 from optax_lossscale._autocast.facts import Casting, Facts, facts_of, stored_dtype
 from optax_lossscale._autocast.products import holds_products
 from optax_lossscale._autocast.shown import shown
-from optax_lossscale._autocast.store import Region, Step, store
+from optax_lossscale._autocast.region import Region, Step
+from optax_lossscale._autocast.store import store
 from optax_lossscale._autocast.uses import NOTHING, Uses, results_inside, uses_inside
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.operations import Is, traits

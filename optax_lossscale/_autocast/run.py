@@ -25,7 +25,7 @@ from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.outer import outer_product
 from optax_lossscale._autocast.plan import Plan, plan_for
 from optax_lossscale._autocast.products import SCOPE, is_narrowed, is_outer_product
-from optax_lossscale._autocast.store import Region, Step
+from optax_lossscale._autocast.region import Region, Step
 from optax_lossscale._programs.enter import Arrays, Function, enter
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes

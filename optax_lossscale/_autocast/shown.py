@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from optax_lossscale._autocast.store import Region
+from optax_lossscale._autocast.region import Region
 from optax_lossscale._programs.flat import Flat
 from optax_lossscale._programs.versions import name_of
 from optax_lossscale._programs.walk import has_users_line, line_of

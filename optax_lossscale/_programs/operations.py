@@ -42,6 +42,8 @@ class Is(enum.Flag):
     """
     FILLS = enum.auto()
     """Puts numbers of one operand between those of another, as a mask does."""
+    PADS = enum.auto()
+    """Puts numbers around those of its operand, and perhaps between them."""
     PICKS = enum.auto()
     """Looks up parts of its first operand by index, as an embedding does."""
     NAMES = enum.auto()
@@ -56,6 +58,8 @@ class Is(enum.Flag):
     A sum over devices has one term for each device. Those are few, so it may run in 16
     bits nevertheless.
     """
+    REDUCES = enum.auto()
+    """Makes one number of those along its `axes`."""
     MULTIPLIES = enum.auto()
     """Multiplies two operands, number by number."""
     DIVIDES = enum.auto()
@@ -170,11 +174,11 @@ gather                    | places chooses picks cheap
 max                       | chooses cheap          | -          | bound
 min                       | chooses cheap
 neg                       | chooses cheap
-pad                       | places chooses cheap fills
+pad                       | places chooses cheap fills pads
 pcast                     | spreads chooses cheap varies
 pvary                     | spreads chooses cheap varies
-reduce_max                | chooses cheap
-reduce_min                | chooses cheap
+reduce_max                | chooses cheap reduces
+reduce_min                | chooses cheap reduces
 reduce_window_max         | chooses cheap
 reduce_window_min         | chooses cheap
 scatter                   | chooses cheap
@@ -190,7 +194,7 @@ add                       | adds_two cheap         | -          | bound
 add_any                   | adds_two cheap
 cumsum                    | adds_many              | axis
 reduce                    | adds_many              | dimensions
-reduce_sum                | adds_many cheap        | axes       | sum
+reduce_sum                | adds_many cheap reduces | axes       | sum
 reduce_window             | adds_many              | window_dimensions
 reduce_window_sum         | adds_many              | window_dimensions
 scatter-add               | adds_many cheap        | updates
@@ -221,7 +225,7 @@ log                       | exponential cheap
 log1p                     | exponential cheap
 log2                      | exponential cheap
 pow                       | exponential cheap
-reduce_prod               | exponential cheap
+reduce_prod               | exponential cheap reduces
 scatter-mul               | exponential cheap
 sinh                      | exponential cheap
 square                    | exponential cheap      | -          | squared

@@ -81,8 +81,11 @@ def dtypes_in(variables: Sequence[Any]) -> list[Any]:
 
 
 def lengths_of(array: Any) -> list[int]:
-    """The lengths of an array's axes; one that `jax.export` leaves open counts 1024."""
-    return [n if isinstance(n, int) else 1024 for n in array.shape]
+    """The lengths of an array's axes; one that `jax.export` leaves open counts 1024.
+
+    A token, which is no array, has no axes.
+    """
+    return [n if isinstance(n, int) else 1024 for n in getattr(array, "shape", ())]
 
 
 def shape_in(v: Any) -> tuple[int, ...]:

@@ -55,15 +55,17 @@ def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
 
     The operands are given by their positions among those of the equation.
     """
-    programs = programs_in(eqn)
+    # A program takes the last operands, which are all but the index of a `cond`.
     end = len(eqn.invars)
-    if Is.WAITS in traits(eqn):
-        condition, body = programs
-        n_condition = eqn.params["cond_nconsts"]
-        of_condition = [*range(n_condition), *carried_by(eqn)]
-        return [(condition, of_condition), (body, range(n_condition, end))]
-    # A program takes the last operands, and all but the index that a `cond` has first.
-    return [(p, range(end - len(open_jaxpr(p).invars), end)) for p in programs]
+    entered: list[tuple[Any, Sequence[int]]] = [
+        (program, range(end - len(open_jaxpr(program).invars), end))
+        for program in programs_in(eqn)
+    ]
+    if Is.WAITS in traits(eqn):  # but for the condition of a loop
+        condition, _ = entered[0]
+        of_condition = [*range(eqn.params["cond_nconsts"]), *carried_by(eqn)]
+        entered[0] = (condition, of_condition)
+    return entered
 
 
 def giving_results(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
