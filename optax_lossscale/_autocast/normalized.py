@@ -71,13 +71,15 @@ _FEWEST = 2**-12  # the terms of a mean over devices, whose sum counts as one te
 def part_of(
     eqn: JaxprEqn, are_parameters: Sequence[bool], parts: Mapping[Var, Part]
 ) -> Part | None:
-    """The part of the first result of an equation; None if it has none.
+    """The part of the result of an equation; None if it has none, or several results.
 
     Args:
       eqn: the equation.
       are_parameters: whether each operand is a parameter, or a literal of such a size.
       parts: the parts of earlier results; any other variable is a value of its own.
     """
+    if len(eqn.outvars) != 1:
+        return None
     operands = [_of_operand(v, parts) for v in eqn.invars]
     if _only_moves(eqn):
         return operands[0]
@@ -115,7 +117,7 @@ def _of_operand(v: Var | Literal, parts: Mapping[Var, Part]) -> Part:
 
 
 def _only_moves(eqn: JaxprEqn) -> bool:
-    """Whether the first result has all numbers of the first operand, and no others."""
+    """Whether the result has all numbers of the first operand, and no others."""
     its_traits = traits(eqn)
     if Is.PLACES in its_traits:
         return len(eqn.invars) == 1

@@ -12,10 +12,11 @@ from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from optax_lossscale._programs.enter import is_placed
+from optax_lossscale._programs.lines import users_line
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.versions import argument_names, constants, open_jaxpr
-from optax_lossscale._programs.walk import has_users_line, programs_in
+from optax_lossscale._programs.walk import programs_in
 
 _LONG = 100  # equations
 
@@ -99,7 +100,7 @@ def _at(around: _Call, eqn: JaxprEqn) -> JaxprEqn:
     """An equation with all names around it, and the caller's line if it has no user's."""
     source = eqn.source_info
     source = source.replace(name_stack=around.scope + source.name_stack)
-    if around.caller is not None and not has_users_line(eqn):
+    if around.caller is not None and not users_line(eqn):
         source = source.replace(traceback=around.caller)
     return eqn.replace(source_info=source)
 
