@@ -139,7 +139,10 @@ def _are_parameters(
 
 
 def is_array(x: Any) -> bool:
-    """Whether `x` is an array of numbers, traced or not, or the shape of one."""
+    """Whether `x` is an array of JAX's, traced or not, or of numbers in NumPy, or a shape.
+
+    Arrays of random keys are among these.
+    """
     if isinstance(x, (np.ndarray, np.generic)):
         return x.dtype == np.bool_ or jnp.issubdtype(x.dtype, np.number)
     return isinstance(x, (jax.Array, jax.ShapeDtypeStruct))

@@ -1,10 +1,11 @@
 """The table of JAX's operations: a row for each, with what is known of it.
 
 `operation(eqn)` looks up the row of an equation's operation, and `traits(eqn)` only its
-traits. For `exp` these are `SATURATES`, `EXPONENTIAL` and `CHEAP`. From them follows
-that `autocast` computes it in float32 and may recompute it in the backward pass, that
-`dtype_report` lists it where its operand has 16 bits, and that `diagnose` can say of it
-that it saturates. So what `autocast` does with an operation is changed in its row.
+traits. For `exp` these are `SATURATES`, `EXPONENTIAL` and `CHEAP`. As it has none of
+`MOVES`, `PLACES`, `SENDS` and `PRODUCT`, `autocast` computes it in float32; as it is
+`CHEAP`, the backward pass may recompute it. The other two are for `dtype_report`, which
+lists it where its operand has 16 bits, and for `diagnose`, which can say of it that it
+saturates.
 """
 
 import enum
@@ -127,15 +128,13 @@ class Operation(NamedTuple):
 
 # Operations have the names of their primitives, as jaxprs show them: `ragged_dot` is
 # `ragged_dot_general` here. The columns are the fields of `Operation`; below "is" are
-# the traits. A cell that is
-# `-` or missing is empty: without `programs`, an operation runs none.
+# the traits. A cell that is `-` or missing is empty: without `programs`, an operation
+# runs none.
 _ROWS = """
 # Operation               | is                     | terms      | formula   | programs
 # Returns its operands' numbers elsewhere
 copy                      | moves cheap
-copy_p                    | moves cheap
 dynamic_slice             | moves cheap selects
-expand_dims               | moves cheap
 name                      | moves names
 optimization_barrier      | moves
 reshape                   | moves cheap
@@ -175,7 +174,6 @@ max                       | chooses cheap          | -          | bound
 min                       | chooses cheap
 neg                       | chooses cheap
 pad                       | places chooses cheap fills pads
-pcast                     | spreads chooses cheap varies
 pvary                     | spreads chooses cheap varies
 reduce_max                | chooses cheap reduces
 reduce_min                | chooses cheap reduces
@@ -272,11 +270,9 @@ triton_kernel_call        | opaque
 debug_callback            | once
 debug_print               | once
 # Holds programs
-checkpoint                | keeps calls            | -          | -         | jaxpr
 closed_call               | inlined calls          | -          | -         | jaxpr call_jaxpr
 composite                 | calls                  | -          | -         | jaxpr
 cond                      | branches               | -          | -         | branches
-core_call                 | inlined calls          | -          | -         | jaxpr call_jaxpr
 custom_jvp_call           | jvp cheap calls        | -          | -         | call_jaxpr
 custom_linear_solve       | -                      | -          | -         | jaxprs.solve
 custom_partitioning       | -                      | -          | -         | call
@@ -286,8 +282,6 @@ CustomRoot                | -                      | -          | -         | so
 eval_jaxpr                | inlined calls          | -          | -         | jaxpr call_jaxpr
 jit                       | inlined cheap calls    | -          | -         | jaxpr
 linear_call               | -                      | -          | -         | callee
-pjit                      | inlined cheap calls    | -          | -         | jaxpr
-remat                     | keeps calls            | -          | -         | jaxpr
 remat2                    | keeps calls            | -          | -         | jaxpr
 run_state                 | -                      | -          | -         | jaxpr
 scan                      | scans                  | -          | -         | jaxpr

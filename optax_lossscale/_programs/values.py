@@ -1,7 +1,7 @@
 """Values and their dtypes.
 
-What is true of a dtype is asked here of anything that has one: an array, a traced
-array, or a variable or literal of a jaxpr.
+`dtype_in` and `is_float` take anything that may have a dtype: an array, traced or not,
+or a variable or literal of a jaxpr. `is_inexact` and `is_narrow` take the dtype.
 """
 
 import contextlib

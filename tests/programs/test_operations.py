@@ -77,10 +77,7 @@ PAIRS = [
     ("scatter", "scatter-max"),
     ("reduce_max", "reduce_min"),
     ("scatter-min", "scatter-max"),
-    ("jit", "pjit"),
-    ("checkpoint", "remat"),
     ("exp2", "expm1"),
-    ("pvary", "pcast"),
 ]
 
 
