@@ -14,7 +14,7 @@ Not looked at are the axes of a norm, and the order of its numbers.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -27,16 +27,18 @@ from optax_lossscale._programs.work import terms_of
 class Part(NamedTuple):
     """What a result is, in the normalization of a value."""
 
-    of: Var | None  # the value; None for what is computed from literals alone
-    what: str  # a word of the table below
+    of: Any  # the value, a variable; None for what is computed from literals alone
+    # A word of the table below; for a literal "zero", "negative", "epsilon", which is
+    # less than 1, or "number"
+    what: str
     is_centred: bool = False  # whether it is that of the value minus its mean
     terms: float = 1  # how many are summed, over what divides the sum: 1 for a mean
 
 
-# What an operation makes of parts of one value, of numbers computed from literals, and
-# of factors, which are parameters. Which operation is a "sum", "over" and so on is in
-# the column `formula` of the table of operations: a "bound" is the larger of two, say.
-_MADE = {
+# What an operation makes of parts of one value. Which operation is a "sum", "over" and
+# so on is in the column `formula` of the table of operations. A "bound" is the larger of
+# two, or a sum with an epsilon: this one is left out here, as is a factor.
+_MADE: dict[tuple[str, ...], str] = {
     ("sum", "value"): "sum",
     ("sum", "sum"): "sum",
     ("over", "sum", "number"): "sum",
@@ -49,21 +51,23 @@ _MADE = {
     ("sum", "squares"): "power",
     ("sum", "power"): "power",
     ("over", "power", "number"): "power",
+    ("bound", "power"): "power",
+    ("choice", "power"): "power",
     ("minus", "power", "squared sum"): "power",
-    ("bound", "zero", "power"): "power",
-    ("bound", "power", "zero"): "power",
-    ("bound", "number", "power"): "power",
-    ("bound", "power", "number"): "power",
     ("root", "power"): "norm",
     ("over", "norm", "number"): "norm",
-    ("bound", "number", "norm"): "norm",
-    ("bound", "norm", "number"): "norm",
+    ("bound", "norm"): "norm",
+    ("choice", "norm"): "norm",
     ("inverse root", "power"): "inverse norm",
-    ("times", "inverse norm", "factor"): "inverse norm",
-    ("times", "factor", "inverse norm"): "inverse norm",
+    ("times", "inverse norm"): "inverse norm",
     ("over", "value", "norm"): "normalized",
     ("times", "value", "inverse norm"): "normalized",
     ("times", "inverse norm", "value"): "normalized",
+}
+_LEFT_OUT = {
+    "bound": ("zero", "epsilon", "number"),
+    "choice": ("number",),
+    "times": ("factor",),
 }
 _FEWEST = 2**-12  # the terms of a mean over devices, whose sum counts as one term
 
@@ -87,13 +91,15 @@ def part_of(
         return Part(None, "number")
     if Is.MULTIPLIES in traits(eqn) and True in are_parameters:
         operands[are_parameters.index(True)] = Part(None, "factor")
+    formula = _formula(eqn)
+    left_out = _LEFT_OUT.get(formula, ())
     pairs = zip(eqn.invars, operands, strict=True)
-    floats = [part for v, part in pairs if is_float(v)]
-    values = [part for part in floats if part.of is not None]
-    made = _MADE.get((_formula(eqn), *(part.what for part in floats)))
+    operands = [part for v, part in pairs if is_float(v) and part.what not in left_out]
+    made = _MADE.get((formula, *[part.what for part in operands]))
+    values = [part for part in operands if part.of is not None]
     if made is None or len({(part.of, part.is_centred) for part in values}) != 1:
         return None
-    centres = len(values) == 2 and _formula(eqn) == "minus"
+    centres = formula == "minus" and len(values) == 2
     terms = max(part.terms for part in values) * _terms(eqn)
     # Only a mean is subtracted. A power that was divided by more than it sums is small.
     if terms < _FEWEST or (centres and terms > 1):
@@ -110,10 +116,12 @@ def _of_operand(v: Var | Literal, parts: Mapping[Var, Part]) -> Part:
     """The part of an operand."""
     if isinstance(v, Var):
         return parts.get(v, Part(v, "value"))
-    if v.val == 0:
+    number = v.val
+    if number == 0:
         return Part(None, "zero")
-    is_positive = abs(v.val) == v.val or np.isnan(v.val)
-    return Part(None, "number" if is_positive else "negative")
+    if abs(number) != number and not np.isnan(number):
+        return Part(None, "negative")
+    return Part(None, "epsilon" if abs(number) < 1 else "number")
 
 
 def _only_moves(eqn: JaxprEqn) -> bool:

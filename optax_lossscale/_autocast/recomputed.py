@@ -1,6 +1,7 @@
 """Which islands the backward pass recomputes, and which of their results are kept."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -52,7 +53,7 @@ def _has_gaps(eqn: JaxprEqn) -> bool:
     return any(gap for _, _, gap in eqn.params["padding_config"])
 
 
-def _takes_a_pass(eqn: JaxprEqn, largest: int) -> bool:
+def _takes_a_pass(eqn: Any, largest: int) -> bool:
     """Whether an equation is a reduction that takes a pass over memory for itself.
 
     `largest` is the size of the largest array that its region stores.

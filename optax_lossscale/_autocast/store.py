@@ -35,9 +35,6 @@ from optax_lossscale._autocast.region import (
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import numbers_in, variables
 
-Makers = Mapping[Var, JaxprEqn]
-"""For some values, the equations that make them."""
-
 
 def store(facts: Facts, held: Mapping[JaxprEqn, Step]) -> tuple[Region, ...]:
     """The regions of a program; an island may become several.
@@ -101,7 +98,7 @@ def _divided(facts: Facts, island: Island, wanted: Dtypes) -> list[Dtypes]:
     return [*alone, together] if together else alone
 
 
-def _needed(values: Iterable[Var], makers: Makers) -> set[JaxprEqn]:
+def _needed(values: Iterable[Var], makers: Mapping[Var, JaxprEqn]) -> set[JaxprEqn]:
     """The equations that values depend on; what has no maker is read."""
     needed: set[JaxprEqn] = set()
     unread = list(values)
@@ -113,7 +110,7 @@ def _needed(values: Iterable[Var], makers: Makers) -> set[JaxprEqn]:
     return needed
 
 
-def _repeated(facts: Facts, are_stored: Set[Var]) -> Makers:
+def _repeated(facts: Facts, are_stored: Set[Var]) -> dict[Var, JaxprEqn]:
     """The equations that islands repeat, by their results.
 
     They are cheap, and their results take no fewer bytes than the stored values that

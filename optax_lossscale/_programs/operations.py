@@ -182,7 +182,7 @@ reduce_window_min         | chooses cheap
 scatter                   | chooses cheap
 scatter-max               | chooses cheap
 scatter-min               | chooses cheap
-select_n                  | chooses cheap fills    | -          | bound
+select_n                  | chooses cheap fills    | -          | choice
 sort                      | chooses
 stack                     | places chooses cheap
 tile                      | places chooses cheap
