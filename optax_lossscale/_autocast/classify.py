@@ -10,8 +10,8 @@ from its numbers, which are not known yet:
   recomputed. How often it was multiplied is not counted: nine times 4 is still NEAR.
 - Every other value may have another range or need more digits: FLOAT32.
 
-In `exp(tanh(x @ w + b))`, where `b` is a parameter, these are a PRODUCT, a SUM, a NEAR
-and a FLOAT32. Mostly, the kind of a result is the latest of its operands' kinds in the
+In `exp(tanh(x @ w + b))`, where `b` is a parameter, the four results have the kinds
+PRODUCT, SUM, NEAR and FLOAT32. Mostly, the kind of a result is the latest of its operands' kinds in the
 order of `Kind`, or a later one. But what is added to a NEAR value gives a SUM if it is
 a PRODUCT, a SUM or NEAR itself; and a value minus its own mean, or over its own norm,
 is NEAR: see `normalized`.
@@ -51,7 +51,7 @@ class Kind(enum.IntEnum):
     SUM = enum.auto()
     """A sum with such a result: stored in 16 bits from product to product."""
     NEAR = enum.auto()
-    """Made from these, in about their range: recomputed; added to a SUM, it gives one."""
+    """Made from the kinds above, in about their range; added to a SUM, it gives one."""
     FLOAT32 = enum.auto()
     """Anything that may have another range or need more digits."""
 
@@ -209,7 +209,7 @@ def _of_programs(eqn: JaxprEqn, operands: Kinds) -> list[Kinds]:
 
 
 def _is_over_layers(eqn: JaxprEqn, operands: Kinds) -> bool:
-    """Whether this is a scan over layers, each with a parameter matrix of its own."""
+    """Whether an equation scans over layers, each with a matrix of its own."""
     if Is.SCANS not in traits(eqn):
         return False
     pairs = zip(eqn.invars, operands, strict=True)

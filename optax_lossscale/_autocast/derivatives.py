@@ -1,9 +1,9 @@
 """Run a function with a custom derivative, whose rule is rewritten as well.
 
 A new `custom_jvp` or `custom_vjp` takes the place of the equation. Its function is the
-`program` in the equation, run by its plan. Its rule differentiates the `original`, which
-is the equation as it was traced, with results in the dtypes of the plan. So JAX calls
-the user's rule, and casts tangents and cotangents. What that computes is traced and run
+`program` in the equation, run by its plan. Its rule differentiates the `original`: the
+equation as it was traced, with results in the dtypes of the plan. So JAX calls the
+user's rule, and casts tangents and cotangents. What the rule computes is traced and run
 by a plan as well, which is what `rewrite` does with a function.
 """
 

@@ -1,16 +1,16 @@
 """Find values minus their own mean, or over their own norm, by how these are computed.
 
-Such a value has about the size 1, or that of the value that is normalized, so that 16
-bits can hold it. But the norm has to be its own: over the norm of another value, or over
-a mean, which may be 0, a value may have any size.
+The result has about the size 1, or that of the value, so that 16 bits can hold it. But
+the norm has to be its own: over the norm of another value, or over a mean, which may be
+0, a value may have any size.
 
 So each result on the way has a *part*: what it is, and of which value. The results of
 `x * rsqrt(sum(x * x) / 8 + 1e-6)` are, in order, the squares of `x`, three times its
 power (the sum of the squares, also if it is divided or has an epsilon), its inverse
-norm, and `x` normalized. The parts of `x` minus its mean are *centred*; the power of
-that is the variance of `x`.
+norm, and `x` normalized. The parts of `x` minus its mean are *centred*: their power is
+the variance of `x`.
 
-Not looked at are the axes of a norm, and the order of its numbers.
+Along which axes a norm sums, and in which order its numbers are, is not looked at.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,8 +36,8 @@ class Part(NamedTuple):
 
 
 # What an operation makes of parts of one value. Which operation is a "sum", "over" and
-# so on is in the column `formula` of the table of operations. A "bound" is the larger of
-# two, or a sum with an epsilon: this one is left out here, as is a factor.
+# so on is in the column `formula` of the table of operations: a "bound" is the larger of
+# two numbers or their sum, a "choice" is one of two.
 _MADE: dict[tuple[str, ...], str] = {
     ("sum", "value"): "sum",
     ("sum", "sum"): "sum",
@@ -64,6 +64,7 @@ _MADE: dict[tuple[str, ...], str] = {
     ("times", "value", "inverse norm"): "normalized",
     ("times", "inverse norm", "value"): "normalized",
 }
+# What may be beside a part without changing what the result is
 _LEFT_OUT = {
     "bound": ("zero", "epsilon", "number"),
     "choice": ("number",),
@@ -134,7 +135,7 @@ def _only_moves(eqn: JaxprEqn) -> bool:
 
 
 def _formula(eqn: JaxprEqn) -> str:
-    """The operation of an equation in a formula; "" for a power other than the square."""
+    """The word for an equation's operation; "" for a power other than the square."""
     return operation(eqn).formula if eqn.params.get("y", 2) == 2 else ""
 
 

@@ -83,7 +83,7 @@ def _plan(
 
 
 def _held(facts: Facts, eqn: JaxprEqn) -> Step:
-    """An equation that holds products, with a plan for each program that has results."""
+    """The step of an equation that holds products, with plans for its programs."""
     kinds = kinds_inside(eqn, kinds_of(eqn.invars, facts.kinds))
     results = results_inside(eqn, tuple(facts.uses[v] for v in eqn.outvars))
     takes, gives = _dtypes_inside(facts, eqn, kinds, results)
@@ -98,7 +98,7 @@ def _held(facts: Facts, eqn: JaxprEqn) -> Step:
         its_kinds = tuple(kinds[n] for n in operands)
         plans.append(_plan(program, its_takes, gives, its_kinds, results, casting))
     # Between two rounds a carry is in float32 if it is so after the last one, so that
-    # this one is not rounded.
+    # the last one is not rounded.
     for n, given in zip(carried_by(eqn), gives, strict=False):
         if takes[n] != given:
             takes[n] = dtype_in(eqn.invars[n])

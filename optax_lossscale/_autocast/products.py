@@ -169,7 +169,7 @@ def _waits(eqn: Any) -> bool:
 
 
 def _made_of(program: Any, results: Sequence[Any]) -> set[Any]:
-    """The variables of a program from which results are computed, with these."""
+    """The variables from which results of a program are computed, and the results."""
     needed = set(variables(results))
     for eqn in reversed(program.eqns):
         if not needed.isdisjoint(eqn.outvars):

@@ -1,8 +1,9 @@
 """Regions: the casts of their steps, and what they read, in which dtypes.
 
 A region is made backward, from what it stores. Each of its steps casts its operands to
-float32, or rounds them where its results are rounded anyway. A value that only products
-read, or steps that only move it for these, is read in 16 bits.
+the dtypes in which they were traced, or rounds them where its results are rounded
+anyway. A value that only products read, or steps that move it to products, is read in
+16 bits.
 """
 
 import dataclasses
@@ -101,7 +102,7 @@ def of_one(facts: Facts, eqn: JaxprEqn, held: Step | None, wanted: Dtypes) -> Re
 
 
 def need(facts: Facts, needed: dict[Var, Any], v: Var, dtype: Any) -> None:
-    """Adds to the values that are needed one in a dtype; in two, it is in its own."""
+    """Adds a value that is needed in a dtype; one needed in two is in its own dtype."""
     needed[v] = dtype if needed.get(v, dtype) == dtype else facts.dtypes[v]
 
 
@@ -122,7 +123,7 @@ def _takes(eqn: JaxprEqn, low: Any, is_rounded: bool) -> list[Any]:
     as_traced = dtypes_in(eqn.invars)
     if is_narrowed(eqn):
         return [low, low] + [None] * len(eqn.invars[2:])
-    # What spreads has a derivative that is a sum, so that `run` rounds inside of it.
+    # A sum over devices is the derivative of what spreads to them: `run` rounds inside.
     if is_rounded and Is.SPREADS not in its_traits:
         return [low if dtype == FLOAT32 else dtype for dtype in as_traced]
     if not is_rounded and its_traits & (Is.MOVES | Is.SENDS):

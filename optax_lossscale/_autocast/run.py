@@ -34,14 +34,15 @@ from optax_lossscale._programs.versions import bind, name_of
 # The policy of regions that keep reductions: `_run_region` gives these the name.
 _KEEPS = checkpoint_policies.save_only_these_names(SCOPE)
 
+# How a step runs that has a derivative of the user's own; `enter` would lose the rule
 _WITH_RULE = {Is.JVP: custom_jvp, Is.VJP: custom_vjp}
 
 Functions = dict[Hashable, Callable[[Arrays], list[Any]]]
 """Functions that run in several places, and that JAX traces and differentiates once.
 
 JAX finds an earlier trace by the function, so that each place has to run the same one.
-Those of inner programs are found by their plan, and those of islands that are
-recomputed by what islands that compute the same have in common.
+The key of an inner program is its plan. The key of an island that is recomputed is equal
+for all islands that compute the same.
 """
 
 

@@ -4,13 +4,13 @@ The pass goes backward, from the regions that read a value to the one that makes
 island stores a value in 16 bits if no later region needs it in float32: a product needs
 16 bits, another island the dtype that `facts` has for the value. If a cheap step has
 results no smaller than the values that they are computed from, the islands that read
-these results repeat the step instead. What no region reads, and has no effects, is in
-none. Most islands are recomputed in the backward pass from the values that they read,
+these results repeat the step instead. An equation without effects whose results no
+region reads is in none. Most islands are recomputed in the backward pass from the values that they read,
 so that none of their float32 arrays has to be kept.
 
-Some rules below say what they are worth: how much memory a model takes, and how many
-bytes it moves, without the rule, over the same model with it. This was measured on
-programs compiled for an H100 with jax 0.12, which `python -m benchmarks rules` does.
+Some rules here, in `region` and in `recomputed` say what they are worth: how much memory
+a model takes, and how many bytes it moves, without the rule, over the same model with
+it. This was measured on programs compiled for an H100 with jax 0.12, which `python -m benchmarks rules` does.
 """
 
 from collections import ChainMap
@@ -68,7 +68,7 @@ def store(facts: Facts, held: Mapping[JaxprEqn, Step]) -> tuple[Region, ...]:
 
 
 def of_products(facts: Facts) -> Set[Var]:
-    """The values in 16 bits, and SUMs: with them islands begin."""
+    """The values with which islands begin: those in 16 bits, and SUMs."""
     return {
         v
         for v, dtype in facts.dtypes.items()

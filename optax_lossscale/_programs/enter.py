@@ -2,8 +2,8 @@
 
 `enter(eqn, operands, functions)` does not bind the equation, but calls `lax.scan`,
 `lax.switch` and so on anew, with a function for each program that has its results. The
-functions may give other dtypes than the programs, as when products in them are narrowed;
-those of a `cond` all give the same. A loop carries the dtypes of its operands.
+functions may give other dtypes than the programs, as with narrowed products; those of a
+`cond` all give the same. A loop carries the dtypes of its operands.
 """
 
 import functools

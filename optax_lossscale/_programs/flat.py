@@ -97,7 +97,7 @@ def _add(
 
 
 def _at(around: _Call, eqn: JaxprEqn) -> JaxprEqn:
-    """An equation with all names around it, and the caller's line if it has no user's."""
+    """An equation with the names around it, and with the caller's line if it has none."""
     source = eqn.source_info
     source = source.replace(name_stack=around.scope + source.name_stack)
     if around.caller is not None and not users_line(eqn):
@@ -106,7 +106,7 @@ def _at(around: _Call, eqn: JaxprEqn) -> JaxprEqn:
 
 
 def _called(eqn: JaxprEqn) -> Any:
-    """The program that an equation calls, as a `jit` or a checkpoint does; else None."""
+    """The program that an equation calls, as a `jit` does; None if it calls none."""
     return programs_in(eqn)[0] if Is.CALLS in traits(eqn) else None
 
 
