@@ -11,10 +11,10 @@ from its numbers, which are not known yet:
 - Every other value may have another range or need more digits: FLOAT32.
 
 In `exp(tanh(x @ w + b))`, where `b` is a parameter, the four results have the kinds
-PRODUCT, SUM, NEAR and FLOAT32. Mostly, the kind of a result is the latest of its operands' kinds in the
-order of `Kind`, or a later one. But what is added to a NEAR value gives a SUM if it is
-a PRODUCT, a SUM or NEAR itself; and a value minus its own mean, or over its own norm,
-is NEAR: see `normalized`.
+PRODUCT, SUM, NEAR and FLOAT32. Mostly, the kind of a result is the latest of its
+operands' kinds in the order of `Kind`, or a later one. But what is added to a NEAR
+value gives a SUM if it is a PRODUCT, a SUM or NEAR itself; and a value minus its own
+mean, or over its own norm, is NEAR: see `normalized`.
 """
 
 import enum
@@ -45,7 +45,7 @@ class Kind(enum.IntEnum):
     PARAMETER = enum.auto()
     """A parameter, a literal between 1/256 and 4 or 0, a mask, or made from these."""
     LARGE = enum.auto()
-    """A literal between 4 and 256: what it multiplies may leave its range."""
+    """A literal between 4 and 256, or made with one: what it multiplies may be large."""
     PRODUCT = enum.auto()
     """The result of a product, perhaps moved: it has 16 bits already."""
     SUM = enum.auto()
@@ -176,16 +176,14 @@ def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
     for n in carried:
         is_stream = is_over_layers and operands[n] <= Kind.SUM
         inside[n] = Kind.SUM if is_stream else Kind.FLOAT32
-    if not is_over_layers:
-        return inside
     earlier: Kinds = []
     while inside != earlier:
         earlier = list(inside)
         # What one round leaves in float32 is carried in float32 from the first one on.
-        (results,) = _of_programs(eqn, inside)
-        for n, kind in zip(carried, results, strict=False):
-            if kind > Kind.SUM:
-                inside[n] = Kind.FLOAT32
+        for results in _of_programs(eqn, inside):
+            for n, kind in zip(carried, results, strict=False):
+                if kind > Kind.SUM:
+                    inside[n] = Kind.FLOAT32
     return inside
 
 

@@ -36,8 +36,8 @@ class Part(NamedTuple):
 
 
 # What an operation makes of parts of one value. Which operation is a "sum", "over" and
-# so on is in the column `formula` of the table of operations: a "bound" is the larger of
-# two numbers or their sum, a "choice" is one of two.
+# so on is in the column `formula` of the table of operations: a "bound" is the larger
+# of two numbers or their sum, a "choice" is one of two.
 _MADE: dict[tuple[str, ...], str] = {
     ("sum", "value"): "sum",
     ("sum", "sum"): "sum",

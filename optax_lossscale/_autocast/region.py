@@ -67,9 +67,7 @@ def of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> Region:
         if not rounded.isdisjoint(eqn.outvars):
             operands = variables(eqn.invars)
             rounded.update(v for v in operands if facts.kinds[v] == Kind.SUM)
-            # The gradient of an operand that is broadcast would be a sum.
-            shapes = set(map(shape_in, (*eqn.invars, *eqn.outvars)))
-            adds_rounded = Is.ADDS_TWO in traits(eqn) and len(shapes) == 1
+            adds_rounded = Is.ADDS_TWO in traits(eqn) and _is_of_one_shape(eqn)
         from_last.append(Step(eqn, _takes(eqn, low, adds_rounded)))
     steps = tuple(reversed(from_last))
     reads = _reads(facts, steps, stores)
@@ -109,6 +107,11 @@ def need(facts: Facts, needed: dict[Var, Any], v: Var, dtype: Any) -> None:
 def made_by(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
     """The equation that makes each result of some equations, in order."""
     return {v: eqn for eqn in eqns for v in eqn.outvars}
+
+
+def _is_of_one_shape(eqn: JaxprEqn) -> bool:
+    """Whether no operand is broadcast; the gradient of one that is would be a sum."""
+    return len(set(map(shape_in, (*eqn.invars, *eqn.outvars)))) == 1
 
 
 def _takes(eqn: JaxprEqn, low: Any, is_rounded: bool) -> list[Any]:

@@ -41,8 +41,8 @@ Functions = dict[Hashable, Callable[[Arrays], list[Any]]]
 """Functions that run in several places, and that JAX traces and differentiates once.
 
 JAX finds an earlier trace by the function, so that each place has to run the same one.
-The key of an inner program is its plan. The key of an island that is recomputed is equal
-for all islands that compute the same.
+The key of an inner program is its plan. The key of an island that is recomputed is
+equal for all islands that compute the same.
 """
 
 

@@ -5,12 +5,13 @@ island stores a value in 16 bits if no later region needs it in float32: a produ
 16 bits, another island the dtype that `facts` has for the value. If a cheap step has
 results no smaller than the values that they are computed from, the islands that read
 these results repeat the step instead. An equation without effects whose results no
-region reads is in none. Most islands are recomputed in the backward pass from the values that they read,
-so that none of their float32 arrays has to be kept.
+region reads is in none. Most islands are recomputed in the backward pass from the
+values that they read, so that none of their float32 arrays has to be kept.
 
-Some rules here, in `region` and in `recomputed` say what they are worth: how much memory
-a model takes, and how many bytes it moves, without the rule, over the same model with
-it. This was measured on programs compiled for an H100 with jax 0.12, which `python -m benchmarks rules` does.
+Some rules here, in `region` and in `recomputed` say what they are worth: how much
+memory a model takes, and how many bytes it moves, without the rule, over the same model
+with it. `python -m benchmarks rules` measured this on programs compiled for an H100
+with jax 0.12.
 """
 
 from collections import ChainMap

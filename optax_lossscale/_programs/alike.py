@@ -25,7 +25,7 @@ def key_of_literal(literal: Any) -> Hashable:
 
 
 def hashable(key: Hashable, things: Any) -> Hashable:
-    """The key; where it has no hash, the `id` of `things`, which equals no other key."""
+    """The key; where it has no hash, the `id` of `things`, which is in no other key."""
     try:
         hash(key)
     except TypeError:

@@ -97,7 +97,7 @@ def _add(
 
 
 def _at(around: _Call, eqn: JaxprEqn) -> JaxprEqn:
-    """An equation with the names around it, and with the caller's line if it has none."""
+    """An equation with the names around it, and the caller's line if it has none."""
     source = eqn.source_info
     source = source.replace(name_stack=around.scope + source.name_stack)
     if around.caller is not None and not users_line(eqn):
