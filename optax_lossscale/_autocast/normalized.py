@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.dtypes import float0
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from optax_lossscale._programs.operations import Is, operation, traits
-from optax_lossscale._programs.values import is_float
+from optax_lossscale._programs.values import dtype_in, is_float
 from optax_lossscale._programs.work import terms_of
 
 
@@ -28,8 +29,8 @@ class Part(NamedTuple):
     """What a result is, in the normalization of a value."""
 
     of: Any  # the value, a variable; None for what is computed from literals alone
-    # A word of the table below; for a literal "zero", "negative", "epsilon", which is
-    # less than 1, or "number"
+    # A word of the table below; for a literal "zero", "epsilon" if it is less than 1,
+    # "number", or "other" if it is negative
     what: str
     is_centred: bool = False  # whether it is that of the value minus its mean
     terms: float = 1  # how many are summed, over what divides the sum: 1 for a mean
@@ -117,11 +118,14 @@ def _of_operand(v: Var | Literal, parts: Mapping[Var, Part]) -> Part:
     """The part of an operand."""
     if isinstance(v, Var):
         return parts.get(v, Part(v, "value"))
+    # A float0, the cotangent of an integer, cannot even be compared.
+    if dtype_in(v) == float0:
+        return Part(None, "other")
     number = v.val
     if number == 0:
         return Part(None, "zero")
     if abs(number) != number and not np.isnan(number):
-        return Part(None, "negative")
+        return Part(None, "other")
     return Part(None, "epsilon" if abs(number) < 1 else "number")
 
 
