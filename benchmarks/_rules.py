@@ -12,7 +12,8 @@ from tqdm import tqdm
 
 from benchmarks import _accelerators, _autocast, _models, _tables, _targets
 from benchmarks._tables import Table
-from optax_lossscale._autocast import classify, store
+from optax_lossscale._autocast import classify, region, store
+from optax_lossscale._autocast.region import made_by
 
 LEAST = 0.02  # of a difference that is shown
 TARGET = _targets.H100
@@ -34,16 +35,22 @@ def _no(*_: Any) -> bool:
     return False
 
 
+def _undivided(_facts: Any, island: Any, wanted: Any) -> list[Any]:
+    """What a whole island stores, by one region."""
+    stores = {v: wanted[v] for v in made_by(island) if v in wanted}
+    return [stores] if stores else []
+
+
 RULES = {
-    "some reductions are kept": Rule(store, "_kept", _nothing),
-    "a sum that is read here too comes first": Rule(store, "_sums_read_here", _nothing),
+    "some reductions are kept": Rule(region, "kept", _nothing),
+    "a sum that is read here too comes first": Rule(store, "_divided", _undivided),
     "what only moves, or spaces, is not recomputed": Rule(
-        store, "_is_one_pass", lambda steps: True
+        region, "is_one_pass", lambda eqns: True
     ),
     "what is cheap is repeated": Rule(store, "_repeated", lambda *_: {}),
-    "what is normalized has about the size 1": Rule(classify, "_is_normalized", _no),
-    "what is sent, or has a name, is in 16 bits": Rule(store, "_only_moves", _no),
-    "sums in 16 bits are of rounded numbers": Rule(store, "_is_of_one_shape", _no),
+    "what is normalized has about the size 1": Rule(classify, "is_normalized", _no),
+    "what is sent, or has a name, is in 16 bits": Rule(region, "_only_moves", _no),
+    "sums in 16 bits are of rounded numbers": Rule(region, "_is_of_one_shape", _no),
 }
 _WITH = ""  # all rules
 

@@ -2,17 +2,16 @@
 
 The layers of a model are often alike, and JAX takes long to trace the derivatives of
 `jax.checkpoint`. In two layers the same values have different numbers, so an island's
-values are numbered here by their place in the island.
+values are numbered here by their places in the island.
 """
 
-import itertools
 from collections.abc import Callable, Hashable
 from typing import Any
 
 from jax.extend.core import Literal
 
 from optax_lossscale._autocast.facts import Casting
-from optax_lossscale._autocast.store import Region, Step
+from optax_lossscale._autocast.region import Region, Step
 from optax_lossscale._programs.alike import hashable, key_of, key_of_literal
 
 Place = Callable[[Any], Hashable]
@@ -21,7 +20,7 @@ Place = Callable[[Any], Hashable]
 def in_common(island: Region, casting: Casting) -> Hashable:
     """A key that is equal for islands that compute the same, by the same lines."""
     made = [v for step in island.steps for v in step.eqn.outvars]
-    places = dict(zip([*island.reads, *made], itertools.count(), strict=False))
+    places = {v: n for n, v in enumerate([*island.reads, *made])}
 
     def place(v):
         """The place of a variable in the island, or the key of a literal."""

@@ -109,7 +109,7 @@ def _split(
     def is_new(x):
         return is_array(x) and id(x) not in unchanged
 
-    # None, which is no leaf, is in the place of arrays: to keep them would leak tracers.
+    # None, which is no leaf, stands for each array: to keep these would leak tracers.
     others = [None if is_new(x) else unchanged.get(id(x), x) for x in leaves]
 
     def form(arrays):
@@ -139,7 +139,10 @@ def _are_parameters(
 
 
 def is_array(x: Any) -> bool:
-    """Whether `x` is an array of numbers, traced or not, or the shape of one."""
+    """Whether `x` is an array, traced or not, or the shape of one.
+
+    An array of NumPy's has to hold numbers; one of JAX's may hold random keys.
+    """
     if isinstance(x, (np.ndarray, np.generic)):
         return x.dtype == np.bool_ or jnp.issubdtype(x.dtype, np.number)
     return isinstance(x, (jax.Array, jax.ShapeDtypeStruct))

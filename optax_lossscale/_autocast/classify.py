@@ -7,52 +7,51 @@ from its numbers, which are not known yet:
 - A sum with such a result is a SUM. It may be stored in 16 bits from product to
   product, as in a model cast by hand.
 - A value computed from these in about their range is NEAR. It stays in float32, and is
-  recomputed.
+  recomputed. How often it was multiplied is not counted: nine times 4 is still NEAR.
 - Every other value may have another range or need more digits: FLOAT32.
 
-In `exp(tanh(x @ w + b))`, where `b` is a parameter, these are a PRODUCT, a SUM, a NEAR
-and a FLOAT32. Mostly, the kind of a result is the latest of its operands' kinds in the
-order of `Kind`, or a later one. But what is added to a NEAR value gives a SUM if it is
-a PRODUCT, a SUM or NEAR itself; and a value minus its own mean, or divided by its own
-norm, is NEAR.
+In `exp(tanh(x @ w + b))`, where `b` is a parameter, the four results have the kinds
+PRODUCT, SUM, NEAR and FLOAT32. Mostly, the kind of a result is the latest of its
+operands' kinds in the order of `Kind`, or a later one. But what is added to a NEAR
+value gives a SUM if it is a PRODUCT, a SUM or NEAR itself; and a value minus its own
+mean, or over its own norm, is NEAR: see `normalized`.
 """
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from optax_lossscale._autocast.normalized import Part, is_normalized, part_of
 from optax_lossscale._autocast.products import is_narrowed, is_rewritten
 from optax_lossscale._programs.flat import flat
-from optax_lossscale._programs.operations import Is, operation, traits
+from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import (
     FLOAT32,
     dtype_in,
     is_float,
     shape_in,
-    variables,
 )
-from optax_lossscale._programs.versions import name_of
 from optax_lossscale._programs.walk import carried_by, giving_results
 
 
 class Kind(enum.IntEnum):
     """What a value is made of; the later kinds need more range, or more digits."""
 
-    LARGE = enum.auto()
-    """A literal between 4 and 256: what it multiplies may leave its range."""
     PARAMETER = enum.auto()
-    """A parameter, a literal between 1/256 and 4 or 0, or made from these alone."""
+    """A parameter, a literal between 1/256 and 4 or 0, a mask, or made from these."""
+    LARGE = enum.auto()
+    """A literal between 4 and 256, or made with one: what it multiplies may be large."""
     PRODUCT = enum.auto()
     """The result of a product, perhaps moved: it has 16 bits already."""
     SUM = enum.auto()
     """A sum with such a result: stored in 16 bits from product to product."""
     NEAR = enum.auto()
-    """Made from these, in about their range: recomputed; added to a SUM, it gives one."""
+    """Made from the kinds above, in about their range; added to a SUM, it gives one."""
     FLOAT32 = enum.auto()
     """Anything that may have another range or need more digits."""
 
@@ -71,30 +70,20 @@ def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[Var, Kind]:
     program = flat(jaxpr)
     kinds = dict.fromkeys(program.consts, Kind.FLOAT32)
     kinds |= zip(program.ins, arguments, strict=True)
-    statistics: dict[Var, _Statistic] = {}
-    powers: set[Var] = set()  # what is computed from values in range, such as squares
-    centred: set[Var] = (
-        set()
-    )  # values minus their mean, and what is computed from these
+    parts: dict[Var, Part] = {}
     for eqn in program.eqns:
         operands = kinds_of(eqn.invars, kinds)
         if is_narrowed(eqn):
             results = [Kind.PRODUCT]
         elif is_rewritten(eqn):
             results = _of_held(eqn, operands)
-        elif _is_normalized(eqn, operands, statistics, centred):
-            results = [Kind.NEAR]
-            if Is.ADDS_TWO in traits(eqn):
-                centred.update(eqn.outvars)
         else:
             results = [_of_result(eqn, operands)] * len(eqn.outvars)
-            statistic = _statistic(eqn, operands, statistics, powers, centred)
-            if statistic:
-                statistics |= dict.fromkeys(eqn.outvars, statistic)
-            elif centred.issuperset(variables(eqn.invars)):
-                centred.update(eqn.outvars)
-            if _IN_RANGE.issuperset(operands):
-                powers.update(eqn.outvars)
+            part = part_of(eqn, [kind == Kind.PARAMETER for kind in operands], parts)
+            if part is not None:
+                parts[eqn.outvars[0]] = part
+                if is_normalized(part) and kinds[part.of] in _IN_RANGE:
+                    results = [Kind.NEAR]
         kinds |= zip(eqn.outvars, results, strict=True)
     return kinds
 
@@ -140,7 +129,7 @@ def _fills_with_a_number(eqn: JaxprEqn) -> bool:
 
     By default `jnp.take` fills them with NaN, which 16 bits hold, as they hold 0.
     """
-    filling = eqn.params.get("fill_value")
+    filling = eqn.params["fill_value"] if Is.PICKS in traits(eqn) else None
     return filling is not None and filling != 0 and not np.isnan(filling)
 
 
@@ -151,7 +140,7 @@ def _keeps_the_range(eqn: JaxprEqn, operands: Kinds) -> bool:
         divisor = eqn.invars[1]
         return isinstance(divisor, Literal) and abs(divisor.val) >= _SMALLEST_DIVISOR
     if Is.MULTIPLIES in its_traits:
-        return _CONSTANTS.issuperset(operands) or Kind.PARAMETER in operands
+        return Kind.PARAMETER in operands
     return bool(its_traits & (Is.ADDS_TWO | Is.NEAR))
 
 
@@ -167,96 +156,6 @@ def _of_literal(literal: Literal) -> Kind:
     if size == 0 or 2**-8 <= size <= 2**2:
         return Kind.PARAMETER
     return Kind.LARGE if 2**2 < size <= _LARGEST else Kind.FLOAT32
-
-
-# --- values minus their own mean, or divided by their own norm ---
-
-
-class _Statistic(NamedTuple):
-    """What was computed from a sum of many terms, such as a mean or a norm."""
-
-    shape: tuple[int, ...]  # of the array whose numbers were summed
-    # The operation that computed it last; those left out that only move it, multiply it
-    # by a constant or add an epsilon to it
-    last: str
-    # Whether it is small where numbers differ little, as a variance is. Then only what
-    # is centred has about the size 1 if it is divided by the root.
-    is_of_centred: bool
-
-
-def _statistic(
-    eqn: JaxprEqn,
-    operands: Kinds,
-    statistics: Mapping[Var, _Statistic],
-    powers: Set[Var],
-    centred: Set[Var],
-) -> _Statistic | None:
-    """The statistic that the results of an equation are, if they are one.
-
-    The result of `mean`, which is `div(reduce_sum(x), n)`, with `x` of shape (8, 4), is
-    `_Statistic((8, 4), "div", False)`. What is summed is in range, or a power of what
-    is: the norm of `1e-7 * x` is none of `x`. A power of a sum is no statistic: the
-    square of a mean may be 0 where numbers are large.
-    """
-    its_traits = traits(eqn)
-    if its_traits & (Is.ADDS_MANY | Is.SENDS) == Is.ADDS_MANY:
-        summed = eqn.invars[0]
-        if operands[0] not in _IN_RANGE and summed not in powers:
-            return None
-        return _Statistic(shape_in(summed), name_of(eqn), summed in centred)
-    of_operands = map(statistics.get, variables(eqn.invars))
-    statistic = next(filter(None, of_operands), None)
-    if statistic is None:
-        return None
-    if Is.EXPONENTIAL in its_traits:
-        return None
-    is_the_same = bool(its_traits & (Is.MOVES | Is.SENDS))
-    if its_traits & (Is.CHOOSES | Is.ADDS_TWO):
-        is_the_same = all(
-            statistics.get(v) == statistic if isinstance(v, Var) else _is_small(v)
-            for v in filter(is_float, eqn.invars)
-        )
-    if Is.MULTIPLIES in its_traits:
-        return statistic if Kind.PARAMETER in operands else None
-    if is_the_same:
-        return statistic
-    # The difference of a mean of squares and the square of a mean is a variance.
-    is_of_centred = statistic.is_of_centred or Is.ADDS_TWO in its_traits
-    return _Statistic(statistic.shape, name_of(eqn), is_of_centred)
-
-
-def _is_small(literal: Literal) -> bool:
-    """Whether a literal is like an epsilon, which leaves about a range."""
-    return bool(np.all(np.abs(literal.val) <= _LARGEST))
-
-
-def _is_normalized(
-    eqn: JaxprEqn,
-    operands: Kinds,
-    statistics: Mapping[Var, _Statistic],
-    centred: Set[Var],
-) -> bool:
-    """Whether an equation subtracts a mean, or divides by a norm, of as many numbers.
-
-    It divides by a standard deviation only what is centred.
-    Normalized numbers have about the size 1. Without this rule, a ResNet takes 1.31 of
-    the memory and moves 1.16 of the bytes, BERT 1.04 and 1.07.
-    """
-    last = operation(eqn).statistic
-    if not last or _IN_RANGE.isdisjoint(operands):
-        return False
-    # A multiplication may have its operands in any order.
-    by = eqn.invars if Is.MULTIPLIES in traits(eqn) else eqn.invars[1:]
-    shape = shape_in(eqn.outvars[0])
-    found = [
-        statistic
-        for statistic in map(statistics.get, variables(by))
-        if statistic and (statistic.shape, statistic.last) == (shape, last)
-    ]
-    has_centred = not centred.isdisjoint(variables(eqn.invars))
-    if has_centred or Is.ADDS_TWO in traits(eqn):
-        return bool(found)
-    return any(not statistic.is_of_centred for statistic in found)
 
 
 # --- equations that hold programs ---
@@ -277,16 +176,14 @@ def kinds_inside(eqn: JaxprEqn, operands: Kinds) -> list[Kind]:
     for n in carried:
         is_stream = is_over_layers and operands[n] <= Kind.SUM
         inside[n] = Kind.SUM if is_stream else Kind.FLOAT32
-    if not is_over_layers:
-        return inside
     earlier: Kinds = []
     while inside != earlier:
         earlier = list(inside)
         # What one round leaves in float32 is carried in float32 from the first one on.
-        (results,) = _of_programs(eqn, inside)
-        for n, kind in zip(carried, results, strict=False):
-            if kind > Kind.SUM:
-                inside[n] = Kind.FLOAT32
+        for results in _of_programs(eqn, inside):
+            for n, kind in zip(carried, results, strict=False):
+                if kind > Kind.SUM:
+                    inside[n] = Kind.FLOAT32
     return inside
 
 
@@ -310,9 +207,9 @@ def _of_programs(eqn: JaxprEqn, operands: Kinds) -> list[Kinds]:
 
 
 def _is_over_layers(eqn: JaxprEqn, operands: Kinds) -> bool:
-    """Whether this is a scan over layers, each with a parameter matrix of its own."""
+    """Whether an equation scans over layers, each with a matrix of its own."""
     if Is.SCANS not in traits(eqn):
         return False
     pairs = zip(eqn.invars, operands, strict=True)
     scanned = list(pairs)[carried_by(eqn).stop :]
-    return any(kind == Kind.PARAMETER and len(shape_in(v)) > 2 for v, kind in scanned)
+    return any(kind in _CONSTANTS and len(shape_in(v)) > 2 for v, kind in scanned)

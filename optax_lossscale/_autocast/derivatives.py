@@ -1,44 +1,35 @@
 """Run a function with a custom derivative, whose rule is rewritten as well.
 
 A new `custom_jvp` or `custom_vjp` takes the place of the equation. Its function is the
-original's program, run by its plan. Its rule differentiates the original equation, cast
-to the dtypes of the plan, so that JAX calls the user's rule and casts tangents and
-cotangents. What that computes is traced and run by a plan as well, which is what
-`rewrite` does with a function.
+`program` in the equation, run by its plan. Its rule differentiates the `original`: the
+equation as it was traced, with results in the dtypes of the plan. So JAX calls the
+user's rule, and casts tangents and cotangents. What the rule computes is traced and run
+by a plan as well, which is what `rewrite` does with a function.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from optax_lossscale._programs.enter import Arrays, Function
-from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtypes, is_float
-from optax_lossscale._programs.versions import bind
+from optax_lossscale._programs.values import dtype_in, is_float
 
-
-class Program(NamedTuple):
-    """The function's program, run by its plan."""
-
-    call: Function
-    gives: Sequence[Any]  # the dtypes of its results
-
-
+Original = Callable[..., list[Any]]
 Rewrite = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Gives a function whose products are narrowed, and whose dtypes are the original's."""
 
 
 def custom_jvp(
-    eqn: Any, operands: Arrays, program: Program, rewrite: Rewrite
+    program: Function, original: Original, operands: Arrays, rewrite: Rewrite
 ) -> list[Any]:
     """The results of a `custom_jvp`, whose derivative is the original's, rewritten."""
-    original = _original(eqn, program)
 
     @jax.custom_jvp
     def function(*operands):
-        return program.call(operands)
+        return program(operands)
 
     @function.defjvp
     @rewrite
@@ -49,14 +40,13 @@ def custom_jvp(
 
 
 def custom_vjp(
-    eqn: Any, operands: Arrays, program: Program, rewrite: Rewrite
+    program: Function, original: Original, operands: Arrays, rewrite: Rewrite
 ) -> list[Any]:
     """The results of a `custom_vjp`, whose two passes are the original's, rewritten."""
-    original = _original(eqn, program)
 
     @jax.custom_vjp
     def function(*operands):
-        return program.call(operands)
+        return program(operands)
 
     def forward(*args):
         primals = [x.value for x in args]
@@ -96,13 +86,3 @@ def _as_array(cotangent: Any) -> Any:
     if isinstance(cotangent, SymbolicZero):
         return jnp.zeros(cotangent.shape, dtype_in(cotangent))
     return cotangent
-
-
-def _original(eqn: Any, program: Program) -> Callable[..., list[Any]]:
-    """The equation as it was traced, but with the dtypes of the plan's results."""
-
-    def results(*operands):
-        traced = in_dtypes(dtypes_in(eqn.invars), operands)
-        return in_dtypes(program.gives, bind(eqn, traced))
-
-    return results

@@ -1,4 +1,4 @@
-"""The dtype of each value of a program, which follows from what is made from it, too.
+"""The dtype of each value of a program, by its kind and by what is done with it.
 
 A value is stored in 16 bits if it is a PRODUCT, or a SUM that is read past a product
 and on which another product depends. All else keeps the dtype in which it was traced,

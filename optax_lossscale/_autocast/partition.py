@@ -2,9 +2,9 @@
 
 An island has the equations that depend on products and are cheap enough to be
 recomputed in the backward pass. It grows with each of them, until an equation that
-cannot be in it, such as the next product, reads one of its results. In
-`exp(tanh(x @ a)) @ b` this is the first product, an island with `tanh` and `exp`, and
-the second product.
+cannot be in it, such as the next product, reads one of its results. The parts of
+`exp(tanh(x @ a)) @ b` are the first product, an island with `tanh` and `exp`, and the
+second product.
 """
 
 from collections.abc import Container, Sequence
@@ -22,9 +22,9 @@ def partition(
 ) -> list[Island | JaxprEqn]:
     """The islands of a program, and the equations that run by themselves, in order.
 
-    Each reads the results of earlier ones only. An equation is in an island if it is
-    cheap and depends on a product. One that is in no island, and reads nothing of the
-    one that is growing, comes before that one.
+    Each part reads results of earlier parts only. An equation is in an island if it is
+    cheap and depends on a product. Any other equation comes before the island that is
+    growing, unless it reads one of the island's results.
 
     Args:
       eqns: the equations of the program.

@@ -15,8 +15,9 @@ from jax.extend.core import JaxprEqn, Literal
 from optax_lossscale._autocast.classify import Kind, kinds_inside, kinds_of
 from optax_lossscale._autocast.facts import Casting, Facts, facts_of, stored_dtype
 from optax_lossscale._autocast.products import holds_products
+from optax_lossscale._autocast.region import Region, Step
 from optax_lossscale._autocast.shown import shown
-from optax_lossscale._autocast.store import Region, Step, store
+from optax_lossscale._autocast.store import store
 from optax_lossscale._autocast.uses import NOTHING, Uses, results_inside, uses_inside
 from optax_lossscale._programs.flat import Flat, flat
 from optax_lossscale._programs.operations import Is, traits
@@ -82,37 +83,52 @@ def _plan(
 
 
 def _held(facts: Facts, eqn: JaxprEqn) -> Step:
-    """An equation that holds products, with a plan for each program that has results."""
+    """The step of an equation that holds products, with plans for its programs."""
     kinds = kinds_inside(eqn, kinds_of(eqn.invars, facts.kinds))
     results = results_inside(eqn, tuple(facts.uses[v] for v in eqn.outvars))
-    of_operands = uses_inside(eqn, results)
-    as_traced = dtypes_in(eqn.invars)
-    takes = [
-        dtype_in(v) if isinstance(v, Literal) else facts.dtypes[v] for v in eqn.invars
-    ]
-    gives = [facts.dtypes[v] for v in eqn.outvars]
+    takes, gives = _dtypes_inside(facts, eqn, kinds, results)
     casting = facts.casting
-    carried = carried_by(eqn)
     if Is.SCANS in traits(eqn):
         casting = casting._replace(prevent_cse=False)
-        # Every round reads the constants, so their gradients are sums over the rounds:
-        # in float32, if the constants are.
-        takes[: carried.start] = as_traced[: carried.start]
     if Is.KEEPS in traits(eqn):
         casting = casting._replace(recomputes=False)
-    # The body takes its carry in 16 bits where the body would store it so. Between two
-    # rounds it is in float32 if it is after the last one, so that this is not rounded.
-    between = list(takes)
-    for j, n in enumerate(carried):
-        v = eqn.invars[n]
-        takes[n] = stored_dtype(v, kinds[n], of_operands[n], facts.low)
-        gives[j] = stored_dtype(v, kinds[n], results[j], facts.low)
-        between[n] = takes[n] if takes[n] == gives[j] else dtype_in(v)
     plans: list[Plan] = []
     for program, operands in giving_results(eqn):
         its_takes = tuple(takes[n] for n in operands)
         its_kinds = tuple(kinds[n] for n in operands)
-        plans.append(
-            _plan(program, its_takes, tuple(gives), its_kinds, results, casting)
-        )
-    return Step(eqn, between, plans)
+        plans.append(_plan(program, its_takes, gives, its_kinds, results, casting))
+    # Between two rounds a carry is in float32 if it is so after the last one, so that
+    # the last one is not rounded.
+    for n, given in zip(carried_by(eqn), gives, strict=False):
+        if takes[n] != given:
+            takes[n] = dtype_in(eqn.invars[n])
+    return Step(eqn, takes, plans)
+
+
+def _dtypes_inside(
+    facts: Facts, eqn: JaxprEqn, kinds: Sequence[Kind], results: Uses
+) -> tuple[list[Any], tuple[Any, ...]]:
+    """The dtypes that the programs in an equation take, for its operands, and give.
+
+    Args:
+      facts: the facts about the program around it.
+      eqn: the equation.
+      kinds: the kinds that its operands have inside.
+      results: what is done with the results of its programs.
+    """
+    takes = [
+        dtype_in(v) if isinstance(v, Literal) else facts.dtypes[v] for v in eqn.invars
+    ]
+    gives = [facts.dtypes[v] for v in eqn.outvars]
+    carried = carried_by(eqn)
+    if Is.SCANS in traits(eqn):
+        # Every round reads the constants, so their gradients are sums over the rounds:
+        # in float32, if the constants are.
+        takes[: carried.start] = dtypes_in(eqn.invars[: carried.start])
+    # The body takes and gives its carry in 16 bits where it would store it so.
+    of_operands = uses_inside(eqn, results)
+    for j, n in enumerate(carried):
+        v = eqn.invars[n]
+        takes[n] = stored_dtype(v, kinds[n], of_operands[n], facts.low)
+        gives[j] = stored_dtype(v, kinds[n], results[j], facts.low)
+    return takes, tuple(gives)

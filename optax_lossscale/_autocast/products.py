@@ -6,18 +6,24 @@ against it, as a `while` that waits for a number to converge. `reasons_left` col
 what `autocast` warns of where it narrows nothing.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal
 
 from optax_lossscale._programs.enter import is_entered, is_placed
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
-from optax_lossscale._programs.values import FLOAT32, FLOAT64, dtypes_in, is_float
+from optax_lossscale._programs.values import (
+    FLOAT32,
+    FLOAT64,
+    dtypes_in,
+    is_float,
+    is_inexact,
+    variables,
+)
 from optax_lossscale._programs.versions import is_ref, name_of, open_jaxpr
 from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import (
@@ -105,27 +111,24 @@ def reasons_left(program: Any) -> tuple[str, ...]:
 @remembered
 def _reasons_left(program: Any) -> tuple[str, ...]:
     """The same as `reasons_left`, whatever the default precision is."""
-    reasons: dict[str, None] = {}
-    for eqn in open_jaxpr(program).eqns:
-        if is_product(eqn):
-            of_eqn = _reasons_for_product(eqn)
-        else:
-            of_eqn = [why for p in programs_in(eqn) for why in _reasons_left(p)]
-            if "" in of_eqn and not is_rewritten(eqn):
-                of_eqn = [f"{_why_not_rewritten(eqn)} ({_INSIDE})"]
-        reasons |= dict.fromkeys(of_eqn)
-    return tuple(reasons)
+    reasons = itertools.chain.from_iterable(map(_why_left, open_jaxpr(program).eqns))
+    return tuple(dict.fromkeys(reasons))
 
 
-def _reasons_for_product(eqn: Any) -> list[str]:
-    """Why a product is not narrowed; `[""]` if it is."""
+def _why_left(eqn: Any) -> list[str]:
+    """The reasons for the products of one equation, or of the programs in it."""
     if is_narrowed(eqn):
         return [""]
-    dtypes = dtypes_in(eqn.invars[:2])
-    if asks_for_precision(eqn) or {FLOAT32, FLOAT64}.isdisjoint(dtypes):
-        return []
-    others = [d for d in dtypes if d == FLOAT64 or not jnp.issubdtype(d, jnp.inexact)]
-    return [f"a product with {dtype} ({_CAST})" for dtype in others]
+    if is_product(eqn):
+        dtypes = dtypes_in(eqn.invars[:2])
+        if asks_for_precision(eqn) or {FLOAT32, FLOAT64}.isdisjoint(dtypes):
+            return []
+        exact = [d for d in dtypes if d == FLOAT64 or not is_inexact(d)]
+        return [f"a product with {dtype} ({_CAST})" for dtype in exact]
+    inside = [why for program in programs_in(eqn) for why in _reasons_left(program)]
+    if "" in inside and not is_rewritten(eqn):
+        return [f"{_why_not_rewritten(eqn)} ({_INSIDE})"]
+    return inside
 
 
 def _why_not_rewritten(eqn: Any) -> str:
@@ -166,9 +169,9 @@ def _waits(eqn: Any) -> bool:
 
 
 def _made_of(program: Any, results: Sequence[Any]) -> set[Any]:
-    """The variables of a program from which results are computed, with these."""
-    needed = {v for v in results if not isinstance(v, Literal)}
+    """The variables from which results of a program are computed, and the results."""
+    needed = set(variables(results))
     for eqn in reversed(program.eqns):
         if not needed.isdisjoint(eqn.outvars):
-            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+            needed.update(variables(eqn.invars))
     return needed

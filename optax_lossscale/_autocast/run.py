@@ -8,60 +8,82 @@ holds programs runs each of them by its own plan, in the same way.
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 
 from optax_lossscale._arrays.contexts import AUTOCAST_DTYPE
 from optax_lossscale._autocast.alike import in_common
 from optax_lossscale._autocast.classify import Kind
-from optax_lossscale._autocast.derivatives import Program, custom_jvp, custom_vjp
+from optax_lossscale._autocast.derivatives import custom_jvp, custom_vjp
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.outer import outer_product
 from optax_lossscale._autocast.plan import Plan, plan_for
 from optax_lossscale._autocast.products import SCOPE, is_narrowed, is_outer_product
-from optax_lossscale._autocast.store import Region, Step
+from optax_lossscale._autocast.region import Region, Step
 from optax_lossscale._programs.enter import Arrays, Function, enter
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import dtype_in, dtypes_in, in_dtype, in_dtypes
 from optax_lossscale._programs.versions import bind, name_of
 
-# The policy of regions that keep reductions: `_computed` gives these the name.
+# The policy of regions that keep reductions: `_run_region` gives these the name.
 _KEEPS = checkpoint_policies.save_only_these_names(SCOPE)
+
+# How a step runs that has a derivative of the user's own; `enter` would lose the rule
+_WITH_RULE = {Is.JVP: custom_jvp, Is.VJP: custom_vjp}
 
 Functions = dict[Hashable, Callable[[Arrays], list[Any]]]
 """Functions that run in several places, and that JAX traces and differentiates once.
 
 JAX finds an earlier trace by the function, so that each place has to run the same one.
-Those of inner programs are found by their plan, and those of islands that are
-recomputed by what islands that compute the same have in common.
+The key of an inner program is its plan. The key of an island that is recomputed is
+equal for all islands that compute the same.
 """
 
 
 def run(plan: Plan, args: Arrays) -> list[Any]:
     """The results of a program for arguments in the dtypes that its plan takes."""
-    return _results_of(plan, args, {})
+    return _run(plan, args, {})
 
 
-def _results_of(plan: Plan, args: Arrays, functions: Functions) -> list[Any]:
+def _run(plan: Plan, args: Arrays, functions: Functions) -> list[Any]:
     """Runs each region of a program, and returns the program's results."""
     program = plan.program
     args = in_dtypes(plan.takes, args)
     values = dict(program.consts) | dict(zip(program.ins, args, strict=True))
     for region in plan.regions:
         operands = [values[v] for v in region.reads]
-        stored = _stored(region, plan, functions)(operands)
+        stored = _of_region(region, plan, functions)(operands)
         values |= zip(region.stores, stored, strict=True)
     results = [v.val if isinstance(v, Literal) else values[v] for v in program.outs]
     return in_dtypes(plan.gives, results)
 
 
-def _function(plan: Plan, step: Step, functions: Functions) -> Function:
+# --- functions that several places share ---
+
+
+def _of_region(region: Region, plan: Plan, functions: Functions) -> Function:
+    """The function from what a region reads to what it stores."""
+
+    def stored(operands):
+        return _run_region(region, operands, plan.casting, functions)
+
+    if not region.is_recomputed:
+        return stored
+    recomputed = jax.checkpoint(
+        stored,
+        prevent_cse=plan.casting.prevent_cse,
+        policy=_KEEPS if region.kept else None,  # a policy takes longer to trace
+    )
+    return functions.setdefault(in_common(region, plan.casting), recomputed)
+
+
+def _of_program(plan: Plan, step: Step, functions: Functions) -> Function:
     """A program that a step holds, to be run by its plan: traced once, as a `jit`.
 
     It stays a call only where the step was one. Elsewhere JAX puts it in its place: as
@@ -69,32 +91,17 @@ def _function(plan: Plan, step: Step, functions: Functions) -> Function:
     """
 
     def results(args):
-        return _results_of(plan, args, functions)
+        return _run(plan, args, functions)
 
     results.__name__ = step.eqn.params.get("name", name_of(step.eqn))  # for profiles
     is_call = Is.INLINED in traits(step.eqn)
     return functions.setdefault(plan, jax.jit(results, inline=not is_call))
 
 
-def _stored(
-    region: Region, plan: Plan, functions: Functions
-) -> Callable[[Arrays], Any]:
-    """The function from what a region reads to what it stores."""
-
-    def computed(operands):
-        return _computed(region, operands, plan.casting, functions)
-
-    if not region.is_recomputed:
-        return computed
-    recomputed = jax.checkpoint(
-        computed,
-        prevent_cse=plan.casting.prevent_cse,
-        policy=_KEEPS if region.kept else None,  # a policy takes longer to trace
-    )
-    return functions.setdefault(in_common(region, plan.casting), recomputed)
+# --- regions and their steps ---
 
 
-def _computed(
+def _run_region(
     region: Region, operands: Arrays, casting: Casting, functions: Functions
 ) -> list[Any]:
     """Runs the steps of a region, and returns the values that it stores."""
@@ -110,14 +117,14 @@ def _computed(
         return in_dtype(dtype, v.val) if isinstance(v, Literal) else cast(v, dtype)
 
     for step in region.steps:
-        outs = step.eqn.outvars
-        with _at_its_line(step.eqn):
-            taken = list(map(read, step.eqn.invars, step.takes))
-            results = _results(step, taken, region.stores, casting, functions)
-            if not region.kept.isdisjoint(outs):
+        eqn = step.eqn
+        with _at_its_line(eqn):
+            taken = list(map(read, eqn.invars, step.takes))
+            results = _run_step(step, taken, region, casting, functions)
+            if not region.kept.isdisjoint(eqn.outvars):
                 results = [checkpoint_name(x, SCOPE) for x in results]
-            values |= zip(outs, results, strict=True)
-            for v in outs:
+            values |= zip(eqn.outvars, results, strict=True)
+            for v in eqn.outvars:
                 if v in region.stores:
                     cast(v, region.stores[v])  # here, so that profiles show this line
     return list(map(cast, region.stores, region.stores.values()))
@@ -130,10 +137,10 @@ def _at_its_line(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
     return source_info_util.user_context(source.traceback, name_stack=names)
 
 
-def _results(
+def _run_step(
     step: Step,
     operands: list[Any],
-    stores: Mapping[Var, Any],
+    region: Region,
     casting: Casting,
     functions: Functions,
 ) -> list[Any]:
@@ -141,21 +148,41 @@ def _results(
     eqn = step.eqn
     if is_narrowed(eqn):
         return _product(eqn, operands)
-    of_programs = [_function(plan, step, functions) for plan in step.plans]
     with eqn.ctx.manager:
+        if step.plans:
+            return _run_held(step, operands, casting, functions)
         if is_outer_product(eqn):
             return [outer_product(eqn, *operands)]
-        if of_programs and traits(eqn) & (Is.JVP | Is.VJP):
-            (function,) = of_programs
-            program = Program(function, step.plans[0].gives)
-            rewrite = functools.partial(_rewrite, casting._replace(keeps=False))
-            rewritten = custom_vjp if Is.VJP in traits(eqn) else custom_jvp
-            return rewritten(eqn, operands, program, rewrite)
-        if of_programs:
-            return enter(eqn, operands, of_programs)
-        if Is.SPREADS in traits(eqn) and stores.get(eqn.outvars[0]) == casting.dtype:
-            return _spread(eqn, operands, casting.dtype)
+        low = casting.dtype
+        if Is.SPREADS in traits(eqn) and region.stores.get(eqn.outvars[0]) == low:
+            return _spread(eqn, operands, low)
     return bind(eqn, operands)
+
+
+def _run_held(
+    step: Step, operands: list[Any], casting: Casting, functions: Functions
+) -> list[Any]:
+    """The results of a step that holds programs, each of which runs by its plan."""
+    eqn = step.eqn
+    programs = [_of_program(plan, step, functions) for plan in step.plans]
+    with_rule = _WITH_RULE.get(traits(eqn) & (Is.JVP | Is.VJP))
+    if with_rule is None:
+        return enter(eqn, operands, programs)
+
+    def original(*operands):
+        traced = in_dtypes(dtypes_in(eqn.invars), operands)
+        return in_dtypes(step.plans[0].gives, bind(eqn, traced))
+
+    rewrite = functools.partial(_rewrite, casting._replace(keeps=False))
+    return with_rule(programs[0], original, operands, rewrite)
+
+
+def _product(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The result of a product whose operands are in 16 bits already, in 16 bits."""
+    params = eqn.params | {"precision": None}
+    if params.get("preferred_element_type") is not None:
+        params["preferred_element_type"] = dtype_in(operands[0])
+    return bind(eqn.replace(params=params), operands)
 
 
 def _spread(eqn: JaxprEqn, operands: list[Any], low: np.dtype) -> list[Any]:
@@ -192,11 +219,3 @@ def _rewrite(casting: Casting, fun: Callable[..., Any]) -> Callable[..., Any]:
         return jax.tree.unflatten(structure, results)
 
     return of_arrays
-
-
-def _product(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The result of a product whose operands are in 16 bits already, in 16 bits."""
-    params = eqn.params | {"precision": None}
-    if params.get("preferred_element_type") is not None:
-        params["preferred_element_type"] = dtype_in(operands[0])
-    return bind(eqn.replace(params=params), operands)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from optax_lossscale._autocast.store import Region
+from optax_lossscale._autocast.region import Region
 from optax_lossscale._programs.flat import Flat
+from optax_lossscale._programs.lines import users_line
 from optax_lossscale._programs.versions import name_of
-from optax_lossscale._programs.walk import has_users_line, line_of
 
 if TYPE_CHECKING:
     from optax_lossscale._autocast.plan import Plan
@@ -67,8 +67,8 @@ def _line(region: Region, names: Names) -> str:
     line += f" -> {_typed(names, region.stores, region.stores.values())}"
     if kept:
         line += f", keeping {_operations(kept)}"
-    # Other equations have no line of the user's, such as the counter of a loop.
-    sources = dict.fromkeys(map(line_of, filter(has_users_line, eqns)))
+    # Some equations have no line of the user's, such as the counter of a loop.
+    sources = dict.fromkeys(filter(None, map(users_line, eqns)))
     return f"{line}  # {', '.join(sources)}" if sources else line
 
 

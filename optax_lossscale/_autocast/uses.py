@@ -2,9 +2,9 @@
 
 The pass goes backward, from the results of a program to its arguments. It asks two
 questions of a value: does any product depend on it, and is it read once more after a
-product has been computed from it? In `y = x + f(x @ w)`, `x` is both: the product
-multiplies it, and the sum reads it past the product, so it has to be stored until then.
-The result of `x @ w` is neither, if `y` is not multiplied later.
+product has been computed from it? In `y = x + f(x @ w)`, both are true of `x`: the
+product multiplies it, and the sum reads it past the product, so it has to be stored
+until then. Neither is true of the result of `x @ w`, if `y` is not multiplied later.
 
 To tell what is past a product, each value has a depth: the length of the longest chain
 before it of products, and of operations that hold products. An operation reads an

@@ -17,10 +17,10 @@ from optax_lossscale._autocast.arrays import as_program
 from optax_lossscale._autocast.products import usual_product
 from optax_lossscale._diagnosis.equations import Equation, equations
 from optax_lossscale._diagnosis.text import aligned, percent
+from optax_lossscale._programs.lines import is_of_optax
 from optax_lossscale._programs.operations import TABLE, Is, traits
 from optax_lossscale._programs.values import HALVES, dtype_in, is_float
 from optax_lossscale._programs.versions import open_jaxpr
-from optax_lossscale._programs.walk import is_of_optax
 from optax_lossscale._programs.work import (
     asks_for_precision,
     is_product,

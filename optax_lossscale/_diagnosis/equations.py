@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from optax_lossscale._programs.lines import line_of
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.values import dtype_in, is_float, is_narrow
@@ -21,7 +22,7 @@ from optax_lossscale._programs.versions import (
     open_jaxpr,
     params_of,
 )
-from optax_lossscale._programs.walk import line_of, programs_in
+from optax_lossscale._programs.walk import programs_in
 
 
 class Equation(NamedTuple):

@@ -19,6 +19,7 @@ from optax_lossscale._diagnosis.equations import dtypes_within, keeps_numbers
 from optax_lossscale._diagnosis.notes import Place
 from optax_lossscale._programs.alike import hashable, key_of, key_of_literal
 from optax_lossscale._programs.flat import all_flat
+from optax_lossscale._programs.lines import line_of
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import (
     Atom,
@@ -29,7 +30,7 @@ from optax_lossscale._programs.values import (
     variables,
 )
 from optax_lossscale._programs.versions import name_of, scopes_of
-from optax_lossscale._programs.walk import line_of, programs_in
+from optax_lossscale._programs.walk import programs_in
 from optax_lossscale._programs.work import terms_of
 
 _LOOPS = Is.SCANS | Is.WAITS | Is.BRANCHES | Is.MAPS

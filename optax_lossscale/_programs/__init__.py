@@ -8,8 +8,10 @@ of its own, as that of a `scan` holds its body. Read the files in this order:
 - `versions.py`: the attributes of programs that differ between versions of JAX.
 - `values.py`: the dtypes and sizes of values.
 - `work.py`: which equations are products, and how much an equation computes.
-- `walk.py`: the programs in an equation, and the line that made it.
+- `walk.py`: the programs in an equation, with the operands of each.
+- `lines.py`: the line of the user's code that made an equation.
 - `flat.py`: a program without its calls.
 - `enter.py`: an equation such as `scan`, run with its inner programs replaced.
+- `alike.py`: keys of equations that compute the same.
 - `remembered.py`: results for a program, computed once.
 """

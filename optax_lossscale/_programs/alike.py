@@ -1,8 +1,8 @@
 """Keys by which equations that compute the same are equal, whatever their variables.
 
 The layers of a model are often alike, so that one of them is traced or compiled for
-all. In two layers the same values have different variables: who compares them numbers
-these by their places.
+all. The same value has another variable in each layer, so callers number variables by
+position.
 """
 
 from collections.abc import Hashable
@@ -25,7 +25,7 @@ def key_of_literal(literal: Any) -> Hashable:
 
 
 def hashable(key: Hashable, things: Any) -> Hashable:
-    """The key; if it cannot be hashed, the `id` of `things`, which equals no other key."""
+    """The key; where it has no hash, the `id` of `things`, which is in no other key."""
     try:
         hash(key)
     except TypeError:

@@ -2,8 +2,8 @@
 
 `enter(eqn, operands, functions)` does not bind the equation, but calls `lax.scan`,
 `lax.switch` and so on anew, with a function for each program that has its results. The
-functions may give other dtypes than the programs, as when products in them are narrowed;
-those of a `cond` all give the same. A loop carries the dtypes of its operands.
+functions may give other dtypes than the programs, as with narrowed products; those of a
+`cond` all give the same. A loop carries the dtypes of its operands.
 """
 
 import functools
@@ -24,7 +24,7 @@ Function = Callable[[Arrays], list[Any]]
 
 
 def is_entered(eqn: Any) -> bool:
-    """Whether `enter` can run this equation."""
+    """Whether the programs in an equation may be replaced."""
     return bool(traits(eqn) & ENTERED)
 
 
@@ -97,7 +97,14 @@ def _while(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
 def _cond(eqn: Any, operands: Arrays, *functions: Function) -> list[Any]:
     index, *operands = operands
     branches = [lambda *args, run=run: run(args) for run in functions]
-    return lax.switch(index, branches, *operands)
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is None:
+        return lax.switch(index, branches, *operands)
+    # A branch for other platforms may not even compile for this one, as a kernel.
+    of_platforms: dict[str, Any] = {}
+    for names, branch in zip(platforms, branches, strict=True):
+        of_platforms |= dict.fromkeys(names or ["default"], branch)
+    return lax.platform_dependent(*operands, **of_platforms)
 
 
 def _shard_map(eqn: Any, operands: Arrays, function: Function) -> list[Any]:
@@ -119,9 +126,9 @@ _ENTER = {
     Is.WAITS: _while,
     Is.BRANCHES: _cond,
     Is.MAPS: _shard_map,
-    # These lose the user's rule, which `autocast` keeps: see `_autocast/derivatives.py`.
-    Is.JVP: _inlined,
-    Is.VJP: _inlined,
 }
-ENTERED = functools.reduce(Is.__or__, _ENTER)
-"""The traits of the operations that `enter` can run; each of these has one of them."""
+ENTERED = functools.reduce(Is.__or__, _ENTER, Is.JVP | Is.VJP)
+"""The traits of operations whose programs may be replaced; each of these has one.
+
+`enter` runs them but for those with a derivative of the user's: it would lose the rule.
+"""

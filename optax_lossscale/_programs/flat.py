@@ -12,10 +12,11 @@ from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from optax_lossscale._programs.enter import is_placed
+from optax_lossscale._programs.lines import users_line
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.remembered import remembered
 from optax_lossscale._programs.versions import argument_names, constants, open_jaxpr
-from optax_lossscale._programs.walk import has_users_line, programs_in
+from optax_lossscale._programs.walk import programs_in
 
 _LONG = 100  # equations
 
@@ -96,16 +97,16 @@ def _add(
 
 
 def _at(around: _Call, eqn: JaxprEqn) -> JaxprEqn:
-    """An equation with all names around it, and the caller's line if it has no user's."""
+    """An equation with the names around it, and the caller's line if it has none."""
     source = eqn.source_info
     source = source.replace(name_stack=around.scope + source.name_stack)
-    if around.caller is not None and not has_users_line(eqn):
+    if around.caller is not None and not users_line(eqn):
         source = source.replace(traceback=around.caller)
     return eqn.replace(source_info=source)
 
 
 def _called(eqn: JaxprEqn) -> Any:
-    """The program that an equation calls, as a `jit` or a checkpoint does; else None."""
+    """The program that an equation calls, as a `jit` does; None if it calls none."""
     return programs_in(eqn)[0] if Is.CALLS in traits(eqn) else None
 
 

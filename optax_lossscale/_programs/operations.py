@@ -1,10 +1,10 @@
 """The table of JAX's operations: a row for each, with what is known of it.
 
 `operation(eqn)` looks up the row of an equation's operation, and `traits(eqn)` only its
-traits. For `exp` these are `EXPONENTIAL` and `CHEAP`. From them follows that `autocast`
-computes it in float32 and may recompute it in the backward pass, and that
-`dtype_report` lists it where its operand has 16 bits. So what `autocast` does with an
-operation is changed in its row.
+traits. For `exp` these are `EXPONENTIAL` and `CHEAP`. As it has none of `MOVES`,
+`PLACES`, `SENDS` and `PRODUCT`, `autocast` computes it in float32; as it is `CHEAP`, the
+backward pass may recompute it. `EXPONENTIAL` is for `dtype_report`, which lists it where
+its operand has 16 bits.
 """
 
 import enum
@@ -42,6 +42,8 @@ class Is(enum.Flag):
     """
     FILLS = enum.auto()
     """Puts numbers of one operand between those of another, as a mask does."""
+    PADS = enum.auto()
+    """Puts numbers around those of its operand, and perhaps between them."""
     PICKS = enum.auto()
     """Looks up parts of its first operand by index, as an embedding does."""
     NAMES = enum.auto()
@@ -56,6 +58,8 @@ class Is(enum.Flag):
     A sum over devices has one term for each device. Those are few, so it may run in 16
     bits nevertheless.
     """
+    REDUCES = enum.auto()
+    """Makes one number of those along its `axes`."""
     MULTIPLIES = enum.auto()
     """Multiplies two operands, number by number."""
     DIVIDES = enum.auto()
@@ -113,10 +117,9 @@ class Operation(NamedTuple):
     # What determines how many terms each result sums: the name of a parameter, or a
     # word that `_programs.work` explains
     terms: str = ""
-    # The last operation that computes the statistic by which this one normalizes, if it
-    # does: in `x - mean` a division, in `x * rsqrt(variance)` that `rsqrt`, and in
-    # `x / norm` a square root
-    statistic: str = ""
+    # What it is in the formula of a norm, if it may be in one: a word that
+    # `_autocast.normalized` explains
+    formula: str = ""
     # The parameters that hold the programs that it runs, in the order of running; None
     # means every parameter that holds one
     programs: tuple[str, ...] | None = None
@@ -124,15 +127,13 @@ class Operation(NamedTuple):
 
 # Operations have the names of their primitives, as jaxprs show them: `ragged_dot` is
 # `ragged_dot_general` here. The columns are the fields of `Operation`; below "is" are
-# the traits. A cell that is
-# `-` or missing is empty: without `programs`, an operation runs none.
+# the traits. A cell that is `-` or missing is empty: without `programs`, an operation
+# runs none.
 _ROWS = """
-# Operation               | is                     | terms      | statistic | programs
+# Operation               | is                     | terms      | formula   | programs
 # Returns its operands' numbers elsewhere
 copy                      | moves cheap
-copy_p                    | moves cheap
 dynamic_slice             | moves cheap selects
-expand_dims               | moves cheap
 name                      | moves names
 optimization_barrier      | moves
 reshape                   | moves cheap
@@ -168,43 +169,42 @@ cummax                    | chooses
 cummin                    | chooses
 dynamic_update_slice      | chooses cheap
 gather                    | places chooses picks cheap
-max                       | chooses cheap
+max                       | chooses cheap          | -          | bound
 min                       | chooses cheap
 neg                       | chooses cheap
-pad                       | places chooses cheap fills
-pcast                     | spreads chooses cheap varies
+pad                       | places chooses cheap fills pads
 pvary                     | spreads chooses cheap varies
-reduce_max                | chooses cheap
-reduce_min                | chooses cheap
+reduce_max                | chooses cheap reduces
+reduce_min                | chooses cheap reduces
 reduce_window_max         | chooses cheap
 reduce_window_min         | chooses cheap
 scatter                   | chooses cheap
 scatter-max               | chooses cheap
 scatter-min               | chooses cheap
-select_n                  | chooses cheap fills
+select_n                  | chooses cheap fills    | -          | choice
 sort                      | chooses
 stack                     | places chooses cheap
 tile                      | places chooses cheap
 top_k                     | chooses
 # Sums
-add                       | adds_two cheap
+add                       | adds_two cheap         | -          | bound
 add_any                   | adds_two cheap
 cumsum                    | adds_many              | axis
 reduce                    | adds_many              | dimensions
-reduce_sum                | adds_many cheap        | axes
+reduce_sum                | adds_many cheap reduces | axes       | sum
 reduce_window             | adds_many              | window_dimensions
 reduce_window_sum         | adds_many              | window_dimensions
 scatter-add               | adds_many cheap        | updates
 scatter-sub               | adds_many cheap        | updates
 select_and_scatter_add    | adds_many              | window_dimensions
-sub                       | adds_two cheap         | -          | div
+sub                       | adds_two cheap         | -          | minus
 # Has about the range of its operands
 ceil                      | near cheap
-div                       | divides near cheap     | -          | sqrt
+div                       | divides near cheap     | -          | over
 erf                       | near saturates cheap
 floor                     | near cheap
 logistic                  | near saturates cheap
-mul                       | multiplies near cheap  | -          | rsqrt
+mul                       | multiplies near cheap  | -          | times
 round                     | near cheap
 sign                      | near cheap
 tanh                      | near saturates cheap
@@ -216,16 +216,16 @@ erfc                      | saturates cheap
 exp                       | exponential cheap
 exp2                      | exponential cheap
 expm1                     | exponential cheap
-integer_pow               | exponential cheap
+integer_pow               | exponential cheap      | -          | squared
 lgamma                    | exponential
 log                       | exponential cheap
 log1p                     | exponential cheap
 log2                      | exponential cheap
 pow                       | exponential cheap
-reduce_prod               | exponential cheap
+reduce_prod               | exponential cheap reduces
 scatter-mul               | exponential cheap
 sinh                      | exponential cheap
-square                    | exponential cheap
+square                    | exponential cheap      | -          | squared
 # Products
 conv_general_dilated      | product                | kernel
 dot_general               | product outer cheap    | contracted
@@ -269,11 +269,9 @@ triton_kernel_call        | opaque
 debug_callback            | once
 debug_print               | once
 # Holds programs
-checkpoint                | keeps calls            | -          | -         | jaxpr
 closed_call               | inlined calls          | -          | -         | jaxpr call_jaxpr
 composite                 | calls                  | -          | -         | jaxpr
 cond                      | branches               | -          | -         | branches
-core_call                 | inlined calls          | -          | -         | jaxpr call_jaxpr
 custom_jvp_call           | jvp cheap calls        | -          | -         | call_jaxpr
 custom_linear_solve       | -                      | -          | -         | jaxprs.solve
 custom_partitioning       | -                      | -          | -         | call
@@ -283,8 +281,6 @@ CustomRoot                | -                      | -          | -         | so
 eval_jaxpr                | inlined calls          | -          | -         | jaxpr call_jaxpr
 jit                       | inlined cheap calls    | -          | -         | jaxpr
 linear_call               | -                      | -          | -         | callee
-pjit                      | inlined cheap calls    | -          | -         | jaxpr
-remat                     | keeps calls            | -          | -         | jaxpr
 remat2                    | keeps calls            | -          | -         | jaxpr
 run_state                 | -                      | -          | -         | jaxpr
 scan                      | scans                  | -          | -         | jaxpr
@@ -319,9 +315,9 @@ or                        | cheap
 reduce_and                | cheap
 reduce_or                 | cheap
 rem                       | cheap
-rsqrt                     | cheap
+rsqrt                     | cheap                  | -          | inverse root
 sin                       | cheap
-sqrt                      | cheap
+sqrt                      | cheap                  | -          | root
 tan                       | cheap
 xor                       | cheap
 """
@@ -350,10 +346,10 @@ zeta
 def _row(line: str) -> tuple[str, Operation]:
     """The name in a line of the table, and its row; a cell of `-` is empty."""
     cells = [cell.strip().removeprefix("-") for cell in line.split(" | ")]
-    name, words, terms, statistic, programs = cells + [""] * (5 - len(cells))
+    name, words, terms, formula, programs = cells + [""] * (5 - len(cells))
     flags = (Is[word.upper()] for word in words.split())
     every = functools.reduce(Is.__or__, flags, Is(0))
-    return name, Operation(every, terms, statistic, tuple(programs.split()))
+    return name, Operation(every, terms, formula, tuple(programs.split()))
 
 
 TABLE = dict.fromkeys(_OTHERS.split(), Operation(programs=())) | dict(

@@ -2,8 +2,8 @@
 
 JAX shares the jaxpr of a jitted function between all of its calls. So if a function
 calls another twice, which calls a third twice, and so on, a program of few jaxprs runs
-exponentially many. A function that goes through programs must not visit each call: it
-visits each jaxpr once, and remembers what it found.
+exponentially many. So a function that goes through programs visits each jaxpr once, and
+remembers what it found. Only `all_flat` visits each call, as it is for running them.
 """
 
 import functools

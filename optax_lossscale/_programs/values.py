@@ -1,7 +1,7 @@
 """Values and their dtypes.
 
-What is true of a dtype is asked here of anything that has one: an array, a traced
-array, or a variable or literal of a jaxpr.
+`dtype_in` and `is_float` take anything that may have a dtype: an array, traced or not,
+or a variable or literal of a jaxpr. `is_inexact` and `is_narrow` take the dtype.
 """
 
 import contextlib
@@ -88,8 +88,11 @@ def dtypes_in(variables: Sequence[Any]) -> list[Any]:
 
 
 def lengths_of(array: Any) -> list[int]:
-    """The lengths of an array's axes; one that `jax.export` leaves open counts 1024."""
-    return [n if isinstance(n, int) else 1024 for n in array.shape]
+    """The lengths of an array's axes; one that `jax.export` leaves open counts 1024.
+
+    A token, which is no array, has no axes.
+    """
+    return [n if isinstance(n, int) else 1024 for n in getattr(array, "shape", ())]
 
 
 def shape_in(v: Any) -> tuple[int, ...]:

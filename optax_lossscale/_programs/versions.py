@@ -1,9 +1,10 @@
 """What differs between the supported versions of JAX in the programs that they trace.
 
-JAX's jaxprs are internal, and change from release to release. All reading that depends
-on the release is in this file; `since jax` and `before jax` mark the cases. The first
-functions accept an open jaxpr (`jax.extend.core.Jaxpr`) as well as a closed one, which
-comes with its constants, as operations hold either.
+JAX's jaxprs are internal, and change from release to release. Attributes that differ
+are read in this file; `since jax` and `before jax` mark the cases. An operation that
+only some releases have is a row of `operations.py` like any other. The first functions
+take an open jaxpr (`jax.extend.core.Jaxpr`) as well as a closed one, which comes with
+its constants, as operations hold either.
 """
 
 from collections.abc import Sequence

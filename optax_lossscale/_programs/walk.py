@@ -1,4 +1,4 @@
-"""The programs that an equation holds, and the line of the user's code that made it.
+"""The programs that an equation holds, with the operands that they take.
 
 `programs_in` gives the programs that an equation holds, `arguments_of` also the
 operands of each by their positions, and `carried_by` the positions of a loop's carry.
@@ -6,15 +6,11 @@ For a `scan` with 2 constants, 1 carry and 1 array to scan over, `arguments_of` 
 `[(body, range(0, 4))]`, and `carried_by` `range(2, 3)`.
 """
 
-import os
-import re
-import sys
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
 import jax
-from jax.extend import source_info_util
 
 from optax_lossscale._programs.operations import Is, operation, traits
 from optax_lossscale._programs.versions import (
@@ -22,19 +18,6 @@ from optax_lossscale._programs.versions import (
     open_jaxpr,
     params_of,
     scan_sizes,
-)
-
-# Frames of these packages are never shown as the user's line: the user's functions call
-# them, and are called by them.
-_FRAMEWORKS = (
-    "einops",
-    "equinox",
-    "flax",
-    "haiku",
-    "haliax",
-    "keras",
-    "optax",
-    "optax_lossscale",
 )
 
 
@@ -55,15 +38,17 @@ def arguments_of(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
 
     The operands are given by their positions among those of the equation.
     """
-    programs = programs_in(eqn)
+    # A program takes the last operands, which are all but the index of a `cond`.
     end = len(eqn.invars)
-    if Is.WAITS in traits(eqn):
-        condition, body = programs
-        n_condition = eqn.params["cond_nconsts"]
-        of_condition = [*range(n_condition), *carried_by(eqn)]
-        return [(condition, of_condition), (body, range(n_condition, end))]
-    # A program takes the last operands, and all but the index that a `cond` has first.
-    return [(p, range(end - len(open_jaxpr(p).invars), end)) for p in programs]
+    entered: list[tuple[Any, Sequence[int]]] = [
+        (program, range(end - len(open_jaxpr(program).invars), end))
+        for program in programs_in(eqn)
+    ]
+    if Is.WAITS in traits(eqn):  # but for the condition of a loop
+        condition, _ = entered[0]
+        of_condition = [*range(eqn.params["cond_nconsts"]), *carried_by(eqn)]
+        entered[0] = (condition, of_condition)
+    return entered
 
 
 def giving_results(eqn: Any) -> list[tuple[Any, Sequence[int]]]:
@@ -86,67 +71,7 @@ def carried_by(eqn: Any) -> range:
     return range(0)
 
 
-def line_of(eqn: Any, around: str = "") -> str:
-    """The user's line that made an equation, as `model.py:12 (f)`.
-
-    If no line of the user's made it, this is `around`, the line of the equation that
-    holds it.
-    """
-    return _users_line(eqn) or around or "an unknown line"
-
-
-def has_users_line(eqn: Any) -> bool:
-    """Whether a line of the user's made an equation, and not only a framework's."""
-    return bool(_users_line(eqn))
-
-
-def is_of_optax(eqn: Any) -> bool:
-    """Whether Optax made an equation, other than one of its losses."""
-    optax = _folder("optax")
-    calls = _calls(eqn)
-    if not optax or not calls:
-        return False
-    is_loss = calls[-1].startswith(os.path.join(optax, "losses"))
-    return calls[-1].startswith(optax) and not is_loss
-
-
 def _parameter(params: dict[str, Any], name: str) -> Any:
     """A parameter by name; for `jaxprs.solve`, the attribute `solve` of one."""
     name, _, part = name.partition(".")
     return attrgetter(part)(params[name]) if part else params.get(name)
-
-
-# --- lines ---
-
-
-def _calls(eqn: Any) -> list[str]:
-    """The frames that led to an equation, without JAX's own; the innermost is last."""
-    return source_info_util.summarize(eqn.source_info, num_frames=1000).splitlines()
-
-
-def _users_line(eqn: Any) -> str:
-    """The innermost frame of `_calls` that is in no framework, in short; "" if none is.
-
-    What a framework traced once and cached has no frame of the user's.
-    """
-    folders = tuple(filter(None, map(_folder, _FRAMEWORKS)))
-    users = [call for call in _calls(eqn) if not call.startswith(folders)]
-    return _short(users[-1]) if users else ""
-
-
-def _folder(package: str) -> str:
-    """The path of an imported package's folder, with a slash; "" if not imported."""
-    path = getattr(sys.modules.get(package), "__file__", None)
-    return os.path.join(os.path.dirname(path), "") if path else ""
-
-
-def _short(call: str) -> str:
-    """A frame in short: `model.py:12 (f)` for `/home/me/model.py:12:8 (f)`.
-
-    Here `/home/me` is the current directory; a path outside of it stays whole.
-    """
-    match = re.fullmatch(r"(.+?):(\d+)(?::\d+)? \((?:.*<locals>\.)?(.+)\)", call)
-    if match is None:
-        return call
-    file, line, function = match.groups()
-    return f"{file.removeprefix(os.path.join(os.getcwd(), ''))}:{line} ({function})"

@@ -24,11 +24,15 @@ def centred(h):
     return h - jnp.mean(h, -1, keepdims=True)
 
 
+def variance(h):
+    return jnp.mean(centred(h) ** 2, -1, keepdims=True)
+
+
 @pytest.mark.parametrize(
     ("kind", "fun"),
     [
         (Kind.PARAMETER, lambda w, g, x: (w * 2).T + g),
-        (Kind.PARAMETER, lambda w, g, x: w[jnp.array([0, 2])] * 45.0),
+        (Kind.LARGE, lambda w, g, x: w[jnp.array([0, 2])] * 45.0),
         (Kind.PRODUCT, lambda w, g, x: (x @ w).T),
         (Kind.SUM, lambda w, g, x: jnp.where(x > 0, x @ w, 0.0)),
         (Kind.SUM, lambda w, g, x: jnp.where(x > 0, x @ w, g)),
@@ -49,31 +53,6 @@ def centred(h):
         (Kind.NEAR, lambda w, g, x: x @ w * g),
         (Kind.NEAR, lambda w, g, x: x @ w * (x > 0)),
         (Kind.SUM, lambda w, g, x: x @ w * g + x @ w * g),
-        (Kind.NEAR, lambda w, g, x: x @ w / (jnp.linalg.norm(x @ w) + 1e-6)),
-        # What is computed from a mean or a norm is none.
-        (Kind.FLOAT32, lambda w, g, x: x @ w - jnp.exp(jnp.mean(x @ w))),
-        (Kind.FLOAT32, lambda w, g, x: x @ w - (jnp.mean(x @ w) + jnp.exp(x @ w))),
-        (
-            Kind.FLOAT32,
-            lambda w, g, x: x @ w * (jax.lax.rsqrt(jnp.mean((x @ w) ** 2)) * 1e6),
-        ),
-        (Kind.FLOAT32, lambda w, g, x: x @ w / jnp.linalg.norm(x @ w * 1e-7)),
-        # A standard deviation or a mean may be 0 where numbers are large.
-        (Kind.FLOAT32, lambda w, g, x: x @ w / (jnp.std(x @ w) + 1e-7)),
-        (Kind.NEAR, lambda w, g, x: centred(x @ w) / (jnp.std(x @ w) + 1e-7)),
-        (
-            Kind.NEAR,
-            lambda w, g, x: jax.nn.standardize(x @ w, axis=(0, 1)) * g,
-        ),
-        (
-            Kind.FLOAT32,
-            lambda w, g, x: x @ w * jax.lax.rsqrt(jnp.mean(x @ w) ** 2 + 1e-12),
-        ),
-        # By a norm of fewer numbers, it may have any size.
-        (
-            Kind.FLOAT32,
-            lambda w, g, x: x @ w * jax.lax.rsqrt(jnp.mean((x @ w)[:2] ** 2)),
-        ),
         (
             Kind.FLOAT32,
             lambda w, g, x: jnp.take(
@@ -94,3 +73,62 @@ def centred(h):
 def test_a_kind_is_that_of_what_a_value_is_made_of(kind, fun):
     assert kind_of(fun) == kind
     assert kind_of(jax.jit(fun)) == kind
+
+
+NORMALIZED = [
+    centred,
+    lambda h: h / (jnp.linalg.norm(h) + 1e-6),
+    lambda h: h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6),
+    lambda h: centred(h) / (jnp.std(h) + 1e-7),
+    lambda h: centred(h) * jax.lax.rsqrt(variance(h) + 1e-12),
+    lambda h: jax.nn.standardize(h, axis=(0, 1)),
+    lambda h: centred(centred(h)),
+    lambda h: h / jnp.where((norm := jnp.linalg.norm(h)) > 0, norm, 1.0),
+    lambda h: (h - jnp.zeros(4)) / jnp.maximum(jnp.linalg.norm(h), 1e-12),
+    # Over devices, and over the examples of a `vmap` as well as over their numbers
+    lambda h: h - jax.lax.pmean(h.mean(0), "devices"),
+    lambda h: h - h.mean(0).mean(0),
+]
+# A divisor that may be 0 where numbers are large, or a subtrahend larger than these
+OTHERS = [
+    lambda h: h - jnp.sum(h),
+    lambda h: h - jnp.sum(h) / 1e-6,
+    lambda h: h - jnp.sum(h) / W[0, 0],
+    lambda h: h - jnp.mean(h**2),
+    lambda h: h - jnp.exp(jnp.mean(h)),
+    lambda h: h - (jnp.mean(h) + jnp.exp(h)),
+    lambda h: h / jnp.mean(h),
+    lambda h: h * jax.lax.rsqrt(jnp.mean(h) ** 2 + 1e-12),
+    lambda h: h * jax.lax.rsqrt(jnp.mean(h**3) + 1e-12),
+    lambda h: h * (jax.lax.rsqrt(jnp.mean(h**2)) * 1e6),
+    lambda h: h * jax.lax.rsqrt(jnp.mean(h**2) / 1e12),
+    lambda h: h * jax.lax.rsqrt(jnp.mean(h[:2] ** 2)),
+    lambda h: h * jax.lax.rsqrt(jnp.where(h > 0, jnp.mean(h**2), 0.0) + 1e-12),
+    lambda h: h / jnp.where(h > 0, jnp.linalg.norm(h), 1e-9),
+    lambda h: h / (jnp.linalg.norm(h) - 1.0),
+    lambda h: (h - 1.0) / jnp.linalg.norm(h),
+    lambda h: h / (jnp.linalg.norm(h) + -1.0),
+    lambda h: h / jnp.linalg.norm(h * 1e-7),
+    lambda h: h / jnp.linalg.norm(h * 0.004 * 0.004 * 0.004),
+    lambda h: h / (jnp.linalg.norm(h) * 0.004 * 0.004),
+    lambda h: h / (jnp.linalg.norm(X @ (W * 2)) + 1e-6),
+    lambda h: h * jax.lax.rsqrt(jnp.mean((X @ (W * 2)) ** 2) + 1e-12),
+    lambda h: h / (jnp.std(h) + 1e-7),
+    lambda h: (centred(h) + 1) * jax.lax.rsqrt(variance(h) + 1e-12),
+    lambda h: jax.nn.sigmoid(centred(h)) * jax.lax.rsqrt(variance(h) + 1e-12),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fun"),
+    [(Kind.NEAR, fun) for fun in NORMALIZED] + [(Kind.FLOAT32, fun) for fun in OTHERS],
+)
+def test_a_value_is_normalized_only_by_its_own_mean_and_norm(kind, fun):
+    assert kind_of(lambda w, g, x: fun(x @ w)) == kind
+    assert kind_of(lambda w, g, x: fun(x @ w) * g) == kind
+
+
+def test_what_is_multiplied_by_a_literal_of_several_factors_may_have_any_size():
+    """In 16 bits, 200 * 200 times a value would be beyond the range of float16."""
+    assert kind_of(lambda w, g, x: g * 200.0) == Kind.LARGE
+    assert kind_of(lambda w, g, x: x @ w * (g * 200.0 * 200.0)) == Kind.FLOAT32

@@ -18,6 +18,7 @@ from against_float32 import (
 )
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -716,6 +717,30 @@ def test_conditionals():
             x, cpu=lambda x: block(p, x), default=lambda x: x @ p["v"]
         )
     )
+
+
+def test_a_branch_for_another_platform_need_not_compile_for_this_one():
+    """As the kernel for a TPU that a model uses there."""
+    shape = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+
+    def kernel(x, out):
+        out[...] = jnp.sin(x[...])
+
+    def fun(w, x):
+        on_a_tpu = lambda x: pallas.pallas_call(kernel, out_shape=shape)(x @ w)
+        return lax.platform_dependent(x, tpu=on_a_tpu, default=lambda x: jnp.sin(x @ w))
+
+    w, x = normal(0, 4, 4), normal(1, 4, 4)
+    assert_close(jax.jit(ols.autocast(fun))(w, x), fun(w, x), 0.01)
+
+
+def test_a_token_may_stand_beside_a_product():
+    def fun(w, x):
+        lax.after_all(lax.create_token(x))
+        return x @ w
+
+    w, x = normal(0, 4, 4), normal(1, 4, 4)
+    assert_close(jax.jit(ols.autocast(fun))(w, x), fun(w, x), 0.01)
 
 
 @pytest.mark.slow

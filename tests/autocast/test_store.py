@@ -10,7 +10,7 @@ import optax_lossscale as ols
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Casting
 from optax_lossscale._autocast.plan import plan_for
-from optax_lossscale._autocast.store import made_by
+from optax_lossscale._autocast.region import made_by
 from optax_lossscale._programs.versions import name_of
 
 W = normal(0, 8, 8)

@@ -1,0 +1,151 @@
+"""Find values minus their own mean, or over their own norm, by how these are computed.
+
+The result has about the size 1, or that of the value, so that 16 bits can hold it. But
+the norm has to be its own: over the norm of another value, or over a mean, which may be
+0, a value may have any size.
+
+So each result on the way has a *part*: what it is, and of which value. The results of
+`x * rsqrt(sum(x * x) / 8 + 1e-6)` are, in order, the squares of `x`, three times its
+power (the sum of the squares, also if it is divided or has an epsilon), its inverse
+norm, and `x` normalized. The parts of `x` minus its mean are *centred*: their power is
+the variance of `x`.
+
+Along which axes a norm sums, and in which order its numbers are, is not looked at.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.dtypes import float0
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from optax_lossscale._programs.operations import Is, operation, traits
+from optax_lossscale._programs.values import dtype_in, is_float
+from optax_lossscale._programs.work import terms_of
+
+
+class Part(NamedTuple):
+    """What a result is, in the normalization of a value."""
+
+    of: Any  # the value, a variable; None for what is computed from literals alone
+    # A word of the table below; for a literal "zero", "epsilon" if it is less than 1,
+    # "number", or "other" if it is negative
+    what: str
+    is_centred: bool = False  # whether it is that of the value minus its mean
+    terms: float = 1  # how many are summed, over what divides the sum: 1 for a mean
+
+
+# What an operation makes of parts of one value. Which operation is a "sum", "over" and
+# so on is in the column `formula` of the table of operations: a "bound" is the larger
+# of two numbers or their sum, a "choice" is one of two.
+_MADE: dict[tuple[str, ...], str] = {
+    ("sum", "value"): "sum",
+    ("sum", "sum"): "sum",
+    ("over", "sum", "number"): "sum",
+    ("minus", "value", "sum"): "value",
+    ("minus", "value", "zero"): "value",
+    ("squared", "value"): "squares",
+    ("times", "value", "value"): "squares",
+    ("squared", "sum"): "squared sum",
+    ("times", "sum", "sum"): "squared sum",
+    ("sum", "squares"): "power",
+    ("sum", "power"): "power",
+    ("over", "power", "number"): "power",
+    ("bound", "power"): "power",
+    ("choice", "power"): "power",
+    ("minus", "power", "squared sum"): "power",
+    ("root", "power"): "norm",
+    ("over", "norm", "number"): "norm",
+    ("bound", "norm"): "norm",
+    ("choice", "norm"): "norm",
+    ("inverse root", "power"): "inverse norm",
+    ("times", "inverse norm"): "inverse norm",
+    ("over", "value", "norm"): "normalized",
+    ("times", "value", "inverse norm"): "normalized",
+    ("times", "inverse norm", "value"): "normalized",
+}
+# What may be beside a part without changing what the result is
+_LEFT_OUT = {
+    "bound": ("zero", "epsilon", "number"),
+    "choice": ("number",),
+    "times": ("factor",),
+}
+_FEWEST = 2**-12  # the terms of a mean over devices, whose sum counts as one term
+
+
+def part_of(
+    eqn: JaxprEqn, are_parameters: Sequence[bool], parts: Mapping[Var, Part]
+) -> Part | None:
+    """The part of the result of an equation; None if it has none, or several results.
+
+    Args:
+      eqn: the equation.
+      are_parameters: whether each operand is a parameter, or a literal of such a size.
+      parts: the parts of earlier results; any other variable is a value of its own.
+    """
+    if len(eqn.outvars) != 1:
+        return None
+    operands = [_of_operand(v, parts) for v in eqn.invars]
+    if _only_moves(eqn):
+        return operands[0]
+    if all(part.of is None for part in operands):
+        return Part(None, "number")
+    if Is.MULTIPLIES in traits(eqn) and True in are_parameters:
+        operands[are_parameters.index(True)] = Part(None, "factor")
+    formula = _formula(eqn)
+    left_out = _LEFT_OUT.get(formula, ())
+    pairs = zip(eqn.invars, operands, strict=True)
+    operands = [part for v, part in pairs if is_float(v) and part.what not in left_out]
+    made = _MADE.get((formula, *[part.what for part in operands]))
+    values = [part for part in operands if part.of is not None]
+    if made is None or len({(part.of, part.is_centred) for part in values}) != 1:
+        return None
+    centres = formula == "minus" and len(values) == 2
+    terms = max(part.terms for part in values) * _terms(eqn)
+    # Only a mean is subtracted. A power that was divided by more than it sums is small.
+    if terms < _FEWEST or (centres and terms > 1):
+        return None
+    return Part(values[0].of, made, centres or values[0].is_centred, terms)
+
+
+def is_normalized(part: Part) -> bool:
+    """Whether this is a value over its norm, or minus its mean."""
+    return part.what == "normalized" or (part.is_centred and part.what == "value")
+
+
+def _of_operand(v: Var | Literal, parts: Mapping[Var, Part]) -> Part:
+    """The part of an operand."""
+    if isinstance(v, Var):
+        return parts.get(v, Part(v, "value"))
+    # A float0, the cotangent of an integer, cannot even be compared.
+    if dtype_in(v) == float0:
+        return Part(None, "other")
+    number = v.val
+    if number == 0:
+        return Part(None, "zero")
+    if abs(number) != number and not np.isnan(number):
+        return Part(None, "other")
+    return Part(None, "epsilon" if abs(number) < 1 else "number")
+
+
+def _only_moves(eqn: JaxprEqn) -> bool:
+    """Whether the result has all numbers of the first operand, and no others."""
+    its_traits = traits(eqn)
+    if Is.PLACES in its_traits:
+        return len(eqn.invars) == 1
+    moves = its_traits & (Is.MOVES | Is.SENDS | Is.SPREADS)
+    return bool(moves) and Is.SELECTS not in its_traits
+
+
+def _formula(eqn: JaxprEqn) -> str:
+    """The word for an equation's operation; "" for a power other than the square."""
+    return operation(eqn).formula if eqn.params.get("y", 2) == 2 else ""
+
+
+def _terms(eqn: JaxprEqn) -> float:
+    """By what an equation multiplies the terms of a part."""
+    divisor = eqn.invars[-1]
+    if Is.DIVIDES in traits(eqn) and isinstance(divisor, Literal):
+        return 1 / divisor.val
+    return terms_of(eqn) if _formula(eqn) == "sum" else 1

@@ -1,0 +1,71 @@
+"""Which islands the backward pass recomputes, and which of their results are kept."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Var
+
+from optax_lossscale._programs.operations import Is, traits
+from optax_lossscale._programs.values import (
+    FLOAT32,
+    dtype_in,
+    is_float,
+    numbers_in,
+    variables,
+)
+
+_FEW = 32  # the least terms of a reduction whose result is worth keeping
+
+
+def is_one_pass(eqns: Sequence[JaxprEqn]) -> bool:
+    """Whether equations compute floats, and take one pass over memory to do so.
+
+    Each level of an associative scan, which pads with gaps between numbers, is a pass
+    of its own: without this rule, Mamba moves 1.10 of the bytes, with 0.62 of the
+    memory. Equations that only move numbers compute nothing, and to recompute them only
+    costs: a recommender then moves 1.09 of the bytes.
+    """
+    computes = False
+    for eqn in eqns:
+        its_traits = traits(eqn)
+        if Is.PADS in its_traits and _has_gaps(eqn):
+            return False
+        moves = its_traits & (Is.MOVES | Is.PLACES)
+        if not moves and is_float(eqn.outvars[0]):
+            computes = True
+    return computes
+
+
+def kept(eqns: Sequence[JaxprEqn], stored: Iterable[Var]) -> frozenset[Var]:
+    """The reductions of a region that other equations in it read, and that are kept.
+
+    To recompute one would take another pass over its operand. Without this, a large
+    vocabulary moves 1.12 of the bytes, and a ResNet 1.05.
+    """
+    largest = max(numbers_in(v.aval) for v in stored)
+    read_here = {v for eqn in eqns for v in variables(eqn.invars)}
+    reductions = {eqn.outvars[0] for eqn in eqns if _takes_a_pass(eqn, largest)}
+    return frozenset(reductions & read_here)
+
+
+def _has_gaps(eqn: JaxprEqn) -> bool:
+    """Whether a padding puts numbers between those of its operand."""
+    return any(gap for _, _, gap in eqn.params["padding_config"])
+
+
+def _takes_a_pass(eqn: Any, largest: int) -> bool:
+    """Whether an equation is a reduction that takes a pass over memory for itself.
+
+    `largest` is the size of the largest array that its region stores.
+    """
+    if Is.REDUCES not in traits(eqn) or dtype_in(eqn.outvars[0]) != FLOAT32:
+        return False
+    operand = eqn.invars[0].aval
+    n_before = numbers_in(operand)
+    n_left = numbers_in(eqn.outvars[0].aval)
+    # A compiler sums over rows, and computes from the sums what is stored for these
+    # rows, in one kernel. If such sums were kept as well, attention over long sequences
+    # would move 1.28 of the bytes.
+    is_over_rows = eqn.params["axes"] == (operand.ndim - 1,)
+    is_read_once = is_over_rows and largest >= n_before
+    return n_left * _FEW <= n_before and not is_read_once
