@@ -1,10 +1,10 @@
 """The loss scalers of other systems, under their original names and argument names.
 
-Each function takes the arguments of the original, with their defaults, and returns a
-loss scale that adapts as the original does: value for value in float32, except for
-LogMax, which is tested to within 1%. One thing differs: no scale leaves float32's
-normal range, 1.18e-38 to 3.4e38, but stays at its last value inside. An argument that
-is not allowed raises a `ValueError`.
+Each function takes those arguments of the original that concern the loss scale, with
+their defaults, and returns a loss scale that adapts as the original does: value for
+value in float32, except for LogMax, which is tested to within 1%. One thing differs: no
+scale leaves float32's normal range, 1.18e-38 to 3.4e38, but stays at its last value
+inside. An argument that is not allowed raises a `ValueError`.
 
 Unless a preset says otherwise, it backs off at each non-finite step. A step whose
 gradients are all zero counts as finite; if most steps are like that,

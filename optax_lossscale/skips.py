@@ -52,8 +52,8 @@ def spikes(
 
     The usual norm is the median over the last applied steps, on a logarithmic scale,
     and the spread follows from the distance to the upper quartile, which a spike hardly
-    moves. A norm that 1 in 20 of these steps reached is usual, too. The same holds for
-    the loss, if it is passed to the step as `value`. The rule::
+    moves. A norm that 1 in 20 of 60 steps or more reached is usual, too. The same holds
+    for the loss, if it is passed to the step as `value`. The rule::
 
         for x, xs in [
             (log2(norm), log2 of the last `window` norms applied that were not 0),

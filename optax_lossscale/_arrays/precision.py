@@ -71,7 +71,7 @@ def strong(x: Any, dtype: Any = None) -> Any:
 
 
 def times(scale: jax.Array, factor: float) -> jax.Array:
-    """The product of a float32 scale and a Python float, rounded only once."""
+    """The product of a float32 scale and a Python float, computed in float64."""
     if float(np.float32(factor)) == factor:
         return scale * np.float32(factor)
     # Other systems divide a scale by 3, or multiply it by 0.3 in double precision. A

@@ -40,7 +40,7 @@ def state_field(
     Args:
       default: its first value. A bool, int or float becomes a bool, int32 or float32
         scalar, and anything else an array of the dtype that NumPy gives it; with 64-bit
-        types disabled, one of 64 bits becomes one of 32. Without a default,
+        types disabled, the first `replace` makes it one of 32 bits. Without a default,
         `__post_init__` sets it.
       init: not to be passed: its default tells type checkers that the constructor takes
         no such argument.
@@ -57,13 +57,14 @@ def state_field(
       >>> print(ls.overflows, ls.overflows.dtype)
       1 int32
     """
-    # The values are NumPy's: strongly typed, and impossible to donate, so that all
-    # instances can share them. And to make a JAX array would start a backend, which
-    # must not happen before `jax.distributed.initialize`.
+    # The values are NumPy's: strongly typed, impossible to donate, and here not to be
+    # written to, so that all instances can share them. And to make a JAX array would
+    # start a backend, which must not happen before `jax.distributed.initialize`.
     metadata = {state_field: True}
     if default is dataclasses.MISSING:
         return dataclasses.field(init=False, metadata=metadata)
-    array = np.asarray(default, _DTYPES.get(type(default)))
+    array = np.array(default, _DTYPES.get(type(default)))
+    array.setflags(write=False)
     value = array[()]  # a scalar, if it has no dimensions
     return dataclasses.field(
         default_factory=lambda: value, init=False, metadata=metadata

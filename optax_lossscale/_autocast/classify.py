@@ -42,8 +42,10 @@ from optax_lossscale._programs.walk import carried_by, giving_results
 class Kind(enum.IntEnum):
     """What a value is made of; the later kinds need more range, or more digits."""
 
+    NUMBER = enum.auto()
+    """A literal between 1/256 and 4 or 0, a mask, or made from these."""
     PARAMETER = enum.auto()
-    """A parameter, a literal between 1/256 and 4 or 0, a mask, or made from these."""
+    """A parameter, or made from parameters and such numbers."""
     LARGE = enum.auto()
     """A literal between 4 and 256, or made with one: what it multiplies may be large."""
     PRODUCT = enum.auto()
@@ -58,7 +60,8 @@ class Kind(enum.IntEnum):
 
 Kinds = Sequence[Kind]
 
-_CONSTANTS = frozenset({Kind.LARGE, Kind.PARAMETER})
+_FACTORS = frozenset({Kind.NUMBER, Kind.PARAMETER})  # they leave a range as it is
+_CONSTANTS = _FACTORS | {Kind.LARGE}
 _IN_RANGE = frozenset({Kind.PRODUCT, Kind.SUM, Kind.NEAR})
 _LARGEST = 2**8  # the size of a literal up to which a sum with it stays in range
 _SMALLEST_DIVISOR = 2**-2
@@ -79,7 +82,7 @@ def classify(jaxpr: Any, arguments: tuple[Kind, ...]) -> Mapping[Var, Kind]:
             results = _of_held(eqn, operands)
         else:
             results = [_of_result(eqn, operands)] * len(eqn.outvars)
-            part = part_of(eqn, [kind == Kind.PARAMETER for kind in operands], parts)
+            part = part_of(eqn, [kind in _FACTORS for kind in operands], parts)
             if part is not None:
                 parts[eqn.outvars[0]] = part
                 if is_normalized(part) and kinds[part.of] in _IN_RANGE:
@@ -105,7 +108,7 @@ def _of_result(eqn: JaxprEqn, operands: Kinds) -> Kind:
     """The kind of the results of an operation that is no product and holds none."""
     its_traits = traits(eqn)
     if Is.CASTS in its_traits and dtype_in(eqn.invars[0]) == jnp.bool_:
-        return Kind.PARAMETER
+        return Kind.NUMBER
     pairs = zip(eqn.invars, operands, strict=True)
     of_floats = [kind for v, kind in pairs if is_float(v)]
     if not of_floats or _fills_with_a_number(eqn):
@@ -140,7 +143,7 @@ def _keeps_the_range(eqn: JaxprEqn, operands: Kinds) -> bool:
         divisor = eqn.invars[1]
         return isinstance(divisor, Literal) and abs(divisor.val) >= _SMALLEST_DIVISOR
     if Is.MULTIPLIES in its_traits:
-        return Kind.PARAMETER in operands
+        return not _FACTORS.isdisjoint(operands)
     return bool(its_traits & (Is.ADDS_TWO | Is.NEAR))
 
 
@@ -154,7 +157,7 @@ def _of_literal(literal: Literal) -> Kind:
         return Kind.FLOAT32
     size = abs(float(literal.val))
     if size == 0 or 2**-8 <= size <= 2**2:
-        return Kind.PARAMETER
+        return Kind.NUMBER
     return Kind.LARGE if 2**2 < size <= _LARGEST else Kind.FLOAT32
 
 
@@ -207,9 +210,10 @@ def _of_programs(eqn: JaxprEqn, operands: Kinds) -> list[Kinds]:
 
 
 def _is_over_layers(eqn: JaxprEqn, operands: Kinds) -> bool:
-    """Whether an equation scans over layers, each with a matrix of its own."""
+    """Whether an equation scans over layers, each with a parameter matrix of its own."""
     if Is.SCANS not in traits(eqn):
         return False
     pairs = zip(eqn.invars, operands, strict=True)
     scanned = list(pairs)[carried_by(eqn).stop :]
-    return any(kind in _CONSTANTS and len(shape_in(v)) > 2 for v, kind in scanned)
+    of_parameters = (Kind.PARAMETER, Kind.LARGE)
+    return any(kind in of_parameters and len(shape_in(v)) > 2 for v, kind in scanned)

@@ -75,13 +75,13 @@ _FEWEST = 2**-12  # the terms of a mean over devices, whose sum counts as one te
 
 
 def part_of(
-    eqn: JaxprEqn, are_parameters: Sequence[bool], parts: Mapping[Var, Part]
+    eqn: JaxprEqn, are_factors: Sequence[bool], parts: Mapping[Var, Part]
 ) -> Part | None:
     """The part of the result of an equation; None if it has none, or several results.
 
     Args:
       eqn: the equation.
-      are_parameters: whether each operand is a parameter, or a literal of such a size.
+      are_factors: whether each operand is a parameter, a mask or a literal of about the size 1.
       parts: the parts of earlier results; any other variable is a value of its own.
     """
     if len(eqn.outvars) != 1:
@@ -91,8 +91,8 @@ def part_of(
         return operands[0]
     if all(part.of is None for part in operands):
         return Part(None, "number")
-    if Is.MULTIPLIES in traits(eqn) and True in are_parameters:
-        operands[are_parameters.index(True)] = Part(None, "factor")
+    if Is.MULTIPLIES in traits(eqn) and True in are_factors:
+        operands[are_factors.index(True)] = Part(None, "factor")
     formula = _formula(eqn)
     left_out = _LEFT_OUT.get(formula, ())
     pairs = zip(eqn.invars, operands, strict=True)

@@ -100,7 +100,10 @@ def cause_of(name: str, note: Note) -> Wrong:
 
 
 def cause_in_float32(name: str, note: Note) -> Wrong:
-    """Why a result is not finite in float32: the equation that was so first."""
+    """Why a result is not finite in float32: the equation that was so first.
+
+    If that computes in 16 bits all the same, as a kernel does, float32 is not known.
+    """
     while True:
         reads = [read for read in note.reads if not read.is_finite]
         nans = [read for read in reads if read.nan_true]
@@ -109,8 +112,11 @@ def cause_in_float32(name: str, note: Note) -> Wrong:
         elif reads and not (note.nan_true and _is_mask(note)):
             note = reads[0]
         else:
-            how = How.IS_UNDEFINED if note.nan_true else How.OVERFLOWS
-            return Wrong(name, math.inf, how, note, is_in_float32=True)
+            break
+    if note.is_passed:
+        return Wrong(name, math.inf, How.IS_A_KERNEL, note)
+    how = How.IS_UNDEFINED if note.nan_true else How.OVERFLOWS
+    return Wrong(name, math.inf, how, note, is_in_float32=True)
 
 
 def _is_mask(note: Note) -> bool:

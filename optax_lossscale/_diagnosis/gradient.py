@@ -42,10 +42,11 @@ def gradient_of(
 ) -> Gradient:
     """Traces the gradient of a loss function.
 
-    Whatever is not an array is passed on to the loss function as it is.
+    Whatever is not an array is passed on to the loss function as it is. But JAX also
+    differentiates floats of Python, if there is nothing else to differentiate.
     """
-    # JAX also differentiates floats of Python, which here become arrays.
-    params = map_leaves(lambda x: np.float32(x) if type(x) is float else x, params)
+    if not any(map(is_array, jax.tree.leaves(params))):
+        params = map_leaves(lambda x: jnp.asarray(x) if type(x) is float else x, params)
     everything = (params, args, kwargs)
     arguments = _arguments(everything)
     arrays = [one.array for one in arguments]

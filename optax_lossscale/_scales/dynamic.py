@@ -49,8 +49,8 @@ class DynamicLossScale(LossScale):
             else:
                 loss_scale = max(loss_scale * backoff_factor, min_scale)
 
-    Every product is rounded once, from the factor as given: a `backoff_factor` of `1 /
-    3` equals TensorFlow's division by 3.
+    Every product is computed in float64, from the factor as given: a `backoff_factor` of
+    `1 / 3` equals TensorFlow's division by 3.
 
     Args:
       initial_scale: the loss scale before the first step, between the bounds.

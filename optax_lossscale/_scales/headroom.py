@@ -28,7 +28,7 @@ from optax_lossscale._scales.loss_scale import LossScale
 _OVERFLOW = 16  # all finite float16 numbers are below 2**16
 # If steps overflow in spite of a reserve this deep, the batch is at fault: float16's
 # numbers span 40 bits, so gradients that used to fit underflow at such a scale. It is
-# also the most that one overflow adds.
+# also about the most that one overflow adds.
 _DEEP = 32
 _BOUND = 100  # the scale lies between 2**-100 and 2**100
 _GAP = 10  # this far above a step's size, the largest remembered falls twice as fast
@@ -81,9 +81,9 @@ class HeadroomLossScale(LossScale):
     in which `largest` and `reserve` fall by a bit.
 
     A step whose gradients are all zero measures nothing: `memory` stays, and `largest`
-    falls by `fall`. Such gradients may be rare, or may all have underflowed. So the
-    scale grows by one bit in 2048 to 32,768 such steps. It is a power of two between
-    2**-100 and 2**100.
+    falls by `fall`. Such gradients may be rare, or may all have underflowed. So
+    without a reserve, the scale grows by one bit in 2048 to 32,768 such steps. It is a
+    power of two between 2**-100 and 2**100.
 
     Source: this library, after OpenSeq2Seq's `LogMaxScaler`.
 
@@ -104,7 +104,7 @@ class HeadroomLossScale(LossScale):
       >>> import jax.numpy as jnp
       >>> import optax_lossscale as ols
       >>> ls, should_apply = ols.HeadroomLossScale().update({"w": jnp.array([0.0, 2.0**-9])})
-      >>> print(ls() * 2.0**-9)  # below 2**16 by the margin of one bit and less than one more
+      >>> print(ls() * 2.0**-9)  # below 2**16 by the margin of one bit and at most one more
       16384.0
     """
 

@@ -17,7 +17,7 @@ from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._scales.loss_scale import LossScale
 
 _DECAY = validation.number_between(0, validation.BELOW_ONE)
-# Above 60, the average of the squares would be infinite in float32, and the scale NaN.
+# Well above 60, the squares would be infinite in float32, and the scale NaN.
 _AT_MOST_60 = validation.number_that(
     "a number of at most 60", lambda x: -validation.LARGEST <= x <= 60
 )

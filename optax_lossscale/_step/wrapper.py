@@ -209,9 +209,10 @@ def with_loss_scale(
     inside: `with_loss_scale(optax.chain(clip, optimizer))`.
 
     *How a step is skipped.* With `branch="cond"`, `inner` runs only if the step is
-    applied. With `"select"`, it runs at every step, and sees zeros in place of numbers
-    that are not finite (with `skip=None`, it sees these numbers). So use `"cond"` if
-    `inner` has side effects, such as a callback, or is expensive, such as an `eigh`.
+    applied. With `"select"`, it runs at every step, and sees zeros in place of
+    gradients that are not finite (but with `skip=None` these gradients, and those that
+    `mask` leaves out as they are). So use `"cond"` if `inner` has side effects, such as
+    a callback, or is expensive, such as an `eigh`.
 
     *Replicas.* Along `axis_name`, all replicas skip a step if the gradients on one are
     not finite, and a skip rule uses their largest norm and mean loss. If replicas

@@ -94,8 +94,10 @@ def main(arguments=None):
         print(f"| {name} | {final_loss:.4f} | {skipped} | 2^{exponent:g} |", flush=True)
         # The losses of two other runs lie on top of float32's, so its line is wider.
         style = {"lw": 5 if name == "float32" else 1.3, "alpha": 0.5}
-        running_mean = np.convolve(losses, np.full(10, 0.1), mode="valid")
-        [line] = top.plot(running_mean, label=name, **style)
+        window = min(10, steps)
+        running_mean = np.convolve(losses, np.full(window, 1 / window), mode="valid")
+        at = range(window, steps + 1)
+        [line] = top.plot(at, running_mean, label=name, **style)
         plot.loss_scale(history, bottom, color=line.get_color(), **style)
     top.legend(loc="upper center")
     figure.savefig(PICTURE, dpi=160)

@@ -140,6 +140,21 @@ def test_one_of_ones_own_is_a_frozen_dataclass():
     assert Further(4.0).adjust(True)() == 6
 
 
+def test_the_first_value_of_state_is_the_classs_own():
+    first = np.array([1.0, 2.0], np.float32)
+
+    class Mine(ols.LossScale):
+        averages: jax.Array = ols.state_field(first)
+
+        def adjust(self, grads_finite):
+            return self
+
+    first[0] = 7.0
+    assert Mine().averages.tolist() == [1.0, 2.0]
+    with pytest.raises(ValueError, match="read-only"):
+        Mine().averages[0] = 7.0
+
+
 def test_what_a_post_init_leaves_unset_is_missed():
     class Forgetful(ols.LossScale):
         def __post_init__(self):

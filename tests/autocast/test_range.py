@@ -942,6 +942,23 @@ def test_a_stream_to_which_layers_with_gains_add_is_kept_in_16_bits(first, then)
     assert dtypes.count("float32") == 1
 
 
+def test_a_state_is_carried_in_float32_over_steps_with_a_mask_each():
+    """A mask of three axes is no matrix of a layer."""
+    w = jnp.eye(8) * -0.05
+
+    def fun(w, xs, mask):
+        def body(h, step):
+            x, m = step
+            return h + 0.005 * m * jnp.tanh(h @ w + x), None
+
+        steps = xs, mask[..., None].astype(jnp.float32)
+        return lax.scan(body, jnp.full((4, 8), 8.0), steps)[0] @ w
+
+    xs = normal(1, 400, 4, 8, scale=0.05)
+    mask = jnp.ones((400, 4), bool)
+    assert_close(ols.autocast(fun)(w, xs, mask), fun(w, xs, mask), 0.01)
+
+
 def masked_norm(h, scale=1, bias=0):
     """Of a row that is masked whole, the variance is 0, and the quotient a million times it."""
     mask = jnp.ones((16, 1)).at[3].set(0)

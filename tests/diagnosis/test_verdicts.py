@@ -372,3 +372,44 @@ def called_after(x, w):
 def test_an_operand_that_was_widened_far_away_is_known(function, rows, widened):
     report = ols.dtype_report(function, jnp.ones((4, 12), F16), jnp.ones((rows, 4)))
     assert sum(p.count for p in report.products if p.is_widened) == widened
+
+
+def test_what_a_kernel_makes_infinite_is_not_said_to_be_so_in_float32():
+    def large(x):
+        return jax.pure_callback(
+            lambda x: np.full_like(x, np.inf), jax.ShapeDtypeStruct(x.shape, x.dtype), x
+        )
+
+    def loss_fn(w, x):
+        y = large(lax.stop_gradient(x * w))
+        return jnp.mean(y.astype(F32)) + jnp.mean(w.astype(F32))
+
+    found = ols.diagnose(loss_fn, jnp.ones(4, F16), jnp.ones(4, F16))
+    assert found.wrong[0].how == "is a kernel"
+    assert "in float32 either" not in found.verdict
+
+
+def test_a_number_beside_the_parameters_is_no_parameter_and_widens_nothing():
+    """As the rate of a dropout, in modules whose floats are leaves."""
+
+    def loss_fn(params, x):
+        y = x @ params["w"] * params["scale"]
+        assert y.dtype == F16
+        return jnp.mean(y.astype(F32)) if params["scale"] > 0 else F32(0)
+
+    params = {"w": jnp.ones((16, 16), F16), "scale": 300.0}
+    found = ols.diagnose(loss_fn, params, jnp.full((4, 16), 30, F16))
+    assert np.isinf(found.loss)
+    assert np.isfinite(found.loss_in_float32)
+    assert found.wrong[0].how == "overflows"
+
+
+@pytest.mark.parametrize("scale", [0.25, 1.0, 2.0**8])
+def test_a_loss_scale_at_which_nothing_is_lost_is_fine(scale):
+    def loss_fn(w, x):
+        return jnp.mean((x @ w).astype(F32)) * 16
+
+    w = jnp.ones((16, 16), F16)
+    state = ols.with_loss_scale(optax.sgd(0.1), ols.FixedLossScale(scale)).init(w)
+    found = ols.diagnose(loss_fn, w, jnp.ones((4, 16), F16), opt_state=state)
+    assert found.advice == ["Nothing."]
