@@ -949,7 +949,7 @@ def test_a_state_is_carried_in_float32_over_steps_with_a_mask_each():
     def fun(w, xs, mask):
         def body(h, step):
             x, m = step
-            return h + 0.005 * m * jnp.tanh(h @ w + x), None
+            return h + 0.005 * m * jnp.tanh(h @ w + x @ w), None
 
         steps = xs, mask[..., None].astype(jnp.float32)
         return lax.scan(body, jnp.full((4, 8), 8.0), steps)[0] @ w
