@@ -45,7 +45,7 @@ RULES = {
     "some reductions are kept": Rule(region, "kept", _nothing),
     "a sum that is read here too comes first": Rule(store, "_divided", _undivided),
     "what only moves, or spaces, is not recomputed": Rule(
-        region, "is_one_pass", lambda eqns: True
+        region, "is_worth_recomputing", lambda eqns: True
     ),
     "what is cheap is repeated": Rule(store, "_repeated", lambda *_: {}),
     "what is normalized has about the size 1": Rule(classify, "is_normalized", _no),

@@ -12,8 +12,8 @@ from optax_lossscale._programs.work import is_product
 def is_cheap(eqn: Any) -> bool:
     """Whether a compiler fuses an equation into those that read its results.
 
-    An equation that holds programs is cheap if all equations in them are. One with
-    effects is not cheap, as it must not be repeated.
+    A call that only runs a program, as a `jit` does, is cheap if all equations in that
+    are. One with effects is not cheap, as it must not be repeated.
     """
     if eqn.effects or is_product(eqn) or Is.CHEAP not in traits(eqn):
         return False

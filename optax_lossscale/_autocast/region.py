@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Var
 from optax_lossscale._autocast.classify import Kind
 from optax_lossscale._autocast.facts import Facts
 from optax_lossscale._autocast.products import is_narrowed
-from optax_lossscale._autocast.recomputed import is_one_pass, kept
+from optax_lossscale._autocast.recomputed import is_worth_recomputing, kept
 from optax_lossscale._programs.operations import Is, traits
 from optax_lossscale._programs.values import (
     FLOAT32,
@@ -71,7 +71,7 @@ def of_island(facts: Facts, eqns: Sequence[JaxprEqn], stores: Dtypes) -> Region:
         from_last.append(Step(eqn, _takes(eqn, low, adds_rounded)))
     steps = tuple(reversed(from_last))
     reads = _reads(facts, steps, stores)
-    if not facts.casting.recomputes or not is_one_pass(eqns):
+    if not facts.casting.recomputes or not is_worth_recomputing(eqns):
         return Region(steps, reads, stores)
     keeps = kept(eqns, stores) if facts.casting.keeps else frozenset()
     return Region(steps, reads, stores, True, keeps)

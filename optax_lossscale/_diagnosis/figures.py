@@ -21,7 +21,7 @@ class Figures:
     Attributes:
       count: how many numbers the result has; a complex number counts as two.
       error: how far it is from float32's: the norm of the difference, relative to the
-        norm of float32's; 1 if those are all 0, and infinite if it is bad.
+        norm of float32's; 1 if only those are all 0, and infinite if it is bad.
       distance: the norm of the difference, not relative; infinite if it is bad.
       off_share: the share of its numbers that are off by more than 5% of themselves, or
         of a quarter of the mean size where that is more.

@@ -192,7 +192,7 @@ def all_before(
 
 
 def limits(dtype: np.dtype | type[np.generic]) -> tuple[float, float]:
-    """The least size that a dtype rounds to infinity, and its least normal number."""
+    """The least size that a dtype cannot hold, and its least normal number."""
     info = jnp.finfo(dtype)
     largest = float(info.max)
     half_step = math.ldexp(float(info.eps), math.frexp(largest)[1] - 2)

@@ -36,8 +36,9 @@ class Diagnosis(NamedTuple):
       loss_dtype: the dtype of the loss.
       scale: the loss scale at which the gradients were compared.
       loss_scale: the one in the optimizer's state, if that was given; else None.
-      wrong: the loss and gradients that are off by more than 5%, the worst first, and
-        why; if there are none, the first value inside of which a fifth is.
+      wrong: the loss and gradients that are off by more than 5%, the loss first and
+        then the worst gradient, and why; if there are none, the first value inside of
+        which a fifth is.
       off: how far the loss and each gradient are from float32's, relative to it;
         without those that float32 does not determine either, by float64, such as that
         of a bias before a normalization.
@@ -56,9 +57,9 @@ class Diagnosis(NamedTuple):
       underflow: how many gradients underflow, by the path of parameters without its
         numbers; all of them first, then the worst, and without those that lose next to
         nothing.
-      not_compared: operations that compute in 16 bits even for operands in float32,
-        each with its line.
-      table: a row for each equation.
+      not_compared: operations that could not be run with operands in float32, such as
+        kernels, each with its line.
+      table: a row for each result that is computed.
     """
 
     verdict: str

@@ -16,7 +16,7 @@ _TITLES = ("line", "layer", "operation", "dtype", "before", "off", "lost", "larg
 
 
 class Table(NamedTuple):
-    """A row for each equation of the gradient, in the program's order; print it.
+    """A row for each computed result of the gradient, in the program's order; print it.
 
     Attributes:
       rows: in a loop, the round in which the equation is off the most, but with the
