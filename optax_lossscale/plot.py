@@ -15,6 +15,8 @@ from optax_lossscale._arrays.axes import GREY, TEAL, Axes, axes_for, style_of
 from optax_lossscale._arrays.precision import is_inexact
 from optax_lossscale._step.get import resolve
 
+BEFORE = GREY
+AFTER = TEAL
 
 def loss_scale(
     history: Sequence[Mapping[str, Any]] | Mapping[str, Any],
@@ -54,7 +56,7 @@ def loss_scale(
     steps = np.arange(1, len(scale) + 1)
     skipped = ~applied.astype(bool)
     axes = axes_for(axes, 2.6)
-    look: dict[str, Any] = {"color": TEAL} | style_of(style)
+    look: dict[str, Any] = {"color": AFTER} | style_of(style)
     axes.step(steps, scale, where="mid", **look)
     axes.plot(steps[skipped], scale[skipped], "x", color=look["color"], zorder=3)
     axes.set_yscale("log", base=2)
@@ -122,10 +124,10 @@ def exponents(
     sizes = _sizes(scaled_grads)
     percent = 100 / max(1, sizes.size)
     powers = np.log2(sizes[(sizes > 0) & (sizes < np.inf)])
-    histograms = {"gradients": (powers, TEAL)}
+    histograms = {"gradients": (powers, AFTER)}
     if shift:
         scaled = f"scaled by $2^{{{shift:g}}}$"
-        histograms = {"unscaled": (powers - shift, GREY), scaled: (powers, TEAL)}
+        histograms = {"unscaled": (powers - shift, BEFORE), scaled: (powers, AFTER)}
 
     info = jnp.finfo(dtype)
     flushed = info.minexp - info.nmant - 1  # below this exponent, numbers are zero

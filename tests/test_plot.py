@@ -55,6 +55,12 @@ def test_without_matplotlib_all_else_works_and_plot_names_the_extra(tmp_path):
     assert "line 4, in <module>" in run.stderr
 
 
+def test_the_colours_of_what_is_scaled_are_public():
+    axes = ols.plot.loss_scale([{"loss_scale": 8.0, "should_apply": True}])
+    assert axes.get_lines()[0].get_color() == ols.plot.AFTER
+    assert ols.plot.BEFORE != ols.plot.AFTER
+
+
 @pytest.mark.parametrize("flag", [bool, int, float])
 def test_loss_scale_takes_flags_as_loggers_keep_them(flag):
     history = [
