@@ -18,6 +18,7 @@ from optax_lossscale._step.get import resolve
 BEFORE = GREY
 AFTER = TEAL
 
+
 def loss_scale(
     history: Sequence[Mapping[str, Any]] | Mapping[str, Any],
     axes: Axes | None = None,
