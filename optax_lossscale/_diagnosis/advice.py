@@ -274,8 +274,7 @@ def _about_scale(page: Diagnosis) -> _Findings:
     theirs = page.loss_scale
     if theirs is not None:
         problem = "overflow" if theirs > fits.largest else "are lost"
-        least_scale = min(2.0**bits, fits.scale) if bits else 0.0
-        if not least_scale <= theirs <= fits.largest:
+        if not min(2.0**bits, fits.scale) <= theirs <= fits.largest:
             yield (
                 f"Gradients {problem} at your loss scale, {scale_name(theirs)}.",
                 f"Unless it is dynamic, set it to {scale}.",
