@@ -288,8 +288,11 @@ def flax(
         scale="initial_scale",
         minimum_scale="min_scale",
     ):
-        finite_steps = validation.int_between(0, validation.LARGEST_INT - 1)(
-            "growth_interval", growth_interval
+        finite_steps = validation.int_between(
+            "growth_interval",
+            growth_interval,
+            least=0,
+            most=validation.LARGEST_INT - 1,
         )
         return DynamicLossScale(
             initial_scale=scale,
@@ -523,8 +526,8 @@ def openseq2seq_logmax(
     """
     with user_names(scale_min="min_scale", scale_max="max_scale"):
         most = validation.scale("max_scale", scale_max)
-        least = validation.number_between(validation.SMALLEST, most)(
-            "min_scale", scale_min
+        least = validation.number_between(
+            "min_scale", scale_min, least=validation.SMALLEST, most=most
         )
         return LogMaxLossScale(
             initial_scale=min(max(1.0, least), most),

@@ -270,7 +270,7 @@ def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
 
 def _half(length: int) -> int:
     """How many steps make a window of this length half full, but at least 2."""
-    length = validation.int_between(2, 2**20)("length", length)
+    length = validation.int_between("length", length, least=2, most=2**20)
     return max(2, length // 2)
 
 

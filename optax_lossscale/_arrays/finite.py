@@ -40,8 +40,9 @@ def all_finite(tree: Any) -> jax.Array:
     """Whether all numbers of a tree are finite: no NaN, no infinity.
 
     Args:
-      tree: any pytree of arrays and Python numbers. `None`, integer, bool and
-        float0 leaves are always finite.
+      tree: any pytree of arrays and Python numbers. `None`, integer, bool and float0
+        leaves are always finite. Other numbers are taken as JAX converts them: unless
+        64-bit types are enabled, 1e300 is infinite.
 
     Returns:
       A bool scalar, shape (); True for an empty tree.
@@ -83,13 +84,15 @@ def _by_platform(
     """Answers a question about a tree in the form that suits the platform.
 
     `on_cpu` and `default` are the two forms; each takes groups of leaves. The choice
-    is made when the program is lowered. Leaves that the compiler partitions over
-    devices take `default` on every platform.
+    is made when the program is lowered. Leaves that are known to be partitioned over
+    devices take `default` on every platform, one by one. Where that is not known, the
+    answer is the same, but devices exchange more for it: on CPU two numbers for each
+    leaf, and everywhere those leaves of a group that are partitioned along other axes.
     """
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
     if not leaves:
         leaves = [jnp.float32(0)]
-    if any(is_partitioned(x) for x in leaves):
+    if any(map(is_partitioned, leaves)):
         return default(_groups(leaves, 1))
     # Leaves that share a kernel compile faster, and fewer kernels are launched. But on
     # CPU there must be enough kernels to keep all cores busy; a GPU's compiler computes
@@ -111,8 +114,8 @@ def _groups(leaves: list[jax.Array], size: int) -> Groups:
         leaves_of_type.setdefault(jax.typeof(x), []).append(x)
     groups = []
     for alike in leaves_of_type.values():
-        for start in range(0, len(alike), size):
-            groups.append(alike[start : start + size])
+        starts = range(0, len(alike), size)
+        groups += [alike[start : start + size] for start in starts]
     return groups
 
 
@@ -121,7 +124,12 @@ def _joined(groups: Groups, function: Callable, operation: Callable) -> list[jax
 
     Both work elementwise, so the array has the shape of the leaves.
     """
-    return [functools.reduce(operation, map(function, leaves)) for leaves in groups]
+    arrays = []
+    for leaves in groups:
+        results = map(function, leaves)
+        joined = functools.reduce(operation, results)
+        arrays.append(joined)
+    return arrays
 
 
 # --- by default ---
@@ -146,7 +154,8 @@ def _largest(groups: Groups) -> jax.Array:
 def _squares(groups: Groups) -> tuple[jax.Array, jax.Array]:
     """The sum of squares, and whether all are finite: two reductions in one pass."""
     squares = _joined(groups, _square, lax.add)
-    return _reduced(jnp.sum, squares), _all_finite(groups)
+    square = _reduced(jnp.sum, squares)
+    return square, _all_finite(groups)
 
 
 def _reduced(reduce: Callable, arrays: list[jax.Array]) -> jax.Array:
@@ -172,7 +181,8 @@ def _all_finite_on_cpu(groups: Groups) -> jax.Array:
     no_nan, finite = _reduced_beside_check(
         lax.bitwise_and, np.True_, equal_itself, sums
     )
-    return (no_nan & finite).all()
+    flags = no_nan & finite
+    return flags.all()
 
 
 def _largest_on_cpu(groups: Groups) -> jax.Array:
@@ -187,10 +197,10 @@ def _squares_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
     """The sum of squares, and in the same pass whether all numbers are finite."""
     # Such a reduction adds one number after the other, and a float32 sum that has
     # reached 2**24 does not grow by adding 1. So large leaves are summed row by row.
-    squares = _in_rows(_joined(groups, _square, lax.add))
-    sums = _in_rows(_finite_sums(groups))
+    squares = _joined(groups, _square, lax.add)
+    sums = _finite_sums(groups)
     sums_of_rows, finite = _reduced_beside_check(
-        lax.add, np.float32(0), squares, sums, by_row=True
+        lax.add, np.float32(0), _in_rows(squares), _in_rows(sums), first_axis=1
     )
     return sums_of_rows.sum(), finite.all()
 
@@ -213,30 +223,35 @@ def _finite_sum(leaves: list[jax.Array]) -> jax.Array:
 
 
 def _in_rows(arrays: list[jax.Array]) -> list[jax.Array]:
-    """The arrays as vectors and matrices, with rows that are short enough to sum."""
-    return [row for x in arrays for row in _rows(x)]
+    """The numbers of the arrays in matrices, whose rows are short enough to sum."""
+    matrices = []
+    for x in arrays:
+        matrices += _rows(x)
+    return matrices
 
 
 def _rows(x: jax.Array) -> list[jax.Array]:
-    """A leaf as a vector or, if it has more than `_ROW` numbers, as a matrix of rows.
+    """The numbers of an array in one matrix, or in two with rows of different lengths.
 
-    A row's length is the largest power of two that divides the leaf's size, but at most
-    `_ROW`. If that is less than `_SHORTEST_ROW`, rows have `_ROW` numbers, and a vector
-    of the remaining ones follows the matrix.
+    Up to `_ROW` numbers are one row. Otherwise, a row's length is the largest power of
+    two that divides the array's size, but at most `_ROW`. If that is less than
+    `_SHORTEST_ROW`, rows have `_ROW` numbers, and the remaining ones are a row of their
+    own.
     """
     size = x.size
-    flat = x.reshape(-1)
     if size <= _ROW:
-        return [flat]
-    length = min(size & -size, _ROW)  # the largest power of two that divides
+        return [x.reshape(1, size)]
+    divisor = size & -size  # the largest power of two that divides
+    length = min(divisor, _ROW)
     if length < _SHORTEST_ROW:
         length = _ROW
     rest = size % length
-    head = size - rest
-    rows = [flat[:head].reshape(-1, length)]
-    if rest:
-        rows.append(flat[head:])
-    return rows
+    flat = x.reshape(-1)
+    rows = flat[: size - rest].reshape(-1, length)
+    if not rest:
+        return [rows]
+    last_row = flat[size - rest :].reshape(1, rest)
+    return [rows, last_row]
 
 
 def _reduced_beside_check(
@@ -244,14 +259,14 @@ def _reduced_beside_check(
     initial: np.generic,
     arrays: list[jax.Array],
     checked: list[jax.Array],
-    by_row: bool = False,
+    first_axis: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Reduces each array and, in the same pass, checks the one beside it.
 
-    `operation` combines two numbers, of which `initial` leaves the other as it is.
-    Returns the results of all arrays as one vector, and as another one whether the
-    numbers of `checked` are finite: an entry for each array, or with `by_row` for each
-    of its rows.
+    `operation` combines two numbers, of which `initial` leaves the other as it is. The
+    axes from `first_axis` on are reduced. Returns the results of all arrays as one
+    vector, and as another one whether the numbers of `checked` that belong to each
+    result are finite.
     """
     reduced = []
     flags = []
@@ -260,7 +275,7 @@ def _reduced_beside_check(
             (x, _is_finite(numbers)),
             (initial, np.True_),
             _beside_and(operation),
-            [x.ndim - 1] if by_row else range(x.ndim),
+            range(first_axis, x.ndim),
         )
         reduced.append(result.reshape(-1))
         flags.append(flag.reshape(-1))
@@ -276,9 +291,9 @@ def _beside_and(operation: Callable) -> Callable:
     """An operation on pairs `(x, flag)`: `operation` of the xs, `and` of the flags."""
 
     def on_pairs(so_far, new):
-        reduced, all_flags = so_far
-        x, flag = new
-        return operation(reduced, x), lax.bitwise_and(all_flags, flag)
+        x, flag = so_far
+        new_x, new_flag = new
+        return operation(x, new_x), lax.bitwise_and(flag, new_flag)
 
     return on_pairs
 
@@ -329,7 +344,8 @@ def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
     """
     if axis_name is None:
         return flag
-    return across(lax.pmin, flag.astype(jnp.int32), axis_name).astype(bool)
+    smallest = across(lax.pmin, flag.astype(jnp.int32), axis_name)
+    return smallest.astype(bool)
 
 
 def largest_on_all_replicas(tree: Any, axis_name: AxisName | None) -> jax.Array:

@@ -15,7 +15,6 @@ import numpy as np
 from jax import lax
 
 T = TypeVar("T")
-_PYTHON_NUMBER = (bool, int, float, complex)
 
 
 def is_inexact(x: Any) -> bool:
@@ -32,7 +31,7 @@ def is_narrow(x: Any) -> bool:
 
 def is_array(x: Any) -> bool:
     """Whether a leaf is an array, a `jax.ShapeDtypeStruct` or a Python number."""
-    return hasattr(x, "dtype") or isinstance(x, _PYTHON_NUMBER)
+    return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
 def at_least_float32(x: Any) -> Any:
@@ -71,12 +70,14 @@ def strong(x: Any, dtype: Any = None) -> Any:
 
 
 def times(scale: jax.Array, factor: float) -> jax.Array:
-    """The product of a float32 scale and a Python float, computed in float64."""
-    if float(np.float32(factor)) == factor:
-        return scale * np.float32(factor)
+    """The float32 product of a scale and a Python float, as computed in float64."""
+    factor32 = np.float32(factor)
+    is_exact = float(factor32) == factor
+    if is_exact:
+        return scale * factor32
     # Other systems divide a scale by 3, or multiply it by 0.3 in double precision. A
     # float32 product with 1/3, itself rounded, may be an ulp off, and XLA compiles a
-    # division by a constant to that very product. In float64 both come out right.
+    # division by a constant to that very product. In float64 both come out as there.
     with jax.enable_x64(True):
         wide = lax.convert_element_type(scale, np.float64)
         product = wide * np.float64(factor)

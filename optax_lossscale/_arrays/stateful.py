@@ -39,9 +39,8 @@ def state_field(
 
     Args:
       default: its first value. A bool, int or float becomes a bool, int32 or float32
-        scalar, and anything else an array of the dtype that NumPy gives it; with 64-bit
-        types disabled, the first `replace` makes it one of 32 bits. Without a default,
-        `__post_init__` sets it.
+        scalar, and anything else a copy as an array, of the dtype that `jnp.asarray`
+        gives it. Without a default, `__post_init__` sets it.
       init: not to be passed: its default tells type checkers that the constructor takes
         no such argument.
 
@@ -57,13 +56,14 @@ def state_field(
       >>> print(ls.overflows, ls.overflows.dtype)
       1 int32
     """
-    # The values are NumPy's: strongly typed, impossible to donate, and here not to be
-    # written to, so that all instances can share them. And to make a JAX array would
-    # start a backend, which must not happen before `jax.distributed.initialize`.
-    metadata = {state_field: True}
+    metadata = {"is_state": True}
     if default is dataclasses.MISSING:
         return dataclasses.field(init=False, metadata=metadata)
+    # The value is NumPy's: strongly typed, impossible to donate, and here not to be
+    # written to, so that all instances can share it. And to make a JAX array would
+    # start a backend, which must not happen before `jax.distributed.initialize`.
     array = np.array(default, _DTYPES.get(type(default)))
+    array = array.astype(dtype_of(array))
     array.setflags(write=False)
     value = array[()]  # a scalar, if it has no dimensions
     return dataclasses.field(
@@ -71,12 +71,17 @@ def state_field(
     )
 
 
-def checked(check: validation.Check, *, default: Any = dataclasses.MISSING) -> Any:
+def checked(
+    check: validation.Check, *, default: Any = dataclasses.MISSING, **allowed: Any
+) -> Any:
     """Declares a field of configuration, with the check that `__post_init__` applies.
 
-    The check also applies to a subclass that declares the field again without one.
+    `allowed` are the keywords of the check, as in
+    `checked(validation.int_between, least=0, most=24)`. The check also applies to a
+    subclass that declares the field again without one.
     """
-    return dataclasses.field(default=default, metadata={checked: check})
+    metadata = {"check": functools.partial(check, **allowed)}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass_transform(
@@ -105,18 +110,19 @@ class Stateful(abc.ABC):
         dataclasses.dataclass(frozen=True, eq=False)(cls)
         cls._classes.append(cls)
         fields = dataclasses.fields(cls)
-        cls._state_names = [f.name for f in fields if state_field in f.metadata]
-        cls._static_names = [f.name for f in fields if state_field not in f.metadata]
-        cls._checks = cls._checks | {
-            f.name: f.metadata[checked] for f in fields if checked in f.metadata
-        }
+        cls._state_names = [f.name for f in fields if "is_state" in f.metadata]
+        cls._static_names = [f.name for f in fields if "is_state" not in f.metadata]
+        checks = {f.name: f.metadata.get("check") for f in fields}
+        own_checks = {name: check for name, check in checks.items() if check}
+        cls._checks = cls._checks | own_checks
         jax.tree_util.register_pytree_with_keys(
             cls, cls._flatten_with_keys, cls._unflatten
         )
 
     def __post_init__(self):
         for name, check in self._checks.items():
-            vars(self)[name] = check(name, getattr(self, name))
+            value = getattr(self, name)
+            vars(self)[name] = check(name, value)
 
     def __eq__(self, other: object) -> bool:
         validation.check_at_hand("==", (self, other))
@@ -143,13 +149,15 @@ class Stateful(abc.ABC):
             )
         new = copy.copy(self)
         for name, value in state.items():
-            vars(new)[name] = jnp.asarray(value, dtype_of(getattr(self, name)))
+            dtype = dtype_of(getattr(self, name))
+            vars(new)[name] = jnp.asarray(value, dtype)
         return new
 
     def get_config(self) -> dict[str, Any]:
-        """The name of the class and its configuration, as a dict that fits into JSON.
+        """The name of the class and its configuration, as a dict.
 
-        The state is not part of it.
+        The state is not part of it. The dict of a class of this library fits into JSON,
+        and that of your own does if its fields do.
         """
         arguments = [f.name for f in dataclasses.fields(self) if f.init]
         config = {name: getattr(self, name) for name in arguments}
@@ -176,18 +184,17 @@ class Stateful(abc.ABC):
           >>> ols.LossScale.from_config(config)
           FixedLossScale(128.0)
         """
-        with_config = filter(_has_config, cls._classes)
-        classes = {_config_name(c): c for c in with_config if issubclass(c, cls)}
+        subclasses = [c for c in cls._classes if issubclass(c, cls) and _has_config(c)]
+        class_of = {_config_name(c): c for c in subclasses}
         match config:
-            case {"class_name": str(name), "config": arguments, **others} if (
-                name in classes and not others
-            ):
-                return validation.construct(classes[name], arguments)
+            case {"class_name": str(name), "config": arguments, **others} if not others:
+                if name in class_of:
+                    return validation.construct(class_of[name], arguments)
+        names = ", ".join(sorted(class_of))
         raise ValueError(
             f"a {cls._kind}'s config must be a dict with the keys 'class_name' and "
             f"'config', as from get_config(), got {validation.shown(config)}. There "
-            f"are {', '.join(sorted(classes))}. Import the module that defines yours "
-            "first"
+            f"are {names}. Import the module that defines yours first"
         )
 
     def _values(self, names: list[str]) -> tuple[Any, ...]:
@@ -198,7 +205,8 @@ class Stateful(abc.ABC):
         """The state as leaves with keys, and the configuration as static data."""
         keys = map(GetAttrKey, self._state_names)
         state = self._values(self._state_names)
-        return list(zip(keys, state, strict=True)), self._values(self._static_names)
+        static = self._values(self._static_names)
+        return list(zip(keys, state, strict=True)), static
 
     @classmethod
     def _unflatten(cls, static: Any, state: Any) -> Self:
@@ -215,7 +223,8 @@ def check_successor(new: Any, old: Stateful, method: str) -> None:
 
     That is an instance with its configuration, and with state of the same shapes.
     """
-    if jax.tree.map(np.shape, new) != jax.tree.map(np.shape, old):
+    shapes = jax.tree.map(np.shape, new)
+    if shapes != jax.tree.map(np.shape, old):
         raise TypeError(
             f"{type(old).__name__} must adapt to a {old._kind} of its own type and "
             "configuration, with state of the same shapes: return self.replace(…) from "
@@ -229,7 +238,8 @@ def choose(flag: ArrayLike, if_true: T, if_false: T) -> T:
     Both are loss scales, or both skip rules, of the same structure; the flag may be
     traced.
     """
-    return jax.tree.map(functools.partial(jnp.where, flag), if_true, if_false)
+    chosen = functools.partial(jnp.where, flag)
+    return jax.tree.map(chosen, if_true, if_false)
 
 
 def _config_name(cls: type[Stateful]) -> str:
@@ -252,4 +262,5 @@ def _has_config(cls: type[Stateful]) -> bool:
 
 def _is_ours(cls: type[Stateful]) -> bool:
     """Whether a class is defined in this library."""
-    return cls.__module__.split(".")[0] == "optax_lossscale"
+    package = cls.__module__.partition(".")[0]
+    return package == "optax_lossscale"

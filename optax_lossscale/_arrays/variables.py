@@ -30,7 +30,8 @@ def is_of_nnx(x: Any, *classes: str) -> bool:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return False
-    return isinstance(x, tuple(getattr(nnx, name) for name in classes))
+    types = tuple(getattr(nnx, name) for name in classes)
+    return isinstance(x, types)
 
 
 def find(is_node: Callable[[Any], bool], tree: Any) -> list[Any]:
@@ -46,13 +47,15 @@ def distinct(nodes: list[T]) -> list[T]:
     """
     first = {}
     for place, node in enumerate(nodes):
-        first.setdefault(variable_ids(node) or place, node)
+        ids = variable_ids(node)
+        first.setdefault(ids or place, node)
     return list(first.values())
 
 
 def variable_ids(tree: Any) -> tuple[int, ...]:
     """The ids of the variables in a tree, by which two places hold the same one."""
-    return tuple(map(id, find(is_variable, tree)))
+    found = find(is_variable, tree)
+    return tuple(map(id, found))
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -75,11 +78,11 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 def plain(tree: Any) -> Any:
     """The tree with the array that it holds in place of each variable."""
 
-    def value(x):
-        if not is_variable(x):
-            return x
+    def held(leaf):
+        if not is_variable(leaf):
+            return leaf
         # A variable is a pytree of one leaf, or of none if it holds nothing.
-        leaves = jax.tree.leaves(x)
-        return leaves[0] if leaves else x
+        arrays = jax.tree.leaves(leaf)
+        return arrays[0] if arrays else leaf
 
-    return jax.tree.map(value, tree, is_leaf=is_variable)
+    return jax.tree.map(held, tree, is_leaf=is_variable)

@@ -9,7 +9,6 @@ Whether the gradients are finite is not known while a step is traced. So `adjust
 computes the loss scale for both cases, and selects one of them.
 """
 
-from functools import partial
 from typing import Literal, Self, get_args
 
 import jax
@@ -95,7 +94,7 @@ class DynamicLossScale(LossScale):
     max_scale: float | None = checked(validation.scale_or_none, default=None)
     hysteresis: int = checked(validation.positive_int, default=1)
     hysteresis_refill: Refill = checked(
-        partial(validation.one_of, options=get_args(Refill)), default="growth"
+        validation.one_of, options=get_args(Refill), default="growth"
     )
     can_be_exhausted: bool = checked(validation.flag, default=True)
     initial_growth_counter: int = 0
@@ -106,8 +105,11 @@ class DynamicLossScale(LossScale):
     def __post_init__(self):
         super().__post_init__()
         validation.check_bounds(self.min_scale, self.initial_scale, self.max_scale)
-        counter = validation.int_between(0, self.growth_interval - 1)(
-            "initial_growth_counter", self.initial_growth_counter
+        counter = validation.int_between(
+            "initial_growth_counter",
+            self.initial_growth_counter,
+            least=0,
+            most=self.growth_interval - 1,
         )
         self._set(
             initial_growth_counter=counter,
@@ -140,11 +142,13 @@ class DynamicLossScale(LossScale):
         backs_off = self.hysteresis_left <= 1
         lowered = self._rescaled(self.backoff_factor)
         left_after = self.hysteresis if self.hysteresis_refill == "rescale" else 1
+        one_less = self.hysteresis_left - 1
+        cannot_fall = backs_off & (lowered >= scale)
         return self.replace(
             loss_scale=jnp.where(backs_off, lowered, scale),
             growth_counter=0,
-            hysteresis_left=jnp.where(backs_off, left_after, self.hysteresis_left - 1),
-            _exhausted=self.can_be_exhausted & backs_off & (lowered >= scale),
+            hysteresis_left=jnp.where(backs_off, left_after, one_less),
+            _exhausted=self.can_be_exhausted & cannot_fall,
         )
 
     def _rescaled(self, factor: float) -> jax.Array:
@@ -154,6 +158,7 @@ class DynamicLossScale(LossScale):
         """
         scale = self()
         product = times(scale, factor)
-        product = jnp.clip(product, self.min_scale, self.max_scale)
-        is_normal = (product >= validation.SMALLEST) & (product <= validation.LARGEST)
-        return jnp.where(is_normal, product, scale)
+        clipped = jnp.clip(product, self.min_scale, self.max_scale)
+        is_large_enough = clipped >= validation.SMALLEST
+        is_small_enough = clipped <= validation.LARGEST
+        return jnp.where(is_large_enough & is_small_enough, clipped, scale)

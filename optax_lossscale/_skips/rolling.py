@@ -34,10 +34,10 @@ class RollingSkipRule(SkipRule):
     """
 
     needs_value = True
-    length: int = checked(validation.int_between(2, 2**20))
+    length: int = checked(validation.int_between, least=2, most=2**20)
     sigma_factor: float = checked(validation.positive)
     least_history: int = checked(validation.count)
-    ddof: int = checked(validation.int_between(0, 1), default=1)
+    ddof: int = checked(validation.int_between, least=0, most=1, default=1)
     least_deviation: float = checked(validation.finite, default=0.0)
     seen: jax.Array = state_field(0)  # shape=(), dtype=int32
     # The norms in one row, and the losses in the other; shape=(2, length), float32

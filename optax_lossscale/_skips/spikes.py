@@ -6,6 +6,7 @@ these, while it would move a mean and a standard deviation. All of it is compute
 logarithms, so the scale of norms and losses does not matter.
 """
 
+from functools import partial
 from typing import Self
 
 import jax
@@ -27,7 +28,11 @@ _COMMON_SHARE = 20
 # This marks an empty place of the window. It is above all logarithms, and sorts last.
 _UNKNOWN = 1e3
 
-_POSITIVE = validation.number_that("above 0 and at most 1e6", lambda x: 0 < x <= 1e6)
+_positive = partial(
+    validation.number_that,
+    allowed="above 0 and at most 1e6",
+    holds=lambda x: 0 < x <= 1e6,
+)
 
 
 class SpikeSkipRule(SkipRule):
@@ -39,10 +44,10 @@ class SpikeSkipRule(SkipRule):
       value_limit: the same for the loss; float32, shape (); state.
     """
 
-    factor: float = checked(_POSITIVE, default=6.0)
-    least: float = checked(_POSITIVE, default=1.0)
-    window: int = checked(validation.int_between(16, 2**20), default=64)
-    max_skips: int = checked(validation.int_between(0, 2**20), default=16)
+    factor: float = checked(_positive, default=6.0)
+    least: float = checked(_positive, default=1.0)
+    window: int = checked(validation.int_between, least=16, most=2**20, default=64)
+    max_skips: int = checked(validation.int_between, least=0, most=2**20, default=16)
     norm_limit: jax.Array = state_field(float("inf"))
     value_limit: jax.Array = state_field(float("inf"))
     # Logarithms of norms and of losses, the newest first; shape=(2, window), float32

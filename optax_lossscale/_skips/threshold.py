@@ -64,13 +64,14 @@ class MovingAverageSkipRule(SkipRule):
     """
 
     mean_factor: float = checked(validation.positive)
-    stddev_factor: float = checked(validation.number_between(0, validation.LARGEST))
+    stddev_factor: float = checked(
+        validation.number_between, least=0, most=validation.LARGEST
+    )
     min_count: int = checked(validation.count)
     grad_norm_ema_decay: float = checked(
-        validation.number_that(
-            "in (0, 1) as a float32, such as 0.99",
-            lambda x: 0 < x <= validation.BELOW_ONE,
-        )
+        validation.number_that,
+        allowed="in (0, 1) as a float32, such as 0.99",
+        holds=lambda x: 0 < x <= validation.BELOW_ONE,
     )
     count: jax.Array = state_field(0)  # shape=(), dtype=int32
     mean: jax.Array = state_field(1.0)  # shape=(), dtype=float32
