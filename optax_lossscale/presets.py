@@ -551,7 +551,7 @@ def apex(
     """NVIDIA Apex's `LossScaler`.
 
     Args:
-      loss_scale: "dynamic", or a number for a `FixedLossScale`.
+      loss_scale: "dynamic", or a number for a `FixedLossScale`; Apex has no default.
       init_scale: the first scale; Apex starts no higher than `max_loss_scale`.
       scale_factor: accepted but not used, as in Apex: the factor is 2.
       scale_window: finite steps in a row after which the scale grows.

@@ -48,7 +48,7 @@ make_public(
 def spikes(
     factor: float = 6.0, *, least: float = 1.0, window: int = 64, max_skips: int = 16
 ) -> SpikeSkipRule:
-    """Skips a step whose norm or loss is far above the usual one, but only so many.
+    """A rule that skips steps whose norm or loss is far above the usual one.
 
     The usual norm is the median over the last applied steps, on a logarithmic scale,
     and the spread follows from the distance to the upper quartile, which a spike hardly

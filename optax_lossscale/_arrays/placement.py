@@ -25,7 +25,9 @@ def varying_axes(x: jax.Array) -> frozenset:
 
     JAX keeps track of them only with `check_vma`; without it, the set is empty.
     """
-    aval: Any = jax.typeof(x)
-    # Newer versions of JAX have `manual_axis_type` in place of `vma`.
-    axes = aval.vma if hasattr(aval, "vma") else aval.manual_axis_type
+    abstract: Any = jax.typeof(x)
+    if hasattr(abstract, "vma"):
+        return abstract.vma or frozenset()
+    # Newer versions of JAX have this in place of `vma`.
+    axes = abstract.manual_axis_type
     return getattr(axes, "varying", axes) or frozenset()

@@ -147,6 +147,9 @@ class HeadroomLossScale(LossScale):
 
         Args:
           grads_finite: whether the step's gradients were finite; bool, shape ().
+
+        Returns:
+          The new loss scale.
         """
         # The reserve becomes part of the largest gradient, which falls with each step.
         largest = self._largest() + self._reserve

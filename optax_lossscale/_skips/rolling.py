@@ -66,15 +66,15 @@ class RollingSkipRule(SkipRule):
         A number is usual if it is at most `sigma_factor` deviations above the mean of
         its row of the window. Places that are not filled yet hold zeros.
         """
-        is_filled = jnp.arange(self.length) < self.seen
-        count = jnp.maximum(self.seen, 1)
-        degrees = jnp.maximum(self.seen - self.ddof, 1)  # the degrees of freedom
+        seen = self.seen.astype(jnp.float32)
         total = jnp.sum(self._window, axis=1)
-        mean = total / count.astype(jnp.float32)
+        mean = total / jnp.maximum(seen, 1)
+
+        is_filled = jnp.arange(self.length) < self.seen
         differences = self._window - mean[:, None]
         differences = jnp.where(is_filled, differences, 0)
         squares = jnp.sum(jnp.square(differences), axis=1)
-        variance = squares / degrees.astype(jnp.float32)
-        deviation = jnp.sqrt(variance)
+        degrees_of_freedom = jnp.maximum(seen - self.ddof, 1)
+        deviation = jnp.sqrt(squares / degrees_of_freedom)
         deviation = jnp.maximum(deviation, self.least_deviation)
         return numbers - mean <= self.sigma_factor * deviation

@@ -62,21 +62,26 @@ class SpikeSkipRule(SkipRule):
     ) -> tuple[Self, jax.Array]:
         if value is None:
             value = jnp.float32(0)
-        sizes = jnp.stack([norm, value])
-        is_known = sizes > 0
-        measured = jnp.log2(jnp.maximum(sizes, validation.SMALLEST))
+        numbers = jnp.stack([norm, value])
+        is_positive = numbers > 0
+        logarithms = jnp.log2(jnp.maximum(numbers, validation.SMALLEST))
         limits = self._limits()
-        is_spike = jnp.any((measured > limits) & is_known)
-        most_debt = APPLIED_PER_SKIP * self.max_skips
+        is_above = logarithms > limits
+        is_spike = jnp.any(is_above & is_positive)
+
         # If all skips are used up, the spikes are too common to be accidents.
-        is_common = is_spike & (self.skip_debt + APPLIED_PER_SKIP > most_debt)
+        most_debt = APPLIED_PER_SKIP * self.max_skips
+        debt_if_skipped = self.skip_debt + APPLIED_PER_SKIP
+        is_common = is_spike & (debt_if_skipped > most_debt)
         should_apply = ~is_spike | is_common
-        is_usual = is_known & should_apply
-        with_one_more = with_newest(self._last, measured)
+
+        is_learned = is_positive & should_apply
+        with_one_more = with_newest(self._last, logarithms)
+        norm_limit, value_limit = jnp.exp2(limits)
         new = self.replace(
-            _last=jnp.where(is_usual[:, None], with_one_more, self._last),
-            norm_limit=jnp.exp2(limits[0]),
-            value_limit=jnp.exp2(limits[1]),
+            _last=jnp.where(is_learned[:, None], with_one_more, self._last),
+            norm_limit=norm_limit,
+            value_limit=value_limit,
             skip_debt=jnp.where(is_common, most_debt, self.skip_debt),
         )
         return new, should_apply
@@ -88,9 +93,9 @@ class SpikeSkipRule(SkipRule):
         """
         seen = jnp.sum(self._last < _UNKNOWN, axis=1)
         count = jnp.maximum(seen, _FEWEST)
-        ordered = jnp.sort(self._last)
         how_many_reached = jnp.maximum(_COMMON, count // _COMMON_SHARE)
         ranks = [count // 2, 3 * count // 4, count - how_many_reached]
+        ordered = jnp.sort(self._last)
         ranked = jnp.take_along_axis(ordered, jnp.stack(ranks, axis=1), axis=1)
         median, quartile, common = ranked.T
         deviation = _DEVIATION * (quartile - median)
