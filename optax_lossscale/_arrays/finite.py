@@ -70,12 +70,12 @@ def largest(tree: Any) -> jax.Array:
 def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
     """The global L2 norm and the result of `all_finite`, in one pass; both of shape ().
 
-    The norm is float32, like the sum of squares under its root. So that of finite
-    numbers is infinite from 2**64 on, and the flag does not follow from it; and below
-    about 1e-19 it may be 0, as CPUs flush subnormal squares to zero.
+    The norm is float32, like the sum of squares under its root. So from 2**64 on it is
+    infinite, though all numbers may be finite; and below about 1e-19 it may be 0, as
+    CPUs flush subnormal squares to zero.
     """
-    square, finite = _by_platform(tree, _squares_on_cpu, _squares)
-    return jnp.sqrt(square), finite
+    sum_of_squares, finite = _by_platform(tree, _squares_on_cpu, _squares)
+    return jnp.sqrt(sum_of_squares), finite
 
 
 def _by_platform(
@@ -86,8 +86,9 @@ def _by_platform(
     `on_cpu` and `default` are the two forms; each takes groups of leaves. The choice
     is made when the program is lowered. Leaves that are known to be partitioned over
     devices take `default` on every platform, one by one. Where that is not known, the
-    answer is the same, but devices exchange more for it: on CPU two numbers for each
-    leaf, and everywhere those leaves of a group that are partitioned along other axes.
+    answer is the same, but devices exchange more: on CPU their results for each leaf,
+    and everywhere whole leaves, if leaves partitioned along different axes share a
+    group, or if the norm cuts them into rows.
     """
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
     if not leaves:
@@ -154,8 +155,8 @@ def _largest(groups: Groups) -> jax.Array:
 def _squares(groups: Groups) -> tuple[jax.Array, jax.Array]:
     """The sum of squares, and whether all are finite: two reductions in one pass."""
     squares = _joined(groups, _square, lax.add)
-    square = _reduced(jnp.sum, squares)
-    return square, _all_finite(groups)
+    sum_of_squares = _reduced(jnp.sum, squares)
+    return sum_of_squares, _all_finite(groups)
 
 
 def _reduced(reduce: Callable, arrays: list[jax.Array]) -> jax.Array:
@@ -354,7 +355,7 @@ def largest_on_all_replicas(tree: Any, axis_name: AxisName | None) -> jax.Array:
 
 
 def across(reduce: Callable, x: jax.Array, axis_name: AxisName | None) -> jax.Array:
-    """`x` reduced over the replicas along the named axes, as by `lax.pmin`.
+    """`x` reduced over the replicas along the named axes, by `lax.pmin` or its like.
 
     Without axes, `x` itself. A name that is no axis around the step, or is given twice,
     raises a `ValueError`.

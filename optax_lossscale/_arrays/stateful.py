@@ -27,7 +27,7 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.flax_serialization import register_with_flax
 from optax_lossscale._arrays.precision import T, dtype_of
 
-_DTYPES = {bool: np.bool_, int: np.int32, float: np.float32}
+_DTYPE_OF_PYTHON_NUMBER = {bool: np.bool_, int: np.int32, float: np.float32}
 
 
 def state_field(
@@ -62,7 +62,8 @@ def state_field(
     # The value is NumPy's: strongly typed, impossible to donate, and here not to be
     # written to, so that all instances can share it. And to make a JAX array would
     # start a backend, which must not happen before `jax.distributed.initialize`.
-    array = np.array(default, _DTYPES.get(type(default)))
+    dtype = _DTYPE_OF_PYTHON_NUMBER.get(type(default))
+    array = np.array(default, dtype)
     array = array.astype(dtype_of(array))
     array.setflags(write=False)
     value = array[()]  # a scalar, if it has no dimensions
@@ -112,9 +113,8 @@ class Stateful(abc.ABC):
         fields = dataclasses.fields(cls)
         cls._state_names = [f.name for f in fields if "is_state" in f.metadata]
         cls._static_names = [f.name for f in fields if "is_state" not in f.metadata]
-        checks = {f.name: f.metadata.get("check") for f in fields}
-        own_checks = {name: check for name, check in checks.items() if check}
-        cls._checks = cls._checks | own_checks
+        checks = {f.name: f.metadata["check"] for f in fields if "check" in f.metadata}
+        cls._checks = cls._checks | checks
         jax.tree_util.register_pytree_with_keys(
             cls, cls._flatten_with_keys, cls._unflatten
         )

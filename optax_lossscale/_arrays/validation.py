@@ -95,8 +95,8 @@ def python_number(value: Any) -> int | float | None:
     """
     if isinstance(value, jax.core.Tracer):
         return None
-    is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
-    if is_array and value.shape == ():
+    has_item = isinstance(value, (np.generic, np.ndarray, jax.Array))
+    if has_item and value.shape == ():
         value = jax.device_get(value).item()
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if is_number else None
