@@ -26,7 +26,7 @@ from jax import lax
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.placement import is_partitioned
-from optax_lossscale._arrays.precision import T, at_least_float32, is_inexact
+from optax_lossscale._arrays.precision import T, at_least_float32, is_inexact_leaf
 
 AxisName = Hashable
 Groups = list[list[jax.Array]]  # each a list of leaves of one type that share a kernel
@@ -90,7 +90,7 @@ def _by_platform(
     and everywhere whole leaves, if leaves partitioned along different axes share a
     group, or if the norm cuts them into rows.
     """
-    leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
+    leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact_leaf(x)]
     if not leaves:
         leaves = [jnp.float32(0)]
     if any(map(is_partitioned, leaves)):

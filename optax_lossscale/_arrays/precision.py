@@ -17,26 +17,26 @@ from jax import lax
 T = TypeVar("T")
 
 
-def is_inexact(x: Any) -> bool:
+def is_inexact_leaf(x: Any) -> bool:
     """Whether a leaf is a floating-point or complex number, of any width."""
-    if not is_array(x):
+    if not is_array_leaf(x):
         return False
     return jnp.issubdtype(dtype_of(x), jnp.inexact)
 
 
-def is_narrow(x: Any) -> bool:
+def is_narrow_leaf(x: Any) -> bool:
     """Whether a leaf is a floating-point number of 16 or 8 bits."""
-    return is_inexact(x) and dtype_of(x).itemsize < 4
+    return is_inexact_leaf(x) and dtype_of(x).itemsize < 4
 
 
-def is_array(x: Any) -> bool:
+def is_array_leaf(x: Any) -> bool:
     """Whether a leaf is an array, a `jax.ShapeDtypeStruct` or a Python number."""
     return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
 def at_least_float32(x: Any) -> Any:
     """8- and 16-bit floats converted to float32; every other leaf as it is."""
-    if not is_narrow(x):
+    if not is_narrow_leaf(x):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(dtype=jnp.dtype(jnp.float32))
@@ -50,7 +50,7 @@ def map_inexact(function: Callable[[jax.Array], jax.Array], tree: T) -> T:
     """
 
     def mapped(x):
-        if not is_inexact(x):
+        if not is_inexact_leaf(x):
             return x
         wide = at_least_float32(x)
         return function(jnp.asarray(wide))

@@ -125,7 +125,7 @@ class Stateful(abc.ABC):
             vars(self)[name] = check(name, value)
 
     def __eq__(self, other: object) -> bool:
-        validation.check_at_hand("==", (self, other))
+        validation.check_concrete("==", (self, other))
         if jax.tree.structure(self) != jax.tree.structure(other):
             return False
         return jax.tree.all(jax.tree.map(np.array_equal, self, other))

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays.contexts import IS_REPORTED
-from optax_lossscale._arrays.precision import dtype_of, is_array
+from optax_lossscale._arrays.precision import dtype_of, is_array_leaf
 
 SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest normal float32
 LARGEST = float(np.finfo(np.float32).max)
@@ -104,7 +104,7 @@ def python_number(value: Any) -> int | float | None:
 
 def is_real(value: Any) -> bool:
     """Whether this is a real number, or an array of them; bools are none."""
-    if not is_array(value):
+    if not is_array_leaf(value):
         return False
     dtype = dtype_of(value)
     return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
@@ -252,7 +252,7 @@ def is_traced(tree: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
-def check_at_hand(name: str, tree: Any) -> None:
+def check_concrete(name: str, tree: Any) -> None:
     """Raises a `TypeError` if a tree holds tracers, whose numbers no host can read."""
     if is_traced(tree):
         raise TypeError(

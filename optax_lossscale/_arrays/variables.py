@@ -1,9 +1,9 @@
 """Variables of Flax NNX, and the arrays in them.
 
 An `nnx.Optimizer` keeps each array of its state in a variable, an object that changes
-in place. Most of this package computes with plain arrays, which `plain` takes out of
-the variables. Flax is not imported here: a program that has not imported it has none of
-its variables.
+in place. Most of this package computes with arrays alone, and `without_variables` puts
+them in the places of the variables. Flax is not imported here: a program that has not
+imported it has none of its variables.
 """
 
 import sys
@@ -34,13 +34,13 @@ def is_of_nnx(x: Any, *classes: str) -> bool:
     return isinstance(x, types)
 
 
-def find(is_node: Callable[[Any], bool], tree: Any) -> list[Any]:
+def find_nodes(is_node: Callable[[Any], bool], tree: Any) -> list[Any]:
     """All nodes of a tree for which `is_node` holds, but none inside of another."""
     nodes = jax.tree.leaves(tree, is_leaf=is_node)
     return [x for x in nodes if is_node(x)]
 
 
-def distinct(nodes: list[T]) -> list[T]:
+def distinct_nodes(nodes: list[T]) -> list[T]:
     """The nodes without those made of the same variables as one before them.
 
     Those that hold no variables are all returned.
@@ -54,7 +54,7 @@ def distinct(nodes: list[T]) -> list[T]:
 
 def variable_ids(tree: Any) -> tuple[int, ...]:
     """The ids of the variables in a tree, by which two places hold the same one."""
-    found = find(is_variable, tree)
+    found = find_nodes(is_variable, tree)
     return tuple(map(id, found))
 
 
@@ -75,7 +75,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     return jax.tree.map(mapped, tree, is_leaf=is_variable)
 
 
-def plain(tree: Any) -> Any:
+def without_variables(tree: Any) -> Any:
     """The tree with the array that it holds in place of each variable."""
 
     def held(leaf):
