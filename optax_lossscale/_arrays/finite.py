@@ -172,7 +172,9 @@ def _reduced(reduce: Callable, arrays: list[jax.Array]) -> jax.Array:
 # memory, in every dtype and with the unscaling fused into it. So each function below
 # reduces two things at once: what it computes, and the flags of finiteness. The check
 # by itself takes a second question whose answer the flags imply. (The largest value
-# alone is not enough for it, as a max loses NaNs on CPU.)
+# alone is not enough for it, as a max loses NaNs on CPU.) Of partitioned leaves, XLA
+# makes no all-reduce for two outputs, but gathers the results of all devices for each
+# leaf: hence the default for these.
 
 
 def _all_finite_on_cpu(groups: Groups) -> jax.Array:
@@ -247,11 +249,12 @@ def _rows(x: jax.Array) -> list[jax.Array]:
     if length < _SHORTEST_ROW:
         length = _ROW
     rest = size % length
+    end = size - rest
     flat = x.reshape(-1)
-    rows = flat[: size - rest].reshape(-1, length)
+    rows = flat[:end].reshape(-1, length)
     if not rest:
         return [rows]
-    last_row = flat[size - rest :].reshape(1, rest)
+    last_row = flat[end:].reshape(1, rest)
     return [rows, last_row]
 
 

@@ -77,7 +77,8 @@ def times(scale: jax.Array, factor: float) -> jax.Array:
         return scale * factor32
     # Other systems divide a scale by 3, or multiply it by 0.3 in double precision. A
     # float32 product with 1/3, itself rounded, may be an ulp off, and XLA compiles a
-    # division by a constant to that very product. In float64 both come out as there.
+    # division by a constant to that very product. In float64 both come out as in those
+    # systems.
     with jax.enable_x64(True):
         wide = lax.convert_element_type(scale, np.float64)
         product = wide * np.float64(factor)

@@ -30,8 +30,8 @@ _OVERFLOW = 16  # all finite float16 numbers are below 2**16
 # numbers span 40 bits, so gradients that used to fit underflow at such a scale. It is
 # also about the most that one overflow adds.
 _DEEP = 32
-_BOUND = 100  # so many bits below and above 1, the scale has its bounds
 _GAP = 10  # this far above a step's size, the largest remembered falls twice as fast
+_BOUND = 100  # the exponent of the highest scale, and of the inverse of the lowest
 
 _LOWEST = 2.0**-_BOUND
 _HIGHEST = 2.0**_BOUND
@@ -84,8 +84,8 @@ class HeadroomLossScale(LossScale):
     in which `largest` and `reserve` fall by a bit.
 
     A step whose gradients are all zero measures nothing: `memory` stays, and `largest`
-    falls by `fall`. Such gradients may be rare, or may all have underflowed. So
-    without a reserve, the scale grows by one bit in 2048 to 32,768 such steps. It is a
+    falls by `fall`. Such gradients may be rare, or may all have underflowed. So without
+    a reserve, the scale grows by one bit in 2048 to 32,768 such steps. The scale is a
     power of two between 2**-100 and 2**100.
 
     Source: this library, after OpenSeq2Seq's `LogMaxScaler`.
