@@ -90,7 +90,8 @@ def _by_platform(
     and everywhere whole leaves, if leaves partitioned along different axes share a
     group, or if the norm cuts them into rows.
     """
-    leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact_leaf(x)]
+    inexact_leaves = filter(is_inexact_leaf, jax.tree.leaves(tree))
+    leaves = [jnp.asarray(x) for x in inexact_leaves]
     if not leaves:
         leaves = [jnp.float32(0)]
     if any(map(is_partitioned, leaves)):
@@ -200,10 +201,10 @@ def _squares_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
     """The sum of squares, and in the same pass whether all numbers are finite."""
     # Such a reduction adds one number after the other, and a float32 sum that has
     # reached 2**24 does not grow by adding 1. So large leaves are summed row by row.
-    squares = _joined(groups, _square, lax.add)
-    sums = _finite_sums(groups)
+    squares = _in_rows(_joined(groups, _square, lax.add))
+    sums = _in_rows(_finite_sums(groups))
     sums_of_rows, finite = _reduced_beside_check(
-        lax.add, np.float32(0), _in_rows(squares), _in_rows(sums), first_axis=1
+        lax.add, np.float32(0), squares, sums, first_axis=1
     )
     return sums_of_rows.sum(), finite.all()
 

@@ -139,7 +139,18 @@ class Stateful(abc.ABC):
         vars(self).update(values)
 
     def replace(self, **state: ArrayLike) -> Self:
-        """A copy with new values of the named state fields, in the dtypes they had."""
+        """A copy with new values of the named state fields, in the dtypes they had.
+
+        Args:
+          **state: the values by the names of the fields: numbers and arrays, which may
+            be traced.
+
+        Returns:
+          The copy, in which all else is as it was.
+
+        Raises:
+          TypeError: for a name that is no state field.
+        """
         unknown = sorted(set(state) - set(self._state_names))
         if unknown:
             known = ", ".join(self._state_names) or "none"
@@ -154,10 +165,13 @@ class Stateful(abc.ABC):
         return new
 
     def get_config(self) -> dict[str, Any]:
-        """The name of the class and its configuration, as a dict.
+        """The name of the class and its configuration, as a dict for `from_config`.
 
-        The state is not part of it. The dict of a class of this library fits into JSON,
-        and that of your own does if its fields do.
+        The state is not part of it.
+
+        Returns:
+          `{"class_name": …, "config": {…}}`. For a class of this library, it fits into
+          JSON; for one of your own, it does if the values of its fields do.
         """
         arguments = [f.name for f in dataclasses.fields(self) if f.init]
         config = {name: getattr(self, name) for name in arguments}
@@ -184,8 +198,8 @@ class Stateful(abc.ABC):
           >>> ols.LossScale.from_config(config)
           FixedLossScale(128.0)
         """
-        subclasses = [c for c in cls._classes if issubclass(c, cls) and _has_config(c)]
-        class_of = {_config_name(c): c for c in subclasses}
+        with_config = filter(_has_config, cls._classes)
+        class_of = {_config_name(c): c for c in with_config if issubclass(c, cls)}
         match config:
             case {"class_name": str(name), "config": arguments, **others} if not others:
                 if name in class_of:

@@ -61,13 +61,14 @@ class DynamicLossScale(LossScale):
       max_scale: the cap, at which growth ends. With None, there is no cap, but the
         scale does not leave float32's range.
       hysteresis: how many non-finite steps it takes to back off.
-      hysteresis_refill: when `hysteresis_left` is set back to `hysteresis`: `"growth"`,
-        when the scale is due to grow (Megatron-LM, DeepSpeed); `"rescale"`, then and at
-        a back-off (tf.contrib); `"finite"`, at each finite step (DeepSpeed's
-        `consecutive_hysteresis`).
+      hysteresis_refill: when `hysteresis_left` is set back to `hysteresis`. With
+        `"growth"`, when the scale is due to grow, as in Megatron-LM and DeepSpeed. With
+        `"rescale"`, also at a back-off, as in tf.contrib. With `"finite"`, at each
+        finite step, as with DeepSpeed's `consecutive_hysteresis`.
       can_be_exhausted: whether an overflow at a scale that cannot fall makes it
         `exhausted`.
-      initial_growth_counter: the first `growth_counter`, below `growth_interval`.
+      initial_growth_counter: the first `growth_counter`, from 0 to
+        `growth_interval - 1`.
 
     Attributes:
       growth_counter: finite steps in a row since the last growth; int32, shape ().

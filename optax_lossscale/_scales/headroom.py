@@ -258,7 +258,8 @@ class HeadroomLossScale(LossScale):
         with_reserve = jnp.maximum(fits - reserve, -_BOUND)
         exponent = jnp.floor(with_reserve)
         # Not by exp2, which is inexact: the scale would not be a power of two.
-        loss_scale = jnp.ldexp(jnp.float32(1), exponent.astype(jnp.int32))
+        one = jnp.float32(1)
+        loss_scale = jnp.ldexp(one, exponent.astype(jnp.int32))
         spare_bits = self.margin + fits - exponent
         return self.replace(
             loss_scale=loss_scale,

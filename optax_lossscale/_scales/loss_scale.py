@@ -81,6 +81,20 @@ class LossScale(Stateful):
         return jnp.asarray(self.loss_scale, jnp.float32)
 
     def replace(self, **state: ArrayLike) -> Self:
+        """A copy with new values of the named state fields, in the dtypes they had.
+
+        Args:
+          **state: the values by the names of the fields: numbers and arrays, which may
+            be traced.
+
+        Returns:
+          The copy, in which all else is as it was.
+
+        Raises:
+          TypeError: for a name that is no state field.
+          ValueError: for a `loss_scale` that is a Python number, but not a positive,
+            normal float32.
+        """
         scale = state.get("loss_scale")
         if isinstance(scale, (int, float)):  # to check an array, it would wait for it
             validation.scale("loss_scale", scale)

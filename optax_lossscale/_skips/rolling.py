@@ -45,7 +45,8 @@ class RollingSkipRule(SkipRule):
 
     def __post_init__(self):
         super().__post_init__()
-        self._set(_window=np.zeros((2, self.length), np.float32))
+        empty = np.zeros((2, self.length), np.float32)
+        self._set(_window=empty)
 
     def decide(
         self, norm: jax.Array, value: jax.Array | None

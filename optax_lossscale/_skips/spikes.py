@@ -55,7 +55,8 @@ class SpikeSkipRule(SkipRule):
 
     def __post_init__(self):
         super().__post_init__()
-        self._set(_last=np.full((2, self.window), _UNKNOWN, np.float32))
+        empty = np.full((2, self.window), _UNKNOWN, np.float32)
+        self._set(_last=empty)
 
     def decide(
         self, norm: jax.Array, value: jax.Array | None
@@ -95,8 +96,8 @@ class SpikeSkipRule(SkipRule):
         count = jnp.maximum(seen, _FEWEST)
         how_many_reached = jnp.maximum(_COMMON, count // _COMMON_SHARE)
         ranks = [count // 2, 3 * count // 4, count - how_many_reached]
-        ordered = jnp.sort(self._last)
-        ranked = jnp.take_along_axis(ordered, jnp.stack(ranks, axis=1), axis=1)
+        places = jnp.stack(ranks, axis=1)
+        ranked = jnp.take_along_axis(jnp.sort(self._last), places, axis=1)
         median, quartile, common = ranked.T
         deviation = _DEVIATION * (quartile - median)
         shortage = jnp.maximum(1, _ENOUGH / count.astype(jnp.float32))
