@@ -86,9 +86,9 @@ def _by_platform(
     `on_cpu` and `default` are the two forms; each takes groups of leaves. The choice
     is made when the program is lowered. Leaves that are known to be partitioned over
     devices take `default` on every platform, one by one. Where that is not known, the
-    answer is the same, but devices exchange more: on CPU their results for each leaf,
-    and everywhere whole leaves, if leaves partitioned along different axes share a
-    group, or if the norm cuts them into rows.
+    answer is the same, but devices exchange more: on CPU their results for each leaf;
+    and whole leaves, where some that are partitioned along different axes share a
+    group, or where the norm cuts them into rows.
     """
     inexact_leaves = filter(is_inexact_leaf, jax.tree.leaves(tree))
     leaves = [jnp.asarray(x) for x in inexact_leaves]

@@ -103,7 +103,7 @@ class Stateful(abc.ABC):
     _classes: ClassVar[list[type[Self]]] = []  # all subclasses, as they were defined
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        register_with_flax(cls)
+        register_with_flax(cls)  # which may have been imported just now
         return super().__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any):
