@@ -1,9 +1,9 @@
 """Which leaves loss scaling applies to, and in which dtypes it computes with them.
 
 Loss scaling multiplies and divides *inexact* leaves, floating-point and complex numbers
-of any width, and passes all others on as they are. *Narrow* floats, of 8 or 16 bits,
-are converted to float32 first: small gradients would underflow again if they were
-divided by the loss scale in float16.
+of any width, and passes all others on as they are. *Narrow* floats, of 16 bits or
+fewer, are converted to float32 first: small gradients would underflow again if they
+were divided by the loss scale in float16.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def is_inexact_leaf(x: Any) -> bool:
 
 
 def is_narrow_leaf(x: Any) -> bool:
-    """Whether a leaf is a floating-point number of 16 or 8 bits."""
+    """Whether a leaf is a floating-point number of 16 bits or fewer."""
     return is_inexact_leaf(x) and dtype_of(x).itemsize < 4
 
 
@@ -35,7 +35,7 @@ def is_array_leaf(x: Any) -> bool:
 
 
 def at_least_float32(x: Any) -> Any:
-    """8- and 16-bit floats converted to float32; every other leaf as it is."""
+    """A narrow float converted to float32, and every other leaf as it is."""
     if not is_narrow_leaf(x):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):

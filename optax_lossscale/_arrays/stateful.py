@@ -181,12 +181,13 @@ class Stateful(abc.ABC):
     def from_config(cls, config: dict[str, Any]) -> Self:
         """The loss scale or skip rule that a dict from `get_config` describes.
 
-        It is in its initial state.
-
         Args:
           config: `{"class_name": …, "config": {…}}`, naming this class or the last
             subclass defined with that name. One that shares its name with a class of
             this library is named with its module, `my_module.DynamicLossScale`.
+
+        Returns:
+          An instance of that class, in its initial state.
 
         Raises:
           ValueError: for a malformed config, an unknown class, or an unknown or missing
