@@ -101,8 +101,8 @@ class MovingAverageSkipRule(SkipRule):
 
     def _averaged(self, average: jax.Array, number: jax.Array) -> jax.Array:
         """A moving average with one more number, without a bias towards its start."""
-        weight = self._weight(self.count) / self._weight(self.count + 1)
-        decay = self.grad_norm_ema_decay * weight
+        correction = self._weight(self.count) / self._weight(self.count + 1)
+        decay = self.grad_norm_ema_decay * correction
         return decay * average + (1 - decay) * number
 
     def _weight(self, count: jax.Array) -> jax.Array:
