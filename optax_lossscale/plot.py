@@ -12,7 +12,7 @@ import numpy as np
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.axes import GREY, TEAL, Axes, axes_for, style_of
-from optax_lossscale._arrays.precision import is_inexact
+from optax_lossscale._arrays.precision import is_inexact_leaf
 from optax_lossscale._step.get import resolve
 
 BEFORE = GREY
@@ -51,7 +51,7 @@ def loss_scale(
       >>> ols.plot.loss_scale(history).get_xlabel()
       'step'
     """
-    validation.check_at_hand("plot.loss_scale", history)
+    validation.check_concrete("plot.loss_scale", history)
     scale = _column(history, "loss_scale")
     applied = _column(history, "should_apply")
     steps = np.arange(1, len(scale) + 1)
@@ -118,7 +118,7 @@ def exponents(
       >>> plot.exponents({"w": jnp.array([1e-3, 0.5, 2.0])}, loss_scale=1024.0).get_xlabel()
       'gradient'
     """
-    validation.check_at_hand("plot.exponents", (scaled_grads, loss_scale))
+    validation.check_concrete("plot.exponents", (scaled_grads, loss_scale))
     dtype = validation.floating_dtype("dtype", dtype)
     scale = validation.scale("loss_scale", resolve(loss_scale)())
     shift = float(np.log2(scale))
@@ -165,7 +165,7 @@ def _shade(axes: Axes, name: str, start: int, end: int, shade: float) -> None:
 
 def _sizes(tree: Any) -> np.ndarray:
     """The absolute values of all gradients, float64; a complex number counts as two."""
-    leaves = filter(is_inexact, jax.tree.leaves(jax.device_get(tree)))
+    leaves = filter(is_inexact_leaf, jax.tree.leaves(jax.device_get(tree)))
     flat = [np.ravel(leaf) for leaf in leaves]
     parts = [x.view(x.real.dtype).astype(np.float64) for x in flat]
     return np.abs(np.concatenate([np.zeros(0), *parts]))

@@ -49,19 +49,19 @@ __all__ = [
 make_public(__name__, LogMaxLossScale, ToleranceLossScale)
 
 
-def _float32(name: str, factor: float) -> float:
+def _in_float32(name: str, factor: float) -> float:
     """A factor rounded to float32, for an original that computes in float32."""
     return float(np.float32(validation.finite(name, factor)))
 
 
-def _growth(name: str, factor: float) -> float:
+def _growth_factor(name: str, factor: float) -> float:
     """A growth factor rounded to float32, and at least 1 after rounding."""
-    return validation.growth_factor(name, _float32(name, factor))
+    return validation.growth_factor(name, _in_float32(name, factor))
 
 
 def _jmp_rule(counter: int, period: int, factor: float) -> dict[str, Any]:
     """The arguments of `DynamicLossScale` for the rule that JMP and MPX share."""
-    growth_factor = _growth("factor", factor)
+    growth_factor = _growth_factor("factor", factor)
     return {
         "growth_interval": period,
         "initial_growth_counter": counter,
@@ -92,7 +92,7 @@ def tensorflow_dynamic(
     with user_names(
         initial_loss_scale="initial_scale", increment_period="growth_interval"
     ):
-        factor = _growth("multiplier", multiplier)
+        factor = _growth_factor("multiplier", multiplier)
         return DynamicLossScale(
             initial_scale=initial_loss_scale,
             growth_interval=increment_period,
@@ -170,8 +170,8 @@ def tensorflow_contrib_exponential(
         return DynamicLossScale(
             initial_scale=init_loss_scale,
             growth_interval=incr_every_n_steps,
-            growth_factor=_float32("incr_ratio", incr_ratio),
-            backoff_factor=_float32("decr_ratio", decr_ratio),
+            growth_factor=_in_float32("incr_ratio", incr_ratio),
+            backoff_factor=_in_float32("decr_ratio", decr_ratio),
             hysteresis=decr_every_n_nan_or_inf,
             hysteresis_refill="rescale",
         )
@@ -288,13 +288,16 @@ def flax(
         scale="initial_scale",
         minimum_scale="min_scale",
     ):
-        finite_steps = validation.int_between(0, validation.LARGEST_INT - 1)(
-            "growth_interval", growth_interval
+        finite_steps = validation.int_between(
+            "growth_interval",
+            growth_interval,
+            least=0,
+            most=validation.LARGEST_INT - 1,
         )
         return DynamicLossScale(
             initial_scale=scale,
-            growth_factor=_float32("growth_factor", growth_factor),
-            backoff_factor=_float32("backoff_factor", backoff_factor),
+            growth_factor=_in_float32("growth_factor", growth_factor),
+            backoff_factor=_in_float32("backoff_factor", backoff_factor),
             growth_interval=finite_steps + 1,
             initial_growth_counter=fin_steps,
             min_scale=minimum_scale,
@@ -403,8 +406,8 @@ def megatron(
     return DynamicLossScale(
         initial_scale=initial_scale,
         min_scale=min_scale,
-        growth_factor=_float32("growth_factor", growth_factor),
-        backoff_factor=_float32("backoff_factor", backoff_factor),
+        growth_factor=_in_float32("growth_factor", growth_factor),
+        backoff_factor=_in_float32("backoff_factor", backoff_factor),
         growth_interval=growth_interval,
         hysteresis=hysteresis,
     )
@@ -523,8 +526,8 @@ def openseq2seq_logmax(
     """
     with user_names(scale_min="min_scale", scale_max="max_scale"):
         most = validation.scale("max_scale", scale_max)
-        least = validation.number_between(validation.SMALLEST, most)(
-            "min_scale", scale_min
+        least = validation.number_between(
+            "min_scale", scale_min, least=validation.SMALLEST, most=most
         )
         return LogMaxLossScale(
             initial_scale=min(max(1.0, least), most),
@@ -548,7 +551,7 @@ def apex(
     """NVIDIA Apex's `LossScaler`.
 
     Args:
-      loss_scale: "dynamic", or a number for a `FixedLossScale`.
+      loss_scale: "dynamic", or a number for a `FixedLossScale`; Apex has no default.
       init_scale: the first scale; Apex starts no higher than `max_loss_scale`.
       scale_factor: accepted but not used, as in Apex: the factor is 2.
       scale_window: finite steps in a row after which the scale grows.

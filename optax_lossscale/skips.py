@@ -48,7 +48,7 @@ make_public(
 def spikes(
     factor: float = 6.0, *, least: float = 1.0, window: int = 64, max_skips: int = 16
 ) -> SpikeSkipRule:
-    """Skips a step whose norm or loss is far above the usual one, but only so many.
+    """A rule that skips steps whose norm or loss is far above the usual one.
 
     The usual norm is the median over the last applied steps, on a logarithmic scale,
     and the spread follows from the distance to the upper quartile, which a spike hardly
@@ -270,7 +270,7 @@ def megatron(grad_norm_skip_threshold: float) -> ThresholdSkipRule:
 
 def _half(length: int) -> int:
     """How many steps make a window of this length half full, but at least 2."""
-    length = validation.int_between(2, 2**20)("length", length)
+    length = validation.int_between("length", length, least=2, most=2**20)
     return max(2, length // 2)
 
 

@@ -39,7 +39,6 @@ TESTS = {
 SAME = {
     ("if length < _SHORTEST_ROW:", ""),
     ("if should_apply is True:", "True -> False"),
-    ("shift = jnp.where(", "jnp.float32 -> jnp.float16"),  # of 1 and 4
 }
 
 

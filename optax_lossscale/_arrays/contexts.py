@@ -5,10 +5,10 @@ Each is one of JAX's user contexts: `with OVERFLOWS(True):` sets it, and
 depends on the value, so JAX makes the value part of the key of its caches: a function
 that was compiled under one value is not used under another.
 
-A new context changes these keys, too, and whatever JAX compiled before it is compiled
+To make a context changes these keys, too, and whatever JAX compiled before is compiled
 again. So all contexts are made here, when the package is imported, which comes before
-the first step. No module that is imported later makes one. With jax 0.12, `jax.extend`
-imports Pallas, which makes a context, too; so it is imported here.
+the first step. From jax 0.12 on, `jax.extend` imports Pallas, which makes a context of
+its own. Modules that are imported later need it, so it is imported here.
 """
 
 import jax

@@ -26,7 +26,7 @@ from jax import lax
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.placement import is_partitioned
-from optax_lossscale._arrays.precision import T, at_least_float32, is_inexact
+from optax_lossscale._arrays.precision import T, at_least_float32, is_inexact_leaf
 
 AxisName = Hashable
 Groups = list[list[jax.Array]]  # each a list of leaves of one type that share a kernel
@@ -40,8 +40,9 @@ def all_finite(tree: Any) -> jax.Array:
     """Whether all numbers of a tree are finite: no NaN, no infinity.
 
     Args:
-      tree: any pytree of arrays and Python numbers. `None`, integer, bool and
-        float0 leaves are always finite.
+      tree: any pytree of arrays and Python numbers. `None`, integer, bool and float0
+        leaves are always finite. Other numbers are taken as JAX converts them: unless
+        64-bit types are enabled, 1e300 is infinite.
 
     Returns:
       A bool scalar, shape (); True for an empty tree.
@@ -69,12 +70,12 @@ def largest(tree: Any) -> jax.Array:
 def norm_and_all_finite(tree: Any) -> tuple[jax.Array, jax.Array]:
     """The global L2 norm and the result of `all_finite`, in one pass; both of shape ().
 
-    The norm is float32, like the sum of squares under its root. So that of finite
-    numbers is infinite from 2**64 on, and the flag does not follow from it; and below
-    about 1e-19 it may be 0, as CPUs flush subnormal squares to zero.
+    The norm is float32, like the sum of squares under its root. So from 2**64 on it is
+    infinite, though all numbers may be finite; and below about 1e-19 it may be 0, as
+    CPUs flush subnormal squares to zero.
     """
-    square, finite = _by_platform(tree, _squares_on_cpu, _squares)
-    return jnp.sqrt(square), finite
+    sum_of_squares, finite = _by_platform(tree, _squares_on_cpu, _squares)
+    return jnp.sqrt(sum_of_squares), finite
 
 
 def _by_platform(
@@ -83,13 +84,17 @@ def _by_platform(
     """Answers a question about a tree in the form that suits the platform.
 
     `on_cpu` and `default` are the two forms; each takes groups of leaves. The choice
-    is made when the program is lowered. Leaves that the compiler partitions over
-    devices take `default` on every platform.
+    is made when the program is lowered. Leaves that are known to be partitioned over
+    devices take `default` on every platform, one by one. Where that is not known, the
+    answer is the same, but devices exchange more: on CPU their results for each leaf;
+    and whole leaves, where some that are partitioned along different axes share a
+    group, or where the norm cuts them into rows.
     """
-    leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
+    inexact_leaves = filter(is_inexact_leaf, jax.tree.leaves(tree))
+    leaves = [jnp.asarray(x) for x in inexact_leaves]
     if not leaves:
         leaves = [jnp.float32(0)]
-    if any(is_partitioned(x) for x in leaves):
+    if any(map(is_partitioned, leaves)):
         return default(_groups(leaves, 1))
     # Leaves that share a kernel compile faster, and fewer kernels are launched. But on
     # CPU there must be enough kernels to keep all cores busy; a GPU's compiler computes
@@ -111,8 +116,8 @@ def _groups(leaves: list[jax.Array], size: int) -> Groups:
         leaves_of_type.setdefault(jax.typeof(x), []).append(x)
     groups = []
     for alike in leaves_of_type.values():
-        for start in range(0, len(alike), size):
-            groups.append(alike[start : start + size])
+        starts = range(0, len(alike), size)
+        groups += [alike[start : start + size] for start in starts]
     return groups
 
 
@@ -121,7 +126,12 @@ def _joined(groups: Groups, function: Callable, operation: Callable) -> list[jax
 
     Both work elementwise, so the array has the shape of the leaves.
     """
-    return [functools.reduce(operation, map(function, leaves)) for leaves in groups]
+    arrays = []
+    for leaves in groups:
+        results = map(function, leaves)
+        joined = functools.reduce(operation, results)
+        arrays.append(joined)
+    return arrays
 
 
 # --- by default ---
@@ -146,7 +156,8 @@ def _largest(groups: Groups) -> jax.Array:
 def _squares(groups: Groups) -> tuple[jax.Array, jax.Array]:
     """The sum of squares, and whether all are finite: two reductions in one pass."""
     squares = _joined(groups, _square, lax.add)
-    return _reduced(jnp.sum, squares), _all_finite(groups)
+    sum_of_squares = _reduced(jnp.sum, squares)
+    return sum_of_squares, _all_finite(groups)
 
 
 def _reduced(reduce: Callable, arrays: list[jax.Array]) -> jax.Array:
@@ -162,7 +173,9 @@ def _reduced(reduce: Callable, arrays: list[jax.Array]) -> jax.Array:
 # memory, in every dtype and with the unscaling fused into it. So each function below
 # reduces two things at once: what it computes, and the flags of finiteness. The check
 # by itself takes a second question whose answer the flags imply. (The largest value
-# alone is not enough for it, as a max loses NaNs on CPU.)
+# alone is not enough for it, as a max loses NaNs on CPU.) Of partitioned leaves, XLA
+# makes no all-reduce for two outputs, but gathers the results of all devices for each
+# leaf: hence the default for these.
 
 
 def _all_finite_on_cpu(groups: Groups) -> jax.Array:
@@ -172,7 +185,8 @@ def _all_finite_on_cpu(groups: Groups) -> jax.Array:
     no_nan, finite = _reduced_beside_check(
         lax.bitwise_and, np.True_, equal_itself, sums
     )
-    return (no_nan & finite).all()
+    flags = no_nan & finite
+    return flags.all()
 
 
 def _largest_on_cpu(groups: Groups) -> jax.Array:
@@ -190,7 +204,7 @@ def _squares_on_cpu(groups: Groups) -> tuple[jax.Array, jax.Array]:
     squares = _in_rows(_joined(groups, _square, lax.add))
     sums = _in_rows(_finite_sums(groups))
     sums_of_rows, finite = _reduced_beside_check(
-        lax.add, np.float32(0), squares, sums, by_row=True
+        lax.add, np.float32(0), squares, sums, first_axis=1
     )
     return sums_of_rows.sum(), finite.all()
 
@@ -213,30 +227,36 @@ def _finite_sum(leaves: list[jax.Array]) -> jax.Array:
 
 
 def _in_rows(arrays: list[jax.Array]) -> list[jax.Array]:
-    """The arrays as vectors and matrices, with rows that are short enough to sum."""
-    return [row for x in arrays for row in _rows(x)]
+    """The numbers of the arrays in matrices, whose rows are short enough to sum."""
+    matrices = []
+    for x in arrays:
+        matrices += _rows(x)
+    return matrices
 
 
 def _rows(x: jax.Array) -> list[jax.Array]:
-    """A leaf as a vector or, if it has more than `_ROW` numbers, as a matrix of rows.
+    """The numbers of an array in one matrix, or in two with rows of different lengths.
 
-    A row's length is the largest power of two that divides the leaf's size, but at most
-    `_ROW`. If that is less than `_SHORTEST_ROW`, rows have `_ROW` numbers, and a vector
-    of the remaining ones follows the matrix.
+    Up to `_ROW` numbers are one row. Otherwise, a row's length is the largest power of
+    two that divides the array's size, but at most `_ROW`. If that is less than
+    `_SHORTEST_ROW`, rows have `_ROW` numbers, and the remaining ones are a row of their
+    own.
     """
     size = x.size
-    flat = x.reshape(-1)
     if size <= _ROW:
-        return [flat]
-    length = min(size & -size, _ROW)  # the largest power of two that divides
+        return [x.reshape(1, size)]
+    divisor = size & -size  # the largest power of two that divides
+    length = min(divisor, _ROW)
     if length < _SHORTEST_ROW:
         length = _ROW
     rest = size % length
-    head = size - rest
-    rows = [flat[:head].reshape(-1, length)]
-    if rest:
-        rows.append(flat[head:])
-    return rows
+    end = size - rest
+    flat = x.reshape(-1)
+    rows = flat[:end].reshape(-1, length)
+    if not rest:
+        return [rows]
+    last_row = flat[end:].reshape(1, rest)
+    return [rows, last_row]
 
 
 def _reduced_beside_check(
@@ -244,14 +264,14 @@ def _reduced_beside_check(
     initial: np.generic,
     arrays: list[jax.Array],
     checked: list[jax.Array],
-    by_row: bool = False,
+    first_axis: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Reduces each array and, in the same pass, checks the one beside it.
 
-    `operation` combines two numbers, of which `initial` leaves the other as it is.
-    Returns the results of all arrays as one vector, and as another one whether the
-    numbers of `checked` are finite: an entry for each array, or with `by_row` for each
-    of its rows.
+    `operation` combines two numbers, of which `initial` leaves the other as it is. The
+    axes from `first_axis` on are reduced. Returns the results of all arrays as one
+    vector, and as another one whether the numbers of `checked` that belong to each
+    result are finite.
     """
     reduced = []
     flags = []
@@ -260,7 +280,7 @@ def _reduced_beside_check(
             (x, _is_finite(numbers)),
             (initial, np.True_),
             _beside_and(operation),
-            [x.ndim - 1] if by_row else range(x.ndim),
+            range(first_axis, x.ndim),
         )
         reduced.append(result.reshape(-1))
         flags.append(flag.reshape(-1))
@@ -276,9 +296,9 @@ def _beside_and(operation: Callable) -> Callable:
     """An operation on pairs `(x, flag)`: `operation` of the xs, `and` of the flags."""
 
     def on_pairs(so_far, new):
-        reduced, all_flags = so_far
-        x, flag = new
-        return operation(reduced, x), lax.bitwise_and(all_flags, flag)
+        x, flag = so_far
+        new_x, new_flag = new
+        return operation(x, new_x), lax.bitwise_and(flag, new_flag)
 
     return on_pairs
 
@@ -329,7 +349,8 @@ def on_all_replicas(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
     """
     if axis_name is None:
         return flag
-    return across(lax.pmin, flag.astype(jnp.int32), axis_name).astype(bool)
+    smallest = across(lax.pmin, flag.astype(jnp.int32), axis_name)
+    return smallest.astype(bool)
 
 
 def largest_on_all_replicas(tree: Any, axis_name: AxisName | None) -> jax.Array:
@@ -338,7 +359,7 @@ def largest_on_all_replicas(tree: Any, axis_name: AxisName | None) -> jax.Array:
 
 
 def across(reduce: Callable, x: jax.Array, axis_name: AxisName | None) -> jax.Array:
-    """`x` reduced over the replicas along the named axes, as by `lax.pmin`.
+    """`x` reduced over the replicas along the named axes, by `lax.pmin` or its like.
 
     Without axes, `x` itself. A name that is no axis around the step, or is given twice,
     raises a `ValueError`.

@@ -6,7 +6,9 @@ the configuration is that of the instance restored into.
 """
 
 import contextlib
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,9 +27,14 @@ def register_with_flax(cls: Any) -> None:
     """
     flax = sys.modules.get("flax.serialization")
     register = getattr(flax, "register_serialization_state", None)
-    if register is None:  # Flax is not imported, or only in part so far
-        return
-    with contextlib.suppress(ValueError):  # the class is registered already
+    if register is not None:  # or Flax is not imported, or only in part so far
+        _register(cls, register)
+
+
+@functools.cache  # so that each class is registered once
+def _register(cls: Any, register: Callable[..., Any]) -> None:
+    """Enters a class into Flax's table, unless its author has."""
+    with contextlib.suppress(ValueError):  # an entry is there
         register(cls, _to_state_dict, _from_state_dict)
 
 

@@ -10,7 +10,9 @@ from jax.tree_util import keystr
 def make_public(module: str, *things: Any) -> None:
     """Makes a public module the home of classes and functions from private files.
 
-    It is the module that reprs, pickles and tracebacks then name.
+    It is the module that reprs, pickles and tracebacks then name, so a pickle can be
+    read after a file has moved. As for the classes that JAX moves so, the price is that
+    `inspect.getsource` does not find a class. It does find functions and methods.
     """
     for thing in things:
         thing.__module__ = module

@@ -7,10 +7,12 @@ from jax.sharding import AxisType
 
 
 def is_partitioned(x: jax.Array) -> bool:
-    """Whether the compiler may partition an array over several devices, as under `jit`.
+    """Whether an array is known to be partitioned over devices while it is traced.
 
-    Axes that `shard_map` maps do not count: along these, the array is what one replica
-    holds.
+    JAX knows it of arrays that are computed from arguments which lie on several
+    devices, and under `jax.set_mesh`. It does not know it of arguments that the
+    `in_shardings` of `jit` alone will place. Axes that `shard_map` maps do not count:
+    along these, the array is what one replica holds.
     """
     mesh = jax.typeof(x).sharding.mesh
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
@@ -23,7 +25,9 @@ def varying_axes(x: jax.Array) -> frozenset:
 
     JAX keeps track of them only with `check_vma`; without it, the set is empty.
     """
-    aval: Any = jax.typeof(x)
-    # Newer versions of JAX have `manual_axis_type` in place of `vma`.
-    axes = aval.vma if hasattr(aval, "vma") else aval.manual_axis_type
+    abstract: Any = jax.typeof(x)
+    if hasattr(abstract, "vma"):
+        return abstract.vma or frozenset()
+    # Newer versions of JAX have this in place of `vma`.
+    axes = abstract.manual_axis_type
     return getattr(axes, "varying", axes) or frozenset()

@@ -1,9 +1,9 @@
 """Which leaves loss scaling applies to, and in which dtypes it computes with them.
 
 Loss scaling multiplies and divides *inexact* leaves, floating-point and complex numbers
-of any width, and passes all others on as they are. *Narrow* floats, of 8 or 16 bits,
-are converted to float32 first: small gradients would underflow again if they were
-divided by the loss scale in float16.
+of any width, and passes all others on as they are. *Narrow* floats, of 16 bits or
+fewer, are converted to float32 first: small gradients would underflow again if they
+were divided by the loss scale in float16.
 """
 
 from collections.abc import Callable
@@ -15,29 +15,28 @@ import numpy as np
 from jax import lax
 
 T = TypeVar("T")
-_PYTHON_NUMBER = (bool, int, float, complex)
 
 
-def is_inexact(x: Any) -> bool:
+def is_inexact_leaf(x: Any) -> bool:
     """Whether a leaf is a floating-point or complex number, of any width."""
-    if not is_array(x):
+    if not is_array_leaf(x):
         return False
     return jnp.issubdtype(dtype_of(x), jnp.inexact)
 
 
-def is_narrow(x: Any) -> bool:
-    """Whether a leaf is a floating-point number of 16 or 8 bits."""
-    return is_inexact(x) and dtype_of(x).itemsize < 4
+def is_narrow_leaf(x: Any) -> bool:
+    """Whether a leaf is a floating-point number of 16 bits or fewer."""
+    return is_inexact_leaf(x) and dtype_of(x).itemsize < 4
 
 
-def is_array(x: Any) -> bool:
+def is_array_leaf(x: Any) -> bool:
     """Whether a leaf is an array, a `jax.ShapeDtypeStruct` or a Python number."""
-    return hasattr(x, "dtype") or isinstance(x, _PYTHON_NUMBER)
+    return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
 def at_least_float32(x: Any) -> Any:
-    """8- and 16-bit floats converted to float32; every other leaf as it is."""
-    if not is_narrow(x):
+    """A narrow float converted to float32, and every other leaf as it is."""
+    if not is_narrow_leaf(x):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(dtype=jnp.dtype(jnp.float32))
@@ -51,7 +50,7 @@ def map_inexact(function: Callable[[jax.Array], jax.Array], tree: T) -> T:
     """
 
     def mapped(x):
-        if not is_inexact(x):
+        if not is_inexact_leaf(x):
             return x
         wide = at_least_float32(x)
         return function(jnp.asarray(wide))
@@ -71,12 +70,15 @@ def strong(x: Any, dtype: Any = None) -> Any:
 
 
 def times(scale: jax.Array, factor: float) -> jax.Array:
-    """The product of a float32 scale and a Python float, computed in float64."""
-    if float(np.float32(factor)) == factor:
-        return scale * np.float32(factor)
+    """The float32 product of a scale and a Python float, as computed in float64."""
+    factor32 = np.float32(factor)
+    is_exact = float(factor32) == factor
+    if is_exact:
+        return scale * factor32
     # Other systems divide a scale by 3, or multiply it by 0.3 in double precision. A
     # float32 product with 1/3, itself rounded, may be an ulp off, and XLA compiles a
-    # division by a constant to that very product. In float64 both come out right.
+    # division by a constant to that very product. In float64 both come out as in those
+    # systems.
     with jax.enable_x64(True):
         wide = lax.convert_element_type(scale, np.float64)
         product = wide * np.float64(factor)

@@ -37,13 +37,15 @@ def split(number: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
     bfloat16, and for float16 the float32 numbers themselves. Infinities and NaNs stay
     as they are.
     """
-    if dtype == jnp.bfloat16:
-        bits = lax.bitcast_convert_type(number, jnp.uint32) + _HALF
-        upper = lax.bitcast_convert_type(bits & _UPPER, jnp.float32)
-        rounded = jnp.where(jnp.isfinite(number), upper, number)
-        return rounded, bits.astype(jnp.uint16)
     validation.one_of("the dtype of a parameter", str(dtype), ("float16", "bfloat16"))
-    return number.astype(dtype).astype(jnp.float32), number
+    if dtype == jnp.float16:
+        rounded = number.astype(jnp.float16)
+        return rounded.astype(jnp.float32), number
+    bits = lax.bitcast_convert_type(number, jnp.uint32) + _HALF
+    upper = lax.bitcast_convert_type(bits & _UPPER, jnp.float32)
+    rounded = jnp.where(jnp.isfinite(number), upper, number)
+    rest = bits.astype(jnp.uint16)  # the lower half
+    return rounded, rest
 
 
 def join(rounded: jax.Array, rest: Any) -> jax.Array:
@@ -69,7 +71,8 @@ def join(rounded: jax.Array, rest: Any) -> jax.Array:
 def narrow_dtype(rest: Any) -> np.dtype:
     """The 16-bit dtype of the parameters to which a rest of `split` belongs."""
     is_bits = jnp.issubdtype(dtype_of(rest), jnp.integer)
-    return jnp.dtype(jnp.bfloat16 if is_bits else jnp.float16)
+    dtype = jnp.bfloat16 if is_bits else jnp.float16
+    return jnp.dtype(dtype)
 
 
 def _or_replaced(number: jax.Array, rounded: jax.Array) -> jax.Array:
@@ -78,12 +81,14 @@ def _or_replaced(number: jax.Array, rounded: jax.Array) -> jax.Array:
     # bits are compared, not the values, as a compiler may leave out the rounding of a
     # value that is only compared.
     is_zero = rounded == 0
-    unsigned = jnp.where(is_zero, jnp.abs(number), number)
-    own_bits = _float16_bits(unsigned)
-    bits = _float16_bits(jnp.where(is_zero, 0, rounded))
+    number_unsigned = jnp.where(is_zero, jnp.abs(number), number)
+    rounded_unsigned = jnp.where(is_zero, 0, rounded)
+    own_bits = _float16_bits(number_unsigned)
+    bits = _float16_bits(rounded_unsigned)
     return jnp.where(own_bits == bits, number, rounded)
 
 
 def _float16_bits(number: jax.Array) -> jax.Array:
     """The numbers rounded to float16, as uint16 arrays of their bits."""
-    return lax.bitcast_convert_type(number.astype(jnp.float16), jnp.uint16)
+    rounded = number.astype(jnp.float16)
+    return lax.bitcast_convert_type(rounded, jnp.uint16)

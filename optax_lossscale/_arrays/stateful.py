@@ -27,7 +27,7 @@ from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.flax_serialization import register_with_flax
 from optax_lossscale._arrays.precision import T, dtype_of
 
-_DTYPES = {bool: np.bool_, int: np.int32, float: np.float32}
+_DTYPE_OF_PYTHON_NUMBER = {bool: np.bool_, int: np.int32, float: np.float32}
 
 
 def state_field(
@@ -39,9 +39,8 @@ def state_field(
 
     Args:
       default: its first value. A bool, int or float becomes a bool, int32 or float32
-        scalar, and anything else an array of the dtype that NumPy gives it; with 64-bit
-        types disabled, the first `replace` makes it one of 32 bits. Without a default,
-        `__post_init__` sets it.
+        scalar, and anything else a copy as an array, of the dtype that `jnp.asarray`
+        gives it. Without a default, `__post_init__` sets it.
       init: not to be passed: its default tells type checkers that the constructor takes
         no such argument.
 
@@ -57,13 +56,15 @@ def state_field(
       >>> print(ls.overflows, ls.overflows.dtype)
       1 int32
     """
-    # The values are NumPy's: strongly typed, impossible to donate, and here not to be
-    # written to, so that all instances can share them. And to make a JAX array would
-    # start a backend, which must not happen before `jax.distributed.initialize`.
-    metadata = {state_field: True}
+    metadata = {"is_state": True}
     if default is dataclasses.MISSING:
         return dataclasses.field(init=False, metadata=metadata)
-    array = np.array(default, _DTYPES.get(type(default)))
+    # The value is NumPy's: strongly typed, impossible to donate, and here not to be
+    # written to, so that all instances can share it. And to make a JAX array would
+    # start a backend, which must not happen before `jax.distributed.initialize`.
+    dtype = _DTYPE_OF_PYTHON_NUMBER.get(type(default))
+    array = np.array(default, dtype)
+    array = array.astype(dtype_of(array))
     array.setflags(write=False)
     value = array[()]  # a scalar, if it has no dimensions
     return dataclasses.field(
@@ -71,12 +72,17 @@ def state_field(
     )
 
 
-def checked(check: validation.Check, *, default: Any = dataclasses.MISSING) -> Any:
+def checked(
+    check: validation.Check, *, default: Any = dataclasses.MISSING, **allowed: Any
+) -> Any:
     """Declares a field of configuration, with the check that `__post_init__` applies.
 
-    The check also applies to a subclass that declares the field again without one.
+    `allowed` are the keywords of the check, as in
+    `checked(validation.int_between, least=0, most=24)`. The check also applies to a
+    subclass that declares the field again without one.
     """
-    return dataclasses.field(default=default, metadata={checked: check})
+    metadata = {"check": functools.partial(check, **allowed)}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass_transform(
@@ -97,7 +103,7 @@ class Stateful(abc.ABC):
     _classes: ClassVar[list[type[Self]]] = []  # all subclasses, as they were defined
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        register_with_flax(cls)
+        register_with_flax(cls)  # which may have been imported just now
         return super().__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -105,21 +111,21 @@ class Stateful(abc.ABC):
         dataclasses.dataclass(frozen=True, eq=False)(cls)
         cls._classes.append(cls)
         fields = dataclasses.fields(cls)
-        cls._state_names = [f.name for f in fields if state_field in f.metadata]
-        cls._static_names = [f.name for f in fields if state_field not in f.metadata]
-        cls._checks = cls._checks | {
-            f.name: f.metadata[checked] for f in fields if checked in f.metadata
-        }
+        cls._state_names = [f.name for f in fields if "is_state" in f.metadata]
+        cls._static_names = [f.name for f in fields if "is_state" not in f.metadata]
+        checks = {f.name: f.metadata["check"] for f in fields if "check" in f.metadata}
+        cls._checks = cls._checks | checks
         jax.tree_util.register_pytree_with_keys(
             cls, cls._flatten_with_keys, cls._unflatten
         )
 
     def __post_init__(self):
         for name, check in self._checks.items():
-            vars(self)[name] = check(name, getattr(self, name))
+            value = getattr(self, name)
+            vars(self)[name] = check(name, value)
 
     def __eq__(self, other: object) -> bool:
-        validation.check_at_hand("==", (self, other))
+        validation.check_concrete("==", (self, other))
         if jax.tree.structure(self) != jax.tree.structure(other):
             return False
         return jax.tree.all(jax.tree.map(np.array_equal, self, other))
@@ -133,7 +139,18 @@ class Stateful(abc.ABC):
         vars(self).update(values)
 
     def replace(self, **state: ArrayLike) -> Self:
-        """A copy with new values of the named state fields, in the dtypes they had."""
+        """A copy with new values of the named state fields, in the dtypes they had.
+
+        Args:
+          **state: the values by the names of the fields: numbers and arrays, which may
+            be traced.
+
+        Returns:
+          The copy, in which all else is as it was.
+
+        Raises:
+          TypeError: for a name that is no state field.
+        """
         unknown = sorted(set(state) - set(self._state_names))
         if unknown:
             known = ", ".join(self._state_names) or "none"
@@ -143,13 +160,18 @@ class Stateful(abc.ABC):
             )
         new = copy.copy(self)
         for name, value in state.items():
-            vars(new)[name] = jnp.asarray(value, dtype_of(getattr(self, name)))
+            dtype = dtype_of(getattr(self, name))
+            vars(new)[name] = jnp.asarray(value, dtype)
         return new
 
     def get_config(self) -> dict[str, Any]:
-        """The name of the class and its configuration, as a dict that fits into JSON.
+        """The name of the class and its configuration, as a dict for `from_config`.
 
         The state is not part of it.
+
+        Returns:
+          `{"class_name": …, "config": {…}}`. For a class of this library, it fits into
+          JSON; for one of your own, it does if the values of its fields do.
         """
         arguments = [f.name for f in dataclasses.fields(self) if f.init]
         config = {name: getattr(self, name) for name in arguments}
@@ -159,12 +181,13 @@ class Stateful(abc.ABC):
     def from_config(cls, config: dict[str, Any]) -> Self:
         """The loss scale or skip rule that a dict from `get_config` describes.
 
-        It is in its initial state.
-
         Args:
           config: `{"class_name": …, "config": {…}}`, naming this class or the last
             subclass defined with that name. One that shares its name with a class of
             this library is named with its module, `my_module.DynamicLossScale`.
+
+        Returns:
+          An instance of that class, in its initial state.
 
         Raises:
           ValueError: for a malformed config, an unknown class, or an unknown or missing
@@ -177,17 +200,16 @@ class Stateful(abc.ABC):
           FixedLossScale(128.0)
         """
         with_config = filter(_has_config, cls._classes)
-        classes = {_config_name(c): c for c in with_config if issubclass(c, cls)}
+        class_of = {_config_name(c): c for c in with_config if issubclass(c, cls)}
         match config:
-            case {"class_name": str(name), "config": arguments, **others} if (
-                name in classes and not others
-            ):
-                return validation.construct(classes[name], arguments)
+            case {"class_name": str(name), "config": arguments, **others} if not others:
+                if name in class_of:
+                    return validation.construct(class_of[name], arguments)
+        names = ", ".join(sorted(class_of))
         raise ValueError(
             f"a {cls._kind}'s config must be a dict with the keys 'class_name' and "
             f"'config', as from get_config(), got {validation.shown(config)}. There "
-            f"are {', '.join(sorted(classes))}. Import the module that defines yours "
-            "first"
+            f"are {names}. Import the module that defines yours first"
         )
 
     def _values(self, names: list[str]) -> tuple[Any, ...]:
@@ -198,7 +220,8 @@ class Stateful(abc.ABC):
         """The state as leaves with keys, and the configuration as static data."""
         keys = map(GetAttrKey, self._state_names)
         state = self._values(self._state_names)
-        return list(zip(keys, state, strict=True)), self._values(self._static_names)
+        static = self._values(self._static_names)
+        return list(zip(keys, state, strict=True)), static
 
     @classmethod
     def _unflatten(cls, static: Any, state: Any) -> Self:
@@ -215,7 +238,8 @@ def check_successor(new: Any, old: Stateful, method: str) -> None:
 
     That is an instance with its configuration, and with state of the same shapes.
     """
-    if jax.tree.map(np.shape, new) != jax.tree.map(np.shape, old):
+    shapes = jax.tree.map(np.shape, new)
+    if shapes != jax.tree.map(np.shape, old):
         raise TypeError(
             f"{type(old).__name__} must adapt to a {old._kind} of its own type and "
             "configuration, with state of the same shapes: return self.replace(…) from "
@@ -229,7 +253,8 @@ def choose(flag: ArrayLike, if_true: T, if_false: T) -> T:
     Both are loss scales, or both skip rules, of the same structure; the flag may be
     traced.
     """
-    return jax.tree.map(functools.partial(jnp.where, flag), if_true, if_false)
+    chosen = functools.partial(jnp.where, flag)
+    return jax.tree.map(chosen, if_true, if_false)
 
 
 def _config_name(cls: type[Stateful]) -> str:
@@ -252,4 +277,5 @@ def _has_config(cls: type[Stateful]) -> bool:
 
 def _is_ours(cls: type[Stateful]) -> bool:
     """Whether a class is defined in this library."""
-    return cls.__module__.split(".")[0] == "optax_lossscale"
+    package = cls.__module__.partition(".")[0]
+    return package == "optax_lossscale"

@@ -1,10 +1,12 @@
 """Checks of arguments, and errors that say what is allowed and what was given.
 
-A `Check` takes an argument's name and value. It returns the value, with a NumPy scalar
-or an array of shape () as a Python number, and raises a `ValueError` if the value is
-not allowed. A function whose name begins with `check_` returns nothing, but raises if
-an argument is of the wrong type, or does not fit the others. All of this runs in
-Python, also while a step is traced, and reads no traced number.
+A `Check` takes an argument's name and its value, and by keyword what is allowed where
+that differs, as `int_between("margin", 3, least=0, most=24)`. It returns the value,
+with a NumPy scalar or an array of shape () as a Python number, and raises a
+`ValueError` if the value is not allowed. A function whose name begins with `check_`
+returns nothing, but raises if an argument is of the wrong type, or does not fit the
+others. All checks run in Python, also while a step is traced, and read no traced
+number.
 """
 
 import contextlib
@@ -15,6 +17,7 @@ import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -22,15 +25,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._arrays.contexts import IS_REPORTED
-from optax_lossscale._arrays.precision import dtype_of, is_array
+from optax_lossscale._arrays.precision import dtype_of, is_array_leaf
 
 SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest normal float32
 LARGEST = float(np.finfo(np.float32).max)
 BELOW_ONE = 1 - 2.0**-24  # the largest float32 number below 1
 LARGEST_INT = int(np.iinfo(np.int32).max)
-_OURS = ("optax_lossscale", "jax")
+_LIBRARIES = ("optax_lossscale", "jax")  # whose frames no warning names
 
-Check = Callable[[str, Any], Any]
+Check = Callable[..., Any]
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 3
@@ -50,13 +53,14 @@ def warn(text: str) -> None:
     """
     if IS_REPORTED.value:
         return
-    level = 1
+    stack_level = 1
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
-        package, *_ = frame.f_globals.get("__name__", "").split(".")
-        if package not in _OURS:
+        module = frame.f_globals.get("__name__", "")
+        package = module.partition(".")[0]
+        if package not in _LIBRARIES:
             break
-        level += 1
-    warnings.warn(text, stacklevel=level)
+        stack_level += 1
+    warnings.warn(text, stacklevel=stack_level)
 
 
 def refuse(name: str, value: Any, allowed: str) -> NoReturn:
@@ -72,11 +76,15 @@ def user_names(**arguments: str) -> Iterator[None]:
     on, as in `user_names(init_scale="initial_scale")`.
     """
     user_name_of = {name: argument for argument, name in arguments.items()}
+
+    def renamed(word: re.Match[str]) -> str:
+        return user_name_of.get(word[0], word[0])
+
     try:
         yield
     except ValueError as error:
         rule, got, value = str(error).partition(", got ")
-        rule = re.sub(r"\w+", lambda x: user_name_of.get(x[0], x[0]), rule)
+        rule = re.sub(r"\w+", renamed, rule)
         raise ValueError(rule + got + value) from None
 
 
@@ -87,7 +95,8 @@ def python_number(value: Any) -> int | float | None:
     """
     if isinstance(value, jax.core.Tracer):
         return None
-    if isinstance(value, (np.generic, np.ndarray, jax.Array)) and value.shape == ():
+    has_item = isinstance(value, (np.generic, np.ndarray, jax.Array))
+    if has_item and value.shape == ():
         value = jax.device_get(value).item()
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if is_number else None
@@ -95,51 +104,66 @@ def python_number(value: Any) -> int | float | None:
 
 def is_real(value: Any) -> bool:
     """Whether this is a real number, or an array of them; bools are none."""
-    if not is_array(value):
+    if not is_array_leaf(value):
         return False
     dtype = dtype_of(value)
     return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
 
 
-def number_that(allowed: str, holds: Callable[[float], bool]) -> Check:
-    """A check for a number for which `holds` is true; it returns a Python float."""
+def number_that(
+    name: str, value: Any, *, allowed: str, holds: Callable[[float], bool]
+) -> float:
+    """Checks that `holds` is true of a number; returns it as a Python float.
 
-    def check(name: str, value: Any) -> float:
-        x = python_number(value)
-        if x is None or not holds(x):
-            refuse(name, value, allowed)
-        return float(x)
-
-    return check
-
-
-def number_between(least: float, most: float) -> Check:
-    """A check for a number from `least` to `most`; it returns a Python float."""
-    allowed = f"a number between {least:.8g} and {most:.8g}"
-    return number_that(allowed, lambda x: least <= x <= most)
+    `allowed` says so in words, for the error.
+    """
+    x = python_number(value)
+    if x is None or not holds(x):
+        refuse(name, value, allowed)
+    return float(x)
 
 
-def int_between(least: int, most: int) -> Check:
-    """A check for an int from `least` to `most`."""
-
-    def check(name: str, value: Any) -> int:
-        x = python_number(value)
-        if not isinstance(x, int) or not least <= x <= most:
-            refuse(name, value, f"an int between {least} and {most}")
-        return x
-
-    return check
+def number_between(name: str, value: Any, *, least: float, most: float) -> float:
+    """Checks that a number is at least `least` and at most `most`; returns a float."""
+    return number_that(
+        name,
+        value,
+        allowed=f"a number between {least:.8g} and {most:.8g}",
+        holds=lambda x: least <= x <= most,
+    )
 
 
-count = int_between(0, LARGEST_INT)
-positive_int = int_between(1, LARGEST_INT)
-finite = number_that("a finite number", lambda x: abs(x) <= LARGEST)
-positive = number_that("a positive number", lambda x: 0 < x <= LARGEST)
-scale = number_between(SMALLEST, LARGEST)
-growth_factor = number_that(
-    f"a number from 1 to {LARGEST:.4g}", lambda x: 1 <= x <= LARGEST
+def int_between(name: str, value: Any, *, least: int, most: int) -> int:
+    """Checks that an int is at least `least` and at most `most`."""
+    x = python_number(value)
+    if not isinstance(x, int) or not least <= x <= most:
+        refuse(name, value, f"an int between {least} and {most}")
+    return x
+
+
+count = partial(int_between, least=0, most=LARGEST_INT)
+positive_int = partial(int_between, least=1, most=LARGEST_INT)
+scale = partial(number_between, least=SMALLEST, most=LARGEST)
+finite = partial(
+    number_that,
+    allowed="a finite number",
+    holds=lambda x: abs(x) <= LARGEST,
 )
-backoff_factor = number_that("a number in (0, 1]", lambda x: 0 < x <= 1)
+positive = partial(
+    number_that,
+    allowed="a positive number",
+    holds=lambda x: 0 < x <= LARGEST,
+)
+growth_factor = partial(
+    number_that,
+    allowed=f"a number from 1 to {LARGEST:.4g}",
+    holds=lambda x: 1 <= x <= LARGEST,
+)
+backoff_factor = partial(
+    number_that,
+    allowed="a number in (0, 1]",
+    holds=lambda x: 0 < x <= 1,
+)
 
 
 def scale_or_none(name: str, value: Any) -> float | None:
@@ -166,7 +190,8 @@ def one_of(name: str, value: Any, options: tuple[Any, ...]) -> Any:
     """
     is_of_their_type = type(value) is type(options[0])
     if not is_of_their_type or value not in options:
-        refuse(name, value, f"one of {', '.join(map(repr, options))}")
+        listed = ", ".join(map(repr, options))
+        refuse(name, value, f"one of {listed}")
     return value
 
 
@@ -199,8 +224,9 @@ def check_function(name: str, value: Any) -> None:
 
 def check_transformation(name: str, value: Any) -> None:
     """Raises a `TypeError` unless an argument is an Optax gradient transformation."""
-    methods = (getattr(value, "init", None), getattr(value, "update", None))
-    if not all(map(callable, methods)):
+    init = getattr(value, "init", None)
+    update = getattr(value, "update", None)
+    if not callable(init) or not callable(update):
         raise TypeError(
             f"{name} must be an Optax gradient transformation, with init and update; "
             f"got {value!r}"
@@ -212,8 +238,9 @@ def argnums_tuple(value: Any) -> tuple[int, ...]:
     positions = tuple(value) if isinstance(value, Sequence) else (value,)
     got = shown(value)
     for position in positions:
+        is_int = isinstance(position, (int, np.integer))
         # A bool may have been meant for `has_aux`.
-        if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
+        if not is_int or isinstance(position, bool):
             raise TypeError(f"argnums must be an int or a sequence of ints, got {got}")
     if len(set(positions)) < len(positions):
         raise ValueError(f"argnums must name each argument once, got {got}")
@@ -225,7 +252,7 @@ def is_traced(tree: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
-def check_at_hand(name: str, tree: Any) -> None:
+def check_concrete(name: str, tree: Any) -> None:
     """Raises a `TypeError` if a tree holds tracers, whose numbers no host can read."""
     if is_traced(tree):
         raise TypeError(

@@ -1,9 +1,9 @@
 """Variables of Flax NNX, and the arrays in them.
 
 An `nnx.Optimizer` keeps each array of its state in a variable, an object that changes
-in place. Most of this package computes with plain arrays, which `plain` takes out of
-the variables. Flax is not imported here: a program that has not imported it has none of
-its variables.
+in place. Most of this package computes with arrays alone, and `without_variables` puts
+them in the places of the variables. Flax is not imported here: a program that has not
+imported it has none of its variables.
 """
 
 import sys
@@ -30,29 +30,32 @@ def is_of_nnx(x: Any, *classes: str) -> bool:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return False
-    return isinstance(x, tuple(getattr(nnx, name) for name in classes))
+    types = tuple(getattr(nnx, name) for name in classes)
+    return isinstance(x, types)
 
 
-def find(is_node: Callable[[Any], bool], tree: Any) -> list[Any]:
+def find_nodes(is_node: Callable[[Any], bool], tree: Any) -> list[Any]:
     """All nodes of a tree for which `is_node` holds, but none inside of another."""
     nodes = jax.tree.leaves(tree, is_leaf=is_node)
     return [x for x in nodes if is_node(x)]
 
 
-def distinct(nodes: list[T]) -> list[T]:
+def distinct_nodes(nodes: list[T]) -> list[T]:
     """The nodes without those made of the same variables as one before them.
 
     Those that hold no variables are all returned.
     """
     first = {}
     for place, node in enumerate(nodes):
-        first.setdefault(variable_ids(node) or place, node)
+        ids = variable_ids(node)
+        first.setdefault(ids or place, node)
     return list(first.values())
 
 
 def variable_ids(tree: Any) -> tuple[int, ...]:
     """The ids of the variables in a tree, by which two places hold the same one."""
-    return tuple(map(id, find(is_variable, tree)))
+    found = find_nodes(is_variable, tree)
+    return tuple(map(id, found))
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -72,14 +75,14 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     return jax.tree.map(mapped, tree, is_leaf=is_variable)
 
 
-def plain(tree: Any) -> Any:
+def without_variables(tree: Any) -> Any:
     """The tree with the array that it holds in place of each variable."""
 
-    def value(x):
-        if not is_variable(x):
-            return x
+    def held(leaf):
+        if not is_variable(leaf):
+            return leaf
         # A variable is a pytree of one leaf, or of none if it holds nothing.
-        leaves = jax.tree.leaves(x)
-        return leaves[0] if leaves else x
+        arrays = jax.tree.leaves(leaf)
+        return arrays[0] if arrays else leaf
 
-    return jax.tree.map(value, tree, is_leaf=is_variable)
+    return jax.tree.map(held, tree, is_leaf=is_variable)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_lossscale._arrays.variables import find, is_of_nnx, is_variable
+from optax_lossscale._arrays.variables import find_nodes, is_of_nnx, is_variable
 
 _TAG = "optax_lossscale"  # by which NNX finds the objects of one call
 
@@ -38,7 +38,7 @@ class _AsItIs:
 
 def objects(tree: Any) -> list[Any]:
     """The objects of NNX in a tree: modules, variables, optimizers and so on."""
-    return find(_is_object, tree)
+    return find_nodes(_is_object, tree)
 
 
 def changes_kept() -> contextlib.AbstractContextManager[Any]:

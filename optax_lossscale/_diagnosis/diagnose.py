@@ -100,7 +100,7 @@ def diagnose(
     """
     validation.check_function("loss_fn", loss_fn)
     check_keywords(loss_fn, ["has_aux", "opt_state"], (params, *args))
-    validation.check_at_hand("diagnose", (params, args, kwargs, opt_state))
+    validation.check_concrete("diagnose", (params, args, kwargs, opt_state))
     # Numbers that are not finite have to be found here, not raised, and the host has to
     # look at all of them.
     with (

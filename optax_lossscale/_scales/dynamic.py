@@ -9,7 +9,6 @@ Whether the gradients are finite is not known while a step is traced. So `adjust
 computes the loss scale for both cases, and selects one of them.
 """
 
-from functools import partial
 from typing import Literal, Self, get_args
 
 import jax
@@ -62,13 +61,14 @@ class DynamicLossScale(LossScale):
       max_scale: the cap, at which growth ends. With None, there is no cap, but the
         scale does not leave float32's range.
       hysteresis: how many non-finite steps it takes to back off.
-      hysteresis_refill: when `hysteresis_left` is set back to `hysteresis`: `"growth"`,
-        when the scale is due to grow (Megatron-LM, DeepSpeed); `"rescale"`, then and at
-        a back-off (tf.contrib); `"finite"`, at each finite step (DeepSpeed's
-        `consecutive_hysteresis`).
+      hysteresis_refill: when `hysteresis_left` is set back to `hysteresis`. With
+        `"growth"`, when the scale is due to grow, as in Megatron-LM and DeepSpeed. With
+        `"rescale"`, also at a back-off, as in tf.contrib. With `"finite"`, at each
+        finite step, as with DeepSpeed's `consecutive_hysteresis`.
       can_be_exhausted: whether an overflow at a scale that cannot fall makes it
         `exhausted`.
-      initial_growth_counter: the first `growth_counter`, below `growth_interval`.
+      initial_growth_counter: the first `growth_counter`, from 0 to
+        `growth_interval - 1`.
 
     Attributes:
       growth_counter: finite steps in a row since the last growth; int32, shape ().
@@ -95,7 +95,7 @@ class DynamicLossScale(LossScale):
     max_scale: float | None = checked(validation.scale_or_none, default=None)
     hysteresis: int = checked(validation.positive_int, default=1)
     hysteresis_refill: Refill = checked(
-        partial(validation.one_of, options=get_args(Refill)), default="growth"
+        validation.one_of, options=get_args(Refill), default="growth"
     )
     can_be_exhausted: bool = checked(validation.flag, default=True)
     initial_growth_counter: int = 0
@@ -106,8 +106,11 @@ class DynamicLossScale(LossScale):
     def __post_init__(self):
         super().__post_init__()
         validation.check_bounds(self.min_scale, self.initial_scale, self.max_scale)
-        counter = validation.int_between(0, self.growth_interval - 1)(
-            "initial_growth_counter", self.initial_growth_counter
+        counter = validation.int_between(
+            "initial_growth_counter",
+            self.initial_growth_counter,
+            least=0,
+            most=self.growth_interval - 1,
         )
         self._set(
             initial_growth_counter=counter,
@@ -140,11 +143,13 @@ class DynamicLossScale(LossScale):
         backs_off = self.hysteresis_left <= 1
         lowered = self._rescaled(self.backoff_factor)
         left_after = self.hysteresis if self.hysteresis_refill == "rescale" else 1
+        one_less = self.hysteresis_left - 1
+        cannot_fall = backs_off & (lowered >= scale)
         return self.replace(
             loss_scale=jnp.where(backs_off, lowered, scale),
             growth_counter=0,
-            hysteresis_left=jnp.where(backs_off, left_after, self.hysteresis_left - 1),
-            _exhausted=self.can_be_exhausted & backs_off & (lowered >= scale),
+            hysteresis_left=jnp.where(backs_off, left_after, one_less),
+            _exhausted=self.can_be_exhausted & cannot_fall,
         )
 
     def _rescaled(self, factor: float) -> jax.Array:
@@ -154,6 +159,7 @@ class DynamicLossScale(LossScale):
         """
         scale = self()
         product = times(scale, factor)
-        product = jnp.clip(product, self.min_scale, self.max_scale)
-        is_normal = (product >= validation.SMALLEST) & (product <= validation.LARGEST)
-        return jnp.where(is_normal, product, scale)
+        clipped = jnp.clip(product, self.min_scale, self.max_scale)
+        is_large_enough = clipped >= validation.SMALLEST
+        is_small_enough = clipped <= validation.LARGEST
+        return jnp.where(is_large_enough & is_small_enough, clipped, scale)

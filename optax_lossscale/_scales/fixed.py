@@ -17,8 +17,7 @@ from optax_lossscale._arrays.finite import AxisName
 from optax_lossscale._arrays.precision import T, map_inexact
 from optax_lossscale._scales.loss_scale import LossScale
 
-# Of a larger scale, the reciprocal would be subnormal.
-_SCALE = validation.number_between(validation.SMALLEST, 2.0**126)
+_LARGEST = 2.0**126  # of a larger scale, the reciprocal would be subnormal
 
 
 class FixedLossScale(LossScale):
@@ -50,7 +49,10 @@ class FixedLossScale(LossScale):
     loss_scale: np.float32 = dataclasses.field(init=False)  # pyrefly: ignore[bad-override]
 
     def __init__(self, scale: float):
-        super().__init__(_SCALE("scale", scale))
+        number = validation.number_between(
+            "scale", scale, least=validation.SMALLEST, most=_LARGEST
+        )
+        super().__init__(number)
 
     def __init_subclass__(cls, **kwargs: Any):
         raise TypeError(

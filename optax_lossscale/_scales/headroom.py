@@ -30,8 +30,11 @@ _OVERFLOW = 16  # all finite float16 numbers are below 2**16
 # numbers span 40 bits, so gradients that used to fit underflow at such a scale. It is
 # also about the most that one overflow adds.
 _DEEP = 32
-_BOUND = 100  # the scale lies between 2**-100 and 2**100
 _GAP = 10  # this far above a step's size, the largest remembered falls twice as fast
+_BOUND = 100  # the exponent of the highest scale, and of the inverse of the lowest
+
+_LOWEST = 2.0**-_BOUND
+_HIGHEST = 2.0**_BOUND
 
 # These are in steps.
 # How many overflows are excused once the batch is found at fault: many, compared with
@@ -81,8 +84,8 @@ class HeadroomLossScale(LossScale):
     in which `largest` and `reserve` fall by a bit.
 
     A step whose gradients are all zero measures nothing: `memory` stays, and `largest`
-    falls by `fall`. Such gradients may be rare, or may all have underflowed. So
-    without a reserve, the scale grows by one bit in 2048 to 32,768 such steps. It is a
+    falls by `fall`. Such gradients may be rare, or may all have underflowed. So without
+    a reserve, the scale grows by one bit in 2048 to 32,768 such steps. The scale is a
     power of two between 2**-100 and 2**100.
 
     Source: this library, after OpenSeq2Seq's `LogMaxScaler`.
@@ -109,9 +112,9 @@ class HeadroomLossScale(LossScale):
     """
 
     initial_scale: float = checked(
-        validation.number_between(2.0**-_BOUND, 2.0**_BOUND), default=2.0**15
+        validation.number_between, least=_LOWEST, most=_HIGHEST, default=2.0**15
     )
-    margin: int = checked(validation.int_between(0, 24), default=1)
+    margin: int = checked(validation.int_between, least=0, most=24, default=1)
     spare_bits: jax.Array = state_field()  # shape=(), dtype=float32
     _reserve: jax.Array = state_field(0.0)  # in bits; shape=(), dtype=float32
     _memory: jax.Array = state_field(0.0)  # in steps; shape=(), dtype=float32
@@ -122,8 +125,8 @@ class HeadroomLossScale(LossScale):
     def __post_init__(self):
         super().__post_init__()
         _, exponent = np.frexp(self.initial_scale)
-        first = np.ldexp(np.float32(0.5), exponent)
-        self._set(loss_scale=first, spare_bits=np.float32(self.margin))
+        power_of_two = np.ldexp(np.float32(0.5), exponent)
+        self._set(loss_scale=power_of_two, spare_bits=np.float32(self.margin))
 
     def update(
         self, grads: Any, axis_name: AxisName | None = None
@@ -131,9 +134,8 @@ class HeadroomLossScale(LossScale):
         gradient = largest_on_all_replicas(grads, axis_name)
         finite = jnp.isfinite(gradient)
         is_measured = gradient > 0
-        after_finite_step = choose(
-            is_measured, self._after_measuring(gradient), self._after_zeros()
-        )
+        measured = self._after_measuring(gradient)
+        after_finite_step = choose(is_measured, measured, self._after_zeros())
         new = choose(finite, after_finite_step, self._after_overflow())
         return new, finite
 
@@ -145,12 +147,14 @@ class HeadroomLossScale(LossScale):
 
         Args:
           grads_finite: whether the step's gradients were finite; bool, shape ().
+
+        Returns:
+          The new loss scale.
         """
         # The reserve becomes part of the largest gradient, which falls with each step.
-        fallen_to = self._largest() + self._reserve
-        after_finite_step = self._with(
-            fallen_to - 1 / _GROWTH, 0.0, _overflows=0, _exhausted=False
-        )
+        largest = self._largest() + self._reserve
+        fallen = largest - 1 / _GROWTH
+        after_finite_step = self._with(fallen, 0.0, _overflows=0, _exhausted=False)
         return choose(grads_finite, after_finite_step, self._after_overflow())
 
     def exhausted(self) -> jax.Array:
@@ -167,15 +171,19 @@ class HeadroomLossScale(LossScale):
         first overflow of a row lengthens the memory.
         """
         is_excused = self._overflows < 0
-        is_first = self._overflows == 0
-        longer = jnp.clip(2 * self._memory, _SHORTEST, _LONGEST)
         more = jnp.minimum(self._reserve + 1, _DEEP)
         deeper = jnp.ceil(self._reserve + more)
-        is_lowest = self() <= 2.0**-_BOUND
+        reserve = jnp.where(is_excused, self._reserve, deeper)
+
+        is_first = self._overflows == 0
+        longer = jnp.clip(2 * self._memory, _SHORTEST, _LONGEST)
+        memory = jnp.where(is_first, longer, self._memory)
+
+        is_lowest = self() <= _LOWEST
         return self._with(
             self._largest(),
-            jnp.where(is_excused, self._reserve, deeper),
-            _memory=jnp.where(is_first, longer, self._memory),
+            reserve,
+            _memory=memory,
             _overflows=optax.safe_increment(self._overflows),
             _exhausted=is_lowest & ~is_excused,
         )
@@ -187,7 +195,8 @@ class HeadroomLossScale(LossScale):
         """
         _, exponent = jnp.frexp(gradient)
         size = exponent.astype(jnp.float32)
-        fall = 1 / jnp.maximum(self._memory, _AT_FIRST)
+        memory = jnp.maximum(self._memory, _AT_FIRST)
+        fall = 1 / memory
 
         old_largest = self._largest()
         above = jnp.maximum(old_largest - size, 0)
@@ -197,12 +206,12 @@ class HeadroomLossScale(LossScale):
         longer = self._memory + _LENGTHENING
         shorter = self._memory * (1 - 1 / _SHORTENING)
         shorter = jnp.maximum(shorter, _SHORTEST)
-        memory = jnp.where(self._memory < _SHORTEST, longer, shorter)
+        next_memory = jnp.where(self._memory < _SHORTEST, longer, shorter)
 
         explains_overflow = size > old_largest + self.margin
         explained = self._with(largest, 0.0, _overflows=0, _exhausted=False)
         new = choose(explains_overflow, explained, self._faded(largest, fall))
-        return new.replace(_memory=memory)
+        return new.replace(_memory=next_memory)
 
     def _after_zeros(self) -> Self:
         """The loss scale after a finite step whose gradients are all zero.
@@ -210,8 +219,10 @@ class HeadroomLossScale(LossScale):
         They may all have underflowed, so the scale rises, but far more slowly than
         after a step that measures small gradients.
         """
-        fall = 1 / (_ZEROS * jnp.maximum(self._memory, _SHORTEST))
-        return self._faded(self._largest() - fall, fall)
+        memory = jnp.maximum(self._memory, _SHORTEST)
+        fall = 1 / (_ZEROS * memory)
+        fallen = self._largest() - fall
+        return self._faded(fallen, fall)
 
     def _faded(self, largest: jax.Array, fall: jax.Array) -> Self:
         """The loss scale after a finite step that does not explain an overflow.
@@ -220,24 +231,22 @@ class HeadroomLossScale(LossScale):
         not helped, so the batch was at fault: it is given up, and further overflows are
         excused.
         """
-        is_at_fault = self._reserve >= _DEEP
+        batch_is_at_fault = self._reserve >= _DEEP
         faded = self._reserve - (1 + self._reserve) * fall
         faded = jnp.maximum(faded, 0)
-        excuses = jnp.minimum(self._overflows, 0)  # which do not fade
-        return self._with(
-            largest,
-            jnp.where(is_at_fault, 0, faded),
-            _overflows=jnp.where(is_at_fault, -_EXCUSED, excuses),
-            _exhausted=False,
-        )
+        reserve = jnp.where(batch_is_at_fault, 0, faded)
+        excuses_left = jnp.minimum(self._overflows, 0)
+        overflows = jnp.where(batch_is_at_fault, -_EXCUSED, excuses_left)
+        return self._with(largest, reserve, _overflows=overflows, _exhausted=False)
 
     def _largest(self) -> jax.Array:
         """The exponent of the largest gradient remembered, with a fraction as it falls.
 
         It is not stored, but computed back from the scale and `spare_bits`.
         """
-        _, exponent = jnp.frexp(self() / 2)
-        return (_OVERFLOW - exponent).astype(jnp.float32) - self.spare_bits
+        _, exponent = jnp.frexp(self() / 2)  # the scale is 2**exponent
+        overflow = _OVERFLOW - exponent
+        return overflow.astype(jnp.float32) - self.spare_bits
 
     def _with(self, largest: jax.Array, reserve: ArrayLike, **state: ArrayLike) -> Self:
         """The loss scale that a largest gradient and a reserve make, with other state.
@@ -249,10 +258,12 @@ class HeadroomLossScale(LossScale):
         with_reserve = jnp.maximum(fits - reserve, -_BOUND)
         exponent = jnp.floor(with_reserve)
         # Not by exp2, which is inexact: the scale would not be a power of two.
-        loss_scale = jnp.ldexp(jnp.float32(1), exponent.astype(jnp.int32))
+        one = jnp.float32(1)
+        loss_scale = jnp.ldexp(one, exponent.astype(jnp.int32))
+        spare_bits = self.margin + fits - exponent
         return self.replace(
             loss_scale=loss_scale,
-            spare_bits=self.margin + fits - exponent,
+            spare_bits=spare_bits,
             _reserve=reserve,
             **state,
         )

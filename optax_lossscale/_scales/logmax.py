@@ -5,6 +5,7 @@ From their mean and spread it computes a scale at which the next largest gradien
 overflow only if it lay several deviations above the mean.
 """
 
+from functools import partial
 from typing import Any, Self
 
 import jax
@@ -16,12 +17,7 @@ from optax_lossscale._arrays.finite import AxisName, largest_on_all_replicas
 from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._scales.loss_scale import LossScale
 
-_DECAY = validation.number_between(0, validation.BELOW_ONE)
-# Well above 60, the squares would be infinite in float32, and the scale NaN.
-_AT_MOST_60 = validation.number_that(
-    "a number of at most 60", lambda x: -validation.LARGEST <= x <= 60
-)
-_DEVIATIONS = validation.number_between(0, 1e6)
+_decay = partial(validation.number_between, least=0, most=validation.BELOW_ONE)
 
 
 class LogMaxLossScale(LossScale):
@@ -72,10 +68,18 @@ class LogMaxLossScale(LossScale):
     initial_scale: float = 1.0  # checked as in LossScale
     min_scale: float = checked(validation.scale, default=1.0)
     max_scale: float = checked(validation.scale, default=2.0**24)
-    log_max: float = checked(_AT_MOST_60, default=16.0)
-    beta1: float = checked(_DECAY, default=0.99)
-    beta2: float = checked(_DECAY, default=0.999)
-    overflow_std_dev: float = checked(_DEVIATIONS, default=3.09)
+    # The square of 2**log_max has to be finite in float32.
+    log_max: float = checked(
+        validation.number_that,
+        allowed="a number of at most 60",
+        holds=lambda x: -validation.LARGEST <= x <= 60,
+        default=16.0,
+    )
+    beta1: float = checked(_decay, default=0.99)
+    beta2: float = checked(_decay, default=0.999)
+    overflow_std_dev: float = checked(
+        validation.number_between, least=0, most=1e6, default=3.09
+    )
     mean: jax.Array = state_field(0.0)
     slow_mean: jax.Array = state_field(0.0)
     square: jax.Array = state_field(0.0)
@@ -94,8 +98,8 @@ class LogMaxLossScale(LossScale):
     ) -> tuple[Self, jax.Array]:
         amax = largest_on_all_replicas(grads, axis_name)
         finite = jnp.isfinite(amax)
-        log2_amax = jnp.log2(jnp.maximum(amax, validation.SMALLEST))
-        x = jnp.where(finite, log2_amax, self._of_overflow())
+        positive = jnp.maximum(amax, validation.SMALLEST)
+        x = jnp.where(finite, jnp.log2(positive), self._of_overflow())
         return self._observe(x), finite
 
     def _of_overflow(self) -> jax.Array:
@@ -111,17 +115,20 @@ class LogMaxLossScale(LossScale):
             weight1=self.weight1 * self.beta1,
             weight2=self.weight2 * self.beta2,
         )
+        return new.replace(loss_scale=new._predicted_scale())
+
+    def _predicted_scale(self) -> jax.Array:
+        """The scale that brings a gradient far above the mean to 2**16; float32."""
         # The averages begin at 0. Divided by the weight of the numbers that they have
         # seen, they are not biased towards it, as in Adam.
-        mean_square = new.square / (1 - new.weight2)
-        slow_mean = new.slow_mean / (1 - new.weight2)
+        mean = self.mean / (1 - self.weight1)
+        slow_mean = self.slow_mean / (1 - self.weight2)
+        mean_square = self.square / (1 - self.weight2)
         variance = mean_square - slow_mean**2
         spread = jnp.sqrt(jnp.maximum(variance, 0))
-        mean = new.mean / (1 - new.weight1)
         highest = mean + self.overflow_std_dev * spread
         scale = jnp.exp2(16 - highest)
-        scale = jnp.clip(scale, self.min_scale, self.max_scale)
-        return new.replace(loss_scale=scale)
+        return jnp.clip(scale, self.min_scale, self.max_scale)
 
 
 def _average(old: jax.Array, new: jax.Array, decay: float) -> jax.Array:

@@ -81,9 +81,22 @@ class LossScale(Stateful):
         return jnp.asarray(self.loss_scale, jnp.float32)
 
     def replace(self, **state: ArrayLike) -> Self:
+        """A copy with new values of the named state fields, in the dtypes they had.
+
+        Args:
+          **state: the values by the names of the fields: numbers and arrays, which may
+            be traced.
+
+        Returns:
+          The copy, in which all else is as it was.
+
+        Raises:
+          TypeError: for a name that is no state field.
+          ValueError: for a `loss_scale` that is a Python number, but not a positive,
+            normal float32.
+        """
         scale = state.get("loss_scale")
-        # To check an array would wait for the device.
-        if isinstance(scale, (int, float)):
+        if isinstance(scale, (int, float)):  # to check an array, it would wait for it
             validation.scale("loss_scale", scale)
         return super().replace(**state)
 
@@ -154,31 +167,36 @@ class LossScale(Stateful):
           power of two, and otherwise within an ulp or two; but subnormal ones may
           become 0.
         """
-        # XLA compiles x / scale to x * (1 / scale). Above 2**126 that reciprocal is
-        # subnormal, and flushed to zero. So it is split into two factors, and a barrier
-        # keeps XLA from multiplying them. Both are quotients, as anything simpler would
-        # be recomputed in the kernel of each leaf.
-        scale = lax.optimization_barrier(self)()
-        is_huge = scale > 2.0**100
-        shift = jnp.where(is_huge, 4.0, 1.0).astype(jnp.float32)
-
-        @functools.cache  # for all leaves of a dtype, as tracing takes time
-        def factors(dtype):
-            wide_shift = shift.astype(dtype)
-            pair = (1 / wide_shift, wide_shift / scale.astype(dtype))
-            if not jax.tree.leaves(self):
-                return pair  # of constants, as a fixed scale has no state
-            return lax.platform_dependent(
-                *pair, cpu=_in_one_array, default=lambda *pair: pair
-            )
+        # All leaves of a dtype share the factors, as tracing takes time.
+        factors_in = functools.cache(self._inverse_factors)
 
         def unscaled(x):
-            # The factors are real, and strict promotion multiplies no complex number by
-            # a real one: hence the casts, which change nothing else.
-            inverse_shift, shifted_inverse = factors(jnp.finfo(x.dtype).dtype)
-            return x * inverse_shift.astype(x.dtype) * shifted_inverse.astype(x.dtype)
+            real_dtype = jnp.finfo(x.dtype).dtype
+            first, second = factors_in(real_dtype)
+            # Strict promotion multiplies no complex number by a real one: hence the
+            # casts, which change nothing else.
+            return x * first.astype(x.dtype) * second.astype(x.dtype)
 
         return map_inexact(unscaled, tree)
+
+    def _inverse_factors(self, dtype: np.dtype) -> tuple[jax.Array, ...]:
+        """Two numbers of a real dtype, by which `unscale` multiplies one by one.
+
+        Their product is `1 / scale`. XLA compiles `x / scale` to `x * (1 / scale)`.
+        Above 2**126 that reciprocal is subnormal, and flushed to zero. So it is split
+        into two factors, and a barrier keeps XLA from multiplying them.
+        """
+        scale = lax.optimization_barrier(self)()
+        is_huge = scale > 2.0**100
+        shift = jnp.where(is_huge, 4.0, 1.0).astype(dtype)
+        # Both are quotients, as anything simpler would be recomputed in the kernel of
+        # each leaf.
+        factors = (1 / shift, shift / scale.astype(dtype))
+        if not jax.tree.leaves(self):
+            return factors  # constants, as a fixed scale has no state
+        return lax.platform_dependent(
+            *factors, cpu=_in_one_array, default=lambda *factors: factors
+        )
 
 
 def _in_one_array(*scalars: jax.Array) -> tuple[jax.Array, ...]:

@@ -72,7 +72,10 @@ class ToleranceLossScale(LossScale):
     growth_interval: int = checked(validation.positive_int, default=2000)
     factor: float = checked(validation.growth_factor, default=2.0)
     tolerance: float = checked(
-        validation.number_that("a number in [0, 1]", lambda x: 0 <= x <= 1), default=0.0
+        validation.number_that,
+        allowed="a number in [0, 1]",
+        holds=lambda x: 0 <= x <= 1,
+        default=0.0,
     )
     threshold: float | None = checked(validation.scale_or_none, default=None)
     min_scale: float = checked(validation.scale, default=1e-4)

@@ -34,10 +34,10 @@ class RollingSkipRule(SkipRule):
     """
 
     needs_value = True
-    length: int = checked(validation.int_between(2, 2**20))
+    length: int = checked(validation.int_between, least=2, most=2**20)
     sigma_factor: float = checked(validation.positive)
     least_history: int = checked(validation.count)
-    ddof: int = checked(validation.int_between(0, 1), default=1)
+    ddof: int = checked(validation.int_between, least=0, most=1, default=1)
     least_deviation: float = checked(validation.finite, default=0.0)
     seen: jax.Array = state_field(0)  # shape=(), dtype=int32
     # The norms in one row, and the losses in the other; shape=(2, length), float32
@@ -45,7 +45,8 @@ class RollingSkipRule(SkipRule):
 
     def __post_init__(self):
         super().__post_init__()
-        self._set(_window=np.zeros((2, self.length), np.float32))
+        empty = np.zeros((2, self.length), np.float32)
+        self._set(_window=empty)
 
     def decide(
         self, norm: jax.Array, value: jax.Array | None
@@ -66,15 +67,15 @@ class RollingSkipRule(SkipRule):
         A number is usual if it is at most `sigma_factor` deviations above the mean of
         its row of the window. Places that are not filled yet hold zeros.
         """
-        is_filled = jnp.arange(self.length) < self.seen
-        count = jnp.maximum(self.seen, 1)
-        degrees = jnp.maximum(self.seen - self.ddof, 1)  # the degrees of freedom
+        seen = self.seen.astype(jnp.float32)
         total = jnp.sum(self._window, axis=1)
-        mean = total / count.astype(jnp.float32)
+        mean = total / jnp.maximum(seen, 1)
+
+        is_filled = jnp.arange(self.length) < self.seen
         differences = self._window - mean[:, None]
         differences = jnp.where(is_filled, differences, 0)
         squares = jnp.sum(jnp.square(differences), axis=1)
-        variance = squares / degrees.astype(jnp.float32)
-        deviation = jnp.sqrt(variance)
+        degrees_of_freedom = jnp.maximum(seen - self.ddof, 1)
+        deviation = jnp.sqrt(squares / degrees_of_freedom)
         deviation = jnp.maximum(deviation, self.least_deviation)
         return numbers - mean <= self.sigma_factor * deviation

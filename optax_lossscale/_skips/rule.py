@@ -110,25 +110,27 @@ class SkipRule(Stateful):
                 "or update with value=loss"
             )
         decided, should_apply = self.decide(norm, value)
-        should_apply = jnp.asarray(should_apply, bool)
         check_successor(decided, self, "decide")
+        should_apply = jnp.asarray(should_apply, bool)
         if should_apply.shape:
             raise TypeError(
                 f"decide of {type(self).__name__} must return one flag for the step, of "
                 f"shape (), got shape {should_apply.shape}: reduce it, say by jnp.all"
             )
-        debt = decided.skip_debt  # which `decide` may have set
-        # A step whose norm is 0 teaches nothing, and pays off nothing.
-        paid_off = jnp.maximum(debt - (norm > 0).astype(jnp.int32), 0)
-        grown = jnp.minimum(debt, _MOST) + APPLIED_PER_SKIP
-        skipped = self.skipped_by_rule
-        one_more = optax.safe_increment(skipped)
+        one_more = optax.safe_increment(self.skipped_by_rule)
         new = decided.replace(
             gradient_norm=norm,
-            skipped_by_rule=jnp.where(should_apply, skipped, one_more),
-            skip_debt=jnp.where(should_apply, paid_off, grown),
+            skipped_by_rule=jnp.where(should_apply, self.skipped_by_rule, one_more),
+            skip_debt=decided._next_debt(norm, should_apply),
         )
         return new, should_apply
+
+    def _next_debt(self, norm: jax.Array, should_apply: jax.Array) -> jax.Array:
+        """The debt after a step, from the one that `decide` left; int32, shape ()."""
+        is_nonzero = norm > 0  # a step whose norm is 0 teaches and pays off nothing
+        paid_off = jnp.maximum(self.skip_debt - is_nonzero.astype(jnp.int32), 0)
+        grown = jnp.minimum(self.skip_debt, _MOST) + APPLIED_PER_SKIP
+        return jnp.where(should_apply, paid_off, grown)
 
 
 def with_newest(window: jax.Array, numbers: jax.Array) -> jax.Array:

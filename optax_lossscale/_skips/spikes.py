@@ -6,6 +6,7 @@ these, while it would move a mean and a standard deviation. All of it is compute
 logarithms, so the scale of norms and losses does not matter.
 """
 
+from functools import partial
 from typing import Self
 
 import jax
@@ -27,7 +28,11 @@ _COMMON_SHARE = 20
 # This marks an empty place of the window. It is above all logarithms, and sorts last.
 _UNKNOWN = 1e3
 
-_POSITIVE = validation.number_that("above 0 and at most 1e6", lambda x: 0 < x <= 1e6)
+_positive = partial(
+    validation.number_that,
+    allowed="above 0 and at most 1e6",
+    holds=lambda x: 0 < x <= 1e6,
+)
 
 
 class SpikeSkipRule(SkipRule):
@@ -39,10 +44,10 @@ class SpikeSkipRule(SkipRule):
       value_limit: the same for the loss; float32, shape (); state.
     """
 
-    factor: float = checked(_POSITIVE, default=6.0)
-    least: float = checked(_POSITIVE, default=1.0)
-    window: int = checked(validation.int_between(16, 2**20), default=64)
-    max_skips: int = checked(validation.int_between(0, 2**20), default=16)
+    factor: float = checked(_positive, default=6.0)
+    least: float = checked(_positive, default=1.0)
+    window: int = checked(validation.int_between, least=16, most=2**20, default=64)
+    max_skips: int = checked(validation.int_between, least=0, most=2**20, default=16)
     norm_limit: jax.Array = state_field(float("inf"))
     value_limit: jax.Array = state_field(float("inf"))
     # Logarithms of norms and of losses, the newest first; shape=(2, window), float32
@@ -50,28 +55,34 @@ class SpikeSkipRule(SkipRule):
 
     def __post_init__(self):
         super().__post_init__()
-        self._set(_last=np.full((2, self.window), _UNKNOWN, np.float32))
+        empty = np.full((2, self.window), _UNKNOWN, np.float32)
+        self._set(_last=empty)
 
     def decide(
         self, norm: jax.Array, value: jax.Array | None
     ) -> tuple[Self, jax.Array]:
         if value is None:
             value = jnp.float32(0)
-        sizes = jnp.stack([norm, value])
-        is_known = sizes > 0
-        measured = jnp.log2(jnp.maximum(sizes, validation.SMALLEST))
+        numbers = jnp.stack([norm, value])
+        is_positive = numbers > 0
+        logarithms = jnp.log2(jnp.maximum(numbers, validation.SMALLEST))
         limits = self._limits()
-        is_spike = jnp.any((measured > limits) & is_known)
-        most_debt = APPLIED_PER_SKIP * self.max_skips
+        is_above = logarithms > limits
+        is_spike = jnp.any(is_above & is_positive)
+
         # If all skips are used up, the spikes are too common to be accidents.
-        is_common = is_spike & (self.skip_debt + APPLIED_PER_SKIP > most_debt)
+        most_debt = APPLIED_PER_SKIP * self.max_skips
+        debt_if_skipped = self.skip_debt + APPLIED_PER_SKIP
+        is_common = is_spike & (debt_if_skipped > most_debt)
         should_apply = ~is_spike | is_common
-        is_usual = is_known & should_apply
-        with_one_more = with_newest(self._last, measured)
+
+        is_learned = is_positive & should_apply
+        with_one_more = with_newest(self._last, logarithms)
+        norm_limit, value_limit = jnp.exp2(limits)
         new = self.replace(
-            _last=jnp.where(is_usual[:, None], with_one_more, self._last),
-            norm_limit=jnp.exp2(limits[0]),
-            value_limit=jnp.exp2(limits[1]),
+            _last=jnp.where(is_learned[:, None], with_one_more, self._last),
+            norm_limit=norm_limit,
+            value_limit=value_limit,
             skip_debt=jnp.where(is_common, most_debt, self.skip_debt),
         )
         return new, should_apply
@@ -83,10 +94,10 @@ class SpikeSkipRule(SkipRule):
         """
         seen = jnp.sum(self._last < _UNKNOWN, axis=1)
         count = jnp.maximum(seen, _FEWEST)
-        ordered = jnp.sort(self._last)
         how_many_reached = jnp.maximum(_COMMON, count // _COMMON_SHARE)
         ranks = [count // 2, 3 * count // 4, count - how_many_reached]
-        ranked = jnp.take_along_axis(ordered, jnp.stack(ranks, axis=1), axis=1)
+        places = jnp.stack(ranks, axis=1)
+        ranked = jnp.take_along_axis(jnp.sort(self._last), places, axis=1)
         median, quartile, common = ranked.T
         deviation = _DEVIATION * (quartile - median)
         shortage = jnp.maximum(1, _ENOUGH / count.astype(jnp.float32))

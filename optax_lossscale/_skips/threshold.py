@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._arrays import validation
-from optax_lossscale._arrays.stateful import checked, state_field
+from optax_lossscale._arrays.stateful import checked, choose, state_field
 from optax_lossscale._skips.rule import SkipRule
 
 _UNTIL_THEN = 1e10  # AxLearn's threshold for the first `min_count` applied steps
@@ -64,13 +64,14 @@ class MovingAverageSkipRule(SkipRule):
     """
 
     mean_factor: float = checked(validation.positive)
-    stddev_factor: float = checked(validation.number_between(0, validation.LARGEST))
+    stddev_factor: float = checked(
+        validation.number_between, least=0, most=validation.LARGEST
+    )
     min_count: int = checked(validation.count)
     grad_norm_ema_decay: float = checked(
-        validation.number_that(
-            "in (0, 1) as a float32, such as 0.99",
-            lambda x: 0 < x <= validation.BELOW_ONE,
-        )
+        validation.number_that,
+        allowed="in (0, 1) as a float32, such as 0.99",
+        holds=lambda x: 0 < x <= validation.BELOW_ONE,
     )
     count: jax.Array = state_field(0)  # shape=(), dtype=int32
     mean: jax.Array = state_field(1.0)  # shape=(), dtype=float32
@@ -79,30 +80,31 @@ class MovingAverageSkipRule(SkipRule):
     def decide(
         self, norm: jax.Array, value: jax.Array | None
     ) -> tuple[Self, jax.Array]:
-        variance = jnp.maximum(self.mean_square - jnp.square(self.mean), 0)
-        stddev = jnp.sqrt(variance)
+        is_usual = norm < self._threshold()
+        square = jnp.minimum(jnp.square(norm), validation.LARGEST)
+        learned = self.replace(
+            count=optax.safe_increment(self.count),
+            mean=self._averaged(self.mean, norm),
+            mean_square=self._averaged(self.mean_square, square),
+        )
+        return choose(is_usual, learned, self), is_usual
+
+    def _threshold(self) -> jax.Array:
+        """The norm from which on a step is skipped; float32, shape ()."""
         threshold = self.mean * self.mean_factor
         if self.stddev_factor:
+            variance = self.mean_square - jnp.square(self.mean)
+            stddev = jnp.sqrt(jnp.maximum(variance, 0))
             threshold = threshold + stddev * self.stddev_factor
-        threshold = jnp.where(self.count < self.min_count, _UNTIL_THEN, threshold)
-        is_usual = norm < threshold
+        is_early = self.count < self.min_count
+        return jnp.where(is_early, _UNTIL_THEN, threshold)
 
-        def weight(count):
-            """1 - decay**count, the weight of `count` norms in their moving average."""
-            return 1 - self.grad_norm_ema_decay ** count.astype(jnp.float32)
-
-        correction = weight(self.count) / weight(self.count + 1)
+    def _averaged(self, average: jax.Array, number: jax.Array) -> jax.Array:
+        """A moving average with one more number, without a bias towards its start."""
+        correction = self._weight(self.count) / self._weight(self.count + 1)
         decay = self.grad_norm_ema_decay * correction
+        return decay * average + (1 - decay) * number
 
-        def average(old, new):
-            """The moving average with a new number, if the step is applied."""
-            return jnp.where(is_usual, decay * old + (1 - decay) * new, old)
-
-        square = jnp.minimum(jnp.square(norm), validation.LARGEST)
-        one_more = optax.safe_increment(self.count)
-        new = self.replace(
-            count=jnp.where(is_usual, one_more, self.count),
-            mean=average(self.mean, norm),
-            mean_square=average(self.mean_square, square),
-        )
-        return new, is_usual
+    def _weight(self, count: jax.Array) -> jax.Array:
+        """The weight of `count` numbers in a moving average that began at 0."""
+        return 1 - self.grad_norm_ema_decay ** count.astype(jnp.float32)

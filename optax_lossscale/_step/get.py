@@ -12,7 +12,12 @@ import numpy as np
 
 from optax_lossscale import presets
 from optax_lossscale._arrays import validation
-from optax_lossscale._arrays.variables import distinct, find, is_of_nnx, plain
+from optax_lossscale._arrays.variables import (
+    distinct_nodes,
+    find_nodes,
+    is_of_nnx,
+    without_variables,
+)
 from optax_lossscale._scales.dynamic import DynamicLossScale
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.headroom import HeadroomLossScale
@@ -108,7 +113,7 @@ def get_loss_scale(state: Any) -> LossScale:
       >>> ols.get_loss_scale(tx.init({"w": jnp.ones(3)}))
       FixedLossScale(128.0)
     """
-    loss_scales = distinct(loss_scales_in(state))
+    loss_scales = distinct_nodes(loss_scales_in(state))
     if len(loss_scales) != 1:
         remedy = (
             "Wrap the optimizer in with_loss_scale once and pass the state that its "
@@ -120,7 +125,7 @@ def get_loss_scale(state: Any) -> LossScale:
                 "a whole, once. To test a step that takes several states, make it a "
                 "function of one of them."
             )
-        elif find(lambda x: is_of_nnx(x, "State"), state):
+        elif find_nodes(lambda x: is_of_nnx(x, "State"), state):
             remedy = (
                 "A state of nnx.split does not say what is a loss scale: call nnx.merge "
                 "first, and pass the optimizer."
@@ -130,12 +135,12 @@ def get_loss_scale(state: Any) -> LossScale:
             f"in a {type(state).__name__}. {remedy}"
         )
     _check_nesting(state)
-    return plain(loss_scales[0])
+    return without_variables(loss_scales[0])
 
 
 def loss_scales_in(state: Any) -> list[LossScale]:
     """Every loss scale in a state, however deeply nested."""
-    return find(lambda x: isinstance(x, LossScale), state)
+    return find_nodes(lambda x: isinstance(x, LossScale), state)
 
 
 def resolve(loss_scale: Any) -> LossScale:
@@ -207,7 +212,7 @@ def _is_around(state: Any) -> bool:
 
 def _check_nesting(state: Any) -> None:
     """Raises if a wrapper is around `with_loss_scale` that belongs inside it."""
-    around = find(_is_around, state)
+    around = find_nodes(_is_around, state)
     if around:
         name, harm = _AROUND[type(around[0]).__name__]
         raise ValueError(

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.names import path_name
-from optax_lossscale._arrays.precision import dtype_of, is_inexact
+from optax_lossscale._arrays.precision import dtype_of, is_inexact_leaf
 
 # A dtype; a tree of dtypes, with None for leaves that are not cast; or a function from
 # what is differentiated to either. The types name the usual containers; for others, use
@@ -47,7 +47,7 @@ def _cast(path: Any, x: Any, dtype: Any) -> Any:
     A float of another dtype of the same width raises a `ValueError`: float16 and
     bfloat16 together make the model compute in float32.
     """
-    if dtype is None or not is_inexact(x) or jnp.iscomplexobj(x):
+    if dtype is None or not is_inexact_leaf(x) or jnp.iscomplexobj(x):
         return x
     dtype = jnp.dtype(dtype)
     own_dtype = dtype_of(x)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from optax_lossscale._arrays import validation
 from optax_lossscale._arrays.contexts import IS_REPORTED
-from optax_lossscale._arrays.precision import at_least_float32, is_inexact
-from optax_lossscale._arrays.variables import find, is_module
+from optax_lossscale._arrays.precision import at_least_float32, is_inexact_leaf
+from optax_lossscale._arrays.variables import find_nodes, is_module
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._step.get import resolve
@@ -71,7 +71,7 @@ def scale_gradient(loss: jax.typing.ArrayLike, loss_scale: Any) -> jax.Array:
     check_order(loss_scale)
     check_scalar("the loss", loss)
     loss = jnp.asarray(loss)
-    if not is_inexact(loss):
+    if not is_inexact_leaf(loss):
         raise TypeError(f"the loss must be a floating-point number, got {loss.dtype}")
     loss_scale = resolve(loss_scale)
     _warn_of_float16(loss, loss_scale)
@@ -246,7 +246,7 @@ def check_keywords(fun: Callable[..., Any], ours: Sequence[str], args: tuple) ->
 
 def _check_no_modules(tree: Any) -> None:
     """Raises for an `nnx.Module`, whose parameters alone can be differentiated."""
-    modules = find(is_module, tree)
+    modules = find_nodes(is_module, tree)
     if modules:
         raise TypeError(
             f"{type(modules[0]).__name__} is an nnx.Module, whose batch statistics and random "

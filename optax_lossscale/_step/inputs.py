@@ -23,11 +23,11 @@ from optax_lossscale._arrays.names import path_name
 from optax_lossscale._arrays.precision import (
     at_least_float32,
     dtype_of,
-    is_array,
-    is_inexact,
+    is_array_leaf,
+    is_inexact_leaf,
 )
 from optax_lossscale._arrays.validation import is_real, is_traced, refuse, shown
-from optax_lossscale._arrays.variables import find, plain
+from optax_lossscale._arrays.variables import find_nodes, without_variables
 from optax_lossscale._scales.loss_scale import LossScale
 
 # A bool; a tree of bools; or a function from the gradients to either. The types name
@@ -135,7 +135,7 @@ def prepare(
     grads: Any, params: Any, value: ArrayLike | None, mask: Mask | None
 ) -> Prepared:
     """Checks and completes the inputs of a step; the gradients are still scaled."""
-    if find(lambda x: isinstance(x, optax.MaskedNode), grads):
+    if find_nodes(lambda x: isinstance(x, optax.MaskedNode), grads):
         raise ValueError(
             "with_loss_scale is inside optax.masked, optax.partition or "
             "optax.multi_transform, which pass the gradients of all other parameters "
@@ -209,7 +209,7 @@ def update_or_zero(param: Any, update: Any) -> Any:
 def check_arrays(name: str, tree: Any) -> None:
     """Raises a `TypeError` for a leaf that is neither an array nor a number."""
     for path, x in jax.tree.leaves_with_path(tree):
-        if not is_array(x):
+        if not is_array_leaf(x):
             raise TypeError(
                 f"{name} must be a tree of arrays, got {shown(x)} at "
                 f"{path_name(path)}, which is not an array. Take the arrays out of a "
@@ -287,7 +287,7 @@ _unscale_traced_once = jax.jit(_unscale)
 
 def _zero_unless_finite(x: Any) -> Any:
     """An array with zeros in place of NaN and infinities."""
-    return jnp.where(jnp.isfinite(x), x, 0) if is_inexact(x) else x
+    return jnp.where(jnp.isfinite(x), x, 0) if is_inexact_leaf(x) else x
 
 
 def _like(params: Any) -> Any:
@@ -314,7 +314,7 @@ def _check_kinds(grads: Any, params: Any) -> None:
                 f"a gradient must have the shape of its parameter, {shape} at "
                 f"{path_name(path)}; got {np.shape(grad)}"
             )
-        if is_inexact(param) and not is_inexact(grad):
+        if is_inexact_leaf(param) and not is_inexact_leaf(grad):
             raise ValueError(
                 "the gradient of a floating-point parameter must have a floating-point "
                 f"dtype, as another is not unscaled; got {dtype_of(grad)} at "
@@ -324,6 +324,6 @@ def _check_kinds(grads: Any, params: Any) -> None:
 
 def _true_loss(value: ArrayLike) -> jax.Array:
     """The true loss as an array of shape (), also if an `nnx` variable holds it."""
-    loss = plain(value)
+    loss = without_variables(value)
     check_scalar("value, the true loss,", loss)
     return jnp.asarray(loss)

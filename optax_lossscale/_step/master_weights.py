@@ -21,10 +21,10 @@ import numpy as np
 import optax
 
 from optax_lossscale._arrays.names import path_name
-from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_narrow
+from optax_lossscale._arrays.precision import at_least_float32, dtype_of, is_narrow_leaf
 from optax_lossscale._arrays.rounding import join, narrow_dtype, split
 from optax_lossscale._arrays.validation import check_transformation, shown
-from optax_lossscale._arrays.variables import find
+from optax_lossscale._arrays.variables import find_nodes
 from optax_lossscale._step.get import name_in_optax
 from optax_lossscale._step.inputs import check_update_shape, complete, update_or_zero
 from optax_lossscale._step.state import check_inner_dtypes
@@ -186,7 +186,7 @@ def with_rest_of_narrow(state: Any, init: Callable[[Any], Any], params: Any) -> 
     `state` was made for the parameters in float32, which lack nothing. `init` is the
     inner optimizer's, and `params` are the parameters in their own dtypes.
     """
-    if not find(_is_state, state):
+    if not find_nodes(_is_state, state):
         return state
 
     def with_rest(wide, narrow):
@@ -204,10 +204,10 @@ def check_order(state: Any) -> None:
     A state shows that by its nesting: its `MasterWeightsState` is not the last in a
     chain, or is inside the state of a wrapper that makes updates of its own.
     """
-    if _is_state(state) or not find(_is_state, state):
+    if _is_state(state) or not find_nodes(_is_state, state):
         return
     parts = _parts(state)
-    is_followed = _is_chain(state) and find(_is_state, parts[:-1])
+    is_followed = _is_chain(state) and find_nodes(_is_state, parts[:-1])
     if is_followed or name_in_optax(state) in _MAKERS_OF_OTHER_UPDATES:
         raise ValueError(
             "with_master_weights is followed by other transformations in optax.chain, "
@@ -241,11 +241,13 @@ def check_master_weights(state: Any, expected: Callable[[], Any]) -> None:
 
     `expected` returns the state that `init` makes for the parameters, abstract.
     """
-    states = find(_is_state, state)
+    states = find_nodes(_is_state, state)
     if not states:
         return
     # If one has more such states, the structures differ, and the inner update raises.
-    for current, initial in zip(states, find(_is_state, expected()), strict=False):
+    for current, initial in zip(
+        states, find_nodes(_is_state, expected()), strict=False
+    ):
         _check_rests(current.master_weights, initial.master_weights)
 
 
@@ -267,7 +269,7 @@ def _check_arguments(state: Any, params: Any) -> None:
         )
     # with_loss_scale passes all parameters in float32, and has compared the rests with
     # the dtypes that they really have.
-    are_narrow = any(map(is_narrow, jax.tree.leaves(params)))
+    are_narrow = any(map(is_narrow_leaf, jax.tree.leaves(params)))
     has_rests = bool(jax.tree.leaves(state.master_weights))
     is_in_with_loss_scale = has_rests and not are_narrow
     if not is_in_with_loss_scale:
@@ -320,11 +322,11 @@ def _step_of_param(param: Any, rest: Any, weight: jax.Array, update: Any) -> _St
 
 def _rest_of(param: Any) -> Any:
     """The rest of a parameter before the first step; `optax.MaskedNode()` if wide."""
-    if not is_narrow(param):
+    if not is_narrow_leaf(param):
         return optax.MaskedNode()
     return split(at_least_float32(param), dtype_of(param))[1]
 
 
 def _is_state(x: Any) -> bool:
-    """Whether this is a `MasterWeightsState`, as a predicate for `find`."""
+    """Whether this is a `MasterWeightsState`, as a predicate for `find_nodes`."""
     return isinstance(x, MasterWeightsState)

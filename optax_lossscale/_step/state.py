@@ -13,10 +13,14 @@ import jax
 import numpy as np
 
 from optax_lossscale._arrays.names import path_name
-from optax_lossscale._arrays.precision import dtype_of, is_narrow
+from optax_lossscale._arrays.precision import dtype_of, is_narrow_leaf
 from optax_lossscale._arrays.stateful import Stateful
 from optax_lossscale._arrays.validation import shown
-from optax_lossscale._arrays.variables import distinct, find, plain
+from optax_lossscale._arrays.variables import (
+    distinct_nodes,
+    find_nodes,
+    without_variables,
+)
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
 
@@ -47,8 +51,8 @@ def wrapper_states(state: Any) -> list[LossScaleState]:
 
     One of `nnx` variables that is in several places is returned once.
     """
-    states = find(lambda x: isinstance(x, LossScaleState), state)
-    return [plain(x) for x in distinct(states)]
+    states = find_nodes(lambda x: isinstance(x, LossScaleState), state)
+    return [without_variables(x) for x in distinct_nodes(states)]
 
 
 def wrapper_state(state: Any) -> LossScaleState | None:
@@ -120,11 +124,11 @@ def check_inner_dtypes(inner_state: Any, expected: Callable[[], Any]) -> None:
     That happens if the state of a 16-bit optimizer is restored. `expected` returns the
     state that `init` makes, abstract, and is called only if some floats are narrow.
     """
-    if not any(map(is_narrow, jax.tree.leaves(inner_state))):
+    if not any(map(is_narrow_leaf, jax.tree.leaves(inner_state))):
         return
 
     def check(path, x, initial):
-        if not is_narrow(x):
+        if not is_narrow_leaf(x):
             return
         dtype = dtype_of(x)
         initial_dtype = dtype_of(initial)

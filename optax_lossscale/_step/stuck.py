@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from optax_lossscale._arrays.validation import check_at_hand, positive_int
+from optax_lossscale._arrays.validation import check_concrete, positive_int
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import APPLIED_PER_SKIP
 from optax_lossscale._step.get import get_loss_scale
@@ -54,7 +54,7 @@ def raise_if_stuck(state: Any, max_consecutive_skips: int = 100) -> None:
       optax_lossscale.LossScaleError: gradients overflowed at a loss scale...
     """
     positive_int("max_consecutive_skips", max_consecutive_skips)
-    check_at_hand("raise_if_stuck", state)
+    check_concrete("raise_if_stuck", state)
     loss_scale = get_loss_scale(state)
     wrapper = wrapper_state(state)
     number = loss_scale.loss_scale if wrapper is None else wrapper.should_apply

@@ -10,8 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lossscale._arrays.precision import T, dtype_of, is_array, is_inexact, strong
-from optax_lossscale._arrays.variables import plain, variable_ids
+from optax_lossscale._arrays.precision import (
+    T,
+    dtype_of,
+    is_array_leaf,
+    is_inexact_leaf,
+    strong,
+)
+from optax_lossscale._arrays.variables import variable_ids, without_variables
 from optax_lossscale._step.state import wrapper_states
 
 
@@ -64,9 +70,9 @@ def where_applied(state: Any, new: T, old: T) -> T:
         )
 
     def chosen(old, new):
-        if not is_array(old):
+        if not is_array_leaf(old):
             return new
-        if is_inexact(new) and not is_inexact(old):
+        if is_inexact_leaf(new) and not is_inexact_leaf(old):
             raise TypeError(
                 "new has a float where old has an integer, which would round it: let "
                 "old begin with a float, such as 0.0"
@@ -74,5 +80,5 @@ def where_applied(state: Any, new: T, old: T) -> T:
         new = strong(jnp.asarray(new), dtype_of(old))
         return lax.select(should_apply, new, jnp.asarray(old))
 
-    arrays = jax.tree.map(chosen, plain(old), plain(new))
+    arrays = jax.tree.map(chosen, without_variables(old), without_variables(new))
     return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(arrays))

@@ -20,9 +20,9 @@ import numpy as np
 from jax.tree_util import DictKey
 
 from optax_lossscale._arrays.contexts import BLANK_METRICS, OVERFLOWS
-from optax_lossscale._arrays.precision import dtype_of, is_array, is_inexact
-from optax_lossscale._arrays.validation import check_at_hand
-from optax_lossscale._arrays.variables import is_variable, plain
+from optax_lossscale._arrays.precision import dtype_of, is_array_leaf, is_inexact_leaf
+from optax_lossscale._arrays.validation import check_concrete
+from optax_lossscale._arrays.variables import is_variable, without_variables
 from optax_lossscale._scales.loss_scale import LossScale
 from optax_lossscale._skips.rule import SkipRule
 from optax_lossscale._step.get import get_loss_scale, loss_scales_in, name_in_optax
@@ -96,7 +96,7 @@ class Trial:
     """
 
     def __init__(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any):
-        check_at_hand(name, (args, kwargs))
+        check_concrete(name, (args, kwargs))
         self.step = step
         self.arguments = {"args": args, "kwargs": kwargs}
         loss_scales = loss_scales_in(self.arguments)
@@ -110,7 +110,7 @@ class Trial:
         self.floats = {
             path: np.asarray(jax.device_get(x))
             for path, x in numbers_in(self.arguments).items()
-            if is_inexact(x)
+            if is_inexact_leaf(x)
         }
         self.at = functools.cache(self._at)
 
@@ -148,7 +148,7 @@ class Trial:
         changed = {**(numbers or {}), **self._places(loss_scale)}
         arguments = _copied(self.arguments, changed)
         # These arrays are kept alive, so that no output gets the id of one of them.
-        alive = jax.tree.leaves(plain(arguments))
+        alive = jax.tree.leaves(without_variables(arguments))
         ids = {id(x) for x in alive}
         with (
             jax.debug_nans(False),
@@ -204,7 +204,9 @@ def _outputs(parts, old_ids):
 def _parts(cls, tree):
     """The parts of a tree that are of a class, by path, with arrays for variables."""
     parts = _leaves(tree, cls)
-    return {path: plain(x) for path, x in parts.items() if isinstance(x, cls)}
+    return {
+        path: without_variables(x) for path, x in parts.items() if isinstance(x, cls)
+    }
 
 
 def _optimizers(tree):
@@ -214,7 +216,7 @@ def _optimizers(tree):
         return isinstance(x, LossScaleState) or name_in_optax(x) is not None
 
     parts = jax.tree.leaves_with_path(tree, is_leaf=is_state)
-    return {path: plain(x) for path, x in parts if is_state(x)}
+    return {path: without_variables(x) for path, x in parts if is_state(x)}
 
 
 def _counts(optimizers):
@@ -229,7 +231,7 @@ def _counts(optimizers):
         for x in _leaves(inside, LossScaleState).values():
             if isinstance(x, LossScaleState):
                 counts += _counts({(): x})
-            elif is_array(x) and jnp.issubdtype(dtype_of(x), jnp.integer):
+            elif is_array_leaf(x) and jnp.issubdtype(dtype_of(x), jnp.integer):
                 counts.append(flat(jax.device_get(x)))
     return counts
 
@@ -246,8 +248,8 @@ def numbers_in(tree: Any) -> Numbers:
             continue
         if is_variable(x):
             seen.add(id(x))
-        array = plain(x)
-        if is_array(array) and not _is_key(dtype_of(array)):
+        array = without_variables(x)
+        if is_array_leaf(array) and not _is_key(dtype_of(array)):
             numbers[path] = array
     return numbers
 
@@ -261,7 +263,7 @@ def flat(x: Any) -> np.ndarray:
     numbers = numbers[:: 1 + numbers.size // _SAMPLE]
     if np.iscomplexobj(numbers):
         numbers = numbers.view(numbers.real.dtype)
-    return numbers.astype(np.float64 if is_inexact(numbers) else np.int64)
+    return numbers.astype(np.float64 if is_inexact_leaf(numbers) else np.int64)
 
 
 def _copies_differ(tree):

@@ -284,3 +284,20 @@ def test_finds_what_is_planted_in_sharded_arrays(dtype, axis_type):
                 assert not finite
                 assert not also_finite
                 assert amax == jnp.inf
+
+
+@pytest.mark.about_cpus
+@pytest.mark.parametrize("check", [ols.all_finite, largest])
+def test_devices_exchange_results_and_no_leaves_where_only_in_shardings_places_them(
+    check,
+):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    shardings = [NamedSharding(mesh, spec) for spec in (P("data"), P(None, "data"))]
+    leaves = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * len(shardings)
+    lowered = jax.jit(check, in_shardings=(shardings,)).lower(leaves)
+    kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    program = lowered.compile().as_text()
+    sent = re.findall(rf" = (.*?) (?:{kinds})(?:-start)?\(", program)
+    assert sent
+    for lengths in re.findall(r"\w\[([\d,]+)\]", " ".join(sent)):
+        assert np.prod([int(n) for n in lengths.split(",")]) <= 4

@@ -155,6 +155,19 @@ def test_the_first_value_of_state_is_the_classs_own():
         Mine().averages[0] = 7.0
 
 
+def test_the_first_value_of_state_has_the_dtype_that_jax_gives_it():
+    class Mine(ols.LossScale):
+        counts: jax.Array = ols.state_field([1, 2])
+        averages: jax.Array = ols.state_field(np.zeros(2))
+        weight: jax.Array = ols.state_field(1.0)
+
+        def adjust(self, grads_finite):
+            return self
+
+    dtypes = [jnp.asarray(x).dtype for x in ([1, 2], np.zeros(2), 1.0)]
+    assert [x.dtype for x in (Mine().counts, Mine().averages, Mine().weight)] == dtypes
+
+
 def test_what_a_post_init_leaves_unset_is_missed():
     class Forgetful(ols.LossScale):
         def __post_init__(self):
