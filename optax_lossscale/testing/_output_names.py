@@ -4,7 +4,8 @@ from collections.abc import Collection, Iterable
 
 from jax.tree_util import keystr
 
-from optax_lossscale.testing._runs import Path, Run
+from optax_lossscale.testing._contents import Path
+from optax_lossscale.testing._trial import Trial
 
 _SHOWN = 8
 
@@ -14,20 +15,21 @@ def name_of(path: Path) -> str:
     return f"{path[0].key}{keystr(path[1:])}"
 
 
-def not_ignored(ignore: str | Collection[str], run: Run) -> list[Path]:
+def not_ignored(ignore: str | Collection[str], trial: Trial) -> list[Path]:
     """The outputs that are neither ignored by name nor inside an ignored one.
 
     A name that is not that of an output raises a `ValueError`, which lists the outputs.
     """
     places = [ignore] if isinstance(ignore, str) else ignore
+    outputs = list(trial.outputs)
     ignored = set()
     for place in places:
-        inside = [path for path in run.outputs if _is_in(path, place)]
+        inside = [path for path in outputs if _is_in(path, place)]
         if not inside:
-            names = "\n  ".join(map(name_of, run.outputs))
+            names = "\n  ".join(map(name_of, outputs))
             raise ValueError(f"ignore={place!r} names no output. There are\n  {names}")
         ignored.update(inside)
-    return [path for path in run.outputs if path not in ignored]
+    return [path for path in outputs if path not in ignored]
 
 
 def _is_in(path, place):
