@@ -22,7 +22,8 @@ from optax_lossscale.testing._contents import RESULT, Path, difference, equal
 from optax_lossscale.testing._experiment import Experiment
 from optax_lossscale.testing._trial import Trial
 
-Carry = dict[Path, Path]  # of each output that comes back, its path among the arguments
+# The path of each output that comes back, with its place, the path of its argument
+Carry = dict[Path, Path]
 
 _NUDGE = 2.0**-4  # the change of a number, relatively, or absolutely if it is zero
 _ALONG = 0.5  # an output follows an argument if the cosine of their changes is larger
@@ -38,7 +39,7 @@ class Nudge(NamedTuple):
 
 
 def nudges(experiment: Experiment, trials: list[Trial]) -> list[Nudge]:
-    """A nudge of each argument in each of the trials.
+    """Each of the trials, repeated with each of the arguments nudged.
 
     An argument is nudged as a whole, all of its floats at once.
     """
@@ -65,9 +66,9 @@ def _nudged(x, random):
 def find_carry(experiment: Experiment, usual: Trial, nudged: list[Nudge]) -> Carry:
     """The float outputs that come back, each with its argument; raises if none does.
 
-    `usual` is a trial of which the outputs are taken. The nudges are of trials at
-    several loss scales. At some of them, the step may make NaNs, or change numbers by
-    far more, so an output needs to follow its argument at one of them only.
+    The outputs are those of `usual`. The nudges are of trials at several loss scales.
+    At some of them, the step may make NaNs, or change numbers by far more, so an output
+    needs to follow its argument at one of them only.
     """
     floats = experiment.floats
     in_place = {path: path for path in usual.outputs if path in floats}
@@ -96,7 +97,7 @@ def _likeness(nudged):
     for trial, repeated in nudged:
         before = trial.given.numbers
         after = repeated.given.numbers
-        moved = [place for place in before if not equal(before[place], after[place])]
+        moved = [place for place, x in before.items() if not equal(x, after[place])]
         for place, path in product(moved, trial.outputs):
             if path not in repeated.outputs or not _are_alike(path, place):
                 continue

@@ -38,28 +38,31 @@ class Contents(NamedTuple):
 
 
 def contents(tree: Any, old: Iterable[Any] = ()) -> Contents:
-    """What a tree holds in its `RESULT`, and elsewhere other than the arrays in `old`.
+    """What a tree holds: all in its `RESULT`, and elsewhere what is not all `old`.
 
-    The old arrays are those that the step was given. It may have donated them, so that
-    they cannot be read.
+    The old arrays are those that the step was given. What it did not change may have
+    been donated, so that it cannot be read.
     """
     old_ids = set(map(id, old))
     arrays = _made(numbers_in(tree), old_ids)
     loss_scales = _made(parts_of(is_loss_scale, tree), old_ids)
     states = _made(parts_of(_is_state, tree), old_ids)
     optimizer_states = _made(parts_of(_is_optimizer_state, tree), old_ids)
-    copied = arrays | loss_scales
+    on_devices = arrays | loss_scales
     return Contents(
         numbers={path: flat(x) for path, x in arrays.items()},
         loss_scales=jax.device_get(list(loss_scales.values())),
         states=jax.device_get(list(states.values())),
         counts=_counts(list(optimizer_states.values())),
-        drifted=[path for path, x in copied.items() if _copies_differ(x)],
+        drifted=[path for path, x in on_devices.items() if _copies_differ(x)],
     )
 
 
 def _made(parts, old_ids):
-    """The parts that are in the result, or hold an array whose id is not an old one."""
+    """The parts that are in the result, or hold an array whose id is not an old one.
+
+    They are what the step made. One that is not compiled may return what it was given.
+    """
     made = {}
     for path, part in parts.items():
         ids = set(map(id, jax.tree.leaves(part)))

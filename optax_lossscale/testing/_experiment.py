@@ -7,6 +7,7 @@ calls the step, and reads what comes out.
 
 import contextlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -54,7 +55,7 @@ class Experiment:
         loss_scales = loss_scales_in(self._arguments)
         varying = [x for x in loss_scales if jax.tree.leaves(x)]
         self._has_fixed = len(varying) < len(loss_scales)
-        # A fixed loss scale has no number to vary, and counts only if all are fixed.
+        # A fixed loss scale has no number to vary. It counts only if all are fixed.
         counted = varying or loss_scales[:1]
         self.loss_scale = jax.device_get(get_loss_scale(counted))
 
@@ -94,7 +95,7 @@ class Experiment:
         With `fixed_overflow`, every fixed loss scale is infinite.
         """
         loss_scale = jax.device_get(loss_scale)
-        others = {**numbers, **self._places(loss_scale)}
+        others = {**numbers, **self._numbers_of(loss_scale)}
         arguments = _copied(self._arguments, others)
         given = contents(arguments)
         # These arrays are kept alive, so that no output gets the id of one of them.
@@ -109,7 +110,7 @@ class Experiment:
         made = contents({"result": result, **arguments}, old)
         return Trial(loss_scale, fixed_overflow, given, made)
 
-    def _places(self, loss_scale):
+    def _numbers_of(self, loss_scale):
         """The numbers of a loss scale, by their paths among the arguments.
 
         If several states hold copies of it, each copy gets the same numbers.
@@ -134,7 +135,7 @@ def _copied(arguments, numbers):
         if not is_variable(x):
             return _copy(x, number)
         if id(x) not in copies:
-            copies[id(x)] = jax.tree.map(lambda leaf: _copy(leaf, number), x)
+            copies[id(x)] = jax.tree.map(partial(_copy, number=number), x)
         return copies[id(x)]
 
     return jax.tree.map_with_path(copied, arguments, is_leaf=is_variable)

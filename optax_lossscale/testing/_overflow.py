@@ -90,7 +90,7 @@ def assert_survives_overflow(
     infinite = overflowing[-1]
     nudged = nudges(experiment, [usual, infinite])
     carry = find_carry(experiment, usual, nudged)
-    judged = within(carry, not_ignored(ignore, usual))
+    judged = within(carry, not_ignored(ignore, usual.outputs))
     # Where moments are zero, as before the first step, an optimizer that runs on zeros
     # leaves no trace. It does in the trials with other numbers.
     to_be_skipped = overflowing + [nudge.repeated for nudge in nudged]
@@ -132,10 +132,11 @@ def _counts_on(trials):
         given = trial.given
         made = trial.made
         # Of several states, one may be skipped and another one applied.
-        is_one_state = max(len(given.states), len(made.states)) <= 1
+        how_many_states = max(len(given.states), len(made.states))
         are_alike = len(given.counts) == len(made.counts)
-        is_compared = trial.was_skipped and is_one_state and are_alike
-        if is_compared and not all(map(equal, given.counts, made.counts)):
+        are_kept = all(map(equal, given.counts, made.counts))
+        is_told = trial.was_skipped and how_many_states <= 1
+        if is_told and are_alike and not are_kept:
             return _COUNTS_ON
     return ""
 
@@ -145,6 +146,7 @@ def _applied_at_infinity(experiment, infinite, usual, judged):
 
     `infinite` is the trial at that scale, and `usual` one at the scale that was given.
     """
+    # The last of the trials that overflow is finite if the step fails at infinity.
     is_applied = infinite.is_infinite and infinite.flags.any()
     if not is_applied or _need_not_overflow(experiment, judged):
         return ""

@@ -127,14 +127,16 @@ def _fault(experiment, ignore):
     fault = stuck(overflowing) or _never_applied(experiment, falling)
     if fault:
         return fault
+    usual = falling[0]
     infinite = overflowing[-1]
-    series = _series(experiment, falling, not_ignored(ignore, falling[0]))
+    judged = not_ignored(ignore, usual.outputs)
+    series = _series(experiment, falling, judged)
     by_powers = powers(series)
     differing = _differing(series, falling, infinite)
     return (
         _divided(by_powers)
         or _overflow_applied(infinite, differing)
-        or _multiplied(by_powers, series, falling[0])
+        or _multiplied(by_powers, series, usual)
         or _in_carry(experiment, overflowing, falling, series, differing)
         or _at_growth(experiment, falling, series)
     )
@@ -166,7 +168,8 @@ def _never_applied(experiment, falling):
     if len(falling) >= _ENOUGH:
         return ""
     trial = falling[0] if falling else experiment.at(_LOWEST)
-    if not all(map(is_finite, trial.outputs.values())):
+    outputs = trial.outputs.values()
+    if not all(map(is_finite, outputs)):
         raise ValueError(
             f"the step is skipped at all but {len(falling)} loss scales: look for NaN "
             "or inf in the arguments, the loss and the model; diagnose(loss_fn, "
@@ -182,16 +185,17 @@ def _series(experiment, falling, judged):
     without = _without_gradients(experiment)
     series = {}
     for path in judged:
-        if all(path in trial.outputs for trial in falling):
-            values = np.stack([trial.outputs[path] for trial in falling])
-            series[path] = Series(exponents, values, again[path], without.get(path))
-    noisy = [name_of(path) for path, x in series.items() if x.is_noisy]
-    if noisy:
-        raise ValueError(
-            f"two runs at the same loss scale differ, in {noisy[0]}. Pass the step all "
-            "that it depends on as arguments that can be copied: batches and PRNG keys "
-            "as arrays, not iterators or generators"
-        )
+        if any(path not in trial.outputs for trial in falling):
+            continue
+        values = np.stack([trial.outputs[path] for trial in falling])
+        one = Series(exponents, values, again[path], without.get(path))
+        if one.is_noisy:
+            raise ValueError(
+                f"two runs at the same loss scale differ, in {name_of(path)}. Pass the "
+                "step all that it depends on as arguments that can be copied: batches "
+                "and PRNG keys as arrays, not iterators or generators"
+            )
+        series[path] = one
     return series
 
 
@@ -209,7 +213,8 @@ def _without_gradients(experiment):
 def _differing(series, falling, infinite):
     """The outputs that are not the same at the infinite and all falling loss scales.
 
-    All others, such as the mean of a batch, do not depend on gradients.
+    An output that is the same at all of them, such as the mean of a batch, does not
+    depend on gradients.
     """
 
     def is_the_same(path):
@@ -231,16 +236,16 @@ def _divided(by_powers):
 
 def _overflow_applied(infinite, differing):
     """The fault that a step is applied at an infinite loss scale."""
-    is_told = infinite.flags.size > 0
-    if is_told and infinite.is_infinite and infinite.was_applied:
+    is_told = infinite.was_applied and not infinite.is_silent
+    if is_told and infinite.is_infinite:
         return applied_at_infinity(differing)
     return ""
 
 
 def _multiplied(by_powers, series, usual):
     """The fault that outputs depend on gradients that are still scaled."""
-    # Without flags, a change may be that of a step that was skipped.
-    changing = unexplained_changes(series) if usual.flags.size else {}
+    # In a silent step, a change may be that of a step that was skipped.
+    changing = {} if usual.is_silent else unexplained_changes(series)
     other_changes = [
         f"{name_of(path)}, between 2**{low:g} and 2**{high:g}"
         for path, (high, low) in changing.items()
@@ -294,10 +299,11 @@ def _lost_weights(experiment, usual, carry):
     ]
 
     def is_lost(copy):
-        alike = [half for half in halves if half.size == copy.size]
         with np.errstate(over="ignore"):
             rounded = copy.astype(np.float16)
-        return bool(alike) and not any(equal(half, rounded) for half in alike)
+        alike = [half for half in halves if half.size == copy.size]
+        are_kept = [equal(half, rounded) for half in alike]
+        return bool(alike) and not any(are_kept)
 
     return [path for path in carry if _WEIGHTS in path and is_lost(outputs[path])]
 
@@ -307,7 +313,8 @@ def _at_growth(experiment, falling, series):
 
     None is found if that step is skipped.
     """
-    exponent = np.log2(np.max(experiment.loss_scale.loss_scale))
+    given = np.max(experiment.loss_scale.loss_scale)
+    exponent = np.log2(given)
     steady = min(falling, key=lambda trial: abs(trial.exponent - exponent))
     about_to_grow = _about_to_grow(jax.device_put(steady.loss_scale))
     growing = experiment.trial(about_to_grow)
@@ -320,8 +327,8 @@ def _at_growth(experiment, falling, series):
         # Integers and bools may be counts and flags of the growth.
         return usual.dtype == np.float64 and series[path].differs(usual, grown)
 
-    changed = [path for path in series if is_changed(path)]
-    return listed(_AT_GROWTH, changed, _ADAPTED)
+    changing = [path for path in series if is_changed(path)]
+    return listed(_AT_GROWTH, changing, _ADAPTED)
 
 
 @jax.jit
@@ -333,7 +340,8 @@ def _about_to_grow(loss_scale):
 
     def goes_on(steps_and_scale):
         steps, now = steps_and_scale
-        return (steps < _LONGEST_INTERVAL) & jnp.all(now() == now.adjust(True)())
+        is_steady = jnp.all(now() == now.adjust(True)())
+        return is_steady & (steps < _LONGEST_INTERVAL)
 
     def next_step(steps_and_scale):
         steps, now = steps_and_scale

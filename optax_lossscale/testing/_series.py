@@ -104,8 +104,9 @@ class Series(NamedTuple):
         after = self.values[1:]
         changes = difference(after, before)
         sizes = _norm(changes)
-        lower = [max(sizes[fall + 1 :], default=0) for fall in range(len(sizes))]
-        by_underflow = _DIES_AWAY * np.array(lower)
+        largest_down_from = np.maximum.accumulate(sizes[::-1])[::-1]
+        largest_below = np.append(largest_down_from[1:], 0)
+        by_underflow = _DIES_AWAY * largest_below
         explained = np.maximum(by_underflow, self._negligible(before))
         of_the_others = np.where(self.emerging(), 0, changes)
         is_unexplained = _norm(of_the_others) > explained

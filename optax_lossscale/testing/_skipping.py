@@ -21,8 +21,8 @@ from optax_lossscale.testing._trial import Trial, same
 def stuck(trials: list[Trial]) -> str:
     """The fault that the loss scale that comes back does not adapt.
 
-    It is as it was given, or it is made anew: the same for the first two of the trials,
-    which are at different loss scales.
+    Then the next step overflows, too. The loss scale is as it was given, or it is made
+    anew: the same for the first two of the trials, which are at different loss scales.
     """
     is_made_anew = len(trials) > 1 and _is_made_anew(*trials[:2])
     if is_made_anew or any(map(_is_as_given, trials)):
@@ -38,15 +38,15 @@ def _is_made_anew(trial, other):
         return False
     adapting = filter(jax.tree.leaves, trial.made.loss_scales)  # no fixed ones
     others = filter(jax.tree.leaves, other.made.loss_scales)
-    are_same = [same(x, y) for x, y in zip(adapting, others, strict=False)]
+    are_same = list(map(same, adapting, others))
     return bool(are_same) and all(are_same)
 
 
 def _is_as_given(trial):
     """Whether the loss scale comes back as it was given, although it should adapt."""
     if_skipped, if_applied = trial.adapted
-    possible = [if_skipped] if trial.was_skipped else [if_skipped, if_applied]
-    may_stay = any(same(x, trial.loss_scale) for x in possible)
+    due = [if_skipped] if trial.was_skipped else [if_skipped, if_applied]
+    may_stay = any(same(x, trial.loss_scale) for x in due)
     stay = [same(x, trial.loss_scale) for x in trial.made.loss_scales]
     return bool(stay) and all(stay) and not may_stay
 
@@ -54,12 +54,12 @@ def _is_as_given(trial):
 def left_behind(trials: Iterable[Trial], carry: Carry) -> str:
     """The fault that skipped steps change what comes back.
 
-    A step that does not tell is skipped at an infinite loss scale, if it is right.
+    A silent step should be skipped where all gradients overflow.
     """
     for trial in trials:
-        is_skipped = trial.was_skipped or (trial.is_infinite and not trial.flags.size)
         left = changed(trial, carry)
-        if is_skipped and left:
+        should_be_skipped = trial.is_silent and trial.is_infinite
+        if left and (trial.was_skipped or should_be_skipped):
             return listed(_LEFT, left, KEEP)
     return ""
 

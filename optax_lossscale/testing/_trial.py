@@ -2,7 +2,7 @@
 
 A step says whether it was applied in two ways: by the flag `should_apply` of a state
 that it returns, and by the loss scale, which adapts one way after a skipped step and
-another way after an applied one. A step that returns neither does not say it.
+another way after an applied one. A step that returns neither is silent.
 """
 
 import dataclasses
@@ -51,7 +51,8 @@ class Trial:
     @functools.cached_property
     def adapted(self) -> tuple[LossScale, LossScale]:
         """The loss scale as it is after a skipped step, and after an applied one."""
-        return jax.device_get(_adapted(jax.device_put(self.loss_scale)))
+        on_device = jax.device_put(self.loss_scale)
+        return jax.device_get(_adapted(on_device))
 
     @functools.cached_property
     def flags(self) -> np.ndarray:
@@ -72,6 +73,11 @@ class Trial:
         return np.concatenate(by_states) & all(by_scales)
 
     @property
+    def is_silent(self) -> bool:
+        """Whether no output says whether the step was applied."""
+        return self.flags.size == 0
+
+    @property
     def more_skipped(self) -> int:
         """How many steps were skipped, by the states with the highest counts."""
         return _skipped_steps(self.made) - _skipped_steps(self.given)
@@ -79,12 +85,13 @@ class Trial:
     @property
     def was_applied(self) -> bool:
         """Whether no output says that the step, or a part of it, was skipped."""
-        return bool(np.all(self.flags)) and self.more_skipped <= 0
+        none_skipped = self.more_skipped <= 0
+        return none_skipped and bool(np.all(self.flags))
 
     @property
     def was_skipped(self) -> bool:
-        """Whether there are flags, and all of them say that the step was skipped."""
-        return self.flags.size > 0 and not np.any(self.flags)
+        """Whether outputs say that the step was skipped, and none that it was not."""
+        return not self.is_silent and not np.any(self.flags)
 
 
 @jax.jit
