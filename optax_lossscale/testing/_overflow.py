@@ -113,8 +113,8 @@ def _drifted(trial, judged):
     What is only returned, such as the loss of each device, may differ; not so a loss
     scale, which is not among the other outputs.
     """
-    made = trial.made
-    drifted = [x for x in made.drifted if x in judged or x not in made.numbers]
+    outputs = trial.outputs
+    drifted = [x for x in trial.made.drifted if x in judged or x not in outputs]
     return listed(_DRIFTED, drifted, _ONE_DECISION)
 
 

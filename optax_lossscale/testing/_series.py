@@ -143,7 +143,8 @@ def unexplained_changes(
         # Where numbers of another output emerge from underflow, an output that is
         # computed from many numbers may change for that reason.
         none_elsewhere = np.equal(how_many_emerge, emerging[path])
-        falls = np.flatnonzero(series.unexplained() & none_elsewhere)
+        is_unexplained = series.unexplained() & none_elsewhere
+        falls = np.flatnonzero(is_unexplained)
         if falls.size:
             first = falls[0]
             found[path] = series.exponents[first], series.exponents[first + 1]
