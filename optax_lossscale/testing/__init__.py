@@ -4,6 +4,15 @@ Each takes a training step and its arguments, and raises an `AssertionError` tha
 what is wrong with the step, where, and what to do.
 """
 
+# Two of the assertions know nothing of the step but what it does. Their evidence is
+# trials (`_trial.py`): runs of the step (`_experiment.py`) at other loss scales and with
+# other numbers, each of which says whether the step was applied. Where it was skipped,
+# what comes back to the step (`_carry.py`) must be as it was given (`_skipping.py`);
+# this is what `assert_survives_overflow` concludes from. Where it was applied, each
+# output (`_series.py`) must be the same at all loss scales, but for underflow;
+# `assert_scale_invariant` concludes from both. `assert_computes_in` runs nothing: it
+# reads the traced program.
+
 from optax_lossscale._arrays.names import make_public
 from optax_lossscale.testing._computes_in import assert_computes_in
 from optax_lossscale.testing._overflow import assert_survives_overflow

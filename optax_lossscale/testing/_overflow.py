@@ -1,22 +1,31 @@
 """The assertion that an overflow, or a NaN in the batch, leaves nothing behind.
 
-What a skipped step must keep is what comes back to the next step: `_places.py` finds
-out what that is. `_runs.py` runs the step with other loss scales and numbers. The
-functions below each look at some of the runs, and return what is wrong with the step as
-text, or an empty string.
+The evidence are trials in which the step should be skipped: at loss scales at which
+gradients overflow, and with a NaN in the batch. There the carry of the step, what comes
+back to the next one, should be as it was given.
+
+Each of the functions below asks for one fault. It returns the fault as text, which is
+empty if there is none.
 """
 
 from collections.abc import Callable, Collection
 from typing import Any
 
-import jax
 import numpy as np
 
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._step.gradient import check_keywords
-from optax_lossscale.testing._names import listed, name_of, not_ignored
-from optax_lossscale.testing._places import what_comes_back
-from optax_lossscale.testing._runs import Trial, equal, flat, outcomes, same
+from optax_lossscale.testing._carry import find_carry, nudges, within
+from optax_lossscale.testing._contents import equal, is_finite
+from optax_lossscale.testing._experiment import Experiment
+from optax_lossscale.testing._output_names import listed, name_of, not_ignored
+from optax_lossscale.testing._skipping import (
+    KEEP,
+    applied_at_infinity,
+    changed,
+    left_behind,
+    stuck,
+)
 
 
 def assert_survives_overflow(
@@ -75,203 +84,134 @@ def assert_survives_overflow(
       AssertionError: the step does not survive an overflow. A loss scale that overflows, at...
     """
     check_keywords(step, ["ignore"], args)
-    trial = Trial("assert_survives_overflow", step, args, kwargs)
-    usual = trial.run(trial.loss_scale)
-    overflowing = trial.overflowing()
+    experiment = Experiment("assert_survives_overflow", step, args, kwargs)
+    usual = experiment.trial(experiment.loss_scale)
+    overflowing = experiment.overflowing()
     infinite = overflowing[-1]
+    nudged = nudges(experiment, [usual, infinite])
+    carry = find_carry(experiment, usual, nudged)
+    judged = within(carry, not_ignored(ignore, usual.outputs))
     # Where moments are zero, as before the first step, an optimizer that runs on zeros
-    # leaves no trace. It does in the runs with other numbers.
-    back, nudged = what_comes_back(trial, [usual, infinite])
-    judged = {path: back[path] for path in not_ignored(ignore, usual) if path in back}
+    # leaves no trace. It does in the trials with other numbers.
+    to_be_skipped = overflowing + [nudge.repeated for nudge in nudged]
     fault = (
         _drifted(usual, judged)
-        or _after_overflow(trial, overflowing, nudged, judged)
-        or _applied_at_infinity(trial, infinite, usual, judged)
-        or _after_nan(trial, back, judged)
+        or stuck(overflowing)
+        or left_behind(to_be_skipped, judged)
+        or _uncounted(overflowing)
+        or _counts_on(overflowing)
+        or _applied_at_infinity(experiment, infinite, usual, judged)
+        or _after_nan(experiment, carry, judged)
     )
     if fault:
         raise AssertionError(f"the step does not survive an overflow. {fault}")
 
 
-def is_stuck(runs):
-    """Whether the loss scale that comes back does not adapt.
+def _drifted(trial, judged):
+    """The fault that replicas drift apart.
 
-    It is as it was given, or it is made anew: the same for the first two of these runs.
+    What is only returned, such as the loss of each device, may differ; not so a loss
+    scale, which is not among the other outputs.
     """
-    is_made_anew = len(runs) > 1 and _is_made_anew(*runs[:2])
-    return is_made_anew or any(map(_is_as_given, runs))
+    outputs = trial.outputs
+    drifted = [x for x in trial.made.drifted if x in judged or x not in outputs]
+    return listed(_DRIFTED, drifted, _ONE_DECISION)
 
 
-def _is_made_anew(run, other):
-    """Whether two runs at different loss scales return the same one, although skipped."""
-    backed_off, _ = outcomes(run.loss_scale)
-    others, _ = outcomes(other.loss_scale)
-    if same(backed_off, others) or not (run.was_skipped and other.was_skipped):
-        return False
-    pairs = zip(run.loss_scales, other.loss_scales, strict=False)
-    adapting = [(x, y) for x, y in pairs if jax.tree.leaves(x)]  # no fixed ones
-    return bool(adapting) and all(same(x, y) for x, y in adapting)
-
-
-def _is_as_given(run):
-    """Whether the loss scale comes back as it was given, although it should adapt."""
-    if not run.loss_scales:
-        return False
-    backed_off, other = outcomes(run.loss_scale)
-    possible = [backed_off] if run.was_skipped else [backed_off, other]
-    may_stay = any(same(x, run.loss_scale) for x in possible)
-    stays = all(same(x, run.loss_scale) for x in run.loss_scales)
-    return stays and not may_stay
-
-
-def left_behind(runs, back):
-    """The fault that skipped steps change what comes back; empty if there is none.
-
-    `back` has for each output that comes back its place among the arguments.
-    """
-    for run in runs:
-        left = _changed(run, back)
-        if left and not run.flags.any():
-            return listed(_LEFT, left, _KEEP)
+def _uncounted(trials):
+    """The fault that the state that comes back does not count a skipped step."""
+    for trial in trials:
+        if trial.made.states and trial.was_skipped and trial.more_skipped <= 0:
+            return _UNCOUNTED
     return ""
 
 
-def _changed(run, back):
-    """The paths of outputs in `back` that differ from their arguments."""
-    changed = []
-    for path, place in back.items():
-        before = flat(run.given[place])
-        if not equal(run.outputs.get(path, before), before):
-            changed.append(path)
-    return changed
-
-
-def _after_overflow(trial, runs, nudged, judged):
-    """The fault after gradients overflow, and what to do; empty if there is none."""
-    if is_stuck(runs):
-        return STUCK
-    fault = left_behind(runs + nudged, judged)
-    if fault:
-        return fault
-    if any(run.states and run.was_skipped and run.more_skipped <= 0 for run in runs):
-        return _UNCOUNTED
-    if any(_counts_on(trial, run) for run in runs):
-        return _COUNTS_ON
+def _counts_on(trials):
+    """The fault that a skipped step changes an integer of an optimizer."""
+    for trial in trials:
+        given = trial.given
+        made = trial.made
+        # Of several states, one may be skipped and another one applied.
+        how_many_states = max(len(given.states), len(made.states))
+        are_alike = len(given.counts) == len(made.counts)
+        are_kept = all(map(equal, given.counts, made.counts))
+        is_told = trial.was_skipped and how_many_states <= 1
+        if is_told and are_alike and not are_kept:
+            return _COUNTS_ON
     return ""
 
 
-def _counts_on(trial, run):
-    """Whether a skipped step changes an integer of an optimizer, such as a count."""
-    # Of several states, one may be skipped and another one applied.
-    is_one_state = max(len(trial.states), len(run.states)) <= 1
-    are_alike = len(trial.counts) == len(run.counts)
-    if not (run.was_skipped and is_one_state and are_alike):
-        return False
-    pairs = zip(trial.counts, run.counts, strict=True)
-    return any(not equal(old, new) for old, new in pairs)
+def _applied_at_infinity(experiment, infinite, usual, judged):
+    """The fault that a step is applied at an infinite loss scale.
 
-
-def _applied_at_infinity(trial, infinite, usual, judged):
-    """The fault that a step is applied at an infinite loss scale; empty if it is not.
-
-    `infinite` is the run at that scale, and `usual` one at the scale that was given.
+    `infinite` is the trial at that scale, and `usual` one at the scale that was given.
     """
-    if not infinite.flags.any() or _need_not_overflow(trial, judged):
+    # The last of the trials that overflow is finite if the step fails at infinity.
+    is_applied = infinite.is_infinite and infinite.flags.any()
+    if not is_applied or _need_not_overflow(experiment, judged):
         return ""
-    changes = _changed(infinite, judged)
+    changes = changed(infinite, judged)
     # Gradients that were not scaled are zero, divided by infinity, and change nothing.
     if infinite.flags.all() and not changes:
-        changes = _changed(usual, judged)
-    return listed(APPLIED, changes, APPLIED_REMEDY)
+        changes = changed(usual, judged)
+    return applied_at_infinity(changes)
 
 
-def _need_not_overflow(trial, judged):
+def _need_not_overflow(experiment, judged):
     """Whether nothing has to overflow at an infinite loss scale.
 
     A step may leave out the multiplication by a fixed scale of 1. Then it is evidence
     enough that it is skipped with a NaN in something that comes back to it, such as a
     parameter.
     """
-    if trial.loss_scale != FixedLossScale(1):
+    if experiment.loss_scale != FixedLossScale(1):
         return False
-    return any(_with_nan(trial, place).was_skipped for place in judged.values())
+    return any(_with_nan(experiment, place).was_skipped for place in judged.values())
 
 
-def _drifted(run, judged):
-    """The fault that replicas drift apart; empty if they do not.
-
-    What is only returned, such as the loss of each device, may differ; not so a loss
-    scale, which is not among the other outputs.
-    """
-    drifted = [x for x in run.drifted if x in judged or x not in run.outputs]
-    return listed(_DRIFTED, drifted, _ONE_DECISION)
-
-
-def _first_of_batch(trial, back):
-    """The path of the first array of floats that does not come back, or None."""
-    given_back = set(back.values())
-    for path, x in trial.floats.items():
-        if x.ndim and path not in given_back:
-            return path
-    return None
-
-
-def _after_nan(trial, back, judged):
-    """The fault after a step with a NaN in the batch; empty if there is none."""
-    batch = _first_of_batch(trial, back)
+def _after_nan(experiment, carry, judged):
+    """The fault after a step with a NaN in the batch."""
+    batch = _first_of_batch(experiment, carry)
     if batch is None:
         return ""
-    run = _with_nan(trial, batch)
-    drifted = _drifted(run, judged)
-    if drifted:
-        return drifted
+    trial = _with_nan(experiment, batch)
     # A step that is applied may be right: the NaN may not have reached the loss, or
     # only one of several steps that are taken in one. Then only outputs that are not
     # finite are wrong.
     left = [
         path
-        for path in _changed(run, judged)
-        if run.was_skipped or not np.isfinite(run.outputs[path]).all()
+        for path in changed(trial, judged)
+        if trial.was_skipped or not is_finite(trial.outputs[path])
     ]
-    return listed(_LEFT_BY_NAN.format(name=name_of(batch)), left, _KEEP)
+    by_nan = _LEFT_BY_NAN.format(name=name_of(batch))
+    return _drifted(trial, judged) or listed(by_nan, left, KEEP)
 
 
-def _with_nan(trial, place):
-    """The run with a NaN in one of the arguments' arrays."""
-    numbers = trial.floats[place].copy()
+def _first_of_batch(experiment, carry):
+    """The path of the first array of floats that does not come back, or None."""
+    given_back = set(carry.values())
+    for path, x in experiment.floats.items():
+        if x.ndim and path not in given_back:
+            return path
+    return None
+
+
+def _with_nan(experiment, place):
+    """The trial with a NaN in one of the arguments' arrays."""
+    numbers = experiment.floats[place].copy()
     numbers.flat[0] = np.nan
-    return trial.run(trial.loss_scale, {place: numbers})
+    return experiment.trial(experiment.loss_scale, {place: numbers})
 
 
-_LEFT = "A loss scale that overflows, at which the step should be skipped, changes"
 _LEFT_BY_NAN = "With a NaN in {name}, these come back other than given:"
 _DRIFTED = "Devices hold copies of these outputs that differ:"
-APPLIED = (
-    "The loss scale is infinite, gradients should overflow, but the step is applied, to"
-)
 _ONE_DECISION = """\
 So each takes the step by its own gradients, or decides by these whether to skip it. Average the
 gradients over all devices before anything else, with jax.lax.pmean, and give with_loss_scale the
 axis_name."""
-_KEEP = """\
-Let tx.apply_gradients or tx.minimize take the step: they keep the parameters and the optimizer's
-state. Keep all else that the step changes, such as batch statistics or an average of the
-parameters, with ols.where_applied(state, new, old), where state is what the step made. Name what
-is meant to move on all the same, such as a replay buffer, in ignore=."""
-APPLIED_REMEDY = """\
-Either gradients are not multiplied by the loss scale of the state that the step is given: use
-value_and_scaled_grad(loss_fn, state) or scale_gradient(loss, state). Or what is not finite is
-replaced before it is checked, by nan_to_num or a where: hand the optimizer scaled gradients as
-they come. Or nothing is checked, with skip=None and a fixed loss scale: use skip="nonfinite". Or
-they are all zero: give the step a batch that it learns from."""
-STUCK = """\
-Gradients overflow, and the loss scale comes back as it was given, or as it was at first, so the
-next step overflows, too: return the state that the step makes, with its loss scale. Or the loss
-itself is not finite where gradients overflow, as in a step of SAM, whose second loss is computed
-from the first gradient: then no lower scale is tried."""
 _COUNTS_ON = f"""\
 The step is skipped, but an integer in the optimizer's state changes, such as Adam's count.
-{_KEEP}"""
+{KEEP}"""
 _UNCOUNTED = """\
 The step is skipped, but the state that comes back does not count it: return the state that the
 step makes as it is, not one put together from old and new."""

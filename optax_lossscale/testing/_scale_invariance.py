@@ -1,12 +1,12 @@
 """The assertion that nothing but the loss scale depends on the loss scale.
 
-The step runs at falling loss scales, from the highest at which it is applied. Each
-output is then a series, and `_dependence.py` says whether it depends on the loss scale.
-The step also runs at an infinite loss scale, where it should be skipped, and at one
-that is about to grow, where its outputs should be those of any other step.
+The evidence is of three kinds. At falling loss scales, from the highest at which the
+step is applied, each output is a series, which should not depend on the loss scale. At
+loss scales at which gradients overflow, the step should be skipped. And where the loss
+scale is about to grow, the outputs should be those of any other step.
 
-`_fault` asks these questions in such an order that the first fault may be the
-cause of all others. It returns that fault as text, with what to do.
+`_fault` asks for one fault after the other, in an order in which the first that is
+found may be the cause of all later ones. It returns that one alone.
 """
 
 import bisect
@@ -21,18 +21,17 @@ from jax.tree_util import GetAttrKey
 
 from optax_lossscale._scales.fixed import FixedLossScale
 from optax_lossscale._step.gradient import check_keywords
-from optax_lossscale.testing import _dependence as dependence
-from optax_lossscale.testing._dependence import Series
-from optax_lossscale.testing._names import listed, name_of, not_ignored
-from optax_lossscale.testing._overflow import (
-    APPLIED,
+from optax_lossscale.testing._carry import find_carry, nudges, within
+from optax_lossscale.testing._contents import equal, is_finite
+from optax_lossscale.testing._experiment import Experiment
+from optax_lossscale.testing._output_names import listed, name_of, not_ignored
+from optax_lossscale.testing._series import Series, powers, unexplained_changes
+from optax_lossscale.testing._skipping import (
     APPLIED_REMEDY,
-    STUCK,
-    is_stuck,
+    applied_at_infinity,
     left_behind,
+    stuck,
 )
-from optax_lossscale.testing._places import what_comes_back
-from optax_lossscale.testing._runs import Trial, equal
 
 # How far the exponents of the loss scales are below the highest one. The distances
 # between neighbours alternate: at equal ones, the rounding error of a number such as
@@ -106,64 +105,71 @@ def assert_scale_invariant(
       AssertionError: the step depends on the loss scale. With twice the loss scale...
     """
     check_keywords(step, ["ignore"], args)
-    trial = Trial("assert_scale_invariant", step, args, kwargs)
-    if isinstance(trial.loss_scale, FixedLossScale):
+    experiment = Experiment("assert_scale_invariant", step, args, kwargs)
+    if isinstance(experiment.loss_scale, FixedLossScale):
         raise ValueError(
             "a FixedLossScale cannot be varied, which a number and None stand for, as "
             "compiled steps hold it as a constant. Test the step with a loss scale "
             "that adapts, such as DynamicLossScale(): the rest is the same"
         )
-    fault = _fault(trial, ignore)
+    fault = _fault(experiment, ignore)
     if fault:
         raise AssertionError(f"the step depends on the loss scale. {fault}")
 
 
-def _fault(trial, ignore):
+def _fault(experiment, ignore):
     """The first fault of a step that depends on the loss scale; empty if there is none.
 
     The text names the outputs, says how they depend on it, and what to do.
     """
-    overflowing = trial.overflowing()
-    falling = _falling(trial)
-    fault = _stuck_or_never_applied(trial, overflowing, falling)
+    overflowing = experiment.overflowing()
+    falling = _falling(experiment)
+    fault = stuck(overflowing) or _never_applied(experiment, falling)
     if fault:
         return fault
     usual = falling[0]
     infinite = overflowing[-1]
-    series = _series(trial, falling, not_ignored(ignore, usual))
-    powers = _powers(series)
-    # An output that is the same at all loss scales, such as the mean of a batch, does
-    # not depend on gradients.
-    differing = [path for path in series if _differs(infinite, falling, path)]
-    fault = (
-        _divided(powers)
-        or _overflow_applied(infinite, differing)
-        or _multiplied(series, powers, usual)
-    )
-    if fault:
-        return fault
-    all_back, nudged = what_comes_back(trial, [usual, infinite])
-    back = {path: all_back[path] for path in series if path in all_back}
-    to_stay = {path: back[path] for path in differing if path in back}
+    judged = not_ignored(ignore, usual.outputs)
+    series = _series(experiment, falling, judged)
+    by_powers = powers(series)
+    differing = _differing(series, falling, infinite)
     return (
-        listed(_NOT_FINITE, _not_finite(falling, back), APPLIED_REMEDY)
-        or left_behind(overflowing + nudged, to_stay)
-        or listed(_LOST, _lost_weights(trial, usual, back), _LAST)
-        or listed(_AT_GROWTH, _changed_at_growth(trial, falling, series), _ADAPTED)
+        _divided(by_powers)
+        or _overflow_applied(infinite, differing)
+        or _multiplied(by_powers, series, usual)
+        or _in_carry(experiment, overflowing, falling, series, differing)
+        or _at_growth(experiment, falling, series)
     )
 
 
-def _stuck_or_never_applied(trial, overflowing, falling):
+def _falling(experiment):
+    """Trials at falling loss scales, without those in which the step is skipped.
+
+    The highest loss scale at which it is applied is found by bisection.
+    """
+
+    def is_skipped(exponent):
+        return not experiment.at(exponent).was_applied
+
+    exponents = range(_LOWEST, _WIDE + 1)
+    how_many_fit = bisect.bisect_left(exponents, True, key=is_skipped)
+    highest = _LOWEST - 1 + how_many_fit
+    start = _START if highest == _WIDE else highest
+    tried = [start - below for below in _BELOW]
+    trials = [experiment.at(x) for x in tried if x >= _LOWEST]
+    return [trial for trial in trials if trial.was_applied]
+
+
+def _never_applied(experiment, falling):
     """The fault of a step that is applied at too few loss scales to compare.
 
     If its outputs are not finite, it raises a `ValueError`, as no loss scale helps.
     """
-    if is_stuck(overflowing):
-        return STUCK
     if len(falling) >= _ENOUGH:
         return ""
-    run = falling[0] if falling else trial.at(2.0**_LOWEST)
-    if not all(np.isfinite(x).all() for x in run.outputs.values()):
+    trial = falling[0] if falling else experiment.at(_LOWEST)
+    outputs = trial.outputs.values()
+    if not all(map(is_finite, outputs)):
         raise ValueError(
             f"the step is skipped at all but {len(falling)} loss scales: look for NaN "
             "or inf in the arguments, the loss and the model; diagnose(loss_fn, "
@@ -172,153 +178,157 @@ def _stuck_or_never_applied(trial, overflowing, falling):
     return _NEVER.format(times=len(falling))
 
 
-def _divided(powers):
-    """The fault that gradients are divided once too often.
-
-    All other faults may follow from that one.
-    """
-    negative = {path: power for path, power in powers.items() if power < 0}
-    return listed(_BY_A_POWER, _named(negative), _DIVIDED)
-
-
-def _overflow_applied(infinite, differing):
-    """The fault that a step is applied at an infinite loss scale."""
-    is_told = infinite.flags.size > 0
-    if is_told and np.isinf(infinite.exponent) and infinite.was_applied:
-        return listed(APPLIED, differing, APPLIED_REMEDY)
-    return ""
-
-
-def _not_finite(falling, back):
-    """The paths of outputs that come back to the step, and are not finite."""
-    return [
-        path
-        for path, place in back.items()
-        if any(
-            np.isfinite(run.given[place]).all()
-            and not np.isfinite(run.outputs[path]).all()
-            for run in falling
-        )
-    ]
-
-
-def _multiplied(series, powers, usual):
-    """The fault that outputs depend on gradients that are still scaled."""
-    # Without flags, a change may be that of a step that was skipped.
-    changes = _changes(series, powers) if usual.flags.size else []
-    if not powers and not changes:
-        return ""
-    by_a_power = listed(_BY_A_POWER, _named(powers))
-    return by_a_power + listed(_BY_A_CHANGE, changes) + _MULTIPLIED
-
-
-def _named(powers):
-    """The outputs that follow a power of the loss scale, as text."""
-    return [f"2**{power}: {name_of(path)}" for path, power in powers.items()]
-
-
-def _falling(trial):
-    """Runs at falling loss scales, without those in which the step is skipped.
-
-    The highest loss scale at which it is applied is found by bisection.
-    """
-
-    def is_skipped(exponent):
-        return not trial.at(2.0**exponent).was_applied
-
-    exponents = range(_LOWEST, _WIDE + 1)
-    how_many_fit = bisect.bisect_left(exponents, True, key=is_skipped)
-    highest = _LOWEST - 1 + how_many_fit
-    start = _START if highest == _WIDE else highest
-    tried = [start - below for below in _BELOW]
-    runs = [trial.at(2.0**exponent) for exponent in tried if exponent >= _LOWEST]
-    return [run for run in runs if run.was_applied]
-
-
-def _series(trial, falling, judged):
+def _series(experiment, falling, judged):
     """The series of each output in `judged` at the falling loss scales, by path."""
-    exponents = np.array([run.exponent for run in falling])
-    again = trial.run(falling[0].loss_scale)
-    lowest = trial.at(2.0**_LOWEST)
-    underflows = lowest.was_applied and not trial.at(2.0**_WIDE).was_applied
+    exponents = np.array([trial.exponent for trial in falling])
+    again = experiment.trial(falling[0].loss_scale).outputs
+    without = _without_gradients(experiment)
     series = {}
     for path in judged:
-        if any(path not in run.outputs for run in falling):
+        if any(path not in trial.outputs for trial in falling):
             continue
-        values = np.stack([run.outputs[path] for run in falling])
-        noise = dependence.distance(values[0], again.outputs[path])
-        if noise > 0.01 * dependence.norm(values[0]):
+        values = np.stack([trial.outputs[path] for trial in falling])
+        one = Series(exponents, values, again[path], without.get(path))
+        if one.is_noisy:
             raise ValueError(
                 f"two runs at the same loss scale differ, in {name_of(path)}. Pass the "
                 "step all that it depends on as arguments that can be copied: batches "
                 "and PRNG keys as arrays, not iterators or generators"
             )
-        without = lowest.outputs.get(path) if underflows else None
-        series[path] = Series(exponents, values, without, noise)
+        series[path] = one
     return series
 
 
-def _powers(series):
-    """The power of the loss scale that each output follows, by path, if it does."""
-    powers = {}
-    for path, x in series.items():
-        power = dependence.power(x)
-        if power is not None:
-            powers[path] = power
-    return powers
+def _without_gradients(experiment):
+    """The outputs at a loss scale at which all gradients underflow, by path.
 
-
-def _changes(series, powers):
-    """The outputs that change in a way that underflow does not explain, as text.
-
-    Outputs that follow a power of the loss scale are not repeated.
+    Empty if there is none: at the lowest one they underflow in a step that computes in
+    float16, which is the one that overflows at _WIDE.
     """
-    emerging = {path: dependence.emerging(x).any(axis=1) for path, x in series.items()}
-    how_many = sum(emerging.values())
-    changes = []
-    for path, x in series.items():
-        # Where numbers of another output emerge from underflow, an output that is
-        # computed from many numbers may change for that reason.
-        none_elsewhere = np.equal(how_many, emerging[path])
-        row = dependence.change(x, none_elsewhere)
-        if row is not None and path not in powers:
-            high, low = x.exponents[row : row + 2]
-            changes.append(f"{name_of(path)}, between 2**{low:g} and 2**{high:g}")
-    return changes
+    lowest = experiment.at(_LOWEST)
+    is_narrow = not experiment.at(_WIDE).was_applied
+    return lowest.outputs if is_narrow and lowest.was_applied else {}
 
 
-def _differs(infinite, falling, path):
-    """Whether an output at the infinite loss scale differs from one at a falling one.
+def _differing(series, falling, infinite):
+    """The outputs that are not the same at the infinite and all falling loss scales.
 
-    False if there is no such output at the infinite loss scale.
+    An output that is the same at all of them, such as the mean of a batch, does not
+    depend on gradients.
     """
-    if path not in infinite.outputs:
-        return False
-    numbers = infinite.outputs[path]
-    return any(not equal(numbers, run.outputs[path]) for run in falling)
+
+    def is_the_same(path):
+        numbers = infinite.outputs[path]
+        return all(equal(numbers, trial.outputs[path]) for trial in falling)
+
+    judged = [path for path in series if path in infinite.outputs]
+    return [path for path in judged if not is_the_same(path)]
 
 
-def _changed_at_growth(trial, falling, series):
-    """The outputs that differ from the usual ones at a step at which the scale grows.
+def _divided(by_powers):
+    """The fault that gradients are divided once too often.
 
-    Empty if that step is skipped.
+    All other faults may follow from that one.
     """
-    exponent = np.log2(np.max(trial.loss_scale.loss_scale))
-    steady = min(falling, key=lambda run: abs(run.exponent - exponent))
+    negative = {path: power for path, power in by_powers.items() if power < 0}
+    return listed(_BY_A_POWER, _named(negative), _DIVIDED)
+
+
+def _overflow_applied(infinite, differing):
+    """The fault that a step is applied at an infinite loss scale."""
+    is_told = infinite.was_applied and not infinite.is_silent
+    if is_told and infinite.is_infinite:
+        return applied_at_infinity(differing)
+    return ""
+
+
+def _multiplied(by_powers, series, usual):
+    """The fault that outputs depend on gradients that are still scaled."""
+    # In a silent step, a change may be that of a step that was skipped.
+    changing = {} if usual.is_silent else unexplained_changes(series)
+    other_changes = [
+        f"{name_of(path)}, between 2**{low:g} and 2**{high:g}"
+        for path, (high, low) in changing.items()
+        if path not in by_powers
+    ]
+    if not by_powers and not other_changes:
+        return ""
+    by_a_power = listed(_BY_A_POWER, _named(by_powers))
+    return by_a_power + listed(_BY_A_CHANGE, other_changes) + _MULTIPLIED
+
+
+def _named(by_powers):
+    """The outputs that follow a power of the loss scale, as text."""
+    return [f"2**{power}: {name_of(path)}" for path, power in by_powers.items()]
+
+
+def _in_carry(experiment, overflowing, falling, series, differing):
+    """The fault of outputs that come back to the step as they should not."""
+    usual = falling[0]
+    nudged = nudges(experiment, [usual, overflowing[-1]])
+    carry = within(find_carry(experiment, usual, nudged), series)
+    to_be_skipped = overflowing + [nudge.repeated for nudge in nudged]
+    return (
+        listed(_NOT_FINITE, _not_finite(falling, carry), APPLIED_REMEDY)
+        or left_behind(to_be_skipped, within(carry, differing))
+        or listed(_LOST, _lost_weights(experiment, usual, carry), _LAST)
+    )
+
+
+def _not_finite(falling, carry):
+    """The outputs that come back, and are not finite although their arguments are."""
+
+    def becomes_infinite(trial, path, place):
+        was_finite = is_finite(trial.given.numbers[place])
+        return was_finite and not is_finite(trial.outputs[path])
+
+    return [
+        path
+        for path, place in carry.items()
+        if any(becomes_infinite(trial, path, place) for trial in falling)
+    ]
+
+
+def _lost_weights(experiment, usual, carry):
+    """The master weights whose rounding to float16 is no parameter's value."""
+    outputs = usual.outputs
+    halves = [
+        outputs[path]
+        for path, place in carry.items()
+        if experiment.floats[place].dtype == np.float16
+    ]
+
+    def is_lost(copy):
+        with np.errstate(over="ignore"):
+            rounded = copy.astype(np.float16)
+        alike = [half for half in halves if half.size == copy.size]
+        are_kept = [equal(half, rounded) for half in alike]
+        return bool(alike) and not any(are_kept)
+
+    return [path for path in carry if _WEIGHTS in path and is_lost(outputs[path])]
+
+
+def _at_growth(experiment, falling, series):
+    """The fault that outputs differ at a step at which the loss scale grows.
+
+    None is found if that step is skipped.
+    """
+    given = np.max(experiment.loss_scale.loss_scale)
+    exponent = np.log2(given)
+    steady = min(falling, key=lambda trial: abs(trial.exponent - exponent))
     about_to_grow = _about_to_grow(jax.device_put(steady.loss_scale))
-    growing = trial.run(jax.device_get(about_to_grow))
+    growing = experiment.trial(about_to_grow)
     if not growing.was_applied:
-        return []
+        return ""
 
-    changed = []
-    for path, x in series.items():
+    def is_changed(path):
         usual = steady.outputs[path]
-        change = dependence.distance(usual, growing.outputs.get(path, usual))
+        grown = growing.outputs.get(path, usual)
         # Integers and bools may be counts and flags of the growth.
-        is_float = usual.dtype == np.float64
-        if is_float and change > dependence.negligible(usual, x.noise):
-            changed.append(path)
-    return changed
+        return usual.dtype == np.float64 and series[path].differs(usual, grown)
+
+    changing = [path for path in series if is_changed(path)]
+    return listed(_AT_GROWTH, changing, _ADAPTED)
 
 
 @jax.jit
@@ -328,35 +338,17 @@ def _about_to_grow(loss_scale):
     After 100,000 steps at the latest.
     """
 
-    def goes_on(carry):
-        steps, now = carry
-        return (steps < _LONGEST_INTERVAL) & jnp.all(now() == now.adjust(True)())
+    def goes_on(steps_and_scale):
+        steps, now = steps_and_scale
+        is_steady = jnp.all(now() == now.adjust(True)())
+        return is_steady & (steps < _LONGEST_INTERVAL)
 
-    def next_step(carry):
-        steps, now = carry
+    def next_step(steps_and_scale):
+        steps, now = steps_and_scale
         return steps + 1, now.adjust(True)
 
     _, last = lax.while_loop(goes_on, next_step, (0, loss_scale))
     return last
-
-
-def _lost_weights(trial, run, back):
-    """The paths of master weights whose rounding to float16 is no parameter's value."""
-    halves = [
-        run.outputs[path]
-        for path, place in back.items()
-        if trial.floats[place].dtype == np.float16
-    ]
-    lost = []
-    for path in back:
-        copy = run.outputs[path]
-        alike = [half for half in halves if half.size == copy.size]
-        with np.errstate(over="ignore"):
-            rounded = copy.astype(np.float16)
-        is_lost = alike and not any(equal(half, rounded) for half in alike)
-        if _WEIGHTS in path and is_lost:
-            lost.append(path)
-    return lost
 
 
 _BY_A_POWER = (

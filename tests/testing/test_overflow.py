@@ -581,3 +581,37 @@ def test_replicas_that_decide_alone_drift_apart():
     for name, wrong in wrongs.items():
         with pytest.raises(AssertionError, match=f"that differ:\n  {name}"):
             ols.testing.assert_survives_overflow(*wrong)
+
+
+def test_a_step_that_stops_at_an_infinite_loss_scale_is_not_accused():
+    """At finite ones its gradients do not overflow, so it is right to apply them."""
+
+    def small_loss(params, x, y):
+        return 2.0**-20 * loss_fn(params, x, y)
+
+    def step(params, state):
+        loss, params, state = compiled(small_loss, state, params, X, Y)
+        logged = {"loss": loss, "bits": int(jnp.log2(state.loss_scale()))}
+        return params, state, logged
+
+    compiled = jax.jit(TX.minimize, static_argnums=0)
+    bits = "result[2]['bits']"
+    ols.testing.assert_survives_overflow(step, PARAMS, TX.init(PARAMS), ignore=bits)
+
+
+@pytest.mark.parametrize(
+    "check", [ols.testing.assert_survives_overflow, ols.testing.assert_scale_invariant]
+)
+def test_a_step_that_does_not_tell_whether_it_was_applied_is_not_accused(check):
+    """In float32 its gradients may not overflow at the highest finite loss scale."""
+
+    @jax.jit
+    def step(params, inner_state, loss_scale):
+        _, grads = ols.value_and_scaled_grad(loss_fn, loss_scale)(params, X, Y)
+        grads = loss_scale.unscale(grads)
+        updates, new = INNER.update(grads, inner_state, params)
+        new_params = optax.apply_updates(params, updates)
+        old = params, inner_state
+        return optax.tree.where(ols.all_finite(grads), (new_params, new), old)
+
+    check(step, PARAMS, INNER.init(PARAMS), LOSS_SCALE)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 
 from jax.tree_util import keystr
 
-from optax_lossscale.testing._runs import Path, Run
+from optax_lossscale.testing._contents import Path
 
 _SHOWN = 8
 
@@ -14,26 +14,27 @@ def name_of(path: Path) -> str:
     return f"{path[0].key}{keystr(path[1:])}"
 
 
-def not_ignored(ignore: str | Collection[str], run: Run) -> list[Path]:
+def not_ignored(ignore: str | Collection[str], outputs: Collection[Path]) -> list[Path]:
     """The outputs that are neither ignored by name nor inside an ignored one.
 
     A name that is not that of an output raises a `ValueError`, which lists the outputs.
     """
-    places = [ignore] if isinstance(ignore, str) else ignore
+    names = [ignore] if isinstance(ignore, str) else ignore
     ignored = set()
-    for place in places:
-        inside = [path for path in run.outputs if _is_in(path, place)]
+    for name in names:
+        inside = [path for path in outputs if _is_in(path, name)]
         if not inside:
-            names = "\n  ".join(map(name_of, run.outputs))
-            raise ValueError(f"ignore={place!r} names no output. There are\n  {names}")
+            known = "\n  ".join(map(name_of, outputs))
+            raise ValueError(f"ignore={name!r} names no output. There are\n  {known}")
         ignored.update(inside)
-    return [path for path in run.outputs if path not in ignored]
+    return [path for path in outputs if path not in ignored]
 
 
-def _is_in(path, place):
-    """Whether an output is the place called `place`, or a part of it."""
-    name = name_of(path)
-    return name == place or name.startswith((f"{place}[", f"{place}."))
+def _is_in(path, name):
+    """Whether an output is the one of this name, or a part of it."""
+    own_name = name_of(path)
+    parts = (f"{name}[", f"{name}.")
+    return own_name == name or own_name.startswith(parts)
 
 
 def listed(title: str, outputs: Iterable[Path | str], remedy: str = "") -> str:
